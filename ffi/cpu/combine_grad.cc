@@ -1,0 +1,74 @@
+#include "cpu/combine_grad.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "core/routing.h"
+#include "cpu/chunks.h"
+#include "cpu/rows.h"
+
+namespace jax_ep {
+namespace {
+
+const CombineGradArgs& At(const std::vector<Arrival>& arrivals, int64_t rank) {
+  return static_cast<const CombineGradArgs&>(*arrivals[rank].args);
+}
+
+template <class T>
+void SendCotangent(const std::vector<Arrival>& arrivals, int64_t source, int64_t token) {
+  const CombineGradArgs& from = At(arrivals, source);
+  const int64_t size = from.row_size;
+  for (int64_t k = 0; k < from.config.top_k; ++k) {
+    const int64_t choice = token * from.config.top_k + k;
+    const int64_t row = from.dst_rows[choice];
+    if (from.grad_topk_weights != nullptr) from.grad_topk_weights[choice] = 0.0f;
+    if (row == kNoRow) continue;
+    const T* const cotangent =
+        static_cast<const T*>(from.cotangent) + (from.reduce ? token : choice) * size;
+    const CombineGradArgs& to = At(arrivals, from.topk_ids[choice] / from.config.n_local_experts());
+    T* const grad = static_cast<T*>(to.grad_expert_out) + row * size;
+    if (from.weighting == Weighting::kNone) {
+      std::memcpy(static_cast<void*>(grad), cotangent, size * sizeof(T));
+      continue;
+    }
+    const bool at_source = from.weighting == Weighting::kSource;
+    ScaleRow(grad, at_source ? from.topk_weights[choice] : to.row_weights[row], cotangent, size);
+    float& grad_weight = at_source ? from.grad_topk_weights[choice] : to.grad_row_weights[row];
+    grad_weight = DotRows(cotangent, static_cast<const T*>(to.expert_out) + row * size, size);
+  }
+}
+
+// Zeroes the rows [begin, end) as far as they are not in use.
+template <class T>
+void ClearUnusedRows(const CombineGradArgs& args, int64_t begin, int64_t end) {
+  begin = std::max<int64_t>(begin, args.row_offsets[args.config.n_local_experts()]);
+  if (begin >= end) return;
+  std::memset(static_cast<T*>(args.grad_expert_out) + begin * args.row_size, 0,
+              (end - begin) * args.row_size * sizeof(T));
+  if (args.grad_row_weights != nullptr) {
+    std::fill(args.grad_row_weights + begin, args.grad_row_weights + end, 0.0f);
+  }
+}
+
+}  // namespace
+
+void CombineGradAll(const Pool& pool, const std::vector<Arrival>& arrivals) {
+  const CombineGradArgs& first = At(arrivals, 0);
+  const int64_t n_ranks = static_cast<int64_t>(arrivals.size());
+  VisitRowType(first.row_type, [&](auto type) {
+    using T = decltype(type);
+    const int64_t row_bytes = first.row_size * static_cast<int64_t>(sizeof(T));
+    ForTokenChunks(pool, n_ranks, first.n_tokens, first.config.top_k * row_bytes,
+                   [&](int64_t source, int64_t begin, int64_t end) {
+                     for (int64_t token = begin; token < end; ++token) {
+                       SendCotangent<T>(arrivals, source, token);
+                     }
+                   });
+    ForTokenChunks(pool, n_ranks, first.config.max_recv_tokens, row_bytes,
+                   [&](int64_t rank, int64_t begin, int64_t end) {
+                     ClearUnusedRows<T>(At(arrivals, rank), begin, end);
+                   });
+  });
+}
+
+}  // namespace jax_ep

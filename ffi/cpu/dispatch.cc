@@ -1,0 +1,101 @@
+#include "cpu/dispatch.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "core/routing.h"
+#include "cpu/chunks.h"
+
+namespace jax_ep {
+namespace {
+
+DispatchArgs& At(const std::vector<Arrival>& arrivals, int64_t rank) {
+  return static_cast<DispatchArgs&>(*arrivals[rank].args);
+}
+
+// (token, rank) pairs: what would cross a link, one copy per pair.
+void CountTokensToRanks(const DispatchArgs& args, std::vector<int64_t>& tokens_to_rank) {
+  const EpConfig& config = args.config;
+  std::vector<int64_t> last_token(config.n_ranks, -1);
+  for (int64_t choice = 0; choice < args.n_tokens * config.top_k; ++choice) {
+    const int32_t expert = args.topk_ids[choice];
+    if (expert < 0 || expert >= config.n_experts) continue;
+    const int64_t rank = expert / config.n_local_experts();
+    const int64_t token = choice / config.top_k;
+    tokens_to_rank[rank] += last_token[rank] != token;
+    last_token[rank] = token;
+  }
+}
+
+void LayOutRows(const std::vector<Arrival>& arrivals, int64_t rank) {
+  DispatchArgs& args = At(arrivals, rank);
+  const EpConfig& config = args.config;
+  const int64_t n_local = config.n_local_experts();
+  args.first_row.resize(config.n_experts);
+  const auto counts = [&](int64_t source, int64_t expert) {
+    return At(arrivals, source).counts[rank * n_local + expert];
+  };
+  *args.n_dropped = static_cast<int32_t>(
+      ComputeRowOffsets(counts, n_local, config.n_ranks, config.max_recv_tokens,
+                        args.first_row.data(), args.row_offsets));
+  args.group->UpdateStats(args.device.row, rank, [&](RankStats& stats) {
+    ++stats.dispatch_calls;
+    stats.dropped_rows += *args.n_dropped;
+    for (int64_t expert = 0; expert < n_local; ++expert) {
+      stats.rows_per_expert[expert] += args.row_offsets[expert + 1] - args.row_offsets[expert];
+    }
+  });
+}
+
+// Sends the tokens [begin, end) of one source rank.
+void SendTokens(const std::vector<Arrival>& arrivals, int64_t source, int64_t begin, int64_t end) {
+  DispatchArgs& from = At(arrivals, source);
+  const EpConfig& config = from.config;
+  const int64_t n_local = config.n_local_experts();
+  for (int64_t choice = begin * config.top_k; choice < end * config.top_k; ++choice) {
+    if (from.dst_rows[choice] == kNoRow) continue;
+    const int64_t expert = from.topk_ids[choice];
+    DispatchArgs& to = At(arrivals, expert / n_local);
+    const int64_t row = to.first_row[expert % n_local * config.n_ranks + source] +
+                        from.dst_rows[choice];  // still the position among equal choices
+    const bool fits = row < config.max_recv_tokens;
+    from.dst_rows[choice] = fits ? static_cast<int32_t>(row) : kNoRow;
+    if (!fits) continue;
+    const int64_t token = choice / config.top_k;
+    to.src_info[2 * row] = static_cast<int32_t>(token);
+    to.src_info[2 * row + 1] = static_cast<int32_t>(choice % config.top_k);
+    if (to.row_weights != nullptr) to.row_weights[row] = from.topk_weights[choice];
+    std::memcpy(to.rows + row * from.row_bytes, from.tokens + token * from.row_bytes,
+                from.row_bytes);
+  }
+}
+
+}  // namespace
+
+void CountOwnChoices(DispatchArgs& args) {
+  args.counts.assign(args.config.n_experts, 0);
+  const ChoiceCounts choices =
+      CountChoices(args.topk_ids, args.n_tokens * args.config.top_k, args.config.n_experts,
+                   args.counts.data(), args.dst_rows);
+  *args.n_invalid = static_cast<int32_t>(choices.n_invalid);
+  args.group->UpdateStats(args.device.row, args.device.rank, [&](RankStats& stats) {
+    stats.invalid_ids += choices.n_invalid;
+    for (int64_t expert = 0; expert < args.config.n_experts; ++expert) {
+      stats.rows_to_expert[expert] += args.counts[expert];
+    }
+    CountTokensToRanks(args, stats.tokens_to_rank);
+  });
+}
+
+void DispatchAll(const Pool& pool, const std::vector<Arrival>& arrivals) {
+  const int64_t n_ranks = static_cast<int64_t>(arrivals.size());
+  for (int64_t rank = 0; rank < n_ranks; ++rank) LayOutRows(arrivals, rank);
+  const DispatchArgs& first = At(arrivals, 0);
+  const int64_t token_bytes = first.row_bytes * first.config.top_k;
+  ForTokenChunks(pool, n_ranks, first.n_tokens, token_bytes,
+                 [&](int64_t source, int64_t begin, int64_t end) {
+                   SendTokens(arrivals, source, begin, end);
+                 });
+}
+
+}  // namespace jax_ep

@@ -1,0 +1,51 @@
+#include "cpu/parallel.h"
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <thread>
+
+#include "core/ieee_float.h"
+
+namespace jax_ep {
+namespace {
+
+// Shared with helpers that may start after ParallelFor has returned: those find no chunk left, and
+// touch nothing but the counter.
+struct Chunks {
+  Chunks(int64_t count, const std::function<void(int64_t)>& body) : count(count), body(&body) {}
+
+  void Drain() {
+    int64_t chunk = next.fetch_add(1, std::memory_order_relaxed);
+    if (chunk >= count) return;
+    ScopedIeeeFloat ieee;
+    for (; chunk < count; chunk = next.fetch_add(1, std::memory_order_relaxed)) {
+      (*body)(chunk);
+      done.fetch_add(1, std::memory_order_release);  // pairs with the acquire in ParallelFor
+    }
+  }
+
+  const int64_t count;
+  const std::function<void(int64_t)>* const body;
+  std::atomic<int64_t> next{0};
+  std::atomic<int64_t> done{0};
+};
+
+int64_t NumCores() {
+  static const int64_t n_cores = std::max(1u, std::thread::hardware_concurrency());
+  return n_cores;
+}
+
+}  // namespace
+
+void ParallelFor(const Pool& pool, int64_t n_chunks, const std::function<void(int64_t)>& body) {
+  if (n_chunks == 0) return;
+  auto chunks = std::make_shared<Chunks>(n_chunks, body);
+  const int64_t n_helpers = std::min({NumCores(), pool.n_threads, n_chunks}) - 1;
+  for (int64_t i = 0; i < n_helpers; ++i) pool.schedule([chunks] { chunks->Drain(); });
+  chunks->Drain();
+  // What is left is running on another thread: bounded by one chunk's time.
+  while (chunks->done.load(std::memory_order_acquire) != n_chunks) std::this_thread::yield();
+}
+
+}  // namespace jax_ep

@@ -1,0 +1,100 @@
+// Where the ranks of one call meet, on the CPU devices of one process.
+//
+// A rank that arrives leaves its arguments and goes; the last one gets everybody's and does the
+// work. No thread waits: a rank is told through its `complete`, which its handler has tied to the
+// future that it returned to XLA.
+//
+// Every wait ends. A call whose ranks have not all come within its timeout, or one of whose ranks
+// failed, ends with an error for all of them, and so does every other call of the same run: a rank
+// that failed in one call never comes to the next.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "core/status.h"
+#include "cpu/rank_args.h"
+
+namespace jax_ep {
+
+using Complete = std::function<void(const Status&)>;
+
+struct Arrival {
+  int64_t rank;
+  std::unique_ptr<RankArgs> args;
+  Complete complete;
+};
+
+// One call of one row of the mesh. A call site is a custom call of an executable; XLA:CPU gives all
+// devices of a launch the same run id, and a new one to each launch. In a loop the same key comes
+// again, but no rank gets there before all have left: its own call is not complete until then.
+struct CallKey {
+  const void* call_site;
+  int64_t run_id;
+  int64_t row;  // which group of ranks, where the mesh has several along its other axes
+
+  bool operator<(const CallKey& other) const {
+    return std::tie(run_id, call_site, row) <
+           std::tie(other.run_id, other.call_site, other.row);
+  }
+};
+
+struct CallInfo {
+  std::string name;  // for messages: "dispatch of group ..."
+  int64_t n_ranks;
+  double timeout_s;
+};
+
+class Rendezvous {
+ public:
+  // The one of this process. Never destroyed: a late thread may still come.
+  static Rendezvous& Instance();
+
+  // The arrivals of all ranks, by rank, if `arrival` was the last; else nothing. If the run has
+  // failed, completes `arrival` with the error, and returns nothing.
+  std::vector<Arrival> Arrive(const CallKey& key, const CallInfo& info, Arrival arrival);
+
+  // Ends every call of the run with `status`, those whose ranks are still to come included.
+  void Fail(int64_t run_id, const Status& status);
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  struct Call {
+    CallInfo info;
+    Clock::time_point started;
+    std::vector<Arrival> arrivals;  // in order of arrival
+  };
+
+  struct Deadline {
+    Clock::time_point when;
+    CallKey key;
+    Clock::time_point started;  // tells a call from a later one with the same key
+  };
+
+  const Status* FindFailure(int64_t run_id) const;
+  std::vector<Complete> TakeRun(int64_t run_id, const Status& status);
+  void AddDeadline(const CallKey& key, const Call& call);
+  bool IsWaiting(const Deadline& deadline) const;
+  void WatchDeadlines();
+
+  std::mutex mutex_;
+  std::condition_variable deadline_added_;
+  std::map<CallKey, Call> calls_;
+  std::deque<std::pair<int64_t, Status>> failed_runs_;  // newest first, a bounded number
+  std::deque<Deadline> deadlines_;                      // earliest first
+  Clock::time_point next_look_ = Clock::time_point::max();  // of the watching thread
+  bool watching_ = false;
+};
+
+}  // namespace jax_ep

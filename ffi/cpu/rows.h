@@ -1,0 +1,76 @@
+// Arithmetic on rows: float32, products and sums rounded separately (no fused multiply-add; the
+// build turns contraction off), so that every transport gives the same bits.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <utility>
+
+#include "core/float_types.h"
+#include "cpu/combine.h"
+
+namespace jax_ep {
+
+template <class T>
+void AddRow(float* __restrict sum, const T* __restrict row, int64_t size) {
+  for (int64_t i = 0; i < size; ++i) sum[i] += ToFloat(row[i]);
+}
+
+template <class T>
+void AddWeightedRow(float* __restrict sum, float weight, const T* __restrict row, int64_t size) {
+  for (int64_t i = 0; i < size; ++i) sum[i] += weight * ToFloat(row[i]);
+}
+
+// sum += float(T(part)), and part = 0: a rank's share of a token, rounded as if it had travelled.
+template <class T>
+void AddRounded(float* __restrict sum, float* __restrict part, int64_t size) {
+  for (int64_t i = 0; i < size; ++i) {
+    sum[i] += ToFloat(FromFloat<T>(part[i]));
+    part[i] = 0.0f;
+  }
+}
+
+template <class T>
+void StoreRow(T* __restrict row, const float* __restrict sum, int64_t size) {
+  for (int64_t i = 0; i < size; ++i) row[i] = FromFloat<T>(sum[i]);
+}
+
+// row = T(weight * other)
+template <class T>
+void ScaleRow(T* __restrict row, float weight, const T* __restrict other, int64_t size) {
+  for (int64_t i = 0; i < size; ++i) row[i] = FromFloat<T>(weight * ToFloat(other[i]));
+}
+
+// Sum of products, in an order that depends on the size alone.
+template <class T>
+float DotRows(const T* __restrict a, const T* __restrict b, int64_t size) {
+  constexpr int64_t kLanes = 16;
+  std::array<float, kLanes> sums{};
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) {
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      sums[lane] += ToFloat(a[i + lane]) * ToFloat(b[i + lane]);
+    }
+  }
+  for (int64_t lane = 0; i < size; ++i, ++lane) sums[lane] += ToFloat(a[i]) * ToFloat(b[i]);
+  for (int64_t width = kLanes / 2; width > 0; width /= 2) {
+    for (int64_t lane = 0; lane < width; ++lane) sums[lane] += sums[lane + width];
+  }
+  return sums[0];
+}
+
+// Calls visitor(T{}) with the C++ type of `row_type`.
+template <class Visitor>
+void VisitRowType(RowType row_type, const Visitor& visitor) {
+  switch (row_type) {
+    case RowType::kBFloat16:
+      return visitor(BFloat16{});
+    case RowType::kFloat16:
+      return visitor(Float16{});
+    case RowType::kFloat32:
+      return visitor(float{});
+  }
+}
+
+}  // namespace jax_ep

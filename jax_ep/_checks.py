@@ -1,0 +1,116 @@
+"""Checks of the public calls, while tracing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+from jax_ep.group import EPGroup
+from jax_ep.results import Dispatched, InFlight
+
+
+def check_place(operation: str, group: EPGroup) -> None:
+    """The call stands inside a `jax.shard_map` over the group's mesh."""
+    if not isinstance(group, EPGroup):
+        raise TypeError(
+            f"{operation}: group must be an EPGroup made by ep_init; got "
+            f"{type(group).__name__}."
+        )
+    if group.closed:
+        raise ValueError(
+            f"{operation}: group {group.key} is closed. Make a new one by ep_init."
+        )
+    mesh = jax.sharding.get_abstract_mesh()
+    if group.axis_name not in mesh.manual_axes:
+        raise ValueError(
+            f"{operation} must be called inside jax.shard_map over the axis "
+            f"{group.axis_name!r}; manual axes here: {tuple(mesh.manual_axes)}. "
+            "Elsewhere XLA would gather and replicate the operands."
+        )
+    if set(mesh.manual_axes) != set(mesh.axis_names):
+        raise ValueError(
+            f"{operation}: all axes of the mesh must be manual; the mesh has "
+            f"{tuple(mesh.axis_names)}, manual are {tuple(mesh.manual_axes)}. Leave out "
+            "axis_names= of jax.shard_map, or name all axes."
+        )
+    if dict(mesh.shape) != dict(group.mesh.shape):
+        raise ValueError(
+            f"{operation}: the mesh must be the group's, {dict(group.mesh.shape)}; the "
+            f"function runs on {dict(mesh.shape)}."
+        )
+
+
+def check_array(
+    operation: str,
+    name: str,
+    x: Any,
+    shape: tuple[int | None, ...],
+    letters: str,
+    dtype: Any,
+) -> None:
+    """`x` has the shape, None standing for any size, and the dtype."""
+    fits = x.ndim == len(shape) and all(
+        want is None or want == got for want, got in zip(shape, x.shape, strict=True)
+    )
+    if not fits:
+        expected = ", ".join(
+            letter if size is None else f"{letter}={size}"
+            for letter, size in zip(letters.split(), shape, strict=True)
+        )
+        raise ValueError(
+            f"{operation}: {name} must have the shape [{expected}]; got {x.shape}."
+        )
+    if x.dtype != np.dtype(dtype):
+        raise ValueError(
+            f"{operation}: {name} must be {np.dtype(dtype).name}; got {x.dtype.name}. "
+            "Cast it with .astype()."
+        )
+
+
+def check_dispatched(operation: str, group: EPGroup, dispatched: Any) -> None:
+    """`dispatched` comes from a dispatch of this group."""
+    if not isinstance(dispatched, Dispatched):
+        raise TypeError(
+            f"{operation}: dispatched must be what dispatch gave; got "
+            f"{type(dispatched).__name__}."
+        )
+    if dispatched.group != group:
+        raise ValueError(
+            f"{operation}: dispatched must come from this group, {group.key}; it comes "
+            f"from {dispatched.group.key}."
+        )
+
+
+def check_in_flight(operation: str, group: EPGroup, in_flight: Any) -> None:
+    """`in_flight` comes from the first half of this operation, of this group."""
+    if not isinstance(in_flight, InFlight) or in_flight.operation != operation:
+        got = type(in_flight).__name__
+        if isinstance(in_flight, InFlight):
+            got = f"that of {in_flight.operation}_async"
+        raise TypeError(
+            f"{operation}_wait: in_flight must be what {operation}_async gave; got {got}."
+        )
+    if in_flight.group != group:
+        raise ValueError(
+            f"{operation}_wait: in_flight must come from this group, {group.key}; it "
+            f"comes from {in_flight.group.key}."
+        )
+
+
+def vary_alike(axis_name: str, *arrays: Any) -> list[Any]:
+    """The arrays, all typed as varying over the same mesh axes, `axis_name` included.
+
+    `jax.shard_map` with `check_vma` wants operands of a primitive to agree; the
+    gradient of the conversion is the sum that an unvarying operand needs.
+    """
+    present = [x for x in arrays if x is not None]
+    axes = {axis_name}.union(*(jax.typeof(x).mat.varying for x in present))
+
+    def vary(x: Any) -> Any:
+        missing = tuple(sorted(axes - jax.typeof(x).mat.varying))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return [None if x is None else vary(x) for x in arrays]

@@ -1,0 +1,144 @@
+"""EPConfig: every static parameter of an expert-parallel group, checked once."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jax_ep.formats import BF16, TokenFormat
+
+_COMBINE_DTYPES = (np.dtype(jnp.bfloat16), np.dtype(jnp.float32))
+_INT32_MAX = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EPConfig:
+    """Static parameters of dispatch and combine; frozen and hashable.
+
+    Attributes:
+        n_experts: experts over all ranks (E). Global expert `g` lives on rank `g // L`
+            as local expert `g % L`, L = E / R.
+        top_k: experts per token (K).
+        hidden_size: elements per token (H).
+        max_tokens_per_rank: the most tokens that a rank dispatches in a call (M).
+        token_format: what travels per token.
+        combine_dtype: bfloat16 or float32: dtype of `expert_out` and of what `combine`
+            gives.
+        fused_shared_expert: not in this version.
+        skip_a2a: not in this version.
+        recv_capacity: rows of the output of dispatch (C); None is the worst case,
+            `M * R * min(K, L)`. Rows beyond it are dropped and counted.
+        n_gpus_per_node: ranks that reach each other by loads and stores; None reads it
+            from the mesh. Given, it and `n_nodes` partition the ranks.
+        n_nodes: nodes; None reads it from the mesh.
+        n_sms: streaming multiprocessors that a call may use on a GPU; None leaves the
+            choice to the transport.
+        timeout_s: seconds that a rank waits for another in one call.
+
+    Raises:
+        TypeError: a count is not an integer. Raised at construction, like the others.
+        ValueError: a value is out of its range.
+        NotImplementedError: `fused_shared_expert` or `skip_a2a` is set.
+    """
+
+    n_experts: int
+    top_k: int
+    hidden_size: int
+    max_tokens_per_rank: int
+    token_format: TokenFormat = dataclasses.field(default_factory=BF16)
+    combine_dtype: Any = jnp.bfloat16
+    fused_shared_expert: bool = False
+    skip_a2a: bool = False
+    recv_capacity: int | None = None
+    n_gpus_per_node: int | None = None
+    n_nodes: int | None = None
+    n_sms: int | None = None
+    timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name in ("n_experts", "top_k", "hidden_size", "max_tokens_per_rank"):
+            self._set(name, _count(name, getattr(self, name)))
+        for name in ("recv_capacity", "n_gpus_per_node", "n_nodes", "n_sms"):
+            if getattr(self, name) is not None:
+                self._set(name, _count(name, getattr(self, name)))
+        if not isinstance(self.token_format, TokenFormat):
+            raise TypeError(
+                "token_format must be a token format such as jax_ep.BF16(); got "
+                f"{self.token_format!r}."
+            )
+        self._set("combine_dtype", np.dtype(self.combine_dtype))
+        if self.combine_dtype not in _COMBINE_DTYPES:
+            raise ValueError(
+                "combine_dtype must be bfloat16 or float32; got "
+                f"{self.combine_dtype.name}."
+            )
+        self._set("timeout_s", float(self.timeout_s))
+        if not (self.timeout_s > 0 and math.isfinite(self.timeout_s)):
+            raise ValueError(
+                f"timeout_s must be positive and finite; got {self.timeout_s}."
+            )
+        for name in ("fused_shared_expert", "skip_a2a"):
+            if getattr(self, name):
+                raise NotImplementedError(f"{name}=True is not in this version.")
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def n_local_experts(self, n_ranks: int) -> int:
+        """Experts per rank (L).
+
+        Raises:
+            ValueError: `n_experts` is not a multiple of `n_ranks`.
+        """
+        if self.n_experts % n_ranks:
+            raise ValueError(
+                "n_experts must be a multiple of n_ranks; got "
+                f"n_experts={self.n_experts}, n_ranks={n_ranks}."
+            )
+        return self.n_experts // n_ranks
+
+    def max_recv_tokens(self, n_ranks: int) -> int:
+        """Rows of the output of dispatch (C): `recv_capacity`, or the worst case.
+
+        The worst case is of tokens that name an expert once: then a token has at most
+        `min(K, L)` rows on a rank.
+
+        Raises:
+            ValueError: `recv_capacity` is larger than the worst case, or a size does
+                not fit in 32 bits.
+        """
+        per_token = min(self.top_k, self.n_local_experts(n_ranks))
+        worst_case = self.max_tokens_per_rank * n_ranks * per_token
+        rows = worst_case if self.recv_capacity is None else self.recv_capacity
+        if rows > worst_case:
+            raise ValueError(
+                "recv_capacity must be at most max_tokens_per_rank * n_ranks * "
+                f"min(top_k, n_local_experts) = {worst_case}; got {rows}."
+            )
+        if max(rows, self.max_tokens_per_rank * self.top_k) > _INT32_MAX:
+            raise ValueError(
+                "Row numbers must fit in int32; got max_recv_tokens="
+                f"{rows}, max_tokens_per_rank * top_k="
+                f"{self.max_tokens_per_rank * self.top_k}. Set recv_capacity, or "
+                "dispatch fewer tokens per call."
+            )
+        return rows
+
+
+def _count(name: str, value: Any) -> int:
+    if isinstance(value, bool):
+        raise TypeError(f"{name} must be a positive integer; got {value!r}.")
+    try:
+        value = operator.index(value)
+    except TypeError:
+        raise TypeError(
+            f"{name} must be a positive integer; got {value!r}."
+        ) from None
+    if value < 1:
+        raise ValueError(f"{name} must be positive; got {value}.")
+    return value

@@ -1,0 +1,75 @@
+"""Token formats: what travels per token from a source rank to an expert's rank."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+
+
+class TokenFormat(abc.ABC):
+    """What `dispatch` takes and what it hands to the experts.
+
+    Frozen and hashable: a format is part of `EPConfig`, and a static parameter.
+    """
+
+    @property
+    @abc.abstractmethod
+    def name(self) -> str:
+        """Name in attributes and messages."""
+
+    @property
+    @abc.abstractmethod
+    def token_dtype(self) -> np.dtype:
+        """Dtype of the `tokens` that `dispatch` takes and of the rows that it gives."""
+
+    @abc.abstractmethod
+    def token_bytes(self, hidden_size: int) -> int:
+        """Bytes of one token on its way: payload and scales."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plain(TokenFormat):
+    """Tokens travel as they are.
+
+    Attributes:
+        dtype: bfloat16, float16 or float32.
+
+    Raises:
+        ValueError: another dtype.
+    """
+
+    dtype: np.dtype
+
+    def __post_init__(self) -> None:
+        dtype = np.dtype(self.dtype)
+        if dtype not in _PLAIN_DTYPES:
+            raise ValueError(
+                "Plain carries bfloat16, float16 or float32; got "
+                f"dtype={dtype.name}. Cast the tokens, or name one of these."
+            )
+        object.__setattr__(self, "dtype", dtype)
+
+    @property
+    def name(self) -> str:
+        """`plain_` and the dtype's name."""
+        return f"plain_{self.dtype.name}"
+
+    @property
+    def token_dtype(self) -> np.dtype:
+        """The dtype itself."""
+        return self.dtype
+
+    def token_bytes(self, hidden_size: int) -> int:
+        """`hidden_size` elements."""
+        return hidden_size * self.dtype.itemsize
+
+
+_PLAIN_DTYPES = tuple(np.dtype(t) for t in (jnp.bfloat16, jnp.float16, jnp.float32))
+
+
+def BF16() -> Plain:  # noqa: N802 (a format's name, as in the field)
+    """The format of bfloat16 tokens: `Plain(jnp.bfloat16)`."""
+    return Plain(np.dtype(jnp.bfloat16))

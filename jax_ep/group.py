@@ -1,0 +1,221 @@
+"""EPGroup: the ranks along a mesh axis, their configuration and their transport."""
+
+from __future__ import annotations
+
+import hashlib
+from types import TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_ep import transports
+from jax_ep.config import EPConfig
+from jax_ep.topology import local_places
+
+
+class EPGroup:
+    """An expert-parallel group: static, hashable, closed over by jitted functions.
+
+    Made by `ep_init`. Groups made with equal arguments are equal. One group serves many
+    layers; several groups live side by side. A context manager that closes the group.
+    """
+
+    def __init__(
+        self,
+        mesh: jax.sharding.Mesh,
+        axis_name: str,
+        config: EPConfig,
+        transport: transports.Transport,
+    ) -> None:
+        """Use `ep_init`."""
+        self._mesh = mesh
+        self._axis_name = axis_name
+        self._config = config
+        self._transport = transport
+        self._n_ranks = mesh.shape[axis_name]
+        self._n_local_experts = config.n_local_experts(self._n_ranks)
+        self._max_recv_tokens = config.max_recv_tokens(self._n_ranks)
+        self._key = _group_key(mesh, axis_name, config, transport.name)
+        self._closed = False
+        transport.open(self)
+
+    @property
+    def mesh(self) -> jax.sharding.Mesh:
+        """The mesh that the group was made with."""
+        return self._mesh
+
+    @property
+    def axis_name(self) -> str:
+        """The mesh axis along which ranks are counted."""
+        return self._axis_name
+
+    @property
+    def config(self) -> EPConfig:
+        """The static parameters."""
+        return self._config
+
+    @property
+    def n_ranks(self) -> int:
+        """Ranks of the group (R): the size of the mesh axis."""
+        return self._n_ranks
+
+    @property
+    def n_local_experts(self) -> int:
+        """Experts per rank (L)."""
+        return self._n_local_experts
+
+    @property
+    def max_recv_tokens(self) -> int:
+        """Rows of the output of dispatch (C)."""
+        return self._max_recv_tokens
+
+    @property
+    def transport(self) -> str:
+        """Name of the transport: `"xla"` or `"host"`."""
+        return self._transport.name
+
+    @property
+    def key(self) -> str:
+        """Names the group in attributes: the same in every process that makes it."""
+        return self._key
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Rank of each device of this process, in the order of the mesh."""
+        return tuple(place.rank for place in local_places(self._mesh, self._axis_name))
+
+    @property
+    def dev_ptrs(self) -> np.ndarray:
+        """Addresses of the communication buffers of this process's devices.
+
+        `uint64[n_local_devices, 2, 3]`: (dispatch, combine) x (send, recv, recv_count);
+        0 where the transport has no such buffer, as `xla` and `host` have none.
+        """
+        return self._transport.dev_ptrs(self)
+
+    def stats(self) -> list[dict[str, Any]]:
+        """Totals since the group was opened, one dict per device of this process.
+
+        Keys: `device` (jax.Device.id), `rank`; `dispatch_calls`, `combine_calls`;
+        `tokens_to_rank` int64[R], (token, rank) pairs sent, one copy each;
+        `bytes_to_rank` int64[R], their bytes; `rows_to_expert` int64[E], choices of
+        this rank's tokens; `rows_per_expert` int64[L], rows that arrived;
+        `dropped_rows`, those that did not fit; `invalid_ids`, ids outside `[-1, E)`.
+
+        Raises:
+            NotImplementedError: the transport keeps no totals (`xla`).
+            ValueError: the group is closed.
+        """
+        self._check_open()
+        return self._transport.stats(self)
+
+    def close(self) -> None:
+        """Frees what the group holds. Later calls of the group raise an error."""
+        if not self._closed:
+            self._closed = True
+            self._transport.close(self)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError(f"Group {self._key} is closed. Make a new one by ep_init.")
+
+    def __enter__(self) -> EPGroup:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, EPGroup) and (self._key, self._mesh) == (
+            other._key,
+            other._mesh,
+        )
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __repr__(self) -> str:
+        return (
+            f"EPGroup({self._key}, transport={self.transport!r}, "
+            f"axis_name={self._axis_name!r}, n_ranks={self._n_ranks}"
+            f"{', closed' if self._closed else ''})"
+        )
+
+
+def ep_init(
+    mesh: jax.sharding.Mesh,
+    axis_name: str,
+    config: EPConfig,
+    transport: str = "auto",
+) -> EPGroup:
+    """Sets up expert parallelism along a mesh axis.
+
+    Every process of a multi-process program calls it with the same arguments.
+
+    Args:
+        mesh: devices; each row along `axis_name` is a group of ranks of its own.
+        axis_name: the axis along which experts are spread.
+        config: the static parameters.
+        transport: `"auto"` takes the fastest that can serve; `"host"`: the CPU devices
+            of one process; `"xla"`: plain `jax.lax` collectives, everywhere.
+
+    Returns:
+        The group, to be closed over by functions under `jax.shard_map`.
+
+    Raises:
+        ValueError: the mesh and the config do not fit each other, or the transport
+            cannot serve this mesh; the message says why.
+    """
+    if not isinstance(mesh, jax.sharding.Mesh):
+        raise TypeError(f"mesh must be a jax.sharding.Mesh; got {type(mesh).__name__}.")
+    if axis_name not in mesh.axis_names:
+        raise ValueError(
+            f"axis_name must be an axis of the mesh; got {axis_name!r}, the mesh has "
+            f"{mesh.axis_names}."
+        )
+    n_ranks = mesh.shape[axis_name]
+    config.n_local_experts(n_ranks)
+    config.max_recv_tokens(n_ranks)
+    _check_nodes(config, n_ranks)
+    chosen = transports.choose(transport, mesh, axis_name, config)
+    return EPGroup(mesh, axis_name, config, chosen)
+
+
+def _check_nodes(config: EPConfig, n_ranks: int) -> None:
+    per_node, nodes = config.n_gpus_per_node, config.n_nodes
+    if per_node is not None and nodes is not None and per_node * nodes != n_ranks:
+        raise ValueError(
+            "n_gpus_per_node * n_nodes must be the number of ranks; got "
+            f"n_gpus_per_node={per_node}, n_nodes={nodes}, n_ranks={n_ranks}."
+        )
+    for name, value in (("n_gpus_per_node", per_node), ("n_nodes", nodes)):
+        if value is not None and n_ranks % value:
+            raise ValueError(
+                f"{name} must divide the number of ranks; got {name}={value}, "
+                f"n_ranks={n_ranks}."
+            )
+
+
+def _group_key(
+    mesh: jax.sharding.Mesh, axis_name: str, config: EPConfig, transport: str
+) -> str:
+    """Equal on all processes and machines with the same device ids, config and axis.
+
+    It stands in executables that outlive the process: nothing that differs between two
+    runs of one program may be in it.
+    """
+    device_ids = [device.id for device in mesh.devices.flat]
+    facts = (tuple(mesh.shape.items()), device_ids, axis_name, config, transport)
+    digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
+    return f"{transport}-ep{mesh.shape[axis_name]}-{digest}"

@@ -1,0 +1,282 @@
+"""dispatch and combine: the public calls, inside `jax.shard_map` over the group's axis.
+
+Arrays are this rank's shard. R ranks, E experts, L = E / R local experts, K = top_k,
+T <= M tokens in this call, H = hidden_size, C = max_recv_tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep import _checks
+from jax_ep.group import EPGroup
+from jax_ep.results import Dispatched, InFlight
+
+
+def dispatch(
+    group: EPGroup,
+    tokens: jax.Array,
+    topk_ids: jax.Array,
+    topk_weights: jax.Array | None = None,
+    *,
+    input_scale: jax.Array | None = None,
+) -> Dispatched:
+    """Sends every token to the ranks that hold its experts.
+
+    Rows arrive ordered by local expert, then source rank, then token, then k. An id of
+    -1 names no expert; one outside `[-1, E)` sends nothing and is counted. A token may
+    name an expert twice, and has two rows there then. Differentiable in `tokens` and
+    `topk_weights`; the backward is a combine.
+
+    Args:
+        group: from `ep_init`.
+        tokens: `[T, H]`, the token format's dtype; T is at most M.
+        topk_ids: `int32[T, K]`, global experts.
+        topk_weights: `float32[T, K]` or None. Given, they travel with the tokens, come
+            out as `row_weights`, and combine applies them where the experts are.
+        input_scale: for formats that quantise with a global scale; None for the others.
+
+    Returns:
+        The rows for this rank's experts.
+
+    Raises:
+        ValueError: a shape or dtype does not fit the group, or the call stands outside
+            a `jax.shard_map` over the whole mesh of the group. While tracing.
+        jax.errors.JaxRuntimeError: a rank failed or did not come within
+            `config.timeout_s`. When the result is used.
+    """
+    return _dispatch("dispatch", group, tokens, topk_ids, topk_weights, input_scale)
+
+
+def dispatch_async(
+    group: EPGroup,
+    tokens: jax.Array,
+    topk_ids: jax.Array,
+    topk_weights: jax.Array | None = None,
+    *,
+    input_scale: jax.Array | None = None,
+) -> InFlight:
+    """The first half of `dispatch`: what follows may overlap with the transfer.
+
+    Takes and raises what `dispatch` does. On the transports `xla` and `host` the call
+    is complete with this half: XLA:CPU runs it beside whatever does not need it.
+
+    Returns:
+        What `dispatch_wait` takes.
+    """
+    dispatched = _dispatch(
+        "dispatch_async", group, tokens, topk_ids, topk_weights, input_scale
+    )
+    return InFlight(dispatched, "dispatch", group)
+
+
+def dispatch_wait(group: EPGroup, in_flight: InFlight) -> Dispatched:
+    """The second half of `dispatch`.
+
+    Args:
+        group: the group of the first half.
+        in_flight: what `dispatch_async` gave.
+
+    Returns:
+        What `dispatch` would have given.
+
+    Raises:
+        TypeError: `in_flight` is not from `dispatch_async`. While tracing.
+        ValueError: it is from another group. While tracing.
+    """
+    _checks.check_place("dispatch_wait", group)
+    _checks.check_in_flight("dispatch", group, in_flight)
+    return in_flight.arrays
+
+
+def combine(
+    group: EPGroup,
+    expert_out: jax.Array,
+    dispatched: Dispatched,
+    topk_weights: jax.Array | None = None,
+    *,
+    residual: jax.Array | None = None,
+    reduce: bool = True,
+) -> jax.Array:
+    """Brings the experts' rows back to their tokens, and adds them up.
+
+    Sums are in float32, from +0, each product and each sum rounded, with one cast at
+    the end. Weighted at the source (`topk_weights` here) or not at all: over k in
+    order. With `row_weights` (`topk_weights` given to dispatch): each rank adds its
+    rows of a token in k order and sends the sum in `combine_dtype`; the source adds
+    those in rank order. A choice without a row adds nothing. Differentiable in
+    `expert_out`, `topk_weights`, `row_weights` and `residual`; the backward is a
+    dispatch, and gives zero for rows that are not in use.
+
+    Args:
+        group: the group of the dispatch.
+        expert_out: `[C, H]` in `config.combine_dtype`; row i belongs to row i of
+            `dispatched.tokens`. Rows that are not in use do not matter.
+        dispatched: what dispatch gave.
+        topk_weights: `float32[T, K]` or None.
+        residual: `[T, H]` in `config.combine_dtype` or None; added in float32 before
+            the cast.
+        reduce: False gives each choice's row, without weights: zero where it has none.
+
+    Returns:
+        `[T, H]`, or `[T, K, H]` if not `reduce`, in `config.combine_dtype`.
+
+    Raises:
+        ValueError: as for `dispatch`; or weights at both ends; or weights or a residual
+            without `reduce`. While tracing.
+        jax.errors.JaxRuntimeError: as for `dispatch`.
+    """
+    return _combine(
+        "combine", group, expert_out, dispatched, topk_weights, residual, reduce
+    )
+
+
+def combine_async(
+    group: EPGroup,
+    expert_out: jax.Array,
+    dispatched: Dispatched,
+    topk_weights: jax.Array | None = None,
+    *,
+    residual: jax.Array | None = None,
+    reduce: bool = True,
+) -> InFlight:
+    """The first half of `combine`: what follows may overlap with the transfer.
+
+    Takes and raises what `combine` does. On the transports `xla` and `host` the call is
+    complete with this half.
+
+    Returns:
+        What `combine_wait` takes.
+    """
+    out = _combine(
+        "combine_async", group, expert_out, dispatched, topk_weights, residual, reduce
+    )
+    return InFlight(out, "combine", group)
+
+
+def combine_wait(group: EPGroup, in_flight: InFlight) -> jax.Array:
+    """The second half of `combine`.
+
+    Args:
+        group: the group of the first half.
+        in_flight: what `combine_async` gave.
+
+    Returns:
+        What `combine` would have given.
+
+    Raises:
+        TypeError: `in_flight` is not from `combine_async`. While tracing.
+        ValueError: it is from another group. While tracing.
+    """
+    _checks.check_place("combine_wait", group)
+    _checks.check_in_flight("combine", group, in_flight)
+    return in_flight.arrays
+
+
+def _dispatch(
+    operation: str,
+    group: EPGroup,
+    tokens: Any,
+    topk_ids: Any,
+    topk_weights: Any,
+    input_scale: Any,
+) -> Dispatched:
+    _checks.check_place(operation, group)
+    config = group.config
+    tokens, topk_ids, topk_weights = _as_arrays(tokens, topk_ids, topk_weights)
+    _checks.check_array(
+        operation,
+        "tokens",
+        tokens,
+        (None, config.hidden_size),
+        "T H",
+        config.token_format.token_dtype,
+    )
+    n_tokens = tokens.shape[0]
+    if n_tokens > config.max_tokens_per_rank:
+        raise ValueError(
+            f"{operation}: tokens must have at most max_tokens_per_rank="
+            f"{config.max_tokens_per_rank} rows; got {n_tokens}."
+        )
+    choices = (n_tokens, config.top_k)
+    _checks.check_array(operation, "topk_ids", topk_ids, choices, "T K", jnp.int32)
+    if topk_weights is not None:
+        _checks.check_array(
+            operation, "topk_weights", topk_weights, choices, "T K", jnp.float32
+        )
+    if input_scale is not None:
+        raise ValueError(
+            f"{operation}: input_scale is for formats that quantise; "
+            f"{config.token_format.name} does not."
+        )
+    return group._transport.dispatch(
+        group, *_checks.vary_alike(group.axis_name, tokens, topk_ids, topk_weights)
+    )
+
+
+def _combine(
+    operation: str,
+    group: EPGroup,
+    expert_out: Any,
+    dispatched: Any,
+    topk_weights: Any,
+    residual: Any,
+    reduce: bool,
+) -> jax.Array:
+    _checks.check_place(operation, group)
+    _checks.check_dispatched(operation, group, dispatched)
+    _check_weights(operation, dispatched, topk_weights, residual, reduce)
+    config, n_tokens = group.config, dispatched.topk_ids.shape[0]
+    expert_out, topk_weights, residual = _as_arrays(expert_out, topk_weights, residual)
+    rows = (group.max_recv_tokens, config.hidden_size)
+    _checks.check_array(
+        operation, "expert_out", expert_out, rows, "C H", config.combine_dtype
+    )
+    if topk_weights is not None:
+        choices = (n_tokens, config.top_k)
+        _checks.check_array(
+            operation, "topk_weights", topk_weights, choices, "T K", jnp.float32
+        )
+    if residual is not None:
+        tokens = (n_tokens, config.hidden_size)
+        _checks.check_array(
+            operation, "residual", residual, tokens, "T H", config.combine_dtype
+        )
+    leaves, treedef = jax.tree.flatten(dispatched)
+    expert_out, topk_weights, residual, *leaves = _checks.vary_alike(
+        group.axis_name, expert_out, topk_weights, residual, *leaves
+    )
+    dispatched = jax.tree.unflatten(treedef, leaves)
+    return group._transport.combine(
+        group, expert_out, dispatched, topk_weights, residual, reduce=reduce
+    )
+
+
+def _check_weights(
+    operation: str, dispatched: Dispatched, topk_weights: Any, residual: Any, reduce: bool
+) -> None:
+    if topk_weights is not None and dispatched.row_weights is not None:
+        raise ValueError(
+            f"{operation}: topk_weights must be given to dispatch or to combine, not to "
+            "both."
+        )
+    if reduce:
+        return
+    given = dict(
+        topk_weights=topk_weights is not None,
+        residual=residual is not None,
+        row_weights=dispatched.row_weights is not None,
+    )
+    for name, is_given in given.items():
+        if is_given:
+            raise ValueError(
+                f"{operation}: reduce=False gives rows as they are, so {name} must not be "
+                "given."
+            )
+
+
+def _as_arrays(*arrays: Any) -> list[Any]:
+    return [None if x is None else jnp.asarray(x) for x in arrays]

@@ -1,0 +1,156 @@
+"""The primitives behind the `host` transport: result types, attributes, lowering.
+
+No JAX effect: effects switch off jit's fast dispatch path and force results to be kept
+under `jax.checkpoint`. The lowering says `has_side_effect`, so XLA neither merges two
+calls nor drops one.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+if TYPE_CHECKING:
+    from jax_ep.group import EPGroup
+
+
+class Weighting(enum.IntEnum):
+    """Which weights a sum uses. The same values as in C++."""
+
+    NONE = 0
+    SOURCE = 1
+    ROW = 2
+
+
+def _primitive(name: str, *, multiple_results: bool) -> Primitive:
+    primitive = Primitive(name)
+    primitive.multiple_results = multiple_results
+
+    def run_eagerly(*operands: jax.Array, **params: Any) -> Any:
+        return jax.jit(functools.partial(primitive.bind, **params))(*operands)
+
+    def lower(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
+        rule = jax.ffi.ffi_lowering(name, has_side_effect=True)
+        return rule(ctx, *operands, **_attributes(**params))
+
+    def batch(
+        operands: tuple[jax.Array, ...], dims: tuple[int | None, ...], **params: Any
+    ) -> Any:
+        """One call after the other: every rank makes as many."""
+        mapped = [
+            x if dim is None else jnp.moveaxis(x, dim, 0)
+            for x, dim in zip(operands, dims, strict=True)
+        ]
+        is_mapped = [dim is not None for dim in dims]
+
+        def call(slices: list[jax.Array]) -> Any:
+            rest = iter(slices)
+            merged = [
+                next(rest) if m else x for x, m in zip(mapped, is_mapped, strict=True)
+            ]
+            return primitive.bind(*merged, **params)
+
+        results = jax.lax.map(
+            call, [x for x, m in zip(mapped, is_mapped, strict=True) if m]
+        )
+        return results, ([0] * len(results) if multiple_results else 0)
+
+    primitive.def_impl(run_eagerly)
+    mlir.register_lowering(primitive, lower, platform="cpu")
+    batching.primitive_batchers[primitive] = batch
+    return primitive
+
+
+def _attributes(
+    group: EPGroup,
+    weighting: Weighting,
+    reduce: bool = True,
+    has_residual: bool = False,
+) -> dict[str, Any]:
+    config, n_ranks = group.config, group.n_ranks
+    ep = dict(
+        group=group.key,
+        n_ranks=np.int64(n_ranks),
+        n_experts=np.int64(config.n_experts),
+        top_k=np.int64(config.top_k),
+        hidden_size=np.int64(config.hidden_size),
+        max_tokens_per_rank=np.int64(config.max_tokens_per_rank),
+        max_recv_tokens=np.int64(group.max_recv_tokens),
+        token_format=config.token_format.name,
+        combine_dtype=config.combine_dtype.name,
+        fused_shared_expert=np.bool_(config.fused_shared_expert),
+        skip_a2a=np.bool_(config.skip_a2a),
+        n_gpus_per_node=np.int64(config.n_gpus_per_node or n_ranks),
+        n_nodes=np.int64(config.n_nodes or 1),
+        n_sms=np.int64(config.n_sms or 0),
+        timeout_s=np.float64(config.timeout_s),
+    )
+    return dict(
+        ep=ep,
+        weighting=np.int32(weighting),
+        reduce=np.bool_(reduce),
+        has_residual=np.bool_(has_residual),
+    )
+
+
+dispatch_p = _primitive("jax_ep_dispatch", multiple_results=True)
+combine_p = _primitive("jax_ep_combine", multiple_results=False)
+combine_grad_p = _primitive("jax_ep_combine_grad", multiple_results=True)
+
+
+@dispatch_p.def_abstract_eval
+def _dispatch_types(
+    axis_index: Any, tokens: Any, topk_ids: Any, *weights: Any, group: EPGroup, **_: Any
+) -> list[Any]:
+    rows = group.max_recv_tokens
+    types = [
+        ((rows, group.config.hidden_size), tokens.dtype),  # tokens
+        ((group.n_local_experts + 1,), jnp.uint32),  # row_offsets
+        ((rows, 2), jnp.int32),  # src_info
+        ((), jnp.int32),  # n_dropped
+        ((), jnp.int32),  # n_invalid
+        (topk_ids.shape, jnp.int32),  # dst_rows
+    ]
+    types += [((rows,), jnp.float32)] * len(weights)  # row_weights
+    return [_like(tokens, shape, dtype) for shape, dtype in types]
+
+
+@combine_p.def_abstract_eval
+def _combine_types(
+    axis_index: Any,
+    expert_out: Any,
+    topk_ids: Any,
+    dst_rows: Any,
+    *optional: Any,
+    group: EPGroup,
+    reduce: bool,
+    **_: Any,
+) -> Any:
+    leading = topk_ids.shape[:1] if reduce else topk_ids.shape
+    return _like(expert_out, (*leading, expert_out.shape[1]), expert_out.dtype)
+
+
+@combine_grad_p.def_abstract_eval
+def _combine_grad_types(
+    axis_index: Any,
+    cotangent: Any,
+    expert_out: Any,
+    row_offsets: Any,
+    topk_ids: Any,
+    dst_rows: Any,
+    *weights: Any,
+    **_: Any,
+) -> list[Any]:
+    return [_like(expert_out, x.shape, x.dtype) for x in (expert_out, *weights)]
+
+
+def _like(aval: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    """A result's type: it varies over the mesh axes over which the operands do."""
+    return aval.update(shape=tuple(shape), dtype=np.dtype(dtype), weak_type=False)

@@ -1,0 +1,74 @@
+"""What dispatch gives, and what is on its way between the halves of a split call."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+if TYPE_CHECKING:
+    from jax_ep.group import EPGroup
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Dispatched:
+    """Rows for this rank's experts, and what combine needs to bring results back.
+
+    A pytree; `group` is static. Rows are ordered by local expert, then source rank,
+    then token index, then k: a function of `topk_ids` alone. Rows from
+    `row_offsets[-1]` on are unspecified.
+
+    Attributes:
+        tokens: `[C, H]`, the token format's dtype: received rows.
+        row_offsets: `uint32[L + 1]`, first row of each local expert; the last entry is
+            the number of rows in use.
+        expert_ids: `int32[L]`, the local expert of each group of rows: 0 ... L - 1.
+        src_info: `int32[C, 2]`, (token index on its source rank, k) of each row.
+        n_dropped: `int32[]`, rows for this rank's experts beyond `max_recv_tokens`.
+        n_invalid: `int32[]`, ids of this rank's `topk_ids` outside `[-1, E)`; they sent
+            nothing.
+        topk_ids: `int32[T, K]`, as given to dispatch.
+        layout: the transport's own, for combine.
+        row_weights: `float32[C]`, the `topk_weights` that travelled with the tokens, or
+            None.
+        scales: dequantisation scales, or None; None for unquantised formats.
+        scales_offsets: `uint32[L]` or None; None for unquantised formats.
+        group: the group that dispatched.
+    """
+
+    tokens: jax.Array
+    row_offsets: jax.Array
+    expert_ids: jax.Array
+    src_info: jax.Array
+    n_dropped: jax.Array
+    n_invalid: jax.Array
+    topk_ids: jax.Array
+    layout: Any
+    row_weights: jax.Array | None
+    scales: jax.Array | None
+    scales_offsets: jax.Array | None
+    group: EPGroup = dataclasses.field(metadata={"static": True})
+
+    @property
+    def group_sizes(self) -> jax.Array:
+        """`int32[L]` rows of each local expert, as `jax.lax.ragged_dot` takes them."""
+        return jnp.diff(self.row_offsets.astype(jnp.int32))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class InFlight:
+    """A dispatch or combine between its halves; give it to the matching wait, once.
+
+    Attributes:
+        arrays: the transport's own.
+        operation: `"dispatch"` or `"combine"`; static.
+        group: the group of the call; static.
+    """
+
+    arrays: Any
+    operation: str = dataclasses.field(metadata={"static": True})
+    group: EPGroup = dataclasses.field(metadata={"static": True})

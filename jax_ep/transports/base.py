@@ -1,0 +1,74 @@
+"""What a transport does. All give the same results, bit for bit."""
+
+from __future__ import annotations
+
+import abc
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from jax_ep.config import EPConfig
+from jax_ep.results import Dispatched
+from jax_ep.topology import local_places
+
+if TYPE_CHECKING:
+    from jax_ep.group import EPGroup
+
+# Names of the results for `jax.checkpoint` policies.
+DISPATCH_NAME = "jax_ep_dispatch"
+COMBINE_NAME = "jax_ep_combine"
+
+
+class Transport(abc.ABC):
+    """Carries tokens between ranks.
+
+    `dispatch` and `combine` get arrays whose shapes and dtypes fit the group, inside a
+    `jax.shard_map` over its mesh; both are differentiable.
+    """
+
+    name: str
+
+    @abc.abstractmethod
+    def why_not(
+        self, mesh: jax.sharding.Mesh, axis_name: str, config: EPConfig
+    ) -> str | None:
+        """What keeps the transport from serving this mesh; None if nothing does."""
+
+    def open(self, group: EPGroup) -> None:
+        """Sets up what calls of the group need."""
+
+    def close(self, group: EPGroup) -> None:
+        """Frees what `open` set up."""
+
+    def stats(self, group: EPGroup) -> list[dict[str, Any]]:
+        """See `EPGroup.stats`."""
+        raise NotImplementedError(f"Transport {self.name!r} keeps no totals.")
+
+    def dev_ptrs(self, group: EPGroup) -> np.ndarray:
+        """See `EPGroup.dev_ptrs`."""
+        n_local_devices = len(local_places(group.mesh, group.axis_name))
+        return np.zeros((n_local_devices, 2, 3), np.uint64)
+
+    @abc.abstractmethod
+    def dispatch(
+        self,
+        group: EPGroup,
+        tokens: jax.Array,
+        topk_ids: jax.Array,
+        topk_weights: jax.Array | None,
+    ) -> Dispatched:
+        """See `jax_ep.dispatch`."""
+
+    @abc.abstractmethod
+    def combine(
+        self,
+        group: EPGroup,
+        expert_out: jax.Array,
+        dispatched: Dispatched,
+        topk_weights: jax.Array | None,
+        residual: jax.Array | None,
+        *,
+        reduce: bool,
+    ) -> jax.Array:
+        """See `jax_ep.combine`."""

@@ -1,0 +1,217 @@
+"""Transport `xla`: plain `jax.lax` collectives, on every platform and over processes.
+
+dispatch gathers every rank's tokens and takes the rows of the local experts out of them;
+combine sends rows back by `all_to_all`. JAX differentiates it. What the other
+transports are compared with: simple before fast.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jax_ep.config import EPConfig
+from jax_ep.results import Dispatched
+from jax_ep.transports.base import COMBINE_NAME, DISPATCH_NAME, Transport
+
+if TYPE_CHECKING:
+    from jax_ep.group import EPGroup
+
+_NO_ROW = -1
+
+
+class XlaTransport(Transport):
+    """Plain collectives."""
+
+    name = "xla"
+
+    def why_not(
+        self, mesh: jax.sharding.Mesh, axis_name: str, config: EPConfig
+    ) -> str | None:
+        """Serves every mesh."""
+        return None
+
+    def dispatch(
+        self,
+        group: EPGroup,
+        tokens: jax.Array,
+        topk_ids: jax.Array,
+        topk_weights: jax.Array | None,
+    ) -> Dispatched:
+        """Gathers all tokens; takes the local experts' rows."""
+        all_ids = _all_gather(topk_ids, group)
+        counts, choices, dst_rows = _group_choices(group, all_ids)
+        n_rows = jnp.sum(counts)
+        offsets = jnp.concatenate([jnp.zeros_like(counts[:1]), jnp.cumsum(counts)])
+        top_k = group.config.top_k
+        sources = choices // top_k
+        results = dict(
+            tokens=_take(_flat(_all_gather(tokens, group), 2), sources),
+            row_offsets=jnp.minimum(offsets, group.max_recv_tokens).astype(jnp.uint32),
+            src_info=jnp.stack(
+                [sources % max(topk_ids.shape[0], 1), choices % top_k], axis=1
+            ),
+            n_dropped=jnp.maximum(n_rows - group.max_recv_tokens, 0),
+            n_invalid=_count_invalid(topk_ids, group.config.n_experts),
+            layout=dst_rows,
+            row_weights=None
+            if topk_weights is None
+            else _take(_flat(_all_gather(topk_weights, group), 3), choices),
+        )
+        return Dispatched(
+            **checkpoint_name(results, DISPATCH_NAME),
+            expert_ids=jnp.arange(group.n_local_experts, dtype=jnp.int32),
+            topk_ids=topk_ids,
+            scales=None,
+            scales_offsets=None,
+            group=group,
+        )
+
+    def combine(
+        self,
+        group: EPGroup,
+        expert_out: jax.Array,
+        dispatched: Dispatched,
+        topk_weights: jax.Array | None,
+        residual: jax.Array | None,
+        *,
+        reduce: bool,
+    ) -> jax.Array:
+        """Sends each rank its rows, or its sums, and adds them up there."""
+        rows, topk_ids = dispatched.layout, dispatched.topk_ids
+        if dispatched.row_weights is not None:
+            out = _sum_by_rank(group, expert_out, rows, dispatched.row_weights)
+        else:
+            picked, present = _return_rows(group, expert_out, rows, topk_ids)
+            if not reduce:
+                return checkpoint_name(picked, COMBINE_NAME)
+            out = _sum_by_choice(picked, present, topk_weights)
+        if residual is not None:
+            out = out + residual.astype(jnp.float32)
+        return checkpoint_name(out.astype(expert_out.dtype), COMBINE_NAME)
+
+
+def _all_gather(x: jax.Array, group: EPGroup) -> jax.Array:
+    return lax.all_gather(x, group.axis_name)
+
+
+def _all_to_all(x: jax.Array, group: EPGroup) -> jax.Array:
+    """`[R, ...]` by destination to `[R, ...]` by source."""
+    return lax.all_to_all(x, group.axis_name, 0, 0)
+
+
+def _flat(x: jax.Array, n_axes: int) -> jax.Array:
+    """Merges the first axes into one."""
+    return x.reshape(-1, *x.shape[n_axes:])
+
+
+def _take(x: jax.Array, index: jax.Array) -> jax.Array:
+    """Rows of `x`; zero where the index is out of range."""
+    return x.at[index].get(mode="fill", fill_value=0)
+
+
+def _count_invalid(topk_ids: jax.Array, n_experts: int) -> jax.Array:
+    return jnp.sum((topk_ids < -1) | (topk_ids >= n_experts), dtype=jnp.int32)
+
+
+def _group_choices(
+    group: EPGroup, all_ids: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Sorts all ranks' choices into this rank's rows.
+
+    Args:
+        group: the group.
+        all_ids: `int32[R, T, K]`.
+
+    Returns:
+        `counts` `int32[L]`, choices of each local expert; `choices` `int32[C]`, the
+        choice, an index into `all_ids` flat, behind each row, out of range for unused
+        rows; `dst_rows` `int32[R, T, K]`, the row of each choice here, -1 = none.
+    """
+    n_local, capacity = group.n_local_experts, group.max_recv_tokens
+    first = lax.axis_index(group.axis_name) * n_local
+    ids = all_ids.reshape(-1)
+    is_local = (ids >= first) & (ids < first + n_local) & (ids < group.config.n_experts)
+    experts = jnp.where(is_local, ids - first, n_local)
+    counts = jnp.zeros(n_local, jnp.int32).at[experts].add(1, mode="drop")
+    # Stable, and choices are numbered by source rank, token, k: the order of rows.
+    order = jnp.argsort(experts, stable=True).astype(jnp.int32)
+    rank_in_order = jnp.zeros_like(order).at[order].set(
+        jnp.arange(order.size, dtype=jnp.int32), unique_indices=True
+    )
+    has_row = is_local & (rank_in_order < capacity)
+    dst_rows = jnp.where(has_row, rank_in_order, _NO_ROW).reshape(all_ids.shape)
+    row = jnp.arange(capacity, dtype=jnp.int32)
+    out_of_range = jnp.int32(max(order.size, 1))
+    choices = jnp.where(
+        row < jnp.sum(counts), order.at[row].get(mode="fill", fill_value=0), out_of_range
+    )
+    return counts, choices, dst_rows
+
+
+def _return_rows(
+    group: EPGroup, expert_out: jax.Array, dst_rows: jax.Array, topk_ids: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The rows of this rank's choices `[T, K, H]`, and which have one `bool[T, K]`."""
+    here = dst_rows >= 0
+    ranks = jnp.clip(topk_ids // group.n_local_experts, 0, group.n_ranks - 1)
+    present = jnp.any(_all_to_all(here, group), axis=0)
+
+    def one_choice(choice: tuple[jax.Array, jax.Array]) -> jax.Array:
+        rows, rank = choice  # [R, T] of every source, [T] of this one
+        sent = _take(expert_out, jnp.where(rows >= 0, rows, expert_out.shape[0]))
+        received = _all_to_all(sent, group)
+        return jnp.take_along_axis(received, rank[None, :, None], axis=0)[0]
+
+    # One choice at a time: a buffer of [R, T, H], not [R, T, K, H].
+    picked = lax.map(one_choice, (jnp.moveaxis(dst_rows, 2, 0), ranks.T))
+    picked = jnp.where(present[..., None], jnp.moveaxis(picked, 0, 1), 0)
+    return picked, present
+
+
+def _sum_by_choice(
+    picked: jax.Array, present: jax.Array, topk_weights: jax.Array | None
+) -> jax.Array:
+    """float32 `[T, H]`: sum over k in order, weighted at the source."""
+    terms = picked.astype(jnp.float32)
+    if topk_weights is not None:
+        weights = jnp.where(present, topk_weights, 0)
+        terms = terms * weights[..., None]
+    return _sum_in_order(terms, axis=1)
+
+
+def _sum_by_rank(
+    group: EPGroup, expert_out: jax.Array, dst_rows: jax.Array, row_weights: jax.Array
+) -> jax.Array:
+    """float32 `[T, H]`: sums per expert rank in k order, then over ranks in order."""
+    weighted = expert_out.astype(jnp.float32) * row_weights[:, None]
+
+    def add(sums: jax.Array, rows: jax.Array) -> tuple[jax.Array, None]:
+        index = jnp.where(rows >= 0, rows, weighted.shape[0])
+        return sums + _take(weighted, index), None
+
+    zeros = jnp.zeros_like(weighted, shape=(*dst_rows.shape[:2], weighted.shape[1]))
+    sums, _ = lax.scan(add, _like(zeros, weighted), jnp.moveaxis(dst_rows, 2, 0))
+    parts = _all_to_all(sums.astype(expert_out.dtype), group)
+    return _sum_in_order(parts.astype(jnp.float32), axis=0)
+
+
+def _sum_in_order(terms: jax.Array, axis: int) -> jax.Array:
+    """Sum along an axis, first to last.
+
+    A loop, so that XLA cannot fuse a product into the sum: a fused multiply-add rounds
+    once, and the contract rounds twice.
+    """
+    terms = jnp.moveaxis(terms, axis, 0)
+    zero = _like(jnp.zeros(terms.shape[1:], terms.dtype), terms)
+    return lax.scan(lambda total, term: (total + term, None), zero, terms)[0]
+
+
+def _like(x: jax.Array, other: jax.Array) -> jax.Array:
+    """`x`, varying over the mesh axes over which `other` varies."""
+    missing = jax.typeof(other).mat.varying - jax.typeof(x).mat.varying
+    return lax.pcast(x, tuple(missing), to="varying") if missing else x
