@@ -5,6 +5,7 @@
 
 #include "core/routing.h"
 #include "cpu/chunks.h"
+#include "cpu/memory.h"
 #include "cpu/rows.h"
 
 namespace jax_ep {
@@ -103,19 +104,23 @@ class TokenCombiner {
   std::vector<Choice> choices_;
 };
 
+void Begin(const CombineArgs& args, int64_t row_bytes) {
+  const int64_t rows_per_token = args.reduce ? 1 : args.config.top_k;
+  AdviseHugePages(args.out, args.n_tokens * rows_per_token * row_bytes);
+  args.group->UpdateStats(args.device.row, args.device.rank,
+                          [](RankStats& stats) { ++stats.combine_calls; });
+}
+
 }  // namespace
 
 void CombineAll(const Pool& pool, const std::vector<Arrival>& arrivals) {
-  for (const Arrival& arrival : arrivals) {
-    const auto& args = static_cast<const CombineArgs&>(*arrival.args);
-    args.group->UpdateStats(args.device.row, args.device.rank,
-                            [](RankStats& stats) { ++stats.combine_calls; });
-  }
   const CombineArgs& first = At(arrivals, 0);
+  const int64_t n_ranks = static_cast<int64_t>(arrivals.size());
   VisitRowType(first.row_type, [&](auto type) {
     using T = decltype(type);
-    ForTokenChunks(pool, static_cast<int64_t>(arrivals.size()), first.n_tokens,
-                   first.config.top_k * first.row_size * static_cast<int64_t>(sizeof(T)),
+    const int64_t row_bytes = first.row_size * static_cast<int64_t>(sizeof(T));
+    for (int64_t rank = 0; rank < n_ranks; ++rank) Begin(At(arrivals, rank), row_bytes);
+    ForTokenChunks(pool, n_ranks, first.n_tokens, first.config.top_k * row_bytes,
                    [&](int64_t source, int64_t begin, int64_t end) {
                      TokenCombiner<T> combiner(arrivals, source);
                      for (int64_t token = begin; token < end; ++token) combiner.Combine(token);

@@ -70,6 +70,8 @@ class Rendezvous {
  private:
   using Clock = std::chrono::steady_clock;
 
+  Rendezvous() = default;
+
   struct Call {
     CallInfo info;
     Clock::time_point started;
