@@ -77,7 +77,12 @@ class EPConfig:
                 "combine_dtype must be bfloat16 or float32; got "
                 f"{self.combine_dtype.name}."
             )
-        self._set("timeout_s", float(self.timeout_s))
+        try:
+            self._set("timeout_s", float(self.timeout_s))
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"timeout_s must be a number of seconds; got {self.timeout_s!r}."
+            ) from None
         if not (self.timeout_s > 0 and math.isfinite(self.timeout_s)):
             raise ValueError(
                 f"timeout_s must be positive and finite; got {self.timeout_s}."
@@ -136,9 +141,7 @@ def _count(name: str, value: Any) -> int:
     try:
         value = operator.index(value)
     except TypeError:
-        raise TypeError(
-            f"{name} must be a positive integer; got {value!r}."
-        ) from None
+        raise TypeError(f"{name} must be a positive integer; got {value!r}.") from None
     if value < 1:
         raise ValueError(f"{name} must be positive; got {value}.")
     return value

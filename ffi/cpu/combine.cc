@@ -90,8 +90,7 @@ class TokenCombiner {
       const Choice& choice = choices_[i];
       const float weight = At(arrivals_, choice.rank).row_weights[choice.row];
       AddWeightedRow(part_.data(), weight, Row(choice), size_);
-      const bool is_last_of_rank =
-          i + 1 == choices_.size() || choices_[i + 1].rank != choice.rank;
+      const bool is_last_of_rank = i + 1 == choices_.size() || choices_[i + 1].rank != choice.rank;
       if (is_last_of_rank) AddRounded<T>(sum_.data(), part_.data(), size_);
     }
   }
@@ -105,8 +104,8 @@ class TokenCombiner {
 };
 
 void Begin(const CombineArgs& args, int64_t row_bytes) {
-  const int64_t rows_per_token = args.reduce ? 1 : args.config.top_k;
-  AdviseHugePages(args.out, args.n_tokens * rows_per_token * row_bytes);
+  const int64_t bytes = args.n_tokens * (args.reduce ? 1 : args.config.top_k) * row_bytes;
+  AdviseHugePages(args.out, bytes, bytes);
   args.group->UpdateStats(args.device.row, args.device.rank,
                           [](RankStats& stats) { ++stats.combine_calls; });
 }

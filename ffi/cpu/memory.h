@@ -2,6 +2,7 @@
 // into it. Huge pages make that 512 times rarer.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #if defined(__linux__)
@@ -10,13 +11,15 @@
 
 namespace jax_ep {
 
-// Asks for huge pages behind [pointer, pointer + bytes), as NumPy does for its arrays. Advice: the
-// contents stay, and nothing depends on it. Too little for a huge page is left alone.
-inline void AdviseHugePages(void* pointer, int64_t bytes) {
+// Asks for huge pages behind the first `used_bytes` of a buffer of `bytes`, as NumPy does for its
+// arrays. Advice: the contents stay, and nothing depends on it.
+inline void AdviseHugePages(void* buffer, int64_t used_bytes, int64_t bytes) {
 #if defined(__linux__)
   constexpr uintptr_t kHugePage = 2 << 20;
-  const uintptr_t begin = (reinterpret_cast<uintptr_t>(pointer) + kHugePage - 1) & ~(kHugePage - 1);
-  const uintptr_t end = (reinterpret_cast<uintptr_t>(pointer) + bytes) & ~(kHugePage - 1);
+  const auto round_up = [](uintptr_t address) { return (address + kHugePage - 1) & -kHugePage; };
+  const uintptr_t address = reinterpret_cast<uintptr_t>(buffer);
+  const uintptr_t begin = round_up(address);
+  const uintptr_t end = std::min(round_up(address + used_bytes), (address + bytes) & -kHugePage);
   if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
 #endif
 }

@@ -116,11 +116,11 @@ void TestHalfPrecisionRoundsToNearestEven() {
     if (!half_is_nan) CHECK_EQ(FromFloat<Float16>(ToFloat(half)).bits, half.bits);
     if (!brain_is_nan) CHECK_EQ(FromFloat<BFloat16>(ToFloat(brain)).bits, brain.bits);
   }
-  CHECK_EQ(FromFloat<Float16>(0x1p-25f).bits, 0);                  // a tie, to even
-  CHECK_EQ(FromFloat<Float16>(0x1.8p-24f).bits, 2);                // a tie, to even
-  CHECK_EQ(FromFloat<Float16>(65520.0f).bits, 0x7c00);             // a tie, to infinity
-  CHECK_EQ(FromFloat<BFloat16>(0x1.01p0f).bits, 0x3f80);           // a tie, to even
-  CHECK_EQ(FromFloat<BFloat16>(0x1.03p0f).bits, 0x3f82);           // a tie, to even
+  CHECK_EQ(FromFloat<Float16>(0x1p-25f).bits, 0);         // a tie, to even
+  CHECK_EQ(FromFloat<Float16>(0x1.8p-24f).bits, 2);       // a tie, to even
+  CHECK_EQ(FromFloat<Float16>(65520.0f).bits, 0x7c00);    // a tie, to infinity
+  CHECK_EQ(FromFloat<BFloat16>(0x1.01p0f).bits, 0x3f80);  // a tie, to even
+  CHECK_EQ(FromFloat<BFloat16>(0x1.03p0f).bits, 0x3f82);  // a tie, to even
   CHECK_EQ(FromFloat<BFloat16>(FloatFromBits(0x7f800001)).bits & 0x7f80, 0x7f80);  // NaN stays NaN
   CHECK_EQ((FromFloat<BFloat16>(FloatFromBits(0x7f800001)).bits & 0x7f) != 0, true);
 }
@@ -128,8 +128,8 @@ void TestHalfPrecisionRoundsToNearestEven() {
 // One rank's part of a layer whose experts are the identity: out = sum of weights times token.
 class LayerRank {
  public:
-  LayerRank(const EpConfig& config, std::shared_ptr<HostGroup> group, int64_t rank, int64_t n_tokens,
-            uint32_t seed)
+  LayerRank(const EpConfig& config, std::shared_ptr<HostGroup> group, int64_t rank,
+            int64_t n_tokens, uint32_t seed)
       : config_(config), group_(std::move(group)), rank_(rank), n_tokens_(n_tokens) {
     std::mt19937 random(seed * 1000 + static_cast<uint32_t>(rank));
     const int64_t n_choices = n_tokens * config.top_k;
@@ -294,10 +294,9 @@ void TestRowsBeyondCapacityAreDropped() {
   uint32_t row_offsets[3];
   int64_t first_row[4];
   const int64_t counts[2][2] = {{3, 2}, {4, 1}};  // [source][local expert]
-  const int64_t n_dropped =
-      ComputeRowOffsets([&](int64_t source, int64_t expert) { return counts[source][expert]; },
-                        /*n_local_experts=*/2, /*n_ranks=*/2, /*max_recv_tokens=*/8, first_row,
-                        row_offsets);
+  const int64_t n_dropped = ComputeRowOffsets(
+      [&](int64_t source, int64_t expert) { return counts[source][expert]; },
+      /*n_local_experts=*/2, /*n_ranks=*/2, /*max_recv_tokens=*/8, first_row, row_offsets);
   CHECK_EQ(n_dropped, 2);
   const uint32_t expected_offsets[] = {0, 7, 8};
   const int64_t expected_first[] = {0, 3, 7, 9};

@@ -1,13 +1,14 @@
 """Transport `xla`: plain `jax.lax` collectives, on every platform and over processes.
 
-dispatch gathers every rank's tokens and takes the rows of the local experts out of them;
+dispatch gathers every rank's tokens and takes the local experts' rows out of them;
 combine sends rows back by `all_to_all`. JAX differentiates it. What the other
 transports are compared with: simple before fast.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +36,12 @@ class XlaTransport(Transport):
         """Serves every mesh."""
         return None
 
+    def open(self, group: EPGroup) -> None:
+        """Nothing to set up."""
+
+    def close(self, group: EPGroup) -> None:
+        """Nothing to free."""
+
     def dispatch(
         self,
         group: EPGroup,
@@ -50,7 +57,9 @@ class XlaTransport(Transport):
         top_k = group.config.top_k
         sources = choices // top_k
         results = dict(
-            tokens=_take(_flat(_all_gather(tokens, group), 2), sources),
+            tokens=_move_bits(
+                lambda x: _take(_flat(_all_gather(x, group), 2), sources), tokens
+            ),
             row_offsets=jnp.minimum(offsets, group.max_recv_tokens).astype(jnp.uint32),
             src_info=jnp.stack(
                 [sources % max(topk_ids.shape[0], 1), choices % top_k], axis=1
@@ -111,7 +120,29 @@ def _flat(x: jax.Array, n_axes: int) -> jax.Array:
 
 def _take(x: jax.Array, index: jax.Array) -> jax.Array:
     """Rows of `x`; zero where the index is out of range."""
+    if x.shape[0] == 0:
+        return _like(jnp.zeros((*index.shape, *x.shape[1:]), x.dtype), index)
     return x.at[index].get(mode="fill", fill_value=0)
+
+
+def _move_bits(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """`move(x)`, whose elements are those of `x`, or zero, to the last bit.
+
+    XLA:CPU treats bfloat16 by way of float32, which changes NaNs. So the move is one of
+    integers, and its derivative that of the move of numbers.
+    """
+    integer = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+
+    @jax.custom_jvp
+    def exact(x: jax.Array) -> jax.Array:
+        moved = move(lax.bitcast_convert_type(x, integer))
+        return lax.bitcast_convert_type(moved, x.dtype)
+
+    @exact.defjvp
+    def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+        return exact(*primals), move(*tangents)
+
+    return exact(x)
 
 
 def _count_invalid(topk_ids: jax.Array, n_experts: int) -> jax.Array:
@@ -140,16 +171,16 @@ def _group_choices(
     counts = jnp.zeros(n_local, jnp.int32).at[experts].add(1, mode="drop")
     # Stable, and choices are numbered by source rank, token, k: the order of rows.
     order = jnp.argsort(experts, stable=True).astype(jnp.int32)
-    rank_in_order = jnp.zeros_like(order).at[order].set(
-        jnp.arange(order.size, dtype=jnp.int32), unique_indices=True
+    rank_in_order = (
+        jnp.zeros_like(order)
+        .at[order]
+        .set(jnp.arange(order.size, dtype=jnp.int32), unique_indices=True)
     )
     has_row = is_local & (rank_in_order < capacity)
     dst_rows = jnp.where(has_row, rank_in_order, _NO_ROW).reshape(all_ids.shape)
     row = jnp.arange(capacity, dtype=jnp.int32)
     out_of_range = jnp.int32(max(order.size, 1))
-    choices = jnp.where(
-        row < jnp.sum(counts), order.at[row].get(mode="fill", fill_value=0), out_of_range
-    )
+    choices = jnp.where(row < jnp.sum(counts), _take(order, row), out_of_range)
     return counts, choices, dst_rows
 
 
@@ -161,16 +192,18 @@ def _return_rows(
     ranks = jnp.clip(topk_ids // group.n_local_experts, 0, group.n_ranks - 1)
     present = jnp.any(_all_to_all(here, group), axis=0)
 
-    def one_choice(choice: tuple[jax.Array, jax.Array]) -> jax.Array:
-        rows, rank = choice  # [R, T] of every source, [T] of this one
-        sent = _take(expert_out, jnp.where(rows >= 0, rows, expert_out.shape[0]))
-        received = _all_to_all(sent, group)
-        return jnp.take_along_axis(received, rank[None, :, None], axis=0)[0]
+    def send_back(expert_out: jax.Array) -> jax.Array:
+        def one_choice(choice: tuple[jax.Array, jax.Array]) -> jax.Array:
+            rows, rank = choice  # [R, T] of every source, [T] of this one
+            sent = _take(expert_out, jnp.where(rows >= 0, rows, expert_out.shape[0]))
+            received = _all_to_all(sent, group)
+            return jnp.take_along_axis(received, rank[None, :, None], axis=0)[0]
 
-    # One choice at a time: a buffer of [R, T, H], not [R, T, K, H].
-    picked = lax.map(one_choice, (jnp.moveaxis(dst_rows, 2, 0), ranks.T))
-    picked = jnp.where(present[..., None], jnp.moveaxis(picked, 0, 1), 0)
-    return picked, present
+        # One choice at a time: a buffer of [R, T, H], not [R, T, K, H].
+        picked = lax.map(one_choice, (jnp.moveaxis(dst_rows, 2, 0), ranks.T))
+        return jnp.where(present[..., None], jnp.moveaxis(picked, 0, 1), 0)
+
+    return _move_bits(send_back, expert_out), present
 
 
 def _sum_by_choice(
@@ -194,7 +227,7 @@ def _sum_by_rank(
         index = jnp.where(rows >= 0, rows, weighted.shape[0])
         return sums + _take(weighted, index), None
 
-    zeros = jnp.zeros_like(weighted, shape=(*dst_rows.shape[:2], weighted.shape[1]))
+    zeros = jnp.zeros((*dst_rows.shape[:2], weighted.shape[1]), weighted.dtype)
     sums, _ = lax.scan(add, _like(zeros, weighted), jnp.moveaxis(dst_rows, 2, 0))
     parts = _all_to_all(sums.astype(expert_out.dtype), group)
     return _sum_in_order(parts.astype(jnp.float32), axis=0)
