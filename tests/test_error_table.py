@@ -49,7 +49,7 @@ def config(**changes: Any) -> jax_ep.EPConfig:
     return jax_ep.EPConfig(**(values | changes))
 
 
-def init(mesh=None, transport="auto", **changes: Any) -> jax_ep.EPGroup:
+def init(mesh=None, transport="host", **changes: Any) -> jax_ep.EPGroup:
     mesh = make_mesh() if mesh is None else mesh
     return jax_ep.ep_init(mesh, "ep", config(**changes), transport)
 
