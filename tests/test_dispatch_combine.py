@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 import pytest
 
@@ -29,6 +30,9 @@ def test_every_format_gives_the_oracles_bits(case, transport):
 
 @pytest.mark.parametrize("case", params(cases.ODD))
 def test_odd_shapes_give_the_oracles_bits(case, transport):
+    if case.n_tokens == 0 and jax.__version_info__[:2] == (0, 11):
+        # `jnp.linalg.cholesky` does it too, beside an empty operand of shard_map.
+        pytest.skip("XLA of jax 0.11 crashes on custom calls beside empty operands")
     mesh = make_mesh(case.n_ranks)
     for name in ("uniform", "duplicates", "with_minus_one"):
         suite.check(case.but(routing=name), transport, mesh)

@@ -114,10 +114,9 @@ def test_rematerialisation_changes_no_bit_and_a_policy_saves_the_sending(transpo
         assert_all_same(group.mesh, out, outs["plain"], name)
     calls = {name: n_calls(program) for name, program in programs.items()}
     assert calls["plain"] > 0
-    assert calls["again"] > calls["kept"], calls
-    assert calls["all kept"] <= calls["kept"], calls
-    if transport != "xla":
-        assert calls["kept"] == calls["plain"], calls
+    assert calls["all kept"] <= calls["kept"] <= calls["again"], calls
+    if transport != "xla":  # XLA may merge a collective that is made again
+        assert calls["plain"] == calls["kept"] < calls["again"], calls
         assert calls["again"] == calls["plain"] + N_LAYERS, calls
 
 
