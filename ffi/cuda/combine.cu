@@ -20,6 +20,27 @@ namespace {
 constexpr int kCopyUnroll = 4;
 constexpr int kSumUnroll = 4;
 
+struct CombineShared {
+  CallShared call;
+  int32_t max_messages;  // of a source
+  int32_t* n_messages;   // [R]
+};
+
+size_t TableBytes(const CallArgs& call) {
+  return call.n_ranks * (sizeof(uint8_t*) + sizeof(int32_t));
+}
+
+// Reads how many messages there are to return. Called by one warp.
+__device__ void ReadCounts(const CombineArgs& args, CombineShared& shared, int32_t* n_messages) {
+  int32_t max_messages = 0;
+  for (int rank = LaneIndex(); rank < args.call.n_ranks; rank += kWarpSize) {
+    n_messages[rank] = __ldg(args.n_messages + rank);
+    max_messages = max(max_messages, n_messages[rank]);
+  }
+  shared.max_messages = __reduce_max_sync(0xffffffffu, max_messages);
+  shared.n_messages = n_messages;
+}
+
 __device__ bool SumsAtExperts(const CombineArgs& args) {
   return args.reduce && args.weighting == Weighting::kRow;
 }
@@ -44,21 +65,30 @@ __device__ void AwaitCalls(const CallArgs& call, const CallShared& shared) {
   }
 }
 
-// Returns the rows of one message. A lane per choice knows the choice's row. Called by a unit.
+// A message that dispatch brought, a lane per choice.
+struct Message {
+  int32_t token;
+  int32_t row;  // or kNotHere, kDropped
+};
+
+__device__ __forceinline__ Message ReadMessage(const CombineArgs& args, const MessageItem& item) {
+  const int32_t* const layout = args.layout + LayoutIndex(args.call, item);
+  const int lane = LaneIndex();
+  return {__ldg(layout), lane < args.call.top_k ? __ldg(layout + 1 + lane) : kNotHere};
+}
+
+// Returns the rows of one message. Called by a unit.
 template <class T>
 __device__ void ReturnMessage(const CombineArgs& args, const CallShared& shared, const Unit& unit,
-                              const MessageItem& item) {
+                              int rank, const Message& message) {
   const CallArgs& call = args.call;
-  const int lane = LaneIndex();
-  const int32_t* const layout = args.layout + LayoutIndex(call, item);
-  const int32_t token = __ldg(layout);
-  const int32_t row = lane < call.top_k ? __ldg(layout + 1 + lane) : kNotHere;
+  const int row = message.row;
   const uint32_t present = __ballot_sync(0xffffffffu, row >= 0);
   const int first_choice = __ffs(__ballot_sync(0xffffffffu, row != kNotHere)) - 1;
 
   const size_t row_bytes = RowBytes(args);
-  const size_t choice = static_cast<size_t>(token) * call.top_k;
-  uint8_t* const source = shared.peers[item.source];
+  const size_t choice = static_cast<size_t>(message.token) * call.top_k;
+  uint8_t* const source = shared.peers[rank];
   uint8_t* const to = source + call.map.rows.Copy(shared.epoch) + choice * row_bytes;
   const uint8_t* const from = args.expert_out + row * row_bytes;
   if (SumsAtExperts(args)) {
@@ -75,29 +105,33 @@ __device__ void ReturnMessage(const CombineArgs& args, const CallShared& shared,
     }
   }
   unit.Sync();
-  if (unit.part.index == 0 && lane == 0) {
+  if (unit.part.index == 0 && LaneIndex() == 0) {
     uint64_t* const returned = At<uint64_t>(source, call.map.returned.Copy(shared.epoch));
     Signal(returned + choice + first_choice, shared.epoch, present);
   }
 }
 
-// Role: return every n-th message. Called by the workers of a block.
+// Role: return every n-th message; the next one is read ahead. Called by the workers of a block.
 template <class T>
-__device__ void ReturnMessages(const CombineArgs& args, const CallShared& shared) {
+__device__ void ReturnMessages(const CombineArgs& args, const CombineShared& shared) {
   const CallArgs& call = args.call;
   const Unit unit(call.plan.send_unit_warps);
-  const int n_blocks = call.plan.n_send_blocks;
-  int max_messages = 0;
-  for (int rank = LaneIndex(); rank < call.n_ranks; rank += kWarpSize) {
-    max_messages = max(max_messages, __ldg(args.n_messages + rank));
-  }
-  max_messages = __reduce_max_sync(0xffffffffu, max_messages);
-  const int64_t n_items = static_cast<int64_t>(max_messages) * call.n_ranks;
-  for (int64_t i = unit.Index(blockIdx.x, n_blocks); i < n_items; i += unit.n_in_block * n_blocks) {
-    const MessageItem item(i, call.rank + 1, call.n_ranks);
-    if (item.slot < __ldg(args.n_messages + item.source)) {
-      ReturnMessage<T>(args, shared, unit, item);
-    }
+  const int n_blocks = call.plan.n_send_blocks, stride = unit.n_in_block * n_blocks;
+  const int n_items = shared.max_messages * call.n_ranks;
+  const auto item_at = [&](int i) { return MessageItem(i, call.rank + 1, call.n_ranks); };
+  const auto exists = [&](int i, const MessageItem& item) {
+    return i < n_items && item.slot < shared.n_messages[item.source];
+  };
+  const auto read = [&](int i) {
+    const MessageItem item = item_at(i);
+    return exists(i, item) ? ReadMessage(args, item) : Message{};
+  };
+  Message next = read(unit.Index(blockIdx.x, n_blocks));
+  for (int i = unit.Index(blockIdx.x, n_blocks); i < n_items; i += stride) {
+    const MessageItem item = item_at(i);
+    const Message message = next;
+    next = read(i + stride);
+    if (exists(i, item)) ReturnMessage<T>(args, shared.call, unit, item.source, message);
   }
 }
 
@@ -210,22 +244,27 @@ template <class T>
 __global__ void __launch_bounds__(kWorkerThreads, 1)
     CombineKernel(const __grid_constant__ CombineArgs args) {
   extern __shared__ __align__(16) uint8_t tables[];
-  __shared__ CallShared shared;
+  __shared__ CombineShared shared;
   const CallArgs& call = args.call;
   CallState& state = *At<CallState>(call.workspace, call.map.combine_state.offset);
-  const bool is_last_warp = WarpIndex() == kWorkerWarps - 1;
+  // The block that has the least to do also speaks for the rank.
+  const bool announces = blockIdx.x == gridDim.x - 1 && WarpIndex() == kWorkerWarps - 1;
 
-  if (is_last_warp) BeginCall(call, state, shared, reinterpret_cast<uint8_t**>(tables));
+  if (WarpIndex() == 0) {
+    BeginCall(call, state, shared.call, reinterpret_cast<uint8_t**>(tables));
+  } else if (WarpIndex() == 1) {
+    ReadCounts(args, shared, reinterpret_cast<int32_t*>(tables + call.n_ranks * sizeof(uint8_t*)));
+  }
   __syncthreads();
-  if (shared.failed) return;
-  if (threadIdx.x == kWorkerThreads - 1) CountCall(state, shared.epoch);
-  if (is_last_warp && blockIdx.x == 0) AnnounceCall(call, shared);
+  if (shared.call.failed) return;
+  if (announces) AnnounceCall(call, shared.call);
   if (threadIdx.x == 0) Trace(call, 0);
 
   if (Sends(call.plan)) ReturnMessages<T>(args, shared);
   if (threadIdx.x == 0) Trace(call, 2);
-  if (Receives(call.plan)) ReceiveTokens<T>(args, shared);
-  if (is_last_warp && blockIdx.x == 0) AwaitCalls(call, shared);
+  if (Receives(call.plan)) ReceiveTokens<T>(args, shared.call);
+  if (announces) AwaitCalls(call, shared.call);
+  if (threadIdx.x == 0) CountCall(state, shared.call.epoch);
   if (threadIdx.x == 0) Trace(call, 3);
 }
 
@@ -245,7 +284,7 @@ cudaError_t VisitRowType(RowType type, const Visit& visit) {
 
 }  // namespace
 
-size_t CombineSharedBytes(const CallArgs& call) { return call.n_ranks * sizeof(uint8_t*); }
+size_t CombineSharedBytes(const CallArgs& call) { return TableBytes(call); }
 
 cudaError_t PrepareCombine(size_t shared_bytes, int* max_blocks) {
   int fewest = kWorkerThreads;

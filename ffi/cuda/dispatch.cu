@@ -92,7 +92,7 @@ __device__ void NumberNextTiles(const DispatchArgs& args, const DispatchShared& 
 
 // Tells every rank the rows for its experts, and the messages, to expect from here. The words are
 // relaxed: they are all the data. What they say besides, that this rank has ended the call before,
-// is released by the fence in BeginCall. Called by a block.
+// is released by the fence that the service warp made before. Called by a block.
 __device__ void SendCounts(const DispatchArgs& args, const DispatchShared& shared) {
   const CallArgs& call = args.call;
   const int n_local = call.n_local_experts();
@@ -228,7 +228,7 @@ __device__ void LayOutRows(const DispatchArgs& args, DispatchShared& shared) {
 // it, for the call after; and counts this one. Called by one warp, which nothing waits for.
 __device__ void EndCounts(CallState& state, uint32_t epoch) {
   if (LaneIndex() != 0) return;
-  cuda::atomic_thread_fence(cuda::memory_order_acq_rel, cuda::thread_scope_system);
+  SystemFence();
   CountCall(state, epoch);
 }
 
@@ -278,8 +278,8 @@ __device__ void ReceiveMessages(const DispatchArgs& args, const DispatchShared& 
   const CallArgs& call = args.call;
   const Unit unit(call.plan.receive_unit_warps);
   const int first_block = FirstReceiver(call.plan), n_blocks = call.plan.n_blocks - first_block;
-  const int64_t n_items = static_cast<int64_t>(shared.max_messages) * call.n_ranks;
-  for (int64_t i = unit.Index(blockIdx.x - first_block, n_blocks); i < n_items;
+  const int n_items = shared.max_messages * call.n_ranks;
+  for (int i = unit.Index(blockIdx.x - first_block, n_blocks); i < n_items;
        i += unit.n_in_block * n_blocks) {
     const MessageItem item(i, call.rank, call.n_ranks);
     if (item.slot >= shared.n_messages[item.source]) continue;
@@ -299,8 +299,11 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   if (threadIdx.x == 0) CarveShared(call, tables, shared);
   __syncthreads();
-  if (!IsWorker()) {
+  if (WarpIndex() == kWorkerWarps - 1) {
     BeginCall(call, state, shared.call, reinterpret_cast<uint8_t**>(tables));
+  }
+  if (!IsWorker()) {
+    if (counts) SystemFence();  // see SendCounts; takes as long as counting
   } else {
     if (counts) CountAllTokens(args, shared);
     if (sends) NumberFirstTile(args, shared, tiles);

@@ -109,18 +109,20 @@ __device__ bool WaitForAll(const CallArgs& call, uint32_t epoch, Phase phase, in
   }
 }
 
-// Reads the epoch of this call, and the peers. Releases, for words that its threads will store,
-// that this rank has ended the call before. Called by one warp; a block barrier comes next.
+// Reads the epoch of this call, and the peers. Called by one warp; a block barrier comes next.
 __device__ inline void BeginCall(const CallArgs& call, const CallState& state, CallShared& shared,
                                  uint8_t** peers) {
   const int lane = threadIdx.x % kWarpSize;
   uint8_t* const* const table = At<uint8_t*>(call.workspace, call.map.peers.offset);
   for (int rank = lane; rank < call.n_ranks; rank += kWarpSize) peers[rank] = table[rank];
-  cuda::atomic_thread_fence(cuda::memory_order_acq_rel, cuda::thread_scope_system);
   if (lane != 0) return;
   shared.peers = peers;
   shared.epoch = state.epoch + 1;
   shared.failed = FailedWord(call).load(cuda::memory_order_relaxed);
+}
+
+__device__ __forceinline__ void SystemFence() {
+  cuda::atomic_thread_fence(cuda::memory_order_acq_rel, cuda::thread_scope_system);
 }
 
 // Once per block, after the barrier that follows BeginCall: the last block to come counts the call,

@@ -68,9 +68,8 @@ struct MessageItem {
   int slot;
 
   // `first` is the rank whose message comes first.
-  __device__ MessageItem(int64_t item, int first, int n_ranks)
-      : source(static_cast<int>((first + item % n_ranks) % n_ranks)),
-        slot(static_cast<int>(item / n_ranks)) {}
+  __device__ MessageItem(int item, int first, int n_ranks)
+      : source((first + item % n_ranks) % n_ranks), slot(item / n_ranks) {}
 };
 
 __device__ __forceinline__ int64_t LayoutIndex(const CallArgs& call, const MessageItem& item) {
