@@ -13,6 +13,7 @@
 #include "cuda/device/protocol.cuh"
 #include "cuda/device/reduce.cuh"
 #include "cuda/device/units.cuh"
+#include "cuda/prepare.h"
 
 namespace jax_ep::p2p {
 namespace {
@@ -287,20 +288,13 @@ cudaError_t VisitRowType(RowType type, const Visit& visit) {
 size_t CombineSharedBytes(const CallArgs& call) { return TableBytes(call); }
 
 cudaError_t PrepareCombine(size_t shared_bytes, int* max_blocks) {
-  int fewest = kWorkerThreads;
   for (const RowType type : {RowType::kBFloat16, RowType::kFloat16, RowType::kFloat32}) {
     const cudaError_t error = VisitRowType(type, [&](auto row) {
-      const auto kernel = CombineKernel<decltype(row)>;
-      const cudaError_t set = cudaFuncSetAttribute(
-          kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
-      if (set != cudaSuccess) return set;
-      return cudaOccupancyMaxActiveBlocksPerMultiprocessor(max_blocks, kernel, kWorkerThreads,
-                                                           shared_bytes);
+      return PrepareKernel(reinterpret_cast<const void*>(&CombineKernel<decltype(row)>),
+                           kWorkerThreads, shared_bytes, max_blocks);
     });
     if (error != cudaSuccess) return error;
-    fewest = *max_blocks < fewest ? *max_blocks : fewest;
   }
-  *max_blocks = fewest;
   return cudaSuccess;
 }
 

@@ -5,17 +5,10 @@
 
 #include <cstdint>
 
+#include "core/combine_mode.h"
 #include "cuda/call_args.h"
 
 namespace jax_ep::p2p {
-
-enum class RowType : int32_t { kBFloat16, kFloat16, kFloat32 };
-
-enum class Weighting : int32_t {
-  kNone = 0,    // plain sum, in k order
-  kSource = 1,  // topk_weights of the token's own rank, in k order
-  kRow = 2,     // row_weights of the expert's rank: sums per rank first, in the rows' dtype
-};
 
 struct CombineArgs {
   CallArgs call;

@@ -11,6 +11,7 @@
 #include "cuda/device/scan.cuh"
 #include "cuda/device/units.cuh"
 #include "cuda/dispatch.h"
+#include "cuda/prepare.h"
 
 namespace jax_ep::p2p {
 namespace {
@@ -333,11 +334,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 size_t DispatchSharedBytes(const CallArgs& call) { return TableBytes(call); }
 
 cudaError_t PrepareDispatch(size_t shared_bytes, int* max_blocks) {
-  const cudaError_t error = cudaFuncSetAttribute(
-      DispatchKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
-  if (error != cudaSuccess) return error;
-  return cudaOccupancyMaxActiveBlocksPerMultiprocessor(max_blocks, DispatchKernel, kThreads,
-                                                       shared_bytes);
+  return PrepareKernel(reinterpret_cast<const void*>(&DispatchKernel), kThreads, shared_bytes,
+                       max_blocks);
 }
 
 cudaError_t LaunchDispatch(const DispatchArgs& args, cudaStream_t stream) {

@@ -31,7 +31,7 @@ struct DispatchArgs {
 // Bytes of dynamic shared memory of a block.
 size_t DispatchSharedBytes(const CallArgs& call);
 
-// Loads the kernel on the current device and returns the blocks that fit on it at once.
+// Loads the kernel on the current device; see prepare.h.
 cudaError_t PrepareDispatch(size_t shared_bytes, int* max_blocks);
 
 cudaError_t LaunchDispatch(const DispatchArgs& args, cudaStream_t stream);

@@ -122,15 +122,12 @@ Status Group::OpenRank(int index) {
     return InvalidArgument("n_experts = " + std::to_string(config_.n_experts) +
                            " takes more shared memory than the device has.");
   }
-  int dispatch_blocks = 0, combine_blocks = 0;
-  status =
-      ToStatus(PrepareDispatch(DispatchSharedBytes(call), &dispatch_blocks), "dispatch kernel");
+  int max_blocks = 1;
+  status = ToStatus(PrepareDispatch(DispatchSharedBytes(call), &max_blocks), "dispatch kernel");
   if (!status.ok()) return status;
-  status = ToStatus(PrepareCombine(CombineSharedBytes(call), &combine_blocks), "combine kernel");
+  status = ToStatus(PrepareCombine(CombineSharedBytes(call), &max_blocks), "combine kernel");
   if (!status.ok()) return status;
-  if (std::min(dispatch_blocks, combine_blocks) < 1) {
-    return Internal("a kernel does not fit on the device");
-  }
+  if (max_blocks < 1) return Internal("a kernel does not fit on the device");
 
   status = ToStatus(cudaMalloc(reinterpret_cast<void**>(&rank.workspace), map_.bytes),
                     "workspace of " + std::to_string(map_.bytes) + " bytes");
@@ -223,6 +220,14 @@ Status Group::CheckFailure(int rank) const {
                           std::to_string(config_.timeout_s) + " s for rank " +
                           std::to_string(failure.peer) + " (" + Describe(failure.phase) +
                           ", epoch " + std::to_string(failure.epoch) + ").");
+}
+
+std::vector<uint64_t> Group::BufferAddresses(int rank) const {
+  const auto address = [&](const Region& region) {
+    return reinterpret_cast<uint64_t>(ranks_[rank].workspace) + region.offset;
+  };
+  return {0, address(map_.messages), address(map_.counts),
+          0, address(map_.rows),     address(map_.returned)};
 }
 
 }  // namespace jax_ep::p2p

@@ -41,6 +41,9 @@ class Group {
   // Says which rank did not answer, and to what, once a call of `rank` has failed.
   Status CheckFailure(int rank) const;
 
+  // (dispatch, combine) x (send, recv, recv_count); nothing is staged on its way out.
+  std::vector<uint64_t> BufferAddresses(int rank) const;
+
   const GroupConfig& config() const { return config_; }
   size_t workspace_bytes() const { return map_.bytes; }
 
