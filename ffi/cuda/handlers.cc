@@ -120,7 +120,7 @@ ffi::Error DispatchImpl(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi:
                         ffi::ResultBufferR0<ffi::S32> n_dropped,
                         ffi::ResultBufferR0<ffi::S32> n_invalid,
                         ffi::ResultBufferR1<ffi::S32> layout, ffi::RemainingRets optional_rets,
-                        ffi::Dictionary ep, int32_t weighting) {
+                        ffi::Dictionary ep, int32_t weighting, bool, bool) {
   Caller caller{"dispatch", {}};
   Status status = FindCaller(ep, ordinal, caller);
   if (!status.ok()) return ToError(status);
@@ -224,7 +224,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Ret<ffi::BufferR1<ffi::S32>>()  // layout        [R + R M (1 + K)]
         .RemainingRets()                 // row_weights?  [C]
         .Attr<ffi::Dictionary>("ep")
-        .Attr<int32_t>("weighting"),
+        .Attr<int32_t>("weighting")
+        .Attr<bool>("reduce")
+        .Attr<bool>("has_residual"),
     {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaCombine, CombineImpl,

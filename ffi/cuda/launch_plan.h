@@ -11,9 +11,6 @@
 
 namespace jax_ep::p2p {
 
-// From this many tokens on, the link is the limit.
-constexpr int64_t kManyTokens = 1024;
-
 // The most warps per item such that every item has warps of its own.
 inline int32_t UnitWarps(int64_t n_items, int64_t n_blocks) {
   int32_t warps = kWorkerWarps;
@@ -21,11 +18,11 @@ inline int32_t UnitWarps(int64_t n_items, int64_t n_blocks) {
   return warps;
 }
 
-// `send_share`: of the blocks, where the link is the limit.
-inline LaunchPlan PlanLaunch(int64_t n_send_items, int64_t n_receive_items, int64_t n_tokens,
-                             int32_t n_sms, double send_share) {
+// With many tokens the link is the limit, and `send_share` of the blocks do nothing but send.
+inline LaunchPlan PlanLaunch(int64_t n_send_items, int64_t n_receive_items, int32_t n_sms,
+                             bool is_many, double send_share) {
   LaunchPlan plan{};
-  if (n_tokens >= kManyTokens && n_sms > 1) {
+  if (is_many && n_sms > 1) {
     plan.n_blocks = n_sms;
     plan.n_send_blocks =
         std::clamp<int32_t>(static_cast<int32_t>(n_sms * send_share), 1, n_sms - 1);
@@ -41,13 +38,14 @@ inline LaunchPlan PlanLaunch(int64_t n_send_items, int64_t n_receive_items, int6
 }
 
 // A token goes to min(K, R) ranks at most; as many messages come back if all ranks have as many
-// tokens.
+// tokens. The numbers of tokens and the shares are what was fastest on 4 H200
+// (docs/performance.md).
 inline LaunchPlan PlanDispatch(int64_t n_tokens, int64_t top_k, int64_t n_ranks, int32_t n_sms) {
-  return PlanLaunch(n_tokens, n_tokens * std::min(top_k, n_ranks), n_tokens, n_sms, 0.18);
+  return PlanLaunch(n_tokens, n_tokens * std::min(top_k, n_ranks), n_sms, n_tokens >= 512, 0.2);
 }
 
 inline LaunchPlan PlanCombine(int64_t n_tokens, int64_t top_k, int64_t n_ranks, int32_t n_sms) {
-  return PlanLaunch(n_tokens * std::min(top_k, n_ranks), n_tokens, n_tokens, n_sms, 0.73);
+  return PlanLaunch(n_tokens * std::min(top_k, n_ranks), n_tokens, n_sms, n_tokens >= 2048, 0.7);
 }
 
 }  // namespace jax_ep::p2p
