@@ -1,4 +1,4 @@
-"""Transport `p2p`: GPUs that reach each other by loads and stores, by kernels of our own.
+"""Transport `p2p`: CUDA kernels, for GPUs that reach each other by loads and stores.
 
 One process with all the GPUs. The backward of dispatch is a combine; that of combine a
 dispatch of the cotangents with the same `topk_ids`, which gives them the same rows.
@@ -98,7 +98,12 @@ class P2pTransport(Transport):
         topk_weights: jax.Array | None,
     ) -> Dispatched:
         """One custom call."""
-        results = _dispatch(group, tokens, topk_ids, topk_weights)
+        # XLA:GPU does not survive custom calls without elements: no token is one token
+        # that goes nowhere.
+        weights = None if topk_weights is None else _at_least_one(topk_weights, 0)
+        results = _dispatch(
+            group, _at_least_one(tokens, 0), _at_least_one(topk_ids, -1), weights
+        )
         return Dispatched(
             **results,
             expert_ids=jnp.arange(group.n_local_experts, dtype=jnp.int32),
@@ -121,14 +126,21 @@ class P2pTransport(Transport):
         """One custom call."""
         weighting, weights = Weighting.NONE, None
         if topk_weights is not None:
-            weighting, weights = Weighting.SOURCE, topk_weights
+            weighting, weights = Weighting.SOURCE, _at_least_one(topk_weights, 0)
         elif dispatched.row_weights is not None:
             weighting, weights = Weighting.ROW, dispatched.row_weights
         mode = _Mode(weighting, reduce, residual is not None)
+        topk_ids = dispatched.topk_ids
         routing = _Routing(
-            dispatched.topk_ids, dispatched.layout, dispatched.row_offsets
+            _at_least_one(topk_ids, -1),
+            dispatched.layout,
+            dispatched.row_offsets,
+            dispatched.src_info,
         )
-        return _combine(group, mode, expert_out, weights, residual, routing)
+        if residual is not None:
+            residual = _at_least_one(residual, 0)
+        out = _combine(group, mode, expert_out, weights, residual, routing)
+        return out[: topk_ids.shape[0]]
 
 
 def _bytes_per_token(config: EPConfig) -> tuple[int, int]:
@@ -137,6 +149,12 @@ def _bytes_per_token(config: EPConfig) -> tuple[int, int]:
         config.token_format.token_bytes(config.hidden_size),
         config.hidden_size * config.combine_dtype.itemsize,
     )
+
+
+def _at_least_one(x: jax.Array, fill: int) -> jax.Array:
+    if x.shape[0] > 0:
+        return x
+    return jnp.full_like(x, fill, shape=(1, *x.shape[1:]))
 
 
 def _ordinal(place: Place) -> int:
@@ -148,12 +166,13 @@ class _Routing(NamedTuple):
     """Which choice has which row.
 
     `topk_ids` is `int32[T, K]`; `layout` is the kernels' own; `row_offsets` is
-    `uint32[L + 1]`.
+    `uint32[L + 1]`; `src_info` is `int32[C, 2]`.
     """
 
     topk_ids: jax.Array
     layout: jax.Array
     row_offsets: jax.Array
+    src_info: jax.Array
 
 
 class _Mode(NamedTuple):
@@ -243,7 +262,9 @@ def _dispatch_fwd(
     topk_weights: jax.Array | None,
 ) -> tuple[dict[str, Any], Any]:
     results = _dispatch(group, tokens, topk_ids, topk_weights)
-    return results, _Routing(topk_ids, results["layout"], results["row_offsets"])
+    return results, _Routing(
+        topk_ids, results["layout"], results["row_offsets"], results["src_info"]
+    )
 
 
 def _dispatch_bwd(
@@ -289,29 +310,47 @@ def _combine_bwd(
     group: EPGroup, mode: _Mode, saved: Any, cotangent: jax.Array
 ) -> tuple[Any, ...]:
     expert_out, weights, routing = saved
+    row = jnp.arange(expert_out.shape[0], dtype=jnp.uint32)
+    in_use = row < routing.row_offsets[-1]
     if not mode.reduce:
-        raise NotImplementedError(
-            "transport 'p2p' does not differentiate combine(..., reduce=False)."
-        )
+        grad_rows = _send_choices(group, cotangent, routing)
+        return _clear(grad_rows, in_use), None, None, None
     at_source = mode.weighting == Weighting.SOURCE
     sent = _call_dispatch(
         group, cotangent, routing.topk_ids, weights if at_source else None
     )
-    row_weights = sent["row_weights"] if at_source else weights
-    in_use = jnp.arange(expert_out.shape[0]) < routing.row_offsets[-1]
     rows = sent["tokens"]
+    row_weights = sent["row_weights"] if at_source else weights
     grad_weights = None
     if row_weights is not None:
-        # Rows that are not in use hold anything.
         products = rows.astype(jnp.float32) * expert_out.astype(jnp.float32)
         dots = jnp.where(in_use, products.sum(axis=1), 0.0)
-        grad_weights = (
-            _send_back_scalars(group, dots, routing) if at_source else dots
-        )
+        grad_weights = _send_back_scalars(group, dots, routing) if at_source else dots
         rows = (row_weights[:, None] * rows.astype(jnp.float32)).astype(rows.dtype)
-    grad_rows = jnp.where(in_use[:, None], rows, jnp.zeros((), rows.dtype))
     grad_residual = cotangent if mode.has_residual else None
-    return grad_rows, grad_weights, grad_residual, None
+    return _clear(rows, in_use), grad_weights, grad_residual, None
+
+
+def _clear(rows: jax.Array, in_use: jax.Array) -> jax.Array:
+    """Zeroes the rows that are not in use, which may hold anything."""
+    return jnp.where(in_use[:, None], rows, jnp.zeros((), rows.dtype))
+
+
+def _send_choices(group: EPGroup, values: jax.Array, routing: _Routing) -> jax.Array:
+    """`[T, K, H]`, a value per choice, to the choices' rows: one dispatch per k.
+
+    Rows of one k stand in the same order among themselves with and without the others.
+    """
+    rows = None
+    for k in range(values.shape[1]):
+        here = jnp.arange(values.shape[1]) == k
+        ids = jnp.where(here, routing.topk_ids, -1)
+        sent = _call_dispatch(group, values[:, k], ids, None)["tokens"]
+        is_k = routing.src_info[:, 1] == k
+        place = jnp.cumsum(is_k.astype(jnp.int32)) - 1
+        found = jnp.take(sent, place, axis=0, mode="clip")
+        rows = found if rows is None else jnp.where(is_k[:, None], found, rows)
+    return rows
 
 
 _combine.defvjp(_combine_fwd, _combine_bwd)
