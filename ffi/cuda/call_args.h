@@ -22,6 +22,7 @@ struct LaunchPlan {
   int32_t n_send_blocks;       // the first ones; they send, then receive like the others
   int32_t send_unit_warps;     // warps that share a message, a power of 2 up to kWorkerWarps
   int32_t receive_unit_warps;  // the same, where messages are received
+  int32_t n_stages;            // rows in shared memory, by which bulk copies send; 0: without them
 };
 
 // What a wait was for.

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "core/routing.h"
+#include "cuda/device/bulk.cuh"
 #include "cuda/device/copy.cuh"
 #include "cuda/device/protocol.cuh"
 #include "cuda/device/scan.cuh"
@@ -39,7 +40,12 @@ struct DispatchShared {
 
 __host__ __device__ size_t TableBytes(const CallArgs& call) {
   const size_t ints = 3 * call.n_experts + 3 * call.n_ranks + 4 * Tiles::kMaxTokens * call.top_k;
-  return call.n_ranks * sizeof(uint8_t*) + ints * sizeof(int32_t);
+  return AlignUp(call.n_ranks * sizeof(uint8_t*) + ints * sizeof(int32_t), kMessageAlignment);
+}
+
+// A stage holds a token and its choices.
+__host__ __device__ size_t StageBytes(const CallArgs& call, size_t token_bytes) {
+  return Stage::Bytes(token_bytes + call.top_k * sizeof(MessageChoice));
 }
 
 // Points into the dynamic shared memory, behind the peers. Called by one thread.
@@ -116,48 +122,96 @@ __device__ void SendCounts(const DispatchArgs& args, const DispatchShared& share
   }
 }
 
-// Copies one token to every rank that it has a choice on. A lane per choice knows the message of
-// the rank, if it is the token's first choice there. Called by a unit.
-__device__ void SendToken(const DispatchArgs& args, const DispatchShared& shared,
-                          const TileNumbers& numbers, const Unit& unit, int token,
-                          int token_in_tile) {
+// The messages of a token: a lane per choice, and the lane of the token's first choice on a rank
+// has the message to that rank.
+struct Messages {
+  bool is_message;
+  int rank;
+  size_t index;  // in the rank's slabs
+  uint8_t* to;   // in the rank's workspace
+  int4 choice;   // MessageChoice
+};
+
+__device__ Messages PlanMessages(const DispatchArgs& args, const DispatchShared& shared,
+                                 const TileNumbers& numbers, int token, int token_in_tile) {
   const CallArgs& call = args.call;
   const int lane = LaneIndex();
-  const uint32_t epoch = shared.call.epoch;
   const int64_t choice = static_cast<int64_t>(token) * call.top_k + lane;
   const int choice_in_tile = token_in_tile * call.top_k + lane;
   const bool is_choice = lane < call.top_k;
   const int32_t id = is_choice ? __ldg(args.topk_ids + choice) : kNoExpert;
   const int32_t slot = is_choice ? numbers.slots[choice_in_tile] : kNoRow;
-  const bool is_message = slot != kNoRow;
-  const int rank = call.IsExpert(id) ? call.RankOf(id) : call.rank;
-  const size_t index = static_cast<size_t>(call.rank) * call.max_tokens + slot;
-  uint8_t* const message =
-      shared.call.peers[rank] + call.map.messages.Copy(epoch) + index * call.map.message_bytes;
+  const bool is_expert = call.IsExpert(id);
+  const float weight = is_expert && args.topk_weights != nullptr ? args.topk_weights[choice] : 0.0f;
 
+  Messages messages;
+  messages.is_message = slot != kNoRow;
+  messages.rank = is_expert ? call.RankOf(id) : call.rank;
+  messages.index = static_cast<size_t>(call.rank) * call.max_tokens + slot;
+  messages.to = shared.call.peers[messages.rank] + call.map.messages.Copy(shared.call.epoch) +
+                messages.index * call.map.message_bytes;
+  messages.choice = {is_expert ? id : kNoExpert, is_choice ? numbers.positions[choice_in_tile] : 0,
+                     __float_as_int(weight), 0};
+  return messages;
+}
+
+__device__ void SignalMessage(const DispatchArgs& args, const DispatchShared& shared,
+                              const Messages& messages, int token) {
+  uint64_t* const arrived =
+      At<uint64_t>(shared.call.peers[messages.rank], args.call.map.arrived.Copy(shared.call.epoch));
+  Signal(arrived + messages.index, shared.call.epoch, token);
+}
+
+// Copies one token to every rank that it has a choice on. Called by a unit.
+__device__ void SendToken(const DispatchArgs& args, const DispatchShared& shared,
+                          const TileNumbers& numbers, const Unit& unit, int token,
+                          int token_in_tile) {
+  const CallArgs& call = args.call;
+  const int lane = LaneIndex();
+  const Messages messages = PlanMessages(args, shared, numbers, token, token_in_tile);
   const size_t token_bytes = args.token_vectors * kVectorBytes;
-  const uint32_t messages = __ballot_sync(0xffffffffu, is_message);
   if (unit.part.index == 0) {
-    const bool is_expert = call.IsExpert(id);
-    const float weight =
-        is_expert && args.topk_weights != nullptr ? args.topk_weights[choice] : 0.0f;
-    const int4 bits = {is_expert ? id : kNoExpert,
-                       is_choice ? numbers.positions[choice_in_tile] : 0, __float_as_int(weight),
-                       0};
-    for (uint32_t left = messages; left != 0; left &= left - 1) {
-      void* const to = ShuffleAddress(message, __ffs(left) - 1);
-      if (is_choice) st_global(static_cast<uint8_t*>(to) + token_bytes + lane * sizeof(bits), bits);
+    for (uint32_t left = __ballot_sync(0xffffffffu, messages.is_message); left != 0;
+         left &= left - 1) {
+      void* const choices =
+          Vector(ShuffleAddress(messages.to, __ffs(left) - 1), args.token_vectors);
+      if (lane < call.top_k) st_global(Vector(choices, lane), messages.choice);
     }
   }
   // This rank's own message has no copy of the token: it is read where it is.
-  const uint32_t remote = __ballot_sync(0xffffffffu, is_message && rank != call.rank);
-  CopyToEach<kCopyUnroll>(args.tokens + token * token_bytes, message, remote, args.token_vectors,
-                          unit.part);
+  const uint32_t remote =
+      __ballot_sync(0xffffffffu, messages.is_message && messages.rank != call.rank);
+  CopyToEach<kCopyUnroll>(args.tokens + token * token_bytes, messages.to, remote,
+                          args.token_vectors, unit.part);
   unit.Sync();
-  if (unit.part.index == 0 && is_message) {
-    Signal(At<uint64_t>(shared.call.peers[rank], call.map.arrived.Copy(epoch)) + index, epoch,
-           token);
+  if (unit.part.index == 0 && messages.is_message) SignalMessage(args, shared, messages, token);
+}
+
+// The same through a stage: token and choices leave in one bulk copy per rank. Called by one warp.
+__device__ void SendTokenInBulk(const DispatchArgs& args, const DispatchShared& shared,
+                                const TileNumbers& numbers, Stage& stage, int token,
+                                int token_in_tile) {
+  const CallArgs& call = args.call;
+  const int lane = LaneIndex();
+  const size_t token_bytes = args.token_vectors * kVectorBytes;
+  if (lane == 0) stage.BeginLoad(args.tokens + token * token_bytes, token_bytes);
+  const Messages messages = PlanMessages(args, shared, numbers, token, token_in_tile);
+  uint8_t* const choices = stage.data() + token_bytes;
+  if (lane < call.top_k) reinterpret_cast<int4*>(choices)[lane] = messages.choice;
+  fence_proxy_async_shared();
+  stage.AwaitLoad();
+  __syncwarp();
+  const uint32_t choices_bytes = call.top_k * sizeof(MessageChoice);
+  if (messages.is_message) {
+    const bool is_own = messages.rank == call.rank;
+    cp_async_bulk_global_shared(is_own ? messages.to + token_bytes : messages.to,
+                                is_own ? choices : stage.data(),
+                                is_own ? choices_bytes : token_bytes + choices_bytes);
+    cp_async_bulk_commit_group();
+    cp_async_bulk_wait_group_0();
+    SignalMessage(args, shared, messages, token);
   }
+  __syncwarp();
 }
 
 // Role: send the block's tokens. Called by the workers of a block.
@@ -169,6 +223,22 @@ __device__ void SendTokens(const DispatchArgs& args, const DispatchShared& share
     const Tokens tile = tiles[i];
     for (int j = unit.in_block; j < tile.size(); j += unit.n_in_block) {
       SendToken(args, shared, shared.numbers[i % 2], unit, tile.begin + j, j);
+    }
+  }
+}
+
+// The same role, with a stage for each of the first warps.
+__device__ void SendTokensInBulk(const DispatchArgs& args, const DispatchShared& shared,
+                                 const Tiles& tiles, uint8_t* stages) {
+  const int n_stages = args.call.plan.n_stages;
+  const bool has_stage = WarpIndex() < n_stages;
+  const size_t stage_bytes = StageBytes(args.call, args.token_vectors * kVectorBytes);
+  Stage stage(stages + WarpIndex() * stage_bytes, has_stage);
+  for (int i = 0; i < tiles.size(); ++i) {
+    if (i > 0) SyncRoles();
+    const Tokens tile = tiles[i];
+    for (int j = WarpIndex(); has_stage && j < tile.size(); j += n_stages) {
+      SendTokenInBulk(args, shared, shared.numbers[i % 2], stage, tile.begin + j, j);
     }
   }
 }
@@ -290,7 +360,7 @@ __device__ void ReceiveMessages(const DispatchArgs& args, const DispatchShared& 
 
 __global__ void __launch_bounds__(kThreads, 1)
     DispatchKernel(const __grid_constant__ DispatchArgs args) {
-  extern __shared__ __align__(16) uint8_t tables[];
+  extern __shared__ __align__(128) uint8_t tables[];
   __shared__ DispatchShared shared;
   const CallArgs& call = args.call;
   CallState& state = *At<CallState>(call.workspace, call.map.dispatch_state.offset);
@@ -315,7 +385,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) Trace(call, 0);
 
   if (IsWorker()) {
-    if (sends) SendTokens(args, shared, tiles);
+    if (sends && call.plan.n_stages == 0) SendTokens(args, shared, tiles);
+    if (sends && call.plan.n_stages > 0) {
+      SendTokensInBulk(args, shared, tiles, tables + TableBytes(call));
+    }
   } else {
     if (sends) NumberNextTiles(args, shared, tiles);
     if (receives) LayOutRows(args, shared);
@@ -331,7 +404,14 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 }  // namespace
 
-size_t DispatchSharedBytes(const CallArgs& call) { return TableBytes(call); }
+size_t DispatchSharedBytes(const CallArgs& call, size_t token_bytes) {
+  return TableBytes(call) + call.plan.n_stages * StageBytes(call, token_bytes);
+}
+
+int32_t DispatchStages(const CallArgs& call, size_t token_bytes, size_t max_shared_bytes) {
+  const size_t left = max_shared_bytes - std::min(max_shared_bytes, TableBytes(call));
+  return static_cast<int32_t>(std::min<size_t>(left / StageBytes(call, token_bytes), kWorkerWarps));
+}
 
 cudaError_t PrepareDispatch(size_t shared_bytes, int* max_blocks) {
   return PrepareKernel(reinterpret_cast<const void*>(&DispatchKernel), kThreads, shared_bytes,
@@ -339,8 +419,8 @@ cudaError_t PrepareDispatch(size_t shared_bytes, int* max_blocks) {
 }
 
 cudaError_t LaunchDispatch(const DispatchArgs& args, cudaStream_t stream) {
-  DispatchKernel<<<args.call.plan.n_blocks, kThreads, DispatchSharedBytes(args.call), stream>>>(
-      args);
+  const size_t shared_bytes = DispatchSharedBytes(args.call, args.token_vectors * kVectorBytes);
+  DispatchKernel<<<args.call.plan.n_blocks, kThreads, shared_bytes, stream>>>(args);
   return cudaGetLastError();
 }
 

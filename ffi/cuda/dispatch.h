@@ -28,8 +28,11 @@ struct DispatchArgs {
   float* row_weights;     // [C] or null
 };
 
-// Bytes of dynamic shared memory of a block.
-size_t DispatchSharedBytes(const CallArgs& call);
+// Bytes of dynamic shared memory of a block, with the plan's stages for tokens of `token_bytes`.
+size_t DispatchSharedBytes(const CallArgs& call, size_t token_bytes);
+
+// How many stages for tokens of `token_bytes` fit into `max_shared_bytes`.
+int32_t DispatchStages(const CallArgs& call, size_t token_bytes, size_t max_shared_bytes);
 
 // Loads the kernel on the current device; see prepare.h.
 cudaError_t PrepareDispatch(size_t shared_bytes, int* max_blocks);

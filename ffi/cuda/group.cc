@@ -16,6 +16,13 @@ Status ToStatus(cudaError_t error, const std::string& what) {
   return Internal(what + ": " + cudaGetErrorString(error));
 }
 
+// Major compute capability from which on there are bulk copies.
+constexpr int kBulkCopyCapability = 9;
+// With fewer rows in flight, plain stores are faster.
+constexpr int kFewestStages = 4;
+// More than a kernel has besides its dynamic shared memory.
+constexpr size_t kStaticSharedBytes = 1024;
+
 // Makes a device current while alive.
 class ScopedDevice {
  public:
@@ -102,11 +109,13 @@ Status Group::Open(const GroupConfig& config, const std::vector<int>& devices,
 Status Group::OpenRank(int index) {
   Rank& rank = ranks_[index];
   const ScopedDevice scoped(rank.device);
-  int n_sms = 0, max_shared = 0;
+  int n_sms = 0, most_shared = 0, compute_capability = 0;
   Status status = ToStatus(
       cudaDeviceGetAttribute(&n_sms, cudaDevAttrMultiProcessorCount, rank.device), "device");
   if (!status.ok()) return status;
-  cudaDeviceGetAttribute(&max_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, rank.device);
+  cudaDeviceGetAttribute(&most_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, rank.device);
+  cudaDeviceGetAttribute(&compute_capability, cudaDevAttrComputeCapabilityMajor, rank.device);
+  const size_t max_shared = most_shared - kStaticSharedBytes;
   const int n_sharing =
       static_cast<int>(std::count_if(ranks_.begin(), ranks_.end(), [&](const Rank& other) {
         return other.device == rank.device;
@@ -118,12 +127,19 @@ Status Group::OpenRank(int index) {
   CallArgs call;
   status = FillCall(index, 0, &call);
   if (!status.ok()) return status;
-  if (static_cast<int>(DispatchSharedBytes(call)) > max_shared) {
+  if (DispatchSharedBytes(call, config_.token_bytes) > max_shared) {
     return InvalidArgument("n_experts = " + std::to_string(config_.n_experts) +
                            " takes more shared memory than the device has.");
   }
+  rank.n_stages = 0;
+  if (compute_capability >= kBulkCopyCapability) {
+    const int32_t n_stages = DispatchStages(call, config_.token_bytes, max_shared);
+    if (n_stages >= kFewestStages) rank.n_stages = n_stages;
+  }
+  call.plan.n_stages = rank.n_stages;
   int max_blocks = 1;
-  status = ToStatus(PrepareDispatch(DispatchSharedBytes(call), &max_blocks), "dispatch kernel");
+  status = ToStatus(PrepareDispatch(DispatchSharedBytes(call, config_.token_bytes), &max_blocks),
+                    "dispatch kernel");
   if (!status.ok()) return status;
   status = ToStatus(PrepareCombine(CombineSharedBytes(call), &max_blocks), "combine kernel");
   if (!status.ok()) return status;
@@ -203,6 +219,7 @@ Status Group::FillCall(int rank, int64_t n_tokens, CallArgs* call) const {
 Status Group::DispatchCall(int rank, int64_t n_tokens, CallArgs* call) const {
   const Status status = FillCall(rank, n_tokens, call);
   call->plan = PlanDispatch(n_tokens, config_.top_k, config_.n_ranks, ranks_[rank].n_blocks);
+  if (call->plan.n_send_blocks < call->plan.n_blocks) call->plan.n_stages = ranks_[rank].n_stages;
   return status;
 }
 

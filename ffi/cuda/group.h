@@ -51,6 +51,7 @@ class Group {
   struct Rank {
     int device;
     int n_blocks;  // that fit together with those of the other ranks of the device
+    int n_stages;  // of a block that sends many tokens; 0: the device has no bulk copies
     uint8_t* workspace = nullptr;
     uint64_t* failure = nullptr;  // mapped host memory
   };

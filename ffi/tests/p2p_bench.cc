@@ -45,7 +45,7 @@ class Bench {
   Bench(const Options& options, int n_tokens)
       : options_(options), bed_(MakeShape(options, n_tokens), Devices(options), 2.0) {
     const PlanOverride plan{options.Int("blocks"), options.Int("send"), options.Int("send_warps"),
-                            options.Int("receive_warps")};
+                            options.Int("receive_warps"), options.Int("stages")};
     bed_.dispatch_plan = bed_.combine_plan = plan;
     const Shape& shape = bed_.shape;
     const size_t token_bytes = n_tokens * shape.hidden * sizeof(T);
@@ -195,12 +195,12 @@ class Bench {
     std::printf(
         "{\"op\": \"%s\", \"n_ranks\": %d, \"n_devices\": %d, \"tokens\": %d, \"routing\": \"%s\", "
         "\"us\": %.2f, \"us_min\": %.2f, \"us_max\": %.2f, \"us_fastest_rank\": %.2f, "
-        "\"physical_gb_s\": %.1f, \"logical_gb_s\": %.1f, \"plan\": [%d, %d, %d, %d]}\n",
+        "\"physical_gb_s\": %.1f, \"logical_gb_s\": %.1f, \"plan\": [%d, %d, %d, %d, %d]}\n",
         is_dispatch ? "dispatch" : "combine", options_.n_ranks, options_.n_devices,
         bed_.shape.max_tokens, options_.Int("zipf") ? "zipf" : "uniform", us, slowest.front(),
         slowest.back(), fastest[kReplays / 2], physical_ * bytes / us * 1e-3,
         logical_ * bytes / us * 1e-3, plan_.n_blocks, plan_.n_send_blocks, plan_.send_unit_warps,
-        plan_.receive_unit_warps);
+        plan_.receive_unit_warps, plan_.n_stages);
     if (options_.Int("trace")) TraceCall(is_dispatch);
     std::fflush(stdout);
     for (auto graph : first) cudaGraphExecDestroy(graph);

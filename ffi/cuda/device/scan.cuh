@@ -21,17 +21,18 @@ struct Tokens {
 // The tokens that a block sends: in tiles, dealt out to the sending blocks in turn, so that
 // messages arrive about in the order of their slots, in which they are received.
 struct Tiles {
-  static constexpr int kMaxTokens = kWorkerWarps;
+  static constexpr int kMaxTokens = 2 * kWorkerWarps;
 
   int n_tokens;  // of the call
   int tile_tokens;
   int n_blocks;  // that send
 
   __device__ explicit Tiles(const CallArgs& call)
-      : n_tokens(call.n_tokens),
-        tile_tokens(min(kMaxTokens,
-                        (call.n_tokens + call.plan.n_send_blocks - 1) / call.plan.n_send_blocks)),
-        n_blocks(call.plan.n_send_blocks) {}
+      : n_tokens(call.n_tokens), n_blocks(call.plan.n_send_blocks) {
+    // With stages, twice what is sent at once: the warps wait for each other between tiles.
+    const int most = call.plan.n_stages > 0 ? 2 * call.plan.n_stages : kWorkerWarps;
+    tile_tokens = min(most, (n_tokens + n_blocks - 1) / n_blocks);
+  }
 
   // Of any block; its last ones may be empty.
   __device__ int size() const {
