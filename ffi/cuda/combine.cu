@@ -7,12 +7,8 @@
 // all of a message's rows, at the token's first choice on the sending rank. The word's value says
 // which choices have rows: those that dispatch dropped have none.
 
-#include "cuda/combine.h"
-
-#include <algorithm>
-
 #include "core/routing.h"
-#include "cuda/device/bulk.cuh"
+#include "cuda/combine.h"
 #include "cuda/device/copy.cuh"
 #include "cuda/device/protocol.cuh"
 #include "cuda/device/reduce.cuh"
@@ -31,13 +27,8 @@ struct CombineShared {
   int32_t* n_messages;   // [R]
 };
 
-__host__ __device__ size_t TableBytes(const CallArgs& call) {
-  return AlignUp(call.n_ranks * (sizeof(uint8_t*) + sizeof(int32_t)), kMessageAlignment);
-}
-
-// A stage holds a row.
-__host__ __device__ size_t StageBytes(size_t row_bytes) {
-  return AlignUp(row_bytes, kMessageAlignment);
+size_t TableBytes(const CallArgs& call) {
+  return call.n_ranks * (sizeof(uint8_t*) + sizeof(int32_t));
 }
 
 // Reads how many messages there are to return. Called by one warp.
@@ -87,11 +78,10 @@ __device__ __forceinline__ Message ReadMessage(const CombineArgs& args, const Me
   return {__ldg(layout), lane < args.call.top_k ? __ldg(layout + 1 + lane) : kNotHere};
 }
 
-// Returns the rows of one message; a sum, by a bulk copy from `stage` if there is one. Called by a
-// unit, of one warp if there are stages.
+// Returns the rows of one message. Called by a unit.
 template <class T>
 __device__ void ReturnMessage(const CombineArgs& args, const CallShared& shared, const Unit& unit,
-                              uint8_t* stage, int rank, const Message& message) {
+                              int rank, const Message& message) {
   const CallArgs& call = args.call;
   const int row = message.row;
   const uint32_t present = __ballot_sync(0xffffffffu, row >= 0);
@@ -105,10 +95,8 @@ __device__ void ReturnMessage(const CombineArgs& args, const CallShared& shared,
   if (SumsAtExperts(args)) {
     const float weight = row >= 0 ? __ldg(args.row_weights + row) : 0.0f;
     if (present != 0) {
-      uint8_t* const sum = to + first_choice * row_bytes;
-      SumRows<T, kSumUnroll>({from, weight, present}, nullptr, stage != nullptr ? stage : sum,
+      SumRows<T, kSumUnroll>({from, weight, present}, nullptr, to + first_choice * row_bytes,
                              args.row_vectors, unit.part);
-      if (stage != nullptr) CopyFromShared(sum, stage, row_bytes);
     }
   } else {
     for (uint32_t left = present; left != 0; left &= left - 1) {
@@ -126,15 +114,10 @@ __device__ void ReturnMessage(const CombineArgs& args, const CallShared& shared,
 
 // Role: return every n-th message; the next one is read ahead. Called by the workers of a block.
 template <class T>
-__device__ void ReturnMessages(const CombineArgs& args, const CombineShared& shared,
-                               uint8_t* stages) {
+__device__ void ReturnMessages(const CombineArgs& args, const CombineShared& shared) {
   const CallArgs& call = args.call;
   const Unit unit(call.plan.send_unit_warps);
-  const bool in_bulk = call.plan.n_stages > 0;
-  const int n_units = in_bulk ? call.plan.n_stages : unit.n_in_block;
-  if (unit.in_block >= n_units) return;
-  uint8_t* const stage = in_bulk ? stages + unit.in_block * StageBytes(RowBytes(args)) : nullptr;
-  const int n_blocks = call.plan.n_send_blocks, stride = n_units * n_blocks;
+  const int n_blocks = call.plan.n_send_blocks, stride = unit.n_in_block * n_blocks;
   const int n_items = shared.max_messages * call.n_ranks;
   const auto item_at = [&](int i) { return MessageItem(i, call.rank + 1, call.n_ranks); };
   const auto exists = [&](int i, const MessageItem& item) {
@@ -149,7 +132,7 @@ __device__ void ReturnMessages(const CombineArgs& args, const CombineShared& sha
     const MessageItem item = item_at(i);
     const Message message = next;
     next = read(i + stride);
-    if (exists(i, item)) ReturnMessage<T>(args, shared.call, unit, stage, item.source, message);
+    if (exists(i, item)) ReturnMessage<T>(args, shared.call, unit, item.source, message);
   }
 }
 
@@ -261,7 +244,7 @@ __device__ void ReceiveTokens(const CombineArgs& args, const CallShared& shared)
 template <class T>
 __global__ void __launch_bounds__(kWorkerThreads, 1)
     CombineKernel(const __grid_constant__ CombineArgs args) {
-  extern __shared__ __align__(128) uint8_t tables[];
+  extern __shared__ __align__(16) uint8_t tables[];
   __shared__ CombineShared shared;
   const CallArgs& call = args.call;
   CallState& state = *At<CallState>(call.workspace, call.map.combine_state.offset);
@@ -278,7 +261,7 @@ __global__ void __launch_bounds__(kWorkerThreads, 1)
   if (announces) AnnounceCall(call, shared.call);
   if (threadIdx.x == 0) Trace(call, 0);
 
-  if (Sends(call.plan)) ReturnMessages<T>(args, shared, tables + TableBytes(call));
+  if (Sends(call.plan)) ReturnMessages<T>(args, shared);
   if (threadIdx.x == 0) Trace(call, 2);
   if (Receives(call.plan)) ReceiveTokens<T>(args, shared.call);
   if (announces) AwaitCalls(call, shared.call);
@@ -302,14 +285,7 @@ cudaError_t VisitRowType(RowType type, const Visit& visit) {
 
 }  // namespace
 
-size_t CombineSharedBytes(const CallArgs& call, size_t row_bytes) {
-  return TableBytes(call) + call.plan.n_stages * StageBytes(row_bytes);
-}
-
-int32_t CombineStages(const CallArgs& call, size_t row_bytes, size_t max_shared_bytes) {
-  const size_t left = max_shared_bytes - std::min(max_shared_bytes, TableBytes(call));
-  return static_cast<int32_t>(std::min<size_t>(left / StageBytes(row_bytes), kWorkerWarps));
-}
+size_t CombineSharedBytes(const CallArgs& call) { return TableBytes(call); }
 
 cudaError_t PrepareCombine(size_t shared_bytes, int* max_blocks) {
   for (const RowType type : {RowType::kBFloat16, RowType::kFloat16, RowType::kFloat32}) {
@@ -323,10 +299,9 @@ cudaError_t PrepareCombine(size_t shared_bytes, int* max_blocks) {
 }
 
 cudaError_t LaunchCombine(const CombineArgs& args, cudaStream_t stream) {
-  const size_t shared_bytes = CombineSharedBytes(args.call, args.row_vectors * kVectorBytes);
   return VisitRowType(args.row_type, [&](auto row) {
     CombineKernel<decltype(row)>
-        <<<args.call.plan.n_blocks, kWorkerThreads, shared_bytes, stream>>>(args);
+        <<<args.call.plan.n_blocks, kWorkerThreads, CombineSharedBytes(args.call), stream>>>(args);
     return cudaGetLastError();
   });
 }

@@ -28,9 +28,7 @@ struct CombineArgs {
   uint8_t* out;  // [T, row_bytes], or [T, K, row_bytes] where reduce is false
 };
 
-// As DispatchSharedBytes and DispatchStages, for rows of `row_bytes`.
-size_t CombineSharedBytes(const CallArgs& call, size_t row_bytes);
-int32_t CombineStages(const CallArgs& call, size_t row_bytes, size_t max_shared_bytes);
+size_t CombineSharedBytes(const CallArgs& call);
 
 // As PrepareDispatch, for all row types.
 cudaError_t PrepareCombine(size_t shared_bytes, int* max_blocks);

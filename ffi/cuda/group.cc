@@ -131,21 +131,17 @@ Status Group::OpenRank(int index) {
     return InvalidArgument("n_experts = " + std::to_string(config_.n_experts) +
                            " takes more shared memory than the device has.");
   }
+  rank.n_stages = 0;
   if (compute_capability >= kBulkCopyCapability) {
-    const auto worthwhile = [](int32_t n_stages) {
-      return n_stages < kFewestStages ? 0 : n_stages;
-    };
-    rank.n_dispatch_stages = worthwhile(DispatchStages(call, config_.token_bytes, max_shared));
-    rank.n_combine_stages = worthwhile(CombineStages(call, config_.row_bytes, max_shared));
+    const int32_t n_stages = DispatchStages(call, config_.token_bytes, max_shared);
+    if (n_stages >= kFewestStages) rank.n_stages = n_stages;
   }
+  call.plan.n_stages = rank.n_stages;
   int max_blocks = 1;
-  call.plan.n_stages = rank.n_dispatch_stages;
   status = ToStatus(PrepareDispatch(DispatchSharedBytes(call, config_.token_bytes), &max_blocks),
                     "dispatch kernel");
   if (!status.ok()) return status;
-  call.plan.n_stages = rank.n_combine_stages;
-  status = ToStatus(PrepareCombine(CombineSharedBytes(call, config_.row_bytes), &max_blocks),
-                    "combine kernel");
+  status = ToStatus(PrepareCombine(CombineSharedBytes(call), &max_blocks), "combine kernel");
   if (!status.ok()) return status;
   if (max_blocks < 1) return Internal("a kernel does not fit on the device");
 
@@ -223,14 +219,13 @@ Status Group::FillCall(int rank, int64_t n_tokens, CallArgs* call) const {
 Status Group::DispatchCall(int rank, int64_t n_tokens, CallArgs* call) const {
   const Status status = FillCall(rank, n_tokens, call);
   call->plan = PlanDispatch(n_tokens, config_.top_k, config_.n_ranks, ranks_[rank].n_blocks);
-  if (SendsApart(call->plan)) call->plan.n_stages = ranks_[rank].n_dispatch_stages;
+  if (call->plan.n_send_blocks < call->plan.n_blocks) call->plan.n_stages = ranks_[rank].n_stages;
   return status;
 }
 
 Status Group::CombineCall(int rank, int64_t n_tokens, CallArgs* call) const {
   const Status status = FillCall(rank, n_tokens, call);
   call->plan = PlanCombine(n_tokens, config_.top_k, config_.n_ranks, ranks_[rank].n_blocks);
-  if (SendsApart(call->plan)) call->plan.n_stages = ranks_[rank].n_combine_stages;
   return status;
 }
 

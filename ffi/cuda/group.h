@@ -51,9 +51,7 @@ class Group {
   struct Rank {
     int device;
     int n_blocks;  // that fit together with those of the other ranks of the device
-    // Of a block that sends many tokens; 0: the device has no bulk copies, or rows are too long.
-    int n_dispatch_stages = 0;
-    int n_combine_stages = 0;
+    int n_stages;  // of a block that sends many tokens; 0: the device has no bulk copies
     uint8_t* workspace = nullptr;
     uint64_t* failure = nullptr;  // mapped host memory
   };

@@ -79,7 +79,7 @@ class Case {
   // Sends from some blocks only, as with many tokens; in bulk if the device can.
   void SplitBlocks() {
     bed_.dispatch_plan = bed_.combine_plan = {5, 3, 1, 1, 0};
-    bed_.dispatch_plan.n_stages = bed_.combine_plan.n_stages = 4;
+    bed_.dispatch_plan.n_stages = 4;
   }
 
   void Run() {

@@ -49,17 +49,4 @@ class Stage {
   uint32_t parity_ = 0;
 };
 
-// Copies a row that this warp has written to shared memory, and returns once it is there. Called by
-// one warp, converged; lane 0 may then publish it.
-__device__ __forceinline__ void CopyFromShared(void* to, const void* row, uint32_t bytes) {
-  fence_proxy_async_shared();
-  __syncwarp();
-  if (threadIdx.x % kWarpSize == 0) {
-    cp_async_bulk_global_shared(to, row, bytes);
-    cp_async_bulk_commit_group();
-    cp_async_bulk_wait_group_0();
-  }
-  __syncwarp();
-}
-
 }  // namespace jax_ep::p2p

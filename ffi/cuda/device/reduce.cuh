@@ -113,13 +113,10 @@ __device__ __forceinline__ void SumRows(const Terms& terms, const void* residual
       LoadVectors(residual, first, end, data);
       add(data, 1.0f);
     }
-    uint8_t* const sum = Vector(to, first);
+    int4 rounded[kUnroll];
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      if (first + u * kWarpSize < end) {
-        *reinterpret_cast<int4*>(Vector(sum, u * kWarpSize)) = Pack(sums[u], T{});
-      }
-    }
+    for (int u = 0; u < kUnroll; ++u) rounded[u] = Pack(sums[u], T{});
+    StoreVectors(to, first, end, rounded);
   }
 }
 
