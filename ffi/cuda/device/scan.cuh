@@ -18,27 +18,28 @@ struct Tokens {
   __device__ int size() const { return end - begin; }
 };
 
+__device__ __forceinline__ int CeilDiv(int a, int b) { return (a + b - 1) / b; }
+
 // The tokens that a block sends: in tiles, dealt out to the sending blocks in turn, so that
 // messages arrive about in the order of their slots, in which they are received.
 struct Tiles {
   static constexpr int kMaxTokens = 2 * kWorkerWarps;
 
-  int n_tokens;  // of the call
-  int tile_tokens;
-  int n_blocks;  // that send
+  int n_tokens;     // of the call
+  int n_tiles;      // as few as possible,
+  int tile_tokens;  // of one size
+  int n_blocks;     // that send
 
   __device__ explicit Tiles(const CallArgs& call)
       : n_tokens(call.n_tokens), n_blocks(call.plan.n_send_blocks) {
     // With stages, twice what is sent at once: the warps wait for each other between tiles.
     const int most = call.plan.n_stages > 0 ? 2 * call.plan.n_stages : kWorkerWarps;
-    tile_tokens = min(most, (n_tokens + n_blocks - 1) / n_blocks);
+    n_tiles = CeilDiv(n_tokens, n_blocks * most);
+    tile_tokens = CeilDiv(n_tokens, n_blocks * max(n_tiles, 1));
   }
 
-  // Of any block; its last ones may be empty.
-  __device__ int size() const {
-    const int round_tokens = max(tile_tokens * n_blocks, 1);
-    return (n_tokens + round_tokens - 1) / round_tokens;
-  }
+  // Of every block; the last tile of a block may be empty.
+  __device__ int size() const { return n_tiles; }
   __device__ Tokens operator[](int tile) const {
     const int64_t begin = (static_cast<int64_t>(tile) * n_blocks + blockIdx.x) * tile_tokens;
     return {Clip(begin), Clip(begin + tile_tokens)};
