@@ -72,7 +72,7 @@ class EPGroup:
 
     @property
     def transport(self) -> str:
-        """Name of the transport: `"xla"` or `"host"`."""
+        """Name of the transport: `"xla"`, `"host"` or `"p2p"`."""
         return self._transport.name
 
     @property
@@ -168,7 +168,8 @@ def ep_init(
         axis_name: the axis along which experts are spread.
         config: the static parameters.
         transport: `"auto"` takes the fastest that can serve; `"host"`: the CPU devices
-            of one process; `"xla"`: plain `jax.lax` collectives, everywhere.
+            of one process; `"p2p"`: the CUDA devices of one process that reach each
+            other; `"xla"`: plain `jax.lax` collectives, everywhere.
 
     Returns:
         The group, to be closed over by functions under `jax.shard_map`.

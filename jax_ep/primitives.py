@@ -1,4 +1,4 @@
-"""The primitives behind the `host` transport: result types, attributes, lowering.
+"""The primitives behind `host` and `p2p`: result types, attributes, lowering.
 
 No JAX effect: effects switch off jit's fast dispatch path and force results to be kept
 under `jax.checkpoint`. The lowering says `has_side_effect`, so XLA neither merges two
@@ -63,7 +63,8 @@ def _primitive(name: str, *, multiple_results: bool) -> Primitive:
         return results, ([0] * len(results) if multiple_results else 0)
 
     primitive.def_impl(run_eagerly)
-    mlir.register_lowering(primitive, lower, platform="cpu")
+    for platform in ("cpu", "cuda"):
+        mlir.register_lowering(primitive, lower, platform=platform)
     batching.primitive_batchers[primitive] = batch
     return primitive
 
@@ -116,7 +117,7 @@ def _dispatch_types(
         ((rows, 2), jnp.int32),  # src_info
         ((), jnp.int32),  # n_dropped
         ((), jnp.int32),  # n_invalid
-        (topk_ids.shape, jnp.int32),  # dst_rows
+        (_layout_shape(group, topk_ids), jnp.int32),  # layout
     ]
     types += [((rows,), jnp.float32)] * len(weights)  # row_weights
     return [_like(tokens, shape, dtype) for shape, dtype in types]
@@ -127,7 +128,7 @@ def _combine_types(
     axis_index: Any,
     expert_out: Any,
     topk_ids: Any,
-    dst_rows: Any,
+    layout: Any,
     *optional: Any,
     group: EPGroup,
     reduce: bool,
@@ -149,6 +150,19 @@ def _combine_grad_types(
     **_: Any,
 ) -> list[Any]:
     return [_like(expert_out, x.shape, x.dtype) for x in (expert_out, *weights)]
+
+
+def _layout_shape(group: EPGroup, topk_ids: Any) -> tuple[int, ...]:
+    """Of what dispatch leaves for combine: rows at the source, or at the destination.
+
+    host: the row of each choice. p2p: the number of messages of each source rank; then,
+    for each message that may have come, its token and the row of each choice.
+    """
+    if group.transport == "host":
+        return topk_ids.shape
+    config = group.config
+    n_messages = group.n_ranks * config.max_tokens_per_rank
+    return (group.n_ranks + n_messages * (1 + config.top_k),)
 
 
 def _like(aval: Any, shape: tuple[int, ...], dtype: Any) -> Any:

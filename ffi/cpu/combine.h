@@ -4,19 +4,12 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/combine_mode.h"
 #include "cpu/parallel.h"
 #include "cpu/rank_args.h"
 #include "cpu/rendezvous.h"
 
 namespace jax_ep {
-
-enum class RowType { kBFloat16, kFloat16, kFloat32 };
-
-enum class Weighting : int32_t {
-  kNone = 0,    // plain sum
-  kSource = 1,  // topk_weights of the token's own rank, in k order
-  kRow = 2,     // row_weights of the expert's rank: sums per rank first, in the rows' dtype
-};
 
 struct CombineArgs : RankArgs {
   int64_t row_size;  // elements of a row: H, or 1 for scalars that go the same way

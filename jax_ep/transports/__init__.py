@@ -7,11 +7,12 @@ import jax
 from jax_ep.config import EPConfig
 from jax_ep.transports.base import COMBINE_NAME, DISPATCH_NAME, Transport
 from jax_ep.transports.host import HostTransport
+from jax_ep.transports.p2p import P2pTransport
 from jax_ep.transports.xla import XlaTransport
 
 __all__ = ["COMBINE_NAME", "DISPATCH_NAME", "Transport", "choose"]
 
-_FASTEST_FIRST: tuple[Transport, ...] = (HostTransport(), XlaTransport())
+_FASTEST_FIRST: tuple[Transport, ...] = (P2pTransport(), HostTransport(), XlaTransport())
 
 
 def choose(

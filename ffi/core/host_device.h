@@ -1,0 +1,8 @@
+// Marks what is compiled for the host and for the device, so that both compute the same bits.
+#pragma once
+
+#if defined(__CUDACC__)
+#define JAX_EP_HOST_DEVICE __host__ __device__
+#else
+#define JAX_EP_HOST_DEVICE
+#endif

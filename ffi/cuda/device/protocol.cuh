@@ -1,0 +1,142 @@
+// How ranks talk: epoch words, waits that end, the beginning of a call. docs/protocol.md says why
+// this is enough.
+#pragma once
+
+#include <cstdint>
+#include <cuda/atomic>
+
+#include "core/epoch_word.h"
+#include "cuda/call_args.h"
+#include "cuda/device/ptx.cuh"
+
+namespace jax_ep::p2p {
+
+using SystemWord = cuda::atomic_ref<uint64_t, cuda::thread_scope_system>;
+using DeviceWord = cuda::atomic_ref<uint32_t, cuda::thread_scope_device>;
+
+// What every block knows of the call, in shared memory.
+struct CallShared {
+  uint32_t epoch;
+  uint32_t failed;  // this rank has given up
+  uint8_t** peers;  // [R] workspaces
+};
+
+template <class T>
+__device__ __forceinline__ T* At(uint8_t* workspace, size_t offset) {
+  return reinterpret_cast<T*>(workspace + offset);
+}
+
+__device__ __forceinline__ DeviceWord FailedWord(const CallArgs& call) {
+  return DeviceWord(*At<uint32_t>(call.workspace, call.map.failed.offset));
+}
+
+// Publishes all that this thread wrote, or saw written before a barrier, to the owner of `word`.
+// Release, system scope; pairs with the acquire in `Wait`.
+__device__ __forceinline__ void Signal(uint64_t* word, uint32_t epoch, uint32_t value) {
+  SystemWord(*word).store(MakeEpochWord(epoch, value), cuda::memory_order_release);
+}
+
+// Notes that `peer` did not answer. Other waits of this rank, and all its later calls, then end.
+__device__ inline void Fail(const CallArgs& call, const Failure& failure) {
+  if (FailedWord(call).exchange(1, cuda::memory_order_relaxed) != 0) return;
+  SystemWord(*call.failure).store(failure.ToWord(), cuda::memory_order_relaxed);
+}
+
+// The limit of one wait.
+class Deadline {
+ public:
+  __device__ explicit Deadline(const CallArgs& call) : call_(call) {}
+
+  // Whether to give up: time is over, or this rank has given up elsewhere. To be asked after every
+  // poll; looks at the clock once in a while.
+  __device__ bool IsOver() {
+    if (++n_polls_ % kPollsPerLook != 0) return false;
+    const uint64_t now = globaltimer();
+    if (begin_ == 0) begin_ = now;
+    return now - begin_ > static_cast<uint64_t>(call_.timeout_ns) ||
+           FailedWord(call_).load(cuda::memory_order_relaxed) != 0;
+  }
+
+ private:
+  static constexpr uint32_t kPollsPerLook = 64;
+
+  const CallArgs& call_;
+  uint32_t n_polls_ = 0;
+  uint64_t begin_ = 0;  // ns; 0: not looked yet
+};
+
+// Waits until `word` is of the epoch, and returns true: what `peer` wrote before it signalled may
+// then be read. False once the time is over. Acquire, system scope; pairs with the release in
+// `Signal`. Called by each thread for itself.
+__device__ inline bool Wait(const CallArgs& call, uint32_t epoch, Phase phase, uint64_t* word,
+                            int peer, uint32_t* value) {
+  Deadline deadline(call);
+  while (true) {
+    const uint64_t seen = SystemWord(*word).load(cuda::memory_order_acquire);
+    *value = EpochWordValue(seen);
+    if (IsOfEpoch(seen, epoch)) return true;
+    if (deadline.IsOver()) {
+      Fail(call, {phase, static_cast<uint32_t>(peer), epoch});
+      return false;
+    }
+  }
+}
+
+// The same for the words `word(0)` to `word(n - 1)`, n <= kMaxWords, of the ranks `peer(i)`, in
+// flight together. Relaxed: the values are good, other data needs a fence.
+template <int kMaxWords, class Word, class Peer>
+__device__ bool WaitForAll(const CallArgs& call, uint32_t epoch, Phase phase, int n,
+                           const Word& word, const Peer& peer, uint32_t (&values)[kMaxWords]) {
+  Deadline deadline(call);
+  while (true) {
+    uint64_t seen[kMaxWords];
+#pragma unroll
+    for (int i = 0; i < kMaxWords; ++i) {
+      if (i < n) seen[i] = SystemWord(*word(i)).load(cuda::memory_order_relaxed);
+    }
+    int missing = -1;
+#pragma unroll
+    for (int i = 0; i < kMaxWords; ++i) {
+      if (i >= n) continue;
+      values[i] = EpochWordValue(seen[i]);
+      if (!IsOfEpoch(seen[i], epoch)) missing = i;
+    }
+    if (missing < 0) return true;
+    if (deadline.IsOver()) {
+      Fail(call, {phase, static_cast<uint32_t>(peer(missing)), epoch});
+      return false;
+    }
+  }
+}
+
+// Reads the epoch of this call, and the peers. Called by one warp; a block barrier comes next.
+__device__ inline void BeginCall(const CallArgs& call, const CallState& state, CallShared& shared,
+                                 uint8_t** peers) {
+  const int lane = threadIdx.x % kWarpSize;
+  uint8_t* const* const table = At<uint8_t*>(call.workspace, call.map.peers.offset);
+  for (int rank = lane; rank < call.n_ranks; rank += kWarpSize) peers[rank] = table[rank];
+  if (lane != 0) return;
+  shared.peers = peers;
+  shared.epoch = state.epoch + 1;
+  shared.failed = FailedWord(call).load(cuda::memory_order_relaxed);
+}
+
+__device__ __forceinline__ void SystemFence() {
+  cuda::atomic_thread_fence(cuda::memory_order_acq_rel, cuda::thread_scope_system);
+}
+
+// Once per block, after the barrier that follows BeginCall: the last block to come counts the call,
+// so that the next one finds its epoch. By then all blocks have read theirs. Called by one thread.
+__device__ inline void CountCall(CallState& state, uint32_t epoch) {
+  DeviceWord n_begun(state.n_blocks_begun);
+  if (n_begun.fetch_add(1, cuda::memory_order_relaxed) + 1 != gridDim.x) return;
+  state.n_blocks_begun = 0;
+  state.epoch = epoch;
+}
+
+// Notes when a block has finished a step. Called by one thread.
+__device__ __forceinline__ void Trace(const CallArgs& call, int step) {
+  if (call.trace != nullptr) call.trace[step * gridDim.x + blockIdx.x] = globaltimer();
+}
+
+}  // namespace jax_ep::p2p

@@ -1,0 +1,120 @@
+// Instructions that CUDA C++ has no words for. Names mirror PTX.
+#pragma once
+
+#include <cstdint>
+
+namespace jax_ep::p2p {
+
+__device__ __forceinline__ uint64_t globaltimer() {
+  uint64_t ns;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
+  return ns;
+}
+
+// Data that is read once: it need not stay in the L1 cache. Volatile: not moved before a wait.
+__device__ __forceinline__ int4 ld_global_no_allocate(const void* address) {
+  int4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(address)
+               : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void st_global(void* address, int4 v) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.x), "r"(v.y),
+               "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
+// Barrier `id` (0 is __syncthreads) of `n_threads` threads, whole warps.
+__device__ __forceinline__ void barrier_sync(int id, int n_threads) {
+  asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(n_threads) : "memory");
+}
+
+// Rounds to nearest even; `low` goes to the lower half.
+__device__ __forceinline__ uint32_t cvt_rn_bf16x2_f32(float high, float low) {
+  uint32_t packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+__device__ __forceinline__ uint32_t cvt_rn_f16x2_f32(float high, float low) {
+  uint32_t packed;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+__device__ __forceinline__ float cvt_f32_f16(uint16_t half) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(half));
+  return value;
+}
+
+// Bulk copies: from sm_90 on. Elsewhere nothing may call them (kHasBulkCopies).
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define JAX_EP_SM90_ASM(...) asm volatile(__VA_ARGS__)
+#else
+#define JAX_EP_SM90_ASM(...) __trap()
+#endif
+
+__device__ __forceinline__ uint32_t cvta_shared(const void* address) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(address));
+}
+
+__device__ __forceinline__ void mbarrier_init(uint64_t* barrier, uint32_t n_arrivals) {
+  JAX_EP_SM90_ASM("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(cvta_shared(barrier)),
+                  "r"(n_arrivals) : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t* barrier, uint32_t bytes) {
+  JAX_EP_SM90_ASM(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(cvta_shared(barrier)),
+      "r"(bytes) : "memory");
+}
+
+// Whether the phase of this parity has ended; waits for it a while.
+__device__ __forceinline__ bool mbarrier_try_wait_parity(uint64_t* barrier, uint32_t parity) {
+  uint32_t done = 0;
+  JAX_EP_SM90_ASM(
+      "{\n"
+      ".reg .pred p;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n"
+      "}\n" : "=r"(done) : "r"(cvta_shared(barrier)),
+      "r"(parity) : "memory");
+  return done != 0;
+}
+
+// Orders this thread's ordinary accesses to shared memory before later bulk copies.
+__device__ __forceinline__ void fence_proxy_async_shared() {
+  JAX_EP_SM90_ASM("fence.proxy.async.shared::cta;" :: : "memory");
+}
+
+__device__ __forceinline__ void cp_async_bulk_shared_global(void* to, const void* from,
+                                                            uint32_t bytes, uint64_t* barrier) {
+  JAX_EP_SM90_ASM(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(cvta_shared(to)),
+      "l"(from), "r"(bytes), "r"(cvta_shared(barrier)) : "memory");
+}
+
+__device__ __forceinline__ void cp_async_bulk_global_shared(void* to, const void* from,
+                                                            uint32_t bytes) {
+  JAX_EP_SM90_ASM("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
+                  "r"(cvta_shared(from)), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void cp_async_bulk_commit_group() {
+  JAX_EP_SM90_ASM("cp.async.bulk.commit_group;" :: : "memory");
+}
+
+// Waits until this thread's bulk copies are complete: all was read, and what was written is visible
+// to this thread.
+__device__ __forceinline__ void cp_async_bulk_wait_group_0() {
+  JAX_EP_SM90_ASM("cp.async.bulk.wait_group 0;" :: : "memory");
+}
+
+#undef JAX_EP_SM90_ASM
+
+}  // namespace jax_ep::p2p

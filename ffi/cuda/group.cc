@@ -1,0 +1,250 @@
+#include "cuda/group.h"
+
+#include <algorithm>
+#include <string>
+
+#include "core/message.h"
+#include "cuda/combine.h"
+#include "cuda/dispatch.h"
+#include "cuda/launch_plan.h"
+
+namespace jax_ep::p2p {
+namespace {
+
+Status ToStatus(cudaError_t error, const std::string& what) {
+  if (error == cudaSuccess) return {};
+  return Internal(what + ": " + cudaGetErrorString(error));
+}
+
+// Major compute capability from which on there are bulk copies.
+constexpr int kBulkCopyCapability = 9;
+// With fewer rows in flight, plain stores are faster.
+constexpr int kFewestStages = 4;
+// More than a kernel has besides its dynamic shared memory.
+constexpr size_t kStaticSharedBytes = 1024;
+
+// Makes a device current while alive.
+class ScopedDevice {
+ public:
+  explicit ScopedDevice(int device) {
+    cudaGetDevice(&former_);
+    cudaSetDevice(device);
+  }
+  ~ScopedDevice() { cudaSetDevice(former_); }
+  ScopedDevice(const ScopedDevice&) = delete;
+  ScopedDevice& operator=(const ScopedDevice&) = delete;
+
+ private:
+  int former_ = 0;
+};
+
+Workspace PlanWorkspace(const GroupConfig& c) {
+  return Workspace::Plan({c.n_ranks, c.n_experts / c.n_ranks, c.top_k, c.max_tokens_per_rank,
+                          c.token_bytes, c.row_bytes});
+}
+
+Status CheckConfig(const GroupConfig& c) {
+  const auto expect = [](bool ok, const std::string& what, int64_t got) {
+    return ok ? Status{} : InvalidArgument(what + "; got " + std::to_string(got) + ".");
+  };
+  const int64_t most_rows = c.n_ranks * c.max_tokens_per_rank * c.top_k;
+  for (const Status& status : {
+           expect(c.n_ranks >= 1, "n_ranks must be positive", c.n_ranks),
+           expect(c.n_experts >= 1 && c.n_experts % c.n_ranks == 0,
+                  "n_experts must be a multiple of n_ranks", c.n_experts),
+           expect(FastDivisor::IsExactBelow(c.n_experts, c.n_experts / c.n_ranks),
+                  "n_experts * n_experts / n_ranks must be at most 2^32; n_experts", c.n_experts),
+           expect(c.top_k >= 1 && c.top_k <= kMaxTopK, "top_k must be 1 to 32", c.top_k),
+           expect(c.token_bytes % kVectorBytes == 0, "a token must be a multiple of 16 bytes",
+                  c.token_bytes),
+           expect(c.row_bytes % kVectorBytes == 0, "a row must be a multiple of 16 bytes",
+                  c.row_bytes),
+           expect(most_rows <= INT32_MAX, "row numbers must fit in int32; rows", most_rows),
+       }) {
+    if (!status.ok()) return status;
+  }
+  return {};
+}
+
+const char* Describe(Phase phase) {
+  switch (phase) {
+    case Phase::kNone:
+      break;
+    case Phase::kCounts:
+      return "dispatch: no counts";
+    case Phase::kMessage:
+      return "dispatch: a message is missing";
+    case Phase::kBegun:
+      return "combine: not begun";
+    case Phase::kReturned:
+      return "combine: a token's rows are missing";
+  }
+  return "unknown phase";
+}
+
+}  // namespace
+
+Group::Group(const GroupConfig& config)
+    : config_(config), map_(PlanWorkspace(config)), ranks_(config.n_ranks) {}
+
+Status Group::Open(const GroupConfig& config, const std::vector<int>& devices,
+                   std::unique_ptr<Group>* group) {
+  Status status = CheckConfig(config);
+  if (!status.ok()) return status;
+  if (static_cast<int64_t>(devices.size()) != config.n_ranks) {
+    return InvalidArgument("there must be a device for each of the " +
+                           std::to_string(config.n_ranks) + " ranks; got " +
+                           std::to_string(devices.size()) + ".");
+  }
+  std::unique_ptr<Group> opened(new Group(config));
+  for (int rank = 0; rank < config.n_ranks; ++rank) opened->ranks_[rank].device = devices[rank];
+  for (int rank = 0; status.ok() && rank < config.n_ranks; ++rank) status = opened->OpenRank(rank);
+  for (int rank = 0; status.ok() && rank < config.n_ranks; ++rank) {
+    status = opened->ConnectRank(rank);
+  }
+  if (status.ok()) *group = std::move(opened);
+  return status;
+}
+
+Status Group::OpenRank(int index) {
+  Rank& rank = ranks_[index];
+  const ScopedDevice scoped(rank.device);
+  int n_sms = 0, most_shared = 0, compute_capability = 0;
+  Status status = ToStatus(
+      cudaDeviceGetAttribute(&n_sms, cudaDevAttrMultiProcessorCount, rank.device), "device");
+  if (!status.ok()) return status;
+  cudaDeviceGetAttribute(&most_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, rank.device);
+  cudaDeviceGetAttribute(&compute_capability, cudaDevAttrComputeCapabilityMajor, rank.device);
+  const size_t max_shared = most_shared - kStaticSharedBytes;
+  const int n_sharing =
+      static_cast<int>(std::count_if(ranks_.begin(), ranks_.end(), [&](const Rank& other) {
+        return other.device == rank.device;
+      }));
+  rank.n_blocks = n_sms / n_sharing;
+  if (config_.n_sms > 0) rank.n_blocks = std::min<int>(rank.n_blocks, config_.n_sms);
+  if (rank.n_blocks < 1) return InvalidArgument("more ranks than multiprocessors");
+
+  CallArgs call;
+  status = FillCall(index, 0, &call);
+  if (!status.ok()) return status;
+  if (DispatchSharedBytes(call, config_.token_bytes) > max_shared) {
+    return InvalidArgument("n_experts = " + std::to_string(config_.n_experts) +
+                           " takes more shared memory than the device has.");
+  }
+  rank.n_stages = 0;
+  if (compute_capability >= kBulkCopyCapability) {
+    const int32_t n_stages = DispatchStages(call, config_.token_bytes, max_shared);
+    if (n_stages >= kFewestStages) rank.n_stages = n_stages;
+  }
+  call.plan.n_stages = rank.n_stages;
+  int max_blocks = 1;
+  status = ToStatus(PrepareDispatch(DispatchSharedBytes(call, config_.token_bytes), &max_blocks),
+                    "dispatch kernel");
+  if (!status.ok()) return status;
+  status = ToStatus(PrepareCombine(CombineSharedBytes(call), &max_blocks), "combine kernel");
+  if (!status.ok()) return status;
+  if (max_blocks < 1) return Internal("a kernel does not fit on the device");
+
+  status = ToStatus(cudaMalloc(reinterpret_cast<void**>(&rank.workspace), map_.bytes),
+                    "workspace of " + std::to_string(map_.bytes) + " bytes");
+  if (!status.ok()) return status;
+  // Epoch words must start as words of no call; messages need nothing.
+  status = ToStatus(cudaMemset(rank.workspace, 0, map_.messages.offset), "workspace");
+  if (!status.ok()) return status;
+  status = ToStatus(cudaHostAlloc(reinterpret_cast<void**>(&rank.failure), sizeof(*rank.failure),
+                                  cudaHostAllocPortable),
+                    "failure word");
+  if (status.ok()) *rank.failure = 0;
+  return status;
+}
+
+Status Group::ConnectRank(int index) {
+  const Rank& rank = ranks_[index];
+  const ScopedDevice scoped(rank.device);
+  std::vector<uint8_t*> peers;
+  for (const Rank& peer : ranks_) {
+    peers.push_back(peer.workspace);
+    if (peer.device == rank.device) continue;
+    int can_access = 0;
+    cudaDeviceCanAccessPeer(&can_access, rank.device, peer.device);
+    if (!can_access) {
+      return FailedPrecondition("device " + std::to_string(rank.device) +
+                                " does not reach device " + std::to_string(peer.device) + ".");
+    }
+    const cudaError_t error = cudaDeviceEnablePeerAccess(peer.device, 0);
+    if (error == cudaErrorPeerAccessAlreadyEnabled) {
+      cudaGetLastError();
+    } else if (error != cudaSuccess) {
+      return ToStatus(error, "peer access");
+    }
+  }
+  Status status = ToStatus(cudaMemcpy(rank.workspace + map_.peers.offset, peers.data(),
+                                      peers.size() * sizeof(uint8_t*), cudaMemcpyHostToDevice),
+                           "peer table");
+  if (!status.ok()) return status;
+  return ToStatus(cudaDeviceSynchronize(), "workspace");
+}
+
+Group::~Group() {
+  for (const Rank& rank : ranks_) {
+    if (rank.workspace != nullptr) {
+      const ScopedDevice scoped(rank.device);
+      cudaFree(rank.workspace);
+    }
+    if (rank.failure != nullptr) cudaFreeHost(rank.failure);
+  }
+}
+
+Status Group::FillCall(int rank, int64_t n_tokens, CallArgs* call) const {
+  if (n_tokens < 0 || n_tokens > config_.max_tokens_per_rank) {
+    return InvalidArgument("tokens must be at most max_tokens_per_rank = " +
+                           std::to_string(config_.max_tokens_per_rank) + "; got " +
+                           std::to_string(n_tokens) + ".");
+  }
+  *call = {};
+  call->map = map_;
+  call->workspace = ranks_[rank].workspace;
+  call->failure = ranks_[rank].failure;
+  call->timeout_ns = static_cast<int64_t>(config_.timeout_s * 1e9);
+  call->rank = rank;
+  call->n_ranks = static_cast<int32_t>(config_.n_ranks);
+  call->n_experts = static_cast<int32_t>(config_.n_experts);
+  call->local_experts = FastDivisor(static_cast<uint32_t>(config_.n_experts / config_.n_ranks));
+  call->top_k = static_cast<int32_t>(config_.top_k);
+  call->max_tokens = static_cast<int32_t>(config_.max_tokens_per_rank);
+  call->n_tokens = static_cast<int32_t>(n_tokens);
+  return {};
+}
+
+Status Group::DispatchCall(int rank, int64_t n_tokens, CallArgs* call) const {
+  const Status status = FillCall(rank, n_tokens, call);
+  call->plan = PlanDispatch(n_tokens, config_.top_k, config_.n_ranks, ranks_[rank].n_blocks);
+  if (call->plan.n_send_blocks < call->plan.n_blocks) call->plan.n_stages = ranks_[rank].n_stages;
+  return status;
+}
+
+Status Group::CombineCall(int rank, int64_t n_tokens, CallArgs* call) const {
+  const Status status = FillCall(rank, n_tokens, call);
+  call->plan = PlanCombine(n_tokens, config_.top_k, config_.n_ranks, ranks_[rank].n_blocks);
+  return status;
+}
+
+Status Group::CheckFailure(int rank) const {
+  const uint64_t word = *static_cast<const volatile uint64_t*>(ranks_[rank].failure);
+  if (word == 0) return {};
+  const Failure failure = Failure::FromWord(word);
+  return DeadlineExceeded("rank " + std::to_string(rank) + " waited " +
+                          std::to_string(config_.timeout_s) + " s for rank " +
+                          std::to_string(failure.peer) + " (" + Describe(failure.phase) +
+                          ", epoch " + std::to_string(failure.epoch) + ").");
+}
+
+std::vector<uint64_t> Group::BufferAddresses(int rank) const {
+  const auto address = [&](const Region& region) {
+    return reinterpret_cast<uint64_t>(ranks_[rank].workspace) + region.offset;
+  };
+  return {0, address(map_.messages), address(map_.counts),
+          0, address(map_.rows),     address(map_.returned)};
+}
+
+}  // namespace jax_ep::p2p
