@@ -6,6 +6,7 @@ T <= M tokens in this call, H = hidden_size, C = max_recv_tokens.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -14,6 +15,8 @@ import jax.numpy as jnp
 from jax_ep import _checks
 from jax_ep.group import EPGroup
 from jax_ep.results import Dispatched, InFlight
+
+_NO_EXPERT = -1
 
 
 def dispatch(
@@ -212,9 +215,14 @@ def _dispatch(
             f"{operation}: input_scale is for formats that quantise; "
             f"{config.token_format.name} does not."
         )
-    return group._transport.dispatch(
-        group, *_checks.vary_alike(group.axis_name, tokens, topk_ids, topk_weights)
+    operands = _checks.vary_alike(
+        group.axis_name,
+        _never_empty(tokens, 0),
+        _never_empty(topk_ids, _NO_EXPERT),
+        _never_empty(topk_weights, 0),
     )
+    dispatched = group._transport.dispatch(group, *operands)
+    return dataclasses.replace(dispatched, topk_ids=dispatched.topk_ids[:n_tokens])
 
 
 def _combine(
@@ -245,14 +253,22 @@ def _combine(
         _checks.check_array(
             operation, "residual", residual, tokens, "T H", config.combine_dtype
         )
-    leaves, treedef = jax.tree.flatten(dispatched)
+    topk_ids = _never_empty(dispatched.topk_ids, _NO_EXPERT)
+    leaves, treedef = jax.tree.flatten(
+        dataclasses.replace(dispatched, topk_ids=topk_ids)
+    )
     expert_out, topk_weights, residual, *leaves = _checks.vary_alike(
-        group.axis_name, expert_out, topk_weights, residual, *leaves
+        group.axis_name,
+        expert_out,
+        _never_empty(topk_weights, 0),
+        _never_empty(residual, 0),
+        *leaves,
     )
     dispatched = jax.tree.unflatten(treedef, leaves)
-    return group._transport.combine(
+    out = group._transport.combine(
         group, expert_out, dispatched, topk_weights, residual, reduce=reduce
     )
+    return out[:n_tokens]
 
 
 def _check_weights(
@@ -280,6 +296,16 @@ def _check_weights(
                 f"{operation}: reduce=False gives rows as they are, so {name} must not "
                 "be given."
             )
+
+
+def _never_empty(x: Any, fill: int) -> Any:
+    """`x`, or one token where it has none, to go nowhere.
+
+    XLA refuses gathers from nothing, and crashes on custom calls with empty operands.
+    """
+    if x is None or x.shape[0] > 0:
+        return x
+    return jnp.full((1, *x.shape[1:]), fill, x.dtype)
 
 
 def _as_arrays(*arrays: Any) -> list[Any]:

@@ -74,6 +74,7 @@ def _attributes(
     weighting: Weighting,
     reduce: bool = True,
     has_residual: bool = False,
+    layout_shape: tuple[int, ...] = (),  # a result's: XLA knows it
 ) -> dict[str, Any]:
     config, n_ranks = group.config, group.n_ranks
     ep = dict(
@@ -108,7 +109,13 @@ combine_grad_p = _primitive("jax_ep_combine_grad", multiple_results=True)
 
 @dispatch_p.def_abstract_eval
 def _dispatch_types(
-    axis_index: Any, tokens: Any, topk_ids: Any, *weights: Any, group: EPGroup, **_: Any
+    axis_index: Any,
+    tokens: Any,
+    topk_ids: Any,
+    *weights: Any,
+    group: EPGroup,
+    layout_shape: tuple[int, ...],
+    **_: Any,
 ) -> list[Any]:
     rows = group.max_recv_tokens
     types = [
@@ -117,7 +124,7 @@ def _dispatch_types(
         ((rows, 2), jnp.int32),  # src_info
         ((), jnp.int32),  # n_dropped
         ((), jnp.int32),  # n_invalid
-        (_layout_shape(group, topk_ids), jnp.int32),  # layout
+        (layout_shape, jnp.int32),  # layout
     ]
     types += [((rows,), jnp.float32)] * len(weights)  # row_weights
     return [_like(tokens, shape, dtype) for shape, dtype in types]
@@ -150,19 +157,6 @@ def _combine_grad_types(
     **_: Any,
 ) -> list[Any]:
     return [_like(expert_out, x.shape, x.dtype) for x in (expert_out, *weights)]
-
-
-def _layout_shape(group: EPGroup, topk_ids: Any) -> tuple[int, ...]:
-    """Of what dispatch leaves for combine: rows at the source, or at the destination.
-
-    host: the row of each choice. p2p: the number of messages of each source rank; then,
-    for each message that may have come, its token and the row of each choice.
-    """
-    if group.transport == "host":
-        return topk_ids.shape
-    config = group.config
-    n_messages = group.n_ranks * config.max_tokens_per_rank
-    return (group.n_ranks + n_messages * (1 + config.top_k),)
 
 
 def _like(aval: Any, shape: tuple[int, ...], dtype: Any) -> Any:

@@ -23,7 +23,6 @@ from jax_ep.transports.base import COMBINE_NAME, DISPATCH_NAME, Transport
 if TYPE_CHECKING:
     from jax_ep.group import EPGroup
 
-_NO_EXPERT = -1
 _NO_ROW = -1
 
 
@@ -52,8 +51,6 @@ class XlaTransport(Transport):
         topk_weights: jax.Array | None,
     ) -> Dispatched:
         """Gathers all tokens; takes the local experts' rows."""
-        given_ids = topk_ids
-        tokens, topk_ids = _at_least_one(tokens, 0), _at_least_one(topk_ids, _NO_EXPERT)
         all_ids = _all_gather(topk_ids, group)
         counts, choices, dst_rows = _group_choices(group, all_ids)
         n_rows = jnp.sum(counts)
@@ -73,14 +70,12 @@ class XlaTransport(Transport):
             layout=dst_rows,
             row_weights=None
             if topk_weights is None
-            else _take(
-                _flat(_all_gather(_at_least_one(topk_weights, 0), group), 3), choices
-            ),
+            else _take(_flat(_all_gather(topk_weights, group), 3), choices),
         )
         return Dispatched(
             **checkpoint_name(results, DISPATCH_NAME),
             expert_ids=jnp.arange(group.n_local_experts, dtype=jnp.int32),
-            topk_ids=given_ids,
+            topk_ids=topk_ids,
             scales=None,
             scales_offsets=None,
             group=group,
@@ -97,26 +92,17 @@ class XlaTransport(Transport):
         reduce: bool,
     ) -> jax.Array:
         """Sends each rank its rows, or its sums, and adds them up there."""
-        n_tokens = dispatched.topk_ids.shape[0]
-        rows, topk_ids = dispatched.layout, _at_least_one(dispatched.topk_ids, 0)
+        rows, topk_ids = dispatched.layout, dispatched.topk_ids
         if dispatched.row_weights is not None:
             out = _sum_by_rank(group, expert_out, rows, dispatched.row_weights)
         else:
             picked, present = _return_rows(group, expert_out, rows, topk_ids)
             if not reduce:
-                return checkpoint_name(picked[:n_tokens], COMBINE_NAME)
+                return checkpoint_name(picked, COMBINE_NAME)
             out = _sum_by_choice(picked, present, topk_weights)
-        out = out[:n_tokens]
         if residual is not None:
             out = out + residual.astype(jnp.float32)
         return checkpoint_name(out.astype(expert_out.dtype), COMBINE_NAME)
-
-
-def _at_least_one(x: jax.Array, fill: int) -> jax.Array:
-    """`x` itself, or one token where there is none: XLA cannot gather from nothing."""
-    if x.shape[0]:
-        return x
-    return _like(jnp.full((1, *x.shape[1:]), fill, x.dtype), x)
 
 
 def _all_gather(x: jax.Array, group: EPGroup) -> jax.Array:
@@ -226,7 +212,7 @@ def _sum_by_choice(
     """float32 `[T, H]`: sum over k in order, weighted at the source."""
     terms = picked.astype(jnp.float32)
     if topk_weights is not None:
-        weights = jnp.where(present, _at_least_one(topk_weights, 0), 0)
+        weights = jnp.where(present, topk_weights, 0)
         terms = terms * weights[..., None]
     return _sum_in_order(terms, axis=1)
 

@@ -1,0 +1,262 @@
+"""What the transports `host` and `p2p` share: custom calls, made differentiable.
+
+The backward of dispatch is a combine: the cotangents of a token's rows come back and
+are added up. The backward of combine sends the cotangents to the rows; how is the
+transport's.
+"""
+
+from __future__ import annotations
+
+import abc
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jax_ep.primitives import Weighting, combine_p, dispatch_p
+from jax_ep.results import Dispatched
+from jax_ep.transports.base import COMBINE_NAME, DISPATCH_NAME, Transport
+
+if TYPE_CHECKING:
+    from jax_ep.group import EPGroup
+
+
+class Mode(NamedTuple):
+    """What is static in a combine."""
+
+    weighting: Weighting
+    reduce: bool
+    has_residual: bool
+
+
+PLAIN_SUM = Mode(Weighting.NONE, reduce=True, has_residual=False)
+UNREDUCED = Mode(Weighting.NONE, reduce=False, has_residual=False)
+
+
+class Routing(NamedTuple):
+    """Which choice has which row.
+
+    `topk_ids` is `int32[T, K]`, at the choices' source; `layout` is the transport's;
+    `row_offsets` is `uint32[L + 1]` and `src_info` `int32[C, 2]`, at the rows' rank.
+    """
+
+    topk_ids: jax.Array
+    layout: jax.Array
+    row_offsets: jax.Array
+    src_info: jax.Array
+
+
+class FfiTransport(Transport):
+    """One custom call each for dispatch and combine, forward and backward."""
+
+    # Elements of the smallest row of float32 that combine carries.
+    smallest_row: int
+
+    @abc.abstractmethod
+    def layout_shape(self, group: EPGroup, n_tokens: int) -> tuple[int, ...]:
+        """Shape of what dispatch leaves for combine, an int32 array."""
+
+    @abc.abstractmethod
+    def combine_backward(
+        self,
+        group: EPGroup,
+        mode: Mode,
+        expert_out: jax.Array,
+        weights: jax.Array | None,
+        routing: Routing,
+        cotangent: jax.Array,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Gradients of `expert_out`, 0 in rows that are not in use, and `weights`."""
+
+    def dispatch(
+        self,
+        group: EPGroup,
+        tokens: jax.Array,
+        topk_ids: jax.Array,
+        topk_weights: jax.Array | None,
+    ) -> Dispatched:
+        """One custom call."""
+        results = _dispatch(group, tokens, topk_ids, topk_weights)
+        return Dispatched(
+            **results,
+            expert_ids=jnp.arange(group.n_local_experts, dtype=jnp.int32),
+            topk_ids=topk_ids,
+            scales=None,
+            scales_offsets=None,
+            group=group,
+        )
+
+    def combine(
+        self,
+        group: EPGroup,
+        expert_out: jax.Array,
+        dispatched: Dispatched,
+        topk_weights: jax.Array | None,
+        residual: jax.Array | None,
+        *,
+        reduce: bool,
+    ) -> jax.Array:
+        """One custom call."""
+        weighting, weights = Weighting.NONE, None
+        if topk_weights is not None:
+            weighting, weights = Weighting.SOURCE, topk_weights
+        elif dispatched.row_weights is not None:
+            weighting, weights = Weighting.ROW, dispatched.row_weights
+        mode = Mode(weighting, reduce, residual is not None)
+        routing = Routing(
+            dispatched.topk_ids,
+            dispatched.layout,
+            dispatched.row_offsets,
+            dispatched.src_info,
+        )
+        return _combine(group, mode, expert_out, weights, residual, routing)
+
+
+def bind_dispatch(
+    group: EPGroup,
+    tokens: jax.Array,
+    topk_ids: jax.Array,
+    topk_weights: jax.Array | None,
+) -> dict[str, Any]:
+    """The custom call of dispatch: the fields of `Dispatched` that it fills."""
+    weights = present(topk_weights)
+    rows, row_offsets, src_info, n_dropped, n_invalid, layout, *row_weights = (
+        dispatch_p.bind(
+            lax.axis_index(group.axis_name),
+            tokens,
+            topk_ids,
+            *weights,
+            group=group,
+            weighting=Weighting.ROW if weights else Weighting.NONE,
+            layout_shape=_transport(group).layout_shape(group, topk_ids.shape[0]),
+        )
+    )
+    return dict(
+        tokens=rows,
+        row_offsets=row_offsets,
+        src_info=src_info,
+        n_dropped=n_dropped,
+        n_invalid=n_invalid,
+        layout=layout,
+        row_weights=row_weights[0] if row_weights else None,
+    )
+
+
+def bind_combine(
+    group: EPGroup,
+    mode: Mode,
+    expert_out: jax.Array,
+    routing: Routing,
+    *optional: jax.Array | None,
+) -> jax.Array:
+    """The custom call of combine; `optional`: weights, residual."""
+    return combine_p.bind(
+        lax.axis_index(group.axis_name),
+        expert_out,
+        routing.topk_ids,
+        routing.layout,
+        *present(*optional),
+        group=group,
+        **mode._asdict(),
+    )
+
+
+def _transport(group: EPGroup) -> FfiTransport:
+    transport = group._transport
+    assert isinstance(transport, FfiTransport)
+    return transport
+
+
+def present(*optional: jax.Array | None) -> list[jax.Array]:
+    """Those that are not None."""
+    return [x for x in optional if x is not None]
+
+
+def send_back_scalars(
+    group: EPGroup, scalars: jax.Array, routing: Routing
+) -> jax.Array:
+    """A number per row to its choice: `[C]` to `[T, K]`, 0 where there is no row."""
+    size = _transport(group).smallest_row
+    rows = jnp.broadcast_to(scalars[:, None], (scalars.shape[0], size))
+    return bind_combine(group, UNREDUCED, rows, routing)[..., 0]
+
+
+def _call_dispatch(
+    group: EPGroup,
+    tokens: jax.Array,
+    topk_ids: jax.Array,
+    topk_weights: jax.Array | None,
+) -> dict[str, Any]:
+    results = bind_dispatch(group, tokens, topk_ids, topk_weights)
+    return checkpoint_name(results, DISPATCH_NAME)
+
+
+_dispatch = jax.custom_vjp(_call_dispatch, nondiff_argnums=(0,))
+
+
+def _dispatch_fwd(
+    group: EPGroup,
+    tokens: jax.Array,
+    topk_ids: jax.Array,
+    topk_weights: jax.Array | None,
+) -> tuple[dict[str, Any], Any]:
+    results = _call_dispatch(group, tokens, topk_ids, topk_weights)
+    return results, Routing(
+        topk_ids, results["layout"], results["row_offsets"], results["src_info"]
+    )
+
+
+def _dispatch_bwd(
+    group: EPGroup, routing: Routing, cotangents: dict[str, Any]
+) -> tuple[Any, ...]:
+    grad_tokens = bind_combine(group, PLAIN_SUM, cotangents["tokens"], routing)
+    grad_weights = None
+    if cotangents["row_weights"] is not None:
+        grad_weights = send_back_scalars(group, cotangents["row_weights"], routing)
+    return grad_tokens, None, grad_weights
+
+
+_dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
+
+
+def _call_combine(
+    group: EPGroup,
+    mode: Mode,
+    expert_out: jax.Array,
+    weights: jax.Array | None,
+    residual: jax.Array | None,
+    routing: Routing,
+) -> jax.Array:
+    out = bind_combine(group, mode, expert_out, routing, weights, residual)
+    return checkpoint_name(out, COMBINE_NAME)
+
+
+_combine = jax.custom_vjp(_call_combine, nondiff_argnums=(0, 1))
+
+
+def _combine_fwd(
+    group: EPGroup,
+    mode: Mode,
+    expert_out: jax.Array,
+    weights: jax.Array | None,
+    residual: jax.Array | None,
+    routing: Routing,
+) -> tuple[jax.Array, Any]:
+    out = _call_combine(group, mode, expert_out, weights, residual, routing)
+    return out, (expert_out, weights, routing)
+
+
+def _combine_bwd(
+    group: EPGroup, mode: Mode, saved: Any, cotangent: jax.Array
+) -> tuple[Any, ...]:
+    expert_out, weights, routing = saved
+    grad_expert_out, grad_weights = _transport(group).combine_backward(
+        group, mode, expert_out, weights, routing, cotangent
+    )
+    grad_residual = cotangent if mode.has_residual else None
+    return grad_expert_out, grad_weights, grad_residual, None
+
+
+_combine.defvjp(_combine_fwd, _combine_bwd)
