@@ -186,6 +186,11 @@ Status Group::ConnectRank(int index) {
 }
 
 Group::~Group() {
+  // Calls that have been started may still run, here and on peers. They end: waits have limits.
+  for (const Rank& rank : ranks_) {
+    const ScopedDevice scoped(rank.device);
+    cudaDeviceSynchronize();
+  }
   for (const Rank& rank : ranks_) {
     if (rank.workspace != nullptr) {
       const ScopedDevice scoped(rank.device);

@@ -56,7 +56,7 @@ NB_MODULE(_ffi_cuda, module) {
              "travels, either way.");
   module.def(
       "close_group", [](const std::string& key) { Registry::Instance().Close(key); },
-      nb::arg("key"));
+      nb::arg("key"), nb::call_guard<nb::gil_scoped_release>());
   module.def(
       "dev_ptrs",
       [](const std::string& key, int64_t ordinal) {

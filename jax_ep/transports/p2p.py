@@ -6,7 +6,6 @@ dispatch of the cotangents with the same `topk_ids`, which gives them the same r
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -77,9 +76,7 @@ class P2pTransport(Transport):
         )
 
     def close(self, group: EPGroup) -> None:
-        """Frees the buffers, once nothing that was started can still use them."""
-        for place in local_places(group.mesh, group.axis_name):
-            jax.device_put(np.zeros(()), place.device).block_until_ready()
+        """Frees the buffers, once no call uses them."""
         _cuda_ffi.load().close_group(group.key)
 
     def dev_ptrs(self, group: EPGroup) -> np.ndarray:
@@ -244,8 +241,7 @@ def _send_back_scalars(
     return _call_combine(group, mode, rows, None, None, routing)[..., 0]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dispatch(
+def _named_dispatch(
     group: EPGroup,
     tokens: jax.Array,
     topk_ids: jax.Array,
@@ -255,13 +251,17 @@ def _dispatch(
     return checkpoint_name(results, DISPATCH_NAME)
 
 
+# Not _dispatch in its own forward rule: there a policy would not see the names.
+_dispatch = jax.custom_vjp(_named_dispatch, nondiff_argnums=(0,))
+
+
 def _dispatch_fwd(
     group: EPGroup,
     tokens: jax.Array,
     topk_ids: jax.Array,
     topk_weights: jax.Array | None,
 ) -> tuple[dict[str, Any], Any]:
-    results = _dispatch(group, tokens, topk_ids, topk_weights)
+    results = _named_dispatch(group, tokens, topk_ids, topk_weights)
     return results, _Routing(
         topk_ids, results["layout"], results["row_offsets"], results["src_info"]
     )
@@ -281,8 +281,7 @@ def _dispatch_bwd(
 _dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _combine(
+def _named_combine(
     group: EPGroup,
     mode: _Mode,
     expert_out: jax.Array,
@@ -294,6 +293,9 @@ def _combine(
     return checkpoint_name(out, COMBINE_NAME)
 
 
+_combine = jax.custom_vjp(_named_combine, nondiff_argnums=(0, 1))
+
+
 def _combine_fwd(
     group: EPGroup,
     mode: _Mode,
@@ -302,7 +304,7 @@ def _combine_fwd(
     residual: jax.Array | None,
     routing: _Routing,
 ) -> tuple[jax.Array, Any]:
-    out = _combine(group, mode, expert_out, weights, residual, routing)
+    out = _named_combine(group, mode, expert_out, weights, residual, routing)
     return out, (expert_out, weights, routing)
 
 
