@@ -33,8 +33,8 @@ def check_place(operation: str, group: EPGroup) -> None:
     if set(mesh.manual_axes) != set(mesh.axis_names):
         raise ValueError(
             f"{operation}: all axes of the mesh must be manual; the mesh has "
-            f"{tuple(mesh.axis_names)}, manual are {tuple(mesh.manual_axes)}. Leave out "
-            "axis_names= of jax.shard_map, or name all axes."
+            f"{tuple(mesh.axis_names)}, manual are {tuple(mesh.manual_axes)}. Leave "
+            "out axis_names= of jax.shard_map, or name all axes."
         )
     if dict(mesh.shape) != dict(group.mesh.shape):
         raise ValueError(
@@ -91,7 +91,8 @@ def check_in_flight(operation: str, group: EPGroup, in_flight: Any) -> None:
         if isinstance(in_flight, InFlight):
             got = f"that of {in_flight.operation}_async"
         raise TypeError(
-            f"{operation}_wait: in_flight must be what {operation}_async gave; got {got}."
+            f"{operation}_wait: in_flight must be what {operation}_async gave; got "
+            f"{got}."
         )
     if in_flight.group != group:
         raise ValueError(

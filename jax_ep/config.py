@@ -41,8 +41,8 @@ class EPConfig:
         timeout_s: seconds that a rank waits for another in one call.
 
     Raises:
-        TypeError: a count is not an integer. Raised at construction, like the others.
-        ValueError: a value is out of its range.
+        ValueError: a value is of a wrong type, or out of its range. Raised at
+            construction.
         NotImplementedError: `fused_shared_expert` or `skip_a2a` is set.
     """
 
@@ -67,7 +67,7 @@ class EPConfig:
             if getattr(self, name) is not None:
                 self._set(name, _count(name, getattr(self, name)))
         if not isinstance(self.token_format, TokenFormat):
-            raise TypeError(
+            raise ValueError(
                 "token_format must be a token format such as jax_ep.BF16(); got "
                 f"{self.token_format!r}."
             )
@@ -77,7 +77,12 @@ class EPConfig:
                 "combine_dtype must be bfloat16 or float32; got "
                 f"{self.combine_dtype.name}."
             )
-        self._set("timeout_s", float(self.timeout_s))
+        try:
+            self._set("timeout_s", float(self.timeout_s))
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"timeout_s must be a number of seconds; got {self.timeout_s!r}."
+            ) from None
         if not (self.timeout_s > 0 and math.isfinite(self.timeout_s)):
             raise ValueError(
                 f"timeout_s must be positive and finite; got {self.timeout_s}."
@@ -132,13 +137,11 @@ class EPConfig:
 
 def _count(name: str, value: Any) -> int:
     if isinstance(value, bool):
-        raise TypeError(f"{name} must be a positive integer; got {value!r}.")
+        raise ValueError(f"{name} must be a positive integer; got {value!r}.")
     try:
         value = operator.index(value)
     except TypeError:
-        raise TypeError(
-            f"{name} must be a positive integer; got {value!r}."
-        ) from None
+        raise ValueError(f"{name} must be a positive integer; got {value!r}.") from None
     if value < 1:
         raise ValueError(f"{name} must be positive; got {value}.")
     return value

@@ -256,12 +256,16 @@ def _combine(
 
 
 def _check_weights(
-    operation: str, dispatched: Dispatched, topk_weights: Any, residual: Any, reduce: bool
+    operation: str,
+    dispatched: Dispatched,
+    topk_weights: Any,
+    residual: Any,
+    reduce: bool,
 ) -> None:
     if topk_weights is not None and dispatched.row_weights is not None:
         raise ValueError(
-            f"{operation}: topk_weights must be given to dispatch or to combine, not to "
-            "both."
+            f"{operation}: topk_weights must be given to dispatch or to combine, not "
+            "to both."
         )
     if reduce:
         return
@@ -273,8 +277,8 @@ def _check_weights(
     for name, is_given in given.items():
         if is_given:
             raise ValueError(
-                f"{operation}: reduce=False gives rows as they are, so {name} must not be "
-                "given."
+                f"{operation}: reduce=False gives rows as they are, so {name} must not "
+                "be given."
             )
 
 

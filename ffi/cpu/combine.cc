@@ -5,6 +5,7 @@
 
 #include "core/routing.h"
 #include "cpu/chunks.h"
+#include "cpu/memory.h"
 #include "cpu/rows.h"
 
 namespace jax_ep {
@@ -89,8 +90,7 @@ class TokenCombiner {
       const Choice& choice = choices_[i];
       const float weight = At(arrivals_, choice.rank).row_weights[choice.row];
       AddWeightedRow(part_.data(), weight, Row(choice), size_);
-      const bool is_last_of_rank =
-          i + 1 == choices_.size() || choices_[i + 1].rank != choice.rank;
+      const bool is_last_of_rank = i + 1 == choices_.size() || choices_[i + 1].rank != choice.rank;
       if (is_last_of_rank) AddRounded<T>(sum_.data(), part_.data(), size_);
     }
   }
@@ -103,19 +103,23 @@ class TokenCombiner {
   std::vector<Choice> choices_;
 };
 
+void Begin(const CombineArgs& args, int64_t row_bytes) {
+  const int64_t bytes = args.n_tokens * (args.reduce ? 1 : args.config.top_k) * row_bytes;
+  AdviseHugePages(args.out, bytes, bytes);
+  args.group->UpdateStats(args.device.row, args.device.rank,
+                          [](RankStats& stats) { ++stats.combine_calls; });
+}
+
 }  // namespace
 
 void CombineAll(const Pool& pool, const std::vector<Arrival>& arrivals) {
-  for (const Arrival& arrival : arrivals) {
-    const auto& args = static_cast<const CombineArgs&>(*arrival.args);
-    args.group->UpdateStats(args.device.row, args.device.rank,
-                            [](RankStats& stats) { ++stats.combine_calls; });
-  }
   const CombineArgs& first = At(arrivals, 0);
+  const int64_t n_ranks = static_cast<int64_t>(arrivals.size());
   VisitRowType(first.row_type, [&](auto type) {
     using T = decltype(type);
-    ForTokenChunks(pool, static_cast<int64_t>(arrivals.size()), first.n_tokens,
-                   first.config.top_k * first.row_size * static_cast<int64_t>(sizeof(T)),
+    const int64_t row_bytes = first.row_size * static_cast<int64_t>(sizeof(T));
+    for (int64_t rank = 0; rank < n_ranks; ++rank) Begin(At(arrivals, rank), row_bytes);
+    ForTokenChunks(pool, n_ranks, first.n_tokens, first.config.top_k * row_bytes,
                    [&](int64_t source, int64_t begin, int64_t end) {
                      TokenCombiner<T> combiner(arrivals, source);
                      for (int64_t token = begin; token < end; ++token) combiner.Combine(token);

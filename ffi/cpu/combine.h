@@ -17,9 +17,9 @@ struct CombineArgs : RankArgs {
   Weighting weighting;
   bool reduce;
 
-  const void* expert_out;     // [C, row_size]
-  const int32_t* topk_ids;    // [T, K]
-  const int32_t* dst_rows;    // [T, K], see DispatchArgs
+  const void* expert_out;               // [C, row_size]
+  const int32_t* topk_ids;              // [T, K]
+  const int32_t* dst_rows;              // [T, K], see DispatchArgs
   const float* topk_weights = nullptr;  // [T, K] or null
   const float* row_weights = nullptr;   // [C] or null
   const void* residual = nullptr;       // [T, row_size] or null

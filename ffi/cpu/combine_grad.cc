@@ -5,6 +5,7 @@
 
 #include "core/routing.h"
 #include "cpu/chunks.h"
+#include "cpu/memory.h"
 #include "cpu/rows.h"
 
 namespace jax_ep {
@@ -58,6 +59,10 @@ void CombineGradAll(const Pool& pool, const std::vector<Arrival>& arrivals) {
   VisitRowType(first.row_type, [&](auto type) {
     using T = decltype(type);
     const int64_t row_bytes = first.row_size * static_cast<int64_t>(sizeof(T));
+    for (int64_t rank = 0; rank < n_ranks; ++rank) {
+      const int64_t bytes = first.config.max_recv_tokens * row_bytes;
+      AdviseHugePages(At(arrivals, rank).grad_expert_out, bytes, bytes);
+    }
     ForTokenChunks(pool, n_ranks, first.n_tokens, first.config.top_k * row_bytes,
                    [&](int64_t source, int64_t begin, int64_t end) {
                      for (int64_t token = begin; token < end; ++token) {

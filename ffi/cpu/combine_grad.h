@@ -18,15 +18,15 @@ struct CombineGradArgs : RankArgs {
   Weighting weighting;
   bool reduce;
 
-  const void* cotangent;        // [T, H], of combine's result; [T, K, H] if not reduce
-  const void* expert_out;       // [C, H], as given to combine
-  const uint32_t* row_offsets;  // [L + 1]
-  const int32_t* topk_ids;      // [T, K]
-  const int32_t* dst_rows;      // [T, K], see DispatchArgs
-  const float* topk_weights = nullptr;    // [T, K] or null
-  const float* row_weights = nullptr;     // [C] or null
+  const void* cotangent;                // [T, H], of combine's result; [T, K, H] if not reduce
+  const void* expert_out;               // [C, H], as given to combine
+  const uint32_t* row_offsets;          // [L + 1]
+  const int32_t* topk_ids;              // [T, K]
+  const int32_t* dst_rows;              // [T, K], see DispatchArgs
+  const float* topk_weights = nullptr;  // [T, K] or null
+  const float* row_weights = nullptr;   // [C] or null
 
-  void* grad_expert_out;     // [C, H]; zero in rows that are not in use
+  void* grad_expert_out;               // [C, H]; zero in rows that are not in use
   float* grad_topk_weights = nullptr;  // [T, K] or null; zero for choices without a row
   float* grad_row_weights = nullptr;   // [C] or null; zero in rows that are not in use
 };

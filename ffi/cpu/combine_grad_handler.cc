@@ -76,14 +76,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(HostCombineGrad, CombineGradImpl,
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::BufferR0<ffi::S32>>()  // axis_index  []
                                   .Arg<ffi::AnyBuffer>()  // cotangent   [T, H] or [T, K, H]
-                                  .Arg<ffi::AnyBuffer>()           // expert_out  [C, H]
+                                  .Arg<ffi::AnyBuffer>()  // expert_out  [C, H]
                                   .Arg<ffi::BufferR1<ffi::U32>>()  // row_offsets [L + 1]
                                   .Arg<ffi::BufferR2<ffi::S32>>()  // topk_ids    [T, K]
                                   .Arg<ffi::BufferR2<ffi::S32>>()  // dst_rows    [T, K]
-                                  .RemainingArgs()        // topk_weights? [T, K] or
-                                                          // row_weights? [C]
-                                  .Ret<ffi::AnyBuffer>()  // grad_expert_out [C, H]
-                                  .RemainingRets()        // the weights' gradient, as theirs
+                                  .RemainingArgs()                 // topk_weights? [T, K] or
+                                                                   // row_weights? [C]
+                                  .Ret<ffi::AnyBuffer>()           // grad_expert_out [C, H]
+                                  .RemainingRets()  // the weights' gradient, as theirs
                                   .Attrs());
 
 }  // namespace jax_ep

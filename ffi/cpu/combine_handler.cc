@@ -71,8 +71,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(HostCombine, CombineImpl,
                                   .Arg<ffi::AnyBuffer>()           // expert_out   [C, H]
                                   .Arg<ffi::BufferR2<ffi::S32>>()  // topk_ids     [T, K]
                                   .Arg<ffi::BufferR2<ffi::S32>>()  // dst_rows     [T, K]
-                                  .RemainingArgs()        // topk_weights? [T, K] or
-                                                          // row_weights? [C]; residual? [T, H]
+                                  .RemainingArgs()                 // topk_weights? [T, K] or
+                                                    // row_weights? [C]; residual? [T, H]
                                   .Ret<ffi::AnyBuffer>()  // [T, H] or [T, K, H]
                                   .Attrs());
 

@@ -5,6 +5,7 @@
 
 #include "core/routing.h"
 #include "cpu/chunks.h"
+#include "cpu/memory.h"
 
 namespace jax_ep {
 namespace {
@@ -38,6 +39,8 @@ void LayOutRows(const std::vector<Arrival>& arrivals, int64_t rank) {
   *args.n_dropped = static_cast<int32_t>(
       ComputeRowOffsets(counts, n_local, config.n_ranks, config.max_recv_tokens,
                         args.first_row.data(), args.row_offsets));
+  AdviseHugePages(args.rows, args.row_offsets[n_local] * args.row_bytes,
+                  config.max_recv_tokens * args.row_bytes);
   args.group->UpdateStats(args.device.row, rank, [&](RankStats& stats) {
     ++stats.dispatch_calls;
     stats.dropped_rows += *args.n_dropped;

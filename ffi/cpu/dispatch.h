@@ -13,17 +13,17 @@ namespace jax_ep {
 struct DispatchArgs : RankArgs {
   int64_t row_bytes;  // of one token
 
-  const uint8_t* tokens;      // [T, row_bytes]
-  const int32_t* topk_ids;    // [T, K]
+  const uint8_t* tokens;                // [T, row_bytes]
+  const int32_t* topk_ids;              // [T, K]
   const float* topk_weights = nullptr;  // [T, K] or null
 
-  uint8_t* rows;          // [C, row_bytes]
-  uint32_t* row_offsets;  // [L + 1]
-  int32_t* src_info;      // [C, 2]
-  float* row_weights = nullptr;     // [C] or null
-  int32_t* n_dropped;     // []
-  int32_t* n_invalid;     // []
-  int32_t* dst_rows;      // [T, K] row of each choice at its destination, kNoRow = none
+  uint8_t* rows;                 // [C, row_bytes]
+  uint32_t* row_offsets;         // [L + 1]
+  int32_t* src_info;             // [C, 2]
+  float* row_weights = nullptr;  // [C] or null
+  int32_t* n_dropped;            // []
+  int32_t* n_invalid;            // []
+  int32_t* dst_rows;             // [T, K] row of each choice at its destination, kNoRow = none
 
   std::vector<int32_t> counts;     // [E] choices of each expert; by CountOwnChoices
   std::vector<int64_t> first_row;  // [L, R] see core/routing.h; by the last rank

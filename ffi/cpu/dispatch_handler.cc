@@ -11,16 +11,13 @@
 namespace jax_ep {
 namespace {
 
-ffi::Future DispatchImpl(CallSite* site, ffi::RunId run, int32_t ordinal, ffi::ThreadPool pool,
-                         ffi::BufferR0<ffi::S32> axis_index, ffi::AnyBuffer tokens,
-                         ffi::BufferR2<ffi::S32> topk_ids, ffi::RemainingArgs optional_args,
-                         ffi::Result<ffi::AnyBuffer> rows,
-                         ffi::ResultBufferR1<ffi::U32> row_offsets,
-                         ffi::ResultBufferR2<ffi::S32> src_info,
-                         ffi::ResultBufferR0<ffi::S32> n_dropped,
-                         ffi::ResultBufferR0<ffi::S32> n_invalid,
-                         ffi::ResultBufferR2<ffi::S32> dst_rows, ffi::RemainingRets optional_rets,
-                         ffi::Dictionary) {
+ffi::Future DispatchImpl(
+    CallSite* site, ffi::RunId run, int32_t ordinal, ffi::ThreadPool pool,
+    ffi::BufferR0<ffi::S32> axis_index, ffi::AnyBuffer tokens, ffi::BufferR2<ffi::S32> topk_ids,
+    ffi::RemainingArgs optional_args, ffi::Result<ffi::AnyBuffer> rows,
+    ffi::ResultBufferR1<ffi::U32> row_offsets, ffi::ResultBufferR2<ffi::S32> src_info,
+    ffi::ResultBufferR0<ffi::S32> n_dropped, ffi::ResultBufferR0<ffi::S32> n_invalid,
+    ffi::ResultBufferR2<ffi::S32> dst_rows, ffi::RemainingRets optional_rets, ffi::Dictionary) {
   const Call call{"dispatch", site, run, ordinal, &pool};
   const EpConfig& config = call.config();
   const int64_t n_tokens = topk_ids.dimensions()[0];

@@ -17,8 +17,8 @@ namespace jax_ep {
 struct RankStats {
   int64_t dispatch_calls = 0;
   int64_t combine_calls = 0;
-  int64_t invalid_ids = 0;   // ids of this rank outside [-1, n_experts)
-  int64_t dropped_rows = 0;  // rows for this rank's experts beyond its capacity
+  int64_t invalid_ids = 0;               // ids of this rank outside [-1, n_experts)
+  int64_t dropped_rows = 0;              // rows for this rank's experts beyond its capacity
   std::vector<int64_t> tokens_to_rank;   // [n_ranks] (token, rank) pairs that left this rank
   std::vector<int64_t> rows_to_expert;   // [n_experts] choices of this rank's tokens
   std::vector<int64_t> rows_per_expert;  // [n_local_experts] rows that arrived here and fitted

@@ -49,9 +49,10 @@ Status FindPlace(const Call& call, int32_t axis_index, int64_t n_tokens, RankArg
   args.n_tokens = n_tokens;
   args.group = HostGroups::Instance().Find(call.site->group);
   if (args.group == nullptr) {
-    return FailedPrecondition(call.Name() +
-                              ": the group is not open in this process. Was it closed? Call "
-                              "ep_init with the mesh and config that the function was traced with.");
+    return FailedPrecondition(
+        call.Name() +
+        ": the group is not open in this process. Was it closed? Call "
+        "ep_init with the mesh and config that the function was traced with.");
   }
   const std::optional<Device> device = args.group->Find(call.ordinal);
   if (!device) {
@@ -80,9 +81,10 @@ Status CheckLayout(const Call& call, const int32_t* topk_ids, const int32_t* dst
     const bool has_expert = topk_ids[i] >= 0 && topk_ids[i] < config.n_experts;
     const bool has_row = dst_rows[i] >= 0 && dst_rows[i] < config.max_recv_tokens;
     if (dst_rows[i] == kNoRow || (has_expert && has_row)) continue;
-    return call.Invalid("dispatched must be what a dispatch of this group gave, unchanged; choice " +
-                        std::to_string(i) + " has expert " + std::to_string(topk_ids[i]) +
-                        " and row " + std::to_string(dst_rows[i]));
+    return call.Invalid(
+        "dispatched must be what a dispatch of this group gave, unchanged; choice " +
+        std::to_string(i) + " has expert " + std::to_string(topk_ids[i]) + " and row " +
+        std::to_string(dst_rows[i]));
   }
   return {};
 }

@@ -47,8 +47,7 @@ Rendezvous& Rendezvous::Instance() {
   return *instance;
 }
 
-std::vector<Arrival> Rendezvous::Arrive(const CallKey& key, const CallInfo& info,
-                                        Arrival arrival) {
+std::vector<Arrival> Rendezvous::Arrive(const CallKey& key, const CallInfo& info, Arrival arrival) {
   std::unique_lock lock(mutex_);
   if (const Status* failure = FindFailure(key.run_id)) {
     const Status status = *failure;
@@ -126,9 +125,9 @@ void Rendezvous::AddDeadline(const CallKey& key, const Call& call) {
   const auto timeout = std::chrono::duration_cast<Clock::duration>(
       std::chrono::duration<double>(call.info.timeout_s));
   const Deadline deadline{call.started + timeout, key, call.started};
-  const auto later = std::upper_bound(
-      deadlines_.begin(), deadlines_.end(), deadline,
-      [](const Deadline& a, const Deadline& b) { return a.when < b.when; });
+  const auto later =
+      std::upper_bound(deadlines_.begin(), deadlines_.end(), deadline,
+                       [](const Deadline& a, const Deadline& b) { return a.when < b.when; });
   deadlines_.insert(later, deadline);
   if (!watching_) {
     watching_ = true;

@@ -44,8 +44,7 @@ struct CallKey {
   int64_t row;  // which group of ranks, where the mesh has several along its other axes
 
   bool operator<(const CallKey& other) const {
-    return std::tie(run_id, call_site, row) <
-           std::tie(other.run_id, other.call_site, other.row);
+    return std::tie(run_id, call_site, row) < std::tie(other.run_id, other.call_site, other.row);
   }
 };
 
@@ -70,6 +69,8 @@ class Rendezvous {
  private:
   using Clock = std::chrono::steady_clock;
 
+  Rendezvous() = default;
+
   struct Call {
     CallInfo info;
     Clock::time_point started;
@@ -91,8 +92,8 @@ class Rendezvous {
   std::mutex mutex_;
   std::condition_variable deadline_added_;
   std::map<CallKey, Call> calls_;
-  std::deque<std::pair<int64_t, Status>> failed_runs_;  // newest first, a bounded number
-  std::deque<Deadline> deadlines_;                      // earliest first
+  std::deque<std::pair<int64_t, Status>> failed_runs_;      // newest first, a bounded number
+  std::deque<Deadline> deadlines_;                          // earliest first
   Clock::time_point next_look_ = Clock::time_point::max();  // of the watching thread
   bool watching_ = false;
 };

@@ -35,9 +35,11 @@ class Transport(abc.ABC):
     ) -> str | None:
         """What keeps the transport from serving this mesh; None if nothing does."""
 
+    @abc.abstractmethod
     def open(self, group: EPGroup) -> None:
         """Sets up what calls of the group need."""
 
+    @abc.abstractmethod
     def close(self, group: EPGroup) -> None:
         """Frees what `open` set up."""
 

@@ -6,7 +6,6 @@ cotangents to the rows and gets the weights' gradients on the way.
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -120,6 +119,14 @@ class HostTransport(Transport):
         return _combine(group, mode, expert_out, weights, residual, routing)
 
 
+class _Mode(NamedTuple):
+    """What is static in a combine."""
+
+    weighting: Weighting
+    reduce: bool
+    has_residual: bool
+
+
 class _Routing(NamedTuple):
     """Which choice has which row.
 
@@ -136,27 +143,7 @@ def _present(*optional: jax.Array | None) -> list[jax.Array]:
     return [x for x in optional if x is not None]
 
 
-def _call_combine(
-    group: EPGroup,
-    mode: _Mode,
-    expert_out: jax.Array,
-    weights: jax.Array | None,
-    residual: jax.Array | None,
-    routing: _Routing,
-) -> jax.Array:
-    return combine_p.bind(
-        lax.axis_index(group.axis_name),
-        expert_out,
-        routing.topk_ids,
-        routing.dst_rows,
-        *_present(weights, residual),
-        group=group,
-        **mode._asdict(),
-    )
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dispatch(
+def _call_dispatch(
     group: EPGroup,
     tokens: jax.Array,
     topk_ids: jax.Array,
@@ -185,13 +172,16 @@ def _dispatch(
     return checkpoint_name(results, DISPATCH_NAME)
 
 
+_dispatch = jax.custom_vjp(_call_dispatch, nondiff_argnums=(0,))
+
+
 def _dispatch_fwd(
     group: EPGroup,
     tokens: jax.Array,
     topk_ids: jax.Array,
     topk_weights: jax.Array | None,
 ) -> tuple[dict[str, Any], Any]:
-    results = _dispatch(group, tokens, topk_ids, topk_weights)
+    results = _call_dispatch(group, tokens, topk_ids, topk_weights)
     return results, _Routing(topk_ids, results["layout"], results["row_offsets"])
 
 
@@ -200,7 +190,7 @@ def _dispatch_bwd(
 ) -> tuple[Any, ...]:
     def send_back(rows: jax.Array, *, reduce: bool) -> jax.Array:
         mode = _Mode(Weighting.NONE, reduce, has_residual=False)
-        return _call_combine(group, mode, rows, None, None, routing)
+        return _bind_combine(group, mode, rows, routing)
 
     grad_tokens = send_back(cotangents["tokens"], reduce=True)
     grad_weights = None
@@ -213,16 +203,25 @@ def _dispatch_bwd(
 _dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
 
 
-class _Mode(NamedTuple):
-    """What is static in a combine."""
+def _bind_combine(
+    group: EPGroup,
+    mode: _Mode,
+    expert_out: jax.Array,
+    routing: _Routing,
+    *optional: jax.Array | None,
+) -> jax.Array:
+    return combine_p.bind(
+        lax.axis_index(group.axis_name),
+        expert_out,
+        routing.topk_ids,
+        routing.dst_rows,
+        *_present(*optional),
+        group=group,
+        **mode._asdict(),
+    )
 
-    weighting: Weighting
-    reduce: bool
-    has_residual: bool
 
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _combine(
+def _call_combine(
     group: EPGroup,
     mode: _Mode,
     expert_out: jax.Array,
@@ -230,8 +229,11 @@ def _combine(
     residual: jax.Array | None,
     routing: _Routing,
 ) -> jax.Array:
-    out = _call_combine(group, mode, expert_out, weights, residual, routing)
+    out = _bind_combine(group, mode, expert_out, routing, weights, residual)
     return checkpoint_name(out, COMBINE_NAME)
+
+
+_combine = jax.custom_vjp(_call_combine, nondiff_argnums=(0, 1))
 
 
 def _combine_fwd(
@@ -242,7 +244,7 @@ def _combine_fwd(
     residual: jax.Array | None,
     routing: _Routing,
 ) -> tuple[jax.Array, Any]:
-    out = _combine(group, mode, expert_out, weights, residual, routing)
+    out = _call_combine(group, mode, expert_out, weights, residual, routing)
     return out, (expert_out, weights, routing)
 
 

@@ -1,13 +1,15 @@
 """Transport `xla`: plain `jax.lax` collectives, on every platform and over processes.
 
-dispatch gathers every rank's tokens and takes the rows of the local experts out of them;
+dispatch gathers every rank's tokens and takes the local experts' rows out of them;
 combine sends rows back by `all_to_all`. JAX differentiates it. What the other
 transports are compared with: simple before fast.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +23,7 @@ from jax_ep.transports.base import COMBINE_NAME, DISPATCH_NAME, Transport
 if TYPE_CHECKING:
     from jax_ep.group import EPGroup
 
+_NO_EXPERT = -1
 _NO_ROW = -1
 
 
@@ -35,6 +38,12 @@ class XlaTransport(Transport):
         """Serves every mesh."""
         return None
 
+    def open(self, group: EPGroup) -> None:
+        """Nothing to set up."""
+
+    def close(self, group: EPGroup) -> None:
+        """Nothing to free."""
+
     def dispatch(
         self,
         group: EPGroup,
@@ -43,6 +52,8 @@ class XlaTransport(Transport):
         topk_weights: jax.Array | None,
     ) -> Dispatched:
         """Gathers all tokens; takes the local experts' rows."""
+        given_ids = topk_ids
+        tokens, topk_ids = _at_least_one(tokens, 0), _at_least_one(topk_ids, _NO_EXPERT)
         all_ids = _all_gather(topk_ids, group)
         counts, choices, dst_rows = _group_choices(group, all_ids)
         n_rows = jnp.sum(counts)
@@ -50,22 +61,26 @@ class XlaTransport(Transport):
         top_k = group.config.top_k
         sources = choices // top_k
         results = dict(
-            tokens=_take(_flat(_all_gather(tokens, group), 2), sources),
-            row_offsets=jnp.minimum(offsets, group.max_recv_tokens).astype(jnp.uint32),
-            src_info=jnp.stack(
-                [sources % max(topk_ids.shape[0], 1), choices % top_k], axis=1
+            tokens=_move_bits(
+                lambda x, index: _take(_flat(_all_gather(x, group), 2), index),
+                tokens,
+                sources,
             ),
+            row_offsets=jnp.minimum(offsets, group.max_recv_tokens).astype(jnp.uint32),
+            src_info=jnp.stack([sources % topk_ids.shape[0], choices % top_k], axis=1),
             n_dropped=jnp.maximum(n_rows - group.max_recv_tokens, 0),
             n_invalid=_count_invalid(topk_ids, group.config.n_experts),
             layout=dst_rows,
             row_weights=None
             if topk_weights is None
-            else _take(_flat(_all_gather(topk_weights, group), 3), choices),
+            else _take(
+                _flat(_all_gather(_at_least_one(topk_weights, 0), group), 3), choices
+            ),
         )
         return Dispatched(
             **checkpoint_name(results, DISPATCH_NAME),
             expert_ids=jnp.arange(group.n_local_experts, dtype=jnp.int32),
-            topk_ids=topk_ids,
+            topk_ids=given_ids,
             scales=None,
             scales_offsets=None,
             group=group,
@@ -82,17 +97,26 @@ class XlaTransport(Transport):
         reduce: bool,
     ) -> jax.Array:
         """Sends each rank its rows, or its sums, and adds them up there."""
-        rows, topk_ids = dispatched.layout, dispatched.topk_ids
+        n_tokens = dispatched.topk_ids.shape[0]
+        rows, topk_ids = dispatched.layout, _at_least_one(dispatched.topk_ids, 0)
         if dispatched.row_weights is not None:
             out = _sum_by_rank(group, expert_out, rows, dispatched.row_weights)
         else:
             picked, present = _return_rows(group, expert_out, rows, topk_ids)
             if not reduce:
-                return checkpoint_name(picked, COMBINE_NAME)
+                return checkpoint_name(picked[:n_tokens], COMBINE_NAME)
             out = _sum_by_choice(picked, present, topk_weights)
+        out = out[:n_tokens]
         if residual is not None:
             out = out + residual.astype(jnp.float32)
         return checkpoint_name(out.astype(expert_out.dtype), COMBINE_NAME)
+
+
+def _at_least_one(x: jax.Array, fill: int) -> jax.Array:
+    """`x` itself, or one token where there is none: XLA cannot gather from nothing."""
+    if x.shape[0]:
+        return x
+    return _like(jnp.full((1, *x.shape[1:]), fill, x.dtype), x)
 
 
 def _all_gather(x: jax.Array, group: EPGroup) -> jax.Array:
@@ -112,6 +136,27 @@ def _flat(x: jax.Array, n_axes: int) -> jax.Array:
 def _take(x: jax.Array, index: jax.Array) -> jax.Array:
     """Rows of `x`; zero where the index is out of range."""
     return x.at[index].get(mode="fill", fill_value=0)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _move_bits(
+    move: Callable[..., jax.Array], x: jax.Array, *where: jax.Array
+) -> jax.Array:
+    """`move(x, *where)`, whose elements are those of `x`, or zero, to the last bit.
+
+    XLA:CPU treats bfloat16 by way of float32, which changes NaNs. So the move is one of
+    integers, and its derivative that of the move of numbers.
+    """
+    integer = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+    moved = move(lax.bitcast_convert_type(x, integer), *where)
+    return lax.bitcast_convert_type(moved, x.dtype)
+
+
+@_move_bits.defjvp
+def _move_bits_jvp(
+    move: Callable[..., jax.Array], primals: Any, tangents: Any
+) -> tuple[jax.Array, jax.Array]:
+    return _move_bits(move, *primals), move(tangents[0], *primals[1:])
 
 
 def _count_invalid(topk_ids: jax.Array, n_experts: int) -> jax.Array:
@@ -140,16 +185,15 @@ def _group_choices(
     counts = jnp.zeros(n_local, jnp.int32).at[experts].add(1, mode="drop")
     # Stable, and choices are numbered by source rank, token, k: the order of rows.
     order = jnp.argsort(experts, stable=True).astype(jnp.int32)
-    rank_in_order = jnp.zeros_like(order).at[order].set(
-        jnp.arange(order.size, dtype=jnp.int32), unique_indices=True
+    rank_in_order = (
+        jnp.zeros_like(order)
+        .at[order]
+        .set(jnp.arange(order.size, dtype=jnp.int32), unique_indices=True)
     )
     has_row = is_local & (rank_in_order < capacity)
     dst_rows = jnp.where(has_row, rank_in_order, _NO_ROW).reshape(all_ids.shape)
     row = jnp.arange(capacity, dtype=jnp.int32)
-    out_of_range = jnp.int32(max(order.size, 1))
-    choices = jnp.where(
-        row < jnp.sum(counts), order.at[row].get(mode="fill", fill_value=0), out_of_range
-    )
+    choices = jnp.where(row < jnp.sum(counts), _take(order, row), order.size)
     return counts, choices, dst_rows
 
 
@@ -157,20 +201,23 @@ def _return_rows(
     group: EPGroup, expert_out: jax.Array, dst_rows: jax.Array, topk_ids: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """The rows of this rank's choices `[T, K, H]`, and which have one `bool[T, K]`."""
-    here = dst_rows >= 0
     ranks = jnp.clip(topk_ids // group.n_local_experts, 0, group.n_ranks - 1)
-    present = jnp.any(_all_to_all(here, group), axis=0)
+    present = jnp.any(_all_to_all(dst_rows >= 0, group), axis=0)
 
-    def one_choice(choice: tuple[jax.Array, jax.Array]) -> jax.Array:
-        rows, rank = choice  # [R, T] of every source, [T] of this one
-        sent = _take(expert_out, jnp.where(rows >= 0, rows, expert_out.shape[0]))
-        received = _all_to_all(sent, group)
-        return jnp.take_along_axis(received, rank[None, :, None], axis=0)[0]
+    def send_back(
+        rows: jax.Array, dst_rows: jax.Array, ranks: jax.Array, present: jax.Array
+    ) -> jax.Array:
+        def one_choice(choice: tuple[jax.Array, jax.Array]) -> jax.Array:
+            index, rank = choice  # [R, T] of every source, [T] of this one
+            sent = _take(rows, jnp.where(index >= 0, index, rows.shape[0]))
+            received = _all_to_all(sent, group)
+            return jnp.take_along_axis(received, rank[None, :, None], axis=0)[0]
 
-    # One choice at a time: a buffer of [R, T, H], not [R, T, K, H].
-    picked = lax.map(one_choice, (jnp.moveaxis(dst_rows, 2, 0), ranks.T))
-    picked = jnp.where(present[..., None], jnp.moveaxis(picked, 0, 1), 0)
-    return picked, present
+        # One choice at a time: a buffer of [R, T, H], not [R, T, K, H].
+        picked = lax.map(one_choice, (jnp.moveaxis(dst_rows, 2, 0), ranks.T))
+        return jnp.where(present[..., None], jnp.moveaxis(picked, 0, 1), 0)
+
+    return _move_bits(send_back, expert_out, dst_rows, ranks, present), present
 
 
 def _sum_by_choice(
@@ -179,7 +226,7 @@ def _sum_by_choice(
     """float32 `[T, H]`: sum over k in order, weighted at the source."""
     terms = picked.astype(jnp.float32)
     if topk_weights is not None:
-        weights = jnp.where(present, topk_weights, 0)
+        weights = jnp.where(present, _at_least_one(topk_weights, 0), 0)
         terms = terms * weights[..., None]
     return _sum_in_order(terms, axis=1)
 
@@ -194,7 +241,7 @@ def _sum_by_rank(
         index = jnp.where(rows >= 0, rows, weighted.shape[0])
         return sums + _take(weighted, index), None
 
-    zeros = jnp.zeros_like(weighted, shape=(*dst_rows.shape[:2], weighted.shape[1]))
+    zeros = jnp.zeros((*dst_rows.shape[:2], weighted.shape[1]), weighted.dtype)
     sums, _ = lax.scan(add, _like(zeros, weighted), jnp.moveaxis(dst_rows, 2, 0))
     parts = _all_to_all(sums.astype(expert_out.dtype), group)
     return _sum_in_order(parts.astype(jnp.float32), axis=0)

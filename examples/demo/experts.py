@@ -1,0 +1,45 @@
+"""From tokens to experts and back: with expert parallelism, and without.
+
+Both functions compute the same sum over a token's choices,
+Σ_k topk_weights[k] · expert[topk_ids[k]](token). The first is what `jax_ep` is for, the
+second is the reference it is held against.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import jax_ep
+from model import RunExperts
+
+AXIS = "ep"
+
+
+def expert_parallel(mesh: Mesh, group: jax_ep.EPGroup) -> RunExperts:
+    """Returns `run_experts` over the ranks of `mesh`: each holds its own experts."""
+
+    # The arrays are this rank's: its experts [L, ...], its tokens [T, H].
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS))
+    def on_each_rank(up, down, tokens, topk_ids, topk_weights):
+        rows = jax_ep.dispatch(group, tokens, topk_ids)
+        hidden = jax.lax.ragged_dot(rows.tokens, up, rows.group_sizes)
+        results = jax.lax.ragged_dot(jax.nn.silu(hidden), down, rows.group_sizes)
+        output = jax_ep.combine(group, results, rows, topk_weights)
+        return output, rows.n_dropped[None]
+
+    def run_experts(*arrays):
+        output, n_dropped = on_each_rank(*arrays)
+        return output, n_dropped.sum()
+
+    return run_experts
+
+
+def dense(up, down, tokens, topk_ids, topk_weights):
+    """`run_experts` on one device: every expert sees every token."""
+    gates = jax.nn.one_hot(topk_ids, len(up)) * topk_weights[..., None]  # [N, K, E]
+    hidden = jax.nn.silu(jnp.einsum("nh,ehf->enf", tokens, up))
+    results = jnp.einsum("enf,efh->enh", hidden, down)
+    return jnp.einsum("nke,enh->nh", gates, results), jnp.int32(0)

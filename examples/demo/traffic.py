@@ -1,0 +1,34 @@
+"""Who sends how much to whom."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import jax_ep
+from program import Program
+
+
+def count_traffic(
+    group: jax_ep.EPGroup, program: Program, params: Any, windows: NDArray[np.int32]
+) -> NDArray[np.int64]:
+    """Returns int[n_layers, R, E]: rows from each rank to each expert, by layer."""
+    before = rows_sent(group)
+    _, routing = program.evaluate(params, program.put(windows))
+    ids = np.asarray(routing.topk_ids)  # [n_layers, N, K], N by source rank
+    ids = ids.reshape(len(ids), group.n_ranks, -1, 1)
+    counts = (ids == np.arange(group.config.n_experts)).sum(axis=2)
+    if before is not None and not np.array_equal(
+        counts.sum(axis=0), rows_sent(group) - before
+    ):
+        raise RuntimeError("The group counted other rows than the routers chose.")
+    return counts
+
+
+def rows_sent(group: jax_ep.EPGroup) -> NDArray[np.int64] | None:
+    """Returns int[R, E], the group's own count, or None if its transport has none."""
+    try:
+        ranks = sorted(group.stats(), key=lambda rank: rank["rank"])
+    except NotImplementedError:
+        return None
+    return np.stack([rank["rows_to_expert"] for rank in ranks])

@@ -1,0 +1,83 @@
+"""The training loop: one batch after the other, and what is kept of each."""
+
+import dataclasses
+import itertools
+import time
+from typing import Any
+
+import numpy as np
+import optax
+from numpy.typing import NDArray
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+import data
+from program import Program, State
+
+N_WINDOWS = 16  # in a batch, over all ranks
+LEARNING_RATE = 4e-3
+HELD_OUT_EVERY = 50  # steps between two looks at a sample of the held-out text
+
+
+@dataclasses.dataclass
+class History:
+    """What the loop keeps of each step."""
+
+    losses: list[float] = dataclasses.field(default_factory=list)  # nats per byte
+    grad_norms: list[float] = dataclasses.field(default_factory=list)
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    n_dropped: int = 0  # rows, over all steps
+    held_out: dict[int, float] = dataclasses.field(default_factory=dict)  # by step
+
+    def tokens_per_second(self, tokens_per_step: int) -> float:
+        """Returns the speed of a median step, so that compilation does not count."""
+        return tokens_per_step / float(np.median(self.seconds))
+
+
+def make_optimizer(n_steps: int) -> optax.GradientTransformation:
+    """Returns AdamW with a short warm-up and a cosine decay over `n_steps`."""
+    schedule = optax.warmup_cosine_decay_schedule(
+        init_value=0, peak_value=LEARNING_RATE, warmup_steps=10, decay_steps=n_steps
+    )
+    return optax.chain(optax.clip_by_global_norm(1), optax.adamw(schedule, b2=0.98))
+
+
+def train(
+    program: Program,
+    state: State,
+    text: data.Text,
+    steps: range,
+    history: History,
+    title: str,
+) -> State:
+    """Does `steps`, adds them to `history` and returns the state after the last."""
+    context = program.config.context
+    bar = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    with Progress(*bar, TextColumn("{task.fields[status]}")) as progress:
+        task = progress.add_task(f"{title:28}", total=len(steps), status="compiling")
+        for step in steps:
+            started = time.perf_counter()
+            windows = data.training_batch(text.training, step, N_WINDOWS, context)
+            state, metrics = program.train_step(state, program.put(windows))
+            history.losses.append(float(metrics.loss))
+            history.grad_norms.append(float(metrics.grad_norm))
+            history.n_dropped += int(metrics.n_dropped)
+            history.seconds.append(time.perf_counter() - started)
+            if (step + 1) % HELD_OUT_EVERY == 0:
+                loss = held_out_loss(program, state.params, text.held_out, every=4)
+                history.held_out[step + 1] = loss
+            speed = history.tokens_per_second(N_WINDOWS * context)
+            status = f"loss {history.losses[-1]:.2f}  {speed:,.0f} tokens/s"
+            progress.update(task, advance=1, status=status)
+    return state
+
+
+def held_out_loss(
+    program: Program, params: Any, text: NDArray[np.uint8], every: int = 1
+) -> float:
+    """Returns the mean loss over every `every`-th batch of `text`, in nats per byte."""
+    batches = data.held_out_batches(text, N_WINDOWS, program.config.context)
+    losses = [
+        program.evaluate(params, program.put(batch))[0]
+        for batch in itertools.islice(batches, 0, None, every)
+    ]
+    return float(np.mean(losses))

@@ -1,0 +1,239 @@
+"""What dispatch and combine must compute, in plain NumPy.
+
+Written from the contract alone and apart from every transport: nothing of `jax_ep` and
+nothing of JAX is imported here. Arrays of all ranks are lists with one entry per rank.
+
+Symbols: R ranks, E experts, L = E / R local experts, K choices per token, T tokens of
+a rank, H hidden size, C rows of a rank's output. Expert `g` lives on rank `g // L`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+Arrays = list[np.ndarray]
+F32 = np.dtype(np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Routed:
+    """Which row of which rank every choice of every token becomes."""
+
+    n_rows: int  # C
+    rows: Arrays  # per rank int32[n, 3]: source rank, token, k; in row order
+    row_offsets: Arrays  # per rank uint32[L + 1], clipped to C
+    places: Arrays  # per source rank int32[T, K, 2]: rank and row, (-1, -1) = no row
+    n_dropped: list[int]  # per receiving rank
+    n_invalid: list[int]  # per source rank
+
+
+@dataclasses.dataclass(frozen=True)
+class Dispatched:
+    """One rank's result; `tokens`, `src_info`, `row_weights` have used rows only."""
+
+    tokens: np.ndarray  # [n, H]
+    row_offsets: np.ndarray  # uint32[L + 1]
+    group_sizes: np.ndarray  # int32[L]
+    expert_ids: np.ndarray  # int32[L]
+    src_info: np.ndarray  # int32[n, 2]: token, k
+    row_weights: np.ndarray | None  # float32[n]
+    n_dropped: np.ndarray  # int32[]
+    n_invalid: np.ndarray  # int32[]
+
+
+def worst_case_rows(n_ranks: int, n_experts: int, top_k: int, max_tokens: int) -> int:
+    """Gives C of a configuration without a `recv_capacity`."""
+    return max_tokens * n_ranks * min(top_k, n_experts // n_ranks)
+
+
+def route(n_ranks: int, n_experts: int, n_rows: int, topk_ids: Arrays) -> Routed:
+    """Orders rows by local expert, source rank, token, k, and cuts them at `n_rows`."""
+    n_local = n_experts // n_ranks
+    places = [np.full((*ids.shape, 2), -1, np.int32) for ids in topk_ids]
+    rows, offsets, n_dropped = [], [], []
+    for rank in range(n_ranks):
+        order, ends = [], [0]
+        for expert in range(rank * n_local, (rank + 1) * n_local):
+            for source, ids in enumerate(topk_ids):
+                # argwhere lists (token, k) by token first, then k.
+                order += [(source, t, k) for t, k in np.argwhere(ids == expert)]
+            ends.append(len(order))
+        for row, (source, t, k) in enumerate(order[:n_rows]):
+            places[source][t, k] = rank, row
+        rows.append(np.array(order[:n_rows], np.int32).reshape(-1, 3))
+        offsets.append(np.minimum(ends, n_rows).astype(np.uint32))
+        n_dropped.append(max(0, len(order) - n_rows))
+    n_invalid = [int(np.sum((ids < -1) | (ids >= n_experts))) for ids in topk_ids]
+    return Routed(n_rows, rows, offsets, places, n_dropped, n_invalid)
+
+
+def dispatch(
+    n_ranks: int,
+    n_experts: int,
+    n_rows: int,
+    tokens: Arrays,
+    topk_ids: Arrays,
+    topk_weights: Arrays | None = None,
+) -> list[Dispatched]:
+    """Sends every token to the ranks of its experts; bytes move, nothing is rounded."""
+    routed = route(n_ranks, n_experts, n_rows, topk_ids)
+    results = []
+    for rank, rows in enumerate(routed.rows):
+        offsets = routed.row_offsets[rank]
+        results.append(
+            Dispatched(
+                tokens=_gather(tokens, rows[:, 0], rows[:, 1]),
+                row_offsets=offsets,
+                group_sizes=np.diff(offsets.astype(np.int32)),
+                expert_ids=np.arange(n_experts // n_ranks, dtype=np.int32),
+                src_info=rows[:, 1:],
+                row_weights=row_weights(routed, topk_weights, rank),
+                n_dropped=np.int32(routed.n_dropped[rank]),
+                n_invalid=np.int32(routed.n_invalid[rank]),
+            )
+        )
+    return results
+
+
+def row_weights(routed: Routed, topk_weights: Arrays | None, rank: int):
+    """Gives the weight that travelled with each used row of `rank`: float32[n]."""
+    if topk_weights is None:
+        return None
+    source, token, k = routed.rows[rank].T
+    return np.stack(topk_weights)[source, token, k]
+
+
+def combine(
+    routed: Routed,
+    expert_out: Arrays,
+    *,
+    topk_weights: Arrays | None = None,
+    weights_at: str = "source",
+    residual: Arrays | None = None,
+    reduce: bool = True,
+) -> Arrays:
+    """Brings the rows back to their tokens; the result has `expert_out`'s dtype.
+
+    `topk_weights` are applied where `weights_at` says: at the "source", in k order, or
+    by the rank that has the "row", which sends its sum rounded to `expert_out`'s dtype.
+    """
+    results = []
+    for source, places in enumerate(routed.places):
+        weights = None if topk_weights is None else topk_weights[source]
+        if not reduce:
+            results.append(_unreduced(places, expert_out))
+            continue
+        if weights is not None and weights_at == "row":
+            total = _sum_by_rank(places, expert_out, weights)
+        else:
+            total = _sum_by_k(places, expert_out, weights)
+        if residual is not None:
+            total = total + residual[source].astype(F32)
+        results.append(total.astype(expert_out[0].dtype))
+    return results
+
+
+def dispatch_grad(
+    routed: Routed,
+    d_rows: Arrays,
+    d_row_weights: Arrays | None = None,
+) -> tuple[Arrays, Arrays | None]:
+    """Gives (d_tokens, d_topk_weights) of dispatch for the cotangents of its rows.
+
+    d_tokens is summed in float32 in k order and rounded once to `d_rows`' dtype.
+    """
+    d_tokens = combine(routed, d_rows)
+    if d_row_weights is None:
+        return d_tokens, None
+    d_weights = []
+    for places in routed.places:
+        d_weight = np.zeros(places.shape[:2], F32)
+        has_row = places[..., 0] >= 0
+        rank, row = places[has_row].T
+        d_weight[has_row] = _gather(d_row_weights, rank, row)
+        d_weights.append(d_weight)
+    return d_tokens, d_weights
+
+
+def combine_grad(
+    routed: Routed,
+    expert_out: Arrays,
+    d_out: Arrays,
+    *,
+    topk_weights: Arrays | None = None,
+) -> tuple[Arrays, Arrays]:
+    """Gives (d_expert_out, d_topk_weights) of combine for the cotangent of its result.
+
+    The weights' place does not matter: a row's cotangent is weight times the token's,
+    rounded once, and zero in unused rows. A weight's cotangent, float64[T, K], is the
+    inner product of its row with the token's cotangent. `d_out` may be [T, H] or, for
+    `reduce=False`, [T, K, H]. The residual's cotangent is `d_out` itself.
+    """
+    d_expert_out = [np.zeros_like(rows) for rows in expert_out]
+    d_weights = []
+    for source, places in enumerate(routed.places):
+        d_weight = np.zeros(places.shape[:2], np.float64)
+        for t, k in np.argwhere(places[..., 0] >= 0):
+            rank, row = places[t, k]
+            g = d_out[source][t] if d_out[source].ndim == 2 else d_out[source][t, k]
+            g = g.astype(F32)
+            out = expert_out[rank][row]
+            d_weight[t, k] = np.dot(g.astype(np.float64), out.astype(np.float64))
+            if topk_weights is not None:
+                g = topk_weights[source][t, k] * g
+            d_expert_out[rank][row] = g.astype(out.dtype)
+        d_weights.append(d_weight)
+    return d_expert_out, d_weights
+
+
+def _gather(arrays: Arrays, which: np.ndarray, index: np.ndarray) -> np.ndarray:
+    """Gives arrays[which[i]][index[i]] for every i."""
+    result = np.empty((len(which), *arrays[0].shape[1:]), arrays[0].dtype)
+    for i in np.unique(which):
+        result[which == i] = arrays[i][index[which == i]]
+    return result
+
+
+def _term(places_k, expert_out: Arrays, weights_k) -> tuple[np.ndarray, np.ndarray]:
+    """Gives the tokens whose k-th choice has a row, and its float32 (weighted) row."""
+    (tokens,) = np.nonzero(places_k[:, 0] >= 0)
+    rank, row = places_k[tokens].T
+    term = _gather(expert_out, rank, row).astype(F32)
+    if weights_k is not None:
+        term = weights_k[tokens, None] * term
+    return tokens, term
+
+
+def _sum_by_k(places, expert_out: Arrays, weights) -> np.ndarray:
+    """acc = +0; for k in order: acc = acc + w * row."""
+    n_tokens, top_k = places.shape[:2]
+    total = np.zeros((n_tokens, expert_out[0].shape[1]), F32)
+    for k in range(top_k):
+        weights_k = None if weights is None else weights[:, k]
+        tokens, term = _term(places[:, k], expert_out, weights_k)
+        total[tokens] = total[tokens] + term
+    return total
+
+
+def _sum_by_rank(places, expert_out: Arrays, weights) -> np.ndarray:
+    """Each rank sums its rows in k order and rounds; the source sums in rank order."""
+    total = np.zeros((places.shape[0], expert_out[0].shape[1]), F32)
+    for rank in range(len(expert_out)):
+        here = np.where(places[..., :1] == rank, places, -1)
+        partial = _sum_by_k(here, expert_out, weights).astype(expert_out[0].dtype)
+        (tokens,) = np.nonzero((here[..., 0] >= 0).any(axis=1))
+        total[tokens] = total[tokens] + partial[tokens].astype(F32)
+    return total
+
+
+def _unreduced(places, expert_out: Arrays) -> np.ndarray:
+    """Gives [T, K, H]: every choice's row, zeros where it has none."""
+    shape = (*places.shape[:2], expert_out[0].shape[1])
+    result = np.zeros(shape, expert_out[0].dtype)
+    for k in range(shape[1]):
+        (tokens,) = np.nonzero(places[:, k, 0] >= 0)
+        rank, row = places[tokens, k].T
+        result[tokens, k] = _gather(expert_out, rank, row)
+    return result

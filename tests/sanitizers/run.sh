@@ -1,0 +1,137 @@
+#!/usr/bin/env bash
+# Runs the tests of the host transport under AddressSanitizer + UndefinedBehaviorSanitizer,
+# then under ThreadSanitizer.
+#
+# Usage: tests/sanitizers/run.sh VENV [PYTEST-OPTION...]
+#
+# VENV has the dependencies and the build tools; the instrumented package goes to
+# build/sanitize/. Python and jaxlib are not instrumented: what they do is not looked at.
+# For each sanitizer, in this order:
+#
+#   1. the package, seeded_faults.cc and (for TSan) tsan_edges.cc are built;
+#   2. the seeded faults have to be found, and nothing where there is none;
+#   3. the C++ tests of ffi/tests run;
+#   4. pytest runs.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+venv=$(realpath "$1")
+shift
+# Not what starts other processes: they would run without the instrumented package.
+pytest_options=(-k "host and not fresh_process"
+  -m "not multiprocess and not slow and not gpu and not multigpu" "$@")
+here=tests/sanitizers
+export CXX=${CXX:-g++}
+site_packages=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+include=$site_packages/jaxlib/include
+
+fail() {
+  echo "sanitize: $*" >&2
+  exit 1
+}
+
+# build SANITIZER DIRECTORY: the package goes to DIRECTORY/package.
+build() {
+  local sanitizer=$1 dir=$2 flags
+  echo "--- $sanitizer: building"
+  mkdir -p "$dir"
+  rm -rf "$dir/package"
+  CXXFLAGS=-D_GLIBCXX_ASSERTIONS "$venv/bin/pip" install --quiet --no-deps --no-build-isolation \
+    --target "$dir/package" -C build-dir="$dir/cmake" -C cmake.build-type=Debug \
+    -C cmake.define.JAX_EP_SANITIZE="$sanitizer" .
+  flags=(-std=c++17 -g -O1 -fPIC -shared -Wall -Wextra -isystem "$include")
+  "$CXX" "${flags[@]}" -fsanitize="$sanitizer" -fno-sanitize-recover=all \
+    -fno-omit-frame-pointer $here/seeded_faults.cc -o "$dir/seeded_faults.so"
+  if [[ $sanitizer == thread ]]; then
+    "$CXX" "${flags[@]}" $here/tsan_edges.cc -o "$dir/tsan_edges.so"
+  fi
+  # Without instrumentation everything below would pass.
+  local extension symbol=__asan_init
+  [[ $sanitizer == thread ]] && symbol=__tsan_init
+  for extension in "$dir"/package/jax_ep/*.so; do
+    [[ $(nm -D --undefined-only "$extension") == *" $symbol"* ]] ||
+      fail "$extension is not instrumented: CMakeLists.txt has to honour JAX_EP_SANITIZE"
+  done
+}
+
+# python SANITIZER DIRECTORY ARGUMENT...: Python with the sanitizer's run-time library.
+# -S: no editable install gets in front of the instrumented package; -P: nor this folder.
+python() {
+  local sanitizer=$1 dir=$2
+  shift 2
+  local path=$dir/package:$here:$site_packages
+  if [[ $sanitizer == thread ]]; then
+    # Of a wait in jaxlib only the lock that ends it is seen, never the unlock: TSan's graph of
+    # held locks overflows. The order of jax_ep's locks is checked in the C++ tests.
+    env LD_PRELOAD="$("$CXX" -print-file-name=libtsan.so)" PYTHONPATH="$path" \
+      TSAN_OPTIONS="suppressions=$here/tsan.supp exitcode=66 log_path=$dir/report detect_deadlocks=0" \
+      JAX_EP_TSAN_EDGES="$dir/tsan_edges.so" "$venv/bin/python" -S -P "$@"
+  else
+    local preload
+    preload="$("$CXX" -print-file-name=libasan.so) $("$CXX" -print-file-name=libubsan.so)"
+    # Leaks are looked for in the C++ tests: in Python, every report would be Python's.
+    env LD_PRELOAD="$preload" PYTHONPATH="$path" \
+      ASAN_OPTIONS="detect_leaks=0 log_path=$dir/report" \
+      UBSAN_OPTIONS="print_stacktrace=1 log_path=$dir/report" "$venv/bin/python" -S -P "$@"
+  fi
+}
+
+# seeded SANITIZER DIRECTORY FAULT [TEXT]: the report has to contain TEXT; without TEXT
+# there must be none.
+seeded() {
+  local sanitizer=$1 dir=$2 fault=$3 text=${4:-} status=0
+  rm -f "$dir"/report.*
+  python "$sanitizer" "$dir" $here/seeded_faults.py "$dir/seeded_faults.so" "$fault" \
+    > "$dir/seeded.log" 2>&1 || status=$?
+  cat "$dir"/report.* >> "$dir/seeded.log" 2> /dev/null || true
+  local as_expected=1
+  if [[ -z $text ]]; then
+    [[ $status -eq 0 ]] || as_expected=0
+  elif [[ $status -eq 0 ]] || ! grep -q "$text" "$dir/seeded.log"; then
+    as_expected=0
+  fi
+  if [[ $as_expected -eq 0 ]]; then
+    cat "$dir/seeded.log"
+    fail "seeded fault '$fault': expected '${text:-no report}', got exit status $status"
+  fi
+  echo "seeded fault '$fault': ${text:-no report}, as expected"
+}
+
+# run SANITIZER DIRECTORY: everything for one sanitizer.
+run() {
+  local sanitizer=$1 dir=$2 status=0
+  build "$sanitizer" "$dir"
+  echo "--- $sanitizer: seeded faults"
+  seeded "$sanitizer" "$dir" none
+  if [[ $sanitizer == thread ]]; then
+    seeded "$sanitizer" "$dir" race 'data race.*in Commit'
+    seeded "$sanitizer" "$dir" copy-race 'data race.*in Commit'
+  else
+    seeded "$sanitizer" "$dir" overflow 'heap-buffer-overflow.*in Commit'
+    seeded "$sanitizer" "$dir" signed-overflow 'signed integer overflow'
+  fi
+  if compgen -G 'ffi/tests/*.cc' > /dev/null; then
+    echo "--- $sanitizer: C++ tests"
+    "$venv/bin/cmake" -S . -B "$dir/cpp" -G Ninja -DCMAKE_MAKE_PROGRAM="$venv/bin/ninja" \
+      -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS=-D_GLIBCXX_ASSERTIONS \
+      -DJAX_EP_SANITIZE="$sanitizer" > "$dir/cpp.log" || { cat "$dir/cpp.log"; return 1; }
+    "$venv/bin/cmake" --build "$dir/cpp" > "$dir/cpp.log" || { cat "$dir/cpp.log"; return 1; }
+    "$venv/bin/ctest" --test-dir "$dir/cpp" --output-on-failure --no-tests=error
+  fi
+  echo "--- $sanitizer: pytest"
+  rm -f "$dir"/report.*
+  local plugin=()
+  [[ $sanitizer == thread ]] && plugin=(-p tsan_edges)
+  python "$sanitizer" "$dir" -m pytest "${plugin[@]}" -p no:cacheprovider \
+    "${pytest_options[@]}" || status=$?
+  if compgen -G "$dir/report.*" > /dev/null; then
+    cat "$dir"/report.*
+    fail "$sanitizer: reports above"
+  fi
+  [[ $status -eq 0 ]] || fail "$sanitizer: pytest ended with status $status"
+}
+
+[[ -d $include/xla/ffi/api ]] || fail "no XLA FFI headers in $include"
+for sanitizer in ${SANITIZERS:-address,undefined thread}; do
+  run "$sanitizer" "$PWD/build/sanitize/${sanitizer/,/-}"
+done
+echo "sanitize: no reports"

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pytest plugin: handlers are registered through the trampolines of tsan_edges.cc.
+
+Loaded with `-p tsan_edges` by `make sanitize`. The library is named by the
+environment variable JAX_EP_TSAN_EDGES.
+"""
+
+import ctypes
+import os
+
+import jax
+
+_python = ctypes.PyDLL(None)  # not ctypes.pythonapi: jax.ffi changes its prototypes
+_capsule_name = _python.PyCapsule_GetName
+_capsule_name.restype = ctypes.c_char_p
+_capsule_name.argtypes = [ctypes.py_object]
+_capsule_pointer = _python.PyCapsule_GetPointer
+_capsule_pointer.restype = ctypes.c_void_p
+_capsule_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+_new_capsule = _python.PyCapsule_New
+_new_capsule.restype = ctypes.py_object
+_new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+
+_edges = ctypes.CDLL(os.environ["JAX_EP_TSAN_EDGES"])
+for _function in (_edges.TsanEdgesWrapHandler, _edges.TsanEdgesWrapType):
+    _function.restype = ctypes.c_void_p
+    _function.argtypes = [ctypes.c_void_p]
+
+
+def _wrap(capsule, wrapper):
+    pointer = wrapper(_capsule_pointer(capsule, _capsule_name(capsule)))
+    if pointer is None:
+        raise RuntimeError("too many handlers or types for tsan_edges.cc")
+    return _new_capsule(pointer, None, None)
+
+
+def _install():
+    register_target = jax.ffi.register_ffi_target
+    register_type = jax.ffi.register_ffi_type
+
+    def register_ffi_target(name, fn, *args, **kwargs):
+        if isinstance(fn, dict):
+            fn = {k: _wrap(v, _edges.TsanEdgesWrapHandler) for k, v in fn.items()}
+        else:
+            fn = _wrap(fn, _edges.TsanEdgesWrapHandler)
+        return register_target(name, fn, *args, **kwargs)
+
+    def register_ffi_type(name, obj, *args, **kwargs):
+        obj = dict(obj)
+        if obj.get("type_info") is not None:
+            obj["type_info"] = _wrap(obj["type_info"], _edges.TsanEdgesWrapType)
+        return register_type(name, obj, *args, **kwargs)
+
+    jax.ffi.register_ffi_target = register_ffi_target
+    jax.ffi.register_ffi_type = register_ffi_type
+
+
+_install()

@@ -1,0 +1,217 @@
+"""What `EPConfig` and `ep_init` accept, refuse, and compute."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import cases
+import jax_ep
+import oracle
+from harness import AXIS, config_of, make_mesh
+
+VALID = {
+    "n_experts": 16,
+    "top_k": 4,
+    "hidden_size": 64,
+    "max_tokens_per_rank": 8,
+}
+
+
+def config(**changes) -> jax_ep.EPConfig:
+    return jax_ep.EPConfig(**(VALID | changes))
+
+
+def test_defaults_are_the_documented_ones():
+    defaults = config()
+    assert defaults.token_format == jax_ep.BF16()
+    assert jnp.dtype(defaults.combine_dtype) == jnp.bfloat16
+    assert (defaults.fused_shared_expert, defaults.skip_a2a) == (False, False)
+    assert defaults.recv_capacity is None
+    assert (defaults.n_gpus_per_node, defaults.n_nodes) == (None, None)
+    assert defaults.n_sms is None
+    assert defaults.timeout_s == 60.0
+
+
+def test_bf16_is_plain_bfloat16():
+    assert jax_ep.BF16() == jax_ep.Plain(jnp.bfloat16)
+    assert hash(jax_ep.BF16()) == hash(jax_ep.Plain(jnp.bfloat16))
+    assert jax_ep.BF16() != jax_ep.Plain(jnp.float32)
+
+
+def test_equal_configurations_are_equal_and_hash_equally():
+    assert config() == config(combine_dtype="bfloat16")
+    assert hash(config()) == hash(config(combine_dtype=jnp.dtype("bfloat16")))
+    assert config() != config(top_k=2)
+    assert config(n_experts=np.int64(16)) == config()
+
+
+def test_a_configuration_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config().top_k = 3
+
+
+def test_parameters_are_given_by_name():
+    with pytest.raises(TypeError):
+        jax_ep.EPConfig(16, 4, 64, 8)
+
+
+OPTIONAL = ["recv_capacity", "n_gpus_per_node", "n_nodes", "n_sms"]
+
+
+@pytest.mark.parametrize("value", [0, -1])
+@pytest.mark.parametrize("name", [*VALID, *OPTIONAL])
+def test_sizes_are_positive(name, value):
+    with pytest.raises(ValueError, match=name):
+        config(**{name: value})
+
+
+@pytest.mark.parametrize("value", [2.5, "8"])
+@pytest.mark.parametrize("name", [*VALID, *OPTIONAL])
+def test_sizes_are_integers(name, value):
+    with pytest.raises((TypeError, ValueError), match=name):
+        config(**{name: value})
+
+
+@pytest.mark.parametrize("name", VALID)
+def test_sizes_have_to_be_given(name):
+    with pytest.raises((TypeError, ValueError), match=name):
+        config(**{name: None})
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("nan")])
+def test_the_time_limit_is_positive(value):
+    with pytest.raises(ValueError, match="timeout_s"):
+        config(timeout_s=value)
+
+
+@pytest.mark.parametrize("value", ["soon", None])
+def test_the_time_limit_is_a_number(value):
+    with pytest.raises((TypeError, ValueError), match="timeout_s"):
+        config(timeout_s=value)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.int32, jnp.float64])
+def test_combine_dtype_is_bfloat16_or_float32(dtype):
+    with pytest.raises(ValueError, match="combine_dtype"):
+        config(combine_dtype=dtype)
+
+
+@pytest.mark.parametrize("value", [jnp.bfloat16, "BF16", None])
+def test_the_token_format_is_a_format(value):
+    with pytest.raises((TypeError, ValueError), match="token_format"):
+        config(token_format=value)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.float64])
+def test_plain_takes_floating_dtypes_that_travel_as_they_are(dtype):
+    with pytest.raises(ValueError, match="dtype"):
+        jax_ep.Plain(dtype)
+
+
+@pytest.mark.parametrize("name", ["fused_shared_expert", "skip_a2a"])
+def test_what_is_not_built_yet_says_so(name):
+    with pytest.raises(NotImplementedError, match=name):
+        config(**{name: True})
+
+
+@pytest.mark.parametrize("n_ranks", sorted(cases.SMALL))
+def test_a_group_knows_its_sizes(n_ranks, transport):
+    case = cases.SMALL[n_ranks]
+    group = jax_ep.ep_init(
+        make_mesh(n_ranks), AXIS, config_of(case), transport=transport
+    )
+    assert group.config == config_of(case)
+    assert group.axis_name == AXIS
+    assert group.n_ranks == n_ranks
+    assert group.n_local_experts == case.n_experts // n_ranks
+    assert group.transport == transport
+    assert list(group.ranks) == list(range(n_ranks))
+    assert group.max_recv_tokens == oracle.worst_case_rows(
+        n_ranks, case.n_experts, case.top_k, case.max_tokens
+    )
+    assert group.dev_ptrs.shape == (n_ranks, 2, 3)
+    assert group.dev_ptrs.dtype == np.uint64
+
+
+def test_ranks_count_along_the_axis_only(transport):
+    group = jax_ep.ep_init(
+        make_mesh(4, dp=2), AXIS, config_of(cases.SMALL[4]), transport=transport
+    )
+    assert list(group.ranks) == [0, 1, 2, 3] * 2
+
+
+def test_recv_capacity_sets_the_number_of_rows(transport):
+    case = cases.SMALL[4]
+    worst = oracle.worst_case_rows(4, case.n_experts, case.top_k, case.max_tokens)
+    for rows in (1, worst):
+        group = jax_ep.ep_init(
+            make_mesh(4), AXIS, config_of(case, recv_capacity=rows), transport=transport
+        )
+        assert group.max_recv_tokens == rows
+    with pytest.raises(ValueError, match="recv_capacity"):
+        jax_ep.ep_init(
+            make_mesh(4),
+            AXIS,
+            config_of(case, recv_capacity=worst + 1),
+            transport=transport,
+        )
+
+
+def test_equal_arguments_give_equal_groups(transport):
+    case = cases.SMALL[2]
+    first, second = (
+        jax_ep.ep_init(make_mesh(2), AXIS, config_of(case), transport=transport)
+        for _ in range(2)
+    )
+    assert first == second
+    assert hash(first) == hash(second)
+    other = jax_ep.ep_init(
+        make_mesh(2), AXIS, config_of(case, timeout_s=7.0), transport=transport
+    )
+    assert first != other
+
+
+def test_a_group_is_a_context_manager_and_closes_once_or_twice(transport):
+    case = cases.SMALL[2]
+    with jax_ep.ep_init(
+        make_mesh(2), AXIS, config_of(case, timeout_s=8.0), transport=transport
+    ) as group:
+        assert not group.closed
+    assert group.closed
+    group.close()
+
+
+def test_experts_divide_evenly_among_ranks():
+    with pytest.raises(ValueError, match=r"n_experts.*n_ranks.*15.*4"):
+        jax_ep.ep_init(make_mesh(4), AXIS, config(n_experts=15))
+
+
+def test_the_axis_has_to_be_in_the_mesh():
+    with pytest.raises(ValueError, match="tp"):
+        jax_ep.ep_init(make_mesh(4), "tp", config())
+
+
+@pytest.mark.parametrize("name", ["p2p", "nvshmem", "ncll", ""])
+def test_a_transport_that_cannot_serve_says_so(name):
+    if jax.default_backend() != "cpu":
+        pytest.skip("on the CPU")
+    with pytest.raises(ValueError, match="transport"):
+        jax_ep.ep_init(make_mesh(4), AXIS, config(), transport=name)
+
+
+def test_nodes_partition_the_ranks():
+    given = {"n_gpus_per_node": 2, "n_nodes": 2}
+    assert jax_ep.ep_init(make_mesh(4), AXIS, config(**given)).n_ranks == 4
+    with pytest.raises(ValueError, match="n_nodes"):
+        jax_ep.ep_init(make_mesh(8), AXIS, config(**given))
+
+
+def test_auto_says_what_it_took():
+    group = jax_ep.ep_init(make_mesh(4), AXIS, config())
+    expected = "host" if jax.default_backend() == "cpu" else "xla"
+    assert group.transport == expected

@@ -1,0 +1,231 @@
+"""Every row of docs/errors.md: the wrong use raises that type with that text."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_ep
+from jax_ep import _host_ffi
+
+TABLE = pathlib.Path(__file__).parents[1] / "docs" / "errors.md"
+R, E, K, H, T = 4, 8, 2, 16, 4
+
+
+@dataclasses.dataclass
+class Row:
+    """A row of the table."""
+
+    id: str
+    when: str
+    error_type: str
+    text: str
+
+
+def read_table() -> list[Row]:
+    cells = [
+        [cell.strip() for cell in line.strip("|\n").split(" | ")]
+        for line in TABLE.read_text().splitlines()
+        if re.match(r"\| [a-z-]+ \|", line) and not line.startswith("| id")
+    ]
+    return [Row(c[0], c[2], c[3], c[4].strip("` |")) for c in cells]
+
+
+def make_mesh(devices=None, shape=(R,), names=("ep",)) -> jax.sharding.Mesh:
+    devices = jax.devices()[:R] if devices is None else devices
+    return jax.sharding.Mesh(np.array(devices).reshape(shape), names)
+
+
+def config(**changes: Any) -> jax_ep.EPConfig:
+    values = dict(n_experts=E, top_k=K, hidden_size=H, max_tokens_per_rank=T)
+    return jax_ep.EPConfig(**(values | changes))
+
+
+def init(mesh=None, transport="host", **changes: Any) -> jax_ep.EPGroup:
+    mesh = make_mesh() if mesh is None else mesh
+    return jax_ep.ep_init(mesh, "ep", config(**changes), transport)
+
+
+def run(body: Callable[..., Any], mesh=None, **options: Any) -> Any:
+    """Runs a per-rank function on a scalar per rank, and waits for its result."""
+    mesh = make_mesh() if mesh is None else mesh
+    spec = jax.P("ep")
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, **options)
+    ranks = jnp.arange(mesh.shape["ep"])
+    return jax.block_until_ready(jax.jit(mapped)(ranks))
+
+
+def operands(rank=0, shape=(T, K)) -> tuple[jax.Array, jax.Array]:
+    return jnp.ones((T, H), jnp.bfloat16) + rank, jnp.zeros(shape, jnp.int32)
+
+
+def call(group, *, ids=(T, K), mesh=None, weights=None, **options: Any) -> Any:
+    """A dispatch alone."""
+    return run(
+        lambda rank: jax_ep.dispatch(group, *operands(shape=ids), weights).tokens,
+        mesh,
+        **options,
+    )
+
+
+def round_trip(group, change=lambda d: d, dtype=jnp.bfloat16, **options: Any) -> Any:
+    def body(rank: jax.Array) -> jax.Array:
+        weights = jnp.ones((T, K)) if options.pop("at_dispatch", False) else None
+        dispatched = change(jax_ep.dispatch(group, *operands(), weights))
+        rows = jnp.zeros((group.max_recv_tokens, H), dtype)
+        return jax_ep.combine(group, rows, dispatched, **options)
+
+    return run(body)
+
+
+def wait_for_other(group, wait, first, other=None) -> Any:
+    return run(lambda rank: wait(group, first(other or group, *operands())).tokens)
+
+
+def call_after_close() -> None:
+    with init(timeout_s=50) as group:
+        mapped = jax.jit(
+            jax.shard_map(
+                lambda rank: jax_ep.dispatch(group, *operands()).tokens,
+                mesh=group.mesh,
+                in_specs=jax.P("ep"),
+                out_specs=jax.P("ep"),
+            )
+        )
+        jax.block_until_ready(mapped(jnp.arange(R)))
+    jax.block_until_ready(mapped(jnp.arange(R)))
+
+
+def call_with_failing_rank() -> None:
+    group = init(timeout_s=30)
+    _host_ffi.load().fail_next_host_call(group.key, jax.devices()[3].id, "out of luck")
+    call(group)
+
+
+def call_without_rank_3() -> None:
+    group = init(timeout_s=0.5)
+
+    def body(rank: jax.Array) -> jax.Array:
+        return jax.lax.cond(
+            rank[0] == 3,
+            lambda: jax.lax.pcast(jnp.zeros(1), "ep", to="varying"),
+            lambda: jax_ep.dispatch(group, *operands()).tokens[:1, 0].astype(float),
+        )
+
+    run(body)
+
+
+def change_layout() -> None:
+    group = init()
+    round_trip(group, lambda d: dataclasses.replace(d, layout=d.layout + 10_000))
+
+
+TRIGGERS: dict[str, Callable[[], Any]] = {
+    "count-type": lambda: config(top_k=2.5),
+    "count-value": lambda: config(hidden_size=0),
+    "format-type": lambda: config(token_format=jnp.bfloat16),
+    "format-dtype": lambda: jax_ep.Plain(jnp.int8),
+    "combine-dtype": lambda: config(combine_dtype=jnp.float16),
+    "timeout-type": lambda: config(timeout_s="soon"),
+    "timeout": lambda: config(timeout_s=float("inf")),
+    "later-feature": lambda: config(fused_shared_expert=True),
+    "mesh-type": lambda: jax_ep.ep_init(jax.devices(), "ep", config()),
+    "axis": lambda: jax_ep.ep_init(make_mesh(), "expert", config()),
+    "experts": lambda: init(n_experts=6),
+    "capacity": lambda: init(recv_capacity=T * R * K + 1),
+    "row-numbers": lambda: init(max_tokens_per_rank=2**30),
+    "nodes": lambda: init(n_gpus_per_node=2, n_nodes=4),
+    "transport-name": lambda: init(transport="carrier-pigeon"),
+    "transport-mesh": lambda: init_host_without_cpu(),
+    "group-type": lambda: call("ep"),
+    "outside": lambda: jax_ep.dispatch(init(), *operands()),
+    "partly-manual": lambda: call_partly_manual(),
+    "other-mesh": lambda: call(
+        init(), mesh=make_mesh(shape=(2, 2), names=("dp", "ep"))
+    ),
+    "closed": lambda: call(closed_group()),
+    "shape": lambda: call(init(), ids=(T, K + 1)),
+    "dtype": lambda: round_trip(init(), dtype=jnp.float32),
+    "too-many-tokens": lambda: call(init(max_tokens_per_rank=T - 1)),
+    "input-scale": lambda: run(
+        lambda r: jax_ep.dispatch(init(), *operands(), input_scale=jnp.ones(1)).tokens
+    ),
+    "weights-twice": lambda: round_trip(
+        init(), at_dispatch=True, topk_weights=jnp.ones((T, K))
+    ),
+    "unreduced-weights": lambda: round_trip(
+        init(), reduce=False, topk_weights=jnp.ones((T, K))
+    ),
+    "dispatched-type": lambda: round_trip(init(), lambda d: d.tokens),
+    "dispatched-group": lambda: round_trip(
+        init(), lambda d: dataclasses.replace(d, group=init(timeout_s=3))
+    ),
+    "wait-type": lambda: wait_for_other(
+        init(), jax_ep.combine_wait, jax_ep.dispatch_async
+    ),
+    "wait-group": lambda: wait_for_other(
+        init(), jax_ep.dispatch_wait, jax_ep.dispatch_async, init(timeout_s=3)
+    ),
+    "no-stats": lambda: init(transport="xla").stats(),
+    "closed-stats": lambda: closed_group().stats(),
+    "closed-at-run": call_after_close,
+    "other-devices": lambda: call(init(), mesh=make_mesh(jax.devices()[R : 2 * R])),
+    "other-order": lambda: call(init(), mesh=make_mesh(jax.devices()[:R][::-1])),
+    "changed-layout": change_layout,
+    "failed-rank": call_with_failing_rank,
+    "missing-rank": call_without_rank_3,
+}
+
+
+def closed_group() -> jax_ep.EPGroup:
+    group = init(timeout_s=40)
+    group.close()
+    return group
+
+
+def call_partly_manual() -> None:
+    mesh = make_mesh(shape=(2, 2), names=("dp", "ep"))
+    call(init(mesh), mesh=mesh, axis_names={"ep"})
+
+
+def init_host_without_cpu() -> None:
+    """The CPU devices of another process stand for what `host` cannot reach."""
+    mesh = make_mesh()
+    transport = jax_ep.transports.host.HostTransport()
+    elsewhere = pytest.MonkeyPatch()
+    with elsewhere.context() as patch:
+        patch.setattr(jax_ep.transports.host, "local_places", lambda *_: ())
+        assert "belong to this process" in transport.why_not(mesh, "ep", config())
+        jax_ep.ep_init(mesh, "ep", config(), transport="host")
+
+
+def test_the_table_and_the_triggers_are_the_same_set():
+    ids = [row.id for row in read_table()]
+    assert len(ids) > 30
+    assert sorted(ids) == sorted(TRIGGERS)
+
+
+@pytest.mark.parametrize("row", read_table(), ids=lambda row: row.id)
+def test_wrong_use_raises_what_the_table_says(row):
+    with pytest.raises(Exception) as caught:  # noqa: PT011 (type and text follow)
+        TRIGGERS[row.id]()
+    assert type(caught.value).__name__ == row.error_type, caught.value
+    pattern = ".*".join(re.escape(part) for part in row.text.split("…"))
+    assert re.search(pattern, str(caught.value), re.DOTALL), caught.value
+
+
+def test_the_process_goes_on_after_a_failed_run():
+    """The rank that failed, and those that it ended, serve the next call."""
+    for wrong_use in ("failed-rank", "missing-rank", "changed-layout"):
+        with pytest.raises(jax.errors.JaxRuntimeError):
+            TRIGGERS[wrong_use]()
+        out = call(init(timeout_s=30))
+        assert np.all(np.asarray(out[:T], np.float32) == 1)

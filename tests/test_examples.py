@@ -1,0 +1,112 @@
+"""Every example runs in a process of its own, and says what it should."""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from matplotlib import image
+
+from ranks import child_environment
+
+REPOSITORY = pathlib.Path(__file__).parent.parent
+EXAMPLES = REPOSITORY / "examples"
+MOE_LAYER_OUTPUT = """\
+moe_layer    loss 331.1, gradient norms 80.2, 82.6, 35.3, 28.1
+dense_layer  loss 331.1, gradient norms 80.2, 82.6, 35.3, 28.1
+equal on 8 ranks, transport host
+"""
+
+# A router that does not learn. No shape, no value of the first step tells.
+WITHOUT_ROUTER_GRADIENT = """
+import runpy, sys
+import jax, jax_ep
+combine = jax_ep.combine
+jax_ep.combine = lambda group, out, rows, weights: combine(
+    group, out, rows, jax.lax.stop_gradient(weights)
+)
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.fixture
+def run(tmp_path, request):
+    """Gives a function that runs Python, its warnings being errors, in `tmp_path`."""
+    platforms = "cuda,cpu" if request.config.option.gpu else "cpu"
+    environment = child_environment() | {"JAX_PLATFORMS": platforms, "COLUMNS": "100"}
+
+    def run(*arguments, timeout_s=300):
+        return subprocess.run(
+            [sys.executable, "-W", "error", *map(str, arguments)],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+        )
+
+    return run
+
+
+def output_of(result: subprocess.CompletedProcess) -> str:
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def test_every_example_is_tested_here() -> None:
+    found = {path.name for path in EXAMPLES.iterdir() if path.name != "__pycache__"}
+    assert found == {"moe_layer.py", "two_processes.py", "demo"}
+
+
+def test_moe_layer_equals_a_dense_layer(run, request) -> None:
+    output = output_of(run(EXAMPLES / "moe_layer.py"))
+    if request.config.option.gpu:
+        assert output.splitlines()[-1].startswith("equal on ")
+    else:
+        assert output == MOE_LAYER_OUTPUT
+
+
+def test_readme_quotes_moe_layer_as_it_is() -> None:
+    readme = (REPOSITORY / "README.md").read_text()
+    if "examples/moe_layer.py" not in readme:
+        pytest.skip("README.md does not quote examples/moe_layer.py")
+    assert (EXAMPLES / "moe_layer.py").read_text() in readme
+    assert MOE_LAYER_OUTPUT in readme
+
+
+@pytest.mark.multiprocess
+def test_two_processes_equal_a_dense_layer(run) -> None:
+    assert output_of(run(EXAMPLES / "two_processes.py")) == (
+        "process 0: ranks 0, 1, 2, 3 of 8, transport xla\n"
+        "process 0: equal to a dense layer\n"
+        "process 1: ranks 4, 5, 6, 7 of 8, transport xla\n"
+        "process 1: equal to a dense layer\n"
+    )
+
+
+def test_demo_learns_and_draws(run, tmp_path) -> None:
+    output = output_of(run(EXAMPLES / "demo", "--steps", 50, "--out", "figures"))
+    assert "0 rows were dropped" in output
+    loss, entropy = re.search(r"loss +([\d.]+) nats.* ([\d.]+)\n", output).groups()
+    assert float(loss) < float(entropy) - 0.2
+    assert re.search(r"speed +[\d,]+ tokens/s", output)
+    for name in ("loss.png", "traffic.png"):
+        pixels = image.imread(tmp_path / "figures" / name)
+        assert min(pixels.shape[:2]) > 500
+        assert len(np.unique(pixels[..., 0])) > 50  # shades of red
+
+
+def test_demo_notices_a_wrong_gradient(run) -> None:
+    result = run("-c", WITHOUT_ROUTER_GRADIENT, EXAMPLES / "demo")
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "with and without expert parallelism" in result.stderr
+
+
+def test_demo_says_why_a_transport_cannot_serve(run) -> None:
+    result = run(EXAMPLES / "demo", "--transport", "pigeon")
+    assert result.returncode == 1
+    assert "pigeon" in result.stderr
+    assert "Traceback" not in result.stderr

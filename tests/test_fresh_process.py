@@ -1,0 +1,114 @@
+"""Compiled and exported programs in a process that did not make them.
+
+Nothing that belongs to one process may stand in a program: a cached executable and a
+serialised module have to find the group that a new process made by the same `ep_init`.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax
+import jax.export
+import numpy as np
+import pytest
+
+import cases
+import suite
+from harness import config_of, make_mesh, place, shards
+from ranks import child_environment
+
+CASE = cases.SMALL[4].but(weights="row", routing="with_minus_one")
+HITS = "/jax/compilation_cache/cache_hits"
+MISSES = "/jax/compilation_cache/cache_misses"
+
+
+def run_fresh(function: str, *args: str) -> str:
+    """Calls a function of this module in a new process; gives what it wrote."""
+    code = f"import sys, test_fresh_process as t; t.{function}(*sys.argv[1:])"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code, *args],
+        env=child_environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def use_cpu_devices() -> None:
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", CASE.n_ranks)
+
+
+def test_a_cached_program_serves_the_next_process(transport, tmp_path):
+    first = run_fresh("check_with_cache", transport, str(tmp_path))
+    second = run_fresh("check_with_cache", transport, str(tmp_path))
+    assert re.search(r"hits 0 misses [1-9]", first), first
+    assert re.search(r"hits [1-9]\d* misses 0", second), second
+
+
+def check_with_cache(transport: str, folder: str) -> None:
+    """Compares with the oracle, and says whether the program came from the cache."""
+    use_cpu_devices()
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    events = []
+    jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
+    suite.check(CASE, transport, make_mesh(CASE.n_ranks))
+    print("hits", events.count(HITS), "misses", events.count(MISSES))
+
+
+def test_an_exported_program_runs_in_a_fresh_process(transport, tmp_path):
+    pytest.importorskip("flatbuffers", reason="jax.export needs flatbuffers")
+    mesh = make_mesh(CASE.n_ranks)
+    _, run = suite.compiled(mesh, config_of(CASE), transport, CASE.weights)
+    operands = [place(mesh, [x]) for x in suite.make_inputs(CASE).arrays()]
+    ours = re.findall(r"custom_call @(\w*jax_ep\w*)", run.lower(*operands).as_text())
+    allowed = map(jax.export.DisabledSafetyCheck.custom_call, sorted(set(ours)))
+    exported = jax.export.export(run, disabled_checks=list(allowed))(*operands)
+    file = tmp_path / "program"
+    file.write_bytes(exported.serialize())
+    assert "matches the oracle" in run_fresh("check_exported", transport, str(file))
+
+
+def check_exported(transport: str, file: str) -> None:
+    """Runs the serialised program and compares with the oracle."""
+    use_cpu_devices()
+    mesh = make_mesh(CASE.n_ranks)
+    # As a user would: the same ep_init, and then no call but the exported one.
+    suite.compiled(mesh, config_of(CASE), transport, CASE.weights)
+    inputs = suite.make_inputs(CASE)
+    wanted = suite.expected(CASE, inputs)
+    exported = jax.export.deserialize(bytearray(pathlib.Path(file).read_bytes()))
+    operands = [place(mesh, [x]) for x in inputs.arrays()]
+    out = jax.jit(exported.call)(*operands)
+    for (_, rank), actual in shards(mesh, out):
+        n_rows = inputs.routed.n_rows
+        suite.assert_rank_matches(actual, wanted[rank], n_rows, f"rank {rank}")
+    print("matches the oracle")
+
+
+def test_two_processes_build_the_same_program(transport, tmp_path):
+    """The text of the program is a function of the arguments of `ep_init` alone."""
+    texts = [tmp_path / "first", tmp_path / "second"]
+    for path, offset in zip(texts, "01", strict=True):
+        run_fresh("write_program", transport, str(path), offset)
+    assert texts[0].read_text() == texts[1].read_text()
+
+
+def write_program(transport: str, file: str, offset: str) -> None:
+    """Writes the lowered program; a process with an offset makes other groups first."""
+    use_cpu_devices()
+    mesh = make_mesh(CASE.n_ranks)
+    for hidden_size in range(64, 64 * (1 + int(offset)), 64):
+        other = CASE.but(hidden_size=hidden_size)
+        suite.compiled(mesh, config_of(other), transport, CASE.weights)
+    _, run = suite.compiled(mesh, config_of(CASE), transport, CASE.weights)
+    shapes = [np.stack(x) for x in suite.make_inputs(CASE).arrays()]
+    pathlib.Path(file).write_text(run.lower(*shapes).as_text())

@@ -1,0 +1,106 @@
+#!/usr/bin/env bash
+# Builds the wheels as users get them and runs the fast tests with several JAX versions.
+#
+# Usage: tools/matrix.sh [JAX:PYTHON ...]        default: the list below
+#
+#   PYTHONS        interpreters to take, names or paths; without it pythonX.Y on PATH,
+#                  then the versions that pyenv has
+#   MATRIX_STRICT  1: a missing interpreter is an error, not just a line in the summary
+#   MATRIX_TESTS   options for pytest instead of the default ones
+#
+# Two wheels are enough: one for Python 3.11, one abi3 wheel for every later Python, both
+# built against the oldest supported XLA FFI headers, so that they fit every later jaxlib.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+matrix=("$@")
+if [[ ${#matrix[@]} -eq 0 ]]; then
+  matrix=(0.10.2:3.11 0.11.2:3.12 0.12.*:3.13)
+fi
+tests=(--ignore=tests/test_examples.py
+  -m "not slow and not multiprocess and not gpu and not multigpu")
+if [[ -n ${MATRIX_TESTS:-} ]]; then
+  read -ra tests <<< "$MATRIX_TESTS"
+fi
+wheels=build/matrix/wheels
+summary=()
+failed=0
+run=0
+
+version_of() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2> /dev/null; }
+
+# find_python X.Y: prints an interpreter of that version.
+find_python() {
+  local candidate candidates=("python$1")
+  candidates+=("${PYENV_ROOT:-$HOME/.pyenv}"/versions/"$1".*/bin/python)
+  if [[ -n ${PYTHONS:-} ]]; then
+    read -ra candidates <<< "$PYTHONS"
+  fi
+  for candidate in "${candidates[@]}" "${PYTHON:-python3}"; do
+    if [[ $(version_of "$candidate") == "$1" ]]; then
+      echo "$candidate"
+      return
+    fi
+  done
+  return 1
+}
+
+# build_wheel PYTHON TAG: builds the wheel with that tag, once for the current sources.
+build_wheel() {
+  local python=$1 tag=$2 stamp=build/matrix/$2.stamp
+  if [[ -f $stamp && -z $(find jax_ep ffi CMakeLists.txt pyproject.toml -newer "$stamp" \
+    -not -path '*/__pycache__*' -print -quit) ]]; then
+    return
+  fi
+  echo "--- building the $tag wheel"
+  rm -f "$wheels"/*-"$tag"-*.whl
+  mkdir -p "$wheels"
+  touch "$stamp.new"
+  "$python" -m venv build/matrix/builder-"$tag" || return 1
+  build/matrix/builder-"$tag"/bin/pip wheel --quiet --no-deps --wheel-dir "$wheels" \
+    -C build-dir=build/matrix/"$tag" . || return 1
+  mv "$stamp.new" "$stamp"
+}
+
+# run_tests PYTHON X.Y JAX: installs the wheel beside that JAX and runs the tests.
+run_tests() {
+  local python=$1 version=$2 jax=$3 tag=cp312-abi3
+  [[ $version == 3.11 ]] && tag=cp311-cp311
+  build_wheel "$python" "$tag" || return 1
+  local wheel
+  wheel=$(compgen -G "$wheels/*-$tag-*.whl") || return 1
+  local venv=.venv-matrix/jax-${jax/.\*/}-python-$version
+  [[ -x $venv/bin/python ]] || "$python" -m venv "$venv" || return 1
+  "$venv/bin/pip" install --quiet "$wheel[test]" "jax==$jax" || return 1
+  # The version of the wheel may stay the same while its content changes.
+  "$venv/bin/pip" install --quiet --no-deps --force-reinstall "$wheel" || return 1
+  # Safe path: the installed package, not the one in this folder.
+  PYTHONSAFEPATH=1 "$venv/bin/python" -m pytest "${tests[@]}" || return 1
+}
+
+for entry in "${matrix[@]}"; do
+  jax=${entry%%:*} version=${entry##*:}
+  echo "=== jax $jax, Python $version"
+  if ! python=$(find_python "$version"); then
+    echo "not run: no Python $version (looked on PATH and in pyenv; PYTHONS= names others)"
+    summary+=("jax $jax, Python $version: NOT RUN, no such interpreter")
+    [[ ${MATRIX_STRICT:-0} == 1 ]] && failed=1
+    continue
+  fi
+  run=$((run + 1))
+  started=$SECONDS
+  if run_tests "$python" "$version" "$jax"; then
+    summary+=("jax $jax, Python $version: passed in $((SECONDS - started)) s")
+  else
+    summary+=("jax $jax, Python $version: FAILED")
+    failed=1
+  fi
+done
+
+echo "=== matrix"
+printf '%s\n' "${summary[@]}"
+if [[ $run -eq 0 ]]; then
+  echo "error: no interpreter was found: nothing ran" >&2
+  exit 1
+fi
+exit "$failed"
