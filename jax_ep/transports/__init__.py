@@ -12,7 +12,11 @@ from jax_ep.transports.xla import XlaTransport
 
 __all__ = ["COMBINE_NAME", "DISPATCH_NAME", "Transport", "choose"]
 
-_FASTEST_FIRST: tuple[Transport, ...] = (P2pTransport(), HostTransport(), XlaTransport())
+_FASTEST_FIRST: tuple[Transport, ...] = (
+    P2pTransport(),
+    HostTransport(),
+    XlaTransport(),
+)
 
 
 def choose(

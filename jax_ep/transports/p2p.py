@@ -51,10 +51,11 @@ class P2pTransport(Transport):
                     f"{bytes_per_token}."
                 )
         try:
-            _cuda_ffi.load()
+            extension = _cuda_ffi.load()
         except ImportError as error:
             return f"the extension jax_ep._ffi_cuda cannot be loaded: {error}"
-        return None
+        ordinals = [_ordinal(place) for place in places(mesh, axis_name)]
+        return extension.why_no_peer_access(ordinals) or None
 
     def open(self, group: EPGroup) -> None:
         """Allocates and connects the buffers, and loads the kernels on every device."""
