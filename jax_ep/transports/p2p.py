@@ -96,12 +96,7 @@ class P2pTransport(Transport):
         topk_weights: jax.Array | None,
     ) -> Dispatched:
         """One custom call."""
-        # XLA:GPU does not survive custom calls without elements: no token is one token
-        # that goes nowhere.
-        weights = None if topk_weights is None else _at_least_one(topk_weights, 0)
-        results = _dispatch(
-            group, _at_least_one(tokens, 0), _at_least_one(topk_ids, -1), weights
-        )
+        results = _dispatch(group, tokens, topk_ids, topk_weights)
         return Dispatched(
             **results,
             expert_ids=jnp.arange(group.n_local_experts, dtype=jnp.int32),
@@ -124,21 +119,17 @@ class P2pTransport(Transport):
         """One custom call."""
         weighting, weights = Weighting.NONE, None
         if topk_weights is not None:
-            weighting, weights = Weighting.SOURCE, _at_least_one(topk_weights, 0)
+            weighting, weights = Weighting.SOURCE, topk_weights
         elif dispatched.row_weights is not None:
             weighting, weights = Weighting.ROW, dispatched.row_weights
         mode = _Mode(weighting, reduce, residual is not None)
-        topk_ids = dispatched.topk_ids
         routing = _Routing(
-            _at_least_one(topk_ids, -1),
+            dispatched.topk_ids,
             dispatched.layout,
             dispatched.row_offsets,
             dispatched.src_info,
         )
-        if residual is not None:
-            residual = _at_least_one(residual, 0)
-        out = _combine(group, mode, expert_out, weights, residual, routing)
-        return out[: topk_ids.shape[0]]
+        return _combine(group, mode, expert_out, weights, residual, routing)
 
 
 def _bytes_per_token(config: EPConfig) -> tuple[int, int]:
@@ -147,12 +138,6 @@ def _bytes_per_token(config: EPConfig) -> tuple[int, int]:
         config.token_format.token_bytes(config.hidden_size),
         config.hidden_size * config.combine_dtype.itemsize,
     )
-
-
-def _at_least_one(x: jax.Array, fill: int) -> jax.Array:
-    if x.shape[0] > 0:
-        return x
-    return jnp.full_like(x, fill, shape=(1, *x.shape[1:]))
 
 
 def _ordinal(place: Place) -> int:
