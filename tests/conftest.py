@@ -21,8 +21,8 @@ import pytest
 
 N_CPU_DEVICES = 32
 CPU_TRANSPORTS = ("xla", "host")
-GPU_TRANSPORTS = ("xla",)
-ONE_PROCESS_TRANSPORTS = ("host",)
+GPU_TRANSPORTS = ("xla", "p2p")
+ONE_PROCESS_TRANSPORTS = ("host", "p2p")
 
 
 def pytest_addoption(parser) -> None:

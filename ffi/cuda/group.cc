@@ -84,6 +84,20 @@ const char* Describe(Phase phase) {
 
 }  // namespace
 
+Status CheckPeerAccess(const std::vector<int>& devices) {
+  for (const int from : devices) {
+    for (const int to : devices) {
+      int can_access = 0;
+      if (from != to) cudaDeviceCanAccessPeer(&can_access, from, to);
+      if (from != to && !can_access) {
+        return FailedPrecondition("device " + std::to_string(from) + " does not reach device " +
+                                  std::to_string(to) + " by loads and stores.");
+      }
+    }
+  }
+  return {};
+}
+
 Group::Group(const GroupConfig& config)
     : config_(config), map_(PlanWorkspace(config)), ranks_(config.n_ranks) {}
 
@@ -96,6 +110,8 @@ Status Group::Open(const GroupConfig& config, const std::vector<int>& devices,
                            std::to_string(config.n_ranks) + " ranks; got " +
                            std::to_string(devices.size()) + ".");
   }
+  status = CheckPeerAccess(devices);
+  if (!status.ok()) return status;
   std::unique_ptr<Group> opened(new Group(config));
   for (int rank = 0; rank < config.n_ranks; ++rank) opened->ranks_[rank].device = devices[rank];
   for (int rank = 0; status.ok() && rank < config.n_ranks; ++rank) status = opened->OpenRank(rank);
@@ -165,12 +181,6 @@ Status Group::ConnectRank(int index) {
   for (const Rank& peer : ranks_) {
     peers.push_back(peer.workspace);
     if (peer.device == rank.device) continue;
-    int can_access = 0;
-    cudaDeviceCanAccessPeer(&can_access, rank.device, peer.device);
-    if (!can_access) {
-      return FailedPrecondition("device " + std::to_string(rank.device) +
-                                " does not reach device " + std::to_string(peer.device) + ".");
-    }
     const cudaError_t error = cudaDeviceEnablePeerAccess(peer.device, 0);
     if (error == cudaErrorPeerAccessAlreadyEnabled) {
       cudaGetLastError();
@@ -186,6 +196,11 @@ Status Group::ConnectRank(int index) {
 }
 
 Group::~Group() {
+  // Calls that have been started may still run, here and on peers. They end: waits have limits.
+  for (const Rank& rank : ranks_) {
+    const ScopedDevice scoped(rank.device);
+    cudaDeviceSynchronize();
+  }
   for (const Rank& rank : ranks_) {
     if (rank.workspace != nullptr) {
       const ScopedDevice scoped(rank.device);

@@ -25,6 +25,9 @@ struct GroupConfig {
   double timeout_s;
 };
 
+// Whether every device reaches every other one by loads and stores.
+Status CheckPeerAccess(const std::vector<int>& devices);
+
 class Group {
  public:
   // `devices`: of each rank. Ranks may share a device; then they share its multiprocessors.

@@ -41,7 +41,7 @@ inline LaunchPlan PlanLaunch(int64_t n_send_items, int64_t n_receive_items, int3
 // tokens. The numbers of tokens and the shares are what was fastest on 4 H200
 // (docs/performance.md).
 inline LaunchPlan PlanDispatch(int64_t n_tokens, int64_t top_k, int64_t n_ranks, int32_t n_sms) {
-  return PlanLaunch(n_tokens, n_tokens * std::min(top_k, n_ranks), n_sms, n_tokens >= 256, 0.18);
+  return PlanLaunch(n_tokens, n_tokens * std::min(top_k, n_ranks), n_sms, n_tokens >= 256, 0.2);
 }
 
 inline LaunchPlan PlanCombine(int64_t n_tokens, int64_t top_k, int64_t n_ranks, int32_t n_sms) {

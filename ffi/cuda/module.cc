@@ -48,6 +48,10 @@ Registry::Member FindMember(const std::string& key, int64_t ordinal) {
 NB_MODULE(_ffi_cuda, module) {
   module.doc() = "XLA FFI handlers of jax_ep for CUDA devices";
   module.def("targets", &Targets, "FFI targets: name -> handler.");
+  module.def(
+      "why_no_peer_access",
+      [](const std::vector<int>& devices) { return CheckPeerAccess(devices).message; },
+      nb::arg("devices"), "Which of the devices does not reach which other one, or ''.");
   module.def("open_group", &OpenGroup, nb::arg("key"), nb::arg("n_ranks"), nb::arg("n_experts"),
              nb::arg("top_k"), nb::arg("max_tokens_per_rank"), nb::arg("row_bytes"),
              nb::arg("n_sms"), nb::arg("timeout_s"), nb::arg("devices"),
@@ -56,7 +60,7 @@ NB_MODULE(_ffi_cuda, module) {
              "travels, either way.");
   module.def(
       "close_group", [](const std::string& key) { Registry::Instance().Close(key); },
-      nb::arg("key"));
+      nb::arg("key"), nb::call_guard<nb::gil_scoped_release>());
   module.def(
       "dev_ptrs",
       [](const std::string& key, int64_t ordinal) {

@@ -55,10 +55,11 @@ class P2pTransport(FfiTransport):
                     f"{bytes_per_token}."
                 )
         try:
-            _cuda_ffi.load()
+            extension = _cuda_ffi.load()
         except ImportError as error:
             return f"the extension jax_ep._ffi_cuda cannot be loaded: {error}"
-        return None
+        ordinals = [_ordinal(place) for place in places(mesh, axis_name)]
+        return extension.why_no_peer_access(ordinals) or None
 
     def open(self, group: EPGroup) -> None:
         """Allocates and connects the buffers, and loads the kernels on every device."""
@@ -80,9 +81,7 @@ class P2pTransport(FfiTransport):
         )
 
     def close(self, group: EPGroup) -> None:
-        """Frees the buffers, once nothing that was started can still use them."""
-        for place in local_places(group.mesh, group.axis_name):
-            jax.device_put(np.zeros(()), place.device).block_until_ready()
+        """Frees the buffers, once no call uses them."""
         _cuda_ffi.load().close_group(group.key)
 
     def dev_ptrs(self, group: EPGroup) -> np.ndarray:
