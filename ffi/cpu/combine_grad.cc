@@ -39,15 +39,14 @@ void SendCotangent(const std::vector<Arrival>& arrivals, int64_t source, int64_t
   }
 }
 
-// Zeroes the rows [begin, end) as far as they are not in use.
-template <class T>
-void ClearUnusedRows(const CombineGradArgs& args, int64_t begin, int64_t end) {
-  begin = std::max<int64_t>(begin, args.row_offsets[args.config.n_local_experts()]);
-  if (begin >= end) return;
-  std::memset(static_cast<T*>(args.grad_expert_out) + begin * args.row_size, 0,
-              (end - begin) * args.row_size * sizeof(T));
+// Zeroes the rows that are not in use.
+void ClearUnusedRows(const CombineGradArgs& args, int64_t row_bytes, Zeroer& zeroer) {
+  const int64_t n_rows = args.config.max_recv_tokens;
+  const int64_t used = std::min<int64_t>(args.row_offsets[args.config.n_local_experts()], n_rows);
+  zeroer.Zero(static_cast<uint8_t*>(args.grad_expert_out) + used * row_bytes,
+              (n_rows - used) * row_bytes);
   if (args.grad_row_weights != nullptr) {
-    std::fill(args.grad_row_weights + begin, args.grad_row_weights + end, 0.0f);
+    std::fill(args.grad_row_weights + used, args.grad_row_weights + n_rows, 0.0f);
   }
 }
 
@@ -59,19 +58,19 @@ void CombineGradAll(const Pool& pool, const std::vector<Arrival>& arrivals) {
   VisitRowType(first.row_type, [&](auto type) {
     using T = decltype(type);
     const int64_t row_bytes = first.row_size * static_cast<int64_t>(sizeof(T));
+    Zeroer zeroer;
     for (int64_t rank = 0; rank < n_ranks; ++rank) {
-      const int64_t bytes = first.config.max_recv_tokens * row_bytes;
-      AdviseHugePages(At(arrivals, rank).grad_expert_out, bytes, bytes);
+      const CombineGradArgs& args = At(arrivals, rank);
+      ClearUnusedRows(args, row_bytes, zeroer);
+      AdviseHugePages(args.grad_expert_out,
+                      args.row_offsets[args.config.n_local_experts()] * row_bytes,
+                      args.config.max_recv_tokens * row_bytes);
     }
     ForTokenChunks(pool, n_ranks, first.n_tokens, first.config.top_k * row_bytes,
                    [&](int64_t source, int64_t begin, int64_t end) {
                      for (int64_t token = begin; token < end; ++token) {
                        SendCotangent<T>(arrivals, source, token);
                      }
-                   });
-    ForTokenChunks(pool, n_ranks, first.config.max_recv_tokens, row_bytes,
-                   [&](int64_t rank, int64_t begin, int64_t end) {
-                     ClearUnusedRows<T>(At(arrivals, rank), begin, end);
                    });
   });
 }

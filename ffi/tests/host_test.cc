@@ -1,9 +1,12 @@
 // The host transport without XLA and Python: what runs under the sanitizers, threads and all.
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cmath>
+#include <cstring>
 #include <future>
 #include <memory>
 #include <random>
@@ -17,6 +20,7 @@
 #include "cpu/combine_grad.h"
 #include "cpu/dispatch.h"
 #include "cpu/group.h"
+#include "cpu/memory.h"
 #include "cpu/parallel.h"
 #include "cpu/rendezvous.h"
 #include "tests/check.h"
@@ -290,6 +294,23 @@ void TestIndependentCallsInAnyOrder() {
   HostGroups::Instance().Close("test");
 }
 
+void TestZeroerZeroesAllAndNothingElse() {
+  constexpr int64_t kBytes = 40 << 20, kMargin = 12345;
+  Zeroer zeroer;
+  std::vector<uint8_t> own(kBytes, 1);
+  void* const shared = mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS,
+                            /*fd=*/-1, /*offset=*/0);
+  std::memset(shared, 1, kBytes);
+  for (uint8_t* memory : {own.data(), static_cast<uint8_t*>(shared)}) {
+    zeroer.Zero(memory + kMargin, kBytes - 2 * kMargin);
+    for (int64_t i = 0; i < kBytes; ++i) {
+      const bool is_margin = i < kMargin || i >= kBytes - kMargin;
+      if (memory[i] != is_margin) CHECK_EQ(i, -1);
+    }
+  }
+  munmap(shared, kBytes);
+}
+
 void TestRowsBeyondCapacityAreDropped() {
   uint32_t row_offsets[3];
   int64_t first_row[4];
@@ -333,6 +354,7 @@ int main() {
   TestFailureEndsTheRunAndNoOther();
   TestSameRankTwiceIsAnError();
   TestHalfPrecisionRoundsToNearestEven();
+  TestZeroerZeroesAllAndNothingElse();
   TestRowsBeyondCapacityAreDropped();
   TestIndependentCallsInAnyOrder();
   std::cout << "host_test: all passed" << std::endl;
