@@ -91,6 +91,10 @@ matrix:  ## one wheel, the fast tests, several versions of Python and JAX
 cuda-compile:  ## compile all CUDA sources, as far as there are any
 	tools/cuda_compile.sh
 
+.PHONY: gpu-test
+gpu-test:  ## on a machine with GPUs: build as it is, run the suite on p2p, logs in GPU_LOGS
+	tools/gpu_test.sh $(or $(GPU_LOGS),build/gpu-logs)
+
 .PHONY: clean
 clean:  ## remove everything that the other targets wrote
 	rm -rf $(VENV) .venv-matrix build dist demo_out .pytest_cache .mypy_cache .ruff_cache .hypothesis

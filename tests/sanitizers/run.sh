@@ -36,7 +36,7 @@ build() {
   mkdir -p "$dir"
   rm -rf "$dir/package"
   CXXFLAGS=-D_GLIBCXX_ASSERTIONS "$venv/bin/pip" install --quiet --no-deps --no-build-isolation \
-    --target "$dir/package" -C build-dir="$dir/cmake" -C cmake.build-type=Debug \
+    --target "$dir/package" -C build-dir="$dir/cmake" -C cmake.build-type=Debug -C install.strip=false \
     -C cmake.define.JAX_EP_SANITIZE="$sanitizer" .
   flags=(-std=c++17 -g -O1 -fPIC -shared -Wall -Wextra -isystem "$include")
   "$CXX" "${flags[@]}" -fsanitize="$sanitizer" -fno-sanitize-recover=all \
@@ -63,7 +63,7 @@ python() {
     # Of a wait in jaxlib only the lock that ends it is seen, never the unlock: TSan's graph of
     # held locks overflows. The order of jax_ep's locks is checked in the C++ tests.
     env LD_PRELOAD="$("$CXX" -print-file-name=libtsan.so)" PYTHONPATH="$path" \
-      TSAN_OPTIONS="suppressions=$here/tsan.supp exitcode=66 log_path=$dir/report detect_deadlocks=0" \
+      TSAN_OPTIONS="suppressions=$here/tsan.supp exitcode=66 log_path=$dir/report detect_deadlocks=0 history_size=4" \
       JAX_EP_TSAN_EDGES="$dir/tsan_edges.so" "$venv/bin/python" -S -P "$@"
   else
     local preload

@@ -50,7 +50,7 @@ char all_done;                  // address only: the clock of every call and tas
 
 std::map<XLA_FFI_Future*, int> future_devices;  // futures that are not completed yet
 std::atomic_flag future_devices_lock = ATOMIC_FLAG_INIT;
-thread_local int current_device = -1;           // of the call that this thread is in; -1: none
+thread_local int current_device = -1;  // of the call that this thread is in; -1: none
 
 // A lock that TSan does not see: a std::mutex would order all calls.
 class HiddenLock {

@@ -6,9 +6,17 @@ environment variable JAX_EP_TSAN_EDGES.
 """
 
 import ctypes
+import importlib.util
 import os
+import pathlib
 
-import jax
+# Loaded before anything gives TSan cause to look up a function's name: it does not find
+# the names in libraries that come later.
+_package = importlib.util.find_spec("jax_ep").submodule_search_locations[0]
+for _extension in pathlib.Path(_package).glob("*.so"):
+    ctypes.CDLL(str(_extension))
+
+import jax  # noqa: E402
 
 _python = ctypes.PyDLL(None)  # not ctypes.pythonapi: jax.ffi changes its prototypes
 _capsule_name = _python.PyCapsule_GetName
