@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import operator
 from typing import Any
 
@@ -14,6 +13,7 @@ from jax_ep.formats import BF16, TokenFormat
 
 _COMBINE_DTYPES = (np.dtype(jnp.bfloat16), np.dtype(jnp.float32))
 _INT32_MAX = 2**31 - 1
+_LONGEST_TIMEOUT_S = 1e6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class EPConfig:
         n_nodes: nodes; None reads it from the mesh.
         n_sms: streaming multiprocessors that a call may use on a GPU; None leaves the
             choice to the transport.
-        timeout_s: seconds that a rank waits for another in one call.
+        timeout_s: seconds that a rank waits for another in one call; at most 1e6.
 
     Raises:
         ValueError: a value is of a wrong type, or out of its range. Raised at
@@ -83,9 +83,10 @@ class EPConfig:
             raise ValueError(
                 f"timeout_s must be a number of seconds; got {self.timeout_s!r}."
             ) from None
-        if not (self.timeout_s > 0 and math.isfinite(self.timeout_s)):
+        if not 0 < self.timeout_s <= _LONGEST_TIMEOUT_S:
             raise ValueError(
-                f"timeout_s must be positive and finite; got {self.timeout_s}."
+                f"timeout_s must be positive and at most {_LONGEST_TIMEOUT_S:.0f}; got "
+                f"{self.timeout_s}."
             )
         for name in ("fused_shared_expert", "skip_a2a"):
             if getattr(self, name):

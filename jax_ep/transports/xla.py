@@ -53,8 +53,9 @@ class XlaTransport(Transport):
         """Gathers all tokens; takes the local experts' rows."""
         all_ids = _all_gather(topk_ids, group)
         counts, choices, dst_rows = _group_choices(group, all_ids)
-        n_rows = jnp.sum(counts)
-        offsets = jnp.concatenate([jnp.zeros_like(counts[:1]), jnp.cumsum(counts)])
+        offsets = jnp.cumsum(counts, dtype=jnp.int32)
+        n_rows = offsets[-1]
+        offsets = jnp.concatenate([jnp.zeros_like(counts[:1]), offsets])
         top_k = group.config.top_k
         sources = choices // top_k
         results = dict(
