@@ -37,7 +37,7 @@ build() {
   rm -rf "$dir/package"
   CXXFLAGS=-D_GLIBCXX_ASSERTIONS "$venv/bin/pip" install --quiet --no-deps --no-build-isolation \
     --target "$dir/package" -C build-dir="$dir/cmake" -C cmake.build-type=Debug -C install.strip=false \
-    -C cmake.define.JAX_EP_SANITIZE="$sanitizer" .
+    -C cmake.define.JAX_EP_SANITIZE="$sanitizer" -C cmake.define.JAX_EP_CUDA=OFF .
   flags=(-std=c++17 -g -O1 -fPIC -shared -Wall -Wextra -isystem "$include")
   "$CXX" "${flags[@]}" -fsanitize="$sanitizer" -fno-sanitize-recover=all \
     -fno-omit-frame-pointer $here/seeded_faults.cc -o "$dir/seeded_faults.so"
@@ -113,7 +113,7 @@ run() {
     echo "--- $sanitizer: C++ tests"
     "$venv/bin/cmake" -S . -B "$dir/cpp" -G Ninja -DCMAKE_MAKE_PROGRAM="$venv/bin/ninja" \
       -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS=-D_GLIBCXX_ASSERTIONS \
-      -DJAX_EP_SANITIZE="$sanitizer" > "$dir/cpp.log" || { cat "$dir/cpp.log"; return 1; }
+      -DJAX_EP_SANITIZE="$sanitizer" -DJAX_EP_CUDA=OFF > "$dir/cpp.log" || { cat "$dir/cpp.log"; return 1; }
     "$venv/bin/cmake" --build "$dir/cpp" > "$dir/cpp.log" || { cat "$dir/cpp.log"; return 1; }
     "$venv/bin/ctest" --test-dir "$dir/cpp" --output-on-failure --no-tests=error
   fi
