@@ -36,8 +36,9 @@ build() {
   mkdir -p "$dir"
   rm -rf "$dir/package"
   CXXFLAGS=-D_GLIBCXX_ASSERTIONS "$venv/bin/pip" install --quiet --no-deps --no-build-isolation \
-    --target "$dir/package" -C build-dir="$dir/cmake" -C cmake.build-type=Debug -C install.strip=false \
-    -C cmake.define.JAX_EP_SANITIZE="$sanitizer" -C cmake.define.JAX_EP_CUDA=OFF .
+    --target "$dir/package" -C build-dir="$dir/cmake" -C cmake.build-type=Debug \
+    -C install.strip=false -C cmake.define.JAX_EP_SANITIZE="$sanitizer" \
+    -C cmake.define.JAX_EP_CUDA=OFF .
   flags=(-std=c++17 -g -O1 -fPIC -shared -Wall -Wextra -isystem "$include")
   "$CXX" "${flags[@]}" -fsanitize="$sanitizer" -fno-sanitize-recover=all \
     -fno-omit-frame-pointer $here/seeded_faults.cc -o "$dir/seeded_faults.so"
@@ -62,8 +63,9 @@ python() {
   if [[ $sanitizer == thread ]]; then
     # Of a wait in jaxlib only the lock that ends it is seen, never the unlock: TSan's graph of
     # held locks overflows. The order of jax_ep's locks is checked in the C++ tests.
+    local options="exitcode=66 detect_deadlocks=0 history_size=4"
     env LD_PRELOAD="$("$CXX" -print-file-name=libtsan.so)" PYTHONPATH="$path" \
-      TSAN_OPTIONS="suppressions=$here/tsan.supp exitcode=66 log_path=$dir/report detect_deadlocks=0 history_size=4" \
+      TSAN_OPTIONS="$options suppressions=$here/tsan.supp log_path=$dir/report" \
       JAX_EP_TSAN_EDGES="$dir/tsan_edges.so" "$venv/bin/python" -S -P "$@"
   else
     local preload
@@ -111,10 +113,12 @@ run() {
   fi
   if compgen -G 'ffi/tests/*.cc' > /dev/null; then
     echo "--- $sanitizer: C++ tests"
-    "$venv/bin/cmake" -S . -B "$dir/cpp" -G Ninja -DCMAKE_MAKE_PROGRAM="$venv/bin/ninja" \
-      -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS=-D_GLIBCXX_ASSERTIONS \
-      -DJAX_EP_SANITIZE="$sanitizer" -DJAX_EP_CUDA=OFF > "$dir/cpp.log" || { cat "$dir/cpp.log"; return 1; }
-    "$venv/bin/cmake" --build "$dir/cpp" > "$dir/cpp.log" || { cat "$dir/cpp.log"; return 1; }
+    {
+      "$venv/bin/cmake" -S . -B "$dir/cpp" -G Ninja -DCMAKE_MAKE_PROGRAM="$venv/bin/ninja" \
+        -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS=-D_GLIBCXX_ASSERTIONS \
+        -DJAX_EP_SANITIZE="$sanitizer" -DJAX_EP_CUDA=OFF &&
+        "$venv/bin/cmake" --build "$dir/cpp"
+    } > "$dir/cpp.log" 2>&1 || { cat "$dir/cpp.log"; fail "the C++ tests do not build"; }
     "$venv/bin/ctest" --test-dir "$dir/cpp" --output-on-failure --no-tests=error
   fi
   echo "--- $sanitizer: pytest"
