@@ -11,6 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 
+_IDLE_S = 5e-3
+_LONGEST_SETTLING_S = 2.0
+
 
 @dataclasses.dataclass(frozen=True)
 class Effort:
@@ -75,8 +78,23 @@ def measure(
 
 
 def _measure_once(function: Callable, args: Sequence[Any], samples: Samples) -> None:
+    _wait_until_idle()
     cpu, wall = time.process_time(), time.perf_counter()
     results = jax.block_until_ready(function(*args))
     samples.wall.append(time.perf_counter() - wall)
     samples.cpu.append(time.process_time() - cpu)
     del results
+
+
+def _wait_until_idle() -> None:
+    """Lets the last call's work end.
+
+    XLA reports the results before it has freed temporary arrays. Unmapping hundreds of
+    megabytes takes tens of milliseconds, which would fall on the next contestant.
+    """
+    deadline = time.monotonic() + _LONGEST_SETTLING_S
+    busy = True
+    while busy and time.monotonic() < deadline:
+        before = time.process_time()
+        time.sleep(_IDLE_S)
+        busy = time.process_time() - before > _IDLE_S / 10

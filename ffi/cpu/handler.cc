@@ -110,10 +110,12 @@ ffi::Future Meet(const Call& call, std::unique_ptr<RankArgs> args, Work work) {
   const Pool pool{[&](std::function<void()> task) { call.pool->Schedule(std::move(task)); },
                   call.pool->num_threads()};
   work(pool, arrivals);
-  // On the pool: what follows a completed call may block, and must not hold up the other ranks'.
+  // The others on the pool: what follows a completed call may block, and must not hold up the rest.
   for (Arrival& arrival : arrivals) {
+    if (arrival.rank == device.rank) continue;
     call.pool->Schedule([complete = std::move(arrival.complete)] { complete(Status{}); });
   }
+  arrivals[device.rank].complete(Status{});
   return future;
 }
 
