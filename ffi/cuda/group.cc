@@ -7,14 +7,10 @@
 #include "cuda/combine.h"
 #include "cuda/dispatch.h"
 #include "cuda/launch_plan.h"
+#include "cuda/runtime.h"
 
 namespace jax_ep::p2p {
 namespace {
-
-Status ToStatus(cudaError_t error, const std::string& what) {
-  if (error == cudaSuccess) return {};
-  return Internal(what + ": " + cudaGetErrorString(error));
-}
 
 // Major compute capability from which on there are bulk copies.
 constexpr int kBulkCopyCapability = 9;
@@ -22,21 +18,6 @@ constexpr int kBulkCopyCapability = 9;
 constexpr int kFewestStages = 4;
 // More than a kernel has besides its dynamic shared memory.
 constexpr size_t kStaticSharedBytes = 1024;
-
-// Makes a device current while alive.
-class ScopedDevice {
- public:
-  explicit ScopedDevice(int device) {
-    cudaGetDevice(&former_);
-    cudaSetDevice(device);
-  }
-  ~ScopedDevice() { cudaSetDevice(former_); }
-  ScopedDevice(const ScopedDevice&) = delete;
-  ScopedDevice& operator=(const ScopedDevice&) = delete;
-
- private:
-  int former_ = 0;
-};
 
 Workspace PlanWorkspace(const GroupConfig& c) {
   return Workspace::Plan({c.n_ranks, c.n_experts / c.n_ranks, c.top_k, c.max_tokens_per_rank,
@@ -98,11 +79,13 @@ Status CheckPeerAccess(const std::vector<int>& devices) {
   return {};
 }
 
-Group::Group(const GroupConfig& config)
-    : config_(config), map_(PlanWorkspace(config)), ranks_(config.n_ranks) {}
+Group::Group(const GroupConfig& config, const std::vector<int>& devices)
+    : config_(config), map_(PlanWorkspace(config)), ranks_(config.n_ranks) {
+  for (int rank = 0; rank < config.n_ranks; ++rank) ranks_[rank].device = devices[rank];
+}
 
-Status Group::Open(const GroupConfig& config, const std::vector<int>& devices,
-                   std::unique_ptr<Group>* group) {
+Status Group::Allocate(const GroupConfig& config, const std::vector<int>& devices,
+                       std::unique_ptr<Group>* group) {
   Status status = CheckConfig(config);
   if (!status.ok()) return status;
   if (static_cast<int64_t>(devices.size()) != config.n_ranks) {
@@ -110,35 +93,34 @@ Status Group::Open(const GroupConfig& config, const std::vector<int>& devices,
                            std::to_string(config.n_ranks) + " ranks; got " +
                            std::to_string(devices.size()) + ".");
   }
-  status = CheckPeerAccess(devices);
-  if (!status.ok()) return status;
-  std::unique_ptr<Group> opened(new Group(config));
-  for (int rank = 0; rank < config.n_ranks; ++rank) opened->ranks_[rank].device = devices[rank];
-  for (int rank = 0; status.ok() && rank < config.n_ranks; ++rank) status = opened->OpenRank(rank);
-  for (int rank = 0; status.ok() && rank < config.n_ranks; ++rank) {
-    status = opened->ConnectRank(rank);
+  std::vector<int> local_devices;
+  for (const int device : devices) {
+    if (device != kElsewhere) local_devices.push_back(device);
   }
-  if (status.ok()) *group = std::move(opened);
+  status = CheckPeerAccess(local_devices);
+  std::unique_ptr<Group> allocated(new Group(config, devices));
+  for (int rank = 0; status.ok() && rank < config.n_ranks; ++rank) {
+    if (allocated->IsLocal(rank)) status = allocated->AllocateRank(rank);
+  }
+  if (status.ok()) *group = std::move(allocated);
   return status;
 }
 
-Status Group::OpenRank(int index) {
+Status Group::CheckLocal(int rank) const {
+  if (rank >= 0 && rank < config_.n_ranks && IsLocal(rank)) return {};
+  return InvalidArgument("rank " + std::to_string(rank) + " is not of this process");
+}
+
+Status Group::AllocateRank(int index) {
   Rank& rank = ranks_[index];
   const ScopedDevice scoped(rank.device);
-  int n_sms = 0, most_shared = 0, compute_capability = 0;
+  int most_shared = 0, compute_capability = 0;
   Status status = ToStatus(
-      cudaDeviceGetAttribute(&n_sms, cudaDevAttrMultiProcessorCount, rank.device), "device");
+      cudaDeviceGetAttribute(&rank.n_sms, cudaDevAttrMultiProcessorCount, rank.device), "device");
   if (!status.ok()) return status;
   cudaDeviceGetAttribute(&most_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, rank.device);
   cudaDeviceGetAttribute(&compute_capability, cudaDevAttrComputeCapabilityMajor, rank.device);
   const size_t max_shared = most_shared - kStaticSharedBytes;
-  const int n_sharing =
-      static_cast<int>(std::count_if(ranks_.begin(), ranks_.end(), [&](const Rank& other) {
-        return other.device == rank.device;
-      }));
-  rank.n_blocks = n_sms / n_sharing;
-  if (config_.n_sms > 0) rank.n_blocks = std::min<int>(rank.n_blocks, config_.n_sms);
-  if (rank.n_blocks < 1) return InvalidArgument("more ranks than multiprocessors");
 
   CallArgs call;
   status = FillCall(index, 0, &call);
@@ -161,8 +143,9 @@ Status Group::OpenRank(int index) {
   if (!status.ok()) return status;
   if (max_blocks < 1) return Internal("a kernel does not fit on the device");
 
-  status = ToStatus(cudaMalloc(reinterpret_cast<void**>(&rank.workspace), map_.bytes),
-                    "workspace of " + std::to_string(map_.bytes) + " bytes");
+  status = ToStatus(
+      cudaMalloc(reinterpret_cast<void**>(&rank.workspace), AlignUp(map_.bytes, kIpcAlignment)),
+      "workspace of " + std::to_string(map_.bytes) + " bytes");
   if (!status.ok()) return status;
   // Epoch words must start as words of no call; messages need nothing.
   status = ToStatus(cudaMemset(rank.workspace, 0, map_.messages.offset), "workspace");
@@ -174,12 +157,63 @@ Status Group::OpenRank(int index) {
   return status;
 }
 
-Status Group::ConnectRank(int index) {
+Status Group::Address(int rank, std::string* address) const {
+  Status status = CheckLocal(rank);
+  if (!status.ok()) return status;
+  const bool for_others = std::any_of(ranks_.begin(), ranks_.end(),
+                                      [](const Rank& other) { return other.device == kElsewhere; });
+  PeerAddress described;
+  status = DescribeWorkspace(ranks_[rank].device, ranks_[rank].workspace, map_.bytes, for_others,
+                             &described);
+  if (status.ok()) *address = described.ToBytes();
+  return status;
+}
+
+Status Group::Connect(const std::vector<std::string>& addresses) {
+  if (static_cast<int64_t>(addresses.size()) != config_.n_ranks) {
+    return InvalidArgument("there must be an address of each of the " +
+                           std::to_string(config_.n_ranks) + " ranks; got " +
+                           std::to_string(addresses.size()) + ".");
+  }
+  std::vector<PeerAddress> peers(addresses.size());
+  Status status;
+  for (int rank = 0; status.ok() && rank < config_.n_ranks; ++rank) {
+    status = PeerAddress::FromBytes(addresses[rank], map_.bytes, &peers[rank]);
+    if (!status.ok()) status.message = "rank " + std::to_string(rank) + ": " + status.message;
+  }
+  for (int rank = 0; status.ok() && rank < config_.n_ranks; ++rank) {
+    if (!IsLocal(rank)) continue;
+    status = ShareDevice(rank, peers);
+    if (status.ok()) status = ConnectRank(rank, peers);
+  }
+  return status;
+}
+
+Status Group::ShareDevice(int index, const std::vector<PeerAddress>& addresses) {
+  Rank& rank = ranks_[index];
+  const int n_sharing = static_cast<int>(std::count_if(
+      addresses.begin(), addresses.end(),
+      [&](const PeerAddress& address) { return IsSame(address.device, addresses[index].device); }));
+  rank.n_blocks = rank.n_sms / n_sharing;
+  if (config_.n_sms > 0) rank.n_blocks = std::min<int>(rank.n_blocks, config_.n_sms);
+  if (rank.n_blocks < 1) return InvalidArgument("more ranks than multiprocessors");
+  return {};
+}
+
+Status Group::ConnectRank(int index, const std::vector<PeerAddress>& addresses) {
   const Rank& rank = ranks_[index];
   const ScopedDevice scoped(rank.device);
   std::vector<uint8_t*> peers;
-  for (const Rank& peer : ranks_) {
+  for (int other = 0; other < config_.n_ranks; ++other) {
+    const Rank& peer = ranks_[other];
     peers.push_back(peer.workspace);
+    if (!IsLocal(other)) {
+      Status status = mappings_.Map(rank.device, other, addresses[other], &peers.back());
+      if (status.ok()) continue;
+      status.message = "rank " + std::to_string(index) + " cannot write to rank " +
+                       std::to_string(other) + ": " + status.message;
+      return status;
+    }
     if (peer.device == rank.device) continue;
     const cudaError_t error = cudaDeviceEnablePeerAccess(peer.device, 0);
     if (error == cudaErrorPeerAccessAlreadyEnabled) {
@@ -195,12 +229,18 @@ Status Group::ConnectRank(int index) {
   return ToStatus(cudaDeviceSynchronize(), "workspace");
 }
 
-Group::~Group() {
+void Group::Disconnect() {
   // Calls that have been started may still run, here and on peers. They end: waits have limits.
   for (const Rank& rank : ranks_) {
+    if (rank.device == kElsewhere) continue;
     const ScopedDevice scoped(rank.device);
     cudaDeviceSynchronize();
   }
+  mappings_.Clear();
+}
+
+Group::~Group() {
+  Disconnect();
   for (const Rank& rank : ranks_) {
     if (rank.workspace != nullptr) {
       const ScopedDevice scoped(rank.device);

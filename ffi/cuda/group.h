@@ -1,16 +1,18 @@
-// The ranks of one process that reach each other by loads and stores: their workspaces, and what a
-// call of the kernels needs besides its buffers. Everything is set up when a group is opened; calls
-// only launch.
+// Ranks that reach each other by loads and stores: the workspaces of those that belong to this
+// process, its view of the others', and what a call of the kernels needs besides its buffers.
+// Everything is set up when a group is opened; calls only launch.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "core/status.h"
 #include "cuda/call_args.h"
+#include "cuda/peer_memory.h"
 
 namespace jax_ep::p2p {
 
@@ -28,14 +30,29 @@ struct GroupConfig {
 // Whether every device reaches every other one by loads and stores.
 Status CheckPeerAccess(const std::vector<int>& devices);
 
+// In place of a device: the rank belongs to another process of this host.
+constexpr int kElsewhere = -1;
+
+// Opened in two steps, as the processes have to tell each other their addresses in between, and
+// closed in two, as nobody may free what a peer still writes to. A process that has all the ranks
+// takes the same steps, alone.
 class Group {
  public:
-  // `devices`: of each rank. Ranks may share a device; then they share its multiprocessors.
-  static Status Open(const GroupConfig& config, const std::vector<int>& devices,
-                     std::unique_ptr<Group>* group);
+  // Allocates and clears the workspaces of this process. `devices`: of each rank, or kElsewhere.
+  // Ranks may share a device; then they share its multiprocessors.
+  static Status Allocate(const GroupConfig& config, const std::vector<int>& devices,
+                         std::unique_ptr<Group>* group);
   ~Group();
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
+
+  // What the other processes must know of a rank of this one.
+  Status Address(int rank, std::string* address) const;
+  // `addresses`: of all ranks. Calls are possible from now on.
+  Status Connect(const std::vector<std::string>& addresses);
+  // Waits until the calls of this process have ended, and lets go of the others' workspaces. They
+  // may still write to this process's until they have done the same.
+  void Disconnect();
 
   // The arguments of a call of `rank` with `n_tokens` tokens.
   Status DispatchCall(int rank, int64_t n_tokens, CallArgs* call) const;
@@ -52,21 +69,26 @@ class Group {
 
  private:
   struct Rank {
-    int device;
-    int n_blocks;  // that fit together with those of the other ranks of the device
-    int n_stages;  // of a block that sends many tokens; 0: the device has no bulk copies
+    int device = kElsewhere;
+    int n_sms = 0;
+    int n_blocks = 0;  // that fit together with those of the other ranks of the device
+    int n_stages = 0;  // of a block that sends many tokens; 0: the device has no bulk copies
     uint8_t* workspace = nullptr;
     uint64_t* failure = nullptr;  // mapped host memory
   };
 
-  explicit Group(const GroupConfig& config);
-  Status OpenRank(int rank);
-  Status ConnectRank(int rank);
+  Group(const GroupConfig& config, const std::vector<int>& devices);
+  bool IsLocal(int rank) const { return ranks_[rank].device != kElsewhere; }
+  Status CheckLocal(int rank) const;
+  Status AllocateRank(int rank);
+  Status ShareDevice(int rank, const std::vector<PeerAddress>& addresses);
+  Status ConnectRank(int rank, const std::vector<PeerAddress>& addresses);
   Status FillCall(int rank, int64_t n_tokens, CallArgs* call) const;
 
   const GroupConfig config_;
   const Workspace map_;
   std::vector<Rank> ranks_;
+  PeerMappings mappings_;
 };
 
 }  // namespace jax_ep::p2p

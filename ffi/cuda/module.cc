@@ -16,7 +16,12 @@ namespace nb = nanobind;
 namespace jax_ep::p2p {
 namespace {
 
-using PlaceTuple = std::tuple<int64_t, int64_t, int64_t>;  // ordinal, row, rank
+using LocalTuple = std::tuple<int64_t, int64_t, int64_t>;   // ordinal, row, rank
+using PeerTuple = std::tuple<int64_t, int64_t, nb::bytes>;  // row, rank, address
+
+void Raise(const Status& status) {
+  if (!status.ok()) throw std::runtime_error(status.message);
+}
 
 nb::dict Targets() {
   nb::dict targets;
@@ -28,15 +33,39 @@ nb::dict Targets() {
   return targets;
 }
 
-void OpenGroup(const std::string& key, int64_t n_ranks, int64_t n_experts, int64_t top_k,
-               int64_t max_tokens_per_rank, int64_t row_bytes, int64_t n_sms, double timeout_s,
-               const std::vector<PlaceTuple>& tuples) {
-  std::vector<Place> places;
-  for (const auto& [ordinal, row, rank] : tuples) places.push_back({ordinal, row, rank});
+std::vector<nb::bytes> AllocateGroup(const std::string& key, int64_t n_ranks, int64_t n_experts,
+                                     int64_t top_k, int64_t max_tokens_per_rank, int64_t row_bytes,
+                                     int64_t n_sms, double timeout_s,
+                                     const std::vector<LocalTuple>& devices) {
+  std::vector<LocalPlace> places;
+  for (const auto& [ordinal, row, rank] : devices) places.push_back({ordinal, {row, rank}});
   const GroupConfig config{n_ranks,   n_experts, top_k, max_tokens_per_rank,
                            row_bytes, row_bytes, n_sms, timeout_s};
-  const Status status = Registry::Instance().Open(key, config, places);
-  if (!status.ok()) throw std::runtime_error(status.message);
+  std::vector<std::string> addresses;
+  Status status;
+  {
+    nb::gil_scoped_release release;
+    status = Registry::Instance().Allocate(key, config, places, &addresses);
+  }
+  Raise(status);
+  std::vector<nb::bytes> result;
+  for (const std::string& address : addresses) {
+    result.emplace_back(address.data(), address.size());
+  }
+  return result;
+}
+
+void ConnectGroup(const std::string& key, const std::vector<PeerTuple>& peers) {
+  std::vector<PlacedAddress> addresses;
+  for (const auto& [row, rank, address] : peers) {
+    addresses.push_back({{row, rank}, {address.c_str(), address.size()}});
+  }
+  Status status;
+  {
+    nb::gil_scoped_release release;
+    status = Registry::Instance().Connect(key, addresses);
+  }
+  Raise(status);
 }
 
 Registry::Member FindMember(const std::string& key, int64_t ordinal) {
@@ -52,15 +81,27 @@ NB_MODULE(_ffi_cuda, module) {
       "why_no_peer_access",
       [](const std::vector<int>& devices) { return CheckPeerAccess(devices).message; },
       nb::arg("devices"), "Which of the devices does not reach which other one, or ''.");
-  module.def("open_group", &OpenGroup, nb::arg("key"), nb::arg("n_ranks"), nb::arg("n_experts"),
-             nb::arg("top_k"), nb::arg("max_tokens_per_rank"), nb::arg("row_bytes"),
-             nb::arg("n_sms"), nb::arg("timeout_s"), nb::arg("devices"),
-             nb::call_guard<nb::gil_scoped_release>(),
-             "Opens a group; devices are (ordinal, row, rank). row_bytes: of the longest row that "
-             "travels, either way.");
+  module.def("host_identity", &HostIdentity, "Equal in all processes of this host.");
   module.def(
-      "close_group", [](const std::string& key) { Registry::Instance().Close(key); },
-      nb::arg("key"), nb::call_guard<nb::gil_scoped_release>());
+      "share_group", [](const std::string& key) { return Registry::Instance().Share(key); },
+      nb::arg("key"), "Counts one more user of an open group; False: it is not open.");
+  module.def("allocate_group", &AllocateGroup, nb::arg("key"), nb::arg("n_ranks"),
+             nb::arg("n_experts"), nb::arg("top_k"), nb::arg("max_tokens_per_rank"),
+             nb::arg("row_bytes"), nb::arg("n_sms"), nb::arg("timeout_s"), nb::arg("devices"),
+             "The first step of opening. devices: (ordinal, row, rank) of this process; gives the "
+             "address of each. row_bytes: of the longest row that travels, either way.");
+  module.def("connect_group", &ConnectGroup, nb::arg("key"), nb::arg("peers"),
+             "The second step. peers: (row, rank, address) of all devices of the mesh.");
+  module.def(
+      "disconnect_group",
+      [](const std::string& key) { return Registry::Instance().Disconnect(key); }, nb::arg("key"),
+      nb::call_guard<nb::gil_scoped_release>(),
+      "Counts one user less. True: it was the last, all calls have ended, and the workspaces stay "
+      "until free_group.");
+  module.def(
+      "free_group", [](const std::string& key) { Registry::Instance().Free(key); }, nb::arg("key"),
+      nb::call_guard<nb::gil_scoped_release>(),
+      "Frees the workspaces, to which no peer may write any more.");
   module.def(
       "dev_ptrs",
       [](const std::string& key, int64_t ordinal) {

@@ -13,21 +13,44 @@
 
 namespace jax_ep::p2p {
 
-// A device's place in a mesh. The ranks of a row are a group; a mesh has a row for every index
-// along its other axes.
+// A place in a mesh. The ranks of a row are a group; a mesh has a row for every index along its
+// other axes.
 struct Place {
-  int64_t ordinal;  // CUDA's
   int64_t row;
   int64_t rank;
 };
 
+// A device of this process. Ordinals are CUDA's: other processes may count the same device
+// otherwise, and another one alike.
+struct LocalPlace {
+  int64_t ordinal;
+  Place place;
+};
+
+struct PlacedAddress {
+  Place place;
+  std::string address;
+};
+
+// Equal groups are one: a key is allocated and connected once, and shared from then on. Only one
+// thread opens or closes a key at a time; handlers look groups up meanwhile.
 class Registry {
  public:
   static Registry& Instance();
 
-  // A key may be opened several times: equal groups are one.
-  Status Open(const std::string& key, const GroupConfig& config, const std::vector<Place>& places);
-  void Close(const std::string& key);
+  // Counts one more user of a key; false: it has none yet, and must be allocated and connected.
+  bool Share(const std::string& key);
+
+  // The workspaces of this process; `addresses` is by place.
+  Status Allocate(const std::string& key, const GroupConfig& config,
+                  const std::vector<LocalPlace>& places, std::vector<std::string>* addresses);
+  // `addresses`: of all places. The groups can be found from now on.
+  Status Connect(const std::string& key, const std::vector<PlacedAddress>& addresses);
+
+  // Counts one user less; true: it was the last, the groups can no longer be found, their calls
+  // have ended, and the workspaces stay until `Free`: peers may still write to them.
+  bool Disconnect(const std::string& key);
+  void Free(const std::string& key);
 
   // The group and rank of a device; null where there is none.
   struct Member {
@@ -38,12 +61,18 @@ class Registry {
 
  private:
   struct Entry {
-    std::map<int64_t, Member> members;  // by ordinal
-    int64_t n_open = 0;
+    std::vector<LocalPlace> places;
+    std::map<int64_t, std::shared_ptr<Group>> groups;  // by row
+    std::map<int64_t, Member> members;                 // by ordinal; none before `Connect`
+    int64_t n_users = 1;
   };
+  using Groups = std::vector<std::shared_ptr<Group>>;
 
+  // Held for look-ups only, never while a device works: a call that it waits for may have to be
+  // looked up.
   mutable std::mutex mutex_;
   std::map<std::string, Entry, std::less<>> entries_;
+  std::map<std::string, Groups> disconnected_;
 };
 
 }  // namespace jax_ep::p2p
