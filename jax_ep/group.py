@@ -11,6 +11,7 @@ import numpy as np
 
 from jax_ep import transports
 from jax_ep.config import EPConfig
+from jax_ep.exchange import Exchange, ExchangeFn
 from jax_ep.topology import local_places
 
 
@@ -27,6 +28,7 @@ class EPGroup:
         axis_name: str,
         config: EPConfig,
         transport: transports.Transport,
+        exchange: Exchange,
     ) -> None:
         """Use `ep_init`."""
         self._mesh = mesh
@@ -38,7 +40,7 @@ class EPGroup:
         self._max_recv_tokens = config.max_recv_tokens(self._n_ranks)
         self._key = _group_key(mesh, axis_name, config, transport.name)
         self._closed = False
-        transport.open(self)
+        transport.open(self, exchange)
 
     @property
     def mesh(self) -> jax.sharding.Mesh:
@@ -158,18 +160,24 @@ def ep_init(
     axis_name: str,
     config: EPConfig,
     transport: str = "auto",
+    exchange: ExchangeFn | None = None,
 ) -> EPGroup:
     """Sets up expert parallelism along a mesh axis.
 
-    Every process of a multi-process program calls it with the same arguments.
+    Every process that holds devices of the mesh calls it with the same arguments. Such
+    processes open the same groups, and close them, in the same order.
 
     Args:
         mesh: devices; each row along `axis_name` is a group of ranks of its own.
         axis_name: the axis along which experts are spread.
         config: the static parameters.
         transport: `"auto"` takes the fastest that can serve; `"host"`: the CPU devices
-            of one process; `"p2p"`: the CUDA devices of one process that reach each
-            other; `"xla"`: plain `jax.lax` collectives, everywhere.
+            of one process; `"p2p"`: the CUDA devices of one host that reach each other,
+            in one process or several; `"xla"`: plain `jax.lax` collectives, everywhere.
+        exchange: how processes tell each other their buffers' addresses, instead of
+            JAX's distributed runtime: `exchange(key, payload)` gives the payloads of
+            all processes that hold devices of the mesh, in order of process index. It
+            must raise, not wait forever, where one does not come.
 
     Returns:
         The group, to be closed over by functions under `jax.shard_map`.
@@ -177,6 +185,9 @@ def ep_init(
     Raises:
         ValueError: the mesh and the config do not fit each other, or the transport
             cannot serve this mesh; the message says why.
+        RuntimeError: the buffers cannot be set up in some process; the message says
+            which, and why. All processes raise it.
+        TimeoutError: a process did not call within `config.timeout_s`.
     """
     if not isinstance(mesh, jax.sharding.Mesh):
         raise TypeError(f"mesh must be a jax.sharding.Mesh; got {type(mesh).__name__}.")
@@ -189,8 +200,10 @@ def ep_init(
     config.n_local_experts(n_ranks)
     config.max_recv_tokens(n_ranks)
     _check_nodes(config, n_ranks)
-    chosen = transports.choose(transport, mesh, axis_name, config)
-    return EPGroup(mesh, axis_name, config, chosen)
+    name = _group_key(mesh, axis_name, config, transport)
+    processes = Exchange.over(mesh, name, config.timeout_s, exchange)
+    chosen = transports.choose(transport, mesh, axis_name, config, processes)
+    return EPGroup(mesh, axis_name, config, chosen, processes)
 
 
 def _check_nodes(config: EPConfig, n_ranks: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 
 from jax_ep.config import EPConfig
+from jax_ep.exchange import Exchange
 from jax_ep.transports.base import COMBINE_NAME, DISPATCH_NAME, Transport
 from jax_ep.transports.host import HostTransport
 from jax_ep.transports.p2p import P2pTransport
@@ -20,7 +21,11 @@ _FASTEST_FIRST: tuple[Transport, ...] = (
 
 
 def choose(
-    name: str, mesh: jax.sharding.Mesh, axis_name: str, config: EPConfig
+    name: str,
+    mesh: jax.sharding.Mesh,
+    axis_name: str,
+    config: EPConfig,
+    exchange: Exchange,
 ) -> Transport:
     """The transport called `name`, or the fastest that can serve for `"auto"`.
 
@@ -31,11 +36,11 @@ def choose(
         return next(
             transport
             for transport in _FASTEST_FIRST
-            if transport.why_not(mesh, axis_name, config) is None
+            if transport.why_not(mesh, axis_name, config, exchange) is None
         )
     for transport in _FASTEST_FIRST:
         if transport.name == name:
-            reason = transport.why_not(mesh, axis_name, config)
+            reason = transport.why_not(mesh, axis_name, config, exchange)
             if reason is not None:
                 raise ValueError(f"Transport {name!r} cannot serve: {reason}")
             return transport

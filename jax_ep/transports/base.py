@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jax_ep.config import EPConfig
+from jax_ep.exchange import Exchange
 from jax_ep.results import Dispatched
 from jax_ep.topology import local_places
 
@@ -31,12 +32,19 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def why_not(
-        self, mesh: jax.sharding.Mesh, axis_name: str, config: EPConfig
+        self,
+        mesh: jax.sharding.Mesh,
+        axis_name: str,
+        config: EPConfig,
+        exchange: Exchange,
     ) -> str | None:
-        """What keeps the transport from serving this mesh; None if nothing does."""
+        """What keeps the transport from serving this mesh; None if nothing does.
+
+        The same answer in all processes that hold devices of the mesh.
+        """
 
     @abc.abstractmethod
-    def open(self, group: EPGroup) -> None:
+    def open(self, group: EPGroup, exchange: Exchange) -> None:
         """Sets up what calls of the group need."""
 
     @abc.abstractmethod

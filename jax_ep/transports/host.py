@@ -10,6 +10,7 @@ from jax import lax
 
 from jax_ep import _host_ffi
 from jax_ep.config import EPConfig
+from jax_ep.exchange import Exchange
 from jax_ep.primitives import combine_grad_p
 from jax_ep.topology import local_places, places
 from jax_ep.transports.ffi import FfiTransport, Mode, Routing, present
@@ -25,7 +26,11 @@ class HostTransport(FfiTransport):
     smallest_row = 1
 
     def why_not(
-        self, mesh: jax.sharding.Mesh, axis_name: str, config: EPConfig
+        self,
+        mesh: jax.sharding.Mesh,
+        axis_name: str,
+        config: EPConfig,
+        exchange: Exchange,
     ) -> str | None:
         """Needs CPU devices, all of this process, and the extension."""
         devices = mesh.devices.flat
@@ -40,7 +45,7 @@ class HostTransport(FfiTransport):
             return f"the extension jax_ep._ffi cannot be loaded: {error}"
         return None
 
-    def open(self, group: EPGroup) -> None:
+    def open(self, group: EPGroup, exchange: Exchange) -> None:
         """Registers the handlers, and tells them which device is which rank."""
         _host_ffi.register()
         _host_ffi.load().open_host_group(

@@ -1,7 +1,7 @@
 """Transport `p2p`: CUDA kernels, for GPUs that reach each other by loads and stores.
 
-One process with all the GPUs. The backward of combine is a dispatch of the cotangents
-with the same `topk_ids`, which gives them the same rows.
+In one process or several of a host. The backward of combine is a dispatch of the
+cotangents with the same `topk_ids`, which gives them the same rows.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import numpy as np
 
 from jax_ep import _cuda_ffi
 from jax_ep.config import EPConfig
+from jax_ep.exchange import Exchange
 from jax_ep.primitives import Weighting
-from jax_ep.topology import Place, local_places, places
+from jax_ep.topology import local_places
+from jax_ep.transports import p2p_setup
 from jax_ep.transports.ffi import (
     FfiTransport,
     Mode,
@@ -32,20 +34,26 @@ _VECTOR_BYTES = 16
 
 
 class P2pTransport(FfiTransport):
-    """CUDA kernels that store into the memory of the other GPUs of the process."""
+    """CUDA kernels that store into the memory of the other GPUs of the host."""
 
     name = "p2p"
     smallest_row = _VECTOR_BYTES // 4
 
+    def __init__(self) -> None:
+        # Of each open group, by its key; equal groups are opened once.
+        self._exchanges: dict[str, Exchange] = {}
+
     def why_not(
-        self, mesh: jax.sharding.Mesh, axis_name: str, config: EPConfig
+        self,
+        mesh: jax.sharding.Mesh,
+        axis_name: str,
+        config: EPConfig,
+        exchange: Exchange,
     ) -> str | None:
-        """Needs CUDA devices, all of this process, and the extension."""
+        """Needs CUDA devices of one host, and the extension."""
         platforms = sorted({device.platform for device in mesh.devices.flat})
         if platforms != ["gpu"]:
             return f"it serves CUDA devices; the mesh has {', '.join(platforms)}."
-        if len(local_places(mesh, axis_name)) != mesh.size:
-            return "all devices must belong to this process; use transport='xla'."
         if config.top_k > 32:
             return f"top_k must be at most 32; got {config.top_k}."
         for bytes_per_token in _bytes_per_token(config):
@@ -54,19 +62,17 @@ class P2pTransport(FfiTransport):
                     f"a token must be a multiple of {_VECTOR_BYTES} bytes; got "
                     f"{bytes_per_token}."
                 )
-        try:
-            extension = _cuda_ffi.load()
-        except ImportError as error:
-            return f"the extension jax_ep._ffi_cuda cannot be loaded: {error}"
-        ordinals = [_ordinal(place) for place in places(mesh, axis_name)]
-        return extension.why_no_peer_access(ordinals) or None
+        return p2p_setup.why_not(local_places(mesh, axis_name), exchange)
 
-    def open(self, group: EPGroup) -> None:
+    def open(self, group: EPGroup, exchange: Exchange) -> None:
         """Allocates and connects the buffers, and loads the kernels on every device."""
         _cuda_ffi.register()
+        if _cuda_ffi.load().share_group(group.key):
+            return
         config = group.config
-        _cuda_ffi.load().open_group(
-            key=group.key,
+        p2p_setup.open_buffers(
+            group,
+            exchange,
             n_ranks=group.n_ranks,
             n_experts=config.n_experts,
             top_k=config.top_k,
@@ -74,20 +80,18 @@ class P2pTransport(FfiTransport):
             row_bytes=max(_bytes_per_token(config)),
             n_sms=config.n_sms or 0,
             timeout_s=config.timeout_s,
-            devices=[
-                (_ordinal(place), place.row, place.rank)
-                for place in places(group.mesh, group.axis_name)
-            ],
         )
+        self._exchanges[group.key] = exchange
 
     def close(self, group: EPGroup) -> None:
         """Frees the buffers, once no call uses them."""
-        _cuda_ffi.load().close_group(group.key)
+        if p2p_setup.close_buffers(group.key, self._exchanges[group.key]):
+            del self._exchanges[group.key]
 
     def dev_ptrs(self, group: EPGroup) -> np.ndarray:
         """See `EPGroup.dev_ptrs`."""
         pointers = [
-            _cuda_ffi.load().dev_ptrs(group.key, _ordinal(place))
+            _cuda_ffi.load().dev_ptrs(group.key, p2p_setup.ordinal(place))
             for place in local_places(group.mesh, group.axis_name)
         ]
         return np.asarray(pointers, np.uint64).reshape(-1, 2, 3)
@@ -136,11 +140,6 @@ def _bytes_per_token(config: EPConfig) -> tuple[int, int]:
         config.token_format.token_bytes(config.hidden_size),
         config.hidden_size * config.combine_dtype.itemsize,
     )
-
-
-def _ordinal(place: Place) -> int:
-    """CUDA's number of the device, by which handlers know it."""
-    return place.device.local_hardware_id
 
 
 def _clear(rows: jax.Array, in_use: jax.Array) -> jax.Array:

@@ -17,6 +17,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep.config import EPConfig
+from jax_ep.exchange import Exchange
 from jax_ep.results import Dispatched
 from jax_ep.transports.base import COMBINE_NAME, DISPATCH_NAME, Transport
 
@@ -32,12 +33,16 @@ class XlaTransport(Transport):
     name = "xla"
 
     def why_not(
-        self, mesh: jax.sharding.Mesh, axis_name: str, config: EPConfig
+        self,
+        mesh: jax.sharding.Mesh,
+        axis_name: str,
+        config: EPConfig,
+        exchange: Exchange,
     ) -> str | None:
         """Serves every mesh."""
         return None
 
-    def open(self, group: EPGroup) -> None:
+    def open(self, group: EPGroup, exchange: Exchange) -> None:
         """Nothing to set up."""
 
     def close(self, group: EPGroup) -> None:

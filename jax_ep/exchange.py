@@ -1,0 +1,191 @@
+"""How processes tell each other what they need to know to set up a group.
+
+All of them take part in every exchange, in the same order. No wait is without a limit.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import time
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_ep._jax_compat import distributed_client
+
+# (key, this process's payload) -> the payloads of all processes that take part, in
+# order of their process index.
+ExchangeFn = Callable[[str, bytes], list[bytes]]
+
+_OK, _FAILED = b"+", b"-"
+
+# Exchanges made so far, by name: equal in all processes, as they make the same ones.
+_n_made: collections.Counter[str] = collections.Counter()
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """What processes tell each other while a group is opened and closed, step by step.
+
+    Attributes:
+        name: of the opening, the same in all processes and used once.
+        processes: indices of the processes that take part, ascending.
+        process: the index of this one.
+        timeout_s: seconds that it waits for the others in a step.
+        custom: the user's own way of exchange; None is JAX's distributed runtime.
+        client: of the runtime; None is JAX's collectives.
+    """
+
+    name: str
+    processes: tuple[int, ...]
+    process: int
+    timeout_s: float
+    custom: ExchangeFn | None = None
+    client: Any = None
+
+    @classmethod
+    def over(
+        cls,
+        mesh: jax.sharding.Mesh,
+        name: str,
+        timeout_s: float,
+        custom: ExchangeFn | None = None,
+    ) -> Exchange:
+        """Among the processes that hold devices of the mesh.
+
+        Each of them makes as many exchanges of a name as the others.
+        """
+        devices = list(mesh.devices.flat)
+        _n_made[name] += 1
+        return cls(
+            name=f"{name}/{_n_made[name]}",
+            processes=tuple(sorted({device.process_index for device in devices})),
+            process=jax.process_index(devices[0].client),
+            timeout_s=timeout_s,
+            custom=custom,
+            client=distributed_client(),
+        )
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other process takes part."""
+        return self.processes == (self.process,)
+
+    def __call__(
+        self, step: str, payload: bytes, timeout_s: float | None = None
+    ) -> list[bytes]:
+        """Gives the payloads of all processes, in order of their index.
+
+        Args:
+            step: what they are about; each step is taken once.
+            payload: what this process tells the others.
+            timeout_s: instead of the exchange's own.
+
+        Raises:
+            TimeoutError: a process did not come; the message says which.
+        """
+        if self.is_alone:
+            return [payload]
+        key = f"{self.name}/{step}"
+        if self.custom is not None:
+            return self._through_custom(self.custom, key, payload)
+        if self.client is not None:
+            return self._through_client(key, payload, timeout_s or self.timeout_s)
+        return self._through_collectives(payload)
+
+    def gather(self, step: str, make: Callable[[], bytes]) -> list[bytes]:
+        """Exchanges what `make` gives; where it raises, all processes raise.
+
+        Raises:
+            RuntimeError: `make` failed in a process; the message says which, and why.
+            TimeoutError: a process did not come.
+        """
+        cause: Exception | None = None
+        try:
+            message = _OK + make()
+        except Exception as error:
+            cause = error
+            message = _FAILED + (str(error) or type(error).__name__).encode()
+        try:
+            answers = self(step, message)
+        except Exception as error:
+            if cause is None:
+                raise
+            raise error from cause
+        for process, answer in zip(self.processes, answers, strict=True):
+            if not answer.startswith(_OK):
+                reason = answer[1:].decode(errors="replace")
+                where = "" if self.is_alone else f"process {process}: "
+                raise RuntimeError(where + reason) from cause
+        return [answer[1:] for answer in answers]
+
+    def _through_client(self, key: str, payload: bytes, limit_s: float) -> list[bytes]:
+        end = time.monotonic() + limit_s
+        self.client.key_value_set_bytes(f"jax_ep/{key}/{self.process}", payload)
+        answers, missing = [], []
+        for process in self.processes:
+            left_ms = max(1, round(1000 * (end - time.monotonic())))
+            try:
+                answers.append(
+                    self.client.blocking_key_value_get_bytes(
+                        f"jax_ep/{key}/{process}", left_ms
+                    )
+                )
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
+                missing.append(process)
+        if missing:
+            raise TimeoutError(
+                f"process {self.process} waited {limit_s:g} s for process "
+                f"{', '.join(map(str, missing))} ({key}). Every process that holds "
+                "devices of the mesh must make the same calls of ep_init, and of "
+                "close, in the same order."
+            )
+        return answers
+
+    def _through_custom(
+        self, exchange: ExchangeFn, key: str, payload: bytes
+    ) -> list[bytes]:
+        answers = list(exchange(key, payload))
+        mine = self.processes.index(self.process)
+        if len(answers) != len(self.processes) or answers[mine] != payload:
+            raise ValueError(
+                f"exchange must give the payloads of processes {self.processes}, in "
+                f"this order; got {len(answers)} payloads"
+                + (
+                    ", that of this process not in its place."
+                    if len(answers) == len(self.processes)
+                    else "."
+                )
+            )
+        return answers
+
+    def _through_collectives(self, payload: bytes) -> list[bytes]:
+        """Through the devices, where the program has not joined the runtime by itself.
+
+        The limit is that of XLA's collectives.
+        """
+        from jax.experimental import multihost_utils
+
+        if self.processes != tuple(range(jax.process_count())):
+            raise RuntimeError(
+                "A group of some of the processes needs jax.distributed.initialize, or "
+                "ep_init(..., exchange=...)."
+            )
+        head = np.array([len(payload), zlib.crc32(payload)], np.uint32)
+        heads = np.asarray(multihost_utils.process_allgather(head))
+        padded = np.zeros(max(1, int(heads[:, 0].max())), np.uint8)
+        padded[: len(payload)] = np.frombuffer(payload, np.uint8)
+        rows = np.asarray(multihost_utils.process_allgather(padded))
+        answers = [
+            row[: int(n_bytes)].tobytes()
+            for row, (n_bytes, _) in zip(rows, heads, strict=True)
+        ]
+        if [zlib.crc32(answer) for answer in answers] != heads[:, 1].tolist():
+            raise RuntimeError("process_allgather gave other bytes than were sent.")
+        return answers
