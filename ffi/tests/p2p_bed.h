@@ -1,5 +1,5 @@
-// A bed for the p2p kernels: R ranks in one process, on one GPU or on several, with a stream and
-// the buffers of a call each.
+// A bed for the p2p kernels: R ranks in one process or several, on one GPU or on several, with a
+// stream and the buffers of a call each.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -15,6 +15,7 @@
 #include "cuda/combine.h"
 #include "cuda/dispatch.h"
 #include "cuda/group.h"
+#include "tests/p2p_processes.h"
 #include "tests/p2p_reference.h"
 
 namespace jax_ep::p2p {
@@ -146,7 +147,7 @@ class Bed {
                              static_cast<int64_t>(shape.hidden * sizeof(T)),
                              n_sms,
                              timeout_s};
-    Check(Group::Open(config, devices, &group));
+    Open(config);
     streams.resize(shape.n_ranks);
     for (int rank = 0; rank < shape.n_ranks; ++rank) {
       CHECK_CUDA(cudaSetDevice(devices[rank]));
@@ -154,11 +155,15 @@ class Bed {
     }
   }
   ~Bed() {
+    group->Disconnect();
+    exchange.Meet(2.0);  // in vain if a process has left
     for (int rank = 0; rank < shape.n_ranks; ++rank) {
       cudaSetDevice(devices[rank]);
       cudaStreamDestroy(streams[rank]);
     }
   }
+
+  bool IsLocal(int rank) const { return exchange.IsLocal(rank, shape.n_ranks); }
 
   DispatchArgs DispatchOf(int rank, const RankBuffers<T>& b, bool weights) const {
     DispatchArgs args{};
@@ -220,6 +225,7 @@ class Bed {
   bool IsHealthy() const {
     bool healthy = true;
     for (int rank = 0; rank < shape.n_ranks; ++rank) {
+      if (!IsLocal(rank)) continue;
       const Status status = group->CheckFailure(rank);
       if (!status.ok()) std::printf("FAILED: %s\n", status.message.c_str());
       healthy &= status.ok();
@@ -232,6 +238,31 @@ class Bed {
   std::unique_ptr<Group> group;
   std::vector<cudaStream_t> streams;
   PlanOverride dispatch_plan, combine_plan;
+
+ private:
+  void Open(const GroupConfig& config) {
+    std::vector<int> local_devices = devices;
+    for (int rank = 0; rank < shape.n_ranks; ++rank) {
+      if (!IsLocal(rank)) local_devices[rank] = kElsewhere;
+    }
+    Check(Group::Allocate(config, local_devices, &group));
+    std::string mine;
+    for (int rank = 0; rank < shape.n_ranks; ++rank) {
+      std::string address;
+      if (IsLocal(rank)) Check(group->Address(rank, &address));
+      mine += address;
+    }
+    std::vector<std::string> all;
+    if (!exchange.Meet(mine, &all)) Check(DeadlineExceeded("a process did not come"));
+    std::vector<std::string> addresses;
+    for (const std::string& of_process : all) {
+      for (size_t at = 0; at < of_process.size(); at += sizeof(PeerAddress)) {
+        addresses.push_back(of_process.substr(at, sizeof(PeerAddress)));
+      }
+    }
+    Check(group->Connect(addresses));
+    if (!exchange.Meet()) Check(DeadlineExceeded("a process did not connect"));
+  }
 };
 
 // Values whose sums and products stay normal numbers.

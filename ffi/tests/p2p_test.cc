@@ -4,8 +4,10 @@
 //   p2p_test large  RANKS DEVICES TOKENS           H = 7168, E = 256, K = 8; samples are compared
 //   p2p_test replay RANKS DEVICES N_REPLAYS        captured graphs; every result is compared
 //   p2p_test fail   RANKS DEVICES                  a rank stays away
+//   p2p_test processes RANKS DEVICES PROCESSES N_CASES [SEED]
+//       `cases` and `fail` with ranks in several processes; then one of them exits
 //
-// Ranks share the devices 0 to DEVICES - 1 evenly.
+// Ranks share the devices 0 to DEVICES - 1 evenly, and the processes.
 
 #include <chrono>
 #include <cstdio>
@@ -19,7 +21,8 @@
 namespace jax_ep::p2p {
 namespace {
 
-constexpr double kTimeoutSeconds = 5.0;
+// Processes that share a device take turns, and do not start together.
+double TimeoutSeconds() { return exchange.is_alone() ? 5.0 : 20.0; }
 
 int n_errors = 0;
 
@@ -52,7 +55,7 @@ class Case {
   Case(const Shape& shape, const std::vector<int>& devices, CaseInputs inputs, int n_sms,
        std::mt19937& random, std::string name)
       : shape_(shape),
-        bed_(shape, devices, kTimeoutSeconds, n_sms),
+        bed_(shape, devices, TimeoutSeconds(), n_sms),
         routing_(shape, std::move(inputs.ids)),
         weights_(std::move(inputs.weights)),
         name_(std::move(name)) {
@@ -90,11 +93,14 @@ class Case {
         CHECK_CUDA(cudaDeviceSynchronize());
       }
       for (int rank = 0; rank < shape_.n_ranks; ++rank) {
+        if (!bed_.IsLocal(rank)) continue;
         bed_.Launch(rank, bed_.DispatchOf(rank, buffers_[rank], weights));
       }
       bed_.Sync();
       if (!bed_.IsHealthy()) return Expect(false, name_ + ": dispatch did not end");
-      for (int rank = 0; rank < shape_.n_ranks; ++rank) CheckDispatch(rank, weights);
+      for (int rank = 0; rank < shape_.n_ranks; ++rank) {
+        if (bed_.IsLocal(rank)) CheckDispatch(rank, weights);
+      }
       if (weights) {
         Combine({Weighting::kRow, true, false});
         Combine({Weighting::kRow, true, true});
@@ -145,6 +151,7 @@ class Case {
       CHECK_CUDA(cudaDeviceSynchronize());
     }
     for (int rank = 0; rank < shape_.n_ranks; ++rank) {
+      if (!bed_.IsLocal(rank)) continue;
       bed_.Launch(rank,
                   bed_.CombineOf(rank, buffers_[rank], buffers_[rank].expert_out.get(), mode));
     }
@@ -154,6 +161,7 @@ class Case {
         ", reduce " + std::to_string(mode.reduce) + ", residual " + std::to_string(mode.residual);
     if (!bed_.IsHealthy()) return Expect(false, what + ": did not end");
     for (int rank = 0; rank < shape_.n_ranks; ++rank) {
+      if (!bed_.IsLocal(rank)) continue;
       const std::vector<T> out = buffers_[rank].out.Read();
       int n_bad = 0;
       for (int token = 0; token < buffers_[rank].n_tokens; ++token) {
@@ -268,7 +276,7 @@ void RunLarge(int n_ranks, const std::vector<int>& devices, int n_tokens) {
     }
     shape.max_recv_tokens = n_tokens * 8 * 3;
     const Routing routing(shape, ids);
-    Bed<T> bed(shape, devices, kTimeoutSeconds);
+    Bed<T> bed(shape, devices, TimeoutSeconds());
     std::vector<RankBuffers<T>> buffers;
     std::vector<std::vector<T>> tokens;
     std::vector<std::vector<float>> weights;
@@ -415,54 +423,84 @@ void RunReplay(int n_ranks, const std::vector<int>& devices, int n_replays) {
               n_replays, kSteps, n_errors);
 }
 
-// The last rank makes the first call and stays away from the second: the others must end in time,
-// say who is missing, and end later calls at once. Then a new group works.
-void RunFail(int n_ranks, const std::vector<int>& devices) {
+// The last rank makes the first call and stays away from the second, or its process exits: the
+// others must end in time, say who is missing, and end later calls at once.
+void RunMissing(int n_ranks, const std::vector<int>& devices, bool in_combine, bool exits) {
   using T = float;
-  constexpr double kLimit = 0.2;
+  const double limit = exchange.is_alone() ? 0.2 : 2.0;
+  const int missing = n_ranks - 1;
   std::mt19937 random(3);
   const Shape shape{n_ranks, n_ranks * 4, 4, 8, 64, 8 * n_ranks * 4};
-  for (const bool in_combine : {false, true}) {
-    Bed<T> bed(shape, devices, kLimit);
-    std::vector<RankBuffers<T>> buffers;
-    for (int rank = 0; rank < n_ranks; ++rank) {
-      CHECK_CUDA(cudaSetDevice(devices[rank]));
-      RankBuffers<T>& b = buffers.emplace_back(shape, 8, 8);
-      b.topk_ids.Write(MakeIds(shape, Pattern::kUniform, 8, random));
-      b.tokens.Write(RandomValues<T>(b.tokens.size(), random));
-      CHECK_CUDA(cudaDeviceSynchronize());
-    }
-    const auto launch = [&](int rank, bool is_combine) {
-      if (is_combine) {
-        bed.Launch(rank, bed.CombineOf(rank, buffers[rank], buffers[rank].rows.get(), {}));
-      } else {
-        bed.Launch(rank, bed.DispatchOf(rank, buffers[rank], false));
-      }
-    };
-    for (int rank = 0; rank < n_ranks; ++rank) launch(rank, false);
-    bed.Sync();
-    Expect(bed.IsHealthy(), "fail: the first call");
-    for (const bool again : {false, true}) {
-      const auto begin = std::chrono::steady_clock::now();
-      for (int rank = 0; rank < n_ranks - 1; ++rank) launch(rank, in_combine);
-      bed.Sync();
-      const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
-      std::printf("fail: %s ended after %.3f s\n", again ? "a later call" : "the call",
-                  seconds.count());
-      Expect(
-          again ? seconds.count() < 0.1 : seconds.count() > 0.9 * kLimit && seconds.count() < 1.0,
-          "fail: time");
-      for (int rank = 0; rank < n_ranks - 1; ++rank) {
-        const Status status = bed.group->CheckFailure(rank);
-        std::printf("  %s\n", status.message.c_str());
-        const std::string peer = "for rank " + std::to_string(n_ranks - 1) + " ";
-        Expect(status.message.find(peer) != std::string::npos, "fail: the message names the peer");
-      }
-    }
-    Expect(bed.group->CheckFailure(n_ranks - 1).ok(), "fail: the missing rank has not failed");
+  Bed<T> bed(shape, devices, limit);
+  std::vector<RankBuffers<T>> buffers;
+  for (int rank = 0; rank < n_ranks; ++rank) {
+    CHECK_CUDA(cudaSetDevice(devices[rank]));
+    RankBuffers<T>& b = buffers.emplace_back(shape, 8, 8);
+    b.topk_ids.Write(MakeIds(shape, Pattern::kUniform, 8, random));
+    b.tokens.Write(RandomValues<T>(b.tokens.size(), random));
+    CHECK_CUDA(cudaDeviceSynchronize());
   }
+  const auto launch = [&](int rank, bool is_combine) {
+    if (!bed.IsLocal(rank)) return;
+    if (is_combine) {
+      bed.Launch(rank, bed.CombineOf(rank, buffers[rank], buffers[rank].rows.get(), {}));
+    } else {
+      bed.Launch(rank, bed.DispatchOf(rank, buffers[rank], false));
+    }
+  };
+  Expect(exchange.Meet(), "fail: a process did not come");
+  for (int rank = 0; rank < n_ranks; ++rank) launch(rank, false);
+  bed.Sync();
+  Expect(bed.IsHealthy(), "fail: the first call");
+  if (exits && bed.IsLocal(missing)) {
+    std::fflush(stdout);
+    _exit(n_errors == 0 ? 0 : 1);
+  }
+  for (const bool again : {false, true}) {
+    const auto begin = std::chrono::steady_clock::now();
+    for (int rank = 0; rank < missing; ++rank) launch(rank, in_combine);
+    bed.Sync();
+    const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
+    bool has_waiters = false;
+    for (int rank = 0; rank < missing; ++rank) {
+      if (!bed.IsLocal(rank)) continue;
+      has_waiters = true;
+      const Status status = bed.group->CheckFailure(rank);
+      std::printf("  %s\n", status.message.c_str());
+      const std::string peer = "for rank " + std::to_string(missing) + " ";
+      Expect(status.message.find(peer) != std::string::npos, "fail: the message names the peer");
+    }
+    if (!has_waiters) continue;
+    std::printf("fail: %s ended after %.3f s\n", again ? "a later call" : "the call",
+                seconds.count());
+    Expect(again ? seconds.count() < 0.5 * limit
+                 : seconds.count() > 0.9 * limit && seconds.count() < limit + 0.8,
+           "fail: time");
+  }
+  if (bed.IsLocal(missing)) {
+    Expect(bed.group->CheckFailure(missing).ok(), "fail: the missing rank has not failed");
+  }
+}
+
+// Then a new group works.
+void RunFail(int n_ranks, const std::vector<int>& devices) {
+  for (const bool in_combine : {false, true}) RunMissing(n_ranks, devices, in_combine, false);
+  std::mt19937 random(3);
   RunCase<float>(n_ranks, devices, 0, random);
   std::printf("fail: R=%d, %d errors\n", n_ranks, n_errors);
+}
+
+int RunProcesses(int n_ranks, const std::vector<int>& devices, int n_processes, int n_cases,
+                 unsigned seed) {
+  constexpr unsigned kLimitSeconds = 300;
+  return Exchange::Fork(n_processes, kLimitSeconds, &exchange, [&] {
+    RunCases(n_ranks, devices, n_cases, seed);
+    RunFail(n_ranks, devices);
+    RunMissing(n_ranks, devices, /*in_combine=*/false, /*exits=*/true);
+    std::printf("processes: process %d of %d, %d errors\n", exchange.process(), n_processes,
+                n_errors);
+    return n_errors == 0 ? 0 : 1;
+  });
 }
 
 int Main(int argc, char** argv) {
@@ -480,8 +518,11 @@ int Main(int argc, char** argv) {
     RunReplay(n_ranks, devices, number(4, 1000));
   } else if (what == "fail") {
     RunFail(n_ranks, devices);
+  } else if (what == "processes") {
+    n_errors = RunProcesses(n_ranks, devices, number(4, 2), number(5, 20), number(6, 1));
   } else {
-    std::fprintf(stderr, "usage: p2p_test cases|large|replay|fail RANKS DEVICES [N] [SEED]\n");
+    std::fprintf(stderr,
+                 "usage: p2p_test cases|large|replay|fail|processes RANKS DEVICES [N...] [SEED]\n");
     return 2;
   }
   std::fflush(stdout);
