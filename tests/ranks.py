@@ -1,4 +1,4 @@
-"""Runs a function in several processes of one `jax.distributed` job on the CPU.
+"""Runs a function in several processes of one `jax.distributed` job, on CPU or GPUs.
 
 `run_ranks` is the test's side. Run as a script, this file is one process of the job:
 it joins, calls the function, and writes `SUMMARY` as its last line. A process that
@@ -16,9 +16,11 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Sequence
 
 SUMMARY = "rank finished"
 GRACE_S = 5.0  # for the rest, once one process has failed
+FAREWELL_S = 3.0  # until the others of a job have left, too
 
 
 def run_ranks(
@@ -26,9 +28,13 @@ def run_ranks(
     target: str,
     *,
     n_local_devices: int = 1,
+    gpus: Sequence[str] | None = None,
     timeout_s: float = 240.0,
 ) -> list[str]:
     """Calls `target` ("module:function") in every process; gives their logs.
+
+    Each has `n_local_devices` of the CPU; with `gpus`, what CUDA_VISIBLE_DEVICES is to
+    be in each, those. Processes may share a GPU, as long as they use no collectives.
 
     Raises:
         AssertionError: a process failed or was still running after `timeout_s`; the
@@ -40,8 +46,10 @@ def run_ranks(
         processes = []
         try:
             for i, log in enumerate(logs):
-                numbers = [str(n) for n in (n_processes, i, n_local_devices)]
-                processes.append(_start([*command, *numbers], log))
+                n_cpus = 0 if gpus else n_local_devices
+                numbers = [str(n) for n in (n_processes, i, n_cpus)]
+                extra = _gpu_environment(gpus[i]) if gpus else {}
+                processes.append(_start([*command, *numbers], log, extra))
             in_time = _wait(processes, timeout_s)
         finally:
             for process in processes:
@@ -60,15 +68,35 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
+def visible_gpus() -> list[str]:
+    """Gives what CUDA_VISIBLE_DEVICES may name, without starting CUDA here."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is not None:
+        return [name for name in given.split(",") if name]
+    query = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+    done = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True)
+    return done.stdout.split()
+
+
+def _gpu_environment(gpus: str) -> dict[str, str]:
+    return {
+        "CUDA_VISIBLE_DEVICES": gpus,
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    }
+
+
 def child_environment() -> dict[str, str]:
     """Gives this process's environment, with its import path for child processes."""
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
-def _start(command: list[str], log: pathlib.Path) -> subprocess.Popen:
+def _start(
+    command: list[str], log: pathlib.Path, extra: dict[str, str]
+) -> subprocess.Popen:
+    env = child_environment() | extra
     with log.open("w") as output:
         return subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=child_environment()
+            command, stdout=output, stderr=subprocess.STDOUT, env=env
         )
 
 
@@ -102,15 +130,32 @@ def _titled(rank: int, text: str) -> str:
     return f"--- log of rank {rank} ---\n{text}"
 
 
-def _join(address: str, n_processes: int, index: int, n_local_devices: int) -> None:
+def _join(address: str, n_processes: int, index: int, n_cpus: int) -> None:
     import jax
 
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", n_local_devices)
+    if n_cpus:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", n_cpus)
+    else:
+        jax.config.update("jax_platforms", "cuda,cpu")
+    n_local_devices = n_cpus or len(os.environ["CUDA_VISIBLE_DEVICES"].split(","))
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.distributed.initialize(address, n_processes, index)
     assert len(jax.devices()) == n_processes * n_local_devices
+
+
+def leave() -> None:
+    """Ends this process well without those that have died: their job cannot be left.
+
+    The process that serves the job, 0, has to be the last.
+    """
+    import jax
+
+    if jax.process_index() == 0:
+        time.sleep(FAREWELL_S)
+    print(SUMMARY, flush=True)
+    os._exit(0)
 
 
 def main() -> None:

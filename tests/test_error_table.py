@@ -15,6 +15,7 @@ import pytest
 
 import jax_ep
 from jax_ep import _host_ffi
+from jax_ep.exchange import Exchange
 
 TABLE = pathlib.Path(__file__).parents[1] / "docs" / "errors.md"
 R, E, K, H, T = 4, 8, 2, 16, 4
@@ -203,7 +204,9 @@ def init_host_without_cpu() -> None:
     elsewhere = pytest.MonkeyPatch()
     with elsewhere.context() as patch:
         patch.setattr(jax_ep.transports.host, "local_places", lambda *_: ())
-        assert "belong to this process" in transport.why_not(mesh, "ep", config())
+        assert "belong to this process" in transport.why_not(
+            mesh, "ep", config(), Exchange.over(mesh, "host", 1.0)
+        )
         jax_ep.ep_init(mesh, "ep", config(), transport="host")
 
 

@@ -1,30 +1,86 @@
 #!/usr/bin/env bash
-# Builds the package on a machine with GPUs and runs the suite on transport p2p.
+# Builds the package on a machine with GPUs and runs the tests of transport p2p.
 #
-# Usage: tools/gpu_test.sh LOG_FOLDER [CUDA_ARCHITECTURE]        default: 90
+# Usage: tools/gpu_test.sh LOG_FOLDER [CUDA_ARCHITECTURE [PART...]]   default: 90, all parts
 #
-# Takes python3 as it is (jax with CUDA, pytest, scikit-build-core, nanobind, nvcc): nothing
-# is downloaded. Every step has a limit.
+#   suite       the suite, in one process with all GPUs
+#   bed         the kernels without JAX: ranks in one process and in several
+#   processes   the suite, and ranks that fail, in several processes: on one GPU, and on all
+#
+# Takes python3 as it is (jax with CUDA, pytest, scikit-build-core, nanobind, cmake, nvcc):
+# nothing is downloaded. Every step has a limit.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 logs=$1 arch=${2:-90} site=build/gpu-site
+parts=("${@:3}")
+((${#parts[@]})) || parts=(suite bed processes)
 mkdir -p "$logs"
+status=0
 
-{
+# step NAME SECONDS COMMAND...: runs it, and shows the end of its log.
+step() {
+  local name=$1 limit=$2
+  shift 2
+  echo "== $name"
+  timeout --kill-after=10 "$limit" "$@" > "$logs/gpu_$name.txt" 2>&1
+  local result=$?
+  tail -n "${lines:-12}" "$logs/gpu_$name.txt"
+  ((result == 0)) || { echo "== $name: exit status $result" && status=1; }
+}
+
+run_tests() {
+  step "$1" "$2" python3 -m pytest -p no:cacheprovider --gpu --transports p2p "${@:3}"
+}
+
+setup() {
   nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
   python3 -c 'import jax, sys; print("jax", jax.__version__, "python", sys.version.split()[0])'
   timeout 200 python3 -m pip install --quiet --no-build-isolation --no-deps --upgrade \
     -C "cmake.define.CMAKE_CUDA_ARCHITECTURES=$arch" -C cmake.define.JAX_EP_CUDA=ON \
     --target "$site" .
-} 2>&1 | tee "$logs/gpu_setup.txt"
+}
 
-status=0
+run_suite() {
+  run_tests test_dispatch_combine 120 tests/test_dispatch_combine.py
+  run_tests test_grad 120 tests/test_grad.py
+  run_tests test_transforms_test_independence 120 \
+    tests/test_transforms.py tests/test_independence.py
+}
+
+build_bed() {
+  cmake -S . -B build/gpu-bed -DCMAKE_BUILD_TYPE=Release -DJAX_EP_CUDA=ON \
+    "-DCMAKE_CUDA_ARCHITECTURES=$arch" &&
+    cmake --build build/gpu-bed --parallel 8 --target p2p_test
+}
+
+run_bed() {
+  local bed=build/gpu-bed/p2p_test gpus=$1
+  echo "== bed: build"
+  timeout 300 bash -c "$(declare -f build_bed); arch=$arch build_bed" > "$logs/gpu_bed.txt" 2>&1 ||
+    { tail -n 30 "$logs/gpu_bed.txt" && status=1 && return; }
+  lines=30
+  step bed_fail 60 "$bed" fail 4 "$gpus"
+  step bed_cases 120 "$bed" cases 4 "$gpus" 20
+  step bed_2_processes_on_one_gpu 120 "$bed" processes 2 1 2 10
+  step bed_4_processes_on_one_gpu 120 "$bed" processes 4 1 4 10
+  step bed_8_ranks_in_2_processes 120 "$bed" processes 8 "$gpus" 2 10
+  ((gpus >= 4)) && step bed_4_processes_on_4_gpus 120 "$bed" processes 4 4 4 20
+  ((gpus >= 4)) && step bed_2_processes_on_4_gpus 120 "$bed" processes 4 4 2 20
+  unset lines
+}
+
+run_processes() {
+  local file=tests/test_p2p_processes.py
+  run_tests processes_on_one_gpu 400 "$file" -k "share_a_gpu or span_processes"
+  (($1 >= 2)) && run_tests processes_on_all_gpus 400 "$file" \
+    -k "not share_a_gpu and not span_processes"
+}
+
+setup 2>&1 | tee "$logs/gpu_setup.txt"
 export PYTHONPATH=$PWD/$site PYTHONSAFEPATH=1
-for tests in test_dispatch_combine test_grad "test_transforms test_independence"; do
-  # shellcheck disable=SC2086
-  timeout 120 python3 -m pytest -p no:cacheprovider --gpu --transports p2p \
-    $(printf 'tests/%s.py ' $tests) > "$logs/gpu_${tests// /_}.txt" 2>&1 || status=1
-  echo "== $tests"
-  tail -n 12 "$logs/gpu_${tests// /_}.txt"
+gpus=$(nvidia-smi --query-gpu=index --format=csv,noheader | wc -l)
+gpus=$((gpus >= 4 ? 4 : gpus >= 2 ? 2 : 1))
+for part in "${parts[@]}"; do
+  "run_$part" "$gpus"
 done
 exit $status
