@@ -88,14 +88,17 @@ def place(mesh: Mesh, arrays) -> jax.Array:
 def shards(mesh: Mesh, tree):
     """Yields ((group, rank), the rank's arrays) for each device of this process."""
     leaves, treedef = jax.tree.flatten(tree)
-    by_index = [
-        {shard.index[0].start or 0: shard.data for shard in leaf.addressable_shards}
-        for leaf in leaves
-    ]
+    by_device = [{s.device: s for s in leaf.addressable_shards} for leaf in leaves]
     where = positions(mesh)
-    for i in sorted(by_index[0]):
-        local = [np.asarray(leaf[i])[0] for leaf in by_index]
-        yield where[i], jax.tree.unflatten(treedef, local)
+    for i, device in enumerate(mesh.devices.flat):
+        if device in by_device[0]:
+            local = [_entry(shards_of[device], i) for shards_of in by_device]
+            yield where[i], jax.tree.unflatten(treedef, local)
+
+
+def _entry(shard, i: int) -> np.ndarray:
+    """Gives entry `i` of an array; an empty array is whole on every device."""
+    return np.asarray(shard.data)[i - (shard.index[0].start or 0)]
 
 
 def config_of(case, **changes) -> jax_ep.EPConfig:

@@ -100,7 +100,9 @@ Status Group::Allocate(const GroupConfig& config, const std::vector<int>& device
   status = CheckPeerAccess(local_devices);
   std::unique_ptr<Group> allocated(new Group(config, devices));
   for (int rank = 0; status.ok() && rank < config.n_ranks; ++rank) {
-    if (allocated->IsLocal(rank)) status = allocated->AllocateRank(rank);
+    if (!allocated->IsLocal(rank)) continue;
+    status = allocated->AllocateRank(rank);
+    if (!status.ok()) status.message = "rank " + std::to_string(rank) + ": " + status.message;
   }
   if (status.ok()) *group = std::move(allocated);
   return status;
