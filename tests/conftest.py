@@ -22,7 +22,7 @@ import pytest
 N_CPU_DEVICES = 32
 CPU_TRANSPORTS = ("xla", "host")
 GPU_TRANSPORTS = ("xla", "p2p")
-ONE_PROCESS_TRANSPORTS = ("host", "p2p")
+ONE_PROCESS_TRANSPORTS = ("host",)
 
 
 def pytest_addoption(parser) -> None:

@@ -124,6 +124,24 @@ def call_without_rank_3() -> None:
     run(body)
 
 
+class OneProcessRuntime:
+    """The runtime's client of a job whose other process never comes."""
+
+    def key_value_set_bytes(self, key: str, value: bytes) -> None:
+        self.values = {key: value}
+
+    def blocking_key_value_get_bytes(self, key: str, timeout_ms: int) -> bytes:
+        if key not in self.values:
+            raise jax.errors.JaxRuntimeError(f"DEADLINE_EXCEEDED: {timeout_ms} ms")
+        return self.values[key]
+
+
+def set_up(**changes: Any) -> None:
+    """A step of opening a group, in process 0 of 2."""
+    exchange = Exchange("group/1", (0, 1), 0, 0.1, **changes)
+    exchange.gather("workspaces", lambda: b"address")
+
+
 def change_layout() -> None:
     group = init()
     round_trip(group, lambda d: dataclasses.replace(d, layout=d.layout + 10_000))
@@ -146,6 +164,9 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "nodes": lambda: init(n_gpus_per_node=2, n_nodes=4),
     "transport-name": lambda: init(transport="carrier-pigeon"),
     "transport-mesh": lambda: init_host_without_cpu(),
+    "setup-missing": lambda: set_up(client=OneProcessRuntime()),
+    "setup-failed": lambda: set_up(custom=lambda _, mine: [mine, b"-no memory"]),
+    "setup-exchange": lambda: set_up(custom=lambda _, mine: [mine]),
     "group-type": lambda: call("ep"),
     "outside": lambda: jax_ep.dispatch(init(), *operands()),
     "partly-manual": lambda: call_partly_manual(),
