@@ -50,7 +50,7 @@ run_suite() {
 build_bed() {
   cmake -S . -B build/gpu-bed -DCMAKE_BUILD_TYPE=Release -DJAX_EP_CUDA=ON \
     "-DCMAKE_CUDA_ARCHITECTURES=$arch" &&
-    cmake --build build/gpu-bed --parallel 8 --target p2p_test
+    cmake --build build/gpu-bed --parallel 8 --target p2p_test peer_memory_test
 }
 
 run_bed() {
@@ -59,6 +59,7 @@ run_bed() {
   timeout 300 bash -c "$(declare -f build_bed); arch=$arch build_bed" > "$logs/gpu_bed.txt" 2>&1 ||
     { tail -n 30 "$logs/gpu_bed.txt" && status=1 && return; }
   lines=30
+  step bed_peer_memory 20 build/gpu-bed/peer_memory_test
   step bed_fail 60 "$bed" fail 4 "$gpus"
   step bed_cases 120 "$bed" cases 4 "$gpus" 20
   step bed_2_processes_on_one_gpu 120 "$bed" processes 2 1 2 10
