@@ -118,7 +118,10 @@ class EPGroup:
         return self._transport.stats(self)
 
     def close(self) -> None:
-        """Frees what the group holds. Later calls of the group raise an error."""
+        """Frees what the group holds. Later calls of the group raise an error.
+
+        All its processes close a group; each waits for the others, but not for long.
+        """
         if not self._closed:
             self._closed = True
             self._transport.close(self)

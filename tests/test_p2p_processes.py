@@ -88,6 +88,7 @@ def check_the_suite() -> None:
         check_gradients,
         check_independent_calls,
         check_groups_come_and_go,
+        check_too_large_a_group,
     ):
         begin = time.monotonic()
         check()
@@ -174,6 +175,20 @@ def check_groups_come_and_go() -> None:
                 rows = np.asarray(shard.data)[0, : len(wanted[rank])]
                 assert (rows == wanted[rank]).all(), f"rank {rank}"
             each.close()
+
+
+def check_too_large_a_group() -> None:
+    """All processes say which one failed, and why; afterwards groups open as before."""
+    mesh = make_mesh(len(jax.devices()))
+    case = cases.SMALL[mesh.size]
+    config = config_of(
+        case, max_tokens_per_rank=2**22, hidden_size=8192, recv_capacity=16
+    )
+    with pytest.raises(
+        RuntimeError, match=r"^process 0: rank 0: workspace of \d+ bytes"
+    ):
+        jax_ep.ep_init(mesh, AXIS, config, transport="p2p")
+    open_a_new_group(mesh)
 
 
 def expected_rows(case: cases.Case) -> list[np.ndarray]:

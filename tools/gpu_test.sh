@@ -5,7 +5,8 @@
 #
 #   suite       the suite, in one process with all GPUs
 #   bed         the kernels without JAX: ranks in one process and in several
-#   processes   the suite, and ranks that fail, in several processes: on one GPU, and on all
+#   processes   the suite, and ranks that fail, in several processes that share a GPU
+#   gpus        the same with a process for each GPU, or for two of them
 #
 # Takes python3 as it is (jax with CUDA, pytest, scikit-build-core, nanobind, cmake, nvcc):
 # nothing is downloaded. Every step has a limit.
@@ -13,7 +14,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 logs=$1 arch=${2:-90} site=build/gpu-site
 parts=("${@:3}")
-((${#parts[@]})) || parts=(suite bed processes)
+((${#parts[@]})) || parts=(suite bed processes gpus)
 mkdir -p "$logs"
 status=0
 
@@ -71,9 +72,12 @@ run_bed() {
 }
 
 run_processes() {
-  local file=tests/test_p2p_processes.py
-  run_tests processes_on_one_gpu 400 "$file" -k "share_a_gpu or span_processes"
-  (($1 >= 2)) && run_tests processes_on_all_gpus 400 "$file" \
+  run_tests processes_on_one_gpu 500 tests/test_p2p_processes.py --verbose --durations=10 \
+    -k "share_a_gpu or span_processes"
+}
+
+run_gpus() {
+  run_tests processes_on_all_gpus 500 tests/test_p2p_processes.py --verbose --durations=10 \
     -k "not share_a_gpu and not span_processes"
 }
 
