@@ -106,7 +106,6 @@ Status PeerMappings::Map(int device, int rank, const PeerAddress& address, uint8
         cudaIpcOpenMemHandle(&mapped, address.memory, cudaIpcMemLazyEnablePeerAccess);
     if (error != cudaSuccess) {
       mapped = nullptr;
-      cudaGetLastError();  // the error is said, and not another call's
       return ToStatus(error, "device " + std::to_string(device) +
                                  " cannot map the memory of process " +
                                  std::to_string(address.process) +

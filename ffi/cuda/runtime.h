@@ -9,8 +9,10 @@
 
 namespace jax_ep::p2p {
 
+// An error that is said here is not the next launch's.
 inline Status ToStatus(cudaError_t error, const std::string& what) {
   if (error == cudaSuccess) return {};
+  cudaGetLastError();
   return Internal(what + ": " + cudaGetErrorString(error));
 }
 
