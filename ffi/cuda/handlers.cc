@@ -126,8 +126,8 @@ ffi::Error DispatchImpl(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi:
   if (!status.ok()) return ToError(status);
   const GroupConfig& config = caller.config();
   DispatchArgs args{};
-  status =
-      caller.member.group->DispatchCall(caller.member.rank, topk_ids.dimensions()[0], &args.call);
+  status = caller.member.group->DispatchCall(caller.member.rank, topk_ids.dimensions()[0],
+                                             Half::kBoth, &args.call);
   if (!status.ok()) return ToError(status);
   args.token_vectors = RowVectors(tokens, config.token_bytes);
   if (args.token_vectors == 0 || RowVectors(*rows, config.token_bytes) != args.token_vectors ||
@@ -168,7 +168,7 @@ ffi::Error CombineImpl(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi::
   const GroupConfig& config = caller.config();
   CombineArgs args{};
   const int64_t n_tokens = topk_ids.dimensions()[0];
-  status = caller.member.group->CombineCall(caller.member.rank, n_tokens, &args.call);
+  status = caller.member.group->CombineCall(caller.member.rank, n_tokens, Half::kBoth, &args.call);
   if (!status.ok()) return ToError(status);
   args.row_vectors = RowVectors(expert_out, config.row_bytes);
   const int64_t n_rows_out = n_tokens * (reduce ? 1 : config.top_k);
