@@ -20,7 +20,7 @@ mkdir -p "$logs"
 
 status=0
 export PYTHONPATH=$PWD/$site PYTHONSAFEPATH=1
-for tests in test_dispatch_combine test_grad "test_transforms test_independence"; do
+for tests in test_dispatch_combine test_grad "test_transforms test_independence test_async"; do
   # shellcheck disable=SC2086
   timeout 120 python3 -m pytest -p no:cacheprovider --gpu --transports p2p \
     $(printf 'tests/%s.py ' $tests) > "$logs/gpu_${tests// /_}.txt" 2>&1 || status=1
