@@ -1,7 +1,7 @@
-"""`python benchmarks --platform cpu`: `host` against plain `jax.lax`.
+"""`python benchmarks --platform cpu`: transport `host` against plain `jax.lax`.
 
-On virtual devices. README.md has the method. Every case runs in a process of its own (run_case.py), with a
-time limit; this one collects, prints and writes.
+README.md has the method. Every case runs in a process of its own (run_case.py), on
+virtual devices and with a time limit; this one collects, prints and writes.
 """
 
 from __future__ import annotations

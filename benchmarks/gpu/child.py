@@ -61,6 +61,8 @@ class Child:
         self._process.kill()
         self._process.wait()
         self._reader.join()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
 
     def _lose(self, why: str) -> dict[str, Any]:
         self.is_lost = True

@@ -8,6 +8,7 @@ import pathlib
 import tempfile
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -74,23 +75,24 @@ def pause() -> None:
 
 
 def read(profile: jax.profiler.ProfileData) -> list[list[Event]]:
-    """Events of each GPU, in order of time.
+    """Events of each GPU, in order of time."""
+    planes = sorted(profile.planes, key=lambda plane: plane.name)
+    return [_events(plane) for plane in planes if plane.name.startswith("/device:GPU:")]
 
-    A GPU's plane has a line for each stream; others sum up what is there.
-    """
-    return [
-        sorted(
-            (
-                Event(event.name, event.start_ns, event.end_ns)
-                for line in plane.lines
-                if line.name.startswith("Stream")
-                for event in line.events
-            ),
-            key=lambda event: event.begin_ns,
-        )
-        for plane in sorted(profile.planes, key=lambda plane: plane.name)
-        if plane.name.startswith("/device:GPU:")
+
+def _events(plane: Any) -> list[Event]:
+    """A GPU's plane has a line for each stream; other lines sum up what is there."""
+    lines = list(plane.lines)
+    events = [
+        Event(event.name, event.start_ns, event.end_ns)
+        for line in lines
+        if line.name.startswith("Stream")
+        for event in line.events
     ]
+    if not events:
+        names = [line.name for line in lines]
+        raise RuntimeError(f"{plane.name} shows no stream's events; its lines: {names}")
+    return sorted(events, key=lambda event: event.begin_ns)
 
 
 def span_us(events: list[Event]) -> float:
