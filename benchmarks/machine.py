@@ -67,5 +67,8 @@ def version(package: str) -> str | None:
 
 
 def _git(*args: str) -> str | None:
-    done = subprocess.run(["git", *args], cwd=_ROOT, capture_output=True, text=True)
+    try:
+        done = subprocess.run(["git", *args], cwd=_ROOT, capture_output=True, text=True)
+    except OSError:  # there is no git
+        return None
     return done.stdout.strip() if done.returncode == 0 else None

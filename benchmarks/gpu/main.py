@@ -14,7 +14,6 @@ import json
 import os
 import pathlib
 import re
-import sys
 import time
 from typing import Any
 
@@ -49,10 +48,9 @@ class Run:
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
         self._begin = time.monotonic()
-        command = " ".join(["python benchmarks", *sys.argv[1:]])
         self.record: dict[str, Any] = {
             "machine": {**machine.describe(), **_driver()},
-            "command": command,
+            "command": _command(options),
             "xla_flags": os.environ.get("XLA_FLAGS", ""),
             "results": [],
         }
@@ -141,10 +139,16 @@ class Run:
 
 
 def _driver() -> dict[str, Any]:
-    return {
-        "driver": machine.nvidia_driver(),
-        "nccl": machine.version("nvidia-nccl-cu13"),
-    }
+    packages = ("jax-cuda13-plugin", "nvidia-cuda-runtime", "nvidia-nccl-cu13")
+    versions = {name: machine.version(name) for name in packages}
+    return {"driver": machine.nvidia_driver(), **versions}
+
+
+def _command(options: argparse.Namespace) -> str:
+    """Without what does not matter for the figures."""
+    words = ["python benchmarks --platform gpu"]
+    words += [f"--{name}" for name in ("quick", "rehearse") if getattr(options, name)]
+    return " ".join(words + [f"--only '{pattern}'" for pattern in options.only])
 
 
 def _matches(name: str, patterns: list[str]) -> bool:
