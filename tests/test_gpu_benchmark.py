@@ -60,6 +60,8 @@ def arena(request, monkeypatch):
     """A case on 4 devices."""
     monkeypatch.setattr(lax, "ragged_all_to_all", emulated_ragged_all_to_all)
     devices = np.array(jax.devices("cpu")[:4])
+    if len(devices) < 4:
+        pytest.skip(f"needs 4 CPU devices, found {len(devices)}")
     mesh = Mesh(devices, ("ep",), axis_types=(AxisType.Auto,))
     case = Case(4, **{"hidden_size": 64, "n_experts": 16, "top_k": 4} | request.param)
     return measure.Arena(mesh, case, EFFORT)
@@ -305,15 +307,27 @@ def test_report_compares_with_the_link_and_the_best_rival(tmp_path, capsys) -> N
     assert min(image.imread(tmp_path / "gpu_some.png").shape[:2]) > 500
 
 
-def test_rehearsal_lacks_only_what_a_gpu_shows(tmp_path) -> None:
-    command = [BENCHMARKS, "--platform", "gpu", "--rehearse", "--out", tmp_path]
-    done = subprocess.run(
-        [sys.executable, *map(str, command)],
+def run_benchmarks(*arguments) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-W", "error", *map(str, (BENCHMARKS, *arguments))],
         env=child_environment() | {"JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
         timeout=300,
     )
+
+
+def test_the_platform_is_what_jax_has_unless_told() -> None:
+    names = [
+        run_benchmarks(*options, "--list").stdout.splitlines()
+        for options in ([], ["--platform", "cpu"], ["--platform", "gpu"])
+    ]
+    assert names[0] == names[1] and "T16-H256-uniform" in names[0]
+    assert "T4096-H7168-uniform-lax all_gather" in names[2]
+
+
+def test_rehearsal_lacks_only_what_a_gpu_shows(tmp_path) -> None:
+    done = run_benchmarks("--platform", "gpu", "--rehearse", "--out", tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
     record = json.loads((tmp_path / "gpu_cpu-x4.json").read_text())
     reasons = {why.split(": ", 1)[1] for why in figures.failures(record)}
