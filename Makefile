@@ -52,7 +52,7 @@ test: $(VENV)/.package  ## run the test suite; prints why a test was skipped
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 .PHONY: bench
-bench: $(VENV)/.package  ## run the benchmarks
+bench: $(VENV)/.package  ## run the benchmark of what JAX has here: CPU or GPUs
 	$(BIN)/python benchmarks $(BENCH_ARGS)
 
 .PHONY: format
@@ -94,6 +94,10 @@ cuda-compile:  ## compile all CUDA sources, as far as there are any
 .PHONY: gpu-test
 gpu-test:  ## on a machine with GPUs: build as it is, run the suite on p2p, logs in GPU_LOGS
 	tools/gpu_test.sh $(or $(GPU_LOGS),build/gpu-logs)
+
+.PHONY: gpu-bench
+gpu-bench:  ## on a machine with GPUs: build as it is, run the GPU benchmark, files in GPU_LOGS
+	tools/gpu_bench.sh $(or $(GPU_LOGS),build/gpu-logs) $(BENCH_ARGS)
 
 .PHONY: clean
 clean:  ## remove everything that the other targets wrote

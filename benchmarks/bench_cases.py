@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -38,6 +39,10 @@ class Case:
     capacity: float | None = None
     dtype: str = "bfloat16"
     allocator: str = "default"
+
+    n_ranks: ClassVar[int] = N_RANKS
+    n_experts: ClassVar[int] = N_EXPERTS
+    top_k: ClassVar[int] = TOP_K
 
     @property
     def name(self) -> str:

@@ -26,7 +26,7 @@ def describe() -> dict[str, Any]:
         "memory_gib": round(total_bytes() / 2**30, 1),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
-        **{name: _version(name) for name in ("jax", "jaxlib", "jax_ep", "numpy")},
+        **{name: version(name) for name in ("jax", "jaxlib", "jax_ep", "numpy")},
         "commit": _git("rev-parse", "HEAD"),
         "dirty": bool(_git("status", "--porcelain", "--", ".", _NOT_RESULTS)),
         "load_average": round(os.getloadavg()[0], 2),
@@ -48,7 +48,18 @@ def cpu_model() -> str:
     return match.group(1) if match else platform.processor() or "unknown CPU"
 
 
-def _version(package: str) -> str | None:
+def nvidia_driver() -> str | None:
+    """Its version."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.split("\n")[0] or None
+
+
+def version(package: str) -> str | None:
+    """Of an installed package."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -56,5 +67,8 @@ def _version(package: str) -> str | None:
 
 
 def _git(*args: str) -> str | None:
-    done = subprocess.run(["git", *args], cwd=_ROOT, capture_output=True, text=True)
+    try:
+        done = subprocess.run(["git", *args], cwd=_ROOT, capture_output=True, text=True)
+    except OSError:  # there is no git
+        return None
     return done.stdout.strip() if done.returncode == 0 else None

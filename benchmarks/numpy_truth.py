@@ -13,9 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from bench_cases import N_EXPERTS, N_RANKS, TOP_K, Case, Inputs
-
-N_LOCAL = N_EXPERTS // N_RANKS
+from bench_cases import Case, Inputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,11 +26,12 @@ class Truth:
     has_row: np.ndarray  # bool[R * T, K]
 
 
-def layout(case: Case, inputs: Inputs) -> Truth:
+def layout(case: Any, inputs: Any) -> Truth:
     """Rows by local expert, source rank, token, k; dropped from the end."""
     ids = inputs.topk_ids.reshape(-1)
-    order = np.argsort(np.where(ids < 0, N_EXPERTS, ids), kind="stable")
-    counts = np.bincount(ids[ids >= 0], minlength=N_EXPERTS).reshape(N_RANKS, N_LOCAL)
+    order = np.argsort(np.where(ids < 0, case.n_experts, ids), kind="stable")
+    counts = np.bincount(ids[ids >= 0], minlength=case.n_experts)
+    counts = counts.reshape(case.n_ranks, -1)
     ends = np.cumsum(counts.sum(1))
     choices = [
         order[end - count.sum() : end][: case.n_rows]
@@ -45,7 +44,7 @@ def layout(case: Case, inputs: Inputs) -> Truth:
         choices=choices,
         row_offsets=np.minimum(offsets, case.n_rows),
         n_dropped=np.maximum(offsets[:, -1] - case.n_rows, 0),
-        has_row=has_row.reshape(-1, TOP_K),
+        has_row=has_row.reshape(-1, case.top_k),
     )
 
 
@@ -53,13 +52,14 @@ def make_expert_out(case: Case, inputs: Inputs, truth: Truth, rank: int) -> np.n
     """`[C, H]`: each row times a factor of its expert; NaN in the rows not in use."""
     out = np.full((case.n_rows, case.hidden_size), np.nan, inputs.tokens.dtype)
     choices = truth.choices[rank]
-    rows = inputs.tokens[choices // TOP_K]
-    factor = _expert_factor(inputs.topk_ids.reshape(-1)[choices])
+    rows = inputs.tokens[choices // case.top_k]
+    factor = expert_factor(inputs.topk_ids.reshape(-1)[choices])
     out[: len(choices)] = rows * factor[:, None].astype(rows.dtype)
     return out
 
 
-def _expert_factor(ids: np.ndarray) -> np.ndarray:
+def expert_factor(ids: np.ndarray) -> np.ndarray:
+    """What an expert multiplies its rows with."""
     return 0.5 + ids % 4  # exact in bfloat16, and so are few-bit products
 
 
@@ -67,23 +67,36 @@ def check_dispatch(
     name: str, case: Case, inputs: Inputs, truth: Truth, dispatched: Any
 ) -> None:
     """Compares all that the contract defines; `dispatched` has leaves `[R, ...]`."""
-    _require(name, "row_offsets", dispatched.row_offsets, truth.row_offsets)
-    _require(name, "n_dropped", dispatched.n_dropped, truth.n_dropped)
-    _require(name, "n_invalid", dispatched.n_invalid, np.zeros(N_RANKS))
+    check_counts(name, truth, dispatched)
     for rank, choices in enumerate(truth.choices):
-        token = choices // TOP_K
-        src_info = np.stack([token % case.n_tokens, choices % TOP_K], axis=1)
-        n = len(choices)
-        _require(name, "src_info", _shard(dispatched.src_info, rank)[:n], src_info)
-        rows = _shard(dispatched.tokens, rank)[:n]
-        _require(name, "rows", rows.view(np.uint8), inputs.tokens[token].view(np.uint8))
+        check_src_info(name, case, choices, rank, dispatched)
+        rows = shard(dispatched.tokens, rank)[: len(choices)]
+        tokens = inputs.tokens[choices // case.top_k]
+        require(name, "rows", rows.view(np.uint8), tokens.view(np.uint8))
+
+
+def check_counts(name: str, truth: Truth, dispatched: Any) -> None:
+    """What is one number, or one per expert."""
+    require(name, "row_offsets", dispatched.row_offsets, truth.row_offsets)
+    require(name, "n_dropped", dispatched.n_dropped, truth.n_dropped)
+    require(name, "n_invalid", dispatched.n_invalid, np.zeros(len(truth.choices)))
+
+
+def check_src_info(
+    name: str, case: Any, choices: np.ndarray, rank: int, dispatched: Any
+) -> None:
+    """Token and k of each row in use."""
+    token, k = choices // case.top_k % case.n_tokens, choices % case.top_k
+    src_info = shard(dispatched.src_info, rank)[: len(choices)]
+    require(name, "src_info", src_info, np.stack([token, k], axis=1))
 
 
 def check_combine(name: str, inputs: Inputs, truth: Truth, out: jax.Array) -> None:
     """Of what `make_expert_out` gives."""
-    weights = truth.has_row * inputs.topk_weights * _expert_factor(inputs.topk_ids)
+    weights = truth.has_row * inputs.topk_weights * expert_factor(inputs.topk_ids)
     expected = weights.sum(1)[:, None] * inputs.tokens.astype(np.float32)
-    _require_close(name, "combine", out, expected, inputs.tokens.dtype)
+    tolerance = _tolerance(inputs.tokens.dtype, weights.shape[1])
+    require_close(name, "combine", out, expected, tolerance)
 
 
 def check_round_trip(name: str, inputs: Inputs, truth: Truth, results: tuple) -> None:
@@ -94,26 +107,36 @@ def check_round_trip(name: str, inputs: Inputs, truth: Truth, results: tuple) ->
     )
     factor = (truth.has_row * inputs.topk_weights).sum(1)[:, None]
     dots = (tokens * cotangents).sum(1)[:, None] * truth.has_row
-    dtype = inputs.tokens.dtype
-    _require_close(name, "round trip", out, factor * tokens, dtype)
-    _require_close(name, "gradient of tokens", d_tokens, factor * cotangents, dtype)
-    _require_close(name, "gradient of weights", d_weights, dots, np.float32)
+    most = _tolerance(inputs.tokens.dtype, dots.shape[1])
+    require_close(name, "round trip", out, factor * tokens, most)
+    require_close(name, "gradient of tokens", d_tokens, factor * cotangents, most)
+    least = _tolerance(np.dtype(np.float32), dots.shape[1])
+    require_close(name, "gradient of weights", d_weights, dots, least)
 
 
-def _shard(x: jax.Array, rank: int) -> np.ndarray:
+def shard(x: jax.Array, rank: int) -> np.ndarray:
+    """One rank's of an array with a leading axis of ranks."""
     return np.asarray(x.addressable_shards[rank].data)[0]
 
 
-def _require(name: str, what: str, got: Any, expected: np.ndarray) -> None:
+def require(name: str, what: str, got: Any, expected: np.ndarray) -> None:
+    """Equality.
+
+    Raises:
+        AssertionError: they differ.
+    """
     if not np.array_equal(np.asarray(got), expected):
         raise AssertionError(f"{name}: {what} must equal the reference.")
 
 
-def _require_close(
-    name: str, what: str, got: jax.Array, expected: np.ndarray, dtype: np.dtype
+def require_close(
+    name: str, what: str, got: Any, expected: np.ndarray, tolerance: float
 ) -> None:
-    # float32: sums of up to H products. bfloat16: up to K roundings of 2**-9.
-    tolerance = 1e-4 if dtype == np.float32 else TOP_K * 2.0**-9
+    """`tolerance` is of the largest value expected, or of 1.
+
+    Raises:
+        AssertionError: they differ by more.
+    """
     error = np.abs(np.asarray(got).astype(np.float32) - expected).max()
     limit = tolerance * max(1.0, np.abs(expected).max())
     if not error <= limit:
@@ -121,3 +144,8 @@ def _require_close(
             f"{name}: {what} must be within {limit:.3g} of the reference; is off by "
             f"{error:.3g}."
         )
+
+
+def _tolerance(dtype: np.dtype, top_k: int) -> float:
+    """float32: sums of up to H products. bfloat16: up to K roundings of 2**-9."""
+    return 1e-4 if dtype == np.float32 else top_k * 2.0**-9

@@ -117,6 +117,22 @@ class EPGroup:
         self._check_open()
         return self._transport.stats(self)
 
+    def check(self) -> None:
+        """Raises what a call of the group failed of, on a device of this process.
+
+        For `p2p`, whose kernels end a wait but cannot raise: a call that failed leaves
+        no rows (`row_offsets` of 0) or NaN, and the next call of the group raises. This
+        tells at once; wait for the results first (`jax.block_until_ready`). The other
+        transports raise by themselves.
+
+        Raises:
+            jax.errors.JaxRuntimeError: a call failed; the message names both ranks, the
+                call and its epoch. Make a new group.
+            ValueError: the group is closed.
+        """
+        self._check_open()
+        self._transport.check(self)
+
     def close(self) -> None:
         """Frees what the group holds. Later calls of the group raise an error.
 

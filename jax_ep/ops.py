@@ -51,7 +51,11 @@ def dispatch(
         jax.errors.JaxRuntimeError: a rank failed or did not come within
             `config.timeout_s`. When the result is used.
     """
-    return _dispatch("dispatch", group, tokens, topk_ids, topk_weights, input_scale)
+    operands = _dispatch_operands(
+        "dispatch", group, tokens, topk_ids, topk_weights, input_scale
+    )
+    dispatched = group._transport.dispatch(group, *operands)
+    return _without_padding(dispatched, jnp.shape(tokens)[0])
 
 
 def dispatch_async(
@@ -64,16 +68,19 @@ def dispatch_async(
 ) -> InFlight:
     """The first half of `dispatch`: what follows may overlap with the transfer.
 
-    Takes and raises what `dispatch` does. On the transports `xla` and `host` the call
-    is complete with this half: XLA:CPU runs it beside whatever does not need it.
+    Takes and raises what `dispatch` does. On `p2p` one dispatch of a group is in flight
+    at a time; others that are begun before its `dispatch_wait` are sent where they are
+    waited for. On the transports `xla` and `host` the call is complete with this half:
+    XLA:CPU runs it beside whatever does not need it.
 
     Returns:
         What `dispatch_wait` takes.
     """
-    dispatched = _dispatch(
+    operands = _dispatch_operands(
         "dispatch_async", group, tokens, topk_ids, topk_weights, input_scale
     )
-    return InFlight(dispatched, "dispatch", group)
+    begun = group._transport.dispatch_async(group, *operands)
+    return InFlight(begun, "dispatch", jnp.shape(tokens)[0], group)
 
 
 def dispatch_wait(group: EPGroup, in_flight: InFlight) -> Dispatched:
@@ -92,7 +99,8 @@ def dispatch_wait(group: EPGroup, in_flight: InFlight) -> Dispatched:
     """
     _checks.check_place("dispatch_wait", group)
     _checks.check_in_flight("dispatch", group, in_flight)
-    return in_flight.arrays
+    dispatched = group._transport.dispatch_wait(group, in_flight.arrays)
+    return _without_padding(dispatched, in_flight.n_tokens)
 
 
 def combine(
@@ -132,9 +140,11 @@ def combine(
             without `reduce`. While tracing.
         jax.errors.JaxRuntimeError: as for `dispatch`.
     """
-    return _combine(
+    operands = _combine_operands(
         "combine", group, expert_out, dispatched, topk_weights, residual, reduce
     )
+    out = group._transport.combine(group, *operands, reduce=reduce)
+    return out[: dispatched.topk_ids.shape[0]]
 
 
 def combine_async(
@@ -148,16 +158,18 @@ def combine_async(
 ) -> InFlight:
     """The first half of `combine`: what follows may overlap with the transfer.
 
-    Takes and raises what `combine` does. On the transports `xla` and `host` the call is
+    Takes and raises what `combine` does. On `p2p` one combine of a group is in flight
+    at a time, as with `dispatch_async`. On the transports `xla` and `host` the call is
     complete with this half.
 
     Returns:
         What `combine_wait` takes.
     """
-    out = _combine(
+    operands = _combine_operands(
         "combine_async", group, expert_out, dispatched, topk_weights, residual, reduce
     )
-    return InFlight(out, "combine", group)
+    begun = group._transport.combine_async(group, *operands, reduce=reduce)
+    return InFlight(begun, "combine", dispatched.topk_ids.shape[0], group)
 
 
 def combine_wait(group: EPGroup, in_flight: InFlight) -> jax.Array:
@@ -176,17 +188,19 @@ def combine_wait(group: EPGroup, in_flight: InFlight) -> jax.Array:
     """
     _checks.check_place("combine_wait", group)
     _checks.check_in_flight("combine", group, in_flight)
-    return in_flight.arrays
+    out = group._transport.combine_wait(group, in_flight.arrays)
+    return out[: in_flight.n_tokens]
 
 
-def _dispatch(
+def _dispatch_operands(
     operation: str,
     group: EPGroup,
     tokens: Any,
     topk_ids: Any,
     topk_weights: Any,
     input_scale: Any,
-) -> Dispatched:
+) -> list[Any]:
+    """Checked: tokens, `topk_ids`, `topk_weights`."""
     _checks.check_place(operation, group)
     config = group.config
     tokens, topk_ids, topk_weights = _as_arrays(tokens, topk_ids, topk_weights)
@@ -215,17 +229,19 @@ def _dispatch(
             f"{operation}: input_scale is for formats that quantise; "
             f"{config.token_format.name} does not."
         )
-    operands = _checks.vary_alike(
+    return _checks.vary_alike(
         group.axis_name,
         _never_empty(tokens, 0),
         _never_empty(topk_ids, _NO_EXPERT),
         _never_empty(topk_weights, 0),
     )
-    dispatched = group._transport.dispatch(group, *operands)
+
+
+def _without_padding(dispatched: Dispatched, n_tokens: int) -> Dispatched:
     return dataclasses.replace(dispatched, topk_ids=dispatched.topk_ids[:n_tokens])
 
 
-def _combine(
+def _combine_operands(
     operation: str,
     group: EPGroup,
     expert_out: Any,
@@ -233,7 +249,8 @@ def _combine(
     topk_weights: Any,
     residual: Any,
     reduce: bool,
-) -> jax.Array:
+) -> tuple[Any, ...]:
+    """Checked: `expert_out`, `dispatched`, `topk_weights`, `residual`."""
     _checks.check_place(operation, group)
     _checks.check_dispatched(operation, group, dispatched)
     _check_weights(operation, dispatched, topk_weights, residual, reduce)
@@ -265,10 +282,7 @@ def _combine(
         *leaves,
     )
     dispatched = jax.tree.unflatten(treedef, leaves)
-    out = group._transport.combine(
-        group, expert_out, dispatched, topk_weights, residual, reduce=reduce
-    )
-    return out[:n_tokens]
+    return expert_out, dispatched, topk_weights, residual
 
 
 def _check_weights(

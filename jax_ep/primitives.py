@@ -29,7 +29,12 @@ class Weighting(enum.IntEnum):
     ROW = 2
 
 
-def _primitive(name: str, *, multiple_results: bool) -> Primitive:
+def _primitive(
+    name: str,
+    *,
+    multiple_results: bool,
+    platforms: tuple[str, ...] = ("cpu", "cuda"),
+) -> Primitive:
     primitive = Primitive(name)
     primitive.multiple_results = multiple_results
 
@@ -63,7 +68,7 @@ def _primitive(name: str, *, multiple_results: bool) -> Primitive:
         return results, ([0] * len(results) if multiple_results else 0)
 
     primitive.def_impl(run_eagerly)
-    for platform in ("cpu", "cuda"):
+    for platform in platforms:
         mlir.register_lowering(primitive, lower, platform=platform)
     batching.primitive_batchers[primitive] = batch
     return primitive
@@ -104,12 +109,32 @@ def _attributes(
 
 dispatch_p = _primitive("jax_ep_dispatch", multiple_results=True)
 combine_p = _primitive("jax_ep_combine", multiple_results=False)
-combine_grad_p = _primitive("jax_ep_combine_grad", multiple_results=True)
+combine_grad_p = _primitive(
+    "jax_ep_combine_grad", multiple_results=True, platforms=("cpu",)
+)
+
+# Halves: between the two, a ticket.
+dispatch_send_p = _primitive(
+    "jax_ep_dispatch_send", multiple_results=False, platforms=("cuda",)
+)
+dispatch_receive_p = _primitive(
+    "jax_ep_dispatch_receive", multiple_results=True, platforms=("cuda",)
+)
+combine_send_p = _primitive(
+    "jax_ep_combine_send", multiple_results=False, platforms=("cuda",)
+)
+combine_receive_p = _primitive(
+    "jax_ep_combine_receive", multiple_results=False, platforms=("cuda",)
+)
+
+# As in C++: struct Ticket.
+_TICKET_SHAPE = (4,)
 
 
+@dispatch_receive_p.def_abstract_eval
 @dispatch_p.def_abstract_eval
 def _dispatch_types(
-    axis_index: Any,
+    axis_index_or_ticket: Any,
     tokens: Any,
     topk_ids: Any,
     *weights: Any,
@@ -130,9 +155,10 @@ def _dispatch_types(
     return [_like(tokens, shape, dtype) for shape, dtype in types]
 
 
+@combine_receive_p.def_abstract_eval
 @combine_p.def_abstract_eval
 def _combine_types(
-    axis_index: Any,
+    axis_index_or_ticket: Any,
     expert_out: Any,
     topk_ids: Any,
     layout: Any,
@@ -143,6 +169,12 @@ def _combine_types(
 ) -> Any:
     leading = topk_ids.shape[:1] if reduce else topk_ids.shape
     return _like(expert_out, (*leading, expert_out.shape[1]), expert_out.dtype)
+
+
+@dispatch_send_p.def_abstract_eval
+@combine_send_p.def_abstract_eval
+def _ticket_type(axis_index: Any, rows: Any, *_: Any, **__: Any) -> Any:
+    return _like(rows, _TICKET_SHAPE, jnp.int32)
 
 
 @combine_grad_p.def_abstract_eval

@@ -66,9 +66,11 @@ class InFlight:
     Attributes:
         arrays: the transport's own.
         operation: `"dispatch"` or `"combine"`; static.
+        n_tokens: T of the call; static.
         group: the group of the call; static.
     """
 
     arrays: Any
     operation: str = dataclasses.field(metadata={"static": True})
+    n_tokens: int = dataclasses.field(metadata={"static": True})
     group: EPGroup = dataclasses.field(metadata={"static": True})

@@ -44,8 +44,8 @@ setup() {
 run_suite() {
   run_tests test_dispatch_combine 120 tests/test_dispatch_combine.py
   run_tests test_grad 120 tests/test_grad.py
-  run_tests test_transforms_test_independence 120 \
-    tests/test_transforms.py tests/test_independence.py
+  run_tests test_transforms_test_independence_test_async 120 \
+    tests/test_transforms.py tests/test_independence.py tests/test_async.py
 }
 
 build_bed() {

@@ -1,8 +1,8 @@
 // The workspace: one rank's memory that its peers write to, the same map on every rank. Planned
 // once, from the shape of the group; sizes and offsets come from the same line.
 //
-// What calls exchange exists twice, and a call uses the copy of its epoch's parity. That is why no
-// call waits for its peers before it writes: docs/protocol.md has the proof.
+// What calls exchange exists twice, and calls take turns. That is why no call waits for its peers
+// before it writes: docs/protocol.md has the proof.
 #pragma once
 
 #include <cstddef>
@@ -29,15 +29,19 @@ struct Region {
   size_t n_copies;
 
   JAX_EP_HOST_DEVICE constexpr size_t end() const { return offset + n_copies * bytes; }
-  JAX_EP_HOST_DEVICE constexpr size_t Copy(uint32_t epoch) const {
-    return offset + epoch % n_copies * bytes;
-  }
+  JAX_EP_HOST_DEVICE constexpr size_t Copy(uint32_t copy) const { return offset + copy * bytes; }
 };
 
-// Where a kind of call stands on one rank. Calls of one kind follow each other on a rank.
-struct CallState {
-  uint32_t epoch;           // of the last call that began
+// Where a kind of call stands on one rank. Arrays are by copy.
+struct alignas(64) CallState {
   uint32_t n_blocks_begun;  // of the call that is beginning
+  uint32_t n_blocks_ended;  // of the call that is ending
+  uint32_t epoch;           // of the last call that began,
+  uint32_t copy;            // and which copy it uses
+  uint32_t open_epoch;      // of the call that is in flight between its halves; 0: none,
+  uint32_t open_copy;       // and which copy it uses
+  uint32_t last_epoch[2];   // the last call that used the copy
+  uint32_t lagging[2];      // not 0: that call began while a call of some rank was in flight
 };
 
 struct Workspace {
@@ -51,10 +55,12 @@ struct Workspace {
   Region peers;   // uint8_t*[R]    workspaces of all ranks, as this rank sees them
 
   // Written by peers; [R] is by source rank.
-  Region counts;    // word[L + 1, R]     rows for each local expert; then messages
-  Region arrived;   // word[R, M]         index of the token
-  Region messages;  // message[R, M]      valid once `arrived` says so
-  Region begun;     // word[R]            the peer has begun this combine
+  Region counts;         // word[L + 1, R]     rows for each local expert; then messages
+  Region arrived;        // word[R, M]         index of the token
+  Region messages;       // message[R, M]      valid once `arrived` says so
+  Region begun;          // word[R]            the peer has begun this combine
+  Region dispatch_done;  // word[R]       the peer has received this dispatch; see device/turns.cuh
+  Region combine_done;   // word[R]       the same of combine
   Region returned;  // word[M, K]         which choices of the token have rows; at the rank's first
                     // choice
   Region rows;      // row[M, K]          valid once `returned` says so
@@ -74,7 +80,9 @@ struct Workspace {
     w.counts = After(w.peers.end(), n_ranks * (s.n_local_experts + 1) * word, kCopies);
     w.arrived = After(w.counts.end(), n_ranks * max_tokens * word, kCopies);
     w.begun = After(w.arrived.end(), n_ranks * word, kCopies);
-    w.returned = After(w.begun.end(), n_choices * word, kCopies);
+    w.dispatch_done = After(w.begun.end(), n_ranks * word, kCopies);
+    w.combine_done = After(w.dispatch_done.end(), n_ranks * word, kCopies);
+    w.returned = After(w.combine_done.end(), n_choices * word, kCopies);
     w.messages = After(w.returned.end(), n_ranks * max_tokens * w.message_bytes, kCopies);
     w.rows = After(w.messages.end(), n_choices * s.row_bytes, kCopies);
     w.bytes = w.rows.end();

@@ -46,6 +46,7 @@ class TokenCombiner {
 
   void Combine(int64_t token) {
     FindChoices(args_, token, choices_);
+    Prefetch(token + 1);
     if (!args_.reduce) return CopyRows(token);
     std::fill(sum_.begin(), sum_.end(), 0.0f);
     if (args_.weighting == Weighting::kRow) {
@@ -62,6 +63,18 @@ class TokenCombiner {
  private:
   const T* Row(const Choice& choice) const {
     return static_cast<const T*>(At(arrivals_, choice.rank).expert_out) + choice.row * size_;
+  }
+
+  // Rows lie anywhere: no hardware guesses the next.
+  void Prefetch(int64_t token) {
+    constexpr int64_t kLine = 64, kMostBytes = 1024;
+    if (token >= args_.n_tokens) return;
+    FindChoices(args_, token, next_);
+    const int64_t bytes = std::min<int64_t>(size_ * sizeof(T), kMostBytes);
+    for (const Choice& choice : next_) {
+      const char* const row = reinterpret_cast<const char*>(Row(choice));
+      for (int64_t i = 0; i < bytes; i += kLine) __builtin_prefetch(row + i);
+    }
   }
 
   void CopyRows(int64_t token) {
@@ -100,7 +113,7 @@ class TokenCombiner {
   const int64_t size_;
   std::vector<float> sum_;
   std::vector<float> part_;
-  std::vector<Choice> choices_;
+  std::vector<Choice> choices_, next_;
 };
 
 void Begin(const CombineArgs& args, int64_t row_bytes) {

@@ -10,8 +10,8 @@
 #include "core/routing.h"
 #include "cuda/combine.h"
 #include "cuda/device/copy.cuh"
-#include "cuda/device/protocol.cuh"
 #include "cuda/device/reduce.cuh"
+#include "cuda/device/turns.cuh"
 #include "cuda/device/units.cuh"
 #include "cuda/prepare.h"
 
@@ -52,18 +52,23 @@ __device__ size_t RowBytes(const CombineArgs& args) { return args.row_vectors * 
 // the next. Called by one warp of the grid.
 __device__ void AnnounceCall(const CallArgs& call, const CallShared& shared) {
   for (int rank = LaneIndex(); rank < call.n_ranks; rank += kWarpSize) {
-    uint64_t* const begun = At<uint64_t>(shared.peers[rank], call.map.begun.Copy(shared.epoch));
-    Signal(begun + call.rank, shared.epoch, 0);
+    uint64_t* const begun = At<uint64_t>(shared.peers[rank], call.map.begun.Copy(shared.copy));
+    Signal(begun + call.rank, shared.epoch, shared.is_open ? kLagging : 0);
   }
 }
 
-// Called by one warp of the grid: the call ends after every rank has begun it.
-__device__ void AwaitCalls(const CallArgs& call, const CallShared& shared) {
-  uint64_t* const begun = At<uint64_t>(call.workspace, call.map.begun.Copy(shared.epoch));
-  for (int rank = LaneIndex(); rank < call.n_ranks; rank += kWarpSize) {
+// The call ends after every rank has begun it. Called by one warp of the grid.
+__device__ void AwaitCalls(const CallArgs& call, const CallShared& shared, CallState& state) {
+  uint64_t* const begun = At<uint64_t>(call.workspace, call.map.begun.Copy(shared.copy));
+  uint32_t lagging = 0;
+  bool is_there = true;
+  for (int rank = LaneIndex(); is_there && rank < call.n_ranks; rank += kWarpSize) {
     uint32_t value;
-    if (!Wait(call, shared.epoch, Phase::kBegun, begun + rank, rank, &value)) return;
+    is_there = Wait(call, shared.epoch, Phase::kBegun, begun + rank, rank, &value);
+    lagging |= value;
   }
+  lagging = __reduce_or_sync(0xffffffffu, lagging);
+  if (LaneIndex() == 0) state.lagging[shared.copy] = lagging;
 }
 
 // A message that dispatch brought, a lane per choice.
@@ -90,7 +95,7 @@ __device__ void ReturnMessage(const CombineArgs& args, const CallShared& shared,
   const size_t row_bytes = RowBytes(args);
   const size_t choice = static_cast<size_t>(message.token) * call.top_k;
   uint8_t* const source = shared.peers[rank];
-  uint8_t* const to = source + call.map.rows.Copy(shared.epoch) + choice * row_bytes;
+  uint8_t* const to = source + call.map.rows.Copy(shared.copy) + choice * row_bytes;
   const uint8_t* const from = args.expert_out + row * row_bytes;
   if (SumsAtExperts(args)) {
     const float weight = row >= 0 ? __ldg(args.row_weights + row) : 0.0f;
@@ -107,7 +112,7 @@ __device__ void ReturnMessage(const CombineArgs& args, const CallShared& shared,
   }
   unit.Sync();
   if (unit.part.index == 0 && LaneIndex() == 0) {
-    uint64_t* const returned = At<uint64_t>(source, call.map.returned.Copy(shared.epoch));
+    uint64_t* const returned = At<uint64_t>(source, call.map.returned.Copy(shared.copy));
     Signal(returned + choice + first_choice, shared.epoch, present);
   }
 }
@@ -157,7 +162,7 @@ __device__ bool AwaitToken(const CombineArgs& args, const CallShared& shared, in
   uint32_t present = 0;
   bool is_there = true;
   if (is_first) {
-    uint64_t* const returned = At<uint64_t>(call.workspace, call.map.returned.Copy(shared.epoch));
+    uint64_t* const returned = At<uint64_t>(call.workspace, call.map.returned.Copy(shared.copy));
     is_there =
         Wait(call, shared.epoch, Phase::kReturned, returned + choice, choices.rank, &present);
   }
@@ -220,17 +225,30 @@ __device__ void CopyToken(const CombineArgs& args, const uint8_t* rows, const Ch
   }
 }
 
+// What a token gets in a call that has failed: NaN, in every row type. Called by a unit.
+__device__ void LeaveNan(const CombineArgs& args, int token, Part part) {
+  const int n_vectors = args.row_vectors * (args.reduce ? 1 : args.call.top_k);
+  uint8_t* const out = args.out + static_cast<size_t>(token) * n_vectors * kVectorBytes;
+  const int end = part.End(n_vectors);
+  for (int v = part.Begin(n_vectors) + LaneIndex(); v < end; v += kWarpSize) {
+    st_global(Vector(out, v), {-1, -1, -1, -1});
+  }
+}
+
 // Role: make every n-th token. Called by the workers of a block.
 template <class T>
 __device__ void ReceiveTokens(const CombineArgs& args, const CallShared& shared) {
   const CallArgs& call = args.call;
   const Unit unit(call.plan.receive_unit_warps);
   const int first_block = FirstReceiver(call.plan), n_blocks = call.plan.n_blocks - first_block;
-  uint8_t* const rows = At<uint8_t>(call.workspace, call.map.rows.Copy(shared.epoch));
+  uint8_t* const rows = At<uint8_t>(call.workspace, call.map.rows.Copy(shared.copy));
   for (int token = unit.Index(blockIdx.x - first_block, n_blocks); token < call.n_tokens;
        token += unit.n_in_block * n_blocks) {
     Choices choices;
-    if (!AwaitToken(args, shared, token, choices)) return;
+    if (shared.failed || !AwaitToken(args, shared, token, choices)) {
+      LeaveNan(args, token, unit.part);
+      continue;
+    }
     const uint8_t* const token_rows =
         rows + static_cast<size_t>(token) * call.top_k * RowBytes(args);
     if (args.reduce) {
@@ -247,25 +265,32 @@ __global__ void __launch_bounds__(kWorkerThreads, 1)
   extern __shared__ __align__(16) uint8_t tables[];
   __shared__ CombineShared shared;
   const CallArgs& call = args.call;
-  CallState& state = *At<CallState>(call.workspace, call.map.combine_state.offset);
-  // The block that has the least to do also speaks for the rank.
-  const bool announces = blockIdx.x == gridDim.x - 1 && WarpIndex() == kWorkerWarps - 1;
+  const Kind kind = CombineKind(call);
 
   if (WarpIndex() == 0) {
-    BeginCall(call, state, shared.call, reinterpret_cast<uint8_t**>(tables));
+    BeginCall(call, kind, shared.call, reinterpret_cast<uint8_t**>(tables));
   } else if (WarpIndex() == 1) {
     ReadCounts(args, shared, reinterpret_cast<int32_t*>(tables + call.n_ranks * sizeof(uint8_t*)));
   }
   __syncthreads();
-  if (shared.call.failed) return;
-  if (announces) AnnounceCall(call, shared.call);
+  const Half half = shared.call.half;
+  const bool sends = !shared.call.is_deferred && Sends(half, call.plan);
+  const bool receives = Receives(half, call.plan);
+  // The block that has the least to do also speaks for the rank.
+  const bool speaks = blockIdx.x == gridDim.x - 1 && WarpIndex() == kWorkerWarps - 1;
+  if (shared.call.failed) {
+    if (receives) ReceiveTokens<T>(args, shared.call);
+    return;
+  }
+  if (speaks && half != Half::kReceive && !shared.call.is_deferred) AnnounceCall(call, shared.call);
   if (threadIdx.x == 0) Trace(call, 0);
 
-  if (Sends(call.plan)) ReturnMessages<T>(args, shared);
+  if (sends) ReturnMessages<T>(args, shared);
   if (threadIdx.x == 0) Trace(call, 2);
-  if (Receives(call.plan)) ReceiveTokens<T>(args, shared.call);
-  if (announces) AwaitCalls(call, shared.call);
-  if (threadIdx.x == 0) CountCall(state, shared.call.epoch);
+  if (receives) ReceiveTokens<T>(args, shared.call);
+  if (speaks && half != Half::kSend) AwaitCalls(call, shared.call, *kind.state);
+  if (threadIdx.x == 0 && half != Half::kReceive) CountCall(call, *kind.state, shared.call);
+  EndReceive(call, kind, shared.call);
   if (threadIdx.x == 0) Trace(call, 3);
 }
 

@@ -59,6 +59,11 @@ const char* Describe(Phase phase) {
       return "combine: not begun";
     case Phase::kReturned:
       return "combine: a token's rows are missing";
+    case Phase::kRoom:
+      return "it has not received an earlier call";
+    case Phase::kTicket:
+    case Phase::kOtherMesh:
+      break;
   }
   return "unknown phase";
 }
@@ -273,16 +278,20 @@ Status Group::FillCall(int rank, int64_t n_tokens, CallArgs* call) const {
   return {};
 }
 
-Status Group::DispatchCall(int rank, int64_t n_tokens, CallArgs* call) const {
+Status Group::DispatchCall(int rank, int64_t n_tokens, Half half, CallArgs* call) const {
   const Status status = FillCall(rank, n_tokens, call);
+  call->half = half;
   call->plan = PlanDispatch(n_tokens, config_.top_k, config_.n_ranks, ranks_[rank].n_blocks);
   if (call->plan.n_send_blocks < call->plan.n_blocks) call->plan.n_stages = ranks_[rank].n_stages;
+  call->plan = PlanHalf(call->plan, half);
   return status;
 }
 
-Status Group::CombineCall(int rank, int64_t n_tokens, CallArgs* call) const {
+Status Group::CombineCall(int rank, int64_t n_tokens, Half half, CallArgs* call) const {
   const Status status = FillCall(rank, n_tokens, call);
+  call->half = half;
   call->plan = PlanCombine(n_tokens, config_.top_k, config_.n_ranks, ranks_[rank].n_blocks);
+  call->plan = PlanHalf(call->plan, half);
   return status;
 }
 
@@ -290,6 +299,17 @@ Status Group::CheckFailure(int rank) const {
   const uint64_t word = *static_cast<const volatile uint64_t*>(ranks_[rank].failure);
   if (word == 0) return {};
   const Failure failure = Failure::FromWord(word);
+  if (failure.phase == Phase::kOtherMesh) {
+    return FailedPrecondition(
+        "rank " + std::to_string(rank) + " of the group is rank " + std::to_string(failure.peer) +
+        " of the mesh that the function runs on. Call ep_init with that mesh.");
+  }
+  if (failure.phase == Phase::kTicket) {
+    return FailedPrecondition("rank " + std::to_string(rank) + ": epoch " +
+                              std::to_string(failure.epoch) +
+                              " is not in flight. Give what the first half of a call gave to one "
+                              "wait, once.");
+  }
   return DeadlineExceeded("rank " + std::to_string(rank) + " waited " +
                           std::to_string(config_.timeout_s) + " s for rank " +
                           std::to_string(failure.peer) + " (" + Describe(failure.phase) +

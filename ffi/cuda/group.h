@@ -54,9 +54,9 @@ class Group {
   // may still write to this process's until they have done the same.
   void Disconnect();
 
-  // The arguments of a call of `rank` with `n_tokens` tokens.
-  Status DispatchCall(int rank, int64_t n_tokens, CallArgs* call) const;
-  Status CombineCall(int rank, int64_t n_tokens, CallArgs* call) const;
+  // The arguments of a call of `rank` with `n_tokens` tokens. A half needs a ticket besides.
+  Status DispatchCall(int rank, int64_t n_tokens, Half half, CallArgs* call) const;
+  Status CombineCall(int rank, int64_t n_tokens, Half half, CallArgs* call) const;
 
   // Says which rank did not answer, and to what, once a call of `rank` has failed.
   Status CheckFailure(int rank) const;

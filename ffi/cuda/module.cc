@@ -29,7 +29,11 @@ nb::dict Targets() {
     targets[name] = nb::capsule(reinterpret_cast<void*>(handler));
   };
   add("jax_ep_dispatch", CudaDispatch);
+  add("jax_ep_dispatch_send", CudaDispatchSend);
+  add("jax_ep_dispatch_receive", CudaDispatchReceive);
   add("jax_ep_combine", CudaCombine);
+  add("jax_ep_combine_send", CudaCombineSend);
+  add("jax_ep_combine_receive", CudaCombineReceive);
   return targets;
 }
 

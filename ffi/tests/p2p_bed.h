@@ -74,7 +74,7 @@ struct RankBuffers {
   int n_tokens;
   DeviceArray<T> tokens, rows, expert_out, residual, out;
   DeviceArray<int32_t> topk_ids, src_info, n_dropped, n_invalid, n_messages, layout;
-  DeviceArray<uint32_t> row_offsets;
+  DeviceArray<uint32_t> row_offsets, tickets;  // tickets: of dispatch and of combine
   DeviceArray<float> topk_weights, row_weights;
 
   RankBuffers(const Shape& s, int n_tokens, size_t out_rows)
@@ -90,6 +90,7 @@ struct RankBuffers {
         n_messages(s.n_ranks),
         layout(static_cast<size_t>(s.n_ranks) * s.max_tokens * (1 + s.top_k)),
         row_offsets(s.n_local() + 1),
+        tickets(2 * sizeof(Ticket) / sizeof(uint32_t)),
         topk_weights(static_cast<size_t>(n_tokens) * s.top_k),
         row_weights(s.max_recv_tokens) {}
 
@@ -165,9 +166,10 @@ class Bed {
 
   bool IsLocal(int rank) const { return exchange.IsLocal(rank, shape.n_ranks); }
 
-  DispatchArgs DispatchOf(int rank, const RankBuffers<T>& b, bool weights) const {
+  DispatchArgs DispatchOf(int rank, const RankBuffers<T>& b, bool weights,
+                          Half half = Half::kBoth) const {
     DispatchArgs args{};
-    Check(group->DispatchCall(rank, b.n_tokens, &args.call));
+    Check(group->DispatchCall(rank, b.n_tokens, half, &args.call));
     dispatch_plan.Apply(&args.call.plan);
     args.token_vectors = static_cast<int32_t>(shape.hidden * sizeof(T) / kVectorBytes);
     args.max_recv_tokens = shape.max_recv_tokens;
@@ -178,18 +180,20 @@ class Bed {
     args.row_offsets = b.row_offsets.get();
     args.src_info = b.src_info.get();
     args.n_dropped = b.n_dropped.get();
-    args.n_invalid = b.n_invalid.get();
+    args.call.ticket = reinterpret_cast<Ticket*>(b.tickets.get());
+    args.n_invalid = half == Half::kSend ? &args.call.ticket->n_invalid : b.n_invalid.get();
     args.n_messages = b.n_messages.get();
     args.layout = b.layout.get();
     args.row_weights = weights ? b.row_weights.get() : nullptr;
     return args;
   }
 
-  CombineArgs CombineOf(int rank, const RankBuffers<T>& b, const T* expert_out,
-                        CombineMode mode) const {
+  CombineArgs CombineOf(int rank, const RankBuffers<T>& b, const T* expert_out, CombineMode mode,
+                        Half half = Half::kBoth) const {
     CombineArgs args{};
-    Check(group->CombineCall(rank, b.n_tokens, &args.call));
+    Check(group->CombineCall(rank, b.n_tokens, half, &args.call));
     combine_plan.Apply(&args.call.plan);
+    args.call.ticket = reinterpret_cast<Ticket*>(b.tickets.get()) + 1;
     args.row_vectors = static_cast<int32_t>(shape.hidden * sizeof(T) / kVectorBytes);
     args.row_type = RowTypeOf<T>();
     args.weighting = mode.weighting;

@@ -51,6 +51,9 @@ class Transport(abc.ABC):
     def close(self, group: EPGroup) -> None:
         """Frees what `open` set up."""
 
+    def check(self, group: EPGroup) -> None:  # noqa: B027
+        """See `EPGroup.check`; here calls raise by themselves."""
+
     def stats(self, group: EPGroup) -> list[dict[str, Any]]:
         """See `EPGroup.stats`."""
         raise NotImplementedError(f"Transport {self.name!r} keeps no totals.")
@@ -70,6 +73,20 @@ class Transport(abc.ABC):
     ) -> Dispatched:
         """See `jax_ep.dispatch`."""
 
+    def dispatch_async(
+        self,
+        group: EPGroup,
+        tokens: jax.Array,
+        topk_ids: jax.Array,
+        topk_weights: jax.Array | None,
+    ) -> Any:
+        """What `dispatch_wait` takes; here the whole call."""
+        return self.dispatch(group, tokens, topk_ids, topk_weights)
+
+    def dispatch_wait(self, group: EPGroup, begun: Any) -> Dispatched:
+        """What `dispatch` would have given."""
+        return begun
+
     @abc.abstractmethod
     def combine(
         self,
@@ -82,3 +99,22 @@ class Transport(abc.ABC):
         reduce: bool,
     ) -> jax.Array:
         """See `jax_ep.combine`."""
+
+    def combine_async(
+        self,
+        group: EPGroup,
+        expert_out: jax.Array,
+        dispatched: Dispatched,
+        topk_weights: jax.Array | None,
+        residual: jax.Array | None,
+        *,
+        reduce: bool,
+    ) -> Any:
+        """What `combine_wait` takes; here the whole call."""
+        return self.combine(
+            group, expert_out, dispatched, topk_weights, residual, reduce=reduce
+        )
+
+    def combine_wait(self, group: EPGroup, begun: Any) -> jax.Array:
+        """What `combine` would have given."""
+        return begun

@@ -15,7 +15,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_ep.primitives import Weighting, combine_p, dispatch_p
+from jax_ep.primitives import (
+    Weighting,
+    combine_p,
+    combine_receive_p,
+    dispatch_p,
+    dispatch_receive_p,
+)
 from jax_ep.results import Dispatched
 from jax_ep.transports.base import COMBINE_NAME, DISPATCH_NAME, Transport
 
@@ -76,9 +82,10 @@ class FfiTransport(Transport):
         tokens: jax.Array,
         topk_ids: jax.Array,
         topk_weights: jax.Array | None,
+        ticket: jax.Array | None = None,
     ) -> Dispatched:
-        """One custom call."""
-        results = _dispatch(group, tokens, topk_ids, topk_weights)
+        """One custom call; with a `ticket`, the half that receives."""
+        results = _dispatch(group, tokens, topk_ids, topk_weights, ticket)
         return Dispatched(
             **results,
             expert_ids=jnp.arange(group.n_local_experts, dtype=jnp.int32),
@@ -97,21 +104,34 @@ class FfiTransport(Transport):
         residual: jax.Array | None,
         *,
         reduce: bool,
+        ticket: jax.Array | None = None,
     ) -> jax.Array:
-        """One custom call."""
-        weighting, weights = Weighting.NONE, None
-        if topk_weights is not None:
-            weighting, weights = Weighting.SOURCE, topk_weights
-        elif dispatched.row_weights is not None:
-            weighting, weights = Weighting.ROW, dispatched.row_weights
+        """One custom call; with a `ticket`, the half that receives."""
+        weighting, weights = choose_weights(dispatched, topk_weights)
         mode = Mode(weighting, reduce, residual is not None)
-        routing = Routing(
-            dispatched.topk_ids,
-            dispatched.layout,
-            dispatched.row_offsets,
-            dispatched.src_info,
-        )
-        return _combine(group, mode, expert_out, weights, residual, routing)
+        routing = routing_of(dispatched)
+        return _combine(group, mode, expert_out, weights, residual, routing, ticket)
+
+
+def choose_weights(
+    dispatched: Dispatched, topk_weights: jax.Array | None
+) -> tuple[Weighting, jax.Array | None]:
+    """The weights of a combine, and where they apply."""
+    if topk_weights is not None:
+        return Weighting.SOURCE, topk_weights
+    if dispatched.row_weights is not None:
+        return Weighting.ROW, dispatched.row_weights
+    return Weighting.NONE, None
+
+
+def routing_of(dispatched: Dispatched) -> Routing:
+    """The part of `dispatched` that says which choice has which row."""
+    return Routing(
+        dispatched.topk_ids,
+        dispatched.layout,
+        dispatched.row_offsets,
+        dispatched.src_info,
+    )
 
 
 def bind_dispatch(
@@ -119,12 +139,15 @@ def bind_dispatch(
     tokens: jax.Array,
     topk_ids: jax.Array,
     topk_weights: jax.Array | None,
+    ticket: jax.Array | None = None,
 ) -> dict[str, Any]:
     """The custom call of dispatch: the fields of `Dispatched` that it fills."""
     weights = present(topk_weights)
+    primitive = dispatch_p if ticket is None else dispatch_receive_p
+    first = lax.axis_index(group.axis_name) if ticket is None else ticket
     rows, row_offsets, src_info, n_dropped, n_invalid, layout, *row_weights = (
-        dispatch_p.bind(
-            lax.axis_index(group.axis_name),
+        primitive.bind(
+            first,
             tokens,
             topk_ids,
             *weights,
@@ -150,10 +173,12 @@ def bind_combine(
     expert_out: jax.Array,
     routing: Routing,
     *optional: jax.Array | None,
+    ticket: jax.Array | None = None,
 ) -> jax.Array:
     """The custom call of combine; `optional`: weights, residual."""
-    return combine_p.bind(
-        lax.axis_index(group.axis_name),
+    primitive = combine_p if ticket is None else combine_receive_p
+    return primitive.bind(
+        lax.axis_index(group.axis_name) if ticket is None else ticket,
         expert_out,
         routing.topk_ids,
         routing.layout,
@@ -188,8 +213,9 @@ def _call_dispatch(
     tokens: jax.Array,
     topk_ids: jax.Array,
     topk_weights: jax.Array | None,
+    ticket: jax.Array | None,
 ) -> dict[str, Any]:
-    results = bind_dispatch(group, tokens, topk_ids, topk_weights)
+    results = bind_dispatch(group, tokens, topk_ids, topk_weights, ticket)
     return checkpoint_name(results, DISPATCH_NAME)
 
 
@@ -201,8 +227,9 @@ def _dispatch_fwd(
     tokens: jax.Array,
     topk_ids: jax.Array,
     topk_weights: jax.Array | None,
+    ticket: jax.Array | None,
 ) -> tuple[dict[str, Any], Any]:
-    results = _call_dispatch(group, tokens, topk_ids, topk_weights)
+    results = _call_dispatch(group, tokens, topk_ids, topk_weights, ticket)
     return results, Routing(
         topk_ids, results["layout"], results["row_offsets"], results["src_info"]
     )
@@ -215,7 +242,7 @@ def _dispatch_bwd(
     grad_weights = None
     if cotangents["row_weights"] is not None:
         grad_weights = send_back_scalars(group, cotangents["row_weights"], routing)
-    return grad_tokens, None, grad_weights
+    return grad_tokens, None, grad_weights, None
 
 
 _dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
@@ -228,8 +255,11 @@ def _call_combine(
     weights: jax.Array | None,
     residual: jax.Array | None,
     routing: Routing,
+    ticket: jax.Array | None,
 ) -> jax.Array:
-    out = bind_combine(group, mode, expert_out, routing, weights, residual)
+    out = bind_combine(
+        group, mode, expert_out, routing, weights, residual, ticket=ticket
+    )
     return checkpoint_name(out, COMBINE_NAME)
 
 
@@ -243,8 +273,9 @@ def _combine_fwd(
     weights: jax.Array | None,
     residual: jax.Array | None,
     routing: Routing,
+    ticket: jax.Array | None,
 ) -> tuple[jax.Array, Any]:
-    out = _call_combine(group, mode, expert_out, weights, residual, routing)
+    out = _call_combine(group, mode, expert_out, weights, residual, routing, ticket)
     return out, (expert_out, weights, routing)
 
 
@@ -256,7 +287,7 @@ def _combine_bwd(
         group, mode, expert_out, weights, routing, cotangent
     )
     grad_residual = cotangent if mode.has_residual else None
-    return grad_expert_out, grad_weights, grad_residual, None
+    return grad_expert_out, grad_weights, grad_residual, None, None
 
 
 _combine.defvjp(_combine_fwd, _combine_bwd)

@@ -6,16 +6,19 @@ cotangents with the same `topk_ids`, which gives them the same rows.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import dataclasses
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jax_ep import _cuda_ffi
 from jax_ep.config import EPConfig
 from jax_ep.exchange import Exchange
-from jax_ep.primitives import Weighting
+from jax_ep.primitives import Weighting, combine_send_p, dispatch_send_p
+from jax_ep.results import Dispatched
 from jax_ep.topology import local_places
 from jax_ep.transports import p2p_setup
 from jax_ep.transports.ffi import (
@@ -23,6 +26,8 @@ from jax_ep.transports.ffi import (
     Mode,
     Routing,
     bind_dispatch,
+    choose_weights,
+    present,
     send_back_scalars,
 )
 
@@ -88,6 +93,13 @@ class P2pTransport(FfiTransport):
         if p2p_setup.close_buffers(group.key, self._exchanges[group.key]):
             del self._exchanges[group.key]
 
+    def check(self, group: EPGroup) -> None:
+        """See `EPGroup.check`."""
+        for place in local_places(group.mesh, group.axis_name):
+            message = _cuda_ffi.load().failure(group.key, p2p_setup.ordinal(place))
+            if message:
+                raise jax.errors.JaxRuntimeError(f"Group {group.key}: {message}")
+
     def dev_ptrs(self, group: EPGroup) -> np.ndarray:
         """See `EPGroup.dev_ptrs`."""
         pointers = [
@@ -104,6 +116,63 @@ class P2pTransport(FfiTransport):
         """
         n_messages = group.n_ranks * group.config.max_tokens_per_rank
         return (group.n_ranks + n_messages * (1 + group.config.top_k),)
+
+    def dispatch_async(
+        self,
+        group: EPGroup,
+        tokens: jax.Array,
+        topk_ids: jax.Array,
+        topk_weights: jax.Array | None,
+    ) -> Any:
+        """A ticket, and the operands: a gradient flows through the second half."""
+        operands = tokens, topk_ids, *present(topk_weights)
+        ticket = dispatch_send_p.bind(
+            lax.axis_index(group.axis_name),
+            *(lax.stop_gradient(x) for x in operands),
+            group=group,
+            weighting=Weighting.NONE if topk_weights is None else Weighting.ROW,
+        )
+        return ticket, tokens, topk_ids, topk_weights
+
+    def dispatch_wait(self, group: EPGroup, begun: Any) -> Dispatched:
+        """The half that receives."""
+        ticket, tokens, topk_ids, topk_weights = begun
+        return self.dispatch(group, tokens, topk_ids, topk_weights, ticket)
+
+    def combine_async(
+        self,
+        group: EPGroup,
+        expert_out: jax.Array,
+        dispatched: Dispatched,
+        topk_weights: jax.Array | None,
+        residual: jax.Array | None,
+        *,
+        reduce: bool,
+    ) -> Any:
+        """A ticket, and the operands: a gradient flows through the second half."""
+        weighting, weights = choose_weights(dispatched, topk_weights)
+        operands = expert_out, dispatched.topk_ids, dispatched.layout
+        ticket = combine_send_p.bind(
+            lax.axis_index(group.axis_name),
+            *(lax.stop_gradient(x) for x in (*operands, *present(weights))),
+            group=group,
+            **Mode(weighting, reduce, has_residual=False)._asdict(),
+        )
+        return _BegunCombine(
+            ticket, expert_out, dispatched, topk_weights, residual, reduce
+        )
+
+    def combine_wait(self, group: EPGroup, begun: Any) -> jax.Array:
+        """The half that receives."""
+        return self.combine(
+            group,
+            begun.expert_out,
+            begun.dispatched,
+            begun.topk_weights,
+            begun.residual,
+            reduce=begun.reduce,
+            ticket=begun.ticket,
+        )
 
     def combine_backward(
         self,
@@ -132,6 +201,19 @@ class P2pTransport(FfiTransport):
         grad_weights = send_back_scalars(group, dots, routing) if at_source else dots
         rows = (row_weights[:, None] * rows.astype(jnp.float32)).astype(rows.dtype)
         return _clear(rows, in_use), grad_weights
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _BegunCombine:
+    """A ticket, and the operands of combine."""
+
+    ticket: jax.Array
+    expert_out: jax.Array
+    dispatched: Dispatched
+    topk_weights: jax.Array | None
+    residual: jax.Array | None
+    reduce: bool = dataclasses.field(metadata={"static": True})
 
 
 def _bytes_per_token(config: EPConfig) -> tuple[int, int]:

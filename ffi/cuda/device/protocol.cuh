@@ -1,5 +1,4 @@
-// How ranks talk: epoch words, waits that end, the beginning of a call. docs/protocol.md says why
-// this is enough.
+// How ranks talk: epoch words, and waits that end.
 #pragma once
 
 #include <cstdint>
@@ -17,8 +16,12 @@ using DeviceWord = cuda::atomic_ref<uint32_t, cuda::thread_scope_device>;
 // What every block knows of the call, in shared memory.
 struct CallShared {
   uint32_t epoch;
-  uint32_t failed;  // this rank has given up
-  uint8_t** peers;  // [R] workspaces
+  uint32_t copy;     // of the buffers
+  Half half;         // what the kernel does: a deferred call is whole where it is received
+  bool is_deferred;  // a sending half that does nothing
+  bool is_open;      // another call is in flight
+  bool failed;       // this rank has given up
+  uint8_t** peers;   // [R] workspaces
 };
 
 template <class T>
@@ -109,29 +112,8 @@ __device__ bool WaitForAll(const CallArgs& call, uint32_t epoch, Phase phase, in
   }
 }
 
-// Reads the epoch of this call, and the peers. Called by one warp; a block barrier comes next.
-__device__ inline void BeginCall(const CallArgs& call, const CallState& state, CallShared& shared,
-                                 uint8_t** peers) {
-  const int lane = threadIdx.x % kWarpSize;
-  uint8_t* const* const table = At<uint8_t*>(call.workspace, call.map.peers.offset);
-  for (int rank = lane; rank < call.n_ranks; rank += kWarpSize) peers[rank] = table[rank];
-  if (lane != 0) return;
-  shared.peers = peers;
-  shared.epoch = state.epoch + 1;
-  shared.failed = FailedWord(call).load(cuda::memory_order_relaxed);
-}
-
 __device__ __forceinline__ void SystemFence() {
   cuda::atomic_thread_fence(cuda::memory_order_acq_rel, cuda::thread_scope_system);
-}
-
-// Once per block, after the barrier that follows BeginCall: the last block to come counts the call,
-// so that the next one finds its epoch. By then all blocks have read theirs. Called by one thread.
-__device__ inline void CountCall(CallState& state, uint32_t epoch) {
-  DeviceWord n_begun(state.n_blocks_begun);
-  if (n_begun.fetch_add(1, cuda::memory_order_relaxed) + 1 != gridDim.x) return;
-  state.n_blocks_begun = 0;
-  state.epoch = epoch;
 }
 
 // Notes when a block has finished a step. Called by one thread.

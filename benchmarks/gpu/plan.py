@@ -1,0 +1,101 @@
+"""What is measured, in which order: what matters most comes first."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from gpu.contestants import OURS, RIVALS
+
+_TOKENS = (4096, 128, 8, 1024, 64, 8192, 512, 32, 1)
+_ZIPF_RIVALS = (128, 4096)  # they take long to compile
+_LOOPS = (8, 128, 4096)
+_NO_COMMAND_BUFFERS = (8, 128, 1, 1024, 4096)
+_WITHOUT_COMMAND_BUFFERS = "--xla_gpu_enable_command_buffer="
+
+#: One size for tests of the program itself.
+_TINY: dict[str, Any] = {
+    "n_tokens": 16,
+    "hidden_size": 64,
+    "n_experts": 16,
+    "top_k": 4,
+}
+TINY_EFFORT = {
+    "repeats": 2,
+    "n_sets": 2,
+    "n_pairs": [1, 2],
+    "n_loop": 2,
+    "n_queued": 2,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """One measurement: a contestant in a case, or the links.
+
+    Attributes:
+        name: what `--only` matches.
+        who: a contestant, or `"link"`.
+        case: fields of `cases.Case` but `n_ranks`.
+        parts: of `measure.measure`.
+        xla_flags: of the process.
+        n_bytes: of one copy, for the links.
+    """
+
+    name: str
+    who: str
+    case: dict[str, Any] = dataclasses.field(default_factory=dict)
+    parts: tuple[str, ...] = ()
+    xla_flags: str = ""
+    n_bytes: int = 1 << 29
+
+
+def full() -> list[Item]:
+    """On GPUs. Items of equal `xla_flags` in a row share a process."""
+    items = [Item("link", "link")]
+    for n_tokens in _TOKENS:
+        items += _of_case(n_tokens, 7168, "uniform", loops=n_tokens in _LOOPS)
+        if n_tokens == 4096:
+            items.append(_item(OURS[1], n_tokens, 7168, "uniform", "kernels", "period"))
+    for n_tokens in _NO_COMMAND_BUFFERS:
+        item = _item(OURS[0], n_tokens, 7168, "uniform", "period")
+        items.append(
+            dataclasses.replace(
+                item,
+                name=f"{item.name}-no_command_buffers",
+                xla_flags=_WITHOUT_COMMAND_BUFFERS,
+            )
+        )
+    for n_tokens in _TOKENS:
+        items += _of_case(n_tokens, 7168, "zipf", rivals=n_tokens in _ZIPF_RIVALS)
+    for n_tokens in _TOKENS:
+        items += _of_case(n_tokens, 4096, "uniform")
+    return items
+
+
+def quick(rivals: tuple[str, ...] = tuple(RIVALS)) -> list[Item]:
+    """Tiny, one of each kind."""
+    everything = ("kernels", "period", "loop")
+    items = [Item("link", "link", n_bytes=1 << 16)]
+    for routing in ("uniform", "zipf"):
+        case = {**_TINY, "routing": routing}
+        for who in (*OURS, *rivals):
+            parts = tuple(p for p in everything if (p == "loop") == (who in rivals))
+            parts = parts if who in OURS else ("kernels", "loop")
+            items.append(Item(f"tiny-{routing}-{who}", who, case, parts))
+    return items
+
+
+def _of_case(
+    n_tokens: int, hidden: int, routing: str, rivals: bool = True, loops: bool = False
+) -> list[Item]:
+    items = [_item(OURS[0], n_tokens, hidden, routing, "kernels", "period")]
+    parts = ("kernels", "loop") if loops else ("kernels",)
+    for who in RIVALS if rivals else ():
+        items.append(_item(who, n_tokens, hidden, routing, *parts))
+    return items
+
+
+def _item(who: str, n_tokens: int, hidden: int, routing: str, *parts: str) -> Item:
+    case = {"n_tokens": n_tokens, "hidden_size": hidden, "routing": routing}
+    return Item(f"T{n_tokens}-H{hidden}-{routing}-{who}", who, case, parts)

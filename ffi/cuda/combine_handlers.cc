@@ -1,0 +1,172 @@
+// XLA FFI -> CombineArgs. Operands, results and attributes of the whole call are those of the host
+// transport; only the layout differs.
+
+#include "cuda/combine.h"
+#include "cuda/handler.h"
+#include "cuda/handlers.h"
+
+namespace jax_ep::p2p {
+namespace {
+
+struct Operands {
+  ffi::AnyBuffer expert_out;
+  ffi::BufferR2<ffi::S32> topk_ids;
+  ffi::BufferR1<ffi::S32> layout;
+  ffi::RemainingArgs optional;  // topk_weights or row_weights; residual
+};
+
+struct Mode {
+  Weighting weighting;
+  bool reduce;
+  bool has_residual;
+};
+
+Status FillWeights(const Operands& operands, const Mode& mode, CombineArgs& args) {
+  size_t next = 0;
+  const float* weights = nullptr;
+  if (mode.weighting != Weighting::kNone) {
+    weights = OptionalData<const float>(operands.optional, next);
+    if (weights == nullptr) return InvalidArgument("combine: the weights are missing");
+  }
+  (mode.weighting == Weighting::kSource ? args.topk_weights : args.row_weights) = weights;
+  if (!mode.has_residual) return {};
+  args.residual = OptionalData<const uint8_t>(operands.optional, next);
+  return args.residual == nullptr ? InvalidArgument("combine: the residual is missing") : Status{};
+}
+
+Status FillOperands(const Caller& caller, Half half, const Operands& operands, const Mode& mode,
+                    CombineArgs& args) {
+  const GroupConfig& config = caller.config();
+  const Status status = caller.member.group->CombineCall(
+      caller.member.rank, operands.topk_ids.dimensions()[0], half, &args.call);
+  if (!status.ok()) return status;
+  args.row_vectors = RowVectors(operands.expert_out, config.row_bytes);
+  if (args.row_vectors == 0 || !ToRowType(operands.expert_out.element_type(), args.row_type) ||
+      operands.topk_ids.dimensions()[1] != config.top_k ||
+      static_cast<int64_t>(operands.layout.element_count()) != LayoutSize(config)) {
+    return InvalidArgument("combine: the operands do not fit the group");
+  }
+  args.weighting = mode.weighting;
+  args.reduce = mode.reduce;
+  args.expert_out = static_cast<const uint8_t*>(operands.expert_out.untyped_data());
+  args.topk_ids = operands.topk_ids.typed_data();
+  args.n_messages = operands.layout.typed_data();
+  args.layout = operands.layout.typed_data() + config.n_ranks;
+  return FillWeights(operands, mode, args);
+}
+
+Status FillResult(const Caller& caller, ffi::Result<ffi::AnyBuffer> out, CombineArgs& args) {
+  const int64_t n_rows = args.call.n_tokens * (args.reduce ? 1 : caller.config().top_k);
+  if (static_cast<int64_t>(out->size_bytes()) !=
+      n_rows * args.row_vectors * static_cast<int64_t>(kVectorBytes)) {
+    return InvalidArgument("combine: the result does not fit the group");
+  }
+  args.out = static_cast<uint8_t*>(out->untyped_data());
+  return {};
+}
+
+ffi::Error CombineImpl(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi::S32> axis_index,
+                       ffi::AnyBuffer expert_out, ffi::BufferR2<ffi::S32> topk_ids,
+                       ffi::BufferR1<ffi::S32> layout, ffi::RemainingArgs optional_args,
+                       ffi::Result<ffi::AnyBuffer> out, ffi::Dictionary ep, int32_t weighting,
+                       bool reduce, bool has_residual) {
+  Caller caller{"combine", {}};
+  CombineArgs args{};
+  Status status = FindCaller(ep, ordinal, caller);
+  if (status.ok()) {
+    status = FillOperands(caller, Half::kBoth, {expert_out, topk_ids, layout, optional_args},
+                          {static_cast<Weighting>(weighting), reduce, has_residual}, args);
+  }
+  if (status.ok()) status = FillResult(caller, out, args);
+  if (!status.ok()) return ToError(status);
+  args.call.axis_index = axis_index.typed_data();
+  return ToError(LaunchCombine(args, stream), "combine");
+}
+
+ffi::Error CombineSendImpl(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi::S32> axis_index,
+                           ffi::AnyBuffer expert_out, ffi::BufferR2<ffi::S32> topk_ids,
+                           ffi::BufferR1<ffi::S32> layout, ffi::RemainingArgs optional_args,
+                           ffi::Result<ffi::AnyBuffer> ticket, ffi::Dictionary ep,
+                           int32_t weighting, bool reduce, bool has_residual) {
+  Caller caller{"combine_async", {}};
+  CombineArgs args{};
+  Status status = FindCaller(ep, ordinal, caller);
+  if (status.ok()) {
+    status = FillOperands(caller, Half::kSend, {expert_out, topk_ids, layout, optional_args},
+                          {static_cast<Weighting>(weighting), reduce, has_residual}, args);
+  }
+  if (status.ok()) status = ToTicket(*ticket, &args.call.ticket);
+  if (!status.ok()) return ToError(status);
+  args.call.axis_index = axis_index.typed_data();
+  return ToError(LaunchCombine(args, stream), "combine_async");
+}
+
+ffi::Error CombineReceiveImpl(cudaStream_t stream, int32_t ordinal, ffi::AnyBuffer ticket,
+                              ffi::AnyBuffer expert_out, ffi::BufferR2<ffi::S32> topk_ids,
+                              ffi::BufferR1<ffi::S32> layout, ffi::RemainingArgs optional_args,
+                              ffi::Result<ffi::AnyBuffer> out, ffi::Dictionary ep,
+                              int32_t weighting, bool reduce, bool has_residual) {
+  Caller caller{"combine_wait", {}};
+  CombineArgs args{};
+  Status status = FindCaller(ep, ordinal, caller);
+  if (status.ok()) {
+    status = FillOperands(caller, Half::kReceive, {expert_out, topk_ids, layout, optional_args},
+                          {static_cast<Weighting>(weighting), reduce, has_residual}, args);
+  }
+  if (status.ok()) status = FillResult(caller, out, args);
+  if (status.ok()) status = ToTicket(ticket, &args.call.ticket);
+  if (!status.ok()) return ToError(status);
+  return ToError(LaunchCombine(args, stream), "combine_wait");
+}
+
+}  // namespace
+}  // namespace jax_ep::p2p
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    CudaCombine, jax_ep::p2p::CombineImpl,
+    xla::ffi::Ffi::Bind()
+        .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+        .Ctx<xla::ffi::DeviceOrdinal>()
+        .Arg<xla::ffi::BufferR0<xla::ffi::S32>>()  // axis_index []
+        .Arg<xla::ffi::AnyBuffer>()                // expert_out [C, H]
+        .Arg<xla::ffi::BufferR2<xla::ffi::S32>>()  // topk_ids   [T, K]
+        .Arg<xla::ffi::BufferR1<xla::ffi::S32>>()  // layout     [R + R M (1 + K)]
+        .RemainingArgs()             // topk_weights? [T, K] or row_weights? [C]; residual? [T, H]
+        .Ret<xla::ffi::AnyBuffer>()  // [T, H] or [T, K, H]
+        .Attr<xla::ffi::Dictionary>("ep")
+        .Attr<int32_t>("weighting")
+        .Attr<bool>("reduce")
+        .Attr<bool>("has_residual"),
+    {xla::ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaCombineSend, jax_ep::p2p::CombineSendImpl,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                                  .Ctx<xla::ffi::DeviceOrdinal>()
+                                  .Arg<xla::ffi::BufferR0<xla::ffi::S32>>()  // as CudaCombine
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::BufferR2<xla::ffi::S32>>()
+                                  .Arg<xla::ffi::BufferR1<xla::ffi::S32>>()
+                                  .RemainingArgs()
+                                  .Ret<xla::ffi::AnyBuffer>()  // ticket
+                                  .Attr<xla::ffi::Dictionary>("ep")
+                                  .Attr<int32_t>("weighting")
+                                  .Attr<bool>("reduce")
+                                  .Attr<bool>("has_residual"),
+                              {xla::ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaCombineReceive, jax_ep::p2p::CombineReceiveImpl,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                                  .Ctx<xla::ffi::DeviceOrdinal>()
+                                  .Arg<xla::ffi::AnyBuffer>()  // ticket
+                                  .Arg<xla::ffi::AnyBuffer>()  // as CudaCombine
+                                  .Arg<xla::ffi::BufferR2<xla::ffi::S32>>()
+                                  .Arg<xla::ffi::BufferR1<xla::ffi::S32>>()
+                                  .RemainingArgs()
+                                  .Ret<xla::ffi::AnyBuffer>()
+                                  .Attr<xla::ffi::Dictionary>("ep")
+                                  .Attr<int32_t>("weighting")
+                                  .Attr<bool>("reduce")
+                                  .Attr<bool>("has_residual"),
+                              {xla::ffi::Traits::kCmdBufferCompatible});

@@ -1,0 +1,145 @@
+// The receiving half of dispatch: a block lays out the rows from the counts of all ranks, and
+// copies each message to its rows as it arrives.
+#pragma once
+
+#include <algorithm>
+
+#include "core/routing.h"
+#include "cuda/device/copy.cuh"
+#include "cuda/device/dispatch_shared.cuh"
+#include "cuda/device/turns.cuh"
+
+namespace jax_ep::p2p {
+
+constexpr int kReceiveUnroll = 8;
+
+// The receiver that writes what there is once per rank.
+__device__ __forceinline__ bool WritesResults(const CallArgs& call) {
+  return call.half != Half::kSend && static_cast<int>(blockIdx.x) == FirstReceiver(call.plan);
+}
+
+// Role: wait for the counts of all ranks; find where the rows of each (local expert, source) begin.
+// Called by one warp.
+__device__ inline void LayOutRows(const DispatchArgs& args, DispatchShared& shared) {
+  // A lane's words, in flight together: 256 experts and 32 ranks at once.
+  constexpr int kWords = 9;
+  const CallArgs& call = args.call;
+  const int n_ranks = call.n_ranks, n_experts = call.n_experts;
+  const int n_words = n_experts + n_ranks;  // in row order; then the messages of each rank
+  const uint32_t epoch = shared.call.epoch;
+  const bool writes_results = WritesResults(call);
+  uint64_t* const words = At<uint64_t>(call.workspace, call.map.counts.Copy(shared.call.copy));
+
+  int32_t n_rows = 0, max_messages = 0;
+  uint32_t lagging = 0;
+  for (int base = 0; base < n_words; base += kWords * kWarpSize) {
+    const int first = base + LaneIndex() * kWords;
+    uint32_t values[kWords];
+    const bool is_there = WaitForAll(
+        call, epoch, Phase::kCounts, n_words - first, [&](int j) { return words + first + j; },
+        [&](int j) { return (first + j) % n_ranks; }, values);
+    if (!__all_sync(0xffffffffu, is_there)) {
+      shared.call.failed = 1;
+      return;
+    }
+    int32_t row = 0;
+#pragma unroll
+    for (int j = 0; j < kWords; ++j) row += first + j < n_experts ? values[j] : 0;
+    row = ExclusiveScan(row, &n_rows);
+#pragma unroll
+    for (int j = 0; j < kWords; ++j) {
+      const int i = first + j;
+      if (i < n_experts) {
+        shared.first_row[i] = row;
+        row += values[j];
+      } else if (i < n_words) {
+        const int32_t n_messages = values[j] & ~kLagging;
+        lagging |= values[j] & kLagging;
+        shared.n_messages[i - n_experts] = n_messages;
+        max_messages = max(max_messages, n_messages);
+        if (writes_results) args.n_messages[i - n_experts] = n_messages;
+      }
+    }
+  }
+  shared.max_messages = __reduce_max_sync(0xffffffffu, max_messages);
+  lagging = __reduce_or_sync(0xffffffffu, lagging);
+  if (!writes_results) return;
+  __syncwarp();
+  const int n_local = call.n_local_experts();
+  for (int expert = LaneIndex(); expert < n_local; expert += kWarpSize) {
+    args.row_offsets[expert] = min(shared.first_row[expert * n_ranks], args.max_recv_tokens);
+  }
+  if (LaneIndex() != 0) return;
+  args.row_offsets[n_local] = min(n_rows, args.max_recv_tokens);
+  *args.n_dropped = max(n_rows - args.max_recv_tokens, 0);
+  if (shared.call.half == Half::kReceive) *args.n_invalid = call.ticket->n_invalid;
+  DispatchKind(call).state->lagging[shared.call.copy] = lagging;
+}
+
+// Leaves no rows to a call that has failed. Called by a warp of the receiver that writes results,
+// and by every warp that waited in vain.
+__device__ inline void LeaveNoRows(const DispatchArgs& args) {
+  for (int i = LaneIndex(); i <= args.call.n_local_experts(); i += kWarpSize) {
+    args.row_offsets[i] = 0;
+  }
+  if (LaneIndex() == 0) *args.n_dropped = 0;
+}
+
+// Copies one message to its rows, and notes for combine where they are. A lane per choice knows its
+// row. Called by a unit; false if the message did not come.
+__device__ inline bool ReceiveMessage(const DispatchArgs& args, const DispatchShared& shared,
+                                      Part part, const MessageItem& item) {
+  const CallArgs& call = args.call;
+  const int lane = LaneIndex();
+  const uint32_t epoch = shared.call.epoch;
+  const int64_t index = static_cast<int64_t>(item.source) * call.max_tokens + item.slot;
+  uint64_t* const word =
+      At<uint64_t>(call.workspace, call.map.arrived.Copy(shared.call.copy)) + index;
+  uint32_t token;
+  const bool is_there = Wait(call, epoch, Phase::kMessage, word, item.source, &token);
+  if (!__all_sync(0xffffffffu, is_there)) return false;
+
+  const size_t token_bytes = args.token_vectors * kVectorBytes;
+  const uint8_t* const message =
+      At<uint8_t>(call.workspace, call.map.messages.Copy(shared.call.copy)) +
+      index * call.map.message_bytes;
+  const bool is_choice = lane < call.top_k;
+  int4 bits = {kNoExpert, 0, 0, 0};  // MessageChoice
+  if (is_choice) bits = ld_global_no_allocate(message + token_bytes + lane * sizeof(bits));
+  const int32_t local_expert = bits.x - call.rank * call.n_local_experts();
+  const bool is_here =
+      bits.x != kNoExpert && local_expert >= 0 && local_expert < call.n_local_experts();
+  const int32_t row =
+      is_here ? shared.first_row[local_expert * call.n_ranks + item.source] + bits.y : 0;
+  const bool fits = is_here && row < args.max_recv_tokens;
+  if (part.index == 0) {
+    int32_t* const layout = args.layout + LayoutIndex(call, item);
+    if (lane == 0) layout[0] = token;
+    if (is_choice) layout[1 + lane] = fits ? row : is_here ? kDropped : kNotHere;
+    if (fits) {
+      reinterpret_cast<int2*>(args.src_info)[row] = {static_cast<int32_t>(token), lane};
+      if (args.row_weights != nullptr) args.row_weights[row] = __int_as_float(bits.z);
+    }
+  }
+  const uint8_t* const from =
+      item.source == call.rank ? args.tokens + token * token_bytes : message;
+  CopyToEach<kReceiveUnroll>(from, args.rows + row * token_bytes, __ballot_sync(0xffffffffu, fits),
+                             args.token_vectors, part);
+  return true;
+}
+
+// Role: receive every n-th message. Called by the workers of a block.
+__device__ inline void ReceiveMessages(const DispatchArgs& args, const DispatchShared& shared) {
+  const CallArgs& call = args.call;
+  const Unit unit(call.plan.receive_unit_warps);
+  const int first_block = FirstReceiver(call.plan), n_blocks = call.plan.n_blocks - first_block;
+  const int n_items = shared.max_messages * call.n_ranks;
+  for (int i = unit.Index(blockIdx.x - first_block, n_blocks); i < n_items;
+       i += unit.n_in_block * n_blocks) {
+    const MessageItem item(i, call.rank, call.n_ranks);
+    if (item.slot >= shared.n_messages[item.source]) continue;
+    if (!ReceiveMessage(args, shared, unit.part, item)) return LeaveNoRows(args);
+  }
+}
+
+}  // namespace jax_ep::p2p

@@ -1,0 +1,51 @@
+// What a block of the dispatch kernel keeps in shared memory.
+#pragma once
+
+#include "core/message.h"
+#include "cuda/device/bulk.cuh"
+#include "cuda/device/protocol.cuh"
+#include "cuda/device/scan.cuh"
+#include "cuda/dispatch.h"
+
+namespace jax_ep::p2p {
+
+// The numbers of a tile's choices.
+struct TileNumbers {
+  int32_t* positions;  // [tile, K]
+  int32_t* slots;      // [tile, K]
+};
+
+struct DispatchShared {
+  CallShared call;
+  int32_t max_messages;  // of a source
+  int32_t n_invalid[2];
+  RoutingCounts totals;    // of all tokens
+  RoutingCounts counts;    // of the tokens before those numbered last
+  TileNumbers numbers[2];  // of the tile being sent, and of the next
+  int32_t* n_messages;     // [R]     by source
+  int32_t* first_row;      // [L, R]  see core/routing.h
+};
+
+__host__ __device__ inline size_t TableBytes(const CallArgs& call) {
+  const size_t ints = 3 * call.n_experts + 3 * call.n_ranks + 4 * Tiles::kMaxTokens * call.top_k;
+  return AlignUp(call.n_ranks * sizeof(uint8_t*) + ints * sizeof(int32_t), kMessageAlignment);
+}
+
+// A stage holds a token and its choices.
+__host__ __device__ inline size_t StageBytes(const CallArgs& call, size_t token_bytes) {
+  return Stage::Bytes(token_bytes + call.top_k * sizeof(MessageChoice));
+}
+
+// Points into the dynamic shared memory, behind the peers. Called by one thread.
+__device__ inline void CarveShared(const CallArgs& call, uint8_t* bytes, DispatchShared& shared) {
+  int32_t* ints = reinterpret_cast<int32_t*>(bytes + call.n_ranks * sizeof(uint8_t*));
+  const auto take = [&](int n) { return ints += n, ints - n; };
+  shared.totals = {take(call.n_experts), take(call.n_ranks), &shared.n_invalid[0]};
+  shared.counts = {take(call.n_experts), take(call.n_ranks), &shared.n_invalid[1]};
+  shared.first_row = take(call.n_experts);
+  shared.n_messages = take(call.n_ranks);
+  const int n_choices = Tiles::kMaxTokens * call.top_k;
+  for (TileNumbers& numbers : shared.numbers) numbers = {take(n_choices), take(n_choices)};
+}
+
+}  // namespace jax_ep::p2p

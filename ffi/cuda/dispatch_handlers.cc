@@ -1,0 +1,193 @@
+// XLA FFI -> DispatchArgs. Operands, results and attributes of the whole call are those of the host
+// transport; only the layout differs.
+
+#include "cuda/dispatch.h"
+#include "cuda/handler.h"
+#include "cuda/handlers.h"
+
+namespace jax_ep::p2p {
+namespace {
+
+struct Operands {
+  ffi::AnyBuffer tokens;
+  ffi::BufferR2<ffi::S32> topk_ids;
+  ffi::RemainingArgs optional;
+  bool has_weights;
+};
+
+Status FillOperands(const Caller& caller, Half half, const Operands& operands, DispatchArgs& args) {
+  const GroupConfig& config = caller.config();
+  const int64_t n_tokens = operands.topk_ids.dimensions()[0];
+  const Status status =
+      caller.member.group->DispatchCall(caller.member.rank, n_tokens, half, &args.call);
+  if (!status.ok()) return status;
+  args.token_vectors = RowVectors(operands.tokens, config.token_bytes);
+  if (args.token_vectors == 0 || operands.topk_ids.dimensions()[1] != config.top_k ||
+      operands.tokens.dimensions()[0] != n_tokens) {
+    return InvalidArgument("dispatch: the operands do not fit the group");
+  }
+  args.tokens = static_cast<const uint8_t*>(operands.tokens.untyped_data());
+  args.topk_ids = operands.topk_ids.typed_data();
+  if (!operands.has_weights) return {};
+  size_t next = 0;
+  args.topk_weights = OptionalData<const float>(operands.optional, next);
+  return args.topk_weights == nullptr ? InvalidArgument("dispatch: the weights are missing")
+                                      : Status{};
+}
+
+struct Results {
+  ffi::Result<ffi::AnyBuffer> rows;
+  ffi::ResultBufferR1<ffi::U32> row_offsets;
+  ffi::ResultBufferR2<ffi::S32> src_info;
+  ffi::ResultBufferR0<ffi::S32> n_dropped;
+  ffi::ResultBufferR0<ffi::S32> n_invalid;
+  ffi::ResultBufferR1<ffi::S32> layout;
+  ffi::RemainingRets optional;
+};
+
+Status FillResults(const Caller& caller, Results& results, DispatchArgs& args) {
+  const GroupConfig& config = caller.config();
+  if (RowVectors(*results.rows, config.token_bytes) != args.token_vectors ||
+      static_cast<int64_t>(results.layout->element_count()) != LayoutSize(config)) {
+    return InvalidArgument("dispatch: the results do not fit the group");
+  }
+  args.max_recv_tokens = static_cast<int32_t>(results.rows->dimensions()[0]);
+  args.rows = static_cast<uint8_t*>(results.rows->untyped_data());
+  args.row_offsets = results.row_offsets->typed_data();
+  args.src_info = results.src_info->typed_data();
+  args.n_dropped = results.n_dropped->typed_data();
+  args.n_invalid = results.n_invalid->typed_data();
+  args.n_messages = results.layout->typed_data();
+  args.layout = results.layout->typed_data() + config.n_ranks;
+  if (args.topk_weights == nullptr) return {};
+  size_t next = 0;
+  args.row_weights = OptionalData<float>(results.optional, next);
+  return args.row_weights == nullptr ? InvalidArgument("dispatch: row_weights are missing")
+                                     : Status{};
+}
+
+bool HasWeights(int32_t weighting) { return static_cast<Weighting>(weighting) == Weighting::kRow; }
+
+ffi::Error DispatchImpl(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi::S32> axis_index,
+                        ffi::AnyBuffer tokens, ffi::BufferR2<ffi::S32> topk_ids,
+                        ffi::RemainingArgs optional_args, ffi::Result<ffi::AnyBuffer> rows,
+                        ffi::ResultBufferR1<ffi::U32> row_offsets,
+                        ffi::ResultBufferR2<ffi::S32> src_info,
+                        ffi::ResultBufferR0<ffi::S32> n_dropped,
+                        ffi::ResultBufferR0<ffi::S32> n_invalid,
+                        ffi::ResultBufferR1<ffi::S32> layout, ffi::RemainingRets optional_rets,
+                        ffi::Dictionary ep, int32_t weighting, bool, bool) {
+  Caller caller{"dispatch", {}};
+  DispatchArgs args{};
+  Results results{rows, row_offsets, src_info, n_dropped, n_invalid, layout, optional_rets};
+  Status status = FindCaller(ep, ordinal, caller);
+  if (status.ok()) {
+    status = FillOperands(caller, Half::kBoth,
+                          {tokens, topk_ids, optional_args, HasWeights(weighting)}, args);
+  }
+  if (status.ok()) status = FillResults(caller, results, args);
+  if (!status.ok()) return ToError(status);
+  args.call.axis_index = axis_index.typed_data();
+  return ToError(LaunchDispatch(args, stream), "dispatch");
+}
+
+ffi::Error DispatchSendImpl(cudaStream_t stream, int32_t ordinal,
+                            ffi::BufferR0<ffi::S32> axis_index, ffi::AnyBuffer tokens,
+                            ffi::BufferR2<ffi::S32> topk_ids, ffi::RemainingArgs optional_args,
+                            ffi::Result<ffi::AnyBuffer> ticket, ffi::Dictionary ep,
+                            int32_t weighting, bool, bool) {
+  Caller caller{"dispatch_async", {}};
+  DispatchArgs args{};
+  Status status = FindCaller(ep, ordinal, caller);
+  if (status.ok()) {
+    status = FillOperands(caller, Half::kSend,
+                          {tokens, topk_ids, optional_args, HasWeights(weighting)}, args);
+  }
+  if (status.ok()) status = ToTicket(*ticket, &args.call.ticket);
+  if (!status.ok()) return ToError(status);
+  args.call.axis_index = axis_index.typed_data();
+  args.n_invalid = &args.call.ticket->n_invalid;
+  return ToError(LaunchDispatch(args, stream), "dispatch_async");
+}
+
+ffi::Error DispatchReceiveImpl(
+    cudaStream_t stream, int32_t ordinal, ffi::AnyBuffer ticket, ffi::AnyBuffer tokens,
+    ffi::BufferR2<ffi::S32> topk_ids, ffi::RemainingArgs optional_args,
+    ffi::Result<ffi::AnyBuffer> rows, ffi::ResultBufferR1<ffi::U32> row_offsets,
+    ffi::ResultBufferR2<ffi::S32> src_info, ffi::ResultBufferR0<ffi::S32> n_dropped,
+    ffi::ResultBufferR0<ffi::S32> n_invalid, ffi::ResultBufferR1<ffi::S32> layout,
+    ffi::RemainingRets optional_rets, ffi::Dictionary ep, int32_t weighting, bool, bool) {
+  Caller caller{"dispatch_wait", {}};
+  DispatchArgs args{};
+  Results results{rows, row_offsets, src_info, n_dropped, n_invalid, layout, optional_rets};
+  Status status = FindCaller(ep, ordinal, caller);
+  if (status.ok()) {
+    status = FillOperands(caller, Half::kReceive,
+                          {tokens, topk_ids, optional_args, HasWeights(weighting)}, args);
+  }
+  if (status.ok()) status = FillResults(caller, results, args);
+  if (status.ok()) status = ToTicket(ticket, &args.call.ticket);
+  if (!status.ok()) return ToError(status);
+  return ToError(LaunchDispatch(args, stream), "dispatch_wait");
+}
+
+}  // namespace
+}  // namespace jax_ep::p2p
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    CudaDispatch, jax_ep::p2p::DispatchImpl,
+    xla::ffi::Ffi::Bind()
+        .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+        .Ctx<xla::ffi::DeviceOrdinal>()
+        .Arg<xla::ffi::BufferR0<xla::ffi::S32>>()  // axis_index    []
+        .Arg<xla::ffi::AnyBuffer>()                // tokens        [T, H]
+        .Arg<xla::ffi::BufferR2<xla::ffi::S32>>()  // topk_ids      [T, K]
+        .RemainingArgs()                           // topk_weights? [T, K]
+        .Ret<xla::ffi::AnyBuffer>()                // tokens        [C, H]
+        .Ret<xla::ffi::BufferR1<xla::ffi::U32>>()  // row_offsets   [L + 1]
+        .Ret<xla::ffi::BufferR2<xla::ffi::S32>>()  // src_info      [C, 2]
+        .Ret<xla::ffi::BufferR0<xla::ffi::S32>>()  // n_dropped     []
+        .Ret<xla::ffi::BufferR0<xla::ffi::S32>>()  // n_invalid     []
+        .Ret<xla::ffi::BufferR1<xla::ffi::S32>>()  // layout        [R + R M (1 + K)]
+        .RemainingRets()                           // row_weights?  [C]
+        .Attr<xla::ffi::Dictionary>("ep")
+        .Attr<int32_t>("weighting")
+        .Attr<bool>("reduce")
+        .Attr<bool>("has_residual"),
+    {xla::ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaDispatchSend, jax_ep::p2p::DispatchSendImpl,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                                  .Ctx<xla::ffi::DeviceOrdinal>()
+                                  .Arg<xla::ffi::BufferR0<xla::ffi::S32>>()  // axis_index    []
+                                  .Arg<xla::ffi::AnyBuffer>()                // tokens
+                                  .Arg<xla::ffi::BufferR2<xla::ffi::S32>>()  // topk_ids
+                                  .RemainingArgs()                           // topk_weights?
+                                  .Ret<xla::ffi::AnyBuffer>()                // ticket
+                                  .Attr<xla::ffi::Dictionary>("ep")
+                                  .Attr<int32_t>("weighting")
+                                  .Attr<bool>("reduce")
+                                  .Attr<bool>("has_residual"),
+                              {xla::ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaDispatchReceive, jax_ep::p2p::DispatchReceiveImpl,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                                  .Ctx<xla::ffi::DeviceOrdinal>()
+                                  .Arg<xla::ffi::AnyBuffer>()                // ticket
+                                  .Arg<xla::ffi::AnyBuffer>()                // tokens
+                                  .Arg<xla::ffi::BufferR2<xla::ffi::S32>>()  // topk_ids
+                                  .RemainingArgs()                           // topk_weights?
+                                  .Ret<xla::ffi::AnyBuffer>()                // as CudaDispatch
+                                  .Ret<xla::ffi::BufferR1<xla::ffi::U32>>()
+                                  .Ret<xla::ffi::BufferR2<xla::ffi::S32>>()
+                                  .Ret<xla::ffi::BufferR0<xla::ffi::S32>>()
+                                  .Ret<xla::ffi::BufferR0<xla::ffi::S32>>()
+                                  .Ret<xla::ffi::BufferR1<xla::ffi::S32>>()
+                                  .RemainingRets()
+                                  .Attr<xla::ffi::Dictionary>("ep")
+                                  .Attr<int32_t>("weighting")
+                                  .Attr<bool>("reduce")
+                                  .Attr<bool>("has_residual"),
+                              {xla::ffi::Traits::kCmdBufferCompatible});

@@ -1,0 +1,83 @@
+#include "cuda/handler.h"
+
+#include <string_view>
+
+#include "core/message.h"
+
+namespace jax_ep::p2p {
+
+ffi::Error ToError(const Status& status) {
+  switch (status.code) {
+    case Code::kOk:
+      return ffi::Error::Success();
+    case Code::kInvalidArgument:
+      return ffi::Error(ffi::ErrorCode::kInvalidArgument, status.message);
+    case Code::kFailedPrecondition:
+      return ffi::Error(ffi::ErrorCode::kFailedPrecondition, status.message);
+    case Code::kDeadlineExceeded:
+      return ffi::Error(ffi::ErrorCode::kDeadlineExceeded, status.message);
+    case Code::kInternal:
+      return ffi::Error(ffi::ErrorCode::kInternal, status.message);
+  }
+  return ffi::Error(ffi::ErrorCode::kUnknown, status.message);
+}
+
+ffi::Error Invalid(const std::string& message) {
+  return ffi::Error(ffi::ErrorCode::kInvalidArgument, message);
+}
+
+ffi::Error ToError(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return ffi::Error::Success();
+  return ffi::Error(ffi::ErrorCode::kInternal,
+                    std::string(what) + " was not launched: " + cudaGetErrorString(error));
+}
+
+Status FindCaller(ffi::Dictionary ep, int32_t ordinal, Caller& caller) {
+  const auto key = ep.get<std::string_view>("group");
+  if (!key.has_value()) return InvalidArgument("the call has no group");
+  caller.member = Registry::Instance().Find(*key, ordinal);
+  if (caller.member.group == nullptr) {
+    return FailedPrecondition(std::string(caller.operation) + " of group " + std::string(*key) +
+                              ": the group is not open on device " + std::to_string(ordinal) +
+                              " of this process. Was it closed? Call ep_init with the mesh and " +
+                              "config that the function was traced with.");
+  }
+  return caller.member.group->CheckFailure(caller.member.rank);
+}
+
+int32_t RowVectors(const ffi::AnyBuffer& rows, int64_t most_bytes) {
+  const auto dimensions = rows.dimensions();
+  if (dimensions.size() != 2) return 0;
+  const int64_t bytes = dimensions[1] * static_cast<int64_t>(ffi::ByteWidth(rows.element_type()));
+  return bytes % kVectorBytes == 0 && bytes <= most_bytes
+             ? static_cast<int32_t>(bytes / kVectorBytes)
+             : 0;
+}
+
+bool ToRowType(ffi::DataType type, RowType& row_type) {
+  switch (type) {
+    case ffi::DataType::BF16:
+      row_type = RowType::kBFloat16;
+      return true;
+    case ffi::DataType::F16:
+      row_type = RowType::kFloat16;
+      return true;
+    case ffi::DataType::F32:
+      row_type = RowType::kFloat32;
+      return true;
+    default:
+      return false;
+  }
+}
+
+int64_t LayoutSize(const GroupConfig& config) {
+  return config.n_ranks * (1 + config.max_tokens_per_rank * (1 + config.top_k));
+}
+
+Status ToTicket(const ffi::AnyBuffer& buffer, Ticket** ticket) {
+  if (buffer.size_bytes() != sizeof(Ticket)) return InvalidArgument("a ticket has another size");
+  *ticket = static_cast<Ticket*>(buffer.untyped_data());
+  return {};
+}
+
+}  // namespace jax_ep::p2p

@@ -1,0 +1,57 @@
+// What the XLA FFI handlers for CUDA have in common: who calls, errors, buffers.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <string>
+
+#include "core/combine_mode.h"
+#include "core/status.h"
+#include "cuda/registry.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_ep::p2p {
+
+namespace ffi = xla::ffi;
+
+ffi::Error ToError(const Status& status);
+ffi::Error ToError(cudaError_t error, const char* what);
+ffi::Error Invalid(const std::string& message);
+
+// Who calls. The group is open as long as the handler runs.
+struct Caller {
+  const char* operation;
+  Registry::Member member;
+
+  const GroupConfig& config() const { return member.group->config(); }
+};
+
+// Fails, too, where a call of the group has failed before: its ranks no longer agree on how many
+// calls there were.
+Status FindCaller(ffi::Dictionary ep, int32_t ordinal, Caller& caller);
+
+// Bytes of a row in units of kVectorBytes; 0: it is none, or more than the workspace has room for.
+int32_t RowVectors(const ffi::AnyBuffer& rows, int64_t most_bytes);
+
+bool ToRowType(ffi::DataType type, RowType& row_type);
+
+// Elements of the layout. The first R are the messages of each source rank.
+int64_t LayoutSize(const GroupConfig& config);
+
+// A ticket as a buffer: int32[kTicketSize].
+Status ToTicket(const ffi::AnyBuffer& buffer, Ticket** ticket);
+
+// The next of the remaining operands or results; null where there is none.
+template <class T, class Remaining>
+T* OptionalData(Remaining remaining, size_t& next) {
+  auto buffer = remaining.template get<ffi::AnyBuffer>(next++);
+  if (!buffer.has_value()) return nullptr;
+  if constexpr (std::is_same_v<Remaining, ffi::RemainingRets>) {
+    return static_cast<T*>((*buffer)->untyped_data());
+  } else {
+    return static_cast<T*>(buffer->untyped_data());
+  }
+}
+
+}  // namespace jax_ep::p2p
