@@ -18,6 +18,7 @@ import cases
 import jax_ep
 import oracle
 import suite
+import test_async
 import test_grad
 import test_independence
 from harness import AXIS, config_of, make_mesh, on_mesh, place
@@ -87,6 +88,7 @@ def check_the_suite() -> None:
         check_all_modes,
         check_gradients,
         check_independent_calls,
+        check_halves,
         check_groups_come_and_go,
         check_too_large_a_group,
     ):
@@ -137,6 +139,14 @@ def check_independent_calls() -> None:
     test_independence.test_independent_calls_do_not_mix_their_data(
         len(jax.devices()), 4, False, "p2p"
     )
+
+
+def check_halves() -> None:
+    """Calls in halves, with others between; they need 4 ranks."""
+    if len(jax.devices()) == 4:
+        order = test_async.ORDERS[2]
+        test_async.test_halves_in_any_order_give_the_bits_of_whole_calls(order, "p2p")
+        test_async.test_halves_stand_in_a_loop("p2p")
 
 
 def check_two_axes() -> None:
