@@ -28,7 +28,7 @@ from ranks import leave, run_ranks, visible_gpus
 
 pytestmark = pytest.mark.gpu
 LIMIT_S = 300.0
-SHORT_WAIT_S = 1.0
+SHORT_WAIT_S = 3.0
 
 
 def needs_gpus(n: int) -> list[str]:
