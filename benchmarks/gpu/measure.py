@@ -24,6 +24,9 @@ KERNELS = {"dispatch": "DispatchKernel", "combine": "CombineKernel"}
 #: Bytes of the array that is written to empty the cache, per device.
 _FLUSH_BYTES = 1 << 27
 
+#: Loops that take longer are timed once.
+_SLOW_S = 0.1
+
 
 @dataclasses.dataclass(frozen=True)
 class Effort:
@@ -100,24 +103,36 @@ class _Measurement:
     ) -> None:
         self._arena, self._name, self._who, self._parts = arena, name, who, parts
         self._effort, self._sets = arena.effort, arena.sets
-        self._result: dict[str, Any] = {"failed": [], "traffic": arena.traffic}
+        self._result: dict[str, Any] = {
+            "failed": [],
+            "traffic": arena.traffic,
+            "seconds": {},
+        }
 
     def run(self) -> dict[str, Any]:
-        start = time.monotonic()
-        self._compile()
-        self._result["compile_s"] = round(time.monotonic() - start, 1)
-        dispatched, rows = self._check()
+        self._timed("compile", self._compile)
+        dispatched, rows = self._timed("check", self._check)
         measure = {
             "kernels": functools.partial(self._kernels, dispatched, rows),
             "period": self._period,
             "loop": self._loop,
         }
         for part in self._parts:
-            self._try(part, measure[part])
+            try:
+                self._timed(part, measure[part])
+            except RuntimeError as error:  # of the profiler: the other parts go on
+                self._result["failed"].append(f"{part}: {error}")
         for operation in KERNELS:
             if operation in self._result:
                 self._result[operation] |= self._rates(operation)
         return self._result
+
+    def _timed(self, part: str, body: Callable[[], Any]) -> Any:
+        """Notes what a part of the measurement takes."""
+        start = time.monotonic()
+        result = body()
+        self._result["seconds"][part] = round(time.monotonic() - start, 2)
+        return result
 
     def _rates(self, operation: str) -> dict[str, float]:
         """GB/s: of all rows; and of what leaves a GPU, one message per remote rank."""
@@ -128,13 +143,6 @@ class _Measurement:
             n_bytes = traffic["remote_messages"] * row_bytes
             rates["physical_gb_s"] = round(n_bytes / ns, 1)
         return rates
-
-    def _try(self, part: str, body: Callable[[], None]) -> None:
-        """The other parts go on without one that the profiler cannot tell."""
-        try:
-            body()
-        except RuntimeError as error:
-            self._result["failed"].append(f"{part}: {error}")
 
     def _compile(self) -> None:
         who, on_mesh = self._who, functools.partial(programs.on_mesh, self._arena.mesh)
@@ -249,10 +257,12 @@ class _Measurement:
 
     def _loop(self) -> None:
         """Of a dispatch and a combine in a loop on the device."""
-        n = self._effort.n_loop
-        repeats = self._effort.repeats + 1
-        seconds = [self._queue(self._programs["loop"]) for _ in range(repeats)]
-        self._result["pair_period"] = trace.summary([s / n * 1e6 for s in seconds[1:]])
+        n, loop = self._effort.n_loop, self._programs["loop"]
+        self._queue(loop)  # warms up
+        is_slow = self._queue(loop) > _SLOW_S
+        repeats = 1 if is_slow else self._effort.repeats
+        times = [self._queue(loop) / n * 1e6 for _ in range(repeats)]
+        self._result["pair_period"] = trace.summary(times)
 
     def _queue(self, function: Any) -> float:
         """Seconds per call of several that are queued, then waited for."""
