@@ -78,8 +78,9 @@ class Run:
                 if limit <= 0:
                     return items[i:]
                 result = child.next(limit)
+                is_last = result.pop("is_fatal", child.is_lost)
                 self._add(item, result)
-                if child.is_lost:
+                if is_last:
                     return items[i + 1 :]
         return []
 

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gpu import programs, trace
@@ -88,13 +89,20 @@ def measure(arena: Arena, name: str, transport: str, parts: list[str]) -> dict:
         parts: of `"kernels"`, `"period"`, `"loop"`.
 
     Returns:
-        JSON: see README.md. Under `"failed"`, what could not be measured and why.
+        JSON: see README.md. Under `"failed"`, what could not be measured and why;
+        `"is_fatal"` if the process should not go on.
     """
     who = make_contestant(name, arena.mesh, arena.case, transport)
     try:
         return _Measurement(arena, name, who, parts).run()
     finally:
         who.close()
+
+
+def breaks_devices(error: Exception) -> bool:
+    """Whether a process that has raised it should not go on."""
+    is_of_xla = isinstance(error, JaxRuntimeError)
+    return is_of_xla and "RESOURCE_EXHAUSTED" not in str(error)
 
 
 class _Measurement:
@@ -110,29 +118,29 @@ class _Measurement:
         }
 
     def run(self) -> dict[str, Any]:
-        self._timed("compile", self._compile)
-        dispatched, rows = self._timed("check", self._check)
-        measure = {
-            "kernels": functools.partial(self._kernels, dispatched, rows),
-            "period": self._period,
-            "loop": self._loop,
-        }
-        for part in self._parts:
+        parts = {"kernels": self._kernels, "period": self._period, "loop": self._loop}
+        steps = {"compile": self._compile, "check": self._check}
+        for name, body in (steps | {part: parts[part] for part in self._parts}).items():
             try:
-                self._timed(part, measure[part])
-            except RuntimeError as error:  # of the profiler: the other parts go on
-                self._result["failed"].append(f"{part}: {error}")
+                self._timed(name, body)
+            except (AssertionError, trace.TraceError, JaxRuntimeError) as error:
+                self._result["failed"].append(f"{name}: {error}"[:2000])
+                if name != "compile" and breaks_devices(error):
+                    self._result["is_fatal"] = True
+                    break
+                if name in steps:
+                    break
         for operation in KERNELS:
             if operation in self._result:
                 self._result[operation] |= self._rates(operation)
         return self._result
 
-    def _timed(self, part: str, body: Callable[[], Any]) -> Any:
-        """Notes what a part of the measurement takes."""
+    def _timed(self, step: str, body: Callable[[], None]) -> None:
         start = time.monotonic()
-        result = body()
-        self._result["seconds"][part] = round(time.monotonic() - start, 2)
-        return result
+        try:
+            body()
+        finally:
+            self._result["seconds"][step] = round(time.monotonic() - start, 2)
 
     def _rates(self, operation: str) -> dict[str, float]:
         """GB/s: of all rows; and of what leaves a GPU, one message per remote rank."""
@@ -170,8 +178,8 @@ class _Measurement:
             wanted["loop"] = (on_mesh(programs.loop(who, n)), args)
         self._programs = programs.compile_all(wanted)
 
-    def _check(self) -> tuple[Any, jax.Array]:
-        """Gives what combine takes: the result of a dispatch, and the experts' rows."""
+    def _check(self) -> None:
+        """Keeps what combine takes: the result of a dispatch, and the experts' rows."""
         checker, args = self._arena.checker, self._sets[0]
         dispatched = self._programs["dispatch"](*args)
         rows, sampled = self._programs["examine"](
@@ -179,15 +187,13 @@ class _Measurement:
         )
         checker.check_dispatch(self._name, dispatched, sampled)
         dispatched = programs.replace(dispatched, tokens=rows)  # frees the others
-        out = self._programs["combine"](dispatched, rows, args[2])
-        checker.check_combine(self._name, out)
-        return dispatched, rows
+        self._combine_args = (dispatched, rows, args[2])
+        checker.check_combine(
+            self._name, self._programs["combine"](*self._combine_args)
+        )
 
-    def _kernels(self, dispatched: Any, rows: jax.Array) -> None:
-        if self._name in OURS:
-            self._own_kernels()
-        else:
-            self._spans(dispatched, rows)
+    def _kernels(self) -> None:
+        self._own_kernels() if self._name in OURS else self._spans()
 
     def _own_kernels(self) -> None:
         """Of calls with inputs that are not in the cache."""
@@ -195,16 +201,15 @@ class _Measurement:
         calls = self._trace([(self._programs["rotation"], (self._sets,))] * repeats)
         self._result |= _kernels(calls, self._effort.n_sets)
 
-    def _spans(self, dispatched: Any, rows: jax.Array) -> None:
+    def _spans(self) -> None:
         """From the first kernel of a call to its last one.
 
         On the GPU where that is shortest: it began last and waited for nobody.
         """
-        combine_args = (dispatched, rows, self._sets[0][2])
         runs = []
         for i in range(self._effort.repeats):
             runs.append((self._programs["dispatch"], self._sets[i % len(self._sets)]))
-            runs.append((self._programs["combine"], combine_args))
+            runs.append((self._programs["combine"], self._combine_args))
         calls = self._trace(runs)
         for i, operation in enumerate(KERNELS):
             spans = [[trace.span_us(call) for call in gpu[i::2]] for gpu in calls]
@@ -303,7 +308,7 @@ def _kernel_times(
     found = {len(t) for t in times}
     if found != {n_wanted}:
         names = sorted({event.name for event in calls[0][0]})
-        raise RuntimeError(
+        raise trace.TraceError(
             f"the trace must show {n_wanted} times {kernel} in each call; got {found}, "
             f"and the names {names}."
         )
