@@ -6,6 +6,7 @@ devices, then the result of each item, in order.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -41,7 +42,10 @@ def main(request: dict[str, Any]) -> None:
                 result = measure(
                     arena, item["who"], request["transport"], item["parts"]
                 )
-                result["capacity"] = arena.case.n_rows
+                result |= {
+                    "capacity": arena.case.n_rows,
+                    "effort": dataclasses.asdict(arena.effort),
+                }
         except Exception as error:  # the other items go on
             result = {"failed": [f"{type(error).__name__}: {error}"[:2000]]}
             if breaks_devices(error):
