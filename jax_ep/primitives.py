@@ -1,8 +1,13 @@
 """The primitives behind `host` and `p2p`: result types, attributes, lowering.
 
-No JAX effect: effects switch off jit's fast dispatch path and force results to be kept
-under `jax.checkpoint`. The lowering says `has_side_effect`, so XLA neither merges two
-calls nor drops one.
+No JAX effect: effects switch off jit's fast dispatch path and force results to be
+kept under `jax.checkpoint`. Where the lowering says `has_side_effect`, XLA neither
+merges two calls nor drops one.
+
+On GPUs only halves that send say so: two of them must not become one, as each is waited
+for by itself. For the others XLA may do as it likes, since all ranks run one program;
+and where an operand is a slice, XLA:GPU fuses it with a copy of the call, but lets the
+original run as well if it has side effects and several results.
 """
 
 from __future__ import annotations
@@ -34,6 +39,7 @@ def _primitive(
     *,
     multiple_results: bool,
     platforms: tuple[str, ...] = ("cpu", "cuda"),
+    side_effect_on: tuple[str, ...] = ("cpu",),
 ) -> Primitive:
     primitive = Primitive(name)
     primitive.multiple_results = multiple_results
@@ -41,8 +47,13 @@ def _primitive(
     def run_eagerly(*operands: jax.Array, **params: Any) -> Any:
         return jax.jit(functools.partial(primitive.bind, **params))(*operands)
 
-    def lower(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
-        rule = jax.ffi.ffi_lowering(name, has_side_effect=True)
+    def lower(
+        ctx: mlir.LoweringRuleContext,
+        *operands: Any,
+        has_side_effect: bool,
+        **params: Any,
+    ) -> Any:
+        rule = jax.ffi.ffi_lowering(name, has_side_effect=has_side_effect)
         return rule(ctx, *operands, **_attributes(**params))
 
     def batch(
@@ -69,7 +80,8 @@ def _primitive(
 
     primitive.def_impl(run_eagerly)
     for platform in platforms:
-        mlir.register_lowering(primitive, lower, platform=platform)
+        rule = functools.partial(lower, has_side_effect=platform in side_effect_on)
+        mlir.register_lowering(primitive, rule, platform=platform)
     batching.primitive_batchers[primitive] = batch
     return primitive
 
@@ -115,13 +127,19 @@ combine_grad_p = _primitive(
 
 # Halves: between the two, a ticket.
 dispatch_send_p = _primitive(
-    "jax_ep_dispatch_send", multiple_results=False, platforms=("cuda",)
+    "jax_ep_dispatch_send",
+    multiple_results=False,
+    platforms=("cuda",),
+    side_effect_on=("cuda",),
 )
 dispatch_receive_p = _primitive(
     "jax_ep_dispatch_receive", multiple_results=True, platforms=("cuda",)
 )
 combine_send_p = _primitive(
-    "jax_ep_combine_send", multiple_results=False, platforms=("cuda",)
+    "jax_ep_combine_send",
+    multiple_results=False,
+    platforms=("cuda",),
+    side_effect_on=("cuda",),
 )
 combine_receive_p = _primitive(
     "jax_ep_combine_receive", multiple_results=False, platforms=("cuda",)

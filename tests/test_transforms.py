@@ -132,6 +132,25 @@ def test_a_call_whose_result_is_unused_is_dropped(transport):
     assert n_calls(program) == 0
 
 
+def test_a_call_on_a_slice_runs_once(transport):
+    """XLA may fuse the slice into a copy of the call: the original must go then."""
+    group = make_group(transport)
+    tokens, topk_ids, weights = operands_of(group.mesh)
+
+    def body(tokens, topk_ids, weights):
+        outs = []
+        for half in (slice(0, 8), slice(8, 16)):
+            dispatched = jax_ep.dispatch(group, tokens[half], topk_ids[half])
+            rows = dispatched.tokens * jnp.bfloat16(2)
+            outs.append(jax_ep.combine(group, rows, dispatched, weights[half]))
+        return jnp.concatenate(outs)
+
+    run = on_mesh(group.mesh, body).lower(tokens, topk_ids, weights).compile()
+    if transport != "xla":
+        assert n_calls(run) == 4
+    jax.block_until_ready(run(tokens, topk_ids, weights))
+
+
 def test_scan_gives_the_bits_of_the_unrolled_layers(transport):
     group = make_group(transport)
     operands = operands_of(group.mesh)

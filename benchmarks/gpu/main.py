@@ -19,6 +19,7 @@ from typing import Any
 
 import machine
 from gpu import figures, plan
+from gpu.cases import Case
 from gpu.child import Child
 
 _HERE = pathlib.Path(__file__).resolve().parent.parent
@@ -52,6 +53,8 @@ class Run:
             "machine": {**machine.describe(), **_driver()},
             "command": _command(options),
             "xla_flags": os.environ.get("XLA_FLAGS", ""),
+            "sizes": {"n_experts": Case.n_experts, "top_k": Case.top_k},
+            "dtype": "bfloat16",
             "results": [],
         }
         if options.commit:
@@ -78,8 +81,9 @@ class Run:
                 if limit <= 0:
                     return items[i:]
                 result = child.next(limit)
+                is_last = result.pop("is_fatal", child.is_lost)
                 self._add(item, result)
-                if child.is_lost:
+                if is_last:
                     return items[i + 1 :]
         return []
 

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gpu import programs, trace
@@ -23,6 +24,9 @@ KERNELS = {"dispatch": "DispatchKernel", "combine": "CombineKernel"}
 
 #: Bytes of the array that is written to empty the cache, per device.
 _FLUSH_BYTES = 1 << 27
+
+#: Loops that take longer are timed once.
+_SLOW_S = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +89,8 @@ def measure(arena: Arena, name: str, transport: str, parts: list[str]) -> dict:
         parts: of `"kernels"`, `"period"`, `"loop"`.
 
     Returns:
-        JSON: see README.md. Under `"failed"`, what could not be measured and why.
+        JSON: see README.md. Under `"failed"`, what could not be measured and why;
+        `"is_fatal"` if the process should not go on.
     """
     who = make_contestant(name, arena.mesh, arena.case, transport)
     try:
@@ -94,30 +99,48 @@ def measure(arena: Arena, name: str, transport: str, parts: list[str]) -> dict:
         who.close()
 
 
+def breaks_devices(error: Exception) -> bool:
+    """Whether a process that has raised it should not go on."""
+    is_of_xla = isinstance(error, JaxRuntimeError)
+    return is_of_xla and "RESOURCE_EXHAUSTED" not in str(error)
+
+
 class _Measurement:
     def __init__(
         self, arena: Arena, name: str, who: Contestant, parts: list[str]
     ) -> None:
         self._arena, self._name, self._who, self._parts = arena, name, who, parts
         self._effort, self._sets = arena.effort, arena.sets
-        self._result: dict[str, Any] = {"failed": [], "traffic": arena.traffic}
+        self._result: dict[str, Any] = {
+            "failed": [],
+            "traffic": arena.traffic,
+            "seconds": {},
+        }
 
     def run(self) -> dict[str, Any]:
-        start = time.monotonic()
-        self._compile()
-        self._result["compile_s"] = round(time.monotonic() - start, 1)
-        dispatched, rows = self._check()
-        measure = {
-            "kernels": functools.partial(self._kernels, dispatched, rows),
-            "period": self._period,
-            "loop": self._loop,
-        }
-        for part in self._parts:
-            self._try(part, measure[part])
+        parts = {"kernels": self._kernels, "period": self._period, "loop": self._loop}
+        steps = {"compile": self._compile, "check": self._check}
+        for name, body in (steps | {part: parts[part] for part in self._parts}).items():
+            try:
+                self._timed(name, body)
+            except (AssertionError, trace.TraceError, JaxRuntimeError) as error:
+                self._result["failed"].append(f"{name}: {error}"[:2000])
+                if name != "compile" and breaks_devices(error):
+                    self._result["is_fatal"] = True
+                    break
+                if name in steps:
+                    break
         for operation in KERNELS:
             if operation in self._result:
                 self._result[operation] |= self._rates(operation)
         return self._result
+
+    def _timed(self, step: str, body: Callable[[], None]) -> None:
+        start = time.monotonic()
+        try:
+            body()
+        finally:
+            self._result["seconds"][step] = round(time.monotonic() - start, 2)
 
     def _rates(self, operation: str) -> dict[str, float]:
         """GB/s: of all rows; and of what leaves a GPU, one message per remote rank."""
@@ -128,13 +151,6 @@ class _Measurement:
             n_bytes = traffic["remote_messages"] * row_bytes
             rates["physical_gb_s"] = round(n_bytes / ns, 1)
         return rates
-
-    def _try(self, part: str, body: Callable[[], None]) -> None:
-        """The other parts go on without one that the profiler cannot tell."""
-        try:
-            body()
-        except RuntimeError as error:
-            self._result["failed"].append(f"{part}: {error}")
 
     def _compile(self) -> None:
         who, on_mesh = self._who, functools.partial(programs.on_mesh, self._arena.mesh)
@@ -162,8 +178,8 @@ class _Measurement:
             wanted["loop"] = (on_mesh(programs.loop(who, n)), args)
         self._programs = programs.compile_all(wanted)
 
-    def _check(self) -> tuple[Any, jax.Array]:
-        """Gives what combine takes: the result of a dispatch, and the experts' rows."""
+    def _check(self) -> None:
+        """Keeps what combine takes: the result of a dispatch, and the experts' rows."""
         checker, args = self._arena.checker, self._sets[0]
         dispatched = self._programs["dispatch"](*args)
         rows, sampled = self._programs["examine"](
@@ -171,15 +187,13 @@ class _Measurement:
         )
         checker.check_dispatch(self._name, dispatched, sampled)
         dispatched = programs.replace(dispatched, tokens=rows)  # frees the others
-        out = self._programs["combine"](dispatched, rows, args[2])
-        checker.check_combine(self._name, out)
-        return dispatched, rows
+        self._combine_args = (dispatched, rows, args[2])
+        checker.check_combine(
+            self._name, self._programs["combine"](*self._combine_args)
+        )
 
-    def _kernels(self, dispatched: Any, rows: jax.Array) -> None:
-        if self._name in OURS:
-            self._own_kernels()
-        else:
-            self._spans(dispatched, rows)
+    def _kernels(self) -> None:
+        self._own_kernels() if self._name in OURS else self._spans()
 
     def _own_kernels(self) -> None:
         """Of calls with inputs that are not in the cache."""
@@ -187,16 +201,15 @@ class _Measurement:
         calls = self._trace([(self._programs["rotation"], (self._sets,))] * repeats)
         self._result |= _kernels(calls, self._effort.n_sets)
 
-    def _spans(self, dispatched: Any, rows: jax.Array) -> None:
+    def _spans(self) -> None:
         """From the first kernel of a call to its last one.
 
         On the GPU where that is shortest: it began last and waited for nobody.
         """
-        combine_args = (dispatched, rows, self._sets[0][2])
         runs = []
         for i in range(self._effort.repeats):
             runs.append((self._programs["dispatch"], self._sets[i % len(self._sets)]))
-            runs.append((self._programs["combine"], combine_args))
+            runs.append((self._programs["combine"], self._combine_args))
         calls = self._trace(runs)
         for i, operation in enumerate(KERNELS):
             spans = [[trace.span_us(call) for call in gpu[i::2]] for gpu in calls]
@@ -249,10 +262,12 @@ class _Measurement:
 
     def _loop(self) -> None:
         """Of a dispatch and a combine in a loop on the device."""
-        n = self._effort.n_loop
-        repeats = self._effort.repeats + 1
-        seconds = [self._queue(self._programs["loop"]) for _ in range(repeats)]
-        self._result["pair_period"] = trace.summary([s / n * 1e6 for s in seconds[1:]])
+        n, loop = self._effort.n_loop, self._programs["loop"]
+        self._queue(loop)  # warms up
+        is_slow = self._queue(loop) > _SLOW_S
+        repeats = 1 if is_slow else self._effort.repeats
+        times = [self._queue(loop) / n * 1e6 for _ in range(repeats)]
+        self._result["pair_period"] = trace.summary(times)
 
     def _queue(self, function: Any) -> float:
         """Seconds per call of several that are queued, then waited for."""
@@ -293,7 +308,7 @@ def _kernel_times(
     found = {len(t) for t in times}
     if found != {n_wanted}:
         names = sorted({event.name for event in calls[0][0]})
-        raise RuntimeError(
+        raise trace.TraceError(
             f"the trace must show {n_wanted} times {kernel} in each call; got {found}, "
             f"and the names {names}."
         )

@@ -67,10 +67,11 @@ def loop(who: Contestant, n_pairs: int) -> Callable[..., Any]:
 
 
 def rotation(who: Contestant) -> Callable[..., Any]:
-    """A dispatch of each set of inputs, then their combines: no input is in the cache.
+    """A dispatch of each set of inputs, then their combines.
 
-    A call waits for the former through its `topk_ids`, to which a 0 is added that XLA
-    cannot foresee.
+    No tokens are in the cache; rows are, if those of all sets fit there. A call waits
+    for the former through its `topk_ids`, to which a 0 is added that XLA cannot
+    foresee.
     """
 
     def run(sets: list[tuple[jax.Array, ...]]) -> list[jax.Array]:

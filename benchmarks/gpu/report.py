@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import pathlib
+import sys
 from typing import Any
 
 from gpu import figures
 from gpu.contestants import OURS
+
+_PAIR = "µs of a dispatch and a combine in a chain"
 
 
 def show(path: pathlib.Path, form: str) -> None:
@@ -25,7 +28,10 @@ def show(path: pathlib.Path, form: str) -> None:
 
 
 def markdown(record: dict[str, Any]) -> str:
-    """For README.md: per case our kernels, the bandwidth, the fastest rival."""
+    """For README.md: our kernels beside the link and the fastest rival, by case.
+
+    Then what command buffers change, and what the link carries.
+    """
     header = ["T", "H, routing"]
     for operation in figures.OPERATIONS:
         header += [f"{operation}, µs", "GB/s off the GPU", "best `jax.lax`, µs"]
@@ -35,8 +41,18 @@ def markdown(record: dict[str, Any]) -> str:
         for who in OURS:
             if who in results:
                 rows.append(_row(record, case, who, results))
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join([f"| {' | '.join(header)} |", "|---" * len(header) + "|", *lines])
+    parts = [_table(header, rows)]
+    header, rows = figures.command_buffer_table(record)
+    if rows:
+        parts += [f"Command buffers, {_PAIR}:", _table(header, rows)]
+    if "gb_s" in record.get("link", {}):
+        parts.append(f"Copies: {record['link']['gb_s']:.0f} GB/s off each GPU.")
+    return "\n\n".join(parts)
+
+
+def _table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _row(
@@ -71,17 +87,16 @@ def _print_table(record: dict[str, Any]) -> None:
     import rich.console
     import rich.table
 
-    console = rich.console.Console(width=None)
+    console = rich.console.Console(width=None if sys.stdout.isatty() else 200)
     for title, (header, rows) in {
         _title(record): figures.table(record),
-        "command buffers: µs of a dispatch and a combine, chained": (
-            figures.command_buffer_table(record)
-        ),
+        f"command buffers: {_PAIR}": figures.command_buffer_table(record),
     }.items():
         if rows:
             table = rich.table.Table(title=title, title_justify="left")
-            for i, name in enumerate(header):
-                table.add_column(name, justify="left" if i in (2, 3) else "right")
+            for name in header:
+                justify = "left" if name in ("routing", "contestant") else "right"
+                table.add_column(name, justify=justify)
             for row in rows:
                 table.add_row(*row)
             console.print(table)

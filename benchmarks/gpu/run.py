@@ -6,8 +6,8 @@ devices, then the result of each item, in order.
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import sys
 from typing import Any
 
 import jax
@@ -17,7 +17,14 @@ from jax.sharding import AxisType
 from gpu import link
 from gpu.cases import Case
 from gpu.contestants import AXIS
-from gpu.measure import LARGE, LARGE_EFFORT, Arena, Effort, measure
+from gpu.measure import (
+    LARGE,
+    LARGE_EFFORT,
+    Arena,
+    Effort,
+    breaks_devices,
+    measure,
+)
 
 
 def main(request: dict[str, Any]) -> None:
@@ -35,10 +42,17 @@ def main(request: dict[str, Any]) -> None:
                 result = measure(
                     arena, item["who"], request["transport"], item["parts"]
                 )
-                result["capacity"] = arena.case.n_rows
-        except Exception as error:  # of XLA or of a check: the other items go on
+                result |= {
+                    "capacity": arena.case.n_rows,
+                    "effort": dataclasses.asdict(arena.effort),
+                }
+        except Exception as error:  # the other items go on
             result = {"failed": [f"{type(error).__name__}: {error}"[:2000]]}
+            if breaks_devices(error):
+                result["is_fatal"] = True
         _say(result)
+        if result.get("is_fatal"):
+            return
 
 
 def describe(devices: list[jax.Device]) -> dict[str, Any]:
@@ -73,8 +87,3 @@ class _Arenas:
 
 def _say(result: dict[str, Any]) -> None:
     print(json.dumps(result), flush=True)
-
-
-def run_from_command_line() -> None:
-    """With the request as the last argument."""
-    main(json.loads(sys.argv[-1]))

@@ -18,6 +18,10 @@ _PAUSE_S = 5e-3
 _GAP_NS = 2e6
 
 
+class TraceError(RuntimeError):
+    """A trace does not show what it must."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Event:
     """A kernel, or a copy, on one GPU."""
@@ -41,14 +45,14 @@ class Trace:
         """Events by GPU and call; calls are what `pause` has separated.
 
         Raises:
-            RuntimeError: there are no GPUs in the trace, or other than `n_calls` calls.
+            TraceError: there are no GPUs in the trace, or other than `n_calls` calls.
         """
         if not self.events:
-            raise RuntimeError("the profiler's trace shows no GPU.")
+            raise TraceError("the profiler's trace shows no GPU.")
         by_gpu = [_split(events) for events in self.events]
         found = [len(calls) for calls in by_gpu]
         if found != [n_calls] * len(found):
-            raise RuntimeError(
+            raise TraceError(
                 f"the profiler's trace must show {n_calls} calls on each GPU; got "
                 f"{found}."
             )
@@ -91,7 +95,7 @@ def _events(plane: Any) -> list[Event]:
     ]
     if not events:
         names = [line.name for line in lines]
-        raise RuntimeError(f"{plane.name} shows no stream's events; its lines: {names}")
+        raise TraceError(f"{plane.name} shows no stream's events; its lines: {names}")
     return sorted(events, key=lambda event: event.begin_ns)
 
 
