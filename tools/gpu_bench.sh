@@ -17,6 +17,7 @@ mkdir -p "$logs"
   timeout 200 python3 -m pip install --quiet --no-build-isolation --no-deps --upgrade \
     -C "cmake.define.CMAKE_CUDA_ARCHITECTURES=$arch" -C cmake.define.JAX_EP_CUDA=ON \
     --target "$site" .
+  timeout 60 nvcc -O3 -std=c++17 -arch="sm_$arch" ffi/tests/p2p_link.cu -o build/p2p_link
   PYTHONPATH=$PWD/$site PYTHONUNBUFFERED=1 timeout $((seconds + 30)) \
     python3 benchmarks --platform gpu --out "$logs" --seconds-total "$seconds" "$@"
 } 2>&1 | tee "$logs/gpu_bench.txt"

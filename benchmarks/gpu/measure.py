@@ -49,7 +49,7 @@ class Effort:
 
 
 #: For calls of more tokens than `LARGE`.
-LARGE, LARGE_EFFORT = 512, Effort(repeats=4, n_sets=3, n_pairs=(2, 6), n_loop=4)
+LARGE, LARGE_EFFORT = 512, Effort(repeats=5, n_sets=3, n_pairs=(4, 24), n_loop=4)
 
 
 class Arena:

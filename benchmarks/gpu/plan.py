@@ -55,8 +55,6 @@ def full() -> list[Item]:
     items = [Item("link", "link")]
     for n_tokens in _TOKENS:
         items += _of_case(n_tokens, 7168, "uniform", loops=n_tokens in _LOOPS)
-        if n_tokens == 4096:
-            items.append(_item(OURS[1], n_tokens, 7168, "uniform", "kernels", "period"))
     for n_tokens in _NO_COMMAND_BUFFERS:
         item = _item(OURS[0], n_tokens, 7168, "uniform", "period")
         items.append(
@@ -89,7 +87,9 @@ def quick(rivals: tuple[str, ...] = tuple(RIVALS)) -> list[Item]:
 def _of_case(
     n_tokens: int, hidden: int, routing: str, rivals: bool = True, loops: bool = False
 ) -> list[Item]:
-    items = [_item(OURS[0], n_tokens, hidden, routing, "kernels", "period")]
+    items = [
+        _item(who, n_tokens, hidden, routing, "kernels", "period") for who in OURS
+    ]
     parts = ("kernels", "loop") if loops else ("kernels",)
     for who in RIVALS if rivals else ():
         items.append(_item(who, n_tokens, hidden, routing, *parts))

@@ -17,7 +17,7 @@ cd "$(dirname "$0")/../.."
 venv=$(realpath "$1")
 shift
 # Not what starts other processes: they would run without the instrumented package.
-pytest_options=(-k "host and not fresh_process"
+pytest_options=(-k "host and not fresh_process and not test_cpp"
   -m "not multiprocess and not slow and not gpu and not multigpu" "$@")
 here=tests/sanitizers
 export CXX=${CXX:-g++}
@@ -65,7 +65,7 @@ python() {
     # held locks overflows. The order of jax_ep's locks is checked in the C++ tests.
     local options="exitcode=66 detect_deadlocks=0 history_size=4"
     env LD_PRELOAD="$("$CXX" -print-file-name=libtsan.so)" PYTHONPATH="$path" \
-      TSAN_OPTIONS="$options suppressions=$here/tsan.supp log_path=$dir/report" \
+      TSAN_OPTIONS="$options suppressions=$PWD/$here/tsan.supp log_path=$dir/report" \
       JAX_EP_TSAN_EDGES="$dir/tsan_edges.so" "$venv/bin/python" -S -P "$@"
   else
     local preload
