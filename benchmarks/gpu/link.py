@@ -27,11 +27,12 @@ def measure(devices: list[jax.Device], n_bytes: int = 1 << 29) -> dict[str, Any]
     if len(devices) == 1:
         return {"failed": ["one GPU has no link"]}
     if PROGRAM.exists():
-        command = [str(PROGRAM.resolve()), str(len(devices)), str(max(n_bytes >> 20, 1))]
+        sizes = (len(devices), max(n_bytes >> 20, 1))
+        command = [str(PROGRAM.resolve()), *map(str, sizes)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         if done.returncode:
             return {"failed": [f"{PROGRAM.name}: {done.stderr.strip()}"]}
-        method = "a kernel's 16-byte stores, of every GPU to every other at the same time"
+        method = "a kernel's 16-byte stores, every GPU to every other at the same time"
         return {"method": method, **json.loads(done.stdout)}
     return _measure_device_put(devices, n_bytes)
 

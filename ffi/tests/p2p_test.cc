@@ -9,6 +9,7 @@
 //
 // Ranks share the devices 0 to DEVICES - 1 evenly, and the processes.
 
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -385,13 +386,13 @@ void RunReplay(int n_ranks, const std::vector<int>& devices, int n_replays) {
     CHECK_CUDA(cudaGraphInstantiate(&graphs[rank], graph, 0));
     CHECK_CUDA(cudaGraphDestroy(graph));
   }
-  constexpr int kReplaysPerCheck = 100;
+  const int replays_per_check = std::max(100, n_replays / 20);
   for (int replay = 0; replay < n_replays && n_errors == 0; ++replay) {
     for (int rank = 0; rank < n_ranks; ++rank) {
       CHECK_CUDA(cudaSetDevice(devices[rank]));
       CHECK_CUDA(cudaGraphLaunch(graphs[rank], bed.streams[rank]));
     }
-    if (replay % kReplaysPerCheck != kReplaysPerCheck - 1 && replay != n_replays - 1) continue;
+    if (replay % replays_per_check != replays_per_check - 1 && replay != n_replays - 1) continue;
     bed.Sync();
     if (!bed.IsHealthy()) return Expect(false, "replay " + std::to_string(replay) + " did not end");
     for (int step = 0; step < kSteps; ++step) {
