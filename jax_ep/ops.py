@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import _checks
+from jax_ep.formats import QuantizedFormat
 from jax_ep.group import EPGroup
 from jax_ep.results import Dispatched, InFlight
 
@@ -36,11 +37,14 @@ def dispatch(
 
     Args:
         group: from `ep_init`.
-        tokens: `[T, H]`, the token format's dtype; T is at most M.
+        tokens: `[T, H]`, T at most M: bfloat16 or float32 for formats that quantise,
+            else the format's dtype.
         topk_ids: `int32[T, K]`, global experts.
         topk_weights: `float32[T, K]` or None. Given, they travel with the tokens, come
             out as `row_weights`, and combine applies them where the experts are.
-        input_scale: for formats that quantise with a global scale; None for the others.
+        input_scale: `float32[]` or `float32[1]`, the same on all ranks, for formats
+            that quantise with a global scale (`NVFP4`; None is 1 there); None for the
+            others. No gradient flows into it.
 
     Returns:
         The rows for this rank's experts.
@@ -196,7 +200,7 @@ def _dispatch(
         tokens,
         (None, config.hidden_size),
         "T H",
-        config.token_format.token_dtype,
+        *config.token_format.token_dtypes,
     )
     n_tokens = tokens.shape[0]
     if n_tokens > config.max_tokens_per_rank:
@@ -210,19 +214,23 @@ def _dispatch(
         _checks.check_array(
             operation, "topk_weights", topk_weights, choices, "T K", jnp.float32
         )
-    if input_scale is not None:
-        raise ValueError(
-            f"{operation}: input_scale is for formats that quantise; "
-            f"{config.token_format.name} does not."
-        )
+    input_scale = _checks.check_input_scale(operation, config.token_format, input_scale)
     operands = _checks.vary_alike(
         group.axis_name,
         _never_empty(tokens, 0),
         _never_empty(topk_ids, _NO_EXPERT),
         _never_empty(topk_weights, 0),
+        input_scale,
     )
     dispatched = group._transport.dispatch(group, *operands)
-    return dataclasses.replace(dispatched, topk_ids=dispatched.topk_ids[:n_tokens])
+    dispatched = dataclasses.replace(
+        dispatched, topk_ids=dispatched.topk_ids[:n_tokens]
+    )
+    if not isinstance(config.token_format, QuantizedFormat):
+        return dispatched
+    return dataclasses.replace(
+        dispatched, source_tokens=operands[0][:n_tokens], input_scale=operands[3]
+    )
 
 
 def _combine(
@@ -268,6 +276,15 @@ def _combine(
     out = group._transport.combine(
         group, expert_out, dispatched, topk_weights, residual, reduce=reduce
     )
+    return out[:n_tokens]
+
+
+def pull_back(group: EPGroup, rows: jax.Array, dispatched: Dispatched) -> jax.Array:
+    """`[T, H]`: the plain sum of each token's rows, in the rows' dtype."""
+    n_tokens = dispatched.topk_ids.shape[0]
+    topk_ids = _never_empty(dispatched.topk_ids, _NO_EXPERT)
+    dispatched = dataclasses.replace(dispatched, topk_ids=topk_ids, row_weights=None)
+    out = group._transport.combine(group, rows, dispatched, None, None, reduce=True)
     return out[:n_tokens]
 
 

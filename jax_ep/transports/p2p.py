@@ -14,6 +14,7 @@ import numpy as np
 
 from jax_ep import _cuda_ffi
 from jax_ep.config import EPConfig
+from jax_ep.formats import Plain, QuantizedFormat
 from jax_ep.primitives import Weighting
 from jax_ep.topology import Place, local_places, places
 from jax_ep.transports.ffi import (
@@ -46,6 +47,8 @@ class P2pTransport(FfiTransport):
             return f"it serves CUDA devices; the mesh has {', '.join(platforms)}."
         if len(local_places(mesh, axis_name)) != mesh.size:
             return "all devices must belong to this process; use transport='xla'."
+        if isinstance(config.token_format, QuantizedFormat):
+            return f"it does not carry {config.token_format.name} yet."
         if config.top_k > 32:
             return f"top_k must be at most 32; got {config.top_k}."
         for bytes_per_token in _bytes_per_token(config):
@@ -117,7 +120,11 @@ class P2pTransport(FfiTransport):
             return _clear(_send_choices(group, cotangent, routing), in_use), None
         at_source = mode.weighting == Weighting.SOURCE
         sent = bind_dispatch(
-            group, cotangent, routing.topk_ids, weights if at_source else None
+            group,
+            cotangent,
+            routing.topk_ids,
+            weights if at_source else None,
+            token_format=Plain(cotangent.dtype),
         )
         rows = sent["tokens"]
         row_weights = sent["row_weights"] if at_source else weights
@@ -157,7 +164,9 @@ def _send_choices(group: EPGroup, values: jax.Array, routing: Routing) -> jax.Ar
     for k in range(values.shape[1]):
         here = jnp.arange(values.shape[1]) == k
         ids = jnp.where(here, routing.topk_ids, -1)
-        sent = bind_dispatch(group, values[:, k], ids, None)["tokens"]
+        sent = bind_dispatch(
+            group, values[:, k], ids, None, token_format=Plain(values.dtype)
+        )["tokens"]
         is_k = routing.src_info[:, 1] == k
         place = jnp.cumsum(is_k.astype(jnp.int32)) - 1
         found = jnp.take(sent, place, axis=0, mode="clip")
