@@ -24,6 +24,7 @@
 #include "cpu/parallel.h"
 #include "cpu/rendezvous.h"
 #include "tests/check.h"
+#include "tests/format_test.h"
 #include "tests/thread_pool.h"
 
 namespace jax_ep {
@@ -360,5 +361,6 @@ int main() {
   TestZeroerZeroesAllAndNothingElse();
   TestRowsBeyondCapacityAreDropped();
   TestIndependentCallsInAnyOrder();
+  RunFormatTests();
   std::cout << "host_test: all passed" << std::endl;
 }
