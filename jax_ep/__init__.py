@@ -13,6 +13,7 @@ from jax_ep.formats import (
     QuantizedFormat,
     TokenFormat,
 )
+from jax_ep.fused_silu import QuantizedRows, fused_silu
 from jax_ep.group import EPGroup, ep_init
 from jax_ep.ops import (
     combine,
@@ -42,6 +43,7 @@ __all__ = [
     "Plain",
     "Quantized",
     "QuantizedFormat",
+    "QuantizedRows",
     "TokenFormat",
     "combine",
     "combine_async",
@@ -51,4 +53,5 @@ __all__ = [
     "dispatch_async",
     "dispatch_wait",
     "ep_init",
+    "fused_silu",
 ]

@@ -95,6 +95,24 @@ def check_input_scale(
     return lax.stop_gradient(input_scale.reshape(()))
 
 
+def check_input_scales(
+    token_format: TokenFormat, input_scales: Any, n_groups: int
+) -> Any:
+    """`float32[L]` for formats that take input scales, or None."""
+    if input_scales is None:
+        return None
+    if not token_format.takes_input_scale:
+        raise ValueError(
+            "fused_silu: input_scales are for formats that quantise with a global "
+            f"scale, such as NVFP4; {token_format.name} does not."
+        )
+    input_scales = jnp.asarray(input_scales)
+    check_array(
+        "fused_silu", "input_scales", input_scales, (n_groups,), "L", jnp.float32
+    )
+    return input_scales
+
+
 def check_is_dispatched(operation: str, dispatched: Any) -> None:
     """`dispatched` comes from a dispatch."""
     if not isinstance(dispatched, Dispatched):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import _checks
-from jax_ep.formats import Quantized, QuantizedFormat
+from jax_ep.formats import QuantizedFormat
 from jax_ep.group import EPGroup
 from jax_ep.ops import pull_back
 from jax_ep.results import Dispatched
@@ -39,9 +39,9 @@ def dequantize(
     _checks.check_is_dispatched("dequantize", dispatched)
     group = dispatched.group
     _checks.check_place("dequantize", group)
-    row = jnp.arange(group.max_recv_tokens, dtype=jnp.uint32)
-    in_use = (row < dispatched.row_offsets[-1])[:, None]
     if not isinstance(group.config.token_format, QuantizedFormat):
+        row = jnp.arange(group.max_recv_tokens, dtype=jnp.uint32)
+        in_use = (row < dispatched.row_offsets[-1])[:, None]
         rows = dispatched.tokens.astype(dtype or dispatched.tokens.dtype)
         return jnp.where(in_use, rows, jnp.zeros((), rows.dtype))
     source_tokens = dispatched.source_tokens
@@ -49,8 +49,7 @@ def dequantize(
     dtype = jnp.dtype(dtype or source_tokens.dtype)
     # What no gradient flows into, apart from what it does.
     codes = dataclasses.replace(dispatched, source_tokens=None, row_weights=None)
-    rows = _dequantize(_Static(group, dtype), source_tokens, codes)
-    return jnp.where(in_use, rows, jnp.zeros((), dtype))
+    return _dequantize(_Static(group, dtype), source_tokens, codes)
 
 
 class _Static(NamedTuple):
@@ -62,18 +61,12 @@ class _Static(NamedTuple):
 def _dequantize(
     static: _Static, source_tokens: jax.Array, codes: Dispatched
 ) -> jax.Array:
-    group, dtype = static
-    token_format, config = group.config.token_format, group.config
+    token_format = static.group.config.token_format
     assert isinstance(token_format, QuantizedFormat)
     assert codes.scales is not None
-    scales = token_format.layout.by_row(
-        codes.scales,
-        codes.row_offsets,
-        group.max_recv_tokens,
-        token_format.n_scales(config.hidden_size),
+    return token_format.dequantize_rows(
+        codes.tokens, codes.scales, codes.row_offsets, codes.input_scale, static.dtype
     )
-    quantized = Quantized(codes.tokens, scales)
-    return token_format.dequantize(quantized, codes.input_scale, dtype)
 
 
 def _dequantize_fwd(

@@ -136,6 +136,18 @@ def dequantize(name: str, quantized: Quantized, input_scale: float = 1.0):
     return values * np.repeat(scales, BLOCK_SIZE[name], axis=-1)
 
 
+def silu_times_up(x, interleaved=False, clamp=None) -> np.ndarray:
+    """Gives float64[C, F] of [C, 2 F]: silu(gate) * up, or its clamped variant."""
+    x = x.astype(np.float64)
+    half = x.shape[1] // 2
+    gate, up = (x[:, 0::2], x[:, 1::2]) if interleaved else (x[:, :half], x[:, half:])
+    if clamp is None:
+        return gate / (1 + np.exp(-gate)) * up
+    alpha, limit = clamp
+    gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+    return (up + 1) * gate / (1 + np.exp(-alpha * gate))
+
+
 def scales_offsets(row_offsets: np.ndarray) -> np.ndarray:
     """Gives uint32[L]: block of a group's first row, less row_offsets[i] // 128."""
     sizes = np.diff(row_offsets.astype(np.int64))

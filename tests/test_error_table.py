@@ -180,6 +180,13 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "dequantize-type": lambda: round_trip(
         init(), lambda d: jax_ep.dequantize(d.tokens)
     ),
+    "silu-columns": lambda: jax_ep.fused_silu(jnp.ones((2, 3)), np.uint32([0, 2])),
+    "silu-input-scales": lambda: jax_ep.fused_silu(
+        jnp.ones((2, 4)), np.uint32([0, 2]), input_scales=jnp.ones(1)
+    ),
+    "p2p-format": lambda: init(
+        transport="p2p", token_format=jax_ep.MXFP8(), hidden_size=32
+    ),
     "weights-twice": lambda: round_trip(
         init(), at_dispatch=True, topk_weights=jnp.ones((T, K))
     ),

@@ -11,7 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ep.formats import bits
-from jax_ep.formats.scales import ATOMS, NO_SCALES, ROW_MAJOR, ScalesLayout
+from jax_ep.formats.scales import (
+    ATOMS,
+    NO_SCALES,
+    ROW_MAJOR,
+    ScalesLayout,
+    group_of,
+)
 
 
 class TokenFormat(abc.ABC):
@@ -139,7 +145,7 @@ class QuantizedFormat(TokenFormat):
 
         Args:
             amax: uint32 pattern of the largest magnitude of each block.
-            input_scale: uint32 pattern, a scalar.
+            input_scale: uint32 pattern, one for all or one per token.
 
         Returns:
             The scales, in `scale_dtype`; the factors for `scale_elements`, uint32.
@@ -187,7 +193,8 @@ class QuantizedFormat(TokenFormat):
 
         Args:
             tokens: `[..., H]`, bfloat16 or float32.
-            input_scale: `float32[]` for formats that take one, else None.
+            input_scale: `float32[]`, or `float32[...]` with one per token, for formats
+                that take one, else None.
 
         Returns:
             Codes and scales; the scales row by row, whatever `scales_layout` is.
@@ -235,6 +242,39 @@ class QuantizedFormat(TokenFormat):
         input_scale = bits.to_float(_input_scale_bits(input_scale))
         scales = self.decode_scales(quantized.scales, input_scale)
         return (blocks * scales[..., None]).reshape(values.shape).astype(dtype)
+
+    def dequantize_rows(
+        self,
+        codes: jax.Array,
+        scales: jax.Array,
+        row_offsets: jax.Array,
+        input_scale: jax.Array | None = None,
+        dtype: jax.typing.DTypeLike = jnp.float32,
+    ) -> jax.Array:
+        """The numbers of rows whose scales stand in this format's layout.
+
+        Args:
+            codes: `[C, H]` or `[C, H / 2]`.
+            scales: in `scales_layout`.
+            row_offsets: `uint32[L + 1]`.
+            input_scale: as given when they were quantised: `float32[]`, or `float32[L]`
+                with one per group.
+            dtype: of the result.
+
+        Returns:
+            `[C, H]`, zero in rows that are not in use.
+        """
+        n_rows, size = codes.shape
+        hidden_size = 2 * size if self.is_packed else size
+        by_row = self.layout.by_row(
+            scales, row_offsets, n_rows, self.n_scales(hidden_size)
+        )
+        row = jnp.arange(n_rows, dtype=jnp.int32)
+        starts = row_offsets.astype(jnp.int32)
+        if input_scale is not None and input_scale.ndim:
+            input_scale = input_scale[group_of(starts, row)]
+        rows = self.dequantize(Quantized(codes, by_row), input_scale, dtype)
+        return jnp.where((row < starts[-1])[:, None], rows, jnp.zeros((), dtype))
 
     def _decode(self, codes: jax.Array) -> jax.Array:
         if not self.is_packed:

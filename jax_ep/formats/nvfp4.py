@@ -55,7 +55,7 @@ class NVFP4(QuantizedFormat):
         self, amax: jax.Array, input_scale: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """The e4m3 scale, and the multiplier; 0 where it would not be finite."""
-        input_scale = jnp.broadcast_to(input_scale, amax.shape)
+        input_scale = jnp.broadcast_to(input_scale[..., None], amax.shape)
         sixth = jnp.full_like(amax, bits.constant(1 / 6))
         raw = bits.multiply(input_scale, bits.multiply(amax, sixth))
         code = bits.to_e4m3(raw).astype(jnp.uint8)
@@ -72,4 +72,4 @@ class NVFP4(QuantizedFormat):
     def decode_scales(self, scales: jax.Array, input_scale: jax.Array) -> jax.Array:
         """`scale * (1 / s)`."""
         inverse = jnp.where(input_scale > 0, 1 / input_scale, jnp.float32(0))
-        return scales.astype(jnp.float32) * inverse
+        return scales.astype(jnp.float32) * inverse[..., None]

@@ -118,7 +118,7 @@ class _Atoms(ScalesLayout):
         shape = self.shape(n_rows, n_scales, n_groups)
         block = jnp.arange(shape[0], dtype=jnp.int32)
         first_blocks, starts = _first_blocks(row_offsets), row_offsets.astype(jnp.int32)
-        group = _group_of(first_blocks, block)
+        group = group_of(first_blocks, block)
         first_row = starts[group] + (block - first_blocks[group]) * _ATOM_ROWS
         row = first_row[:, None] + jnp.arange(_ATOM_ROWS, dtype=jnp.int32)
         row = jnp.where(row < starts[group + 1][:, None], row, n_rows)
@@ -134,7 +134,7 @@ class _Atoms(ScalesLayout):
     ) -> jax.Array:
         row = jnp.arange(n_rows, dtype=jnp.int32)
         first_blocks, starts = _first_blocks(row_offsets), row_offsets.astype(jnp.int32)
-        group = _group_of(starts, row)
+        group = group_of(starts, row)
         row = row - starts[group]
         tiles = _as_integers(array).transpose(0, 3, 2, 1, 4)
         rows = tiles.reshape(array.shape[0] * _ATOM_ROWS, -1)
@@ -150,7 +150,7 @@ def _first_blocks(row_offsets: jax.Array) -> jax.Array:
     return jnp.concatenate([jnp.zeros_like(blocks[:1]), blocks])
 
 
-def _group_of(starts: jax.Array, index: jax.Array) -> jax.Array:
+def group_of(starts: jax.Array, index: jax.Array) -> jax.Array:
     """The group that `index` falls into; the last one for what comes after."""
     group = jnp.searchsorted(starts[1:], index, side="right").astype(jnp.int32)
     return jnp.minimum(group, starts.shape[0] - 2)

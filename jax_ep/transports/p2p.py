@@ -42,13 +42,13 @@ class P2pTransport(FfiTransport):
         self, mesh: jax.sharding.Mesh, axis_name: str, config: EPConfig
     ) -> str | None:
         """Needs CUDA devices, all of this process, and the extension."""
+        if isinstance(config.token_format, QuantizedFormat):
+            return f"it does not carry {config.token_format.name} yet."
         platforms = sorted({device.platform for device in mesh.devices.flat})
         if platforms != ["gpu"]:
             return f"it serves CUDA devices; the mesh has {', '.join(platforms)}."
         if len(local_places(mesh, axis_name)) != mesh.size:
             return "all devices must belong to this process; use transport='xla'."
-        if isinstance(config.token_format, QuantizedFormat):
-            return f"it does not carry {config.token_format.name} yet."
         if config.top_k > 32:
             return f"top_k must be at most 32; got {config.top_k}."
         for bytes_per_token in _bytes_per_token(config):
