@@ -184,7 +184,7 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "silu-input-scales": lambda: jax_ep.fused_silu(
         jnp.ones((2, 4)), np.uint32([0, 2]), input_scales=jnp.ones(1)
     ),
-    "p2p-format": lambda: init(
+    "gpu-format": lambda: init(
         transport="p2p", token_format=jax_ep.MXFP8(), hidden_size=32
     ),
     "weights-twice": lambda: round_trip(
