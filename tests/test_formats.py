@@ -203,7 +203,7 @@ def test_scales_offsets_worked_out_by_hand():
 
 
 @pytest.mark.parametrize("layout", ["atoms", "transposed", "row_major"])
-@pytest.mark.parametrize("n_scales", [1, 4, 7])
+@pytest.mark.parametrize("n_scales", [4, 7])
 @pytest.mark.parametrize("sizes", [[100, 200, 0, 128], [0, 0], [1], [129, 127, 300]])
 def test_scales_stand_where_the_layout_says(layout, n_scales, sizes):
     n_rows, used = sum(sizes) + 9, sum(sizes)
@@ -215,11 +215,12 @@ def test_scales_stand_where_the_layout_says(layout, n_scales, sizes):
         "transposed": jax_ep.BlockwiseFP8().layout,
         "row_major": jax_ep.MXFP8("row_major").layout,
     }[layout]
-    got = np.asarray(placer.place(jnp.asarray(scales), offsets))
+    got = np.asarray(jax.jit(placer.place)(scales, offsets))
     wanted, defined = oracle.lay_out(layout, scales[:used], offsets, n_rows)
     assert got.shape == placer.shape(n_rows, n_scales, len(sizes))
     assert_same_bits(got[defined], wanted[defined], layout)
-    back = placer.by_row(jnp.asarray(wanted), offsets, n_rows, n_scales)
+    by_row = jax.jit(placer.by_row, static_argnums=(2, 3))
+    back = by_row(wanted, offsets, n_rows, n_scales)
     assert_same_bits(np.asarray(back)[:used], scales[:used], f"{layout}, by row")
 
 

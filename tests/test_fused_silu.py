@@ -108,7 +108,7 @@ def test_gradients_are_those_of_finite_differences(options):
 
     jax.test_util.check_grads(activate, (x[:8],), order=1, modes=["rev"], rtol=1e-2)
     _, pull = jax.vjp(activate, jnp.asarray(x))
-    (grad,) = pull(jnp.ones((len(x), 16)))
+    (grad,) = pull(jnp.ones((len(x), 16), jnp.float32))
     assert np.abs(grad[:5]).max() > 0.1
     assert not np.asarray(grad)[5:].any()
 

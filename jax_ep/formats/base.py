@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -203,24 +204,7 @@ class QuantizedFormat(TokenFormat):
             ValueError: H is not a multiple of the block size.
         """
         self.check_hidden_size(tokens.shape[-1])
-        patterns = bits.to_bits(tokens).reshape(*tokens.shape[:-1], -1, self.block_size)
-        magnitudes = patterns & np.uint32(bits.SIGN - 1)
-        is_dead = (magnitudes >= bits.INFINITY).any(axis=-1, keepdims=True)
-        magnitudes = jnp.where(is_dead, np.uint32(0), magnitudes)
-        scales, factor = self.encode_scales(
-            magnitudes.max(axis=-1), _input_scale_bits(input_scale)
-        )
-        magnitudes = self.scale_elements(magnitudes, factor[..., None])
-        is_negative = jnp.where(is_dead, np.uint32(0), patterns >> 31)
-        shape = (*tokens.shape[:-1], -1)
-        if self.is_packed:
-            codes = bits.to_e2m1(magnitudes) | is_negative << 3
-            codes = codes.reshape(*tokens.shape[:-1], -1, 2)
-            codes = (codes[..., 0] | codes[..., 1] << 4).astype(jnp.uint8)
-            return Quantized(codes, scales)
-        codes = (bits.to_e4m3(magnitudes) | is_negative << 7).astype(jnp.uint8)
-        codes = jax.lax.bitcast_convert_type(codes, _FLOAT8)
-        return Quantized(codes.reshape(shape), scales)
+        return _quantize(self, tokens, _input_scale_bits(input_scale))
 
     def dequantize(
         self,
@@ -237,11 +221,7 @@ class QuantizedFormat(TokenFormat):
             input_scale: as given to `quantize`.
             dtype: of the result.
         """
-        values = self._decode(quantized.codes)
-        blocks = values.reshape(*values.shape[:-1], -1, self.block_size)
-        input_scale = bits.to_float(_input_scale_bits(input_scale))
-        scales = self.decode_scales(quantized.scales, input_scale)
-        return (blocks * scales[..., None]).reshape(values.shape).astype(dtype)
+        return _dequantize(self, quantized, _input_scale_bits(input_scale), dtype)
 
     def dequantize_rows(
         self,
@@ -276,15 +256,6 @@ class QuantizedFormat(TokenFormat):
         rows = self.dequantize(Quantized(codes, by_row), input_scale, dtype)
         return jnp.where((row < starts[-1])[:, None], rows, jnp.zeros((), dtype))
 
-    def _decode(self, codes: jax.Array) -> jax.Array:
-        if not self.is_packed:
-            return codes.astype(jnp.float32)
-        table = jnp.asarray(
-            [*_E2M1_VALUES, *(-value for value in _E2M1_VALUES)], jnp.float32
-        )
-        nibbles = jnp.stack([codes & 15, codes >> 4], axis=-1)
-        return table[nibbles].reshape(*codes.shape[:-1], -1)
-
 
 def _input_scale_bits(input_scale: jax.Array | None) -> jax.Array:
     """The pattern of an input scale; zero, which no block survives, if unusable."""
@@ -292,3 +263,49 @@ def _input_scale_bits(input_scale: jax.Array | None) -> jax.Array:
         return jnp.asarray(bits.constant(1))
     pattern = bits.to_bits(jnp.asarray(input_scale, jnp.float32))
     return jnp.where(pattern < bits.INFINITY, pattern, np.uint32(0))
+
+
+# Compiled as one: called eagerly, a hundred small operations would take seconds.
+@functools.partial(jax.jit, static_argnums=0)
+def _quantize(
+    token_format: QuantizedFormat, tokens: jax.Array, input_scale: jax.Array
+) -> Quantized:
+    leading, size = tokens.shape[:-1], token_format.block_size
+    patterns = bits.to_bits(tokens).reshape(*leading, -1, size)
+    magnitudes = patterns & np.uint32(bits.SIGN - 1)
+    is_dead = (magnitudes >= bits.INFINITY).any(axis=-1, keepdims=True)
+    magnitudes = jnp.where(is_dead, np.uint32(0), magnitudes)
+    scales, factor = token_format.encode_scales(magnitudes.max(axis=-1), input_scale)
+    magnitudes = token_format.scale_elements(magnitudes, factor[..., None])
+    is_negative = jnp.where(is_dead, np.uint32(0), patterns >> 31)
+    if token_format.is_packed:
+        codes = bits.to_e2m1(magnitudes) | is_negative << 3
+        codes = codes.reshape(*leading, -1, 2)
+        codes = (codes[..., 0] | codes[..., 1] << 4).astype(jnp.uint8)
+        return Quantized(codes, scales)
+    codes = (bits.to_e4m3(magnitudes) | is_negative << 7).astype(jnp.uint8)
+    codes = jax.lax.bitcast_convert_type(codes, _FLOAT8)
+    return Quantized(codes.reshape(tokens.shape), scales)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def _dequantize(
+    token_format: QuantizedFormat,
+    quantized: Quantized,
+    input_scale: jax.Array,
+    dtype: jax.typing.DTypeLike,
+) -> jax.Array:
+    values = _decode(token_format, quantized.codes)
+    blocks = values.reshape(*values.shape[:-1], -1, token_format.block_size)
+    scales = token_format.decode_scales(quantized.scales, bits.to_float(input_scale))
+    return (blocks * scales[..., None]).reshape(values.shape).astype(dtype)
+
+
+def _decode(token_format: QuantizedFormat, codes: jax.Array) -> jax.Array:
+    if not token_format.is_packed:
+        return codes.astype(jnp.float32)
+    table = jnp.asarray(
+        [*_E2M1_VALUES, *(-value for value in _E2M1_VALUES)], jnp.float32
+    )
+    nibbles = jnp.stack([codes & 15, codes >> 4], axis=-1)
+    return table[nibbles].reshape(*codes.shape[:-1], -1)
