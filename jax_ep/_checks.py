@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_ep.formats import TokenFormat
 from jax_ep.group import EPGroup
 from jax_ep.results import Dispatched, InFlight
 
@@ -49,9 +51,9 @@ def check_array(
     x: Any,
     shape: tuple[int | None, ...],
     letters: str,
-    dtype: Any,
+    *dtypes: Any,
 ) -> None:
-    """`x` has the shape, None standing for any size, and the dtype."""
+    """`x` has the shape, None standing for any size, and one of the dtypes."""
     fits = x.ndim == len(shape) and all(
         want is None or want == got for want, got in zip(shape, x.shape, strict=True)
     )
@@ -63,20 +65,66 @@ def check_array(
         raise ValueError(
             f"{operation}: {name} must have the shape [{expected}]; got {x.shape}."
         )
-    if x.dtype != np.dtype(dtype):
+    if x.dtype not in map(np.dtype, dtypes):
+        names = " or ".join(np.dtype(dtype).name for dtype in dtypes)
         raise ValueError(
-            f"{operation}: {name} must be {np.dtype(dtype).name}; got {x.dtype.name}. "
+            f"{operation}: {name} must be {names}; got {x.dtype.name}. "
             "Cast it with .astype()."
         )
 
 
-def check_dispatched(operation: str, group: EPGroup, dispatched: Any) -> None:
-    """`dispatched` comes from a dispatch of this group."""
+def check_input_scale(
+    operation: str, token_format: TokenFormat, input_scale: Any
+) -> Any:
+    """`float32[]` for formats that take an input scale, 1 where none is given."""
+    if not token_format.takes_input_scale:
+        if input_scale is None:
+            return None
+        raise ValueError(
+            f"{operation}: input_scale is for formats that quantise with a global "
+            f"scale, such as NVFP4; {token_format.name} does not."
+        )
+    if input_scale is None:
+        return jnp.ones((), jnp.float32)
+    input_scale = jnp.asarray(input_scale)
+    if input_scale.size != 1 or input_scale.dtype != jnp.float32:
+        raise ValueError(
+            f"{operation}: input_scale must be one float32 number; got "
+            f"{input_scale.dtype.name}{list(input_scale.shape)}."
+        )
+    return lax.stop_gradient(input_scale.reshape(()))
+
+
+def check_input_scales(
+    token_format: TokenFormat, input_scales: Any, n_groups: int
+) -> Any:
+    """`float32[L]` for formats that take input scales, or None."""
+    if input_scales is None:
+        return None
+    if not token_format.takes_input_scale:
+        raise ValueError(
+            "fused_silu: input_scales are for formats that quantise with a global "
+            f"scale, such as NVFP4; {token_format.name} does not."
+        )
+    input_scales = jnp.asarray(input_scales)
+    check_array(
+        "fused_silu", "input_scales", input_scales, (n_groups,), "L", jnp.float32
+    )
+    return input_scales
+
+
+def check_is_dispatched(operation: str, dispatched: Any) -> None:
+    """`dispatched` comes from a dispatch."""
     if not isinstance(dispatched, Dispatched):
         raise TypeError(
             f"{operation}: dispatched must be what dispatch gave; got "
             f"{type(dispatched).__name__}."
         )
+
+
+def check_dispatched(operation: str, group: EPGroup, dispatched: Any) -> None:
+    """`dispatched` comes from a dispatch of this group."""
+    check_is_dispatched(operation, dispatched)
     if dispatched.group != group:
         raise ValueError(
             f"{operation}: dispatched must come from this group, {group.key}; it comes "

@@ -32,7 +32,8 @@ class EPConfig:
         fused_shared_expert: not in this version.
         skip_a2a: not in this version.
         recv_capacity: rows of the output of dispatch (C); None is the worst case,
-            `M * R * min(K, L)`. Rows beyond it are dropped and counted.
+            `M * R * min(K, L)` and the format's padding. Rows beyond it are dropped
+            and counted.
         n_gpus_per_node: ranks that reach each other by loads and stores; None reads it
             from the mesh. Given, it and `n_nodes` partition the ranks.
         n_nodes: nodes; None reads it from the mesh.
@@ -71,6 +72,8 @@ class EPConfig:
                 "token_format must be a token format such as jax_ep.BF16(); got "
                 f"{self.token_format!r}."
             )
+        self.token_format.check_hidden_size(self.hidden_size)
+        self._check_recv_capacity()
         self._set("combine_dtype", np.dtype(self.combine_dtype))
         if self.combine_dtype not in _COMBINE_DTYPES:
             raise ValueError(
@@ -95,6 +98,15 @@ class EPConfig:
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
+    def _check_recv_capacity(self) -> None:
+        alignment = self.token_format.layout.row_alignment
+        if self.recv_capacity is not None and self.recv_capacity % alignment:
+            raise ValueError(
+                f"recv_capacity must be a multiple of {alignment} for "
+                f"{self.token_format.name}, whose groups are of so many rows; got "
+                f"{self.recv_capacity}."
+            )
+
     def n_local_experts(self, n_ranks: int) -> int:
         """Experts per rank (L).
 
@@ -112,19 +124,23 @@ class EPConfig:
         """Rows of the output of dispatch (C): `recv_capacity`, or the worst case.
 
         The worst case is of tokens that name an expert once: then a token has at most
-        `min(K, L)` rows on a rank.
+        `min(K, L)` rows on a rank. To these come the rows that pad the groups, where
+        the token format wants groups of a multiple of rows.
 
         Raises:
             ValueError: `recv_capacity` is larger than the worst case, or a size does
                 not fit in 32 bits.
         """
-        per_token = min(self.top_k, self.n_local_experts(n_ranks))
-        worst_case = self.max_tokens_per_rank * n_ranks * per_token
+        n_local = self.n_local_experts(n_ranks)
+        worst_case = self.max_tokens_per_rank * n_ranks * min(self.top_k, n_local)
+        alignment = self.token_format.layout.row_alignment
+        worst_case += (alignment - 1) * min(n_local, worst_case)
+        worst_case = -(-worst_case // alignment) * alignment
         rows = worst_case if self.recv_capacity is None else self.recv_capacity
         if rows > worst_case:
             raise ValueError(
                 "recv_capacity must be at most max_tokens_per_rank * n_ranks * "
-                f"min(top_k, n_local_experts) = {worst_case}; got {rows}."
+                f"min(top_k, n_local_experts), and padding, = {worst_case}; got {rows}."
             )
         if max(rows, self.max_tokens_per_rank * self.top_k) > _INT32_MAX:
             raise ValueError(

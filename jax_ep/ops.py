@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import _checks
+from jax_ep.formats import QuantizedFormat
 from jax_ep.group import EPGroup
 from jax_ep.results import Dispatched, InFlight
 
@@ -36,11 +37,14 @@ def dispatch(
 
     Args:
         group: from `ep_init`.
-        tokens: `[T, H]`, the token format's dtype; T is at most M.
+        tokens: `[T, H]`, T at most M: bfloat16 or float32 for formats that quantise,
+            else the format's dtype.
         topk_ids: `int32[T, K]`, global experts.
         topk_weights: `float32[T, K]` or None. Given, they travel with the tokens, come
             out as `row_weights`, and combine applies them where the experts are.
-        input_scale: for formats that quantise with a global scale; None for the others.
+        input_scale: `float32[]` or `float32[1]`, the same on all ranks, for formats
+            that quantise with a global scale (`NVFP4`; None is 1 there); None for the
+            others. No gradient flows into it.
 
     Returns:
         The rows for this rank's experts.
@@ -55,7 +59,7 @@ def dispatch(
         "dispatch", group, tokens, topk_ids, topk_weights, input_scale
     )
     dispatched = group._transport.dispatch(group, *operands)
-    return _without_padding(dispatched, jnp.shape(tokens)[0])
+    return _complete(group, dispatched, jnp.shape(tokens)[0], operands[0], operands[3])
 
 
 def dispatch_async(
@@ -80,7 +84,8 @@ def dispatch_async(
         "dispatch_async", group, tokens, topk_ids, topk_weights, input_scale
     )
     begun = group._transport.dispatch_async(group, *operands)
-    return InFlight(begun, "dispatch", jnp.shape(tokens)[0], group)
+    arrays = begun, operands[0], operands[3]
+    return InFlight(arrays, "dispatch", jnp.shape(tokens)[0], group)
 
 
 def dispatch_wait(group: EPGroup, in_flight: InFlight) -> Dispatched:
@@ -99,8 +104,9 @@ def dispatch_wait(group: EPGroup, in_flight: InFlight) -> Dispatched:
     """
     _checks.check_place("dispatch_wait", group)
     _checks.check_in_flight("dispatch", group, in_flight)
-    dispatched = group._transport.dispatch_wait(group, in_flight.arrays)
-    return _without_padding(dispatched, in_flight.n_tokens)
+    begun, tokens, input_scale = in_flight.arrays
+    dispatched = group._transport.dispatch_wait(group, begun)
+    return _complete(group, dispatched, in_flight.n_tokens, tokens, input_scale)
 
 
 def combine(
@@ -210,7 +216,7 @@ def _dispatch_operands(
         tokens,
         (None, config.hidden_size),
         "T H",
-        config.token_format.token_dtype,
+        *config.token_format.token_dtypes,
     )
     n_tokens = tokens.shape[0]
     if n_tokens > config.max_tokens_per_rank:
@@ -224,21 +230,32 @@ def _dispatch_operands(
         _checks.check_array(
             operation, "topk_weights", topk_weights, choices, "T K", jnp.float32
         )
-    if input_scale is not None:
-        raise ValueError(
-            f"{operation}: input_scale is for formats that quantise; "
-            f"{config.token_format.name} does not."
-        )
+    input_scale = _checks.check_input_scale(operation, config.token_format, input_scale)
     return _checks.vary_alike(
         group.axis_name,
         _never_empty(tokens, 0),
         _never_empty(topk_ids, _NO_EXPERT),
         _never_empty(topk_weights, 0),
+        input_scale,
     )
 
 
-def _without_padding(dispatched: Dispatched, n_tokens: int) -> Dispatched:
-    return dataclasses.replace(dispatched, topk_ids=dispatched.topk_ids[:n_tokens])
+def _complete(
+    group: EPGroup,
+    dispatched: Dispatched,
+    n_tokens: int,
+    tokens: jax.Array,
+    input_scale: jax.Array | None,
+) -> Dispatched:
+    """Without padding; where rows are quantised, with what they were made of."""
+    dispatched = dataclasses.replace(
+        dispatched, topk_ids=dispatched.topk_ids[:n_tokens]
+    )
+    if not isinstance(group.config.token_format, QuantizedFormat):
+        return dispatched
+    return dataclasses.replace(
+        dispatched, source_tokens=tokens[:n_tokens], input_scale=input_scale
+    )
 
 
 def _combine_operands(
@@ -283,6 +300,15 @@ def _combine_operands(
     )
     dispatched = jax.tree.unflatten(treedef, leaves)
     return expert_out, dispatched, topk_weights, residual
+
+
+def pull_back(group: EPGroup, rows: jax.Array, dispatched: Dispatched) -> jax.Array:
+    """`[T, H]`: the plain sum of each token's rows, in the rows' dtype."""
+    n_tokens = dispatched.topk_ids.shape[0]
+    topk_ids = _never_empty(dispatched.topk_ids, _NO_EXPERT)
+    dispatched = dataclasses.replace(dispatched, topk_ids=topk_ids, row_weights=None)
+    out = group._transport.combine(group, rows, dispatched, None, None, reduce=True)
+    return out[:n_tokens]
 
 
 def _check_weights(

@@ -22,6 +22,8 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
+from jax_ep.formats import TokenFormat
+
 if TYPE_CHECKING:
     from jax_ep.group import EPGroup
 
@@ -92,8 +94,10 @@ def _attributes(
     reduce: bool = True,
     has_residual: bool = False,
     layout_shape: tuple[int, ...] = (),  # a result's: XLA knows it
+    token_format: TokenFormat | None = None,  # of a dispatch; None: the group's
 ) -> dict[str, Any]:
     config, n_ranks = group.config, group.n_ranks
+    token_format = token_format or config.token_format
     ep = dict(
         group=group.key,
         n_ranks=np.int64(n_ranks),
@@ -102,7 +106,12 @@ def _attributes(
         hidden_size=np.int64(config.hidden_size),
         max_tokens_per_rank=np.int64(config.max_tokens_per_rank),
         max_recv_tokens=np.int64(group.max_recv_tokens),
-        token_format=config.token_format.name,
+        token_format=token_format.name,
+        payload_bytes=np.int64(token_format.payload_bytes(config.hidden_size)),
+        n_scales=np.int64(token_format.n_scales(config.hidden_size)),
+        scales_layout=token_format.layout.name,
+        # The same for all dispatches of a group: cotangents go to the tokens' rows.
+        row_alignment=np.int64(config.token_format.layout.row_alignment),
         combine_dtype=config.combine_dtype.name,
         fused_shared_expert=np.bool_(config.fused_shared_expert),
         skip_a2a=np.bool_(config.skip_a2a),
@@ -155,21 +164,27 @@ def _dispatch_types(
     axis_index_or_ticket: Any,
     tokens: Any,
     topk_ids: Any,
-    *weights: Any,
+    *optional: Any,
     group: EPGroup,
+    weighting: Weighting,
     layout_shape: tuple[int, ...],
-    **_: Any,
+    token_format: TokenFormat,
 ) -> list[Any]:
-    rows = group.max_recv_tokens
+    rows, hidden_size = group.max_recv_tokens, group.config.hidden_size
     types = [
-        ((rows, group.config.hidden_size), tokens.dtype),  # tokens
+        ((rows, token_format.row_size(hidden_size)), token_format.row_dtype),  # tokens
         ((group.n_local_experts + 1,), jnp.uint32),  # row_offsets
         ((rows, 2), jnp.int32),  # src_info
         ((), jnp.int32),  # n_dropped
         ((), jnp.int32),  # n_invalid
         (layout_shape, jnp.int32),  # layout
     ]
-    types += [((rows,), jnp.float32)] * len(weights)  # row_weights
+    if weighting == Weighting.ROW:
+        types.append(((rows,), jnp.float32))  # row_weights
+    if token_format.scale_dtype is not None:
+        n_scales, layout = token_format.n_scales(hidden_size), token_format.layout
+        shape = layout.shape(rows, n_scales, group.n_local_experts)
+        types.append((shape, token_format.scale_dtype))  # scales
     return [_like(tokens, shape, dtype) for shape, dtype in types]
 
 

@@ -21,12 +21,17 @@ class Dispatched:
     then token index, then k: a function of `topk_ids` alone. Rows from
     `row_offsets[-1]` on are unspecified.
 
+    A format may pad groups of rows (`BlockwiseFP8` does, to multiples of 4): padding
+    rows stand at the end of their group, count as in use, and hold zeros.
+
     Attributes:
-        tokens: `[C, H]`, the token format's dtype: received rows.
+        tokens: `[C, H]`, received rows in the token format's `row_dtype`; `[C, H / 2]`
+            where the format packs elements.
         row_offsets: `uint32[L + 1]`, first row of each local expert; the last entry is
-            the number of rows in use.
+            the number of rows in use, padding included.
         expert_ids: `int32[L]`, the local expert of each group of rows: 0 ... L - 1.
-        src_info: `int32[C, 2]`, (token index on its source rank, k) of each row.
+        src_info: `int32[C, 2]`, (token index on its source rank, k) of each row;
+            (-1, -1) for padding rows.
         n_dropped: `int32[]`, rows for this rank's experts beyond `max_recv_tokens`.
         n_invalid: `int32[]`, ids of this rank's `topk_ids` outside `[-1, E)`; they sent
             nothing.
@@ -34,8 +39,14 @@ class Dispatched:
         layout: the transport's own, for combine.
         row_weights: `float32[C]`, the `topk_weights` that travelled with the tokens, or
             None.
-        scales: dequantisation scales, or None; None for unquantised formats.
-        scales_offsets: `uint32[L]` or None; None for unquantised formats.
+        scales: dequantisation scales, in the token format's layout (docs/formats.md);
+            None for unquantised formats.
+        scales_offsets: `uint32[L]`, where scales stand in 128 x 4 atoms: the scales of
+            group i begin at block `row_offsets[i] // 128 + scales_offsets[i]`. Else
+            None.
+        source_tokens: `[T, H]`, the tokens given to dispatch, to which the gradient of
+            `dequantize` flows; None for unquantised formats.
+        input_scale: `float32[]`, as given to dispatch, or None.
         group: the group that dispatched.
     """
 
@@ -50,11 +61,16 @@ class Dispatched:
     row_weights: jax.Array | None
     scales: jax.Array | None
     scales_offsets: jax.Array | None
+    source_tokens: jax.Array | None
+    input_scale: jax.Array | None
     group: EPGroup = dataclasses.field(metadata={"static": True})
 
     @property
     def group_sizes(self) -> jax.Array:
-        """`int32[L]` rows of each local expert, as `jax.lax.ragged_dot` takes them."""
+        """`int32[L]` rows of each local expert, as `jax.lax.ragged_dot` takes them.
+
+        Padding included.
+        """
         return jnp.diff(self.row_offsets.astype(jnp.int32))
 
 

@@ -21,6 +21,9 @@ class Case:
     max_tokens: int = 16  # M
     n_tokens: int | None = None  # T; None = M
     token_dtype: str = "bfloat16"  # of BF16(), else of Plain(dtype)
+    token_format: str = "plain"  # or the name of one that quantises
+    scales_layout: str | None = None  # None: the format's own
+    input_scale: float | None = None
     combine_dtype: str = "bfloat16"
     routing: str = "uniform"
     recv_capacity: int | None = None
@@ -39,11 +42,18 @@ class Case:
         parts = (
             f"r{self.n_ranks}e{self.n_experts}k{self.top_k}h{self.hidden_size}",
             f"t{self.n_tokens}of{self.max_tokens}{capacity}",
+            *([] if self.token_format == "plain" else [self.format_name]),
             f"{self.token_dtype}_{self.combine_dtype}",
             self.weights,
             self.routing,
         )
         return "-".join(parts)
+
+    @property
+    def format_name(self) -> str:
+        """Names the token format with everything that was chosen of it."""
+        chosen = (self.token_format, self.scales_layout, self.input_scale)
+        return "_".join(str(each) for each in chosen if each is not None)
 
     def but(self, **changes) -> Case:
         """Gives the case with some fields changed; a new M brings T = M with it."""
@@ -119,4 +129,62 @@ SEED = [
     for n_ranks, n_local in ((2, 32), (2, 64), (4, 32), (4, 64), (8, 32))
     for n_tokens, hidden_size in ((64, 3584), (128, 7168))
     for weights in ("source", "row")
+]
+
+# Formats that quantise. A hidden size with a scale left over in the last atom: 7, or
+# 14, scales; one block of FP8 in the small shape.
+_QUANTISED = ("blockwise_fp8", "mxfp8", "mxfp4", "nvfp4")
+QUANTISED_SMALL = {
+    name: SMALL[4].but(token_format=name, hidden_size=256, max_tokens=12)
+    for name in _QUANTISED
+}
+QUANTISED_ODD = [
+    *(
+        QUANTISED_SMALL[name].but(scales_layout="row_major", weights=weights)
+        for name, weights in zip(_QUANTISED, ("row", "none") * 2, strict=True)
+    ),
+    *(
+        QUANTISED_SMALL[name].but(
+            token_dtype="float32", hidden_size=size, weights="row"
+        )
+        for name, size in zip(_QUANTISED, (384, 224, 224, 112), strict=True)
+    ),
+    QUANTISED_SMALL["nvfp4"].but(input_scale=0.3),
+    # Groups of more than 128 rows, and of none.
+    *(
+        Case(
+            n_ranks=2,
+            n_experts=4,
+            top_k=2,
+            max_tokens=100,
+            hidden_size=128,
+            token_format=name,
+            weights="none",
+        )
+        for name in _QUANTISED
+    ),
+    *(
+        QUANTISED_SMALL[name].but(n_tokens=t, max_tokens=12)
+        for name, t in (("nvfp4", 0), ("blockwise_fp8", 1))
+    ),
+    *(
+        QUANTISED_SMALL[name].but(recv_capacity=rows, weights="row")
+        for name in ("blockwise_fp8", "nvfp4")
+        for rows in (4, 32)
+    ),
+]
+QUANTISED_SEED = [
+    Case(
+        n_ranks=n_ranks,
+        n_experts=n_ranks * n_local,
+        top_k=8,
+        hidden_size=7168,
+        max_tokens=n_tokens,
+        recv_capacity=16 * n_tokens,
+        token_format=name,
+        weights="none",
+        slow=(n_ranks, n_local) != (2, 32),
+    )
+    for n_ranks, n_local, n_tokens in ((2, 32, 16), (4, 64, 64), (8, 32, 128))
+    for name in _QUANTISED
 ]

@@ -101,16 +101,31 @@ def _entry(shard, i: int) -> np.ndarray:
     return np.asarray(shard.data)[i - (shard.index[0].start or 0)]
 
 
+QUANTISED = {
+    "blockwise_fp8": jax_ep.BlockwiseFP8,
+    "mxfp8": jax_ep.MXFP8,
+    "mxfp4": jax_ep.MXFP4,
+    "nvfp4": jax_ep.NVFP4,
+}
+
+
+def format_of(case) -> jax_ep.TokenFormat:
+    """Gives the token format of a case."""
+    if case.token_format in QUANTISED:
+        layout = [case.scales_layout] if case.scales_layout else []
+        return QUANTISED[case.token_format](*layout)
+    dtype = jnp.dtype(case.token_dtype)
+    return jax_ep.BF16() if dtype == jnp.bfloat16 else jax_ep.Plain(dtype)
+
+
 def config_of(case, **changes) -> jax_ep.EPConfig:
     """Gives the `EPConfig` of a case."""
-    token_dtype = jnp.dtype(case.token_dtype)
-    is_bf16 = token_dtype == jnp.bfloat16
     fields = {
         "n_experts": case.n_experts,
         "top_k": case.top_k,
         "hidden_size": case.hidden_size,
         "max_tokens_per_rank": case.max_tokens,
-        "token_format": jax_ep.BF16() if is_bf16 else jax_ep.Plain(token_dtype),
+        "token_format": format_of(case),
         "combine_dtype": jnp.dtype(case.combine_dtype),
         "recv_capacity": case.recv_capacity,
     }

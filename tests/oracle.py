@@ -22,7 +22,7 @@ class Routed:
     """Which row of which rank every choice of every token becomes."""
 
     n_rows: int  # C
-    rows: Arrays  # per rank int32[n, 3]: source rank, token, k; in row order
+    rows: Arrays  # per rank int32[n, 3]: source rank, token, k; -1 for padding rows
     row_offsets: Arrays  # per rank uint32[L + 1], clipped to C
     places: Arrays  # per source rank int32[T, K, 2]: rank and row, (-1, -1) = no row
     n_dropped: list[int]  # per receiving rank
@@ -43,13 +43,26 @@ class Dispatched:
     n_invalid: np.ndarray  # int32[]
 
 
-def worst_case_rows(n_ranks: int, n_experts: int, top_k: int, max_tokens: int) -> int:
-    """Gives C of a configuration without a `recv_capacity`."""
-    return max_tokens * n_ranks * min(top_k, n_experts // n_ranks)
+def worst_case_rows(
+    n_ranks: int, n_experts: int, top_k: int, max_tokens: int, alignment: int = 1
+) -> int:
+    """Gives C of a configuration without a `recv_capacity`.
+
+    Each local expert that has rows may need up to `alignment` - 1 more.
+    """
+    n_local = n_experts // n_ranks
+    rows = max_tokens * n_ranks * min(top_k, n_local)
+    rows += min(n_local, rows) * (alignment - 1)
+    return rows + -rows % alignment
 
 
-def route(n_ranks: int, n_experts: int, n_rows: int, topk_ids: Arrays) -> Routed:
-    """Orders rows by local expert, source rank, token, k, and cuts them at `n_rows`."""
+def route(
+    n_ranks: int, n_experts: int, n_rows: int, topk_ids: Arrays, alignment: int = 1
+) -> Routed:
+    """Orders rows by local expert, source rank, token, k, and cuts them at `n_rows`.
+
+    Each expert's rows are padded to a multiple of `alignment`.
+    """
     n_local = n_experts // n_ranks
     places = [np.full((*ids.shape, 2), -1, np.int32) for ids in topk_ids]
     rows, offsets, n_dropped = [], [], []
@@ -59,12 +72,14 @@ def route(n_ranks: int, n_experts: int, n_rows: int, topk_ids: Arrays) -> Routed
             for source, ids in enumerate(topk_ids):
                 # argwhere lists (token, k) by token first, then k.
                 order += [(source, t, k) for t, k in np.argwhere(ids == expert)]
+            order += [(-1, -1, -1)] * (-len(order) % alignment)
             ends.append(len(order))
         for row, (source, t, k) in enumerate(order[:n_rows]):
-            places[source][t, k] = rank, row
+            if source >= 0:
+                places[source][t, k] = rank, row
         rows.append(np.array(order[:n_rows], np.int32).reshape(-1, 3))
         offsets.append(np.minimum(ends, n_rows).astype(np.uint32))
-        n_dropped.append(max(0, len(order) - n_rows))
+        n_dropped.append(sum(source >= 0 for source, _, _ in order[n_rows:]))
     n_invalid = [int(np.sum((ids < -1) | (ids >= n_experts))) for ids in topk_ids]
     return Routed(n_rows, rows, offsets, places, n_dropped, n_invalid)
 
@@ -76,9 +91,13 @@ def dispatch(
     tokens: Arrays,
     topk_ids: Arrays,
     topk_weights: Arrays | None = None,
+    alignment: int = 1,
 ) -> list[Dispatched]:
-    """Sends every token to the ranks of its experts; bytes move, nothing is rounded."""
-    routed = route(n_ranks, n_experts, n_rows, topk_ids)
+    """Sends every token to the ranks of its experts; bytes move, nothing is rounded.
+
+    Padding rows hold zeros.
+    """
+    routed = route(n_ranks, n_experts, n_rows, topk_ids, alignment)
     results = []
     for rank, rows in enumerate(routed.rows):
         offsets = routed.row_offsets[rank]
@@ -102,7 +121,7 @@ def row_weights(routed: Routed, topk_weights: Arrays | None, rank: int):
     if topk_weights is None:
         return None
     source, token, k = routed.rows[rank].T
-    return np.stack(topk_weights)[source, token, k]
+    return np.where(source >= 0, np.stack(topk_weights)[source, token, k], F32.type(0))
 
 
 def combine(
@@ -189,9 +208,9 @@ def combine_grad(
 
 
 def _gather(arrays: Arrays, which: np.ndarray, index: np.ndarray) -> np.ndarray:
-    """Gives arrays[which[i]][index[i]] for every i."""
-    result = np.empty((len(which), *arrays[0].shape[1:]), arrays[0].dtype)
-    for i in np.unique(which):
+    """Gives arrays[which[i]][index[i]] for every i, zeros where which[i] is -1."""
+    result = np.zeros((len(which), *arrays[0].shape[1:]), arrays[0].dtype)
+    for i in np.unique(which[which >= 0]):
         result[which == i] = arrays[i][index[which == i]]
     return result
 

@@ -17,6 +17,7 @@ import numpy as np
 
 import jax_ep
 import oracle
+import oracle_formats as formats
 import routing
 from harness import AXIS, assert_same_bits, config_of, n_groups, on_mesh, place, shards
 
@@ -48,8 +49,18 @@ class Inputs:
 def n_rows_of(case) -> int:
     """Gives C."""
     return case.recv_capacity or oracle.worst_case_rows(
-        case.n_ranks, case.n_experts, case.top_k, case.max_tokens
+        case.n_ranks, case.n_experts, case.top_k, case.max_tokens, alignment_of(case)
     )
+
+
+def layout_of(case) -> str:
+    """Gives the layout of the scales."""
+    return case.scales_layout or formats.LAYOUT.get(case.token_format, "row_major")
+
+
+def alignment_of(case) -> int:
+    """Gives the rows that groups are padded to a multiple of."""
+    return formats.ROW_ALIGNMENT[layout_of(case)]
 
 
 def make_inputs(case, topk_ids=None, group: int = 0) -> Inputs:
@@ -64,7 +75,13 @@ def make_inputs(case, topk_ids=None, group: int = 0) -> Inputs:
             case.top_k,
         )
     rng = np.random.default_rng([case.seed, group, case.hidden_size])
-    routed = oracle.route(case.n_ranks, case.n_experts, n_rows_of(case), list(topk_ids))
+    routed = oracle.route(
+        case.n_ranks,
+        case.n_experts,
+        n_rows_of(case),
+        list(topk_ids),
+        alignment_of(case),
+    )
     shape = (case.n_ranks, case.n_tokens, case.hidden_size)
     weights = rng.uniform(0.05, 1.0, topk_ids.shape).astype(np.float32)
     weights[np.stack(routed.places)[..., 0] < 0] = np.nan
@@ -87,14 +104,13 @@ def _poisoned_rows(rng, routed: oracle.Routed, hidden_size: int, dtype) -> list:
     for rows in routed.rows:
         array = np.full((routed.n_rows, hidden_size), np.nan, dtype)
         array[: len(rows)] = _normal(rng, (len(rows), hidden_size), dtype)
+        array[: len(rows)][rows[:, 0] < 0] = np.nan  # padding
         result.append(array)
     return result
 
 
 def fields(dispatched) -> dict:
     """Gives every field of a `Dispatched` that has a defined value."""
-    assert dispatched.scales is None
-    assert dispatched.scales_offsets is None
     named = {
         "tokens": dispatched.tokens,
         "row_offsets": dispatched.row_offsets,
@@ -105,8 +121,9 @@ def fields(dispatched) -> dict:
         "n_invalid": dispatched.n_invalid,
         "topk_ids": dispatched.topk_ids,
     }
-    if dispatched.row_weights is not None:
-        named["row_weights"] = dispatched.row_weights
+    for name in ("row_weights", "scales", "scales_offsets"):
+        if getattr(dispatched, name) is not None:
+            named[name] = getattr(dispatched, name)
     return named
 
 
@@ -114,8 +131,10 @@ def poison(dispatched):
     """Overwrites what the contract leaves undefined: the rows that are not in use."""
     row = jnp.arange(dispatched.tokens.shape[0], dtype=jnp.uint32)
     used = row < dispatched.row_offsets[-1]
+    is_integer = jnp.issubdtype(dispatched.tokens.dtype, jnp.integer)
+    poison = jnp.array(255 if is_integer else jnp.nan, dispatched.tokens.dtype)
     changes = {
-        "tokens": jnp.where(used[:, None], dispatched.tokens, jnp.nan),
+        "tokens": jnp.where(used[:, None], dispatched.tokens, poison),
         "src_info": jnp.where(used[:, None], dispatched.src_info, ABSURD_INDEX),
     }
     if dispatched.row_weights is not None:
@@ -123,7 +142,7 @@ def poison(dispatched):
     return dataclasses.replace(dispatched, **changes)
 
 
-def forward(group, weights: str, *, split: bool = False):
+def forward(group, weights: str, *, split: bool = False, input_scale=None):
     """Gives the per-rank function that calls everything that `weights` mode allows.
 
     With `split`, the calls are the asynchronous pairs.
@@ -131,8 +150,9 @@ def forward(group, weights: str, *, split: bool = False):
 
     def dispatch(*args):
         if split:
-            return jax_ep.dispatch_wait(group, jax_ep.dispatch_async(group, *args))
-        return jax_ep.dispatch(group, *args)
+            flight = jax_ep.dispatch_async(group, *args, input_scale=input_scale)
+            return jax_ep.dispatch_wait(group, flight)
+        return jax_ep.dispatch(group, *args, input_scale=input_scale)
 
     def combine(*args, **kwargs):
         if split:
@@ -160,14 +180,7 @@ def forward(group, weights: str, *, split: bool = False):
 def expected(case, inputs: Inputs) -> list[dict]:
     """Gives, for each rank, what `forward` must return, undefined rows cut off."""
     weights = None if case.weights == "none" else inputs.topk_weights
-    dispatched = oracle.dispatch(
-        case.n_ranks,
-        case.n_experts,
-        inputs.routed.n_rows,
-        inputs.tokens,
-        inputs.topk_ids,
-        weights if case.weights == "row" else None,
-    )
+    dispatched = _dispatched(case, inputs, inputs.tokens, weights)
     combine = functools.partial(oracle.combine, inputs.routed, inputs.expert_out)
     weighted = {"topk_weights": weights, "weights_at": case.weights}
     outs = {
@@ -176,12 +189,55 @@ def expected(case, inputs: Inputs) -> list[dict]:
     }
     if case.weights == "none":
         outs["unreduced"] = combine(reduce=False)
+    quantised = _quantised(case, inputs) if case.token_format != "plain" else None
     results = []
     for rank, rows in enumerate(dispatched):
         named = {k: v for k, v in vars(rows).items() if v is not None}
+        named |= quantised[rank] if quantised else {}
         named["topk_ids"] = inputs.topk_ids[rank]
         results.append(named | {name: out[rank] for name, out in outs.items()})
     return results
+
+
+def _dispatched(case, inputs: Inputs, tokens: list, weights) -> list:
+    return oracle.dispatch(
+        case.n_ranks,
+        case.n_experts,
+        inputs.routed.n_rows,
+        tokens,
+        inputs.topk_ids,
+        weights if case.weights == "row" else None,
+        alignment_of(case),
+    )
+
+
+def _quantised(case, inputs: Inputs) -> list[dict]:
+    """Gives, for each rank, codes and scales: both travel as tokens do."""
+    name, scale = case.token_format, case.input_scale or 1.0
+    quantised = [formats.quantize(name, x, scale) for x in inputs.tokens]
+    codes = _dispatched(case, inputs, [each.codes for each in quantised], None)
+    scales = _dispatched(case, inputs, [each.scales for each in quantised], None)
+    results = []
+    for row_codes, row_scales in zip(codes, scales, strict=True):
+        is_packed = name in formats.PACKED
+        tokens = row_codes.tokens if is_packed else row_codes.tokens.view(formats.E4M3)
+        offsets = row_codes.row_offsets
+        array, defined = formats.lay_out(
+            layout_of(case), row_scales.tokens, offsets, inputs.routed.n_rows
+        )
+        named = {"tokens": tokens, "scales": Partial(array, defined)}
+        if layout_of(case) == "atoms":
+            named["scales_offsets"] = formats.scales_offsets(offsets)
+        results.append(named)
+    return results
+
+
+@dataclasses.dataclass(frozen=True)
+class Partial:
+    """An array of which some elements are defined."""
+
+    array: np.ndarray
+    defined: np.ndarray
 
 
 ROW_FIELDS = ("tokens", "src_info", "row_weights")
@@ -192,6 +248,9 @@ def assert_rank_matches(actual: dict, wanted: dict, n_rows: int, what: str) -> N
     assert sorted(actual) == sorted(wanted), what
     for name, value in wanted.items():
         got = actual[name]
+        if isinstance(value, Partial):
+            assert got.shape == value.array.shape, f"{what}, {name}"
+            got, value = got[value.defined], value.array[value.defined]
         if name in ROW_FIELDS:
             assert got.shape == (n_rows, *value.shape[1:]), f"{what}, {name}"
             got = got[: len(value)]
@@ -199,14 +258,24 @@ def assert_rank_matches(actual: dict, wanted: dict, n_rows: int, what: str) -> N
 
 
 @functools.cache
-def compiled(mesh, config, transport: str, weights: str, split=False, check_vma=True):
+def compiled(
+    mesh,
+    config,
+    transport: str,
+    weights: str,
+    split=False,
+    check_vma=True,
+    input_scale=None,
+):
     """Gives the jitted `forward` and its group, once for each combination."""
+    if input_scale is not None:
+        input_scale = np.float32(input_scale)
     group = jax_ep.ep_init(mesh, AXIS, config, transport=transport)
     # With T = 0 the operands that are used may all be empty, and XLA refuses a mapped
     # function that has only empty operands: the unused ones stay.
     run = on_mesh(
         mesh,
-        forward(group, weights, split=split),
+        forward(group, weights, split=split, input_scale=input_scale),
         check_vma=check_vma,
         keep_unused=True,
     )
@@ -219,6 +288,7 @@ def check(case, transport: str, mesh, *, topk_ids=None, tokens=None, **options) 
     `topk_ids` and `tokens`, one array per rank, replace the case's own.
     """
     config = config_of(case)
+    options = {"input_scale": case.input_scale} | options
     group, run = compiled(mesh, config, transport, case.weights, **options)
     assert group.transport == transport
     inputs = [make_inputs(case, topk_ids, g) for g in range(n_groups(mesh))]

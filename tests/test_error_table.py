@@ -152,6 +152,11 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "count-value": lambda: config(hidden_size=0),
     "format-type": lambda: config(token_format=jnp.bfloat16),
     "format-dtype": lambda: jax_ep.Plain(jnp.int8),
+    "block-size": lambda: config(token_format=jax_ep.BlockwiseFP8()),
+    "scales-layout": lambda: jax_ep.MXFP8("transposed"),
+    "capacity-alignment": lambda: config(
+        token_format=jax_ep.BlockwiseFP8(), hidden_size=128, recv_capacity=6
+    ),
     "combine-dtype": lambda: config(combine_dtype=jnp.float16),
     "timeout-type": lambda: config(timeout_s="soon"),
     "timeout": lambda: config(timeout_s=float("inf")),
@@ -179,6 +184,30 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "too-many-tokens": lambda: call(init(max_tokens_per_rank=T - 1)),
     "input-scale": lambda: run(
         lambda r: jax_ep.dispatch(init(), *operands(), input_scale=jnp.ones(1)).tokens
+    ),
+    "input-scale-value": lambda: run(
+        lambda r: (
+            jax_ep.dispatch(
+                init(token_format=jax_ep.NVFP4()), *operands(), input_scale=jnp.ones(2)
+            ).tokens
+        )
+    ),
+    "quantised-dtype": lambda: run(
+        lambda r: (
+            jax_ep.dispatch(
+                init(token_format=jax_ep.NVFP4()), jnp.ones((T, H), jnp.float16), r
+            ).tokens
+        )
+    ),
+    "dequantize-type": lambda: round_trip(
+        init(), lambda d: jax_ep.dequantize(d.tokens)
+    ),
+    "silu-columns": lambda: jax_ep.fused_silu(jnp.ones((2, 3)), np.uint32([0, 2])),
+    "silu-input-scales": lambda: jax_ep.fused_silu(
+        jnp.ones((2, 4)), np.uint32([0, 2]), input_scales=jnp.ones(1)
+    ),
+    "gpu-format": lambda: init(
+        transport="p2p", token_format=jax_ep.MXFP8(), hidden_size=32
     ),
     "weights-twice": lambda: round_trip(
         init(), at_dispatch=True, topk_weights=jnp.ones((T, K))

@@ -58,7 +58,7 @@ def output_of(result: subprocess.CompletedProcess) -> str:
 
 def test_every_example_is_tested_here() -> None:
     found = {path.name for path in EXAMPLES.iterdir() if path.name != "__pycache__"}
-    assert found == {"moe_layer.py", "two_processes.py", "demo"}
+    assert found == {"moe_layer.py", "quantised_layer.py", "two_processes.py", "demo"}
 
 
 def test_moe_layer_equals_a_dense_layer(run, request) -> None:
@@ -67,6 +67,21 @@ def test_moe_layer_equals_a_dense_layer(run, request) -> None:
         assert output.splitlines()[-1].startswith("equal on ")
     else:
         assert output == MOE_LAYER_OUTPUT
+
+
+def test_quantised_layer_is_near_the_layer_in_bfloat16(run) -> None:
+    """Short of the figures of tests/test_quantised_layer.py by what is printed."""
+    cosines = dict(
+        re.findall(
+            r"^(\w+) .*cosine ([\d.]+)$",
+            output_of(run(EXAMPLES / "quantised_layer.py")),
+            re.MULTILINE,
+        )
+    )
+    least = dict(blockwise_fp8=0.999, mxfp8=0.998, nvfp4=0.985, mxfp4=0.975)
+    assert set(cosines) == {"plain_bfloat16", *least}
+    for name, cosine in least.items():
+        assert cosine <= float(cosines[name]) < 1
 
 
 def test_readme_quotes_moe_layer_as_it_is() -> None:

@@ -59,6 +59,9 @@ def check_all_modes() -> None:
     for weights in ("none", "row"):
         case = cases.SMALL[n_ranks].but(weights=weights, routing="duplicates")
         suite.check(case, "xla", mesh)
+    for name in ("blockwise_fp8", "nvfp4"):
+        case = cases.SMALL[n_ranks].but(token_format=name, hidden_size=128)
+        suite.check(case, "xla", mesh)
 
 
 def check_two_axes() -> None:

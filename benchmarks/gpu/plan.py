@@ -87,9 +87,7 @@ def quick(rivals: tuple[str, ...] = tuple(RIVALS)) -> list[Item]:
 def _of_case(
     n_tokens: int, hidden: int, routing: str, rivals: bool = True, loops: bool = False
 ) -> list[Item]:
-    items = [
-        _item(who, n_tokens, hidden, routing, "kernels", "period") for who in OURS
-    ]
+    items = [_item(who, n_tokens, hidden, routing, "kernels", "period") for who in OURS]
     parts = ("kernels", "loop") if loops else ("kernels",)
     for who in RIVALS if rivals else ():
         items.append(_item(who, n_tokens, hidden, routing, *parts))

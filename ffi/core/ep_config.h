@@ -16,6 +16,10 @@ struct EpConfig {
   int64_t max_tokens_per_rank;  // M
   int64_t max_recv_tokens;      // C, rows of the output of dispatch
   std::string_view token_format;
+  int64_t payload_bytes;           // of a row of the output of dispatch
+  int64_t n_scales;                // of a token; 0: it travels as it is
+  std::string_view scales_layout;  // "none", "row_major", "transposed" or "atoms"
+  int64_t row_alignment;           // groups of rows begin at multiples of it
   std::string_view combine_dtype;
   bool fused_shared_expert;
   bool skip_a2a;

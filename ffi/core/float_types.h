@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "core/host_device.h"
+
 namespace jax_ep {
 
 struct BFloat16 {
@@ -15,21 +17,21 @@ struct Float16 {
   uint16_t bits;
 };
 
-inline uint32_t FloatBits(float value) {
+JAX_EP_HOST_DEVICE inline uint32_t FloatBits(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof(bits));
   return bits;
 }
 
-inline float FloatFromBits(uint32_t bits) {
+JAX_EP_HOST_DEVICE inline float FloatFromBits(uint32_t bits) {
   float value;
   std::memcpy(&value, &bits, sizeof(value));
   return value;
 }
 
-inline float ToFloat(float value) { return value; }
+JAX_EP_HOST_DEVICE inline float ToFloat(float value) { return value; }
 
-inline float ToFloat(BFloat16 value) {
+JAX_EP_HOST_DEVICE inline float ToFloat(BFloat16 value) {
   return FloatFromBits(static_cast<uint32_t>(value.bits) << 16);
 }
 

@@ -5,7 +5,8 @@
 //
 //   row = first_row[expert][source] + position of the choice among the source's choices of expert
 //
-// with first_row an exclusive prefix sum of counts over (local expert, source rank).
+// with first_row an exclusive prefix sum of counts over (local expert, source rank). Formats that
+// want it pad the rows of each expert to a multiple of row_alignment.
 #pragma once
 
 #include <algorithm>
@@ -41,20 +42,26 @@ inline ChoiceCounts CountChoices(const int32_t* topk_ids, int64_t n_choices, int
 
 // Offsets of one destination rank. `counts(source, local_expert)` gives rows; `first_row`
 // [n_local_experts, n_ranks] is where each pair's rows begin, not clipped; `row_offsets`
-// [n_local_experts + 1] is clipped to max_recv_tokens. Returns the rows that did not fit.
+// [n_local_experts + 1], padding included, is clipped to max_recv_tokens; `n_rows`
+// [n_local_experts] are the expert's rows that fit, without padding. Returns the rows that did not.
 template <class Counts>
 int64_t ComputeRowOffsets(const Counts& counts, int64_t n_local_experts, int64_t n_ranks,
-                          int64_t max_recv_tokens, int64_t* first_row, uint32_t* row_offsets) {
-  int64_t row = 0;
+                          int64_t max_recv_tokens, int64_t row_alignment, int64_t* first_row,
+                          int64_t* n_rows, uint32_t* row_offsets) {
+  int64_t row = 0, n_dropped = 0;
   for (int64_t expert = 0; expert < n_local_experts; ++expert) {
-    row_offsets[expert] = static_cast<uint32_t>(std::min(row, max_recv_tokens));
+    const int64_t begin = row;
+    row_offsets[expert] = static_cast<uint32_t>(std::min(begin, max_recv_tokens));
     for (int64_t source = 0; source < n_ranks; ++source) {
       first_row[expert * n_ranks + source] = row;
       row += counts(source, expert);
     }
+    n_rows[expert] = std::min(row, max_recv_tokens) - static_cast<int64_t>(row_offsets[expert]);
+    n_dropped += row - begin - n_rows[expert];
+    row = (row + row_alignment - 1) / row_alignment * row_alignment;
   }
   row_offsets[n_local_experts] = static_cast<uint32_t>(std::min(row, max_recv_tokens));
-  return std::max<int64_t>(row - max_recv_tokens, 0);
+  return n_dropped;
 }
 
 }  // namespace jax_ep

@@ -20,9 +20,11 @@ ffi::ErrorOr<std::unique_ptr<CallSite>> MakeCallSite(EpConfig config, Weighting 
   }
   auto site = std::make_unique<CallSite>(
       CallSite{config, weighting, reduce, has_residual, std::string(config.group),
-               std::string(config.token_format), std::string(config.combine_dtype)});
+               std::string(config.token_format), std::string(config.scales_layout),
+               std::string(config.combine_dtype)});
   site->config.group = site->group;
   site->config.token_format = site->token_format;
+  site->config.scales_layout = site->scales_layout;
   site->config.combine_dtype = site->combine_dtype;
   return site;
 }

@@ -22,7 +22,7 @@ struct CallSite {
   bool has_residual;    // combine
 
   // What the string_views of `config` point to.
-  std::string group, token_format, combine_dtype;
+  std::string group, token_format, scales_layout, combine_dtype;
 };
 
 }  // namespace jax_ep
@@ -32,6 +32,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     StructMember<int64_t>("n_experts"), StructMember<int64_t>("top_k"),
     StructMember<int64_t>("hidden_size"), StructMember<int64_t>("max_tokens_per_rank"),
     StructMember<int64_t>("max_recv_tokens"), StructMember<std::string_view>("token_format"),
+    StructMember<int64_t>("payload_bytes"), StructMember<int64_t>("n_scales"),
+    StructMember<std::string_view>("scales_layout"), StructMember<int64_t>("row_alignment"),
     StructMember<std::string_view>("combine_dtype"), StructMember<bool>("fused_shared_expert"),
     StructMember<bool>("skip_a2a"), StructMember<int64_t>("n_gpus_per_node"),
     StructMember<int64_t>("n_nodes"), StructMember<int64_t>("n_sms"),

@@ -39,6 +39,21 @@ void SendCotangent(const std::vector<Arrival>& arrivals, int64_t source, int64_t
   }
 }
 
+// Zeroes the last rows of each expert, which may be padding: rows of tokens are written later.
+void ClearPadding(const CombineGradArgs& args, int64_t row_bytes) {
+  const int64_t most = args.config.row_alignment - 1;
+  for (int64_t expert = 0; expert < args.config.n_local_experts(); ++expert) {
+    const int64_t begin = args.row_offsets[expert], end = args.row_offsets[expert + 1];
+    const int64_t row = std::max(begin, end - most);
+    if (row >= end || end > args.config.max_recv_tokens) continue;
+    std::memset(static_cast<uint8_t*>(args.grad_expert_out) + row * row_bytes, 0,
+                (end - row) * row_bytes);
+    if (args.grad_row_weights != nullptr) {
+      std::fill(args.grad_row_weights + row, args.grad_row_weights + end, 0.0f);
+    }
+  }
+}
+
 // Zeroes the rows that are not in use.
 void ClearUnusedRows(const CombineGradArgs& args, int64_t row_bytes, Zeroer& zeroer) {
   const int64_t n_rows = args.config.max_recv_tokens;
@@ -62,6 +77,7 @@ void CombineGradAll(const Pool& pool, const std::vector<Arrival>& arrivals) {
     for (int64_t rank = 0; rank < n_ranks; ++rank) {
       const CombineGradArgs& args = At(arrivals, rank);
       ClearUnusedRows(args, row_bytes, zeroer);
+      ClearPadding(args, row_bytes);
       AdviseHugePages(args.grad_expert_out,
                       args.row_offsets[args.config.n_local_experts()] * row_bytes,
                       args.config.max_recv_tokens * row_bytes);

@@ -33,28 +33,77 @@ void LayOutRows(const std::vector<Arrival>& arrivals, int64_t rank) {
   const EpConfig& config = args.config;
   const int64_t n_local = config.n_local_experts();
   args.first_row.resize(config.n_experts);
+  args.n_rows.resize(n_local);
   const auto counts = [&](int64_t source, int64_t expert) {
     return At(arrivals, source).counts[rank * n_local + expert];
   };
-  *args.n_dropped = static_cast<int32_t>(
-      ComputeRowOffsets(counts, n_local, config.n_ranks, config.max_recv_tokens,
-                        args.first_row.data(), args.row_offsets));
+  *args.n_dropped = static_cast<int32_t>(ComputeRowOffsets(
+      counts, n_local, config.n_ranks, config.max_recv_tokens, config.row_alignment,
+      args.first_row.data(), args.n_rows.data(), args.row_offsets));
+  if (args.scales.data != nullptr) args.scales.LayOut(args.row_offsets, n_local);
   AdviseHugePages(args.rows, args.row_offsets[n_local] * args.row_bytes,
                   config.max_recv_tokens * args.row_bytes);
   args.group->UpdateStats(args.device.row, rank, [&](RankStats& stats) {
     ++stats.dispatch_calls;
     stats.dropped_rows += *args.n_dropped;
     for (int64_t expert = 0; expert < n_local; ++expert) {
-      stats.rows_per_expert[expert] += args.row_offsets[expert + 1] - args.row_offsets[expert];
+      stats.rows_per_expert[expert] += args.n_rows[expert];
     }
   });
 }
+
+// Zeroes what pads an expert's rows, and the rest of their last block of scales.
+void ClearPadding(const DispatchArgs& args, int64_t expert) {
+  const int64_t first = args.row_offsets[expert], capacity = args.config.max_recv_tokens;
+  const int64_t n_rows = args.row_offsets[expert + 1] - first;
+  for (int64_t row = first + args.n_rows[expert]; row < first + n_rows; ++row) {
+    std::memset(args.rows + row * args.row_bytes, 0, args.row_bytes);
+    args.src_info[2 * row] = args.src_info[2 * row + 1] = kNoRow;
+    if (args.row_weights != nullptr) args.row_weights[row] = 0.0f;
+  }
+  if (args.scales.data == nullptr) return;
+  const bool has_blocks = args.scales.layout == ScalesLayout::kAtoms;
+  const int64_t n_placed = has_blocks ? BlocksOfRows(n_rows) * kAtomRows : n_rows;
+  for (int64_t row = args.n_rows[expert]; row < n_placed; ++row) {
+    args.scales.Place(expert, first, row, capacity, /*row_scales=*/nullptr);
+  }
+}
+
+// A token as it travels: quantised when it is first sent.
+class Message {
+ public:
+  explicit Message(const DispatchArgs& from) : from_(from) {
+    if (from.encoder.encode == nullptr) return;
+    codes_.resize(from.row_bytes);
+    scales_.resize(from.scales.row_bytes());
+  }
+
+  void Load(int64_t token) {
+    if (token == token_) return;
+    token_ = token;
+    payload_ = from_.tokens + token * from_.token_bytes;
+    if (codes_.empty()) return;
+    from_.encoder.encode(payload_, from_.config.hidden_size, from_.input_scale, codes_.data(),
+                         scales_.data());
+    payload_ = codes_.data();
+  }
+
+  const uint8_t* payload() const { return payload_; }
+  const uint8_t* scales() const { return scales_.data(); }
+
+ private:
+  const DispatchArgs& from_;
+  int64_t token_ = -1;
+  const uint8_t* payload_ = nullptr;
+  std::vector<uint8_t> codes_, scales_;
+};
 
 // Sends the tokens [begin, end) of one source rank.
 void SendTokens(const std::vector<Arrival>& arrivals, int64_t source, int64_t begin, int64_t end) {
   DispatchArgs& from = At(arrivals, source);
   const EpConfig& config = from.config;
   const int64_t n_local = config.n_local_experts();
+  Message message(from);
   for (int64_t choice = begin * config.top_k; choice < end * config.top_k; ++choice) {
     if (from.dst_rows[choice] == kNoRow) continue;
     const int64_t expert = from.topk_ids[choice];
@@ -68,8 +117,11 @@ void SendTokens(const std::vector<Arrival>& arrivals, int64_t source, int64_t be
     to.src_info[2 * row] = static_cast<int32_t>(token);
     to.src_info[2 * row + 1] = static_cast<int32_t>(choice % config.top_k);
     if (to.row_weights != nullptr) to.row_weights[row] = from.topk_weights[choice];
-    std::memcpy(to.rows + row * from.row_bytes, from.tokens + token * from.row_bytes,
-                from.row_bytes);
+    message.Load(token);
+    std::memcpy(to.rows + row * from.row_bytes, message.payload(), from.row_bytes);
+    if (to.scales.data == nullptr) continue;
+    const int64_t group = expert % n_local, first = to.row_offsets[group];
+    to.scales.Place(group, first, row - first, config.max_recv_tokens, message.scales());
   }
 }
 
@@ -94,6 +146,12 @@ void DispatchAll(const Pool& pool, const std::vector<Arrival>& arrivals) {
   const int64_t n_ranks = static_cast<int64_t>(arrivals.size());
   for (int64_t rank = 0; rank < n_ranks; ++rank) LayOutRows(arrivals, rank);
   const DispatchArgs& first = At(arrivals, 0);
+  if (first.scales.data != nullptr || first.config.row_alignment > 1) {
+    const int64_t n_local = first.config.n_local_experts();
+    ParallelFor(pool, n_ranks * n_local, [&](int64_t group) {
+      ClearPadding(At(arrivals, group / n_local), group % n_local);
+    });
+  }
   const int64_t token_bytes = first.row_bytes * first.config.top_k;
   ForTokenChunks(pool, n_ranks, first.n_tokens, token_bytes,
                  [&](int64_t source, int64_t begin, int64_t end) {

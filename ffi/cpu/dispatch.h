@@ -4,16 +4,22 @@
 #include <cstdint>
 #include <vector>
 
+#include "cpu/encode.h"
 #include "cpu/parallel.h"
 #include "cpu/rank_args.h"
 #include "cpu/rendezvous.h"
+#include "cpu/scales.h"
 
 namespace jax_ep {
 
 struct DispatchArgs : RankArgs {
-  int64_t row_bytes;  // of one token
+  int64_t token_bytes;  // of one token as it is given
+  int64_t row_bytes;    // of one row
+  Encoder encoder;      // where tokens are quantised; else null
+  InputScale input_scale;
+  Scales scales;
 
-  const uint8_t* tokens;                // [T, row_bytes]
+  const uint8_t* tokens;                // [T, token_bytes]
   const int32_t* topk_ids;              // [T, K]
   const float* topk_weights = nullptr;  // [T, K] or null
 
@@ -27,6 +33,7 @@ struct DispatchArgs : RankArgs {
 
   std::vector<int32_t> counts;     // [E] choices of each expert; by CountOwnChoices
   std::vector<int64_t> first_row;  // [L, R] see core/routing.h; by the last rank
+  std::vector<int64_t> n_rows;     // [L] see core/routing.h; by the last rank
 };
 
 // What a rank can do before the others are there.

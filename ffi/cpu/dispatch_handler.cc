@@ -1,6 +1,8 @@
 // XLA FFI -> DispatchArgs.
 
 #include <memory>
+#include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -10,6 +12,58 @@
 
 namespace jax_ep {
 namespace {
+
+// "none" has no scales.
+ScalesLayout ToScalesLayout(std::string_view name) {
+  if (name == "row_major") return ScalesLayout::kRowMajor;
+  if (name == "transposed") return ScalesLayout::kTransposed;
+  if (name == "atoms") return ScalesLayout::kAtoms;
+  return ScalesLayout::kNone;
+}
+
+// How tokens of this type become rows of the call's format.
+Status FindEncoding(const Call& call, ffi::DataType token_type, DispatchArgs& args) {
+  const EpConfig& config = call.config();
+  if (config.n_scales == 0) return {};
+  RowType row_type;
+  Status status = ToRowType(call, token_type, row_type);
+  if (!status.ok()) return status;
+  args.encoder = FindEncoder(config.token_format, row_type);
+  args.scales.layout = ToScalesLayout(config.scales_layout);
+  args.scales.n_scales = config.n_scales;
+  args.scales.scale_bytes = args.encoder.scale_bytes;
+  const bool is_known =
+      args.encoder.encode != nullptr && args.scales.layout != ScalesLayout::kNone &&
+      (args.scales.layout != ScalesLayout::kAtoms || args.scales.scale_bytes == 1);
+  if (is_known) return {};
+  return call.Invalid("there is no token format " + std::string(config.token_format) +
+                      " with scales " + std::string(config.scales_layout) +
+                      " for tokens of this dtype. Was the extension built from other sources?");
+}
+
+// topk_weights? [T, K], input_scale? []; row_weights? [C], scales?
+void ReadOptional(const Call& call, ffi::RemainingArgs optional_args,
+                  ffi::RemainingRets optional_rets, ShapeCheck& shapes, DispatchArgs& args) {
+  const EpConfig& config = call.config();
+  OptionalBuffers operands(optional_args);
+  OptionalBuffers results(optional_rets);
+  if (call.site->weighting == Weighting::kRow) {
+    operands.Next<ffi::BufferR2<ffi::F32>>("topk_weights", {args.n_tokens, config.top_k}, shapes,
+                                           args.topk_weights);
+    results.Next<ffi::BufferR1<ffi::F32>>("row_weights", {config.max_recv_tokens}, shapes,
+                                          args.row_weights);
+  }
+  const float* input_scale = nullptr;
+  if (args.encoder.takes_input_scale) {
+    operands.Next<ffi::BufferR0<ffi::F32>>("input_scale", {}, shapes, input_scale);
+  }
+  args.input_scale = InputScale::Make(input_scale == nullptr ? 1.0f : *input_scale);
+  if (args.encoder.encode != nullptr) {
+    results.Next<ffi::AnyBuffer>(
+        "scales", args.scales.Shape(config.max_recv_tokens, config.n_local_experts()), shapes,
+        args.scales.data);
+  }
+}
 
 ffi::Future DispatchImpl(
     CallSite* site, ffi::RunId run, int32_t ordinal, ffi::ThreadPool pool,
@@ -23,26 +77,23 @@ ffi::Future DispatchImpl(
   const int64_t n_tokens = topk_ids.dimensions()[0];
   auto args = std::make_unique<DispatchArgs>();
   Status status = FindPlace(call, *axis_index.typed_data(), n_tokens, *args);
+  if (status.ok()) status = FindEncoding(call, tokens.element_type(), *args);
   if (!status.ok()) return FailRun(call, status);
 
+  const auto element_bytes = static_cast<int64_t>(ffi::ByteWidth(rows->element_type()));
   ShapeCheck shapes(call);
   shapes.Expect("tokens", tokens, {n_tokens, config.hidden_size})
       .Expect("topk_ids", topk_ids, {n_tokens, config.top_k})
-      .Expect("rows", *rows, {config.max_recv_tokens, config.hidden_size})
+      .Expect("rows", *rows, {config.max_recv_tokens, config.payload_bytes / element_bytes})
       .Expect("row_offsets", *row_offsets, {config.n_local_experts() + 1})
       .Expect("src_info", *src_info, {config.max_recv_tokens, 2})
       .Expect("dst_rows", *dst_rows, {n_tokens, config.top_k});
-  if (site->weighting == Weighting::kRow) {
-    OptionalBuffers(optional_args)
-        .Next<ffi::BufferR2<ffi::F32>>("topk_weights", {n_tokens, config.top_k}, shapes,
-                                       args->topk_weights);
-    OptionalBuffers(optional_rets)
-        .Next<ffi::BufferR1<ffi::F32>>("row_weights", {config.max_recv_tokens}, shapes,
-                                       args->row_weights);
-  }
+  ReadOptional(call, optional_args, optional_rets, shapes, *args);
   if (!shapes.status().ok()) return FailRun(call, shapes.status());
 
-  args->row_bytes = config.hidden_size * static_cast<int64_t>(ffi::ByteWidth(rows->element_type()));
+  args->token_bytes =
+      config.hidden_size * static_cast<int64_t>(ffi::ByteWidth(tokens.element_type()));
+  args->row_bytes = config.payload_bytes;
   args->tokens = static_cast<const uint8_t*>(tokens.untyped_data());
   args->topk_ids = topk_ids.typed_data();
   args->rows = static_cast<uint8_t*>(rows->untyped_data());
@@ -66,14 +117,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(HostDispatch, DispatchImpl,
                                   .Arg<ffi::BufferR0<ffi::S32>>()  // axis_index    []
                                   .Arg<ffi::AnyBuffer>()           // tokens        [T, H]
                                   .Arg<ffi::BufferR2<ffi::S32>>()  // topk_ids      [T, K]
-                                  .RemainingArgs()                 // topk_weights? [T, K]
-                                  .Ret<ffi::AnyBuffer>()           // tokens        [C, H]
+                                  .RemainingArgs()        // topk_weights? [T, K], input_scale? []
+                                  .Ret<ffi::AnyBuffer>()  // tokens        [C, H]
                                   .Ret<ffi::BufferR1<ffi::U32>>()  // row_offsets   [L + 1]
                                   .Ret<ffi::BufferR2<ffi::S32>>()  // src_info      [C, 2]
                                   .Ret<ffi::BufferR0<ffi::S32>>()  // n_dropped     []
                                   .Ret<ffi::BufferR0<ffi::S32>>()  // n_invalid     []
                                   .Ret<ffi::BufferR2<ffi::S32>>()  // dst_rows      [T, K]
-                                  .RemainingRets()                 // row_weights?  [C]
+                                  .RemainingRets()                 // row_weights?  [C], scales?
                                   .Attrs());
 
 }  // namespace jax_ep

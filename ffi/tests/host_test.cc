@@ -24,6 +24,7 @@
 #include "cpu/parallel.h"
 #include "cpu/rendezvous.h"
 #include "tests/check.h"
+#include "tests/format_test.h"
 #include "tests/thread_pool.h"
 
 namespace jax_ep {
@@ -157,6 +158,7 @@ class LayerRank {
   std::unique_ptr<RankArgs> Dispatch() {
     auto args = Make<DispatchArgs>();
     args->row_bytes = config_.hidden_size * static_cast<int64_t>(sizeof(float));
+    args->token_bytes = args->row_bytes;
     args->tokens = reinterpret_cast<const uint8_t*>(tokens_.data());
     args->topk_ids = topk_ids_.data();
     args->rows = reinterpret_cast<uint8_t*>(rows_.data());
@@ -265,6 +267,7 @@ void TestIndependentCallsInAnyOrder() {
   config.top_k = 3;
   config.hidden_size = 40;
   config.max_tokens_per_rank = kTokens;
+  config.row_alignment = 1;
   config.max_recv_tokens = kTokens * kRanks * config.top_k;  // duplicates too
   std::vector<Device> devices;
   for (int64_t rank = 0; rank < kRanks; ++rank) devices.push_back({rank, 0, rank});
@@ -313,11 +316,12 @@ void TestZeroerZeroesAllAndNothingElse() {
 
 void TestRowsBeyondCapacityAreDropped() {
   uint32_t row_offsets[3];
-  int64_t first_row[4];
+  int64_t first_row[4], n_rows[2];
   const int64_t counts[2][2] = {{3, 2}, {4, 1}};  // [source][local expert]
-  const int64_t n_dropped = ComputeRowOffsets(
-      [&](int64_t source, int64_t expert) { return counts[source][expert]; },
-      /*n_local_experts=*/2, /*n_ranks=*/2, /*max_recv_tokens=*/8, first_row, row_offsets);
+  const int64_t n_dropped =
+      ComputeRowOffsets([&](int64_t source, int64_t expert) { return counts[source][expert]; },
+                        /*n_local_experts=*/2, /*n_ranks=*/2, /*max_recv_tokens=*/8,
+                        /*row_alignment=*/1, first_row, n_rows, row_offsets);
   CHECK_EQ(n_dropped, 2);
   const uint32_t expected_offsets[] = {0, 7, 8};
   const int64_t expected_first[] = {0, 3, 7, 9};
@@ -357,5 +361,6 @@ int main() {
   TestZeroerZeroesAllAndNothingElse();
   TestRowsBeyondCapacityAreDropped();
   TestIndependentCallsInAnyOrder();
+  RunFormatTests();
   std::cout << "host_test: all passed" << std::endl;
 }

@@ -1,5 +1,5 @@
-// What the links carry: a kernel on every GPU stores to all other GPUs, 16 bytes at a time, all GPUs
-// at the same time; then the same by copy engines. Prints GB/s that leave each GPU as JSON.
+// What the links carry: a kernel on every GPU stores to all other GPUs, 16 bytes at a time, all
+// GPUs at the same time; then the same by copy engines. Prints GB/s that leave each GPU as JSON.
 //
 //   p2p_link DEVICES [MEGABYTES_PER_PAIR]
 
@@ -8,18 +8,17 @@
 #include <cstdlib>
 #include <vector>
 
-
 namespace {
 
 constexpr int kRepeats = 7, kThreads = 512, kUnroll = 8;
 
-#define CHECK_CUDA(call)                                                     \
-  do {                                                                       \
-    const cudaError_t error = (call);                                        \
-    if (error != cudaSuccess) {                                              \
-      std::fprintf(stderr, "%s: %s\n", #call, cudaGetErrorString(error));    \
-      std::exit(1);                                                          \
-    }                                                                        \
+#define CHECK_CUDA(call)                                                  \
+  do {                                                                    \
+    const cudaError_t error = (call);                                     \
+    if (error != cudaSuccess) {                                           \
+      std::fprintf(stderr, "%s: %s\n", #call, cudaGetErrorString(error)); \
+      std::exit(1);                                                       \
+    }                                                                     \
   } while (false)
 
 struct Targets {

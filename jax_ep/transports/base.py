@@ -6,6 +6,7 @@ import abc
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jax_ep.config import EPConfig
@@ -19,6 +20,22 @@ if TYPE_CHECKING:
 # Names of the results for `jax.checkpoint` policies.
 DISPATCH_NAME = "jax_ep_dispatch"
 COMBINE_NAME = "jax_ep_combine"
+
+
+def assemble(
+    group: EPGroup, topk_ids: jax.Array, results: dict[str, Any]
+) -> Dispatched:
+    """`Dispatched` from the results of a transport, whose fields they name."""
+    token_format = group.config.token_format
+    return Dispatched(
+        **results,
+        expert_ids=jnp.arange(group.n_local_experts, dtype=jnp.int32),
+        topk_ids=topk_ids,
+        scales_offsets=token_format.layout.offsets(results["row_offsets"]),
+        source_tokens=None,
+        input_scale=None,
+        group=group,
+    )
 
 
 class Transport(abc.ABC):
@@ -70,6 +87,7 @@ class Transport(abc.ABC):
         tokens: jax.Array,
         topk_ids: jax.Array,
         topk_weights: jax.Array | None,
+        input_scale: jax.Array | None,
     ) -> Dispatched:
         """See `jax_ep.dispatch`."""
 
@@ -79,9 +97,10 @@ class Transport(abc.ABC):
         tokens: jax.Array,
         topk_ids: jax.Array,
         topk_weights: jax.Array | None,
+        input_scale: jax.Array | None,
     ) -> Any:
         """What `dispatch_wait` takes; here the whole call."""
-        return self.dispatch(group, tokens, topk_ids, topk_weights)
+        return self.dispatch(group, tokens, topk_ids, topk_weights, input_scale)
 
     def dispatch_wait(self, group: EPGroup, begun: Any) -> Dispatched:
         """What `dispatch` would have given."""

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jax_ep.formats import QuantizedFormat, TokenFormat
 from jax_ep.primitives import (
     Weighting,
     combine_p,
@@ -23,7 +24,7 @@ from jax_ep.primitives import (
     dispatch_receive_p,
 )
 from jax_ep.results import Dispatched
-from jax_ep.transports.base import COMBINE_NAME, DISPATCH_NAME, Transport
+from jax_ep.transports.base import COMBINE_NAME, DISPATCH_NAME, Transport, assemble
 
 if TYPE_CHECKING:
     from jax_ep.group import EPGroup
@@ -82,18 +83,12 @@ class FfiTransport(Transport):
         tokens: jax.Array,
         topk_ids: jax.Array,
         topk_weights: jax.Array | None,
+        input_scale: jax.Array | None,
         ticket: jax.Array | None = None,
     ) -> Dispatched:
         """One custom call; with a `ticket`, the half that receives."""
-        results = _dispatch(group, tokens, topk_ids, topk_weights, ticket)
-        return Dispatched(
-            **results,
-            expert_ids=jnp.arange(group.n_local_experts, dtype=jnp.int32),
-            topk_ids=topk_ids,
-            scales=None,
-            scales_offsets=None,
-            group=group,
-        )
+        results = _dispatch(group, tokens, topk_ids, topk_weights, input_scale, ticket)
+        return assemble(group, topk_ids, results)
 
     def combine(
         self,
@@ -139,23 +134,31 @@ def bind_dispatch(
     tokens: jax.Array,
     topk_ids: jax.Array,
     topk_weights: jax.Array | None,
+    input_scale: jax.Array | None = None,
+    token_format: TokenFormat | None = None,
     ticket: jax.Array | None = None,
 ) -> dict[str, Any]:
-    """The custom call of dispatch: the fields of `Dispatched` that it fills."""
-    weights = present(topk_weights)
+    """The custom call of dispatch: the fields of `Dispatched` that it fills.
+
+    `token_format` is the group's if None; cotangents travel in another. With a
+    `ticket`, the half that receives.
+    """
+    token_format = token_format or group.config.token_format
     primitive = dispatch_p if ticket is None else dispatch_receive_p
     first = lax.axis_index(group.axis_name) if ticket is None else ticket
-    rows, row_offsets, src_info, n_dropped, n_invalid, layout, *row_weights = (
+    rows, row_offsets, src_info, n_dropped, n_invalid, layout, *optional = (
         primitive.bind(
             first,
             tokens,
             topk_ids,
-            *weights,
+            *present(topk_weights, input_scale),
             group=group,
-            weighting=Weighting.ROW if weights else Weighting.NONE,
+            weighting=Weighting.NONE if topk_weights is None else Weighting.ROW,
             layout_shape=_transport(group).layout_shape(group, topk_ids.shape[0]),
+            token_format=token_format,
         )
     )
+    row_weights = None if topk_weights is None else optional.pop(0)
     return dict(
         tokens=rows,
         row_offsets=row_offsets,
@@ -163,7 +166,8 @@ def bind_dispatch(
         n_dropped=n_dropped,
         n_invalid=n_invalid,
         layout=layout,
-        row_weights=row_weights[0] if row_weights else None,
+        row_weights=row_weights,
+        scales=optional[0] if optional else None,
     )
 
 
@@ -213,9 +217,12 @@ def _call_dispatch(
     tokens: jax.Array,
     topk_ids: jax.Array,
     topk_weights: jax.Array | None,
+    input_scale: jax.Array | None,
     ticket: jax.Array | None,
 ) -> dict[str, Any]:
-    results = bind_dispatch(group, tokens, topk_ids, topk_weights, ticket)
+    results = bind_dispatch(
+        group, tokens, topk_ids, topk_weights, input_scale, ticket=ticket
+    )
     return checkpoint_name(results, DISPATCH_NAME)
 
 
@@ -227,9 +234,10 @@ def _dispatch_fwd(
     tokens: jax.Array,
     topk_ids: jax.Array,
     topk_weights: jax.Array | None,
+    input_scale: jax.Array | None,
     ticket: jax.Array | None,
 ) -> tuple[dict[str, Any], Any]:
-    results = _call_dispatch(group, tokens, topk_ids, topk_weights, ticket)
+    results = _call_dispatch(group, tokens, topk_ids, topk_weights, input_scale, ticket)
     return results, Routing(
         topk_ids, results["layout"], results["row_offsets"], results["src_info"]
     )
@@ -238,11 +246,13 @@ def _dispatch_fwd(
 def _dispatch_bwd(
     group: EPGroup, routing: Routing, cotangents: dict[str, Any]
 ) -> tuple[Any, ...]:
-    grad_tokens = bind_combine(group, PLAIN_SUM, cotangents["tokens"], routing)
+    grad_tokens = None
+    if not isinstance(group.config.token_format, QuantizedFormat):  # see dequantize
+        grad_tokens = bind_combine(group, PLAIN_SUM, cotangents["tokens"], routing)
     grad_weights = None
     if cotangents["row_weights"] is not None:
         grad_weights = send_back_scalars(group, cotangents["row_weights"], routing)
-    return grad_tokens, None, grad_weights, None
+    return grad_tokens, None, grad_weights, None, None
 
 
 _dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)

@@ -17,6 +17,7 @@ from jax import lax
 from jax_ep import _cuda_ffi
 from jax_ep.config import EPConfig
 from jax_ep.exchange import Exchange
+from jax_ep.formats import Plain, QuantizedFormat
 from jax_ep.primitives import Weighting, combine_send_p, dispatch_send_p
 from jax_ep.results import Dispatched
 from jax_ep.topology import local_places
@@ -56,6 +57,8 @@ class P2pTransport(FfiTransport):
         exchange: Exchange,
     ) -> str | None:
         """Needs CUDA devices of one host, and the extension."""
+        if isinstance(config.token_format, QuantizedFormat):
+            return f"it does not carry {config.token_format.name} yet."
         platforms = sorted({device.platform for device in mesh.devices.flat})
         if platforms != ["gpu"]:
             return f"it serves CUDA devices; the mesh has {', '.join(platforms)}."
@@ -123,21 +126,22 @@ class P2pTransport(FfiTransport):
         tokens: jax.Array,
         topk_ids: jax.Array,
         topk_weights: jax.Array | None,
+        input_scale: jax.Array | None,
     ) -> Any:
         """A ticket, and the operands: a gradient flows through the second half."""
-        operands = tokens, topk_ids, *present(topk_weights)
+        operands = tokens, topk_ids, *present(topk_weights, input_scale)
         ticket = dispatch_send_p.bind(
             lax.axis_index(group.axis_name),
             *(lax.stop_gradient(x) for x in operands),
             group=group,
             weighting=Weighting.NONE if topk_weights is None else Weighting.ROW,
         )
-        return ticket, tokens, topk_ids, topk_weights
+        return ticket, tokens, topk_ids, topk_weights, input_scale
 
     def dispatch_wait(self, group: EPGroup, begun: Any) -> Dispatched:
         """The half that receives."""
-        ticket, tokens, topk_ids, topk_weights = begun
-        return self.dispatch(group, tokens, topk_ids, topk_weights, ticket)
+        ticket, tokens, topk_ids, weights, input_scale = begun
+        return self.dispatch(group, tokens, topk_ids, weights, input_scale, ticket)
 
     def combine_async(
         self,
@@ -190,7 +194,11 @@ class P2pTransport(FfiTransport):
             return _clear(_send_choices(group, cotangent, routing), in_use), None
         at_source = mode.weighting == Weighting.SOURCE
         sent = bind_dispatch(
-            group, cotangent, routing.topk_ids, weights if at_source else None
+            group,
+            cotangent,
+            routing.topk_ids,
+            weights if at_source else None,
+            token_format=Plain(cotangent.dtype),
         )
         rows = sent["tokens"]
         row_weights = sent["row_weights"] if at_source else weights
@@ -238,7 +246,9 @@ def _send_choices(group: EPGroup, values: jax.Array, routing: Routing) -> jax.Ar
     for k in range(values.shape[1]):
         here = jnp.arange(values.shape[1]) == k
         ids = jnp.where(here, routing.topk_ids, -1)
-        sent = bind_dispatch(group, values[:, k], ids, None)["tokens"]
+        sent = bind_dispatch(
+            group, values[:, k], ids, None, token_format=Plain(values.dtype)
+        )["tokens"]
         is_k = routing.src_info[:, 1] == k
         place = jnp.cumsum(is_k.astype(jnp.int32)) - 1
         found = jnp.take(sent, place, axis=0, mode="clip")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep.config import EPConfig
 from jax_ep.exchange import Exchange
+from jax_ep.formats import QuantizedFormat
 from jax_ep.results import Dispatched
-from jax_ep.transports.base import COMBINE_NAME, DISPATCH_NAME, Transport
+from jax_ep.transports.base import COMBINE_NAME, DISPATCH_NAME, Transport, assemble
 
 if TYPE_CHECKING:
     from jax_ep.group import EPGroup
@@ -54,38 +55,30 @@ class XlaTransport(Transport):
         tokens: jax.Array,
         topk_ids: jax.Array,
         topk_weights: jax.Array | None,
+        input_scale: jax.Array | None,
     ) -> Dispatched:
-        """Gathers all tokens; takes the local experts' rows."""
+        """Gathers all tokens, quantised before; takes the local experts' rows."""
         all_ids = _all_gather(topk_ids, group)
-        counts, choices, dst_rows = _group_choices(group, all_ids)
-        offsets = jnp.cumsum(counts, dtype=jnp.int32)
-        n_rows = offsets[-1]
-        offsets = jnp.concatenate([jnp.zeros_like(counts[:1]), offsets])
-        top_k = group.config.top_k
+        routed = _group_choices(group, all_ids)
+        choices, top_k = routed.choices, group.config.top_k
         sources = choices // top_k
+        row_info = jnp.stack([sources % topk_ids.shape[0], choices % top_k], axis=1)
+        rows, scales = _take_rows(
+            group, tokens, input_scale, sources, routed.row_offsets
+        )
         results = dict(
-            tokens=_move_bits(
-                lambda x, index: _take(_flat(_all_gather(x, group), 2), index),
-                tokens,
-                sources,
-            ),
-            row_offsets=jnp.minimum(offsets, group.max_recv_tokens).astype(jnp.uint32),
-            src_info=jnp.stack([sources % topk_ids.shape[0], choices % top_k], axis=1),
-            n_dropped=jnp.maximum(n_rows - group.max_recv_tokens, 0),
+            tokens=rows,
+            scales=scales,
+            row_offsets=routed.row_offsets,
+            src_info=jnp.where((choices < all_ids.size)[:, None], row_info, _NO_ROW),
+            n_dropped=routed.n_dropped,
             n_invalid=_count_invalid(topk_ids, group.config.n_experts),
-            layout=dst_rows,
+            layout=routed.dst_rows,
             row_weights=None
             if topk_weights is None
             else _take(_flat(_all_gather(topk_weights, group), 3), choices),
         )
-        return Dispatched(
-            **checkpoint_name(results, DISPATCH_NAME),
-            expert_ids=jnp.arange(group.n_local_experts, dtype=jnp.int32),
-            topk_ids=topk_ids,
-            scales=None,
-            scales_offsets=None,
-            group=group,
-        )
+        return assemble(group, topk_ids, checkpoint_name(results, DISPATCH_NAME))
 
     def combine(
         self,
@@ -155,20 +148,45 @@ def _count_invalid(topk_ids: jax.Array, n_experts: int) -> jax.Array:
     return jnp.sum((topk_ids < -1) | (topk_ids >= n_experts), dtype=jnp.int32)
 
 
-def _group_choices(
-    group: EPGroup, all_ids: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Sorts all ranks' choices into this rank's rows.
+def _take_rows(
+    group: EPGroup,
+    tokens: jax.Array,
+    input_scale: jax.Array | None,
+    sources: jax.Array,
+    row_offsets: jax.Array,
+) -> tuple[jax.Array, jax.Array | None]:
+    """This rank's rows of all ranks' tokens, and their scales; zero where none is."""
 
-    Args:
-        group: the group.
-        all_ids: `int32[R, T, K]`.
+    def take(x: jax.Array, index: jax.Array) -> jax.Array:
+        return _take(_flat(_all_gather(x, group), 2), index)
 
-    Returns:
-        `counts` `int32[L]`, choices of each local expert; `choices` `int32[C]`, the
-        choice, an index into `all_ids` flat, behind each row, out of range for unused
-        rows; `dst_rows` `int32[R, T, K]`, the row of each choice here, -1 = none.
+    token_format = group.config.token_format
+    if not isinstance(token_format, QuantizedFormat):
+        return _move_bits(take, tokens, sources), None
+    # Straight through: the gradient's way is that of `dequantize`.
+    tokens = lax.stop_gradient(tokens)
+    codes, scales = token_format.quantize(tokens, input_scale)
+    codes, scales = (_move_bits(take, x, sources) for x in (codes, scales))
+    return codes, token_format.layout.place(scales, row_offsets)
+
+
+class _Routed(NamedTuple):
+    """Which choice becomes which row of this rank.
+
+    `row_offsets` is `uint32[L + 1]`; `choices` `int32[C]` is the choice behind each
+    row, an index into all ranks' `topk_ids` flat, out of range where there is none;
+    `dst_rows` `int32[R, T, K]` is the row of each choice here, -1 = none; `n_dropped`
+    `int32[]`.
     """
+
+    row_offsets: jax.Array
+    choices: jax.Array
+    dst_rows: jax.Array
+    n_dropped: jax.Array
+
+
+def _group_choices(group: EPGroup, all_ids: jax.Array) -> _Routed:
+    """Sorts all ranks' choices, `int32[R, T, K]`, into this rank's rows."""
     n_local, capacity = group.n_local_experts, group.max_recv_tokens
     first = lax.axis_index(group.axis_name) * n_local
     ids = all_ids.reshape(-1)
@@ -182,11 +200,27 @@ def _group_choices(
         .at[order]
         .set(jnp.arange(order.size, dtype=jnp.int32), unique_indices=True)
     )
-    has_row = is_local & (rank_in_order < capacity)
-    dst_rows = jnp.where(has_row, rank_in_order, _NO_ROW).reshape(all_ids.shape)
+    alignment = group.config.token_format.layout.row_alignment
+    padding = _offsets(-counts % alignment)  # rows that pad the groups before
+    dst_rows = rank_in_order + padding[experts]
+    has_row = is_local & (dst_rows < capacity)
+    ends = jnp.cumsum(counts, dtype=jnp.int32)
     row = jnp.arange(capacity, dtype=jnp.int32)
-    choices = jnp.where(row < jnp.sum(counts), _take(order, row), order.size)
-    return counts, choices, dst_rows
+    expert = jnp.searchsorted(ends + padding[1:], row, side="right").astype(jnp.int32)
+    in_order = row - padding[expert]
+    is_used = in_order < _take(ends, expert)
+    return _Routed(
+        jnp.minimum(_offsets(counts) + padding, capacity).astype(jnp.uint32),
+        jnp.where(is_used, _take(order, in_order), order.size),
+        jnp.where(has_row, dst_rows, _NO_ROW).reshape(all_ids.shape),
+        jnp.sum(is_local, dtype=jnp.int32) - jnp.sum(has_row, dtype=jnp.int32),
+    )
+
+
+def _offsets(sizes: jax.Array) -> jax.Array:
+    """`[L + 1]`: the sum of the sizes before each, and of all."""
+    ends = jnp.cumsum(sizes, dtype=jnp.int32)
+    return jnp.concatenate([jnp.zeros_like(ends[:1]), ends])
 
 
 def _return_rows(

@@ -1,33 +1,13 @@
-"""Token formats: what travels per token from a source rank to an expert's rank."""
+"""Tokens as they are."""
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
 
-
-class TokenFormat(abc.ABC):
-    """What `dispatch` takes and what it hands to the experts.
-
-    Frozen and hashable: a format is part of `EPConfig`, and a static parameter.
-    """
-
-    @property
-    @abc.abstractmethod
-    def name(self) -> str:
-        """Name in attributes and messages."""
-
-    @property
-    @abc.abstractmethod
-    def token_dtype(self) -> np.dtype:
-        """Dtype of the `tokens` that `dispatch` takes and of the rows that it gives."""
-
-    @abc.abstractmethod
-    def token_bytes(self, hidden_size: int) -> int:
-        """Bytes of one token on its way: payload and scales."""
+from jax_ep.formats.base import TokenFormat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,13 +38,14 @@ class Plain(TokenFormat):
         return f"plain_{self.dtype.name}"
 
     @property
-    def token_dtype(self) -> np.dtype:
+    def token_dtypes(self) -> tuple[np.dtype, ...]:
+        """The dtype itself."""
+        return (self.dtype,)
+
+    @property
+    def row_dtype(self) -> np.dtype:
         """The dtype itself."""
         return self.dtype
-
-    def token_bytes(self, hidden_size: int) -> int:
-        """`hidden_size` elements."""
-        return hidden_size * self.dtype.itemsize
 
 
 _PLAIN_DTYPES = tuple(np.dtype(t) for t in (jnp.bfloat16, jnp.float16, jnp.float32))

@@ -1,0 +1,172 @@
+// The arithmetic of the token formats that quantise, once for host and device: docs/formats.md.
+//
+// A format is a struct: how a block's scale follows from its largest magnitude, and what is rounded
+// to an element's code. How elements are spread over threads is the caller's business. All of it is
+// float32, every operation rounded once: no fused multiply-add, no approximate reciprocal, no
+// flushing of subnormal numbers (on the host: under ScopedIeeeFloat; nvcc's default).
+#pragma once
+
+#include <cstdint>
+
+#include "core/float_types.h"
+#include "core/host_device.h"
+
+namespace jax_ep {
+
+JAX_EP_HOST_DEVICE inline float MultiplyRn(float a, float b) {
+#if defined(__CUDA_ARCH__)
+  return __fmul_rn(a, b);
+#else
+  return a * b;
+#endif
+}
+
+JAX_EP_HOST_DEVICE inline float DivideRn(float a, float b) {
+#if defined(__CUDA_ARCH__)
+  return __fdiv_rn(a, b);
+#else
+  return a / b;
+#endif
+}
+
+constexpr uint32_t kFloatInfinity = 0x7f800000;
+
+// A magnitude's pattern orders like the number; from kFloatInfinity on: infinity and NaN.
+JAX_EP_HOST_DEVICE inline uint32_t MagnitudeBits(float value) {
+  return FloatBits(value) & 0x7fffffff;
+}
+
+// bits / 2^n_bits, nearest even.
+JAX_EP_HOST_DEVICE inline uint32_t RoundOff(uint32_t bits, int n_bits) {
+  return (bits + ((1u << (n_bits - 1)) - 1) + (bits >> n_bits & 1)) >> n_bits;
+}
+
+// A number's magnitude in units of the last place of `large`, a power of two; nearest even.
+JAX_EP_HOST_DEVICE inline uint32_t InUnits(uint32_t magnitude, float large) {
+  return FloatBits(FloatFromBits(magnitude) + large) - FloatBits(large);
+}
+
+// The nearest e4m3fn code, ties to even, saturating at 448. `value` is not NaN.
+JAX_EP_HOST_DEVICE inline uint8_t ToE4m3(float value) {
+  const uint32_t magnitude = MagnitudeBits(value);
+  const uint32_t normal = RoundOff(magnitude, 20) - ((127 - 7) << 3);
+  const uint32_t subnormal = InUnits(magnitude, 0x1p14f);  // of 2^-9
+  const uint32_t code = magnitude < FloatBits(0x1p-6f) ? subnormal : normal;
+  const uint32_t saturated = code < 0x7e ? code : 0x7e;
+  return static_cast<uint8_t>(saturated | (FloatBits(value) >> 31) << 7);
+}
+
+// Of a code that is not negative and no NaN.
+JAX_EP_HOST_DEVICE inline float FromE4m3(uint8_t code) {
+  const uint32_t exponent = code >> 3, fraction = code & 7;
+  if (exponent == 0) return static_cast<float>(fraction) * 0x1p-9f;
+  return FloatFromBits((exponent + (127 - 7)) << 23 | fraction << 20);
+}
+
+// The nearest e2m1 code, ties to even, saturating at 6: the bits of cvt.rn.satfinite.e2m1x2.
+// `value` is not NaN.
+JAX_EP_HOST_DEVICE inline uint8_t ToE2m1(float value) {
+  const uint32_t magnitude = MagnitudeBits(value);
+  const uint32_t normal = RoundOff(magnitude, 22) - ((127 - 1) << 1);
+  const uint32_t subnormal = InUnits(magnitude, 0x1p22f);  // of 0.5
+  const uint32_t code = magnitude < FloatBits(1.0f) ? subnormal : normal;
+  const uint32_t saturated = code < 7 ? code : 7;
+  return static_cast<uint8_t>(saturated | (FloatBits(value) >> 31) << 3);
+}
+
+// The global scale of NVFP4, with its reciprocal. One that is not positive and finite makes every
+// block zero.
+struct InputScale {
+  float value;
+  float inverse;
+
+  JAX_EP_HOST_DEVICE static InputScale Make(float value) {
+    const bool is_usable = value > 0.0f && FloatBits(value) < kFloatInfinity;
+    const float inverse = is_usable ? DivideRn(1.0f, value) : 0.0f;
+    return {is_usable ? value : 0.0f, MagnitudeBits(inverse) < kFloatInfinity ? inverse : 0.0f};
+  }
+};
+
+// What a format makes of a block's largest magnitude: the scale, as it travels, and the factor for
+// its elements. A block with a NaN or an infinity is dead: it counts as a block of zeros.
+template <class Scale>
+struct BlockScale {
+  Scale scale;
+  float factor;
+};
+
+// Stores 2^(byte - 127), multiplies by its reciprocal; by 0 in a block of zeros.
+JAX_EP_HOST_DEVICE inline BlockScale<uint8_t> MxBlockScale(uint32_t byte, float amax) {
+  const uint32_t reciprocal = byte < 254 ? (254 - byte) << 23 : 1u << 22;
+  return {static_cast<uint8_t>(byte), amax == 0.0f ? 0.0f : FloatFromBits(reciprocal)};
+}
+
+struct BlockwiseFp8 {
+  static constexpr int kBlockSize = 128;
+  static constexpr bool kIsPacked = false;
+  static constexpr bool kTakesInputScale = false;
+  using Scale = float;
+
+  JAX_EP_HOST_DEVICE static BlockScale<Scale> EncodeScale(float amax, InputScale) {
+    const float scale = DivideRn(amax < 1e-4f ? 1e-4f : amax, 448.0f);
+    return {scale, scale};
+  }
+  JAX_EP_HOST_DEVICE static float ScaleElement(float value, float factor) {
+    return DivideRn(value, factor);
+  }
+};
+
+struct MxFp8 {
+  static constexpr int kBlockSize = 32;
+  static constexpr bool kIsPacked = false;
+  static constexpr bool kTakesInputScale = false;
+  using Scale = uint8_t;
+
+  // amax / 448 rounded up to a power of two.
+  JAX_EP_HOST_DEVICE static BlockScale<Scale> EncodeScale(float amax, InputScale) {
+    const uint32_t raw = FloatBits(MultiplyRn(amax, 1.0f / 448.0f));
+    const uint32_t exponent = raw >> 23, fraction = raw & 0x7fffff;
+    // 2^-127, the smallest scale, is half of the smallest normal number.
+    const bool is_above = exponent > 0 ? fraction > 0 : fraction > 1u << 22;
+    return MxBlockScale(exponent + is_above, amax);
+  }
+  JAX_EP_HOST_DEVICE static float ScaleElement(float value, float factor) {
+    return MultiplyRn(value, factor);
+  }
+};
+
+struct MxFp4 {
+  static constexpr int kBlockSize = 32;
+  static constexpr bool kIsPacked = true;
+  static constexpr bool kTakesInputScale = false;
+  using Scale = uint8_t;
+
+  // "Even mode": from 1.75 times a power of two on, the next one counts.
+  JAX_EP_HOST_DEVICE static BlockScale<Scale> EncodeScale(float amax, InputScale) {
+    const uint32_t exponent = (FloatBits(amax) + (1u << 21)) >> 23;
+    return MxBlockScale(exponent < 2 ? 0 : exponent - 2, amax);
+  }
+  JAX_EP_HOST_DEVICE static float ScaleElement(float value, float factor) {
+    return MultiplyRn(value, factor);
+  }
+};
+
+struct NvFp4 {
+  static constexpr int kBlockSize = 16;
+  static constexpr bool kIsPacked = true;
+  static constexpr bool kTakesInputScale = true;
+  using Scale = uint8_t;
+
+  JAX_EP_HOST_DEVICE static BlockScale<Scale> EncodeScale(float amax, InputScale input_scale) {
+    const float raw = MultiplyRn(input_scale.value, MultiplyRn(amax, 1.0f / 6.0f));
+    const uint8_t scale = ToE4m3(raw);
+    const float total = MultiplyRn(FromE4m3(scale), input_scale.inverse);
+    const float factor = DivideRn(1.0f, total);
+    return {scale, MagnitudeBits(factor) < kFloatInfinity ? factor : 0.0f};
+  }
+  JAX_EP_HOST_DEVICE static float ScaleElement(float value, float factor) {
+    return MultiplyRn(value, factor);
+  }
+};
+
+}  // namespace jax_ep

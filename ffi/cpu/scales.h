@@ -1,0 +1,34 @@
+// Puts the scales of rows where the layout wants them.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "core/scales_layout.h"
+
+namespace jax_ep {
+
+struct Scales {
+  ScalesLayout layout = ScalesLayout::kNone;
+  int64_t n_scales = 0;  // of a row
+  int64_t scale_bytes = 0;
+  uint8_t* data = nullptr;  // the output
+
+  int64_t row_bytes() const { return n_scales * scale_bytes; }
+
+  std::vector<int64_t> Shape(int64_t n_rows, int64_t n_groups) const;
+
+  // Reads the offsets of the groups' rows: where atoms begin.
+  void LayOut(const uint32_t* row_offsets, int64_t n_groups);
+
+  // Stores the scales of the row `in_group` of a group; null: zeros. n_rows is that of the output.
+  void Place(int64_t group, int64_t first_row, int64_t in_group, int64_t n_rows,
+             const uint8_t* row_scales) const;
+
+ private:
+  void PlaceInAtoms(int64_t group, int64_t in_group, const uint8_t* row_scales) const;
+
+  std::vector<int64_t> first_block_;  // [n_groups]
+};
+
+}  // namespace jax_ep

@@ -1,0 +1,8 @@
+// Tests of the token formats that quantise, run by host_test.
+#pragma once
+
+namespace jax_ep {
+
+void RunFormatTests();
+
+}  // namespace jax_ep

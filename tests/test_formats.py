@@ -1,0 +1,231 @@
+"""Token formats against their oracle, to the last bit, and the oracle by hand."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import jax_ep
+import oracle_formats as oracle
+from harness import assert_same_bits
+
+FORMATS = {
+    "blockwise_fp8": jax_ep.BlockwiseFP8(),
+    "mxfp8": jax_ep.MXFP8(),
+    "mxfp4": jax_ep.MXFP4(),
+    "nvfp4": jax_ep.NVFP4(),
+}
+NAMES = list(FORMATS)
+E8M0_ONE = 127
+
+
+@functools.cache
+def jitted(name: str, what: str):
+    return jax.jit(getattr(FORMATS[name], what))
+
+
+def input_scale_of(name: str, value: float):
+    return np.float32(value) if name == "nvfp4" else None
+
+
+def check(name: str, tokens: np.ndarray, input_scale: float = 1.0) -> None:
+    """Compares codes and scales of the reference with the oracle's."""
+    wanted = oracle.quantize(name, tokens, input_scale)
+    got = jitted(name, "quantize")(tokens, input_scale_of(name, input_scale))
+    what = f"{name}, input_scale={input_scale}"
+    assert_same_bits(np.asarray(got.codes).view(np.uint8), wanted.codes, what)
+    assert_same_bits(np.asarray(got.scales), wanted.scales, f"{what}, scales")
+
+
+def every_bfloat16() -> np.ndarray:
+    return np.arange(1 << 16, dtype=np.uint16).view(ml_dtypes.bfloat16)
+
+
+def with_block_maximum(name: str, maxima: np.ndarray) -> np.ndarray:
+    """A block per maximum; the other elements are its fractions, of both signs."""
+    size = oracle.BLOCK_SIZE[name]
+    fractions = np.linspace(-1, 1, size - 1).astype(np.float32)
+    with np.errstate(all="ignore"):
+        rest = (maxima.astype(np.float32)[:, None] * fractions).astype(maxima.dtype)
+    return np.concatenate([maxima[:, None], rest], axis=1)
+
+
+INPUT_SCALES = [1.0, 448 * 6 / 3.5, 2.0**-100, 2.0**100, 1e-38, 3e38]
+
+
+def scales_to_try(name: str) -> list[float]:
+    return INPUT_SCALES if name == "nvfp4" else [1.0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_bfloat16_as_an_element_gives_the_oracles_bits(name):
+    """In blocks of magnitudes from all binades, and alone in a block of ones."""
+    size = oracle.BLOCK_SIZE[name]
+    patterns = every_bfloat16()
+    ordered = patterns.reshape(-1, size)
+    mixed = np.random.default_rng(0).permutation(patterns).reshape(-1, size)
+    beside_one = np.ones((len(patterns), size), ml_dtypes.bfloat16)
+    beside_one[:, 1] = patterns
+    for input_scale in scales_to_try(name):
+        for tokens in (ordered, mixed, beside_one):
+            check(name, tokens, input_scale)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_bfloat16_as_block_maximum_gives_the_oracles_bits(name):
+    for input_scale in scales_to_try(name):
+        check(name, with_block_maximum(name, every_bfloat16()), input_scale)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_float32_of_all_magnitudes_give_the_oracles_bits(name):
+    rng = np.random.default_rng(1)
+    patterns = rng.integers(0, 1 << 32, (4096, 128), np.uint32)
+    check(name, patterns.view(np.float32))
+    # Blocks whose elements are of one magnitude, subnormal ones among them.
+    exponents = rng.integers(0, 255, (4096, 1)) << 23
+    patterns = (patterns & 0x807FFFFF) | exponents.astype(np.uint32)
+    for input_scale in scales_to_try(name):
+        check(name, patterns.view(np.float32), input_scale)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_maxima_at_the_edges_of_a_scale_give_the_oracles_bits(name):
+    """Around each power of two times 1, 1.75, 448, 6 and 1e-4."""
+    powers = np.ldexp(1.0, np.arange(-149, 128))
+    edges = np.outer(powers, [1, 1.5, 1.75, 448 / 512, 6 / 8]).ravel()
+    edges = np.concatenate([edges, [1e-4, 2.0**-9 * 6]]).astype(np.float32)
+    edges = edges[edges > 0]
+    patterns = edges.view(np.uint32)[:, None] + np.arange(-3, 4, dtype=np.int64)
+    patterns = np.clip(patterns, 0, 0x7F7FFFFF).astype(np.uint32).ravel()
+    for input_scale in scales_to_try(name):
+        check(name, with_block_maximum(name, patterns.view(np.float32)), input_scale)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_block_with_a_nan_or_an_infinity_is_zero_and_no_other_is(name, bad):
+    size = oracle.BLOCK_SIZE[name]
+    tokens = np.linspace(-3, 3, 4 * size).astype(np.float32).reshape(2, 2 * size)
+    broken = tokens.copy()
+    broken[0, 1] = bad
+    expected = tokens.copy()
+    expected[0, :size] = 0
+    check(name, broken)
+    got, wanted = (jitted(name, "quantize")(x, None) for x in (broken, expected))
+    for one, other in zip(got, wanted, strict=True):
+        assert_same_bits(np.asarray(one), np.asarray(other), name)
+    assert not np.asarray(got.codes).view(np.uint8).reshape(2, 2, -1)[0, 0].any()
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, np.nan, np.inf])
+def test_an_unusable_input_scale_gives_zeros(bad):
+    tokens = np.linspace(-3, 3, 64).astype(np.float32).reshape(1, 64)
+    check("nvfp4", tokens, bad)
+    got = jitted("nvfp4", "quantize")(tokens, np.float32(bad))
+    assert not np.asarray(got.scales).view(np.uint8).any()
+    assert not (np.asarray(got.codes) & 0x77).any()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_dequantised_numbers_are_the_oracles(name):
+    rng = np.random.default_rng(2)
+    tokens = rng.standard_normal((16, 256)).astype(ml_dtypes.bfloat16)
+    for input_scale in (1.0, 0.37):
+        wanted = oracle.quantize(name, tokens, input_scale)
+        operands = jitted(name, "quantize")(tokens, input_scale_of(name, input_scale))
+        got = FORMATS[name].dequantize(operands, input_scale_of(name, input_scale))
+        assert_same_bits(
+            np.asarray(got),
+            oracle.dequantize(name, wanted, input_scale),
+            f"{name}, {input_scale}",
+        )
+
+
+# The largest error of an element, in units of its block's maximum.
+LARGEST_ERROR = {"blockwise_fp8": 1 / 16, "mxfp8": 1 / 16, "mxfp4": 1 / 3, "nvfp4": 0.2}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_dequantised_numbers_are_near_the_tokens(name):
+    rng = np.random.default_rng(3)
+    tokens = rng.standard_normal((64, 256)).astype(np.float32)
+    got = FORMATS[name].dequantize(jitted(name, "quantize")(tokens, None))
+    blocks = (2, 256 // oracle.BLOCK_SIZE[name], oracle.BLOCK_SIZE[name])
+    error = np.abs(np.asarray(got) - tokens).reshape(-1, *blocks[1:])
+    largest = np.abs(tokens).reshape(-1, *blocks[1:]).max(-1, keepdims=True)
+    assert (error / largest).max() <= LARGEST_ERROR[name]
+    assert (error / largest).max() > LARGEST_ERROR[name] / 8
+
+
+def test_e2m1_ties_go_to_even():
+    """Of two neighbours, to the one whose code is even."""
+    ties = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 7]
+    tokens = np.array([ties * 2 + [4.0] * 16], np.float32)
+    tokens[0, 8:16] *= -1
+    quantized = oracle.quantize("mxfp4", tokens)
+    # The maximum 7 is from 1.75 * 4 on: scale 2^(3 - 2).
+    assert quantized.scales.view(np.uint8).item() == E8M0_ONE + 1
+    quantized = oracle.quantize("mxfp4", np.clip(tokens, -6, 6))
+    assert quantized.scales.view(np.uint8).item() == E8M0_ONE
+    values = oracle.dequantize("mxfp4", quantized)[0]
+    np.testing.assert_array_equal(values[:7], [0, 1, 1, 2, 2, 4, 4])
+    assert quantized.codes[0, :2].tolist() == [0x20, 0x42]  # low nibble first
+
+
+def test_scales_worked_out_by_hand():
+    def scale(name, amax, input_scale=1.0):
+        tokens = np.full((1, oracle.BLOCK_SIZE[name]), amax, np.float32)
+        return oracle.quantize(name, tokens, input_scale).scales.item()
+
+    assert scale("blockwise_fp8", 0) == np.float32(1e-4) / np.float32(448)
+    assert scale("blockwise_fp8", 896) == 2
+    assert float(scale("mxfp4", 1.6)) == 0.25
+    assert float(scale("mxfp8", 448)) == 1
+    assert float(scale("mxfp8", 449)) == 2
+    assert float(scale("mxfp8", 0)) == 2.0**-127
+    assert float(scale("nvfp4", 6)) == 1
+    assert float(scale("nvfp4", 6, 2.0)) == 2
+    assert float(scale("nvfp4", 1e6)) == 448  # saturates
+    assert float(scale("nvfp4", 6 * 2.0**-12)) == 0
+
+
+def test_scales_offsets_worked_out_by_hand():
+    offsets = np.array([0, 100, 300, 400], np.uint32)
+    assert oracle.scales_offsets(offsets).tolist() == [0, 1, 1]
+    layout = jax_ep.MXFP8().layout
+    assert layout.offsets(jnp.asarray(offsets)).tolist() == [0, 1, 1]
+
+
+@pytest.mark.parametrize("layout", ["atoms", "transposed", "row_major"])
+@pytest.mark.parametrize("n_scales", [4, 7])
+@pytest.mark.parametrize("sizes", [[100, 200, 0, 128], [0, 0], [1], [129, 127, 300]])
+def test_scales_stand_where_the_layout_says(layout, n_scales, sizes):
+    n_rows, used = sum(sizes) + 9, sum(sizes)
+    offsets = np.cumsum([0, *sizes]).astype(np.uint32)
+    rng = np.random.default_rng(4)
+    scales = rng.integers(0, 256, (n_rows, n_scales), np.uint8).view(oracle.E8M0)
+    placer = {
+        "atoms": jax_ep.MXFP8().layout,
+        "transposed": jax_ep.BlockwiseFP8().layout,
+        "row_major": jax_ep.MXFP8("row_major").layout,
+    }[layout]
+    got = np.asarray(jax.jit(placer.place)(scales, offsets))
+    wanted, defined = oracle.lay_out(layout, scales[:used], offsets, n_rows)
+    assert got.shape == placer.shape(n_rows, n_scales, len(sizes))
+    assert_same_bits(got[defined], wanted[defined], layout)
+    by_row = jax.jit(placer.by_row, static_argnums=(2, 3))
+    back = by_row(wanted, offsets, n_rows, n_scales)
+    assert_same_bits(np.asarray(back)[:used], scales[:used], f"{layout}, by row")
+
+
+def test_messages_have_the_documented_sizes():
+    """For H = 7168: codes and scales of a token."""
+    sizes = {name: each.token_bytes(7168) for name, each in FORMATS.items()}
+    assert sizes == dict(blockwise_fp8=7392, mxfp8=7392, mxfp4=3808, nvfp4=4032)
+    assert jax_ep.BF16().token_bytes(7168) == 14336
