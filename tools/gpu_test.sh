@@ -27,4 +27,12 @@ for tests in test_dispatch_combine test_grad "test_transforms test_independence"
   echo "== $tests"
   tail -n 12 "$logs/gpu_${tests// /_}.txt"
 done
+
+echo "== quantize_test"
+{
+  timeout 120 nvcc -std=c++17 -O3 -I ffi -arch="sm_$arch" -Xcompiler -ffp-contract=off \
+    ffi/tests/quantize_test.cu ffi/cpu/encode.cc -o build/quantize_test &&
+    timeout 60 build/quantize_test
+} > "$logs/gpu_quantize.txt" 2>&1 || status=1
+tail -n 12 "$logs/gpu_quantize.txt"
 exit $status
