@@ -88,4 +88,12 @@ gpus=$((gpus >= 4 ? 4 : gpus >= 2 ? 2 : 1))
 for part in "${parts[@]}"; do
   "run_$part" "$gpus"
 done
+
+echo "== quantize_test"
+{
+  timeout 120 nvcc -std=c++17 -O3 -I ffi -arch="sm_$arch" -Xcompiler -ffp-contract=off \
+    ffi/tests/quantize_test.cu ffi/cpu/encode.cc -o build/quantize_test &&
+    timeout 60 build/quantize_test
+} > "$logs/gpu_quantize.txt" 2>&1 || status=1
+tail -n 12 "$logs/gpu_quantize.txt"
 exit $status

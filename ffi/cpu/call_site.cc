@@ -18,6 +18,10 @@ ffi::ErrorOr<std::unique_ptr<CallSite>> MakeCallSite(EpConfig config, Weighting 
         "n_experts must be a multiple of n_ranks; got n_experts=" +
         std::to_string(config.n_experts) + ", n_ranks=" + std::to_string(config.n_ranks)));
   }
+  if (config.row_alignment < 1) {
+    return ffi::Unexpected(ffi::Error::InvalidArgument("row_alignment must be positive; got " +
+                                                       std::to_string(config.row_alignment)));
+  }
   auto site = std::make_unique<CallSite>(
       CallSite{config, weighting, reduce, has_residual, std::string(config.group),
                std::string(config.token_format), std::string(config.scales_layout),

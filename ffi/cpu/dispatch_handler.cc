@@ -24,21 +24,32 @@ ScalesLayout ToScalesLayout(std::string_view name) {
 // How tokens of this type become rows of the call's format.
 Status FindEncoding(const Call& call, ffi::DataType token_type, DispatchArgs& args) {
   const EpConfig& config = call.config();
-  if (config.n_scales == 0) return {};
+  args.token_bytes = config.hidden_size * static_cast<int64_t>(ffi::ByteWidth(token_type));
+  args.row_bytes = config.payload_bytes;
+  if (config.n_scales == 0) {
+    if (args.row_bytes == args.token_bytes) return {};
+    return call.Invalid("tokens and rows must be of one dtype for " +
+                        std::string(config.token_format));
+  }
   RowType row_type;
   Status status = ToRowType(call, token_type, row_type);
   if (!status.ok()) return status;
-  args.encoder = FindEncoder(config.token_format, row_type);
-  args.scales.layout = ToScalesLayout(config.scales_layout);
+  const Encoder encoder = FindEncoder(config.token_format, row_type);
+  const ScalesLayout layout = ToScalesLayout(config.scales_layout);
+  const bool fits = encoder.encode != nullptr && layout != ScalesLayout::kNone &&
+                    (layout != ScalesLayout::kAtoms || encoder.scale_bytes == 1) &&
+                    encoder.block_size * config.n_scales == config.hidden_size &&
+                    encoder.code_bits * config.hidden_size == 8 * config.payload_bytes;
+  if (!fits) {
+    return call.Invalid("there is no token format " + std::string(config.token_format) +
+                        " with these sizes, scales " + std::string(config.scales_layout) +
+                        ", for tokens of this dtype. Was the extension built from other sources?");
+  }
+  args.encoder = encoder;
+  args.scales.layout = layout;
   args.scales.n_scales = config.n_scales;
-  args.scales.scale_bytes = args.encoder.scale_bytes;
-  const bool is_known =
-      args.encoder.encode != nullptr && args.scales.layout != ScalesLayout::kNone &&
-      (args.scales.layout != ScalesLayout::kAtoms || args.scales.scale_bytes == 1);
-  if (is_known) return {};
-  return call.Invalid("there is no token format " + std::string(config.token_format) +
-                      " with scales " + std::string(config.scales_layout) +
-                      " for tokens of this dtype. Was the extension built from other sources?");
+  args.scales.scale_bytes = encoder.scale_bytes;
+  return {};
 }
 
 // topk_weights? [T, K], input_scale? []; row_weights? [C], scales?
@@ -91,9 +102,6 @@ ffi::Future DispatchImpl(
   ReadOptional(call, optional_args, optional_rets, shapes, *args);
   if (!shapes.status().ok()) return FailRun(call, shapes.status());
 
-  args->token_bytes =
-      config.hidden_size * static_cast<int64_t>(ffi::ByteWidth(tokens.element_type()));
-  args->row_bytes = config.payload_bytes;
   args->tokens = static_cast<const uint8_t*>(tokens.untyped_data());
   args->topk_ids = topk_ids.typed_data();
   args->rows = static_cast<uint8_t*>(rows->untyped_data());

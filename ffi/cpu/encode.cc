@@ -52,7 +52,9 @@ template <class Format>
 Encoder Find(RowType token_type) {
   Encoder encoder;
   encoder.takes_input_scale = Format::kTakesInputScale;
+  encoder.block_size = Format::kBlockSize;
   encoder.scale_bytes = sizeof(typename Format::Scale);
+  encoder.code_bits = Format::kIsPacked ? 4 : 8;
   if (token_type == RowType::kBFloat16) encoder.encode = EncodeToken<Format, BFloat16>;
   if (token_type == RowType::kFloat32) encoder.encode = EncodeToken<Format, float>;
   return encoder;

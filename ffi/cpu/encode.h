@@ -15,7 +15,9 @@ struct Encoder {
   void (*encode)(const void* token, int64_t hidden_size, InputScale input_scale, uint8_t* codes,
                  uint8_t* scales) = nullptr;
   bool takes_input_scale = false;
+  int64_t block_size = 0;  // elements per scale
   int64_t scale_bytes = 0;
+  int64_t code_bits = 0;  // of an element
 };
 
 Encoder FindEncoder(std::string_view token_format, RowType token_type);
