@@ -47,7 +47,7 @@ CHECKS = ["check_the_suite", "check_a_skipped_call", "check_a_process_that_exits
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("n_processes", [2, 4])
+@pytest.mark.parametrize("n_processes", [2, 4, 8])
 @pytest.mark.parametrize("check", CHECKS)
 def test_processes_that_share_a_gpu(check, n_processes):
     run(check, needs_gpus(1) * n_processes)
@@ -55,7 +55,7 @@ def test_processes_that_share_a_gpu(check, n_processes):
 
 @pytest.mark.multiprocess
 @pytest.mark.multigpu
-@pytest.mark.parametrize("n_processes", [2, 4])
+@pytest.mark.parametrize("n_processes", [2, 4, 8])
 @pytest.mark.parametrize("check", CHECKS)
 def test_one_process_per_gpu(check, n_processes):
     run(check, needs_gpus(n_processes))

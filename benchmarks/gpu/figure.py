@@ -15,7 +15,9 @@ from gpu import figures
 from gpu.contestants import OURS, RIVALS
 
 # Of the Okabe-Ito palette: told apart with any kind of colour vision.
-_COLOURS = dict(zip((OURS[0], *RIVALS), ("#0072B2", "#E69F00", "#009E73"), strict=True))
+_COLOURS = dict(
+    zip((*OURS, *RIVALS), ("#0072B2", "#56B4E9", "#E69F00", "#009E73"), strict=True)
+)
 
 
 def draw(record: dict[str, Any], path: pathlib.Path) -> None:
@@ -30,7 +32,7 @@ def draw(record: dict[str, Any], path: pathlib.Path) -> None:
         _draw_wall(axis, record, cases, hidden)
         _style(axis, operation, sorted({case["n_tokens"] for case, _ in cases}))
     axes[0].set_ylabel("GPU time of one call, µs")
-    axes[0].legend(frameon=False)
+    axes[1].legend(frameon=False)
     machine = record["machine"]
     drawn.text(
         0.99,
@@ -81,7 +83,7 @@ def _style(axis: plt.Axes, operation: str, tokens: list[int]) -> None:
     axis.set_xlabel("tokens per rank")
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
-    axis.set_xticks(tokens, [str(n) for n in tokens])
+    axis.set_xticks(tokens, [str(n) for n in tokens], rotation=45)
     axis.minorticks_off()
     axis.set_ylim(bottom=1)
     axis.spines[["top", "right"]].set_visible(False)
