@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 # More options for pytest: make test PYTEST_ARGS="-k combine -x"
 PYTEST_ARGS ?=
+# Of jax: with a GPU, JAX for CUDA.
+JAX_EXTRA ?= $(if $(shell nvidia-smi -L 2>/dev/null),cuda13)
 # Interpreters for `make matrix`: names on PATH or paths. Empty: looked for by version.
 PYTHONS ?=
 
@@ -30,7 +32,8 @@ help:  ## list the targets
 $(VENV)/.deps: pyproject.toml tools/requirements.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python tools/requirements.py dev > $(VENV)/requirements.txt
-	$(BIN)/pip install --quiet -r $(VENV)/requirements.txt cmake ninja
+	$(BIN)/pip install --quiet -r $(VENV)/requirements.txt cmake ninja \
+	  $(if $(JAX_EXTRA),'jax[$(JAX_EXTRA)]')
 	touch $@
 
 # The package, editable: Python changes need no rebuild, changes under ffi/ do.

@@ -34,9 +34,9 @@ class EPConfig:
         recv_capacity: rows of the output of dispatch (C); None is the worst case,
             `M * R * min(K, L)` and the format's padding. Rows beyond it are dropped
             and counted.
-        n_gpus_per_node: ranks that reach each other by loads and stores; None reads it
-            from the mesh. Given, it and `n_nodes` partition the ranks.
-        n_nodes: nodes; None reads it from the mesh.
+        n_gpus_per_node: ranks that reach each other by loads and stores; None: all.
+            Given, it and `n_nodes` partition the ranks.
+        n_nodes: nodes; None: one.
         n_sms: streaming multiprocessors that a call may use on a GPU; None leaves the
             choice to the transport.
         timeout_s: seconds that a rank waits for another in one call; at most 1e6.

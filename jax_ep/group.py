@@ -109,6 +109,7 @@ class EPGroup:
         `bytes_to_rank` int64[R], their bytes; `rows_to_expert` int64[E], choices of
         this rank's tokens; `rows_per_expert` int64[L], rows that arrived;
         `dropped_rows`, those that did not fit; `invalid_ids`, ids outside `[-1, E)`.
+        The calls of a backward pass count like any others.
 
         Raises:
             NotImplementedError: the transport keeps no totals (`xla`).
@@ -202,6 +203,7 @@ def ep_init(
         The group, to be closed over by functions under `jax.shard_map`.
 
     Raises:
+        TypeError: `mesh` is no mesh.
         ValueError: the mesh and the config do not fit each other, or the transport
             cannot serve this mesh; the message says why.
         RuntimeError: the buffers cannot be set up in some process; the message says

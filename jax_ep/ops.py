@@ -50,6 +50,7 @@ def dispatch(
         The rows for this rank's experts.
 
     Raises:
+        TypeError: `group` is no group. While tracing.
         ValueError: a shape or dtype does not fit the group, or the call stands outside
             a `jax.shard_map` over the whole mesh of the group. While tracing.
         jax.errors.JaxRuntimeError: a rank failed or did not come within
@@ -142,6 +143,8 @@ def combine(
         `[T, H]`, or `[T, K, H]` if not `reduce`, in `config.combine_dtype`.
 
     Raises:
+        TypeError: `group` is no group, or `dispatched` not what dispatch gave. While
+            tracing.
         ValueError: as for `dispatch`; or weights at both ends; or weights or a residual
             without `reduce`. While tracing.
         jax.errors.JaxRuntimeError: as for `dispatch`.

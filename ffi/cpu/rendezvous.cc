@@ -35,7 +35,8 @@ Status MissingRanks(const CallInfo& info, const std::vector<Arrival>& arrivals, 
   char waited[32];
   std::snprintf(waited, sizeof(waited), "%g", info.timeout_s);
   return DeadlineExceeded(info.name + ": " + RankList(here) + " waited " + waited + " s for " +
-                          RankList(missing) + " (run " + std::to_string(run_id) +
+                          RankList(missing) + " (run " +
+                          std::to_string(static_cast<uint32_t>(run_id)) +
                           "). Every rank of the group must make the same calls; a slower one "
                           "needs a larger EPConfig.timeout_s.");
 }
