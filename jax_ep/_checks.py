@@ -54,6 +54,8 @@ def check_array(
     *dtypes: Any,
 ) -> None:
     """`x` has the shape, None standing for any size, and one of the dtypes."""
+    if x is None:
+        raise ValueError(f"{operation}: {name} must be an array; got None.")
     fits = x.ndim == len(shape) and all(
         want is None or want == got for want, got in zip(shape, x.shape, strict=True)
     )

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ep.formats import BF16, TokenFormat
+from jax_ep.formats.plain import as_dtype
 
 _COMBINE_DTYPES = (np.dtype(jnp.bfloat16), np.dtype(jnp.float32))
 _INT32_MAX = 2**31 - 1
@@ -74,24 +75,23 @@ class EPConfig:
             )
         self.token_format.check_hidden_size(self.hidden_size)
         self._check_recv_capacity()
-        self._set("combine_dtype", np.dtype(self.combine_dtype))
-        if self.combine_dtype not in _COMBINE_DTYPES:
-            raise ValueError(
-                "combine_dtype must be bfloat16 or float32; got "
-                f"{self.combine_dtype.name}."
-            )
-        try:
-            self._set("timeout_s", float(self.timeout_s))
-        except (TypeError, ValueError):
-            raise ValueError(
-                f"timeout_s must be a number of seconds; got {self.timeout_s!r}."
-            ) from None
+        dtype = as_dtype(self.combine_dtype)
+        if dtype not in _COMBINE_DTYPES:
+            got = self.combine_dtype if dtype is None else dtype.name
+            raise ValueError(f"combine_dtype must be bfloat16 or float32; got {got}.")
+        self._set("combine_dtype", dtype)
+        self._set("timeout_s", _seconds("timeout_s", self.timeout_s))
         if not 0 < self.timeout_s <= _LONGEST_TIMEOUT_S:
             raise ValueError(
                 f"timeout_s must be positive and at most {_LONGEST_TIMEOUT_S:.0f}; got "
                 f"{self.timeout_s}."
             )
         for name in ("fused_shared_expert", "skip_a2a"):
+            if not isinstance(getattr(self, name), bool | np.bool_):
+                raise ValueError(
+                    f"{name} must be True or False; got {getattr(self, name)!r}."
+                )
+            self._set(name, bool(getattr(self, name)))
             if getattr(self, name):
                 raise NotImplementedError(f"{name}=True is not in this version.")
 
@@ -157,8 +157,21 @@ def _count(name: str, value: Any) -> int:
         raise ValueError(f"{name} must be a positive integer; got {value!r}.")
     try:
         value = operator.index(value)
-    except TypeError:
+    except (TypeError, OverflowError):
         raise ValueError(f"{name} must be a positive integer; got {value!r}.") from None
     if value < 1:
         raise ValueError(f"{name} must be positive; got {value}.")
+    if value > _INT32_MAX:
+        raise ValueError(f"{name} must fit in int32; got {value}.")
     return value
+
+
+def _seconds(name: str, value: Any) -> float:
+    try:
+        if isinstance(value, bool | str):
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(
+            f"{name} must be a number of seconds; got {value!r}."
+        ) from None

@@ -147,6 +147,12 @@ class EPGroup:
         if self._closed:
             raise ValueError(f"Group {self._key} is closed. Make a new one by ep_init.")
 
+    def __copy__(self) -> EPGroup:
+        return self
+
+    def __deepcopy__(self, memo: dict) -> EPGroup:
+        return self
+
     def __enter__(self) -> EPGroup:
         return self
 
@@ -203,7 +209,7 @@ def ep_init(
         The group, to be closed over by functions under `jax.shard_map`.
 
     Raises:
-        TypeError: `mesh` is no mesh.
+        TypeError: `mesh` is no mesh, or `config` no `EPConfig`.
         ValueError: the mesh and the config do not fit each other, or the transport
             cannot serve this mesh; the message says why.
         RuntimeError: the buffers cannot be set up in some process; the message says
@@ -212,6 +218,8 @@ def ep_init(
     """
     if not isinstance(mesh, jax.sharding.Mesh):
         raise TypeError(f"mesh must be a jax.sharding.Mesh; got {type(mesh).__name__}.")
+    if not isinstance(config, EPConfig):
+        raise TypeError(f"config must be an EPConfig; got {type(config).__name__}.")
     if axis_name not in mesh.axis_names:
         raise ValueError(
             f"axis_name must be an axis of the mesh; got {axis_name!r}, the mesh has "

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_ep import _checks
 from jax_ep.formats import QuantizedFormat
@@ -352,4 +353,9 @@ def _never_empty(x: Any, fill: int) -> Any:
 
 
 def _as_arrays(*arrays: Any) -> list[Any]:
-    return [None if x is None else jnp.asarray(x) for x in arrays]
+    """As JAX arrays; 64-bit NumPy arrays as they are, for the checks to refuse."""
+    return [x if x is None or _is_64_bit(x) else jnp.asarray(x) for x in arrays]
+
+
+def _is_64_bit(x: Any) -> bool:
+    return isinstance(x, np.ndarray | np.generic) and x.dtype.itemsize == 8

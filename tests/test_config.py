@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import jax
@@ -174,6 +175,13 @@ def test_equal_arguments_give_equal_groups(transport):
         make_mesh(2), AXIS, config_of(case, timeout_s=7.0), transport=transport
     )
     assert first != other
+
+
+def test_a_copy_of_a_group_is_the_group(transport):
+    mesh = make_mesh(2)
+    with jax_ep.ep_init(mesh, AXIS, config_of(cases.SMALL[2]), transport) as group:
+        assert copy.copy(group) is group
+        assert copy.deepcopy({"group": group})["group"] is group
 
 
 def test_a_group_is_a_context_manager_and_closes_once_or_twice(transport):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import cases
 import jax_ep
 import suite
-from harness import AXIS, config_of, make_mesh, params
+from harness import AXIS, config_of, make_mesh, on_mesh, params, place, shards
 
 N_RANKS = sorted(cases.SMALL)
 MODES = ["none", "source", "row"]
@@ -131,3 +132,24 @@ def test_dispatch_keeps_every_bit_pattern(dtype, transport):
     shape = (case.n_tokens, case.hidden_size)
     tokens = patterns.view(np.dtype(dtype)).reshape(shape)
     suite.check(case, transport, make_mesh(2), tokens=[tokens, tokens[::-1]])
+
+
+@pytest.mark.parametrize("n_ranks", [2, 8])
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_a_sum_of_negative_zeros_is_positive(top_k, n_ranks, transport):
+    """Sums start from +0."""
+    mesh = make_mesh(n_ranks)
+    config = jax_ep.EPConfig(
+        n_experts=16, top_k=top_k, hidden_size=16, max_tokens_per_rank=4
+    )
+    group = jax_ep.ep_init(mesh, AXIS, config, transport=transport)
+
+    def body(tokens):
+        topk_ids = jnp.tile(jnp.arange(top_k, dtype=jnp.int32), (4, 1))
+        dispatched = jax_ep.dispatch(group, tokens, topk_ids)
+        return jax_ep.combine(group, dispatched.tokens, dispatched)
+
+    zeros = np.full((n_ranks, 4, 16), -0.0, dtype=jnp.bfloat16)
+    out = on_mesh(mesh, body)(place(mesh, [list(zeros)]))
+    for where, got in shards(mesh, out):
+        assert not np.signbit(got.astype(np.float32)).any(), where

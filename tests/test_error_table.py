@@ -149,6 +149,7 @@ def change_layout() -> None:
 
 TRIGGERS: dict[str, Callable[[], Any]] = {
     "count-type": lambda: config(top_k=2.5),
+    "count-range": lambda: config(n_experts=2**40),
     "count-value": lambda: config(hidden_size=0),
     "format-type": lambda: config(token_format=jnp.bfloat16),
     "format-dtype": lambda: jax_ep.Plain(jnp.int8),
@@ -161,6 +162,8 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "timeout-type": lambda: config(timeout_s="soon"),
     "timeout": lambda: config(timeout_s=float("inf")),
     "later-feature": lambda: config(fused_shared_expert=True),
+    "config-type": lambda: jax_ep.ep_init(make_mesh(), "ep", None),
+    "flag": lambda: config(skip_a2a=0),
     "mesh-type": lambda: jax_ep.ep_init(jax.devices(), "ep", config()),
     "axis": lambda: jax_ep.ep_init(make_mesh(), "expert", config()),
     "experts": lambda: init(n_experts=6),
@@ -181,6 +184,8 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "closed": lambda: call(closed_group()),
     "shape": lambda: call(init(), ids=(T, K + 1)),
     "dtype": lambda: round_trip(init(), dtype=jnp.float32),
+    "none": lambda: dispatch_ids(None),
+    "wide-ids": lambda: dispatch_ids(np.full((T, K), 2**32 + 3)),
     "too-many-tokens": lambda: call(init(max_tokens_per_rank=T - 1)),
     "input-scale": lambda: run(
         lambda r: jax_ep.dispatch(init(), *operands(), input_scale=jnp.ones(1)).tokens
@@ -230,6 +235,7 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "closed-at-run": call_after_close,
     "other-devices": lambda: call(init(), mesh=make_mesh(jax.devices()[R : 2 * R])),
     "other-order": lambda: call(init(), mesh=make_mesh(jax.devices()[:R][::-1])),
+    "other-rows": lambda: call_with_other_rows(),
     "changed-layout": change_layout,
     "failed-rank": call_with_failing_rank,
     "missing-rank": call_without_rank_3,
@@ -240,6 +246,17 @@ def closed_group() -> jax_ep.EPGroup:
     group = init(timeout_s=40)
     group.close()
     return group
+
+
+def dispatch_ids(topk_ids: Any) -> None:
+    run(lambda rank: jax_ep.dispatch(init(), operands()[0], topk_ids).tokens)
+
+
+def call_with_other_rows() -> None:
+    names, shape = ("dp", "ep"), (2, R // 2)
+    group = init(make_mesh(shape=shape, names=names))
+    devices = np.roll(np.array(jax.devices()[:R]), R // 2)  # equal ranks, other rows
+    call(group, mesh=make_mesh(devices, shape, names))
 
 
 def call_partly_manual() -> None:

@@ -12,7 +12,7 @@ namespace jax_ep {
 namespace {
 
 ffi::Future CombineGradImpl(CallSite* site, ffi::RunId run, int32_t ordinal, ffi::ThreadPool pool,
-                            ffi::BufferR0<ffi::S32> axis_index, ffi::AnyBuffer cotangent,
+                            ffi::BufferR0<ffi::S32> place_index, ffi::AnyBuffer cotangent,
                             ffi::AnyBuffer expert_out, ffi::BufferR1<ffi::U32> row_offsets,
                             ffi::BufferR2<ffi::S32> topk_ids, ffi::BufferR2<ffi::S32> dst_rows,
                             ffi::RemainingArgs optional_args,
@@ -22,7 +22,7 @@ ffi::Future CombineGradImpl(CallSite* site, ffi::RunId run, int32_t ordinal, ffi
   const EpConfig& config = call.config();
   const int64_t n_tokens = topk_ids.dimensions()[0];
   auto args = std::make_unique<CombineGradArgs>();
-  Status status = FindPlace(call, *axis_index.typed_data(), n_tokens, *args);
+  Status status = FindPlace(call, *place_index.typed_data(), n_tokens, *args);
   if (status.ok()) status = ToRowType(call, expert_out.element_type(), args->row_type);
   if (status.ok() && cotangent.element_type() != expert_out.element_type()) {
     status = call.Invalid("the cotangent must have the dtype of expert_out");
@@ -74,7 +74,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(HostCombineGrad, CombineGradImpl,
                                   .Ctx<ffi::RunId>()
                                   .Ctx<ffi::DeviceOrdinal>()
                                   .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::BufferR0<ffi::S32>>()  // axis_index  []
+                                  .Arg<ffi::BufferR0<ffi::S32>>()  // place_index  []
                                   .Arg<ffi::AnyBuffer>()  // cotangent   [T, H] or [T, K, H]
                                   .Arg<ffi::AnyBuffer>()  // expert_out  [C, H]
                                   .Arg<ffi::BufferR1<ffi::U32>>()  // row_offsets [L + 1]

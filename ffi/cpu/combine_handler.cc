@@ -18,7 +18,7 @@ int64_t RowSize(const ffi::AnyBuffer& expert_out) {
 }
 
 ffi::Future CombineImpl(CallSite* site, ffi::RunId run, int32_t ordinal, ffi::ThreadPool pool,
-                        ffi::BufferR0<ffi::S32> axis_index, ffi::AnyBuffer expert_out,
+                        ffi::BufferR0<ffi::S32> place_index, ffi::AnyBuffer expert_out,
                         ffi::BufferR2<ffi::S32> topk_ids, ffi::BufferR2<ffi::S32> dst_rows,
                         ffi::RemainingArgs optional_args, ffi::Result<ffi::AnyBuffer> out,
                         ffi::Dictionary) {
@@ -26,7 +26,7 @@ ffi::Future CombineImpl(CallSite* site, ffi::RunId run, int32_t ordinal, ffi::Th
   const EpConfig& config = call.config();
   const int64_t n_tokens = topk_ids.dimensions()[0];
   auto args = std::make_unique<CombineArgs>();
-  Status status = FindPlace(call, *axis_index.typed_data(), n_tokens, *args);
+  Status status = FindPlace(call, *place_index.typed_data(), n_tokens, *args);
   if (status.ok()) status = ToRowType(call, expert_out.element_type(), args->row_type);
   if (!status.ok()) return FailRun(call, status);
 
@@ -67,7 +67,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(HostCombine, CombineImpl,
                                   .Ctx<ffi::RunId>()
                                   .Ctx<ffi::DeviceOrdinal>()
                                   .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::BufferR0<ffi::S32>>()  // axis_index   []
+                                  .Arg<ffi::BufferR0<ffi::S32>>()  // place_index   []
                                   .Arg<ffi::AnyBuffer>()           // expert_out   [C, H]
                                   .Arg<ffi::BufferR2<ffi::S32>>()  // topk_ids     [T, K]
                                   .Arg<ffi::BufferR2<ffi::S32>>()  // dst_rows     [T, K]

@@ -78,7 +78,7 @@ void ReadOptional(const Call& call, ffi::RemainingArgs optional_args,
 
 ffi::Future DispatchImpl(
     CallSite* site, ffi::RunId run, int32_t ordinal, ffi::ThreadPool pool,
-    ffi::BufferR0<ffi::S32> axis_index, ffi::AnyBuffer tokens, ffi::BufferR2<ffi::S32> topk_ids,
+    ffi::BufferR0<ffi::S32> place_index, ffi::AnyBuffer tokens, ffi::BufferR2<ffi::S32> topk_ids,
     ffi::RemainingArgs optional_args, ffi::Result<ffi::AnyBuffer> rows,
     ffi::ResultBufferR1<ffi::U32> row_offsets, ffi::ResultBufferR2<ffi::S32> src_info,
     ffi::ResultBufferR0<ffi::S32> n_dropped, ffi::ResultBufferR0<ffi::S32> n_invalid,
@@ -87,7 +87,7 @@ ffi::Future DispatchImpl(
   const EpConfig& config = call.config();
   const int64_t n_tokens = topk_ids.dimensions()[0];
   auto args = std::make_unique<DispatchArgs>();
-  Status status = FindPlace(call, *axis_index.typed_data(), n_tokens, *args);
+  Status status = FindPlace(call, *place_index.typed_data(), n_tokens, *args);
   if (status.ok()) status = FindEncoding(call, tokens.element_type(), *args);
   if (!status.ok()) return FailRun(call, status);
 
@@ -122,7 +122,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(HostDispatch, DispatchImpl,
                                   .Ctx<ffi::RunId>()
                                   .Ctx<ffi::DeviceOrdinal>()
                                   .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::BufferR0<ffi::S32>>()  // axis_index    []
+                                  .Arg<ffi::BufferR0<ffi::S32>>()  // place_index    []
                                   .Arg<ffi::AnyBuffer>()           // tokens        [T, H]
                                   .Arg<ffi::BufferR2<ffi::S32>>()  // topk_ids      [T, K]
                                   .RemainingArgs()        // topk_weights? [T, K], input_scale? []

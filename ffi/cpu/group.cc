@@ -48,8 +48,12 @@ HostGroups& HostGroups::Instance() {
 void HostGroups::Open(const std::string& key, int64_t n_ranks, int64_t n_experts,
                       const std::vector<Device>& devices) {
   std::lock_guard lock(mutex_);
-  Entry& entry = groups_[key];
-  if (entry.n_open++ == 0) entry.group = std::make_shared<HostGroup>(n_ranks, n_experts, devices);
+  const auto it = groups_.find(key);
+  if (it != groups_.end()) {
+    ++it->second.n_open;
+  } else {
+    groups_[key] = {std::make_shared<HostGroup>(n_ranks, n_experts, devices), 1};
+  }
 }
 
 void HostGroups::Close(const std::string& key) {

@@ -43,7 +43,7 @@ std::string ShapeText(const std::vector<int64_t>& shape) {
 
 }  // namespace
 
-Status FindPlace(const Call& call, int32_t axis_index, int64_t n_tokens, RankArgs& args) {
+Status FindPlace(const Call& call, int32_t place_index, int64_t n_tokens, RankArgs& args) {
   const std::string device_name = "device " + std::to_string(call.ordinal);
   args.config = call.config();
   args.n_tokens = n_tokens;
@@ -60,10 +60,15 @@ Status FindPlace(const Call& call, int32_t axis_index, int64_t n_tokens, RankArg
                               " is not in the group. Call ep_init with the mesh that the function "
                               "runs on.");
   }
-  if (device->rank != axis_index) {
-    return FailedPrecondition(call.Name() + ": " + device_name + " is rank " +
-                              std::to_string(device->rank) + " of the group, but rank " +
-                              std::to_string(axis_index) +
+  const int64_t n_ranks = call.config().n_ranks;
+  const Device place{device->ordinal, place_index / n_ranks, place_index % n_ranks};
+  if (device->row != place.row || device->rank != place.rank) {
+    const bool is_row = device->row != place.row;
+    const std::string what = is_row ? "row " : "rank ";
+    return FailedPrecondition(call.Name() + ": " + device_name + " is " + what +
+                              std::to_string(is_row ? device->row : device->rank) +
+                              " of the group, but " + what +
+                              std::to_string(is_row ? place.row : place.rank) +
                               " of the mesh that the function runs on. Call ep_init with that "
                               "mesh.");
   }

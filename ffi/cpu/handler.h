@@ -32,7 +32,7 @@ struct Call {
 };
 
 // Finds the calling device's place in the group; fills the fields of RankArgs.
-Status FindPlace(const Call& call, int32_t axis_index, int64_t n_tokens, RankArgs& args);
+Status FindPlace(const Call& call, int32_t place_index, int64_t n_tokens, RankArgs& args);
 
 // Checks that every choice with a row has an expert, and that the row exists: a layout from
 // elsewhere would be read, and written, out of bounds.

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from jax_ep.formats.base import TokenFormat
+
+
+def as_dtype(value: Any) -> np.dtype | None:
+    """The dtype that `value` names; None if it names none."""
+    try:
+        return None if value is None else np.dtype(value)
+    except TypeError:
+        return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,11 +33,12 @@ class Plain(TokenFormat):
     dtype: np.dtype
 
     def __post_init__(self) -> None:
-        dtype = np.dtype(self.dtype)
+        dtype = as_dtype(self.dtype)
         if dtype not in _PLAIN_DTYPES:
+            got = self.dtype if dtype is None else dtype.name
             raise ValueError(
                 "Plain carries bfloat16, float16 or float32; got "
-                f"dtype={dtype.name}. Cast the tokens, or name one of these."
+                f"dtype={got}. Cast the tokens, or name one of these."
             )
         object.__setattr__(self, "dtype", dtype)
 

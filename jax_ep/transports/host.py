@@ -81,6 +81,12 @@ class HostTransport(FfiTransport):
         """`[T, K]`: the row of each choice at its destination, -1 = none."""
         return (n_tokens, group.config.top_k)
 
+    def place_index(self, group: EPGroup) -> jax.Array:
+        """The row of the mesh times R, plus the rank."""
+        others = tuple(n for n in group.mesh.axis_names if n != group.axis_name)
+        rank = lax.axis_index(group.axis_name)
+        return lax.axis_index(others) * group.n_ranks + rank if others else rank
+
     def combine_backward(
         self,
         group: EPGroup,
@@ -92,7 +98,7 @@ class HostTransport(FfiTransport):
     ) -> tuple[jax.Array, jax.Array | None]:
         """One custom call: cotangents to rows, weights' gradients on the way."""
         grad_expert_out, *grad_weights = combine_grad_p.bind(
-            lax.axis_index(group.axis_name),
+            self.place_index(group),
             cotangent,
             expert_out,
             routing.row_offsets,

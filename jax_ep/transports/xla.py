@@ -274,14 +274,16 @@ def _sum_by_rank(
 
 
 def _sum_in_order(terms: jax.Array, axis: int) -> jax.Array:
-    """Sum along an axis, first to last.
+    """Sum along an axis, first to last, from +0.
 
     A loop, so that XLA cannot fuse a product into the sum: a fused multiply-add rounds
     once, and the contract rounds twice.
     """
     terms = jnp.moveaxis(terms, axis, 0)
     zero = _like(jnp.zeros(terms.shape[1:], terms.dtype), terms)
-    return lax.scan(lambda total, term: (total + term, None), zero, terms)[0]
+    total = lax.scan(lambda total, term: (total + term, None), zero, terms)[0]
+    # XLA drops "0 +" from a loop of one step; a sum from +0 is never -0, but +0.
+    return total + lax.stop_gradient(jnp.where(total == 0, -total, zero))
 
 
 def _like(x: jax.Array, other: jax.Array) -> jax.Array:
