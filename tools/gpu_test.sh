@@ -3,6 +3,7 @@
 #
 # Usage: tools/gpu_test.sh LOG_FOLDER [CUDA_ARCHITECTURE [PART...]]   default: 90, all parts
 #
+#   quantize    the formats' arithmetic on the device, compared with the host's
 #   suite       the suite, in one process with all GPUs
 #   bed         the kernels without JAX: ranks in one process and in several
 #   processes   the suite, and ranks that fail, in several processes that share a GPU
@@ -14,7 +15,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 logs=$1 arch=${2:-90} site=build/gpu-site
 parts=("${@:3}")
-((${#parts[@]})) || parts=(suite bed processes gpus)
+((${#parts[@]})) || parts=(quantize suite bed processes gpus)
 mkdir -p "$logs"
 status=0
 
@@ -39,6 +40,12 @@ setup() {
   timeout 200 python3 -m pip install --quiet --no-build-isolation --no-deps --upgrade \
     -C "cmake.define.CMAKE_CUDA_ARCHITECTURES=$arch" -C cmake.define.JAX_EP_CUDA=ON \
     --target "$site" .
+}
+
+run_quantize() {
+  step quantize_build 120 nvcc -std=c++17 -O3 -I ffi -arch="sm_$arch" -Xcompiler -ffp-contract=off \
+    ffi/tests/quantize_test.cu ffi/cpu/encode.cc -o build/quantize_test
+  step quantize 60 build/quantize_test
 }
 
 run_suite() {
@@ -89,11 +96,4 @@ for part in "${parts[@]}"; do
   "run_$part" "$gpus"
 done
 
-echo "== quantize_test"
-{
-  timeout 120 nvcc -std=c++17 -O3 -I ffi -arch="sm_$arch" -Xcompiler -ffp-contract=off \
-    ffi/tests/quantize_test.cu ffi/cpu/encode.cc -o build/quantize_test &&
-    timeout 60 build/quantize_test
-} > "$logs/gpu_quantize.txt" 2>&1 || status=1
-tail -n 12 "$logs/gpu_quantize.txt"
 exit $status
