@@ -327,6 +327,8 @@ def _check_weights(
             f"{operation}: topk_weights must be given to dispatch or to combine, not "
             "to both."
         )
+    if not isinstance(reduce, bool):
+        raise ValueError(f"{operation}: reduce must be True or False; got {reduce!r}.")
     if reduce:
         return
     given = dict(

@@ -161,7 +161,7 @@ _TICKET_SHAPE = (4,)
 @dispatch_receive_p.def_abstract_eval
 @dispatch_p.def_abstract_eval
 def _dispatch_types(
-    axis_index_or_ticket: Any,
+    place_index_or_ticket: Any,
     tokens: Any,
     topk_ids: Any,
     *optional: Any,
@@ -191,7 +191,7 @@ def _dispatch_types(
 @combine_receive_p.def_abstract_eval
 @combine_p.def_abstract_eval
 def _combine_types(
-    axis_index_or_ticket: Any,
+    place_index_or_ticket: Any,
     expert_out: Any,
     topk_ids: Any,
     layout: Any,
@@ -206,13 +206,13 @@ def _combine_types(
 
 @dispatch_send_p.def_abstract_eval
 @combine_send_p.def_abstract_eval
-def _ticket_type(axis_index: Any, rows: Any, *_: Any, **__: Any) -> Any:
+def _ticket_type(place_index: Any, rows: Any, *_: Any, **__: Any) -> Any:
     return _like(rows, _TICKET_SHAPE, jnp.int32)
 
 
 @combine_grad_p.def_abstract_eval
 def _combine_grad_types(
-    axis_index: Any,
+    place_index: Any,
     cotangent: Any,
     expert_out: Any,
     row_offsets: Any,

@@ -220,6 +220,7 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "unreduced-weights": lambda: round_trip(
         init(), reduce=False, topk_weights=jnp.ones((T, K))
     ),
+    "reduce-type": lambda: round_trip(init(), reduce="no"),
     "dispatched-type": lambda: round_trip(init(), lambda d: d.tokens),
     "dispatched-group": lambda: round_trip(
         init(), lambda d: dataclasses.replace(d, group=init(timeout_s=3))

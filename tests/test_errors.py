@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 import cases
 import jax_ep
@@ -157,6 +158,27 @@ def test_a_call_over_another_mesh_raises(transport):
 
     with pytest.raises(ValueError, match="mesh"):
         jax.eval_shape(on_mesh(make_mesh(4), body), jnp.zeros(4))
+
+
+@pytest.mark.parametrize("moved", ["ranks", "rows"])
+def test_a_call_over_the_devices_in_another_order_raises(moved, transport):
+    """On `xla` the mesh of the function is the only one that counts."""
+    if transport == "xla":
+        pytest.skip("xla takes ranks from the function's mesh")
+    mesh = make_mesh(2, dp=2)
+    config = config_of(cases.SMALL[2], timeout_s=2.0 + len(moved) / 10)
+    group = jax_ep.ep_init(mesh, AXIS, config, transport=transport)
+    devices = mesh.devices[:, ::-1] if moved == "ranks" else mesh.devices[::-1]
+
+    def body(_):
+        return jax_ep.dispatch(
+            group, good("tokens", group), good("topk_ids", group)
+        ).tokens
+
+    run = on_mesh(Mesh(devices, mesh.axis_names), body)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Call ep_init with that mesh"):
+        jax.block_until_ready(run(jnp.zeros(4)))
+        group.check()
 
 
 def test_a_closed_group_raises(transport):

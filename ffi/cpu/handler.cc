@@ -5,25 +5,10 @@
 
 #include "core/routing.h"
 #include "cpu/group.h"
+#include "xla_error.h"
 
 namespace jax_ep {
 namespace {
-
-ffi::Error ToError(const Status& status) {
-  switch (status.code) {
-    case Code::kOk:
-      return ffi::Error::Success();
-    case Code::kInvalidArgument:
-      return ffi::Error(ffi::ErrorCode::kInvalidArgument, status.message);
-    case Code::kFailedPrecondition:
-      return ffi::Error(ffi::ErrorCode::kFailedPrecondition, status.message);
-    case Code::kDeadlineExceeded:
-      return ffi::Error(ffi::ErrorCode::kDeadlineExceeded, status.message);
-    case Code::kInternal:
-      return ffi::Error(ffi::ErrorCode::kInternal, status.message);
-  }
-  return ffi::Error(ffi::ErrorCode::kUnknown, status.message);
-}
 
 void SetPromise(ffi::Promise promise, const Status& status) {
   if (status.ok()) {

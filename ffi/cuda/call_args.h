@@ -25,7 +25,7 @@ struct LaunchPlan {
   int32_t n_stages;            // rows in shared memory, by which bulk copies send; 0: without them
 };
 
-// What a call failed of. kTicket and kOtherMesh: not of a wait; `peer` of kOtherMesh is the rank
+// What a call failed of. kTicket and kOtherMesh: not of a wait; `peer` of kOtherMesh is the place
 // that the program means.
 enum class Phase : uint32_t {
   kNone = 0,
@@ -78,8 +78,9 @@ struct CallArgs {
   int32_t max_tokens;         // M
   int32_t n_tokens;           // T
   Half half;
-  Ticket* ticket;             // of the halves
-  const int32_t* axis_index;  // null, or the rank that the program means
+  Ticket* ticket;              // of the halves
+  int32_t place;               // row of the mesh * R + rank
+  const int32_t* place_index;  // null, or the place that the program means
   LaunchPlan plan;
 
   uint64_t* trace;  // null, or ns at the end of each step: uint64[kTraceSteps, n_blocks]

@@ -65,7 +65,7 @@ Status FillResult(const Caller& caller, ffi::Result<ffi::AnyBuffer> out, Combine
   return {};
 }
 
-ffi::Error CombineImpl(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi::S32> axis_index,
+ffi::Error CombineImpl(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi::S32> place_index,
                        ffi::AnyBuffer expert_out, ffi::BufferR2<ffi::S32> topk_ids,
                        ffi::BufferR1<ffi::S32> layout, ffi::RemainingArgs optional_args,
                        ffi::Result<ffi::AnyBuffer> out, ffi::Dictionary ep, int32_t weighting,
@@ -79,15 +79,15 @@ ffi::Error CombineImpl(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi::
   }
   if (status.ok()) status = FillResult(caller, out, args);
   if (!status.ok()) return ToError(status);
-  args.call.axis_index = axis_index.typed_data();
+  ExpectPlace(caller, place_index, args.call);
   return ToError(LaunchCombine(args, stream), "combine");
 }
 
-ffi::Error CombineSendImpl(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi::S32> axis_index,
-                           ffi::AnyBuffer expert_out, ffi::BufferR2<ffi::S32> topk_ids,
-                           ffi::BufferR1<ffi::S32> layout, ffi::RemainingArgs optional_args,
-                           ffi::Result<ffi::AnyBuffer> ticket, ffi::Dictionary ep,
-                           int32_t weighting, bool reduce, bool has_residual) {
+ffi::Error CombineSendImpl(cudaStream_t stream, int32_t ordinal,
+                           ffi::BufferR0<ffi::S32> place_index, ffi::AnyBuffer expert_out,
+                           ffi::BufferR2<ffi::S32> topk_ids, ffi::BufferR1<ffi::S32> layout,
+                           ffi::RemainingArgs optional_args, ffi::Result<ffi::AnyBuffer> ticket,
+                           ffi::Dictionary ep, int32_t weighting, bool reduce, bool has_residual) {
   Caller caller{"combine_async", {}};
   CombineArgs args{};
   Status status = FindCaller(ep, ordinal, caller);
@@ -97,7 +97,7 @@ ffi::Error CombineSendImpl(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<f
   }
   if (status.ok()) status = ToTicket(*ticket, &args.call.ticket);
   if (!status.ok()) return ToError(status);
-  args.call.axis_index = axis_index.typed_data();
+  ExpectPlace(caller, place_index, args.call);
   return ToError(LaunchCombine(args, stream), "combine_async");
 }
 
@@ -122,51 +122,40 @@ ffi::Error CombineReceiveImpl(cudaStream_t stream, int32_t ordinal, ffi::AnyBuff
 }  // namespace
 }  // namespace jax_ep::p2p
 
+namespace ffi = xla::ffi;
+using jax_ep::p2p::BindCall;
+using jax_ep::p2p::WithAttributes;
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     CudaCombine, jax_ep::p2p::CombineImpl,
-    xla::ffi::Ffi::Bind()
-        .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-        .Ctx<xla::ffi::DeviceOrdinal>()
-        .Arg<xla::ffi::BufferR0<xla::ffi::S32>>()  // axis_index []
-        .Arg<xla::ffi::AnyBuffer>()                // expert_out [C, H]
-        .Arg<xla::ffi::BufferR2<xla::ffi::S32>>()  // topk_ids   [T, K]
-        .Arg<xla::ffi::BufferR1<xla::ffi::S32>>()  // layout     [R + R M (1 + K)]
-        .RemainingArgs()             // topk_weights? [T, K] or row_weights? [C]; residual? [T, H]
-        .Ret<xla::ffi::AnyBuffer>()  // [T, H] or [T, K, H]
-        .Attr<xla::ffi::Dictionary>("ep")
-        .Attr<int32_t>("weighting")
-        .Attr<bool>("reduce")
-        .Attr<bool>("has_residual"),
-    {xla::ffi::Traits::kCmdBufferCompatible});
+    WithAttributes(
+        BindCall()
+            .Arg<ffi::BufferR0<ffi::S32>>()  // place_index []
+            .Arg<ffi::AnyBuffer>()           // expert_out [C, H]
+            .Arg<ffi::BufferR2<ffi::S32>>()  // topk_ids   [T, K]
+            .Arg<ffi::BufferR1<ffi::S32>>()  // layout     [R + R M (1 + K)]
+            .RemainingArgs()        // topk_weights? [T, K] or row_weights? [C]; residual? [T, H]
+            .Ret<ffi::AnyBuffer>()  // [T, H] or [T, K, H]
+        ),
+    {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaCombineSend, jax_ep::p2p::CombineSendImpl,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .Ctx<xla::ffi::DeviceOrdinal>()
-                                  .Arg<xla::ffi::BufferR0<xla::ffi::S32>>()  // as CudaCombine
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::BufferR2<xla::ffi::S32>>()
-                                  .Arg<xla::ffi::BufferR1<xla::ffi::S32>>()
-                                  .RemainingArgs()
-                                  .Ret<xla::ffi::AnyBuffer>()  // ticket
-                                  .Attr<xla::ffi::Dictionary>("ep")
-                                  .Attr<int32_t>("weighting")
-                                  .Attr<bool>("reduce")
-                                  .Attr<bool>("has_residual"),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
+                              WithAttributes(BindCall()
+                                                 .Arg<ffi::BufferR0<ffi::S32>>()  // as CudaCombine
+                                                 .Arg<ffi::AnyBuffer>()
+                                                 .Arg<ffi::BufferR2<ffi::S32>>()
+                                                 .Arg<ffi::BufferR1<ffi::S32>>()
+                                                 .RemainingArgs()
+                                                 .Ret<ffi::AnyBuffer>()  // ticket
+                                             ),
+                              {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaCombineReceive, jax_ep::p2p::CombineReceiveImpl,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .Ctx<xla::ffi::DeviceOrdinal>()
-                                  .Arg<xla::ffi::AnyBuffer>()  // ticket
-                                  .Arg<xla::ffi::AnyBuffer>()  // as CudaCombine
-                                  .Arg<xla::ffi::BufferR2<xla::ffi::S32>>()
-                                  .Arg<xla::ffi::BufferR1<xla::ffi::S32>>()
-                                  .RemainingArgs()
-                                  .Ret<xla::ffi::AnyBuffer>()
-                                  .Attr<xla::ffi::Dictionary>("ep")
-                                  .Attr<int32_t>("weighting")
-                                  .Attr<bool>("reduce")
-                                  .Attr<bool>("has_residual"),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
+                              WithAttributes(BindCall()
+                                                 .Arg<ffi::AnyBuffer>()  // ticket
+                                                 .Arg<ffi::AnyBuffer>()  // as CudaCombine
+                                                 .Arg<ffi::BufferR2<ffi::S32>>()
+                                                 .Arg<ffi::BufferR1<ffi::S32>>()
+                                                 .RemainingArgs()
+                                                 .Ret<ffi::AnyBuffer>()),
+                              {ffi::Traits::kCmdBufferCompatible});

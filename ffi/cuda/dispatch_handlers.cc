@@ -68,7 +68,7 @@ Status FillResults(const Caller& caller, Results& results, DispatchArgs& args) {
 
 bool HasWeights(int32_t weighting) { return static_cast<Weighting>(weighting) == Weighting::kRow; }
 
-ffi::Error DispatchImpl(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi::S32> axis_index,
+ffi::Error DispatchImpl(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi::S32> place_index,
                         ffi::AnyBuffer tokens, ffi::BufferR2<ffi::S32> topk_ids,
                         ffi::RemainingArgs optional_args, ffi::Result<ffi::AnyBuffer> rows,
                         ffi::ResultBufferR1<ffi::U32> row_offsets,
@@ -87,12 +87,12 @@ ffi::Error DispatchImpl(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi:
   }
   if (status.ok()) status = FillResults(caller, results, args);
   if (!status.ok()) return ToError(status);
-  args.call.axis_index = axis_index.typed_data();
+  ExpectPlace(caller, place_index, args.call);
   return ToError(LaunchDispatch(args, stream), "dispatch");
 }
 
 ffi::Error DispatchSendImpl(cudaStream_t stream, int32_t ordinal,
-                            ffi::BufferR0<ffi::S32> axis_index, ffi::AnyBuffer tokens,
+                            ffi::BufferR0<ffi::S32> place_index, ffi::AnyBuffer tokens,
                             ffi::BufferR2<ffi::S32> topk_ids, ffi::RemainingArgs optional_args,
                             ffi::Result<ffi::AnyBuffer> ticket, ffi::Dictionary ep,
                             int32_t weighting, bool, bool) {
@@ -105,7 +105,7 @@ ffi::Error DispatchSendImpl(cudaStream_t stream, int32_t ordinal,
   }
   if (status.ok()) status = ToTicket(*ticket, &args.call.ticket);
   if (!status.ok()) return ToError(status);
-  args.call.axis_index = axis_index.typed_data();
+  ExpectPlace(caller, place_index, args.call);
   args.n_invalid = &args.call.ticket->n_invalid;
   return ToError(LaunchDispatch(args, stream), "dispatch_async");
 }
@@ -134,60 +134,48 @@ ffi::Error DispatchReceiveImpl(
 }  // namespace
 }  // namespace jax_ep::p2p
 
+namespace ffi = xla::ffi;
+using jax_ep::p2p::BindCall;
+using jax_ep::p2p::WithAttributes;
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     CudaDispatch, jax_ep::p2p::DispatchImpl,
-    xla::ffi::Ffi::Bind()
-        .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-        .Ctx<xla::ffi::DeviceOrdinal>()
-        .Arg<xla::ffi::BufferR0<xla::ffi::S32>>()  // axis_index    []
-        .Arg<xla::ffi::AnyBuffer>()                // tokens        [T, H]
-        .Arg<xla::ffi::BufferR2<xla::ffi::S32>>()  // topk_ids      [T, K]
-        .RemainingArgs()                           // topk_weights? [T, K]
-        .Ret<xla::ffi::AnyBuffer>()                // tokens        [C, H]
-        .Ret<xla::ffi::BufferR1<xla::ffi::U32>>()  // row_offsets   [L + 1]
-        .Ret<xla::ffi::BufferR2<xla::ffi::S32>>()  // src_info      [C, 2]
-        .Ret<xla::ffi::BufferR0<xla::ffi::S32>>()  // n_dropped     []
-        .Ret<xla::ffi::BufferR0<xla::ffi::S32>>()  // n_invalid     []
-        .Ret<xla::ffi::BufferR1<xla::ffi::S32>>()  // layout        [R + R M (1 + K)]
-        .RemainingRets()                           // row_weights?  [C]
-        .Attr<xla::ffi::Dictionary>("ep")
-        .Attr<int32_t>("weighting")
-        .Attr<bool>("reduce")
-        .Attr<bool>("has_residual"),
-    {xla::ffi::Traits::kCmdBufferCompatible});
+    WithAttributes(BindCall()
+                       .Arg<ffi::BufferR0<ffi::S32>>()  // place_index    []
+                       .Arg<ffi::AnyBuffer>()           // tokens        [T, H]
+                       .Arg<ffi::BufferR2<ffi::S32>>()  // topk_ids      [T, K]
+                       .RemainingArgs()                 // topk_weights? [T, K]
+                       .Ret<ffi::AnyBuffer>()           // tokens        [C, H]
+                       .Ret<ffi::BufferR1<ffi::U32>>()  // row_offsets   [L + 1]
+                       .Ret<ffi::BufferR2<ffi::S32>>()  // src_info      [C, 2]
+                       .Ret<ffi::BufferR0<ffi::S32>>()  // n_dropped     []
+                       .Ret<ffi::BufferR0<ffi::S32>>()  // n_invalid     []
+                       .Ret<ffi::BufferR1<ffi::S32>>()  // layout        [R + R M (1 + K)]
+                       .RemainingRets()                 // row_weights?  [C]
+                   ),
+    {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaDispatchSend, jax_ep::p2p::DispatchSendImpl,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .Ctx<xla::ffi::DeviceOrdinal>()
-                                  .Arg<xla::ffi::BufferR0<xla::ffi::S32>>()  // axis_index    []
-                                  .Arg<xla::ffi::AnyBuffer>()                // tokens
-                                  .Arg<xla::ffi::BufferR2<xla::ffi::S32>>()  // topk_ids
-                                  .RemainingArgs()                           // topk_weights?
-                                  .Ret<xla::ffi::AnyBuffer>()                // ticket
-                                  .Attr<xla::ffi::Dictionary>("ep")
-                                  .Attr<int32_t>("weighting")
-                                  .Attr<bool>("reduce")
-                                  .Attr<bool>("has_residual"),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
+                              WithAttributes(BindCall()
+                                                 .Arg<ffi::BufferR0<ffi::S32>>()  // place_index []
+                                                 .Arg<ffi::AnyBuffer>()           // tokens
+                                                 .Arg<ffi::BufferR2<ffi::S32>>()  // topk_ids
+                                                 .RemainingArgs()                 // topk_weights?
+                                                 .Ret<ffi::AnyBuffer>()           // ticket
+                                             ),
+                              {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaDispatchReceive, jax_ep::p2p::DispatchReceiveImpl,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .Ctx<xla::ffi::DeviceOrdinal>()
-                                  .Arg<xla::ffi::AnyBuffer>()                // ticket
-                                  .Arg<xla::ffi::AnyBuffer>()                // tokens
-                                  .Arg<xla::ffi::BufferR2<xla::ffi::S32>>()  // topk_ids
-                                  .RemainingArgs()                           // topk_weights?
-                                  .Ret<xla::ffi::AnyBuffer>()                // as CudaDispatch
-                                  .Ret<xla::ffi::BufferR1<xla::ffi::U32>>()
-                                  .Ret<xla::ffi::BufferR2<xla::ffi::S32>>()
-                                  .Ret<xla::ffi::BufferR0<xla::ffi::S32>>()
-                                  .Ret<xla::ffi::BufferR0<xla::ffi::S32>>()
-                                  .Ret<xla::ffi::BufferR1<xla::ffi::S32>>()
-                                  .RemainingRets()
-                                  .Attr<xla::ffi::Dictionary>("ep")
-                                  .Attr<int32_t>("weighting")
-                                  .Attr<bool>("reduce")
-                                  .Attr<bool>("has_residual"),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
+                              WithAttributes(BindCall()
+                                                 .Arg<ffi::AnyBuffer>()           // ticket
+                                                 .Arg<ffi::AnyBuffer>()           // tokens
+                                                 .Arg<ffi::BufferR2<ffi::S32>>()  // topk_ids
+                                                 .RemainingArgs()                 // topk_weights?
+                                                 .Ret<ffi::AnyBuffer>()           // as CudaDispatch
+                                                 .Ret<ffi::BufferR1<ffi::U32>>()
+                                                 .Ret<ffi::BufferR2<ffi::S32>>()
+                                                 .Ret<ffi::BufferR0<ffi::S32>>()
+                                                 .Ret<ffi::BufferR0<ffi::S32>>()
+                                                 .Ret<ffi::BufferR1<ffi::S32>>()
+                                                 .RemainingRets()),
+                              {ffi::Traits::kCmdBufferCompatible});

@@ -300,9 +300,11 @@ Status Group::CheckFailure(int rank) const {
   if (word == 0) return {};
   const Failure failure = Failure::FromWord(word);
   if (failure.phase == Phase::kOtherMesh) {
-    return FailedPrecondition(
-        "rank " + std::to_string(rank) + " of the group is rank " + std::to_string(failure.peer) +
-        " of the mesh that the function runs on. Call ep_init with that mesh.");
+    return FailedPrecondition("rank " + std::to_string(rank) + " of the group is rank " +
+                              std::to_string(failure.peer % config_.n_ranks) + ", row " +
+                              std::to_string(failure.peer / config_.n_ranks) +
+                              ", of the mesh that the function runs on, and not where the group "
+                              "has it. Call ep_init with that mesh.");
   }
   if (failure.phase == Phase::kTicket) {
     return FailedPrecondition("rank " + std::to_string(rank) + ": epoch " +

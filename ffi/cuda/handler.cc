@@ -6,26 +6,6 @@
 
 namespace jax_ep::p2p {
 
-ffi::Error ToError(const Status& status) {
-  switch (status.code) {
-    case Code::kOk:
-      return ffi::Error::Success();
-    case Code::kInvalidArgument:
-      return ffi::Error(ffi::ErrorCode::kInvalidArgument, status.message);
-    case Code::kFailedPrecondition:
-      return ffi::Error(ffi::ErrorCode::kFailedPrecondition, status.message);
-    case Code::kDeadlineExceeded:
-      return ffi::Error(ffi::ErrorCode::kDeadlineExceeded, status.message);
-    case Code::kInternal:
-      return ffi::Error(ffi::ErrorCode::kInternal, status.message);
-  }
-  return ffi::Error(ffi::ErrorCode::kUnknown, status.message);
-}
-
-ffi::Error Invalid(const std::string& message) {
-  return ffi::Error(ffi::ErrorCode::kInvalidArgument, message);
-}
-
 ffi::Error ToError(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return ffi::Error::Success();
   return ffi::Error(ffi::ErrorCode::kInternal,
@@ -43,6 +23,12 @@ Status FindCaller(ffi::Dictionary ep, int32_t ordinal, Caller& caller) {
                               "config that the function was traced with.");
   }
   return caller.member.group->CheckFailure(caller.member.rank);
+}
+
+void ExpectPlace(const Caller& caller, ffi::BufferR0<ffi::S32> place_index, CallArgs& call) {
+  const Registry::Member& member = caller.member;
+  call.place = static_cast<int32_t>(member.row * caller.config().n_ranks + member.rank);
+  call.place_index = place_index.typed_data();
 }
 
 int32_t RowVectors(const ffi::AnyBuffer& rows, int64_t most_bytes) {

@@ -5,19 +5,20 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
 
 #include "core/combine_mode.h"
 #include "core/status.h"
 #include "cuda/registry.h"
 #include "xla/ffi/api/ffi.h"
+#include "xla_error.h"
 
 namespace jax_ep::p2p {
 
 namespace ffi = xla::ffi;
 
-ffi::Error ToError(const Status& status);
+using jax_ep::ToError;
 ffi::Error ToError(cudaError_t error, const char* what);
-ffi::Error Invalid(const std::string& message);
 
 // Who calls. The group is open as long as the handler runs.
 struct Caller {
@@ -31,6 +32,9 @@ struct Caller {
 // calls there were.
 Status FindCaller(ffi::Dictionary ep, int32_t ordinal, Caller& caller);
 
+// Lets the kernel compare the caller's place with the one that the program means.
+void ExpectPlace(const Caller& caller, ffi::BufferR0<ffi::S32> place_index, CallArgs& call);
+
 // Bytes of a row in units of kVectorBytes; 0: it is none, or more than the workspace has room for.
 int32_t RowVectors(const ffi::AnyBuffer& rows, int64_t most_bytes);
 
@@ -41,6 +45,20 @@ int64_t LayoutSize(const GroupConfig& config);
 
 // A ticket as a buffer: int32[kTicketSize].
 Status ToTicket(const ffi::AnyBuffer& buffer, Ticket** ticket);
+
+// What all bindings begin and end with.
+inline auto BindCall() {
+  return ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().Ctx<ffi::DeviceOrdinal>();
+}
+
+template <class Binding>
+auto WithAttributes(Binding binding) {
+  return std::move(binding)
+      .template Attr<ffi::Dictionary>("ep")
+      .template Attr<int32_t>("weighting")
+      .template Attr<bool>("reduce")
+      .template Attr<bool>("has_residual");
+}
 
 // The next of the remaining operands or results; null where there is none.
 template <class T, class Remaining>

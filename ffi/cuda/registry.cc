@@ -68,7 +68,8 @@ Status Registry::Connect(const std::string& key, const std::vector<PlacedAddress
   std::lock_guard lock(mutex_);
   Entry& entry = entries_[key];
   for (const auto& [ordinal, place] : entry.places) {
-    entry.members[ordinal] = {groups[place.row], static_cast<int>(place.rank)};
+    entry.members[ordinal] = {groups[place.row], static_cast<int>(place.rank),
+                              static_cast<int>(place.row)};
   }
   return {};
 }

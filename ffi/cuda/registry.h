@@ -52,10 +52,11 @@ class Registry {
   bool Disconnect(const std::string& key);
   void Free(const std::string& key);
 
-  // The group and rank of a device; null where there is none.
+  // The group of a device and its place; null where there is none.
   struct Member {
     std::shared_ptr<Group> group;
     int rank = 0;
+    int row = 0;
   };
   Member Find(std::string_view key, int64_t ordinal) const;
 

@@ -65,10 +65,6 @@ class FfiTransport(Transport):
     def layout_shape(self, group: EPGroup, n_tokens: int) -> tuple[int, ...]:
         """Shape of what dispatch leaves for combine, an int32 array."""
 
-    def place_index(self, group: EPGroup) -> jax.Array:
-        """Where the program means to be, for the handler to compare: the rank."""
-        return lax.axis_index(group.axis_name)
-
     @abc.abstractmethod
     def combine_backward(
         self,
@@ -149,7 +145,7 @@ def bind_dispatch(
     """
     token_format = token_format or group.config.token_format
     primitive = dispatch_p if ticket is None else dispatch_receive_p
-    first = _transport(group).place_index(group) if ticket is None else ticket
+    first = place_index(group) if ticket is None else ticket
     rows, row_offsets, src_info, n_dropped, n_invalid, layout, *optional = (
         primitive.bind(
             first,
@@ -186,7 +182,7 @@ def bind_combine(
     """The custom call of combine; `optional`: weights, residual."""
     primitive = combine_p if ticket is None else combine_receive_p
     return primitive.bind(
-        _transport(group).place_index(group) if ticket is None else ticket,
+        place_index(group) if ticket is None else ticket,
         expert_out,
         routing.topk_ids,
         routing.layout,
@@ -194,6 +190,16 @@ def bind_combine(
         group=group,
         **mode._asdict(),
     )
+
+
+def place_index(group: EPGroup) -> jax.Array:
+    """Where the program means to be, for the handler to compare.
+
+    The row of the mesh, counted over its other axes, times R, plus the rank.
+    """
+    others = tuple(n for n in group.mesh.axis_names if n != group.axis_name)
+    rank = lax.axis_index(group.axis_name)
+    return lax.axis_index(others) * group.n_ranks + rank if others else rank
 
 
 def _transport(group: EPGroup) -> FfiTransport:

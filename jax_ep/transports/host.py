@@ -6,14 +6,19 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from jax import lax
 
 from jax_ep import _host_ffi
 from jax_ep.config import EPConfig
 from jax_ep.exchange import Exchange
 from jax_ep.primitives import combine_grad_p
 from jax_ep.topology import local_places, places
-from jax_ep.transports.ffi import FfiTransport, Mode, Routing, present
+from jax_ep.transports.ffi import (
+    FfiTransport,
+    Mode,
+    Routing,
+    place_index,
+    present,
+)
 
 if TYPE_CHECKING:
     from jax_ep.group import EPGroup
@@ -81,12 +86,6 @@ class HostTransport(FfiTransport):
         """`[T, K]`: the row of each choice at its destination, -1 = none."""
         return (n_tokens, group.config.top_k)
 
-    def place_index(self, group: EPGroup) -> jax.Array:
-        """The row of the mesh times R, plus the rank."""
-        others = tuple(n for n in group.mesh.axis_names if n != group.axis_name)
-        rank = lax.axis_index(group.axis_name)
-        return lax.axis_index(others) * group.n_ranks + rank if others else rank
-
     def combine_backward(
         self,
         group: EPGroup,
@@ -98,7 +97,7 @@ class HostTransport(FfiTransport):
     ) -> tuple[jax.Array, jax.Array | None]:
         """One custom call: cotangents to rows, weights' gradients on the way."""
         grad_expert_out, *grad_weights = combine_grad_p.bind(
-            self.place_index(group),
+            place_index(group),
             cotangent,
             expert_out,
             routing.row_offsets,

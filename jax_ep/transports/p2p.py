@@ -28,6 +28,7 @@ from jax_ep.transports.ffi import (
     Routing,
     bind_dispatch,
     choose_weights,
+    place_index,
     present,
     send_back_scalars,
 )
@@ -131,7 +132,7 @@ class P2pTransport(FfiTransport):
         """A ticket, and the operands: a gradient flows through the second half."""
         operands = tokens, topk_ids, *present(topk_weights, input_scale)
         ticket = dispatch_send_p.bind(
-            lax.axis_index(group.axis_name),
+            place_index(group),
             *(lax.stop_gradient(x) for x in operands),
             group=group,
             weighting=Weighting.NONE if topk_weights is None else Weighting.ROW,
@@ -157,7 +158,7 @@ class P2pTransport(FfiTransport):
         weighting, weights = choose_weights(dispatched, topk_weights)
         operands = expert_out, dispatched.topk_ids, dispatched.layout
         ticket = combine_send_p.bind(
-            lax.axis_index(group.axis_name),
+            place_index(group),
             *(lax.stop_gradient(x) for x in (*operands, *present(weights))),
             group=group,
             **Mode(weighting, reduce, has_residual=False)._asdict(),

@@ -86,8 +86,8 @@ __device__ inline void BeginCall(const CallArgs& call, const Kind& kind, CallSha
   CallShared turn = PlanTurn(call, state);
   turn.peers = peers;
   turn.failed = HasFailed(call);
-  if (call.axis_index != nullptr && *call.axis_index != call.rank) {
-    Fail(call, {Phase::kOtherMesh, static_cast<uint32_t>(*call.axis_index), turn.epoch});
+  if (call.place_index != nullptr && *call.place_index != call.place) {
+    Fail(call, {Phase::kOtherMesh, static_cast<uint32_t>(*call.place_index), turn.epoch});
     turn.failed = true;
   }
   if (turn.half == Half::kReceive && turn.epoch != state.open_epoch) {
