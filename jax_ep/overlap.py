@@ -47,9 +47,9 @@ class Begun:
         self._results, self._trace = results, get_opaque_trace_state()
 
     @property
-    def reserved(self) -> jax.Array:
-        """One of the results, to compute something after they have been reserved."""
-        return min(self._results, key=lambda x: x.size)
+    def reserved(self) -> tuple[jax.Array, ...]:
+        """The results, to compute something after they have been reserved."""
+        return self._results
 
     def end(self, after: Any = None) -> tuple[jax.Array, ...]:
         """The results; waits for them once `after` has been computed.
@@ -119,7 +119,9 @@ def _beside(ctx: mlir.LoweringRuleContext, operands: Any, emit: Any) -> list[Any
 def _lower_begin(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
     ticket, *results = ctx.avals_out
     reserve = jax.ffi.ffi_lowering("jax_ep_reserve", has_side_effect=True)
-    buffers = list(reserve(ctx.replace(avals_in=[], avals_out=results)))
+    # With an operand that begin has, too: `then` waits for all of them by the results.
+    outer = ctx.replace(avals_in=ctx.avals_in[:1], avals_out=results)
+    buffers = list(reserve(outer, operands[0]))
     inner = ctx.replace(avals_in=[*ctx.avals_in, *results], avals_out=[ticket])
     begin = custom_call(
         "jax_ep_dispatch_begin", has_side_effect=True, overlaps=_OVERLAPS

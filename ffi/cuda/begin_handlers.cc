@@ -11,8 +11,10 @@
 namespace jax_ep::p2p {
 namespace {
 
-// XLA has reserved the memory.
-ffi::Error ReserveImpl(ffi::RemainingRets) { return ffi::Error::Success(); }
+// XLA has reserved the memory. The operand is there for the order of calls.
+ffi::Error ReserveImpl(ffi::BufferR0<ffi::S32>, ffi::RemainingRets) {
+  return ffi::Error::Success();
+}
 
 // Results are operands, unless XLA has put them elsewhere: into a stack of results, say.
 ffi::Error EndImpl(cudaStream_t stream, ffi::AnyBuffer, ffi::RemainingArgs operands,
@@ -49,7 +51,10 @@ size_t Length(const void* buffer) {
 namespace ffi = xla::ffi;
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaReserve, jax_ep::p2p::ReserveImpl,
-                              ffi::Ffi::Bind().RemainingRets());
+                              ffi::Ffi::Bind()
+                                  .Arg<ffi::BufferR0<ffi::S32>>()  // place_index
+                                  .RemainingRets()                 // results of CudaDispatch
+);
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaDispatchEnd, jax_ep::p2p::EndImpl,
                               ffi::Ffi::Bind()
@@ -66,7 +71,7 @@ extern "C" XLA_FFI_Error* CudaDispatchBegin(XLA_FFI_CallFrame* frame) {
   XLA_FFI_CallFrame whole = *frame;
   const size_t n_results = frame->rets.size == 1 ? jax_ep::p2p::Length(frame->rets.rets[0]) : 0;
   if (n_results >= static_cast<size_t>(frame->args.size)) {
-    return CudaReserve(frame);  // the calls of overlap.py are not like that
+    return CudaReserve(frame);  // complains: the calls of overlap.py are not like that
   }
   whole.args.size -= static_cast<int64_t>(n_results);
   std::vector<XLA_FFI_RetType> types(n_results, XLA_FFI_RetType_BUFFER);

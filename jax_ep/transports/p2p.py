@@ -141,11 +141,12 @@ class P2pTransport(FfiTransport):
     def then(self, begun: Any, x: Any) -> Any:
         """See `InFlight.then`: `x`, for XLA to have what the call begins with first."""
         if isinstance(begun, _BegunCombine):
-            routing = begun.dispatched.topk_ids, begun.dispatched.layout
+            rows = begun.dispatched
+            routing = rows.topk_ids, rows.layout, rows.row_weights
             first: Any = begun.expert_out, routing, begun.topk_weights, begun.residual
         else:
             call, given = begun
-            first = call.reserved, given
+            first = given, call.reserved
         return jax.tree.map(lambda leaf: put_after(leaf, first), x)
 
     def dispatch_wait(self, group: EPGroup, begun: Any, after: Any) -> Dispatched:
