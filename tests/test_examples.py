@@ -58,7 +58,13 @@ def output_of(result: subprocess.CompletedProcess) -> str:
 
 def test_every_example_is_tested_here() -> None:
     found = {path.name for path in EXAMPLES.iterdir() if path.name != "__pycache__"}
-    assert found == {"moe_layer.py", "quantised_layer.py", "two_processes.py", "demo"}
+    assert found == {
+        "moe_layer.py",
+        "overlap.py",
+        "quantised_layer.py",
+        "two_processes.py",
+        "demo",
+    }
 
 
 def test_moe_layer_equals_a_dense_layer(run, request) -> None:
@@ -67,6 +73,12 @@ def test_moe_layer_equals_a_dense_layer(run, request) -> None:
         assert output.splitlines()[-1].startswith("equal on ")
     else:
         assert output == MOE_LAYER_OUTPUT
+
+
+def test_layers_that_overlap_equal_layers_in_turn(run) -> None:
+    lines = output_of(run(EXAMPLES / "overlap.py")).splitlines()
+    assert re.fullmatch(r"loss [\d.]+, gradients equal to .*", lines[0])
+    assert re.fullmatch(r"\d+ ranks, transport (host|p2p|xla)", lines[1])
 
 
 def test_quantised_layer_is_near_the_layer_in_bfloat16(run) -> None:
