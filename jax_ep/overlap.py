@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.extend.core import get_opaque_trace_state
 from jax.extend.mlir import ir
@@ -24,15 +23,14 @@ from jax.extend.mlir.dialects import func
 from jax.interpreters import batching, mlir
 
 from jax_ep.primitives import (
+    Order,
     combine_type,
-    custom_call,
     dispatch_types,
+    gpu_call,
     like,
     make_primitive,
     map_calls,
 )
-
-_OVERLAPS = np.bool_(True)
 
 
 class Begun:
@@ -123,9 +121,7 @@ def _lower_begin(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -
     outer = ctx.replace(avals_in=ctx.avals_in[:1], avals_out=results)
     buffers = list(reserve(outer, operands[0]))
     inner = ctx.replace(avals_in=[*ctx.avals_in, *results], avals_out=[ticket])
-    begin = custom_call(
-        "jax_ep_dispatch_begin", has_side_effect=True, overlaps=_OVERLAPS
-    )
+    begin = gpu_call("jax_ep_dispatch_begin", has_side_effect=True, order=Order.BESIDE)
     tickets = _beside(ctx, [*operands, *buffers], lambda *x: begin(inner, *x, **params))
     return [*tickets, *buffers]
 
@@ -137,7 +133,7 @@ def _lower_end(ctx: mlir.LoweringRuleContext, ticket: Any, *results: Any) -> Any
 
 
 def _lower_combine(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
-    call = custom_call("jax_ep_combine_beside", overlaps=_OVERLAPS)
+    call = gpu_call("jax_ep_combine_beside", order=Order.BESIDE)
     return _beside(ctx, operands, lambda *x: call(ctx, *x, **params))
 
 

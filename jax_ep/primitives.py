@@ -36,16 +36,53 @@ class Weighting(enum.IntEnum):
     ROW = 2
 
 
+class Order(enum.IntEnum):
+    """How a call on a GPU stands to others. The same values as in C++."""
+
+    ALONE = 0  # no call overlaps with anything: all are on one stream
+    BEHIND = 1  # it waits for calls that overlap
+    BESIDE = 2  # it overlaps
+
+
+class _Program:
+    """Whether calls that overlap have been traced; then whole calls wait for them.
+
+    A program is lowered when all of it has been traced. What it was then is an
+    attribute of each of its calls, as captured graphs must not change.
+    """
+
+    overlaps = False
+
+
+def expect_overlap() -> None:
+    """To be called where a call that overlaps is traced."""
+    _Program.overlaps = True
+
+
 # (context, *operands, **parameters of the primitive) -> the results' values.
 Lowering = Callable[..., Any]
 
 
-def custom_call(name: str, has_side_effect: bool = False, **extra: Any) -> Lowering:
-    """One custom call; `extra` are attributes besides the common ones."""
+def custom_call(name: str, has_side_effect: bool = False) -> Lowering:
+    """One custom call on a CPU."""
 
     def lower(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
         rule = jax.ffi.ffi_lowering(name, has_side_effect=has_side_effect)
-        return rule(ctx, *operands, **attributes(**params), **extra)
+        return rule(ctx, *operands, **attributes(**params))
+
+    return lower
+
+
+def gpu_call(
+    name: str, has_side_effect: bool = False, order: Order | None = None
+) -> Lowering:
+    """One custom call on a GPU; of a whole call if no order is given."""
+
+    def lower(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
+        rule = jax.ffi.ffi_lowering(name, has_side_effect=has_side_effect)
+        whole = Order.BEHIND if _Program.overlaps else Order.ALONE
+        where = np.int32(whole if order is None else order)
+        return rule(ctx, *operands, **attributes(**params), order=where)
 
     return lower
 
@@ -138,7 +175,7 @@ def attributes(
 def _on_both(name: str) -> dict[str, Lowering]:
     return {
         "cpu": custom_call(name, has_side_effect=True),
-        "cuda": custom_call(name, overlaps=np.bool_(False)),
+        "cuda": gpu_call(name),
     }
 
 

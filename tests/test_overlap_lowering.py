@@ -11,6 +11,7 @@ import pytest
 
 import jax_ep
 from harness import AXIS, make_mesh, on_mesh
+from jax_ep import primitives
 from jax_ep.group import EPGroup
 from jax_ep.transports.p2p import P2pTransport
 
@@ -68,20 +69,34 @@ def test_calls_that_overlap_have_one_result_and_the_stream_for_collectives(
         "jax_ep_dispatch_end",
         "jax_ep_reserve",
     ]
-    assert text.count("overlaps = true") == 2
+    assert text.count("order = 2 : i32") == 2
     end = next(line for line in text.splitlines() if "@jax_ep_dispatch_end" in line)
     assert end.count("output_operand_alias<") == 6  # all results stay where they are
 
 
-def test_whole_calls_stay_on_the_main_stream(mesh, group) -> None:
+def test_whole_calls_stay_on_the_main_stream(mesh, group, monkeypatch) -> None:
     def whole(tokens, ids):
         rows = jax_ep.dispatch(group, tokens, ids)
         return jax_ep.combine(group, rows.tokens, rows)
 
+    monkeypatch.setattr(primitives._Program, "overlaps", False)
     text = lowered(mesh, whole)
     assert "_xla_stream_annotation" not in text
     assert targets(text) == ["jax_ep_dispatch", "jax_ep_combine"]
-    assert text.count("overlaps = false") == 2
+    assert text.count("order = 0 : i32") == 2
+
+
+def test_whole_calls_wait_for_those_that_overlap(mesh, group, monkeypatch) -> None:
+    """Also if they stand before them: XLA may order them otherwise."""
+
+    def function(tokens, ids):
+        rows = jax_ep.dispatch(group, tokens, ids)
+        return overlapping(group, tokens, ids) + rows.tokens[:T]
+
+    monkeypatch.setattr(primitives._Program, "overlaps", False)
+    text = lowered(mesh, function)
+    line = next(x for x in text.splitlines() if "custom_call @jax_ep_dispatch(" in x)
+    assert "order = 1 : i32" in line
 
 
 def test_both_directions_stand_in_the_order_that_was_asked_for(mesh, group) -> None:

@@ -4,7 +4,6 @@
 
 #include <vector>
 
-#include "cuda/call_order.h"
 #include "cuda/handler.h"
 #include "cuda/handlers.h"
 
@@ -79,11 +78,4 @@ extern "C" XLA_FFI_Error* CudaDispatchBegin(XLA_FFI_CallFrame* frame) {
   whole.rets.types = types.data();
   whole.rets.rets = frame->args.args + whole.args.size;
   return CudaDispatch(&whole);
-}
-
-// When an executable is made that holds a call which runs beside others.
-extern "C" XLA_FFI_Error* CudaExpectOverlap(XLA_FFI_CallFrame* frame) {
-  if (jax_ep::p2p::IsQuery(frame)) return CudaReserve(frame);
-  jax_ep::p2p::ExpectOverlap();
-  return nullptr;
 }

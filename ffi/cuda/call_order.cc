@@ -1,6 +1,5 @@
 #include "cuda/call_order.h"
 
-#include <atomic>
 #include <map>
 #include <mutex>
 
@@ -8,8 +7,6 @@
 
 namespace jax_ep::p2p {
 namespace {
-
-std::atomic<bool> expects_overlap{false};
 
 // The end of the last call of each device that runs beside others. Never destroyed: graphs that XLA
 // has captured refer to them.
@@ -42,10 +39,7 @@ Status PrepareCallOrder(int device) {
   return status;
 }
 
-void ExpectOverlap() { expects_overlap.store(true, std::memory_order_release); }
-
 cudaError_t AwaitOverlap(int device, cudaStream_t stream) {
-  if (!expects_overlap.load(std::memory_order_acquire)) return cudaSuccess;
   const cudaEvent_t event = AllEvents().Find(device);
   if (event == nullptr) return cudaErrorInvalidDevice;
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;

@@ -4,6 +4,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstdint>
+
 #include "core/status.h"
 
 namespace jax_ep::p2p {
@@ -11,9 +13,13 @@ namespace jax_ep::p2p {
 // When a group is opened: what the calls of a device need.
 Status PrepareCallOrder(int device);
 
-// As soon as an executable holds a call that runs beside others. Before, calls are in order, as all
-// are on one stream, and nothing is waited for.
-void ExpectOverlap();
+// How a call stands to others. The same values as in Python, where it says what a program knows: it
+// must stay the same for a call, as XLA captures calls and then updates its graphs.
+enum class Order : int32_t {
+  kAlone = 0,   // all calls are on one stream
+  kBehind = 1,  // it waits for calls that run beside others
+  kBeside = 2,  // it is one of these
+};
 
 // Before a call is launched on `stream`: behind the last one that runs beside others.
 cudaError_t AwaitOverlap(int device, cudaStream_t stream);
@@ -22,10 +28,11 @@ cudaError_t RecordOverlap(int device, cudaStream_t stream);
 
 // Launches a call in order.
 template <class Launch>
-cudaError_t LaunchInOrder(int device, cudaStream_t stream, bool overlaps, const Launch& launch) {
+cudaError_t LaunchInOrder(int device, cudaStream_t stream, Order order, const Launch& launch) {
+  if (order == Order::kAlone) return launch();
   cudaError_t error = AwaitOverlap(device, stream);
   if (error == cudaSuccess) error = launch();
-  if (error == cudaSuccess && overlaps) error = RecordOverlap(device, stream);
+  if (error == cudaSuccess && order == Order::kBeside) error = RecordOverlap(device, stream);
   return error;
 }
 

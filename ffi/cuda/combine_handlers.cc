@@ -35,11 +35,12 @@ Status FillWeights(const Operands& operands, const Mode& mode, CombineArgs& args
   return args.residual == nullptr ? InvalidArgument("combine: the residual is missing") : Status{};
 }
 
-Status FillOperands(const Caller& caller, bool overlaps, const Operands& operands, const Mode& mode,
+Status FillOperands(const Caller& caller, Order order, const Operands& operands, const Mode& mode,
                     CombineArgs& args) {
   const GroupConfig& config = caller.config();
-  const Status status = caller.member.group->CombineCall(
-      caller.member.rank, operands.topk_ids.dimensions()[0], Half::kBoth, &args.call, overlaps);
+  const Status status =
+      caller.member.group->CombineCall(caller.member.rank, operands.topk_ids.dimensions()[0],
+                                       Half::kBoth, &args.call, order == Order::kBeside);
   if (!status.ok()) return status;
   args.row_vectors = RowVectors(operands.expert_out, config.row_bytes);
   if (args.row_vectors == 0 || !ToRowType(operands.expert_out.element_type(), args.row_type) ||
@@ -70,19 +71,20 @@ ffi::Error CombineImpl(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi::
                        ffi::AnyBuffer expert_out, ffi::BufferR2<ffi::S32> topk_ids,
                        ffi::BufferR1<ffi::S32> layout, ffi::RemainingArgs optional_args,
                        ffi::Result<ffi::AnyBuffer> out, ffi::Dictionary ep, int32_t weighting,
-                       bool reduce, bool has_residual, bool overlaps) {
+                       bool reduce, bool has_residual, int32_t order) {
   Caller caller{"combine", {}};
   CombineArgs args{};
   Status status = FindCaller(ep, ordinal, caller);
   if (status.ok()) {
-    status = FillOperands(caller, overlaps, {expert_out, topk_ids, layout, optional_args},
+    status = FillOperands(caller, static_cast<Order>(order),
+                          {expert_out, topk_ids, layout, optional_args},
                           {static_cast<Weighting>(weighting), reduce, has_residual}, args);
   }
   if (status.ok()) status = FillResult(caller, out, args);
   if (!status.ok()) return ToError(status);
   ExpectPlace(caller, place_index, args.call);
   const auto launch = [&] { return LaunchCombine(args, stream); };
-  return ToError(LaunchInOrder(ordinal, stream, overlaps, launch), "combine");
+  return ToError(LaunchInOrder(ordinal, stream, static_cast<Order>(order), launch), "combine");
 }
 
 }  // namespace

@@ -16,12 +16,12 @@ struct Operands {
   bool has_weights;
 };
 
-Status FillOperands(const Caller& caller, bool overlaps, const Operands& operands,
+Status FillOperands(const Caller& caller, Order order, const Operands& operands,
                     DispatchArgs& args) {
   const GroupConfig& config = caller.config();
   const int64_t n_tokens = operands.topk_ids.dimensions()[0];
   const Status status = caller.member.group->DispatchCall(caller.member.rank, n_tokens, Half::kBoth,
-                                                          &args.call, overlaps);
+                                                          &args.call, order == Order::kBeside);
   if (!status.ok()) return status;
   args.token_vectors = RowVectors(operands.tokens, config.token_bytes);
   if (args.token_vectors == 0 || operands.topk_ids.dimensions()[1] != config.top_k ||
@@ -78,20 +78,20 @@ ffi::Error DispatchImpl(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi:
                         ffi::ResultBufferR0<ffi::S32> n_dropped,
                         ffi::ResultBufferR0<ffi::S32> n_invalid,
                         ffi::ResultBufferR1<ffi::S32> layout, ffi::RemainingRets optional_rets,
-                        ffi::Dictionary ep, int32_t weighting, bool, bool, bool overlaps) {
+                        ffi::Dictionary ep, int32_t weighting, bool, bool, int32_t order) {
   Caller caller{"dispatch", {}};
   DispatchArgs args{};
   Results results{rows, row_offsets, src_info, n_dropped, n_invalid, layout, optional_rets};
   Status status = FindCaller(ep, ordinal, caller);
   if (status.ok()) {
-    status = FillOperands(caller, overlaps,
+    status = FillOperands(caller, static_cast<Order>(order),
                           {tokens, topk_ids, optional_args, HasWeights(weighting)}, args);
   }
   if (status.ok()) status = FillResults(caller, results, args);
   if (!status.ok()) return ToError(status);
   ExpectPlace(caller, place_index, args.call);
   const auto launch = [&] { return LaunchDispatch(args, stream); };
-  return ToError(LaunchInOrder(ordinal, stream, overlaps, launch), "dispatch");
+  return ToError(LaunchInOrder(ordinal, stream, static_cast<Order>(order), launch), "dispatch");
 }
 
 }  // namespace

@@ -55,7 +55,7 @@ auto WithAttributes(Binding binding) {
       .template Attr<int32_t>("weighting")
       .template Attr<bool>("reduce")
       .template Attr<bool>("has_residual")
-      .template Attr<bool>("overlaps");
+      .template Attr<int32_t>("order");
 }
 
 // The next of the remaining operands or results; null where there is none.

@@ -13,5 +13,4 @@ XLA_FFI_Error* CudaReserve(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* CudaDispatchBegin(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* CudaDispatchEnd(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* CudaCombineBeside(XLA_FFI_CallFrame* call_frame);
-XLA_FFI_Error* CudaExpectOverlap(XLA_FFI_CallFrame* call_frame);
 }

@@ -23,24 +23,17 @@ void Raise(const Status& status) {
   if (!status.ok()) throw std::runtime_error(status.message);
 }
 
-nb::object ToCapsule(XLA_FFI_Handler* handler) {
-  return nb::capsule(reinterpret_cast<void*>(handler));
-}
-
 nb::dict Targets() {
   nb::dict targets;
-  targets["jax_ep_dispatch"] = ToCapsule(CudaDispatch);
-  targets["jax_ep_combine"] = ToCapsule(CudaCombine);
-  targets["jax_ep_reserve"] = ToCapsule(CudaReserve);
-  targets["jax_ep_dispatch_end"] = ToCapsule(CudaDispatchEnd);
-  const auto add_beside = [&](const char* name, XLA_FFI_Handler* handler) {
-    nb::dict stages;
-    stages["instantiate"] = ToCapsule(CudaExpectOverlap);
-    stages["execute"] = ToCapsule(handler);
-    targets[name] = stages;
+  const auto add = [&](const char* name, XLA_FFI_Handler* handler) {
+    targets[name] = nb::capsule(reinterpret_cast<void*>(handler));
   };
-  add_beside("jax_ep_dispatch_begin", CudaDispatchBegin);
-  add_beside("jax_ep_combine_beside", CudaCombineBeside);
+  add("jax_ep_dispatch", CudaDispatch);
+  add("jax_ep_combine", CudaCombine);
+  add("jax_ep_reserve", CudaReserve);
+  add("jax_ep_dispatch_begin", CudaDispatchBegin);
+  add("jax_ep_dispatch_end", CudaDispatchEnd);
+  add("jax_ep_combine_beside", CudaCombineBeside);
   return targets;
 }
 
@@ -87,7 +80,7 @@ Registry::Member FindMember(const std::string& key, int64_t ordinal) {
 
 NB_MODULE(_ffi_cuda, module) {
   module.doc() = "XLA FFI handlers of jax_ep for CUDA devices";
-  module.def("targets", &Targets, "FFI targets: name -> handler, or its stages.");
+  module.def("targets", &Targets, "FFI targets: name -> handler.");
   module.def(
       "why_no_peer_access",
       [](const std::vector<int>& devices) { return CheckPeerAccess(devices).message; },

@@ -19,7 +19,7 @@ from jax_ep.config import EPConfig
 from jax_ep.exchange import Exchange
 from jax_ep.formats import Plain, QuantizedFormat
 from jax_ep.overlap import Begun, combine_beside_p, dispatch_begin_p, put_after
-from jax_ep.primitives import Weighting
+from jax_ep.primitives import Weighting, expect_overlap
 from jax_ep.results import Dispatched
 from jax_ep.topology import local_places
 from jax_ep.transports import p2p_setup
@@ -132,6 +132,7 @@ class P2pTransport(FfiTransport):
         input_scale: jax.Array | None,
     ) -> Any:
         """The whole call, begun; and its operands, to which gradients flow."""
+        expect_overlap()
         given = tokens, topk_ids, topk_weights, input_scale
         fixed: Any = lax.stop_gradient(given)
         operands, params = dispatch_call(group, *fixed)
@@ -170,6 +171,7 @@ class P2pTransport(FfiTransport):
         """The whole call, begun; and its operands, to which gradients flow."""
         weighting, weights = choose_weights(dispatched, topk_weights)
         mode = Mode(weighting, reduce, residual is not None)
+        expect_overlap()
         operands = expert_out, routing_of(dispatched), weights, residual
         fixed: Any = lax.stop_gradient(operands)
         out = bind_combine(group, mode, *fixed, primitive=combine_beside_p)
