@@ -27,8 +27,10 @@ __device__ void EndCounts(const CallArgs& call, CallState& state, const CallShar
 __device__ void BeginSend(const DispatchArgs& args, const DispatchShared& shared,
                           const Tiles& tiles, bool counts) {
   if (IsWorker()) {
+    const bool numbers = blockIdx.x < args.call.plan.n_send_blocks;
+    if (numbers && args.call.plan.n_stages == 0) PrefetchFirstTile(args, tiles);
     if (counts) CountAllTokens(args, shared);
-    if (blockIdx.x < args.call.plan.n_send_blocks) NumberFirstTile(args, shared, tiles);
+    if (numbers) NumberFirstTile(args, shared, tiles);
   } else if (counts) {
     SystemFence();  // see SendCounts; takes as long as counting
   }

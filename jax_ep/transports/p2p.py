@@ -66,7 +66,10 @@ class P2pTransport(FfiTransport):
             return f"top_k must be at most 32; got {config.top_k}."
         for row_bytes in _row_bytes(config):
             if row_bytes % _VECTOR_BYTES:
-                return f"a row must be a multiple of {_VECTOR_BYTES} bytes; got {row_bytes}."
+                return (
+                    f"a row must be a multiple of {_VECTOR_BYTES} bytes; got "
+                    f"{row_bytes}."
+                )
         return p2p_setup.why_not(local_places(mesh, axis_name), exchange)
 
     def open(self, group: EPGroup, exchange: Exchange) -> None:
