@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -70,14 +73,15 @@ def test_stats_count_what_was_sent_received_and_dropped(group):
     for n_calls in (1, 2):
         run_layer(group, ids)
         for totals in group.stats():
-            row, rank = divmod(totals["device"], R)
-            assert totals["rank"] == rank
-            assert totals["dispatch_calls"] == totals["combine_calls"] == n_calls
+            assert isinstance(totals, jax_ep.RankStats)
+            row, rank = divmod(totals.device, R)
+            assert (totals.row, totals.rank) == (row, rank)
+            assert totals.dispatch_calls == totals.combine_calls == n_calls
             for name, expected in count(ids[row]).items():
-                np.testing.assert_array_equal(
-                    totals[name], n_calls * expected[rank], name
-                )
-    assert sum(totals["dropped_rows"] for totals in group.stats()) > 0
+                actual = getattr(totals, name)
+                np.testing.assert_array_equal(actual, n_calls * expected[rank], name)
+                assert isinstance(actual, int) or actual.dtype == np.int64
+    assert sum(totals.dropped_rows for totals in group.stats()) > 0
 
 
 def test_groups_with_equal_arguments_are_one_until_the_last_is_closed(group):
@@ -86,4 +90,55 @@ def test_groups_with_equal_arguments_are_one_until_the_last_is_closed(group):
     assert hash(twin) == hash(group)
     run_layer(twin, np.zeros((DP, R, T, K), np.int32))
     twin.close()
-    assert group.stats()[0]["dispatch_calls"] == 1
+    assert group.stats()[0].dispatch_calls == 1
+
+
+def test_the_last_rank_to_come_waits_for_nobody(group):
+    run_layer(group, np.zeros((DP, R, T, K), np.int32))
+    for row in range(DP):
+        ranks = [totals for totals in group.stats() if totals.row == row]
+        waits = np.stack([totals.wait_s for totals in ranks])  # [R, 2, R]
+        assert waits.dtype == np.float64
+        for call in range(2):
+            waited = waits[:, call]
+            assert np.isfinite(waited).all()
+            assert (waited >= 0).all()
+            assert (waited == 0).all(axis=1).any()
+            # Of two ranks, one at most has waited for the other.
+            assert (np.minimum(waited, waited.T) == 0).all()
+        for totals in ranks:
+            np.testing.assert_array_equal(totals.wait_s, totals.longest_wait_s)
+
+
+def test_traffic_is_drawn_as_it_was_counted(group, tmp_path):
+    ids = np.random.default_rng(6).integers(0, E, (DP, R, T, K)).astype(np.int32)
+    run_layer(group, ids)
+    stats = group.stats()
+    figure = jax_ep.plot_traffic(stats[::-1])
+    titles = [axes.get_title() for axes in figure.axes[:3]]
+    assert titles == ["rows sent", "ms waited in dispatch", "ms waited in combine"]
+    drawn = [np.asarray(axes.images[0].get_array()) for axes in figure.axes[:3]]
+    expected = np.concatenate([count(of_row)["rows_to_expert"] for of_row in ids])
+    np.testing.assert_array_equal(drawn[0], expected)
+    for call, matrix in enumerate(drawn[1:]):
+        waits = [1e3 * totals.wait_s[call] for totals in stats]
+        np.testing.assert_allclose(matrix, waits)
+    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert labels == [f"{row}: {rank}" for row in range(DP) for rank in range(R)]
+    figure.savefig(tmp_path / "traffic.png")
+    assert (tmp_path / "traffic.png").stat().st_size > 1000
+
+
+def test_traffic_of_no_rank_or_of_several_groups_is_refused(group):
+    with pytest.raises(ValueError, match="of one group; got .* = \\[\\]"):
+        jax_ep.plot_traffic([])
+    one = group.stats()[0]
+    other = dataclasses.replace(one, rows_to_expert=np.zeros(E + R, np.int64))
+    with pytest.raises(ValueError, match="of one group"):
+        jax_ep.plot_traffic([one, other])
+
+
+def test_without_matplotlib_the_error_names_the_extra(group, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"pip install 'jax_ep\[plot\]'"):
+        jax_ep.plot_traffic(group.stats())

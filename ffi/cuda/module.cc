@@ -10,6 +10,7 @@
 
 #include "cuda/handlers.h"
 #include "cuda/registry.h"
+#include "rank_stats_dict.h"
 
 namespace nb = nanobind;
 
@@ -78,6 +79,18 @@ Registry::Member FindMember(const std::string& key, int64_t ordinal) {
   return member;
 }
 
+nb::dict Stats(const std::string& key, int64_t ordinal) {
+  const Registry::Member member = FindMember(key, ordinal);
+  RankStats stats;
+  Status status;
+  {
+    nb::gil_scoped_release release;
+    status = member.group->Stats(member.rank, &stats);
+  }
+  Raise(status);
+  return ToDict(stats);
+}
+
 NB_MODULE(_ffi_cuda, module) {
   module.doc() = "XLA FFI handlers of jax_ep for CUDA devices";
   module.def("targets", &Targets, "FFI targets: name -> handler.");
@@ -114,6 +127,8 @@ NB_MODULE(_ffi_cuda, module) {
       },
       nb::arg("key"), nb::arg("ordinal"),
       "Addresses of a device's buffers: (dispatch, combine) x (send, recv, recv_count).");
+  module.def("stats", &Stats, nb::arg("key"), nb::arg("ordinal"),
+             "What the calls of a device that have ended so far have counted.");
   module.def(
       "failure",
       [](const std::string& key, int64_t ordinal) {

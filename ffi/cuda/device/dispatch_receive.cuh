@@ -7,6 +7,7 @@
 #include "core/routing.h"
 #include "cuda/device/copy.cuh"
 #include "cuda/device/dispatch_shared.cuh"
+#include "cuda/device/stats.cuh"
 #include "cuda/device/turns.cuh"
 
 namespace jax_ep::p2p {
@@ -30,6 +31,7 @@ __device__ inline void LayOutRows(const DispatchArgs& args, DispatchShared& shar
   const bool writes_results = WritesResults(call);
   uint64_t* const words = At<uint64_t>(call.workspace, call.map.counts.Copy(shared.call.copy));
 
+  WaitClock<kWords> clock(call, StatsWords::kDispatch, writes_results);
   int32_t n_rows = 0, max_messages = 0;
   uint32_t lagging = 0;
   for (int base = 0; base < n_words; base += kWords * kWarpSize) {
@@ -37,7 +39,8 @@ __device__ inline void LayOutRows(const DispatchArgs& args, DispatchShared& shar
     uint32_t values[kWords];
     const bool is_there = WaitForAll(
         call, epoch, Phase::kCounts, n_words - first, [&](int j) { return words + first + j; },
-        [&](int j) { return (first + j) % n_ranks; }, values);
+        [&](int j) { return (first + j) % n_ranks; }, values,
+        [&](uint32_t there) { clock.Look(there, first - n_experts); });
     if (!__all_sync(0xffffffffu, is_there)) {
       shared.call.failed = 1;
       return;
@@ -69,6 +72,7 @@ __device__ inline void LayOutRows(const DispatchArgs& args, DispatchShared& shar
   for (int expert = LaneIndex(); expert < n_local; expert += kWarpSize) {
     args.row_offsets[expert] = min(shared.first_row[expert * n_ranks], args.max_recv_tokens);
   }
+  CountReceived(call, shared.first_row, n_rows, args.max_recv_tokens);
   if (LaneIndex() != 0) return;
   args.row_offsets[n_local] = min(n_rows, args.max_recv_tokens);
   *args.n_dropped = max(n_rows - args.max_recv_tokens, 0);
