@@ -1,5 +1,6 @@
 // The extension module jax_ep._ffi_cuda: handlers for jax.ffi, and the p2p groups of this process.
 
+#include <cuda_runtime_api.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -91,6 +92,16 @@ nb::dict Stats(const std::string& key, int64_t ordinal) {
   return ToDict(stats);
 }
 
+nb::dict CudaVersions() {
+  int driver = 0, runtime = 0;
+  cudaDriverGetVersion(&driver);
+  cudaRuntimeGetVersion(&runtime);
+  nb::dict versions;
+  versions["CUDA driver"] = driver;
+  versions["CUDA runtime"] = runtime;
+  return versions;
+}
+
 NB_MODULE(_ffi_cuda, module) {
   module.doc() = "XLA FFI handlers of jax_ep for CUDA devices";
   module.def("targets", &Targets, "FFI targets: name -> handler.");
@@ -98,6 +109,7 @@ NB_MODULE(_ffi_cuda, module) {
       "why_no_peer_access",
       [](const std::vector<int>& devices) { return CheckPeerAccess(devices).message; },
       nb::arg("devices"), "Which of the devices does not reach which other one, or ''.");
+  module.def("cuda_versions", &CudaVersions, "As 1000 * major + 10 * minor; 0: there is none.");
   module.def("host_identity", &HostIdentity, "Equal in all processes of this host.");
   module.def(
       "share_group", [](const std::string& key) { return Registry::Instance().Share(key); },
