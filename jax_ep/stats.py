@@ -23,7 +23,8 @@ class RankStats:
         row: which group of ranks, counted over the mesh's other axes.
         rank: index along the expert-parallel axis.
         dispatch_calls: dispatches whose rows were laid out.
-        combine_calls: combines that all ranks began.
+        combine_calls: combines that all ranks began. (On `p2p`, cotangents in float32
+            may take two where the rows are bfloat16.)
         tokens_to_rank: `int64[R]`, (token, rank) pairs sent, one copy each, to this
             rank itself, too.
         bytes_to_rank: `int64[R]`, bytes of those tokens as they travel: payload and

@@ -211,9 +211,7 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "silu-input-scales": lambda: jax_ep.fused_silu(
         jnp.ones((2, 4)), np.uint32([0, 2]), input_scales=jnp.ones(1)
     ),
-    "gpu-format": lambda: init(
-        transport="p2p", token_format=jax_ep.MXFP8(), hidden_size=32
-    ),
+    "gpu-platform": lambda: init(transport="p2p"),
     "weights-twice": lambda: round_trip(
         init(), at_dispatch=True, topk_weights=jnp.ones((T, K))
     ),

@@ -40,8 +40,10 @@ Status FillOperands(const Caller& caller, Half half, const Operands& operands, c
   const Status status = caller.member.group->CombineCall(
       caller.member.rank, operands.topk_ids.dimensions()[0], half, &args.call);
   if (!status.ok()) return status;
-  args.row_vectors = RowVectors(operands.expert_out, config.row_bytes);
-  if (args.row_vectors == 0 || !ToRowType(operands.expert_out.element_type(), args.row_type) ||
+  args.row_vectors = RowVectors(operands.expert_out);
+  const int64_t row_bytes = args.row_vectors * static_cast<int64_t>(kVectorBytes);
+  if (row_bytes == 0 || row_bytes > config.row_bytes ||
+      !ToRowType(operands.expert_out.element_type(), args.row_type) ||
       operands.topk_ids.dimensions()[1] != config.top_k ||
       static_cast<int64_t>(operands.layout.element_count()) != LayoutSize(config)) {
     return InvalidArgument("combine: the operands do not fit the group");

@@ -2,7 +2,6 @@
 // the calls of one kind. Atomic additions all the same: nothing then waits for the old value.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 #include "core/stats_words.h"
@@ -40,20 +39,17 @@ __device__ inline void CountSent(const CallArgs& call, const RoutingCounts& coun
   if (threadIdx.x == 0) totals.Add(StatsWords::kInvalidIds, *counts.n_invalid);
 }
 
-// Counts a dispatch that this rank has laid out. `first_row`: [L, R]; `n_rows`: of all experts.
-// Called by one warp of the grid.
-__device__ inline void CountReceived(const CallArgs& call, const int32_t* first_row, int32_t n_rows,
-                                     int32_t max_rows) {
+// Counts a dispatch that this rank has laid out; rows_of(group): that fit. Called by one warp of
+// the grid.
+template <class RowsOf>
+__device__ void CountReceived(const CallArgs& call, int32_t n_dropped, const RowsOf& rows_of) {
   const Totals totals(call);
-  const int n_local = call.n_local_experts();
-  for (int expert = LaneIndex(); expert < n_local; expert += kWarpSize) {
-    const int32_t begin = first_row[expert * call.n_ranks];
-    const int32_t end = expert + 1 < n_local ? first_row[(expert + 1) * call.n_ranks] : n_rows;
-    totals.Add(totals.at.rows_per_expert() + expert, min(end, max_rows) - min(begin, max_rows));
+  for (int group = LaneIndex(); group < call.n_local_experts(); group += kWarpSize) {
+    totals.Add(totals.at.rows_per_expert() + group, rows_of(group));
   }
   if (LaneIndex() != 0) return;
   totals.Add(StatsWords::kDispatchCalls, 1);
-  totals.Add(StatsWords::kDroppedRows, max(n_rows - max_rows, 0));
+  totals.Add(StatsWords::kDroppedRows, n_dropped);
 }
 
 // Counts a combine that all ranks have begun. Called by one thread of the grid.
