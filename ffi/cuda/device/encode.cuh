@@ -84,15 +84,16 @@ struct Quantized {
                                 Part part) {
     const InputScale input_scale = ReadInputScale(args);
     const uint8_t* const from = TokenAt(args, token);
+    const int step = part.n_parts * kWarpElements;
+    int element = part.index * kWarpElements + LaneIndex() * kLaneElements;
+    int4 data[kVectors], next[kVectors] = {};
+    Load(args, from, element, next);
     for (int first = part.index * kWarpElements; first < args.hidden_size;
-         first += part.n_parts * kWarpElements) {
-      const int element = first + LaneIndex() * kLaneElements;
-      const bool has_elements = element < args.hidden_size;
-      int4 data[kVectors] = {};
+         first += step, element += step) {
 #pragma unroll
-      for (int i = 0; has_elements && i < kVectors; ++i) {
-        data[i] = ld_global_no_allocate(Vector(from, element / kLaneElements * kVectors + i));
-      }
+      for (int i = 0; i < kVectors; ++i) data[i] = next[i];
+      Load(args, from, element + step, next);
+      const bool has_elements = element < args.hidden_size;
       const Codes codes = Encode(data, input_scale);
       for (uint32_t left = lanes; left != 0; left &= left - 1) {
         uint8_t* const message = static_cast<uint8_t*>(ShuffleAddress(to, __ffs(left) - 1));
@@ -125,6 +126,16 @@ struct Quantized {
 
   __device__ static InputScale ReadInputScale(const DispatchArgs& args) {
     return InputScale::Make(args.input_scale == nullptr ? 1.0f : *args.input_scale);
+  }
+
+  // Leaves `data` as it is where there are no elements: what it encodes to is not stored.
+  __device__ static void Load(const DispatchArgs& args, const uint8_t* from, int element,
+                              int4 (&data)[kVectors]) {
+    if (element >= args.hidden_size) return;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      data[i] = ld_global_no_allocate(Vector(from, element / kLaneElements * kVectors + i));
+    }
   }
 
   // Called by one warp, converged.

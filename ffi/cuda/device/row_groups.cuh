@@ -101,6 +101,14 @@ __device__ __forceinline__ uint8_t* ScalesOfRow(const DispatchArgs& args,
          AtomOffset(in_group, n_atoms);
 }
 
+// Zeros follow the last of `bytes` bytes, 1 to 4.
+__device__ __forceinline__ uint32_t LoadPiece(const uint8_t* from, int32_t bytes) {
+  if (bytes == sizeof(uint32_t)) return *reinterpret_cast<const uint32_t*>(from);
+  uint32_t piece = 0;
+  for (int i = 0; i < bytes; ++i) piece |= uint32_t{from[i]} << 8 * i;
+  return piece;
+}
+
 __device__ __forceinline__ void StorePiece(uint8_t* to, int32_t bytes, uint32_t piece) {
   if (bytes == sizeof(piece)) {
     *reinterpret_cast<uint32_t*>(to) = piece;
@@ -119,11 +127,9 @@ __device__ inline void CopyScalesToEach(const DispatchArgs& args, const uint8_t*
        first += part.n_parts * kWarpSize) {
     const int i = first + LaneIndex();
     const bool is_piece = i < pieces.count;
-    uint32_t piece = 0;
-    if (is_piece && pieces.bytes == 1) piece = from[i];
-    if (is_piece && pieces.bytes > 1) piece = reinterpret_cast<const uint32_t*>(from)[i];
-    const int n_left = n_bytes - i * pieces.bytes;  // behind the last scale: zeros
-    if (n_left < 4 && n_left > 0) piece &= (1u << 8 * n_left) - 1;
+    const uint32_t piece =
+        is_piece ? LoadPiece(from + i * pieces.bytes, min(pieces.bytes, n_bytes - i * pieces.bytes))
+                 : 0;
     for (uint32_t left = lanes; left != 0; left &= left - 1) {
       uint8_t* const scales = static_cast<uint8_t*>(ShuffleAddress(to, __ffs(left) - 1));
       if (is_piece) StorePiece(scales + i * pieces.stride, pieces.bytes, piece);
@@ -131,56 +137,70 @@ __device__ inline void CopyScalesToEach(const DispatchArgs& args, const uint8_t*
   }
 }
 
-// Zeroes the scales of the rows of an atom from `n_rows` on, in every atom of a block.
-__device__ inline void ClearAtoms(uint8_t* block, int n_rows, int n_atoms) {
-  constexpr int kRowsOfLane = kAtomRows / kWarpSize;  // lane, lane + 32, ...
-  const int lane = LaneIndex();
-  for (int atom = 0; atom < n_atoms; ++atom) {
-    uint8_t* const mine = block + atom * kAtomBytes + lane * kVectorBytes;
-    if (lane >= n_rows) {
-      st_global(mine, int4{});
-      continue;
-    }
-    for (int i = 1; i < kRowsOfLane; ++i) {
-      if (lane + i * kWarpSize >= n_rows) reinterpret_cast<uint32_t*>(mine)[i] = 0;
-    }
-  }
-}
-
-// Zeroes what pads a group, and the rest of its last block of scales. Called by one warp.
-__device__ inline void ClearGroup(const DispatchArgs& args, const DispatchShared& shared,
-                                  int group) {
+// Zeroes the rows that pad a group, and their scales where those are not in atoms. Called by one
+// warp.
+__device__ inline void ClearRows(const DispatchArgs& args, const DispatchShared& shared,
+                                 int group) {
   const RowGroup rows = GroupAt(args, shared, group);
   const ScalePieces pieces = PiecesOf(args);
-  const bool has_rows_of_scales = args.scales.layout == ScalesLayout::kRowMajor ||
-                                  args.scales.layout == ScalesLayout::kTransposed;
+  const bool has_scales = args.scales.layout != ScalesLayout::kNone;
   for (int row = rows.end; row < rows.next; ++row) {
     for (int i = LaneIndex(); i < args.size.payload; i += kWarpSize) {
       st_global(Vector(RowAt(args, row), i), int4{});
     }
-    for (int i = LaneIndex(); has_rows_of_scales && i < pieces.count; i += kWarpSize) {
+    for (int i = LaneIndex(); has_scales && i < pieces.count; i += kWarpSize) {
       StorePiece(ScalesOfRow(args, shared, group, row) + i * pieces.stride, pieces.bytes, 0);
     }
     if (LaneIndex() != 0) continue;
     reinterpret_cast<int2*>(args.src_info)[row] = {kNoRow, kNoRow};
     if (args.row_weights != nullptr) args.row_weights[row] = 0.0f;
   }
-  const int n_in_last = (rows.end - rows.begin) % kAtomRows;
-  if (args.scales.layout != ScalesLayout::kAtoms || rows.next == rows.begin) return;
-  const int64_t n_atoms = AtomsPerRow(args.scales.n_scales);
-  if (n_in_last == 0 && rows.next == rows.end) return;  // the last block is full
-  uint8_t* const block =
-      args.scales.data +
-      n_atoms * kAtomBytes * (shared.first_block[group] + (rows.end - rows.begin) / kAtomRows);
-  ClearAtoms(block, n_in_last, static_cast<int>(n_atoms));
 }
 
-// Each warp takes every n_warps-th group.
+// Zeroes the scales of the rows of an atom from `n_rows` on. Called by one warp.
+__device__ inline void ClearAtom(uint8_t* atom, int n_rows) {
+  constexpr int kRowsOfLane = kAtomRows / kWarpSize;  // lane, lane + 32, ...
+  const int lane = LaneIndex();
+  uint8_t* const mine = atom + lane * kVectorBytes;
+  if (lane >= n_rows) return st_global(mine, int4{});
+#pragma unroll
+  for (int i = 1; i < kRowsOfLane; ++i) {
+    if (lane + i * kWarpSize >= n_rows) reinterpret_cast<uint32_t*>(mine)[i] = 0;
+  }
+}
+
+// Zeroes what is left of the last block of scales of each group: the atoms of all groups dealt out
+// to the warps in turn. Called by one warp of n_warps, converged.
+__device__ inline void ClearAtoms(const DispatchArgs& args, const DispatchShared& shared, int warp,
+                                  int n_warps) {
+  const auto n_atoms = static_cast<int>(AtomsPerRow(args.scales.n_scales));
+  int first = warp;  // of the group's atoms, for this warp
+  for (int base = 0; base < args.call.n_local_experts(); base += kWarpSize) {
+    const int mine = base + LaneIndex();
+    const bool exists = mine < args.call.n_local_experts();
+    const RowGroup rows = exists ? GroupAt(args, shared, mine) : RowGroup{0, 0, 0};
+    const int n_rows = (rows.end - rows.begin) % kAtomRows;  // in the last block
+    const int block = exists ? shared.first_block[mine] + (rows.end - rows.begin) / kAtomRows : 0;
+    for (uint32_t left = __ballot_sync(0xffffffffu, n_rows > 0); left != 0; left &= left - 1) {
+      const int lane = __ffs(left) - 1;
+      const int64_t first_atom = int64_t{__shfl_sync(0xffffffffu, block, lane)} * n_atoms;
+      const int n_rows_there = __shfl_sync(0xffffffffu, n_rows, lane);
+      for (; first < n_atoms; first += n_warps) {
+        ClearAtom(args.scales.data + (first_atom + first) * kAtomBytes, n_rows_there);
+      }
+      first -= n_atoms;
+    }
+  }
+}
+
+// Zeroes all that pads rows and scales. Called by one warp of n_warps, converged.
 __device__ inline void ClearPadding(const DispatchArgs& args, const DispatchShared& shared,
                                     int warp, int n_warps) {
-  for (int group = warp; group < args.call.n_local_experts(); group += n_warps) {
-    ClearGroup(args, shared, group);
+  for (int group = warp; args.row_alignment > 1 && group < args.call.n_local_experts();
+       group += n_warps) {
+    ClearRows(args, shared, group);
   }
+  if (args.scales.layout == ScalesLayout::kAtoms) ClearAtoms(args, shared, warp, n_warps);
 }
 
 }  // namespace jax_ep::p2p
