@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from jax_ep.topology import Place
+
+if TYPE_CHECKING:
+    from jax_ep.group import EPGroup
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -58,14 +61,39 @@ class RankStats:
     longest_wait_s: np.ndarray
 
     @classmethod
-    def from_counts(cls, place: Place, counts: dict[str, Any]) -> RankStats:
-        """From the counts of an extension, which `ffi/rank_stats_dict.h` names."""
-        fields: dict[str, Any] = {}
-        for name, value in counts.items():
-            if name.endswith("_ns"):
-                seconds = np.asarray(value, np.float64) * 1e-9
-                fields[name.removesuffix("_ns") + "_s"] = seconds.reshape(2, -1)
-            else:
-                is_list = isinstance(value, list)
-                fields[name] = np.asarray(value, np.int64) if is_list else value
+    def from_counts(cls, group: EPGroup, place: Place, counts: dict[str, Any]) -> Self:
+        """From the counts of an extension, which `ffi/rank_stats_dict.h` names.
+
+        They are those of the ranks that exchange tokens: of one alone, where nothing
+        travels. A shared expert is the first of a rank's experts; its rows are left
+        out.
+        """
+        fields = {name: _as_field(value) for name, value in counts.items()}
+        n_ranks, n_groups = (
+            len(fields["tokens_to_rank"]),
+            len(fields["rows_per_expert"]),
+        )
+        n_shared = n_groups - group.n_local_experts
+        sent = fields["rows_to_expert"].reshape(n_ranks, n_groups)[:, n_shared:]
+        fields["rows_to_expert"] = _by_rank(sent, group, place).reshape(-1)
+        fields["rows_per_expert"] = fields["rows_per_expert"][n_shared:]
+        for name in ("wait", "longest_wait"):
+            waits = fields.pop(f"{name}_ns").reshape(2, n_ranks) * 1e-9
+            fields[f"{name}_s"] = _by_rank(waits.T, group, place).T
+        if n_ranks != group.n_ranks:
+            for name in ("tokens_to_rank", "bytes_to_rank"):
+                fields[name] = np.zeros(group.n_ranks, np.int64)
         return cls(device=place.device.id, row=place.row, rank=place.rank, **fields)
+
+
+def _as_field(value: Any) -> Any:
+    return np.asarray(value, np.int64) if isinstance(value, list) else value
+
+
+def _by_rank(values: np.ndarray, group: EPGroup, place: Place) -> np.ndarray:
+    """`values` `[n, ...]` of all ranks; of a lone one, put where it belongs."""
+    if len(values) == group.n_ranks:
+        return values
+    result = np.zeros((group.n_ranks, *values.shape[1:]), values.dtype)
+    result[place.rank] = values[0]
+    return result

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import jax_ep
+import jax_ep.topology
 
 DP, R, L, K, H, T = 2, 4, 2, 3, 8, 5
 E = R * L
@@ -142,3 +143,53 @@ def test_without_matplotlib_the_error_names_the_extra(group, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"pip install 'jax_ep\[plot\]'"):
         jax_ep.plot_traffic(group.stats())
+
+
+def counts_of(n_ranks: int, n_groups: int) -> dict:
+    """What an extension would give: every number another one."""
+    numbers = iter(range(1, 1000))
+
+    def take(n: int) -> list[int]:
+        return [next(numbers) for _ in range(n)]
+
+    return dict(
+        dispatch_calls=next(numbers),
+        combine_calls=next(numbers),
+        invalid_ids=next(numbers),
+        dropped_rows=next(numbers),
+        tokens_to_rank=take(n_ranks),
+        bytes_to_rank=take(n_ranks),
+        rows_to_expert=take(n_ranks * n_groups),
+        rows_per_expert=take(n_groups),
+        wait_ns=take(2 * n_ranks),
+        longest_wait_ns=take(2 * n_ranks),
+    )
+
+
+def test_a_shared_experts_rows_are_left_out(group):
+    place = jax_ep.topology.local_places(group.mesh, "ep")[2]
+    counts = counts_of(R, L + 1)
+    stats = jax_ep.RankStats.from_counts(group, place, counts)
+    sent = np.reshape(counts["rows_to_expert"], (R, L + 1))[:, 1:]
+    np.testing.assert_array_equal(stats.rows_to_expert, sent.ravel())
+    np.testing.assert_array_equal(stats.rows_per_expert, counts["rows_per_expert"][1:])
+    np.testing.assert_array_equal(stats.tokens_to_rank, counts["tokens_to_rank"])
+    waits = np.reshape(counts["wait_ns"], (2, R)) * 1e-9
+    np.testing.assert_array_equal(stats.wait_s, waits)
+
+
+@pytest.mark.parametrize("n_shared", [0, 1])
+def test_a_rank_alone_sends_nothing_and_has_rows_for_its_own_experts(group, n_shared):
+    place = jax_ep.topology.local_places(group.mesh, "ep")[2]
+    counts = counts_of(1, L + n_shared)
+    stats = jax_ep.RankStats.from_counts(group, place, counts)
+    expected = np.zeros((R, L), np.int64)
+    expected[2] = counts["rows_to_expert"][n_shared:]
+    np.testing.assert_array_equal(stats.rows_to_expert, expected.ravel())
+    assert not stats.tokens_to_rank.any()
+    assert not stats.bytes_to_rank.any()
+    assert stats.tokens_to_rank.shape == stats.bytes_to_rank.shape == (R,)
+    assert stats.wait_s.shape == stats.longest_wait_s.shape == (2, R)
+    assert stats.wait_s[0, 2] == pytest.approx(counts["wait_ns"][0] * 1e-9)
+    assert (stats.dispatch_calls, stats.combine_calls) == (1, 2)
+    assert (stats.invalid_ids, stats.dropped_rows) == (3, 4)

@@ -74,7 +74,7 @@ class HostTransport(FfiTransport):
         """See `EPGroup.stats`."""
         count = functools.partial(_host_ffi.load().host_stats, group.key)
         return [
-            RankStats.from_counts(place, count(place.row, place.rank))
+            RankStats.from_counts(group, place, count(place.row, place.rank))
             for place in local_places(group.mesh, group.axis_name)
         ]
 

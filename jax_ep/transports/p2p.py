@@ -105,7 +105,7 @@ class P2pTransport(FfiTransport):
         """See `EPGroup.stats`."""
         count = functools.partial(_cuda_ffi.load().stats, group.key)
         return [
-            RankStats.from_counts(place, count(p2p_setup.ordinal(place)))
+            RankStats.from_counts(group, place, count(p2p_setup.ordinal(place)))
             for place in local_places(group.mesh, group.axis_name)
         ]
 
