@@ -230,6 +230,9 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
         init(), jax_ep.dispatch_wait, jax_ep.dispatch_async, init(timeout_s=3)
     ),
     "no-stats": lambda: init(transport="xla").stats(),
+    "mixed-stats": lambda: jax_ep.plot_traffic(
+        init().stats() + init(n_experts=2 * E).stats()
+    ),
     "closed-stats": lambda: closed_group().stats(),
     "closed-at-run": call_after_close,
     "other-devices": lambda: call(init(), mesh=make_mesh(jax.devices()[R : 2 * R])),

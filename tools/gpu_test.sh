@@ -53,6 +53,7 @@ run_suite() {
   run_tests test_grad 120 tests/test_grad.py
   run_tests test_transforms_test_independence_test_async 120 \
     tests/test_transforms.py tests/test_independence.py tests/test_async.py
+  run_tests test_cli 60 tests/test_cli.py -k bench_shows
   run_tests test_quantised_grad_test_errors 120 tests/test_quantised_grad.py tests/test_errors.py
 }
 

@@ -12,6 +12,7 @@
 #include "cuda/combine.h"
 #include "cuda/device/copy.cuh"
 #include "cuda/device/reduce.cuh"
+#include "cuda/device/stats.cuh"
 #include "cuda/device/turns.cuh"
 #include "cuda/device/units.cuh"
 #include "cuda/prepare.h"
@@ -58,18 +59,25 @@ __device__ void AnnounceCall(const CallArgs& call, const CallShared& shared) {
   }
 }
 
-// The call ends after every rank has begun it. Called by one warp of the grid.
+// The call ends after every rank has begun it. A rank says so before it sends any row: the wait
+// comes before that for rows, which it would otherwise be hidden behind. Called by one warp of the
+// grid.
 __device__ void AwaitCalls(const CallArgs& call, const CallShared& shared, CallState& state) {
   uint64_t* const begun = At<uint64_t>(call.workspace, call.map.begun.Copy(shared.copy));
+  WaitClock<1> clock(call, StatsWords::kCombine, true);
   uint32_t lagging = 0;
   bool is_there = true;
   for (int rank = LaneIndex(); is_there && rank < call.n_ranks; rank += kWarpSize) {
     uint32_t value;
-    is_there = Wait(call, shared.epoch, Phase::kBegun, begun + rank, rank, &value);
+    is_there = Wait(call, shared.epoch, Phase::kBegun, begun + rank, rank, &value,
+                    [&](uint32_t there) { clock.Look(there, rank); });
     lagging |= value;
   }
   lagging = __reduce_or_sync(0xffffffffu, lagging);
-  if (LaneIndex() == 0) state.lagging[shared.copy] = lagging;
+  is_there = __all_sync(0xffffffffu, is_there);
+  if (LaneIndex() != 0) return;
+  state.lagging[shared.copy] = lagging;
+  if (is_there) CountCombine(call);
 }
 
 // The lane of the shared expert's choice.
@@ -304,8 +312,8 @@ __global__ void __launch_bounds__(kWorkerThreads, 1)
 
   if (sends) ReturnMessages<T>(args, shared);
   if (threadIdx.x == 0) Trace(call, 2);
-  if (receives) ReceiveTokens<T>(args, shared.call);
   if (speaks && half != Half::kSend) AwaitCalls(call, shared.call, *kind.state);
+  if (receives) ReceiveTokens<T>(args, shared.call);
   if (threadIdx.x == 0 && half != Half::kReceive) CountCall(call, *kind.state, shared.call);
   EndReceive(call, kind, shared.call);
   if (threadIdx.x == 0) Trace(call, 3);

@@ -6,6 +6,7 @@
 
 #include "cuda/device/dispatch_receive.cuh"
 #include "cuda/device/dispatch_send.cuh"
+#include "cuda/device/stats.cuh"
 #include "cuda/dispatch.h"
 #include "cuda/prepare.h"
 
@@ -84,7 +85,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     __syncthreads();
   }
   const bool sends = Sends(half, call.plan), receives = Receives(half, call.plan);
-  if (is_last_block && half != Half::kReceive) SendCounts(args, shared);
+  if (is_last_block && half != Half::kReceive) {
+    SendCounts(args, shared);
+    CountSent(call, shared.totals,
+              args.size.payload * kVectorBytes + args.scales.n_scales * args.scales.scale_bytes);
+  }
   if (threadIdx.x == 0) Trace(call, 0);
 
   if (sends) SendAll<kQuantizes>(args, shared, tiles, tables + TableBytes(call));

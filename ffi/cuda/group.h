@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "core/rank_stats.h"
 #include "core/status.h"
 #include "cuda/call_args.h"
 #include "cuda/dispatch.h"
@@ -63,6 +64,9 @@ class Group {
 
   // Says which rank did not answer, and to what, once a call of `rank` has failed.
   Status CheckFailure(int rank) const;
+
+  // What the calls of `rank` that have ended so far have counted; waits for none.
+  Status Stats(int rank, RankStats* stats) const;
 
   // (dispatch, combine) x (send, recv, recv_count); nothing is staged on its way out.
   std::vector<uint64_t> BufferAddresses(int rank) const;

@@ -21,6 +21,7 @@ from jax_ep.exchange import Exchange
 from jax_ep.formats import Plain
 from jax_ep.primitives import Weighting, combine_send_p, dispatch_send_p
 from jax_ep.results import Dispatched
+from jax_ep.stats import RankStats
 from jax_ep.topology import local_places
 from jax_ep.transports import p2p_setup
 from jax_ep.transports.ffi import (
@@ -102,6 +103,14 @@ class P2pTransport(FfiTransport):
             message = _cuda_ffi.load().failure(group.key, p2p_setup.ordinal(place))
             if message:
                 raise jax.errors.JaxRuntimeError(f"Group {group.key}: {message}")
+
+    def stats(self, group: EPGroup) -> list[RankStats]:
+        """See `EPGroup.stats`."""
+        count = functools.partial(_cuda_ffi.load().stats, group.key)
+        return [
+            RankStats.from_counts(group, place, count(p2p_setup.ordinal(place)))
+            for place in local_places(group.mesh, group.axis_name)
+        ]
 
     def dev_ptrs(self, group: EPGroup) -> np.ndarray:
         """See `EPGroup.dev_ptrs`."""

@@ -8,6 +8,7 @@
 #include "cuda/device/copy.cuh"
 #include "cuda/device/dispatch_shared.cuh"
 #include "cuda/device/row_groups.cuh"
+#include "cuda/device/stats.cuh"
 #include "cuda/device/turns.cuh"
 
 namespace jax_ep::p2p {
@@ -17,6 +18,19 @@ constexpr int kReceiveUnroll = 8;
 // The receiver that writes what there is once per rank.
 __device__ __forceinline__ bool WritesResults(const CallArgs& call) {
   return call.half != Half::kSend && static_cast<int>(blockIdx.x) == FirstReceiver(call.plan);
+}
+
+// The rows of a group that fit, without padding; `n_rows` is where the last group ends.
+__device__ inline int32_t RowsOf(const DispatchArgs& args, const DispatchShared& shared, int group,
+                                 int32_t n_rows) {
+  if (HasGroups(args)) {
+    const RowGroup rows = GroupAt(args, shared, group);
+    return rows.end - rows.begin;
+  }
+  const int32_t* const first_row = shared.first_row + group * args.call.n_ranks;
+  const bool is_last = group + 1 == args.call.n_local_experts();
+  const int32_t end = is_last ? n_rows : first_row[args.call.n_ranks];
+  return min(end, args.max_recv_tokens) - min(first_row[0], args.max_recv_tokens);
 }
 
 // Role: wait for the counts of all ranks; find where the rows of each (local expert, source) begin.
@@ -31,6 +45,7 @@ __device__ inline void LayOutRows(const DispatchArgs& args, DispatchShared& shar
   const bool writes_results = WritesResults(call);
   uint64_t* const words = At<uint64_t>(call.workspace, call.map.counts.Copy(shared.call.copy));
 
+  WaitClock<kWords> clock(call, StatsWords::kDispatch, writes_results);
   int32_t n_rows = 0, max_messages = 0;
   uint32_t lagging = 0;
   for (int base = 0; base < n_words; base += kWords * kWarpSize) {
@@ -38,7 +53,8 @@ __device__ inline void LayOutRows(const DispatchArgs& args, DispatchShared& shar
     uint32_t values[kWords];
     const bool is_there = WaitForAll(
         call, epoch, Phase::kCounts, n_words - first, [&](int j) { return words + first + j; },
-        [&](int j) { return (first + j) % n_ranks; }, values);
+        [&](int j) { return (first + j) % n_ranks; }, values,
+        [&](uint32_t there) { clock.Look(there, first - n_experts); });
     if (!__all_sync(0xffffffffu, is_there)) {
       shared.call.failed = 1;
       return;
@@ -72,6 +88,7 @@ __device__ inline void LayOutRows(const DispatchArgs& args, DispatchShared& shar
   for (int expert = LaneIndex(); expert < n_local; expert += kWarpSize) {
     args.row_offsets[expert] = min(shared.first_row[expert * n_ranks], args.max_recv_tokens);
   }
+  CountReceived(call, n_dropped, [&](int group) { return RowsOf(args, shared, group, n_rows); });
   if (LaneIndex() != 0) return;
   args.row_offsets[n_local] = min(n_rows, args.max_recv_tokens);
   *args.n_dropped = n_dropped;
