@@ -1,6 +1,7 @@
 // XLA FFI -> DispatchArgs. Operands, results and attributes of the whole call are those of the host
 // transport; only the layout differs.
 
+#include "cuda/call_order.h"
 #include "cuda/dispatch.h"
 #include "cuda/format.h"
 #include "cuda/handler.h"
@@ -38,13 +39,13 @@ Status FillEncoding(const Caller& caller, ffi::Dictionary ep, const ffi::AnyBuff
   return fits ? Status{} : InvalidArgument("dispatch: the tokens do not fit the group");
 }
 
-Status FillOperands(const Caller& caller, Half half, ffi::Dictionary ep, const Operands& operands,
-                    DispatchArgs& args) {
+Status FillOperands(const Caller& caller, bool overlaps, ffi::Dictionary ep,
+                    const Operands& operands, DispatchArgs& args) {
   const int64_t n_tokens = operands.topk_ids.dimensions()[0];
   Status status = FillEncoding(caller, ep, operands.tokens, args);
   if (status.ok()) {
-    status = caller.member.group->DispatchCall(caller.member.rank, n_tokens, half, args.size,
-                                               &args.call);
+    status = caller.member.group->DispatchCall(caller.member.rank, n_tokens, Half::kBoth, args.size,
+                                               &args.call, overlaps);
   }
   if (!status.ok()) return status;
   if (operands.topk_ids.dimensions()[1] != caller.config().top_k ||
@@ -111,59 +112,20 @@ ffi::Error DispatchImpl(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi:
                         ffi::ResultBufferR0<ffi::S32> n_dropped,
                         ffi::ResultBufferR0<ffi::S32> n_invalid,
                         ffi::ResultBufferR1<ffi::S32> layout, ffi::RemainingRets optional_rets,
-                        ffi::Dictionary ep, int32_t weighting, bool, bool) {
+                        ffi::Dictionary ep, int32_t weighting, bool, bool, bool overlaps) {
   Caller caller{"dispatch", {}};
   DispatchArgs args{};
   Results results{rows, row_offsets, src_info, n_dropped, n_invalid, layout, optional_rets};
   Status status = FindCaller(ep, ordinal, caller);
   if (status.ok()) {
-    status = FillOperands(caller, Half::kBoth, ep,
+    status = FillOperands(caller, overlaps, ep,
                           {tokens, topk_ids, optional_args, HasWeights(weighting)}, args);
   }
   if (status.ok()) status = FillResults(caller, results, args);
   if (!status.ok()) return ToError(status);
   ExpectPlace(caller, place_index, args.call);
-  return ToError(LaunchDispatch(args, stream), "dispatch");
-}
-
-ffi::Error DispatchSendImpl(cudaStream_t stream, int32_t ordinal,
-                            ffi::BufferR0<ffi::S32> place_index, ffi::AnyBuffer tokens,
-                            ffi::BufferR2<ffi::S32> topk_ids, ffi::RemainingArgs optional_args,
-                            ffi::Result<ffi::AnyBuffer> ticket, ffi::Dictionary ep,
-                            int32_t weighting, bool, bool) {
-  Caller caller{"dispatch_async", {}};
-  DispatchArgs args{};
-  Status status = FindCaller(ep, ordinal, caller);
-  if (status.ok()) {
-    status = FillOperands(caller, Half::kSend, ep,
-                          {tokens, topk_ids, optional_args, HasWeights(weighting)}, args);
-  }
-  if (status.ok()) status = ToTicket(*ticket, &args.call.ticket);
-  if (!status.ok()) return ToError(status);
-  ExpectPlace(caller, place_index, args.call);
-  args.n_invalid = &args.call.ticket->n_invalid;
-  return ToError(LaunchDispatch(args, stream), "dispatch_async");
-}
-
-ffi::Error DispatchReceiveImpl(
-    cudaStream_t stream, int32_t ordinal, ffi::AnyBuffer ticket, ffi::AnyBuffer tokens,
-    ffi::BufferR2<ffi::S32> topk_ids, ffi::RemainingArgs optional_args,
-    ffi::Result<ffi::AnyBuffer> rows, ffi::ResultBufferR1<ffi::U32> row_offsets,
-    ffi::ResultBufferR2<ffi::S32> src_info, ffi::ResultBufferR0<ffi::S32> n_dropped,
-    ffi::ResultBufferR0<ffi::S32> n_invalid, ffi::ResultBufferR1<ffi::S32> layout,
-    ffi::RemainingRets optional_rets, ffi::Dictionary ep, int32_t weighting, bool, bool) {
-  Caller caller{"dispatch_wait", {}};
-  DispatchArgs args{};
-  Results results{rows, row_offsets, src_info, n_dropped, n_invalid, layout, optional_rets};
-  Status status = FindCaller(ep, ordinal, caller);
-  if (status.ok()) {
-    status = FillOperands(caller, Half::kReceive, ep,
-                          {tokens, topk_ids, optional_args, HasWeights(weighting)}, args);
-  }
-  if (status.ok()) status = FillResults(caller, results, args);
-  if (status.ok()) status = ToTicket(ticket, &args.call.ticket);
-  if (!status.ok()) return ToError(status);
-  return ToError(LaunchDispatch(args, stream), "dispatch_wait");
+  const auto launch = [&] { return LaunchDispatch(args, stream); };
+  return ToError(LaunchInOrder(ordinal, stream, overlaps, launch), "dispatch");
 }
 
 }  // namespace
@@ -189,28 +151,3 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
                        .RemainingRets()                 // row_weights?  [C], scales?
                    ),
     {ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaDispatchSend, jax_ep::p2p::DispatchSendImpl,
-                              WithAttributes(BindCall()
-                                                 .Arg<ffi::BufferR0<ffi::S32>>()  // place_index []
-                                                 .Arg<ffi::AnyBuffer>()           // tokens
-                                                 .Arg<ffi::BufferR2<ffi::S32>>()  // topk_ids
-                                                 .RemainingArgs()                 // as CudaDispatch
-                                                 .Ret<ffi::AnyBuffer>()           // ticket
-                                             ),
-                              {ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaDispatchReceive, jax_ep::p2p::DispatchReceiveImpl,
-                              WithAttributes(BindCall()
-                                                 .Arg<ffi::AnyBuffer>()           // ticket
-                                                 .Arg<ffi::AnyBuffer>()           // tokens
-                                                 .Arg<ffi::BufferR2<ffi::S32>>()  // topk_ids
-                                                 .RemainingArgs()                 // as CudaDispatch
-                                                 .Ret<ffi::AnyBuffer>()           // as CudaDispatch
-                                                 .Ret<ffi::BufferR1<ffi::U32>>()
-                                                 .Ret<ffi::BufferR2<ffi::S32>>()
-                                                 .Ret<ffi::BufferR0<ffi::S32>>()
-                                                 .Ret<ffi::BufferR0<ffi::S32>>()
-                                                 .Ret<ffi::BufferR1<ffi::S32>>()
-                                                 .RemainingRets()),
-                              {ffi::Traits::kCmdBufferCompatible});

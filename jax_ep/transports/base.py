@@ -103,8 +103,12 @@ class Transport(abc.ABC):
         """What `dispatch_wait` takes; here the whole call."""
         return self.dispatch(group, tokens, topk_ids, topk_weights, input_scale)
 
-    def dispatch_wait(self, group: EPGroup, begun: Any) -> Dispatched:
-        """What `dispatch` would have given."""
+    def then(self, begun: Any, x: Any) -> Any:
+        """See `InFlight.then`; here the call is complete."""
+        return x
+
+    def dispatch_wait(self, group: EPGroup, begun: Any, after: Any) -> Dispatched:
+        """What `dispatch` would have given; where it matters, once there is `after`."""
         return begun
 
     @abc.abstractmethod
@@ -135,6 +139,6 @@ class Transport(abc.ABC):
             group, expert_out, dispatched, topk_weights, residual, reduce=reduce
         )
 
-    def combine_wait(self, group: EPGroup, begun: Any) -> jax.Array:
-        """What `combine` would have given."""
+    def combine_wait(self, group: EPGroup, begun: Any, after: Any) -> jax.Array:
+        """What `combine` would have given; where it matters, once there is `after`."""
         return begun
