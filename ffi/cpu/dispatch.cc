@@ -6,6 +6,7 @@
 #include "core/routing.h"
 #include "cpu/chunks.h"
 #include "cpu/memory.h"
+#include "cpu/waits.h"
 
 namespace jax_ep {
 namespace {
@@ -144,6 +145,7 @@ void CountOwnChoices(DispatchArgs& args) {
 
 void DispatchAll(const Pool& pool, const std::vector<Arrival>& arrivals) {
   const int64_t n_ranks = static_cast<int64_t>(arrivals.size());
+  CountWaits(arrivals, kDispatchWaits);
   for (int64_t rank = 0; rank < n_ranks; ++rank) LayOutRows(arrivals, rank);
   const DispatchArgs& first = At(arrivals, 0);
   if (first.scales.data != nullptr || first.config.row_alignment > 1) {

@@ -2,8 +2,6 @@
 // call overlap only if it has one result (jax_ep/overlap.py). So its results are reserved before,
 // it takes them as operands and gives a ticket, and a last call gives them to the program.
 
-#include <vector>
-
 #include "cuda/handler.h"
 #include "cuda/handlers.h"
 
@@ -32,18 +30,6 @@ ffi::Error EndImpl(cudaStream_t stream, ffi::AnyBuffer, ffi::RemainingArgs opera
   return ffi::Error::Success();
 }
 
-// Whether XLA asks what the handler is, instead of calling it.
-bool IsQuery(const XLA_FFI_CallFrame* frame) {
-  const XLA_FFI_Extension_Base* const extension = frame->extension_start;
-  return extension != nullptr && extension->type == XLA_FFI_Extension_Metadata;
-}
-
-// Elements of a buffer of one axis; 0: it is none.
-size_t Length(const void* buffer) {
-  const auto* described = static_cast<const XLA_FFI_Buffer*>(buffer);
-  return described->rank == 1 ? static_cast<size_t>(described->dims[0]) : 0;
-}
-
 }  // namespace
 }  // namespace jax_ep::p2p
 
@@ -62,20 +48,3 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaDispatchEnd, jax_ep::p2p::EndImpl,
                                   .RemainingArgs()        // results of CudaDispatch
                                   .RemainingRets()        // the same
 );
-
-// Operands: those of CudaDispatch, then its results; result: the ticket, as long as those are many.
-// Not to be captured: XLA puts the two ends of a captured call in one graph, in a row.
-extern "C" XLA_FFI_Error* CudaDispatchBegin(XLA_FFI_CallFrame* frame) {
-  if (jax_ep::p2p::IsQuery(frame)) return CudaReserve(frame);
-  XLA_FFI_CallFrame whole = *frame;
-  const size_t n_results = frame->rets.size == 1 ? jax_ep::p2p::Length(frame->rets.rets[0]) : 0;
-  if (n_results >= static_cast<size_t>(frame->args.size)) {
-    return CudaReserve(frame);  // complains: the calls of overlap.py are not like that
-  }
-  whole.args.size -= static_cast<int64_t>(n_results);
-  std::vector<XLA_FFI_RetType> types(n_results, XLA_FFI_RetType_BUFFER);
-  whole.rets.size = static_cast<int64_t>(n_results);
-  whole.rets.types = types.data();
-  whole.rets.rets = frame->args.args + whole.args.size;
-  return CudaDispatch(&whole);
-}

@@ -135,19 +135,15 @@ Status Group::AllocateRank(int index) {
   CallArgs call;
   status = FillCall(index, 0, &call);
   if (!status.ok()) return status;
-  if (DispatchSharedBytes(call, config_.token_bytes) > max_shared) {
+  if (DispatchSharedBytes(call, {}) > max_shared) {
     return InvalidArgument("n_experts = " + std::to_string(config_.n_experts) +
                            " takes more shared memory than the device has.");
   }
-  rank.n_stages = 0;
-  if (compute_capability >= kBulkCopyCapability) {
-    const int32_t n_stages = DispatchStages(call, config_.token_bytes, max_shared);
-    if (n_stages >= kFewestStages) rank.n_stages = n_stages;
-  }
-  call.plan.n_stages = rank.n_stages;
+  rank.stages_bytes = compute_capability >= kBulkCopyCapability ? max_shared : 0;
   int max_blocks = 1;
-  status = ToStatus(PrepareDispatch(DispatchSharedBytes(call, config_.token_bytes), &max_blocks),
-                    "dispatch kernel");
+  status = ToStatus(
+      PrepareDispatch(std::max(rank.stages_bytes, DispatchSharedBytes(call, {})), &max_blocks),
+      "dispatch kernel");
   if (!status.ok()) return status;
   status = ToStatus(PrepareCombine(CombineSharedBytes(call), &max_blocks), "combine kernel");
   if (!status.ok()) return status;
@@ -286,12 +282,16 @@ int32_t Group::Blocks(int rank, bool overlaps) const {
   return overlaps && config_.n_sms == 0 ? std::min(n_blocks, kOverlapBlocks) : n_blocks;
 }
 
-Status Group::DispatchCall(int rank, int64_t n_tokens, Half half, CallArgs* call,
-                           bool overlaps) const {
+Status Group::DispatchCall(int rank, int64_t n_tokens, Half half, const TokenSize& size,
+                           CallArgs* call, bool overlaps) const {
   const Status status = FillCall(rank, n_tokens, call);
   call->half = half;
-  call->plan = PlanDispatch(n_tokens, config_.top_k, config_.n_ranks, Blocks(rank, overlaps));
-  if (call->plan.n_send_blocks < call->plan.n_blocks) call->plan.n_stages = ranks_[rank].n_stages;
+  call->plan = PlanDispatch(n_tokens, config_.top_k, config_.n_ranks, Blocks(rank, overlaps),
+                            /*quantizes=*/size.scales > 0);
+  if (call->plan.n_send_blocks < call->plan.n_blocks) {
+    const int32_t n_stages = DispatchStages(*call, size, ranks_[rank].stages_bytes);
+    if (n_stages >= kFewestStages) call->plan.n_stages = n_stages;
+  }
   call->plan = PlanHalf(call->plan, half);
   return status;
 }

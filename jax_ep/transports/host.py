@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import functools
+from typing import TYPE_CHECKING
 
 import jax
-import numpy as np
 
 from jax_ep import _host_ffi
 from jax_ep.config import EPConfig
 from jax_ep.exchange import Exchange
 from jax_ep.primitives import combine_grad_p
+from jax_ep.stats import RankStats
 from jax_ep.topology import local_places, places
 from jax_ep.transports.ffi import (
     FfiTransport,
@@ -52,11 +53,13 @@ class HostTransport(FfiTransport):
 
     def open(self, group: EPGroup, exchange: Exchange) -> None:
         """Registers the handlers, and tells them which device is which rank."""
+        config = group.config
         _host_ffi.register()
         _host_ffi.load().open_host_group(
             key=group.key,
             n_ranks=group.n_ranks,
-            n_experts=group.config.n_experts,
+            n_experts=config.n_experts,
+            token_bytes=config.token_format.token_bytes(config.hidden_size),
             devices=[
                 (place.device.id, place.row, place.rank)
                 for place in places(group.mesh, group.axis_name)
@@ -67,20 +70,13 @@ class HostTransport(FfiTransport):
         """Forgets the ranks."""
         _host_ffi.load().close_host_group(group.key)
 
-    def stats(self, group: EPGroup) -> list[dict[str, Any]]:
+    def stats(self, group: EPGroup) -> list[RankStats]:
         """See `EPGroup.stats`."""
-        config, extension = group.config, _host_ffi.load()
-        token_bytes = config.token_format.token_bytes(config.hidden_size)
-        result = []
-        for place in local_places(group.mesh, group.axis_name):
-            totals = extension.host_stats(group.key, place.row, place.rank)
-            totals = {
-                name: np.asarray(value, np.int64) if isinstance(value, list) else value
-                for name, value in totals.items()
-            }
-            totals["bytes_to_rank"] = totals["tokens_to_rank"] * token_bytes
-            result.append(dict(device=place.device.id, rank=place.rank, **totals))
-        return result
+        count = functools.partial(_host_ffi.load().host_stats, group.key)
+        return [
+            RankStats.from_counts(group, place, count(place.row, place.rank))
+            for place in local_places(group.mesh, group.axis_name)
+        ]
 
     def layout_shape(self, group: EPGroup, n_tokens: int) -> tuple[int, ...]:
         """`[T, K]`: the row of each choice at its destination, -1 = none."""
