@@ -38,6 +38,7 @@ class EPGroup:
         self._n_ranks = mesh.shape[axis_name]
         self._n_local_experts = config.n_local_experts(self._n_ranks)
         self._max_recv_tokens = config.max_recv_tokens(self._n_ranks)
+        self._routed = config.routed(self._n_ranks)
         self._key = _group_key(mesh, axis_name, config, transport.name)
         self._closed = False
         transport.open(self, exchange)
@@ -109,7 +110,9 @@ class EPGroup:
         `bytes_to_rank` int64[R], their bytes; `rows_to_expert` int64[E], choices of
         this rank's tokens; `rows_per_expert` int64[L], rows that arrived;
         `dropped_rows`, those that did not fit; `invalid_ids`, ids outside `[-1, E)`.
-        The calls of a backward pass count like any others.
+        The calls of a backward pass count like any others; a shared expert's rows count
+        among the dropped only. With `skip_a2a` no token is sent, and `rows_to_expert`
+        counts this rank's experts only.
 
         Raises:
             NotImplementedError: the transport keeps no totals (`xla`).

@@ -13,12 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ep import _checks
+from jax_ep import _checks, choices
 from jax_ep.formats import QuantizedFormat
 from jax_ep.group import EPGroup
 from jax_ep.results import Dispatched, InFlight
-
-_NO_EXPERT = -1
 
 
 def dispatch(
@@ -61,7 +59,7 @@ def dispatch(
         "dispatch", group, tokens, topk_ids, topk_weights, input_scale
     )
     dispatched = group._transport.dispatch(group, *operands)
-    return _complete(group, dispatched, jnp.shape(tokens)[0], operands[0], operands[3])
+    return _complete(group, dispatched, topk_ids, operands[0], operands[3])
 
 
 def dispatch_async(
@@ -86,7 +84,7 @@ def dispatch_async(
         "dispatch_async", group, tokens, topk_ids, topk_weights, input_scale
     )
     begun = group._transport.dispatch_async(group, *operands)
-    arrays = begun, operands[0], operands[3]
+    arrays = begun, topk_ids, operands[0], operands[3]
     return InFlight(arrays, "dispatch", jnp.shape(tokens)[0], group)
 
 
@@ -106,9 +104,9 @@ def dispatch_wait(group: EPGroup, in_flight: InFlight) -> Dispatched:
     """
     _checks.check_place("dispatch_wait", group)
     _checks.check_in_flight("dispatch", group, in_flight)
-    begun, tokens, input_scale = in_flight.arrays
+    begun, topk_ids, tokens, input_scale = in_flight.arrays
     dispatched = group._transport.dispatch_wait(group, begun)
-    return _complete(group, dispatched, in_flight.n_tokens, tokens, input_scale)
+    return _complete(group, dispatched, topk_ids, tokens, input_scale)
 
 
 def combine(
@@ -126,9 +124,10 @@ def combine(
     the end. Weighted at the source (`topk_weights` here) or not at all: over k in
     order. With `row_weights` (`topk_weights` given to dispatch): each rank adds its
     rows of a token in k order and sends the sum in `combine_dtype`; the source adds
-    those in rank order. A choice without a row adds nothing. Differentiable in
-    `expert_out`, `topk_weights`, `row_weights` and `residual`; the backward is a
-    dispatch, and gives zero for rows that are not in use.
+    those in rank order. A choice without a row adds nothing. A fused shared expert's
+    row is added, unweighted, to what that gives, in float32, with a cast of its own.
+    Differentiable in `expert_out`, `topk_weights`, `row_weights` and `residual`; the
+    backward is a dispatch, and gives zero for rows that are not in use.
 
     Args:
         group: the group of the dispatch.
@@ -137,8 +136,9 @@ def combine(
         dispatched: what dispatch gave.
         topk_weights: `float32[T, K]` or None.
         residual: `[T, H]` in `config.combine_dtype` or None; added in float32 before
-            the cast.
+            the (first) cast.
         reduce: False gives each choice's row, without weights: zero where it has none.
+            A shared expert's rows are no choice's, and are not in it.
 
     Returns:
         `[T, H]`, or `[T, K, H]` if not `reduce`, in `config.combine_dtype`.
@@ -153,8 +153,10 @@ def combine(
     operands = _combine_operands(
         "combine", group, expert_out, dispatched, topk_weights, residual, reduce
     )
-    out = group._transport.combine(group, *operands, reduce=reduce)
-    return out[: dispatched.topk_ids.shape[0]]
+    out = group._transport.combine(
+        group, *operands, reduce=reduce, adds_shared=_adds_shared(group, reduce)
+    )
+    return _without_padding(group, out, dispatched.topk_ids.shape[0])
 
 
 def combine_async(
@@ -178,7 +180,9 @@ def combine_async(
     operands = _combine_operands(
         "combine_async", group, expert_out, dispatched, topk_weights, residual, reduce
     )
-    begun = group._transport.combine_async(group, *operands, reduce=reduce)
+    begun = group._transport.combine_async(
+        group, *operands, reduce=reduce, adds_shared=_adds_shared(group, reduce)
+    )
     return InFlight(begun, "combine", dispatched.topk_ids.shape[0], group)
 
 
@@ -199,7 +203,7 @@ def combine_wait(group: EPGroup, in_flight: InFlight) -> jax.Array:
     _checks.check_place("combine_wait", group)
     _checks.check_in_flight("combine", group, in_flight)
     out = group._transport.combine_wait(group, in_flight.arrays)
-    return out[: in_flight.n_tokens]
+    return _without_padding(group, out, in_flight.n_tokens)
 
 
 def _dispatch_operands(
@@ -228,17 +232,19 @@ def _dispatch_operands(
             f"{operation}: tokens must have at most max_tokens_per_rank="
             f"{config.max_tokens_per_rank} rows; got {n_tokens}."
         )
-    choices = (n_tokens, config.top_k)
-    _checks.check_array(operation, "topk_ids", topk_ids, choices, "T K", jnp.int32)
+    shape = (n_tokens, config.top_k)
+    _checks.check_array(operation, "topk_ids", topk_ids, shape, "T K", jnp.int32)
     if topk_weights is not None:
         _checks.check_array(
-            operation, "topk_weights", topk_weights, choices, "T K", jnp.float32
+            operation, "topk_weights", topk_weights, shape, "T K", jnp.float32
         )
     input_scale = _checks.check_input_scale(operation, config.token_format, input_scale)
+    topk_ids = choices.route_ids(group, topk_ids)
+    topk_weights = choices.route_weights(group, topk_weights)
     return _checks.vary_alike(
         group.axis_name,
         _never_empty(tokens, 0),
-        _never_empty(topk_ids, _NO_EXPERT),
+        _never_empty(topk_ids, choices.NO_EXPERT),
         _never_empty(topk_weights, 0),
         input_scale,
     )
@@ -247,18 +253,19 @@ def _dispatch_operands(
 def _complete(
     group: EPGroup,
     dispatched: Dispatched,
-    n_tokens: int,
+    topk_ids: Any,
     tokens: jax.Array,
     input_scale: jax.Array | None,
 ) -> Dispatched:
-    """Without padding; where rows are quantised, with what they were made of."""
-    dispatched = dataclasses.replace(
-        dispatched, topk_ids=dispatched.topk_ids[:n_tokens]
-    )
+    """With the ids as given; where rows are quantised, with what they were made of."""
+    topk_ids = jnp.asarray(topk_ids)
+    (topk_ids,) = _checks.vary_alike(group.axis_name, topk_ids)
+    dispatched = dataclasses.replace(dispatched, topk_ids=topk_ids)
     if not isinstance(group.config.token_format, QuantizedFormat):
         return dispatched
+    tokens = tokens[: topk_ids.shape[0]]
     return dataclasses.replace(
-        dispatched, source_tokens=tokens[:n_tokens], input_scale=input_scale
+        dispatched, source_tokens=tokens, input_scale=input_scale
     )
 
 
@@ -282,19 +289,17 @@ def _combine_operands(
         operation, "expert_out", expert_out, rows, "C H", config.combine_dtype
     )
     if topk_weights is not None:
-        choices = (n_tokens, config.top_k)
+        shape = (n_tokens, config.top_k)
         _checks.check_array(
-            operation, "topk_weights", topk_weights, choices, "T K", jnp.float32
+            operation, "topk_weights", topk_weights, shape, "T K", jnp.float32
         )
     if residual is not None:
         tokens = (n_tokens, config.hidden_size)
         _checks.check_array(
             operation, "residual", residual, tokens, "T H", config.combine_dtype
         )
-    topk_ids = _never_empty(dispatched.topk_ids, _NO_EXPERT)
-    leaves, treedef = jax.tree.flatten(
-        dataclasses.replace(dispatched, topk_ids=topk_ids)
-    )
+    topk_weights = choices.route_weights(group, topk_weights)
+    leaves, treedef = jax.tree.flatten(_routed(group, dispatched))
     expert_out, topk_weights, residual, *leaves = _checks.vary_alike(
         group.axis_name,
         expert_out,
@@ -307,12 +312,33 @@ def _combine_operands(
 
 
 def pull_back(group: EPGroup, rows: jax.Array, dispatched: Dispatched) -> jax.Array:
-    """`[T, H]`: the plain sum of each token's rows, in the rows' dtype."""
+    """`[T, H]`: the plain sum of each token's rows, in the rows' dtype.
+
+    In k order, a fused shared expert's row last.
+    """
     n_tokens = dispatched.topk_ids.shape[0]
-    topk_ids = _never_empty(dispatched.topk_ids, _NO_EXPERT)
-    dispatched = dataclasses.replace(dispatched, topk_ids=topk_ids, row_weights=None)
-    out = group._transport.combine(group, rows, dispatched, None, None, reduce=True)
+    dispatched = dataclasses.replace(_routed(group, dispatched), row_weights=None)
+    out = group._transport.combine(
+        group, rows, dispatched, None, None, reduce=True, adds_shared=False
+    )
     return out[:n_tokens]
+
+
+def _routed(group: EPGroup, dispatched: Dispatched) -> Dispatched:
+    """With the ids that the transport knows."""
+    topk_ids = choices.route_ids(group, dispatched.topk_ids)
+    topk_ids = _never_empty(topk_ids, choices.NO_EXPERT)
+    (topk_ids,) = _checks.vary_alike(group.axis_name, topk_ids)
+    return dataclasses.replace(dispatched, topk_ids=topk_ids)
+
+
+def _adds_shared(group: EPGroup, reduce: bool) -> bool:
+    return group.config.fused_shared_expert and reduce
+
+
+def _without_padding(group: EPGroup, out: jax.Array, n_tokens: int) -> jax.Array:
+    """The T tokens; of each, if they are not summed up, the K choices."""
+    return out[:n_tokens, : group.config.top_k] if out.ndim == 3 else out[:n_tokens]
 
 
 def _check_weights(

@@ -14,13 +14,14 @@ DispatchArgs& At(const std::vector<Arrival>& arrivals, int64_t rank) {
   return static_cast<DispatchArgs&>(*arrivals[rank].args);
 }
 
-// (token, rank) pairs: what would cross a link, one copy per pair.
+// (token, rank) pairs: what would cross a link, one copy per pair. A shared expert's rows stay.
 void CountTokensToRanks(const DispatchArgs& args, std::vector<int64_t>& tokens_to_rank) {
   const EpConfig& config = args.config;
   std::vector<int64_t> last_token(config.n_ranks, -1);
   for (int64_t choice = 0; choice < args.n_tokens * config.top_k; ++choice) {
     const int32_t expert = args.topk_ids[choice];
     if (expert < 0 || expert >= config.n_experts) continue;
+    if (choice % config.top_k >= config.n_weighted_choices()) continue;
     const int64_t rank = expert / config.n_local_experts();
     const int64_t token = choice / config.top_k;
     tokens_to_rank[rank] += last_token[rank] != token;

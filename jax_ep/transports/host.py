@@ -11,7 +11,7 @@ from jax_ep import _host_ffi
 from jax_ep.config import EPConfig
 from jax_ep.exchange import Exchange
 from jax_ep.primitives import combine_grad_p
-from jax_ep.topology import local_places, places
+from jax_ep.topology import exchange_places, local_places, places
 from jax_ep.transports.ffi import (
     FfiTransport,
     Mode,
@@ -55,11 +55,11 @@ class HostTransport(FfiTransport):
         _host_ffi.register()
         _host_ffi.load().open_host_group(
             key=group.key,
-            n_ranks=group.n_ranks,
-            n_experts=group.config.n_experts,
+            n_ranks=group._routed.n_ranks,
+            n_experts=group._routed.n_experts,
             devices=[
                 (place.device.id, place.row, place.rank)
-                for place in places(group.mesh, group.axis_name)
+                for place in exchange_places(group, places(group.mesh, group.axis_name))
             ],
         )
 
@@ -72,19 +72,21 @@ class HostTransport(FfiTransport):
         config, extension = group.config, _host_ffi.load()
         token_bytes = config.token_format.token_bytes(config.hidden_size)
         result = []
-        for place in local_places(group.mesh, group.axis_name):
-            totals = extension.host_stats(group.key, place.row, place.rank)
+        here = local_places(group.mesh, group.axis_name)
+        for place, known in zip(here, exchange_places(group, here), strict=True):
+            totals = extension.host_stats(group.key, known.row, known.rank)
             totals = {
                 name: np.asarray(value, np.int64) if isinstance(value, list) else value
                 for name, value in totals.items()
             }
+            _count_experts_only(group, place.rank, totals)
             totals["bytes_to_rank"] = totals["tokens_to_rank"] * token_bytes
             result.append(dict(device=place.device.id, rank=place.rank, **totals))
         return result
 
     def layout_shape(self, group: EPGroup, n_tokens: int) -> tuple[int, ...]:
         """`[T, K]`: the row of each choice at its destination, -1 = none."""
-        return (n_tokens, group.config.top_k)
+        return (n_tokens, group._routed.top_k)
 
     def combine_backward(
         self,
@@ -107,5 +109,24 @@ class HostTransport(FfiTransport):
             group=group,
             weighting=mode.weighting,
             reduce=mode.reduce,
+            adds_shared=mode.adds_shared,
         )
         return grad_expert_out, grad_weights[0] if grad_weights else None
+
+
+def _count_experts_only(group: EPGroup, rank: int, totals: dict[str, Any]) -> None:
+    """Takes the shared expert out of totals, and puts a lone rank's where they belong.
+
+    With `skip_a2a` the handlers know this rank's experts only, and no other rank.
+    """
+    config, routed = group.config, group._routed
+    n_shared = int(config.fused_shared_expert)
+    by_group = totals["rows_to_expert"].reshape(routed.n_ranks, routed.n_groups)
+    totals["rows_per_expert"] = totals["rows_per_expert"][n_shared:]
+    totals["rows_to_expert"] = by_group[:, n_shared:].reshape(-1)
+    if not config.skip_a2a:
+        return
+    by_rank = np.zeros((group.n_ranks, group.n_local_experts), np.int64)
+    by_rank[rank] = totals["rows_to_expert"]
+    totals["rows_to_expert"] = by_rank.reshape(-1)
+    totals["tokens_to_rank"] = np.zeros(group.n_ranks, np.int64)

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 # What the kernels move at once.
 _VECTOR_BYTES = 16
+# Of a token: a lane each.
+_MOST_CHOICES = 32
 
 
 class P2pTransport(FfiTransport):
@@ -63,8 +65,10 @@ class P2pTransport(FfiTransport):
         platforms = sorted({device.platform for device in mesh.devices.flat})
         if platforms != ["gpu"]:
             return f"it serves CUDA devices; the mesh has {', '.join(platforms)}."
-        if config.top_k > 32:
-            return f"top_k must be at most 32; got {config.top_k}."
+        if config.fused_shared_expert:
+            return "it does not carry a fused shared expert yet."
+        if config.top_k > _MOST_CHOICES:
+            return f"top_k must be at most {_MOST_CHOICES}; got {config.top_k}."
         for bytes_per_token in _bytes_per_token(config):
             if bytes_per_token % _VECTOR_BYTES:
                 return (
@@ -82,9 +86,9 @@ class P2pTransport(FfiTransport):
         p2p_setup.open_buffers(
             group,
             exchange,
-            n_ranks=group.n_ranks,
-            n_experts=config.n_experts,
-            top_k=config.top_k,
+            n_ranks=group._routed.n_ranks,
+            n_experts=group._routed.n_experts,
+            top_k=group._routed.top_k,
             max_tokens_per_rank=config.max_tokens_per_rank,
             row_bytes=max(_bytes_per_token(config)),
             n_sms=config.n_sms or 0,
@@ -118,8 +122,9 @@ class P2pTransport(FfiTransport):
         The number of messages of each source rank; then, for each message that may have
         come, its token and the row of each choice.
         """
-        n_messages = group.n_ranks * group.config.max_tokens_per_rank
-        return (group.n_ranks + n_messages * (1 + group.config.top_k),)
+        routed = group._routed
+        n_messages = routed.n_ranks * group.config.max_tokens_per_rank
+        return (routed.n_ranks + n_messages * (1 + routed.top_k),)
 
     def dispatch_async(
         self,
@@ -153,6 +158,7 @@ class P2pTransport(FfiTransport):
         residual: jax.Array | None,
         *,
         reduce: bool,
+        adds_shared: bool,
     ) -> Any:
         """A ticket, and the operands: a gradient flows through the second half."""
         weighting, weights = choose_weights(dispatched, topk_weights)
@@ -161,10 +167,10 @@ class P2pTransport(FfiTransport):
             place_index(group),
             *(lax.stop_gradient(x) for x in (*operands, *present(weights))),
             group=group,
-            **Mode(weighting, reduce, has_residual=False)._asdict(),
+            **Mode(weighting, reduce, False, adds_shared)._asdict(),
         )
         return _BegunCombine(
-            ticket, expert_out, dispatched, topk_weights, residual, reduce
+            ticket, expert_out, dispatched, topk_weights, residual, reduce, adds_shared
         )
 
     def combine_wait(self, group: EPGroup, begun: Any) -> jax.Array:
@@ -176,6 +182,7 @@ class P2pTransport(FfiTransport):
             begun.topk_weights,
             begun.residual,
             reduce=begun.reduce,
+            adds_shared=begun.adds_shared,
             ticket=begun.ticket,
         )
 
@@ -206,7 +213,11 @@ class P2pTransport(FfiTransport):
         if row_weights is None:
             return _clear(rows, in_use), None
         products = rows.astype(jnp.float32) * expert_out.astype(jnp.float32)
-        dots = jnp.where(in_use, products.sum(axis=1), 0.0)
+        is_weighted = in_use
+        if mode.adds_shared:  # unweighted: the first group
+            is_weighted = in_use & (row >= routing.row_offsets[1])
+            row_weights = jnp.where(is_weighted, row_weights, 1.0)
+        dots = jnp.where(is_weighted, products.sum(axis=1), 0.0)
         grad_weights = send_back_scalars(group, dots, routing) if at_source else dots
         rows = (row_weights[:, None] * rows.astype(jnp.float32)).astype(rows.dtype)
         return _clear(rows, in_use), grad_weights
@@ -223,6 +234,7 @@ class _BegunCombine:
     topk_weights: jax.Array | None
     residual: jax.Array | None
     reduce: bool = dataclasses.field(metadata={"static": True})
+    adds_shared: bool = dataclasses.field(metadata={"static": True})
 
 
 def _bytes_per_token(config: EPConfig) -> tuple[int, int]:
