@@ -29,10 +29,11 @@ def dispatch(
 ) -> Dispatched:
     """Sends every token to the ranks that hold its experts.
 
-    Rows arrive ordered by local expert, then source rank, then token, then k. An id of
-    -1 names no expert; one outside `[-1, E)` sends nothing and is counted. A token may
-    name an expert twice, and has two rows there then. Differentiable in `tokens` and
-    `topk_weights`; the backward is a combine.
+    Rows arrive ordered by local expert, then source rank, then token, then k; with a
+    fused shared expert, this rank's own tokens come first. An id of -1 names no expert;
+    one outside `[-1, E)` sends nothing and is counted. A token may name an expert
+    twice, and has two rows there then. Differentiable in `tokens` and `topk_weights`;
+    the backward is a combine.
 
     Args:
         group: from `ep_init`.

@@ -129,32 +129,44 @@ FLAGS = {
     "skip_a2a": {"skip_a2a": True},
     "both": {"fused_shared_expert": True, "skip_a2a": True},
 }
+FLAGS_SMALL = [
+    SMALL[4].but(weights=weights, **FLAGS[name])
+    for name, weights in (
+        ("shared", "source"),
+        ("skip_a2a", "row"),
+        ("both", "none"),
+        ("both", "source"),
+        ("both", "row"),
+    )
+]
 FLAGS_ODD = [
-    case.but(**flags)
-    for flags in FLAGS.values()
-    for case in (
+    case.but(**FLAGS[name])
+    for name, case in (
         # A share of 4, 4, 4 and 3 tokens; of one token or none; no tokens at all.
-        Case(n_ranks=4, n_experts=8, top_k=2, n_tokens=15, combine_dtype="float32"),
-        Case(n_ranks=4, n_experts=8, top_k=2, n_tokens=1, weights="row"),
-        Case(n_ranks=4, n_experts=8, top_k=2, n_tokens=0),
-        Case(n_ranks=8, n_experts=8, top_k=1, max_tokens=4, token_dtype="float32"),
-        Case(n_ranks=1, n_experts=1, top_k=1, max_tokens=8, weights="none"),
-        # Fewer rows than the shared expert's; some of the others.
-        SMALL[4].but(recv_capacity=4, weights="row"),
-        SMALL[4].but(recv_capacity=29),
-        # Groups padded to multiples of 4 rows; atoms, and tokens of 32 bit.
-        Case(
-            n_ranks=4,
-            n_experts=8,
-            top_k=2,
-            n_tokens=14,
-            hidden_size=128,
-            token_format="blockwise_fp8",
-            weights="row",
+        (
+            "both",
+            Case(n_ranks=4, n_experts=8, top_k=2, n_tokens=15, combine_dtype="float32"),
         ),
-        SMALL[2].but(token_format="mxfp8", n_tokens=9),
-        SMALL[2].but(token_format="mxfp4", token_dtype="float32", weights="none"),
-        SMALL[2].but(token_format="nvfp4", input_scale=0.3, recv_capacity=12),
+        ("both", Case(n_ranks=4, n_experts=8, top_k=2, n_tokens=1, weights="row")),
+        ("both", Case(n_ranks=4, n_experts=8, top_k=2, n_tokens=0)),
+        ("shared", Case(n_ranks=4, n_experts=8, top_k=2, n_tokens=0, weights="row")),
+        ("shared", Case(n_ranks=8, n_experts=8, top_k=1, token_dtype="float32")),
+        ("both", Case(n_ranks=1, n_experts=1, top_k=1, max_tokens=8, weights="none")),
+        # Fewer rows than the shared expert's; some of the others.
+        ("shared", SMALL[4].but(recv_capacity=4, weights="row")),
+        ("shared", SMALL[4].but(recv_capacity=29)),
+        ("both", SMALL[4].but(recv_capacity=4)),
+    )
+]
+# Groups padded to multiples of 4 rows; atoms; a row for each scale.
+FLAGS_QUANTISED = [
+    SMALL[2].but(token_format=token_format, hidden_size=128, **changes, **FLAGS[name])
+    for name, token_format, changes in (
+        ("shared", "blockwise_fp8", {"n_tokens": 14, "weights": "row"}),
+        ("both", "blockwise_fp8", {"n_tokens": 13, "recv_capacity": 24}),
+        ("shared", "mxfp8", {"n_tokens": 9, "weights": "none"}),
+        ("both", "mxfp4", {"token_dtype": "float32", "scales_layout": "row_major"}),
+        ("shared", "nvfp4", {"input_scale": 0.3, "recv_capacity": 12}),
     )
 ]
 

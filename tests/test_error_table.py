@@ -161,7 +161,6 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "combine-dtype": lambda: config(combine_dtype=jnp.float16),
     "timeout-type": lambda: config(timeout_s="soon"),
     "timeout": lambda: config(timeout_s=float("inf")),
-    "later-feature": lambda: config(fused_shared_expert=True),
     "config-type": lambda: jax_ep.ep_init(make_mesh(), "ep", None),
     "flag": lambda: config(skip_a2a=0),
     "mesh-type": lambda: jax_ep.ep_init(jax.devices(), "ep", config()),
@@ -214,6 +213,7 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "gpu-format": lambda: init(
         transport="p2p", token_format=jax_ep.MXFP8(), hidden_size=32
     ),
+    "gpu-shared": lambda: init(transport="p2p", fused_shared_expert=True),
     "weights-twice": lambda: round_trip(
         init(), at_dispatch=True, topk_weights=jnp.ones((T, K))
     ),

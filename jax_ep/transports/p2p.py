@@ -62,11 +62,11 @@ class P2pTransport(FfiTransport):
         """Needs CUDA devices of one host, and the extension."""
         if isinstance(config.token_format, QuantizedFormat):
             return f"it does not carry {config.token_format.name} yet."
+        if config.fused_shared_expert:
+            return "it does not carry a fused shared expert yet."
         platforms = sorted({device.platform for device in mesh.devices.flat})
         if platforms != ["gpu"]:
             return f"it serves CUDA devices; the mesh has {', '.join(platforms)}."
-        if config.fused_shared_expert:
-            return "it does not carry a fused shared expert yet."
         if config.top_k > _MOST_CHOICES:
             return f"top_k must be at most {_MOST_CHOICES}; got {config.top_k}."
         for bytes_per_token in _bytes_per_token(config):
