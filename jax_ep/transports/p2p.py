@@ -256,7 +256,7 @@ def _send_choices(group: EPGroup, values: jax.Array, routing: Routing) -> jax.Ar
     Rows of one k stand in the same order among themselves with and without the others.
     """
     rows = jnp.zeros((), values.dtype)  # every row in use has a k
-    for k in range(values.shape[1]):
+    for k in range(group.config.top_k):
         here = jnp.arange(values.shape[1]) == k
         ids = jnp.where(here, routing.topk_ids, -1)
         sent = bind_dispatch(
