@@ -213,7 +213,6 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "gpu-format": lambda: init(
         transport="p2p", token_format=jax_ep.MXFP8(), hidden_size=32
     ),
-    "gpu-shared": lambda: init(transport="p2p", fused_shared_expert=True),
     "weights-twice": lambda: round_trip(
         init(), at_dispatch=True, topk_weights=jnp.ones((T, K))
     ),
