@@ -70,7 +70,8 @@ def _shared_ids(group: EPGroup, n_tokens: int) -> jax.Array:
         return jnp.full((n_tokens, 1), rank * group._routed.n_groups)
     token = jnp.arange(n_tokens, dtype=jnp.int32)[:, None]
     begin, end = _shared_tokens(group, n_tokens)
-    return jnp.where((token >= begin) & (token < end), 0, NO_EXPERT)
+    is_here = (token >= begin) & (token < end)
+    return jnp.where(is_here, jnp.zeros_like(token), NO_EXPERT)
 
 
 def _shared_tokens(group: EPGroup, n_tokens: int) -> tuple[Any, Any]:

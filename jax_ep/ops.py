@@ -56,11 +56,11 @@ def dispatch(
         jax.errors.JaxRuntimeError: a rank failed or did not come within
             `config.timeout_s`. When the result is used.
     """
-    operands = _dispatch_operands(
+    given, operands = _dispatch_operands(
         "dispatch", group, tokens, topk_ids, topk_weights, input_scale
     )
     dispatched = group._transport.dispatch(group, *operands)
-    return _complete(group, dispatched, topk_ids, operands[0], operands[3])
+    return _complete(group, dispatched, given, operands[0], operands[3])
 
 
 def dispatch_async(
@@ -81,11 +81,11 @@ def dispatch_async(
     Returns:
         What `dispatch_wait` takes.
     """
-    operands = _dispatch_operands(
+    given, operands = _dispatch_operands(
         "dispatch_async", group, tokens, topk_ids, topk_weights, input_scale
     )
     begun = group._transport.dispatch_async(group, *operands)
-    arrays = begun, topk_ids, operands[0], operands[3]
+    arrays = begun, given, operands[0], operands[3]
     return InFlight(arrays, "dispatch", jnp.shape(tokens)[0], group)
 
 
@@ -214,8 +214,8 @@ def _dispatch_operands(
     topk_ids: Any,
     topk_weights: Any,
     input_scale: Any,
-) -> list[Any]:
-    """Checked: tokens, `topk_ids`, `topk_weights`."""
+) -> tuple[jax.Array, list[Any]]:
+    """Checked: `topk_ids` as given; what the transport takes."""
     _checks.check_place(operation, group)
     config = group.config
     tokens, topk_ids, topk_weights = _as_arrays(tokens, topk_ids, topk_weights)
@@ -240,27 +240,25 @@ def _dispatch_operands(
             operation, "topk_weights", topk_weights, shape, "T K", jnp.float32
         )
     input_scale = _checks.check_input_scale(operation, config.token_format, input_scale)
-    topk_ids = choices.route_ids(group, topk_ids)
-    topk_weights = choices.route_weights(group, topk_weights)
-    return _checks.vary_alike(
+    topk_ids, *operands = _checks.vary_alike(
         group.axis_name,
+        topk_ids,
         _never_empty(tokens, 0),
-        _never_empty(topk_ids, choices.NO_EXPERT),
-        _never_empty(topk_weights, 0),
+        _never_empty(choices.route_ids(group, topk_ids), choices.NO_EXPERT),
+        _never_empty(choices.route_weights(group, topk_weights), 0),
         input_scale,
     )
+    return topk_ids, operands
 
 
 def _complete(
     group: EPGroup,
     dispatched: Dispatched,
-    topk_ids: Any,
+    topk_ids: jax.Array,
     tokens: jax.Array,
     input_scale: jax.Array | None,
 ) -> Dispatched:
     """With the ids as given; where rows are quantised, with what they were made of."""
-    topk_ids = jnp.asarray(topk_ids)
-    (topk_ids,) = _checks.vary_alike(group.axis_name, topk_ids)
     dispatched = dataclasses.replace(dispatched, topk_ids=topk_ids)
     if not isinstance(group.config.token_format, QuantizedFormat):
         return dispatched

@@ -166,6 +166,7 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "mesh-type": lambda: jax_ep.ep_init(jax.devices(), "ep", config()),
     "axis": lambda: jax_ep.ep_init(make_mesh(), "expert", config()),
     "experts": lambda: init(n_experts=6),
+    "shared-experts": lambda: init(n_experts=2**31 - R, fused_shared_expert=True),
     "capacity": lambda: init(recv_capacity=T * R * K + 1),
     "row-numbers": lambda: init(max_tokens_per_rank=2**30),
     "nodes": lambda: init(n_gpus_per_node=2, n_nodes=4),
