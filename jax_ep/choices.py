@@ -8,7 +8,7 @@ rows, their offsets, padding and scales, and what is dropped, need no other rule
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -54,31 +54,13 @@ def route_weights(group: EPGroup, weights: jax.Array | None) -> jax.Array | None
     return jnp.pad(weights, ((0, 0), (0, 1)), constant_values=1)
 
 
-def shared_rows(group: EPGroup, n_tokens: int) -> jax.Array:
-    """`int32[T]`: each token's row at this rank's shared expert, -1 = none."""
-    token = jnp.arange(n_tokens, dtype=jnp.int32)
-    begin, end = _shared_tokens(group, n_tokens)
-    row = token - begin
-    has_row = (row >= 0) & (token < end) & (row < group.max_recv_tokens)
-    return jnp.where(has_row, row, -1)
-
-
 def _shared_ids(group: EPGroup, n_tokens: int) -> jax.Array:
     """`int32[T, 1]`: this rank's first group; -1 for the tokens of other ranks."""
-    if not group.config.skip_a2a:
-        rank = lax.axis_index(group.axis_name)
-        return jnp.full((n_tokens, 1), rank * group._routed.n_groups)
-    token = jnp.arange(n_tokens, dtype=jnp.int32)[:, None]
-    begin, end = _shared_tokens(group, n_tokens)
-    is_here = (token >= begin) & (token < end)
-    return jnp.where(is_here, jnp.zeros_like(token), NO_EXPERT)
-
-
-def _shared_tokens(group: EPGroup, n_tokens: int) -> tuple[Any, Any]:
-    """The tokens that are this rank's shared expert's: from, to."""
-    if not group.config.skip_a2a:
-        return 0, n_tokens
     rank = lax.axis_index(group.axis_name)
+    if not group.config.skip_a2a:
+        return jnp.full((n_tokens, 1), rank * group._routed.n_groups)
     each, rest = divmod(n_tokens, group.n_ranks)  # the first ranks have one more
     begin, end = (r * each + jnp.minimum(r, rest) for r in (rank, rank + 1))
-    return begin, end
+    token = jnp.arange(n_tokens, dtype=jnp.int32)[:, None]
+    is_here = (token >= begin) & (token < end)
+    return jnp.where(is_here, jnp.zeros_like(token), NO_EXPERT)

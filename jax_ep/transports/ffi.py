@@ -67,21 +67,6 @@ class FfiTransport(Transport):
     def layout_shape(self, group: EPGroup, n_tokens: int) -> tuple[int, ...]:
         """Shape of what dispatch leaves for combine, an int32 array."""
 
-    def combine_forward(
-        self,
-        group: EPGroup,
-        mode: Mode,
-        expert_out: jax.Array,
-        weights: jax.Array | None,
-        residual: jax.Array | None,
-        routing: Routing,
-        ticket: jax.Array | None,
-    ) -> jax.Array:
-        """One custom call."""
-        return bind_combine(
-            group, mode, expert_out, routing, weights, residual, ticket=ticket
-        )
-
     @abc.abstractmethod
     def combine_backward(
         self,
@@ -296,8 +281,8 @@ def _call_combine(
     routing: Routing,
     ticket: jax.Array | None,
 ) -> jax.Array:
-    out = _transport(group).combine_forward(
-        group, mode, expert_out, weights, residual, routing, ticket
+    out = bind_combine(
+        group, mode, expert_out, routing, weights, residual, ticket=ticket
     )
     return checkpoint_name(out, COMBINE_NAME)
 

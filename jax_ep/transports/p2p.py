@@ -15,7 +15,6 @@ import numpy as np
 from jax import lax
 
 from jax_ep import _cuda_ffi
-from jax_ep.choices import NO_EXPERT, shared_rows
 from jax_ep.config import EPConfig
 from jax_ep.exchange import Exchange
 from jax_ep.formats import Plain, QuantizedFormat
@@ -24,7 +23,6 @@ from jax_ep.results import Dispatched
 from jax_ep.topology import local_places
 from jax_ep.transports import p2p_setup
 from jax_ep.transports.ffi import (
-    PLAIN_SUM,
     FfiTransport,
     Mode,
     Routing,
@@ -32,7 +30,6 @@ from jax_ep.transports.ffi import (
     choose_weights,
     place_index,
     present,
-    routing_of,
     send_back_scalars,
 )
 
@@ -43,8 +40,6 @@ if TYPE_CHECKING:
 _VECTOR_BYTES = 16
 # Of a token: a lane each.
 _MOST_CHOICES = 32
-# In place of a row: an expert of this rank, but no row. As in ffi/cuda/call_args.h.
-_DROPPED = -2
 
 
 class P2pTransport(FfiTransport):
@@ -166,15 +161,12 @@ class P2pTransport(FfiTransport):
     ) -> Any:
         """A ticket, and the operands: a gradient flows through the second half."""
         weighting, weights = choose_weights(dispatched, topk_weights)
-        routing = routing_of(dispatched)
-        if adds_shared:
-            routing = _without_shared(group, routing)
-        operands = expert_out, routing.topk_ids, routing.layout
+        operands = expert_out, dispatched.topk_ids, dispatched.layout
         ticket = combine_send_p.bind(
             place_index(group),
             *(lax.stop_gradient(x) for x in (*operands, *present(weights))),
             group=group,
-            **PLAIN_SUM._replace(weighting=weighting, reduce=reduce)._asdict(),
+            **Mode(weighting, reduce, False, adds_shared)._asdict(),
         )
         return _BegunCombine(
             ticket, expert_out, dispatched, topk_weights, residual, reduce, adds_shared
@@ -192,35 +184,6 @@ class P2pTransport(FfiTransport):
             adds_shared=begun.adds_shared,
             ticket=begun.ticket,
         )
-
-    def combine_forward(
-        self,
-        group: EPGroup,
-        mode: Mode,
-        expert_out: jax.Array,
-        weights: jax.Array | None,
-        residual: jax.Array | None,
-        routing: Routing,
-        ticket: jax.Array | None,
-    ) -> jax.Array:
-        """One custom call; XLA adds the shared expert's rows."""
-        if not mode.adds_shared:
-            return super().combine_forward(
-                group, mode, expert_out, weights, residual, routing, ticket
-            )
-        out = super().combine_forward(
-            group,
-            mode._replace(adds_shared=False),
-            expert_out,
-            weights,
-            residual,
-            _without_shared(group, routing),
-            ticket,
-        )
-        rows = shared_rows(group, out.shape[0])[:, None]
-        shared = jnp.take(expert_out, rows[:, 0], axis=0, mode="clip")
-        total = out.astype(jnp.float32) + shared.astype(jnp.float32)
-        return jnp.where(rows >= 0, total.astype(out.dtype), out)
 
     def combine_backward(
         self,
@@ -284,16 +247,6 @@ def _bytes_per_token(config: EPConfig) -> tuple[int, int]:
 def _clear(rows: jax.Array, in_use: jax.Array) -> jax.Array:
     """Zeroes the rows that are not in use, which may hold anything."""
     return jnp.where(in_use[:, None], rows, jnp.zeros((), rows.dtype))
-
-
-def _without_shared(group: EPGroup, routing: Routing) -> Routing:
-    """The last choice is none at its source, and has lost its row at its rank."""
-    n_ranks, _, top_k = group._routed
-    topk_ids = routing.topk_ids.at[:, -1].set(NO_EXPERT)
-    messages = routing.layout[n_ranks:].reshape(-1, 1 + top_k)
-    messages = messages.at[:, -1].set(_DROPPED).reshape(-1)
-    layout = jnp.concatenate([routing.layout[:n_ranks], messages])
-    return routing._replace(topk_ids=topk_ids, layout=layout)
 
 
 def _send_choices(group: EPGroup, values: jax.Array, routing: Routing) -> jax.Array:
