@@ -11,6 +11,7 @@
 #include "cpu/call_site.h"
 #include "cpu/group.h"
 #include "cpu/handlers.h"
+#include "rank_stats_dict.h"
 
 namespace nb = nanobind;
 
@@ -46,11 +47,11 @@ nb::dict HostCallSiteType() {
 
 using DeviceTuple = std::tuple<int64_t, int64_t, int64_t>;  // ordinal, row, rank
 
-void OpenHostGroup(const std::string& key, int64_t n_ranks, int64_t n_experts,
+void OpenHostGroup(const std::string& key, int64_t n_ranks, int64_t n_experts, int64_t token_bytes,
                    const std::vector<DeviceTuple>& tuples) {
   std::vector<Device> devices;
   for (const auto& [ordinal, row, rank] : tuples) devices.push_back({ordinal, row, rank});
-  HostGroups::Instance().Open(key, n_ranks, n_experts, devices);
+  HostGroups::Instance().Open(key, n_ranks, n_experts, token_bytes, devices);
 }
 
 std::shared_ptr<HostGroup> FindHostGroup(const std::string& key) {
@@ -60,16 +61,7 @@ std::shared_ptr<HostGroup> FindHostGroup(const std::string& key) {
 }
 
 nb::dict HostStats(const std::string& key, int64_t row, int64_t rank) {
-  const RankStats stats = FindHostGroup(key)->Stats(row, rank);
-  nb::dict dict;
-  dict["dispatch_calls"] = stats.dispatch_calls;
-  dict["combine_calls"] = stats.combine_calls;
-  dict["invalid_ids"] = stats.invalid_ids;
-  dict["dropped_rows"] = stats.dropped_rows;
-  dict["tokens_to_rank"] = stats.tokens_to_rank;
-  dict["rows_to_expert"] = stats.rows_to_expert;
-  dict["rows_per_expert"] = stats.rows_per_expert;
-  return dict;
+  return ToDict(FindHostGroup(key)->Stats(row, rank));
 }
 
 NB_MODULE(_ffi, module) {
@@ -77,8 +69,9 @@ NB_MODULE(_ffi, module) {
   module.def("host_targets", &HostTargets, "FFI targets: name -> stage -> handler.");
   module.def("host_call_site_type", &HostCallSiteType, "FFI type of the handlers' state.");
   module.def("open_host_group", &OpenHostGroup, nb::arg("key"), nb::arg("n_ranks"),
-             nb::arg("n_experts"), nb::arg("devices"),
-             "Opens a group; devices are (ordinal, row, rank).");
+             nb::arg("n_experts"), nb::arg("token_bytes"), nb::arg("devices"),
+             "Opens a group; token_bytes: of a token as it travels; devices are (ordinal, row, "
+             "rank).");
   module.def(
       "close_host_group", [](const std::string& key) { HostGroups::Instance().Close(key); },
       nb::arg("key"));

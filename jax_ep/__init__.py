@@ -23,7 +23,9 @@ from jax_ep.ops import (
     dispatch_async,
     dispatch_wait,
 )
+from jax_ep.plot import plot_traffic
 from jax_ep.results import Dispatched, InFlight
+from jax_ep.stats import RankStats
 from jax_ep.transports import COMBINE_NAME, DISPATCH_NAME
 
 __version__ = "0.1.0"
@@ -44,6 +46,7 @@ __all__ = [
     "Quantized",
     "QuantizedFormat",
     "QuantizedRows",
+    "RankStats",
     "TokenFormat",
     "combine",
     "combine_async",
@@ -54,4 +57,5 @@ __all__ = [
     "dispatch_wait",
     "ep_init",
     "fused_silu",
+    "plot_traffic",
 ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from types import TracebackType
-from typing import Any
 
 import jax
 import numpy as np
@@ -12,6 +11,7 @@ import numpy as np
 from jax_ep import transports
 from jax_ep.config import EPConfig
 from jax_ep.exchange import Exchange, ExchangeFn
+from jax_ep.stats import RankStats
 from jax_ep.topology import local_places
 
 
@@ -102,17 +102,11 @@ class EPGroup:
         """
         return self._transport.dev_ptrs(self)
 
-    def stats(self) -> list[dict[str, Any]]:
-        """Totals since the group was opened, one dict per device of this process.
+    def stats(self) -> list[RankStats]:
+        """Totals since the group was opened, one per device of this process.
 
-        Keys: `device` (jax.Device.id), `rank`; `dispatch_calls`, `combine_calls`;
-        `tokens_to_rank` int64[R], (token, rank) pairs sent, one copy each;
-        `bytes_to_rank` int64[R], their bytes; `rows_to_expert` int64[E], choices of
-        this rank's tokens; `rows_per_expert` int64[L], rows that arrived;
-        `dropped_rows`, those that did not fit; `invalid_ids`, ids outside `[-1, E)`.
-        The calls of a backward pass count like any others; a shared expert's rows count
-        among the dropped only. With `skip_a2a` no token is sent, and `rows_to_expert`
-        counts this rank's experts only.
+        Waits for no call: to count those that were started, wait for their results
+        first (`jax.block_until_ready`).
 
         Raises:
             NotImplementedError: the transport keeps no totals (`xla`).

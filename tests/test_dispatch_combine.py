@@ -88,27 +88,66 @@ def test_two_runs_give_the_same_bits(weights, transport):
 
 
 def test_a_groups_totals_are_the_oracles(transport):
-    if transport in ("xla", "p2p"):
-        pytest.skip(f"{transport} keeps no totals")
+    if transport == "xla":
+        pytest.skip("xla keeps no totals")
     mesh = make_mesh(4)
     # A capacity of its own, so that no other test's calls are counted.
     case = cases.SMALL[4].but(routing="out_of_range", recv_capacity=77)
     group, _ = suite.compiled(mesh, config_of(case), transport, case.weights)
     for _ in range(3):
         suite.check(case, transport, mesh)
-    routed = suite.make_inputs(case).routed
+    inputs = suite.make_inputs(case)
+    routed = inputs.routed
     for rank, totals in enumerate(group.stats()):
         sizes = np.diff(routed.row_offsets[rank].astype(int))
         sent = routed.places[rank][..., 0]
         to_rank = [(sent == r).any(axis=1).sum() for r in range(4)]
-        assert totals["rank"] == rank
-        assert totals["dispatch_calls"] == 3
-        assert totals["combine_calls"] == 6  # with and without a residual
-        assert totals["invalid_ids"] == 3 * routed.n_invalid[rank]
-        assert totals["dropped_rows"] == 3 * routed.n_dropped[rank]
-        np.testing.assert_array_equal(totals["tokens_to_rank"], np.multiply(3, to_rank))
-        if not routed.n_dropped[rank]:
-            np.testing.assert_array_equal(totals["rows_per_expert"], 3 * sizes)
+        assert totals.rank == rank
+        assert totals.dispatch_calls == 3
+        assert totals.combine_calls == 6  # with and without a residual
+        assert totals.invalid_ids == 3 * routed.n_invalid[rank]
+        assert totals.dropped_rows == 3 * routed.n_dropped[rank]
+        np.testing.assert_array_equal(totals.tokens_to_rank, np.multiply(3, to_rank))
+        token_bytes = case.hidden_size * jnp.dtype(case.token_dtype).itemsize
+        np.testing.assert_array_equal(
+            totals.bytes_to_rank, token_bytes * totals.tokens_to_rank
+        )
+        ids = inputs.topk_ids[rank]
+        chosen = [(ids == expert).sum() for expert in range(case.n_experts)]
+        np.testing.assert_array_equal(totals.rows_to_expert, np.multiply(3, chosen))
+        np.testing.assert_array_equal(totals.rows_per_expert, 3 * sizes)
+
+
+def test_waits_name_the_rank_that_is_late(transport):
+    if transport == "xla":
+        pytest.skip("xla keeps no totals")
+    mesh, late = make_mesh(4), 2
+    case = cases.SMALL[4].but(recv_capacity=78)
+    group = jax_ep.ep_init(mesh, AXIS, config_of(case), transport)
+
+    def layer(tokens, topk_ids):
+        n = jnp.where(jax.lax.axis_index(AXIS) == late, 60, 0)
+        work = jnp.full((512, 512), 1e-3) + tokens[0, 0].astype(jnp.float32)
+        work = jax.lax.fori_loop(0, n, lambda _, x: jnp.tanh(x @ x), work)
+        tokens = tokens + work[0, 0].astype(tokens.dtype)
+        dispatched = jax_ep.dispatch(group, tokens, topk_ids)
+        return jax_ep.combine(group, dispatched.tokens, dispatched)
+
+    inputs = suite.make_inputs(case)
+    operands = place(mesh, [inputs.tokens]), place(mesh, [inputs.topk_ids])
+    fn = on_mesh(mesh, layer)
+    for _ in range(2):
+        jax.block_until_ready(fn(*operands))
+    with group:
+        waits = {one.rank: (one.wait_s, one.longest_wait_s) for one in group.stats()}
+    for rank, (total, longest) in waits.items():
+        assert total.shape == longest.shape == (2, 4)
+        assert (total[:, rank] == 0).all()
+        assert (longest <= total).all()
+        assert (total <= 2 * longest + 1e-9).all()
+        if rank != late:
+            assert total[0].argmax() == late
+            assert total[0, late] > max(1e-3, waits[late][0][0, rank])
 
 
 def test_closing_a_group_leaves_an_equal_one_open(transport):

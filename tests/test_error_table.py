@@ -211,9 +211,7 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "silu-input-scales": lambda: jax_ep.fused_silu(
         jnp.ones((2, 4)), np.uint32([0, 2]), input_scales=jnp.ones(1)
     ),
-    "gpu-format": lambda: init(
-        transport="p2p", token_format=jax_ep.MXFP8(), hidden_size=32
-    ),
+    "gpu-platform": lambda: init(transport="p2p"),
     "weights-twice": lambda: round_trip(
         init(), at_dispatch=True, topk_weights=jnp.ones((T, K))
     ),
@@ -232,6 +230,9 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
         init(), jax_ep.dispatch_wait, jax_ep.dispatch_async, init(timeout_s=3)
     ),
     "no-stats": lambda: init(transport="xla").stats(),
+    "mixed-stats": lambda: jax_ep.plot_traffic(
+        init().stats() + init(n_experts=2 * E).stats()
+    ),
     "closed-stats": lambda: closed_group().stats(),
     "closed-at-run": call_after_close,
     "other-devices": lambda: call(init(), mesh=make_mesh(jax.devices()[R : 2 * R])),

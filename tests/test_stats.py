@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jax_ep
+import jax_ep.topology
 
 DP, R, L, K, H, T = 2, 4, 2, 3, 8, 5
 E = R * L
@@ -70,14 +74,15 @@ def test_stats_count_what_was_sent_received_and_dropped(group):
     for n_calls in (1, 2):
         run_layer(group, ids)
         for totals in group.stats():
-            row, rank = divmod(totals["device"], R)
-            assert totals["rank"] == rank
-            assert totals["dispatch_calls"] == totals["combine_calls"] == n_calls
+            assert isinstance(totals, jax_ep.RankStats)
+            row, rank = divmod(totals.device, R)
+            assert (totals.row, totals.rank) == (row, rank)
+            assert totals.dispatch_calls == totals.combine_calls == n_calls
             for name, expected in count(ids[row]).items():
-                np.testing.assert_array_equal(
-                    totals[name], n_calls * expected[rank], name
-                )
-    assert sum(totals["dropped_rows"] for totals in group.stats()) > 0
+                actual = getattr(totals, name)
+                np.testing.assert_array_equal(actual, n_calls * expected[rank], name)
+                assert isinstance(actual, int) or actual.dtype == np.int64
+    assert sum(totals.dropped_rows for totals in group.stats()) > 0
 
 
 def test_groups_with_equal_arguments_are_one_until_the_last_is_closed(group):
@@ -86,4 +91,105 @@ def test_groups_with_equal_arguments_are_one_until_the_last_is_closed(group):
     assert hash(twin) == hash(group)
     run_layer(twin, np.zeros((DP, R, T, K), np.int32))
     twin.close()
-    assert group.stats()[0]["dispatch_calls"] == 1
+    assert group.stats()[0].dispatch_calls == 1
+
+
+def test_the_last_rank_to_come_waits_for_nobody(group):
+    run_layer(group, np.zeros((DP, R, T, K), np.int32))
+    for row in range(DP):
+        ranks = [totals for totals in group.stats() if totals.row == row]
+        waits = np.stack([totals.wait_s for totals in ranks])  # [R, 2, R]
+        assert waits.dtype == np.float64
+        for call in range(2):
+            waited = waits[:, call]
+            assert np.isfinite(waited).all()
+            assert (waited >= 0).all()
+            assert (waited == 0).all(axis=1).any()
+            # Of two ranks, one at most has waited for the other.
+            assert (np.minimum(waited, waited.T) == 0).all()
+        for totals in ranks:
+            np.testing.assert_array_equal(totals.wait_s, totals.longest_wait_s)
+
+
+def test_traffic_is_drawn_as_it_was_counted(group, tmp_path):
+    ids = np.random.default_rng(6).integers(0, E, (DP, R, T, K)).astype(np.int32)
+    run_layer(group, ids)
+    stats = group.stats()
+    figure = jax_ep.plot_traffic(stats[::-1])
+    titles = [axes.get_title() for axes in figure.axes[:3]]
+    assert titles == ["rows sent", "ms waited in dispatch", "ms waited in combine"]
+    drawn = [np.asarray(axes.images[0].get_array()) for axes in figure.axes[:3]]
+    expected = np.concatenate([count(of_row)["rows_to_expert"] for of_row in ids])
+    np.testing.assert_array_equal(drawn[0], expected)
+    for call, matrix in enumerate(drawn[1:]):
+        waits = [1e3 * totals.wait_s[call] for totals in stats]
+        np.testing.assert_allclose(matrix, waits)
+    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert labels == [f"{row}: {rank}" for row in range(DP) for rank in range(R)]
+    figure.savefig(tmp_path / "traffic.png")
+    assert (tmp_path / "traffic.png").stat().st_size > 1000
+
+
+def test_traffic_of_no_rank_or_of_several_groups_is_refused(group):
+    with pytest.raises(ValueError, match="of one group; got .* = \\[\\]"):
+        jax_ep.plot_traffic([])
+    one = group.stats()[0]
+    other = dataclasses.replace(one, rows_to_expert=np.zeros(E + R, np.int64))
+    with pytest.raises(ValueError, match="of one group"):
+        jax_ep.plot_traffic([one, other])
+
+
+def test_without_matplotlib_the_error_names_the_extra(group, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"pip install 'jax_ep\[plot\]'"):
+        jax_ep.plot_traffic(group.stats())
+
+
+def counts_of(n_ranks: int, n_groups: int) -> dict:
+    """What an extension would give: every number another one."""
+    numbers = iter(range(1, 1000))
+
+    def take(n: int) -> list[int]:
+        return [next(numbers) for _ in range(n)]
+
+    return dict(
+        dispatch_calls=next(numbers),
+        combine_calls=next(numbers),
+        invalid_ids=next(numbers),
+        dropped_rows=next(numbers),
+        tokens_to_rank=take(n_ranks),
+        bytes_to_rank=take(n_ranks),
+        rows_to_expert=take(n_ranks * n_groups),
+        rows_per_expert=take(n_groups),
+        wait_ns=take(2 * n_ranks),
+        longest_wait_ns=take(2 * n_ranks),
+    )
+
+
+def test_a_shared_experts_rows_are_left_out(group):
+    place = jax_ep.topology.local_places(group.mesh, "ep")[2]
+    counts = counts_of(R, L + 1)
+    stats = jax_ep.RankStats.from_counts(group, place, counts)
+    sent = np.reshape(counts["rows_to_expert"], (R, L + 1))[:, 1:]
+    np.testing.assert_array_equal(stats.rows_to_expert, sent.ravel())
+    np.testing.assert_array_equal(stats.rows_per_expert, counts["rows_per_expert"][1:])
+    np.testing.assert_array_equal(stats.tokens_to_rank, counts["tokens_to_rank"])
+    waits = np.reshape(counts["wait_ns"], (2, R)) * 1e-9
+    np.testing.assert_array_equal(stats.wait_s, waits)
+
+
+@pytest.mark.parametrize("n_shared", [0, 1])
+def test_a_rank_alone_sends_nothing_and_has_rows_for_its_own_experts(group, n_shared):
+    place = jax_ep.topology.local_places(group.mesh, "ep")[2]
+    counts = counts_of(1, L + n_shared)
+    stats = jax_ep.RankStats.from_counts(group, place, counts)
+    expected = np.zeros((R, L), np.int64)
+    expected[2] = counts["rows_to_expert"][n_shared:]
+    np.testing.assert_array_equal(stats.rows_to_expert, expected.ravel())
+    assert not stats.tokens_to_rank.any()
+    assert not stats.bytes_to_rank.any()
+    assert stats.tokens_to_rank.shape == stats.bytes_to_rank.shape == (R,)
+    assert stats.wait_s.shape == stats.longest_wait_s.shape == (2, R)
+    assert stats.wait_s[0, 2] == pytest.approx(counts["wait_ns"][0] * 1e-9)
+    assert (stats.dispatch_calls, stats.combine_calls) == (1, 2)
+    assert (stats.invalid_ids, stats.dropped_rows) == (3, 4)

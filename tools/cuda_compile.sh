@@ -30,7 +30,7 @@ find_nvcc() {
 nvcc=$(find_nvcc)
 flags=(-std=c++17 -O3 -I ffi --expt-relaxed-constexpr -Xcompiler -Wall,-Wextra,-Werror
   -Werror all-warnings)
-for arch in ${CUDA_ARCHS:-80 90 100}; do
+for arch in ${CUDA_ARCHS:-80 90 100f}; do
   flags+=(-gencode "arch=compute_$arch,code=sm_$arch")
 done
 mkdir -p build/cuda-compile

@@ -53,12 +53,15 @@ run_suite() {
   run_tests test_grad 120 tests/test_grad.py
   run_tests test_transforms_test_independence_test_async 120 \
     tests/test_transforms.py tests/test_independence.py tests/test_async.py
+  run_tests test_cli 60 tests/test_cli.py -k bench_shows
+  run_tests test_quantised_grad_test_errors 120 tests/test_quantised_grad.py tests/test_errors.py
 }
 
 build_bed() {
   cmake -S . -B build/gpu-bed -DCMAKE_BUILD_TYPE=Release -DJAX_EP_CUDA=ON \
     "-DCMAKE_CUDA_ARCHITECTURES=$arch" &&
-    cmake --build build/gpu-bed --parallel 8 --target p2p_test peer_memory_test
+    cmake --build build/gpu-bed --parallel 8 \
+      --target p2p_test p2p_format_test peer_memory_test
 }
 
 run_bed() {
@@ -70,6 +73,7 @@ run_bed() {
   step bed_peer_memory 20 build/gpu-bed/peer_memory_test
   step bed_fail 60 "$bed" fail 4 "$gpus"
   step bed_cases 120 "$bed" cases 4 "$gpus" 20
+  step bed_formats 120 build/gpu-bed/p2p_format_test 4 "$gpus" 60
   step bed_2_processes_on_one_gpu 120 "$bed" processes 2 1 2 10
   step bed_4_processes_on_one_gpu 120 "$bed" processes 4 1 4 10
   step bed_8_ranks_in_2_processes 120 "$bed" processes 8 "$gpus" 2 10

@@ -28,7 +28,7 @@ def count_traffic(
 def rows_sent(group: jax_ep.EPGroup) -> NDArray[np.int64] | None:
     """Returns int[R, E], the group's own count, or None if its transport has none."""
     try:
-        ranks = sorted(group.stats(), key=lambda rank: rank["rank"])
+        ranks = sorted(group.stats(), key=lambda stats: stats.rank)
     except NotImplementedError:
         return None
-    return np.stack([rank["rows_to_expert"] for rank in ranks])
+    return np.stack([stats.rows_to_expert for stats in ranks])

@@ -1,9 +1,10 @@
 // The wire format of dispatch: what a token brings to one destination rank. The bytes are the same
 // for every destination of the token; each takes the choices that name its experts.
 //
-//   [0, token_bytes)                   the token
-//   [token_bytes, + K * 16)            MessageChoice[K]
-//   up to a multiple of 128 bytes      unused
+//   scales, up to a multiple of 16 bytes     of formats that have any
+//   payload                                  a row's bytes
+//   MessageChoice[K]
+//   up to a multiple of 128 bytes            unused
 //
 // The index of the token on its source rank is the value of the message's ready word.
 #pragma once

@@ -11,6 +11,16 @@
 #include "core/float_types.h"
 #include "core/host_device.h"
 
+// Blackwell of data centres and its family, where the compiler is told so (sm_100a, sm_100f, ...).
+#if defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM101_ALL) || \
+    defined(__CUDA_ARCH_FEAT_SM103_ALL) || defined(__CUDA_ARCH_FEAT_SM120_ALL)
+#define JAX_EP_HAS_E2M1_INSTRUCTION
+#elif defined(__CUDA_ARCH_FAMILY_SPECIFIC__)
+#if __CUDA_ARCH_FAMILY_SPECIFIC__ >= 1000
+#define JAX_EP_HAS_E2M1_INSTRUCTION
+#endif
+#endif
+
 namespace jax_ep {
 
 JAX_EP_HOST_DEVICE inline float MultiplyRn(float a, float b) {
@@ -74,6 +84,30 @@ JAX_EP_HOST_DEVICE inline uint8_t ToE2m1(float value) {
   return static_cast<uint8_t>(saturated | (FloatBits(value) >> 31) << 3);
 }
 
+// Two codes, `first` in the lower byte.
+JAX_EP_HOST_DEVICE inline uint16_t ToE4m3Pair(float first, float second) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  uint16_t codes;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(second), "f"(first));
+  return codes;
+#else
+  return static_cast<uint16_t>(ToE4m3(first) | ToE4m3(second) << 8);
+#endif
+}
+
+// Two codes, `first` in the lower half of the byte.
+JAX_EP_HOST_DEVICE inline uint8_t ToE2m1Pair(float first, float second) {
+#if defined(__CUDA_ARCH__) && defined(JAX_EP_HAS_E2M1_INSTRUCTION)
+  uint16_t codes;
+  asm("{ .reg .b8 pair; cvt.rn.satfinite.e2m1x2.f32 pair, %1, %2; cvt.u16.u8 %0, pair; }"
+      : "=h"(codes)
+      : "f"(second), "f"(first));
+  return static_cast<uint8_t>(codes);
+#else
+  return static_cast<uint8_t>(ToE2m1(first) | ToE2m1(second) << 4);
+#endif
+}
+
 // The global scale of NVFP4, with its reciprocal. One that is not positive and finite makes every
 // block zero.
 struct InputScale {
@@ -112,7 +146,15 @@ struct BlockwiseFp8 {
     return {scale, scale};
   }
   JAX_EP_HOST_DEVICE static float ScaleElement(float value, float factor) {
+#if defined(__CUDA_ARCH__)
+    // The quotient, corrected by its exact remainder: correctly rounded for every code that is not
+    // 0, since the factor and its reciprocal are normal numbers. Only -0 loses its sign.
+    const float reciprocal = __frcp_rn(factor), quotient = __fmul_rn(value, reciprocal);
+    const float remainder = __fmaf_rn(-quotient, factor, value);
+    return copysignf(__fmaf_rn(remainder, reciprocal, quotient), value);
+#else
     return DivideRn(value, factor);
+#endif
   }
 };
 

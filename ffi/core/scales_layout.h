@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string_view>
 
 #include "core/host_device.h"
 
@@ -13,6 +14,14 @@ enum class ScalesLayout : int32_t {
   kTransposed,  // float[n_scales, C]
   kAtoms,       // uint8_t[blocks, ceil(n_scales / 4), 32, 4, 4]
 };
+
+// By the name in attributes; "none" has no scales.
+inline ScalesLayout ToScalesLayout(std::string_view name) {
+  if (name == "row_major") return ScalesLayout::kRowMajor;
+  if (name == "transposed") return ScalesLayout::kTransposed;
+  if (name == "atoms") return ScalesLayout::kAtoms;
+  return ScalesLayout::kNone;
+}
 
 // An atom holds 4 scales of each of 128 rows, 512 bytes: what tcgen05 and cuBLAS read. Scale c of
 // row r of a block stands at [block, c / 4, r % 32, r / 32, c % 4]. A group's rows begin with a

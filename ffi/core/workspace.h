@@ -10,6 +10,7 @@
 
 #include "core/host_device.h"
 #include "core/message.h"
+#include "core/stats_words.h"
 
 namespace jax_ep {
 
@@ -53,6 +54,7 @@ struct Workspace {
   Region combine_state;   // CallState
   Region failed;  // uint32        not 0: a call has failed, and no call does anything any more
   Region peers;   // uint8_t*[R]    workspaces of all ranks, as this rank sees them
+  Region stats;   // uint64         see StatsWords
 
   // Written by peers; [R] is by source rank.
   Region counts;         // word[L + 1, R]     rows for each local expert; then messages
@@ -71,13 +73,15 @@ struct Workspace {
   static constexpr Workspace Plan(const WorkspaceShape& s) {
     const size_t n_ranks = s.n_ranks, max_tokens = s.max_tokens_per_rank;
     const size_t n_choices = max_tokens * s.top_k, word = sizeof(uint64_t);
+    const StatsWords stats{n_ranks, static_cast<size_t>(s.n_local_experts)};
     Workspace w{};
     w.message_bytes = MessageBytes(s.token_bytes, s.top_k);
     w.dispatch_state = After(0, sizeof(CallState));
     w.combine_state = After(w.dispatch_state.end(), sizeof(CallState));
     w.failed = After(w.combine_state.end(), sizeof(uint32_t));
     w.peers = After(w.failed.end(), n_ranks * sizeof(void*));
-    w.counts = After(w.peers.end(), n_ranks * (s.n_local_experts + 1) * word, kCopies);
+    w.stats = After(w.peers.end(), stats.n_words() * word);
+    w.counts = After(w.stats.end(), n_ranks * (s.n_local_experts + 1) * word, kCopies);
     w.arrived = After(w.counts.end(), n_ranks * max_tokens * word, kCopies);
     w.begun = After(w.arrived.end(), n_ranks * word, kCopies);
     w.dispatch_done = After(w.begun.end(), n_ranks * word, kCopies);

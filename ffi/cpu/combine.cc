@@ -7,6 +7,7 @@
 #include "cpu/chunks.h"
 #include "cpu/memory.h"
 #include "cpu/rows.h"
+#include "cpu/waits.h"
 
 namespace jax_ep {
 namespace {
@@ -136,6 +137,7 @@ void Begin(const CombineArgs& args, int64_t row_bytes) {
 void CombineAll(const Pool& pool, const std::vector<Arrival>& arrivals) {
   const CombineArgs& first = At(arrivals, 0);
   const int64_t n_ranks = static_cast<int64_t>(arrivals.size());
+  CountWaits(arrivals, kCombineWaits);
   VisitRowType(first.row_type, [&](auto type) {
     using T = decltype(type);
     const int64_t row_bytes = first.row_size * static_cast<int64_t>(sizeof(T));

@@ -6,6 +6,7 @@
 #include "core/routing.h"
 #include "cpu/chunks.h"
 #include "cpu/memory.h"
+#include "cpu/waits.h"
 
 namespace jax_ep {
 namespace {
@@ -14,14 +15,13 @@ DispatchArgs& At(const std::vector<Arrival>& arrivals, int64_t rank) {
   return static_cast<DispatchArgs&>(*arrivals[rank].args);
 }
 
-// (token, rank) pairs: what would cross a link, one copy per pair. A shared expert's rows stay.
+// (token, rank) pairs: what would cross a link, one copy per pair.
 void CountTokensToRanks(const DispatchArgs& args, std::vector<int64_t>& tokens_to_rank) {
   const EpConfig& config = args.config;
   std::vector<int64_t> last_token(config.n_ranks, -1);
   for (int64_t choice = 0; choice < args.n_tokens * config.top_k; ++choice) {
     const int32_t expert = args.topk_ids[choice];
     if (expert < 0 || expert >= config.n_experts) continue;
-    if (choice % config.top_k >= config.n_weighted_choices()) continue;
     const int64_t rank = expert / config.n_local_experts();
     const int64_t token = choice / config.top_k;
     tokens_to_rank[rank] += last_token[rank] != token;
@@ -145,6 +145,7 @@ void CountOwnChoices(DispatchArgs& args) {
 
 void DispatchAll(const Pool& pool, const std::vector<Arrival>& arrivals) {
   const int64_t n_ranks = static_cast<int64_t>(arrivals.size());
+  CountWaits(arrivals, kDispatchWaits);
   for (int64_t rank = 0; rank < n_ranks; ++rank) LayOutRows(arrivals, rank);
   const DispatchArgs& first = At(arrivals, 0);
   if (first.scales.data != nullptr || first.config.row_alignment > 1) {

@@ -13,14 +13,6 @@
 namespace jax_ep {
 namespace {
 
-// "none" has no scales.
-ScalesLayout ToScalesLayout(std::string_view name) {
-  if (name == "row_major") return ScalesLayout::kRowMajor;
-  if (name == "transposed") return ScalesLayout::kTransposed;
-  if (name == "atoms") return ScalesLayout::kAtoms;
-  return ScalesLayout::kNone;
-}
-
 // How tokens of this type become rows of the call's format.
 Status FindEncoding(const Call& call, ffi::DataType token_type, DispatchArgs& args) {
   const EpConfig& config = call.config();

@@ -4,14 +4,12 @@
 
 namespace jax_ep {
 
-HostGroup::HostGroup(int64_t n_ranks, int64_t n_experts, const std::vector<Device>& devices)
-    : n_ranks_(n_ranks) {
+HostGroup::HostGroup(int64_t n_ranks, int64_t n_experts, int64_t token_bytes,
+                     const std::vector<Device>& devices)
+    : token_bytes_(token_bytes) {
   for (const Device& device : devices) {
     devices_[device.ordinal] = device;
-    RankStats& stats = stats_[{device.row, device.rank}];
-    stats.tokens_to_rank.resize(n_ranks_);
-    stats.rows_to_expert.resize(n_experts);
-    stats.rows_per_expert.resize(n_experts / n_ranks_);
+    stats_[{device.row, device.rank}] = RankStats(n_ranks, n_experts);
   }
 }
 
@@ -23,7 +21,11 @@ std::optional<Device> HostGroup::Find(int64_t ordinal) const {
 
 RankStats HostGroup::Stats(int64_t row, int64_t rank) const {
   std::lock_guard lock(mutex_);
-  return stats_.at({row, rank});
+  RankStats stats = stats_.at({row, rank});
+  for (size_t peer = 0; peer < stats.bytes_to_rank.size(); ++peer) {
+    stats.bytes_to_rank[peer] = stats.tokens_to_rank[peer] * token_bytes_;
+  }
+  return stats;
 }
 
 void HostGroup::FailNext(int64_t ordinal, std::string message) {
@@ -46,13 +48,13 @@ HostGroups& HostGroups::Instance() {
 }
 
 void HostGroups::Open(const std::string& key, int64_t n_ranks, int64_t n_experts,
-                      const std::vector<Device>& devices) {
+                      int64_t token_bytes, const std::vector<Device>& devices) {
   std::lock_guard lock(mutex_);
   const auto it = groups_.find(key);
   if (it != groups_.end()) {
     ++it->second.n_open;
   } else {
-    groups_[key] = {std::make_shared<HostGroup>(n_ranks, n_experts, devices), 1};
+    groups_[key] = {std::make_shared<HostGroup>(n_ranks, n_experts, token_bytes, devices), 1};
   }
 }
 

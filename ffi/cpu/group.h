@@ -11,18 +11,9 @@
 #include <string_view>
 #include <vector>
 
-namespace jax_ep {
+#include "core/rank_stats.h"
 
-// Totals of one rank since the group was opened.
-struct RankStats {
-  int64_t dispatch_calls = 0;
-  int64_t combine_calls = 0;
-  int64_t invalid_ids = 0;               // ids of this rank outside [-1, n_experts)
-  int64_t dropped_rows = 0;              // rows for this rank's experts beyond its capacity
-  std::vector<int64_t> tokens_to_rank;   // [n_ranks] (token, rank) pairs that left this rank
-  std::vector<int64_t> rows_to_expert;   // [n_experts] choices of this rank's tokens
-  std::vector<int64_t> rows_per_expert;  // [n_local_experts] rows that arrived here and fitted
-};
+namespace jax_ep {
 
 struct Device {
   int64_t ordinal;  // jax.Device.id
@@ -32,7 +23,9 @@ struct Device {
 
 class HostGroup {
  public:
-  HostGroup(int64_t n_ranks, int64_t n_experts, const std::vector<Device>& devices);
+  // `token_bytes`: of a token as it travels.
+  HostGroup(int64_t n_ranks, int64_t n_experts, int64_t token_bytes,
+            const std::vector<Device>& devices);
 
   // Nothing if the device is not in the group.
   std::optional<Device> Find(int64_t ordinal) const;
@@ -50,7 +43,7 @@ class HostGroup {
   std::optional<std::string> TakeFailure(int64_t ordinal);
 
  private:
-  const int64_t n_ranks_;
+  const int64_t token_bytes_;
   std::map<int64_t, Device> devices_;  // by ordinal
   mutable std::mutex mutex_;
   std::map<std::pair<int64_t, int64_t>, RankStats> stats_;  // by (row, rank)
@@ -62,7 +55,7 @@ class HostGroups {
  public:
   static HostGroups& Instance();
 
-  void Open(const std::string& key, int64_t n_ranks, int64_t n_experts,
+  void Open(const std::string& key, int64_t n_ranks, int64_t n_experts, int64_t token_bytes,
             const std::vector<Device>& devices);
   void Close(const std::string& key);
   std::shared_ptr<HostGroup> Find(std::string_view key) const;  // null if not open

@@ -72,6 +72,7 @@ std::vector<Arrival> Rendezvous::Arrive(const CallKey& key, const CallInfo& info
     Fail(key.run_id, status);
     return {};
   }
+  arrival.when = Clock::now();
   call.arrivals.push_back(std::move(arrival));
   if (static_cast<int64_t>(call.arrivals.size()) < info.n_ranks) {
     if (is_first) AddDeadline(key, call);

@@ -33,6 +33,7 @@ struct Arrival {
   int64_t rank;
   std::unique_ptr<RankArgs> args;
   Complete complete;
+  std::chrono::steady_clock::time_point when{};  // by Arrive
 };
 
 // One call of one row of the mesh. A call site is a custom call of an executable; XLA:CPU gives all

@@ -5,12 +5,14 @@
 //
 // A returned row lies in the source's workspace at [token, k]; a sum, and the word that publishes
 // all of a message's rows, at the token's first choice on the sending rank. The word's value says
-// which choices have rows: those that dispatch dropped have none.
+// which choices have rows: those that dispatch dropped have none. A shared expert's row does not
+// travel: it is on the token's own rank, and what stands at [token, k] is its number.
 
 #include "core/routing.h"
 #include "cuda/combine.h"
 #include "cuda/device/copy.cuh"
 #include "cuda/device/reduce.cuh"
+#include "cuda/device/stats.cuh"
 #include "cuda/device/turns.cuh"
 #include "cuda/device/units.cuh"
 #include "cuda/prepare.h"
@@ -57,18 +59,30 @@ __device__ void AnnounceCall(const CallArgs& call, const CallShared& shared) {
   }
 }
 
-// The call ends after every rank has begun it. Called by one warp of the grid.
+// The call ends after every rank has begun it. A rank says so before it sends any row: the wait
+// comes before that for rows, which it would otherwise be hidden behind. Called by one warp of the
+// grid.
 __device__ void AwaitCalls(const CallArgs& call, const CallShared& shared, CallState& state) {
   uint64_t* const begun = At<uint64_t>(call.workspace, call.map.begun.Copy(shared.copy));
+  WaitClock<1> clock(call, StatsWords::kCombine, true);
   uint32_t lagging = 0;
   bool is_there = true;
   for (int rank = LaneIndex(); is_there && rank < call.n_ranks; rank += kWarpSize) {
     uint32_t value;
-    is_there = Wait(call, shared.epoch, Phase::kBegun, begun + rank, rank, &value);
+    is_there = Wait(call, shared.epoch, Phase::kBegun, begun + rank, rank, &value,
+                    [&](uint32_t there) { clock.Look(there, rank); });
     lagging |= value;
   }
   lagging = __reduce_or_sync(0xffffffffu, lagging);
-  if (LaneIndex() == 0) state.lagging[shared.copy] = lagging;
+  is_there = __all_sync(0xffffffffu, is_there);
+  if (LaneIndex() != 0) return;
+  state.lagging[shared.copy] = lagging;
+  if (is_there) CountCombine(call);
+}
+
+// The lane of the shared expert's choice.
+__device__ __forceinline__ uint32_t SharedLane(const CombineArgs& args) {
+  return args.adds_shared ? 1u << (args.call.top_k - 1) : 0;
 }
 
 // A message that dispatch brought, a lane per choice.
@@ -97,14 +111,18 @@ __device__ void ReturnMessage(const CombineArgs& args, const CallShared& shared,
   uint8_t* const source = shared.peers[rank];
   uint8_t* const to = source + call.map.rows.Copy(shared.copy) + choice * row_bytes;
   const uint8_t* const from = args.expert_out + row * row_bytes;
+  const uint32_t returned_rows = present & ~SharedLane(args);
+  if (unit.part.index == 0 && (present & SharedLane(args) & 1u << LaneIndex()) != 0) {
+    *reinterpret_cast<int32_t*>(to + LaneIndex() * row_bytes) = row;
+  }
   if (SumsAtExperts(args)) {
     const float weight = row >= 0 ? __ldg(args.row_weights + row) : 0.0f;
-    if (present != 0) {
-      SumRows<T, kSumUnroll>({from, weight, present}, nullptr, to + first_choice * row_bytes,
+    if (returned_rows != 0) {
+      SumRows<T, kSumUnroll>({from, weight, returned_rows}, {}, to + first_choice * row_bytes,
                              args.row_vectors, unit.part);
     }
   } else {
-    for (uint32_t left = present; left != 0; left &= left - 1) {
+    for (uint32_t left = returned_rows; left != 0; left &= left - 1) {
       const int k = __ffs(left) - 1;
       const void* const one = ShuffleAddress(const_cast<uint8_t*>(from), k);
       CopyToEach<kCopyUnroll>(one, to + k * row_bytes, 1, args.row_vectors, unit.part);
@@ -169,7 +187,9 @@ __device__ bool AwaitToken(const CombineArgs& args, const CallShared& shared, in
   choices.first = __ballot_sync(0xffffffffu, is_first);
   choices.present = __reduce_or_sync(0xffffffffu, present);
   // A rank whose rows were all dropped returns no sum.
-  if (SumsAtExperts(args)) choices.first = __ballot_sync(0xffffffffu, present != 0);
+  if (SumsAtExperts(args)) {
+    choices.first = __ballot_sync(0xffffffffu, (present & ~SharedLane(args)) != 0);
+  }
   return __all_sync(0xffffffffu, is_there);
 }
 
@@ -188,7 +208,8 @@ __device__ void ReduceToken(const CombineArgs& args, const uint8_t* rows, const 
                             int token, Part part) {
   const int lane = LaneIndex();
   const size_t row_bytes = RowBytes(args);
-  Terms terms{rows + lane * row_bytes, 1.0f, choices.present};
+  const uint32_t shared_lane = SharedLane(args);
+  Terms terms{rows + lane * row_bytes, 1.0f, choices.present & ~shared_lane};
   if (SumsAtExperts(args)) {
     // One sum per rank, in order of the ranks: lane i takes the i-th rank's.
     const int order = Order(choices.rank, choices.first);
@@ -203,9 +224,13 @@ __device__ void ReduceToken(const CombineArgs& args, const uint8_t* rows, const 
   } else if (args.weighting == Weighting::kSource && lane < args.call.top_k) {
     terms.weight = __ldg(args.topk_weights + static_cast<size_t>(token) * args.call.top_k + lane);
   }
-  const void* const residual =
-      args.residual == nullptr ? nullptr : args.residual + token * row_bytes;
-  SumRows<T, kSumUnroll>(terms, residual, args.out + token * row_bytes, args.row_vectors, part);
+  Extra extra{};
+  if (args.residual != nullptr) extra.residual = args.residual + token * row_bytes;
+  if ((choices.present & shared_lane) != 0) {
+    const uint8_t* const number = rows + (args.call.top_k - 1) * row_bytes;
+    extra.shared_row = args.expert_out + *reinterpret_cast<const int32_t*>(number) * row_bytes;
+  }
+  SumRows<T, kSumUnroll>(terms, extra, args.out + token * row_bytes, args.row_vectors, part);
 }
 
 // Copies what has been returned for a token, zeros for choices that have no row. Called by a unit.
@@ -287,8 +312,8 @@ __global__ void __launch_bounds__(kWorkerThreads, 1)
 
   if (sends) ReturnMessages<T>(args, shared);
   if (threadIdx.x == 0) Trace(call, 2);
-  if (receives) ReceiveTokens<T>(args, shared.call);
   if (speaks && half != Half::kSend) AwaitCalls(call, shared.call, *kind.state);
+  if (receives) ReceiveTokens<T>(args, shared.call);
   if (threadIdx.x == 0 && half != Half::kReceive) CountCall(call, *kind.state, shared.call);
   EndReceive(call, kind, shared.call);
   if (threadIdx.x == 0) Trace(call, 3);

@@ -16,6 +16,7 @@ struct CombineArgs {
   RowType row_type;
   Weighting weighting;
   bool reduce;
+  bool adds_shared;  // the last choice is a shared expert's, here; its row is added after the cast
 
   const uint8_t* expert_out;  // [C, row_bytes]
   const int32_t* topk_ids;    // [T, K]

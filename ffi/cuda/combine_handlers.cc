@@ -19,7 +19,10 @@ struct Mode {
   Weighting weighting;
   bool reduce;
   bool has_residual;
+  bool adds_shared;
 };
+
+bool AddsShared(ffi::Dictionary ep) { return ep.get<bool>("fused_shared_expert").value_or(false); }
 
 Status FillWeights(const Operands& operands, const Mode& mode, CombineArgs& args) {
   size_t next = 0;
@@ -40,14 +43,17 @@ Status FillOperands(const Caller& caller, Half half, const Operands& operands, c
   const Status status = caller.member.group->CombineCall(
       caller.member.rank, operands.topk_ids.dimensions()[0], half, &args.call);
   if (!status.ok()) return status;
-  args.row_vectors = RowVectors(operands.expert_out, config.row_bytes);
-  if (args.row_vectors == 0 || !ToRowType(operands.expert_out.element_type(), args.row_type) ||
+  args.row_vectors = RowVectors(operands.expert_out);
+  const int64_t row_bytes = args.row_vectors * static_cast<int64_t>(kVectorBytes);
+  if (row_bytes == 0 || row_bytes > config.row_bytes ||
+      !ToRowType(operands.expert_out.element_type(), args.row_type) ||
       operands.topk_ids.dimensions()[1] != config.top_k ||
       static_cast<int64_t>(operands.layout.element_count()) != LayoutSize(config)) {
     return InvalidArgument("combine: the operands do not fit the group");
   }
   args.weighting = mode.weighting;
   args.reduce = mode.reduce;
+  args.adds_shared = mode.adds_shared;
   args.expert_out = static_cast<const uint8_t*>(operands.expert_out.untyped_data());
   args.topk_ids = operands.topk_ids.typed_data();
   args.n_messages = operands.layout.typed_data();
@@ -75,7 +81,8 @@ ffi::Error CombineImpl(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi::
   Status status = FindCaller(ep, ordinal, caller);
   if (status.ok()) {
     status = FillOperands(caller, Half::kBoth, {expert_out, topk_ids, layout, optional_args},
-                          {static_cast<Weighting>(weighting), reduce, has_residual}, args);
+                          {static_cast<Weighting>(weighting), reduce, has_residual, AddsShared(ep)},
+                          args);
   }
   if (status.ok()) status = FillResult(caller, out, args);
   if (!status.ok()) return ToError(status);
@@ -93,7 +100,8 @@ ffi::Error CombineSendImpl(cudaStream_t stream, int32_t ordinal,
   Status status = FindCaller(ep, ordinal, caller);
   if (status.ok()) {
     status = FillOperands(caller, Half::kSend, {expert_out, topk_ids, layout, optional_args},
-                          {static_cast<Weighting>(weighting), reduce, has_residual}, args);
+                          {static_cast<Weighting>(weighting), reduce, has_residual, AddsShared(ep)},
+                          args);
   }
   if (status.ok()) status = ToTicket(*ticket, &args.call.ticket);
   if (!status.ok()) return ToError(status);
@@ -111,7 +119,8 @@ ffi::Error CombineReceiveImpl(cudaStream_t stream, int32_t ordinal, ffi::AnyBuff
   Status status = FindCaller(ep, ordinal, caller);
   if (status.ok()) {
     status = FillOperands(caller, Half::kReceive, {expert_out, topk_ids, layout, optional_args},
-                          {static_cast<Weighting>(weighting), reduce, has_residual}, args);
+                          {static_cast<Weighting>(weighting), reduce, has_residual, AddsShared(ep)},
+                          args);
   }
   if (status.ok()) status = FillResult(caller, out, args);
   if (status.ok()) status = ToTicket(ticket, &args.call.ticket);

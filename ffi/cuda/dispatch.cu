@@ -1,10 +1,12 @@
 // The dispatch kernel: the sending half, the receiving half, or both. In a whole call every block
-// that sends receives afterwards, or others receive meanwhile.
+// that sends receives afterwards, or others receive meanwhile. There are two: for tokens that
+// travel as they are, and for those that are quantised on their way out.
 
 #include <algorithm>
 
 #include "cuda/device/dispatch_receive.cuh"
 #include "cuda/device/dispatch_send.cuh"
+#include "cuda/device/stats.cuh"
 #include "cuda/dispatch.h"
 #include "cuda/prepare.h"
 
@@ -26,21 +28,33 @@ __device__ void EndCounts(const CallArgs& call, CallState& state, const CallShar
 __device__ void BeginSend(const DispatchArgs& args, const DispatchShared& shared,
                           const Tiles& tiles, bool counts) {
   if (IsWorker()) {
+    const bool numbers = blockIdx.x < args.call.plan.n_send_blocks;
+    if (numbers && args.call.plan.n_stages == 0) PrefetchFirstTile(args, tiles);
     if (counts) CountAllTokens(args, shared);
-    if (blockIdx.x < args.call.plan.n_send_blocks) NumberFirstTile(args, shared, tiles);
+    if (numbers) NumberFirstTile(args, shared, tiles);
   } else if (counts) {
     SystemFence();  // see SendCounts; takes as long as counting
   }
 }
 
 // Roles of a block that sends: number tokens, send them. Called by a block.
+template <bool kQuantizes>
 __device__ void SendAll(const DispatchArgs& args, const DispatchShared& shared, const Tiles& tiles,
                         uint8_t* stages) {
   if (!IsWorker()) return NumberNextTiles(args, shared, tiles);
-  if (args.call.plan.n_stages == 0) return SendTokens(args, shared, tiles);
-  SendTokensInBulk(args, shared, tiles, stages);
+  const auto send = [&](auto encoded) {
+    using Encoded = decltype(encoded);
+    if (args.call.plan.n_stages == 0) return SendTokens<Encoded>(args, shared, tiles);
+    SendTokensInBulk<Encoded>(args, shared, tiles, stages);
+  };
+  if constexpr (kQuantizes) {
+    VisitEncoding(args, send);
+  } else {
+    send(AsItIs{});
+  }
 }
 
+template <bool kQuantizes>
 __global__ void __launch_bounds__(kThreads, 1)
     DispatchKernel(const __grid_constant__ DispatchArgs args) {
   extern __shared__ __align__(128) uint8_t tables[];
@@ -71,16 +85,20 @@ __global__ void __launch_bounds__(kThreads, 1)
     __syncthreads();
   }
   const bool sends = Sends(half, call.plan), receives = Receives(half, call.plan);
-  if (is_last_block && half != Half::kReceive) SendCounts(args, shared);
+  if (is_last_block && half != Half::kReceive) {
+    SendCounts(args, shared);
+    CountSent(call, shared.totals,
+              args.size.payload * kVectorBytes + args.scales.n_scales * args.scales.scale_bytes);
+  }
   if (threadIdx.x == 0) Trace(call, 0);
 
-  if (sends) SendAll(args, shared, tiles, tables + TableBytes(call));
+  if (sends) SendAll<kQuantizes>(args, shared, tiles, tables + TableBytes(call));
   if (!IsWorker() && receives) LayOutRows(args, shared);
   if (threadIdx.x == kWorkerThreads) Trace(call, 1);
   if (threadIdx.x == 0) Trace(call, 2);
   __syncthreads();
   if (!IsWorker() && half != Half::kReceive) EndCounts(call, *kind.state, shared.call);
-  if (IsWorker() && receives && !shared.call.failed) ReceiveMessages(args, shared);
+  if (IsWorker() && receives && !shared.call.failed) ReceiveMessages<kQuantizes>(args, shared);
   EndReceive(call, kind, shared.call);
   if (WritesResults(call) && WarpIndex() == 0 && HasFailed(call)) LeaveNoRows(args);
   if (threadIdx.x == 0) Trace(call, 3);
@@ -88,23 +106,29 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 }  // namespace
 
-size_t DispatchSharedBytes(const CallArgs& call, size_t token_bytes) {
-  return TableBytes(call) + call.plan.n_stages * StageBytes(call, token_bytes);
+size_t DispatchSharedBytes(const CallArgs& call, const TokenSize& size) {
+  return TableBytes(call) + call.plan.n_stages * StageBytes(call, size);
 }
 
-int32_t DispatchStages(const CallArgs& call, size_t token_bytes, size_t max_shared_bytes) {
+int32_t DispatchStages(const CallArgs& call, const TokenSize& size, size_t max_shared_bytes) {
   const size_t left = max_shared_bytes - std::min(max_shared_bytes, TableBytes(call));
-  return static_cast<int32_t>(std::min<size_t>(left / StageBytes(call, token_bytes), kWorkerWarps));
+  return static_cast<int32_t>(std::min<size_t>(left / StageBytes(call, size), kWorkerWarps));
 }
 
 cudaError_t PrepareDispatch(size_t shared_bytes, int* max_blocks) {
-  return PrepareKernel(reinterpret_cast<const void*>(&DispatchKernel), kThreads, shared_bytes,
-                       max_blocks);
+  for (const auto kernel : {&DispatchKernel<false>, &DispatchKernel<true>}) {
+    const cudaError_t error =
+        PrepareKernel(reinterpret_cast<const void*>(kernel), kThreads, shared_bytes, max_blocks);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
 }
 
 cudaError_t LaunchDispatch(const DispatchArgs& args, cudaStream_t stream) {
-  const size_t shared_bytes = DispatchSharedBytes(args.call, args.token_vectors * kVectorBytes);
-  DispatchKernel<<<args.call.plan.n_blocks, kThreads, shared_bytes, stream>>>(args);
+  const auto kernel =
+      args.encoding == Encoding::kAsItIs ? &DispatchKernel<false> : &DispatchKernel<true>;
+  const size_t shared_bytes = DispatchSharedBytes(args.call, args.size);
+  kernel<<<args.call.plan.n_blocks, kThreads, shared_bytes, stream>>>(args);
   return cudaGetLastError();
 }
 

@@ -132,19 +132,15 @@ Status Group::AllocateRank(int index) {
   CallArgs call;
   status = FillCall(index, 0, &call);
   if (!status.ok()) return status;
-  if (DispatchSharedBytes(call, config_.token_bytes) > max_shared) {
+  if (DispatchSharedBytes(call, {}) > max_shared) {
     return InvalidArgument("n_experts = " + std::to_string(config_.n_experts) +
                            " takes more shared memory than the device has.");
   }
-  rank.n_stages = 0;
-  if (compute_capability >= kBulkCopyCapability) {
-    const int32_t n_stages = DispatchStages(call, config_.token_bytes, max_shared);
-    if (n_stages >= kFewestStages) rank.n_stages = n_stages;
-  }
-  call.plan.n_stages = rank.n_stages;
+  rank.stages_bytes = compute_capability >= kBulkCopyCapability ? max_shared : 0;
   int max_blocks = 1;
-  status = ToStatus(PrepareDispatch(DispatchSharedBytes(call, config_.token_bytes), &max_blocks),
-                    "dispatch kernel");
+  status = ToStatus(
+      PrepareDispatch(std::max(rank.stages_bytes, DispatchSharedBytes(call, {})), &max_blocks),
+      "dispatch kernel");
   if (!status.ok()) return status;
   status = ToStatus(PrepareCombine(CombineSharedBytes(call), &max_blocks), "combine kernel");
   if (!status.ok()) return status;
@@ -278,11 +274,16 @@ Status Group::FillCall(int rank, int64_t n_tokens, CallArgs* call) const {
   return {};
 }
 
-Status Group::DispatchCall(int rank, int64_t n_tokens, Half half, CallArgs* call) const {
+Status Group::DispatchCall(int rank, int64_t n_tokens, Half half, const TokenSize& size,
+                           CallArgs* call) const {
   const Status status = FillCall(rank, n_tokens, call);
   call->half = half;
-  call->plan = PlanDispatch(n_tokens, config_.top_k, config_.n_ranks, ranks_[rank].n_blocks);
-  if (call->plan.n_send_blocks < call->plan.n_blocks) call->plan.n_stages = ranks_[rank].n_stages;
+  call->plan = PlanDispatch(n_tokens, config_.top_k, config_.n_ranks, ranks_[rank].n_blocks,
+                            /*quantizes=*/size.scales > 0);
+  if (call->plan.n_send_blocks < call->plan.n_blocks) {
+    const int32_t n_stages = DispatchStages(*call, size, ranks_[rank].stages_bytes);
+    if (n_stages >= kFewestStages) call->plan.n_stages = n_stages;
+  }
   call->plan = PlanHalf(call->plan, half);
   return status;
 }

@@ -10,8 +10,10 @@
 #include <string>
 #include <vector>
 
+#include "core/rank_stats.h"
 #include "core/status.h"
 #include "cuda/call_args.h"
+#include "cuda/dispatch.h"
 #include "cuda/peer_memory.h"
 
 namespace jax_ep::p2p {
@@ -21,7 +23,7 @@ struct GroupConfig {
   int64_t n_experts;
   int64_t top_k;
   int64_t max_tokens_per_rank;
-  int64_t token_bytes;  // a multiple of kVectorBytes
+  int64_t token_bytes;  // of the longest token on its way; a multiple of kVectorBytes
   int64_t row_bytes;    // the same; of a row of combine
   int64_t n_sms;        // blocks of a call, per rank; 0: all that the rank's device has for it
   double timeout_s;
@@ -55,11 +57,16 @@ class Group {
   void Disconnect();
 
   // The arguments of a call of `rank` with `n_tokens` tokens. A half needs a ticket besides.
-  Status DispatchCall(int rank, int64_t n_tokens, Half half, CallArgs* call) const;
+  // `size` is that of the tokens, which are quantised if they have scales.
+  Status DispatchCall(int rank, int64_t n_tokens, Half half, const TokenSize& size,
+                      CallArgs* call) const;
   Status CombineCall(int rank, int64_t n_tokens, Half half, CallArgs* call) const;
 
   // Says which rank did not answer, and to what, once a call of `rank` has failed.
   Status CheckFailure(int rank) const;
+
+  // What the calls of `rank` that have ended so far have counted; waits for none.
+  Status Stats(int rank, RankStats* stats) const;
 
   // (dispatch, combine) x (send, recv, recv_count); nothing is staged on its way out.
   std::vector<uint64_t> BufferAddresses(int rank) const;
@@ -71,8 +78,8 @@ class Group {
   struct Rank {
     int device = kElsewhere;
     int n_sms = 0;
-    int n_blocks = 0;  // that fit together with those of the other ranks of the device
-    int n_stages = 0;  // of a block that sends many tokens; 0: the device has no bulk copies
+    int n_blocks = 0;         // that fit together with those of the other ranks of the device
+    size_t stages_bytes = 0;  // shared memory of a block that sends; 0: there are no bulk copies
     uint8_t* workspace = nullptr;
     uint64_t* failure = nullptr;  // mapped host memory
   };

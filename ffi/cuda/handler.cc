@@ -31,13 +31,11 @@ void ExpectPlace(const Caller& caller, ffi::BufferR0<ffi::S32> place_index, Call
   call.place_index = place_index.typed_data();
 }
 
-int32_t RowVectors(const ffi::AnyBuffer& rows, int64_t most_bytes) {
+int32_t RowVectors(const ffi::AnyBuffer& rows) {
   const auto dimensions = rows.dimensions();
   if (dimensions.size() != 2) return 0;
   const int64_t bytes = dimensions[1] * static_cast<int64_t>(ffi::ByteWidth(rows.element_type()));
-  return bytes % kVectorBytes == 0 && bytes <= most_bytes
-             ? static_cast<int32_t>(bytes / kVectorBytes)
-             : 0;
+  return bytes % kVectorBytes == 0 ? static_cast<int32_t>(bytes / kVectorBytes) : 0;
 }
 
 bool ToRowType(ffi::DataType type, RowType& row_type) {

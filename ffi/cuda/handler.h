@@ -35,8 +35,8 @@ Status FindCaller(ffi::Dictionary ep, int32_t ordinal, Caller& caller);
 // Lets the kernel compare the caller's place with the one that the program means.
 void ExpectPlace(const Caller& caller, ffi::BufferR0<ffi::S32> place_index, CallArgs& call);
 
-// Bytes of a row in units of kVectorBytes; 0: it is none, or more than the workspace has room for.
-int32_t RowVectors(const ffi::AnyBuffer& rows, int64_t most_bytes);
+// Bytes of a row in units of kVectorBytes; 0: it is no row, or not of whole units.
+int32_t RowVectors(const ffi::AnyBuffer& rows);
 
 bool ToRowType(ffi::DataType type, RowType& row_type);
 

@@ -54,8 +54,11 @@ inline LaunchPlan PlanHalf(LaunchPlan plan, Half half) {
 // A token goes to min(K, R) ranks at most; as many messages come back if all ranks have as many
 // tokens. The numbers of tokens and the shares are what was fastest on 4 H200
 // (docs/performance.md).
-inline LaunchPlan PlanDispatch(int64_t n_tokens, int64_t top_k, int64_t n_ranks, int32_t n_sms) {
-  return PlanLaunch(n_tokens, n_tokens * std::min(top_k, n_ranks), n_sms, n_tokens >= 256, 0.2);
+inline LaunchPlan PlanDispatch(int64_t n_tokens, int64_t top_k, int64_t n_ranks, int32_t n_sms,
+                               bool quantizes) {
+  const double send_share = quantizes ? 0.35 : 0.2;
+  return PlanLaunch(n_tokens, n_tokens * std::min(top_k, n_ranks), n_sms, n_tokens >= 256,
+                    send_share);
 }
 
 inline LaunchPlan PlanCombine(int64_t n_tokens, int64_t top_k, int64_t n_ranks, int32_t n_sms) {

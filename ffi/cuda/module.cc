@@ -1,5 +1,6 @@
 // The extension module jax_ep._ffi_cuda: handlers for jax.ffi, and the p2p groups of this process.
 
+#include <cuda_runtime_api.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -10,6 +11,7 @@
 
 #include "cuda/handlers.h"
 #include "cuda/registry.h"
+#include "rank_stats_dict.h"
 
 namespace nb = nanobind;
 
@@ -78,6 +80,28 @@ Registry::Member FindMember(const std::string& key, int64_t ordinal) {
   return member;
 }
 
+nb::dict Stats(const std::string& key, int64_t ordinal) {
+  const Registry::Member member = FindMember(key, ordinal);
+  RankStats stats;
+  Status status;
+  {
+    nb::gil_scoped_release release;
+    status = member.group->Stats(member.rank, &stats);
+  }
+  Raise(status);
+  return ToDict(stats);
+}
+
+nb::dict CudaVersions() {
+  int driver = 0, runtime = 0;
+  cudaDriverGetVersion(&driver);
+  cudaRuntimeGetVersion(&runtime);
+  nb::dict versions;
+  versions["CUDA driver"] = driver;
+  versions["CUDA runtime"] = runtime;
+  return versions;
+}
+
 NB_MODULE(_ffi_cuda, module) {
   module.doc() = "XLA FFI handlers of jax_ep for CUDA devices";
   module.def("targets", &Targets, "FFI targets: name -> handler.");
@@ -85,6 +109,7 @@ NB_MODULE(_ffi_cuda, module) {
       "why_no_peer_access",
       [](const std::vector<int>& devices) { return CheckPeerAccess(devices).message; },
       nb::arg("devices"), "Which of the devices does not reach which other one, or ''.");
+  module.def("cuda_versions", &CudaVersions, "As 1000 * major + 10 * minor; 0: there is none.");
   module.def("host_identity", &HostIdentity, "Equal in all processes of this host.");
   module.def(
       "share_group", [](const std::string& key) { return Registry::Instance().Share(key); },
@@ -114,6 +139,8 @@ NB_MODULE(_ffi_cuda, module) {
       },
       nb::arg("key"), nb::arg("ordinal"),
       "Addresses of a device's buffers: (dispatch, combine) x (send, recv, recv_count).");
+  module.def("stats", &Stats, nb::arg("key"), nb::arg("ordinal"),
+             "What the calls of a device that have ended so far have counted.");
   module.def(
       "failure",
       [](const std::string& key, int64_t ordinal) {

@@ -136,7 +136,8 @@ void TestRowsAreQuantisedOnTheWay() {
   config.payload_bytes = config.hidden_size / 2;
   config.n_scales = 13;
   config.row_alignment = 1;
-  auto group = std::make_shared<HostGroup>(2, 4, std::vector<Device>{{0, 0, 0}, {1, 0, 1}});
+  auto group = std::make_shared<HostGroup>(2, 4, /*token_bytes=*/1,
+                                           std::vector<Device>{{0, 0, 0}, {1, 0, 1}});
   Sender ranks[] = {{config, group, 0}, {config, group, 1}};
   std::vector<Arrival> arrivals;
   for (Sender& rank : ranks) {

@@ -278,7 +278,7 @@ void TestIndependentCallsInAnyOrder(bool has_shared_expert) {
   config.max_recv_tokens = kTokens * kRanks * config.top_k;  // duplicates too
   std::vector<Device> devices;
   for (int64_t rank = 0; rank < kRanks; ++rank) devices.push_back({rank, 0, rank});
-  HostGroups::Instance().Open("test", kRanks, config.n_experts, devices);
+  HostGroups::Instance().Open("test", kRanks, config.n_experts, /*token_bytes=*/80, devices);
   const auto group = HostGroups::Instance().Find("test");
   TestPool threads(3);
   const Pool pool = threads.pool();

@@ -15,6 +15,7 @@
 #include "cuda/combine.h"
 #include "cuda/dispatch.h"
 #include "cuda/group.h"
+#include "tests/p2p_formats.h"
 #include "tests/p2p_processes.h"
 #include "tests/p2p_reference.h"
 
@@ -75,7 +76,8 @@ struct RankBuffers {
   DeviceArray<T> tokens, rows, expert_out, residual, out;
   DeviceArray<int32_t> topk_ids, src_info, n_dropped, n_invalid, n_messages, layout;
   DeviceArray<uint32_t> row_offsets, tickets;  // tickets: of dispatch and of combine
-  DeviceArray<float> topk_weights, row_weights;
+  DeviceArray<float> topk_weights, row_weights, input_scale;
+  DeviceArray<uint8_t> scales;  // of formats that have any
 
   RankBuffers(const Shape& s, int n_tokens, size_t out_rows)
       : n_tokens(n_tokens),
@@ -92,7 +94,10 @@ struct RankBuffers {
         row_offsets(s.n_local() + 1),
         tickets(2 * sizeof(Ticket) / sizeof(uint32_t)),
         topk_weights(static_cast<size_t>(n_tokens) * s.top_k),
-        row_weights(s.max_recv_tokens) {}
+        row_weights(s.max_recv_tokens),
+        input_scale(1) {
+    input_scale.Write({1.0f});
+  }
 
   void PoisonResults() {
     rows.Poison(), src_info.Poison(), n_dropped.Poison(), n_invalid.Poison();
@@ -169,9 +174,16 @@ class Bed {
   DispatchArgs DispatchOf(int rank, const RankBuffers<T>& b, bool weights,
                           Half half = Half::kBoth) const {
     DispatchArgs args{};
-    Check(group->DispatchCall(rank, b.n_tokens, half, &args.call));
+    args.size = format.SizeOf(shape.hidden, sizeof(T));
+    args.row_alignment = format.row_alignment;
+    args.encoding = format.encoding;
+    args.token_type = RowTypeOf<T>();
+    args.hidden_size = shape.hidden;
+    args.scales = {b.scales.get(), format.layout, format.n_scales(shape.hidden),
+                   format.scale_bytes};
+    args.input_scale = b.input_scale.get();
+    Check(group->DispatchCall(rank, b.n_tokens, half, args.size, &args.call));
     dispatch_plan.Apply(&args.call.plan);
-    args.token_vectors = static_cast<int32_t>(shape.hidden * sizeof(T) / kVectorBytes);
     args.max_recv_tokens = shape.max_recv_tokens;
     args.tokens = reinterpret_cast<const uint8_t*>(b.tokens.get());
     args.topk_ids = b.topk_ids.get();
@@ -242,6 +254,7 @@ class Bed {
   std::unique_ptr<Group> group;
   std::vector<cudaStream_t> streams;
   PlanOverride dispatch_plan, combine_plan;
+  FormatSpec format;
 
  private:
   void Open(const GroupConfig& config) {

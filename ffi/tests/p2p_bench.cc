@@ -2,11 +2,11 @@
 //
 //   p2p_bench RANKS DEVICES TOKENS[,TOKENS...] [key=value...]
 //
-// H = 7168, E = 256, K = 8, bf16, uniform routing. A time is the period of calls that follow each
-// other in a captured graph, so that it holds the launch, and the wait for the slowest rank; each
-// call has inputs of its own, not in the L2 cache. Keys, for tuning: blocks, send, send_warps,
-// receive_warps (0: the library's plan), op (dispatch, combine, both), zipf=1, trace=1. Prints a
-// JSON object per line.
+// H = 7168, E = 256, K = 8, bf16 tokens, uniform routing. A time is the period of calls that follow
+// each other in a captured graph, so that it holds the launch, and the wait for the slowest rank;
+// each call has inputs of its own, not in the L2 cache. Keys, for tuning: blocks, send, send_warps,
+// receive_warps (0: the library's plan), op (dispatch, combine, both), zipf=1, trace=1, format
+// (of dispatch, e.g. mxfp8). Prints a JSON object per line.
 
 #include <algorithm>
 #include <cstdio>
@@ -48,6 +48,7 @@ class Bench {
                             options.Int("receive_warps"), options.Int("stages")};
     bed_.dispatch_plan = bed_.combine_plan = plan;
     const Shape& shape = bed_.shape;
+    if (options.values.count("format")) bed_.format = FindFormat(options.values.at("format"));
     const size_t token_bytes = n_tokens * shape.hidden * sizeof(T);
     n_calls_ = n_tokens >= 1024 ? 10 : 40;
     n_sets_ = static_cast<int>(std::clamp<size_t>(kL2Bytes / token_bytes, 2, n_calls_));
@@ -62,6 +63,8 @@ class Bench {
         b.tokens.Write(tokens);
         b.topk_ids.Write(MakeIds(shape, pattern, n_tokens, random));
         b.topk_weights.Write(std::vector<float>(b.topk_weights.size(), 0.125f));
+        b.scales = DeviceArray<uint8_t>(
+            bed_.format.scales_bytes(shape.max_recv_tokens, shape.n_local(), shape.hidden));
       }
       CHECK_CUDA(cudaDeviceSynchronize());
     }
@@ -191,12 +194,15 @@ class Bench {
     std::sort(slowest.begin(), slowest.end());
     std::sort(fastest.begin(), fastest.end());
     const float us = slowest[kReplays / 2];
-    const double bytes = bed_.shape.hidden * sizeof(T);
+    const FormatSpec sent = is_dispatch ? bed_.format : FormatSpec{};
+    const double bytes =
+        static_cast<double>(sent.SizeOf(bed_.shape.hidden, sizeof(T)).sent() * kVectorBytes);
     std::printf(
-        "{\"op\": \"%s\", \"n_ranks\": %d, \"n_devices\": %d, \"tokens\": %d, \"routing\": \"%s\", "
+        "{\"op\": \"%s\", \"format\": \"%s\", \"n_ranks\": %d, \"n_devices\": %d, \"tokens\": %d, "
+        "\"routing\": \"%s\", "
         "\"us\": %.2f, \"us_min\": %.2f, \"us_max\": %.2f, \"us_fastest_rank\": %.2f, "
         "\"physical_gb_s\": %.1f, \"logical_gb_s\": %.1f, \"plan\": [%d, %d, %d, %d, %d]}\n",
-        is_dispatch ? "dispatch" : "combine", options_.n_ranks, options_.n_devices,
+        is_dispatch ? "dispatch" : "combine", sent.name, options_.n_ranks, options_.n_devices,
         bed_.shape.max_tokens, options_.Int("zipf") ? "zipf" : "uniform", us, slowest.front(),
         slowest.back(), fastest[kReplays / 2], physical_ * bytes / us * 1e-3,
         logical_ * bytes / us * 1e-3, plan_.n_blocks, plan_.n_send_blocks, plan_.send_unit_warps,

@@ -89,6 +89,7 @@ class Case {
       }
       bed_.Sync();
       if (!bed_.IsHealthy()) return Expect(false, name_ + ": dispatch did not end");
+      ++n_dispatches_;
       for (int rank = 0; rank < shape_.n_ranks; ++rank) {
         if (bed_.IsLocal(rank)) CheckDispatch(rank, weights);
       }
@@ -101,6 +102,9 @@ class Case {
         Combine({Weighting::kSource, true, false});
         Combine({Weighting::kSource, true, true});
       }
+    }
+    for (int rank = 0; rank < shape_.n_ranks; ++rank) {
+      if (bed_.IsLocal(rank)) CheckStats(rank);
     }
   }
 
@@ -135,6 +139,44 @@ class Case {
                            std::to_string(routing_.n_rows(rank)));
   }
 
+  // The totals of all calls so far.
+  void CheckStats(int rank) {
+    const std::string where = name_ + ", stats, rank " + std::to_string(rank);
+    RankStats stats;
+    Check(bed_.group->Stats(rank, &stats));
+    const int n = n_dispatches_, n_local = shape_.n_local();
+    RankStats expected(shape_.n_ranks, shape_.n_experts);
+    std::vector<int> last_token(shape_.n_ranks, -1);
+    for (size_t i = 0; i < routing_.ids[rank].size(); ++i) {
+      const int id = routing_.ids[rank][i], token = static_cast<int>(i) / shape_.top_k;
+      if (id < 0 || id >= shape_.n_experts) continue;
+      expected.rows_to_expert[id] += n;
+      if (last_token[id / n_local] == token) continue;
+      last_token[id / n_local] = token;
+      expected.tokens_to_rank[id / n_local] += n;
+      expected.bytes_to_rank[id / n_local] += static_cast<int64_t>(n) * shape_.hidden * sizeof(T);
+    }
+    for (int expert = 0; expert < n_local; ++expert) {
+      const std::vector<uint32_t>& offsets = routing_.row_offsets[rank];
+      expected.rows_per_expert[expert] = n * (offsets[expert + 1] - offsets[expert]);
+    }
+    Expect(stats.dispatch_calls == n && stats.combine_calls == n_combines_, where + ": calls");
+    Expect(stats.invalid_ids == n * routing_.n_invalid[rank], where + ": invalid_ids");
+    Expect(stats.dropped_rows == n * routing_.n_dropped[rank], where + ": dropped_rows");
+    Expect(stats.tokens_to_rank == expected.tokens_to_rank, where + ": tokens_to_rank");
+    Expect(stats.bytes_to_rank == expected.bytes_to_rank, where + ": bytes_to_rank");
+    Expect(stats.rows_to_expert == expected.rows_to_expert, where + ": rows_to_expert");
+    Expect(stats.rows_per_expert == expected.rows_per_expert, where + ": rows_per_expert");
+    for (int i = 0; i < 2 * shape_.n_ranks; ++i) {
+      const int64_t total = stats.wait_ns[i], longest = stats.longest_wait_ns[i];
+      const bool is_own = i % shape_.n_ranks == rank;
+      const int64_t limit_ns = static_cast<int64_t>(TimeoutSeconds() * 1e9);
+      Expect(is_own ? total == 0 && longest == 0
+                    : longest >= 0 && longest <= total && longest < limit_ns,
+             where + ": waits");
+    }
+  }
+
   void Combine(CombineMode mode) {
     for (int rank = 0; rank < shape_.n_ranks; ++rank) {
       CHECK_CUDA(cudaSetDevice(bed_.devices[rank]));
@@ -151,6 +193,7 @@ class Case {
         name_ + ", combine, weighting " + std::to_string(static_cast<int>(mode.weighting)) +
         ", reduce " + std::to_string(mode.reduce) + ", residual " + std::to_string(mode.residual);
     if (!bed_.IsHealthy()) return Expect(false, what + ": did not end");
+    ++n_combines_;
     for (int rank = 0; rank < shape_.n_ranks; ++rank) {
       if (!bed_.IsLocal(rank)) continue;
       const std::vector<T> out = buffers_[rank].out.Read();
@@ -188,6 +231,7 @@ class Case {
   const Routing routing_;
   const std::vector<std::vector<float>> weights_;
   const std::string name_;
+  int n_dispatches_ = 0, n_combines_ = 0;
   std::vector<RankBuffers<T>> buffers_;
   std::vector<std::vector<T>> tokens_, residuals_, expert_out_;
 };

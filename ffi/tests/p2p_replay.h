@@ -90,6 +90,13 @@ inline void RunReplay(int n_ranks, const std::vector<int>& devices, int n_replay
       }
     }
   }
+  for (int rank = 0; n_errors == 0 && rank < n_ranks; ++rank) {
+    RankStats stats;
+    Check(bed.group->Stats(rank, &stats));
+    const int64_t n_calls = static_cast<int64_t>(n_replays) * kSteps;
+    Expect(stats.dispatch_calls == n_calls && stats.combine_calls == n_calls,
+           "replay: calls that rank " + std::to_string(rank) + " has counted");
+  }
   for (cudaGraphExec_t graph : graphs) cudaGraphExecDestroy(graph);
   std::printf("replay: R=%d, %d replays of %d dispatches and combines, %d errors\n", n_ranks,
               n_replays, kSteps, n_errors);

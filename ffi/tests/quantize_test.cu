@@ -42,9 +42,18 @@ __global__ void Encode(const float* values, int64_t n_blocks, InputScale input_s
   const bool is_dead = largest >= kFloatInfinity;
   const auto encoded = Format::EncodeScale(FloatFromBits(is_dead ? 0 : largest), input_scale);
   scales[block] = encoded.scale;
-  for (int i = 0; i < Format::kBlockSize; ++i) {
-    const float scaled = Format::ScaleElement(is_dead ? 0.0f : mine[i], encoded.factor);
-    codes[block * Format::kBlockSize + i] = Format::kIsPacked ? ToE2m1(scaled) : ToE4m3(scaled);
+  const auto scaled = [&](int i) {
+    return Format::ScaleElement(is_dead ? 0.0f : mine[i], encoded.factor);
+  };
+  for (int i = 0; i < Format::kBlockSize; i += 2) {
+    uint8_t* const two = codes + block * Format::kBlockSize + i;
+    if constexpr (Format::kIsPacked) {
+      const uint8_t pair = ToE2m1Pair(scaled(i), scaled(i + 1));
+      two[0] = pair & 15, two[1] = pair >> 4;
+    } else {
+      const uint16_t pair = ToE4m3Pair(scaled(i), scaled(i + 1));
+      two[0] = pair & 255, two[1] = pair >> 8;
+    }
   }
 }
 

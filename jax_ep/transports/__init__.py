@@ -11,13 +11,16 @@ from jax_ep.transports.host import HostTransport
 from jax_ep.transports.p2p import P2pTransport
 from jax_ep.transports.xla import XlaTransport
 
-__all__ = ["COMBINE_NAME", "DISPATCH_NAME", "Transport", "choose"]
+__all__ = ["COMBINE_NAME", "DISPATCH_NAME", "NAMES", "Transport", "choose"]
 
 _FASTEST_FIRST: tuple[Transport, ...] = (
     P2pTransport(),
     HostTransport(),
     XlaTransport(),
 )
+
+# Of all transports, the fastest first.
+NAMES = tuple(transport.name for transport in _FASTEST_FIRST)
 
 
 def choose(

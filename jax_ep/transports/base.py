@@ -12,6 +12,7 @@ import numpy as np
 from jax_ep.config import EPConfig
 from jax_ep.exchange import Exchange
 from jax_ep.results import Dispatched
+from jax_ep.stats import RankStats
 from jax_ep.topology import local_places
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class Transport(abc.ABC):
     def check(self, group: EPGroup) -> None:  # noqa: B027
         """See `EPGroup.check`; here calls raise by themselves."""
 
-    def stats(self, group: EPGroup) -> list[dict[str, Any]]:
+    def stats(self, group: EPGroup) -> list[RankStats]:
         """See `EPGroup.stats`."""
         raise NotImplementedError(f"Transport {self.name!r} keeps no totals.")
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import functools
+from typing import TYPE_CHECKING
 
 import jax
-import numpy as np
 
 from jax_ep import _host_ffi
 from jax_ep.config import EPConfig
 from jax_ep.exchange import Exchange
 from jax_ep.primitives import combine_grad_p
+from jax_ep.stats import RankStats
 from jax_ep.topology import exchange_places, local_places, places
 from jax_ep.transports.ffi import (
     FfiTransport,
@@ -52,11 +53,13 @@ class HostTransport(FfiTransport):
 
     def open(self, group: EPGroup, exchange: Exchange) -> None:
         """Registers the handlers, and tells them which device is which rank."""
+        config = group.config
         _host_ffi.register()
         _host_ffi.load().open_host_group(
             key=group.key,
             n_ranks=group._routed.n_ranks,
             n_experts=group._routed.n_experts,
+            token_bytes=config.token_format.token_bytes(config.hidden_size),
             devices=[
                 (place.device.id, place.row, place.rank)
                 for place in exchange_places(group, places(group.mesh, group.axis_name))
@@ -67,22 +70,14 @@ class HostTransport(FfiTransport):
         """Forgets the ranks."""
         _host_ffi.load().close_host_group(group.key)
 
-    def stats(self, group: EPGroup) -> list[dict[str, Any]]:
+    def stats(self, group: EPGroup) -> list[RankStats]:
         """See `EPGroup.stats`."""
-        config, extension = group.config, _host_ffi.load()
-        token_bytes = config.token_format.token_bytes(config.hidden_size)
-        result = []
+        count = functools.partial(_host_ffi.load().host_stats, group.key)
         here = local_places(group.mesh, group.axis_name)
-        for place, known in zip(here, exchange_places(group, here), strict=True):
-            totals = extension.host_stats(group.key, known.row, known.rank)
-            totals = {
-                name: np.asarray(value, np.int64) if isinstance(value, list) else value
-                for name, value in totals.items()
-            }
-            _count_experts_only(group, place.rank, totals)
-            totals["bytes_to_rank"] = totals["tokens_to_rank"] * token_bytes
-            result.append(dict(device=place.device.id, rank=place.rank, **totals))
-        return result
+        return [
+            RankStats.from_counts(group, place, count(known.row, known.rank))
+            for place, known in zip(here, exchange_places(group, here), strict=True)
+        ]
 
     def layout_shape(self, group: EPGroup, n_tokens: int) -> tuple[int, ...]:
         """`[T, K]`: the row of each choice at its destination, -1 = none."""
@@ -112,21 +107,3 @@ class HostTransport(FfiTransport):
             adds_shared=mode.adds_shared,
         )
         return grad_expert_out, grad_weights[0] if grad_weights else None
-
-
-def _count_experts_only(group: EPGroup, rank: int, totals: dict[str, Any]) -> None:
-    """Takes the shared expert out of totals, and puts a lone rank's where they belong.
-
-    With `skip_a2a` the handlers know this rank's experts only, and no other rank.
-    """
-    config, routed = group.config, group._routed
-    n_shared = int(config.fused_shared_expert)
-    by_group = totals["rows_to_expert"].reshape(routed.n_ranks, routed.n_groups)
-    totals["rows_per_expert"] = totals["rows_per_expert"][n_shared:]
-    totals["rows_to_expert"] = by_group[:, n_shared:].reshape(-1)
-    if not config.skip_a2a:
-        return
-    by_rank = np.zeros((group.n_ranks, group.n_local_experts), np.int64)
-    by_rank[rank] = totals["rows_to_expert"]
-    totals["rows_to_expert"] = by_rank.reshape(-1)
-    totals["tokens_to_rank"] = np.zeros(group.n_ranks, np.int64)

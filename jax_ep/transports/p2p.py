@@ -7,6 +7,7 @@ cotangents with the same `topk_ids`, which gives them the same rows.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -17,9 +18,10 @@ from jax import lax
 from jax_ep import _cuda_ffi
 from jax_ep.config import EPConfig
 from jax_ep.exchange import Exchange
-from jax_ep.formats import Plain, QuantizedFormat
+from jax_ep.formats import Plain
 from jax_ep.primitives import Weighting, combine_send_p, dispatch_send_p
 from jax_ep.results import Dispatched
+from jax_ep.stats import RankStats
 from jax_ep.topology import local_places
 from jax_ep.transports import p2p_setup
 from jax_ep.transports.ffi import (
@@ -60,19 +62,17 @@ class P2pTransport(FfiTransport):
         exchange: Exchange,
     ) -> str | None:
         """Needs CUDA devices of one host, and the extension."""
-        if isinstance(config.token_format, QuantizedFormat):
-            return f"it does not carry {config.token_format.name} yet."
         platforms = sorted({device.platform for device in mesh.devices.flat})
         if platforms != ["gpu"]:
             return f"it serves CUDA devices; the mesh has {', '.join(platforms)}."
         most = _MOST_CHOICES - int(config.fused_shared_expert)
         if config.top_k > most:
             return f"top_k must be at most {most}; got {config.top_k}."
-        for bytes_per_token in _bytes_per_token(config):
-            if bytes_per_token % _VECTOR_BYTES:
+        for row_bytes in _row_bytes(config):
+            if row_bytes % _VECTOR_BYTES:
                 return (
-                    f"a token must be a multiple of {_VECTOR_BYTES} bytes; got "
-                    f"{bytes_per_token}."
+                    f"a row must be a multiple of {_VECTOR_BYTES} bytes; got "
+                    f"{row_bytes}."
                 )
         return p2p_setup.why_not(local_places(mesh, axis_name), exchange)
 
@@ -89,7 +89,7 @@ class P2pTransport(FfiTransport):
             n_experts=group._routed.n_experts,
             top_k=group._routed.top_k,
             max_tokens_per_rank=config.max_tokens_per_rank,
-            row_bytes=max(_bytes_per_token(config)),
+            row_bytes=_most_bytes(config),
             n_sms=config.n_sms or 0,
             timeout_s=config.timeout_s,
         )
@@ -106,6 +106,14 @@ class P2pTransport(FfiTransport):
             message = _cuda_ffi.load().failure(group.key, p2p_setup.ordinal(place))
             if message:
                 raise jax.errors.JaxRuntimeError(f"Group {group.key}: {message}")
+
+    def stats(self, group: EPGroup) -> list[RankStats]:
+        """See `EPGroup.stats`."""
+        count = functools.partial(_cuda_ffi.load().stats, group.key)
+        return [
+            RankStats.from_counts(group, place, count(p2p_setup.ordinal(place)))
+            for place in local_places(group.mesh, group.axis_name)
+        ]
 
     def dev_ptrs(self, group: EPGroup) -> np.ndarray:
         """See `EPGroup.dev_ptrs`."""
@@ -147,6 +155,33 @@ class P2pTransport(FfiTransport):
         """The half that receives."""
         ticket, tokens, topk_ids, weights, input_scale = begun
         return self.dispatch(group, tokens, topk_ids, weights, input_scale, ticket)
+
+    def combine(
+        self,
+        group: EPGroup,
+        expert_out: jax.Array,
+        dispatched: Dispatched,
+        topk_weights: jax.Array | None,
+        residual: jax.Array | None,
+        *,
+        reduce: bool,
+        adds_shared: bool,
+        ticket: jax.Array | None = None,
+    ) -> jax.Array:
+        """One custom call; two where rows are longer than what travels.
+
+        Those are cotangents of `dequantize` in float32, where experts give bfloat16.
+        """
+        row_bytes = expert_out.shape[1] * expert_out.dtype.itemsize
+        n_pieces = -(-row_bytes // _most_bytes(group.config))
+        combine = functools.partial(
+            super().combine, reduce=reduce, adds_shared=adds_shared, ticket=ticket
+        )
+        pieces = [
+            combine(group, piece, dispatched, topk_weights, residual)
+            for piece in jnp.split(expert_out, n_pieces, axis=1)
+        ]
+        return jnp.concatenate(pieces, axis=-1) if n_pieces > 1 else pieces[0]
 
     def combine_async(
         self,
@@ -195,8 +230,7 @@ class P2pTransport(FfiTransport):
         cotangent: jax.Array,
     ) -> tuple[jax.Array, jax.Array | None]:
         """A dispatch of the cotangents, then sums and products over all rows."""
-        row = jnp.arange(expert_out.shape[0], dtype=jnp.uint32)
-        in_use = row < routing.row_offsets[-1]
+        in_use = _has_token(routing.row_offsets, routing.src_info)
         if not mode.reduce:
             return _clear(_send_choices(group, cotangent, routing), in_use), None
         at_source = mode.weighting == Weighting.SOURCE
@@ -214,6 +248,7 @@ class P2pTransport(FfiTransport):
         products = rows.astype(jnp.float32) * expert_out.astype(jnp.float32)
         is_weighted = in_use
         if mode.adds_shared:  # unweighted: the first group
+            row = jnp.arange(in_use.shape[0], dtype=jnp.uint32)
             is_weighted = in_use & (row >= routing.row_offsets[1])
             row_weights = jnp.where(is_weighted, row_weights, 1.0)
         dots = jnp.where(is_weighted, products.sum(axis=1), 0.0)
@@ -236,16 +271,29 @@ class _BegunCombine:
     adds_shared: bool = dataclasses.field(metadata={"static": True})
 
 
-def _bytes_per_token(config: EPConfig) -> tuple[int, int]:
-    """Of a token in dispatch, and of a row in combine; gradients travel as both."""
+def _row_bytes(config: EPConfig) -> tuple[int, int]:
+    """Of a row that dispatch gives, and of one that combine takes."""
     return (
-        config.token_format.token_bytes(config.hidden_size),
+        config.token_format.payload_bytes(config.hidden_size),
         config.hidden_size * config.combine_dtype.itemsize,
     )
 
 
+def _most_bytes(config: EPConfig) -> int:
+    """Of what travels for a token, either way; gradients travel both ways."""
+    sent = config.token_format.token_bytes(config.hidden_size)
+    sent = -(-sent // _VECTOR_BYTES) * _VECTOR_BYTES
+    return max(sent, *_row_bytes(config))
+
+
+def _has_token(row_offsets: jax.Array, src_info: jax.Array) -> jax.Array:
+    """`bool[C]`: rows in use that are not padding."""
+    row = jnp.arange(src_info.shape[0], dtype=jnp.uint32)
+    return (row < row_offsets[-1]) & (src_info[:, 0] >= 0)
+
+
 def _clear(rows: jax.Array, in_use: jax.Array) -> jax.Array:
-    """Zeroes the rows that are not in use, which may hold anything."""
+    """Zeroes the rows that hold no token, but anything."""
     return jnp.where(in_use[:, None], rows, jnp.zeros((), rows.dtype))
 
 
@@ -260,9 +308,12 @@ def _send_choices(group: EPGroup, values: jax.Array, routing: Routing) -> jax.Ar
         ids = jnp.where(here, routing.topk_ids, -1)
         sent = bind_dispatch(
             group, values[:, k], ids, None, token_format=Plain(values.dtype)
-        )["tokens"]
+        )
+        has_token = _has_token(sent["row_offsets"], sent["src_info"])
+        sent_row = jnp.nonzero(has_token, size=has_token.shape[0])[0]
         is_k = routing.src_info[:, 1] == k
         place = jnp.cumsum(is_k.astype(jnp.int32)) - 1
-        found = jnp.take(sent, place, axis=0, mode="clip")
+        place = jnp.take(sent_row, place, mode="clip")
+        found = jnp.take(sent["tokens"], place, axis=0, mode="clip")
         rows = jnp.where(is_k[:, None], found, rows)
     return rows

@@ -28,10 +28,11 @@ class Stage {
 
   __device__ uint8_t* data() const { return data_; }
 
-  // Begins to load a row. Nothing may be on its way from the stage. Called by one thread.
-  __device__ void BeginLoad(const void* from, uint32_t bytes) {
+  // Begins to load a row to `to`, in data(). Nothing may be on its way from the stage. Called by
+  // one thread.
+  __device__ void BeginLoad(uint8_t* to, const void* from, uint32_t bytes) {
     mbarrier_arrive_expect_tx(barrier_, bytes);
-    cp_async_bulk_shared_global(data_, from, bytes, barrier_);
+    cp_async_bulk_shared_global(to, from, bytes, barrier_);
   }
 
   // Waits for the row. Called by all threads of the warp.

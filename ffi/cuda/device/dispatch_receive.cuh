@@ -7,6 +7,8 @@
 #include "core/routing.h"
 #include "cuda/device/copy.cuh"
 #include "cuda/device/dispatch_shared.cuh"
+#include "cuda/device/row_groups.cuh"
+#include "cuda/device/stats.cuh"
 #include "cuda/device/turns.cuh"
 
 namespace jax_ep::p2p {
@@ -16,6 +18,19 @@ constexpr int kReceiveUnroll = 8;
 // The receiver that writes what there is once per rank.
 __device__ __forceinline__ bool WritesResults(const CallArgs& call) {
   return call.half != Half::kSend && static_cast<int>(blockIdx.x) == FirstReceiver(call.plan);
+}
+
+// The rows of a group that fit, without padding; `n_rows` is where the last group ends.
+__device__ inline int32_t RowsOf(const DispatchArgs& args, const DispatchShared& shared, int group,
+                                 int32_t n_rows) {
+  if (HasGroups(args)) {
+    const RowGroup rows = GroupAt(args, shared, group);
+    return rows.end - rows.begin;
+  }
+  const int32_t* const first_row = shared.first_row + group * args.call.n_ranks;
+  const bool is_last = group + 1 == args.call.n_local_experts();
+  const int32_t end = is_last ? n_rows : first_row[args.call.n_ranks];
+  return min(end, args.max_recv_tokens) - min(first_row[0], args.max_recv_tokens);
 }
 
 // Role: wait for the counts of all ranks; find where the rows of each (local expert, source) begin.
@@ -30,6 +45,7 @@ __device__ inline void LayOutRows(const DispatchArgs& args, DispatchShared& shar
   const bool writes_results = WritesResults(call);
   uint64_t* const words = At<uint64_t>(call.workspace, call.map.counts.Copy(shared.call.copy));
 
+  WaitClock<kWords> clock(call, StatsWords::kDispatch, writes_results);
   int32_t n_rows = 0, max_messages = 0;
   uint32_t lagging = 0;
   for (int base = 0; base < n_words; base += kWords * kWarpSize) {
@@ -37,7 +53,8 @@ __device__ inline void LayOutRows(const DispatchArgs& args, DispatchShared& shar
     uint32_t values[kWords];
     const bool is_there = WaitForAll(
         call, epoch, Phase::kCounts, n_words - first, [&](int j) { return words + first + j; },
-        [&](int j) { return (first + j) % n_ranks; }, values);
+        [&](int j) { return (first + j) % n_ranks; }, values,
+        [&](uint32_t there) { clock.Look(there, first - n_experts); });
     if (!__all_sync(0xffffffffu, is_there)) {
       shared.call.failed = 1;
       return;
@@ -63,15 +80,18 @@ __device__ inline void LayOutRows(const DispatchArgs& args, DispatchShared& shar
   }
   shared.max_messages = __reduce_max_sync(0xffffffffu, max_messages);
   lagging = __reduce_or_sync(0xffffffffu, lagging);
-  if (!writes_results) return;
   __syncwarp();
+  int32_t n_dropped = max(n_rows - args.max_recv_tokens, 0);
+  if (HasGroups(args)) LayOutGroups(args, shared, &n_rows, &n_dropped);
+  if (!writes_results) return;
   const int n_local = call.n_local_experts();
   for (int expert = LaneIndex(); expert < n_local; expert += kWarpSize) {
     args.row_offsets[expert] = min(shared.first_row[expert * n_ranks], args.max_recv_tokens);
   }
+  CountReceived(call, n_dropped, [&](int group) { return RowsOf(args, shared, group, n_rows); });
   if (LaneIndex() != 0) return;
   args.row_offsets[n_local] = min(n_rows, args.max_recv_tokens);
-  *args.n_dropped = max(n_rows - args.max_recv_tokens, 0);
+  *args.n_dropped = n_dropped;
   if (shared.call.half == Half::kReceive) *args.n_invalid = call.ticket->n_invalid;
   DispatchKind(call).state->lagging[shared.call.copy] = lagging;
 }
@@ -87,6 +107,7 @@ __device__ inline void LeaveNoRows(const DispatchArgs& args) {
 
 // Copies one message to its rows, and notes for combine where they are. A lane per choice knows its
 // row. Called by a unit; false if the message did not come.
+template <bool kQuantizes>
 __device__ inline bool ReceiveMessage(const DispatchArgs& args, const DispatchShared& shared,
                                       Part part, const MessageItem& item) {
   const CallArgs& call = args.call;
@@ -99,13 +120,12 @@ __device__ inline bool ReceiveMessage(const DispatchArgs& args, const DispatchSh
   const bool is_there = Wait(call, epoch, Phase::kMessage, word, item.source, &token);
   if (!__all_sync(0xffffffffu, is_there)) return false;
 
-  const size_t token_bytes = args.token_vectors * kVectorBytes;
   const uint8_t* const message =
       At<uint8_t>(call.workspace, call.map.messages.Copy(shared.call.copy)) +
       index * call.map.message_bytes;
   const bool is_choice = lane < call.top_k;
   int4 bits = {kNoExpert, 0, 0, 0};  // MessageChoice
-  if (is_choice) bits = ld_global_no_allocate(message + token_bytes + lane * sizeof(bits));
+  if (is_choice) bits = ld_global_no_allocate(Vector(message, args.size.sent() + lane));
   const int32_t local_expert = bits.x - call.rank * call.n_local_experts();
   const bool is_here =
       bits.x != kNoExpert && local_expert >= 0 && local_expert < call.n_local_experts();
@@ -121,24 +141,34 @@ __device__ inline bool ReceiveMessage(const DispatchArgs& args, const DispatchSh
       if (args.row_weights != nullptr) args.row_weights[row] = __int_as_float(bits.z);
     }
   }
-  const uint8_t* const from =
-      item.source == call.rank ? args.tokens + token * token_bytes : message;
-  CopyToEach<kReceiveUnroll>(from, args.rows + row * token_bytes, __ballot_sync(0xffffffffu, fits),
-                             args.token_vectors, part);
+  const uint32_t lanes = __ballot_sync(0xffffffffu, fits);
+  const bool is_own = !kQuantizes && item.source == call.rank;
+  const uint8_t* const payload = is_own ? args.tokens + token * args.size.given * kVectorBytes
+                                        : Vector(message, args.size.scales);
+  CopyToEach<kReceiveUnroll>(payload, RowAt(args, row), lanes, args.size.payload, part);
+  if constexpr (kQuantizes) {
+    uint8_t* const scales = fits ? ScalesOfRow(args, shared, local_expert, row) : nullptr;
+    CopyScalesToEach(args, message, scales, lanes, part);
+  }
   return true;
 }
 
 // Role: receive every n-th message. Called by the workers of a block.
+template <bool kQuantizes>
 __device__ inline void ReceiveMessages(const DispatchArgs& args, const DispatchShared& shared) {
   const CallArgs& call = args.call;
   const Unit unit(call.plan.receive_unit_warps);
   const int first_block = FirstReceiver(call.plan), n_blocks = call.plan.n_blocks - first_block;
+  if (HasGroups(args)) {
+    const int n_warps = n_blocks * kWorkerWarps;
+    ClearPadding(args, shared, (blockIdx.x - first_block) * kWorkerWarps + WarpIndex(), n_warps);
+  }
   const int n_items = shared.max_messages * call.n_ranks;
   for (int i = unit.Index(blockIdx.x - first_block, n_blocks); i < n_items;
        i += unit.n_in_block * n_blocks) {
     const MessageItem item(i, call.rank, call.n_ranks);
     if (item.slot >= shared.n_messages[item.source]) continue;
-    if (!ReceiveMessage(args, shared, unit.part, item)) return LeaveNoRows(args);
+    if (!ReceiveMessage<kQuantizes>(args, shared, unit.part, item)) return LeaveNoRows(args);
   }
 }
 

@@ -3,13 +3,11 @@
 #pragma once
 
 #include "core/routing.h"
-#include "cuda/device/copy.cuh"
 #include "cuda/device/dispatch_shared.cuh"
+#include "cuda/device/encode.cuh"
 #include "cuda/device/turns.cuh"
 
 namespace jax_ep::p2p {
-
-constexpr int kSendUnroll = 8;
 
 // Counts all tokens. Called by the workers of a block.
 __device__ inline void CountAllTokens(const DispatchArgs& args, const DispatchShared& shared) {
@@ -17,6 +15,17 @@ __device__ inline void CountAllTokens(const DispatchArgs& args, const DispatchSh
   SyncWorkers();
   CountTokens(args.call, args.topk_ids, {0, args.call.n_tokens}, WarpIndex(), kWorkerWarps,
               shared.totals);
+}
+
+// Has the block's first tokens loaded while they are numbered. Called by the workers of a block.
+__device__ inline void PrefetchFirstTile(const DispatchArgs& args, const Tiles& tiles) {
+  constexpr int kLineBytes = 128;
+  const Tokens tile = tiles[0];
+  const int n_bytes = tile.size() * args.size.given * static_cast<int>(kVectorBytes);
+  const uint8_t* const from = TokenAt(args, tile.begin);
+  for (int i = threadIdx.x * kLineBytes; i < n_bytes; i += kWorkerThreads * kLineBytes) {
+    prefetch_global_l2(from + i);
+  }
 }
 
 // Numbers the block's first tile. Called by the workers of a block; a block barrier comes next.
@@ -114,51 +123,57 @@ __device__ inline void SignalMessage(const DispatchArgs& args, const DispatchSha
   Signal(arrived + messages.index, shared.call.epoch, token);
 }
 
-// Copies one token to every rank that it has a choice on. Called by a unit.
+// Sends one token to every rank that it has a choice on. Called by a unit.
+template <class Encoded>
 __device__ inline void SendToken(const DispatchArgs& args, const DispatchShared& shared,
                                  const TileNumbers& numbers, const Unit& unit, int token,
                                  int token_in_tile) {
   const CallArgs& call = args.call;
   const int lane = LaneIndex();
   const Messages messages = PlanMessages(args, shared, numbers, token, token_in_tile);
-  const size_t token_bytes = args.token_vectors * kVectorBytes;
   if (unit.part.index == 0) {
     for (uint32_t left = __ballot_sync(0xffffffffu, messages.is_message); left != 0;
          left &= left - 1) {
-      void* const choices =
-          Vector(ShuffleAddress(messages.to, __ffs(left) - 1), args.token_vectors);
+      void* const choices = Vector(ShuffleAddress(messages.to, __ffs(left) - 1), args.size.sent());
       if (lane < call.top_k) st_global(Vector(choices, lane), messages.choice);
     }
   }
-  // This rank's own message has no copy of the token: it is read where it is.
-  const uint32_t remote =
-      __ballot_sync(0xffffffffu, messages.is_message && messages.rank != call.rank);
-  CopyToEach<kSendUnroll>(args.tokens + token * token_bytes, messages.to, remote,
-                          args.token_vectors, unit.part);
+  const bool takes_token = Encoded::kSendsToItself || messages.rank != call.rank;
+  const uint32_t lanes = __ballot_sync(0xffffffffu, messages.is_message && takes_token);
+  Encoded::ToEach(args, token, messages.to, lanes, unit.part);
   unit.Sync();
   if (unit.part.index == 0 && messages.is_message) SignalMessage(args, shared, messages, token);
 }
 
 // The same through a stage: token and choices leave in one bulk copy per rank. Called by one warp.
+template <class Encoded>
 __device__ inline void SendTokenInBulk(const DispatchArgs& args, const DispatchShared& shared,
                                        const TileNumbers& numbers, Stage& stage, int token,
                                        int token_in_tile) {
   const CallArgs& call = args.call;
   const int lane = LaneIndex();
-  const size_t token_bytes = args.token_vectors * kVectorBytes;
-  if (lane == 0) stage.BeginLoad(args.tokens + token * token_bytes, token_bytes);
+  if (lane == 0) {
+    stage.BeginLoad(Vector(stage.data(), args.size.scales), TokenAt(args, token),
+                    args.size.given * kVectorBytes);
+  }
   const Messages messages = PlanMessages(args, shared, numbers, token, token_in_tile);
+  const uint32_t token_bytes = args.size.sent() * kVectorBytes;
   uint8_t* const choices = stage.data() + token_bytes;
+  if constexpr (Encoded::kIsInPlace) {  // the token is where the choices will be
+    stage.AwaitLoad();
+    Encoded::InPlace(args, stage.data());
+    __syncwarp();
+  }
   if (lane < call.top_k) reinterpret_cast<int4*>(choices)[lane] = messages.choice;
   fence_proxy_async_shared();
-  stage.AwaitLoad();
+  if constexpr (!Encoded::kIsInPlace) stage.AwaitLoad();
   __syncwarp();
   const uint32_t choices_bytes = call.top_k * sizeof(MessageChoice);
   if (messages.is_message) {
-    const bool is_own = messages.rank == call.rank;
-    cp_async_bulk_global_shared(is_own ? messages.to + token_bytes : messages.to,
-                                is_own ? choices : stage.data(),
-                                is_own ? choices_bytes : token_bytes + choices_bytes);
+    const bool takes_token = Encoded::kSendsToItself || messages.rank != call.rank;
+    cp_async_bulk_global_shared(takes_token ? messages.to : messages.to + token_bytes,
+                                takes_token ? stage.data() : choices,
+                                takes_token ? token_bytes + choices_bytes : choices_bytes);
     cp_async_bulk_commit_group();
     cp_async_bulk_wait_group_0();
     SignalMessage(args, shared, messages, token);
@@ -167,6 +182,7 @@ __device__ inline void SendTokenInBulk(const DispatchArgs& args, const DispatchS
 }
 
 // Role: send the block's tokens. Called by the workers of a block.
+template <class Encoded>
 __device__ inline void SendTokens(const DispatchArgs& args, const DispatchShared& shared,
                                   const Tiles& tiles) {
   const Unit unit(args.call.plan.send_unit_warps);
@@ -174,23 +190,24 @@ __device__ inline void SendTokens(const DispatchArgs& args, const DispatchShared
     if (i > 0) SyncRoles();
     const Tokens tile = tiles[i];
     for (int j = unit.in_block; j < tile.size(); j += unit.n_in_block) {
-      SendToken(args, shared, shared.numbers[i % 2], unit, tile.begin + j, j);
+      SendToken<Encoded>(args, shared, shared.numbers[i % 2], unit, tile.begin + j, j);
     }
   }
 }
 
 // The same role, with a stage for each of the first warps.
+template <class Encoded>
 __device__ inline void SendTokensInBulk(const DispatchArgs& args, const DispatchShared& shared,
                                         const Tiles& tiles, uint8_t* stages) {
   const int n_stages = args.call.plan.n_stages;
   const bool has_stage = WarpIndex() < n_stages;
-  const size_t stage_bytes = StageBytes(args.call, args.token_vectors * kVectorBytes);
+  const size_t stage_bytes = StageBytes(args.call, args.size);
   Stage stage(stages + WarpIndex() * stage_bytes, has_stage);
   for (int i = 0; i < tiles.size(); ++i) {
     if (i > 0) SyncRoles();
     const Tokens tile = tiles[i];
     for (int j = WarpIndex(); has_stage && j < tile.size(); j += n_stages) {
-      SendTokenInBulk(args, shared, shared.numbers[i % 2], stage, tile.begin + j, j);
+      SendTokenInBulk<Encoded>(args, shared, shared.numbers[i % 2], stage, tile.begin + j, j);
     }
   }
 }

@@ -24,16 +24,20 @@ struct DispatchShared {
   TileNumbers numbers[2];  // of the tile being sent, and of the next
   int32_t* n_messages;     // [R]     by source
   int32_t* first_row;      // [L, R]  see core/routing.h
+  // Of each group of rows, where they are padded or have scales.
+  int32_t* group_end;    // [L] without padding, not clipped
+  int32_t* first_block;  // [L] of its scales
 };
 
 __host__ __device__ inline size_t TableBytes(const CallArgs& call) {
-  const size_t ints = 3 * call.n_experts + 3 * call.n_ranks + 4 * Tiles::kMaxTokens * call.top_k;
+  const size_t ints = 3 * call.n_experts + 3 * call.n_ranks + 2 * call.n_local_experts() +
+                      4 * Tiles::kMaxTokens * call.top_k;
   return AlignUp(call.n_ranks * sizeof(uint8_t*) + ints * sizeof(int32_t), kMessageAlignment);
 }
 
 // A stage holds a token and its choices.
-__host__ __device__ inline size_t StageBytes(const CallArgs& call, size_t token_bytes) {
-  return Stage::Bytes(token_bytes + call.top_k * sizeof(MessageChoice));
+__host__ __device__ inline size_t StageBytes(const CallArgs& call, const TokenSize& size) {
+  return Stage::Bytes(size.staged_bytes() + call.top_k * sizeof(MessageChoice));
 }
 
 // Points into the dynamic shared memory, behind the peers. Called by one thread.
@@ -44,6 +48,8 @@ __device__ inline void CarveShared(const CallArgs& call, uint8_t* bytes, Dispatc
   shared.counts = {take(call.n_experts), take(call.n_ranks), &shared.n_invalid[1]};
   shared.first_row = take(call.n_experts);
   shared.n_messages = take(call.n_ranks);
+  shared.group_end = take(call.n_local_experts());
+  shared.first_block = take(call.n_local_experts());
   const int n_choices = Tiles::kMaxTokens * call.top_k;
   for (TileNumbers& numbers : shared.numbers) numbers = {take(n_choices), take(n_choices)};
 }

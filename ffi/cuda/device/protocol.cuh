@@ -68,16 +68,25 @@ class Deadline {
   uint64_t begin_ = 0;  // ns; 0: not looked yet
 };
 
+// In place of what wants to know of every look at a word.
+struct NoLook {
+  template <class... Args>
+  __device__ void operator()(Args...) const {}
+};
+
 // Waits until `word` is of the epoch, and returns true: what `peer` wrote before it signalled may
 // then be read. False once the time is over. Acquire, system scope; pairs with the release in
-// `Signal`. Called by each thread for itself.
-__device__ inline bool Wait(const CallArgs& call, uint32_t epoch, Phase phase, uint64_t* word,
-                            int peer, uint32_t* value) {
+// `Signal`. Calls look(1 or 0) after every look. Called by each thread for itself.
+template <class Look = NoLook>
+__device__ bool Wait(const CallArgs& call, uint32_t epoch, Phase phase, uint64_t* word, int peer,
+                     uint32_t* value, const Look& look = {}) {
   Deadline deadline(call);
   while (true) {
     const uint64_t seen = SystemWord(*word).load(cuda::memory_order_acquire);
     *value = EpochWordValue(seen);
-    if (IsOfEpoch(seen, epoch)) return true;
+    const bool is_there = IsOfEpoch(seen, epoch);
+    look(static_cast<uint32_t>(is_there));
+    if (is_there) return true;
     if (deadline.IsOver()) {
       Fail(call, {phase, static_cast<uint32_t>(peer), epoch});
       return false;
@@ -86,10 +95,12 @@ __device__ inline bool Wait(const CallArgs& call, uint32_t epoch, Phase phase, u
 }
 
 // The same for the words `word(0)` to `word(n - 1)`, n <= kMaxWords, of the ranks `peer(i)`, in
-// flight together. Relaxed: the values are good, other data needs a fence.
-template <int kMaxWords, class Word, class Peer>
+// flight together. Relaxed: the values are good, other data needs a fence. Calls look(bits of the
+// words that are there) after every look.
+template <int kMaxWords, class Word, class Peer, class Look = NoLook>
 __device__ bool WaitForAll(const CallArgs& call, uint32_t epoch, Phase phase, int n,
-                           const Word& word, const Peer& peer, uint32_t (&values)[kMaxWords]) {
+                           const Word& word, const Peer& peer, uint32_t (&values)[kMaxWords],
+                           const Look& look = {}) {
   Deadline deadline(call);
   while (true) {
     uint64_t seen[kMaxWords];
@@ -97,16 +108,17 @@ __device__ bool WaitForAll(const CallArgs& call, uint32_t epoch, Phase phase, in
     for (int i = 0; i < kMaxWords; ++i) {
       if (i < n) seen[i] = SystemWord(*word(i)).load(cuda::memory_order_relaxed);
     }
-    int missing = -1;
+    uint32_t there = 0, missing = 0;
 #pragma unroll
     for (int i = 0; i < kMaxWords; ++i) {
       if (i >= n) continue;
       values[i] = EpochWordValue(seen[i]);
-      if (!IsOfEpoch(seen[i], epoch)) missing = i;
+      (IsOfEpoch(seen[i], epoch) ? there : missing) |= 1u << i;
     }
-    if (missing < 0) return true;
+    look(there);
+    if (missing == 0) return true;
     if (deadline.IsOver()) {
-      Fail(call, {phase, static_cast<uint32_t>(peer(missing)), epoch});
+      Fail(call, {phase, static_cast<uint32_t>(peer(31 - __clz(missing))), epoch});
       return false;
     }
   }

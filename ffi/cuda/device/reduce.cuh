@@ -73,10 +73,27 @@ struct Terms {
   uint32_t lanes;
 };
 
-// Writes this warp's part of the sum of `terms`, plus `residual` if there is one, to `to`. Called
-// by one warp, converged; `lanes`, `residual` and `to` are the same in all lanes.
+// Rows that are added to a sum, or null.
+struct Extra {
+  const void* residual;    // before the sum is rounded
+  const void* shared_row;  // after it, and rounded once more
+};
+
+// Adds `data` to what has been rounded.
+template <class T>
+__device__ __forceinline__ int4 AddRounded(int4 rounded, int4 data) {
+  float sums[Elements<T>::kSize], values[Elements<T>::kSize];
+  Unpack(rounded, sums, T{});
+  Unpack(data, values, T{});
+#pragma unroll
+  for (int i = 0; i < Elements<T>::kSize; ++i) sums[i] = __fadd_rn(sums[i], values[i]);
+  return Pack(sums, T{});
+}
+
+// Writes this warp's part of the sum of `terms`, and what comes on top, to `to`. Called by one
+// warp, converged; `lanes`, `extra` and `to` are the same in all lanes.
 template <class T, int kUnroll>
-__device__ __forceinline__ void SumRows(const Terms& terms, const void* residual, void* to,
+__device__ __forceinline__ void SumRows(const Terms& terms, const Extra& extra, void* to,
                                         int n_vectors, Part part) {
   constexpr int kSize = Elements<T>::kSize;
   const int lane = threadIdx.x % kWarpSize, end = part.End(n_vectors);
@@ -109,13 +126,18 @@ __device__ __forceinline__ void SumRows(const Terms& terms, const void* residual
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) data[u] = next[u];
     }
-    if (residual != nullptr) {
-      LoadVectors(residual, first, end, data);
+    if (extra.residual != nullptr) {
+      LoadVectors(extra.residual, first, end, data);
       add(data, 1.0f);
     }
     int4 rounded[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) rounded[u] = Pack(sums[u], T{});
+    if (extra.shared_row != nullptr) {
+      LoadVectors(extra.shared_row, first, end, data);
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) rounded[u] = AddRounded<T>(rounded[u], data[u]);
+    }
     StoreVectors(to, first, end, rounded);
   }
 }

@@ -1,0 +1,31 @@
+// What one rank has counted since its group was opened. jax_ep/stats.py has the meanings.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace jax_ep {
+
+struct RankStats {
+  int64_t dispatch_calls = 0;
+  int64_t combine_calls = 0;
+  int64_t invalid_ids = 0;
+  int64_t dropped_rows = 0;
+  std::vector<int64_t> tokens_to_rank;   // [R]
+  std::vector<int64_t> bytes_to_rank;    // [R]
+  std::vector<int64_t> rows_to_expert;   // [E]
+  std::vector<int64_t> rows_per_expert;  // [L]
+  std::vector<int64_t> wait_ns;          // [2, R] (dispatch, combine) x peer
+  std::vector<int64_t> longest_wait_ns;  // [2, R]
+
+  RankStats() = default;
+  RankStats(int64_t n_ranks, int64_t n_experts)
+      : tokens_to_rank(n_ranks),
+        bytes_to_rank(n_ranks),
+        rows_to_expert(n_experts),
+        rows_per_expert(n_experts / n_ranks),
+        wait_ns(2 * n_ranks),
+        longest_wait_ns(2 * n_ranks) {}
+};
+
+}  // namespace jax_ep

@@ -1,0 +1,42 @@
+// Where a rank's totals stand in its p2p workspace: 64-bit words that only its own kernels add to,
+// so that a replayed graph counts, too.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/host_device.h"
+
+namespace jax_ep {
+
+struct StatsWords {
+  // Words of one total.
+  static constexpr size_t kDispatchCalls = 0;
+  static constexpr size_t kCombineCalls = 1;
+  static constexpr size_t kInvalidIds = 2;
+  static constexpr size_t kDroppedRows = 3;
+
+  // Rows of the waits.
+  static constexpr size_t kDispatch = 0;
+  static constexpr size_t kCombine = 1;
+
+  size_t n_ranks;          // R
+  size_t n_local_experts;  // L
+
+  // First words of [R], [R], [2, R], [2, R], [E] and [L].
+  JAX_EP_HOST_DEVICE constexpr size_t tokens_to_rank() const { return 4; }
+  JAX_EP_HOST_DEVICE constexpr size_t bytes_to_rank() const { return tokens_to_rank() + n_ranks; }
+  JAX_EP_HOST_DEVICE constexpr size_t wait_ns() const { return bytes_to_rank() + n_ranks; }
+  JAX_EP_HOST_DEVICE constexpr size_t longest_wait_ns() const { return wait_ns() + 2 * n_ranks; }
+  JAX_EP_HOST_DEVICE constexpr size_t rows_to_expert() const {
+    return longest_wait_ns() + 2 * n_ranks;
+  }
+  JAX_EP_HOST_DEVICE constexpr size_t rows_per_expert() const {
+    return rows_to_expert() + n_ranks * n_local_experts;
+  }
+  JAX_EP_HOST_DEVICE constexpr size_t n_words() const {
+    return rows_per_expert() + n_local_experts;
+  }
+};
+
+}  // namespace jax_ep

@@ -1,0 +1,26 @@
+#include "cpu/waits.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+
+namespace jax_ep {
+
+void CountWaits(const std::vector<Arrival>& arrivals, size_t kind) {
+  const size_t n_ranks = arrivals.size();
+  for (const Arrival& own : arrivals) {
+    own.args->group->UpdateStats(own.args->device.row, own.rank, [&](RankStats& stats) {
+      for (size_t peer = 0; peer < n_ranks; ++peer) {
+        if (arrivals[peer].when <= own.when) continue;
+        const int64_t ns =
+            std::chrono::duration_cast<std::chrono::nanoseconds>(arrivals[peer].when - own.when)
+                .count();
+        stats.wait_ns[kind * n_ranks + peer] += ns;
+        int64_t& longest = stats.longest_wait_ns[kind * n_ranks + peer];
+        longest = std::max(longest, ns);
+      }
+    });
+  }
+}
+
+}  // namespace jax_ep

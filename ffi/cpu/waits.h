@@ -1,0 +1,18 @@
+// How long the ranks of a call waited for each other.
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "cpu/rendezvous.h"
+
+namespace jax_ep {
+
+// Rows of RankStats::wait_ns.
+constexpr size_t kDispatchWaits = 0;
+constexpr size_t kCombineWaits = 1;
+
+// Adds the time from each rank's arrival to every later one to its totals; `arrivals` by rank.
+void CountWaits(const std::vector<Arrival>& arrivals, size_t kind);
+
+}  // namespace jax_ep

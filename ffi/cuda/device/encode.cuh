@@ -1,0 +1,199 @@
+// What becomes of a token before it leaves: nothing, or codes and scales, by core/quantize.h. Each
+// way is a struct that says how to send a token to several ranks from where it is, and how to
+// encode it in a stage.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "core/float_types.h"
+#include "core/quantize.h"
+#include "cuda/device/copy.cuh"
+#include "cuda/device/units.cuh"
+#include "cuda/dispatch.h"
+
+namespace jax_ep::p2p {
+
+constexpr int kSendUnroll = 8;
+
+__device__ __forceinline__ const uint8_t* TokenAt(const DispatchArgs& args, int token) {
+  return args.tokens + token * args.size.given * kVectorBytes;
+}
+
+// A token that travels as it is.
+struct AsItIs {
+  static constexpr bool kIsInPlace = false;
+  // This rank's own message has no copy of the token: it is read where it is.
+  static constexpr bool kSendsToItself = false;
+
+  // Sends this warp's part of a token to the messages `to` of the lanes in `lanes`. Called by one
+  // warp, converged.
+  __device__ static void ToEach(const DispatchArgs& args, int token, uint8_t* to, uint32_t lanes,
+                                Part part) {
+    CopyToEach<kSendUnroll>(TokenAt(args, token), to, lanes, args.size.given, part);
+  }
+};
+
+// Elements that a lane encodes at once; a block is shared by neighbouring lanes.
+constexpr int kLaneElements = 8;
+constexpr int kWarpElements = kWarpSize * kLaneElements;
+
+__device__ __forceinline__ void Unpack(const int4 (&data)[1], float (&values)[kLaneElements],
+                                       BFloat16) {
+  const uint32_t pairs[] = {static_cast<uint32_t>(data[0].x), static_cast<uint32_t>(data[0].y),
+                            static_cast<uint32_t>(data[0].z), static_cast<uint32_t>(data[0].w)};
+#pragma unroll
+  for (int i = 0; i < kLaneElements / 2; ++i) {
+    values[2 * i] = FloatFromBits(pairs[i] << 16);
+    values[2 * i + 1] = FloatFromBits(pairs[i] & 0xffff0000u);
+  }
+}
+
+__device__ __forceinline__ void Unpack(const int4 (&data)[2], float (&values)[kLaneElements],
+                                       float) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    values[4 * i] = __int_as_float(data[i].x);
+    values[4 * i + 1] = __int_as_float(data[i].y);
+    values[4 * i + 2] = __int_as_float(data[i].z);
+    values[4 * i + 3] = __int_as_float(data[i].w);
+  }
+}
+
+// A token of elements T that travels in Format.
+template <class Format, class T>
+struct Quantized {
+  static constexpr bool kIsInPlace = true;
+  static constexpr bool kSendsToItself = true;
+
+  // Codes of a lane's elements, and the scale of their block.
+  struct Codes {
+    using Words = std::conditional_t<Format::kIsPacked, uint32_t, uint2>;
+    Words words;
+    typename Format::Scale scale;
+
+    // Called by all lanes that have elements; `element` is the lane's first one.
+    __device__ void Store(uint8_t* scales, uint8_t* codes, int element) const {
+      reinterpret_cast<Words*>(codes)[element / kLaneElements] = words;
+      if (element % Format::kBlockSize != 0) return;
+      reinterpret_cast<typename Format::Scale*>(scales)[element / Format::kBlockSize] = scale;
+    }
+  };
+
+  __device__ static void ToEach(const DispatchArgs& args, int token, uint8_t* to, uint32_t lanes,
+                                Part part) {
+    const InputScale input_scale = ReadInputScale(args);
+    const uint8_t* const from = TokenAt(args, token);
+    const int step = part.n_parts * kWarpElements;
+    int element = part.index * kWarpElements + LaneIndex() * kLaneElements;
+    int4 data[kVectors], next[kVectors] = {};
+    Load(args, from, element, next);
+    for (int first = part.index * kWarpElements; first < args.hidden_size;
+         first += step, element += step) {
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) data[i] = next[i];
+      Load(args, from, element + step, next);
+      const bool has_elements = element < args.hidden_size;
+      const Codes codes = Encode(data, input_scale);
+      for (uint32_t left = lanes; left != 0; left &= left - 1) {
+        uint8_t* const message = static_cast<uint8_t*>(ShuffleAddress(to, __ffs(left) - 1));
+        if (has_elements) codes.Store(message, Vector(message, args.size.scales), element);
+      }
+    }
+  }
+
+  // Encodes the token that was loaded behind the scales: its codes are shorter than what has been
+  // read of it. Called by one warp, converged.
+  __device__ static void InPlace(const DispatchArgs& args, uint8_t* scales) {
+    const InputScale input_scale = ReadInputScale(args);
+    uint8_t* const token = Vector(scales, args.size.scales);
+    for (int first = 0; first < args.hidden_size; first += kWarpElements) {
+      const int element = first + LaneIndex() * kLaneElements;
+      const bool has_elements = element < args.hidden_size;
+      int4 data[kVectors] = {};
+#pragma unroll
+      for (int i = 0; has_elements && i < kVectors; ++i) {
+        data[i] = reinterpret_cast<const int4*>(token)[element / kLaneElements * kVectors + i];
+      }
+      const Codes codes = Encode(data, input_scale);
+      __syncwarp();
+      if (has_elements) codes.Store(scales, token, element);
+    }
+  }
+
+ private:
+  static constexpr int kVectors = kLaneElements * sizeof(T) / kVectorBytes;
+
+  __device__ static InputScale ReadInputScale(const DispatchArgs& args) {
+    return InputScale::Make(args.input_scale == nullptr ? 1.0f : *args.input_scale);
+  }
+
+  // Leaves `data` as it is where there are no elements: what it encodes to is not stored.
+  __device__ static void Load(const DispatchArgs& args, const uint8_t* from, int element,
+                              int4 (&data)[kVectors]) {
+    if (element >= args.hidden_size) return;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      data[i] = ld_global_no_allocate(Vector(from, element / kLaneElements * kVectors + i));
+    }
+  }
+
+  // Called by one warp, converged.
+  __device__ static Codes Encode(const int4 (&data)[kVectors], InputScale input_scale) {
+    float values[kLaneElements];
+    Unpack(data, values, T{});
+    uint32_t largest = 0;
+#pragma unroll
+    for (const float value : values) largest = max(largest, MagnitudeBits(value));
+#pragma unroll
+    for (int lane = Format::kBlockSize / kLaneElements / 2; lane > 0; lane /= 2) {
+      largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, lane));
+    }
+    const bool is_dead = largest >= kFloatInfinity;
+    const auto block = Format::EncodeScale(FloatFromBits(is_dead ? 0 : largest), input_scale);
+#pragma unroll
+    for (float& value : values) value = Format::ScaleElement(is_dead ? 0.0f : value, block.factor);
+    return {Pack(values), block.scale};
+  }
+
+  __device__ static typename Codes::Words Pack(const float (&values)[kLaneElements]) {
+    if constexpr (Format::kIsPacked) {
+      uint32_t words = 0;
+#pragma unroll
+      for (int i = 0; i < kLaneElements; i += 2) {
+        words |= uint32_t{ToE2m1Pair(values[i], values[i + 1])} << 4 * i;
+      }
+      return words;
+    } else {
+      const auto word = [&](int i) {
+        return ToE4m3Pair(values[i], values[i + 1]) |
+               uint32_t{ToE4m3Pair(values[i + 2], values[i + 3])} << 16;
+      };
+      return make_uint2(word(0), word(4));
+    }
+  }
+};
+
+// Calls visit with the way in which the tokens of a call that quantises travel.
+template <class Visit>
+__device__ __forceinline__ void VisitEncoding(const DispatchArgs& args, const Visit& visit) {
+  const auto of_type = [&](auto token) {
+    using T = decltype(token);
+    switch (args.encoding) {
+      case Encoding::kAsItIs:
+        break;
+      case Encoding::kBlockwiseFp8:
+        return visit(Quantized<BlockwiseFp8, T>{});
+      case Encoding::kMxFp8:
+        return visit(Quantized<MxFp8, T>{});
+      case Encoding::kMxFp4:
+        return visit(Quantized<MxFp4, T>{});
+      case Encoding::kNvFp4:
+        return visit(Quantized<NvFp4, T>{});
+    }
+  };
+  if (args.token_type == RowType::kBFloat16) return of_type(BFloat16{});
+  of_type(float{});
+}
+
+}  // namespace jax_ep::p2p

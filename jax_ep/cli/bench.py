@@ -1,0 +1,145 @@
+"""`python -m jax_ep bench`: how long a dispatch and a combine take here."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import click
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+import jax_ep
+from jax_ep.cli import layer
+
+FORMATS: dict[str, Callable[[], jax_ep.TokenFormat]] = {
+    "bf16": jax_ep.BF16,
+    "f16": lambda: jax_ep.Plain(jnp.float16),
+    "f32": lambda: jax_ep.Plain(jnp.float32),
+    "blockwise_fp8": jax_ep.BlockwiseFP8,
+    "mxfp8": jax_ep.MXFP8,
+    "mxfp4": jax_ep.MXFP4,
+    "nvfp4": jax_ep.NVFP4,
+}
+_N_WARM_UP = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Seconds of each call; bytes of the T x K rows that a rank sends in one."""
+
+    name: str
+    seconds: list[float]
+    n_bytes: int
+
+    def cells(self) -> list[str]:
+        """Microseconds: median, min, max; GB/s of the median."""
+        median = statistics.median(self.seconds)
+        times = (median, min(self.seconds), max(self.seconds))
+        gb_per_s = self.n_bytes / median * 1e-9
+        return [self.name, *(f"{1e6 * t:.0f}" for t in times), f"{gb_per_s:.2f}"]
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--tokens", type=click.IntRange(1), default=128, help="Per rank (T).")
+@click.option("--hidden", type=click.IntRange(1), default=2048, help="Hidden size (H).")
+@click.option("--experts", type=click.IntRange(1), default=64, help="All of them (E).")
+@click.option("--top-k", type=click.IntRange(1), default=8, help="Experts per token.")
+@click.option(
+    "--ranks",
+    type=click.IntRange(1),
+    help="Devices; virtual ones on a CPU.  [default: all]",
+)
+@click.option(
+    "--format", "token_format", type=click.Choice(list(FORMATS)), default="bf16"
+)
+@click.option("--transport", default="auto", help="auto, xla, host or p2p.")
+@click.option("--platform", help="cpu or gpu.  [default: the one JAX prefers]")
+@click.option("--repeats", type=click.IntRange(1), default=20, help="Calls measured.")
+def bench(
+    tokens: int,
+    hidden: int,
+    experts: int,
+    top_k: int,
+    ranks: int | None,
+    token_format: str,
+    transport: str,
+    platform: str | None,
+    repeats: int,
+) -> None:
+    """Times one dispatch and one combine, each as a program of its own.
+
+    Every token chooses different experts at random. A time runs from the call in
+    Python until all ranks have the result.
+    """
+    try:
+        config = jax_ep.EPConfig(
+            n_experts=experts,
+            top_k=top_k,
+            hidden_size=hidden,
+            max_tokens_per_rank=tokens,
+            token_format=FORMATS[token_format](),
+        )
+        mesh = layer.make_mesh(layer.devices(platform, ranks))
+        if top_k > experts:
+            raise ValueError(f"top-k must be at most experts; got {top_k}, {experts}.")
+        group = jax_ep.ep_init(mesh, layer.AXIS, config, transport)
+    except (ValueError, RuntimeError) as error:
+        raise click.ClickException(str(error)) from error
+    with group:
+        timings = measure(mesh, group, repeats)
+    device = mesh.devices.flat[0]
+    title = (
+        f"{group.transport}, {group.n_ranks} x {device.device_kind}, {token_format}: "
+        f"T={tokens} H={hidden} E={experts} K={top_k}"
+    )
+    table = Table("", title=title, caption="GB/s: of the T x K rows of a rank")
+    for name in ("median us", "min us", "max us", "GB/s"):
+        table.add_column(name, justify="right")
+    for timing in timings:
+        table.add_row(*timing.cells())
+    Console().print(table)
+
+
+def measure(
+    mesh: jax.sharding.Mesh, group: jax_ep.EPGroup, repeats: int
+) -> list[Timing]:
+    """Times both calls, with random inputs."""
+    config = group.config
+    choices = layer.random_choices(config, group.n_ranks, seed=0)
+    shape = (*choices.shape[:2], config.hidden_size)
+    dtype = config.token_format.token_dtypes[0]
+    tokens = np.random.default_rng(1).standard_normal(shape, np.float32).astype(dtype)
+    operands = layer.place(mesh, tokens), layer.place(mesh, choices)
+
+    def experts(dispatched: jax_ep.Dispatched) -> jax.Array:
+        row_shape = (group.max_recv_tokens, config.hidden_size)
+        one = dispatched.row_offsets[-1].astype(config.combine_dtype)
+        return jnp.broadcast_to(one, row_shape)
+
+    dispatch = layer.on_mesh(mesh, lambda x, ids: jax_ep.dispatch(group, x, ids))
+    combine = layer.on_mesh(mesh, lambda rows, d: jax_ep.combine(group, rows, d))
+    dispatched = dispatch(*operands)
+    expert_out = layer.on_mesh(mesh, experts)(dispatched)
+    n_choices = config.max_tokens_per_rank * config.top_k
+    sent = n_choices * config.token_format.token_bytes(config.hidden_size)
+    returned = n_choices * config.hidden_size * np.dtype(config.combine_dtype).itemsize
+    return [
+        Timing("dispatch", _seconds(repeats, dispatch, *operands), sent),
+        Timing("combine", _seconds(repeats, combine, expert_out, dispatched), returned),
+    ]
+
+
+def _seconds(repeats: int, call: Callable[..., Any], *operands: Any) -> list[float]:
+    seconds = []
+    for _ in range(_N_WARM_UP + repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(call(*operands))
+        seconds.append(time.perf_counter() - start)
+    return seconds[_N_WARM_UP:]

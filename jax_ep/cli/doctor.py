@@ -1,0 +1,115 @@
+"""`python -m jax_ep doctor`: what this machine has, and which transports work on it."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from importlib import metadata
+
+import click
+import jax
+from rich.console import Console
+from rich.table import Table
+
+import jax_ep
+from jax_ep import _cuda_ffi
+from jax_ep.cli import layer, links, probe
+
+_GIB = 1 << 30
+
+
+@click.command()
+@click.option("--ranks", type=click.IntRange(1), help="Devices to use; default: all.")
+@click.option("--platform", "backend", help="cpu or gpu; default: the one JAX prefers.")
+@click.option("--links/--no-links", "with_links", default=True, help="Measure copies.")
+def doctor(ranks: int | None, backend: str | None, with_links: bool) -> None:
+    """Shows versions, devices, links and transports.
+
+    Every transport is asked whether it can serve the devices, and if so, sends a few
+    tokens there and back. Fails if none of them works.
+    """
+    console = Console()
+    try:
+        found = layer.devices(backend, ranks)
+    except RuntimeError as error:
+        raise click.ClickException(str(error)) from error
+    console.print(versions(found))
+    console.print(device_table(found))
+    gpus = [device for device in found if device.platform == "gpu"]
+    if with_links and len(gpus) > 1:
+        console.print(link_table(gpus))
+    verdicts = probe.try_transports(found)
+    console.print(transport_table(verdicts, len(found)))
+    if all(verdict.reason is not None for verdict in verdicts):
+        raise click.ClickException("no transport works on these devices.")
+
+
+def versions(found: Sequence[jax.Device]) -> Table:
+    """Of everything whose version matters."""
+    table = Table("", "version", title="Versions")
+    table.add_row("python", platform.python_version())
+    table.add_row("jax_ep", jax_ep.__version__)
+    for name in ("jax", "jaxlib", "numpy"):
+        table.add_row(name, metadata.version(name))
+    table.add_row("backend", found[0].client.platform_version.replace("\n", ", "))
+    for name, version in cuda_versions().items():
+        table.add_row(name, version)
+    return table
+
+
+def cuda_versions() -> dict[str, str]:
+    """CUDA's, as the extension sees them."""
+    try:
+        numbers = _cuda_ffi.load().cuda_versions()
+    except ImportError:
+        return {"jax_ep._ffi_cuda": "not built"}
+    return {
+        name: f"{number // 1000}.{number % 1000 // 10}" if number else "none"
+        for name, number in numbers.items()
+    }
+
+
+def device_table(found: Sequence[jax.Device]) -> Table:
+    """One line per device; devices are ranks in this order."""
+    table = Table(
+        "rank", "device", "platform", "kind", "memory", title="Devices of this process"
+    )
+    for rank, device in enumerate(found):
+        limit = (device.memory_stats() or {}).get("bytes_limit")
+        memory = "" if limit is None else f"{limit / _GIB:.1f} GiB for JAX"
+        kind = device.device_kind
+        table.add_row(str(rank), str(device.id), device.platform, kind, memory)
+    return table
+
+
+def link_table(gpus: Sequence[jax.Device]) -> Table:
+    """GB/s from each GPU to each other one."""
+    table = Table("from \\ to", title="Copies, GB/s (*: loads and stores, too)")
+    for gpu in gpus:
+        table.add_column(str(gpu.id), justify="right")
+    for source in gpus:
+        cells = [_link(source, target) for target in gpus]
+        table.add_row(str(source.id), *cells)
+    return table
+
+
+def _link(source: jax.Device, target: jax.Device) -> str:
+    if source == target:
+        return "-"
+    star = {True: "*", False: "", None: "?"}[links.reaches(source, target)]
+    return f"{links.gb_per_s(source, target):.0f}{star}"
+
+
+def transport_table(verdicts: Sequence[probe.Verdict], n_ranks: int) -> Table:
+    """Which transports work, and why the others do not."""
+    table = Table("transport", f"serves these {n_ranks} ranks", title="Transports")
+    for verdict in verdicts:
+        works = verdict.reason is None
+        answer = "[green]yes[/]" if works else f"[red]no[/]: {_plain(verdict.reason)}"
+        table.add_row(verdict.transport, answer)
+    return table
+
+
+def _plain(text: str | None) -> str:
+    """Text that rich shows as it is."""
+    return (text or "").replace("[", "\\[")

@@ -1,0 +1,61 @@
+"""A layer on a mesh of this process's devices, for the commands to run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+import jax_ep
+
+AXIS = "ep"
+
+
+def devices(platform: str | None, n_ranks: int | None) -> list[jax.Device]:
+    """This process's devices; virtual ones where the platform is the CPU.
+
+    Raises:
+        RuntimeError: the platform has no device, or too few.
+    """
+    if n_ranks is not None:
+        # Too late where something has asked for devices before: they stay as they are.
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", n_ranks)
+    found = jax.local_devices(backend=platform)
+    if n_ranks is not None and len(found) < n_ranks:
+        raise RuntimeError(
+            f"{n_ranks} ranks need as many devices; platform {found[0].platform!r} has "
+            f"{len(found)}."
+        )
+    return found[:n_ranks]
+
+
+def make_mesh(ranks: Sequence[jax.Device]) -> jax.sharding.Mesh:
+    """A mesh with one axis, `AXIS`."""
+    return jax.sharding.Mesh(np.array(ranks), (AXIS,))
+
+
+def on_mesh(mesh: jax.sharding.Mesh, body: Callable[..., Any]) -> Callable[..., Any]:
+    """Jits a function of one rank's arrays; theirs have a leading axis of ranks."""
+
+    def of_rank(*args: Any) -> Any:
+        results = body(*jax.tree.map(lambda x: x[0], args))
+        return jax.tree.map(lambda x: x[None], results)
+
+    spec = jax.P(AXIS)
+    return jax.jit(jax.shard_map(of_rank, mesh=mesh, in_specs=spec, out_specs=spec))
+
+
+def place(mesh: jax.sharding.Mesh, array: np.ndarray) -> jax.Array:
+    """Puts `array[rank]` on the device of each rank."""
+    return jax.device_put(array, jax.NamedSharding(mesh, jax.P(AXIS)))
+
+
+def random_choices(config: jax_ep.EPConfig, n_ranks: int, seed: int) -> np.ndarray:
+    """`int32[R, M, K]`: different experts for each token, all alike."""
+    rng = np.random.default_rng(seed)
+    order = rng.random((n_ranks, config.max_tokens_per_rank, config.n_experts))
+    return np.argsort(order, axis=-1)[..., : config.top_k].astype(np.int32)

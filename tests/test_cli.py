@@ -1,0 +1,157 @@
+"""python -m jax_ep: what it prints, and how it ends."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import jax
+import pytest
+from click.testing import CliRunner
+
+import jax_ep
+from jax_ep.cli import bench, doctor, links, main, probe
+from ranks import child_environment
+
+BENCH_LINE = r"{}\D+(\d+)\D+(\d+)\D+(\d+)\D+(\d+\.\d\d)\b"
+
+
+@pytest.fixture(autouse=True)
+def devices():
+    """Made before any command asks for fewer of them."""
+    return jax.devices()
+
+
+def invoke(*args: str):
+    return CliRunner().invoke(main, args, env={"COLUMNS": "120"})
+
+
+def test_doctor_shows_versions_devices_and_transports():
+    result = invoke("doctor", "--ranks", "4", "--platform", "cpu")
+    assert result.exit_code == 0, result.output
+    assert re.search(rf"jax_ep\W+{re.escape(jax_ep.__version__)}\b", result.output)
+    assert re.search(rf"jaxlib\W+{re.escape(jax.lib.__version__)}\b", result.output)
+    assert re.search(r"host\W+yes\b", result.output)
+    assert re.search(r"xla\W+yes\b", result.output)
+    assert "no: it serves CUDA devices; the mesh has cpu" in result.output
+    assert len(re.findall(r"\W\d+\W+\d+\W+cpu\b", result.output)) == 4
+
+
+def test_doctor_fails_where_nothing_works(monkeypatch):
+    verdicts = [probe.Verdict("xla", "it [never] works")]
+    monkeypatch.setattr(probe, "try_transports", lambda found: verdicts)
+    result = invoke("doctor", "--ranks", "2", "--platform", "cpu")
+    assert result.exit_code == 1
+    assert "no: it [never] works" in result.output
+    assert "Error: no transport works on these devices." in result.output
+
+
+def test_a_transport_that_breaks_or_gives_other_numbers_does_not_work(monkeypatch):
+    def dispatch_wrongly(group, tokens, topk_ids):
+        return right(group, tokens.at[0, 0].add(1), topk_ids)
+
+    def break_down(group, tokens, topk_ids):
+        raise RuntimeError("a cable is loose")
+
+    right, ranks = jax_ep.dispatch, jax.devices("cpu")[:2]
+    monkeypatch.setattr(jax_ep, "dispatch", dispatch_wrongly)
+    reasons = {v.transport: v.reason for v in probe.try_transports(ranks)}
+    # One number of each rank.
+    assert reasons["host"] == reasons["xla"]
+    assert reasons["xla"] == "2 of 2048 numbers came back wrong"
+    monkeypatch.setattr(jax_ep, "dispatch", break_down)
+    reasons = {v.transport: v.reason for v in probe.try_transports(ranks)}
+    assert reasons["host"] == reasons["xla"] == "RuntimeError: a cable is loose"
+
+
+def test_links_are_shown_from_each_device_to_each_other(monkeypatch):
+    found = jax.devices("cpu")[:3]
+    rates = {(a.id, b.id): 10.0 * a.id + b.id for a in found for b in found}
+    monkeypatch.setattr(links, "gb_per_s", lambda a, b: rates[a.id, b.id])
+    monkeypatch.setattr(links, "reaches", lambda a, b: a.id < b.id)
+    table = doctor.link_table(found)
+    cells = [list(column.cells) for column in table.columns]
+    assert cells[0] == [str(device.id) for device in found]
+    for i, a in enumerate(found):
+        for j, b in enumerate(found):
+            star = "*" if a.id < b.id else ""
+            expected = "-" if a == b else f"{rates[a.id, b.id]:.0f}{star}"
+            assert cells[1 + j][i] == expected
+
+
+def test_copies_between_devices_are_measured():
+    first, second = jax.devices("cpu")[:2]
+    assert links.gb_per_s(first, second, n_bytes=1 << 20) > 0
+
+
+@pytest.mark.parametrize("token_format", ["bf16", "f32"])
+def test_bench_shows_times_and_the_rate_of_the_median(token_format, transport):
+    n_ranks = min(4, len(jax.devices()))
+    shape = "--tokens 8 --hidden 128 --experts 8 --top-k 2 --repeats 5"
+    choice = ["--format", token_format, "--transport", transport]
+    result = invoke("bench", *shape.split(), "--ranks", str(n_ranks), *choice)
+    assert result.exit_code == 0, result.output
+    assert f"{transport}, {n_ranks} x " in result.output
+    assert "T=8 H=128 E=8 K=2" in result.output
+    for call in ("dispatch", "combine"):
+        numbers = re.search(BENCH_LINE.format(call), result.output)
+        median, smallest, largest, _ = map(float, numbers.groups())
+        assert 0 < smallest <= median <= largest
+
+
+def test_bench_takes_every_format():
+    for token_format in bench.FORMATS:
+        shape = "--tokens 4 --hidden 128 --experts 2 --top-k 1 --ranks 2 --repeats 1"
+        options = ["--platform", "cpu", "--format", token_format]
+        result = invoke("bench", *shape.split(), *options)
+        assert result.exit_code == 0, result.output
+        assert f"{token_format}: T=4" in result.output
+
+
+def test_the_rate_is_that_of_the_median():
+    timing = bench.Timing("dispatch", [4e-6, 1e-6, 2e-6], n_bytes=5000)
+    assert timing.cells() == ["dispatch", "2", "1", "4", "2.50"]
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        ("--ranks 3 --experts 8", "n_experts must be a multiple of n_ranks"),
+        ("--ranks 2 --transport pigeon", "transport must be 'auto' or one of"),
+        ("--ranks 1000000", "1000000 ranks need as many devices"),
+        ("--ranks 2 --experts 4 --top-k 8", "top-k must be at most experts"),
+        ("--ranks 2 --hidden 100 --format nvfp4", "hidden_size"),
+    ],
+)
+def test_bench_says_what_does_not_fit(args, text):
+    result = invoke("bench", "--platform", "cpu", *args.split())
+    assert result.exit_code == 1
+    assert text in result.output
+
+
+def run_module(*args: str, code: str = "") -> subprocess.CompletedProcess:
+    command = code or "import runpy; runpy.run_module('jax_ep', run_name='__main__')"
+    return subprocess.run(
+        [sys.executable, "-P", "-c", command, *args],
+        env=child_environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_a_fresh_process_makes_the_virtual_devices_that_it_needs():
+    shape = "--tokens 4 --hidden 64 --experts 6 --top-k 2 --repeats 1".split()
+    done = run_module("bench", "--platform", "cpu", "--ranks", "3", *shape)
+    assert done.returncode == 0, done.stderr
+    assert "3 x cpu" in done.stdout
+
+
+def test_without_click_the_message_names_the_extra():
+    hide = "import sys, runpy; sys.modules['click'] = None; "
+    code = hide + "runpy.run_module('jax_ep', run_name='__main__')"
+    done = run_module("doctor", code=code)
+    assert done.returncode == 1
+    expected = "needs click, which is not installed: pip install 'jax_ep[cli]'."
+    assert expected in done.stderr

@@ -1,0 +1,42 @@
+"""docs/seed_map.md: every place that it names is there."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+PLACE = re.compile(r"`((?:jax_ep|ffi|tests|examples|benchmarks)/[\w./]+?)(?::(\w+))?`")
+NONE = "none needed"
+
+
+def read_rows() -> list[list[str]]:
+    lines = (ROOT / "docs" / "seed_map.md").read_text().splitlines()
+    rows = [line for line in lines if line.startswith("|")]
+    cells = [[c.strip() for c in row.removesuffix("|")[1:].split("|")] for row in rows]
+    return [c for c in cells if c[0] != "name" and set(c[0]) != {"-"}]
+
+
+ROWS = read_rows()
+
+
+def test_rows_are_complete_and_names_stand_once():
+    assert len(ROWS) > 150
+    for row in ROWS:
+        assert len(row) == 4, row
+        assert all(row), row
+    names = [row[0] for row in ROWS]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
+def test_every_place_is_there(row):
+    name, _, here, how = row
+    places = PLACE.findall(here)
+    assert len(places) == 1 or here == NONE, name
+    for path, symbol in places + PLACE.findall(how):
+        text = (ROOT / path).read_text()
+        assert re.search(rf"\b{symbol}\b", text), f"{name}: no {symbol} in {path}"
+    assert "`" not in PLACE.sub("", here), f"{name}: unknown place in {here}"
