@@ -71,12 +71,11 @@ def dispatch_async(
     *,
     input_scale: jax.Array | None = None,
 ) -> InFlight:
-    """The first half of `dispatch`: what follows may overlap with the transfer.
+    """Begins `dispatch`: what follows may overlap with it (docs/overlap.md).
 
-    Takes and raises what `dispatch` does. On `p2p` one dispatch of a group is in flight
-    at a time; others that are begun before its `dispatch_wait` are sent where they are
-    waited for. On the transports `xla` and `host` the call is complete with this half:
-    XLA:CPU runs it beside whatever does not need it.
+    Takes and raises what `dispatch` does. On `p2p` the call runs on XLA's stream for
+    collectives, on `config.n_sms` multiprocessors. On the transports `xla` and `host`
+    the call is complete here: XLA:CPU runs it beside whatever does not need it.
 
     Returns:
         What `dispatch_wait` takes.
@@ -89,24 +88,29 @@ def dispatch_async(
     return InFlight(arrays, "dispatch", jnp.shape(tokens)[0], group)
 
 
-def dispatch_wait(group: EPGroup, in_flight: InFlight) -> Dispatched:
-    """The second half of `dispatch`.
+def dispatch_wait(
+    group: EPGroup, in_flight: InFlight, *, after: Any = None
+) -> Dispatched:
+    """Ends what `dispatch_async` has begun.
 
     Args:
-        group: the group of the first half.
-        in_flight: what `dispatch_async` gave.
+        group: the group of `dispatch_async`.
+        in_flight: what `dispatch_async` gave, in the same function.
+        after: a pytree of arrays that XLA shall compute before it waits: what is to
+            overlap with the call. No gradient flows into it.
 
     Returns:
         What `dispatch` would have given.
 
     Raises:
         TypeError: `in_flight` is not from `dispatch_async`. While tracing.
-        ValueError: it is from another group. While tracing.
+        ValueError: it is from another group; or, on `p2p`, from another function, and
+            no argument of this one. While tracing.
     """
     _checks.check_place("dispatch_wait", group)
     _checks.check_in_flight("dispatch", group, in_flight)
     begun, topk_ids, tokens, input_scale = in_flight.arrays
-    dispatched = group._transport.dispatch_wait(group, begun)
+    dispatched = group._transport.dispatch_wait(group, begun, after)
     return _complete(group, dispatched, topk_ids, tokens, input_scale)
 
 
@@ -169,11 +173,9 @@ def combine_async(
     residual: jax.Array | None = None,
     reduce: bool = True,
 ) -> InFlight:
-    """The first half of `combine`: what follows may overlap with the transfer.
+    """Begins `combine`: what follows may overlap with it, as with `dispatch_async`.
 
-    Takes and raises what `combine` does. On `p2p` one combine of a group is in flight
-    at a time, as with `dispatch_async`. On the transports `xla` and `host` the call is
-    complete with this half.
+    Takes and raises what `combine` does.
 
     Returns:
         What `combine_wait` takes.
@@ -187,12 +189,15 @@ def combine_async(
     return InFlight(begun, "combine", dispatched.topk_ids.shape[0], group)
 
 
-def combine_wait(group: EPGroup, in_flight: InFlight) -> jax.Array:
-    """The second half of `combine`.
+def combine_wait(
+    group: EPGroup, in_flight: InFlight, *, after: Any = None
+) -> jax.Array:
+    """Ends what `combine_async` has begun.
 
     Args:
-        group: the group of the first half.
+        group: the group of `combine_async`.
         in_flight: what `combine_async` gave.
+        after: as for `dispatch_wait`.
 
     Returns:
         What `combine` would have given.
@@ -203,7 +208,7 @@ def combine_wait(group: EPGroup, in_flight: InFlight) -> jax.Array:
     """
     _checks.check_place("combine_wait", group)
     _checks.check_in_flight("combine", group, in_flight)
-    out = group._transport.combine_wait(group, in_flight.arrays)
+    out = group._transport.combine_wait(group, in_flight.arrays, after)
     return _without_padding(group, out, in_flight.n_tokens)
 
 

@@ -4,16 +4,16 @@ No JAX effect: effects switch off jit's fast dispatch path and force results to 
 kept under `jax.checkpoint`. Where the lowering says `has_side_effect`, XLA neither
 merges two calls nor drops one.
 
-On GPUs only halves that send say so: two of them must not become one, as each is waited
-for by itself. For the others XLA may do as it likes, since all ranks run one program;
-and where an operand is a slice, XLA:GPU fuses it with a copy of the call, but lets the
-original run as well if it has side effects and several results.
+On GPUs XLA may do as it likes, since all ranks run one program; and where an operand is
+a slice, XLA:GPU fuses it with a copy of the call, but lets the original run as well if
+it has side effects and several results. Calls that overlap are in overlap.py.
 """
 
 from __future__ import annotations
 
 import enum
 import functools
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -36,59 +36,65 @@ class Weighting(enum.IntEnum):
     ROW = 2
 
 
-def _primitive(
-    name: str,
-    *,
-    multiple_results: bool,
-    platforms: tuple[str, ...] = ("cpu", "cuda"),
-    side_effect_on: tuple[str, ...] = ("cpu",),
+# (context, *operands, **parameters of the primitive) -> the results' values.
+Lowering = Callable[..., Any]
+
+
+def custom_call(name: str, has_side_effect: bool = False, **extra: Any) -> Lowering:
+    """One custom call; `extra` are attributes besides the common ones."""
+
+    def lower(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
+        rule = jax.ffi.ffi_lowering(name, has_side_effect=has_side_effect)
+        return rule(ctx, *operands, **attributes(**params), **extra)
+
+    return lower
+
+
+def make_primitive(
+    name: str, *, multiple_results: bool, lowerings: dict[str, Lowering]
 ) -> Primitive:
+    """A primitive that runs eagerly, too; `lowerings` are by platform."""
     primitive = Primitive(name)
     primitive.multiple_results = multiple_results
 
     def run_eagerly(*operands: jax.Array, **params: Any) -> Any:
         return jax.jit(functools.partial(primitive.bind, **params))(*operands)
 
-    def lower(
-        ctx: mlir.LoweringRuleContext,
-        *operands: Any,
-        has_side_effect: bool,
-        **params: Any,
-    ) -> Any:
-        rule = jax.ffi.ffi_lowering(name, has_side_effect=has_side_effect)
-        return rule(ctx, *operands, **_attributes(**params))
-
     def batch(
         operands: tuple[jax.Array, ...], dims: tuple[int | None, ...], **params: Any
     ) -> Any:
-        """One call after the other: every rank makes as many."""
-        mapped = [
-            x if dim is None else jnp.moveaxis(x, dim, 0)
-            for x, dim in zip(operands, dims, strict=True)
-        ]
-        is_mapped = [dim is not None for dim in dims]
-
-        def call(slices: list[jax.Array]) -> Any:
-            rest = iter(slices)
-            merged = [
-                next(rest) if m else x for x, m in zip(mapped, is_mapped, strict=True)
-            ]
-            return primitive.bind(*merged, **params)
-
-        results = jax.lax.map(
-            call, [x for x, m in zip(mapped, is_mapped, strict=True) if m]
-        )
+        results = map_calls(functools.partial(primitive.bind, **params), operands, dims)
         return results, ([0] * len(results) if multiple_results else 0)
 
     primitive.def_impl(run_eagerly)
-    for platform in platforms:
-        rule = functools.partial(lower, has_side_effect=platform in side_effect_on)
-        mlir.register_lowering(primitive, rule, platform=platform)
+    for platform, lowering in lowerings.items():
+        mlir.register_lowering(primitive, lowering, platform=platform)
     batching.primitive_batchers[primitive] = batch
     return primitive
 
 
-def _attributes(
+def map_calls(
+    call: Callable[..., Any], operands: Sequence[Any], dims: Sequence[int | None]
+) -> Any:
+    """One call after the other along the mapped axes: every rank makes as many."""
+    mapped = [
+        x if dim is None else jnp.moveaxis(x, dim, 0)
+        for x, dim in zip(operands, dims, strict=True)
+    ]
+    is_mapped = [dim is not None for dim in dims]
+
+    def call_one(slices: list[jax.Array]) -> Any:
+        rest = iter(slices)
+        merged = [
+            next(rest) if m else x for x, m in zip(mapped, is_mapped, strict=True)
+        ]
+        return call(*merged)
+
+    slices = [x for x, m in zip(mapped, is_mapped, strict=True) if m]
+    return jax.lax.map(call_one, slices)
+
+
+def attributes(
     group: EPGroup,
     weighting: Weighting,
     reduce: bool = True,
@@ -97,6 +103,7 @@ def _attributes(
     layout_shape: tuple[int, ...] = (),  # a result's: XLA knows it
     token_format: TokenFormat | None = None,  # of a dispatch; None: the group's
 ) -> dict[str, Any]:
+    """The attributes of every call; handlers of both platforms know them by name."""
     config, routed = group.config, group._routed
     token_format = token_format or config.token_format
     ep = dict(
@@ -131,40 +138,29 @@ def _attributes(
     )
 
 
-dispatch_p = _primitive("jax_ep_dispatch", multiple_results=True)
-combine_p = _primitive("jax_ep_combine", multiple_results=False)
-combine_grad_p = _primitive(
-    "jax_ep_combine_grad", multiple_results=True, platforms=("cpu",)
-)
-
-# Halves: between the two, a ticket.
-dispatch_send_p = _primitive(
-    "jax_ep_dispatch_send",
-    multiple_results=False,
-    platforms=("cuda",),
-    side_effect_on=("cuda",),
-)
-dispatch_receive_p = _primitive(
-    "jax_ep_dispatch_receive", multiple_results=True, platforms=("cuda",)
-)
-combine_send_p = _primitive(
-    "jax_ep_combine_send",
-    multiple_results=False,
-    platforms=("cuda",),
-    side_effect_on=("cuda",),
-)
-combine_receive_p = _primitive(
-    "jax_ep_combine_receive", multiple_results=False, platforms=("cuda",)
-)
-
-# As in C++: struct Ticket.
-_TICKET_SHAPE = (4,)
+def _on_both(name: str) -> dict[str, Lowering]:
+    return {
+        "cpu": custom_call(name, has_side_effect=True),
+        "cuda": custom_call(name, overlaps=np.bool_(False)),
+    }
 
 
-@dispatch_receive_p.def_abstract_eval
+dispatch_p = make_primitive(
+    "jax_ep_dispatch", multiple_results=True, lowerings=_on_both("jax_ep_dispatch")
+)
+combine_p = make_primitive(
+    "jax_ep_combine", multiple_results=False, lowerings=_on_both("jax_ep_combine")
+)
+combine_grad_p = make_primitive(
+    "jax_ep_combine_grad",
+    multiple_results=True,
+    lowerings={"cpu": custom_call("jax_ep_combine_grad", has_side_effect=True)},
+)
+
+
 @dispatch_p.def_abstract_eval
-def _dispatch_types(
-    place_index_or_ticket: Any,
+def dispatch_types(
+    place_index: Any,
     tokens: Any,
     topk_ids: Any,
     *optional: Any,
@@ -173,6 +169,7 @@ def _dispatch_types(
     layout_shape: tuple[int, ...],
     token_format: TokenFormat,
 ) -> list[Any]:
+    """Types of the results of a dispatch."""
     rows, hidden_size = group.max_recv_tokens, group.config.hidden_size
     types = [
         ((rows, token_format.row_size(hidden_size)), token_format.row_dtype),  # tokens
@@ -188,13 +185,12 @@ def _dispatch_types(
         n_scales, layout = token_format.n_scales(hidden_size), token_format.layout
         shape = layout.shape(rows, n_scales, group._routed.n_groups)
         types.append((shape, token_format.scale_dtype))  # scales
-    return [_like(tokens, shape, dtype) for shape, dtype in types]
+    return [like(tokens, shape, dtype) for shape, dtype in types]
 
 
-@combine_receive_p.def_abstract_eval
 @combine_p.def_abstract_eval
-def _combine_types(
-    place_index_or_ticket: Any,
+def combine_type(
+    place_index: Any,
     expert_out: Any,
     topk_ids: Any,
     layout: Any,
@@ -203,14 +199,9 @@ def _combine_types(
     reduce: bool,
     **_: Any,
 ) -> Any:
+    """Type of the result of a combine."""
     leading = topk_ids.shape[:1] if reduce else topk_ids.shape
-    return _like(expert_out, (*leading, expert_out.shape[1]), expert_out.dtype)
-
-
-@dispatch_send_p.def_abstract_eval
-@combine_send_p.def_abstract_eval
-def _ticket_type(place_index: Any, rows: Any, *_: Any, **__: Any) -> Any:
-    return _like(rows, _TICKET_SHAPE, jnp.int32)
+    return like(expert_out, (*leading, expert_out.shape[1]), expert_out.dtype)
 
 
 @combine_grad_p.def_abstract_eval
@@ -224,9 +215,9 @@ def _combine_grad_types(
     *weights: Any,
     **_: Any,
 ) -> list[Any]:
-    return [_like(expert_out, x.shape, x.dtype) for x in (expert_out, *weights)]
+    return [like(expert_out, x.shape, x.dtype) for x in (expert_out, *weights)]
 
 
-def _like(aval: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-    """A result's type: it varies over the mesh axes over which the operands do."""
+def like(aval: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    """A result's type; it varies over the mesh axes over which the operands do."""
     return aval.update(shape=tuple(shape), dtype=np.dtype(dtype), weak_type=False)

@@ -1,4 +1,4 @@
-"""What dispatch gives, and what is on its way between the halves of a split call."""
+"""What dispatch gives, and a call that has begun."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Dispatched:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class InFlight:
-    """A dispatch or combine between its halves; give it to the matching wait, once.
+    """A dispatch or combine that has begun; give it to the matching wait, once.
 
     Attributes:
         arrays: the transport's own.
@@ -92,3 +92,12 @@ class InFlight:
     operation: str = dataclasses.field(metadata={"static": True})
     n_tokens: int = dataclasses.field(metadata={"static": True})
     group: EPGroup = dataclasses.field(metadata={"static": True})
+
+    def then(self, x: Any) -> Any:
+        """`x`, a pytree of arrays, for work that shall run beside the call.
+
+        XLA begins what it computes from these once it could begin the call, which then
+        comes first. The values, and their gradients, are those of `x`.
+        """
+        begun = self.arrays[0] if self.operation == "dispatch" else self.arrays
+        return self.group._transport.then(begun, x)

@@ -18,6 +18,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh
 from matplotlib import image
 
+import jax_ep
 from ranks import child_environment
 
 BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
@@ -25,9 +26,11 @@ sys.path.append(str(BENCHMARKS))
 
 from gpu import (  # noqa: E402
     figures,
+    formats,
     lax_all_gather,
     main,
     measure,
+    overlap,
     plan,
     report,
     trace,
@@ -198,6 +201,68 @@ def test_spans_of_a_rival(arena, gpu_trace) -> None:
     assert result["pair_period"]["median_us"] > 0
 
 
+@pytest.mark.parametrize(
+    "arena", [{"n_tokens": 16, "hidden_size": 128}], indirect=True, ids=str
+)
+@pytest.mark.parametrize("name", formats.FORMATS)
+def test_dispatch_in_a_format(arena, gpu_trace, name) -> None:
+    result = formats.measure(arena, name, "host")
+    assert result["failed"] == []
+    assert result["dispatch"]["median_us"] == 21.5  # as above
+    n_bytes = result["traffic"] = arena.traffic["remote_messages"]
+    n_bytes *= result["message_bytes"]
+    assert result["dispatch"]["physical_gb_s"] == round(round(n_bytes) / 21.5e3, 1)
+
+
+@pytest.mark.parametrize(
+    "arena", [{"n_tokens": 16, "hidden_size": 128}], indirect=True, ids=str
+)
+def test_a_format_whose_rows_are_wrong_is_noticed(arena, monkeypatch) -> None:
+    right = jax_ep.dequantize
+    monkeypatch.setattr(jax_ep, "dequantize", lambda *args: -right(*args))
+    result = formats.measure(arena, "mxfp8", "host")
+    assert "rows must be near the tokens" in result["failed"][0]
+
+
+def test_bytes_of_a_message() -> None:
+    """Scales to 16 bytes, payload, 8 choices of 16 bytes; to 128 bytes."""
+    wanted = dict(
+        bf16=14336 + 128,
+        blockwise_fp8=224 + 7168 + 128 + 32,
+        mxfp8=224 + 7168 + 128 + 32,
+        mxfp4=224 + 3584 + 128 + 32,
+        nvfp4=448 + 3584 + 128 + 64,
+    )
+    got = {
+        name: formats.message_bytes(make(), 7168, 8)
+        for name, make in formats.FORMATS.items()
+    }
+    assert got == wanted
+
+
+@pytest.mark.parametrize("arena", [{"n_tokens": 16}], indirect=True, ids=str)
+def test_calls_beside_a_layer(arena, gpu_trace) -> None:
+    result = overlap.measure(arena, 4, "host", first_width=128)
+    assert result["failed"] == [] and result["n_sms"] == 4
+    for operation in ("dispatch", "combine"):
+        got = result[operation]
+        call, dense, both = (got[f"{name}_us"] for name in ("call", "dense", "both"))
+        hidden = (call + dense - both) / min(call, dense)
+        assert got["hidden"] == pytest.approx(hidden, abs=1e-3)
+        assert got["dense_width"] % 128 == 0
+        # All traces show one other kernel: the layer would take no time beside a call.
+        assert got["dense_slowdown"] == -1
+
+
+@pytest.mark.parametrize("arena", [{"n_tokens": 16}], indirect=True, ids=str)
+def test_other_bits_of_a_call_beside_a_layer_are_noticed(arena, monkeypatch) -> None:
+    wait = jax_ep.combine_wait
+    monkeypatch.setattr(jax_ep, "combine_wait", lambda *a, **k: -wait(*a, **k))
+    result = overlap.measure(arena, 4, "host", first_width=128)
+    assert all("must give the same bits" in why for why in result["failed"])
+    assert len(result["failed"]) == 2
+
+
 CHILD = """
 import json, sys, time
 for answer in json.loads(sys.argv[2]):
@@ -293,6 +358,48 @@ def make_record() -> dict:
     }
 
 
+def overlap_and_formats() -> dict:
+    case = {"n_tokens": 128, "hidden_size": 7168, "routing": "uniform"}
+    got = dict(call_us=480.0, call_some_sms_us=500.0, dense_us=450.0, both_us=550.0)
+    got |= dict(hidden=0.844, hidden_same_sms=0.889, speedup=1.69, dense_slowdown=0.12)
+    formats_of = {"bf16": 30.0, "mxfp8": 24.0}
+    return {
+        "overlaps": [
+            {"name": "o", "case": case, "n_sms": 16, "failed": [], "dispatch": got}
+        ],
+        "formats": [
+            {
+                "name": name,
+                "case": case,
+                "failed": ["bad"] if name == "mxfp8" else [],
+                "token_format": name,
+                "token_bytes": 7392,
+                "message_bytes": 7552,
+                "bytes_off_the_gpu": 2_600_000,
+                "dispatch": figures_of(us, 120.0),
+            }
+            for name, us in formats_of.items()
+        ],
+    }
+
+
+def test_report_shows_overlap_and_formats(tmp_path, capsys) -> None:
+    record = make_record() | overlap_and_formats()
+    path = tmp_path / "gpu_some.json"
+    path.write_text(json.dumps(record))
+    report.show(path, "markdown")
+    lines = capsys.readouterr().out.splitlines()
+    assert (
+        "| dispatch, T 128 | 16 | 480 | 500 | 450 | 550 | 84 | 89 | 12 | 1.69 |"
+    ) in lines
+    assert (
+        "| 128 | 7168 | mxfp8 | 7392 | 7552 | 2.6 | 24.0 | 1.0 to 9.0 | 120 | 0.80 |"
+    ) in lines
+    report.show(path, "table")
+    assert "A call beside a dense layer" in figures.as_text(record)
+    assert figures.failures(record) == ["mxfp8: bad"]
+
+
 def test_report_compares_with_the_link_and_the_best_rival(tmp_path, capsys) -> None:
     path = tmp_path / "gpu_some.json"
     path.write_text(json.dumps(make_record()))
@@ -335,8 +442,13 @@ def test_rehearsal_lacks_only_what_a_gpu_shows(tmp_path) -> None:
     record = json.loads((tmp_path / "gpu_cpu-x4.json").read_text())
     reasons = {why.split(": ", 1)[1] for why in figures.failures(record)}
     assert reasons == {
-        f"{part}: the profiler's trace shows no GPU." for part in ("kernels", "period")
+        f"{part}the profiler's trace shows no GPU."
+        for part in ("kernels: ", "period: ", "")  # the last one of the formats
     }
+    assert {part["token_format"] for part in record["formats"]} == set(formats.FORMATS)
+    assert [set(part) >= {"dispatch", "combine"} for part in record["overlaps"]] == [
+        True
+    ]
     assert {result["who"] for result in record["results"]} == {
         "jax_ep",
         "jax_ep, row_weights",

@@ -11,7 +11,11 @@ OPERATIONS = ("dispatch", "combine")
 
 def failures(record: dict[str, Any]) -> list[str]:
     """What was wrong, crashed, or could not be measured."""
-    parts = list(record["results"])
+    parts = [
+        *record["results"],
+        *record.get("overlaps", []),
+        *record.get("formats", []),
+    ]
     if record["machine"].get("n_devices", 0) > 1 and "link" in record:
         parts.append({"name": "link", **record["link"]})
     return [
@@ -26,7 +30,12 @@ def brief(result: dict[str, Any]) -> str:
     words = [
         f"{operation} {result[operation]['median_us']:.1f} µs"
         for operation in OPERATIONS
-        if operation in result
+        if "median_us" in result.get(operation, {})
+    ]
+    words += [
+        f"{operation} {100 * result[operation]['hidden']:.0f} % hidden"
+        for operation in OPERATIONS
+        if "hidden" in result.get(operation, {})
     ]
     if "pair_period" in result:
         words.append(f"pair {result['pair_period']['median_us']:.1f} µs")
@@ -86,9 +95,81 @@ def table(record: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     return header, rows
 
 
+def overlap_table(record: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows: a row per number of multiprocessors and operation."""
+    header = ["call", "n_sms", "all SMs, µs", "n_sms, µs", "dense, µs", "both, µs"]
+    header += ["hidden, %", "of n_sms, %", "dense slower, %", "speed-up"]
+    rows = []
+    for result in sorted(record.get("overlaps", []), key=_by_sms):
+        for operation in OPERATIONS:
+            if operation not in result:
+                continue
+            got = result[operation]
+            names = ("call_us", "call_some_sms_us", "dense_us", "both_us")
+            slower = got["dense_slowdown"]
+            rows.append(
+                [
+                    f"{operation}, T {result['case']['n_tokens']}",
+                    str(result["n_sms"] or "default"),
+                    *(f"{got[name]:.0f}" for name in names),
+                    f"{100 * got['hidden']:.0f}",
+                    f"{100 * got['hidden_same_sms']:.0f}",
+                    _number(None if slower is None else 100 * slower, 0),
+                    f"{got['speedup']:.2f}",
+                ]
+            )
+    return header, rows
+
+
+def format_table(record: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows: a row per size and token format."""
+    header = ["T", "H", "format", "bytes per token", "per message", "MB off the GPU"]
+    header += ["dispatch, µs", "min to max", "GB/s off the GPU", "of bf16"]
+    rows = []
+    results = [r for r in record.get("formats", []) if "dispatch" in r]
+    plain = {
+        r["case"]["n_tokens"]: r["dispatch"]["median_us"]
+        for r in results
+        if r["token_format"] == "bf16"
+    }
+    for result in sorted(results, key=lambda r: r["case"]["n_tokens"]):
+        case, times = result["case"], result["dispatch"]
+        whole = plain.get(case["n_tokens"])
+        rows.append(
+            [
+                str(case["n_tokens"]),
+                str(case["hidden_size"]),
+                result["token_format"],
+                str(result["token_bytes"]),
+                str(result["message_bytes"]),
+                f"{result['bytes_off_the_gpu'] / 1e6:.1f}",
+                f"{times['median_us']:.1f}",
+                f"{times['min_us']:.1f} to {times['max_us']:.1f}",
+                f"{times['physical_gb_s']:.0f}",
+                f"{times['median_us'] / whole:.2f}" if whole else "-",
+            ]
+        )
+    return header, rows
+
+
+def more_tables(record: dict[str, Any]) -> dict[str, tuple[list, list[list[str]]]]:
+    """Those that have rows, by title."""
+    tables = {
+        "Dispatch by token format": format_table(record),
+        "A call beside a dense layer": overlap_table(record),
+    }
+    return {title: table for title, table in tables.items() if table[1]}
+
+
+def _by_sms(result: dict[str, Any]) -> tuple[int, int]:
+    return result["case"]["n_tokens"], result["n_sms"] or 1 << 30
+
+
 def as_text(record: dict[str, Any]) -> str:
     """Tables in plain text."""
-    lines = [_plain(*table(record))]
+    lines = [_plain(*table(record))] if record["results"] else []
+    for title, more in more_tables(record).items():
+        lines += ["", title, _plain(*more)]
     header, rows = command_buffer_table(record)
     if rows:
         lines += ["", "command buffers: µs of a dispatch and a combine, chained"]

@@ -33,6 +33,8 @@ def main(arguments: list[str]) -> int:
     if options.rehearse:
         items = plan.quick(rivals=("lax all_gather",))
     items = [item for item in items if _matches(item.name, options.only)]
+    if options.formats:
+        items = [item for item in items if item.who in ("link", "format")]
     if options.list or not items:
         print("\n".join(i.name for i in items) or "no measurement has such a name")
         return 0
@@ -116,6 +118,9 @@ class Run:
         command_buffers = not item.xla_flags
         if item.who == "link":
             self.record["link"] = result
+        elif item.who in ("overlap", "format"):
+            parts = self.record.setdefault(f"{item.who}s", [])
+            parts.append({"name": item.name, "case": item.case, **result})
         else:
             self.record["results"].append(
                 {
@@ -151,7 +156,11 @@ def _driver() -> dict[str, Any]:
 def _command(options: argparse.Namespace) -> str:
     """Without what does not matter for the figures."""
     words = ["python benchmarks --platform gpu"]
-    words += [f"--{name}" for name in ("quick", "rehearse") if getattr(options, name)]
+    words += [
+        f"--{name}"
+        for name in ("quick", "rehearse", "formats")
+        if getattr(options, name)
+    ]
     return " ".join(words + [f"--only '{pattern}'" for pattern in options.only])
 
 
@@ -166,6 +175,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--only", action="append", default=[], help="names or patterns, like T4096-*")
+    add("--formats", action="store_true", help="only dispatch in the token formats")
     add("--list", action="store_true", help="print the measurements' names")
     add("--quick", action="store_true", help="tiny sizes: a test")
     add("--rehearse", action="store_true", help="the same on virtual CPU devices")

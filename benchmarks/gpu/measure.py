@@ -286,7 +286,7 @@ def _kernels(
     The first dispatch of a call is left out: it waits for the GPU that begins last.
     """
     times = {
-        operation: _kernel_times(calls, kernel, n_wanted)
+        operation: kernel_times(calls, kernel, n_wanted)
         for operation, kernel in KERNELS.items()
     }
     times["dispatch"] = [t[1:] for t in times["dispatch"]]
@@ -296,7 +296,7 @@ def _kernels(
     }
 
 
-def _kernel_times(
+def kernel_times(
     calls: list[list[list[trace.Event]]], kernel: str, n_wanted: int
 ) -> list[list[float]]:
     """Microseconds of a kernel, for each GPU and call, in order of time."""

@@ -12,6 +12,9 @@ _ZIPF_RIVALS = (128, 4096)  # they take long to compile
 _LOOPS = (8, 128, 4096)
 _NO_COMMAND_BUFFERS = (8, 128, 1, 1024, 4096)
 _WITHOUT_COMMAND_BUFFERS = "--xla_gpu_enable_command_buffer="
+_OVERLAP_TOKENS, _OVERLAP_SMS = 4096, (16, 20, 24, 8, None)
+_FORMAT_TOKENS = (4096, 128)
+_FORMATS = ("bf16", "blockwise_fp8", "mxfp8", "nvfp4", "mxfp4")
 
 #: One size for tests of the program itself.
 _TINY: dict[str, Any] = {
@@ -35,11 +38,13 @@ class Item:
 
     Attributes:
         name: what `--only` matches.
-        who: a contestant, or `"link"`.
+        who: a contestant, `"link"`, `"overlap"` or `"format"`.
         case: fields of `cases.Case` but `n_ranks`.
         parts: of `measure.measure`.
         xla_flags: of the process.
         n_bytes: of one copy, for the links.
+        n_sms: of calls that overlap.
+        token_format: a name in `formats.FORMATS`.
     """
 
     name: str
@@ -48,6 +53,8 @@ class Item:
     parts: tuple[str, ...] = ()
     xla_flags: str = ""
     n_bytes: int = 1 << 29
+    n_sms: int | None = None
+    token_format: str = "bf16"
 
 
 def full() -> list[Item]:
@@ -55,6 +62,7 @@ def full() -> list[Item]:
     items = [Item("link", "link")]
     for n_tokens in _TOKENS:
         items += _of_case(n_tokens, 7168, "uniform", loops=n_tokens in _LOOPS)
+    items += _formats(_FORMAT_TOKENS, 7168) + _overlaps(_OVERLAP_TOKENS, 7168)
     for n_tokens in _NO_COMMAND_BUFFERS:
         item = _item(OURS[0], n_tokens, 7168, "uniform", "period")
         items.append(
@@ -81,7 +89,31 @@ def quick(rivals: tuple[str, ...] = tuple(RIVALS)) -> list[Item]:
             parts = tuple(p for p in everything if (p == "loop") == (who in rivals))
             parts = parts if who in OURS else ("kernels", "loop")
             items.append(Item(f"tiny-{routing}-{who}", who, case, parts))
+    case = {**_TINY, "routing": "uniform"}
+    for name in _FORMATS:
+        # Blocks of BlockwiseFP8 are of 128 elements.
+        wide = {**case, "hidden_size": 128}
+        items.append(Item(f"tiny-format-{name}", "format", wide, token_format=name))
+    items.append(Item("tiny-overlap-n_sms4", "overlap", case, n_sms=4))
     return items
+
+
+def _formats(tokens: tuple[int, ...], hidden: int) -> list[Item]:
+    items = []
+    for n_tokens in tokens:
+        case = {"n_tokens": n_tokens, "hidden_size": hidden, "routing": "uniform"}
+        for name in _FORMATS:
+            title = f"format-T{n_tokens}-H{hidden}-{name}"
+            items.append(Item(title, "format", case, token_format=name))
+    return items
+
+
+def _overlaps(n_tokens: int, hidden: int) -> list[Item]:
+    case = {"n_tokens": n_tokens, "hidden_size": hidden, "routing": "uniform"}
+    return [
+        Item(f"overlap-T{n_tokens}-n_sms{n or '_default'}", "overlap", case, n_sms=n)
+        for n in _OVERLAP_SMS
+    ]
 
 
 def _of_case(

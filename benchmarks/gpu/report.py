@@ -41,10 +41,12 @@ def markdown(record: dict[str, Any]) -> str:
         for who in OURS:
             if who in results:
                 rows.append(_row(record, case, who, results))
-    parts = [_table(header, rows)]
+    parts = [_table(header, rows)] if rows else []
     header, rows = figures.command_buffer_table(record)
     if rows:
         parts += [f"Command buffers, {_PAIR}:", _table(header, rows)]
+    for title, table in figures.more_tables(record).items():
+        parts += [f"{title}:", _table(*table)]
     if "gb_s" in record.get("link", {}):
         parts.append(f"Copies: {record['link']['gb_s']:.0f} GB/s off each GPU.")
     return "\n\n".join(parts)
@@ -91,6 +93,7 @@ def _print_table(record: dict[str, Any]) -> None:
     for title, (header, rows) in {
         _title(record): figures.table(record),
         f"command buffers: {_PAIR}": figures.command_buffer_table(record),
+        **figures.more_tables(record),
     }.items():
         if rows:
             table = rich.table.Table(title=title, title_justify="left")

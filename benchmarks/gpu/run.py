@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType
 
-from gpu import link
+from gpu import formats, link, overlap
 from gpu.cases import Case
 from gpu.contestants import AXIS
 from gpu.measure import (
@@ -25,6 +25,9 @@ from gpu.measure import (
     breaks_devices,
     measure,
 )
+
+#: The dense layer of a test of the program itself.
+_FEW_TOKENS, _TINY_WIDTH = 32, 128
 
 
 def main(request: dict[str, Any]) -> None:
@@ -39,9 +42,7 @@ def main(request: dict[str, Any]) -> None:
                 result = link.measure(devices, item["n_bytes"])
             else:
                 arena = arenas.of(item["case"])
-                result = measure(
-                    arena, item["who"], request["transport"], item["parts"]
-                )
+                result = _measure(arena, item, request["transport"])
                 result |= {
                     "capacity": arena.case.n_rows,
                     "effort": dataclasses.asdict(arena.effort),
@@ -53,6 +54,17 @@ def main(request: dict[str, Any]) -> None:
         _say(result)
         if result.get("is_fatal"):
             return
+
+
+def _measure(arena: Arena, item: dict[str, Any], transport: str) -> dict[str, Any]:
+    if item["who"] == "overlap":
+        is_tiny = arena.case.n_tokens < _FEW_TOKENS
+        return overlap.measure(
+            arena, item["n_sms"], transport, *([_TINY_WIDTH] if is_tiny else [])
+        )
+    if item["who"] == "format":
+        return formats.measure(arena, item["token_format"], transport)
+    return measure(arena, item["who"], transport, item["parts"])
 
 
 def describe(devices: list[jax.Device]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 // XLA FFI -> CombineArgs. Operands, results and attributes of the whole call are those of the host
 // transport; only the layout differs.
 
+#include "cuda/call_order.h"
 #include "cuda/combine.h"
 #include "cuda/handler.h"
 #include "cuda/handlers.h"
@@ -22,7 +23,10 @@ struct Mode {
   bool adds_shared;
 };
 
-bool AddsShared(ffi::Dictionary ep) { return ep.get<bool>("fused_shared_expert").value_or(false); }
+bool AddsShared(ffi::Dictionary ep) {
+  const auto adds_shared = ep.get<bool>("fused_shared_expert");
+  return adds_shared.has_value() && *adds_shared;
+}
 
 Status FillWeights(const Operands& operands, const Mode& mode, CombineArgs& args) {
   size_t next = 0;
@@ -37,11 +41,11 @@ Status FillWeights(const Operands& operands, const Mode& mode, CombineArgs& args
   return args.residual == nullptr ? InvalidArgument("combine: the residual is missing") : Status{};
 }
 
-Status FillOperands(const Caller& caller, Half half, const Operands& operands, const Mode& mode,
+Status FillOperands(const Caller& caller, bool overlaps, const Operands& operands, const Mode& mode,
                     CombineArgs& args) {
   const GroupConfig& config = caller.config();
   const Status status = caller.member.group->CombineCall(
-      caller.member.rank, operands.topk_ids.dimensions()[0], half, &args.call);
+      caller.member.rank, operands.topk_ids.dimensions()[0], Half::kBoth, &args.call, overlaps);
   if (!status.ok()) return status;
   args.row_vectors = RowVectors(operands.expert_out);
   const int64_t row_bytes = args.row_vectors * static_cast<int64_t>(kVectorBytes);
@@ -75,57 +79,20 @@ ffi::Error CombineImpl(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi::
                        ffi::AnyBuffer expert_out, ffi::BufferR2<ffi::S32> topk_ids,
                        ffi::BufferR1<ffi::S32> layout, ffi::RemainingArgs optional_args,
                        ffi::Result<ffi::AnyBuffer> out, ffi::Dictionary ep, int32_t weighting,
-                       bool reduce, bool has_residual) {
+                       bool reduce, bool has_residual, bool overlaps) {
   Caller caller{"combine", {}};
   CombineArgs args{};
   Status status = FindCaller(ep, ordinal, caller);
   if (status.ok()) {
-    status = FillOperands(caller, Half::kBoth, {expert_out, topk_ids, layout, optional_args},
+    status = FillOperands(caller, overlaps, {expert_out, topk_ids, layout, optional_args},
                           {static_cast<Weighting>(weighting), reduce, has_residual, AddsShared(ep)},
                           args);
   }
   if (status.ok()) status = FillResult(caller, out, args);
   if (!status.ok()) return ToError(status);
   ExpectPlace(caller, place_index, args.call);
-  return ToError(LaunchCombine(args, stream), "combine");
-}
-
-ffi::Error CombineSendImpl(cudaStream_t stream, int32_t ordinal,
-                           ffi::BufferR0<ffi::S32> place_index, ffi::AnyBuffer expert_out,
-                           ffi::BufferR2<ffi::S32> topk_ids, ffi::BufferR1<ffi::S32> layout,
-                           ffi::RemainingArgs optional_args, ffi::Result<ffi::AnyBuffer> ticket,
-                           ffi::Dictionary ep, int32_t weighting, bool reduce, bool has_residual) {
-  Caller caller{"combine_async", {}};
-  CombineArgs args{};
-  Status status = FindCaller(ep, ordinal, caller);
-  if (status.ok()) {
-    status = FillOperands(caller, Half::kSend, {expert_out, topk_ids, layout, optional_args},
-                          {static_cast<Weighting>(weighting), reduce, has_residual, AddsShared(ep)},
-                          args);
-  }
-  if (status.ok()) status = ToTicket(*ticket, &args.call.ticket);
-  if (!status.ok()) return ToError(status);
-  ExpectPlace(caller, place_index, args.call);
-  return ToError(LaunchCombine(args, stream), "combine_async");
-}
-
-ffi::Error CombineReceiveImpl(cudaStream_t stream, int32_t ordinal, ffi::AnyBuffer ticket,
-                              ffi::AnyBuffer expert_out, ffi::BufferR2<ffi::S32> topk_ids,
-                              ffi::BufferR1<ffi::S32> layout, ffi::RemainingArgs optional_args,
-                              ffi::Result<ffi::AnyBuffer> out, ffi::Dictionary ep,
-                              int32_t weighting, bool reduce, bool has_residual) {
-  Caller caller{"combine_wait", {}};
-  CombineArgs args{};
-  Status status = FindCaller(ep, ordinal, caller);
-  if (status.ok()) {
-    status = FillOperands(caller, Half::kReceive, {expert_out, topk_ids, layout, optional_args},
-                          {static_cast<Weighting>(weighting), reduce, has_residual, AddsShared(ep)},
-                          args);
-  }
-  if (status.ok()) status = FillResult(caller, out, args);
-  if (status.ok()) status = ToTicket(ticket, &args.call.ticket);
-  if (!status.ok()) return ToError(status);
-  return ToError(LaunchCombine(args, stream), "combine_wait");
+  const auto launch = [&] { return LaunchCombine(args, stream); };
+  return ToError(LaunchInOrder(ordinal, stream, overlaps, launch), "combine");
 }
 
 }  // namespace
@@ -135,36 +102,18 @@ namespace ffi = xla::ffi;
 using jax_ep::p2p::BindCall;
 using jax_ep::p2p::WithAttributes;
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    CudaCombine, jax_ep::p2p::CombineImpl,
-    WithAttributes(
-        BindCall()
-            .Arg<ffi::BufferR0<ffi::S32>>()  // place_index []
-            .Arg<ffi::AnyBuffer>()           // expert_out [C, H]
-            .Arg<ffi::BufferR2<ffi::S32>>()  // topk_ids   [T, K]
-            .Arg<ffi::BufferR1<ffi::S32>>()  // layout     [R + R M (1 + K)]
-            .RemainingArgs()        // topk_weights? [T, K] or row_weights? [C]; residual? [T, H]
-            .Ret<ffi::AnyBuffer>()  // [T, H] or [T, K, H]
-        ),
-    {ffi::Traits::kCmdBufferCompatible});
+static auto BindCombine() {
+  return WithAttributes(BindCall()
+                            .Arg<ffi::BufferR0<ffi::S32>>()  // place_index []
+                            .Arg<ffi::AnyBuffer>()           // expert_out [C, H]
+                            .Arg<ffi::BufferR2<ffi::S32>>()  // topk_ids   [T, K]
+                            .Arg<ffi::BufferR1<ffi::S32>>()  // layout     [R + R M (1 + K)]
+                            .RemainingArgs()  // topk_weights? [T, K] or row_weights? [C]; residual?
+                            .Ret<ffi::AnyBuffer>());  // [T, H] or [T, K, H]
+}
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaCombineSend, jax_ep::p2p::CombineSendImpl,
-                              WithAttributes(BindCall()
-                                                 .Arg<ffi::BufferR0<ffi::S32>>()  // as CudaCombine
-                                                 .Arg<ffi::AnyBuffer>()
-                                                 .Arg<ffi::BufferR2<ffi::S32>>()
-                                                 .Arg<ffi::BufferR1<ffi::S32>>()
-                                                 .RemainingArgs()
-                                                 .Ret<ffi::AnyBuffer>()  // ticket
-                                             ),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaCombine, jax_ep::p2p::CombineImpl, BindCombine(),
                               {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaCombineReceive, jax_ep::p2p::CombineReceiveImpl,
-                              WithAttributes(BindCall()
-                                                 .Arg<ffi::AnyBuffer>()  // ticket
-                                                 .Arg<ffi::AnyBuffer>()  // as CudaCombine
-                                                 .Arg<ffi::BufferR2<ffi::S32>>()
-                                                 .Arg<ffi::BufferR1<ffi::S32>>()
-                                                 .RemainingArgs()
-                                                 .Ret<ffi::AnyBuffer>()),
-                              {ffi::Traits::kCmdBufferCompatible});
+// Not to be captured; see CudaDispatchBegin.
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaCombineBeside, jax_ep::p2p::CombineImpl, BindCombine());

@@ -24,6 +24,17 @@ __device__ void EndCounts(const CallArgs& call, CallState& state, const CallShar
   CountCall(call, state, shared);
 }
 
+// Role: what is to be noted of the call while others receive. Called by one warp.
+__device__ void NoteCall(const DispatchArgs& args, CallState& state, const DispatchShared& shared,
+                         bool sends_counts, bool receives) {
+  const CallArgs& call = args.call;
+  if (shared.call.half != Half::kReceive) EndCounts(call, state, shared.call);
+  if (receives && WritesResults(call) && !shared.call.failed) WriteOffsets(args, shared);
+  if (!sends_counts) return;
+  const int scales_bytes = args.scales.n_scales * args.scales.scale_bytes;
+  CountSent(call, shared.totals, args.size.payload * kVectorBytes + scales_bytes);
+}
+
 // Counts and numbers what the block sends first. Called by a block; a block barrier comes next.
 __device__ void BeginSend(const DispatchArgs& args, const DispatchShared& shared,
                           const Tiles& tiles, bool counts) {
@@ -85,11 +96,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     __syncthreads();
   }
   const bool sends = Sends(half, call.plan), receives = Receives(half, call.plan);
-  if (is_last_block && half != Half::kReceive) {
-    SendCounts(args, shared);
-    CountSent(call, shared.totals,
-              args.size.payload * kVectorBytes + args.scales.n_scales * args.scales.scale_bytes);
-  }
+  const bool sends_counts = is_last_block && half != Half::kReceive;
+  if (sends_counts) SendCounts(args, shared);
   if (threadIdx.x == 0) Trace(call, 0);
 
   if (sends) SendAll<kQuantizes>(args, shared, tiles, tables + TableBytes(call));
@@ -97,10 +105,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == kWorkerThreads) Trace(call, 1);
   if (threadIdx.x == 0) Trace(call, 2);
   __syncthreads();
-  if (!IsWorker() && half != Half::kReceive) EndCounts(call, *kind.state, shared.call);
+  if (!IsWorker()) NoteCall(args, *kind.state, shared, sends_counts, receives);
   if (IsWorker() && receives && !shared.call.failed) ReceiveMessages<kQuantizes>(args, shared);
   EndReceive(call, kind, shared.call);
-  if (WritesResults(call) && WarpIndex() == 0 && HasFailed(call)) LeaveNoRows(args);
+  if (WritesResults(call)) {
+    __syncthreads();
+    if (WarpIndex() == 0 && HasFailed(call)) LeaveNoRows(args);
+  }
   if (threadIdx.x == 0) Trace(call, 3);
 }
 

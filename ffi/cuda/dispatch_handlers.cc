@@ -1,6 +1,9 @@
 // XLA FFI -> DispatchArgs. Operands, results and attributes of the whole call are those of the host
 // transport; only the layout differs.
 
+#include <optional>
+
+#include "cuda/call_order.h"
 #include "cuda/dispatch.h"
 #include "cuda/format.h"
 #include "cuda/handler.h"
@@ -38,13 +41,13 @@ Status FillEncoding(const Caller& caller, ffi::Dictionary ep, const ffi::AnyBuff
   return fits ? Status{} : InvalidArgument("dispatch: the tokens do not fit the group");
 }
 
-Status FillOperands(const Caller& caller, Half half, ffi::Dictionary ep, const Operands& operands,
-                    DispatchArgs& args) {
+Status FillOperands(const Caller& caller, bool overlaps, ffi::Dictionary ep,
+                    const Operands& operands, DispatchArgs& args) {
   const int64_t n_tokens = operands.topk_ids.dimensions()[0];
   Status status = FillEncoding(caller, ep, operands.tokens, args);
   if (status.ok()) {
-    status = caller.member.group->DispatchCall(caller.member.rank, n_tokens, half, args.size,
-                                               &args.call);
+    status = caller.member.group->DispatchCall(caller.member.rank, n_tokens, Half::kBoth, args.size,
+                                               &args.call, overlaps);
   }
   if (!status.ok()) return status;
   if (operands.topk_ids.dimensions()[1] != caller.config().top_k ||
@@ -65,105 +68,92 @@ Status FillOperands(const Caller& caller, Half half, ffi::Dictionary ep, const O
   return {};
 }
 
-struct Results {
-  ffi::Result<ffi::AnyBuffer> rows;
-  ffi::ResultBufferR1<ffi::U32> row_offsets;
-  ffi::ResultBufferR2<ffi::S32> src_info;
-  ffi::ResultBufferR0<ffi::S32> n_dropped;
-  ffi::ResultBufferR0<ffi::S32> n_invalid;
-  ffi::ResultBufferR1<ffi::S32> layout;
-  ffi::RemainingRets optional;
+// The results, wherever they stand: get(i) is the i-th buffer. Optional ones come last.
+enum ResultIndex : size_t {
+  kRows,
+  kRowOffsets,
+  kSrcInfo,
+  kDropped,
+  kInvalid,
+  kLayout,
+  kFirstOptional,
 };
 
-Status FillResults(const Caller& caller, Results& results, DispatchArgs& args) {
+template <class Get>
+Status FillResults(const Caller& caller, const Get& get, DispatchArgs& args) {
   const GroupConfig& config = caller.config();
-  if (RowVectors(*results.rows) != args.size.payload ||
-      static_cast<int64_t>(results.layout->element_count()) != LayoutSize(config)) {
+  const size_t n_results =
+      kFirstOptional + (args.topk_weights != nullptr) + (args.encoding != Encoding::kAsItIs);
+  for (size_t i = 0; i < n_results; ++i) {
+    if (!get(i).has_value()) return InvalidArgument("dispatch: a result is missing");
+  }
+  const auto ints = [&](size_t i) { return static_cast<int32_t*>(get(i)->untyped_data()); };
+  if (RowVectors(*get(kRows)) != args.size.payload ||
+      static_cast<int64_t>(get(kLayout)->element_count()) != LayoutSize(config)) {
     return InvalidArgument("dispatch: the results do not fit the group");
   }
-  args.max_recv_tokens = static_cast<int32_t>(results.rows->dimensions()[0]);
-  args.rows = static_cast<uint8_t*>(results.rows->untyped_data());
-  args.row_offsets = results.row_offsets->typed_data();
-  args.src_info = results.src_info->typed_data();
-  args.n_dropped = results.n_dropped->typed_data();
-  args.n_invalid = results.n_invalid->typed_data();
-  args.n_messages = results.layout->typed_data();
-  args.layout = results.layout->typed_data() + config.n_ranks;
-  size_t next = 0;
+  args.max_recv_tokens = static_cast<int32_t>(get(kRows)->dimensions()[0]);
+  args.rows = static_cast<uint8_t*>(get(kRows)->untyped_data());
+  args.row_offsets = static_cast<uint32_t*>(get(kRowOffsets)->untyped_data());
+  args.src_info = ints(kSrcInfo);
+  args.n_dropped = ints(kDropped);
+  args.n_invalid = ints(kInvalid);
+  args.n_messages = ints(kLayout);
+  args.layout = ints(kLayout) + config.n_ranks;
+  size_t next = kFirstOptional;
   if (args.topk_weights != nullptr) {
-    args.row_weights = OptionalData<float>(results.optional, next);
-    if (args.row_weights == nullptr) return InvalidArgument("dispatch: row_weights are missing");
+    args.row_weights = static_cast<float*>(get(next++)->untyped_data());
   }
   if (args.encoding != Encoding::kAsItIs) {
-    args.scales.data = OptionalData<uint8_t>(results.optional, next);
-    if (args.scales.data == nullptr) return InvalidArgument("dispatch: scales are missing");
+    args.scales.data = static_cast<uint8_t*>(get(next)->untyped_data());
   }
   return {};
+}
+
+template <class Get>
+ffi::Error Dispatch(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi::S32> place_index,
+                    const Operands& operands, const Get& result, ffi::Dictionary ep,
+                    bool overlaps) {
+  Caller caller{"dispatch", {}};
+  DispatchArgs args{};
+  Status status = FindCaller(ep, ordinal, caller);
+  if (status.ok()) status = FillOperands(caller, overlaps, ep, operands, args);
+  if (status.ok()) status = FillResults(caller, result, args);
+  if (!status.ok()) return ToError(status);
+  ExpectPlace(caller, place_index, args.call);
+  const auto launch = [&] { return LaunchDispatch(args, stream); };
+  return ToError(LaunchInOrder(ordinal, stream, overlaps, launch), "dispatch");
 }
 
 bool HasWeights(int32_t weighting) { return static_cast<Weighting>(weighting) == Weighting::kRow; }
 
 ffi::Error DispatchImpl(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi::S32> place_index,
                         ffi::AnyBuffer tokens, ffi::BufferR2<ffi::S32> topk_ids,
-                        ffi::RemainingArgs optional_args, ffi::Result<ffi::AnyBuffer> rows,
-                        ffi::ResultBufferR1<ffi::U32> row_offsets,
-                        ffi::ResultBufferR2<ffi::S32> src_info,
-                        ffi::ResultBufferR0<ffi::S32> n_dropped,
-                        ffi::ResultBufferR0<ffi::S32> n_invalid,
-                        ffi::ResultBufferR1<ffi::S32> layout, ffi::RemainingRets optional_rets,
-                        ffi::Dictionary ep, int32_t weighting, bool, bool) {
-  Caller caller{"dispatch", {}};
-  DispatchArgs args{};
-  Results results{rows, row_offsets, src_info, n_dropped, n_invalid, layout, optional_rets};
-  Status status = FindCaller(ep, ordinal, caller);
-  if (status.ok()) {
-    status = FillOperands(caller, Half::kBoth, ep,
-                          {tokens, topk_ids, optional_args, HasWeights(weighting)}, args);
-  }
-  if (status.ok()) status = FillResults(caller, results, args);
-  if (!status.ok()) return ToError(status);
-  ExpectPlace(caller, place_index, args.call);
-  return ToError(LaunchDispatch(args, stream), "dispatch");
+                        ffi::RemainingArgs optional, ffi::RemainingRets results, ffi::Dictionary ep,
+                        int32_t weighting, bool, bool, bool overlaps) {
+  const auto result = [&](size_t i) -> std::optional<ffi::AnyBuffer> {
+    auto buffer = results.get<ffi::AnyBuffer>(i);
+    return buffer.has_value() ? std::optional(**buffer) : std::nullopt;
+  };
+  return Dispatch(stream, ordinal, place_index, {tokens, topk_ids, optional, HasWeights(weighting)},
+                  result, ep, overlaps);
 }
 
-ffi::Error DispatchSendImpl(cudaStream_t stream, int32_t ordinal,
-                            ffi::BufferR0<ffi::S32> place_index, ffi::AnyBuffer tokens,
-                            ffi::BufferR2<ffi::S32> topk_ids, ffi::RemainingArgs optional_args,
-                            ffi::Result<ffi::AnyBuffer> ticket, ffi::Dictionary ep,
-                            int32_t weighting, bool, bool) {
-  Caller caller{"dispatch_async", {}};
-  DispatchArgs args{};
-  Status status = FindCaller(ep, ordinal, caller);
-  if (status.ok()) {
-    status = FillOperands(caller, Half::kSend, ep,
-                          {tokens, topk_ids, optional_args, HasWeights(weighting)}, args);
-  }
-  if (status.ok()) status = ToTicket(*ticket, &args.call.ticket);
-  if (!status.ok()) return ToError(status);
-  ExpectPlace(caller, place_index, args.call);
-  args.n_invalid = &args.call.ticket->n_invalid;
-  return ToError(LaunchDispatch(args, stream), "dispatch_async");
-}
-
-ffi::Error DispatchReceiveImpl(
-    cudaStream_t stream, int32_t ordinal, ffi::AnyBuffer ticket, ffi::AnyBuffer tokens,
-    ffi::BufferR2<ffi::S32> topk_ids, ffi::RemainingArgs optional_args,
-    ffi::Result<ffi::AnyBuffer> rows, ffi::ResultBufferR1<ffi::U32> row_offsets,
-    ffi::ResultBufferR2<ffi::S32> src_info, ffi::ResultBufferR0<ffi::S32> n_dropped,
-    ffi::ResultBufferR0<ffi::S32> n_invalid, ffi::ResultBufferR1<ffi::S32> layout,
-    ffi::RemainingRets optional_rets, ffi::Dictionary ep, int32_t weighting, bool, bool) {
-  Caller caller{"dispatch_wait", {}};
-  DispatchArgs args{};
-  Results results{rows, row_offsets, src_info, n_dropped, n_invalid, layout, optional_rets};
-  Status status = FindCaller(ep, ordinal, caller);
-  if (status.ok()) {
-    status = FillOperands(caller, Half::kReceive, ep,
-                          {tokens, topk_ids, optional_args, HasWeights(weighting)}, args);
-  }
-  if (status.ok()) status = FillResults(caller, results, args);
-  if (status.ok()) status = ToTicket(ticket, &args.call.ticket);
-  if (!status.ok()) return ToError(status);
-  return ToError(LaunchDispatch(args, stream), "dispatch_wait");
+// The results are operands, the last ones; the ticket has an element for each of them.
+ffi::Error DispatchBeginImpl(cudaStream_t stream, int32_t ordinal,
+                             ffi::BufferR0<ffi::S32> place_index, ffi::AnyBuffer tokens,
+                             ffi::BufferR2<ffi::S32> topk_ids, ffi::RemainingArgs others,
+                             ffi::ResultBufferR1<ffi::S32> ticket, ffi::Dictionary ep,
+                             int32_t weighting, bool, bool, bool overlaps) {
+  const size_t n_results = ticket->element_count();
+  if (n_results > others.size()) return ToError(InvalidArgument("dispatch: no place for results"));
+  const size_t first = others.size() - n_results;
+  const auto result = [&](size_t i) -> std::optional<ffi::AnyBuffer> {
+    auto buffer = others.get<ffi::AnyBuffer>(first + i);
+    return i < n_results && buffer.has_value() ? std::optional(*buffer) : std::nullopt;
+  };
+  return Dispatch(stream, ordinal, place_index, {tokens, topk_ids, others, HasWeights(weighting)},
+                  result, ep, overlaps);
 }
 
 }  // namespace
@@ -173,44 +163,21 @@ namespace ffi = xla::ffi;
 using jax_ep::p2p::BindCall;
 using jax_ep::p2p::WithAttributes;
 
+static auto BindOperands() {
+  return BindCall()
+      .Arg<ffi::BufferR0<ffi::S32>>()  // place_index    []
+      .Arg<ffi::AnyBuffer>()           // tokens        [T, H]
+      .Arg<ffi::BufferR2<ffi::S32>>()  // topk_ids      [T, K]
+      .RemainingArgs();                // topk_weights? [T, K], input_scale? []
+}
+
+// Results: tokens [C, H], row_offsets [L + 1], src_info [C, 2], n_dropped [], n_invalid [],
+// layout [R + R M (1 + K)], row_weights? [C], scales?
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaDispatch, jax_ep::p2p::DispatchImpl,
+                              WithAttributes(BindOperands().RemainingRets()),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+// Not to be captured: XLA puts the two ends of a captured call in one graph, in a row.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    CudaDispatch, jax_ep::p2p::DispatchImpl,
-    WithAttributes(BindCall()
-                       .Arg<ffi::BufferR0<ffi::S32>>()  // place_index    []
-                       .Arg<ffi::AnyBuffer>()           // tokens        [T, H]
-                       .Arg<ffi::BufferR2<ffi::S32>>()  // topk_ids      [T, K]
-                       .RemainingArgs()                 // topk_weights? [T, K], input_scale? []
-                       .Ret<ffi::AnyBuffer>()           // tokens        [C, H]
-                       .Ret<ffi::BufferR1<ffi::U32>>()  // row_offsets   [L + 1]
-                       .Ret<ffi::BufferR2<ffi::S32>>()  // src_info      [C, 2]
-                       .Ret<ffi::BufferR0<ffi::S32>>()  // n_dropped     []
-                       .Ret<ffi::BufferR0<ffi::S32>>()  // n_invalid     []
-                       .Ret<ffi::BufferR1<ffi::S32>>()  // layout        [R + R M (1 + K)]
-                       .RemainingRets()                 // row_weights?  [C], scales?
-                   ),
-    {ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaDispatchSend, jax_ep::p2p::DispatchSendImpl,
-                              WithAttributes(BindCall()
-                                                 .Arg<ffi::BufferR0<ffi::S32>>()  // place_index []
-                                                 .Arg<ffi::AnyBuffer>()           // tokens
-                                                 .Arg<ffi::BufferR2<ffi::S32>>()  // topk_ids
-                                                 .RemainingArgs()                 // as CudaDispatch
-                                                 .Ret<ffi::AnyBuffer>()           // ticket
-                                             ),
-                              {ffi::Traits::kCmdBufferCompatible});
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaDispatchReceive, jax_ep::p2p::DispatchReceiveImpl,
-                              WithAttributes(BindCall()
-                                                 .Arg<ffi::AnyBuffer>()           // ticket
-                                                 .Arg<ffi::AnyBuffer>()           // tokens
-                                                 .Arg<ffi::BufferR2<ffi::S32>>()  // topk_ids
-                                                 .RemainingArgs()                 // as CudaDispatch
-                                                 .Ret<ffi::AnyBuffer>()           // as CudaDispatch
-                                                 .Ret<ffi::BufferR1<ffi::U32>>()
-                                                 .Ret<ffi::BufferR2<ffi::S32>>()
-                                                 .Ret<ffi::BufferR0<ffi::S32>>()
-                                                 .Ret<ffi::BufferR0<ffi::S32>>()
-                                                 .Ret<ffi::BufferR1<ffi::S32>>()
-                                                 .RemainingRets()),
-                              {ffi::Traits::kCmdBufferCompatible});
+    CudaDispatchBegin, jax_ep::p2p::DispatchBeginImpl,
+    WithAttributes(BindOperands().Ret<ffi::BufferR1<ffi::S32>>()));  // ticket

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "core/message.h"
+#include "cuda/call_order.h"
 #include "cuda/combine.h"
 #include "cuda/dispatch.h"
 #include "cuda/launch_plan.h"
@@ -128,6 +129,8 @@ Status Group::AllocateRank(int index) {
   cudaDeviceGetAttribute(&most_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, rank.device);
   cudaDeviceGetAttribute(&compute_capability, cudaDevAttrComputeCapabilityMajor, rank.device);
   const size_t max_shared = most_shared - kStaticSharedBytes;
+  status = PrepareCallOrder(rank.device);
+  if (!status.ok()) return status;
 
   CallArgs call;
   status = FillCall(index, 0, &call);
@@ -274,11 +277,16 @@ Status Group::FillCall(int rank, int64_t n_tokens, CallArgs* call) const {
   return {};
 }
 
+int32_t Group::Blocks(int rank, bool overlaps) const {
+  const int32_t n_blocks = ranks_[rank].n_blocks;
+  return overlaps && config_.n_sms == 0 ? std::min(n_blocks, kOverlapBlocks) : n_blocks;
+}
+
 Status Group::DispatchCall(int rank, int64_t n_tokens, Half half, const TokenSize& size,
-                           CallArgs* call) const {
+                           CallArgs* call, bool overlaps) const {
   const Status status = FillCall(rank, n_tokens, call);
   call->half = half;
-  call->plan = PlanDispatch(n_tokens, config_.top_k, config_.n_ranks, ranks_[rank].n_blocks,
+  call->plan = PlanDispatch(n_tokens, config_.top_k, config_.n_ranks, Blocks(rank, overlaps),
                             /*quantizes=*/size.scales > 0);
   if (call->plan.n_send_blocks < call->plan.n_blocks) {
     const int32_t n_stages = DispatchStages(*call, size, ranks_[rank].stages_bytes);
@@ -288,10 +296,11 @@ Status Group::DispatchCall(int rank, int64_t n_tokens, Half half, const TokenSiz
   return status;
 }
 
-Status Group::CombineCall(int rank, int64_t n_tokens, Half half, CallArgs* call) const {
+Status Group::CombineCall(int rank, int64_t n_tokens, Half half, CallArgs* call,
+                          bool overlaps) const {
   const Status status = FillCall(rank, n_tokens, call);
   call->half = half;
-  call->plan = PlanCombine(n_tokens, config_.top_k, config_.n_ranks, ranks_[rank].n_blocks);
+  call->plan = PlanCombine(n_tokens, config_.top_k, config_.n_ranks, Blocks(rank, overlaps));
   call->plan = PlanHalf(call->plan, half);
   return status;
 }

@@ -25,7 +25,8 @@ struct GroupConfig {
   int64_t max_tokens_per_rank;
   int64_t token_bytes;  // of the longest token on its way; a multiple of kVectorBytes
   int64_t row_bytes;    // the same; of a row of combine
-  int64_t n_sms;        // blocks of a call, per rank; 0: all that the rank's device has for it
+  int64_t n_sms;        // blocks of a call, per rank; 0: all that the rank's device has for it, or
+                        // kOverlapBlocks in a call that overlaps
   double timeout_s;
 };
 
@@ -56,11 +57,13 @@ class Group {
   // may still write to this process's until they have done the same.
   void Disconnect();
 
-  // The arguments of a call of `rank` with `n_tokens` tokens. A half needs a ticket besides.
-  // `size` is that of the tokens, which are quantised if they have scales.
-  Status DispatchCall(int rank, int64_t n_tokens, Half half, const TokenSize& size,
-                      CallArgs* call) const;
-  Status CombineCall(int rank, int64_t n_tokens, Half half, CallArgs* call) const;
+  // The arguments of a call of `rank` with `n_tokens` tokens. A half needs a ticket besides. A call
+  // that overlaps leaves blocks to what runs beside it. `size` is that of the tokens, which are
+  // quantised if they have scales.
+  Status DispatchCall(int rank, int64_t n_tokens, Half half, const TokenSize& size, CallArgs* call,
+                      bool overlaps = false) const;
+  Status CombineCall(int rank, int64_t n_tokens, Half half, CallArgs* call,
+                     bool overlaps = false) const;
 
   // Says which rank did not answer, and to what, once a call of `rank` has failed.
   Status CheckFailure(int rank) const;
@@ -91,6 +94,7 @@ class Group {
   Status ShareDevice(int rank, const std::vector<PeerAddress>& addresses);
   Status ConnectRank(int rank, const std::vector<PeerAddress>& addresses);
   Status FillCall(int rank, int64_t n_tokens, CallArgs* call) const;
+  int32_t Blocks(int rank, bool overlaps) const;
 
   const GroupConfig config_;
   const Workspace map_;

@@ -58,10 +58,4 @@ int64_t LayoutSize(const GroupConfig& config) {
   return config.n_ranks * (1 + config.max_tokens_per_rank * (1 + config.top_k));
 }
 
-Status ToTicket(const ffi::AnyBuffer& buffer, Ticket** ticket) {
-  if (buffer.size_bytes() != sizeof(Ticket)) return InvalidArgument("a ticket has another size");
-  *ticket = static_cast<Ticket*>(buffer.untyped_data());
-  return {};
-}
-
 }  // namespace jax_ep::p2p

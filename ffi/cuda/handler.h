@@ -43,9 +43,6 @@ bool ToRowType(ffi::DataType type, RowType& row_type);
 // Elements of the layout. The first R are the messages of each source rank.
 int64_t LayoutSize(const GroupConfig& config);
 
-// A ticket as a buffer: int32[kTicketSize].
-Status ToTicket(const ffi::AnyBuffer& buffer, Ticket** ticket);
-
 // What all bindings begin and end with.
 inline auto BindCall() {
   return ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().Ctx<ffi::DeviceOrdinal>();
@@ -57,7 +54,8 @@ auto WithAttributes(Binding binding) {
       .template Attr<ffi::Dictionary>("ep")
       .template Attr<int32_t>("weighting")
       .template Attr<bool>("reduce")
-      .template Attr<bool>("has_residual");
+      .template Attr<bool>("has_residual")
+      .template Attr<bool>("overlaps");
 }
 
 // The next of the remaining operands or results; null where there is none.

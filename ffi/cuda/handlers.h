@@ -1,13 +1,17 @@
-// The FFI handlers for platform CUDA. They only launch, and may be captured into command buffers.
+// The FFI handlers for platform CUDA. They only launch. Those of whole calls may be captured into
+// command buffers.
 #pragma once
 
 #include "xla/ffi/api/c_api.h"
 
 extern "C" {
 XLA_FFI_Error* CudaDispatch(XLA_FFI_CallFrame* call_frame);
-XLA_FFI_Error* CudaDispatchSend(XLA_FFI_CallFrame* call_frame);
-XLA_FFI_Error* CudaDispatchReceive(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* CudaCombine(XLA_FFI_CallFrame* call_frame);
-XLA_FFI_Error* CudaCombineSend(XLA_FFI_CallFrame* call_frame);
-XLA_FFI_Error* CudaCombineReceive(XLA_FFI_CallFrame* call_frame);
+
+// Calls that run beside others of a program; see begin_handlers.cc.
+XLA_FFI_Error* CudaReserve(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* CudaDispatchBegin(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* CudaDispatchEnd(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* CudaCombineBeside(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* CudaExpectOverlap(XLA_FFI_CallFrame* call_frame);
 }

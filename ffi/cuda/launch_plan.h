@@ -11,6 +11,9 @@
 
 namespace jax_ep::p2p {
 
+// Of a call that runs beside others, where the user does not say how many.
+constexpr int32_t kOverlapBlocks = 20;
+
 // The most warps per item such that every item has warps of its own.
 inline int32_t UnitWarps(int64_t n_items, int64_t n_blocks) {
   int32_t warps = kWorkerWarps;

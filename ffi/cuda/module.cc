@@ -25,17 +25,24 @@ void Raise(const Status& status) {
   if (!status.ok()) throw std::runtime_error(status.message);
 }
 
+nb::object ToCapsule(XLA_FFI_Handler* handler) {
+  return nb::capsule(reinterpret_cast<void*>(handler));
+}
+
 nb::dict Targets() {
   nb::dict targets;
-  const auto add = [&](const char* name, XLA_FFI_Handler* handler) {
-    targets[name] = nb::capsule(reinterpret_cast<void*>(handler));
+  targets["jax_ep_dispatch"] = ToCapsule(CudaDispatch);
+  targets["jax_ep_combine"] = ToCapsule(CudaCombine);
+  targets["jax_ep_reserve"] = ToCapsule(CudaReserve);
+  targets["jax_ep_dispatch_end"] = ToCapsule(CudaDispatchEnd);
+  const auto add_beside = [&](const char* name, XLA_FFI_Handler* handler) {
+    nb::dict stages;
+    stages["instantiate"] = ToCapsule(CudaExpectOverlap);
+    stages["execute"] = ToCapsule(handler);
+    targets[name] = stages;
   };
-  add("jax_ep_dispatch", CudaDispatch);
-  add("jax_ep_dispatch_send", CudaDispatchSend);
-  add("jax_ep_dispatch_receive", CudaDispatchReceive);
-  add("jax_ep_combine", CudaCombine);
-  add("jax_ep_combine_send", CudaCombineSend);
-  add("jax_ep_combine_receive", CudaCombineReceive);
+  add_beside("jax_ep_dispatch_begin", CudaDispatchBegin);
+  add_beside("jax_ep_combine_beside", CudaCombineBeside);
   return targets;
 }
 
@@ -104,7 +111,7 @@ nb::dict CudaVersions() {
 
 NB_MODULE(_ffi_cuda, module) {
   module.doc() = "XLA FFI handlers of jax_ep for CUDA devices";
-  module.def("targets", &Targets, "FFI targets: name -> handler.");
+  module.def("targets", &Targets, "FFI targets: name -> handler, or its stages.");
   module.def(
       "why_no_peer_access",
       [](const std::vector<int>& devices) { return CheckPeerAccess(devices).message; },

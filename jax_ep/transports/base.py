@@ -110,8 +110,12 @@ class Transport(abc.ABC):
         """What `dispatch_wait` takes; here the whole call."""
         return self.dispatch(group, tokens, topk_ids, topk_weights, input_scale)
 
-    def dispatch_wait(self, group: EPGroup, begun: Any) -> Dispatched:
-        """What `dispatch` would have given."""
+    def then(self, begun: Any, x: Any) -> Any:
+        """See `InFlight.then`; here the call is complete."""
+        return x
+
+    def dispatch_wait(self, group: EPGroup, begun: Any, after: Any) -> Dispatched:
+        """What `dispatch` would have given; where it matters, once there is `after`."""
         return begun
 
     @abc.abstractmethod
@@ -154,6 +158,6 @@ class Transport(abc.ABC):
             adds_shared=adds_shared,
         )
 
-    def combine_wait(self, group: EPGroup, begun: Any) -> jax.Array:
-        """What `combine` would have given."""
+    def combine_wait(self, group: EPGroup, begun: Any, after: Any) -> jax.Array:
+        """What `combine` would have given; where it matters, once there is `after`."""
         return begun

@@ -8,21 +8,17 @@ transport's.
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive
 
 from jax_ep.formats import QuantizedFormat, TokenFormat
-from jax_ep.primitives import (
-    Weighting,
-    combine_p,
-    combine_receive_p,
-    dispatch_p,
-    dispatch_receive_p,
-)
+from jax_ep.primitives import Weighting, combine_p, dispatch_p
 from jax_ep.results import Dispatched
 from jax_ep.transports.base import COMBINE_NAME, DISPATCH_NAME, Transport, assemble
 
@@ -86,11 +82,11 @@ class FfiTransport(Transport):
         topk_ids: jax.Array,
         topk_weights: jax.Array | None,
         input_scale: jax.Array | None,
-        ticket: jax.Array | None = None,
+        results: tuple[jax.Array, ...] | None = None,
     ) -> Dispatched:
-        """One custom call; with a `ticket`, the half that receives."""
-        results = _dispatch(group, tokens, topk_ids, topk_weights, input_scale, ticket)
-        return assemble(group, topk_ids, results)
+        """One custom call, or none where its `results` are there already."""
+        fields = _dispatch(group, tokens, topk_ids, topk_weights, input_scale, results)
+        return assemble(group, topk_ids, fields)
 
     def combine(
         self,
@@ -102,13 +98,13 @@ class FfiTransport(Transport):
         *,
         reduce: bool,
         adds_shared: bool,
-        ticket: jax.Array | None = None,
+        out: jax.Array | None = None,
     ) -> jax.Array:
-        """One custom call; with a `ticket`, the half that receives."""
+        """One custom call, or none where its result is there already."""
         weighting, weights = choose_weights(dispatched, topk_weights)
         mode = Mode(weighting, reduce, residual is not None, adds_shared)
         routing = routing_of(dispatched)
-        return _combine(group, mode, expert_out, weights, residual, routing, ticket)
+        return _combine(group, mode, expert_out, weights, residual, routing, out)
 
 
 def choose_weights(
@@ -139,29 +135,40 @@ def bind_dispatch(
     topk_weights: jax.Array | None,
     input_scale: jax.Array | None = None,
     token_format: TokenFormat | None = None,
-    ticket: jax.Array | None = None,
 ) -> dict[str, Any]:
     """The custom call of dispatch: the fields of `Dispatched` that it fills.
 
-    `token_format` is the group's if None; cotangents travel in another. With a
-    `ticket`, the half that receives.
+    `token_format` is the group's if None; cotangents travel in another.
     """
-    token_format = token_format or group.config.token_format
-    primitive = dispatch_p if ticket is None else dispatch_receive_p
-    first = place_index(group) if ticket is None else ticket
-    rows, row_offsets, src_info, n_dropped, n_invalid, layout, *optional = (
-        primitive.bind(
-            first,
-            tokens,
-            topk_ids,
-            *present(topk_weights, input_scale),
-            group=group,
-            weighting=Weighting.NONE if topk_weights is None else Weighting.ROW,
-            layout_shape=_transport(group).layout_shape(group, topk_ids.shape[0]),
-            token_format=token_format,
-        )
+    operands, params = dispatch_call(
+        group, tokens, topk_ids, topk_weights, input_scale, token_format
     )
-    row_weights = None if topk_weights is None else optional.pop(0)
+    return _fields(dispatch_p.bind(*operands, **params), topk_weights is not None)
+
+
+def dispatch_call(
+    group: EPGroup,
+    tokens: jax.Array,
+    topk_ids: jax.Array,
+    topk_weights: jax.Array | None,
+    input_scale: jax.Array | None,
+    token_format: TokenFormat | None = None,
+) -> tuple[list[jax.Array], dict[str, Any]]:
+    """Operands and parameters of `dispatch_p`."""
+    optional = present(topk_weights, input_scale)
+    params = dict(
+        group=group,
+        weighting=Weighting.NONE if topk_weights is None else Weighting.ROW,
+        layout_shape=_transport(group).layout_shape(group, topk_ids.shape[0]),
+        token_format=token_format or group.config.token_format,
+    )
+    return [place_index(group), tokens, topk_ids, *optional], params
+
+
+def _fields(results: Sequence[jax.Array], has_weights: bool) -> dict[str, Any]:
+    """The results of `dispatch_p`, by their names in `Dispatched`."""
+    rows, row_offsets, src_info, n_dropped, n_invalid, layout, *optional = results
+    row_weights = optional.pop(0) if has_weights else None
     return dict(
         tokens=rows,
         row_offsets=row_offsets,
@@ -180,12 +187,11 @@ def bind_combine(
     expert_out: jax.Array,
     routing: Routing,
     *optional: jax.Array | None,
-    ticket: jax.Array | None = None,
+    primitive: Primitive = combine_p,
 ) -> jax.Array:
     """The custom call of combine; `optional`: weights, residual."""
-    primitive = combine_p if ticket is None else combine_receive_p
     return primitive.bind(
-        place_index(group) if ticket is None else ticket,
+        place_index(group),
         expert_out,
         routing.topk_ids,
         routing.layout,
@@ -232,12 +238,13 @@ def _call_dispatch(
     topk_ids: jax.Array,
     topk_weights: jax.Array | None,
     input_scale: jax.Array | None,
-    ticket: jax.Array | None,
+    results: tuple[jax.Array, ...] | None,
 ) -> dict[str, Any]:
-    results = bind_dispatch(
-        group, tokens, topk_ids, topk_weights, input_scale, ticket=ticket
-    )
-    return checkpoint_name(results, DISPATCH_NAME)
+    if results is None:
+        fields = bind_dispatch(group, tokens, topk_ids, topk_weights, input_scale)
+    else:
+        fields = _fields(results, topk_weights is not None)
+    return checkpoint_name(fields, DISPATCH_NAME)
 
 
 _dispatch = jax.custom_vjp(_call_dispatch, nondiff_argnums=(0,))
@@ -249,11 +256,11 @@ def _dispatch_fwd(
     topk_ids: jax.Array,
     topk_weights: jax.Array | None,
     input_scale: jax.Array | None,
-    ticket: jax.Array | None,
+    results: tuple[jax.Array, ...] | None,
 ) -> tuple[dict[str, Any], Any]:
-    results = _call_dispatch(group, tokens, topk_ids, topk_weights, input_scale, ticket)
-    return results, Routing(
-        topk_ids, results["layout"], results["row_offsets"], results["src_info"]
+    fields = _call_dispatch(group, tokens, topk_ids, topk_weights, input_scale, results)
+    return fields, Routing(
+        topk_ids, fields["layout"], fields["row_offsets"], fields["src_info"]
     )
 
 
@@ -279,11 +286,10 @@ def _call_combine(
     weights: jax.Array | None,
     residual: jax.Array | None,
     routing: Routing,
-    ticket: jax.Array | None,
+    out: jax.Array | None,
 ) -> jax.Array:
-    out = bind_combine(
-        group, mode, expert_out, routing, weights, residual, ticket=ticket
-    )
+    if out is None:
+        out = bind_combine(group, mode, expert_out, routing, weights, residual)
     return checkpoint_name(out, COMBINE_NAME)
 
 
@@ -297,9 +303,9 @@ def _combine_fwd(
     weights: jax.Array | None,
     residual: jax.Array | None,
     routing: Routing,
-    ticket: jax.Array | None,
+    out: jax.Array | None,
 ) -> tuple[jax.Array, Any]:
-    out = _call_combine(group, mode, expert_out, weights, residual, routing, ticket)
+    out = _call_combine(group, mode, expert_out, weights, residual, routing, out)
     return out, (expert_out, weights, routing)
 
 

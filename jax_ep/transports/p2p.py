@@ -19,7 +19,8 @@ from jax_ep import _cuda_ffi
 from jax_ep.config import EPConfig
 from jax_ep.exchange import Exchange
 from jax_ep.formats import Plain
-from jax_ep.primitives import Weighting, combine_send_p, dispatch_send_p
+from jax_ep.overlap import Begun, combine_beside_p, dispatch_begin_p, put_after
+from jax_ep.primitives import Weighting
 from jax_ep.results import Dispatched
 from jax_ep.stats import RankStats
 from jax_ep.topology import local_places
@@ -28,10 +29,11 @@ from jax_ep.transports.ffi import (
     FfiTransport,
     Mode,
     Routing,
+    bind_combine,
     bind_dispatch,
     choose_weights,
-    place_index,
-    present,
+    dispatch_call,
+    routing_of,
     send_back_scalars,
 )
 
@@ -141,20 +143,30 @@ class P2pTransport(FfiTransport):
         topk_weights: jax.Array | None,
         input_scale: jax.Array | None,
     ) -> Any:
-        """A ticket, and the operands: a gradient flows through the second half."""
-        operands = tokens, topk_ids, *present(topk_weights, input_scale)
-        ticket = dispatch_send_p.bind(
-            place_index(group),
-            *(lax.stop_gradient(x) for x in operands),
-            group=group,
-            weighting=Weighting.NONE if topk_weights is None else Weighting.ROW,
-        )
-        return ticket, tokens, topk_ids, topk_weights, input_scale
+        """The whole call, begun; and its operands, to which gradients flow."""
+        given = tokens, topk_ids, topk_weights, input_scale
+        fixed: Any = lax.stop_gradient(given)
+        operands, params = dispatch_call(group, *fixed)
+        ticket, *results = dispatch_begin_p.bind(*operands, **params)
+        return Begun(ticket, tuple(results)), given
 
-    def dispatch_wait(self, group: EPGroup, begun: Any) -> Dispatched:
-        """The half that receives."""
-        ticket, tokens, topk_ids, weights, input_scale = begun
-        return self.dispatch(group, tokens, topk_ids, weights, input_scale, ticket)
+    def then(self, begun: Any, x: Any) -> Any:
+        """See `InFlight.then`: `x`, for XLA to have what the call begins with first."""
+        if isinstance(begun, _BegunCombine):
+            routing = begun.dispatched.topk_ids, begun.dispatched.layout
+            first: Any = begun.expert_out, routing, begun.topk_weights, begun.residual
+        else:
+            call, given = begun
+            first = call.reserved, given
+        return jax.tree.map(lambda leaf: put_after(leaf, first), x)
+
+    def dispatch_wait(self, group: EPGroup, begun: Any, after: Any) -> Dispatched:
+        """What `dispatch` would have given."""
+        call, (tokens, topk_ids, topk_weights, input_scale) = begun
+        results = call.end(after)
+        return self.dispatch(
+            group, tokens, topk_ids, topk_weights, input_scale, results
+        )
 
     def combine(
         self,
@@ -166,7 +178,7 @@ class P2pTransport(FfiTransport):
         *,
         reduce: bool,
         adds_shared: bool,
-        ticket: jax.Array | None = None,
+        out: jax.Array | None = None,
     ) -> jax.Array:
         """One custom call; two where rows are longer than what travels.
 
@@ -175,7 +187,7 @@ class P2pTransport(FfiTransport):
         row_bytes = expert_out.shape[1] * expert_out.dtype.itemsize
         n_pieces = -(-row_bytes // _most_bytes(group.config))
         combine = functools.partial(
-            super().combine, reduce=reduce, adds_shared=adds_shared, ticket=ticket
+            super().combine, reduce=reduce, adds_shared=adds_shared, out=out
         )
         pieces = [
             combine(group, piece, dispatched, topk_weights, residual)
@@ -194,21 +206,18 @@ class P2pTransport(FfiTransport):
         reduce: bool,
         adds_shared: bool,
     ) -> Any:
-        """A ticket, and the operands: a gradient flows through the second half."""
+        """The whole call, begun; and its operands, to which gradients flow."""
         weighting, weights = choose_weights(dispatched, topk_weights)
-        operands = expert_out, dispatched.topk_ids, dispatched.layout
-        ticket = combine_send_p.bind(
-            place_index(group),
-            *(lax.stop_gradient(x) for x in (*operands, *present(weights))),
-            group=group,
-            **Mode(weighting, reduce, False, adds_shared)._asdict(),
-        )
+        mode = Mode(weighting, reduce, residual is not None, adds_shared)
+        operands = expert_out, routing_of(dispatched), weights, residual
+        fixed: Any = lax.stop_gradient(operands)
+        out = bind_combine(group, mode, *fixed, primitive=combine_beside_p)
         return _BegunCombine(
-            ticket, expert_out, dispatched, topk_weights, residual, reduce, adds_shared
+            out, expert_out, dispatched, topk_weights, residual, reduce, adds_shared
         )
 
-    def combine_wait(self, group: EPGroup, begun: Any) -> jax.Array:
-        """The half that receives."""
+    def combine_wait(self, group: EPGroup, begun: Any, after: Any) -> jax.Array:
+        """What `combine` would have given."""
         return self.combine(
             group,
             begun.expert_out,
@@ -217,7 +226,7 @@ class P2pTransport(FfiTransport):
             begun.residual,
             reduce=begun.reduce,
             adds_shared=begun.adds_shared,
-            ticket=begun.ticket,
+            out=put_after(begun.out, after),
         )
 
     def combine_backward(
@@ -260,9 +269,9 @@ class P2pTransport(FfiTransport):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _BegunCombine:
-    """A ticket, and the operands of combine."""
+    """The result of combine, which XLA awaits at its first use; and its operands."""
 
-    ticket: jax.Array
+    out: jax.Array
     expert_out: jax.Array
     dispatched: Dispatched
     topk_weights: jax.Array | None

@@ -20,16 +20,16 @@ __device__ __forceinline__ bool WritesResults(const CallArgs& call) {
   return call.half != Half::kSend && static_cast<int>(blockIdx.x) == FirstReceiver(call.plan);
 }
 
-// The rows of a group that fit, without padding; `n_rows` is where the last group ends.
-__device__ inline int32_t RowsOf(const DispatchArgs& args, const DispatchShared& shared, int group,
-                                 int32_t n_rows) {
+// The rows of a group that fit, without padding.
+__device__ inline int32_t RowsOf(const DispatchArgs& args, const DispatchShared& shared,
+                                 int group) {
   if (HasGroups(args)) {
     const RowGroup rows = GroupAt(args, shared, group);
     return rows.end - rows.begin;
   }
   const int32_t* const first_row = shared.first_row + group * args.call.n_ranks;
   const bool is_last = group + 1 == args.call.n_local_experts();
-  const int32_t end = is_last ? n_rows : first_row[args.call.n_ranks];
+  const int32_t end = is_last ? shared.n_rows : first_row[args.call.n_ranks];
   return min(end, args.max_recv_tokens) - min(first_row[0], args.max_recv_tokens);
 }
 
@@ -45,12 +45,13 @@ __device__ inline void LayOutRows(const DispatchArgs& args, DispatchShared& shar
   const bool writes_results = WritesResults(call);
   uint64_t* const words = At<uint64_t>(call.workspace, call.map.counts.Copy(shared.call.copy));
 
-  WaitClock<kWords> clock(call, StatsWords::kDispatch, writes_results);
+  shared.waits[LaneIndex()] = {};
   int32_t n_rows = 0, max_messages = 0;
   uint32_t lagging = 0;
   for (int base = 0; base < n_words; base += kWords * kWarpSize) {
     const int first = base + LaneIndex() * kWords;
     uint32_t values[kWords];
+    WaitClock<kWords> clock(call, StatsWords::kDispatch, writes_results);
     const bool is_there = WaitForAll(
         call, epoch, Phase::kCounts, n_words - first, [&](int j) { return words + first + j; },
         [&](int j) { return (first + j) % n_ranks; }, values,
@@ -59,6 +60,7 @@ __device__ inline void LayOutRows(const DispatchArgs& args, DispatchShared& shar
       shared.call.failed = 1;
       return;
     }
+    if (first + kWords > n_experts) shared.waits[LaneIndex()] = clock.Ended(first - n_experts);
     int32_t row = 0;
 #pragma unroll
     for (int j = 0; j < kWords; ++j) row += first + j < n_experts ? values[j] : 0;
@@ -83,17 +85,28 @@ __device__ inline void LayOutRows(const DispatchArgs& args, DispatchShared& shar
   __syncwarp();
   int32_t n_dropped = max(n_rows - args.max_recv_tokens, 0);
   if (HasGroups(args)) LayOutGroups(args, shared, &n_rows, &n_dropped);
-  if (!writes_results) return;
+  if (LaneIndex() != 0) return;
+  shared.n_rows = n_rows;
+  shared.n_dropped = n_dropped;
+  shared.lagging = lagging;
+}
+
+// Writes what LayOutRows found, and counts it. Called by the same warp, while others receive.
+__device__ inline void WriteOffsets(const DispatchArgs& args, const DispatchShared& shared) {
+  const CallArgs& call = args.call;
   const int n_local = call.n_local_experts();
   for (int expert = LaneIndex(); expert < n_local; expert += kWarpSize) {
-    args.row_offsets[expert] = min(shared.first_row[expert * n_ranks], args.max_recv_tokens);
+    const int32_t first_row = shared.first_row[expert * call.n_ranks];
+    args.row_offsets[expert] = min(first_row, args.max_recv_tokens);
   }
-  CountReceived(call, n_dropped, [&](int group) { return RowsOf(args, shared, group, n_rows); });
-  if (LaneIndex() != 0) return;
-  args.row_offsets[n_local] = min(n_rows, args.max_recv_tokens);
-  *args.n_dropped = n_dropped;
-  if (shared.call.half == Half::kReceive) *args.n_invalid = call.ticket->n_invalid;
-  DispatchKind(call).state->lagging[shared.call.copy] = lagging;
+  if (LaneIndex() == 0) {
+    args.row_offsets[n_local] = min(shared.n_rows, args.max_recv_tokens);
+    *args.n_dropped = shared.n_dropped;
+    if (shared.call.half == Half::kReceive) *args.n_invalid = call.ticket->n_invalid;
+    DispatchKind(call).state->lagging[shared.call.copy] = shared.lagging;
+  }
+  CountReceived(call, shared.n_dropped, [&](int group) { return RowsOf(args, shared, group); });
+  shared.waits[LaneIndex()].Count(call, StatsWords::kDispatch);
 }
 
 // Leaves no rows to a call that has failed. Called by a warp of the receiver that writes results,

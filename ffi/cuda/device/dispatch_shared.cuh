@@ -5,6 +5,7 @@
 #include "cuda/device/bulk.cuh"
 #include "cuda/device/protocol.cuh"
 #include "cuda/device/scan.cuh"
+#include "cuda/device/stats.cuh"
 #include "cuda/dispatch.h"
 
 namespace jax_ep::p2p {
@@ -18,6 +19,10 @@ struct TileNumbers {
 struct DispatchShared {
   CallShared call;
   int32_t max_messages;  // of a source
+  int32_t n_rows;        // with padding, not clipped
+  int32_t n_dropped;
+  uint32_t lagging;            // see device/turns.cuh
+  EndedWait waits[kWarpSize];  // of the lanes of the warp that laid out the rows
   int32_t n_invalid[2];
   RoutingCounts totals;    // of all tokens
   RoutingCounts counts;    // of the tokens before those numbered last

@@ -25,18 +25,18 @@ class Totals {
   unsigned long long* const words_;
 };
 
-// Counts what this rank sends in a dispatch. Called by the block that tells the ranks.
+// Counts what this rank sends in a dispatch. Called by one warp of the block that tells the ranks.
 __device__ inline void CountSent(const CallArgs& call, const RoutingCounts& counts,
                                  size_t token_bytes) {
   const Totals totals(call);
-  for (int expert = threadIdx.x; expert < call.n_experts; expert += blockDim.x) {
+  for (int expert = LaneIndex(); expert < call.n_experts; expert += kWarpSize) {
     totals.Add(totals.at.rows_to_expert() + expert, counts.experts[expert]);
   }
-  for (int rank = threadIdx.x; rank < call.n_ranks; rank += blockDim.x) {
+  for (int rank = LaneIndex(); rank < call.n_ranks; rank += kWarpSize) {
     totals.Add(totals.at.tokens_to_rank() + rank, counts.ranks[rank]);
     totals.Add(totals.at.bytes_to_rank() + rank, counts.ranks[rank] * token_bytes);
   }
-  if (threadIdx.x == 0) totals.Add(StatsWords::kInvalidIds, *counts.n_invalid);
+  if (LaneIndex() == 0) totals.Add(StatsWords::kInvalidIds, *counts.n_invalid);
 }
 
 // Counts a dispatch that this rank has laid out; rows_of(group): that fit. Called by one warp of
@@ -69,8 +69,21 @@ __device__ __noinline__ inline void AddWaits(const CallArgs& call, size_t kind, 
   }
 }
 
+// A wait that is over, and not counted yet.
+struct EndedWait {
+  uint32_t peers;  // bits; see AddWaits
+  int32_t first_peer;
+  uint64_t begin;  // ns
+
+  // Called by a thread that nothing waits for.
+  __device__ void Count(const CallArgs& call, size_t kind) const {
+    if (peers != 0) AddWaits(call, kind, peers, first_peer, globaltimer() - begin);
+  }
+};
+
 // How long a thread waited for each of its peers, from its first look in vain on. Where all words
-// are there at the first look, it does not read the clock.
+// are there at the first look, it does not read the clock; nor when the last ones have come: what
+// they bring is not to wait for that.
 template <int kWords>
 class WaitClock {
  public:
@@ -85,9 +98,13 @@ class WaitClock {
     const uint32_t arrived = late_ & there;
     late_ = Others(first_peer) & ~there;
     if (late_ != 0 && begin_ == 0) begin_ = globaltimer();
-    if (arrived == 0) return;
+    if (late_ == 0) ended_ = arrived;
+    if (late_ == 0 || arrived == 0) return;
     AddWaits(call_, kind_, arrived, first_peer, globaltimer() - begin_);
   }
+
+  // What is left to count.
+  __device__ EndedWait Ended(int first_peer) const { return {ended_, first_peer, begin_}; }
 
  private:
   // Bits of the words of other ranks.
@@ -103,6 +120,7 @@ class WaitClock {
   const size_t kind_;
   const bool is_on_;
   uint32_t late_ = 0;   // words that were not there at the last look
+  uint32_t ended_ = 0;  // words for which the thread waited last
   uint64_t begin_ = 0;  // ns; 0: not waited yet
 };
 

@@ -1,0 +1,286 @@
+"""How much of a call hides behind a dense layer, and what that costs the layer.
+
+Periods of chains, of wall time: of calls on all multiprocessors, of calls on `n_sms` of
+them, of the layer, and of both beside each other. Each call waits for the former. The
+layer's width is such that it takes about as long as the call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.errors import JaxRuntimeError
+
+import jax_ep
+from gpu import programs, trace
+from gpu.contestants import AXIS
+from gpu.measure import KERNELS, Arena, breaks_devices
+
+_FIRST_WIDTH, _WIDTH_UNIT = 2048, 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    """One takes all multiprocessors, the other `n_sms`."""
+
+    all_sms: jax_ep.EPGroup
+    some_sms: jax_ep.EPGroup
+
+
+def measure(
+    arena: Arena, n_sms: int | None, transport: str, first_width: int = _FIRST_WIDTH
+) -> dict[str, Any]:
+    """Of dispatch, and of combine with weights that travel with the tokens.
+
+    Args:
+        arena: the case.
+        n_sms: of the calls that overlap; None is the package's choice.
+        transport: the package's.
+        first_width: of the dense layer, before it is sized.
+
+    Returns:
+        JSON, see README.md: figures by operation; under `"failed"` what went wrong.
+    """
+    groups = Groups(*(_make_group(arena, n, transport) for n in (None, n_sms)))
+    result: dict[str, Any] = {"n_sms": n_sms, "failed": []}
+    try:
+        for operation in KERNELS:
+            try:
+                chains = _Chains(arena, groups, operation)
+                result[operation] = _measure(arena, chains, first_width)
+            except (AssertionError, JaxRuntimeError, trace.TraceError) as error:
+                result["failed"].append(f"{operation}: {error}"[:2000])
+                if breaks_devices(error):
+                    result["is_fatal"] = True
+                    break
+    finally:
+        groups.all_sms.close()
+        groups.some_sms.close()
+    return result
+
+
+def _make_group(arena: Arena, n_sms: int | None, transport: str) -> jax_ep.EPGroup:
+    case = arena.case
+    config = jax_ep.EPConfig(
+        n_experts=case.n_experts,
+        top_k=case.top_k,
+        hidden_size=case.hidden_size,
+        max_tokens_per_rank=case.n_tokens,
+        recv_capacity=case.n_rows,
+        n_sms=n_sms,
+        timeout_s=30.0
+        if n_sms is None
+        else 31.0,  # two groups also where both are None
+    )
+    return jax_ep.ep_init(arena.mesh, AXIS, config, transport=transport)
+
+
+def _measure(arena: Arena, chains: _Chains, first_width: int) -> dict[str, Any]:
+    chains.check()
+    call_us = _period(arena, functools.partial(chains.run, chains.call, "all_sms"))
+    some_us = _period(arena, functools.partial(chains.run, chains.call, "some_sms"))
+    chains.set_width(first_width)
+    dense_us = _period(arena, functools.partial(chains.run, chains.dense, "some_sms"))
+    width = first_width * call_us / dense_us
+    chains.set_width(max(1, round(width / _WIDTH_UNIT)) * _WIDTH_UNIT)
+    dense_us = _period(arena, functools.partial(chains.run, chains.dense, "some_sms"))
+    both_us = _period(arena, functools.partial(chains.run, chains.both, "some_sms"))
+    shorter = min(call_us, dense_us)
+    result = {
+        "call_us": call_us,
+        "call_some_sms_us": some_us,
+        "dense_us": dense_us,
+        "both_us": both_us,
+        "dense_width": chains.width,
+        "hidden": (call_us + dense_us - both_us) / shorter,
+        "hidden_same_sms": (some_us + dense_us - both_us) / min(some_us, dense_us),
+        "speedup": (call_us + dense_us) / both_us,
+    }
+    try:
+        result["dense_slowdown"] = chains.slowdown()
+    except trace.TraceError as error:
+        result["dense_slowdown"] = None
+        result["no_slowdown"] = str(error)
+    return {k: round(v, 4) if isinstance(v, float) else v for k, v in result.items()}
+
+
+class _Chains:
+    """Functions that repeat a call, the dense layer, or both `n` times."""
+
+    def __init__(self, arena: Arena, groups: Groups, operation: str) -> None:
+        self._arena, self._groups, self._operation = arena, groups, operation
+        self.width = 0
+        self._matrices: tuple[jax.Array, ...] = ()
+        self._compiled: dict[tuple, Any] = {}
+
+    def set_width(self, width: int) -> None:
+        """Makes the layer's matrices, the same on all ranks."""
+        self.width = width
+        hidden, n_ranks = self._arena.case.hidden_size, self._arena.case.n_ranks
+        sharding = self._arena.sample.sharding
+        self._matrices = tuple(
+            jax.device_put(
+                np.broadcast_to(
+                    (np.random.default_rng(3).standard_normal(shape) / shape[0] ** 0.5)
+                    .astype(np.float32)
+                    .astype(jnp.bfloat16),
+                    (n_ranks, *shape),
+                ),
+                sharding,
+            )
+            for shape in ((hidden, width), (width, hidden))
+        )
+
+    def run(self, body: Callable[..., Any], which: str, n: int) -> Any:
+        """The results of a chain of `n`."""
+        key = body.__name__, which, n, self.width
+        args = (*self._arena.sets[0], *self._matrices)
+        if key not in self._compiled:
+            group = getattr(self._groups, which)
+            chain = functools.partial(self._chain, body, group, n)
+            self._compiled[key] = programs.on_mesh(self._arena.mesh, chain)
+        return self._compiled[key](*args)
+
+    def _chain(
+        self,
+        body: Callable[..., Any],
+        group: jax_ep.EPGroup,
+        n: int,
+        tokens: jax.Array,
+        ids: jax.Array,
+        weights: jax.Array,
+        *matrices: jax.Array,
+    ) -> Any:
+        matrices = tuple(m[0] for m in matrices)
+        rows = None
+        if self._operation == "combine" and body != self.dense:
+            rows = jax_ep.dispatch(group, tokens, ids, weights)
+        zero, y = jnp.int32(0), tokens
+        for _ in range(n):
+            given = rows, (tokens, ids + zero, weights)
+            zero, y = body(group, given, zero, y, matrices)
+        return y, zero[None]
+
+    def call(self, group: jax_ep.EPGroup, given: Any, zero: Any, y: Any, _: Any) -> Any:
+        """The call alone."""
+        rows, operands = given
+        if rows is None:
+            return jax_ep.dispatch(group, *operands).n_dropped, y
+        rows = programs.replace(rows, topk_ids=operands[1])
+        return _zero(jax_ep.combine(group, rows.tokens, rows)), y
+
+    def dense(self, _: Any, given: Any, zero: Any, y: Any, matrices: Any) -> Any:
+        """The layer alone."""
+        return zero, _layer(y, matrices)
+
+    def both(
+        self, group: jax_ep.EPGroup, given: Any, zero: Any, y: Any, matrices: Any
+    ) -> Any:
+        """The layer between the call's beginning and its end."""
+        rows, operands = given
+        if rows is None:
+            flight = jax_ep.dispatch_async(group, *operands)
+            y = _layer(flight.then(y), matrices)
+            return jax_ep.dispatch_wait(group, flight, after=y).n_dropped, y
+        rows = programs.replace(rows, topk_ids=operands[1])
+        flight = jax_ep.combine_async(group, rows.tokens, rows)
+        y = _layer(flight.then(y), matrices)
+        return _zero(jax_ep.combine_wait(group, flight, after=y)), y
+
+    def check(self) -> None:
+        """A call that overlaps must give the bits of one that does not."""
+
+        def run(overlaps: bool, tokens: Any, ids: Any, weights: Any) -> Any:
+            group = self._groups.some_sms if overlaps else self._groups.all_sms
+            if not overlaps:
+                rows = jax_ep.dispatch(group, tokens, ids, weights)
+                out = jax_ep.combine(group, rows.tokens, rows)
+            else:
+                flight = jax_ep.dispatch_async(group, tokens, ids, weights)
+                beside = jnp.sin(flight.then(tokens))
+                rows = jax_ep.dispatch_wait(group, flight, after=beside)
+                flight = jax_ep.combine_async(group, rows.tokens, rows)
+                beside = jnp.sin(flight.then(beside))
+                out = jax_ep.combine_wait(group, flight, after=beside)
+            in_use = jnp.arange(rows.tokens.shape[0]) < rows.row_offsets[-1].astype(
+                jnp.int32
+            )
+            seen = jnp.where(in_use[:, None], rows.tokens, 0)
+            return out, seen, rows.row_offsets
+
+        args, mesh = self._arena.sets[0], self._arena.mesh
+        one, two = (
+            programs.on_mesh(mesh, functools.partial(run, o))(*args)
+            for o in (False, True)
+        )
+        for a, b in zip(one, two, strict=True):
+            for left, right in zip(
+                a.addressable_shards, b.addressable_shards, strict=True
+            ):
+                same = np.array_equal(
+                    np.asarray(left.data).view(np.uint8),
+                    np.asarray(right.data).view(np.uint8),
+                )
+                assert same, "a call that overlaps must give the same bits"
+
+    def slowdown(self) -> float:
+        """Of the kernels of the layer beside the call, against those alone.
+
+        What a chain of calls alone has besides the package's kernels is left out.
+        """
+        n = self._arena.effort.n_pairs[0]
+        dense, both = (self._others_us(b, n) for b in (self.dense, self.both))
+        calls = self._others_us(self.call, n)
+        return (both - calls) / dense - 1
+
+    def _others_us(self, body: Callable[..., Any], n: int) -> float:
+        """Time of all kernels but the package's, of the GPU where it is the median."""
+        run = functools.partial(self.run, body, "some_sms", n)
+        jax.block_until_ready([run(), run()])
+        repeats = self._arena.effort.repeats
+        with trace.record() as session:
+            for _ in range(repeats):
+                trace.pause()
+                jax.block_until_ready(run())
+        sums = [
+            sum(e.us for e in call if not any(k in e.name for k in KERNELS.values()))
+            for gpu in session.calls(repeats)
+            for call in gpu
+        ]
+        return float(np.median(sums))
+
+
+def _layer(x: jax.Array, matrices: tuple[jax.Array, ...]) -> jax.Array:
+    up, down = matrices
+    return lax.tanh(lax.tanh(x @ up) @ down)
+
+
+def _zero(out: jax.Array) -> jax.Array:
+    """A 0 that XLA cannot foresee."""
+    return (out[0, 0].astype(jnp.float32) * 0).astype(jnp.int32)
+
+
+def _period(arena: Arena, run: Callable[[int], Any]) -> float:
+    """Microseconds of one link of a chain, from a short and a long one."""
+    few, many = arena.effort.n_pairs
+    periods = []
+    for repeat in range(2 * arena.effort.repeats + 1):
+        short, long = (_seconds(arena, functools.partial(run, n)) for n in (few, many))
+        if repeat:  # the first one compiles
+            periods.append((long - short) / (many - few) * 1e6)
+    return float(np.median(periods))
+
+
+def _seconds(arena: Arena, run: Callable[[], Any]) -> float:
+    n = arena.effort.n_queued
+    start = time.perf_counter()
+    jax.block_until_ready([run() for _ in range(n)])
+    return (time.perf_counter() - start) / n

@@ -1,0 +1,185 @@
+"""Calls that run beside others of the program, on XLA's stream for collectives.
+
+XLA:GPU makes a pair (start, done) of a call with the attribute that `_beside` sets. The
+start goes to that stream, the done makes the main stream wait, and XLA keeps operands
+and results alive in between. It places a done as late as its results allow; but where
+there are several results it takes them apart at once, and so waits at once. Hence a
+call may only have one. Combine has; the results of dispatch are reserved before, and
+`jax_ep_dispatch_begin` takes them as operands and writes there: they are what it says
+once `dispatch_end_p` has seen its ticket, and nothing else may touch them until then.
+`Begun` sees to that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import get_opaque_trace_state
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import func
+from jax.interpreters import batching, mlir
+
+from jax_ep.primitives import (
+    combine_type,
+    custom_call,
+    dispatch_types,
+    like,
+    make_primitive,
+    map_calls,
+)
+
+_OVERLAPS = np.bool_(True)
+
+
+class Begun:
+    """A dispatch on its way: a ticket, and the results, which may not be there yet.
+
+    A pytree of the results, complete: flattening waits for them. So what leaves the
+    function that began the call, as the carry of a loop does, is what it seems to be.
+    """
+
+    def __init__(self, ticket: jax.Array, results: tuple[jax.Array, ...]) -> None:
+        self._ticket: jax.Array | None = ticket
+        self._results, self._trace = results, get_opaque_trace_state()
+
+    @property
+    def reserved(self) -> jax.Array:
+        """One of the results, to compute something after they have been reserved."""
+        return min(self._results, key=lambda x: x.size)
+
+    def end(self, after: Any = None) -> tuple[jax.Array, ...]:
+        """The results; waits for them once `after` has been computed.
+
+        Raises:
+            ValueError: the call was begun outside of the function that waits.
+        """
+        if self._ticket is None:
+            return self._results
+        if get_opaque_trace_state() != self._trace:
+            raise ValueError(
+                "dispatch_wait must stand in the function that called dispatch_async; "
+                "pass in_flight as an argument to functions that JAX transforms."
+            )
+        return tuple(
+            dispatch_end_p.bind(put_after(self._ticket, after), *self._results)
+        )
+
+    @classmethod
+    def _unflatten(cls, _: None, results: Any) -> Begun:
+        begun = cls.__new__(cls)
+        begun._ticket, begun._results = None, tuple(results)
+        return begun
+
+
+jax.tree_util.register_pytree_node(
+    Begun, lambda begun: (begun.end(), None), Begun._unflatten
+)
+
+
+@jax.custom_jvp
+def put_after(x: jax.Array, after: Any) -> jax.Array:
+    """`x`, for whoever needs it only once `after`, a pytree, has been computed."""
+    return x if after is None else lax.optimization_barrier((x, after))[0]
+
+
+@put_after.defjvp
+def _put_after_jvp(primals: Any, tangents: Any) -> Any:
+    return put_after(*primals), tangents[0]
+
+
+def _beside(ctx: mlir.LoweringRuleContext, operands: Any, emit: Any) -> list[Any]:
+    """What `emit` makes of the operands, on the stream for collectives.
+
+    In a function: XLA of jax 0.10 makes pairs of calls of functions only.
+    """
+    module, types = ctx.module_context, [x.type for x in operands]
+    dialect: Any = func  # its stubs lack the forms that are used here
+    with ir.InsertionPoint(module.module.body):
+        function = dialect.FuncOp("jax_ep_overlap", ir.FunctionType.get(types, []))
+    function.attributes["sym_visibility"] = ir.StringAttr.get("private")
+    module.symbol_table.insert(function)
+    block = function.add_entry_block()
+    with ir.InsertionPoint(block):
+        results = list(emit(*block.arguments))
+        dialect.ReturnOp(results)
+    signature = ir.FunctionType.get(types, [x.type for x in results])
+    function.attributes["function_type"] = ir.TypeAttr.get(signature)
+    call = dialect.CallOp(function, list(operands))
+    marks = {"_xla_stream_annotation": "collective", "inlineable": "false"}
+    call.operation.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(
+        {name: ir.StringAttr.get(value) for name, value in marks.items()}
+    )
+    return list(call.results)
+
+
+def _lower_begin(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
+    ticket, *results = ctx.avals_out
+    reserve = jax.ffi.ffi_lowering("jax_ep_reserve", has_side_effect=True)
+    buffers = list(reserve(ctx.replace(avals_in=[], avals_out=results)))
+    inner = ctx.replace(avals_in=[*ctx.avals_in, *results], avals_out=[ticket])
+    begin = custom_call(
+        "jax_ep_dispatch_begin", has_side_effect=True, overlaps=_OVERLAPS
+    )
+    tickets = _beside(ctx, [*operands, *buffers], lambda *x: begin(inner, *x, **params))
+    return [*tickets, *buffers]
+
+
+def _lower_end(ctx: mlir.LoweringRuleContext, ticket: Any, *results: Any) -> Any:
+    aliases = {i + 1: i for i in range(len(results))}
+    rule = jax.ffi.ffi_lowering("jax_ep_dispatch_end", operand_output_aliases=aliases)
+    return rule(ctx, ticket, *results)
+
+
+def _lower_combine(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
+    call = custom_call("jax_ep_combine_beside", overlaps=_OVERLAPS)
+    return _beside(ctx, operands, lambda *x: call(ctx, *x, **params))
+
+
+# Operands as of `dispatch_p`; results: a ticket, and those of `dispatch_p`.
+dispatch_begin_p = make_primitive(
+    "jax_ep_dispatch_begin", multiple_results=True, lowerings={"cuda": _lower_begin}
+)
+# The ticket and the results of `dispatch_begin_p`; gives the latter.
+dispatch_end_p = make_primitive(
+    "jax_ep_dispatch_end", multiple_results=True, lowerings={"cuda": _lower_end}
+)
+# As `combine_p`.
+combine_beside_p = make_primitive(
+    "jax_ep_combine_beside", multiple_results=False, lowerings={"cuda": _lower_combine}
+)
+combine_beside_p.def_abstract_eval(combine_type)
+
+
+@dispatch_begin_p.def_abstract_eval
+def _begin_types(*operands: Any, **params: Any) -> list[Any]:
+    results = dispatch_types(*operands, **params)
+    # An element per result; the handler finds the results by its size.
+    return [like(operands[1], (len(results),), jnp.int32), *results]
+
+
+@dispatch_end_p.def_abstract_eval
+def _end_types(ticket: Any, *results: Any) -> list[Any]:
+    return list(results)
+
+
+def _batch_begin(operands: Any, dims: Any, **params: Any) -> Any:
+    """Under `vmap` each call is complete before its results are stacked."""
+
+    def call(*operands: jax.Array) -> list[jax.Array]:
+        ticket, *results = dispatch_begin_p.bind(*operands, **params)
+        return [ticket, *dispatch_end_p.bind(ticket, *results)]
+
+    results = map_calls(call, operands, dims)
+    return results, [0] * len(results)
+
+
+def _batch_end(operands: Any, dims: Any) -> Any:
+    return list(operands[1:]), list(dims[1:])
+
+
+batching.primitive_batchers[dispatch_begin_p] = _batch_begin
+batching.primitive_batchers[dispatch_end_p] = _batch_end

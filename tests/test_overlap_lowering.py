@@ -1,0 +1,163 @@
+"""What XLA gets of calls that overlap on GPUs, without a GPU."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_ep
+from harness import AXIS, make_mesh, on_mesh
+from jax_ep.group import EPGroup
+from jax_ep.transports.p2p import P2pTransport
+
+H, T, K = 64, 8, 2
+CONFIG = jax_ep.EPConfig(
+    n_experts=8, top_k=K, hidden_size=H, max_tokens_per_rank=T, n_sms=16
+)
+
+
+@pytest.fixture
+def mesh():
+    return make_mesh(4)
+
+
+@pytest.fixture
+def group(mesh, monkeypatch):
+    """A group of p2p on devices that it cannot serve: enough to lower its calls."""
+    monkeypatch.setattr(P2pTransport, "open", lambda *_: None)
+    return EPGroup(mesh, AXIS, CONFIG, P2pTransport(), None)
+
+
+def lowered(mesh, function) -> str:
+    """StableHLO for GPUs, of a function of a rank's tokens and ids."""
+    tokens = jax.ShapeDtypeStruct((4, T, H), jnp.bfloat16)
+    ids = jax.ShapeDtypeStruct((4, T, K), jnp.int32)
+    traced = on_mesh(mesh, function).trace(tokens, ids)
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def targets(text: str) -> list[str]:
+    return re.findall(r"custom_call @(jax_ep\w+)", text)
+
+
+def overlapping(group, tokens, ids):
+    flight = jax_ep.dispatch_async(group, tokens, ids)
+    beside = jnp.tanh(flight.then(tokens))
+    rows = jax_ep.dispatch_wait(group, flight, after=beside)
+    flight = jax_ep.combine_async(group, rows.tokens, rows)
+    more = jnp.sin(flight.then(beside))
+    return jax_ep.combine_wait(group, flight, after=more) + more
+
+
+def test_calls_that_overlap_have_one_result_and_the_stream_for_collectives(
+    mesh, group
+) -> None:
+    text = lowered(mesh, lambda *args: overlapping(group, *args))
+    calls = re.findall(r"(%\d+(?::\d+)?) = func.call @jax_ep_overlap\w*\(.*", text)
+    assert len(calls) == 2 and not any(":" in call for call in calls)
+    assert text.count('_xla_stream_annotation = "collective"') == 2
+    assert text.count('inlineable = "false"') == 2
+    # Functions come behind the main one.
+    assert sorted(targets(text)) == [
+        "jax_ep_combine_beside",
+        "jax_ep_dispatch_begin",
+        "jax_ep_dispatch_end",
+        "jax_ep_reserve",
+    ]
+    assert text.count("overlaps = true") == 2
+    end = next(line for line in text.splitlines() if "@jax_ep_dispatch_end" in line)
+    assert end.count("output_operand_alias<") == 6  # all results stay where they are
+
+
+def test_whole_calls_stay_on_the_main_stream(mesh, group) -> None:
+    def whole(tokens, ids):
+        rows = jax_ep.dispatch(group, tokens, ids)
+        return jax_ep.combine(group, rows.tokens, rows)
+
+    text = lowered(mesh, whole)
+    assert "_xla_stream_annotation" not in text
+    assert targets(text) == ["jax_ep_dispatch", "jax_ep_combine"]
+    assert text.count("overlaps = false") == 2
+
+
+def test_both_directions_stand_in_the_order_that_was_asked_for(mesh, group) -> None:
+    """The waits have barriers with what is to come first as operands."""
+    text = lowered(mesh, lambda *args: overlapping(group, *args))
+    body = text[: text.index("func.func private @jax_ep_overlap")]
+    order = re.findall(
+        r"@jax_ep_\w+|stablehlo.(?:tanh|sine|optimization_barrier)", body
+    )
+    assert order == [
+        "@jax_ep_reserve",
+        "@jax_ep_overlap",
+        "stablehlo.optimization_barrier",
+        "stablehlo.tanh",
+        "stablehlo.optimization_barrier",
+        "@jax_ep_dispatch_end",
+        order[6],
+        "stablehlo.optimization_barrier",
+        "stablehlo.sine",
+        "stablehlo.optimization_barrier",
+    ]
+    assert order[6].startswith("@jax_ep_overlap")
+
+
+@pytest.mark.parametrize("outer", ["scan", "grad", "jit"])
+def test_what_another_function_began_is_not_awaited_inside(mesh, group, outer) -> None:
+    def function(tokens, ids):
+        flight = jax_ep.dispatch_async(group, tokens, ids)
+
+        def inner(x):
+            return x + jax_ep.dispatch_wait(group, flight).tokens.sum()
+
+        if outer == "scan":
+            return jax.lax.scan(lambda x, _: (inner(x), None), tokens, length=2)[0]
+        if outer == "jit":
+            return jax.jit(inner)(tokens)
+        return jax.grad(lambda x: inner(x).sum().astype(jnp.float32))(tokens)
+
+    with pytest.raises(ValueError, match="dispatch_wait must stand in the function"):
+        lowered(mesh, function)
+
+
+def test_what_leaves_a_function_has_been_awaited(mesh, group) -> None:
+    def function(tokens, ids):
+        begin = jax.jit(lambda x: jax_ep.dispatch_async(group, x, ids))
+        return jax_ep.dispatch_wait(group, begin(tokens)).tokens
+
+    text = lowered(mesh, function)
+    assert "jax_ep_dispatch_end" in targets(text)
+    inner = text[text.index("func.func private") :]
+    assert inner.index("@jax_ep_dispatch_begin") >= 0
+
+
+def test_a_mapped_call_is_complete_before_its_results_are_stacked(mesh, group) -> None:
+    def function(tokens, ids):
+        return jax.vmap(lambda x, i: overlapping(group, x[None], i[None]))(tokens, ids)
+
+    text = lowered(mesh, function)
+    loop = text[text.index("stablehlo.while") :]
+    assert "jax_ep_dispatch_end" in loop
+
+
+def test_gradients_of_work_beside_a_call_are_those_without(mesh, transport) -> None:
+    group = jax_ep.ep_init(mesh, AXIS, CONFIG, transport=transport)
+
+    def loss(x, ids, then):
+        flight = jax_ep.dispatch_async(group, x, ids)
+        beside = jnp.sin(flight.then(x) if then else x)
+        rows = jax_ep.dispatch_wait(group, flight, after=beside if then else None)
+        return jnp.sum((rows.tokens.sum() + beside.sum()).astype(jnp.float32))
+
+    rng = np.random.default_rng(0)
+    tokens = rng.standard_normal((4, T, H)).astype(jnp.bfloat16)
+    ids = rng.integers(0, 8, (4, T, K)).astype(np.int32)
+    one, two = (
+        on_mesh(mesh, lambda x, i, t=t: jax.grad(loss)(x, i, t))(tokens, ids)
+        for t in (False, True)
+    )
+    np.testing.assert_array_equal(one, two)
