@@ -60,6 +60,7 @@ def test_every_example_is_tested_here() -> None:
     found = {path.name for path in EXAMPLES.iterdir() if path.name != "__pycache__"}
     assert found == {
         "moe_layer.py",
+        "overlap.py",
         "quantised_layer.py",
         "tensor_parallel.py",
         "two_processes.py",
