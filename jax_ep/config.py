@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -30,11 +30,18 @@ class EPConfig:
         token_format: what travels per token.
         combine_dtype: bfloat16 or float32: dtype of `expert_out` and of what `combine`
             gives.
-        fused_shared_expert: not in this version.
-        skip_a2a: not in this version.
+        fused_shared_expert: every rank has a shared expert, too, that all of its own
+            tokens go to: the first group of the output of dispatch holds them, in
+            order, in the token format. combine adds its result for a token, unweighted,
+            to the sum after that is cast, and casts again.
+        skip_a2a: all ranks hold the same tokens, as after tensor-parallel attention,
+            and nothing travels: dispatch gives this rank the rows of its own experts,
+            combine what those add to each token, for the caller to `jax.lax.psum`. The
+            shared expert's tokens are split over the ranks.
         recv_capacity: rows of the output of dispatch (C); None is the worst case,
-            `M * R * min(K, L)` and the format's padding. Rows beyond it are dropped
-            and counted.
+            `M * R * min(K, L)` (with `skip_a2a`: `M * min(K, L)`), with a shared expert
+            M more (with `skip_a2a`: `ceil(M / R)`), and the format's padding. Rows
+            beyond it are dropped and counted.
         n_gpus_per_node: ranks that reach each other by loads and stores; None: all.
             Given, it and `n_nodes` partition the ranks.
         n_nodes: nodes; None: one.
@@ -45,7 +52,6 @@ class EPConfig:
     Raises:
         ValueError: a value is of a wrong type, or out of its range. Raised at
             construction.
-        NotImplementedError: `fused_shared_expert` or `skip_a2a` is set.
     """
 
     n_experts: int
@@ -92,8 +98,6 @@ class EPConfig:
                     f"{name} must be True or False; got {getattr(self, name)!r}."
                 )
             self._set(name, bool(getattr(self, name)))
-            if getattr(self, name):
-                raise NotImplementedError(f"{name}=True is not in this version.")
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -120,36 +124,81 @@ class EPConfig:
             )
         return self.n_experts // n_ranks
 
+    def routed(self, n_ranks: int) -> RoutedSizes:
+        """What transports route by.
+
+        Raises:
+            ValueError: `n_experts` is not a multiple of `n_ranks`, or too large.
+        """
+        n_shared = int(self.fused_shared_expert)
+        n_groups = self.n_local_experts(n_ranks) + n_shared
+        n_exchanging = 1 if self.skip_a2a else n_ranks
+        if n_exchanging * n_groups > _INT32_MAX:
+            raise ValueError(
+                "n_experts, and a shared expert per rank, must fit in int32; got "
+                f"n_experts={self.n_experts}, n_ranks={n_ranks}."
+            )
+        return RoutedSizes(n_exchanging, n_groups, self.top_k + n_shared)
+
     def max_recv_tokens(self, n_ranks: int) -> int:
         """Rows of the output of dispatch (C): `recv_capacity`, or the worst case.
 
         The worst case is of tokens that name an expert once: then a token has at most
-        `min(K, L)` rows on a rank. To these come the rows that pad the groups, where
-        the token format wants groups of a multiple of rows.
+        `min(K, L)` rows on a rank. To these come those of the shared expert, and the
+        rows that pad the groups, where the token format wants groups of a multiple of
+        rows.
 
         Raises:
             ValueError: `recv_capacity` is larger than the worst case, or a size does
                 not fit in 32 bits.
         """
-        n_local = self.n_local_experts(n_ranks)
-        worst_case = self.max_tokens_per_rank * n_ranks * min(self.top_k, n_local)
-        alignment = self.token_format.layout.row_alignment
-        worst_case += (alignment - 1) * min(n_local, worst_case)
-        worst_case = -(-worst_case // alignment) * alignment
+        worst_case = self._worst_case(n_ranks)
         rows = worst_case if self.recv_capacity is None else self.recv_capacity
         if rows > worst_case:
             raise ValueError(
                 "recv_capacity must be at most max_tokens_per_rank * n_ranks * "
-                f"min(top_k, n_local_experts), and padding, = {worst_case}; got {rows}."
+                "min(top_k, n_local_experts), and padding and the shared expert's rows "
+                f"(1 for n_ranks with skip_a2a), = {worst_case}; got {rows}."
             )
-        if max(rows, self.max_tokens_per_rank * self.top_k) > _INT32_MAX:
+        n_choices = self.max_tokens_per_rank * self.routed(n_ranks).top_k
+        if max(rows, n_choices) > _INT32_MAX:
             raise ValueError(
                 "Row numbers must fit in int32; got max_recv_tokens="
-                f"{rows}, max_tokens_per_rank * top_k="
-                f"{self.max_tokens_per_rank * self.top_k}. Set recv_capacity, or "
-                "dispatch fewer tokens per call."
+                f"{rows}, max_tokens_per_rank * top_k={n_choices}. Set recv_capacity, "
+                "or dispatch fewer tokens per call."
             )
         return rows
+
+    def _worst_case(self, n_ranks: int) -> int:
+        n_local, routed = self.n_local_experts(n_ranks), self.routed(n_ranks)
+        max_tokens = self.max_tokens_per_rank
+        rows = max_tokens * routed.n_ranks * min(self.top_k, n_local)
+        n_groups = min(n_local, rows)
+        if self.fused_shared_expert:
+            rows += -(-max_tokens // n_ranks) if self.skip_a2a else max_tokens
+            n_groups += 1
+        alignment = self.token_format.layout.row_alignment
+        rows += (alignment - 1) * n_groups
+        return -(-rows // alignment) * alignment
+
+
+class RoutedSizes(NamedTuple):
+    """What transports route by; `jax_ep/choices.py` makes `topk_ids` of these sizes.
+
+    Attributes:
+        n_ranks: ranks that exchange tokens: 1 with `skip_a2a`, else R.
+        n_groups: groups of rows on a rank: a fused shared expert, and the L experts.
+        top_k: choices of a token: K, and one for a fused shared expert.
+    """
+
+    n_ranks: int
+    n_groups: int
+    top_k: int
+
+    @property
+    def n_experts(self) -> int:
+        """Experts of the ranks that exchange tokens, shared ones included."""
+        return self.n_ranks * self.n_groups
 
 
 def _count(name: str, value: Any) -> int:

@@ -38,6 +38,7 @@ class EPGroup:
         self._n_ranks = mesh.shape[axis_name]
         self._n_local_experts = config.n_local_experts(self._n_ranks)
         self._max_recv_tokens = config.max_recv_tokens(self._n_ranks)
+        self._routed = config.routed(self._n_ranks)
         self._key = _group_key(mesh, axis_name, config, transport.name)
         self._closed = False
         transport.open(self, exchange)

@@ -13,12 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ep import _checks
+from jax_ep import _checks, choices
 from jax_ep.formats import QuantizedFormat
 from jax_ep.group import EPGroup
 from jax_ep.results import Dispatched, InFlight
-
-_NO_EXPERT = -1
 
 
 def dispatch(
@@ -31,10 +29,11 @@ def dispatch(
 ) -> Dispatched:
     """Sends every token to the ranks that hold its experts.
 
-    Rows arrive ordered by local expert, then source rank, then token, then k. An id of
-    -1 names no expert; one outside `[-1, E)` sends nothing and is counted. A token may
-    name an expert twice, and has two rows there then. Differentiable in `tokens` and
-    `topk_weights`; the backward is a combine.
+    Rows arrive ordered by local expert, then source rank, then token, then k; with a
+    fused shared expert, this rank's own tokens come first. An id of -1 names no expert;
+    one outside `[-1, E)` sends nothing and is counted. A token may name an expert
+    twice, and has two rows there then. Differentiable in `tokens` and `topk_weights`;
+    the backward is a combine.
 
     Args:
         group: from `ep_init`.
@@ -57,11 +56,11 @@ def dispatch(
         jax.errors.JaxRuntimeError: a rank failed or did not come within
             `config.timeout_s`. When the result is used.
     """
-    operands = _dispatch_operands(
+    given, operands = _dispatch_operands(
         "dispatch", group, tokens, topk_ids, topk_weights, input_scale
     )
     dispatched = group._transport.dispatch(group, *operands)
-    return _complete(group, dispatched, jnp.shape(tokens)[0], operands[0], operands[3])
+    return _complete(group, dispatched, given, operands[0], operands[3])
 
 
 def dispatch_async(
@@ -81,11 +80,11 @@ def dispatch_async(
     Returns:
         What `dispatch_wait` takes.
     """
-    operands = _dispatch_operands(
+    given, operands = _dispatch_operands(
         "dispatch_async", group, tokens, topk_ids, topk_weights, input_scale
     )
     begun = group._transport.dispatch_async(group, *operands)
-    arrays = begun, operands[0], operands[3]
+    arrays = begun, given, operands[0], operands[3]
     return InFlight(arrays, "dispatch", jnp.shape(tokens)[0], group)
 
 
@@ -110,9 +109,9 @@ def dispatch_wait(
     """
     _checks.check_place("dispatch_wait", group)
     _checks.check_in_flight("dispatch", group, in_flight)
-    begun, tokens, input_scale = in_flight.arrays
+    begun, topk_ids, tokens, input_scale = in_flight.arrays
     dispatched = group._transport.dispatch_wait(group, begun, after)
-    return _complete(group, dispatched, in_flight.n_tokens, tokens, input_scale)
+    return _complete(group, dispatched, topk_ids, tokens, input_scale)
 
 
 def combine(
@@ -130,9 +129,10 @@ def combine(
     the end. Weighted at the source (`topk_weights` here) or not at all: over k in
     order. With `row_weights` (`topk_weights` given to dispatch): each rank adds its
     rows of a token in k order and sends the sum in `combine_dtype`; the source adds
-    those in rank order. A choice without a row adds nothing. Differentiable in
-    `expert_out`, `topk_weights`, `row_weights` and `residual`; the backward is a
-    dispatch, and gives zero for rows that are not in use.
+    those in rank order. A choice without a row adds nothing. A fused shared expert's
+    row is added, unweighted, to what that gives, in float32, with a cast of its own.
+    Differentiable in `expert_out`, `topk_weights`, `row_weights` and `residual`; the
+    backward is a dispatch, and gives zero for rows that are not in use.
 
     Args:
         group: the group of the dispatch.
@@ -141,8 +141,9 @@ def combine(
         dispatched: what dispatch gave.
         topk_weights: `float32[T, K]` or None.
         residual: `[T, H]` in `config.combine_dtype` or None; added in float32 before
-            the cast.
+            the (first) cast.
         reduce: False gives each choice's row, without weights: zero where it has none.
+            A shared expert's rows are no choice's, and are not in it.
 
     Returns:
         `[T, H]`, or `[T, K, H]` if not `reduce`, in `config.combine_dtype`.
@@ -157,8 +158,10 @@ def combine(
     operands = _combine_operands(
         "combine", group, expert_out, dispatched, topk_weights, residual, reduce
     )
-    out = group._transport.combine(group, *operands, reduce=reduce)
-    return out[: dispatched.topk_ids.shape[0]]
+    out = group._transport.combine(
+        group, *operands, reduce=reduce, adds_shared=_adds_shared(group, reduce)
+    )
+    return _without_padding(group, out, dispatched.topk_ids.shape[0])
 
 
 def combine_async(
@@ -180,7 +183,9 @@ def combine_async(
     operands = _combine_operands(
         "combine_async", group, expert_out, dispatched, topk_weights, residual, reduce
     )
-    begun = group._transport.combine_async(group, *operands, reduce=reduce)
+    begun = group._transport.combine_async(
+        group, *operands, reduce=reduce, adds_shared=_adds_shared(group, reduce)
+    )
     return InFlight(begun, "combine", dispatched.topk_ids.shape[0], group)
 
 
@@ -204,7 +209,7 @@ def combine_wait(
     _checks.check_place("combine_wait", group)
     _checks.check_in_flight("combine", group, in_flight)
     out = group._transport.combine_wait(group, in_flight.arrays, after)
-    return out[: in_flight.n_tokens]
+    return _without_padding(group, out, in_flight.n_tokens)
 
 
 def _dispatch_operands(
@@ -214,8 +219,8 @@ def _dispatch_operands(
     topk_ids: Any,
     topk_weights: Any,
     input_scale: Any,
-) -> list[Any]:
-    """Checked: tokens, `topk_ids`, `topk_weights`."""
+) -> tuple[jax.Array, list[Any]]:
+    """Checked: `topk_ids` as given; what the transport takes."""
     _checks.check_place(operation, group)
     config = group.config
     tokens, topk_ids, topk_weights = _as_arrays(tokens, topk_ids, topk_weights)
@@ -233,37 +238,38 @@ def _dispatch_operands(
             f"{operation}: tokens must have at most max_tokens_per_rank="
             f"{config.max_tokens_per_rank} rows; got {n_tokens}."
         )
-    choices = (n_tokens, config.top_k)
-    _checks.check_array(operation, "topk_ids", topk_ids, choices, "T K", jnp.int32)
+    shape = (n_tokens, config.top_k)
+    _checks.check_array(operation, "topk_ids", topk_ids, shape, "T K", jnp.int32)
     if topk_weights is not None:
         _checks.check_array(
-            operation, "topk_weights", topk_weights, choices, "T K", jnp.float32
+            operation, "topk_weights", topk_weights, shape, "T K", jnp.float32
         )
     input_scale = _checks.check_input_scale(operation, config.token_format, input_scale)
-    return _checks.vary_alike(
+    topk_ids, *operands = _checks.vary_alike(
         group.axis_name,
+        topk_ids,
         _never_empty(tokens, 0),
-        _never_empty(topk_ids, _NO_EXPERT),
-        _never_empty(topk_weights, 0),
+        _never_empty(choices.route_ids(group, topk_ids), choices.NO_EXPERT),
+        _never_empty(choices.route_weights(group, topk_weights), 0),
         input_scale,
     )
+    return topk_ids, operands
 
 
 def _complete(
     group: EPGroup,
     dispatched: Dispatched,
-    n_tokens: int,
+    topk_ids: jax.Array,
     tokens: jax.Array,
     input_scale: jax.Array | None,
 ) -> Dispatched:
-    """Without padding; where rows are quantised, with what they were made of."""
-    dispatched = dataclasses.replace(
-        dispatched, topk_ids=dispatched.topk_ids[:n_tokens]
-    )
+    """With the ids as given; where rows are quantised, with what they were made of."""
+    dispatched = dataclasses.replace(dispatched, topk_ids=topk_ids)
     if not isinstance(group.config.token_format, QuantizedFormat):
         return dispatched
+    tokens = tokens[: topk_ids.shape[0]]
     return dataclasses.replace(
-        dispatched, source_tokens=tokens[:n_tokens], input_scale=input_scale
+        dispatched, source_tokens=tokens, input_scale=input_scale
     )
 
 
@@ -287,19 +293,17 @@ def _combine_operands(
         operation, "expert_out", expert_out, rows, "C H", config.combine_dtype
     )
     if topk_weights is not None:
-        choices = (n_tokens, config.top_k)
+        shape = (n_tokens, config.top_k)
         _checks.check_array(
-            operation, "topk_weights", topk_weights, choices, "T K", jnp.float32
+            operation, "topk_weights", topk_weights, shape, "T K", jnp.float32
         )
     if residual is not None:
         tokens = (n_tokens, config.hidden_size)
         _checks.check_array(
             operation, "residual", residual, tokens, "T H", config.combine_dtype
         )
-    topk_ids = _never_empty(dispatched.topk_ids, _NO_EXPERT)
-    leaves, treedef = jax.tree.flatten(
-        dataclasses.replace(dispatched, topk_ids=topk_ids)
-    )
+    topk_weights = choices.route_weights(group, topk_weights)
+    leaves, treedef = jax.tree.flatten(_routed(group, dispatched))
     expert_out, topk_weights, residual, *leaves = _checks.vary_alike(
         group.axis_name,
         expert_out,
@@ -312,12 +316,33 @@ def _combine_operands(
 
 
 def pull_back(group: EPGroup, rows: jax.Array, dispatched: Dispatched) -> jax.Array:
-    """`[T, H]`: the plain sum of each token's rows, in the rows' dtype."""
+    """`[T, H]`: the plain sum of each token's rows, in the rows' dtype.
+
+    In k order, a fused shared expert's row last.
+    """
     n_tokens = dispatched.topk_ids.shape[0]
-    topk_ids = _never_empty(dispatched.topk_ids, _NO_EXPERT)
-    dispatched = dataclasses.replace(dispatched, topk_ids=topk_ids, row_weights=None)
-    out = group._transport.combine(group, rows, dispatched, None, None, reduce=True)
+    dispatched = dataclasses.replace(_routed(group, dispatched), row_weights=None)
+    out = group._transport.combine(
+        group, rows, dispatched, None, None, reduce=True, adds_shared=False
+    )
     return out[:n_tokens]
+
+
+def _routed(group: EPGroup, dispatched: Dispatched) -> Dispatched:
+    """With the ids that the transport knows."""
+    topk_ids = choices.route_ids(group, dispatched.topk_ids)
+    topk_ids = _never_empty(topk_ids, choices.NO_EXPERT)
+    (topk_ids,) = _checks.vary_alike(group.axis_name, topk_ids)
+    return dataclasses.replace(dispatched, topk_ids=topk_ids)
+
+
+def _adds_shared(group: EPGroup, reduce: bool) -> bool:
+    return group.config.fused_shared_expert and reduce
+
+
+def _without_padding(group: EPGroup, out: jax.Array, n_tokens: int) -> jax.Array:
+    """The T tokens; of each, if they are not summed up, the K choices."""
+    return out[:n_tokens, : group.config.top_k] if out.ndim == 3 else out[:n_tokens]
 
 
 def _check_weights(

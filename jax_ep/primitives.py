@@ -136,17 +136,18 @@ def attributes(
     weighting: Weighting,
     reduce: bool = True,
     has_residual: bool = False,
+    adds_shared: bool | None = None,  # None: if the group has a shared expert
     layout_shape: tuple[int, ...] = (),  # a result's: XLA knows it
     token_format: TokenFormat | None = None,  # of a dispatch; None: the group's
 ) -> dict[str, Any]:
     """The attributes of every call; handlers of both platforms know them by name."""
-    config, n_ranks = group.config, group.n_ranks
+    config, routed = group.config, group._routed
     token_format = token_format or config.token_format
     ep = dict(
         group=group.key,
-        n_ranks=np.int64(n_ranks),
-        n_experts=np.int64(config.n_experts),
-        top_k=np.int64(config.top_k),
+        n_ranks=np.int64(routed.n_ranks),
+        n_experts=np.int64(routed.n_experts),
+        top_k=np.int64(routed.top_k),
         hidden_size=np.int64(config.hidden_size),
         max_tokens_per_rank=np.int64(config.max_tokens_per_rank),
         max_recv_tokens=np.int64(group.max_recv_tokens),
@@ -157,9 +158,11 @@ def attributes(
         # The same for all dispatches of a group: cotangents go to the tokens' rows.
         row_alignment=np.int64(config.token_format.layout.row_alignment),
         combine_dtype=config.combine_dtype.name,
-        fused_shared_expert=np.bool_(config.fused_shared_expert),
+        fused_shared_expert=np.bool_(
+            config.fused_shared_expert if adds_shared is None else adds_shared
+        ),
         skip_a2a=np.bool_(config.skip_a2a),
-        n_gpus_per_node=np.int64(config.n_gpus_per_node or n_ranks),
+        n_gpus_per_node=np.int64(config.n_gpus_per_node or group.n_ranks),
         n_nodes=np.int64(config.n_nodes or 1),
         n_sms=np.int64(config.n_sms or 0),
         timeout_s=np.float64(config.timeout_s),
@@ -207,7 +210,7 @@ def dispatch_types(
     rows, hidden_size = group.max_recv_tokens, group.config.hidden_size
     types = [
         ((rows, token_format.row_size(hidden_size)), token_format.row_dtype),  # tokens
-        ((group.n_local_experts + 1,), jnp.uint32),  # row_offsets
+        ((group._routed.n_groups + 1,), jnp.uint32),  # row_offsets
         ((rows, 2), jnp.int32),  # src_info
         ((), jnp.int32),  # n_dropped
         ((), jnp.int32),  # n_invalid
@@ -217,7 +220,7 @@ def dispatch_types(
         types.append(((rows,), jnp.float32))  # row_weights
     if token_format.scale_dtype is not None:
         n_scales, layout = token_format.n_scales(hidden_size), token_format.layout
-        shape = layout.shape(rows, n_scales, group.n_local_experts)
+        shape = layout.shape(rows, n_scales, group._routed.n_groups)
         types.append((shape, token_format.scale_dtype))  # scales
     return [like(tokens, shape, dtype) for shape, dtype in types]
 

@@ -19,7 +19,8 @@ class Dispatched:
 
     A pytree; `group` is static. Rows are ordered by local expert, then source rank,
     then token index, then k: a function of `topk_ids` alone. Rows from
-    `row_offsets[-1]` on are unspecified.
+    `row_offsets[-1]` on are unspecified. se is 1 with a fused shared expert, else 0:
+    then its rows, this rank's own tokens in order, are the first group.
 
     A format may pad groups of rows (`BlockwiseFP8` does, to multiples of 4): padding
     rows stand at the end of their group, count as in use, and hold zeros.
@@ -27,23 +28,24 @@ class Dispatched:
     Attributes:
         tokens: `[C, H]`, received rows in the token format's `row_dtype`; `[C, H / 2]`
             where the format packs elements.
-        row_offsets: `uint32[L + 1]`, first row of each local expert; the last entry is
+        row_offsets: `uint32[L + se + 1]`, first row of each group; the last entry is
             the number of rows in use, padding included.
-        expert_ids: `int32[L]`, the local expert of each group of rows: 0 ... L - 1.
+        expert_ids: `int32[L + se]`, numbers of the groups: 0 ... L + se - 1. Group i is
+            local expert i - se.
         src_info: `int32[C, 2]`, (token index on its source rank, k) of each row;
-            (-1, -1) for padding rows.
-        n_dropped: `int32[]`, rows for this rank's experts beyond `max_recv_tokens`.
+            (token index, -1) for the shared expert's, (-1, -1) for padding rows.
+        n_dropped: `int32[]`, rows of tokens beyond `max_recv_tokens`.
         n_invalid: `int32[]`, ids of this rank's `topk_ids` outside `[-1, E)`; they sent
             nothing.
         topk_ids: `int32[T, K]`, as given to dispatch.
         layout: the transport's own, for combine.
         row_weights: `float32[C]`, the `topk_weights` that travelled with the tokens, or
-            None.
+            None; 1 for the shared expert's rows, whatever combine does.
         scales: dequantisation scales, in the token format's layout (docs/formats.md);
             None for unquantised formats.
-        scales_offsets: `uint32[L]`, where scales stand in 128 x 4 atoms: the scales of
-            group i begin at block `row_offsets[i] // 128 + scales_offsets[i]`. Else
-            None.
+        scales_offsets: `uint32[L + se]`, where scales stand in 128 x 4 atoms: the
+            scales of group i begin at block `row_offsets[i] // 128 +
+            scales_offsets[i]`. Else None.
         source_tokens: `[T, H]`, the tokens given to dispatch, to which the gradient of
             `dequantize` flows; None for unquantised formats.
         input_scale: `float32[]`, as given to dispatch, or None.
@@ -67,7 +69,7 @@ class Dispatched:
 
     @property
     def group_sizes(self) -> jax.Array:
-        """`int32[L]` rows of each local expert, as `jax.lax.ragged_dot` takes them.
+        """`int32[L + se]` rows of each group, as `jax.lax.ragged_dot` takes them.
 
         Padding included.
         """

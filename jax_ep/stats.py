@@ -29,13 +29,15 @@ class RankStats:
         combine_calls: combines that all ranks began. (On `p2p`, cotangents in float32
             may take two where the rows are bfloat16.)
         tokens_to_rank: `int64[R]`, (token, rank) pairs sent, one copy each, to this
-            rank itself, too.
+            rank itself, too: all, where they have a shared expert here. With `skip_a2a`
+            none are sent.
         bytes_to_rank: `int64[R]`, bytes of those tokens as they travel: payload and
             scales.
         rows_to_expert: `int64[E]`, choices of this rank's tokens, by global expert;
-            dropped ones, too.
+            dropped ones, too. With `skip_a2a`, choices of this rank's experts only.
         rows_per_expert: `int64[L]`, rows that arrived here and fitted, by local expert.
-        dropped_rows: rows for this rank's experts that did not fit.
+        dropped_rows: rows for this rank's experts that did not fit, a shared expert's
+            among them.
         invalid_ids: ids of this rank outside `[-1, E)`.
         wait_s: `float64[2, R]`, seconds that this rank waited for each peer in
             (dispatch, combine), over all calls; 0 for itself. It waits from when it is

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
+
+if TYPE_CHECKING:
+    from jax_ep.group import EPGroup
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,3 +48,13 @@ def local_places(mesh: jax.sharding.Mesh, axis_name: str) -> tuple[Place, ...]:
         for place in places(mesh, axis_name)
         if place.device.process_index == process
     )
+
+
+def exchange_places(group: EPGroup, here: Iterable[Place]) -> list[Place]:
+    """Where the devices stand among those that exchange tokens.
+
+    That is where they are; with `skip_a2a` each is a group of ranks of its own.
+    """
+    if not group.config.skip_a2a:
+        return list(here)
+    return [Place(p.device, p.row * group.n_ranks + p.rank, 0) for p in here]

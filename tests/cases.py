@@ -28,6 +28,8 @@ class Case:
     routing: str = "uniform"
     recv_capacity: int | None = None
     weights: str = "source"  # "none", "source" (to combine), "row" (to dispatch)
+    fused_shared_expert: bool = False
+    skip_a2a: bool = False
     slow: bool = False
     seed: int = 0
 
@@ -45,9 +47,17 @@ class Case:
             *([] if self.token_format == "plain" else [self.format_name]),
             f"{self.token_dtype}_{self.combine_dtype}",
             self.weights,
+            *(["shared"] if self.fused_shared_expert else []),
+            *(["skip_a2a"] if self.skip_a2a else []),
             self.routing,
         )
         return "-".join(parts)
+
+    @property
+    def flags(self) -> dict[str, bool]:
+        """Gives the switches that the oracle takes, too."""
+        names = ("fused_shared_expert", "skip_a2a")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def format_name(self) -> str:
@@ -111,6 +121,53 @@ ODD = [
 CAPACITY = [
     SMALL[4].but(recv_capacity=rows, weights=weights)
     for rows, weights in ((1, "source"), (60, "source"), (60, "row"), (60, "none"))
+]
+
+# A shared expert, the same tokens on all ranks, and both.
+FLAGS = {
+    "shared": {"fused_shared_expert": True},
+    "skip_a2a": {"skip_a2a": True},
+    "both": {"fused_shared_expert": True, "skip_a2a": True},
+}
+FLAGS_SMALL = [
+    SMALL[4].but(weights=weights, **FLAGS[name])
+    for name, weights in (
+        ("shared", "source"),
+        ("skip_a2a", "row"),
+        ("both", "none"),
+        ("both", "source"),
+        ("both", "row"),
+    )
+]
+FLAGS_ODD = [
+    case.but(**FLAGS[name])
+    for name, case in (
+        # A share of 4, 4, 4 and 3 tokens; of one token or none; no tokens at all.
+        (
+            "both",
+            Case(n_ranks=4, n_experts=8, top_k=2, n_tokens=15, combine_dtype="float32"),
+        ),
+        ("both", Case(n_ranks=4, n_experts=8, top_k=2, n_tokens=1, weights="row")),
+        ("both", Case(n_ranks=4, n_experts=8, top_k=2, n_tokens=0)),
+        ("shared", Case(n_ranks=4, n_experts=8, top_k=2, n_tokens=0, weights="row")),
+        ("shared", Case(n_ranks=8, n_experts=8, top_k=1, token_dtype="float32")),
+        ("both", Case(n_ranks=1, n_experts=1, top_k=1, max_tokens=8, weights="none")),
+        # Fewer rows than the shared expert's; some of the others.
+        ("shared", SMALL[4].but(recv_capacity=4, weights="row")),
+        ("shared", SMALL[4].but(recv_capacity=29)),
+        ("both", SMALL[4].but(recv_capacity=4)),
+    )
+]
+# Groups padded to multiples of 4 rows; atoms; a row for each scale.
+FLAGS_QUANTISED = [
+    SMALL[2].but(token_format=token_format, hidden_size=128, **changes, **FLAGS[name])
+    for name, token_format, changes in (
+        ("shared", "blockwise_fp8", {"n_tokens": 14, "weights": "row"}),
+        ("both", "blockwise_fp8", {"n_tokens": 13, "recv_capacity": 24}),
+        ("shared", "mxfp8", {"n_tokens": 9, "weights": "none"}),
+        ("both", "mxfp4", {"token_dtype": "float32", "scales_layout": "row_major"}),
+        ("shared", "nvfp4", {"input_scale": 0.3, "recv_capacity": 12}),
+    )
 ]
 
 # The shapes that the seed's tests use; E is at most 256. `recv_capacity` keeps twice

@@ -5,6 +5,10 @@ nothing of JAX is imported here. Arrays of all ranks are lists with one entry pe
 
 Symbols: R ranks, E experts, L = E / R local experts, K choices per token, T tokens of
 a rank, H hidden size, C rows of a rank's output. Expert `g` lives on rank `g // L`.
+
+With a fused shared expert the first group of every rank's rows is its own tokens, as if
+they had all chosen it; se = 1 then, else 0. With `skip_a2a` all ranks hold the same
+tokens: a rank has rows of its own choices alone, and a share of the shared expert's.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import numpy as np
 
 Arrays = list[np.ndarray]
 F32 = np.dtype(np.float32)
+SHARED = -1  # in the place of k
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,8 +28,9 @@ class Routed:
 
     n_rows: int  # C
     rows: Arrays  # per rank int32[n, 3]: source rank, token, k; -1 for padding rows
-    row_offsets: Arrays  # per rank uint32[L + 1], clipped to C
+    row_offsets: Arrays  # per rank uint32[L + se + 1], clipped to C
     places: Arrays  # per source rank int32[T, K, 2]: rank and row, (-1, -1) = no row
+    shared: Arrays | None  # per rank int32[T]: row at the shared expert, -1 = no row
     n_dropped: list[int]  # per receiving rank
     n_invalid: list[int]  # per source rank
 
@@ -34,54 +40,94 @@ class Dispatched:
     """One rank's result; `tokens`, `src_info`, `row_weights` have used rows only."""
 
     tokens: np.ndarray  # [n, H]
-    row_offsets: np.ndarray  # uint32[L + 1]
-    group_sizes: np.ndarray  # int32[L]
-    expert_ids: np.ndarray  # int32[L]
-    src_info: np.ndarray  # int32[n, 2]: token, k
+    row_offsets: np.ndarray  # uint32[L + se + 1]
+    group_sizes: np.ndarray  # int32[L + se]
+    expert_ids: np.ndarray  # int32[L + se]
+    src_info: np.ndarray  # int32[n, 2]: token, k (SHARED for the shared expert's)
     row_weights: np.ndarray | None  # float32[n]
     n_dropped: np.ndarray  # int32[]
     n_invalid: np.ndarray  # int32[]
 
 
 def worst_case_rows(
-    n_ranks: int, n_experts: int, top_k: int, max_tokens: int, alignment: int = 1
+    n_ranks: int,
+    n_experts: int,
+    top_k: int,
+    max_tokens: int,
+    alignment: int = 1,
+    *,
+    fused_shared_expert: bool = False,
+    skip_a2a: bool = False,
 ) -> int:
     """Gives C of a configuration without a `recv_capacity`.
 
-    Each local expert that has rows may need up to `alignment` - 1 more.
+    Each group that has rows may need up to `alignment` - 1 more.
     """
     n_local = n_experts // n_ranks
-    rows = max_tokens * n_ranks * min(top_k, n_local)
-    rows += min(n_local, rows) * (alignment - 1)
+    rows = max_tokens * (1 if skip_a2a else n_ranks) * min(top_k, n_local)
+    n_groups = min(n_local, rows)
+    if fused_shared_expert:
+        rows += -(-max_tokens // n_ranks) if skip_a2a else max_tokens
+        n_groups += 1
+    rows += n_groups * (alignment - 1)
     return rows + -rows % alignment
 
 
-def route(
-    n_ranks: int, n_experts: int, n_rows: int, topk_ids: Arrays, alignment: int = 1
-) -> Routed:
-    """Orders rows by local expert, source rank, token, k, and cuts them at `n_rows`.
+def shared_tokens(rank: int, n_ranks: int, n_tokens: int, skip_a2a: bool) -> range:
+    """Gives the tokens that `rank` has at its shared expert: all, or its share."""
+    if not skip_a2a:
+        return range(n_tokens)
+    each, rest = divmod(n_tokens, n_ranks)  # the first ranks have one more
+    first = rank * each + min(rank, rest)
+    return range(first, first + each + (rank < rest))
 
-    Each expert's rows are padded to a multiple of `alignment`.
+
+def route(
+    n_ranks: int,
+    n_experts: int,
+    n_rows: int,
+    topk_ids: Arrays,
+    alignment: int = 1,
+    *,
+    fused_shared_expert: bool = False,
+    skip_a2a: bool = False,
+) -> Routed:
+    """Orders rows by group, source rank, token, k, and cuts them at `n_rows`.
+
+    Groups are the shared expert, if there is one, then the local experts; each group's
+    rows are padded to a multiple of `alignment`.
     """
     n_local = n_experts // n_ranks
     places = [np.full((*ids.shape, 2), -1, np.int32) for ids in topk_ids]
+    shared = [np.full(len(ids), -1, np.int32) for ids in topk_ids]
     rows, offsets, n_dropped = [], [], []
     for rank in range(n_ranks):
-        order, ends = [], [0]
+        groups = []
+        if fused_shared_expert:
+            own = shared_tokens(rank, n_ranks, len(topk_ids[rank]), skip_a2a)
+            groups.append([(rank, t, SHARED) for t in own])
         for expert in range(rank * n_local, (rank + 1) * n_local):
-            for source, ids in enumerate(topk_ids):
+            groups.append([])
+            for source in [rank] if skip_a2a else range(n_ranks):
                 # argwhere lists (token, k) by token first, then k.
-                order += [(source, t, k) for t, k in np.argwhere(ids == expert)]
+                chosen = np.argwhere(topk_ids[source] == expert)
+                groups[-1] += [(source, t, k) for t, k in chosen]
+        order, ends = [], [0]
+        for group in groups:
+            order += group
             order += [(-1, -1, -1)] * (-len(order) % alignment)
             ends.append(len(order))
         for row, (source, t, k) in enumerate(order[:n_rows]):
-            if source >= 0:
+            if source >= 0 and k == SHARED:
+                shared[source][t] = row
+            elif source >= 0:
                 places[source][t, k] = rank, row
         rows.append(np.array(order[:n_rows], np.int32).reshape(-1, 3))
         offsets.append(np.minimum(ends, n_rows).astype(np.uint32))
         n_dropped.append(sum(source >= 0 for source, _, _ in order[n_rows:]))
     n_invalid = [int(np.sum((ids < -1) | (ids >= n_experts))) for ids in topk_ids]
-    return Routed(n_rows, rows, offsets, places, n_dropped, n_invalid)
+    shared = shared if fused_shared_expert else None
+    return Routed(n_rows, rows, offsets, places, shared, n_dropped, n_invalid)
 
 
 def dispatch(
@@ -92,12 +138,13 @@ def dispatch(
     topk_ids: Arrays,
     topk_weights: Arrays | None = None,
     alignment: int = 1,
+    **flags: bool,
 ) -> list[Dispatched]:
     """Sends every token to the ranks of its experts; bytes move, nothing is rounded.
 
     Padding rows hold zeros.
     """
-    routed = route(n_ranks, n_experts, n_rows, topk_ids, alignment)
+    routed = route(n_ranks, n_experts, n_rows, topk_ids, alignment, **flags)
     results = []
     for rank, rows in enumerate(routed.rows):
         offsets = routed.row_offsets[rank]
@@ -106,7 +153,7 @@ def dispatch(
                 tokens=_gather(tokens, rows[:, 0], rows[:, 1]),
                 row_offsets=offsets,
                 group_sizes=np.diff(offsets.astype(np.int32)),
-                expert_ids=np.arange(n_experts // n_ranks, dtype=np.int32),
+                expert_ids=np.arange(len(offsets) - 1, dtype=np.int32),
                 src_info=rows[:, 1:],
                 row_weights=row_weights(routed, topk_weights, rank),
                 n_dropped=np.int32(routed.n_dropped[rank]),
@@ -117,11 +164,16 @@ def dispatch(
 
 
 def row_weights(routed: Routed, topk_weights: Arrays | None, rank: int):
-    """Gives the weight that travelled with each used row of `rank`: float32[n]."""
+    """Gives the weight that travelled with each used row of `rank`: float32[n].
+
+    That of the shared expert's rows is 1, that of padding rows 0.
+    """
     if topk_weights is None:
         return None
     source, token, k = routed.rows[rank].T
-    return np.where(source >= 0, np.stack(topk_weights)[source, token, k], F32.type(0))
+    weights = np.stack(topk_weights)[source, token, k]
+    weights = np.where(k == SHARED, F32.type(1), weights)
+    return np.where(source >= 0, weights, F32.type(0))
 
 
 def combine(
@@ -137,6 +189,8 @@ def combine(
 
     `topk_weights` are applied where `weights_at` says: at the "source", in k order, or
     by the rank that has the "row", which sends its sum rounded to `expert_out`'s dtype.
+    The shared expert's row is added to what that gives, and the sum is rounded again;
+    it has no weight, and no place among the choices without `reduce`.
     """
     results = []
     for source, places in enumerate(routed.places):
@@ -150,7 +204,11 @@ def combine(
             total = _sum_by_k(places, expert_out, weights)
         if residual is not None:
             total = total + residual[source].astype(F32)
-        results.append(total.astype(expert_out[0].dtype))
+        out = total.astype(expert_out[0].dtype)
+        if routed.shared is not None:
+            total = _plus_shared(out, routed.shared[source], expert_out[source])
+            out = total.astype(expert_out[0].dtype)
+        results.append(out)
     return results
 
 
@@ -161,9 +219,15 @@ def dispatch_grad(
 ) -> tuple[Arrays, Arrays | None]:
     """Gives (d_tokens, d_topk_weights) of dispatch for the cotangents of its rows.
 
-    d_tokens is summed in float32 in k order and rounded once to `d_rows`' dtype.
+    d_tokens is summed in float32 in k order, the shared expert's row last, and rounded
+    once to `d_rows`' dtype.
     """
-    d_tokens = combine(routed, d_rows)
+    d_tokens = []
+    for source, places in enumerate(routed.places):
+        total = _sum_by_k(places, d_rows, None)
+        if routed.shared is not None:
+            total = _plus_shared(total, routed.shared[source], d_rows[source])
+        d_tokens.append(total.astype(d_rows[0].dtype))
     if d_row_weights is None:
         return d_tokens, None
     d_weights = []
@@ -188,7 +252,8 @@ def combine_grad(
     The weights' place does not matter: a row's cotangent is weight times the token's,
     rounded once, and zero in unused rows. A weight's cotangent, float64[T, K], is the
     inner product of its row with the token's cotangent. `d_out` may be [T, H] or, for
-    `reduce=False`, [T, K, H]. The residual's cotangent is `d_out` itself.
+    `reduce=False`, [T, K, H]. The residual's cotangent is `d_out` itself, and so is
+    that of the shared expert's row; it is zero without `reduce`.
     """
     d_expert_out = [np.zeros_like(rows) for rows in expert_out]
     d_weights = []
@@ -203,6 +268,10 @@ def combine_grad(
             if topk_weights is not None:
                 g = topk_weights[source][t, k] * g
             d_expert_out[rank][row] = g.astype(out.dtype)
+        if routed.shared is not None and d_out[source].ndim == 2:
+            (tokens,) = np.nonzero(routed.shared[source] >= 0)
+            rows = routed.shared[source][tokens]
+            d_expert_out[source][rows] = d_out[source][tokens]
         d_weights.append(d_weight)
     return d_expert_out, d_weights
 
@@ -244,6 +313,14 @@ def _sum_by_rank(places, expert_out: Arrays, weights) -> np.ndarray:
         partial = _sum_by_k(here, expert_out, weights).astype(expert_out[0].dtype)
         (tokens,) = np.nonzero((here[..., 0] >= 0).any(axis=1))
         total[tokens] = total[tokens] + partial[tokens].astype(F32)
+    return total
+
+
+def _plus_shared(out, rows, expert_out: np.ndarray) -> np.ndarray:
+    """Adds each token's row of the shared expert, where it has one, in float32."""
+    total = out.astype(F32)
+    (tokens,) = np.nonzero(rows >= 0)
+    total[tokens] = total[tokens] + expert_out[rows[tokens]].astype(F32)
     return total
 
 

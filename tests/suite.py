@@ -49,7 +49,12 @@ class Inputs:
 def n_rows_of(case) -> int:
     """Gives C."""
     return case.recv_capacity or oracle.worst_case_rows(
-        case.n_ranks, case.n_experts, case.top_k, case.max_tokens, alignment_of(case)
+        case.n_ranks,
+        case.n_experts,
+        case.top_k,
+        case.max_tokens,
+        alignment_of(case),
+        **case.flags,
     )
 
 
@@ -74,6 +79,8 @@ def make_inputs(case, topk_ids=None, group: int = 0) -> Inputs:
             case.n_experts,
             case.top_k,
         )
+        if case.skip_a2a:
+            topk_ids = np.broadcast_to(topk_ids[:1], topk_ids.shape)
     rng = np.random.default_rng([case.seed, group, case.hidden_size])
     routed = oracle.route(
         case.n_ranks,
@@ -81,12 +88,16 @@ def make_inputs(case, topk_ids=None, group: int = 0) -> Inputs:
         n_rows_of(case),
         list(topk_ids),
         alignment_of(case),
+        **case.flags,
     )
     shape = (case.n_ranks, case.n_tokens, case.hidden_size)
+    tokens = _normal(rng, shape, case.token_dtype)
     weights = rng.uniform(0.05, 1.0, topk_ids.shape).astype(np.float32)
+    if case.skip_a2a:
+        tokens[1:], weights[1:] = tokens[0], weights[0]
     weights[np.stack(routed.places)[..., 0] < 0] = np.nan
     return Inputs(
-        tokens=list(_normal(rng, shape, case.token_dtype)),
+        tokens=list(tokens),
         topk_ids=list(topk_ids),
         topk_weights=list(weights),
         expert_out=_poisoned_rows(rng, routed, case.hidden_size, case.combine_dtype),
@@ -138,6 +149,9 @@ def poison(dispatched):
         "src_info": jnp.where(used[:, None], dispatched.src_info, ABSURD_INDEX),
     }
     if dispatched.row_weights is not None:
+        # The shared expert's rows, group 0, have weights, which combine does not read.
+        if dispatched.group.config.fused_shared_expert:
+            used &= row >= dispatched.row_offsets[1]
         changes["row_weights"] = jnp.where(used, dispatched.row_weights, jnp.nan)
     return dataclasses.replace(dispatched, **changes)
 
@@ -208,6 +222,7 @@ def _dispatched(case, inputs: Inputs, tokens: list, weights) -> list:
         inputs.topk_ids,
         weights if case.weights == "row" else None,
         alignment_of(case),
+        **case.flags,
     )
 
 

@@ -13,6 +13,7 @@ import pytest
 import cases
 import jax_ep
 import oracle
+import suite
 from harness import AXIS, config_of, make_mesh
 
 VALID = {
@@ -114,10 +115,20 @@ def test_plain_takes_floating_dtypes_that_travel_as_they_are(dtype):
         jax_ep.Plain(dtype)
 
 
-@pytest.mark.parametrize("name", ["fused_shared_expert", "skip_a2a"])
-def test_what_is_not_built_yet_says_so(name):
-    with pytest.raises(NotImplementedError, match=name):
-        config(**{name: True})
+@pytest.mark.parametrize("flags", cases.FLAGS)
+@pytest.mark.parametrize("name", ["plain", "blockwise_fp8"])
+def test_the_worst_case_counts_the_shared_expert(name, flags, transport):
+    """With `skip_a2a`, no other rank's tokens, and a share of the shared expert's."""
+    case = cases.SMALL[4].but(
+        token_format=name, max_tokens=13, hidden_size=128, **cases.FLAGS[flags]
+    )
+    group = jax_ep.ep_init(make_mesh(4), AXIS, config_of(case), transport=transport)
+    assert group.n_local_experts == 4
+    rows = {"shared": 13 * 4 * 4 + 13, "skip_a2a": 13 * 4, "both": 13 * 4 + 4}[flags]
+    if name == "blockwise_fp8":
+        rows += 3 * (4 + case.fused_shared_expert)
+        rows += -rows % 4
+    assert group.max_recv_tokens == suite.n_rows_of(case) == rows
 
 
 @pytest.mark.parametrize("n_ranks", sorted(cases.SMALL))

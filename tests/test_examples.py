@@ -62,6 +62,7 @@ def test_every_example_is_tested_here() -> None:
         "moe_layer.py",
         "overlap.py",
         "quantised_layer.py",
+        "tensor_parallel.py",
         "two_processes.py",
         "demo",
     }
@@ -94,6 +95,11 @@ def test_quantised_layer_is_near_the_layer_in_bfloat16(run) -> None:
     assert set(cosines) == {"plain_bfloat16", *least}
     for name, cosine in least.items():
         assert cosine <= float(cosines[name]) < 1
+
+
+def test_tensor_parallel_layer_equals_a_dense_layer(run) -> None:
+    output = output_of(run(EXAMPLES / "tensor_parallel.py"))
+    assert re.fullmatch(r"equal on \d+ ranks of \d+ rows, transport \w+\n", output)
 
 
 def test_readme_quotes_moe_layer_as_it_is() -> None:

@@ -31,6 +31,14 @@ POOL = [
         combine_dtype="float32",
     ),
     Case(n_ranks=8, n_experts=16, top_k=2, max_tokens=2, n_tokens=1, weights="row"),
+    Case(
+        n_ranks=4,
+        n_experts=8,
+        top_k=3,
+        max_tokens=5,
+        recv_capacity=9,
+        fused_shared_expert=True,
+    ),
 ]
 
 SETTINGS = settings(

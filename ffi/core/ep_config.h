@@ -1,5 +1,8 @@
 // The static parameters of a call: EPConfig of Python plus what ep_init derives from the mesh.
 // They travel as typed attributes of the custom call; the names are the same on both sides.
+//
+// R, E and K are those of what is routed (jax_ep/choices.py): a fused shared expert is the first of
+// each rank's L and the last of each token's K; with skip_a2a there is one rank.
 #pragma once
 
 #include <cstdint>
@@ -21,6 +24,8 @@ struct EpConfig {
   std::string_view scales_layout;  // "none", "row_major", "transposed" or "atoms"
   int64_t row_alignment;           // groups of rows begin at multiples of it
   std::string_view combine_dtype;
+  // The last choice is the shared expert's. combine adds its row unweighted, after the cast; false
+  // where it is to sum it up like the others, in the backward of dispatch.
   bool fused_shared_expert;
   bool skip_a2a;
   int64_t n_gpus_per_node;
@@ -29,6 +34,7 @@ struct EpConfig {
   double timeout_s;  // seconds
 
   int64_t n_local_experts() const { return n_experts / n_ranks; }
+  int64_t n_weighted_choices() const { return top_k - (fused_shared_expert ? 1 : 0); }
 };
 
 }  // namespace jax_ep

@@ -23,11 +23,11 @@ struct Choice {
   int64_t row;
 };
 
-// The choices of `token` that have a row, in k order.
+// The choices of `token` that have a row, in k order, without the shared expert's.
 void FindChoices(const CombineArgs& args, int64_t token, std::vector<Choice>& choices) {
   const int64_t top_k = args.config.top_k;
   choices.clear();
-  for (int64_t k = 0; k < top_k; ++k) {
+  for (int64_t k = 0; k < args.config.n_weighted_choices(); ++k) {
     const int64_t choice = token * top_k + k;
     if (args.dst_rows[choice] == kNoRow) continue;
     const int64_t rank = args.topk_ids[choice] / args.config.n_local_experts();
@@ -58,7 +58,9 @@ class TokenCombiner {
     if (args_.residual != nullptr) {
       AddRow(sum_.data(), static_cast<const T*>(args_.residual) + token * size_, size_);
     }
-    StoreRow(static_cast<T*>(args_.out) + token * size_, sum_.data(), size_);
+    T* const out = static_cast<T*>(args_.out) + token * size_;
+    StoreRow(out, sum_.data(), size_);
+    if (args_.config.fused_shared_expert) AddShared(token, out);
   }
 
  private:
@@ -95,6 +97,12 @@ class TokenCombiner {
         AddRow(sum_.data(), Row(choice), size_);
       }
     }
+  }
+
+  void AddShared(int64_t token, T* out) const {
+    const int64_t row = args_.dst_rows[(token + 1) * args_.config.top_k - 1];
+    if (row == kNoRow) return;
+    AddToRow(out, static_cast<const T*>(args_.expert_out) + row * size_, size_);
   }
 
   void SumByRank() {

@@ -28,8 +28,10 @@ void SendCotangent(const std::vector<Arrival>& arrivals, int64_t source, int64_t
         static_cast<const T*>(from.cotangent) + (from.reduce ? token : choice) * size;
     const CombineGradArgs& to = At(arrivals, from.topk_ids[choice] / from.config.n_local_experts());
     T* const grad = static_cast<T*>(to.grad_expert_out) + row * size;
-    if (from.weighting == Weighting::kNone) {
+    const bool is_weighted = k < from.config.n_weighted_choices();
+    if (from.weighting == Weighting::kNone || !is_weighted) {
       std::memcpy(static_cast<void*>(grad), cotangent, size * sizeof(T));
+      if (to.grad_row_weights != nullptr) to.grad_row_weights[row] = 0.0f;
       continue;
     }
     const bool at_source = from.weighting == Weighting::kSource;

@@ -36,6 +36,12 @@ void StoreRow(T* __restrict row, const float* __restrict sum, int64_t size) {
   for (int64_t i = 0; i < size; ++i) row[i] = FromFloat<T>(sum[i]);
 }
 
+// row = T(row + other)
+template <class T>
+void AddToRow(T* __restrict row, const T* __restrict other, int64_t size) {
+  for (int64_t i = 0; i < size; ++i) row[i] = FromFloat<T>(ToFloat(row[i]) + ToFloat(other[i]));
+}
+
 // row = T(weight * other)
 template <class T>
 void ScaleRow(T* __restrict row, float weight, const T* __restrict other, int64_t size) {

@@ -130,7 +130,8 @@ void TestHalfPrecisionRoundsToNearestEven() {
   CHECK_EQ((FromFloat<BFloat16>(FloatFromBits(0x7f800001)).bits & 0x7f) != 0, true);
 }
 
-// One rank's part of a layer whose experts are the identity: out = sum of weights times token.
+// One rank's part of a layer whose experts are the identity: out = sum of weights times token, and
+// the token where there is a shared expert: the last choice.
 class LayerRank {
  public:
   LayerRank(const EpConfig& config, std::shared_ptr<HostGroup> group, int64_t rank,
@@ -145,6 +146,7 @@ class LayerRank {
     for (int64_t i = 0; i < n_choices; ++i) {
       topk_ids_.push_back(static_cast<int32_t>(random() % (config.n_experts + 2)) - 1);
       topk_weights_.push_back(static_cast<float>(random() % 8));
+      if (IsShared(i)) topk_ids_.back() = static_cast<int32_t>(rank * config.n_local_experts());
     }
     rows_.assign(config.max_recv_tokens * config.hidden_size, std::nanf(""));
     grad_rows_.assign(rows_.size(), std::nanf(""));
@@ -212,8 +214,8 @@ class LayerRank {
         const int64_t choice = token * config_.top_k + k;
         const bool valid = topk_ids_[choice] >= 0 && topk_ids_[choice] < config_.n_experts;
         CHECK_EQ(dst_rows_[choice] != kNoRow, valid);
-        CHECK_EQ(grad_weights_[choice], valid ? norm : 0.0f);
-        if (valid) weight_sum += topk_weights_[choice];
+        CHECK_EQ(grad_weights_[choice], valid && !IsShared(choice) ? norm : 0.0f);
+        if (valid) weight_sum += IsShared(choice) ? 1.0f : topk_weights_[choice];
       }
       for (int64_t i = 0; i < size; ++i) CHECK_EQ(out_[token * size + i], weight_sum * x[i]);
     }
@@ -223,6 +225,10 @@ class LayerRank {
   }
 
  private:
+  bool IsShared(int64_t choice) const {
+    return choice % config_.top_k >= config_.n_weighted_choices();
+  }
+
   template <class Args>
   std::unique_ptr<Args> Make() {
     auto args = std::make_unique<Args>();
@@ -259,7 +265,7 @@ void CallAndWait(const Pool& pool, const CallKey& key, int64_t n_ranks, int64_t 
 }
 
 // Every rank makes the same independent calls in an order of its own, several at a time.
-void TestIndependentCallsInAnyOrder() {
+void TestIndependentCallsInAnyOrder(bool has_shared_expert) {
   constexpr int64_t kRanks = 4, kCalls = 6, kRuns = 5, kTokens = 16;
   EpConfig config{};
   config.n_ranks = kRanks;
@@ -268,6 +274,7 @@ void TestIndependentCallsInAnyOrder() {
   config.hidden_size = 40;
   config.max_tokens_per_rank = kTokens;
   config.row_alignment = 1;
+  config.fused_shared_expert = has_shared_expert;
   config.max_recv_tokens = kTokens * kRanks * config.top_k;  // duplicates too
   std::vector<Device> devices;
   for (int64_t rank = 0; rank < kRanks; ++rank) devices.push_back({rank, 0, rank});
@@ -360,7 +367,8 @@ int main() {
   TestHalfPrecisionRoundsToNearestEven();
   TestZeroerZeroesAllAndNothingElse();
   TestRowsBeyondCapacityAreDropped();
-  TestIndependentCallsInAnyOrder();
+  TestIndependentCallsInAnyOrder(/*has_shared_expert=*/false);
+  TestIndependentCallsInAnyOrder(/*has_shared_expert=*/true);
   RunFormatTests();
   std::cout << "host_test: all passed" << std::endl;
 }

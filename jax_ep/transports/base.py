@@ -28,9 +28,14 @@ def assemble(
 ) -> Dispatched:
     """`Dispatched` from the results of a transport, whose fields they name."""
     token_format = group.config.token_format
+    if group.config.fused_shared_expert:  # no position in its token's top-k
+        src_info = results["src_info"]
+        is_shared = src_info[:, 1:] == group.config.top_k
+        src_info = jnp.where(is_shared & jnp.array([False, True]), -1, src_info)
+        results = results | dict(src_info=src_info)
     return Dispatched(
         **results,
-        expert_ids=jnp.arange(group.n_local_experts, dtype=jnp.int32),
+        expert_ids=jnp.arange(group._routed.n_groups, dtype=jnp.int32),
         topk_ids=topk_ids,
         scales_offsets=token_format.layout.offsets(results["row_offsets"]),
         source_tokens=None,
@@ -43,7 +48,9 @@ class Transport(abc.ABC):
     """Carries tokens between ranks.
 
     `dispatch` and `combine` get arrays whose shapes and dtypes fit the group, inside a
-    `jax.shard_map` over its mesh; both are differentiable.
+    `jax.shard_map` over its mesh; both are differentiable. Ids and weights are those of
+    `jax_ep/choices.py`, and so is the K here: with a fused shared expert it is the last
+    choice.
     """
 
     name: str
@@ -121,8 +128,13 @@ class Transport(abc.ABC):
         residual: jax.Array | None,
         *,
         reduce: bool,
+        adds_shared: bool,
     ) -> jax.Array:
-        """See `jax_ep.combine`."""
+        """See `jax_ep.combine`.
+
+        `adds_shared`: the last choice is the shared expert's, whose row is added after
+        the cast; else it is one like the others.
+        """
 
     def combine_async(
         self,
@@ -133,10 +145,17 @@ class Transport(abc.ABC):
         residual: jax.Array | None,
         *,
         reduce: bool,
+        adds_shared: bool,
     ) -> Any:
         """What `combine_wait` takes; here the whole call."""
         return self.combine(
-            group, expert_out, dispatched, topk_weights, residual, reduce=reduce
+            group,
+            expert_out,
+            dispatched,
+            topk_weights,
+            residual,
+            reduce=reduce,
+            adds_shared=adds_shared,
         )
 
     def combine_wait(self, group: EPGroup, begun: Any, after: Any) -> jax.Array:

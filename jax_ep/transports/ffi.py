@@ -32,17 +32,19 @@ class Mode(NamedTuple):
     weighting: Weighting
     reduce: bool
     has_residual: bool
+    adds_shared: bool  # the last choice is the shared expert's; see Transport.combine
 
 
-PLAIN_SUM = Mode(Weighting.NONE, reduce=True, has_residual=False)
-UNREDUCED = Mode(Weighting.NONE, reduce=False, has_residual=False)
+PLAIN_SUM = Mode(Weighting.NONE, reduce=True, has_residual=False, adds_shared=False)
+UNREDUCED = PLAIN_SUM._replace(reduce=False)
 
 
 class Routing(NamedTuple):
     """Which choice has which row.
 
     `topk_ids` is `int32[T, K]`, at the choices' source; `layout` is the transport's;
-    `row_offsets` is `uint32[L + 1]` and `src_info` `int32[C, 2]`, at the rows' rank.
+    `row_offsets` is `uint32[L + 1]` and `src_info` `int32[C, 2]`, at the rows' rank. A
+    fused shared expert counts as one of the L, the first, and of the K, the last.
     """
 
     topk_ids: jax.Array
@@ -95,11 +97,12 @@ class FfiTransport(Transport):
         residual: jax.Array | None,
         *,
         reduce: bool,
+        adds_shared: bool,
         out: jax.Array | None = None,
     ) -> jax.Array:
         """One custom call, or none where its result is there already."""
         weighting, weights = choose_weights(dispatched, topk_weights)
-        mode = Mode(weighting, reduce, residual is not None)
+        mode = Mode(weighting, reduce, residual is not None, adds_shared)
         routing = routing_of(dispatched)
         return _combine(group, mode, expert_out, weights, residual, routing, out)
 
@@ -201,7 +204,8 @@ def bind_combine(
 def place_index(group: EPGroup) -> jax.Array:
     """Where the program means to be, for the handler to compare.
 
-    The row of the mesh, counted over its other axes, times R, plus the rank.
+    The row of the mesh, counted over its other axes, times R, plus the rank. The same
+    number where each device is a group of ranks of its own.
     """
     others = tuple(n for n in group.mesh.axis_names if n != group.axis_name)
     rank = lax.axis_index(group.axis_name)

@@ -12,7 +12,7 @@ from jax_ep.config import EPConfig
 from jax_ep.exchange import Exchange
 from jax_ep.primitives import combine_grad_p
 from jax_ep.stats import RankStats
-from jax_ep.topology import local_places, places
+from jax_ep.topology import exchange_places, local_places, places
 from jax_ep.transports.ffi import (
     FfiTransport,
     Mode,
@@ -57,12 +57,12 @@ class HostTransport(FfiTransport):
         _host_ffi.register()
         _host_ffi.load().open_host_group(
             key=group.key,
-            n_ranks=group.n_ranks,
-            n_experts=config.n_experts,
+            n_ranks=group._routed.n_ranks,
+            n_experts=group._routed.n_experts,
             token_bytes=config.token_format.token_bytes(config.hidden_size),
             devices=[
                 (place.device.id, place.row, place.rank)
-                for place in places(group.mesh, group.axis_name)
+                for place in exchange_places(group, places(group.mesh, group.axis_name))
             ],
         )
 
@@ -73,14 +73,15 @@ class HostTransport(FfiTransport):
     def stats(self, group: EPGroup) -> list[RankStats]:
         """See `EPGroup.stats`."""
         count = functools.partial(_host_ffi.load().host_stats, group.key)
+        here = local_places(group.mesh, group.axis_name)
         return [
-            RankStats.from_counts(group, place, count(place.row, place.rank))
-            for place in local_places(group.mesh, group.axis_name)
+            RankStats.from_counts(group, place, count(known.row, known.rank))
+            for place, known in zip(here, exchange_places(group, here), strict=True)
         ]
 
     def layout_shape(self, group: EPGroup, n_tokens: int) -> tuple[int, ...]:
         """`[T, K]`: the row of each choice at its destination, -1 = none."""
-        return (n_tokens, group.config.top_k)
+        return (n_tokens, group._routed.top_k)
 
     def combine_backward(
         self,
@@ -103,5 +104,6 @@ class HostTransport(FfiTransport):
             group=group,
             weighting=mode.weighting,
             reduce=mode.reduce,
+            adds_shared=mode.adds_shared,
         )
         return grad_expert_out, grad_weights[0] if grad_weights else None

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 # What the kernels move at once.
 _VECTOR_BYTES = 16
+# Of a token: a lane each.
+_MOST_CHOICES = 32
 
 
 class P2pTransport(FfiTransport):
@@ -65,8 +67,9 @@ class P2pTransport(FfiTransport):
         platforms = sorted({device.platform for device in mesh.devices.flat})
         if platforms != ["gpu"]:
             return f"it serves CUDA devices; the mesh has {', '.join(platforms)}."
-        if config.top_k > 32:
-            return f"top_k must be at most 32; got {config.top_k}."
+        most = _MOST_CHOICES - int(config.fused_shared_expert)
+        if config.top_k > most:
+            return f"top_k must be at most {most}; got {config.top_k}."
         for row_bytes in _row_bytes(config):
             if row_bytes % _VECTOR_BYTES:
                 return (
@@ -84,9 +87,9 @@ class P2pTransport(FfiTransport):
         p2p_setup.open_buffers(
             group,
             exchange,
-            n_ranks=group.n_ranks,
-            n_experts=config.n_experts,
-            top_k=config.top_k,
+            n_ranks=group._routed.n_ranks,
+            n_experts=group._routed.n_experts,
+            top_k=group._routed.top_k,
             max_tokens_per_rank=config.max_tokens_per_rank,
             row_bytes=_most_bytes(config),
             n_sms=config.n_sms or 0,
@@ -128,8 +131,9 @@ class P2pTransport(FfiTransport):
         The number of messages of each source rank; then, for each message that may have
         come, its token and the row of each choice.
         """
-        n_messages = group.n_ranks * group.config.max_tokens_per_rank
-        return (group.n_ranks + n_messages * (1 + group.config.top_k),)
+        routed = group._routed
+        n_messages = routed.n_ranks * group.config.max_tokens_per_rank
+        return (routed.n_ranks + n_messages * (1 + routed.top_k),)
 
     def dispatch_async(
         self,
@@ -175,6 +179,7 @@ class P2pTransport(FfiTransport):
         residual: jax.Array | None,
         *,
         reduce: bool,
+        adds_shared: bool,
         out: jax.Array | None = None,
     ) -> jax.Array:
         """One custom call; two where rows are longer than what travels.
@@ -183,7 +188,9 @@ class P2pTransport(FfiTransport):
         """
         row_bytes = expert_out.shape[1] * expert_out.dtype.itemsize
         n_pieces = -(-row_bytes // _most_bytes(group.config))
-        combine = functools.partial(super().combine, reduce=reduce, out=out)
+        combine = functools.partial(
+            super().combine, reduce=reduce, adds_shared=adds_shared, out=out
+        )
         pieces = [
             combine(group, piece, dispatched, topk_weights, residual)
             for piece in jnp.split(expert_out, n_pieces, axis=1)
@@ -199,16 +206,17 @@ class P2pTransport(FfiTransport):
         residual: jax.Array | None,
         *,
         reduce: bool,
+        adds_shared: bool,
     ) -> Any:
         """The whole call, begun; and its operands, to which gradients flow."""
         weighting, weights = choose_weights(dispatched, topk_weights)
-        mode = Mode(weighting, reduce, residual is not None)
+        mode = Mode(weighting, reduce, residual is not None, adds_shared)
         expect_overlap()
         operands = expert_out, routing_of(dispatched), weights, residual
         fixed: Any = lax.stop_gradient(operands)
         out = bind_combine(group, mode, *fixed, primitive=combine_beside_p)
         return _BegunCombine(
-            out, expert_out, dispatched, topk_weights, residual, reduce
+            out, expert_out, dispatched, topk_weights, residual, reduce, adds_shared
         )
 
     def combine_wait(self, group: EPGroup, begun: Any, after: Any) -> jax.Array:
@@ -220,6 +228,7 @@ class P2pTransport(FfiTransport):
             begun.topk_weights,
             begun.residual,
             reduce=begun.reduce,
+            adds_shared=begun.adds_shared,
             out=put_after(begun.out, after),
         )
 
@@ -249,7 +258,12 @@ class P2pTransport(FfiTransport):
         if row_weights is None:
             return _clear(rows, in_use), None
         products = rows.astype(jnp.float32) * expert_out.astype(jnp.float32)
-        dots = jnp.where(in_use, products.sum(axis=1), 0.0)
+        is_weighted = in_use
+        if mode.adds_shared:  # unweighted: the first group
+            row = jnp.arange(in_use.shape[0], dtype=jnp.uint32)
+            is_weighted = in_use & (row >= routing.row_offsets[1])
+            row_weights = jnp.where(is_weighted, row_weights, 1.0)
+        dots = jnp.where(is_weighted, products.sum(axis=1), 0.0)
         grad_weights = send_back_scalars(group, dots, routing) if at_source else dots
         rows = (row_weights[:, None] * rows.astype(jnp.float32)).astype(rows.dtype)
         return _clear(rows, in_use), grad_weights
@@ -266,6 +280,7 @@ class _BegunCombine:
     topk_weights: jax.Array | None
     residual: jax.Array | None
     reduce: bool = dataclasses.field(metadata={"static": True})
+    adds_shared: bool = dataclasses.field(metadata={"static": True})
 
 
 def _row_bytes(config: EPConfig) -> tuple[int, int]:
@@ -300,7 +315,7 @@ def _send_choices(group: EPGroup, values: jax.Array, routing: Routing) -> jax.Ar
     Rows of one k stand in the same order among themselves with and without the others.
     """
     rows = jnp.zeros((), values.dtype)  # every row in use has a k
-    for k in range(values.shape[1]):
+    for k in range(group.config.top_k):
         here = jnp.arange(values.shape[1]) == k
         ids = jnp.where(here, routing.topk_ids, -1)
         sent = bind_dispatch(

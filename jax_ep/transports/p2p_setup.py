@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from jax_ep import _cuda_ffi
 from jax_ep.exchange import Exchange
-from jax_ep.topology import Place, local_places, places
+from jax_ep.topology import Place, exchange_places, local_places, places
 
 if TYPE_CHECKING:
     from jax_ep.group import EPGroup
@@ -69,7 +69,7 @@ def open_buffers(group: EPGroup, exchange: Exchange, **sizes: Any) -> None:
         TimeoutError: a process did not come.
     """
     extension, key = _cuda_ffi.load(), group.key
-    here = local_places(group.mesh, group.axis_name)
+    here = exchange_places(group, local_places(group.mesh, group.axis_name))
     devices = [(ordinal(place), place.row, place.rank) for place in here]
 
     def allocate() -> bytes:
@@ -96,7 +96,7 @@ def _peers(
     group: EPGroup, exchange: Exchange, payloads: Sequence[bytes]
 ) -> Iterator[tuple[int, int, bytes]]:
     """(row, rank, address) of every device; a payload holds those of one process."""
-    everywhere = places(group.mesh, group.axis_name)
+    everywhere = exchange_places(group, places(group.mesh, group.axis_name))
     for process, payload in zip(exchange.processes, payloads, strict=True):
         there = [p for p in everywhere if p.device.process_index == process]
         size = len(payload) // len(there)

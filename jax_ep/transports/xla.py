@@ -60,7 +60,7 @@ class XlaTransport(Transport):
         """Gathers all tokens, quantised before; takes the local experts' rows."""
         all_ids = _all_gather(topk_ids, group)
         routed = _group_choices(group, all_ids)
-        choices, top_k = routed.choices, group.config.top_k
+        choices, top_k = routed.choices, group._routed.top_k
         sources = choices // top_k
         row_info = jnp.stack([sources % topk_ids.shape[0], choices % top_k], axis=1)
         rows, scales = _take_rows(
@@ -72,7 +72,7 @@ class XlaTransport(Transport):
             row_offsets=routed.row_offsets,
             src_info=jnp.where((choices < all_ids.size)[:, None], row_info, _NO_ROW),
             n_dropped=routed.n_dropped,
-            n_invalid=_count_invalid(topk_ids, group.config.n_experts),
+            n_invalid=_count_invalid(topk_ids, group._routed.n_experts),
             layout=routed.dst_rows,
             row_weights=None
             if topk_weights is None
@@ -89,9 +89,14 @@ class XlaTransport(Transport):
         residual: jax.Array | None,
         *,
         reduce: bool,
+        adds_shared: bool,
     ) -> jax.Array:
         """Sends each rank its rows, or its sums, and adds them up there."""
         rows, topk_ids = dispatched.layout, dispatched.topk_ids
+        if adds_shared:
+            shared_rows = rows[_rank(group), :, -1]
+            rows, topk_ids = rows[..., :-1], topk_ids[:, :-1]
+            topk_weights = None if topk_weights is None else topk_weights[:, :-1]
         if dispatched.row_weights is not None:
             out = _sum_by_rank(group, expert_out, rows, dispatched.row_weights)
         else:
@@ -101,16 +106,24 @@ class XlaTransport(Transport):
             out = _sum_by_choice(picked, present, topk_weights)
         if residual is not None:
             out = out + residual.astype(jnp.float32)
-        return checkpoint_name(out.astype(expert_out.dtype), COMBINE_NAME)
+        out = out.astype(expert_out.dtype)
+        if adds_shared:
+            out = _add_shared(out, expert_out, shared_rows)
+        return checkpoint_name(out, COMBINE_NAME)
+
+
+def _rank(group: EPGroup) -> jax.Array | int:
+    """This rank's index among those that exchange tokens."""
+    return 0 if group.config.skip_a2a else lax.axis_index(group.axis_name)
 
 
 def _all_gather(x: jax.Array, group: EPGroup) -> jax.Array:
-    return lax.all_gather(x, group.axis_name)
+    return x[None] if group.config.skip_a2a else lax.all_gather(x, group.axis_name)
 
 
 def _all_to_all(x: jax.Array, group: EPGroup) -> jax.Array:
     """`[R, ...]` by destination to `[R, ...]` by source."""
-    return lax.all_to_all(x, group.axis_name, 0, 0)
+    return x if group.config.skip_a2a else lax.all_to_all(x, group.axis_name, 0, 0)
 
 
 def _flat(x: jax.Array, n_axes: int) -> jax.Array:
@@ -187,10 +200,11 @@ class _Routed(NamedTuple):
 
 def _group_choices(group: EPGroup, all_ids: jax.Array) -> _Routed:
     """Sorts all ranks' choices, `int32[R, T, K]`, into this rank's rows."""
-    n_local, capacity = group.n_local_experts, group.max_recv_tokens
-    first = lax.axis_index(group.axis_name) * n_local
+    n_local, capacity = group._routed.n_groups, group.max_recv_tokens
+    first = _rank(group) * n_local
     ids = all_ids.reshape(-1)
-    is_local = (ids >= first) & (ids < first + n_local) & (ids < group.config.n_experts)
+    n_experts = group._routed.n_experts
+    is_local = (ids >= first) & (ids < first + n_local) & (ids < n_experts)
     experts = jnp.where(is_local, ids - first, n_local)
     counts = jnp.zeros(n_local, jnp.int32).at[experts].add(1, mode="drop")
     # Stable, and choices are numbered by source rank, token, k: the order of rows.
@@ -227,7 +241,8 @@ def _return_rows(
     group: EPGroup, expert_out: jax.Array, dst_rows: jax.Array, topk_ids: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """The rows of this rank's choices `[T, K, H]`, and which have one `bool[T, K]`."""
-    ranks = jnp.clip(topk_ids // group.n_local_experts, 0, group.n_ranks - 1)
+    routed = group._routed
+    ranks = jnp.clip(topk_ids // routed.n_groups, 0, routed.n_ranks - 1)
     present = jnp.any(_all_to_all(dst_rows >= 0, group), axis=0)
 
     def send_back(
@@ -271,6 +286,16 @@ def _sum_by_rank(
     sums, _ = lax.scan(add, _like(zeros, weighted), jnp.moveaxis(dst_rows, 2, 0))
     parts = _all_to_all(sums.astype(expert_out.dtype), group)
     return _sum_in_order(parts.astype(jnp.float32), axis=0)
+
+
+def _add_shared(
+    out: jax.Array, expert_out: jax.Array, shared_rows: jax.Array
+) -> jax.Array:
+    """`out` `[T, H]`, and each token's row of the shared expert; -1 = none."""
+    index = jnp.where(shared_rows >= 0, shared_rows, expert_out.shape[0])
+    # A token without such a row keeps its -0.
+    total = out.astype(jnp.float32) + _take(expert_out, index).astype(jnp.float32)
+    return jnp.where((shared_rows >= 0)[:, None], total.astype(out.dtype), out)
 
 
 def _sum_in_order(terms: jax.Array, axis: int) -> jax.Array:
