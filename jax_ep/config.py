@@ -45,7 +45,7 @@ class EPConfig:
         n_gpus_per_node: ranks that reach each other by loads and stores; None: all.
             Given, it and `n_nodes` partition the ranks.
         n_nodes: nodes; None: one.
-        n_sms: streaming multiprocessors that a call may use on a GPU; None: all, or 20
+        n_sms: streaming multiprocessors that a call may use on a GPU; None: all, or 24
             in calls that overlap (docs/overlap.md).
         timeout_s: seconds that a rank waits for another in one call; at most 1e6.
 

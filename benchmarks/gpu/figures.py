@@ -100,7 +100,8 @@ def overlap_table(record: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     header = ["call", "n_sms", "all SMs, µs", "n_sms, µs", "dense, µs", "both, µs"]
     header += ["hidden, %", "of n_sms, %", "dense slower, %", "speed-up"]
     rows = []
-    for result in sorted(record.get("overlaps", []), key=_by_sms):
+    measured = [r for r in record.get("overlaps", []) if "n_sms" in r]
+    for result in sorted(measured, key=_by_sms):
         for operation in OPERATIONS:
             if operation not in result:
                 continue

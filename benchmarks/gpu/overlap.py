@@ -2,7 +2,7 @@
 
 Periods of chains, of wall time: of calls on all multiprocessors, of calls on `n_sms` of
 them, of the layer, and of both beside each other. Each call waits for the former. The
-layer's width is such that it takes about as long as the call.
+layer's width is such that it takes about as long as a number of calls.
 """
 
 from __future__ import annotations
@@ -36,7 +36,12 @@ class Groups:
 
 
 def measure(
-    arena: Arena, n_sms: int | None, transport: str, first_width: int = _FIRST_WIDTH
+    arena: Arena,
+    n_sms: int | None,
+    transport: str,
+    first_width: int = _FIRST_WIDTH,
+    *,
+    n_calls: float = 1,
 ) -> dict[str, Any]:
     """Of dispatch, and of combine with weights that travel with the tokens.
 
@@ -45,17 +50,18 @@ def measure(
         n_sms: of the calls that overlap; None is the package's choice.
         transport: the package's.
         first_width: of the dense layer, before it is sized.
+        n_calls: that the layer takes as long as.
 
     Returns:
         JSON, see README.md: figures by operation; under `"failed"` what went wrong.
     """
     groups = Groups(*(_make_group(arena, n, transport) for n in (None, n_sms)))
-    result: dict[str, Any] = {"n_sms": n_sms, "failed": []}
+    result: dict[str, Any] = {"n_sms": n_sms, "n_calls": n_calls, "failed": []}
     try:
         for operation in KERNELS:
             try:
                 chains = _Chains(arena, groups, operation)
-                result[operation] = _measure(arena, chains, first_width)
+                result[operation] = _measure(arena, chains, first_width, n_calls)
             except (AssertionError, JaxRuntimeError, trace.TraceError) as error:
                 result["failed"].append(f"{operation}: {error}"[:2000])
                 if breaks_devices(error):
@@ -83,13 +89,15 @@ def _make_group(arena: Arena, n_sms: int | None, transport: str) -> jax_ep.EPGro
     return jax_ep.ep_init(arena.mesh, AXIS, config, transport=transport)
 
 
-def _measure(arena: Arena, chains: _Chains, first_width: int) -> dict[str, Any]:
+def _measure(
+    arena: Arena, chains: _Chains, first_width: int, n_calls: float
+) -> dict[str, Any]:
     chains.check()
     call_us = _period(arena, functools.partial(chains.run, chains.call, "all_sms"))
     some_us = _period(arena, functools.partial(chains.run, chains.call, "some_sms"))
     chains.set_width(first_width)
     dense_us = _period(arena, functools.partial(chains.run, chains.dense, "some_sms"))
-    width = first_width * call_us / dense_us
+    width = first_width * n_calls * call_us / dense_us
     chains.set_width(max(1, round(width / _WIDTH_UNIT)) * _WIDTH_UNIT)
     dense_us = _period(arena, functools.partial(chains.run, chains.dense, "some_sms"))
     both_us = _period(arena, functools.partial(chains.run, chains.both, "some_sms"))

@@ -12,7 +12,9 @@ _ZIPF_RIVALS = (128, 4096)  # they take long to compile
 _LOOPS = (8, 128, 4096)
 _NO_COMMAND_BUFFERS = (8, 128, 1, 1024, 4096)
 _WITHOUT_COMMAND_BUFFERS = "--xla_gpu_enable_command_buffer="
-_OVERLAP_TOKENS, _OVERLAP_SMS = 4096, (16, 20, 24, 8, None)
+_OVERLAP_TOKENS = 4096
+# n_sms, and how many calls the layer takes as long as; None: the package's choice.
+_OVERLAPS = ((24, 1), (24, 2), (24, 3), (16, 2), (None, 2))
 _FORMAT_TOKENS = (4096, 128)
 _FORMATS = ("bf16", "blockwise_fp8", "mxfp8", "nvfp4", "mxfp4")
 
@@ -44,6 +46,7 @@ class Item:
         xla_flags: of the process.
         n_bytes: of one copy, for the links.
         n_sms: of calls that overlap.
+        n_calls: of the package's calls, that the layer beside one takes as long as.
         token_format: a name in `formats.FORMATS`.
     """
 
@@ -54,6 +57,7 @@ class Item:
     xla_flags: str = ""
     n_bytes: int = 1 << 29
     n_sms: int | None = None
+    n_calls: float = 1
     token_format: str = "bf16"
 
 
@@ -111,8 +115,14 @@ def _formats(tokens: tuple[int, ...], hidden: int) -> list[Item]:
 def _overlaps(n_tokens: int, hidden: int) -> list[Item]:
     case = {"n_tokens": n_tokens, "hidden_size": hidden, "routing": "uniform"}
     return [
-        Item(f"overlap-T{n_tokens}-n_sms{n or '_default'}", "overlap", case, n_sms=n)
-        for n in _OVERLAP_SMS
+        Item(
+            f"overlap-T{n_tokens}-n_sms{n_sms or '_default'}-layer{n_calls}",
+            "overlap",
+            case,
+            n_sms=n_sms,
+            n_calls=n_calls,
+        )
+        for n_sms, n_calls in _OVERLAPS
     ]
 
 

@@ -60,7 +60,11 @@ def _measure(arena: Arena, item: dict[str, Any], transport: str) -> dict[str, An
     if item["who"] == "overlap":
         is_tiny = arena.case.n_tokens < _FEW_TOKENS
         return overlap.measure(
-            arena, item["n_sms"], transport, *([_TINY_WIDTH] if is_tiny else [])
+            arena,
+            item["n_sms"],
+            transport,
+            *([_TINY_WIDTH] if is_tiny else []),
+            n_calls=item["n_calls"],
         )
     if item["who"] == "format":
         return formats.measure(arena, item["token_format"], transport)

@@ -16,7 +16,8 @@ struct StatsWords {
   static constexpr size_t kInvalidIds = 2;
   static constexpr size_t kDroppedRows = 3;
 
-  // Rows of the waits.
+  // Rows of the waits, which are in cycles of the device's clock: to read its timer takes as long
+  // as many a wait.
   static constexpr size_t kDispatch = 0;
   static constexpr size_t kCombine = 1;
 
@@ -26,10 +27,10 @@ struct StatsWords {
   // First words of [R], [R], [2, R], [2, R], [E] and [L].
   JAX_EP_HOST_DEVICE constexpr size_t tokens_to_rank() const { return 4; }
   JAX_EP_HOST_DEVICE constexpr size_t bytes_to_rank() const { return tokens_to_rank() + n_ranks; }
-  JAX_EP_HOST_DEVICE constexpr size_t wait_ns() const { return bytes_to_rank() + n_ranks; }
-  JAX_EP_HOST_DEVICE constexpr size_t longest_wait_ns() const { return wait_ns() + 2 * n_ranks; }
+  JAX_EP_HOST_DEVICE constexpr size_t wait() const { return bytes_to_rank() + n_ranks; }
+  JAX_EP_HOST_DEVICE constexpr size_t longest_wait() const { return wait() + 2 * n_ranks; }
   JAX_EP_HOST_DEVICE constexpr size_t rows_to_expert() const {
-    return longest_wait_ns() + 2 * n_ranks;
+    return longest_wait() + 2 * n_ranks;
   }
   JAX_EP_HOST_DEVICE constexpr size_t rows_per_expert() const {
     return rows_to_expert() + n_ranks * n_local_experts;

@@ -24,25 +24,25 @@ __device__ void EndCounts(const CallArgs& call, CallState& state, const CallShar
   CountCall(call, state, shared);
 }
 
+// On its way, without choices and what aligns it.
+__device__ size_t BytesOfToken(const DispatchArgs& args) {
+  return args.size.payload * kVectorBytes +
+         static_cast<size_t>(args.scales.n_scales) * args.scales.scale_bytes;
+}
+
 // Role: what is to be noted of the call while others receive. Called by one warp.
 __device__ void NoteCall(const DispatchArgs& args, CallState& state, const DispatchShared& shared,
-                         bool sends_counts, bool receives) {
-  const CallArgs& call = args.call;
-  if (shared.call.half != Half::kReceive) EndCounts(call, state, shared.call);
-  if (receives && WritesResults(call) && !shared.call.failed) WriteOffsets(args, shared);
-  if (!sends_counts) return;
-  const int scales_bytes = args.scales.n_scales * args.scales.scale_bytes;
-  CountSent(call, shared.totals, args.size.payload * kVectorBytes + scales_bytes);
+                         bool receives) {
+  if (receives && WritesResults(args.call) && !shared.call.failed) WriteOffsets(args, shared);
+  if (shared.call.half != Half::kReceive) EndCounts(args.call, state, shared.call);
 }
 
 // Counts and numbers what the block sends first. Called by a block; a block barrier comes next.
 __device__ void BeginSend(const DispatchArgs& args, const DispatchShared& shared,
                           const Tiles& tiles, bool counts) {
   if (IsWorker()) {
-    const bool numbers = blockIdx.x < args.call.plan.n_send_blocks;
-    if (numbers && args.call.plan.n_stages == 0) PrefetchFirstTile(args, tiles);
     if (counts) CountAllTokens(args, shared);
-    if (numbers) NumberFirstTile(args, shared, tiles);
+    if (blockIdx.x < args.call.plan.n_send_blocks) NumberFirstTile(args, shared, tiles);
   } else if (counts) {
     SystemFence();  // see SendCounts; takes as long as counting
   }
@@ -101,11 +101,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) Trace(call, 0);
 
   if (sends) SendAll<kQuantizes>(args, shared, tiles, tables + TableBytes(call));
+  if (!IsWorker() && sends_counts) CountSent(call, shared.totals, BytesOfToken(args));
   if (!IsWorker() && receives) LayOutRows(args, shared);
   if (threadIdx.x == kWorkerThreads) Trace(call, 1);
   if (threadIdx.x == 0) Trace(call, 2);
   __syncthreads();
-  if (!IsWorker()) NoteCall(args, *kind.state, shared, sends_counts, receives);
+  if (!IsWorker()) NoteCall(args, *kind.state, shared, receives);
   if (IsWorker() && receives && !shared.call.failed) ReceiveMessages<kQuantizes>(args, shared);
   EndReceive(call, kind, shared.call);
   if (WritesResults(call)) {

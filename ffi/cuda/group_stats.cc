@@ -45,9 +45,17 @@ Status Group::Stats(int rank, RankStats* stats) const {
   copy(at.bytes_to_rank(), stats->bytes_to_rank);
   copy(at.rows_to_expert(), stats->rows_to_expert);
   copy(at.rows_per_expert(), stats->rows_per_expert);
-  copy(at.wait_ns(), stats->wait_ns);
-  copy(at.longest_wait_ns(), stats->longest_wait_ns);
-  return {};
+  int clock_khz = 0;
+  status = ToStatus(cudaDeviceGetAttribute(&clock_khz, cudaDevAttrClockRate, ranks_[rank].device),
+                    "clock rate");
+  const auto copy_waits = [&](size_t first, std::vector<int64_t>& to) {
+    for (size_t i = 0; i < to.size(); ++i) {
+      to[i] = static_cast<int64_t>(static_cast<double>(words[first + i]) * 1e6 / clock_khz);
+    }
+  };
+  copy_waits(at.wait(), stats->wait_ns);
+  copy_waits(at.longest_wait(), stats->longest_wait_ns);
+  return status;
 }
 
 }  // namespace jax_ep::p2p

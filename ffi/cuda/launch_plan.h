@@ -12,7 +12,7 @@
 namespace jax_ep::p2p {
 
 // Of a call that runs beside others, where the user does not say how many.
-constexpr int32_t kOverlapBlocks = 20;
+constexpr int32_t kOverlapBlocks = 24;
 
 // The most warps per item such that every item has warps of its own.
 inline int32_t UnitWarps(int64_t n_items, int64_t n_blocks) {
@@ -55,17 +55,18 @@ inline LaunchPlan PlanHalf(LaunchPlan plan, Half half) {
 }
 
 // A token goes to min(K, R) ranks at most; as many messages come back if all ranks have as many
-// tokens. The numbers of tokens and the shares are what was fastest on 4 H200
-// (docs/performance.md).
+// tokens. The numbers of tokens and the shares are what was fastest on 4 H200, with all of their
+// multiprocessors and with a few (docs/performance.md).
 inline LaunchPlan PlanDispatch(int64_t n_tokens, int64_t top_k, int64_t n_ranks, int32_t n_sms,
                                bool quantizes) {
-  const double send_share = quantizes ? 0.35 : 0.2;
+  constexpr int32_t kFew = 33;
+  const double send_share = quantizes || n_sms <= kFew ? 0.34 : 0.2;
   return PlanLaunch(n_tokens, n_tokens * std::min(top_k, n_ranks), n_sms, n_tokens >= 256,
                     send_share);
 }
 
 inline LaunchPlan PlanCombine(int64_t n_tokens, int64_t top_k, int64_t n_ranks, int32_t n_sms) {
-  return PlanLaunch(n_tokens * std::min(top_k, n_ranks), n_tokens, n_sms, n_tokens >= 2048, 0.7);
+  return PlanLaunch(n_tokens * std::min(top_k, n_ranks), n_tokens, n_sms, n_tokens >= 2048, 0.75);
 }
 
 }  // namespace jax_ep::p2p

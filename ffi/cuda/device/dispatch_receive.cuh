@@ -60,7 +60,7 @@ __device__ inline void LayOutRows(const DispatchArgs& args, DispatchShared& shar
       shared.call.failed = 1;
       return;
     }
-    if (first + kWords > n_experts) shared.waits[LaneIndex()] = clock.Ended(first - n_experts);
+    if (first + kWords > n_experts) shared.waits[LaneIndex()] = clock.ended();
     int32_t row = 0;
 #pragma unroll
     for (int j = 0; j < kWords; ++j) row += first + j < n_experts ? values[j] : 0;

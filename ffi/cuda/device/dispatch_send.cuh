@@ -17,17 +17,6 @@ __device__ inline void CountAllTokens(const DispatchArgs& args, const DispatchSh
               shared.totals);
 }
 
-// Has the block's first tokens loaded while they are numbered. Called by the workers of a block.
-__device__ inline void PrefetchFirstTile(const DispatchArgs& args, const Tiles& tiles) {
-  constexpr int kLineBytes = 128;
-  const Tokens tile = tiles[0];
-  const int n_bytes = tile.size() * args.size.given * static_cast<int>(kVectorBytes);
-  const uint8_t* const from = TokenAt(args, tile.begin);
-  for (int i = threadIdx.x * kLineBytes; i < n_bytes; i += kWorkerThreads * kLineBytes) {
-    prefetch_global_l2(from + i);
-  }
-}
-
 // Numbers the block's first tile. Called by the workers of a block; a block barrier comes next.
 __device__ inline void NumberFirstTile(const DispatchArgs& args, const DispatchShared& shared,
                                        const Tiles& tiles) {

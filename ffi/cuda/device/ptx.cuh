@@ -27,10 +27,6 @@ __device__ __forceinline__ void st_global(void* address, int4 v) {
                : "memory");
 }
 
-__device__ __forceinline__ void prefetch_global_l2(const void* address) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
-}
-
 // Barrier `id` (0 is __syncthreads) of `n_threads` threads, whole warps.
 __device__ __forceinline__ void barrier_sync(int id, int n_threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(n_threads) : "memory");

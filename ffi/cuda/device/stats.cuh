@@ -60,12 +60,12 @@ __device__ inline void CountCombine(const CallArgs& call) {
 // Adds a wait for the peers `first_peer + i` of the bits i of `peers`. Called by a thread; not
 // inlined, to leave the registers to the loop that polls.
 __device__ __noinline__ inline void AddWaits(const CallArgs& call, size_t kind, uint32_t peers,
-                                             int first_peer, uint64_t ns) {
+                                             int first_peer, uint64_t cycles) {
   const Totals totals(call);
   for (uint32_t left = peers; left != 0; left &= left - 1) {
     const size_t word = kind * call.n_ranks + first_peer + __ffs(left) - 1;
-    totals.Add(totals.at.wait_ns() + word, ns);
-    totals.Max(totals.at.longest_wait_ns() + word, ns);
+    totals.Add(totals.at.wait() + word, cycles);
+    totals.Max(totals.at.longest_wait() + word, cycles);
   }
 }
 
@@ -73,17 +73,16 @@ __device__ __noinline__ inline void AddWaits(const CallArgs& call, size_t kind, 
 struct EndedWait {
   uint32_t peers;  // bits; see AddWaits
   int32_t first_peer;
-  uint64_t begin;  // ns
+  uint64_t cycles;
 
   // Called by a thread that nothing waits for.
   __device__ void Count(const CallArgs& call, size_t kind) const {
-    if (peers != 0) AddWaits(call, kind, peers, first_peer, globaltimer() - begin);
+    if (peers != 0) AddWaits(call, kind, peers, first_peer, cycles);
   }
 };
 
-// How long a thread waited for each of its peers, from its first look in vain on. Where all words
-// are there at the first look, it does not read the clock; nor when the last ones have come: what
-// they bring is not to wait for that.
+// How long a thread waited for each of its peers, from its first look in vain on. The last ones are
+// left to be counted later: what they bring is not to wait for that.
 template <int kWords>
 class WaitClock {
  public:
@@ -97,14 +96,18 @@ class WaitClock {
     if (!is_on_) return;
     const uint32_t arrived = late_ & there;
     late_ = Others(first_peer) & ~there;
-    if (late_ != 0 && begin_ == 0) begin_ = globaltimer();
-    if (late_ == 0) ended_ = arrived;
-    if (late_ == 0 || arrived == 0) return;
-    AddWaits(call_, kind_, arrived, first_peer, globaltimer() - begin_);
+    if (late_ != 0 && begin_ == 0) begin_ = clock64();
+    if (arrived == 0) return;
+    const uint64_t cycles = clock64() - begin_;
+    if (late_ == 0) {
+      ended_ = {arrived, first_peer, cycles};
+    } else {
+      AddWaits(call_, kind_, arrived, first_peer, cycles);
+    }
   }
 
   // What is left to count.
-  __device__ EndedWait Ended(int first_peer) const { return {ended_, first_peer, begin_}; }
+  __device__ const EndedWait& ended() const { return ended_; }
 
  private:
   // Bits of the words of other ranks.
@@ -119,9 +122,9 @@ class WaitClock {
   const CallArgs& call_;
   const size_t kind_;
   const bool is_on_;
-  uint32_t late_ = 0;   // words that were not there at the last look
-  uint32_t ended_ = 0;  // words for which the thread waited last
-  uint64_t begin_ = 0;  // ns; 0: not waited yet
+  uint32_t late_ = 0;  // words that were not there at the last look
+  EndedWait ended_{};  // for the words that came last
+  int64_t begin_ = 0;  // cycles; 0: not waited yet
 };
 
 }  // namespace jax_ep::p2p
