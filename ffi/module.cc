@@ -34,6 +34,7 @@ nb::dict HostTargets() {
   add("jax_ep_dispatch", HostDispatch);
   add("jax_ep_combine", HostCombine);
   add("jax_ep_combine_grad", HostCombineGrad);
+  targets["jax_ep_fused_silu"] = Capsule(HostFusedSilu);
   return targets;
 }
 

@@ -151,14 +151,15 @@ def check_in_flight(operation: str, group: EPGroup, in_flight: Any) -> None:
         )
 
 
-def vary_alike(axis_name: str, *arrays: Any) -> list[Any]:
+def vary_alike(axis_name: str | None, *arrays: Any) -> list[Any]:
     """The arrays, all typed as varying over the same mesh axes, `axis_name` included.
 
     `jax.shard_map` with `check_vma` wants operands of a primitive to agree; the
     gradient of the conversion is the sum that an unvarying operand needs.
     """
     present = [x for x in arrays if x is not None]
-    axes = {axis_name}.union(*(jax.typeof(x).mat.varying for x in present))
+    axes = {axis_name} if axis_name else set()
+    axes = axes.union(*(jax.typeof(x).mat.varying for x in present))
 
     def vary(x: Any) -> Any:
         missing = tuple(sorted(axes - jax.typeof(x).mat.varying))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jax_ep import _checks
 from jax_ep.formats import BF16, QuantizedFormat, TokenFormat
-from jax_ep.formats.scales import group_of
+from jax_ep.silu_primitive import Activation, activate, fused_silu_p
 
 
 class QuantizedRows(NamedTuple):
@@ -37,8 +40,9 @@ def fused_silu(
 ) -> jax.Array | QuantizedRows:
     """`silu(gate) * up` of the rows in use, in a token format.
 
-    Computed in float32 and rounded once, to the format. Differentiable for formats that
-    do not quantise; others have no gradient. Needs no `jax.shard_map`.
+    Computed in float32 and rounded once, to the format; the same bits on CPUs and GPUs
+    (docs/formats.md). Differentiable for formats that do not quantise; others have no
+    gradient. Needs no `jax.shard_map`.
 
     Args:
         x: `[C, 2 F]`, bfloat16, float16 or float32: what the first matmul gave.
@@ -51,44 +55,68 @@ def fused_silu(
             `gate' = min(gate, limit)` and up' within +-limit instead.
 
     Returns:
-        `[C, F]` in the format's dtype, zero in rows that are not in use; or
-        `QuantizedRows` for formats that quantise.
+        `[C, F]` in the format's dtype, or `QuantizedRows` for formats that quantise.
+        Rows from `row_offsets[-1]` on are unspecified.
 
     Raises:
         ValueError: a shape or dtype does not fit; F is not a multiple of the format's
-            block. While tracing.
+            block; `clamp` is not finite, or its limit negative. While tracing.
     """
     token_format = token_format or BF16()
     x, row_offsets = jnp.asarray(x), jnp.asarray(row_offsets)
     _check(x, row_offsets)
+    token_format.check_hidden_size(x.shape[1] // 2)
     n_groups = row_offsets.shape[0] - 1
     input_scales = _checks.check_input_scales(token_format, input_scales, n_groups)
-    row = jnp.arange(x.shape[0], dtype=jnp.int32)
-    in_use = row < row_offsets[-1].astype(jnp.int32)
-    # Masked before: an unused NaN would reach gradients as NaN * 0.
-    x = jnp.where(in_use[:, None], x, jnp.zeros((), x.dtype)).astype(jnp.float32)
-    gate, up = (x[:, 0::2], x[:, 1::2]) if interleaved else jnp.split(x, 2, axis=1)
-    result = _activate(gate, up, clamp)
-    if not isinstance(token_format, QuantizedFormat):
-        return result.astype(token_format.row_dtype)
-    if input_scales is not None:
-        input_scales = input_scales[group_of(row_offsets.astype(jnp.int32), row)]
-    codes, scales = token_format.quantize(result, input_scales)
-    layout = token_format.layout
-    return QuantizedRows(
-        codes, layout.place(scales, row_offsets), layout.offsets(row_offsets)
+    activation = Activation(token_format, bool(interleaved), _check_clamp(clamp))
+    x, row_offsets, input_scales = _checks.vary_alike(
+        None, x, row_offsets, input_scales
     )
+    if not isinstance(token_format, QuantizedFormat):
+        return _plain(activation, x, row_offsets)
+    optional = [] if input_scales is None else [input_scales]
+    operands = map(lax.stop_gradient, (x, row_offsets, *optional))
+    tokens, scales = fused_silu_p.bind(*operands, activation=activation)
+    return QuantizedRows(tokens, scales, token_format.layout.offsets(row_offsets))
 
 
-def _activate(
-    gate: jax.Array, up: jax.Array, clamp: tuple[float, float] | None
-) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _plain(activation: Activation, x: jax.Array, row_offsets: jax.Array) -> jax.Array:
+    return fused_silu_p.bind(x, row_offsets, activation=activation)[0]
+
+
+def _plain_forward(
+    activation: Activation, x: jax.Array, row_offsets: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _plain(activation, x, row_offsets), (x, row_offsets)
+
+
+def _plain_backward(
+    activation: Activation, saved: tuple[jax.Array, jax.Array], cotangent: jax.Array
+) -> tuple[jax.Array, None]:
+    x, row_offsets = saved
+    row = jnp.arange(x.shape[0], dtype=jnp.uint32)[:, None]
+    in_use = row < row_offsets[-1]
+    # Both masked: what is not in use may be NaN, and NaN * 0 is NaN.
+    x = jnp.where(in_use, x, jnp.zeros((), x.dtype))
+    cotangent = jnp.where(in_use, cotangent, jnp.zeros((), cotangent.dtype))
+    _, pull = jax.vjp(lambda x: activate(x, activation), x)
+    return *pull(cotangent.astype(jnp.float32)), None
+
+
+_plain.defvjp(_plain_forward, _plain_backward)
+
+
+def _check_clamp(clamp: Any) -> tuple[float, float] | None:
     if clamp is None:
-        return jax.nn.silu(gate) * up
-    alpha, limit = clamp
-    gate = jnp.minimum(gate, limit)
-    up = jnp.clip(up, -limit, limit)
-    return (up + 1) * (gate * jax.nn.sigmoid(alpha * gate))
+        return None
+    alpha, limit = map(float, clamp)
+    if not (math.isfinite(alpha) and 0 <= limit < math.inf):
+        raise ValueError(
+            "fused_silu: clamp must be two finite numbers, the limit not negative; got "
+            f"({alpha}, {limit})."
+        )
+    return alpha, abs(limit)
 
 
 def _check(x: Any, row_offsets: Any) -> None:

@@ -211,6 +211,12 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "silu-input-scales": lambda: jax_ep.fused_silu(
         jnp.ones((2, 4)), np.uint32([0, 2]), input_scales=jnp.ones(1)
     ),
+    "silu-clamp": lambda: jax_ep.fused_silu(
+        jnp.ones((2, 4)), np.uint32([0, 2]), clamp=(1.0, np.inf)
+    ),
+    "silu-offsets": lambda: jax.block_until_ready(
+        jax_ep.fused_silu(jnp.ones((2, 4)), np.uint32([0, 3]))
+    ),
     "gpu-platform": lambda: init(transport="p2p"),
     "weights-twice": lambda: round_trip(
         init(), at_dispatch=True, topk_weights=jnp.ones((T, K))

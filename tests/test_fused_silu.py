@@ -1,20 +1,26 @@
-"""fused_silu: the seed's kernels, each as a set of arguments."""
+"""fused_silu against the oracle's bits; the seed's kernels as sets of arguments."""
 
 from __future__ import annotations
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import jax.test_util
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jax_ep
 import oracle_formats as oracle
-from harness import QUANTISED, assert_same_bits
+import oracle_silu
+from harness import AXIS, QUANTISED, assert_same_bits, make_mesh
+from jax_ep import silu_primitive
 
-SIZES = [3, 0, 140, 9]
+SIZES = [3, 0, 140, 9, 0]
 F = 256
 CLAMP = (1.702, 7.0)
+FLOAT32 = jax_ep.Plain(jnp.float32)
 KERNELS = {
     "fused_silu": (jax_ep.BF16(), {}),
     "fused_silu_fp8": (jax_ep.BlockwiseFP8(), {}),
@@ -24,14 +30,27 @@ KERNELS = {
     "fused_silu_mxfp4_clamped": (jax_ep.MXFP4("row_major"), {"clamp": CLAMP}),
     "fused_silu_mxfp8_interleaved": (jax_ep.MXFP8(), {"interleaved": True}),
 }
+ALL_FORMATS = [
+    jax_ep.BlockwiseFP8("transposed"),
+    jax_ep.BlockwiseFP8("row_major"),
+    jax_ep.MXFP8("atoms"),
+    jax_ep.MXFP8("row_major"),
+    jax_ep.MXFP4("atoms"),
+    jax_ep.MXFP4("row_major"),
+    jax_ep.NVFP4("atoms"),
+    jax_ep.NVFP4("row_major"),
+]
+VARIANTS = [{}, {"interleaved": True}, {"clamp": CLAMP}]
+VARIANT_IDS = ["halves", "interleaved", "clamped"]
 
 
-def make_inputs(alignment: int, dtype="bfloat16"):
+def make_inputs(alignment: int, dtype="bfloat16", sizes=SIZES, row_size=F):
     """Rows in groups, padded as the format wants, and NaN in rows not in use."""
-    sizes = [-(-size // alignment) * alignment for size in SIZES]
+    sizes = [-(-size // alignment) * alignment for size in sizes]
     offsets = np.cumsum([0, *sizes]).astype(np.uint32)
     n_rows = int(offsets[-1]) + 8
-    x = np.random.default_rng(0).standard_normal((n_rows, 2 * F), np.float32) * 4
+    x = np.random.default_rng(0).standard_normal((n_rows, 2 * row_size), np.float32)
+    x *= 4
     x[offsets[-1] :] = np.nan
     return x.astype(dtype), offsets
 
@@ -42,75 +61,238 @@ def run(x, offsets, token_format, **options):
     )(x, offsets)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("name", KERNELS)
-def test_the_activation_is_the_oracles_within_a_few_ulp(name, dtype):
-    token_format, options = KERNELS[name]
-    x, offsets = make_inputs(token_format.layout.row_alignment, dtype)
-    got = np.asarray(run(x, offsets, jax_ep.Plain(jnp.float32), **options))
-    used = int(offsets[-1])
-    wanted = oracle.silu_times_up(x[:used], **options)
-    np.testing.assert_allclose(got[:used], wanted, 2e-6, 1e-35)
-    assert not got[used:].any()
+def run_all_rows(x, **options):
+    """All rows, in one group, in float32."""
+    return np.asarray(run(x, np.uint32([0, len(x)]), FLOAT32, **options))
 
 
-@pytest.mark.parametrize("name", list(KERNELS)[1:])
-def test_float32_activations_are_quantised_to_the_oracles_bits(name):
-    token_format, options = KERNELS[name]
-    if name.startswith("fused_silu_nvfp4"):
-        options = options | {"input_scales": np.float32([1, 2, 0.3, 40])}
-    x, offsets = make_inputs(token_format.layout.row_alignment)
-    plain = {key: options[key] for key in options if key != "input_scales"}
-    values = np.asarray(run(x, offsets, jax_ep.Plain(jnp.float32), **plain))
-    got = run(x, offsets, token_format, **options)
+def check_quantised(token_format, x, offsets, input_scales=None, **options) -> None:
+    """Compares codes and scales of the rows in use with the oracle's."""
+    got = run(x, offsets, token_format, input_scales=input_scales, **options)
     used, layout = int(offsets[-1]), token_format.scales_layout
+    values = oracle_silu.activate(x[:used], **options)
     scales = np.ones(used, np.float32)
-    if "input_scales" in options:
-        scales = np.repeat(options["input_scales"], np.diff(offsets.astype(int)))
-    rows = [
-        oracle.quantize(token_format.name, row[None], scale)
-        for row, scale in zip(values[:used], scales, strict=True)
-    ]
-    codes = np.concatenate([row.codes for row in rows])
+    if input_scales is not None:
+        scales = np.repeat(input_scales, np.diff(offsets.astype(int)))
+    name, row_size = token_format.name, x.shape[1] // 2
+    codes = np.zeros((used, token_format.row_size(row_size)), np.uint8)
+    n_scales = row_size // oracle.BLOCK_SIZE[name]
+    by_row = np.zeros((used, n_scales), oracle.SCALE_DTYPE[name])
+    for scale in np.unique(scales):
+        rows = scales == scale
+        quantised = oracle.quantize(name, values[rows], scale)
+        codes[rows], by_row[rows] = quantised.codes, quantised.scales
     assert_same_bits(np.asarray(got.tokens).view(np.uint8)[:used], codes, name)
-    by_row = np.concatenate([row.scales for row in rows])
     wanted, defined = oracle.lay_out(layout, by_row, offsets, len(x))
     assert got.scales.shape == wanted.shape
     assert_same_bits(np.asarray(got.scales)[defined], wanted[defined], name)
     if layout == "atoms":
         wanted = oracle.scales_offsets(offsets)
         assert_same_bits(np.asarray(got.scales_offsets), wanted, name)
+
+
+def input_scales_for(token_format, n_groups: int):
+    if not token_format.takes_input_scale:
+        return None
+    return np.resize(np.float32([1, 2, 0.3, 40, 1e-38]), n_groups)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("options", VARIANTS, ids=VARIANT_IDS)
+def test_the_activation_has_the_oracles_bits(options, dtype):
+    x, offsets = make_inputs(1, dtype)
+    got = np.asarray(run(x, offsets, FLOAT32, **options))
+    used = int(offsets[-1])
+    wanted = oracle_silu.activate(x[:used], **options)
+    assert_same_bits(got[:used], wanted, "float32")
+    for rounded in ("bfloat16", "float16"):
+        got = np.asarray(run(x, offsets, jax_ep.Plain(rounded), **options))[:used]
+        assert_same_bits(got, wanted.astype(got.dtype), rounded)
+
+
+@pytest.mark.parametrize("row_size", [1, 7, 12, 1408])
+def test_rows_of_any_length_have_the_oracles_bits(row_size):
+    x, offsets = make_inputs(1, "bfloat16", row_size=row_size)
+    got, used = np.asarray(run(x, offsets, FLOAT32)), int(offsets[-1])
+    assert_same_bits(got[:used], oracle_silu.activate(x[:used]), "float32")
+
+
+@pytest.mark.parametrize("options", VARIANTS, ids=VARIANT_IDS)
+def test_every_finite_bfloat16_as_a_gate_has_the_oracles_bits(options):
+    gates = np.arange(1 << 16, dtype=np.uint16).view(jnp.bfloat16)
+    gates = gates[np.isfinite(gates.astype(np.float32))].reshape(2, -1)
+    for up in (1.0, -0.3, 1e30, 1e-30):
+        ups = np.full_like(gates, up)
+        pair = np.stack([gates, ups], -1 if "interleaved" in options else 1)
+        x = pair.reshape(2, -1)
+        wanted = oracle_silu.activate(x, **options)
+        assert_same_bits(run_all_rows(x, **options), wanted, f"up = {up}")
+
+
+@pytest.mark.parametrize("options", VARIANTS, ids=VARIANT_IDS)
+def test_float32_of_all_magnitudes_have_the_oracles_bits(options):
+    rng = np.random.default_rng(1)
+    patterns = rng.integers(0, 1 << 32, (64, 4096), np.uint32).view(np.float32)
+    finite = np.where(np.isfinite(patterns), patterns, np.float32(0))
+    for x in (finite, rng.uniform(-100, 100, finite.shape).astype(np.float32)):
+        wanted = oracle_silu.activate(x, **options)
+        assert_same_bits(run_all_rows(x, **options), wanted, "float32")
+
+
+def test_silu_is_within_two_ulp_or_little_more():
+    gates = np.concatenate(
+        [np.linspace(-87, 87, 1 << 18), np.geomspace(1e-37, 87, 1 << 18)]
+    ).astype(np.float32)
+    x = np.stack([gates, np.ones_like(gates)], -1).reshape(256, -1)
+    got = run_all_rows(x, interleaved=True).ravel().astype(np.float64)
+    exact = gates / (1 + np.exp(-gates.astype(np.float64)))
+    ulp = np.ldexp(1.0, np.frexp(exact)[1] - 24)
+    assert (np.abs(got - exact) / ulp).max() < 2.1
+
+
+@pytest.mark.parametrize("gate", [np.inf, -np.inf, np.nan])
+def test_a_gate_that_is_not_finite_has_its_limit(gate):
+    got = run_all_rows(np.float32([[gate, 2.0]]))[0, 0]
+    assert_same_bits(np.isnan(got), np.isnan(gate), "NaN")
+    if not np.isnan(gate):
+        assert_same_bits(got, np.float32(max(gate, -0.0)) * np.float32(2), "limit")
+
+
+@pytest.mark.parametrize("name", list(KERNELS)[1:])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_activations_are_quantised_to_the_oracles_bits(name, dtype):
+    token_format, options = KERNELS[name]
+    x, offsets = make_inputs(token_format.layout.row_alignment, dtype)
+    input_scales = input_scales_for(token_format, len(offsets) - 1)
+    check_quantised(token_format, x, offsets, input_scales, **options)
+    # What dequantize makes of them is defined everywhere.
+    got = run(x, offsets, token_format, input_scales=input_scales, **options)
     numbers = token_format.dequantize_rows(
-        got.tokens, got.scales, offsets, options.get("input_scales")
+        got.tokens, got.scales, offsets, input_scales
     )
-    wanted = [
-        oracle.dequantize(token_format.name, row, scale)
-        for row, scale in zip(rows, scales, strict=True)
-    ]
-    assert_same_bits(np.asarray(numbers)[:used], np.concatenate(wanted), name)
+    used = int(offsets[-1])
+    assert np.isfinite(np.asarray(numbers)[:used]).all()
     assert not np.asarray(numbers)[used:].any()
 
 
-def test_bfloat16_is_rounded_once():
+@pytest.mark.parametrize(
+    "sizes", [[0, 0], [1], [128], [0, 256, 0], [1] * 70, [300, 4]], ids=str
+)
+@pytest.mark.parametrize(
+    "token_format", ALL_FORMATS, ids=lambda f: f"{f.name}-{f.scales_layout}"
+)
+def test_groups_of_all_sizes_have_the_oracles_bits(token_format, sizes):
+    # 12 and 24 scales, and 3: also such that do not fill a tile.
+    for row_size in (128, 384):
+        inputs = make_inputs(
+            token_format.layout.row_alignment, sizes=sizes, row_size=row_size
+        )
+        check_quantised(
+            token_format, *inputs, input_scales_for(token_format, len(sizes))
+        )
+
+
+@pytest.mark.parametrize(
+    "token_format", ALL_FORMATS, ids=lambda f: f"{f.name}-{f.scales_layout}"
+)
+def test_all_rows_in_use_have_the_oracles_bits(token_format):
+    x, _ = make_inputs(1, sizes=[120])
+    x = np.nan_to_num(x.astype(np.float32)).astype(x.dtype)
+    check_quantised(token_format, x, np.uint32([0, 64, len(x)]))
+
+
+def test_a_block_with_a_nan_or_an_infinity_is_zero():
     x, offsets = make_inputs(1)
-    values = np.asarray(run(x, offsets, jax_ep.Plain(jnp.float32)))
-    got = np.asarray(run(x, offsets, None))
-    assert_same_bits(got, values.astype(got.dtype), "bfloat16")
+    bad = x.copy()
+    bad[0, 3], bad[2, F + 40] = np.nan, np.inf
+    for token_format in ALL_FORMATS:
+        check_quantised(token_format, bad, offsets)
 
 
-@pytest.mark.parametrize("options", [{}, {"interleaved": True}, {"clamp": CLAMP}])
+def test_float32_of_all_magnitudes_are_quantised_to_the_oracles_bits():
+    patterns = np.random.default_rng(2).integers(0, 1 << 32, (64, 512), np.uint32)
+    # Each row of one magnitude, else infinities and zeros drown the rest.
+    exponents = np.arange(64, dtype=np.uint32)[:, None] * 4 << 23
+    x = (patterns & np.uint32(0x807FFFFF) | exponents).view(np.float32)
+    for token_format in ALL_FORMATS:
+        check_quantised(token_format, x, np.uint32([0, 64]))
+
+
+@pytest.mark.parametrize("options", VARIANTS, ids=VARIANT_IDS)
 def test_gradients_are_those_of_finite_differences(options):
     x, offsets = make_inputs(1, "float32")
     x, offsets = x[:, :32] / 4, np.uint32([0, 3, 5])
 
     def activate(x):
-        return jax_ep.fused_silu(x, offsets, jax_ep.Plain(jnp.float32), **options)
+        return jax_ep.fused_silu(x, offsets, FLOAT32, **options)[:5]
 
     jax.test_util.check_grads(activate, (x[:8],), order=1, modes=["rev"], rtol=1e-2)
-    _, pull = jax.vjp(activate, jnp.asarray(x))
+
+    def activate_all(x):
+        return jax_ep.fused_silu(x, offsets, FLOAT32, **options)
+
+    x[5:] = np.nan
+    _, pull = jax.vjp(activate_all, jnp.asarray(x))
     (grad,) = pull(jnp.ones((len(x), 16), jnp.float32))
     assert np.abs(grad[:5]).max() > 0.1
     assert not np.asarray(grad)[5:].any()
+
+
+def test_it_runs_under_vmap_and_eagerly():
+    x, offsets = make_inputs(1)
+    used = int(offsets[-1])
+    wanted = np.asarray(run(x, offsets, None))[:used]
+    both = jax.vmap(lambda x: jax_ep.fused_silu(x, offsets))(np.stack([x, 2 * x]))
+    assert_same_bits(np.asarray(both)[0, :used], wanted, "vmap")
+    eager = jax_ep.fused_silu(x, offsets)
+    assert_same_bits(np.asarray(eager)[:used], wanted, "eager")
+
+
+def test_it_runs_inside_shard_map():
+    mesh = make_mesh(2)
+    x, offsets = make_inputs(1)
+    used, token_format = int(offsets[-1]), jax_ep.NVFP4()
+
+    @jax.jit
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS))
+    def per_rank(x):
+        plain, pull = jax.vjp(lambda x: jax_ep.fused_silu(x[0], offsets, FLOAT32), x)
+        quantised = jax_ep.fused_silu(x[0], offsets, token_format)
+        return plain[None], pull(plain)[0], quantised.tokens[None]
+
+    plain, grad, tokens = per_rank(np.stack([x, x]).astype(np.float32))
+    wanted = np.asarray(run(x, offsets, token_format).tokens)
+    for rank in range(2):
+        values = np.asarray(plain)[rank, :used]
+        assert_same_bits(values, oracle_silu.activate(x[:used]), "float32")
+        assert_same_bits(np.asarray(tokens)[rank, :used], wanted[:used], "nvfp4")
+        assert np.isfinite(np.asarray(grad)).all()
+
+
+@pytest.mark.parametrize("options", VARIANTS, ids=VARIANT_IDS)
+def test_without_an_extension_it_is_jnp(monkeypatch, options):
+    def raise_import_error():
+        raise ImportError
+
+    for extension in (silu_primitive._host_ffi, silu_primitive._cuda_ffi):
+        monkeypatch.setattr(extension, "register", raise_import_error)
+    x, offsets = make_inputs(1)
+    used = int(offsets[-1])
+    got = jax.jit(lambda x: jax_ep.fused_silu(x, offsets, FLOAT32, **options))(x)
+    wanted = oracle_silu.activate(x[:used], **options)
+    np.testing.assert_allclose(np.asarray(got)[:used], wanted, 2e-6, 1e-30)
+    # Of activations that differ in their last bits, few codes differ.
+    codes = np.asarray(run(x, offsets, jax_ep.MXFP8(), **options).tokens)[:used]
+    wanted = oracle.quantize("mxfp8", wanted).codes
+    assert (codes.view(np.uint8) != wanted).mean() < 1e-3
+
+
+@pytest.mark.parametrize("offsets", [[0, 5, 3], [0, 9], [1, 4]])
+def test_offsets_that_are_none_are_refused_on_cpus(offsets):
+    with jax.default_device(jax.devices("cpu")[0]):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="row_offsets must rise"):
+            x, offsets = jnp.ones((8, 16)), jnp.asarray(offsets, jnp.uint32)
+            jax.block_until_ready(run(x, offsets, FLOAT32))
 
 
 @pytest.mark.parametrize(
@@ -132,6 +314,11 @@ def test_gradients_are_those_of_finite_differences(options):
             np.ones((4, 64), np.float32),
             {"token_format": QUANTISED["blockwise_fp8"]()},
             "hidden_size must be a multiple of 128",
+        ),
+        (
+            np.ones((4, 64), np.float32),
+            {"clamp": (1.702, -7.0)},
+            r"clamp must be two finite numbers, the limit not negative; got \(1",
         ),
     ],
 )

@@ -4,6 +4,7 @@
 # Usage: tools/gpu_test.sh LOG_FOLDER [CUDA_ARCHITECTURE [PART...]]   default: 90, all parts
 #
 #   quantize    the formats' arithmetic on the device, compared with the host's
+#   silu        fused_silu, compared with the host's and the oracle's; how fast it is
 #   suite       the suite, in one process with all GPUs
 #   bed         the kernels without JAX: ranks in one process and in several
 #   processes   the suite, and ranks that fail, in several processes that share a GPU
@@ -15,7 +16,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 logs=$1 arch=${2:-90} site=build/gpu-site
 parts=("${@:3}")
-((${#parts[@]})) || parts=(quantize suite bed processes gpus)
+((${#parts[@]})) || parts=(quantize silu suite bed processes gpus)
 mkdir -p "$logs"
 status=0
 
@@ -46,6 +47,14 @@ run_quantize() {
   step quantize_build 120 nvcc -std=c++17 -O3 -I ffi -arch="sm_$arch" -Xcompiler -ffp-contract=off \
     ffi/tests/quantize_test.cu ffi/cpu/encode.cc -o build/quantize_test
   step quantize 60 build/quantize_test
+}
+
+run_silu() {
+  step silu_build 120 nvcc -std=c++17 -O3 -I ffi -arch="sm_$arch" \
+    -Xcompiler -ffp-contract=off,-fno-trapping-math ffi/tests/silu_test.cu ffi/cuda/silu.cu \
+    ffi/cpu/silu.cc ffi/cpu/encode.cc ffi/cpu/scales.cc ffi/cpu/parallel.cc -o build/silu_test
+  lines=90 step silu 120 build/silu_test
+  run_tests test_fused_silu 120 tests/test_fused_silu.py
 }
 
 run_suite() {

@@ -35,7 +35,7 @@ JAX_EP_HOST_DEVICE inline float ToFloat(BFloat16 value) {
   return FloatFromBits(static_cast<uint32_t>(value.bits) << 16);
 }
 
-inline float ToFloat(Float16 value) {
+JAX_EP_HOST_DEVICE inline float ToFloat(Float16 value) {
   const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000) << 16;
   const uint32_t magnitude = value.bits & 0x7fff;
   if (magnitude >= 0x7c00) return FloatFromBits(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);

@@ -6,3 +6,6 @@
 #else
 #define JAX_EP_HOST_DEVICE
 #endif
+
+// For arithmetic that a caller compiles for a newer processor than the rest.
+#define JAX_EP_ALWAYS_INLINE inline __attribute__((always_inline))

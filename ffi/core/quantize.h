@@ -39,6 +39,14 @@ JAX_EP_HOST_DEVICE inline float DivideRn(float a, float b) {
 #endif
 }
 
+JAX_EP_HOST_DEVICE inline float InvertRn(float a) {
+#if defined(__CUDA_ARCH__)
+  return __frcp_rn(a);
+#else
+  return 1.0f / a;
+#endif
+}
+
 constexpr uint32_t kFloatInfinity = 0x7f800000;
 
 // A magnitude's pattern orders like the number; from kFloatInfinity on: infinity and NaN.
@@ -58,12 +66,18 @@ JAX_EP_HOST_DEVICE inline uint32_t InUnits(uint32_t magnitude, float large) {
 
 // The nearest e4m3fn code, ties to even, saturating at 448. `value` is not NaN.
 JAX_EP_HOST_DEVICE inline uint8_t ToE4m3(float value) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  uint16_t codes;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(0.0f), "f"(value));
+  return static_cast<uint8_t>(codes);
+#else
   const uint32_t magnitude = MagnitudeBits(value);
   const uint32_t normal = RoundOff(magnitude, 20) - ((127 - 7) << 3);
   const uint32_t subnormal = InUnits(magnitude, 0x1p14f);  // of 2^-9
   const uint32_t code = magnitude < FloatBits(0x1p-6f) ? subnormal : normal;
   const uint32_t saturated = code < 0x7e ? code : 0x7e;
   return static_cast<uint8_t>(saturated | (FloatBits(value) >> 31) << 7);
+#endif
 }
 
 // Of a code that is not negative and no NaN.
@@ -203,7 +217,7 @@ struct NvFp4 {
     const float raw = MultiplyRn(input_scale.value, MultiplyRn(amax, 1.0f / 6.0f));
     const uint8_t scale = ToE4m3(raw);
     const float total = MultiplyRn(FromE4m3(scale), input_scale.inverse);
-    const float factor = DivideRn(1.0f, total);
+    const float factor = InvertRn(total);
     return {scale, MagnitudeBits(factor) < kFloatInfinity ? factor : 0.0f};
   }
   JAX_EP_HOST_DEVICE static float ScaleElement(float value, float factor) {

@@ -1,4 +1,4 @@
-// XLA FFI handlers of the host transport, platform "cpu".
+// XLA FFI handlers for platform "cpu": the host transport's, and fused_silu.
 #pragma once
 
 #include "xla/ffi/api/ffi.h"
@@ -9,5 +9,6 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(HostInstantiate);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(HostDispatch);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(HostCombine);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(HostCombineGrad);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(HostFusedSilu);
 
 }  // namespace jax_ep

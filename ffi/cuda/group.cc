@@ -9,6 +9,7 @@
 #include "cuda/dispatch.h"
 #include "cuda/launch_plan.h"
 #include "cuda/runtime.h"
+#include "cuda/silu.h"
 
 namespace jax_ep::p2p {
 namespace {
@@ -146,6 +147,9 @@ Status Group::AllocateRank(int index) {
       "dispatch kernel");
   if (!status.ok()) return status;
   status = ToStatus(PrepareCombine(CombineSharedBytes(call), &max_blocks), "combine kernel");
+  if (!status.ok()) return status;
+  // Of no group, but launched between a group's calls.
+  status = ToStatus(PrepareFusedSilu(), "fused_silu kernels");
   if (!status.ok()) return status;
   if (max_blocks < 1) return Internal("a kernel does not fit on the device");
 

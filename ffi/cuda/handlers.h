@@ -7,6 +7,7 @@
 extern "C" {
 XLA_FFI_Error* CudaDispatch(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* CudaCombine(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* CudaFusedSilu(XLA_FFI_CallFrame* call_frame);
 
 // Calls that run beside others of a program; see begin_handlers.cc.
 XLA_FFI_Error* CudaReserve(XLA_FFI_CallFrame* call_frame);

@@ -32,6 +32,7 @@ nb::dict Targets() {
   };
   add("jax_ep_dispatch", CudaDispatch);
   add("jax_ep_combine", CudaCombine);
+  add("jax_ep_fused_silu", CudaFusedSilu);
   add("jax_ep_reserve", CudaReserve);
   add("jax_ep_dispatch_begin", CudaDispatchBegin);
   add("jax_ep_dispatch_end", CudaDispatchEnd);

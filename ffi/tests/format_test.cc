@@ -5,11 +5,13 @@
 #include <memory>
 #include <vector>
 
+#include "core/e2m1.h"
 #include "core/quantize.h"
 #include "core/routing.h"
 #include "cpu/dispatch.h"
 #include "cpu/encode.h"
 #include "cpu/scales.h"
+#include "cpu/silu.h"
 #include "tests/check.h"
 #include "tests/thread_pool.h"
 
@@ -151,12 +153,60 @@ void TestRowsAreQuantisedOnTheWay() {
   }
 }
 
+// The kernels' conversion of eight numbers at once, on the host: every exponent, both signs, and
+// fractions around the middles between codes.
+void TestWordsOfE2m1AreThoseOfOneByOne() {
+  for (uint32_t top = 0; top < 1 << 12; ++top) {
+    if ((top >> 3 & 0xff) == 0xff) continue;  // infinity and NaN
+    float values[8];
+    for (uint32_t i = 0; i < 8; ++i) values[i] = FloatFromBits(top << 20 | (i - 4) % (1u << 20));
+    const uint32_t word = ToE2m1Word(values);
+    for (int i = 0; i < 8; ++i) CHECK_EQ(word >> 4 * i & 15, uint32_t{ToE2m1(values[i])});
+  }
+}
+
+void TestActivationTouchesRowsInUseAlone() {
+  constexpr int64_t kRows = 200, kRowSize = 32, kUsed = 131;
+  constexpr uint8_t kUntouched = 0xee;
+  const std::vector<float> x(kRows * 2 * kRowSize, 1.0f);
+  const std::vector<uint32_t> row_offsets = {0, 1, kUsed};
+  std::vector<uint8_t> out(kRows * kRowSize, kUntouched);
+  SiluCall call{};
+  call.token_format = "mxfp8";
+  call.scales_layout = ScalesLayout::kAtoms;
+  call.n_rows = kRows;
+  call.n_groups = 2;
+  call.row_size = kRowSize;
+  call.n_scales = 1;
+  call.x_type = RowType::kFloat32;
+  call.x = x.data();
+  call.row_offsets = row_offsets.data();
+  call.out = out.data();
+  std::vector<uint8_t> scales(MaxBlocks(kRows, 2) * kAtomBytes, kUntouched);
+  call.scales = scales.data();
+  TestPool threads(3);
+  CHECK_EQ(FusedSilu(threads.pool(), call).message, "");
+  for (int64_t i = 0; i < kRows * kRowSize; ++i) {
+    CHECK_EQ(out[i] == kUntouched, i >= kUsed * kRowSize);
+  }
+  // One row in a block of the first group, 130 in two of the second.
+  for (int64_t row = 0; row < static_cast<int64_t>(scales.size()) / kAtomScales; ++row) {
+    const int64_t block = row / kAtomRows, at = block * kAtomBytes + AtomOffset(row % kAtomRows, 1);
+    const bool is_used = row == 0 || (row >= kAtomRows && row < kAtomRows + kUsed - 1);
+    CHECK_EQ(scales[at] == 0, block < 3 && !is_used);
+    CHECK_EQ(scales[at] == kUntouched, block >= 3);
+    CHECK_EQ(scales[at + 1] == kUntouched, block >= 3);
+  }
+}
+
 }  // namespace
 
 void RunFormatTests() {
   TestGroupsArePaddedAndCutAtTheCapacity();
   TestEveryCodeIsItsOwnNearest();
   TestRowsAreQuantisedOnTheWay();
+  TestWordsOfE2m1AreThoseOfOneByOne();
+  TestActivationTouchesRowsInUseAlone();
 }
 
 }  // namespace jax_ep

@@ -1,0 +1,280 @@
+// The kernels of fused_silu. A warp takes chunks of rows in use, as many blocks as fit at once;
+// a lane has eight neighbouring columns, so that the elements of a scale are a few lanes'.
+
+#include <algorithm>
+
+#include "cuda/device/scan.cuh"
+#include "cuda/device/silu_input.cuh"
+#include "cuda/device/silu_output.cuh"
+#include "cuda/prepare.h"
+#include "cuda/silu.h"
+
+namespace jax_ep::p2p {
+namespace {
+
+constexpr int kSiluWarps = 8;
+constexpr int kSiluThreads = kSiluWarps * kWarpSize;
+constexpr int kSiluBlocksPerSm = 3;
+// Of a row, that a warp loads before it works on the first.
+constexpr int kChunks = 2;
+constexpr int kUnitValues = kChunks * kChunkValues;
+
+__device__ __forceinline__ int64_t UsedRows(const SiluCall& call) {
+  return min(int64_t{call.row_offsets[call.n_groups]}, call.n_rows);
+}
+
+// Whether the group of a row matters.
+__host__ __device__ inline bool NeedsGroups(const SiluCall& call) {
+  return call.input_scales != nullptr || call.scales_layout == ScalesLayout::kAtoms;
+}
+
+// The first row and the first block of atoms of every group, and where the last one ends.
+struct Groups {
+  uint32_t* starts;  // [L + 1], shared
+  uint32_t* blocks;  // [L + 1], shared
+
+  __device__ Groups(uint32_t* shared, int64_t n_groups)
+      : starts(shared), blocks(shared + n_groups + 1) {}
+
+  // Called by one warp, converged.
+  __device__ void Fill(const SiluCall& call) const {
+    const int n_groups = static_cast<int>(call.n_groups);
+    int32_t n_blocks = 0;
+    for (int first = 0; first <= n_groups; first += kWarpSize) {
+      const int group = first + LaneIndex();
+      const uint32_t start = group <= n_groups ? call.row_offsets[group] : 0;
+      const uint32_t end = group < n_groups ? call.row_offsets[group + 1] : start;
+      const int32_t block =
+          ExclusiveScan(static_cast<int32_t>(BlocksOfRows(end - start)), &n_blocks);
+      if (group > n_groups) continue;
+      starts[group] = start;
+      blocks[group] = block;
+    }
+  }
+};
+
+// The group of a warp's row; rows must rise.
+class GroupCursor {
+ public:
+  __device__ GroupCursor(const SiluCall& call, const Groups& groups)
+      : call_(call), groups_(groups) {}
+
+  __device__ void Find(SiluRow& row) {
+    if (row.index >= end_) Search(row.index);
+    row.in_group = row.index - start_;
+    row.first_block = first_block_;
+    row.input_scale = input_scale_;
+  }
+
+ private:
+  // The last group that starts at or before the row; those before it end there.
+  __device__ void Search(uint32_t row) {
+    int low = 0, high = static_cast<int>(call_.n_groups);
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      (groups_.starts[middle] <= row ? low : high) = middle;
+    }
+    start_ = groups_.starts[low];
+    end_ = groups_.starts[low + 1];
+    first_block_ = groups_.blocks[low];
+    input_scale_ = InputScale::Make(call_.input_scales == nullptr ? 1.0f : call_.input_scales[low]);
+  }
+
+  const SiluCall& call_;
+  const Groups& groups_;
+  uint32_t start_ = 0, end_ = 0, first_block_ = 0;
+  InputScale input_scale_ = {};
+};
+
+// What a warp does at once: kUnitValues columns of a row.
+struct Unit {
+  uint32_t row;
+  uint32_t index;
+
+  __device__ Unit(uint32_t position, uint32_t n_units)
+      : row(position / n_units), index(position % n_units) {}
+
+  __device__ void Advance(const Unit& step, uint32_t n_units) {
+    row += step.row;
+    index += step.index;
+    if (index < n_units) return;
+    index -= n_units;
+    ++row;
+  }
+};
+
+// Zeros in what is left of each group's last block of atoms: a warp takes an atom.
+__device__ void PadAtoms(const SiluCall& call, const Groups& groups) {
+  const uint32_t n_atoms = static_cast<uint32_t>(AtomsPerRow(call.n_scales));
+  const uint32_t n_groups = static_cast<uint32_t>(call.n_groups);
+  for (uint32_t i = blockIdx.x * kSiluWarps + WarpIndex(); i < n_groups * n_atoms;
+       i += gridDim.x * kSiluWarps) {
+    const uint32_t group = i / n_atoms;
+    const uint32_t n_in_last = (groups.starts[group + 1] - groups.starts[group]) % kAtomRows;
+    if (n_in_last == 0) continue;
+    const uint32_t atom = (groups.blocks[group + 1] - 1) * n_atoms + i % n_atoms;
+    uint32_t* const rows = static_cast<uint32_t*>(call.scales) + atom * kAtomRows;
+#pragma unroll
+    for (int quarter = 0; quarter < 4; ++quarter) {
+      if (quarter * kWarpSize + LaneIndex() >= n_in_last) rows[LaneIndex() * 4 + quarter] = 0;
+    }
+  }
+}
+
+template <class Output, class T, bool kIsInterleaved>
+__device__ __forceinline__ void RunRows(const SiluCall& call, const Groups& groups) {
+  const uint32_t lane_column = LaneIndex() * kLaneValues;
+  const uint32_t row_size = static_cast<uint32_t>(call.row_size);
+  const uint32_t n_units = (row_size + kUnitValues - 1) / kUnitValues;
+  const uint32_t row_vectors = 2 * row_size / kLaneValues * kLaneVectors<T>;
+  const uint32_t n_used = UsedRows(call);
+  const Unit step(gridDim.x * kSiluWarps, n_units);
+  Unit next(blockIdx.x * kSiluWarps + WarpIndex(), n_units);
+  GroupCursor cursor(call, groups);
+  constexpr uint32_t kColumnVectors = (kIsInterleaved ? 2 : 1) * kLaneVectors<T>;
+
+  while (next.row < n_used) {
+    SiluRow row{next.row, 0, 0, {1.0f, 1.0f}};
+    const uint32_t first = next.index * kUnitValues + lane_column;
+    next.Advance(step, n_units);
+    const uint8_t* const gates =
+        Vector(call.x, row.index * row_vectors + first / kLaneValues * kColumnVectors);
+    SiluInput<T, kIsInterleaved> inputs[kChunks];
+    const int64_t up_bytes = row_size * static_cast<int64_t>(sizeof(T));
+    // Most units are whole: loads without conditions.
+    const bool is_whole = first - lane_column + kUnitValues <= row_size;
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      const uint8_t* const from = Vector(gates, i * kWarpSize * kColumnVectors);
+      if (is_whole || first + i * kChunkValues < row_size) {
+        inputs[i].Load(from, up_bytes);
+      } else {
+        inputs[i].Clear();
+      }
+    }
+    if (Output::kQuantises && NeedsGroups(call)) cursor.Find(row);
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      const uint32_t column = first + i * kChunkValues;
+      if (i > 0 && !is_whole && column - lane_column >= row_size) break;  // the whole warp
+      float gates_here[kLaneValues], ups[kLaneValues], values[kLaneValues];
+      inputs[i].ToFloats(gates_here, ups);
+      Activate(call.activation, gates_here, ups, values);
+      Output::Store(call, row, column, is_whole || column < row_size, values);
+    }
+  }
+}
+
+template <class Output, class T>
+__global__ void __launch_bounds__(kSiluThreads, kSiluBlocksPerSm)
+    SiluKernel(const __grid_constant__ SiluCall call) {
+  extern __shared__ uint32_t tables[];
+  const Groups groups(tables, call.n_groups);
+  if (Output::kQuantises && NeedsGroups(call)) {
+    if (WarpIndex() == 0) groups.Fill(call);
+    __syncthreads();
+  }
+  if (call.is_interleaved) {
+    RunRows<Output, T, true>(call, groups);
+  } else {
+    RunRows<Output, T, false>(call, groups);
+  }
+  if (Output::kQuantises && call.scales_layout == ScalesLayout::kAtoms) PadAtoms(call, groups);
+}
+
+// Rows that are no multiple of 16 bytes, in a plain format: an element per thread.
+template <class T>
+__global__ void __launch_bounds__(kSiluThreads)
+    OddRowsKernel(const __grid_constant__ SiluCall call) {
+  const int64_t size = call.row_size, stride = call.is_interleaved ? 2 : 1;
+  const int64_t end = UsedRows(call) * size;
+  for (int64_t i = int64_t{blockIdx.x} * kSiluThreads + threadIdx.x; i < end;
+       i += int64_t{gridDim.x} * kSiluThreads) {
+    const int64_t row = i / size, column = i % size;
+    const T* const gate = static_cast<const T*>(call.x) + row * 2 * size + column * stride;
+    const T* const up = gate + (call.is_interleaved ? 1 : size);
+    const float value = call.activation.Apply(ToFloat(*gate), ToFloat(*up));
+    if (call.out_type == RowType::kFloat32) {
+      static_cast<float*>(call.out)[i] = value;
+    } else {
+      const bool is_bfloat16 = call.out_type == RowType::kBFloat16;
+      const uint32_t pair =
+          is_bfloat16 ? PackPair(value, 0.0f, BFloat16{}) : PackPair(value, 0.0f, Float16{});
+      static_cast<uint16_t*>(call.out)[i] = static_cast<uint16_t>(pair);
+    }
+  }
+}
+
+using Kernel = void (*)(SiluCall);
+
+template <class T>
+Kernel FindKernel(const SiluCall& call, bool is_odd) {
+  if (call.scales_layout == ScalesLayout::kNone) {
+    return is_odd ? OddRowsKernel<T> : SiluKernel<PlainOutput, T>;
+  }
+  if (is_odd) return nullptr;
+  if (call.token_format == "blockwise_fp8") return SiluKernel<QuantisedOutput<BlockwiseFp8>, T>;
+  if (call.token_format == "mxfp8") return SiluKernel<QuantisedOutput<MxFp8>, T>;
+  if (call.token_format == "mxfp4") return SiluKernel<QuantisedOutput<MxFp4>, T>;
+  if (call.token_format == "nvfp4") return SiluKernel<QuantisedOutput<NvFp4>, T>;
+  return nullptr;
+}
+
+Kernel FindKernel(const SiluCall& call, bool is_odd) {
+  if (call.x_type == RowType::kBFloat16) return FindKernel<BFloat16>(call, is_odd);
+  if (call.x_type == RowType::kFloat16) return FindKernel<Float16>(call, is_odd);
+  return FindKernel<float>(call, is_odd);
+}
+
+bool IsOdd(const SiluCall& call) {
+  const auto bits = reinterpret_cast<uintptr_t>(call.x) | reinterpret_cast<uintptr_t>(call.out);
+  return call.row_size % kLaneValues != 0 || bits % kVectorBytes != 0;
+}
+
+// Blocks that are on the device at once; fewer where there is less to do.
+int64_t NumBlocks(const SiluCall& call, int n_sms) {
+  const int64_t n_units = call.n_rows * ((call.row_size + kUnitValues - 1) / kUnitValues);
+  const int64_t n_needed = (n_units + kSiluWarps - 1) / kSiluWarps;
+  return std::clamp<int64_t>(n_needed, 1, int64_t{n_sms} * kSiluBlocksPerSm);
+}
+
+}  // namespace
+
+cudaError_t PrepareFusedSilu() {
+  int n_blocks = kSiluBlocksPerSm;
+  SiluCall call{};
+  for (const RowType type : {RowType::kBFloat16, RowType::kFloat16, RowType::kFloat32}) {
+    call.x_type = type;
+    for (const char* format : {"", "odd", "blockwise_fp8", "mxfp8", "mxfp4", "nvfp4"}) {
+      call.token_format = format;
+      const bool is_plain = call.token_format.empty() || call.token_format == "odd";
+      call.scales_layout = is_plain ? ScalesLayout::kNone : ScalesLayout::kRowMajor;
+      const Kernel kernel = FindKernel(call, call.token_format == "odd");
+      const cudaError_t error =
+          PrepareKernel(reinterpret_cast<const void*>(kernel), kSiluThreads, 0, &n_blocks);
+      if (error != cudaSuccess) return error;
+    }
+  }
+  return cudaSuccess;
+}
+
+cudaError_t LaunchFusedSilu(const SiluCall& call, cudaStream_t stream) {
+  const Kernel kernel = FindKernel(call, IsOdd(call));
+  const bool needs_groups = NeedsGroups(call);
+  // Vectors of x, the widest there is, are counted by 32 bits.
+  const bool is_countable = call.n_rows * call.row_size / 2 <= UINT32_MAX;
+  if (kernel == nullptr || !is_countable || (needs_groups && call.n_groups > kMostSiluGroups)) {
+    return cudaErrorInvalidValue;
+  }
+  int device = 0, n_sms = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  error = cudaDeviceGetAttribute(&n_sms, cudaDevAttrMultiProcessorCount, device);
+  if (error != cudaSuccess) return error;
+  const size_t shared_bytes = needs_groups ? 2 * (call.n_groups + 1) * sizeof(uint32_t) : 0;
+  kernel<<<static_cast<unsigned>(NumBlocks(call, n_sms)), kSiluThreads, shared_bytes, stream>>>(
+      call);
+  return cudaGetLastError();
+}
+
+}  // namespace jax_ep::p2p
