@@ -35,9 +35,27 @@ struct StatsWords {
   JAX_EP_HOST_DEVICE constexpr size_t rows_per_expert() const {
     return rows_to_expert() + n_ranks * n_local_experts;
   }
-  JAX_EP_HOST_DEVICE constexpr size_t n_words() const {
-    return rows_per_expert() + n_local_experts;
+
+  // What the last dispatch has received: not in the totals before the next one has time to add it.
+  JAX_EP_HOST_DEVICE constexpr size_t last() const { return rows_per_expert() + n_local_experts; }
+  // From last() on: calls, dropped rows, [R] waits, [L] rows per expert.
+  static constexpr size_t kLastCalls = 0;
+  static constexpr size_t kLastDropped = 1;
+  static constexpr size_t kLastWaits = 2;
+  JAX_EP_HOST_DEVICE constexpr size_t last_rows() const { return kLastWaits + n_ranks; }
+  JAX_EP_HOST_DEVICE constexpr size_t n_last() const { return last_rows() + n_local_experts; }
+  // The total that a word of it goes to; a wait is also compared with the longest one.
+  JAX_EP_HOST_DEVICE constexpr size_t TotalOf(size_t i) const {
+    if (i == kLastCalls) return kDispatchCalls;
+    if (i == kLastDropped) return kDroppedRows;
+    return i < last_rows() ? wait() + kDispatch * n_ranks + i - kLastWaits
+                           : rows_per_expert() + i - last_rows();
   }
+  JAX_EP_HOST_DEVICE constexpr bool IsWait(size_t i) const {
+    return i >= kLastWaits && i < last_rows();
+  }
+
+  JAX_EP_HOST_DEVICE constexpr size_t n_words() const { return last() + n_last(); }
 };
 
 }  // namespace jax_ep

@@ -64,13 +64,14 @@ __device__ void AnnounceCall(const CallArgs& call, const CallShared& shared) {
 // grid.
 __device__ void AwaitCalls(const CallArgs& call, const CallShared& shared, CallState& state) {
   uint64_t* const begun = At<uint64_t>(call.workspace, call.map.begun.Copy(shared.copy));
-  WaitClock<1> clock(call, StatsWords::kCombine, true);
   uint32_t lagging = 0;
   bool is_there = true;
   for (int rank = LaneIndex(); is_there && rank < call.n_ranks; rank += kWarpSize) {
     uint32_t value;
+    WaitClock<1> clock(call, StatsWords::kCombine, rank, true);
     is_there = Wait(call, shared.epoch, Phase::kBegun, begun + rank, rank, &value,
-                    [&](uint32_t there) { clock.Look(there, rank); });
+                    [&](uint32_t there) { clock.Look(there); });
+    clock.ended().Count(call, StatsWords::kCombine);
     lagging |= value;
   }
   lagging = __reduce_or_sync(0xffffffffu, lagging);

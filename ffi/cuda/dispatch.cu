@@ -43,8 +43,9 @@ __device__ void BeginSend(const DispatchArgs& args, const DispatchShared& shared
   if (IsWorker()) {
     if (counts) CountAllTokens(args, shared);
     if (blockIdx.x < args.call.plan.n_send_blocks) NumberFirstTile(args, shared, tiles);
-  } else if (counts) {
-    SystemFence();  // see SendCounts; takes as long as counting
+  } else {
+    if (counts) SystemFence();  // see SendCounts; takes as long as counting
+    if (WritesResults(args.call)) CountLastDispatch(args.call);
   }
 }
 

@@ -1,5 +1,7 @@
 // The totals that a rank's kernels have counted, from its workspace.
 
+#include <algorithm>
+
 #include "core/stats_words.h"
 #include "cuda/group.h"
 #include "cuda/runtime.h"
@@ -33,6 +35,13 @@ Status Group::Stats(int rank, RankStats* stats) const {
   status = Read(ranks_[rank].workspace + map_.stats.offset, &words);
   if (!status.ok()) return status;
 
+  for (size_t i = 0; i < at.n_last(); ++i) {
+    const uint64_t n = words[at.last() + i];
+    words[at.TotalOf(i)] += n;
+    if (!at.IsWait(i)) continue;
+    uint64_t& longest = words[at.TotalOf(i) + at.longest_wait() - at.wait()];
+    longest = std::max(longest, n);
+  }
   *stats = RankStats(config_.n_ranks, config_.n_experts);
   const auto copy = [&](size_t first, std::vector<int64_t>& to) {
     for (size_t i = 0; i < to.size(); ++i) to[i] = static_cast<int64_t>(words[first + i]);

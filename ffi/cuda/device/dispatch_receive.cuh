@@ -46,16 +46,17 @@ __device__ inline void LayOutRows(const DispatchArgs& args, DispatchShared& shar
   uint64_t* const words = At<uint64_t>(call.workspace, call.map.counts.Copy(shared.call.copy));
 
   shared.waits[LaneIndex()] = {};
+  if (writes_results && shared.call.half == Half::kReceive) CountLastDispatch(call);
   int32_t n_rows = 0, max_messages = 0;
   uint32_t lagging = 0;
   for (int base = 0; base < n_words; base += kWords * kWarpSize) {
     const int first = base + LaneIndex() * kWords;
     uint32_t values[kWords];
-    WaitClock<kWords> clock(call, StatsWords::kDispatch, writes_results);
+    WaitClock<kWords> clock(call, StatsWords::kDispatch, first - n_experts, writes_results);
     const bool is_there = WaitForAll(
         call, epoch, Phase::kCounts, n_words - first, [&](int j) { return words + first + j; },
         [&](int j) { return (first + j) % n_ranks; }, values,
-        [&](uint32_t there) { clock.Look(there, first - n_experts); });
+        [&](uint32_t there) { clock.Look(there); });
     if (!__all_sync(0xffffffffu, is_there)) {
       shared.call.failed = 1;
       return;
@@ -91,7 +92,7 @@ __device__ inline void LayOutRows(const DispatchArgs& args, DispatchShared& shar
   shared.lagging = lagging;
 }
 
-// Writes what LayOutRows found, and counts it. Called by the same warp, while others receive.
+// Writes what LayOutRows found, and notes it. Called by the same warp, while others receive.
 __device__ inline void WriteOffsets(const DispatchArgs& args, const DispatchShared& shared) {
   const CallArgs& call = args.call;
   const int n_local = call.n_local_experts();
@@ -105,8 +106,8 @@ __device__ inline void WriteOffsets(const DispatchArgs& args, const DispatchShar
     if (shared.call.half == Half::kReceive) *args.n_invalid = call.ticket->n_invalid;
     DispatchKind(call).state->lagging[shared.call.copy] = shared.lagging;
   }
-  CountReceived(call, shared.n_dropped, [&](int group) { return RowsOf(args, shared, group); });
-  shared.waits[LaneIndex()].Count(call, StatsWords::kDispatch);
+  NoteReceived(call, shared.n_dropped, [&](int group) { return RowsOf(args, shared, group); });
+  shared.waits[LaneIndex()].Note(call);
 }
 
 // Leaves no rows to a call that has failed. Called by a warp of the receiver that writes results,

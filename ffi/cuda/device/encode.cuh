@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "core/e2m1.h"
 #include "core/float_types.h"
 #include "core/quantize.h"
 #include "cuda/device/copy.cuh"
@@ -158,12 +159,7 @@ struct Quantized {
 
   __device__ static typename Codes::Words Pack(const float (&values)[kLaneElements]) {
     if constexpr (Format::kIsPacked) {
-      uint32_t words = 0;
-#pragma unroll
-      for (int i = 0; i < kLaneElements; i += 2) {
-        words |= uint32_t{ToE2m1Pair(values[i], values[i + 1])} << 4 * i;
-      }
-      return words;
+      return ToE2m1Word(values);
     } else {
       const auto word = [&](int i) {
         return ToE4m3Pair(values[i], values[i + 1]) |

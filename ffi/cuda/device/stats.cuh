@@ -20,6 +20,8 @@ class Totals {
 
   __device__ void Add(size_t word, unsigned long long n) const { atomicAdd(words_ + word, n); }
   __device__ void Max(size_t word, unsigned long long n) const { atomicMax(words_ + word, n); }
+  __device__ void Note(size_t word, unsigned long long n) const { words_[word] = n; }
+  __device__ unsigned long long Read(size_t word) const { return words_[word]; }
 
  private:
   unsigned long long* const words_;
@@ -39,17 +41,42 @@ __device__ inline void CountSent(const CallArgs& call, const RoutingCounts& coun
   if (LaneIndex() == 0) totals.Add(StatsWords::kInvalidIds, *counts.n_invalid);
 }
 
-// Counts a dispatch that this rank has laid out; rows_of(group): that fit. Called by one warp of
-// the grid.
-template <class RowsOf>
-__device__ void CountReceived(const CallArgs& call, int32_t n_dropped, const RowsOf& rows_of) {
+// Adds what the last dispatch has received to the totals. Called by one warp of the grid that has
+// nothing else to do yet: at the end of a call, additions would take longer than a few tokens.
+__device__ inline void CountLastDispatch(const CallArgs& call) {
+  constexpr int kWords = 4;  // of a lane, in flight together
   const Totals totals(call);
+  const size_t n_last = totals.at.n_last();
+  for (size_t first = LaneIndex(); first < n_last; first += kWords * kWarpSize) {
+    unsigned long long values[kWords];
+#pragma unroll
+    for (size_t j = 0; j < kWords; ++j) {
+      const size_t i = first + j * kWarpSize;
+      values[j] = i < n_last ? totals.Read(totals.at.last() + i) : 0;
+    }
+#pragma unroll
+    for (size_t j = 0; j < kWords; ++j) {
+      if (values[j] == 0) continue;
+      const size_t i = first + j * kWarpSize, total = totals.at.TotalOf(i);
+      totals.Note(totals.at.last() + i, 0);
+      totals.Add(total, values[j]);
+      if (!totals.at.IsWait(i)) continue;
+      totals.Max(total + totals.at.longest_wait() - totals.at.wait(), values[j]);
+    }
+  }
+}
+
+// Notes a dispatch that this rank has laid out; rows_of(group): that fit. Called by the same warp.
+template <class RowsOf>
+__device__ void NoteReceived(const CallArgs& call, int32_t n_dropped, const RowsOf& rows_of) {
+  const Totals totals(call);
+  const size_t last = totals.at.last();
   for (int group = LaneIndex(); group < call.n_local_experts(); group += kWarpSize) {
-    totals.Add(totals.at.rows_per_expert() + group, rows_of(group));
+    totals.Note(last + totals.at.last_rows() + group, rows_of(group));
   }
   if (LaneIndex() != 0) return;
-  totals.Add(StatsWords::kDispatchCalls, 1);
-  totals.Add(StatsWords::kDroppedRows, n_dropped);
+  totals.Note(last + StatsWords::kLastCalls, 1);
+  totals.Note(last + StatsWords::kLastDropped, n_dropped);
 }
 
 // Counts a combine that all ranks have begun. Called by one thread of the grid.
@@ -75,7 +102,15 @@ struct EndedWait {
   int32_t first_peer;
   uint64_t cycles;
 
-  // Called by a thread that nothing waits for.
+  // For CountLastDispatch.
+  __device__ void Note(const CallArgs& call) const {
+    const Totals totals(call);
+    for (uint32_t left = peers; left != 0; left &= left - 1) {
+      const int peer = first_peer + __ffs(left) - 1;
+      totals.Note(totals.at.last() + StatsWords::kLastWaits + peer, cycles);
+    }
+  }
+  // To the totals.
   __device__ void Count(const CallArgs& call, size_t kind) const {
     if (peers != 0) AddWaits(call, kind, peers, first_peer, cycles);
   }
@@ -86,23 +121,26 @@ struct EndedWait {
 template <int kWords>
 class WaitClock {
  public:
-  // `kind`: StatsWords::kDispatch or kCombine.
-  __device__ WaitClock(const CallArgs& call, size_t kind, bool is_on)
-      : call_(call), kind_(kind), is_on_(is_on) {}
+  // `kind`: StatsWords::kDispatch or kCombine. Word i of the thread's words [0, kWords) is
+  // `first_peer + i`'s, if there is such a peer.
+  __device__ WaitClock(const CallArgs& call, size_t kind, int first_peer, bool is_on)
+      : call_(call),
+        kind_(kind),
+        first_peer_(first_peer),
+        others_(is_on ? WordsOfOthers(call, first_peer) : 0) {}
 
-  // To be called after every look at the thread's words [0, kWords), of which word i is
-  // `first_peer + i`'s, if there is such a peer. Bits of `there`: words that are of this call.
-  __device__ __forceinline__ void Look(uint32_t there, int first_peer) {
-    if (!is_on_) return;
+  // To be called after every look at the words. Bits of `there`: those that are of this call.
+  __device__ __forceinline__ void Look(uint32_t there) {
     const uint32_t arrived = late_ & there;
-    late_ = Others(first_peer) & ~there;
-    if (late_ != 0 && begin_ == 0) begin_ = clock64();
+    late_ = others_ & ~there;
+    if ((late_ | arrived) == 0) return;
+    if (begin_ == 0) begin_ = clock64();
     if (arrived == 0) return;
     const uint64_t cycles = clock64() - begin_;
     if (late_ == 0) {
-      ended_ = {arrived, first_peer, cycles};
+      ended_ = {arrived, first_peer_, cycles};
     } else {
-      AddWaits(call_, kind_, arrived, first_peer, cycles);
+      AddWaits(call_, kind_, arrived, first_peer_, cycles);
     }
   }
 
@@ -110,21 +148,21 @@ class WaitClock {
   __device__ const EndedWait& ended() const { return ended_; }
 
  private:
-  // Bits of the words of other ranks.
-  __device__ __forceinline__ uint32_t Others(int first_peer) const {
+  __device__ static uint32_t WordsOfOthers(const CallArgs& call, int first_peer) {
     const int begin = min(max(-first_peer, 0), kWords);
-    const int end = min(max(call_.n_ranks - first_peer, begin), kWords);
-    const int own = call_.rank - first_peer;
+    const int end = min(max(call.n_ranks - first_peer, begin), kWords);
+    const int own = call.rank - first_peer;
     const uint32_t own_bit = own >= 0 && own < kWords ? 1u << own : 0;
     return ((1u << end) - (1u << begin)) & ~own_bit;
   }
 
   const CallArgs& call_;
   const size_t kind_;
-  const bool is_on_;
-  uint32_t late_ = 0;  // words that were not there at the last look
-  EndedWait ended_{};  // for the words that came last
-  int64_t begin_ = 0;  // cycles; 0: not waited yet
+  const int first_peer_;
+  const uint32_t others_;  // words of other ranks
+  uint32_t late_ = 0;      // words that were not there at the last look
+  int64_t begin_ = 0;      // cycles; 0: not waited yet
+  EndedWait ended_{};      // for the words that came last
 };
 
 }  // namespace jax_ep::p2p
