@@ -60,10 +60,11 @@ run_silu() {
 run_suite() {
   run_tests test_dispatch_combine 120 tests/test_dispatch_combine.py
   run_tests test_grad 120 tests/test_grad.py
-  run_tests test_transforms_test_independence_test_async 120 \
-    tests/test_transforms.py tests/test_independence.py tests/test_async.py
-  run_tests test_cli 60 tests/test_cli.py -k bench_shows
-  run_tests test_quantised_grad_test_errors 120 tests/test_quantised_grad.py tests/test_errors.py
+  run_tests test_transforms_independence_async_overlap 120 tests/test_transforms.py \
+    tests/test_independence.py tests/test_async.py tests/test_overlap.py
+  run_tests test_shared_expert 120 tests/test_shared_expert.py
+  run_tests test_quantised_grad_errors_cli 120 tests/test_quantised_grad.py tests/test_errors.py \
+    tests/test_cli.py::test_bench_shows_times_and_the_rate_of_the_median
 }
 
 build_bed() {
