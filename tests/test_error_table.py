@@ -16,6 +16,8 @@ import pytest
 import jax_ep
 from jax_ep import _host_ffi
 from jax_ep.exchange import Exchange
+from jax_ep.group import EPGroup
+from jax_ep.transports.p2p import P2pTransport
 
 TABLE = pathlib.Path(__file__).parents[1] / "docs" / "errors.md"
 R, E, K, H, T = 4, 8, 2, 16, 4
@@ -235,6 +237,7 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "wait-group": lambda: wait_for_other(
         init(), jax_ep.dispatch_wait, jax_ep.dispatch_async, init(timeout_s=3)
     ),
+    "wait-elsewhere": lambda: wait_in_another_function(),
     "no-stats": lambda: init(transport="xla").stats(),
     "mixed-stats": lambda: jax_ep.plot_traffic(
         init().stats() + init(n_experts=2 * E).stats()
@@ -254,6 +257,20 @@ def closed_group() -> jax_ep.EPGroup:
     group = init(timeout_s=40)
     group.close()
     return group
+
+
+def wait_in_another_function() -> None:
+    """Traced for `p2p`, on devices that it could not serve."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(P2pTransport, "open", lambda *_: None)
+        group = EPGroup(make_mesh(), "ep", config(), P2pTransport(), None)
+
+    def body(rank: jax.Array) -> jax.Array:
+        in_flight = jax_ep.dispatch_async(group, *operands())
+        wait = jax.jit(lambda x: x + jax_ep.dispatch_wait(group, in_flight).n_dropped)
+        return wait(rank)
+
+    run(body)
 
 
 def dispatch_ids(topk_ids: Any) -> None:
