@@ -44,7 +44,8 @@ class RankStats:
             ready to receive until the peer's call has reached it: on `host` until the
             peer makes the call; on `p2p` until its counts (dispatch), or the word that
             it has begun (combine), are there, as seen by the one warp that measures.
-            Waits for several peers at once count for each of them.
+            Waits for several peers at once count for each of them. `p2p` counts cycles
+            of the GPU: the seconds are too few by as much as its clock is throttled.
         longest_wait_s: `float64[2, R]`, the longest such wait of one call.
     """
 

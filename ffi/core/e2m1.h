@@ -7,7 +7,7 @@
 
 #include "core/float_types.h"
 #include "core/host_device.h"
-#include "core/silu.h"
+#include "core/quantize.h"
 
 namespace jax_ep {
 

@@ -31,6 +31,14 @@ JAX_EP_HOST_DEVICE inline float MultiplyRn(float a, float b) {
 #endif
 }
 
+JAX_EP_HOST_DEVICE JAX_EP_ALWAYS_INLINE float FmaRn(float a, float b, float c) {
+#if defined(__CUDA_ARCH__)
+  return __fmaf_rn(a, b, c);
+#else
+  return __builtin_fmaf(a, b, c);
+#endif
+}
+
 JAX_EP_HOST_DEVICE inline float DivideRn(float a, float b) {
 #if defined(__CUDA_ARCH__)
   return __fdiv_rn(a, b);

@@ -12,14 +12,6 @@
 
 namespace jax_ep {
 
-JAX_EP_HOST_DEVICE JAX_EP_ALWAYS_INLINE float FmaRn(float a, float b, float c) {
-#if defined(__CUDA_ARCH__)
-  return __fmaf_rn(a, b, c);
-#else
-  return __builtin_fmaf(a, b, c);
-#endif
-}
-
 // 1 / x for x from 1 to 2^126.
 JAX_EP_HOST_DEVICE JAX_EP_ALWAYS_INLINE float ReciprocalRn(float x) {
 #if defined(__CUDA_ARCH__)

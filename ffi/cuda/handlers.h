@@ -1,5 +1,5 @@
-// The FFI handlers for platform CUDA. They only launch. Those of whole calls may be captured into
-// command buffers.
+// The FFI handlers for platform CUDA. They only launch. Those of calls that do not overlap may be
+// captured into command buffers.
 #pragma once
 
 #include "xla/ffi/api/c_api.h"
