@@ -14,6 +14,8 @@ from jax_ep import _checks
 from jax_ep.formats import BF16, QuantizedFormat, TokenFormat
 from jax_ep.silu_primitive import Activation, activate, fused_silu_p
 
+_LARGEST = float(jnp.finfo(jnp.float32).max)
+
 
 class QuantizedRows(NamedTuple):
     """Rows in a format that quantises, as dispatch gives them.
@@ -62,13 +64,14 @@ def fused_silu(
         ValueError: a shape or dtype does not fit; F is not a multiple of the format's
             block; `clamp` is not finite, or its limit negative. While tracing.
     """
-    token_format = token_format or BF16()
+    token_format = BF16() if token_format is None else token_format
+    _check_static(token_format, interleaved)
     x, row_offsets = jnp.asarray(x), jnp.asarray(row_offsets)
     _check(x, row_offsets)
     token_format.check_hidden_size(x.shape[1] // 2)
     n_groups = row_offsets.shape[0] - 1
     input_scales = _checks.check_input_scales(token_format, input_scales, n_groups)
-    activation = Activation(token_format, bool(interleaved), _check_clamp(clamp))
+    activation = Activation(token_format, interleaved, _check_clamp(clamp))
     x, row_offsets, input_scales = _checks.vary_alike(
         None, x, row_offsets, input_scales
     )
@@ -110,13 +113,28 @@ _plain.defvjp(_plain_forward, _plain_backward)
 def _check_clamp(clamp: Any) -> tuple[float, float] | None:
     if clamp is None:
         return None
-    alpha, limit = map(float, clamp)
-    if not (math.isfinite(alpha) and 0 <= limit < math.inf):
+    try:
+        alpha, limit = map(float, clamp)
+    except (TypeError, ValueError):
+        alpha = limit = math.nan
+    if not (abs(alpha) <= _LARGEST and 0 <= limit <= _LARGEST):
         raise ValueError(
-            "fused_silu: clamp must be two finite numbers, the limit not negative; got "
-            f"({alpha}, {limit})."
+            "fused_silu: clamp must be (alpha, limit), two float32 numbers, the limit "
+            f"not negative; got {clamp!r}."
         )
     return alpha, abs(limit)
+
+
+def _check_static(token_format: Any, interleaved: Any) -> None:
+    if not isinstance(token_format, TokenFormat):
+        raise ValueError(
+            "fused_silu: token_format must be a token format such as jax_ep.BF16(); "
+            f"got {token_format!r}."
+        )
+    if not isinstance(interleaved, bool):
+        raise ValueError(
+            f"fused_silu: interleaved must be True or False; got {interleaved!r}."
+        )
 
 
 def _check(x: Any, row_offsets: Any) -> None:
@@ -130,3 +148,8 @@ def _check(x: Any, row_offsets: Any) -> None:
     _checks.check_array(
         "fused_silu", "row_offsets", row_offsets, (None,), "L+1", jnp.uint32
     )
+    if not row_offsets.shape[0]:
+        raise ValueError(
+            "fused_silu: row_offsets must have an entry more than there are groups; "
+            "got none."
+        )

@@ -105,6 +105,8 @@ class EPGroup:
     def stats(self) -> list[RankStats]:
         """Totals since the group was opened, one per device of this process.
 
+        Equal groups that are open at the same time share them.
+
         Waits for no call: to count those that were started, wait for their results
         first (`jax.block_until_ready`).
 
@@ -134,6 +136,8 @@ class EPGroup:
     def close(self) -> None:
         """Frees what the group holds. Later calls of the group raise an error.
 
+        On `host` so do calls that a jitted function has begun and that have not run
+        yet: wait for its results before (`jax.block_until_ready`). `p2p` waits itself.
         All its processes close a group; each waits for the others, but not for long.
         """
         if not self._closed:

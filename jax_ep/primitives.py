@@ -95,7 +95,8 @@ def make_primitive(
     primitive.multiple_results = multiple_results
 
     def run_eagerly(*operands: jax.Array, **params: Any) -> Any:
-        return jax.jit(functools.partial(primitive.bind, **params))(*operands)
+        with jax.disable_jit(False):  # which would call this again
+            return jax.jit(functools.partial(primitive.bind, **params))(*operands)
 
     def batch(
         operands: tuple[jax.Array, ...], dims: tuple[int | None, ...], **params: Any

@@ -89,7 +89,8 @@ def _result_types(x: Any, row_offsets: Any, *_: Any, activation: Activation) -> 
 
 def _run_eagerly(*operands: jax.Array, activation: Activation) -> list[jax.Array]:
     bind = functools.partial(fused_silu_p.bind, activation=activation)
-    return jax.jit(bind)(*operands)
+    with jax.disable_jit(False):  # which would call this again
+        return jax.jit(bind)(*operands)
 
 
 def _lower(
@@ -129,7 +130,9 @@ def _batch(
         x.shape[dim] for x, dim in zip(operands, dims, strict=True) if dim is not None
     )
     moved = [
-        jnp.stack([x] * size) if dim is None else jnp.moveaxis(x, dim, 0)
+        jnp.broadcast_to(x, (size, *x.shape))
+        if dim is None
+        else jnp.moveaxis(x, dim, 0)
         for x, dim in zip(operands, dims, strict=True)
     ]
     results = lax.map(lambda x: fused_silu_p.bind(*x, activation=activation), moved)

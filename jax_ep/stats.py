@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 class RankStats:
     """Totals of one device of this process, of all calls of a group that have ended.
 
-    The calls of a backward pass count like any others: that of `dispatch` is a combine,
-    that of `combine` a dispatch. (On `host` the latter is a call of its own, and not
+    The calls of a backward pass count like any others: that of `dispatch` is a combine
+    (two, where gradients of `topk_weights` come home, too), that of `combine` a
+    dispatch. (On `host` the latter is a call of its own, and not
     counted.)
 
     Attributes:

@@ -213,6 +213,9 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "silu-input-scales": lambda: jax_ep.fused_silu(
         jnp.ones((2, 4)), np.uint32([0, 2]), input_scales=jnp.ones(1)
     ),
+    "silu-format": lambda: jax_ep.fused_silu(
+        jnp.ones((2, 4)), np.uint32([0, 2]), "mxfp8"
+    ),
     "silu-clamp": lambda: jax_ep.fused_silu(
         jnp.ones((2, 4)), np.uint32([0, 2]), clamp=(1.0, np.inf)
     ),

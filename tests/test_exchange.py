@@ -215,10 +215,16 @@ def check_choice() -> None:
     assert "no device" in p2p_setup.why_not((), exchange_of_all("nobody"))
 
 
+def group_like(key: str, mesh) -> types.SimpleNamespace:
+    """What the set-up needs to know of a group."""
+    config = types.SimpleNamespace(skip_a2a=False)
+    return types.SimpleNamespace(key=key, mesh=mesh, axis_name=AXIS, config=config)
+
+
 def check_buffers() -> None:
     """Addresses of all places reach everybody; a failed step leaves nothing behind."""
     me, mesh = jax.process_index(), make_mesh(3, dp=2, reverse=True)
-    group = types.SimpleNamespace(key="group", mesh=mesh, axis_name=AXIS)
+    group = group_like("group", mesh)
     everywhere = {(p.row, p.rank) for p in places(mesh, AXIS)}
     for fails_at, error in (("allocate", "no memory"), ("connect", "no way"), ("", "")):
         extension = Extension(fails_at if me == 1 else "")
@@ -242,7 +248,7 @@ def check_buffers() -> None:
 def check_close_without_the_others() -> None:
     """A group is freed after a while, with a warning, if a peer never closes it."""
     mesh = make_mesh(len(jax.devices()))
-    group = types.SimpleNamespace(key="left", mesh=mesh, axis_name=AXIS)
+    group = group_like("left", mesh)
     extension = Extension()
     use(extension)
     exchange = exchange_of_all("left", timeout_s=60.0)
@@ -288,7 +294,7 @@ def check_files() -> None:
     use(extension)
     exchange = Exchange.over(mesh, "files", 30.0, through_files)
     assert p2p_setup.why_not(local_places(mesh, AXIS), exchange) is None
-    group = types.SimpleNamespace(key="files", mesh=mesh, axis_name=AXIS)
+    group = group_like("files", mesh)
     p2p_setup.open_buffers(group, exchange, n_ranks=2)
     assert [peer[1] for peer in extension.peers] == [0, 1]
     assert p2p_setup.close_buffers("files", exchange)

@@ -24,7 +24,13 @@ def devices(platform: str | None, n_ranks: int | None) -> list[jax.Device]:
         # Too late where something has asked for devices before: they stay as they are.
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", n_ranks)
-    found = jax.local_devices(backend=platform)
+    try:
+        found = jax.local_devices(backend=platform)
+    except AssertionError as error:  # of a platform that is asked for and not there
+        raise RuntimeError(
+            f"JAX finds no device of platform {platform or 'that it is told to use'}; "
+            "is its plugin installed, and does it see one?"
+        ) from error
     if n_ranks is not None and len(found) < n_ranks:
         raise RuntimeError(
             f"{n_ranks} ranks need as many devices; platform {found[0].platform!r} has "
