@@ -41,6 +41,15 @@ def make_mesh(n_ranks: int, dp: int = 1, *, names=None, reverse=False) -> Mesh:
     return Mesh(devices.reshape(*sizes.values()), tuple(sizes))
 
 
+def skip_if_xla_crashes(case) -> None:
+    """Skips cases without tokens on jax 0.11.
+
+    `jnp.linalg.cholesky` beside an empty operand of `shard_map` crashes there, too.
+    """
+    if case.n_tokens == 0 and jax.__version_info__[:2] == (0, 11):
+        pytest.skip("XLA of jax 0.11 crashes on custom calls beside empty operands")
+
+
 def positions(mesh: Mesh) -> list[tuple[int, int]]:
     """Gives (group, rank) of each device, in the mesh's flattened order."""
     axis = mesh.axis_names.index(AXIS)
