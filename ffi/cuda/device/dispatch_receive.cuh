@@ -157,8 +157,7 @@ __device__ inline bool ReceiveMessage(const DispatchArgs& args, const DispatchSh
   }
   const uint32_t lanes = __ballot_sync(0xffffffffu, fits);
   const bool is_own = !kQuantizes && item.source == call.rank;
-  const uint8_t* const payload = is_own ? args.tokens + token * args.size.given * kVectorBytes
-                                        : Vector(message, args.size.scales);
+  const uint8_t* const payload = is_own ? TokenAt(args, token) : Vector(message, args.size.scales);
   CopyToEach<kReceiveUnroll>(payload, RowAt(args, row), lanes, args.size.payload, part);
   if constexpr (kQuantizes) {
     uint8_t* const scales = fits ? ScalesOfRow(args, shared, local_expert, row) : nullptr;

@@ -3,12 +3,21 @@
 
 #include "core/message.h"
 #include "cuda/device/bulk.cuh"
+#include "cuda/device/copy.cuh"
 #include "cuda/device/protocol.cuh"
 #include "cuda/device/scan.cuh"
 #include "cuda/device/stats.cuh"
 #include "cuda/dispatch.h"
 
 namespace jax_ep::p2p {
+
+// All tokens, and all rows, may be more than 2^31 vectors.
+__device__ __forceinline__ const uint8_t* TokenAt(const DispatchArgs& args, int64_t token) {
+  return Vector(args.tokens, token * args.size.given);
+}
+__device__ __forceinline__ uint8_t* RowAt(const DispatchArgs& args, int64_t row) {
+  return Vector(args.rows, row * args.size.payload);
+}
 
 // The numbers of a tile's choices.
 struct TileNumbers {

@@ -9,17 +9,12 @@
 #include "core/e2m1.h"
 #include "core/float_types.h"
 #include "core/quantize.h"
-#include "cuda/device/copy.cuh"
+#include "cuda/device/dispatch_shared.cuh"
 #include "cuda/device/units.cuh"
-#include "cuda/dispatch.h"
 
 namespace jax_ep::p2p {
 
 constexpr int kSendUnroll = 8;
-
-__device__ __forceinline__ const uint8_t* TokenAt(const DispatchArgs& args, int token) {
-  return args.tokens + token * args.size.given * kVectorBytes;
-}
 
 // A token that travels as it is.
 struct AsItIs {

@@ -17,10 +17,6 @@ __device__ __forceinline__ bool HasGroups(const DispatchArgs& args) {
   return args.row_alignment > 1 || args.scales.layout != ScalesLayout::kNone;
 }
 
-__device__ __forceinline__ uint8_t* RowAt(const DispatchArgs& args, int row) {
-  return args.rows + row * args.size.payload * kVectorBytes;
-}
-
 // Rows [begin, end) and padding up to `next`, clipped to the rows that there are.
 struct RowGroup {
   int32_t begin, end, next;
