@@ -322,10 +322,13 @@ def pull_back(group: EPGroup, rows: jax.Array, dispatched: Dispatched) -> jax.Ar
     """
     n_tokens = dispatched.topk_ids.shape[0]
     dispatched = dataclasses.replace(_routed(group, dispatched), row_weights=None)
-    out = group._transport.combine(
-        group, rows, dispatched, None, None, reduce=True, adds_shared=False
-    )
-    return out[:n_tokens]
+    out = [
+        group._transport.combine(
+            group, piece, dispatched, None, None, reduce=True, adds_shared=False
+        )
+        for piece in jnp.split(rows, group._transport.n_pieces(group, rows), axis=1)
+    ]
+    return jnp.concatenate(out, axis=1)[:n_tokens]
 
 
 def _routed(group: EPGroup, dispatched: Dispatched) -> Dispatched:

@@ -62,6 +62,35 @@ def test_a_rows_gradient_reaches_its_token(name, weights, transport):
         assert_same_bits(got_rows, d_expert_out[rank], what)
 
 
+def test_cotangents_in_pieces_give_the_same_bits(monkeypatch):
+    """What `p2p` does with float32 tokens where experts give bfloat16."""
+    case = small("mxfp8", token_dtype="float32")
+    inputs = suite.make_inputs(case)
+    group = jax_ep.ep_init(make_mesh(4), AXIS, config_of(case), "host")
+
+    def body(tokens, topk_ids, cotangent):
+        def rows(tokens):
+            return jax_ep.dequantize(jax_ep.dispatch(group, tokens, topk_ids))
+
+        return jax.vjp(rows, tokens)[1](cotangent)[0]
+
+    cotangents = [np.nan_to_num(x).astype(np.float32) for x in inputs.expert_out]
+    arrays = inputs.tokens, inputs.topk_ids, cotangents
+    operands = [place(group.mesh, [x]) for x in arrays]
+    whole = on_mesh(group.mesh, body)(*operands)
+    shapes = []
+
+    def n_pieces(self, group, rows):
+        shapes.append(rows.shape)
+        return 2
+
+    monkeypatch.setattr(type(group._transport), "n_pieces", n_pieces)
+    in_pieces = on_mesh(group.mesh, lambda *args: body(*args))(*operands)
+    assert shapes
+    assert np.asarray(whole).any()
+    assert_same_bits(np.asarray(in_pieces), np.asarray(whole), "two pieces")
+
+
 def expected_values(case, inputs) -> list[np.ndarray]:
     """What `dequantize` gives: bfloat16[C, H], zero in rows of no token."""
     quantised = [formats.quantize(case.token_format, x) for x in inputs.tokens]

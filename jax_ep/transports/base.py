@@ -136,6 +136,13 @@ class Transport(abc.ABC):
         the cast; else it is one like the others.
         """
 
+    def n_pieces(self, group: EPGroup, rows: jax.Array) -> int:
+        """How many combines rows take that may be longer than the experts' rows.
+
+        Those are cotangents of `dequantize`, in the tokens' dtype.
+        """
+        return 1
+
     def combine_async(
         self,
         group: EPGroup,

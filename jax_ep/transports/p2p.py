@@ -170,32 +170,10 @@ class P2pTransport(FfiTransport):
             group, tokens, topk_ids, topk_weights, input_scale, results
         )
 
-    def combine(
-        self,
-        group: EPGroup,
-        expert_out: jax.Array,
-        dispatched: Dispatched,
-        topk_weights: jax.Array | None,
-        residual: jax.Array | None,
-        *,
-        reduce: bool,
-        adds_shared: bool,
-        out: jax.Array | None = None,
-    ) -> jax.Array:
-        """One custom call; two where rows are longer than what travels.
-
-        Those are cotangents of `dequantize` in float32, where experts give bfloat16.
-        """
-        row_bytes = expert_out.shape[1] * expert_out.dtype.itemsize
-        n_pieces = -(-row_bytes // _most_bytes(group.config))
-        combine = functools.partial(
-            super().combine, reduce=reduce, adds_shared=adds_shared, out=out
-        )
-        pieces = [
-            combine(group, piece, dispatched, topk_weights, residual)
-            for piece in jnp.split(expert_out, n_pieces, axis=1)
-        ]
-        return jnp.concatenate(pieces, axis=-1) if n_pieces > 1 else pieces[0]
+    def n_pieces(self, group: EPGroup, rows: jax.Array) -> int:
+        """Rows of a multiple of the bytes that the buffers have room for."""
+        row_bytes = rows.shape[1] * rows.dtype.itemsize
+        return -(-row_bytes // _most_bytes(group.config))
 
     def combine_async(
         self,
