@@ -25,21 +25,15 @@ struct LaunchPlan {
   int32_t n_stages;            // rows in shared memory, by which bulk copies send; 0: without them
 };
 
-// What a call failed of. kTicket and kOtherMesh: not of a wait; `peer` of kOtherMesh is the place
-// that the program means.
+// What a call failed of. kOtherMesh: not of a wait; `peer` is the place that the program means.
 enum class Phase : uint32_t {
   kNone = 0,
   kCounts,
   kMessage,
   kBegun,
   kReturned,
-  kRoom,
-  kTicket,
   kOtherMesh,
 };
-
-// What a kernel does of a call: all, or one of the halves between which other work may run.
-enum class Half : int32_t { kBoth = 0, kSend, kReceive };
 
 // The failure of a call in one word, written to mapped host memory: 0 while there is none.
 struct Failure {
@@ -56,14 +50,6 @@ struct Failure {
   }
 };
 
-// What the sending half leaves for the receiving half, in device memory.
-struct Ticket {
-  uint32_t epoch;
-  uint32_t copy;
-  uint32_t is_deferred;  // another call was in flight: this one begins where it is received
-  int32_t n_invalid;     // of dispatch
-};
-
 struct CallArgs {
   Workspace map;
   uint8_t* workspace;  // of this rank
@@ -71,14 +57,12 @@ struct CallArgs {
   int64_t timeout_ns;
 
   int32_t rank;
-  int32_t n_ranks;            // R
-  int32_t n_experts;          // E
-  FastDivisor local_experts;  // L
-  int32_t top_k;              // K
-  int32_t max_tokens;         // M
-  int32_t n_tokens;           // T
-  Half half;
-  Ticket* ticket;              // of the halves
+  int32_t n_ranks;             // R
+  int32_t n_experts;           // E
+  FastDivisor local_experts;   // L
+  int32_t top_k;               // K
+  int32_t max_tokens;          // M
+  int32_t n_tokens;            // T
   int32_t place;               // row of the mesh * R + rank
   const int32_t* place_index;  // null, or the place that the program means
   LaunchPlan plan;

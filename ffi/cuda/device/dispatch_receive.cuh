@@ -17,7 +17,7 @@ constexpr int kReceiveUnroll = 8;
 
 // The receiver that writes what there is once per rank.
 __device__ __forceinline__ bool WritesResults(const CallArgs& call) {
-  return call.half != Half::kSend && static_cast<int>(blockIdx.x) == FirstReceiver(call.plan);
+  return static_cast<int>(blockIdx.x) == FirstReceiver(call.plan);
 }
 
 // The rows of a group that fit, without padding.
@@ -46,9 +46,7 @@ __device__ inline void LayOutRows(const DispatchArgs& args, DispatchShared& shar
   uint64_t* const words = At<uint64_t>(call.workspace, call.map.counts.Copy(shared.call.copy));
 
   shared.waits[LaneIndex()] = {};
-  if (writes_results && shared.call.half == Half::kReceive) CountLastDispatch(call);
   int32_t n_rows = 0, max_messages = 0;
-  uint32_t lagging = 0;
   for (int base = 0; base < n_words; base += kWords * kWarpSize) {
     const int first = base + LaneIndex() * kWords;
     uint32_t values[kWords];
@@ -73,8 +71,7 @@ __device__ inline void LayOutRows(const DispatchArgs& args, DispatchShared& shar
         shared.first_row[i] = row;
         row += values[j];
       } else if (i < n_words) {
-        const int32_t n_messages = values[j] & ~kLagging;
-        lagging |= values[j] & kLagging;
+        const int32_t n_messages = values[j];
         shared.n_messages[i - n_experts] = n_messages;
         max_messages = max(max_messages, n_messages);
         if (writes_results) args.n_messages[i - n_experts] = n_messages;
@@ -82,14 +79,12 @@ __device__ inline void LayOutRows(const DispatchArgs& args, DispatchShared& shar
     }
   }
   shared.max_messages = __reduce_max_sync(0xffffffffu, max_messages);
-  lagging = __reduce_or_sync(0xffffffffu, lagging);
   __syncwarp();
   int32_t n_dropped = max(n_rows - args.max_recv_tokens, 0);
   if (HasGroups(args)) LayOutGroups(args, shared, &n_rows, &n_dropped);
   if (LaneIndex() != 0) return;
   shared.n_rows = n_rows;
   shared.n_dropped = n_dropped;
-  shared.lagging = lagging;
 }
 
 // Writes what LayOutRows found, and notes it. Called by the same warp, while others receive.
@@ -103,8 +98,6 @@ __device__ inline void WriteOffsets(const DispatchArgs& args, const DispatchShar
   if (LaneIndex() == 0) {
     args.row_offsets[n_local] = min(shared.n_rows, args.max_recv_tokens);
     *args.n_dropped = shared.n_dropped;
-    if (shared.call.half == Half::kReceive) *args.n_invalid = call.ticket->n_invalid;
-    DispatchKind(call).state->lagging[shared.call.copy] = shared.lagging;
   }
   NoteReceived(call, shared.n_dropped, [&](int group) { return RowsOf(args, shared, group); });
   shared.waits[LaneIndex()].Note(call);

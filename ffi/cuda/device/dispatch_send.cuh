@@ -66,7 +66,7 @@ __device__ inline void SendCounts(const DispatchArgs& args, const DispatchShared
     }
   } else {
     for (int rank = LaneIndex(); rank < call.n_ranks; rank += kWarpSize) {
-      send(rank, n_local, shared.totals.ranks[rank] | (shared.call.is_open ? kLagging : 0));
+      send(rank, n_local, shared.totals.ranks[rank]);
     }
     if (LaneIndex() == 0) *args.n_invalid = *shared.totals.n_invalid;
   }
