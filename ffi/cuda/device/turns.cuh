@@ -34,12 +34,15 @@ static_assert(CopyOf(NextEpoch(UINT32_MAX)) != CopyOf(UINT32_MAX), "also after a
 // Finds this call's turn, and the peers. Called by one warp; a block barrier comes next.
 __device__ inline void BeginCall(const CallArgs& call, const CallState& state, CallShared& shared,
                                  uint8_t** peers) {
-  uint8_t* const* const table = At<uint8_t*>(call.workspace, call.map.peers.offset);
-  for (int rank = LaneIndex(); rank < call.n_ranks; rank += kWarpSize) peers[rank] = table[rank];
+  // All are read before one is used, to be in flight together.
   const uint32_t epoch = NextEpoch(state.epoch);
+  const int32_t place = call.place_index != nullptr ? *call.place_index : call.place;
   bool failed = HasFailed(call);
-  if (call.place_index != nullptr && *call.place_index != call.place) {
-    Fail(call, {Phase::kOtherMesh, static_cast<uint32_t>(*call.place_index), epoch});
+  uint8_t* const* const table = At<uint8_t*>(call.workspace, call.map.peers.offset);
+#pragma unroll 1
+  for (int rank = LaneIndex(); rank < call.n_ranks; rank += kWarpSize) peers[rank] = table[rank];
+  if (place != call.place) {
+    Fail(call, {Phase::kOtherMesh, static_cast<uint32_t>(place), epoch});
     failed = true;
   }
   if (LaneIndex() == 0) shared = {epoch, CopyOf(epoch), failed, peers};
