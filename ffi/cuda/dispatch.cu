@@ -76,10 +76,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   const bool receives = Receives(call.plan);
 
   if (threadIdx.x == 0) CarveShared(call, tables, shared);
-  __syncthreads();
   if (WarpIndex() == kWorkerWarps - 1) {
     BeginCall(call, DispatchState(call), shared.call, reinterpret_cast<uint8_t**>(tables));
   }
+  __syncthreads();
   BeginSend(args, shared, tiles, sends_counts);
   __syncthreads();
   if (shared.call.failed) {
