@@ -22,7 +22,11 @@ struct LaunchPlan {
   int32_t n_send_blocks;       // the first ones; they send, then receive like the others
   int32_t send_unit_warps;     // warps that share a message, a power of 2 up to kWorkerWarps
   int32_t receive_unit_warps;  // the same, where messages are received
-  int32_t n_stages;            // rows in shared memory, by which bulk copies send; 0: without them
+  int32_t n_stages;            // rows in shared memory for bulk copies; 0: without them
+  bool receives_in_bulk;       // in blocks that don't send
+  // Blocks stand on pairs of neighbouring multiprocessors, and leave such to kernels that need
+  // them.
+  bool in_pairs;
 };
 
 // What a call failed of. kOtherMesh: not of a wait; `peer` is the place that the program means.

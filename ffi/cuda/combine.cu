@@ -15,6 +15,7 @@
 #include "cuda/device/stats.cuh"
 #include "cuda/device/turns.cuh"
 #include "cuda/device/units.cuh"
+#include "cuda/launch.h"
 #include "cuda/prepare.h"
 
 namespace jax_ep::p2p {
@@ -339,11 +340,10 @@ cudaError_t PrepareCombine(size_t shared_bytes, int* max_blocks) {
   return cudaSuccess;
 }
 
-cudaError_t LaunchCombine(const CombineArgs& args, cudaStream_t stream) {
+cudaError_t LaunchCombine(const CombineArgs& args, cudaStream_t stream, cudaEvent_t begun) {
   return VisitRowType(args.row_type, [&](auto row) {
-    CombineKernel<decltype(row)>
-        <<<args.call.plan.n_blocks, kWorkerThreads, CombineSharedBytes(args.call), stream>>>(args);
-    return cudaGetLastError();
+    return LaunchCall(&CombineKernel<decltype(row)>, args, kWorkerThreads,
+                      CombineSharedBytes(args.call), stream, begun);
   });
 }
 

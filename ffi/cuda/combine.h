@@ -34,6 +34,8 @@ size_t CombineSharedBytes(const CallArgs& call);
 // As PrepareDispatch, for all row types.
 cudaError_t PrepareCombine(size_t shared_bytes, int* max_blocks);
 
-cudaError_t LaunchCombine(const CombineArgs& args, cudaStream_t stream);
+// `begun`: see LaunchDispatch.
+cudaError_t LaunchCombine(const CombineArgs& args, cudaStream_t stream,
+                          cudaEvent_t begun = nullptr);
 
 }  // namespace jax_ep::p2p

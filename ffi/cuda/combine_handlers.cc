@@ -91,7 +91,7 @@ ffi::Error CombineImpl(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi::
   if (status.ok()) status = FillResult(caller, out, args);
   if (!status.ok()) return ToError(status);
   ExpectPlace(caller, place_index, args.call);
-  const auto launch = [&] { return LaunchCombine(args, stream); };
+  const auto launch = [&](cudaEvent_t begun) { return LaunchCombine(args, stream, begun); };
   return ToError(LaunchInOrder(ordinal, stream, static_cast<Order>(order), launch), "combine");
 }
 

@@ -8,6 +8,7 @@
 #include "cuda/device/dispatch_send.cuh"
 #include "cuda/device/stats.cuh"
 #include "cuda/dispatch.h"
+#include "cuda/launch.h"
 #include "cuda/prepare.h"
 
 namespace jax_ep::p2p {
@@ -96,7 +97,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) Trace(call, 2);
   __syncthreads();
   if (!IsWorker()) NoteCall(args, shared);
-  if (IsWorker() && receives && !shared.call.failed) ReceiveMessages<kQuantizes>(args, shared);
+  if (IsWorker() && receives && !shared.call.failed) {
+    ReceiveAll<kQuantizes>(args, shared, tables + TableBytes(call));
+  }
   if (WritesResults(call)) {
     __syncthreads();
     if (WarpIndex() == 0 && HasFailed(call)) LeaveNoRows(args);
@@ -124,12 +127,11 @@ cudaError_t PrepareDispatch(size_t shared_bytes, int* max_blocks) {
   return cudaSuccess;
 }
 
-cudaError_t LaunchDispatch(const DispatchArgs& args, cudaStream_t stream) {
+cudaError_t LaunchDispatch(const DispatchArgs& args, cudaStream_t stream, cudaEvent_t begun) {
   const auto kernel =
       args.encoding == Encoding::kAsItIs ? &DispatchKernel<false> : &DispatchKernel<true>;
-  const size_t shared_bytes = DispatchSharedBytes(args.call, args.size);
-  kernel<<<args.call.plan.n_blocks, kThreads, shared_bytes, stream>>>(args);
-  return cudaGetLastError();
+  return LaunchCall(kernel, args, kThreads, DispatchSharedBytes(args.call, args.size), stream,
+                    begun);
 }
 
 }  // namespace jax_ep::p2p

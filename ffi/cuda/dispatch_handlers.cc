@@ -120,7 +120,7 @@ ffi::Error Dispatch(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi::S32
   if (status.ok()) status = FillResults(caller, result, args);
   if (!status.ok()) return ToError(status);
   ExpectPlace(caller, place_index, args.call);
-  const auto launch = [&] { return LaunchDispatch(args, stream); };
+  const auto launch = [&](cudaEvent_t begun) { return LaunchDispatch(args, stream, begun); };
   return ToError(LaunchInOrder(ordinal, stream, order, launch), "dispatch");
 }
 

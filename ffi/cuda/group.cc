@@ -137,7 +137,8 @@ Status Group::AllocateRank(int index) {
     return InvalidArgument("n_experts = " + std::to_string(config_.n_experts) +
                            " takes more shared memory than the device has.");
   }
-  rank.stages_bytes = compute_capability >= kBulkCopyCapability ? max_shared : 0;
+  rank.has_clusters = compute_capability >= kBulkCopyCapability;
+  rank.stages_bytes = rank.has_clusters ? max_shared : 0;
   int max_blocks = 1;
   status = ToStatus(
       PrepareDispatch(std::max(rank.stages_bytes, DispatchSharedBytes(call, {})), &max_blocks),
@@ -291,13 +292,16 @@ Status Group::DispatchCall(int rank, int64_t n_tokens, const TokenSize& size, Ca
   if (call->plan.n_send_blocks < call->plan.n_blocks) {
     const int32_t n_stages = DispatchStages(*call, size, ranks_[rank].stages_bytes);
     if (n_stages >= kFewestStages) call->plan.n_stages = n_stages;
+    call->plan.receives_in_bulk = call->plan.n_stages > 0 && call->plan.receive_unit_warps == 1;
   }
+  call->plan.in_pairs = overlaps && ranks_[rank].has_clusters;
   return status;
 }
 
 Status Group::CombineCall(int rank, int64_t n_tokens, CallArgs* call, bool overlaps) const {
   const Status status = FillCall(rank, n_tokens, call);
   call->plan = PlanCombine(n_tokens, config_.top_k, config_.n_ranks, Blocks(rank, overlaps));
+  call->plan.in_pairs = overlaps && ranks_[rank].has_clusters;
   return status;
 }
 

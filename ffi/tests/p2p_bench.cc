@@ -44,8 +44,9 @@ class Bench {
  public:
   Bench(const Options& options, int n_tokens)
       : options_(options), bed_(MakeShape(options, n_tokens), Devices(options), 2.0) {
-    const PlanOverride plan{options.Int("blocks"), options.Int("send"), options.Int("send_warps"),
-                            options.Int("receive_warps"), options.Int("stages")};
+    const PlanOverride plan{options.Int("blocks"),     options.Int("send"),
+                            options.Int("send_warps"), options.Int("receive_warps"),
+                            options.Int("stages"),     options.Int("receive_bulk")};
     bed_.dispatch_plan = bed_.combine_plan = plan;
     const Shape& shape = bed_.shape;
     if (options.values.count("format")) bed_.format = FindFormat(options.values.at("format"));
