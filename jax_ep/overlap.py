@@ -156,7 +156,7 @@ combine_beside_p = make_primitive(
     "jax_ep_combine_beside", multiple_results=False, lowerings={"cuda": _lower_combine}
 )
 combine_beside_p.def_abstract_eval(combine_type)
-# An int32[] for the order, and gives one: nothing but that the call before is on the GPU.
+# An int32[] to an int32[] that is undefined: there once the call before is on the GPU.
 _await_begin_p = make_primitive(
     "jax_ep_await_begin", multiple_results=False, lowerings={"cuda": _lower_await}
 )

@@ -24,6 +24,7 @@ BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
 from gpu import (  # noqa: E402
+    clocks,
     figures,
     formats,
     lax_all_gather,
@@ -244,12 +245,25 @@ def test_calls_beside_a_layer(arena, gpu_trace) -> None:
     assert result["failed"] == [] and result["n_sms"] == 4
     for operation in ("dispatch", "combine"):
         got = result[operation]
-        call, dense, both = (got[f"{name}_us"] for name in ("call", "dense", "both"))
-        hidden = (call + dense - both) / min(call, dense)
-        assert got["hidden"] == pytest.approx(hidden, abs=1e-3)
+        for periods in (got, got["burst"]):
+            call, dense, both = (
+                periods[f"{name}_us"] for name in ("call", "dense", "both")
+            )
+            hidden = (call + dense - both) / min(call, dense)
+            assert periods["hidden"] == pytest.approx(hidden, abs=1e-3)
         assert got["dense_width"] % 128 == 0
         # All traces show one other kernel: the layer would take no time beside a call.
         assert got["dense_slowdown"] == -1
+
+
+def test_clocks_are_medians_of_all_gpus() -> None:
+    lines = "1980, 300.00, Not Active\n1530, 720.00, Active\n1500, 700.0, Active\n19"
+    assert clocks.summarise(lines) == {
+        "sm_mhz": 1530,
+        "watts": 700,
+        "power_capped": pytest.approx(2 / 3),
+    }
+    assert clocks.summarise("No devices were found") is None
 
 
 @pytest.mark.parametrize("arena", [{"n_tokens": 16}], indirect=True, ids=str)

@@ -46,6 +46,7 @@ def overlap_and_formats() -> dict:
     case = {"n_tokens": 128, "hidden_size": 7168, "routing": "uniform"}
     got = dict(call_us=480.0, call_some_sms_us=500.0, dense_us=450.0, both_us=550.0)
     got |= dict(hidden=0.844, hidden_same_sms=0.889, speedup=1.69, dense_slowdown=0.12)
+    got["burst"] = dict(got, both_us=500.0, hidden=0.956)
     formats_of = {"bf16": 30.0, "mxfp8": 24.0}
     return {
         "overlaps": [
@@ -75,6 +76,9 @@ def test_report_shows_overlap_and_formats(tmp_path, capsys) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert (
         "| dispatch, T 128 | 16 | 480 | 500 | 450 | 550 | 84 | 89 | 12 | 1.69 |"
+    ) in lines
+    assert (
+        "| dispatch, burst | 16 | 480 | 500 | 450 | 500 | 96 | 89 |  | 1.69 |"
     ) in lines
     assert (
         "| 128 | 7168 | mxfp8 | 7392 | 7552 | 2.6 | 24.0 | 1.0 to 9.0 | 120 | 0.80 |"

@@ -3,6 +3,9 @@
 Periods of chains, of wall time: of calls on all multiprocessors, of calls on `n_sms` of
 them, of the layer, and of both beside each other. Each call waits for the former. The
 layer's width is such that it takes about as long as a number of calls.
+
+Twice: without a pause, where matmuls reach the GPU's power limit, which then lowers the
+clock for all that runs; and in bursts of a few milliseconds, at full clock.
 """
 
 from __future__ import annotations
@@ -21,10 +24,13 @@ from jax.errors import JaxRuntimeError
 
 import jax_ep
 from gpu import programs, trace
+from gpu.clocks import Clocks
 from gpu.contestants import AXIS
-from gpu.measure import KERNELS, Arena, breaks_devices
+from gpu.measure import KERNELS, Arena, Effort, breaks_devices
 
 _FIRST_WIDTH, _WIDTH_UNIT = 2048, 128
+_BURST_PAUSE_S = 0.03
+_BURST_PAIRS = (2, 10)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,31 +99,84 @@ def _measure(
     arena: Arena, chains: _Chains, first_width: int, n_calls: float
 ) -> dict[str, Any]:
     chains.check()
-    call_us = _period(arena, functools.partial(chains.run, chains.call, "all_sms"))
-    some_us = _period(arena, functools.partial(chains.run, chains.call, "some_sms"))
+    rhythm = _sustained(arena.effort)
     chains.set_width(first_width)
-    dense_us = _period(arena, functools.partial(chains.run, chains.dense, "some_sms"))
-    width = first_width * n_calls * call_us / dense_us
+    call_us = rhythm.period(chains, chains.call, "all_sms")
+    width = first_width * n_calls * call_us / rhythm.period(chains, chains.dense)
     chains.set_width(max(1, round(width / _WIDTH_UNIT)) * _WIDTH_UNIT)
-    dense_us = _period(arena, functools.partial(chains.run, chains.dense, "some_sms"))
-    both_us = _period(arena, functools.partial(chains.run, chains.both, "some_sms"))
-    shorter = min(call_us, dense_us)
-    result = {
-        "call_us": call_us,
-        "call_some_sms_us": some_us,
-        "dense_us": dense_us,
-        "both_us": both_us,
-        "dense_width": chains.width,
-        "hidden": (call_us + dense_us - both_us) / shorter,
-        "hidden_same_sms": (some_us + dense_us - both_us) / min(some_us, dense_us),
-        "speedup": (call_us + dense_us) / both_us,
-    }
+    result: dict[str, Any] = {"dense_width": chains.width}
+    result |= _periods(chains, rhythm)
+    result["burst"] = _periods(chains, _burst(arena.effort))
     try:
-        result["dense_slowdown"] = chains.slowdown()
+        result["dense_slowdown"] = round(chains.slowdown(), 4)
     except trace.TraceError as error:
         result["dense_slowdown"] = None
         result["no_slowdown"] = str(error)
-    return {k: round(v, 4) if isinstance(v, float) else v for k, v in result.items()}
+    return result
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rhythm:
+    """How chains follow each other: `n_queued` at once, then a pause.
+
+    Attributes:
+        pairs: links of the shorter and of the longer chain.
+    """
+
+    pairs: tuple[int, int]
+    n_queued: int
+    repeats: int
+    pause_s: float = 0.0
+
+    def period(
+        self, chains: _Chains, body: Callable[..., Any], which: str = "some_sms"
+    ) -> float:
+        """Microseconds of one link of a chain."""
+        seconds: tuple[list[float], list[float]] = [], []
+        for repeat in range(self.repeats + 1):
+            for n, found in zip(self.pairs, seconds, strict=True):
+                took = self._seconds(functools.partial(chains.run, body, which, n))
+                if repeat:  # the first one compiles
+                    found.append(took)
+        short, long = (np.median(found) for found in seconds)
+        return float(long - short) / (self.pairs[1] - self.pairs[0]) * 1e6
+
+    def _seconds(self, run: Callable[[], Any]) -> float:
+        time.sleep(self.pause_s)
+        start = time.perf_counter()
+        jax.block_until_ready([run() for _ in range(self.n_queued)])
+        return (time.perf_counter() - start) / self.n_queued
+
+
+def _sustained(effort: Effort) -> _Rhythm:
+    return _Rhythm(effort.n_pairs, effort.n_queued, 2 * effort.repeats)
+
+
+def _burst(effort: Effort) -> _Rhythm:
+    return _Rhythm(_BURST_PAIRS, 1, 3 * effort.repeats, _BURST_PAUSE_S)
+
+
+def _periods(chains: _Chains, rhythm: _Rhythm) -> dict[str, Any]:
+    """Figures of both calls and of the layer; and clocks, where there is no pause."""
+    periods, clocks = {}, {}
+    for name, body, which in (
+        ("call", chains.call, "all_sms"),
+        ("call_some_sms", chains.call, "some_sms"),
+        ("dense", chains.dense, "some_sms"),
+        ("both", chains.both, "some_sms"),
+    ):
+        with Clocks() as sampled:
+            periods[name] = rhythm.period(chains, body, which)
+        clocks[name] = sampled.summary
+    call, some, dense, both = periods.values()
+    result: dict[str, Any] = {f"{name}_us": us for name, us in periods.items()}
+    result |= {
+        "hidden": (call + dense - both) / min(call, dense),
+        "hidden_same_sms": (some + dense - both) / min(some, dense),
+        "speedup": (call + dense) / both,
+    }
+    result = {name: round(value, 4) for name, value in result.items()}
+    return result if rhythm.pause_s else {**result, "clocks": clocks}
 
 
 class _Chains:
@@ -274,21 +333,3 @@ def _layer(x: jax.Array, matrices: tuple[jax.Array, ...]) -> jax.Array:
 def _zero(out: jax.Array) -> jax.Array:
     """A 0 that XLA cannot foresee."""
     return (out[0, 0].astype(jnp.float32) * 0).astype(jnp.int32)
-
-
-def _period(arena: Arena, run: Callable[[int], Any]) -> float:
-    """Microseconds of one link of a chain, from a short and a long one."""
-    few, many = arena.effort.n_pairs
-    periods = []
-    for repeat in range(2 * arena.effort.repeats + 1):
-        short, long = (_seconds(arena, functools.partial(run, n)) for n in (few, many))
-        if repeat:  # the first one compiles
-            periods.append((long - short) / (many - few) * 1e6)
-    return float(np.median(periods))
-
-
-def _seconds(arena: Arena, run: Callable[[], Any]) -> float:
-    n = arena.effort.n_queued
-    start = time.perf_counter()
-    jax.block_until_ready([run() for _ in range(n)])
-    return (time.perf_counter() - start) / n
