@@ -9,6 +9,7 @@ import sys
 import jax
 import pytest
 from click.testing import CliRunner
+from jax.errors import JaxRuntimeError
 
 import jax_ep
 from jax_ep.cli import bench, doctor, links, main, probe
@@ -128,6 +129,29 @@ def test_bench_says_what_does_not_fit(args, text):
     result = invoke("bench", "--platform", "cpu", *args.split())
     assert result.exit_code == 1
     assert text in result.output
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError("4 TiB"), JaxRuntimeError("RESOURCE_EXHAUSTED: 4 TiB")]
+)
+def test_bench_says_that_memory_is_short(monkeypatch, error):
+    def measure(*_):
+        raise error
+
+    monkeypatch.setattr(bench, "measure", measure)
+    result = invoke("bench", "--platform", "cpu", "--tokens", "8")
+    assert result.exit_code == 1
+    assert "must fit in memory" in result.output and "4 TiB" in result.output
+    assert "Take fewer --tokens" in " ".join(result.output.split())
+
+
+def test_bench_hides_no_other_error(monkeypatch):
+    def measure(*_):
+        raise JaxRuntimeError("INTERNAL: wrong")
+
+    monkeypatch.setattr(bench, "measure", measure)
+    result = invoke("bench", "--platform", "cpu", "--tokens", "8")
+    assert isinstance(result.exception, JaxRuntimeError)
 
 
 def run_module(*args: str, code: str = "") -> subprocess.CompletedProcess:

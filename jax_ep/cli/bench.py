@@ -12,6 +12,7 @@ import click
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.errors import JaxRuntimeError
 from rich.console import Console
 from rich.table import Table
 
@@ -28,6 +29,7 @@ FORMATS: dict[str, Callable[[], jax_ep.TokenFormat]] = {
     "nvfp4": jax_ep.NVFP4,
 }
 _N_WARM_UP = 3
+_EXHAUSTED = "RESOURCE_EXHAUSTED"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +95,15 @@ def bench(
     except (ValueError, RuntimeError) as error:
         raise click.ClickException(str(error)) from error
     with group:
-        timings = measure(mesh, group, repeats)
+        try:
+            timings = measure(mesh, group, repeats)
+        except (MemoryError, JaxRuntimeError) as error:
+            if isinstance(error, JaxRuntimeError) and _EXHAUSTED not in str(error):
+                raise
+            raise click.ClickException(
+                f"tokens, rows and their copies must fit in memory: {error}. Take fewer "
+                "--tokens, --hidden or --ranks."
+            ) from error
     device = mesh.devices.flat[0]
     title = (
         f"{group.transport}, {group.n_ranks} x {device.device_kind}, {token_format}: "
