@@ -101,8 +101,8 @@ def bench(
             if isinstance(error, JaxRuntimeError) and _EXHAUSTED not in str(error):
                 raise
             raise click.ClickException(
-                f"tokens, rows and their copies must fit in memory: {error}. Take fewer "
-                "--tokens, --hidden or --ranks."
+                f"tokens, rows and their copies must fit in memory: {error}. Take "
+                "fewer --tokens, --hidden or --ranks."
             ) from error
     device = mesh.devices.flat[0]
     title = (
