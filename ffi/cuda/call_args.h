@@ -23,6 +23,7 @@ struct LaunchPlan {
   int32_t send_unit_warps;     // warps that share a message, a power of 2 up to kWorkerWarps
   int32_t receive_unit_warps;  // the same, where messages are received
   int32_t n_stages;            // rows in shared memory, by which bulk copies send; 0: without them
+  int32_t ring_slots;          // the same in combine: pieces of rows, per warp; see device/ring.cuh
 };
 
 // What a call failed of. kTicket and kOtherMesh: not of a wait; `peer` of kOtherMesh is the place

@@ -146,7 +146,9 @@ Status Group::AllocateRank(int index) {
       PrepareDispatch(std::max(rank.stages_bytes, DispatchSharedBytes(call, {})), &max_blocks),
       "dispatch kernel");
   if (!status.ok()) return status;
-  status = ToStatus(PrepareCombine(CombineSharedBytes(call), &max_blocks), "combine kernel");
+  status = ToStatus(
+      PrepareCombine(std::max(rank.stages_bytes, CombineSharedBytes(call)), &max_blocks),
+      "combine kernel");
   if (!status.ok()) return status;
   // Of no group, but launched between a group's calls.
   status = ToStatus(PrepareFusedSilu(), "fused_silu kernels");
@@ -305,6 +307,9 @@ Status Group::CombineCall(int rank, int64_t n_tokens, Half half, CallArgs* call,
   const Status status = FillCall(rank, n_tokens, call);
   call->half = half;
   call->plan = PlanCombine(n_tokens, config_.top_k, config_.n_ranks, Blocks(rank, overlaps));
+  if (WantsRing(call->plan)) {
+    call->plan.ring_slots = CombineSlots(*call, ranks_[rank].stages_bytes);
+  }
   call->plan = PlanHalf(call->plan, half);
   return status;
 }

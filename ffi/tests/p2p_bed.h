@@ -123,7 +123,8 @@ inline RowType RowTypeOf<float>() {
 // What the command line may say about the launch, for tuning; 0 = as the library plans.
 struct PlanOverride {
   int n_blocks = 0, n_send_blocks = 0, send_unit_warps = 0, receive_unit_warps = 0;
-  int n_stages = 0;  // -1: none
+  int n_stages = 0;    // -1: none
+  int ring_slots = 0;  // -1: no ring
 
   void Apply(LaunchPlan* plan) const {
     if (n_blocks) plan->n_blocks = n_blocks, plan->n_send_blocks = n_blocks;
@@ -131,6 +132,7 @@ struct PlanOverride {
     if (send_unit_warps) plan->send_unit_warps = send_unit_warps;
     if (receive_unit_warps) plan->receive_unit_warps = receive_unit_warps;
     if (n_stages) plan->n_stages = std::max(n_stages, 0);
+    if (ring_slots) plan->ring_slots = std::max(ring_slots, 0);
   }
 };
 

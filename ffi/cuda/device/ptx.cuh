@@ -73,6 +73,11 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t* barrier, uin
       "r"(bytes) : "memory");
 }
 
+// Its memory may then be used anew. No phase may be under way.
+__device__ __forceinline__ void mbarrier_inval(uint64_t* barrier) {
+  JAX_EP_SM90_ASM("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(cvta_shared(barrier)) : "memory");
+}
+
 // Whether the phase of this parity has ended; waits for it a while.
 __device__ __forceinline__ bool mbarrier_try_wait_parity(uint64_t* barrier, uint32_t parity) {
   uint32_t done = 0;
@@ -89,6 +94,12 @@ __device__ __forceinline__ bool mbarrier_try_wait_parity(uint64_t* barrier, uint
 // Orders this thread's ordinary accesses to shared memory before later bulk copies.
 __device__ __forceinline__ void fence_proxy_async_shared() {
   JAX_EP_SM90_ASM("fence.proxy.async.shared::cta;" :: : "memory");
+}
+
+// Orders what this thread wrote to global memory, or has acquired, before later bulk copies: these
+// read by another path, which an acquire alone does not order.
+__device__ __forceinline__ void fence_proxy_async_global() {
+  JAX_EP_SM90_ASM("fence.proxy.async.global;" :: : "memory");
 }
 
 __device__ __forceinline__ void cp_async_bulk_shared_global(void* to, const void* from,
@@ -109,10 +120,19 @@ __device__ __forceinline__ void cp_async_bulk_commit_group() {
   JAX_EP_SM90_ASM("cp.async.bulk.commit_group;" :: : "memory");
 }
 
-// Waits until this thread's bulk copies are complete: all was read, and what was written is visible
-// to this thread.
-__device__ __forceinline__ void cp_async_bulk_wait_group_0() {
-  JAX_EP_SM90_ASM("cp.async.bulk.wait_group 0;" :: : "memory");
+// Waits until this thread's bulk copies are complete, but for the last `kPending` groups: all was
+// read, and what was written is visible to this thread.
+template <int kPending>
+__device__ __forceinline__ void cp_async_bulk_wait_group() {
+  JAX_EP_SM90_ASM("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+__device__ __forceinline__ void cp_async_bulk_wait_group_0() { cp_async_bulk_wait_group<0>(); }
+
+// The same, until all was read.
+template <int kPending>
+__device__ __forceinline__ void cp_async_bulk_wait_group_read() {
+  JAX_EP_SM90_ASM("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
 #undef JAX_EP_SM90_ASM

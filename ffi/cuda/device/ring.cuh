@@ -1,0 +1,230 @@
+// Rows that pass through shared memory: each warp has a ring of pieces of rows. Bulk copies bring
+// pieces some steps before they are added up, those of the next rows too, and take away what has
+// become of them, so that the memory is never idle and no warp waits for a store.
+#pragma once
+
+#include <cstdint>
+
+#include "core/message.h"
+#include "cuda/call_args.h"
+#include "cuda/device/ptx.cuh"
+#include "cuda/device/reduce.cuh"
+#include "cuda/device/units.cuh"
+
+namespace jax_ep::p2p {
+
+// Rows that are added up, or copied.
+struct Gather {
+  const uint8_t* from;      // this lane's row
+  uint8_t* to;              // where it is copied to; of a sum: the same in all lanes
+  float weight;             // this lane's
+  uint32_t lanes;           // that have a row
+  bool rounds_before_last;  // the last row is added to what has been rounded, as Extra::shared_row
+};
+
+// Adds what comes on top of a sum as more rows, in lanes behind the others. False if there is
+// nothing to add up, or more than there are lanes: then nothing has changed.
+__device__ __forceinline__ bool Append(const Extra& extra, Gather& rows) {
+  int lane = kWarpSize - __clz(rows.lanes);
+  const int n_extra = (extra.residual != nullptr) + (extra.shared_row != nullptr);
+  if (lane + n_extra == 0 || lane + n_extra > kWarpSize) return false;
+  for (const void* const row : {extra.residual, extra.shared_row}) {
+    if (row == nullptr) continue;
+    if (LaneIndex() == lane) rows.from = static_cast<const uint8_t*>(row), rows.weight = 1.0f;
+    rows.lanes |= 1u << lane++;
+  }
+  rows.rounds_before_last = extra.shared_row != nullptr;
+  return true;
+}
+
+// One warp's slots: a ring that pieces come to, and one that they leave from. The rows of a Gather
+// take a step for each piece and lane: piece by piece, and in a piece in order of the lanes. A slot
+// that comes belongs to a bulk copy until Await(), then to the warp until EndStep(). One that
+// leaves belongs to the warp from BeginLeave() to EndLeave(), then to a bulk copy. All bulk copies
+// are lane 0's; those that leave are a group of their own each.
+//
+// All is called by one warp, converged.
+class PieceRing {
+ public:
+  static constexpr int kVectors = 4;  // of a piece and lane
+  static constexpr uint32_t kPieceBytes = kVectors * kWarpSize * kVectorBytes;
+  static constexpr int kLeaving = 3;  // slots that pieces leave from
+
+  // Of all the warps of a block.
+  __host__ __device__ static constexpr size_t BlockBytes(int n_slots) {
+    return kWorkerWarps * ((n_slots + kLeaving) * size_t{kPieceBytes} + n_slots * sizeof(uint64_t));
+  }
+
+  // `memory`: of the block. `n_slots`: that pieces come to.
+  __device__ PieceRing(uint8_t* memory, int n_slots, int row_vectors)
+      : coming_(memory + WarpIndex() * (n_slots + kLeaving) * kPieceBytes),
+        leaving_(coming_ + n_slots * kPieceBytes),
+        barriers_(reinterpret_cast<uint64_t*>(memory +
+                                              kWorkerWarps * (n_slots + kLeaving) * kPieceBytes) +
+                  WarpIndex() * n_slots),
+        n_slots_(n_slots),
+        row_bytes_(row_vectors * kVectorBytes) {
+    if (LaneIndex() < n_slots) mbarrier_init(barriers_ + LaneIndex(), 1);
+    fence_proxy_async_shared();
+    __syncwarp();
+  }
+
+  // The rows that come next. Those offered before must be on their way, or have no lanes: they are
+  // once Fill() was called, and the steps of all rows before them have ended.
+  __device__ void Offer(const Gather& rows) {
+    offered_from_ = rows.from;
+    offered_lanes_ = rows.lanes;
+  }
+
+  // Lets pieces come as far as there is room.
+  __device__ void Fill() {
+    while (n_coming_ < n_slots_) {
+      const Load load = NextLoad();
+      if (load.bytes == 0) return;
+      if (LaneIndex() == 0) Begin(load, n_coming_);
+      ++n_coming_;
+    }
+  }
+
+  // The step's piece, once it has come; what lies behind its bytes means nothing.
+  __device__ const int4* Await() {
+    while (!mbarrier_try_wait_parity(barriers_ + slot_, parity_)) {
+    }
+    return reinterpret_cast<const int4*>(coming_ + slot_ * kPieceBytes);
+  }
+
+  // All lanes have read the piece: another one comes to its slot.
+  __device__ void EndStep() {
+    const Load load = NextLoad();
+    __syncwarp();
+    if (LaneIndex() == 0 && load.bytes != 0) Begin(load, n_coming_);
+    n_coming_ -= load.bytes == 0;
+    if (++slot_ == n_slots_) slot_ = 0, parity_ ^= 1;
+  }
+
+  // Where to write a piece that leaves.
+  __device__ int4* BeginLeave() {
+    if (LaneIndex() == 0) cp_async_bulk_wait_group_read<kLeaving - 1>();
+    __syncwarp();
+    return reinterpret_cast<int4*>(leaving_ + leaving_slot_ * kPieceBytes);
+  }
+
+  // Lets it leave for `to`, once all lanes have written it.
+  __device__ void EndLeave(uint8_t* to, uint32_t bytes) {
+    fence_proxy_async_shared();
+    __syncwarp();
+    if (LaneIndex() == 0) {
+      cp_async_bulk_global_shared(to, leaving_ + leaving_slot_ * kPieceBytes, bytes);
+      cp_async_bulk_commit_group();
+    }
+    if (++leaving_slot_ == kLeaving) leaving_slot_ = 0;
+  }
+
+  // Waits until all has left. No piece may be on its way here. Another ring may then be made of the
+  // memory, by the same warps.
+  __device__ void Close() {
+    if (LaneIndex() == 0) cp_async_bulk_wait_group<0>();
+    __syncwarp();
+    if (LaneIndex() < n_slots_) mbarrier_inval(barriers_ + LaneIndex());
+    __syncwarp();
+  }
+
+  __device__ uint32_t row_bytes() const { return row_bytes_; }
+
+ private:
+  struct Load {
+    const uint8_t* from;
+    uint32_t bytes;  // 0: there is none
+  };
+
+  // What comes next, of the rows that are coming or else of those that are offered.
+  __device__ Load NextLoad() {
+    if (left_ == 0) {
+      if (lanes_ != 0 && bytes_left_ > kPieceBytes) {
+        from_ += kPieceBytes;
+        bytes_left_ -= kPieceBytes;
+      } else {
+        from_ = offered_from_;
+        lanes_ = offered_lanes_;
+        offered_lanes_ = 0;
+        bytes_left_ = row_bytes_;
+      }
+      left_ = lanes_;
+      if (left_ == 0) return {nullptr, 0};
+    }
+    const int lane = __ffs(left_) - 1;
+    left_ &= left_ - 1;
+    return {static_cast<uint8_t*>(ShuffleAddress(const_cast<uint8_t*>(from_), lane)),
+            min(bytes_left_, kPieceBytes)};
+  }
+
+  // To the slot that comes `n` behind the step's. Called by lane 0.
+  __device__ void Begin(const Load& load, int n) {
+    const int slot = slot_ + n < n_slots_ ? slot_ + n : slot_ + n - n_slots_;
+    mbarrier_arrive_expect_tx(barriers_ + slot, load.bytes);
+    cp_async_bulk_shared_global(coming_ + slot * kPieceBytes, load.from, load.bytes,
+                                barriers_ + slot);
+  }
+
+  uint8_t* const coming_;     // [n_slots, kPieceBytes]
+  uint8_t* const leaving_;    // [kLeaving, kPieceBytes]
+  uint64_t* const barriers_;  // [n_slots], of coming_
+  const int n_slots_;
+  const uint32_t row_bytes_;
+  int slot_ = 0;         // of the step
+  uint32_t parity_ = 0;  // of its barrier
+  int n_coming_ = 0;     // pieces that have come, or are on their way, from the step's on
+  int leaving_slot_ = 0;
+
+  // The rows that are coming: from_ is this lane's, at the piece that comes next.
+  const uint8_t* from_ = nullptr;
+  uint32_t lanes_ = 0, left_ = 0;  // left_: of the piece
+  uint32_t bytes_left_ = 0;        // of a row, from the piece on
+
+  const uint8_t* offered_from_ = nullptr;
+  uint32_t offered_lanes_ = 0;
+};
+
+enum class Pass { kCopy, kSum, kWeightedSum };
+
+// All steps of `rows`, which have been offered: copies each, or writes their sum, with the bits of
+// SumRows. Lane 0 calls at_leave() when a piece is leaving. Called by one warp, converged.
+template <class T, Pass kPass, class AtLeave>
+__device__ __forceinline__ void PassRows(PieceRing& ring, const Gather& rows,
+                                         const AtLeave& at_leave) {
+  constexpr int kVectors = PieceRing::kVectors;
+  const int lane = LaneIndex();
+  for (uint32_t begin = 0; begin < ring.row_bytes(); begin += PieceRing::kPieceBytes) {
+    float sums[kVectors][Elements<T>::kSize] = {};
+    for (uint32_t left = rows.lanes; left != 0;) {
+      const int k = __ffs(left) - 1;
+      left &= left - 1;
+      const int4* const piece = ring.Await() + lane;
+      int4 data[kVectors];
+#pragma unroll
+      for (int u = 0; u < kVectors; ++u) data[u] = piece[u * kWarpSize];
+      const bool is_rounded = rows.rounds_before_last && left == 0;
+      if (kPass != Pass::kCopy && !is_rounded) {
+        const float weight = __shfl_sync(0xffffffffu, rows.weight, k);
+        AddVectors<T, kPass == Pass::kWeightedSum>(data, weight, sums);
+      }
+      ring.EndStep();
+      if (kPass != Pass::kCopy && left != 0) continue;
+      int4* const leaving = ring.BeginLeave() + lane;
+#pragma unroll
+      for (int u = 0; u < kVectors; ++u) {
+        if (kPass != Pass::kCopy) {
+          const int4 rounded = Pack(sums[u], T{});
+          data[u] = is_rounded ? AddRounded<T>(rounded, data[u]) : rounded;
+        }
+        leaving[u * kWarpSize] = data[u];
+      }
+      uint8_t* const to =
+          kPass == Pass::kCopy ? static_cast<uint8_t*>(ShuffleAddress(rows.to, k)) : rows.to;
+      ring.EndLeave(to + begin, min(ring.row_bytes() - begin, PieceRing::kPieceBytes));
+      if (lane == 0) at_leave();
+    }
+  }
+}
+
+}  // namespace jax_ep::p2p
