@@ -40,8 +40,8 @@ __device__ __forceinline__ bool Append(const Extra& extra, Gather& rows) {
 // One warp's slots: a ring that pieces come to, and one that they leave from. The rows of a Gather
 // take a step for each piece and lane: piece by piece, and in a piece in order of the lanes. A slot
 // that comes belongs to a bulk copy until Await(), then to the warp until EndStep(). One that
-// leaves belongs to the warp from BeginLeave() to EndLeave(), then to a bulk copy. All bulk copies
-// are lane 0's; those that leave are a group of their own each.
+// leaves belongs to the warp from BeginLeave() to EndLeave(), then to a bulk copy. A piece comes by
+// a bulk copy of its lane, and leaves by one of lane 0, a group of its own.
 //
 // All is called by one warp, converged.
 class PieceRing {
@@ -58,13 +58,12 @@ class PieceRing {
   // `memory`: of the block. `n_slots`: that pieces come to.
   __device__ PieceRing(uint8_t* memory, int n_slots, int row_vectors)
       : coming_(memory + WarpIndex() * (n_slots + kLeaving) * kPieceBytes),
-        leaving_(coming_ + n_slots * kPieceBytes),
-        barriers_(reinterpret_cast<uint64_t*>(memory +
-                                              kWorkerWarps * (n_slots + kLeaving) * kPieceBytes) +
-                  WarpIndex() * n_slots),
-        n_slots_(n_slots),
-        row_bytes_(row_vectors * kVectorBytes) {
-    if (LaneIndex() < n_slots) mbarrier_init(barriers_ + LaneIndex(), 1);
+        barriers_(memory + kWorkerWarps * (n_slots + kLeaving) * kPieceBytes +
+                  WarpIndex() * n_slots * sizeof(uint64_t)),
+        end_(n_slots * kPieceBytes),
+        row_bytes_(row_vectors * kVectorBytes),
+        room_(n_slots) {
+    if (LaneIndex() < n_slots) mbarrier_init(Barrier(LaneIndex() * kPieceBytes), 1);
     fence_proxy_async_shared();
     __syncwarp();
   }
@@ -78,35 +77,29 @@ class PieceRing {
 
   // Lets pieces come as far as there is room.
   __device__ void Fill() {
-    while (n_coming_ < n_slots_) {
-      const Load load = NextLoad();
-      if (load.bytes == 0) return;
-      if (LaneIndex() == 0) Begin(load, n_coming_);
-      ++n_coming_;
-    }
+    while (room_ > 0 && LoadNext()) --room_;
   }
 
   // The step's piece, once it has come; what lies behind its bytes means nothing.
   __device__ const int4* Await() {
-    while (!mbarrier_try_wait_parity(barriers_ + slot_, parity_)) {
+    while (!mbarrier_try_wait_parity(Barrier(slot_), parity_)) {
     }
-    return reinterpret_cast<const int4*>(coming_ + slot_ * kPieceBytes);
+    return reinterpret_cast<const int4*>(coming_ + slot_);
   }
 
-  // All lanes have read the piece: another one comes to its slot.
+  // All lanes have read the piece: another one comes.
   __device__ void EndStep() {
-    const Load load = NextLoad();
     __syncwarp();
-    if (LaneIndex() == 0 && load.bytes != 0) Begin(load, n_coming_);
-    n_coming_ -= load.bytes == 0;
-    if (++slot_ == n_slots_) slot_ = 0, parity_ ^= 1;
+    slot_ += kPieceBytes;
+    if (slot_ == end_) slot_ = 0, parity_ ^= 1;
+    if (!LoadNext()) ++room_;
   }
 
   // Where to write a piece that leaves.
   __device__ int4* BeginLeave() {
     if (LaneIndex() == 0) cp_async_bulk_wait_group_read<kLeaving - 1>();
     __syncwarp();
-    return reinterpret_cast<int4*>(leaving_ + leaving_slot_ * kPieceBytes);
+    return reinterpret_cast<int4*>(coming_ + end_ + leaving_slot_);
   }
 
   // Lets it leave for `to`, once all lanes have written it.
@@ -114,10 +107,11 @@ class PieceRing {
     fence_proxy_async_shared();
     __syncwarp();
     if (LaneIndex() == 0) {
-      cp_async_bulk_global_shared(to, leaving_ + leaving_slot_ * kPieceBytes, bytes);
+      cp_async_bulk_global_shared(to, coming_ + end_ + leaving_slot_, bytes);
       cp_async_bulk_commit_group();
     }
-    if (++leaving_slot_ == kLeaving) leaving_slot_ = 0;
+    leaving_slot_ += kPieceBytes;
+    if (leaving_slot_ == kLeaving * kPieceBytes) leaving_slot_ = 0;
   }
 
   // Waits until all has left. No piece may be on its way here. Another ring may then be made of the
@@ -125,61 +119,63 @@ class PieceRing {
   __device__ void Close() {
     if (LaneIndex() == 0) cp_async_bulk_wait_group<0>();
     __syncwarp();
-    if (LaneIndex() < n_slots_) mbarrier_inval(barriers_ + LaneIndex());
+    const uint32_t slot = LaneIndex() * kPieceBytes;
+    if (slot < end_) mbarrier_inval(Barrier(slot));
     __syncwarp();
   }
 
   __device__ uint32_t row_bytes() const { return row_bytes_; }
 
  private:
-  struct Load {
-    const uint8_t* from;
-    uint32_t bytes;  // 0: there is none
-  };
+  __device__ uint64_t* Barrier(uint32_t slot) const {
+    return reinterpret_cast<uint64_t*>(barriers_ + slot / (kPieceBytes / sizeof(uint64_t)));
+  }
 
-  // What comes next, of the rows that are coming or else of those that are offered.
-  __device__ Load NextLoad() {
-    if (left_ == 0) {
-      if (lanes_ != 0 && bytes_left_ > kPieceBytes) {
-        from_ += kPieceBytes;
-        bytes_left_ -= kPieceBytes;
-      } else {
-        from_ = offered_from_;
-        lanes_ = offered_lanes_;
-        offered_lanes_ = 0;
-        bytes_left_ = row_bytes_;
-      }
-      left_ = lanes_;
-      if (left_ == 0) return {nullptr, 0};
+  // Turns to the next piece, of the rows that are coming or else of those that are offered.
+  __device__ bool NextPiece() {
+    if (bytes_left_ > kPieceBytes) {
+      from_ += kPieceBytes;
+      bytes_left_ -= kPieceBytes;
+    } else {
+      from_ = offered_from_;
+      lanes_ = offered_lanes_;
+      offered_lanes_ = 0;
+      bytes_left_ = lanes_ == 0 ? 0 : row_bytes_;
     }
-    const int lane = __ffs(left_) - 1;
-    left_ &= left_ - 1;
-    return {static_cast<uint8_t*>(ShuffleAddress(const_cast<uint8_t*>(from_), lane)),
-            min(bytes_left_, kPieceBytes)};
+    left_ = lanes_;
+    return left_ != 0;
   }
 
-  // To the slot that comes `n` behind the step's. Called by lane 0.
-  __device__ void Begin(const Load& load, int n) {
-    const int slot = slot_ + n < n_slots_ ? slot_ + n : slot_ + n - n_slots_;
-    mbarrier_arrive_expect_tx(barriers_ + slot, load.bytes);
-    cp_async_bulk_shared_global(coming_ + slot * kPieceBytes, load.from, load.bytes,
-                                barriers_ + slot);
+  // Begins to load one piece; false if there is none. Its lane does.
+  __device__ bool LoadNext() {
+    if (left_ == 0 && !NextPiece()) return false;
+    const uint32_t lane = left_ & -left_;
+    left_ ^= lane;
+    if ((lane >> LaneIndex() & 1) != 0) {
+      const uint32_t bytes = min(bytes_left_, kPieceBytes);
+      mbarrier_arrive_expect_tx(Barrier(next_slot_), bytes);
+      cp_async_bulk_shared_global(coming_ + next_slot_, from_, bytes, Barrier(next_slot_));
+    }
+    next_slot_ += kPieceBytes;
+    if (next_slot_ == end_) next_slot_ = 0;
+    return true;
   }
 
-  uint8_t* const coming_;     // [n_slots, kPieceBytes]
-  uint8_t* const leaving_;    // [kLeaving, kPieceBytes]
-  uint64_t* const barriers_;  // [n_slots], of coming_
-  const int n_slots_;
+  // Slots are counted in bytes.
+  uint8_t* const coming_;    // [n_slots + kLeaving, kPieceBytes]; pieces leave from the last ones
+  uint8_t* const barriers_;  // uint64[n_slots]
+  const uint32_t end_;       // of the slots that pieces come to
   const uint32_t row_bytes_;
-  int slot_ = 0;         // of the step
-  uint32_t parity_ = 0;  // of its barrier
-  int n_coming_ = 0;     // pieces that have come, or are on their way, from the step's on
-  int leaving_slot_ = 0;
+  uint32_t slot_ = 0;       // of the step
+  uint32_t parity_ = 0;     // of its barrier
+  uint32_t next_slot_ = 0;  // that a piece comes to
+  uint32_t room_;           // slots that no piece comes to
+  uint32_t leaving_slot_ = 0;
 
   // The rows that are coming: from_ is this lane's, at the piece that comes next.
   const uint8_t* from_ = nullptr;
   uint32_t lanes_ = 0, left_ = 0;  // left_: of the piece
-  uint32_t bytes_left_ = 0;        // of a row, from the piece on
+  uint32_t bytes_left_ = 0;        // of a row, from the piece on; 0: there is none
 
   const uint8_t* offered_from_ = nullptr;
   uint32_t offered_lanes_ = 0;
