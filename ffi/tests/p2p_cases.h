@@ -71,9 +71,10 @@ class Case {
   }
 
   // Sends from some blocks only, as with many tokens; in bulk if the device can.
-  void SplitBlocks() {
-    bed_.dispatch_plan = bed_.combine_plan = {5, 3, 1, 1, 0};
+  void SplitBlocks(int n_ring_slots) {
+    bed_.dispatch_plan = bed_.combine_plan = {5, 3, 1, 1};
     bed_.dispatch_plan.n_stages = 4;
+    bed_.combine_plan.ring_slots = n_ring_slots;
   }
 
   void Run() {
@@ -251,7 +252,7 @@ void RunCase(int n_ranks, const std::vector<int>& devices, int index, std::mt199
   shape.n_ranks = n_ranks;
   shape.n_experts = n_ranks * pick({1, 2, 3, 8, 32, 100});
   shape.top_k = pick({1, 2, 3, 4, 6, 8, 16, 32});
-  shape.hidden = static_cast<int>(16 / sizeof(T)) * pick({1, 3, 8, 33, 64, 130});
+  shape.hidden = static_cast<int>(16 / sizeof(T)) * pick({1, 3, 8, 33, 64, 130, 500});
   shape.max_tokens = pick({1, 2, 7, 33, 64, 128});
   const auto pattern = static_cast<Pattern>(random() % kPatterns);
   const bool is_ragged = random() % 3 == 0;  // ranks have different numbers of tokens
@@ -276,7 +277,7 @@ void RunCase(int n_ranks, const std::vector<int>& devices, int index, std::mt199
   Case<T> one(shape, devices, std::move(inputs), n_sms, random, name);
   one.Run();
   if (n_sms == 0) {
-    one.SplitBlocks();
+    one.SplitBlocks(1 + index % 4);
     one.Run();
   }
   if (n_errors != errors_before) std::printf("%s: FAILED\n", name);
