@@ -146,9 +146,9 @@ Status Group::AllocateRank(int index) {
       PrepareDispatch(std::max(rank.stages_bytes, DispatchSharedBytes(call, {})), &max_blocks),
       "dispatch kernel");
   if (!status.ok()) return status;
-  status = ToStatus(
-      PrepareCombine(std::max(rank.stages_bytes, CombineSharedBytes(call)), &max_blocks),
-      "combine kernel");
+  status =
+      ToStatus(PrepareCombine(std::max(rank.stages_bytes, CombineSharedBytes(call)), &max_blocks),
+               "combine kernel");
   if (!status.ok()) return status;
   // Of no group, but launched between a group's calls.
   status = ToStatus(PrepareFusedSilu(), "fused_silu kernels");

@@ -57,9 +57,9 @@ class PieceRing {
 
   // `memory`: of the block. `n_slots`: that pieces come to.
   __device__ PieceRing(uint8_t* memory, int n_slots, int row_vectors)
-      : coming_(memory + WarpIndex() * (n_slots + kLeaving) * kPieceBytes),
-        barriers_(memory + kWorkerWarps * (n_slots + kLeaving) * kPieceBytes +
-                  WarpIndex() * n_slots * sizeof(uint64_t)),
+      : coming_(Opaque(memory + WarpIndex() * (n_slots + kLeaving) * kPieceBytes)),
+        barriers_(Opaque(memory + kWorkerWarps * (n_slots + kLeaving) * kPieceBytes +
+                         WarpIndex() * n_slots * sizeof(uint64_t))),
         end_(n_slots * kPieceBytes),
         row_bytes_(row_vectors * kVectorBytes),
         room_(n_slots) {
@@ -127,6 +127,13 @@ class PieceRing {
   __device__ uint32_t row_bytes() const { return row_bytes_; }
 
  private:
+  // An address in shared memory that the compiler keeps, in place of finding it again each time.
+  __device__ static uint8_t* Opaque(uint8_t* shared) {
+    uint32_t address = cvta_shared(shared);
+    asm("" : "+r"(address));
+    return static_cast<uint8_t*>(__cvta_shared_to_generic(address));
+  }
+
   __device__ uint64_t* Barrier(uint32_t slot) const {
     return reinterpret_cast<uint64_t*>(barriers_ + slot / (kPieceBytes / sizeof(uint64_t)));
   }
