@@ -28,11 +28,13 @@ __device__ __forceinline__ bool Append(const Extra& extra, Gather& rows) {
   int lane = kWarpSize - __clz(rows.lanes);
   const int n_extra = (extra.residual != nullptr) + (extra.shared_row != nullptr);
   if (lane + n_extra == 0 || lane + n_extra > kWarpSize) return false;
-  for (const void* const row : {extra.residual, extra.shared_row}) {
-    if (row == nullptr) continue;
+  const auto append = [&](const void* row) {
+    if (row == nullptr) return;
     if (LaneIndex() == lane) rows.from = static_cast<const uint8_t*>(row), rows.weight = 1.0f;
     rows.lanes |= 1u << lane++;
-  }
+  };
+  append(extra.residual);
+  append(extra.shared_row);
   rows.rounds_before_last = extra.shared_row != nullptr;
   return true;
 }
