@@ -140,6 +140,7 @@ struct CombineMode {
   Weighting weighting = Weighting::kNone;
   bool reduce = true;
   bool residual = false;
+  bool adds_shared = false;
 };
 
 template <class T>
@@ -212,6 +213,7 @@ class Bed {
     args.row_type = RowTypeOf<T>();
     args.weighting = mode.weighting;
     args.reduce = mode.reduce;
+    args.adds_shared = mode.adds_shared;
     args.expert_out = reinterpret_cast<const uint8_t*>(expert_out);
     args.topk_ids = b.topk_ids.get();
     args.n_messages = b.n_messages.get();
