@@ -99,13 +99,16 @@ void RunLarge(int n_ranks, const std::vector<int>& devices, int n_tokens, int n_
 
 // The last rank makes the first call and stays away from the second, or its process exits: the
 // others must end in time, say who is missing, and end later calls at once.
-void RunMissing(int n_ranks, const std::vector<int>& devices, bool in_combine, bool exits) {
+void RunMissing(int n_ranks, const std::vector<int>& devices, bool in_combine, bool exits,
+                bool in_ring = false) {
   using T = float;
   const double limit = exchange.is_alone() ? 0.2 : 2.0;
   const int missing = n_ranks - 1;
   std::mt19937 random(3);
   const Shape shape{n_ranks, n_ranks * 4, 4, 8, 64, 8 * n_ranks * 4};
   Bed<T> bed(shape, devices, limit);
+  if (in_ring) bed.combine_plan = {3, 2, 1, 1};
+  if (in_ring) bed.combine_plan.ring_slots = 2;
   std::vector<RankBuffers<T>> buffers;
   for (int rank = 0; rank < n_ranks; ++rank) {
     CHECK_CUDA(cudaSetDevice(devices[rank]));
@@ -159,6 +162,7 @@ void RunMissing(int n_ranks, const std::vector<int>& devices, bool in_combine, b
 // Then a new group works.
 void RunFail(int n_ranks, const std::vector<int>& devices) {
   for (const bool in_combine : {false, true}) RunMissing(n_ranks, devices, in_combine, false);
+  RunMissing(n_ranks, devices, /*in_combine=*/true, /*exits=*/false, /*in_ring=*/true);
   std::mt19937 random(3);
   RunCase<float>(n_ranks, devices, 0, random);
   std::printf("fail: R=%d, %d errors\n", n_ranks, n_errors);

@@ -210,7 +210,8 @@ __device__ __forceinline__ void PassRows(PieceRing& ring, const Gather& rows,
       for (int u = 0; u < kVectors; ++u) data[u] = piece[u * kWarpSize];
       const bool is_rounded = rows.rounds_before_last && left == 0;
       if (kPass != Pass::kCopy && !is_rounded) {
-        const float weight = __shfl_sync(0xffffffffu, rows.weight, k);
+        float weight = 1.0f;
+        if (kPass == Pass::kWeightedSum) weight = __shfl_sync(0xffffffffu, rows.weight, k);
         AddVectors<T, kPass == Pass::kWeightedSum>(data, weight, sums);
       }
       ring.EndStep();
@@ -218,11 +219,12 @@ __device__ __forceinline__ void PassRows(PieceRing& ring, const Gather& rows,
       int4* const leaving = ring.BeginLeave() + lane;
 #pragma unroll
       for (int u = 0; u < kVectors; ++u) {
-        if (kPass != Pass::kCopy) {
+        if (kPass == Pass::kCopy) {
+          leaving[u * kWarpSize] = data[u];
+        } else {
           const int4 rounded = Pack(sums[u], T{});
-          data[u] = is_rounded ? AddRounded<T>(rounded, data[u]) : rounded;
+          leaving[u * kWarpSize] = is_rounded ? AddRounded<T>(rounded, data[u]) : rounded;
         }
-        leaving[u * kWarpSize] = data[u];
       }
       uint8_t* const to =
           kPass == Pass::kCopy ? static_cast<uint8_t*>(ShuffleAddress(rows.to, k)) : rows.to;
