@@ -126,6 +126,12 @@ def _lower_begin(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -
     return [*tickets, *buffers]
 
 
+def _lower_await(ctx: mlir.LoweringRuleContext, operand: Any) -> Any:
+    # In a loop, too, in each turn.
+    rule = jax.ffi.ffi_lowering("jax_ep_await_begin", has_side_effect=True)
+    return rule(ctx, operand)
+
+
 def _lower_end(ctx: mlir.LoweringRuleContext, ticket: Any, *results: Any) -> Any:
     aliases = {i + 1: i for i in range(len(results))}
     rule = jax.ffi.ffi_lowering("jax_ep_dispatch_end", operand_output_aliases=aliases)
@@ -150,6 +156,22 @@ combine_beside_p = make_primitive(
     "jax_ep_combine_beside", multiple_results=False, lowerings={"cuda": _lower_combine}
 )
 combine_beside_p.def_abstract_eval(combine_type)
+# An int32[] for the order, and gives one: nothing but that the call before is on the GPU.
+_await_begin_p = make_primitive(
+    "jax_ep_await_begin", multiple_results=False, lowerings={"cuda": _lower_await}
+)
+_await_begin_p.def_abstract_eval(lambda operand: operand)
+
+
+def after_begin(x: Any, call: Any) -> Any:
+    """`x`, a pytree, for what shall begin once a call is on the GPU.
+
+    Args:
+        x: arrays.
+        call: what the call begins with, a pytree: its operands, or reserved results.
+    """
+    begun = _await_begin_p.bind(put_after(jnp.int32(0), call))
+    return jax.tree.map(lambda leaf: put_after(leaf, (begun, call)), x)
 
 
 @dispatch_begin_p.def_abstract_eval

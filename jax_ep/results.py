@@ -96,8 +96,8 @@ class InFlight:
     def then(self, x: Any) -> Any:
         """`x`, a pytree of arrays, for work that shall run beside the call.
 
-        XLA begins what it computes from these once it could begin the call, which then
-        comes first. The values, and their gradients, are those of `x`.
+        What is computed from these begins once the call has its multiprocessors. The
+        values, and their gradients, are those of `x`.
         """
         begun = self.arrays[0] if self.operation == "dispatch" else self.arrays
         return self.group._transport.then(begun, x)

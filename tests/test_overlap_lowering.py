@@ -64,6 +64,8 @@ def test_calls_that_overlap_have_one_result_and_the_stream_for_collectives(
     assert text.count('inlineable = "false"') == 2
     # Functions come behind the main one.
     assert sorted(targets(text)) == [
+        "jax_ep_await_begin",
+        "jax_ep_await_begin",
         "jax_ep_combine_beside",
         "jax_ep_dispatch_begin",
         "jax_ep_dispatch_end",
@@ -110,15 +112,19 @@ def test_both_directions_stand_in_the_order_that_was_asked_for(mesh, group) -> N
         "@jax_ep_reserve",
         "@jax_ep_overlap",
         "stablehlo.optimization_barrier",
+        "@jax_ep_await_begin",
+        "stablehlo.optimization_barrier",
         "stablehlo.tanh",
         "stablehlo.optimization_barrier",
         "@jax_ep_dispatch_end",
-        order[6],
+        order[8],
+        "stablehlo.optimization_barrier",
+        "@jax_ep_await_begin",
         "stablehlo.optimization_barrier",
         "stablehlo.sine",
         "stablehlo.optimization_barrier",
     ]
-    assert order[6].startswith("@jax_ep_overlap")
+    assert order[8].startswith("@jax_ep_overlap")
 
 
 @pytest.mark.parametrize("outer", ["scan", "grad", "jit"])

@@ -33,16 +33,10 @@ struct Region {
   JAX_EP_HOST_DEVICE constexpr size_t Copy(uint32_t copy) const { return offset + copy * bytes; }
 };
 
-// Where a kind of call stands on one rank. Arrays are by copy.
-struct alignas(64) CallState {
+// Where a kind of call stands on one rank.
+struct CallState {
   uint32_t n_blocks_begun;  // of the call that is beginning
-  uint32_t n_blocks_ended;  // of the call that is ending
-  uint32_t epoch;           // of the last call that began,
-  uint32_t copy;            // and which copy it uses
-  uint32_t open_epoch;      // of the call that is in flight between its halves; 0: none,
-  uint32_t open_copy;       // and which copy it uses
-  uint32_t last_epoch[2];   // the last call that used the copy
-  uint32_t lagging[2];      // not 0: that call began while a call of some rank was in flight
+  uint32_t epoch;           // of the last call that began
 };
 
 struct Workspace {
@@ -57,12 +51,10 @@ struct Workspace {
   Region stats;   // uint64         see StatsWords
 
   // Written by peers; [R] is by source rank.
-  Region counts;         // word[L + 1, R]     rows for each local expert; then messages
-  Region arrived;        // word[R, M]         index of the token
-  Region messages;       // message[R, M]      valid once `arrived` says so
-  Region begun;          // word[R]            the peer has begun this combine
-  Region dispatch_done;  // word[R]       the peer has received this dispatch; see device/turns.cuh
-  Region combine_done;   // word[R]       the same of combine
+  Region counts;    // word[L + 1, R]     rows for each local expert; then messages
+  Region arrived;   // word[R, M]         index of the token
+  Region messages;  // message[R, M]      valid once `arrived` says so
+  Region begun;     // word[R]            the peer has begun this combine
   Region returned;  // word[M, K]         which choices of the token have rows; at the rank's first
                     // choice
   Region rows;      // row[M, K]          valid once `returned` says so
@@ -84,9 +76,7 @@ struct Workspace {
     w.counts = After(w.stats.end(), n_ranks * (s.n_local_experts + 1) * word, kCopies);
     w.arrived = After(w.counts.end(), n_ranks * max_tokens * word, kCopies);
     w.begun = After(w.arrived.end(), n_ranks * word, kCopies);
-    w.dispatch_done = After(w.begun.end(), n_ranks * word, kCopies);
-    w.combine_done = After(w.dispatch_done.end(), n_ranks * word, kCopies);
-    w.returned = After(w.combine_done.end(), n_choices * word, kCopies);
+    w.returned = After(w.begun.end(), n_choices * word, kCopies);
     w.messages = After(w.returned.end(), n_ranks * max_tokens * w.message_bytes, kCopies);
     w.rows = After(w.messages.end(), n_choices * s.row_bytes, kCopies);
     w.bytes = w.rows.end();

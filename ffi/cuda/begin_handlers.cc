@@ -2,6 +2,7 @@
 // call overlap only if it has one result (jax_ep/overlap.py). So its results are reserved before,
 // it takes them as operands and gives a ticket, and a last call gives them to the program.
 
+#include "cuda/call_order.h"
 #include "cuda/handler.h"
 #include "cuda/handlers.h"
 
@@ -11,6 +12,16 @@ namespace {
 // XLA has reserved the memory. The operand is there for the order of calls.
 ffi::Error ReserveImpl(ffi::BufferR0<ffi::S32>, ffi::RemainingRets) {
   return ffi::Error::Success();
+}
+
+// XLA may compute what stands beside a call before the call is on the GPU, which such work may then
+// fill. Were this launched before the call, it would wait for an earlier one: for nothing.
+ffi::Error AwaitBeginImpl(cudaStream_t stream, int32_t ordinal, ffi::AnyBuffer,
+                          ffi::Result<ffi::AnyBuffer>) {
+  const OverlapEvents events = FindOverlapEvents(ordinal);
+  if (events.begun == nullptr) return ToError(cudaErrorInvalidDevice, "then");
+  const cudaError_t error = AwaitBegin(events, stream);
+  return error == cudaSuccess ? ffi::Error::Success() : ToError(error, "then");
 }
 
 // Results are operands, unless XLA has put them elsewhere: into a stack of results, say.
@@ -39,6 +50,13 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaReserve, jax_ep::p2p::ReserveImpl,
                               ffi::Ffi::Bind()
                                   .Arg<ffi::BufferR0<ffi::S32>>()  // place_index
                                   .RemainingRets()                 // results of CudaDispatch
+);
+
+// Not to be captured, as the calls are not.
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaAwaitBegin, jax_ep::p2p::AwaitBeginImpl,
+                              jax_ep::p2p::BindCall()
+                                  .Arg<ffi::AnyBuffer>()  // something that is there before
+                                  .Ret<ffi::AnyBuffer>()  // undefined
 );
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaDispatchEnd, jax_ep::p2p::EndImpl,

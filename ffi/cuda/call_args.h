@@ -22,25 +22,23 @@ struct LaunchPlan {
   int32_t n_send_blocks;       // the first ones; they send, then receive like the others
   int32_t send_unit_warps;     // warps that share a message, a power of 2 up to kWorkerWarps
   int32_t receive_unit_warps;  // the same, where messages are received
-  int32_t n_stages;            // rows in shared memory, by which bulk copies send; 0: without them
-  int32_t ring_slots;          // the same in combine: pieces of rows, per warp; see device/ring.cuh
+  int32_t n_stages;            // rows in shared memory for bulk copies; 0: without them
+  bool receives_in_bulk;       // in blocks that don't send
+  int32_t ring_slots;  // pieces of combine's rows there, per warp; see device/ring.cuh; 0: none
+  // Blocks stand on pairs of neighbouring multiprocessors, and leave such to kernels that need
+  // them.
+  bool in_pairs;
 };
 
-// What a call failed of. kTicket and kOtherMesh: not of a wait; `peer` of kOtherMesh is the place
-// that the program means.
+// What a call failed of. kOtherMesh: not of a wait; `peer` is the place that the program means.
 enum class Phase : uint32_t {
   kNone = 0,
   kCounts,
   kMessage,
   kBegun,
   kReturned,
-  kRoom,
-  kTicket,
   kOtherMesh,
 };
-
-// What a kernel does of a call: all, or one of the halves between which other work may run.
-enum class Half : int32_t { kBoth = 0, kSend, kReceive };
 
 // The failure of a call in one word, written to mapped host memory: 0 while there is none.
 struct Failure {
@@ -57,14 +55,6 @@ struct Failure {
   }
 };
 
-// What the sending half leaves for the receiving half, in device memory.
-struct Ticket {
-  uint32_t epoch;
-  uint32_t copy;
-  uint32_t is_deferred;  // another call was in flight: this one begins where it is received
-  int32_t n_invalid;     // of dispatch
-};
-
 struct CallArgs {
   Workspace map;
   uint8_t* workspace;  // of this rank
@@ -72,14 +62,12 @@ struct CallArgs {
   int64_t timeout_ns;
 
   int32_t rank;
-  int32_t n_ranks;            // R
-  int32_t n_experts;          // E
-  FastDivisor local_experts;  // L
-  int32_t top_k;              // K
-  int32_t max_tokens;         // M
-  int32_t n_tokens;           // T
-  Half half;
-  Ticket* ticket;              // of the halves
+  int32_t n_ranks;             // R
+  int32_t n_experts;           // E
+  FastDivisor local_experts;   // L
+  int32_t top_k;               // K
+  int32_t max_tokens;          // M
+  int32_t n_tokens;            // T
   int32_t place;               // row of the mesh * R + rank
   const int32_t* place_index;  // null, or the place that the program means
   LaunchPlan plan;

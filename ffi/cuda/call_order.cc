@@ -8,22 +8,19 @@
 namespace jax_ep::p2p {
 namespace {
 
-// The end of the last call of each device that runs beside others. Never destroyed: graphs that XLA
-// has captured refer to them.
+// Events are never destroyed: graphs that XLA has captured refer to them.
 struct Events {
   std::mutex mutex;
-  std::map<int, cudaEvent_t> by_device;
-
-  cudaEvent_t Find(int device) {
-    std::lock_guard lock(mutex);
-    const auto it = by_device.find(device);
-    return it == by_device.end() ? nullptr : it->second;
-  }
+  std::map<int, OverlapEvents> by_device;
 };
 
 Events& AllEvents() {
   static Events* const events = new Events;
   return *events;
+}
+
+Status MakeEvent(cudaEvent_t* event) {
+  return ToStatus(cudaEventCreateWithFlags(event, cudaEventDisableTiming), "event");
 }
 
 }  // namespace
@@ -33,27 +30,32 @@ Status PrepareCallOrder(int device) {
   std::lock_guard lock(events.mutex);
   if (events.by_device.count(device)) return {};
   const ScopedDevice scoped(device);
-  cudaEvent_t event = nullptr;
-  const Status status = ToStatus(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "event");
-  if (status.ok()) events.by_device[device] = event;
+  OverlapEvents made;
+  Status status = MakeEvent(&made.begun);
+  if (status.ok()) status = MakeEvent(&made.ended);
+  if (status.ok()) events.by_device[device] = made;
   return status;
 }
 
-cudaError_t AwaitOverlap(int device, cudaStream_t stream) {
-  const cudaEvent_t event = AllEvents().Find(device);
-  if (event == nullptr) return cudaErrorInvalidDevice;
+OverlapEvents FindOverlapEvents(int device) {
+  Events& events = AllEvents();
+  std::lock_guard lock(events.mutex);
+  const auto it = events.by_device.find(device);
+  return it == events.by_device.end() ? OverlapEvents{} : it->second;
+}
+
+cudaError_t AwaitEnd(const OverlapEvents& events, cudaStream_t stream) {
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   const cudaError_t error = cudaStreamIsCapturing(stream, &capture);
   if (error != cudaSuccess) return error;
   // A graph waits for what the event says when the graph runs.
   const bool is_captured = capture == cudaStreamCaptureStatusActive;
-  return cudaStreamWaitEvent(stream, event,
+  return cudaStreamWaitEvent(stream, events.ended,
                              is_captured ? cudaEventWaitExternal : cudaEventWaitDefault);
 }
 
-cudaError_t RecordOverlap(int device, cudaStream_t stream) {
-  const cudaEvent_t event = AllEvents().Find(device);
-  return event == nullptr ? cudaErrorInvalidDevice : cudaEventRecord(event, stream);
+cudaError_t AwaitBegin(const OverlapEvents& events, cudaStream_t stream) {
+  return cudaStreamWaitEvent(stream, events.begun);
 }
 
 }  // namespace jax_ep::p2p

@@ -21,19 +21,29 @@ enum class Order : int32_t {
   kBeside = 2,  // it is one of these
 };
 
-// Before a call is launched on `stream`: behind the last one that runs beside others.
-cudaError_t AwaitOverlap(int device, cudaStream_t stream);
-// Behind the launch of a call that runs beside others.
-cudaError_t RecordOverlap(int device, cudaStream_t stream);
+// Of the last call of a device that runs beside others.
+struct OverlapEvents {
+  cudaEvent_t begun = nullptr;  // it has its multiprocessors
+  cudaEvent_t ended = nullptr;
+};
 
-// Launches a call in order.
+// Null where PrepareCallOrder has not been called.
+OverlapEvents FindOverlapEvents(int device);
+
+// Lets `stream` wait until the call has ended, or has its multiprocessors.
+cudaError_t AwaitEnd(const OverlapEvents& events, cudaStream_t stream);
+cudaError_t AwaitBegin(const OverlapEvents& events, cudaStream_t stream);
+
+// Launches a call in order, by launch(null or the event of its beginning).
 template <class Launch>
 cudaError_t LaunchInOrder(int device, cudaStream_t stream, Order order, const Launch& launch) {
-  if (order == Order::kAlone) return launch();
-  cudaError_t error = AwaitOverlap(device, stream);
-  if (error == cudaSuccess) error = launch();
-  if (error == cudaSuccess && order == Order::kBeside) error = RecordOverlap(device, stream);
-  return error;
+  if (order == Order::kAlone) return launch(nullptr);
+  const OverlapEvents events = FindOverlapEvents(device);
+  if (events.ended == nullptr) return cudaErrorInvalidDevice;
+  cudaError_t error = AwaitEnd(events, stream);
+  if (error == cudaSuccess) error = launch(order == Order::kBeside ? events.begun : nullptr);
+  if (error != cudaSuccess || order != Order::kBeside) return error;
+  return cudaEventRecord(events.ended, stream);
 }
 
 }  // namespace jax_ep::p2p

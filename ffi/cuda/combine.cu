@@ -14,6 +14,7 @@
 #include "cuda/device/stats.cuh"
 #include "cuda/device/turns.cuh"
 #include "cuda/device/units.cuh"
+#include "cuda/launch.h"
 #include "cuda/prepare.h"
 
 namespace jax_ep::p2p {
@@ -37,16 +38,15 @@ __device__ void ReadCounts(const CombineArgs& args, CombineShared& shared, int32
 __device__ void AnnounceCall(const CallArgs& call, const CallShared& shared) {
   for (int rank = LaneIndex(); rank < call.n_ranks; rank += kWarpSize) {
     uint64_t* const begun = At<uint64_t>(shared.peers[rank], call.map.begun.Copy(shared.copy));
-    Signal(begun + call.rank, shared.epoch, shared.is_open ? kLagging : 0);
+    Signal(begun + call.rank, shared.epoch, 0);
   }
 }
 
 // The call ends after every rank has begun it. A rank says so before it sends any row: the wait
 // comes before that for rows, which it would otherwise be hidden behind. Called by one warp of the
 // grid.
-__device__ void AwaitCalls(const CallArgs& call, const CallShared& shared, CallState& state) {
+__device__ void AwaitCalls(const CallArgs& call, const CallShared& shared) {
   uint64_t* const begun = At<uint64_t>(call.workspace, call.map.begun.Copy(shared.copy));
-  uint32_t lagging = 0;
   bool is_there = true;
   for (int rank = LaneIndex(); is_there && rank < call.n_ranks; rank += kWarpSize) {
     uint32_t value;
@@ -54,13 +54,8 @@ __device__ void AwaitCalls(const CallArgs& call, const CallShared& shared, CallS
     is_there = Wait(call, shared.epoch, Phase::kBegun, begun + rank, rank, &value,
                     [&](uint32_t there) { clock.Look(there); });
     clock.ended().Count(call, StatsWords::kCombine);
-    lagging |= value;
   }
-  lagging = __reduce_or_sync(0xffffffffu, lagging);
-  is_there = __all_sync(0xffffffffu, is_there);
-  if (LaneIndex() != 0) return;
-  state.lagging[shared.copy] = lagging;
-  if (is_there) CountCombine(call);
+  if (__all_sync(0xffffffffu, is_there) && LaneIndex() == 0) CountCombine(call);
 }
 
 template <class T>
@@ -69,32 +64,28 @@ __global__ void __launch_bounds__(kWorkerThreads, 1)
   extern __shared__ __align__(128) uint8_t tables[];
   __shared__ CombineShared shared;
   const CallArgs& call = args.call;
-  const Kind kind = CombineKind(call);
 
   if (WarpIndex() == 0) {
-    BeginCall(call, kind, shared.call, reinterpret_cast<uint8_t**>(tables));
+    BeginCall(call, CombineState(call), shared.call, reinterpret_cast<uint8_t**>(tables));
   } else if (WarpIndex() == 1) {
     ReadCounts(args, shared, reinterpret_cast<int32_t*>(tables + call.n_ranks * sizeof(uint8_t*)));
   }
   __syncthreads();
-  const Half half = shared.call.half;
-  const bool sends = !shared.call.is_deferred && Sends(half, call.plan);
-  const bool receives = Receives(half, call.plan);
+  const bool receives = Receives(call.plan);
   // The block that has the least to do also speaks for the rank.
   const bool speaks = blockIdx.x == gridDim.x - 1 && WarpIndex() == kWorkerWarps - 1;
   if (shared.call.failed) {
     if (receives) ReceiveTokens<T>(args, shared.call);
     return;
   }
-  if (speaks && half != Half::kReceive && !shared.call.is_deferred) AnnounceCall(call, shared.call);
+  if (speaks) AnnounceCall(call, shared.call);
   if (threadIdx.x == 0) Trace(call, 0);
 
-  if (sends) ReturnMessages<T>(args, shared);
+  if (Sends(call.plan)) ReturnMessages<T>(args, shared);
   if (threadIdx.x == 0) Trace(call, 2);
-  if (speaks && half != Half::kSend) AwaitCalls(call, shared.call, *kind.state);
+  if (speaks) AwaitCalls(call, shared.call);
   if (receives) ReceiveTokens<T>(args, shared.call);
-  if (threadIdx.x == 0 && half != Half::kReceive) CountCall(call, *kind.state, shared.call);
-  EndReceive(call, kind, shared.call);
+  if (threadIdx.x == 0) CountCall(CombineState(call), shared.call);
   if (threadIdx.x == 0) Trace(call, 3);
 }
 
@@ -139,11 +130,10 @@ cudaError_t PrepareCombine(size_t shared_bytes, int* max_blocks) {
   return cudaSuccess;
 }
 
-cudaError_t LaunchCombine(const CombineArgs& args, cudaStream_t stream) {
+cudaError_t LaunchCombine(const CombineArgs& args, cudaStream_t stream, cudaEvent_t begun) {
   return VisitRowType(args.row_type, [&](auto row) {
-    CombineKernel<decltype(row)>
-        <<<args.call.plan.n_blocks, kWorkerThreads, CombineSharedBytes(args.call), stream>>>(args);
-    return cudaGetLastError();
+    return LaunchCall(&CombineKernel<decltype(row)>, args, kWorkerThreads,
+                      CombineSharedBytes(args.call), stream, begun);
   });
 }
 

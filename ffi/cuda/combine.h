@@ -37,6 +37,8 @@ int32_t CombineSlots(const CallArgs& call, size_t max_shared_bytes);
 // As PrepareDispatch, for all row types.
 cudaError_t PrepareCombine(size_t shared_bytes, int* max_blocks);
 
-cudaError_t LaunchCombine(const CombineArgs& args, cudaStream_t stream);
+// `begun`: see LaunchDispatch.
+cudaError_t LaunchCombine(const CombineArgs& args, cudaStream_t stream,
+                          cudaEvent_t begun = nullptr);
 
 }  // namespace jax_ep::p2p

@@ -44,9 +44,8 @@ Status FillWeights(const Operands& operands, const Mode& mode, CombineArgs& args
 Status FillOperands(const Caller& caller, Order order, const Operands& operands, const Mode& mode,
                     CombineArgs& args) {
   const GroupConfig& config = caller.config();
-  const Status status =
-      caller.member.group->CombineCall(caller.member.rank, operands.topk_ids.dimensions()[0],
-                                       Half::kBoth, &args.call, order == Order::kBeside);
+  const Status status = caller.member.group->CombineCall(
+      caller.member.rank, operands.topk_ids.dimensions()[0], &args.call, order == Order::kBeside);
   if (!status.ok()) return status;
   args.row_vectors = RowVectors(operands.expert_out);
   const int64_t row_bytes = args.row_vectors * static_cast<int64_t>(kVectorBytes);
@@ -92,7 +91,7 @@ ffi::Error CombineImpl(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi::
   if (status.ok()) status = FillResult(caller, out, args);
   if (!status.ok()) return ToError(status);
   ExpectPlace(caller, place_index, args.call);
-  const auto launch = [&] { return LaunchCombine(args, stream); };
+  const auto launch = [&](cudaEvent_t begun) { return LaunchCombine(args, stream, begun); };
   return ToError(LaunchInOrder(ordinal, stream, static_cast<Order>(order), launch), "combine");
 }
 

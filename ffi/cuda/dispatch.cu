@@ -1,6 +1,6 @@
-// The dispatch kernel: the sending half, the receiving half, or both. In a whole call every block
-// that sends receives afterwards, or others receive meanwhile. There are two: for tokens that
-// travel as they are, and for those that are quantised on their way out.
+// The dispatch kernel. Every block that sends receives afterwards, or others receive meanwhile.
+// There are two: for tokens that travel as they are, and for those that are quantised on their way
+// out.
 
 #include <algorithm>
 
@@ -8,6 +8,7 @@
 #include "cuda/device/dispatch_send.cuh"
 #include "cuda/device/stats.cuh"
 #include "cuda/dispatch.h"
+#include "cuda/launch.h"
 #include "cuda/prepare.h"
 
 namespace jax_ep::p2p {
@@ -18,10 +19,10 @@ constexpr int kThreads = kWorkerThreads + kWarpSize;
 
 // What the counts say besides: all ranks have begun this call. Acquires it, for the call after, and
 // counts this one. Called by one warp, which nothing waits for.
-__device__ void EndCounts(const CallArgs& call, CallState& state, const CallShared& shared) {
+__device__ void EndCounts(const CallArgs& call, const CallShared& shared) {
   if (LaneIndex() != 0) return;
-  if (shared.half == Half::kBoth) SystemFence();
-  CountCall(call, state, shared);
+  SystemFence();
+  CountCall(DispatchState(call), shared);
 }
 
 // On its way, without choices and what aligns it.
@@ -31,10 +32,9 @@ __device__ size_t BytesOfToken(const DispatchArgs& args) {
 }
 
 // Role: what is to be noted of the call while others receive. Called by one warp.
-__device__ void NoteCall(const DispatchArgs& args, CallState& state, const DispatchShared& shared,
-                         bool receives) {
-  if (receives && WritesResults(args.call) && !shared.call.failed) WriteOffsets(args, shared);
-  if (shared.call.half != Half::kReceive) EndCounts(args.call, state, shared.call);
+__device__ void NoteCall(const DispatchArgs& args, const DispatchShared& shared) {
+  if (WritesResults(args.call) && !shared.call.failed) WriteOffsets(args, shared);
+  EndCounts(args.call, shared.call);
 }
 
 // Counts and numbers what the block sends first. Called by a block; a block barrier comes next.
@@ -42,7 +42,7 @@ __device__ void BeginSend(const DispatchArgs& args, const DispatchShared& shared
                           const Tiles& tiles, bool counts) {
   if (IsWorker()) {
     if (counts) CountAllTokens(args, shared);
-    if (blockIdx.x < args.call.plan.n_send_blocks) NumberFirstTile(args, shared, tiles);
+    if (Sends(args.call.plan)) NumberFirstTile(args, shared, tiles);
   } else {
     if (counts) SystemFence();  // see SendCounts; takes as long as counting
     if (WritesResults(args.call)) CountLastDispatch(args.call);
@@ -72,44 +72,34 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(128) uint8_t tables[];
   __shared__ DispatchShared shared;
   const CallArgs& call = args.call;
-  const Kind kind = DispatchKind(call);
   const Tiles tiles(call);
-  const bool is_last_block = blockIdx.x == gridDim.x - 1;  // it has the fewest tokens to send
+  const bool sends_counts = blockIdx.x == gridDim.x - 1;  // it has the fewest tokens to send
+  const bool receives = Receives(call.plan);
 
   if (threadIdx.x == 0) CarveShared(call, tables, shared);
-  __syncthreads();
   if (WarpIndex() == kWorkerWarps - 1) {
-    BeginCall(call, kind, shared.call, reinterpret_cast<uint8_t**>(tables));
+    BeginCall(call, DispatchState(call), shared.call, reinterpret_cast<uint8_t**>(tables));
   }
-  if (call.half != Half::kReceive) BeginSend(args, shared, tiles, is_last_block);
   __syncthreads();
-  const Half half = shared.call.half;
+  BeginSend(args, shared, tiles, sends_counts);
+  __syncthreads();
   if (shared.call.failed) {
     if (!IsWorker() && WritesResults(call)) LeaveNoRows(args);
     return;
   }
-  if (shared.call.is_deferred) {
-    if (!IsWorker()) EndCounts(call, *kind.state, shared.call);
-    return;
-  }
-  if (half != call.half) {
-    BeginSend(args, shared, tiles, is_last_block);
-    __syncthreads();
-  }
-  const bool sends = Sends(half, call.plan), receives = Receives(half, call.plan);
-  const bool sends_counts = is_last_block && half != Half::kReceive;
   if (sends_counts) SendCounts(args, shared);
   if (threadIdx.x == 0) Trace(call, 0);
 
-  if (sends) SendAll<kQuantizes>(args, shared, tiles, tables + TableBytes(call));
+  if (Sends(call.plan)) SendAll<kQuantizes>(args, shared, tiles, tables + TableBytes(call));
   if (!IsWorker() && sends_counts) CountSent(call, shared.totals, BytesOfToken(args));
   if (!IsWorker() && receives) LayOutRows(args, shared);
   if (threadIdx.x == kWorkerThreads) Trace(call, 1);
   if (threadIdx.x == 0) Trace(call, 2);
   __syncthreads();
-  if (!IsWorker()) NoteCall(args, *kind.state, shared, receives);
-  if (IsWorker() && receives && !shared.call.failed) ReceiveMessages<kQuantizes>(args, shared);
-  EndReceive(call, kind, shared.call);
+  if (!IsWorker()) NoteCall(args, shared);
+  if (IsWorker() && receives && !shared.call.failed) {
+    ReceiveAll<kQuantizes>(args, shared, tables + TableBytes(call));
+  }
   if (WritesResults(call)) {
     __syncthreads();
     if (WarpIndex() == 0 && HasFailed(call)) LeaveNoRows(args);
@@ -137,12 +127,11 @@ cudaError_t PrepareDispatch(size_t shared_bytes, int* max_blocks) {
   return cudaSuccess;
 }
 
-cudaError_t LaunchDispatch(const DispatchArgs& args, cudaStream_t stream) {
+cudaError_t LaunchDispatch(const DispatchArgs& args, cudaStream_t stream, cudaEvent_t begun) {
   const auto kernel =
       args.encoding == Encoding::kAsItIs ? &DispatchKernel<false> : &DispatchKernel<true>;
-  const size_t shared_bytes = DispatchSharedBytes(args.call, args.size);
-  kernel<<<args.call.plan.n_blocks, kThreads, shared_bytes, stream>>>(args);
-  return cudaGetLastError();
+  return LaunchCall(kernel, args, kThreads, DispatchSharedBytes(args.call, args.size), stream,
+                    begun);
 }
 
 }  // namespace jax_ep::p2p

@@ -67,6 +67,8 @@ int32_t DispatchStages(const CallArgs& call, const TokenSize& size, size_t max_s
 // Loads the kernels on the current device; see prepare.h.
 cudaError_t PrepareDispatch(size_t shared_bytes, int* max_blocks);
 
-cudaError_t LaunchDispatch(const DispatchArgs& args, cudaStream_t stream);
+// `begun`: null, or an event of the moment when all blocks run.
+cudaError_t LaunchDispatch(const DispatchArgs& args, cudaStream_t stream,
+                           cudaEvent_t begun = nullptr);
 
 }  // namespace jax_ep::p2p

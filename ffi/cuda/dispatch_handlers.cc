@@ -46,8 +46,8 @@ Status FillOperands(const Caller& caller, Order order, ffi::Dictionary ep, const
   const int64_t n_tokens = operands.topk_ids.dimensions()[0];
   Status status = FillEncoding(caller, ep, operands.tokens, args);
   if (status.ok()) {
-    status = caller.member.group->DispatchCall(caller.member.rank, n_tokens, Half::kBoth, args.size,
-                                               &args.call, order == Order::kBeside);
+    status = caller.member.group->DispatchCall(caller.member.rank, n_tokens, args.size, &args.call,
+                                               order == Order::kBeside);
   }
   if (!status.ok()) return status;
   if (operands.topk_ids.dimensions()[1] != caller.config().top_k ||
@@ -120,7 +120,7 @@ ffi::Error Dispatch(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi::S32
   if (status.ok()) status = FillResults(caller, result, args);
   if (!status.ok()) return ToError(status);
   ExpectPlace(caller, place_index, args.call);
-  const auto launch = [&] { return LaunchDispatch(args, stream); };
+  const auto launch = [&](cudaEvent_t begun) { return LaunchDispatch(args, stream, begun); };
   return ToError(LaunchInOrder(ordinal, stream, order, launch), "dispatch");
 }
 

@@ -61,9 +61,6 @@ const char* Describe(Phase phase) {
       return "combine: not begun";
     case Phase::kReturned:
       return "combine: a token's rows are missing";
-    case Phase::kRoom:
-      return "it has not received an earlier call";
-    case Phase::kTicket:
     case Phase::kOtherMesh:
       break;
   }
@@ -140,7 +137,8 @@ Status Group::AllocateRank(int index) {
     return InvalidArgument("n_experts = " + std::to_string(config_.n_experts) +
                            " takes more shared memory than the device has.");
   }
-  rank.stages_bytes = compute_capability >= kBulkCopyCapability ? max_shared : 0;
+  rank.has_clusters = compute_capability >= kBulkCopyCapability;
+  rank.stages_bytes = rank.has_clusters ? max_shared : 0;
   int max_blocks = 1;
   status = ToStatus(
       PrepareDispatch(std::max(rank.stages_bytes, DispatchSharedBytes(call, {})), &max_blocks),
@@ -288,29 +286,27 @@ int32_t Group::Blocks(int rank, bool overlaps) const {
   return overlaps && config_.n_sms == 0 ? std::min(n_blocks, kOverlapBlocks) : n_blocks;
 }
 
-Status Group::DispatchCall(int rank, int64_t n_tokens, Half half, const TokenSize& size,
-                           CallArgs* call, bool overlaps) const {
+Status Group::DispatchCall(int rank, int64_t n_tokens, const TokenSize& size, CallArgs* call,
+                           bool overlaps) const {
   const Status status = FillCall(rank, n_tokens, call);
-  call->half = half;
   call->plan = PlanDispatch(n_tokens, config_.top_k, config_.n_ranks, Blocks(rank, overlaps),
                             /*quantizes=*/size.scales > 0);
   if (call->plan.n_send_blocks < call->plan.n_blocks) {
     const int32_t n_stages = DispatchStages(*call, size, ranks_[rank].stages_bytes);
     if (n_stages >= kFewestStages) call->plan.n_stages = n_stages;
+    call->plan.receives_in_bulk = call->plan.n_stages > 0 && call->plan.receive_unit_warps == 1;
   }
-  call->plan = PlanHalf(call->plan, half);
+  call->plan.in_pairs = overlaps && ranks_[rank].has_clusters;
   return status;
 }
 
-Status Group::CombineCall(int rank, int64_t n_tokens, Half half, CallArgs* call,
-                          bool overlaps) const {
+Status Group::CombineCall(int rank, int64_t n_tokens, CallArgs* call, bool overlaps) const {
   const Status status = FillCall(rank, n_tokens, call);
-  call->half = half;
   call->plan = PlanCombine(n_tokens, config_.top_k, config_.n_ranks, Blocks(rank, overlaps));
   if (WantsRing(call->plan)) {
     call->plan.ring_slots = CombineSlots(*call, ranks_[rank].stages_bytes);
   }
-  call->plan = PlanHalf(call->plan, half);
+  call->plan.in_pairs = overlaps && ranks_[rank].has_clusters;
   return status;
 }
 
@@ -324,12 +320,6 @@ Status Group::CheckFailure(int rank) const {
                               std::to_string(failure.peer / config_.n_ranks) +
                               ", of the mesh that the function runs on, and not where the group "
                               "has it. Call ep_init with that mesh.");
-  }
-  if (failure.phase == Phase::kTicket) {
-    return FailedPrecondition("rank " + std::to_string(rank) + ": epoch " +
-                              std::to_string(failure.epoch) +
-                              " is not in flight. Give what the first half of a call gave to one "
-                              "wait, once.");
   }
   return DeadlineExceeded("rank " + std::to_string(rank) + " waited " +
                           std::to_string(config_.timeout_s) + " s for rank " +

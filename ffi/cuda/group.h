@@ -57,13 +57,12 @@ class Group {
   // may still write to this process's until they have done the same.
   void Disconnect();
 
-  // The arguments of a call of `rank` with `n_tokens` tokens. A half needs a ticket besides. A call
-  // that overlaps leaves blocks to what runs beside it. `size` is that of the tokens, which are
-  // quantised if they have scales.
-  Status DispatchCall(int rank, int64_t n_tokens, Half half, const TokenSize& size, CallArgs* call,
+  // The arguments of a call of `rank` with `n_tokens` tokens. A call that overlaps leaves
+  // blocks to what runs beside it. `size` is that of the tokens, which are quantised if they have
+  // scales.
+  Status DispatchCall(int rank, int64_t n_tokens, const TokenSize& size, CallArgs* call,
                       bool overlaps = false) const;
-  Status CombineCall(int rank, int64_t n_tokens, Half half, CallArgs* call,
-                     bool overlaps = false) const;
+  Status CombineCall(int rank, int64_t n_tokens, CallArgs* call, bool overlaps = false) const;
 
   // Says which rank did not answer, and to what, once a call of `rank` has failed.
   Status CheckFailure(int rank) const;
@@ -83,6 +82,7 @@ class Group {
     int n_sms = 0;
     int n_blocks = 0;         // that fit together with those of the other ranks of the device
     size_t stages_bytes = 0;  // shared memory for bulk copies, of a block; 0: there are none
+    bool has_clusters = false;
     uint8_t* workspace = nullptr;
     uint64_t* failure = nullptr;  // mapped host memory
   };

@@ -12,6 +12,7 @@ XLA_FFI_Error* CudaFusedSilu(XLA_FFI_CallFrame* call_frame);
 // Calls that run beside others of a program; see begin_handlers.cc.
 XLA_FFI_Error* CudaReserve(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* CudaDispatchBegin(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* CudaAwaitBegin(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* CudaDispatchEnd(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* CudaCombineBeside(XLA_FFI_CallFrame* call_frame);
 }

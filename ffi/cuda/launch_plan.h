@@ -43,20 +43,6 @@ inline LaunchPlan PlanLaunch(int64_t n_send_items, int64_t n_receive_items, int3
   return plan;
 }
 
-// The blocks of one half of a call. A sending half fills the link with what a whole call sends
-// with, or with all that it may have; a receiving half has no one to leave blocks to.
-inline LaunchPlan PlanHalf(LaunchPlan plan, Half half) {
-  constexpr int32_t kEnoughToSend = 24;
-  if (half == Half::kSend) {
-    plan.n_blocks = std::min(plan.n_blocks, std::max(plan.n_send_blocks, kEnoughToSend));
-    plan.n_send_blocks = plan.n_blocks;
-  } else if (half == Half::kReceive) {
-    plan.n_send_blocks = plan.n_blocks;
-    plan.n_stages = 0;
-  }
-  return plan;
-}
-
 // A token goes to min(K, R) ranks at most; as many messages come back if all ranks have as many
 // tokens. The numbers of tokens and the shares are what was fastest on 4 H200, with all of their
 // multiprocessors and with a few (docs/performance.md).

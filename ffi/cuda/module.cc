@@ -35,6 +35,7 @@ nb::dict Targets() {
   add("jax_ep_fused_silu", CudaFusedSilu);
   add("jax_ep_reserve", CudaReserve);
   add("jax_ep_dispatch_begin", CudaDispatchBegin);
+  add("jax_ep_await_begin", CudaAwaitBegin);
   add("jax_ep_dispatch_end", CudaDispatchEnd);
   add("jax_ep_combine_beside", CudaCombineBeside);
   return targets;

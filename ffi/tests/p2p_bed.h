@@ -75,7 +75,7 @@ struct RankBuffers {
   int n_tokens;
   DeviceArray<T> tokens, rows, expert_out, residual, out;
   DeviceArray<int32_t> topk_ids, src_info, n_dropped, n_invalid, n_messages, layout;
-  DeviceArray<uint32_t> row_offsets, tickets;  // tickets: of dispatch and of combine
+  DeviceArray<uint32_t> row_offsets;
   DeviceArray<float> topk_weights, row_weights, input_scale;
   DeviceArray<uint8_t> scales;  // of formats that have any
 
@@ -92,7 +92,6 @@ struct RankBuffers {
         n_messages(s.n_ranks),
         layout(static_cast<size_t>(s.n_ranks) * s.max_tokens * (1 + s.top_k)),
         row_offsets(s.n_local() + 1),
-        tickets(2 * sizeof(Ticket) / sizeof(uint32_t)),
         topk_weights(static_cast<size_t>(n_tokens) * s.top_k),
         row_weights(s.max_recv_tokens),
         input_scale(1) {
@@ -123,8 +122,9 @@ inline RowType RowTypeOf<float>() {
 // What the command line may say about the launch, for tuning; 0 = as the library plans.
 struct PlanOverride {
   int n_blocks = 0, n_send_blocks = 0, send_unit_warps = 0, receive_unit_warps = 0;
-  int n_stages = 0;    // -1: none
-  int ring_slots = 0;  // -1: no ring
+  int n_stages = 0;          // -1: none
+  int receives_in_bulk = 0;  // -1: not
+  int ring_slots = 0;        // -1: no ring
 
   void Apply(LaunchPlan* plan) const {
     if (n_blocks) plan->n_blocks = n_blocks, plan->n_send_blocks = n_blocks;
@@ -133,6 +133,9 @@ struct PlanOverride {
     if (receive_unit_warps) plan->receive_unit_warps = receive_unit_warps;
     if (n_stages) plan->n_stages = std::max(n_stages, 0);
     if (ring_slots) plan->ring_slots = std::max(ring_slots, 0);
+    if (receives_in_bulk) plan->receives_in_bulk = receives_in_bulk > 0;
+    if (plan->n_stages == 0 || plan->n_send_blocks == plan->n_blocks)
+      plan->receives_in_bulk = false;
   }
 };
 
@@ -174,8 +177,7 @@ class Bed {
 
   bool IsLocal(int rank) const { return exchange.IsLocal(rank, shape.n_ranks); }
 
-  DispatchArgs DispatchOf(int rank, const RankBuffers<T>& b, bool weights,
-                          Half half = Half::kBoth) const {
+  DispatchArgs DispatchOf(int rank, const RankBuffers<T>& b, bool weights) const {
     DispatchArgs args{};
     args.size = format.SizeOf(shape.hidden, sizeof(T));
     args.row_alignment = format.row_alignment;
@@ -185,7 +187,7 @@ class Bed {
     args.scales = {b.scales.get(), format.layout, format.n_scales(shape.hidden),
                    format.scale_bytes};
     args.input_scale = b.input_scale.get();
-    Check(group->DispatchCall(rank, b.n_tokens, half, args.size, &args.call));
+    Check(group->DispatchCall(rank, b.n_tokens, args.size, &args.call));
     dispatch_plan.Apply(&args.call.plan);
     args.max_recv_tokens = shape.max_recv_tokens;
     args.tokens = reinterpret_cast<const uint8_t*>(b.tokens.get());
@@ -195,20 +197,18 @@ class Bed {
     args.row_offsets = b.row_offsets.get();
     args.src_info = b.src_info.get();
     args.n_dropped = b.n_dropped.get();
-    args.call.ticket = reinterpret_cast<Ticket*>(b.tickets.get());
-    args.n_invalid = half == Half::kSend ? &args.call.ticket->n_invalid : b.n_invalid.get();
+    args.n_invalid = b.n_invalid.get();
     args.n_messages = b.n_messages.get();
     args.layout = b.layout.get();
     args.row_weights = weights ? b.row_weights.get() : nullptr;
     return args;
   }
 
-  CombineArgs CombineOf(int rank, const RankBuffers<T>& b, const T* expert_out, CombineMode mode,
-                        Half half = Half::kBoth) const {
+  CombineArgs CombineOf(int rank, const RankBuffers<T>& b, const T* expert_out,
+                        CombineMode mode) const {
     CombineArgs args{};
-    Check(group->CombineCall(rank, b.n_tokens, half, &args.call));
+    Check(group->CombineCall(rank, b.n_tokens, &args.call));
     combine_plan.Apply(&args.call.plan);
-    args.call.ticket = reinterpret_cast<Ticket*>(b.tickets.get()) + 1;
     args.row_vectors = static_cast<int32_t>(shape.hidden * sizeof(T) / kVectorBytes);
     args.row_type = RowTypeOf<T>();
     args.weighting = mode.weighting;

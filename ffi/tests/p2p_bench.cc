@@ -44,8 +44,9 @@ class Bench {
  public:
   Bench(const Options& options, int n_tokens)
       : options_(options), bed_(MakeShape(options, n_tokens), Devices(options), 2.0) {
-    const PlanOverride plan{options.Int("blocks"), options.Int("send"), options.Int("send_warps"),
-                            options.Int("receive_warps"), options.Int("stages")};
+    const PlanOverride plan{options.Int("blocks"),     options.Int("send"),
+                            options.Int("send_warps"), options.Int("receive_warps"),
+                            options.Int("stages"),     options.Int("receive_bulk")};
     bed_.dispatch_plan = bed_.combine_plan = plan;
     if (options.values.count("ring")) {
       bed_.combine_plan.ring_slots = options.Int("ring") > 0 ? options.Int("ring") : -1;

@@ -73,9 +73,10 @@ class Case {
   }
 
   // Sends from some blocks only, as with many tokens; in bulk if the device can.
-  void SplitBlocks(int n_ring_slots) {
+  void SplitBlocks(bool receives_in_bulk, int n_ring_slots) {
     bed_.dispatch_plan = bed_.combine_plan = {5, 3, 1, 1};
     bed_.dispatch_plan.n_stages = 4;
+    bed_.dispatch_plan.receives_in_bulk = receives_in_bulk ? 1 : -1;
     bed_.combine_plan.ring_slots = n_ring_slots;
   }
 
@@ -292,8 +293,9 @@ void RunCase(int n_ranks, const std::vector<int>& devices, int index, std::mt199
   const int errors_before = n_errors;
   Case<T> one(shape, devices, std::move(inputs), n_sms, random, name);
   one.Run();
-  if (n_sms == 0) {
-    one.SplitBlocks(1 + index % 4);
+  for (const bool receives_in_bulk : {false, true}) {
+    if (n_sms != 0) break;
+    one.SplitBlocks(receives_in_bulk, receives_in_bulk ? 1 + index % 4 : -1);
     one.Run();
   }
   if (n_errors != errors_before) std::printf("%s: FAILED\n", name);

@@ -67,9 +67,10 @@ class FormatCase {
     Encode(input_scale);
   }
 
-  void SplitBlocks() {
+  void SplitBlocks(bool receives_in_bulk) {
     bed_.dispatch_plan = {5, 3, 1, 1, 0};
     bed_.dispatch_plan.n_stages = 4;
+    bed_.dispatch_plan.receives_in_bulk = receives_in_bulk ? 1 : -1;
   }
 
   void Run() {
@@ -266,8 +267,9 @@ void RunFormatCase(int n_ranks, const std::vector<int>& devices, int index, std:
       n_sms);
   FormatCase<T> one(shape, format, devices, std::move(ids), n_sms, random, name);
   one.Run();
-  if (n_sms == 0) {
-    one.SplitBlocks();
+  for (const bool receives_in_bulk : {false, true}) {
+    if (n_sms != 0) break;
+    one.SplitBlocks(receives_in_bulk);
     one.Run();
   }
 }

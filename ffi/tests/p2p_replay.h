@@ -12,7 +12,8 @@
 namespace jax_ep::p2p {
 
 // Each rank replays a graph of kSteps dispatches and combines with data of their own. An odd
-// number: a call's buffer then held other data before.
+// number: a call's buffer then held other data before. Calls of one kind come in a row: nothing but
+// their turns then keeps ranks that run ahead from what others still read.
 inline void RunReplay(int n_ranks, const std::vector<int>& devices, int n_replays) {
   using T = BFloat16;
   constexpr int kSteps = 3;
@@ -50,7 +51,10 @@ inline void RunReplay(int n_ranks, const std::vector<int>& devices, int n_replay
       CHECK_CUDA(cudaMemsetAsync(b.rows.get(), 0xff, b.rows.size() * sizeof(T), bed.streams[rank]));
       CHECK_CUDA(cudaMemsetAsync(b.out.get(), 0xff, b.out.size() * sizeof(T), bed.streams[rank]));
       bed.Launch(rank, bed.DispatchOf(rank, b, true));
-      bed.Launch(rank, bed.CombineOf(rank, b, b.rows.get(), {Weighting::kRow, true, false}));
+    }
+    for (const std::vector<RankBuffers<T>>& step : buffers) {
+      const CombineMode mode{Weighting::kRow, true, false};
+      bed.Launch(rank, bed.CombineOf(rank, step[rank], step[rank].rows.get(), mode));
     }
     cudaGraph_t graph;
     CHECK_CUDA(cudaStreamEndCapture(bed.streams[rank], &graph));

@@ -19,7 +19,13 @@ from jax_ep import _cuda_ffi
 from jax_ep.config import EPConfig
 from jax_ep.exchange import Exchange
 from jax_ep.formats import Plain
-from jax_ep.overlap import Begun, combine_beside_p, dispatch_begin_p, put_after
+from jax_ep.overlap import (
+    Begun,
+    after_begin,
+    combine_beside_p,
+    dispatch_begin_p,
+    put_after,
+)
 from jax_ep.primitives import Weighting, expect_overlap
 from jax_ep.results import Dispatched
 from jax_ep.stats import RankStats
@@ -152,7 +158,7 @@ class P2pTransport(FfiTransport):
         return Begun(ticket, tuple(results)), given
 
     def then(self, begun: Any, x: Any) -> Any:
-        """See `InFlight.then`: `x`, for XLA to have what the call begins with first."""
+        """See `InFlight.then`."""
         if isinstance(begun, _BegunCombine):
             rows = begun.dispatched
             routing = rows.topk_ids, rows.layout, rows.row_weights
@@ -160,7 +166,7 @@ class P2pTransport(FfiTransport):
         else:
             call, given = begun
             first = given, call.reserved
-        return jax.tree.map(lambda leaf: put_after(leaf, first), x)
+        return after_begin(x, first)
 
     def dispatch_wait(self, group: EPGroup, begun: Any, after: Any) -> Dispatched:
         """What `dispatch` would have given."""

@@ -34,6 +34,11 @@ class Stage {
     mbarrier_arrive_expect_tx(barrier_, bytes);
     cp_async_bulk_shared_global(to, from, bytes, barrier_);
   }
+  // `policy`: of the L2 cache.
+  __device__ void BeginLoad(uint8_t* to, const void* from, uint32_t bytes, uint64_t policy) {
+    mbarrier_arrive_expect_tx(barrier_, bytes);
+    cp_async_bulk_shared_global(to, from, bytes, barrier_, policy);
+  }
 
   // Waits for the row. Called by all threads of the warp.
   __device__ void AwaitLoad() {

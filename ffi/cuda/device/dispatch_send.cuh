@@ -66,7 +66,7 @@ __device__ inline void SendCounts(const DispatchArgs& args, const DispatchShared
     }
   } else {
     for (int rank = LaneIndex(); rank < call.n_ranks; rank += kWarpSize) {
-      send(rank, n_local, shared.totals.ranks[rank] | (shared.call.is_open ? kLagging : 0));
+      send(rank, n_local, shared.totals.ranks[rank]);
     }
     if (LaneIndex() == 0) *args.n_invalid = *shared.totals.n_invalid;
   }
@@ -105,11 +105,17 @@ __device__ inline Messages PlanMessages(const DispatchArgs& args, const Dispatch
   return messages;
 }
 
-__device__ inline void SignalMessage(const DispatchArgs& args, const DispatchShared& shared,
-                                     const Messages& messages, int token) {
+// The word that says that a message is there, and what it says.
+struct Arrival {
+  uint64_t* word;
+  uint32_t token;
+};
+
+__device__ __forceinline__ Arrival ArrivalOf(const DispatchArgs& args, const DispatchShared& shared,
+                                             const Messages& messages, int token) {
   uint64_t* const arrived =
       At<uint64_t>(shared.call.peers[messages.rank], args.call.map.arrived.Copy(shared.call.copy));
-  Signal(arrived + messages.index, shared.call.epoch, token);
+  return {arrived + messages.index, static_cast<uint32_t>(token)};
 }
 
 // Sends one token to every rank that it has a choice on. Called by a unit.
@@ -131,21 +137,43 @@ __device__ inline void SendToken(const DispatchArgs& args, const DispatchShared&
   const uint32_t lanes = __ballot_sync(0xffffffffu, messages.is_message && takes_token);
   Encoded::ToEach(args, token, messages.to, lanes, unit.part);
   unit.Sync();
-  if (unit.part.index == 0 && messages.is_message) SignalMessage(args, shared, messages, token);
+  if (unit.part.index != 0 || !messages.is_message) return;
+  const Arrival arrival = ArrivalOf(args, shared, messages, token);
+  Signal(arrival.word, shared.call.epoch, arrival.token);
 }
 
-// The same through a stage: token and choices leave in one bulk copy per rank. Called by one warp.
+// Messages that are on their way from a stage: one of each lane, or none.
+class OnTheirWay {
+ public:
+  __device__ void Add(const Arrival& arrival) { arrival_ = arrival; }
+
+  // Waits until they are there, and says so.
+  __device__ void Finish(uint32_t epoch) {
+    cp_async_bulk_wait_group<0>();
+    if (arrival_.word != nullptr) Signal(arrival_.word, epoch, arrival_.token);
+    arrival_.word = nullptr;
+  }
+
+ private:
+  Arrival arrival_ = {};
+};
+
+// The same through a stage: token and choices leave in one bulk copy per rank, and are on their way
+// afterwards; so are those of the token before, until this one is being loaded. Called by one warp.
 template <class Encoded>
 __device__ inline void SendTokenInBulk(const DispatchArgs& args, const DispatchShared& shared,
-                                       const TileNumbers& numbers, Stage& stage, int token,
-                                       int token_in_tile) {
+                                       const TileNumbers& numbers, Stage& stage,
+                                       OnTheirWay& on_their_way, int token, int token_in_tile) {
   const CallArgs& call = args.call;
   const int lane = LaneIndex();
+  cp_async_bulk_wait_group_read<0>();
+  __syncwarp();
   if (lane == 0) {
     stage.BeginLoad(Vector(stage.data(), args.size.scales), TokenAt(args, token),
                     args.size.given * kVectorBytes);
   }
   const Messages messages = PlanMessages(args, shared, numbers, token, token_in_tile);
+  on_their_way.Finish(shared.call.epoch);
   const uint32_t token_bytes = args.size.sent() * kVectorBytes;
   uint8_t* const choices = stage.data() + token_bytes;
   if constexpr (Encoded::kIsInPlace) {  // the token is where the choices will be
@@ -157,17 +185,14 @@ __device__ inline void SendTokenInBulk(const DispatchArgs& args, const DispatchS
   fence_proxy_async_shared();
   if constexpr (!Encoded::kIsInPlace) stage.AwaitLoad();
   __syncwarp();
+  if (!messages.is_message) return;
   const uint32_t choices_bytes = call.top_k * sizeof(MessageChoice);
-  if (messages.is_message) {
-    const bool takes_token = Encoded::kSendsToItself || messages.rank != call.rank;
-    cp_async_bulk_global_shared(takes_token ? messages.to : messages.to + token_bytes,
-                                takes_token ? stage.data() : choices,
-                                takes_token ? token_bytes + choices_bytes : choices_bytes);
-    cp_async_bulk_commit_group();
-    cp_async_bulk_wait_group_0();
-    SignalMessage(args, shared, messages, token);
-  }
-  __syncwarp();
+  const bool takes_token = Encoded::kSendsToItself || messages.rank != call.rank;
+  cp_async_bulk_global_shared(takes_token ? messages.to : messages.to + token_bytes,
+                              takes_token ? stage.data() : choices,
+                              takes_token ? token_bytes + choices_bytes : choices_bytes);
+  cp_async_bulk_commit_group();
+  on_their_way.Add(ArrivalOf(args, shared, messages, token));
 }
 
 // Role: send the block's tokens. Called by the workers of a block.
@@ -192,13 +217,16 @@ __device__ inline void SendTokensInBulk(const DispatchArgs& args, const Dispatch
   const bool has_stage = WarpIndex() < n_stages;
   const size_t stage_bytes = StageBytes(args.call, args.size);
   Stage stage(stages + WarpIndex() * stage_bytes, has_stage);
+  OnTheirWay on_their_way;
   for (int i = 0; i < tiles.size(); ++i) {
     if (i > 0) SyncRoles();
     const Tokens tile = tiles[i];
     for (int j = WarpIndex(); has_stage && j < tile.size(); j += n_stages) {
-      SendTokenInBulk<Encoded>(args, shared, shared.numbers[i % 2], stage, tile.begin + j, j);
+      SendTokenInBulk<Encoded>(args, shared, shared.numbers[i % 2], stage, on_their_way,
+                               tile.begin + j, j);
     }
   }
+  if (has_stage) on_their_way.Finish(shared.call.epoch);
 }
 
 }  // namespace jax_ep::p2p

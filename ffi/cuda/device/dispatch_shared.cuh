@@ -30,7 +30,6 @@ struct DispatchShared {
   int32_t max_messages;  // of a source
   int32_t n_rows;        // with padding, not clipped
   int32_t n_dropped;
-  uint32_t lagging;            // see device/turns.cuh
   EndedWait waits[kWarpSize];  // of the lanes of the warp that laid out the rows
   int32_t n_invalid[2];
   RoutingCounts totals;    // of all tokens

@@ -16,12 +16,9 @@ using DeviceWord = cuda::atomic_ref<uint32_t, cuda::thread_scope_device>;
 // What every block knows of the call, in shared memory.
 struct CallShared {
   uint32_t epoch;
-  uint32_t copy;     // of the buffers
-  Half half;         // what the kernel does: a deferred call is whole where it is received
-  bool is_deferred;  // a sending half that does nothing
-  bool is_open;      // another call is in flight
-  bool failed;       // this rank has given up
-  uint8_t** peers;   // [R] workspaces
+  uint32_t copy;    // of the buffers
+  bool failed;      // this rank has given up
+  uint8_t** peers;  // [R] workspaces
 };
 
 template <class T>

@@ -96,8 +96,8 @@ __device__ __forceinline__ void fence_proxy_async_shared() {
   JAX_EP_SM90_ASM("fence.proxy.async.shared::cta;" :: : "memory");
 }
 
-// Orders what this thread wrote to global memory, or has acquired, before later bulk copies: these
-// read by another path, which an acquire alone does not order.
+// Orders what this thread has seen in global memory, written by ordinary accesses, before its later
+// bulk copies from there.
 __device__ __forceinline__ void fence_proxy_async_global() {
   JAX_EP_SM90_ASM("fence.proxy.async.global;" :: : "memory");
 }
@@ -120,6 +120,29 @@ __device__ __forceinline__ void cp_async_bulk_commit_group() {
   JAX_EP_SM90_ASM("cp.async.bulk.commit_group;" :: : "memory");
 }
 
+// The same two for data that is not soon needed again: it is the first to leave the L2 cache.
+__device__ __forceinline__ uint64_t createpolicy_evict_first() {
+  uint64_t policy = 0;
+  JAX_EP_SM90_ASM("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+__device__ __forceinline__ void cp_async_bulk_shared_global(void* to, const void* from,
+                                                            uint32_t bytes, uint64_t* barrier,
+                                                            uint64_t policy) {
+  JAX_EP_SM90_ASM(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1], %2, [%3], %4;" ::"r"(cvta_shared(to)),
+      "l"(from), "r"(bytes), "r"(cvta_shared(barrier)), "l"(policy) : "memory");
+}
+
+__device__ __forceinline__ void cp_async_bulk_global_shared(void* to, const void* from,
+                                                            uint32_t bytes, uint64_t policy) {
+  JAX_EP_SM90_ASM(
+      "cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(to),
+      "r"(cvta_shared(from)), "r"(bytes), "l"(policy) : "memory");
+}
+
 // Waits until this thread's bulk copies are complete, but for the last `kPending` groups: all was
 // read, and what was written is visible to this thread.
 template <int kPending>
@@ -127,9 +150,7 @@ __device__ __forceinline__ void cp_async_bulk_wait_group() {
   JAX_EP_SM90_ASM("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-__device__ __forceinline__ void cp_async_bulk_wait_group_0() { cp_async_bulk_wait_group<0>(); }
-
-// The same, until all was read.
+// The same, until they have read what they copy.
 template <int kPending>
 __device__ __forceinline__ void cp_async_bulk_wait_group_read() {
   JAX_EP_SM90_ASM("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");

@@ -13,14 +13,14 @@ __device__ __forceinline__ int LaneIndex() { return threadIdx.x % kWarpSize; }
 __device__ __forceinline__ bool IsWorker() { return WarpIndex() < kWorkerWarps; }
 
 // Where all blocks send, all receive; otherwise those that don't send do.
-__device__ __forceinline__ bool Sends(Half half, const LaunchPlan& plan) {
-  return half != Half::kReceive && blockIdx.x < plan.n_send_blocks;
+__device__ __forceinline__ bool Sends(const LaunchPlan& plan) {
+  return blockIdx.x < plan.n_send_blocks;
 }
 __device__ __forceinline__ int FirstReceiver(const LaunchPlan& plan) {
   return plan.n_send_blocks == plan.n_blocks ? 0 : plan.n_send_blocks;
 }
-__device__ __forceinline__ bool Receives(Half half, const LaunchPlan& plan) {
-  return half != Half::kSend && static_cast<int>(blockIdx.x) >= FirstReceiver(plan);
+__device__ __forceinline__ bool Receives(const LaunchPlan& plan) {
+  return static_cast<int>(blockIdx.x) >= FirstReceiver(plan);
 }
 
 // Worker warps of a block that work on one row together.
