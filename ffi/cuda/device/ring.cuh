@@ -64,6 +64,7 @@ class PieceRing {
                          WarpIndex() * n_slots * sizeof(uint64_t))),
         end_(n_slots * kPieceBytes),
         row_bytes_(row_vectors * kVectorBytes),
+        policy_(createpolicy_evict_first()),
         room_(n_slots) {
     if (LaneIndex() < n_slots) mbarrier_init(Barrier(LaneIndex() * kPieceBytes), 1);
     fence_proxy_async_shared();
@@ -163,7 +164,7 @@ class PieceRing {
     if ((lane >> LaneIndex() & 1) != 0) {
       const uint32_t bytes = min(bytes_left_, kPieceBytes);
       mbarrier_arrive_expect_tx(Barrier(next_slot_), bytes);
-      cp_async_bulk_shared_global(coming_ + next_slot_, from_, bytes, Barrier(next_slot_));
+      cp_async_bulk_shared_global(coming_ + next_slot_, from_, bytes, Barrier(next_slot_), policy_);
     }
     next_slot_ += kPieceBytes;
     if (next_slot_ == end_) next_slot_ = 0;
@@ -175,6 +176,7 @@ class PieceRing {
   uint8_t* const barriers_;  // uint64[n_slots]
   const uint32_t end_;       // of the slots that pieces come to
   const uint32_t row_bytes_;
+  const uint64_t policy_;   // rows are read once
   uint32_t slot_ = 0;       // of the step
   uint32_t parity_ = 0;     // of its barrier
   uint32_t next_slot_ = 0;  // that a piece comes to
