@@ -24,6 +24,7 @@ struct LaunchPlan {
   int32_t receive_unit_warps;  // the same, where messages are received
   int32_t n_stages;            // rows in shared memory for bulk copies; 0: without them
   bool receives_in_bulk;       // in blocks that don't send
+  int32_t ring_slots;  // pieces of combine's rows there, per warp; see device/ring.cuh; 0: none
   // Blocks stand on pairs of neighbouring multiprocessors, and leave such to kernels that need
   // them.
   bool in_pairs;

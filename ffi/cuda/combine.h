@@ -31,6 +31,9 @@ struct CombineArgs {
 
 size_t CombineSharedBytes(const CallArgs& call);
 
+// The slots of each warp's ring that fit into a block's shared memory; 0: too few for a ring.
+int32_t CombineSlots(const CallArgs& call, size_t max_shared_bytes);
+
 // As PrepareDispatch, for all row types.
 cudaError_t PrepareCombine(size_t shared_bytes, int* max_blocks);
 

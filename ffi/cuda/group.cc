@@ -144,7 +144,9 @@ Status Group::AllocateRank(int index) {
       PrepareDispatch(std::max(rank.stages_bytes, DispatchSharedBytes(call, {})), &max_blocks),
       "dispatch kernel");
   if (!status.ok()) return status;
-  status = ToStatus(PrepareCombine(CombineSharedBytes(call), &max_blocks), "combine kernel");
+  status =
+      ToStatus(PrepareCombine(std::max(rank.stages_bytes, CombineSharedBytes(call)), &max_blocks),
+               "combine kernel");
   if (!status.ok()) return status;
   // Of no group, but launched between a group's calls.
   status = ToStatus(PrepareFusedSilu(), "fused_silu kernels");
@@ -301,6 +303,9 @@ Status Group::DispatchCall(int rank, int64_t n_tokens, const TokenSize& size, Ca
 Status Group::CombineCall(int rank, int64_t n_tokens, CallArgs* call, bool overlaps) const {
   const Status status = FillCall(rank, n_tokens, call);
   call->plan = PlanCombine(n_tokens, config_.top_k, config_.n_ranks, Blocks(rank, overlaps));
+  if (WantsRing(call->plan)) {
+    call->plan.ring_slots = CombineSlots(*call, ranks_[rank].stages_bytes);
+  }
   call->plan.in_pairs = overlaps && ranks_[rank].has_clusters;
   return status;
 }

@@ -81,7 +81,7 @@ class Group {
     int device = kElsewhere;
     int n_sms = 0;
     int n_blocks = 0;         // that fit together with those of the other ranks of the device
-    size_t stages_bytes = 0;  // shared memory of a block that sends; 0: there are no bulk copies
+    size_t stages_bytes = 0;  // shared memory for bulk copies, of a block; 0: there are none
     bool has_clusters = false;
     uint8_t* workspace = nullptr;
     uint64_t* failure = nullptr;  // mapped host memory

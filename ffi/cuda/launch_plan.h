@@ -14,6 +14,9 @@ namespace jax_ep::p2p {
 // Of a call that runs beside others, where the user does not say how many.
 constexpr int32_t kOverlapBlocks = 24;
 
+// Multiprocessors that are not enough for a call to be limited by the link alone.
+constexpr int32_t kFew = 33;
+
 // The most warps per item such that every item has warps of its own.
 inline int32_t UnitWarps(int64_t n_items, int64_t n_blocks) {
   int32_t warps = kWorkerWarps;
@@ -45,10 +48,15 @@ inline LaunchPlan PlanLaunch(int64_t n_send_items, int64_t n_receive_items, int3
 // multiprocessors and with a few (docs/performance.md).
 inline LaunchPlan PlanDispatch(int64_t n_tokens, int64_t top_k, int64_t n_ranks, int32_t n_sms,
                                bool quantizes) {
-  constexpr int32_t kFew = 33;
   const double send_share = quantizes || n_sms <= kFew ? 0.34 : 0.2;
   return PlanLaunch(n_tokens, n_tokens * std::min(top_k, n_ranks), n_sms, n_tokens >= 256,
                     send_share);
+}
+
+// Whether combine passes its rows through shared memory: each warp has messages and tokens of its
+// own, and so few have to keep many rows on their way.
+inline bool WantsRing(const LaunchPlan& plan) {
+  return plan.n_blocks <= kFew && plan.send_unit_warps == 1 && plan.receive_unit_warps == 1;
 }
 
 inline LaunchPlan PlanCombine(int64_t n_tokens, int64_t top_k, int64_t n_ranks, int32_t n_sms) {

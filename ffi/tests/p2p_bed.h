@@ -124,6 +124,7 @@ struct PlanOverride {
   int n_blocks = 0, n_send_blocks = 0, send_unit_warps = 0, receive_unit_warps = 0;
   int n_stages = 0;          // -1: none
   int receives_in_bulk = 0;  // -1: not
+  int ring_slots = 0;        // -1: no ring
 
   void Apply(LaunchPlan* plan) const {
     if (n_blocks) plan->n_blocks = n_blocks, plan->n_send_blocks = n_blocks;
@@ -131,6 +132,7 @@ struct PlanOverride {
     if (send_unit_warps) plan->send_unit_warps = send_unit_warps;
     if (receive_unit_warps) plan->receive_unit_warps = receive_unit_warps;
     if (n_stages) plan->n_stages = std::max(n_stages, 0);
+    if (ring_slots) plan->ring_slots = std::max(ring_slots, 0);
     if (receives_in_bulk) plan->receives_in_bulk = receives_in_bulk > 0;
     if (plan->n_stages == 0 || plan->n_send_blocks == plan->n_blocks)
       plan->receives_in_bulk = false;
@@ -141,6 +143,7 @@ struct CombineMode {
   Weighting weighting = Weighting::kNone;
   bool reduce = true;
   bool residual = false;
+  bool adds_shared = false;
 };
 
 template <class T>
@@ -210,6 +213,7 @@ class Bed {
     args.row_type = RowTypeOf<T>();
     args.weighting = mode.weighting;
     args.reduce = mode.reduce;
+    args.adds_shared = mode.adds_shared;
     args.expert_out = reinterpret_cast<const uint8_t*>(expert_out);
     args.topk_ids = b.topk_ids.get();
     args.n_messages = b.n_messages.get();

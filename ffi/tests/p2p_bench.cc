@@ -5,8 +5,8 @@
 // H = 7168, E = 256, K = 8, bf16 tokens, uniform routing. A time is the period of calls that follow
 // each other in a captured graph, so that it holds the launch, and the wait for the slowest rank;
 // each call has inputs of its own, not in the L2 cache. Keys, for tuning: blocks, send, send_warps,
-// receive_warps (0: the library's plan), op (dispatch, combine, both), zipf=1, trace=1, format
-// (of dispatch, e.g. mxfp8). Prints a JSON object per line.
+// receive_warps (0: the library's plan), ring (slots of combine's rings; 0: without), op (dispatch,
+// combine, both), zipf=1, trace=1, format (of dispatch, e.g. mxfp8). Prints a JSON object per line.
 
 #include <algorithm>
 #include <cstdio>
@@ -48,6 +48,9 @@ class Bench {
                             options.Int("send_warps"), options.Int("receive_warps"),
                             options.Int("stages"),     options.Int("receive_bulk")};
     bed_.dispatch_plan = bed_.combine_plan = plan;
+    if (options.values.count("ring")) {
+      bed_.combine_plan.ring_slots = options.Int("ring") > 0 ? options.Int("ring") : -1;
+    }
     const Shape& shape = bed_.shape;
     if (options.values.count("format")) bed_.format = FindFormat(options.values.at("format"));
     const size_t token_bytes = n_tokens * shape.hidden * sizeof(T);
@@ -202,12 +205,12 @@ class Bench {
         "{\"op\": \"%s\", \"format\": \"%s\", \"n_ranks\": %d, \"n_devices\": %d, \"tokens\": %d, "
         "\"routing\": \"%s\", "
         "\"us\": %.2f, \"us_min\": %.2f, \"us_max\": %.2f, \"us_fastest_rank\": %.2f, "
-        "\"physical_gb_s\": %.1f, \"logical_gb_s\": %.1f, \"plan\": [%d, %d, %d, %d, %d]}\n",
+        "\"physical_gb_s\": %.1f, \"logical_gb_s\": %.1f, \"plan\": [%d, %d, %d, %d, %d, %d]}\n",
         is_dispatch ? "dispatch" : "combine", sent.name, options_.n_ranks, options_.n_devices,
         bed_.shape.max_tokens, options_.Int("zipf") ? "zipf" : "uniform", us, slowest.front(),
         slowest.back(), fastest[kReplays / 2], physical_ * bytes / us * 1e-3,
         logical_ * bytes / us * 1e-3, plan_.n_blocks, plan_.n_send_blocks, plan_.send_unit_warps,
-        plan_.receive_unit_warps, plan_.n_stages);
+        plan_.receive_unit_warps, plan_.n_stages, plan_.ring_slots);
     if (options_.Int("trace")) TraceCall(is_dispatch);
     std::fflush(stdout);
     for (auto graph : first) cudaGraphExecDestroy(graph);

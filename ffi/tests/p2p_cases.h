@@ -37,6 +37,7 @@ inline std::vector<int> Spread(int n_ranks, int n_devices) {
 struct CaseInputs {
   std::vector<std::vector<int32_t>> ids;
   std::vector<std::vector<float>> weights;
+  bool adds_shared;  // the last choice, if any, is of an expert of the token's own rank
 };
 
 // One shape: dispatch with and without weights, then every way to combine, on one group.
@@ -49,6 +50,7 @@ class Case {
         bed_(shape, devices, TimeoutSeconds(), n_sms),
         routing_(shape, std::move(inputs.ids)),
         weights_(std::move(inputs.weights)),
+        adds_shared_(inputs.adds_shared),
         name_(std::move(name)) {
     for (int rank = 0; rank < shape.n_ranks; ++rank) {
       CHECK_CUDA(cudaSetDevice(devices[rank]));
@@ -71,10 +73,11 @@ class Case {
   }
 
   // Sends from some blocks only, as with many tokens; in bulk if the device can.
-  void SplitBlocks(bool receives_in_bulk) {
-    bed_.dispatch_plan = bed_.combine_plan = {5, 3, 1, 1, 0};
+  void SplitBlocks(bool receives_in_bulk, int n_ring_slots) {
+    bed_.dispatch_plan = bed_.combine_plan = {5, 3, 1, 1};
     bed_.dispatch_plan.n_stages = 4;
     bed_.dispatch_plan.receives_in_bulk = receives_in_bulk ? 1 : -1;
+    bed_.combine_plan.ring_slots = n_ring_slots;
   }
 
   void Run() {
@@ -95,13 +98,13 @@ class Case {
         if (bed_.IsLocal(rank)) CheckDispatch(rank, weights);
       }
       if (weights) {
-        Combine({Weighting::kRow, true, false});
-        Combine({Weighting::kRow, true, true});
+        Combine({Weighting::kRow, true, false, adds_shared_});
+        Combine({Weighting::kRow, true, true, adds_shared_});
       } else {
-        Combine({Weighting::kNone, true, false});
+        Combine({Weighting::kNone, true, false, adds_shared_});
         Combine({Weighting::kNone, false, false});
-        Combine({Weighting::kSource, true, false});
-        Combine({Weighting::kSource, true, true});
+        Combine({Weighting::kSource, true, false, adds_shared_});
+        Combine({Weighting::kSource, true, true, adds_shared_});
       }
     }
     for (int rank = 0; rank < shape_.n_ranks; ++rank) {
@@ -192,7 +195,8 @@ class Case {
     bed_.Sync();
     const std::string what =
         name_ + ", combine, weighting " + std::to_string(static_cast<int>(mode.weighting)) +
-        ", reduce " + std::to_string(mode.reduce) + ", residual " + std::to_string(mode.residual);
+        ", reduce " + std::to_string(mode.reduce) + ", residual " + std::to_string(mode.residual) +
+        ", shared " + std::to_string(mode.adds_shared);
     if (!bed_.IsHealthy()) return Expect(false, what + ": did not end");
     ++n_combines_;
     for (int rank = 0; rank < shape_.n_ranks; ++rank) {
@@ -214,8 +218,9 @@ class Case {
     const size_t element = static_cast<size_t>(token) * shape_.hidden + i;
     if (mode.reduce) {
       const T* const residual = mode.residual ? &residuals_[rank][element] : nullptr;
-      return IsSame(out[element], CombineElement<T>(shape_, routing_, rank, token, mode.weighting,
-                                                    weights_[rank].data(), residual, row));
+      return IsSame(out[element],
+                    CombineElement<T>(shape_, routing_, rank, token, mode.weighting,
+                                      weights_[rank].data(), residual, row, mode.adds_shared));
     }
     bool right = true;
     for (int k = 0; k < shape_.top_k; ++k) {
@@ -231,6 +236,7 @@ class Case {
   Bed<T> bed_;
   const Routing routing_;
   const std::vector<std::vector<float>> weights_;
+  const bool adds_shared_;
   const std::string name_;
   int n_dispatches_ = 0, n_combines_ = 0;
   std::vector<RankBuffers<T>> buffers_;
@@ -243,6 +249,14 @@ inline std::vector<float> RandomWeights(size_t n, std::mt19937& random) {
   return weights;
 }
 
+// Makes each token's last choice, if it is an expert, one of the token's own rank.
+inline void ShareLastChoice(const Shape& shape, int rank, std::vector<int32_t>& ids) {
+  for (size_t i = shape.top_k - 1; i < ids.size(); i += shape.top_k) {
+    if (ids[i] < 0 || ids[i] >= shape.n_experts) continue;
+    ids[i] = rank * shape.n_local() + ids[i] % shape.n_local();
+  }
+}
+
 template <class T>
 void RunCase(int n_ranks, const std::vector<int>& devices, int index, std::mt19937& random) {
   const auto pick = [&](std::initializer_list<int> values) {
@@ -252,33 +266,36 @@ void RunCase(int n_ranks, const std::vector<int>& devices, int index, std::mt199
   shape.n_ranks = n_ranks;
   shape.n_experts = n_ranks * pick({1, 2, 3, 8, 32, 100});
   shape.top_k = pick({1, 2, 3, 4, 6, 8, 16, 32});
-  shape.hidden = static_cast<int>(16 / sizeof(T)) * pick({1, 3, 8, 33, 64, 130});
+  shape.hidden = static_cast<int>(16 / sizeof(T)) * pick({1, 3, 8, 33, 64, 130, 500});
   shape.max_tokens = pick({1, 2, 7, 33, 64, 128});
   const auto pattern = static_cast<Pattern>(random() % kPatterns);
   const bool is_ragged = random() % 3 == 0;  // ranks have different numbers of tokens
   const int n_tokens = random() % 4 == 0 ? random() % (shape.max_tokens + 1) : shape.max_tokens;
   CaseInputs inputs;
+  inputs.adds_shared = random() % 3 == 0;
   int64_t most_rows = 1;
   for (int rank = 0; rank < n_ranks; ++rank) {
     const int n = is_ragged ? random() % (shape.max_tokens + 1) : n_tokens;
     inputs.ids.push_back(MakeIds(shape, pattern, n, random));
+    if (inputs.adds_shared) ShareLastChoice(shape, rank, inputs.ids.back());
     inputs.weights.push_back(RandomWeights(inputs.ids.back().size(), random));
     most_rows += n * shape.top_k;
   }
   shape.max_recv_tokens = static_cast<int>(random() % 2 ? most_rows : 1 + random() % most_rows);
   const int n_sms = random() % 3 == 0 ? 1 + random() % 8 : 0;
   char name[200];
-  std::snprintf(name, sizeof(name),
-                "case %d: R=%d E=%d K=%d H=%d M=%d T=%d C=%d pattern=%d element=%zu n_sms=%d",
-                index, n_ranks, shape.n_experts, shape.top_k, shape.hidden, shape.max_tokens,
-                is_ragged ? -1 : n_tokens, shape.max_recv_tokens, static_cast<int>(pattern),
-                sizeof(T), n_sms);
+  std::snprintf(
+      name, sizeof(name),
+      "case %d: R=%d E=%d K=%d H=%d M=%d T=%d C=%d pattern=%d element=%zu n_sms=%d shared=%d",
+      index, n_ranks, shape.n_experts, shape.top_k, shape.hidden, shape.max_tokens,
+      is_ragged ? -1 : n_tokens, shape.max_recv_tokens, static_cast<int>(pattern), sizeof(T), n_sms,
+      inputs.adds_shared);
   const int errors_before = n_errors;
   Case<T> one(shape, devices, std::move(inputs), n_sms, random, name);
   one.Run();
   for (const bool receives_in_bulk : {false, true}) {
     if (n_sms != 0) break;
-    one.SplitBlocks(receives_in_bulk);
+    one.SplitBlocks(receives_in_bulk, receives_in_bulk ? 1 + index % 4 : -1);
     one.Run();
   }
   if (n_errors != errors_before) std::printf("%s: FAILED\n", name);

@@ -71,19 +71,20 @@ struct Routing {
 // One element of a combined token. `row(rank, row)` is the element of expert_out there.
 template <class T, class Row>
 T CombineElement(const Shape& shape, const Routing& routing, int source, int token,
-                 Weighting weighting, const float* topk_weights, const T* residual,
-                 const Row& row) {
+                 Weighting weighting, const float* topk_weights, const T* residual, const Row& row,
+                 bool adds_shared = false) {
   float sum = 0.0f;
   const auto add = [](float to, float weight, float value) {
     const float product = weight * value;
     return to + product;
   };
   const int first = token * shape.top_k;
+  const int n_summed = shape.top_k - adds_shared;
   if (weighting == Weighting::kRow) {
     for (int rank = 0; rank < shape.n_ranks; ++rank) {
       float part = 0.0f;
       bool any = false;
-      for (int k = 0; k < shape.top_k; ++k) {
+      for (int k = 0; k < n_summed; ++k) {
         const int at = routing.row_of_choice[source][first + k];
         if (at < 0 || routing.ids[source][first + k] / shape.n_local() != rank) continue;
         part = add(part, topk_weights[first + k], ToFloat(row(rank, at)));
@@ -92,7 +93,7 @@ T CombineElement(const Shape& shape, const Routing& routing, int source, int tok
       if (any) sum += ToFloat(FromFloat<T>(part));
     }
   } else {
-    for (int k = 0; k < shape.top_k; ++k) {
+    for (int k = 0; k < n_summed; ++k) {
       const int at = routing.row_of_choice[source][first + k];
       if (at < 0) continue;
       const float value = ToFloat(row(routing.ids[source][first + k] / shape.n_local(), at));
@@ -101,7 +102,9 @@ T CombineElement(const Shape& shape, const Routing& routing, int source, int tok
     }
   }
   if (residual != nullptr) sum += ToFloat(*residual);
-  return FromFloat<T>(sum);
+  const T rounded = FromFloat<T>(sum);
+  const int shared = adds_shared ? routing.row_of_choice[source][first + n_summed] : -1;
+  return shared < 0 ? rounded : FromFloat<T>(ToFloat(rounded) + ToFloat(row(source, shared)));
 }
 
 enum class Pattern { kUniform, kZipf, kOneExpert, kOneRank, kHoles, kInvalid, kDuplicates, kEmpty };

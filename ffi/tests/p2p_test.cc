@@ -1,7 +1,7 @@
 // Tests of the p2p kernels without JAX: every result is compared bit for bit with p2p_reference.h.
 //
 //   p2p_test cases  RANKS DEVICES N_CASES [SEED]   random shapes, routings and modes
-//   p2p_test large  RANKS DEVICES TOKENS           H = 7168, E = 256, K = 8; samples are compared
+//   p2p_test large  RANKS DEVICES TOKENS [SMS]     H = 7168, E = 256, K = 8; samples are compared
 //   p2p_test replay RANKS DEVICES N_REPLAYS        captured graphs; every result is compared
 //   p2p_test fail   RANKS DEVICES                  a rank stays away
 //   p2p_test processes RANKS DEVICES PROCESSES N_CASES [SEED]
@@ -23,7 +23,7 @@ namespace jax_ep::p2p {
 namespace {
 
 // Big enough for the plans of many tokens; every 61st row and token is compared.
-void RunLarge(int n_ranks, const std::vector<int>& devices, int n_tokens) {
+void RunLarge(int n_ranks, const std::vector<int>& devices, int n_tokens, int n_sms) {
   using T = BFloat16;
   std::mt19937 random(7);
   Shape shape{n_ranks, 256, 8, n_tokens, 7168, 0};
@@ -34,7 +34,7 @@ void RunLarge(int n_ranks, const std::vector<int>& devices, int n_tokens) {
     }
     shape.max_recv_tokens = n_tokens * 8 * 3;
     const Routing routing(shape, ids);
-    Bed<T> bed(shape, devices, TimeoutSeconds());
+    Bed<T> bed(shape, devices, TimeoutSeconds(), n_sms);
     std::vector<RankBuffers<T>> buffers;
     std::vector<std::vector<T>> tokens;
     std::vector<std::vector<float>> weights;
@@ -99,13 +99,16 @@ void RunLarge(int n_ranks, const std::vector<int>& devices, int n_tokens) {
 
 // The last rank makes the first call and stays away from the second, or its process exits: the
 // others must end in time, say who is missing, and end later calls at once.
-void RunMissing(int n_ranks, const std::vector<int>& devices, bool in_combine, bool exits) {
+void RunMissing(int n_ranks, const std::vector<int>& devices, bool in_combine, bool exits,
+                bool in_ring = false) {
   using T = float;
   const double limit = exchange.is_alone() ? 0.2 : 2.0;
   const int missing = n_ranks - 1;
   std::mt19937 random(3);
   const Shape shape{n_ranks, n_ranks * 4, 4, 8, 64, 8 * n_ranks * 4};
   Bed<T> bed(shape, devices, limit);
+  if (in_ring) bed.combine_plan = {3, 2, 1, 1};
+  if (in_ring) bed.combine_plan.ring_slots = 2;
   std::vector<RankBuffers<T>> buffers;
   for (int rank = 0; rank < n_ranks; ++rank) {
     CHECK_CUDA(cudaSetDevice(devices[rank]));
@@ -159,6 +162,7 @@ void RunMissing(int n_ranks, const std::vector<int>& devices, bool in_combine, b
 // Then a new group works.
 void RunFail(int n_ranks, const std::vector<int>& devices) {
   for (const bool in_combine : {false, true}) RunMissing(n_ranks, devices, in_combine, false);
+  RunMissing(n_ranks, devices, /*in_combine=*/true, /*exits=*/false, /*in_ring=*/true);
   std::mt19937 random(3);
   RunCase<float>(n_ranks, devices, 0, random);
   std::printf("fail: R=%d, %d errors\n", n_ranks, n_errors);
@@ -187,7 +191,7 @@ int Main(int argc, char** argv) {
   if (what == "cases") {
     RunCases(n_ranks, devices, number(4, 50), number(5, 1));
   } else if (what == "large") {
-    RunLarge(n_ranks, devices, number(4, 2048));
+    RunLarge(n_ranks, devices, number(4, 2048), number(5, 0));
   } else if (what == "replay") {
     RunReplay(n_ranks, devices, number(4, 1000));
   } else if (what == "fail") {

@@ -204,7 +204,7 @@ __device__ inline bool ReceiveMessageInBulk(const DispatchArgs& args, const Disp
   const uint32_t bytes = args.size.payload * kVectorBytes;
   Incoming incoming;
   if (!AwaitMessage(args, shared, item, incoming)) return false;
-  cp_async_bulk_wait_group_read_0();
+  cp_async_bulk_wait_group_read<0>();
   __syncwarp();
   if (LaneIndex() == 0) {
     fence_proxy_async_global();
@@ -260,7 +260,7 @@ __device__ inline void ReceiveMessagesInBulk(const DispatchArgs& args, const Dis
                  [&](const auto& item) {
                    return ReceiveMessageInBulk<kQuantizes>(args, shared, stage, policy, item);
                  });
-  cp_async_bulk_wait_group_0();
+  cp_async_bulk_wait_group<0>();
 }
 
 // Called by the workers of a block.

@@ -149,7 +149,7 @@ class OnTheirWay {
 
   // Waits until they are there, and says so.
   __device__ void Finish(uint32_t epoch) {
-    cp_async_bulk_wait_group_0();
+    cp_async_bulk_wait_group<0>();
     if (arrival_.word != nullptr) Signal(arrival_.word, epoch, arrival_.token);
     arrival_.word = nullptr;
   }
@@ -166,7 +166,7 @@ __device__ inline void SendTokenInBulk(const DispatchArgs& args, const DispatchS
                                        OnTheirWay& on_their_way, int token, int token_in_tile) {
   const CallArgs& call = args.call;
   const int lane = LaneIndex();
-  cp_async_bulk_wait_group_read_0();
+  cp_async_bulk_wait_group_read<0>();
   __syncwarp();
   if (lane == 0) {
     stage.BeginLoad(Vector(stage.data(), args.size.scales), TokenAt(args, token),

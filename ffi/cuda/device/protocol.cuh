@@ -71,6 +71,13 @@ struct NoLook {
   __device__ void operator()(Args...) const {}
 };
 
+// Whether `word` is of the epoch now; if so, what Wait says holds.
+__device__ inline bool HasCome(uint32_t epoch, uint64_t* word, uint32_t* value) {
+  const uint64_t seen = SystemWord(*word).load(cuda::memory_order_acquire);
+  *value = EpochWordValue(seen);
+  return IsOfEpoch(seen, epoch);
+}
+
 // Waits until `word` is of the epoch, and returns true: what `peer` wrote before it signalled may
 // then be read. False once the time is over. Acquire, system scope; pairs with the release in
 // `Signal`. Calls look(1 or 0) after every look. Called by each thread for itself.
@@ -79,9 +86,7 @@ __device__ bool Wait(const CallArgs& call, uint32_t epoch, Phase phase, uint64_t
                      uint32_t* value, const Look& look = {}) {
   Deadline deadline(call);
   while (true) {
-    const uint64_t seen = SystemWord(*word).load(cuda::memory_order_acquire);
-    *value = EpochWordValue(seen);
-    const bool is_there = IsOfEpoch(seen, epoch);
+    const bool is_there = HasCome(epoch, word, value);
     look(static_cast<uint32_t>(is_there));
     if (is_there) return true;
     if (deadline.IsOver()) {

@@ -73,6 +73,11 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t* barrier, uin
       "r"(bytes) : "memory");
 }
 
+// Its memory may then be used anew. No phase may be under way.
+__device__ __forceinline__ void mbarrier_inval(uint64_t* barrier) {
+  JAX_EP_SM90_ASM("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(cvta_shared(barrier)) : "memory");
+}
+
 // Whether the phase of this parity has ended; waits for it a while.
 __device__ __forceinline__ bool mbarrier_try_wait_parity(uint64_t* barrier, uint32_t parity) {
   uint32_t done = 0;
@@ -138,15 +143,17 @@ __device__ __forceinline__ void cp_async_bulk_global_shared(void* to, const void
       "r"(cvta_shared(from)), "r"(bytes), "l"(policy) : "memory");
 }
 
-// Waits until this thread's bulk copies have read what they copy.
-__device__ __forceinline__ void cp_async_bulk_wait_group_read_0() {
-  JAX_EP_SM90_ASM("cp.async.bulk.wait_group.read 0;" :: : "memory");
+// Waits until this thread's bulk copies are complete, but for the last `kPending` groups: all was
+// read, and what was written is visible to this thread.
+template <int kPending>
+__device__ __forceinline__ void cp_async_bulk_wait_group() {
+  JAX_EP_SM90_ASM("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Waits until this thread's bulk copies are complete: all was read, and what was written is visible
-// to this thread.
-__device__ __forceinline__ void cp_async_bulk_wait_group_0() {
-  JAX_EP_SM90_ASM("cp.async.bulk.wait_group 0;" :: : "memory");
+// The same, until they have read what they copy.
+template <int kPending>
+__device__ __forceinline__ void cp_async_bulk_wait_group_read() {
+  JAX_EP_SM90_ASM("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
 #undef JAX_EP_SM90_ASM

@@ -79,6 +79,22 @@ struct Extra {
   const void* shared_row;  // after it, and rounded once more
 };
 
+// Adds a row's vectors, times `weight` if kWeighted; without, the bits are those of weight 1.
+template <class T, bool kWeighted, int kUnroll>
+__device__ __forceinline__ void AddVectors(const int4 (&data)[kUnroll], float weight,
+                                           float (&sums)[kUnroll][Elements<T>::kSize]) {
+#pragma unroll
+  for (int u = 0; u < kUnroll; ++u) {
+    float values[Elements<T>::kSize];
+    Unpack(data[u], values, T{});
+#pragma unroll
+    for (int i = 0; i < Elements<T>::kSize; ++i) {
+      const float term = kWeighted ? __fmul_rn(weight, values[i]) : values[i];
+      sums[u][i] = __fadd_rn(sums[u][i], term);
+    }
+  }
+}
+
 // Adds `data` to what has been rounded.
 template <class T>
 __device__ __forceinline__ int4 AddRounded(int4 rounded, int4 data) {
@@ -95,21 +111,9 @@ __device__ __forceinline__ int4 AddRounded(int4 rounded, int4 data) {
 template <class T, int kUnroll>
 __device__ __forceinline__ void SumRows(const Terms& terms, const Extra& extra, void* to,
                                         int n_vectors, Part part) {
-  constexpr int kSize = Elements<T>::kSize;
   const int lane = threadIdx.x % kWarpSize, end = part.End(n_vectors);
   for (int first = part.Begin(n_vectors) + lane; first - lane < end; first += kUnroll * kWarpSize) {
-    float sums[kUnroll][kSize] = {};
-    const auto add = [&](const int4(&data)[kUnroll], float weight) {
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        float values[kSize];
-        Unpack(data[u], values, T{});
-#pragma unroll
-        for (int i = 0; i < kSize; ++i) {
-          sums[u][i] = __fadd_rn(sums[u][i], __fmul_rn(weight, values[i]));
-        }
-      }
-    };
+    float sums[kUnroll][Elements<T>::kSize] = {};
     const auto load = [&](uint32_t left, int4(&data)[kUnroll]) {
       void* const row = ShuffleAddress(const_cast<void*>(terms.row), __ffs(left) - 1);
       LoadVectors(row, first, end, data);
@@ -122,13 +126,13 @@ __device__ __forceinline__ void SumRows(const Terms& terms, const Extra& extra, 
       const float weight = __shfl_sync(0xffffffffu, terms.weight, __ffs(left) - 1);
       left &= left - 1;
       if (left != 0) load(left, next);
-      add(data, weight);
+      AddVectors<T, true>(data, weight, sums);
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) data[u] = next[u];
     }
     if (extra.residual != nullptr) {
       LoadVectors(extra.residual, first, end, data);
-      add(data, 1.0f);
+      AddVectors<T, true>(data, 1.0f, sums);
     }
     int4 rounded[kUnroll];
 #pragma unroll
