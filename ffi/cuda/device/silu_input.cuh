@@ -66,7 +66,7 @@ struct SiluInput {
   }
 };
 
-// Called by a whole warp, converged: gates near zero, which most are, take fewer steps.
+// Called by a whole warp, converged: gates within kFarthestZ, as most are, take fewer steps.
 __device__ __forceinline__ void Activate(const Activation& activation,
                                          const float (&gates)[kLaneValues],
                                          const float (&ups)[kLaneValues],
@@ -81,7 +81,7 @@ __device__ __forceinline__ void Activate(const Activation& activation,
   float largest = 0.0f;  // NaN does not count, and needs no more steps
 #pragma unroll
   for (int i = 0; i < kLaneValues; ++i) largest = fmaxf(largest, fabsf(gates[i]));
-  if (__all_sync(0xffffffffu, largest <= kNearZ)) {
+  if (__all_sync(0xffffffffu, largest <= kFarthestZ)) {
 #pragma unroll
     for (int i = 0; i < kLaneValues; ++i) {
       values[i] = Activation::ApplySilu<true>(gates[i], ups[i]);
