@@ -90,9 +90,8 @@ JAX_EP_HOST_DEVICE inline uint8_t ToE4m3(float value) {
 
 // Of a code that is not negative and no NaN.
 JAX_EP_HOST_DEVICE inline float FromE4m3(uint8_t code) {
-  const uint32_t exponent = code >> 3, fraction = code & 7;
-  if (exponent == 0) return static_cast<float>(fraction) * 0x1p-9f;
-  return FloatFromBits((exponent + (127 - 7)) << 23 | fraction << 20);
+  // Its bits in a float32's places: smaller by the difference of the biases, 2^(127 - 7).
+  return MultiplyRn(FloatFromBits(static_cast<uint32_t>(code) << 20), 0x1p120f);
 }
 
 // The nearest e2m1 code, ties to even, saturating at 6: the bits of cvt.rn.satfinite.e2m1x2.
@@ -170,10 +169,10 @@ struct BlockwiseFp8 {
   JAX_EP_HOST_DEVICE static float ScaleElement(float value, float factor) {
 #if defined(__CUDA_ARCH__)
     // The quotient, corrected by its exact remainder: correctly rounded for every code that is not
-    // 0, since the factor and its reciprocal are normal numbers. Only -0 loses its sign.
+    // 0, since the factor and its reciprocal are normal numbers. Signs are such that -0 stays.
     const float reciprocal = __frcp_rn(factor), quotient = __fmul_rn(value, reciprocal);
-    const float remainder = __fmaf_rn(-quotient, factor, value);
-    return copysignf(__fmaf_rn(remainder, reciprocal, quotient), value);
+    const float excess = __fmaf_rn(quotient, factor, -value);
+    return __fmaf_rn(excess, -reciprocal, quotient);
 #else
     return DivideRn(value, factor);
 #endif

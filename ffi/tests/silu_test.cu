@@ -273,18 +273,31 @@ __global__ void CompareQuotients(unsigned* n_wrong) {
   }
 }
 
-// Four bits by four bits: the fast conversion against that of quantize.h.
+__device__ void CompareCodes(uint32_t word, const float (&values)[8], unsigned* n_wrong) {
+  for (int i = 0; i < 8; ++i) {
+    if ((word >> 4 * i & 15) != ToE2m1(values[i])) atomicAdd(n_wrong, 1);
+  }
+}
+
+// Four bits by four bits: the fast conversions against that of quantize.h.
 __global__ void CompareE2m1(unsigned* n_wrong) {
   const uint32_t thread = blockIdx.x * blockDim.x + threadIdx.x;
-  float values[8];
   for (uint32_t first = 0; first < 256; first += 8) {
+    float values[8], scaled[8], largest = 0;
     for (uint32_t i = 0; i < 8; ++i) {
       const float value = FloatFromBits(thread * 256 + first + i);
       values[i] = value == value ? value : 0.0f;
+      largest = fmaxf(largest, fabsf(values[i]));
     }
-    const uint32_t word = ToE2m1Word(values);
-    for (int i = 0; i < 8; ++i) {
-      if ((word >> 4 * i & 15) != ToE2m1(values[i])) atomicAdd(n_wrong, 1);
+    CompareCodes(ToE2m1Word(values), values, n_wrong);
+    if (largest < 7.0f) CompareCodes(ToE2m1Word<false>(values), values, n_wrong);
+    // As a block of MXFP4, with larger elements and without.
+    for (uint32_t binades = 0; binades < 6; ++binades) {
+      const float amax = FloatFromBits(FloatBits(largest) + (binades << 23));
+      if (!(amax < kMostInPlace)) break;
+      const auto block = MxFp4::EncodeScale(amax, {});
+      for (int i = 0; i < 8; ++i) scaled[i] = MxFp4::ScaleElement(values[i], block.factor);
+      CompareCodes(ToMxFp4Word(values, block), scaled, n_wrong);
     }
   }
 }
