@@ -12,18 +12,6 @@
 
 namespace jax_ep {
 
-// 1 / x for x from 1 to 2^126.
-JAX_EP_HOST_DEVICE JAX_EP_ALWAYS_INLINE float ReciprocalRn(float x) {
-#if defined(__CUDA_ARCH__)
-  // The instruction is good to an ulp; one step of Newton's rounds like a division.
-  float near;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(near) : "f"(x));
-  return __fmaf_rn(near, __fmaf_rn(-x, near, 1.0f), near);
-#else
-  return 1.0f / x;
-#endif
-}
-
 // Beyond, e^-z does not change the sum 1 + e^-z, or has left the range of float32.
 constexpr float kFarthestZ = 87.0f;
 

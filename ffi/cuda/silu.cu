@@ -46,6 +46,13 @@ struct Groups {
   __device__ Groups(uint32_t* shared, int64_t n_groups)
       : starts(shared), blocks(shared + n_groups + 1) {}
 
+  // Called by all threads of the block.
+  __device__ void Find(const SiluCall& call) const {
+    if (WarpIndex() == 0) Fill(call);
+    __syncthreads();
+  }
+
+ private:
   // Called by one warp, converged.
   __device__ void Fill(const SiluCall& call) const {
     const int n_groups = static_cast<int>(call.n_groups);
@@ -131,7 +138,7 @@ __device__ void PadAtoms(const SiluCall& call, const Groups& groups) {
   }
 }
 
-// The rows of a call; kIsWhole: they are a multiple of units.
+// The rows of a call; kIsWhole: they are a multiple of units. Called by all threads of the block.
 template <class Output, class T, bool kIsInterleaved, bool kIsWhole>
 __device__ __forceinline__ void RunRows(const SiluCall& call, const Groups& groups) {
   using Input = SiluInput<T, kIsInterleaved>;
@@ -157,12 +164,15 @@ __device__ __forceinline__ void RunRows(const SiluCall& call, const Groups& grou
   };
 
   Unit next(blockIdx.x * kSiluWarps + WarpIndex(), n_units);
-  if (next.row >= n_used) return;
+  bool has_next = next.row < n_used;
 #pragma unroll
-  for (int i = 0; kPrefetches && i < kChunks; ++i) load(next, i);
+  for (int i = 0; kPrefetches && i < kChunks; ++i) {
+    if (has_next) load(next, i);
+  }
+  // While the first rows are on their way.
+  if (needs_groups) groups.Find(call);
   GroupCursor cursor(call, groups);
   Output output(call);
-  bool has_next = true;
   while (has_next) {
     const Unit unit = next;
 #pragma unroll
@@ -202,10 +212,6 @@ __global__ void __launch_bounds__(kSiluThreads, kSiluBlocksPerSm)
     SiluKernel(const __grid_constant__ SiluCall call) {
   extern __shared__ uint32_t tables[];
   const Groups groups(tables, call.n_groups);
-  if (Output::kQuantises && NeedsGroups(call)) {
-    if (WarpIndex() == 0) groups.Fill(call);
-    __syncthreads();
-  }
   if (call.is_interleaved) {
     RunRows<Output, T, true>(call, groups);
   } else {

@@ -146,7 +146,7 @@ class QuantisedOutput {
     for (int lane = Format::kBlockSize / kLaneValues / 2; lane > 0; lane /= 2) {
       largest = MaxNan(largest, __shfl_xor_sync(0xffffffffu, largest, lane));
     }
-    auto block = Format::EncodeScale(largest, input_scale_);
+    Block block = EncodeUsualScale(largest);
     Word codes;
     if (__all_sync(0xffffffffu, IsUsual(largest, block))) {
       codes = Encode<true>(values, block);
@@ -165,10 +165,18 @@ class QuantisedOutput {
   using Block = BlockScale<typename Format::Scale>;
   using Word = std::conditional_t<Format::kIsPacked, uint32_t, uint2>;
 
+  __device__ Block EncodeUsualScale(float largest) const {
+    if constexpr (std::is_same_v<Format, NvFp4>) {
+      return NvFp4::EncodeUsualScale(largest, input_scale_);
+    } else {
+      return Format::EncodeScale(largest, input_scale_);
+    }
+  }
+
   // Whether a block is not dead, and its codes may be found in fewer steps.
   __device__ static bool IsUsual(float largest, const Block& block) {
     if constexpr (std::is_same_v<Format, MxFp4>) return largest < kMostInPlace;
-    if constexpr (std::is_same_v<Format, NvFp4>) return MultiplyRn(largest, block.factor) < 7.0f;
+    if constexpr (std::is_same_v<Format, NvFp4>) return NvFp4::IsUsual(largest, block);
     return FloatBits(largest) < kFloatInfinity;
   }
 
