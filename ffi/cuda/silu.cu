@@ -188,6 +188,7 @@ __device__ __forceinline__ void RunRows(const SiluCall& call, const Groups& grou
       float gates[kLaneValues], ups[kLaneValues], values[kLaneValues];
       const bool is_near = inputs[i].IsNear();
       inputs[i].ToFloats(gates, ups);
+      Complete(gates), Complete(ups);
       // The next unit's are on their way while this one is worked on.
       if (kPrefetches && has_next) load(next, i);
       if (!kIsWhole && i > 0 && first + i * kChunkValues >= row_size) continue;  // the whole warp

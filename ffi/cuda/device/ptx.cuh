@@ -11,6 +11,9 @@ __device__ __forceinline__ uint64_t globaltimer() {
   return ns;
 }
 
+// The value is there before what follows: what it was made from need not be kept.
+__device__ __forceinline__ void complete(float& value) { asm volatile("" : "+f"(value)); }
+
 // Data that is read once: it need not stay in the L1 cache. Volatile: not moved before a wait.
 __device__ __forceinline__ int4 ld_global_no_allocate(const void* address) {
   int4 v;

@@ -92,6 +92,12 @@ struct SiluInput {
   }
 };
 
+// Of a lane's inputs: their registers may be loaded again.
+__device__ __forceinline__ void Complete(float (&values)[kLaneValues]) {
+#pragma unroll
+  for (float& value : values) complete(value);
+}
+
 // Called by a whole warp, converged: where all gates of all its lanes are near, as most are, they
 // take fewer steps.
 __device__ __forceinline__ void Activate(const Activation& activation, bool is_near,
