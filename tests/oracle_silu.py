@@ -11,23 +11,21 @@ import numpy as np
 F32 = np.float32
 F64 = np.float64
 
-LOG2_E = F32(float.fromhex("0x1.715476p+0"))
-LN2 = F32(float.fromhex("0x1.62e430p-1"))
-LN2_EXCESS = F32(float.fromhex("0x1.05c610p-29"))
-# Of e^r, the highest power first.
+SCALE = F32(float.fromhex("0x1.71546ep+0"))
+POWER_STEP = (1 << 23) + 2
+# Of the polynomial in r, the highest power first.
 COEFFICIENTS = [
     F32(float.fromhex(digits))
     for digits in (
-        "0x1.6a2352p-10",
-        "0x1.123a6cp-7",
-        "0x1.5558f4p-5",
-        "0x1.55549p-3",
-        "0x1.fffffcp-2",
-        "0x1p+0",
-        "0x1p+0",
+        "0x1.5bda2p-10",
+        "0x1.3d049cp-7",
+        "0x1.c6b74ap-5",
+        "0x1.ebf94ap-3",
+        "0x1.62e42ep-1",
+        "0x1.fffffep-1",
     )
 ]
-FARTHEST, NEAR = F32(87), F32(16)
+FARTHEST = F32(87)
 
 
 def fma(a, b, c) -> np.ndarray:
@@ -52,22 +50,15 @@ def fma(a, b, c) -> np.ndarray:
 def times_sigmoid(gate, z) -> np.ndarray:
     """Gives gate / (1 + e^-z), of finite float32 numbers."""
     clamped = np.clip(z, -FARTHEST, FARTHEST)
-    n = np.rint(F64(clamped) * F64(-LOG2_E)).astype(F32)
-    is_far = np.abs(z) > NEAR
-    r = fma(n, LN2_EXCESS, fma(n, -LN2, -clamped))
+    n = np.rint(F64(clamped) * F64(-SCALE)).astype(F32)
+    r = fma(clamped, -SCALE, -n)
     exp_r = COEFFICIENTS[0]
     for coefficient in COEFFICIENTS[1:]:
         exp_r = fma(exp_r, r, coefficient)
-    power = np.ldexp(F32(1), n.astype(np.int32)).astype(F32)
-    total = fma(exp_r, power, F32(1))
-    reciprocal = F32(1) / total
-    quotient = gate * reciprocal
-    excess = fma(total, quotient, -gate)
-    lost = F32(1) - (total - exp_r * power)
-    excess = np.where(is_far, fma(lost, quotient, excess), excess)
-    result = fma(-excess, reciprocal, quotient)
-    result = np.where(z < -FARTHEST, F32(-0.0), result)
-    return np.where(z > FARTHEST, gate, result)
+    first = np.int32(0x3F800001)
+    power = (first + n.astype(np.int32) * np.int32(POWER_STEP)).view(F32)
+    reciprocal = F32(1) / fma(exp_r, power, F32(1))
+    return np.where(z < -FARTHEST, F32(-0.0), gate * reciprocal)
 
 
 def activate(x, interleaved=False, clamp=None) -> np.ndarray:

@@ -139,7 +139,7 @@ def test_float32_of_all_magnitudes_have_the_oracles_bits(options):
         assert_same_bits(run_all_rows(x, **options), wanted, "float32")
 
 
-def test_silu_is_within_two_ulp_or_little_more():
+def test_silu_is_within_four_ulp():
     gates = np.concatenate(
         [np.linspace(-87, 87, 1 << 18), np.geomspace(1e-37, 87, 1 << 18)]
     ).astype(np.float32)
@@ -147,7 +147,7 @@ def test_silu_is_within_two_ulp_or_little_more():
     got = run_all_rows(x, interleaved=True).ravel().astype(np.float64)
     exact = gates / (1 + np.exp(-gates.astype(np.float64)))
     ulp = np.ldexp(1.0, np.frexp(exact)[1] - 24)
-    assert (np.abs(got - exact) / ulp).max() < 2.1
+    assert (np.abs(got - exact) / ulp).max() < 4
 
 
 @pytest.mark.parametrize("gate", [np.inf, -np.inf, np.nan])

@@ -11,39 +11,89 @@
 
 namespace jax_ep {
 
-// The magnitude's code, in the lowest four bits. `magnitude` is at most 6.
-JAX_EP_HOST_DEVICE inline uint32_t E2m1Bits(float magnitude) {
-  const float power = FloatFromBits(FloatBits(magnitude) & 0x7f800000);
-  const float binade = power > 1.0f ? power : 1.0f;
-  // The sum rounds to half of the binade, and has 2 + magnitude / half in its lowest bits. Those of
-  // the exponent are -2, 0 and 2.
-  const float rounded = FmaRn(binade, 0x1p22f + 1.0f, magnitude);
-  return FloatBits(rounded) + (FloatBits(binade) >> 22);
+// What numbers are measured in: a power of two.
+struct E2m1Unit {
+  // The exponent as in a float32's bits: 127 is that of 1. At most 232.
+  JAX_EP_HOST_DEVICE constexpr explicit E2m1Unit(uint32_t exponent)
+      : raise((kShift << 23) + Low(exponent)), least(((exponent + kShift) << 23) + Low(exponent)) {}
+
+  // The power of two in whose lowest bits a number's halves of a binade are: its exponent is
+  // larger by this. Its own lowest bits take back what its exponent adds to the code.
+  static constexpr uint32_t kShift = 22;
+  JAX_EP_HOST_DEVICE static constexpr uint32_t Low(uint32_t exponent) {
+    return (0u - 2 * (exponent + kShift)) & 15;
+  }
+
+  uint32_t raise;  // from the bits of a number's binade to those of its addend
+  uint32_t least;  // the addend of the first binade
+};
+
+// The magnitude's code, in the lowest three bits; it is less than 7 units.
+JAX_EP_HOST_DEVICE JAX_EP_ALWAYS_INLINE uint32_t E2m1Bits(float value, const E2m1Unit& unit) {
+  const uint32_t raised = (FloatBits(value) & 0x7f800000) + unit.raise;
+  const uint32_t addend = raised > unit.least ? raised : unit.least;
+  const float rounded = __builtin_fabsf(value) + FloatFromBits(addend);
+  return FloatBits(rounded) + (addend >> 22);
 }
 
-// Codes of 4 bits, the first in the lowest ones. No value is NaN.
-JAX_EP_HOST_DEVICE inline uint32_t ToE2m1Word(const float (&values)[8]) {
-  uint32_t codes = 0;
+// Codes of 4 bits, the first in the lowest ones, with the signs of `signs`. All magnitudes, whose
+// own signs don't count, are less than 7 units.
+JAX_EP_HOST_DEVICE JAX_EP_ALWAYS_INLINE uint32_t PackE2m1(const float (&magnitudes)[8],
+                                                          const float (&signs)[8],
+                                                          const E2m1Unit& unit) {
+  uint32_t codes = 0, top_bits = 0;
+#if defined(__CUDA_ARCH__)
+#pragma unroll
+#endif
+  for (int i = 0; i < 8; ++i) codes = codes >> 4 | E2m1Bits(magnitudes[i], unit) << 28;
+#if defined(__CUDA_ARCH__)
+#pragma unroll
+#endif
+  for (int i = 7; i >= 0; --i) top_bits = top_bits << 4 | FloatBits(signs[i]) >> 28;
+  return (codes & 0x77777777) | (top_bits & 0x88888888);
+}
+
+// Codes of 4 bits, the first in the lowest ones. No value is NaN. Unless kSaturates, all magnitudes
+// are less than 7.
+template <bool kSaturates = true>
+JAX_EP_HOST_DEVICE JAX_EP_ALWAYS_INLINE uint32_t ToE2m1Word(const float (&values)[8]) {
 #if defined(__CUDA_ARCH__) && defined(JAX_EP_HAS_E2M1_INSTRUCTION)
+  uint32_t codes = 0;
 #pragma unroll
   for (int i = 0; i < 8; i += 2) {
     codes |= uint32_t{ToE2m1Pair(values[i], values[i + 1])} << 4 * i;
   }
   return codes;
 #else
-  uint32_t signs = 0;
+  if constexpr (kSaturates) {
+    float magnitudes[8];
 #if defined(__CUDA_ARCH__)
 #pragma unroll
 #endif
-  for (int i = 0; i < 8; ++i) {
-    const float magnitude = __builtin_fabsf(values[i]);
-    codes = codes >> 4 | E2m1Bits(magnitude < 6.0f ? magnitude : 6.0f) << 28;
+    for (int i = 0; i < 8; ++i) {
+      const float magnitude = __builtin_fabsf(values[i]);
+      magnitudes[i] = magnitude < 6.0f ? magnitude : 6.0f;
+    }
+    return PackE2m1(magnitudes, values, E2m1Unit(127));
+  } else {
+    return PackE2m1(values, values, E2m1Unit(127));
   }
-#if defined(__CUDA_ARCH__)
-#pragma unroll
 #endif
-  for (int i = 7; i >= 0; --i) signs = signs << 4 | FloatBits(values[i]) >> 28;
-  return codes | (signs & 0x88888888);
+}
+
+// The codes of the values of a block of MXFP4 that has this scale, where no magnitude is above
+// kMostInPlace: they need not be scaled before, since the scale is a power of two.
+constexpr float kMostInPlace = 0x1p+100f;
+
+JAX_EP_HOST_DEVICE JAX_EP_ALWAYS_INLINE uint32_t ToMxFp4Word(const float (&values)[8],
+                                                             const BlockScale<uint8_t>& block) {
+#if defined(__CUDA_ARCH__) && defined(JAX_EP_HAS_E2M1_INSTRUCTION)
+  float scaled[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) scaled[i] = MxFp4::ScaleElement(values[i], block.factor);
+  return ToE2m1Word<false>(scaled);
+#else
+  return PackE2m1(values, values, E2m1Unit(block.scale));
 #endif
 }
 

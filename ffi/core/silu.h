@@ -1,7 +1,7 @@
 // silu(gate) * up and its clamped variant, once for host and device: docs/formats.md.
 //
 // float32, every operation rounded once; FmaRn is one operation. The device leaves out steps that
-// have no effect on gates near zero: the same bits.
+// only gates beyond kFarthestZ need: the same bits.
 #pragma once
 
 #include <cstdint>
@@ -12,62 +12,37 @@
 
 namespace jax_ep {
 
-// 1 / x for x from 1 to 2^126.
-JAX_EP_HOST_DEVICE JAX_EP_ALWAYS_INLINE float ReciprocalRn(float x) {
-#if defined(__CUDA_ARCH__)
-  // The instruction is good to an ulp; one step of Newton's rounds like a division.
-  float near;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(near) : "f"(x));
-  return __fmaf_rn(near, __fmaf_rn(-x, near, 1.0f), near);
-#else
-  return 1.0f / x;
-#endif
-}
-
 // Beyond, e^-z does not change the sum 1 + e^-z, or has left the range of float32.
 constexpr float kFarthestZ = 87.0f;
-// Up to here, what the sum loses does not matter.
-constexpr float kNearZ = 16.0f;
 
-// gate / (1 + e^-z), within 2.1 ulp; gate beyond kFarthestZ, -0 beyond -kFarthestZ. kIsNear: |z| is
-// at most kNearZ, or z is NaN.
+// gate / (1 + e^-z), within 3.91 ulp; gate beyond kFarthestZ, -0 beyond -kFarthestZ. kIsNear: |z|
+// is at most kFarthestZ, or gate is NaN.
 template <bool kIsNear>
 JAX_EP_HOST_DEVICE JAX_EP_ALWAYS_INLINE float TimesSigmoid(float gate, float z) {
-  constexpr float kLog2E = 0x1.715476p+0f;
-  constexpr float kLn2 = 0x1.62e430p-1f, kLn2Excess = 0x1.05c610p-29f;
+  // e^-z = 2^(a t), t = -z * 0x1.71546ep+0 = n + r. a is such that 2^(a n) is, as near as can be,
+  // 2^n with 2 n added to its significand's bits. 2^(a r) is a minimax polynomial.
+  constexpr float kScale = 0x1.71546ep+0f;
   constexpr float kRoundToInteger = 0x1.8p+23f;
+  constexpr uint32_t kPowerStep = (1u << 23) + 2;
 
-  const bool is_far = !kIsNear && __builtin_fabsf(z) > kNearZ;
-  float clamped = z;
+  float near = z;
   if (!kIsNear) {
-    clamped = clamped < kFarthestZ ? clamped : kFarthestZ;
-    clamped = clamped > -kFarthestZ ? clamped : -kFarthestZ;
+    near = near < kFarthestZ ? near : kFarthestZ;
+    near = near > -kFarthestZ ? near : -kFarthestZ;
   }
-  // e^-z = 2^n * e^r, |r| <= log(2) / 2; e^r as a minimax polynomial.
-  const float shifted_n = FmaRn(clamped, -kLog2E, kRoundToInteger);
+  const float shifted_n = FmaRn(near, -kScale, kRoundToInteger);
   const float n = shifted_n - kRoundToInteger;
-  const float r = FmaRn(n, kLn2Excess, FmaRn(n, -kLn2, -clamped));
-  float exp_r = FmaRn(0x1.6a2352p-10f, r, 0x1.123a6cp-7f);
-  exp_r = FmaRn(exp_r, r, 0x1.5558f4p-5f);
-  exp_r = FmaRn(exp_r, r, 0x1.55549p-3f);
-  exp_r = FmaRn(exp_r, r, 0x1.fffffcp-2f);
-  exp_r = FmaRn(exp_r, r, 1.0f);
-  exp_r = FmaRn(exp_r, r, 1.0f);
+  const float r = FmaRn(near, -kScale, -n);
+  float exp_r = FmaRn(0x1.5bda2p-10f, r, 0x1.3d049cp-7f);
+  exp_r = FmaRn(exp_r, r, 0x1.c6b74ap-5f);
+  exp_r = FmaRn(exp_r, r, 0x1.ebf94ap-3f);
+  exp_r = FmaRn(exp_r, r, 0x1.62e42ep-1f);
+  exp_r = FmaRn(exp_r, r, 0x1.fffffep-1f);
 
-  const float power = FloatFromBits((FloatBits(shifted_n) << 23) + FloatBits(1.0f));  // 2^n
-  const float sum = FmaRn(exp_r, power, 1.0f);
-  const float reciprocal = ReciprocalRn(sum);
-  const float quotient = MultiplyRn(gate, reciprocal);
-  // Minus the remainder, so that a quotient of -0 stays one. Taken back by the reciprocal:
-  // compilers move the sign of a sum into it, which changes that of zero.
-  float excess = FmaRn(sum, quotient, -gate);
-  if (!kIsNear) {
-    const float lost = 1.0f - (sum - MultiplyRn(exp_r, power));
-    excess = FmaRn(is_far ? lost : 0.0f, quotient, excess);
-  }
-  const float corrected = FmaRn(excess, -reciprocal, quotient);
-  if (kIsNear) return corrected;
-  return z > kFarthestZ ? gate : z < -kFarthestZ ? -0.0f : corrected;
+  constexpr uint32_t kPowerOfZero = 0x3f800001u - 0x4b400000u * kPowerStep;
+  const float power = FloatFromBits(FloatBits(shifted_n) * kPowerStep + kPowerOfZero);
+  const float product = MultiplyRn(gate, ReciprocalRn(FmaRn(exp_r, power, 1.0f)));
+  return !kIsNear && z < -kFarthestZ ? -0.0f : product;
 }
 
 // Of two numbers; NaN where one is NaN.

@@ -14,9 +14,19 @@ namespace {
 
 constexpr int kSiluWarps = 8;
 constexpr int kSiluThreads = kSiluWarps * kWarpSize;
-constexpr int kSiluBlocksPerSm = 3;
-// Of a row, that a warp loads before it works on the first.
-constexpr int kChunks = 2;
+#ifndef JAX_EP_SILU_BLOCKS
+#define JAX_EP_SILU_BLOCKS 3
+#endif
+#ifndef JAX_EP_SILU_CHUNKS
+#define JAX_EP_SILU_CHUNKS 2
+#endif
+#ifndef JAX_EP_SILU_PREFETCH
+#define JAX_EP_SILU_PREFETCH 1
+#endif
+constexpr int kSiluBlocksPerSm = JAX_EP_SILU_BLOCKS;
+// Of a row, that a warp has on their way at once.
+constexpr int kChunks = JAX_EP_SILU_CHUNKS;
+constexpr bool kPrefetches = JAX_EP_SILU_PREFETCH;
 constexpr int kUnitValues = kChunks * kChunkValues;
 
 __device__ __forceinline__ int64_t UsedRows(const SiluCall& call) {
@@ -36,6 +46,13 @@ struct Groups {
   __device__ Groups(uint32_t* shared, int64_t n_groups)
       : starts(shared), blocks(shared + n_groups + 1) {}
 
+  // Called by all threads of the block.
+  __device__ void Find(const SiluCall& call) const {
+    if (WarpIndex() == 0) Fill(call);
+    __syncthreads();
+  }
+
+ private:
   // Called by one warp, converged.
   __device__ void Fill(const SiluCall& call) const {
     const int n_groups = static_cast<int>(call.n_groups);
@@ -121,47 +138,73 @@ __device__ void PadAtoms(const SiluCall& call, const Groups& groups) {
   }
 }
 
-template <class Output, class T, bool kIsInterleaved>
+// The rows of a call; kIsWhole: they are a multiple of units. Called by all threads of the block.
+template <class Output, class T, bool kIsInterleaved, bool kIsWhole>
 __device__ __forceinline__ void RunRows(const SiluCall& call, const Groups& groups) {
+  using Input = SiluInput<T, kIsInterleaved>;
   const uint32_t lane_column = LaneIndex() * kLaneValues;
   const uint32_t row_size = static_cast<uint32_t>(call.row_size);
   const uint32_t n_units = (row_size + kUnitValues - 1) / kUnitValues;
-  const uint32_t row_vectors = 2 * row_size / kLaneValues * kLaneVectors<T>;
+  const uint32_t row_lanes = row_size / kLaneValues;
+  const uint32_t row_vectors = 2 * row_lanes * kLaneVectors<T>;
+  const uint32_t up_bytes = row_size * sizeof(T);
   const uint32_t n_used = UsedRows(call);
+  const bool needs_groups = Output::kQuantises && NeedsGroups(call);
   const Unit step(gridDim.x * kSiluWarps, n_units);
-  Unit next(blockIdx.x * kSiluWarps + WarpIndex(), n_units);
-  GroupCursor cursor(call, groups);
-  constexpr uint32_t kColumnVectors = (kIsInterleaved ? 2 : 1) * kLaneVectors<T>;
 
-  while (next.row < n_used) {
-    SiluRow row{next.row, 0, 0, {1.0f, 1.0f}};
-    const uint32_t first = next.index * kUnitValues + lane_column;
-    next.Advance(step, n_units);
+  Input inputs[kChunks];
+  const auto load = [&](const Unit& unit, int i) {
+    constexpr uint32_t kChunkVectors = kWarpSize * Input::kColumnVectors;
+    const uint32_t lane = unit.index * kChunks * kWarpSize + LaneIndex();
+    // Lanes beyond the row's end load its last columns.
+    const uint32_t clipped = kIsWhole ? lane : min(lane + i * kWarpSize, row_lanes - 1);
     const uint8_t* const gates =
-        Vector(call.x, row.index * row_vectors + first / kLaneValues * kColumnVectors);
-    SiluInput<T, kIsInterleaved> inputs[kChunks];
-    const int64_t up_bytes = row_size * static_cast<int64_t>(sizeof(T));
-    // Most units are whole: loads without conditions.
-    const bool is_whole = first - lane_column + kUnitValues <= row_size;
+        Vector(call.x, unit.row * row_vectors + clipped * Input::kColumnVectors);
+    inputs[i].Load(kIsWhole ? Vector(gates, i * kChunkVectors) : gates, up_bytes);
+  };
+
+  Unit next(blockIdx.x * kSiluWarps + WarpIndex(), n_units);
+  bool has_next = next.row < n_used;
+#pragma unroll
+  for (int i = 0; kPrefetches && i < kChunks; ++i) {
+    if (has_next) load(next, i);
+  }
+  // While the first rows are on their way.
+  if (needs_groups) groups.Find(call);
+  GroupCursor cursor(call, groups);
+  Output output(call);
+  while (has_next) {
+    const Unit unit = next;
+#pragma unroll
+    for (int i = 0; !kPrefetches && i < kChunks; ++i) load(unit, i);
+    next.Advance(step, n_units);
+    has_next = next.row < n_used;
+    SiluRow row{unit.row, 0, 0, {1.0f, 1.0f}};
+    if (needs_groups) cursor.Find(row);
+    output.Begin(row, unit.index * kChunks);
+    const uint32_t first = unit.index * kUnitValues;
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
-      const uint8_t* const from = Vector(gates, i * kWarpSize * kColumnVectors);
-      if (is_whole || first + i * kChunkValues < row_size) {
-        inputs[i].Load(from, up_bytes);
-      } else {
-        inputs[i].Clear();
-      }
+      float gates[kLaneValues], ups[kLaneValues], values[kLaneValues];
+      const bool is_near = inputs[i].IsNear();
+      inputs[i].ToFloats(gates, ups);
+      Complete(gates), Complete(ups);
+      // The next unit's are on their way while this one is worked on.
+      if (kPrefetches && has_next) load(next, i);
+      if (!kIsWhole && i > 0 && first + i * kChunkValues >= row_size) continue;  // the whole warp
+      Activate(call.activation, is_near, gates, ups, values);
+      const bool has_column = kIsWhole || first + i * kChunkValues + lane_column < row_size;
+      output.template Store<kIsWhole>(i, has_column, values);
     }
-    if (Output::kQuantises && NeedsGroups(call)) cursor.Find(row);
-#pragma unroll
-    for (int i = 0; i < kChunks; ++i) {
-      const uint32_t column = first + i * kChunkValues;
-      if (i > 0 && !is_whole && column - lane_column >= row_size) break;  // the whole warp
-      float gates_here[kLaneValues], ups[kLaneValues], values[kLaneValues];
-      inputs[i].ToFloats(gates_here, ups);
-      Activate(call.activation, gates_here, ups, values);
-      Output::Store(call, row, column, is_whole || column < row_size, values);
-    }
+  }
+}
+
+template <class Output, class T, bool kIsInterleaved>
+__device__ __forceinline__ void RunRows(const SiluCall& call, const Groups& groups) {
+  if (call.row_size % kUnitValues == 0) {
+    RunRows<Output, T, kIsInterleaved, true>(call, groups);
+  } else {
+    RunRows<Output, T, kIsInterleaved, false>(call, groups);
   }
 }
 
@@ -170,10 +213,6 @@ __global__ void __launch_bounds__(kSiluThreads, kSiluBlocksPerSm)
     SiluKernel(const __grid_constant__ SiluCall call) {
   extern __shared__ uint32_t tables[];
   const Groups groups(tables, call.n_groups);
-  if (Output::kQuantises && NeedsGroups(call)) {
-    if (WarpIndex() == 0) groups.Fill(call);
-    __syncthreads();
-  }
   if (call.is_interleaved) {
     RunRows<Output, T, true>(call, groups);
   } else {

@@ -1,5 +1,6 @@
 #include "tests/format_test.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <memory>
@@ -153,15 +154,29 @@ void TestRowsAreQuantisedOnTheWay() {
   }
 }
 
-// The kernels' conversion of eight numbers at once, on the host: every exponent, both signs, and
+void CheckCodes(uint32_t word, const float (&values)[8]) {
+  for (int i = 0; i < 8; ++i) CHECK_EQ(word >> 4 * i & 15, uint32_t{ToE2m1(values[i])});
+}
+
+// The kernels' conversions of eight numbers at once, on the host: every exponent, both signs, and
 // fractions around the middles between codes.
 void TestWordsOfE2m1AreThoseOfOneByOne() {
   for (uint32_t top = 0; top < 1 << 12; ++top) {
     if ((top >> 3 & 0xff) == 0xff) continue;  // infinity and NaN
     float values[8];
     for (uint32_t i = 0; i < 8; ++i) values[i] = FloatFromBits(top << 20 | (i - 4) % (1u << 20));
-    const uint32_t word = ToE2m1Word(values);
-    for (int i = 0; i < 8; ++i) CHECK_EQ(word >> 4 * i & 15, uint32_t{ToE2m1(values[i])});
+    CheckCodes(ToE2m1Word(values), values);
+    float largest = 0, scaled[8];
+    for (const float value : values) largest = std::max(largest, std::fabs(value));
+    if (largest < 7) CheckCodes(ToE2m1Word<false>(values), values);
+    // As a block of MXFP4, with larger elements and without.
+    for (int binades = 0; binades < 6; ++binades) {
+      const float amax = std::ldexp(largest, binades);
+      if (!(amax < kMostInPlace)) break;
+      const auto block = MxFp4::EncodeScale(amax, {});
+      for (int i = 0; i < 8; ++i) scaled[i] = MxFp4::ScaleElement(values[i], block.factor);
+      CheckCodes(ToMxFp4Word(values, block), scaled);
+    }
   }
 }
 

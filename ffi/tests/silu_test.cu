@@ -246,10 +246,10 @@ void TestBits() {
   RunAll(Formats()[0], RowType::kFloat16, 1, {700}, Numbers::kUsual);
 }
 
-// ReciprocalRn where it is used: every significand, exponents 0 to 125.
+// ReciprocalRn where it is used: every significand, exponents -126 to 125.
 __global__ void CompareReciprocals(unsigned* n_wrong) {
   const uint32_t fraction = blockIdx.x * blockDim.x + threadIdx.x;
-  for (uint32_t exponent = 127; exponent < 127 + 126; ++exponent) {
+  for (uint32_t exponent = 1; exponent < 127 + 126; ++exponent) {
     const float value = FloatFromBits(exponent << 23 | fraction);
     if (FloatBits(ReciprocalRn(value)) != FloatBits(__frcp_rn(value))) atomicAdd(n_wrong, 1);
   }
@@ -273,18 +273,31 @@ __global__ void CompareQuotients(unsigned* n_wrong) {
   }
 }
 
-// Four bits by four bits: the fast conversion against that of quantize.h.
+__device__ void CompareCodes(uint32_t word, const float (&values)[8], unsigned* n_wrong) {
+  for (int i = 0; i < 8; ++i) {
+    if ((word >> 4 * i & 15) != ToE2m1(values[i])) atomicAdd(n_wrong, 1);
+  }
+}
+
+// Four bits by four bits: the fast conversions against that of quantize.h.
 __global__ void CompareE2m1(unsigned* n_wrong) {
   const uint32_t thread = blockIdx.x * blockDim.x + threadIdx.x;
-  float values[8];
   for (uint32_t first = 0; first < 256; first += 8) {
+    float values[8], scaled[8], largest = 0;
     for (uint32_t i = 0; i < 8; ++i) {
       const float value = FloatFromBits(thread * 256 + first + i);
       values[i] = value == value ? value : 0.0f;
+      largest = fmaxf(largest, fabsf(values[i]));
     }
-    const uint32_t word = ToE2m1Word(values);
-    for (int i = 0; i < 8; ++i) {
-      if ((word >> 4 * i & 15) != ToE2m1(values[i])) atomicAdd(n_wrong, 1);
+    CompareCodes(ToE2m1Word(values), values, n_wrong);
+    if (largest < 7.0f) CompareCodes(ToE2m1Word<false>(values), values, n_wrong);
+    // As a block of MXFP4, with larger elements and without.
+    for (uint32_t binades = 0; binades < 6; ++binades) {
+      const float amax = FloatFromBits(FloatBits(largest) + (binades << 23));
+      if (!(amax < kMostInPlace)) break;
+      const auto block = MxFp4::EncodeScale(amax, {});
+      for (int i = 0; i < 8; ++i) scaled[i] = MxFp4::ScaleElement(values[i], block.factor);
+      CompareCodes(ToMxFp4Word(values, block), scaled, n_wrong);
     }
   }
 }

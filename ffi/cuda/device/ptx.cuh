@@ -11,6 +11,9 @@ __device__ __forceinline__ uint64_t globaltimer() {
   return ns;
 }
 
+// The value is there before what follows: what it was made from need not be kept.
+__device__ __forceinline__ void complete(float& value) { asm volatile("" : "+f"(value)); }
+
 // Data that is read once: it need not stay in the L1 cache. Volatile: not moved before a wait.
 __device__ __forceinline__ int4 ld_global_no_allocate(const void* address) {
   int4 v;
@@ -43,6 +46,31 @@ __device__ __forceinline__ uint32_t cvt_rn_f16x2_f32(float high, float low) {
   uint32_t packed;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
+}
+
+// The larger magnitude of each half, with some sign; NaN where both are NaN.
+__device__ __forceinline__ uint32_t max_xorsign_abs_bf16x2(uint32_t a, uint32_t b) {
+  uint32_t largest;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
+  asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(largest) : "r"(a), "r"(b));
+#else
+  asm("{ .reg .b32 a, b; abs.bf16x2 a, %1; abs.bf16x2 b, %2; max.bf16x2 %0, a, b; }"
+      : "=r"(largest)
+      : "r"(a), "r"(b));
+#endif
+  return largest;
+}
+
+__device__ __forceinline__ uint32_t max_xorsign_abs_f16x2(uint32_t a, uint32_t b) {
+  uint32_t largest;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
+  asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(largest) : "r"(a), "r"(b));
+#else
+  asm("{ .reg .b32 a, b; abs.f16x2 a, %1; abs.f16x2 b, %2; max.f16x2 %0, a, b; }"
+      : "=r"(largest)
+      : "r"(a), "r"(b));
+#endif
+  return largest;
 }
 
 __device__ __forceinline__ float cvt_f32_f16(uint16_t half) {

@@ -9,6 +9,7 @@
 #include "core/scales_layout.h"
 #include "core/silu_call.h"
 #include "cuda/device/silu_input.cuh"
+#include "cuda/device/units.cuh"
 
 namespace jax_ep::p2p {
 
@@ -20,101 +21,196 @@ struct SiluRow {
   InputScale input_scale;
 };
 
-// Of a lane's values among those of all rows, which are fewer than 2^32 times kLaneValues.
-__device__ __forceinline__ uint32_t LaneIndexIn(const SiluCall& call, const SiluRow& row,
-                                                uint32_t column) {
-  return row.index * static_cast<uint32_t>(call.row_size / kLaneValues) + column / kLaneValues;
+// Where a lane's values of a row's first chunk stand among those of all rows, in lanes' values:
+// there are fewer than 2^32 of these.
+__device__ __forceinline__ uint32_t LaneIndexIn(const SiluCall& call, uint32_t row) {
+  return row * (static_cast<uint32_t>(call.row_size) / kLaneValues) + LaneIndex();
 }
 
-// The row as it is.
-struct PlainOutput {
+// Rows as they are.
+class PlainOutput {
+ public:
   static constexpr bool kQuantises = false;
 
-  __device__ static void Store(const SiluCall& call, const SiluRow& row, uint32_t column,
-                               bool has_column, const float (&values)[kLaneValues]) {
+  __device__ explicit PlainOutput(const SiluCall& call) : call_(call) {}
+
+  // The next chunks are these of the row, from `chunk` on.
+  __device__ void Begin(const SiluRow& row, uint32_t chunk) {
+    const uint32_t index = LaneIndexIn(call_, row.index) + chunk * kWarpSize;
+    const int64_t bytes = call_.out_type == RowType::kFloat32 ? 4 : 2;
+    out_ = static_cast<uint8_t*>(call_.out) + index * (bytes * kLaneValues);
+  }
+
+  // Chunk `i` of those; kIsWhole: rows are a multiple of chunks. Called by a whole warp, converged.
+  template <bool kIsWhole>
+  __device__ void Store(int i, bool has_column, const float (&values)[kLaneValues]) const {
     if (!has_column) return;
-    const int64_t first = int64_t{LaneIndexIn(call, row, column)} * kLaneValues;
-    if (call.out_type == RowType::kFloat32) {
-      float4* const out = reinterpret_cast<float4*>(static_cast<float*>(call.out) + first);
+    if (call_.out_type == RowType::kFloat32) {
+      float4* const out = reinterpret_cast<float4*>(out_) + i * kWarpSize * 2;
       __stcs(out, make_float4(values[0], values[1], values[2], values[3]));
       __stcs(out + 1, make_float4(values[4], values[5], values[6], values[7]));
       return;
     }
-    const bool is_bfloat16 = call.out_type == RowType::kBFloat16;
+    const bool is_bfloat16 = call_.out_type == RowType::kBFloat16;
     const int4 packed = is_bfloat16 ? Pack(values, BFloat16{}) : Pack(values, Float16{});
-    __stcs(reinterpret_cast<int4*>(static_cast<uint16_t*>(call.out) + first), packed);
+    __stcs(reinterpret_cast<int4*>(out_) + i * kWarpSize, packed);
   }
+
+ private:
+  const SiluCall& call_;
+  uint8_t* out_ = nullptr;  // of this lane
+};
+
+// Where a lane's scales stand. All that does not change from row to row is found once.
+template <class Format>
+class ScalesOfLane {
+ public:
+  // Scales of a chunk: whole atoms.
+  static constexpr uint32_t kChunkScales = kChunkValues / Format::kBlockSize;
+  using Scale = typename Format::Scale;
+
+  __device__ explicit ScalesOfLane(const SiluCall& call)
+      : call_(call),
+        is_first_(LaneIndex() % (Format::kBlockSize / kLaneValues) == 0),
+        in_chunk_(LaneIndex() / (Format::kBlockSize / kLaneValues)) {
+    const uint32_t n_scales = static_cast<uint32_t>(call.n_scales);
+    if (call.scales_layout == ScalesLayout::kAtoms) {
+      row_size_ = static_cast<uint32_t>(AtomsPerRow(n_scales)) * kAtomBytes;
+      chunk_size_ = kChunkScales / kAtomScales * kAtomBytes;
+      lane_ = in_chunk_ / kAtomScales * kAtomBytes + in_chunk_ % kAtomScales;
+    } else {
+      const bool is_row_major = call.scales_layout == ScalesLayout::kRowMajor;
+      const uint32_t step = is_row_major ? 1 : static_cast<uint32_t>(call.n_rows);
+      row_size_ = is_row_major ? n_scales : 1;
+      chunk_size_ = kChunkScales * step;
+      lane_ = in_chunk_ * step;
+    }
+  }
+
+  __device__ void Begin(const SiluRow& row, uint32_t chunk) {
+    uint32_t first = row.index * row_size_;
+    if (call_.scales_layout == ScalesLayout::kAtoms) {
+      // As AtomOffset, of 32 bits.
+      constexpr uint32_t kRows = kAtomRows, kScales = kAtomScales;
+      const uint32_t in_block = row.in_group % kRows;
+      first = (row.first_block + row.in_group / kRows) * row_size_ + in_block % 32 * 16 +
+              in_block / 32 * kScales;
+    }
+    chunk_ = chunk;
+    first_ = first + chunk * chunk_size_ + lane_;
+  }
+
+  // Scales are fewer than 2^32.
+  template <bool kIsWhole>
+  __device__ void Store(int i, bool has_column, Scale scale) const {
+    if (!has_column || !is_first_) return;
+    Scale* const to = static_cast<Scale*>(call_.scales) + (first_ + i * chunk_size_);
+    *to = scale;
+    if constexpr (kIsWhole) return;
+    if (call_.scales_layout != ScalesLayout::kAtoms || call_.n_scales % kAtomScales == 0) return;
+    // Zeros follow the last one of a row in its atom.
+    if ((chunk_ + i) * kChunkScales + in_chunk_ != call_.n_scales - 1) return;
+    for (uint32_t k = 1; k + in_chunk_ % kAtomScales < kAtomScales; ++k) to[k] = 0;
+  }
+
+ private:
+  static_assert(kChunkScales % kAtomScales == 0 || sizeof(Scale) > 1);
+
+  const SiluCall& call_;
+  const bool is_first_;      // of its block's lanes: the one that stores the scale
+  const uint32_t in_chunk_;  // the block's index
+  uint32_t row_size_, chunk_size_, lane_;
+  uint32_t chunk_ = 0, first_ = 0;
 };
 
 // Codes, and a scale for the elements of neighbouring lanes.
 template <class Format>
-struct QuantisedOutput {
+class QuantisedOutput {
+ public:
   static constexpr bool kQuantises = true;
-  using Scale = typename Format::Scale;
 
-  // Called by a whole warp, converged.
-  __device__ static void Store(const SiluCall& call, const SiluRow& row, uint32_t column,
-                               bool has_column, float (&values)[kLaneValues]) {
+  __device__ explicit QuantisedOutput(const SiluCall& call) : call_(call), scales_(call) {}
+
+  __device__ void Begin(const SiluRow& row, uint32_t chunk) {
+    input_scale_ = row.input_scale;
+    codes_ = static_cast<Word*>(call_.out) + LaneIndexIn(call_, row.index) + chunk * kWarpSize;
+    scales_.Begin(row, chunk);
+  }
+
+  template <bool kIsWhole>
+  __device__ void Store(int i, bool has_column, float (&values)[kLaneValues]) const {
     float largest = fabsf(values[0]);
 #pragma unroll
-    for (int i = 1; i < kLaneValues; ++i) largest = MaxNan(largest, fabsf(values[i]));
+    for (int k = 1; k < kLaneValues; ++k) largest = MaxNan(largest, fabsf(values[k]));
 #pragma unroll
     for (int lane = Format::kBlockSize / kLaneValues / 2; lane > 0; lane /= 2) {
       largest = MaxNan(largest, __shfl_xor_sync(0xffffffffu, largest, lane));
     }
-    const bool is_dead = !(FloatBits(largest) < kFloatInfinity);
-    if (__any_sync(0xffffffffu, is_dead)) {
+    Block block = EncodeUsualScale(largest);
+    Word codes;
+    if (__all_sync(0xffffffffu, IsUsual(largest, block))) {
+      codes = Encode<true>(values, block);
+    } else {
+      const bool is_dead = !(FloatBits(largest) < kFloatInfinity);
 #pragma unroll
       for (float& value : values) value = is_dead ? 0.0f : value;
-      largest = is_dead ? 0.0f : largest;
+      block = Format::EncodeScale(is_dead ? 0.0f : largest, input_scale_);
+      codes = Encode<false>(values, block);
     }
-    const auto block = Format::EncodeScale(largest, row.input_scale);
-#pragma unroll
-    for (float& value : values) value = Format::ScaleElement(value, block.factor);
-    if (!has_column) return;
-    StoreCodes(call, LaneIndexIn(call, row, column), values);
-    if (column % Format::kBlockSize != 0) return;
-    StoreScale(call, row, column / Format::kBlockSize, block.scale);
+    if (has_column) __stcs(codes_ + i * kWarpSize, codes);
+    scales_.template Store<kIsWhole>(i, has_column, block.scale);
   }
 
  private:
-  __device__ static void StoreCodes(const SiluCall& call, uint32_t index,
-                                    const float (&values)[kLaneValues]) {
-    if constexpr (Format::kIsPacked) {
-      __stcs(static_cast<uint32_t*>(call.out) + index, ToE2m1Word(values));
+  using Block = BlockScale<typename Format::Scale>;
+  using Word = std::conditional_t<Format::kIsPacked, uint32_t, uint2>;
+
+  __device__ Block EncodeUsualScale(float largest) const {
+    if constexpr (std::is_same_v<Format, NvFp4>) {
+      return NvFp4::EncodeUsualScale(largest, input_scale_);
     } else {
-      const auto word = [&](int i) {
-        return ToE4m3Pair(values[i], values[i + 1]) |
-               uint32_t{ToE4m3Pair(values[i + 2], values[i + 3])} << 16;
-      };
-      __stcs(static_cast<uint2*>(call.out) + index, make_uint2(word(0), word(4)));
+      return Format::EncodeScale(largest, input_scale_);
     }
   }
 
-  // Scales are fewer than 2^32.
-  __device__ static void StoreScale(const SiluCall& call, const SiluRow& row, uint32_t index,
-                                    Scale scale) {
-    Scale* const scales = static_cast<Scale*>(call.scales);
-    const uint32_t n_scales = static_cast<uint32_t>(call.n_scales);
-    if (call.scales_layout == ScalesLayout::kRowMajor) {
-      scales[row.index * n_scales + index] = scale;
-    } else if (call.scales_layout == ScalesLayout::kTransposed) {
-      scales[index * static_cast<uint32_t>(call.n_rows) + row.index] = scale;
+  // Whether a block is not dead, and its codes may be found in fewer steps.
+  __device__ static bool IsUsual(float largest, const Block& block) {
+    if constexpr (std::is_same_v<Format, MxFp4>) return largest < kMostInPlace;
+    if constexpr (std::is_same_v<Format, NvFp4>) return NvFp4::IsUsual(largest, block);
+    return FloatBits(largest) < kFloatInfinity;
+  }
+
+  template <bool kIsUsual>
+  __device__ static Word Encode(const float (&values)[kLaneValues], const Block& block) {
+    if constexpr (kIsUsual && std::is_same_v<Format, MxFp4>) {
+      return ToMxFp4Word(values, block);
     } else {
-      constexpr uint32_t kRows = kAtomRows, kScales = kAtomScales, kBytes = kAtomBytes;
-      const uint32_t n_atoms = (n_scales + kScales - 1) / kScales;
-      const uint32_t block = row.first_block + row.in_group / kRows;
-      // As AtomOffset, of 32 bits.
-      const uint32_t in_atom = row.in_group % 32 * 16 + row.in_group % kRows / 32 * kScales;
-      Scale* const atom = scales + ((block * n_atoms + index / kScales) * kBytes + in_atom);
-      atom[index % kScales] = scale;
-      if (n_scales % kScales == 0 || index != n_scales - 1) return;
+      float scaled[kLaneValues];
 #pragma unroll
-      for (uint32_t i = 1; i < kScales; ++i) {
-        if (i > index % kScales) atom[i] = 0;
+      for (int i = 0; i < kLaneValues; ++i) {
+        scaled[i] = Format::ScaleElement(values[i], block.factor);
       }
+      return Pack(scaled, std::bool_constant<kIsUsual>{});
     }
   }
+
+  template <class IsUsualBlock>
+  __device__ static Word Pack(const float (&scaled)[kLaneValues], IsUsualBlock) {
+    if constexpr (Format::kIsPacked) {
+      return ToE2m1Word<!IsUsualBlock::value>(scaled);
+    } else {
+      const auto word = [&](int i) {
+        return ToE4m3Pair(scaled[i], scaled[i + 1]) |
+               uint32_t{ToE4m3Pair(scaled[i + 2], scaled[i + 3])} << 16;
+      };
+      return make_uint2(word(0), word(4));
+    }
+  }
+
+  const SiluCall& call_;
+  InputScale input_scale_ = {};
+  Word* codes_ = nullptr;  // of this lane
+  ScalesOfLane<Format> scales_;
 };
 
 }  // namespace jax_ep::p2p
