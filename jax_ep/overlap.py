@@ -40,14 +40,22 @@ class Begun:
     function that began the call, as the carry of a loop does, is what it seems to be.
     """
 
-    def __init__(self, ticket: jax.Array, results: tuple[jax.Array, ...]) -> None:
+    def __init__(
+        self, ticket: jax.Array, reserved: jax.Array, results: tuple[jax.Array, ...]
+    ) -> None:
         self._ticket: jax.Array | None = ticket
+        self._reserved: jax.Array | None = reserved
         self._results, self._trace = results, get_opaque_trace_state()
 
     @property
-    def reserved(self) -> tuple[jax.Array, ...]:
-        """The results, to compute something after they have been reserved."""
-        return self._results
+    def reserved(self) -> jax.Array | None:
+        """To compute something after the results have been reserved.
+
+        Not the results: were they an operand of something else, which XLA may order
+        behind the end of the call, XLA would copy them for the end, and might do so
+        before the call has written them.
+        """
+        return self._reserved
 
     def end(self, after: Any = None) -> tuple[jax.Array, ...]:
         """The results; waits for them once `after` has been computed.
@@ -69,7 +77,7 @@ class Begun:
     @classmethod
     def _unflatten(cls, _: None, results: Any) -> Begun:
         begun = cls.__new__(cls)
-        begun._ticket, begun._results = None, tuple(results)
+        begun._ticket, begun._reserved, begun._results = None, None, tuple(results)
         return begun
 
 
@@ -115,15 +123,15 @@ def _beside(ctx: mlir.LoweringRuleContext, operands: Any, emit: Any) -> list[Any
 
 
 def _lower_begin(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
-    ticket, *results = ctx.avals_out
+    ticket, reserved, *results = ctx.avals_out
     reserve = jax.ffi.ffi_lowering("jax_ep_reserve", has_side_effect=True)
-    # With an operand that begin has, too: `then` waits for all of them by the results.
-    outer = ctx.replace(avals_in=ctx.avals_in[:1], avals_out=results)
-    buffers = list(reserve(outer, operands[0]))
+    # With an operand that begin has, too: `then` waits for all of them by the sign.
+    outer = ctx.replace(avals_in=ctx.avals_in[:1], avals_out=[reserved, *results])
+    sign, *buffers = reserve(outer, operands[0])
     inner = ctx.replace(avals_in=[*ctx.avals_in, *results], avals_out=[ticket])
     begin = gpu_call("jax_ep_dispatch_begin", has_side_effect=True, order=Order.BESIDE)
     tickets = _beside(ctx, [*operands, *buffers], lambda *x: begin(inner, *x, **params))
-    return [*tickets, *buffers]
+    return [*tickets, sign, *buffers]
 
 
 def _lower_await(ctx: mlir.LoweringRuleContext, operand: Any) -> Any:
@@ -143,7 +151,8 @@ def _lower_combine(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any)
     return _beside(ctx, operands, lambda *x: call(ctx, *x, **params))
 
 
-# Operands as of `dispatch_p`; results: a ticket, and those of `dispatch_p`.
+# Operands as of `dispatch_p`; results: a ticket, an undefined sign that the results are
+# reserved, and those of `dispatch_p`.
 dispatch_begin_p = make_primitive(
     "jax_ep_dispatch_begin", multiple_results=True, lowerings={"cuda": _lower_begin}
 )
@@ -168,7 +177,7 @@ def after_begin(x: Any, call: Any) -> Any:
 
     Args:
         x: arrays.
-        call: what the call begins with, a pytree: its operands, or reserved results.
+        call: what the call begins with, a pytree: its operands; not reserved results.
     """
     begun = _await_begin_p.bind(put_after(jnp.int32(0), call))
     return jax.tree.map(lambda leaf: put_after(leaf, (begun, call)), x)
@@ -178,7 +187,8 @@ def after_begin(x: Any, call: Any) -> Any:
 def _begin_types(*operands: Any, **params: Any) -> list[Any]:
     results = dispatch_types(*operands, **params)
     # An element per result; the handler finds the results by its size.
-    return [like(operands[1], (len(results),), jnp.int32), *results]
+    ticket, sign = (like(operands[1], s, jnp.int32) for s in ((len(results),), ()))
+    return [ticket, sign, *results]
 
 
 @dispatch_end_p.def_abstract_eval
@@ -190,8 +200,8 @@ def _batch_begin(operands: Any, dims: Any, **params: Any) -> Any:
     """Under `vmap` each call is complete before its results are stacked."""
 
     def call(*operands: jax.Array) -> list[jax.Array]:
-        ticket, *results = dispatch_begin_p.bind(*operands, **params)
-        return [ticket, *dispatch_end_p.bind(ticket, *results)]
+        ticket, sign, *results = dispatch_begin_p.bind(*operands, **params)
+        return [ticket, sign, *dispatch_end_p.bind(ticket, *results)]
 
     results = map_calls(call, operands, dims)
     return results, [0] * len(results)

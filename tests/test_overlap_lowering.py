@@ -76,6 +76,26 @@ def test_calls_that_overlap_have_one_result_and_the_stream_for_collectives(
     assert end.count("output_operand_alias<") == 6  # all results stay where they are
 
 
+@pytest.mark.parametrize("after", [False, True])
+def test_nobody_else_has_what_was_reserved_as_an_operand(mesh, group, after) -> None:
+    """XLA would copy it for the end of the call, maybe before the call has written."""
+
+    def function(tokens, ids):
+        flight = jax_ep.dispatch_async(group, tokens, ids)
+        beside = jnp.tanh(flight.then(tokens))
+        rows = jax_ep.dispatch_wait(group, flight, after=beside if after else None)
+        return rows.tokens, beside
+
+    lines = lowered(mesh, function).splitlines()
+    reserve = next(line for line in lines if "@jax_ep_reserve" in line)
+    name = re.search(r"(%\w+):7 =", reserve)[1]
+    users = [line for line in lines if re.search(rf"{name}#[1-6]\b", line)]
+    assert [re.search(r"@(\w+)", line)[1] for line in users] == [
+        "jax_ep_overlap",
+        "jax_ep_dispatch_end",
+    ]
+
+
 def test_whole_calls_stay_on_the_main_stream(mesh, group, monkeypatch) -> None:
     def whole(tokens, ids):
         rows = jax_ep.dispatch(group, tokens, ids)

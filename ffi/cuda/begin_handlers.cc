@@ -9,7 +9,8 @@
 namespace jax_ep::p2p {
 namespace {
 
-// XLA has reserved the memory. The operand is there for the order of calls.
+// XLA has reserved the memory. The operand is there for the order of calls, and so is the first
+// result, which others may have as an operand.
 ffi::Error ReserveImpl(ffi::BufferR0<ffi::S32>, ffi::RemainingRets) {
   return ffi::Error::Success();
 }
@@ -49,7 +50,7 @@ namespace ffi = xla::ffi;
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaReserve, jax_ep::p2p::ReserveImpl,
                               ffi::Ffi::Bind()
                                   .Arg<ffi::BufferR0<ffi::S32>>()  // place_index
-                                  .RemainingRets()                 // results of CudaDispatch
+                                  .RemainingRets()  // a sign [], results of CudaDispatch
 );
 
 // Not to be captured, as the calls are not.

@@ -154,8 +154,8 @@ class P2pTransport(FfiTransport):
         given = tokens, topk_ids, topk_weights, input_scale
         fixed: Any = lax.stop_gradient(given)
         operands, params = dispatch_call(group, *fixed)
-        ticket, *results = dispatch_begin_p.bind(*operands, **params)
-        return Begun(ticket, tuple(results)), given
+        ticket, reserved, *results = dispatch_begin_p.bind(*operands, **params)
+        return Begun(ticket, reserved, tuple(results)), given
 
     def then(self, begun: Any, x: Any) -> Any:
         """See `InFlight.then`."""
