@@ -20,9 +20,8 @@ constexpr int kThreads = kWorkerThreads + kWarpSize;
 // What the counts say besides: all ranks have begun this call. Acquires it, for the call after, and
 // counts this one. Called by one warp, which nothing waits for.
 __device__ void EndCounts(const CallArgs& call, const CallShared& shared) {
-  if (LaneIndex() != 0) return;
-  SystemFence();
-  CountCall(DispatchState(call), shared);
+  SystemFence();  // of the lanes that have seen the counts
+  if (LaneIndex() == 0) CountCall(DispatchState(call), shared);
 }
 
 // On its way, without choices and what aligns it.

@@ -9,7 +9,8 @@
 
 namespace jax_ep::p2p {
 
-// `begun` becomes complete once all blocks run; it may be null.
+// `begun`, which may be null, becomes complete once all blocks run: at the latest, when they have
+// ended, as CUDA promises no more.
 template <class Args>
 cudaError_t LaunchCall(void (*kernel)(Args), const Args& args, int n_threads, size_t shared_bytes,
                        cudaStream_t stream, cudaEvent_t begun) {

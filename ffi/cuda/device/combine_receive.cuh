@@ -41,6 +41,7 @@ __device__ bool AwaitToken(const CombineArgs& args, const CallShared& shared, in
                              &present)
                       : HasCome(shared.epoch, returned + choice, &present);
   }
+  __syncwarp();  // what one lane has waited for, all may read; votes do not order memory
   choices.first = __ballot_sync(0xffffffffu, is_first);
   choices.present = __reduce_or_sync(0xffffffffu, present);
   // A rank whose rows were all dropped returns no sum.
@@ -190,7 +191,6 @@ __device__ void ReceiveTokensInRing(const CombineArgs& args, const CallShared& s
   const auto offer = [&](int token, const Choices& choices) {
     next = PlanToken(args, shared, choices, token);
     is_offered = Append(next.extra, next.rows);
-    __syncwarp();
     fence_proxy_async_global();  // what peers wrote, the ring reads
     Gather offered = next.rows;
     if (!is_offered) offered.lanes = 0;

@@ -79,7 +79,7 @@ __device__ __forceinline__ float cvt_f32_f16(uint16_t half) {
   return value;
 }
 
-// Bulk copies: from sm_90 on. Elsewhere nothing may call them (kHasBulkCopies).
+// Bulk copies: from sm_90 on. Elsewhere nothing may call them: a plan has no stages then.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 #define JAX_EP_SM90_ASM(...) asm volatile(__VA_ARGS__)
 #else
