@@ -70,9 +70,11 @@ class Begun:
                 "dispatch_wait must stand in the function that called dispatch_async; "
                 "pass in_flight as an argument to functions that JAX transforms."
             )
-        return tuple(
-            dispatch_end_p.bind(put_after(self._ticket, after), *self._results)
-        )
+        ticket = put_after(self._ticket, after)
+        # Once: XLA would copy the results for a second end, too; see `reserved`.
+        self._results = tuple(dispatch_end_p.bind(ticket, *self._results))
+        self._ticket = None
+        return self._results
 
     @classmethod
     def _unflatten(cls, _: None, results: Any) -> Begun:

@@ -176,6 +176,18 @@ def test_what_leaves_a_function_has_been_awaited(mesh, group) -> None:
     assert inner.index("@jax_ep_dispatch_begin") >= 0
 
 
+def test_a_call_ends_once(mesh, group) -> None:
+    """However often its results are asked for: by a wait, by what flattens it."""
+
+    def function(tokens, ids):
+        flight = jax_ep.dispatch_async(group, tokens, ids)
+        leaves = jax.tree.leaves(flight)
+        rows = jax_ep.dispatch_wait(group, flight, after=jnp.sin(tokens))
+        return rows.tokens, leaves
+
+    assert targets(lowered(mesh, function)).count("jax_ep_dispatch_end") == 1
+
+
 def test_a_mapped_call_is_complete_before_its_results_are_stacked(mesh, group) -> None:
     def function(tokens, ids):
         return jax.vmap(lambda x, i: overlapping(group, x[None], i[None]))(tokens, ids)
