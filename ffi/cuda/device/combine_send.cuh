@@ -115,7 +115,7 @@ class LateSignal {
  public:
   __device__ explicit LateSignal(uint32_t epoch) : epoch_(epoch) {}
 
-  // The pieces of this message were the last to leave.
+  // The pieces of this message were the last to leave; if it has any, the last group is its.
   __device__ void Set(const Return& back) {
     if (n_pieces_ == 0) {
       Flush();
