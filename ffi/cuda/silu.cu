@@ -24,6 +24,8 @@ constexpr int kSiluBlocksPerSm = JAX_EP_SILU_BLOCKS;
 // Of a row, that a warp has on their way at once.
 constexpr int kChunks = JAX_EP_SILU_CHUNKS;
 constexpr int kUnitValues = kChunks * kChunkValues;
+// More must be asked for.
+constexpr size_t kSharedBytesOfAnyKernel = 48 << 10;
 
 __device__ __forceinline__ int64_t UsedRows(const SiluCall& call) {
   return min(int64_t{call.row_offsets[call.n_groups]}, call.n_rows);
@@ -36,11 +38,18 @@ __host__ __device__ inline bool NeedsGroups(const SiluCall& call) {
 
 // The first row and the first block of atoms of every group, and where the last one ends.
 struct Groups {
-  uint32_t* starts;  // [L + 1], shared
-  uint32_t* blocks;  // [L + 1], shared
+  InputScale* input_scales;  // [L + 1], shared; where there are any
+  uint32_t* starts;          // [L + 1], shared
+  uint32_t* blocks;          // [L + 1], shared
 
-  __device__ Groups(uint32_t* shared, int64_t n_groups)
-      : starts(shared), blocks(shared + n_groups + 1) {}
+  __device__ Groups(uint8_t* shared, int64_t n_groups)
+      : input_scales(reinterpret_cast<InputScale*>(shared)),
+        starts(reinterpret_cast<uint32_t*>(input_scales + n_groups + 1)),
+        blocks(starts + n_groups + 1) {}
+
+  __host__ __device__ static constexpr size_t Bytes(int64_t n_groups) {
+    return (n_groups + 1) * (sizeof(InputScale) + 2 * sizeof(uint32_t));
+  }
 
   // Called by all threads of the block.
   __device__ void Find(const SiluCall& call) const {
@@ -62,6 +71,8 @@ struct Groups {
       if (group > n_groups) continue;
       starts[group] = start;
       blocks[group] = block;
+      const bool has_scale = call.input_scales != nullptr && group < n_groups;
+      input_scales[group] = InputScale::Make(has_scale ? call.input_scales[group] : 1.0f);
     }
   }
 };
@@ -90,13 +101,13 @@ class GroupCursor {
     start_ = groups_.starts[low];
     end_ = groups_.starts[low + 1];
     first_block_ = groups_.blocks[low];
-    if (call_.input_scales != nullptr) input_scale_ = InputScale::Make(call_.input_scales[low]);
+    input_scale_ = groups_.input_scales[low];
   }
 
   const SiluCall& call_;
   const Groups& groups_;
   uint32_t start_ = 0, end_ = 0, first_block_ = 0;
-  InputScale input_scale_ = {1.0f, 1.0f};
+  InputScale input_scale_ = {};
 };
 
 // Some columns of a row: kUnitValues of them, or a chunk of these.
@@ -255,7 +266,7 @@ __device__ __forceinline__ void RunRows(const SiluCall& call, const Groups& grou
 template <class Output, class T>
 __global__ void __launch_bounds__(kSiluThreads, kSiluBlocksPerSm)
     SiluKernel(const __grid_constant__ SiluCall call) {
-  extern __shared__ uint32_t tables[];
+  extern __shared__ __align__(sizeof(InputScale)) uint8_t tables[];
   const Groups groups(tables, call.n_groups);
   if (call.is_interleaved) {
     RunRows<Output, T, true>(call, groups);
@@ -354,7 +365,12 @@ cudaError_t LaunchFusedSilu(const SiluCall& call, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   error = cudaDeviceGetAttribute(&n_sms, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return error;
-  const size_t shared_bytes = needs_groups ? 2 * (call.n_groups + 1) * sizeof(uint32_t) : 0;
+  const size_t shared_bytes = needs_groups ? Groups::Bytes(call.n_groups) : 0;
+  if (shared_bytes > kSharedBytesOfAnyKernel) {
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 static_cast<int>(shared_bytes));
+    if (error != cudaSuccess) return error;
+  }
   kernel<<<static_cast<unsigned>(NumBlocks(call, n_sms)), kSiluThreads, shared_bytes, stream>>>(
       call);
   return cudaGetLastError();
