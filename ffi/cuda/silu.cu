@@ -20,14 +20,12 @@ constexpr int kSiluThreads = kSiluWarps * kWarpSize;
 #ifndef JAX_EP_SILU_CHUNKS
 #define JAX_EP_SILU_CHUNKS 2
 #endif
-#ifndef JAX_EP_SILU_PREFETCH
-#define JAX_EP_SILU_PREFETCH 1
-#endif
 constexpr int kSiluBlocksPerSm = JAX_EP_SILU_BLOCKS;
 // Of a row, that a warp has on their way at once.
 constexpr int kChunks = JAX_EP_SILU_CHUNKS;
-constexpr bool kPrefetches = JAX_EP_SILU_PREFETCH;
 constexpr int kUnitValues = kChunks * kChunkValues;
+// More must be asked for.
+constexpr size_t kSharedBytesOfAnyKernel = 48 << 10;
 
 __device__ __forceinline__ int64_t UsedRows(const SiluCall& call) {
   return min(int64_t{call.row_offsets[call.n_groups]}, call.n_rows);
@@ -40,11 +38,18 @@ __host__ __device__ inline bool NeedsGroups(const SiluCall& call) {
 
 // The first row and the first block of atoms of every group, and where the last one ends.
 struct Groups {
-  uint32_t* starts;  // [L + 1], shared
-  uint32_t* blocks;  // [L + 1], shared
+  InputScale* input_scales;  // [L + 1], shared; where there are any
+  uint32_t* starts;          // [L + 1], shared
+  uint32_t* blocks;          // [L + 1], shared
 
-  __device__ Groups(uint32_t* shared, int64_t n_groups)
-      : starts(shared), blocks(shared + n_groups + 1) {}
+  __device__ Groups(uint8_t* shared, int64_t n_groups)
+      : input_scales(reinterpret_cast<InputScale*>(shared)),
+        starts(reinterpret_cast<uint32_t*>(input_scales + n_groups + 1)),
+        blocks(starts + n_groups + 1) {}
+
+  __host__ __device__ static constexpr size_t Bytes(int64_t n_groups) {
+    return (n_groups + 1) * (sizeof(InputScale) + 2 * sizeof(uint32_t));
+  }
 
   // Called by all threads of the block.
   __device__ void Find(const SiluCall& call) const {
@@ -66,6 +71,8 @@ struct Groups {
       if (group > n_groups) continue;
       starts[group] = start;
       blocks[group] = block;
+      const bool has_scale = call.input_scales != nullptr && group < n_groups;
+      input_scales[group] = InputScale::Make(has_scale ? call.input_scales[group] : 1.0f);
     }
   }
 };
@@ -94,7 +101,7 @@ class GroupCursor {
     start_ = groups_.starts[low];
     end_ = groups_.starts[low + 1];
     first_block_ = groups_.blocks[low];
-    input_scale_ = InputScale::Make(call_.input_scales == nullptr ? 1.0f : call_.input_scales[low]);
+    input_scale_ = groups_.input_scales[low];
   }
 
   const SiluCall& call_;
@@ -103,7 +110,7 @@ class GroupCursor {
   InputScale input_scale_ = {};
 };
 
-// What a warp does at once: kUnitValues columns of a row.
+// Some columns of a row: kUnitValues of them, or a chunk of these.
 struct Unit {
   uint32_t row;
   uint32_t index;
@@ -118,6 +125,54 @@ struct Unit {
     index -= n_units;
     ++row;
   }
+};
+
+// What a warp works on at once: chunks [first, end) of a unit; none where the block has no more.
+struct Piece {
+  Unit unit;
+  int first, end;
+};
+
+// What this warp works on, piece after piece: every n-th unit, and every n-th chunk of those that
+// are left when there are fewer units than warps.
+class Pieces {
+ public:
+  __device__ Pieces(uint32_t n_rows, uint32_t n_units)
+      : n_units_(n_units),
+        n_warps_(gridDim.x * kSiluWarps),
+        step_(n_warps_, n_units),
+        n_rounds_(n_rows * n_units / n_warps_),
+        n_chunks_(n_rows * n_units % n_warps_ * kChunks),
+        piece_{Unit(blockIdx.x * kSiluWarps + WarpIndex(), n_units), 0, 0} {
+    Cut();
+  }
+
+  __device__ const Piece& piece() const { return piece_; }
+
+  __device__ void Next() {
+    ++round_;
+    piece_.unit.Advance(step_, n_units_);
+    Cut();
+  }
+
+ private:
+  __device__ void Cut() {
+    piece_.first = 0;
+    piece_.end = kChunks;
+    if (round_ < n_rounds_) return;
+    // Neighbours in different blocks: what is left is less than a block's share.
+    const uint32_t warp = WarpIndex() * gridDim.x + blockIdx.x;
+    const uint32_t chunk = (round_ - n_rounds_) * n_warps_ + warp;
+    piece_.unit = Unit(n_rounds_ * n_warps_ + chunk / kChunks, n_units_);
+    piece_.first = static_cast<int>(chunk % kChunks);
+    piece_.end = chunk < n_chunks_ ? piece_.first + 1 : piece_.first;
+  }
+
+  const uint32_t n_units_, n_warps_;
+  const Unit step_;
+  const uint32_t n_rounds_, n_chunks_;
+  uint32_t round_ = 0;
+  Piece piece_;
 };
 
 // Zeros in what is left of each group's last block of atoms: a warp takes an atom.
@@ -150,7 +205,6 @@ __device__ __forceinline__ void RunRows(const SiluCall& call, const Groups& grou
   const uint32_t up_bytes = row_size * sizeof(T);
   const uint32_t n_used = UsedRows(call);
   const bool needs_groups = Output::kQuantises && NeedsGroups(call);
-  const Unit step(gridDim.x * kSiluWarps, n_units);
 
   Input inputs[kChunks];
   const auto load = [&](const Unit& unit, int i) {
@@ -163,35 +217,36 @@ __device__ __forceinline__ void RunRows(const SiluCall& call, const Groups& grou
     inputs[i].Load(kIsWhole ? Vector(gates, i * kChunkVectors) : gates, up_bytes);
   };
 
-  Unit next(blockIdx.x * kSiluWarps + WarpIndex(), n_units);
-  bool has_next = next.row < n_used;
+  Pieces pieces(n_used, n_units);
+  Piece next = pieces.piece();
 #pragma unroll
-  for (int i = 0; kPrefetches && i < kChunks; ++i) {
-    if (has_next) load(next, i);
+  for (int i = 0; i < kChunks; ++i) {
+    if (next.first <= i && i < next.end) load(next.unit, i);
   }
   // While the first rows are on their way.
   if (needs_groups) groups.Find(call);
   GroupCursor cursor(call, groups);
   Output output(call);
-  while (has_next) {
-    const Unit unit = next;
-#pragma unroll
-    for (int i = 0; !kPrefetches && i < kChunks; ++i) load(unit, i);
-    next.Advance(step, n_units);
-    has_next = next.row < n_used;
+  while (next.first < next.end) {
+    const Piece piece = next;
+    const Unit& unit = piece.unit;
+    pieces.Next();
+    next = pieces.piece();
     SiluRow row{unit.row, 0, 0, {1.0f, 1.0f}};
     if (needs_groups) cursor.Find(row);
     output.Begin(row, unit.index * kChunks);
     const uint32_t first = unit.index * kUnitValues;
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
+      const bool is_here = piece.first <= i && i < piece.end;
       float gates[kLaneValues], ups[kLaneValues], values[kLaneValues];
       const bool is_near = inputs[i].IsNear();
       inputs[i].ToFloats(gates, ups);
       Complete(gates), Complete(ups);
-      // The next unit's are on their way while this one is worked on.
-      if (kPrefetches && has_next) load(next, i);
-      if (!kIsWhole && i > 0 && first + i * kChunkValues >= row_size) continue;  // the whole warp
+      // The next piece's are on their way while this one is worked on.
+      if (next.first <= i && i < next.end) load(next.unit, i);
+      if (!is_here) continue;                                                    // the whole warp
+      if (!kIsWhole && i > 0 && first + i * kChunkValues >= row_size) continue;  // the same
       Activate(call.activation, is_near, gates, ups, values);
       const bool has_column = kIsWhole || first + i * kChunkValues + lane_column < row_size;
       output.template Store<kIsWhole>(i, has_column, values);
@@ -211,7 +266,7 @@ __device__ __forceinline__ void RunRows(const SiluCall& call, const Groups& grou
 template <class Output, class T>
 __global__ void __launch_bounds__(kSiluThreads, kSiluBlocksPerSm)
     SiluKernel(const __grid_constant__ SiluCall call) {
-  extern __shared__ uint32_t tables[];
+  extern __shared__ __align__(sizeof(InputScale)) uint8_t tables[];
   const Groups groups(tables, call.n_groups);
   if (call.is_interleaved) {
     RunRows<Output, T, true>(call, groups);
@@ -310,7 +365,12 @@ cudaError_t LaunchFusedSilu(const SiluCall& call, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   error = cudaDeviceGetAttribute(&n_sms, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return error;
-  const size_t shared_bytes = needs_groups ? 2 * (call.n_groups + 1) * sizeof(uint32_t) : 0;
+  const size_t shared_bytes = needs_groups ? Groups::Bytes(call.n_groups) : 0;
+  if (shared_bytes > kSharedBytesOfAnyKernel) {
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 static_cast<int>(shared_bytes));
+    if (error != cudaSuccess) return error;
+  }
   kernel<<<static_cast<unsigned>(NumBlocks(call, n_sms)), kSiluThreads, shared_bytes, stream>>>(
       call);
   return cudaGetLastError();

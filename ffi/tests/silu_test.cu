@@ -240,6 +240,8 @@ void TestBits() {
     RunAll(format, RowType::kFloat32, 2048, {64}, Numbers::kEveryGate);
     RunAll(format, RowType::kBFloat16, 512, {0, 0}, Numbers::kUsual);
     RunAll(format, RowType::kBFloat16, 1920, std::vector<uint32_t>(300, 1), Numbers::kUsual);
+    RunAll(format, RowType::kBFloat16, 256, std::vector<uint32_t>(kMostSiluGroups, 1),
+           Numbers::kUsual);
   }
   RunAll(Formats()[0], RowType::kBFloat16, 13, {3, 4}, Numbers::kUsual);
   RunAll(Formats()[0], RowType::kFloat32, 6, {3, 4}, Numbers::kBits);

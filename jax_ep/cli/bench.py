@@ -100,9 +100,10 @@ def bench(
         except (MemoryError, JaxRuntimeError) as error:
             if isinstance(error, JaxRuntimeError) and _EXHAUSTED not in str(error):
                 raise
+            why = str(error).rstrip(".")
             raise click.ClickException(
-                f"tokens, rows and their copies must fit in memory: {error}. Take "
-                "fewer --tokens, --hidden or --ranks."
+                f"tokens, rows and their copies must fit in memory: {why}. Take fewer "
+                "--tokens, --hidden or --ranks."
             ) from error
     device = mesh.devices.flat[0]
     title = (

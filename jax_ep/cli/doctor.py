@@ -102,7 +102,7 @@ def _link(source: jax.Device, target: jax.Device) -> str:
 
 def transport_table(verdicts: Sequence[probe.Verdict], n_ranks: int) -> Table:
     """Which transports work, and why the others do not."""
-    table = Table("transport", f"serves these {n_ranks} ranks", title="Transports")
+    table = Table("transport", f"serves {n_ranks} ranks", title="Transports")
     for verdict in verdicts:
         works = verdict.reason is None
         answer = "[green]yes[/]" if works else f"[red]no[/]: {_plain(verdict.reason)}"
