@@ -117,6 +117,13 @@ int32_t DispatchStages(const CallArgs& call, const TokenSize& size, size_t max_s
   return static_cast<int32_t>(std::min<size_t>(left / StageBytes(call, size), kWorkerWarps));
 }
 
+cudaError_t DispatchCodeCapability(int* major) {
+  cudaFuncAttributes attributes;
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, &DispatchKernel<false>);
+  if (error == cudaSuccess) *major = attributes.ptxVersion / 10;
+  return error;
+}
+
 cudaError_t PrepareDispatch(size_t shared_bytes, int* max_blocks) {
   for (const auto kernel : {&DispatchKernel<false>, &DispatchKernel<true>}) {
     const cudaError_t error =

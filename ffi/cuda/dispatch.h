@@ -64,6 +64,9 @@ size_t DispatchSharedBytes(const CallArgs& call, const TokenSize& size);
 // How many stages fit into `max_shared_bytes`.
 int32_t DispatchStages(const CallArgs& call, const TokenSize& size, size_t max_shared_bytes);
 
+// The major compute capability that the kernels on the current device were compiled for.
+cudaError_t DispatchCodeCapability(int* major);
+
 // Loads the kernels on the current device; see prepare.h.
 cudaError_t PrepareDispatch(size_t shared_bytes, int* max_blocks);
 

@@ -137,7 +137,10 @@ Status Group::AllocateRank(int index) {
     return InvalidArgument("n_experts = " + std::to_string(config_.n_experts) +
                            " takes more shared memory than the device has.");
   }
-  rank.has_clusters = compute_capability >= kBulkCopyCapability;
+  int code_capability = 0;  // of what runs here: older code does not know bulk copies
+  status = ToStatus(DispatchCodeCapability(&code_capability), "dispatch kernel");
+  if (!status.ok()) return status;
+  rank.has_clusters = std::min(compute_capability, code_capability) >= kBulkCopyCapability;
   rank.stages_bytes = rank.has_clusters ? max_shared : 0;
   int max_blocks = 1;
   status = ToStatus(
@@ -286,6 +289,10 @@ int32_t Group::Blocks(int rank, bool overlaps) const {
   return overlaps && config_.n_sms == 0 ? std::min(n_blocks, kOverlapBlocks) : n_blocks;
 }
 
+bool Group::InPairs(int rank, bool overlaps, const LaunchPlan& plan) const {
+  return overlaps && ranks_[rank].has_clusters && plan.n_blocks % 2 == 0;
+}
+
 Status Group::DispatchCall(int rank, int64_t n_tokens, const TokenSize& size, CallArgs* call,
                            bool overlaps) const {
   const Status status = FillCall(rank, n_tokens, call);
@@ -296,7 +303,7 @@ Status Group::DispatchCall(int rank, int64_t n_tokens, const TokenSize& size, Ca
     if (n_stages >= kFewestStages) call->plan.n_stages = n_stages;
     call->plan.receives_in_bulk = call->plan.n_stages > 0 && call->plan.receive_unit_warps == 1;
   }
-  call->plan.in_pairs = overlaps && ranks_[rank].has_clusters;
+  call->plan.in_pairs = InPairs(rank, overlaps, call->plan);
   return status;
 }
 
@@ -306,7 +313,7 @@ Status Group::CombineCall(int rank, int64_t n_tokens, CallArgs* call, bool overl
   if (WantsRing(call->plan)) {
     call->plan.ring_slots = CombineSlots(*call, ranks_[rank].stages_bytes);
   }
-  call->plan.in_pairs = overlaps && ranks_[rank].has_clusters;
+  call->plan.in_pairs = InPairs(rank, overlaps, call->plan);
   return status;
 }
 

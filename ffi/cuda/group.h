@@ -95,6 +95,7 @@ class Group {
   Status ConnectRank(int rank, const std::vector<PeerAddress>& addresses);
   Status FillCall(int rank, int64_t n_tokens, CallArgs* call) const;
   int32_t Blocks(int rank, bool overlaps) const;
+  bool InPairs(int rank, bool overlaps, const LaunchPlan& plan) const;
 
   const GroupConfig config_;
   const Workspace map_;

@@ -17,7 +17,7 @@ cudaError_t LaunchCall(void (*kernel)(Args), const Args& args, int n_threads, si
   const LaunchPlan& plan = args.call.plan;
   cudaLaunchAttribute attributes[2]{};
   unsigned n_attributes = 0;
-  if (plan.in_pairs && plan.n_blocks % 2 == 0) {
+  if (plan.in_pairs) {
     cudaLaunchAttribute& attribute = attributes[n_attributes++];
     attribute.id = cudaLaunchAttributeClusterDimension;
     attribute.val.clusterDim = {2, 1, 1};
@@ -34,7 +34,9 @@ cudaError_t LaunchCall(void (*kernel)(Args), const Args& args, int n_threads, si
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs = n_attributes;
-  return cudaLaunchKernelEx(&config, kernel, args);
+  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, args);
+  if (error != cudaSuccess) cudaGetLastError();  // said here, it is not the next launch's
+  return error;
 }
 
 }  // namespace jax_ep::p2p
