@@ -25,7 +25,7 @@ struct LaunchPlan {
   int32_t n_stages;            // rows in shared memory for bulk copies; 0: without them
   bool receives_in_bulk;       // in blocks that don't send
   int32_t ring_slots;  // pieces of combine's rows there, per warp; see device/ring.cuh; 0: none
-  // Blocks stand on pairs of neighbouring multiprocessors, and leave such to kernels that need them.
+  // Blocks stand on pairs of multiprocessors, and leave such to kernels that need them.
   bool in_pairs;
 };
 
