@@ -128,6 +128,11 @@ class _Rhythm:
     repeats: int
     pause_s: float = 0.0
 
+    def compile(self, chains: _Chains, body: Callable[..., Any], which: str) -> None:
+        """So that clocks are not those of GPUs that wait for a compiler."""
+        for n in self.pairs:
+            jax.block_until_ready(chains.run(body, which, n))
+
     def period(
         self, chains: _Chains, body: Callable[..., Any], which: str = "some_sms"
     ) -> float:
@@ -165,6 +170,7 @@ def _periods(chains: _Chains, rhythm: _Rhythm) -> dict[str, Any]:
         ("dense", chains.dense, "some_sms"),
         ("both", chains.both, "some_sms"),
     ):
+        rhythm.compile(chains, body, which)
         with Clocks() as sampled:
             periods[name] = rhythm.period(chains, body, which)
         clocks[name] = sampled.summary

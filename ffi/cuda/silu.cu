@@ -14,15 +14,9 @@ namespace {
 
 constexpr int kSiluWarps = 8;
 constexpr int kSiluThreads = kSiluWarps * kWarpSize;
-#ifndef JAX_EP_SILU_BLOCKS
-#define JAX_EP_SILU_BLOCKS 3
-#endif
-#ifndef JAX_EP_SILU_CHUNKS
-#define JAX_EP_SILU_CHUNKS 2
-#endif
-constexpr int kSiluBlocksPerSm = JAX_EP_SILU_BLOCKS;
+constexpr int kSiluBlocksPerSm = 3;
 // Of a row, that a warp has on their way at once.
-constexpr int kChunks = JAX_EP_SILU_CHUNKS;
+constexpr int kChunks = 2;
 constexpr int kUnitValues = kChunks * kChunkValues;
 // More must be asked for.
 constexpr size_t kSharedBytesOfAnyKernel = 48 << 10;

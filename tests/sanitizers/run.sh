@@ -124,7 +124,9 @@ run() {
   echo "--- $sanitizer: pytest"
   rm -f "$dir"/report.*
   local plugin=()
-  [[ $sanitizer == thread ]] && plugin=(-p tsan_edges)
+  # Whole layers are left out: XLA's compiled code clears memory between our calls, by memset, and
+  # TSan does not see how XLA orders the two.
+  [[ $sanitizer == thread ]] && plugin=(-p tsan_edges --deselect tests/test_quantised_layer.py)
   python "$sanitizer" "$dir" -m pytest "${plugin[@]}" -p no:cacheprovider \
     "${pytest_options[@]}" || status=$?
   if compgen -G "$dir/report.*" > /dev/null; then
