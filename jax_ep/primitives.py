@@ -94,21 +94,23 @@ def make_primitive(
     primitive = Primitive(name)
     primitive.multiple_results = multiple_results
 
-    def run_eagerly(*operands: jax.Array, **params: Any) -> Any:
-        with jax.disable_jit(False):  # which would call this again
-            return jax.jit(functools.partial(primitive.bind, **params))(*operands)
-
     def batch(
         operands: tuple[jax.Array, ...], dims: tuple[int | None, ...], **params: Any
     ) -> Any:
         results = map_calls(functools.partial(primitive.bind, **params), operands, dims)
         return results, ([0] * len(results) if multiple_results else 0)
 
-    primitive.def_impl(run_eagerly)
+    primitive.def_impl(functools.partial(run_eagerly, primitive))
     for platform, lowering in lowerings.items():
         mlir.register_lowering(primitive, lowering, platform=platform)
     batching.primitive_batchers[primitive] = batch
     return primitive
+
+
+def run_eagerly(primitive: Primitive, *operands: jax.Array, **params: Any) -> Any:
+    """As a program of its own."""
+    with jax.disable_jit(False):  # which would call this again
+        return jax.jit(functools.partial(primitive.bind, **params))(*operands)
 
 
 def map_calls(

@@ -20,6 +20,7 @@ from jax.interpreters import batching, mlir
 from jax_ep import _cuda_ffi, _host_ffi
 from jax_ep.formats import QuantizedFormat, TokenFormat
 from jax_ep.formats.scales import group_of
+from jax_ep.primitives import run_eagerly
 
 _TARGET = "jax_ep_fused_silu"
 
@@ -87,12 +88,6 @@ def _result_types(x: Any, row_offsets: Any, *_: Any, activation: Activation) -> 
     ]
 
 
-def _run_eagerly(*operands: jax.Array, activation: Activation) -> list[jax.Array]:
-    bind = functools.partial(fused_silu_p.bind, activation=activation)
-    with jax.disable_jit(False):  # which would call this again
-        return jax.jit(bind)(*operands)
-
-
 def _lower(
     ctx: mlir.LoweringRuleContext,
     *operands: Any,
@@ -142,7 +137,7 @@ def _batch(
 fused_silu_p = Primitive(_TARGET)
 fused_silu_p.multiple_results = True
 fused_silu_p.def_abstract_eval(_result_types)
-fused_silu_p.def_impl(_run_eagerly)
+fused_silu_p.def_impl(functools.partial(run_eagerly, fused_silu_p))
 _lower_jnp = mlir.lower_fun(_by_jnp, multiple_results=True)
 mlir.register_lowering(fused_silu_p, _lower_jnp)
 for _platform, _extension in (("cpu", _host_ffi), ("cuda", _cuda_ffi)):

@@ -128,7 +128,7 @@ class LateSignal {
     n_pieces_ = 0;
   }
   // A piece of a later message is leaving.
-  __device__ void Pass() {
+  __device__ void NotePiece() {
     if (word_ == nullptr || ++n_pieces_ < kPieces) return;
     cp_async_bulk_wait_group<kPieces>();
     SendNow();
@@ -167,7 +167,7 @@ __device__ void ReturnMessagesInRing(const CombineArgs& args, const CombineShare
   };
   PieceRing ring = MakeRing(args);
   LateSignal signal(shared.call.epoch);
-  const auto at_leave = [&] { signal.Pass(); };
+  const auto at_leave = [&] { signal.NotePiece(); };
   Return next = plan(messages.first, messages.Read(messages.first));
   Message later = messages.Read(messages.first + messages.stride);
   ring.Offer(next.rows);

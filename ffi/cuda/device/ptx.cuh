@@ -49,29 +49,26 @@ __device__ __forceinline__ uint32_t cvt_rn_f16x2_f32(float high, float low) {
 }
 
 // The larger magnitude of each half, with some sign; NaN where both are NaN.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
+#define JAX_EP_MAX_XORSIGN_ABS(type) "max.xorsign.abs." type " %0, %1, %2;"
+#else
+#define JAX_EP_MAX_XORSIGN_ABS(type) \
+  "{ .reg .b32 a, b; abs." type " a, %1; abs." type " b, %2; max." type " %0, a, b; }"
+#endif
+
 __device__ __forceinline__ uint32_t max_xorsign_abs_bf16x2(uint32_t a, uint32_t b) {
   uint32_t largest;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
-  asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(largest) : "r"(a), "r"(b));
-#else
-  asm("{ .reg .b32 a, b; abs.bf16x2 a, %1; abs.bf16x2 b, %2; max.bf16x2 %0, a, b; }"
-      : "=r"(largest)
-      : "r"(a), "r"(b));
-#endif
+  asm(JAX_EP_MAX_XORSIGN_ABS("bf16x2") : "=r"(largest) : "r"(a), "r"(b));
   return largest;
 }
 
 __device__ __forceinline__ uint32_t max_xorsign_abs_f16x2(uint32_t a, uint32_t b) {
   uint32_t largest;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
-  asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(largest) : "r"(a), "r"(b));
-#else
-  asm("{ .reg .b32 a, b; abs.f16x2 a, %1; abs.f16x2 b, %2; max.f16x2 %0, a, b; }"
-      : "=r"(largest)
-      : "r"(a), "r"(b));
-#endif
+  asm(JAX_EP_MAX_XORSIGN_ABS("f16x2") : "=r"(largest) : "r"(a), "r"(b));
   return largest;
 }
+
+#undef JAX_EP_MAX_XORSIGN_ABS
 
 __device__ __forceinline__ float cvt_f32_f16(uint16_t half) {
   float value;
@@ -130,6 +127,13 @@ __device__ __forceinline__ void fence_proxy_async_global() {
   JAX_EP_SM90_ASM("fence.proxy.async.global;" :: : "memory");
 }
 
+// For data that is not soon needed again: it is the first to leave the L2 cache.
+__device__ __forceinline__ uint64_t createpolicy_evict_first() {
+  uint64_t policy = 0;
+  JAX_EP_SM90_ASM("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
 __device__ __forceinline__ void cp_async_bulk_shared_global(void* to, const void* from,
                                                             uint32_t bytes, uint64_t* barrier) {
   JAX_EP_SM90_ASM(
@@ -144,17 +148,7 @@ __device__ __forceinline__ void cp_async_bulk_global_shared(void* to, const void
                   "r"(cvta_shared(from)), "r"(bytes) : "memory");
 }
 
-__device__ __forceinline__ void cp_async_bulk_commit_group() {
-  JAX_EP_SM90_ASM("cp.async.bulk.commit_group;" :: : "memory");
-}
-
-// The same two for data that is not soon needed again: it is the first to leave the L2 cache.
-__device__ __forceinline__ uint64_t createpolicy_evict_first() {
-  uint64_t policy = 0;
-  JAX_EP_SM90_ASM("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
+// The same two by a policy of the L2 cache.
 __device__ __forceinline__ void cp_async_bulk_shared_global(void* to, const void* from,
                                                             uint32_t bytes, uint64_t* barrier,
                                                             uint64_t policy) {
@@ -169,6 +163,10 @@ __device__ __forceinline__ void cp_async_bulk_global_shared(void* to, const void
   JAX_EP_SM90_ASM(
       "cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(to),
       "r"(cvta_shared(from)), "r"(bytes), "l"(policy) : "memory");
+}
+
+__device__ __forceinline__ void cp_async_bulk_commit_group() {
+  JAX_EP_SM90_ASM("cp.async.bulk.commit_group;" :: : "memory");
 }
 
 // Waits until this thread's bulk copies are complete, but for the last `kPending` groups: all was
