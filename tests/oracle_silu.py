@@ -48,7 +48,7 @@ def fma(a, b, c) -> np.ndarray:
 
 
 def times_sigmoid(gate, z) -> np.ndarray:
-    """Gives gate / (1 + e^-z), of finite float32 numbers."""
+    """Gives gate / (1 + e^-z), of float32 numbers."""
     clamped = np.clip(z, -FARTHEST, FARTHEST)
     n = np.rint(F64(clamped) * F64(-SCALE)).astype(F32)
     r = fma(clamped, -SCALE, -n)
@@ -58,7 +58,7 @@ def times_sigmoid(gate, z) -> np.ndarray:
     first = np.int32(0x3F800001)
     power = (first + n.astype(np.int32) * np.int32(POWER_STEP)).view(F32)
     reciprocal = F32(1) / fma(exp_r, power, F32(1))
-    return np.where(z < -FARTHEST, F32(-0.0), gate * reciprocal)
+    return gate * np.where(z < -FARTHEST, F32(0), reciprocal)
 
 
 def activate(x, interleaved=False, clamp=None) -> np.ndarray:

@@ -36,26 +36,22 @@ JAX_EP_HOST_DEVICE JAX_EP_ALWAYS_INLINE uint32_t E2m1Bits(float value, const E2m
   return FloatBits(rounded) + (addend >> 22);
 }
 
-// Codes of 4 bits, the first in the lowest ones, with the signs of `signs`. All magnitudes, whose
-// own signs don't count, are less than 7 units.
-JAX_EP_HOST_DEVICE JAX_EP_ALWAYS_INLINE uint32_t PackE2m1(const float (&magnitudes)[8],
-                                                          const float (&signs)[8],
+// Codes of 4 bits, the first in the lowest ones. All magnitudes are less than 7 units.
+JAX_EP_HOST_DEVICE JAX_EP_ALWAYS_INLINE uint32_t PackE2m1(const float (&values)[8],
                                                           const E2m1Unit& unit) {
   uint32_t codes = 0, top_bits = 0;
 #if defined(__CUDA_ARCH__)
 #pragma unroll
 #endif
-  for (int i = 0; i < 8; ++i) codes = codes >> 4 | E2m1Bits(magnitudes[i], unit) << 28;
+  for (int i = 0; i < 8; ++i) codes = codes >> 4 | E2m1Bits(values[i], unit) << 28;
 #if defined(__CUDA_ARCH__)
 #pragma unroll
 #endif
-  for (int i = 7; i >= 0; --i) top_bits = top_bits << 4 | FloatBits(signs[i]) >> 28;
+  for (int i = 7; i >= 0; --i) top_bits = top_bits << 4 | FloatBits(values[i]) >> 28;
   return (codes & 0x77777777) | (top_bits & 0x88888888);
 }
 
-// Codes of 4 bits, the first in the lowest ones. No value is NaN. Unless kSaturates, all magnitudes
-// are less than 7.
-template <bool kSaturates = true>
+// Codes of 4 bits, the first in the lowest ones. All magnitudes are less than 7.
 JAX_EP_HOST_DEVICE JAX_EP_ALWAYS_INLINE uint32_t ToE2m1Word(const float (&values)[8]) {
 #if defined(__CUDA_ARCH__) && defined(JAX_EP_HAS_E2M1_INSTRUCTION)
   uint32_t codes = 0;
@@ -65,35 +61,21 @@ JAX_EP_HOST_DEVICE JAX_EP_ALWAYS_INLINE uint32_t ToE2m1Word(const float (&values
   }
   return codes;
 #else
-  if constexpr (kSaturates) {
-    float magnitudes[8];
-#if defined(__CUDA_ARCH__)
-#pragma unroll
-#endif
-    for (int i = 0; i < 8; ++i) {
-      const float magnitude = __builtin_fabsf(values[i]);
-      magnitudes[i] = magnitude < 6.0f ? magnitude : 6.0f;
-    }
-    return PackE2m1(magnitudes, values, E2m1Unit(127));
-  } else {
-    return PackE2m1(values, values, E2m1Unit(127));
-  }
+  return PackE2m1(values, E2m1Unit(127));
 #endif
 }
 
-// The codes of the values of a block of MXFP4 that has this scale, where no magnitude is above
-// kMostInPlace: they need not be scaled before, since the scale is a power of two.
-constexpr float kMostInPlace = 0x1p+100f;
-
+// The codes of the values of a usual block of MXFP4 that has this scale: they need not be scaled
+// before, since the scale is a power of two.
 JAX_EP_HOST_DEVICE JAX_EP_ALWAYS_INLINE uint32_t ToMxFp4Word(const float (&values)[8],
                                                              const BlockScale<uint8_t>& block) {
 #if defined(__CUDA_ARCH__) && defined(JAX_EP_HAS_E2M1_INSTRUCTION)
   float scaled[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) scaled[i] = MxFp4::ScaleElement(values[i], block.factor);
-  return ToE2m1Word<false>(scaled);
+  return ToE2m1Word(scaled);
 #else
-  return PackE2m1(values, values, E2m1Unit(block.scale));
+  return PackE2m1(values, E2m1Unit(block.scale));
 #endif
 }
 

@@ -67,6 +67,27 @@ JAX_EP_HOST_DEVICE JAX_EP_ALWAYS_INLINE float ReciprocalRn(float x) {
 #endif
 }
 
+// Of two numbers; NaN where one is NaN.
+JAX_EP_HOST_DEVICE JAX_EP_ALWAYS_INLINE float MinNan(float a, float b) {
+#if defined(__CUDA_ARCH__)
+  float result;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+#else
+  return a < b || a != a ? a : b;
+#endif
+}
+
+JAX_EP_HOST_DEVICE JAX_EP_ALWAYS_INLINE float MaxNan(float a, float b) {
+#if defined(__CUDA_ARCH__)
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+#else
+  return a > b || a != a ? a : b;
+#endif
+}
+
 constexpr uint32_t kFloatInfinity = 0x7f800000;
 
 // A magnitude's pattern orders like the number; from kFloatInfinity on: infinity and NaN.
@@ -168,6 +189,20 @@ JAX_EP_HOST_DEVICE inline BlockScale<uint8_t> MxBlockScale(uint32_t byte, float 
   return {static_cast<uint8_t>(byte), amax == 0.0f ? 0.0f : FloatFromBits(reciprocal)};
 }
 
+// The same of 1 to 253, and of a block with other numbers than zeros.
+JAX_EP_HOST_DEVICE JAX_EP_ALWAYS_INLINE BlockScale<uint8_t> UsualMxBlockScale(uint32_t byte) {
+  return {static_cast<uint8_t>(byte), FloatFromBits((254 - byte) << 23)};
+}
+
+// Largest magnitudes that leave room on both sides: from 2^-100 to 2^100. Not infinity, nor NaN.
+JAX_EP_HOST_DEVICE JAX_EP_ALWAYS_INLINE bool IsModerate(float amax) {
+  constexpr uint32_t kFirst = (127 - 100) << 23, kEnd = (127 + 100) << 23;
+  return FloatBits(amax) - kFirst < kEnd - kFirst;
+}
+
+// Formats' EncodeUsualScale gives the bits of EncodeScale in fewer steps, where IsUsual says so of
+// the result. The codes of such blocks need fewer steps, too.
+
 struct BlockwiseFp8 {
   static constexpr int kBlockSize = 128;
   static constexpr bool kIsPacked = false;
@@ -175,20 +210,33 @@ struct BlockwiseFp8 {
   using Scale = float;
 
   JAX_EP_HOST_DEVICE static BlockScale<Scale> EncodeScale(float amax, InputScale) {
-    const float scale = DivideRn(amax < 1e-4f ? 1e-4f : amax, 448.0f);
+    const float scale = DivideRn(amax < kLeastAmax ? kLeastAmax : amax, 448.0f);
     return {scale, scale};
+  }
+  JAX_EP_HOST_DEVICE static BlockScale<Scale> EncodeUsualScale(float amax, InputScale) {
+    // The quotient, corrected by its exact remainder.
+    constexpr float kReciprocal = 1.0f / 448.0f;
+    const float quotient = MultiplyRn(amax, kReciprocal);
+    const float scale = FmaRn(FmaRn(quotient, -448.0f, amax), kReciprocal, quotient);
+    return {scale, scale};
+  }
+  JAX_EP_HOST_DEVICE static bool IsUsual(float amax, const BlockScale<Scale>&) {
+    return amax >= kLeastAmax && IsModerate(amax);
   }
   JAX_EP_HOST_DEVICE static float ScaleElement(float value, float factor) {
 #if defined(__CUDA_ARCH__)
     // The quotient, corrected by its exact remainder: correctly rounded for every code that is not
     // 0, since the factor and its reciprocal are normal numbers. Signs are such that -0 stays.
-    const float reciprocal = __frcp_rn(factor), quotient = __fmul_rn(value, reciprocal);
+    const float reciprocal = ReciprocalRn(factor), quotient = __fmul_rn(value, reciprocal);
     const float excess = __fmaf_rn(quotient, factor, -value);
     return __fmaf_rn(excess, -reciprocal, quotient);
 #else
     return DivideRn(value, factor);
 #endif
   }
+
+ private:
+  static constexpr float kLeastAmax = 1e-4f;
 };
 
 struct MxFp8 {
@@ -204,6 +252,12 @@ struct MxFp8 {
     // 2^-127, the smallest scale, is half of the smallest normal number.
     const bool is_above = exponent > 0 ? fraction > 0 : fraction > 1u << 22;
     return MxBlockScale(exponent + is_above, amax);
+  }
+  JAX_EP_HOST_DEVICE static BlockScale<Scale> EncodeUsualScale(float amax, InputScale) {
+    return UsualMxBlockScale((FloatBits(MultiplyRn(amax, 1.0f / 448.0f)) + 0x7fffff) >> 23);
+  }
+  JAX_EP_HOST_DEVICE static bool IsUsual(float amax, const BlockScale<Scale>&) {
+    return IsModerate(amax);
   }
   JAX_EP_HOST_DEVICE static float ScaleElement(float value, float factor) {
     return MultiplyRn(value, factor);
@@ -221,6 +275,12 @@ struct MxFp4 {
     const uint32_t exponent = (FloatBits(amax) + (1u << 21)) >> 23;
     return MxBlockScale(exponent < 2 ? 0 : exponent - 2, amax);
   }
+  JAX_EP_HOST_DEVICE static BlockScale<Scale> EncodeUsualScale(float amax, InputScale) {
+    return UsualMxBlockScale(((FloatBits(amax) + (1u << 21)) >> 23) - 2);
+  }
+  JAX_EP_HOST_DEVICE static bool IsUsual(float amax, const BlockScale<Scale>&) {
+    return IsModerate(amax);
+  }
   JAX_EP_HOST_DEVICE static float ScaleElement(float value, float factor) {
     return MultiplyRn(value, factor);
   }
@@ -237,7 +297,6 @@ struct NvFp4 {
     const float factor = InvertRn(Total(usual.scale, input_scale));
     return {usual.scale, MagnitudeBits(factor) < kFloatInfinity ? factor : 0.0f};
   }
-  // The same in fewer steps, where IsUsual says so of the result.
   JAX_EP_HOST_DEVICE static BlockScale<Scale> EncodeUsualScale(float amax, InputScale input_scale) {
     const uint8_t scale = ToE4m3(MultiplyRn(input_scale.value, MultiplyRn(amax, 1.0f / 6.0f)));
     return {scale, ReciprocalRn(Total(scale, input_scale))};

@@ -1,7 +1,6 @@
 // silu(gate) * up and its clamped variant, once for host and device: docs/formats.md.
 //
-// float32, every operation rounded once; FmaRn is one operation. The device leaves out steps that
-// only gates beyond kFarthestZ need: the same bits.
+// float32, every operation rounded once; FmaRn is one operation.
 #pragma once
 
 #include <cstdint>
@@ -15,21 +14,16 @@ namespace jax_ep {
 // Beyond, e^-z does not change the sum 1 + e^-z, or has left the range of float32.
 constexpr float kFarthestZ = 87.0f;
 
-// gate / (1 + e^-z), within 3.91 ulp; gate beyond kFarthestZ, -0 beyond -kFarthestZ. kIsNear: |z|
-// is at most kFarthestZ, or gate is NaN.
-template <bool kIsNear>
-JAX_EP_HOST_DEVICE JAX_EP_ALWAYS_INLINE float TimesSigmoid(float gate, float z) {
+// 1 / (1 + e^-z), within 3 ulp; 0 beyond -kFarthestZ. Of NaN, any number.
+JAX_EP_HOST_DEVICE JAX_EP_ALWAYS_INLINE float Sigmoid(float z) {
   // e^-z = 2^(a t), t = -z * 0x1.71546ep+0 = n + r. a is such that 2^(a n) is, as near as can be,
   // 2^n with 2 n added to its significand's bits. 2^(a r) is a minimax polynomial.
   constexpr float kScale = 0x1.71546ep+0f;
   constexpr float kRoundToInteger = 0x1.8p+23f;
   constexpr uint32_t kPowerStep = (1u << 23) + 2;
 
-  float near = z;
-  if (!kIsNear) {
-    near = near < kFarthestZ ? near : kFarthestZ;
-    near = near > -kFarthestZ ? near : -kFarthestZ;
-  }
+  float near = z < kFarthestZ ? z : kFarthestZ;
+  near = near > -kFarthestZ ? near : -kFarthestZ;
   const float shifted_n = FmaRn(near, -kScale, kRoundToInteger);
   const float n = shifted_n - kRoundToInteger;
   const float r = FmaRn(near, -kScale, -n);
@@ -41,29 +35,8 @@ JAX_EP_HOST_DEVICE JAX_EP_ALWAYS_INLINE float TimesSigmoid(float gate, float z) 
 
   constexpr uint32_t kPowerOfZero = 0x3f800001u - 0x4b400000u * kPowerStep;
   const float power = FloatFromBits(FloatBits(shifted_n) * kPowerStep + kPowerOfZero);
-  const float product = MultiplyRn(gate, ReciprocalRn(FmaRn(exp_r, power, 1.0f)));
-  return !kIsNear && z < -kFarthestZ ? -0.0f : product;
-}
-
-// Of two numbers; NaN where one is NaN.
-JAX_EP_HOST_DEVICE JAX_EP_ALWAYS_INLINE float MinNan(float a, float b) {
-#if defined(__CUDA_ARCH__)
-  float result;
-  asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
-  return result;
-#else
-  return a < b || a != a ? a : b;
-#endif
-}
-
-JAX_EP_HOST_DEVICE JAX_EP_ALWAYS_INLINE float MaxNan(float a, float b) {
-#if defined(__CUDA_ARCH__)
-  float result;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
-  return result;
-#else
-  return a > b || a != a ? a : b;
-#endif
+  const float sigmoid = ReciprocalRn(FmaRn(exp_r, power, 1.0f));
+  return z < -kFarthestZ ? 0.0f : sigmoid;
 }
 
 // What stands between the two matmuls of an expert.
@@ -75,18 +48,19 @@ struct Activation {
   float limit;
 
   JAX_EP_HOST_DEVICE JAX_EP_ALWAYS_INLINE float Apply(float gate, float up) const {
-    return is_clamped ? ApplyClamped(gate, up) : ApplySilu(gate, up);
+    return TimesUp(OfGate(gate), up);
   }
 
-  template <bool kIsNear = false>
-  JAX_EP_HOST_DEVICE JAX_EP_ALWAYS_INLINE static float ApplySilu(float gate, float up) {
-    return MultiplyRn(TimesSigmoid<kIsNear>(gate, gate), up);
+  // The factor that depends on the gate alone.
+  JAX_EP_HOST_DEVICE JAX_EP_ALWAYS_INLINE float OfGate(float gate) const {
+    if (!is_clamped) return MultiplyRn(gate, Sigmoid(gate));
+    const float clamped = MinNan(limit, gate);
+    return MultiplyRn(clamped, Sigmoid(MultiplyRn(alpha, clamped)));
   }
 
-  JAX_EP_HOST_DEVICE JAX_EP_ALWAYS_INLINE float ApplyClamped(float gate, float up) const {
-    gate = MinNan(limit, gate);
-    up = MinNan(limit, MaxNan(-limit, up));
-    return MultiplyRn(TimesSigmoid<false>(gate, MultiplyRn(alpha, gate)), up + 1.0f);
+  JAX_EP_HOST_DEVICE JAX_EP_ALWAYS_INLINE float TimesUp(float of_gate, float up) const {
+    if (!is_clamped) return MultiplyRn(of_gate, up);
+    return MultiplyRn(of_gate, MinNan(limit, MaxNan(-limit, up)) + 1.0f);
   }
 };
 

@@ -93,16 +93,12 @@ class Speed {
     CHECK_EQ(cudaMalloc(&scales_, out_bytes / 16), cudaSuccess);
     CHECK_EQ(cudaMalloc(&row_offsets_, (kGroups + 1) * sizeof(uint32_t)), cudaSuccess);
     FillBFloat16<<<2048, 256>>>(reinterpret_cast<uint16_t*>(x_), x_bytes / 2);
-    int device = 0, n_sms = 0;
+    int device = 0;
     cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&n_sms, cudaDevAttrMultiProcessorCount, device);
-    empty_us_ = Measure(200, [&](int) { EmptyKernel<<<3 * n_sms, 256>>>(); });
-    const double engine_us = Measure(
-        8, [&](int) { cudaMemcpyAsync(out_, x_, out_bytes, cudaMemcpyDeviceToDevice, nullptr); });
-    const double kernel_us = Measure(8, [&](int) {
-      CopyKernel<<<4 * n_sms, 512>>>(reinterpret_cast<const int4*>(x_),
-                                     reinterpret_cast<int4*>(out_), out_bytes / 16);
-    });
+    cudaDeviceGetAttribute(&n_sms_, cudaDevAttrMultiProcessorCount, device);
+    empty_us_ = Measure(200, [&](int) { EmptyKernel<<<n_sms_, 256>>>(); });
+    const double engine_us = MeasureCopies(Copier::kEngine, out_bytes);
+    const double kernel_us = MeasureCopies(Copier::kKernel, out_bytes);
     copy_gb_per_s_ = 2.0 * out_bytes / std::min(engine_us, kernel_us) / 1e3;
     std::printf("copy: %.0f GB/s (cudaMemcpyAsync %.0f, kernel %.0f); empty kernel: %.2f us\n",
                 copy_gb_per_s_, 2.0 * out_bytes / engine_us / 1e3,
@@ -117,14 +113,39 @@ class Speed {
   }
 
   void Run() {
-    std::printf("%-14s %7s %10s %8s %8s %10s\n", "format", "rows", "us", "GB/s", "of copy",
-                "excess us");
+    std::printf("%-14s %7s %10s %8s %8s %10s %10s\n", "format", "rows", "us", "GB/s", "of copy",
+                "excess us", "copy us");
     for (const SpeedFormat& format : kSpeedFormats) {
       for (const int64_t n_used : {1, 8, 128, 1024, 8192, 32768, 131072}) Run(format, n_used);
     }
   }
 
  private:
+  enum class Copier { kEngine, kKernel };
+
+  // Of one of many copies that follow each other: each of its own bytes, as many at a time.
+  double MeasureCopies(Copier copier, int64_t bytes) {
+    bytes = bytes / 16 * 16;
+    const int64_t n_windows = kBufferRows * kRowSize * 2 / bytes;
+    return Measure(bytes >= 16 << 20 ? 16 : 200, [&](int i) {
+      const int64_t at = i * 97 % n_windows * bytes;
+      if (copier == Copier::kEngine) {
+        cudaMemcpyAsync(out_ + at, x_ + at, bytes, cudaMemcpyDeviceToDevice, nullptr);
+      } else {
+        CopyKernel<<<4 * n_sms_, 512>>>(reinterpret_cast<const int4*>(x_ + at),
+                                        reinterpret_cast<int4*>(out_ + at), bytes / 16);
+      }
+    });
+  }
+
+  // Of copying that moves as many bytes.
+  double CopyUs(double moved_bytes) {
+    const double bytes = std::min(moved_bytes / 2, 2.0 * kBufferRows * kRowSize);
+    const auto whole = static_cast<int64_t>(bytes);
+    return std::min(MeasureCopies(Copier::kEngine, whole), MeasureCopies(Copier::kKernel, whole)) *
+           (moved_bytes / 2 / bytes);
+  }
+
   void Run(const SpeedFormat& format, int64_t n_used) {
     SetOffsets(n_used);
     const int64_t x_row_bytes = 2 * kRowSize * 2, out_row_bytes = kRowSize * format.code_bits / 8;
@@ -150,15 +171,17 @@ class Speed {
         static_cast<double>(kRowSize) / format.block_size * format.scale_bytes;
     const double bytes = n_used * (x_row_bytes + out_row_bytes + scale_bytes);
     const double gb_per_s = bytes / us / 1e3, share = gb_per_s / copy_gb_per_s_;
+    const double copy_us = CopyUs(bytes);
     const double excess_us = us - empty_us_ - bytes / copy_gb_per_s_ / 1e3;
-    std::printf("%-14s %7lld %10.2f %8.0f %7.0f%% %10.2f\n", format.name,
-                static_cast<long long>(n_used), us, gb_per_s, 100 * share, excess_us);
+    std::printf("%-14s %7lld %10.2f %8.0f %7.0f%% %10.2f %10.2f\n", format.name,
+                static_cast<long long>(n_used), us, gb_per_s, 100 * share, excess_us, copy_us);
     std::printf(
         "{\"benchmark\": \"fused_silu\", \"format\": \"%s\", \"rows\": %lld, \"row_size\": %lld, "
         "\"us\": %.3f, \"gb_per_s\": %.1f, \"share_of_copy\": %.4f, \"excess_us\": %.3f, "
+        "\"us_of_copying_as_many_bytes\": %.3f, "
         "\"copy_gb_per_s\": %.1f, \"empty_us\": %.3f}\n",
         format.name, static_cast<long long>(n_used), static_cast<long long>(kRowSize), us, gb_per_s,
-        share, excess_us, copy_gb_per_s_, empty_us_);
+        share, excess_us, copy_us, copy_gb_per_s_, empty_us_);
   }
 
   // As many rows in every group, as far as they go.
@@ -175,6 +198,7 @@ class Speed {
   uint8_t* out_ = nullptr;
   uint8_t* scales_ = nullptr;
   uint32_t* row_offsets_ = nullptr;
+  int n_sms_ = 0;
   double empty_us_ = 0, copy_gb_per_s_ = 0;
 };
 

@@ -6,10 +6,10 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "core/e2m1.h"
 #include "core/float_types.h"
 #include "core/quantize.h"
 #include "cuda/device/dispatch_shared.cuh"
+#include "cuda/device/encode_block.cuh"
 #include "cuda/device/units.cuh"
 
 namespace jax_ep::p2p {
@@ -29,10 +29,6 @@ struct AsItIs {
     CopyToEach<kSendUnroll>(TokenAt(args, token), to, lanes, args.size.given, part);
   }
 };
-
-// Elements that a lane encodes at once; a block is shared by neighbouring lanes.
-constexpr int kLaneElements = 8;
-constexpr int kWarpElements = kWarpSize * kLaneElements;
 
 __device__ __forceinline__ void Unpack(const int4 (&data)[1], float (&values)[kLaneElements],
                                        BFloat16) {
@@ -62,20 +58,6 @@ struct Quantized {
   static constexpr bool kIsInPlace = true;
   static constexpr bool kSendsToItself = true;
 
-  // Codes of a lane's elements, and the scale of their block.
-  struct Codes {
-    using Words = std::conditional_t<Format::kIsPacked, uint32_t, uint2>;
-    Words words;
-    typename Format::Scale scale;
-
-    // Called by all lanes that have elements; `element` is the lane's first one.
-    __device__ void Store(uint8_t* scales, uint8_t* codes, int element) const {
-      reinterpret_cast<Words*>(codes)[element / kLaneElements] = words;
-      if (element % Format::kBlockSize != 0) return;
-      reinterpret_cast<typename Format::Scale*>(scales)[element / Format::kBlockSize] = scale;
-    }
-  };
-
   __device__ static void ToEach(const DispatchArgs& args, int token, uint8_t* to, uint32_t lanes,
                                 Part part) {
     const InputScale input_scale = ReadInputScale(args);
@@ -90,10 +72,10 @@ struct Quantized {
       for (int i = 0; i < kVectors; ++i) data[i] = next[i];
       Load(args, from, element + step, next);
       const bool has_elements = element < args.hidden_size;
-      const Codes codes = Encode(data, input_scale);
+      const LaneCodes<Format> codes = Encode(data, input_scale);
       for (uint32_t left = lanes; left != 0; left &= left - 1) {
         uint8_t* const message = static_cast<uint8_t*>(ShuffleAddress(to, __ffs(left) - 1));
-        if (has_elements) codes.Store(message, Vector(message, args.size.scales), element);
+        if (has_elements) Store(codes, message, Vector(message, args.size.scales), element);
       }
     }
   }
@@ -111,9 +93,9 @@ struct Quantized {
       for (int i = 0; has_elements && i < kVectors; ++i) {
         data[i] = reinterpret_cast<const int4*>(token)[element / kLaneElements * kVectors + i];
       }
-      const Codes codes = Encode(data, input_scale);
+      const LaneCodes<Format> codes = Encode(data, input_scale);
       __syncwarp();
-      if (has_elements) codes.Store(scales, token, element);
+      if (has_elements) Store(codes, scales, token, element);
     }
   }
 
@@ -135,33 +117,20 @@ struct Quantized {
   }
 
   // Called by one warp, converged.
-  __device__ static Codes Encode(const int4 (&data)[kVectors], InputScale input_scale) {
+  __device__ static LaneCodes<Format> Encode(const int4 (&data)[kVectors],
+                                             const InputScale& input_scale) {
     float values[kLaneElements];
     Unpack(data, values, T{});
-    uint32_t largest = 0;
-#pragma unroll
-    for (const float value : values) largest = max(largest, MagnitudeBits(value));
-#pragma unroll
-    for (int lane = Format::kBlockSize / kLaneElements / 2; lane > 0; lane /= 2) {
-      largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, lane));
-    }
-    const bool is_dead = largest >= kFloatInfinity;
-    const auto block = Format::EncodeScale(FloatFromBits(is_dead ? 0 : largest), input_scale);
-#pragma unroll
-    for (float& value : values) value = Format::ScaleElement(is_dead ? 0.0f : value, block.factor);
-    return {Pack(values), block.scale};
+    return EncodeBlock<Format>(values, input_scale);
   }
 
-  __device__ static typename Codes::Words Pack(const float (&values)[kLaneElements]) {
-    if constexpr (Format::kIsPacked) {
-      return ToE2m1Word(values);
-    } else {
-      const auto word = [&](int i) {
-        return ToE4m3Pair(values[i], values[i + 1]) |
-               uint32_t{ToE4m3Pair(values[i + 2], values[i + 3])} << 16;
-      };
-      return make_uint2(word(0), word(4));
-    }
+  // Called by all lanes that have elements; `element` is the lane's first one.
+  __device__ static void Store(const LaneCodes<Format>& lane, uint8_t* scales, uint8_t* codes,
+                               int element) {
+    using Words = typename LaneCodes<Format>::Words;
+    reinterpret_cast<Words*>(codes)[element / kLaneElements] = lane.words;
+    if (element % Format::kBlockSize != 0) return;
+    reinterpret_cast<typename Format::Scale*>(scales)[element / Format::kBlockSize] = lane.scale;
   }
 };
 

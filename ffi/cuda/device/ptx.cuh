@@ -14,6 +14,25 @@ __device__ __forceinline__ uint64_t globaltimer() {
 // The value is there before what follows: what it was made from need not be kept.
 __device__ __forceinline__ void complete(float& value) { asm volatile("" : "+f"(value)); }
 
+// The compiler is not to compute this anew.
+__device__ __forceinline__ void opaque(uint32_t& value) { asm volatile("" : "+r"(value)); }
+
+__device__ __forceinline__ float ld_shared(uint32_t address) {
+  float value;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address));
+  return value;
+}
+
+// Volatile: where it stands among other such loads.
+__device__ __forceinline__ int4 ld_global(const void* address) {
+  int4 v;
+  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(address)
+               : "memory");
+  return v;
+}
+
 // Data that is read once: it need not stay in the L1 cache. Volatile: not moved before a wait.
 __device__ __forceinline__ int4 ld_global_no_allocate(const void* address) {
   int4 v;
@@ -47,28 +66,6 @@ __device__ __forceinline__ uint32_t cvt_rn_f16x2_f32(float high, float low) {
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
 }
-
-// The larger magnitude of each half, with some sign; NaN where both are NaN.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
-#define JAX_EP_MAX_XORSIGN_ABS(type) "max.xorsign.abs." type " %0, %1, %2;"
-#else
-#define JAX_EP_MAX_XORSIGN_ABS(type) \
-  "{ .reg .b32 a, b; abs." type " a, %1; abs." type " b, %2; max." type " %0, a, b; }"
-#endif
-
-__device__ __forceinline__ uint32_t max_xorsign_abs_bf16x2(uint32_t a, uint32_t b) {
-  uint32_t largest;
-  asm(JAX_EP_MAX_XORSIGN_ABS("bf16x2") : "=r"(largest) : "r"(a), "r"(b));
-  return largest;
-}
-
-__device__ __forceinline__ uint32_t max_xorsign_abs_f16x2(uint32_t a, uint32_t b) {
-  uint32_t largest;
-  asm(JAX_EP_MAX_XORSIGN_ABS("f16x2") : "=r"(largest) : "r"(a), "r"(b));
-  return largest;
-}
-
-#undef JAX_EP_MAX_XORSIGN_ABS
 
 __device__ __forceinline__ float cvt_f32_f16(uint16_t half) {
   float value;

@@ -2,12 +2,11 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
-#include "core/e2m1.h"
 #include "core/quantize.h"
 #include "core/scales_layout.h"
 #include "core/silu_call.h"
+#include "cuda/device/encode_block.cuh"
 #include "cuda/device/silu_input.cuh"
 #include "cuda/device/units.cuh"
 
@@ -21,10 +20,11 @@ struct SiluRow {
   InputScale input_scale;
 };
 
-// Where a lane's values of a row's first chunk stand among those of all rows, in lanes' values:
-// there are fewer than 2^32 of these.
-__device__ __forceinline__ uint32_t LaneIndexIn(const SiluCall& call, uint32_t row) {
-  return row * (static_cast<uint32_t>(call.row_size) / kLaneValues) + LaneIndex();
+// Where a lane's values of a chunk of a row stand among those of all rows, in lanes' values: there
+// are fewer than 2^32 of these.
+__device__ __forceinline__ uint32_t LaneIndexIn(const SiluCall& call, uint32_t row, uint32_t chunk,
+                                                uint32_t lane) {
+  return row * (static_cast<uint32_t>(call.row_size) / kLaneElements) + chunk * kWarpSize + lane;
 }
 
 // Rows as they are.
@@ -32,18 +32,18 @@ class PlainOutput {
  public:
   static constexpr bool kQuantises = false;
 
-  __device__ explicit PlainOutput(const SiluCall& call) : call_(call) {}
+  __device__ PlainOutput(const SiluCall& call, uint32_t lane) : call_(call), lane_(lane) {}
 
   // The next chunks are these of the row, from `chunk` on.
   __device__ void Begin(const SiluRow& row, uint32_t chunk) {
-    const uint32_t index = LaneIndexIn(call_, row.index) + chunk * kWarpSize;
+    const uint32_t index = LaneIndexIn(call_, row.index, chunk, lane_);
     const int64_t bytes = call_.out_type == RowType::kFloat32 ? 4 : 2;
-    out_ = static_cast<uint8_t*>(call_.out) + index * (bytes * kLaneValues);
+    out_ = static_cast<uint8_t*>(call_.out) + index * (bytes * kLaneElements);
   }
 
   // Chunk `i` of those; kIsWhole: rows are a multiple of chunks. Called by a whole warp, converged.
   template <bool kIsWhole>
-  __device__ void Store(int i, bool has_column, const float (&values)[kLaneValues]) const {
+  __device__ void Store(int i, bool has_column, const float (&values)[kLaneElements]) const {
     if (!has_column) return;
     if (call_.out_type == RowType::kFloat32) {
       float4* const out = reinterpret_cast<float4*>(out_) + i * kWarpSize * 2;
@@ -58,6 +58,7 @@ class PlainOutput {
 
  private:
   const SiluCall& call_;
+  const uint32_t lane_;
   uint8_t* out_ = nullptr;  // of this lane
 };
 
@@ -66,13 +67,13 @@ template <class Format>
 class ScalesOfLane {
  public:
   // Scales of a chunk: whole atoms.
-  static constexpr uint32_t kChunkScales = kChunkValues / Format::kBlockSize;
+  static constexpr uint32_t kChunkScales = kWarpElements / Format::kBlockSize;
   using Scale = typename Format::Scale;
 
-  __device__ explicit ScalesOfLane(const SiluCall& call)
+  __device__ ScalesOfLane(const SiluCall& call, uint32_t lane)
       : call_(call),
-        is_first_(LaneIndex() % (Format::kBlockSize / kLaneValues) == 0),
-        in_chunk_(LaneIndex() / (Format::kBlockSize / kLaneValues)) {
+        is_first_(lane % (Format::kBlockSize / kLaneElements) == 0),
+        in_chunk_(lane / (Format::kBlockSize / kLaneElements)) {
     const uint32_t n_scales = static_cast<uint32_t>(call.n_scales);
     if (call.scales_layout == ScalesLayout::kAtoms) {
       row_size_ = static_cast<uint32_t>(AtomsPerRow(n_scales)) * kAtomBytes;
@@ -129,85 +130,27 @@ class QuantisedOutput {
  public:
   static constexpr bool kQuantises = true;
 
-  __device__ explicit QuantisedOutput(const SiluCall& call) : call_(call), scales_(call) {}
+  __device__ QuantisedOutput(const SiluCall& call, uint32_t lane)
+      : call_(call), lane_(lane), scales_(call, lane) {}
 
   __device__ void Begin(const SiluRow& row, uint32_t chunk) {
     input_scale_ = row.input_scale;
-    codes_ = static_cast<Word*>(call_.out) + LaneIndexIn(call_, row.index) + chunk * kWarpSize;
+    codes_ = static_cast<Word*>(call_.out) + LaneIndexIn(call_, row.index, chunk, lane_);
     scales_.Begin(row, chunk);
   }
 
   template <bool kIsWhole>
-  __device__ void Store(int i, bool has_column, float (&values)[kLaneValues]) const {
-    float largest = fabsf(values[0]);
-#pragma unroll
-    for (int k = 1; k < kLaneValues; ++k) largest = MaxNan(largest, fabsf(values[k]));
-#pragma unroll
-    for (int lane = Format::kBlockSize / kLaneValues / 2; lane > 0; lane /= 2) {
-      largest = MaxNan(largest, __shfl_xor_sync(0xffffffffu, largest, lane));
-    }
-    Block block = EncodeUsualScale(largest);
-    Word codes;
-    if (__all_sync(0xffffffffu, IsUsual(largest, block))) {
-      codes = Encode<true>(values, block);
-    } else {
-      const bool is_dead = !(FloatBits(largest) < kFloatInfinity);
-#pragma unroll
-      for (float& value : values) value = is_dead ? 0.0f : value;
-      block = Format::EncodeScale(is_dead ? 0.0f : largest, input_scale_);
-      codes = Encode<false>(values, block);
-    }
-    if (has_column) __stcs(codes_ + i * kWarpSize, codes);
-    scales_.template Store<kIsWhole>(i, has_column, block.scale);
+  __device__ void Store(int i, bool has_column, float (&values)[kLaneElements]) const {
+    const LaneCodes<Format> codes = EncodeBlock<Format>(values, input_scale_);
+    if (has_column) __stcs(codes_ + i * kWarpSize, codes.words);
+    scales_.template Store<kIsWhole>(i, has_column, codes.scale);
   }
 
  private:
-  using Block = BlockScale<typename Format::Scale>;
-  using Word = std::conditional_t<Format::kIsPacked, uint32_t, uint2>;
-
-  __device__ Block EncodeUsualScale(float largest) const {
-    if constexpr (std::is_same_v<Format, NvFp4>) {
-      return NvFp4::EncodeUsualScale(largest, input_scale_);
-    } else {
-      return Format::EncodeScale(largest, input_scale_);
-    }
-  }
-
-  // Whether a block is not dead, and its codes may be found in fewer steps.
-  __device__ static bool IsUsual(float largest, const Block& block) {
-    if constexpr (std::is_same_v<Format, MxFp4>) return largest < kMostInPlace;
-    if constexpr (std::is_same_v<Format, NvFp4>) return NvFp4::IsUsual(largest, block);
-    return FloatBits(largest) < kFloatInfinity;
-  }
-
-  template <bool kIsUsual>
-  __device__ static Word Encode(const float (&values)[kLaneValues], const Block& block) {
-    if constexpr (kIsUsual && std::is_same_v<Format, MxFp4>) {
-      return ToMxFp4Word(values, block);
-    } else {
-      float scaled[kLaneValues];
-#pragma unroll
-      for (int i = 0; i < kLaneValues; ++i) {
-        scaled[i] = Format::ScaleElement(values[i], block.factor);
-      }
-      return Pack(scaled, std::bool_constant<kIsUsual>{});
-    }
-  }
-
-  template <class IsUsualBlock>
-  __device__ static Word Pack(const float (&scaled)[kLaneValues], IsUsualBlock) {
-    if constexpr (Format::kIsPacked) {
-      return ToE2m1Word<!IsUsualBlock::value>(scaled);
-    } else {
-      const auto word = [&](int i) {
-        return ToE4m3Pair(scaled[i], scaled[i + 1]) |
-               uint32_t{ToE4m3Pair(scaled[i + 2], scaled[i + 3])} << 16;
-      };
-      return make_uint2(word(0), word(4));
-    }
-  }
+  using Word = typename LaneCodes<Format>::Words;
 
   const SiluCall& call_;
+  const uint32_t lane_;
   InputScale input_scale_ = {};
   Word* codes_ = nullptr;  // of this lane
   ScalesOfLane<Format> scales_;
