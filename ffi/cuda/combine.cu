@@ -8,6 +8,8 @@
 // which choices have rows: those that dispatch dropped have none. A shared expert's row does not
 // travel: it is on the token's own rank, and what stands at [token, k] is its number.
 
+#include <algorithm>
+
 #include "cuda/combine.h"
 #include "cuda/device/combine_receive.cuh"
 #include "cuda/device/combine_send.cuh"
@@ -58,7 +60,8 @@ __device__ void AwaitCalls(const CallArgs& call, const CallShared& shared) {
   if (__all_sync(0xffffffffu, is_there) && LaneIndex() == 0) CountCombine(call);
 }
 
-template <class T>
+// Two kernels, as code that is not used makes few tokens slower.
+template <class T, bool kInRing>
 __global__ void __launch_bounds__(kWorkerThreads, 1)
     CombineKernel(const __grid_constant__ CombineArgs args) {
   extern __shared__ __align__(128) uint8_t tables[];
@@ -75,32 +78,27 @@ __global__ void __launch_bounds__(kWorkerThreads, 1)
   // The block that has the least to do also speaks for the rank.
   const bool speaks = blockIdx.x == gridDim.x - 1 && WarpIndex() == kWorkerWarps - 1;
   if (shared.call.failed) {
-    if (receives) ReceiveTokens<T>(args, shared.call);
+    if (receives) ReceiveTokens<T, kInRing>(args, shared.call);
     return;
   }
   if (speaks) AnnounceCall(call, shared.call);
   if (threadIdx.x == 0) Trace(call, 0);
 
-  if (Sends(call.plan)) ReturnMessages<T>(args, shared);
+  if (Sends(call.plan)) ReturnMessages<T, kInRing>(args, shared);
   if (threadIdx.x == 0) Trace(call, 2);
   if (speaks) AwaitCalls(call, shared.call);
-  if (receives) ReceiveTokens<T>(args, shared.call);
+  if (receives) ReceiveTokens<T, kInRing>(args, shared.call);
   if (threadIdx.x == 0) CountCall(CombineState(call), shared.call);
   if (threadIdx.x == 0) Trace(call, 3);
 }
 
-// Calls `visit` with a value of the row type.
-template <class Visit>
-cudaError_t VisitRowType(RowType type, const Visit& visit) {
-  switch (type) {
-    case RowType::kBFloat16:
-      return visit(BFloat16{});
-    case RowType::kFloat16:
-      return visit(Float16{});
-    case RowType::kFloat32:
-      return visit(float{});
-  }
-  return cudaErrorInvalidValue;
+using Kernel = void (*)(CombineArgs);
+
+template <bool kInRing>
+Kernel FindKernel(RowType type) {
+  if (type == RowType::kBFloat16) return CombineKernel<BFloat16, kInRing>;
+  if (type == RowType::kFloat16) return CombineKernel<Float16, kInRing>;
+  return CombineKernel<float, kInRing>;
 }
 
 }  // namespace
@@ -119,22 +117,24 @@ int32_t CombineSlots(const CallArgs& call, size_t max_shared_bytes) {
   return n_slots < kFewestSlots ? 0 : n_slots;
 }
 
-cudaError_t PrepareCombine(size_t shared_bytes, int* max_blocks) {
+cudaError_t PrepareCombine(size_t shared_bytes, size_t ring_bytes, int* max_blocks) {
+  const auto prepare = [&](Kernel kernel, size_t bytes) {
+    return PrepareKernel(reinterpret_cast<const void*>(kernel), kWorkerThreads, bytes, max_blocks);
+  };
   for (const RowType type : {RowType::kBFloat16, RowType::kFloat16, RowType::kFloat32}) {
-    const cudaError_t error = VisitRowType(type, [&](auto row) {
-      return PrepareKernel(reinterpret_cast<const void*>(&CombineKernel<decltype(row)>),
-                           kWorkerThreads, shared_bytes, max_blocks);
-    });
+    cudaError_t error = prepare(FindKernel<false>(type), shared_bytes);
+    if (error != cudaSuccess) return error;
+    error = prepare(FindKernel<true>(type), std::max(shared_bytes, ring_bytes));
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
 }
 
 cudaError_t LaunchCombine(const CombineArgs& args, cudaStream_t stream, cudaEvent_t begun) {
-  return VisitRowType(args.row_type, [&](auto row) {
-    return LaunchCall(&CombineKernel<decltype(row)>, args, kWorkerThreads,
-                      CombineSharedBytes(args.call), stream, begun);
-  });
+  const bool in_ring = UsesRing(args.call.plan);
+  const Kernel kernel =
+      in_ring ? FindKernel<true>(args.row_type) : FindKernel<false>(args.row_type);
+  return LaunchCall(kernel, args, kWorkerThreads, CombineSharedBytes(args.call), stream, begun);
 }
 
 }  // namespace jax_ep::p2p

@@ -147,9 +147,8 @@ Status Group::AllocateRank(int index) {
       PrepareDispatch(std::max(rank.stages_bytes, DispatchSharedBytes(call, {})), &max_blocks),
       "dispatch kernel");
   if (!status.ok()) return status;
-  status =
-      ToStatus(PrepareCombine(std::max(rank.stages_bytes, CombineSharedBytes(call)), &max_blocks),
-               "combine kernel");
+  status = ToStatus(PrepareCombine(CombineSharedBytes(call), rank.stages_bytes, &max_blocks),
+                    "combine kernel");
   if (!status.ok()) return status;
   // Of no group, but launched between a group's calls.
   status = ToStatus(PrepareFusedSilu(), "fused_silu kernels");
@@ -312,6 +311,7 @@ Status Group::CombineCall(int rank, int64_t n_tokens, CallArgs* call, bool overl
   call->plan = PlanCombine(n_tokens, config_.top_k, config_.n_ranks, Blocks(rank, overlaps));
   if (WantsRing(call->plan)) {
     call->plan.ring_slots = CombineSlots(*call, ranks_[rank].stages_bytes);
+    if (call->plan.ring_slots > 0) call->plan.receive_unit_warps = 1;
   }
   call->plan.in_pairs = InPairs(rank, overlaps, call->plan);
   return status;

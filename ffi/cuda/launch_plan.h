@@ -53,11 +53,9 @@ inline LaunchPlan PlanDispatch(int64_t n_tokens, int64_t top_k, int64_t n_ranks,
                     send_share);
 }
 
-// Whether combine passes its rows through shared memory: each warp has messages and tokens of its
-// own, and so few have to keep many rows on their way.
-inline bool WantsRing(const LaunchPlan& plan) {
-  return plan.n_blocks <= kFew && plan.send_unit_warps == 1 && plan.receive_unit_warps == 1;
-}
+// Whether combine had better pass its rows through shared memory: when each warp has messages of
+// its own. Tokens then are a warp's, too.
+inline bool WantsRing(const LaunchPlan& plan) { return plan.send_unit_warps == 1; }
 
 inline LaunchPlan PlanCombine(int64_t n_tokens, int64_t top_k, int64_t n_ranks, int32_t n_sms) {
   return PlanLaunch(n_tokens * std::min(top_k, n_ranks), n_tokens, n_sms, n_tokens >= 2048, 0.75);

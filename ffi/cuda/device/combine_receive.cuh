@@ -60,20 +60,20 @@ __device__ inline int Order(int32_t key, uint32_t lanes) {
   return order;
 }
 
-// What a token is made of: the sum of rows and what comes on top, or copies.
-struct TokenPlan {
-  Gather rows;
-  Extra extra;
-};
+// The rows that have been returned for a token: those of its choices, one after the other.
+__device__ inline const uint8_t* ReturnedRows(const CombineArgs& args, const CallShared& shared,
+                                              int token) {
+  const uint8_t* const rows =
+      At<uint8_t>(args.call.workspace, args.call.map.rows.Copy(shared.copy));
+  return rows + static_cast<size_t>(token) * args.call.top_k * RowBytes(args);
+}
 
-// `rows`: those that have been returned for the token. Called by a warp.
-__device__ inline TokenPlan PlanSum(const CombineArgs& args, const uint8_t* rows,
-                                    const Choices& choices, int token) {
+// What is added up for a token. Called by a warp.
+__device__ inline Terms TermsOfToken(const CombineArgs& args, const uint8_t* rows,
+                                     const Choices& choices, int token) {
   const int lane = LaneIndex();
   const size_t row_bytes = RowBytes(args);
-  const uint32_t shared_lane = SharedLane(args);
-  Gather terms{rows + lane * row_bytes, args.out + token * row_bytes, 1.0f,
-               choices.present & ~shared_lane};
+  Terms terms{rows + lane * row_bytes, 1.0f, choices.present & ~SharedLane(args)};
   if (SumsAtExperts(args)) {
     // One sum per rank, in order of the ranks: lane i takes the i-th rank's.
     const int order = Order(choices.rank, choices.first);
@@ -82,62 +82,55 @@ __device__ inline TokenPlan PlanSum(const CombineArgs& args, const uint8_t* rows
       const int k = __ffs(left) - 1;
       if (__shfl_sync(0xffffffffu, order, k) == lane) source_lane = k;
     }
-    terms.from = rows + source_lane * row_bytes;
+    terms.row = rows + source_lane * row_bytes;
     const int n_sums = __popc(choices.first);
     terms.lanes = n_sums == kWarpSize ? 0xffffffffu : (1u << n_sums) - 1;
   } else if (args.weighting == Weighting::kSource && lane < args.call.top_k) {
     terms.weight = __ldg(args.topk_weights + static_cast<size_t>(token) * args.call.top_k + lane);
   }
+  return terms;
+}
+
+// What comes on top.
+__device__ inline Extra ExtraOfToken(const CombineArgs& args, const uint8_t* rows,
+                                     const Choices& choices, int token) {
+  const size_t row_bytes = RowBytes(args);
   Extra extra{};
   if (args.residual != nullptr) extra.residual = args.residual + token * row_bytes;
-  if ((choices.present & shared_lane) != 0) {
+  if ((choices.present & SharedLane(args)) != 0) {
     const uint8_t* const number = rows + (args.call.top_k - 1) * row_bytes;
     extra.shared_row = args.expert_out + *reinterpret_cast<const int32_t*>(number) * row_bytes;
   }
-  return {terms, extra};
-}
-
-__device__ inline TokenPlan PlanCopies(const CombineArgs& args, const uint8_t* rows,
-                                       const Choices& choices, int token) {
-  const size_t row_bytes = RowBytes(args);
-  const size_t choice = static_cast<size_t>(token) * args.call.top_k + LaneIndex();
-  return {{rows + LaneIndex() * row_bytes, args.out + choice * row_bytes, 1.0f, choices.present},
-          {}};
-}
-
-__device__ inline TokenPlan PlanToken(const CombineArgs& args, const CallShared& shared,
-                                      const Choices& choices, int token) {
-  const uint8_t* const rows =
-      At<uint8_t>(args.call.workspace, args.call.map.rows.Copy(shared.copy)) +
-      static_cast<size_t>(token) * args.call.top_k * RowBytes(args);
-  return args.reduce ? PlanSum(args, rows, choices, token) : PlanCopies(args, rows, choices, token);
+  return extra;
 }
 
 // Adds up what has been returned for a token. Called by a unit.
 template <class T>
-__device__ void ReduceToken(const CombineArgs& args, const TokenPlan& plan, Part part) {
-  const Gather& rows = plan.rows;
-  SumRows<T, kSumUnroll>({rows.from, rows.weight, rows.lanes}, plan.extra, rows.to,
-                         args.row_vectors, part);
+__device__ void ReduceToken(const CombineArgs& args, const uint8_t* rows, const Choices& choices,
+                            int token, Part part) {
+  SumRows<T, kSumUnroll>(TermsOfToken(args, rows, choices, token),
+                         ExtraOfToken(args, rows, choices, token),
+                         args.out + token * RowBytes(args), args.row_vectors, part);
 }
 
-// Copies what has been returned for a token. Called by a unit.
-__device__ inline void CopyToken(const CombineArgs& args, const Gather& rows, Part part) {
-  for (uint32_t left = rows.lanes; left != 0; left &= left - 1) {
-    const int k = __ffs(left) - 1;
-    const void* const one = ShuffleAddress(const_cast<uint8_t*>(rows.from), k);
-    CopyToEach<kCopyUnroll>(one, rows.to, 1u << k, args.row_vectors, part);
+// Leaves the same word everywhere in a row. Called by a unit.
+__device__ inline void Fill(void* row, int word, int n_vectors, Part part) {
+  const int end = part.End(n_vectors);
+  for (int v = part.Begin(n_vectors) + LaneIndex(); v < end; v += kWarpSize) {
+    st_global(Vector(row, v), {word, word, word, word});
   }
 }
 
-// Leaves zeros for a token's choices that have no row. Called by a unit.
-__device__ inline void ClearOthers(const CombineArgs& args, const Gather& rows, Part part) {
-  const int end = part.End(args.row_vectors);
+// Copies what has been returned for a token, zeros for choices that have no row. Called by a unit.
+__device__ inline void CopyToken(const CombineArgs& args, const uint8_t* rows,
+                                 const Choices& choices, int token, Part part) {
+  const size_t row_bytes = RowBytes(args);
   for (int k = 0; k < args.call.top_k; ++k) {
-    void* const to = ShuffleAddress(rows.to, k);
-    if (rows.lanes >> k & 1) continue;
-    for (int v = part.Begin(args.row_vectors) + LaneIndex(); v < end; v += kWarpSize) {
-      st_global(Vector(to, v), {0, 0, 0, 0});
+    uint8_t* const to = args.out + (static_cast<size_t>(token) * args.call.top_k + k) * row_bytes;
+    if (choices.present >> k & 1) {
+      CopyToEach<kCopyUnroll>(rows + k * row_bytes, to, 1, args.row_vectors, part);
+    } else {
+      Fill(to, 0, args.row_vectors, part);
     }
   }
 }
@@ -145,11 +138,7 @@ __device__ inline void ClearOthers(const CombineArgs& args, const Gather& rows, 
 // What a token gets in a call that has failed: NaN, in every row type. Called by a unit.
 __device__ inline void LeaveNan(const CombineArgs& args, int token, Part part) {
   const int n_vectors = args.row_vectors * (args.reduce ? 1 : args.call.top_k);
-  uint8_t* const out = args.out + static_cast<size_t>(token) * n_vectors * kVectorBytes;
-  const int end = part.End(n_vectors);
-  for (int v = part.Begin(n_vectors) + LaneIndex(); v < end; v += kWarpSize) {
-    st_global(Vector(out, v), {-1, -1, -1, -1});
-  }
+  Fill(args.out + static_cast<size_t>(token) * n_vectors * kVectorBytes, -1, n_vectors, part);
 }
 
 // The tokens that a unit makes: every n-th.
@@ -163,6 +152,36 @@ struct TokensOfUnit {
   }
 };
 
+// What a token is made of: the sum of rows and what comes on top, or copies.
+struct TokenPlan {
+  Gather rows;
+  Extra extra;
+};
+
+// Called by a warp.
+__device__ inline TokenPlan PlanToken(const CombineArgs& args, const CallShared& shared,
+                                      const Choices& choices, int token) {
+  const size_t row_bytes = RowBytes(args);
+  const uint8_t* const rows = ReturnedRows(args, shared, token);
+  if (!args.reduce) {
+    const size_t choice = static_cast<size_t>(token) * args.call.top_k + LaneIndex();
+    return {{rows + LaneIndex() * row_bytes, args.out + choice * row_bytes, 1.0f, choices.present},
+            {}};
+  }
+  const Terms terms = TermsOfToken(args, rows, choices, token);
+  return {{static_cast<const uint8_t*>(terms.row), args.out + token * row_bytes, terms.weight,
+           terms.lanes},
+          ExtraOfToken(args, rows, choices, token)};
+}
+
+// Leaves zeros for a token's choices that have no row. Called by a unit.
+__device__ inline void ClearOthers(const CombineArgs& args, const Gather& rows, Part part) {
+  for (int k = 0; k < args.call.top_k; ++k) {
+    void* const to = ShuffleAddress(rows.to, k);
+    if ((rows.lanes >> k & 1) == 0) Fill(to, 0, args.row_vectors, part);
+  }
+}
+
 // Makes a token of what has been offered to a ring, if it was. Called by a warp.
 template <class T>
 __device__ void MakeTokenInRing(const CombineArgs& args, PieceRing& ring, const TokenPlan& plan,
@@ -172,7 +191,8 @@ __device__ void MakeTokenInRing(const CombineArgs& args, PieceRing& ring, const 
     ClearOthers(args, plan.rows, part);
     PassRows<T, Pass::kCopy>(ring, plan.rows, at_leave);
   } else if (!is_offered) {
-    ReduceToken<T>(args, plan, part);
+    SumRows<T, kSumUnroll>({plan.rows.from, plan.rows.weight, plan.rows.lanes}, plan.extra,
+                           plan.rows.to, args.row_vectors, part);
   } else if (args.weighting == Weighting::kSource) {
     PassRows<T, Pass::kWeightedSum>(ring, plan.rows, at_leave);
   } else {
@@ -180,7 +200,7 @@ __device__ void MakeTokenInRing(const CombineArgs& args, PieceRing& ring, const 
   }
 }
 
-// The same role as below, through a ring. The rows of a token that is there already come while the
+// Makes every n-th token, through a ring. The rows of a token that is there already come while the
 // one before is made; the choices are read two tokens ahead. Called by a warp.
 template <class T>
 __device__ void ReceiveTokensInRing(const CombineArgs& args, const CallShared& shared,
@@ -221,25 +241,34 @@ __device__ void ReceiveTokensInRing(const CombineArgs& args, const CallShared& s
   ring.Close();
 }
 
-// Role: make every n-th token. Called by the workers of a block.
+// The same by registers.
 template <class T>
-__device__ void ReceiveTokens(const CombineArgs& args, const CallShared& shared) {
-  const Unit unit(args.call.plan.receive_unit_warps);
-  const TokensOfUnit tokens(args.call.plan, unit);
-  if (UsesRing(args.call, unit)) return ReceiveTokensInRing<T>(args, shared, tokens, unit.part);
+__device__ void ReceiveTokensInRegisters(const CombineArgs& args, const CallShared& shared,
+                                         const TokensOfUnit& tokens, Part part) {
   for (int token = tokens.first; token < args.call.n_tokens; token += tokens.stride) {
     Choices choices;
     if (shared.failed || !AwaitToken(args, shared, token, ReadChoice(args, token), choices)) {
-      LeaveNan(args, token, unit.part);
+      LeaveNan(args, token, part);
       continue;
     }
-    const TokenPlan plan = PlanToken(args, shared, choices, token);
+    const uint8_t* const rows = ReturnedRows(args, shared, token);
     if (args.reduce) {
-      ReduceToken<T>(args, plan, unit.part);
+      ReduceToken<T>(args, rows, choices, token, part);
     } else {
-      CopyToken(args, plan.rows, unit.part);
-      ClearOthers(args, plan.rows, unit.part);
+      CopyToken(args, rows, choices, token, part);
     }
+  }
+}
+
+// Role: make every n-th token. Called by the workers of a block.
+template <class T, bool kInRing>
+__device__ void ReceiveTokens(const CombineArgs& args, const CallShared& shared) {
+  const Unit unit(args.call.plan.receive_unit_warps);
+  const TokensOfUnit tokens(args.call.plan, unit);
+  if constexpr (kInRing) {
+    ReceiveTokensInRing<T>(args, shared, tokens, unit.part);
+  } else {
+    ReceiveTokensInRegisters<T>(args, shared, tokens, unit.part);
   }
 }
 

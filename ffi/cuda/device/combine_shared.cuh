@@ -22,9 +22,9 @@ __host__ __device__ inline size_t CombineTableBytes(const CallArgs& call) {
   return AlignUp(call.n_ranks * (sizeof(uint8_t*) + sizeof(int32_t)), kMessageAlignment);
 }
 
-// Whether rows of single warps pass through a ring, in place of registers.
-__device__ inline bool UsesRing(const CallArgs& call, const Unit& unit) {
-  return call.plan.ring_slots > 0 && unit.part.n_parts == 1;
+// Whether rows pass through a ring, in place of registers: those of single warps may.
+__host__ __device__ inline bool UsesRing(const LaunchPlan& plan) {
+  return plan.ring_slots > 0 && plan.send_unit_warps == 1 && plan.receive_unit_warps == 1;
 }
 
 // This warp's ring. It is closed before the warp makes another.

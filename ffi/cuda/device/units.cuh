@@ -30,9 +30,9 @@ struct Unit {
   Part part;
 
   __device__ explicit Unit(int n_warps)
-      : in_block(WarpIndex() / n_warps),
-        n_in_block(kWorkerWarps / n_warps),
-        part{WarpIndex() % n_warps, n_warps} {}
+      : in_block(WarpIndex() >> Log2(n_warps)),
+        n_in_block(kWorkerWarps >> Log2(n_warps)),
+        part{WarpIndex() & (n_warps - 1), n_warps} {}
 
   // Units of the blocks [0, n_blocks), of which this is `block`: neighbours in different blocks.
   __device__ int Index(int block, int n_blocks) const { return in_block * n_blocks + block; }
