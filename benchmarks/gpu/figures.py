@@ -107,6 +107,7 @@ def overlap_table(record: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
                 continue
             sustained = result[operation]
             what = f"{operation}, T {result['case']['n_tokens']}"
+            what += f", layer of {result.get('n_calls', 1)} calls"
             n_sms = str(result["n_sms"] or "default")
             slower = sustained["dense_slowdown"]
             slower = _number(None if slower is None else 100 * slower, 0)

@@ -15,10 +15,10 @@ _WITHOUT_COMMAND_BUFFERS = "--xla_gpu_enable_command_buffer="
 _OVERLAP_TOKENS = 4096
 # n_sms, and how many calls the layer takes as long as; None: the package's choice.
 _OVERLAPS: tuple[tuple[int | None, int], ...] = (
-    (24, 1),
     (24, 2),
-    (24, 3),
-    (20, 2),
+    (20, 3),
+    (16, 2),
+    (16, 3),
 )
 _FORMAT_TOKENS = (4096, 128)
 _FORMATS = ("bf16", "blockwise_fp8", "mxfp8", "nvfp4", "mxfp4")
