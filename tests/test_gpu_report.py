@@ -50,7 +50,14 @@ def overlap_and_formats() -> dict:
     formats_of = {"bf16": 30.0, "mxfp8": 24.0}
     return {
         "overlaps": [
-            {"name": "o", "case": case, "n_sms": 16, "failed": [], "dispatch": got}
+            {
+                "name": "o",
+                "case": case,
+                "n_sms": 16,
+                "n_calls": 3,
+                "failed": [],
+                "dispatch": got,
+            }
         ],
         "formats": [
             {
@@ -75,7 +82,8 @@ def test_report_shows_overlap_and_formats(tmp_path, capsys) -> None:
     report.show(path, "markdown")
     lines = capsys.readouterr().out.splitlines()
     assert (
-        "| dispatch, T 128 | 16 | 480 | 500 | 450 | 550 | 84 | 89 | 12 | 1.69 |"
+        "| dispatch, T 128, layer of 3 calls "
+        "| 16 | 480 | 500 | 450 | 550 | 84 | 89 | 12 | 1.69 |"
     ) in lines
     assert (
         "| dispatch, burst | 16 | 480 | 500 | 450 | 500 | 96 | 89 |  | 1.69 |"
