@@ -1,4 +1,4 @@
-// The combine kernel. Blocks that send go through the messages that this rank got in dispatch, and
+// The combine kernels. Blocks that send go through the messages that this rank got in dispatch, and
 // return what its experts made of each: one row per message, summed up here, where the weights
 // travelled with the tokens; one row per choice otherwise, since the sum must then run over k at
 // the source. Blocks that receive add up what has come back for each token, in a fixed order.
@@ -104,8 +104,8 @@ Kernel FindKernel(RowType type) {
 }  // namespace
 
 size_t CombineSharedBytes(const CallArgs& call) {
-  const int32_t n_slots = call.plan.ring_slots;
-  return CombineTableBytes(call) + (n_slots == 0 ? 0 : PieceRing::BlockBytes(n_slots));
+  const LaunchPlan& plan = call.plan;
+  return CombineTableBytes(call) + (UsesRing(plan) ? PieceRing::BlockBytes(plan.ring_slots) : 0);
 }
 
 int32_t CombineSlots(const CallArgs& call, size_t max_shared_bytes) {

@@ -34,8 +34,8 @@ size_t CombineSharedBytes(const CallArgs& call);
 // The slots of each warp's ring that fit into a block's shared memory; 0: too few for a ring.
 int32_t CombineSlots(const CallArgs& call, size_t max_shared_bytes);
 
-// As PrepareDispatch, for all row types. `ring_bytes`: what calls with a ring may have; others have
-// `shared_bytes`, since a kernel that may have more takes 1 us more to begin.
+// As PrepareDispatch, for all row types. `ring_bytes`: what calls with a ring may have, if it is
+// more than `shared_bytes`, which others have.
 cudaError_t PrepareCombine(size_t shared_bytes, size_t ring_bytes, int* max_blocks);
 
 // `begun`: see LaunchDispatch.

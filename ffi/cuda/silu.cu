@@ -117,7 +117,8 @@ __global__ void __launch_bounds__(kSiluThreads, 1)
   extern __shared__ __align__(sizeof(InputScale)) uint8_t tables[];
   const Groups groups(tables, call.n_groups);
   constexpr bool kHasTable = std::is_same_v<T, BFloat16>;
-  __shared__ float entries[kHasTable ? GateTable::kSize : 1];
+  // Of two gates at a time: see GateTable::Find.
+  __shared__ __align__(8) float entries[kHasTable ? GateTable::kSize : 1];
   const GateTable table(entries);
   if (call.is_interleaved) {
     RunRows<Output, T, true>(call, groups, table);
@@ -176,6 +177,18 @@ bool IsOdd(const SiluCall& call) {
   return call.row_size % kLaneElements != 0 || bits % kVectorBytes != 0;
 }
 
+// Whether 32 bits count the vectors of x, of which a lane's values are the widest, the bytes of a
+// row's gates, and the scales, in blocks of atoms where they are.
+bool IsCountable(const SiluCall& call) {
+  const int64_t n_vectors = call.n_rows * call.row_size / 2;
+  const int64_t gate_bytes = call.row_size * int64_t{sizeof(float)};
+  const int64_t n_scales =
+      call.scales_layout == ScalesLayout::kAtoms
+          ? MaxBlocks(call.n_rows, call.n_groups) * AtomsPerRow(call.n_scales) * kAtomBytes
+          : call.n_rows * call.n_scales;
+  return std::max({n_vectors, gate_bytes, n_scales}) <= UINT32_MAX;
+}
+
 // Blocks that are on the device at once; fewer where there is less to do.
 int64_t NumBlocks(const SiluCall& call, int n_sms) {
   const int64_t n_units = call.n_rows * ((call.row_size + kUnitElements - 1) / kUnitElements);
@@ -204,11 +217,11 @@ cudaError_t PrepareFusedSilu() {
 }
 
 cudaError_t LaunchFusedSilu(const SiluCall& call, cudaStream_t stream) {
+  if (call.n_rows == 0 || call.row_size == 0) return cudaSuccess;
   const Kernel kernel = FindKernel(call, IsOdd(call));
   const bool needs_groups = NeedsGroups(call);
-  // Vectors of x, the widest there is, are counted by 32 bits.
-  const bool is_countable = call.n_rows * call.row_size / 2 <= UINT32_MAX;
-  if (kernel == nullptr || !is_countable || (needs_groups && call.n_groups > kMostSiluGroups)) {
+  if (kernel == nullptr || !IsCountable(call) ||
+      (needs_groups && call.n_groups > kMostSiluGroups)) {
     return cudaErrorInvalidValue;
   }
   int device = 0, n_sms = 0;
@@ -218,8 +231,9 @@ cudaError_t LaunchFusedSilu(const SiluCall& call, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   const size_t shared_bytes = needs_groups ? Groups::Bytes(call.n_groups) : 0;
   if (shared_bytes > kSharedBytesOfAnyKernel) {
+    // As much as any call: what another thread asks for is not less.
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 static_cast<int>(shared_bytes));
+                                 static_cast<int>(Groups::Bytes(kMostSiluGroups)));
     if (error != cudaSuccess) return error;
   }
   kernel<<<static_cast<unsigned>(NumBlocks(call, n_sms)), kSiluThreads, shared_bytes, stream>>>(

@@ -15,6 +15,7 @@
 #include "cuda/combine.h"
 #include "cuda/dispatch.h"
 #include "cuda/group.h"
+#include "tests/check.h"
 #include "tests/p2p_formats.h"
 #include "tests/p2p_processes.h"
 #include "tests/p2p_reference.h"
@@ -127,6 +128,9 @@ struct PlanOverride {
   int ring_slots = 0;        // -1: no ring
 
   void Apply(LaunchPlan* plan) const {
+    for (const int n_warps : {send_unit_warps, receive_unit_warps}) {
+      CHECK_EQ(n_warps & (n_warps - 1), 0);  // powers of two
+    }
     if (n_blocks) plan->n_blocks = n_blocks, plan->n_send_blocks = n_blocks;
     if (n_send_blocks) plan->n_send_blocks = n_send_blocks;
     if (send_unit_warps) plan->send_unit_warps = send_unit_warps;

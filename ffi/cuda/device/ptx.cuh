@@ -17,6 +17,7 @@ __device__ __forceinline__ void complete(float& value) { asm volatile("" : "+f"(
 // The compiler is not to compute this anew.
 __device__ __forceinline__ void opaque(uint32_t& value) { asm volatile("" : "+r"(value)); }
 
+// Volatile: not moved before a barrier.
 __device__ __forceinline__ float ld_shared(uint32_t address) {
   float value;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address));

@@ -20,7 +20,7 @@ __host__ __device__ inline bool NeedsGroups(const SiluCall& call) {
 
 // The first row and the first block of atoms of every group, and where the last one ends.
 struct Groups {
-  InputScale* input_scales;  // [L + 1], shared; where there are any
+  InputScale* input_scales;  // [L + 1], shared
   uint32_t* starts;          // [L + 1], shared
   uint32_t* blocks;          // [L + 1], shared
 
@@ -91,7 +91,7 @@ class GroupCursor {
 };
 
 // Zeros in what is left of each group's last block of atoms: a warp takes an atom.
-__device__ void PadAtoms(const SiluCall& call, const Groups& groups) {
+__device__ inline void PadAtoms(const SiluCall& call, const Groups& groups) {
   const uint32_t n_warps = blockDim.x / kWarpSize;
   const uint32_t n_atoms = static_cast<uint32_t>(AtomsPerRow(call.n_scales));
   const uint32_t n_groups = static_cast<uint32_t>(call.n_groups);
