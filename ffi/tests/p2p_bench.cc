@@ -6,8 +6,8 @@
 // each other in a captured graph, so that it holds the launch, and the wait for the slowest rank;
 // each call has inputs of its own, not in the L2 cache. Keys, for tuning: blocks, send, send_warps,
 // receive_warps, stages, receive_bulk (0: the library's plan, -1: none), ring (slots of combine's
-// rings; 0: without), op (dispatch, combine, both), zipf=1, trace=1, format (of dispatch, e.g.
-// mxfp8). Prints a JSON object per line.
+// rings; 0: without, but with its units of one warp), op (dispatch, combine, both), zipf=1,
+// trace=1, format (of dispatch, e.g. mxfp8). Prints a JSON object per line.
 
 #include <algorithm>
 #include <cstdio>
