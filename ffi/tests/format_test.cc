@@ -179,6 +179,39 @@ void TestWordsOfE2m1AreThoseOfOneByOne() {
   }
 }
 
+// How many magnitudes of [first, end), as bits of float32, are those of usual blocks; their scales
+// are those of any block.
+template <class Format>
+int CountUsual(uint32_t first, uint32_t end, float input_scale) {
+  const InputScale global = InputScale::Make(input_scale);
+  int n_usual = 0;
+  for (uint32_t bits = first; bits < end; bits += 1009) {
+    const float amax = FloatFromBits(bits);
+    const auto got = Format::EncodeUsualScale(amax, global);
+    if (!Format::IsUsual(amax, got)) continue;
+    ++n_usual;
+    const auto wanted = Format::EncodeScale(amax, global);
+    CHECK_EQ(got.scale, wanted.scale);
+    CHECK_EQ(FloatBits(got.factor), FloatBits(wanted.factor));
+  }
+  return n_usual;
+}
+
+void TestScalesOfUsualBlocksAreThoseOfAny() {
+  const uint32_t small = FloatBits(0.001f), large = FloatBits(1e4f);
+  for (const float input_scale : {1.0f, 0.3f}) {
+    for (const auto count : {CountUsual<BlockwiseFp8>, CountUsual<MxFp8>, CountUsual<MxFp4>}) {
+      CHECK_EQ(count(small, large, input_scale), static_cast<int>((large - small) / 1009 + 1));
+      count(0, 0x80000000u - 1009, input_scale);
+      // Zero, infinity and NaN are not usual.
+      CHECK_EQ(count(0, 1, input_scale), 0);
+      CHECK_EQ(count(kFloatInfinity, 0x80000000u - 1009, input_scale), 0);
+    }
+    CHECK_EQ(CountUsual<NvFp4>(0, 0x80000000u - 1009, input_scale) > 0, true);
+    CHECK_EQ(CountUsual<NvFp4>(kFloatInfinity, 0x80000000u - 1009, input_scale), 0);
+  }
+}
+
 void TestActivationTouchesRowsInUseAlone() {
   constexpr int64_t kRows = 200, kRowSize = 32, kUsed = 131;
   constexpr uint8_t kUntouched = 0xee;
@@ -220,6 +253,7 @@ void RunFormatTests() {
   TestEveryCodeIsItsOwnNearest();
   TestRowsAreQuantisedOnTheWay();
   TestWordsOfE2m1AreThoseOfOneByOne();
+  TestScalesOfUsualBlocksAreThoseOfAny();
   TestActivationTouchesRowsInUseAlone();
 }
 
