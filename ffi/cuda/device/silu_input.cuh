@@ -17,6 +17,13 @@ namespace jax_ep::p2p {
 template <class T>
 constexpr int kLaneVectors = kLaneElements * sizeof(T) / kVectorBytes;
 
+// Calls `visit` with the activation in such a way that the compiler knows whether it clamps.
+template <class Visit>
+__device__ __forceinline__ void VisitKnown(const Activation& activation, const Visit& visit) {
+  if (activation.is_clamped) return visit(Activation{true, activation.alpha, activation.limit});
+  visit(Activation{});
+}
+
 template <class T, bool kIsInterleaved>
 struct SiluInput {
   static constexpr int kVectors = kLaneVectors<T>;
@@ -60,10 +67,8 @@ struct SiluInput {
       uint32_t pairs[kLaneElements / 2];
       GatePairs(pairs);
       if (!table.Find(pairs, of_gates)) ComputeSeldom(activation, gates, of_gates);
-    } else if (activation.is_clamped) {
-      Compute({true, activation.alpha, activation.limit}, gates, of_gates);
     } else {
-      Compute({}, gates, of_gates);
+      VisitKnown(activation, [&](const Activation& known) { Compute(known, gates, of_gates); });
     }
   }
 
@@ -129,12 +134,10 @@ __device__ __forceinline__ void Activate(const Activation& activation,
                                          const float (&of_gates)[kLaneElements],
                                          const float (&ups)[kLaneElements],
                                          float (&values)[kLaneElements]) {
-  const auto all = [&](const Activation& known) {
+  VisitKnown(activation, [&](const Activation& known) {
 #pragma unroll
     for (int i = 0; i < kLaneElements; ++i) values[i] = known.TimesUp(of_gates[i], ups[i]);
-  };
-  if (activation.is_clamped) return all({true, activation.alpha, activation.limit});
-  all({});
+  });
 }
 
 }  // namespace jax_ep::p2p
