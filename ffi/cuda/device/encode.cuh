@@ -88,10 +88,12 @@ struct Quantized {
     for (int first = 0; first < args.hidden_size; first += kWarpElements) {
       const int element = first + LaneIndex() * kLaneElements;
       const bool has_elements = element < args.hidden_size;
-      int4 data[kVectors] = {};
+      // Lanes beyond the end encode the last elements again, not zeros, which take more steps.
+      const int from = min(element, args.hidden_size - kLaneElements) / kLaneElements;
+      int4 data[kVectors];
 #pragma unroll
-      for (int i = 0; has_elements && i < kVectors; ++i) {
-        data[i] = reinterpret_cast<const int4*>(token)[element / kLaneElements * kVectors + i];
+      for (int i = 0; i < kVectors; ++i) {
+        data[i] = reinterpret_cast<const int4*>(token)[from * kVectors + i];
       }
       const LaneCodes<Format> codes = Encode(data, input_scale);
       __syncwarp();
