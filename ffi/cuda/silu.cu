@@ -15,9 +15,13 @@
 namespace jax_ep::p2p {
 namespace {
 
-// A block for each multiprocessor, as each fills a table.
-constexpr int kSiluWarps = 24;
-constexpr int kSiluThreads = kSiluWarps * kWarpSize;
+// Warps of a block; a block for each multiprocessor, as each fills a table. With codes of 4 bits it
+// is instructions that take the longest, and more warps pay.
+template <class Output, class T>
+constexpr int kSiluWarps = Output::kIsPacked && std::is_same_v<T, BFloat16> ? 28 : 24;
+template <class Output, class T>
+constexpr int kSiluThreads = kSiluWarps<Output, T> * kWarpSize;
+constexpr int kOddThreads = 768;
 // Of a row, that a warp has on their way at once.
 constexpr int kChunks = 2;
 constexpr int kUnitElements = kChunks * kWarpElements;
@@ -41,7 +45,6 @@ __device__ __forceinline__ void RunRows(const SiluCall& call, const Groups& grou
   const uint32_t row_lanes = row_size / kLaneElements;
   const uint32_t row_vectors = 2 * row_lanes * kLaneVectors<T>;
   const uint32_t up_bytes = row_size * sizeof(T);
-  const uint32_t n_used = UsedRows(call);
   const bool needs_groups = Output::kQuantises && NeedsGroups(call);
 
   Input inputs[kChunks];
@@ -57,6 +60,8 @@ __device__ __forceinline__ void RunRows(const SiluCall& call, const Groups& grou
     inputs[i].Load(kIsWhole ? Vector(from, i * kWarpVectors) : find(piece, i), up_bytes);
   };
 
+  griddepcontrol_wait();  // no operand is read before
+  const uint32_t n_used = UsedRows(call);
   if (needs_groups) groups.Load(call);
   Pieces<kChunks> pieces(n_used, n_units);
   Piece next = pieces.piece();
@@ -66,11 +71,10 @@ __device__ __forceinline__ void RunRows(const SiluCall& call, const Groups& grou
     if (i < next.n_chunks) load(next, i);
   }
   // While the first rows are on their way.
-  if (needs_groups) {
-    __syncthreads();
-    if (WarpIndex() == 0) groups.NumberBlocks(call);
-  }
-  if constexpr (kHasTable) table.Fill(call.activation);
+  if (needs_groups) __syncthreads();
+  const bool numbers = needs_groups && WarpIndex() == 0;
+  if (numbers) groups.NumberBlocks(call);
+  if (kHasTable && !numbers) table.Fill(call.activation, needs_groups ? kWarpSize : 0);
   __syncthreads();
   GroupCursor cursor(call, groups);
   Output output(call, lane);
@@ -80,17 +84,17 @@ __device__ __forceinline__ void RunRows(const SiluCall& call, const Groups& grou
     const bool is_in_step = pieces.Next();
     next = pieces.piece();
     from = is_in_step ? from + step_bytes : find(next, 0);
-    SiluRow row{piece.row, 0, 0, {1.0f, 1.0f}};
+    SiluRow row{piece.row, 0, 0, false, {1.0f, 1.0f}};
     if (needs_groups) cursor.Find(row);
     output.Begin(row, piece.chunk);
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
+      if (i >= piece.n_chunks) break;  // the whole warp
       float of_gates[kLaneElements], ups[kLaneElements];
       inputs[i].Find(call.activation, table, of_gates, ups);
       Complete(ups);
       // The next piece's are on their way while this one is worked on.
       if (i < next.n_chunks) load(next, i);
-      if (i >= piece.n_chunks) continue;  // the whole warp
       const uint32_t first = (piece.chunk + i) * kWarpElements;
       if (!kIsWhole && first >= row_size) continue;  // the same
       float values[kLaneElements];
@@ -98,6 +102,7 @@ __device__ __forceinline__ void RunRows(const SiluCall& call, const Groups& grou
       const bool has_column = kIsWhole || first + lane * kLaneElements < row_size;
       output.template Store<kIsWhole>(i, has_column, values);
     }
+    output.End(row, piece);
   }
 }
 
@@ -112,7 +117,7 @@ __device__ __forceinline__ void RunRows(const SiluCall& call, const Groups& grou
 }
 
 template <class Output, class T>
-__global__ void __launch_bounds__(kSiluThreads, 1)
+__global__ void __launch_bounds__(kSiluThreads<Output, T>, 1)
     SiluKernel(const __grid_constant__ SiluCall call) {
   extern __shared__ __align__(sizeof(InputScale)) uint8_t tables[];
   const Groups groups(tables, call.n_groups);
@@ -125,17 +130,17 @@ __global__ void __launch_bounds__(kSiluThreads, 1)
   } else {
     RunRows<Output, T, false>(call, groups, table);
   }
-  if (Output::kQuantises && call.scales_layout == ScalesLayout::kAtoms) PadAtoms(call, groups);
 }
 
 // Rows that are no multiple of 16 bytes, in a plain format: an element per thread.
 template <class T>
-__global__ void __launch_bounds__(kSiluThreads)
+__global__ void __launch_bounds__(kOddThreads)
     OddRowsKernel(const __grid_constant__ SiluCall call) {
+  griddepcontrol_wait();
   const int64_t size = call.row_size, stride = call.is_interleaved ? 2 : 1;
   const int64_t end = UsedRows(call) * size;
-  for (int64_t i = int64_t{blockIdx.x} * kSiluThreads + threadIdx.x; i < end;
-       i += int64_t{gridDim.x} * kSiluThreads) {
+  for (int64_t i = int64_t{blockIdx.x} * kOddThreads + threadIdx.x; i < end;
+       i += int64_t{gridDim.x} * kOddThreads) {
     const int64_t row = i / size, column = i % size;
     const T* const gate = static_cast<const T*>(call.x) + row * 2 * size + column * stride;
     const T* const up = gate + (call.is_interleaved ? 1 : size);
@@ -151,19 +156,26 @@ __global__ void __launch_bounds__(kSiluThreads)
   }
 }
 
-using Kernel = void (*)(SiluCall);
+struct Kernel {
+  void (*function)(SiluCall);
+  int n_threads;
+};
 
+template <class Output, class T>
+constexpr Kernel kKernel = {SiluKernel<Output, T>, kSiluThreads<Output, T>};
+
+// Without a function, if there is none.
 template <class T>
 Kernel FindKernel(const SiluCall& call, bool is_odd) {
   if (call.scales_layout == ScalesLayout::kNone) {
-    return is_odd ? OddRowsKernel<T> : SiluKernel<PlainOutput, T>;
+    return is_odd ? Kernel{OddRowsKernel<T>, kOddThreads} : kKernel<PlainOutput, T>;
   }
-  if (is_odd) return nullptr;
-  if (call.token_format == "blockwise_fp8") return SiluKernel<QuantisedOutput<BlockwiseFp8>, T>;
-  if (call.token_format == "mxfp8") return SiluKernel<QuantisedOutput<MxFp8>, T>;
-  if (call.token_format == "mxfp4") return SiluKernel<QuantisedOutput<MxFp4>, T>;
-  if (call.token_format == "nvfp4") return SiluKernel<QuantisedOutput<NvFp4>, T>;
-  return nullptr;
+  if (is_odd) return {};
+  if (call.token_format == "blockwise_fp8") return kKernel<QuantisedOutput<BlockwiseFp8>, T>;
+  if (call.token_format == "mxfp8") return kKernel<QuantisedOutput<MxFp8>, T>;
+  if (call.token_format == "mxfp4") return kKernel<QuantisedOutput<MxFp4>, T>;
+  if (call.token_format == "nvfp4") return kKernel<QuantisedOutput<NvFp4>, T>;
+  return {};
 }
 
 Kernel FindKernel(const SiluCall& call, bool is_odd) {
@@ -189,11 +201,36 @@ bool IsCountable(const SiluCall& call) {
   return std::max({n_vectors, gate_bytes, n_scales}) <= UINT32_MAX;
 }
 
+// The kernel is brought to the device before what precedes it in the stream has ended, and waits
+// for that itself: a launch takes as long as 5 MB. What is compiled for older devices does not
+// wait.
+cudaError_t Launch(const Kernel& kernel, const SiluCall& call, int n_blocks, size_t shared_bytes,
+                   cudaStream_t stream) {
+  constexpr int kFirstThatWaits = 90;  // as __CUDA_ARCH__ / 10
+  cudaFuncAttributes code;
+  cudaError_t error = cudaFuncGetAttributes(&code, kernel.function);
+  if (error != cudaSuccess) return error;
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(n_blocks));
+  config.blockDim = dim3(kernel.n_threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = code.ptxVersion >= kFirstThatWaits ? 1 : 0;
+  error = cudaLaunchKernelEx(&config, kernel.function, call);
+  if (error != cudaSuccess) cudaGetLastError();  // said here, it is not the next launch's
+  return error;
+}
+
 // Blocks that are on the device at once; fewer where there is less to do.
-int64_t NumBlocks(const SiluCall& call, int n_sms) {
+int NumBlocks(const SiluCall& call, const Kernel& kernel, int n_sms) {
   const int64_t n_units = call.n_rows * ((call.row_size + kUnitElements - 1) / kUnitElements);
-  const int64_t n_needed = (n_units + kSiluWarps - 1) / kSiluWarps;
-  return std::clamp<int64_t>(n_needed, 1, int64_t{n_sms});
+  const int n_warps = kernel.n_threads / kWarpSize;
+  const int64_t n_needed = (n_units + n_warps - 1) / n_warps;
+  return static_cast<int>(std::clamp<int64_t>(n_needed, 1, n_sms));
 }
 
 }  // namespace
@@ -208,8 +245,8 @@ cudaError_t PrepareFusedSilu() {
       const bool is_plain = call.token_format.empty() || call.token_format == "odd";
       call.scales_layout = is_plain ? ScalesLayout::kNone : ScalesLayout::kRowMajor;
       const Kernel kernel = FindKernel(call, call.token_format == "odd");
-      const cudaError_t error =
-          PrepareKernel(reinterpret_cast<const void*>(kernel), kSiluThreads, 0, &n_blocks);
+      const cudaError_t error = PrepareKernel(reinterpret_cast<const void*>(kernel.function),
+                                              kernel.n_threads, 0, &n_blocks);
       if (error != cudaSuccess) return error;
     }
   }
@@ -220,7 +257,7 @@ cudaError_t LaunchFusedSilu(const SiluCall& call, cudaStream_t stream) {
   if (call.n_rows == 0 || call.row_size == 0) return cudaSuccess;
   const Kernel kernel = FindKernel(call, IsOdd(call));
   const bool needs_groups = NeedsGroups(call);
-  if (kernel == nullptr || !IsCountable(call) ||
+  if (kernel.function == nullptr || !IsCountable(call) ||
       (needs_groups && call.n_groups > kMostSiluGroups)) {
     return cudaErrorInvalidValue;
   }
@@ -232,13 +269,11 @@ cudaError_t LaunchFusedSilu(const SiluCall& call, cudaStream_t stream) {
   const size_t shared_bytes = needs_groups ? Groups::Bytes(call.n_groups) : 0;
   if (shared_bytes > kSharedBytesOfAnyKernel) {
     // As much as any call: what another thread asks for is not less.
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+    error = cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                  static_cast<int>(Groups::Bytes(kMostSiluGroups)));
     if (error != cudaSuccess) return error;
   }
-  kernel<<<static_cast<unsigned>(NumBlocks(call, n_sms)), kSiluThreads, shared_bytes, stream>>>(
-      call);
-  return cudaGetLastError();
+  return Launch(kernel, call, NumBlocks(call, kernel, n_sms), shared_bytes, stream);
 }
 
 }  // namespace jax_ep::p2p

@@ -30,7 +30,7 @@ constexpr SpeedFormat kSpeedFormats[] = {
     {"bfloat16", ScalesLayout::kNone, 1, 0, 16},
     {"blockwise_fp8", ScalesLayout::kTransposed, 128, 4, 8},
     {"mxfp8", ScalesLayout::kAtoms, 32, 1, 8},
-    {"mxfp4", ScalesLayout::kRowMajor, 32, 1, 4},
+    {"mxfp4", ScalesLayout::kAtoms, 32, 1, 4},
     {"nvfp4", ScalesLayout::kAtoms, 16, 1, 4},
 };
 

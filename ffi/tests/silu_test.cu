@@ -3,10 +3,12 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cstring>
 #include <iostream>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/e2m1.h"
@@ -72,6 +74,7 @@ struct Case {
   SiluCall call;  // all but the pointers
   std::vector<uint8_t> x;
   std::vector<uint32_t> row_offsets;
+  std::vector<uint32_t> given_row_offsets;  // to the GPU, if not the same
   std::vector<float> input_scales;
   int64_t out_row_bytes;
   int64_t scales_bytes;
@@ -104,7 +107,9 @@ void Run(Case& test) {
   const SiluCall& sizes = test.call;
   std::vector<uint8_t> out(sizes.n_rows * test.out_row_bytes, kUntouched);
   std::vector<uint8_t> scales(test.scales_bytes, kUntouched);
-  const OnDevice x(test.x), row_offsets(ToBytes(test.row_offsets));
+  const bool is_given = !test.given_row_offsets.empty();
+  const OnDevice x(test.x),
+      row_offsets(ToBytes(is_given ? test.given_row_offsets : test.row_offsets));
   const OnDevice input_scales(ToBytes(test.input_scales)), device_out(out), device_scales(scales);
 
   SiluCall call = test.call;
@@ -195,13 +200,15 @@ Case MakeCase(const Format& format, ScalesLayout layout, RowType x_type, int64_t
 }
 
 void RunAll(const Format& format, RowType x_type, int64_t row_size,
-            const std::vector<uint32_t>& sizes, Numbers numbers) {
+            const std::vector<uint32_t>& sizes, Numbers numbers,
+            const Activation& clamped = {true, 1.702f, 7.0f}) {
   int n_cases = 0;
   for (const ScalesLayout layout : format.layouts) {
     for (int variant = 0; variant < 4; ++variant) {
       Case test = MakeCase(format, layout, x_type, row_size, sizes);
       test.call.is_interleaved = variant % 2 == 1;
-      test.call.activation = {variant / 2 == 1, 1.702f, 7.0f};
+      test.call.activation = clamped;
+      test.call.activation.is_clamped = variant / 2 == 1;
       test.name = std::string(format.name) + ", layout " +
                   std::to_string(static_cast<int>(layout)) + ", x type " +
                   std::to_string(static_cast<int>(x_type)) + ", variant " + std::to_string(variant);
@@ -229,6 +236,20 @@ void RunAll(const Format& format, RowType x_type, int64_t row_size,
             << " columns: " << n_cases << " cases" << std::endl;
 }
 
+// Offsets beyond the rows that there are stand for their number.
+void RunBeyond(const Format& format) {
+  for (const ScalesLayout layout : format.layouts) {
+    Case test = MakeCase(format, layout, RowType::kBFloat16, 512, {40, 65, 0, 30});
+    test.name = std::string(format.name) + ", offsets beyond the rows";
+    if (layout == ScalesLayout::kNone) test.out_row_bytes = 512 * Bytes(test.call.out_type);
+    test.call.n_rows = 100;
+    test.given_row_offsets = test.row_offsets;
+    for (uint32_t& offset : test.row_offsets) offset = std::min(offset, 100u);
+    FillX(test, Numbers::kUsual);
+    Run(test);
+  }
+}
+
 void TestBits() {
   for (const Format& format : Formats()) {
     for (const RowType type : {RowType::kBFloat16, RowType::kFloat16, RowType::kFloat32}) {
@@ -241,9 +262,16 @@ void TestBits() {
     RunAll(format, RowType::kFloat32, 2048, {64}, Numbers::kEveryGate);
     RunAll(format, RowType::kBFloat16, 512, {0, 0}, Numbers::kUsual);
     RunAll(format, RowType::kBFloat16, 1920, std::vector<uint32_t>(300, 1), Numbers::kUsual);
-    for (const size_t n_groups : {size_t{2000}, size_t{kMostSiluGroups}}) {
+    // 1342 groups are the last to need no more shared memory than any kernel has.
+    for (const size_t n_groups : {size_t{1342}, size_t{1343}, size_t{kMostSiluGroups}}) {
       RunAll(format, RowType::kBFloat16, 256, std::vector<uint32_t>(n_groups, 1), Numbers::kUsual);
     }
+    for (const auto& [alpha, limit] :
+         {std::pair{-0.5f, 0.0f}, std::pair{1e30f, 3e38f}, std::pair{0.0f, 1e-3f}}) {
+      RunAll(format, RowType::kBFloat16, 2048, {64}, Numbers::kEveryGate, {true, alpha, limit});
+      RunAll(format, RowType::kFloat32, 256, {0, 5}, Numbers::kBits, {true, alpha, limit});
+    }
+    RunBeyond(format);
   }
   RunAll(Formats()[0], RowType::kBFloat16, 13, {3, 4}, Numbers::kUsual);
   RunAll(Formats()[0], RowType::kFloat32, 6, {3, 4}, Numbers::kBits);

@@ -22,10 +22,10 @@ class GateTable {
   __device__ explicit GateTable(float* entries)
       : entries_(entries), base_(cvta_shared(entries) * kBoth) {}
 
-  // Called by all threads of the block; a barrier must follow.
-  __device__ void Fill(const Activation& activation) const {
+  // Called by all threads of the block but the first ones; a barrier must follow.
+  __device__ void Fill(const Activation& activation, uint32_t first_thread) const {
 #pragma unroll 2
-    for (uint32_t i = threadIdx.x; i < kSize; i += blockDim.x) {
+    for (uint32_t i = threadIdx.x - first_thread; i < kSize; i += blockDim.x - first_thread) {
       entries_[i] = activation.OfGate(FloatFromBits((kFirst + i / 2) << 16 | i << 31));
     }
   }

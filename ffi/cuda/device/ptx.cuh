@@ -55,6 +55,14 @@ __device__ __forceinline__ void barrier_sync(int id, int n_threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(n_threads) : "memory");
 }
 
+// Waits until what precedes the kernel in its stream has ended, if it was launched so that it may
+// begin earlier. Devices before sm_90 cannot launch it so.
+__device__ __forceinline__ void griddepcontrol_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // Rounds to nearest even; `low` goes to the lower half.
 __device__ __forceinline__ uint32_t cvt_rn_bf16x2_f32(float high, float low) {
   uint32_t packed;

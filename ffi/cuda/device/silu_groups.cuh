@@ -37,7 +37,8 @@ struct Groups {
   __device__ void Load(const SiluCall& call) const {
     const int n_groups = static_cast<int>(call.n_groups);
     for (int group = threadIdx.x; group <= n_groups; group += blockDim.x) {
-      starts[group] = call.row_offsets[group];
+      // No more rows than there are: scales beyond theirs would be written.
+      starts[group] = min(call.row_offsets[group], static_cast<uint32_t>(call.n_rows));
       const bool has_scale = call.input_scales != nullptr && group < n_groups;
       input_scales[group] = InputScale::Make(has_scale ? call.input_scales[group] : 1.0f);
     }
@@ -57,56 +58,41 @@ struct Groups {
   }
 };
 
-// The group of a warp's row; rows must rise.
+// The group of a warp's row; rows must rise. Called by a whole warp, converged.
 class GroupCursor {
  public:
   __device__ GroupCursor(const SiluCall& call, const Groups& groups)
-      : call_(call), groups_(groups) {}
+      : n_groups_(static_cast<int>(call.n_groups)), groups_(groups) {}
 
   __device__ void Find(SiluRow& row) {
     if (row.index >= end_) Search(row.index);
     row.in_group = row.index - start_;
     row.first_block = first_block_;
+    row.is_last = row.index + 1 == end_;
     row.input_scale = input_scale_;
   }
 
  private:
   // The last group that starts at or before the row; those before it end there.
   __device__ void Search(uint32_t row) {
-    int low = 0, high = static_cast<int>(call_.n_groups);
-    while (high - low > 1) {
-      const int middle = (low + high) / 2;
-      (groups_.starts[middle] <= row ? low : high) = middle;
-    }
-    start_ = groups_.starts[low];
-    end_ = groups_.starts[low + 1];
-    first_block_ = groups_.blocks[low];
-    input_scale_ = groups_.input_scales[low];
+    int n_started;
+    do {
+      const int group = next_ + LaneIndex();
+      const bool has_started = group <= n_groups_ && groups_.starts[group] <= row;
+      n_started = __popc(__ballot_sync(0xffffffffu, has_started));
+      next_ += n_started;
+    } while (n_started == kWarpSize);
+    start_ = groups_.starts[next_ - 1];
+    end_ = groups_.starts[next_];
+    first_block_ = groups_.blocks[next_ - 1];
+    input_scale_ = groups_.input_scales[next_ - 1];
   }
 
-  const SiluCall& call_;
+  const int n_groups_;
   const Groups& groups_;
+  int next_ = 0;  // the first group that had not started
   uint32_t start_ = 0, end_ = 0, first_block_ = 0;
   InputScale input_scale_ = {};
 };
-
-// Zeros in what is left of each group's last block of atoms: a warp takes an atom.
-__device__ inline void PadAtoms(const SiluCall& call, const Groups& groups) {
-  const uint32_t n_warps = blockDim.x / kWarpSize;
-  const uint32_t n_atoms = static_cast<uint32_t>(AtomsPerRow(call.n_scales));
-  const uint32_t n_groups = static_cast<uint32_t>(call.n_groups);
-  for (uint32_t i = blockIdx.x * n_warps + WarpIndex(); i < n_groups * n_atoms;
-       i += gridDim.x * n_warps) {
-    const uint32_t group = i / n_atoms;
-    const uint32_t n_in_last = (groups.starts[group + 1] - groups.starts[group]) % kAtomRows;
-    if (n_in_last == 0) continue;
-    const uint32_t atom = (groups.blocks[group + 1] - 1) * n_atoms + i % n_atoms;
-    uint32_t* const rows = static_cast<uint32_t*>(call.scales) + atom * kAtomRows;
-#pragma unroll
-    for (int quarter = 0; quarter < 4; ++quarter) {
-      if (quarter * kWarpSize + LaneIndex() >= n_in_last) rows[LaneIndex() * 4 + quarter] = 0;
-    }
-  }
-}
 
 }  // namespace jax_ep::p2p

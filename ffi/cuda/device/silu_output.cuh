@@ -8,6 +8,7 @@
 #include "core/silu_call.h"
 #include "cuda/device/encode_block.cuh"
 #include "cuda/device/silu_input.cuh"
+#include "cuda/device/silu_pieces.cuh"
 #include "cuda/device/units.cuh"
 
 namespace jax_ep::p2p {
@@ -17,6 +18,7 @@ struct SiluRow {
   uint32_t index;
   uint32_t in_group;
   uint32_t first_block;  // of the group
+  bool is_last;          // of the group
   InputScale input_scale;
 };
 
@@ -31,6 +33,7 @@ __device__ __forceinline__ uint32_t LaneIndexIn(const SiluCall& call, uint32_t r
 class PlainOutput {
  public:
   static constexpr bool kQuantises = false;
+  static constexpr bool kIsPacked = false;
 
   __device__ PlainOutput(const SiluCall& call, uint32_t lane) : call_(call), lane_(lane) {}
 
@@ -55,6 +58,8 @@ class PlainOutput {
     const int4 packed = is_bfloat16 ? Pack(values, BFloat16{}) : Pack(values, Float16{});
     __stcs(reinterpret_cast<int4*>(out_) + i * kWarpSize, packed);
   }
+
+  __device__ void End(const SiluRow&, const Piece&) const {}
 
  private:
   const SiluCall& call_;
@@ -114,6 +119,25 @@ class ScalesOfLane {
     for (uint32_t k = 1; k + in_chunk_ % kAtomScales < kAtomScales; ++k) to[k] = 0;
   }
 
+  // Behind a group's last row, zeros in what is left of its block of atoms, as far as the piece
+  // goes. Called by a whole warp, converged.
+  __device__ void Pad(const SiluRow& row, const Piece& piece) const {
+    constexpr uint32_t kRows = kAtomRows, kChunkAtoms = kChunkScales / kAtomScales;
+    const uint32_t n_used = row.in_group % kRows + 1;
+    const uint32_t n_atoms = row_size_ / kAtomBytes;
+    const uint32_t block = row.first_block + row.in_group / kRows;
+    const uint32_t end = min((piece.chunk + piece.n_chunks) * kChunkAtoms, n_atoms);
+#pragma unroll 1
+    for (uint32_t atom = piece.chunk * kChunkAtoms; atom < end; ++atom) {
+      auto* const rows = static_cast<uint32_t*>(call_.scales) + (block * n_atoms + atom) * kRows;
+#pragma unroll
+      for (uint32_t quarter = 0; quarter < 4; ++quarter) {
+        const uint32_t in_quarter = LaneIndex();
+        if (quarter * kWarpSize + in_quarter >= n_used) rows[in_quarter * 4 + quarter] = 0;
+      }
+    }
+  }
+
  private:
   static_assert(kChunkScales % kAtomScales == 0 || sizeof(Scale) > 1);
 
@@ -129,6 +153,7 @@ template <class Format>
 class QuantisedOutput {
  public:
   static constexpr bool kQuantises = true;
+  static constexpr bool kIsPacked = Format::kIsPacked;
 
   __device__ QuantisedOutput(const SiluCall& call, uint32_t lane)
       : call_(call), lane_(lane), scales_(call, lane) {}
@@ -144,6 +169,14 @@ class QuantisedOutput {
     const LaneCodes<Format> codes = EncodeBlock<Format>(values, input_scale_);
     if (has_column) __stcs(codes_ + i * kWarpSize, codes.words);
     scales_.template Store<kIsWhole>(i, has_column, codes.scale);
+  }
+
+  // After the piece's chunks.
+  __device__ void End(const SiluRow& row, const Piece& piece) const {
+    constexpr bool kHasAtoms = sizeof(typename Format::Scale) == 1;
+    if constexpr (kHasAtoms) {
+      if (row.is_last && call_.scales_layout == ScalesLayout::kAtoms) scales_.Pad(row, piece);
+    }
   }
 
  private:
