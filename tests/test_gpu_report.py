@@ -54,7 +54,7 @@ def overlap_and_formats() -> dict:
                 "name": "o",
                 "case": case,
                 "n_sms": 16,
-                "n_calls": 3,
+                "dense_width": 8192,
                 "failed": [],
                 "dispatch": got,
             }
@@ -82,11 +82,11 @@ def test_report_shows_overlap_and_formats(tmp_path, capsys) -> None:
     report.show(path, "markdown")
     lines = capsys.readouterr().out.splitlines()
     assert (
-        "| dispatch, T 128, layer of 3 calls "
-        "| 16 | 480 | 500 | 450 | 550 | 84 | 89 | 12 | 1.69 |"
+        "| dispatch, T 128, width 8192 "
+        "| 16 | 480 | 500 | 450 | 550 | 84 | 89 | 22 | 12 | 1.69 |"
     ) in lines
     assert (
-        "| dispatch, burst | 16 | 480 | 500 | 450 | 500 | 96 | 89 |  | 1.69 |"
+        "| dispatch, burst | 16 | 480 | 500 | 450 | 500 | 96 | 89 | 11 |  | 1.69 |"
     ) in lines
     assert (
         "| 128 | 7168 | mxfp8 | 7392 | 7552 | 2.6 | 24.0 | 1.0 to 9.0 | 120 | 0.80 |"

@@ -98,7 +98,7 @@ def table(record: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 def overlap_table(record: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Header and rows: a row per number of multiprocessors and operation."""
     header = ["call", "n_sms", "all SMs, µs", "n_sms, µs", "dense, µs", "both, µs"]
-    header += ["hidden, %", "of n_sms, %", "dense slower, %", "speed-up"]
+    header += ["hidden, %", "of n_sms, %", "longer, %", "kernels, %", "speed-up"]
     rows = []
     measured = [r for r in record.get("overlaps", []) if "n_sms" in r]
     for result in sorted(measured, key=_by_sms):
@@ -107,7 +107,7 @@ def overlap_table(record: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
                 continue
             sustained = result[operation]
             what = f"{operation}, T {result['case']['n_tokens']}"
-            what += f", layer of {result.get('n_calls', 1)} calls"
+            what += f", width {result['dense_width']}"
             n_sms = str(result["n_sms"] or "default")
             slower = sustained["dense_slowdown"]
             slower = _number(None if slower is None else 100 * slower, 0)
@@ -124,6 +124,7 @@ def _overlap_cells(got: dict[str, Any], slower: str) -> list[str]:
         *(f"{got[name]:.0f}" for name in names),
         f"{100 * got['hidden']:.0f}",
         f"{100 * got['hidden_same_sms']:.0f}",
+        f"{100 * (got['both_us'] / got['dense_us'] - 1):.0f}",
         slower,
         f"{got['speedup']:.2f}",
     ]

@@ -1,8 +1,7 @@
 """How much of a call hides behind a dense layer, and what that costs the layer.
 
 Periods of chains, of wall time: of calls on all multiprocessors, of calls on `n_sms` of
-them, of the layer, and of both beside each other. Each call waits for the former. The
-layer's width is such that it takes about as long as a number of calls.
+them, of the layer, and of both beside each other. Each call waits for the former.
 
 Twice: without a pause, where matmuls reach the GPU's power limit, which then lowers the
 clock for all that runs; and in bursts of a few milliseconds, at full clock.
@@ -28,7 +27,6 @@ from gpu.clocks import Clocks
 from gpu.contestants import AXIS
 from gpu.measure import KERNELS, Arena, Effort, breaks_devices
 
-_FIRST_WIDTH, _WIDTH_UNIT = 2048, 128
 _BURST_PAUSE_S = 0.03
 _BURST_PAIRS = (2, 10)
 
@@ -45,9 +43,7 @@ def measure(
     arena: Arena,
     n_sms: int | None,
     transport: str,
-    first_width: int = _FIRST_WIDTH,
-    *,
-    n_calls: float = 1,
+    width: int,
 ) -> dict[str, Any]:
     """Of dispatch, and of combine with weights that travel with the tokens.
 
@@ -55,19 +51,19 @@ def measure(
         arena: the case.
         n_sms: of the calls that overlap; None is the package's choice.
         transport: the package's.
-        first_width: of the dense layer, before it is sized.
-        n_calls: that the layer takes as long as.
+        width: of the dense layer.
 
     Returns:
         JSON, see README.md: figures by operation; under `"failed"` what went wrong.
     """
     groups = Groups(*(_make_group(arena, n, transport) for n in (None, n_sms)))
-    result: dict[str, Any] = {"n_sms": n_sms, "n_calls": n_calls, "failed": []}
+    result: dict[str, Any] = {"n_sms": n_sms, "dense_width": width, "failed": []}
     try:
         for operation in KERNELS:
             try:
                 chains = _Chains(arena, groups, operation)
-                result[operation] = _measure(arena, chains, first_width, n_calls)
+                chains.set_width(width)
+                result[operation] = _measure(arena, chains)
             except (AssertionError, JaxRuntimeError, trace.TraceError) as error:
                 result["failed"].append(f"{operation}: {error}"[:2000])
                 if breaks_devices(error):
@@ -95,17 +91,9 @@ def _make_group(arena: Arena, n_sms: int | None, transport: str) -> jax_ep.EPGro
     return jax_ep.ep_init(arena.mesh, AXIS, config, transport=transport)
 
 
-def _measure(
-    arena: Arena, chains: _Chains, first_width: int, n_calls: float
-) -> dict[str, Any]:
+def _measure(arena: Arena, chains: _Chains) -> dict[str, Any]:
     chains.check()
-    rhythm = _sustained(arena.effort)
-    chains.set_width(first_width)
-    call_us = rhythm.period(chains, chains.call, "all_sms")
-    width = first_width * n_calls * call_us / rhythm.period(chains, chains.dense)
-    chains.set_width(max(1, round(width / _WIDTH_UNIT)) * _WIDTH_UNIT)
-    result: dict[str, Any] = {"dense_width": chains.width}
-    result |= _periods(chains, rhythm)
+    result = _periods(chains, _sustained(arena.effort))
     result["burst"] = _periods(chains, _burst(arena.effort))
     try:
         result["dense_slowdown"] = round(chains.slowdown(), 4)
@@ -190,13 +178,11 @@ class _Chains:
 
     def __init__(self, arena: Arena, groups: Groups, operation: str) -> None:
         self._arena, self._groups, self._operation = arena, groups, operation
-        self.width = 0
         self._matrices: tuple[jax.Array, ...] = ()
         self._compiled: dict[tuple, Any] = {}
 
     def set_width(self, width: int) -> None:
-        """Makes the layer's matrices, the same on all ranks."""
-        self.width = width
+        """Makes the layer's matrices, the same on all ranks. Once."""
         hidden, n_ranks = self._arena.case.hidden_size, self._arena.case.n_ranks
         sharding = self._arena.sample.sharding
         self._matrices = tuple(
@@ -214,7 +200,7 @@ class _Chains:
 
     def run(self, body: Callable[..., Any], which: str, n: int) -> Any:
         """The results of a chain of `n`."""
-        key = body.__name__, which, n, self.width
+        key = body.__name__, which, n
         args = (*self._arena.sets[0], *self._matrices)
         if key not in self._compiled:
             group = getattr(self._groups, which)

@@ -13,13 +13,8 @@ _LOOPS = (8, 128, 4096)
 _NO_COMMAND_BUFFERS = (8, 128, 1, 1024, 4096)
 _WITHOUT_COMMAND_BUFFERS = "--xla_gpu_enable_command_buffer="
 _OVERLAP_TOKENS = 4096
-# n_sms, and how many calls the layer takes as long as; None: the package's choice.
-_OVERLAPS: tuple[tuple[int | None, int], ...] = (
-    (24, 2),
-    (20, 3),
-    (16, 2),
-    (16, 3),
-)
+# n_sms, and the layer's width.
+_OVERLAPS = ((16, 12288), (12, 12288), (24, 12288), (20, 8192))
 _FORMAT_TOKENS = (4096, 128)
 _FORMATS = ("bf16", "blockwise_fp8", "mxfp8", "nvfp4", "mxfp4")
 
@@ -51,7 +46,7 @@ class Item:
         xla_flags: of the process.
         n_bytes: of one copy, for the links.
         n_sms: of calls that overlap.
-        n_calls: of the package's calls, that the layer beside one takes as long as.
+        width: of the layer beside them.
         token_format: a name in `formats.FORMATS`.
     """
 
@@ -62,7 +57,7 @@ class Item:
     xla_flags: str = ""
     n_bytes: int = 1 << 29
     n_sms: int | None = None
-    n_calls: float = 1
+    width: int = 0
     token_format: str = "bf16"
 
 
@@ -103,7 +98,7 @@ def quick(rivals: tuple[str, ...] = tuple(RIVALS)) -> list[Item]:
         # Blocks of BlockwiseFP8 are of 128 elements.
         wide = {**case, "hidden_size": 128}
         items.append(Item(f"tiny-format-{name}", "format", wide, token_format=name))
-    items.append(Item("tiny-overlap-n_sms4", "overlap", case, n_sms=4))
+    items.append(Item("tiny-overlap", "overlap", case, n_sms=4, width=128))
     return items
 
 
@@ -121,13 +116,13 @@ def _overlaps(n_tokens: int, hidden: int) -> list[Item]:
     case = {"n_tokens": n_tokens, "hidden_size": hidden, "routing": "uniform"}
     return [
         Item(
-            f"overlap-T{n_tokens}-n_sms{n_sms or '_default'}-layer{n_calls}",
+            f"overlap-T{n_tokens}-n_sms{n_sms}-width{width}",
             "overlap",
             case,
             n_sms=n_sms,
-            n_calls=n_calls,
+            width=width,
         )
-        for n_sms, n_calls in _OVERLAPS
+        for n_sms, width in _OVERLAPS
     ]
 
 

@@ -26,9 +26,6 @@ from gpu.measure import (
     measure,
 )
 
-#: The dense layer of a test of the program itself.
-_FEW_TOKENS, _TINY_WIDTH = 32, 128
-
 
 def main(request: dict[str, Any]) -> None:
     """`request`: `platform`, `transport`, `effort`, `items`."""
@@ -58,14 +55,7 @@ def main(request: dict[str, Any]) -> None:
 
 def _measure(arena: Arena, item: dict[str, Any], transport: str) -> dict[str, Any]:
     if item["who"] == "overlap":
-        is_tiny = arena.case.n_tokens < _FEW_TOKENS
-        return overlap.measure(
-            arena,
-            item["n_sms"],
-            transport,
-            *([_TINY_WIDTH] if is_tiny else []),
-            n_calls=item["n_calls"],
-        )
+        return overlap.measure(arena, item["n_sms"], transport, item["width"])
     if item["who"] == "format":
         return formats.measure(arena, item["token_format"], transport)
     return measure(arena, item["who"], transport, item["parts"])
