@@ -206,6 +206,7 @@ QUANTISED_ODD = [
         )
         for name, size in zip(_QUANTISED, (384, 224, 224, 112), strict=True)
     ),
+    QUANTISED_SMALL["nvfp4"].but(token_dtype="float32", hidden_size=224),
     QUANTISED_SMALL["nvfp4"].but(input_scale=0.3),
     # Groups of more than 128 rows, and of none.
     *(

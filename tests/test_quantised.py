@@ -24,6 +24,9 @@ def test_every_routing_gives_the_oracles_bits(name, transport):
 @pytest.mark.parametrize("case", params(cases.QUANTISED_ODD))
 def test_odd_shapes_and_layouts_give_the_oracles_bits(case, transport):
     skip_if_xla_crashes(case)
+    row_bytes = case.hidden_size // (2 if case.token_format.endswith("fp4") else 1)
+    if transport == "p2p" and row_bytes % 16:
+        pytest.skip("transport p2p: a row must be a multiple of 16 bytes")
     mesh = make_mesh(case.n_ranks)
     for name in ("uniform", "one_expert_k_times", "empty_experts"):
         suite.check(case.but(routing=name), transport, mesh)

@@ -63,7 +63,8 @@ run_suite() {
   run_tests test_transforms_independence_async_overlap 120 tests/test_transforms.py \
     tests/test_independence.py tests/test_async.py tests/test_overlap.py
   run_tests test_shared_expert 120 tests/test_shared_expert.py
-  run_tests test_quantised_grad_errors_cli 120 tests/test_quantised_grad.py tests/test_errors.py \
+  run_tests test_quantised_errors_cli 150 tests/test_quantised.py tests/test_quantised_grad.py \
+    tests/test_quantised_transforms.py tests/test_errors.py \
     tests/test_cli.py::test_bench_shows_times_and_the_rate_of_the_median
 }
 
