@@ -9,6 +9,7 @@
 #   bed         the kernels without JAX: ranks in one process and in several
 #   processes   the suite, and ranks that fail, in several processes that share a GPU
 #   gpus        the same with a process for each GPU, or for two of them
+#   doctor      what `python -m jax_ep doctor` and `bench` say
 #
 # Takes python3 as it is (jax with CUDA, pytest, scikit-build-core, nanobind, cmake, nvcc):
 # nothing is downloaded. Every step has a limit.
@@ -16,7 +17,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 logs=$1 arch=${2:-90} site=build/gpu-site
 parts=("${@:3}")
-((${#parts[@]})) || parts=(quantize silu suite bed processes gpus)
+((${#parts[@]})) || parts=(quantize silu suite bed processes gpus doctor)
 mkdir -p "$logs"
 status=0
 
@@ -101,6 +102,11 @@ run_processes() {
 run_gpus() {
   run_tests processes_on_all_gpus 500 tests/test_p2p_processes.py --verbose --durations=10 \
     -k "not share_a_gpu and not span_processes"
+}
+
+run_doctor() {
+  lines=60 step doctor 60 python3 -m jax_ep doctor
+  lines=20 step cli_bench 60 python3 -m jax_ep bench --tokens 4096 --hidden 7168 --experts 256
 }
 
 setup 2>&1 | tee "$logs/gpu_setup.txt"

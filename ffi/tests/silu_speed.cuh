@@ -20,18 +20,22 @@ constexpr int kGroups = 32;
 
 struct SpeedFormat {
   const char* name;
+  const char* layout_name;
   ScalesLayout layout;
   int64_t block_size;
   int64_t scale_bytes;
   int64_t code_bits;
 };
 
+// The formats' own layouts; and, of 4 bits, the other one.
 constexpr SpeedFormat kSpeedFormats[] = {
-    {"bfloat16", ScalesLayout::kNone, 1, 0, 16},
-    {"blockwise_fp8", ScalesLayout::kTransposed, 128, 4, 8},
-    {"mxfp8", ScalesLayout::kAtoms, 32, 1, 8},
-    {"mxfp4", ScalesLayout::kAtoms, 32, 1, 4},
-    {"nvfp4", ScalesLayout::kAtoms, 16, 1, 4},
+    {"bfloat16", "none", ScalesLayout::kNone, 1, 0, 16},
+    {"blockwise_fp8", "transposed", ScalesLayout::kTransposed, 128, 4, 8},
+    {"mxfp8", "atoms", ScalesLayout::kAtoms, 32, 1, 8},
+    {"mxfp4", "atoms", ScalesLayout::kAtoms, 32, 1, 4},
+    {"nvfp4", "atoms", ScalesLayout::kAtoms, 16, 1, 4},
+    {"mxfp4", "row_major", ScalesLayout::kRowMajor, 32, 1, 4},
+    {"nvfp4", "row_major", ScalesLayout::kRowMajor, 16, 1, 4},
 };
 
 static __global__ void FillBFloat16(uint16_t* values, int64_t size) {
@@ -113,8 +117,8 @@ class Speed {
   }
 
   void Run() {
-    std::printf("%-14s %7s %10s %8s %8s %10s %10s\n", "format", "rows", "us", "GB/s", "of copy",
-                "excess us", "copy us");
+    std::printf("%-14s %-10s %7s %10s %8s %8s %10s %10s\n", "format", "scales", "rows", "us",
+                "GB/s", "of copy", "excess us", "copy us");
     for (const SpeedFormat& format : kSpeedFormats) {
       for (const int64_t n_used : {1, 8, 128, 1024, 8192, 32768, 131072}) Run(format, n_used);
     }
@@ -173,15 +177,18 @@ class Speed {
     const double gb_per_s = bytes / us / 1e3, share = gb_per_s / copy_gb_per_s_;
     const double copy_us = CopyUs(bytes);
     const double excess_us = us - empty_us_ - bytes / copy_gb_per_s_ / 1e3;
-    std::printf("%-14s %7lld %10.2f %8.0f %7.0f%% %10.2f %10.2f\n", format.name,
-                static_cast<long long>(n_used), us, gb_per_s, 100 * share, excess_us, copy_us);
+    std::printf("%-14s %-10s %7lld %10.2f %8.0f %7.0f%% %10.2f %10.2f\n", format.name,
+                format.layout_name, static_cast<long long>(n_used), us, gb_per_s, 100 * share,
+                excess_us, copy_us);
     std::printf(
-        "{\"benchmark\": \"fused_silu\", \"format\": \"%s\", \"rows\": %lld, \"row_size\": %lld, "
+        "{\"benchmark\": \"fused_silu\", \"format\": \"%s\", \"scales\": \"%s\", \"rows\": %lld, "
+        "\"row_size\": %lld, "
         "\"us\": %.3f, \"gb_per_s\": %.1f, \"share_of_copy\": %.4f, \"excess_us\": %.3f, "
         "\"us_of_copying_as_many_bytes\": %.3f, "
         "\"copy_gb_per_s\": %.1f, \"empty_us\": %.3f}\n",
-        format.name, static_cast<long long>(n_used), static_cast<long long>(kRowSize), us, gb_per_s,
-        share, excess_us, copy_us, copy_gb_per_s_, empty_us_);
+        format.name, format.layout_name, static_cast<long long>(n_used),
+        static_cast<long long>(kRowSize), us, gb_per_s, share, excess_us, copy_us, copy_gb_per_s_,
+        empty_us_);
   }
 
   // As many rows in every group, as far as they go.
