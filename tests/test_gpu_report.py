@@ -37,7 +37,7 @@ def make_record() -> dict:
     plain = {**ours, "command_buffers": False, "pair_period": {"median_us": 55.0}}
     return {
         "machine": {"device": "Some GPU", "n_devices": 4, "jax": "0.11.2"},
-        "link": {"gb_s": 400.0},
+        "link": {"gb_s": 400.0, "method": "stores", "gb_s_by_copy_engines": 420.0},
         "results": [{**common, **who} for who in (ours, slow, best, plain)],
     }
 
@@ -106,7 +106,8 @@ def test_report_compares_with_the_link_and_the_best_rival(tmp_path, capsys) -> N
         "| 25.0 | 200 (50 %) | 50.0 (2.0×) | 2.5 |"
     )
     assert "| 128 | 50.0 | 55.0 | 2.5 | 2.5 |" in lines
-    assert lines[-1] == "Copies: 400 GB/s off each GPU."
+    link = "400 GB/s off each GPU by stores; 420 by copy engines"
+    assert lines[-1] == f"Link: {link}."
     report.show(path, "table")
     assert "lax ragged_all_to_all" in figures.as_text(make_record())
     report.show(path, "figure")

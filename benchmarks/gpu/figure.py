@@ -74,7 +74,7 @@ def _draw_wall(axis: plt.Axes, record: dict, cases: list, hidden: int) -> None:
     }
     if link and points:
         us = [n * hidden * 2 / link * 1e-3 for n in points.values()]
-        label = f"copies of the same bytes, {link:.0f} GB/s"
+        label = f"the same bytes at {link:.0f} GB/s"
         axis.plot(list(points), us, "--", color="0.4", linewidth=1, label=label)
 
 

@@ -174,6 +174,16 @@ def _by_sms(result: dict[str, Any]) -> tuple[int, int]:
     return result["case"]["n_tokens"], result["n_sms"] or 1 << 30
 
 
+def link_words(record: dict[str, Any]) -> str:
+    """What the link carries and how that was found; empty if it was not."""
+    link = record.get("link", {})
+    if "gb_s" not in link:
+        return ""
+    words = f"{link['gb_s']:.0f} GB/s off each GPU by {link['method']}"
+    engines = link.get("gb_s_by_copy_engines")
+    return words + (f"; {engines:.0f} by copy engines" if engines else "")
+
+
 def as_text(record: dict[str, Any]) -> str:
     """Tables in plain text."""
     lines = [_plain(*table(record))] if record["results"] else []
@@ -183,8 +193,8 @@ def as_text(record: dict[str, Any]) -> str:
     if rows:
         lines += ["", "command buffers: µs of a dispatch and a combine, chained"]
         lines.append(_plain(header, rows))
-    if "gb_s" in record.get("link", {}):
-        lines += ["", f"link: {record['link']['gb_s']} GB/s off each GPU, by copies"]
+    if link := link_words(record):
+        lines += ["", f"link: {link}"]
     lines += [f"failed: {why}" for why in failures(record)]
     lines += [f"not measured: {why}" for why in record.get("not_measured", [])]
     return "\n".join(lines)

@@ -4,7 +4,7 @@ Periods of chains, of wall time: of calls on all multiprocessors, of calls on `n
 them, of the layer, and of both beside each other. Each call waits for the former.
 
 Twice: without a pause, where matmuls reach the GPU's power limit, which then lowers the
-clock for all that runs; and in bursts of a few milliseconds, at full clock.
+clock for all that runs; and in bursts of a few milliseconds, where it falls less.
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ def markdown(record: dict[str, Any]) -> str:
         parts += [f"Command buffers, {_PAIR}:", _table(header, rows)]
     for title, table in figures.more_tables(record).items():
         parts += [f"{title}:", _table(*table)]
-    if "gb_s" in record.get("link", {}):
-        parts.append(f"Copies: {record['link']['gb_s']:.0f} GB/s off each GPU.")
+    if link := figures.link_words(record):
+        parts.append(f"Link: {link}.")
     return "\n\n".join(parts)
 
 
@@ -109,7 +109,7 @@ def _print_table(record: dict[str, Any]) -> None:
 
 def _title(record: dict[str, Any]) -> str:
     machine = record["machine"]
-    link = record.get("link", {}).get("gb_s")
+    link = figures.link_words(record)
     words = [f"{machine['n_devices']} × {machine['device']}", f"jax {machine['jax']}"]
-    words += [f"copies {link} GB/s off each GPU"] if link else []
+    words += [link] if link else []
     return ", ".join(words)

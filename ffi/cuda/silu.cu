@@ -220,9 +220,7 @@ cudaError_t Launch(const Kernel& kernel, const SiluCall& call, int n_blocks, siz
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = code.ptxVersion >= kFirstThatWaits ? 1 : 0;
-  error = cudaLaunchKernelEx(&config, kernel.function, call);
-  if (error != cudaSuccess) cudaGetLastError();  // said here, it is not the next launch's
-  return error;
+  return cudaLaunchKernelEx(&config, kernel.function, call);
 }
 
 // Blocks that are on the device at once; fewer where there is less to do.
@@ -253,8 +251,9 @@ cudaError_t PrepareFusedSilu() {
   return cudaSuccess;
 }
 
-cudaError_t LaunchFusedSilu(const SiluCall& call, cudaStream_t stream) {
-  if (call.n_rows == 0 || call.row_size == 0) return cudaSuccess;
+namespace {
+
+cudaError_t FindAndLaunch(const SiluCall& call, cudaStream_t stream) {
   const Kernel kernel = FindKernel(call, IsOdd(call));
   const bool needs_groups = NeedsGroups(call);
   if (kernel.function == nullptr || !IsCountable(call) ||
@@ -274,6 +273,15 @@ cudaError_t LaunchFusedSilu(const SiluCall& call, cudaStream_t stream) {
     if (error != cudaSuccess) return error;
   }
   return Launch(kernel, call, NumBlocks(call, kernel, n_sms), shared_bytes, stream);
+}
+
+}  // namespace
+
+cudaError_t LaunchFusedSilu(const SiluCall& call, cudaStream_t stream) {
+  if (call.n_rows == 0 || call.row_size == 0) return cudaSuccess;
+  const cudaError_t error = FindAndLaunch(call, stream);
+  if (error != cudaSuccess) cudaGetLastError();  // said here, it is not the next launch's
+  return error;
 }
 
 }  // namespace jax_ep::p2p

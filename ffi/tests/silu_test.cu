@@ -250,6 +250,53 @@ void RunBeyond(const Format& format) {
   }
 }
 
+// A graph that writes x and runs fused_silu twice, each right behind what precedes it: twice.
+void RunCaptured(const Format& format) {
+  Case test = MakeCase(format, format.layouts[0], RowType::kBFloat16, 2048, {900, 0, 130});
+  const bool is_plain = format.layouts[0] == ScalesLayout::kNone;
+  if (is_plain) test.out_row_bytes = 2048 * Bytes(test.call.out_type);
+  test.name = std::string(format.name) + ", captured";
+  FillX(test, Numbers::kUsual);
+  SiluCall call = test.call;
+  std::vector<uint8_t> out(call.n_rows * test.out_row_bytes), scales(test.scales_bytes);
+  call.x = test.x.data();
+  call.row_offsets = test.row_offsets.data();
+  call.out = out.data();
+  call.scales = scales.data();
+  CHECK_EQ(FusedSilu(Pool{}, call).message, "");
+
+  const OnDevice source(test.x), row_offsets(ToBytes(test.row_offsets));
+  const OnDevice x(std::vector<uint8_t>(test.x.size())), device_out(out), device_scales(scales);
+  cudaMemset(device_out.data, 0, device_out.size);
+  cudaMemset(device_scales.data, 0, device_scales.size);
+  call.x = x.data;
+  call.row_offsets = static_cast<const uint32_t*>(row_offsets.data);
+  call.out = device_out.data;
+  call.scales = device_scales.data;
+  cudaStream_t stream;
+  cudaGraph_t graph;
+  cudaGraphExec_t runnable;
+  CHECK_EQ(cudaStreamCreate(&stream), cudaSuccess);
+  CHECK_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+  CopyKernel<<<64, 256, 0, stream>>>(static_cast<const int4*>(source.data),
+                                     static_cast<int4*>(x.data), source.size / sizeof(int4));
+  for (int i = 0; i < 2; ++i) CHECK_EQ(LaunchFusedSilu(call, stream), cudaSuccess);
+  CHECK_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+  CHECK_EQ(cudaGraphInstantiate(&runnable, graph, 0), cudaSuccess);
+  for (int replay = 0; replay < 2; ++replay) {
+    cudaMemsetAsync(x.data, 0, x.size, stream);
+    CHECK_EQ(cudaGraphLaunch(runnable, stream), cudaSuccess);
+    CHECK_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+    const std::vector<uint8_t> got = device_out.Read(), got_scales = device_scales.Read();
+    const int64_t n_used = test.row_offsets.back();
+    CHECK_EQ(std::equal(got.begin(), got.begin() + n_used * test.out_row_bytes, out.begin()), true);
+    CHECK_EQ(got_scales == scales, true);
+  }
+  cudaGraphExecDestroy(runnable);
+  cudaGraphDestroy(graph);
+  cudaStreamDestroy(stream);
+}
+
 void TestBits() {
   for (const Format& format : Formats()) {
     for (const RowType type : {RowType::kBFloat16, RowType::kFloat16, RowType::kFloat32}) {
@@ -271,7 +318,12 @@ void TestBits() {
       RunAll(format, RowType::kBFloat16, 2048, {64}, Numbers::kEveryGate, {true, alpha, limit});
       RunAll(format, RowType::kFloat32, 256, {0, 5}, Numbers::kBits, {true, alpha, limit});
     }
+    // More rows than warps have columns: rounds of pieces, and rows that are dealt out after them.
+    RunAll(format, RowType::kBFloat16, 512, {5000, 0, 1, 4999, 3}, Numbers::kUsual);
+    RunAll(format, RowType::kBFloat16, 1024, {700, 4000, 130}, Numbers::kBits);
+    RunAll(format, RowType::kFloat32, 768, {2100, 2900}, Numbers::kUsual);
     RunBeyond(format);
+    RunCaptured(format);
   }
   RunAll(Formats()[0], RowType::kBFloat16, 13, {3, 4}, Numbers::kUsual);
   RunAll(Formats()[0], RowType::kFloat32, 6, {3, 4}, Numbers::kBits);
