@@ -4,11 +4,11 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "core/silu_pieces.h"
 #include "cuda/device/gate_table.cuh"
 #include "cuda/device/silu_groups.cuh"
 #include "cuda/device/silu_input.cuh"
 #include "cuda/device/silu_output.cuh"
-#include "cuda/device/silu_pieces.cuh"
 #include "cuda/prepare.h"
 #include "cuda/silu.h"
 
@@ -27,6 +27,13 @@ constexpr int kChunks = 2;
 constexpr int kUnitElements = kChunks * kWarpElements;
 // Of dynamic shared memory; more must be asked for.
 constexpr size_t kSharedBytesOfAnyKernel = (48 << 10) - GateTable::kSize * sizeof(float);
+
+// See Pieces.
+struct ThisWarp {
+  __device__ uint32_t Index() const { return blockIdx.x * (blockDim.x / kWarpSize) + WarpIndex(); }
+  __device__ uint32_t DealtIndex() const { return WarpIndex() * gridDim.x + blockIdx.x; }
+  __device__ uint32_t NumWarps() const { return gridDim.x * (blockDim.x / kWarpSize); }
+};
 
 __device__ __forceinline__ int64_t UsedRows(const SiluCall& call) {
   return min(int64_t{call.row_offsets[call.n_groups]}, call.n_rows);
@@ -63,7 +70,7 @@ __device__ __forceinline__ void RunRows(const SiluCall& call, const Groups& grou
   griddepcontrol_wait();  // no operand is read before
   const uint32_t n_used = UsedRows(call);
   if (needs_groups) groups.Load(call);
-  Pieces<kChunks> pieces(n_used, n_units);
+  Pieces<kChunks, ThisWarp> pieces(n_used, n_units);
   Piece next = pieces.piece();
   from = find(next, 0);
 #pragma unroll

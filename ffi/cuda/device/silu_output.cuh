@@ -6,9 +6,9 @@
 #include "core/quantize.h"
 #include "core/scales_layout.h"
 #include "core/silu_call.h"
+#include "core/silu_pieces.h"
 #include "cuda/device/encode_block.cuh"
 #include "cuda/device/silu_input.cuh"
-#include "cuda/device/silu_pieces.cuh"
 #include "cuda/device/units.cuh"
 
 namespace jax_ep::p2p {
