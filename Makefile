@@ -38,6 +38,7 @@ $(VENV)/.deps: pyproject.toml tools/requirements.py
 
 # The package, editable: Python changes need no rebuild, changes under ffi/ do.
 $(VENV)/.package: $(VENV)/.deps CMakeLists.txt $(FFI_SOURCES)
+	@echo "Building the extensions: a minute, or three with nvcc."
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
@@ -47,7 +48,7 @@ setup: $(VENV)/.package  ## create .venv with the package and all tools
 # --- daily ----------------------------------------------------------------------------
 
 .PHONY: demo
-demo: $(VENV)/.package  ## train a small mixture-of-experts model on virtual devices
+demo: $(VENV)/.package  ## train a small mixture-of-experts model, on GPUs if there are some
 	$(BIN)/python examples/demo $(DEMO_ARGS)
 
 .PHONY: test

@@ -12,6 +12,8 @@ from click.testing import CliRunner
 from jax.errors import JaxRuntimeError
 
 import jax_ep
+from jax_ep import _host_ffi
+from jax_ep._extension import why_missing
 from jax_ep.cli import bench, doctor, links, main, probe
 from ranks import child_environment
 
@@ -46,6 +48,19 @@ def test_doctor_fails_where_nothing_works(monkeypatch):
     assert result.exit_code == 1
     assert "no: it [never] works" in result.output
     assert "Error: no transport works on these devices." in result.output
+
+
+def test_sources_that_hide_the_package_are_named(monkeypatch, tmp_path):
+    def fails():
+        raise ImportError("no _ffi")
+
+    monkeypatch.setattr(_host_ffi, "load", fails)
+    result = invoke("doctor", "--ranks", "2", "--platform", "cpu")
+    assert "the extension jax_ep._ffi cannot be loaded: no _ffi" in result.output
+    error, folder = ImportError("x"), tmp_path / "jax_ep"
+    assert why_missing("_ffi", error, folder).endswith("cannot be loaded: x")
+    (tmp_path / "pyproject.toml").touch()
+    assert "run from another directory" in why_missing("_ffi", error, folder)
 
 
 def test_a_transport_that_breaks_or_gives_other_numbers_does_not_work(monkeypatch):

@@ -38,6 +38,8 @@ def doctor(ranks: int | None, backend: str | None, with_links: bool) -> None:
     gpus = [device for device in found if device.platform == "gpu"]
     if with_links and len(gpus) > 1:
         console.print(link_table(gpus))
+    if len(found) == 1 and found[0].platform == "cpu":
+        console.print("One CPU device; --ranks 8 makes virtual ones.")
     verdicts = probe.try_transports(found)
     console.print(transport_table(verdicts, len(found)))
     if all(verdict.reason is not None for verdict in verdicts):
@@ -102,7 +104,8 @@ def _link(source: jax.Device, target: jax.Device) -> str:
 
 def transport_table(verdicts: Sequence[probe.Verdict], n_ranks: int) -> Table:
     """Which transports work, and why the others do not."""
-    table = Table("transport", f"serves {n_ranks} ranks", title="Transports")
+    ranks = "1 rank" if n_ranks == 1 else f"{n_ranks} ranks"
+    table = Table("transport", f"serves {ranks}", title="Transports")
     for verdict in verdicts:
         works = verdict.reason is None
         answer = "[green]yes[/]" if works else f"[red]no[/]: {_plain(verdict.reason)}"

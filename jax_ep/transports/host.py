@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import jax
 
 from jax_ep import _host_ffi
+from jax_ep._extension import why_missing
 from jax_ep.config import EPConfig
 from jax_ep.exchange import Exchange
 from jax_ep.primitives import combine_grad_p
@@ -48,7 +49,7 @@ class HostTransport(FfiTransport):
         try:
             _host_ffi.load()
         except ImportError as error:
-            return f"the extension jax_ep._ffi cannot be loaded: {error}"
+            return why_missing("_ffi", error)
         return None
 
     def open(self, group: EPGroup, exchange: Exchange) -> None:

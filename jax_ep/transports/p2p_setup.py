@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jax_ep import _cuda_ffi
+from jax_ep._extension import why_missing
 from jax_ep.exchange import Exchange
 from jax_ep.topology import Place, exchange_places, local_places, places
 
@@ -56,7 +57,7 @@ def _here(here: Sequence[Place]) -> tuple[str, str | None]:
     try:
         extension = _cuda_ffi.load()
     except ImportError as error:
-        return "", f"the extension jax_ep._ffi_cuda cannot be loaded: {error}"
+        return "", why_missing("_ffi_cuda", error)
     reason = extension.why_no_peer_access([ordinal(place) for place in here])
     return extension.host_identity(), reason or None
 
