@@ -238,28 +238,6 @@ int NumBlocks(const SiluCall& call, const Kernel& kernel, int n_sms) {
   return static_cast<int>(std::clamp<int64_t>(n_needed, 1, n_sms));
 }
 
-}  // namespace
-
-cudaError_t PrepareFusedSilu() {
-  int n_blocks = 1;
-  SiluCall call{};
-  for (const RowType type : {RowType::kBFloat16, RowType::kFloat16, RowType::kFloat32}) {
-    call.x_type = type;
-    for (const char* format : {"", "odd", "blockwise_fp8", "mxfp8", "mxfp4", "nvfp4"}) {
-      call.token_format = format;
-      const bool is_plain = call.token_format.empty() || call.token_format == "odd";
-      call.scales_layout = is_plain ? ScalesLayout::kNone : ScalesLayout::kRowMajor;
-      const Kernel kernel = FindKernel(call, call.token_format == "odd");
-      const cudaError_t error = PrepareKernel(reinterpret_cast<const void*>(kernel.function),
-                                              kernel.n_threads, 0, &n_blocks);
-      if (error != cudaSuccess) return error;
-    }
-  }
-  return cudaSuccess;
-}
-
-namespace {
-
 cudaError_t FindAndLaunch(const SiluCall& call, cudaStream_t stream) {
   const Kernel kernel = FindKernel(call, IsOdd(call));
   const bool needs_groups = NeedsGroups(call);
@@ -283,6 +261,24 @@ cudaError_t FindAndLaunch(const SiluCall& call, cudaStream_t stream) {
 }
 
 }  // namespace
+
+cudaError_t PrepareFusedSilu() {
+  int n_blocks = 1;
+  SiluCall call{};
+  for (const RowType type : {RowType::kBFloat16, RowType::kFloat16, RowType::kFloat32}) {
+    call.x_type = type;
+    for (const char* format : {"", "odd", "blockwise_fp8", "mxfp8", "mxfp4", "nvfp4"}) {
+      call.token_format = format;
+      const bool is_plain = call.token_format.empty() || call.token_format == "odd";
+      call.scales_layout = is_plain ? ScalesLayout::kNone : ScalesLayout::kRowMajor;
+      const Kernel kernel = FindKernel(call, call.token_format == "odd");
+      const cudaError_t error = PrepareKernel(reinterpret_cast<const void*>(kernel.function),
+                                              kernel.n_threads, 0, &n_blocks);
+      if (error != cudaSuccess) return error;
+    }
+  }
+  return cudaSuccess;
+}
 
 cudaError_t LaunchFusedSilu(const SiluCall& call, cudaStream_t stream) {
   if (call.n_rows == 0 || call.row_size == 0) return cudaSuccess;
