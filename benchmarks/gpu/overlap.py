@@ -61,8 +61,7 @@ def measure(
     try:
         for operation in KERNELS:
             try:
-                chains = _Chains(arena, groups, operation)
-                chains.set_width(width)
+                chains = _Chains(arena, groups, operation, width)
                 result[operation] = _measure(arena, chains)
             except (AssertionError, JaxRuntimeError, trace.TraceError) as error:
                 result["failed"].append(f"{operation}: {error}"[:2000])
@@ -176,27 +175,12 @@ def _periods(chains: _Chains, rhythm: _Rhythm) -> dict[str, Any]:
 class _Chains:
     """Functions that repeat a call, the dense layer, or both `n` times."""
 
-    def __init__(self, arena: Arena, groups: Groups, operation: str) -> None:
+    def __init__(
+        self, arena: Arena, groups: Groups, operation: str, width: int
+    ) -> None:
         self._arena, self._groups, self._operation = arena, groups, operation
-        self._matrices: tuple[jax.Array, ...] = ()
+        self._matrices = _matrices(arena, width)
         self._compiled: dict[tuple, Any] = {}
-
-    def set_width(self, width: int) -> None:
-        """Makes the layer's matrices, the same on all ranks. Once."""
-        hidden, n_ranks = self._arena.case.hidden_size, self._arena.case.n_ranks
-        sharding = self._arena.sample.sharding
-        self._matrices = tuple(
-            jax.device_put(
-                np.broadcast_to(
-                    (np.random.default_rng(3).standard_normal(shape) / shape[0] ** 0.5)
-                    .astype(np.float32)
-                    .astype(jnp.bfloat16),
-                    (n_ranks, *shape),
-                ),
-                sharding,
-            )
-            for shape in ((hidden, width), (width, hidden))
-        )
 
     def run(self, body: Callable[..., Any], which: str, n: int) -> Any:
         """The results of a chain of `n`."""
@@ -315,6 +299,23 @@ class _Chains:
             for call in gpu
         ]
         return float(np.median(sums))
+
+
+def _matrices(arena: Arena, width: int) -> tuple[jax.Array, ...]:
+    """Of the layer, the same on all ranks."""
+    hidden, n_ranks = arena.case.hidden_size, arena.case.n_ranks
+    return tuple(
+        jax.device_put(
+            np.broadcast_to(
+                (np.random.default_rng(3).standard_normal(shape) / shape[0] ** 0.5)
+                .astype(np.float32)
+                .astype(jnp.bfloat16),
+                (n_ranks, *shape),
+            ),
+            arena.sample.sharding,
+        )
+        for shape in ((hidden, width), (width, hidden))
+    )
 
 
 def _layer(x: jax.Array, matrices: tuple[jax.Array, ...]) -> jax.Array:
