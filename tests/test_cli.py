@@ -50,6 +50,12 @@ def test_doctor_fails_where_nothing_works(monkeypatch):
     assert "Error: no transport works on these devices." in result.output
 
 
+def test_one_cpu_device_is_told_how_to_have_more():
+    output = invoke("doctor", "--ranks", "1", "--platform", "cpu").output
+    assert "--ranks 8 makes virtual ones" in output
+    assert "serves 1 rank " in output
+
+
 def test_sources_that_hide_the_package_are_named(monkeypatch, tmp_path):
     def fails():
         raise ImportError("no _ffi")
