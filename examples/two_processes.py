@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -114,11 +115,15 @@ def launch() -> None:
             stack.callback(process.kill)
             processes.append(process)
         verdict = wait(processes)
-        for log in logs:
+        for i, log in enumerate(logs):
             log.seek(0)
-            lines = [line for line in log if not line.startswith("[Gloo]")]
-            print("".join(lines), end="")
+            print("".join(said(i, log) if verdict is None else log), end="")
     sys.exit(verdict)
+
+
+def said(process: int, log: typing.TextIO) -> list[str]:
+    """Gives the lines that `work` printed; Gloo's threads print among them."""
+    return [line for line in log if line.startswith(f"process {process}: ")]
 
 
 def wait(processes: list[subprocess.Popen]) -> str | None:
