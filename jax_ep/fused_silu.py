@@ -48,7 +48,8 @@ def fused_silu(
 
     Args:
         x: `[C, 2 F]`, bfloat16, float16 or float32: what the first matmul gave.
-        row_offsets: `uint32[L + 1]`, that of `Dispatched`.
+        row_offsets: `uint32[L + 1]`, that of `Dispatched`: rising from 0 to C at most.
+            If it does not, a CPU raises an error; on a GPU the result is unspecified.
         token_format: of the result; None is `BF16()`.
         interleaved: whether gate and up take turns, g0 u0 g1 u1; else `x` holds all of
             gate, then all of up.

@@ -69,7 +69,7 @@ __device__ __forceinline__ void RunRows(const SiluCall& call, const Groups& grou
 
   griddepcontrol_wait();  // no operand is read before
   const uint32_t n_used = UsedRows(call);
-  if (needs_groups) groups.Load(call);
+  const bool rises = !needs_groups || groups.Load(call);
   Pieces<kChunks, ThisWarp> pieces(n_used, n_units);
   Piece next = pieces.piece();
   from = find(next, 0);
@@ -77,8 +77,9 @@ __device__ __forceinline__ void RunRows(const SiluCall& call, const Groups& grou
   for (int i = 0; i < kChunks; ++i) {
     if (i < next.n_chunks) load(next, i);
   }
-  // While the first rows are on their way.
-  if (needs_groups) __syncthreads();
+  // While the first rows are on their way. Scales of groups that do not follow each other would be
+  // written anywhere: then nothing is.
+  if (needs_groups && !__syncthreads_and(rises)) return;
   const bool numbers = needs_groups && WarpIndex() == 0;
   if (numbers) groups.NumberBlocks(call);
   if (kHasTable && !numbers) table.Fill(call.activation, needs_groups ? kWarpSize : 0);

@@ -250,6 +250,20 @@ void RunBeyond(const Format& format) {
   }
 }
 
+// Where row_offsets do not rise from 0 and groups matter, nothing is written.
+void RunUnordered(const Format& format) {
+  if (format.layouts[0] != ScalesLayout::kAtoms) return;
+  for (const std::vector<uint32_t>& given :
+       {std::vector<uint32_t>{1, 40, 100}, {0, 90, 40}, {0, 4000000000, 130}, {7, 7, 7}}) {
+    Case test = MakeCase(format, ScalesLayout::kAtoms, RowType::kBFloat16, 512, {40, 90});
+    test.name = std::string(format.name) + ", offsets that do not rise from 0";
+    test.row_offsets = {0, 0, 0};
+    test.given_row_offsets = given;
+    FillX(test, Numbers::kUsual);
+    Run(test);
+  }
+}
+
 // A graph that writes x and runs fused_silu twice, each right behind what precedes it: twice.
 void RunCaptured(const Format& format) {
   Case test = MakeCase(format, format.layouts[0], RowType::kBFloat16, 2048, {900, 0, 130});
@@ -323,6 +337,7 @@ void TestBits() {
     RunAll(format, RowType::kBFloat16, 1024, {700, 4000, 130}, Numbers::kBits);
     RunAll(format, RowType::kFloat32, 768, {2100, 2900}, Numbers::kUsual);
     RunBeyond(format);
+    RunUnordered(format);
     RunCaptured(format);
   }
   RunAll(Formats()[0], RowType::kBFloat16, 13, {3, 4}, Numbers::kUsual);

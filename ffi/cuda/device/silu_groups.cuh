@@ -33,15 +33,20 @@ struct Groups {
     return (n_groups + 1) * (sizeof(InputScale) + 2 * sizeof(uint32_t));
   }
 
-  // Called by all threads of the block; a barrier must follow.
-  __device__ void Load(const SiluCall& call) const {
+  // Returns whether the row_offsets that this thread read rise from 0. Called by all threads of the
+  // block; a barrier must follow.
+  __device__ bool Load(const SiluCall& call) const {
     const int n_groups = static_cast<int>(call.n_groups);
+    bool rises = true;
     for (int group = threadIdx.x; group <= n_groups; group += blockDim.x) {
+      const uint32_t start = call.row_offsets[group];
+      rises &= group == 0 ? start == 0 : call.row_offsets[group - 1] <= start;
       // No more rows than there are: scales beyond theirs would be written.
-      starts[group] = min(call.row_offsets[group], static_cast<uint32_t>(call.n_rows));
+      starts[group] = min(start, static_cast<uint32_t>(call.n_rows));
       const bool has_scale = call.input_scales != nullptr && group < n_groups;
       input_scales[group] = InputScale::Make(has_scale ? call.input_scales[group] : 1.0f);
     }
+    return rises;
   }
 
   // Called by one warp, converged; a barrier must follow.
