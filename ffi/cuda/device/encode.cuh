@@ -64,8 +64,9 @@ struct Quantized {
     const uint8_t* const from = TokenAt(args, token);
     const int step = part.n_parts * kWarpElements;
     int element = part.index * kWarpElements + LaneIndex() * kLaneElements;
-    int4 data[kVectors], next[kVectors] = {};
-    Load(args, from, element, next);
+    int4 data[kVectors], next[kVectors];
+    // Lanes beyond the end encode the last elements again, not zeros, which take more steps.
+    Load(args, from, min(element, args.hidden_size - kLaneElements), next);
     for (int first = part.index * kWarpElements; first < args.hidden_size;
          first += step, element += step) {
 #pragma unroll
@@ -88,7 +89,6 @@ struct Quantized {
     for (int first = 0; first < args.hidden_size; first += kWarpElements) {
       const int element = first + LaneIndex() * kLaneElements;
       const bool has_elements = element < args.hidden_size;
-      // Lanes beyond the end encode the last elements again, not zeros, which take more steps.
       const int from = min(element, args.hidden_size - kLaneElements) / kLaneElements;
       int4 data[kVectors];
 #pragma unroll
