@@ -45,7 +45,8 @@ Status FillOperands(const Caller& caller, Order order, const Operands& operands,
                     CombineArgs& args) {
   const GroupConfig& config = caller.config();
   const Status status = caller.member.group->CombineCall(
-      caller.member.rank, operands.topk_ids.dimensions()[0], &args.call, order == Order::kBeside);
+      caller.member.rank, operands.topk_ids.dimensions()[0],
+      SumsAtExperts(mode.weighting, mode.reduce), &args.call, order == Order::kBeside);
   if (!status.ok()) return status;
   args.row_vectors = RowVectors(operands.expert_out);
   const int64_t row_bytes = args.row_vectors * static_cast<int64_t>(kVectorBytes);

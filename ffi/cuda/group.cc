@@ -306,10 +306,12 @@ Status Group::DispatchCall(int rank, int64_t n_tokens, const TokenSize& size, Ca
   return status;
 }
 
-Status Group::CombineCall(int rank, int64_t n_tokens, CallArgs* call, bool overlaps) const {
+Status Group::CombineCall(int rank, int64_t n_tokens, bool sums_at_experts, CallArgs* call,
+                          bool overlaps) const {
   const Status status = FillCall(rank, n_tokens, call);
   call->plan = PlanCombine(n_tokens, config_.top_k, config_.n_ranks, Blocks(rank, overlaps));
-  if (WantsRing(call->plan)) {
+  const int64_t n_messages = MaxMessages(n_tokens, config_.top_k, config_.n_ranks);
+  if (WantsRing(call->plan, n_messages, sums_at_experts)) {
     call->plan.ring_slots = CombineSlots(*call, ranks_[rank].stages_bytes);
     if (call->plan.ring_slots > 0) call->plan.receive_unit_warps = 1;
   }

@@ -59,10 +59,11 @@ class Group {
 
   // The arguments of a call of `rank` with `n_tokens` tokens. A call that overlaps leaves
   // blocks to what runs beside it. `size` is that of the tokens, which are quantised if they have
-  // scales.
+  // scales. `sums_at_experts`: see SumsAtExperts.
   Status DispatchCall(int rank, int64_t n_tokens, const TokenSize& size, CallArgs* call,
                       bool overlaps = false) const;
-  Status CombineCall(int rank, int64_t n_tokens, CallArgs* call, bool overlaps = false) const;
+  Status CombineCall(int rank, int64_t n_tokens, bool sums_at_experts, CallArgs* call,
+                     bool overlaps = false) const;
 
   // Says which rank did not answer, and to what, once a call of `rank` has failed.
   Status CheckFailure(int rank) const;

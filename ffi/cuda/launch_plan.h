@@ -44,21 +44,30 @@ inline LaunchPlan PlanLaunch(int64_t n_send_items, int64_t n_receive_items, int3
 }
 
 // A token goes to min(K, R) ranks at most; as many messages come back if all ranks have as many
-// tokens. The numbers of tokens and the shares are what was fastest on 4 H200, with all of their
+// tokens.
+inline int64_t MaxMessages(int64_t n_tokens, int64_t top_k, int64_t n_ranks) {
+  return n_tokens * std::min(top_k, n_ranks);
+}
+
+// The numbers of tokens and the shares are what was fastest on 4 H200, with all of their
 // multiprocessors and with a few (docs/performance.md).
 inline LaunchPlan PlanDispatch(int64_t n_tokens, int64_t top_k, int64_t n_ranks, int32_t n_sms,
                                bool quantizes) {
   const double send_share = quantizes || n_sms <= kFew ? 0.34 : 0.2;
-  return PlanLaunch(n_tokens, n_tokens * std::min(top_k, n_ranks), n_sms, n_tokens >= 256,
+  return PlanLaunch(n_tokens, MaxMessages(n_tokens, top_k, n_ranks), n_sms, n_tokens >= 256,
                     send_share);
 }
 
-// Whether combine had better pass its rows through shared memory: when each warp has messages of
-// its own. Tokens then are a warp's, too.
-inline bool WantsRing(const LaunchPlan& plan) { return plan.send_unit_warps == 1; }
-
 inline LaunchPlan PlanCombine(int64_t n_tokens, int64_t top_k, int64_t n_ranks, int32_t n_sms) {
-  return PlanLaunch(n_tokens * std::min(top_k, n_ranks), n_tokens, n_sms, n_tokens >= 2048, 0.75);
+  return PlanLaunch(MaxMessages(n_tokens, top_k, n_ranks), n_tokens, n_sms, n_tokens >= 2048, 0.75);
+}
+
+// Whether combine had better pass its rows through shared memory: when each warp has messages of
+// its own. Where it returns all rows and not their sum, only the loads of a next message gain by
+// it. Tokens then are a warp's, too.
+inline bool WantsRing(const LaunchPlan& plan, int64_t n_messages, bool sums_at_experts) {
+  if (plan.send_unit_warps > 1) return false;
+  return sums_at_experts || n_messages > int64_t{plan.n_send_blocks} * kWorkerWarps;
 }
 
 }  // namespace jax_ep::p2p

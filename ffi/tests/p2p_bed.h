@@ -211,7 +211,8 @@ class Bed {
   CombineArgs CombineOf(int rank, const RankBuffers<T>& b, const T* expert_out,
                         CombineMode mode) const {
     CombineArgs args{};
-    Check(group->CombineCall(rank, b.n_tokens, &args.call));
+    const bool sums = SumsAtExperts(mode.weighting, mode.reduce);
+    Check(group->CombineCall(rank, b.n_tokens, sums, &args.call));
     combine_plan.Apply(&args.call.plan);
     args.row_vectors = static_cast<int32_t>(shape.hidden * sizeof(T) / kVectorBytes);
     args.row_type = RowTypeOf<T>();

@@ -34,7 +34,7 @@ __device__ inline PieceRing MakeRing(const CombineArgs& args) {
 }
 
 __device__ inline bool SumsAtExperts(const CombineArgs& args) {
-  return args.reduce && args.weighting == Weighting::kRow;
+  return SumsAtExperts(args.weighting, args.reduce);
 }
 
 __device__ inline size_t RowBytes(const CombineArgs& args) {
