@@ -43,7 +43,8 @@ class EPConfig:
             M more (with `skip_a2a`: `ceil(M / R)`), and the format's padding. Rows
             beyond it are dropped and counted.
         n_gpus_per_node: ranks that reach each other by loads and stores; None: all.
-            Given, it and `n_nodes` partition the ranks.
+            Given, it and `n_nodes` partition the ranks. Recorded for transports
+            between nodes: none of today's asks.
         n_nodes: nodes; None: one.
         n_sms: streaming multiprocessors that a call may use on a GPU; None: all, or 24
             in calls that overlap (docs/overlap.md).

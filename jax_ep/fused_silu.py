@@ -43,13 +43,14 @@ def fused_silu(
     """`silu(gate) * up` of the rows in use, in a token format.
 
     Computed in float32 and rounded once, to the format; the same bits on CPUs and GPUs
-    (docs/formats.md). Differentiable for formats that do not quantise; others have no
-    gradient. Needs no `jax.shard_map`.
+    (docs/formats.md). Differentiable for formats that do not quantise. Needs no
+    `jax.shard_map`.
 
     Args:
         x: `[C, 2 F]`, bfloat16, float16 or float32: what the first matmul gave.
         row_offsets: `uint32[L + 1]`, that of `Dispatched`: rising from 0 to C at most.
             If it does not, a CPU raises an error; on a GPU the result is unspecified.
+            A GPU takes up to 4096 groups.
         token_format: of the result; None is `BF16()`.
         interleaved: whether gate and up take turns, g0 u0 g1 u1; else `x` holds all of
             gate, then all of up.
@@ -64,6 +65,7 @@ def fused_silu(
     Raises:
         ValueError: a shape or dtype does not fit; F is not a multiple of the format's
             block; `clamp` is not finite, or its limit negative. While tracing.
+        NotImplementedError: a derivative is asked for, in a format that quantises.
     """
     token_format = BF16() if token_format is None else token_format
     _check_static(token_format, interleaved)
@@ -78,9 +80,8 @@ def fused_silu(
     )
     if not isinstance(token_format, QuantizedFormat):
         return _plain(activation, x, row_offsets)
-    optional = [] if input_scales is None else [input_scales]
-    operands = map(lax.stop_gradient, (x, row_offsets, *optional))
-    tokens, scales = fused_silu_p.bind(*operands, activation=activation)
+    optional = [] if input_scales is None else [lax.stop_gradient(input_scales)]
+    tokens, scales = _quantised(activation, x, row_offsets, *optional)
     return QuantizedRows(tokens, scales, token_format.layout.offsets(row_offsets))
 
 
@@ -109,6 +110,19 @@ def _plain_backward(
 
 
 _plain.defvjp(_plain_forward, _plain_backward)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _quantised(activation: Activation, *operands: jax.Array) -> list[jax.Array]:
+    return fused_silu_p.bind(*operands, activation=activation)
+
+
+@_quantised.defjvp
+def _no_derivative(activation: Activation, *_: Any) -> Any:
+    raise NotImplementedError(
+        f"fused_silu: {activation.token_format.name} quantises, and has no derivative. "
+        "Take BF16(), or give it jax.lax.stop_gradient(x)."
+    )
 
 
 def _check_clamp(clamp: Any) -> tuple[float, float] | None:

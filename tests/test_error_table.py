@@ -172,6 +172,7 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "capacity": lambda: init(recv_capacity=T * R * K + 1),
     "row-numbers": lambda: init(max_tokens_per_rank=2**30),
     "nodes": lambda: init(n_gpus_per_node=2, n_nodes=4),
+    "node-counts": lambda: init(n_gpus_per_node=3),
     "transport-name": lambda: init(transport="carrier-pigeon"),
     "transport-mesh": lambda: init_host_without_cpu(),
     "setup-missing": lambda: set_up(client=OneProcessRuntime()),
@@ -219,6 +220,17 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "silu-clamp": lambda: jax_ep.fused_silu(
         jnp.ones((2, 4)), np.uint32([0, 2]), clamp=(1.0, np.inf)
     ),
+    "silu-interleaved": lambda: jax_ep.fused_silu(
+        jnp.ones((2, 4)), np.uint32([0, 2]), interleaved=1
+    ),
+    "silu-groups": lambda: jax_ep.fused_silu(jnp.ones((2, 4)), np.uint32([])),
+    "silu-gradient": lambda: jax.grad(
+        lambda x: (
+            jax_ep.fused_silu(x, np.uint32([0, 2]), jax_ep.MXFP8(), clamp=(1.0, 7.0))
+            .tokens.astype(jnp.float32)
+            .sum()
+        )
+    )(jnp.ones((2, 64))),
     "silu-offsets": lambda: jax.block_until_ready(
         jax_ep.fused_silu(jnp.ones((2, 4)), np.uint32([0, 3]))
     ),
