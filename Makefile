@@ -88,7 +88,7 @@ sanitize: $(VENV)/.deps  ## host transport under ASan + UBSan, then TSan
 	tests/sanitizers/run.sh $(VENV)
 
 .PHONY: matrix
-matrix:  ## one wheel, the fast tests, several versions of Python and JAX
+matrix:  ## wheels, the fast tests, several versions of Python and JAX
 	PYTHONS="$(PYTHONS)" tools/matrix.sh $(MATRIX)
 
 .PHONY: cuda-compile
