@@ -127,7 +127,7 @@ class EPGroup:
 
         Raises:
             jax.errors.JaxRuntimeError: a call failed; the message names both ranks, the
-                call and its epoch. Make a new group.
+                call and its epoch. Close the group, and make a new one.
             ValueError: the group is closed.
         """
         self._check_open()
@@ -139,6 +139,7 @@ class EPGroup:
         On `host` so do calls that a jitted function has begun and that have not run
         yet: wait for its results before (`jax.block_until_ready`). `p2p` waits itself.
         All its processes close a group; each waits for the others, but not for long.
+        Buffers that CUDA graphs refer to stay, for the next group that is equal.
         """
         if not self._closed:
             self._closed = True
@@ -213,8 +214,9 @@ def ep_init(
         TypeError: `mesh` is no mesh, or `config` no `EPConfig`.
         ValueError: the mesh and the config do not fit each other, or the transport
             cannot serve this mesh; the message says why.
-        RuntimeError: the buffers cannot be set up in some process; the message says
-            which, and why. All processes raise it.
+        RuntimeError: the buffers cannot be set up in some process, or an equal group is
+            open there, and has failed; the message says which, and why. All processes
+            raise it.
         TimeoutError: a process did not call within `config.timeout_s`.
     """
     if not isinstance(mesh, jax.sharding.Mesh):

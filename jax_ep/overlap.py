@@ -24,6 +24,7 @@ from jax.interpreters import batching, mlir
 
 from jax_ep.primitives import (
     Order,
+    check_group,
     combine_type,
     dispatch_types,
     gpu_call,
@@ -132,7 +133,10 @@ def _lower_begin(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -
     sign, *buffers = reserve(outer, operands[0])
     inner = ctx.replace(avals_in=[*ctx.avals_in, *results], avals_out=[ticket])
     begin = gpu_call("jax_ep_dispatch_begin", has_side_effect=True, order=Order.BESIDE)
-    tickets = _beside(ctx, [*operands, *buffers], lambda *x: begin(inner, *x, **params))
+    checked = check_group(ctx, operands[0], params["group"])
+    tickets = _beside(
+        ctx, [*checked, *operands, *buffers], lambda *x: begin(inner, *x, **params)
+    )
     return [*tickets, sign, *buffers]
 
 
@@ -150,7 +154,8 @@ def _lower_end(ctx: mlir.LoweringRuleContext, ticket: Any, *results: Any) -> Any
 
 def _lower_combine(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
     call = gpu_call("jax_ep_combine_beside", order=Order.BESIDE)
-    return _beside(ctx, operands, lambda *x: call(ctx, *x, **params))
+    checked = check_group(ctx, operands[0], params["group"])
+    return _beside(ctx, [*checked, *operands], lambda *x: call(ctx, *x, **params))
 
 
 # Operands as of `dispatch_p`; results: a ticket, an undefined sign that the results are

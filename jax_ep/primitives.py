@@ -76,15 +76,37 @@ def custom_call(name: str, has_side_effect: bool = False) -> Lowering:
 def gpu_call(
     name: str, has_side_effect: bool = False, order: Order | None = None
 ) -> Lowering:
-    """One custom call on a GPU; of a whole call if no order is given."""
+    """One custom call on a GPU; of a whole call if no order is given.
+
+    `operands` are those of the primitive, in a call that is not whole behind that of
+    `check_group`.
+    """
 
     def lower(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
         rule = jax.ffi.ffi_lowering(name, has_side_effect=has_side_effect)
         whole = Order.BEHIND if _Program.overlaps else Order.ALONE
         where = np.int32(whole if order is None else order)
-        return rule(ctx, *operands, **attributes(**params), order=where)
+        if order is None:
+            operands = *check_group(ctx, operands[0], params["group"]), *operands
+        avals = [ctx.avals_in[0], *ctx.avals_in]
+        inner = ctx.replace(avals_in=avals)
+        return rule(inner, *operands, **attributes(**params), order=where)
 
     return lower
+
+
+def check_group(
+    ctx: mlir.LoweringRuleContext, place_index: Any, group: EPGroup
+) -> Sequence[Any]:
+    """What a call of the group has as its first operand, before `place_index`.
+
+    A custom call that fails if the group is closed or has failed. XLA captures the
+    others, and then does not ask their handlers again. Equal ones are merged.
+    """
+    scalar = ctx.avals_in[0]
+    rule = jax.ffi.ffi_lowering("jax_ep_check")
+    outer = ctx.replace(avals_in=[scalar], avals_out=[scalar])
+    return rule(outer, place_index, group=group.key)
 
 
 def make_primitive(

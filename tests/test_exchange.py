@@ -20,7 +20,8 @@ from harness import AXIS, config_of, make_mesh
 from jax_ep._jax_compat import distributed_client
 from jax_ep.exchange import Exchange
 from jax_ep.topology import local_places, places
-from jax_ep.transports import p2p_setup
+from jax_ep.transports import p2p, p2p_setup
+from jax_ep.transports.p2p import P2pTransport
 from ranks import run_ranks
 
 N_PROCESSES = 3
@@ -74,6 +75,7 @@ class Extension:
         self.users: dict[str, int] = {}
         self.allocated: set[str] = set()
         self.peers: list = []
+        self.was_quiet = True
 
     def host_identity(self):
         return self.host
@@ -102,8 +104,12 @@ class Extension:
             return True
         return False
 
-    def free_group(self, key):
+    def free_group(self, key, is_quiet):
         self.allocated.remove(key)
+        self.was_quiet = is_quiet
+
+    def failure(self, key, ordinal):
+        return self.reason
 
 
 def use(extension) -> None:
@@ -134,6 +140,7 @@ def check_job() -> None:
     check_custom_exchange_of_a_group()
     check_choice()
     check_buffers()
+    check_a_failed_group_is_not_shared()
     check_close_without_the_others()
 
 
@@ -243,6 +250,20 @@ def check_buffers() -> None:
             assert p2p_setup.close_buffers("group", exchange)
         assert not extension.users
         assert not extension.allocated
+        assert extension.was_quiet
+
+
+def check_a_failed_group_is_not_shared() -> None:
+    """Nor does it hide that an equal one cannot be opened beside it."""
+    mesh = make_mesh(len(jax.devices()))
+    group, reason = group_like("failed", mesh), "rank 1 waited 2 s for rank 0."
+    transport = P2pTransport()
+    transport._exchanges["failed"] = exchange_of_all("failed")
+    extension = Extension(reason=reason if jax.process_index() == 1 else "")
+    p2p._cuda_ffi = types.SimpleNamespace(load=lambda: extension, register=lambda: None)
+    with pytest.raises(RuntimeError, match=f"^process 1: .*{reason} Close it first"):
+        transport.open(group, exchange_of_all("failed"))
+    assert not extension.allocated
 
 
 def check_close_without_the_others() -> None:
@@ -260,6 +281,7 @@ def check_close_without_the_others() -> None:
             assert p2p_setup.close_buffers("left", exchange)
         assert time.monotonic() - begin < SHORT_S + 5
         assert not extension.allocated
+        assert not extension.was_quiet
     exchange_of_all("the end")("step", b"")
 
 

@@ -28,10 +28,15 @@ MISSES = "/jax/compilation_cache/cache_misses"
 
 def run_fresh(function: str, *args: str) -> str:
     """Calls a function of this module in a new process; gives what it wrote."""
-    code = f"import sys, test_fresh_process as t; t.{function}(*sys.argv[1:])"
+    code = (
+        "import sys, test_fresh_process as t\n"
+        f"t.use_devices({jax.default_backend()!r})\n"
+        f"t.{function}(*sys.argv[1:])"
+    )
     done = subprocess.run(
         [sys.executable, "-P", "-c", code, *args],
-        env=child_environment(),
+        # On GPUs this process has most of the memory.
+        env=child_environment() | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
         capture_output=True,
         text=True,
         timeout=240,
@@ -40,12 +45,17 @@ def run_fresh(function: str, *args: str) -> str:
     return done.stdout
 
 
-def use_cpu_devices() -> None:
+def use_devices(platform: str) -> None:
+    """As the process that started this one: GPUs, or CPU devices."""
+    if platform == "gpu":
+        jax.config.update("jax_platforms", "cuda,cpu")
+        return
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", CASE.n_ranks)
 
 
 def test_a_cached_program_serves_the_next_process(transport, tmp_path):
+    make_mesh(CASE.n_ranks)  # skips where that many devices are missing
     first = run_fresh("check_with_cache", transport, str(tmp_path))
     second = run_fresh("check_with_cache", transport, str(tmp_path))
     assert re.search(r"hits 0 misses [1-9]", first), first
@@ -54,7 +64,6 @@ def test_a_cached_program_serves_the_next_process(transport, tmp_path):
 
 def check_with_cache(transport: str, folder: str) -> None:
     """Compares with the oracle, and says whether the program came from the cache."""
-    use_cpu_devices()
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -79,7 +88,6 @@ def test_an_exported_program_runs_in_a_fresh_process(transport, tmp_path):
 
 def check_exported(transport: str, file: str) -> None:
     """Runs the serialised program and compares with the oracle."""
-    use_cpu_devices()
     mesh = make_mesh(CASE.n_ranks)
     # As a user would: the same ep_init, and then no call but the exported one.
     suite.compiled(mesh, config_of(CASE), transport, CASE.weights)
@@ -96,6 +104,7 @@ def check_exported(transport: str, file: str) -> None:
 
 def test_two_processes_build_the_same_program(transport, tmp_path):
     """The text of the program is a function of the arguments of `ep_init` alone."""
+    make_mesh(CASE.n_ranks)
     texts = [tmp_path / "first", tmp_path / "second"]
     for path, offset in zip(texts, "01", strict=True):
         run_fresh("write_program", transport, str(path), offset)
@@ -104,7 +113,6 @@ def test_two_processes_build_the_same_program(transport, tmp_path):
 
 def write_program(transport: str, file: str, offset: str) -> None:
     """Writes the lowered program; a process with an offset makes other groups first."""
-    use_cpu_devices()
     mesh = make_mesh(CASE.n_ranks)
     for hidden_size in range(64, 64 * (1 + int(offset)), 64):
         other = CASE.but(hidden_size=hidden_size)

@@ -66,6 +66,8 @@ def test_calls_that_overlap_have_one_result_and_the_stream_for_collectives(
     assert sorted(targets(text)) == [
         "jax_ep_await_begin",
         "jax_ep_await_begin",
+        "jax_ep_check",
+        "jax_ep_check",
         "jax_ep_combine_beside",
         "jax_ep_dispatch_begin",
         "jax_ep_dispatch_end",
@@ -104,8 +106,25 @@ def test_whole_calls_stay_on_the_main_stream(mesh, group, monkeypatch) -> None:
     monkeypatch.setattr(primitives._Program, "overlaps", False)
     text = lowered(mesh, whole)
     assert "_xla_stream_annotation" not in text
-    assert targets(text) == ["jax_ep_dispatch", "jax_ep_combine"]
+    check = "jax_ep_check"
+    assert targets(text) == [check, "jax_ep_dispatch", check, "jax_ep_combine"]
     assert text.count("order = 0 : i32") == 2
+
+
+def test_each_call_comes_behind_a_check_of_its_group(mesh, group) -> None:
+    """Of equal checks XLA keeps one in each computation, as they have no effect."""
+
+    def function(tokens, ids):
+        rows = jax_ep.dispatch(group, tokens, ids)
+        return jax_ep.combine(group, rows.tokens, rows)
+
+    text = lowered(mesh, function)
+    checks = re.findall(r"(%\w+) = stablehlo.custom_call @jax_ep_check\((%\w+)\)", text)
+    calls = re.findall(r"@jax_ep_(?:dispatch|combine)\((%\w+), (%\w+),", text)
+    assert len(checks) == 2 and checks == calls
+    lines = [line for line in text.splitlines() if "@jax_ep_check" in line]
+    (form,) = {re.sub(r"%\w+", "", line) for line in lines}
+    assert f'group = "{group.key}"' in form and "has_side_effect" not in form
 
 
 def test_whole_calls_wait_for_those_that_overlap(mesh, group, monkeypatch) -> None:
@@ -130,6 +149,7 @@ def test_both_directions_stand_in_the_order_that_was_asked_for(mesh, group) -> N
     )
     assert order == [
         "@jax_ep_reserve",
+        "@jax_ep_check",
         "@jax_ep_overlap",
         "stablehlo.optimization_barrier",
         "@jax_ep_await_begin",
@@ -137,14 +157,15 @@ def test_both_directions_stand_in_the_order_that_was_asked_for(mesh, group) -> N
         "stablehlo.tanh",
         "stablehlo.optimization_barrier",
         "@jax_ep_dispatch_end",
-        order[8],
+        "@jax_ep_check",
+        order[10],
         "stablehlo.optimization_barrier",
         "@jax_ep_await_begin",
         "stablehlo.optimization_barrier",
         "stablehlo.sine",
         "stablehlo.optimization_barrier",
     ]
-    assert order[8].startswith("@jax_ep_overlap")
+    assert order[10].startswith("@jax_ep_overlap")
 
 
 @pytest.mark.parametrize("outer", ["scan", "grad", "jit"])

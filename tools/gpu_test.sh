@@ -6,6 +6,8 @@
 #   quantize    the formats' arithmetic on the device, compared with the host's
 #   silu        fused_silu, compared with the host's and the oracle's; how fast it is
 #   suite       the suite, in one process with all GPUs
+#   graphs      parts of it with every call in a CUDA graph, and with none; programs that
+#               another process made
 #   bed         the kernels without JAX: ranks in one process and in several
 #   processes   the suite, and ranks that fail, in several processes that share a GPU
 #   gpus        the same with a process for each GPU, or for two of them
@@ -17,7 +19,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 logs=$1 arch=${2:-90} site=build/gpu-site
 parts=("${@:3}")
-((${#parts[@]})) || parts=(quantize silu suite bed processes gpus doctor)
+((${#parts[@]})) || parts=(quantize silu suite graphs bed processes gpus doctor)
 mkdir -p "$logs"
 status=0
 
@@ -59,7 +61,7 @@ run_silu() {
 }
 
 run_suite() {
-  run_tests test_dispatch_combine 120 tests/test_dispatch_combine.py
+  run_tests test_dispatch_combine_graphs 150 tests/test_dispatch_combine.py tests/test_graphs.py
   run_tests test_grad 120 tests/test_grad.py
   run_tests test_transforms_independence_async_overlap 120 tests/test_transforms.py \
     tests/test_independence.py tests/test_async.py tests/test_overlap.py
@@ -67,6 +69,14 @@ run_suite() {
   run_tests test_quantised_errors_cli 150 tests/test_quantised.py tests/test_quantised_grad.py \
     tests/test_quantised_transforms.py tests/test_errors.py \
     tests/test_cli.py::test_bench_shows_times_and_the_rate_of_the_median
+}
+
+run_graphs() {
+  local calls=(tests/test_transforms.py tests/test_independence.py)
+  XLA_FLAGS=--xla_gpu_graph_min_graph_size=1 \
+    run_tests graphs_of_all 120 tests/test_graphs.py "${calls[@]}"
+  XLA_FLAGS=--xla_gpu_enable_command_buffer= run_tests graphs_of_none 120 "${calls[@]}"
+  run_tests test_fresh_process 200 tests/test_fresh_process.py
 }
 
 build_bed() {

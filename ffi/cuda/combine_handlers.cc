@@ -76,14 +76,15 @@ Status FillResult(const Caller& caller, ffi::Result<ffi::AnyBuffer> out, Combine
   return {};
 }
 
-ffi::Error CombineImpl(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi::S32> place_index,
-                       ffi::AnyBuffer expert_out, ffi::BufferR2<ffi::S32> topk_ids,
-                       ffi::BufferR1<ffi::S32> layout, ffi::RemainingArgs optional_args,
-                       ffi::Result<ffi::AnyBuffer> out, ffi::Dictionary ep, int32_t weighting,
-                       bool reduce, bool has_residual, int32_t order) {
+ffi::Error CombineImpl(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi::S32>,
+                       ffi::BufferR0<ffi::S32> place_index, ffi::AnyBuffer expert_out,
+                       ffi::BufferR2<ffi::S32> topk_ids, ffi::BufferR1<ffi::S32> layout,
+                       ffi::RemainingArgs optional_args, ffi::Result<ffi::AnyBuffer> out,
+                       ffi::Dictionary ep, int32_t weighting, bool reduce, bool has_residual,
+                       int32_t order) {
   Caller caller{"combine", {}};
   CombineArgs args{};
-  Status status = FindCaller(ep, ordinal, caller);
+  Status status = FindCaller(ep, ordinal, stream, caller);
   if (status.ok()) {
     status = FillOperands(
         caller, static_cast<Order>(order), {expert_out, topk_ids, layout, optional_args},
@@ -100,12 +101,11 @@ ffi::Error CombineImpl(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi::
 }  // namespace jax_ep::p2p
 
 namespace ffi = xla::ffi;
-using jax_ep::p2p::BindCall;
+using jax_ep::p2p::BindGroupCall;
 using jax_ep::p2p::WithAttributes;
 
 static auto BindCombine() {
-  return WithAttributes(BindCall()
-                            .Arg<ffi::BufferR0<ffi::S32>>()  // place_index []
+  return WithAttributes(BindGroupCall()
                             .Arg<ffi::AnyBuffer>()           // expert_out [C, H]
                             .Arg<ffi::BufferR2<ffi::S32>>()  // topk_ids   [T, K]
                             .Arg<ffi::BufferR1<ffi::S32>>()  // layout     [R + R M (1 + K)]

@@ -115,7 +115,7 @@ ffi::Error Dispatch(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi::S32
                     const Operands& operands, const Get& result, ffi::Dictionary ep, Order order) {
   Caller caller{"dispatch", {}};
   DispatchArgs args{};
-  Status status = FindCaller(ep, ordinal, caller);
+  Status status = FindCaller(ep, ordinal, stream, caller);
   if (status.ok()) status = FillOperands(caller, order, ep, operands, args);
   if (status.ok()) status = FillResults(caller, result, args);
   if (!status.ok()) return ToError(status);
@@ -126,10 +126,11 @@ ffi::Error Dispatch(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi::S32
 
 bool HasWeights(int32_t weighting) { return static_cast<Weighting>(weighting) == Weighting::kRow; }
 
-ffi::Error DispatchImpl(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi::S32> place_index,
-                        ffi::AnyBuffer tokens, ffi::BufferR2<ffi::S32> topk_ids,
-                        ffi::RemainingArgs optional, ffi::RemainingRets results, ffi::Dictionary ep,
-                        int32_t weighting, bool, bool, int32_t order) {
+ffi::Error DispatchImpl(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi::S32>,
+                        ffi::BufferR0<ffi::S32> place_index, ffi::AnyBuffer tokens,
+                        ffi::BufferR2<ffi::S32> topk_ids, ffi::RemainingArgs optional,
+                        ffi::RemainingRets results, ffi::Dictionary ep, int32_t weighting, bool,
+                        bool, int32_t order) {
   const auto result = [&](size_t i) -> std::optional<ffi::AnyBuffer> {
     auto buffer = results.get<ffi::AnyBuffer>(i);
     return buffer.has_value() ? std::optional(**buffer) : std::nullopt;
@@ -139,7 +140,7 @@ ffi::Error DispatchImpl(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi:
 }
 
 // The results are operands, the last ones; the ticket has an element for each of them.
-ffi::Error DispatchBeginImpl(cudaStream_t stream, int32_t ordinal,
+ffi::Error DispatchBeginImpl(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi::S32>,
                              ffi::BufferR0<ffi::S32> place_index, ffi::AnyBuffer tokens,
                              ffi::BufferR2<ffi::S32> topk_ids, ffi::RemainingArgs others,
                              ffi::ResultBufferR1<ffi::S32> ticket, ffi::Dictionary ep,
@@ -159,12 +160,11 @@ ffi::Error DispatchBeginImpl(cudaStream_t stream, int32_t ordinal,
 }  // namespace jax_ep::p2p
 
 namespace ffi = xla::ffi;
-using jax_ep::p2p::BindCall;
+using jax_ep::p2p::BindGroupCall;
 using jax_ep::p2p::WithAttributes;
 
 static auto BindOperands() {
-  return BindCall()
-      .Arg<ffi::BufferR0<ffi::S32>>()  // place_index    []
+  return BindGroupCall()
       .Arg<ffi::AnyBuffer>()           // tokens        [T, H]
       .Arg<ffi::BufferR2<ffi::S32>>()  // topk_ids      [T, K]
       .RemainingArgs();                // topk_weights? [T, K], input_scale? []

@@ -159,13 +159,25 @@ Status Group::AllocateRank(int index) {
       cudaMalloc(reinterpret_cast<void**>(&rank.workspace), AlignUp(map_.bytes, kIpcAlignment)),
       "workspace of " + std::to_string(map_.bytes) + " bytes");
   if (!status.ok()) return status;
-  // Epoch words must start as words of no call; messages need nothing.
-  status = ToStatus(cudaMemset(rank.workspace, 0, map_.messages.offset), "workspace");
-  if (!status.ok()) return status;
   status = ToStatus(cudaHostAlloc(reinterpret_cast<void**>(&rank.failure), sizeof(*rank.failure),
                                   cudaHostAllocPortable),
                     "failure word");
-  if (status.ok()) *rank.failure = 0;
+  return status.ok() ? ClearRank(index) : status;
+}
+
+Status Group::ClearRank(int index) {
+  const Rank& rank = ranks_[index];
+  const ScopedDevice scoped(rank.device);
+  *rank.failure = 0;
+  // Epoch words must start as words of no call; messages need nothing.
+  return ToStatus(cudaMemset(rank.workspace, 0, map_.messages.offset), "workspace");
+}
+
+Status Group::Reopen() {
+  Status status;
+  for (int rank = 0; status.ok() && rank < config_.n_ranks; ++rank) {
+    if (IsLocal(rank)) status = ClearRank(rank);
+  }
   return status;
 }
 

@@ -5,6 +5,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -53,6 +54,8 @@ class Group {
   Status Address(int rank, std::string* address) const;
   // `addresses`: of all ranks. Calls are possible from now on.
   Status Connect(const std::vector<std::string>& addresses);
+  // After Disconnect, as if allocated anew, in the same memory. No peer may write to it any more.
+  Status Reopen();
   // Waits until the calls of this process have ended, and lets go of the others' workspaces. They
   // may still write to this process's until they have done the same.
   void Disconnect();
@@ -64,6 +67,10 @@ class Group {
                       bool overlaps = false) const;
   Status CombineCall(int rank, int64_t n_tokens, bool sums_at_experts, CallArgs* call,
                      bool overlaps = false) const;
+
+  // A call is being captured: from now on graphs refer to the workspaces.
+  void NoteCapture() { is_captured_.store(true, std::memory_order_relaxed); }
+  bool is_captured() const { return is_captured_.load(std::memory_order_relaxed); }
 
   // Says which rank did not answer, and to what, once a call of `rank` has failed.
   Status CheckFailure(int rank) const;
@@ -92,6 +99,7 @@ class Group {
   bool IsLocal(int rank) const { return ranks_[rank].device != kElsewhere; }
   Status CheckLocal(int rank) const;
   Status AllocateRank(int rank);
+  Status ClearRank(int rank);
   Status ShareDevice(int rank, const std::vector<PeerAddress>& addresses);
   Status ConnectRank(int rank, const std::vector<PeerAddress>& addresses);
   Status FillCall(int rank, int64_t n_tokens, CallArgs* call) const;
@@ -102,6 +110,7 @@ class Group {
   const Workspace map_;
   std::vector<Rank> ranks_;
   PeerMappings mappings_;
+  std::atomic<bool> is_captured_{false};
 };
 
 }  // namespace jax_ep::p2p

@@ -1,8 +1,10 @@
 #include "cuda/handler.h"
 
+#include <string>
 #include <string_view>
 
 #include "core/message.h"
+#include "cuda/runtime.h"
 
 namespace jax_ep::p2p {
 
@@ -12,17 +14,26 @@ ffi::Error ToError(cudaError_t error, const char* what) {
                     std::string(what) + " was not launched: " + cudaGetErrorString(error));
 }
 
-Status FindCaller(ffi::Dictionary ep, int32_t ordinal, Caller& caller) {
-  const auto key = ep.get<std::string_view>("group");
-  if (!key.has_value()) return InvalidArgument("the call has no group");
-  caller.member = Registry::Instance().Find(*key, ordinal);
+Status FindCaller(std::string_view group, int32_t ordinal, Caller& caller) {
+  caller.member = Registry::Instance().Find(group, ordinal);
   if (caller.member.group == nullptr) {
-    return FailedPrecondition(std::string(caller.operation) + " of group " + std::string(*key) +
+    return FailedPrecondition(std::string(caller.operation) + " of group " + std::string(group) +
                               ": the group is not open on device " + std::to_string(ordinal) +
                               " of this process. Was it closed? Call ep_init with the mesh and " +
                               "config that the function was traced with.");
   }
   return caller.member.group->CheckFailure(caller.member.rank);
+}
+
+Status FindCaller(ffi::Dictionary ep, int32_t ordinal, cudaStream_t stream, Caller& caller) {
+  const auto key = ep.get<std::string_view>("group");
+  if (!key.has_value()) return InvalidArgument("the call has no group");
+  const Status status = FindCaller(*key, ordinal, caller);
+  if (!status.ok()) return status;
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  const cudaError_t error = cudaStreamIsCapturing(stream, &capture);
+  if (capture == cudaStreamCaptureStatusActive) caller.member.group->NoteCapture();
+  return ToStatus(error, "stream");
 }
 
 void ExpectPlace(const Caller& caller, ffi::BufferR0<ffi::S32> place_index, CallArgs& call) {

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include "core/combine_mode.h"
@@ -30,7 +31,9 @@ struct Caller {
 
 // Fails, too, where a call of the group has failed before: its ranks no longer agree on how many
 // calls there were.
-Status FindCaller(ffi::Dictionary ep, int32_t ordinal, Caller& caller);
+Status FindCaller(std::string_view group, int32_t ordinal, Caller& caller);
+// The same for a call on `stream`, which is perhaps being captured.
+Status FindCaller(ffi::Dictionary ep, int32_t ordinal, cudaStream_t stream, Caller& caller);
 
 // Lets the kernel compare the caller's place with the one that the program means.
 void ExpectPlace(const Caller& caller, ffi::BufferR0<ffi::S32> place_index, CallArgs& call);
@@ -46,6 +49,12 @@ int64_t LayoutSize(const GroupConfig& config);
 // What all bindings begin and end with.
 inline auto BindCall() {
   return ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().Ctx<ffi::DeviceOrdinal>();
+}
+
+inline auto BindGroupCall() {
+  return BindCall()
+      .Arg<ffi::BufferR0<ffi::S32>>()   // that of jax_ep_check, so that it comes before
+      .Arg<ffi::BufferR0<ffi::S32>>();  // place_index []
 }
 
 template <class Binding>

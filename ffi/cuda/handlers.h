@@ -9,6 +9,9 @@ XLA_FFI_Error* CudaDispatch(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* CudaCombine(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* CudaFusedSilu(XLA_FFI_CallFrame* call_frame);
 
+// Before them; see check_handler.cc.
+XLA_FFI_Error* CudaCheck(XLA_FFI_CallFrame* call_frame);
+
 // Calls that run beside others of a program; see begin_handlers.cc.
 XLA_FFI_Error* CudaReserve(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* CudaDispatchBegin(XLA_FFI_CallFrame* call_frame);

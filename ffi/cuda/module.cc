@@ -33,6 +33,7 @@ nb::dict Targets() {
   add("jax_ep_dispatch", CudaDispatch);
   add("jax_ep_combine", CudaCombine);
   add("jax_ep_fused_silu", CudaFusedSilu);
+  add("jax_ep_check", CudaCheck);
   add("jax_ep_reserve", CudaReserve);
   add("jax_ep_dispatch_begin", CudaDispatchBegin);
   add("jax_ep_await_begin", CudaAwaitBegin);
@@ -130,9 +131,17 @@ NB_MODULE(_ffi_cuda, module) {
       "Counts one user less. True: it was the last, all calls have ended, and the workspaces stay "
       "until free_group.");
   module.def(
-      "free_group", [](const std::string& key) { Registry::Instance().Free(key); }, nb::arg("key"),
-      nb::call_guard<nb::gil_scoped_release>(),
-      "Frees the workspaces, to which no peer may write any more.");
+      "free_group",
+      [](const std::string& key, bool is_quiet) { Registry::Instance().Free(key, is_quiet); },
+      nb::arg("key"), nb::arg("is_quiet"), nb::call_guard<nb::gil_scoped_release>(),
+      "Frees the workspaces, but for those that graphs refer to. is_quiet: no peer writes to them "
+      "any more.");
+  module.def(
+      "is_captured",
+      [](const std::string& key, int64_t ordinal) {
+        return FindMember(key, ordinal).group->is_captured();
+      },
+      nb::arg("key"), nb::arg("ordinal"), "Whether a call of the group is part of a graph.");
   module.def(
       "dev_ptrs",
       [](const std::string& key, int64_t ordinal) {

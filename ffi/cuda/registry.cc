@@ -31,20 +31,37 @@ Status Registry::Allocate(const std::string& key, const GroupConfig& config,
   }
   Entry entry;
   entry.places = places;
-  for (const auto& [row, ranks] : devices) {
-    std::unique_ptr<Group> group;
-    const Status status = Group::Allocate(config, ranks, &group);
-    if (!status.ok()) return status;
-    entry.groups[row] = std::move(group);
-  }
+  Status status = AllocateRows(key, config, devices, &entry.groups);
   for (const auto& [ordinal, place] : places) {
-    const Status status =
+    if (!status.ok()) break;
+    status =
         entry.groups[place.row]->Address(static_cast<int>(place.rank), &addresses->emplace_back());
-    if (!status.ok()) return status;
   }
   std::lock_guard lock(mutex_);
-  if (!entries_.emplace(key, std::move(entry)).second) {
-    return FailedPrecondition("group " + key + " is open already");
+  if (status.ok() && entries_.count(key)) {
+    status = FailedPrecondition("group " + key + " is open already");
+  }
+  if (status.ok()) {
+    entries_[key] = std::move(entry);
+  } else {
+    Keep(key, /*is_quiet=*/true, &entry.groups);
+  }
+  return status;
+}
+
+Status Registry::AllocateRows(const std::string& key, const GroupConfig& config,
+                              const std::map<int64_t, std::vector<int>>& devices, Groups* groups) {
+  {
+    std::lock_guard lock(mutex_);
+    groups->swap(kept_[key]);
+    kept_.erase(key);
+  }
+  for (const auto& [row, ranks] : devices) {
+    std::shared_ptr<Group>& group = (*groups)[row];
+    std::unique_ptr<Group> allocated;
+    const Status status = group ? group->Reopen() : Group::Allocate(config, ranks, &allocated);
+    if (!status.ok()) return status;
+    if (allocated) group = std::move(allocated);
   }
   return {};
 }
@@ -80,28 +97,39 @@ bool Registry::Disconnect(const std::string& key) {
     std::lock_guard lock(mutex_);
     const auto it = entries_.find(key);
     if (it == entries_.end() || --it->second.n_users > 0) return false;
-    for (const auto& [row, group] : it->second.groups) groups.push_back(group);
+    groups = std::move(it->second.groups);
     entries_.erase(it);
   }
-  for (const std::shared_ptr<Group>& group : groups) {
+  for (const auto& [row, group] : groups) {
     // Handlers that found the group before still launch, and are done at once.
     while (group.use_count() > 1) std::this_thread::sleep_for(std::chrono::microseconds(50));
     std::atomic_thread_fence(std::memory_order_acquire);
     group->Disconnect();
   }
   std::lock_guard lock(mutex_);
-  Groups& waiting = disconnected_[key];
-  waiting.insert(waiting.end(), groups.begin(), groups.end());
+  disconnected_[key] = std::move(groups);
   return true;
 }
 
-void Registry::Free(const std::string& key) {
+void Registry::Free(const std::string& key, bool is_quiet) {
   Groups groups;
   std::lock_guard lock(mutex_);
   const auto it = disconnected_.find(key);
   if (it == disconnected_.end()) return;
   groups = std::move(it->second);
   disconnected_.erase(it);
+  Keep(key, is_quiet, &groups);
+}
+
+void Registry::Keep(const std::string& key, bool is_quiet, Groups* groups) {
+  for (auto& [row, group] : *groups) {
+    if (group == nullptr || !group->is_captured()) continue;
+    if (is_quiet) {
+      kept_[key][row] = std::move(group);
+    } else {
+      lost_.push_back(std::move(group));
+    }
+  }
 }
 
 Registry::Member Registry::Find(std::string_view key, int64_t ordinal) const {

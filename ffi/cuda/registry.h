@@ -50,7 +50,9 @@ class Registry {
   // Counts one user less; true: it was the last, the groups can no longer be found, their calls
   // have ended, and the workspaces stay until `Free`: peers may still write to them.
   bool Disconnect(const std::string& key);
-  void Free(const std::string& key);
+  // Frees the workspaces, but for those that graphs refer to. Such are kept for the next group of
+  // the key, which the graphs then belong to; or for nothing, if peers may write to them yet.
+  void Free(const std::string& key, bool is_quiet);
 
   // The group of a device and its place; null where there is none.
   struct Member {
@@ -61,19 +63,27 @@ class Registry {
   Member Find(std::string_view key, int64_t ordinal) const;
 
  private:
+  using Groups = std::map<int64_t, std::shared_ptr<Group>>;  // by row
   struct Entry {
     std::vector<LocalPlace> places;
-    std::map<int64_t, std::shared_ptr<Group>> groups;  // by row
-    std::map<int64_t, Member> members;                 // by ordinal; none before `Connect`
+    Groups groups;
+    std::map<int64_t, Member> members;  // by ordinal; none before `Connect`
     int64_t n_users = 1;
   };
-  using Groups = std::vector<std::shared_ptr<Group>>;
+
+  // `devices`: of each rank, by row.
+  Status AllocateRows(const std::string& key, const GroupConfig& config,
+                      const std::map<int64_t, std::vector<int>>& devices, Groups* groups);
+  // Takes those that graphs refer to. The mutex is held.
+  void Keep(const std::string& key, bool is_quiet, Groups* groups);
 
   // Held for look-ups only, never while a device works: a call that it waits for may have to be
   // looked up.
   mutable std::mutex mutex_;
   std::map<std::string, Entry, std::less<>> entries_;
   std::map<std::string, Groups> disconnected_;
+  std::map<std::string, Groups> kept_;
+  std::vector<std::shared_ptr<Group>> lost_;
 };
 
 }  // namespace jax_ep::p2p

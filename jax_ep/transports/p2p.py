@@ -85,8 +85,14 @@ class P2pTransport(FfiTransport):
         return p2p_setup.why_not(local_places(mesh, axis_name), exchange)
 
     def open(self, group: EPGroup, exchange: Exchange) -> None:
-        """Allocates and connects the buffers, and loads the kernels on every device."""
+        """Allocates and connects the buffers, and loads the kernels on every device.
+
+        Raises:
+            RuntimeError: a step failed in some process; all raise it.
+            TimeoutError: a process did not come.
+        """
         _cuda_ffi.register()
+        exchange.gather("failures", functools.partial(self._expect_no_failure, group))
         if _cuda_ffi.load().share_group(group.key):
             return
         config = group.config
@@ -103,6 +109,22 @@ class P2pTransport(FfiTransport):
         )
         self._exchanges[group.key] = exchange
 
+    def _expect_no_failure(self, group: EPGroup) -> bytes:
+        """An equal group that is open would be shared."""
+        message = self._failure(group) if group.key in self._exchanges else ""
+        if message:
+            raise RuntimeError(
+                f"an equal group, {group.key}, is open and has failed: {message} Close "
+                "it first."
+            )
+        return b""
+
+    def _failure(self, group: EPGroup) -> str:
+        """What a call waited for in vain, on a device of this process; or ''."""
+        load = _cuda_ffi.load()
+        here = map(p2p_setup.ordinal, local_places(group.mesh, group.axis_name))
+        return next(filter(None, (load.failure(group.key, i) for i in here)), "")
+
     def close(self, group: EPGroup) -> None:
         """Frees the buffers, once no call uses them."""
         if p2p_setup.close_buffers(group.key, self._exchanges[group.key]):
@@ -110,10 +132,9 @@ class P2pTransport(FfiTransport):
 
     def check(self, group: EPGroup) -> None:
         """See `EPGroup.check`."""
-        for place in local_places(group.mesh, group.axis_name):
-            message = _cuda_ffi.load().failure(group.key, p2p_setup.ordinal(place))
-            if message:
-                raise jax.errors.JaxRuntimeError(f"Group {group.key}: {message}")
+        message = self._failure(group)
+        if message:
+            raise jax.errors.JaxRuntimeError(f"Group {group.key}: {message}")
 
     def stats(self, group: EPGroup) -> list[RankStats]:
         """See `EPGroup.stats`."""

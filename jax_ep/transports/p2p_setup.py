@@ -84,7 +84,7 @@ def open_buffers(group: EPGroup, exchange: Exchange, **sizes: Any) -> None:
         payloads = exchange.gather("workspaces", allocate)
     except BaseException:
         if extension.disconnect_group(key):
-            extension.free_group(key)
+            extension.free_group(key, is_quiet=True)
         raise
     try:
         exchange.gather("connected", connect)
@@ -109,12 +109,15 @@ def close_buffers(key: str, exchange: Exchange) -> bool:
     """Counts one user less; after the last, frees the workspaces, and gives True.
 
     Before that, it waits for a while until no other process writes to them any more.
+    What CUDA graphs refer to is kept, for an equal group that is opened later.
     """
     extension = _cuda_ffi.load()
     if not extension.disconnect_group(key):
         return False
+    is_quiet = False
     try:
         exchange("closed", b"closed", min(exchange.timeout_s, _LONGEST_CLOSE_S))
+        is_quiet = True
     except Exception as error:
         warnings.warn(
             f"Group {key} is closed here, and perhaps not in another process, which "
@@ -123,5 +126,5 @@ def close_buffers(key: str, exchange: Exchange) -> bool:
             stacklevel=4,
         )
     finally:
-        extension.free_group(key)
+        extension.free_group(key, is_quiet=is_quiet)
     return True

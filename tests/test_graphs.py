@@ -1,0 +1,104 @@
+"""Transport `p2p` in CUDA graphs, which XLA makes of five calls and more."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import cases
+import jax_ep
+import suite
+from harness import AXIS, config_of, make_mesh, on_mesh, place
+from jax_ep import _cuda_ffi
+from jax_ep.topology import local_places
+from jax_ep.transports.p2p_setup import ordinal
+
+pytestmark = pytest.mark.gpu
+N_PAIRS = 4
+
+
+def compiled_chain(group: jax_ep.EPGroup):
+    """Gives a function that runs calls in a row, compiled once; it gives their bits.
+
+    Its arrays are let go: they stand where they stood in the next run.
+    """
+    case = cases.SMALL[group.n_ranks]
+
+    def chain(tokens, topk_ids):
+        for _ in range(N_PAIRS):
+            rows = jax_ep.dispatch(group, tokens, topk_ids)
+            tokens = jnp.tanh(jax_ep.combine(group, rows.tokens, rows))
+        return tokens
+
+    inputs = suite.make_inputs(case)
+    operands = [place(group.mesh, [x]) for x in inputs.arrays()[:2]]
+    compiled = on_mesh(group.mesh, chain).lower(*operands).compile()
+
+    def run() -> list[bytes]:
+        shards = jax.block_until_ready(compiled(*operands)).addressable_shards
+        return [np.asarray(shard.data).tobytes() for shard in shards]
+
+    return run
+
+
+def is_captured(group: jax_ep.EPGroup) -> bool:
+    here = local_places(group.mesh, group.axis_name)
+    return all(_cuda_ffi.load().is_captured(group.key, ordinal(p)) for p in here)
+
+
+@pytest.fixture
+def mesh():
+    return make_mesh(4 if len(jax.devices()) >= 4 else len(jax.devices()))
+
+
+@pytest.fixture
+def config(mesh, request):
+    """Of a group that no other test opens."""
+    timeout_s = 20.0 + len(request.node.name) / 1000
+    return config_of(cases.SMALL[mesh.size], timeout_s=timeout_s)
+
+
+def test_calls_are_captured(mesh, config) -> None:
+    with jax_ep.ep_init(mesh, AXIS, config, transport="p2p") as group:
+        run = compiled_chain(group)
+        wanted = run()
+        assert is_captured(group)
+        for _ in range(5):
+            assert run() == wanted
+        calls = [each.dispatch_calls for each in group.stats()]
+        assert calls == [6 * N_PAIRS] * mesh.size
+
+
+def test_a_graph_outlives_its_group(mesh, config) -> None:
+    """Where it stands is kept, and belongs to the next group that is equal."""
+    group = jax_ep.ep_init(mesh, AXIS, config, transport="p2p")
+    run = compiled_chain(group)
+    wanted = [run() for _ in range(2)][-1]
+    assert is_captured(group)
+    where = group.dev_ptrs
+    for _ in range(2):
+        group.close()
+        with pytest.raises(jax.errors.JaxRuntimeError, match="is not open"):
+            run()
+        group = jax_ep.ep_init(mesh, AXIS, config, transport="p2p")
+        assert (group.dev_ptrs == where).all()
+        assert [each.dispatch_calls for each in group.stats()] == [0] * mesh.size
+        assert run() == wanted
+        calls = [each.dispatch_calls for each in group.stats()]
+        assert calls == [N_PAIRS] * mesh.size
+    group.close()
+
+
+def test_what_no_graph_refers_to_is_freed(mesh) -> None:
+    """All of these together would not fit into the memory that XLA leaves."""
+    config = jax_ep.EPConfig(
+        n_experts=mesh.size,
+        top_k=1,
+        hidden_size=8192,
+        max_tokens_per_rank=2**14,
+        recv_capacity=16,
+    )
+    for _ in range(60):
+        jax_ep.ep_init(mesh, AXIS, config, transport="p2p").close()
