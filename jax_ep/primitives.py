@@ -48,7 +48,9 @@ class _Program:
     """Whether calls that overlap have been traced; then whole calls wait for them.
 
     A program is lowered when all of it has been traced. What it was then is an
-    attribute of each of its calls, as captured graphs must not change.
+    attribute of each of its calls, as captured graphs must not change. Programs that
+    are traced later wait, too, and need not: while one is lowered, nobody knows what
+    else it holds.
     """
 
     overlaps = False
