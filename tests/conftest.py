@@ -8,8 +8,10 @@ environment variable for jobs that cannot pass flags:
     --coordinator   JAX_EP_TEST_COORDINATOR   host:port; joins a `jax.distributed` job
     --process-id    JAX_EP_TEST_PROCESS_ID
     --n-processes   JAX_EP_TEST_N_PROCESSES
+    --n-devices     JAX_EP_TEST_N_DEVICES     of all processes, on CPUs: 32
 
 In a job of several processes, run the same files with the same options on every host.
+Tests whose mesh is not of all devices are skipped there, as are those of one process.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ import os
 import jax
 import pytest
 
-N_CPU_DEVICES = 32
 CPU_TRANSPORTS = ("xla", "host")
 GPU_TRANSPORTS = ("xla", "p2p")
 ONE_PROCESS_TRANSPORTS = ("host",)
@@ -36,9 +37,9 @@ def pytest_addoption(parser) -> None:
     group.addoption(
         "--process-id", type=int, default=int(env("JAX_EP_TEST_PROCESS_ID", "0"))
     )
-    group.addoption(
-        "--n-processes", type=int, default=int(env("JAX_EP_TEST_N_PROCESSES", "1"))
-    )
+    for name, default in (("n-processes", "1"), ("n-devices", "32")):
+        variable = "JAX_EP_TEST_" + name.upper().replace("-", "_")
+        group.addoption(f"--{name}", type=int, default=int(env(variable, default)))
 
 
 def pytest_configure(config) -> None:
@@ -48,10 +49,11 @@ def pytest_configure(config) -> None:
         jax.config.update("jax_platforms", "cuda,cpu")
     else:
         jax.config.update("jax_platforms", "cpu")
-        n_local, rest = divmod(N_CPU_DEVICES, option.n_processes)
+        n_local, rest = divmod(option.n_devices, option.n_processes)
         if rest:
             raise pytest.UsageError(
-                f"--n-processes must divide {N_CPU_DEVICES}; got {option.n_processes}"
+                f"--n-processes must divide --n-devices={option.n_devices}; got "
+                f"{option.n_processes}"
             )
         jax.config.update("jax_num_cpu_devices", n_local)
     jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -60,6 +62,13 @@ def pytest_configure(config) -> None:
         jax.distributed.initialize(
             option.coordinator, option.n_processes, option.process_id
         )
+
+
+@pytest.fixture
+def one_process(request) -> None:
+    """For tests of transport `host`, and those that read arrays of all ranks."""
+    if request.config.option.n_processes > 1:
+        pytest.skip("of one process")
 
 
 def transports(option) -> tuple[str, ...]:

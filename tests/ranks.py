@@ -40,23 +40,42 @@ def run_ranks(
         AssertionError: a process failed or was still running after `timeout_s`; the
             text holds every process's log. No process is left behind.
     """
-    command = [sys.executable, __file__, target, f"localhost:{free_port()}"]
+    first = [sys.executable, __file__, target, f"localhost:{free_port()}"]
+    n_cpus = 0 if gpus else n_local_devices
+    commands = [
+        [*first, *map(str, (n_processes, i, n_cpus))] for i in range(n_processes)
+    ]
+    extras = [_gpu_environment(gpus[i]) if gpus else {} for i in range(n_processes)]
+    return run_together(commands, SUMMARY, timeout_s, extras)
+
+
+def run_together(
+    commands: Sequence[list[str]],
+    summary: str,
+    timeout_s: float,
+    extras: Sequence[dict[str, str]] | None = None,
+) -> list[str]:
+    """Runs each command in a process, with `extras` in its environment.
+
+    Raises as `run_ranks` does; `summary` is what stands in the log of a process that
+    has done its work.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        logs = [pathlib.Path(folder, f"{i}.log") for i in range(n_processes)]
+        logs = [pathlib.Path(folder, f"{i}.log") for i in range(len(commands))]
         processes = []
         try:
-            for i, log in enumerate(logs):
-                n_cpus = 0 if gpus else n_local_devices
-                numbers = [str(n) for n in (n_processes, i, n_cpus)]
-                extra = _gpu_environment(gpus[i]) if gpus else {}
-                processes.append(_start([*command, *numbers], log, extra))
+            for i, command in enumerate(commands):
+                extra = extras[i] if extras else {}
+                processes.append(_start(command, logs[i], extra))
             in_time = _wait(processes, timeout_s)
         finally:
             for process in processes:
                 process.kill()
                 process.wait()
         texts = [log.read_text(errors="replace") for log in logs]
-    failed = _failures(processes, texts, in_time, timeout_s)
+    failed = _failures(processes, texts, summary)
+    if not in_time:
+        failed.insert(0, f"not all ranks ended in {timeout_s:g} s; the rest was killed")
     assert not failed, "\n".join(failed + [_titled(i, t) for i, t in enumerate(texts)])
     return texts
 
@@ -114,15 +133,13 @@ def _wait(processes: list[subprocess.Popen], timeout_s: float) -> bool:
     return True
 
 
-def _failures(processes, texts, in_time: bool, timeout_s: float) -> list[str]:
+def _failures(processes, texts, summary: str) -> list[str]:
     """Says of each process that failed how it ended."""
     failed = []
     for i, (process, text) in enumerate(zip(processes, texts, strict=True)):
-        if process.returncode != 0 or SUMMARY not in text:
+        if process.returncode != 0 or summary not in text:
             which = f"rank {i} of {len(processes)}"
             failed.append(f"{which} ended with status {process.returncode}")
-    if not in_time:
-        failed.insert(0, f"not all ranks ended in {timeout_s:g} s; the rest was killed")
     return failed
 
 

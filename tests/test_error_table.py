@@ -19,6 +19,7 @@ from jax_ep.exchange import Exchange
 from jax_ep.group import EPGroup
 from jax_ep.transports.p2p import P2pTransport
 
+pytestmark = pytest.mark.usefixtures("one_process")
 TABLE = pathlib.Path(__file__).parents[1] / "docs" / "errors.md"
 R, E, K, H, T = 4, 8, 2, 16, 4
 

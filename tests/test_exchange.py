@@ -33,6 +33,7 @@ def test_processes_of_a_job_exchange_what_they_know():
     run_ranks(N_PROCESSES, "test_exchange:check_job", n_local_devices=2, timeout_s=120)
 
 
+@pytest.mark.usefixtures("one_process")
 def test_one_process_needs_no_exchange():
     def never(key, payload):
         raise AssertionError("alone, and asked")

@@ -300,7 +300,7 @@ def test_without_an_extension_it_is_jnp(monkeypatch, options):
 
 @pytest.mark.parametrize("offsets", [[0, 5, 3], [0, 9], [1, 4]])
 def test_offsets_that_are_none_are_refused_on_cpus(offsets):
-    with jax.default_device(jax.devices("cpu")[0]):
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
         with pytest.raises(jax.errors.JaxRuntimeError, match="row_offsets must rise"):
             x, offsets = jnp.ones((8, 16)), jnp.asarray(offsets, jnp.uint32)
             jax.block_until_ready(run(x, offsets, FLOAT32))

@@ -234,6 +234,7 @@ def float32_layer(weights, transport, dp=1, check_vma=True):
     return jax.jit(global_layer), (tokens, weight, jnp.asarray(scale)), ids
 
 
+@pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("dp", [1, 2])
 @pytest.mark.parametrize("weights", MODES)
@@ -255,6 +256,7 @@ def test_a_layers_gradients_are_the_dense_layers(weights, dp, check_vma, transpo
         assert_close(np.asarray(one), np.asarray(other), np.float32, f"d {name}")
 
 
+@pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("weights", MODES)
 def test_finite_differences_agree(weights, transport):
     """In float32, where eps = 2^-6 keeps both errors of the difference under 1e-3."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pathlib
+import re
+import sys
 import time
 
 import jax
@@ -12,9 +15,10 @@ import cases
 import jax_ep
 import suite
 from harness import AXIS, config_of, make_mesh
-from ranks import run_ranks
+from ranks import free_port, run_ranks, run_together
 
 pytestmark = pytest.mark.multiprocess
+ROOT = pathlib.Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize(("n_processes", "n_local_devices"), [(2, 4), (4, 1)])
@@ -48,6 +52,22 @@ def test_a_hanging_rank_is_killed_at_the_limit():
     with pytest.raises(AssertionError, match="not all ranks ended in 15 s"):
         run_ranks(2, "test_multiprocess:hang_on_one_rank", timeout_s=15)
     assert time.monotonic() - start < 30
+
+
+def test_the_suite_itself_runs_in_several_processes():
+    """As on several hosts: the same files with the same options, all ranks in step."""
+    options = ["--coordinator", f"localhost:{free_port()}", "--n-processes=2"]
+    what = ["tests/test_config.py", "tests/test_grad.py", "tests/test_stats.py"]
+    which = "knows_its_sizes or closed_forms or count_what_was_sent"
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", which]
+    command += [*options, "--n-devices=4", *(str(ROOT / file) for file in what)]
+    commands = [[*command, f"--process-id={i}"] for i in range(2)]
+    logs = run_together(commands, " passed", timeout_s=240)
+    numbers = [
+        re.search(r"=+ (\d+) passed, (\d+) skipped", log).groups() for log in logs
+    ]
+    assert numbers[0] == numbers[1] and int(numbers[0][0]) > 10
+    assert all("of one process" in log for log in logs)
 
 
 def check_all_modes() -> None:

@@ -218,6 +218,7 @@ def test_a_mapped_call_is_complete_before_its_results_are_stacked(mesh, group) -
     assert "jax_ep_dispatch_end" in loop
 
 
+@pytest.mark.usefixtures("one_process")
 def test_gradients_of_work_beside_a_call_are_those_without(mesh, transport) -> None:
     group = jax_ep.ep_init(mesh, AXIS, CONFIG, transport=transport)
 

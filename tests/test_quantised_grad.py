@@ -62,6 +62,7 @@ def test_a_rows_gradient_reaches_its_token(name, weights, transport):
         assert_same_bits(got_rows, d_expert_out[rank], what)
 
 
+@pytest.mark.usefixtures("one_process")
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="patches transport host")
 def test_cotangents_in_pieces_give_the_same_bits(monkeypatch):
     """What `p2p` does with float32 tokens where experts give bfloat16."""
@@ -125,6 +126,7 @@ def moe_layer(group):
     return body
 
 
+@pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_layers_gradients_are_those_of_simulated_quantisation(

@@ -57,6 +57,7 @@ def dense_layer(inputs, gate_up, down, rounded) -> list[np.ndarray]:
     return results
 
 
+@pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("name", LEAST_COSINE)
 def test_a_layer_is_as_near_as_the_format_allows(name, transport):
     case = cases.QUANTISED_SMALL[name].but(

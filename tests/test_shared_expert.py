@@ -161,6 +161,7 @@ def test_identity_experts_give_tokens_times_weights_and_the_token(
         np.testing.assert_array_equal(out, tokens[rank] * (sums + 2))
 
 
+@pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("flags", ["skip_a2a", "both"])
 def test_the_ranks_sums_are_the_dense_layer(flags, check_vma, transport):

@@ -13,13 +13,14 @@ import pytest
 import jax_ep
 import jax_ep.topology
 
+pytestmark = pytest.mark.usefixtures("one_process")
 DP, R, L, K, H, T = 2, 4, 2, 3, 8, 5
 E = R * L
 CAPACITY = 12
 
 
 @pytest.fixture
-def group():
+def group(one_process):
     mesh = jax.sharding.Mesh(
         np.array(jax.devices()[: DP * R]).reshape(DP, R), ("dp", "ep")
     )
