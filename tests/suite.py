@@ -297,10 +297,13 @@ def compiled(
     return group, run
 
 
-def check(case, transport: str, mesh, *, topk_ids=None, tokens=None, **options) -> None:
+def check(
+    case, transport: str, mesh, *, topk_ids=None, tokens=None, change=None, **options
+) -> None:
     """Runs a case on every group of the mesh and compares all ranks' results.
 
-    `topk_ids` and `tokens`, one array per rank, replace the case's own.
+    `topk_ids` and `tokens`, one array per rank, replace the case's own; `change` gives
+    other `Inputs` for a group's.
     """
     config = config_of(case)
     options = {"input_scale": case.input_scale} | options
@@ -309,6 +312,8 @@ def check(case, transport: str, mesh, *, topk_ids=None, tokens=None, **options) 
     inputs = [make_inputs(case, topk_ids, g) for g in range(n_groups(mesh))]
     if tokens is not None:
         inputs = [dataclasses.replace(each, tokens=list(tokens)) for each in inputs]
+    if change is not None:
+        inputs = [change(each) for each in inputs]
     wanted = [expected(case, each) for each in inputs]
     operands = zip(*(each.arrays() for each in inputs), strict=True)
     out = run(*(place(mesh, operand) for operand in operands))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -178,6 +180,39 @@ def test_dispatch_keeps_every_bit_pattern(dtype, transport):
     shape = (case.n_tokens, case.hidden_size)
     tokens = patterns.view(np.dtype(dtype)).reshape(shape)
     suite.check(case, transport, make_mesh(2), tokens=[tokens, tokens[::-1]])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("weights", MODES)
+def test_combine_of_all_magnitudes(weights, dtype, transport):
+    """Subnormal rows, weights and sums, sums beyond the largest number, zeros."""
+    if transport == "xla" and jax.default_backend() == "cpu":
+        pytest.skip("XLA:CPU takes subnormal numbers for zero")
+    case = cases.SMALL[4].but(weights=weights, combine_dtype=dtype)
+    with np.errstate(over="ignore"):
+        suite.check(case, transport, make_mesh(4), change=of_all_magnitudes)
+
+
+def of_all_magnitudes(inputs: suite.Inputs) -> suite.Inputs:
+    """Only positive products and sums overflow: there is no NaN but in unused rows."""
+    rng = np.random.default_rng(11)
+
+    def numbers(like: np.ndarray, below: int, is_signed: bool) -> np.ndarray:
+        exponents = rng.integers(-150, below, like.shape)
+        values = np.ldexp(1 + rng.random(like.shape, np.float32), exponents)
+        is_negative = is_signed & (exponents < 60) & (rng.random(like.shape) < 0.5)
+        values = np.where(is_negative, -values, values)
+        return np.where(np.isnan(like), like, values.astype(like.dtype))
+
+    def all_of(arrays: list, below: int = 127, is_signed: bool = True) -> list:
+        return [numbers(each, below, is_signed) for each in arrays]
+
+    return dataclasses.replace(
+        inputs,
+        topk_weights=all_of(inputs.topk_weights, 30, is_signed=False),
+        expert_out=all_of(inputs.expert_out),
+        residual=all_of(inputs.residual, 60),
+    )
 
 
 @pytest.mark.parametrize("n_ranks", [2, 8])
