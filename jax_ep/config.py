@@ -42,10 +42,9 @@ class EPConfig:
             `M * R * min(K, L)` (with `skip_a2a`: `M * min(K, L)`), with a shared expert
             M more (with `skip_a2a`: `ceil(M / R)`), and the format's padding. Rows
             beyond it are dropped and counted.
-        n_gpus_per_node: ranks that reach each other by loads and stores; None: all.
-            Given, it and `n_nodes` partition the ranks. Recorded for transports
-            between nodes: none of today's asks.
-        n_nodes: nodes; None: one.
+        n_gpus_per_node: ranks that reach each other by loads and stores; None: all of
+            the ranks over `n_nodes`. `p2p` serves one node.
+        n_nodes: nodes; None: the ranks over `n_gpus_per_node`, or one.
         n_sms: streaming multiprocessors that a call may use on a GPU; None: all, or 24
             in calls that overlap (docs/overlap.md).
         timeout_s: seconds that a rank waits for another in one call; at most 1e6.
@@ -124,6 +123,28 @@ class EPConfig:
                 f"n_experts={self.n_experts}, n_ranks={n_ranks}."
             )
         return self.n_experts // n_ranks
+
+    def nodes(self, n_ranks: int) -> tuple[int, int]:
+        """`(n_gpus_per_node, n_nodes)`; what is not given follows, or is one node.
+
+        Raises:
+            ValueError: they do not partition the ranks.
+        """
+        given = {"n_gpus_per_node": self.n_gpus_per_node, "n_nodes": self.n_nodes}
+        for name, value in given.items():
+            if value is not None and n_ranks % value:
+                raise ValueError(
+                    f"{name} must divide the number of ranks; got {name}={value}, "
+                    f"n_ranks={n_ranks}."
+                )
+        per_node = self.n_gpus_per_node or n_ranks // (self.n_nodes or 1)
+        if per_node * (self.n_nodes or n_ranks // per_node) != n_ranks:
+            raise ValueError(
+                "n_gpus_per_node * n_nodes must be the number of ranks; got "
+                f"n_gpus_per_node={self.n_gpus_per_node}, n_nodes={self.n_nodes}, "
+                f"n_ranks={n_ranks}."
+            )
+        return per_node, n_ranks // per_node
 
     def routed(self, n_ranks: int) -> RoutedSizes:
         """What transports route by.

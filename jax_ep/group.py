@@ -231,26 +231,11 @@ def ep_init(
     n_ranks = mesh.shape[axis_name]
     config.n_local_experts(n_ranks)
     config.max_recv_tokens(n_ranks)
-    _check_nodes(config, n_ranks)
+    config.nodes(n_ranks)
     name = _group_key(mesh, axis_name, config, transport)
     processes = Exchange.over(mesh, name, config.timeout_s, exchange)
     chosen = transports.choose(transport, mesh, axis_name, config, processes)
     return EPGroup(mesh, axis_name, config, chosen, processes)
-
-
-def _check_nodes(config: EPConfig, n_ranks: int) -> None:
-    per_node, nodes = config.n_gpus_per_node, config.n_nodes
-    if per_node is not None and nodes is not None and per_node * nodes != n_ranks:
-        raise ValueError(
-            "n_gpus_per_node * n_nodes must be the number of ranks; got "
-            f"n_gpus_per_node={per_node}, n_nodes={nodes}, n_ranks={n_ranks}."
-        )
-    for name, value in (("n_gpus_per_node", per_node), ("n_nodes", nodes)):
-        if value is not None and n_ranks % value:
-            raise ValueError(
-                f"{name} must divide the number of ranks; got {name}={value}, "
-                f"n_ranks={n_ranks}."
-            )
 
 
 def _group_key(

@@ -170,6 +170,7 @@ def attributes(
     """The attributes of every call; handlers of both platforms know them by name."""
     config, routed = group.config, group._routed
     token_format = token_format or config.token_format
+    per_node, n_nodes = config.nodes(group.n_ranks)
     ep = dict(
         group=group.key,
         n_ranks=np.int64(routed.n_ranks),
@@ -189,8 +190,8 @@ def attributes(
             config.fused_shared_expert if adds_shared is None else adds_shared
         ),
         skip_a2a=np.bool_(config.skip_a2a),
-        n_gpus_per_node=np.int64(config.n_gpus_per_node or group.n_ranks),
-        n_nodes=np.int64(config.n_nodes or 1),
+        n_gpus_per_node=np.int64(per_node),
+        n_nodes=np.int64(n_nodes),
         n_sms=np.int64(config.n_sms or 0),
         timeout_s=np.float64(config.timeout_s),
     )

@@ -230,6 +230,17 @@ def test_nodes_partition_the_ranks():
     assert jax_ep.ep_init(make_mesh(4), AXIS, config(**given)).n_ranks == 4
     with pytest.raises(ValueError, match="n_nodes"):
         jax_ep.ep_init(make_mesh(8), AXIS, config(**given))
+    assert config().nodes(4) == (4, 1)
+    for either in ({"n_gpus_per_node": 2}, {"n_nodes": 2}):
+        assert config(**either).nodes(4) == (2, 2)
+
+
+@pytest.mark.multigpu
+def test_p2p_serves_one_node():
+    mesh, nodes = make_mesh(2), config(n_nodes=2)
+    with pytest.raises(ValueError, match="serves one node; got n_gpus_per_node=1 of 2"):
+        jax_ep.ep_init(mesh, AXIS, nodes, transport="p2p")
+    assert jax_ep.ep_init(mesh, AXIS, nodes).transport == "xla"
 
 
 @pytest.mark.usefixtures("one_process")

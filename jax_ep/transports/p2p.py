@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 
 # What the kernels move at once.
 _VECTOR_BYTES = 16
+# Of experts and local experts, for divisions by multiplication (core/fast_divisor.h).
+_MOST_PRODUCTS = 2**32
 # Of a token: a lane each.
 _MOST_CHOICES = 32
 
@@ -73,6 +75,12 @@ class P2pTransport(FfiTransport):
         platforms = sorted({device.platform for device in mesh.devices.flat})
         if platforms != ["gpu"]:
             return f"it serves CUDA devices; the mesh has {', '.join(platforms)}."
+        n_ranks = mesh.shape[axis_name]
+        routed, (per_node, _) = config.routed(n_ranks), config.nodes(n_ranks)
+        if per_node < routed.n_ranks:
+            return f"it serves one node; got n_gpus_per_node={per_node} of {n_ranks}."
+        if routed.n_experts * routed.n_groups > _MOST_PRODUCTS:
+            return f"n_experts**2 / n_ranks must be at most 2**32; got {routed}."
         most = _MOST_CHOICES - int(config.fused_shared_expert)
         if config.top_k > most:
             return f"top_k must be at most {most}; got {config.top_k}."
