@@ -80,8 +80,10 @@ def fused_silu(
     )
     if not isinstance(token_format, QuantizedFormat):
         return _plain(activation, x, row_offsets)
-    optional = [] if input_scales is None else [lax.stop_gradient(input_scales)]
-    tokens, scales = _quantised(activation, x, row_offsets, *optional)
+    optional = [] if input_scales is None else [input_scales]
+    # The offsets, too: a dispatch that is differentiated gives them a tangent.
+    fixed = map(lax.stop_gradient, (row_offsets, *optional))
+    tokens, scales = _quantised(activation, x, *fixed)
     return QuantizedRows(tokens, scales, token_format.layout.offsets(row_offsets))
 
 

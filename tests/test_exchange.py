@@ -76,7 +76,6 @@ class Extension:
         self.users: dict[str, int] = {}
         self.allocated: set[str] = set()
         self.peers: list = []
-        self.was_quiet = True
 
     def host_identity(self):
         return self.host
@@ -105,9 +104,8 @@ class Extension:
             return True
         return False
 
-    def free_group(self, key, is_quiet):
+    def free_group(self, key):
         self.allocated.remove(key)
-        self.was_quiet = is_quiet
 
     def failure(self, key, ordinal):
         return self.reason
@@ -246,12 +244,12 @@ def check_buffers() -> None:
             assert {peer[:2] for peer in extension.peers} == everywhere
             assert all(a == f"{r}.{k}".encode() for r, k, a in extension.peers)
             extension.users["group"] += 1
-            assert not p2p_setup.close_buffers("group", exchange)
+            assert not p2p_setup.disconnect("group")
             assert extension.allocated
-            assert p2p_setup.close_buffers("group", exchange)
+            assert p2p_setup.disconnect("group")
+            p2p_setup.free_buffers("group", exchange)
         assert not extension.users
         assert not extension.allocated
-        assert extension.was_quiet
 
 
 def check_a_failed_group_is_not_shared() -> None:
@@ -279,10 +277,10 @@ def check_close_without_the_others() -> None:
         begin = time.monotonic()
         exchange = dataclasses.replace(exchange, timeout_s=SHORT_S)
         with pytest.warns(RuntimeWarning, match="waited 2 s for process 1, 2"):
-            assert p2p_setup.close_buffers("left", exchange)
+            assert p2p_setup.disconnect("left")
+            p2p_setup.free_buffers("left", exchange)
         assert time.monotonic() - begin < SHORT_S + 5
         assert not extension.allocated
-        assert not extension.was_quiet
     exchange_of_all("the end")("step", b"")
 
 
@@ -320,5 +318,6 @@ def check_files() -> None:
     group = group_like("files", mesh)
     p2p_setup.open_buffers(group, exchange, n_ranks=2)
     assert [peer[1] for peer in extension.peers] == [0, 1]
-    assert p2p_setup.close_buffers("files", exchange)
+    assert p2p_setup.disconnect("files")
+    p2p_setup.free_buffers("files", exchange)
     assert len(list(board.iterdir())) == 2 * 4  # choice, workspaces, connected, closed

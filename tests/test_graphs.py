@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,28 +21,32 @@ pytestmark = pytest.mark.gpu
 N_PAIRS = 4
 
 
-def compiled_chain(group: jax_ep.EPGroup):
-    """Gives a function that runs calls in a row, compiled once; it gives their bits.
+class Chain:
+    """Calls in a row, compiled once; gives the bits of this process's results.
 
     Its arrays are let go: they stand where they stood in the next run.
     """
-    case = cases.SMALL[group.n_ranks]
 
-    def chain(tokens, topk_ids):
-        for _ in range(N_PAIRS):
-            rows = jax_ep.dispatch(group, tokens, topk_ids)
-            tokens = jnp.tanh(jax_ep.combine(group, rows.tokens, rows))
-        return tokens
+    def __init__(self, group: jax_ep.EPGroup) -> None:
+        def chain(tokens, topk_ids):
+            for _ in range(N_PAIRS):
+                rows = jax_ep.dispatch(group, tokens, topk_ids)
+                tokens = jnp.tanh(jax_ep.combine(group, rows.tokens, rows))
+            return tokens
 
-    inputs = suite.make_inputs(case)
-    operands = [place(group.mesh, [x]) for x in inputs.arrays()[:2]]
-    compiled = on_mesh(group.mesh, chain).lower(*operands).compile()
+        inputs = suite.make_inputs(cases.SMALL[group.n_ranks])
+        self.operands = [place(group.mesh, [x]) for x in inputs.arrays()[:2]]
+        self.compiled = on_mesh(group.mesh, chain).lower(*self.operands).compile()
 
-    def run() -> list[bytes]:
-        shards = jax.block_until_ready(compiled(*operands)).addressable_shards
-        return [np.asarray(shard.data).tobytes() for shard in shards]
+    def __call__(self) -> list[bytes]:
+        out = jax.block_until_ready(self.compiled(*self.operands))
+        return [np.asarray(shard.data).tobytes() for shard in out.addressable_shards]
 
-    return run
+
+def same_size(mesh, config: jax_ep.EPConfig) -> jax_ep.EPGroup:
+    """A group that would take the memory of one that is closed, were it free."""
+    other = dataclasses.replace(config, timeout_s=config.timeout_s + 30)
+    return jax_ep.ep_init(mesh, AXIS, other, transport="p2p")
 
 
 def is_captured(group: jax_ep.EPGroup) -> bool:
@@ -62,19 +68,21 @@ def config(mesh, request):
 
 def test_calls_are_captured(mesh, config) -> None:
     with jax_ep.ep_init(mesh, AXIS, config, transport="p2p") as group:
-        run = compiled_chain(group)
-        wanted = run()
+        run = Chain(group)
+        wanted = [run() for _ in range(2)][-1]
         assert is_captured(group)
         for _ in range(5):
             assert run() == wanted
         calls = [each.dispatch_calls for each in group.stats()]
-        assert calls == [6 * N_PAIRS] * mesh.size
+        assert calls == [7 * N_PAIRS] * mesh.size
+        # Not one for each call.
+        assert run.compiled.as_text().count('custom_call_target="jax_ep_check"') == 1
 
 
 def test_a_graph_outlives_its_group(mesh, config) -> None:
     """Where it stands is kept, and belongs to the next group that is equal."""
     group = jax_ep.ep_init(mesh, AXIS, config, transport="p2p")
-    run = compiled_chain(group)
+    run = Chain(group)
     wanted = [run() for _ in range(2)][-1]
     assert is_captured(group)
     where = group.dev_ptrs
@@ -82,12 +90,14 @@ def test_a_graph_outlives_its_group(mesh, config) -> None:
         group.close()
         with pytest.raises(jax.errors.JaxRuntimeError, match="is not open"):
             run()
+        other = same_size(mesh, config)
         group = jax_ep.ep_init(mesh, AXIS, config, transport="p2p")
         assert (group.dev_ptrs == where).all()
         assert [each.dispatch_calls for each in group.stats()] == [0] * mesh.size
         assert run() == wanted
         calls = [each.dispatch_calls for each in group.stats()]
         assert calls == [N_PAIRS] * mesh.size
+        other.close()
     group.close()
 
 

@@ -62,6 +62,36 @@ def test_a_rows_gradient_reaches_its_token(name, weights, transport):
         assert_same_bits(got_rows, d_expert_out[rank], what)
 
 
+def test_an_activation_without_a_gradient_stands_in_a_layer_with_one(transport):
+    """That of the weights, and of the tokens past it: `x` alone is kept from it."""
+    case = small("mxfp8", weights="none")
+    inputs = suite.make_inputs(case)
+    group = jax_ep.ep_init(make_mesh(4), AXIS, config_of(case), transport)
+
+    def loss(stop, tokens, topk_ids, topk_weights):
+        rows = jax_ep.dispatch(group, tokens, topk_ids)
+        x = jax_ep.dequantize(rows)
+        acts = jax_ep.fused_silu(stop(x), rows.row_offsets, jax_ep.MXFP8())
+        numbers = jax_ep.MXFP8().dequantize_rows(
+            acts.tokens, acts.scales, rows.row_offsets
+        )
+        out = x + jnp.tile(numbers, 2).astype(x.dtype)
+        out = jax_ep.combine(group, out, rows, topk_weights)
+        return jnp.sum(out.astype(jnp.float32))
+
+    def gradients(stop, *operands):
+        grad = jax.grad(functools.partial(loss, stop), argnums=(0, 2))
+        return on_mesh(group.mesh, grad)(*operands)
+
+    weights = [np.nan_to_num(each) for each in inputs.topk_weights]
+    arrays = inputs.tokens, inputs.topk_ids, weights
+    operands = [place(group.mesh, [x]) for x in arrays]
+    for _, grads in shards(group.mesh, gradients(jax.lax.stop_gradient, *operands)):
+        assert all(np.abs(each.astype(np.float32)).max() > 0.1 for each in grads)
+    with pytest.raises(NotImplementedError, match="mxfp8 quantises"):
+        gradients(lambda x: x, *operands)
+
+
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="patches transport host")
 def test_cotangents_in_pieces_give_the_same_bits(monkeypatch):

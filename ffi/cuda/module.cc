@@ -131,11 +131,9 @@ NB_MODULE(_ffi_cuda, module) {
       "Counts one user less. True: it was the last, all calls have ended, and the workspaces stay "
       "until free_group.");
   module.def(
-      "free_group",
-      [](const std::string& key, bool is_quiet) { Registry::Instance().Free(key, is_quiet); },
-      nb::arg("key"), nb::arg("is_quiet"), nb::call_guard<nb::gil_scoped_release>(),
-      "Frees the workspaces, but for those that graphs refer to. is_quiet: no peer writes to them "
-      "any more.");
+      "free_group", [](const std::string& key) { Registry::Instance().Free(key); }, nb::arg("key"),
+      nb::call_guard<nb::gil_scoped_release>(),
+      "Frees the workspaces, but for those that graphs refer to.");
   module.def(
       "is_captured",
       [](const std::string& key, int64_t ordinal) {

@@ -44,7 +44,7 @@ Status Registry::Allocate(const std::string& key, const GroupConfig& config,
   if (status.ok()) {
     entries_[key] = std::move(entry);
   } else {
-    Keep(key, /*is_quiet=*/true, &entry.groups);
+    Keep(key, &entry.groups);
   }
   return status;
 }
@@ -111,24 +111,19 @@ bool Registry::Disconnect(const std::string& key) {
   return true;
 }
 
-void Registry::Free(const std::string& key, bool is_quiet) {
+void Registry::Free(const std::string& key) {
   Groups groups;
   std::lock_guard lock(mutex_);
   const auto it = disconnected_.find(key);
   if (it == disconnected_.end()) return;
   groups = std::move(it->second);
   disconnected_.erase(it);
-  Keep(key, is_quiet, &groups);
+  Keep(key, &groups);
 }
 
-void Registry::Keep(const std::string& key, bool is_quiet, Groups* groups) {
+void Registry::Keep(const std::string& key, Groups* groups) {
   for (auto& [row, group] : *groups) {
-    if (group == nullptr || !group->is_captured()) continue;
-    if (is_quiet) {
-      kept_[key][row] = std::move(group);
-    } else {
-      lost_.push_back(std::move(group));
-    }
+    if (group != nullptr && group->is_captured()) kept_[key][row] = std::move(group);
   }
 }
 

@@ -41,7 +41,8 @@ class Registry {
   // Counts one more user of a key; false: it has none yet, and must be allocated and connected.
   bool Share(const std::string& key);
 
-  // The workspaces of this process; `addresses` is by place.
+  // The workspaces of this process; `addresses` is by place. No peer may write any more to those of
+  // an earlier group of the key: each has disconnected.
   Status Allocate(const std::string& key, const GroupConfig& config,
                   const std::vector<LocalPlace>& places, std::vector<std::string>* addresses);
   // `addresses`: of all places. The groups can be found from now on.
@@ -50,9 +51,9 @@ class Registry {
   // Counts one user less; true: it was the last, the groups can no longer be found, their calls
   // have ended, and the workspaces stay until `Free`: peers may still write to them.
   bool Disconnect(const std::string& key);
-  // Frees the workspaces, but for those that graphs refer to. Such are kept for the next group of
-  // the key, which the graphs then belong to; or for nothing, if peers may write to them yet.
-  void Free(const std::string& key, bool is_quiet);
+  // Frees the workspaces, but for those that graphs refer to: they are kept for the next group of
+  // the key, to which the graphs then belong.
+  void Free(const std::string& key);
 
   // The group of a device and its place; null where there is none.
   struct Member {
@@ -75,7 +76,7 @@ class Registry {
   Status AllocateRows(const std::string& key, const GroupConfig& config,
                       const std::map<int64_t, std::vector<int>>& devices, Groups* groups);
   // Takes those that graphs refer to. The mutex is held.
-  void Keep(const std::string& key, bool is_quiet, Groups* groups);
+  void Keep(const std::string& key, Groups* groups);
 
   // Held for look-ups only, never while a device works: a call that it waits for may have to be
   // looked up.
@@ -83,7 +84,6 @@ class Registry {
   std::map<std::string, Entry, std::less<>> entries_;
   std::map<std::string, Groups> disconnected_;
   std::map<std::string, Groups> kept_;
-  std::vector<std::shared_ptr<Group>> lost_;
 };
 
 }  // namespace jax_ep::p2p

@@ -135,8 +135,8 @@ class P2pTransport(FfiTransport):
 
     def close(self, group: EPGroup) -> None:
         """Frees the buffers, once no call uses them."""
-        if p2p_setup.close_buffers(group.key, self._exchanges[group.key]):
-            del self._exchanges[group.key]
+        if p2p_setup.disconnect(group.key):
+            p2p_setup.free_buffers(group.key, self._exchanges.pop(group.key))
 
     def check(self, group: EPGroup) -> None:
         """See `EPGroup.check`."""

@@ -83,13 +83,14 @@ def open_buffers(group: EPGroup, exchange: Exchange, **sizes: Any) -> None:
     try:
         payloads = exchange.gather("workspaces", allocate)
     except BaseException:
-        if extension.disconnect_group(key):
-            extension.free_group(key, is_quiet=True)
+        if disconnect(key):
+            extension.free_group(key)
         raise
     try:
         exchange.gather("connected", connect)
     except BaseException:
-        close_buffers(key, exchange)
+        if disconnect(key):
+            free_buffers(key, exchange)
         raise
 
 
@@ -105,19 +106,19 @@ def _peers(
             yield place.row, place.rank, payload[i * size : (i + 1) * size]
 
 
-def close_buffers(key: str, exchange: Exchange) -> bool:
-    """Counts one user less; after the last, frees the workspaces, and gives True.
+def disconnect(key: str) -> bool:
+    """Counts one user less; True: that was the last, `free_buffers` comes next."""
+    return _cuda_ffi.load().disconnect_group(key)
+
+
+def free_buffers(key: str, exchange: Exchange) -> None:
+    """Frees the workspaces.
 
     Before that, it waits for a while until no other process writes to them any more.
     What CUDA graphs refer to is kept, for an equal group that is opened later.
     """
-    extension = _cuda_ffi.load()
-    if not extension.disconnect_group(key):
-        return False
-    is_quiet = False
     try:
         exchange("closed", b"closed", min(exchange.timeout_s, _LONGEST_CLOSE_S))
-        is_quiet = True
     except Exception as error:
         warnings.warn(
             f"Group {key} is closed here, and perhaps not in another process, which "
@@ -126,5 +127,4 @@ def close_buffers(key: str, exchange: Exchange) -> bool:
             stacklevel=4,
         )
     finally:
-        extension.free_group(key, is_quiet=is_quiet)
-    return True
+        _cuda_ffi.load().free_group(key)
