@@ -8,6 +8,7 @@
 #   suite       the suite, in one process with all GPUs
 #   graphs      parts of it with every call in a CUDA graph, and with none; programs that
 #               another process made
+#   xla         transport xla on the GPUs, compared with the oracle in bits, too
 #   bed         the kernels without JAX: ranks in one process and in several
 #   processes   the suite, and ranks that fail, in several processes that share a GPU
 #   gpus        the same with a process for each GPU, or for two of them
@@ -19,7 +20,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 logs=$1 arch=${2:-90} site=build/gpu-site
 parts=("${@:3}")
-((${#parts[@]})) || parts=(quantize silu suite graphs bed processes gpus doctor)
+((${#parts[@]})) || parts=(quantize silu suite graphs xla bed processes gpus doctor)
 mkdir -p "$logs"
 status=0
 
@@ -78,6 +79,11 @@ run_graphs() {
   XLA_FLAGS=--xla_gpu_enable_command_buffer= run_tests graphs_of_none 120 "${calls[@]}"
   run_tests test_fresh_process 200 tests/test_fresh_process.py \
     tests/test_config.py::test_p2p_serves_one_node
+}
+
+run_xla() {
+  run_tests transport_xla 240 --transports xla tests/test_dispatch_combine.py \
+    tests/test_quantised.py
 }
 
 build_bed() {
