@@ -319,7 +319,8 @@ def check_a_skipped_graph() -> None:
     n_ranks = len(jax.devices())
     mesh = make_mesh(n_ranks)
     suite.check(cases.SMALL[n_ranks], "p2p", mesh)  # loads the kernels
-    config = config_of(cases.SMALL[n_ranks], timeout_s=SHORT_WAIT_S)
+    # Eight calls, of processes that take turns on a GPU.
+    config = config_of(cases.SMALL[n_ranks], timeout_s=3 * SHORT_WAIT_S)
     meet()
     group = jax_ep.ep_init(mesh, AXIS, config, transport="p2p")
     run = test_graphs.Chain(group)
