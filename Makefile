@@ -95,6 +95,10 @@ matrix:  ## wheels, the fast tests, several versions of Python and JAX
 cuda-compile:  ## compile all CUDA sources, as far as there are any
 	tools/cuda_compile.sh
 
+.PHONY: gpu-programs
+gpu-programs: $(VENV)/.package  ## without a GPU: compile programs for GPUs, look at them
+	tools/gpu_programs.sh $(VENV) $(PYTEST_ARGS)
+
 .PHONY: gpu-test
 gpu-test:  ## on a machine with GPUs: build as it is, run the suite on p2p, logs in GPU_LOGS
 	tools/gpu_test.sh $(or $(GPU_LOGS),build/gpu-logs)

@@ -1,0 +1,204 @@
+"""What XLA makes of the calls on GPUs, by its compiler for GPUs, without a GPU.
+
+Needs the extension for CUDA and JAX's plugin for it: `make gpu-programs`.
+"""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+
+import cases
+import jax_ep
+import suite
+import test_transforms
+from harness import AXIS, QUANTISED, config_of, on_mesh
+from jax_ep import _cuda_ffi
+from jax_ep.group import EPGroup
+from jax_ep.transports.p2p import P2pTransport
+from test_overlap_lowering import overlapping
+
+CASE = test_transforms.CASE
+# What the compiler knows of an H100 (SXM).
+TARGET = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
+  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
+  device_memory_size: 84929347584 cuda_compute_capability { major: 9 }
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}
+runtime_version { major: 13 } dnn_version_info { major: 9 minor: 7 }
+platform_name: "CUDA" device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+CHECK = "jax_ep_check"
+# What takes no time.
+FREE = ("bitcast", "constant", "get-tuple-element", "parameter", "tuple")
+
+
+@pytest.fixture(scope="module")
+def mesh() -> jax.sharding.Mesh:
+    try:
+        _cuda_ffi.register()
+        devices = topologies.get_topology_desc(
+            "four", "cuda", target_config=TARGET, topology="1x1x4"
+        ).devices
+    except (ImportError, NotImplementedError) as error:
+        pytest.skip(f"needs `make gpu-programs`: {error}")
+    return jax.sharding.Mesh(np.array(devices), (AXIS,))
+
+
+@pytest.fixture
+def make_group(mesh, monkeypatch):
+    """Groups of GPUs that are not there: enough to compile their calls."""
+    monkeypatch.setattr(P2pTransport, "open", lambda *_: None)
+    return lambda config: EPGroup(mesh, AXIS, config, P2pTransport(), None)
+
+
+def compiled(mesh, body, n_operands: int = 2, case=CASE):
+    """The program of a function of a rank's tokens, ids and weights."""
+    arrays = suite.make_inputs(case).arrays()[:n_operands]
+    sharding = jax.NamedSharding(mesh, jax.P(AXIS))
+    shapes = [
+        jax.ShapeDtypeStruct((len(x), *x[0].shape), x[0].dtype, sharding=sharding)
+        for x in arrays
+    ]
+    options = {"xla_gpu_autotune_level": "0"}  # it would run what it compares
+    return on_mesh(mesh, body).lower(*shapes).compile(compiler_options=options)
+
+
+def computations(program) -> list[list[str]]:
+    """What the computations that hold a call of ours do, in scheduled order."""
+    found = []
+    for text in re.split(r"\n(?=(?:ENTRY )?%[\w.\-]+ \()", program.as_text()):
+        steps = []
+        for line in text.splitlines():
+            step = re.match(r"\s+(?:ROOT )?%\S+ = .*? ([a-z\-]+)\(", line)
+            target = re.search(r'custom_call_target="([^"]+)"', line)
+            if target or (step and step[1] not in FREE):
+                steps.append(target[1] if target else step[1])
+        if any("jax_ep" in step or step == "call-start" for step in steps):
+            found.append(steps)
+    return found
+
+
+def test_the_calls_of_a_program_come_behind_one_check(mesh, make_group) -> None:
+    group = make_group(config_of(CASE))
+
+    def chain(tokens, topk_ids):
+        for _ in range(3):
+            rows = jax_ep.dispatch(group, tokens, topk_ids)
+            tokens = jnp.tanh(jax_ep.combine(group, rows.tokens, rows))
+        return tokens
+
+    program = compiled(mesh, chain)
+    (steps,) = computations(program)
+    ours = [step for step in steps if "jax_ep" in step]
+    assert ours == [CHECK, *["jax_ep_dispatch", "jax_ep_combine"] * 3]
+    (check,) = re.findall(rf'(%\S+) = s32\[\] .*"{CHECK}"', program.as_text())
+    target = r'custom_call_target="jax_ep_(?!check)'
+    calls = re.findall(rf"custom-call\((%[^,]+), .*{target}", program.as_text())
+    assert calls == [check] * 6
+
+
+def test_a_loop_checks_in_each_turn(mesh, make_group) -> None:
+    group = make_group(config_of(CASE))
+
+    def turn(tokens, topk_ids):
+        rows = jax_ep.dispatch(group, tokens, topk_ids)
+        return jnp.tanh(jax_ep.combine(group, rows.tokens, rows))
+
+    def loop(tokens, topk_ids):
+        return jax.lax.scan(lambda x, _: (turn(x, topk_ids), None), tokens, length=3)[0]
+
+    (steps,) = computations(compiled(mesh, loop))
+    ours = [step for step in steps if "jax_ep" in step]
+    assert ours == [CHECK, "jax_ep_dispatch", "jax_ep_combine"]
+
+
+def test_rematerialisation_makes_and_saves_the_calls_that_it_should(
+    mesh, make_group
+) -> None:
+    """As tests/test_transforms.py, which runs the programs."""
+    group, t = make_group(config_of(CASE)), test_transforms
+    keep = jax.checkpoint_policies.save_only_these_names
+    wraps = {
+        "plain": {},
+        "again": {"wrap": t.checkpointed()},
+        "kept": {"wrap": t.checkpointed(policy=keep(jax_ep.DISPATCH_NAME))},
+        "all kept": {"wrap": t.checkpointed(policy=keep(*t.NAMES))},
+    }
+    calls = {
+        name: t.n_calls(compiled(mesh, t.layers(group, **wrap), 3))
+        for name, wrap in wraps.items()
+    }
+    assert calls["plain"] == calls["kept"] == calls["all kept"], calls
+    assert calls["again"] == calls["plain"] + t.N_LAYERS, calls
+
+
+def test_calls_are_neither_kept_without_use_nor_doubled(mesh, make_group) -> None:
+    group, t = make_group(config_of(CASE)), test_transforms
+
+    def unused(tokens, topk_ids):
+        jax_ep.dispatch(group, tokens, topk_ids)
+        return tokens
+
+    def halves(tokens, topk_ids):
+        outs = []
+        for half in (slice(0, 8), slice(8, 16)):
+            rows = jax_ep.dispatch(group, tokens[half], topk_ids[half])
+            outs.append(jax_ep.combine(group, rows.tokens, rows))
+        return jnp.concatenate(outs)
+
+    assert computations(compiled(mesh, unused)) == []
+    assert t.n_calls(compiled(mesh, halves)) == 4
+
+
+@pytest.mark.parametrize("in_loop", [False, True])
+def test_work_stands_between_the_ends_of_calls(mesh, make_group, in_loop) -> None:
+    """And behind the sign that the call has its multiprocessors."""
+    group = make_group(config_of(CASE, n_sms=16))
+
+    def straight(tokens, topk_ids):
+        return overlapping(group, tokens, topk_ids)[: len(tokens)]
+
+    def loop(tokens, topk_ids):
+        return jax.lax.scan(
+            lambda x, _: (straight(x, topk_ids), None), tokens, length=2
+        )[0]
+
+    found = computations(compiled(mesh, loop if in_loop else straight))
+    steps = max(found, key=len)
+    assert sorted(map(len, found))[:2] == [1, 1]  # what runs on the other stream
+    starts = [i for i, step in enumerate(steps) if step == "call-start"]
+    dones = [i for i, step in enumerate(steps) if step == "call-done"]
+    assert len(starts) == len(dones) == 2
+    for start, done in zip(starts, dones, strict=True):
+        assert steps[start + 1] == "jax_ep_await_begin"
+        assert "fusion" in steps[start + 2 : done], steps
+    assert steps.index("jax_ep_dispatch_end") > dones[0]
+    assert steps.count(CHECK) == 1 and steps.index(CHECK) < starts[0]
+
+
+@pytest.mark.parametrize("name", [*QUANTISED])
+def test_quantising_is_a_part_of_dispatch(name, mesh, make_group) -> None:
+    case = cases.QUANTISED_SMALL[name]
+    group = make_group(config_of(case))
+
+    def body(tokens, topk_ids):
+        rows = jax_ep.dispatch(group, tokens, topk_ids)
+        acts = jax_ep.fused_silu(
+            jax_ep.dequantize(rows), rows.row_offsets, jax_ep.MXFP8()
+        )
+        return rows.tokens, acts.tokens
+
+    (steps,) = computations(compiled(mesh, body, case=case))
+    ours = [step for step in steps if "jax_ep" in step]
+    assert ours == [CHECK, "jax_ep_dispatch", "jax_ep_fused_silu"]

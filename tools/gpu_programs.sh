@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Compiles programs with XLA's compiler for GPUs, without a GPU: tests/test_gpu_programs.py.
+#
+# Usage: tools/gpu_programs.sh VENV [PYTEST_OPTION...]
+#
+# JAX's plugin for CUDA, of the version of the environment's jaxlib, goes into a folder of its
+# own: in the environment it would look for GPUs in every test.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=$1/bin/python
+version=$("$python" -c 'import jaxlib; print(jaxlib.__version__)')
+folder=build/gpu-plugin-$version
+if [[ ! -e $folder/.done ]]; then
+  rm -rf "$folder"
+  "$python" -m pip install --quiet --no-deps --target "$folder" "jax-cuda13-plugin==$version" \
+    "jax-cuda13-pjrt==$version" 'nvidia-cuda-nvcc==13.*' 'nvidia-nvvm==13.*'
+  touch "$folder/.done"
+fi
+export PYTHONPATH=$folder JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1
+exec "$python" -m pytest -p no:cacheprovider tests/test_gpu_programs.py "${@:2}"
