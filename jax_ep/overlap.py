@@ -132,7 +132,7 @@ def _lower_begin(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -
     outer = ctx.replace(avals_in=ctx.avals_in[:1], avals_out=[reserved, *results])
     sign, *buffers = reserve(outer, operands[0])
     inner = ctx.replace(avals_in=[*ctx.avals_in, *results], avals_out=[ticket])
-    begin = gpu_call("jax_ep_dispatch_begin", has_side_effect=True, order=Order.BESIDE)
+    begin = gpu_call("jax_ep_dispatch_begin", Order.BESIDE, has_side_effect=True)
     checked = check_group(ctx, operands[0], params["group"])
     tickets = _beside(
         ctx, [*checked, *operands, *buffers], lambda *x: begin(inner, *x, **params)
@@ -153,7 +153,7 @@ def _lower_end(ctx: mlir.LoweringRuleContext, ticket: Any, *results: Any) -> Any
 
 
 def _lower_combine(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
-    call = gpu_call("jax_ep_combine_beside", order=Order.BESIDE)
+    call = gpu_call("jax_ep_combine_beside", Order.BESIDE)
     checked = check_group(ctx, operands[0], params["group"])
     return _beside(ctx, [*checked, *operands], lambda *x: call(ctx, *x, **params))
 

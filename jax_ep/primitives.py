@@ -75,24 +75,24 @@ def custom_call(name: str, has_side_effect: bool = False) -> Lowering:
     return lower
 
 
-def gpu_call(
-    name: str, has_side_effect: bool = False, order: Order | None = None
-) -> Lowering:
-    """One custom call on a GPU; of a whole call if no order is given.
-
-    `operands` are those of the primitive, in a call that is not whole behind that of
-    `check_group`.
-    """
+def gpu_call(name: str, order: Order, has_side_effect: bool = False) -> Lowering:
+    """One custom call on a GPU. What `check_group` gives comes before its operands."""
 
     def lower(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
         rule = jax.ffi.ffi_lowering(name, has_side_effect=has_side_effect)
-        whole = Order.BEHIND if _Program.overlaps else Order.ALONE
-        where = np.int32(whole if order is None else order)
-        if order is None:
-            operands = *check_group(ctx, operands[0], params["group"]), *operands
-        avals = [ctx.avals_in[0], *ctx.avals_in]
-        inner = ctx.replace(avals_in=avals)
-        return rule(inner, *operands, **attributes(**params), order=where)
+        inner = ctx.replace(avals_in=[ctx.avals_in[0], *ctx.avals_in])
+        return rule(inner, *operands, **attributes(**params), order=np.int32(order))
+
+    return lower
+
+
+def whole_gpu_call(name: str) -> Lowering:
+    """The check and the custom call of one that does not overlap."""
+
+    def lower(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
+        order = Order.BEHIND if _Program.overlaps else Order.ALONE
+        checked = check_group(ctx, operands[0], params["group"])
+        return gpu_call(name, order)(ctx, *checked, *operands, **params)
 
     return lower
 
@@ -206,7 +206,7 @@ def attributes(
 def _on_both(name: str) -> dict[str, Lowering]:
     return {
         "cpu": custom_call(name, has_side_effect=True),
-        "cuda": gpu_call(name),
+        "cuda": whole_gpu_call(name),
     }
 
 
