@@ -8,6 +8,10 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$1/bin/python
+if ! "$python" -c 'import jax_ep._ffi_cuda'; then
+  echo "gpu-programs: not run, the extension was built without nvcc"
+  exit
+fi
 version=$("$python" -c 'import jaxlib; print(jaxlib.__version__)')
 folder=build/gpu-plugin-$version
 if [[ ! -e $folder/.done ]]; then
@@ -16,5 +20,5 @@ if [[ ! -e $folder/.done ]]; then
     "jax-cuda13-pjrt==$version" 'nvidia-cuda-nvcc==13.*' 'nvidia-nvvm==13.*'
   touch "$folder/.done"
 fi
-export PYTHONPATH=$folder JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1
+export PYTHONPATH=$folder JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 JAX_EP_TEST_GPU_PROGRAMS=1
 exec "$python" -m pytest -p no:cacheprovider tests/test_gpu_programs.py "${@:2}"
