@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 import pathlib
+import re
 import socket
 import subprocess
 import sys
@@ -47,6 +48,33 @@ def run_ranks(
     ]
     extras = [_gpu_environment(gpus[i]) if gpus else {} for i in range(n_processes)]
     return run_together(commands, SUMMARY, timeout_s, extras)
+
+
+def run_pytest(
+    n_processes: int,
+    files: Sequence[str],
+    *options: str,
+    gpus: Sequence[str] | None = None,
+    timeout_s: float = 240.0,
+) -> list[str]:
+    """Runs test files in every process of a job, as `run_ranks` does; gives the logs.
+
+    Raises:
+        AssertionError: as in `run_ranks`, or the processes did not pass the same tests.
+    """
+    root = pathlib.Path(__file__).parents[1]
+    job = [f"--coordinator=localhost:{free_port()}", f"--n-processes={n_processes}"]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
+    command += [*job, *options, *(str(root / "tests" / file) for file in files)]
+    logs = run_together(
+        [[*command, f"--process-id={i}"] for i in range(n_processes)],
+        " passed",
+        timeout_s,
+        [_gpu_environment(each) for each in gpus] if gpus else None,
+    )
+    results = {re.search(r"=+ (\d+ passed.*) in .*=", log).group(1) for log in logs}
+    assert len(results) == 1, "\n".join(_titled(i, t) for i, t in enumerate(logs))
+    return logs
 
 
 def run_together(

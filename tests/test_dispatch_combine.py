@@ -107,11 +107,13 @@ def test_a_groups_totals_are_the_oracles(transport):
         suite.check(case, transport, mesh)
     inputs = suite.make_inputs(case)
     routed = inputs.routed
-    for rank, totals in enumerate(group.stats()):
+    stats = group.stats()
+    assert tuple(totals.rank for totals in stats) == group.ranks
+    for totals in stats:
+        rank = totals.rank
         sizes = np.diff(routed.row_offsets[rank].astype(int))
         sent = routed.places[rank][..., 0]
         to_rank = [(sent == r).any(axis=1).sum() for r in range(4)]
-        assert totals.rank == rank
         assert totals.dispatch_calls == 3
         assert totals.combine_calls == 6  # with and without a residual
         assert totals.invalid_ids == 3 * routed.n_invalid[rank]
@@ -156,7 +158,9 @@ def test_waits_name_the_rank_that_is_late(transport):
         assert (total <= 2 * longest + 1e-9).all()
         if rank != late:
             assert total[0].argmax() == late
-            assert total[0, late] > max(1e-3, waits[late][0][0, rank])
+            assert total[0, late] > 1e-3
+            if late in waits:
+                assert total[0, late] > waits[late][0][0, rank]
 
 
 def test_closing_a_group_leaves_an_equal_one_open(transport):

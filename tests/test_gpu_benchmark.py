@@ -142,6 +142,25 @@ def test_a_trace_is_read_by_gpu_and_call() -> None:
         session.calls(3)
 
 
+def test_a_call_that_looks_like_two_is_run_again(monkeypatch) -> None:
+    events = [trace.Event("a", 0, 1), trace.Event("b", 5e6, 6e6)]
+    sessions = [events, events[:1], events]
+    runs = []
+
+    @contextlib.contextmanager
+    def record():
+        session = trace.Trace()
+        yield session
+        session.events.append(sessions[len(runs) - 1])
+
+    monkeypatch.setattr(trace, "record", record)
+    assert trace.calls_of(1, lambda: runs.append(1)) == [[events[:1]]]
+    assert len(runs) == 2
+    with pytest.raises(trace.TraceError, match="must show 3 calls"):
+        trace.calls_of(3, lambda: runs.append(1), n_tries=1)
+    assert len(runs) == 3
+
+
 @pytest.fixture
 def gpu_trace(monkeypatch):
     """A trace of what was run on 4 GPUs: behind each flush, two pairs of kernels."""

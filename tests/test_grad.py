@@ -275,6 +275,7 @@ def test_gradients_repeat_themselves_in_bits(weights, transport):
             assert_same_bits(second[where][name], array, f"{name} of {where}")
 
 
+@pytest.mark.xla_collectives
 @pytest.mark.parametrize("weights", MODES)
 def test_gradients_equal_the_xla_transports_own(weights, transport):
     if transport == "xla":

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pathlib
 import re
-import sys
 import time
 
 import jax
@@ -15,10 +13,9 @@ import cases
 import jax_ep
 import suite
 from harness import AXIS, config_of, make_mesh
-from ranks import free_port, run_ranks, run_together
+from ranks import run_pytest, run_ranks
 
 pytestmark = pytest.mark.multiprocess
-ROOT = pathlib.Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize(("n_processes", "n_local_devices"), [(2, 4), (4, 1)])
@@ -56,18 +53,11 @@ def test_a_hanging_rank_is_killed_at_the_limit():
 
 def test_the_suite_itself_runs_in_several_processes():
     """As on several hosts: the same files with the same options, all ranks in step."""
-    options = ["--coordinator", f"localhost:{free_port()}", "--n-processes=2"]
-    what = ["tests/test_config.py", "tests/test_grad.py", "tests/test_stats.py"]
+    files = ["test_config.py", "test_grad.py", "test_stats.py"]
     which = "knows_its_sizes or closed_forms or count_what_was_sent"
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", which]
-    command += [*options, "--n-devices=4", *(str(ROOT / file) for file in what)]
-    commands = [[*command, f"--process-id={i}"] for i in range(2)]
-    logs = run_together(commands, " passed", timeout_s=240)
-    numbers = [
-        re.search(r"=+ (\d+) passed, (\d+) skipped", log).groups() for log in logs
-    ]
-    assert numbers[0] == numbers[1] and int(numbers[0][0]) > 10
-    assert all("of one process" in log for log in logs)
+    for log in run_pytest(2, files, "--n-devices=4", "-k", which):
+        assert int(re.search(r"=+ (\d+) passed", log).group(1)) > 10
+        assert "of one process" in log
 
 
 def check_all_modes() -> None:

@@ -26,7 +26,7 @@ import test_independence
 from harness import AXIS, config_of, make_mesh, on_mesh, place
 from jax_ep._jax_compat import distributed_client
 from jax_ep.exchange import Exchange
-from ranks import leave, run_ranks, visible_gpus
+from ranks import leave, run_pytest, run_ranks, visible_gpus
 
 pytestmark = pytest.mark.gpu
 LIMIT_S = 300.0
@@ -58,6 +58,41 @@ CHECKS = [
 @pytest.mark.parametrize("check", CHECKS)
 def test_processes_that_share_a_gpu(check, n_processes):
     run(check, needs_gpus(1) * n_processes)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.multigpu
+@pytest.mark.parametrize("n_processes", [4, 8])
+@pytest.mark.parametrize("check", CHECKS)
+def test_processes_that_share_two_gpus(check, n_processes):
+    """Some peers on the same GPU, some behind the link."""
+    run(check, needs_gpus(2) * (n_processes // 2))
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    "files",
+    [
+        ["dispatch_combine", "shared_expert"],
+        ["grad", "transforms", "independence", "async", "overlap"],
+        ["quantised", "quantised_grad", "quantised_transforms"],
+    ],
+    ids="-".join,
+)
+def test_files_of_the_suite_with_four_ranks_on_fewer_gpus(files):
+    """What one process needs four GPUs for."""
+    gpus = visible_gpus()
+    logs = run_pytest(
+        4,
+        [f"test_{name}.py" for name in files],
+        "--gpu",
+        "--transports=p2p",
+        "-m",
+        "not xla_collectives",
+        gpus=[gpus[i % len(gpus)] for i in range(4)],
+        timeout_s=LIMIT_S,
+    )
+    print(logs[0])
 
 
 @pytest.mark.multiprocess

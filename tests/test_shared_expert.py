@@ -258,13 +258,14 @@ def test_totals_are_the_experts(flags, transport):
         jax.block_until_ready(out)
         totals = group.stats()
     routed, n_local = inputs.routed, case.n_experts // 4
-    for rank, of_rank in enumerate(totals):
+    assert tuple(of_rank.rank for of_rank in totals) == group.ranks
+    for of_rank in totals:
+        rank = of_rank.rank
         sent = routed.places[rank][..., 0]
         to_rank = [(sent == r).any(axis=1).sum() for r in range(4)]
         if case.fused_shared_expert:
             to_rank[rank] = case.n_tokens
         ids = inputs.topk_ids[rank][sent >= 0]
-        assert of_rank.rank == rank
         assert of_rank.invalid_ids == routed.n_invalid[rank] > 0
         np.testing.assert_array_equal(
             of_rank.tokens_to_rank, 0 if case.skip_a2a else to_rank

@@ -11,7 +11,9 @@
 #   xla         transport xla on the GPUs, compared with the oracle in bits, too
 #   bed         the kernels without JAX: ranks in one process and in several
 #   processes   the suite, and ranks that fail, in several processes that share a GPU
-#   gpus        the same with a process for each GPU, or for two of them
+#   gpus        the same with a process for each GPU, or for two of them, or two or four
+#               processes for each of two
+#   files       the suite's files in four processes that share the GPUs there are
 #   doctor      what `python -m jax_ep doctor` and `bench` say
 #
 # Takes python3 as it is (jax with CUDA, pytest, scikit-build-core, nanobind, cmake, nvcc):
@@ -20,7 +22,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 logs=$1 arch=${2:-90} site=build/gpu-site
 parts=("${@:3}")
-((${#parts[@]})) || parts=(quantize silu suite graphs xla bed processes gpus doctor)
+((${#parts[@]})) || parts=(quantize silu suite graphs xla bed processes gpus files doctor)
 mkdir -p "$logs"
 status=0
 
@@ -118,7 +120,11 @@ run_processes() {
 
 run_gpus() {
   run_tests processes_on_all_gpus 500 tests/test_p2p_processes.py --verbose --durations=10 \
-    -k "not share_a_gpu and not span_processes"
+    -k "not share_a_gpu and not span_processes and not files"
+}
+
+run_files() {
+  lines=60 run_tests files_on_shared_gpus 500 tests/test_p2p_processes.py -rP -k files
 }
 
 run_doctor() {

@@ -119,12 +119,14 @@ def _times(arena: Arena, group: jax_ep.EPGroup) -> dict[str, Any]:
     function = programs.on_mesh(arena.mesh, run)
     jax.block_until_ready([function(arena.sets), function(arena.sets)])
     repeats = arena.effort.repeats
-    with trace.record() as session:
+
+    def run_often() -> None:
         for _ in range(repeats):
             trace.pause()
             arena.flush()
             trace.pause()
             jax.block_until_ready(function(arena.sets))
-    calls = [gpu[1::2] for gpu in session.calls(2 * repeats)]
+
+    calls = [gpu[1::2] for gpu in trace.calls_of(2 * repeats, run_often)]
     times = kernel_times(calls, KERNELS["dispatch"], len(arena.sets))
     return trace.summary([us for call in times for us in call[1:]])

@@ -225,13 +225,15 @@ class _Measurement:
         """
         for function, args in {id(f): (f, a) for f, a in runs}.values():
             jax.block_until_ready([function(*args), function(*args)])
-        with trace.record() as session:
+
+        def run_all() -> None:
             for function, args in runs:
                 trace.pause()
                 self._arena.flush()
                 trace.pause()
                 jax.block_until_ready(function(*args))
-        return [gpu[1::2] for gpu in session.calls(2 * len(runs))]
+
+        return [gpu[1::2] for gpu in trace.calls_of(2 * len(runs), run_all)]
 
     def _period(self) -> None:
         """Of a dispatch and a combine in a chain, and of the kernels in that chain."""

@@ -7,7 +7,7 @@ import dataclasses
 import pathlib
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -71,6 +71,23 @@ def record() -> Iterator[Trace]:
             yield trace
         for path in pathlib.Path(folder).rglob("*.xplane.pb"):
             trace.events += read(jax.profiler.ProfileData.from_file(str(path)))
+
+
+def calls_of(
+    n_calls: int, run: Callable[[], None], n_tries: int = 3
+) -> list[list[list[Event]]]:
+    """Events of what `run` does, by GPU and call, as `Trace.calls` gives them.
+
+    A host that is held up within a call makes it look like two: it is run again then.
+    """
+    with record() as session:
+        run()
+    try:
+        return session.calls(n_calls)
+    except TraceError:
+        if n_tries <= 1:
+            raise
+    return calls_of(n_calls, run, n_tries - 1)
 
 
 def pause() -> None:
