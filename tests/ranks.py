@@ -60,20 +60,23 @@ def run_pytest(
     """Runs test files in every process of a job, as `run_ranks` does; gives the logs.
 
     Raises:
-        AssertionError: as in `run_ranks`, or the processes did not pass the same tests.
+        AssertionError: as in `run_ranks`, or one passed another number of tests.
     """
-    root = pathlib.Path(__file__).parents[1]
+    folder = pathlib.Path(__file__).parent
     job = [f"--coordinator=localhost:{free_port()}", f"--n-processes={n_processes}"]
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
-    command += [*job, *options, *(str(root / "tests" / file) for file in files)]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--color=no"]
+    command += [*job, *options, *(str(folder / file) for file in files)]
     logs = run_together(
         [[*command, f"--process-id={i}"] for i in range(n_processes)],
         " passed",
         timeout_s,
         [_gpu_environment(each) for each in gpus] if gpus else None,
     )
-    results = {re.search(r"=+ (\d+ passed.*) in .*=", log).group(1) for log in logs}
-    assert len(results) == 1, "\n".join(_titled(i, t) for i, t in enumerate(logs))
+    found = [re.search(r"=+ (\d+ passed.*) in .*=", log) for log in logs]
+    results = {each and each.group(1) for each in found}
+    assert None not in results and len(results) == 1, "\n".join(
+        _titled(i, text) for i, text in enumerate(logs)
+    )
     return logs
 
 

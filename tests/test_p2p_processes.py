@@ -79,8 +79,9 @@ def test_processes_that_share_two_gpus(check, n_processes):
     ],
     ids="-".join,
 )
-def test_files_of_the_suite_with_four_ranks_on_fewer_gpus(files):
-    """What one process needs four GPUs for."""
+def test_files_of_the_suite_in_four_processes(files):
+    """One process needs four GPUs for most of it."""
+    needs_gpus(1)
     gpus = visible_gpus()
     logs = run_pytest(
         4,

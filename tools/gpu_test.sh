@@ -124,7 +124,7 @@ run_gpus() {
 }
 
 run_files() {
-  lines=60 run_tests files_on_shared_gpus 500 tests/test_p2p_processes.py -rP -k files
+  lines=60 run_tests files_on_shared_gpus 500 tests/test_p2p_processes.py -raP -k files
 }
 
 run_doctor() {
