@@ -12,12 +12,13 @@ once `dispatch_end_p` has seen its ticket, and nothing else may touch them until
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import get_opaque_trace_state
+from jax.extend.core import Primitive, get_opaque_trace_state
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import func
 from jax.interpreters import batching, mlir
@@ -31,6 +32,7 @@ from jax_ep.primitives import (
     like,
     make_primitive,
     map_calls,
+    settled,
 )
 
 
@@ -89,15 +91,22 @@ jax.tree_util.register_pytree_node(
 )
 
 
-@jax.custom_jvp
 def put_after(x: jax.Array, after: Any) -> jax.Array:
     """`x`, for whoever needs it only once `after`, a pytree, has been computed."""
-    return x if after is None else lax.optimization_barrier((x, after))[0]
+    return x if after is None else _put_after(x, lax.stop_gradient(after))
 
 
-@put_after.defjvp
+@jax.custom_jvp
+def _put_after(x: jax.Array, after: Any) -> jax.Array:
+    return lax.optimization_barrier((x, after))[0]
+
+
+@_put_after.defjvp
 def _put_after_jvp(primals: Any, tangents: Any) -> Any:
-    return put_after(*primals), tangents[0]
+    x, dx = _put_after(*primals), tangents[0]
+    # With jax 0.10, x varies over the mesh axes that `after` varies over, too.
+    missing = jax.typeof(x).mat.varying - jax.typeof(primals[0]).mat.varying
+    return x, lax.pcast(dx, tuple(sorted(missing)), to="varying") if missing else dx
 
 
 def _beside(ctx: mlir.LoweringRuleContext, operands: Any, emit: Any) -> list[Any]:
@@ -137,7 +146,7 @@ def _lower_begin(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -
     tickets = _beside(
         ctx, [*checked, *operands, *buffers], lambda *x: begin(inner, *x, **params)
     )
-    return [*tickets, sign, *buffers]
+    return [*tickets, *settled([sign]), *buffers]
 
 
 def _lower_await(ctx: mlir.LoweringRuleContext, operand: Any) -> Any:
@@ -149,13 +158,14 @@ def _lower_await(ctx: mlir.LoweringRuleContext, operand: Any) -> Any:
 def _lower_end(ctx: mlir.LoweringRuleContext, ticket: Any, *results: Any) -> Any:
     aliases = {i + 1: i for i in range(len(results))}
     rule = jax.ffi.ffi_lowering("jax_ep_dispatch_end", operand_output_aliases=aliases)
-    return rule(ctx, ticket, *results)
+    return settled(rule(ctx, ticket, *results))
 
 
 def _lower_combine(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
     call = gpu_call("jax_ep_combine_beside", Order.BESIDE)
     checked = check_group(ctx, operands[0], params["group"])
-    return _beside(ctx, [*checked, *operands], lambda *x: call(ctx, *x, **params))
+    results = _beside(ctx, [*checked, *operands], lambda *x: call(ctx, *x, **params))
+    return settled(results)
 
 
 # Operands as of `dispatch_p`; results: a ticket, an undefined sign that the results are
@@ -177,6 +187,34 @@ _await_begin_p = make_primitive(
     "jax_ep_await_begin", multiple_results=False, lowerings={"cuda": _lower_await}
 )
 _await_begin_p.def_abstract_eval(lambda operand: operand)
+
+
+def awaited(results: Sequence[jax.Array], given: Sequence[jax.Array]) -> Any:
+    """`results` of a call that has been begun with `given`.
+
+    Raises:
+        NotImplementedError: `given` are differentiated here. The rules of whole calls,
+            which are around this, take first derivatives away from it.
+    """
+    return _awaited_p.bind(*results, *given, n_results=len(results))
+
+
+_awaited_p = Primitive("jax_ep_awaited")
+_awaited_p.multiple_results = True
+
+
+@_awaited_p.def_impl
+@_awaited_p.def_abstract_eval
+def _first(*operands: Any, n_results: int) -> list[Any]:
+    return list(operands[:n_results])
+
+
+def _batch_awaited(operands: Any, dims: Any, n_results: int) -> Any:
+    return list(operands[:n_results]), list(dims[:n_results])
+
+
+batching.primitive_batchers[_awaited_p] = _batch_awaited
+mlir.register_lowering(_awaited_p, lambda _, *operands, n_results: operands[:n_results])
 
 
 def after_begin(x: Any, call: Any) -> Any:

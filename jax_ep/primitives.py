@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
+from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import batching, mlir
 
 from jax_ep.formats import TokenFormat
@@ -92,9 +93,18 @@ def whole_gpu_call(name: str) -> Lowering:
     def lower(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
         order = Order.BEHIND if _Program.overlaps else Order.ALONE
         checked = check_group(ctx, operands[0], params["group"])
-        return gpu_call(name, order)(ctx, *checked, *operands, **params)
+        return settled(gpu_call(name, order)(ctx, *checked, *operands, **params))
 
     return lower
+
+
+def settled(results: Sequence[Any]) -> list[Any]:
+    """The results of a call on a GPU, as others may have them.
+
+    XLA:GPU of jax 0.11 fuses what stores a result in a larger array, as a scan does,
+    with a copy of the call, though the original runs as well; not behind a barrier.
+    """
+    return list(stablehlo.OptimizationBarrierOp(list(results)).results)
 
 
 def check_group(

@@ -20,7 +20,7 @@ from jax.interpreters import batching, mlir
 from jax_ep import _cuda_ffi, _host_ffi
 from jax_ep.formats import QuantizedFormat, TokenFormat
 from jax_ep.formats.scales import group_of
-from jax_ep.primitives import run_eagerly
+from jax_ep.primitives import run_eagerly, settled
 
 _TARGET = "jax_ep_fused_silu"
 
@@ -101,7 +101,7 @@ def _lower(
         return _lower_jnp(ctx, *operands, activation=activation)
     row_size = cast(Any, ctx.avals_in[0]).shape[1] // 2
     alpha, limit = activation.clamp or (0.0, 0.0)
-    return jax.ffi.ffi_lowering(_TARGET)(
+    results = jax.ffi.ffi_lowering(_TARGET)(
         ctx,
         *operands,
         token_format=activation.token_format.name,
@@ -112,6 +112,7 @@ def _lower(
         alpha=np.float32(alpha),
         limit=np.float32(limit),
     )
+    return settled(results) if extension is _cuda_ffi else results
 
 
 def _batch(

@@ -5,6 +5,7 @@ Needs the extension for CUDA and JAX's plugin for it: `make gpu-programs`.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 
@@ -67,14 +68,18 @@ def make_group(mesh, monkeypatch):
 
 def compiled(mesh, body, n_operands: int = 2, case=CASE):
     """The program of a function of a rank's tokens, ids and weights."""
-    arrays = suite.make_inputs(case).arrays()[:n_operands]
     sharding = jax.NamedSharding(mesh, jax.P(AXIS))
-    shapes = [
+    types = operand_types(n_operands, case, sharding)
+    options = {"xla_gpu_autotune_level": "0"}  # it would run what it compares
+    return on_mesh(mesh, body).lower(*types).compile(compiler_options=options)
+
+
+def operand_types(n_operands: int = 2, case=CASE, sharding=None):
+    arrays = suite.make_inputs(case).arrays()[:n_operands]
+    return [
         jax.ShapeDtypeStruct((len(x), *x[0].shape), x[0].dtype, sharding=sharding)
         for x in arrays
     ]
-    options = {"xla_gpu_autotune_level": "0"}  # it would run what it compares
-    return on_mesh(mesh, body).lower(*shapes).compile(compiler_options=options)
 
 
 def computations(program) -> list[list[str]]:
@@ -188,6 +193,81 @@ def test_work_stands_between_the_ends_of_calls(mesh, make_group, in_loop) -> Non
         assert "fusion" in steps[start + 2 : done], steps
     assert steps.index("jax_ep_dispatch_end") > dones[0]
     assert steps.count(CHECK) == 1 and steps.index(CHECK) < starts[0]
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_loop_that_stacks_results_makes_each_call_once(
+    mesh, make_group, overlaps
+) -> None:
+    """XLA fuses what stores in a larger array with a copy of a call, if it may."""
+    group = make_group(config_of(CASE))
+
+    def turn(tokens, topk_ids):
+        if overlaps:
+            flight = jax_ep.dispatch_async(group, tokens, topk_ids)
+            rows = jax_ep.dispatch_wait(group, flight)
+            flight = jax_ep.combine_async(group, 2 * rows.tokens, rows)
+            out = jax_ep.combine_wait(group, flight)
+        else:
+            rows = jax_ep.dispatch(group, tokens, topk_ids)
+            out = jax_ep.combine(group, 2 * rows.tokens, rows)
+        acts = jax_ep.fused_silu(rows.tokens, rows.row_offsets)
+        return out, (out, rows.tokens, rows.layout, acts, acts.sum())
+
+    def loop(tokens, topk_ids):
+        return jax.lax.scan(lambda x, _: turn(x, topk_ids), tokens, length=3)
+
+    program = compiled(mesh, loop)
+    targets = re.findall(r'custom_call_target="jax_ep_(\w+)"', program.as_text())
+    halves = ["reserve", "dispatch_begin", "dispatch_end", "combine_beside"]
+    calls = halves if overlaps else ["dispatch", "combine"]
+    assert sorted(targets) == sorted(["check", "fused_silu", *calls])
+    assert "copy" not in max(computations(program), key=len)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_gradients_of_calls_that_overlap_make_each_call_once(
+    mesh, make_group, keeps
+) -> None:
+    """In straight code and in a loop, also where a policy keeps the results."""
+    group = make_group(config_of(CASE, n_sms=16))
+    keep = jax.checkpoint_policies.save_only_these_names(jax_ep.DISPATCH_NAME)
+    wrap = functools.partial(jax.checkpoint, policy=keep) if keeps else lambda f: f
+    layer = wrap(functools.partial(overlapping, group))
+
+    def straight(tokens, topk_ids):
+        return jnp.sum(layer(layer(tokens, topk_ids), topk_ids).astype(jnp.float32))
+
+    def loop(tokens, topk_ids):
+        def turn(x, _):
+            return layer(x, topk_ids), None
+
+        return jnp.sum(jax.lax.scan(turn, tokens, length=2)[0].astype(jnp.float32))
+
+    for body, n_layers in ((straight, 2), (loop, 1)):
+        text = compiled(mesh, jax.grad(body)).as_text()
+        for target in ("reserve", "dispatch_begin", "dispatch_end"):
+            assert text.count(f'custom_call_target="jax_ep_{target}"') == n_layers
+
+
+def test_calls_that_overlap_have_no_second_derivative(mesh, make_group) -> None:
+    """As whole calls; not one of zeros."""
+    group = make_group(config_of(CASE))
+
+    def dispatched(tokens, topk_ids):
+        flight = jax_ep.dispatch_async(group, tokens, topk_ids)
+        return jnp.sum(jax_ep.dispatch_wait(group, flight).tokens ** 3)
+
+    def combined(tokens, topk_ids):
+        rows = jax_ep.dispatch(group, jax.lax.stop_gradient(tokens), topk_ids)
+        flight = jax_ep.combine_async(group, rows.tokens * tokens[0], rows)
+        return jnp.sum(jax_ep.combine_wait(group, flight) ** 3)
+
+    for body in (dispatched, combined):
+        jax.eval_shape(on_mesh(mesh, jax.grad(body)), *operand_types())
+        twice = jax.grad(lambda x, i, f=body: jnp.sum(jax.grad(f)(x, i)))
+        with pytest.raises(NotImplementedError, match="jax_ep_awaited"):
+            jax.eval_shape(on_mesh(mesh, twice), *operand_types())
 
 
 @pytest.mark.parametrize("name", [*QUANTISED])

@@ -8,7 +8,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$1/bin/python
-if ! "$python" -c 'import jax_ep._ffi_cuda'; then
+if ! PYTHONSAFEPATH=1 "$python" -c 'import jax_ep._ffi_cuda'; then
   echo "gpu-programs: not run, the extension was built without nvcc"
   exit
 fi
@@ -20,5 +20,6 @@ if [[ ! -e $folder/.done ]]; then
     "jax-cuda13-pjrt==$version" 'nvidia-cuda-nvcc==13.*' 'nvidia-nvvm==13.*'
   touch "$folder/.done"
 fi
-export PYTHONPATH=$folder JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 JAX_EP_TEST_GPU_PROGRAMS=1
+# Safe path: the package that is installed there, not the one in this folder.
+export PYTHONPATH=$folder PYTHONSAFEPATH=1 JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 JAX_EP_TEST_GPU_PROGRAMS=1
 exec "$python" -m pytest -p no:cacheprovider tests/test_gpu_programs.py "${@:2}"

@@ -10,7 +10,8 @@
 #
 # Two wheels are enough: one for Python 3.11, one abi3 wheel for every later Python, both
 # built against the oldest supported XLA FFI headers, so that they fit every later jaxlib.
-# Only the CPU part is built and tested.
+# Where there is an nvcc, the abi3 wheel has the GPU part, too: programs are compiled for GPUs
+# by these versions' XLA.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -48,7 +49,8 @@ find_python() {
 
 # build_wheel PYTHON TAG: builds the wheel with that tag, once for the current sources.
 build_wheel() {
-  local python=$1 tag=$2 stamp=build/matrix/$2.stamp
+  local python=$1 tag=$2 stamp=build/matrix/$2.stamp cuda=AUTO
+  [[ $tag == cp311-* ]] && cuda=OFF
   if [[ -f $stamp && -z $(find jax_ep ffi CMakeLists.txt pyproject.toml -newer "$stamp" \
     -not -path '*/__pycache__*' -print -quit) ]]; then
     return
@@ -59,7 +61,8 @@ build_wheel() {
   touch "$stamp.new"
   "$python" -m venv build/matrix/builder-"$tag" || return 1
   build/matrix/builder-"$tag"/bin/pip wheel --quiet --no-deps --wheel-dir "$wheels" \
-    -C build-dir=build/matrix/"$tag" -C cmake.define.JAX_EP_CUDA=OFF . || return 1
+    -C build-dir=build/matrix/"$tag" -C cmake.define.JAX_EP_CUDA=$cuda \
+    -C cmake.define.CMAKE_CUDA_ARCHITECTURES=90 . || return 1
   mv "$stamp.new" "$stamp"
 }
 
@@ -77,6 +80,7 @@ run_tests() {
   "$venv/bin/pip" install --quiet --no-deps --force-reinstall "$wheel" || return 1
   # Safe path: the installed package, not the one in this folder.
   PYTHONSAFEPATH=1 "$venv/bin/python" -m pytest "${tests[@]}" || return 1
+  if [[ $version != 3.11 ]]; then tools/gpu_programs.sh "$venv" || return 1; fi
 }
 
 for entry in "${matrix[@]}"; do

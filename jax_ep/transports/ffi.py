@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 
 from jax_ep.formats import QuantizedFormat, TokenFormat
+from jax_ep.overlap import awaited
 from jax_ep.primitives import Weighting, combine_p, dispatch_p
 from jax_ep.results import Dispatched
 from jax_ep.transports.base import COMBINE_NAME, DISPATCH_NAME, Transport, assemble
@@ -243,7 +244,8 @@ def _call_dispatch(
     if results is None:
         fields = bind_dispatch(group, tokens, topk_ids, topk_weights, input_scale)
     else:
-        fields = _fields(results, topk_weights is not None)
+        given = present(tokens, topk_weights)
+        fields = _fields(awaited(results, given), topk_weights is not None)
     return checkpoint_name(fields, DISPATCH_NAME)
 
 
@@ -290,6 +292,8 @@ def _call_combine(
 ) -> jax.Array:
     if out is None:
         out = bind_combine(group, mode, expert_out, routing, weights, residual)
+    else:
+        (out,) = awaited([out], present(expert_out, weights, residual))
     return checkpoint_name(out, COMBINE_NAME)
 
 

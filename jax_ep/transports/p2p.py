@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep import _cuda_ffi
 from jax_ep.config import EPConfig
@@ -31,6 +32,7 @@ from jax_ep.results import Dispatched
 from jax_ep.stats import RankStats
 from jax_ep.topology import local_places
 from jax_ep.transports import p2p_setup
+from jax_ep.transports.base import DISPATCH_NAME
 from jax_ep.transports.ffi import (
     FfiTransport,
     Mode,
@@ -184,7 +186,9 @@ class P2pTransport(FfiTransport):
         fixed: Any = lax.stop_gradient(given)
         operands, params = dispatch_call(group, *fixed)
         ticket, reserved, *results = dispatch_begin_p.bind(*operands, **params)
-        return Begun(ticket, reserved, tuple(results)), given
+        # A policy that keeps the results has no use for the call where `then` stood.
+        sign = checkpoint_name(reserved, DISPATCH_NAME)
+        return Begun(ticket, sign, tuple(results)), given
 
     def then(self, begun: Any, x: Any) -> Any:
         """See `InFlight.then`."""
