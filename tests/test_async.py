@@ -137,6 +137,49 @@ def test_gradients_flow_through_halves(weights_at, transport):
             assert_same_bits(got, wanted, f"{where}, gradient of {name}")
 
 
+@pytest.mark.parametrize("split", [False, True])
+def test_a_loop_stacks_what_straight_code_gives(split, transport):
+    """What a call gives is stored in larger arrays, and read by the next call, too."""
+    mesh, n_turns = make_mesh(4), 3
+    group = jax_ep.ep_init(mesh, AXIS, config_of(CASE), transport=transport)
+
+    def turn(tokens, topk_ids, weights):
+        if split:
+            flight = jax_ep.dispatch_async(group, tokens, topk_ids)
+            beside = flight.then(tokens) * 2
+            rows = jax_ep.dispatch_wait(group, flight, after=beside)
+        else:
+            rows = jax_ep.dispatch(group, tokens, topk_ids)
+        out = jax_ep.combine(group, 2 * rows.tokens, rows, weights) / 4
+        return out, (out, rows.tokens, rows.row_offsets)
+
+    def in_use(stacked):
+        outs, rows, row_offsets = stacked
+        is_used = jnp.arange(rows.shape[1]) < row_offsets[:, -1:].astype(jnp.int32)
+        return outs, jnp.where(is_used[..., None], rows, 0), row_offsets
+
+    def loop(tokens, topk_ids, weights):
+        def step(x, _):
+            return turn(x, topk_ids[0], weights[0])
+
+        return in_use(jax.lax.scan(step, tokens[0], length=n_turns)[1])
+
+    def straight(tokens, topk_ids, weights):
+        x, results = tokens[0], []
+        for _ in range(n_turns):
+            x, result = turn(x, topk_ids[0], weights[0])
+            results.append(result)
+        return in_use(jax.tree.map(lambda *xs: jnp.stack(xs), *results))
+
+    operands = inputs(mesh)
+    looped, unrolled = (on_mesh(mesh, f)(*operands) for f in (loop, straight))
+    pairs = itertools.zip_longest(shards(mesh, unrolled), shards(mesh, looped))
+    for (where, wanted), (_, got) in pairs:
+        for name, a, b in zip(("out", "tokens", "offsets"), got, wanted, strict=True):
+            assert_same_bits(a, b, f"{name}, {where}")
+        assert got[1].any()
+
+
 def test_halves_stand_in_a_loop(transport):
     mesh = make_mesh(4)
     group = jax_ep.ep_init(mesh, AXIS, config_of(CASE), transport=transport)
