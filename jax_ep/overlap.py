@@ -190,11 +190,11 @@ _await_begin_p.def_abstract_eval(lambda operand: operand)
 
 
 def awaited(results: Sequence[jax.Array], given: Sequence[jax.Array]) -> Any:
-    """`results` of a call that has been begun with `given`.
+    """`results` of a call that has been begun with `given`, its differentiable ones.
 
     Raises:
-        NotImplementedError: `given` are differentiated here. The rules of whole calls,
-            which are around this, take first derivatives away from it.
+        NotImplementedError: `given` are being differentiated. The rules for first
+            derivatives are around this, so that it is a second one.
     """
     return _awaited_p.bind(*results, *given, n_results=len(results))
 
@@ -205,7 +205,7 @@ _awaited_p.multiple_results = True
 
 @_awaited_p.def_impl
 @_awaited_p.def_abstract_eval
-def _first(*operands: Any, n_results: int) -> list[Any]:
+def _its_results(*operands: Any, n_results: int) -> list[Any]:
     return list(operands[:n_results])
 
 
