@@ -164,8 +164,8 @@ def _lower_end(ctx: mlir.LoweringRuleContext, ticket: Any, *results: Any) -> Any
 def _lower_combine(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
     call = gpu_call("jax_ep_combine_beside", Order.BESIDE)
     checked = check_group(ctx, operands[0], params["group"])
-    results = _beside(ctx, [*checked, *operands], lambda *x: call(ctx, *x, **params))
-    return settled(results)
+    # Not `settled`: XLA fuses no pair, and would wait at once for a barrier's operand.
+    return _beside(ctx, [*checked, *operands], lambda *x: call(ctx, *x, **params))
 
 
 # Operands as of `dispatch_p`; results: a ticket, an undefined sign that the results are

@@ -185,14 +185,41 @@ def test_work_stands_between_the_ends_of_calls(mesh, make_group, in_loop) -> Non
     found = computations(compiled(mesh, loop if in_loop else straight))
     steps = max(found, key=len)
     assert sorted(map(len, found))[:2] == [1, 1]  # what runs on the other stream
+    for found in in_flight(steps):
+        assert found[0] == "jax_ep_await_begin"
+        assert "fusion" in found, steps
+    assert steps.index("jax_ep_dispatch_end") > steps.index("call-done")
+    assert steps.count(CHECK) == 1 and steps.index(CHECK) < steps.index("call-start")
+
+
+def test_all_of_a_deep_layer_stands_beside_a_combine(mesh, make_group) -> None:
+    """Also where nothing adds the result to the layer's."""
+    group = make_group(config_of(CASE, n_sms=16))
+
+    def chain(tokens, topk_ids):
+        y, beside = tokens, []
+        for _ in range(2):
+            rows = jax_ep.dispatch(group, tokens, topk_ids)
+            flight = jax_ep.combine_async(group, rows.tokens, rows)
+            y = flight.then(y)
+            for _ in range(2):
+                y = jnp.tanh(y @ y.T @ y)
+            tokens = jax_ep.combine_wait(group, flight, after=y)
+            beside.append(y)
+        return tokens, beside
+
+    steps = max(computations(compiled(mesh, chain)), key=len)
+    for found in in_flight(steps):
+        assert found[0] == "jax_ep_await_begin"
+        assert len(found) > 4, steps
+
+
+def in_flight(steps: list[str]) -> list[list[str]]:
+    """What stands between the start of each of two calls and its end."""
     starts = [i for i, step in enumerate(steps) if step == "call-start"]
     dones = [i for i, step in enumerate(steps) if step == "call-done"]
     assert len(starts) == len(dones) == 2
-    for start, done in zip(starts, dones, strict=True):
-        assert steps[start + 1] == "jax_ep_await_begin"
-        assert "fusion" in steps[start + 2 : done], steps
-    assert steps.index("jax_ep_dispatch_end") > dones[0]
-    assert steps.count(CHECK) == 1 and steps.index(CHECK) < starts[0]
+    return [steps[start + 1 : done] for start, done in zip(starts, dones, strict=True)]
 
 
 @pytest.mark.parametrize("overlaps", [False, True])

@@ -163,7 +163,6 @@ def test_both_directions_stand_in_the_order_that_was_asked_for(mesh, group) -> N
         settled,
         "@jax_ep_check",
         second,
-        settled,
         barrier,
         "@jax_ep_await_begin",
         barrier,
