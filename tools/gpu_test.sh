@@ -13,7 +13,8 @@
 #   processes   the suite, and ranks that fail, in several processes that share a GPU
 #   gpus        the same with a process for each GPU, or for two of them, or two or four
 #               processes for each of two
-#   files       the suite's files in four processes that share the GPUs there are
+#   files       the suite's files in four processes, and in eight, that share the GPUs there are
+#   examples    the examples, and the demo
 #   doctor      what `python -m jax_ep doctor` and `bench` say
 #
 # Takes python3 as it is (jax with CUDA, pytest, scikit-build-core, nanobind, cmake, nvcc):
@@ -22,7 +23,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 logs=$1 arch=${2:-90} site=build/gpu-site
 parts=("${@:3}")
-((${#parts[@]})) || parts=(quantize silu suite graphs xla bed processes gpus files doctor)
+((${#parts[@]})) || parts=(quantize silu suite graphs xla bed processes gpus files examples doctor)
 mkdir -p "$logs"
 status=0
 
@@ -124,7 +125,11 @@ run_gpus() {
 }
 
 run_files() {
-  lines=60 run_tests files_on_shared_gpus 500 tests/test_p2p_processes.py -raP -k files
+  lines=130 run_tests files_on_shared_gpus 500 tests/test_p2p_processes.py -raP -k files
+}
+
+run_examples() {
+  run_tests examples 240 tests/test_examples.py --durations=10
 }
 
 run_doctor() {
