@@ -44,21 +44,21 @@ class Begun:
     """
 
     def __init__(
-        self, ticket: jax.Array, reserved: jax.Array, results: tuple[jax.Array, ...]
+        self, ticket: jax.Array, ready: jax.Array, results: tuple[jax.Array, ...]
     ) -> None:
         self._ticket: jax.Array | None = ticket
-        self._reserved: jax.Array | None = reserved
+        self._ready: jax.Array | None = ready
         self._results, self._trace = results, get_opaque_trace_state()
 
     @property
-    def reserved(self) -> jax.Array | None:
-        """To compute something after the results have been reserved.
+    def ready(self) -> jax.Array | None:
+        """A sign that the call has all that it needs; None if it came complete.
 
-        Not the results: were they an operand of something else, which XLA may order
-        behind the end of the call, XLA would copy them for the end, and might do so
-        before the call has written them.
+        For what shall come behind. Not the results: were they an operand of something
+        that XLA may order behind the end of the call, XLA would copy them for the end,
+        and might do so before the call has written them.
         """
-        return self._reserved
+        return self._ready
 
     def end(self, after: Any = None) -> tuple[jax.Array, ...]:
         """The results; waits for them once `after` has been computed.
@@ -74,7 +74,7 @@ class Begun:
                 "pass in_flight as an argument to functions that JAX transforms."
             )
         ticket = put_after(self._ticket, after)
-        # Once: XLA would copy the results for a second end, too; see `reserved`.
+        # Once: XLA would copy the results for a second end, too; see `ready`.
         self._results = tuple(dispatch_end_p.bind(ticket, *self._results))
         self._ticket = None
         return self._results
@@ -82,7 +82,7 @@ class Begun:
     @classmethod
     def _unflatten(cls, _: None, results: Any) -> Begun:
         begun = cls.__new__(cls)
-        begun._ticket, begun._reserved, begun._results = None, None, tuple(results)
+        begun._ticket, begun._ready, begun._results = None, None, tuple(results)
         return begun
 
 
@@ -134,19 +134,29 @@ def _beside(ctx: mlir.LoweringRuleContext, operands: Any, emit: Any) -> list[Any
     return list(call.results)
 
 
+def _gate(ctx: mlir.LoweringRuleContext, operands: Any, params: Any) -> Any:
+    """The check of a call's group, there once all of `operands` are.
+
+    XLA begins a call behind the last of its operands in an order of XLA's own choice.
+    So `then` has to wait for all of them, else the work may come before the call.
+    """
+    checked = check_group(ctx, operands[0], params["group"])
+    return settled([*checked, *operands])[0]
+
+
 def _lower_begin(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
-    ticket, reserved, *results = ctx.avals_out
+    ticket, ready, *results = ctx.avals_out
     reserve = jax.ffi.ffi_lowering("jax_ep_reserve", has_side_effect=True)
-    # With an operand that begin has, too: `then` waits for all of them by the sign.
-    outer = ctx.replace(avals_in=ctx.avals_in[:1], avals_out=[reserved, *results])
+    outer = ctx.replace(avals_in=ctx.avals_in[:1], avals_out=[ready, *results])
     sign, *buffers = reserve(outer, operands[0])
     inner = ctx.replace(avals_in=[*ctx.avals_in, *results], avals_out=[ticket])
     begin = gpu_call("jax_ep_dispatch_begin", Order.BESIDE, has_side_effect=True)
-    checked = check_group(ctx, operands[0], params["group"])
+    # The call waits for it, too: nobody has the buffers behind the call but its end.
+    gate = _gate(ctx, [*operands, sign, *buffers], params)
     tickets = _beside(
-        ctx, [*checked, *operands, *buffers], lambda *x: begin(inner, *x, **params)
+        ctx, [gate, *operands, *buffers], lambda *x: begin(inner, *x, **params)
     )
-    return [*tickets, *settled([sign]), *buffers]
+    return [*tickets, gate, *buffers]
 
 
 def _lower_await(ctx: mlir.LoweringRuleContext, operand: Any) -> Any:
@@ -163,13 +173,15 @@ def _lower_end(ctx: mlir.LoweringRuleContext, ticket: Any, *results: Any) -> Any
 
 def _lower_combine(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
     call = gpu_call("jax_ep_combine_beside", Order.BESIDE)
-    checked = check_group(ctx, operands[0], params["group"])
+    gate = _gate(ctx, operands, params)
+    inner = ctx.replace(avals_out=ctx.avals_out[:1])
     # Not `settled`: XLA fuses no pair, and would wait at once for a barrier's operand.
-    return _beside(ctx, [*checked, *operands], lambda *x: call(ctx, *x, **params))
+    out = _beside(ctx, [gate, *operands], lambda *x: call(inner, *x, **params))
+    return [*out, gate]
 
 
-# Operands as of `dispatch_p`; results: a ticket, an undefined sign that the results are
-# reserved, and those of `dispatch_p`.
+# Operands as of `dispatch_p`; results: a ticket, an undefined sign that the call has
+# all that it needs, and those of `dispatch_p`.
 dispatch_begin_p = make_primitive(
     "jax_ep_dispatch_begin", multiple_results=True, lowerings={"cuda": _lower_begin}
 )
@@ -177,11 +189,10 @@ dispatch_begin_p = make_primitive(
 dispatch_end_p = make_primitive(
     "jax_ep_dispatch_end", multiple_results=True, lowerings={"cuda": _lower_end}
 )
-# As `combine_p`.
+# Operands as of `combine_p`; results: its own, and such a sign.
 combine_beside_p = make_primitive(
-    "jax_ep_combine_beside", multiple_results=False, lowerings={"cuda": _lower_combine}
+    "jax_ep_combine_beside", multiple_results=True, lowerings={"cuda": _lower_combine}
 )
-combine_beside_p.def_abstract_eval(combine_type)
 # An int32[] to an int32[] that is undefined: there once the call before is on the GPU.
 _await_begin_p = make_primitive(
     "jax_ep_await_begin", multiple_results=False, lowerings={"cuda": _lower_await}
@@ -217,23 +228,28 @@ batching.primitive_batchers[_awaited_p] = _batch_awaited
 mlir.register_lowering(_awaited_p, lambda _, *operands, n_results: operands[:n_results])
 
 
-def after_begin(x: Any, call: Any) -> Any:
+def after_begin(x: Any, ready: jax.Array) -> Any:
     """`x`, a pytree, for what shall begin once a call is on the GPU.
 
     Args:
         x: arrays.
-        call: what the call begins with, a pytree: its operands; not reserved results.
+        ready: the sign that the call has all that it needs.
     """
-    begun = _await_begin_p.bind(put_after(jnp.int32(0), call))
-    return jax.tree.map(lambda leaf: put_after(leaf, (begun, call)), x)
+    begun = _await_begin_p.bind(put_after(jnp.int32(0), ready))
+    return jax.tree.map(lambda leaf: put_after(leaf, (begun, ready)), x)
 
 
 @dispatch_begin_p.def_abstract_eval
 def _begin_types(*operands: Any, **params: Any) -> list[Any]:
     results = dispatch_types(*operands, **params)
     # An element per result; the handler finds the results by its size.
-    ticket, sign = (like(operands[1], s, jnp.int32) for s in ((len(results),), ()))
-    return [ticket, sign, *results]
+    ticket, ready = (like(operands[1], s, jnp.int32) for s in ((len(results),), ()))
+    return [ticket, ready, *results]
+
+
+@combine_beside_p.def_abstract_eval
+def _combine_types(*operands: Any, **params: Any) -> list[Any]:
+    return [combine_type(*operands, **params), like(operands[1], (), jnp.int32)]
 
 
 @dispatch_end_p.def_abstract_eval
@@ -245,8 +261,8 @@ def _batch_begin(operands: Any, dims: Any, **params: Any) -> Any:
     """Under `vmap` each call is complete before its results are stacked."""
 
     def call(*operands: jax.Array) -> list[jax.Array]:
-        ticket, sign, *results = dispatch_begin_p.bind(*operands, **params)
-        return [ticket, sign, *dispatch_end_p.bind(ticket, *results)]
+        ticket, ready, *results = dispatch_begin_p.bind(*operands, **params)
+        return [ticket, ready, *dispatch_end_p.bind(ticket, *results)]
 
     results = map_calls(call, operands, dims)
     return results, [0] * len(results)

@@ -185,6 +185,7 @@ def test_work_stands_between_the_ends_of_calls(mesh, make_group, in_loop) -> Non
     found = computations(compiled(mesh, loop if in_loop else straight))
     steps = max(found, key=len)
     assert sorted(map(len, found))[:2] == [1, 1]  # what runs on the other stream
+    assert len(in_flight(steps)) == 2
     for found in in_flight(steps):
         assert found[0] == "jax_ep_await_begin"
         assert "fusion" in found, steps
@@ -192,33 +193,90 @@ def test_work_stands_between_the_ends_of_calls(mesh, make_group, in_loop) -> Non
     assert steps.count(CHECK) == 1 and steps.index(CHECK) < steps.index("call-start")
 
 
-def test_all_of_a_deep_layer_stands_beside_a_combine(mesh, make_group) -> None:
-    """Also where nothing adds the result to the layer's."""
-    group = make_group(config_of(CASE, n_sms=16))
-
-    def chain(tokens, topk_ids):
-        y, beside = tokens, []
+def deep_layers(group, tokens, topk_ids):
+    """Work whose result nothing adds to the call's."""
+    y, beside = tokens, []
+    for _ in range(2):
+        rows = jax_ep.dispatch(group, tokens, topk_ids)
+        flight = jax_ep.combine_async(group, rows.tokens, rows)
+        y = flight.then(y)
         for _ in range(2):
-            rows = jax_ep.dispatch(group, tokens, topk_ids)
-            flight = jax_ep.combine_async(group, rows.tokens, rows)
-            y = flight.then(y)
-            for _ in range(2):
-                y = jnp.tanh(y @ y.T @ y)
-            tokens = jax_ep.combine_wait(group, flight, after=y)
-            beside.append(y)
-        return tokens, beside
+            y = jnp.tanh(y @ y.T @ y)
+        tokens = jax_ep.combine_wait(group, flight, after=y)
+        beside.append(y)
+    return tokens, beside
 
-    steps = max(computations(compiled(mesh, chain)), key=len)
-    for found in in_flight(steps):
-        assert found[0] == "jax_ep_await_begin"
-        assert len(found) > 4, steps
+
+def two_layers(group, tokens, topk_ids):
+    matrix = jnp.ones((tokens.shape[1],) * 2, tokens.dtype)
+    for _ in range(2):
+        tokens = layer(group, tokens, topk_ids, matrix)
+    return tokens
+
+
+def layer(group, tokens, topk_ids, matrix):
+    flight = jax_ep.dispatch_async(group, tokens, topk_ids)
+    beside = jnp.tanh(flight.then(tokens) @ matrix)
+    rows = jax_ep.dispatch_wait(group, flight, after=beside)
+    matrices = jnp.broadcast_to(matrix, (len(rows.group_sizes), *matrix.shape))
+    out = jax.lax.ragged_dot(rows.tokens, matrices, rows.group_sizes)
+    flight = jax_ep.combine_async(group, out, rows, residual=beside)
+    more = jnp.tanh(flight.then(beside) @ matrix)
+    return jax_ep.combine_wait(group, flight, after=more) + more
+
+
+def gradient_of_loop(group, tokens, topk_ids):
+    def loss(tokens, matrices):
+        def turn(x, matrix):
+            return layer(group, x, topk_ids, matrix), None
+
+        return jnp.sum(jax.lax.scan(turn, tokens, matrices)[0].astype(jnp.float32))
+
+    shape = 3, tokens.shape[1], tokens.shape[1]
+    matrices = jnp.ones(shape, tokens.dtype) * tokens[0]
+    return jax.grad(loss, argnums=(0, 1))(tokens, matrices)
+
+
+def combine_in_a_loop(group, tokens, topk_ids):
+    rows = jax_ep.dispatch(group, tokens, topk_ids)
+
+    def turn(y, _):
+        flight = jax_ep.combine_async(group, rows.tokens * y[0], rows)
+        more = jnp.tanh(flight.then(y) @ y.T @ y)
+        return jax_ep.combine_wait(group, flight, after=more) + more, None
+
+    return jax.lax.scan(turn, tokens, length=3)[0]
+
+
+@pytest.mark.parametrize(
+    "program", [deep_layers, two_layers, gradient_of_loop, combine_in_a_loop]
+)
+@pytest.mark.parametrize("shared", [False, True])
+def test_no_work_comes_before_the_call_that_it_stands_beside(
+    mesh, make_group, program, shared
+) -> None:
+    """Wherever its operands, its buffers and the check come from, and at its end."""
+    case = CASE.but(fused_shared_expert=shared)
+    group = make_group(config_of(case, n_sms=16))
+    text = compiled(mesh, functools.partial(program, group), case=case)
+    n_found = 0
+    for steps in computations(text):
+        for found in in_flight(steps):
+            assert found[0] == "jax_ep_await_begin", steps
+            assert "fusion" in found or "custom-call" in found, steps
+            n_found += 1
+        assert "".join(steps).count("await_begin") == len(in_flight(steps)), steps
+    assert n_found
 
 
 def in_flight(steps: list[str]) -> list[list[str]]:
-    """What stands between the start of each of two calls and its end."""
+    """What stands between the start of each call and its end.
+
+    But for stores of what a scan stacks, beside which XLA does something else, too.
+    """
+    steps = [step for step in steps if step not in ("fusion-start", "fusion-done")]
     starts = [i for i, step in enumerate(steps) if step == "call-start"]
     dones = [i for i, step in enumerate(steps) if step == "call-done"]
-    assert len(starts) == len(dones) == 2
     return [steps[start + 1 : done] for start, done in zip(starts, dones, strict=True)]
 
 

@@ -92,10 +92,15 @@ def test_nobody_else_has_what_was_reserved_as_an_operand(mesh, group, after) -> 
     reserve = next(line for line in lines if "@jax_ep_reserve" in line)
     name = re.search(r"(%\w+):7 =", reserve)[1]
     users = [line for line in lines if re.search(rf"{name}#[1-6]\b", line)]
-    assert [re.search(r"@(\w+)", line)[1] for line in users] == [
+    gate, *calls = users
+    assert [re.search(r"@(\w+)", line)[1] for line in calls] == [
         "jax_ep_overlap",
         "jax_ep_dispatch_end",
     ]
+    # The call has the gate as its first operand, and nobody has another of its results.
+    barrier = re.search(r"(%\w+):\d+ = stablehlo.optimization_barrier", gate)[1]
+    assert f"call @jax_ep_overlap({barrier}#0, " in calls[0]
+    assert not [line for line in lines if re.search(rf"{barrier}#[1-9]", line)]
 
 
 def test_whole_calls_stay_on_the_main_stream(mesh, group, monkeypatch) -> None:
@@ -147,13 +152,13 @@ def test_both_directions_stand_in_the_order_that_was_asked_for(mesh, group) -> N
     order = re.findall(
         r"@jax_ep_\w+|stablehlo.(?:tanh|sine|optimization_barrier)", body
     )
-    settled = barrier = "stablehlo.optimization_barrier"
+    gate = settled = barrier = "stablehlo.optimization_barrier"
     second = "@jax_ep_overlap_0"
     assert order == [
         "@jax_ep_reserve",
         "@jax_ep_check",
+        gate,
         "@jax_ep_overlap",
-        settled,
         barrier,
         "@jax_ep_await_begin",
         barrier,
@@ -162,6 +167,7 @@ def test_both_directions_stand_in_the_order_that_was_asked_for(mesh, group) -> N
         "@jax_ep_dispatch_end",
         settled,
         "@jax_ep_check",
+        gate,
         second,
         barrier,
         "@jax_ep_await_begin",

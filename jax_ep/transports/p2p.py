@@ -32,7 +32,7 @@ from jax_ep.results import Dispatched
 from jax_ep.stats import RankStats
 from jax_ep.topology import local_places
 from jax_ep.transports import p2p_setup
-from jax_ep.transports.base import DISPATCH_NAME
+from jax_ep.transports.base import COMBINE_NAME, DISPATCH_NAME
 from jax_ep.transports.ffi import (
     FfiTransport,
     Mode,
@@ -185,21 +185,15 @@ class P2pTransport(FfiTransport):
         given = tokens, topk_ids, topk_weights, input_scale
         fixed: Any = lax.stop_gradient(given)
         operands, params = dispatch_call(group, *fixed)
-        ticket, reserved, *results = dispatch_begin_p.bind(*operands, **params)
+        ticket, ready, *results = dispatch_begin_p.bind(*operands, **params)
         # A policy that keeps the results has no use for the call where `then` stood.
-        sign = checkpoint_name(reserved, DISPATCH_NAME)
-        return Begun(ticket, sign, tuple(results)), given
+        ready = checkpoint_name(ready, DISPATCH_NAME)
+        return Begun(ticket, ready, tuple(results)), given
 
     def then(self, begun: Any, x: Any) -> Any:
         """See `InFlight.then`."""
-        if isinstance(begun, _BegunCombine):
-            rows = begun.dispatched
-            routing = rows.topk_ids, rows.layout, rows.row_weights
-            first: Any = begun.expert_out, routing, begun.topk_weights, begun.residual
-        else:
-            call, given = begun
-            first = given, call.reserved
-        return after_begin(x, first)
+        call = begun if isinstance(begun, _BegunCombine) else begun[0]
+        return x if call.ready is None else after_begin(x, call.ready)
 
     def dispatch_wait(self, group: EPGroup, begun: Any, after: Any) -> Dispatched:
         """What `dispatch` would have given."""
@@ -231,9 +225,16 @@ class P2pTransport(FfiTransport):
         expect_overlap()
         operands = expert_out, routing_of(dispatched), weights, residual
         fixed: Any = lax.stop_gradient(operands)
-        out = bind_combine(group, mode, *fixed, primitive=combine_beside_p)
+        out, ready = bind_combine(group, mode, *fixed, primitive=combine_beside_p)
         return _BegunCombine(
-            out, expert_out, dispatched, topk_weights, residual, reduce, adds_shared
+            out,
+            checkpoint_name(ready, COMBINE_NAME),
+            expert_out,
+            dispatched,
+            topk_weights,
+            residual,
+            reduce,
+            adds_shared,
         )
 
     def combine_wait(self, group: EPGroup, begun: Any, after: Any) -> jax.Array:
@@ -292,6 +293,7 @@ class _BegunCombine:
     """The result of combine, which XLA awaits at its first use; and its operands."""
 
     out: jax.Array
+    ready: jax.Array
     expert_out: jax.Array
     dispatched: Dispatched
     topk_weights: jax.Array | None
