@@ -4,7 +4,7 @@ XLA:GPU makes a pair (start, done) of a call with the attribute that `_beside` s
 start goes to that stream, the done makes the main stream wait, and XLA keeps operands
 and results alive in between. It places a done as late as its results allow; but where
 there are several results it takes them apart at once, and so waits at once. Hence a
-call may only have one. Combine has; the results of dispatch are reserved before, and
+pair may only have one. Combine's has; the results of dispatch are reserved before, and
 `jax_ep_dispatch_begin` takes them as operands and writes there: they are what it says
 once `dispatch_end_p` has seen its ticket, and nothing else may touch them until then.
 `Begun` sees to that.
@@ -25,6 +25,7 @@ from jax.interpreters import batching, mlir
 
 from jax_ep.primitives import (
     Order,
+    barrier,
     check_group,
     combine_type,
     dispatch_types,
@@ -52,7 +53,7 @@ class Begun:
 
     @property
     def ready(self) -> jax.Array | None:
-        """A sign that the call has all that it needs; None if it came complete.
+        """A sign that the call has all that it needs; None where it came as an argument.
 
         For what shall come behind. Not the results: were they an operand of something
         that XLA may order behind the end of the call, XLA would copy them for the end,
@@ -141,7 +142,7 @@ def _gate(ctx: mlir.LoweringRuleContext, operands: Any, params: Any) -> Any:
     So `then` has to wait for all of them, else the work may come before the call.
     """
     checked = check_group(ctx, operands[0], params["group"])
-    return settled([*checked, *operands])[0]
+    return barrier([*checked, *operands])[0]
 
 
 def _lower_begin(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
@@ -151,7 +152,7 @@ def _lower_begin(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -
     sign, *buffers = reserve(outer, operands[0])
     inner = ctx.replace(avals_in=[*ctx.avals_in, *results], avals_out=[ticket])
     begin = gpu_call("jax_ep_dispatch_begin", Order.BESIDE, has_side_effect=True)
-    # The call waits for it, too: nobody has the buffers behind the call but its end.
+    # The call waits for it, too: else XLA might place it, with the buffers, behind.
     gate = _gate(ctx, [*operands, sign, *buffers], params)
     tickets = _beside(
         ctx, [gate, *operands, *buffers], lambda *x: begin(inner, *x, **params)

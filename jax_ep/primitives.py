@@ -104,7 +104,12 @@ def settled(results: Sequence[Any]) -> list[Any]:
     XLA:GPU of jax 0.11 fuses what stores a result in a larger array, as a scan does,
     with a copy of the call, though the original runs as well; not behind a barrier.
     """
-    return list(stablehlo.OptimizationBarrierOp(list(results)).results)
+    return barrier(results)
+
+
+def barrier(values: Sequence[Any]) -> list[Any]:
+    """The values, each there once all of them are."""
+    return list(stablehlo.OptimizationBarrierOp(list(values)).results)
 
 
 def check_group(

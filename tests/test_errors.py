@@ -228,7 +228,7 @@ def test_a_missing_rank_ends_in_an_error_that_names_it(transport):
     if transport == "xla":
         pytest.skip("XLA's collectives have their own limit, and abort the process")
     if transport == "p2p":
-        pytest.skip("there the group ends, too: see test_p2p_processes.py")
+        pytest.skip("there the group ends, too: see process_checks.py")
     group = make_group(transport, timeout_s=1.0)
 
     def body(tokens, topk_ids, calls):

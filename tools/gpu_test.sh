@@ -17,8 +17,9 @@
 #   examples    the examples, and the demo
 #   doctor      what `python -m jax_ep doctor` and `bench` say
 #
-# Takes python3 as it is (jax with CUDA, pytest, scikit-build-core, nanobind, cmake, nvcc):
-# nothing is downloaded. Every step has a limit.
+# Takes python3 as it is (jax with CUDA, pytest, scikit-build-core, nanobind, cmake, nvcc; click
+# and rich for `doctor`, matplotlib, flax and optax for the examples): nothing is downloaded.
+# Every step has a limit.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 logs=$1 arch=${2:-90} site=build/gpu-site
@@ -125,11 +126,11 @@ run_gpus() {
 }
 
 run_files() {
-  lines=130 run_tests files_on_shared_gpus 500 tests/test_p2p_processes.py -raP -k files
+  lines=180 run_tests files_on_shared_gpus 500 tests/test_p2p_processes.py -raP -k files
 }
 
 run_examples() {
-  run_tests examples 240 tests/test_examples.py --durations=10
+  run_tests examples 400 tests/test_examples.py --durations=10
 }
 
 run_doctor() {

@@ -9,8 +9,8 @@
 namespace jax_ep::p2p {
 namespace {
 
-// XLA has reserved the memory. The operand is there for the order of calls, and so is the first
-// result, which others may have as an operand.
+// XLA has reserved the memory. The operand is there for the order of calls. The first result is of
+// no use: what comes behind waits for all of them.
 ffi::Error ReserveImpl(ffi::BufferR0<ffi::S32>, ffi::RemainingRets) {
   return ffi::Error::Success();
 }

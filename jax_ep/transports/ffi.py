@@ -189,8 +189,8 @@ def bind_combine(
     routing: Routing,
     *optional: jax.Array | None,
     primitive: Primitive = combine_p,
-) -> jax.Array:
-    """The custom call of combine; `optional`: weights, residual."""
+) -> Any:
+    """What `primitive` gives, a combine; `optional`: weights, residual."""
     return primitive.bind(
         place_index(group),
         expert_out,

@@ -226,9 +226,10 @@ class P2pTransport(FfiTransport):
         operands = expert_out, routing_of(dispatched), weights, residual
         fixed: Any = lax.stop_gradient(operands)
         out, ready = bind_combine(group, mode, *fixed, primitive=combine_beside_p)
+        ready = checkpoint_name(ready, COMBINE_NAME)  # as in dispatch_async
         return _BegunCombine(
             out,
-            checkpoint_name(ready, COMBINE_NAME),
+            ready,
             expert_out,
             dispatched,
             topk_weights,
@@ -290,7 +291,11 @@ class P2pTransport(FfiTransport):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _BegunCombine:
-    """The result of combine, which XLA awaits at its first use; and its operands."""
+    """The result of combine, which XLA awaits at its first use; and its operands.
+
+    `ready` is as `Begun.ready`, but stays where another function gets it: `then` waits
+    there for the last call of the device, if for any.
+    """
 
     out: jax.Array
     ready: jax.Array
