@@ -53,7 +53,7 @@ class Begun:
 
     @property
     def ready(self) -> jax.Array | None:
-        """A sign that the call has all that it needs; None where it came as an argument.
+        """A sign that the call has all that it needs; None if it came as an argument.
 
         For what shall come behind. Not the results: were they an operand of something
         that XLA may order behind the end of the call, XLA would copy them for the end,
