@@ -13,7 +13,7 @@ once `dispatch_end_p` has seen its ticket, and nothing else may touch them until
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,9 @@ from jax_ep.primitives import (
     map_calls,
     settled,
 )
+
+if TYPE_CHECKING:
+    from jax_ep.group import EPGroup
 
 
 class Begun:
@@ -145,6 +148,27 @@ def _gate(ctx: mlir.LoweringRuleContext, operands: Any, params: Any) -> Any:
     return barrier([*checked, *operands])[0]
 
 
+def _without_constants(
+    ctx: mlir.LoweringRuleContext, operands: tuple[Any, ...], group: EPGroup
+) -> tuple[Any, ...]:
+    """The operands of a pair; numbers that XLA may know as results of a call.
+
+    XLA of jax 0.12 moves a constant into the function of a pair under a name that ptxas
+    refuses, or crashes. Such numbers are `place_index` on one device and `input_scale`.
+    """
+    if jax.__version_info__ < (0, 12):
+        return operands
+    copy = jax.ffi.ffi_lowering("jax_ep_dispatch_end")  # gives its second operand
+
+    def hide(i: int, operand: Any, aval: Any) -> Any:
+        if aval.shape or (i == 0 and group.mesh.size > 1):
+            return operand
+        inner = ctx.replace(avals_in=[aval, aval], avals_out=[aval])
+        return copy(inner, operand, operand)[0]
+
+    return tuple(map(hide, range(len(operands)), operands, ctx.avals_in))
+
+
 def _lower_begin(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
     ticket, ready, *results = ctx.avals_out
     reserve = jax.ffi.ffi_lowering("jax_ep_reserve", has_side_effect=True)
@@ -152,6 +176,7 @@ def _lower_begin(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -
     sign, *buffers = reserve(outer, operands[0])
     inner = ctx.replace(avals_in=[*ctx.avals_in, *results], avals_out=[ticket])
     begin = gpu_call("jax_ep_dispatch_begin", Order.BESIDE, has_side_effect=True)
+    operands = _without_constants(ctx, operands, params["group"])
     # The call waits for it, too: else XLA might place it, with the buffers, behind.
     gate = _gate(ctx, [*operands, sign, *buffers], params)
     tickets = _beside(
@@ -174,6 +199,7 @@ def _lower_end(ctx: mlir.LoweringRuleContext, ticket: Any, *results: Any) -> Any
 
 def _lower_combine(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
     call = gpu_call("jax_ep_combine_beside", Order.BESIDE)
+    operands = _without_constants(ctx, operands, params["group"])
     gate = _gate(ctx, operands, params)
     inner = ctx.replace(avals_out=ctx.avals_out[:1])
     # Not `settled`: XLA fuses no pair, and would wait at once for a barrier's operand.

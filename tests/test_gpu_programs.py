@@ -269,6 +269,32 @@ def test_no_work_comes_before_the_call_that_it_stands_beside(
     assert n_found
 
 
+@pytest.mark.parametrize("place", ["one device", "nvfp4"])
+def test_numbers_that_xla_knows_may_be_operands_of_pairs(
+    mesh, monkeypatch, place
+) -> None:
+    """XLA of jax 0.12 does not compile a pair that has a constant as operand."""
+    monkeypatch.setattr(P2pTransport, "open", lambda *_: None)
+    if place == "one device":
+        case, mesh = cases.SMALL[1], jax.sharding.Mesh(mesh.devices[:1], (AXIS,))
+    else:
+        case = cases.QUANTISED_SMALL[place]
+    config = config_of(case, n_sms=16)
+    group = EPGroup(mesh, AXIS, config, P2pTransport(), None)
+
+    def body(tokens, topk_ids):
+        flight = jax_ep.dispatch_async(group, tokens, topk_ids)
+        beside = jnp.tanh(flight.then(tokens))
+        rows = jax_ep.dispatch_wait(group, flight, after=beside)
+        out = jax_ep.dequantize(rows).astype(config.combine_dtype)
+        flight = jax_ep.combine_async(group, out, rows)
+        more = jnp.sin(flight.then(beside))
+        return jax_ep.combine_wait(group, flight, after=more), more
+
+    steps = max(computations(compiled(mesh, body, case=case)), key=len)
+    assert [found[0] for found in in_flight(steps)] == ["jax_ep_await_begin"] * 2
+
+
 def in_flight(steps: list[str]) -> list[list[str]]:
     """What stands between the start of each call and its end.
 
