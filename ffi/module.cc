@@ -1,4 +1,4 @@
-// The extension module jax_ep._ffi: handlers for jax.ffi, and the groups of this process.
+// The extension module jax_ep._ffi: handlers for jax.ffi on CPUs, and the groups of this process.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
@@ -12,6 +12,7 @@
 #include "cpu/group.h"
 #include "cpu/handlers.h"
 #include "rank_stats_dict.h"
+#include "token_format_dicts.h"
 
 namespace nb = nanobind;
 
@@ -23,22 +24,22 @@ nb::capsule Capsule(T* pointer) {
   return nb::capsule(reinterpret_cast<void*>(pointer));
 }
 
-nb::dict HostTargets() {
+nb::dict Targets() {
   nb::dict targets;
-  const auto add = [&](const char* name, XLA_FFI_Handler* execute) {
+  const auto add = [&](const char* name, XLA_FFI_Handler* instantiate, XLA_FFI_Handler* execute) {
     nb::dict stages;
-    stages["instantiate"] = Capsule(HostInstantiate);
+    stages["instantiate"] = Capsule(instantiate);
     stages["execute"] = Capsule(execute);
     targets[name] = stages;
   };
-  add("jax_ep_dispatch", HostDispatch);
-  add("jax_ep_combine", HostCombine);
-  add("jax_ep_combine_grad", HostCombineGrad);
+  add("jax_ep_dispatch", HostInstantiateDispatch, HostDispatch);
+  add("jax_ep_combine", HostInstantiateCombine, HostCombine);
+  add("jax_ep_combine_grad", HostInstantiateCombine, HostCombineGrad);
   targets["jax_ep_fused_silu"] = Capsule(HostFusedSilu);
   return targets;
 }
 
-nb::dict HostCallSiteType() {
+nb::dict CallSiteType() {
   static XLA_FFI_TypeInfo info = ffi::MakeTypeInfo<CallSite>();
   nb::dict type;
   type["type_id"] = Capsule(&CallSite::id);
@@ -46,44 +47,54 @@ nb::dict HostCallSiteType() {
   return type;
 }
 
-using DeviceTuple = std::tuple<int64_t, int64_t, int64_t>;  // ordinal, row, rank
+using DeviceTuple = std::tuple<int64_t, int64_t, int64_t>;  // ordinal, replica, rank
 
-void OpenHostGroup(const std::string& key, int64_t n_ranks, int64_t n_experts, int64_t token_bytes,
-                   const std::vector<DeviceTuple>& tuples) {
+void OpenGroup(const std::string& key, int64_t n_ranks, int64_t n_groups, int64_t n_choices,
+               int64_t hidden_size, int64_t max_tokens_per_rank, int64_t max_recv_tokens,
+               int64_t row_alignment, int64_t token_bytes, double timeout_s,
+               const std::vector<DeviceTuple>& tuples) {
   std::vector<Device> devices;
-  for (const auto& [ordinal, row, rank] : tuples) devices.push_back({ordinal, row, rank});
-  HostGroups::Instance().Open(key, n_ranks, n_experts, token_bytes, devices);
+  for (const auto& [ordinal, replica, rank] : tuples) devices.push_back({ordinal, {replica, rank}});
+  const GroupSizes sizes{n_ranks,     n_groups,       n_choices, max_tokens_per_rank,
+                         hidden_size, max_recv_tokens};
+  const Status status =
+      HostGroups::Instance().Open(key, {sizes, row_alignment, token_bytes, timeout_s}, devices);
+  if (!status.ok()) throw std::invalid_argument(status.message);
 }
 
-std::shared_ptr<HostGroup> FindHostGroup(const std::string& key) {
+std::shared_ptr<HostGroup> FindGroup(const std::string& key) {
   auto group = HostGroups::Instance().Find(key);
   if (group == nullptr) throw std::invalid_argument("group " + key + " is not open");
   return group;
 }
 
-nb::dict HostStats(const std::string& key, int64_t row, int64_t rank) {
-  return ToDict(FindHostGroup(key)->Stats(row, rank));
-}
-
 NB_MODULE(_ffi, module) {
   module.doc() = "XLA FFI handlers of jax_ep for CPU devices";
-  module.def("host_targets", &HostTargets, "FFI targets: name -> stage -> handler.");
-  module.def("host_call_site_type", &HostCallSiteType, "FFI type of the handlers' state.");
-  module.def("open_host_group", &OpenHostGroup, nb::arg("key"), nb::arg("n_ranks"),
-             nb::arg("n_experts"), nb::arg("token_bytes"), nb::arg("devices"),
-             "Opens a group; token_bytes: of a token as it travels; devices are (ordinal, row, "
-             "rank).");
+  module.def("targets", &Targets, "FFI targets: name -> handler, or stage -> handler.");
+  module.def("call_site_type", &CallSiteType, "FFI type of the handlers' state.");
+  module.def("open_group", &OpenGroup, nb::arg("key"), nb::arg("n_ranks"), nb::arg("n_groups"),
+             nb::arg("n_choices"), nb::arg("hidden_size"), nb::arg("max_tokens_per_rank"),
+             nb::arg("max_recv_tokens"), nb::arg("row_alignment"), nb::arg("token_bytes"),
+             nb::arg("timeout_s"), nb::arg("devices"),
+             "Opens a group. token_bytes is the size of a token as it travels; devices are "
+             "(ordinal, replica, rank).");
   module.def(
-      "close_host_group", [](const std::string& key) { HostGroups::Instance().Close(key); },
-      nb::arg("key"));
-  module.def("host_stats", &HostStats, nb::arg("key"), nb::arg("row"), nb::arg("rank"));
+      "close_group", [](const std::string& key) { HostGroups::Instance().Close(key); },
+      nb::arg("key"), "Undoes one open_group; the last one forgets the group.");
   module.def(
-      "fail_next_host_call",
+      "stats",
+      [](const std::string& key, int64_t replica, int64_t rank) {
+        return ToDict(FindGroup(key)->Stats({replica, rank}));
+      },
+      nb::arg("key"), nb::arg("replica"), nb::arg("rank"), "The totals of a rank.");
+  module.def(
+      "fail_next_call",
       [](const std::string& key, int64_t ordinal, const std::string& message) {
-        FindHostGroup(key)->FailNext(ordinal, message);
+        FindGroup(key)->FailNext(ordinal, message);
       },
       nb::arg("key"), nb::arg("ordinal"), nb::arg("message"),
       "Test hook: the next call on the device ends with an error.");
+  module.def("token_formats", &TokenFormatDicts, "The table of token formats, a dict per format.");
 }
 
 }  // namespace

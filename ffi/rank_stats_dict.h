@@ -16,8 +16,8 @@ inline nanobind::dict ToDict(const RankStats& stats) {
   dict["dropped_rows"] = stats.dropped_rows;
   dict["tokens_to_rank"] = stats.tokens_to_rank;
   dict["bytes_to_rank"] = stats.bytes_to_rank;
-  dict["rows_to_expert"] = stats.rows_to_expert;
-  dict["rows_per_expert"] = stats.rows_per_expert;
+  dict["rows_to_group"] = stats.rows_to_group;
+  dict["rows_per_group"] = stats.rows_per_group;
   dict["wait_ns"] = stats.wait_ns;
   dict["longest_wait_ns"] = stats.longest_wait_ns;
   return dict;

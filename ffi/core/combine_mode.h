@@ -1,22 +1,32 @@
-// What a combine adds up. The values are those of Python's attributes.
+// What a combine adds up. The values are those of the attributes that Python sets.
 #pragma once
 
 #include <cstdint>
 
+#include "core/element_types.h"
 #include "core/host_device.h"
 
 namespace jax_ep {
 
-enum class RowType : int32_t { kBFloat16, kFloat16, kFloat32 };
-
 enum class Weighting : int32_t {
   kNone = 0,    // plain sum
-  kSource = 1,  // topk_weights of the token's own rank, in k order
-  kRow = 2,     // row_weights of the expert's rank: sums per rank first, in the rows' dtype
+  kSource = 1,  // by topk_weights, at the token's own rank, over all choices in order
+  kRow = 2,     // by row_weights, at the rows' rank, which rounds its sum to the rows' dtype
 };
 
-// Whether a rank returns one row per token, and not one per choice.
-JAX_EP_HOST_DEVICE constexpr bool SumsAtExperts(Weighting weighting, bool reduce) {
+struct CombineMode {
+  Weighting weighting;
+  bool reduce;  // false: a row per choice, not their sum
+  // The last choice is the shared expert's: its row is added unweighted, after the sum has been
+  // rounded. False in the backward of dispatch, which sums that row like the others.
+  bool adds_shared_expert;
+
+  // Choices of a token, of n_choices, whose rows are summed, with their weights if there are any.
+  constexpr int64_t n_summed(int64_t n_choices) const { return n_choices - adds_shared_expert; }
+};
+
+// Whether a rank sums its own rows of a token and returns one row, not one per choice.
+JAX_EP_HOST_DEVICE constexpr bool SumsPerRank(Weighting weighting, bool reduce) {
   return reduce && weighting == Weighting::kRow;
 }
 

@@ -1,6 +1,8 @@
-// Eight numbers to e2m1 codes at once: the bits of ToE2m1, in fewer steps.
+// Eight numbers to e2m1 codes at once: the same bits as eight calls of ToE2m1, in fewer steps.
 //
-// A code is the magnitude in halves of its binade, plus two for each binade above the first.
+// A code is the magnitude as a multiple of half its binade (the mantissa bit), plus 2 for each
+// binade above the first. Adding a power of two 2^22 times larger than the binade rounds the
+// magnitude to that one mantissa bit, and leaves the multiple in the lowest bits of the sum.
 #pragma once
 
 #include <cstdint>
@@ -11,24 +13,24 @@
 
 namespace jax_ep {
 
-// What numbers are measured in: a power of two.
+// The unit that numbers are measured in, a power of two, prepared for E2m1Bits.
 struct E2m1Unit {
-  // The exponent as in a float32's bits: 127 is that of 1. At most 232.
+  // `exponent` is biased as in a float32: 127 stands for the unit 1. At most 232.
   JAX_EP_HOST_DEVICE constexpr explicit E2m1Unit(uint32_t exponent)
       : raise((kShift << 23) + Low(exponent)), least(((exponent + kShift) << 23) + Low(exponent)) {}
 
-  // The power of two in whose lowest bits a number's halves of a binade are: its exponent is
-  // larger by this. Its own lowest bits take back what its exponent adds to the code.
+  // Adding 2^(e + kShift) rounds numbers of exponent e to one mantissa bit. The lowest bits of that
+  // addend are set to Low, which cancels what its exponent contributes to the code.
   static constexpr uint32_t kShift = 22;
   JAX_EP_HOST_DEVICE static constexpr uint32_t Low(uint32_t exponent) {
     return (0u - 2 * (exponent + kShift)) & 15;
   }
 
-  uint32_t raise;  // from the bits of a number's binade to those of its addend
-  uint32_t least;  // the addend of the first binade
+  uint32_t raise;  // added to the exponent bits of a number to give those of its addend
+  uint32_t least;  // the addend for the first binade, which also serves smaller numbers
 };
 
-// The magnitude's code, in the lowest three bits; it is less than 7 units.
+// The code of |value| in the lowest three bits. |value| is less than 7 units.
 JAX_EP_HOST_DEVICE JAX_EP_ALWAYS_INLINE uint32_t E2m1Bits(float value, const E2m1Unit& unit) {
   const uint32_t raised = (FloatBits(value) & 0x7f800000) + unit.raise;
   const uint32_t addend = raised > unit.least ? raised : unit.least;
@@ -36,7 +38,7 @@ JAX_EP_HOST_DEVICE JAX_EP_ALWAYS_INLINE uint32_t E2m1Bits(float value, const E2m
   return FloatBits(rounded) + (addend >> 22);
 }
 
-// Codes of 4 bits, the first in the lowest ones. All magnitudes are less than 7 units.
+// Eight codes of 4 bits, the first in the lowest bits. All magnitudes are less than 7 units.
 JAX_EP_HOST_DEVICE JAX_EP_ALWAYS_INLINE uint32_t PackE2m1(const float (&values)[8],
                                                           const E2m1Unit& unit) {
   uint32_t codes = 0, top_bits = 0;
@@ -51,7 +53,7 @@ JAX_EP_HOST_DEVICE JAX_EP_ALWAYS_INLINE uint32_t PackE2m1(const float (&values)[
   return (codes & 0x77777777) | (top_bits & 0x88888888);
 }
 
-// Codes of 4 bits, the first in the lowest ones. All magnitudes are less than 7.
+// Eight codes of 4 bits, the first in the lowest bits. All magnitudes are less than 7.
 JAX_EP_HOST_DEVICE JAX_EP_ALWAYS_INLINE uint32_t ToE2m1Word(const float (&values)[8]) {
 #if defined(__CUDA_ARCH__) && defined(JAX_EP_HAS_E2M1_INSTRUCTION)
   uint32_t codes = 0;
@@ -65,8 +67,8 @@ JAX_EP_HOST_DEVICE JAX_EP_ALWAYS_INLINE uint32_t ToE2m1Word(const float (&values
 #endif
 }
 
-// The codes of the values of a usual block of MXFP4 that has this scale: they need not be scaled
-// before, since the scale is a power of two.
+// The codes of eight values of an MXFP4 block on the fast path, given the block's scale. The values
+// need not be scaled first, because the scale is a power of two.
 JAX_EP_HOST_DEVICE JAX_EP_ALWAYS_INLINE uint32_t ToMxFp4Word(const float (&values)[8],
                                                              const BlockScale<uint8_t>& block) {
 #if defined(__CUDA_ARCH__) && defined(JAX_EP_HAS_E2M1_INSTRUCTION)

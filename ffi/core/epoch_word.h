@@ -1,6 +1,6 @@
-// Epoch words: how ranks tell each other anything. 64 bits, written and read at once: the upper
-// half is the number of the call (its epoch), the lower half a value. A word of another call is
-// simply not there yet, so that nothing is ever cleared.
+// Epoch words: how ranks signal each other. 64 bits, read and written atomically: the number of the
+// call (its epoch) in the upper half, a value in the lower half. A word with another epoch has not
+// arrived yet, so words are never cleared between calls.
 #pragma once
 
 #include <cstdint>

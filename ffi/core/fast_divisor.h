@@ -1,4 +1,4 @@
-// Division by a number that is known when a call is set up: one multiplication on the device.
+// Division by a number that is known on the host, as one multiplication on the device.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +7,8 @@
 
 namespace jax_ep {
 
-// Exact for dividends below 2^32 / divisor: with m = ceil(2^32 / d) = (2^32 + e) / d, e < d, the
-// error n * e / (d * 2^32) stays below 1 / d.
+// Exact for dividends n < 2^32 / d: with the multiplier m = ceil(2^32 / d) = (2^32 + e) / d, e < d,
+// the error n * e / (d * 2^32) stays below 1 / d.
 class FastDivisor {
  public:
   FastDivisor() = default;
@@ -20,6 +20,7 @@ class FastDivisor {
     return static_cast<uint32_t>((dividend * multiplier_) >> 32);
   }
 
+  // Whether division by `divisor` is exact for all dividends below `dividend_limit`.
   static bool IsExactBelow(uint64_t dividend_limit, uint32_t divisor) {
     return dividend_limit * divisor <= uint64_t{1} << 32;
   }

@@ -1,4 +1,4 @@
-// bfloat16 and float16 as bit patterns: conversion to and from float32, round to nearest even.
+// bfloat16 and float16 as bit patterns: conversion from and to float32, rounded to nearest even.
 // Written once, so that every transport rounds alike.
 #pragma once
 
@@ -69,12 +69,12 @@ inline Float16 FromFloat<Float16>(float value) {
   uint32_t half;
   if (magnitude > 0x7f800000) {
     half = 0x7e00 | ((magnitude >> 13) & 0x3ff);
-  } else if (magnitude >= 0x477ff000) {  // 65520: rounds to infinity
+  } else if (magnitude >= 0x477ff000) {  // from 65520 on: rounds to infinity
     half = 0x7c00;
-  } else if (magnitude >= 0x38800000) {  // 2^-14: normal
+  } else if (magnitude >= 0x38800000) {  // from 2^-14 on: normal
     half = (magnitude - (112u << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
   } else {
-    // Adding 0.5 leaves the value, rounded to nearest even at 2^-24, in the low bits.
+    // Subnormal: adding 0.5 rounds the value to a multiple of 2^-24, left in the low bits.
     half = FloatBits(FloatFromBits(magnitude) + 0.5f) - 0x3f000000;
   }
   return {static_cast<uint16_t>(sign | half)};

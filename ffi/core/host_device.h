@@ -1,4 +1,5 @@
-// Marks what is compiled for the host and for the device, so that both compute the same bits.
+// Marks functions that are compiled for the host and for the device, so that both compute the same
+// bits.
 #pragma once
 
 #if defined(__CUDACC__)
@@ -7,5 +8,5 @@
 #define JAX_EP_HOST_DEVICE
 #endif
 
-// For arithmetic that a caller compiles for a newer processor than the rest.
+// Forces inlining: into callers compiled for a newer processor than the rest, for instance.
 #define JAX_EP_ALWAYS_INLINE inline __attribute__((always_inline))

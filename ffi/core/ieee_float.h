@@ -1,11 +1,11 @@
-// XLA:CPU's threads flush subnormal numbers to zero. Our results are IEEE's.
+// XLA:CPU sets its threads to flush subnormal numbers to zero; our arithmetic keeps them.
 #pragma once
 
 #include <cfenv>
 
 namespace jax_ep {
 
-// Round to nearest, subnormals kept, while alive; the thread's former mode afterwards.
+// While alive, the thread rounds to nearest and keeps subnormals; then its former mode returns.
 class ScopedIeeeFloat {
  public:
   ScopedIeeeFloat() {

@@ -1,4 +1,4 @@
-// What one rank has counted since its group was opened. jax_ep/stats.py has the meanings.
+// What one rank has counted since its group was opened. jax_ep/stats.py documents each total.
 #pragma once
 
 #include <cstdint>
@@ -13,17 +13,17 @@ struct RankStats {
   int64_t dropped_rows = 0;
   std::vector<int64_t> tokens_to_rank;   // [R]
   std::vector<int64_t> bytes_to_rank;    // [R]
-  std::vector<int64_t> rows_to_expert;   // [E]
-  std::vector<int64_t> rows_per_expert;  // [L]
+  std::vector<int64_t> rows_to_group;    // [G] choices of this rank's tokens
+  std::vector<int64_t> rows_per_group;   // [G / R] rows that this rank received
   std::vector<int64_t> wait_ns;          // [2, R] (dispatch, combine) x peer
   std::vector<int64_t> longest_wait_ns;  // [2, R]
 
   RankStats() = default;
-  RankStats(int64_t n_ranks, int64_t n_experts)
+  RankStats(int64_t n_ranks, int64_t n_groups)
       : tokens_to_rank(n_ranks),
         bytes_to_rank(n_ranks),
-        rows_to_expert(n_experts),
-        rows_per_expert(n_experts / n_ranks),
+        rows_to_group(n_groups),
+        rows_per_group(n_groups / n_ranks),
         wait_ns(2 * n_ranks),
         longest_wait_ns(2 * n_ranks) {}
 };

@@ -1,12 +1,25 @@
-// Row order: where each choice (token, k) of a source rank ends up at its destination rank.
+// Row order: in which row of its destination rank each choice of each token lands.
 //
-// Rows are ordered by local expert, then source rank, then token, then k. So the row of a choice
-// follows from counts alone:
+// C++ routes by groups of rows, not by experts, so that one set of kernels serves every config:
 //
-//   row = first_row[expert][source] + position of the choice among the source's choices of expert
+//   n_ranks         R  ranks of this C++ group; 1 with skip_a2a, where every rank routes to itself
+//   n_local_groups     groups of rows per rank: one per local expert, plus one for a fused shared
+//                      expert, which comes first
+//   n_groups        G  = n_ranks * n_local_groups, so n_local_groups is written G/R in shapes
+//   n_choices       N  choices per token: top_k, plus one for a fused shared expert, which comes
+//   last
 //
-// with first_row an exclusive prefix sum of counts over (local expert, source rank). Formats that
-// want it pad the rows of each expert to a multiple of row_alignment.
+// A group id is rank * n_local_groups + local group. Python maps experts to group ids
+// (jax_ep/routing.py); nothing below it knows E, L or K. T, M, H and C mean the user's config.
+//
+// Rows are ordered by local group, then source rank, then token, then k (the index of the choice).
+// The row of a choice therefore follows from counts alone:
+//
+//   row = first_row[local group][source] + position of the choice among the source's choices of
+//         this group
+//
+// where first_row is the exclusive prefix sum of the counts over (local group, source). Token
+// formats that need it pad each group to a multiple of row_alignment rows.
 #pragma once
 
 #include <algorithm>
@@ -14,53 +27,57 @@
 
 namespace jax_ep {
 
-constexpr int32_t kNoExpert = -1;
+constexpr int32_t kNoGroup = -1;
 constexpr int32_t kNoRow = -1;
 
 struct ChoiceCounts {
-  int64_t n_valid;    // choices that name an expert
-  int64_t n_invalid;  // ids other than -1 outside [0, n_experts)
+  int64_t n_valid;    // choices that name a group
+  int64_t n_invalid;  // ids outside [0, n_groups) other than kNoGroup
 };
 
-// Writes each choice's position among this rank's choices of the same expert, or kNoRow, to
-// `position` [n_choices], and adds up `counts` [n_experts], which must be zero before.
-inline ChoiceCounts CountChoices(const int32_t* topk_ids, int64_t n_choices, int64_t n_experts,
+// Writes to `position` [n_ids] each choice's position among this rank's choices of the same group,
+// or kNoRow. Adds the choices of each group to `counts` [n_groups], which the caller has zeroed.
+inline ChoiceCounts CountChoices(const int32_t* group_ids, int64_t n_ids, int64_t n_groups,
                                  int32_t* counts, int32_t* position) {
   ChoiceCounts total{0, 0};
-  for (int64_t i = 0; i < n_choices; ++i) {
-    const int32_t expert = topk_ids[i];
-    if (expert >= 0 && expert < n_experts) {
-      position[i] = counts[expert]++;
+  for (int64_t i = 0; i < n_ids; ++i) {
+    const int32_t group = group_ids[i];
+    if (group >= 0 && group < n_groups) {
+      position[i] = counts[group]++;
       ++total.n_valid;
     } else {
       position[i] = kNoRow;
-      total.n_invalid += expert != kNoExpert;
+      total.n_invalid += group != kNoGroup;
     }
   }
   return total;
 }
 
-// Offsets of one destination rank. `counts(source, local_expert)` gives rows; `first_row`
-// [n_local_experts, n_ranks] is where each pair's rows begin, not clipped; `row_offsets`
-// [n_local_experts + 1], padding included, is clipped to max_recv_tokens; `n_rows`
-// [n_local_experts] are the expert's rows that fit, without padding. Returns the rows that did not.
+// Lays out the rows of one destination rank and returns the number of rows dropped because they lie
+// beyond max_recv_tokens.
+//
+//   counts(source, local_group)              rows that each source sends to each group
+//   first_row    [n_local_groups, n_ranks]   first row of each pair; not clipped
+//   n_rows       [n_local_groups]            rows of each group that fit, without padding
+//   row_offsets  [n_local_groups + 1]        first row of each group; includes padding, clipped to
+//                                            max_recv_tokens
 template <class Counts>
-int64_t ComputeRowOffsets(const Counts& counts, int64_t n_local_experts, int64_t n_ranks,
+int64_t ComputeRowOffsets(const Counts& counts, int64_t n_local_groups, int64_t n_ranks,
                           int64_t max_recv_tokens, int64_t row_alignment, int64_t* first_row,
                           int64_t* n_rows, uint32_t* row_offsets) {
   int64_t row = 0, n_dropped = 0;
-  for (int64_t expert = 0; expert < n_local_experts; ++expert) {
+  for (int64_t group = 0; group < n_local_groups; ++group) {
     const int64_t begin = row;
-    row_offsets[expert] = static_cast<uint32_t>(std::min(begin, max_recv_tokens));
+    row_offsets[group] = static_cast<uint32_t>(std::min(begin, max_recv_tokens));
     for (int64_t source = 0; source < n_ranks; ++source) {
-      first_row[expert * n_ranks + source] = row;
-      row += counts(source, expert);
+      first_row[group * n_ranks + source] = row;
+      row += counts(source, group);
     }
-    n_rows[expert] = std::min(row, max_recv_tokens) - static_cast<int64_t>(row_offsets[expert]);
-    n_dropped += row - begin - n_rows[expert];
+    n_rows[group] = std::min(row, max_recv_tokens) - static_cast<int64_t>(row_offsets[group]);
+    n_dropped += row - begin - n_rows[group];
     row = (row + row_alignment - 1) / row_alignment * row_alignment;
   }
-  row_offsets[n_local_experts] = static_cast<uint32_t>(std::min(row, max_recv_tokens));
+  row_offsets[n_local_groups] = static_cast<uint32_t>(std::min(row, max_recv_tokens));
   return n_dropped;
 }
 

@@ -1,6 +1,6 @@
-// silu(gate) * up and its clamped variant, once for host and device: docs/formats.md.
+// The activation silu(gate) * up and its clamped variant, for host and device: docs/formats.md.
 //
-// float32, every operation rounded once; FmaRn is one operation.
+// All arithmetic is float32, and every operation is rounded once; FmaRn counts as one operation.
 #pragma once
 
 #include <cstdint>
@@ -11,20 +11,22 @@
 
 namespace jax_ep {
 
-// Beyond, e^-z does not change the sum 1 + e^-z, or has left the range of float32.
-constexpr float kFarthestZ = 87.0f;
+// Beyond this magnitude of z, e^-z does not change the sum 1 + e^-z, or has left the range of
+// float32.
+constexpr float kMaxZ = 87.0f;
 
-// 1 / (1 + e^-z), so near that z times it is within 3.91 ulp of silu(z); 0 beyond -kFarthestZ. Of
-// NaN, any number.
+// 1 / (1 + e^-z), accurate enough that z times it is within 3.91 ulp of silu(z); 0 below -kMaxZ.
+// The result for NaN is any number.
 JAX_EP_HOST_DEVICE JAX_EP_ALWAYS_INLINE float Sigmoid(float z) {
-  // e^-z = 2^(a t), t = -z * 0x1.71546ep+0 = n + r. a is such that 2^(a n) is, as near as can be,
-  // 2^n with 2 n added to its significand's bits. 2^(a r) is a minimax polynomial.
+  // e^-z = 2^(a t), where t = -z * 0x1.71546ep+0 = n + r. The constant a makes 2^(a n), as closely
+  // as possible, 2^n with 2 n added to the bits of its significand. 2^(a r) is a minimax
+  // polynomial.
   constexpr float kScale = 0x1.71546ep+0f;
   constexpr float kRoundToInteger = 0x1.8p+23f;
   constexpr uint32_t kPowerStep = (1u << 23) + 2;
 
-  float near = z < kFarthestZ ? z : kFarthestZ;
-  near = near > -kFarthestZ ? near : -kFarthestZ;
+  float near = z < kMaxZ ? z : kMaxZ;
+  near = near > -kMaxZ ? near : -kMaxZ;
   const float shifted_n = FmaRn(near, -kScale, kRoundToInteger);
   const float n = shifted_n - kRoundToInteger;
   const float r = FmaRn(near, -kScale, -n);
@@ -37,13 +39,13 @@ JAX_EP_HOST_DEVICE JAX_EP_ALWAYS_INLINE float Sigmoid(float z) {
   constexpr uint32_t kPowerOfZero = 0x3f800001u - 0x4b400000u * kPowerStep;
   const float power = FloatFromBits(FloatBits(shifted_n) * kPowerStep + kPowerOfZero);
   const float sigmoid = ReciprocalRn(FmaRn(exp_r, power, 1.0f));
-  return z < -kFarthestZ ? 0.0f : sigmoid;
+  return z < -kMaxZ ? 0.0f : sigmoid;
 }
 
-// What stands between the two matmuls of an expert.
+// The activation between the two matmuls of an expert.
 struct Activation {
-  // false: silu(gate) * up; true: (up' + 1) * gate' * sigmoid(alpha * gate') with gate' at most
-  // limit, and up' within +-limit, which is not negative.
+  // false: silu(gate) * up. true: (up' + 1) * gate' * sigmoid(alpha * gate'), with gate' = gate
+  // clamped to at most limit, and up' = up clamped to [-limit, limit]; limit is not negative.
   bool is_clamped;
   float alpha;
   float limit;
@@ -52,7 +54,7 @@ struct Activation {
     return TimesUp(OfGate(gate), up);
   }
 
-  // The factor that depends on the gate alone.
+  // The factor that depends only on the gate.
   JAX_EP_HOST_DEVICE JAX_EP_ALWAYS_INLINE float OfGate(float gate) const {
     if (!is_clamped) return MultiplyRn(gate, Sigmoid(gate));
     const float clamped = MinNan(limit, gate);

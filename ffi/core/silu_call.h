@@ -1,4 +1,4 @@
-// The operands, results and parameters of a call of fused_silu, on any platform.
+// Operands, results and parameters of a fused_silu call, on any platform.
 #pragma once
 
 #include <cstdint>
@@ -11,24 +11,24 @@
 namespace jax_ep {
 
 struct SiluCall {
-  std::string_view token_format;  // as in Python
-  ScalesLayout scales_layout;
-  bool is_interleaved;  // gate and up take turns, column by column
+  std::string_view token_format;  // of the result, as in core/formats.h
+  ScalesLayout scales_layout;     // kNone: the format is plain, and rows are of out_type
+  bool is_interleaved;            // gate and up columns alternate; otherwise all gates come first
   Activation activation;
 
-  int64_t n_rows;    // of x and of the result; C
-  int64_t n_groups;  // L
-  int64_t row_size;  // elements of a row of the result; F
-  int64_t n_scales;  // of a row
+  int64_t n_rows;    // C, of x and of the result
+  int64_t n_groups;  // groups of rows of x; core/routing.h calls them n_local_groups
+  int64_t row_size;  // F, elements per row of the result
+  int64_t n_scales;  // per row of the result
 
   RowType x_type;
   const void* x;                // [C, 2 F]
-  const uint32_t* row_offsets;  // [L + 1]
-  const float* input_scales;    // [L]; null: 1
+  const uint32_t* row_offsets;  // [n_groups + 1]
+  const float* input_scales;    // [n_groups]; null: 1
 
-  RowType out_type;  // of formats that do not quantise
-  void* out;         // [C, F], or [C, F / 2] packed
-  void* scales;      // in scales_layout; null: none
+  RowType out_type;
+  void* out;     // [C, F], or [C, F / 2] packed
+  void* scales;  // in scales_layout; null: none
 };
 
 }  // namespace jax_ep

@@ -1,4 +1,4 @@
-// Outcome of a step that can fail, in plain C++: no exceptions cross the XLA FFI border.
+// The outcome of a step that can fail, in plain C++: no exceptions cross the XLA FFI border.
 #pragma once
 
 #include <string>

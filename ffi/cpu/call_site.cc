@@ -1,9 +1,13 @@
+// The instantiate handlers: they run once per call site, when XLA loads an executable.
+
 #include "cpu/call_site.h"
 
 #include <memory>
 #include <string>
 
 #include "cpu/handlers.h"
+#include "xla/attributes.h"
+#include "xla/error.h"
 
 namespace jax_ep {
 
@@ -11,35 +15,29 @@ ffi::TypeId CallSite::id = {};
 
 namespace {
 
-ffi::ErrorOr<std::unique_ptr<CallSite>> MakeCallSite(EpConfig config, Weighting weighting,
-                                                     bool reduce, bool has_residual) {
-  if (config.n_ranks < 1 || config.n_experts < 1 || config.n_experts % config.n_ranks != 0) {
-    return ffi::Unexpected(ffi::Error::InvalidArgument(
-        "n_experts must be a multiple of n_ranks; got n_experts=" +
-        std::to_string(config.n_experts) + ", n_ranks=" + std::to_string(config.n_ranks)));
-  }
-  if (config.row_alignment < 1) {
-    return ffi::Unexpected(ffi::Error::InvalidArgument("row_alignment must be positive; got " +
-                                                       std::to_string(config.row_alignment)));
-  }
-  auto site = std::make_unique<CallSite>(
-      CallSite{config, weighting, reduce, has_residual, std::string(config.group),
-               std::string(config.token_format), std::string(config.scales_layout),
-               std::string(config.combine_dtype)});
-  site->config.group = site->group;
-  site->config.token_format = site->token_format;
-  site->config.scales_layout = site->scales_layout;
-  site->config.combine_dtype = site->combine_dtype;
+ffi::ErrorOr<std::unique_ptr<CallSite>> MakeDispatchSite(const DispatchAttributes& attributes) {
+  auto site = std::make_unique<CallSite>();
+  site->group = std::string(attributes.group);
+  Status status =
+      FindRowFormat(attributes.token_format, attributes.scales_layout, &site->row_format);
+  if (status.ok()) return site;
+  status.message = "dispatch of group " + site->group + ": " + status.message;
+  return ffi::Unexpected(ToError(status));
+}
+
+ffi::ErrorOr<std::unique_ptr<CallSite>> MakeCombineSite(const CombineAttributes& attributes) {
+  auto site = std::make_unique<CallSite>();
+  site->group = std::string(attributes.group);
+  site->mode = attributes.mode();
   return site;
 }
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(HostInstantiate, MakeCallSite,
-                              ffi::Ffi::BindInstantiate()
-                                  .Attr<EpConfig>("ep")
-                                  .Attr<Weighting>("weighting")
-                                  .Attr<bool>("reduce")
-                                  .Attr<bool>("has_residual"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(HostInstantiateDispatch, MakeDispatchSite,
+                              ffi::Ffi::BindInstantiate().Attrs<DispatchAttributes>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(HostInstantiateCombine, MakeCombineSite,
+                              ffi::Ffi::BindInstantiate().Attrs<CombineAttributes>());
 
 }  // namespace jax_ep

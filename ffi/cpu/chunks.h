@@ -1,4 +1,4 @@
-// Cuts the tokens of all ranks into pieces of work.
+// Cuts the tokens of all ranks into chunks of work.
 #pragma once
 
 #include <algorithm>
@@ -8,9 +8,9 @@
 
 namespace jax_ep {
 
-// Calls body(rank, begin, end) for token ranges that cover [0, n_tokens) of every rank, in
-// parallel. `token_bytes`: memory that one token moves. A piece is long against the cost of
-// handing it out, and short against the whole.
+// Calls body(rank, begin, end) in parallel, for token ranges that cover [0, n_tokens) of every
+// rank. `token_bytes` is the memory that one token moves: chunks are large compared with the cost
+// of handing one out, and small compared with the whole.
 template <class Body>
 void ForTokenChunks(const Pool& pool, int64_t n_ranks, int64_t n_tokens, int64_t token_bytes,
                     const Body& body) {

@@ -15,39 +15,46 @@ const CombineGradArgs& At(const std::vector<Arrival>& arrivals, int64_t rank) {
   return static_cast<const CombineGradArgs&>(*arrivals[rank].args);
 }
 
+// Gives the row of one choice the cotangent of its token or, in a combine without a sum, its own.
 template <class T>
-void SendCotangent(const std::vector<Arrival>& arrivals, int64_t source, int64_t token) {
+void SendCotangent(const CombineGradArgs& from, int64_t choice, const CombineGradArgs& to,
+                   bool is_summed) {
+  const int64_t size = from.row_size, row = from.dst_rows[choice];
+  const int64_t of_cotangent = from.mode.reduce ? choice / from.sizes().n_choices : choice;
+  const T* const cotangent = static_cast<const T*>(from.cotangent) + of_cotangent * size;
+  T* const grad = static_cast<T*>(to.grad_expert_out) + row * size;
+  if (from.mode.weighting == Weighting::kNone || !is_summed) {
+    std::memcpy(static_cast<void*>(grad), cotangent, size * sizeof(T));
+    if (to.grad_row_weights != nullptr) to.grad_row_weights[row] = 0.0f;
+    return;
+  }
+  const bool at_source = from.mode.weighting == Weighting::kSource;
+  ScaleRow(grad, at_source ? from.topk_weights[choice] : to.row_weights[row], cotangent, size);
+  float& grad_weight = at_source ? from.grad_topk_weights[choice] : to.grad_row_weights[row];
+  grad_weight = DotRows(cotangent, static_cast<const T*>(to.expert_out) + row * size, size);
+}
+
+template <class T>
+void SendCotangents(const std::vector<Arrival>& arrivals, int64_t source, int64_t token) {
   const CombineGradArgs& from = At(arrivals, source);
-  const int64_t size = from.row_size;
-  for (int64_t k = 0; k < from.config.top_k; ++k) {
-    const int64_t choice = token * from.config.top_k + k;
-    const int64_t row = from.dst_rows[choice];
+  const int64_t n_choices = from.sizes().n_choices, n_local = from.sizes().n_local_groups();
+  for (int64_t k = 0; k < n_choices; ++k) {
+    const int64_t choice = token * n_choices + k;
     if (from.grad_topk_weights != nullptr) from.grad_topk_weights[choice] = 0.0f;
-    if (row == kNoRow) continue;
-    const T* const cotangent =
-        static_cast<const T*>(from.cotangent) + (from.reduce ? token : choice) * size;
-    const CombineGradArgs& to = At(arrivals, from.topk_ids[choice] / from.config.n_local_experts());
-    T* const grad = static_cast<T*>(to.grad_expert_out) + row * size;
-    const bool is_weighted = k < from.config.n_weighted_choices();
-    if (from.weighting == Weighting::kNone || !is_weighted) {
-      std::memcpy(static_cast<void*>(grad), cotangent, size * sizeof(T));
-      if (to.grad_row_weights != nullptr) to.grad_row_weights[row] = 0.0f;
-      continue;
-    }
-    const bool at_source = from.weighting == Weighting::kSource;
-    ScaleRow(grad, at_source ? from.topk_weights[choice] : to.row_weights[row], cotangent, size);
-    float& grad_weight = at_source ? from.grad_topk_weights[choice] : to.grad_row_weights[row];
-    grad_weight = DotRows(cotangent, static_cast<const T*>(to.expert_out) + row * size, size);
+    if (from.dst_rows[choice] == kNoRow) continue;
+    const CombineGradArgs& to = At(arrivals, from.group_ids[choice] / n_local);
+    SendCotangent<T>(from, choice, to, /*is_summed=*/k < from.mode.n_summed(n_choices));
   }
 }
 
-// Zeroes the last rows of each expert, which may be padding: rows of tokens are written later.
+// Zeroes the last rows of each group of rows, which may be padding. Rows of tokens among them are
+// written later.
 void ClearPadding(const CombineGradArgs& args, int64_t row_bytes) {
-  const int64_t most = args.config.row_alignment - 1;
-  for (int64_t expert = 0; expert < args.config.n_local_experts(); ++expert) {
-    const int64_t begin = args.row_offsets[expert], end = args.row_offsets[expert + 1];
-    const int64_t row = std::max(begin, end - most);
-    if (row >= end || end > args.config.max_recv_tokens) continue;
+  const int64_t max_padding = args.group->config().row_alignment - 1;
+  for (int64_t group = 0; group < args.sizes().n_local_groups(); ++group) {
+    const int64_t begin = args.row_offsets[group], end = args.row_offsets[group + 1];
+    const int64_t row = std::max(begin, end - max_padding);
+    if (row >= end || end > args.max_recv_tokens) continue;
     std::memset(static_cast<uint8_t*>(args.grad_expert_out) + row * row_bytes, 0,
                 (end - row) * row_bytes);
     if (args.grad_row_weights != nullptr) {
@@ -58,8 +65,8 @@ void ClearPadding(const CombineGradArgs& args, int64_t row_bytes) {
 
 // Zeroes the rows that are not in use.
 void ClearUnusedRows(const CombineGradArgs& args, int64_t row_bytes, Zeroer& zeroer) {
-  const int64_t n_rows = args.config.max_recv_tokens;
-  const int64_t used = std::min<int64_t>(args.row_offsets[args.config.n_local_experts()], n_rows);
+  const int64_t n_rows = args.max_recv_tokens;
+  const int64_t used = std::min<int64_t>(args.row_offsets[args.sizes().n_local_groups()], n_rows);
   zeroer.Zero(static_cast<uint8_t*>(args.grad_expert_out) + used * row_bytes,
               (n_rows - used) * row_bytes);
   if (args.grad_row_weights != nullptr) {
@@ -81,13 +88,13 @@ void CombineGradAll(const Pool& pool, const std::vector<Arrival>& arrivals) {
       ClearUnusedRows(args, row_bytes, zeroer);
       ClearPadding(args, row_bytes);
       AdviseHugePages(args.grad_expert_out,
-                      args.row_offsets[args.config.n_local_experts()] * row_bytes,
-                      args.config.max_recv_tokens * row_bytes);
+                      args.row_offsets[args.sizes().n_local_groups()] * row_bytes,
+                      args.max_recv_tokens * row_bytes);
     }
-    ForTokenChunks(pool, n_ranks, first.n_tokens, first.config.top_k * row_bytes,
+    ForTokenChunks(pool, n_ranks, first.n_tokens, first.sizes().n_choices * row_bytes,
                    [&](int64_t source, int64_t begin, int64_t end) {
                      for (int64_t token = begin; token < end; ++token) {
-                       SendCotangent<T>(arrivals, source, token);
+                       SendCotangents<T>(arrivals, source, token);
                      }
                    });
   });

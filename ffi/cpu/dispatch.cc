@@ -15,15 +15,15 @@ DispatchArgs& At(const std::vector<Arrival>& arrivals, int64_t rank) {
   return static_cast<DispatchArgs&>(*arrivals[rank].args);
 }
 
-// (token, rank) pairs: what would cross a link, one copy per pair.
+// Counts the (token, rank) pairs. One copy per pair would cross a link.
 void CountTokensToRanks(const DispatchArgs& args, std::vector<int64_t>& tokens_to_rank) {
-  const EpConfig& config = args.config;
-  std::vector<int64_t> last_token(config.n_ranks, -1);
-  for (int64_t choice = 0; choice < args.n_tokens * config.top_k; ++choice) {
-    const int32_t expert = args.topk_ids[choice];
-    if (expert < 0 || expert >= config.n_experts) continue;
-    const int64_t rank = expert / config.n_local_experts();
-    const int64_t token = choice / config.top_k;
+  const GroupSizes& sizes = args.sizes();
+  std::vector<int64_t> last_token(sizes.n_ranks, -1);
+  for (int64_t choice = 0; choice < args.n_tokens * sizes.n_choices; ++choice) {
+    const int32_t group = args.group_ids[choice];
+    if (group < 0 || group >= sizes.n_groups) continue;
+    const int64_t rank = group / sizes.n_local_groups();
+    const int64_t token = choice / sizes.n_choices;
     tokens_to_rank[rank] += last_token[rank] != token;
     last_token[rank] = token;
   }
@@ -31,61 +31,60 @@ void CountTokensToRanks(const DispatchArgs& args, std::vector<int64_t>& tokens_t
 
 void LayOutRows(const std::vector<Arrival>& arrivals, int64_t rank) {
   DispatchArgs& args = At(arrivals, rank);
-  const EpConfig& config = args.config;
-  const int64_t n_local = config.n_local_experts();
-  args.first_row.resize(config.n_experts);
+  const GroupSizes& sizes = args.sizes();
+  const int64_t n_local = sizes.n_local_groups();
+  args.first_row.resize(sizes.n_groups);
   args.n_rows.resize(n_local);
-  const auto counts = [&](int64_t source, int64_t expert) {
-    return At(arrivals, source).counts[rank * n_local + expert];
+  const auto counts = [&](int64_t source, int64_t group) {
+    return At(arrivals, source).counts[rank * n_local + group];
   };
   *args.n_dropped = static_cast<int32_t>(ComputeRowOffsets(
-      counts, n_local, config.n_ranks, config.max_recv_tokens, config.row_alignment,
+      counts, n_local, sizes.n_ranks, args.max_recv_tokens, args.group->config().row_alignment,
       args.first_row.data(), args.n_rows.data(), args.row_offsets));
-  if (args.scales.data != nullptr) args.scales.LayOut(args.row_offsets, n_local);
+  if (args.encoder != nullptr) args.scales_out.LayOut(args.row_offsets, n_local);
   AdviseHugePages(args.rows, args.row_offsets[n_local] * args.row_bytes,
-                  config.max_recv_tokens * args.row_bytes);
-  args.group->UpdateStats(args.device.row, rank, [&](RankStats& stats) {
+                  args.max_recv_tokens * args.row_bytes);
+  args.group->UpdateStats(args.device.coordinate, [&](RankStats& stats) {
     ++stats.dispatch_calls;
     stats.dropped_rows += *args.n_dropped;
-    for (int64_t expert = 0; expert < n_local; ++expert) {
-      stats.rows_per_expert[expert] += args.n_rows[expert];
+    for (int64_t group = 0; group < n_local; ++group) {
+      stats.rows_per_group[group] += args.n_rows[group];
     }
   });
 }
 
-// Zeroes what pads an expert's rows, and the rest of their last block of scales.
-void ClearPadding(const DispatchArgs& args, int64_t expert) {
-  const int64_t first = args.row_offsets[expert], capacity = args.config.max_recv_tokens;
-  const int64_t n_rows = args.row_offsets[expert + 1] - first;
-  for (int64_t row = first + args.n_rows[expert]; row < first + n_rows; ++row) {
+// Zeroes the rows that pad a group of rows, and the unused rest of its last block of scales.
+void ClearPadding(const DispatchArgs& args, int64_t group) {
+  const int64_t first = args.row_offsets[group];
+  const int64_t n_rows = args.row_offsets[group + 1] - first;
+  for (int64_t row = first + args.n_rows[group]; row < first + n_rows; ++row) {
     std::memset(args.rows + row * args.row_bytes, 0, args.row_bytes);
     args.src_info[2 * row] = args.src_info[2 * row + 1] = kNoRow;
     if (args.row_weights != nullptr) args.row_weights[row] = 0.0f;
   }
-  if (args.scales.data == nullptr) return;
-  const bool has_blocks = args.scales.layout == ScalesLayout::kAtoms;
+  if (args.encoder == nullptr) return;
+  const bool has_blocks = args.scales_layout == ScalesLayout::kAtoms;
   const int64_t n_placed = has_blocks ? BlocksOfRows(n_rows) * kAtomRows : n_rows;
-  for (int64_t row = args.n_rows[expert]; row < n_placed; ++row) {
-    args.scales.Place(expert, first, row, capacity, /*row_scales=*/nullptr);
+  for (int64_t row = args.n_rows[group]; row < n_placed; ++row) {
+    args.scales_out.Place(group, first, row, args.max_recv_tokens, /*row_scales=*/nullptr);
   }
 }
 
-// A token as it travels: quantised when it is first sent.
+// A token as it travels. Quantized once, before it is first sent.
 class Message {
  public:
   explicit Message(const DispatchArgs& from) : from_(from) {
-    if (from.encoder.encode == nullptr) return;
+    if (from.encoder == nullptr) return;
     codes_.resize(from.row_bytes);
-    scales_.resize(from.scales.row_bytes());
+    scales_.resize(from.scales_out.row_bytes());
   }
 
   void Load(int64_t token) {
     if (token == token_) return;
     token_ = token;
     payload_ = from_.tokens + token * from_.token_bytes;
-    if (codes_.empty()) return;
-    from_.encoder.encode(payload_, from_.config.hidden_size, from_.input_scale, codes_.data(),
-                         scales_.data());
+    if (from_.encoder == nullptr) return;
+    from_.encoder(payload_, from_.hidden_size, from_.global_scale, codes_.data(), scales_.data());
     payload_ = codes_.data();
   }
 
@@ -102,42 +101,51 @@ class Message {
 // Sends the tokens [begin, end) of one source rank.
 void SendTokens(const std::vector<Arrival>& arrivals, int64_t source, int64_t begin, int64_t end) {
   DispatchArgs& from = At(arrivals, source);
-  const EpConfig& config = from.config;
-  const int64_t n_local = config.n_local_experts();
+  const GroupSizes& sizes = from.sizes();
+  const int64_t n_choices = sizes.n_choices, n_local = sizes.n_local_groups();
   Message message(from);
-  for (int64_t choice = begin * config.top_k; choice < end * config.top_k; ++choice) {
-    if (from.dst_rows[choice] == kNoRow) continue;
-    const int64_t expert = from.topk_ids[choice];
-    DispatchArgs& to = At(arrivals, expert / n_local);
-    const int64_t row = to.first_row[expert % n_local * config.n_ranks + source] +
-                        from.dst_rows[choice];  // still the position among equal choices
-    const bool fits = row < config.max_recv_tokens;
-    from.dst_rows[choice] = fits ? static_cast<int32_t>(row) : kNoRow;
+  for (int64_t choice = begin * n_choices; choice < end * n_choices; ++choice) {
+    if (from.handle[choice] == kNoRow) continue;
+    const int64_t group = from.group_ids[choice] % n_local;
+    DispatchArgs& to = At(arrivals, from.group_ids[choice] / n_local);
+    // Until now the handle holds the choice's position among the rank's choices of the same group.
+    const int64_t row = to.first_row[group * sizes.n_ranks + source] + from.handle[choice];
+    const bool fits = row < to.max_recv_tokens;
+    from.handle[choice] = fits ? static_cast<int32_t>(row) : kNoRow;
     if (!fits) continue;
-    const int64_t token = choice / config.top_k;
+    const int64_t token = choice / n_choices;
     to.src_info[2 * row] = static_cast<int32_t>(token);
-    to.src_info[2 * row + 1] = static_cast<int32_t>(choice % config.top_k);
+    to.src_info[2 * row + 1] = static_cast<int32_t>(choice % n_choices);
     if (to.row_weights != nullptr) to.row_weights[row] = from.topk_weights[choice];
     message.Load(token);
     std::memcpy(to.rows + row * from.row_bytes, message.payload(), from.row_bytes);
-    if (to.scales.data == nullptr) continue;
-    const int64_t group = expert % n_local, first = to.row_offsets[group];
-    to.scales.Place(group, first, row - first, config.max_recv_tokens, message.scales());
+    if (to.encoder == nullptr) continue;
+    const int64_t first = to.row_offsets[group];
+    to.scales_out.Place(group, first, row - first, to.max_recv_tokens, message.scales());
   }
 }
 
 }  // namespace
 
+void PrepareEncoding(DispatchArgs& args) {
+  args.encoder = FindEncoder(*args.format, args.token_type);
+  args.global_scale = InputScale::Make(args.input_scale == nullptr ? 1.0f : *args.input_scale);
+  args.scales_out.layout = args.scales_layout;
+  args.scales_out.n_scales = args.n_scales;
+  args.scales_out.scale_bytes = args.format->scale_bytes();
+  args.scales_out.data = args.scales;
+}
+
 void CountOwnChoices(DispatchArgs& args) {
-  args.counts.assign(args.config.n_experts, 0);
-  const ChoiceCounts choices =
-      CountChoices(args.topk_ids, args.n_tokens * args.config.top_k, args.config.n_experts,
-                   args.counts.data(), args.dst_rows);
+  const GroupSizes& sizes = args.sizes();
+  args.counts.assign(sizes.n_groups, 0);
+  const ChoiceCounts choices = CountChoices(args.group_ids, args.n_tokens * sizes.n_choices,
+                                            sizes.n_groups, args.counts.data(), args.handle);
   *args.n_invalid = static_cast<int32_t>(choices.n_invalid);
-  args.group->UpdateStats(args.device.row, args.device.rank, [&](RankStats& stats) {
+  args.group->UpdateStats(args.device.coordinate, [&](RankStats& stats) {
     stats.invalid_ids += choices.n_invalid;
-    for (int64_t expert = 0; expert < args.config.n_experts; ++expert) {
-      stats.rows_to_expert[expert] += args.counts[expert];
+    for (int64_t group = 0; group < sizes.n_groups; ++group) {
+      stats.rows_to_group[group] += args.counts[group];
     }
     CountTokensToRanks(args, stats.tokens_to_rank);
   });
@@ -148,14 +156,14 @@ void DispatchAll(const Pool& pool, const std::vector<Arrival>& arrivals) {
   CountWaits(arrivals, kDispatchWaits);
   for (int64_t rank = 0; rank < n_ranks; ++rank) LayOutRows(arrivals, rank);
   const DispatchArgs& first = At(arrivals, 0);
-  if (first.scales.data != nullptr || first.config.row_alignment > 1) {
-    const int64_t n_local = first.config.n_local_experts();
+  if (first.encoder != nullptr || first.group->config().row_alignment > 1) {
+    const int64_t n_local = first.sizes().n_local_groups();
     ParallelFor(pool, n_ranks * n_local, [&](int64_t group) {
       ClearPadding(At(arrivals, group / n_local), group % n_local);
     });
   }
-  const int64_t token_bytes = first.row_bytes * first.config.top_k;
-  ForTokenChunks(pool, n_ranks, first.n_tokens, token_bytes,
+  const int64_t moved_bytes = first.row_bytes * first.sizes().n_choices;
+  ForTokenChunks(pool, n_ranks, first.n_tokens, moved_bytes,
                  [&](int64_t source, int64_t begin, int64_t end) {
                    SendTokens(arrivals, source, begin, end);
                  });

@@ -8,12 +8,18 @@
 namespace jax_ep {
 namespace {
 
+// The code of one element, in the low bits.
+template <Element kElement>
+uint8_t ToCode(float scaled) {
+  static_assert(kElement == Element::kE2m1 || kElement == Element::kE4m3);
+  return kElement == Element::kE2m1 ? ToE2m1(scaled) : ToE4m3(scaled);
+}
+
 template <class Format>
 void EncodeBlock(const float* values, float factor, uint8_t* codes) {
   uint8_t one_each[Format::kBlockSize];
   for (int i = 0; i < Format::kBlockSize; ++i) {
-    const float scaled = Format::ScaleElement(values[i], factor);
-    one_each[i] = Format::kIsPacked ? ToE2m1(scaled) : ToE4m3(scaled);
+    one_each[i] = ToCode<Format::kElement>(Format::ScaleElement(values[i], factor));
   }
   if constexpr (Format::kIsPacked) {
     for (int i = 0; i < Format::kBlockSize / 2; ++i) {
@@ -28,7 +34,7 @@ template <class Format, class T>
 void EncodeToken(const void* token, int64_t hidden_size, InputScale input_scale, uint8_t* codes,
                  uint8_t* scales) {
   constexpr int kSize = Format::kBlockSize;
-  constexpr int kCodeBytes = Format::kIsPacked ? kSize / 2 : kSize;
+  constexpr int kCodeBytes = kSize * ElementBits(Format::kElement) / 8;
   const ScopedIeeeFloat ieee;
   const T* const elements = static_cast<const T*>(token);
   float values[kSize];
@@ -48,26 +54,16 @@ void EncodeToken(const void* token, int64_t hidden_size, InputScale input_scale,
   }
 }
 
-template <class Format>
-Encoder Find(RowType token_type) {
-  Encoder encoder;
-  encoder.takes_input_scale = Format::kTakesInputScale;
-  encoder.block_size = Format::kBlockSize;
-  encoder.scale_bytes = sizeof(typename Format::Scale);
-  encoder.code_bits = Format::kIsPacked ? 4 : 8;
-  if (token_type == RowType::kBFloat16) encoder.encode = EncodeToken<Format, BFloat16>;
-  if (token_type == RowType::kFloat32) encoder.encode = EncodeToken<Format, float>;
-  return encoder;
-}
-
 }  // namespace
 
-Encoder FindEncoder(std::string_view token_format, RowType token_type) {
-  if (token_format == "blockwise_fp8") return Find<BlockwiseFp8>(token_type);
-  if (token_format == "mxfp8") return Find<MxFp8>(token_type);
-  if (token_format == "mxfp4") return Find<MxFp4>(token_type);
-  if (token_format == "nvfp4") return Find<NvFp4>(token_type);
-  return {};
+Encoder FindEncoder(const TokenFormat& format, RowType token_type) {
+  if (format.is_plain()) return nullptr;
+  return VisitFormat(format.encoding, [&](auto arithmetic) -> Encoder {
+    using Format = decltype(arithmetic);
+    if (token_type == RowType::kBFloat16) return EncodeToken<Format, BFloat16>;
+    if (token_type == RowType::kFloat32) return EncodeToken<Format, float>;
+    return nullptr;
+  });
 }
 
 }  // namespace jax_ep

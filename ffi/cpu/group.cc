@@ -1,15 +1,30 @@
 #include "cpu/group.h"
 
-#include <utility>
-
 namespace jax_ep {
+namespace {
 
-HostGroup::HostGroup(int64_t n_ranks, int64_t n_experts, int64_t token_bytes,
-                     const std::vector<Device>& devices)
-    : token_bytes_(token_bytes) {
+Status CheckConfig(const HostGroupConfig& config) {
+  const GroupSizes& sizes = config.sizes;
+  if (sizes.n_ranks < 1 || sizes.n_groups < 1 || sizes.n_groups % sizes.n_ranks != 0) {
+    return InvalidArgument(
+        "n_groups must be a multiple of n_ranks; got n_groups=" + std::to_string(sizes.n_groups) +
+        ", n_ranks=" + std::to_string(sizes.n_ranks));
+  }
+  if (config.row_alignment < 1) {
+    return InvalidArgument("row_alignment must be positive; got " +
+                           std::to_string(config.row_alignment));
+  }
+  return {};
+}
+
+}  // namespace
+
+HostGroup::HostGroup(const HostGroupConfig& config, const std::vector<Device>& devices)
+    : config_(config) {
   for (const Device& device : devices) {
     devices_[device.ordinal] = device;
-    stats_[{device.row, device.rank}] = RankStats(n_ranks, n_experts);
+    stats_[{device.coordinate.replica, device.coordinate.rank}] =
+        RankStats(config.sizes.n_ranks, config.sizes.n_groups);
   }
 }
 
@@ -19,11 +34,11 @@ std::optional<Device> HostGroup::Find(int64_t ordinal) const {
   return it->second;
 }
 
-RankStats HostGroup::Stats(int64_t row, int64_t rank) const {
+RankStats HostGroup::Stats(const MeshCoordinate& at) const {
   std::lock_guard lock(mutex_);
-  RankStats stats = stats_.at({row, rank});
+  RankStats stats = stats_.at({at.replica, at.rank});
   for (size_t peer = 0; peer < stats.bytes_to_rank.size(); ++peer) {
-    stats.bytes_to_rank[peer] = stats.tokens_to_rank[peer] * token_bytes_;
+    stats.bytes_to_rank[peer] = stats.tokens_to_rank[peer] * config_.token_bytes;
   }
   return stats;
 }
@@ -47,15 +62,18 @@ HostGroups& HostGroups::Instance() {
   return *instance;
 }
 
-void HostGroups::Open(const std::string& key, int64_t n_ranks, int64_t n_experts,
-                      int64_t token_bytes, const std::vector<Device>& devices) {
+Status HostGroups::Open(const std::string& key, const HostGroupConfig& config,
+                        const std::vector<Device>& devices) {
+  const Status status = CheckConfig(config);
+  if (!status.ok()) return status;
   std::lock_guard lock(mutex_);
   const auto it = groups_.find(key);
   if (it != groups_.end()) {
     ++it->second.n_open;
   } else {
-    groups_[key] = {std::make_shared<HostGroup>(n_ranks, n_experts, token_bytes, devices), 1};
+    groups_[key] = {std::make_shared<HostGroup>(config, devices), 1};
   }
+  return {};
 }
 
 void HostGroups::Close(const std::string& key) {

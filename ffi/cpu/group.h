@@ -1,5 +1,5 @@
-// The expert-parallel groups that are open in this process: which device is which rank, and what
-// each rank has sent and received.
+// The expert-parallel groups that are open in this process: their sizes, which device is which
+// rank, and what each rank has sent and received.
 #pragma once
 
 #include <cstdint>
@@ -9,54 +9,67 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
+#include "core/mesh_coordinate.h"
+#include "core/operands.h"
 #include "core/rank_stats.h"
+#include "core/status.h"
 
 namespace jax_ep {
 
 struct Device {
   int64_t ordinal;  // jax.Device.id
-  int64_t row;      // which group of ranks, where the mesh has several along its other axes
-  int64_t rank;
+  MeshCoordinate coordinate;
+};
+
+struct HostGroupConfig {
+  GroupSizes sizes;
+  int64_t row_alignment;  // groups of rows begin at multiples of it
+  int64_t token_bytes;    // of a token as it travels, for statistics
+  double timeout_s;       // how long a rank waits for the others
 };
 
 class HostGroup {
  public:
-  // `token_bytes`: of a token as it travels.
-  HostGroup(int64_t n_ranks, int64_t n_experts, int64_t token_bytes,
-            const std::vector<Device>& devices);
+  HostGroup(const HostGroupConfig& config, const std::vector<Device>& devices);
+
+  const HostGroupConfig& config() const { return config_; }
+  const GroupSizes& sizes() const { return config_.sizes; }
 
   // Nothing if the device is not in the group.
   std::optional<Device> Find(int64_t ordinal) const;
 
   // Adds to the totals of a rank; `add` runs under the group's lock.
   template <class Add>
-  void UpdateStats(int64_t row, int64_t rank, const Add& add) {
+  void UpdateStats(const MeshCoordinate& at, const Add& add) {
     std::lock_guard lock(mutex_);
-    add(stats_.at({row, rank}));
+    add(stats_.at({at.replica, at.rank}));
   }
-  RankStats Stats(int64_t row, int64_t rank) const;
+  // Throws std::out_of_range if the group has no such rank.
+  RankStats Stats(const MeshCoordinate& at) const;
 
   // Test hook: makes the next call on `ordinal` fail with `message`.
   void FailNext(int64_t ordinal, std::string message);
   std::optional<std::string> TakeFailure(int64_t ordinal);
 
  private:
-  const int64_t token_bytes_;
+  const HostGroupConfig config_;
   std::map<int64_t, Device> devices_;  // by ordinal
   mutable std::mutex mutex_;
-  std::map<std::pair<int64_t, int64_t>, RankStats> stats_;  // by (row, rank)
+  std::map<std::pair<int64_t, int64_t>, RankStats> stats_;  // by (replica, rank)
   std::map<int64_t, std::string> failures_;                 // by ordinal
 };
 
-// Groups by key. A key may be opened several times: equal groups are one.
+// The open groups by key. A key may be opened several times: equal groups are one.
 class HostGroups {
  public:
   static HostGroups& Instance();
 
-  void Open(const std::string& key, int64_t n_ranks, int64_t n_experts, int64_t token_bytes,
-            const std::vector<Device>& devices);
+  // Fails if the sizes contradict each other.
+  Status Open(const std::string& key, const HostGroupConfig& config,
+              const std::vector<Device>& devices);
   void Close(const std::string& key);
   std::shared_ptr<HostGroup> Find(std::string_view key) const;  // null if not open
 

@@ -20,7 +20,7 @@ using Ranges = std::vector<std::pair<uintptr_t, uintptr_t>>;
 uintptr_t RoundUp(uintptr_t address, uintptr_t unit) { return (address + unit - 1) & -unit; }
 uintptr_t RoundDown(uintptr_t address, uintptr_t unit) { return address & -unit; }
 
-// Neighbours are merged. A line: "begin-end perms offset device inode path".
+// Adjacent ranges are merged. A line of the file is "begin-end perms offset device inode path".
 Ranges ReadPrivateAnonymousRanges() {
   Ranges ranges;
   std::FILE* const maps = std::fopen("/proc/self/maps", "r");
@@ -55,13 +55,13 @@ void AdviseHugePages(void* buffer, int64_t used_bytes, int64_t bytes) {
 }
 
 void Zeroer::Zero(void* begin, int64_t bytes) {
-  // Shorter, and the kernel takes longer than the stores.
-  constexpr int64_t kFewestBytes = 16 << 20;
+  // For shorter ranges the system call takes longer than the stores.
+  constexpr int64_t kMinBytes = 16 << 20;
   static const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
   const uintptr_t first = reinterpret_cast<uintptr_t>(begin), last = first + bytes;
   const uintptr_t first_page = RoundUp(first, page), last_page = RoundDown(last, page);
   const bool gives_back =
-      bytes >= kFewestBytes && IsPrivateAnonymous(first_page, last_page) &&
+      bytes >= kMinBytes && IsPrivateAnonymous(first_page, last_page) &&
       madvise(reinterpret_cast<void*>(first_page), last_page - first_page, MADV_DONTNEED) == 0;
   if (!gives_back) {
     std::memset(begin, 0, bytes);

@@ -1,5 +1,6 @@
-// Large results come from fresh memory, and the first touch of each page costs more than the copy
-// into it. So: few large pages where rows are written, and none where they are only to be zero.
+// Page handling for large results. They come from fresh memory, where the first touch of a page
+// costs more than the copy into it. So rows are written to a few huge pages, and memory that only
+// has to be zero is not touched at all.
 #pragma once
 
 #include <cstdint>
@@ -9,11 +10,11 @@
 namespace jax_ep {
 
 // Asks for huge pages behind the first `used_bytes` of a buffer of `bytes`, as NumPy does for its
-// arrays. Advice: the contents stay, and nothing depends on it.
+// arrays. This is advice to the kernel: it changes no contents, and nothing depends on it.
 void AdviseHugePages(void* buffer, int64_t used_bytes, int64_t bytes);
 
-// Zeroes memory. Where that is long, and memory of this process alone that no file stands behind,
-// by giving its pages back: they read as zero then, and cost nothing until somebody writes to them.
+// Zeroes memory. Long ranges of private anonymous memory are zeroed by returning their pages to the
+// kernel: they then read as zero, and cost nothing until they are written.
 class Zeroer {
  public:
   void Zero(void* begin, int64_t bytes);

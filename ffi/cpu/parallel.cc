@@ -10,8 +10,8 @@
 namespace jax_ep {
 namespace {
 
-// Shared with helpers that may start after ParallelFor has returned: those find no chunk left, and
-// touch nothing but the counter.
+// Shared with helpers that may start after ParallelFor has returned. They find no chunk left, and
+// touch only the counter.
 struct Chunks {
   Chunks(int64_t count, const std::function<void(int64_t)>& body) : count(count), body(&body) {}
 
@@ -44,7 +44,7 @@ void ParallelFor(const Pool& pool, int64_t n_chunks, const std::function<void(in
   const int64_t n_helpers = std::min({NumCores(), pool.n_threads, n_chunks}) - 1;
   for (int64_t i = 0; i < n_helpers; ++i) pool.schedule([chunks] { chunks->Drain(); });
   chunks->Drain();
-  // What is left is running on another thread: bounded by one chunk's time.
+  // The remaining chunks run on other threads, so this wait is bounded by one chunk's time.
   while (chunks->done.load(std::memory_order_acquire) != n_chunks) std::this_thread::yield();
 }
 

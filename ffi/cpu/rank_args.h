@@ -1,10 +1,8 @@
-// What one rank brings to a call; each operation adds its buffers.
+// What one rank brings to a call. Each operation adds its operands.
 #pragma once
 
-#include <cstdint>
 #include <memory>
 
-#include "core/ep_config.h"
 #include "cpu/group.h"
 
 namespace jax_ep {
@@ -12,10 +10,10 @@ namespace jax_ep {
 struct RankArgs {
   virtual ~RankArgs() = default;
 
-  EpConfig config;
-  int64_t n_tokens;  // T of this call
   std::shared_ptr<HostGroup> group;
   Device device;
+
+  const GroupSizes& sizes() const { return group->sizes(); }
 };
 
 }  // namespace jax_ep

@@ -10,7 +10,7 @@ namespace {
 
 constexpr size_t kFailedRunsKept = 256;
 
-// What follows a failed call may block, so each completion gets a thread of its own.
+// Whatever follows a failed call may block, so each completion gets a thread of its own.
 void CompleteOnThreads(std::vector<Complete> completes, const Status& status) {
   for (Complete& complete : completes) {
     std::thread([complete = std::move(complete), status] { complete(status); }).detach();
@@ -67,7 +67,7 @@ std::vector<Arrival> Rendezvous::Arrive(const CallKey& key, const CallInfo& info
     if (other.rank != arrival.rank) continue;
     lock.unlock();
     const Status status = Internal(info.name + ": rank " + std::to_string(arrival.rank) +
-                                   " came twice to the same call");
+                                   " arrived twice at the same call");
     arrival.complete(status);
     Fail(key.run_id, status);
     return {};

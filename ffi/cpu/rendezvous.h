@@ -1,12 +1,12 @@
 // Where the ranks of one call meet, on the CPU devices of one process.
 //
-// A rank that arrives leaves its arguments and goes; the last one gets everybody's and does the
-// work. No thread waits: a rank is told through its `complete`, which its handler has tied to the
-// future that it returned to XLA.
+// A rank that arrives leaves its arguments and returns; the last one takes the arguments of all and
+// does the work. No thread waits: a rank learns the outcome through its `complete`, which its
+// handler has tied to the future that it returned to XLA.
 //
-// Every wait ends. A call whose ranks have not all come within its timeout, or one of whose ranks
-// failed, ends with an error for all of them, and so does every other call of the same run: a rank
-// that failed in one call never comes to the next.
+// Every wait ends. If not all ranks arrive within the timeout, or one of them fails, the call ends
+// with an error for all of them. So does every other call of the same run, because a rank that
+// failed in one call never comes to the next.
 #pragma once
 
 #include <chrono>
@@ -33,19 +33,21 @@ struct Arrival {
   int64_t rank;
   std::unique_ptr<RankArgs> args;
   Complete complete;
-  std::chrono::steady_clock::time_point when{};  // by Arrive
+  std::chrono::steady_clock::time_point when{};  // set by Arrive
 };
 
-// One call of one row of the mesh. A call site is a custom call of an executable; XLA:CPU gives all
-// devices of a launch the same run id, and a new one to each launch. In a loop the same key comes
-// again, but no rank gets there before all have left: its own call is not complete until then.
+// One call of one replica. A call site is a custom call of an executable (see call_site.h). XLA:CPU
+// gives all devices of a launch the same run id, and every launch a new one. A loop uses the same
+// key again, but no rank arrives a second time before all have left: its own call is not complete
+// until then.
 struct CallKey {
   const void* call_site;
   int64_t run_id;
-  int64_t row;  // which group of ranks, where the mesh has several along its other axes
+  int64_t replica;
 
   bool operator<(const CallKey& other) const {
-    return std::tie(run_id, call_site, row) < std::tie(other.run_id, other.call_site, other.row);
+    return std::tie(run_id, call_site, replica) <
+           std::tie(other.run_id, other.call_site, other.replica);
   }
 };
 
@@ -57,14 +59,14 @@ struct CallInfo {
 
 class Rendezvous {
  public:
-  // The one of this process. Never destroyed: a late thread may still come.
+  // The rendezvous of this process. Never destroyed: a late thread may still arrive.
   static Rendezvous& Instance();
 
-  // The arrivals of all ranks, by rank, if `arrival` was the last; else nothing. If the run has
-  // failed, completes `arrival` with the error, and returns nothing.
+  // Returns the arrivals of all ranks, by rank, if `arrival` was the last, else nothing. If the run
+  // has failed, completes `arrival` with the error and returns nothing.
   std::vector<Arrival> Arrive(const CallKey& key, const CallInfo& info, Arrival arrival);
 
-  // Ends every call of the run with `status`, those whose ranks are still to come included.
+  // Ends every call of the run with `status`, including calls whose ranks have yet to arrive.
   void Fail(int64_t run_id, const Status& status);
 
  private:
@@ -81,7 +83,7 @@ class Rendezvous {
   struct Deadline {
     Clock::time_point when;
     CallKey key;
-    Clock::time_point started;  // tells a call from a later one with the same key
+    Clock::time_point started;  // distinguishes a call from a later one with the same key
   };
 
   const Status* FindFailure(int64_t run_id) const;
@@ -95,7 +97,7 @@ class Rendezvous {
   std::map<CallKey, Call> calls_;
   std::deque<std::pair<int64_t, Status>> failed_runs_;      // newest first, a bounded number
   std::deque<Deadline> deadlines_;                          // earliest first
-  Clock::time_point next_look_ = Clock::time_point::max();  // of the watching thread
+  Clock::time_point next_look_ = Clock::time_point::max();  // by the watching thread
   bool watching_ = false;
 };
 

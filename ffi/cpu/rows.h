@@ -1,5 +1,5 @@
-// Arithmetic on rows: float32, products and sums rounded separately (no fused multiply-add; the
-// build turns contraction off), so that every transport gives the same bits.
+// Arithmetic on rows. It is float32 with products and sums rounded separately, so that every
+// transport gives the same bits: the build turns contraction to fused multiply-adds off.
 #pragma once
 
 #include <algorithm>
@@ -7,8 +7,8 @@
 #include <cstdint>
 #include <utility>
 
+#include "core/element_types.h"
 #include "core/float_types.h"
-#include "cpu/combine.h"
 
 namespace jax_ep {
 
@@ -22,7 +22,8 @@ void AddWeightedRow(float* __restrict sum, float weight, const T* __restrict row
   for (int64_t i = 0; i < size; ++i) sum[i] += weight * ToFloat(row[i]);
 }
 
-// sum += float(T(part)), and part = 0: a rank's share of a token, rounded as if it had travelled.
+// sum += float(T(part)), then part = 0. `part` is a rank's share of a token, rounded as if it had
+// been sent.
 template <class T>
 void AddRounded(float* __restrict sum, float* __restrict part, int64_t size) {
   for (int64_t i = 0; i < size; ++i) {
@@ -48,7 +49,7 @@ void ScaleRow(T* __restrict row, float weight, const T* __restrict other, int64_
   for (int64_t i = 0; i < size; ++i) row[i] = FromFloat<T>(weight * ToFloat(other[i]));
 }
 
-// Sum of products, in an order that depends on the size alone.
+// The sum of products, in an order that depends only on the size.
 template <class T>
 float DotRows(const T* __restrict a, const T* __restrict b, int64_t size) {
   constexpr int64_t kLanes = 16;

@@ -5,20 +5,6 @@
 
 namespace jax_ep {
 
-std::vector<int64_t> Scales::Shape(int64_t n_rows, int64_t n_groups) const {
-  switch (layout) {
-    case ScalesLayout::kNone:
-      return {0};
-    case ScalesLayout::kRowMajor:
-      return {n_rows, n_scales};
-    case ScalesLayout::kTransposed:
-      return {n_scales, n_rows};
-    case ScalesLayout::kAtoms:
-      return {MaxBlocks(n_rows, n_groups), AtomsPerRow(n_scales), 32, 4, kAtomScales};
-  }
-  return {};
-}
-
 void Scales::LayOut(const uint32_t* row_offsets, int64_t n_groups) {
   first_block_.resize(n_groups);
   int64_t block = 0;

@@ -1,4 +1,4 @@
-// Puts the scales of rows where the layout wants them.
+// Places the scales of rows in the output of dispatch or fused_silu, in any layout.
 #pragma once
 
 #include <cstdint>
@@ -16,12 +16,11 @@ struct Scales {
 
   int64_t row_bytes() const { return n_scales * scale_bytes; }
 
-  std::vector<int64_t> Shape(int64_t n_rows, int64_t n_groups) const;
-
-  // Reads the offsets of the groups' rows: where atoms begin.
+  // Finds where each group's atoms begin, from its row offsets. Comes before Place.
   void LayOut(const uint32_t* row_offsets, int64_t n_groups);
 
-  // Stores the scales of the row `in_group` of a group; null: zeros. n_rows is that of the output.
+  // Stores the scales of row first_row + in_group, the row `in_group` of its group; zeros if
+  // row_scales is null. `n_rows` is the number of rows of the output.
   void Place(int64_t group, int64_t first_row, int64_t in_group, int64_t n_rows,
              const uint8_t* row_scales) const;
 

@@ -18,7 +18,7 @@ JAX_EP_ALWAYS_INLINE void ActivateInline(const SiluCall& call, const T* __restri
   const int64_t size = call.row_size, stride = call.is_interleaved ? 2 : 1;
   const T* const up = x + (call.is_interleaved ? 1 : size);
   const Activation activation = call.activation;
-  // Two loops: the compiler makes vectors of each.
+  // Two loops without a branch inside, so that the compiler vectorizes each.
   if (activation.is_clamped) {
     for (int64_t i = 0; i < size; ++i) {
       const Activation clamped{true, activation.alpha, activation.limit};
@@ -37,7 +37,7 @@ void Activate(const SiluCall& call, const T* x, float* out) {
 }
 
 #if defined(__x86_64__)
-// The same with instructions for fused multiply-adds, which not every x86-64 has.
+// The same, compiled for processors with fused multiply-add, which not every x86-64 has.
 template <class T>
 __attribute__((target("avx2,fma"))) void ActivateWithFma(const SiluCall& call, const T* x,
                                                          float* out) {
@@ -57,7 +57,7 @@ void ActivateRow(const SiluCall& call, const T* x, float* out) {
 }
 #endif
 
-// The rows of a call whose format does not quantise.
+// Rows in a plain format.
 template <class T>
 void RunPlainRows(const SiluCall& call, int64_t begin, int64_t end) {
   std::vector<float> values(call.row_size);
@@ -70,20 +70,18 @@ void RunPlainRows(const SiluCall& call, int64_t begin, int64_t end) {
   }
 }
 
-// The rows of a call whose format quantises.
+// Rows in a format that quantizes.
 class QuantizedRows {
  public:
-  explicit QuantizedRows(const SiluCall& call)
-      : call_(call), encoder_(FindEncoder(call.token_format, RowType::kFloat32)) {
+  QuantizedRows(const SiluCall& call, const TokenFormat& format)
+      : call_(call),
+        encoder_(FindEncoder(format, RowType::kFloat32)),
+        row_bytes_(format.payload_bytes(call.row_size)) {
     scales_.layout = call.scales_layout;
     scales_.n_scales = call.n_scales;
-    scales_.scale_bytes = encoder_.scale_bytes;
+    scales_.scale_bytes = format.scale_bytes();
     scales_.data = static_cast<uint8_t*>(call.scales);
     if (is_in_atoms()) scales_.LayOut(call.row_offsets, call.n_groups);
-  }
-
-  bool FitsCall() const {
-    return encoder_.encode != nullptr && call_.n_scales * encoder_.block_size == call_.row_size;
   }
 
   template <class T>
@@ -96,7 +94,7 @@ class QuantizedRows {
     }
   }
 
-  // Zeros in what is left of each group's last block of atoms.
+  // Zeroes the unused rest of each group's last block of atoms.
   void Pad() const {
     if (!is_in_atoms()) return;
     for (int64_t group = 0; group < call_.n_groups; ++group) {
@@ -116,14 +114,14 @@ class QuantizedRows {
     const int64_t group = std::upper_bound(ends, ends + call_.n_groups, row) - ends;
     const int64_t first_row = call_.row_offsets[group];
     const float input_scale = call_.input_scales == nullptr ? 1.0f : call_.input_scales[group];
-    const int64_t row_bytes = call_.row_size * encoder_.code_bits / 8;
-    encoder_.encode(values, call_.row_size, InputScale::Make(input_scale),
-                    static_cast<uint8_t*>(call_.out) + row * row_bytes, scales);
+    encoder_(values, call_.row_size, InputScale::Make(input_scale),
+             static_cast<uint8_t*>(call_.out) + row * row_bytes_, scales);
     scales_.Place(group, first_row, row - first_row, call_.n_rows, scales);
   }
 
   const SiluCall& call_;
   const Encoder encoder_;
+  const int64_t row_bytes_;
   Scales scales_;
 };
 
@@ -139,7 +137,7 @@ Status CheckOffsets(const SiluCall& call) {
 
 template <class Body>
 void ForRows(const Pool& pool, const SiluCall& call, const Body& body) {
-  // More arithmetic than in other work on rows: cut as if they were longer.
+  // An activation takes more arithmetic than other work on rows: cut as if rows were longer.
   const int64_t row_bytes = 4 * call.row_size * static_cast<int64_t>(sizeof(float));
   ForTokenChunks(pool, 1, call.row_offsets[call.n_groups], row_bytes,
                  [&](int64_t, int64_t begin, int64_t end) {
@@ -158,8 +156,12 @@ Status FusedSilu(const Pool& pool, const SiluCall& call) {
     });
     return {};
   }
-  const QuantizedRows rows(call);
-  if (!rows.FitsCall()) return InvalidArgument("fused_silu: no such token format");
+  const TokenFormat* const format = FindTokenFormat(call.token_format);
+  if (format == nullptr || format->is_plain()) {
+    return InvalidArgument("fused_silu: token_format must be one that quantizes; got " +
+                           std::string(call.token_format));
+  }
+  const QuantizedRows rows(call, *format);
   ForRows(pool, call,
           [&](auto type, int64_t begin, int64_t end) { rows.Run<decltype(type)>(begin, end); });
   rows.Pad();

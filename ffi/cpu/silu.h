@@ -1,4 +1,4 @@
-// fused_silu on the host: the activation of the rows in use, in a token format.
+// fused_silu on the host: activates the rows in use and encodes them in a token format.
 #pragma once
 
 #include "core/silu_call.h"
@@ -7,6 +7,7 @@
 
 namespace jax_ep {
 
+// Fails if row_offsets do not rise from 0 to at most the rows of x.
 Status FusedSilu(const Pool& pool, const SiluCall& call);
 
 }  // namespace jax_ep

@@ -1,23 +1,20 @@
-// XLA FFI -> FusedSilu. Of no group: nothing waits.
+// XLA FFI -> FusedSilu. The call belongs to no group, and waits for nobody.
 
 #include <functional>
 #include <utility>
 
 #include "cpu/handlers.h"
 #include "cpu/silu.h"
-#include "silu_operands.h"
-#include "xla_error.h"
+#include "xla/error.h"
+#include "xla/read_silu.h"
 
 namespace jax_ep {
 namespace {
 
-ffi::Error FusedSiluImpl(ffi::ThreadPool threads, ffi::AnyBuffer x,
-                         ffi::BufferR1<ffi::U32> row_offsets, ffi::RemainingArgs optional_args,
-                         ffi::Result<ffi::AnyBuffer> out, ffi::RemainingRets optional_rets,
-                         SiluAttributes attributes) {
+ffi::Error FusedSiluImpl(ffi::ThreadPool threads, ffi::RemainingArgs operands,
+                         ffi::RemainingRets results, const SiluAttributes& attributes) {
   SiluCall call{};
-  Status status =
-      ReadSiluCall({x, row_offsets, optional_args, *out, optional_rets}, attributes, call);
+  const Status status = ReadSilu(attributes, BufferList(operands), BufferList(results), &call);
   if (!status.ok()) return ToError(status);
   const Pool pool{[&](std::function<void()> task) { threads.Schedule(std::move(task)); },
                   threads.num_threads()};
@@ -27,6 +24,6 @@ ffi::Error FusedSiluImpl(ffi::ThreadPool threads, ffi::AnyBuffer x,
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(HostFusedSilu, FusedSiluImpl,
-                              BindSilu(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
+                              WithSiluOperands(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
 
 }  // namespace jax_ep

@@ -9,7 +9,7 @@ namespace jax_ep {
 void CountWaits(const std::vector<Arrival>& arrivals, size_t kind) {
   const size_t n_ranks = arrivals.size();
   for (const Arrival& own : arrivals) {
-    own.args->group->UpdateStats(own.args->device.row, own.rank, [&](RankStats& stats) {
+    own.args->group->UpdateStats(own.args->device.coordinate, [&](RankStats& stats) {
       for (size_t peer = 0; peer < n_ranks; ++peer) {
         if (arrivals[peer].when <= own.when) continue;
         const int64_t ns =

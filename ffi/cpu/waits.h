@@ -8,11 +8,11 @@
 
 namespace jax_ep {
 
-// Rows of RankStats::wait_ns.
+// Rows of RankStats::wait_ns and longest_wait_ns.
 constexpr size_t kDispatchWaits = 0;
 constexpr size_t kCombineWaits = 1;
 
-// Adds the time from each rank's arrival to every later one to its totals; `arrivals` by rank.
+// Adds to each rank's totals the time from its arrival to every later one; `arrivals` by rank.
 void CountWaits(const std::vector<Arrival>& arrivals, size_t kind);
 
 }  // namespace jax_ep

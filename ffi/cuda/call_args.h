@@ -1,5 +1,5 @@
-// What the kernels of both directions need to know: who calls, where its memory and its peers are,
-// and how to spread the work. Given to a kernel by value.
+// What every call gives to its kernel, in dispatch and combine alike: the calling rank, its
+// workspace, the group's sizes and the launch plan. Passed to kernels by value.
 #pragma once
 
 #include <cstdint>
@@ -11,35 +11,35 @@
 namespace jax_ep::p2p {
 
 constexpr int kWarpSize = 32;
-constexpr int kWorkerWarps = 16;
+constexpr int kWorkerWarps = 16;  // warps of a block that move tokens and rows
 constexpr int kWorkerThreads = kWorkerWarps * kWarpSize;
 
-constexpr int kMaxTopK = kWarpSize;  // a lane per choice
+constexpr int kMaxChoices = kWarpSize;  // one lane per choice
 
-// How the work is spread; it may differ between ranks.
+// How a call spreads over the GPU. Ranks may use different plans.
 struct LaunchPlan {
-  int32_t n_blocks;            // all on the GPU at once: they wait for peers
-  int32_t n_send_blocks;       // the first ones; they send, then receive like the others
-  int32_t send_unit_warps;     // warps that share a message, a power of 2 up to kWorkerWarps
-  int32_t receive_unit_warps;  // the same, where messages are received
-  int32_t n_stages;            // rows in shared memory for bulk copies; 0: without them
-  bool receives_in_bulk;       // in blocks that don't send
-  int32_t ring_slots;  // pieces of combine's rows there, per warp; see device/ring.cuh; 0: none
-  // Blocks stand on pairs of multiprocessors, and leave such to kernels that need them.
-  bool in_pairs;
+  int32_t n_blocks;           // all resident at once, because blocks wait for peers
+  int32_t n_send_blocks;      // the first blocks send; if all do, all receive afterwards
+  int32_t warps_per_send;     // warps that share one message; a power of 2, at most kWorkerWarps
+  int32_t warps_per_receive;  // the same on the receiving side
+  int32_t n_stages;       // dispatch: stages per block, see device/stage.cuh; 0 = no bulk copies
+  bool receives_in_bulk;  // dispatch: blocks that only receive use stages, too
+  int32_t ring_slots;     // combine: slots of each warp's ring, see device/ring.cuh; 0 = no ring
+  bool in_clusters;       // clusters of 2 blocks, which leave pairs of SMs to others' clusters
 };
 
-// What a call failed of. kOtherMesh: not of a wait; `peer` is the place that the program means.
+// Why a call failed. All but kWrongMesh are waits that timed out.
 enum class Phase : uint32_t {
   kNone = 0,
-  kCounts,
-  kMessage,
-  kBegun,
-  kReturned,
-  kOtherMesh,
+  kCounts,     // dispatch: the peer's counts
+  kMessage,    // dispatch: a message of the peer
+  kStarted,    // combine: the peer's start of the call
+  kReturned,   // combine: rows that the peer returns
+  kWrongMesh,  // the program runs on another mesh than the group; `peer` is the program's
+               // coordinate
 };
 
-// The failure of a call in one word, written to mapped host memory: 0 while there is none.
+// A failure as one word in mapped host memory; 0 = no failure.
 struct Failure {
   Phase phase;
   uint32_t peer;   // that did not answer
@@ -54,44 +54,44 @@ struct Failure {
   }
 };
 
+// core/routing.h defines R, G and N.
 struct CallArgs {
-  Workspace map;
+  Workspace map;       // of every rank's workspace
   uint8_t* workspace;  // of this rank
-  uint64_t* failure;   // Failure word in mapped host memory
+  uint64_t* failure;   // Failure::ToWord() in mapped host memory
   int64_t timeout_ns;
 
   int32_t rank;
-  int32_t n_ranks;             // R
-  int32_t n_experts;           // E
-  FastDivisor local_experts;   // L
-  int32_t top_k;               // K
-  int32_t max_tokens;          // M
-  int32_t n_tokens;            // T
-  int32_t place;               // row of the mesh * R + rank
-  const int32_t* place_index;  // null, or the place that the program means
+  int32_t n_ranks;                    // R
+  int32_t n_groups;                   // G
+  FastDivisor local_groups;           // divides by n_local_groups
+  int32_t n_choices;                  // N
+  int32_t max_tokens;                 // M
+  int32_t n_tokens;                   // T
+  int32_t coordinate;                 // replica * R + rank, as the group was opened
+  const int32_t* program_coordinate;  // the same in the program's mesh; null = not checked
   LaunchPlan plan;
 
-  uint64_t* trace;  // null, or ns at the end of each step: uint64[kTraceSteps, n_blocks]
+  uint64_t* trace;  // null, or uint64[kTraceSteps, n_blocks]: ns at the end of each step
 
-  JAX_EP_HOST_DEVICE int32_t n_local_experts() const {
-    return static_cast<int32_t>(local_experts.divisor());
+  JAX_EP_HOST_DEVICE int32_t n_local_groups() const {
+    return static_cast<int32_t>(local_groups.divisor());
   }
-  JAX_EP_HOST_DEVICE int32_t RankOf(int32_t expert) const {
-    return static_cast<int32_t>(local_experts.Divide(static_cast<uint32_t>(expert)));
+  JAX_EP_HOST_DEVICE int32_t RankOf(int32_t group) const {
+    return static_cast<int32_t>(local_groups.Divide(static_cast<uint32_t>(group)));
   }
-  JAX_EP_HOST_DEVICE bool IsExpert(int32_t id) const {
-    return static_cast<uint32_t>(id) < static_cast<uint32_t>(n_experts);
+  JAX_EP_HOST_DEVICE bool IsGroup(int32_t id) const {
+    return static_cast<uint32_t>(id) < static_cast<uint32_t>(n_groups);
   }
 };
 
 constexpr int kTraceSteps = 5;
 
-// What dispatch leaves for combine on the rank of the experts: for every message, its token and the
-// row of each choice.
-//
-//   int32[1 + K] per message, [R, M] messages by source rank and slot: token; row of choice k, or
-//   one of the values below
-constexpr int32_t kNotHere = -1;  // no expert of this rank
-constexpr int32_t kDropped = -2;  // an expert of this rank, beyond max_recv_tokens
+// The handle that dispatch leaves for combine on each destination rank is one buffer of
+// int32[R + R M (1 + N)]: `message_counts` [R], the messages from each source rank, followed by
+// `message_rows` [R, M, 1 + N] by source rank and slot: the message's token, then for each of its
+// choices the row, or one of these:
+constexpr int32_t kNotHere = -1;  // the choice names no group of this rank
+constexpr int32_t kDropped = -2;  // it does, but its row lies beyond max_recv_tokens
 
 }  // namespace jax_ep::p2p

@@ -1,6 +1,6 @@
-// XLA FFI: what stands before the calls of a group in a program. XLA captures calls, and runs the
-// graph again without asking their handlers, as long as their buffers stay where they are. This is
-// not captured: it tells on each run that the group is closed, or that a call of it has failed.
+// XLA FFI: the check that comes before the calls of a group in a program. XLA captures calls into
+// graphs, and runs a graph again without asking the handlers as long as its buffers stay in place.
+// This handler is not captured: on each run it reports that the group is closed or has failed.
 
 #include "cuda/handler.h"
 #include "cuda/handlers.h"
@@ -8,11 +8,11 @@
 namespace jax_ep::p2p {
 namespace {
 
-// The result is for the order of calls; nobody reads it.
+// The result orders the calls behind the check; nobody reads it.
 ffi::Error CheckImpl(int32_t ordinal, ffi::BufferR0<ffi::S32>, ffi::Result<ffi::BufferR0<ffi::S32>>,
                      std::string_view group) {
-  Caller caller{"a call", {}};
-  return ToError(FindCaller(group, ordinal, caller));
+  Caller caller{"a call", group};
+  return ToError(FindCaller(ordinal, caller));
 }
 
 }  // namespace
@@ -23,6 +23,6 @@ namespace ffi = xla::ffi;
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaCheck, jax_ep::p2p::CheckImpl,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::DeviceOrdinal>()
-                                  .Arg<ffi::BufferR0<ffi::S32>>()  // place_index []
+                                  .Arg<ffi::BufferR0<ffi::S32>>()  // coordinate []
                                   .Ret<ffi::BufferR0<ffi::S32>>()  // undefined
                                   .Attr<std::string_view>("group"));

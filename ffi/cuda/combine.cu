@@ -1,94 +1,96 @@
-// The combine kernels. Blocks that send go through the messages that this rank got in dispatch, and
-// return what its experts made of each: one row per message, summed up here, where the weights
-// travelled with the tokens; one row per choice otherwise, since the sum must then run over k at
-// the source. Blocks that receive add up what has come back for each token, in a fixed order.
+// The combine kernels. Blocks that send go through the messages that this rank received in dispatch
+// and return the rows that its experts computed for each: one row per message, summed up here, if
+// the weights traveled with the tokens; otherwise one row per choice, since the sum must then run
+// over k on the token's own rank. Blocks that receive add up the rows returned for each token, in a
+// fixed order.
 //
-// A returned row lies in the source's workspace at [token, k]; a sum, and the word that publishes
-// all of a message's rows, at the token's first choice on the sending rank. The word's value says
-// which choices have rows: those that dispatch dropped have none. A shared expert's row does not
-// travel: it is on the token's own rank, and what stands at [token, k] is its number.
+// Returned rows lie in the token's rank at [token, k]. A sum, and the word that publishes all of a
+// message's rows, stand at the token's first choice on the sending rank. The word's value is a mask
+// of the choices that have rows: those that dispatch dropped have none. A shared expert's row does
+// not travel, because it is on the token's own rank; [token, k] holds its index instead.
 
 #include <algorithm>
 
 #include "cuda/combine.h"
 #include "cuda/device/combine_receive.cuh"
 #include "cuda/device/combine_send.cuh"
+#include "cuda/device/peer.cuh"
 #include "cuda/device/stats.cuh"
-#include "cuda/device/turns.cuh"
-#include "cuda/device/units.cuh"
+#include "cuda/device/trace.cuh"
 #include "cuda/launch.h"
-#include "cuda/prepare.h"
+#include "cuda/load_kernel.h"
 
 namespace jax_ep::p2p {
 namespace {
 
-constexpr int kFewestSlots = 2, kMostSlots = 8;  // of a ring
+constexpr int kMinRingSlots = 2, kMaxRingSlots = 8;
 
-// Reads how many messages there are to return. Called by one warp.
-__device__ void ReadCounts(const CombineArgs& args, CombineShared& shared, int32_t* n_messages) {
+// Reads the number of messages to return to each rank. Called by one warp; a block barrier must
+// follow.
+__device__ void ReadCounts(const CombineArgs& args, CombineSmem& smem, int32_t* n_messages) {
   int32_t max_messages = 0;
   for (int rank = LaneIndex(); rank < args.call.n_ranks; rank += kWarpSize) {
-    n_messages[rank] = __ldg(args.n_messages + rank);
+    n_messages[rank] = __ldg(args.message_counts + rank);
     max_messages = max(max_messages, n_messages[rank]);
   }
-  shared.max_messages = __reduce_max_sync(0xffffffffu, max_messages);
-  shared.n_messages = n_messages;
+  smem.max_messages = __reduce_max_sync(kAllLanes, max_messages);
+  smem.n_messages = n_messages;
 }
 
-// Tells every rank that this one has begun: what it read in the call before may be overwritten in
-// the next. Called by one warp of the grid.
-__device__ void AnnounceCall(const CallArgs& call, const CallShared& shared) {
+// Tells every rank that this one has started the call: what it read in the previous call may be
+// overwritten in the next. Called by one warp of the grid.
+__device__ void AnnounceStart(const CallArgs& call, const CallSmem& smem) {
+  const Peers peers(call, smem);
   for (int rank = LaneIndex(); rank < call.n_ranks; rank += kWarpSize) {
-    uint64_t* const begun = At<uint64_t>(shared.peers[rank], call.map.begun.Copy(shared.copy));
-    Signal(begun + call.rank, shared.epoch, 0);
+    Signal(peers.Word(rank, call.map.started, call.rank), smem.epoch, 0);
   }
 }
 
-// The call ends after every rank has begun it. A rank says so before it sends any row: the wait
-// comes before that for rows, which it would otherwise be hidden behind. Called by one warp of the
-// grid.
-__device__ void AwaitCalls(const CallArgs& call, const CallShared& shared) {
-  uint64_t* const begun = At<uint64_t>(call.workspace, call.map.begun.Copy(shared.copy));
-  bool is_there = true;
-  for (int rank = LaneIndex(); is_there && rank < call.n_ranks; rank += kWarpSize) {
+// Waits until every rank has started the call, which must not end earlier. A rank announces its
+// start before it returns any row; so this wait comes before those for rows, which would otherwise
+// hide how long it takes. Called by one warp of the grid.
+__device__ void WaitForStarts(const CallArgs& call, const CallSmem& smem) {
+  const Peers peers(call, smem);
+  bool has_arrived = true;
+  for (int rank = LaneIndex(); has_arrived && rank < call.n_ranks; rank += kWarpSize) {
     uint32_t value;
     WaitClock<1> clock(call, StatsWords::kCombine, rank, true);
-    is_there = Wait(call, shared.epoch, Phase::kBegun, begun + rank, rank, &value,
-                    [&](uint32_t there) { clock.Look(there); });
+    has_arrived = peers.Wait(Phase::kStarted, call.map.started, rank, rank, &value,
+                             [&](uint32_t arrived) { clock.OnPoll(arrived); });
     clock.ended().Count(call, StatsWords::kCombine);
   }
-  if (__all_sync(0xffffffffu, is_there) && LaneIndex() == 0) CountCombine(call);
+  if (__all_sync(kAllLanes, has_arrived) && LaneIndex() == 0) CountCombine(call);
 }
 
-// Two kernels, as code that is not used makes few tokens slower.
+// kInRing has kernels of its own, because unused code makes calls with few tokens slower.
 template <class T, bool kInRing>
 __global__ void __launch_bounds__(kWorkerThreads, 1)
     CombineKernel(const __grid_constant__ CombineArgs args) {
   extern __shared__ __align__(128) uint8_t tables[];
-  __shared__ CombineShared shared;
+  __shared__ CombineSmem smem;
   const CallArgs& call = args.call;
 
   if (WarpIndex() == 0) {
-    BeginCall(call, CombineState(call), shared.call, reinterpret_cast<uint8_t**>(tables));
+    StartCall(call, CombineState(call), smem.call, tables);
   } else if (WarpIndex() == 1) {
-    ReadCounts(args, shared, reinterpret_cast<int32_t*>(tables + call.n_ranks * sizeof(uint8_t*)));
+    ReadCounts(args, smem, reinterpret_cast<int32_t*>(tables + PeerTable::Bytes(call.n_ranks)));
   }
   __syncthreads();
   const bool receives = Receives(call.plan);
-  // The block that has the least to do also speaks for the rank.
-  const bool speaks = blockIdx.x == gridDim.x - 1 && WarpIndex() == kWorkerWarps - 1;
-  if (shared.call.failed) {
-    if (receives) ReceiveTokens<T, kInRing>(args, shared.call);
+  // The warp with the least to do also speaks for the rank.
+  const bool announces = blockIdx.x == gridDim.x - 1 && WarpIndex() == kWorkerWarps - 1;
+  if (smem.call.failed) {
+    if (receives) ReceiveTokens<T, kInRing>(args, smem.call);
     return;
   }
-  if (speaks) AnnounceCall(call, shared.call);
+  if (announces) AnnounceStart(call, smem.call);
   if (threadIdx.x == 0) Trace(call, 0);
 
-  if (Sends(call.plan)) ReturnMessages<T, kInRing>(args, shared);
+  if (Sends(call.plan)) ReturnMessages<T, kInRing>(args, smem);
   if (threadIdx.x == 0) Trace(call, 2);
-  if (speaks) AwaitCalls(call, shared.call);
-  if (receives) ReceiveTokens<T, kInRing>(args, shared.call);
-  if (threadIdx.x == 0) CountCall(CombineState(call), shared.call);
+  if (announces) WaitForStarts(call, smem.call);
+  if (receives) ReceiveTokens<T, kInRing>(args, smem.call);
+  if (threadIdx.x == 0) CountCall(CombineState(call), smem.call);
   if (threadIdx.x == 0) Trace(call, 3);
 }
 
@@ -103,38 +105,38 @@ Kernel FindKernel(RowType type) {
 
 }  // namespace
 
-size_t CombineSharedBytes(const CallArgs& call) {
+size_t CombineSmemBytes(const CallArgs& call) {
   const LaunchPlan& plan = call.plan;
   return CombineTableBytes(call) + (UsesRing(plan) ? PieceRing::BlockBytes(plan.ring_slots) : 0);
 }
 
-int32_t CombineSlots(const CallArgs& call, size_t max_shared_bytes) {
+int32_t MaxRingSlots(const CallArgs& call, size_t max_smem_bytes) {
   int32_t n_slots = 0;
-  while (n_slots < kMostSlots &&
-         CombineTableBytes(call) + PieceRing::BlockBytes(n_slots + 1) <= max_shared_bytes) {
+  while (n_slots < kMaxRingSlots &&
+         CombineTableBytes(call) + PieceRing::BlockBytes(n_slots + 1) <= max_smem_bytes) {
     ++n_slots;
   }
-  return n_slots < kFewestSlots ? 0 : n_slots;
+  return n_slots < kMinRingSlots ? 0 : n_slots;
 }
 
-cudaError_t PrepareCombine(size_t shared_bytes, size_t ring_bytes, int* max_blocks) {
-  const auto prepare = [&](Kernel kernel, size_t bytes) {
-    return PrepareKernel(reinterpret_cast<const void*>(kernel), kWorkerThreads, bytes, max_blocks);
+cudaError_t LoadCombineKernels(size_t smem_bytes, size_t ring_bytes, int* max_blocks) {
+  const auto load = [&](Kernel kernel, size_t bytes) {
+    return LoadKernel(reinterpret_cast<const void*>(kernel), kWorkerThreads, bytes, max_blocks);
   };
   for (const RowType type : {RowType::kBFloat16, RowType::kFloat16, RowType::kFloat32}) {
-    cudaError_t error = prepare(FindKernel<false>(type), shared_bytes);
+    cudaError_t error = load(FindKernel<false>(type), smem_bytes);
     if (error != cudaSuccess) return error;
-    error = prepare(FindKernel<true>(type), std::max(shared_bytes, ring_bytes));
+    error = load(FindKernel<true>(type), std::max(smem_bytes, ring_bytes));
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
 }
 
-cudaError_t LaunchCombine(const CombineArgs& args, cudaStream_t stream, cudaEvent_t begun) {
+cudaError_t LaunchCombine(const CombineArgs& args, cudaStream_t stream, cudaEvent_t started) {
   const bool in_ring = UsesRing(args.call.plan);
   const Kernel kernel =
       in_ring ? FindKernel<true>(args.row_type) : FindKernel<false>(args.row_type);
-  return LaunchCall(kernel, args, kWorkerThreads, CombineSharedBytes(args.call), stream, begun);
+  return LaunchCall(kernel, args, kWorkerThreads, CombineSmemBytes(args.call), stream, started);
 }
 
 }  // namespace jax_ep::p2p

@@ -1,4 +1,5 @@
-// combine on the GPU: every token gathers the rows that its experts made of it.
+// combine on the GPU: returns the rows that the experts computed to the ranks of their tokens, and
+// reduces them there.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,36 +11,38 @@
 
 namespace jax_ep::p2p {
 
+// core/routing.h defines R, G and N.
 struct CombineArgs {
   CallArgs call;
-  int32_t row_vectors;  // a row, in units of kVectorBytes
+  int32_t row_vectors;  // size of a row in units of kVectorBytes
   RowType row_type;
   Weighting weighting;
   bool reduce;
-  bool adds_shared;  // the last choice is a shared expert's, here; its row is added after the cast
+  bool adds_shared_expert;  // the last choice is a shared expert's, on the token's own rank: its
+                            // row is added unweighted, after the cast
 
-  const uint8_t* expert_out;  // [C, row_bytes]
-  const int32_t* topk_ids;    // [T, K]
-  const int32_t* n_messages;  // [R]            of dispatch
-  const int32_t* layout;      // [R, M, 1 + K]  of dispatch
-  const float* topk_weights;  // [T, K] or null
-  const float* row_weights;   // [C] or null
-  const uint8_t* residual;    // [T, row_bytes] or null
+  const uint8_t* expert_out;      // [C, row_vectors]
+  const int32_t* group_ids;       // [T, N]
+  const int32_t* message_counts;  // [R]            from dispatch, see call_args.h
+  const int32_t* message_rows;    // [R, M, 1 + N]  from dispatch, see call_args.h
+  const float* topk_weights;      // [T, N] or null
+  const float* row_weights;       // [C] or null
+  const uint8_t* residual;        // [T, row_vectors] or null
 
-  uint8_t* out;  // [T, row_bytes], or [T, K, row_bytes] where reduce is false
+  uint8_t* out;  // [T, row_vectors]; [T, N, row_vectors] if reduce is false
 };
 
-size_t CombineSharedBytes(const CallArgs& call);
+size_t CombineSmemBytes(const CallArgs& call);
 
-// The slots of each warp's ring that fit into a block's shared memory; 0: too few for a ring.
-int32_t CombineSlots(const CallArgs& call, size_t max_shared_bytes);
+// Slots per warp of the rings that fit into `max_smem_bytes` of a block; 0 = too few for a ring.
+int32_t MaxRingSlots(const CallArgs& call, size_t max_smem_bytes);
 
-// As PrepareDispatch, for all row types. `ring_bytes`: what calls with a ring may have, if it is
-// more than `shared_bytes`, which others have.
-cudaError_t PrepareCombine(size_t shared_bytes, size_t ring_bytes, int* max_blocks);
+// Loads the kernels of all row types on the current device; see load_kernel.h. Calls with a ring
+// may use up to max(smem_bytes, ring_bytes), others up to smem_bytes.
+cudaError_t LoadCombineKernels(size_t smem_bytes, size_t ring_bytes, int* max_blocks);
 
-// `begun`: see LaunchDispatch.
+// `started`: see LaunchDispatch.
 cudaError_t LaunchCombine(const CombineArgs& args, cudaStream_t stream,
-                          cudaEvent_t begun = nullptr);
+                          cudaEvent_t started = nullptr);
 
 }  // namespace jax_ep::p2p

@@ -1,67 +1,72 @@
-// The dispatch kernel. Every block that sends receives afterwards, or others receive meanwhile.
-// There are two: for tokens that travel as they are, and for those that are quantised on their way
-// out.
+// The dispatch kernel. Blocks that send also receive afterwards, or other blocks receive meanwhile,
+// as the launch plan says. There are two kernels: one for tokens that travel as they are, one for
+// tokens that are quantized on the way.
 
 #include <algorithm>
 
 #include "cuda/device/dispatch_receive.cuh"
 #include "cuda/device/dispatch_send.cuh"
 #include "cuda/device/stats.cuh"
+#include "cuda/device/trace.cuh"
 #include "cuda/dispatch.h"
 #include "cuda/launch.h"
-#include "cuda/prepare.h"
+#include "cuda/load_kernel.h"
 
 namespace jax_ep::p2p {
 namespace {
 
-// The workers, and a warp that waits for the counts while they send.
+// The workers, and the service warp, which waits for the counts while they send.
 constexpr int kThreads = kWorkerThreads + kWarpSize;
 
-// What the counts say besides: all ranks have begun this call. Acquires it, for the call after, and
-// counts this one. Called by one warp, which nothing waits for.
-__device__ void EndCounts(const CallArgs& call, const CallShared& shared) {
-  SystemFence();  // of the lanes that have seen the counts
-  if (LaneIndex() == 0) CountCall(DispatchState(call), shared);
+// Ends the wait for counts. The counts also prove that every rank has started this call, so the
+// next one may write to their other buffer: acquires that, and counts this call. Called by the
+// service warp; nothing waits for it.
+__device__ void EndCounts(const CallArgs& call, const CallSmem& smem) {
+  AcquireValues();  // by the lanes that have waited for the counts
+  if (LaneIndex() == 0) CountCall(DispatchState(call), smem);
 }
 
-// On its way, without choices and what aligns it.
-__device__ size_t BytesOfToken(const DispatchArgs& args) {
+// Bytes of a token on the wire, without choices and alignment.
+__device__ size_t SentTokenBytes(const DispatchArgs& args) {
   return args.size.payload * kVectorBytes +
          static_cast<size_t>(args.scales.n_scales) * args.scales.scale_bytes;
 }
 
-// Role: what is to be noted of the call while others receive. Called by one warp.
-__device__ void NoteCall(const DispatchArgs& args, const DispatchShared& shared) {
-  if (WritesResults(args.call) && !shared.call.failed) WriteOffsets(args, shared);
-  EndCounts(args.call, shared.call);
+// Role: writes the per-rank results and counts the call while others receive. Called by the service
+// warp.
+__device__ void RecordCall(const DispatchArgs& args, const DispatchSmem& smem) {
+  if (WritesResults(args.call) && !smem.call.failed) WriteOffsets(args, smem);
+  EndCounts(args.call, smem.call);
 }
 
-// Counts and numbers what the block sends first. Called by a block; a block barrier comes next.
-__device__ void BeginSend(const DispatchArgs& args, const DispatchShared& shared,
-                          const Tiles& tiles, bool counts) {
+// Counts all tokens, in the block that sends the counts, and numbers the block's first tile. Called
+// by a block; a block barrier must follow.
+__device__ void StartSend(const DispatchArgs& args, const DispatchSmem& smem,
+                          const TokenTiles& tiles, bool sends_counts) {
   if (IsWorker()) {
-    if (counts) CountAllTokens(args, shared);
-    if (Sends(args.call.plan)) NumberFirstTile(args, shared, tiles);
+    if (sends_counts) CountAllTokens(args, smem);
+    if (Sends(args.call.plan)) NumberFirstTile(args, smem, tiles);
   } else {
-    if (counts) SystemFence();  // see SendCounts; takes as long as counting
-    if (WritesResults(args.call)) CountLastDispatch(args.call);
+    if (sends_counts) ReleaseValues();  // for SendCounts; takes as long as counting
+    if (WritesResults(args.call)) AddPendingDispatch(args.call);
   }
 }
 
-// Roles of a block that sends: number tokens, send them. Called by a block.
+// Roles of a block that sends: the service warp numbers tokens, the workers send them. Called by a
+// block.
 template <bool kQuantizes>
-__device__ void SendAll(const DispatchArgs& args, const DispatchShared& shared, const Tiles& tiles,
+__device__ void SendAll(const DispatchArgs& args, const DispatchSmem& smem, const TokenTiles& tiles,
                         uint8_t* stages) {
-  if (!IsWorker()) return NumberNextTiles(args, shared, tiles);
-  const auto send = [&](auto encoded) {
-    using Encoded = decltype(encoded);
-    if (args.call.plan.n_stages == 0) return SendTokens<Encoded>(args, shared, tiles);
-    SendTokensInBulk<Encoded>(args, shared, tiles, stages);
+  if (!IsWorker()) return NumberNextTiles(args, smem, tiles);
+  const auto send = [&](auto encoder) {
+    using Encoder = decltype(encoder);
+    if (args.call.plan.n_stages == 0) return SendTokens<Encoder>(args, smem, tiles);
+    SendTokensInBulk<Encoder>(args, smem, tiles, stages);
   };
   if constexpr (kQuantizes) {
-    VisitEncoding(args, send);
+    VisitEncoder(args, send);
   } else {
-    send(AsItIs{});
+    send(Passthrough{});
   }
 }
 
@@ -69,35 +74,33 @@ template <bool kQuantizes>
 __global__ void __launch_bounds__(kThreads, 1)
     DispatchKernel(const __grid_constant__ DispatchArgs args) {
   extern __shared__ __align__(128) uint8_t tables[];
-  __shared__ DispatchShared shared;
+  __shared__ DispatchSmem smem;
   const CallArgs& call = args.call;
-  const Tiles tiles(call);
+  const TokenTiles tiles(call);
   const bool sends_counts = blockIdx.x == gridDim.x - 1;  // it has the fewest tokens to send
   const bool receives = Receives(call.plan);
 
-  if (threadIdx.x == 0) CarveShared(call, tables, shared);
-  if (WarpIndex() == kWorkerWarps - 1) {
-    BeginCall(call, DispatchState(call), shared.call, reinterpret_cast<uint8_t**>(tables));
-  }
+  if (threadIdx.x == 0) CarveSmem(call, tables, smem);
+  if (WarpIndex() == kWorkerWarps - 1) StartCall(call, DispatchState(call), smem.call, tables);
   __syncthreads();
-  BeginSend(args, shared, tiles, sends_counts);
+  StartSend(args, smem, tiles, sends_counts);
   __syncthreads();
-  if (shared.call.failed) {
+  if (smem.call.failed) {
     if (!IsWorker() && WritesResults(call)) LeaveNoRows(args);
     return;
   }
-  if (sends_counts) SendCounts(args, shared);
+  if (sends_counts) SendCounts(args, smem);
   if (threadIdx.x == 0) Trace(call, 0);
 
-  if (Sends(call.plan)) SendAll<kQuantizes>(args, shared, tiles, tables + TableBytes(call));
-  if (!IsWorker() && sends_counts) CountSent(call, shared.totals, BytesOfToken(args));
-  if (!IsWorker() && receives) LayOutRows(args, shared);
+  if (Sends(call.plan)) SendAll<kQuantizes>(args, smem, tiles, tables + DispatchTableBytes(call));
+  if (!IsWorker() && sends_counts) CountSent(call, smem.totals, SentTokenBytes(args));
+  if (!IsWorker() && receives) LayOutRows(args, smem);
   if (threadIdx.x == kWorkerThreads) Trace(call, 1);
   if (threadIdx.x == 0) Trace(call, 2);
   __syncthreads();
-  if (!IsWorker()) NoteCall(args, shared);
-  if (IsWorker() && receives && !shared.call.failed) {
-    ReceiveAll<kQuantizes>(args, shared, tables + TableBytes(call));
+  if (!IsWorker()) RecordCall(args, smem);
+  if (IsWorker() && receives && !smem.call.failed) {
+    ReceiveAll<kQuantizes>(args, smem, tables + DispatchTableBytes(call));
   }
   if (WritesResults(call)) {
     __syncthreads();
@@ -108,12 +111,12 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 }  // namespace
 
-size_t DispatchSharedBytes(const CallArgs& call, const TokenSize& size) {
-  return TableBytes(call) + call.plan.n_stages * StageBytes(call, size);
+size_t DispatchSmemBytes(const CallArgs& call, const TokenSize& size) {
+  return DispatchTableBytes(call) + call.plan.n_stages * StageBytes(call, size);
 }
 
-int32_t DispatchStages(const CallArgs& call, const TokenSize& size, size_t max_shared_bytes) {
-  const size_t left = max_shared_bytes - std::min(max_shared_bytes, TableBytes(call));
+int32_t MaxDispatchStages(const CallArgs& call, const TokenSize& size, size_t max_smem_bytes) {
+  const size_t left = max_smem_bytes - std::min(max_smem_bytes, DispatchTableBytes(call));
   return static_cast<int32_t>(std::min<size_t>(left / StageBytes(call, size), kWorkerWarps));
 }
 
@@ -124,20 +127,20 @@ cudaError_t DispatchCodeCapability(int* major) {
   return error;
 }
 
-cudaError_t PrepareDispatch(size_t shared_bytes, int* max_blocks) {
+cudaError_t LoadDispatchKernels(size_t smem_bytes, int* max_blocks) {
   for (const auto kernel : {&DispatchKernel<false>, &DispatchKernel<true>}) {
     const cudaError_t error =
-        PrepareKernel(reinterpret_cast<const void*>(kernel), kThreads, shared_bytes, max_blocks);
+        LoadKernel(reinterpret_cast<const void*>(kernel), kThreads, smem_bytes, max_blocks);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
 }
 
-cudaError_t LaunchDispatch(const DispatchArgs& args, cudaStream_t stream, cudaEvent_t begun) {
+cudaError_t LaunchDispatch(const DispatchArgs& args, cudaStream_t stream, cudaEvent_t started) {
   const auto kernel =
-      args.encoding == Encoding::kAsItIs ? &DispatchKernel<false> : &DispatchKernel<true>;
-  return LaunchCall(kernel, args, kThreads, DispatchSharedBytes(args.call, args.size), stream,
-                    begun);
+      args.encoding == Encoding::kNone ? &DispatchKernel<false> : &DispatchKernel<true>;
+  return LaunchCall(kernel, args, kThreads, DispatchSmemBytes(args.call, args.size), stream,
+                    started);
 }
 
 }  // namespace jax_ep::p2p

@@ -1,4 +1,5 @@
-// dispatch on the GPU: tokens to the rows of the ranks that hold their experts.
+// dispatch on the GPU: sends every token to the ranks that own the groups it chose, where it
+// becomes one row per choice.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -6,72 +7,71 @@
 #include <cstdint>
 
 #include "core/combine_mode.h"
+#include "core/formats.h"
 #include "core/scales_layout.h"
 #include "cuda/call_args.h"
 
 namespace jax_ep::p2p {
 
-// How a token becomes a row.
-enum class Encoding : int32_t { kAsItIs = 0, kBlockwiseFp8, kMxFp8, kMxFp4, kNvFp4 };
-
-// Sizes of a token in units of kVectorBytes.
+// Sizes of one token, in units of kVectorBytes.
 struct TokenSize {
-  int32_t given;    // as dispatch gets it
-  int32_t scales;   // on its way, before the payload
-  int32_t payload;  // on its way, and as a row
+  int32_t given;    // as passed to dispatch
+  int32_t scales;   // on the wire, before the payload
+  int32_t payload;  // on the wire, and as a row
 
   JAX_EP_HOST_DEVICE int32_t sent() const { return scales + payload; }
-  // In a stage, where it is encoded in place.
+  // In a stage, where the token is encoded in place.
   JAX_EP_HOST_DEVICE size_t staged_bytes() const { return (scales + given) * kVectorBytes; }
 };
 
-// The scales of the rows. See core/scales_layout.h.
+// Scales of the rows; core/scales_layout.h defines the layouts.
 struct ScalesOut {
   uint8_t* data;
-  ScalesLayout layout;  // kNone: the tokens travel as they are
-  int32_t n_scales;     // of a row
+  ScalesLayout layout;  // kNone: the format has no scales
+  int32_t n_scales;     // per row
   int32_t scale_bytes;
 };
 
+// core/routing.h defines R, G and N.
 struct DispatchArgs {
   CallArgs call;
   TokenSize size;
   int32_t max_recv_tokens;  // C
-  int32_t row_alignment;    // groups of rows begin at multiples of it, a power of 2
+  int32_t row_alignment;    // each group starts at a multiple of it; a power of 2
   Encoding encoding;
-  RowType token_type;   // of the tokens to encode: bfloat16 or float32
+  RowType token_type;   // of tokens that are encoded: bfloat16 or float32
   int32_t hidden_size;  // H
 
-  const uint8_t* tokens;      // [T, given]
-  const int32_t* topk_ids;    // [T, K]
-  const float* topk_weights;  // [T, K] or null
+  const uint8_t* tokens;      // [T, size.given]
+  const int32_t* group_ids;   // [T, N]; kNoGroup = no choice
+  const float* topk_weights;  // [T, N] or null
   const float* input_scale;   // [] or null
 
-  uint8_t* rows;  // [C, payload]
+  uint8_t* rows;  // [C, size.payload]
   ScalesOut scales;
-  uint32_t* row_offsets;  // [L + 1] clipped to C
-  int32_t* src_info;      // [C, 2]
-  int32_t* n_dropped;     // []
-  int32_t* n_invalid;     // []
-  int32_t* n_messages;    // [R]            for combine
-  int32_t* layout;        // [R, M, 1 + K]  for combine, see call_args.h
-  float* row_weights;     // [C] or null
+  uint32_t* row_offsets;    // [G/R + 1], clipped to C
+  int32_t* src_info;        // [C, 2]: token on its source rank, k
+  int32_t* n_dropped;       // []
+  int32_t* n_invalid;       // []
+  int32_t* message_counts;  // [R]            for combine, see call_args.h
+  int32_t* message_rows;    // [R, M, 1 + N]  for combine, see call_args.h
+  float* row_weights;       // [C] or null
 };
 
-// Bytes of dynamic shared memory of a block, with the plan's stages.
-size_t DispatchSharedBytes(const CallArgs& call, const TokenSize& size);
+// Bytes of dynamic shared memory per block, including the stages of the call's plan.
+size_t DispatchSmemBytes(const CallArgs& call, const TokenSize& size);
 
-// How many stages fit into `max_shared_bytes`.
-int32_t DispatchStages(const CallArgs& call, const TokenSize& size, size_t max_shared_bytes);
+// Number of stages that fit into `max_smem_bytes` of a block.
+int32_t MaxDispatchStages(const CallArgs& call, const TokenSize& size, size_t max_smem_bytes);
 
-// The major compute capability that the kernels on the current device were compiled for.
+// Major compute capability that the kernels on the current device were compiled for.
 cudaError_t DispatchCodeCapability(int* major);
 
-// Loads the kernels on the current device; see prepare.h.
-cudaError_t PrepareDispatch(size_t shared_bytes, int* max_blocks);
+// Loads the kernels on the current device; see load_kernel.h.
+cudaError_t LoadDispatchKernels(size_t smem_bytes, int* max_blocks);
 
-// `begun`: null, or an event of the moment when all blocks run.
+// `started`: null, or an event that LaunchCall completes once all blocks run.
 cudaError_t LaunchDispatch(const DispatchArgs& args, cudaStream_t stream,
-                           cudaEvent_t begun = nullptr);
+                           cudaEvent_t started = nullptr);
 
 }  // namespace jax_ep::p2p

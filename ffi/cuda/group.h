@@ -1,6 +1,6 @@
-// Ranks that reach each other by loads and stores: the workspaces of those that belong to this
-// process, its view of the others', and what a call of the kernels needs besides its buffers.
-// Everything is set up when a group is opened; calls only launch.
+// The ranks of one replica of the EP group that reach each other by loads and stores: the
+// workspaces of those in this process, mappings of the others', and what calls need besides their
+// buffers. Opening a group sets everything up; calls only launch.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -16,69 +16,73 @@
 #include "cuda/call_args.h"
 #include "cuda/dispatch.h"
 #include "cuda/peer_memory.h"
+#include "cuda/plan.h"
 
 namespace jax_ep::p2p {
 
+// core/routing.h defines R, G and N.
 struct GroupConfig {
-  int64_t n_ranks;
-  int64_t n_experts;
-  int64_t top_k;
-  int64_t max_tokens_per_rank;
-  int64_t token_bytes;  // of the longest token on its way; a multiple of kVectorBytes
-  int64_t row_bytes;    // the same; of a row of combine
-  int64_t n_sms;        // blocks of a call, per rank; 0: all that the rank's device has for it, or
-                        // kOverlapBlocks in a call that overlaps
+  int64_t n_ranks;              // R
+  int64_t n_groups;             // G
+  int64_t n_choices;            // N
+  int64_t max_tokens_per_rank;  // M
+  int64_t row_alignment;        // each group of rows starts at a multiple of it; a power of 2
+  int64_t token_bytes;          // of the longest token on the wire; a multiple of kVectorBytes
+  int64_t row_bytes;            // of the longest row of combine; a multiple of kVectorBytes
+  int64_t n_sms;                // blocks per rank of a call; 0 = as many as fit, or kAsyncBlocks in
+                                // an asynchronous call
   double timeout_s;
 };
 
-// Whether every device reaches every other one by loads and stores.
+// Fails unless every device reaches every other one by loads and stores.
 Status CheckPeerAccess(const std::vector<int>& devices);
 
 // In place of a device: the rank belongs to another process of this host.
 constexpr int kElsewhere = -1;
 
-// Opened in two steps, as the processes have to tell each other their addresses in between, and
-// closed in two, as nobody may free what a peer still writes to. A process that has all the ranks
-// takes the same steps, alone.
-class Group {
+// Opens in two steps, because processes exchange addresses in between, and closes in two, because a
+// workspace must not be freed while peers may write to it. A process that has all ranks takes the
+// same steps.
+class RankGroup {
  public:
-  // Allocates and clears the workspaces of this process. `devices`: of each rank, or kElsewhere.
-  // Ranks may share a device; then they share its multiprocessors.
+  // Allocates and clears the workspaces of this process. `devices` has the device of each rank, or
+  // kElsewhere. Ranks on one device share its SMs.
   static Status Allocate(const GroupConfig& config, const std::vector<int>& devices,
-                         std::unique_ptr<Group>* group);
-  ~Group();
-  Group(const Group&) = delete;
-  Group& operator=(const Group&) = delete;
+                         std::unique_ptr<RankGroup>* group);
+  ~RankGroup();
+  RankGroup(const RankGroup&) = delete;
+  RankGroup& operator=(const RankGroup&) = delete;
 
-  // What the other processes must know of a rank of this one.
+  // What other processes need to map the workspace of a rank of this process.
   Status Address(int rank, std::string* address) const;
-  // `addresses`: of all ranks. Calls are possible from now on.
+  // Maps the workspaces of all ranks. Calls are possible from now on.
   Status Connect(const std::vector<std::string>& addresses);
-  // After Disconnect, as if allocated anew, in the same memory. No peer may write to it any more.
+  // Makes the group after Disconnect as good as newly allocated, in the same memory. Peers must no
+  // longer write to it.
   Status Reopen();
-  // Waits until the calls of this process have ended, and lets go of the others' workspaces. They
-  // may still write to this process's until they have done the same.
+  // Waits until the calls of this process have ended, and unmaps the workspaces of other processes.
+  // Those may write to this process's workspaces until they have disconnected, too.
   void Disconnect();
 
-  // The arguments of a call of `rank` with `n_tokens` tokens. A call that overlaps leaves
-  // blocks to what runs beside it. `size` is that of the tokens, which are quantised if they have
-  // scales. `sums_at_experts`: see SumsAtExperts.
+  // Fill the arguments of a call of `rank` with `n_tokens` tokens, including its launch plan. See
+  // plan.h for `size`, `sums_per_rank` and `is_async`.
   Status DispatchCall(int rank, int64_t n_tokens, const TokenSize& size, CallArgs* call,
-                      bool overlaps = false) const;
-  Status CombineCall(int rank, int64_t n_tokens, bool sums_at_experts, CallArgs* call,
-                     bool overlaps = false) const;
+                      bool is_async = false) const;
+  Status CombineCall(int rank, int64_t n_tokens, bool sums_per_rank, CallArgs* call,
+                     bool is_async = false) const;
 
-  // A call is being captured: from now on graphs refer to the workspaces.
+  // Notes that a call is being captured: from now on graphs refer to the workspaces.
   void NoteCapture() { is_captured_.store(true, std::memory_order_relaxed); }
   bool is_captured() const { return is_captured_.load(std::memory_order_relaxed); }
 
-  // Says which rank did not answer, and to what, once a call of `rank` has failed.
+  // Fails if a call of `rank` has failed, and says which peer did not answer, and to what.
   Status CheckFailure(int rank) const;
 
-  // What the calls of `rank` that have ended so far have counted; waits for none.
+  // Counters of the calls of `rank` that have ended. Waits for no call.
   Status Stats(int rank, RankStats* stats) const;
 
-  // (dispatch, combine) x (send, recv, recv_count); nothing is staged on its way out.
+  // Addresses of the buffers (dispatch, combine) x (send, recv, recv_count) of `rank`. The send
+  // buffers are null, because nothing is staged in device memory on its way out.
   std::vector<uint64_t> BufferAddresses(int rank) const;
 
   const GroupConfig& config() const { return config_; }
@@ -88,23 +92,22 @@ class Group {
   struct Rank {
     int device = kElsewhere;
     int n_sms = 0;
-    int n_blocks = 0;         // that fit together with those of the other ranks of the device
-    size_t stages_bytes = 0;  // shared memory for bulk copies, of a block; 0: there are none
-    bool has_clusters = false;
+    RankResources resources;
     uint8_t* workspace = nullptr;
-    uint64_t* failure = nullptr;  // mapped host memory
+    uint64_t* failure = nullptr;  // mapped host memory; see Failure
   };
 
-  Group(const GroupConfig& config, const std::vector<int>& devices);
+  RankGroup(const GroupConfig& config, const std::vector<int>& devices);
   bool IsLocal(int rank) const { return ranks_[rank].device != kElsewhere; }
   Status CheckLocal(int rank) const;
   Status AllocateRank(int rank);
+  Status FindResources(int rank);
+  Status LoadKernels(int rank);
   Status ClearRank(int rank);
   Status ShareDevice(int rank, const std::vector<PeerAddress>& addresses);
   Status ConnectRank(int rank, const std::vector<PeerAddress>& addresses);
+  Status MapPeer(int rank, int peer, const PeerAddress& address, uint8_t** workspace);
   Status FillCall(int rank, int64_t n_tokens, CallArgs* call) const;
-  int32_t Blocks(int rank, bool overlaps) const;
-  bool InPairs(int rank, bool overlaps, const LaunchPlan& plan) const;
 
   const GroupConfig config_;
   const Workspace map_;

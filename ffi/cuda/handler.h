@@ -1,4 +1,4 @@
-// What the XLA FFI handlers for CUDA have in common: who calls, errors, buffers.
+// What the XLA FFI handlers for CUDA share: who calls, errors, attributes and bindings.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -6,13 +6,14 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
-#include <utility>
 
-#include "core/combine_mode.h"
+#include "core/operands.h"
 #include "core/status.h"
 #include "cuda/registry.h"
+#include "cuda/stream_order.h"
+#include "xla/attributes.h"
+#include "xla/error.h"
 #include "xla/ffi/api/ffi.h"
-#include "xla_error.h"
 
 namespace jax_ep::p2p {
 
@@ -21,62 +22,59 @@ namespace ffi = xla::ffi;
 using jax_ep::ToError;
 ffi::Error ToError(cudaError_t error, const char* what);
 
-// Who calls. The group is open as long as the handler runs.
+// Who calls. The group stays open as long as the handler runs.
 struct Caller {
   const char* operation;
-  Registry::Member member;
+  std::string_view key;  // of the group
+  Registry::Member member{};
 
   const GroupConfig& config() const { return member.group->config(); }
+  GroupSizes sizes() const;
+  std::string Name() const;
 };
 
-// Fails, too, where a call of the group has failed before: its ranks no longer agree on how many
-// calls there were.
-Status FindCaller(std::string_view group, int32_t ordinal, Caller& caller);
-// The same for a call on `stream`, which is perhaps being captured.
-Status FindCaller(ffi::Dictionary ep, int32_t ordinal, cudaStream_t stream, Caller& caller);
+// Finds the group of the caller. Also fails if an earlier call of the group has failed: its ranks
+// no longer agree on how many calls there were.
+Status FindCaller(int32_t ordinal, Caller& caller);
+// The same for a call on `stream`, which may be capturing a graph.
+Status FindCaller(int32_t ordinal, cudaStream_t stream, Caller& caller);
 
-// Lets the kernel compare the caller's place with the one that the program means.
-void ExpectPlace(const Caller& caller, ffi::BufferR0<ffi::S32> place_index, CallArgs& call);
+// An operand that does not fit, as the error of the caller.
+ffi::Error InvalidOperands(const Caller& caller, const Status& status);
 
-// Bytes of a row in units of kVectorBytes; 0: it is no row, or not of whole units.
-int32_t RowVectors(const ffi::AnyBuffer& rows);
+// Lets the kernel compare the caller's mesh coordinate with the program's, which is on the device.
+void CheckCoordinate(const Caller& caller, const int32_t* program_coordinate, CallArgs& call);
 
-bool ToRowType(ffi::DataType type, RowType& row_type);
+// The attributes of calls that launch kernels of a group.
+struct StreamDispatchAttributes {
+  DispatchAttributes dispatch;
+  StreamOrder stream_order;
+};
+struct StreamCombineAttributes {
+  CombineAttributes combine;
+  StreamOrder stream_order;
+};
 
-// Elements of the layout. The first R are the messages of each source rank.
-int64_t LayoutSize(const GroupConfig& config);
-
-// What all bindings begin and end with.
-inline auto BindCall() {
-  return ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().Ctx<ffi::DeviceOrdinal>();
-}
-
+// What the bindings of such calls begin with.
 inline auto BindGroupCall() {
-  return BindCall()
-      .Arg<ffi::BufferR0<ffi::S32>>()   // that of jax_ep_check, so that it comes before
-      .Arg<ffi::BufferR0<ffi::S32>>();  // place_index []
-}
-
-template <class Binding>
-auto WithAttributes(Binding binding) {
-  return std::move(binding)
-      .template Attr<ffi::Dictionary>("ep")
-      .template Attr<int32_t>("weighting")
-      .template Attr<bool>("reduce")
-      .template Attr<bool>("has_residual")
-      .template Attr<int32_t>("order");
-}
-
-// The next of the remaining operands or results; null where there is none.
-template <class T, class Remaining>
-T* OptionalData(Remaining remaining, size_t& next) {
-  auto buffer = remaining.template get<ffi::AnyBuffer>(next++);
-  if (!buffer.has_value()) return nullptr;
-  if constexpr (std::is_same_v<Remaining, ffi::RemainingRets>) {
-    return static_cast<T*>((*buffer)->untyped_data());
-  } else {
-    return static_cast<T*>(buffer->untyped_data());
-  }
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .Ctx<ffi::DeviceOrdinal>()
+      .Arg<ffi::BufferR0<ffi::S32>>()  // the result of jax_ep_check, which therefore runs first
+      .RemainingArgs();
 }
 
 }  // namespace jax_ep::p2p
+
+XLA_FFI_REGISTER_ENUM_ATTR_DECODING(::jax_ep::p2p::StreamOrder);
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_ep::p2p::StreamDispatchAttributes,
+                                      StructMember<std::string_view>("group"),
+                                      StructMember<std::string_view>("token_format"),
+                                      StructMember<std::string_view>("scales_layout"),
+                                      StructMember<::jax_ep::p2p::StreamOrder>("stream_order"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_ep::p2p::StreamCombineAttributes,
+                                      StructMember<std::string_view>("group"),
+                                      StructMember<::jax_ep::Weighting>("weighting"),
+                                      StructMember<bool>("reduce"),
+                                      StructMember<bool>("adds_shared_expert"),
+                                      StructMember<::jax_ep::p2p::StreamOrder>("stream_order"));

@@ -1,4 +1,5 @@
-// The extension module jax_ep._ffi_cuda: handlers for jax.ffi, and the p2p groups of this process.
+// The extension module jax_ep._ffi_cuda: handlers for jax.ffi on GPUs, and the p2p groups of this
+// process.
 
 #include <cuda_runtime_api.h>
 #include <nanobind/nanobind.h>
@@ -12,14 +13,15 @@
 #include "cuda/handlers.h"
 #include "cuda/registry.h"
 #include "rank_stats_dict.h"
+#include "token_format_dicts.h"
 
 namespace nb = nanobind;
 
 namespace jax_ep::p2p {
 namespace {
 
-using LocalTuple = std::tuple<int64_t, int64_t, int64_t>;   // ordinal, row, rank
-using PeerTuple = std::tuple<int64_t, int64_t, nb::bytes>;  // row, rank, address
+using DeviceTuple = std::tuple<int64_t, int64_t, int64_t>;  // ordinal, replica, rank
+using PeerTuple = std::tuple<int64_t, int64_t, nb::bytes>;  // replica, rank, address
 
 void Raise(const Status& status) {
   if (!status.ok()) throw std::runtime_error(status.message);
@@ -34,27 +36,28 @@ nb::dict Targets() {
   add("jax_ep_combine", CudaCombine);
   add("jax_ep_fused_silu", CudaFusedSilu);
   add("jax_ep_check", CudaCheck);
-  add("jax_ep_reserve", CudaReserve);
-  add("jax_ep_dispatch_begin", CudaDispatchBegin);
-  add("jax_ep_await_begin", CudaAwaitBegin);
-  add("jax_ep_dispatch_end", CudaDispatchEnd);
-  add("jax_ep_combine_beside", CudaCombineBeside);
+  add("jax_ep_dispatch_alloc", CudaDispatchAlloc);
+  add("jax_ep_dispatch_start", CudaDispatchStart);
+  add("jax_ep_wait_started", CudaWaitStarted);
+  add("jax_ep_dispatch_done", CudaDispatchDone);
+  add("jax_ep_combine_start", CudaCombineStart);
   return targets;
 }
 
-std::vector<nb::bytes> AllocateGroup(const std::string& key, int64_t n_ranks, int64_t n_experts,
-                                     int64_t top_k, int64_t max_tokens_per_rank, int64_t row_bytes,
-                                     int64_t n_sms, double timeout_s,
-                                     const std::vector<LocalTuple>& devices) {
-  std::vector<LocalPlace> places;
-  for (const auto& [ordinal, row, rank] : devices) places.push_back({ordinal, {row, rank}});
-  const GroupConfig config{n_ranks,   n_experts, top_k, max_tokens_per_rank,
-                           row_bytes, row_bytes, n_sms, timeout_s};
+std::vector<nb::bytes> AllocateGroup(const std::string& key, int64_t n_ranks, int64_t n_groups,
+                                     int64_t n_choices, int64_t max_tokens_per_rank,
+                                     int64_t row_alignment, int64_t row_bytes, int64_t n_sms,
+                                     double timeout_s, const std::vector<DeviceTuple>& devices) {
+  std::vector<LocalDevice> local;
+  for (const auto& [ordinal, replica, rank] : devices) local.push_back({ordinal, {replica, rank}});
+  const GroupConfig config{
+      n_ranks,   n_groups, n_choices, max_tokens_per_rank, row_alignment, /*token_bytes=*/row_bytes,
+      row_bytes, n_sms,    timeout_s};
   std::vector<std::string> addresses;
   Status status;
   {
     nb::gil_scoped_release release;
-    status = Registry::Instance().Allocate(key, config, places, &addresses);
+    status = Registry::Instance().Allocate(key, config, local, &addresses);
   }
   Raise(status);
   std::vector<nb::bytes> result;
@@ -65,9 +68,9 @@ std::vector<nb::bytes> AllocateGroup(const std::string& key, int64_t n_ranks, in
 }
 
 void ConnectGroup(const std::string& key, const std::vector<PeerTuple>& peers) {
-  std::vector<PlacedAddress> addresses;
-  for (const auto& [row, rank, address] : peers) {
-    addresses.push_back({{row, rank}, {address.c_str(), address.size()}});
+  std::vector<RankAddress> addresses;
+  for (const auto& [replica, rank, address] : peers) {
+    addresses.push_back({{replica, rank}, {address.c_str(), address.size()}});
   }
   Status status;
   {
@@ -105,41 +108,40 @@ nb::dict CudaVersions() {
   return versions;
 }
 
-NB_MODULE(_ffi_cuda, module) {
-  module.doc() = "XLA FFI handlers of jax_ep for CUDA devices";
-  module.def("targets", &Targets, "FFI targets: name -> handler.");
-  module.def(
-      "why_no_peer_access",
-      [](const std::vector<int>& devices) { return CheckPeerAccess(devices).message; },
-      nb::arg("devices"), "Which of the devices does not reach which other one, or ''.");
-  module.def("cuda_versions", &CudaVersions, "As 1000 * major + 10 * minor; 0: there is none.");
-  module.def("host_identity", &HostIdentity, "Equal in all processes of this host.");
+// Opening and closing a group, each in steps.
+void DefineSetup(nb::module_& module) {
   module.def(
       "share_group", [](const std::string& key) { return Registry::Instance().Share(key); },
-      nb::arg("key"), "Counts one more user of an open group; False: it is not open.");
+      nb::arg("key"), "Adds a user to an open group. False: the group is not open.");
   module.def("allocate_group", &AllocateGroup, nb::arg("key"), nb::arg("n_ranks"),
-             nb::arg("n_experts"), nb::arg("top_k"), nb::arg("max_tokens_per_rank"),
-             nb::arg("row_bytes"), nb::arg("n_sms"), nb::arg("timeout_s"), nb::arg("devices"),
-             "The first step of opening. devices: (ordinal, row, rank) of this process; gives the "
-             "address of each. row_bytes: of the longest row that travels, either way.");
+             nb::arg("n_groups"), nb::arg("n_choices"), nb::arg("max_tokens_per_rank"),
+             nb::arg("row_alignment"), nb::arg("row_bytes"), nb::arg("n_sms"), nb::arg("timeout_s"),
+             nb::arg("devices"),
+             "The first step of opening a group. devices are (ordinal, replica, rank) of this "
+             "process; returns the address of each. row_bytes is the size of the longest token or "
+             "row that travels, in either direction; n_sms is 0 for the default.");
   module.def("connect_group", &ConnectGroup, nb::arg("key"), nb::arg("peers"),
-             "The second step. peers: (row, rank, address) of all devices of the mesh.");
+             "The second step. peers are (replica, rank, address) of all devices of the mesh.");
   module.def(
       "disconnect_group",
       [](const std::string& key) { return Registry::Instance().Disconnect(key); }, nb::arg("key"),
       nb::call_guard<nb::gil_scoped_release>(),
-      "Counts one user less. True: it was the last, all calls have ended, and the workspaces stay "
+      "Removes a user. True: it was the last one, all calls have ended, and the workspaces stay "
       "until free_group.");
   module.def(
       "free_group", [](const std::string& key) { Registry::Instance().Free(key); }, nb::arg("key"),
       nb::call_guard<nb::gil_scoped_release>(),
-      "Frees the workspaces, but for those that graphs refer to.");
+      "Frees the workspaces, except those that captured graphs refer to.");
+}
+
+// What an open group has counted, captured and failed with.
+void DefineQueries(nb::module_& module) {
   module.def(
       "is_captured",
       [](const std::string& key, int64_t ordinal) {
         return FindMember(key, ordinal).group->is_captured();
       },
-      nb::arg("key"), nb::arg("ordinal"), "Whether a call of the group is part of a graph.");
+      nb::arg("key"), nb::arg("ordinal"), "Whether a call of the group has been captured.");
   module.def(
       "dev_ptrs",
       [](const std::string& key, int64_t ordinal) {
@@ -149,14 +151,30 @@ NB_MODULE(_ffi_cuda, module) {
       nb::arg("key"), nb::arg("ordinal"),
       "Addresses of a device's buffers: (dispatch, combine) x (send, recv, recv_count).");
   module.def("stats", &Stats, nb::arg("key"), nb::arg("ordinal"),
-             "What the calls of a device that have ended so far have counted.");
+             "The totals of a device's calls that have ended.");
   module.def(
       "failure",
       [](const std::string& key, int64_t ordinal) {
         const Registry::Member member = FindMember(key, ordinal);
         return member.group->CheckFailure(member.rank).message;
       },
-      nb::arg("key"), nb::arg("ordinal"), "What a call of the device waited for in vain, or ''.");
+      nb::arg("key"), nb::arg("ordinal"), "Why a call of the device has failed, or ''.");
+}
+
+NB_MODULE(_ffi_cuda, module) {
+  module.doc() = "XLA FFI handlers of jax_ep for CUDA devices";
+  module.def("targets", &Targets, "FFI targets: name -> handler.");
+  module.def("token_formats", &TokenFormatDicts, "The table of token formats, a dict per format.");
+  module.def(
+      "peer_access_problem",
+      [](const std::vector<int>& devices) { return CheckPeerAccess(devices).message; },
+      nb::arg("devices"),
+      "Which device does not reach which other one by loads and stores; '' if all do.");
+  module.def("cuda_versions", &CudaVersions,
+             "CUDA driver and runtime as 1000 * major + 10 * minor; 0 if there is none.");
+  module.def("host_identity", &HostIdentity, "A text that is equal in all processes of this host.");
+  DefineSetup(module);
+  DefineQueries(module);
 }
 
 }  // namespace

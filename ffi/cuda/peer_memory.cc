@@ -5,20 +5,21 @@
 #include <cstring>
 #include <fstream>
 
-#include "cuda/runtime.h"
+#include "cuda/cuda_status.h"
+#include "cuda/scoped_device.h"
 
 namespace jax_ep::p2p {
 namespace {
 
 Status DeviceUuid(int device, cudaUUID_t* uuid) {
   cudaDeviceProp properties;
-  const Status status =
-      ToStatus(cudaGetDeviceProperties(&properties, device), "device " + std::to_string(device));
+  const Status status = ToStatus(cudaGetDeviceProperties(&properties, device),
+                                 "querying device " + std::to_string(device));
   if (status.ok()) *uuid = properties.uuid;
   return status;
 }
 
-// Of the device by this process's count; -1: this process does not see it.
+// This process's ordinal of the device; -1 = the process does not see it.
 int FindDevice(const cudaUUID_t& uuid) {
   int n_devices = 0;
   if (cudaGetDeviceCount(&n_devices) != cudaSuccess) return -1;
@@ -52,23 +53,25 @@ Status PeerAddress::FromBytes(const std::string& bytes, uint64_t workspace_bytes
                               PeerAddress* address) {
   const std::string advice = " All processes must run the same version of jax_ep.";
   if (bytes.size() != sizeof(*address)) {
-    return FailedPrecondition("an address must have " + std::to_string(sizeof(*address)) +
-                              " bytes; got " + std::to_string(bytes.size()) + "." + advice);
+    return FailedPrecondition("the address of a peer must have " +
+                              std::to_string(sizeof(*address)) + " bytes; got " +
+                              std::to_string(bytes.size()) + "." + advice);
   }
   std::memcpy(address, bytes.data(), sizeof(*address));
   if (address->version != kVersion) {
-    return FailedPrecondition("the version of the protocol must be " + std::to_string(kVersion) +
+    return FailedPrecondition("the peer's protocol version must be " + std::to_string(kVersion) +
                               "; got " + std::to_string(address->version) + "." + advice);
   }
   address->host[sizeof(address->host) - 1] = '\0';
   if (HostIdentity().compare(0, sizeof(address->host) - 1, address->host) != 0) {
-    return FailedPrecondition("it is on another host, " + std::string(address->host) + " and not " +
-                              HostIdentity() + ". Use transport='xla' over several hosts.");
+    return FailedPrecondition("the peer must be on this host, " + HostIdentity() +
+                              "; it is on another host, " + std::string(address->host) +
+                              ". Use transport='xla' across hosts.");
   }
   if (address->bytes != workspace_bytes) {
-    return FailedPrecondition("its workspace must have " + std::to_string(workspace_bytes) +
+    return FailedPrecondition("the peer's workspace must have " + std::to_string(workspace_bytes) +
                               " bytes; got " + std::to_string(address->bytes) +
-                              ". All processes must give ep_init the same config.");
+                              ". All processes must pass the same config to ep_init.");
   }
   return {};
 }
@@ -84,8 +87,8 @@ Status DescribeWorkspace(int device, void* workspace, uint64_t bytes, bool for_o
   if (!status.ok() || !for_other_processes) return status;
   const ScopedDevice scoped(device);
   return ToStatus(cudaIpcGetMemHandle(&address->memory, workspace),
-                  "device " + std::to_string(device) +
-                      " cannot share memory with other processes (CUDA IPC; use transport='xla')");
+                  "sharing memory of device " + std::to_string(device) +
+                      " with other processes by CUDA IPC (if it has none, use transport='xla')");
 }
 
 Status PeerMappings::Map(int device, int rank, const PeerAddress& address, uint8_t** workspace) {
@@ -97,20 +100,21 @@ Status PeerMappings::Map(int device, int rank, const PeerAddress& address, uint8
       cudaDeviceCanAccessPeer(&can_access, device, peer_device);
     }
     if (!can_access) {
-      return FailedPrecondition("device " + std::to_string(device) + " does not reach device " +
-                                std::to_string(peer_device) +
-                                " by loads and stores. Use transport='xla'.");
+      return FailedPrecondition(
+          "the devices of a group must reach each other by loads and stores; device " +
+          std::to_string(device) + " does not reach device " + std::to_string(peer_device) +
+          ". Use transport='xla'.");
     }
     const ScopedDevice scoped(device);
     const cudaError_t error =
         cudaIpcOpenMemHandle(&mapped, address.memory, cudaIpcMemLazyEnablePeerAccess);
     if (error != cudaSuccess) {
       mapped = nullptr;
-      return ToStatus(error, "device " + std::to_string(device) +
-                                 " cannot map the memory of process " +
-                                 std::to_string(address.process) +
-                                 " (CUDA IPC; GPUs must reach each other by loads and stores, and "
-                                 "processes share a namespace; else use transport='xla')");
+      return ToStatus(error, "mapping memory of process " + std::to_string(address.process) +
+                                 " to device " + std::to_string(device) +
+                                 " by CUDA IPC (the GPUs must reach each other by loads and "
+                                 "stores, and the processes must share a namespace; otherwise use "
+                                 "transport='xla')");
     }
   }
   *workspace = static_cast<uint8_t*>(mapped);

@@ -1,4 +1,4 @@
-// Workspaces of ranks that belong to other processes of the same host, by CUDA IPC.
+// Workspaces of ranks in other processes of the same host, shared by CUDA IPC.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -13,35 +13,37 @@
 
 namespace jax_ep::p2p {
 
-// Names the running host: equal in all its processes, and in no other host's.
+// Identifies the running host: equal in all its processes, different on every other host.
 std::string HostIdentity();
 
 bool IsSame(const cudaUUID_t& a, const cudaUUID_t& b);
 
-// What another process must know of a workspace to use it. Travels as bytes.
+// What another process needs to map a workspace. Sent as bytes.
 struct PeerAddress {
   static constexpr uint32_t kVersion = 1;  // of this struct and of the protocol
 
   uint32_t version;
-  uint32_t process;  // its id on the host
-  uint64_t bytes;
-  char host[64];
+  uint32_t process;  // process id on the host
+  uint64_t bytes;    // of the workspace
+  char host[64];     // HostIdentity()
   cudaUUID_t device;
   cudaIpcMemHandle_t memory;
 
   std::string ToBytes() const;
-  // Fails if another version, host or size speaks from the bytes.
+  // Fails if the bytes are from another version or host, or describe a workspace of another size.
   static Status FromBytes(const std::string& bytes, uint64_t workspace_bytes, PeerAddress* address);
 };
 
-// IPC shares whole blocks of the driver; an allocation of this alignment shares nothing else.
+// IPC shares whole blocks of the driver. An allocation that is a multiple of this shares nothing
+// else.
 constexpr size_t kIpcAlignment = size_t{2} << 20;
 
-// The address of a workspace of `device`. Only where `for_other_processes` can they map it.
+// Fills the address of a workspace on `device`. Other processes can map it only if
+// `for_other_processes` is set.
 Status DescribeWorkspace(int device, void* workspace, uint64_t bytes, bool for_other_processes,
                          PeerAddress* address);
 
-// What is mapped of other processes. A workspace is mapped once for each device that uses it.
+// Mappings of other processes' workspaces. Each workspace is mapped once per device that uses it.
 class PeerMappings {
  public:
   PeerMappings() = default;
@@ -49,9 +51,9 @@ class PeerMappings {
   PeerMappings(const PeerMappings&) = delete;
   PeerMappings& operator=(const PeerMappings&) = delete;
 
-  // The workspace of `rank` as `device` sees it.
+  // Gives the workspace of `rank` as `device` sees it.
   Status Map(int device, int rank, const PeerAddress& address, uint8_t** workspace);
-  // Nothing may use the mappings any more.
+  // Unmaps everything. No kernel may use the mappings any more.
   void Clear();
 
  private:

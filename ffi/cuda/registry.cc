@@ -21,109 +21,114 @@ bool Registry::Share(const std::string& key) {
 }
 
 Status Registry::Allocate(const std::string& key, const GroupConfig& config,
-                          const std::vector<LocalPlace>& places,
+                          const std::vector<LocalDevice>& devices,
                           std::vector<std::string>* addresses) {
-  std::map<int64_t, std::vector<int>> devices;  // by row, then rank
-  for (const auto& [ordinal, place] : places) {
-    std::vector<int>& row = devices[place.row];
-    row.resize(config.n_ranks, kElsewhere);
-    row[place.rank] = static_cast<int>(ordinal);
+  std::map<int64_t, std::vector<int>> ordinals;  // by replica, then rank
+  for (const auto& [ordinal, coordinate] : devices) {
+    std::vector<int>& ranks = ordinals[coordinate.replica];
+    ranks.resize(config.n_ranks, kElsewhere);
+    ranks[coordinate.rank] = static_cast<int>(ordinal);
   }
   Entry entry;
-  entry.places = places;
-  Status status = AllocateRows(key, config, devices, &entry.groups);
-  for (const auto& [ordinal, place] : places) {
+  entry.devices = devices;
+  Status status = AllocateReplicas(key, config, ordinals, &entry.replicas);
+  for (const auto& [ordinal, coordinate] : devices) {
     if (!status.ok()) break;
-    status =
-        entry.groups[place.row]->Address(static_cast<int>(place.rank), &addresses->emplace_back());
+    status = entry.replicas[coordinate.replica]->Address(static_cast<int>(coordinate.rank),
+                                                         &addresses->emplace_back());
   }
   std::lock_guard lock(mutex_);
   if (status.ok() && entries_.count(key)) {
-    status = FailedPrecondition("group " + key + " is open already");
+    status = FailedPrecondition("a group must be allocated once; group " + key +
+                                " is already open in this process.");
   }
   if (status.ok()) {
     entries_[key] = std::move(entry);
   } else {
-    Keep(key, &entry.groups);
+    Keep(key, &entry.replicas);
   }
   return status;
 }
 
-Status Registry::AllocateRows(const std::string& key, const GroupConfig& config,
-                              const std::map<int64_t, std::vector<int>>& devices, Groups* groups) {
+Status Registry::AllocateReplicas(const std::string& key, const GroupConfig& config,
+                                  const std::map<int64_t, std::vector<int>>& ordinals,
+                                  Replicas* replicas) {
   {
     std::lock_guard lock(mutex_);
-    groups->swap(kept_[key]);
+    replicas->swap(kept_[key]);
     kept_.erase(key);
   }
-  for (const auto& [row, ranks] : devices) {
-    std::shared_ptr<Group>& group = (*groups)[row];
-    std::unique_ptr<Group> allocated;
-    const Status status = group ? group->Reopen() : Group::Allocate(config, ranks, &allocated);
+  for (const auto& [replica, ranks] : ordinals) {
+    std::shared_ptr<RankGroup>& group = (*replicas)[replica];
+    std::unique_ptr<RankGroup> allocated;
+    const Status status = group ? group->Reopen() : RankGroup::Allocate(config, ranks, &allocated);
     if (!status.ok()) return status;
     if (allocated) group = std::move(allocated);
   }
   return {};
 }
 
-Status Registry::Connect(const std::string& key, const std::vector<PlacedAddress>& addresses) {
-  std::map<int64_t, std::shared_ptr<Group>> groups;
+Status Registry::Connect(const std::string& key, const std::vector<RankAddress>& addresses) {
+  Replicas replicas;
   {
     std::lock_guard lock(mutex_);
     const auto it = entries_.find(key);
-    if (it == entries_.end()) return FailedPrecondition("group " + key + " is not allocated");
-    groups = it->second.groups;
+    if (it == entries_.end()) {
+      return FailedPrecondition("a group must be allocated before it is connected; group " + key +
+                                " is not allocated.");
+    }
+    replicas = it->second.replicas;
   }
-  for (const auto& [row, group] : groups) {
+  for (const auto& [replica, group] : replicas) {
     std::vector<std::string> ranks(group->config().n_ranks);
-    for (const PlacedAddress& peer : addresses) {
-      if (peer.place.row == row) ranks.at(peer.place.rank) = peer.address;
+    for (const RankAddress& peer : addresses) {
+      if (peer.coordinate.replica == replica) ranks.at(peer.coordinate.rank) = peer.address;
     }
     const Status status = group->Connect(ranks);
     if (!status.ok()) return status;
   }
   std::lock_guard lock(mutex_);
   Entry& entry = entries_[key];
-  for (const auto& [ordinal, place] : entry.places) {
-    entry.members[ordinal] = {groups[place.row], static_cast<int>(place.rank),
-                              static_cast<int>(place.row)};
+  for (const auto& [ordinal, coordinate] : entry.devices) {
+    entry.members[ordinal] = {replicas[coordinate.replica], static_cast<int>(coordinate.rank),
+                              static_cast<int>(coordinate.replica)};
   }
   return {};
 }
 
 bool Registry::Disconnect(const std::string& key) {
-  Groups groups;
+  Replicas replicas;
   {
     std::lock_guard lock(mutex_);
     const auto it = entries_.find(key);
     if (it == entries_.end() || --it->second.n_users > 0) return false;
-    groups = std::move(it->second.groups);
+    replicas = std::move(it->second.replicas);
     entries_.erase(it);
   }
-  for (const auto& [row, group] : groups) {
-    // Handlers that found the group before still launch, and are done at once.
+  for (const auto& [replica, group] : replicas) {
+    // Handlers that found the group earlier are still launching; they return soon.
     while (group.use_count() > 1) std::this_thread::sleep_for(std::chrono::microseconds(50));
     std::atomic_thread_fence(std::memory_order_acquire);
     group->Disconnect();
   }
   std::lock_guard lock(mutex_);
-  disconnected_[key] = std::move(groups);
+  disconnected_[key] = std::move(replicas);
   return true;
 }
 
 void Registry::Free(const std::string& key) {
-  Groups groups;
+  Replicas replicas;
   std::lock_guard lock(mutex_);
   const auto it = disconnected_.find(key);
   if (it == disconnected_.end()) return;
-  groups = std::move(it->second);
+  replicas = std::move(it->second);
   disconnected_.erase(it);
-  Keep(key, &groups);
+  Keep(key, &replicas);
 }
 
-void Registry::Keep(const std::string& key, Groups* groups) {
-  for (auto& [row, group] : *groups) {
-    if (group != nullptr && group->is_captured()) kept_[key][row] = std::move(group);
+void Registry::Keep(const std::string& key, Replicas* replicas) {
+  for (auto& [replica, group] : *replicas) {
+    if (group != nullptr && group->is_captured()) kept_[key][replica] = std::move(group);
   }
 }
 

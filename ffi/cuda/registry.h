@@ -1,4 +1,4 @@
-// The p2p groups that are open in this process, by the key that stands in the attributes of calls.
+// The p2p groups that are open in this process, by the key that calls carry as an attribute.
 #pragma once
 
 #include <cstdint>
@@ -9,81 +9,75 @@
 #include <string_view>
 #include <vector>
 
+#include "core/mesh_coordinate.h"
 #include "cuda/group.h"
 
 namespace jax_ep::p2p {
 
-// A place in a mesh. The ranks of a row are a group; a mesh has a row for every index along its
-// other axes.
-struct Place {
-  int64_t row;
-  int64_t rank;
-};
-
-// A device of this process. Ordinals are CUDA's: other processes may count the same device
-// otherwise, and another one alike.
-struct LocalPlace {
+// A device of this process. CUDA ordinals are local to the process.
+struct LocalDevice {
   int64_t ordinal;
-  Place place;
+  MeshCoordinate coordinate;
 };
 
-struct PlacedAddress {
-  Place place;
-  std::string address;
+struct RankAddress {
+  MeshCoordinate coordinate;
+  std::string address;  // RankGroup::Address
 };
 
-// Equal groups are one: a key is allocated and connected once, and shared from then on. Only one
-// thread opens or closes a key at a time; handlers look groups up meanwhile.
+// Groups with equal keys are one group: the first user allocates and connects it, later users share
+// it. The caller opens and closes a key from one thread at a time; handlers look keys up meanwhile.
 class Registry {
  public:
   static Registry& Instance();
 
-  // Counts one more user of a key; false: it has none yet, and must be allocated and connected.
+  // Adds a user to an open key. False: the key is not open and must be allocated and connected.
   bool Share(const std::string& key);
 
-  // The workspaces of this process; `addresses` is by place. No peer may write any more to those of
-  // an earlier group of the key: each has disconnected.
+  // Allocates the workspaces of this process and gives the address of each, in order of `devices`.
+  // All processes must have disconnected an earlier group of the key: its peers must no longer
+  // write.
   Status Allocate(const std::string& key, const GroupConfig& config,
-                  const std::vector<LocalPlace>& places, std::vector<std::string>* addresses);
-  // `addresses`: of all places. The groups can be found from now on.
-  Status Connect(const std::string& key, const std::vector<PlacedAddress>& addresses);
+                  const std::vector<LocalDevice>& devices, std::vector<std::string>* addresses);
+  // Connects to the addresses of all devices of the mesh. Handlers find the key from now on.
+  Status Connect(const std::string& key, const std::vector<RankAddress>& addresses);
 
-  // Counts one user less; true: it was the last, the groups can no longer be found, their calls
-  // have ended, and the workspaces stay until `Free`: peers may still write to them.
+  // Removes a user. True: it was the last one, handlers no longer find the key, and its calls have
+  // ended. The workspaces stay until Free, because peers may still write to them.
   bool Disconnect(const std::string& key);
-  // Frees the workspaces, but for those that graphs refer to: they are kept for the next group of
-  // the key, to which the graphs then belong.
+  // Frees the workspaces, except those that captured graphs refer to. These are kept for the next
+  // group of the key, whose calls the graphs then run.
   void Free(const std::string& key);
 
-  // The group of a device and its place; null where there is none.
+  // The rank that a device holds in the groups of a key; `group` is null if there is none.
   struct Member {
-    std::shared_ptr<Group> group;
+    std::shared_ptr<RankGroup> group;
     int rank = 0;
-    int row = 0;
+    int replica = 0;
   };
   Member Find(std::string_view key, int64_t ordinal) const;
 
  private:
-  using Groups = std::map<int64_t, std::shared_ptr<Group>>;  // by row
+  using Replicas = std::map<int64_t, std::shared_ptr<RankGroup>>;
   struct Entry {
-    std::vector<LocalPlace> places;
-    Groups groups;
-    std::map<int64_t, Member> members;  // by ordinal; none before `Connect`
+    std::vector<LocalDevice> devices;
+    Replicas replicas;
+    std::map<int64_t, Member> members;  // by ordinal; empty before Connect
     int64_t n_users = 1;
   };
 
-  // `devices`: of each rank, by row.
-  Status AllocateRows(const std::string& key, const GroupConfig& config,
-                      const std::map<int64_t, std::vector<int>>& devices, Groups* groups);
-  // Takes those that graphs refer to. The mutex is held.
-  void Keep(const std::string& key, Groups* groups);
+  // `ordinals`: of each rank, by replica; kElsewhere in other processes.
+  Status AllocateReplicas(const std::string& key, const GroupConfig& config,
+                          const std::map<int64_t, std::vector<int>>& ordinals, Replicas* replicas);
+  // Keeps those that graphs refer to. The caller holds the mutex.
+  void Keep(const std::string& key, Replicas* replicas);
 
-  // Held for look-ups only, never while a device works: a call that it waits for may have to be
-  // looked up.
+  // Held for look-ups only, never while waiting for a device: a call that the device waits for may
+  // need a look-up first.
   mutable std::mutex mutex_;
   std::map<std::string, Entry, std::less<>> entries_;
-  std::map<std::string, Groups> disconnected_;
-  std::map<std::string, Groups> kept_;
+  std::map<std::string, Replicas> disconnected_;
+  std::map<std::string, Replicas> kept_;
 };
 
 }  // namespace jax_ep::p2p

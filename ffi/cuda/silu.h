@@ -1,4 +1,4 @@
-// fused_silu on the GPU: the activation of the rows in use, in a token format.
+// fused_silu on the GPU: the activation of the rows in use, quantized in the same pass.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -7,11 +7,11 @@
 
 namespace jax_ep::p2p {
 
-// Groups whose offsets the kernels keep in shared memory.
-constexpr int64_t kMostSiluGroups = 4096;
+// Most groups whose offsets the kernels can keep in shared memory.
+constexpr int64_t kMaxSiluGroups = 4096;
 
-// Loads the kernels on the current device; see prepare.h.
-cudaError_t PrepareFusedSilu();
+// Loads the kernels on the current device; see load_kernel.h.
+cudaError_t LoadSiluKernels();
 
 cudaError_t LaunchFusedSilu(const SiluCall& call, cudaStream_t stream);
 

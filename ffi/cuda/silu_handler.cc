@@ -5,21 +5,20 @@
 #include "cuda/handler.h"
 #include "cuda/handlers.h"
 #include "cuda/silu.h"
-#include "silu_operands.h"
+#include "xla/read_silu.h"
 
 namespace jax_ep::p2p {
 namespace {
 
-ffi::Error FusedSiluImpl(cudaStream_t stream, ffi::AnyBuffer x, ffi::BufferR1<ffi::U32> row_offsets,
-                         ffi::RemainingArgs optional_args, ffi::Result<ffi::AnyBuffer> out,
-                         ffi::RemainingRets optional_rets, SiluAttributes attributes) {
+ffi::Error FusedSiluImpl(cudaStream_t stream, ffi::RemainingArgs operands,
+                         ffi::RemainingRets results, const SiluAttributes& attributes) {
   SiluCall call{};
-  const Status status =
-      ReadSiluCall({x, row_offsets, optional_args, *out, optional_rets}, attributes, call);
+  const Status status = ReadSilu(attributes, BufferList(operands), BufferList(results), &call);
   if (!status.ok()) return ToError(status);
-  if (call.n_groups > kMostSiluGroups) {
-    return ToError(InvalidSilu("row_offsets must be of at most " + std::to_string(kMostSiluGroups) +
-                               " groups; got " + std::to_string(call.n_groups)));
+  if (call.n_groups > kMaxSiluGroups) {
+    return ToError(InvalidArgument("fused_silu: row_offsets must be of at most " +
+                                   std::to_string(kMaxSiluGroups) + " groups; got " +
+                                   std::to_string(call.n_groups)));
   }
   return ToError(LaunchFusedSilu(call, stream), "fused_silu");
 }
@@ -29,5 +28,5 @@ ffi::Error FusedSiluImpl(cudaStream_t stream, ffi::AnyBuffer x, ffi::BufferR1<ff
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     CudaFusedSilu, jax_ep::p2p::FusedSiluImpl,
-    jax_ep::BindSilu(xla::ffi::Ffi::Bind().Ctx<xla::ffi::PlatformStream<cudaStream_t>>()),
+    jax_ep::WithSiluOperands(xla::ffi::Ffi::Bind().Ctx<xla::ffi::PlatformStream<cudaStream_t>>()),
     {xla::ffi::Traits::kCmdBufferCompatible});

@@ -1,4 +1,4 @@
-// The least that a test program needs: checks that say what was compared.
+// Checks for test programs. A check that fails prints both values and aborts.
 #pragma once
 
 #include <cstdlib>

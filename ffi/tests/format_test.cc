@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/e2m1.h"
+#include "core/formats.h"
 #include "core/quantize.h"
 #include "core/routing.h"
 #include "cpu/dispatch.h"
@@ -36,6 +37,20 @@ void TestGroupsArePaddedAndCutAtTheCapacity() {
   for (int i = 0; i < 4; ++i) CHECK_EQ(n_rows[i], expected_rows[i]);
 }
 
+// Bytes of a token of 7168 elements, as docs/formats.md has them.
+void TestSizesAreThoseOfTheDocs() {
+  const auto bytes = [](const char* name) {
+    const TokenFormat& format = *FindTokenFormat(name);
+    return format.payload_bytes(7168) + format.n_scales(7168) * format.scale_bytes();
+  };
+  CHECK_EQ(bytes("plain_bfloat16"), 14336);
+  CHECK_EQ(bytes("blockwise_fp8"), 7168 + 224);
+  CHECK_EQ(bytes("mxfp8"), 7168 + 224);
+  CHECK_EQ(bytes("mxfp4"), 3584 + 224);
+  CHECK_EQ(bytes("nvfp4"), 3584 + 448);
+  CHECK_EQ(FindTokenFormat("fp8") == nullptr, true);
+}
+
 void TestEveryCodeIsItsOwnNearest() {
   for (int code = 0; code < 0x7f; ++code) {
     const float value = FromE4m3(static_cast<uint8_t>(code));
@@ -56,48 +71,58 @@ void TestEveryCodeIsItsOwnNearest() {
   CHECK_EQ(static_cast<int>(ToE4m3(-INFINITY)), 0xfe);
 }
 
-// One rank's buffers; every token goes to both experts of the next rank.
+constexpr const TokenFormat& kFormat = *FindTokenFormat("nvfp4");
+
+// One rank's buffers. Every token goes to both groups of rows of the next rank.
 struct Sender {
-  Sender(const EpConfig& config, std::shared_ptr<HostGroup> group, int64_t rank)
-      : tokens(config.max_tokens_per_rank * config.hidden_size),
-        topk_ids(config.max_tokens_per_rank * config.top_k),
-        rows(config.max_recv_tokens * config.payload_bytes, 0xff),
-        row_offsets(config.n_local_experts() + 1),
-        src_info(config.max_recv_tokens * 2),
-        dst_rows(topk_ids.size()) {
+  Sender(std::shared_ptr<HostGroup> group, int64_t rank)
+      : sizes(group->sizes()),
+        tokens(sizes.max_tokens_per_rank * sizes.hidden_size),
+        group_ids(sizes.max_tokens_per_rank * sizes.n_choices),
+        rows(sizes.max_recv_tokens * kFormat.payload_bytes(sizes.hidden_size), 0xff),
+        row_offsets(sizes.n_local_groups() + 1),
+        src_info(sizes.max_recv_tokens * 2),
+        dst_rows(group_ids.size()) {
     for (size_t i = 0; i < tokens.size(); ++i) tokens[i] = std::sin(static_cast<float>(i + rank));
-    for (size_t i = 0; i < topk_ids.size(); ++i) {
-      topk_ids[i] = static_cast<int32_t>(((rank + 1) * 2 + static_cast<int64_t>(i) % 2) % 4);
+    for (size_t i = 0; i < group_ids.size(); ++i) {
+      group_ids[i] = static_cast<int32_t>(((rank + 1) * 2 + static_cast<int64_t>(i) % 2) % 4);
     }
     args = std::make_unique<DispatchArgs>();
-    args->config = config;
-    args->n_tokens = config.max_tokens_per_rank;
     args->device = *group->Find(rank);
     args->group = std::move(group);
-    args->token_bytes = config.hidden_size * static_cast<int64_t>(sizeof(float));
-    args->row_bytes = config.payload_bytes;
-    args->encoder = FindEncoder(config.token_format, RowType::kFloat32);
-    args->input_scale = InputScale::Make(1.0f);
-    args->scales.layout = ScalesLayout::kAtoms;
-    args->scales.n_scales = config.n_scales;
-    args->scales.scale_bytes = args->encoder.scale_bytes;
-    int64_t n_scale_bytes = 1;
-    for (int64_t size : args->scales.Shape(config.max_recv_tokens, 2)) n_scale_bytes *= size;
-    scales.assign(n_scale_bytes, 0xff);
-    args->scales.data = scales.data();
+    SetOperands();
+    PrepareEncoding(*args);
+    CountOwnChoices(*args);
+  }
+
+  void SetOperands() {
+    args->n_tokens = sizes.max_tokens_per_rank;
+    args->hidden_size = sizes.hidden_size;
+    args->max_recv_tokens = sizes.max_recv_tokens;
+    args->format = &kFormat;
+    args->scales_layout = ScalesLayout::kAtoms;
+    args->token_type = RowType::kFloat32;
+    args->token_bytes = sizes.hidden_size * static_cast<int64_t>(sizeof(float));
+    args->row_bytes = kFormat.payload_bytes(sizes.hidden_size);
+    args->n_scales = kFormat.n_scales(sizes.hidden_size);
+    scales.assign(ScalesShape(ScalesLayout::kAtoms, sizes.max_recv_tokens, args->n_scales,
+                              sizes.n_local_groups())
+                      .n_elements(),
+                  0xff);
+    args->scales = scales.data();
     args->tokens = reinterpret_cast<const uint8_t*>(tokens.data());
-    args->topk_ids = topk_ids.data();
+    args->group_ids = group_ids.data();
     args->rows = rows.data();
     args->row_offsets = row_offsets.data();
     args->src_info = src_info.data();
     args->n_dropped = &n_dropped;
     args->n_invalid = &n_invalid;
-    args->dst_rows = dst_rows.data();
-    CountOwnChoices(*args);
+    args->handle = dst_rows.data();
   }
 
+  GroupSizes sizes;
   std::vector<float> tokens;
-  std::vector<int32_t> topk_ids;
+  std::vector<int32_t> group_ids;
   std::vector<uint8_t> rows, scales;
   std::vector<uint32_t> row_offsets;
   std::vector<int32_t> src_info, dst_rows;
@@ -105,52 +130,52 @@ struct Sender {
   std::unique_ptr<DispatchArgs> args;
 };
 
-// Where the rows of one expert must stand, computed here once more.
-void CheckRows(const Sender& from, const Sender& to, const EpConfig& config, int64_t expert) {
-  const int64_t n_tokens = config.max_tokens_per_rank, n_atoms = (config.n_scales + 3) / 4;
-  std::vector<uint8_t> codes(config.payload_bytes), scales(config.n_scales);
+// Computes where the rows of one group, and their scales, must stand, apart from the code under
+// test.
+void CheckRows(const Sender& from, const Sender& to, int64_t group) {
+  const int64_t n_tokens = from.sizes.max_tokens_per_rank, size = from.sizes.hidden_size;
+  const int64_t n_scales = size / 16, n_atoms = (n_scales + 3) / 4, row_bytes = size / 2;
+  std::vector<uint8_t> codes(row_bytes), scales(n_scales);
   for (int64_t row = 0; row < (n_tokens + 127) / 128 * 128; ++row) {
     const bool is_used = row < n_tokens;
     if (is_used) {
-      FindEncoder(config.token_format, RowType::kFloat32)
-          .encode(from.tokens.data() + row * config.hidden_size, config.hidden_size,
-                  InputScale::Make(1.0f), codes.data(), scales.data());
-      const uint8_t* const got = to.rows.data() + (expert * n_tokens + row) * config.payload_bytes;
+      const Encoder encode = FindEncoder(kFormat, RowType::kFloat32);
+      encode(from.tokens.data() + row * size, size, InputScale::Make(1.0f), codes.data(),
+             scales.data());
+      const uint8_t* const got = to.rows.data() + (group * n_tokens + row) * row_bytes;
       CHECK_EQ(std::memcmp(got, codes.data(), codes.size()), 0);
     }
-    const int64_t block = expert * ((n_tokens + 127) / 128) + row / 128;
+    const int64_t block = group * ((n_tokens + 127) / 128) + row / 128;
     for (int64_t c = 0; c < n_atoms * 4; ++c) {
       const int64_t at = ((block * n_atoms + c / 4) * 32 + row % 32) * 16 + row % 128 / 32 * 4;
-      const bool is_scale = is_used && c < config.n_scales;
+      const bool is_scale = is_used && c < n_scales;
       CHECK_EQ(static_cast<int>(to.scales[at + c % 4]), is_scale ? static_cast<int>(scales[c]) : 0);
     }
   }
 }
 
-void TestRowsAreQuantisedOnTheWay() {
-  EpConfig config{};
-  config.n_ranks = 2;
-  config.n_experts = 4;
-  config.top_k = 2;
-  config.hidden_size = 16 * 13;
-  config.max_tokens_per_rank = 150;
-  config.max_recv_tokens = 2 * config.max_tokens_per_rank;
-  config.token_format = "nvfp4";
-  config.payload_bytes = config.hidden_size / 2;
-  config.n_scales = 13;
-  config.row_alignment = 1;
-  auto group = std::make_shared<HostGroup>(2, 4, /*token_bytes=*/1,
-                                           std::vector<Device>{{0, 0, 0}, {1, 0, 1}});
-  Sender ranks[] = {{config, group, 0}, {config, group, 1}};
+void TestRowsAreQuantizedOnTheWay() {
+  GroupSizes sizes{};
+  sizes.n_ranks = 2;
+  sizes.n_groups = 4;
+  sizes.n_choices = 2;
+  sizes.hidden_size = 16 * 13;
+  sizes.max_tokens_per_rank = 150;
+  sizes.max_recv_tokens = 2 * sizes.max_tokens_per_rank;
+  const HostGroupConfig config{sizes, /*row_alignment=*/1, /*token_bytes=*/1, /*timeout_s=*/1};
+  const std::vector<Device> devices = {{0, {0, 0}}, {1, {0, 1}}};
+  const auto group = std::make_shared<HostGroup>(config, devices);
+  Sender ranks[] = {{group, 0}, {group, 1}};
   std::vector<Arrival> arrivals;
   for (Sender& rank : ranks) {
-    arrivals.push_back({rank.args->device.rank, std::move(rank.args), [](const Status&) {}});
+    const int64_t number = rank.args->device.coordinate.rank;
+    arrivals.push_back({number, std::move(rank.args), [](const Status&) {}});
   }
   TestPool threads(3);
   DispatchAll(threads.pool(), arrivals);
-  for (int64_t expert : {0, 1}) {
-    CheckRows(ranks[0], ranks[1], config, expert);
-    CheckRows(ranks[1], ranks[0], config, expert);
+  for (int64_t local_group : {0, 1}) {
+    CheckRows(ranks[0], ranks[1], local_group);
+    CheckRows(ranks[1], ranks[0], local_group);
   }
 }
 
@@ -158,8 +183,8 @@ void CheckCodes(uint32_t word, const float (&values)[8]) {
   for (int i = 0; i < 8; ++i) CHECK_EQ(word >> 4 * i & 15, uint32_t{ToE2m1(values[i])});
 }
 
-// The kernels' conversions of eight numbers at once, on the host: every exponent, both signs, and
-// fractions around the middles between codes.
+// The kernels' conversion of eight numbers at once, run on the host: every exponent, both signs,
+// and fractions around the midpoints between codes.
 void TestWordsOfE2m1AreThoseOfOneByOne() {
   for (uint32_t top = 0; top < 1 << 12; ++top) {
     if ((top >> 3 & 0xff) == 0xff) continue;  // infinity and NaN
@@ -168,47 +193,48 @@ void TestWordsOfE2m1AreThoseOfOneByOne() {
     float largest = 0, scaled[8];
     for (const float value : values) largest = std::max(largest, std::fabs(value));
     if (largest < 7) CheckCodes(ToE2m1Word(values), values);
-    // As a block of MXFP4, with larger elements and without.
+    // As part of an MXFP4 block, whose largest element is one of them or larger.
     for (int binades = 0; binades < 6; ++binades) {
       const float amax = std::ldexp(largest, binades);
       const auto block = MxFp4::EncodeScale(amax, {});
-      if (!MxFp4::IsUsual(amax, block)) continue;
+      if (!MxFp4::IsFastPathExact(amax, block)) continue;
       for (int i = 0; i < 8; ++i) scaled[i] = MxFp4::ScaleElement(values[i], block.factor);
       CheckCodes(ToMxFp4Word(values, block), scaled);
     }
   }
 }
 
-// How many magnitudes of [first, end), as bits of float32, are those of usual blocks; their scales
-// are those of any block.
+// Counts the largest magnitudes in [first, end), as bits of float32, that take the fast path, and
+// checks that it gives the exact scales.
 template <class Format>
-int CountUsual(uint32_t first, uint32_t end, float input_scale) {
+int CountFastPath(uint32_t first, uint32_t end, float input_scale) {
   const InputScale global = InputScale::Make(input_scale);
-  int n_usual = 0;
+  int n_fast = 0;
   for (uint32_t bits = first; bits < end; bits += 1009) {
     const float amax = FloatFromBits(bits);
-    const auto got = Format::EncodeUsualScale(amax, global);
-    if (!Format::IsUsual(amax, got)) continue;
-    ++n_usual;
+    const auto got = Format::EncodeScaleFast(amax, global);
+    if (!Format::IsFastPathExact(amax, got)) continue;
+    ++n_fast;
     const auto wanted = Format::EncodeScale(amax, global);
     CHECK_EQ(got.scale, wanted.scale);
     CHECK_EQ(FloatBits(got.factor), FloatBits(wanted.factor));
   }
-  return n_usual;
+  return n_fast;
 }
 
-void TestScalesOfUsualBlocksAreThoseOfAny() {
+void TestScalesOnTheFastPathAreExact() {
   const uint32_t small = FloatBits(0.001f), large = FloatBits(1e4f);
   for (const float input_scale : {1.0f, 0.3f}) {
-    for (const auto count : {CountUsual<BlockwiseFp8>, CountUsual<MxFp8>, CountUsual<MxFp4>}) {
+    for (const auto count :
+         {CountFastPath<BlockwiseFp8>, CountFastPath<MxFp8>, CountFastPath<MxFp4>}) {
       CHECK_EQ(count(small, large, input_scale), static_cast<int>((large - small) / 1009 + 1));
       count(0, 0x80000000u - 1009, input_scale);
-      // Zero, infinity and NaN are not usual.
+      // Zero, infinity and NaN take the slow path.
       CHECK_EQ(count(0, 1, input_scale), 0);
       CHECK_EQ(count(kFloatInfinity, 0x80000000u - 1009, input_scale), 0);
     }
-    CHECK_EQ(CountUsual<NvFp4>(0, 0x80000000u - 1009, input_scale) > 0, true);
-    CHECK_EQ(CountUsual<NvFp4>(kFloatInfinity, 0x80000000u - 1009, input_scale), 0);
+    CHECK_EQ(CountFastPath<NvFp4>(0, 0x80000000u - 1009, input_scale) > 0, true);
+    CHECK_EQ(CountFastPath<NvFp4>(kFloatInfinity, 0x80000000u - 1009, input_scale), 0);
   }
 }
 
@@ -236,7 +262,7 @@ void TestActivationTouchesRowsInUseAlone() {
   for (int64_t i = 0; i < kRows * kRowSize; ++i) {
     CHECK_EQ(out[i] == kUntouched, i >= kUsed * kRowSize);
   }
-  // One row in a block of the first group, 130 in two of the second.
+  // One row in the block of the first group, 130 in the two blocks of the second.
   for (int64_t row = 0; row < static_cast<int64_t>(scales.size()) / kAtomScales; ++row) {
     const int64_t block = row / kAtomRows, at = block * kAtomBytes + AtomOffset(row % kAtomRows, 1);
     const bool is_used = row == 0 || (row >= kAtomRows && row < kAtomRows + kUsed - 1);
@@ -250,10 +276,11 @@ void TestActivationTouchesRowsInUseAlone() {
 
 void RunFormatTests() {
   TestGroupsArePaddedAndCutAtTheCapacity();
+  TestSizesAreThoseOfTheDocs();
   TestEveryCodeIsItsOwnNearest();
-  TestRowsAreQuantisedOnTheWay();
+  TestRowsAreQuantizedOnTheWay();
   TestWordsOfE2m1AreThoseOfOneByOne();
-  TestScalesOfUsualBlocksAreThoseOfAny();
+  TestScalesOnTheFastPathAreExact();
   TestActivationTouchesRowsInUseAlone();
 }
 

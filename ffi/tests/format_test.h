@@ -1,4 +1,4 @@
-// Tests of the token formats that quantise, run by host_test.
+// Tests of the token formats that quantize, run by host_test.
 #pragma once
 
 namespace jax_ep {

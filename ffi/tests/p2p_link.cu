@@ -1,5 +1,5 @@
-// What the links carry: a kernel on every GPU stores to all other GPUs, 16 bytes at a time, all
-// GPUs at the same time; then the same by copy engines. Prints GB/s that leave each GPU as JSON.
+// Measures the links: every GPU stores to all others at the same time, first by a kernel with
+// 16-byte stores, then by copy engines. Prints as JSON the GB/s that leave each GPU.
 //
 //   p2p_link DEVICES [MEGABYTES_PER_PAIR]
 
@@ -28,7 +28,7 @@ struct Targets {
 
 __global__ void __launch_bounds__(kThreads)
     StoreToAll(const int4* from, const __grid_constant__ Targets targets, size_t n_vectors) {
-  // Blocks take turns with the targets, so that all links are busy all the time.
+  // Blocks alternate between the targets, so that all links are busy all the time.
   const int target = blockIdx.x % targets.n;
   const size_t block = blockIdx.x / targets.n, n_blocks = gridDim.x / targets.n;
   int4* const to = targets.to[target];
@@ -62,7 +62,7 @@ double Median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
-// GB/s of the slowest GPU, in the median.
+// Returns the median GB/s of the slowest GPU.
 template <class Launch>
 double Measure(std::vector<Gpu>& gpus, size_t bytes_per_gpu, const Launch& launch) {
   std::vector<double> rates;

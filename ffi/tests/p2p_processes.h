@@ -1,5 +1,5 @@
-// Ranks in several processes of this host: forked before anybody uses CUDA, with an exchange
-// through shared memory.
+// Ranks in several processes of this host. The processes are forked before any of them uses CUDA,
+// and exchange bytes through shared memory.
 #pragma once
 
 #include <sys/mman.h>
@@ -23,20 +23,20 @@ class Exchange {
  public:
   static constexpr int kMaxProcesses = 32;
 
-  // One process alone.
+  // Of a process that is alone.
   Exchange() = default;
 
   int process() const { return process_; }
   int n_processes() const { return n_processes_; }
   bool is_alone() const { return n_processes_ == 1; }
 
-  // Whether a rank belongs to this process; they are spread evenly, in order.
+  // Whether a rank belongs to this process. Ranks are spread evenly, in order.
   bool IsLocal(int rank, int n_ranks) const { return rank * n_processes_ / n_ranks == process_; }
 
-  // Gives what all processes posted, once they have; false if one does not come in time.
+  // Waits until all processes have posted, and gives what they posted. False: one did not in time.
   bool Meet(const std::string& mine, std::vector<std::string>* all, double limit_s = 60.0) {
     if (is_alone()) return *all = {mine}, true;
-    // Nobody posts twice more before all have read: two buffers do.
+    // Two buffers are enough: no process posts two meetings ahead of one that still reads.
     const uint32_t meeting = n_meetings_++;
     if (mine.size() > kSlotBytes) return false;
     Slot& slot = board_[process_];
@@ -61,7 +61,7 @@ class Exchange {
     return Meet("", &all, limit_s);
   }
 
-  // Runs `body` in `n` processes; gives the number of those that did not return 0 in time.
+  // Runs `body` in `n` processes. Returns how many did not return 0 in time.
   template <class Body>
   static int Fork(int n, unsigned limit_s, Exchange* exchange, const Body& body) {
     void* const memory =
@@ -110,7 +110,7 @@ class Exchange {
   uint32_t n_meetings_ = 0;
 };
 
-// That of this process.
+// The exchange of this process.
 inline Exchange exchange;
 
 }  // namespace jax_ep::p2p

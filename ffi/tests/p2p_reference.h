@@ -1,160 +1,119 @@
-// What dispatch and combine must give, computed the plain way, apart from the library's own code.
+// What dispatch and combine must give, computed the straightforward way, independently of the
+// library.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
-#include <random>
+#include <utility>
 #include <vector>
 
+#include "core/combine_mode.h"
 #include "core/float_types.h"
-#include "cuda/combine.h"
 
 namespace jax_ep::p2p {
 
-struct Shape {
-  int n_ranks, n_experts, top_k, max_tokens, hidden, max_recv_tokens;
-  int n_local() const { return n_experts / n_ranks; }
+// The sizes of one test case; core/routing.h explains groups and choices.
+struct CaseSizes {
+  int n_ranks, n_groups, n_choices, max_tokens, hidden, max_recv_tokens;
+  int n_local_groups() const { return n_groups / n_ranks; }
 };
 
-// A choice (token, k) of a source rank, in a row of its destination.
+// A choice (token, k) of a source rank, which becomes a row of its destination rank.
 struct RowOrigin {
   int source, token, k;
 };
 
 // Where every choice of every rank goes.
 struct Routing {
-  std::vector<std::vector<int32_t>> ids;     // [R][T * K]
-  std::vector<std::vector<RowOrigin>> rows;  // [R][rows], not clipped
-  std::vector<std::vector<int>>
-      row_of_choice;  // [R][T * K] on its destination; -1: none, -2: dropped
-  std::vector<std::vector<uint32_t>> row_offsets;  // [R][L + 1]
+  CaseSizes sizes;
+  std::vector<std::vector<int32_t>> ids;           // [R][T * N]
+  std::vector<std::vector<RowOrigin>> rows;        // [R][rows], not clipped
+  std::vector<std::vector<int>> row_of_choice;     // [R][T * N] at its destination; -1 = no group,
+                                                   // -2 = dropped
+  std::vector<std::vector<uint32_t>> row_offsets;  // [R][G/R + 1]
   std::vector<int> n_invalid, n_dropped;           // [R]
 
-  Routing(const Shape& shape, std::vector<std::vector<int32_t>> topk_ids)
-      : ids(std::move(topk_ids)),
-        rows(shape.n_ranks),
-        row_offsets(shape.n_ranks),
-        n_invalid(shape.n_ranks),
-        n_dropped(shape.n_ranks) {
-    for (int source = 0; source < shape.n_ranks; ++source) {
+  Routing(const CaseSizes& sizes, std::vector<std::vector<int32_t>> group_ids)
+      : sizes(sizes),
+        ids(std::move(group_ids)),
+        rows(sizes.n_ranks),
+        row_offsets(sizes.n_ranks),
+        n_invalid(sizes.n_ranks),
+        n_dropped(sizes.n_ranks) {
+    for (int source = 0; source < sizes.n_ranks; ++source) {
       row_of_choice.emplace_back(ids[source].size(), -1);
       for (const int32_t id : ids[source]) {
-        n_invalid[source] += id != -1 && (id < 0 || id >= shape.n_experts);
+        n_invalid[source] += id != -1 && (id < 0 || id >= sizes.n_groups);
       }
     }
-    for (int expert = 0; expert < shape.n_experts; ++expert) {
-      const int rank = expert / shape.n_local();
-      const auto clipped = [&] {
-        return static_cast<uint32_t>(std::min<size_t>(rows[rank].size(), shape.max_recv_tokens));
-      };
-      row_offsets[rank].push_back(clipped());
-      for (int source = 0; source < shape.n_ranks; ++source) {
-        for (size_t i = 0; i < ids[source].size(); ++i) {
-          if (ids[source][i] != expert) continue;
-          const int row = static_cast<int>(rows[rank].size());
-          row_of_choice[source][i] = row < shape.max_recv_tokens ? row : -2;
-          rows[rank].push_back(
-              {source, static_cast<int>(i) / shape.top_k, static_cast<int>(i) % shape.top_k});
-        }
-      }
-      if (expert % shape.n_local() == shape.n_local() - 1) {
-        row_offsets[rank].push_back(clipped());
-        n_dropped[rank] = std::max(0, static_cast<int>(rows[rank].size()) - shape.max_recv_tokens);
-      }
+    for (int group = 0; group < sizes.n_groups; ++group) AddGroup(group);
+    for (int rank = 0; rank < sizes.n_ranks; ++rank) {
+      row_offsets[rank].push_back(ClippedEnd(rank));
+      n_dropped[rank] = std::max(0, static_cast<int>(rows[rank].size()) - sizes.max_recv_tokens);
     }
   }
 
+  int RankOf(int group) const { return group / sizes.n_local_groups(); }
+  int n_tokens(int rank) const { return static_cast<int>(ids[rank].size()) / sizes.n_choices; }
   int n_rows(int rank) const { return static_cast<int>(row_offsets[rank].back()); }
+
+ private:
+  uint32_t ClippedEnd(int rank) const {
+    return static_cast<uint32_t>(std::min<size_t>(rows[rank].size(), sizes.max_recv_tokens));
+  }
+
+  // Appends the rows of a group: by source rank, then token, then k.
+  void AddGroup(int group) {
+    const int rank = RankOf(group);
+    row_offsets[rank].push_back(ClippedEnd(rank));
+    for (int source = 0; source < sizes.n_ranks; ++source) {
+      for (size_t i = 0; i < ids[source].size(); ++i) {
+        if (ids[source][i] != group) continue;
+        const int row = static_cast<int>(rows[rank].size()), choice = static_cast<int>(i);
+        row_of_choice[source][i] = row < sizes.max_recv_tokens ? row : -2;
+        rows[rank].push_back({source, choice / sizes.n_choices, choice % sizes.n_choices});
+      }
+    }
+  }
 };
 
-// One element of a combined token. `row(rank, row)` is the element of expert_out there.
+// One element of a combined token. `row(rank, index)` is that element of a row of expert_out.
+// Products and sums are rounded separately; `residual` may be null.
 template <class T, class Row>
-T CombineElement(const Shape& shape, const Routing& routing, int source, int token,
-                 Weighting weighting, const float* topk_weights, const T* residual, const Row& row,
-                 bool adds_shared = false) {
-  float sum = 0.0f;
-  const auto add = [](float to, float weight, float value) {
-    const float product = weight * value;
+T CombineElement(const Routing& routing, const CombineMode& mode, int source, int token,
+                 const float* topk_weights, const T* residual, const Row& row) {
+  const CaseSizes& sizes = routing.sizes;
+  const int first = token * sizes.n_choices;
+  const int n_summed = static_cast<int>(mode.n_summed(sizes.n_choices));
+  const auto rank_of = [&](int k) { return routing.RankOf(routing.ids[source][first + k]); };
+  const auto row_of = [&](int k) { return routing.row_of_choice[source][first + k]; };
+  const auto add = [&](float to, int k, bool is_weighted) {
+    const float value = ToFloat(row(rank_of(k), row_of(k)));
+    const float product = is_weighted ? topk_weights[first + k] * value : value;
     return to + product;
   };
-  const int first = token * shape.top_k;
-  const int n_summed = shape.top_k - adds_shared;
-  if (weighting == Weighting::kRow) {
-    for (int rank = 0; rank < shape.n_ranks; ++rank) {
+  float sum = 0.0f;
+  if (mode.weighting == Weighting::kRow) {
+    for (int rank = 0; rank < sizes.n_ranks; ++rank) {
       float part = 0.0f;
-      bool any = false;
+      bool has_rows = false;
       for (int k = 0; k < n_summed; ++k) {
-        const int at = routing.row_of_choice[source][first + k];
-        if (at < 0 || routing.ids[source][first + k] / shape.n_local() != rank) continue;
-        part = add(part, topk_weights[first + k], ToFloat(row(rank, at)));
-        any = true;
+        if (row_of(k) < 0 || rank_of(k) != rank) continue;
+        part = add(part, k, true);
+        has_rows = true;
       }
-      if (any) sum += ToFloat(FromFloat<T>(part));
+      if (has_rows) sum += ToFloat(FromFloat<T>(part));
     }
   } else {
     for (int k = 0; k < n_summed; ++k) {
-      const int at = routing.row_of_choice[source][first + k];
-      if (at < 0) continue;
-      const float value = ToFloat(row(routing.ids[source][first + k] / shape.n_local(), at));
-      sum =
-          weighting == Weighting::kSource ? add(sum, topk_weights[first + k], value) : sum + value;
+      if (row_of(k) >= 0) sum = add(sum, k, mode.weighting == Weighting::kSource);
     }
   }
   if (residual != nullptr) sum += ToFloat(*residual);
   const T rounded = FromFloat<T>(sum);
-  const int shared = adds_shared ? routing.row_of_choice[source][first + n_summed] : -1;
-  return shared < 0 ? rounded : FromFloat<T>(ToFloat(rounded) + ToFloat(row(source, shared)));
-}
-
-enum class Pattern { kUniform, kZipf, kOneExpert, kOneRank, kHoles, kInvalid, kDuplicates, kEmpty };
-constexpr int kPatterns = 8;
-
-// A router's choices for the tokens of one rank.
-inline std::vector<int32_t> MakeIds(const Shape& shape, Pattern pattern, int n_tokens,
-                                    std::mt19937& random) {
-  std::vector<int32_t> ids(static_cast<size_t>(n_tokens) * shape.top_k);
-  const auto uniform = [&](int n) { return static_cast<int32_t>(random() % n); };
-  std::vector<int32_t> experts(shape.n_experts);
-  for (int e = 0; e < shape.n_experts; ++e) experts[e] = e;
-  std::vector<double> zipf(shape.n_experts);
-  for (int e = 0; e < shape.n_experts; ++e) zipf[e] = 1.0 / (e + 1);
-  std::discrete_distribution<int32_t> zipf_draw(zipf.begin(), zipf.end());
-  for (int token = 0; token < n_tokens; ++token) {
-    for (int k = 0; k < shape.top_k; ++k) {
-      int32_t& id = ids[static_cast<size_t>(token) * shape.top_k + k];
-      // Distinct experts, as far as there are enough.
-      const int left = shape.n_experts - k;
-      if (left > 0) std::swap(experts[k], experts[k + uniform(left)]);
-      id = experts[k % shape.n_experts];
-      switch (pattern) {
-        case Pattern::kUniform:
-          break;
-        case Pattern::kZipf:
-        case Pattern::kDuplicates:
-          id =
-              pattern == Pattern::kZipf ? zipf_draw(random) : uniform(std::min(2, shape.n_experts));
-          break;
-        case Pattern::kOneExpert:
-          id = shape.n_experts - 1;
-          break;
-        case Pattern::kOneRank:
-          id = uniform(shape.n_local());
-          break;
-        case Pattern::kHoles:
-          if (uniform(3) == 0) id = -1;
-          break;
-        case Pattern::kInvalid:
-          if (uniform(3) == 0)
-            id = uniform(2) ? shape.n_experts + uniform(5) : -2 - uniform(1 << 30);
-          break;
-        case Pattern::kEmpty:
-          id = -1;
-          break;
-      }
-    }
-  }
-  return ids;
+  const int shared_row = mode.adds_shared_expert ? row_of(n_summed) : -1;
+  return shared_row < 0 ? rounded
+                        : FromFloat<T>(ToFloat(rounded) + ToFloat(row(source, shared_row)));
 }
 
 }  // namespace jax_ep::p2p

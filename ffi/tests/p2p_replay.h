@@ -3,107 +3,90 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <cstring>
 #include <string>
 #include <vector>
 
-#include "tests/p2p_cases.h"
+#include "tests/p2p_expect.h"
+#include "tests/p2p_fixture.h"
+#include "tests/p2p_workload.h"
 
 namespace jax_ep::p2p {
 
-// Each rank replays a graph of kSteps dispatches and combines with data of their own. An odd
-// number: a call's buffer then held other data before. Calls of one kind come in a row: nothing but
-// their turns then keeps ranks that run ahead from what others still read.
-inline void RunReplay(int n_ranks, const std::vector<int>& devices, int n_replays) {
-  using T = BFloat16;
-  constexpr int kSteps = 3;
-  std::mt19937 random(11);
-  const Shape shape{n_ranks, n_ranks * 8, 4, 16, 1024, 16 * n_ranks * 4};
-  Bed<T> bed(shape, devices, 20.0);
-  std::vector<std::vector<RankBuffers<T>>> buffers(kSteps);
-  std::vector<Routing> routings;
-  std::vector<std::vector<std::vector<T>>> tokens(kSteps);
-  std::vector<std::vector<std::vector<float>>> weights(kSteps);
-  for (int step = 0; step < kSteps; ++step) {
-    std::vector<std::vector<int32_t>> ids;
-    for (int rank = 0; rank < n_ranks; ++rank) {
-      ids.push_back(MakeIds(shape, step == 1 ? Pattern::kZipf : Pattern::kUniform, 16, random));
-    }
-    routings.emplace_back(shape, ids);
-    for (int rank = 0; rank < n_ranks; ++rank) {
-      CHECK_CUDA(cudaSetDevice(devices[rank]));
-      RankBuffers<T>& b = buffers[step].emplace_back(shape, 16, 16);
-      tokens[step].push_back(RandomValues<T>(b.tokens.size(), random));
-      weights[step].push_back(RandomWeights(ids[rank].size(), random));
-      b.tokens.Write(tokens[step][rank]);
-      b.topk_ids.Write(ids[rank]);
-      b.topk_weights.Write(weights[step][rank]);
-      CHECK_CUDA(cudaDeviceSynchronize());
-    }
-  }
-  std::vector<cudaGraphExec_t> graphs(n_ranks);
-  for (int rank = 0; rank < n_ranks; ++rank) {
-    CHECK_CUDA(cudaSetDevice(devices[rank]));
-    CHECK_CUDA(cudaStreamBeginCapture(bed.streams[rank], cudaStreamCaptureModeThreadLocal));
+// Each rank replays a graph of kSteps dispatches, then kSteps combines, each with data of its own.
+// kSteps is odd, so that the buffer that a call uses held other data in the call before. Calls of
+// one kind follow each other directly: only double buffering keeps ranks that run ahead from
+// overwriting what others still read.
+class Replay {
+ public:
+  Replay(int n_ranks, const std::vector<int>& devices)
+      : fixture_({n_ranks, n_ranks * 8, 4, kTokens, 1024, kTokens * n_ranks * 4}, devices, 20.0) {
+    std::mt19937 random(11);
+    steps_.reserve(kSteps);
     for (int step = 0; step < kSteps; ++step) {
-      RankBuffers<T>& b = buffers[step][rank];
-      // Results of the replay before must not pass for this one's.
-      CHECK_CUDA(cudaMemsetAsync(b.rows.get(), 0xff, b.rows.size() * sizeof(T), bed.streams[rank]));
-      CHECK_CUDA(cudaMemsetAsync(b.out.get(), 0xff, b.out.size() * sizeof(T), bed.streams[rank]));
-      bed.Launch(rank, bed.DispatchOf(rank, b, true));
-    }
-    for (const std::vector<RankBuffers<T>>& step : buffers) {
-      const CombineMode mode{Weighting::kRow, true, false};
-      bed.Launch(rank, bed.CombineOf(rank, step[rank], step[rank].rows.get(), mode));
-    }
-    cudaGraph_t graph;
-    CHECK_CUDA(cudaStreamEndCapture(bed.streams[rank], &graph));
-    CHECK_CUDA(cudaGraphInstantiate(&graphs[rank], graph, 0));
-    CHECK_CUDA(cudaGraphDestroy(graph));
-  }
-  const int replays_per_check = std::max(100, n_replays / 20);
-  for (int replay = 0; replay < n_replays && n_errors == 0; ++replay) {
-    for (int rank = 0; rank < n_ranks; ++rank) {
-      CHECK_CUDA(cudaSetDevice(devices[rank]));
-      CHECK_CUDA(cudaGraphLaunch(graphs[rank], bed.streams[rank]));
-    }
-    if (replay % replays_per_check != replays_per_check - 1 && replay != n_replays - 1) continue;
-    bed.Sync();
-    if (!bed.IsHealthy()) return Expect(false, "replay " + std::to_string(replay) + " did not end");
-    for (int step = 0; step < kSteps; ++step) {
+      const Pattern pattern = step == 1 ? Pattern::kZipf : Pattern::kUniform;
+      std::vector<std::vector<int32_t>> ids;
       for (int rank = 0; rank < n_ranks; ++rank) {
-        const std::vector<T> rows = buffers[step][rank].rows.Read();
-        int n_bad = 0;
-        for (int row = 0; row < routings[step].n_rows(rank); ++row) {
-          const RowOrigin& from = routings[step].rows[rank][row];
-          n_bad += std::memcmp(
-                       &rows[static_cast<size_t>(row) * shape.hidden],
-                       &tokens[step][from.source][static_cast<size_t>(from.token) * shape.hidden],
-                       shape.hidden * sizeof(T)) != 0;
-        }
-        const std::vector<T> out = buffers[step][rank].out.Read();
-        for (size_t i = 0; i < out.size(); ++i) {
-          const int token = static_cast<int>(i) / shape.hidden;
-          n_bad +=
-              !IsSame(out[i], CombineElement<T>(shape, routings[step], rank, token, Weighting::kRow,
-                                                weights[step][rank].data(), nullptr,
-                                                [&](int, int) { return tokens[step][rank][i]; }));
-        }
-        Expect(n_bad == 0, "replay " + std::to_string(replay) + ", step " + std::to_string(step) +
-                               ", rank " + std::to_string(rank) + ": " + std::to_string(n_bad));
+        ids.push_back(MakeIds(fixture_.sizes, pattern, kTokens, random));
+      }
+      steps_.emplace_back(fixture_, std::move(ids), random);
+    }
+    graphs_ = fixture_.Capture([&](int rank) { LaunchSteps(rank); });
+  }
+  ~Replay() {
+    for (cudaGraphExec_t graph : graphs_) cudaGraphExecDestroy(graph);
+  }
+
+  void Run(int n_replays) {
+    const int replays_per_check = std::max(100, n_replays / 20);
+    for (int replay = 0; replay < n_replays && n_errors == 0; ++replay) {
+      fixture_.ForRanks(
+          [&](int rank) { CHECK_CUDA(cudaGraphLaunch(graphs_[rank], fixture_.streams[rank])); });
+      const bool is_last = replay == n_replays - 1;
+      if (is_last || replay % replays_per_check == replays_per_check - 1) CheckResults(replay);
+    }
+    if (n_errors == 0) CheckStats(n_replays);
+    std::printf("replay: R=%d, %d replays of %d dispatches and combines, %d errors\n",
+                fixture_.sizes.n_ranks, n_replays, kSteps, n_errors);
+  }
+
+ private:
+  static constexpr int kSteps = 3;
+  static constexpr int kTokens = 16;
+
+  void LaunchSteps(int rank) {
+    for (Workload<BFloat16>& step : steps_) {
+      step.PoisonAsync(rank);
+      step.LaunchDispatch(rank);
+    }
+    for (const Workload<BFloat16>& step : steps_) step.LaunchCombine(rank);
+  }
+
+  void CheckResults(int replay) {
+    fixture_.Sync();
+    const std::string name = "replay " + std::to_string(replay);
+    if (!fixture_.IsHealthy()) return Expect(false, name + " did not end");
+    for (int step = 0; step < kSteps; ++step) {
+      for (int rank = 0; rank < fixture_.sizes.n_ranks; ++rank) {
+        steps_[step].Check(
+            rank, /*stride=*/1,
+            name + ", step " + std::to_string(step) + ", rank " + std::to_string(rank));
       }
     }
   }
-  for (int rank = 0; n_errors == 0 && rank < n_ranks; ++rank) {
-    RankStats stats;
-    Check(bed.group->Stats(rank, &stats));
+
+  void CheckStats(int n_replays) {
     const int64_t n_calls = static_cast<int64_t>(n_replays) * kSteps;
-    Expect(stats.dispatch_calls == n_calls && stats.combine_calls == n_calls,
-           "replay: calls that rank " + std::to_string(rank) + " has counted");
+    for (int rank = 0; rank < fixture_.sizes.n_ranks; ++rank) {
+      RankStats stats;
+      Check(fixture_.group->Stats(rank, &stats));
+      Expect(stats.dispatch_calls == n_calls && stats.combine_calls == n_calls,
+             "replay: calls that rank " + std::to_string(rank) + " has counted");
+    }
   }
-  for (cudaGraphExec_t graph : graphs) cudaGraphExecDestroy(graph);
-  std::printf("replay: R=%d, %d replays of %d dispatches and combines, %d errors\n", n_ranks,
-              n_replays, kSteps, n_errors);
-}
+
+  Fixture<BFloat16> fixture_;
+  std::vector<Workload<BFloat16>> steps_;
+  std::vector<cudaGraphExec_t> graphs_;
+};
 
 }  // namespace jax_ep::p2p

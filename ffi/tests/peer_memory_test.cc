@@ -1,4 +1,4 @@
-// What an address of a workspace must be to be used. Needs no GPU.
+// Tests of the checks on addresses of workspaces. Needs no GPU.
 
 #include "cuda/peer_memory.h"
 

@@ -1,9 +1,9 @@
-// The arithmetic of the token formats on a GPU against that on the host, bit by bit, and against
-// the conversions of NVIDIA's headers, which say what the instructions give.
+// Compares the arithmetic of the token formats on a GPU with that on the host, bit by bit, and the
+// host's conversions with those of NVIDIA's headers, which define what the instructions give.
 
 #include <cuda_runtime_api.h>
 
-// From CUDA 12.8 on; not free of warnings.
+// Shipped with CUDA 12.8 and newer. The headers are not free of warnings.
 #if __has_include(<cuda_fp4.h>)
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-parameter"
@@ -27,7 +27,7 @@
 namespace jax_ep {
 namespace {
 
-// A thread per block of elements: codes one per byte, and the scale.
+// Encodes a block of elements per thread, to one code per byte and the scale.
 template <class Format>
 __global__ void Encode(const float* values, int64_t n_blocks, InputScale input_scale,
                        uint8_t* codes, typename Format::Scale* scales) {
@@ -47,7 +47,7 @@ __global__ void Encode(const float* values, int64_t n_blocks, InputScale input_s
   };
   for (int i = 0; i < Format::kBlockSize; i += 2) {
     uint8_t* const two = codes + block * Format::kBlockSize + i;
-    if constexpr (Format::kIsPacked) {
+    if constexpr (Format::kElement == Element::kE2m1) {
       const uint8_t pair = ToE2m1Pair(scaled(i), scaled(i + 1));
       two[0] = pair & 15, two[1] = pair >> 4;
     } else {
@@ -66,6 +66,7 @@ struct DeviceArray {
 
 template <class Format>
 void CompareWithHost(const char* name, const std::vector<float>& values, float input_scale_value) {
+  const Encoder encode = FindEncoder(*FindTokenFormat(name), RowType::kFloat32);
   using Scale = typename Format::Scale;
   const auto input_scale = InputScale::Make(input_scale_value);
   const int64_t size = static_cast<int64_t>(values.size()), n_blocks = size / Format::kBlockSize;
@@ -81,9 +82,8 @@ void CompareWithHost(const char* name, const std::vector<float>& values, float i
   cudaMemcpy(scales.data(), device_scales.data, n_blocks * sizeof(Scale), cudaMemcpyDeviceToHost);
   CHECK_EQ(cudaGetLastError(), cudaSuccess);
 
-  FindEncoder(name, RowType::kFloat32)
-      .encode(values.data(), size, input_scale, wanted.data(),
-              reinterpret_cast<uint8_t*>(wanted_scales.data()));
+  encode(values.data(), size, input_scale, wanted.data(),
+         reinterpret_cast<uint8_t*>(wanted_scales.data()));
   for (int64_t i = 0; i < size; ++i) {
     const int expected =
         Format::kIsPacked ? wanted[i / 2] >> (i % 2 * 4) & 15 : static_cast<int>(wanted[i]);
@@ -95,7 +95,7 @@ void CompareWithHost(const char* name, const std::vector<float>& values, float i
   std::cout << name << ": " << size << " numbers, input scale " << input_scale_value << std::endl;
 }
 
-// All exponents, uniform fractions; every bfloat16; blocks of one magnitude.
+// Every bfloat16; numbers of all exponents with uniform fractions; blocks of one magnitude.
 std::vector<float> Numbers() {
   std::mt19937 random(1);
   std::vector<float> numbers;
@@ -118,7 +118,7 @@ void TestConversionsAreThoseOfTheHeaders(const std::vector<float>& numbers) {
     const int fp4 = __nv_cvt_float_to_fp4(number, __NV_E2M1, cudaRoundNearest);
     if (ToE4m3(number) != fp8) CHECK_EQ(static_cast<int>(ToE4m3(number)), fp8);
     if (ToE2m1(number) != fp4) CHECK_EQ(static_cast<int>(ToE2m1(number)), fp4);
-    // The scale of MXFP8 is the header's E8M0, rounded up, of the raw scale.
+    // The scale of MXFP8 is the raw scale, rounded up to E8M0 by the header.
     const float raw = std::fabs(number) * (1.0f / 448.0f);
     if (std::isinf(raw)) continue;
     const int e8m0 = __nv_cvt_float_to_e8m0(raw, __NV_SATFINITE, cudaRoundPosInf);

@@ -1,5 +1,5 @@
-// fused_silu on a GPU against the same on the host, bit by bit; then how fast it is. With the
-// argument `speed`, only this.
+// Tests of fused_silu on a GPU: compared in bits with the host's; then its benchmark. The argument
+// `speed` runs only the benchmark.
 
 #include <cuda_runtime_api.h>
 
@@ -11,18 +11,19 @@
 #include <utility>
 #include <vector>
 
+#include "core/formats.h"
 #include "cpu/silu.h"
 #include "cuda/silu.h"
 #include "tests/check.h"
-#include "tests/silu_parts.cuh"
-#include "tests/silu_speed.cuh"
+#include "tests/silu_arithmetic.cuh"
+#include "tests/silu_bench.cuh"
 
 namespace jax_ep::p2p {
 namespace {
 
 constexpr uint8_t kUntouched = 0xee;
 
-// Device memory with the bytes of a host's vector.
+// Device memory with a copy of a host vector.
 struct OnDevice {
   explicit OnDevice(const std::vector<uint8_t>& bytes) : size(bytes.size()) {
     CHECK_EQ(cudaMalloc(&data, size + 1), cudaSuccess);
@@ -41,55 +42,77 @@ struct OnDevice {
   void* data = nullptr;
 };
 
-int64_t Bytes(RowType type) { return type == RowType::kFloat32 ? 4 : 2; }
-
-// Whether the element at `at` is NaN: the bits of NaN are not promised.
-bool IsNan(const uint8_t* at, RowType type) {
-  uint32_t bits = 0;
-  std::memcpy(&bits, at, Bytes(type));
-  if (type == RowType::kFloat32) return (bits & 0x7fffffff) > 0x7f800000;
-  return (bits & 0x7fff) > (type == RowType::kBFloat16 ? 0x7f80u : 0x7c00u);
-}
-
-struct Format {
-  const char* name;
-  std::vector<ScalesLayout> layouts;
-  int64_t block_size, scale_bytes, code_bits;
-};
-
-const std::vector<Format>& Formats() {
-  static const std::vector<Format> formats = {
-      {"plain", {ScalesLayout::kNone}, 1, 0, 0},
-      {"blockwise_fp8", {ScalesLayout::kTransposed, ScalesLayout::kRowMajor}, 128, 4, 8},
-      {"mxfp8", {ScalesLayout::kAtoms, ScalesLayout::kRowMajor}, 32, 1, 8},
-      {"mxfp4", {ScalesLayout::kAtoms, ScalesLayout::kRowMajor}, 32, 1, 4},
-      {"nvfp4", {ScalesLayout::kAtoms, ScalesLayout::kRowMajor}, 16, 1, 4},
-  };
-  return formats;
-}
-
-// One set of operands, on host and device.
-struct Case {
-  std::string name;
-  SiluCall call;  // all but the pointers
-  std::vector<uint8_t> x;
-  std::vector<uint32_t> row_offsets;
-  std::vector<uint32_t> given_row_offsets;  // to the GPU, if not the same
-  std::vector<float> input_scales;
-  int64_t out_row_bytes;
-  int64_t scales_bytes;
-};
-
 template <class T>
 std::vector<uint8_t> ToBytes(const std::vector<T>& values) {
   const auto* const begin = reinterpret_cast<const uint8_t*>(values.data());
   return {begin, begin + values.size() * sizeof(T)};
 }
 
+// Whether the element at `at` is NaN, whose bits are unspecified.
+bool IsNan(const uint8_t* at, RowType type) {
+  uint32_t bits = 0;
+  std::memcpy(&bits, at, ElementBytes(type));
+  if (type == RowType::kFloat32) return (bits & 0x7fffffff) > 0x7f800000;
+  return (bits & 0x7fff) > (type == RowType::kBFloat16 ? 0x7f80u : 0x7c00u);
+}
+
+// The operands of a call on the host.
+struct Case {
+  std::string name;
+  SiluCall call;  // without pointers
+  std::vector<uint8_t> x;
+  std::vector<uint32_t> row_offsets;
+  std::vector<uint32_t> device_row_offsets;  // if the GPU gets others
+  std::vector<float> input_scales;
+  int64_t out_row_bytes;
+  int64_t scales_bytes;
+
+  // Writes the host's results to `out` and `scales`.
+  void RunOnHost(std::vector<uint8_t>* out, std::vector<uint8_t>* scales) const {
+    SiluCall host = call;
+    host.x = x.data();
+    host.row_offsets = row_offsets.data();
+    host.input_scales = input_scales.empty() ? nullptr : input_scales.data();
+    host.out = out->data();
+    host.scales = scales->data();
+    CHECK_EQ(FusedSilu(Pool{}, host).message, "");
+  }
+};
+
+// A case's operands and results on the GPU.
+class DeviceCase {
+ public:
+  explicit DeviceCase(const Case& test)
+      : call_(test.call),
+        x_(test.x),
+        row_offsets_(
+            ToBytes(test.device_row_offsets.empty() ? test.row_offsets : test.device_row_offsets)),
+        input_scales_(ToBytes(test.input_scales)),
+        out_(std::vector<uint8_t>(test.call.n_rows * test.out_row_bytes, kUntouched)),
+        scales_(std::vector<uint8_t>(test.scales_bytes, kUntouched)) {
+    call_.x = x_.data;
+    call_.row_offsets = static_cast<const uint32_t*>(row_offsets_.data);
+    if (!test.input_scales.empty()) {
+      call_.input_scales = static_cast<const float*>(input_scales_.data);
+    }
+    call_.out = out_.data;
+    call_.scales = scales_.data;
+  }
+
+  void Launch(cudaStream_t stream) const { CHECK_EQ(LaunchFusedSilu(call_, stream), cudaSuccess); }
+  const OnDevice& x() const { return x_; }
+  std::vector<uint8_t> ReadOut() const { return out_.Read(); }
+  std::vector<uint8_t> ReadScales() const { return scales_.Read(); }
+
+ private:
+  SiluCall call_;
+  const OnDevice x_, row_offsets_, input_scales_, out_, scales_;
+};
+
 void CompareOut(const Case& test, const std::vector<uint8_t>& got,
                 const std::vector<uint8_t>& wanted) {
   const bool is_plain = test.call.scales_layout == ScalesLayout::kNone;
-  const int64_t step = is_plain ? Bytes(test.call.out_type) : 1;
+  const int64_t step = is_plain ? ElementBytes(test.call.out_type) : 1;
   for (size_t i = 0; i < wanted.size(); i += step) {
     if (std::memcmp(&got[i], &wanted[i], step) == 0) continue;
     if (is_plain && IsNan(&got[i], test.call.out_type) && IsNan(&wanted[i], test.call.out_type)) {
@@ -102,42 +125,23 @@ void CompareOut(const Case& test, const std::vector<uint8_t>& got,
   }
 }
 
-// Everything is compared, what must not be written, too.
-void Run(Case& test) {
-  const SiluCall& sizes = test.call;
-  std::vector<uint8_t> out(sizes.n_rows * test.out_row_bytes, kUntouched);
-  std::vector<uint8_t> scales(test.scales_bytes, kUntouched);
-  const bool is_given = !test.given_row_offsets.empty();
-  const OnDevice x(test.x),
-      row_offsets(ToBytes(is_given ? test.given_row_offsets : test.row_offsets));
-  const OnDevice input_scales(ToBytes(test.input_scales)), device_out(out), device_scales(scales);
-
-  SiluCall call = test.call;
-  call.x = x.data;
-  call.row_offsets = static_cast<const uint32_t*>(row_offsets.data);
-  call.input_scales =
-      test.input_scales.empty() ? nullptr : static_cast<const float*>(input_scales.data);
-  call.out = device_out.data;
-  call.scales = device_scales.data;
-  CHECK_EQ(LaunchFusedSilu(call, nullptr), cudaSuccess);
+// Compares all of the results, including what must not be written.
+void Run(const Case& test) {
+  const DeviceCase device(test);
+  device.Launch(nullptr);
   CHECK_EQ(cudaDeviceSynchronize(), cudaSuccess);
-
-  call.x = test.x.data();
-  call.row_offsets = test.row_offsets.data();
-  call.input_scales = test.input_scales.empty() ? nullptr : test.input_scales.data();
-  call.out = out.data();
-  call.scales = scales.data();
-  const Status status = FusedSilu(Pool{}, call);
-  CHECK_EQ(status.message, "");
-  CompareOut(test, device_out.Read(), out);
-  const std::vector<uint8_t> got = device_scales.Read();
+  std::vector<uint8_t> out(test.call.n_rows * test.out_row_bytes, kUntouched);
+  std::vector<uint8_t> scales(test.scales_bytes, kUntouched);
+  test.RunOnHost(&out, &scales);
+  CompareOut(test, device.ReadOut(), out);
+  const std::vector<uint8_t> got = device.ReadScales();
   for (size_t i = 0; i < scales.size(); ++i) {
     if (got[i] != scales[i]) CHECK_EQ(test.name + ": scales differ at " + std::to_string(i), "");
   }
 }
 
-// Numbers of all magnitudes; of those that occur; all bfloat16 as gates.
-enum class Numbers { kBits, kUsual, kEveryGate };
+// Numbers of all magnitudes; of those that occur in practice; every bfloat16 as a gate.
+enum class Numbers { kBits, kPractical, kEveryGate };
 
 uint32_t DrawBits(std::mt19937& random, Numbers numbers, bool is_gate, uint32_t index) {
   const uint32_t bits = random();
@@ -177,7 +181,15 @@ void FillX(Case& test, Numbers numbers) {
   FillX<float>(test, numbers);
 }
 
-Case MakeCase(const Format& format, ScalesLayout layout, RowType x_type, int64_t row_size,
+// The format whose result is plain rows of out_type.
+const TokenFormat& PlainFormat() { return *FindTokenFormat("plain_float32"); }
+
+void SetOutType(Case& test, RowType type) {
+  test.call.out_type = type;
+  test.out_row_bytes = test.call.row_size * ElementBytes(type);
+}
+
+Case MakeCase(const TokenFormat& format, ScalesLayout layout, RowType x_type, int64_t row_size,
               const std::vector<uint32_t>& sizes) {
   Case test{};
   test.row_offsets = {0};
@@ -188,161 +200,170 @@ Case MakeCase(const Format& format, ScalesLayout layout, RowType x_type, int64_t
   call.n_rows = test.row_offsets.back() + 5;
   call.n_groups = static_cast<int64_t>(sizes.size());
   call.row_size = row_size;
+  call.n_scales = format.n_scales(row_size);
   call.x_type = x_type;
-  test.out_row_bytes = row_size * format.code_bits / 8;
-  if (layout == ScalesLayout::kNone) return test;
-  call.n_scales = row_size / format.block_size;
+  test.out_row_bytes = format.payload_bytes(row_size);
+  if (format.is_plain()) SetOutType(test, RowType::kBFloat16);
   test.scales_bytes =
-      layout == ScalesLayout::kAtoms
-          ? MaxBlocks(call.n_rows, call.n_groups) * AtomsPerRow(call.n_scales) * kAtomBytes
-          : call.n_rows * call.n_scales * format.scale_bytes;
+      format.is_plain()
+          ? 0
+          : ScalesShape(layout, call.n_rows, call.n_scales, call.n_groups).n_elements() *
+                format.scale_bytes();
   return test;
 }
 
-void RunAll(const Format& format, RowType x_type, int64_t row_size,
+// The layouts of a format; kNone once if it is plain.
+std::vector<ScalesLayout> LayoutsOf(const TokenFormat& format) {
+  if (format.is_plain()) return {ScalesLayout::kNone};
+  return {format.layouts.begin(), format.layouts.end()};
+}
+
+// Runs a case in every type of its result; returns how many there are.
+int RunOutTypes(Case& test) {
+  if (test.call.scales_layout != ScalesLayout::kNone) {
+    Run(test);
+    return 1;
+  }
+  for (const RowType type : {RowType::kBFloat16, RowType::kFloat16, RowType::kFloat32}) {
+    SetOutType(test, type);
+    Run(test);
+  }
+  return 3;
+}
+
+void RunAll(const TokenFormat& format, RowType x_type, int64_t row_size,
             const std::vector<uint32_t>& sizes, Numbers numbers,
             const Activation& clamped = {true, 1.702f, 7.0f}) {
   int n_cases = 0;
-  for (const ScalesLayout layout : format.layouts) {
+  for (const ScalesLayout layout : LayoutsOf(format)) {
     for (int variant = 0; variant < 4; ++variant) {
       Case test = MakeCase(format, layout, x_type, row_size, sizes);
       test.call.is_interleaved = variant % 2 == 1;
       test.call.activation = clamped;
       test.call.activation.is_clamped = variant / 2 == 1;
-      test.name = std::string(format.name) + ", layout " +
-                  std::to_string(static_cast<int>(layout)) + ", x type " +
+      test.name = std::string(format.name) + ", layout " + std::string(Name(layout)) + ", x type " +
                   std::to_string(static_cast<int>(x_type)) + ", variant " + std::to_string(variant);
-      if (test.call.token_format == "nvfp4" && variant > 0) {
+      if (format.takes_input_scale && variant > 0) {
         for (size_t i = 0; i < sizes.size(); ++i) {
           const float some[] = {1.0f, 0.3f, 40.0f, 1e-38f, 0.0f, 3e38f};
           test.input_scales.push_back(some[i % 6]);
         }
       }
       FillX(test, numbers);
-      if (layout != ScalesLayout::kNone) {
-        Run(test);
-        ++n_cases;
-        continue;
-      }
-      for (const RowType type : {RowType::kBFloat16, RowType::kFloat16, RowType::kFloat32}) {
-        test.call.out_type = type;
-        test.out_row_bytes = row_size * Bytes(type);
-        Run(test);
-        ++n_cases;
-      }
+      n_cases += RunOutTypes(test);
     }
   }
   std::cout << format.name << ", x type " << static_cast<int>(x_type) << ", " << row_size
             << " columns: " << n_cases << " cases" << std::endl;
 }
 
-// Offsets beyond the rows that there are stand for their number.
-void RunBeyond(const Format& format) {
-  for (const ScalesLayout layout : format.layouts) {
+// Offsets beyond the number of rows count as the number of rows.
+void RunBeyond(const TokenFormat& format) {
+  for (const ScalesLayout layout : LayoutsOf(format)) {
     Case test = MakeCase(format, layout, RowType::kBFloat16, 512, {40, 65, 0, 30});
     test.name = std::string(format.name) + ", offsets beyond the rows";
-    if (layout == ScalesLayout::kNone) test.out_row_bytes = 512 * Bytes(test.call.out_type);
     test.call.n_rows = 100;
-    test.given_row_offsets = test.row_offsets;
+    test.device_row_offsets = test.row_offsets;
     for (uint32_t& offset : test.row_offsets) offset = std::min(offset, 100u);
-    FillX(test, Numbers::kUsual);
+    FillX(test, Numbers::kPractical);
     Run(test);
   }
 }
 
-// Where row_offsets do not rise from 0 and groups matter, nothing is written.
-void RunUnordered(const Format& format) {
+// If groups matter and row_offsets do not rise from 0, nothing is written.
+void RunUnordered(const TokenFormat& format) {
   if (format.layouts[0] != ScalesLayout::kAtoms) return;
   for (const std::vector<uint32_t>& given :
        {std::vector<uint32_t>{1, 40, 100}, {0, 90, 40}, {0, 4000000000, 130}, {7, 7, 7}}) {
     Case test = MakeCase(format, ScalesLayout::kAtoms, RowType::kBFloat16, 512, {40, 90});
     test.name = std::string(format.name) + ", offsets that do not rise from 0";
     test.row_offsets = {0, 0, 0};
-    test.given_row_offsets = given;
-    FillX(test, Numbers::kUsual);
+    test.device_row_offsets = given;
+    FillX(test, Numbers::kPractical);
     Run(test);
   }
 }
 
-// A graph that writes x and runs fused_silu twice, each right behind what precedes it: twice.
-void RunCaptured(const Format& format) {
-  Case test = MakeCase(format, format.layouts[0], RowType::kBFloat16, 2048, {900, 0, 130});
-  const bool is_plain = format.layouts[0] == ScalesLayout::kNone;
-  if (is_plain) test.out_row_bytes = 2048 * Bytes(test.call.out_type);
-  test.name = std::string(format.name) + ", captured";
-  FillX(test, Numbers::kUsual);
-  SiluCall call = test.call;
-  std::vector<uint8_t> out(call.n_rows * test.out_row_bytes), scales(test.scales_bytes);
-  call.x = test.x.data();
-  call.row_offsets = test.row_offsets.data();
-  call.out = out.data();
-  call.scales = scales.data();
-  CHECK_EQ(FusedSilu(Pool{}, call).message, "");
-
-  const OnDevice source(test.x), row_offsets(ToBytes(test.row_offsets));
-  const OnDevice x(std::vector<uint8_t>(test.x.size())), device_out(out), device_scales(scales);
-  cudaMemset(device_out.data, 0, device_out.size);
-  cudaMemset(device_scales.data, 0, device_scales.size);
-  call.x = x.data;
-  call.row_offsets = static_cast<const uint32_t*>(row_offsets.data);
-  call.out = device_out.data;
-  call.scales = device_scales.data;
-  cudaStream_t stream;
+// A graph that writes x, then runs fused_silu twice, each call right behind what precedes it.
+cudaGraphExec_t Capture(cudaStream_t stream, const OnDevice& source, const DeviceCase& device) {
   cudaGraph_t graph;
   cudaGraphExec_t runnable;
-  CHECK_EQ(cudaStreamCreate(&stream), cudaSuccess);
   CHECK_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
   CopyKernel<<<64, 256, 0, stream>>>(static_cast<const int4*>(source.data),
-                                     static_cast<int4*>(x.data), source.size / sizeof(int4));
-  for (int i = 0; i < 2; ++i) CHECK_EQ(LaunchFusedSilu(call, stream), cudaSuccess);
+                                     static_cast<int4*>(device.x().data),
+                                     source.size / sizeof(int4));
+  for (int i = 0; i < 2; ++i) device.Launch(stream);
   CHECK_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
   CHECK_EQ(cudaGraphInstantiate(&runnable, graph, 0), cudaSuccess);
+  cudaGraphDestroy(graph);
+  return runnable;
+}
+
+// Replays such a graph twice.
+void RunCaptured(const TokenFormat& format) {
+  Case test = MakeCase(format, LayoutsOf(format)[0], RowType::kBFloat16, 2048, {900, 0, 130});
+  test.name = std::string(format.name) + ", captured";
+  FillX(test, Numbers::kPractical);
+  std::vector<uint8_t> out(test.call.n_rows * test.out_row_bytes, kUntouched);
+  std::vector<uint8_t> scales(test.scales_bytes, kUntouched);
+  test.RunOnHost(&out, &scales);
+
+  const OnDevice source(test.x);
+  const DeviceCase device(test);
+  cudaStream_t stream;
+  CHECK_EQ(cudaStreamCreate(&stream), cudaSuccess);
+  const cudaGraphExec_t graph = Capture(stream, source, device);
   for (int replay = 0; replay < 2; ++replay) {
-    cudaMemsetAsync(x.data, 0, x.size, stream);
-    CHECK_EQ(cudaGraphLaunch(runnable, stream), cudaSuccess);
+    cudaMemsetAsync(device.x().data, 0, device.x().size, stream);
+    CHECK_EQ(cudaGraphLaunch(graph, stream), cudaSuccess);
     CHECK_EQ(cudaStreamSynchronize(stream), cudaSuccess);
-    const std::vector<uint8_t> got = device_out.Read(), got_scales = device_scales.Read();
+    const std::vector<uint8_t> got = device.ReadOut();
     const int64_t n_used = test.row_offsets.back();
     CHECK_EQ(std::equal(got.begin(), got.begin() + n_used * test.out_row_bytes, out.begin()), true);
-    CHECK_EQ(got_scales == scales, true);
+    CHECK_EQ(device.ReadScales() == scales, true);
   }
-  cudaGraphExecDestroy(runnable);
-  cudaGraphDestroy(graph);
+  cudaGraphExecDestroy(graph);
   cudaStreamDestroy(stream);
 }
 
-void TestBits() {
-  for (const Format& format : Formats()) {
-    for (const RowType type : {RowType::kBFloat16, RowType::kFloat16, RowType::kFloat32}) {
-      for (const Numbers numbers : {Numbers::kBits, Numbers::kUsual}) {
-        RunAll(format, type, 1408, {3, 0, 140, 9, 0, 128}, numbers);
-        RunAll(format, type, 256, {0, 5}, numbers);
-      }
+void TestFormat(const TokenFormat& format) {
+  for (const RowType type : {RowType::kBFloat16, RowType::kFloat16, RowType::kFloat32}) {
+    for (const Numbers numbers : {Numbers::kBits, Numbers::kPractical}) {
+      RunAll(format, type, 1408, {3, 0, 140, 9, 0, 128}, numbers);
+      RunAll(format, type, 256, {0, 5}, numbers);
     }
-    RunAll(format, RowType::kBFloat16, 2048, {64}, Numbers::kEveryGate);
-    RunAll(format, RowType::kFloat32, 2048, {64}, Numbers::kEveryGate);
-    RunAll(format, RowType::kBFloat16, 512, {0, 0}, Numbers::kUsual);
-    RunAll(format, RowType::kBFloat16, 1920, std::vector<uint32_t>(300, 1), Numbers::kUsual);
-    // 1342 groups are the last to need no more shared memory than any kernel has.
-    for (const size_t n_groups : {size_t{1342}, size_t{1343}, size_t{kMostSiluGroups}}) {
-      RunAll(format, RowType::kBFloat16, 256, std::vector<uint32_t>(n_groups, 1), Numbers::kUsual);
-    }
-    for (const auto& [alpha, limit] :
-         {std::pair{-0.5f, 0.0f}, std::pair{1e30f, 3e38f}, std::pair{0.0f, 1e-3f}}) {
-      RunAll(format, RowType::kBFloat16, 2048, {64}, Numbers::kEveryGate, {true, alpha, limit});
-      RunAll(format, RowType::kFloat32, 256, {0, 5}, Numbers::kBits, {true, alpha, limit});
-    }
-    // More rows than warps have columns: rounds of pieces, and rows that are dealt out after them.
-    RunAll(format, RowType::kBFloat16, 512, {5000, 0, 1, 4999, 3}, Numbers::kUsual);
-    RunAll(format, RowType::kBFloat16, 1024, {700, 4000, 130}, Numbers::kBits);
-    RunAll(format, RowType::kFloat32, 768, {2100, 2900}, Numbers::kUsual);
-    RunBeyond(format);
-    RunUnordered(format);
-    RunCaptured(format);
   }
-  RunAll(Formats()[0], RowType::kBFloat16, 13, {3, 4}, Numbers::kUsual);
-  RunAll(Formats()[0], RowType::kFloat32, 6, {3, 4}, Numbers::kBits);
-  RunAll(Formats()[0], RowType::kFloat16, 1, {700}, Numbers::kUsual);
+  RunAll(format, RowType::kBFloat16, 2048, {64}, Numbers::kEveryGate);
+  RunAll(format, RowType::kFloat32, 2048, {64}, Numbers::kEveryGate);
+  RunAll(format, RowType::kBFloat16, 512, {0, 0}, Numbers::kPractical);
+  RunAll(format, RowType::kBFloat16, 1920, std::vector<uint32_t>(300, 1), Numbers::kPractical);
+  // 1342 is the most groups that need no more shared memory than the default.
+  for (const size_t n_groups : {size_t{1342}, size_t{1343}, size_t{kMaxSiluGroups}}) {
+    RunAll(format, RowType::kBFloat16, 256, std::vector<uint32_t>(n_groups, 1),
+           Numbers::kPractical);
+  }
+  for (const auto& [alpha, limit] :
+       {std::pair{-0.5f, 0.0f}, std::pair{1e30f, 3e38f}, std::pair{0.0f, 1e-3f}}) {
+    RunAll(format, RowType::kBFloat16, 2048, {64}, Numbers::kEveryGate, {true, alpha, limit});
+    RunAll(format, RowType::kFloat32, 256, {0, 5}, Numbers::kBits, {true, alpha, limit});
+  }
+  // Enough rows for rounds of full tiles, with rows left whose chunks are dealt.
+  RunAll(format, RowType::kBFloat16, 512, {5000, 0, 1, 4999, 3}, Numbers::kPractical);
+  RunAll(format, RowType::kBFloat16, 1024, {700, 4000, 130}, Numbers::kBits);
+  RunAll(format, RowType::kFloat32, 768, {2100, 2900}, Numbers::kPractical);
+  RunBeyond(format);
+  RunUnordered(format);
+  RunCaptured(format);
+}
+
+void TestBits() {
+  TestFormat(PlainFormat());
+  for (const TokenFormat& format : kTokenFormats) {
+    if (!format.is_plain()) TestFormat(format);
+  }
+  RunAll(PlainFormat(), RowType::kBFloat16, 13, {3, 4}, Numbers::kPractical);
+  RunAll(PlainFormat(), RowType::kFloat32, 6, {3, 4}, Numbers::kBits);
+  RunAll(PlainFormat(), RowType::kFloat16, 1, {700}, Numbers::kPractical);
 }
 
 }  // namespace
@@ -355,11 +376,11 @@ int main(int argc, char** argv) {
     std::cout << "silu_test: no GPU" << std::endl;
     return 1;
   }
-  CHECK_EQ(PrepareFusedSilu(), cudaSuccess);
+  CHECK_EQ(LoadSiluKernels(), cudaSuccess);
   if (argc < 2 || std::string(argv[1]) != "speed") {
-    TestParts();
+    TestArithmetic();
     TestBits();
     std::cout << "silu_test: all bits are the host's" << std::endl;
   }
-  Speed().Run();
+  SiluBench().Run();
 }

@@ -1,4 +1,4 @@
-// A pool of threads for the C++ tests, in the place of XLA's.
+// A thread pool for the C++ tests, in place of XLA's.
 #pragma once
 
 #include <condition_variable>

@@ -1,155 +1,132 @@
-// The sending half of combine: returns what the experts of this rank made of each message.
+// The sending half of combine: returns the rows that the experts of this rank computed for each
+// message.
 #pragma once
 
-#include "cuda/device/combine_shared.cuh"
+#include "cuda/device/combine_smem.cuh"
 #include "cuda/device/copy.cuh"
+#include "cuda/device/peer.cuh"
 #include "cuda/device/reduce.cuh"
+#include "cuda/device/work.cuh"
 
 namespace jax_ep::p2p {
 
-// A message that dispatch brought, a lane per choice.
+// A message that dispatch received. Each lane has one choice.
 struct Message {
   int32_t token;
   int32_t row;  // or kNotHere, kDropped
 };
 
-__device__ __forceinline__ Message ReadMessage(const CombineArgs& args, const MessageItem& item) {
-  const int32_t* const layout = args.layout + LayoutIndex(args.call, item);
+__device__ __forceinline__ Message ReadMessage(const CombineArgs& args, const MessageSlot& slot) {
+  const int32_t* const message_rows = args.message_rows + MessageRowsIndex(args.call, slot);
   const int lane = LaneIndex();
-  return {__ldg(layout), lane < args.call.top_k ? __ldg(layout + 1 + lane) : kNotHere};
+  return {__ldg(message_rows),
+          lane < args.call.n_choices ? __ldg(message_rows + 1 + lane) : kNotHere};
 }
 
-// What goes back for a message: its rows, added up or each to its place, and the word that
-// publishes them. No word: there is no message.
-struct Return {
-  Gather rows;
-  uint64_t* word;
-  uint32_t present;  // its value
+// What is returned for a message: its rows, added up or one by one, and the word that publishes
+// them. No word: there is no message.
+struct ReturnPlan {
+  RowGather<PeerPtr> rows;
+  PeerWord word;
+  uint32_t present;  // value of the word: lanes whose choices have rows
 };
 
-// Called by a warp.
-__device__ inline Return PlanReturn(const CombineArgs& args, const CallShared& shared, int rank,
-                                    const Message& message) {
+// Called by one warp, converged.
+__device__ inline ReturnPlan PlanReturn(const CombineArgs& args, const CallSmem& smem, int rank,
+                                        const Message& message) {
   const CallArgs& call = args.call;
+  const Peers peers(call, smem);
   const int row = message.row;
-  const int first_choice = __ffs(__ballot_sync(0xffffffffu, row != kNotHere)) - 1;
+  const int first_choice = __ffs(__ballot_sync(kAllLanes, row != kNotHere)) - 1;
   const size_t row_bytes = RowBytes(args);
-  const size_t choice = static_cast<size_t>(message.token) * call.top_k;
-  uint8_t* const source = shared.peers[rank];
-  const bool sums = SumsAtExperts(args);
+  const size_t choice = static_cast<size_t>(message.token) * call.n_choices;
+  const bool sums = SumsPerRank(args);
 
-  Return back{};
-  back.present = __ballot_sync(0xffffffffu, row >= 0);
-  back.word = At<uint64_t>(source, call.map.returned.Copy(shared.copy)) + choice + first_choice;
-  back.rows.from = args.expert_out + row * row_bytes;
-  back.rows.to = source + call.map.rows.Copy(shared.copy) +
-                 (choice + (sums ? first_choice : LaneIndex())) * row_bytes;
-  back.rows.weight = sums && row >= 0 ? __ldg(args.row_weights + row) : 0.0f;
-  back.rows.lanes = back.present & ~SharedLane(args);
-  return back;
+  ReturnPlan plan{};
+  plan.present = __ballot_sync(kAllLanes, row >= 0);
+  plan.word = peers.Word(rank, call.map.returned, choice + first_choice);
+  plan.rows.from = args.expert_out + row * row_bytes;
+  plan.rows.to = peers.Address(rank, call.map.rows,
+                               (choice + (sums ? first_choice : LaneIndex())) * row_bytes);
+  plan.rows.weight = sums && row >= 0 ? __ldg(args.row_weights + row) : 0.0f;
+  plan.rows.lanes = plan.present & ~SharedExpertLane(args);
+  return plan;
 }
 
-// Leaves the number of a shared expert's row, which does not travel. Called by a warp.
-__device__ inline void ReturnNumber(const CombineArgs& args, const CallShared& shared, int rank,
-                                    const Message& message) {
-  if ((SharedLane(args) & 1u << LaneIndex()) == 0 || message.row < 0) return;
-  const size_t choice = static_cast<size_t>(message.token) * args.call.top_k + LaneIndex();
-  uint8_t* const rows = shared.peers[rank] + args.call.map.rows.Copy(shared.copy);
-  *reinterpret_cast<int32_t*>(rows + choice * RowBytes(args)) = message.row;
+// Puts the index of a shared expert's row in place of the row, which does not travel: it is on the
+// token's own rank. Called by one warp.
+__device__ inline void PutSharedExpertRow(const CombineArgs& args, const CallSmem& smem, int rank,
+                                          const Message& message) {
+  if ((SharedExpertLane(args) & 1u << LaneIndex()) == 0 || message.row < 0) return;
+  const size_t choice = static_cast<size_t>(message.token) * args.call.n_choices + LaneIndex();
+  const Peers peers(args.call, smem);
+  PutScalar(peers.Address(rank, args.call.map.rows, choice * RowBytes(args)), message.row);
 }
 
-// Returns the rows of one message. Called by a unit. Not by PlanReturn, which makes few tokens
-// slower: 0.5 us of 10.
+// Returns the rows of one message. Called by a warp group. Does not use PlanReturn, which makes
+// calls with few tokens slower: 0.5 us of 10.
 template <class T>
-__device__ void ReturnMessage(const CombineArgs& args, const CallShared& shared, const Unit& unit,
+__device__ void ReturnMessage(const CombineArgs& args, const CallSmem& smem, const WarpGroup& warps,
                               int rank, const Message& message) {
   const CallArgs& call = args.call;
+  const Peers peers(call, smem);
   const int row = message.row;
-  const uint32_t present = __ballot_sync(0xffffffffu, row >= 0);
-  const int first_choice = __ffs(__ballot_sync(0xffffffffu, row != kNotHere)) - 1;
+  const uint32_t present = __ballot_sync(kAllLanes, row >= 0);
+  const int first_choice = __ffs(__ballot_sync(kAllLanes, row != kNotHere)) - 1;
 
   const size_t row_bytes = RowBytes(args);
-  const size_t choice = static_cast<size_t>(message.token) * call.top_k;
-  uint8_t* const source = shared.peers[rank];
-  uint8_t* const to = source + call.map.rows.Copy(shared.copy) + choice * row_bytes;
+  const size_t choice = static_cast<size_t>(message.token) * call.n_choices;
+  const PeerPtr to = peers.Address(rank, call.map.rows, choice * row_bytes);
   const uint8_t* const from = args.expert_out + row * row_bytes;
-  const uint32_t returned_rows = present & ~SharedLane(args);
-  if (unit.part.index == 0) ReturnNumber(args, shared, rank, message);
-  if (SumsAtExperts(args)) {
+  const uint32_t returned_rows = present & ~SharedExpertLane(args);
+  if (warps.slice.index == 0) PutSharedExpertRow(args, smem, rank, message);
+  if (SumsPerRank(args)) {
     const float weight = row >= 0 ? __ldg(args.row_weights + row) : 0.0f;
     if (returned_rows != 0) {
       SumRows<T, kSumUnroll>({from, weight, returned_rows}, {}, to + first_choice * row_bytes,
-                             args.row_vectors, unit.part);
+                             args.row_vectors, warps.slice);
     }
   } else {
     for (uint32_t left = returned_rows; left != 0; left &= left - 1) {
       const int k = __ffs(left) - 1;
-      const void* const one = ShuffleAddress(const_cast<uint8_t*>(from), k);
-      CopyToEach<kCopyUnroll>(one, to + k * row_bytes, 1, args.row_vectors, unit.part);
+      CopyToEach<kCopyUnroll>(ShuffleAddress(from, k), to + k * row_bytes, 1, args.row_vectors,
+                              warps.slice);
     }
   }
-  unit.Sync();
-  if (unit.part.index == 0 && LaneIndex() == 0) {
-    uint64_t* const returned = At<uint64_t>(source, call.map.returned.Copy(shared.copy));
-    Signal(returned + choice + first_choice, shared.epoch, present);
+  warps.Sync();
+  if (warps.slice.index == 0 && LaneIndex() == 0) {
+    Signal(peers.Word(rank, call.map.returned, choice + first_choice), smem.epoch, present);
   }
 }
 
-// The messages that a unit returns through a ring: every n-th.
-class MessagesOfUnit {
+// The signal of a message whose rows are still leaving a ring. It is deferred until some more
+// pieces have left, when these rows have probably been written, so that the warp need not wait.
+// Used by lane 0.
+class DeferredSignal {
  public:
-  __device__ MessagesOfUnit(const CombineArgs& args, const CombineShared& shared, const Unit& unit)
-      : first(unit.Index(blockIdx.x, args.call.plan.n_send_blocks)),
-        stride(unit.n_in_block * args.call.plan.n_send_blocks),
-        end(shared.max_messages * args.call.n_ranks),
-        args_(args),
-        shared_(shared) {}
+  __device__ explicit DeferredSignal(uint32_t epoch) : epoch_(epoch) {}
 
-  const int first, stride, end;
-
-  __device__ MessageItem Item(int i) const {
-    return MessageItem(i, args_.call.rank + 1, args_.call.n_ranks);
-  }
-  __device__ bool Exists(int i) const {
-    const MessageItem item = Item(i);
-    return i < end && item.slot < shared_.n_messages[item.source];
-  }
-  __device__ Message Read(int i) const {
-    return Exists(i) ? ReadMessage(args_, Item(i)) : Message{};
-  }
-
- private:
-  const CombineArgs& args_;
-  const CombineShared& shared_;
-};
-
-// The signal of a message whose rows are still leaving a ring. It is sent after some more pieces,
-// when these rows have probably left, so that the warp need not wait. Of lane 0.
-class LateSignal {
- public:
-  __device__ explicit LateSignal(uint32_t epoch) : epoch_(epoch) {}
-
-  // The pieces of this message were the last to leave; if it has any, the last group is its.
-  __device__ void Set(const Return& back) {
+  // Defers the signal of the message whose pieces were the last to leave, if it has any.
+  __device__ void Set(const ReturnPlan& plan) {
     if (n_pieces_ == 0) {
       Flush();
-    } else if (word_ != nullptr) {
+    } else if (word_.exists()) {
       cp_async_bulk_wait_group<1>();
       SendNow();
     }
-    word_ = back.word;
-    present_ = back.present;
+    word_ = plan.word;
+    present_ = plan.present;
     n_pieces_ = 0;
   }
   // A piece of a later message is leaving.
-  __device__ void NotePiece() {
-    if (word_ == nullptr || ++n_pieces_ < kPieces) return;
+  __device__ void OnStore() {
+    if (!word_.exists() || ++n_pieces_ < kPieces) return;
     cp_async_bulk_wait_group<kPieces>();
     SendNow();
   }
-  // Waits for what is still leaving.
+  // Waits for the pieces that are still leaving, and signals.
   __device__ void Flush() {
-    if (word_ == nullptr) return;
+    if (!word_.exists()) return;
     cp_async_bulk_wait_group<0>();
     SendNow();
   }
@@ -159,83 +136,84 @@ class LateSignal {
 
   __device__ void SendNow() {
     Signal(word_, epoch_, present_);
-    word_ = nullptr;
+    word_ = {};
   }
 
   const uint32_t epoch_;
-  uint64_t* word_ = nullptr;  // null: there is none to send
+  PeerWord word_ = {};  // none: there is no signal to send
   uint32_t present_ = 0;
-  int n_pieces_ = 0;
+  int n_pieces_ = 0;  // that have left since
 };
 
-// Returns every n-th message, through a ring. The layout is read two messages ahead, as rows of the
-// next one come while one is added up. Called by a warp.
+// Returns this warp's messages through a ring. message_rows is read two messages ahead, since rows
+// of the next message are loaded while one is added up. Called by one warp.
 template <class T>
-__device__ void ReturnMessagesInRing(const CombineArgs& args, const CombineShared& shared,
-                                     const MessagesOfUnit& messages) {
+__device__ void ReturnMessagesInRing(const CombineArgs& args, const CombineSmem& smem,
+                                     const MessagesToReturn& messages) {
+  const StridedItems& items = messages.items;
+  const auto read = [&](int i) {
+    const MessageSlot slot = messages.Slot(i);
+    return messages.Exists(i, slot) ? ReadMessage(args, slot) : Message{};
+  };
   const auto plan = [&](int i, const Message& message) {
-    if (!messages.Exists(i)) return Return{};
-    const int rank = messages.Item(i).source;
-    ReturnNumber(args, shared.call, rank, message);
-    return PlanReturn(args, shared.call, rank, message);
+    const MessageSlot slot = messages.Slot(i);
+    if (!messages.Exists(i, slot)) return ReturnPlan{};
+    PutSharedExpertRow(args, smem.call, slot.source, message);
+    return PlanReturn(args, smem.call, slot.source, message);
   };
   PieceRing ring = MakeRing(args);
-  LateSignal signal(shared.call.epoch);
-  const auto at_leave = [&] { signal.NotePiece(); };
-  Return next = plan(messages.first, messages.Read(messages.first));
-  Message later = messages.Read(messages.first + messages.stride);
+  DeferredSignal signal(smem.call.epoch);
+  const auto on_store = [&] { signal.OnStore(); };
+  ReturnPlan next = plan(items.first, read(items.first));
+  Message later = read(items.first + items.stride);
   ring.Offer(next.rows);
   ring.Fill();
-  for (int i = messages.first; i < messages.end; i += messages.stride) {
-    const Return now = next;
-    next = plan(i + messages.stride, later);
-    later = messages.Read(i + 2 * messages.stride);
+  for (int i = items.first; i < messages.end; i += items.stride) {
+    const ReturnPlan now = next;
+    next = plan(i + items.stride, later);
+    later = read(i + 2 * items.stride);
     ring.Offer(next.rows);
     ring.Fill();
-    if (SumsAtExperts(args)) {
-      PassRows<T, Pass::kWeightedSum>(ring, now.rows, at_leave);
+    if (SumsPerRank(args)) {
+      PassRows<T, Pass::kWeightedSum>(ring, now.rows, on_store);
     } else {
-      PassRows<T, Pass::kCopy>(ring, now.rows, at_leave);
+      PassRows<T, Pass::kCopy>(ring, now.rows, on_store);
     }
     __syncwarp();
-    if (LaneIndex() == 0 && now.word != nullptr) signal.Set(now);
+    if (LaneIndex() == 0 && now.word.exists()) signal.Set(now);
   }
   if (LaneIndex() == 0) signal.Flush();
   ring.Close();
 }
 
-// The same by registers; the next message is read ahead. Called by the workers of a block.
+// The same through registers; the next message is read ahead. Called by a warp group.
 template <class T>
-__device__ void ReturnMessagesInRegisters(const CombineArgs& args, const CombineShared& shared) {
-  const CallArgs& call = args.call;
-  const Unit unit(call.plan.send_unit_warps);
-  const int n_blocks = call.plan.n_send_blocks, stride = unit.n_in_block * n_blocks;
-  const int n_items = shared.max_messages * call.n_ranks;
-  const auto item_at = [&](int i) { return MessageItem(i, call.rank + 1, call.n_ranks); };
-  const auto exists = [&](int i, const MessageItem& item) {
-    return i < n_items && item.slot < shared.n_messages[item.source];
-  };
+__device__ void ReturnMessagesInRegisters(const CombineArgs& args, const CombineSmem& smem,
+                                          const MessagesToReturn& messages,
+                                          const WarpGroup& warps) {
+  const StridedItems& items = messages.items;
   const auto read = [&](int i) {
-    const MessageItem item = item_at(i);
-    return exists(i, item) ? ReadMessage(args, item) : Message{};
+    const MessageSlot slot = messages.Slot(i);
+    return messages.Exists(i, slot) ? ReadMessage(args, slot) : Message{};
   };
-  Message next = read(unit.Index(blockIdx.x, n_blocks));
-  for (int i = unit.Index(blockIdx.x, n_blocks); i < n_items; i += stride) {
-    const MessageItem item = item_at(i);
+  Message next = read(items.first);
+  for (int i = items.first; i < messages.end; i += items.stride) {
+    const MessageSlot slot = messages.Slot(i);
     const Message message = next;
-    next = read(i + stride);
-    if (exists(i, item)) ReturnMessage<T>(args, shared.call, unit, item.source, message);
+    next = read(i + items.stride);
+    if (messages.Exists(i, slot)) ReturnMessage<T>(args, smem.call, warps, slot.source, message);
   }
 }
 
-// Role: return every n-th message. Called by the workers of a block.
+// Role: returns this warp group's share of the messages. Called by the workers of a block.
 template <class T, bool kInRing>
-__device__ void ReturnMessages(const CombineArgs& args, const CombineShared& shared) {
+__device__ void ReturnMessages(const CombineArgs& args, const CombineSmem& smem) {
+  const WarpGroup warps(args.call.plan.warps_per_send);
+  const MessagesToReturn messages(args.call, smem.n_messages, smem.max_messages, warps);
   if constexpr (kInRing) {
-    const Unit unit(args.call.plan.send_unit_warps);
-    ReturnMessagesInRing<T>(args, shared, MessagesOfUnit(args, shared, unit));
+    ReturnMessagesInRing<T>(args, smem, messages);
   } else {
-    ReturnMessagesInRegisters<T>(args, shared);
+    ReturnMessagesInRegisters<T>(args, smem, messages, warps);
   }
 }
 

@@ -1,4 +1,6 @@
-// Copies of rows by warps, 16 bytes per lane and access.
+// Copies of rows by warps, 16 bytes per lane and access. Templates take destinations of two kinds:
+// this rank's memory (uint8_t*) and a rank's workspace (PeerPtr, peer.cuh). Both have the
+// operations `to + bytes`, ShuffleAddress, PutVector, PutScalar and PutBulk.
 #pragma once
 
 #include <cstdint>
@@ -6,35 +8,34 @@
 #include "core/message.h"
 #include "cuda/call_args.h"
 #include "cuda/device/ptx.cuh"
+#include "cuda/device/warp.cuh"
+#include "cuda/device/work.cuh"
 
 namespace jax_ep::p2p {
 
-// Of a power of two.
-__device__ __forceinline__ int Log2(int power) { return 31 - __clz(power); }
-
-// Warps that share one row: each takes a piece. Their number is a power of two, which spares few
-// tokens divisions.
-struct Part {
-  int index;
-  int n_parts;
-
-  __device__ int Begin(int n_vectors) const { return index * n_vectors >> Log2(n_parts); }
-  __device__ int End(int n_vectors) const { return (index + 1) * n_vectors >> Log2(n_parts); }
-};
+// Byte offset of a 16-byte vector of a row. All tokens together may be more than 2^31 vectors.
+__device__ __forceinline__ int64_t VectorOffset(int64_t vector) { return vector * kVectorBytes; }
 
 __device__ __forceinline__ const uint8_t* Vector(const void* row, int64_t vector) {
-  return static_cast<const uint8_t*>(row) + vector * kVectorBytes;
+  return static_cast<const uint8_t*>(row) + VectorOffset(vector);
 }
 __device__ __forceinline__ uint8_t* Vector(void* row, int64_t vector) {
-  return static_cast<uint8_t*>(row) + vector * kVectorBytes;
+  return static_cast<uint8_t*>(row) + VectorOffset(vector);
 }
 
-__device__ __forceinline__ void* ShuffleAddress(void* address, int lane) {
-  return reinterpret_cast<void*>(
-      __shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(address), lane));
+// Stores to this rank's memory; peer.cuh has the same for a peer's.
+__device__ __forceinline__ void PutVector(uint8_t* to, int4 vector) { st_global(to, vector); }
+
+template <class T>
+__device__ __forceinline__ void PutScalar(uint8_t* to, const T& value) {
+  *reinterpret_cast<T*>(to) = value;
 }
 
-// Loads the vectors first, first + 32, ... of a row; those from `end` on are not touched.
+__device__ __forceinline__ void PutBulk(uint8_t* to, const void* smem, uint32_t bytes) {
+  cp_async_bulk_global_shared(to, smem, bytes);
+}
+
+// Loads the vectors first, first + 32, ... of a row. Does not touch those from `end` on.
 template <int kUnroll>
 __device__ __forceinline__ void LoadVectors(const void* row, int first, int end,
                                             int4 (&data)[kUnroll]) {
@@ -45,23 +46,26 @@ __device__ __forceinline__ void LoadVectors(const void* row, int first, int end,
   }
 }
 
-template <int kUnroll>
-__device__ __forceinline__ void StoreVectors(void* row, int first, int end,
+// Stores the same vectors. `To`: see the head of this file.
+template <int kUnroll, class To>
+__device__ __forceinline__ void StoreVectors(To row, int first, int end,
                                              const int4 (&data)[kUnroll]) {
-  uint8_t* const to = Vector(row, first);
+  const To to = row + VectorOffset(first);
 #pragma unroll
   for (int u = 0; u < kUnroll; ++u) {
-    if (first + u * kWarpSize < end) st_global(Vector(to, u * kWarpSize), data[u]);
+    if (first + u * kWarpSize < end) PutVector(to + VectorOffset(u * kWarpSize), data[u]);
   }
 }
 
-// Copies this warp's part of `from` to the rows `to` of the lanes in `lanes`: read once, written to
-// each. Called by one warp, converged; `from` and `lanes` are the same in all lanes.
-template <int kUnroll>
-__device__ __forceinline__ void CopyToEach(const void* from, void* to, uint32_t lanes,
-                                           int n_vectors, Part part) {
-  const int lane = threadIdx.x % kWarpSize, end = part.End(n_vectors);
-  for (int first = part.Begin(n_vectors) + lane; first - lane < end; first += kUnroll * kWarpSize) {
+// Copies this warp's slice of the row `from` to the rows `to` of the lanes in `lanes`: reads it
+// once, writes it to each. Called by one warp, converged; `from` and `lanes` are the same in all
+// lanes.
+template <int kUnroll, class To>
+__device__ __forceinline__ void CopyToEach(const void* from, To to, uint32_t lanes, int n_vectors,
+                                           Slice slice) {
+  const int lane = LaneIndex(), end = slice.End(n_vectors);
+  for (int first = slice.Begin(n_vectors) + lane; first - lane < end;
+       first += kUnroll * kWarpSize) {
     int4 data[kUnroll];
     LoadVectors(from, first, end, data);
     for (uint32_t left = lanes; left != 0; left &= left - 1) {

@@ -1,6 +1,6 @@
-// What becomes of a token before it leaves: nothing, or codes and scales, by core/quantize.h. Each
-// way is a struct that says how to send a token to several ranks from where it is, and how to
-// encode it in a stage.
+// Encoders: how a token becomes the scales and payload of its messages, by core/quantize.h. An
+// encoder is a struct that either puts a token to several ranks straight from where it is, or
+// encodes it in place in a stage, from where bulk copies send it.
 #pragma once
 
 #include <cstdint>
@@ -8,25 +8,27 @@
 
 #include "core/float_types.h"
 #include "core/quantize.h"
-#include "cuda/device/dispatch_shared.cuh"
+#include "cuda/device/copy.cuh"
+#include "cuda/device/dispatch_smem.cuh"
 #include "cuda/device/encode_block.cuh"
-#include "cuda/device/units.cuh"
+#include "cuda/device/peer.cuh"
+#include "cuda/device/work.cuh"
 
 namespace jax_ep::p2p {
 
 constexpr int kSendUnroll = 8;
 
-// A token that travels as it is.
-struct AsItIs {
+// Tokens travel as they are.
+struct Passthrough {
   static constexpr bool kIsInPlace = false;
-  // This rank's own message has no copy of the token: it is read where it is.
+  // This rank's own messages carry no payload: the receiver reads the token where it is.
   static constexpr bool kSendsToItself = false;
 
-  // Sends this warp's part of a token to the messages `to` of the lanes in `lanes`. Called by one
+  // Puts this warp's slice of a token to the messages `to` of the lanes in `lanes`. Called by one
   // warp, converged.
-  __device__ static void ToEach(const DispatchArgs& args, int token, uint8_t* to, uint32_t lanes,
-                                Part part) {
-    CopyToEach<kSendUnroll>(TokenAt(args, token), to, lanes, args.size.given, part);
+  __device__ static void PutToEach(const DispatchArgs& args, int token, PeerPtr to, uint32_t lanes,
+                                   Slice slice) {
+    CopyToEach<kSendUnroll>(TokenAt(args, token), to, lanes, args.size.given, slice);
   }
 };
 
@@ -52,22 +54,22 @@ __device__ __forceinline__ void Unpack(const int4 (&data)[2], float (&values)[kL
   }
 }
 
-// A token of elements T that travels in Format.
+// Tokens of element type T travel in Format. Every rank gets the codes, the token's own included.
 template <class Format, class T>
 struct Quantized {
   static constexpr bool kIsInPlace = true;
   static constexpr bool kSendsToItself = true;
 
-  __device__ static void ToEach(const DispatchArgs& args, int token, uint8_t* to, uint32_t lanes,
-                                Part part) {
+  __device__ static void PutToEach(const DispatchArgs& args, int token, PeerPtr to, uint32_t lanes,
+                                   Slice slice) {
     const InputScale input_scale = ReadInputScale(args);
     const uint8_t* const from = TokenAt(args, token);
-    const int step = part.n_parts * kWarpElements;
-    int element = part.index * kWarpElements + LaneIndex() * kLaneElements;
+    const int step = slice.n_slices * kWarpElements;
+    int element = slice.index * kWarpElements + LaneIndex() * kLaneElements;
     int4 data[kVectors], next[kVectors];
-    // Lanes beyond the end encode the last elements again, not zeros, which take more steps.
+    // Lanes beyond the end encode the last elements once more. Zeros would take the slow path.
     Load(args, from, min(element, args.hidden_size - kLaneElements), next);
-    for (int first = part.index * kWarpElements; first < args.hidden_size;
+    for (int first = slice.index * kWarpElements; first < args.hidden_size;
          first += step, element += step) {
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) data[i] = next[i];
@@ -75,15 +77,15 @@ struct Quantized {
       const bool has_elements = element < args.hidden_size;
       const LaneCodes<Format> codes = Encode(data, input_scale);
       for (uint32_t left = lanes; left != 0; left &= left - 1) {
-        uint8_t* const message = static_cast<uint8_t*>(ShuffleAddress(to, __ffs(left) - 1));
-        if (has_elements) Store(codes, message, Vector(message, args.size.scales), element);
+        const PeerPtr message = ShuffleAddress(to, __ffs(left) - 1);
+        if (has_elements) Put(codes, message, message + VectorOffset(args.size.scales), element);
       }
     }
   }
 
-  // Encodes the token that was loaded behind the scales: its codes are shorter than what has been
-  // read of it. Called by one warp, converged.
-  __device__ static void InPlace(const DispatchArgs& args, uint8_t* scales) {
+  // Encodes the token that has been loaded after the space for its scales, and writes the codes
+  // over it: they are shorter than what has been read before. Called by one warp, converged.
+  __device__ static void EncodeInPlace(const DispatchArgs& args, uint8_t* scales) {
     const InputScale input_scale = ReadInputScale(args);
     uint8_t* const token = Vector(scales, args.size.scales);
     for (int first = 0; first < args.hidden_size; first += kWarpElements) {
@@ -97,7 +99,7 @@ struct Quantized {
       }
       const LaneCodes<Format> codes = Encode(data, input_scale);
       __syncwarp();
-      if (has_elements) Store(codes, scales, token, element);
+      if (has_elements) Put(codes, scales, token, element);
     }
   }
 
@@ -108,7 +110,7 @@ struct Quantized {
     return InputScale::Make(args.input_scale == nullptr ? 1.0f : *args.input_scale);
   }
 
-  // Leaves `data` as it is where there are no elements: what it encodes to is not stored.
+  // Leaves `data` unchanged beyond the last element; what it encodes to is not stored.
   __device__ static void Load(const DispatchArgs& args, const uint8_t* from, int element,
                               int4 (&data)[kVectors]) {
     if (element >= args.hidden_size) return;
@@ -126,23 +128,25 @@ struct Quantized {
     return EncodeBlock<Format>(values, input_scale);
   }
 
-  // Called by all lanes that have elements; `element` is the lane's first one.
-  __device__ static void Store(const LaneCodes<Format>& lane, uint8_t* scales, uint8_t* codes,
-                               int element) {
+  // Stores the codes of a lane whose first element is `element`, and their scale once per block.
+  // Called by all lanes that have elements. `To`: see copy.cuh.
+  template <class To>
+  __device__ static void Put(const LaneCodes<Format>& lane, To scales, To codes, int element) {
     using Words = typename LaneCodes<Format>::Words;
-    reinterpret_cast<Words*>(codes)[element / kLaneElements] = lane.words;
+    using Scale = typename Format::Scale;
+    PutScalar(codes + element / kLaneElements * sizeof(Words), lane.words);
     if (element % Format::kBlockSize != 0) return;
-    reinterpret_cast<typename Format::Scale*>(scales)[element / Format::kBlockSize] = lane.scale;
+    PutScalar(scales + element / Format::kBlockSize * sizeof(Scale), lane.scale);
   }
 };
 
-// Calls visit with the way in which the tokens of a call that quantises travel.
+// Calls visit(encoder) with the encoder of a call that quantizes.
 template <class Visit>
-__device__ __forceinline__ void VisitEncoding(const DispatchArgs& args, const Visit& visit) {
+__device__ __forceinline__ void VisitEncoder(const DispatchArgs& args, const Visit& visit) {
   const auto of_type = [&](auto token) {
     using T = decltype(token);
     switch (args.encoding) {
-      case Encoding::kAsItIs:
+      case Encoding::kNone:
         break;
       case Encoding::kBlockwiseFp8:
         return visit(Quantized<BlockwiseFp8, T>{});

@@ -1,4 +1,4 @@
-// Codes of a lane's eight numbers, and the scale of their block, by core/quantize.h.
+// Quantizes a lane's eight elements: their codes, and the scale of their block, by core/quantize.h.
 #pragma once
 
 #include <cstdint>
@@ -6,11 +6,11 @@
 
 #include "core/e2m1.h"
 #include "core/quantize.h"
-#include "cuda/device/copy.cuh"
+#include "cuda/device/warp.cuh"
 
 namespace jax_ep::p2p {
 
-// Numbers that a lane encodes at once; a block is shared by neighbouring lanes.
+// Elements that a lane encodes at once. Neighboring lanes share a block.
 constexpr int kLaneElements = 8;
 constexpr int kWarpElements = kWarpSize * kLaneElements;
 
@@ -21,7 +21,7 @@ struct LaneCodes {
   typename Format::Scale scale;
 };
 
-// The largest magnitude of a block; NaN where it has one. Called by one warp, converged.
+// The largest magnitude of a block; NaN if the block has one. Called by one warp, converged.
 template <class Format>
 __device__ __forceinline__ float LargestOfBlock(const float (&values)[kLaneElements]) {
   float largest = fabsf(values[0]);
@@ -29,14 +29,14 @@ __device__ __forceinline__ float LargestOfBlock(const float (&values)[kLaneEleme
   for (int i = 1; i < kLaneElements; ++i) largest = MaxNan(largest, fabsf(values[i]));
 #pragma unroll
   for (int lane = Format::kBlockSize / kLaneElements / 2; lane > 0; lane /= 2) {
-    largest = MaxNan(largest, __shfl_xor_sync(0xffffffffu, largest, lane));
+    largest = MaxNan(largest, __shfl_xor_sync(kAllLanes, largest, lane));
   }
   return largest;
 }
 
-// The codes of a usual block.
+// The codes of a block for which the fast path is exact.
 template <class Format>
-__device__ __forceinline__ typename LaneCodes<Format>::Words UsualWords(
+__device__ __forceinline__ typename LaneCodes<Format>::Words FastWords(
     const float (&values)[kLaneElements], const BlockScale<typename Format::Scale>& block) {
   if constexpr (std::is_same_v<Format, MxFp4>) {
     return ToMxFp4Word(values, block);
@@ -58,10 +58,10 @@ __device__ __forceinline__ typename LaneCodes<Format>::Words UsualWords(
   }
 }
 
-// The codes of any block; those of zeros where it is dead. One after the other: code that is seldom
-// needed is not to fill the cache of instructions.
+// The codes of any block; a dead block is encoded as zeros. One element at a time, because code
+// that rarely runs should not occupy the instruction cache.
 template <class Format>
-__device__ __forceinline__ typename LaneCodes<Format>::Words SeldomWords(
+__device__ __forceinline__ typename LaneCodes<Format>::Words SlowWords(
     float (&values)[kLaneElements], const BlockScale<typename Format::Scale>& block, bool is_dead) {
   constexpr int kBits = Format::kIsPacked ? 4 : 8;
   uint64_t codes = 0;
@@ -70,7 +70,7 @@ __device__ __forceinline__ typename LaneCodes<Format>::Words SeldomWords(
     const float scaled = Format::ScaleElement(is_dead ? 0.0f : values[0], block.factor);
     const uint64_t code = Format::kIsPacked ? ToE2m1(scaled) : ToE4m3(scaled);
     codes |= code << kBits * i;
-    // They go around: registers have no index.
+    // Rotates the values, because registers cannot be indexed.
 #pragma unroll
     for (int k = 1; k < kLaneElements; ++k) values[k - 1] = values[k];
   }
@@ -86,13 +86,13 @@ template <class Format>
 __device__ __forceinline__ LaneCodes<Format> EncodeBlock(float (&values)[kLaneElements],
                                                          const InputScale& input_scale) {
   const float largest = LargestOfBlock<Format>(values);
-  auto block = Format::EncodeUsualScale(largest, input_scale);
-  if (__all_sync(0xffffffffu, Format::IsUsual(largest, block))) {
-    return {UsualWords<Format>(values, block), block.scale};
+  auto block = Format::EncodeScaleFast(largest, input_scale);
+  if (__all_sync(kAllLanes, Format::IsFastPathExact(largest, block))) {
+    return {FastWords<Format>(values, block), block.scale};
   }
   const bool is_dead = !(FloatBits(largest) < kFloatInfinity);
   block = Format::EncodeScale(is_dead ? 0.0f : largest, input_scale);
-  return {SeldomWords<Format>(values, block, is_dead), block.scale};
+  return {SlowWords<Format>(values, block, is_dead), block.scale};
 }
 
 }  // namespace jax_ep::p2p

@@ -1,20 +1,19 @@
-// Instructions that CUDA C++ has no words for. Names mirror PTX.
+// PTX instructions that CUDA C++ has no words for. Names mirror PTX. Where libcu++ has the
+// instruction, this calls it; the rest is inline assembly: libcu++ has no L2 cache hints,
+// mbarrier.inval, createpolicy or barrier.sync, and only its newest versions have the loads.
 #pragma once
 
 #include <cstdint>
+#include <cuda/ptx>
 
 namespace jax_ep::p2p {
 
-__device__ __forceinline__ uint64_t globaltimer() {
-  uint64_t ns;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
-  return ns;
-}
+__device__ __forceinline__ uint64_t globaltimer() { return cuda::ptx::get_sreg_globaltimer(); }
 
-// The value is there before what follows: what it was made from need not be kept.
+// Computes `value` before what follows, so that its inputs need not be kept in registers.
 __device__ __forceinline__ void complete(float& value) { asm volatile("" : "+f"(value)); }
 
-// The compiler is not to compute this anew.
+// Keeps the compiler from recomputing `value`.
 __device__ __forceinline__ void opaque(uint32_t& value) { asm volatile("" : "+r"(value)); }
 
 // Volatile: not moved before a barrier.
@@ -24,7 +23,7 @@ __device__ __forceinline__ float ld_shared(uint32_t address) {
   return value;
 }
 
-// Volatile: where it stands among other such loads.
+// Volatile: keeps its place among other such loads.
 __device__ __forceinline__ int4 ld_global(const void* address) {
   int4 v;
   asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -34,7 +33,7 @@ __device__ __forceinline__ int4 ld_global(const void* address) {
   return v;
 }
 
-// Data that is read once: it need not stay in the L1 cache. Volatile: not moved before a wait.
+// For data that is read once: not kept in the L1 cache. Volatile: not moved before a wait.
 __device__ __forceinline__ int4 ld_global_no_allocate(const void* address) {
   int4 v;
   asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -50,17 +49,9 @@ __device__ __forceinline__ void st_global(void* address, int4 v) {
                : "memory");
 }
 
-// Barrier `id` (0 is __syncthreads) of `n_threads` threads, whole warps.
+// Barrier `id` (0 is __syncthreads) of `n_threads` threads, in whole warps.
 __device__ __forceinline__ void barrier_sync(int id, int n_threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(n_threads) : "memory");
-}
-
-// Waits until what precedes the kernel in its stream has ended, if it was launched so that it may
-// begin earlier. Devices before sm_90 cannot launch it so.
-__device__ __forceinline__ void griddepcontrol_wait() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
 }
 
 // Rounds to nearest even; `low` goes to the lower half.
@@ -82,112 +73,113 @@ __device__ __forceinline__ float cvt_f32_f16(uint16_t half) {
   return value;
 }
 
-// Bulk copies: from sm_90 on. Elsewhere nothing may call them: a plan has no stages then.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-#define JAX_EP_SM90_ASM(...) asm volatile(__VA_ARGS__)
-#else
-#define JAX_EP_SM90_ASM(...) __trap()
-#endif
-
 __device__ __forceinline__ uint32_t cvta_shared(const void* address) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(address));
 }
 
+// Waits until the work that precedes the kernel in its stream has ended, if the launch let the
+// kernel start earlier. Devices before sm_90 cannot launch kernels so, and need not wait.
+__device__ __forceinline__ void griddepcontrol_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Bulk copies, from sm_90 on. Code for older devices never reaches them, since no plan has stages
+// or rings there.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define JAX_EP_SM90(...) __VA_ARGS__
+#else
+#define JAX_EP_SM90(...) __trap()
+#endif
+
 __device__ __forceinline__ void mbarrier_init(uint64_t* barrier, uint32_t n_arrivals) {
-  JAX_EP_SM90_ASM("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(cvta_shared(barrier)),
-                  "r"(n_arrivals) : "memory");
+  JAX_EP_SM90(cuda::ptx::mbarrier_init(barrier, n_arrivals));
 }
 
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t* barrier, uint32_t bytes) {
-  JAX_EP_SM90_ASM(
-      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(cvta_shared(barrier)),
-      "r"(bytes) : "memory");
+  JAX_EP_SM90(cuda::ptx::mbarrier_arrive_expect_tx(cuda::ptx::sem_release, cuda::ptx::scope_cta,
+                                                   cuda::ptx::space_shared, barrier, bytes));
 }
 
-// Its memory may then be used anew. No phase may be under way.
+// Frees the barrier's memory for other use. No phase may be in progress.
 __device__ __forceinline__ void mbarrier_inval(uint64_t* barrier) {
-  JAX_EP_SM90_ASM("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(cvta_shared(barrier)) : "memory");
+  JAX_EP_SM90(
+      asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(cvta_shared(barrier)) : "memory"));
 }
 
-// Whether the phase of this parity has ended; waits for it a while.
+// Whether the phase of this parity has ended. Waits for it for a while.
 __device__ __forceinline__ bool mbarrier_try_wait_parity(uint64_t* barrier, uint32_t parity) {
-  uint32_t done = 0;
-  JAX_EP_SM90_ASM(
-      "{\n"
-      ".reg .pred p;\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-      "selp.u32 %0, 1, 0, p;\n"
-      "}\n" : "=r"(done) : "r"(cvta_shared(barrier)),
-      "r"(parity) : "memory");
-  return done != 0;
+  bool done = false;
+  JAX_EP_SM90(done = cuda::ptx::mbarrier_try_wait_parity(barrier, parity));
+  return done;
 }
 
 // Orders this thread's ordinary accesses to shared memory before later bulk copies.
 __device__ __forceinline__ void fence_proxy_async_shared() {
-  JAX_EP_SM90_ASM("fence.proxy.async.shared::cta;" :: : "memory");
+  JAX_EP_SM90(cuda::ptx::fence_proxy_async(cuda::ptx::space_shared));
 }
 
 // Orders what this thread has seen in global memory, written by ordinary accesses, before its later
 // bulk copies from there.
 __device__ __forceinline__ void fence_proxy_async_global() {
-  JAX_EP_SM90_ASM("fence.proxy.async.global;" :: : "memory");
+  JAX_EP_SM90(cuda::ptx::fence_proxy_async(cuda::ptx::space_global));
 }
 
-// For data that is not soon needed again: it is the first to leave the L2 cache.
+// An L2 policy for data that is not needed again soon: it is the first to be evicted.
 __device__ __forceinline__ uint64_t createpolicy_evict_first() {
   uint64_t policy = 0;
-  JAX_EP_SM90_ASM("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  JAX_EP_SM90(asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy)));
   return policy;
 }
 
 __device__ __forceinline__ void cp_async_bulk_shared_global(void* to, const void* from,
                                                             uint32_t bytes, uint64_t* barrier) {
-  JAX_EP_SM90_ASM(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(cvta_shared(to)),
-      "l"(from), "r"(bytes), "r"(cvta_shared(barrier)) : "memory");
+  JAX_EP_SM90(cuda::ptx::cp_async_bulk(cuda::ptx::space_cluster, cuda::ptx::space_global, to, from,
+                                       bytes, barrier));
 }
 
 __device__ __forceinline__ void cp_async_bulk_global_shared(void* to, const void* from,
                                                             uint32_t bytes) {
-  JAX_EP_SM90_ASM("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
-                  "r"(cvta_shared(from)), "r"(bytes) : "memory");
+  JAX_EP_SM90(
+      cuda::ptx::cp_async_bulk(cuda::ptx::space_global, cuda::ptx::space_shared, to, from, bytes));
 }
 
-// The same two by a policy of the L2 cache.
+// The same two with an L2 policy.
 __device__ __forceinline__ void cp_async_bulk_shared_global(void* to, const void* from,
                                                             uint32_t bytes, uint64_t* barrier,
                                                             uint64_t policy) {
-  JAX_EP_SM90_ASM(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1], %2, [%3], %4;" ::"r"(cvta_shared(to)),
-      "l"(from), "r"(bytes), "r"(cvta_shared(barrier)), "l"(policy) : "memory");
+  JAX_EP_SM90(
+      asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+                   ".L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(cvta_shared(to)),
+                   "l"(from), "r"(bytes), "r"(cvta_shared(barrier)), "l"(policy) : "memory"));
 }
 
 __device__ __forceinline__ void cp_async_bulk_global_shared(void* to, const void* from,
                                                             uint32_t bytes, uint64_t policy) {
-  JAX_EP_SM90_ASM(
-      "cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(to),
-      "r"(cvta_shared(from)), "r"(bytes), "l"(policy) : "memory");
+  JAX_EP_SM90(
+      asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint "
+                   "[%0], [%1], %2, %3;" ::"l"(to),
+                   "r"(cvta_shared(from)), "r"(bytes), "l"(policy) : "memory"));
 }
 
 __device__ __forceinline__ void cp_async_bulk_commit_group() {
-  JAX_EP_SM90_ASM("cp.async.bulk.commit_group;" :: : "memory");
+  JAX_EP_SM90(cuda::ptx::cp_async_bulk_commit_group());
 }
 
-// Waits until this thread's bulk copies are complete, but for the last `kPending` groups: all was
-// read, and what was written is visible to this thread.
+// Waits until all but the last `kPending` groups of this thread's bulk copies are complete: their
+// reads have been done, and their writes are visible to this thread.
 template <int kPending>
 __device__ __forceinline__ void cp_async_bulk_wait_group() {
-  JAX_EP_SM90_ASM("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
+  JAX_EP_SM90(cuda::ptx::cp_async_bulk_wait_group(cuda::ptx::n32_t<kPending>{}));
 }
 
-// The same, until they have read what they copy.
+// Waits until those groups have read their sources.
 template <int kPending>
 __device__ __forceinline__ void cp_async_bulk_wait_group_read() {
-  JAX_EP_SM90_ASM("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+  JAX_EP_SM90(cuda::ptx::cp_async_bulk_wait_group_read(cuda::ptx::n32_t<kPending>{}));
 }
 
-#undef JAX_EP_SM90_ASM
+#undef JAX_EP_SM90
 
 }  // namespace jax_ep::p2p

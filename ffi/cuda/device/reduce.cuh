@@ -1,5 +1,5 @@
-// Sums of rows: float32, product and sum rounded separately, in a fixed order; rounded once at the
-// end. The same bits as the CPU's.
+// Sums of rows: in float32, with product and sum rounded separately, in a fixed order, and rounded
+// to the row type once at the end. The bits equal the CPU's.
 #pragma once
 
 #include <cstdint>
@@ -7,10 +7,12 @@
 #include "core/float_types.h"
 #include "cuda/device/copy.cuh"
 #include "cuda/device/ptx.cuh"
+#include "cuda/device/warp.cuh"
+#include "cuda/device/work.cuh"
 
 namespace jax_ep::p2p {
 
-// The elements of one 16-byte vector.
+// Elements of one 16-byte vector.
 template <class T>
 struct Elements {
   static constexpr int kSize = kVectorBytes / sizeof(T);
@@ -65,21 +67,21 @@ __device__ __forceinline__ int4 Pack(const float (&values)[8], T type) {
           static_cast<int>(pairs[3])};
 }
 
-// What a sum adds up: the row of each lane in `lanes`, in order of the lanes, times the lane's
-// weight.
-struct Terms {
-  const void* row;
+// The rows of a sum: one of each lane in `lanes`, times the lane's weight, added in lane order.
+struct Addends {
+  const uint8_t* row;
   float weight;
   uint32_t lanes;
 };
 
-// Rows that are added to a sum, or null.
-struct Extra {
-  const void* residual;    // before the sum is rounded
-  const void* shared_row;  // after it, and rounded once more
+// Rows that are added at the end of a sum, or null.
+struct Epilogue {
+  const uint8_t* residual;           // added before the sum is rounded
+  const uint8_t* shared_expert_row;  // added to the rounded sum, which is then rounded again
 };
 
-// Adds a row's vectors, times `weight` if kWeighted; without, the bits are those of weight 1.
+// Adds a row's vectors to `sums`, times `weight` if kWeighted. Weight 1 gives the same bits as
+// kWeighted = false.
 template <class T, bool kWeighted, int kUnroll>
 __device__ __forceinline__ void AddVectors(const int4 (&data)[kUnroll], float weight,
                                            float (&sums)[kUnroll][Elements<T>::kSize]) {
@@ -95,7 +97,7 @@ __device__ __forceinline__ void AddVectors(const int4 (&data)[kUnroll], float we
   }
 }
 
-// Adds `data` to what has been rounded.
+// Adds `data` to a rounded sum, and rounds again.
 template <class T>
 __device__ __forceinline__ int4 AddRounded(int4 rounded, int4 data) {
   float sums[Elements<T>::kSize], values[Elements<T>::kSize];
@@ -106,39 +108,39 @@ __device__ __forceinline__ int4 AddRounded(int4 rounded, int4 data) {
   return Pack(sums, T{});
 }
 
-// Writes this warp's part of the sum of `terms`, and what comes on top, to `to`. Called by one
-// warp, converged; `lanes`, `extra` and `to` are the same in all lanes.
-template <class T, int kUnroll>
-__device__ __forceinline__ void SumRows(const Terms& terms, const Extra& extra, void* to,
-                                        int n_vectors, Part part) {
-  const int lane = threadIdx.x % kWarpSize, end = part.End(n_vectors);
-  for (int first = part.Begin(n_vectors) + lane; first - lane < end; first += kUnroll * kWarpSize) {
+// Writes this warp's slice of the sum of `addends` and `epilogue` to `to`. Called by one warp,
+// converged; `lanes`, `epilogue` and `to` are the same in all lanes. `To`: see copy.cuh.
+template <class T, int kUnroll, class To>
+__device__ __forceinline__ void SumRows(const Addends& addends, const Epilogue& epilogue, To to,
+                                        int n_vectors, Slice slice) {
+  const int lane = LaneIndex(), end = slice.End(n_vectors);
+  for (int first = slice.Begin(n_vectors) + lane; first - lane < end;
+       first += kUnroll * kWarpSize) {
     float sums[kUnroll][Elements<T>::kSize] = {};
     const auto load = [&](uint32_t left, int4(&data)[kUnroll]) {
-      void* const row = ShuffleAddress(const_cast<void*>(terms.row), __ffs(left) - 1);
-      LoadVectors(row, first, end, data);
+      LoadVectors(ShuffleAddress(addends.row, __ffs(left) - 1), first, end, data);
     };
-    // The next row is on its way while one is added.
+    // The next row is in flight while one is added.
     int4 data[kUnroll], next[kUnroll];
-    uint32_t left = terms.lanes;
+    uint32_t left = addends.lanes;
     if (left != 0) load(left, data);
     while (left != 0) {
-      const float weight = __shfl_sync(0xffffffffu, terms.weight, __ffs(left) - 1);
+      const float weight = __shfl_sync(kAllLanes, addends.weight, __ffs(left) - 1);
       left &= left - 1;
       if (left != 0) load(left, next);
       AddVectors<T, true>(data, weight, sums);
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) data[u] = next[u];
     }
-    if (extra.residual != nullptr) {
-      LoadVectors(extra.residual, first, end, data);
+    if (epilogue.residual != nullptr) {
+      LoadVectors(epilogue.residual, first, end, data);
       AddVectors<T, true>(data, 1.0f, sums);
     }
     int4 rounded[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) rounded[u] = Pack(sums[u], T{});
-    if (extra.shared_row != nullptr) {
-      LoadVectors(extra.shared_row, first, end, data);
+    if (epilogue.shared_expert_row != nullptr) {
+      LoadVectors(epilogue.shared_expert_row, first, end, data);
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) rounded[u] = AddRounded<T>(rounded[u], data[u]);
     }

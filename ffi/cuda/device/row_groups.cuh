@@ -1,5 +1,6 @@
-// Groups of rows that are padded, or whose rows have scales: the device's side of
-// core/scales_layout.h. A group is the rows of a local expert.
+// Layout of row groups that are padded or whose rows have scales: where each group's rows and
+// scales begin, how a row's scales are copied, and the zeroing of padding. The device side of
+// core/scales_layout.h.
 #pragma once
 
 #include <algorithm>
@@ -7,57 +8,58 @@
 
 #include "core/scales_layout.h"
 #include "cuda/device/copy.cuh"
-#include "cuda/device/dispatch_shared.cuh"
+#include "cuda/device/dispatch_smem.cuh"
 #include "cuda/device/scan.cuh"
-#include "cuda/device/units.cuh"
+#include "cuda/device/warp.cuh"
+#include "cuda/device/work.cuh"
 
 namespace jax_ep::p2p {
 
-__device__ __forceinline__ bool HasGroups(const DispatchArgs& args) {
+__device__ __forceinline__ bool HasPaddingOrScales(const DispatchArgs& args) {
   return args.row_alignment > 1 || args.scales.layout != ScalesLayout::kNone;
 }
 
-// Rows [begin, end) and padding up to `next`, clipped to the rows that there are.
+// Rows [begin, end) of a group, and padding up to `next`; all clipped to max_recv_tokens.
 struct RowGroup {
   int32_t begin, end, next;
 };
 
-__device__ __forceinline__ RowGroup GroupAt(const DispatchArgs& args, const DispatchShared& shared,
-                                            int group) {
-  const int32_t end = shared.group_end[group], most = args.max_recv_tokens;
+__device__ __forceinline__ RowGroup RowGroupAt(const DispatchArgs& args, const DispatchSmem& smem,
+                                               int group) {
+  const int32_t end = smem.group_end[group], limit = args.max_recv_tokens;
   const int32_t next = (end + args.row_alignment - 1) & -args.row_alignment;
-  return {min(shared.first_row[group * args.call.n_ranks], most), min(end, most), min(next, most)};
+  return {min(smem.first_row[group * args.call.n_ranks], limit), min(end, limit), min(next, limit)};
 }
 
-// Moves the rows of each group behind the padding of those before, and finds where its scales
-// begin. `n_rows` becomes the rows with padding. Called by one warp, converged.
-__device__ inline void LayOutGroups(const DispatchArgs& args, DispatchShared& shared,
-                                    int32_t* n_rows, int32_t* n_dropped) {
+// Moves the rows of each group behind the padding of the groups before, and finds where its scales
+// begin. Adds the padding to `n_rows`. Called by one warp, converged.
+__device__ inline void LayOutGroups(const DispatchArgs& args, DispatchSmem& smem, int32_t* n_rows,
+                                    int32_t* n_dropped) {
   const CallArgs& call = args.call;
-  const int n_groups = call.n_local_experts(), n_ranks = call.n_ranks;
+  const int n_local_groups = call.n_local_groups(), n_ranks = call.n_ranks;
   const int32_t n_filled = *n_rows;
   int32_t padding = 0, n_blocks = 0, n_beyond = 0;
-  for (int base = 0; base < n_groups; base += kWarpSize) {
+  for (int base = 0; base < n_local_groups; base += kWarpSize) {
     const int group = base + LaneIndex();
-    const bool exists = group < n_groups;
-    int32_t* const first_row = shared.first_row + group * n_ranks;
+    const bool exists = group < n_local_groups;
+    int32_t* const first_row = smem.first_row + group * n_ranks;
     const int32_t begin = exists ? *first_row : n_filled;
-    const int32_t end = exists && group + 1 < n_groups ? first_row[n_ranks] : n_filled;
+    const int32_t end = exists && group + 1 < n_local_groups ? first_row[n_ranks] : n_filled;
     const int32_t shift = ExclusiveScan((begin - end) & (args.row_alignment - 1), &padding);
     __syncwarp();
     if (exists) {
       for (int source = 0; source < n_ranks; ++source) first_row[source] += shift;
-      shared.group_end[group] = end + shift;
+      smem.group_end[group] = end + shift;
     }
-    const RowGroup rows = exists ? GroupAt(args, shared, group) : RowGroup{0, 0, 0};
+    const RowGroup rows = exists ? RowGroupAt(args, smem, group) : RowGroup{0, 0, 0};
     const auto blocks = static_cast<int32_t>(BlocksOfRows(rows.next - rows.begin));
     const int32_t first_block = ExclusiveScan(blocks, &n_blocks);
-    if (exists) shared.first_block[group] = first_block;
+    if (exists) smem.first_block[group] = first_block;
     n_beyond += end - begin - (rows.end - rows.begin);
   }
   __syncwarp();
   *n_rows = n_filled + padding;
-  *n_dropped = __reduce_add_sync(0xffffffffu, n_beyond);
+  *n_dropped = __reduce_add_sync(kAllLanes, n_beyond);
 }
 
 // The scales of a row: `count` pieces of `bytes` each, `stride` bytes apart.
@@ -83,21 +85,21 @@ __device__ __forceinline__ ScalePieces PiecesOf(const DispatchArgs& args) {
   }
 }
 
-// Where the first piece of a row's scales stands.
-__device__ __forceinline__ uint8_t* ScalesOfRow(const DispatchArgs& args,
-                                                const DispatchShared& shared, int group, int row) {
+// Address of the first piece of a row's scales.
+__device__ __forceinline__ uint8_t* ScalesOfRow(const DispatchArgs& args, const DispatchSmem& smem,
+                                                int group, int row) {
   const ScalesOut& scales = args.scales;
   if (scales.layout == ScalesLayout::kTransposed) return scales.data + row * sizeof(uint32_t);
   if (scales.layout == ScalesLayout::kRowMajor) {
     return scales.data + int64_t{row} * scales.n_scales * scales.scale_bytes;
   }
   const int64_t n_atoms = AtomsPerRow(scales.n_scales);
-  const int32_t in_group = row - GroupAt(args, shared, group).begin;
-  return scales.data + shared.first_block[group] * n_atoms * kAtomBytes +
+  const int32_t in_group = row - RowGroupAt(args, smem, group).begin;
+  return scales.data + smem.first_block[group] * n_atoms * kAtomBytes +
          AtomOffset(in_group, n_atoms);
 }
 
-// Zeros follow the last of `bytes` bytes, 1 to 4.
+// Loads 1 to 4 bytes; zeros follow them.
 __device__ __forceinline__ uint32_t LoadPiece(const uint8_t* from, int32_t bytes) {
   if (bytes == sizeof(uint32_t)) return *reinterpret_cast<const uint32_t*>(from);
   uint32_t piece = 0;
@@ -105,6 +107,7 @@ __device__ __forceinline__ uint32_t LoadPiece(const uint8_t* from, int32_t bytes
   return piece;
 }
 
+// `bytes` is 1 or 4.
 __device__ __forceinline__ void StorePiece(uint8_t* to, int32_t bytes, uint32_t piece) {
   if (bytes == sizeof(piece)) {
     *reinterpret_cast<uint32_t*>(to) = piece;
@@ -113,31 +116,30 @@ __device__ __forceinline__ void StorePiece(uint8_t* to, int32_t bytes, uint32_t 
   }
 }
 
-// Copies this warp's part of a message's scales to those `to` of the lanes in `lanes`. Called by
-// one warp, converged.
+// Copies this warp's slice of a message's scales to the rows' scales `to` of the lanes in `lanes`.
+// Called by one warp, converged.
 __device__ inline void CopyScalesToEach(const DispatchArgs& args, const uint8_t* from, uint8_t* to,
-                                        uint32_t lanes, Part part) {
+                                        uint32_t lanes, Slice slice) {
   const ScalePieces pieces = PiecesOf(args);
   const int n_bytes = args.scales.n_scales * args.scales.scale_bytes;
-  for (int first = part.index * kWarpSize; first < pieces.count;
-       first += part.n_parts * kWarpSize) {
+  for (int first = slice.index * kWarpSize; first < pieces.count;
+       first += slice.n_slices * kWarpSize) {
     const int i = first + LaneIndex();
     const bool is_piece = i < pieces.count;
     const uint32_t piece =
         is_piece ? LoadPiece(from + i * pieces.bytes, min(pieces.bytes, n_bytes - i * pieces.bytes))
                  : 0;
     for (uint32_t left = lanes; left != 0; left &= left - 1) {
-      uint8_t* const scales = static_cast<uint8_t*>(ShuffleAddress(to, __ffs(left) - 1));
+      uint8_t* const scales = ShuffleAddress(to, __ffs(left) - 1);
       if (is_piece) StorePiece(scales + i * pieces.stride, pieces.bytes, piece);
     }
   }
 }
 
-// Zeroes the rows that pad a group, and their scales where those are not in atoms. Called by one
-// warp.
-__device__ inline void ClearRows(const DispatchArgs& args, const DispatchShared& shared,
-                                 int group) {
-  const RowGroup rows = GroupAt(args, shared, group);
+// Zeroes the rows that pad a group, and their scales, except scales in atoms (see ClearAtoms).
+// Called by one warp.
+__device__ inline void ClearRows(const DispatchArgs& args, const DispatchSmem& smem, int group) {
+  const RowGroup rows = RowGroupAt(args, smem, group);
   const ScalePieces pieces = PiecesOf(args);
   const bool has_scales = args.scales.layout != ScalesLayout::kNone;
   for (int row = rows.end; row < rows.next; ++row) {
@@ -145,7 +147,7 @@ __device__ inline void ClearRows(const DispatchArgs& args, const DispatchShared&
       st_global(Vector(RowAt(args, row), i), int4{});
     }
     for (int i = LaneIndex(); has_scales && i < pieces.count; i += kWarpSize) {
-      StorePiece(ScalesOfRow(args, shared, group, row) + i * pieces.stride, pieces.bytes, 0);
+      StorePiece(ScalesOfRow(args, smem, group, row) + i * pieces.stride, pieces.bytes, 0);
     }
     if (LaneIndex() != 0) continue;
     reinterpret_cast<int2*>(args.src_info)[row] = {kNoRow, kNoRow};
@@ -153,7 +155,7 @@ __device__ inline void ClearRows(const DispatchArgs& args, const DispatchShared&
   }
 }
 
-// Zeroes the scales of the rows of an atom from `n_rows` on. Called by one warp.
+// Zeroes the scales of an atom's rows from `n_rows` on. Called by one warp.
 __device__ inline void ClearAtom(uint8_t* atom, int n_rows) {
   constexpr int kRowsOfLane = kAtomRows / kWarpSize;  // lane, lane + 32, ...
   const int lane = LaneIndex();
@@ -165,22 +167,22 @@ __device__ inline void ClearAtom(uint8_t* atom, int n_rows) {
   }
 }
 
-// Zeroes what is left of the last block of scales of each group: the atoms of all groups dealt out
-// to the warps in turn. Called by one warp of n_warps, converged.
-__device__ inline void ClearAtoms(const DispatchArgs& args, const DispatchShared& shared, int warp,
+// Zeroes the unused rows of the last block of scales of each group. The atoms of all groups are
+// dealt to the warps in turn. Called by one warp of n_warps, converged.
+__device__ inline void ClearAtoms(const DispatchArgs& args, const DispatchSmem& smem, int warp,
                                   int n_warps) {
   const auto n_atoms = static_cast<int>(AtomsPerRow(args.scales.n_scales));
-  int first = warp;  // of the group's atoms, for this warp
-  for (int base = 0; base < args.call.n_local_experts(); base += kWarpSize) {
+  int first = warp;  // first atom of the group for this warp
+  for (int base = 0; base < args.call.n_local_groups(); base += kWarpSize) {
     const int mine = base + LaneIndex();
-    const bool exists = mine < args.call.n_local_experts();
-    const RowGroup rows = exists ? GroupAt(args, shared, mine) : RowGroup{0, 0, 0};
+    const bool exists = mine < args.call.n_local_groups();
+    const RowGroup rows = exists ? RowGroupAt(args, smem, mine) : RowGroup{0, 0, 0};
     const int n_rows = (rows.end - rows.begin) % kAtomRows;  // in the last block
-    const int block = exists ? shared.first_block[mine] + (rows.end - rows.begin) / kAtomRows : 0;
-    for (uint32_t left = __ballot_sync(0xffffffffu, n_rows > 0); left != 0; left &= left - 1) {
+    const int block = exists ? smem.first_block[mine] + (rows.end - rows.begin) / kAtomRows : 0;
+    for (uint32_t left = __ballot_sync(kAllLanes, n_rows > 0); left != 0; left &= left - 1) {
       const int lane = __ffs(left) - 1;
-      const int64_t first_atom = int64_t{__shfl_sync(0xffffffffu, block, lane)} * n_atoms;
-      const int n_rows_there = __shfl_sync(0xffffffffu, n_rows, lane);
+      const int64_t first_atom = int64_t{__shfl_sync(kAllLanes, block, lane)} * n_atoms;
+      const int n_rows_there = __shfl_sync(kAllLanes, n_rows, lane);
       for (; first < n_atoms; first += n_warps) {
         ClearAtom(args.scales.data + (first_atom + first) * kAtomBytes, n_rows_there);
       }
@@ -189,14 +191,14 @@ __device__ inline void ClearAtoms(const DispatchArgs& args, const DispatchShared
   }
 }
 
-// Zeroes all that pads rows and scales. Called by one warp of n_warps, converged.
-__device__ inline void ClearPadding(const DispatchArgs& args, const DispatchShared& shared,
-                                    int warp, int n_warps) {
-  for (int group = warp; args.row_alignment > 1 && group < args.call.n_local_experts();
+// Zeroes all padding of rows and scales. Called by one warp of n_warps, converged.
+__device__ inline void ClearPadding(const DispatchArgs& args, const DispatchSmem& smem, int warp,
+                                    int n_warps) {
+  for (int group = warp; args.row_alignment > 1 && group < args.call.n_local_groups();
        group += n_warps) {
-    ClearRows(args, shared, group);
+    ClearRows(args, smem, group);
   }
-  if (args.scales.layout == ScalesLayout::kAtoms) ClearAtoms(args, shared, warp, n_warps);
+  if (args.scales.layout == ScalesLayout::kAtoms) ClearAtoms(args, smem, warp, n_warps);
 }
 
 }  // namespace jax_ep::p2p

@@ -1,4 +1,5 @@
-// The groups of rows of fused_silu: where they start, and their blocks of atoms.
+// The groups of rows of fused_silu: where each begins, its block of scale atoms and its input
+// scale.
 #pragma once
 
 #include <cstddef>
@@ -9,23 +10,23 @@
 #include "core/silu_call.h"
 #include "cuda/device/scan.cuh"
 #include "cuda/device/silu_output.cuh"
-#include "cuda/device/units.cuh"
+#include "cuda/device/warp.cuh"
 
 namespace jax_ep::p2p {
 
-// Whether the group of a row matters.
+// Whether the result of a row depends on its group.
 __host__ __device__ inline bool NeedsGroups(const SiluCall& call) {
   return call.input_scales != nullptr || call.scales_layout == ScalesLayout::kAtoms;
 }
 
-// The first row and the first block of atoms of every group, and where the last one ends.
-struct Groups {
-  InputScale* input_scales;  // [L + 1], shared
-  uint32_t* starts;          // [L + 1], shared
-  uint32_t* blocks;          // [L + 1], shared
+// Tables in shared memory. The last entry is where the last group ends.
+struct GroupTable {
+  InputScale* input_scales;  // [n_groups + 1]
+  uint32_t* starts;          // [n_groups + 1] first row
+  uint32_t* blocks;          // [n_groups + 1] first block of atoms
 
-  __device__ Groups(uint8_t* shared, int64_t n_groups)
-      : input_scales(reinterpret_cast<InputScale*>(shared)),
+  __device__ GroupTable(uint8_t* smem, int64_t n_groups)
+      : input_scales(reinterpret_cast<InputScale*>(smem)),
         starts(reinterpret_cast<uint32_t*>(input_scales + n_groups + 1)),
         blocks(starts + n_groups + 1) {}
 
@@ -33,15 +34,15 @@ struct Groups {
     return (n_groups + 1) * (sizeof(InputScale) + 2 * sizeof(uint32_t));
   }
 
-  // Returns whether the row_offsets that this thread read rise from 0. Called by all threads of the
-  // block; a barrier must follow.
+  // Fills `starts` and `input_scales`. Returns whether the row_offsets that this thread has read
+  // rise from 0. Called by all threads of the block; a barrier must follow.
   __device__ bool Load(const SiluCall& call) const {
     const int n_groups = static_cast<int>(call.n_groups);
     bool rises = true;
     for (int group = threadIdx.x; group <= n_groups; group += blockDim.x) {
       const uint32_t start = call.row_offsets[group];
       rises &= group == 0 ? start == 0 : call.row_offsets[group - 1] <= start;
-      // No more rows than there are: scales beyond theirs would be written.
+      // Clipped to the rows there are, so that no scales are written beyond theirs.
       starts[group] = min(start, static_cast<uint32_t>(call.n_rows));
       const bool has_scale = call.input_scales != nullptr && group < n_groups;
       input_scales[group] = InputScale::Make(has_scale ? call.input_scales[group] : 1.0f);
@@ -49,7 +50,7 @@ struct Groups {
     return rises;
   }
 
-  // Called by one warp, converged; a barrier must follow.
+  // Fills `blocks`. Called by one warp, converged; a barrier must follow.
   __device__ void NumberBlocks(const SiluCall& call) const {
     const int n_groups = static_cast<int>(call.n_groups);
     int32_t n_blocks = 0;
@@ -63,12 +64,13 @@ struct Groups {
   }
 };
 
-// The group of a warp's row; rows must rise. Called by a whole warp, converged.
+// Finds the groups of a warp's rows, which must rise. Called by one warp, converged.
 class GroupCursor {
  public:
-  __device__ GroupCursor(const SiluCall& call, const Groups& groups)
+  __device__ GroupCursor(const SiluCall& call, const GroupTable& groups)
       : n_groups_(static_cast<int>(call.n_groups)), groups_(groups) {}
 
+  // Fills the fields of `row` other than its index.
   __device__ void Find(SiluRow& row) {
     if (row.index >= end_) Search(row.index);
     row.in_group = row.index - start_;
@@ -78,13 +80,13 @@ class GroupCursor {
   }
 
  private:
-  // The last group that starts at or before the row; those before it end there.
+  // Finds the last group that starts at or before the row; groups before it end there.
   __device__ void Search(uint32_t row) {
     int n_started;
     do {
       const int group = next_ + LaneIndex();
       const bool has_started = group <= n_groups_ && groups_.starts[group] <= row;
-      n_started = __popc(__ballot_sync(0xffffffffu, has_started));
+      n_started = __popc(__ballot_sync(kAllLanes, has_started));
       next_ += n_started;
     } while (n_started == kWarpSize);
     start_ = groups_.starts[next_ - 1];
@@ -94,8 +96,8 @@ class GroupCursor {
   }
 
   const int n_groups_;
-  const Groups& groups_;
-  int next_ = 0;  // the first group that had not started
+  const GroupTable& groups_;
+  int next_ = 0;  // the first group that had not started yet
   uint32_t start_ = 0, end_ = 0, first_block_ = 0;
   InputScale input_scale_ = {};
 };

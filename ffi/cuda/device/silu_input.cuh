@@ -1,4 +1,4 @@
-// A lane's gates and ups: 8 of each, loaded 16 bytes at once.
+// The inputs of fused_silu: a lane's gates and ups, eight of each, loaded 16 bytes at a time.
 #pragma once
 
 #include <cstdint>
@@ -13,11 +13,11 @@
 
 namespace jax_ep::p2p {
 
-// Vectors of all gates, or ups, of a lane.
+// Vectors of a lane's gates, or of its ups.
 template <class T>
 constexpr int kLaneVectors = kLaneElements * sizeof(T) / kVectorBytes;
 
-// Calls `visit` with the activation in such a way that the compiler knows whether it clamps.
+// Calls visit(activation) once for each variant, so that the compiler knows whether it clamps.
 template <class Visit>
 __device__ __forceinline__ void VisitKnown(const Activation& activation, const Visit& visit) {
   if (activation.is_clamped) return visit(Activation{true, activation.alpha, activation.limit});
@@ -27,14 +27,14 @@ __device__ __forceinline__ void VisitKnown(const Activation& activation, const V
 template <class T, bool kIsInterleaved>
 struct SiluInput {
   static constexpr int kVectors = kLaneVectors<T>;
-  // From a lane's gates to those of the next.
+  // From a lane's gates to those of the next lane.
   static constexpr uint32_t kColumnVectors = (kIsInterleaved ? 2 : 1) * kVectors;
-  // As they stand: where gate and up take turns, each has some of both.
+  // As loaded: if gate and up columns alternate, each of the two holds some of both.
   int4 gate[kVectors];
   int4 up[kVectors];
 
-  // `up_bytes`: from gates to their ups.
-  // Without a hint that x is read once: an H200 takes up to 18 % longer with it.
+  // `up_bytes` is the distance from gates to their ups. No cache hint, although x is read only
+  // once: an H200 takes up to 18 % longer with it.
   __device__ void Load(const uint8_t* gates, uint32_t up_bytes) {
     if (kIsInterleaved) up_bytes = kVectors * kVectorBytes;
 #pragma unroll
@@ -58,33 +58,33 @@ struct SiluInput {
     }
   }
 
-  // The ups, and what becomes of the gates.
-  __device__ void Find(const Activation& activation, const GateTable& table,
-                       float (&of_gates)[kLaneElements], float (&ups)[kLaneElements]) const {
+  // Computes the ups as floats, and the factors of the gates.
+  __device__ void Compute(const Activation& activation, const GateTable& table,
+                          float (&of_gates)[kLaneElements], float (&ups)[kLaneElements]) const {
     float gates[kLaneElements];
     ToFloats(gates, ups);
     if constexpr (std::is_same_v<T, BFloat16>) {
       uint32_t pairs[kLaneElements / 2];
       GatePairs(pairs);
-      if (!table.Find(pairs, of_gates)) ComputeSeldom(activation, gates, of_gates);
+      if (!table.Find(pairs, of_gates)) OfGatesSlow(activation, gates, of_gates);
     } else {
-      VisitKnown(activation, [&](const Activation& known) { Compute(known, gates, of_gates); });
+      VisitKnown(activation, [&](const Activation& known) { OfGates(known, gates, of_gates); });
     }
   }
 
  private:
-  __device__ static void Compute(const Activation& activation, const float (&gates)[kLaneElements],
+  __device__ static void OfGates(const Activation& activation, const float (&gates)[kLaneElements],
                                  float (&of_gates)[kLaneElements]) {
 #pragma unroll
     for (int i = 0; i < kLaneElements; ++i) of_gates[i] = activation.OfGate(gates[i]);
   }
 
-  // In a loop: what is seldom needed is not to fill the cache of instructions.
-  __device__ static void ComputeSeldom(const Activation& activation, float (&gates)[kLaneElements],
-                                       float (&of_gates)[kLaneElements]) {
+  // In a loop, because code that rarely runs should not occupy the instruction cache.
+  __device__ static void OfGatesSlow(const Activation& activation, float (&gates)[kLaneElements],
+                                     float (&of_gates)[kLaneElements]) {
 #pragma unroll 1
     for (int i = 0; i < kLaneElements; ++i) {
-      // They go around: registers have no index.
+      // Rotates the values, because registers cannot be indexed.
       const float of_gate = activation.OfGate(gates[0]);
 #pragma unroll
       for (int k = 1; k < kLaneElements; ++k)
@@ -93,7 +93,7 @@ struct SiluInput {
     }
   }
 
-  // Gates of 16 bits, two in a word.
+  // Gates of 16 bits, two to a word.
   __device__ void GatePairs(uint32_t (&pairs)[kLaneElements / 2]) const {
     const auto word = [&](int i) {
       const int4& four = i < 4 ? gate[0] : up[0];
@@ -124,7 +124,7 @@ struct SiluInput {
   }
 };
 
-// Of a lane's inputs: their registers may be loaded again.
+// Completes the conversion of a lane's inputs, so that their registers can be loaded again.
 __device__ __forceinline__ void Complete(float (&values)[kLaneElements]) {
 #pragma unroll
   for (float& value : values) complete(value);

@@ -1,4 +1,4 @@
-// What becomes of a lane's activations: numbers of a plain format, or codes and scales.
+// The outputs of fused_silu: a lane's activations as a plain format, or as codes and scales.
 #pragma once
 
 #include <cstdint>
@@ -6,45 +6,46 @@
 #include "core/quantize.h"
 #include "core/scales_layout.h"
 #include "core/silu_call.h"
-#include "core/silu_pieces.h"
+#include "core/silu_tiles.h"
 #include "cuda/device/encode_block.cuh"
 #include "cuda/device/silu_input.cuh"
-#include "cuda/device/units.cuh"
+#include "cuda/device/work.cuh"
 
 namespace jax_ep::p2p {
 
-// A row: where it stands among the rows and, where that matters, in its group.
+// A row, and its place in its group if groups matter.
 struct SiluRow {
   uint32_t index;
   uint32_t in_group;
-  uint32_t first_block;  // of the group
+  uint32_t first_block;  // of the group's scale atoms
   bool is_last;          // of the group
   InputScale input_scale;
 };
 
-// Where a lane's values of a chunk of a row stand among those of all rows, in lanes' values: there
-// are fewer than 2^32 of these.
+// Index of a lane's values of a chunk, in units of kLaneElements. The launch checks that all rows
+// have fewer than 2^32 of them.
 __device__ __forceinline__ uint32_t LaneIndexIn(const SiluCall& call, uint32_t row, uint32_t chunk,
                                                 uint32_t lane) {
   return row * (static_cast<uint32_t>(call.row_size) / kLaneElements) + chunk * kWarpSize + lane;
 }
 
-// Rows as they are.
+// Rows of a plain format.
 class PlainOutput {
  public:
-  static constexpr bool kQuantises = false;
+  static constexpr bool kQuantizes = false;
   static constexpr bool kIsPacked = false;
 
   __device__ PlainOutput(const SiluCall& call, uint32_t lane) : call_(call), lane_(lane) {}
 
-  // The next chunks are these of the row, from `chunk` on.
+  // Starts a tile: the next chunks are those of `row` from `chunk` on.
   __device__ void Begin(const SiluRow& row, uint32_t chunk) {
     const uint32_t index = LaneIndexIn(call_, row.index, chunk, lane_);
     const int64_t bytes = call_.out_type == RowType::kFloat32 ? 4 : 2;
     out_ = static_cast<uint8_t*>(call_.out) + index * (bytes * kLaneElements);
   }
 
-  // Chunk `i` of those; kIsWhole: rows are a multiple of chunks. Called by a whole warp, converged.
+  // Stores chunk `i` of the tile. kIsWhole: rows are a multiple of tiles, so that all lanes have
+  // columns. Called by one warp, converged.
   template <bool kIsWhole>
   __device__ void Store(int i, bool has_column, const float (&values)[kLaneElements]) const {
     if (!has_column) return;
@@ -59,7 +60,7 @@ class PlainOutput {
     __stcs(reinterpret_cast<int4*>(out_) + i * kWarpSize, packed);
   }
 
-  __device__ void End(const SiluRow&, const Piece&) const {}
+  __device__ void End(const SiluRow&, const Tile&) const {}
 
  private:
   const SiluCall& call_;
@@ -67,15 +68,15 @@ class PlainOutput {
   uint8_t* out_ = nullptr;  // of this lane
 };
 
-// Where a lane's scales stand. All that does not change from row to row is found once.
+// Stores a lane's scales. Computes once what does not change from row to row.
 template <class Format>
-class ScalesOfLane {
+class LaneScales {
  public:
-  // Scales of a chunk: whole atoms.
+  // Scales of a chunk: a multiple of those of an atom.
   static constexpr uint32_t kChunkScales = kWarpElements / Format::kBlockSize;
   using Scale = typename Format::Scale;
 
-  __device__ ScalesOfLane(const SiluCall& call, uint32_t lane)
+  __device__ LaneScales(const SiluCall& call, uint32_t lane)
       : call_(call),
         is_first_(lane % (Format::kBlockSize / kLaneElements) == 0),
         in_chunk_(lane / (Format::kBlockSize / kLaneElements)) {
@@ -96,7 +97,7 @@ class ScalesOfLane {
   __device__ void Begin(const SiluRow& row, uint32_t chunk) {
     uint32_t first = row.index * row_size_;
     if (call_.scales_layout == ScalesLayout::kAtoms) {
-      // As AtomOffset, of 32 bits.
+      // AtomOffset in 32 bits.
       constexpr uint32_t kRows = kAtomRows, kScales = kAtomScales;
       const uint32_t in_block = row.in_group % kRows;
       first = (row.first_block + row.in_group / kRows) * row_size_ + in_block % 32 * 16 +
@@ -106,7 +107,7 @@ class ScalesOfLane {
     first_ = first + chunk * chunk_size_ + lane_;
   }
 
-  // Scales are fewer than 2^32.
+  // The launch checks that there are fewer than 2^32 scales.
   template <bool kIsWhole>
   __device__ void Store(int i, bool has_column, Scale scale) const {
     if (!has_column || !is_first_) return;
@@ -114,21 +115,21 @@ class ScalesOfLane {
     *to = scale;
     if constexpr (kIsWhole) return;
     if (call_.scales_layout != ScalesLayout::kAtoms || call_.n_scales % kAtomScales == 0) return;
-    // Zeros follow the last one of a row in its atom.
+    // Zeroes the rest of the atom after a row's last scale.
     if ((chunk_ + i) * kChunkScales + in_chunk_ != call_.n_scales - 1) return;
     for (uint32_t k = 1; k + in_chunk_ % kAtomScales < kAtomScales; ++k) to[k] = 0;
   }
 
-  // Behind a group's last row, zeros in what is left of its block of atoms, as far as the piece
-  // goes. Called by a whole warp, converged.
-  __device__ void Pad(const SiluRow& row, const Piece& piece) const {
+  // Zeroes the scales of the rows that a group's last block of atoms has after the group's last
+  // row, within the columns of the tile. Called by one warp, converged.
+  __device__ void Pad(const SiluRow& row, const Tile& tile) const {
     constexpr uint32_t kRows = kAtomRows, kChunkAtoms = kChunkScales / kAtomScales;
     const uint32_t n_used = row.in_group % kRows + 1;
     const uint32_t n_atoms = row_size_ / kAtomBytes;
     const uint32_t block = row.first_block + row.in_group / kRows;
-    const uint32_t end = min((piece.chunk + piece.n_chunks) * kChunkAtoms, n_atoms);
+    const uint32_t end = min((tile.chunk + tile.n_chunks) * kChunkAtoms, n_atoms);
 #pragma unroll 1
-    for (uint32_t atom = piece.chunk * kChunkAtoms; atom < end; ++atom) {
+    for (uint32_t atom = tile.chunk * kChunkAtoms; atom < end; ++atom) {
       auto* const rows = static_cast<uint32_t*>(call_.scales) + (block * n_atoms + atom) * kRows;
 #pragma unroll
       for (uint32_t quarter = 0; quarter < 4; ++quarter) {
@@ -142,20 +143,20 @@ class ScalesOfLane {
   static_assert(kChunkScales % kAtomScales == 0 || sizeof(Scale) > 1);
 
   const SiluCall& call_;
-  const bool is_first_;      // of its block's lanes: the one that stores the scale
-  const uint32_t in_chunk_;  // the block's index
+  const bool is_first_;      // of its block's lanes: this one stores the scale
+  const uint32_t in_chunk_;  // index of the block in the chunk
   uint32_t row_size_, chunk_size_, lane_;
   uint32_t chunk_ = 0, first_ = 0;
 };
 
-// Codes, and a scale for the elements of neighbouring lanes.
+// Codes, and a scale per block of elements, which neighboring lanes share.
 template <class Format>
-class QuantisedOutput {
+class QuantizedOutput {
  public:
-  static constexpr bool kQuantises = true;
+  static constexpr bool kQuantizes = true;
   static constexpr bool kIsPacked = Format::kIsPacked;
 
-  __device__ QuantisedOutput(const SiluCall& call, uint32_t lane)
+  __device__ QuantizedOutput(const SiluCall& call, uint32_t lane)
       : call_(call), lane_(lane), scales_(call, lane) {}
 
   __device__ void Begin(const SiluRow& row, uint32_t chunk) {
@@ -171,11 +172,11 @@ class QuantisedOutput {
     scales_.template Store<kIsWhole>(i, has_column, codes.scale);
   }
 
-  // After the piece's chunks.
-  __device__ void End(const SiluRow& row, const Piece& piece) const {
+  // Ends a tile.
+  __device__ void End(const SiluRow& row, const Tile& tile) const {
     constexpr bool kHasAtoms = sizeof(typename Format::Scale) == 1;
     if constexpr (kHasAtoms) {
-      if (row.is_last && call_.scales_layout == ScalesLayout::kAtoms) scales_.Pad(row, piece);
+      if (row.is_last && call_.scales_layout == ScalesLayout::kAtoms) scales_.Pad(row, tile);
     }
   }
 
@@ -186,7 +187,7 @@ class QuantisedOutput {
   const uint32_t lane_;
   InputScale input_scale_ = {};
   Word* codes_ = nullptr;  // of this lane
-  ScalesOfLane<Format> scales_;
+  LaneScales<Format> scales_;
 };
 
 }  // namespace jax_ep::p2p

@@ -1,0 +1,13 @@
+// Where a device stands in the mesh.
+#pragma once
+
+#include <cstdint>
+
+namespace jax_ep {
+
+struct MeshCoordinate {
+  int64_t replica;  // of the EP group: the index along all other axes of the mesh
+  int64_t rank;     // along the EP axis
+};
+
+}  // namespace jax_ep

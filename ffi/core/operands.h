@@ -1,0 +1,111 @@
+// The operands and results of the calls as plain pointers and sizes. ffi/xla reads them from XLA's
+// buffers, once for both platforms, and checks that they fit the group.
+//
+// core/routing.h explains the letters and what a group of rows is. On CPUs, pointers are to host
+// memory; on GPUs, to device memory.
+#pragma once
+
+#include <cstdint>
+
+#include "core/combine_mode.h"
+#include "core/element_types.h"
+#include "core/formats.h"
+#include "core/scales_layout.h"
+#include "core/shape.h"
+
+namespace jax_ep {
+
+// The sizes of an open group that its calls share.
+struct GroupSizes {
+  int64_t n_ranks;              // R
+  int64_t n_groups;             // G, a multiple of R
+  int64_t n_choices;            // N
+  int64_t max_tokens_per_rank;  // M
+  // kAnySize where the group leaves them to the buffers of each call, as on GPUs.
+  int64_t hidden_size = Shape::kAnySize;      // H
+  int64_t max_recv_tokens = Shape::kAnySize;  // C
+
+  constexpr int64_t n_local_groups() const { return n_groups / n_ranks; }
+};
+
+// What dispatch leaves for combine, int32.
+enum class Handle {
+  // dst_rows [T, N]: the row of each choice on its destination rank, kNoRow = none.
+  kDstRows,
+  // message_rows [R + R M (1 + N)]: the number of messages from each rank, then, for each message,
+  // its token and the row of each choice.
+  kMessageRows,
+};
+
+constexpr const char* Name(Handle handle) {
+  return handle == Handle::kDstRows ? "dst_rows" : "message_rows";
+}
+
+constexpr Shape HandleShape(Handle handle, const GroupSizes& sizes, int64_t n_tokens) {
+  if (handle == Handle::kDstRows) return {n_tokens, sizes.n_choices};
+  return {sizes.n_ranks * (1 + sizes.max_tokens_per_rank * (1 + sizes.n_choices))};
+}
+
+struct DispatchOperands {
+  int64_t n_tokens;         // T
+  int64_t hidden_size;      // H
+  int64_t max_recv_tokens;  // C
+  const TokenFormat* format;
+  ScalesLayout scales_layout;
+  RowType token_type;
+  int64_t token_bytes;  // of a token as it is given
+  int64_t row_bytes;    // of a row
+  int64_t n_scales;     // of a row
+
+  const int32_t* coordinate;  // []
+  const uint8_t* tokens;      // [T, token_bytes]
+  const int32_t* group_ids;   // [T, N]; kNoGroup = none
+  const float* topk_weights;  // [T, N] or null
+  const float* input_scale;   // [] or null
+
+  uint8_t* rows;          // [C, row_bytes]
+  uint32_t* row_offsets;  // [G / R + 1]
+  int32_t* src_info;      // [C, 2] token, choice; -1 = padding
+  int32_t* n_dropped;     // []
+  int32_t* n_invalid;     // []
+  int32_t* handle;        // see Handle
+  float* row_weights;     // [C], null without topk_weights
+  uint8_t* scales;        // in scales_layout, or null
+};
+
+// The sizes of the rows that combine and its backward work on.
+struct RowSizes {
+  int64_t n_tokens;         // T
+  int64_t max_recv_tokens;  // C
+  int64_t row_size;         // elements of a row: H, or fewer where scalars take the same way
+  RowType row_type;
+};
+
+struct CombineOperands : RowSizes {
+  const int32_t* coordinate;  // []
+  const void* expert_out;     // [C, row_size]
+  const int32_t* group_ids;   // [T, N]
+  const int32_t* handle;      // see Handle
+  const float* topk_weights;  // [T, N] or null
+  const float* row_weights;   // [C] or null
+  const void* residual;       // [T, row_size] or null
+
+  void* out;  // [T, row_size], or [T, N, row_size] where rows are not reduced
+};
+
+struct CombineGradOperands : RowSizes {
+  const int32_t* coordinate;    // []
+  const void* cotangent;        // [T, row_size], or [T, N, row_size] where rows are not reduced
+  const void* expert_out;       // [C, row_size], as given to combine
+  const uint32_t* row_offsets;  // [G / R + 1]
+  const int32_t* group_ids;     // [T, N]
+  const int32_t* dst_rows;      // [T, N], see Handle
+  const float* topk_weights;    // [T, N] or null
+  const float* row_weights;     // [C] or null
+
+  void* grad_expert_out;     // [C, row_size]; zero in rows that are not in use
+  float* grad_topk_weights;  // [T, N] or null; zero for choices without a row
+  float* grad_row_weights;   // [C] or null; zero in rows that are not in use
+};
+
+}  // namespace jax_ep

@@ -1,0 +1,98 @@
+// What calls ask of an open group: their arguments, and whether a rank has failed.
+
+#include <sstream>
+#include <string>
+
+#include "cuda/group.h"
+
+namespace jax_ep::p2p {
+namespace {
+
+// What did not arrive.
+const char* Describe(Phase phase) {
+  switch (phase) {
+    case Phase::kNone:
+    case Phase::kWrongMesh:
+      break;
+    case Phase::kCounts:
+      return "dispatch: its counts";
+    case Phase::kMessage:
+      return "dispatch: a message";
+    case Phase::kStarted:
+      return "combine: its start of the call";
+    case Phase::kReturned:
+      return "combine: the rows of a token";
+  }
+  return "unknown phase";
+}
+
+}  // namespace
+
+Status RankGroup::CheckLocal(int rank) const {
+  if (rank >= 0 && rank < config_.n_ranks && IsLocal(rank)) return {};
+  return InvalidArgument("the rank must belong to this process; got rank " + std::to_string(rank) +
+                         " of " + std::to_string(config_.n_ranks) + ".");
+}
+
+Status RankGroup::FillCall(int rank, int64_t n_tokens, CallArgs* call) const {
+  if (n_tokens < 0 || n_tokens > config_.max_tokens_per_rank) {
+    return InvalidArgument("the number of tokens must be at most max_tokens_per_rank = " +
+                           std::to_string(config_.max_tokens_per_rank) + "; got " +
+                           std::to_string(n_tokens) + ".");
+  }
+  *call = {};
+  call->map = map_;
+  call->workspace = ranks_[rank].workspace;
+  call->failure = ranks_[rank].failure;
+  call->timeout_ns = static_cast<int64_t>(config_.timeout_s * 1e9);
+  call->rank = rank;
+  call->n_ranks = static_cast<int32_t>(config_.n_ranks);
+  call->n_groups = static_cast<int32_t>(config_.n_groups);
+  call->local_groups = FastDivisor(static_cast<uint32_t>(config_.n_groups / config_.n_ranks));
+  call->n_choices = static_cast<int32_t>(config_.n_choices);
+  call->max_tokens = static_cast<int32_t>(config_.max_tokens_per_rank);
+  call->n_tokens = static_cast<int32_t>(n_tokens);
+  return {};
+}
+
+Status RankGroup::DispatchCall(int rank, int64_t n_tokens, const TokenSize& size, CallArgs* call,
+                               bool is_async) const {
+  const Status status = FillCall(rank, n_tokens, call);
+  if (status.ok()) PlanDispatch(ranks_[rank].resources, size, is_async, call);
+  return status;
+}
+
+Status RankGroup::CombineCall(int rank, int64_t n_tokens, bool sums_per_rank, CallArgs* call,
+                              bool is_async) const {
+  const Status status = FillCall(rank, n_tokens, call);
+  if (status.ok()) PlanCombine(ranks_[rank].resources, sums_per_rank, is_async, call);
+  return status;
+}
+
+Status RankGroup::CheckFailure(int rank) const {
+  const uint64_t word = *static_cast<const volatile uint64_t*>(ranks_[rank].failure);
+  if (word == 0) return {};
+  const Failure failure = Failure::FromWord(word);
+  std::ostringstream text;
+  if (failure.phase == Phase::kWrongMesh) {
+    text << "the function must run on the mesh that the group was opened with; the device of rank "
+         << rank << " is rank " << failure.peer % config_.n_ranks << " of replica "
+         << failure.peer / config_.n_ranks
+         << " in the function's mesh. Call ep_init with that mesh.";
+    return FailedPrecondition(text.str());
+  }
+  text << "rank " << rank << " waited " << config_.timeout_s << " s for rank " << failure.peer
+       << " (" << Describe(failure.phase) << ", epoch " << failure.epoch << "). Has rank "
+       << failure.peer << " stopped, or does it run a different program?";
+  return DeadlineExceeded(text.str());
+}
+
+std::vector<uint64_t> RankGroup::BufferAddresses(int rank) const {
+  const auto address = [&](const Region& region) {
+    return reinterpret_cast<uint64_t>(ranks_[rank].workspace) + region.offset;
+  };
+  return {0, address(map_.messages), address(map_.counts),
+          0, address(map_.rows),     address(map_.returned)};
+}
+
+}  // namespace jax_ep::p2p

@@ -1,0 +1,29 @@
+// Loads kernels when a group is opened. A kernel that CUDA loads at its first launch may have to
+// wait for a running kernel, which in turn waits for a peer.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cstddef>
+
+namespace jax_ep::p2p {
+
+// Loads `kernel` on the current device, raises its limit of dynamic shared memory to `smem_bytes`,
+// and lowers `max_blocks` to the number of its blocks that fit on an SM.
+inline cudaError_t LoadKernel(const void* kernel, int n_threads, size_t smem_bytes,
+                              int* max_blocks) {
+  cudaFuncAttributes attributes;
+  cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+  if (error != cudaSuccess) return error;
+  // Groups share the kernels: never lower the limit that another group needs.
+  const int bytes = std::max(attributes.maxDynamicSharedSizeBytes, static_cast<int>(smem_bytes));
+  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error != cudaSuccess) return error;
+  int n_blocks = 0;
+  error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&n_blocks, kernel, n_threads, smem_bytes);
+  *max_blocks = std::min(*max_blocks, n_blocks);
+  return error;
+}
+
+}  // namespace jax_ep::p2p

@@ -1,0 +1,96 @@
+// The token counts and shares below were the fastest on 4 H200, with all of their SMs and with few
+// (docs/performance.md).
+
+#include "cuda/plan.h"
+
+#include <algorithm>
+
+#include "cuda/combine.h"
+
+namespace jax_ep::p2p {
+namespace {
+
+// A call on at most this many SMs is limited by more than the link.
+constexpr int32_t kFewSms = 33;
+// With fewer rows in flight, plain stores are faster than bulk copies.
+constexpr int32_t kMinStages = 4;
+
+// The largest number of warps per item with which every item has warps of its own.
+int32_t WarpsPerItem(int64_t n_items, int64_t n_blocks) {
+  int32_t warps = kWorkerWarps;
+  while (warps > 1 && n_blocks * (kWorkerWarps / warps) < n_items) warps /= 2;
+  return warps;
+}
+
+// With `is_many`, the link is the limit, and `send_share` of the blocks only send.
+LaunchPlan SpreadBlocks(int64_t n_send_items, int64_t n_receive_items, int32_t n_sms, bool is_many,
+                        double send_share) {
+  LaunchPlan plan{};
+  if (is_many && n_sms > 1) {
+    plan.n_blocks = n_sms;
+    plan.n_send_blocks =
+        std::clamp<int32_t>(static_cast<int32_t>(n_sms * send_share), 1, n_sms - 1);
+  } else {
+    // A block costs time even if it has nothing to do.
+    const int64_t n_items = std::max<int64_t>({n_send_items, n_receive_items, 1});
+    plan.n_blocks = static_cast<int32_t>(std::min<int64_t>(n_sms, n_items));
+    plan.n_send_blocks = plan.n_blocks;
+  }
+  plan.warps_per_send = WarpsPerItem(n_send_items, plan.n_send_blocks);
+  plan.warps_per_receive = WarpsPerItem(n_receive_items, plan.n_blocks);
+  return plan;
+}
+
+// A token goes to at most min(N, R) ranks. As many messages come back if all ranks have as many
+// tokens.
+int64_t MaxMessages(const CallArgs& call) {
+  return int64_t{call.n_tokens} * std::min(call.n_choices, call.n_ranks);
+}
+
+// Whether combine should pass rows through rings: only if each warp has messages of its own. If it
+// returns all rows rather than their sum, only loading the next message ahead gains from a ring, so
+// each warp needs several. Tokens then have one warp each, too.
+bool WantsRing(const LaunchPlan& plan, int64_t n_messages, bool sums_per_rank) {
+  if (plan.warps_per_send > 1) return false;
+  return sums_per_rank || n_messages > int64_t{plan.n_send_blocks} * kWorkerWarps;
+}
+
+int32_t BlocksOf(const RankResources& resources, bool is_async) {
+  return is_async ? resources.n_async_blocks : resources.n_blocks;
+}
+
+bool InClusters(const RankResources& resources, bool is_async, const LaunchPlan& plan) {
+  return is_async && resources.has_clusters && plan.n_blocks % 2 == 0;
+}
+
+}  // namespace
+
+void PlanDispatch(const RankResources& resources, const TokenSize& size, bool is_async,
+                  CallArgs* call) {
+  const int32_t n_sms = BlocksOf(resources, is_async);
+  const bool quantizes = size.scales > 0;
+  const double send_share = quantizes || n_sms <= kFewSms ? 0.34 : 0.2;
+  LaunchPlan& plan = call->plan;
+  plan = SpreadBlocks(call->n_tokens, MaxMessages(*call), n_sms, call->n_tokens >= 256, send_share);
+  if (plan.n_send_blocks < plan.n_blocks) {
+    const int32_t n_stages = MaxDispatchStages(*call, size, resources.bulk_smem_bytes);
+    if (n_stages >= kMinStages) plan.n_stages = n_stages;
+    plan.receives_in_bulk = plan.n_stages > 0 && plan.warps_per_receive == 1;
+  }
+  plan.in_clusters = InClusters(resources, is_async, plan);
+}
+
+void PlanCombine(const RankResources& resources, bool sums_per_rank, bool is_async,
+                 CallArgs* call) {
+  const int64_t n_messages = MaxMessages(*call);
+  LaunchPlan& plan = call->plan;
+  plan = SpreadBlocks(n_messages, call->n_tokens, BlocksOf(resources, is_async),
+                      call->n_tokens >= 2048, /*send_share=*/0.75);
+  if (WantsRing(plan, n_messages, sums_per_rank)) {
+    plan.ring_slots = MaxRingSlots(*call, resources.bulk_smem_bytes);
+    if (plan.ring_slots > 0) plan.warps_per_receive = 1;
+  }
+  plan.in_clusters = InClusters(resources, is_async, plan);
+}
+
+}  // namespace jax_ep::p2p

@@ -1,0 +1,35 @@
+// Launch plans: how a call spreads its work over the GPU.
+//
+// Few tokens: every block sends and then receives, and several warps share a row. Many tokens: some
+// blocks send, enough to fill the link, while the others receive. Once the link is full, stores to
+// peers stall the SM that they come from, so the two jobs do not share SMs.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cuda/call_args.h"
+#include "cuda/dispatch.h"
+
+namespace jax_ep::p2p {
+
+// Blocks of an asynchronous call when the user does not set n_sms.
+constexpr int32_t kAsyncBlocks = 24;
+
+// What calls of a rank may use of its device.
+struct RankResources {
+  int32_t n_blocks = 0;        // resident together with those of other ranks on the device
+  int32_t n_async_blocks = 0;  // the same for an asynchronous call
+  size_t bulk_smem_bytes = 0;  // shared memory per block for bulk copies; 0 = no bulk copies
+  bool has_clusters = false;
+};
+
+// Fill `call->plan` for a call whose other fields are set.
+//
+// `size`: of the tokens, which are quantized if they have scales. `sums_per_rank`: see SumsPerRank
+// in core/combine_mode.h. An asynchronous call leaves SMs to concurrent kernels.
+void PlanDispatch(const RankResources& resources, const TokenSize& size, bool is_async,
+                  CallArgs* call);
+void PlanCombine(const RankResources& resources, bool sums_per_rank, bool is_async, CallArgs* call);
+
+}  // namespace jax_ep::p2p

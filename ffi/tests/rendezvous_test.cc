@@ -1,0 +1,96 @@
+#include "tests/rendezvous_test.h"
+
+#include <chrono>
+#include <future>
+#include <memory>
+
+#include "cpu/rendezvous.h"
+#include "tests/check.h"
+
+namespace jax_ep {
+namespace {
+
+Arrival MakeArrival(int64_t rank, std::promise<Status>& promise) {
+  return {rank, std::make_unique<RankArgs>(),
+          [&promise](const Status& status) { promise.set_value(status); }};
+}
+
+CallInfo MakeInfo(int64_t n_ranks, double timeout_s) { return {"test", n_ranks, timeout_s}; }
+
+void TestLastRankGetsAllByRank() {
+  Rendezvous& rendezvous = Rendezvous::Instance();
+  std::promise<Status> promises[3];
+  int site;
+  const CallKey key{&site, 1, 0};
+  CHECK_EQ(rendezvous.Arrive(key, MakeInfo(3, 60), MakeArrival(2, promises[2])).size(), size_t{0});
+  CHECK_EQ(rendezvous.Arrive(key, MakeInfo(3, 60), MakeArrival(0, promises[0])).size(), size_t{0});
+  const auto arrivals = rendezvous.Arrive(key, MakeInfo(3, 60), MakeArrival(1, promises[1]));
+  CHECK_EQ(arrivals.size(), size_t{3});
+  for (int64_t rank = 0; rank < 3; ++rank) CHECK_EQ(arrivals[rank].rank, rank);
+}
+
+void TestMissingRankEndsTheWait() {
+  Rendezvous& rendezvous = Rendezvous::Instance();
+  std::promise<Status> early[2], late, elsewhere;
+  int site, other_site;
+  const CallKey key{&site, 7, 0};
+  rendezvous.Arrive(key, MakeInfo(3, 0.1), MakeArrival(0, early[0]));
+  rendezvous.Arrive(key, MakeInfo(3, 0.1), MakeArrival(2, early[1]));
+  rendezvous.Arrive({&other_site, 7, 0}, MakeInfo(2, 60), MakeArrival(0, elsewhere));
+  for (auto& promise : early) {
+    const Status status = promise.get_future().get();
+    CHECK_CONTAINS(status.message, "ranks 0, 2 waited 0.1 s for rank 1");
+  }
+  CHECK_CONTAINS(elsewhere.get_future().get().message, "for rank 1");
+  rendezvous.Arrive(key, MakeInfo(3, 0.1), MakeArrival(1, late));
+  CHECK_CONTAINS(late.get_future().get().message, "for rank 1");
+}
+
+void TestShorterTimeoutIsNotHeldUpByALongerOne() {
+  Rendezvous& rendezvous = Rendezvous::Instance();
+  std::promise<Status> slow, fast;
+  int site;
+  rendezvous.Arrive({&site, 20, 0}, MakeInfo(2, 60), MakeArrival(0, slow));
+  rendezvous.Arrive({&site, 21, 0}, MakeInfo(2, 0.1), MakeArrival(0, fast));
+  CHECK_EQ(fast.get_future().get().ok(), false);
+  rendezvous.Fail(20, Internal("end of test"));
+  CHECK_CONTAINS(slow.get_future().get().message, "end of test");
+}
+
+void TestFailureEndsTheRunAndNoOther() {
+  Rendezvous& rendezvous = Rendezvous::Instance();
+  std::promise<Status> waiting, other_run, late;
+  int site;
+  rendezvous.Arrive({&site, 30, 0}, MakeInfo(2, 60), MakeArrival(0, waiting));
+  rendezvous.Arrive({&site, 31, 0}, MakeInfo(2, 60), MakeArrival(0, other_run));
+  rendezvous.Fail(30, Internal("rank 1 failed"));
+  CHECK_CONTAINS(waiting.get_future().get().message, "rank 1 failed");
+  rendezvous.Arrive({&site, 30, 0}, MakeInfo(2, 60), MakeArrival(1, late));
+  CHECK_CONTAINS(late.get_future().get().message, "rank 1 failed");
+  auto future = other_run.get_future();
+  CHECK_EQ(future.wait_for(std::chrono::milliseconds(50)) == std::future_status::timeout, true);
+  rendezvous.Fail(31, Internal("end of test"));
+  future.get();
+}
+
+void TestSameRankTwiceIsAnError() {
+  Rendezvous& rendezvous = Rendezvous::Instance();
+  std::promise<Status> first, second;
+  int site;
+  rendezvous.Arrive({&site, 40, 0}, MakeInfo(2, 60), MakeArrival(0, first));
+  rendezvous.Arrive({&site, 40, 0}, MakeInfo(2, 60), MakeArrival(0, second));
+  CHECK_CONTAINS(first.get_future().get().message, "arrived twice");
+  CHECK_CONTAINS(second.get_future().get().message, "arrived twice");
+}
+
+}  // namespace
+
+void RunRendezvousTests() {
+  TestLastRankGetsAllByRank();
+  TestMissingRankEndsTheWait();
+  TestShorterTimeoutIsNotHeldUpByALongerOne();
+  TestFailureEndsTheRunAndNoOther();
+  TestSameRankTwiceIsAnError();
+}
+
+}  // namespace jax_ep

@@ -1,0 +1,67 @@
+// The attributes of the custom calls, by the names that Python sets: exactly what the handlers
+// read. Every string points into XLA's call frame, and is valid while the handler runs.
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+
+#include "core/combine_mode.h"
+#include "core/formats.h"
+#include "core/silu.h"
+#include "core/status.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_ep {
+
+namespace ffi = xla::ffi;
+
+struct DispatchAttributes {
+  std::string_view group;  // key of the group
+  std::string_view token_format;
+  std::string_view scales_layout;  // "none" for plain formats
+};
+
+// Of combine and of its backward.
+struct CombineAttributes {
+  std::string_view group;  // key of the group
+  Weighting weighting;
+  bool reduce;
+  bool adds_shared_expert;
+
+  CombineMode mode() const { return {weighting, reduce, adds_shared_expert}; }
+};
+
+struct SiluAttributes {
+  std::string_view token_format;
+  std::string_view scales_layout;
+  bool interleaved;
+  bool clamped;
+  float alpha;
+  float limit;
+
+  Activation activation() const { return {clamped, alpha, limit}; }
+};
+
+// Finds the format and the layout of the scales by their names. Fails if this build does not know
+// one of them, or if the format does not have the layout.
+Status FindRowFormat(std::string_view token_format, std::string_view scales_layout,
+                     RowFormat* row_format);
+
+}  // namespace jax_ep
+
+XLA_FFI_REGISTER_ENUM_ATTR_DECODING(::jax_ep::Weighting);
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_ep::DispatchAttributes,
+                                      StructMember<std::string_view>("group"),
+                                      StructMember<std::string_view>("token_format"),
+                                      StructMember<std::string_view>("scales_layout"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_ep::CombineAttributes,
+                                      StructMember<std::string_view>("group"),
+                                      StructMember<::jax_ep::Weighting>("weighting"),
+                                      StructMember<bool>("reduce"),
+                                      StructMember<bool>("adds_shared_expert"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_ep::SiluAttributes,
+                                      StructMember<std::string_view>("token_format"),
+                                      StructMember<std::string_view>("scales_layout"),
+                                      StructMember<bool>("interleaved"),
+                                      StructMember<bool>("clamped"), StructMember<float>("alpha"),
+                                      StructMember<float>("limit"));

@@ -1,0 +1,30 @@
+// XLA's buffers -> the plain operands of core/operands.h, for the handlers of both platforms.
+//
+// Each function says, by its calls of BufferReader::Next, which operands and results a call has, in
+// which order, and which dtype and shape each must have. A failure names the first buffer that does
+// not fit, what it must be and what it is. On success nothing is allocated: handlers run per call.
+#pragma once
+
+#include "core/operands.h"
+#include "core/status.h"
+#include "xla/buffers.h"
+
+namespace jax_ep {
+
+// Operands: coordinate, tokens, group_ids, topk_weights?, input_scale?. Results: rows, row_offsets,
+// src_info, n_dropped, n_invalid, the handle, row_weights?, scales?.
+Status ReadDispatch(const GroupSizes& sizes, Handle handle, const RowFormat& row_format,
+                    const BufferList& operands, const BufferList& results,
+                    DispatchOperands* dispatch);
+
+// Operands: coordinate, expert_out, group_ids, the handle, topk_weights or row_weights?, residual?.
+// Result: the sums, or a row per choice.
+Status ReadCombine(const GroupSizes& sizes, Handle handle, const CombineMode& mode,
+                   const BufferList& operands, const BufferList& results, CombineOperands* combine);
+
+// Operands: coordinate, cotangent, expert_out, row_offsets, group_ids, dst_rows, topk_weights or
+// row_weights?. Results: the gradient of expert_out, and that of the weights?.
+Status ReadCombineGrad(const GroupSizes& sizes, const CombineMode& mode, const BufferList& operands,
+                       const BufferList& results, CombineGradOperands* grad);
+
+}  // namespace jax_ep
