@@ -1,12 +1,12 @@
-# Every target sets up what it needs. `make help` lists them.
+# Every target sets up what it needs. `make help` lists the targets.
 
 PYTHON ?= python3
 VENV ?= .venv
-# More options for pytest: make test PYTEST_ARGS="-k combine -x"
+# Further options for pytest: make test PYTEST_ARGS="-k combine -x"
 PYTEST_ARGS ?=
-# Of jax: with a GPU, JAX for CUDA.
+# The extra of jax to install: JAX for CUDA if there is an NVIDIA GPU, otherwise none.
 JAX_EXTRA ?= $(if $(shell nvidia-smi -L 2>/dev/null),cuda13)
-# Interpreters for `make matrix`: names on PATH or paths. Empty: looked for by version.
+# Interpreters for `make matrix`: names on PATH, or paths. If empty, they are searched by version.
 PYTHONS ?=
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -25,10 +25,10 @@ PY_DIRS := $(wildcard jax_ep tests examples benchmarks tools)
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 16
 
-# --- set-up ---------------------------------------------------------------------------
+# --- set-up -----------------------------------------------------------------------------
 
-# Everything but the extension. The build tools are installed too, so that the extension
-# builds without isolation: incrementally, in seconds.
+# Everything except the package. Includes the build tools, so that the extensions build without
+# isolation: incrementally, in seconds.
 $(VENV)/.deps: pyproject.toml tools/requirements.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python tools/requirements.py dev > $(VENV)/requirements.txt
@@ -36,27 +36,27 @@ $(VENV)/.deps: pyproject.toml tools/requirements.py
 	  $(if $(JAX_EXTRA),'jax[$(JAX_EXTRA)]')
 	touch $@
 
-# The package, editable: Python changes need no rebuild, changes under ffi/ do.
+# The package, editable: changes under ffi/ need a rebuild, changes to Python files do not.
 $(VENV)/.package: $(VENV)/.deps CMakeLists.txt $(FFI_SOURCES)
-	@echo "Building the extensions: a minute, or three with nvcc."
+	@echo "Building the extensions: one minute, or three with nvcc."
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
 .PHONY: setup
 setup: $(VENV)/.package  ## create .venv with the package and all tools
 
-# --- daily ----------------------------------------------------------------------------
+# --- every day --------------------------------------------------------------------------
 
 .PHONY: demo
-demo: $(VENV)/.package  ## train a small mixture-of-experts model, on GPUs if there are some
+demo: $(VENV)/.package  ## train a small mixture-of-experts model, on GPUs if there are any
 	$(BIN)/python examples/demo $(DEMO_ARGS)
 
 .PHONY: test
-test: $(VENV)/.package  ## run the test suite; prints why a test was skipped
+test: $(VENV)/.package  ## run the test suite; print why tests were skipped
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 .PHONY: bench
-bench: $(VENV)/.package  ## run the benchmark of what JAX has here: CPU or GPUs
+bench: $(VENV)/.package  ## run the benchmark, on GPUs if there are any, otherwise on the CPU
 	$(BIN)/python benchmarks $(BENCH_ARGS)
 
 .PHONY: format
@@ -65,8 +65,8 @@ format: $(VENV)/.deps  ## rewrite all sources in the project's format
 	$(BIN)/ruff format --quiet $(PY_DIRS)
 	$(BIN)/clang-format -i $(CXX_FILES)
 
-.PHONY: lint lint-python lint-cpp lint-types lint-rules
-lint: lint-python lint-cpp lint-types lint-rules  ## check format, types and layering
+.PHONY: lint lint-python lint-cpp lint-types lint-imports lint-includes
+lint: lint-python lint-cpp lint-types lint-imports lint-includes  ## check format, types, layers
 
 lint-python: $(VENV)/.deps
 	$(BIN)/ruff check $(PY_DIRS)
@@ -78,36 +78,41 @@ lint-cpp: $(VENV)/.deps
 lint-types: $(VENV)/.deps
 	$(BIN)/mypy
 
-lint-rules:
-	tools/lint_rules.sh
+lint-imports: $(VENV)/.deps
+	$(BIN)/lint-imports
+
+# Kernels and ffi/core know nothing of XLA and Python.
+lint-includes:
+	! grep -nE '#[[:space:]]*include[[:space:]]*[<"](xla/|nanobind/|Python\.h)' \
+	  $$(find ffi \( -name '*.cu' -o -name '*.cuh' -o -path 'ffi/core/*' \) -type f)
 
 # --- now and then -----------------------------------------------------------------------
 
 .PHONY: sanitize
-sanitize: $(VENV)/.deps  ## host transport under ASan + UBSan, then TSan
+sanitize: $(VENV)/.deps  ## run the host transport under ASan + UBSan, then TSan
 	tests/sanitizers/run.sh $(VENV)
 
 .PHONY: matrix
-matrix:  ## wheels, the fast tests, several versions of Python and JAX
+matrix:  ## build wheels, run the fast tests with several versions of Python and JAX
 	PYTHONS="$(PYTHONS)" tools/matrix.sh $(MATRIX)
 
 .PHONY: cuda-compile
-cuda-compile:  ## compile all CUDA sources, as far as there are any
+cuda-compile:  ## compile all CUDA sources; needs no GPU
 	tools/cuda_compile.sh
 
 .PHONY: gpu-programs
-gpu-programs: $(VENV)/.package  ## without a GPU: compile programs for GPUs, look at them
+gpu-programs: $(VENV)/.package  ## compile programs with XLA for GPUs and check them; needs no GPU
 	tools/gpu_programs.sh $(VENV) $(PYTEST_ARGS)
 
 .PHONY: gpu-test
-gpu-test:  ## on a machine with GPUs: build as it is, run the suite on p2p, logs in GPU_LOGS
+gpu-test:  ## on a machine with GPUs: build with its python3, test p2p; logs in GPU_LOGS
 	tools/gpu_test.sh $(or $(GPU_LOGS),build/gpu-logs)
 
 .PHONY: gpu-bench
-gpu-bench:  ## on a machine with GPUs: build as it is, run the GPU benchmark, files in GPU_LOGS
+gpu-bench:  ## on a machine with GPUs: build with its python3, measure p2p; files in GPU_LOGS
 	tools/gpu_bench.sh $(or $(GPU_LOGS),build/gpu-logs) $(BENCH_ARGS)
 
 .PHONY: clean
-clean:  ## remove everything that the other targets wrote
+clean:  ## remove everything that the other targets created
 	rm -rf $(VENV) .venv-matrix build dist demo_out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -1,61 +1,31 @@
 """Mixture-of-Experts expert parallelism for JAX: dispatch and combine."""
 
-from jax_ep.config import EPConfig
-from jax_ep.dequantize import dequantize
-from jax_ep.formats import (
-    BF16,
-    MXFP4,
-    MXFP8,
-    NVFP4,
-    BlockwiseFP8,
-    Plain,
-    Quantized,
-    QuantizedFormat,
-    TokenFormat,
-)
-from jax_ep.fused_silu import QuantizedRows, fused_silu
-from jax_ep.group import EPGroup, ep_init
-from jax_ep.ops import (
-    combine,
-    combine_async,
-    combine_wait,
-    dispatch,
-    dispatch_async,
-    dispatch_wait,
-)
-from jax_ep.plot import plot_traffic
-from jax_ep.results import Dispatched, InFlight
-from jax_ep.stats import RankStats
-from jax_ep.transports import COMBINE_NAME, DISPATCH_NAME
+from jax_ep.config import EPConfig as EPConfig
+from jax_ep.dequantize import dequantize as dequantize
+from jax_ep.formats import BF16 as BF16
+from jax_ep.formats import MXFP4 as MXFP4
+from jax_ep.formats import MXFP8 as MXFP8
+from jax_ep.formats import NVFP4 as NVFP4
+from jax_ep.formats import BlockwiseFP8 as BlockwiseFP8
+from jax_ep.formats import Plain as Plain
+from jax_ep.formats import Quantized as Quantized
+from jax_ep.formats import QuantizedFormat as QuantizedFormat
+from jax_ep.formats import TokenFormat as TokenFormat
+from jax_ep.fused_silu import QuantizedRows as QuantizedRows
+from jax_ep.fused_silu import fused_silu as fused_silu
+from jax_ep.group import EPGroup as EPGroup
+from jax_ep.group import ep_init as ep_init
+from jax_ep.operands import COMBINE_NAME as COMBINE_NAME
+from jax_ep.operands import DISPATCH_NAME as DISPATCH_NAME
+from jax_ep.ops import combine as combine
+from jax_ep.ops import combine_async as combine_async
+from jax_ep.ops import combine_wait as combine_wait
+from jax_ep.ops import dispatch as dispatch
+from jax_ep.ops import dispatch_async as dispatch_async
+from jax_ep.ops import dispatch_wait as dispatch_wait
+from jax_ep.plot import plot_traffic as plot_traffic
+from jax_ep.results import Dispatched as Dispatched
+from jax_ep.results import InFlight as InFlight
+from jax_ep.stats import RankStats as RankStats
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "BF16",
-    "BlockwiseFP8",
-    "COMBINE_NAME",
-    "DISPATCH_NAME",
-    "Dispatched",
-    "EPConfig",
-    "EPGroup",
-    "InFlight",
-    "MXFP4",
-    "MXFP8",
-    "NVFP4",
-    "Plain",
-    "Quantized",
-    "QuantizedFormat",
-    "QuantizedRows",
-    "RankStats",
-    "TokenFormat",
-    "combine",
-    "combine_async",
-    "combine_wait",
-    "dequantize",
-    "dispatch",
-    "dispatch_async",
-    "dispatch_wait",
-    "ep_init",
-    "fused_silu",
-    "plot_traffic",
-]

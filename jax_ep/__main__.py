@@ -11,8 +11,8 @@ def main() -> None:
         if error.name not in ("click", "rich"):
             raise
         sys.exit(
-            f"python -m jax_ep needs {error.name}, which is not installed: "
-            "pip install 'jax_ep[cli]'."
+            f"python -m jax_ep needs {error.name}, which is not installed: pip install "
+            "'jax_ep[cli]'."
         )
     run(prog_name="python -m jax_ep")
 

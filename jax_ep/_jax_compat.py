@@ -1,15 +1,12 @@
-"""What JAX has no public name for."""
-
-from __future__ import annotations
+"""The only module that uses parts of JAX that have no public name."""
 
 from typing import Any
 
 
 def distributed_client() -> Any | None:
-    """The client of JAX's distributed runtime; None in a program that has not joined.
+    """The client of JAX's distributed runtime; None if the process has not joined it.
 
-    It has `key_value_set_bytes(key, value)` and
-    `blocking_key_value_get_bytes(key, timeout_ms)`.
+    It has `key_value_set_bytes(key, value)` and `blocking_key_value_get_bytes(key, timeout_ms)`.
     """
     try:
         from jax._src.distributed import global_state

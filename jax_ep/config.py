@@ -1,8 +1,7 @@
 """EPConfig: every static parameter of an expert-parallel group, checked once."""
 
-from __future__ import annotations
-
 import dataclasses
+import math
 import operator
 from typing import Any, NamedTuple
 
@@ -14,7 +13,24 @@ from jax_ep.formats.plain import as_dtype
 
 _COMBINE_DTYPES = (np.dtype(jnp.bfloat16), np.dtype(jnp.float32))
 _INT32_MAX = 2**31 - 1
-_LONGEST_TIMEOUT_S = 1e6
+_MAX_TIMEOUT_S = 1e6
+
+
+class RoutedSizes(NamedTuple):
+    """The sizes that transports route by; jax_ep/routing.py makes ids to match.
+
+    A shared expert counts as one more group of rows on each rank and one more choice of each token.
+    With `skip_a2a`, every rank exchanges tokens with itself alone.
+    """
+
+    n_ranks: int  # that exchange tokens: R, or 1 with skip_a2a
+    n_local_groups: int  # groups of rows on a rank: L, plus one for a shared expert
+    n_choices: int  # of a token (N): K, plus one for a shared expert
+
+    @property
+    def n_groups(self) -> int:
+        """Groups of rows over all ranks that exchange tokens (G)."""
+        return self.n_ranks * self.n_local_groups
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,36 +38,34 @@ class EPConfig:
     """Static parameters of dispatch and combine; frozen and hashable.
 
     Attributes:
-        n_experts: experts over all ranks (E). Global expert `g` lives on rank `g // L`
-            as local expert `g % L`, L = E / R.
+        n_experts: experts over all ranks (E). Global expert `g` lives on rank `g // L` as local
+            expert `g % L`, L = E / R.
         top_k: experts per token (K).
         hidden_size: elements per token (H).
-        max_tokens_per_rank: the most tokens that a rank dispatches in a call (M).
+        max_tokens_per_rank: upper bound on the tokens that a rank dispatches in one call (M).
         token_format: what travels per token.
-        combine_dtype: bfloat16 or float32: dtype of `expert_out` and of what `combine`
-            gives.
-        fused_shared_expert: every rank has a shared expert, too, that all of its own
-            tokens go to: the first group of the output of dispatch holds them, in
-            order, in the token format. combine adds its result for a token, unweighted,
-            to the sum after that is cast, and casts again.
-        skip_a2a: all ranks hold the same tokens, as after tensor-parallel attention,
-            and nothing travels: dispatch gives this rank the rows of its own experts,
-            combine what those add to each token, for the caller to `jax.lax.psum`. The
+        combine_dtype: dtype of `expert_out` and of the result of `combine`: bfloat16 or float32.
+        fused_shared_expert: every rank also has a shared expert that processes all of the rank's
+            own tokens. They form the first group in the output of dispatch, in order and in the
+            token format. combine casts the weighted sum, adds the shared expert's row unweighted,
+            and casts again.
+        skip_a2a: all ranks hold the same tokens, as after tensor-parallel attention, so nothing
+            travels. dispatch selects the rows for this rank's experts; combine returns their
+            contribution to each token, and the caller sums over ranks with `jax.lax.psum`. The
             shared expert's tokens are split over the ranks.
-        recv_capacity: rows of the output of dispatch (C); None is the worst case,
-            `M * R * min(K, L)` (with `skip_a2a`: `M * min(K, L)`), with a shared expert
-            M more (with `skip_a2a`: `ceil(M / R)`), and the format's padding. Rows
-            beyond it are dropped and counted.
-        n_gpus_per_node: ranks that reach each other by loads and stores; None: all of
-            the ranks over `n_nodes`. `p2p` serves one node.
-        n_nodes: nodes; None: the ranks over `n_gpus_per_node`, or one.
-        n_sms: streaming multiprocessors that a call may use on a GPU; None: all, or 24
-            in calls that overlap (docs/overlap.md).
-        timeout_s: seconds that a rank waits for another in one call; at most 1e6.
+        recv_capacity: rows of the output of dispatch (C). None is the worst case for tokens that
+            name each expert at most once: `M * R * min(K, L)` (with `skip_a2a`: `M * min(K, L)`),
+            plus M for a shared expert (with `skip_a2a`: `ceil(M / R)`), plus the format's padding.
+            Rows beyond it are dropped and counted.
+        n_gpus_per_node: ranks that reach each other by loads and stores. None: all ranks divided by
+            `n_nodes`. `p2p` serves one node.
+        n_nodes: number of nodes. None: all ranks divided by `n_gpus_per_node`, or one.
+        n_sms: streaming multiprocessors that a call may use on a GPU. None: all of them, or 24 for
+            asynchronous calls (docs/overlap.md).
+        timeout_s: how long a rank waits for another in one call, in seconds; at most 1e6.
 
     Raises:
-        ValueError: a value is of a wrong type, or out of its range. Raised at
-            construction.
+        ValueError: a value has the wrong type or is out of range. At construction.
     """
 
     n_experts: int
@@ -80,56 +94,38 @@ class EPConfig:
                 f"{self.token_format!r}."
             )
         self.token_format.check_hidden_size(self.hidden_size)
-        self._check_recv_capacity()
+        alignment = self.token_format.layout.row_alignment
+        if self.recv_capacity is not None and self.recv_capacity % alignment:
+            raise ValueError(
+                f"recv_capacity must be a multiple of {alignment} rows for "
+                f"{self.token_format.name}, which pads each group of rows to such a multiple; got "
+                f"{self.recv_capacity}."
+            )
         dtype = as_dtype(self.combine_dtype)
         if dtype not in _COMBINE_DTYPES:
             got = self.combine_dtype if dtype is None else dtype.name
             raise ValueError(f"combine_dtype must be bfloat16 or float32; got {got}.")
         self._set("combine_dtype", dtype)
         self._set("timeout_s", _seconds("timeout_s", self.timeout_s))
-        if not 0 < self.timeout_s <= _LONGEST_TIMEOUT_S:
-            raise ValueError(
-                f"timeout_s must be positive and at most {_LONGEST_TIMEOUT_S:.0f}; got "
-                f"{self.timeout_s}."
-            )
         for name in ("fused_shared_expert", "skip_a2a"):
             if not isinstance(getattr(self, name), bool | np.bool_):
-                raise ValueError(
-                    f"{name} must be True or False; got {getattr(self, name)!r}."
-                )
+                raise ValueError(f"{name} must be True or False; got {getattr(self, name)!r}.")
             self._set(name, bool(getattr(self, name)))
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
-    def _check_recv_capacity(self) -> None:
-        alignment = self.token_format.layout.row_alignment
-        if self.recv_capacity is not None and self.recv_capacity % alignment:
-            raise ValueError(
-                f"recv_capacity must be a multiple of {alignment} for "
-                f"{self.token_format.name}, whose groups are of so many rows; got "
-                f"{self.recv_capacity}."
-            )
-
     def n_local_experts(self, n_ranks: int) -> int:
-        """Experts per rank (L).
-
-        Raises:
-            ValueError: `n_experts` is not a multiple of `n_ranks`.
-        """
+        """Experts per rank (L); raises ValueError if `n_experts` is no multiple of `n_ranks`."""
         if self.n_experts % n_ranks:
             raise ValueError(
-                "n_experts must be a multiple of n_ranks; got "
-                f"n_experts={self.n_experts}, n_ranks={n_ranks}."
+                f"n_experts must be a multiple of n_ranks; got n_experts={self.n_experts}, "
+                f"n_ranks={n_ranks}."
             )
         return self.n_experts // n_ranks
 
     def nodes(self, n_ranks: int) -> tuple[int, int]:
-        """`(n_gpus_per_node, n_nodes)`; what is not given follows, or is one node.
-
-        Raises:
-            ValueError: they do not partition the ranks.
-        """
+        """`(n_gpus_per_node, n_nodes)`; raises ValueError if they do not partition the ranks."""
         given = {"n_gpus_per_node": self.n_gpus_per_node, "n_nodes": self.n_nodes}
         for name, value in given.items():
             if value is not None and n_ranks % value:
@@ -147,47 +143,43 @@ class EPConfig:
         return per_node, n_ranks // per_node
 
     def routed(self, n_ranks: int) -> RoutedSizes:
-        """What transports route by.
-
-        Raises:
-            ValueError: `n_experts` is not a multiple of `n_ranks`, or too large.
-        """
+        """The sizes that transports route by; raises ValueError if they do not fit in int32."""
         n_shared = int(self.fused_shared_expert)
-        n_groups = self.n_local_experts(n_ranks) + n_shared
-        n_exchanging = 1 if self.skip_a2a else n_ranks
-        if n_exchanging * n_groups > _INT32_MAX:
+        sizes = RoutedSizes(
+            n_ranks=1 if self.skip_a2a else n_ranks,
+            n_local_groups=self.n_local_experts(n_ranks) + n_shared,
+            n_choices=self.top_k + n_shared,
+        )
+        if sizes.n_groups > _INT32_MAX:
             raise ValueError(
-                "n_experts, and a shared expert per rank, must fit in int32; got "
+                "n_experts, plus a shared expert per rank, must fit in int32; got "
                 f"n_experts={self.n_experts}, n_ranks={n_ranks}."
             )
-        return RoutedSizes(n_exchanging, n_groups, self.top_k + n_shared)
+        return sizes
 
     def max_recv_tokens(self, n_ranks: int) -> int:
         """Rows of the output of dispatch (C): `recv_capacity`, or the worst case.
 
-        The worst case is of tokens that name an expert once: then a token has at most
-        `min(K, L)` rows on a rank. To these come those of the shared expert, and the
-        rows that pad the groups, where the token format wants groups of a multiple of
-        rows.
+        The worst case holds for tokens that name each expert at most once; then a token has at most
+        `min(K, L)` rows on a rank. The shared expert's rows and the rows that pad groups to the
+        format's alignment come on top.
 
         Raises:
-            ValueError: `recv_capacity` is larger than the worst case, or a size does
-                not fit in 32 bits.
+            ValueError: `recv_capacity` exceeds the worst case, or a size does not fit in 32 bits.
         """
         worst_case = self._worst_case(n_ranks)
         rows = worst_case if self.recv_capacity is None else self.recv_capacity
         if rows > worst_case:
             raise ValueError(
-                "recv_capacity must be at most max_tokens_per_rank * n_ranks * "
-                "min(top_k, n_local_experts), and padding and the shared expert's rows "
-                f"(1 for n_ranks with skip_a2a), = {worst_case}; got {rows}."
+                "recv_capacity must be at most max_tokens_per_rank * n_ranks * min(top_k, "
+                "n_local_experts), plus the shared expert's and padding rows (n_ranks counts as 1 "
+                f"with skip_a2a), = {worst_case}; got {rows}."
             )
-        n_choices = self.max_tokens_per_rank * self.routed(n_ranks).top_k
+        n_choices = self.max_tokens_per_rank * self.routed(n_ranks).n_choices
         if max(rows, n_choices) > _INT32_MAX:
             raise ValueError(
-                "Row numbers must fit in int32; got max_recv_tokens="
-                f"{rows}, max_tokens_per_rank * top_k={n_choices}. Set recv_capacity, "
-                "or dispatch fewer tokens per call."
+                f"Row numbers must fit in int32; got max_recv_tokens={rows}, max_tokens_per_rank * "
+                f"top_k={n_choices}. Set recv_capacity, or dispatch fewer tokens per call."
             )
         return rows
 
@@ -204,29 +196,10 @@ class EPConfig:
         return -(-rows // alignment) * alignment
 
 
-class RoutedSizes(NamedTuple):
-    """What transports route by; `jax_ep/choices.py` makes `topk_ids` of these sizes.
-
-    Attributes:
-        n_ranks: ranks that exchange tokens: 1 with `skip_a2a`, else R.
-        n_groups: groups of rows on a rank: a fused shared expert, and the L experts.
-        top_k: choices of a token: K, and one for a fused shared expert.
-    """
-
-    n_ranks: int
-    n_groups: int
-    top_k: int
-
-    @property
-    def n_experts(self) -> int:
-        """Experts of the ranks that exchange tokens, shared ones included."""
-        return self.n_ranks * self.n_groups
-
-
 def _count(name: str, value: Any) -> int:
-    if isinstance(value, bool):
-        raise ValueError(f"{name} must be a positive integer; got {value!r}.")
     try:
+        if isinstance(value, bool):
+            raise TypeError
         value = operator.index(value)
     except (TypeError, OverflowError):
         raise ValueError(f"{name} must be a positive integer; got {value!r}.") from None
@@ -239,10 +212,13 @@ def _count(name: str, value: Any) -> int:
 
 def _seconds(name: str, value: Any) -> float:
     try:
-        if isinstance(value, bool | str):
-            raise TypeError
-        return float(value)
+        seconds = math.nan if isinstance(value, bool | str) else float(value)
     except (TypeError, ValueError, OverflowError):
+        seconds = math.nan
+    if math.isnan(seconds):
+        raise ValueError(f"{name} must be a number of seconds; got {value!r}.")
+    if not 0 < seconds <= _MAX_TIMEOUT_S:
         raise ValueError(
-            f"{name} must be a number of seconds; got {value!r}."
-        ) from None
+            f"{name} must be positive and at most {_MAX_TIMEOUT_S:.0f}; got {seconds}."
+        )
+    return seconds

@@ -1,63 +1,48 @@
 """How processes tell each other what they need to know to set up a group.
 
-All of them take part in every exchange, in the same order. No wait is without a limit.
+All of them take part in every step, in the same order. Every wait has a limit.
 """
-
-from __future__ import annotations
 
 import collections
 import dataclasses
 import time
 import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
 
 from jax_ep._jax_compat import distributed_client
 
-# (key, this process's payload) -> the payloads of all processes that take part, in
-# order of their process index.
+# (key, this process's payload) -> the payloads of all processes that take part, in order of process
+# index.
 ExchangeFn = Callable[[str, bytes], list[bytes]]
 
 _OK, _FAILED = b"+", b"-"
 
-# Exchanges made so far, by name: equal in all processes, as they make the same ones.
+# Exchanges made so far, by name. All processes make the same ones, so counts agree.
 _n_made: collections.Counter[str] = collections.Counter()
 
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """What processes tell each other while a group is opened and closed, step by step.
+    """An all-gather of bytes among processes, step by step, to open or close a group."""
 
-    Attributes:
-        name: of the opening, the same in all processes and used once.
-        processes: indices of the processes that take part, ascending.
-        process: the index of this one.
-        timeout_s: seconds that it waits for the others in a step.
-        custom: the user's own way of exchange; None is JAX's distributed runtime.
-        client: of the runtime; None is JAX's collectives.
-    """
-
-    name: str
-    processes: tuple[int, ...]
-    process: int
-    timeout_s: float
-    custom: ExchangeFn | None = None
-    client: Any = None
+    name: str  # the same in all processes, and used once
+    processes: tuple[int, ...]  # indices of those that take part, ascending
+    process: int  # index of this one
+    timeout_s: float  # to wait for the others in a step
+    custom: ExchangeFn | None = None  # the user's; None uses JAX's distributed runtime
+    client: Any = None  # of that runtime; None uses JAX's collectives
 
     @classmethod
     def over(
-        cls,
-        mesh: jax.sharding.Mesh,
-        name: str,
-        timeout_s: float,
-        custom: ExchangeFn | None = None,
-    ) -> Exchange:
+        cls, mesh: jax.sharding.Mesh, name: str, timeout_s: float, custom: ExchangeFn | None = None
+    ) -> Self:
         """Among the processes that hold devices of the mesh.
 
-        Each of them makes as many exchanges of a name as the others.
+        Each of them must make the same number of exchanges of a name.
         """
         devices = list(mesh.devices.flat)
         _n_made[name] += 1
@@ -75,19 +60,8 @@ class Exchange:
         """Whether no other process takes part."""
         return self.processes == (self.process,)
 
-    def __call__(
-        self, step: str, payload: bytes, timeout_s: float | None = None
-    ) -> list[bytes]:
-        """Gives the payloads of all processes, in order of their index.
-
-        Args:
-            step: what they are about; each step is taken once.
-            payload: what this process tells the others.
-            timeout_s: instead of the exchange's own.
-
-        Raises:
-            TimeoutError: a process did not come; the message says which.
-        """
+    def __call__(self, step: str, payload: bytes, timeout_s: float | None = None) -> list[bytes]:
+        """The payloads of all processes, by index; raises TimeoutError if one does not come."""
         if self.is_alone:
             return [payload]
         key = f"{self.name}/{step}"
@@ -98,12 +72,7 @@ class Exchange:
         return self._through_collectives(payload)
 
     def gather(self, step: str, make: Callable[[], bytes]) -> list[bytes]:
-        """Exchanges what `make` gives; where it raises, all processes raise.
-
-        Raises:
-            RuntimeError: `make` failed in a process; the message says which, and why.
-            TimeoutError: a process did not come.
-        """
+        """Exchanges the result of `make`; if it fails in a process, all raise RuntimeError."""
         cause: Exception | None = None
         try:
             message = _OK + make()
@@ -131,9 +100,7 @@ class Exchange:
             left_ms = max(1, round(1000 * (end - time.monotonic())))
             try:
                 answers.append(
-                    self.client.blocking_key_value_get_bytes(
-                        f"jax_ep/{key}/{process}", left_ms
-                    )
+                    self.client.blocking_key_value_get_bytes(f"jax_ep/{key}/{process}", left_ms)
                 )
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
@@ -142,33 +109,27 @@ class Exchange:
         if missing:
             raise TimeoutError(
                 f"process {self.process} waited {limit_s:g} s for process "
-                f"{', '.join(map(str, missing))} ({key}). Every process that holds "
-                "devices of the mesh must make the same calls of ep_init, and of "
-                "close, in the same order."
+                f"{', '.join(map(str, missing))} ({key}). Every process that holds devices of the "
+                "mesh must make the same calls of ep_init, and of close, in the same order."
             )
         return answers
 
-    def _through_custom(
-        self, exchange: ExchangeFn, key: str, payload: bytes
-    ) -> list[bytes]:
+    def _through_custom(self, exchange: ExchangeFn, key: str, payload: bytes) -> list[bytes]:
         answers = list(exchange(key, payload))
-        mine = self.processes.index(self.process)
-        if len(answers) != len(self.processes) or answers[mine] != payload:
-            raise ValueError(
-                f"exchange must give the payloads of processes {self.processes}, in "
-                f"this order; got {len(answers)} payloads"
-                + (
-                    ", that of this process not in its place."
-                    if len(answers) == len(self.processes)
-                    else "."
-                )
-            )
-        return answers
+        got = f"{len(answers)} payloads"
+        if len(answers) == len(self.processes):
+            if answers[self.processes.index(self.process)] == payload:
+                return answers
+            got += ", with this process's payload out of place"
+        raise ValueError(
+            f"exchange must return the payloads of processes {self.processes}, in this order; got "
+            f"{got}."
+        )
 
     def _through_collectives(self, payload: bytes) -> list[bytes]:
-        """Through the devices, where the program has not joined the runtime by itself.
+        """Through the devices, for programs that JAX's runtime does not know.
 
-        The limit is that of XLA's collectives.
+        The time limit is that of XLA's collectives.
         """
         from jax.experimental import multihost_utils
 
@@ -183,9 +144,8 @@ class Exchange:
         padded[: len(payload)] = np.frombuffer(payload, np.uint8)
         rows = np.asarray(multihost_utils.process_allgather(padded))
         answers = [
-            row[: int(n_bytes)].tobytes()
-            for row, (n_bytes, _) in zip(rows, heads, strict=True)
+            row[: int(n_bytes)].tobytes() for row, (n_bytes, _) in zip(rows, heads, strict=True)
         ]
         if [zlib.crc32(answer) for answer in answers] != heads[:, 1].tolist():
-            raise RuntimeError("process_allgather gave other bytes than were sent.")
+            raise RuntimeError("process_allgather returned other bytes than were sent.")
         return answers

@@ -1,87 +1,75 @@
-"""EPGroup: the ranks along a mesh axis, their configuration and their transport."""
+"""EPGroup: a geometry, and the connection that a transport opened for it."""
 
-from __future__ import annotations
-
-import hashlib
-from types import TracebackType
+from typing import Self
 
 import jax
 import numpy as np
 
-from jax_ep import transports
+from jax_ep.checks import check_manual
 from jax_ep.config import EPConfig
+from jax_ep.connection import Connection
 from jax_ep.exchange import Exchange, ExchangeFn
+from jax_ep.geometry import Geometry
 from jax_ep.stats import RankStats
-from jax_ep.topology import local_places
+from jax_ep.transports.select import connect
 
 
 class EPGroup:
-    """An expert-parallel group: static, hashable, closed over by jitted functions.
+    """An expert-parallel group: static and hashable; jitted functions close over it.
 
-    Made by `ep_init`. Groups made with equal arguments are equal. One group serves many
-    layers; several groups live side by side. A context manager that closes the group.
+    Made by `ep_init`. Groups made with equal arguments are equal. One group serves many layers, and
+    several groups may be open at once. As a context manager, it closes itself.
     """
 
-    def __init__(
-        self,
-        mesh: jax.sharding.Mesh,
-        axis_name: str,
-        config: EPConfig,
-        transport: transports.Transport,
-        exchange: Exchange,
-    ) -> None:
+    def __init__(self, connection: Connection) -> None:
         """Use `ep_init`."""
-        self._mesh = mesh
-        self._axis_name = axis_name
-        self._config = config
-        self._transport = transport
-        self._n_ranks = mesh.shape[axis_name]
-        self._n_local_experts = config.n_local_experts(self._n_ranks)
-        self._max_recv_tokens = config.max_recv_tokens(self._n_ranks)
-        self._routed = config.routed(self._n_ranks)
-        self._key = _group_key(mesh, axis_name, config, transport.name)
+        self._connection = connection
         self._closed = False
-        transport.open(self, exchange)
+
+    @property
+    def geometry(self) -> Geometry:
+        """Who sits where: mesh, ranks and sizes."""
+        return self._connection.geometry
 
     @property
     def mesh(self) -> jax.sharding.Mesh:
         """The mesh that the group was made with."""
-        return self._mesh
+        return self.geometry.mesh
 
     @property
     def axis_name(self) -> str:
         """The mesh axis along which ranks are counted."""
-        return self._axis_name
+        return self.geometry.axis_name
 
     @property
     def config(self) -> EPConfig:
         """The static parameters."""
-        return self._config
+        return self.geometry.config
 
     @property
     def n_ranks(self) -> int:
         """Ranks of the group (R): the size of the mesh axis."""
-        return self._n_ranks
+        return self.geometry.n_ranks
 
     @property
     def n_local_experts(self) -> int:
         """Experts per rank (L)."""
-        return self._n_local_experts
+        return self.geometry.n_local_experts
 
     @property
     def max_recv_tokens(self) -> int:
         """Rows of the output of dispatch (C)."""
-        return self._max_recv_tokens
+        return self.geometry.max_recv_tokens
 
     @property
     def transport(self) -> str:
         """Name of the transport: `"xla"`, `"host"` or `"p2p"`."""
-        return self._transport.name
+        return self.geometry.transport
 
     @property
     def key(self) -> str:
-        """Names the group in attributes: the same in every process that makes it."""
-        return self._key
+        """Names the group in compiled programs; the same in every process."""
+        return self.geometry.key
 
     @property
     def closed(self) -> bool:
@@ -90,97 +78,97 @@ class EPGroup:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Rank of each device of this process, in the order of the mesh."""
-        return tuple(place.rank for place in local_places(self._mesh, self._axis_name))
+        """The rank of each device of this process, in mesh order."""
+        return tuple(each.rank for each in self.geometry.local_coordinates)
 
     @property
     def dev_ptrs(self) -> np.ndarray:
         """Addresses of the communication buffers of this process's devices.
 
         `uint64[n_local_devices, 2, 3]`: (dispatch, combine) x (send, recv, recv_count);
-        0 where the transport has no such buffer, as `xla` and `host` have none.
+        0 for buffers that the transport does not have. `xla` and `host` have none.
         """
-        return self._transport.dev_ptrs(self)
+        return self._connection.dev_ptrs()
 
     def stats(self) -> list[RankStats]:
-        """Totals since the group was opened, one per device of this process.
+        """Totals since the group was opened, one entry per device of this process.
 
-        Equal groups that are open at the same time share them.
-
-        Waits for no call: to count those that were started, wait for their results
-        first (`jax.block_until_ready`).
+        Equal groups that are open at the same time share them. Does not wait for calls: to count
+        those that are running, first wait for their results (`jax.block_until_ready`).
 
         Raises:
             NotImplementedError: the transport keeps no totals (`xla`).
             ValueError: the group is closed.
         """
         self._check_open()
-        return self._transport.stats(self)
+        return self._connection.stats()
 
     def check(self) -> None:
-        """Raises what a call of the group failed of, on a device of this process.
+        """Raises if an earlier call failed on a device of this process.
 
-        For `p2p`, whose kernels end a wait but cannot raise: a call that failed leaves
-        no rows (`row_offsets` of 0) or NaN, and the next call of the group raises. This
-        tells at once; wait for the results first (`jax.block_until_ready`). The other
-        transports raise by themselves.
+        Needed for `p2p` only, whose kernels can time out but not raise: a failed call leaves no
+        rows (`row_offsets` of 0) or NaN, and the next call of the group raises. This raises at
+        once; wait for the results first (`jax.block_until_ready`). On the other transports the
+        failed call raises.
 
         Raises:
-            jax.errors.JaxRuntimeError: a call failed; the message names both ranks, the
-                call and its epoch. Close the group, and make a new one.
+            jax.errors.JaxRuntimeError: a call failed; the message names both ranks, the call and
+                its epoch. Close the group and make a new one.
             ValueError: the group is closed.
         """
         self._check_open()
-        self._transport.check(self)
+        self._connection.check()
 
     def close(self) -> None:
         """Frees what the group holds. Later calls of the group raise an error.
 
-        On `host` so do calls that a jitted function has begun and that have not run
-        yet: wait for its results before (`jax.block_until_ready`). `p2p` waits itself.
-        All its processes close a group; each waits for the others, but not for long.
-        Buffers that CUDA graphs refer to stay, for the next group that is equal.
+        On `host`, so do calls that are enqueued but have not run yet: first wait for
+        the results (`jax.block_until_ready`). `p2p` waits by itself. All processes of a group must
+        close it; each waits at most 10 s for the others. Buffers that CUDA graphs refer to are kept
+        for the next group that is equal.
         """
         if not self._closed:
             self._closed = True
-            self._transport.close(self)
+            self._connection.close()
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ValueError(f"Group {self._key} is closed. Make a new one by ep_init.")
+            raise ValueError(f"Group {self.key} is closed. Make a new one with ep_init.")
 
-    def __copy__(self) -> EPGroup:
+    def __copy__(self) -> Self:
         return self
 
-    def __deepcopy__(self, memo: dict) -> EPGroup:
+    def __deepcopy__(self, memo: dict) -> Self:
         return self
 
-    def __enter__(self) -> EPGroup:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, EPGroup) and (self._key, self._mesh) == (
-            other._key,
-            other._mesh,
-        )
+        return isinstance(other, EPGroup) and self.geometry == other.geometry
 
     def __hash__(self) -> int:
-        return hash(self._key)
+        return hash(self.geometry)
 
     def __repr__(self) -> str:
         return (
-            f"EPGroup({self._key}, transport={self.transport!r}, "
-            f"axis_name={self._axis_name!r}, n_ranks={self._n_ranks}"
-            f"{', closed' if self._closed else ''})"
+            f"EPGroup({self.key}, transport={self.transport!r}, axis_name={self.axis_name!r}, "
+            f"n_ranks={self.n_ranks}{', closed' if self._closed else ''})"
         )
+
+
+def check_group(operation: str, group: EPGroup) -> None:
+    """Requires an open group, and a `jax.shard_map` over its mesh around the call."""
+    if not isinstance(group, EPGroup):
+        raise TypeError(
+            f"{operation}: group must be an EPGroup made by ep_init; got {type(group).__name__}."
+        )
+    if group.closed:
+        raise ValueError(f"{operation}: group {group.key} is closed. Make a new one with ep_init.")
+    check_manual(operation, group.geometry)
 
 
 def ep_init(
@@ -192,61 +180,37 @@ def ep_init(
 ) -> EPGroup:
     """Sets up expert parallelism along a mesh axis.
 
-    Every process that holds devices of the mesh calls it with the same arguments. Such
-    processes open the same groups, and close them, in the same order.
+    Every process that holds devices of the mesh must call it with the same arguments. Processes
+    that share groups must open them in the same order, and close them in the same order.
 
     Args:
-        mesh: devices; each row along `axis_name` is a group of ranks of its own.
+        mesh: devices. Each replica, a line of devices along `axis_name`, is an expert-parallel
+            group of its own.
         axis_name: the axis along which experts are spread.
         config: the static parameters.
-        transport: `"auto"` takes the fastest that can serve; `"host"`: the CPU devices
-            of one process; `"p2p"`: the CUDA devices of one host that reach each other,
-            in one process or several; `"xla"`: plain `jax.lax` collectives, everywhere.
-        exchange: how processes tell each other their buffers' addresses, instead of
-            JAX's distributed runtime: `exchange(key, payload)` gives the payloads of
-            all processes that hold devices of the mesh, in order of process index. It
-            must raise, not wait forever, where one does not come.
+        transport: `"auto"` takes the fastest that can serve; `"host"`: the CPU devices of one
+            process; `"p2p"`: CUDA devices of one host that reach each other, in one process or
+            several; `"xla"`: plain `jax.lax` collectives, everywhere.
+        exchange: how processes send each other their buffers' addresses, in place of JAX's
+            distributed runtime: `exchange(key, payload)` returns the payloads of all processes that
+            hold devices of the mesh, in order of process index. It must raise rather than wait
+            forever for a process that does not call.
 
     Returns:
-        The group, to be closed over by functions under `jax.shard_map`.
+        The group, for functions under `jax.shard_map` to close over.
 
     Raises:
-        TypeError: `mesh` is no mesh, or `config` no `EPConfig`.
-        ValueError: the mesh and the config do not fit each other, or the transport
-            cannot serve this mesh; the message says why.
-        RuntimeError: the buffers cannot be set up in some process, or an equal group is
-            open there, and has failed; the message says which, and why. All processes
-            raise it.
+        TypeError: `mesh` is not a mesh, or `config` not an `EPConfig`.
+        ValueError: the config does not fit the mesh, or the transport cannot serve it; the message
+            says why.
+        RuntimeError: in some process the buffers could not be set up, or an equal group is open and
+            has failed; all processes raise it, naming process and reason.
         TimeoutError: a process did not call within `config.timeout_s`.
     """
     if not isinstance(mesh, jax.sharding.Mesh):
         raise TypeError(f"mesh must be a jax.sharding.Mesh; got {type(mesh).__name__}.")
     if not isinstance(config, EPConfig):
         raise TypeError(f"config must be an EPConfig; got {type(config).__name__}.")
-    if axis_name not in mesh.axis_names:
-        raise ValueError(
-            f"axis_name must be an axis of the mesh; got {axis_name!r}, the mesh has "
-            f"{mesh.axis_names}."
-        )
-    n_ranks = mesh.shape[axis_name]
-    config.n_local_experts(n_ranks)
-    config.max_recv_tokens(n_ranks)
-    config.nodes(n_ranks)
-    name = _group_key(mesh, axis_name, config, transport)
-    processes = Exchange.over(mesh, name, config.timeout_s, exchange)
-    chosen = transports.choose(transport, mesh, axis_name, config, processes)
-    return EPGroup(mesh, axis_name, config, chosen, processes)
-
-
-def _group_key(
-    mesh: jax.sharding.Mesh, axis_name: str, config: EPConfig, transport: str
-) -> str:
-    """Equal on all processes and machines with the same device ids, config and axis.
-
-    It stands in executables that outlive the process: nothing that differs between two
-    runs of one program may be in it.
-    """
-    device_ids = [device.id for device in mesh.devices.flat]
-    facts = (tuple(mesh.shape.items()), device_ids, axis_name, config, transport)
-    digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
-    return f"{transport}-ep{mesh.shape[axis_name]}-{digest}"
+    requested = Geometry(mesh, axis_name, config, transport)
+    processes = Exchange.over(mesh, requested.key, config.timeout_s, exchange)
+    return EPGroup(connect(requested, processes))

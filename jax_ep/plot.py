@@ -17,35 +17,32 @@ if TYPE_CHECKING:
 def plot_traffic(stats: Sequence[RankStats]) -> Figure:
     """Draws the totals of a group's ranks.
 
-    On top, `rows_to_expert`: rows from each rank to each global expert, with lines
-    between the experts of different ranks. Below, how long each rank waited for each
-    peer: in dispatch, and in combine.
+    The upper panel shows `rows_to_expert`: rows from each rank to each global expert,
+    with lines between the experts of different ranks. The lower panels show how long each rank
+    waited for each peer in dispatch and in combine.
 
     Args:
-        stats: what `EPGroup.stats()` gave; with several processes, the lists of all of
-            them, one after the other. Ranks are drawn in order of their row in the mesh
-            and their rank.
+        stats: the result of `EPGroup.stats()`; with several processes, the concatenated lists of
+            all of them. Ranks are drawn ordered by replica and rank.
 
     Returns:
-        The figure, which belongs to no window: `figure.savefig(...)` writes it.
+        The figure, which is not attached to a window; `figure.savefig(...)` writes it.
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: `stats` is empty, or of groups of different shapes.
+        ValueError: `stats` is empty, or from groups of different shapes.
     """
     try:
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
     except ImportError as error:
-        raise ImportError(
-            "plot_traffic needs matplotlib: pip install 'jax_ep[plot]'."
-        ) from error
-    ranks = sorted(stats, key=lambda one: (one.row, one.rank))
+        raise ImportError("plot_traffic needs matplotlib: pip install 'jax_ep[plot]'.") from error
+    ranks = sorted(stats, key=lambda one: (one.replica, one.rank))
     shapes = {(one.wait_s.shape[1], len(one.rows_to_expert)) for one in ranks}
     if len(shapes) != 1:
         raise ValueError(
-            "stats must be those of the ranks of one group; got (n_ranks, n_experts) "
-            f"= {sorted(shapes)}."
+            "stats must be from the ranks of one group; got (n_ranks, n_experts) = "
+            f"{sorted(shapes)}."
         )
     names = _names(ranks)
     rows = np.stack([one.rows_to_expert for one in ranks])
@@ -66,14 +63,12 @@ def plot_traffic(stats: Sequence[RankStats]) -> Figure:
 
 
 def _names(ranks: Sequence[RankStats]) -> list[str]:
-    if len({one.row for one in ranks}) == 1:
+    if len({one.replica for one in ranks}) == 1:
         return [str(one.rank) for one in ranks]
-    return [f"{one.row}: {one.rank}" for one in ranks]
+    return [f"{one.replica}: {one.rank}" for one in ranks]
 
 
-def _draw(
-    axes: Axes, matrix: np.ndarray, names: list[str], title: str, columns: str
-) -> None:
+def _draw(axes: Axes, matrix: np.ndarray, names: list[str], title: str, columns: str) -> None:
     image = axes.imshow(matrix, aspect="auto", vmin=0, interpolation="nearest")
     axes.set(title=title, xlabel=columns, ylabel="rank")
     axes.set_yticks(range(len(names)), names)

@@ -1,53 +1,49 @@
-"""What dispatch gives, and a call that has begun."""
-
-from __future__ import annotations
+"""What dispatch returns, and a call that is in flight."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 
-if TYPE_CHECKING:
-    from jax_ep.group import EPGroup
+from jax_ep.formats import QuantizedFormat
+from jax_ep.group import EPGroup
+from jax_ep.operands import CombineOperands, DispatchOperands, DispatchResults, Routing
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Dispatched:
-    """Rows for this rank's experts, and what combine needs to bring results back.
+    """Rows for this rank's experts, and what combine needs to return their results.
 
-    A pytree; `group` is static. Rows are ordered by local expert, then source rank,
-    then token index, then k: a function of `topk_ids` alone. Rows from
-    `row_offsets[-1]` on are unspecified. se is 1 with a fused shared expert, else 0:
-    then its rows, this rank's own tokens in order, are the first group.
+    A pytree; `group` is static. Rows are ordered by local expert, then source rank, then token
+    index, then k: a function of `topk_ids` alone. Rows from `row_offsets[-1]` on are unspecified.
+    se is 1 with a fused shared expert, else 0; its rows, this rank's own tokens in order, are the
+    first group.
 
-    A format may pad groups of rows (`BlockwiseFP8` does, to multiples of 4): padding
-    rows stand at the end of their group, count as in use, and hold zeros.
+    A format may pad groups: `BlockwiseFP8` pads them to multiples of 4 rows. Padding rows are at
+    the end of their group, count as in use, and hold zeros.
 
     Attributes:
-        tokens: `[C, H]`, received rows in the token format's `row_dtype`; `[C, H / 2]`
-            where the format packs elements.
-        row_offsets: `uint32[L + se + 1]`, first row of each group; the last entry is
-            the number of rows in use, padding included.
-        expert_ids: `int32[L + se]`, numbers of the groups: 0 ... L + se - 1. Group i is
-            local expert i - se.
-        src_info: `int32[C, 2]`, (token index on its source rank, k) of each row;
-            (token index, -1) for the shared expert's, (-1, -1) for padding rows.
+        tokens: `[C, H]`, received rows in the token format's `row_dtype`; `[C, H / 2]` for packed
+            formats.
+        row_offsets: `uint32[L + se + 1]`, first row of each group; the last entry is the number of
+            rows in use, padding included.
+        expert_ids: `int32[L + se]`, 0 to L + se - 1: group i is local expert i - se.
+        src_info: `int32[C, 2]`, (token index on its source rank, k) of each row; (token index, -1)
+            for a shared expert's rows, (-1, -1) for padding rows.
         n_dropped: `int32[]`, rows of tokens beyond `max_recv_tokens`.
-        n_invalid: `int32[]`, ids of this rank's `topk_ids` outside `[-1, E)`; they sent
-            nothing.
+        n_invalid: `int32[]`, ids in this rank's `topk_ids` outside `[-1, E)`; they sent nothing.
         topk_ids: `int32[T, K]`, as given to dispatch.
-        layout: the transport's own, for combine.
-        row_weights: `float32[C]`, the `topk_weights` that travelled with the tokens, or
-            None; 1 for the shared expert's rows, whatever combine does.
-        scales: dequantisation scales, in the token format's layout (docs/formats.md);
-            None for unquantised formats.
-        scales_offsets: `uint32[L + se]`, where scales stand in 128 x 4 atoms: the
-            scales of group i begin at block `row_offsets[i] // 128 +
-            scales_offsets[i]`. Else None.
-        source_tokens: `[T, H]`, the tokens given to dispatch, to which the gradient of
-            `dequantize` flows; None for unquantised formats.
+        handle: the transport's own, for combine.
+        row_weights: `float32[C]`, the `topk_weights` that traveled with the tokens, or None. 1 for
+            a shared expert's rows; combine ignores those.
+        scales: dequantization scales in the token format's layout (docs/formats.md); None for
+            unquantized formats.
+        scales_offsets: `uint32[L + se]` for scales in 128 x 4 atoms: the scales of group i begin at
+            block `row_offsets[i] // 128 + scales_offsets[i]`. None for other layouts.
+        source_tokens: `[T, H]`, the tokens given to dispatch, which receive the gradient of
+            `dequantize`; None for unquantized formats.
         input_scale: `float32[]`, as given to dispatch, or None.
         group: the group that dispatched.
     """
@@ -59,7 +55,7 @@ class Dispatched:
     n_dropped: jax.Array
     n_invalid: jax.Array
     topk_ids: jax.Array
-    layout: Any
+    handle: Any
     row_weights: jax.Array | None
     scales: jax.Array | None
     scales_offsets: jax.Array | None
@@ -69,35 +65,113 @@ class Dispatched:
 
     @property
     def group_sizes(self) -> jax.Array:
-        """`int32[L + se]` rows of each group, as `jax.lax.ragged_dot` takes them.
+        """`int32[L + se]`, rows of each group, padding included.
 
-        Padding included.
+        The form that `jax.lax.ragged_dot` takes.
         """
         return jnp.diff(self.row_offsets.astype(jnp.int32))
+
+    @property
+    def routing(self) -> Routing:
+        """Which choice has which row."""
+        return Routing.make(
+            self.group.geometry, self.topk_ids, self.handle, self.row_offsets, self.src_info
+        )
+
+    def combine_operands(
+        self, operation: str, expert_out: Any, topk_weights: Any, residual: Any, reduce: Any
+    ) -> CombineOperands:
+        """The operands of a combine, checked."""
+        geometry, routing, row_weights = self.group.geometry, self.routing, self.row_weights
+        return CombineOperands.make(
+            operation, geometry, expert_out, routing, topk_weights, row_weights, residual, reduce
+        )
+
+    @classmethod
+    def make(
+        cls,
+        group: EPGroup,
+        topk_ids: jax.Array,
+        operands: DispatchOperands,
+        results: DispatchResults,
+    ) -> Self:
+        """From what a transport gave; `topk_ids` as the user gave them."""
+        config, fields = group.config, results._asdict()
+        if config.fused_shared_expert:  # its rows are no choice of the router
+            is_shared = results.src_info[:, 1:] == config.top_k
+            fields["src_info"] = jnp.where(
+                is_shared & jnp.array([False, True]), -1, results.src_info
+            )
+        is_quantized = isinstance(config.token_format, QuantizedFormat)
+        n_tokens, n_groups = topk_ids.shape[0], group.geometry.routed.n_local_groups
+        return cls(
+            **fields,
+            expert_ids=jnp.arange(n_groups, dtype=jnp.int32),
+            topk_ids=topk_ids,
+            scales_offsets=config.token_format.layout.offsets(results.row_offsets),
+            source_tokens=operands.tokens[:n_tokens] if is_quantized else None,
+            input_scale=operands.input_scale,
+            group=group,
+        )
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class InFlight:
-    """A dispatch or combine that has begun; give it to the matching wait, once.
+    """A dispatch or combine that has started; pass it to the matching wait, once.
 
     Attributes:
-        arrays: the transport's own.
-        operation: `"dispatch"` or `"combine"`; static.
-        n_tokens: T of the call; static.
+        call: the transport's own.
+        operands: `DispatchOperands` or `CombineOperands`.
+        topk_ids: `int32[T, K]`, as given to dispatch; None for combine.
         group: the group of the call; static.
     """
 
-    arrays: Any
-    operation: str = dataclasses.field(metadata={"static": True})
-    n_tokens: int = dataclasses.field(metadata={"static": True})
+    call: Any
+    operands: Any
+    topk_ids: Any
     group: EPGroup = dataclasses.field(metadata={"static": True})
 
-    def then(self, x: Any) -> Any:
-        """`x`, a pytree of arrays, for work that shall run beside the call.
+    @property
+    def operation(self) -> str:
+        """`"dispatch"` or `"combine"`."""
+        is_dispatch = isinstance(self.operands, DispatchOperands)
+        return "dispatch" if is_dispatch else "combine"
 
-        What is computed from these begins once the call has its multiprocessors. The
-        values, and their gradients, are those of `x`.
+    def then(self, x: Any) -> Any:
+        """Orders work behind the start of the call, to run beside it.
+
+        Returns `x`, a pytree of arrays, with the same values and gradients. What is computed from
+        it starts after all thread blocks of the call are resident on the GPU.
         """
-        begun = self.arrays[0] if self.operation == "dispatch" else self.arrays
-        return self.group._transport.then(begun, x)
+        return self.call.then(x)
+
+
+def check_dispatched(operation: str, dispatched: Any, group: EPGroup | None = None) -> None:
+    """Requires the result of a dispatch; with `group`, of that group."""
+    if not isinstance(dispatched, Dispatched):
+        raise TypeError(
+            f"{operation}: dispatched must be the result of dispatch; got "
+            f"{type(dispatched).__name__}."
+        )
+    if group is not None and dispatched.group != group:
+        raise ValueError(
+            f"{operation}: dispatched must come from this group, {group.key}; it comes from "
+            f"{dispatched.group.key}."
+        )
+
+
+def check_in_flight(operation: str, in_flight: Any, group: EPGroup) -> None:
+    """Requires the result of `{operation}_async` of the group."""
+    if not isinstance(in_flight, InFlight) or in_flight.operation != operation:
+        got = type(in_flight).__name__
+        if isinstance(in_flight, InFlight):
+            got = f"that of {in_flight.operation}_async"
+        raise TypeError(
+            f"{operation}_wait: in_flight must be the result of {operation}_async; got {got}."
+        )
+    if in_flight.group != group:
+        raise ValueError(
+            f"{operation}_wait: in_flight must come from this group, {group.key}; it comes from "
+            f"{in_flight.group.key}."
+        )

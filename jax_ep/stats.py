@@ -1,57 +1,47 @@
 """RankStats: what a rank has counted since its group was opened."""
 
-from __future__ import annotations
-
 import dataclasses
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 
-from jax_ep.topology import Place
-
-if TYPE_CHECKING:
-    from jax_ep.group import EPGroup
+from jax_ep.geometry import Geometry, MeshCoordinate
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RankStats:
-    """Totals of one device of this process, of all calls of a group that have ended.
+    """Totals of one device of this process, over all completed calls of a group.
 
-    The calls of a backward pass count like any others: that of `dispatch` is a combine
-    (two, where gradients of `topk_weights` come home, too), that of `combine` a
-    dispatch. (On `host` the latter is a call of its own, and not
-    counted.)
+    Calls of a backward pass count as well. The backward of `dispatch` is a combine, or two if
+    `topk_weights` have a gradient. The backward of `combine` is a dispatch, except on `host`, where
+    it is a call of its own that is not counted.
 
     Attributes:
         device: `jax.Device.id`.
-        row: which group of ranks, counted over the mesh's other axes.
+        replica: index over the mesh's other axes.
         rank: index along the expert-parallel axis.
         dispatch_calls: dispatches whose rows were laid out.
-        combine_calls: combines that all ranks began. (On `p2p`, cotangents in float32
-            may take two where the rows are bfloat16.)
-        tokens_to_rank: `int64[R]`, (token, rank) pairs sent, one copy each, to this
-            rank itself, too: all, where they have a shared expert here. With `skip_a2a`
-            none are sent.
-        bytes_to_rank: `int64[R]`, bytes of those tokens as they travel: payload and
-            scales.
-        rows_to_expert: `int64[E]`, choices of this rank's tokens, by global expert;
-            dropped ones, too. With `skip_a2a`, choices of this rank's experts only.
+        combine_calls: combines that all ranks have started. (On `p2p`, cotangents in float32 may
+            take two calls if the rows are bfloat16.)
+        tokens_to_rank: `int64[R]`, (token, rank) pairs sent, one copy each. The entry for this rank
+            itself counts all tokens if there is a shared expert. Zero with `skip_a2a`.
+        bytes_to_rank: `int64[R]`, payload and scales of those tokens on the wire.
+        rows_to_expert: `int64[E]`, choices of this rank's tokens, by global expert, dropped ones
+            included. With `skip_a2a`, only choices of this rank's experts.
         rows_per_expert: `int64[L]`, rows that arrived here and fitted, by local expert.
-        dropped_rows: rows for this rank's experts that did not fit, a shared expert's
-            among them.
+        dropped_rows: rows for this rank's experts that did not fit, a shared expert's included.
         invalid_ids: ids of this rank outside `[-1, E)`.
-        wait_s: `float64[2, R]`, seconds that this rank waited for each peer in
-            (dispatch, combine), over all calls; 0 for itself. It waits from when it is
-            ready to receive until the peer's call has reached it: on `host` until the
-            peer makes the call; on `p2p` until its counts (dispatch), or the word that
-            it has begun (combine), are there, as seen by the one warp that measures.
-            Waits for several peers at once count for each of them. `p2p` counts cycles
-            of the GPU: the seconds are too few by as much as its clock is throttled.
-        longest_wait_s: `float64[2, R]`, the longest such wait of one call.
+        wait_s: `float64[2, R]`, seconds that this rank waited for each peer in (dispatch, combine),
+            summed over calls; 0 for itself. A wait begins when the rank is ready to receive. It
+            ends on `host` when the peer makes the call, on `p2p` when the one warp that measures
+            sees the peer's counts (dispatch) or its start word (combine). Simultaneous waits count
+            for each peer. `p2p` counts GPU cycles at the maximum clock rate, so a throttled clock
+            makes the seconds too few.
+        longest_wait_s: `float64[2, R]`, the longest such wait in one call.
     """
 
     device: int
-    row: int
+    replica: int
     rank: int
     dispatch_calls: int
     combine_calls: int
@@ -65,39 +55,37 @@ class RankStats:
     longest_wait_s: np.ndarray
 
     @classmethod
-    def from_counts(cls, group: EPGroup, place: Place, counts: dict[str, Any]) -> Self:
-        """From the counts of an extension, which `ffi/rank_stats_dict.h` names.
+    def from_counts(
+        cls, geometry: Geometry, coordinate: MeshCoordinate, counts: dict[str, Any]
+    ) -> Self:
+        """From an extension's counts, whose names are in `ffi/rank_stats_dict.h`.
 
-        They are those of the ranks that exchange tokens: of one alone, where nothing
-        travels. A shared expert is the first of a rank's experts; its rows are left
-        out.
+        They cover the ranks that exchange tokens, which is one with `skip_a2a`, and all groups of
+        rows; a shared expert's, the first of each rank, are left out.
         """
-        fields = {name: _as_field(value) for name, value in counts.items()}
-        n_ranks, n_groups = (
-            len(fields["tokens_to_rank"]),
-            len(fields["rows_per_expert"]),
-        )
-        n_shared = n_groups - group.n_local_experts
-        sent = fields["rows_to_expert"].reshape(n_ranks, n_groups)[:, n_shared:]
-        fields["rows_to_expert"] = _by_rank(sent, group, place).reshape(-1)
-        fields["rows_per_expert"] = fields["rows_per_expert"][n_shared:]
+        fields: dict[str, Any] = {
+            name: np.asarray(value, np.int64) if isinstance(value, list) else value
+            for name, value in counts.items()
+        }
+        n_ranks = len(fields["tokens_to_rank"])
+        n_shared = len(fields["rows_per_group"]) - geometry.n_local_experts
+        sent = fields.pop("rows_to_group").reshape(n_ranks, -1)[:, n_shared:]
+        fields["rows_to_expert"] = _by_rank(sent, geometry, coordinate).reshape(-1)
+        fields["rows_per_expert"] = fields.pop("rows_per_group")[n_shared:]
         for name in ("wait", "longest_wait"):
             waits = fields.pop(f"{name}_ns").reshape(2, n_ranks) * 1e-9
-            fields[f"{name}_s"] = _by_rank(waits.T, group, place).T
-        if n_ranks != group.n_ranks:
+            fields[f"{name}_s"] = _by_rank(waits.T, geometry, coordinate).T
+        if n_ranks != geometry.n_ranks:
             for name in ("tokens_to_rank", "bytes_to_rank"):
-                fields[name] = np.zeros(group.n_ranks, np.int64)
-        return cls(device=place.device.id, row=place.row, rank=place.rank, **fields)
+                fields[name] = np.zeros(geometry.n_ranks, np.int64)
+        replica, rank = coordinate.replica, coordinate.rank
+        return cls(device=coordinate.device.id, replica=replica, rank=rank, **fields)
 
 
-def _as_field(value: Any) -> Any:
-    return np.asarray(value, np.int64) if isinstance(value, list) else value
-
-
-def _by_rank(values: np.ndarray, group: EPGroup, place: Place) -> np.ndarray:
-    """`values` `[n, ...]` of all ranks; of a lone one, put where it belongs."""
-    if len(values) == group.n_ranks:
+def _by_rank(values: np.ndarray, geometry: Geometry, coordinate: MeshCoordinate) -> np.ndarray:
+    """`values` `[n, ...]` of all ranks; with `skip_a2a`, those of this one in place."""
+    if len(values) == geometry.n_ranks:
         return values
-    result = np.zeros((group.n_ranks, *values.shape[1:]), values.dtype)
-    result[place.rank] = values[0]
+    result = np.zeros((geometry.n_ranks, *values.shape[1:]), values.dtype)
+    result[coordinate.rank] = values[0]
     return result

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Compiles every CUDA source to an object with nvcc, for the architectures in CUDA_ARCHS.
-# No GPU is needed. nvcc comes from PATH, CUDACXX or CUDA_HOME; without one, the CUDA 13
-# wheels from the package index (they hold a complete nvcc) go into build/cuda-venv.
+# Compiles every CUDA source to an object with nvcc, for the architectures in CUDA_ARCHS. Needs no
+# GPU. Takes nvcc from CUDACXX, PATH or CUDA_HOME; if there is none, installs the CUDA 13 wheels
+# from the package index, which contain a complete nvcc, into build/cuda-venv.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

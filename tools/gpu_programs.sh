@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Compiles programs with XLA's compiler for GPUs, without a GPU: tests/test_gpu_programs.py.
+# Compiles programs with XLA's compiler for GPUs and checks them (tests/test_gpu_programs.py). Needs
+# no GPU.
 #
 # Usage: tools/gpu_programs.sh VENV [PYTEST_OPTION...]
 #
-# JAX's plugin for CUDA, of the version of the environment's jaxlib, goes into a folder of its
-# own: in the environment it would look for GPUs in every test.
+# Installs JAX's CUDA plugin, in the version of the environment's jaxlib, into a separate folder: in
+# the environment itself, it would look for GPUs in every test.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$1/bin/python
@@ -20,6 +21,6 @@ if [[ ! -e $folder/.done ]]; then
     "jax-cuda13-pjrt==$version" 'nvidia-cuda-nvcc==13.*' 'nvidia-nvvm==13.*'
   touch "$folder/.done"
 fi
-# Safe path: the package that is installed there, not the one in this folder.
+# PYTHONSAFEPATH: import the installed package, not the sources in this folder.
 export PYTHONPATH=$folder PYTHONSAFEPATH=1 JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 JAX_EP_TEST_GPU_PROGRAMS=1
 exec "$python" -m pytest -p no:cacheprovider tests/test_gpu_programs.py "${@:2}"

@@ -3,32 +3,48 @@
 #
 # Usage: tools/gpu_test.sh LOG_FOLDER [CUDA_ARCHITECTURE [PART...]]   default: 90, all parts
 #
-#   quantize    the formats' arithmetic on the device, compared with the host's
-#   silu        fused_silu, compared with the host's and the oracle's; how fast it is
-#   suite       the suite, in one process with all GPUs
-#   graphs      parts of it with every call in a CUDA graph, and with none; programs that
-#               another process made
-#   xla         transport xla on the GPUs, compared with the oracle in bits, too
-#   bed         the kernels without JAX: ranks in one process and in several
+#   build       nothing but the builds
+#   quantize    the arithmetic of the formats on the device, compared with the host's
+#   silu        fused_silu, compared with the host's and the oracle's; its speed
+#   suite       the test suite, in one process with all GPUs
+#   graphs      parts of the suite with every call in a CUDA graph, and with none; programs that
+#               another process compiled
+#   xla         transport xla on the GPUs, compared bitwise with the oracle
+#   kernels     the kernels without JAX, with ranks in one process and in several
 #   processes   the suite, and ranks that fail, in several processes that share a GPU
-#   gpus        the same with a process for each GPU, or for two of them, or two or four
-#               processes for each of two
-#   files       the suite's files in four processes, and in eight, that share the GPUs there are
-#   examples    the examples, and the demo
-#   doctor      what `python -m jax_ep doctor` and `bench` say
+#   gpus        the same with one process per GPU, one per two GPUs, and two or four per GPU on two
+#               GPUs
+#   files       the files of the suite in four and in eight processes that share all GPUs
+#   examples    the examples and the demo
+#   doctor      `python -m jax_ep doctor` and `bench`
 #
-# Takes python3 as it is (jax with CUDA, pytest, scikit-build-core, nanobind, cmake, nvcc; click
-# and rich for `doctor`, matplotlib, flax and optax for the examples): nothing is downloaded.
-# Every step has a limit.
+# Environment variables:
+#   CUDA_VISIBLE_DEVICES  the GPUs to use; default: all
+#   GPU_SITE              a folder in which the package is installed: it is not built
+#   GPU_BIN               a folder with the C++ test programs: they are not built
+#
+# Several runs may share a machine, each with GPUs and a LOG_FOLDER of its own, if one builds for all:
+#
+#   tools/gpu_test.sh logs 90 build
+#   export GPU_SITE=build/gpu-site GPU_BIN=build/gpu-bin
+#   CUDA_VISIBLE_DEVICES=0,1 tools/gpu_test.sh logs/two 90 suite gpus &
+#   CUDA_VISIBLE_DEVICES=2 tools/gpu_test.sh logs/one 90 kernels processes &
+#   wait
+#
+# Uses python3 as it is, with jax for CUDA, pytest, scikit-build-core, nanobind, cmake and nvcc;
+# click and rich for `doctor`; matplotlib, flax and optax for the examples. Downloads nothing. Every
+# step has a time limit.
+# shellcheck disable=SC2329  # the functions run_* are called by name
 set -uo pipefail
-cd "$(dirname "$0")/.."
-logs=$1 arch=${2:-90} site=build/gpu-site
+cd "$(dirname "$0")/.." || exit
+logs=$1 arch=${2:-90} site=${GPU_SITE:-build/gpu-site} bin=${GPU_BIN:-build/gpu-bin}
+all_parts=(quantize silu suite graphs xla kernels processes gpus files examples doctor)
 parts=("${@:3}")
-((${#parts[@]})) || parts=(quantize silu suite graphs xla bed processes gpus files examples doctor)
+((${#parts[@]})) || parts=("${all_parts[@]}")
 mkdir -p "$logs"
 status=0
 
-# step NAME SECONDS COMMAND...: runs it, and shows the end of its log.
+# step NAME SECONDS COMMAND...: runs the command and prints the end of its log.
 step() {
   local name=$1 limit=$2
   shift 2
@@ -37,47 +53,71 @@ step() {
   local result=$?
   tail -n "${lines:-12}" "$logs/gpu_$name.txt"
   ((result == 0)) || { echo "== $name: exit status $result" && status=1; }
+  return "$result"
 }
 
 run_tests() {
   step "$1" "$2" python3 -m pytest -p no:cacheprovider --gpu --transports p2p "${@:3}"
 }
 
-setup() {
-  nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
-  python3 -c 'import jax, sys; print("jax", jax.__version__, "python", sys.version.split()[0])'
-  timeout 200 python3 -m pip install --quiet --no-build-isolation --no-deps --upgrade \
+# The GPUs to use, one per line.
+visible_gpus() {
+  if [[ -n ${CUDA_VISIBLE_DEVICES+given} ]]; then
+    tr ',' '\n' <<< "$CUDA_VISIBLE_DEVICES" | sed '/^$/d'
+  else
+    timeout 60 nvidia-smi --query-gpu=index --format=csv,noheader
+  fi
+}
+
+show_machine() {
+  timeout 60 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader \
+    ${CUDA_VISIBLE_DEVICES:+--id="$CUDA_VISIBLE_DEVICES"}
+  timeout 60 python3 -c 'import jax, sys; print("jax", jax.__version__, "python", sys.version.split()[0])'
+}
+
+build_package() {
+  [[ -n ${GPU_SITE:-} ]] && return
+  step build_package 300 python3 -m pip install --quiet --no-build-isolation --no-deps --upgrade \
     -C "cmake.define.CMAKE_CUDA_ARCHITECTURES=$arch" -C cmake.define.JAX_EP_CUDA=ON \
     --target "$site" .
 }
 
+# Builds the C++ test programs, once.
+build_programs() {
+  [[ -n ${GPU_BIN:-} || -n ${programs_built:-} ]] && return
+  step configure_programs 60 cmake -S . -B "$bin" -DCMAKE_BUILD_TYPE=Release -DJAX_EP_CUDA=ON \
+    "-DCMAKE_CUDA_ARCHITECTURES=$arch" &&
+    step build_programs 300 cmake --build "$bin" --parallel 8 --target \
+      p2p_test p2p_format_test peer_memory_test quantize_test silu_test &&
+    programs_built=1
+}
+
+run_build() {
+  build_programs
+}
+
 run_quantize() {
-  step quantize_build 120 nvcc -std=c++17 -O3 -I ffi -arch="sm_$arch" -Xcompiler -ffp-contract=off \
-    ffi/tests/quantize_test.cu ffi/cpu/encode.cc -o build/quantize_test
-  step quantize 60 build/quantize_test
+  build_programs && step quantize 60 "$bin/quantize_test"
 }
 
 run_silu() {
-  step silu_build 120 nvcc -std=c++17 -O3 -I ffi -arch="sm_$arch" \
-    -Xcompiler -ffp-contract=off,-fno-trapping-math ffi/tests/silu_test.cu ffi/cuda/silu.cu \
-    ffi/cpu/silu.cc ffi/cpu/encode.cc ffi/cpu/scales.cc ffi/cpu/parallel.cc -o build/silu_test
-  lines=90 step silu 120 build/silu_test
+  build_programs && lines=90 step silu 120 "$bin/silu_test"
   run_tests test_fused_silu 120 tests/test_fused_silu.py
 }
 
 run_suite() {
   run_tests test_dispatch_combine_graphs 150 tests/test_dispatch_combine.py tests/test_graphs.py
   run_tests test_grad 120 tests/test_grad.py
-  run_tests test_transforms_independence_async_overlap 120 tests/test_transforms.py \
-    tests/test_independence.py tests/test_async.py tests/test_overlap.py
+  run_tests test_transforms_independent_async_overlap 120 tests/test_transforms.py \
+    tests/test_independent_calls.py tests/test_async.py tests/test_overlap.py
   run_tests test_shared_expert 120 tests/test_shared_expert.py
-  run_tests test_quantised_errors_cli 150 tests/test_quantised.py tests/test_quantised_grad.py \
-    tests/test_quantised_transforms.py tests/test_errors.py \
-    tests/test_cli.py::test_bench_shows_times_and_the_rate_of_the_median
+  run_tests test_quantized_errors_cli 150 tests/test_quantized.py tests/test_quantized_grad.py \
+    tests/test_quantized_transforms.py tests/test_errors.py tests/test_format_table.py \
+    tests/test_cli.py::test_bench_prints_times_and_the_rate_of_the_median
 }
 
 run_graphs() {
-  local calls=(tests/test_transforms.py tests/test_independence.py)
+  local calls=(tests/test_transforms.py tests/test_independent_calls.py)
   XLA_FLAGS=--xla_gpu_graph_min_graph_size=1 \
     run_tests graphs_of_all 120 tests/test_graphs.py "${calls[@]}"
   XLA_FLAGS=--xla_gpu_enable_command_buffer= run_tests graphs_of_none 120 "${calls[@]}"
@@ -87,31 +127,22 @@ run_graphs() {
 
 run_xla() {
   run_tests transport_xla 240 --transports xla tests/test_dispatch_combine.py \
-    tests/test_quantised.py
+    tests/test_quantized.py
 }
 
-build_bed() {
-  cmake -S . -B build/gpu-bed -DCMAKE_BUILD_TYPE=Release -DJAX_EP_CUDA=ON \
-    "-DCMAKE_CUDA_ARCHITECTURES=$arch" &&
-    cmake --build build/gpu-bed --parallel 8 \
-      --target p2p_test p2p_format_test peer_memory_test
-}
-
-run_bed() {
-  local bed=build/gpu-bed/p2p_test gpus=$1
-  echo "== bed: build"
-  timeout 300 bash -c "$(declare -f build_bed); arch=$arch build_bed" > "$logs/gpu_bed.txt" 2>&1 ||
-    { tail -n 30 "$logs/gpu_bed.txt" && status=1 && return; }
+run_kernels() {
+  local program=$bin/p2p_test gpus=$1
+  build_programs || return
   lines=30
-  step bed_peer_memory 20 build/gpu-bed/peer_memory_test
-  step bed_fail 60 "$bed" fail 4 "$gpus"
-  step bed_cases 120 "$bed" cases 4 "$gpus" 20
-  step bed_formats 120 build/gpu-bed/p2p_format_test 4 "$gpus" 60
-  step bed_2_processes_on_one_gpu 120 "$bed" processes 2 1 2 10
-  step bed_4_processes_on_one_gpu 120 "$bed" processes 4 1 4 10
-  step bed_8_ranks_in_2_processes 120 "$bed" processes 8 "$gpus" 2 10
-  ((gpus >= 4)) && step bed_4_processes_on_4_gpus 120 "$bed" processes 4 4 4 20
-  ((gpus >= 4)) && step bed_2_processes_on_4_gpus 120 "$bed" processes 4 4 2 20
+  step kernels_peer_memory 20 "$bin/peer_memory_test"
+  step kernels_fail 60 "$program" fail 4 "$gpus"
+  step kernels_cases 120 "$program" cases 4 "$gpus" 20
+  step kernels_formats 120 "$bin/p2p_format_test" 4 "$gpus" 60
+  step kernels_2_processes_on_one_gpu 120 "$program" processes 2 1 2 10
+  step kernels_4_processes_on_one_gpu 120 "$program" processes 4 1 4 10
+  step kernels_8_ranks_in_2_processes 120 "$program" processes 8 "$gpus" 2 10
+  ((gpus >= 4)) && step kernels_4_processes_on_4_gpus 120 "$program" processes 4 4 4 20
+  ((gpus >= 4)) && step kernels_2_processes_on_4_gpus 120 "$program" processes 4 4 2 20
   unset lines
 }
 
@@ -138,12 +169,20 @@ run_doctor() {
   lines=20 step cli_bench 60 python3 -m jax_ep bench --tokens 4096 --hidden 7168 --experts 256
 }
 
-setup 2>&1 | tee "$logs/gpu_setup.txt"
-export PYTHONPATH=$PWD/$site PYTHONSAFEPATH=1
-gpus=$(nvidia-smi --query-gpu=index --format=csv,noheader | wc -l)
-gpus=$((gpus >= 4 ? 4 : gpus >= 2 ? 2 : 1))
 for part in "${parts[@]}"; do
-  "run_$part" "$gpus"
+  [[ $(type -t "run_$part") == function ]] || {
+    echo "gpu_test: no part $part; there are build ${all_parts[*]}" >&2
+    exit 2
+  }
+done
+show_machine 2>&1 | tee "$logs/gpu_setup.txt"
+build_package || exit 1
+PYTHONPATH=$(realpath "$site") || exit
+export PYTHONPATH PYTHONSAFEPATH=1
+n_gpus=$(visible_gpus | wc -l)
+n_gpus=$((n_gpus >= 4 ? 4 : n_gpus >= 2 ? 2 : 1))
+for part in "${parts[@]}"; do
+  "run_$part" "$n_gpus"
 done
 
 exit $status

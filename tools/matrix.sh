@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
-# Builds the wheels as users get them and runs the fast tests with several JAX versions.
+# Builds the wheels that users get and runs the fast tests with several versions of JAX.
 #
 # Usage: tools/matrix.sh [JAX:PYTHON ...]        default: the list below
 #
-#   PYTHONS        interpreters to take, names or paths; without it pythonX.Y on PATH,
-#                  then the versions that pyenv has
+# Environment variables:
+#   PYTHONS        interpreters to use, names or paths; default: pythonX.Y on PATH, then those of
+#                  pyenv
 #   MATRIX_STRICT  1: a missing interpreter is an error, not just a line in the summary
-#   MATRIX_TESTS   options for pytest instead of the default ones
+#   MATRIX_TESTS   options for pytest, instead of the default ones
 #
-# Two wheels are enough: one for Python 3.11, one abi3 wheel for every later Python, both
-# built against the oldest supported XLA FFI headers, so that they fit every later jaxlib.
-# Where there is an nvcc, the abi3 wheel has the GPU part, too: programs are compiled for GPUs
-# by these versions' XLA.
+# Two wheels are enough: one for Python 3.11, and one abi3 wheel for every later Python. Both are
+# built against the oldest supported XLA FFI headers, so they work with every later jaxlib. If there
+# is an nvcc, the abi3 wheel contains the CUDA extension, and the XLA of each version compiles
+# programs for GPUs.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -31,7 +32,7 @@ run=0
 
 version_of() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2> /dev/null; }
 
-# find_python X.Y: prints an interpreter of that version.
+# find_python X.Y: prints the path of an interpreter of that version.
 find_python() {
   local candidate candidates=("python$1")
   candidates+=("${PYENV_ROOT:-$HOME/.pyenv}"/versions/"$1".*/bin/python)
@@ -47,7 +48,7 @@ find_python() {
   return 1
 }
 
-# build_wheel PYTHON TAG: builds the wheel with that tag, once for the current sources.
+# build_wheel PYTHON TAG: builds the wheel with that tag, unless it is up to date.
 build_wheel() {
   local python=$1 tag=$2 stamp=build/matrix/$2.stamp cuda=AUTO
   [[ $tag == cp311-* ]] && cuda=OFF
@@ -66,7 +67,7 @@ build_wheel() {
   mv "$stamp.new" "$stamp"
 }
 
-# run_tests PYTHON X.Y JAX: installs the wheel beside that JAX and runs the tests.
+# run_tests PYTHON X.Y JAX: installs the wheel with that JAX and runs the tests.
 run_tests() {
   local python=$1 version=$2 jax=$3 tag=cp312-abi3
   [[ $version == 3.11 ]] && tag=cp311-cp311
@@ -75,10 +76,10 @@ run_tests() {
   wheel=$(compgen -G "$wheels/*-$tag-*.whl") || return 1
   local venv=.venv-matrix/jax-${jax/.\*/}-python-$version
   [[ -x $venv/bin/python ]] || "$python" -m venv "$venv" || return 1
-  "$venv/bin/pip" install --quiet "$wheel[test]" "jax==$jax" || return 1
-  # The version of the wheel may stay the same while its content changes.
+  "$venv/bin/pip" install --quiet "${wheel}[test]" "jax==$jax" || return 1
+  # Reinstalls: the content of the wheel may change while its version stays the same.
   "$venv/bin/pip" install --quiet --no-deps --force-reinstall "$wheel" || return 1
-  # Safe path: the installed package, not the one in this folder.
+  # PYTHONSAFEPATH: import the installed package, not the sources in this folder.
   PYTHONSAFEPATH=1 "$venv/bin/python" -m pytest "${tests[@]}" || return 1
   if [[ $version != 3.11 ]]; then tools/gpu_programs.sh "$venv" || return 1; fi
 }

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints what pip has to install before the package is built without isolation.
+"""Prints what pip must install before the package is built without isolation.
 
 Usage: python tools/requirements.py EXTRA...
 
-These are the build requirements, the package's dependencies and those of the extras,
-as pyproject.toml names them. jaxlib comes once, as a dependency: the extension is then
-built for the jaxlib beside it. (Wheels are built with isolation, against the oldest.)
+These are the build requirements, the dependencies of the package and those of the extras, as
+pyproject.toml names them. jaxlib is listed only as a dependency, so the extension is built for the
+jaxlib that it runs with. (Wheels are built with isolation, against the oldest supported jaxlib.)
 """
 
 import re
@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Prints one requirement a line."""
+    """Prints one requirement per line."""
     text = (Path(__file__).parent.parent / "pyproject.toml").read_text()
     pyproject = tomllib.loads(text)
     project = pyproject["project"]

@@ -7,10 +7,8 @@ from jax_ep.cli import bench, doctor
 __all__ = ["main"]
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    commands=[bench.bench, doctor.doctor], context_settings={"help_option_names": ["-h", "--help"]}
+)
 def main() -> None:
     """Expert parallelism for JAX: what works on this machine, and how fast."""
-
-
-main.add_command(bench.bench)
-main.add_command(doctor.doctor)

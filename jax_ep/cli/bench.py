@@ -1,12 +1,9 @@
 """`python -m jax_ep bench`: how long a dispatch and a combine take here."""
 
-from __future__ import annotations
-
-import dataclasses
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 import jax
@@ -29,12 +26,11 @@ FORMATS: dict[str, Callable[[], jax_ep.TokenFormat]] = {
     "nvfp4": jax_ep.NVFP4,
 }
 _N_WARM_UP = 3
-_EXHAUSTED = "RESOURCE_EXHAUSTED"
+_COUNT = click.IntRange(1)
 
 
-@dataclasses.dataclass(frozen=True)
-class Timing:
-    """Seconds of each call; bytes of the T x K rows that a rank sends in one."""
+class Timing(NamedTuple):
+    """Seconds of each call, and bytes of the T x K rows that a rank sends in one."""
 
     name: str
     seconds: list[float]
@@ -49,48 +45,35 @@ class Timing:
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--tokens", type=click.IntRange(1), default=128, help="Per rank (T).")
-@click.option("--hidden", type=click.IntRange(1), default=2048, help="Hidden size (H).")
-@click.option("--experts", type=click.IntRange(1), default=64, help="All of them (E).")
-@click.option("--top-k", type=click.IntRange(1), default=8, help="Experts per token.")
-@click.option(
-    "--ranks",
-    type=click.IntRange(1),
-    help="Devices; virtual ones on a CPU.  [default: all]",
-)
-@click.option(
-    "--format", "token_format", type=click.Choice(list(FORMATS)), default="bf16"
-)
+@click.option("--tokens", "max_tokens_per_rank", type=_COUNT, default=128, help="T.")
+@click.option("--hidden", "hidden_size", type=_COUNT, default=2048, help="H.")
+@click.option("--experts", "n_experts", type=_COUNT, default=64, help="E, in total.")
+@click.option("--top-k", type=_COUNT, default=8, help="Experts per token.")
+@click.option("--ranks", type=_COUNT, help="Devices, virtual on a CPU. [default: all]")
+@click.option("--format", "token_format", type=click.Choice(list(FORMATS)), default="bf16")
 @click.option("--transport", default="auto", help="auto, xla, host or p2p.")
 @click.option("--platform", help="cpu or gpu.  [default: the one JAX prefers]")
-@click.option("--repeats", type=click.IntRange(1), default=20, help="Calls measured.")
+@click.option("--repeats", type=_COUNT, default=20, help="Calls measured.")
 def bench(
-    tokens: int,
-    hidden: int,
-    experts: int,
-    top_k: int,
     ranks: int | None,
     token_format: str,
     transport: str,
     platform: str | None,
     repeats: int,
+    **sizes: Any,
 ) -> None:
     """Times one dispatch and one combine, each as a program of its own.
 
-    Every token chooses different experts at random. A time runs from the call in
-    Python until all ranks have the result.
+    Every token chooses distinct experts at random. A time runs from the call in Python until all
+    ranks have the result.
     """
     try:
-        config = jax_ep.EPConfig(
-            n_experts=experts,
-            top_k=top_k,
-            hidden_size=hidden,
-            max_tokens_per_rank=tokens,
-            token_format=FORMATS[token_format](),
-        )
+        config = jax_ep.EPConfig(**sizes, token_format=FORMATS[token_format]())
         mesh = layer.make_mesh(layer.devices(platform, ranks))
-        if top_k > experts:
-            raise ValueError(f"top-k must be at most experts; got {top_k}, {experts}.")
+        if config.top_k > config.n_experts:
+            raise ValueError(
+                f"top-k must be at most experts; got {config.top_k}, {config.n_experts}."
+            )
         group = jax_ep.ep_init(mesh, layer.AXIS, config, transport)
     except (ValueError, RuntimeError) as error:
         raise click.ClickException(str(error)) from error
@@ -98,30 +81,37 @@ def bench(
         try:
             timings = measure(mesh, group, repeats)
         except (MemoryError, JaxRuntimeError) as error:
-            if isinstance(error, JaxRuntimeError) and _EXHAUSTED not in str(error):
+            if not _is_out_of_memory(error):
                 raise
             why = str(error).rstrip(".")
             raise click.ClickException(
-                f"tokens, rows and their copies must fit in memory: {why}. Take fewer "
-                "--tokens, --hidden or --ranks."
+                f"tokens, rows and their copies must fit in memory: {why}. Take fewer --tokens, "
+                "--hidden or --ranks."
             ) from error
-    device = mesh.devices.flat[0]
+    Console().print(_table(group, token_format, timings))
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
+
+
+def _table(group: jax_ep.EPGroup, token_format: str, timings: list[Timing]) -> Table:
+    config, device = group.config, group.mesh.devices.flat[0]
     title = (
         f"{group.transport}, {group.n_ranks} x {device.device_kind}, {token_format}: "
-        f"T={tokens} H={hidden} E={experts} K={top_k}"
+        f"T={config.max_tokens_per_rank} H={config.hidden_size} E={config.n_experts} "
+        f"K={config.top_k}"
     )
     table = Table("", title=title, caption="GB/s: of the T x K rows of a rank")
     for name in ("median us", "min us", "max us", "GB/s"):
         table.add_column(name, justify="right")
     for timing in timings:
         table.add_row(*timing.cells())
-    Console().print(table)
+    return table
 
 
-def measure(
-    mesh: jax.sharding.Mesh, group: jax_ep.EPGroup, repeats: int
-) -> list[Timing]:
-    """Times both calls, with random inputs."""
+def measure(mesh: jax.sharding.Mesh, group: jax_ep.EPGroup, repeats: int) -> list[Timing]:
+    """Times both calls with random inputs."""
     config = group.config
     choices = layer.random_choices(config, group.n_ranks, seed=0)
     shape = (*choices.shape[:2], config.hidden_size)

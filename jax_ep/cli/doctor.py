@@ -1,7 +1,5 @@
 """`python -m jax_ep doctor`: what this machine has, and which transports work on it."""
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Sequence
 from importlib import metadata
@@ -9,11 +7,12 @@ from importlib import metadata
 import click
 import jax
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import jax_ep
-from jax_ep import _cuda_ffi
 from jax_ep.cli import layer, links, probe
+from jax_ep.xla_ffi import extension
 
 _GIB = 1 << 30
 
@@ -25,8 +24,8 @@ _GIB = 1 << 30
 def doctor(ranks: int | None, backend: str | None, with_links: bool) -> None:
     """Shows versions, devices, links and transports.
 
-    Every transport is asked whether it can serve the devices, and if so, sends a few
-    tokens there and back. Fails if none of them works.
+    Asks every transport whether it can serve the devices; those that can send a few tokens there
+    and back. Fails if none works.
     """
     console = Console()
     try:
@@ -60,9 +59,9 @@ def versions(found: Sequence[jax.Device]) -> Table:
 
 
 def cuda_versions() -> dict[str, str]:
-    """CUDA's, as the extension sees them."""
+    """CUDA's versions, as the extension sees them."""
     try:
-        numbers = _cuda_ffi.load().cuda_versions()
+        numbers = extension.load_cuda().cuda_versions()
     except ImportError:
         return {"jax_ep._ffi_cuda": "not built"}
     return {
@@ -72,15 +71,14 @@ def cuda_versions() -> dict[str, str]:
 
 
 def device_table(found: Sequence[jax.Device]) -> Table:
-    """One line per device; devices are ranks in this order."""
-    table = Table(
-        "rank", "device", "platform", "kind", "memory", title="Devices of this process"
-    )
+    """One line per device, in rank order."""
+    columns = ("rank", "device", "platform", "kind", "memory")
+    table = Table(*columns, title="Devices of this process")
     for rank, device in enumerate(found):
         limit = (device.memory_stats() or {}).get("bytes_limit")
         memory = "" if limit is None else f"{limit / _GIB:.1f} GiB for JAX"
-        kind = device.device_kind
-        table.add_row(str(rank), str(device.id), device.platform, kind, memory)
+        facts = (str(rank), str(device.id), device.platform, device.device_kind, memory)
+        table.add_row(*facts)
     return table
 
 
@@ -90,8 +88,7 @@ def link_table(gpus: Sequence[jax.Device]) -> Table:
     for gpu in gpus:
         table.add_column(str(gpu.id), justify="right")
     for source in gpus:
-        cells = [_link(source, target) for target in gpus]
-        table.add_row(str(source.id), *cells)
+        table.add_row(str(source.id), *(_link(source, target) for target in gpus))
     return table
 
 
@@ -106,13 +103,7 @@ def transport_table(verdicts: Sequence[probe.Verdict], n_ranks: int) -> Table:
     """Which transports work, and why the others do not."""
     ranks = "1 rank" if n_ranks == 1 else f"{n_ranks} ranks"
     table = Table("transport", f"serves {ranks}", title="Transports")
-    for verdict in verdicts:
-        works = verdict.reason is None
-        answer = "[green]yes[/]" if works else f"[red]no[/]: {_plain(verdict.reason)}"
-        table.add_row(verdict.transport, answer)
+    for name, reason in verdicts:
+        answer = "[green]yes[/]" if reason is None else f"[red]no[/]: {escape(reason)}"
+        table.add_row(name, answer)
     return table
-
-
-def _plain(text: str | None) -> str:
-    """Text that rich shows as it is."""
-    return (text or "").replace("[", "\\[")

@@ -1,6 +1,4 @@
-"""A layer on a mesh of this process's devices, for the commands to run."""
-
-from __future__ import annotations
+"""A mesh of this process's devices and inputs on it, for the commands to run."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -15,21 +13,17 @@ AXIS = "ep"
 
 
 def devices(platform: str | None, n_ranks: int | None) -> list[jax.Device]:
-    """This process's devices; virtual ones where the platform is the CPU.
-
-    Raises:
-        RuntimeError: the platform has no device, or too few.
-    """
+    """This process's devices, virtual ones on a CPU; raises RuntimeError if too few."""
     if n_ranks is not None:
-        # Too late where something has asked for devices before: they stay as they are.
+        # Fails once JAX has made the devices; then those are used.
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", n_ranks)
     try:
         found = jax.local_devices(backend=platform)
-    except AssertionError as error:  # of a platform that is asked for and not there
+    except AssertionError as error:  # what JAX raises for a platform without devices
         raise RuntimeError(
-            f"JAX finds no device of platform {platform or 'that it is told to use'}; "
-            "is its plugin installed, and does it see one?"
+            f"JAX finds no device of platform {platform or 'that it is told to use'}; is its "
+            "plugin installed, and does it see one?"
         ) from error
     if n_ranks is not None and len(found) < n_ranks:
         raise RuntimeError(
@@ -45,7 +39,7 @@ def make_mesh(ranks: Sequence[jax.Device]) -> jax.sharding.Mesh:
 
 
 def on_mesh(mesh: jax.sharding.Mesh, body: Callable[..., Any]) -> Callable[..., Any]:
-    """Jits a function of one rank's arrays; theirs have a leading axis of ranks."""
+    """Jits a function of one rank's arrays over arrays with a leading axis of ranks."""
 
     def of_rank(*args: Any) -> Any:
         results = body(*jax.tree.map(lambda x: x[0], args))
@@ -61,7 +55,7 @@ def place(mesh: jax.sharding.Mesh, array: np.ndarray) -> jax.Array:
 
 
 def random_choices(config: jax_ep.EPConfig, n_ranks: int, seed: int) -> np.ndarray:
-    """`int32[R, M, K]`: different experts for each token, all alike."""
+    """`int32[R, M, K]`: distinct experts per token, all equally likely."""
     rng = np.random.default_rng(seed)
     order = rng.random((n_ranks, config.max_tokens_per_rank, config.n_experts))
     return np.argsort(order, axis=-1)[..., : config.top_k].astype(np.int32)

@@ -1,33 +1,31 @@
 """The links between GPUs: who reaches whose memory, and how fast copies are."""
 
-from __future__ import annotations
-
 import statistics
 import time
 
 import jax
 import numpy as np
 
-from jax_ep import _cuda_ffi
+from jax_ep.xla_ffi import extension
 
 _BYTES = 1 << 27
 _COPIES, _REPEATS = 8, 5
 
 
 def reaches(source: jax.Device, target: jax.Device) -> bool | None:
-    """Whether a device loads and stores in another's memory; None: unknown."""
+    """Whether a device can access another's memory directly; None if unknown."""
     try:
-        extension = _cuda_ffi.load()
+        load = extension.load_cuda()
     except ImportError:
         return None
     pair = [source.local_hardware_id, target.local_hardware_id]
-    return not extension.why_no_peer_access(pair)
+    return not load.peer_access_problem(pair)
 
 
 def gb_per_s(source: jax.Device, target: jax.Device, n_bytes: int = _BYTES) -> float:
-    """GB/s of copies from one device to another by `jax.device_put`; the median.
+    """Median GB/s of `jax.device_put` from one device to another.
 
-    Several large ones at a time: what JAX takes to start them hides behind the link.
+    Several large copies at a time, so that the link hides their launch overhead.
     """
     array = jax.device_put(np.zeros(n_bytes, np.uint8), source)
     seconds = [_copy(array, target) for _ in range(_REPEATS + 1)]

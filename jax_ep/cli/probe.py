@@ -1,38 +1,29 @@
-"""Which transports serve the devices at hand: asked, and tried."""
+"""Which transports serve the devices at hand, found by trying."""
 
-from __future__ import annotations
-
-import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jax_ep
-from jax_ep import transports
 from jax_ep.cli.layer import AXIS, make_mesh, on_mesh, place, random_choices
+from jax_ep.transports.select import NAMES
 
 _TOP_K = 2
-_TIMEOUT_S = 20.0
 
 
-@dataclasses.dataclass(frozen=True)
-class Verdict:
-    """What came out of a trial.
-
-    Attributes:
-        transport: its name.
-        reason: why it cannot serve, or what went wrong; None: it works.
-    """
+class Verdict(NamedTuple):
+    """Why a transport cannot serve, or what went wrong; a reason of None: it works."""
 
     transport: str
     reason: str | None
 
 
 def try_transports(ranks: Sequence[jax.Device]) -> list[Verdict]:
-    """Sends a few tokens there and back over each transport, a rank per device."""
-    return [Verdict(name, _try(name, ranks)) for name in transports.NAMES]
+    """Sends a few tokens there and back over each transport, one rank per device."""
+    return [Verdict(name, _try(name, ranks)) for name in NAMES]
 
 
 def _try(name: str, ranks: Sequence[jax.Device]) -> str | None:
@@ -42,19 +33,19 @@ def _try(name: str, ranks: Sequence[jax.Device]) -> str | None:
         top_k=_TOP_K,
         hidden_size=64,
         max_tokens_per_rank=16,
-        timeout_s=_TIMEOUT_S,
+        timeout_s=20.0,
     )
     try:
         with jax_ep.ep_init(mesh, AXIS, config, name) as group:
             return _round_trip(mesh, group)
     except ValueError as error:
         return str(error).removeprefix(f"Transport {name!r} cannot serve: ")
-    except Exception as error:  # what a broken set-up raises is the finding
+    except Exception as error:  # whatever a broken set-up raises is the finding
         return f"{type(error).__name__}: {error}"
 
 
 def _round_trip(mesh: jax.sharding.Mesh, group: jax_ep.EPGroup) -> str | None:
-    """Experts that give what they get: every token must come back `top_k` times."""
+    """With identity experts, every token must come back `top_k` times."""
     config = group.config
     choices = random_choices(config, group.n_ranks, seed=0)
     shape = (*choices.shape[:2], config.hidden_size)

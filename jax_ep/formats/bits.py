@@ -1,12 +1,10 @@
 """float32 arithmetic and conversions on bit patterns.
 
-Compilers flush subnormal numbers (XLA:CPU), replace quotients by approximations
-(XLA:GPU) and rewrite quotients of constants. Integers they leave alone: what is
-computed here has the bits of IEEE 754 on every platform. All operands and results are
-uint32 patterns of numbers that are not negative and no NaN; overflow gives infinity.
+Compilers flush subnormal numbers (XLA:CPU), replace quotients by approximations (XLA:GPU) and
+rewrite quotients of constants. Integers they leave alone: what is computed here has the bits of
+IEEE 754 on every platform. All operands and results are uint32 patterns of numbers that are not
+negative and no NaN; overflow gives infinity.
 """
-
-from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
@@ -114,9 +112,9 @@ def _round(exponent: jax.Array, significand: jax.Array) -> jax.Array:
     length = 32 - lax.clz(significand).astype(jnp.int32)
     excess = length - (24 + _N_EXTRA)  # -1, 0 or 1
     exponent = exponent + excess
-    significand = jnp.where(
-        excess > 0, significand >> 1 | significand & 1, significand
-    ) << (excess == -1).astype(jnp.uint32)
+    significand = jnp.where(excess > 0, significand >> 1 | significand & 1, significand) << (
+        excess == -1
+    ).astype(jnp.uint32)
     # Subnormal results keep fewer bits.
     shift = jnp.clip(1 - exponent, 0, 31).astype(jnp.uint32)
     lost = significand & ((np.uint32(1) << shift) - np.uint32(1))

@@ -1,6 +1,4 @@
-"""MXFP8 and MXFP4: a power of two as the scale of 32 elements."""
-
-from __future__ import annotations
+"""MXFP8 and MXFP4: one power-of-two scale per 32 elements (OCP MX v1.0)."""
 
 import abc
 import dataclasses
@@ -16,26 +14,17 @@ from jax_ep.formats.base import QuantizedFormat
 
 @dataclasses.dataclass(frozen=True)
 class _MXFormat(QuantizedFormat):
-    """A byte b as scale, 2^(b - 127): `code = round(x * 2^(127 - b))`."""
+    """The scale is a byte b that stands for 2^(b - 127): `code = x * 2^(127 - b)`."""
 
-    @property
-    def block_size(self) -> int:
-        """32."""
-        return 32
-
-    @property
-    def scale_dtype(self) -> np.dtype:
-        """float8_e8m0fnu."""
-        return np.dtype(jnp.float8_e8m0fnu)
+    block_size = 32
+    scale_dtype = np.dtype(jnp.float8_e8m0fnu)
 
     @abc.abstractmethod
     def scale_exponents(self, amax: jax.Array) -> jax.Array:
-        """The byte, 0 ... 254, for the largest magnitude; both uint32."""
+        """The byte, 0 to 254, for the largest magnitude; both uint32."""
 
-    def encode_scales(
-        self, amax: jax.Array, input_scale: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """The byte, and the pattern of the scale's reciprocal; 0 for a zero block."""
+    def encode_scales(self, amax: jax.Array, input_scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The byte, and the scale's reciprocal; 0 for a block of zeros."""
         byte = self.scale_exponents(amax)
         reciprocal = jnp.where(byte < 254, (254 - byte) << 23, np.uint32(1 << 22))
         reciprocal = jnp.where(amax == 0, np.uint32(0), reciprocal)
@@ -50,58 +39,44 @@ class _MXFormat(QuantizedFormat):
 
 @dataclasses.dataclass(frozen=True)
 class MXFP8(_MXFormat):
-    """float8_e4m3fn with an E8M0 scale for each 1 x 32 block (OCP MX v1.0).
+    """float8_e4m3fn with one E8M0 scale per 1 x 32 block (OCP MX v1.0).
 
-    `scale = amax * (1 / 448)` rounded up to a power of two, so that nothing saturates;
-    `code = e4m3(x / scale)`, `x ~ code * scale`.
+    `scale = amax * (1 / 448)` rounded up to a power of two, so that nothing saturates; `code =
+    e4m3(x / scale)`, `x ~ code * scale`.
 
     Attributes:
-        scales_layout: `"atoms"`, the 128 x 4 tiles that matrix units read, or
-            `"row_major"`, `[C, H / 32]`.
+        scales_layout: `"atoms"`, the 128 x 4 tiles that matrix units read, or `"row_major"`.
     """
 
-    @property
-    def name(self) -> str:
-        """`mxfp8`."""
-        return "mxfp8"
-
-    @property
-    def is_packed(self) -> bool:
-        """False."""
-        return False
+    name = "mxfp8"
+    element = "e4m3"
+    packed = False
 
     def scale_exponents(self, amax: jax.Array) -> jax.Array:
-        """The exponent of the smallest power of two that is not below."""
+        """The exponent of the smallest power of two that is at least amax / 448."""
         raw = bits.multiply(amax, jnp.full_like(amax, bits.constant(1 / 448)))
         exponent, fraction = raw >> 23, raw & np.uint32((1 << 23) - 1)
-        # The pattern of 2^-127, the smallest scale, is that of half a smallest normal.
+        # 2^-127, the smallest scale, has the bits of half the smallest normal number.
         up = jnp.where(exponent > 0, fraction > 0, fraction > np.uint32(1 << 22))
         return exponent + up.astype(jnp.uint32)
 
 
 @dataclasses.dataclass(frozen=True)
 class MXFP4(_MXFormat):
-    """e2m1, two per byte, with an E8M0 scale for each 1 x 32 block (OCP MX v1.0).
+    """e2m1, two per byte, with one E8M0 scale per 1 x 32 block (OCP MX v1.0).
 
-    `scale` is the power of two two below that of `amax` rounded in "even mode": from
-    1.75 on it counts as the next one. `code = e2m1(x / scale)`, at most 6.
+    `scale` is 2^-2 times the power of two below `amax`, after rounding `amax` in "even mode": from
+    1.75 times a power of two on, the next power of two counts. `code = e2m1(x / scale)`, at most 6.
 
     Attributes:
-        scales_layout: `"atoms"`, the 128 x 4 tiles that matrix units read, or
-            `"row_major"`, `[C, H / 32]`.
+        scales_layout: `"atoms"`, the 128 x 4 tiles that matrix units read, or `"row_major"`.
     """
 
-    @property
-    def name(self) -> str:
-        """`mxfp4`."""
-        return "mxfp4"
-
-    @property
-    def is_packed(self) -> bool:
-        """True."""
-        return True
+    name = "mxfp4"
+    element = "e2m1"
+    packed = True
 
     def scale_exponents(self, amax: jax.Array) -> jax.Array:
-        """The exponent of amax + a quarter of its binade, less 2, at least 0."""
+        """The exponent of amax + a quarter of its binade, minus 2, at least 0."""
         exponent = (amax + np.uint32(1 << 21)) >> 23
         return jnp.maximum(exponent, np.uint32(2)) - np.uint32(2)

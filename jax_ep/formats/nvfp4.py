@@ -1,6 +1,4 @@
-"""NVFP4: e2m1 with an e4m3 scale for 16 elements and a scale for all."""
-
-from __future__ import annotations
+"""NVFP4: e2m1 with one e4m3 scale per 16 elements and one global scale."""
 
 import dataclasses
 
@@ -15,46 +13,25 @@ from jax_ep.formats.base import QuantizedFormat
 
 @dataclasses.dataclass(frozen=True)
 class NVFP4(QuantizedFormat):
-    """e2m1, two per byte, with an e4m3 scale for each 1 x 16 block.
+    """e2m1, two per byte, with one e4m3 scale per 1 x 16 block.
 
-    With the `input_scale` s of dispatch, 1 by default (it is what divides: the
-    reciprocal of a checkpoint's input scale): `scale = e4m3(s * (amax * (1 / 6)))`,
-    `code = e2m1(x * (1 / (scale * (1 / s))))`, at most 6, and `x ~ code * scale / s`.
+    With the `input_scale` s of dispatch, 1 by default (the divisor, so the reciprocal of a
+    checkpoint's input scale): `scale = e4m3(s * (amax * (1 / 6)))`, `code = e2m1(x * (1 / (scale *
+    (1 / s))))`, at most 6, and `x ~ code * scale / s`.
 
     Attributes:
-        scales_layout: `"atoms"`, the 128 x 4 tiles that matrix units read, or
-            `"row_major"`, `[C, H / 16]`.
+        scales_layout: `"atoms"`, the 128 x 4 tiles that matrix units read, or `"row_major"`.
     """
 
-    @property
-    def name(self) -> str:
-        """`nvfp4`."""
-        return "nvfp4"
+    name = "nvfp4"
+    block_size = 16
+    element = "e2m1"
+    packed = True
+    scale_dtype = np.dtype(jnp.float8_e4m3fn)
+    takes_input_scale = True
 
-    @property
-    def takes_input_scale(self) -> bool:
-        """True."""
-        return True
-
-    @property
-    def block_size(self) -> int:
-        """16."""
-        return 16
-
-    @property
-    def is_packed(self) -> bool:
-        """True."""
-        return True
-
-    @property
-    def scale_dtype(self) -> np.dtype:
-        """float8_e4m3fn."""
-        return np.dtype(jnp.float8_e4m3fn)
-
-    def encode_scales(
-        self, amax: jax.Array, input_scale: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """The e4m3 scale, and the multiplier; 0 where it would not be finite."""
+    def encode_scales(self, amax: jax.Array, input_scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The e4m3 scale and the factor; 0 where the factor would not be finite."""
         input_scale = jnp.broadcast_to(input_scale[..., None], amax.shape)
         sixth = jnp.full_like(amax, bits.constant(1 / 6))
         raw = bits.multiply(input_scale, bits.multiply(amax, sixth))
@@ -63,8 +40,7 @@ class NVFP4(QuantizedFormat):
         inverse = bits.reciprocal(input_scale)
         is_usable = inverse < bits.INFINITY
         total = bits.multiply(
-            bits.to_bits(scales.astype(jnp.float32)),
-            jnp.where(is_usable, inverse, np.uint32(0)),
+            bits.to_bits(scales.astype(jnp.float32)), jnp.where(is_usable, inverse, np.uint32(0))
         )
         factor = bits.reciprocal(total)
         return scales, jnp.where(factor < bits.INFINITY, factor, np.uint32(0))

@@ -1,6 +1,4 @@
-"""Tokens as they are."""
-
-from __future__ import annotations
+"""Plain: tokens travel unquantized."""
 
 import dataclasses
 from typing import Any
@@ -9,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ep.formats.base import TokenFormat
+
+_DTYPES = tuple(np.dtype(t) for t in (jnp.bfloat16, jnp.float16, jnp.float32))
 
 
 def as_dtype(value: Any) -> np.dtype | None:
@@ -21,7 +21,7 @@ def as_dtype(value: Any) -> np.dtype | None:
 
 @dataclasses.dataclass(frozen=True)
 class Plain(TokenFormat):
-    """Tokens travel as they are.
+    """Tokens travel unquantized.
 
     Attributes:
         dtype: bfloat16, float16 or float32.
@@ -34,11 +34,11 @@ class Plain(TokenFormat):
 
     def __post_init__(self) -> None:
         dtype = as_dtype(self.dtype)
-        if dtype not in _PLAIN_DTYPES:
+        if dtype not in _DTYPES:
             got = self.dtype if dtype is None else dtype.name
             raise ValueError(
-                "Plain carries bfloat16, float16 or float32; got "
-                f"dtype={got}. Cast the tokens, or name one of these."
+                f"Plain carries bfloat16, float16 or float32; got dtype={got}. Cast the tokens, or "
+                "name one of these."
             )
         object.__setattr__(self, "dtype", dtype)
 
@@ -58,9 +58,6 @@ class Plain(TokenFormat):
         return self.dtype
 
 
-_PLAIN_DTYPES = tuple(np.dtype(t) for t in (jnp.bfloat16, jnp.float16, jnp.float32))
-
-
-def BF16() -> Plain:  # noqa: N802 (a format's name, as in the field)
+def BF16() -> Plain:  # noqa: N802 (named like the other formats)
     """The format of bfloat16 tokens: `Plain(jnp.bfloat16)`."""
     return Plain(np.dtype(jnp.bfloat16))

@@ -1,12 +1,7 @@
-"""Where the scales of rows stand: row by row, transposed, or in 128 x 4 atoms.
+"""Where the scales of rows are: row by row, transposed, or in 128 x 4 atoms.
 
-C rows in L groups, S scales per row. Group i has the rows `row_offsets[i]` to
-`row_offsets[i + 1]`.
+C rows in L groups, S scales per row. Group i is the rows `row_offsets[i]` to `row_offsets[i + 1]`.
 """
-
-from __future__ import annotations
-
-import abc
 
 import jax
 import jax.numpy as jnp
@@ -14,32 +9,36 @@ import numpy as np
 
 _ATOM_ROWS = 128
 _ATOM_SCALES = 4
-_ATOM_LANES = 32  # rows r, r + 32, r + 64 and r + 96 of an atom stand together
+_ATOM_LANES = 32  # rows r, r + 32, r + 64 and r + 96 of an atom are adjacent
 
 
-class ScalesLayout(abc.ABC):
-    """A layout of the scales in the output of dispatch."""
+class ScalesLayout:
+    """A layout of the scales in the output of dispatch: here row by row, `[C, S]`.
 
-    name: str
-    # Every group begins at a multiple of as many rows.
-    row_alignment: int = 1
+    Attributes:
+        name: in attributes and messages.
+        row_alignment: every group of rows begins at a multiple of it.
+    """
 
-    @abc.abstractmethod
+    name = "row_major"
+    row_alignment = 1
+
     def shape(self, n_rows: int, n_scales: int, n_groups: int) -> tuple[int, ...]:
         """Shape of the array."""
+        return (n_rows, n_scales)
 
-    @abc.abstractmethod
     def place(self, scales: jax.Array, row_offsets: jax.Array) -> jax.Array:
-        """The array, from `[C, S]` by row."""
+        """The array, from `[C, S]` row by row."""
+        return scales
 
-    @abc.abstractmethod
     def by_row(
         self, array: jax.Array, row_offsets: jax.Array, n_rows: int, n_scales: int
     ) -> jax.Array:
-        """`[C, S]`, from the array; rows that are not in use hold anything."""
+        """`[C, S]` row by row, from the array; unused rows are unspecified."""
+        return array
 
     def offsets(self, row_offsets: jax.Array) -> jax.Array | None:
-        """`uint32[L]` `scales_offsets`; None where a row's number says enough."""
+        """`uint32[L]` `scales_offsets`; None if a row's scales follow from its index."""
         return None
 
 
@@ -49,34 +48,9 @@ class _NoScales(ScalesLayout):
     def shape(self, n_rows: int, n_scales: int, n_groups: int) -> tuple[int, ...]:
         return (0,)
 
-    def place(self, scales: jax.Array, row_offsets: jax.Array) -> jax.Array:
-        return scales
-
-    def by_row(
-        self, array: jax.Array, row_offsets: jax.Array, n_rows: int, n_scales: int
-    ) -> jax.Array:
-        return array
-
-
-class _RowMajor(ScalesLayout):
-    """`[C, S]`."""
-
-    name = "row_major"
-
-    def shape(self, n_rows: int, n_scales: int, n_groups: int) -> tuple[int, ...]:
-        return (n_rows, n_scales)
-
-    def place(self, scales: jax.Array, row_offsets: jax.Array) -> jax.Array:
-        return scales
-
-    def by_row(
-        self, array: jax.Array, row_offsets: jax.Array, n_rows: int, n_scales: int
-    ) -> jax.Array:
-        return array
-
 
 class _Transposed(ScalesLayout):
-    """`[S, C]`; groups begin at multiples of 4 rows: 16 bytes of float32 scales."""
+    """`[S, C]`; groups begin at multiples of 4 rows, i.e. 16 bytes of float32 scales."""
 
     name = "transposed"
     row_alignment = 4
@@ -96,8 +70,8 @@ class _Transposed(ScalesLayout):
 class _Atoms(ScalesLayout):
     """`[blocks, ceil(S / 4), 32, 4, 4]`: what tcgen05 and cuBLAS read.
 
-    Scale c of row r of a block stands at `[block, c / 4, r % 32, r / 32, c % 4]`. Each
-    group begins with a block of its own.
+    Scale c of row r of a block is at `[block, c / 4, r % 32, r / 32, c % 4]`. Each group starts a
+    new block.
     """
 
     name = "atoms"
@@ -108,14 +82,13 @@ class _Atoms(ScalesLayout):
         return (n_blocks, -(-n_scales // _ATOM_SCALES), *tile)
 
     def offsets(self, row_offsets: jax.Array) -> jax.Array:
-        """First block of each group, less that of its first row among all rows."""
+        """First block of each group, minus the block of its first row among all rows."""
         blocks = row_offsets[:-1].astype(jnp.int32) // _ATOM_ROWS
         return (_first_blocks(row_offsets)[:-1] - blocks).astype(jnp.uint32)
 
     def place(self, scales: jax.Array, row_offsets: jax.Array) -> jax.Array:
         n_rows, n_scales = scales.shape
-        n_groups = row_offsets.shape[0] - 1
-        shape = self.shape(n_rows, n_scales, n_groups)
+        shape = self.shape(n_rows, n_scales, row_offsets.shape[0] - 1)
         block = jnp.arange(shape[0], dtype=jnp.int32)
         first_blocks, starts = _first_blocks(row_offsets), row_offsets.astype(jnp.int32)
         group = group_of(first_blocks, block)
@@ -135,34 +108,33 @@ class _Atoms(ScalesLayout):
         row = jnp.arange(n_rows, dtype=jnp.int32)
         first_blocks, starts = _first_blocks(row_offsets), row_offsets.astype(jnp.int32)
         group = group_of(starts, row)
-        row = row - starts[group]
         tiles = _as_integers(array).transpose(0, 3, 2, 1, 4)
         rows = tiles.reshape(array.shape[0] * _ATOM_ROWS, -1)
-        index = first_blocks[group] * _ATOM_ROWS + row
+        index = first_blocks[group] * _ATOM_ROWS + row - starts[group]
         by_row = rows.at[index].get(mode="fill", fill_value=0)[:, :n_scales]
         return jax.lax.bitcast_convert_type(by_row, array.dtype)
 
 
 def _first_blocks(row_offsets: jax.Array) -> jax.Array:
-    """`int32[L + 1]`: the first block of atoms of each group; the last, of none."""
+    """`int32[L + 1]`: the first block of atoms of each group, then their number."""
     sizes = jnp.diff(row_offsets.astype(jnp.int32))
     blocks = jnp.cumsum((sizes + _ATOM_ROWS - 1) // _ATOM_ROWS, dtype=jnp.int32)
     return jnp.concatenate([jnp.zeros_like(blocks[:1]), blocks])
 
 
 def group_of(starts: jax.Array, index: jax.Array) -> jax.Array:
-    """The group that `index` falls into; the last one for what comes after."""
+    """The group that `index` falls into; the last one for indices beyond all groups."""
     group = jnp.searchsorted(starts[1:], index, side="right").astype(jnp.int32)
     return jnp.minimum(group, starts.shape[0] - 2)
 
 
 def _as_integers(scales: jax.Array) -> jax.Array:
-    """The same bytes: gathers of small floats go by way of larger ones."""
+    """The same bytes: XLA gathers small floats by way of larger ones."""
     integer = np.dtype(f"uint{8 * scales.dtype.itemsize}")
     return jax.lax.bitcast_convert_type(scales, integer)
 
 
 NO_SCALES = _NoScales()
-ROW_MAJOR = _RowMajor()
+ROW_MAJOR = ScalesLayout()
 TRANSPOSED = _Transposed()
 ATOMS = _Atoms()

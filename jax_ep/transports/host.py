@@ -1,110 +1,79 @@
 """Transport `host`: the CPU devices of one process, by XLA FFI handlers in C++."""
 
-from __future__ import annotations
-
-import functools
-from typing import TYPE_CHECKING
-
 import jax
 
-from jax_ep import _host_ffi
-from jax_ep._extension import why_missing
-from jax_ep.config import EPConfig
+from jax_ep import autodiff
+from jax_ep.connection import FfiConnection
 from jax_ep.exchange import Exchange
-from jax_ep.primitives import combine_grad_p
+from jax_ep.geometry import Geometry
+from jax_ep.operands import CombineOperands, DispatchOperands, DispatchResults
 from jax_ep.stats import RankStats
-from jax_ep.topology import exchange_places, local_places, places
-from jax_ep.transports.ffi import (
-    FfiTransport,
-    Mode,
-    Routing,
-    place_index,
-    present,
-)
-
-if TYPE_CHECKING:
-    from jax_ep.group import EPGroup
+from jax_ep.xla_ffi import extension
 
 
-class HostTransport(FfiTransport):
+class HostConnection(FfiConnection):
     """C++ handlers on the CPU devices of one process."""
 
     name = "host"
-    smallest_row = 1
+    min_row_elements = 1
+    has_combine_grad = True
 
-    def why_not(
-        self,
-        mesh: jax.sharding.Mesh,
-        axis_name: str,
-        config: EPConfig,
-        exchange: Exchange,
-    ) -> str | None:
-        """Needs CPU devices, all of this process, and the extension."""
-        devices = mesh.devices.flat
-        platforms = sorted({device.platform for device in devices})
+    @classmethod
+    def unsupported_reason(cls, geometry: Geometry, exchange: Exchange) -> str | None:
+        """Requires CPU devices, all of this process, and the extension."""
+        mesh = geometry.mesh
+        platforms = sorted({device.platform for device in mesh.devices.flat})
         if platforms != ["cpu"]:
             return f"it serves CPU devices; the mesh has {', '.join(platforms)}."
-        if len(local_places(mesh, axis_name)) != mesh.size:
+        if len(geometry.local_coordinates) != mesh.size:
             return "all devices must belong to this process; use transport='xla'."
         try:
-            _host_ffi.load()
+            extension.load_host()
         except ImportError as error:
-            return why_missing("_ffi", error)
+            return extension.why_missing("_ffi", error)
         return None
 
-    def open(self, group: EPGroup, exchange: Exchange) -> None:
-        """Registers the handlers, and tells them which device is which rank."""
-        config = group.config
-        _host_ffi.register()
-        _host_ffi.load().open_host_group(
-            key=group.key,
-            n_ranks=group._routed.n_ranks,
-            n_experts=group._routed.n_experts,
+    def open(self, exchange: Exchange) -> None:
+        """Registers the handlers and tells them which device is which rank."""
+        geometry = self.geometry
+        config, routed = geometry.config, geometry.routed
+        devices = geometry.routed_coordinates(geometry.coordinates)
+        extension.register_host()
+        extension.load_host().open_group(
+            key=geometry.key,
+            n_ranks=routed.n_ranks,
+            n_groups=routed.n_groups,
+            n_choices=routed.n_choices,
+            hidden_size=config.hidden_size,
+            max_tokens_per_rank=config.max_tokens_per_rank,
+            max_recv_tokens=geometry.max_recv_tokens,
+            row_alignment=config.token_format.layout.row_alignment,
             token_bytes=config.token_format.token_bytes(config.hidden_size),
-            devices=[
-                (place.device.id, place.row, place.rank)
-                for place in exchange_places(group, places(group.mesh, group.axis_name))
-            ],
+            timeout_s=config.timeout_s,
+            devices=[(each.device.id, each.replica, each.rank) for each in devices],
         )
 
-    def close(self, group: EPGroup) -> None:
+    def close(self) -> None:
         """Forgets the ranks."""
-        _host_ffi.load().close_host_group(group.key)
+        extension.load_host().close_group(self.geometry.key)
 
-    def stats(self, group: EPGroup) -> list[RankStats]:
+    def stats(self) -> list[RankStats]:
         """See `EPGroup.stats`."""
-        count = functools.partial(_host_ffi.load().host_stats, group.key)
-        here = local_places(group.mesh, group.axis_name)
-        return [
-            RankStats.from_counts(group, place, count(known.row, known.rank))
-            for place, known in zip(here, exchange_places(group, here), strict=True)
-        ]
+        geometry, load = self.geometry, extension.load_host()
+        here = geometry.local_coordinates
+        routed = geometry.routed_coordinates(here)
+        counts = [load.stats(geometry.key, each.replica, each.rank) for each in routed]
+        pairs = zip(here, counts, strict=True)
+        return [RankStats.from_counts(geometry, *pair) for pair in pairs]
 
-    def layout_shape(self, group: EPGroup, n_tokens: int) -> tuple[int, ...]:
-        """`[T, K]`: the row of each choice at its destination, -1 = none."""
-        return (n_tokens, group._routed.top_k)
+    def dispatch(self, operands: DispatchOperands) -> DispatchResults:
+        """One custom call."""
+        return autodiff.dispatch(self, operands)
 
-    def combine_backward(
-        self,
-        group: EPGroup,
-        mode: Mode,
-        expert_out: jax.Array,
-        weights: jax.Array | None,
-        routing: Routing,
-        cotangent: jax.Array,
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """One custom call: cotangents to rows, weights' gradients on the way."""
-        grad_expert_out, *grad_weights = combine_grad_p.bind(
-            place_index(group),
-            cotangent,
-            expert_out,
-            routing.row_offsets,
-            routing.topk_ids,
-            routing.layout,
-            *present(weights),
-            group=group,
-            weighting=mode.weighting,
-            reduce=mode.reduce,
-            adds_shared=mode.adds_shared,
-        )
-        return grad_expert_out, grad_weights[0] if grad_weights else None
+    def combine(self, operands: CombineOperands) -> jax.Array:
+        """One custom call."""
+        return autodiff.combine(self, operands)
+
+    def handle_shape(self, n_tokens: int) -> tuple[int, ...]:
+        """`dst_rows`, `[T, N]`: each choice's row at its destination, -1 = none."""
+        return (n_tokens, self.geometry.routed.n_choices)

@@ -1,134 +1,107 @@
-"""Transport `xla`: plain `jax.lax` collectives, on every platform and over processes.
+"""Transport `xla`: plain `jax.lax` collectives, on every platform and across processes.
 
-dispatch gathers every rank's tokens and takes the local experts' rows out of them;
-combine sends rows back by `all_to_all`. JAX differentiates it. What the other
-transports are compared with: simple before fast.
+dispatch gathers the tokens of all ranks and selects the rows for the local experts; combine returns
+rows by `all_to_all`. JAX differentiates both. The other transports are compared with this one, so
+it is simple rather than fast.
 """
-
-from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_ep.config import EPConfig
+from jax_ep.checks import vary_alike
+from jax_ep.connection import Connection
 from jax_ep.exchange import Exchange
 from jax_ep.formats import QuantizedFormat
-from jax_ep.results import Dispatched
-from jax_ep.transports.base import COMBINE_NAME, DISPATCH_NAME, Transport, assemble
-
-if TYPE_CHECKING:
-    from jax_ep.group import EPGroup
+from jax_ep.geometry import Geometry
+from jax_ep.operands import (
+    COMBINE_NAME,
+    DISPATCH_NAME,
+    CombineOperands,
+    DispatchOperands,
+    DispatchResults,
+)
 
 _NO_ROW = -1
 
 
-class XlaTransport(Transport):
-    """Plain collectives."""
+class XlaConnection(Connection):
+    """Plain collectives; nothing to open."""
 
     name = "xla"
 
-    def why_not(
-        self,
-        mesh: jax.sharding.Mesh,
-        axis_name: str,
-        config: EPConfig,
-        exchange: Exchange,
-    ) -> str | None:
+    @classmethod
+    def unsupported_reason(cls, geometry: Geometry, exchange: Exchange) -> str | None:
         """Serves every mesh."""
         return None
 
-    def open(self, group: EPGroup, exchange: Exchange) -> None:
-        """Nothing to set up."""
-
-    def close(self, group: EPGroup) -> None:
-        """Nothing to free."""
-
-    def dispatch(
-        self,
-        group: EPGroup,
-        tokens: jax.Array,
-        topk_ids: jax.Array,
-        topk_weights: jax.Array | None,
-        input_scale: jax.Array | None,
-    ) -> Dispatched:
-        """Gathers all tokens, quantised before; takes the local experts' rows."""
-        all_ids = _all_gather(topk_ids, group)
-        routed = _group_choices(group, all_ids)
-        choices, top_k = routed.choices, group._routed.top_k
-        sources = choices // top_k
-        row_info = jnp.stack([sources % topk_ids.shape[0], choices % top_k], axis=1)
-        rows, scales = _take_rows(
-            group, tokens, input_scale, sources, routed.row_offsets
-        )
-        results = dict(
-            tokens=rows,
-            scales=scales,
-            row_offsets=routed.row_offsets,
+    def dispatch(self, operands: DispatchOperands) -> DispatchResults:
+        """Gathers all tokens, already quantized; selects the local experts' rows."""
+        geometry, group_ids = self.geometry, operands.group_ids
+        all_ids = _all_gather(group_ids, geometry)
+        rows = _assign_rows(geometry, all_ids)
+        choices, n_choices = rows.choices, geometry.routed.n_choices
+        sources = choices // n_choices
+        row_info = jnp.stack([sources % group_ids.shape[0], choices % n_choices], 1)
+        tokens, scales = _take_rows(geometry, operands, sources, rows.row_offsets)
+        is_invalid = (group_ids < -1) | (group_ids >= geometry.routed.n_groups)
+        row_weights = None
+        if operands.topk_weights is not None:
+            all_weights = _all_gather(operands.topk_weights, geometry)
+            row_weights = _take(all_weights.reshape(-1), choices)
+        results = DispatchResults(
+            tokens=tokens,
+            row_offsets=rows.row_offsets,
             src_info=jnp.where((choices < all_ids.size)[:, None], row_info, _NO_ROW),
-            n_dropped=routed.n_dropped,
-            n_invalid=_count_invalid(topk_ids, group._routed.n_experts),
-            layout=routed.dst_rows,
-            row_weights=None
-            if topk_weights is None
-            else _take(_flat(_all_gather(topk_weights, group), 3), choices),
+            n_dropped=rows.n_dropped,
+            n_invalid=jnp.sum(is_invalid, dtype=jnp.int32),
+            handle=rows.dst_rows,
+            row_weights=row_weights,
+            scales=scales,
         )
-        return assemble(group, topk_ids, checkpoint_name(results, DISPATCH_NAME))
+        return checkpoint_name(results, DISPATCH_NAME)
 
-    def combine(
-        self,
-        group: EPGroup,
-        expert_out: jax.Array,
-        dispatched: Dispatched,
-        topk_weights: jax.Array | None,
-        residual: jax.Array | None,
-        *,
-        reduce: bool,
-        adds_shared: bool,
-    ) -> jax.Array:
-        """Sends each rank its rows, or its sums, and adds them up there."""
-        rows, topk_ids = dispatched.layout, dispatched.topk_ids
-        if adds_shared:
-            shared_rows = rows[_rank(group), :, -1]
-            rows, topk_ids = rows[..., :-1], topk_ids[:, :-1]
-            topk_weights = None if topk_weights is None else topk_weights[:, :-1]
-        if dispatched.row_weights is not None:
-            out = _sum_by_rank(group, expert_out, rows, dispatched.row_weights)
+    def combine(self, operands: CombineOperands) -> jax.Array:
+        """Returns each source its rows, or its sums, and adds them up there."""
+        geometry, expert_out = self.geometry, operands.expert_out
+        weights, group_ids = operands.topk_weights, operands.routing.group_ids
+        rows = operands.routing.handle
+        if operands.adds_shared_expert:
+            shared_rows = rows[_rank(geometry), :, -1]
+            rows, group_ids = rows[..., :-1], group_ids[:, :-1]
+            weights = None if weights is None else weights[:, :-1]
+        if operands.row_weights is not None:
+            out = _sum_by_rank(geometry, expert_out, rows, operands.row_weights)
         else:
-            picked, present = _return_rows(group, expert_out, rows, topk_ids)
-            if not reduce:
+            picked, has_row = _return_rows(geometry, expert_out, rows, group_ids)
+            if not operands.reduce:
                 return checkpoint_name(picked, COMBINE_NAME)
-            out = _sum_by_choice(picked, present, topk_weights)
-        if residual is not None:
-            out = out + residual.astype(jnp.float32)
+            out = _sum_by_choice(picked, has_row, weights)
+        if operands.residual is not None:
+            out = out + operands.residual.astype(jnp.float32)
         out = out.astype(expert_out.dtype)
-        if adds_shared:
-            out = _add_shared(out, expert_out, shared_rows)
+        if operands.adds_shared_expert:
+            out = _add_shared_expert(out, expert_out, shared_rows)
         return checkpoint_name(out, COMBINE_NAME)
 
 
-def _rank(group: EPGroup) -> jax.Array | int:
+def _rank(geometry: Geometry) -> jax.Array | int:
     """This rank's index among those that exchange tokens."""
-    return 0 if group.config.skip_a2a else lax.axis_index(group.axis_name)
+    return 0 if geometry.config.skip_a2a else lax.axis_index(geometry.axis_name)
 
 
-def _all_gather(x: jax.Array, group: EPGroup) -> jax.Array:
-    return x[None] if group.config.skip_a2a else lax.all_gather(x, group.axis_name)
+def _all_gather(x: jax.Array, geometry: Geometry) -> jax.Array:
+    return x[None] if geometry.config.skip_a2a else lax.all_gather(x, geometry.axis_name)
 
 
-def _all_to_all(x: jax.Array, group: EPGroup) -> jax.Array:
+def _all_to_all(x: jax.Array, geometry: Geometry) -> jax.Array:
     """`[R, ...]` by destination to `[R, ...]` by source."""
-    return x if group.config.skip_a2a else lax.all_to_all(x, group.axis_name, 0, 0)
-
-
-def _flat(x: jax.Array, n_axes: int) -> jax.Array:
-    """Merges the first axes into one."""
-    return x.reshape(-1, *x.shape[n_axes:])
+    return x if geometry.config.skip_a2a else lax.all_to_all(x, geometry.axis_name, 0, 0)
 
 
 def _take(x: jax.Array, index: jax.Array) -> jax.Array:
@@ -137,13 +110,11 @@ def _take(x: jax.Array, index: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _move_bits(
-    move: Callable[..., jax.Array], x: jax.Array, *where: jax.Array
-) -> jax.Array:
-    """`move(x, *where)`, whose elements are those of `x`, or zero, to the last bit.
+def _move_bits(move: Callable[..., jax.Array], x: jax.Array, *where: jax.Array) -> jax.Array:
+    """`move(x, *where)`, which permutes, repeats or zeroes elements, bit by bit.
 
-    XLA:CPU treats bfloat16 by way of float32, which changes NaNs. So the move is one of
-    integers, and its derivative that of the move of numbers.
+    XLA:CPU handles bfloat16 as float32, which changes NaNs. So integers are moved; the derivative
+    moves floats.
     """
     integer = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
     moved = move(lax.bitcast_convert_type(x, integer), *where)
@@ -157,73 +128,62 @@ def _move_bits_jvp(
     return _move_bits(move, *primals), move(tangents[0], *primals[1:])
 
 
-def _count_invalid(topk_ids: jax.Array, n_experts: int) -> jax.Array:
-    return jnp.sum((topk_ids < -1) | (topk_ids >= n_experts), dtype=jnp.int32)
-
-
 def _take_rows(
-    group: EPGroup,
-    tokens: jax.Array,
-    input_scale: jax.Array | None,
-    sources: jax.Array,
-    row_offsets: jax.Array,
+    geometry: Geometry, operands: DispatchOperands, sources: jax.Array, row_offsets: jax.Array
 ) -> tuple[jax.Array, jax.Array | None]:
-    """This rank's rows of all ranks' tokens, and their scales; zero where none is."""
+    """This rank's rows of all ranks' tokens, and their scales; zero for unused rows."""
 
     def take(x: jax.Array, index: jax.Array) -> jax.Array:
-        return _take(_flat(_all_gather(x, group), 2), index)
+        return _take(_all_gather(x, geometry).reshape(-1, *x.shape[1:]), index)
 
-    token_format = group.config.token_format
+    token_format = geometry.config.token_format
     if not isinstance(token_format, QuantizedFormat):
-        return _move_bits(take, tokens, sources), None
-    # Straight through: the gradient's way is that of `dequantize`.
-    tokens = lax.stop_gradient(tokens)
-    codes, scales = token_format.quantize(tokens, input_scale)
+        return _move_bits(take, operands.tokens, sources), None
+    # The gradient goes straight through `dequantize`.
+    tokens = lax.stop_gradient(operands.tokens)
+    codes, scales = token_format.quantize(tokens, operands.input_scale)
     codes, scales = (_move_bits(take, x, sources) for x in (codes, scales))
     return codes, token_format.layout.place(scales, row_offsets)
 
 
-class _Routed(NamedTuple):
+class _Rows(NamedTuple):
     """Which choice becomes which row of this rank.
 
-    `row_offsets` is `uint32[L + 1]`; `choices` `int32[C]` is the choice behind each
-    row, an index into all ranks' `topk_ids` flat, out of range where there is none;
-    `dst_rows` `int32[R, T, K]` is the row of each choice here, -1 = none; `n_dropped`
-    `int32[]`.
+    `choices` has the choice behind each row, an index into all ranks' ids flattened; out of range
+    for unused rows.
     """
 
-    row_offsets: jax.Array
-    choices: jax.Array
-    dst_rows: jax.Array
-    n_dropped: jax.Array
+    row_offsets: jax.Array  # uint32[n_local_groups + 1]
+    choices: jax.Array  # int32[C]
+    dst_rows: jax.Array  # int32[R, T, N], the row of each choice here; -1 = none
+    n_dropped: jax.Array  # int32[]
 
 
-def _group_choices(group: EPGroup, all_ids: jax.Array) -> _Routed:
-    """Sorts all ranks' choices, `int32[R, T, K]`, into this rank's rows."""
-    n_local, capacity = group._routed.n_groups, group.max_recv_tokens
-    first = _rank(group) * n_local
-    ids = all_ids.reshape(-1)
-    n_experts = group._routed.n_experts
-    is_local = (ids >= first) & (ids < first + n_local) & (ids < n_experts)
-    experts = jnp.where(is_local, ids - first, n_local)
-    counts = jnp.zeros(n_local, jnp.int32).at[experts].add(1, mode="drop")
-    # Stable, and choices are numbered by source rank, token, k: the order of rows.
-    order = jnp.argsort(experts, stable=True).astype(jnp.int32)
+def _assign_rows(geometry: Geometry, all_ids: jax.Array) -> _Rows:
+    """Sorts all ranks' choices, `int32[R, T, N]`, into this rank's rows."""
+    n_local, capacity = geometry.routed.n_local_groups, geometry.max_recv_tokens
+    first = _rank(geometry) * n_local
+    ids, n_groups = all_ids.reshape(-1), geometry.routed.n_groups
+    is_local = (ids >= first) & (ids < first + n_local) & (ids < n_groups)
+    groups = jnp.where(is_local, ids - first, n_local)
+    counts = jnp.zeros(n_local, jnp.int32).at[groups].add(1, mode="drop")
+    # Choices are numbered by source rank, token, k: a stable sort gives row order.
+    order = jnp.argsort(groups, stable=True).astype(jnp.int32)
     rank_in_order = (
         jnp.zeros_like(order)
         .at[order]
         .set(jnp.arange(order.size, dtype=jnp.int32), unique_indices=True)
     )
-    alignment = group.config.token_format.layout.row_alignment
-    padding = _offsets(-counts % alignment)  # rows that pad the groups before
-    dst_rows = rank_in_order + padding[experts]
+    alignment = geometry.config.token_format.layout.row_alignment
+    padding = _offsets(-counts % alignment)  # rows that pad the preceding groups
+    dst_rows = rank_in_order + padding[groups]
     has_row = is_local & (dst_rows < capacity)
     ends = jnp.cumsum(counts, dtype=jnp.int32)
     row = jnp.arange(capacity, dtype=jnp.int32)
-    expert = jnp.searchsorted(ends + padding[1:], row, side="right").astype(jnp.int32)
-    in_order = row - padding[expert]
-    is_used = in_order < _take(ends, expert)
-    return _Routed(
+    group = jnp.searchsorted(ends + padding[1:], row, side="right").astype(jnp.int32)
+    in_order = row - padding[group]
+    is_used = in_order < _take(ends, group)
+    return _Rows(
         jnp.minimum(_offsets(counts) + padding, capacity).astype(jnp.uint32),
         jnp.where(is_used, _take(order, in_order), order.size),
         jnp.where(has_row, dst_rows, _NO_ROW).reshape(all_ids.shape),
@@ -232,50 +192,50 @@ def _group_choices(group: EPGroup, all_ids: jax.Array) -> _Routed:
 
 
 def _offsets(sizes: jax.Array) -> jax.Array:
-    """`[L + 1]`: the sum of the sizes before each, and of all."""
+    """Exclusive prefix sums of the sizes, then their total."""
     ends = jnp.cumsum(sizes, dtype=jnp.int32)
     return jnp.concatenate([jnp.zeros_like(ends[:1]), ends])
 
 
 def _return_rows(
-    group: EPGroup, expert_out: jax.Array, dst_rows: jax.Array, topk_ids: jax.Array
+    geometry: Geometry, expert_out: jax.Array, dst_rows: jax.Array, group_ids: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The rows of this rank's choices `[T, K, H]`, and which have one `bool[T, K]`."""
-    routed = group._routed
-    ranks = jnp.clip(topk_ids // routed.n_groups, 0, routed.n_ranks - 1)
-    present = jnp.any(_all_to_all(dst_rows >= 0, group), axis=0)
+    """The rows of this rank's choices `[T, N, H]`, and which have one `bool[T, N]`."""
+    routed = geometry.routed
+    ranks = jnp.clip(group_ids // routed.n_local_groups, 0, routed.n_ranks - 1)
+    has_row = jnp.any(_all_to_all(dst_rows >= 0, geometry), axis=0)
 
     def send_back(
-        rows: jax.Array, dst_rows: jax.Array, ranks: jax.Array, present: jax.Array
+        rows: jax.Array, dst_rows: jax.Array, ranks: jax.Array, has_row: jax.Array
     ) -> jax.Array:
         def one_choice(choice: tuple[jax.Array, jax.Array]) -> jax.Array:
             index, rank = choice  # [R, T] of every source, [T] of this one
             sent = _take(rows, jnp.where(index >= 0, index, rows.shape[0]))
-            received = _all_to_all(sent, group)
+            received = _all_to_all(sent, geometry)
             return jnp.take_along_axis(received, rank[None, :, None], axis=0)[0]
 
-        # One choice at a time: a buffer of [R, T, H], not [R, T, K, H].
+        # One choice at a time needs a buffer of [R, T, H], not [R, T, N, H].
         picked = lax.map(one_choice, (jnp.moveaxis(dst_rows, 2, 0), ranks.T))
-        return jnp.where(present[..., None], jnp.moveaxis(picked, 0, 1), 0)
+        return jnp.where(has_row[..., None], jnp.moveaxis(picked, 0, 1), 0)
 
-    return _move_bits(send_back, expert_out, dst_rows, ranks, present), present
+    return _move_bits(send_back, expert_out, dst_rows, ranks, has_row), has_row
 
 
 def _sum_by_choice(
-    picked: jax.Array, present: jax.Array, topk_weights: jax.Array | None
+    picked: jax.Array, has_row: jax.Array, topk_weights: jax.Array | None
 ) -> jax.Array:
-    """float32 `[T, H]`: sum over k in order, weighted at the source."""
+    """float32 `[T, H]`: the sum in k order, weighted at the source."""
     terms = picked.astype(jnp.float32)
     if topk_weights is not None:
-        weights = jnp.where(present, topk_weights, 0)
+        weights = jnp.where(has_row, topk_weights, 0)
         terms = terms * weights[..., None]
     return _sum_in_order(terms, axis=1)
 
 
 def _sum_by_rank(
-    group: EPGroup, expert_out: jax.Array, dst_rows: jax.Array, row_weights: jax.Array
+    geometry: Geometry, expert_out: jax.Array, dst_rows: jax.Array, row_weights: jax.Array
 ) -> jax.Array:
-    """float32 `[T, H]`: sums per expert rank in k order, then over ranks in order."""
+    """float32 `[T, H]`: each expert rank sums in k order; the source in rank order."""
     weighted = expert_out.astype(jnp.float32) * row_weights[:, None]
 
     def add(sums: jax.Array, rows: jax.Array) -> tuple[jax.Array, None]:
@@ -283,35 +243,27 @@ def _sum_by_rank(
         return sums + _take(weighted, index), None
 
     zeros = jnp.zeros((*dst_rows.shape[:2], weighted.shape[1]), weighted.dtype)
-    sums, _ = lax.scan(add, _like(zeros, weighted), jnp.moveaxis(dst_rows, 2, 0))
-    parts = _all_to_all(sums.astype(expert_out.dtype), group)
+    sums, _ = lax.scan(add, vary_alike(None, zeros, weighted)[0], jnp.moveaxis(dst_rows, 2, 0))
+    parts = _all_to_all(sums.astype(expert_out.dtype), geometry)
     return _sum_in_order(parts.astype(jnp.float32), axis=0)
 
 
-def _add_shared(
-    out: jax.Array, expert_out: jax.Array, shared_rows: jax.Array
-) -> jax.Array:
-    """`out` `[T, H]`, and each token's row of the shared expert; -1 = none."""
+def _add_shared_expert(out: jax.Array, expert_out: jax.Array, shared_rows: jax.Array) -> jax.Array:
+    """`out` `[T, H]` plus each token's row of the shared expert; -1 = none."""
     index = jnp.where(shared_rows >= 0, shared_rows, expert_out.shape[0])
-    # A token without such a row keeps its -0.
     total = out.astype(jnp.float32) + _take(expert_out, index).astype(jnp.float32)
+    # A token without such a row keeps its -0.
     return jnp.where((shared_rows >= 0)[:, None], total.astype(out.dtype), out)
 
 
 def _sum_in_order(terms: jax.Array, axis: int) -> jax.Array:
-    """Sum along an axis, first to last, from +0.
+    """Sum along an axis, first to last, starting from +0.
 
     A loop, so that XLA cannot fuse a product into the sum: a fused multiply-add rounds
     once, and the contract rounds twice.
     """
     terms = jnp.moveaxis(terms, axis, 0)
-    zero = _like(jnp.zeros(terms.shape[1:], terms.dtype), terms)
+    zero = vary_alike(None, jnp.zeros(terms.shape[1:], terms.dtype), terms)[0]
     total = lax.scan(lambda total, term: (total + term, None), zero, terms)[0]
-    # XLA drops "0 +" from a loop of one step; a sum from +0 is never -0, but +0.
+    # XLA drops "0 +" from a loop of one step. A sum that starts at +0 is never -0.
     return total + lax.stop_gradient(jnp.where(total == 0, -total, zero))
-
-
-def _like(x: jax.Array, other: jax.Array) -> jax.Array:
-    """`x`, varying over the mesh axes over which `other` varies."""
-    missing = jax.typeof(other).mat.varying - jax.typeof(x).mat.varying
-    return lax.pcast(x, tuple(missing), to="varying") if missing else x

@@ -1,0 +1,290 @@
+"""The differentiation rules of all public operations.
+
+The backward of dispatch is a combine: the cotangents of a token's rows come home and are summed.
+The backward of combine sends each token's cotangent to the token's rows.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jax_ep.connection import Connection, FfiConnection
+from jax_ep.formats import Plain, QuantizedFormat
+from jax_ep.operands import (
+    COMBINE_NAME,
+    DISPATCH_NAME,
+    CombineOperands,
+    DispatchOperands,
+    DispatchResults,
+    Routing,
+    Weighting,
+)
+from jax_ep.xla_ffi.activation import Activation, activate, fused_silu_p
+from jax_ep.xla_ffi.async_calls import finished
+from jax_ep.xla_ffi.primitives import bind_combine, bind_combine_grad, bind_dispatch, present
+
+_NO_GRADIENT: Any = None  # what custom_vjp takes for integers
+
+
+def _dispatch(
+    connection: FfiConnection,
+    operands: DispatchOperands,
+    results: tuple[jax.Array, ...] | None = None,
+) -> DispatchResults:
+    """A dispatch by custom call; with `results`, one that has completed."""
+    if results is None:
+        handle_shape = connection.handle_shape(operands.group_ids.shape[0])
+        named = bind_dispatch(connection.geometry, operands, handle_shape)
+    else:
+        given = present(operands.tokens, operands.topk_weights)
+        has_weights = operands.topk_weights is not None
+        named = DispatchResults.of(finished(results, given), has_weights)
+    return checkpoint_name(named, DISPATCH_NAME)
+
+
+dispatch = jax.custom_vjp(_dispatch, nondiff_argnums=(0,))
+
+
+def _dispatch_fwd(
+    connection: FfiConnection, operands: DispatchOperands, results: tuple[jax.Array, ...] | None
+) -> tuple[DispatchResults, Routing]:
+    named = _dispatch(connection, operands, results)
+    ids = operands.group_ids
+    routing = Routing(ids, named.handle, named.row_offsets, named.src_info, ids.shape[0])
+    return named, routing
+
+
+def _dispatch_bwd(
+    connection: FfiConnection, routing: Routing, cotangents: DispatchResults
+) -> tuple[DispatchOperands, None]:
+    grad_tokens: Any = None
+    grad_weights = None
+    token_format = connection.geometry.config.token_format
+    if not isinstance(token_format, QuantizedFormat):  # for those, see dequantize
+        plain_sum = CombineOperands(cotangents.tokens, routing)
+        (grad_tokens,) = bind_combine(connection.geometry, plain_sum)
+    if cotangents.row_weights is not None:
+        grad_weights = _return_scalars(connection, cotangents.row_weights, routing)
+    return DispatchOperands(grad_tokens, _NO_GRADIENT, grad_weights, None), None
+
+
+dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
+
+
+def _combine(
+    connection: FfiConnection, operands: CombineOperands, result: jax.Array | None = None
+) -> jax.Array:
+    """A combine by custom call; with `result`, one that has completed."""
+    if result is None:
+        (result,) = bind_combine(connection.geometry, operands)
+    else:
+        given = present(operands.expert_out, operands.weights, operands.residual)
+        (result,) = finished([result], given)
+    return checkpoint_name(result, COMBINE_NAME)
+
+
+combine = jax.custom_vjp(_combine, nondiff_argnums=(0,))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _SavedCombine:
+    """What the backward of combine needs: the operands, without the residual."""
+
+    operands: CombineOperands
+    has_residual: bool = dataclasses.field(metadata={"static": True})
+
+
+def _combine_fwd(
+    connection: FfiConnection, operands: CombineOperands, result: jax.Array | None
+) -> tuple[jax.Array, _SavedCombine]:
+    saved = dataclasses.replace(operands, residual=None)
+    has_residual = operands.residual is not None
+    return _combine(connection, operands, result), _SavedCombine(saved, has_residual)
+
+
+def _combine_bwd(
+    connection: FfiConnection, saved: _SavedCombine, cotangent: jax.Array
+) -> tuple[CombineOperands, None]:
+    operands = saved.operands
+    if connection.has_combine_grad:
+        grads = bind_combine_grad(connection.geometry, operands, cotangent)
+    elif operands.reduce:
+        grads = _dispatch_cotangent(connection, operands, cotangent)
+    else:
+        grads = _dispatch_choices(connection, operands.routing, cotangent), None
+    grad_expert_out, grad_weights = grads
+    at_source = operands.weighting == Weighting.SOURCE
+    gradients = dataclasses.replace(
+        operands,
+        expert_out=grad_expert_out,
+        routing=_NO_GRADIENT,
+        topk_weights=grad_weights if at_source else None,
+        row_weights=None if at_source else grad_weights,
+        residual=cotangent if saved.has_residual else None,
+    )
+    return gradients, None
+
+
+combine.defvjp(_combine_fwd, _combine_bwd)
+
+
+def _return_scalars(connection: FfiConnection, scalars: jax.Array, routing: Routing) -> jax.Array:
+    """Sends one number per row to its choice: `[C]` to `[T, N]`, 0 if it has no row."""
+    shape = scalars.shape[0], connection.min_row_elements
+    rows = jnp.broadcast_to(scalars[:, None], shape)
+    unreduced = CombineOperands(rows, routing, reduce=False)
+    (returned,) = bind_combine(connection.geometry, unreduced)
+    return returned[..., 0]
+
+
+def _bind_plain_dispatch(
+    connection: FfiConnection,
+    tokens: jax.Array,
+    group_ids: jax.Array,
+    topk_weights: jax.Array | None = None,
+) -> DispatchResults:
+    """A dispatch of cotangents: unquantized, to the rows that the ids always have."""
+    return bind_dispatch(
+        connection.geometry,
+        DispatchOperands(tokens, group_ids, topk_weights, input_scale=None),
+        connection.handle_shape(group_ids.shape[0]),
+        Plain(tokens.dtype),
+    )
+
+
+def _dispatch_cotangent(
+    connection: FfiConnection, operands: CombineOperands, cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+    """Gradients of `expert_out` and the weights, of a combine that sums."""
+    routing, expert_out = operands.routing, operands.expert_out
+    in_use = _has_token(routing.row_offsets, routing.src_info)
+    sent = _bind_plain_dispatch(connection, cotangent, routing.group_ids, operands.topk_weights)
+    rows, row_weights = sent.tokens, operands.row_weights
+    if operands.topk_weights is not None:
+        row_weights = sent.row_weights
+    if row_weights is None:
+        return _clear_unused(rows, in_use), None
+    products = rows.astype(jnp.float32) * expert_out.astype(jnp.float32)
+    is_weighted = in_use
+    if operands.adds_shared_expert:  # the first group, unweighted
+        row = jnp.arange(in_use.shape[0], dtype=jnp.uint32)
+        is_weighted = in_use & (row >= routing.row_offsets[1])
+        row_weights = jnp.where(is_weighted, row_weights, 1.0)
+    grad_weights = jnp.where(is_weighted, products.sum(axis=1), 0.0)
+    if operands.topk_weights is not None:
+        grad_weights = _return_scalars(connection, grad_weights, routing)
+    rows = (row_weights[:, None] * rows.astype(jnp.float32)).astype(rows.dtype)
+    return _clear_unused(rows, in_use), grad_weights
+
+
+def _dispatch_choices(
+    connection: FfiConnection, routing: Routing, cotangent: jax.Array
+) -> jax.Array:
+    """Gradient of `expert_out` from a cotangent `[T, N, H]` per choice: one dispatch per k.
+
+    The rows of one k have the same order among themselves with and without the others.
+    """
+    rows = jnp.zeros((), cotangent.dtype)  # every row in use has a k
+    for k in range(connection.geometry.config.top_k):
+        is_choice = jnp.arange(cotangent.shape[1]) == k
+        ids = jnp.where(is_choice, routing.group_ids, -1)
+        sent = _bind_plain_dispatch(connection, cotangent[:, k], ids)
+        has_token = _has_token(sent.row_offsets, sent.src_info)
+        sent_row = jnp.nonzero(has_token, size=has_token.shape[0])[0]
+        is_k = routing.src_info[:, 1] == k
+        place = jnp.cumsum(is_k.astype(jnp.int32)) - 1
+        place = jnp.take(sent_row, place, mode="clip")
+        found = jnp.take(sent.tokens, place, axis=0, mode="clip")
+        rows = jnp.where(is_k[:, None], found, rows)
+    return _clear_unused(rows, _has_token(routing.row_offsets, routing.src_info))
+
+
+def _has_token(row_offsets: jax.Array, src_info: jax.Array) -> jax.Array:
+    """`bool[C]`: rows in use, without padding rows."""
+    row = jnp.arange(src_info.shape[0], dtype=jnp.uint32)
+    return (row < row_offsets[-1]) & (src_info[:, 0] >= 0)
+
+
+def _clear_unused(rows: jax.Array, in_use: jax.Array) -> jax.Array:
+    """Zeroes unused rows, which hold garbage."""
+    return jnp.where(in_use[:, None], rows, jnp.zeros((), rows.dtype))
+
+
+class QuantizedTokens(NamedTuple):
+    """Rows of codes, as dispatch gives them; no gradient flows into them."""
+
+    codes: jax.Array
+    scales: jax.Array
+    row_offsets: jax.Array
+    input_scale: jax.Array | None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def dequantize(
+    connection: Connection, source_tokens: jax.Array, rows: QuantizedTokens, routing: Routing
+) -> jax.Array:
+    """The rows in the dtype of `source_tokens`, to which their gradient goes straight through."""
+    token_format = connection.geometry.config.token_format
+    assert isinstance(token_format, QuantizedFormat)
+    return token_format.dequantize_rows(*rows, source_tokens.dtype)
+
+
+def _dequantize_fwd(
+    connection: Connection, source_tokens: jax.Array, rows: QuantizedTokens, routing: Routing
+) -> tuple[jax.Array, Routing]:
+    return dequantize(connection, source_tokens, rows, routing), routing
+
+
+def _dequantize_bwd(
+    connection: Connection, routing: Routing, cotangent: jax.Array
+) -> tuple[jax.Array, None, None]:
+    return connection.pull_back(cotangent, routing), None, None
+
+
+dequantize.defvjp(_dequantize_fwd, _dequantize_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def fused_silu(activation: Activation, x: jax.Array, row_offsets: jax.Array) -> jax.Array:
+    """The activation in a format that does not quantize."""
+    return fused_silu_p.bind(x, row_offsets, activation=activation)[0]
+
+
+def _fused_silu_fwd(
+    activation: Activation, x: jax.Array, row_offsets: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return fused_silu(activation, x, row_offsets), (x, row_offsets)
+
+
+def _fused_silu_bwd(
+    activation: Activation, saved: tuple[jax.Array, jax.Array], cotangent: jax.Array
+) -> tuple[jax.Array, None]:
+    x, row_offsets = saved
+    row = jnp.arange(x.shape[0], dtype=jnp.uint32)
+    in_use = row < row_offsets[-1]
+    # Both are masked: unused rows may be NaN, and NaN * 0 is NaN.
+    x, cotangent = _clear_unused(x, in_use), _clear_unused(cotangent, in_use)
+    _, pull = jax.vjp(lambda x: activate(x, activation), x)
+    return *pull(cotangent.astype(jnp.float32)), None
+
+
+fused_silu.defvjp(_fused_silu_fwd, _fused_silu_bwd)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def fused_silu_quantized(activation: Activation, *operands: jax.Array) -> list[jax.Array]:
+    """The activation in a format that quantizes; it has no derivative."""
+    return fused_silu_p.bind(*operands, activation=activation)
+
+
+@fused_silu_quantized.defjvp
+def _no_derivative(activation: Activation, *_: Any) -> Any:
+    raise NotImplementedError(
+        f"fused_silu: {activation.token_format.name} quantizes, so it has no derivative. Use "
+        "BF16(), or pass jax.lax.stop_gradient(x)."
+    )

@@ -1,0 +1,117 @@
+"""Checks of arguments while JAX traces the public calls."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_ep.formats import TokenFormat
+from jax_ep.geometry import Geometry
+
+
+def check_manual(operation: str, geometry: Geometry) -> None:
+    """Requires the call to be inside a `jax.shard_map` over the group's mesh."""
+    mesh, axis_name = jax.sharding.get_abstract_mesh(), geometry.axis_name
+    if axis_name not in mesh.manual_axes:
+        raise ValueError(
+            f"{operation} must be called inside jax.shard_map over the axis {axis_name!r}; manual "
+            f"axes here: {tuple(mesh.manual_axes)}. Elsewhere XLA would gather and replicate the "
+            "operands."
+        )
+    if set(mesh.manual_axes) != set(mesh.axis_names):
+        raise ValueError(
+            f"{operation}: all axes of the mesh must be manual; the mesh has "
+            f"{tuple(mesh.axis_names)}, manual are {tuple(mesh.manual_axes)}. Leave out "
+            "axis_names= of jax.shard_map, or name all axes."
+        )
+    if dict(mesh.shape) != dict(geometry.mesh.shape):
+        raise ValueError(
+            f"{operation}: the mesh must be the group's, {dict(geometry.mesh.shape)}; the function "
+            f"runs on {dict(mesh.shape)}."
+        )
+
+
+def check_array(
+    operation: str, name: str, x: Any, shape: tuple[int | None, ...], letters: str, *dtypes: Any
+) -> None:
+    """Requires a shape, in which None stands for any size, and one of the dtypes."""
+    if x is None:
+        raise ValueError(f"{operation}: {name} must be an array; got None.")
+    fits = x.ndim == len(shape) and all(
+        want is None or want == got for want, got in zip(shape, x.shape, strict=True)
+    )
+    if not fits:
+        expected = ", ".join(
+            letter if size is None else f"{letter}={size}"
+            for letter, size in zip(letters.split(), shape, strict=True)
+        )
+        raise ValueError(f"{operation}: {name} must have the shape [{expected}]; got {x.shape}.")
+    if x.dtype not in map(np.dtype, dtypes):
+        names = " or ".join(np.dtype(dtype).name for dtype in dtypes)
+        raise ValueError(
+            f"{operation}: {name} must be {names}; got {x.dtype.name}. Cast it with .astype()."
+        )
+
+
+def check_input_scale(operation: str, token_format: TokenFormat, input_scale: Any) -> Any:
+    """`float32[]` for formats with a global scale, 1 by default; None for others."""
+    if not _takes_input_scale(operation, "input_scale", token_format, input_scale):
+        return None
+    if input_scale is None:
+        return jnp.ones((), jnp.float32)
+    input_scale = jnp.asarray(input_scale)
+    if input_scale.size != 1 or input_scale.dtype != jnp.float32:
+        raise ValueError(
+            f"{operation}: input_scale must be one float32 number; got "
+            f"{input_scale.dtype.name}{list(input_scale.shape)}."
+        )
+    return lax.stop_gradient(input_scale.reshape(()))
+
+
+def check_input_scales(
+    operation: str, token_format: TokenFormat, input_scales: Any, n_groups: int
+) -> Any:
+    """`float32[L]`, one per group of rows, or None."""
+    _takes_input_scale(operation, "input_scales", token_format, input_scales)
+    if input_scales is None:
+        return None
+    input_scales = jnp.asarray(input_scales)
+    check_array(operation, "input_scales", input_scales, (n_groups,), "L", jnp.float32)
+    return input_scales
+
+
+def _takes_input_scale(operation: str, name: str, token_format: TokenFormat, value: Any) -> bool:
+    if value is not None and not token_format.takes_input_scale:
+        raise ValueError(
+            f"{operation}: {name} is for formats that quantize with a global scale, such as NVFP4; "
+            f"{token_format.name} does not."
+        )
+    return token_format.takes_input_scale
+
+
+def as_arrays(*arrays: Any) -> list[Any]:
+    """JAX arrays; 64-bit NumPy arrays stay as they are, for `check_array` to refuse."""
+    return [x if x is None or _is_64_bit(x) else jnp.asarray(x) for x in arrays]
+
+
+def _is_64_bit(x: Any) -> bool:
+    return isinstance(x, np.ndarray | np.generic) and x.dtype.itemsize == 8
+
+
+def vary_alike(axis_name: str | None, *arrays: Any) -> list[Any]:
+    """Types all arrays as varying over the same mesh axes, `axis_name` among them.
+
+    `jax.shard_map` with `check_vma` requires the operands of a primitive to agree. The gradient of
+    the conversion is the sum that an unvarying operand needs.
+    """
+    present = [x for x in arrays if x is not None]
+    axes = {axis_name} if axis_name else set()
+    axes = axes.union(*(jax.typeof(x).mat.varying for x in present))
+
+    def vary(x: Any) -> Any:
+        missing = tuple(sorted(axes - jax.typeof(x).mat.varying))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return [None if x is None else vary(x) for x in arrays]

@@ -1,0 +1,106 @@
+"""Connection: what a transport opens for a group. All give the same results in bits."""
+
+import abc
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_ep.exchange import Exchange
+from jax_ep.geometry import Geometry
+from jax_ep.operands import CombineOperands, DispatchOperands, DispatchResults, Routing
+from jax_ep.stats import RankStats
+
+
+class Connection(abc.ABC):
+    """Carries tokens between the ranks of a group, once `open` has been called.
+
+    `dispatch` and `combine` are traced inside a `jax.shard_map` over the group's mesh. Their
+    operands have been checked and routed; both are differentiable.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, geometry: Geometry) -> None:
+        self.geometry = geometry
+
+    @classmethod
+    @abc.abstractmethod
+    def unsupported_reason(cls, geometry: Geometry, exchange: Exchange) -> str | None:
+        """Why the transport cannot serve the group, the same in all processes; None if it can."""
+
+    def open(self, exchange: Exchange) -> None:  # noqa: B027
+        """Sets up what calls need; by default nothing."""
+
+    def close(self) -> None:  # noqa: B027
+        """Frees what `open` set up."""
+
+    def check(self) -> None:  # noqa: B027
+        """See `EPGroup.check`; by default calls raise by themselves."""
+
+    def stats(self) -> list[RankStats]:
+        """See `EPGroup.stats`."""
+        raise NotImplementedError(f"Transport {self.name!r} keeps no totals.")
+
+    def dev_ptrs(self) -> np.ndarray:
+        """See `EPGroup.dev_ptrs`."""
+        return np.zeros((len(self.geometry.local_coordinates), 2, 3), np.uint64)
+
+    @abc.abstractmethod
+    def dispatch(self, operands: DispatchOperands) -> DispatchResults:
+        """See `jax_ep.dispatch`."""
+
+    @abc.abstractmethod
+    def combine(self, operands: CombineOperands) -> jax.Array:
+        """See `jax_ep.combine`."""
+
+    def start(self, operands: DispatchOperands | CombineOperands) -> Any:
+        """Starts a dispatch or combine; by default it completes here."""
+        if isinstance(operands, DispatchOperands):
+            return Completed(self.dispatch(operands))
+        return Completed(self.combine(operands))
+
+    def finish(self, call: Any, operands: Any, after: Any) -> Any:
+        """The result of a started call, for use once `after` is computed."""
+        return call.result
+
+    def pull_back(self, rows: jax.Array, routing: Routing) -> jax.Array:
+        """`[T, H]`: the plain sum of each token's rows in k order, in the rows' dtype."""
+        slices = jnp.split(rows, self.n_slices(rows), axis=1)
+        sums = [self.combine(CombineOperands(x, routing)) for x in slices]
+        return jnp.concatenate(sums, axis=1)[: routing.n_tokens]
+
+    def n_slices(self, rows: jax.Array) -> int:
+        """How many combines carry rows that are longer than the experts', as cotangents may be."""
+        return 1
+
+
+class FfiConnection(Connection):
+    """One custom call each for dispatch and combine, which autodiff.py differentiates.
+
+    Attributes:
+        min_row_elements: elements of the shortest float32 row that combine carries.
+        has_combine_grad: whether one custom call differentiates combine; otherwise a dispatch of
+            the cotangents does.
+    """
+
+    min_row_elements: ClassVar[int]
+    has_combine_grad: ClassVar[bool]
+
+    @abc.abstractmethod
+    def handle_shape(self, n_tokens: int) -> tuple[int, ...]:
+        """Shape of the int32 handle that dispatch leaves for combine."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Completed:
+    """A call that was complete when it was started."""
+
+    result: Any
+
+    def then(self, x: Any) -> Any:
+        """See `InFlight.then`."""
+        return x

@@ -1,0 +1,223 @@
+"""What dispatch and combine take, checked and routed, and what a dispatch gives.
+
+Arrays are one rank's shard. With T = 0, every array that has a token axis holds one token that goes
+nowhere: XLA refuses gathers from empty arrays and crashes on custom calls with empty operands.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep import checks
+from jax_ep.geometry import Geometry
+from jax_ep.routing import NO_GROUP, route_ids, route_weights
+
+# Names of the results for `jax.checkpoint` policies.
+DISPATCH_NAME = "jax_ep_dispatch"
+COMBINE_NAME = "jax_ep_combine"
+
+
+class Weighting(enum.IntEnum):
+    """Where the weights of a sum are applied. The same values as in C++."""
+
+    NONE = 0
+    SOURCE = 1  # topk_weights, at the token's own rank
+    ROW = 2  # row_weights, at the experts' rank
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DispatchOperands:
+    """The operands of a dispatch."""
+
+    tokens: jax.Array  # [T, H]
+    group_ids: jax.Array  # int32[T, N], see routing.py
+    topk_weights: jax.Array | None  # float32[T, N]
+    input_scale: jax.Array | None  # float32[]
+
+    @classmethod
+    def make(
+        cls,
+        operation: str,
+        geometry: Geometry,
+        tokens: Any,
+        topk_ids: Any,
+        topk_weights: Any,
+        input_scale: Any,
+    ) -> tuple[Self, jax.Array]:
+        """Checks and routes what a user gave; also returns `topk_ids`, `int32[T, K]`."""
+        config = geometry.config
+        tokens, topk_ids, topk_weights = checks.as_arrays(tokens, topk_ids, topk_weights)
+        dtypes = config.token_format.token_dtypes
+        shape: tuple[int | None, int] = (None, config.hidden_size)
+        checks.check_array(operation, "tokens", tokens, shape, "T H", *dtypes)
+        n_tokens = tokens.shape[0]
+        if n_tokens > config.max_tokens_per_rank:
+            raise ValueError(
+                f"{operation}: tokens must have at most "
+                f"max_tokens_per_rank={config.max_tokens_per_rank} rows; got {n_tokens}."
+            )
+        shape = (n_tokens, config.top_k)
+        checks.check_array(operation, "topk_ids", topk_ids, shape, "T K", jnp.int32)
+        if topk_weights is not None:
+            checks.check_array(operation, "topk_weights", topk_weights, shape, "T K", jnp.float32)
+        scale = checks.check_input_scale(operation, config.token_format, input_scale)
+        topk_ids, *operands = checks.vary_alike(
+            geometry.axis_name,
+            topk_ids,
+            _never_empty(tokens, 0),
+            _never_empty(route_ids(geometry, topk_ids), NO_GROUP),
+            _never_empty(route_weights(geometry, topk_weights), 0),
+            scale,
+        )
+        return cls(*operands), topk_ids
+
+
+class DispatchResults(NamedTuple):
+    """What a transport's dispatch gives; the fields are those of `Dispatched`."""
+
+    tokens: jax.Array
+    row_offsets: jax.Array
+    src_info: jax.Array
+    n_dropped: jax.Array
+    n_invalid: jax.Array
+    handle: jax.Array
+    row_weights: jax.Array | None
+    scales: jax.Array | None
+
+    @classmethod
+    def of(cls, arrays: Sequence[jax.Array], has_weights: bool) -> Self:
+        """Names the results of a custom call, of which the last two are optional."""
+        fields: Any = [*arrays]
+        if not has_weights:
+            fields.insert(cls._fields.index("row_weights"), None)
+        return cls(*fields, *[None] * (len(cls._fields) - len(fields)))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Routing:
+    """Which choice has which row: the part of a dispatch that combine needs."""
+
+    group_ids: jax.Array  # int32[T, N], at the choices' source rank
+    handle: jax.Array  # int32, the transport's own
+    row_offsets: jax.Array  # uint32[n_local_groups + 1], at the rows' rank
+    src_info: jax.Array  # int32[C, 2], at the rows' rank
+    n_tokens: int = dataclasses.field(metadata={"static": True})  # T of the dispatch
+
+    @classmethod
+    def make(
+        cls,
+        geometry: Geometry,
+        topk_ids: jax.Array,
+        handle: jax.Array,
+        row_offsets: jax.Array,
+        src_info: jax.Array,
+    ) -> Self:
+        """From the fields of a `Dispatched`."""
+        group_ids = _never_empty(route_ids(geometry, topk_ids), NO_GROUP)
+        group_ids, handle, row_offsets, src_info = checks.vary_alike(
+            geometry.axis_name, group_ids, handle, row_offsets, src_info
+        )
+        return cls(group_ids, handle, row_offsets, src_info, topk_ids.shape[0])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CombineOperands:
+    """The operands of a combine.
+
+    With `adds_shared_expert`, the last choice is the shared expert's, whose row is added
+    unweighted, after the cast. Otherwise it is a choice like any other, as in the backward pass of
+    dispatch.
+    """
+
+    expert_out: jax.Array  # [C, H]
+    routing: Routing
+    topk_weights: jax.Array | None = None  # float32[T, N]
+    row_weights: jax.Array | None = None  # float32[C]; not both
+    residual: jax.Array | None = None  # [T, H]
+    reduce: bool = dataclasses.field(default=True, metadata={"static": True})
+    adds_shared_expert: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    @property
+    def weighting(self) -> Weighting:
+        """Where the weights are applied."""
+        if self.topk_weights is not None:
+            return Weighting.SOURCE
+        return Weighting.NONE if self.row_weights is None else Weighting.ROW
+
+    @property
+    def weights(self) -> jax.Array | None:
+        """The weights, wherever they are applied."""
+        return self.row_weights if self.topk_weights is None else self.topk_weights
+
+    @classmethod
+    def make(
+        cls,
+        operation: str,
+        geometry: Geometry,
+        expert_out: Any,
+        routing: Routing,
+        topk_weights: Any,
+        row_weights: jax.Array | None,
+        residual: Any,
+        reduce: bool,
+    ) -> Self:
+        """Checks and routes what a user gave."""
+        _check_weights(operation, topk_weights, row_weights, residual, reduce)
+        config = geometry.config
+        expert_out, topk_weights, residual = checks.as_arrays(expert_out, topk_weights, residual)
+        rows = (geometry.max_recv_tokens, config.hidden_size)
+        choices = (routing.n_tokens, config.top_k)
+        tokens = (routing.n_tokens, config.hidden_size)
+        for name, x, shape, letters, dtype in (
+            ("expert_out", expert_out, rows, "C H", config.combine_dtype),
+            ("topk_weights", topk_weights, choices, "T K", jnp.float32),
+            ("residual", residual, tokens, "T H", config.combine_dtype),
+        ):
+            if x is not None or name == "expert_out":
+                checks.check_array(operation, name, x, shape, letters, dtype)
+        operands = cls(
+            expert_out,
+            routing,
+            _never_empty(route_weights(geometry, topk_weights), 0),
+            row_weights,
+            _never_empty(residual, 0),
+            reduce,
+            adds_shared_expert=config.fused_shared_expert and reduce,
+        )
+        leaves, treedef = jax.tree.flatten(operands)
+        leaves = checks.vary_alike(geometry.axis_name, *leaves)
+        return jax.tree.unflatten(treedef, leaves)
+
+
+def _check_weights(
+    operation: str, topk_weights: Any, row_weights: jax.Array | None, residual: Any, reduce: bool
+) -> None:
+    if topk_weights is not None and row_weights is not None:
+        raise ValueError(
+            f"{operation}: topk_weights must be given to dispatch or to combine, not to both."
+        )
+    if not isinstance(reduce, bool):
+        raise ValueError(f"{operation}: reduce must be True or False; got {reduce!r}.")
+    if reduce:
+        return
+    given = dict(topk_weights=topk_weights, residual=residual, row_weights=row_weights)
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(
+                f"{operation}: reduce=False returns the rows as they are, so {name} must not be "
+                "given."
+            )
+
+
+def _never_empty(x: Any, fill: int) -> Any:
+    """`x`, or one token filled with `fill` if it has none."""
+    if x is None or x.shape[0] > 0:
+        return x
+    return jnp.full((1, *x.shape[1:]), fill, x.dtype)

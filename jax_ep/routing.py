@@ -1,0 +1,64 @@
+"""Turns `topk_ids` into the group ids that transports route by.
+
+A group is the rows of one expert on one rank. Two features are expressed here, so that no transport
+needs a special case for row order, offsets, padding, scales or drops:
+
+* A fused shared expert is one more group of each rank, the first, and one more choice of each
+  token, the last, which names that group on the token's own rank.
+* With `skip_a2a`, each rank exchanges tokens with itself alone, and the other ranks' experts are no
+  group at all.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_ep.geometry import Geometry
+
+NO_GROUP = -1
+_INVALID = -2
+
+
+def route_ids(geometry: Geometry, topk_ids: jax.Array) -> jax.Array:
+    """The group ids of each token's choices: `int32[T, N]` from `int32[T, K]`, -1 for none.
+
+    Group `i` of rank `r` has the id `r * n_local_groups + i`. Invalid ids stay outside `[-1, G)`.
+    """
+    config = geometry.config
+    if not (config.fused_shared_expert or config.skip_a2a):
+        return topk_ids
+    n_local, n_shared = geometry.n_local_experts, int(config.fused_shared_expert)
+    is_expert = (topk_ids >= 0) & (topk_ids < config.n_experts)
+    ids = jnp.where(is_expert, topk_ids, 0)
+    is_routed = is_expert
+    if config.skip_a2a:
+        rank = lax.axis_index(geometry.axis_name)
+        is_routed = is_expert & (ids // n_local == rank)
+        ids = ids % n_local + n_shared
+    else:
+        ids = ids + (ids // n_local + 1) * n_shared
+    is_valid = is_expert | (topk_ids == NO_GROUP)
+    ids = jnp.where(is_routed, ids, jnp.where(is_valid, NO_GROUP, _INVALID))
+    if not config.fused_shared_expert:
+        return ids
+    shared_ids = _shared_group_ids(geometry, topk_ids.shape[0])
+    return jnp.concatenate([ids, shared_ids], axis=1)
+
+
+def route_weights(geometry: Geometry, topk_weights: jax.Array | None) -> jax.Array | None:
+    """`float32[T, N]`: the weights, and 1 for a shared expert."""
+    if topk_weights is None or not geometry.config.fused_shared_expert:
+        return topk_weights
+    return jnp.pad(topk_weights, ((0, 0), (0, 1)), constant_values=1)
+
+
+def _shared_group_ids(geometry: Geometry, n_tokens: int) -> jax.Array:
+    """`int32[T, 1]`: this rank's first group; -1 for tokens that other ranks take."""
+    rank = lax.axis_index(geometry.axis_name)
+    if not geometry.config.skip_a2a:
+        return jnp.full((n_tokens, 1), rank * geometry.routed.n_local_groups)
+    each, rest = divmod(n_tokens, geometry.n_ranks)  # the first ranks take one more
+    begin, end = (r * each + jnp.minimum(r, rest) for r in (rank, rank + 1))
+    token = jnp.arange(n_tokens, dtype=jnp.int32)[:, None]
+    is_here = (token >= begin) & (token < end)
+    return jnp.where(is_here, jnp.zeros_like(token), NO_GROUP)

@@ -1,0 +1,141 @@
+"""The buffers of `p2p`, which all processes of a group open and close together."""
+
+import json
+import warnings
+from collections.abc import Iterator, Sequence
+
+from jax_ep.config import EPConfig
+from jax_ep.exchange import Exchange
+from jax_ep.geometry import Geometry, MeshCoordinate
+from jax_ep.xla_ffi import extension
+
+# What the kernels move at once.
+VECTOR_BYTES = 16
+# How long close() waits for a peer, which may be dead.
+_MAX_CLOSE_S = 10.0
+
+
+def ordinal(coordinate: MeshCoordinate) -> int:
+    """CUDA's number of the device in this process, by which handlers know it."""
+    return coordinate.device.local_hardware_id
+
+
+def row_bytes(config: EPConfig) -> tuple[int, int]:
+    """Bytes of a row that dispatch gives, and of one that combine takes."""
+    return (
+        config.token_format.payload_bytes(config.hidden_size),
+        config.hidden_size * config.combine_dtype.itemsize,
+    )
+
+
+def max_message_bytes(config: EPConfig) -> int:
+    """Upper bound on the bytes that travel per token; gradients go both ways."""
+    sent = config.token_format.token_bytes(config.hidden_size)
+    sent = -(-sent // VECTOR_BYTES) * VECTOR_BYTES
+    return max(sent, *row_bytes(config))
+
+
+def unsupported_reason(geometry: Geometry, exchange: Exchange) -> str | None:
+    """Why the processes cannot connect their devices, the same in all; None if they can."""
+    if not geometry.local_coordinates:
+        return "this process holds no device of the mesh."
+    host, reason = _host_and_reason(geometry.local_coordinates)
+    if exchange.is_alone:
+        return reason
+    records = exchange("choice", json.dumps([host, reason]).encode())
+    answers = dict(zip(exchange.processes, map(json.loads, records), strict=True))
+    for process, (_, reason) in answers.items():
+        if reason is not None:
+            return f"process {process}: {reason}"
+    first, *others = answers
+    for process in others:
+        if answers[process][0] != answers[first][0]:
+            return (
+                f"process {process} is on another host than process {first}; use transport='xla'."
+            )
+    return None
+
+
+def _host_and_reason(local: Sequence[MeshCoordinate]) -> tuple[str, str | None]:
+    """This host's identity, and what keeps this process from taking part."""
+    try:
+        load = extension.load_cuda()
+    except ImportError as error:
+        return "", extension.why_missing("_ffi_cuda", error)
+    reason = load.peer_access_problem([ordinal(each) for each in local])
+    return load.host_identity(), reason or None
+
+
+def open_buffers(geometry: Geometry, exchange: Exchange) -> None:
+    """Allocates this process's workspaces and connects them with all others."""
+    load, key = extension.load_cuda(), geometry.key
+    config, routed = geometry.config, geometry.routed
+    local = geometry.routed_coordinates(geometry.local_coordinates)
+
+    def allocate() -> bytes:
+        addresses = load.allocate_group(
+            key=key,
+            n_ranks=routed.n_ranks,
+            n_groups=routed.n_groups,
+            n_choices=routed.n_choices,
+            max_tokens_per_rank=config.max_tokens_per_rank,
+            row_alignment=config.token_format.layout.row_alignment,
+            row_bytes=max_message_bytes(config),
+            n_sms=config.n_sms or 0,
+            timeout_s=config.timeout_s,
+            devices=[(ordinal(each), each.replica, each.rank) for each in local],
+        )
+        return b"".join(addresses)
+
+    def connect() -> bytes:
+        load.connect_group(key, list(_peers(geometry, exchange, payloads)))
+        return b""
+
+    try:
+        payloads = exchange.gather("workspaces", allocate)
+    except BaseException:
+        if disconnect(key):
+            load.free_group(key)
+        raise
+    try:
+        exchange.gather("connected", connect)
+    except BaseException:
+        if disconnect(key):
+            free_buffers(key, exchange)
+        raise
+
+
+def _peers(
+    geometry: Geometry, exchange: Exchange, payloads: Sequence[bytes]
+) -> Iterator[tuple[int, int, bytes]]:
+    """(replica, rank, address) of every device; each payload is one process's."""
+    everywhere = geometry.routed_coordinates(geometry.coordinates)
+    for process, payload in zip(exchange.processes, payloads, strict=True):
+        there = [each for each in everywhere if each.device.process_index == process]
+        size = len(payload) // len(there)
+        for i, each in enumerate(there):
+            yield each.replica, each.rank, payload[i * size : (i + 1) * size]
+
+
+def disconnect(key: str) -> bool:
+    """Counts one user less; if True, it was the last, and `free_buffers` is next."""
+    return extension.load_cuda().disconnect_group(key)
+
+
+def free_buffers(key: str, exchange: Exchange) -> None:
+    """Frees the workspaces after waiting a limited time for the others to disconnect.
+
+    A process that has not disconnected may still write to them. Memory that CUDA graphs refer to is
+    kept for the next group that is equal.
+    """
+    try:
+        exchange("closed", b"closed", min(exchange.timeout_s, _MAX_CLOSE_S))
+    except Exception as error:
+        warnings.warn(
+            f"Group {key} is closed here, but maybe not in another process, which must not call "
+            f"it any more: {error}",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+    finally:
+        extension.load_cuda().free_group(key)

@@ -1,0 +1,1 @@
+"""Custom calls: primitives, their lowering, and the C++ extensions behind them."""

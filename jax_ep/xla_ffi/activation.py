@@ -1,0 +1,104 @@
+"""The primitive behind `fused_silu`: C++ on CPUs, CUDA on GPUs, `jnp` elsewhere.
+
+It belongs to no group and works inside and outside `jax.shard_map`.
+"""
+
+import dataclasses
+import functools
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.interpreters import mlir
+
+from jax_ep.formats import QuantizedFormat, TokenFormat
+from jax_ep.formats.scales import group_of
+from jax_ep.xla_ffi import extension
+from jax_ep.xla_ffi.lowering import fusion_barrier, like, make_primitive
+
+_TARGET = "jax_ep_fused_silu"
+
+
+@dataclasses.dataclass(frozen=True)
+class Activation:
+    """What `fused_silu` computes, and the format of its result."""
+
+    token_format: TokenFormat
+    interleaved: bool  # whether gate and up columns alternate
+    clamp: tuple[float, float] | None  # (alpha, limit)
+
+
+def activate(x: jax.Array, activation: Activation) -> jax.Array:
+    """`float32[C, F]` of `x`, `[C, 2 F]`: the kernels' result, up to rounding."""
+    x = x.astype(jnp.float32)
+    if activation.interleaved:
+        gate, up = x[:, 0::2], x[:, 1::2]
+    else:
+        gate, up = jnp.split(x, 2, axis=1)
+    if activation.clamp is None:
+        return jax.nn.silu(gate) * up
+    alpha, limit = activation.clamp
+    gate = jnp.minimum(gate, limit)
+    up = jnp.clip(up, -limit, limit)
+    return (up + 1) * (gate * jax.nn.sigmoid(alpha * gate))
+
+
+def _by_jnp(
+    x: jax.Array, row_offsets: jax.Array, *input_scales: jax.Array, activation: Activation
+) -> list[jax.Array]:
+    token_format = activation.token_format
+    values = activate(x, activation)
+    if not isinstance(token_format, QuantizedFormat):
+        return [values.astype(token_format.row_dtype)]
+    by_row = None
+    if input_scales:
+        row = lax.iota(jnp.int32, x.shape[0])
+        by_row = input_scales[0][group_of(row_offsets.astype(jnp.int32), row)]
+    codes, scales = token_format.quantize(values, by_row)
+    return [codes, token_format.layout.place(scales, row_offsets)]
+
+
+def _lower(
+    ctx: mlir.LoweringRuleContext, *operands: Any, activation: Activation, is_cuda: bool
+) -> Any:
+    """The custom call; `jnp` if the extension was not built."""
+    try:
+        extension.register_cuda() if is_cuda else extension.register_host()
+    except ImportError:
+        return _lower_jnp(ctx, *operands, activation=activation)
+    alpha, limit = activation.clamp or (0.0, 0.0)
+    results = jax.ffi.ffi_lowering(_TARGET)(
+        ctx,
+        *operands,
+        token_format=activation.token_format.name,
+        scales_layout=activation.token_format.layout.name,
+        interleaved=np.bool_(activation.interleaved),
+        clamped=np.bool_(activation.clamp is not None),
+        alpha=np.float32(alpha),
+        limit=np.float32(limit),
+    )
+    return fusion_barrier(results) if is_cuda else results
+
+
+_lower_jnp = mlir.lower_fun(_by_jnp, multiple_results=True)
+fused_silu_p = make_primitive(
+    _TARGET,
+    cpu=functools.partial(_lower, is_cuda=False),
+    cuda=functools.partial(_lower, is_cuda=True),
+)
+mlir.register_lowering(fused_silu_p, _lower_jnp)
+
+
+@fused_silu_p.def_abstract_eval
+def _result_types(x: Any, row_offsets: Any, *_: Any, activation: Activation) -> Any:
+    token_format = activation.token_format
+    n_rows, row_size = x.shape[0], cast(int, x.shape[1]) // 2
+    shape: tuple[int, ...] = (n_rows, token_format.row_size(row_size))
+    types = [like(x, shape, token_format.row_dtype)]
+    if token_format.scale_dtype is not None:
+        n_groups, n_scales = row_offsets.shape[0] - 1, token_format.n_scales(row_size)
+        shape = token_format.layout.shape(n_rows, n_scales, n_groups)
+        types.append(like(x, shape, token_format.scale_dtype))
+    return types

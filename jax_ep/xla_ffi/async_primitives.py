@@ -1,0 +1,175 @@
+"""The primitives of asynchronous calls, which run on XLA's stream for collectives.
+
+XLA:GPU turns a call of a function that carries the attributes set by `_on_collective_stream` into a
+pair (start, done). The start goes to that stream, the done makes the main stream wait, and XLA
+keeps operands and results alive in between. It schedules a done as late as its results allow. But
+XLA unpacks several results at once, which forces a wait right behind the start, so such a function
+may have only one result.
+
+combine has one. The results of dispatch are allocated beforehand, and `jax_ep_dispatch_start` takes
+them as operands and writes into them: they are valid only after `dispatch_done_p` has consumed the
+ticket.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import func
+from jax.interpreters import batching, mlir
+
+from jax_ep.geometry import Geometry
+from jax_ep.xla_ffi import lowering, primitives
+from jax_ep.xla_ffi.lowering import StreamOrder
+
+
+def _on_collective_stream(ctx: mlir.LoweringRuleContext, operands: Any, emit: Any) -> list[Any]:
+    """Emits `emit(*operands)` on the stream for collectives.
+
+    In a function: XLA of jax 0.10 makes pairs of calls of functions only.
+    """
+    module, types = ctx.module_context, [x.type for x in operands]
+    dialect: Any = func  # its stubs lack the forms used here
+    with ir.InsertionPoint(module.module.body):
+        function = dialect.FuncOp("jax_ep_async", ir.FunctionType.get(types, []))
+    function.attributes["sym_visibility"] = ir.StringAttr.get("private")
+    module.symbol_table.insert(function)
+    block = function.add_entry_block()
+    with ir.InsertionPoint(block):
+        results = list(emit(*block.arguments))
+        dialect.ReturnOp(results)
+    signature = ir.FunctionType.get(types, [x.type for x in results])
+    function.attributes["function_type"] = ir.TypeAttr.get(signature)
+    call = dialect.CallOp(function, list(operands))
+    marks = {"_xla_stream_annotation": "collective", "inlineable": "false"}
+    call.operation.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(
+        {name: ir.StringAttr.get(value) for name, value in marks.items()}
+    )
+    return list(call.results)
+
+
+def _gate(ctx: mlir.LoweringRuleContext, operands: Any, params: Any) -> Any:
+    """The check of a call's group, available once all of `operands` are.
+
+    XLA starts a call behind the last of its operands, which it computes in an order of its own. So
+    `then` waits for all of them; otherwise the work beside the call could run before it.
+    """
+    checked = lowering.check_group(ctx, operands[0], params["geometry"])
+    return lowering.fusion_barrier([*checked, *operands])[0]
+
+
+def _hide_constants(
+    ctx: mlir.LoweringRuleContext, operands: tuple[Any, ...], geometry: Geometry
+) -> tuple[Any, ...]:
+    """The operands, with scalars that XLA may know made results of a custom call.
+
+    XLA of jax 0.12 moves a constant into the function of a pair under a name that ptxas refuses, or
+    crashes. Such scalars are the coordinate on one device and input_scale.
+    """
+    if jax.__version_info__ < (0, 12):
+        return operands
+    copy = jax.ffi.ffi_lowering("jax_ep_dispatch_done")  # returns its second operand
+
+    def hide(i: int, operand: Any, aval: Any) -> Any:
+        if aval.shape or (i == 0 and geometry.mesh.size > 1):
+            return operand
+        inner = ctx.replace(avals_in=[aval, aval], avals_out=[aval])
+        return copy(inner, operand, operand)[0]
+
+    return tuple(map(hide, range(len(operands)), operands, ctx.avals_in))
+
+
+def _lower_start(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
+    ticket, ready, *results = ctx.avals_out
+    alloc = jax.ffi.ffi_lowering("jax_ep_dispatch_alloc", has_side_effect=True)
+    outer = ctx.replace(avals_in=ctx.avals_in[:1], avals_out=[ready, *results])
+    allocated, *buffers = alloc(outer, operands[0])
+    inner = ctx.replace(avals_in=[*ctx.avals_in, *results], avals_out=[ticket])
+    start = lowering.cuda_call(
+        "jax_ep_dispatch_start",
+        primitives.dispatch_attributes,
+        StreamOrder.ASYNC,
+        has_side_effect=True,
+    )
+    operands = _hide_constants(ctx, operands, params["geometry"])
+    # `allocated` keeps XLA from placing the allocation behind the gate.
+    gate = _gate(ctx, [*operands, allocated, *buffers], params)
+    tickets = _on_collective_stream(
+        ctx, [gate, *operands, *buffers], lambda *x: start(inner, *x, **params)
+    )
+    return [*tickets, gate, *buffers]
+
+
+def _lower_wait_started(ctx: mlir.LoweringRuleContext, operand: Any) -> Any:
+    # The side effect keeps XLA from hoisting it out of loops.
+    rule = jax.ffi.ffi_lowering("jax_ep_wait_started", has_side_effect=True)
+    return rule(ctx, operand)
+
+
+def _lower_done(ctx: mlir.LoweringRuleContext, ticket: Any, *results: Any) -> Any:
+    aliases = {i + 1: i for i in range(len(results))}
+    rule = jax.ffi.ffi_lowering("jax_ep_dispatch_done", operand_output_aliases=aliases)
+    return lowering.fusion_barrier(rule(ctx, ticket, *results))
+
+
+def _lower_combine_start(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
+    call = lowering.cuda_call(
+        "jax_ep_combine_start", primitives.combine_attributes, StreamOrder.ASYNC
+    )
+    operands = _hide_constants(ctx, operands, params["geometry"])
+    gate = _gate(ctx, operands, params)
+    inner = ctx.replace(avals_out=ctx.avals_out[:1])
+    # No fusion barrier: XLA does not fuse pairs, and would wait at once for the barrier's operand.
+    out = _on_collective_stream(ctx, [gate, *operands], lambda *x: call(inner, *x, **params))
+    return [*out, gate]
+
+
+# Operands of `dispatch_p` -> a ticket; an int32[] of undefined value, available once the call has
+# all its operands; the results of `dispatch_p`, valid after done.
+dispatch_start_p = lowering.make_primitive("jax_ep_dispatch_start", cuda=_lower_start)
+# The ticket and results of `dispatch_start_p` -> those results.
+dispatch_done_p = lowering.make_primitive("jax_ep_dispatch_done", cuda=_lower_done)
+# Operands of `combine_p` -> its result; an int32[] as for `dispatch_start_p`.
+combine_start_p = lowering.make_primitive("jax_ep_combine_start", cuda=_lower_combine_start)
+# An int32[] -> an undefined int32[], available once the last asynchronous call of the device is
+# resident on the GPU.
+wait_started_p = lowering.make_primitive("jax_ep_wait_started", cuda=_lower_wait_started)
+
+wait_started_p.def_abstract_eval(lambda operand: [operand])
+dispatch_done_p.def_abstract_eval(lambda ticket, *results: list(results))
+
+
+@dispatch_start_p.def_abstract_eval
+def _start_types(*operands: Any, **params: Any) -> list[Any]:
+    results = primitives.dispatch_types(*operands, **params)
+    # One element of the ticket per result: tells the handler how many of its operands are results.
+    ticket, ready = (lowering.like(operands[1], s, jnp.int32) for s in ((len(results),), ()))
+    return [ticket, ready, *results]
+
+
+@combine_start_p.def_abstract_eval
+def _combine_start_types(*operands: Any, **params: Any) -> list[Any]:
+    return [
+        *primitives.combine_types(*operands, **params),
+        lowering.like(operands[1], (), jnp.int32),
+    ]
+
+
+def _batch_start(operands: Any, dims: Any, **params: Any) -> Any:
+    """Under `vmap`, each call completes before the results are stacked."""
+
+    def call(*operands: jax.Array) -> list[jax.Array]:
+        ticket, ready, *results = dispatch_start_p.bind(*operands, **params)
+        return [ticket, ready, *dispatch_done_p.bind(ticket, *results)]
+
+    results = lowering.map_calls(call, operands, dims)
+    return results, [0] * len(results)
+
+
+def _batch_done(operands: Any, dims: Any) -> Any:
+    return list(operands[1:]), list(dims[1:])
+
+
+batching.primitive_batchers[dispatch_start_p] = _batch_start
+batching.primitive_batchers[dispatch_done_p] = _batch_done

@@ -1,0 +1,166 @@
+"""The primitives behind `host` and `p2p`: how they are bound, typed and lowered."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Primitive
+
+from jax_ep.formats import TokenFormat
+from jax_ep.geometry import Geometry
+from jax_ep.operands import CombineOperands, DispatchOperands, DispatchResults, Weighting
+from jax_ep.xla_ffi.lowering import host_call, like, make_primitive, synchronous_cuda_call
+
+
+def bind_dispatch(
+    geometry: Geometry,
+    operands: DispatchOperands,
+    handle_shape: tuple[int, ...],
+    token_format: TokenFormat | None = None,
+) -> DispatchResults:
+    """The custom call of dispatch; cotangents travel in another format than the group's."""
+    arrays, params = dispatch_call(geometry, operands, handle_shape, token_format)
+    return DispatchResults.of(dispatch_p.bind(*arrays, **params), params["has_weights"])
+
+
+def dispatch_call(
+    geometry: Geometry,
+    operands: DispatchOperands,
+    handle_shape: tuple[int, ...],
+    token_format: TokenFormat | None = None,
+) -> tuple[list[jax.Array], dict[str, Any]]:
+    """Operands and parameters of `dispatch_p`."""
+    optional = present(operands.topk_weights, operands.input_scale)
+    arrays = [coordinate(geometry), operands.tokens, operands.group_ids, *optional]
+    params = dict(
+        geometry=geometry,
+        token_format=token_format or geometry.config.token_format,
+        handle_shape=handle_shape,
+        has_weights=operands.topk_weights is not None,
+    )
+    return arrays, params
+
+
+def bind_combine(
+    geometry: Geometry, operands: CombineOperands, primitive: Primitive | None = None
+) -> list[jax.Array]:
+    """The custom call of combine: `combine_p`, or `primitive` with its operands."""
+    routing, optional = operands.routing, present(operands.weights, operands.residual)
+    arrays = [operands.expert_out, routing.group_ids, routing.handle, *optional]
+    params = _combine_params(geometry, operands)
+    return (primitive or combine_p).bind(coordinate(geometry), *arrays, **params)
+
+
+def bind_combine_grad(
+    geometry: Geometry, operands: CombineOperands, cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+    """The custom call that differentiates combine in `expert_out` and the weights."""
+    routing, weights = operands.routing, present(operands.weights)
+    arrays = [operands.expert_out, routing.row_offsets, routing.group_ids, routing.handle, *weights]
+    params = _combine_params(geometry, operands)
+    grads = combine_grad_p.bind(coordinate(geometry), cotangent, *arrays, **params)
+    return grads[0], grads[1] if weights else None
+
+
+def _combine_params(geometry: Geometry, operands: CombineOperands) -> dict[str, Any]:
+    return dict(
+        geometry=geometry,
+        weighting=operands.weighting,
+        reduce=operands.reduce,
+        adds_shared_expert=operands.adds_shared_expert,
+    )
+
+
+def coordinate(geometry: Geometry) -> jax.Array:
+    """`int32[]`, the mesh coordinate that the program runs at: replica * R + rank.
+
+    The handler compares it with the coordinate that its device has in the group.
+    """
+    others = tuple(name for name in geometry.mesh.axis_names if name != geometry.axis_name)
+    rank = lax.axis_index(geometry.axis_name)
+    return lax.axis_index(others) * geometry.n_ranks + rank if others else rank
+
+
+def present(*optional: jax.Array | None) -> list[jax.Array]:
+    """Those that are not None."""
+    return [x for x in optional if x is not None]
+
+
+def dispatch_attributes(geometry: Geometry, token_format: TokenFormat, **_: Any) -> dict[str, Any]:
+    """What the handler of a dispatch reads."""
+    layout = token_format.layout.name
+    return dict(group=geometry.key, token_format=token_format.name, scales_layout=layout)
+
+
+def combine_attributes(
+    geometry: Geometry, weighting: Weighting, reduce: bool, adds_shared_expert: bool
+) -> dict[str, Any]:
+    """What the handler of a combine, or of its gradient, reads."""
+    return dict(
+        group=geometry.key,
+        weighting=np.int32(weighting),
+        reduce=np.bool_(reduce),
+        adds_shared_expert=np.bool_(adds_shared_expert),
+    )
+
+
+dispatch_p = make_primitive(
+    "jax_ep_dispatch",
+    cpu=host_call("jax_ep_dispatch", dispatch_attributes),
+    cuda=synchronous_cuda_call("jax_ep_dispatch", dispatch_attributes),
+)
+combine_p = make_primitive(
+    "jax_ep_combine",
+    cpu=host_call("jax_ep_combine", combine_attributes),
+    cuda=synchronous_cuda_call("jax_ep_combine", combine_attributes),
+)
+combine_grad_p = make_primitive(
+    "jax_ep_combine_grad", cpu=host_call("jax_ep_combine_grad", combine_attributes)
+)
+
+
+@dispatch_p.def_abstract_eval
+def dispatch_types(
+    coordinate: Any,
+    tokens: Any,
+    *_: Any,
+    geometry: Geometry,
+    token_format: TokenFormat,
+    handle_shape: tuple[int, ...],
+    has_weights: bool,
+) -> list[Any]:
+    """Types of the results of a dispatch."""
+    n_rows, hidden_size = geometry.max_recv_tokens, geometry.config.hidden_size
+    n_groups = geometry.routed.n_local_groups
+    types = [
+        ((n_rows, token_format.row_size(hidden_size)), token_format.row_dtype),
+        ((n_groups + 1,), jnp.uint32),  # row_offsets
+        ((n_rows, 2), jnp.int32),  # src_info
+        ((), jnp.int32),  # n_dropped
+        ((), jnp.int32),  # n_invalid
+        (handle_shape, jnp.int32),  # handle
+    ]
+    if has_weights:
+        types.append(((n_rows,), jnp.float32))  # row_weights
+    if token_format.scale_dtype is not None:
+        n_scales = token_format.n_scales(hidden_size)
+        shape = token_format.layout.shape(n_rows, n_scales, n_groups)
+        types.append((shape, token_format.scale_dtype))  # scales
+    return [like(tokens, shape, dtype) for shape, dtype in types]
+
+
+@combine_p.def_abstract_eval
+def combine_types(
+    coordinate: Any, expert_out: Any, group_ids: Any, *_: Any, reduce: bool, **__: Any
+) -> list[Any]:
+    """Type of the result of a combine."""
+    leading = group_ids.shape[:1] if reduce else group_ids.shape
+    return [like(expert_out, (*leading, expert_out.shape[1]), expert_out.dtype)]
+
+
+@combine_grad_p.def_abstract_eval
+def _combine_grad_types(*operands: Any, **_: Any) -> list[Any]:
+    _coordinate, _cotangent, expert_out, _offsets, _ids, _handle, *weights = operands
+    return [like(expert_out, x.shape, x.dtype) for x in (expert_out, *weights)]
