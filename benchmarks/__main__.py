@@ -1,54 +1,102 @@
-"""`python benchmarks`: what fits this machine, the CPU's or the GPUs' benchmark.
+"""`python benchmarks`: times the package beside plain `jax.lax`. See README.md."""
 
-Options that come before all others:
-
-    --platform cpu|gpu   instead of what JAX has here
-    --report FILE        no measurement: what a file of GPU figures says
-    --format FORMAT      of the report: markdown (the default), table, figure
-
-README.md has the rest.
-"""
-
-from __future__ import annotations
-
-import argparse
+import fnmatch
 import json
 import pathlib
 import subprocess
 import sys
+from typing import Any
 
+import click
+import rich.console
+import rich.markdown
+
+_HERE = pathlib.Path(__file__).resolve().parent
 _FIND_PLATFORM = "import jax; print(jax.default_backend())"
+_FILE = click.Path(path_type=pathlib.Path, exists=True, dir_okay=False)
+_FOLDER = click.Path(path_type=pathlib.Path, file_okay=False)
+_FORMATS = click.Choice(["markdown", "table", "figure"])
 
 
-def main() -> int:
-    if sys.argv[1:2] == ["--measure-gpu"]:  # a process that gpu/main.py has started
-        from gpu import run
+@click.command()
+@click.option("--platform", type=click.Choice(["cpu", "gpu"]), help="[default: JAX's]")
+@click.option("--quick", is_flag=True, help="Tiny cases, few repeats: a test.")
+@click.option("--rehearse", is_flag=True, help="GPUs' quick plan on virtual CPU devices.")
+@click.option("--only", multiple=True, help="Items by name or pattern, like T128-*.")
+@click.option("--list", "list_only", is_flag=True, help="Print the items' names.")
+@click.option("--limit", default=900.0, show_default=True, help="Seconds per item.")
+@click.option("--seconds-total", default=3600.0, show_default=True, help="Of the run.")
+@click.option("--commit", help="Of the sources, where there is no .git.")
+@click.option("--out", type=_FOLDER, default=_HERE / "results", help="For the results.")
+@click.option("--report", "shown", type=_FILE, help="Measure nothing: show a file.")
+@click.option("--format", "form", type=_FORMATS, default="markdown", help="Of a report.")
+def main(platform, quick, rehearse, only, list_only, shown, form, **options):
+    """Measures, prints tables, and writes the figures to a JSON file.
 
-        run.main(json.loads(sys.argv[2]))
-        return 0
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--platform", choices=("cpu", "gpu"))
-    parser.add_argument("--report", type=pathlib.Path)
-    parser.add_argument(
-        "--format", choices=("markdown", "table", "figure"), default="markdown"
-    )
-    options, rest = parser.parse_known_args()
-    if options.report:
-        from gpu import report
+    Exits with 1 if a result was wrong or an item failed.
+    """
+    if shown:
+        _show(shown, form)
+        return
+    import plan
 
-        report.show(options.report, options.format)
-        return 0
-    if (options.platform or _platform()) == "gpu":
-        from gpu import main
-
-        return main.main(rest)
-    import cpu_main
-
-    return cpu_main.main(rest, prog_name="python benchmarks")
+    platform = platform or ("gpu" if rehearse else _default_platform())
+    items = [
+        item
+        for item in plan.make_plan(platform, is_quick=quick or rehearse)
+        if not only or any(fnmatch.fnmatchcase(item.name, p) for p in only)
+    ]
+    if list_only or not items:
+        click.echo("\n".join(i.name for i in items) or "no item has such a name")
+    else:
+        sys.exit(_run(items, platform=platform, rehearse=rehearse, **options))
 
 
-def _platform() -> str:
-    """JAX's default, found in another process: one that looks holds the GPUs' memory.
+def _run(items: list, **options: Any) -> int:
+    import runner
+
+    n_done = 0
+
+    def say(item: Any, seconds: float, lines: list[dict[str, Any]]) -> None:
+        nonlocal n_done
+        n_done += 1
+        n_results = sum("results" in line for line in lines)
+        words = [f"[{n_done}/{len(items)}, {seconds:.0f} s] {item.name}: {n_results}"]
+        words += [f"FAILED {line['failed']}" for line in lines if "failed" in line]
+        console.print("; ".join(words), markup=False)
+
+    console = _console()
+    command = " ".join(["python benchmarks", *sys.argv[1:]])
+    run = runner.Run(command=command, say=say, **options)
+    with console.status("measuring"):
+        run.measure(items)
+    _show(run.path, "table")
+    console.print(f"wrote {run.path}", soft_wrap=True)
+    return 1 if run.record["failed"] else 0
+
+
+def _show(path: pathlib.Path, form: str) -> None:
+    import report
+
+    shown = report.Report(json.loads(path.read_text()))
+    if form == "markdown":
+        click.echo(shown.markdown())
+    elif form == "table":
+        text = f"{shown.all_figures()}\n\n{shown.markdown()}"
+        _console().print(rich.markdown.Markdown(text))
+    else:
+        import figure
+
+        figure.draw(shown, path.with_suffix(".png"))
+        click.echo(f"wrote {path.with_suffix('.png')}")
+
+
+def _console() -> rich.console.Console:
+    return rich.console.Console(width=None if sys.stdout.isatty() else 170)
+
+
+def _default_platform() -> str:
+    """JAX's, found in another process: one that looks holds the GPUs' memory.
 
     A JAX that finds no device at all says so in the process that needs one.
     """
@@ -58,4 +106,9 @@ def _platform() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if sys.argv[1:2] == ["--child"]:  # started by runner.py
+        import worker
+
+        worker.main(json.loads(sys.argv[2]))
+    else:
+        main(prog_name="python benchmarks")

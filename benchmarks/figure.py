@@ -1,110 +1,52 @@
-"""The figure: host's speed-up over the best other contestant, by case and operation."""
-
-from __future__ import annotations
+"""The figure: periods of a round trip in a chain, by case and implementation."""
 
 import pathlib
-from typing import Any
 
 import matplotlib
+import PIL.Image
 
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 
-from bench_cases import KEEP_CASES, MAIN_CASES, OPERATIONS
-from report import GOAL, speedups
+from baselines import BASELINES
+from implementations import OURS
+from report import ROUND_TRIPS, Report
 
 # Of the Okabe-Ito palette: told apart with any kind of colour vision.
-_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")
-_WIDTH = 0.8 / len(OPERATIONS)
+_COLOURS = ("#0072B2", "#56B4E9", "#E69F00", "#009E73", "#CC79A7")
+_SMALL = {"xycoords": "axes fraction", "size": 7, "color": "0.4"}
 
 
-def draw(record: dict[str, Any], path: pathlib.Path) -> None:
-    """Writes a PNG: sizes, with each allocator, then variants."""
-    all_rows = speedups(record)
-    panels = _panels(list(dict.fromkeys(row["case"] for row in all_rows)))
-    figure, axes = plt.subplots(
-        len(panels), 1, figsize=(11, 3.9 * len(panels) + 0.6), squeeze=False, dpi=130
-    )
-    limits = _limits([row["speedup"] for row in all_rows])
-    for axis, (title, chosen) in zip(axes[:, 0], panels, strict=True):
-        _draw_panel(axis, title, chosen, all_rows)
-        _draw_scale(axis, limits)
-    figure.legend(
-        *axes[0, 0].get_legend_handles_labels(),
-        ncols=len(OPERATIONS) + 2,
-        loc="upper center",
-        frameon=False,
-    )
-    machine = record["machine"]
-    figure.text(
-        0.99,
-        0.005,
-        f"{machine['cpu']}, {machine['cores']} cores, 8 virtual devices; "
-        f"R = 8, K = 8, E = 64; jax {machine['jax']}",
-        ha="right",
-        size=8,
-        color="0.4",
-    )
-    figure.tight_layout(rect=(0, 0.02, 1, 1 - 0.4 / figure.get_figheight()))
+def draw(report: Report, path: pathlib.Path) -> None:
+    """Writes a PNG with a panel per operation."""
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.8), dpi=100)
+    for axis, operation in zip(axes, ROUND_TRIPS, strict=True):
+        _draw_panel(axis, report, operation)
+    axes[0].set_ylabel("period in a chain, µs")
+    axes[0].legend(frameon=False, fontsize=8)
+    machine = report.record["machine"]
+    devices = f"{machine['n_devices']} × {machine['device']}"
+    axes[1].annotate(devices if report.on_gpu else machine["cpu"], (0.02, 0.94), **_SMALL)
+    figure.tight_layout()
     figure.savefig(path)
     plt.close(figure)
+    PIL.Image.open(path).convert("RGB").quantize(32).save(path, optimize=True)
 
 
-def _panels(names: list[str]) -> list[tuple[str, list[str]]]:
-    """Titles and the cases below them."""
-    main, keep = ({case.name for case in some} for some in (MAIN_CASES, KEEP_CASES))
-    common = "uniform routing, worst-case capacity, bfloat16"
-    panels = [
-        (f"Allocator as users have it; {common}", main),
-        (f"Freed memory kept; {common}", keep),
-        ("Variants", set(names) - main - keep),
-    ]
-    chosen = [(title, [n for n in names if n in some]) for title, some in panels]
-    return [(title, some) for title, some in chosen if some]
-
-
-def _draw_panel(
-    axis: plt.Axes, title: str, names: list[str], all_rows: list[dict]
-) -> None:
-    for i, operation in enumerate(OPERATIONS):
-        chosen = {
-            row["case"]: row["speedup"]
-            for row in all_rows
-            if row["operation"] == operation and row["case"] in names
-        }
-        shift = (i - (len(OPERATIONS) - 1) / 2) * _WIDTH
-        # Bars start at parity: those of a slower host point down.
-        bars = axis.bar(
-            [names.index(name) + shift for name in chosen],
-            [speedup - 1 for speedup in chosen.values()],
-            _WIDTH * 0.92,
-            bottom=1,
-            color=_COLOURS[i],
-            label=operation,
-        )
-        labels = [f"{x:.1f}" if x >= 1 else f"{x:.2f}" for x in chosen.values()]
-        box = {"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.85}
-        axis.bar_label(bars, labels, size=8, padding=2, bbox=box)
-    axis.set_xticks(range(len(names)), [name.replace("-", "\n") for name in names])
-    axis.set_title(title, size=10)
-
-
-def _limits(values: list[float]) -> tuple[float, float]:
-    return min(0.5, 0.7 * min(values)), max(4.0, 1.5 * max(values))
-
-
-def _draw_scale(axis: plt.Axes, limits: tuple[float, float]) -> None:
-    axis.axhline(1, color="0.2", linewidth=1, label="as fast")
-    axis.axhline(
-        GOAL, color="0.2", linewidth=1, linestyle="--", zorder=0.9, label=f"{GOAL:g}x"
-    )
-    axis.set_yscale("log", base=2)
-    axis.set_ylim(*limits)
-    ticks = [t for t in (2.0**i for i in range(-5, 10)) if limits[0] <= t <= limits[1]]
-    axis.set_yticks(ticks, [f"{tick:g}x" for tick in ticks])
-    axis.minorticks_off()
-    axis.set_ylabel("speed-up of host over\nthe best plain jax.lax", size=9)
+def _draw_panel(axis: plt.Axes, report: Report, operation: str) -> None:
+    cases = [c for c in report.cases() if report.us(c, operation, "chain", OURS[0])]
+    for name, colour in zip((*OURS, *BASELINES), _COLOURS, strict=True):
+        times = [report.us(case, operation, "chain", name) for case in cases]
+        points = [(i, us) for i, us in enumerate(times) if us is not None]
+        if points:
+            style = {"marker": "o", "markersize": 4, "color": colour, "label": name}
+            axis.plot(*zip(*points, strict=True), **style)
+    axis.set_title(operation, size=10)
+    axis.set_xticks(range(len(cases)), [report.label(case) for case in cases])
+    axis.tick_params(axis="x", labelrotation=30, labelsize=8)
+    axis.set_xlabel("T" if report.on_gpu else "T, H")
+    axis.set_yscale("log")
     axis.spines[["top", "right"]].set_visible(False)
-    axis.grid(axis="y", color="0.9")
+    axis.grid(color="0.9")
     axis.set_axisbelow(True)

@@ -1,7 +1,6 @@
-"""What the numbers depend on: machine, versions, commit, load."""
+"""What the figures depend on: machine, versions, commit, load. Linux."""
 
-from __future__ import annotations
-
+import contextlib
 import datetime
 import importlib.metadata
 import os
@@ -11,59 +10,49 @@ import re
 import subprocess
 from typing import Any
 
-from memory import total_bytes
-
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
-_NOT_RESULTS = ":!benchmarks/results"
+_PACKAGES = ("jax", "jaxlib", "jax_ep", "numpy", "jax-cuda13-plugin")
+_PACKAGES += ("nvidia-cuda-runtime", "nvidia-nccl-cu13")
 
 
 def describe() -> dict[str, Any]:
     """Facts for the results file."""
+    installed = {d.name for d in importlib.metadata.distributions()}
+    found = [name for name in _PACKAGES if name in installed]
+    changes = _git("status", "--porcelain", "--", ".", ":!benchmarks/results")
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "cpu": cpu_model(),
+        "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(total_bytes() / 2**30, 1),
-        "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
-        **{name: version(name) for name in ("jax", "jaxlib", "jax_ep", "numpy")},
-        "commit": _git("rev-parse", "HEAD"),
-        "dirty": bool(_git("status", "--porcelain", "--", ".", _NOT_RESULTS)),
+        **{name: importlib.metadata.version(name) for name in found},
+        "commit": _git("rev-parse", "--short=10", "HEAD"),
+        "dirty": bool(changes),
         "load_average": round(os.getloadavg()[0], 2),
     }
 
 
-def slug() -> str:
+def slug(text: str) -> str:
+    """For file names, like `nvidia-h200`."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
+def cpu_slug() -> str:
     """For file names, like `amd-epyc-7763-8-cores`."""
-    words = re.sub(r"\(.*?\)|@.*| CPU| [Pp]rocessor", "", cpu_model())
-    words = re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")
-    return f"{words}-{len(os.sched_getaffinity(0))}-cores"
+    words = re.sub(r"\(.*?\)|@.*| CPU| [Pp]rocessor", "", _cpu_model())
+    return f"{slug(words)}-{len(os.sched_getaffinity(0))}-cores"
 
 
-def cpu_model() -> str:
-    """As /proc/cpuinfo names it."""
-    match = re.search(
-        r"^model name\s*:\s*(.+)$", pathlib.Path("/proc/cpuinfo").read_text(), re.M
-    )
-    return match.group(1) if match else platform.processor() or "unknown CPU"
+def die_first() -> None:
+    """Asks the kernel to end this process, not another one, if memory runs out."""
+    with contextlib.suppress(OSError):
+        pathlib.Path("/proc/self/oom_score_adj").write_text("1000")
 
 
-def nvidia_driver() -> str | None:
-    """Its version."""
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.split("\n")[0] or None
-
-
-def version(package: str) -> str | None:
-    """Of an installed package."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def _cpu_model() -> str:
+    text = pathlib.Path("/proc/cpuinfo").read_text()
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.M)
+    return found.group(1) if found else platform.processor() or "unknown CPU"
 
 
 def _git(*args: str) -> str | None:

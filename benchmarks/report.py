@@ -1,155 +1,207 @@
-"""From measured figures to speed-ups, bars and a table."""
-
-from __future__ import annotations
+"""From a record to tables in Markdown: those of README.md, and all figures."""
 
 from typing import Any
 
-import rich.console
-import rich.table
+from case import FORMATS
+from implementations import AT_COMBINE, AT_DISPATCH, OURS
 
-from bench_cases import OURS
-
-#: Speed-up over the best other contestant that we want at `_LARGE` tokens per rank.
-GOAL = 3.0
-_LARGE = 2048
-_ALLOCATORS = {"default": "allocator as users have it", "keep": "freed memory kept"}
+ROUND_TRIPS = ("round trip", "round trip + grad")
+_NONE = "–"
 
 
-def speedups(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """Host against the best other, for each case and operation."""
-    result = []
-    for case in record["cases"]:
-        for operation, figures in case.get("results", {}).items():
-            others = {name: f for name, f in figures.items() if name != OURS}
-            if OURS not in figures or not others:
-                continue
-            best = min(others, key=lambda name: others[name]["median_ms"])
-            ratio = {
-                name: round(others[best][name] / figures[OURS][name], 3)
-                for name in ("median_ms", "median_cpu_ms")
-            }
-            result.append(
-                {
-                    "case": case["name"],
-                    "n_tokens": case["case"]["n_tokens"],
-                    "allocator": case["case"]["allocator"],
-                    "operation": operation,
-                    "best": best,
-                    "speedup": ratio["median_ms"],
-                    "cpu_speedup": ratio["median_cpu_ms"],
-                }
-            )
-    return result
+class Report:
+    """What a record says.
+
+    Attributes:
+        on_gpu: whether the record is of GPUs.
+        best_of_ours: what is compared with the fastest baseline.
+    """
+
+    def __init__(self, record: dict[str, Any]) -> None:
+        self.record = record
+        self.on_gpu = record["platform"] == "gpu"
+        self.best_of_ours = AT_DISPATCH if self.on_gpu else AT_COMBINE
+
+    def us(
+        self, case: str, operation: str, clock: str, name: str, variant: str = ""
+    ) -> float | None:
+        """Median in microseconds; of the fastest baseline if the name is `"lax"`."""
+        where = f"{case}, {variant}" if variant else case
+        found = self.record["results"].get(where, {}).get(operation, {}).get(clock, {})
+        names = [n for n in found if n == name or name == "lax" == n[:3]]
+        return min((found[n]["us"][0] for n in names), default=None)
+
+    def cases(self, routing: str = "uniform") -> list[str]:
+        """Names of cases with bfloat16 tokens and no layer, by size."""
+        chosen = {
+            name: (case["n_tokens"], case["hidden_size"], case["capacity"] or 0)
+            for name, case in self.record["cases"].items()
+            if (case["routing"], case["token_format"]) == (routing, "bf16") and not case["width"]
+        }
+        return sorted(chosen, key=chosen.__getitem__)
+
+    def label(self, name: str) -> str:
+        """T, and on CPUs H and a capacity below the worst case."""
+        case = self.record["cases"][name]
+        if self.on_gpu:
+            return str(case["n_tokens"])
+        capacity = f", {case['capacity']:g}×" if case["capacity"] else ""
+        return f"{case['n_tokens']}, {case['hidden_size']}{capacity}"
+
+    def markdown(self) -> str:
+        """The tables that have rows, README.md's first, and what the link carries."""
+        parts = [self._periods(operation) for operation in ROUND_TRIPS]
+        if self.on_gpu:
+            parts += [self._kernels(), self._formats(), self._link(), self._overlaps()]
+            parts.append(self._periods("round trip", variant="no command buffers"))
+        else:
+            parts.insert(0, self._speedups(""))
+            parts += [self._speedups("memory kept"), self._overheads()]
+        for routing in ("zipf", "half_empty", "one_rank"):
+            parts.append(self._periods("round trip", routing))
+        return "\n\n".join(filter(None, parts))
+
+    def all_figures(self) -> str:
+        """A table, and what is missing."""
+        rows = {
+            f"{case}, {operation}, {clock}": {n: f["us"] for n, f in found.items()}
+            for case, by_operation in self.record["results"].items()
+            for operation, by_clock in by_operation.items()
+            for clock, found in by_clock.items()
+        }
+        names = list(dict.fromkeys(name for row in rows.values() for name in row))
+        cells = [[what, *(_spread(row.get(n)) for n in names)] for what, row in rows.items()]
+        parts = [_table("all figures, µs: median (quartiles)", ["", *names], cells)]
+        for key in ("failed", "not_measured"):
+            parts += [f"{key.replace('_', ' ')}: {why}" for why in self.record[key]]
+        return "\n\n".join(filter(None, parts))
+
+    def _by_case(self, title, header, cells, routing="uniform") -> str:
+        """A row for each case with any figure."""
+        rows = [[self.label(case), *cells(case)] for case in self.cases(routing)]
+        rows = [row for row in rows if any(cell != _NONE for cell in row[1:])]
+        return _table(title, ["T" if self.on_gpu else "T, H", *header], rows)
+
+    def _ratio(self, case: str, operation: str, clock: str, variant: str) -> str:
+        """How often the fastest baseline takes ours."""
+        key = case, operation, clock
+        lax, ours = (self.us(*key, n, variant) for n in ("lax", self.best_of_ours))
+        return f"{lax / ours:.1f}×" if lax and ours else _NONE
+
+    def _periods(self, operation: str, routing: str = "uniform", variant: str = "") -> str:
+        def cells(case: str) -> list[str]:
+            us = [self.us(case, operation, "chain", n, variant) for n in (*OURS, "lax")]
+            ratio = self._ratio(case, operation, "chain", variant)
+            return [*map(_us, us[:2]), f"{_us(us[2])} ({ratio})" if us[2] else _NONE]
+
+        header = [name.removeprefix("jax_ep, ") for name in OURS] + ["best `jax.lax`"]
+        words = [variant, "" if routing == "uniform" else f"{routing} routing"]
+        title = ", ".join(filter(None, [operation, "period in a chain, µs", *words]))
+        return self._by_case(title, header, cells, routing)
+
+    def _speedups(self, variant: str) -> str:
+        columns = [(name, "wall") for name in ("dispatch", "combine")]
+        columns += [(name, "chain") for name in ROUND_TRIPS]
+        title = ", ".join(filter(None, ["speed-up over the best `jax.lax`", variant]))
+        header = [f"{operation}, {clock}" for operation, clock in columns]
+        return self._by_case(
+            title, header, lambda case: [self._ratio(case, *c, variant) for c in columns]
+        )
+
+    def _kernels(self) -> str:
+        """Of ours, and the rate at which payload leaves each GPU."""
+
+        def cells(name: str) -> list[str]:
+            case, found = self.record["cases"][name], []
+            for operation in ("dispatch", "combine"):
+                us = self.us(name, operation, "kernel", AT_DISPATCH)
+                found += [_us(us), _rate(case, us)]
+            return [*found, _us(self.us(name, "combine", "kernel", AT_COMBINE))]
+
+        header = ["dispatch", "GB/s", "combine, weights at dispatch", "GB/s"]
+        header.append("combine, weights at combine")
+        return self._by_case("kernels, µs of GPU time", header, cells)
+
+    def _formats(self) -> str:
+        """Dispatch by token format, where all were measured."""
+        names = [name for name in FORMATS if name != "float32"]
+        found: dict[int, dict[str, tuple[dict, float]]] = {}
+        for name, case in self.record["cases"].items():
+            us = self.us(name, "dispatch", "kernel", AT_COMBINE)
+            if us and case["routing"] == "uniform":
+                found.setdefault(case["n_tokens"], {})[case["token_format"]] = case, us
+        rows = []
+        for n_tokens, some in sorted(found.items()):
+            if len(some) == len(names):
+                figures = [some[name] for name in names]
+                rows.append([f"T = {n_tokens}, µs", *(_us(us) for _, us in figures)])
+                rows.append(["GB/s off the GPU", *(_rate(*both) for both in figures)])
+        types = [f"`{type(FORMATS[name]()).__name__}`" for name in names]
+        return _table("dispatch by token format, kernel", ["", *types], rows)
+
+    def _overheads(self) -> str:
+        found = self.record["overheads"].items()
+        rows = [[name, *(f"{us:.1f}" for us in figures["us"])] for name, figures in found]
+        title = "wall time of a jitted call of minimal size on one device, µs"
+        return _table(title, ["", "median", "quartiles", ""], rows)
+
+    def _overlaps(self) -> str:
+        """Hidden: the share of the call, or of a shorter layer, that adds no time."""
+        header = ["call, n_sms, width", "on all SMs", "on n_sms", "layer", "both"]
+        header += ["hidden of n_sms", "of all", "longer", "kernels", "speed-up"]
+        cases = {n: case for n, case in self.record["cases"].items() if case["width"]}
+        whole = next((name for name, case in cases.items() if not case["n_sms"]), "")
+        rows = []
+        for operation in ("dispatch", "combine"):
+            both = f"{operation} + dense"
+            for name, case in cases.items():
+                for clock in ("chain", "chain in bursts"):
+                    us = [self.us(whole, operation, clock, AT_DISPATCH)]
+                    keys = [(name, o) for o in (operation, "dense", both)]
+                    us += [self.us(*key, clock, AT_DISPATCH) for key in keys]
+                    others = [self.us(*k, "other kernels", AT_DISPATCH) for k in keys]
+                    label = f"{operation}, {case['n_sms']}, {case['width']}"
+                    label = label if clock == "chain" else "in bursts"
+                    rows += [[label, *_overlap_cells(us, others)]] if all(us) else []
+        return _table("an asynchronous call beside a dense layer, µs", header, rows)
+
+    def _link(self) -> str:
+        link = self.record.get("link", {})
+        rates = {"gb_s": "stores of a kernel", "gb_s_by_copy_engines": "copy engines"}
+        words = [f"{link[k]:.0f} by {name}" for k, name in rates.items() if k in link]
+        return f"Link, GB/s off each GPU: {', '.join(words)}." if words else ""
 
 
-def failures(record: dict[str, Any]) -> list[str]:
-    """What broke: a wrong result, a crash, a time limit."""
-    parts = [*record["cases"], {"name": "call overhead", **record["call_overhead"]}]
-    return [
-        f"{part['name']}: {why}" for part in parts for why in part.get("failed", [])
-    ]
+def _overlap_cells(us: list, others: list) -> list[str]:
+    whole, some, dense, both = us
+    shares = [(call + dense - both) / min(call, dense) for call in (some, whole)]
+    cells = [f"{x:.0f}" for x in us] + [f"{x:.0%}" for x in (*shares, both / dense - 1)]
+    slower = ""
+    if all(x is not None for x in others) and others[1]:
+        slower = f"{(others[2] - others[0]) / others[1] - 1:.0%}"
+    return [*cells, slower, f"{(whole + dense) / both:.2f}"]
 
 
-def bars(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """The goals, each with whether it is met and what misses it."""
-    goals = []
-    for allocator, words in _ALLOCATORS.items():
-        some = [row for row in speedups(record) if row["allocator"] == allocator]
-        large = [row for row in some if row["n_tokens"] == _LARGE]
-        goals += [
-            (f"at least {GOAL:g}x faster at T = {_LARGE}, {words}", large, GOAL),
-            (f"nowhere slower, {words}", some, 1.0),
-        ]
-    return [_bar(*goal, failures(record)) for goal in goals if goal[1]]
+def _table(title: str, header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"{title}:\n\n{text}" if rows else ""
 
 
-def _bar(
-    goal: str, concerned: list[dict[str, Any]], limit: float, failed: list[str]
-) -> dict[str, Any]:
-    missed_by = [
-        f"{row['case']}, {row['operation']}: {row['speedup']:.2f}x"
-        for row in concerned
-        if row["speedup"] < limit
-    ]
-    return {
-        "goal": goal,
-        "n": len(concerned),
-        "met": not missed_by and not failed,
-        "missed_by": missed_by,
-    }
+def _rate(case: dict[str, Any], us: float | None) -> str:
+    """GB/s that leave a GPU: payload and scales, one message per (token, rank)."""
+    n_bytes = case["remote_messages"] * case["token_bytes"]
+    return f"{n_bytes / us * 1e-3:.0f}" if us else _NONE
 
 
-def print_tables(record: dict[str, Any], console: rich.console.Console) -> None:
-    """Milliseconds, the overhead of a call, and the bars."""
-    console.print(_times_table(record))
-    for case in record["cases"]:
-        for reason in case.get("skipped", []):
-            console.print(f"not measured: {case['name']}: {reason}")
-    if "failed" not in record["call_overhead"]:
-        console.print(_overhead_table(record["call_overhead"]))
-    for failure in failures(record):
-        console.print(f"[red]failed[/]: {failure}")
-    for bar in bars(record):
-        verdict = "[green]met[/]" if bar["met"] else "[red]not met[/]"
-        console.print(f"host {bar['goal']}: {verdict} ({bar['n']} rows)")
-        for miss in bar["missed_by"]:
-            console.print(f"    {miss}")
+def _spread(us: list[float] | None) -> str:
+    if us is None:
+        return _NONE
+    median, low, high = map(_us, us)
+    return f"{median} ({low} to {high})"
 
 
-def _times_table(record: dict[str, Any]) -> rich.table.Table:
-    table = rich.table.Table(
-        title="ms per call, all 8 ranks: median (min to max)", title_justify="left"
-    )
-    names = _contestants(record)
-    table.add_column("case", no_wrap=True)
-    table.add_column("operation", no_wrap=True)
-    for name in names:
-        table.add_column(name, justify="right")
-    table.add_column("host against best other", justify="right")
-    ratios = {(row["case"], row["operation"]): row for row in speedups(record)}
-    for case in record["cases"]:
-        for operation, figures in case.get("results", {}).items():
-            row = ratios.get((case["name"], operation))
-            table.add_row(
-                case["name"] if operation == next(iter(case["results"])) else "",
-                operation,
-                *(_cell(figures.get(name)) for name in names),
-                f"{row['speedup']:.2f}x" if row else "-",
-            )
-        table.add_section()
-    return table
-
-
-def _contestants(record: dict[str, Any]) -> list[str]:
-    names: dict[str, None] = {}
-    for case in record["cases"]:
-        for figures in case.get("results", {}).values():
-            names.update(dict.fromkeys(figures))
-    return list(names)
-
-
-def _cell(figures: dict[str, Any] | None) -> str:
-    if figures is None:
-        return "-"
-    middle, low, high = (
-        _ms(figures[f"{name}_ms"]) for name in ("median", "min", "max")
-    )
-    return f"{middle} ({low} to {high})"
-
-
-def _ms(value: float) -> str:
-    decimals = 2 if value < 10 else 1 if value < 100 else 0
-    return f"{value:.{decimals}f}"
-
-
-def _overhead_table(overhead: dict[str, Any]) -> rich.table.Table:
-    table = rich.table.Table(
-        title="µs per call, 1 device, minimal size", title_justify="left"
-    )
-    table.add_column("jitted call")
-    for name in ("median", "min", "max"):
-        table.add_column(name, justify="right")
-    for name, figures in overhead.items():
-        cells = (f"{figures[f'{which}_us']:.1f}" for which in ("median", "min", "max"))
-        table.add_row(name, *cells)
-    return table
+def _us(value: float | None) -> str:
+    if value is None:
+        return _NONE
+    return f"{value:.1f}" if value < 100 else f"{value:.0f}"

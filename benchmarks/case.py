@@ -1,0 +1,140 @@
+"""What is measured: sizes, capacities, formats, and routings of tokens to experts."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import numpy as np
+
+import jax_ep
+
+# Token formats by name; the first two are not quantized.
+FORMATS: dict[str, Callable[[], jax_ep.TokenFormat]] = {
+    "bf16": jax_ep.BF16,
+    "float32": functools.partial(jax_ep.Plain, np.dtype(np.float32)),
+    "blockwise_fp8": jax_ep.BlockwiseFP8,
+    "mxfp8": jax_ep.MXFP8,
+    "nvfp4": jax_ep.NVFP4,
+    "mxfp4": jax_ep.MXFP4,
+}
+
+# Rows beside the mean that a capacity leaves room for, where there are few tokens.
+_SPARE_ROWS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One set of inputs; every implementation gets the same."""
+
+    n_tokens: int  # T, of each rank
+    hidden_size: int  # H
+    n_experts: int  # E, over all ranks
+    top_k: int  # K
+    routing: str = "uniform"  # in `ROUTINGS`
+    capacity: float | None = None  # C / (T * K), the mean; None: the worst case
+    token_format: str = "bf16"  # in `FORMATS`
+    n_sms: int | None = None  # multiprocessors of a call; None: the package's choice
+    width: int = 0  # of the dense layer beside asynchronous calls
+    n_ranks: int = 0  # R, known where the devices are
+
+    @property
+    def name(self) -> str:
+        """Unique within a plan; `--only` matches it."""
+        parts = [f"T{self.n_tokens}", f"H{self.hidden_size}", self.routing]
+        parts += [f"{self.capacity:g}x"] if self.capacity else []
+        parts += [self.token_format] if self.token_format != "bf16" else []
+        parts += [f"{self.n_sms or 'all'}sms-width{self.width}"] if self.width else []
+        return "-".join(parts)
+
+    @property
+    def n_rows(self) -> int:
+        """C, the rows of one rank's output."""
+        n_local = self.n_experts // self.n_ranks
+        worst = self.n_ranks * self.n_tokens * min(self.top_k, n_local)
+        if self.capacity is None:
+            return worst
+        mean = self.n_tokens * self.top_k
+        return min(worst, max(int(self.capacity * mean), mean + _SPARE_ROWS))
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether rows are close to the tokens, not equal to them."""
+        return self.token_format not in ("bf16", "float32")
+
+    @property
+    def dtype(self) -> str:
+        """Of tokens and sums."""
+        return "float32" if self.token_format == "float32" else "bfloat16"
+
+    @property
+    def token_bytes(self) -> int:
+        """Payload and scales of a token."""
+        return FORMATS[self.token_format]().token_bytes(self.hidden_size)
+
+    def config(self) -> jax_ep.EPConfig:
+        """The package's parameters; C has room for the padding of groups."""
+        token_format = FORMATS[self.token_format]()
+        alignment = token_format.layout.row_alignment
+        n_rows = self.n_rows + (alignment - 1) * self.n_experts // self.n_ranks
+        return jax_ep.EPConfig(
+            n_experts=self.n_experts,
+            top_k=self.top_k,
+            hidden_size=self.hidden_size,
+            max_tokens_per_rank=self.n_tokens,
+            token_format=token_format,
+            combine_dtype=np.dtype(self.dtype),
+            recv_capacity=n_rows // alignment * alignment,
+            n_sms=self.n_sms,
+        )
+
+
+def _uniform(rng: np.random.Generator, shape: tuple) -> np.ndarray:
+    """Every expert is equally likely."""
+    return rng.random(shape, np.float32)
+
+
+def _zipf(rng: np.random.Generator, shape: tuple) -> np.ndarray:
+    """The i-th of the shuffled experts has weight 1 / i; always the same shuffle."""
+    rank = np.random.default_rng(1).permutation(shape[-1])
+    return rng.gumbel(size=shape) - np.log(1 + rank)
+
+
+def _half_empty(rng: np.random.Generator, shape: tuple) -> np.ndarray:
+    """Uniform, but each rank has its own number of tokens, T / 2 in the mean."""
+    count = rng.integers(0, shape[1] + 1, shape[0])
+    is_token = np.arange(shape[1]) < count[:, None]
+    return np.where(is_token[..., None], rng.random(shape), -np.inf)
+
+
+def _one_rank(rng: np.random.Generator, shape: tuple) -> np.ndarray:
+    """All choices fall on one rank, which fills all its C rows."""
+    here = np.arange(shape[-1]) // (shape[-1] // shape[0]) == rng.integers(shape[0])
+    return np.where(here, rng.random(shape), -np.inf)
+
+
+# Scores `[R, T, E]`; a token chooses its K best experts, none with a score of -inf.
+ROUTINGS = {"uniform": _uniform, "zipf": _zipf, "half_empty": _half_empty, "one_rank": _one_rank}
+
+
+def make_routing(case: Case, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """`int32[R * T, K]` ids, no expert twice in one token, and `float32` weights.
+
+    A token's weights sum to about 1, so that a chain of round trips neither grows nor
+    vanishes, but not to exactly 1: a sum that lacks them would show.
+    """
+    rng = np.random.default_rng([seed, case.n_tokens, case.hidden_size])
+    shape = (case.n_ranks, case.n_tokens, case.n_experts)
+    scores = ROUTINGS[case.routing](rng, shape).reshape(-1, case.n_experts)
+    best = np.argpartition(scores, -case.top_k, axis=-1)[:, -case.top_k :]
+    chosen = np.take_along_axis(scores, best, -1)
+    ids = np.where(np.isneginf(chosen), -1, best).astype(np.int32)
+    weights = (rng.random(ids.shape, np.float32) + np.float32(0.5)) / case.top_k
+    return ids, weights
+
+
+def remote_messages(case: Case, topk_ids: np.ndarray) -> float:
+    """Messages to other ranks, one per (token, rank); the mean over ranks."""
+    rank = np.where(topk_ids < 0, -1, topk_ids // (case.n_experts // case.n_ranks))
+    goes = (rank[:, :, None] == np.arange(case.n_ranks)).any(axis=1)
+    source = np.arange(len(goes)) // case.n_tokens
+    return float(goes.sum() - goes[np.arange(len(goes)), source].sum()) / case.n_ranks

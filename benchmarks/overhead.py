@@ -1,0 +1,51 @@
+"""What a jitted call costs apart from its data: one CPU device, minimal sizes.
+
+In Python, in JAX, in XLA and in the handler. Beside it a jitted function that returns
+as many arrays of the same shapes as dispatch does.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh
+
+import implementations
+import programs
+import timing
+from case import Case
+
+_BATCH = 50
+
+
+def measure(repeats: timing.Repeats) -> Iterator[dict[str, Any]]:
+    """Wall time per call, each waited for; batches of the calls interleave."""
+
+    def batch(function, args):
+        for _ in range(_BATCH):
+            jax.block_until_ready(function(*args))
+
+    batches = {name: (batch, call) for name, call in _make_calls().items()}
+    for name, seconds in timing.wall(batches, repeats).items():
+        yield {"overheads": {name: timing.summary([t / _BATCH for t in seconds])}}
+
+
+def _make_calls() -> dict[str, timing.Call]:
+    devices, types = jax.devices("cpu")[:1], (AxisType.Auto,)
+    mesh = Mesh(devices, (implementations.AXIS,), axis_types=types)
+    case = Case(n_tokens=1, hidden_size=16, n_experts=1, top_k=1, n_ranks=1)
+    ids, weights = jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), jnp.float32)
+    operands = jnp.ones((1, 16), jnp.bfloat16), ids, weights
+    functions = {}
+    for transport in ("host", "xla"):
+        ours = implementations.make(implementations.AT_COMBINE, mesh, case, transport)
+        functions[transport] = programs.on_mesh(mesh, programs.dispatch(ours))
+    shapes = jax.tree.leaves(jax.eval_shape(functions["host"], *operands))
+
+    def as_many(_, ids, __):
+        one = ids[0, 0] + 1
+        return [jnp.full(x.shape, one.astype(x.dtype)) for x in shapes]
+
+    functions["as many results"] = programs.on_mesh(mesh, as_many)
+    return {name: (function, operands) for name, function in functions.items()}

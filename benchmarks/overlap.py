@@ -1,0 +1,83 @@
+"""Asynchronous calls beside a dense layer: how much of a call hides, at what cost.
+
+Chains of these steps give the periods of a call alone, of the layer alone, and of both
+at the same time. Each call and each layer waits for those before it.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+
+import jax_ep
+from case import Case
+from implementations import Implementation
+from programs import Step, on_mesh
+
+
+def make_matrices(mesh: Mesh, case: Case) -> tuple[jax.Array, ...]:
+    """The layer's, `[R, H, width]` and `[R, width, H]`, the same on all ranks."""
+    shapes = (case.hidden_size, case.width), (case.width, case.hidden_size)
+
+    def make():
+        keys = jax.random.split(jax.random.key(3))
+        return tuple(
+            (jax.random.normal(key, shape) / shape[0] ** 0.5).astype(jnp.bfloat16)[None]
+            for key, shape in zip(keys, shapes, strict=True)
+        )
+
+    return on_mesh(mesh, make)()
+
+
+def _layer(x, matrices):
+    up, down = (matrix[0] for matrix in matrices)
+    return lax.tanh(lax.tanh(x @ up) @ down)
+
+
+def _dispatch(ours: Implementation, *, beside: bool = False) -> Step:
+    """The state is the layer's operand, and the tokens."""
+
+    def next(y, ids, weights, matrices, hide):
+        if not beside:
+            return y, ours.dispatch(y, ids, weights).n_dropped
+        flight = jax_ep.dispatch_async(ours.group, y, ids, weights)
+        y = _layer(flight.then(y), matrices)
+        return y, jax_ep.dispatch_wait(ours.group, flight, after=y).n_dropped
+
+    return Step(next)
+
+
+def _combine(ours: Implementation, *, beside: bool = False) -> Step:
+    """The state is the layer's operand, and what one dispatch gave.
+
+    The results are the sums, in the same bits whether calls are asynchronous or not.
+    """
+
+    def start(tokens, ids, weights):
+        if not beside:
+            return tokens, ours.dispatch(tokens, ids, weights)
+        flight = jax_ep.dispatch_async(ours.group, tokens, ids, weights)
+        y = jnp.sin(flight.then(tokens))
+        return tokens, jax_ep.dispatch_wait(ours.group, flight, after=y)
+
+    def next(state, ids, weights, matrices, hide):
+        y, rows = state
+        if not beside:
+            return state, ours.combine(rows.tokens, rows, weights)
+        flight = jax_ep.combine_async(ours.group, rows.tokens, rows)
+        y = _layer(flight.then(y), matrices)
+        return (y, rows), jax_ep.combine_wait(ours.group, flight, after=y)
+
+    return Step(next, start)
+
+
+# Of the package with weights given to dispatch, by the name of the operation.
+STEPS: dict[str, Callable[[Implementation], Step]] = {
+    "dense": lambda _: Step(lambda y, ids, weights, m, hide: (_layer(y, m), ())),
+    "dispatch": _dispatch,
+    "combine": _combine,
+    "dispatch + dense": lambda ours: _dispatch(ours, beside=True),
+    "combine + dense": lambda ours: _combine(ours, beside=True),
+}

@@ -1,0 +1,180 @@
+"""What is measured, in which order: what matters most comes first."""
+
+import dataclasses
+import functools
+from typing import Any
+
+from baselines import BASELINES
+from case import FORMATS, Case
+from implementations import AT_COMBINE, AT_DISPATCH, OURS, XLA
+from timing import Repeats
+
+N_CPU_RANKS = 8
+
+# Environments of the measuring process by name; "" is as users have it.
+VARIANTS: dict[str, dict[str, str]] = {
+    "": {},
+    "no command buffers": {"XLA_FLAGS": "--xla_gpu_enable_command_buffer="},
+    # glibc never gives freed memory back, so that no page is mapped twice.
+    "memory kept": {
+        "MALLOC_MMAP_MAX_": "0",
+        "MALLOC_TRIM_THRESHOLD_": str(2**40),
+        "MALLOC_ARENA_MAX": "1",
+    },
+}
+
+_ALL_GATHER, _ALL_TO_ALL, _RAGGED = BASELINES
+_ROUND_TRIP, _WITH_GRAD = "round trip", "round trip + grad"
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """One measurement."""
+
+    name: str  # unique; `--only` matches it
+    kind: str = "case"  # or "link", "overhead"
+    case: Case | None = None
+    implementations: tuple[str, ...] = (*OURS, _ALL_GATHER)
+    wall: bool = False  # whether lone calls are timed
+    # Lengths of a short and a long chain, by operation; of chains behind a pause.
+    chains: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    bursts: tuple[int, int] | None = None
+    n_sets: int = 0  # of inputs that the kernel clock's calls take in turns; 0: no clock
+    repeats: Repeats = Repeats(most=40, seconds=2.0)
+    variant: str = ""  # in `VARIANTS`
+
+
+def make_plan(platform: str, *, is_quick: bool) -> list[Item]:
+    """All items of a platform, `"cpu"` or `"gpu"`."""
+    plans = {"cpu": (_cpu, _cpu_quick), "gpu": (_gpu, _gpu_quick)}
+    return plans[platform][is_quick]()
+
+
+def _item(case: Case, suffix: str, options: dict[str, Any]) -> Item:
+    return Item(case.name + suffix, case=case, **options)
+
+
+# On CPUs: 8 virtual devices.
+
+_CPU = Repeats(most=30, seconds=3.0)
+_CPU_CASE = functools.partial(Case, n_experts=64, top_k=8)
+_CPU_LENGTHS = {16: (1, 9), 256: (1, 5), 2048: (1, 3)}
+
+
+def _cpu() -> list[Item]:
+    main = [_CPU_CASE(t, h) for t in (16, 256, 2048) for h in (256, 1024)]
+    others = [_CPU_CASE(2048, h, capacity=2.0) for h in (256, 1024)]
+    for routing in ("zipf", "half_empty", "one_rank"):
+        others.append(_CPU_CASE(2048, 256, routing=routing))
+    others.append(_CPU_CASE(256, 1024, token_format="float32"))
+    items = [_cpu_item(case) for case in (*main, *others)]
+    items.append(Item("overhead", "overhead"))
+    # In a chain no page is new: the allocator matters to lone calls only.
+    kept = {"variant": "memory kept", "chains": {}}
+    items += [_cpu_item(case, "-kept", **kept) for case in main]
+    return items + [_cpu_slow(case) for case in main[:3]]
+
+
+def _cpu_quick() -> list[Item]:
+    few = dataclasses.replace(_CPU, most=3)
+    skewed = _CPU_CASE(16, 128, routing="zipf", capacity=4.0)
+    items = [_cpu_item(_CPU_CASE(16, 256)), _cpu_item(skewed)]
+    items += [_cpu_slow(skewed), Item("overhead", "overhead")]
+    return [dataclasses.replace(item, repeats=few) for item in items]
+
+
+def _cpu_item(case: Case, suffix: str = "", **options: Any) -> Item:
+    chains = dict.fromkeys((_ROUND_TRIP, _WITH_GRAD), _CPU_LENGTHS[case.n_tokens])
+    defaults = {"wall": True, "chains": chains, "repeats": _CPU}
+    return _item(case, suffix, defaults | options)
+
+
+def _cpu_slow(case: Case) -> Item:
+    """What is never the fastest, and slower the larger the case."""
+    chains = {_ROUND_TRIP: (1, 3)}
+    return _cpu_item(case, "-slow", implementations=(XLA, _ALL_TO_ALL), chains=chains)
+
+
+# On GPUs: all of the host.
+
+_GPU_CASE = functools.partial(Case, hidden_size=7168, n_experts=256, top_k=8)
+_TOKENS = (128, 4096, 8, 1024, 1, 8192, 512, 32, 64)
+_GRAD_TOKENS = (8, 128, 1024, 4096)
+# n_sms of asynchronous calls, and the width of the layer beside them.
+_OVERLAPS = ((16, 12288), (12, 12288), (24, 12288), (20, 8192))
+_CALLS = ("dispatch", "combine")
+_BESIDE = (*_CALLS, "dense", "dispatch + dense", "combine + dense")
+
+
+def _gpu() -> list[Item]:
+    cases = {n: _GPU_CASE(n, capacity=1.5) for n in _TOKENS}
+    items = [Item("link", "link")]
+    items += [_gpu_item(case, grads=n in _GRAD_TOKENS) for n, case in cases.items()]
+    items += [*_formats(cases[4096]), *_formats(cases[128])]
+    plain = {"variant": "no command buffers"}
+    items += [_gpu_chain(cases[n], "-plain", **plain) for n in (1, 8, 32, 128)]
+    items += _overlaps(cases[4096], _OVERLAPS)
+    ragged = {"implementations": (_RAGGED,), "chains": {_ROUND_TRIP: (2, 8)}}
+    items += [_gpu_chain(cases[n], "-ragged", **ragged) for n in (8, 128, 1024)]
+    for n, capacity in ((128, None), (4096, 3.0)):
+        items.append(_gpu_item(_GPU_CASE(n, routing="zipf", capacity=capacity)))
+    return items
+
+
+def _gpu_quick() -> list[Item]:
+    """Tiny, one of each kind: a test of the program itself."""
+    case = Case(16, 64, n_experts=16, top_k=4)
+    skewed = dataclasses.replace(case, routing="zipf")
+    items = [Item("link", "link"), _gpu_item(case, grads=True), _gpu_item(skewed)]
+    # Blocks of BlockwiseFP8 have 128 elements.
+    items += _formats(dataclasses.replace(case, hidden_size=128))
+    items += _overlaps(case, ((4, 128),))
+    return [
+        dataclasses.replace(
+            item,
+            chains=dict.fromkeys(item.chains, (1, 2)),
+            bursts=item.bursts and (1, 2),
+            n_sets=min(item.n_sets, 2),
+            repeats=Repeats(most=2, seconds=1.0),
+        )
+        for item in items
+    ]
+
+
+def _gpu_chain(case: Case, suffix: str = "", **options: Any) -> Item:
+    """Long chains of short steps; unrolled baselines compile slowly."""
+    n = case.n_tokens
+    lengths = (8, 32) if n <= 128 else (4, 16) if n <= 512 else (2, 8)
+    return _item(case, suffix, {"chains": {_ROUND_TRIP: lengths}} | options)
+
+
+def _gpu_item(case: Case, *, grads: bool = False) -> Item:
+    item = _gpu_chain(case, wall=True, n_sets=_n_sets(case))
+    chains = {**item.chains, _WITH_GRAD: (2, 8)} if grads else item.chains
+    return dataclasses.replace(item, chains=chains)
+
+
+def _n_sets(case: Case) -> int:
+    return 6 if case.n_tokens <= 512 else 3
+
+
+def _formats(case: Case) -> list[Item]:
+    """Dispatch by the kernel clock, with weights that do not travel."""
+    cases = [dataclasses.replace(case, token_format=name) for name in FORMATS]
+    options = {"implementations": (AT_COMBINE,), "n_sets": _n_sets(case)}
+    return [_item(some, "", options) for some in cases if some.is_quantized]
+
+
+def _overlaps(case: Case, sizes: tuple[tuple[int, int], ...]) -> list[Item]:
+    """Calls on all multiprocessors, then on `n_sms` of them, beside a layer."""
+    items = []
+    for n_sms, width in ((None, sizes[0][1]), *sizes):
+        options = {
+            "implementations": (AT_DISPATCH,),
+            "chains": dict.fromkeys(_BESIDE if n_sms else _CALLS, (4, 24)),
+            "bursts": (2, 10),
+            "repeats": Repeats(most=10, seconds=2.0, n_queued=4),
+        }
+        some = dataclasses.replace(case, n_sms=n_sms, width=width)
+        items.append(_item(some, "", options))
+    return items

@@ -1,0 +1,163 @@
+"""The jitted functions that are timed, built alike for every implementation."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from implementations import AXIS, Implementation
+
+
+def hide(tree: Any, passes: jax.Array, on_gpu: bool) -> Any:
+    """The identity; all results wait for all operands, and XLA knows nothing of them.
+
+    XLA:GPU drops its barriers after it has fused and scheduled. XLA:CPU drops them
+    before, so there it is a loop of `passes` = 0 turns, which copies nothing that has
+    no other use. (On a GPU a loop would wait for the host.)
+    """
+    if on_gpu:
+        return lax.optimization_barrier(tree)
+    leaves, structure = jax.tree.flatten(tree)
+    *leaves, _ = lax.while_loop(
+        lambda state: state[-1] > 0,
+        lambda state: (*(x + x for x in state[:-1]), state[-1] - 1),
+        (*leaves, passes),
+    )
+    return jax.tree.unflatten(structure, leaves)
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What a chain repeats.
+
+    Attributes:
+        next: of `(state, ids, weights, parameters, hide)`; gives the next step's state,
+            and further results. `hide` is `hide` of one argument.
+        start: of `(tokens, ids, weights)`; gives the first state.
+    """
+
+    next: Callable[..., tuple[Any, Any]]
+    start: Callable[..., Any] = lambda tokens, ids, weights: tokens
+
+
+def chain(step: Step, n: int, on_gpu: bool) -> Callable[..., Any]:
+    """`n` steps; gives the first array of the last state, and the results of each.
+
+    Every step's operands depend on the state and the results of the step before it, so
+    that XLA can neither merge, hoist nor overlap steps. Routings take turns.
+    """
+
+    def run(tokens, routings, parameters, passes):
+        def hidden(tree):
+            return hide(tree, passes[0], on_gpu)
+
+        state, last, results = step.start(tokens, *routings[0]), (), []
+        for i in range(n):
+            operands = (state, *routings[i % len(routings)])
+            operands, last = hidden((operands, last))
+            results.append(last)
+            state, last = step.next(*operands, parameters, hidden)
+        results.append(last)
+        return jax.tree.leaves(state)[0], add_axis(results[1:])
+
+    return run
+
+
+def round_trip(implementation: Implementation) -> Step:
+    """Dispatch, the identity as experts, combine. The state is the tokens."""
+
+    def next(tokens, ids, weights, parameters, hide):
+        dispatched = implementation.dispatch(tokens, ids, weights)
+        rows = _expert(hide, dispatched.tokens)
+        out = implementation.combine(rows, dispatched, weights)
+        return out, {"row_offsets": dispatched.row_offsets}
+
+    return Step(next)
+
+
+def with_gradients(forward: Step) -> Step:
+    """A step, then its gradients in tokens and weights; the cotangent is its result."""
+
+    def next(tokens, ids, weights, *others):
+        def of_floats(tokens, weights):
+            return forward.next(tokens, ids, weights, *others)
+
+        out, backward, results = jax.vjp(of_floats, tokens, weights, has_aux=True)
+        d_tokens, d_weights = backward(out)
+        return d_tokens, {**results, "d_weights": d_weights}
+
+    return Step(next)
+
+
+def _expert(hide: Callable[[Any], Any], rows: jax.Array) -> jax.Array:
+    """The identity, forward and backward.
+
+    Without it XLA would fuse a baseline's dispatch into its combine and never write the
+    rows, which every real expert needs.
+    """
+    expert = jax.custom_vjp(hide)
+    expert.defvjp(lambda rows: (hide(rows), None), lambda _, d_rows: (hide(d_rows),))
+    return expert(rows)
+
+
+# Steps of an implementation, by the name of the operation.
+STEPS: dict[str, Callable[[Implementation], Step]] = {
+    "round trip": round_trip,
+    "round trip + grad": lambda some: with_gradients(round_trip(some)),
+}
+
+
+def dispatch(implementation: Implementation) -> Callable[..., Any]:
+    """One dispatch."""
+    return lambda *operands: add_axis(implementation.dispatch(*operands))
+
+
+def combine(implementation: Implementation) -> Callable[..., Any]:
+    """One combine of `rows`, with the other results of a dispatch."""
+
+    def run(dispatched, rows, weights):
+        dispatched = jax.tree.map(lambda x: x[0], dispatched)
+        return implementation.combine(rows[0], dispatched, weights)
+
+    return run
+
+
+def rotation(implementation: Implementation, on_gpu: bool, combines: bool) -> Callable[..., Any]:
+    """A dispatch of each set of inputs in turn, then, if wanted, a combine of each.
+
+    For the kernel clock: no tokens are in the cache. Rows that combine reads are there
+    if those of all sets fit.
+    """
+
+    def run(sets, passes):
+        dispatched, outs, last = [], [], ()
+        for operands in sets:
+            operands, last = hide((operands, last), passes[0], on_gpu)
+            dispatched.append(implementation.dispatch(*operands))
+            last = dispatched[-1].n_dropped
+        for (_, _, weights), rows in zip(sets, dispatched, strict=True):
+            if combines:
+                rows, last = hide((rows, last), passes[0], on_gpu)
+                outs.append(implementation.combine(rows.tokens, rows, weights))
+                last = outs[-1]
+        return outs or last[None]
+
+    return run
+
+
+def add_axis(tree: Any) -> Any:
+    """A leading axis of 1, so that results of any rank can be sharded."""
+    return jax.tree.map(lambda x: jnp.asarray(x)[None], tree)
+
+
+def on_mesh(mesh: Mesh, function: Callable[..., Any]) -> Any:
+    """Jits a function of arrays that are sharded along their first axis."""
+    spec = PartitionSpec(AXIS)
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    sharding = NamedSharding(mesh, spec)
+    # Chains of different lengths take the same arguments, used or not.
+    return jax.jit(mapped, in_shardings=sharding, out_shardings=sharding, keep_unused=True)

@@ -1,0 +1,108 @@
+"""The wall clock and the period in a chain; repeats of several functions interleave.
+
+* Wall: a lone jitted call until its results are ready.
+* Period in a chain: (time of a long chain - time of a short one) / steps between them.
+  What a call costs once (its launch from Python, its first and last step) cancels.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+_IDLE_S = 5e-3
+_LONGEST_WAIT_S = 2.0
+_LEAST = 3
+
+# A compiled function and its arguments.
+Call = tuple[Callable[..., Any], tuple]
+
+
+@dataclasses.dataclass(frozen=True)
+class Repeats:
+    """How often, and how, something is timed."""
+
+    most: int  # samples of each function
+    seconds: float  # of each function; then it stops, but not before `_LEAST` samples
+    n_queued: int = 1  # calls queued behind each other in one sample
+    pause_s: float = 0.0  # before each call, so that a GPU cools
+
+
+def wall(calls: dict[str, Call], repeats: Repeats) -> dict[str, list[float]]:
+    """Seconds of each call, by name."""
+    samplers = {n: lambda c=call: _seconds(c, repeats) for n, call in calls.items()}
+    return _interleave(samplers, repeats)
+
+
+def period(
+    chains: dict[str, tuple[Call, Call]], lengths: tuple[int, int], repeats: Repeats
+) -> dict[str, list[float]]:
+    """Seconds per step of each pair of a short and a long chain, by name."""
+
+    def sample(short: Call, long: Call) -> float:
+        few, many = (_seconds(call, repeats) for call in (short, long))
+        return (many - few) / (lengths[1] - lengths[0])
+
+    samplers = {name: lambda p=pair: sample(*p) for name, pair in chains.items()}
+    return _interleave(samplers, repeats)
+
+
+def summary(values: list[float]) -> dict[str, Any]:
+    """Of seconds: microseconds, median and quartiles, and their number."""
+    numbers = np.percentile(values, [50, 25, 75]) * 1e6
+    return {"us": [round(float(us), 2) for us in numbers], "n": len(values)}
+
+
+def _interleave(
+    samplers: dict[str, Callable[[], float]], repeats: Repeats
+) -> dict[str, list[float]]:
+    """One sample of each in turn, so that noise hits all alike; the first rotates."""
+    samples: dict[str, list[float]] = {name: [] for name in samplers}
+    spent = dict.fromkeys(samplers, 0.0)
+    for sampler in samplers.values():
+        sampler()  # warms up
+
+    def wants_more(name: str) -> bool:
+        n, is_slow = len(samples[name]), spent[name] >= repeats.seconds
+        return n < (min(_LEAST, repeats.most) if is_slow else repeats.most)
+
+    turn = 0
+    while waiting := [name for name in samplers if wants_more(name)]:
+        first = turn % len(waiting)
+        for name in waiting[first:] + waiting[:first]:
+            start = time.monotonic()
+            samples[name].append(samplers[name]())
+            spent[name] += time.monotonic() - start
+        turn += 1
+    return samples
+
+
+def _seconds(call: Call, repeats: Repeats) -> float:
+    """Of one call; its results are freed outside of the timing."""
+    function, args = call
+    if jax.default_backend() == "cpu":
+        _wait_until_idle()
+    time.sleep(repeats.pause_s)
+    start = time.perf_counter()
+    results = [function(*args) for _ in range(repeats.n_queued)]
+    jax.block_until_ready(results)
+    seconds = time.perf_counter() - start
+    del results
+    return seconds / repeats.n_queued
+
+
+def _wait_until_idle() -> None:
+    """Lets the last call's work end.
+
+    XLA reports the results before it has freed temporary arrays. Unmapping hundreds of
+    megabytes takes tens of milliseconds, which would fall on the next function.
+    """
+    deadline = time.monotonic() + _LONGEST_WAIT_S
+    busy = True
+    while busy and time.monotonic() < deadline:
+        before = time.process_time()
+        time.sleep(_IDLE_S)
+        busy = time.process_time() - before > _IDLE_S / 10

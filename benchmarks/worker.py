@@ -1,0 +1,82 @@
+"""The measuring process: runs items, and prints one JSON object per line.
+
+The parent (runner.py) sets the environment. First comes a description of the devices;
+an item's lines end with `done`, and whether the process ends here. Needs jax, NumPy and
+ml_dtypes only.
+"""
+
+import json
+import pathlib
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+import measure
+import overhead
+import power
+from case import Case
+from implementations import AXIS
+from machine import die_first
+from plan import Item
+from timing import Repeats
+
+# From ffi/tests/p2p_link.cu, where tools/gpu_bench.sh has built it.
+_LINK = pathlib.Path("build/p2p_link")
+_LINK_MEGABYTES = 512
+
+
+def main(request: dict[str, Any]) -> None:
+    """`request`: JAX's `platform`, the package's `transport`, `items`."""
+    die_first()
+    devices = jax.devices(request["platform"])
+    mesh = Mesh(devices, (AXIS,), axis_types=(AxisType.Auto,))
+    facts = {
+        "device": devices[0].device_kind,
+        "n_devices": len(devices),
+        "driver": power.driver_version(),
+    }
+    _print({"machine": facts})
+    for fields in request["items"]:
+        item, ends = _from_json(fields), False
+        try:
+            for line in _measure(item, mesh, request["transport"]):
+                _print(line)
+        except Exception as error:  # the other items go on
+            _print({"failed": f"{type(error).__name__}: {error}"[:2000]})
+            ends = measure.breaks_devices(error)
+        _print({"done": item.name, "ends": ends})
+        if ends:
+            return
+
+
+def _measure(item: Item, mesh: Mesh, transport: str) -> Iterator[dict[str, Any]]:
+    if item.kind == "link":
+        return _measure_link(mesh.size)
+    if item.kind == "overhead":
+        return overhead.measure(item.repeats)
+    return measure.measure(item, mesh, transport)
+
+
+def _measure_link(n_devices: int) -> Iterator[dict[str, Any]]:
+    """GB/s that leave each GPU, every GPU to every other at the same time."""
+    if n_devices == 1 or not _LINK.exists():
+        yield {"not_measured": f"needs several GPUs and {_LINK}"}
+        return
+    command = [str(_LINK.resolve()), str(n_devices), str(_LINK_MEGABYTES)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    if done.returncode:
+        yield {"failed": done.stderr.strip()}
+    else:
+        yield {"link": json.loads(done.stdout)}
+
+
+def _from_json(fields: dict[str, Any]) -> Item:
+    case = fields["case"] and Case(**fields["case"])
+    return Item(**{**fields, "case": case, "repeats": Repeats(**fields["repeats"])})
+
+
+def _print(line: dict[str, Any]) -> None:
+    print(json.dumps(line), flush=True)

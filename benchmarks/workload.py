@@ -1,0 +1,212 @@
+"""One case's inputs on the devices, and the checks that every implementation passes.
+
+Tokens are a function of their position and a seed, in integer arithmetic: devices make
+them where they are needed, and again to compare rows with them. NumPy makes a sample of
+them, and the routing, from which all expected rows follow.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jax_ep
+import overlap
+from case import Case, make_routing, remote_messages
+from implementations import AXIS, Implementation
+from programs import on_mesh
+from truth import Truth
+
+_N_ROUTINGS = 4
+_N_SAMPLED = 16  # of each rank
+_FLUSH_BYTES = 1 << 27  # per device; larger than any cache
+# The least cosine of the sums of quantized rows and of tokens; tests compare bits.
+_LEAST_COSINE = 0.97
+
+
+class Workload:
+    """Inputs, and what they must give.
+
+    Attributes:
+        remote_messages: of the first routing, per rank.
+        sets: tokens `[R * T, H]`, ids and weights `[R * T, K]` of each set of inputs.
+        rotation_args: `sets`, and zeros that XLA does not know.
+        chain_args: of any chain: tokens, routings that its steps take in turns,
+            parameters of steps, and zeros.
+    """
+
+    def __init__(self, mesh: Mesh, case: Case, n_sets: int) -> None:
+        self._case, self._mesh = case, mesh
+        self._sharding = NamedSharding(mesh, PartitionSpec(AXIS))
+        routings = [make_routing(case, seed) for seed in range(_N_ROUTINGS)]
+        self._truths = [Truth(case, *routing) for routing in routings]
+        self.remote_messages = remote_messages(case, routings[0][0])
+        routings = [tuple(map(self._put, routing)) for routing in routings]
+        tokens = self._make_tokens(n_sets)
+        self.sets = [(x, *routings[i % _N_ROUTINGS]) for i, x in enumerate(tokens)]
+        parameters = overlap.make_matrices(mesh, case) if case.width else ()
+        passes = self._put(np.zeros(case.n_ranks, np.int32))
+        self.rotation_args = self.sets, passes
+        self.chain_args = tokens[0], routings, parameters, passes
+        self._distance = on_mesh(mesh, _distance)
+        self._examine = on_mesh(mesh, functools.partial(_examine, case))
+        self._flush = on_mesh(mesh, lambda x: x + 1)
+        self._flushed: jax.Array | None = None
+
+    def check_dispatch(self, name: str, dispatched: Any) -> jax.Array:
+        """Compares all that the contract defines, rows in bits.
+
+        Returns:
+            `[R, C, H]`, what the experts make of the rows; NaN in those not in use.
+        """
+        truth = self._truths[0]
+        for what, value in truth.counts.items():
+            got = np.asarray(getattr(dispatched, what))
+            require(np.array_equal(got, value), f"{name}: {what} must be right.")
+        expected = map(self._put, (truth.choice_of_row, truth.factor_of_row))
+        got = dispatched.tokens, dispatched.src_info
+        rows, n_wrong = self._examine(*got, *expected)
+        n_rows, n_infos = np.asarray(n_wrong).sum(axis=0)
+        require(not n_rows, f"{name}: rows must equal their tokens; {n_rows} do not.")
+        require(not n_infos, f"{name}: src_info must be right; {n_infos} are not.")
+        return rows
+
+    def check_combine(self, name: str, out: jax.Array) -> None:
+        """Compares the sums of what `check_dispatch` gives."""
+        scale = self._truths[0].expert_weight
+        self._check_near(f"{name}: combine", out, scale, 1)
+
+    def check_chain(self, name: str, n: int, tokens: jax.Array, results: list) -> None:
+        """Compares what `n` round trips give, and the first gradient of the weights.
+
+        A round trip multiplies a token by the sum of its weights, and its gradient does
+        so with the cotangent, which is the round trip's result.
+        """
+        truths = [self._truths[i % _N_ROUTINGS] for i in range(n)]
+        scale = np.prod([truth.weight for truth in truths], axis=0)
+        if "d_weights" in results[0]:
+            scale, n = scale**2, 2 * n
+            dots = truths[0].has_row * truths[0].weight[:, None]
+            got = results[0]["d_weights"].reshape(dots.shape)
+            self._check_near(f"{name}: gradient of weights", got, dots, 1)
+        self._check_near(f"{name}: tokens after a chain", tokens, scale, n)
+
+    def check_quantized(self, ours: Implementation) -> None:
+        """Nothing is dropped, and the sum of all rows is near that of the tokens."""
+
+        def run(tokens, ids, weights):
+            rows = ours.dispatch(tokens, ids, weights)
+            numbers = jax_ep.dequantize(rows, jnp.float32)
+            row = jnp.arange(numbers.shape[0])[:, None]
+            in_use = row < rows.row_offsets[-1].astype(jnp.int32)
+            in_use &= rows.src_info[:, :1] >= 0
+            got = jnp.where(in_use, numbers, 0).sum(0)
+            sent = ids.shape[1] * tokens.astype(jnp.float32).sum(0)
+            return lax.psum(jnp.stack([got, sent]), AXIS)[None], rows.n_dropped[None]
+
+        sums, dropped = on_mesh(self._mesh, run)(*self.sets[0])
+        got, sent = np.asarray(sums)[0]
+        cosine = float(got @ sent / np.linalg.norm(got) / np.linalg.norm(sent))
+        message = f"rows must be near the tokens; cosine {cosine:.4f}"
+        require(cosine >= _LEAST_COSINE, message)
+        require(not np.asarray(dropped).any(), "no row may be dropped")
+
+    def _check_near(self, what: str, got: jax.Array, scale: np.ndarray, n_sums: int) -> None:
+        """Sums of bfloat16 round up to K times by 2^-9; those of float32 are close."""
+        scale = self._put(scale.astype(np.float32))
+        found = self._distance(got, self.sets[0][0], scale)
+        error, largest = np.asarray(found).max(axis=0)
+        case = self._case
+        unit = 1e-4 if case.dtype == "float32" else case.top_k * 2.0**-9
+        limit = n_sums * unit * max(1.0, largest)
+        words = f"{what} must be within {limit:.3g} of the reference; is off by"
+        require(error <= limit, f"{words} {error:.3g}.")
+
+    def flush(self) -> None:
+        """Empties the caches; done when it returns."""
+        if self._flushed is None:
+            shape = (self._case.n_ranks, _FLUSH_BYTES // 4)
+            self._flushed = jnp.zeros(shape, jnp.int32, device=self._sharding)
+        self._flushed = jax.block_until_ready(self._flush(self._flushed))
+
+    def _put(self, x: np.ndarray) -> jax.Array:
+        return jax.device_put(x, self._sharding)
+
+    def _make_tokens(self, n: int) -> list[jax.Array]:
+        """`n` arrays on the devices; a sample of each is compared with NumPy's."""
+        case, arrays = self._case, []
+        sample = np.linspace(0, case.n_tokens - 1, _N_SAMPLED).astype(np.int32)
+
+        def make(seed):
+            first = lax.axis_index(AXIS) * case.n_tokens
+            token = first + jnp.arange(case.n_tokens, dtype=jnp.int32)
+            tokens = _as_tokens(case, token, seed)
+            return tokens, tokens[sample]
+
+        make = on_mesh(self._mesh, make)
+        ranks = np.arange(case.n_ranks, dtype=np.int32)
+        token = (ranks[:, None] * case.n_tokens + sample).reshape(-1)
+        for seed in range(n):
+            seeds = np.full(case.n_ranks, seed, np.uint32)
+            tokens, got = make(self._put(seeds))
+            bits = _token_bits(np, token, case.hidden_size, seeds[:1])
+            expected = (bits.astype(np.uint32) << 16).view(np.float32)
+            equal = np.array_equal(np.asarray(got, np.float32), expected)
+            require(equal, "tokens must equal NumPy's")
+            arrays.append(tokens)
+        return arrays
+
+
+def require(holds: Any, message: str) -> None:
+    """Raises `AssertionError`, also where Python runs without assertions."""
+    if not holds:
+        raise AssertionError(message)
+
+
+def _token_bits(numpy: Any, token: Any, hidden_size: int, seed: Any) -> Any:
+    """uint16 `[n, H]`: bfloat16 of random sign and mantissa, between 1/8 and 2.
+
+    A hash of position and seed, in NumPy or jax.numpy.
+    """
+    uint32 = numpy.uint32
+    column = numpy.arange(hidden_size, dtype=uint32)
+    x = token.astype(uint32)[:, None] * uint32(hidden_size) + column[None]
+    x = x * uint32(0x9E3779B1) + (seed + uint32(1)) * uint32(0x85EBCA77)
+    x = (x ^ (x >> uint32(15))) * uint32(0x2C1B3C6D)
+    x = (x ^ (x >> uint32(12))) * uint32(0x297A2D39)
+    x = x ^ (x >> uint32(15))
+    return ((x & uint32(0x81FF)) | uint32(0x3E00)).astype(numpy.uint16)
+
+
+def _as_tokens(case: Case, token: jax.Array, seed: jax.Array) -> jax.Array:
+    bits = _token_bits(jnp, token, case.hidden_size, seed)
+    return lax.bitcast_convert_type(bits, jnp.bfloat16).astype(case.dtype)
+
+
+def _examine(case: Case, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The experts' results, and how many rows and entries of `src_info` are wrong."""
+    rows, src_info, choice, factor = (x[0] for x in arrays)
+    in_use, token, k = choice >= 0, choice // case.top_k, choice % case.top_k
+    expected = _as_tokens(case, token, jnp.uint32(0))
+    source = jnp.stack([token % case.n_tokens, k], axis=1)
+    is_wrong = (rows != expected).any(axis=1), (src_info != source).any(axis=1)
+    n_wrong = jnp.stack([jnp.sum(x & in_use, dtype=jnp.int32) for x in is_wrong])
+    return (rows * factor.astype(rows.dtype)[:, None])[None], n_wrong[None]
+
+
+def _distance(got: jax.Array, tokens: jax.Array, scale: jax.Array) -> jax.Array:
+    """`[1, 2]`: the largest distance from what is expected, and its largest value.
+
+    Expected is the token times `scale[T]`, or its square norm times `scale[T, K]`.
+    """
+    tokens = tokens.astype(jnp.float32)
+    if scale.ndim == 1:
+        expected = tokens * scale[:, None]
+    else:
+        expected = jnp.sum(tokens * tokens, axis=1, keepdims=True) * scale
+    distance = jnp.abs(got.astype(jnp.float32) - expected)
+    return jnp.stack([distance.max(), jnp.abs(expected).max()])[None]
