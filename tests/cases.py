@@ -1,9 +1,7 @@
-"""Named cases, shared by the tests and the benchmarks: a shape, a routing, a mode.
+"""Named test cases: a shape, a routing and a mode each.
 
-Cases that differ in `routing` alone share one compiled program.
+Cases that differ only in `routing` share one compiled program.
 """
-
-from __future__ import annotations
 
 import dataclasses
 
@@ -12,7 +10,7 @@ import routing
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """Everything that a test needs to build inputs and an `EPConfig`."""
+    """Everything from which a test builds its inputs and an `EPConfig`."""
 
     n_ranks: int
     n_experts: int
@@ -20,14 +18,14 @@ class Case:
     hidden_size: int = 64
     max_tokens: int = 16  # M
     n_tokens: int | None = None  # T; None = M
-    token_dtype: str = "bfloat16"  # of BF16(), else of Plain(dtype)
-    token_format: str = "plain"  # or the name of one that quantises
-    scales_layout: str | None = None  # None: the format's own
+    token_dtype: str = "bfloat16"  # bfloat16 means BF16(), other dtypes Plain(dtype)
+    token_format: str = "plain"  # or the name of a quantized format
+    scales_layout: str | None = None  # None = the format's default
     input_scale: float | None = None
     combine_dtype: str = "bfloat16"
     routing: str = "uniform"
     recv_capacity: int | None = None
-    weights: str = "source"  # "none", "source" (to combine), "row" (to dispatch)
+    weights: str = "source"  # "none", "source" (given to combine), "row" (given to dispatch)
     fused_shared_expert: bool = False
     skip_a2a: bool = False
     slow: bool = False
@@ -39,7 +37,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Names the case in test ids and benchmark tables."""
+        """Name of the case in test ids."""
         capacity = f"c{self.recv_capacity}" if self.recv_capacity else ""
         parts = (
             f"r{self.n_ranks}e{self.n_experts}k{self.top_k}h{self.hidden_size}",
@@ -55,30 +53,30 @@ class Case:
 
     @property
     def flags(self) -> dict[str, bool]:
-        """Gives the switches that the oracle takes, too."""
+        """The switches that the oracle takes as well."""
         names = ("fused_shared_expert", "skip_a2a")
         return {name: getattr(self, name) for name in names}
 
     @property
     def format_name(self) -> str:
-        """Names the token format with everything that was chosen of it."""
-        chosen = (self.token_format, self.scales_layout, self.input_scale)
-        return "_".join(str(each) for each in chosen if each is not None)
+        """Name of the token format with its options."""
+        options = (self.token_format, self.scales_layout, self.input_scale)
+        return "_".join(str(each) for each in options if each is not None)
 
-    def but(self, **changes) -> Case:
-        """Gives the case with some fields changed; a new M brings T = M with it."""
+    def replace(self, **changes) -> "Case":
+        """The case with some fields changed; T becomes a new M unless it is given."""
         if "max_tokens" in changes:
             changes = {"n_tokens": None} | changes
         return dataclasses.replace(self, **changes)
 
 
 def every_routing(case: Case) -> list[Case]:
-    """Gives the case under every routing; one program serves all of them."""
-    return [case.but(routing=name, seed=case.seed + 1) for name in routing.ROUTINGS]
+    """The case with every routing; one program serves all of them."""
+    return [case.replace(routing=name, seed=case.seed + 1) for name in routing.ROUTINGS]
 
 
-# One small shape for each number of ranks, in every weights mode. K > 1 and L > 1
-# wherever the ranks allow it; 32 ranks have L = 1.
+# One small shape for each number of ranks. K > 1 and L > 1 where the ranks allow it; 32 ranks have
+# L = 1.
 SMALL = {
     1: Case(n_ranks=1, n_experts=4, top_k=2, hidden_size=64, max_tokens=16),
     2: Case(n_ranks=2, n_experts=8, top_k=3, hidden_size=64, max_tokens=16),
@@ -87,9 +85,9 @@ SMALL = {
     32: Case(n_ranks=32, n_experts=32, top_k=4, hidden_size=64, max_tokens=8),
 }
 
-# Number formats: what travels, and what comes back.
-FORMATS = [
-    SMALL[4].but(token_dtype=token, combine_dtype=out, weights=weights)
+# Dtypes of the tokens and of the result of combine.
+DTYPES = [
+    SMALL[4].replace(token_dtype=token, combine_dtype=out, weights=weights)
     for token, out, weights in (
         ("bfloat16", "float32", "source"),
         ("bfloat16", "float32", "row"),
@@ -100,8 +98,8 @@ FORMATS = [
     )
 ]
 
-# The corners of each parameter.
-ODD = [
+# The limits of each parameter.
+EDGE = [
     Case(n_ranks=4, n_experts=16, top_k=1, hidden_size=64, weights="row"),  # K = 1
     Case(n_ranks=4, n_experts=32, top_k=16, hidden_size=64, max_tokens=8),  # K = 16
     Case(n_ranks=4, n_experts=32, top_k=16, max_tokens=8, weights="row"),
@@ -117,20 +115,20 @@ ODD = [
     ),
 ]
 
-# Fewer rows than arrive: the end of the order is dropped.
+# Fewer rows than arrive: the last ones are dropped.
 CAPACITY = [
-    SMALL[4].but(recv_capacity=rows, weights=weights)
+    SMALL[4].replace(recv_capacity=rows, weights=weights)
     for rows, weights in ((1, "source"), (60, "source"), (60, "row"), (60, "none"))
 ]
 
-# A shared expert, the same tokens on all ranks, and both.
+# A shared expert, equal tokens on all ranks, and both.
 FLAGS = {
     "shared": {"fused_shared_expert": True},
     "skip_a2a": {"skip_a2a": True},
     "both": {"fused_shared_expert": True, "skip_a2a": True},
 }
 FLAGS_SMALL = [
-    SMALL[4].but(weights=weights, **FLAGS[name])
+    SMALL[4].replace(weights=weights, **FLAGS[name])
     for name, weights in (
         ("shared", "source"),
         ("skip_a2a", "row"),
@@ -139,28 +137,26 @@ FLAGS_SMALL = [
         ("both", "row"),
     )
 ]
-FLAGS_ODD = [
-    case.but(**FLAGS[name])
+_FLAGS_EDGE_SHAPE = Case(n_ranks=4, n_experts=8, top_k=2)
+FLAGS_EDGE = [
+    case.replace(**FLAGS[name])
     for name, case in (
-        # A share of 4, 4, 4 and 3 tokens; of one token or none; no tokens at all.
-        (
-            "both",
-            Case(n_ranks=4, n_experts=8, top_k=2, n_tokens=15, combine_dtype="float32"),
-        ),
-        ("both", Case(n_ranks=4, n_experts=8, top_k=2, n_tokens=1, weights="row")),
-        ("both", Case(n_ranks=4, n_experts=8, top_k=2, n_tokens=0)),
-        ("shared", Case(n_ranks=4, n_experts=8, top_k=2, n_tokens=0, weights="row")),
+        # Shares of 4, 4, 4 and 3 tokens; of one token or none; no tokens at all.
+        ("both", _FLAGS_EDGE_SHAPE.replace(n_tokens=15, combine_dtype="float32")),
+        ("both", _FLAGS_EDGE_SHAPE.replace(n_tokens=1, weights="row")),
+        ("both", _FLAGS_EDGE_SHAPE.replace(n_tokens=0)),
+        ("shared", _FLAGS_EDGE_SHAPE.replace(n_tokens=0, weights="row")),
         ("shared", Case(n_ranks=8, n_experts=8, top_k=1, token_dtype="float32")),
         ("both", Case(n_ranks=1, n_experts=1, top_k=1, max_tokens=8, weights="none")),
-        # Fewer rows than the shared expert's; some of the others.
-        ("shared", SMALL[4].but(recv_capacity=4, weights="row")),
-        ("shared", SMALL[4].but(recv_capacity=29)),
-        ("both", SMALL[4].but(recv_capacity=4)),
+        # Fewer rows than the shared expert has; room for some of the others.
+        ("shared", SMALL[4].replace(recv_capacity=4, weights="row")),
+        ("shared", SMALL[4].replace(recv_capacity=29)),
+        ("both", SMALL[4].replace(recv_capacity=4)),
     )
 ]
-# Groups padded to multiples of 4 rows; atoms; a row for each scale.
-FLAGS_QUANTISED = [
-    SMALL[2].but(token_format=token_format, hidden_size=128, **changes, **FLAGS[name])
+# Groups padded to multiples of 4 rows; scales in atoms; scales row by row.
+FLAGS_QUANTIZED = [
+    SMALL[2].replace(token_format=token_format, hidden_size=128, **changes, **FLAGS[name])
     for name, token_format, changes in (
         ("shared", "blockwise_fp8", {"n_tokens": 14, "weights": "row"}),
         ("both", "blockwise_fp8", {"n_tokens": 13, "recv_capacity": 24}),
@@ -170,8 +166,8 @@ FLAGS_QUANTISED = [
     )
 ]
 
-# The shapes that the seed's tests use; E is at most 256. `recv_capacity` keeps twice
-# the mean number of rows, so that a CPU holds all ranks in its memory.
+# The shapes of the seed's tests, with at most 256 experts. `recv_capacity` is twice the mean
+# number of rows, so that all ranks fit in one CPU's memory.
 SEED = [
     Case(
         n_ranks=n_ranks,
@@ -188,27 +184,25 @@ SEED = [
     for weights in ("source", "row")
 ]
 
-# Formats that quantise. A hidden size with a scale left over in the last atom: 7, or
-# 14, scales; one block of FP8 in the small shape.
-_QUANTISED = ("blockwise_fp8", "mxfp8", "mxfp4", "nvfp4")
-QUANTISED_SMALL = {
-    name: SMALL[4].but(token_format=name, hidden_size=256, max_tokens=12)
-    for name in _QUANTISED
+# Quantized formats.
+QUANTIZED_NAMES = ("blockwise_fp8", "mxfp8", "mxfp4", "nvfp4")
+QUANTIZED_SMALL = {
+    name: SMALL[4].replace(token_format=name, hidden_size=256, max_tokens=12)
+    for name in QUANTIZED_NAMES
 }
-QUANTISED_ODD = [
+QUANTIZED_EDGE = [
     *(
-        QUANTISED_SMALL[name].but(scales_layout="row_major", weights=weights)
-        for name, weights in zip(_QUANTISED, ("row", "none") * 2, strict=True)
+        QUANTIZED_SMALL[name].replace(scales_layout="row_major", weights=weights)
+        for name, weights in zip(QUANTIZED_NAMES, ("row", "none") * 2, strict=True)
     ),
+    # 7 scales per row, or 14 below: the last atom is not full. 3 for blockwise_fp8.
     *(
-        QUANTISED_SMALL[name].but(
-            token_dtype="float32", hidden_size=size, weights="row"
-        )
-        for name, size in zip(_QUANTISED, (384, 224, 224, 112), strict=True)
+        QUANTIZED_SMALL[name].replace(token_dtype="float32", hidden_size=size, weights="row")
+        for name, size in zip(QUANTIZED_NAMES, (384, 224, 224, 112), strict=True)
     ),
-    QUANTISED_SMALL["nvfp4"].but(token_dtype="float32", hidden_size=224),
-    QUANTISED_SMALL["nvfp4"].but(input_scale=0.3),
-    # Groups of more than 128 rows, and of none.
+    QUANTIZED_SMALL["nvfp4"].replace(token_dtype="float32", hidden_size=224),
+    QUANTIZED_SMALL["nvfp4"].replace(input_scale=0.3),
+    # Groups of more than 128 rows, and empty ones.
     *(
         Case(
             n_ranks=2,
@@ -219,19 +213,19 @@ QUANTISED_ODD = [
             token_format=name,
             weights="none",
         )
-        for name in _QUANTISED
+        for name in QUANTIZED_NAMES
     ),
     *(
-        QUANTISED_SMALL[name].but(n_tokens=t, max_tokens=12)
+        QUANTIZED_SMALL[name].replace(n_tokens=t, max_tokens=12)
         for name, t in (("nvfp4", 0), ("blockwise_fp8", 1))
     ),
     *(
-        QUANTISED_SMALL[name].but(recv_capacity=rows, weights="row")
+        QUANTIZED_SMALL[name].replace(recv_capacity=rows, weights="row")
         for name in ("blockwise_fp8", "nvfp4")
         for rows in (4, 32)
     ),
 ]
-QUANTISED_SEED = [
+QUANTIZED_SEED = [
     Case(
         n_ranks=n_ranks,
         n_experts=n_ranks * n_local,
@@ -244,5 +238,5 @@ QUANTISED_SEED = [
         slow=(n_ranks, n_local) != (2, 32),
     )
     for n_ranks, n_local, n_tokens in ((2, 32, 16), (4, 64, 64), (8, 32, 128))
-    for name in _QUANTISED
+    for name in QUANTIZED_NAMES
 ]

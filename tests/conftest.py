@@ -1,25 +1,24 @@
-"""Devices, transports and skips for the whole test suite.
+"""Devices, transports and skips for the whole suite.
 
-By default the tests run on 32 virtual CPU devices of one process. Options, each with an
-environment variable for jobs that cannot pass flags:
+By default the tests run on 32 virtual CPU devices of one process. Each option has an environment
+variable, for jobs that cannot pass flags:
 
-    --gpu           JAX_EP_TEST_GPU=1         run on the GPUs of this machine instead
+    --gpu           JAX_EP_TEST_GPU=1         run on this machine's GPUs instead
     --transports    JAX_EP_TEST_TRANSPORTS    comma-separated, instead of the platform's
     --coordinator   JAX_EP_TEST_COORDINATOR   host:port; joins a `jax.distributed` job
     --process-id    JAX_EP_TEST_PROCESS_ID
     --n-processes   JAX_EP_TEST_N_PROCESSES
-    --n-devices     JAX_EP_TEST_N_DEVICES     of all processes, on CPUs: 32
+    --n-devices     JAX_EP_TEST_N_DEVICES     CPU devices of all processes together: 32
 
-In a job of several processes, run the same files with the same options on every host.
-Tests whose mesh is not of all devices are skipped there, as are those of one process.
+In a job of several processes, run the same files with the same options in every process. Tests
+whose mesh does not have all devices are skipped there, and so are tests for one process.
 """
-
-from __future__ import annotations
 
 import os
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 CPU_TRANSPORTS = ("xla", "host")
 GPU_TRANSPORTS = ("xla", "p2p")
@@ -29,21 +28,17 @@ ONE_PROCESS_TRANSPORTS = ("host",)
 def pytest_addoption(parser) -> None:
     env = os.environ.get
     group = parser.getgroup("jax_ep")
-    group.addoption(
-        "--gpu", action="store_true", default=env("JAX_EP_TEST_GPU", "0") == "1"
-    )
+    group.addoption("--gpu", action="store_true", default=env("JAX_EP_TEST_GPU", "0") == "1")
     group.addoption("--transports", default=env("JAX_EP_TEST_TRANSPORTS"))
     group.addoption("--coordinator", default=env("JAX_EP_TEST_COORDINATOR"))
-    group.addoption(
-        "--process-id", type=int, default=int(env("JAX_EP_TEST_PROCESS_ID", "0"))
-    )
+    group.addoption("--process-id", type=int, default=int(env("JAX_EP_TEST_PROCESS_ID", "0")))
     for name, default in (("n-processes", "1"), ("n-devices", "32")):
         variable = "JAX_EP_TEST_" + name.upper().replace("-", "_")
         group.addoption(f"--{name}", type=int, default=int(env(variable, default)))
 
 
 def pytest_configure(config) -> None:
-    """Chooses the devices; has to run before JAX starts its backend."""
+    """Chooses the devices; must run before JAX starts a backend."""
     option = config.option
     if option.gpu:
         jax.config.update("jax_platforms", "cuda,cpu")
@@ -59,20 +54,39 @@ def pytest_configure(config) -> None:
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     if option.coordinator:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(
-            option.coordinator, option.n_processes, option.process_id
-        )
+        jax.distributed.initialize(option.coordinator, option.n_processes, option.process_id)
+
+
+@pytest.fixture
+def program_cache(tmp_path):
+    """Has JAX cache all programs in a folder, for tests without jit.
+
+    They compile equal operations again and again. A program of one operation has at most one
+    collective, so that it may be read from the cache (see `harness.SharedJit`).
+    """
+    changes = {
+        "jax_compilation_cache_dir": str(tmp_path),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in changes}
+    for values in (changes, before):
+        for name, value in values.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        if values is changes:
+            yield
 
 
 @pytest.fixture
 def one_process(request) -> None:
-    """For tests of transport `host`, and those that read arrays of all ranks."""
+    """For tests of transport `host`, and tests that read arrays of all ranks."""
     if request.config.option.n_processes > 1:
-        pytest.skip("of one process")
+        pytest.skip("for one process only")
 
 
 def transports(option) -> tuple[str, ...]:
-    """Gives the transports under test."""
+    """The transports under test."""
     if option.transports:
         return tuple(option.transports.split(","))
     names = GPU_TRANSPORTS if option.gpu else CPU_TRANSPORTS

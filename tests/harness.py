@@ -1,13 +1,13 @@
-"""Arrays of all ranks on a mesh, and bits compared with the oracle's.
+"""Arrays of all ranks on a mesh, and bitwise comparison.
 
-An array of the whole mesh has a leading axis with one entry per device, in the mesh's
-flattened order; a per-rank function sees it without that axis. Only the shards of this
-process's devices are read back, so the same code serves one process and many.
+An array of the whole mesh has a leading axis with one entry per device, in mesh order; a per-rank
+function sees it without that axis. Only the shards of this process's devices are read back, so the
+same code serves one process and several.
 """
 
-from __future__ import annotations
-
+import hashlib
 import math
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +22,10 @@ AXIS = "ep"
 
 
 def make_mesh(n_ranks: int, dp: int = 1, *, names=None, reverse=False) -> Mesh:
-    """Gives a ("ep",) mesh, or ("dp", "ep") with `dp` > 1; skips if it is too large.
+    """An ("ep",) mesh, or ("dp", "ep") if `dp` > 1; skips the test if devices are missing.
 
-    With `names`, every axis but "ep" has size 2. With several processes a mesh has to
-    hold the devices of all of them.
+    With `names`, every axis but "ep" has size 2. In a job of several processes, a mesh must have
+    the devices of all of them.
     """
     if names is None:
         sizes = {"dp": dp, AXIS: n_ranks} if dp > 1 else {AXIS: n_ranks}
@@ -44,14 +44,15 @@ def make_mesh(n_ranks: int, dp: int = 1, *, names=None, reverse=False) -> Mesh:
 def skip_if_xla_crashes(case) -> None:
     """Skips cases without tokens on jax 0.11.
 
-    `jnp.linalg.cholesky` beside an empty operand of `shard_map` crashes there, too.
+    There, XLA crashes on a custom call next to an empty operand of `shard_map`, be it
+    `jnp.linalg.cholesky`.
     """
     if case.n_tokens == 0 and jax.__version_info__[:2] == (0, 11):
-        pytest.skip("XLA of jax 0.11 crashes on custom calls beside empty operands")
+        pytest.skip("XLA of jax 0.11 crashes on custom calls next to empty operands")
 
 
-def positions(mesh: Mesh) -> list[tuple[int, int]]:
-    """Gives (group, rank) of each device, in the mesh's flattened order."""
+def coordinates(mesh: Mesh) -> list[tuple[int, int]]:
+    """(replica, rank) of each device, in mesh order."""
     axis = mesh.axis_names.index(AXIS)
     ranks = np.indices(mesh.devices.shape)[axis].ravel()
     seen = [0] * mesh.shape[AXIS]
@@ -62,43 +63,81 @@ def positions(mesh: Mesh) -> list[tuple[int, int]]:
     return result
 
 
-def n_groups(mesh: Mesh) -> int:
-    """Gives the number of groups of ranks, each a row along the "ep" axis."""
+def n_replicas(mesh: Mesh) -> int:
+    """Number of expert-parallel groups in the mesh."""
     return mesh.size // mesh.shape[AXIS]
 
 
-def on_mesh(mesh: Mesh, fn, *, check_vma: bool = True, **jit_options):
+class SharedJit:
+    """A jitted function over a mesh; programs with the same text are compiled once.
+
+    Compiling takes most of the suite's time, and many tests have programs in common. JAX's own
+    cache cannot serve here: with jax 0.10, a CPU program that was read from it may deadlock in
+    XLA's collectives if it has several independent ones.
+    """
+
+    _programs: ClassVar[dict] = {}  # the latest ones
+
+    def __init__(self, mesh: Mesh, fn, **jit_options) -> None:
+        self._mesh, self._options = mesh, tuple(jit_options.items())
+        self._jitted = jax.jit(fn, **jit_options)
+        self._compiled = {}  # by the types of the operands
+        self.lower, self.trace = self._jitted.lower, self._jitted.trace
+
+    def __call__(self, *operands):
+        leaves, treedef = jax.tree.flatten(operands)
+        if any(isinstance(x, jax.core.Tracer) for x in leaves):
+            return self._jitted(*operands)
+        key = (treedef, *((x.shape, x.dtype) for x in leaves))
+        if key not in self._compiled:
+            self._compiled[key] = self.compile(*operands)
+        return self._compiled[key](*operands)
+
+    def compile(self, *operands) -> jax.stages.Compiled:
+        """The compiled program for operands of these types."""
+        lowered = self._jitted.lower(*operands)
+        digest = hashlib.sha256(lowered.as_text().encode()).digest()
+        key = (digest, self._mesh, self._options, lowered.in_tree, lowered.out_tree)
+        compiled = self._programs.pop(key, None) or lowered.compile()
+        self._programs[key] = compiled
+        if len(self._programs) > 50:
+            del self._programs[next(iter(self._programs))]
+        return compiled
+
+
+def on_mesh(mesh: Mesh, fn, *, check_vma: bool = True, **jit_options) -> SharedJit:
     """Jits a per-rank function over the mesh."""
-    return jax.jit(on_mesh_eager(mesh, fn, check_vma=check_vma), **jit_options)
+    return SharedJit(mesh, on_mesh_eager(mesh, fn, check_vma=check_vma), **jit_options)
 
 
 def on_mesh_eager(mesh: Mesh, fn, *, check_vma: bool = True):
-    """Maps a per-rank function over the mesh, not jitted."""
+    """Maps a per-rank function over the mesh, without jit."""
 
     def body(*args):
         args = jax.tree.map(lambda x: x[0], args)
         return jax.tree.map(lambda x: x[None], fn(*args))
 
     spec = P(mesh.axis_names)
-    return jax.shard_map(
-        body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma
-    )
+    return jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma)
 
 
-def place(mesh: Mesh, arrays) -> jax.Array:
-    """Puts `arrays[group][rank]` on the device of that group and rank."""
-    stacked = np.stack([arrays[group][rank] for group, rank in positions(mesh)])
+def put_replicas(mesh: Mesh, arrays) -> jax.Array:
+    """Puts `arrays[replica][rank]` on the device with that coordinate."""
+    stacked = np.stack([arrays[replica][rank] for replica, rank in coordinates(mesh)])
     sharding = NamedSharding(mesh, P(mesh.axis_names))
-    return jax.make_array_from_callback(
-        stacked.shape, sharding, lambda index: stacked[index]
-    )
+    return jax.make_array_from_callback(stacked.shape, sharding, lambda index: stacked[index])
+
+
+def put(mesh: Mesh, *arrays) -> list[jax.Array]:
+    """Puts each of `arrays`, indexed by rank, on a mesh of one replica."""
+    return [put_replicas(mesh, [array]) for array in arrays]
 
 
 def shards(mesh: Mesh, tree):
-    """Yields ((group, rank), the rank's arrays) for each device of this process."""
+    """Yields ((replica, rank), that rank's arrays) for each device of this process."""
     leaves, treedef = jax.tree.flatten(tree)
     by_device = [{s.device: s for s in leaf.addressable_shards} for leaf in leaves]
-    where = positions(mesh)
+    where = coordinates(mesh)
     for i, device in enumerate(mesh.devices.flat):
         if device in by_device[0]:
             local = [_entry(shards_of[device], i) for shards_of in by_device]
@@ -106,11 +145,11 @@ def shards(mesh: Mesh, tree):
 
 
 def _entry(shard, i: int) -> np.ndarray:
-    """Gives entry `i` of an array; an empty array is whole on every device."""
+    """Entry `i` of an array, from the shard that holds it; each device has all of an empty one."""
     return np.asarray(shard.data)[i - (shard.index[0].start or 0)]
 
 
-QUANTISED = {
+QUANTIZED_FORMATS = {
     "blockwise_fp8": jax_ep.BlockwiseFP8,
     "mxfp8": jax_ep.MXFP8,
     "mxfp4": jax_ep.MXFP4,
@@ -119,16 +158,16 @@ QUANTISED = {
 
 
 def format_of(case) -> jax_ep.TokenFormat:
-    """Gives the token format of a case."""
-    if case.token_format in QUANTISED:
+    """The token format of a case."""
+    if case.token_format in QUANTIZED_FORMATS:
         layout = [case.scales_layout] if case.scales_layout else []
-        return QUANTISED[case.token_format](*layout)
+        return QUANTIZED_FORMATS[case.token_format](*layout)
     dtype = jnp.dtype(case.token_dtype)
     return jax_ep.BF16() if dtype == jnp.bfloat16 else jax_ep.Plain(dtype)
 
 
 def config_of(case, **changes) -> jax_ep.EPConfig:
-    """Gives the `EPConfig` of a case."""
+    """The `EPConfig` of a case."""
     fields = {
         "n_experts": case.n_experts,
         "top_k": case.top_k,
@@ -141,14 +180,20 @@ def config_of(case, **changes) -> jax_ep.EPConfig:
     return jax_ep.EPConfig(**(fields | changes))
 
 
+def group_of(case, transport: str, mesh: Mesh | None = None, **changes) -> jax_ep.EPGroup:
+    """An open group for a case, by default on a mesh of one replica."""
+    mesh = make_mesh(case.n_ranks) if mesh is None else mesh
+    return jax_ep.ep_init(mesh, AXIS, config_of(case, **changes), transport)
+
+
 def bits(array) -> np.ndarray:
-    """Views an array's bytes as unsigned integers of its elements' size."""
+    """The array's bytes as unsigned integers of its elements' size."""
     array = np.ascontiguousarray(array)
     return array.view(f"u{array.dtype.itemsize}")
 
 
 def assert_same_bits(actual, expected, what: str) -> None:
-    """Compares shape, dtype and every bit; a mismatch names the first element."""
+    """Compares shape, dtype and every bit; the error names the first element that differs."""
     actual, expected = np.asarray(actual), np.asarray(expected)
     assert actual.dtype == expected.dtype, f"{what}: {actual.dtype=} {expected.dtype=}"
     assert actual.shape == expected.shape, f"{what}: {actual.shape=} {expected.shape=}"
@@ -157,12 +202,21 @@ def assert_same_bits(actual, expected, what: str) -> None:
     if wrong.any():
         first = tuple(int(i[0]) for i in np.nonzero(wrong))
         raise AssertionError(
-            f"{what}: {wrong.sum()} of {wrong.size} elements differ; the first is at "
-            f"{first}: got {actual[first]}, expected {expected[first]}"
+            f"{what}: {wrong.sum()} of {wrong.size} elements differ; the first is at {first}: "
+            f"got {actual[first]}, expected {expected[first]}"
         )
 
 
+def assert_trees_equal(mesh: Mesh, actual, expected, what: str) -> None:
+    """Compares two trees of arrays of the mesh bitwise."""
+    pairs = zip(shards(mesh, actual), shards(mesh, expected), strict=True)
+    for (where, one), (_, other) in pairs:
+        leaves = zip(jax.tree.leaves_with_path(one), jax.tree.leaves(other), strict=True)
+        for (path, got), wanted in leaves:
+            assert_same_bits(got, wanted, f"{what}{jax.tree_util.keystr(path)}, {where}")
+
+
 def params(cases) -> list:
-    """Gives pytest parameters with the cases' names; slow cases are marked."""
+    """Pytest parameters with the cases' names; slow cases are marked."""
     marks = {True: [pytest.mark.slow], False: []}
     return [pytest.param(case, id=case.name, marks=marks[case.slow]) for case in cases]

@@ -1,17 +1,15 @@
 """What dispatch and combine must compute, in plain NumPy.
 
-Written from the contract alone and apart from every transport: nothing of `jax_ep` and
-nothing of JAX is imported here. Arrays of all ranks are lists with one entry per rank.
+Written from the contract alone: nothing here imports `jax_ep` or JAX, and no transport shares this
+code. Arrays of all ranks are lists with one entry per rank.
 
-Symbols: R ranks, E experts, L = E / R local experts, K choices per token, T tokens of
-a rank, H hidden size, C rows of a rank's output. Expert `g` lives on rank `g // L`.
+Symbols: R ranks, E experts, L = E / R local experts, K choices per token, T tokens of a rank,
+H hidden size, C rows of a rank's output. Expert `g` lives on rank `g // L`.
 
-With a fused shared expert the first group of every rank's rows is its own tokens, as if
-they had all chosen it; se = 1 then, else 0. With `skip_a2a` all ranks hold the same
-tokens: a rank has rows of its own choices alone, and a share of the shared expert's.
+With a fused shared expert, the first group of every rank's rows is the rank's own tokens, as if all
+of them had chosen it; then se = 1, otherwise se = 0. With `skip_a2a`, all ranks hold the same
+tokens: a rank has rows only for its own experts, and a share of the shared expert's tokens.
 """
-
-from __future__ import annotations
 
 import dataclasses
 
@@ -19,31 +17,31 @@ import numpy as np
 
 Arrays = list[np.ndarray]
 F32 = np.dtype(np.float32)
-SHARED = -1  # in the place of k
+SHARED = -1  # stands for k in the shared expert's rows
 
 
 @dataclasses.dataclass(frozen=True)
 class Routed:
-    """Which row of which rank every choice of every token becomes."""
+    """The row that each choice of each token becomes."""
 
     n_rows: int  # C
     rows: Arrays  # per rank int32[n, 3]: source rank, token, k; -1 for padding rows
     row_offsets: Arrays  # per rank uint32[L + se + 1], clipped to C
-    places: Arrays  # per source rank int32[T, K, 2]: rank and row, (-1, -1) = no row
-    shared: Arrays | None  # per rank int32[T]: row at the shared expert, -1 = no row
+    destinations: Arrays  # per source rank int32[T, K, 2]: rank and row; (-1, -1) = no row
+    shared_rows: Arrays | None  # per rank int32[T]: row at its shared expert; -1 = no row
     n_dropped: list[int]  # per receiving rank
     n_invalid: list[int]  # per source rank
 
 
 @dataclasses.dataclass(frozen=True)
 class Dispatched:
-    """One rank's result; `tokens`, `src_info`, `row_weights` have used rows only."""
+    """One rank's result; `tokens`, `src_info` and `row_weights` have used rows only."""
 
     tokens: np.ndarray  # [n, H]
     row_offsets: np.ndarray  # uint32[L + se + 1]
     group_sizes: np.ndarray  # int32[L + se]
     expert_ids: np.ndarray  # int32[L + se]
-    src_info: np.ndarray  # int32[n, 2]: token, k (SHARED for the shared expert's)
+    src_info: np.ndarray  # int32[n, 2]: token, k (SHARED in the shared expert's rows)
     row_weights: np.ndarray | None  # float32[n]
     n_dropped: np.ndarray  # int32[]
     n_invalid: np.ndarray  # int32[]
@@ -59,7 +57,7 @@ def worst_case_rows(
     fused_shared_expert: bool = False,
     skip_a2a: bool = False,
 ) -> int:
-    """Gives C of a configuration without a `recv_capacity`.
+    """Rows of the output (C) without a `recv_capacity`.
 
     Each group that has rows may need up to `alignment` - 1 more.
     """
@@ -74,7 +72,7 @@ def worst_case_rows(
 
 
 def shared_tokens(rank: int, n_ranks: int, n_tokens: int, skip_a2a: bool) -> range:
-    """Gives the tokens that `rank` has at its shared expert: all, or its share."""
+    """The tokens that the shared expert of `rank` processes: all of them, or a share."""
     if not skip_a2a:
         return range(n_tokens)
     each, rest = divmod(n_tokens, n_ranks)  # the first ranks have one more
@@ -92,42 +90,51 @@ def route(
     fused_shared_expert: bool = False,
     skip_a2a: bool = False,
 ) -> Routed:
-    """Orders rows by group, source rank, token, k, and cuts them at `n_rows`.
+    """Orders rows by group, source rank, token, k, and drops those from `n_rows` on.
 
-    Groups are the shared expert, if there is one, then the local experts; each group's
-    rows are padded to a multiple of `alignment`.
+    Groups are the shared expert, if there is one, then the local experts; each group's rows are
+    padded to a multiple of `alignment`.
     """
     n_local = n_experts // n_ranks
-    places = [np.full((*ids.shape, 2), -1, np.int32) for ids in topk_ids]
-    shared = [np.full(len(ids), -1, np.int32) for ids in topk_ids]
+    destinations = [np.full((*ids.shape, 2), -1, np.int32) for ids in topk_ids]
+    shared_rows = [np.full(len(ids), -1, np.int32) for ids in topk_ids]
     rows, offsets, n_dropped = [], [], []
     for rank in range(n_ranks):
         groups = []
         if fused_shared_expert:
             own = shared_tokens(rank, n_ranks, len(topk_ids[rank]), skip_a2a)
             groups.append([(rank, t, SHARED) for t in own])
+        sources = [rank] if skip_a2a else range(n_ranks)
         for expert in range(rank * n_local, (rank + 1) * n_local):
-            groups.append([])
-            for source in [rank] if skip_a2a else range(n_ranks):
-                # argwhere lists (token, k) by token first, then k.
-                chosen = np.argwhere(topk_ids[source] == expert)
-                groups[-1] += [(source, t, k) for t, k in chosen]
-        order, ends = [], [0]
-        for group in groups:
-            order += group
-            order += [(-1, -1, -1)] * (-len(order) % alignment)
-            ends.append(len(order))
+            groups.append(_choices_of(expert, sources, topk_ids))
+        order, ends = _concatenate(groups, alignment)
         for row, (source, t, k) in enumerate(order[:n_rows]):
             if source >= 0 and k == SHARED:
-                shared[source][t] = row
+                shared_rows[source][t] = row
             elif source >= 0:
-                places[source][t, k] = rank, row
+                destinations[source][t, k] = rank, row
         rows.append(np.array(order[:n_rows], np.int32).reshape(-1, 3))
         offsets.append(np.minimum(ends, n_rows).astype(np.uint32))
         n_dropped.append(sum(source >= 0 for source, _, _ in order[n_rows:]))
     n_invalid = [int(np.sum((ids < -1) | (ids >= n_experts))) for ids in topk_ids]
-    shared = shared if fused_shared_expert else None
-    return Routed(n_rows, rows, offsets, places, shared, n_dropped, n_invalid)
+    shared_rows = shared_rows if fused_shared_expert else None
+    return Routed(n_rows, rows, offsets, destinations, shared_rows, n_dropped, n_invalid)
+
+
+def _choices_of(expert: int, sources, topk_ids: Arrays) -> list[tuple[int, int, int]]:
+    """(source, token, k) of each choice of `expert`, in this order."""
+    # argwhere lists (token, k) by token first, then k.
+    return [(s, t, k) for s in sources for t, k in np.argwhere(topk_ids[s] == expert).tolist()]
+
+
+def _concatenate(groups: list[list], alignment: int) -> tuple[list, list[int]]:
+    """The rows of all groups, padded, and where each group begins and the last one ends."""
+    order, ends = [], [0]
+    for group in groups:
+        order += group
+        order += [(-1, -1, -1)] * (-len(order) % alignment)
+        ends.append(len(order))
+    return order, ends
 
 
 def dispatch(
@@ -140,7 +147,7 @@ def dispatch(
     alignment: int = 1,
     **flags: bool,
 ) -> list[Dispatched]:
-    """Sends every token to the ranks of its experts; bytes move, nothing is rounded.
+    """Sends every token to the ranks of its experts: moves bytes and rounds nothing.
 
     Padding rows hold zeros.
     """
@@ -150,7 +157,7 @@ def dispatch(
         offsets = routed.row_offsets[rank]
         results.append(
             Dispatched(
-                tokens=_gather(tokens, rows[:, 0], rows[:, 1]),
+                tokens=rows_of(routed, tokens, rank),
                 row_offsets=offsets,
                 group_sizes=np.diff(offsets.astype(np.int32)),
                 expert_ids=np.arange(len(offsets) - 1, dtype=np.int32),
@@ -163,10 +170,16 @@ def dispatch(
     return results
 
 
-def row_weights(routed: Routed, topk_weights: Arrays | None, rank: int):
-    """Gives the weight that travelled with each used row of `rank`: float32[n].
+def rows_of(routed: Routed, tokens: Arrays, rank: int) -> np.ndarray:
+    """The used rows of `rank`: [n, H]."""
+    source, token, _ = routed.rows[rank].T
+    return _gather(tokens, source, token)
 
-    That of the shared expert's rows is 1, that of padding rows 0.
+
+def row_weights(routed: Routed, topk_weights: Arrays | None, rank: int):
+    """The weight that traveled with each used row of `rank`: float32[n].
+
+    1 for the shared expert's rows, 0 for padding rows.
     """
     if topk_weights is None:
         return None
@@ -187,80 +200,74 @@ def combine(
 ) -> Arrays:
     """Brings the rows back to their tokens; the result has `expert_out`'s dtype.
 
-    `topk_weights` are applied where `weights_at` says: at the "source", in k order, or
-    by the rank that has the "row", which sends its sum rounded to `expert_out`'s dtype.
-    The shared expert's row is added to what that gives, and the sum is rounded again;
-    it has no weight, and no place among the choices without `reduce`.
+    `weights_at` says where `topk_weights` are applied: at the "source", in k order; or at the rank
+    that has the "row", which sends its sum rounded to `expert_out`'s dtype. The shared expert's row
+    is added to the rounded sum, unweighted, and the result is rounded again. Without `reduce`, the
+    shared expert's rows are left out.
     """
     results = []
-    for source, places in enumerate(routed.places):
+    for source, destinations in enumerate(routed.destinations):
         weights = None if topk_weights is None else topk_weights[source]
         if not reduce:
-            results.append(_unreduced(places, expert_out))
+            results.append(_unreduced(destinations, expert_out))
             continue
         if weights is not None and weights_at == "row":
-            total = _sum_by_rank(places, expert_out, weights)
+            total = _sum_by_rank(destinations, expert_out, weights)
         else:
-            total = _sum_by_k(places, expert_out, weights)
+            total = _sum_by_k(destinations, expert_out, weights)
         if residual is not None:
             total = total + residual[source].astype(F32)
         out = total.astype(expert_out[0].dtype)
-        if routed.shared is not None:
-            total = _plus_shared(out, routed.shared[source], expert_out[source])
+        if routed.shared_rows is not None:
+            total = _plus_shared(out, routed.shared_rows[source], expert_out[source])
             out = total.astype(expert_out[0].dtype)
         results.append(out)
     return results
 
 
 def dispatch_grad(
-    routed: Routed,
-    d_rows: Arrays,
-    d_row_weights: Arrays | None = None,
+    routed: Routed, d_rows: Arrays, d_row_weights: Arrays | None = None
 ) -> tuple[Arrays, Arrays | None]:
-    """Gives (d_tokens, d_topk_weights) of dispatch for the cotangents of its rows.
+    """(d_tokens, d_topk_weights) of dispatch, for the cotangents of its rows.
 
-    d_tokens is summed in float32 in k order, the shared expert's row last, and rounded
-    once to `d_rows`' dtype.
+    d_tokens is summed in float32 in k order, the shared expert's row last, and rounded once to
+    `d_rows`' dtype.
     """
     d_tokens = []
-    for source, places in enumerate(routed.places):
-        total = _sum_by_k(places, d_rows, None)
-        if routed.shared is not None:
-            total = _plus_shared(total, routed.shared[source], d_rows[source])
+    for source, destinations in enumerate(routed.destinations):
+        total = _sum_by_k(destinations, d_rows, None)
+        if routed.shared_rows is not None:
+            total = _plus_shared(total, routed.shared_rows[source], d_rows[source])
         d_tokens.append(total.astype(d_rows[0].dtype))
     if d_row_weights is None:
         return d_tokens, None
     d_weights = []
-    for places in routed.places:
-        d_weight = np.zeros(places.shape[:2], F32)
-        has_row = places[..., 0] >= 0
-        rank, row = places[has_row].T
+    for destinations in routed.destinations:
+        d_weight = np.zeros(destinations.shape[:2], F32)
+        has_row = destinations[..., 0] >= 0
+        rank, row = destinations[has_row].T
         d_weight[has_row] = _gather(d_row_weights, rank, row)
         d_weights.append(d_weight)
     return d_tokens, d_weights
 
 
 def combine_grad(
-    routed: Routed,
-    expert_out: Arrays,
-    d_out: Arrays,
-    *,
-    topk_weights: Arrays | None = None,
+    routed: Routed, expert_out: Arrays, d_out: Arrays, *, topk_weights: Arrays | None = None
 ) -> tuple[Arrays, Arrays]:
-    """Gives (d_expert_out, d_topk_weights) of combine for the cotangent of its result.
+    """(d_expert_out, d_topk_weights) of combine, for the cotangent of its result.
 
-    The weights' place does not matter: a row's cotangent is weight times the token's,
-    rounded once, and zero in unused rows. A weight's cotangent, float64[T, K], is the
-    inner product of its row with the token's cotangent. `d_out` may be [T, H] or, for
-    `reduce=False`, [T, K, H]. The residual's cotangent is `d_out` itself, and so is
-    that of the shared expert's row; it is zero without `reduce`.
+    It does not matter where weights are applied: a row's cotangent is the weight times the token's,
+    rounded once, and zero in unused rows. A weight's cotangent, float64[T, K], is the inner product
+    of its row with the token's cotangent. `d_out` is [T, H] or, for `reduce=False`, [T, K, H]. The
+    residual's cotangent is `d_out` itself, and so is that of the shared expert's row; without
+    `reduce`, the latter is zero.
     """
     d_expert_out = [np.zeros_like(rows) for rows in expert_out]
     d_weights = []
-    for source, places in enumerate(routed.places):
-        d_weight = np.zeros(places.shape[:2], np.float64)
-        for t, k in np.argwhere(places[..., 0] >= 0):
-            rank, row = places[t, k]
+    for source, destinations in enumerate(routed.destinations):
+        d_weight = np.zeros(destinations.shape[:2], np.float64)
+        for t, k in np.argwhere(destinations[..., 0] >= 0):
+            rank, row = destinations[t, k]
             g = d_out[source][t] if d_out[source].ndim == 2 else d_out[source][t, k]
             g = g.astype(F32)
             out = expert_out[rank][row]
@@ -268,48 +275,48 @@ def combine_grad(
             if topk_weights is not None:
                 g = topk_weights[source][t, k] * g
             d_expert_out[rank][row] = g.astype(out.dtype)
-        if routed.shared is not None and d_out[source].ndim == 2:
-            (tokens,) = np.nonzero(routed.shared[source] >= 0)
-            rows = routed.shared[source][tokens]
+        if routed.shared_rows is not None and d_out[source].ndim == 2:
+            (tokens,) = np.nonzero(routed.shared_rows[source] >= 0)
+            rows = routed.shared_rows[source][tokens]
             d_expert_out[source][rows] = d_out[source][tokens]
         d_weights.append(d_weight)
     return d_expert_out, d_weights
 
 
 def _gather(arrays: Arrays, which: np.ndarray, index: np.ndarray) -> np.ndarray:
-    """Gives arrays[which[i]][index[i]] for every i, zeros where which[i] is -1."""
+    """arrays[which[i]][index[i]] for every i; zeros where which[i] is -1."""
     result = np.zeros((len(which), *arrays[0].shape[1:]), arrays[0].dtype)
     for i in np.unique(which[which >= 0]):
         result[which == i] = arrays[i][index[which == i]]
     return result
 
 
-def _term(places_k, expert_out: Arrays, weights_k) -> tuple[np.ndarray, np.ndarray]:
-    """Gives the tokens whose k-th choice has a row, and its float32 (weighted) row."""
-    (tokens,) = np.nonzero(places_k[:, 0] >= 0)
-    rank, row = places_k[tokens].T
+def _term(destinations_k, expert_out: Arrays, weights_k) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens whose k-th choice has a row, and that row in float32, weighted."""
+    (tokens,) = np.nonzero(destinations_k[:, 0] >= 0)
+    rank, row = destinations_k[tokens].T
     term = _gather(expert_out, rank, row).astype(F32)
     if weights_k is not None:
         term = weights_k[tokens, None] * term
     return tokens, term
 
 
-def _sum_by_k(places, expert_out: Arrays, weights) -> np.ndarray:
+def _sum_by_k(destinations, expert_out: Arrays, weights) -> np.ndarray:
     """acc = +0; for k in order: acc = acc + w * row."""
-    n_tokens, top_k = places.shape[:2]
+    n_tokens, top_k = destinations.shape[:2]
     total = np.zeros((n_tokens, expert_out[0].shape[1]), F32)
     for k in range(top_k):
         weights_k = None if weights is None else weights[:, k]
-        tokens, term = _term(places[:, k], expert_out, weights_k)
+        tokens, term = _term(destinations[:, k], expert_out, weights_k)
         total[tokens] = total[tokens] + term
     return total
 
 
-def _sum_by_rank(places, expert_out: Arrays, weights) -> np.ndarray:
+def _sum_by_rank(destinations, expert_out: Arrays, weights) -> np.ndarray:
     """Each rank sums its rows in k order and rounds; the source sums in rank order."""
-    total = np.zeros((places.shape[0], expert_out[0].shape[1]), F32)
+    total = np.zeros((destinations.shape[0], expert_out[0].shape[1]), F32)
     for rank in range(len(expert_out)):
-        here = np.where(places[..., :1] == rank, places, -1)
+        here = np.where(destinations[..., :1] == rank, destinations, -1)
         partial = _sum_by_k(here, expert_out, weights).astype(expert_out[0].dtype)
         (tokens,) = np.nonzero((here[..., 0] >= 0).any(axis=1))
         total[tokens] = total[tokens] + partial[tokens].astype(F32)
@@ -324,12 +331,12 @@ def _plus_shared(out, rows, expert_out: np.ndarray) -> np.ndarray:
     return total
 
 
-def _unreduced(places, expert_out: Arrays) -> np.ndarray:
-    """Gives [T, K, H]: every choice's row, zeros where it has none."""
-    shape = (*places.shape[:2], expert_out[0].shape[1])
+def _unreduced(destinations, expert_out: Arrays) -> np.ndarray:
+    """[T, K, H]: every choice's row; zeros for choices without one."""
+    shape = (*destinations.shape[:2], expert_out[0].shape[1])
     result = np.zeros(shape, expert_out[0].dtype)
     for k in range(shape[1]):
-        (tokens,) = np.nonzero(places[:, k, 0] >= 0)
-        rank, row = places[tokens, k].T
+        (tokens,) = np.nonzero(destinations[:, k, 0] >= 0)
+        rank, row = destinations[tokens, k].T
         result[tokens, k] = _gather(expert_out, rank, row)
     return result

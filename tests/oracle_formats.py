@@ -1,13 +1,11 @@
-"""What the quantised token formats must hold, in plain NumPy: bits and layouts.
+"""What the quantized token formats must hold, in plain NumPy: bits and layouts.
 
-Written from the formulas alone (docs/formats.md) and apart from `jax_ep`. float32 here
-is IEEE's: every product and quotient rounded once, subnormals kept.
+Written from the formulas in docs/formats.md alone; shares no code with `jax_ep`. float32 is IEEE's:
+every product and quotient is rounded once, subnormals are kept.
 
-V elements of a token share a scale; H is a multiple of V, and a token has S = H / V
-scales. Codes are bytes: one e4m3 number, or two e2m1 numbers, low nibble first.
+V elements of a token share a scale; H is a multiple of V, and a token has S = H / V scales. Codes
+are bytes: one e4m3 number, or two e2m1 numbers, low nibble first.
 """
-
-from __future__ import annotations
 
 import dataclasses
 
@@ -22,7 +20,7 @@ E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], F32)
 BLOCK_SIZE = {"blockwise_fp8": 128, "mxfp8": 32, "mxfp4": 32, "nvfp4": 16}
 SCALE_DTYPE = {"blockwise_fp8": F32, "mxfp8": E8M0, "mxfp4": E8M0, "nvfp4": E4M3}
 PACKED = ("mxfp4", "nvfp4")
-# The layout that a format gives unless it is told otherwise, and rows per unit of it.
+# The default layout of each format; groups of rows begin at multiples of ROW_ALIGNMENT rows.
 LAYOUT = {name: "atoms" for name in BLOCK_SIZE} | {"blockwise_fp8": "transposed"}
 ROW_ALIGNMENT = {"transposed": 4, "row_major": 1, "atoms": 1}
 ATOM_ROWS, ATOM_SCALES = 128, 4
@@ -37,7 +35,7 @@ class Quantized:
 
 
 def quantize(name: str, x: np.ndarray, input_scale: float = 1.0) -> Quantized:
-    """Gives the codes and the scales of [..., H] bfloat16 or float32 numbers."""
+    """Codes and scales of [..., H] bfloat16 or float32 numbers."""
     size = BLOCK_SIZE[name]
     n_scales = x.shape[-1] // size
     blocks = np.asarray(x).astype(F32).reshape(*x.shape[:-1], n_scales, size)
@@ -60,7 +58,7 @@ def _blockwise_fp8(x, amax, _):
 
 
 def _mxfp8(x, amax, _):
-    """Scale = amax * (1 / 448), rounded up to a power of two; y = x * (1 / scale)."""
+    """Scale = amax * (1 / 448) rounded up to a power of two; y = x * (1 / scale)."""
     raw = amax * (F32(1) / F32(448))
     exponent = np.full(raw.shape, -127)
     for e in range(-127, 128):
@@ -69,7 +67,7 @@ def _mxfp8(x, amax, _):
 
 
 def _mxfp4(x, amax, _):
-    """Even mode: the exponent of amax + a quarter of its binade, less 2."""
+    """Even mode: the exponent of amax + a quarter of its binade, minus 2."""
     bits = amax.view(np.uint32).astype(np.int64) + (1 << 21)
     byte = np.clip((bits >> 23) - 2, 0, 254)
     return _times_power_of_two(x, byte - 127, amax), _e8m0(byte - 127)
@@ -87,12 +85,7 @@ def _nvfp4(x, amax, s_in):
     return y, scale
 
 
-_SCALED = {
-    "blockwise_fp8": _blockwise_fp8,
-    "mxfp8": _mxfp8,
-    "mxfp4": _mxfp4,
-    "nvfp4": _nvfp4,
-}
+_SCALED = {"blockwise_fp8": _blockwise_fp8, "mxfp8": _mxfp8, "mxfp4": _mxfp4, "nvfp4": _nvfp4}
 
 
 def _times_power_of_two(x, exponent, amax):
@@ -123,7 +116,7 @@ def _e2m1(y) -> np.ndarray:
 
 
 def dequantize(name: str, quantized: Quantized, input_scale: float = 1.0):
-    """Gives float32[..., H], the numbers that codes and scales stand for."""
+    """float32[..., H], the numbers that codes and scales stand for."""
     codes = quantized.codes
     if name in PACKED:
         codes = np.stack([codes & 15, codes >> 4], -1).reshape(*codes.shape[:-1], -1)
@@ -137,7 +130,7 @@ def dequantize(name: str, quantized: Quantized, input_scale: float = 1.0):
 
 
 def silu_times_up(x, interleaved=False, clamp=None) -> np.ndarray:
-    """Gives float64[C, F] of [C, 2 F]: silu(gate) * up, or its clamped variant."""
+    """float64[C, F] of [C, 2 F]: silu(gate) * up, or its clamped variant."""
     x = x.astype(np.float64)
     half = x.shape[1] // 2
     gate, up = (x[:, 0::2], x[:, 1::2]) if interleaved else (x[:, :half], x[:, half:])
@@ -149,7 +142,7 @@ def silu_times_up(x, interleaved=False, clamp=None) -> np.ndarray:
 
 
 def scales_offsets(row_offsets: np.ndarray) -> np.ndarray:
-    """Gives uint32[L]: block of a group's first row, less row_offsets[i] // 128."""
+    """uint32[L]: the block of a group's first row, minus row_offsets[i] // 128."""
     sizes = np.diff(row_offsets.astype(np.int64))
     blocks = np.cumsum(-(-sizes // ATOM_ROWS))
     starts = np.concatenate([[0], blocks])[: len(sizes)]
@@ -157,29 +150,33 @@ def scales_offsets(row_offsets: np.ndarray) -> np.ndarray:
 
 
 def n_blocks(n_rows: int, n_groups: int) -> int:
-    """Gives the blocks of 128 rows that an output of C rows has."""
+    """Blocks of 128 rows in an output of C rows."""
     return -(-(n_rows + n_groups * ATOM_ROWS) // ATOM_ROWS)
 
 
 def lay_out(layout: str, scales, row_offsets, n_rows: int):
-    """Places the scales [n, S] of the rows in use; gives (array, which are defined)."""
+    """(the array for the scales [n, S] of the used rows, which of its elements are defined)."""
+    if layout == "atoms":
+        return _lay_out_atoms(scales, row_offsets, n_rows)
     used, n_scales = scales.shape
-    if layout != "atoms":
-        array = np.zeros((n_rows, n_scales), scales.dtype)
-        array[:used] = scales
-        defined = np.zeros((n_rows, n_scales), bool)
-        defined[:used] = True
-        flip = layout == "transposed"
-        return (array.T, defined.T) if flip else (array, defined)
+    array = np.zeros((n_rows, n_scales), scales.dtype)
+    array[:used] = scales
+    is_defined = np.zeros((n_rows, n_scales), bool)
+    is_defined[:used] = True
+    return (array.T, is_defined.T) if layout == "transposed" else (array, is_defined)
+
+
+def _lay_out_atoms(scales, row_offsets, n_rows: int):
+    n_scales = scales.shape[1]
     sizes = np.diff(row_offsets.astype(np.int64))
     shape = (n_blocks(n_rows, len(sizes)), -(-n_scales // ATOM_SCALES), 32, 4, 4)
-    array, defined = np.zeros(shape, scales.dtype), np.zeros(shape, bool)
+    array, is_defined = np.zeros(shape, scales.dtype), np.zeros(shape, bool)
     block = 0
     for first, size in zip(row_offsets[:-1].astype(int), sizes, strict=True):
         row, c = np.arange(size)[:, None], np.arange(n_scales)
         at, r = block + row // ATOM_ROWS, row % ATOM_ROWS
         array[at, c // 4, r % 32, r // 32, c % 4] = scales[first : first + size]
         last = block - (-size // ATOM_ROWS)
-        defined[block:last] = True
+        is_defined[block:last] = True
         block = last
-    return array, defined
+    return array, is_defined

@@ -1,10 +1,8 @@
-"""What fused_silu computes before it rounds to a format, in plain NumPy: every bit.
+"""What fused_silu computes before it rounds to a format, in plain NumPy, to the last bit.
 
-Written from docs/formats.md alone. float32 here is IEEE's: an operation rounds once,
-subnormals are kept; `fma` is one operation.
+Written from docs/formats.md alone. float32 is IEEE's: each operation rounds once, subnormals are
+kept; `fma` counts as one operation.
 """
-
-from __future__ import annotations
 
 import numpy as np
 
@@ -13,7 +11,7 @@ F64 = np.float64
 
 SCALE = F32(float.fromhex("0x1.71546ep+0"))
 POWER_STEP = (1 << 23) + 2
-# Of the polynomial in r, the highest power first.
+# Coefficients of the polynomial in r, highest power first.
 COEFFICIENTS = [
     F32(float.fromhex(digits))
     for digits in (
@@ -25,14 +23,14 @@ COEFFICIENTS = [
         "0x1.fffffep-1",
     )
 ]
-FARTHEST = F32(87)
+MAX_EXPONENT = F32(87)
 
 
 def fma(a, b, c) -> np.ndarray:
-    """Gives a * b + c rounded once, of finite numbers.
+    """a * b + c of finite numbers, rounded once.
 
-    The product is exact in float64. The sum is rounded to odd there: so that what is
-    cut off still counts when it is rounded to float32.
+    The product is exact in float64. The sum is rounded to odd there, so that the lost bits still
+    count when it is rounded to float32.
     """
     shape = np.broadcast(a, b, c).shape
     product, addend = F64(a) * F64(b), np.broadcast_to(F64(c), shape)
@@ -41,15 +39,15 @@ def fma(a, b, c) -> np.ndarray:
     error = (product - (total - head)) + (addend - head)
     bits = np.ascontiguousarray(total).view(np.int64)
     is_inexact = np.isfinite(error) & (error != 0) & (bits & 1 == 0)
-    # The neighbour in the direction of the error: of the two, the odd one.
+    # Where the last bit is 0, take the neighbor in the direction of the error: its last bit is 1.
     away = (error > 0) == (total > 0)
     odd = (bits + np.where(away, 1, -1)).view(F64)
     return np.where(is_inexact, odd, total).astype(F32)
 
 
 def times_sigmoid(gate, z) -> np.ndarray:
-    """Gives gate / (1 + e^-z), of float32 numbers."""
-    clamped = np.clip(z, -FARTHEST, FARTHEST)
+    """gate / (1 + e^-z) of float32 numbers."""
+    clamped = np.clip(z, -MAX_EXPONENT, MAX_EXPONENT)
     n = np.rint(F64(clamped) * F64(-SCALE)).astype(F32)
     r = fma(clamped, -SCALE, -n)
     exp_r = COEFFICIENTS[0]
@@ -58,11 +56,11 @@ def times_sigmoid(gate, z) -> np.ndarray:
     first = np.int32(0x3F800001)
     power = (first + n.astype(np.int32) * np.int32(POWER_STEP)).view(F32)
     reciprocal = F32(1) / fma(exp_r, power, F32(1))
-    return gate * np.where(z < -FARTHEST, F32(0), reciprocal)
+    return gate * np.where(z < -MAX_EXPONENT, F32(0), reciprocal)
 
 
 def activate(x, interleaved=False, clamp=None) -> np.ndarray:
-    """Gives float32[C, F] of [C, 2 F]: silu(gate) * up, or its clamped variant."""
+    """float32[C, F] of [C, 2 F]: silu(gate) * up, or its clamped variant."""
     x, half = np.asarray(x).astype(F32), x.shape[1] // 2
     gate, up = (x[:, 0::2], x[:, 1::2]) if interleaved else (x[:, :half], x[:, half:])
     with np.errstate(all="ignore"):

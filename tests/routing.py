@@ -1,10 +1,8 @@
 """Seeded routings: int32[R, T, K] expert ids of all ranks, by name in `ROUTINGS`.
 
-Every function takes (rng, n_ranks, n_tokens, n_experts, top_k). Where a routing cannot
-fill K choices without naming an expert twice, the rest of the choices is -1.
+Every function takes (rng, n_ranks, n_tokens, n_experts, top_k). Where K choices would name an
+expert twice, the remaining ones are -1.
 """
-
-from __future__ import annotations
 
 import numpy as np
 
@@ -12,7 +10,7 @@ Rng = np.random.Generator
 
 
 def _distinct(scores: np.ndarray, top_k: int) -> np.ndarray:
-    """Gives the `top_k` best-scored experts of each token, without duplicates.
+    """The `top_k` experts with the highest scores for each token, without duplicates.
 
     Experts with a score of -inf are never chosen.
     """
@@ -24,7 +22,7 @@ def _distinct(scores: np.ndarray, top_k: int) -> np.ndarray:
 
 
 def _among(rng: Rng, shape: tuple, experts, top_k: int) -> np.ndarray:
-    """Gives distinct choices, uniform among the ids in `experts`."""
+    """Distinct choices, uniform among the ids in `experts`."""
     scores = np.full(shape, -np.inf)
     scores[..., experts] = rng.random((*shape[:2], len(experts)))
     return _distinct(scores, top_k)
@@ -43,14 +41,14 @@ def zipf(rng: Rng, n_ranks, n_tokens, n_experts, top_k):
 
 
 def one_expert(rng: Rng, n_ranks, n_tokens, n_experts, top_k):
-    """All tokens of all ranks choose one expert, once, at one position."""
+    """All tokens of all ranks choose the same expert, once, as the same choice."""
     ids = np.full((n_ranks, n_tokens, top_k), -1, np.int32)
     ids[..., rng.integers(top_k)] = rng.integers(n_experts)
     return ids
 
 
 def one_rank(rng: Rng, n_ranks, n_tokens, n_experts, top_k):
-    """All choices fall on one rank's experts: the worst case without duplicates."""
+    """All choices are experts of one rank: the worst case without duplicates."""
     n_local = n_experts // n_ranks
     experts = rng.integers(n_ranks) * n_local + np.arange(n_local)
     return _among(rng, (n_ranks, n_tokens, n_experts), experts, top_k)
@@ -69,7 +67,7 @@ def with_minus_one(rng: Rng, n_ranks, n_tokens, n_experts, top_k):
 
 
 def out_of_range(rng: Rng, n_ranks, n_tokens, n_experts, top_k):
-    """Three in ten choices are ids that no expert has."""
+    """Three in ten choices are ids of no expert."""
     ids = uniform(rng, n_ranks, n_tokens, n_experts, top_k)
     limits = np.iinfo(np.int32)
     wrong = [-2, n_experts, n_experts + 7, limits.min, limits.max]
@@ -78,7 +76,7 @@ def out_of_range(rng: Rng, n_ranks, n_tokens, n_experts, top_k):
 
 
 def duplicates(rng: Rng, n_ranks, n_tokens, n_experts, top_k):
-    """Choices are drawn with replacement from few experts, so many repeat."""
+    """Choices are drawn with replacement from a few experts, so many repeat."""
     few = rng.choice(n_experts, min(n_experts, max(2, top_k // 2)), replace=False)
     return rng.choice(few, (n_ranks, n_tokens, top_k)).astype(np.int32)
 
@@ -130,6 +128,6 @@ ROUTINGS = {
 
 
 def make(name: str, seed: int, n_ranks, n_tokens, n_experts, top_k) -> np.ndarray:
-    """Gives int32[R, T, K], a function of its arguments alone."""
+    """int32[R, T, K], a function of the arguments alone."""
     rng = np.random.default_rng([seed, n_ranks, n_tokens, n_experts, top_k])
     return ROUTINGS[name](rng, n_ranks, n_tokens, n_experts, top_k)

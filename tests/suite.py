@@ -1,11 +1,9 @@
-"""The semantics, once, for every transport: runs a case and compares with the oracle.
+"""The semantics of dispatch and combine: runs a case on a transport, compares with the oracle.
 
-Everything is compared in bits. Whatever the contract leaves undefined is poisoned: the
-unused rows of `expert_out` and of `Dispatched` hold NaN and absurd indices before
-combine, and so do the weights of choices that have no row.
+All comparisons are bitwise. What the contract leaves undefined is poisoned before combine: the
+unused rows of `expert_out` and of `Dispatched` hold NaN and out-of-range indices, and so do the
+weights of choices that have no row.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import functools
@@ -19,14 +17,14 @@ import jax_ep
 import oracle
 import oracle_formats as formats
 import routing
-from harness import AXIS, assert_same_bits, config_of, n_groups, on_mesh, place, shards
+from harness import AXIS, assert_same_bits, config_of, n_replicas, on_mesh, put_replicas, shards
 
-ABSURD_INDEX = 1 << 30
+OUT_OF_RANGE_INDEX = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """One group's inputs, a list over its ranks each, and where its rows go."""
+    """Inputs of one replica, each a list over its ranks, and the rows that they become."""
 
     tokens: list  # [T, H]
     topk_ids: list  # int32[T, K]
@@ -36,52 +34,32 @@ class Inputs:
     routed: oracle.Routed
 
     def arrays(self) -> tuple:
-        """Gives the operands of `forward`, in order."""
-        return (
-            self.tokens,
-            self.topk_ids,
-            self.topk_weights,
-            self.expert_out,
-            self.residual,
-        )
+        """The operands of `forward`, in order."""
+        return (self.tokens, self.topk_ids, self.topk_weights, self.expert_out, self.residual)
 
 
 def n_rows_of(case) -> int:
-    """Gives C."""
+    """Rows of the output of dispatch (C)."""
     return case.recv_capacity or oracle.worst_case_rows(
-        case.n_ranks,
-        case.n_experts,
-        case.top_k,
-        case.max_tokens,
-        alignment_of(case),
-        **case.flags,
+        case.n_ranks, case.n_experts, case.top_k, case.max_tokens, alignment_of(case), **case.flags
     )
 
 
 def layout_of(case) -> str:
-    """Gives the layout of the scales."""
+    """Layout of the scales."""
     return case.scales_layout or formats.LAYOUT.get(case.token_format, "row_major")
 
 
 def alignment_of(case) -> int:
-    """Gives the rows that groups are padded to a multiple of."""
+    """Groups of rows are padded to a multiple of so many rows."""
     return formats.ROW_ALIGNMENT[layout_of(case)]
 
 
-def make_inputs(case, topk_ids=None, group: int = 0) -> Inputs:
-    """Builds seeded inputs of one group, with the case's routing or the given one."""
+def make_inputs(case, topk_ids=None, replica: int = 0) -> Inputs:
+    """Seeded inputs of one replica, with the case's routing or the given one."""
     if topk_ids is None:
-        topk_ids = routing.make(
-            case.routing,
-            case.seed + 1000 * group,
-            case.n_ranks,
-            case.n_tokens,
-            case.n_experts,
-            case.top_k,
-        )
-        if case.skip_a2a:
-            topk_ids = np.broadcast_to(topk_ids[:1], topk_ids.shape)
-    rng = np.random.default_rng([case.seed, group, case.hidden_size])
+        topk_ids = _make_topk_ids(case, replica)
+    rng = np.random.default_rng([case.seed, replica, case.hidden_size])
     routed = oracle.route(
         case.n_ranks,
         case.n_experts,
@@ -95,7 +73,7 @@ def make_inputs(case, topk_ids=None, group: int = 0) -> Inputs:
     weights = rng.uniform(0.05, 1.0, topk_ids.shape).astype(np.float32)
     if case.skip_a2a:
         tokens[1:], weights[1:] = tokens[0], weights[0]
-    weights[np.stack(routed.places)[..., 0] < 0] = np.nan
+    weights[np.stack(routed.destinations)[..., 0] < 0] = np.nan
     return Inputs(
         tokens=list(tokens),
         topk_ids=list(topk_ids),
@@ -104,6 +82,12 @@ def make_inputs(case, topk_ids=None, group: int = 0) -> Inputs:
         residual=list(_normal(rng, shape, case.combine_dtype)),
         routed=routed,
     )
+
+
+def _make_topk_ids(case, replica: int) -> np.ndarray:
+    sizes = (case.n_ranks, case.n_tokens, case.n_experts, case.top_k)
+    topk_ids = routing.make(case.routing, case.seed + 1000 * replica, *sizes)
+    return np.broadcast_to(topk_ids[:1], topk_ids.shape) if case.skip_a2a else topk_ids
 
 
 def _normal(rng, shape, dtype) -> np.ndarray:
@@ -121,7 +105,7 @@ def _poisoned_rows(rng, routed: oracle.Routed, hidden_size: int, dtype) -> list:
 
 
 def fields(dispatched) -> dict:
-    """Gives every field of a `Dispatched` that has a defined value."""
+    """The fields of a `Dispatched` whose values are defined."""
     named = {
         "tokens": dispatched.tokens,
         "row_offsets": dispatched.row_offsets,
@@ -139,60 +123,63 @@ def fields(dispatched) -> dict:
 
 
 def poison(dispatched):
-    """Overwrites what the contract leaves undefined: the rows that are not in use."""
+    """Overwrites what the contract leaves undefined: the unused rows."""
     row = jnp.arange(dispatched.tokens.shape[0], dtype=jnp.uint32)
     used = row < dispatched.row_offsets[-1]
     is_integer = jnp.issubdtype(dispatched.tokens.dtype, jnp.integer)
     poison = jnp.array(255 if is_integer else jnp.nan, dispatched.tokens.dtype)
     changes = {
         "tokens": jnp.where(used[:, None], dispatched.tokens, poison),
-        "src_info": jnp.where(used[:, None], dispatched.src_info, ABSURD_INDEX),
+        "src_info": jnp.where(used[:, None], dispatched.src_info, OUT_OF_RANGE_INDEX),
     }
     if dispatched.row_weights is not None:
-        # The shared expert's rows, group 0, have weights, which combine does not read.
+        # The shared expert's rows, group 0, have weights, but combine must not read them.
         if dispatched.group.config.fused_shared_expert:
             used &= row >= dispatched.row_offsets[1]
         changes["row_weights"] = jnp.where(used, dispatched.row_weights, jnp.nan)
     return dataclasses.replace(dispatched, **changes)
 
 
-def forward(group, weights: str, *, split: bool = False, input_scale=None):
-    """Gives the per-rank function that calls everything that `weights` mode allows.
+def dispatch(group, *args, is_async: bool = False, **options):
+    """A dispatch, or the asynchronous pair that is equal to it."""
+    if not is_async:
+        return jax_ep.dispatch(group, *args, **options)
+    return jax_ep.dispatch_wait(group, jax_ep.dispatch_async(group, *args, **options))
 
-    With `split`, the calls are the asynchronous pairs.
-    """
 
-    def dispatch(*args):
-        if split:
-            flight = jax_ep.dispatch_async(group, *args, input_scale=input_scale)
-            return jax_ep.dispatch_wait(group, flight)
-        return jax_ep.dispatch(group, *args, input_scale=input_scale)
+def combine(group, *args, is_async: bool = False, **options):
+    """A combine, or the asynchronous pair that is equal to it."""
+    if not is_async:
+        return jax_ep.combine(group, *args, **options)
+    return jax_ep.combine_wait(group, jax_ep.combine_async(group, *args, **options))
 
-    def combine(*args, **kwargs):
-        if split:
-            flight = jax_ep.combine_async(group, *args, **kwargs)
-            return jax_ep.combine_wait(group, flight)
-        return jax_ep.combine(group, *args, **kwargs)
+
+def weights_for(weights: str, topk_weights) -> tuple[tuple, tuple]:
+    """Arguments (of dispatch, of combine) that apply weights where the mode says."""
+    given = (topk_weights,)
+    return (given if weights == "row" else ()), (given if weights == "source" else ())
+
+
+def forward(group, weights: str, *, is_async: bool = False, input_scale=None):
+    """A per-rank function that makes every call that the `weights` mode allows."""
 
     def body(tokens, topk_ids, topk_weights, expert_out, residual):
-        at_row = (topk_weights,) if weights == "row" else ()
-        at_source = (topk_weights,) if weights == "source" else ()
-        dispatched = dispatch(tokens, topk_ids, *at_row)
+        at_row, at_source = weights_for(weights, topk_weights)
+        options = {"is_async": is_async, "input_scale": input_scale}
+        dispatched = dispatch(group, tokens, topk_ids, *at_row, **options)
         result = fields(dispatched)
-        dispatched = poison(dispatched)
-        result["combined"] = combine(expert_out, dispatched, *at_source)
-        result["with_residual"] = combine(
-            expert_out, dispatched, *at_source, residual=residual
-        )
+        call = functools.partial(combine, group, expert_out, poison(dispatched), is_async=is_async)
+        result["combined"] = call(*at_source)
+        result["with_residual"] = call(*at_source, residual=residual)
         if weights == "none":
-            result["unreduced"] = combine(expert_out, dispatched, reduce=False)
+            result["unreduced"] = call(reduce=False)
         return result
 
     return body
 
 
 def expected(case, inputs: Inputs) -> list[dict]:
-    """Gives, for each rank, what `forward` must return, undefined rows cut off."""
+    """For each rank, what `forward` must return, without undefined rows."""
     weights = None if case.weights == "none" else inputs.topk_weights
     dispatched = _dispatched(case, inputs, inputs.tokens, weights)
     combine = functools.partial(oracle.combine, inputs.routed, inputs.expert_out)
@@ -203,11 +190,11 @@ def expected(case, inputs: Inputs) -> list[dict]:
     }
     if case.weights == "none":
         outs["unreduced"] = combine(reduce=False)
-    quantised = _quantised(case, inputs) if case.token_format != "plain" else None
+    quantized = _quantized(case, inputs) if case.token_format != "plain" else None
     results = []
     for rank, rows in enumerate(dispatched):
         named = {k: v for k, v in vars(rows).items() if v is not None}
-        named |= quantised[rank] if quantised else {}
+        named |= quantized[rank] if quantized else {}
         named["topk_ids"] = inputs.topk_ids[rank]
         results.append(named | {name: out[rank] for name, out in outs.items()})
     return results
@@ -226,21 +213,21 @@ def _dispatched(case, inputs: Inputs, tokens: list, weights) -> list:
     )
 
 
-def _quantised(case, inputs: Inputs) -> list[dict]:
-    """Gives, for each rank, codes and scales: both travel as tokens do."""
+def _quantized(case, inputs: Inputs) -> list[dict]:
+    """For each rank, its codes and scales, which travel as tokens do."""
     name, scale = case.token_format, case.input_scale or 1.0
-    quantised = [formats.quantize(name, x, scale) for x in inputs.tokens]
-    codes = _dispatched(case, inputs, [each.codes for each in quantised], None)
-    scales = _dispatched(case, inputs, [each.scales for each in quantised], None)
+    quantized = [formats.quantize(name, x, scale) for x in inputs.tokens]
+    codes = _dispatched(case, inputs, [each.codes for each in quantized], None)
+    scales = _dispatched(case, inputs, [each.scales for each in quantized], None)
     results = []
     for row_codes, row_scales in zip(codes, scales, strict=True):
         is_packed = name in formats.PACKED
         tokens = row_codes.tokens if is_packed else row_codes.tokens.view(formats.E4M3)
         offsets = row_codes.row_offsets
-        array, defined = formats.lay_out(
+        array, is_defined = formats.lay_out(
             layout_of(case), row_scales.tokens, offsets, inputs.routed.n_rows
         )
-        named = {"tokens": tokens, "scales": Partial(array, defined)}
+        named = {"tokens": tokens, "scales": PartlyDefined(array, is_defined)}
         if layout_of(case) == "atoms":
             named["scales_offsets"] = formats.scales_offsets(offsets)
         results.append(named)
@@ -248,24 +235,24 @@ def _quantised(case, inputs: Inputs) -> list[dict]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Partial:
-    """An array of which some elements are defined."""
+class PartlyDefined:
+    """An array with undefined elements."""
 
     array: np.ndarray
-    defined: np.ndarray
+    is_defined: np.ndarray
 
 
 ROW_FIELDS = ("tokens", "src_info", "row_weights")
 
 
 def assert_rank_matches(actual: dict, wanted: dict, n_rows: int, what: str) -> None:
-    """Compares one rank's results: undefined rows are left out, all else is not."""
+    """Compares all results of one rank, but for undefined rows and elements."""
     assert sorted(actual) == sorted(wanted), what
     for name, value in wanted.items():
         got = actual[name]
-        if isinstance(value, Partial):
+        if isinstance(value, PartlyDefined):
             assert got.shape == value.array.shape, f"{what}, {name}"
-            got, value = got[value.defined], value.array[value.defined]
+            got, value = got[value.is_defined], value.array[value.is_defined]
         if name in ROW_FIELDS:
             assert got.shape == (n_rows, *value.shape[1:]), f"{what}, {name}"
             got = got[: len(value)]
@@ -274,23 +261,17 @@ def assert_rank_matches(actual: dict, wanted: dict, n_rows: int, what: str) -> N
 
 @functools.cache
 def compiled(
-    mesh,
-    config,
-    transport: str,
-    weights: str,
-    split=False,
-    check_vma=True,
-    input_scale=None,
+    mesh, config, transport: str, weights: str, is_async=False, check_vma=True, input_scale=None
 ):
-    """Gives the jitted `forward` and its group, once for each combination."""
+    """A group and the jitted `forward`, made once for each combination of arguments."""
     if input_scale is not None:
         input_scale = np.float32(input_scale)
     group = jax_ep.ep_init(mesh, AXIS, config, transport=transport)
-    # With T = 0 the operands that are used may all be empty, and XLA refuses a mapped
-    # function that has only empty operands: the unused ones stay.
+    # With T = 0 all operands in use may be empty, and XLA refuses a mapped function that has only
+    # empty operands. So the unused ones stay.
     run = on_mesh(
         mesh,
-        forward(group, weights, split=split, input_scale=input_scale),
+        forward(group, weights, is_async=is_async, input_scale=input_scale),
         check_vma=check_vma,
         keep_unused=True,
     )
@@ -300,38 +281,41 @@ def compiled(
 def check(
     case, transport: str, mesh, *, topk_ids=None, tokens=None, change=None, **options
 ) -> None:
-    """Runs a case on every group of the mesh and compares all ranks' results.
+    """Runs a case on every replica of the mesh and compares all ranks' results.
 
-    `topk_ids` and `tokens`, one array per rank, replace the case's own; `change` gives
-    other `Inputs` for a group's.
+    `topk_ids` and `tokens`, one array per rank, replace the case's own; `change` maps the `Inputs`
+    of a replica to others.
     """
-    config = config_of(case)
     options = {"input_scale": case.input_scale} | options
-    group, run = compiled(mesh, config, transport, case.weights, **options)
+    group, run = compiled(mesh, config_of(case), transport, case.weights, **options)
     assert group.transport == transport
-    inputs = [make_inputs(case, topk_ids, g) for g in range(n_groups(mesh))]
+    inputs = [make_inputs(case, topk_ids, r) for r in range(n_replicas(mesh))]
     if tokens is not None:
         inputs = [dataclasses.replace(each, tokens=list(tokens)) for each in inputs]
     if change is not None:
         inputs = [change(each) for each in inputs]
     wanted = [expected(case, each) for each in inputs]
+    out = run(*_operands(mesh, inputs))
+    for (replica, rank), actual in shards(mesh, out):
+        n_rows = inputs[replica].routed.n_rows
+        what = f"{case.name} on {transport}, replica {replica}, rank {rank}"
+        assert_rank_matches(actual, wanted[replica][rank], n_rows, what)
+
+
+def _operands(mesh, inputs: list[Inputs]) -> list[jax.Array]:
+    """The operands of `forward`, from the inputs of each replica."""
     operands = zip(*(each.arrays() for each in inputs), strict=True)
-    out = run(*(place(mesh, operand) for operand in operands))
-    for (g, rank), actual in shards(mesh, out):
-        n_rows = inputs[g].routed.n_rows
-        what = f"{case.name} on {transport}, group {g}, rank {rank}"
-        assert_rank_matches(actual, wanted[g][rank], n_rows, what)
+    return [put_replicas(mesh, operand) for operand in operands]
 
 
-def run_twice_same_bits(case, transport: str, mesh) -> None:
-    """Two runs with the same input give the same bits, undefined rows left out."""
+def check_two_runs_agree(case, transport: str, mesh) -> None:
+    """Runs a case twice and compares the results bitwise, but for undefined rows."""
     _, run = compiled(mesh, config_of(case), transport, case.weights)
-    inputs = [make_inputs(case, None, g) for g in range(n_groups(mesh))]
-    operands = zip(*(each.arrays() for each in inputs), strict=True)
-    operands = [place(mesh, operand) for operand in operands]
+    inputs = [make_inputs(case, None, r) for r in range(n_replicas(mesh))]
+    operands = _operands(mesh, inputs)
     first, second = (jax.block_until_ready(run(*operands)) for _ in range(2))
     pairs = zip(shards(mesh, first), shards(mesh, second), strict=True)
-    for ((g, rank), one), (_, two) in pairs:
-        used = len(inputs[g].routed.rows[rank])
+    for ((replica, rank), one), (_, two) in pairs:
+        used = len(inputs[replica].routed.rows[rank])
         one = {k: v[:used] if k in ROW_FIELDS else v for k, v in one.items()}
-        assert_rank_matches(two, one, inputs[g].routed.n_rows, f"rank {rank}")
+        assert_rank_matches(two, one, inputs[replica].routed.n_rows, f"rank {rank}")

@@ -1,8 +1,6 @@
-"""Calls in halves: any order of halves and whole calls gives the whole calls' bits."""
+"""Asynchronous calls, in any order with synchronous ones, give the synchronous calls' bits."""
 
-from __future__ import annotations
-
-import itertools
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,71 +10,67 @@ import pytest
 import cases
 import jax_ep
 import suite
-from harness import AXIS, assert_same_bits, config_of, make_mesh, on_mesh, place, shards
+from harness import assert_same_bits, assert_trees_equal, group_of, make_mesh, on_mesh, put, shards
 
 N_CALLS = 3
-CASE = cases.SMALL[4].but(routing="zipf", weights="source")
+CASE = cases.SMALL[4].replace(routing="zipf", weights="source")
 
-# Which call each half belongs to, in program order: its first appearance begins it.
+# The call that each start or wait belongs to, in program order: the first mention of a call starts
+# it, the second waits for it. A call that is mentioned once is synchronous.
 ORDERS = [(0, 0, 1, 1, 2), (0, 1, 0, 1, 2), (0, 1, 1, 0, 2), (0, 2, 1, 0, 1)]
 
 
-def in_order(order, begin, end, whole):
-    """Results of all calls; the call that is named once is whole."""
-    flights, results = {}, [None] * N_CALLS
+def make_calls(order, start, wait, call_synchronously) -> list:
+    """The results of all calls, made in that order."""
+    in_flight, results = {}, [None] * N_CALLS
     for call in order:
         if order.count(call) == 1:
-            results[call] = whole(call)
-        elif call not in flights:
-            flights[call] = begin(call)
+            results[call] = call_synchronously(call)
+        elif call not in in_flight:
+            in_flight[call] = start(call)
         else:
-            results[call] = end(flights[call])
+            results[call] = wait(in_flight[call])
     return results
 
 
 def run_calls(group, order, tokens, topk_ids, topk_weights):
-    """Dispatches and combines `N_CALLS` batches; `order` None: as whole calls."""
-
-    def dispatch(call):
-        return jax_ep.dispatch(group, tokens[call], topk_ids[call])
-
-    def combine(call):
-        d = dispatched[call]
-        return jax_ep.combine(group, 2 * d.tokens, d, topk_weights[call])
-
-    if order is None:
-        dispatched = [dispatch(call) for call in range(N_CALLS)]
-        outs = [combine(call) for call in range(N_CALLS)]
-    else:
-        dispatched = in_order(
-            order,
-            lambda i: jax_ep.dispatch_async(group, tokens[i], topk_ids[i]),
-            lambda flight: jax_ep.dispatch_wait(group, flight),
-            dispatch,
-        )
-        outs = in_order(
-            order,
-            lambda i: jax_ep.combine_async(
-                group, 2 * dispatched[i].tokens, dispatched[i], topk_weights[i]
-            ),
-            lambda flight: jax_ep.combine_wait(group, flight),
-            combine,
-        )
+    """Dispatches and combines `N_CALLS` batches; synchronously if `order` is None."""
+    order = range(N_CALLS) if order is None else order
+    dispatched = make_calls(
+        order,
+        lambda i: jax_ep.dispatch_async(group, tokens[i], topk_ids[i]),
+        lambda in_flight: jax_ep.dispatch_wait(group, in_flight),
+        lambda i: jax_ep.dispatch(group, tokens[i], topk_ids[i]),
+    )
+    rows = [2 * each.tokens for each in dispatched]
+    outs = make_calls(
+        order,
+        lambda i: jax_ep.combine_async(group, rows[i], dispatched[i], topk_weights[i]),
+        lambda in_flight: jax_ep.combine_wait(group, in_flight),
+        lambda i: jax_ep.combine(group, rows[i], dispatched[i], topk_weights[i]),
+    )
     return [(suite.fields(d), out) for d, out in zip(dispatched, outs, strict=True)]
 
 
-def inputs(mesh):
+@functools.cache
+def make_operands(mesh) -> list[jax.Array]:
     """Tokens, ids and weights of all calls: `[N_CALLS, T, ...]` on each rank."""
-    batches = [
-        suite.make_inputs(CASE.but(seed=50 + i), None, 0) for i in range(N_CALLS)
-    ]
+    batches = [suite.make_inputs(CASE.replace(seed=50 + i)) for i in range(N_CALLS)]
     names = ("tokens", "topk_ids", "topk_weights")
     stacked = (np.stack([getattr(b, name) for b in batches], axis=1) for name in names)
-    return [place(mesh, [np.nan_to_num(each)]) for each in stacked]
+    return put(mesh, *map(np.nan_to_num, stacked))
+
+
+@functools.cache
+def run(function, transport: str, *args):
+    """The results of `function(group, *args, *operands)`; equal runs are made once."""
+    group = group_of(CASE, transport)
+    on_rank = functools.partial(function, group, *args)
+    return on_mesh(group.mesh, on_rank)(*make_operands(group.mesh))
 
 
 def used(result) -> list:
-    """A call's results without the rows that are not in use."""
+    """A call's results without unused rows."""
     fields, out = result
     n_used = int(fields["row_offsets"][-1])
     fields = {
@@ -87,123 +81,92 @@ def used(result) -> list:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_halves_in_any_order_give_the_bits_of_whole_calls(order, transport):
+def test_asynchronous_calls_in_any_order_match_synchronous_ones(order, transport):
     mesh = make_mesh(4)
-    group = jax_ep.ep_init(mesh, AXIS, config_of(CASE), transport=transport)
-    operands = inputs(mesh)
-    whole, halves = (
-        on_mesh(mesh, lambda *args, o=o: run_calls(group, o, *args))(*operands)
-        for o in (None, order)
-    )
-    pairs = zip(shards(mesh, whole), shards(mesh, halves), strict=True)
+    wanted, got = (run(run_calls, transport, each) for each in (None, order))
+    pairs = zip(shards(mesh, wanted), shards(mesh, got), strict=True)
     for (where, one), (_, other) in pairs:
         for call in range(N_CALLS):
-            wanted, got = used(one[call]), used(other[call])
-            for (name, value), (_, actual) in zip(wanted, got, strict=True):
+            values = zip(used(one[call]), used(other[call]), strict=True)
+            for (name, value), (_, actual) in values:
                 assert_same_bits(actual, value, f"{where}, call {call}, {name}")
 
 
-@pytest.mark.parametrize("weights_at", ["source", "row"])
-def test_gradients_flow_through_halves(weights_at, transport):
-    mesh = make_mesh(4)
-    group = jax_ep.ep_init(mesh, AXIS, config_of(CASE), transport=transport)
+def gradients(group, weights_at, is_async, tokens, topk_ids, topk_weights):
+    """Gradients of a layer in its tokens and weights."""
 
-    def loss(tokens, weights, topk_ids, split):
-        at_row, at_source = ([weights], []) if weights_at == "row" else ([], [weights])
-        if split:
-            flight = jax_ep.dispatch_async(group, tokens, topk_ids, *at_row)
-            dispatched = jax_ep.dispatch_wait(group, flight)
-            rows = jnp.tanh(dispatched.tokens)
-            flight = jax_ep.combine_async(group, rows, dispatched, *at_source)
-            out = jax_ep.combine_wait(group, flight)
-        else:
-            dispatched = jax_ep.dispatch(group, tokens, topk_ids, *at_row)
-            rows = jnp.tanh(dispatched.tokens)
-            out = jax_ep.combine(group, rows, dispatched, *at_source)
+    def loss(tokens, weights):
+        at_row, at_source = suite.weights_for(weights_at, weights)
+        rows = suite.dispatch(group, tokens, topk_ids[0], *at_row, is_async=is_async)
+        out = jnp.tanh(rows.tokens)
+        out = suite.combine(group, out, rows, *at_source, is_async=is_async)
         return jnp.sum(out.astype(jnp.float32) ** 2)
 
-    def grads(split, tokens, topk_ids, weights):
-        return jax.grad(loss, argnums=(0, 1))(tokens[0], weights[0], topk_ids[0], split)
-
-    operands = inputs(mesh)
-    whole, halves = (
-        on_mesh(mesh, lambda *args, s=s: grads(s, *args))(*operands)
-        for s in (False, True)
-    )
-    pairs = zip(shards(mesh, whole), shards(mesh, halves), strict=True)
-    for (where, one), (_, other) in pairs:
-        for name, wanted, got in zip(("tokens", "weights"), one, other, strict=True):
-            assert np.abs(wanted.astype(np.float32)).sum() > 0
-            assert_same_bits(got, wanted, f"{where}, gradient of {name}")
+    return jax.grad(loss, argnums=(0, 1))(tokens[0], topk_weights[0])
 
 
-@pytest.mark.parametrize("split", [False, True])
-def test_a_loop_stacks_what_straight_code_gives(split, transport):
-    """What a call gives is stored in larger arrays, and read by the next call, too."""
-    mesh, n_turns = make_mesh(4), 3
-    group = jax_ep.ep_init(mesh, AXIS, config_of(CASE), transport=transport)
-
-    def turn(tokens, topk_ids, weights):
-        if split:
-            flight = jax_ep.dispatch_async(group, tokens, topk_ids)
-            beside = flight.then(tokens) * 2
-            rows = jax_ep.dispatch_wait(group, flight, after=beside)
-        else:
-            rows = jax_ep.dispatch(group, tokens, topk_ids)
-        out = jax_ep.combine(group, 2 * rows.tokens, rows, weights) / 4
-        return out, (out, rows.tokens, rows.row_offsets)
-
-    def in_use(stacked):
-        outs, rows, row_offsets = stacked
-        is_used = jnp.arange(rows.shape[1]) < row_offsets[:, -1:].astype(jnp.int32)
-        return outs, jnp.where(is_used[..., None], rows, 0), row_offsets
-
-    def loop(tokens, topk_ids, weights):
-        def step(x, _):
-            return turn(x, topk_ids[0], weights[0])
-
-        return in_use(jax.lax.scan(step, tokens[0], length=n_turns)[1])
-
-    def straight(tokens, topk_ids, weights):
-        x, results = tokens[0], []
-        for _ in range(n_turns):
-            x, result = turn(x, topk_ids[0], weights[0])
-            results.append(result)
-        return in_use(jax.tree.map(lambda *xs: jnp.stack(xs), *results))
-
-    operands = inputs(mesh)
-    looped, unrolled = (on_mesh(mesh, f)(*operands) for f in (loop, straight))
-    pairs = itertools.zip_longest(shards(mesh, unrolled), shards(mesh, looped))
-    for (where, wanted), (_, got) in pairs:
-        for name, a, b in zip(("out", "tokens", "offsets"), got, wanted, strict=True):
-            assert_same_bits(a, b, f"{name}, {where}")
-        assert got[1].any()
-
-
-def test_halves_stand_in_a_loop(transport):
+@pytest.mark.parametrize("weights_at", ["source", "row"])
+def test_gradients_of_asynchronous_calls_match_synchronous_ones(weights_at, transport):
+    wanted, got = (run(gradients, transport, weights_at, each) for each in (False, True))
     mesh = make_mesh(4)
-    group = jax_ep.ep_init(mesh, AXIS, config_of(CASE), transport=transport)
+    for _, each in shards(mesh, wanted):
+        assert all(np.abs(array.astype(np.float32)).sum() > 0 for array in each)
+    assert_trees_equal(mesh, got, wanted, "gradients")
 
-    def loop(tokens, topk_ids, weights, split):
-        def step(carry, _):
-            if split:
-                flight = jax_ep.dispatch_async(group, carry, topk_ids[0])
-                dispatched = jax_ep.dispatch_wait(group, flight)
-                flight = jax_ep.combine_async(
-                    group, dispatched.tokens, dispatched, weights[0]
-                )
-                return jax_ep.combine_wait(group, flight), None
-            dispatched = jax_ep.dispatch(group, carry, topk_ids[0])
-            out = jax_ep.combine(group, dispatched.tokens, dispatched, weights[0])
-            return out, None
 
-        return jax.lax.scan(step, tokens[0], length=5)[0]
+N_ITERATIONS = 3
 
-    operands = inputs(mesh)
-    whole, halves = (
-        on_mesh(mesh, lambda *args, s=s: loop(*args, s))(*operands)
-        for s in (False, True)
-    )
-    pairs = itertools.zip_longest(shards(mesh, whole), shards(mesh, halves))
-    for (where, wanted), (_, got) in pairs:
-        assert_same_bits(got, wanted, f"{where}")
+
+def layer(group, is_async, x, topk_ids, weights):
+    """A layer, and the results that a loop stacks."""
+    if is_async:
+        in_flight = jax_ep.dispatch_async(group, x, topk_ids[0])
+        overlapped = in_flight.then(x) * 2
+        rows = jax_ep.dispatch_wait(group, in_flight, after=overlapped)
+    else:
+        rows = jax_ep.dispatch(group, x, topk_ids[0])
+    out = jax_ep.combine(group, 2 * rows.tokens, rows, weights[0]) / 4
+    return out, (out, rows.tokens, rows.row_offsets)
+
+
+def stack_in_loop(group, is_async, tokens, topk_ids, weights):
+    def step(x, _):
+        return layer(group, is_async, x, topk_ids, weights)
+
+    return without_unused_rows(jax.lax.scan(step, tokens[0], length=N_ITERATIONS)[1])
+
+
+def stack_unrolled(group, is_async, tokens, topk_ids, weights):
+    x, results = tokens[0], []
+    for _ in range(N_ITERATIONS):
+        x, result = layer(group, is_async, x, topk_ids, weights)
+        results.append(result)
+    return without_unused_rows(jax.tree.map(lambda *xs: jnp.stack(xs), *results))
+
+
+def without_unused_rows(stacked):
+    outs, rows, row_offsets = stacked
+    is_used = jnp.arange(rows.shape[1]) < row_offsets[:, -1:].astype(jnp.int32)
+    return outs, jnp.where(is_used[..., None], rows, 0), row_offsets
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_loop_stacks_what_unrolled_code_gives(is_async, transport):
+    """The results of a call go to slices of larger arrays, and to the next call."""
+    wanted, got = (run(each, transport, is_async) for each in (stack_unrolled, stack_in_loop))
+    mesh = make_mesh(4)
+    assert_trees_equal(mesh, got, wanted, "stacked")
+    assert all(rows.any() for _, (_, rows, _) in shards(mesh, got))
+
+
+def loop(group, is_async, tokens, topk_ids, weights):
+    def step(x, _):
+        rows = suite.dispatch(group, x, topk_ids[0], is_async=is_async)
+        return suite.combine(group, rows.tokens, rows, weights[0], is_async=is_async), None
+
+    return jax.lax.scan(step, tokens[0], length=5)[0]
+
+
+def test_asynchronous_calls_may_be_in_a_loop(transport):
+    wanted, got = (run(loop, transport, each) for each in (False, True))
+    assert_trees_equal(make_mesh(4), got, wanted, "loop")

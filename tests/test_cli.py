@@ -1,6 +1,4 @@
-"""python -m jax_ep: what it prints, and how it ends."""
-
-from __future__ import annotations
+"""`python -m jax_ep`: what it prints, and how it exits."""
 
 import re
 import subprocess
@@ -12,17 +10,17 @@ from click.testing import CliRunner
 from jax.errors import JaxRuntimeError
 
 import jax_ep
-from jax_ep import _host_ffi
-from jax_ep._extension import why_missing
 from jax_ep.cli import bench, doctor, links, main, probe
-from ranks import child_environment
+from jax_ep.xla_ffi import extension
+from jax_ep.xla_ffi.extension import why_missing
+from processes import child_environment
 
 BENCH_LINE = r"{}\D+(\d+)\D+(\d+)\D+(\d+)\D+(\d+\.\d\d)\b"
 
 
 @pytest.fixture(autouse=True)
 def devices():
-    """Made before any command asks for fewer of them."""
+    """Creates the devices before a command asks for fewer of them."""
     return jax.devices()
 
 
@@ -41,7 +39,7 @@ def test_doctor_shows_versions_devices_and_transports():
     assert len(re.findall(r"\W\d+\W+\d+\W+cpu\b", result.output)) == 4
 
 
-def test_doctor_fails_where_nothing_works(monkeypatch):
+def test_doctor_fails_if_no_transport_works(monkeypatch):
     verdicts = [probe.Verdict("xla", "it [never] works")]
     monkeypatch.setattr(probe, "try_transports", lambda found: verdicts)
     result = invoke("doctor", "--ranks", "2", "--platform", "cpu")
@@ -50,17 +48,17 @@ def test_doctor_fails_where_nothing_works(monkeypatch):
     assert "Error: no transport works on these devices." in result.output
 
 
-def test_one_cpu_device_is_told_how_to_have_more():
+def test_doctor_says_how_to_get_more_cpu_devices():
     output = invoke("doctor", "--ranks", "1", "--platform", "cpu").output
     assert "--ranks 8 makes virtual ones" in output
     assert "serves 1 rank " in output
 
 
-def test_sources_that_hide_the_package_are_named(monkeypatch, tmp_path):
+def test_doctor_names_sources_that_hide_the_package(monkeypatch, tmp_path):
     def fails():
         raise ImportError("no _ffi")
 
-    monkeypatch.setattr(_host_ffi, "load", fails)
+    monkeypatch.setattr(extension, "load_host", fails)
     result = invoke("doctor", "--ranks", "2", "--platform", "cpu")
     assert "the extension jax_ep._ffi cannot be loaded: no _ffi" in result.output
     error, folder = ImportError("x"), tmp_path / "jax_ep"
@@ -69,25 +67,25 @@ def test_sources_that_hide_the_package_are_named(monkeypatch, tmp_path):
     assert "run from another directory" in why_missing("_ffi", error, folder)
 
 
-def test_a_transport_that_breaks_or_gives_other_numbers_does_not_work(monkeypatch):
-    def dispatch_wrongly(group, tokens, topk_ids):
-        return right(group, tokens.at[0, 0].add(1), topk_ids)
+def test_a_transport_that_raises_or_returns_wrong_numbers_does_not_work(monkeypatch):
+    def dispatch_wrong_tokens(group, tokens, topk_ids):
+        return dispatch(group, tokens.at[0, 0].add(1), topk_ids)
 
-    def break_down(group, tokens, topk_ids):
+    def fail(group, tokens, topk_ids):
         raise RuntimeError("a cable is loose")
 
-    right, ranks = jax_ep.dispatch, jax.devices("cpu")[:2]
-    monkeypatch.setattr(jax_ep, "dispatch", dispatch_wrongly)
+    dispatch, ranks = jax_ep.dispatch, jax.devices("cpu")[:2]
+    monkeypatch.setattr(jax_ep, "dispatch", dispatch_wrong_tokens)
     reasons = {v.transport: v.reason for v in probe.try_transports(ranks)}
-    # One number of each rank.
+    # One number on each rank.
     assert reasons["host"] == reasons["xla"]
     assert reasons["xla"] == "2 of 2048 numbers came back wrong"
-    monkeypatch.setattr(jax_ep, "dispatch", break_down)
+    monkeypatch.setattr(jax_ep, "dispatch", fail)
     reasons = {v.transport: v.reason for v in probe.try_transports(ranks)}
     assert reasons["host"] == reasons["xla"] == "RuntimeError: a cable is loose"
 
 
-def test_links_are_shown_from_each_device_to_each_other(monkeypatch):
+def test_the_link_table_shows_each_pair_of_devices_in_both_directions(monkeypatch):
     found = jax.devices("cpu")[:3]
     rates = {(a.id, b.id): 10.0 * a.id + b.id for a in found for b in found}
     monkeypatch.setattr(links, "gb_per_s", lambda a, b: rates[a.id, b.id])
@@ -102,13 +100,13 @@ def test_links_are_shown_from_each_device_to_each_other(monkeypatch):
             assert cells[1 + j][i] == expected
 
 
-def test_copies_between_devices_are_measured():
+def test_a_copy_between_devices_has_a_rate():
     first, second = jax.devices("cpu")[:2]
     assert links.gb_per_s(first, second, n_bytes=1 << 20) > 0
 
 
 @pytest.mark.parametrize("token_format", ["bf16", "f32"])
-def test_bench_shows_times_and_the_rate_of_the_median(token_format, transport):
+def test_bench_prints_times_and_the_rate_of_the_median(token_format, transport):
     n_ranks = min(4, len(jax.devices()))
     shape = "--tokens 8 --hidden 128 --experts 8 --top-k 2 --repeats 5"
     choice = ["--format", token_format, "--transport", transport]
@@ -131,7 +129,7 @@ def test_bench_takes_every_format():
         assert f"{token_format}: T=4" in result.output
 
 
-def test_the_rate_is_that_of_the_median():
+def test_the_rate_belongs_to_the_median():
     timing = bench.Timing("dispatch", [4e-6, 1e-6, 2e-6], n_bytes=5000)
     assert timing.cells() == ["dispatch", "2", "1", "4", "2.50"]
 
@@ -146,7 +144,7 @@ def test_the_rate_is_that_of_the_median():
         ("--ranks 2 --hidden 100 --format nvfp4", "hidden_size"),
     ],
 )
-def test_bench_says_what_does_not_fit(args, text):
+def test_bench_says_which_argument_is_invalid(args, text):
     result = invoke("bench", "--platform", "cpu", *args.split())
     assert result.exit_code == 1
     assert text in result.output
@@ -155,7 +153,7 @@ def test_bench_says_what_does_not_fit(args, text):
 @pytest.mark.parametrize(
     "error", [MemoryError("4 TiB"), JaxRuntimeError("RESOURCE_EXHAUSTED: 4 TiB")]
 )
-def test_bench_says_that_memory_is_short(monkeypatch, error):
+def test_bench_says_that_memory_ran_out(monkeypatch, error):
     def measure(*_):
         raise error
 
@@ -186,14 +184,14 @@ def run_module(*args: str, code: str = "") -> subprocess.CompletedProcess:
     )
 
 
-def test_a_fresh_process_makes_the_virtual_devices_that_it_needs():
+def test_a_fresh_process_creates_the_virtual_devices_that_it_needs():
     shape = "--tokens 4 --hidden 64 --experts 6 --top-k 2 --repeats 1".split()
     done = run_module("bench", "--platform", "cpu", "--ranks", "3", *shape)
     assert done.returncode == 0, done.stderr
     assert "3 x cpu" in done.stdout
 
 
-def test_without_click_the_message_names_the_extra():
+def test_without_click_the_error_names_the_extra():
     hide = "import sys, runpy; sys.modules['click'] = None; "
     code = hide + "runpy.run_module('jax_ep', run_name='__main__')"
     done = run_module("doctor", code=code)

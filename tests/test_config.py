@@ -1,6 +1,4 @@
-"""What `EPConfig` and `ep_init` accept, refuse, and compute."""
-
-from __future__ import annotations
+"""What `EPConfig` and `ep_init` accept, reject and compute."""
 
 import copy
 import dataclasses
@@ -14,14 +12,9 @@ import cases
 import jax_ep
 import oracle
 import suite
-from harness import AXIS, config_of, make_mesh
+from harness import AXIS, config_of, group_of, make_mesh
 
-VALID = {
-    "n_experts": 16,
-    "top_k": 4,
-    "hidden_size": 64,
-    "max_tokens_per_rank": 8,
-}
+VALID = {"n_experts": 16, "top_k": 4, "hidden_size": 64, "max_tokens_per_rank": 8}
 
 
 def config(**changes) -> jax_ep.EPConfig:
@@ -45,19 +38,19 @@ def test_bf16_is_plain_bfloat16():
     assert jax_ep.BF16() != jax_ep.Plain(jnp.float32)
 
 
-def test_equal_configurations_are_equal_and_hash_equally():
+def test_equal_arguments_give_equal_configs_with_equal_hashes():
     assert config() == config(combine_dtype="bfloat16")
     assert hash(config()) == hash(config(combine_dtype=jnp.dtype("bfloat16")))
     assert config() != config(top_k=2)
     assert config(n_experts=np.int64(16)) == config()
 
 
-def test_a_configuration_cannot_be_changed():
+def test_a_config_is_immutable():
     with pytest.raises(dataclasses.FrozenInstanceError):
         config().top_k = 3
 
 
-def test_parameters_are_given_by_name():
+def test_parameters_are_keyword_only():
     with pytest.raises(TypeError):
         jax_ep.EPConfig(16, 4, 64, 8)
 
@@ -80,19 +73,19 @@ def test_sizes_are_integers(name, value):
 
 
 @pytest.mark.parametrize("name", VALID)
-def test_sizes_have_to_be_given(name):
+def test_sizes_must_be_given(name):
     with pytest.raises((TypeError, ValueError), match=name):
         config(**{name: None})
 
 
 @pytest.mark.parametrize("value", [0, -1.0, float("nan")])
-def test_the_time_limit_is_positive(value):
+def test_the_timeout_is_positive(value):
     with pytest.raises(ValueError, match="timeout_s"):
         config(timeout_s=value)
 
 
 @pytest.mark.parametrize("value", ["soon", None])
-def test_the_time_limit_is_a_number(value):
+def test_the_timeout_is_a_number(value):
     with pytest.raises((TypeError, ValueError), match="timeout_s"):
         config(timeout_s=value)
 
@@ -104,13 +97,13 @@ def test_combine_dtype_is_bfloat16_or_float32(dtype):
 
 
 @pytest.mark.parametrize("value", [jnp.bfloat16, "BF16", None])
-def test_the_token_format_is_a_format(value):
+def test_token_format_is_a_token_format(value):
     with pytest.raises((TypeError, ValueError), match="token_format"):
         config(token_format=value)
 
 
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.float64])
-def test_plain_takes_floating_dtypes_that_travel_as_they_are(dtype):
+def test_plain_takes_only_the_dtypes_that_travel_unquantized(dtype):
     with pytest.raises(ValueError, match="dtype"):
         jax_ep.Plain(dtype)
 
@@ -118,11 +111,11 @@ def test_plain_takes_floating_dtypes_that_travel_as_they_are(dtype):
 @pytest.mark.parametrize("flags", cases.FLAGS)
 @pytest.mark.parametrize("name", ["plain", "blockwise_fp8"])
 def test_the_worst_case_counts_the_shared_expert(name, flags, transport):
-    """With `skip_a2a`, no other rank's tokens, and a share of the shared expert's."""
-    case = cases.SMALL[4].but(
+    """With `skip_a2a`, a rank has only its own tokens, and a share of the shared expert's."""
+    case = cases.SMALL[4].replace(
         token_format=name, max_tokens=13, hidden_size=128, **cases.FLAGS[flags]
     )
-    group = jax_ep.ep_init(make_mesh(4), AXIS, config_of(case), transport=transport)
+    group = group_of(case, transport)
     assert group.n_local_experts == 4
     rows = {"shared": 13 * 4 * 4 + 13, "skip_a2a": 13 * 4, "both": 13 * 4 + 4}[flags]
     if name == "blockwise_fp8":
@@ -134,9 +127,7 @@ def test_the_worst_case_counts_the_shared_expert(name, flags, transport):
 @pytest.mark.parametrize("n_ranks", sorted(cases.SMALL))
 def test_a_group_knows_its_sizes(n_ranks, transport):
     case = cases.SMALL[n_ranks]
-    group = jax_ep.ep_init(
-        make_mesh(n_ranks), AXIS, config_of(case), transport=transport
-    )
+    group = group_of(case, transport)
     assert group.config == config_of(case)
     assert group.axis_name == AXIS
     assert group.n_ranks == n_ranks
@@ -152,10 +143,8 @@ def test_a_group_knows_its_sizes(n_ranks, transport):
     assert group.dev_ptrs.dtype == np.uint64
 
 
-def test_ranks_count_along_the_axis_only(transport):
-    group = jax_ep.ep_init(
-        make_mesh(4, dp=2), AXIS, config_of(cases.SMALL[4]), transport=transport
-    )
+def test_ranks_are_counted_along_the_axis_only(transport):
+    group = group_of(cases.SMALL[4], transport, make_mesh(4, dp=2))
     assert list(group.ranks) == [0, 1, 2, 3] * 2
 
 
@@ -163,64 +152,46 @@ def test_recv_capacity_sets_the_number_of_rows(transport):
     case = cases.SMALL[4]
     worst = oracle.worst_case_rows(4, case.n_experts, case.top_k, case.max_tokens)
     for rows in (1, worst):
-        group = jax_ep.ep_init(
-            make_mesh(4), AXIS, config_of(case, recv_capacity=rows), transport=transport
-        )
-        assert group.max_recv_tokens == rows
+        assert group_of(case, transport, recv_capacity=rows).max_recv_tokens == rows
     with pytest.raises(ValueError, match="recv_capacity"):
-        jax_ep.ep_init(
-            make_mesh(4),
-            AXIS,
-            config_of(case, recv_capacity=worst + 1),
-            transport=transport,
-        )
+        group_of(case, transport, recv_capacity=worst + 1)
 
 
 def test_equal_arguments_give_equal_groups(transport):
     case = cases.SMALL[2]
-    first, second = (
-        jax_ep.ep_init(make_mesh(2), AXIS, config_of(case), transport=transport)
-        for _ in range(2)
-    )
+    first, second = (group_of(case, transport) for _ in range(2))
     assert first == second
     assert hash(first) == hash(second)
-    other = jax_ep.ep_init(
-        make_mesh(2), AXIS, config_of(case, timeout_s=7.0), transport=transport
-    )
-    assert first != other
+    assert first != group_of(case, transport, timeout_s=7.0)
 
 
 def test_a_copy_of_a_group_is_the_group(transport):
-    mesh = make_mesh(2)
-    with jax_ep.ep_init(mesh, AXIS, config_of(cases.SMALL[2]), transport) as group:
+    with group_of(cases.SMALL[2], transport) as group:
         assert copy.copy(group) is group
         assert copy.deepcopy({"group": group})["group"] is group
 
 
-def test_a_group_is_a_context_manager_and_closes_once_or_twice(transport):
-    case = cases.SMALL[2]
-    with jax_ep.ep_init(
-        make_mesh(2), AXIS, config_of(case, timeout_s=8.0), transport=transport
-    ) as group:
+def test_a_group_is_a_context_manager_and_may_be_closed_twice(transport):
+    with group_of(cases.SMALL[2], transport, timeout_s=8.0) as group:
         assert not group.closed
     assert group.closed
     group.close()
 
 
-def test_experts_divide_evenly_among_ranks():
+def test_experts_must_divide_evenly_among_ranks():
     with pytest.raises(ValueError, match=r"n_experts.*n_ranks.*15.*4"):
         jax_ep.ep_init(make_mesh(4), AXIS, config(n_experts=15))
 
 
-def test_the_axis_has_to_be_in_the_mesh():
+def test_the_axis_must_be_in_the_mesh():
     with pytest.raises(ValueError, match="tp"):
         jax_ep.ep_init(make_mesh(4), "tp", config())
 
 
 @pytest.mark.parametrize("name", ["p2p", "nvshmem", "ncll", ""])
-def test_a_transport_that_cannot_serve_says_so(name):
+def test_a_transport_that_cannot_serve_is_rejected(name):
     if jax.default_backend() != "cpu":
-        pytest.skip("on the CPU")
+        pytest.skip("for CPU devices only")
     with pytest.raises(ValueError, match="(?i)transport"):
         jax_ep.ep_init(make_mesh(4), AXIS, config(), transport=name)
 
@@ -244,7 +215,7 @@ def test_p2p_serves_one_node():
 
 
 @pytest.mark.usefixtures("one_process")
-def test_auto_says_what_it_took():
+def test_a_group_names_the_transport_that_auto_selected():
     group = jax_ep.ep_init(make_mesh(4), AXIS, config())
     expected = ("host",) if jax.default_backend() == "cpu" else ("p2p", "xla")
     assert group.transport in expected

@@ -1,4 +1,4 @@
-"""The C++ tests: the host transport without XLA and Python."""
+"""Builds and runs the C++ tests: the host transport without XLA and Python."""
 
 import pathlib
 import shutil
@@ -10,7 +10,7 @@ import pytest
 REPOSITORY = pathlib.Path(__file__).parent.parent
 
 
-def test_the_host_transports_own_tests_pass(tmp_path):
+def test_the_cpp_tests_of_the_host_transport_pass(tmp_path):
     tools = str(pathlib.Path(sys.executable).parent)
     cmake = shutil.which("cmake", path=tools) or shutil.which("cmake")
     if cmake is None:

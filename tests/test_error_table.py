@@ -1,6 +1,4 @@
-"""Every row of docs/errors.md: the wrong use raises that type with that text."""
-
-from __future__ import annotations
+"""Every row of docs/errors.md: the misuse raises an error of that type with that text."""
 
 import dataclasses
 import pathlib
@@ -14,10 +12,13 @@ import numpy as np
 import pytest
 
 import jax_ep
-from jax_ep import _host_ffi
+from harness import on_mesh
 from jax_ep.exchange import Exchange
+from jax_ep.geometry import Geometry
 from jax_ep.group import EPGroup
-from jax_ep.transports.p2p import P2pTransport
+from jax_ep.transports.host import HostConnection
+from jax_ep.transports.p2p import P2pConnection
+from jax_ep.xla_ffi import extension
 
 pytestmark = pytest.mark.usefixtures("one_process")
 TABLE = pathlib.Path(__file__).parents[1] / "docs" / "errors.md"
@@ -26,7 +27,7 @@ R, E, K, H, T = 4, 8, 2, 16, 4
 
 @dataclasses.dataclass
 class Row:
-    """A row of the table."""
+    """A row of docs/errors.md."""
 
     id: str
     when: str
@@ -67,20 +68,18 @@ def run(body: Callable[..., Any], mesh=None, **options: Any) -> Any:
     return jax.block_until_ready(jax.jit(mapped)(ranks))
 
 
-def operands(rank=0, shape=(T, K)) -> tuple[jax.Array, jax.Array]:
-    return jnp.ones((T, H), jnp.bfloat16) + rank, jnp.zeros(shape, jnp.int32)
+def operands(shape=(T, K)) -> tuple[jax.Array, jax.Array]:
+    return jnp.ones((T, H), jnp.bfloat16), jnp.zeros(shape, jnp.int32)
 
 
-def call(group, *, ids=(T, K), mesh=None, weights=None, **options: Any) -> Any:
-    """A dispatch alone."""
-    return run(
-        lambda rank: jax_ep.dispatch(group, *operands(shape=ids), weights).tokens,
-        mesh,
-        **options,
-    )
+def call(group, *, ids=(T, K), mesh=None, **options: Any) -> Any:
+    """Runs a dispatch."""
+    return run(lambda _: jax_ep.dispatch(group, *operands(shape=ids)).tokens, mesh, **options)
 
 
 def round_trip(group, change=lambda d: d, dtype=jnp.bfloat16, **options: Any) -> Any:
+    """Runs a dispatch, changes its result, and combines it with `options`."""
+
     def body(rank: jax.Array) -> jax.Array:
         weights = jnp.ones((T, K)) if options.pop("at_dispatch", False) else None
         dispatched = change(jax_ep.dispatch(group, *operands(), weights))
@@ -90,27 +89,21 @@ def round_trip(group, change=lambda d: d, dtype=jnp.bfloat16, **options: Any) ->
     return run(body)
 
 
-def wait_for_other(group, wait, first, other=None) -> Any:
-    return run(lambda rank: wait(group, first(other or group, *operands())).tokens)
+def wait_for_wrong_call(group, wait, start, other=None) -> Any:
+    """Passes to `wait` what `start` returned for another operation or another group."""
+    return run(lambda _: wait(group, start(other or group, *operands())).tokens)
 
 
 def call_after_close() -> None:
     with init(timeout_s=50) as group:
-        mapped = jax.jit(
-            jax.shard_map(
-                lambda rank: jax_ep.dispatch(group, *operands()).tokens,
-                mesh=group.mesh,
-                in_specs=jax.P("ep"),
-                out_specs=jax.P("ep"),
-            )
-        )
-        jax.block_until_ready(mapped(jnp.arange(R)))
-    jax.block_until_ready(mapped(jnp.arange(R)))
+        dispatch = on_mesh(group.mesh, lambda _: jax_ep.dispatch(group, *operands()).tokens)
+        jax.block_until_ready(dispatch(jnp.arange(R)))
+    jax.block_until_ready(dispatch(jnp.arange(R)))
 
 
 def call_with_failing_rank() -> None:
     group = init(timeout_s=30)
-    _host_ffi.load().fail_next_host_call(group.key, jax.devices()[3].id, "out of luck")
+    extension.load_host().fail_next_call(group.key, jax.devices()[3].id, "out of memory")
     call(group)
 
 
@@ -128,7 +121,7 @@ def call_without_rank_3() -> None:
 
 
 class OneProcessRuntime:
-    """The runtime's client of a job whose other process never comes."""
+    """The distributed runtime's client in a job whose other process never answers."""
 
     def key_value_set_bytes(self, key: str, value: bytes) -> None:
         self.values = {key: value}
@@ -140,14 +133,60 @@ class OneProcessRuntime:
 
 
 def set_up(**changes: Any) -> None:
-    """A step of opening a group, in process 0 of 2."""
+    """One step of opening a group, in process 0 of 2."""
     exchange = Exchange("group/1", (0, 1), 0, 0.1, **changes)
     exchange.gather("workspaces", lambda: b"address")
 
 
-def change_layout() -> None:
+def change_handle() -> None:
     group = init()
-    round_trip(group, lambda d: dataclasses.replace(d, layout=d.layout + 10_000))
+    round_trip(group, lambda d: dataclasses.replace(d, handle=d.handle + 10_000))
+
+
+def closed_group() -> jax_ep.EPGroup:
+    group = init(timeout_s=40)
+    group.close()
+    return group
+
+
+def wait_in_another_function() -> None:
+    """Traced for `p2p`, though it cannot serve these devices."""
+    group = EPGroup(P2pConnection(Geometry(make_mesh(), "ep", config(), "p2p")))
+
+    def body(rank: jax.Array) -> jax.Array:
+        in_flight = jax_ep.dispatch_async(group, *operands())
+        wait = jax.jit(lambda x: x + jax_ep.dispatch_wait(group, in_flight).n_dropped)
+        return wait(rank)
+
+    run(body)
+
+
+def dispatch_ids(topk_ids: Any) -> None:
+    run(lambda rank: jax_ep.dispatch(init(), operands()[0], topk_ids).tokens)
+
+
+def call_over_other_replicas() -> None:
+    names, shape = ("dp", "ep"), (2, R // 2)
+    group = init(make_mesh(shape=shape, names=names))
+    devices = np.roll(np.array(jax.devices()[:R]), R // 2)  # same ranks, other replicas
+    call(group, mesh=make_mesh(devices, shape, names))
+
+
+def call_partly_manual() -> None:
+    mesh = make_mesh(shape=(2, 2), names=("dp", "ep"))
+    call(init(mesh), mesh=mesh, axis_names={"ep"})
+
+
+def init_host_without_cpu() -> None:
+    """Pretends that the CPU devices belong to another process."""
+    mesh = make_mesh()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Geometry, "local_coordinates", ())
+        reason = HostConnection.unsupported_reason(
+            Geometry(mesh, "ep", config(), "host"), Exchange.over(mesh, "host", 1.0)
+        )
+        assert "belong to this process" in reason
+        jax_ep.ep_init(mesh, "ep", config(), transport="host")
 
 
 TRIGGERS: dict[str, Callable[[], Any]] = {
@@ -175,16 +214,14 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "nodes": lambda: init(n_gpus_per_node=2, n_nodes=4),
     "node-counts": lambda: init(n_gpus_per_node=3),
     "transport-name": lambda: init(transport="carrier-pigeon"),
-    "transport-mesh": lambda: init_host_without_cpu(),
+    "transport-mesh": init_host_without_cpu,
     "setup-missing": lambda: set_up(client=OneProcessRuntime()),
     "setup-failed": lambda: set_up(custom=lambda _, mine: [mine, b"-no memory"]),
     "setup-exchange": lambda: set_up(custom=lambda _, mine: [mine]),
     "group-type": lambda: call("ep"),
     "outside": lambda: jax_ep.dispatch(init(), *operands()),
-    "partly-manual": lambda: call_partly_manual(),
-    "other-mesh": lambda: call(
-        init(), mesh=make_mesh(shape=(2, 2), names=("dp", "ep"))
-    ),
+    "partly-manual": call_partly_manual,
+    "other-mesh": lambda: call(init(), mesh=make_mesh(shape=(2, 2), names=("dp", "ep"))),
     "closed": lambda: call(closed_group()),
     "shape": lambda: call(init(), ids=(T, K + 1)),
     "dtype": lambda: round_trip(init(), dtype=jnp.float32),
@@ -201,23 +238,19 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
             ).tokens
         )
     ),
-    "quantised-dtype": lambda: run(
+    "quantized-dtype": lambda: run(
         lambda r: (
             jax_ep.dispatch(
                 init(token_format=jax_ep.NVFP4()), jnp.ones((T, H), jnp.float16), r
             ).tokens
         )
     ),
-    "dequantize-type": lambda: round_trip(
-        init(), lambda d: jax_ep.dequantize(d.tokens)
-    ),
+    "dequantize-type": lambda: round_trip(init(), lambda d: jax_ep.dequantize(d.tokens)),
     "silu-columns": lambda: jax_ep.fused_silu(jnp.ones((2, 3)), np.uint32([0, 2])),
     "silu-input-scales": lambda: jax_ep.fused_silu(
         jnp.ones((2, 4)), np.uint32([0, 2]), input_scales=jnp.ones(1)
     ),
-    "silu-format": lambda: jax_ep.fused_silu(
-        jnp.ones((2, 4)), np.uint32([0, 2]), "mxfp8"
-    ),
+    "silu-format": lambda: jax_ep.fused_silu(jnp.ones((2, 4)), np.uint32([0, 2]), "mxfp8"),
     "silu-clamp": lambda: jax_ep.fused_silu(
         jnp.ones((2, 4)), np.uint32([0, 2]), clamp=(1.0, np.inf)
     ),
@@ -236,96 +269,39 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
         jax_ep.fused_silu(jnp.ones((2, 4)), np.uint32([0, 3]))
     ),
     "gpu-platform": lambda: init(transport="p2p"),
-    "weights-twice": lambda: round_trip(
-        init(), at_dispatch=True, topk_weights=jnp.ones((T, K))
-    ),
-    "unreduced-weights": lambda: round_trip(
-        init(), reduce=False, topk_weights=jnp.ones((T, K))
-    ),
+    "weights-twice": lambda: round_trip(init(), at_dispatch=True, topk_weights=jnp.ones((T, K))),
+    "unreduced-weights": lambda: round_trip(init(), reduce=False, topk_weights=jnp.ones((T, K))),
     "reduce-type": lambda: round_trip(init(), reduce="no"),
     "dispatched-type": lambda: round_trip(init(), lambda d: d.tokens),
     "dispatched-group": lambda: round_trip(
         init(), lambda d: dataclasses.replace(d, group=init(timeout_s=3))
     ),
-    "wait-type": lambda: wait_for_other(
-        init(), jax_ep.combine_wait, jax_ep.dispatch_async
-    ),
-    "wait-group": lambda: wait_for_other(
+    "wait-type": lambda: wait_for_wrong_call(init(), jax_ep.combine_wait, jax_ep.dispatch_async),
+    "wait-group": lambda: wait_for_wrong_call(
         init(), jax_ep.dispatch_wait, jax_ep.dispatch_async, init(timeout_s=3)
     ),
-    "wait-elsewhere": lambda: wait_in_another_function(),
+    "wait-elsewhere": wait_in_another_function,
     "no-stats": lambda: init(transport="xla").stats(),
-    "mixed-stats": lambda: jax_ep.plot_traffic(
-        init().stats() + init(n_experts=2 * E).stats()
-    ),
+    "mixed-stats": lambda: jax_ep.plot_traffic(init().stats() + init(n_experts=2 * E).stats()),
     "closed-stats": lambda: closed_group().stats(),
     "closed-at-run": call_after_close,
     "other-devices": lambda: call(init(), mesh=make_mesh(jax.devices()[R : 2 * R])),
     "other-order": lambda: call(init(), mesh=make_mesh(jax.devices()[:R][::-1])),
-    "other-rows": lambda: call_with_other_rows(),
-    "changed-layout": change_layout,
+    "other-replicas": call_over_other_replicas,
+    "changed-handle": change_handle,
     "failed-rank": call_with_failing_rank,
     "missing-rank": call_without_rank_3,
 }
 
 
-def closed_group() -> jax_ep.EPGroup:
-    group = init(timeout_s=40)
-    group.close()
-    return group
-
-
-def wait_in_another_function() -> None:
-    """Traced for `p2p`, on devices that it could not serve."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(P2pTransport, "open", lambda *_: None)
-        group = EPGroup(make_mesh(), "ep", config(), P2pTransport(), None)
-
-    def body(rank: jax.Array) -> jax.Array:
-        in_flight = jax_ep.dispatch_async(group, *operands())
-        wait = jax.jit(lambda x: x + jax_ep.dispatch_wait(group, in_flight).n_dropped)
-        return wait(rank)
-
-    run(body)
-
-
-def dispatch_ids(topk_ids: Any) -> None:
-    run(lambda rank: jax_ep.dispatch(init(), operands()[0], topk_ids).tokens)
-
-
-def call_with_other_rows() -> None:
-    names, shape = ("dp", "ep"), (2, R // 2)
-    group = init(make_mesh(shape=shape, names=names))
-    devices = np.roll(np.array(jax.devices()[:R]), R // 2)  # equal ranks, other rows
-    call(group, mesh=make_mesh(devices, shape, names))
-
-
-def call_partly_manual() -> None:
-    mesh = make_mesh(shape=(2, 2), names=("dp", "ep"))
-    call(init(mesh), mesh=mesh, axis_names={"ep"})
-
-
-def init_host_without_cpu() -> None:
-    """The CPU devices of another process stand for what `host` cannot reach."""
-    mesh = make_mesh()
-    transport = jax_ep.transports.host.HostTransport()
-    elsewhere = pytest.MonkeyPatch()
-    with elsewhere.context() as patch:
-        patch.setattr(jax_ep.transports.host, "local_places", lambda *_: ())
-        assert "belong to this process" in transport.why_not(
-            mesh, "ep", config(), Exchange.over(mesh, "host", 1.0)
-        )
-        jax_ep.ep_init(mesh, "ep", config(), transport="host")
-
-
-def test_the_table_and_the_triggers_are_the_same_set():
+def test_each_row_of_the_table_has_a_trigger():
     ids = [row.id for row in read_table()]
     assert len(ids) > 30
     assert sorted(ids) == sorted(TRIGGERS)
 
 
 @pytest.mark.parametrize("row", read_table(), ids=lambda row: row.id)
-def test_wrong_use_raises_what_the_table_says(row):
+def test_misuse_raises_what_the_table_says(row):
     with pytest.raises(Exception) as caught:  # noqa: PT011 (type and text follow)
         TRIGGERS[row.id]()
     assert type(caught.value).__name__ == row.error_type, caught.value
@@ -333,10 +309,10 @@ def test_wrong_use_raises_what_the_table_says(row):
     assert re.search(pattern, str(caught.value), re.DOTALL), caught.value
 
 
-def test_the_process_goes_on_after_a_failed_run():
-    """The rank that failed, and those that it ended, serve the next call."""
-    for wrong_use in ("failed-rank", "missing-rank", "changed-layout"):
+def test_the_process_survives_a_failed_run():
+    """All ranks serve the next call: the one that failed, and those that it took down."""
+    for trigger in ("failed-rank", "missing-rank", "changed-handle"):
         with pytest.raises(jax.errors.JaxRuntimeError):
-            TRIGGERS[wrong_use]()
+            TRIGGERS[trigger]()
         out = call(init(timeout_s=30))
         assert np.all(np.asarray(out[:T], np.float32) == 1)

@@ -1,4 +1,4 @@
-"""Every example runs in a process of its own, and says what it should."""
+"""Every example runs in a process of its own and prints what it should."""
 
 import pathlib
 import re
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from matplotlib import image
 
-from ranks import child_environment
+from processes import child_environment
 
 REPOSITORY = pathlib.Path(__file__).parent.parent
 EXAMPLES = REPOSITORY / "examples"
@@ -19,7 +19,7 @@ dense_layer  loss 331.1, gradient norms 80.2, 82.6, 35.3, 28.1
 equal on 8 ranks, transport host
 """
 
-# A router that does not learn. No shape, no value of the first step tells.
+# Stops the gradient of the router. No shape shows it, nor does any value of the first step.
 WITHOUT_ROUTER_GRADIENT = """
 import runpy, sys
 import jax, jax_ep
@@ -32,17 +32,27 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+@pytest.fixture(scope="module")
+def program_cache(tmp_path_factory) -> dict[str, str]:
+    """Environment in which runs of one example share what they compile."""
+    folder = tmp_path_factory.mktemp("programs")
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(folder),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+    }
+
+
 @pytest.fixture
 def run(tmp_path, request):
-    """Gives a function that runs Python, its warnings being errors, in `tmp_path`."""
+    """A function that runs Python in `tmp_path`, with warnings as errors."""
     platforms = "cuda,cpu" if request.config.option.gpu else "cpu"
     environment = child_environment() | {"JAX_PLATFORMS": platforms, "COLUMNS": "100"}
 
-    def run(*arguments, timeout_s=300):
+    def run(*arguments, added_environment=None, timeout_s=300):
         return subprocess.run(
             [sys.executable, "-W", "error", *map(str, arguments)],
             cwd=tmp_path,
-            env=environment,
+            env=environment | (added_environment or {}),
             capture_output=True,
             text=True,
             timeout=timeout_s,
@@ -61,7 +71,7 @@ def test_every_example_is_tested_here() -> None:
     assert found == {
         "moe_layer.py",
         "overlap.py",
-        "quantised_layer.py",
+        "quantized_layer.py",
         "tensor_parallel.py",
         "two_processes.py",
         "demo",
@@ -76,25 +86,20 @@ def test_moe_layer_equals_a_dense_layer(run, request) -> None:
         assert output == MOE_LAYER_OUTPUT
 
 
-def test_layers_that_overlap_equal_layers_in_turn(run) -> None:
+def test_layers_with_asynchronous_calls_equal_synchronous_ones(run) -> None:
     lines = output_of(run(EXAMPLES / "overlap.py")).splitlines()
     assert re.fullmatch(r"loss [\d.]+, gradients equal to .*", lines[0])
     assert re.fullmatch(r"\d+ ranks, transport (host|p2p|xla)", lines[1])
 
 
-def test_quantised_layer_is_near_the_layer_in_bfloat16(run) -> None:
-    """Short of the figures of tests/test_quantised_layer.py by what is printed."""
-    cosines = dict(
-        re.findall(
-            r"^(\w+) .*cosine ([\d.]+)$",
-            output_of(run(EXAMPLES / "quantised_layer.py")),
-            re.MULTILINE,
-        )
-    )
-    least = dict(blockwise_fp8=0.999, mxfp8=0.998, nvfp4=0.985, mxfp4=0.975)
-    assert set(cosines) == {"plain_bfloat16", *least}
-    for name, cosine in least.items():
-        assert cosine <= float(cosines[name]) < 1
+def test_quantized_layers_are_close_to_the_layer_in_bfloat16(run) -> None:
+    """As close as in tests/test_quantized_layer.py, up to the digits that are printed."""
+    output = output_of(run(EXAMPLES / "quantized_layer.py"))
+    cosines = dict(re.findall(r"^(\w+) .*cosine ([\d.]+)$", output, re.MULTILINE))
+    minima = dict(blockwise_fp8=0.999, mxfp8=0.998, nvfp4=0.985, mxfp4=0.975)
+    assert set(cosines) == {"plain_bfloat16", *minima}
+    for name, minimum in minima.items():
+        assert minimum <= float(cosines[name]) < 1
 
 
 def test_tensor_parallel_layer_equals_a_dense_layer(run) -> None:
@@ -102,7 +107,7 @@ def test_tensor_parallel_layer_equals_a_dense_layer(run) -> None:
     assert re.fullmatch(r"equal on \d+ ranks of \d+ rows, transport \w+\n", output)
 
 
-def test_readme_quotes_moe_layer_as_it_is() -> None:
+def test_readme_quotes_moe_layer_verbatim() -> None:
     readme = (REPOSITORY / "README.md").read_text()
     if "examples/moe_layer.py" not in readme:
         pytest.skip("README.md does not quote examples/moe_layer.py")
@@ -120,25 +125,27 @@ def test_two_processes_equal_a_dense_layer(run) -> None:
     )
 
 
-def test_demo_learns_and_draws(run, tmp_path) -> None:
-    output = output_of(run(EXAMPLES / "demo", "--steps", 50, "--out", "figures"))
+def test_the_demo_learns_and_draws_figures(run, program_cache, tmp_path) -> None:
+    demo = [EXAMPLES / "demo", "--steps", 50, "--out", "figures"]
+    output = output_of(run(*demo, added_environment=program_cache))
     assert "0 rows were dropped" in output
     loss, entropy = re.search(r"loss +([\d.]+) nats.* ([\d.]+)\n", output).groups()
     assert float(loss) < float(entropy) - 0.2
     assert re.search(r"speed +[\d,]+ tokens/s", output)
     for name in ("loss.png", "traffic.png"):
         pixels = image.imread(tmp_path / "figures" / name)
-        assert min(pixels.shape[:2]) > 500
+        assert min(pixels.shape[:2]) > 400
         assert len(np.unique(pixels[..., 0])) > 50  # shades of red
 
 
-def test_demo_notices_a_wrong_gradient(run) -> None:
-    result = run("-c", WITHOUT_ROUTER_GRADIENT, EXAMPLES / "demo")
+def test_the_demo_detects_a_wrong_gradient(run, program_cache) -> None:
+    demo = ["-c", WITHOUT_ROUTER_GRADIENT, EXAMPLES / "demo"]
+    result = run(*demo, added_environment=program_cache)
     assert result.returncode == 1, result.stdout + result.stderr
     assert "with and without expert parallelism" in result.stderr
 
 
-def test_demo_says_why_a_transport_cannot_serve(run) -> None:
+def test_the_demo_says_why_a_transport_cannot_serve(run) -> None:
     result = run(EXAMPLES / "demo", "--transport", "pigeon")
     assert result.returncode == 1
     assert "pigeon" in result.stderr

@@ -1,14 +1,12 @@
-"""What processes tell each other to set up a group; one fails, one stays away.
+"""What processes tell each other to open a group, also if one fails or stays away.
 
-The steps of `p2p` run here with an extension that only notes what it is asked for.
+The steps of `p2p` run here with a fake CUDA extension that records which groups are open.
 """
 
-from __future__ import annotations
-
 import dataclasses
+import os
 import pathlib
 import time
-import types
 
 import jax
 import numpy as np
@@ -19,33 +17,34 @@ import jax_ep
 from harness import AXIS, config_of, make_mesh
 from jax_ep._jax_compat import distributed_client
 from jax_ep.exchange import Exchange
-from jax_ep.topology import local_places, places
-from jax_ep.transports import p2p, p2p_setup
-from jax_ep.transports.p2p import P2pTransport
-from ranks import run_ranks
+from jax_ep.geometry import Geometry
+from jax_ep.transports import bootstrap, p2p
+from jax_ep.transports.p2p import P2pConnection
+from jax_ep.xla_ffi import extension
+from processes import run_processes
 
 N_PROCESSES = 3
-SHORT_S = 2.0
+SHORT_TIMEOUT_S = 2.0
 
 
 @pytest.mark.multiprocess
-def test_processes_of_a_job_exchange_what_they_know():
-    run_ranks(N_PROCESSES, "test_exchange:check_job", n_local_devices=2, timeout_s=120)
+def test_processes_of_a_job_exchange_payloads():
+    run_processes(N_PROCESSES, "test_exchange:check_job", n_local_devices=2, timeout_s=120)
 
 
 @pytest.mark.usefixtures("one_process")
 def test_one_process_needs_no_exchange():
-    def never(key, payload):
-        raise AssertionError("alone, and asked")
+    def must_not_be_called(key, payload):
+        raise AssertionError("called, though there is one process")
 
-    exchange = Exchange.over(make_mesh(4), "alone", 1.0, never)
+    exchange = Exchange.over(make_mesh(4), "alone", 1.0, must_not_be_called)
     assert exchange.is_alone
     assert exchange("step", b"mine") == [b"mine"]
     with pytest.raises(RuntimeError, match="^no memory$"):
         exchange.gather("another", fail("no memory"))
 
 
-def test_a_custom_exchange_gets_keys_and_must_give_all_payloads():
+def test_a_custom_exchange_gets_keys_and_must_return_all_payloads():
     keys = []
 
     def custom(key, payload):
@@ -62,59 +61,68 @@ def test_a_custom_exchange_gets_keys_and_must_give_all_payloads():
             exchange("step", b"mine")
 
 
-def test_every_exchange_has_a_name_of_its_own():
+def test_every_exchange_has_a_unique_name():
     mesh = make_mesh(2)
     names = [Exchange.over(mesh, name, 1.0).name for name in ("one", "one", "two")]
     assert len(set(names)) == 3
 
 
-class Extension:
-    """Notes which groups are open; fails at the step called `fails_at`."""
+class FakeExtension:
+    """Records which groups are open; fails at the step called `fails_at`."""
 
     def __init__(self, fails_at: str = "", host: str = "here", reason: str = ""):
         self.fails_at, self.host, self.reason = fails_at, host, reason
-        self.users: dict[str, int] = {}
+        self.n_users: dict[str, int] = {}
         self.allocated: set[str] = set()
         self.peers: list = []
 
     def host_identity(self):
         return self.host
 
-    def why_no_peer_access(self, ordinals):
+    def peer_access_problem(self, ordinals):
         return self.reason
 
-    def allocate_group(self, key, devices, n_ranks):
+    def allocate_group(self, key, devices, **sizes):
         if self.fails_at == "allocate":
             raise RuntimeError("no memory")
-        self.users[key] = 1
+        self.n_users[key] = 1
         self.allocated.add(key)
-        return [f"{row}.{rank}".encode() for _, row, rank in devices]
+        return [f"{replica}.{rank}".encode() for _, replica, rank in devices]
 
     def connect_group(self, key, peers):
         if self.fails_at == "connect":
-            raise RuntimeError("no way")
+            raise RuntimeError("no peer access")
         self.peers = peers
 
     def disconnect_group(self, key):
-        if key not in self.users:
+        if key not in self.n_users:
             return False
-        self.users[key] -= 1
-        if self.users[key] == 0:
-            del self.users[key]
+        self.n_users[key] -= 1
+        if self.n_users[key] == 0:
+            del self.n_users[key]
             return True
         return False
 
     def free_group(self, key):
         self.allocated.remove(key)
 
+    def share_group(self, key):
+        return False
+
     def failure(self, key, ordinal):
         return self.reason
 
 
-def use(extension) -> None:
-    """Puts an extension in the place of the CUDA one, in this process for good."""
-    load = lambda: extension  # noqa: E731
-    p2p_setup._cuda_ffi = types.SimpleNamespace(load=load)
+def use(fake: FakeExtension) -> None:
+    """Makes `fake` the CUDA extension of this process, for good."""
+    extension.load_cuda = lambda: fake
+    extension.register_cuda = lambda: None
+
+
+def geometry_of(mesh, n_experts: int = 6) -> Geometry:
+    """A geometry for p2p; another number of experts gives another key."""
+    config = config_of(cases.SMALL[2].replace(n_experts=n_experts))
+    return Geometry(mesh, AXIS, config, "p2p")
 
 
 def fail(reason: str):
@@ -130,21 +138,21 @@ def exchange_of_all(name: str, timeout_s: float = 60.0) -> Exchange:
 
 
 def check_job() -> None:
-    """All checks, one after the other, in each process of one job."""
+    """Runs all checks in each process of one job."""
     check_payloads()
     check_failure()
     check_missing_process()
     check_some_of_the_processes()
     check_collectives()
     check_custom_exchange_of_a_group()
-    check_choice()
+    check_choice_of_transport()
     check_buffers()
-    check_a_failed_group_is_not_shared()
+    check_failed_group_is_not_shared()
     check_close_without_the_others()
 
 
 def check_payloads() -> None:
-    """Everybody gets everybody's, in order, under one name again and again."""
+    """Every process gets all payloads, in order, also if a name is used again."""
     me = jax.process_index()
     for size in (0, 1, 100_000):
         payloads = exchange_of_all("all")("step", bytes([me]) * size)
@@ -152,7 +160,7 @@ def check_payloads() -> None:
 
 
 def check_failure() -> None:
-    """What one process fails with, all raise; the next exchange works."""
+    """If one process fails, all raise its error; the next exchange works."""
     exchange = exchange_of_all("failing")
     make = fail("no memory") if jax.process_index() == 1 else lambda: b"fine"
     with pytest.raises(RuntimeError, match="^process 1: no memory$") as caught:
@@ -163,18 +171,18 @@ def check_failure() -> None:
 
 
 def check_missing_process() -> None:
-    """The others wait for the limit, no longer, and say who is missing."""
-    exchange = exchange_of_all("missing", SHORT_S)
+    """The others wait until the timeout, no longer, and name the missing process."""
+    exchange = exchange_of_all("missing", SHORT_TIMEOUT_S)
     if jax.process_index() != 2:
         begin = time.monotonic()
         with pytest.raises(TimeoutError, match=r"waited 2 s for process 2 .*ep_init"):
             exchange.gather("step", lambda: b"here")
-        assert SHORT_S <= time.monotonic() - begin < SHORT_S + 5
+        assert SHORT_TIMEOUT_S <= time.monotonic() - begin < SHORT_TIMEOUT_S + 5
     exchange_of_all("after the missing")("step", b"")
 
 
 def check_some_of_the_processes() -> None:
-    """A mesh without process 1: only the others take part."""
+    """On a mesh without process 1, only the others take part."""
     some = [d for d in jax.devices() if d.process_index != 1]
     if jax.process_index() != 1:
         exchange = Exchange.over(jax.sharding.Mesh(np.array(some), (AXIS,)), "some", 60)
@@ -183,7 +191,7 @@ def check_some_of_the_processes() -> None:
 
 
 def check_collectives() -> None:
-    """Without the runtime's client, payloads of any size go through the devices."""
+    """Without the distributed runtime, payloads of any size travel by collectives."""
     exchange = dataclasses.replace(exchange_of_all("collectives"), client=None)
     payloads = exchange("step", b"x" * (10 * jax.process_index()))
     assert payloads == [b"x" * (10 * p) for p in range(N_PROCESSES)]
@@ -193,131 +201,134 @@ def check_collectives() -> None:
 
 
 def check_custom_exchange_of_a_group() -> None:
-    """`ep_init` takes it; what needs no exchange does not call it."""
+    """`ep_init` accepts an exchange, and does not call it for a transport that needs none."""
 
-    def never(key, payload):
+    def must_not_be_called(key, payload):
         raise AssertionError("xla needs no exchange")
 
     n_ranks = len(jax.devices())
-    config = config_of(cases.SMALL[2].but(n_experts=n_ranks))
+    config = config_of(cases.SMALL[2].replace(n_experts=n_ranks))
     mesh = make_mesh(n_ranks)
-    group = jax_ep.ep_init(mesh, AXIS, config, exchange=never)
+    group = jax_ep.ep_init(mesh, AXIS, config, exchange=must_not_be_called)
     assert group.transport == "xla"
 
 
-def check_choice() -> None:
-    """Every process gives the same reason, whoever has it."""
+def check_choice_of_transport() -> None:
+    """All processes get the same reason against p2p, whichever of them has it."""
     me, mesh = jax.process_index(), make_mesh(len(jax.devices()))
-    here = local_places(mesh, AXIS)
+    geometry = geometry_of(mesh)
     for other, reason in (
-        (Extension(), None),
-        (Extension(host="there"), "process 1 is on another host than process 0; use"),
-        (Extension(reason="device 0 does not reach"), "process 1: device 0 does not"),
+        (FakeExtension(), None),
+        (FakeExtension(host="there"), "process 1 is on another host than process 0; use"),
+        (FakeExtension(reason="device 0 does not reach"), "process 1: device 0 does not"),
     ):
-        use(other if me == 1 else Extension())
-        answer = p2p_setup.why_not(here, exchange_of_all("choice"))
+        use(other if me == 1 else FakeExtension())
+        answer = bootstrap.unsupported_reason(geometry, exchange_of_all("choice"))
         assert (answer or "").startswith(reason or ""), answer
         assert (answer is None) == (reason is None)
-    assert "no device" in p2p_setup.why_not((), exchange_of_all("nobody"))
-
-
-def group_like(key: str, mesh) -> types.SimpleNamespace:
-    """What the set-up needs to know of a group."""
-    config = types.SimpleNamespace(skip_a2a=False)
-    return types.SimpleNamespace(key=key, mesh=mesh, axis_name=AXIS, config=config)
+    vars(geometry)["local_coordinates"] = ()  # the cache of the property
+    exchange = exchange_of_all("nobody")
+    assert "no device" in bootstrap.unsupported_reason(geometry, exchange)
 
 
 def check_buffers() -> None:
-    """Addresses of all places reach everybody; a failed step leaves nothing behind."""
+    """Every process gets the addresses of all ranks; a failed step leaves nothing allocated."""
     me, mesh = jax.process_index(), make_mesh(3, dp=2, reverse=True)
-    group = group_like("group", mesh)
-    everywhere = {(p.row, p.rank) for p in places(mesh, AXIS)}
-    for fails_at, error in (("allocate", "no memory"), ("connect", "no way"), ("", "")):
-        extension = Extension(fails_at if me == 1 else "")
-        use(extension)
+    geometry = geometry_of(mesh)
+    for fails_at, error in (("allocate", "no memory"), ("connect", "no peer access"), ("", "")):
+        fake = FakeExtension(fails_at if me == 1 else "")
+        use(fake)
         exchange = exchange_of_all("buffers")
         if error:
             with pytest.raises(RuntimeError, match=f"^process 1: {error}$"):
-                p2p_setup.open_buffers(group, exchange, n_ranks=3)
+                bootstrap.open_buffers(geometry, exchange)
         else:
-            p2p_setup.open_buffers(group, exchange, n_ranks=3)
-            assert {peer[:2] for peer in extension.peers} == everywhere
-            assert all(a == f"{r}.{k}".encode() for r, k, a in extension.peers)
-            extension.users["group"] += 1
-            assert not p2p_setup.disconnect("group")
-            assert extension.allocated
-            assert p2p_setup.disconnect("group")
-            p2p_setup.free_buffers("group", exchange)
-        assert not extension.users
-        assert not extension.allocated
+            bootstrap.open_buffers(geometry, exchange)
+            check_open_buffers(geometry, exchange, fake)
+        assert not fake.n_users
+        assert not fake.allocated
 
 
-def check_a_failed_group_is_not_shared() -> None:
-    """Nor does it hide that an equal one cannot be opened beside it."""
+def check_open_buffers(geometry: Geometry, exchange: Exchange, fake: FakeExtension) -> None:
+    """All peers are known; the last of two users frees the buffers."""
+    everywhere = {(each.replica, each.rank) for each in geometry.coordinates}
+    assert {peer[:2] for peer in fake.peers} == everywhere
+    assert all(a == f"{r}.{k}".encode() for r, k, a in fake.peers)
+    key = geometry.key
+    fake.n_users[key] += 1
+    assert not bootstrap.disconnect(key)
+    assert fake.allocated
+    assert bootstrap.disconnect(key)
+    bootstrap.free_buffers(key, exchange)
+
+
+def check_failed_group_is_not_shared() -> None:
+    """All processes say why an equal group cannot be opened next to a failed one."""
     mesh = make_mesh(len(jax.devices()))
-    group, reason = group_like("failed", mesh), "rank 1 waited 2 s for rank 0."
-    transport = P2pTransport()
-    transport._exchanges["failed"] = exchange_of_all("failed")
-    extension = Extension(reason=reason if jax.process_index() == 1 else "")
-    p2p._cuda_ffi = types.SimpleNamespace(load=lambda: extension, register=lambda: None)
+    connection = P2pConnection(geometry_of(mesh, n_experts=12))
+    reason = "rank 1 waited 2 s for rank 0."
+    p2p._exchanges[connection.geometry.key] = exchange_of_all("failed")
+    fake = FakeExtension(reason=reason if jax.process_index() == 1 else "")
+    use(fake)
     with pytest.raises(RuntimeError, match=f"^process 1: .*{reason} Close it first"):
-        transport.open(group, exchange_of_all("failed"))
-    assert not extension.allocated
+        connection.open(exchange_of_all("failed"))
+    assert not fake.allocated
 
 
 def check_close_without_the_others() -> None:
-    """A group is freed after a while, with a warning, if a peer never closes it."""
+    """A group is freed after a timeout, with a warning, if a peer never closes it."""
     mesh = make_mesh(len(jax.devices()))
-    group = group_like("left", mesh)
-    extension = Extension()
-    use(extension)
+    geometry = geometry_of(mesh, n_experts=18)
+    fake = FakeExtension()
+    use(fake)
     exchange = exchange_of_all("left", timeout_s=60.0)
-    p2p_setup.open_buffers(group, exchange, n_ranks=6)
+    bootstrap.open_buffers(geometry, exchange)
     if jax.process_index() == 0:
         begin = time.monotonic()
-        exchange = dataclasses.replace(exchange, timeout_s=SHORT_S)
+        exchange = dataclasses.replace(exchange, timeout_s=SHORT_TIMEOUT_S)
         with pytest.warns(RuntimeWarning, match="waited 2 s for process 1, 2"):
-            assert p2p_setup.disconnect("left")
-            p2p_setup.free_buffers("left", exchange)
-        assert time.monotonic() - begin < SHORT_S + 5
-        assert not extension.allocated
+            assert bootstrap.disconnect(geometry.key)
+            bootstrap.free_buffers(geometry.key, exchange)
+        assert time.monotonic() - begin < SHORT_TIMEOUT_S + 5
+        assert not fake.allocated
     exchange_of_all("the end")("step", b"")
 
 
+BOARD_VARIABLE = "JAX_EP_TEST_BOARD"
+
+
 @pytest.mark.multiprocess
-def test_a_custom_exchange_serves_instead_of_the_runtime(tmp_path):
-    pathlib.Path(tmp_path, "board").mkdir()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_EP_TEST_BOARD", str(tmp_path / "board"))
-        run_ranks(2, "test_exchange:check_files", n_local_devices=1, timeout_s=90)
+def test_a_custom_exchange_replaces_the_distributed_runtime(tmp_path, monkeypatch):
+    monkeypatch.setenv(BOARD_VARIABLE, str(tmp_path))
+    run_processes(2, "test_exchange:check_files", n_local_devices=1, timeout_s=90)
 
 
 def check_files() -> None:
-    """An exchange through files, for the steps of `p2p`."""
-    import os
-
-    board, me = pathlib.Path(os.environ["JAX_EP_TEST_BOARD"]), jax.process_index()
-
-    def through_files(key, payload):
-        name = key.replace("/", "_")
-        (board / f"{name}.{me}.new").write_bytes(payload)
-        (board / f"{name}.{me}.new").rename(board / f"{name}.{me}")
-        files = [board / f"{name}.{process}" for process in range(2)]
-        end = time.monotonic() + 30
-        while not all(file.exists() for file in files):
-            assert time.monotonic() < end, "nobody came"
-            time.sleep(0.01)
-        return [file.read_bytes() for file in files]
-
+    """The steps of `p2p`, with an exchange of files."""
     assert distributed_client() is not None
     mesh = make_mesh(2)
-    extension = Extension()
-    use(extension)
-    exchange = Exchange.over(mesh, "files", 30.0, through_files)
-    assert p2p_setup.why_not(local_places(mesh, AXIS), exchange) is None
-    group = group_like("files", mesh)
-    p2p_setup.open_buffers(group, exchange, n_ranks=2)
-    assert [peer[1] for peer in extension.peers] == [0, 1]
-    assert p2p_setup.disconnect("files")
-    p2p_setup.free_buffers("files", exchange)
-    assert len(list(board.iterdir())) == 2 * 4  # choice, workspaces, connected, closed
+    fake = FakeExtension()
+    use(fake)
+    exchange = Exchange.over(mesh, "files", 30.0, exchange_files)
+    geometry = geometry_of(mesh)
+    assert bootstrap.unsupported_reason(geometry, exchange) is None
+    bootstrap.open_buffers(geometry, exchange)
+    assert [peer[1] for peer in fake.peers] == [0, 1]
+    assert bootstrap.disconnect(geometry.key)
+    bootstrap.free_buffers(geometry.key, exchange)
+    n_files = len(list(pathlib.Path(os.environ[BOARD_VARIABLE]).iterdir()))
+    assert n_files == 2 * 4  # of 2 processes: choice, workspaces, connected, closed
+
+
+def exchange_files(key: str, payload: bytes) -> list[bytes]:
+    """Writes the payload to a file in a shared folder and waits for that of the other process."""
+    board, me = pathlib.Path(os.environ[BOARD_VARIABLE]), jax.process_index()
+    name = key.replace("/", "_")
+    (board / f"{name}.{me}.new").write_bytes(payload)
+    (board / f"{name}.{me}.new").rename(board / f"{name}.{me}")
+    files = [board / f"{name}.{process}" for process in range(2)]
+    end = time.monotonic() + 30
+    while not all(file.exists() for file in files):
+        assert time.monotonic() < end, "the other process wrote nothing"
+        time.sleep(0.01)
+    return [file.read_bytes() for file in files]

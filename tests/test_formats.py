@@ -1,6 +1,4 @@
-"""Token formats against their oracle, to the last bit, and the oracle by hand."""
-
-from __future__ import annotations
+"""Token formats against their oracle, bitwise, and the oracle against examples by hand."""
 
 import functools
 
@@ -12,14 +10,9 @@ import pytest
 
 import jax_ep
 import oracle_formats as oracle
-from harness import assert_same_bits
+from harness import QUANTIZED_FORMATS, assert_same_bits
 
-FORMATS = {
-    "blockwise_fp8": jax_ep.BlockwiseFP8(),
-    "mxfp8": jax_ep.MXFP8(),
-    "mxfp4": jax_ep.MXFP4(),
-    "nvfp4": jax_ep.NVFP4(),
-}
+FORMATS = {name: each() for name, each in QUANTIZED_FORMATS.items()}
 NAMES = list(FORMATS)
 E8M0_ONE = 127
 
@@ -34,7 +27,7 @@ def input_scale_of(name: str, value: float):
 
 
 def check(name: str, tokens: np.ndarray, input_scale: float = 1.0) -> None:
-    """Compares codes and scales of the reference with the oracle's."""
+    """Compares codes and scales with the oracle's."""
     wanted = oracle.quantize(name, tokens, input_scale)
     got = jitted(name, "quantize")(tokens, input_scale_of(name, input_scale))
     what = f"{name}, input_scale={input_scale}"
@@ -47,7 +40,7 @@ def every_bfloat16() -> np.ndarray:
 
 
 def with_block_maximum(name: str, maxima: np.ndarray) -> np.ndarray:
-    """A block per maximum; the other elements are its fractions, of both signs."""
+    """A block for each maximum; its other elements are fractions of it, of both signs."""
     size = oracle.BLOCK_SIZE[name]
     fractions = np.linspace(-1, 1, size - 1).astype(np.float32)
     with np.errstate(all="ignore"):
@@ -63,31 +56,31 @@ def scales_to_try(name: str) -> list[float]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_bfloat16_as_an_element_gives_the_oracles_bits(name):
-    """In blocks of magnitudes from all binades, and alone in a block of ones."""
+def test_every_bfloat16_as_an_element_matches_the_oracle(name):
+    """In blocks with magnitudes of all binades, and alone in a block of ones."""
     size = oracle.BLOCK_SIZE[name]
     patterns = every_bfloat16()
     ordered = patterns.reshape(-1, size)
     mixed = np.random.default_rng(0).permutation(patterns).reshape(-1, size)
-    beside_one = np.ones((len(patterns), size), ml_dtypes.bfloat16)
-    beside_one[:, 1] = patterns
+    among_ones = np.ones((len(patterns), size), ml_dtypes.bfloat16)
+    among_ones[:, 1] = patterns
     for input_scale in scales_to_try(name):
-        for tokens in (ordered, mixed, beside_one):
+        for tokens in (ordered, mixed, among_ones):
             check(name, tokens, input_scale)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_bfloat16_as_block_maximum_gives_the_oracles_bits(name):
+def test_every_bfloat16_as_block_maximum_matches_the_oracle(name):
     for input_scale in scales_to_try(name):
         check(name, with_block_maximum(name, every_bfloat16()), input_scale)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_float32_of_all_magnitudes_give_the_oracles_bits(name):
+def test_float32_of_all_magnitudes_match_the_oracle(name):
     rng = np.random.default_rng(1)
     patterns = rng.integers(0, 1 << 32, (4096, 128), np.uint32)
     check(name, patterns.view(np.float32))
-    # Blocks whose elements are of one magnitude, subnormal ones among them.
+    # Blocks of one magnitude each, subnormal ones included.
     exponents = rng.integers(0, 255, (4096, 1)) << 23
     patterns = (patterns & 0x807FFFFF) | exponents.astype(np.uint32)
     for input_scale in scales_to_try(name):
@@ -95,8 +88,8 @@ def test_float32_of_all_magnitudes_give_the_oracles_bits(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_maxima_at_the_edges_of_a_scale_give_the_oracles_bits(name):
-    """Around each power of two times 1, 1.75, 448, 6 and 1e-4."""
+def test_maxima_where_the_scale_changes_match_the_oracle(name):
+    """Around each power of two times 1, 1.5, 1.75, 448 and 6, and around 1e-4."""
     powers = np.ldexp(1.0, np.arange(-149, 128))
     edges = np.outer(powers, [1, 1.5, 1.75, 448 / 512, 6 / 8]).ravel()
     edges = np.concatenate([edges, [1e-4, 2.0**-9 * 6]]).astype(np.float32)
@@ -109,7 +102,7 @@ def test_maxima_at_the_edges_of_a_scale_give_the_oracles_bits(name):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_block_with_a_nan_or_an_infinity_is_zero_and_no_other_is(name, bad):
+def test_a_nan_or_an_infinity_makes_its_block_zero_and_no_other(name, bad):
     size = oracle.BLOCK_SIZE[name]
     tokens = np.linspace(-3, 3, 4 * size).astype(np.float32).reshape(2, 2 * size)
     broken = tokens.copy()
@@ -133,7 +126,7 @@ def test_an_unusable_input_scale_gives_zeros(bad):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_dequantised_numbers_are_the_oracles(name):
+def test_dequantized_numbers_match_the_oracle(name):
     rng = np.random.default_rng(2)
     tokens = rng.standard_normal((16, 256)).astype(ml_dtypes.bfloat16)
     for input_scale in (1.0, 0.37):
@@ -141,35 +134,33 @@ def test_dequantised_numbers_are_the_oracles(name):
         operands = jitted(name, "quantize")(tokens, input_scale_of(name, input_scale))
         got = FORMATS[name].dequantize(operands, input_scale_of(name, input_scale))
         assert_same_bits(
-            np.asarray(got),
-            oracle.dequantize(name, wanted, input_scale),
-            f"{name}, {input_scale}",
+            np.asarray(got), oracle.dequantize(name, wanted, input_scale), f"{name}, {input_scale}"
         )
 
 
-# The largest error of an element, in units of its block's maximum.
-LARGEST_ERROR = {"blockwise_fp8": 1 / 16, "mxfp8": 1 / 16, "mxfp4": 1 / 3, "nvfp4": 0.2}
+# The largest error of an element, relative to the maximum of its block.
+MAX_ERROR = {"blockwise_fp8": 1 / 16, "mxfp8": 1 / 16, "mxfp4": 1 / 3, "nvfp4": 0.2}
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_dequantised_numbers_are_near_the_tokens(name):
+def test_dequantized_numbers_are_close_to_the_tokens(name):
     rng = np.random.default_rng(3)
     tokens = rng.standard_normal((64, 256)).astype(np.float32)
     got = FORMATS[name].dequantize(jitted(name, "quantize")(tokens, None))
     blocks = (2, 256 // oracle.BLOCK_SIZE[name], oracle.BLOCK_SIZE[name])
     error = np.abs(np.asarray(got) - tokens).reshape(-1, *blocks[1:])
     largest = np.abs(tokens).reshape(-1, *blocks[1:]).max(-1, keepdims=True)
-    assert (error / largest).max() <= LARGEST_ERROR[name]
-    assert (error / largest).max() > LARGEST_ERROR[name] / 8
+    assert (error / largest).max() <= MAX_ERROR[name]
+    assert (error / largest).max() > MAX_ERROR[name] / 8
 
 
 def test_e2m1_ties_go_to_even():
-    """Of two neighbours, to the one whose code is even."""
+    """To the one of two neighbors whose code is even."""
     ties = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 7]
     tokens = np.array([ties * 2 + [4.0] * 16], np.float32)
     tokens[0, 8:16] *= -1
     quantized = oracle.quantize("mxfp4", tokens)
-    # The maximum 7 is from 1.75 * 4 on: scale 2^(3 - 2).
+    # The maximum 7 is at least 1.75 * 4, so the scale is 2^(3 - 2).
     assert quantized.scales.view(np.uint8).item() == E8M0_ONE + 1
     quantized = oracle.quantize("mxfp4", np.clip(tokens, -6, 6))
     assert quantized.scales.view(np.uint8).item() == E8M0_ONE
@@ -178,7 +169,7 @@ def test_e2m1_ties_go_to_even():
     assert quantized.codes[0, :2].tolist() == [0x20, 0x42]  # low nibble first
 
 
-def test_scales_worked_out_by_hand():
+def test_scales_match_examples_by_hand():
     def scale(name, amax, input_scale=1.0):
         tokens = np.full((1, oracle.BLOCK_SIZE[name]), amax, np.float32)
         return oracle.quantize(name, tokens, input_scale).scales.item()
@@ -195,7 +186,7 @@ def test_scales_worked_out_by_hand():
     assert float(scale("nvfp4", 6 * 2.0**-12)) == 0
 
 
-def test_scales_offsets_worked_out_by_hand():
+def test_scales_offsets_match_an_example_by_hand():
     offsets = np.array([0, 100, 300, 400], np.uint32)
     assert oracle.scales_offsets(offsets).tolist() == [0, 1, 1]
     layout = jax_ep.MXFP8().layout
@@ -205,7 +196,7 @@ def test_scales_offsets_worked_out_by_hand():
 @pytest.mark.parametrize("layout", ["atoms", "transposed", "row_major"])
 @pytest.mark.parametrize("n_scales", [4, 7])
 @pytest.mark.parametrize("sizes", [[100, 200, 0, 128], [0, 0], [1], [129, 127, 300]])
-def test_scales_stand_where_the_layout_says(layout, n_scales, sizes):
+def test_each_layout_places_and_reads_scales_as_the_oracle_does(layout, n_scales, sizes):
     n_rows, used = sum(sizes) + 9, sum(sizes)
     offsets = np.cumsum([0, *sizes]).astype(np.uint32)
     rng = np.random.default_rng(4)
@@ -224,8 +215,8 @@ def test_scales_stand_where_the_layout_says(layout, n_scales, sizes):
     assert_same_bits(np.asarray(back)[:used], scales[:used], f"{layout}, by row")
 
 
-def test_messages_have_the_documented_sizes():
-    """For H = 7168: codes and scales of a token."""
+def test_tokens_have_the_documented_sizes():
+    """Codes and scales of a token with H = 7168."""
     sizes = {name: each.token_bytes(7168) for name, each in FORMATS.items()}
     assert sizes == dict(blockwise_fp8=7392, mxfp8=7392, mxfp4=3808, nvfp4=4032)
     assert jax_ep.BF16().token_bytes(7168) == 14336

@@ -1,10 +1,8 @@
-"""Compiled and exported programs in a process that did not make them.
+"""Cached and exported programs in a process that did not compile them.
 
-Nothing that belongs to one process may stand in a program: a cached executable and a
-serialised module have to find the group that a new process made by the same `ep_init`.
+A program must hold nothing that belongs to one process: a cached executable and a serialized module
+must find the group that a new process opened with the same `ep_init`.
 """
-
-from __future__ import annotations
 
 import pathlib
 import re
@@ -18,16 +16,16 @@ import pytest
 
 import cases
 import suite
-from harness import config_of, make_mesh, place, shards
-from ranks import child_environment
+from harness import config_of, make_mesh, put, shards
+from processes import child_environment
 
-CASE = cases.SMALL[4].but(weights="row", routing="with_minus_one")
+CASE = cases.SMALL[4].replace(weights="row", routing="with_minus_one")
 HITS = "/jax/compilation_cache/cache_hits"
 MISSES = "/jax/compilation_cache/cache_misses"
 
 
 def run_fresh(function: str, *args: str) -> str:
-    """Calls a function of this module in a new process; gives what it wrote."""
+    """Calls a function of this module in a new process; returns what it prints."""
     code = (
         "import sys, test_fresh_process as t\n"
         f"t.use_devices({jax.default_backend()!r})\n"
@@ -35,7 +33,7 @@ def run_fresh(function: str, *args: str) -> str:
     )
     done = subprocess.run(
         [sys.executable, "-P", "-c", code, *args],
-        # On GPUs this process has most of the memory.
+        # This process holds most of a GPU's memory.
         env=child_environment() | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
         capture_output=True,
         text=True,
@@ -46,7 +44,7 @@ def run_fresh(function: str, *args: str) -> str:
 
 
 def use_devices(platform: str) -> None:
-    """As the process that started this one: GPUs, or CPU devices."""
+    """Uses the platform of the process that started this one."""
     if platform == "gpu":
         jax.config.update("jax_platforms", "cuda,cpu")
         return
@@ -63,7 +61,7 @@ def test_a_cached_program_serves_the_next_process(transport, tmp_path):
 
 
 def check_with_cache(transport: str, folder: str) -> None:
-    """Compares with the oracle, and says whether the program came from the cache."""
+    """Compares with the oracle; prints whether the program came from the cache."""
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -77,7 +75,7 @@ def test_an_exported_program_runs_in_a_fresh_process(transport, tmp_path):
     pytest.importorskip("flatbuffers", reason="jax.export needs flatbuffers")
     mesh = make_mesh(CASE.n_ranks)
     _, run = suite.compiled(mesh, config_of(CASE), transport, CASE.weights)
-    operands = [place(mesh, [x]) for x in suite.make_inputs(CASE).arrays()]
+    operands = put(mesh, *suite.make_inputs(CASE).arrays())
     ours = re.findall(r"custom_call @(\w*jax_ep\w*)", run.lower(*operands).as_text())
     allowed = map(jax.export.DisabledSafetyCheck.custom_call, sorted(set(ours)))
     exported = jax.export.export(run, disabled_checks=list(allowed))(*operands)
@@ -89,33 +87,32 @@ def test_an_exported_program_runs_in_a_fresh_process(transport, tmp_path):
 def check_exported(transport: str, file: str) -> None:
     """Runs the serialised program and compares with the oracle."""
     mesh = make_mesh(CASE.n_ranks)
-    # As a user would: the same ep_init, and then no call but the exported one.
+    # As a user would: the same ep_init, then only the exported program.
     suite.compiled(mesh, config_of(CASE), transport, CASE.weights)
     inputs = suite.make_inputs(CASE)
     wanted = suite.expected(CASE, inputs)
     exported = jax.export.deserialize(bytearray(pathlib.Path(file).read_bytes()))
-    operands = [place(mesh, [x]) for x in inputs.arrays()]
-    out = jax.jit(exported.call)(*operands)
+    out = jax.jit(exported.call)(*put(mesh, *inputs.arrays()))
     for (_, rank), actual in shards(mesh, out):
         n_rows = inputs.routed.n_rows
         suite.assert_rank_matches(actual, wanted[rank], n_rows, f"rank {rank}")
     print("matches the oracle")
 
 
-def test_two_processes_build_the_same_program(transport, tmp_path):
-    """The text of the program is a function of the arguments of `ep_init` alone."""
+def test_two_processes_lower_to_the_same_program(transport, tmp_path):
+    """The text of the program depends only on the arguments of `ep_init`."""
     make_mesh(CASE.n_ranks)
     texts = [tmp_path / "first", tmp_path / "second"]
-    for path, offset in zip(texts, "01", strict=True):
-        run_fresh("write_program", transport, str(path), offset)
+    for path, n_other_groups in zip(texts, "01", strict=True):
+        run_fresh("write_program", transport, str(path), n_other_groups)
     assert texts[0].read_text() == texts[1].read_text()
 
 
-def write_program(transport: str, file: str, offset: str) -> None:
-    """Writes the lowered program; a process with an offset makes other groups first."""
+def write_program(transport: str, file: str, n_other_groups: str) -> None:
+    """Writes the lowered program, after opening some other groups."""
     mesh = make_mesh(CASE.n_ranks)
-    for hidden_size in range(64, 64 * (1 + int(offset)), 64):
-        other = CASE.but(hidden_size=hidden_size)
+    for i in range(int(n_other_groups)):
+        other = CASE.replace(hidden_size=64 * (i + 1))
         suite.compiled(mesh, config_of(other), transport, CASE.weights)
     _, run = suite.compiled(mesh, config_of(CASE), transport, CASE.weights)
     shapes = [np.stack(x) for x in suite.make_inputs(CASE).arrays()]

@@ -1,9 +1,7 @@
-"""What XLA makes of the calls on GPUs, by its compiler for GPUs, without a GPU.
+"""The programs that XLA's compiler for GPUs makes of the calls, compiled without a GPU.
 
-Needs the extension for CUDA and JAX's plugin for it: `make gpu-programs`.
+Needs the CUDA extension and JAX's CUDA plugin: run `make gpu-programs`.
 """
-
-from __future__ import annotations
 
 import functools
 import os
@@ -15,18 +13,19 @@ import numpy as np
 import pytest
 from jax.experimental import topologies
 
+import async_layers
 import cases
 import jax_ep
 import suite
 import test_transforms
-from harness import AXIS, QUANTISED, config_of, on_mesh
-from jax_ep import _cuda_ffi
+from harness import AXIS, QUANTIZED_FORMATS, config_of, on_mesh
+from jax_ep.geometry import Geometry
 from jax_ep.group import EPGroup
-from jax_ep.transports.p2p import P2pTransport
-from test_overlap_lowering import overlapping
+from jax_ep.transports.p2p import P2pConnection
+from jax_ep.xla_ffi.extension import register_cuda
 
 CASE = test_transforms.CASE
-# What the compiler knows of an H100 (SXM).
+# What the compiler knows about an H100 (SXM).
 TARGET = """
 gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
@@ -41,49 +40,51 @@ runtime_version { major: 13 } dnn_version_info { major: 9 minor: 7 }
 platform_name: "CUDA" device_description_str: "NVIDIA H100 80GB HBM3"
 """
 CHECK = "jax_ep_check"
-# What takes no time.
+# Instructions that take no time.
 FREE = ("bitcast", "constant", "get-tuple-element", "parameter", "tuple")
 
 
 @pytest.fixture(scope="module")
 def mesh() -> jax.sharding.Mesh:
     try:
-        _cuda_ffi.register()
+        register_cuda()
         devices = topologies.get_topology_desc(
             "four", "cuda", target_config=TARGET, topology="1x1x4"
         ).devices
     except (ImportError, NotImplementedError) as error:
-        if "JAX_EP_TEST_GPU_PROGRAMS" in os.environ:  # who asks for it has it
+        if "JAX_EP_TEST_GPU_PROGRAMS" in os.environ:  # then they must be there
             raise
         pytest.skip(f"needs `make gpu-programs`: {error}")
     return jax.sharding.Mesh(np.array(devices), (AXIS,))
 
 
+def group_of(mesh, config) -> EPGroup:
+    """A group that is not open, on GPUs that do not exist."""
+    return EPGroup(P2pConnection(Geometry(mesh, AXIS, config, "p2p")))
+
+
 @pytest.fixture
-def make_group(mesh, monkeypatch):
-    """Groups of GPUs that are not there: enough to compile their calls."""
-    monkeypatch.setattr(P2pTransport, "open", lambda *_: None)
-    return lambda config: EPGroup(mesh, AXIS, config, P2pTransport(), None)
+def make_group(mesh):
+    return functools.partial(group_of, mesh)
 
 
 def compiled(mesh, body, n_operands: int = 2, case=CASE):
-    """The program of a function of a rank's tokens, ids and weights."""
+    """The compiled program of a function of a rank's tokens, ids and weights."""
     sharding = jax.NamedSharding(mesh, jax.P(AXIS))
     types = operand_types(n_operands, case, sharding)
-    options = {"xla_gpu_autotune_level": "0"}  # it would run what it compares
+    options = {"xla_gpu_autotune_level": "0"}  # autotuning would run kernels
     return on_mesh(mesh, body).lower(*types).compile(compiler_options=options)
 
 
 def operand_types(n_operands: int = 2, case=CASE, sharding=None):
     arrays = suite.make_inputs(case).arrays()[:n_operands]
     return [
-        jax.ShapeDtypeStruct((len(x), *x[0].shape), x[0].dtype, sharding=sharding)
-        for x in arrays
+        jax.ShapeDtypeStruct((len(x), *x[0].shape), x[0].dtype, sharding=sharding) for x in arrays
     ]
 
 
 def computations(program) -> list[list[str]]:
-    """What the computations that hold a call of ours do, in scheduled order."""
+    """The steps of each computation that has a call of ours, in scheduled order."""
     found = []
     for text in re.split(r"\n(?=(?:ENTRY )?%[\w.\-]+ \()", program.as_text()):
         steps = []
@@ -97,7 +98,22 @@ def computations(program) -> list[list[str]]:
     return found
 
 
-def test_the_calls_of_a_program_come_behind_one_check(mesh, make_group) -> None:
+def our_steps(steps: list[str]) -> list[str]:
+    return [step for step in steps if "jax_ep" in step]
+
+
+def while_in_flight(steps: list[str]) -> list[list[str]]:
+    """The steps between the start and the done of each asynchronous call.
+
+    Without the copies of stacked results of a scan, which XLA overlaps with other work as well.
+    """
+    steps = [step for step in steps if step not in ("fusion-start", "fusion-done")]
+    starts = [i for i, step in enumerate(steps) if step == "call-start"]
+    dones = [i for i, step in enumerate(steps) if step == "call-done"]
+    return [steps[start + 1 : done] for start, done in zip(starts, dones, strict=True)]
+
+
+def test_all_calls_of_a_program_share_one_check(mesh, make_group) -> None:
     group = make_group(config_of(CASE))
 
     def chain(tokens, topk_ids):
@@ -108,51 +124,40 @@ def test_the_calls_of_a_program_come_behind_one_check(mesh, make_group) -> None:
 
     program = compiled(mesh, chain)
     (steps,) = computations(program)
-    ours = [step for step in steps if "jax_ep" in step]
-    assert ours == [CHECK, *["jax_ep_dispatch", "jax_ep_combine"] * 3]
+    assert our_steps(steps) == [CHECK, *["jax_ep_dispatch", "jax_ep_combine"] * 3]
     (check,) = re.findall(rf'(%\S+) = s32\[\] .*"{CHECK}"', program.as_text())
     target = r'custom_call_target="jax_ep_(?!check)'
     calls = re.findall(rf"custom-call\((%[^,]+), .*{target}", program.as_text())
     assert calls == [check] * 6
 
 
-def test_a_loop_checks_in_each_turn(mesh, make_group) -> None:
+def test_a_loop_checks_in_each_iteration(mesh, make_group) -> None:
     group = make_group(config_of(CASE))
 
-    def turn(tokens, topk_ids):
-        rows = jax_ep.dispatch(group, tokens, topk_ids)
-        return jnp.tanh(jax_ep.combine(group, rows.tokens, rows))
-
     def loop(tokens, topk_ids):
-        return jax.lax.scan(lambda x, _: (turn(x, topk_ids), None), tokens, length=3)[0]
+        def step(x, _):
+            rows = jax_ep.dispatch(group, x, topk_ids)
+            return jnp.tanh(jax_ep.combine(group, rows.tokens, rows)), None
+
+        return jax.lax.scan(step, tokens, length=3)[0]
 
     (steps,) = computations(compiled(mesh, loop))
-    ours = [step for step in steps if "jax_ep" in step]
-    assert ours == [CHECK, "jax_ep_dispatch", "jax_ep_combine"]
+    assert our_steps(steps) == [CHECK, "jax_ep_dispatch", "jax_ep_combine"]
 
 
-def test_rematerialisation_makes_and_saves_the_calls_that_it_should(
-    mesh, make_group
-) -> None:
-    """As tests/test_transforms.py, which runs the programs."""
-    group, t = make_group(config_of(CASE)), test_transforms
-    keep = jax.checkpoint_policies.save_only_these_names
-    wraps = {
-        "plain": {},
-        "again": {"wrap": t.checkpointed()},
-        "kept": {"wrap": t.checkpointed(policy=keep(jax_ep.DISPATCH_NAME))},
-        "all kept": {"wrap": t.checkpointed(policy=keep(*t.NAMES))},
-    }
+def test_rematerialization_repeats_only_calls_that_no_policy_saves(mesh, make_group) -> None:
+    """As in tests/test_transforms.py, which runs the programs."""
+    group = make_group(config_of(CASE))
     calls = {
-        name: t.n_calls(compiled(mesh, t.layers(group, **wrap), 3))
-        for name, wrap in wraps.items()
+        name: test_transforms.n_calls(compiled(mesh, test_transforms.layers(group, wrap), 3))
+        for name, wrap in test_transforms.CHECKPOINTED.items()
     }
-    assert calls["plain"] == calls["kept"] == calls["all kept"], calls
-    assert calls["again"] == calls["plain"] + t.N_LAYERS, calls
+    assert calls["plain"] == calls["dispatch saved"] == calls["both saved"], calls
+    assert calls["nothing saved"] == calls["plain"] + test_transforms.N_LAYERS, calls
 
 
-def test_calls_are_neither_kept_without_use_nor_doubled(mesh, make_group) -> None:
-    group, t = make_group(config_of(CASE)), test_transforms
+def test_unused_calls_are_dropped_and_no_call_runs_twice(mesh, make_group) -> None:
+    group = make_group(config_of(CASE))
 
     def unused(tokens, topk_ids):
         jax_ep.dispatch(group, tokens, topk_ids)
@@ -166,238 +171,151 @@ def test_calls_are_neither_kept_without_use_nor_doubled(mesh, make_group) -> Non
         return jnp.concatenate(outs)
 
     assert computations(compiled(mesh, unused)) == []
-    assert t.n_calls(compiled(mesh, halves)) == 4
+    assert test_transforms.n_calls(compiled(mesh, halves)) == 4
 
 
 @pytest.mark.parametrize("in_loop", [False, True])
-def test_work_stands_between_the_ends_of_calls(mesh, make_group, in_loop) -> None:
-    """And behind the sign that the call has its multiprocessors."""
+def test_overlapped_work_is_scheduled_between_start_and_done(mesh, make_group, in_loop) -> None:
+    """And after the step that waits until the call is resident on the GPU."""
     group = make_group(config_of(CASE, n_sms=16))
 
     def straight(tokens, topk_ids):
-        return overlapping(group, tokens, topk_ids)[: len(tokens)]
+        return async_layers.overlapped_layer(group, tokens, topk_ids)[: len(tokens)]
 
     def loop(tokens, topk_ids):
-        return jax.lax.scan(
-            lambda x, _: (straight(x, topk_ids), None), tokens, length=2
-        )[0]
+        def step(x, _):
+            return straight(x, topk_ids), None
+
+        return jax.lax.scan(step, tokens, length=2)[0]
 
     found = computations(compiled(mesh, loop if in_loop else straight))
     steps = max(found, key=len)
-    assert sorted(map(len, found))[:2] == [1, 1]  # what runs on the other stream
-    assert len(in_flight(steps)) == 2
-    for beside in in_flight(steps):
-        assert beside[0] == "jax_ep_await_begin"
-        assert "fusion" in beside, steps
-    assert steps.index("jax_ep_dispatch_end") > steps.index("call-done")
+    assert sorted(map(len, found))[:2] == [1, 1]  # the two calls on the other stream
+    assert len(while_in_flight(steps)) == 2
+    for overlapped in while_in_flight(steps):
+        assert overlapped[0] == "jax_ep_wait_started"
+        assert "fusion" in overlapped, steps
+    assert steps.index("jax_ep_dispatch_done") > steps.index("call-done")
     assert steps.count(CHECK) == 1 and steps.index(CHECK) < steps.index("call-start")
 
 
-def deep_layers(group, tokens, topk_ids):
-    """Work whose result nothing adds to the call's."""
-    y, beside = tokens, []
-    for _ in range(2):
-        rows = jax_ep.dispatch(group, tokens, topk_ids)
-        flight = jax_ep.combine_async(group, rows.tokens, rows)
-        y = flight.then(y)
-        for _ in range(2):
-            y = jnp.tanh(y @ y.T @ y)
-        tokens = jax_ep.combine_wait(group, flight, after=y)
-        beside.append(y)
-    return tokens, beside
-
-
-def two_layers(group, tokens, topk_ids):
-    matrix = jnp.ones((tokens.shape[1],) * 2, tokens.dtype)
-    for _ in range(2):
-        tokens = layer(group, tokens, topk_ids, matrix)
-    return tokens
-
-
-def layer(group, tokens, topk_ids, matrix):
-    flight = jax_ep.dispatch_async(group, tokens, topk_ids)
-    beside = jnp.tanh(flight.then(tokens) @ matrix)
-    rows = jax_ep.dispatch_wait(group, flight, after=beside)
-    matrices = jnp.broadcast_to(matrix, (len(rows.group_sizes), *matrix.shape))
-    out = jax.lax.ragged_dot(rows.tokens, matrices, rows.group_sizes)
-    flight = jax_ep.combine_async(group, out, rows, residual=beside)
-    more = jnp.tanh(flight.then(beside) @ matrix)
-    return jax_ep.combine_wait(group, flight, after=more) + more
-
-
-def gradient_of_loop(group, tokens, topk_ids):
-    def loss(tokens, matrices):
-        def turn(x, matrix):
-            return layer(group, x, topk_ids, matrix), None
-
-        return jnp.sum(jax.lax.scan(turn, tokens, matrices)[0].astype(jnp.float32))
-
-    shape = 3, tokens.shape[1], tokens.shape[1]
-    matrices = jnp.ones(shape, tokens.dtype) * tokens[0]
-    return jax.grad(loss, argnums=(0, 1))(tokens, matrices)
-
-
-def combine_in_a_loop(group, tokens, topk_ids):
-    rows = jax_ep.dispatch(group, tokens, topk_ids)
-
-    def turn(y, _):
-        flight = jax_ep.combine_async(group, rows.tokens * y[0], rows)
-        more = jnp.tanh(flight.then(y) @ y.T @ y)
-        return jax_ep.combine_wait(group, flight, after=more) + more, None
-
-    return jax.lax.scan(turn, tokens, length=3)[0]
-
-
-@pytest.mark.parametrize(
-    "program", [deep_layers, two_layers, gradient_of_loop, combine_in_a_loop]
-)
+@pytest.mark.parametrize("program", async_layers.PROGRAMS)
 @pytest.mark.parametrize("shared", [False, True])
-def test_no_work_comes_before_the_call_that_it_stands_beside(
-    mesh, make_group, program, shared
-) -> None:
-    """Wherever operands, buffers and check come from; and it does stand beside it."""
-    case = CASE.but(fused_shared_expert=shared)
+def test_no_overlapped_work_runs_before_its_call(mesh, make_group, program, shared) -> None:
+    """It overlaps with the call, wherever operands, buffers and check come from."""
+    case = CASE.replace(fused_shared_expert=shared)
     group = make_group(config_of(case, n_sms=16))
     text = compiled(mesh, functools.partial(program, group), case=case)
     n_found = 0
     for steps in computations(text):
-        for found in in_flight(steps):
-            assert found[0] == "jax_ep_await_begin", steps
+        for found in while_in_flight(steps):
+            assert found[0] == "jax_ep_wait_started", steps
             assert any(s == "fusion" or s.startswith("__cublas") for s in found), steps
             n_found += 1
-        assert "".join(steps).count("await_begin") == len(in_flight(steps)), steps
+        assert "".join(steps).count("wait_started") == len(while_in_flight(steps)), steps
     assert n_found
 
 
-@pytest.mark.parametrize("place", ["one device", "nvfp4"])
-def test_numbers_that_xla_knows_may_be_operands_of_pairs(
-    mesh, monkeypatch, place
-) -> None:
-    """XLA of jax 0.12 does not compile a pair that has a constant as operand."""
-    monkeypatch.setattr(P2pTransport, "open", lambda *_: None)
-    if place == "one device":
+@pytest.mark.parametrize("origin", ["one device", "nvfp4"])
+def test_constants_may_be_operands_of_asynchronous_calls(mesh, origin) -> None:
+    """XLA of jax 0.12 does not compile an asynchronous call with a constant as operand."""
+    if origin == "one device":
         case, mesh = cases.SMALL[1], jax.sharding.Mesh(mesh.devices[:1], (AXIS,))
     else:
-        case = cases.QUANTISED_SMALL[place]
+        case = cases.QUANTIZED_SMALL[origin]
     config = config_of(case, n_sms=16)
-    group = EPGroup(mesh, AXIS, config, P2pTransport(), None)
+    group = group_of(mesh, config)
 
     def body(tokens, topk_ids):
-        flight = jax_ep.dispatch_async(group, tokens, topk_ids)
-        beside = jnp.tanh(flight.then(tokens))
-        rows = jax_ep.dispatch_wait(group, flight, after=beside)
+        in_flight = jax_ep.dispatch_async(group, tokens, topk_ids)
+        overlapped = jnp.tanh(in_flight.then(tokens))
+        rows = jax_ep.dispatch_wait(group, in_flight, after=overlapped)
         out = jax_ep.dequantize(rows).astype(config.combine_dtype)
-        flight = jax_ep.combine_async(group, out, rows)
-        more = jnp.sin(flight.then(beside))
-        return jax_ep.combine_wait(group, flight, after=more), more
+        in_flight = jax_ep.combine_async(group, out, rows)
+        more = jnp.sin(in_flight.then(overlapped))
+        return jax_ep.combine_wait(group, in_flight, after=more), more
 
     steps = max(computations(compiled(mesh, body, case=case)), key=len)
-    assert [found[0] for found in in_flight(steps)] == ["jax_ep_await_begin"] * 2
+    assert [found[0] for found in while_in_flight(steps)] == ["jax_ep_wait_started"] * 2
 
 
-def in_flight(steps: list[str]) -> list[list[str]]:
-    """What stands between the start of each call and its end.
-
-    But for stores of what a scan stacks, beside which XLA does something else, too.
-    """
-    steps = [step for step in steps if step not in ("fusion-start", "fusion-done")]
-    starts = [i for i, step in enumerate(steps) if step == "call-start"]
-    dones = [i for i, step in enumerate(steps) if step == "call-done"]
-    return [steps[start + 1 : done] for start, done in zip(starts, dones, strict=True)]
-
-
-@pytest.mark.parametrize("overlaps", [False, True])
-def test_a_loop_that_stacks_results_makes_each_call_once(
-    mesh, make_group, overlaps
-) -> None:
-    """XLA fuses what stores in a larger array with a copy of a call, if it may."""
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_loop_that_stacks_results_makes_each_call_once(mesh, make_group, is_async) -> None:
+    """Without a barrier, XLA fuses the store into a larger array with a copy of the call."""
     group = make_group(config_of(CASE))
 
-    def turn(tokens, topk_ids):
-        if overlaps:
-            flight = jax_ep.dispatch_async(group, tokens, topk_ids)
-            rows = jax_ep.dispatch_wait(group, flight)
-            flight = jax_ep.combine_async(group, 2 * rows.tokens, rows)
-            out = jax_ep.combine_wait(group, flight)
-        else:
-            rows = jax_ep.dispatch(group, tokens, topk_ids)
-            out = jax_ep.combine(group, 2 * rows.tokens, rows)
-        acts = jax_ep.fused_silu(rows.tokens, rows.row_offsets)
-        return out, (out, rows.tokens, rows.layout, acts, acts.sum())
-
     def loop(tokens, topk_ids):
-        return jax.lax.scan(lambda x, _: turn(x, topk_ids), tokens, length=3)
+        def step(x, _):
+            rows = suite.dispatch(group, x, topk_ids, is_async=is_async)
+            out = suite.combine(group, 2 * rows.tokens, rows, is_async=is_async)
+            acts = jax_ep.fused_silu(rows.tokens, rows.row_offsets)
+            return out, (out, rows.tokens, rows.handle, acts, acts.sum())
+
+        return jax.lax.scan(step, tokens, length=3)
 
     program = compiled(mesh, loop)
     targets = re.findall(r'custom_call_target="jax_ep_(\w+)"', program.as_text())
-    halves = ["reserve", "dispatch_begin", "dispatch_end", "combine_beside"]
-    calls = halves if overlaps else ["dispatch", "combine"]
+    async_calls = ["dispatch_alloc", "dispatch_start", "dispatch_done", "combine_start"]
+    calls = async_calls if is_async else ["dispatch", "combine"]
     assert sorted(targets) == sorted(["check", "fused_silu", *calls])
     assert "copy" not in max(computations(program), key=len)
 
 
 @pytest.mark.parametrize(
-    "kept", [(), (jax_ep.DISPATCH_NAME,), (jax_ep.DISPATCH_NAME, jax_ep.COMBINE_NAME)]
+    "saved", [(), (jax_ep.DISPATCH_NAME,), (jax_ep.DISPATCH_NAME, jax_ep.COMBINE_NAME)]
 )
-def test_gradients_of_calls_that_overlap_make_each_call_once(
-    mesh, make_group, kept
-) -> None:
-    """In straight code and in a loop, also where a policy keeps the results."""
+def test_gradients_make_each_asynchronous_call_once(mesh, make_group, saved) -> None:
+    """In straight code and in a loop, also if a policy saves the results."""
     group = make_group(config_of(CASE, n_sms=16))
-    keep = jax.checkpoint_policies.save_only_these_names(*kept)
-    wrap = functools.partial(jax.checkpoint, policy=keep) if kept else lambda f: f
-    one = wrap(functools.partial(overlapping, group))
+    policy = jax.checkpoint_policies.save_only_these_names(*saved)
+    layer = functools.partial(async_layers.overlapped_layer, group)
+    layer = jax.checkpoint(layer, policy=policy) if saved else layer
 
     def straight(tokens, topk_ids):
-        return jnp.sum(one(one(tokens, topk_ids), topk_ids).astype(jnp.float32))
+        return jnp.sum(layer(layer(tokens, topk_ids), topk_ids).astype(jnp.float32))
 
     def loop(tokens, topk_ids):
-        def turn(x, _):
-            return one(x, topk_ids), None
+        def step(x, _):
+            return layer(x, topk_ids), None
 
-        return jnp.sum(jax.lax.scan(turn, tokens, length=2)[0].astype(jnp.float32))
+        return jnp.sum(jax.lax.scan(step, tokens, length=2)[0].astype(jnp.float32))
 
     for body, n_layers in ((straight, 2), (loop, 1)):
         text = compiled(mesh, jax.grad(body)).as_text()
-        for target in ("reserve", "dispatch_begin", "dispatch_end"):
+        for target in ("dispatch_alloc", "dispatch_start", "dispatch_done"):
             assert text.count(f'custom_call_target="jax_ep_{target}"') == n_layers
-        # Nobody needs the result of the last layer.
-        n_combines = text.count('custom_call_target="jax_ep_combine_beside"')
+        # The result of the last layer is not needed.
+        n_combines = text.count('custom_call_target="jax_ep_combine_start"')
         assert n_combines == 1
 
 
-def test_calls_that_overlap_have_no_second_derivative(mesh, make_group) -> None:
-    """As whole calls; not one of zeros."""
+def test_asynchronous_calls_have_no_second_derivative(mesh, make_group) -> None:
+    """Like synchronous calls; it must not be zero."""
     group = make_group(config_of(CASE))
 
     def dispatched(tokens, topk_ids):
-        flight = jax_ep.dispatch_async(group, tokens, topk_ids)
-        return jnp.sum(jax_ep.dispatch_wait(group, flight).tokens ** 3)
+        return jnp.sum(suite.dispatch(group, tokens, topk_ids, is_async=True).tokens ** 3)
 
     def combined(tokens, topk_ids):
         rows = jax_ep.dispatch(group, jax.lax.stop_gradient(tokens), topk_ids)
-        flight = jax_ep.combine_async(group, rows.tokens * tokens[0], rows)
-        return jnp.sum(jax_ep.combine_wait(group, flight) ** 3)
+        return jnp.sum(suite.combine(group, rows.tokens * tokens[0], rows, is_async=True) ** 3)
 
     for body in (dispatched, combined):
         jax.eval_shape(on_mesh(mesh, jax.grad(body)), *operand_types())
         twice = jax.grad(lambda x, i, f=body: jnp.sum(jax.grad(f)(x, i)))
-        with pytest.raises(NotImplementedError, match="jax_ep_awaited"):
+        with pytest.raises(NotImplementedError, match="jax_ep_finished"):
             jax.eval_shape(on_mesh(mesh, twice), *operand_types())
 
 
-@pytest.mark.parametrize("name", [*QUANTISED])
-def test_quantising_is_a_part_of_dispatch(name, mesh, make_group) -> None:
-    case = cases.QUANTISED_SMALL[name]
+@pytest.mark.parametrize("name", [*QUANTIZED_FORMATS])
+def test_quantization_adds_no_step_to_dispatch(name, mesh, make_group) -> None:
+    case = cases.QUANTIZED_SMALL[name]
     group = make_group(config_of(case))
 
     def body(tokens, topk_ids):
         rows = jax_ep.dispatch(group, tokens, topk_ids)
-        acts = jax_ep.fused_silu(
-            jax_ep.dequantize(rows), rows.row_offsets, jax_ep.MXFP8()
-        )
+        acts = jax_ep.fused_silu(jax_ep.dequantize(rows), rows.row_offsets, jax_ep.MXFP8())
         return rows.tokens, acts.tokens
 
     (steps,) = computations(compiled(mesh, body, case=case))
-    ours = [step for step in steps if "jax_ep" in step]
-    assert ours == [CHECK, "jax_ep_dispatch", "jax_ep_fused_silu"]
+    assert our_steps(steps) == [CHECK, "jax_ep_dispatch", "jax_ep_fused_silu"]

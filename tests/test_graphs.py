@@ -1,6 +1,4 @@
-"""Transport `p2p` in CUDA graphs, which XLA makes of five calls and more."""
-
-from __future__ import annotations
+"""Transport `p2p` in CUDA graphs, which XLA captures from five calls on."""
 
 import dataclasses
 
@@ -12,19 +10,19 @@ import pytest
 import cases
 import jax_ep
 import suite
-from harness import AXIS, config_of, make_mesh, on_mesh, place
-from jax_ep import _cuda_ffi
-from jax_ep.topology import local_places
-from jax_ep.transports.p2p_setup import ordinal
+from harness import AXIS, config_of, make_mesh, on_mesh, put
+from jax_ep.transports.bootstrap import ordinal
+from jax_ep.xla_ffi.extension import load_cuda
 
 pytestmark = pytest.mark.gpu
 N_PAIRS = 4
 
 
 class Chain:
-    """Calls in a row, compiled once; gives the bits of this process's results.
+    """Pairs of dispatch and combine in one compiled program.
 
-    Its arrays are let go: they stand where they stood in the next run.
+    Each run returns the bytes of this process's results, and frees its arrays, so that those of the
+    next run have the same addresses.
     """
 
     def __init__(self, group: jax_ep.EPGroup) -> None:
@@ -35,7 +33,7 @@ class Chain:
             return tokens
 
         inputs = suite.make_inputs(cases.SMALL[group.n_ranks])
-        self.operands = [place(group.mesh, [x]) for x in inputs.arrays()[:2]]
+        self.operands = put(group.mesh, *inputs.arrays()[:2])
         self.compiled = on_mesh(group.mesh, chain).lower(*self.operands).compile()
 
     def __call__(self) -> list[bytes]:
@@ -43,15 +41,15 @@ class Chain:
         return [np.asarray(shard.data).tobytes() for shard in out.addressable_shards]
 
 
-def same_size(mesh, config: jax_ep.EPConfig) -> jax_ep.EPGroup:
-    """A group that would take the memory of one that is closed, were it free."""
+def group_of_equal_size(mesh, config: jax_ep.EPConfig) -> jax_ep.EPGroup:
+    """A group that would get a closed group's memory if that were free."""
     other = dataclasses.replace(config, timeout_s=config.timeout_s + 30)
     return jax_ep.ep_init(mesh, AXIS, other, transport="p2p")
 
 
 def is_captured(group: jax_ep.EPGroup) -> bool:
-    here = local_places(group.mesh, group.axis_name)
-    return all(_cuda_ffi.load().is_captured(group.key, ordinal(p)) for p in here)
+    here = group.geometry.local_coordinates
+    return all(load_cuda().is_captured(group.key, ordinal(each)) for each in here)
 
 
 @pytest.fixture
@@ -61,7 +59,7 @@ def mesh():
 
 @pytest.fixture
 def config(mesh, request):
-    """Of a group that no other test opens."""
+    """The config of a group that no other test opens."""
     timeout_s = 20.0 + len(request.node.name) / 1000
     return config_of(cases.SMALL[mesh.size], timeout_s=timeout_s)
 
@@ -75,24 +73,24 @@ def test_calls_are_captured(mesh, config) -> None:
             assert run() == wanted
         calls = [each.dispatch_calls for each in group.stats()]
         assert calls == [7 * N_PAIRS] * mesh.size
-        # Not one for each call.
+        # One check for all calls.
         assert run.compiled.as_text().count('custom_call_target="jax_ep_check"') == 1
 
 
 def test_a_graph_outlives_its_group(mesh, config) -> None:
-    """Where it stands is kept, and belongs to the next group that is equal."""
+    """Its buffers are kept, and the next equal group gets them."""
     group = jax_ep.ep_init(mesh, AXIS, config, transport="p2p")
     run = Chain(group)
     wanted = [run() for _ in range(2)][-1]
     assert is_captured(group)
-    where = group.dev_ptrs
+    addresses = group.dev_ptrs
     for _ in range(2):
         group.close()
         with pytest.raises(jax.errors.JaxRuntimeError, match="is not open"):
             run()
-        other = same_size(mesh, config)
+        other = group_of_equal_size(mesh, config)
         group = jax_ep.ep_init(mesh, AXIS, config, transport="p2p")
-        assert (group.dev_ptrs == where).all()
+        assert (group.dev_ptrs == addresses).all()
         assert [each.dispatch_calls for each in group.stats()] == [0] * mesh.size
         assert run() == wanted
         calls = [each.dispatch_calls for each in group.stats()]
@@ -101,14 +99,10 @@ def test_a_graph_outlives_its_group(mesh, config) -> None:
     group.close()
 
 
-def test_what_no_graph_refers_to_is_freed(mesh) -> None:
-    """All of these together would not fit into the memory that XLA leaves."""
+def test_buffers_without_a_graph_are_freed(mesh) -> None:
+    """Together, the buffers of these groups would exceed the memory that XLA leaves."""
     config = jax_ep.EPConfig(
-        n_experts=mesh.size,
-        top_k=1,
-        hidden_size=8192,
-        max_tokens_per_rank=2**14,
-        recv_capacity=16,
+        n_experts=mesh.size, top_k=1, hidden_size=8192, max_tokens_per_rank=2**14, recv_capacity=16
     )
     for _ in range(60):
         jax_ep.ep_init(mesh, AXIS, config, transport="p2p").close()

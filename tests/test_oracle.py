@@ -1,6 +1,4 @@
-"""The oracle against tiny examples worked out by hand, and closed forms."""
-
-from __future__ import annotations
+"""The oracle against tiny examples by hand, and against closed forms."""
 
 import ml_dtypes
 import numpy as np
@@ -11,14 +9,14 @@ import routing
 
 BF16 = ml_dtypes.bfloat16
 
-# Two ranks, four experts (two each), two choices, two tokens a rank. Token t of rank s
-# is the row [10 s + t].
+# Two ranks, four experts (two each), two choices, two tokens per rank. Token t of rank s is the row
+# [10 s + t].
 IDS = [np.array([[3, 0], [1, 0]], np.int32), np.array([[0, 3], [2, -1]], np.int32)]
 TOKENS = [np.array([[0], [1]], BF16), np.array([[10], [11]], BF16)]
 WEIGHTS = [np.array([[0.5, 2], [4, 8]], np.float32)] * 2
 
 
-def test_rows_follow_expert_then_source_then_token_then_k():
+def test_rows_are_ordered_by_expert_source_token_and_k():
     first, second = oracle.dispatch(2, 4, 8, TOKENS, IDS, WEIGHTS)
     # Expert 0: rank 0's tokens 0 and 1, rank 1's token 0; expert 1: rank 0's token 1.
     assert first.tokens.astype(int).tolist() == [[0], [1], [10], [1]]
@@ -33,7 +31,7 @@ def test_rows_follow_expert_then_source_then_token_then_k():
     assert second.expert_ids.tolist() == [0, 1]
 
 
-def test_rows_beyond_the_capacity_are_cut_from_the_end():
+def test_rows_beyond_the_capacity_are_dropped_from_the_end():
     first, second = oracle.dispatch(2, 4, 3, TOKENS, IDS)
     assert (first.n_dropped, second.n_dropped) == (1, 0)
     assert first.row_offsets.tolist() == [0, 3, 3]
@@ -43,18 +41,18 @@ def test_rows_beyond_the_capacity_are_cut_from_the_end():
 def test_a_dropped_row_contributes_nothing():
     routed = oracle.route(2, 4, 3, IDS)
     out = oracle.combine(routed, [np.ones((3, 1), np.float32)] * 2)
-    # Rank 0's token 1 lost its choice of expert 1; rank 1's token 1 has one choice.
+    # Rank 0's token 1 lost its row at expert 1; rank 1's token 1 has one choice.
     assert [x.ravel().tolist() for x in out] == [[2, 1], [2, 1]]
 
 
-def test_ids_that_no_expert_has_are_counted_and_minus_one_is_not():
+def test_ids_of_no_expert_are_counted_but_minus_one_is_not():
     ids = [np.array([[-1, -2], [4, 2**31 - 1]], np.int32), np.array([[0, 1]], np.int32)]
     routed = oracle.route(2, 4, 8, ids)
     assert routed.n_invalid == [3, 0]
     assert [len(rows) for rows in routed.rows] == [2, 0]
 
 
-def test_an_expert_named_twice_gets_two_rows_in_k_order():
+def test_an_expert_chosen_twice_gets_two_rows_in_k_order():
     ids = [np.array([[1, 1, 0]], np.int32)]
     weights = [np.array([[1, 2, 4]], np.float32)]
     (rows,) = oracle.dispatch(1, 2, 8, [np.ones((1, 1), BF16)], ids, weights)
@@ -63,7 +61,7 @@ def test_an_expert_named_twice_gets_two_rows_in_k_order():
 
 
 def test_sums_round_after_every_product_and_every_sum():
-    """A fused multiply-add would keep the product's error; two roundings give 0."""
+    """A fused multiply-add would keep the error of the product; two roundings give 0."""
     weight = np.float32(1 + 2**-12)
     row = np.array([[weight], [-weight * weight]], np.float32)
     routed = oracle.route(1, 2, 2, [np.array([[0, 1]], np.int32)])
@@ -74,17 +72,15 @@ def test_sums_round_after_every_product_and_every_sum():
     assert out.item() == 0
 
 
-def test_row_weights_round_each_ranks_sum_before_it_travels():
-    """Rank 0's sum 1 + 2^-9 is 1 in bfloat16; at the source it would have counted."""
+def test_with_row_weights_each_rank_rounds_its_sum():
+    """Rank 0's sum 1 + 2^-9 rounds to 1 in bfloat16; at the source 2^-9 would count."""
     ids = [np.array([[0, 1, 2]], np.int32), np.full((1, 3), -1, np.int32)]
     routed = oracle.route(2, 4, 2, ids)
     expert_out = [np.array([[1], [2**-9]], BF16), np.array([[2**-8], [0]], BF16)]
     weights = [np.ones((1, 3), np.float32)] * 2
     at_source, _ = oracle.combine(routed, expert_out, topk_weights=weights)
-    at_row, _ = oracle.combine(
-        routed, expert_out, topk_weights=weights, weights_at="row"
-    )
-    assert at_row.item() == 1  # 1 + 2^-8 is a tie that goes to even
+    at_row, _ = oracle.combine(routed, expert_out, topk_weights=weights, weights_at="row")
+    assert at_row.item() == 1  # 1 + 2^-8 is a tie, rounded to even
     assert at_source.item() == 1 + 2**-7
 
 
@@ -120,7 +116,7 @@ def test_identity_experts_multiply_tokens_by_the_sum_of_weights(name, weights_at
 
 
 @pytest.mark.parametrize("name", routing.ROUTINGS)
-def test_combine_without_a_sum_returns_every_choice_to_its_place(name):
+def test_combine_without_reduce_returns_every_choice(name):
     ids = list(routing.make(name, 1, 4, 6, 16, 4))
     tokens = [np.random.default_rng(i).random((6, 3), np.float32) for i in range(4)]
     rows = oracle.dispatch(4, 16, 96, tokens, ids)
@@ -132,7 +128,7 @@ def test_combine_without_a_sum_returns_every_choice_to_its_place(name):
 
 
 @pytest.mark.parametrize("weights_at", ["source", "row"])
-def test_gradients_are_the_adjoint_of_the_forward_pass(weights_at):
+def test_the_gradients_of_combine_are_its_adjoint(weights_at):
     """combine is bilinear: <g, out> = <d_rows, rows> = <d_weights, weights>."""
     ids = list(routing.make("duplicates", 2, 4, 6, 16, 4))
     rng = np.random.default_rng(3)
@@ -145,9 +141,7 @@ def test_gradients_are_the_adjoint_of_the_forward_pass(weights_at):
     value = np.vdot(np.stack(d_out), np.stack(out))
     assert sum(routed.n_dropped) > 0
     np.testing.assert_allclose(np.vdot(np.stack(d_rows), np.stack(rows)), value, 1e-5)
-    np.testing.assert_allclose(
-        np.vdot(np.stack(d_weights), np.stack(weights)), value, 1e-5
-    )
+    np.testing.assert_allclose(np.vdot(np.stack(d_weights), np.stack(weights)), value, 1e-5)
 
 
 def test_the_gradient_of_dispatch_is_its_adjoint():
@@ -171,7 +165,7 @@ def test_the_gradient_of_dispatch_is_its_adjoint():
 
 
 @pytest.mark.parametrize("name", routing.ROUTINGS)
-def test_routings_repeat_themselves_and_fit_their_description(name):
+def test_routings_are_reproducible_and_match_their_description(name):
     ids = routing.make(name, 5, 4, 9, 12, 5)
     assert ids.shape == (4, 9, 5)
     assert ids.dtype == np.int32

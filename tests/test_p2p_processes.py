@@ -1,17 +1,21 @@
 """Transport `p2p` with ranks in several processes: the suite, and ranks that fail.
 
-Several processes may share a GPU, so that one GPU can run what four do: XLA's own
-collectives refuse that, but nothing here uses them.
+Several processes may share a GPU, so that one GPU can run what four do: XLA's own collectives
+refuse that, but nothing here uses them.
 """
-
-from __future__ import annotations
 
 import pytest
 
-from ranks import run_pytest, run_ranks, visible_gpus
+from processes import run_processes, run_pytest, visible_gpus
 
-pytestmark = pytest.mark.gpu
-LIMIT_S = 300.0
+pytestmark = [pytest.mark.gpu, pytest.mark.multiprocess]
+TIMEOUT_S = 300.0
+CHECKS = [
+    "check_the_suite",
+    "check_a_skipped_call",
+    "check_a_skipped_graph",
+    "check_a_process_that_exits",
+]
 
 
 def needs_gpus(n: int) -> list[str]:
@@ -23,46 +27,35 @@ def needs_gpus(n: int) -> list[str]:
 
 def run(target: str, gpus: list[str]) -> None:
     """Runs a function of `process_checks` in a process for each entry of `gpus`."""
-    run_ranks(len(gpus), f"process_checks:{target}", gpus=gpus, timeout_s=LIMIT_S)
+    run_processes(len(gpus), f"process_checks:{target}", gpus=gpus, timeout_s=TIMEOUT_S)
 
 
-CHECKS = [
-    "check_the_suite",
-    "check_a_skipped_call",
-    "check_a_skipped_graph",
-    "check_a_process_that_exits",
-]
-
-
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("n_processes", [2, 4, 8])
 @pytest.mark.parametrize("check", CHECKS)
-def test_processes_that_share_a_gpu(check, n_processes):
+def test_processes_share_a_gpu(check, n_processes):
     run(check, needs_gpus(1) * n_processes)
 
 
-@pytest.mark.multiprocess
 @pytest.mark.multigpu
 @pytest.mark.parametrize("n_processes", [4, 8])
 @pytest.mark.parametrize("check", CHECKS)
-def test_processes_that_share_two_gpus(check, n_processes):
-    """Some peers on the same GPU, some behind the link."""
+def test_processes_share_two_gpus(check, n_processes):
+    """Some peers are on the same GPU, some behind the link."""
     run(check, needs_gpus(2) * (n_processes // 2))
 
 
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("n_processes", [4, 8])
 @pytest.mark.parametrize(
     "files",
     [
         ["dispatch_combine", "shared_expert"],
-        ["grad", "transforms", "independence", "async", "overlap"],
-        ["quantised", "quantised_grad", "quantised_transforms"],
+        ["grad", "transforms", "independent_calls", "async", "overlap"],
+        ["quantized", "quantized_grad", "quantized_transforms"],
     ],
     ids="-".join,
 )
-def test_files_of_the_suite_in_several_processes(files, n_processes):
-    """One process needs as many GPUs: four for most tests, eight for some."""
+def test_files_of_the_suite_run_in_several_processes(files, n_processes):
+    """One process would need as many GPUs: four for most tests, eight for some."""
     needs_gpus(1)
     gpus = visible_gpus()
     logs = run_pytest(
@@ -73,35 +66,32 @@ def test_files_of_the_suite_in_several_processes(files, n_processes):
         "-m",
         "not xla_collectives",
         gpus=[gpus[i % len(gpus)] for i in range(n_processes)],
-        timeout_s=LIMIT_S,
+        timeout_s=TIMEOUT_S,
     )
     print(logs[0])
 
 
-@pytest.mark.multiprocess
 @pytest.mark.multigpu
 @pytest.mark.parametrize("n_processes", [2, 4, 8])
 @pytest.mark.parametrize("check", CHECKS)
-def test_one_process_per_gpu(check, n_processes):
+def test_each_process_has_a_gpu(check, n_processes):
     run(check, needs_gpus(n_processes))
 
 
-@pytest.mark.multiprocess
 @pytest.mark.multigpu
 @pytest.mark.parametrize("check", [*CHECKS, "check_two_axes"])
-def test_two_gpus_per_process(check):
+def test_each_process_has_two_gpus(check):
     gpus = needs_gpus(4)
     run(check, [",".join(gpus[:2]), ",".join(gpus[2:])])
 
 
-@pytest.mark.multiprocess
-def test_groups_of_ranks_may_span_processes_or_not():
+def test_groups_may_span_processes_or_not():
     run("check_two_axes", needs_gpus(1) * 4)
 
 
 @pytest.mark.multigpu
-def test_a_skipped_call_in_one_process():
-    """In a process of its own: this one has not started CUDA, and need not."""
+def test_a_skipped_call_fails_in_one_process():
+    """In a new process: this one has not started CUDA and need not."""
     n_gpus = len(visible_gpus())
     gpus = needs_gpus(4 if n_gpus >= 4 else 2)
     run("check_a_skipped_call", [",".join(gpus)])

@@ -1,6 +1,4 @@
-"""Which of ThreadSanitizer's reports `make sanitize` shows."""
-
-from __future__ import annotations
+"""Which reports of ThreadSanitizer `make sanitize` shows."""
 
 import importlib.util
 import pathlib
@@ -23,17 +21,17 @@ WARNING: ThreadSanitizer: data race (pid=1)
 """
 
 
-def test_code_that_xla_compiled_is_left_out() -> None:
+def test_reports_about_code_that_xla_compiled_are_left_out() -> None:
     assert our_reports.ours(REPORT.format(caller="<null> <null>")) == []
 
 
-def test_our_own_memset_is_shown() -> None:
+def test_a_report_about_our_own_memset_is_shown() -> None:
     text = REPORT.format(caller="Zero ffi/cpu/memory.cc:86")
     assert len(our_reports.ours(text)) == 1
     both = text + REPORT.format(caller="<null> <null>")
     assert len(our_reports.ours(both)) == 1
 
 
-def test_a_nameless_caller_further_up_changes_nothing() -> None:
+def test_a_report_with_an_unknown_caller_further_up_is_shown() -> None:
     caller = "Zero ffi/cpu/memory.cc:86\n    #3 <null> <null>"
     assert len(our_reports.ours(REPORT.format(caller=caller))) == 1

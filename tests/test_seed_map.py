@@ -1,6 +1,4 @@
-"""docs/seed_map.md: every place that it names is there."""
-
-from __future__ import annotations
+"""docs/seed_map.md: everything that it refers to exists."""
 
 import pathlib
 import re
@@ -8,7 +6,7 @@ import re
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
-PLACE = re.compile(r"`((?:jax_ep|ffi|tests|examples|benchmarks)/[\w./]+?)(?::(\w+))?`")
+REFERENCE = re.compile(r"`((?:jax_ep|ffi|tests|examples|benchmarks)/[\w./]+?)(?::(\w+))?`")
 NONE = "none needed"
 
 
@@ -22,7 +20,7 @@ def read_rows() -> list[list[str]]:
 ROWS = read_rows()
 
 
-def test_rows_are_complete_and_names_stand_once():
+def test_rows_are_complete_and_names_are_unique():
     assert len(ROWS) > 150
     for row in ROWS:
         assert len(row) == 4, row
@@ -32,11 +30,11 @@ def test_rows_are_complete_and_names_stand_once():
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
-def test_every_place_is_there(row):
+def test_every_reference_exists(row):
     name, _, here, how = row
-    places = PLACE.findall(here)
-    assert len(places) == 1 or here == NONE, name
-    for path, symbol in places + PLACE.findall(how):
+    references = REFERENCE.findall(here)
+    assert len(references) == 1 or here == NONE, name
+    for path, symbol in references + REFERENCE.findall(how):
         text = (ROOT / path).read_text()
         assert re.search(rf"\b{symbol}\b", text), f"{name}: no {symbol} in {path}"
-    assert "`" not in PLACE.sub("", here), f"{name}: unknown place in {here}"
+    assert "`" not in REFERENCE.sub("", here), f"{name}: unknown reference in {here}"

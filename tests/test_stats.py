@@ -1,6 +1,4 @@
-"""EPGroup.stats: totals that follow from topk_ids, counted afresh here."""
-
-from __future__ import annotations
+"""`EPGroup.stats`: totals that follow from `topk_ids`, counted independently here."""
 
 import dataclasses
 import sys
@@ -11,7 +9,6 @@ import numpy as np
 import pytest
 
 import jax_ep
-import jax_ep.topology
 
 pytestmark = pytest.mark.usefixtures("one_process")
 DP, R, L, K, H, T = 2, 4, 2, 3, 8, 5
@@ -21,9 +18,7 @@ CAPACITY = 12
 
 @pytest.fixture
 def group(one_process):
-    mesh = jax.sharding.Mesh(
-        np.array(jax.devices()[: DP * R]).reshape(DP, R), ("dp", "ep")
-    )
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[: DP * R]).reshape(DP, R), ("dp", "ep"))
     config = jax_ep.EPConfig(
         n_experts=E,
         top_k=K,
@@ -48,7 +43,7 @@ def run_layer(group, topk_ids: np.ndarray) -> None:
 
 
 def count(ids: np.ndarray) -> dict[str, np.ndarray]:
-    """Totals of one row of ranks; ids [R, T, K]."""
+    """Totals of one replica; ids [R, T, K]."""
     valid = (ids >= 0) & (ids < E)
     rows_to_expert = np.zeros((R, E), np.int64)
     tokens_to_rank = np.zeros((R, R), np.int64)
@@ -76,29 +71,29 @@ def test_stats_count_what_was_sent_received_and_dropped(group):
         run_layer(group, ids)
         for totals in group.stats():
             assert isinstance(totals, jax_ep.RankStats)
-            row, rank = divmod(totals.device, R)
-            assert (totals.row, totals.rank) == (row, rank)
+            replica, rank = divmod(totals.device, R)
+            assert (totals.replica, totals.rank) == (replica, rank)
             assert totals.dispatch_calls == totals.combine_calls == n_calls
-            for name, expected in count(ids[row]).items():
+            for name, expected in count(ids[replica]).items():
                 actual = getattr(totals, name)
                 np.testing.assert_array_equal(actual, n_calls * expected[rank], name)
                 assert isinstance(actual, int) or actual.dtype == np.int64
     assert sum(totals.dropped_rows for totals in group.stats()) > 0
 
 
-def test_groups_with_equal_arguments_are_one_until_the_last_is_closed(group):
-    twin = jax_ep.ep_init(group.mesh, "ep", group.config, transport="host")
-    assert twin == group
-    assert hash(twin) == hash(group)
-    run_layer(twin, np.zeros((DP, R, T, K), np.int32))
-    twin.close()
+def test_equal_groups_share_stats_until_the_last_is_closed(group):
+    equal = jax_ep.ep_init(group.mesh, "ep", group.config, transport="host")
+    assert equal == group
+    assert hash(equal) == hash(group)
+    run_layer(equal, np.zeros((DP, R, T, K), np.int32))
+    equal.close()
     assert group.stats()[0].dispatch_calls == 1
 
 
-def test_the_last_rank_to_come_waits_for_nobody(group):
+def test_the_last_rank_to_arrive_waits_for_no_other(group):
     run_layer(group, np.zeros((DP, R, T, K), np.int32))
-    for row in range(DP):
-        ranks = [totals for totals in group.stats() if totals.row == row]
+    for replica in range(DP):
+        ranks = [totals for totals in group.stats() if totals.replica == replica]
         waits = np.stack([totals.wait_s for totals in ranks])  # [R, 2, R]
         assert waits.dtype == np.float64
         for call in range(2):
@@ -106,13 +101,13 @@ def test_the_last_rank_to_come_waits_for_nobody(group):
             assert np.isfinite(waited).all()
             assert (waited >= 0).all()
             assert (waited == 0).all(axis=1).any()
-            # Of two ranks, one at most has waited for the other.
+            # At most one of two ranks has waited for the other.
             assert (np.minimum(waited, waited.T) == 0).all()
         for totals in ranks:
             np.testing.assert_array_equal(totals.wait_s, totals.longest_wait_s)
 
 
-def test_traffic_is_drawn_as_it_was_counted(group, tmp_path):
+def test_the_traffic_figure_shows_the_stats(group, tmp_path):
     ids = np.random.default_rng(6).integers(0, E, (DP, R, T, K)).astype(np.int32)
     run_layer(group, ids)
     stats = group.stats()
@@ -120,18 +115,18 @@ def test_traffic_is_drawn_as_it_was_counted(group, tmp_path):
     titles = [axes.get_title() for axes in figure.axes[:3]]
     assert titles == ["rows sent", "ms waited in dispatch", "ms waited in combine"]
     drawn = [np.asarray(axes.images[0].get_array()) for axes in figure.axes[:3]]
-    expected = np.concatenate([count(of_row)["rows_to_expert"] for of_row in ids])
+    expected = np.concatenate([count(each)["rows_to_expert"] for each in ids])
     np.testing.assert_array_equal(drawn[0], expected)
     for call, matrix in enumerate(drawn[1:]):
         waits = [1e3 * totals.wait_s[call] for totals in stats]
         np.testing.assert_allclose(matrix, waits)
     labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-    assert labels == [f"{row}: {rank}" for row in range(DP) for rank in range(R)]
+    assert labels == [f"{replica}: {rank}" for replica in range(DP) for rank in range(R)]
     figure.savefig(tmp_path / "traffic.png")
     assert (tmp_path / "traffic.png").stat().st_size > 1000
 
 
-def test_traffic_of_no_rank_or_of_several_groups_is_refused(group):
+def test_the_traffic_of_no_rank_or_of_several_groups_is_rejected(group):
     with pytest.raises(ValueError, match="of one group; got .* = \\[\\]"):
         jax_ep.plot_traffic([])
     one = group.stats()[0]
@@ -147,7 +142,7 @@ def test_without_matplotlib_the_error_names_the_extra(group, monkeypatch):
 
 
 def counts_of(n_ranks: int, n_groups: int) -> dict:
-    """What an extension would give: every number another one."""
+    """What an extension returns, with all numbers different."""
     numbers = iter(range(1, 1000))
 
     def take(n: int) -> list[int]:
@@ -160,32 +155,32 @@ def counts_of(n_ranks: int, n_groups: int) -> dict:
         dropped_rows=next(numbers),
         tokens_to_rank=take(n_ranks),
         bytes_to_rank=take(n_ranks),
-        rows_to_expert=take(n_ranks * n_groups),
-        rows_per_expert=take(n_groups),
+        rows_to_group=take(n_ranks * n_groups),
+        rows_per_group=take(n_groups),
         wait_ns=take(2 * n_ranks),
         longest_wait_ns=take(2 * n_ranks),
     )
 
 
-def test_a_shared_experts_rows_are_left_out(group):
-    place = jax_ep.topology.local_places(group.mesh, "ep")[2]
+def test_stats_leave_out_the_rows_of_a_shared_expert(group):
+    coordinate = group.geometry.local_coordinates[2]
     counts = counts_of(R, L + 1)
-    stats = jax_ep.RankStats.from_counts(group, place, counts)
-    sent = np.reshape(counts["rows_to_expert"], (R, L + 1))[:, 1:]
+    stats = jax_ep.RankStats.from_counts(group.geometry, coordinate, counts)
+    sent = np.reshape(counts["rows_to_group"], (R, L + 1))[:, 1:]
     np.testing.assert_array_equal(stats.rows_to_expert, sent.ravel())
-    np.testing.assert_array_equal(stats.rows_per_expert, counts["rows_per_expert"][1:])
+    np.testing.assert_array_equal(stats.rows_per_expert, counts["rows_per_group"][1:])
     np.testing.assert_array_equal(stats.tokens_to_rank, counts["tokens_to_rank"])
     waits = np.reshape(counts["wait_ns"], (2, R)) * 1e-9
     np.testing.assert_array_equal(stats.wait_s, waits)
 
 
 @pytest.mark.parametrize("n_shared", [0, 1])
-def test_a_rank_alone_sends_nothing_and_has_rows_for_its_own_experts(group, n_shared):
-    place = jax_ep.topology.local_places(group.mesh, "ep")[2]
+def test_with_one_routed_rank_stats_have_only_rows_of_own_experts(group, n_shared):
+    coordinate = group.geometry.local_coordinates[2]
     counts = counts_of(1, L + n_shared)
-    stats = jax_ep.RankStats.from_counts(group, place, counts)
+    stats = jax_ep.RankStats.from_counts(group.geometry, coordinate, counts)
     expected = np.zeros((R, L), np.int64)
-    expected[2] = counts["rows_to_expert"][n_shared:]
+    expected[2] = counts["rows_to_group"][n_shared:]
     np.testing.assert_array_equal(stats.rows_to_expert, expected.ravel())
     assert not stats.tokens_to_rank.any()
     assert not stats.bytes_to_rank.any()

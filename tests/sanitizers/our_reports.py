@@ -1,8 +1,8 @@
-"""Prints ThreadSanitizer's reports, but those in which XLA's compiled code takes part.
+"""Prints ThreadSanitizer's reports, except those that involve code that XLA compiled.
 
-Code that XLA compiles just in time calls memset and memcpy, which TSan sees; how XLA
-orders it and our calls, TSan does not see. Such code has no name: what called the C
-library's function is `<null>`.
+Code that XLA compiles just in time calls memset and memcpy, which TSan sees. TSan does
+not see how XLA orders these calls and ours. Such code has no symbols: in a report, the
+caller of the C library's function is `<null>`.
 
 Usage: our_reports.py FILE...; exit status 1 if there is a report to print.
 """
@@ -20,7 +20,7 @@ _BY_COMPILED_CODE = re.compile(
 
 
 def ours(text: str) -> list[str]:
-    """The reports of a file of TSan's that are to be looked at."""
+    """Returns the reports in one of TSan's files that concern jax_ep."""
     reports = (part.strip() for part in text.split(_BETWEEN))
     return [
         report
@@ -30,11 +30,7 @@ def ours(text: str) -> list[str]:
 
 
 def main() -> int:
-    reports = [
-        report
-        for path in sys.argv[1:]
-        for report in ours(pathlib.Path(path).read_text())
-    ]
+    reports = [report for path in sys.argv[1:] for report in ours(pathlib.Path(path).read_text())]
     print("\n\n".join(reports))
     return 1 if reports else 0
 

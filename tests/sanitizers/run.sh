@@ -5,18 +5,18 @@
 # Usage: tests/sanitizers/run.sh VENV [PYTEST-OPTION...]
 #
 # VENV has the dependencies and the build tools; the instrumented package goes to
-# build/sanitize/. Python and jaxlib are not instrumented: what they do is not looked at.
+# build/sanitize/. Python and jaxlib are not instrumented, so their own faults are not found.
 # For each sanitizer, in this order:
 #
-#   1. the package, seeded_faults.cc and (for TSan) tsan_edges.cc are built;
-#   2. the seeded faults have to be found, and nothing where there is none;
-#   3. the C++ tests of ffi/tests run;
-#   4. pytest runs.
+#   1. build the package, seeded_faults.cc and (for TSan) tsan_edges.cc;
+#   2. check that the sanitizer reports each seeded fault, and nothing where there is none;
+#   3. run the C++ tests of ffi/tests;
+#   4. run pytest.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 venv=$(realpath "$1")
 shift
-# Not what starts other processes: they would run without the instrumented package.
+# Tests that start other processes are left out: those would run without the instrumented package.
 pytest_options=(-k "host and not fresh_process and not test_cpp"
   -m "not multiprocess and not slow and not gpu and not multigpu" "$@")
 here=tests/sanitizers
@@ -45,7 +45,7 @@ build() {
   if [[ $sanitizer == thread ]]; then
     "$CXX" "${flags[@]}" $here/tsan_edges.cc -o "$dir/tsan_edges.so"
   fi
-  # Without instrumentation everything below would pass.
+  # Without instrumentation, everything below would pass.
   local extension symbol=__asan_init
   [[ $sanitizer == thread ]] && symbol=__tsan_init
   for extension in "$dir"/package/jax_ep/*.so; do
@@ -54,15 +54,15 @@ build() {
   done
 }
 
-# python SANITIZER DIRECTORY ARGUMENT...: Python with the sanitizer's run-time library.
-# -S: no editable install gets in front of the instrumented package; -P: nor this folder.
+# python SANITIZER DIRECTORY ARGUMENT...: runs Python with the sanitizer's runtime library.
+# -S and -P keep an editable install and this folder from shadowing the instrumented package.
 python() {
   local sanitizer=$1 dir=$2
   shift 2
   local path=$dir/package:$here:$site_packages
   if [[ $sanitizer == thread ]]; then
-    # Of a wait in jaxlib only the lock that ends it is seen, never the unlock: TSan's graph of
-    # held locks overflows. The order of jax_ep's locks is checked in the C++ tests.
+    # When jaxlib waits, TSan sees the lock at the end of the wait but not the unlock at its
+    # start, so its graph of held locks overflows. The C++ tests check the order of jax_ep's locks.
     local options="exitcode=${tsan_exitcode:-66} detect_deadlocks=0 history_size=4"
     env LD_PRELOAD="$("$CXX" -print-file-name=libtsan.so)" PYTHONPATH="$path" \
       TSAN_OPTIONS="$options suppressions=$PWD/$here/tsan.supp log_path=$dir/report" \
@@ -70,15 +70,15 @@ python() {
   else
     local preload
     preload="$("$CXX" -print-file-name=libasan.so) $("$CXX" -print-file-name=libubsan.so)"
-    # Leaks are looked for in the C++ tests: in Python, every report would be Python's.
+    # The C++ tests look for leaks; here, every report would be about Python.
     env LD_PRELOAD="$preload" PYTHONPATH="$path" \
       ASAN_OPTIONS="detect_leaks=0 log_path=$dir/report" \
       UBSAN_OPTIONS="print_stacktrace=1 log_path=$dir/report" "$venv/bin/python" -S -P "$@"
   fi
 }
 
-# seeded SANITIZER DIRECTORY FAULT [TEXT]: the report has to contain TEXT; without TEXT
-# there must be none.
+# seeded SANITIZER DIRECTORY FAULT [TEXT]: checks that the report contains TEXT or, without TEXT,
+# that there is no report.
 seeded() {
   local sanitizer=$1 dir=$2 fault=$3 text=${4:-} status=0
   rm -f "$dir"/report.*
@@ -98,7 +98,7 @@ seeded() {
   echo "seeded fault '$fault': ${text:-no report}, as expected"
 }
 
-# run SANITIZER DIRECTORY: everything for one sanitizer.
+# run SANITIZER DIRECTORY: runs all steps for one sanitizer.
 run() {
   local sanitizer=$1 dir=$2 status=0
   build "$sanitizer" "$dir"
@@ -125,7 +125,7 @@ run() {
   rm -f "$dir"/report.*
   local plugin=()
   [[ $sanitizer == thread ]] && plugin=(-p tsan_edges)
-  # The status is to be that of pytest: some of TSan's reports are not of our code.
+  # Exit with pytest's status: some of TSan's reports do not concern our code.
   tsan_exitcode=0 python "$sanitizer" "$dir" -m pytest "${plugin[@]}" -p no:cacheprovider \
     "${pytest_options[@]}" || status=$?
   if compgen -G "$dir/report.*" > /dev/null; then

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// An all-to-all of CPU devices, made as the extension's handlers are, that commits a fault on
-// request. seeded_faults.py runs it to show that the sanitizers see what they should.
+// An all-to-all of CPU devices, built like the extension's handlers, that commits a fault on
+// request. seeded_faults.py runs it to prove that the sanitizers report what they should.
 
 #include <chrono>
 #include <cstdint>
@@ -22,10 +22,10 @@ namespace {
 
 enum Fault : int64_t {
   kNone = 0,
-  kOverflow = 1,        // writes behind a heap block
-  kSignedOverflow = 2,  // undefined behaviour
-  kRace = 3,            // ranks count up a shared number without a lock
-  kCopyRace = 4,        // ranks copy into a shared buffer without a lock
+  kOverflow = 1,        // writes past the end of a heap block
+  kSignedOverflow = 2,  // undefined behavior
+  kRace = 3,            // ranks increment a common number without a lock
+  kCopyRace = 4,        // ranks copy into a common buffer without a lock
 };
 
 struct Arrival {
@@ -37,13 +37,13 @@ struct Arrival {
 struct CallSite {
   static ffi::TypeId id;
   std::mutex mutex;
-  std::map<int64_t, std::map<int32_t, Arrival>> runs;  // run id -> rank -> what it brought
+  std::map<int64_t, std::map<int32_t, Arrival>> runs;  // run id -> rank -> its buffers
 };
 
 ffi::TypeId CallSite::id = {};
 
-volatile int64_t shared_number = 0;
-char shared_bytes[64];
+volatile int64_t common_number = 0;
+char common_bytes[64];
 
 void Commit(int64_t fault) {
   static volatile int64_t n = 10;
@@ -54,15 +54,15 @@ void Commit(int64_t fault) {
     n = std::numeric_limits<int64_t>::max();
     n = n + 1;
   } else if (fault == kRace || fault == kCopyRace) {
-    const char bytes[sizeof(shared_bytes)] = {};
+    const char bytes[sizeof(common_bytes)] = {};
     volatile size_t size = sizeof(bytes);
     for (int i = 0; i < 5; ++i) {
       if (fault == kRace) {
-        shared_number = shared_number + 1;
+        common_number = common_number + 1;
       } else {
-        std::memcpy(shared_bytes, bytes, size);
+        std::memcpy(common_bytes, bytes, size);
       }
-      // Otherwise one thread may happen to run all ranks, one after the other.
+      // Without a pause, one thread could run all ranks one after the other.
       std::this_thread::sleep_for(std::chrono::microseconds(200));
     }
   }

@@ -3,8 +3,8 @@
 
 Usage: python seeded_faults.py LIBRARY FAULT
 
-FAULT is one of `FAULTS`. The sanitizer has to report every fault of its kind, and must
-stay silent for `none`.
+FAULT is one of `FAULTS`. The sanitizer must report every fault of its kind, and nothing
+for `none`.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ N_RANKS = 4
 
 
 def register(path):
-    """Registers the library's handlers as the package does its own."""
+    """Registers the library's handlers as the package registers its own."""
     library = ctypes.CDLL(path)
     for function in (library.SeededTypeId, library.SeededTypeInfo):
         function.restype = ctypes.c_void_p
@@ -38,7 +38,9 @@ def register(path):
         "instantiate": jax.ffi.pycapsule(library.SeededInstantiate),
         "execute": jax.ffi.pycapsule(library.SeededExecute),
     }
-    jax.devices()  # the back end has to exist: it takes handlers before types
+    # Types must be registered before handlers. JAX queues both until a backend
+    # exists, and then registers handlers first.
+    jax.devices()
     jax.ffi.register_ffi_type("seeded.CallSite", types, platform="cpu")
     jax.ffi.register_ffi_target("seeded_all_to_all", handlers, platform="cpu")
 
@@ -49,15 +51,11 @@ def run(fault):
     spec = P("ep")
 
     def exchange(x):
-        call = jax.ffi.ffi_call(
-            "seeded_all_to_all", jax.ShapeDtypeStruct(x.shape, x.dtype)
-        )
+        call = jax.ffi.ffi_call("seeded_all_to_all", jax.ShapeDtypeStruct(x.shape, x.dtype))
         return call(x, n_ranks=np.int64(N_RANKS), fault=np.int64(fault))
 
     @jax.jit
-    @functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
-    )
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     def program(x):
         for _ in range(4):
             x = exchange(x) + jax.lax.psum(x, "ep") * 0
@@ -68,7 +66,7 @@ def run(fault):
     x = jax.device_put(x, jax.NamedSharding(mesh, spec))
     for _ in range(10):
         y = program(x)
-    # Eight exchanges bring everything back to where it was.
+    # Eight exchanges return every element to its place.
     np.testing.assert_array_equal(np.asarray(y), np.asarray(x) + jnp.float32(4))
 
 

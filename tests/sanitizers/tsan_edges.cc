@@ -1,21 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Tells ThreadSanitizer what the XLA runtime orders before what. Test code; loaded by
-// tsan_edges.py, never part of the package.
+// Tells ThreadSanitizer which events the XLA runtime orders. Test code, loaded by tsan_edges.py;
+// never part of the package.
 //
 // jaxlib is not instrumented, so TSan does not see that a handler's state exists before the handler
-// runs, nor that a task is scheduled before it starts: without help it reports each of these
-// hand-overs as a race. Suppressing them would silence everything below the handlers. Instead, each
-// handler is called through a trampoline that gives it a copy of XLA's function table in which the
-// hand-overs announce themselves:
+// runs, or that a task is scheduled before it starts. Without help it reports each of these
+// hand-overs as a race, and suppressing them would silence everything below the handlers. Instead,
+// each handler is called through a trampoline that gives it a copy of XLA's function table, whose
+// functions announce the hand-overs to TSan:
 //
-//   State_Set          happens before  State_Get of the same state
-//   ThreadPool_Schedule happens before the task
-//   a call's completion happens before the later calls on the same device
-//   every call and task happens before the destruction of a state
+//   State_Set            happens before  State_Get of the same state
+//   ThreadPool_Schedule  happens before  the task
+//   a call's completion  happens before  later calls on the same device
+//   every call and task  happens before  the destruction of a state
 //
-// Nothing else is assumed: whatever two calls on two devices, or a call and a task, share must be
-// ordered by the extension itself. This file is compiled without -fsanitize=thread.
+// Nothing else is assumed: the extension itself must order whatever two calls on two devices, or a
+// call and a task, have in common. This file is compiled without -fsanitize=thread.
 
 #include <sanitizer/tsan_interface.h>
 
@@ -45,14 +45,15 @@ int num_types = 0;
 const XLA_FFI_Api* runtime = nullptr;  // XLA's own table
 XLA_FFI_Api table;                     // the copy that handlers see
 
-char device_done[kMaxDevices];  // addresses only: the clock of each device
-char all_done;                  // address only: the clock of every call and task
+// Only the addresses of these matter: TSan keeps a clock for each.
+char device_done[kMaxDevices];  // of each device
+char all_done;                  // of all calls and tasks
 
-std::map<XLA_FFI_Future*, int> future_devices;  // futures that are not completed yet
+std::map<XLA_FFI_Future*, int> future_devices;  // devices of futures that are not completed yet
 std::atomic_flag future_devices_lock = ATOMIC_FLAG_INIT;
-thread_local int current_device = -1;  // of the call that this thread is in; -1: none
+thread_local int current_device = -1;  // of the call that this thread is in; -1 = none
 
-// A lock that TSan does not see: a std::mutex would order all calls.
+// A lock that TSan does not see. A std::mutex would order all calls.
 class HiddenLock {
  public:
   explicit HiddenLock(std::atomic_flag* flag) : flag_(flag) {
@@ -145,7 +146,7 @@ void FillTable(const XLA_FFI_Api* api) {
   table_is_filled.store(true, std::memory_order_release);
 }
 
-// Device of an execution; -1 for other stages.
+// The device of an execution; -1 for other stages.
 int Device(const XLA_FFI_CallFrame* frame) {
   if (frame->stage != XLA_FFI_ExecutionStage_EXECUTE || frame->ctx == nullptr) return -1;
   XLA_FFI_DeviceOrdinal_Get_Args args{};
@@ -162,7 +163,7 @@ int Device(const XLA_FFI_CallFrame* frame) {
 }
 
 XLA_FFI_Error* Call(XLA_FFI_Handler* handler, XLA_FFI_CallFrame* frame) {
-  // Metadata queries (they carry an extension) have no context and nothing to order.
+  // A metadata query, which carries an extension, has no context and nothing to order.
   if (frame->extension_start != nullptr) return handler(frame);
   FillTable(frame->api);
   XLA_FFI_CallFrame copy = *frame;
@@ -202,7 +203,7 @@ constexpr std::array<Deleter, sizeof...(kIndices)> Deletes(std::index_sequence<k
 
 }  // namespace
 
-// Returns a handler that calls `handler` as described above; nullptr when there are too many.
+// Returns a handler that calls `handler` as described above; null if there are too many.
 extern "C" XLA_FFI_Handler* TsanEdgesWrapHandler(XLA_FFI_Handler* handler) {
   static constexpr auto kTrampolines = Trampolines(std::make_index_sequence<kMaxHandlers>());
   if (num_handlers == kMaxHandlers) return nullptr;
@@ -210,7 +211,7 @@ extern "C" XLA_FFI_Handler* TsanEdgesWrapHandler(XLA_FFI_Handler* handler) {
   return kTrampolines[num_handlers++];
 }
 
-// The same for the type of a state.
+// Does the same for the type of a state.
 extern "C" const XLA_FFI_TypeInfo* TsanEdgesWrapType(const XLA_FFI_TypeInfo* info) {
   static constexpr auto kDeletes = Deletes(std::make_index_sequence<kMaxTypes>());
   if (num_types == kMaxTypes) return nullptr;

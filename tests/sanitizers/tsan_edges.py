@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pytest plugin: handlers are registered through the trampolines of tsan_edges.cc.
+"""Pytest plugin: registers handlers through the trampolines of tsan_edges.cc.
 
-Loaded with `-p tsan_edges` by `make sanitize`. The library is named by the
-environment variable JAX_EP_TSAN_EDGES.
+`make sanitize` loads it with `-p tsan_edges`. The environment variable
+JAX_EP_TSAN_EDGES names the library.
 """
 
 import ctypes
@@ -10,8 +10,8 @@ import importlib.util
 import os
 import pathlib
 
-# Loaded before anything gives TSan cause to look up a function's name: it does not find
-# the names in libraries that come later.
+# Load the extensions before TSan first looks up a function's name: it does not find
+# names in libraries that are loaded later.
 _package = importlib.util.find_spec("jax_ep").submodule_search_locations[0]
 for _extension in pathlib.Path(_package).glob("*.so"):
     ctypes.CDLL(str(_extension))

@@ -1,6 +1,4 @@
-"""The suite with the formats that quantise: codes, scales, layouts, padding."""
-
-from __future__ import annotations
+"""The suite with quantized formats: codes, scales, layouts, padding."""
 
 import ml_dtypes
 import numpy as np
@@ -11,50 +9,50 @@ import oracle_formats as oracle
 import suite
 from harness import make_mesh, params, skip_if_xla_crashes
 
-NAMES = list(cases.QUANTISED_SMALL)
+NAMES = list(cases.QUANTIZED_SMALL)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_routing_gives_the_oracles_bits(name, transport):
+def test_every_routing_matches_the_oracle(name, transport):
     mesh = make_mesh(4)
-    for case in cases.every_routing(cases.QUANTISED_SMALL[name]):
+    for case in cases.every_routing(cases.QUANTIZED_SMALL[name]):
         suite.check(case, transport, mesh)
 
 
-@pytest.mark.parametrize("case", params(cases.QUANTISED_ODD))
-def test_odd_shapes_and_layouts_give_the_oracles_bits(case, transport):
+@pytest.mark.parametrize("case", params(cases.QUANTIZED_EDGE))
+def test_edge_cases_and_layouts_match_the_oracle(case, transport):
     skip_if_xla_crashes(case)
     row_bytes = case.hidden_size // (2 if case.token_format.endswith("fp4") else 1)
     if transport == "p2p" and row_bytes % 16:
         pytest.skip("transport p2p: a row must be a multiple of 16 bytes")
     mesh = make_mesh(case.n_ranks)
     for name in ("uniform", "one_expert_k_times", "empty_experts"):
-        suite.check(case.but(routing=name), transport, mesh)
+        suite.check(case.replace(routing=name), transport, mesh)
 
 
-@pytest.mark.parametrize("case", params(cases.QUANTISED_SEED))
-def test_the_seeds_shapes_give_the_oracles_bits(case, transport):
+@pytest.mark.parametrize("case", params(cases.QUANTIZED_SEED))
+def test_seed_shapes_match_the_oracle(case, transport):
     suite.check(case, transport, make_mesh(case.n_ranks))
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("dp", "n_ranks"), [(1, 1), (2, 4), (1, 8)])
-def test_every_mesh_gives_the_oracles_bits(dp, n_ranks, name, transport):
+def test_every_mesh_matches_the_oracle(dp, n_ranks, name, transport):
     shape = cases.SMALL[n_ranks]
-    case = cases.QUANTISED_SMALL[name].but(
+    case = cases.QUANTIZED_SMALL[name].replace(
         n_ranks=n_ranks, n_experts=shape.n_experts, top_k=shape.top_k, routing="zipf"
     )
     suite.check(case, transport, make_mesh(n_ranks, dp), check_vma=dp == 1)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_asynchronous_pairs_give_the_same_bits(name, transport):
-    suite.check(cases.QUANTISED_SMALL[name], transport, make_mesh(4), split=True)
+def test_asynchronous_calls_match_the_oracle(name, transport):
+    suite.check(cases.QUANTIZED_SMALL[name], transport, make_mesh(4), is_async=True)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_bfloat16_gives_the_oracles_bits(name, transport):
-    """On its way through dispatch: as an element, and as its block's largest."""
+def test_every_bfloat16_matches_the_oracle(name, transport):
+    """Through dispatch, as an element and as the maximum of its block."""
     size, hidden_size = oracle.BLOCK_SIZE[name], 8192
     patterns = np.arange(1 << 16, dtype=np.uint16).view(ml_dtypes.bfloat16)
     fractions = np.linspace(1, -0.9, size, dtype=np.float32)
@@ -62,7 +60,7 @@ def test_every_bfloat16_gives_the_oracles_bits(name, transport):
         blocks = patterns.astype(np.float32)[:, None] * fractions
     tokens = np.concatenate([patterns, blocks.astype(patterns.dtype).ravel()])
     tokens = tokens.reshape(-1, hidden_size)
-    case = cases.QUANTISED_SMALL[name].but(
+    case = cases.QUANTIZED_SMALL[name].replace(
         n_ranks=1,
         n_experts=2,
         top_k=2,

@@ -1,6 +1,4 @@
-"""Quantised calls under JAX's transformations, compared with plain ones in bits."""
-
-from __future__ import annotations
+"""Calls with quantized formats under JAX's transformations, compared bitwise with plain calls."""
 
 import functools
 
@@ -10,11 +8,11 @@ import pytest
 
 import cases
 import jax_ep
-from harness import on_mesh, on_mesh_eager, shards
-from test_transforms import assert_all_same, make_group, n_calls, operands_of
+from harness import assert_trees_equal, group_of, on_mesh, on_mesh_eager, shards
+from test_transforms import CHECKPOINTED, both_signs_looped, both_signs_mapped, n_calls, operands_of
 
 N_LAYERS = 2
-# One with padding and float scales, one packed with atoms and an input scale.
+# One format with padding and float scales, one packed with atoms and an input scale.
 NAMES = ("blockwise_fp8", "nvfp4")
 
 
@@ -25,15 +23,19 @@ def moe(group, tokens, topk_ids, topk_weights):
 
 
 @pytest.fixture(params=NAMES)
-def layer(request, transport):
-    """Gives a group, its layer and the operands."""
-    case = cases.QUANTISED_SMALL[request.param]
-    group = make_group(transport, case)
+def case(request):
+    return cases.QUANTIZED_SMALL[request.param]
+
+
+@pytest.fixture
+def layer(case, transport):
+    """A group, its layer and the operands."""
+    group = group_of(case, transport)
     return group, functools.partial(moe, group), operands_of(group.mesh, case)
 
 
 def gradient(step):
-    """Gives d tokens of the sum of some layers."""
+    """The gradient in the tokens of a sum of layers."""
 
     def loss(tokens, topk_ids, topk_weights):
         for _ in range(N_LAYERS):
@@ -45,17 +47,17 @@ def gradient(step):
 
 def test_checkpointed_layers_have_the_same_gradients(layer, transport):
     group, step, operands = layer
-    keep = jax.checkpoint_policies.save_only_these_names(jax_ep.DISPATCH_NAME)
+    names = ("plain", "nothing saved", "dispatch saved")
     programs = [
-        on_mesh(group.mesh, gradient(each)).lower(*operands).compile()
-        for each in (step, jax.checkpoint(step), jax.checkpoint(step, policy=keep))
+        on_mesh(group.mesh, gradient(CHECKPOINTED[name](step))).compile(*operands) for name in names
     ]
-    wanted, again, kept = (program(*operands) for program in programs)
-    assert_all_same(group.mesh, again, wanted, "again")
-    assert_all_same(group.mesh, kept, wanted, "kept")
-    if transport != "xla":  # XLA may merge a collective that is made again
-        assert n_calls(programs[2]) <= n_calls(programs[1])
-        assert n_calls(programs[2]) == n_calls(programs[0])
+    wanted, *others = (program(*operands) for program in programs)
+    for name, got in zip(names[1:], others, strict=True):
+        assert_trees_equal(group.mesh, got, wanted, name)
+    if transport != "xla":  # XLA may merge a collective that is repeated
+        plain, nothing_saved, dispatch_saved = map(n_calls, programs)
+        assert dispatch_saved <= nothing_saved
+        assert dispatch_saved == plain
 
 
 def test_scan_of_layers_has_the_unrolled_gradients(layer):
@@ -72,24 +74,19 @@ def test_scan_of_layers_has_the_unrolled_gradients(layer):
 
     got = on_mesh(group.mesh, jax.grad(scanned))(*operands)
     wanted = on_mesh(group.mesh, gradient(step))(*operands)
-    assert_all_same(group.mesh, got, wanted, "scan")
+    assert_trees_equal(group.mesh, got, wanted, "scan")
 
 
 def test_vmap_gives_the_bits_of_a_loop(layer):
     group, step, operands = layer
-
-    def mapped(tokens, topk_ids, topk_weights):
-        both = jnp.stack([tokens, -tokens])
-        return jax.vmap(step, in_axes=(0, None, None))(both, topk_ids, topk_weights)
-
-    def looped(tokens, topk_ids, topk_weights):
-        return jnp.stack([step(x, topk_ids, topk_weights) for x in (tokens, -tokens)])
-
-    got, wanted = (on_mesh(group.mesh, body)(*operands) for body in (mapped, looped))
-    assert_all_same(group.mesh, got, wanted, "vmap")
+    got, wanted = (
+        on_mesh(group.mesh, functools.partial(body, step))(*operands)
+        for body in (both_signs_mapped, both_signs_looped)
+    )
+    assert_trees_equal(group.mesh, got, wanted, "vmap")
 
 
-def test_a_result_crosses_the_border_of_a_jitted_function(layer):
+def test_a_dispatched_result_may_leave_a_jitted_function(layer):
     group, step, operands = layer
 
     def send(tokens, topk_ids, topk_weights):
@@ -101,20 +98,22 @@ def test_a_result_crosses_the_border_of_a_jitted_function(layer):
 
     got = on_mesh(group.mesh, bring_back)(*on_mesh(group.mesh, send)(*operands))
     wanted = on_mesh(group.mesh, step)(*operands)
-    assert_all_same(group.mesh, got, wanted, "two programs")
+    assert_trees_equal(group.mesh, got, wanted, "two programs")
 
 
-def test_unjitted_calls_give_the_same_bits(layer):
+@pytest.mark.usefixtures("program_cache")
+def test_calls_without_jit_give_the_same_bits(layer):
     group, step, operands = layer
     got = on_mesh_eager(group.mesh, step)(*operands)
     wanted = on_mesh(group.mesh, step)(*operands)
-    assert_all_same(group.mesh, got, wanted, "unjitted")
+    assert_trees_equal(group.mesh, got, wanted, "without jit")
 
 
 def test_an_input_scale_may_be_computed(transport):
     """Traced, of shape [1], and without a gradient."""
-    group = make_group(transport, cases.QUANTISED_SMALL["nvfp4"])
-    tokens, topk_ids, _ = operands_of(group.mesh, cases.QUANTISED_SMALL["nvfp4"])
+    case = cases.QUANTIZED_SMALL["nvfp4"]
+    group = group_of(case, transport)
+    tokens, topk_ids, _ = operands_of(group.mesh, case)
 
     def rows(tokens, topk_ids, scale):
         scale = jnp.max(jnp.abs(tokens.astype(jnp.float32))) * 0 + scale

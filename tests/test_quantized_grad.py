@@ -1,6 +1,4 @@
-"""Gradients through formats that quantise: straight through, to the last bit."""
-
-from __future__ import annotations
+"""Gradients through quantized formats: straight through, bitwise."""
 
 import functools
 
@@ -14,45 +12,34 @@ import jax_ep
 import oracle
 import oracle_formats as formats
 import suite
-from harness import AXIS, assert_same_bits, config_of, make_mesh, on_mesh, place, shards
+from harness import assert_same_bits, group_of, on_mesh, put, shards
 from test_grad import assert_gradient, dense_layer
 
-NAMES = list(cases.QUANTISED_SMALL)
-
-
-def small(name: str, **changes):
-    return cases.QUANTISED_SMALL[name].but(**changes)
+NAMES = list(cases.QUANTIZED_SMALL)
 
 
 @pytest.mark.parametrize("weights", ["none", "row"])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_rows_gradient_reaches_its_token(name, weights, transport):
-    """NaN as the cotangent of rows that are not in use, and of padding rows."""
-    case = small(name, weights=weights, routing="with_minus_one")
+def test_the_gradient_of_a_row_reaches_its_token(name, weights, transport):
+    """The cotangents of unused rows and of padding rows are NaN."""
+    case = cases.QUANTIZED_SMALL[name].replace(weights=weights, routing="with_minus_one")
     inputs = suite.make_inputs(case)
-    group = jax_ep.ep_init(make_mesh(4), AXIS, config_of(case), transport)
-    at_row = weights == "row"
+    group = group_of(case, transport)
 
     def body(tokens, topk_ids, topk_weights, expert_out, residual):
         def rows(tokens, topk_weights):
-            sent = (topk_weights,) if at_row else ()
-            dispatched = jax_ep.dispatch(group, tokens, topk_ids, *sent)
-            return jax_ep.dequantize(dispatched)
+            at_row, _ = suite.weights_for(weights, topk_weights)
+            return jax_ep.dequantize(jax_ep.dispatch(group, tokens, topk_ids, *at_row))
 
         values, pull = jax.vjp(rows, tokens, topk_weights)
         d_tokens, d_weights = pull(expert_out)
         dispatched = jax_ep.dispatch(group, tokens, topk_ids)
-        _, pull = jax.vjp(
-            lambda rows: jax_ep.combine(group, rows, dispatched), expert_out
-        )
+        _, pull = jax.vjp(lambda rows: jax_ep.combine(group, rows, dispatched), expert_out)
         return values, d_tokens, d_weights, pull(residual)[0]
 
-    operands = (place(group.mesh, [x]) for x in inputs.arrays())
-    out = on_mesh(group.mesh, body)(*operands)
+    out = on_mesh(group.mesh, body)(*put(group.mesh, *inputs.arrays()))
     d_tokens, _ = oracle.dispatch_grad(inputs.routed, inputs.expert_out)
-    d_expert_out, _ = oracle.combine_grad(
-        inputs.routed, inputs.expert_out, inputs.residual
-    )
+    d_expert_out, _ = oracle.combine_grad(inputs.routed, inputs.expert_out, inputs.residual)
     values = expected_values(case, inputs)
     for (_, rank), (rows, got_tokens, got_weights, got_rows) in shards(group.mesh, out):
         what = f"{case.name} on {transport}, rank {rank}"
@@ -62,19 +49,18 @@ def test_a_rows_gradient_reaches_its_token(name, weights, transport):
         assert_same_bits(got_rows, d_expert_out[rank], what)
 
 
-def test_an_activation_without_a_gradient_stands_in_a_layer_with_one(transport):
-    """That of the weights, and of the tokens past it: `x` alone is kept from it."""
-    case = small("mxfp8", weights="none")
+def test_a_layer_may_stop_the_gradient_at_a_quantized_activation(transport):
+    """Weights still have a gradient, and so have tokens, past the activation."""
+    case = cases.QUANTIZED_SMALL["mxfp8"].replace(weights="none")
     inputs = suite.make_inputs(case)
-    group = jax_ep.ep_init(make_mesh(4), AXIS, config_of(case), transport)
+    group, activation_format = group_of(case, transport), jax_ep.MXFP8()
 
     def loss(stop, tokens, topk_ids, topk_weights):
         rows = jax_ep.dispatch(group, tokens, topk_ids)
         x = jax_ep.dequantize(rows)
-        acts = jax_ep.fused_silu(stop(x), rows.row_offsets, jax_ep.MXFP8())
-        numbers = jax_ep.MXFP8().dequantize_rows(
-            acts.tokens, acts.scales, rows.row_offsets
-        )
+        acts = jax_ep.fused_silu(stop(x), rows.row_offsets, activation_format)
+        operands = (acts.tokens, acts.scales, rows.row_offsets)
+        numbers = activation_format.dequantize_rows(*operands)
         out = x + jnp.tile(numbers, 2).astype(x.dtype)
         out = jax_ep.combine(group, out, rows, topk_weights)
         return jnp.sum(out.astype(jnp.float32))
@@ -84,21 +70,20 @@ def test_an_activation_without_a_gradient_stands_in_a_layer_with_one(transport):
         return on_mesh(group.mesh, grad)(*operands)
 
     weights = [np.nan_to_num(each) for each in inputs.topk_weights]
-    arrays = inputs.tokens, inputs.topk_ids, weights
-    operands = [place(group.mesh, [x]) for x in arrays]
+    operands = put(group.mesh, inputs.tokens, inputs.topk_ids, weights)
     for _, grads in shards(group.mesh, gradients(jax.lax.stop_gradient, *operands)):
         assert all(np.abs(each.astype(np.float32)).max() > 0.1 for each in grads)
-    with pytest.raises(NotImplementedError, match="mxfp8 quantises"):
+    with pytest.raises(NotImplementedError, match="mxfp8 quantizes"):
         gradients(lambda x: x, *operands)
 
 
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="patches transport host")
-def test_cotangents_in_pieces_give_the_same_bits(monkeypatch):
-    """What `p2p` does with float32 tokens where experts give bfloat16."""
-    case = small("mxfp8", token_dtype="float32")
+def test_cotangents_that_travel_in_slices_give_the_same_bits(monkeypatch):
+    """As on `p2p` for float32 tokens if experts return bfloat16."""
+    case = cases.QUANTIZED_SMALL["mxfp8"].replace(token_dtype="float32")
     inputs = suite.make_inputs(case)
-    group = jax_ep.ep_init(make_mesh(4), AXIS, config_of(case), "host")
+    group = group_of(case, "host")
 
     def body(tokens, topk_ids, cotangent):
         def rows(tokens):
@@ -107,26 +92,25 @@ def test_cotangents_in_pieces_give_the_same_bits(monkeypatch):
         return jax.vjp(rows, tokens)[1](cotangent)[0]
 
     cotangents = [np.nan_to_num(x).astype(np.float32) for x in inputs.expert_out]
-    arrays = inputs.tokens, inputs.topk_ids, cotangents
-    operands = [place(group.mesh, [x]) for x in arrays]
+    operands = put(group.mesh, inputs.tokens, inputs.topk_ids, cotangents)
     whole = on_mesh(group.mesh, body)(*operands)
     shapes = []
 
-    def n_pieces(self, group, rows):
+    def n_slices(rows):
         shapes.append(rows.shape)
         return 2
 
-    monkeypatch.setattr(type(group._transport), "n_pieces", n_pieces)
-    in_pieces = on_mesh(group.mesh, lambda *args: body(*args))(*operands)
+    monkeypatch.setattr(group._connection, "n_slices", n_slices)
+    in_slices = on_mesh(group.mesh, lambda *args: body(*args))(*operands)
     assert shapes
     assert np.asarray(whole).any()
-    assert_same_bits(np.asarray(in_pieces), np.asarray(whole), "two pieces")
+    assert_same_bits(np.asarray(in_slices), np.asarray(whole), "two slices")
 
 
 def expected_values(case, inputs) -> list[np.ndarray]:
-    """What `dequantize` gives: bfloat16[C, H], zero in rows of no token."""
-    quantised = [formats.quantize(case.token_format, x) for x in inputs.tokens]
-    values = [formats.dequantize(case.token_format, each) for each in quantised]
+    """What `dequantize` returns: bfloat16[C, H], zero in rows without a token."""
+    quantized = [formats.quantize(case.token_format, x) for x in inputs.tokens]
+    values = [formats.dequantize(case.token_format, each) for each in quantized]
     result = []
     for rows in inputs.routed.rows:
         array = np.zeros((inputs.routed.n_rows, case.hidden_size), np.float32)
@@ -141,9 +125,13 @@ def rounding_error(name: str, tokens: np.ndarray) -> np.ndarray:
     return formats.dequantize(name, formats.quantize(name, tokens)) - tokens
 
 
-def moe_layer(group):
-    def body(tokens, topk_ids, topk_weights, scale):
-        dispatched = jax_ep.dispatch(group, tokens, topk_ids)
+def moe_layer(group, check_vma: bool):
+    """A layer over the mesh; `scale` is the same on all ranks."""
+    shard = jax.P(group.axis_name)
+
+    def per_rank(tokens, topk_ids, topk_weights, scale):
+        tokens = tokens[0]
+        dispatched = jax_ep.dispatch(group, tokens, topk_ids[0])
         rows = jax_ep.dequantize(dispatched)
         rank = jax.lax.axis_index(group.axis_name)
         row = jnp.arange(rows.shape[0], dtype=jnp.uint32)
@@ -151,72 +139,58 @@ def moe_layer(group):
         expert = jnp.minimum(which, group.n_local_experts - 1)
         used = scale[rank * group.n_local_experts + expert]
         rows = jnp.tanh(rows * used[:, None])
-        return jax_ep.combine(group, rows, dispatched, topk_weights, residual=tokens)
+        out = jax_ep.combine(group, rows, dispatched, topk_weights[0], residual=tokens)
+        return out[None]
 
-    return body
-
-
-@pytest.mark.usefixtures("one_process")
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("name", NAMES)
-def test_a_layers_gradients_are_those_of_simulated_quantisation(
-    name, check_vma, transport
-):
-    case = small(
-        name,
-        token_dtype="float32",
-        combine_dtype="float32",
-        hidden_size=128,
-        max_tokens=6,
-        routing="with_minus_one",
-    )
-    mesh = make_mesh(4)
-    group = jax_ep.ep_init(mesh, AXIS, config_of(case), transport)
-    inputs = suite.make_inputs(case)
-    tokens, ids = np.stack(inputs.tokens), np.stack(inputs.topk_ids)
-    weights = np.nan_to_num(np.stack(inputs.topk_weights))
-    scale = np.linspace(0.5, 1.5, case.n_experts, dtype=np.float32)
-    shard = jax.P(mesh.axis_names)
-    moe = jax.shard_map(
-        lambda *xs: moe_layer(group)(*(x[0] for x in xs[:3]), xs[3])[None],
-        mesh=mesh,
+    return jax.shard_map(
+        per_rank,
+        mesh=group.mesh,
         in_specs=(shard, shard, shard, jax.P()),
         out_specs=shard,
         check_vma=check_vma,
     )
 
-    def loss(layer, tokens, weights, scale):
-        return jnp.sum(jnp.sin(layer(tokens, ids, weights, scale)))
 
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_of_a_layer_match_simulated_quantization(name, check_vma, transport):
+    dtypes = {"token_dtype": "float32", "combine_dtype": "float32"}
+    sizes = {"hidden_size": 128, "max_tokens": 6}
+    case = cases.QUANTIZED_SMALL[name].replace(routing="with_minus_one", **dtypes, **sizes)
+    moe = moe_layer(group_of(case, transport), check_vma)
+    inputs = suite.make_inputs(case)
+    tokens, ids = np.stack(inputs.tokens), np.stack(inputs.topk_ids)
+    weights = np.nan_to_num(np.stack(inputs.topk_weights))
+    scale = np.linspace(0.5, 1.5, case.n_experts, dtype=np.float32)
     # Straight through: the rounding error is a constant. The residual has none.
     error = rounding_error(name, tokens)
 
     def simulated(tokens, ids, weights, scale):
         return dense_layer(tokens + error, ids, weights, scale, "source") - error
 
-    operands = (jnp.asarray(tokens), jnp.asarray(weights), jnp.asarray(scale))
-    grads = functools.partial(jax.grad, argnums=(0, 1, 2))
-    got = jax.jit(grads(functools.partial(loss, moe)))(*operands)
-    wanted = grads(functools.partial(loss, simulated))(*operands)
-    for what, one, other in zip(
-        ("tokens", "weights", "scale"), got, wanted, strict=True
-    ):
+    def gradients(layer):
+        def loss(tokens, weights, scale):
+            return jnp.sum(jnp.sin(layer(tokens, ids, weights, scale)))
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(tokens, weights, scale)
+
+    got, wanted = gradients(moe), gradients(simulated)
+    for what, one, other in zip(("tokens", "weights", "scale"), got, wanted, strict=True):
         np.testing.assert_allclose(one, other, 1e-4, 1e-4, err_msg=f"d {what}")
         assert np.abs(np.asarray(other)).max() > 0.1
 
 
-def test_dequantize_of_a_plain_format_gives_the_rows(transport):
+def test_dequantize_returns_the_rows_of_a_plain_format(transport):
     case = cases.SMALL[4]
-    group = jax_ep.ep_init(make_mesh(4), AXIS, config_of(case), transport)
+    group = group_of(case, transport)
     inputs = suite.make_inputs(case)
 
     def body(tokens, topk_ids):
         dispatched = jax_ep.dispatch(group, tokens, topk_ids)
-        rows = jax_ep.dequantize(dispatched, jnp.float32)
-        return rows, dispatched.tokens
+        return jax_ep.dequantize(dispatched, jnp.float32), dispatched.tokens
 
-    operands = (place(group.mesh, [x]) for x in (inputs.tokens, inputs.topk_ids))
-    out = on_mesh(group.mesh, body)(*operands)
+    out = on_mesh(group.mesh, body)(*put(group.mesh, inputs.tokens, inputs.topk_ids))
     for (_, rank), (rows, tokens) in shards(group.mesh, out):
         used = len(inputs.routed.rows[rank])
         assert_same_bits(rows[:used], tokens[:used].astype(np.float32), f"rank {rank}")

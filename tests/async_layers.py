@@ -1,0 +1,78 @@
+"""Layers whose work overlaps with asynchronous calls, for tests that compile or lower them.
+
+Each takes a group and a rank's tokens and ids.
+"""
+
+import jax
+import jax.numpy as jnp
+
+import jax_ep
+
+
+def overlapped_layer(group, tokens, topk_ids):
+    """Elementwise work during both calls."""
+    in_flight = jax_ep.dispatch_async(group, tokens, topk_ids)
+    overlapped = jnp.tanh(in_flight.then(tokens))
+    rows = jax_ep.dispatch_wait(group, in_flight, after=overlapped)
+    in_flight = jax_ep.combine_async(group, rows.tokens, rows)
+    more = jnp.sin(in_flight.then(overlapped))
+    return jax_ep.combine_wait(group, in_flight, after=more) + more
+
+
+def independent_work(group, tokens, topk_ids):
+    """Work whose result is not added to the call's."""
+    y, overlapped = tokens, []
+    for _ in range(2):
+        rows = jax_ep.dispatch(group, tokens, topk_ids)
+        in_flight = jax_ep.combine_async(group, rows.tokens, rows)
+        y = in_flight.then(y)
+        for _ in range(2):
+            y = jnp.tanh(y @ y.T @ y)
+        tokens = jax_ep.combine_wait(group, in_flight, after=y)
+        overlapped.append(y)
+    return tokens, overlapped
+
+
+def two_layers(group, tokens, topk_ids):
+    matrix = jnp.ones((tokens.shape[1],) * 2, tokens.dtype)
+    for _ in range(2):
+        tokens = matmul_layer(group, tokens, topk_ids, matrix)
+    return tokens
+
+
+def matmul_layer(group, tokens, topk_ids, matrix):
+    """Matmuls during both calls, and a grouped one in between."""
+    in_flight = jax_ep.dispatch_async(group, tokens, topk_ids)
+    overlapped = jnp.tanh(in_flight.then(tokens) @ matrix)
+    rows = jax_ep.dispatch_wait(group, in_flight, after=overlapped)
+    matrices = jnp.broadcast_to(matrix, (len(rows.group_sizes), *matrix.shape))
+    out = jax.lax.ragged_dot(rows.tokens, matrices, rows.group_sizes)
+    in_flight = jax_ep.combine_async(group, out, rows, residual=overlapped)
+    more = jnp.tanh(in_flight.then(overlapped) @ matrix)
+    return jax_ep.combine_wait(group, in_flight, after=more) + more
+
+
+def gradient_of_loop(group, tokens, topk_ids):
+    def loss(tokens, matrices):
+        def step(x, matrix):
+            return matmul_layer(group, x, topk_ids, matrix), None
+
+        return jnp.sum(jax.lax.scan(step, tokens, matrices)[0].astype(jnp.float32))
+
+    shape = 3, tokens.shape[1], tokens.shape[1]
+    matrices = jnp.ones(shape, tokens.dtype) * tokens[0]
+    return jax.grad(loss, argnums=(0, 1))(tokens, matrices)
+
+
+def combine_in_a_loop(group, tokens, topk_ids):
+    rows = jax_ep.dispatch(group, tokens, topk_ids)
+
+    def step(y, _):
+        in_flight = jax_ep.combine_async(group, rows.tokens * y[0], rows)
+        more = jnp.tanh(in_flight.then(y) @ y.T @ y)
+        return jax_ep.combine_wait(group, in_flight, after=more) + more, None
+
+    return jax.lax.scan(step, tokens, length=3)[0]
+
+
+PROGRAMS = [independent_work, two_layers, gradient_of_loop, combine_in_a_loop]

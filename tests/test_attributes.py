@@ -1,0 +1,177 @@
+"""The attributes of the custom calls: exactly those that the C++ handlers read."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import cases
+import jax_ep
+import suite
+from harness import AXIS, config_of, make_mesh, on_mesh
+from jax_ep.geometry import Geometry
+from jax_ep.group import EPGroup
+from jax_ep.transports.host import HostConnection
+from jax_ep.transports.p2p import P2pConnection
+from jax_ep.xla_ffi import extension
+
+DISPATCH = {"group": "str", "token_format": "str", "scales_layout": "str"}
+COMBINE = {"group": "str", "weighting": "i32", "reduce": "bool", "adds_shared_expert": "bool"}
+STREAM = {"stream_order": "i32"}
+SILU = {
+    "token_format": "str",
+    "scales_layout": "str",
+    "interleaved": "bool",
+    "clamped": "bool",
+    "alpha": "f32",
+    "limit": "f32",
+}
+CPU = {
+    "jax_ep_dispatch": DISPATCH,
+    "jax_ep_combine": COMBINE,
+    "jax_ep_combine_grad": COMBINE,
+    "jax_ep_fused_silu": SILU,
+}
+CUDA = {
+    "jax_ep_check": {"group": "str"},
+    "jax_ep_dispatch": DISPATCH | STREAM,
+    "jax_ep_combine": COMBINE | STREAM,
+    "jax_ep_dispatch_alloc": {},
+    "jax_ep_dispatch_start": DISPATCH | STREAM,
+    "jax_ep_wait_started": {},
+    "jax_ep_dispatch_done": {},
+    "jax_ep_combine_start": COMBINE | STREAM,
+    "jax_ep_fused_silu": SILU,
+}
+CONNECTIONS = {"cpu": HostConnection, "cuda": P2pConnection}
+SMALL = {"hidden_size": 128, "max_tokens": 4}
+CASES = {
+    "plain": cases.SMALL[2].replace(**SMALL),
+    "row weights": cases.SMALL[2].replace(weights="row", **SMALL),
+    "unweighted": cases.SMALL[2].replace(weights="none", **SMALL),
+    "shared": cases.SMALL[2].replace(fused_shared_expert=True, **SMALL),
+    "skip_a2a": cases.SMALL[2].replace(skip_a2a=True, **SMALL),
+    "transposed": cases.SMALL[2].replace(token_format="blockwise_fp8", **SMALL),
+    "input scale": cases.SMALL[2].replace(token_format="nvfp4", input_scale=0.3, **SMALL),
+}
+
+
+def closed_group(case, platform: str) -> EPGroup:
+    """A group that is not open: enough to lower its calls, for any platform."""
+    connection = CONNECTIONS[platform]
+    geometry = Geometry(make_mesh(case.n_ranks), AXIS, config_of(case), connection.name)
+    return EPGroup(connection(geometry))
+
+
+def value_and_gradients(
+    group, case, is_async, tokens, topk_ids, topk_weights, expert_out, residual
+):
+    """A layer and its gradients: all calls, forward and backward."""
+    at_row, at_source = suite.weights_for(case.weights, topk_weights)
+    options = {"input_scale": None if case.input_scale is None else np.float32(case.input_scale)}
+
+    def loss(tokens, expert_out):
+        if is_async:
+            in_flight = jax_ep.dispatch_async(group, tokens, topk_ids, *at_row, **options)
+            after = in_flight.then(residual)
+            dispatched = jax_ep.dispatch_wait(group, in_flight, after=after)
+        else:
+            dispatched = jax_ep.dispatch(group, tokens, topk_ids, *at_row, **options)
+        rows = jax_ep.dequantize(dispatched) + expert_out
+        combine = functools.partial(suite.combine, group, rows, dispatched, is_async=is_async)
+        return jnp.sum(combine(*at_source, residual=residual).astype(jnp.float32))
+
+    return jax.value_and_grad(loss, argnums=(0, 1))(tokens, expert_out)
+
+
+def silu(x, offsets):
+    """fused_silu with and without each option."""
+    return [
+        jax_ep.fused_silu(x, offsets),
+        jax_ep.fused_silu(x, offsets, jax_ep.MXFP8(), interleaved=True),
+        jax_ep.fused_silu(x, offsets, jax_ep.MXFP4(), clamp=(1.702, 7.0)),
+    ]
+
+
+def lowered(function, platform: str, *operands) -> str:
+    return function.trace(*operands).lower(lowering_platforms=(platform,)).as_text()
+
+
+def attributes_by_target(text: str) -> dict[str, list[dict[str, str]]]:
+    """For each custom call of ours, the types of its attributes by name."""
+    found: dict[str, list] = {}
+    for target, config in re.findall(
+        r"custom_call @(jax_ep_\w+)\(.*?(?:mhlo\.)?backend_config = \{(.*?)\}", text
+    ):
+        attributes = re.findall(r'(\w+) = ("[^"]*"|[^,]+)', config)
+        found.setdefault(target, []).append({name: type_of(value) for name, value in attributes})
+    return found
+
+
+def type_of(value: str) -> str:
+    if value.startswith('"'):
+        return "str"
+    return "bool" if value in ("true", "false") else value.split(" : ")[1]
+
+
+@pytest.mark.parametrize(
+    ("platform", "wanted"), [("cpu", CPU), ("cuda", CUDA)], ids=("cpu", "cuda")
+)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_every_call_has_the_attributes_that_its_handler_reads(case, platform, wanted):
+    group = closed_group(case, platform)
+    operands = [np.stack(each) for each in suite.make_inputs(case).arrays()]
+    found: dict[str, list] = {}
+    for is_async in (False, True):
+        function = on_mesh(
+            group.mesh, functools.partial(value_and_gradients, group, case, is_async)
+        )
+        for target, calls in attributes_by_target(lowered(function, platform, *operands)).items():
+            found.setdefault(target, []).extend(calls)
+    assert set(found) == set(wanted) - {"jax_ep_fused_silu"}
+    for target, calls in found.items():
+        assert calls == [wanted[target]] * len(calls), target
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_fused_silu_has_the_attributes_that_its_handler_reads(platform, monkeypatch):
+    monkeypatch.setattr(extension, "register_cuda", lambda: None)
+    text = lowered(jax.jit(silu), platform, np.ones((4, 64), np.float32), np.uint32([0, 4]))
+    assert attributes_by_target(text) == {"jax_ep_fused_silu": [SILU] * 3}
+
+
+@pytest.mark.parametrize(("name", "targets"), [("load_host", CPU), ("load_cuda", CUDA)])
+def test_an_extension_has_the_handlers_of_all_targets(name, targets):
+    try:
+        found = getattr(extension, name)().targets()
+    except ImportError as error:
+        pytest.skip(f"needs the extension: {error}")
+    assert set(found) == set(targets)
+
+
+VALUES = {"str": "", "i32": np.int32(0), "f32": np.float32(0), "bool": np.bool_(False)}
+
+
+def call_handler(target: str, attributes: dict) -> str:
+    """The error of a call without operands, on a CPU."""
+    call = jax.ffi.ffi_call(target, (), has_side_effect=True)
+    values = {name: VALUES[kind] for name, kind in attributes.items()}
+    with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            jax.block_until_ready(jax.jit(lambda: call(**values))())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("target", CPU)
+def test_a_handler_rejects_other_attributes(target):
+    """XLA compares their number and names with those that the handler declares."""
+    extension.register_host()
+    message = r"(?i)attribute"
+    assert not re.search(message, call_handler(target, CPU[target]))
+    assert re.search(message, call_handler(target, CPU[target] | {"another": "i32"}))
+    for name in CPU[target]:
+        fewer = {k: v for k, v in CPU[target].items() if k != name}
+        assert re.search(message, call_handler(target, fewer))

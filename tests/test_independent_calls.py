@@ -1,0 +1,135 @@
+"""Calls that do not depend on each other: many of them, in any order, on realistic sizes.
+
+XLA starts independent operations in different orders on different devices, but only in programs
+with more than a few operations on more than toy buffers. So these tests make many calls on at least
+256 x 256 elements, and run them often.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import cases
+import jax_ep
+import oracle
+import suite
+from harness import AXIS, assert_same_bits, assert_trees_equal, group_of, on_mesh, put, shards
+
+N_CALLS = 8
+N_TOKENS, HIDDEN_SIZE = 256, 256
+
+
+def big_case(n_ranks: int, seed: int, weights: str = "source") -> cases.Case:
+    """256 x 256 tokens per rank, with room for twice the mean number of rows."""
+    return cases.Case(
+        n_ranks=n_ranks,
+        n_experts=n_ranks * 2,
+        top_k=2,
+        hidden_size=HIDDEN_SIZE,
+        max_tokens=N_TOKENS,
+        recv_capacity=1024,
+        weights=weights,
+        seed=seed,
+    )
+
+
+@functools.lru_cache(maxsize=2)
+def inputs_and_results(n_ranks: int) -> list[tuple[suite.Inputs, list[dict]]]:
+    """Inputs of each call, and the oracle's rows and combined tokens on each rank."""
+    calls = []
+    for seed in range(N_CALLS):
+        inputs = suite.make_inputs(big_case(n_ranks, seed))
+        combined = oracle.combine(
+            inputs.routed, inputs.expert_out, topk_weights=inputs.topk_weights
+        )
+        rows = [oracle.rows_of(inputs.routed, inputs.tokens, rank) for rank in range(n_ranks)]
+        pairs = zip(rows, combined, strict=True)
+        calls.append((inputs, [{"tokens": r, "combined": c} for r, c in pairs]))
+    return calls
+
+
+def make_independent_calls(group, with_psum: bool, operands):
+    """A dispatch and a combine for each entry of `operands`, with or without a collective."""
+    results = []
+    for tokens, topk_ids, topk_weights, expert_out in operands:
+        dispatched = jax_ep.dispatch(group, tokens, topk_ids)
+        combined = jax_ep.combine(group, expert_out, dispatched, topk_weights)
+        result = {"tokens": dispatched.tokens, "combined": combined}
+        if with_psum:
+            first_id = jnp.broadcast_to(topk_ids[0, 0], (N_TOKENS, HIDDEN_SIZE))
+            result["sum"] = jax.lax.pcast(jax.lax.psum(first_id, AXIS), AXIS, to="varying")
+        results.append(result)
+    return results
+
+
+@pytest.mark.parametrize(
+    ("n_ranks", "n_runs", "with_psum"),
+    [
+        (8, 12, False),
+        *(
+            pytest.param(*each, True, marks=pytest.mark.xla_collectives)
+            for each in ((4, 12), (8, 12), (32, 3))
+        ),
+    ],
+)
+def test_independent_calls_do_not_mix_their_data(n_ranks, n_runs, with_psum, transport):
+    group = group_of(big_case(n_ranks, 0), transport)
+    calls = inputs_and_results(n_ranks)
+    operands = [put(group.mesh, *inputs.arrays()[:4]) for inputs, _ in calls]
+    run = on_mesh(group.mesh, functools.partial(make_independent_calls, group, with_psum))
+    for number in range(n_runs):
+        for (_, rank), results in shards(group.mesh, run(operands)):
+            for call, (inputs, wanted) in enumerate(calls):
+                what = f"run {number}, call {call}, rank {rank}"
+                result, rows = results[call], wanted[rank]["tokens"]
+                assert_same_bits(result["tokens"][: len(rows)], rows, what)
+                assert_same_bits(result["combined"], wanted[rank]["combined"], what)
+                if with_psum:
+                    wanted_sum = sum(ids[0, 0] for ids in inputs.topk_ids)
+                    assert (result["sum"] == wanted_sum).all(), what
+
+
+def test_a_backward_pass_may_run_with_other_forward_passes(transport):
+    """Two layers' gradients in one program equal those of each layer alone, bitwise."""
+    first, second = big_case(8, 1), big_case(8, 2)
+    group = group_of(first, transport)
+
+    def layer(tokens, topk_ids, topk_weights):
+        def loss(tokens, topk_weights):
+            dispatched = jax_ep.dispatch(group, tokens, topk_ids)
+            out = dispatched.tokens * jnp.bfloat16(2)
+            out = jax_ep.combine(group, out, dispatched, topk_weights)
+            return jnp.sum(jnp.square(out.astype(jnp.float32)))
+
+        gradients = jax.value_and_grad(loss, argnums=(0, 1))
+        return gradients(tokens, jnp.nan_to_num(topk_weights))
+
+    one = on_mesh(group.mesh, lambda args: layer(*args))
+    both = on_mesh(group.mesh, lambda args: [layer(*each) for each in args])
+    operands = [put(group.mesh, *suite.make_inputs(c).arrays()[:3]) for c in (first, second)]
+    alone = [one(each) for each in operands]
+    for _ in range(5):
+        assert_trees_equal(group.mesh, both(operands), alone, "gradients")
+
+
+@pytest.mark.parametrize("n_runs", [20])
+def test_queued_runs_do_not_wait_for_the_previous_one(n_runs, transport):
+    """Runs of one program, each with its own tokens, are enqueued without waiting."""
+    case = big_case(8, 7, "none")
+    group = group_of(case, transport)
+    inputs = suite.make_inputs(case)
+    operands = put(group.mesh, inputs.tokens, inputs.topk_ids)
+
+    def body(tokens, topk_ids, scale):
+        return jax_ep.dispatch(group, tokens * scale, topk_ids).tokens, scale
+
+    run = on_mesh(group.mesh, body)
+    scales = [jnp.full((8,), 2.0**i, jnp.bfloat16) for i in range(n_runs)]
+    outs = [run(*operands, scale) for scale in scales]
+    rows = [oracle.rows_of(inputs.routed, inputs.tokens, rank) for rank in range(8)]
+    for i, out in enumerate(outs):
+        for (_, rank), (got, _) in shards(group.mesh, out):
+            wanted = (rows[rank].astype("float32") * 2.0**i).astype(rows[rank].dtype)
+            assert_same_bits(got[: len(wanted)], wanted, f"run {i}, rank {rank}")
