@@ -1,4 +1,4 @@
-"""A Mixture-of-Experts layer, its experts spread over all devices."""
+"""A Mixture-of-Experts layer with its experts spread over all devices."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ from jax import P
 
 import jax_ep
 
-jax.config.update("jax_num_cpu_devices", 8)  # where JAX finds no GPU
+jax.config.update("jax_num_cpu_devices", 8)  # if JAX finds no GPU
 jax.config.update("jax_default_matmul_precision", "float32")
 mesh = jax.sharding.Mesh(jax.devices(), ("ep",))
 config = jax_ep.EPConfig(
@@ -15,22 +15,22 @@ config = jax_ep.EPConfig(
     top_k=2,
     hidden_size=64,
     max_tokens_per_rank=32,
-    token_format=jax_ep.Plain(jnp.float32),  # without this and the next line: bfloat16
+    token_format=jax_ep.Plain(jnp.float32),  # the default of both is bfloat16
     combine_dtype=jnp.float32,
 )
 group = jax_ep.ep_init(mesh, "ep", config)
 
 
 @jax.shard_map(mesh=mesh, in_specs=(P("ep"), P(), P("ep"), P("ep")), out_specs=P("ep"))
-def moe_layer(tokens, router, up, down):  # this rank's tokens, this rank's experts
+def moe_layer(tokens, router, up, down):  # one rank: its tokens, its experts
     weights, ids = jax.lax.top_k(jax.nn.softmax(tokens @ router), config.top_k)
-    rows = jax_ep.dispatch(group, tokens, ids)  # to the experts, grouped by expert
+    rows = jax_ep.dispatch(group, tokens, ids)  # tokens travel to their experts
     hidden = jax.nn.silu(jax.lax.ragged_dot(rows.tokens, up, rows.group_sizes))
     results = jax.lax.ragged_dot(hidden, down, rows.group_sizes)
-    return jax_ep.combine(group, results, rows, weights)  # and back: the weighted sum
+    return jax_ep.combine(group, results, rows, weights)  # and back, summed with weights
 
 
-def dense_layer(tokens, router, up, down):  # the same sum, from all experts
+def dense_layer(tokens, router, up, down):  # the reference: every expert, every token
     weights, ids = jax.lax.top_k(jax.nn.softmax(tokens @ router), config.top_k)
     gates = jnp.einsum("tk,tke->te", weights, jax.nn.one_hot(ids, config.n_experts))
     hidden = jax.nn.silu(jnp.einsum("th,ehf->tef", tokens, up))

@@ -1,4 +1,7 @@
-"""A layer of experts with a shared one and a dense one that overlap with it."""
+"""An MoE layer whose shared expert and dense layer overlap with dispatch and combine.
+
+Compares losses and gradients with the same layer without overlap.
+"""
 
 import functools
 
@@ -9,7 +12,7 @@ from jax import P
 
 import jax_ep
 
-jax.config.update("jax_num_cpu_devices", 8)  # where JAX finds no GPU
+jax.config.update("jax_num_cpu_devices", 8)  # if JAX finds no GPU
 jax.config.update("jax_default_matmul_precision", "float32")
 mesh = jax.sharding.Mesh(jax.devices(), ("ep",))
 config = jax_ep.EPConfig(
@@ -19,7 +22,7 @@ config = jax_ep.EPConfig(
     max_tokens_per_rank=128,
     token_format=jax_ep.Plain(jnp.float32),
     combine_dtype=jnp.float32,
-    n_sms=16,  # of a GPU: the others are left to what overlaps
+    n_sms=16,  # multiprocessors per call; the rest of the GPU is left for the overlapping work
 )
 group = jax_ep.ep_init(mesh, "ep", config)
 
@@ -33,24 +36,24 @@ def experts(rows, weights):
     return jax.nn.silu(hidden)
 
 
-def in_turn(tokens, router, shared, weights, dense):
+def sequential(tokens, router, shared, weights, dense):
     scales, ids = route(tokens, router)
     rows = jax_ep.dispatch(group, tokens, ids)
-    beside = jax.nn.silu(tokens @ shared)
-    out = jax_ep.combine(group, experts(rows, weights), rows, scales, residual=beside)
-    return out + jax.nn.silu(beside @ dense)
+    shared_out = jax.nn.silu(tokens @ shared)
+    out = jax_ep.combine(group, experts(rows, weights), rows, scales, residual=shared_out)
+    return out + jax.nn.silu(shared_out @ dense)
 
 
-def overlapping(tokens, router, shared, weights, dense):
+def overlapped(tokens, router, shared, weights, dense):
     scales, ids = route(tokens, router)
     in_flight = jax_ep.dispatch_async(group, tokens, ids)
-    beside = jax.nn.silu(in_flight.then(tokens) @ shared)
-    rows = jax_ep.dispatch_wait(group, in_flight, after=beside)
+    shared_out = jax.nn.silu(in_flight.then(tokens) @ shared)
+    rows = jax_ep.dispatch_wait(group, in_flight, after=shared_out)
     in_flight = jax_ep.combine_async(
-        group, experts(rows, weights), rows, scales, residual=beside
+        group, experts(rows, weights), rows, scales, residual=shared_out
     )
-    more = jax.nn.silu(in_flight.then(beside) @ dense)
-    return jax_ep.combine_wait(group, in_flight, after=more) + more
+    dense_out = jax.nn.silu(in_flight.then(shared_out) @ dense)
+    return jax_ep.combine_wait(group, in_flight, after=dense_out) + dense_out
 
 
 def loss(layer, tokens, *weights):
@@ -75,7 +78,7 @@ shapes = [(128 * mesh.size, 256), (256, 16), (256, 256), (16, 256, 256), (256, 2
 keys = jax.random.split(jax.random.key(0), len(shapes))
 arrays = [jax.random.normal(*pair) for pair in zip(keys, shapes, strict=True)]
 arrays = [arrays[0], *(array / 16 for array in arrays[1:])]
-wanted, got = run(in_turn, *arrays), run(overlapping, *arrays)
+wanted, got = run(sequential, *arrays), run(overlapped, *arrays)
 for a, b in zip(jax.tree.leaves(wanted), jax.tree.leaves(got), strict=True):
     np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-4 * np.abs(a).max())
 print(f"loss {got[0]:.4f}, gradients equal to those without overlap")

@@ -1,7 +1,7 @@
-"""Experts behind tensor-parallel attention: all ranks hold all tokens.
+"""An MoE layer after tensor-parallel attention, where all ranks hold the same tokens.
 
-Nothing is sent: each rank computes what its own experts, and its share of the shared
-expert, add to each token, and one sum over the ranks ends the layer.
+dispatch and combine send nothing. Each rank computes the contribution of its own experts, and of
+its share of the shared expert's tokens; one psum over the ranks completes the layer.
 """
 
 import jax
@@ -11,7 +11,7 @@ from jax import P
 
 import jax_ep
 
-jax.config.update("jax_num_cpu_devices", 8)  # where JAX finds no GPU
+jax.config.update("jax_num_cpu_devices", 8)  # if JAX finds no GPU
 jax.config.update("jax_default_matmul_precision", "float32")
 mesh = jax.sharding.Mesh(jax.devices(), ("tp",))
 config = jax_ep.EPConfig(
@@ -34,7 +34,7 @@ def route(tokens, router):
 @jax.shard_map(mesh=mesh, in_specs=(P(), P(), P(), P("tp")), out_specs=P())
 def moe_layer(tokens, router, shared, experts):
     weights, ids = route(tokens, router)
-    rows = jax_ep.dispatch(group, tokens, ids)  # the shared expert's come first
+    rows = jax_ep.dispatch(group, tokens, ids)  # the shared expert's rows come first
     matrices = jnp.concatenate([shared[None], experts])
     results = jax.nn.silu(jax.lax.ragged_dot(rows.tokens, matrices, rows.group_sizes))
     return jax.lax.psum(jax_ep.combine(group, results, rows, weights), "tp")

@@ -1,9 +1,9 @@
-"""The MoE layer over two processes that `jax.distributed` connects.
+"""An MoE layer over two processes that `jax.distributed` connects.
 
     python examples/two_processes.py
 
-starts both on this machine, with 4 virtual CPU devices each. The function `moe_layer`
-and all calls of `jax_ep` are those of one process: only the mesh spans both.
+starts both processes on this machine, with 4 virtual CPU devices each. `moe_layer` and every call
+of `jax_ep` are the same as in a single process; only the mesh spans both.
 """
 
 import argparse
@@ -28,7 +28,7 @@ TIME_LIMIT_S = 180
 
 
 def moe_layer(group, tokens, router, up, down):
-    """One rank: its tokens [T, H], its experts [L, ...]."""
+    """The layer on one rank: its tokens [T, H], its experts [L, ...]."""
     weights, ids = jax.lax.top_k(jax.nn.softmax(tokens @ router), group.config.top_k)
     rows = jax_ep.dispatch(group, tokens, ids)
     hidden = jax.nn.silu(jax.lax.ragged_dot(rows.tokens, up, rows.group_sizes))
@@ -37,7 +37,7 @@ def moe_layer(group, tokens, router, up, down):
 
 
 def dense_layer(top_k, tokens, router, up, down):
-    """The same sum, from all experts; jax.jit spreads it as it likes."""
+    """The reference: every expert on every token; jax.jit partitions it."""
     weights, ids = jax.lax.top_k(jax.nn.softmax(tokens @ router), top_k)
     gates = jnp.einsum("tk,tke->te", weights, jax.nn.one_hot(ids, len(up)))
     hidden = jax.nn.silu(jnp.einsum("th,ehf->tef", tokens, up))
@@ -45,13 +45,13 @@ def dense_layer(top_k, tokens, router, up, down):
 
 
 def work(process: int, coordinator: str) -> None:
-    """One of the processes: joins the others, computes, compares."""
+    """One of the processes: joins the job, runs the layer and compares it with the reference."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", N_LOCAL_DEVICES)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(coordinator, N_PROCESSES, process)
 
-    mesh = jax.sharding.Mesh(jax.devices(), ("ep",))  # of all processes
+    mesh = jax.sharding.Mesh(jax.devices(), ("ep",))  # the devices of all processes
     config = jax_ep.EPConfig(
         n_experts=16,
         top_k=2,
@@ -63,10 +63,7 @@ def work(process: int, coordinator: str) -> None:
     with jax_ep.ep_init(mesh, "ep", config) as group:
         difference = compare(mesh, group)
     ranks = ", ".join(map(str, group.ranks))
-    print(
-        f"process {process}: ranks {ranks} of {group.n_ranks}, "
-        f"transport {group.transport}"
-    )
+    print(f"process {process}: ranks {ranks} of {group.n_ranks}, transport {group.transport}")
     if not difference < 1e-4:
         sys.exit(f"process {process}: differs from a dense layer by {difference}")
     print(f"process {process}: equal to a dense layer")
@@ -74,13 +71,13 @@ def work(process: int, coordinator: str) -> None:
 
 
 def compare(mesh: jax.sharding.Mesh, group: jax_ep.EPGroup) -> float:
-    """Returns the largest difference between the two layers, over all ranks."""
+    """Returns the largest absolute difference between the two layers, over all ranks."""
     specs = P("ep"), P(), P("ep"), P("ep")
     shapes = (32 * group.n_ranks, 64), (64, 16), (16, 64, 128), (16, 128, 64)
     shardings = tuple(jax.NamedSharding(mesh, spec) for spec in specs)
 
     @functools.partial(jax.jit, out_shardings=shardings)
-    def init():  # every process runs this, and makes its own shards
+    def init():  # every process runs this and creates its own shards
         keys = jax.random.split(jax.random.key(0), len(shapes))
         pairs = zip(keys, shapes, strict=True)
         return tuple(jax.random.normal(*pair) / 4 for pair in pairs)
@@ -88,10 +85,7 @@ def compare(mesh: jax.sharding.Mesh, group: jax_ep.EPGroup) -> float:
     @jax.jit
     def difference(*arrays):
         sparse = jax.shard_map(
-            functools.partial(moe_layer, group),
-            mesh=mesh,
-            in_specs=specs,
-            out_specs=P("ep"),
+            functools.partial(moe_layer, group), mesh=mesh, in_specs=specs, out_specs=P("ep")
         )(*arrays)
         return jnp.abs(sparse - dense_layer(group.config.top_k, *arrays)).max()
 
@@ -99,7 +93,7 @@ def compare(mesh: jax.sharding.Mesh, group: jax_ep.EPGroup) -> float:
 
 
 def launch() -> None:
-    """Starts the processes, waits for them, leaves none behind."""
+    """Starts the processes and waits for them; kills any that is left."""
     with socket.socket() as listener:
         listener.bind(("localhost", 0))
         coordinator = f"localhost:{listener.getsockname()[1]}"
@@ -108,9 +102,7 @@ def launch() -> None:
         processes, logs = [], []
         for i in range(N_PROCESSES):
             logs.append(stack.enter_context(tempfile.TemporaryFile("w+")))
-            process = subprocess.Popen(
-                [*command, str(i)], stdout=logs[i], stderr=logs[i]
-            )
+            process = subprocess.Popen([*command, str(i)], stdout=logs[i], stderr=logs[i])
             stack.callback(process.wait)
             stack.callback(process.kill)
             processes.append(process)
@@ -122,12 +114,12 @@ def launch() -> None:
 
 
 def said(process: int, log: typing.TextIO) -> list[str]:
-    """Gives the lines that `work` printed; Gloo's threads print among them."""
+    """Returns the lines that `work` printed, without those of Gloo's threads."""
     return [line for line in log if line.startswith(f"process {process}: ")]
 
 
 def wait(processes: list[subprocess.Popen]) -> str | None:
-    """Returns None once all have succeeded, or else what went wrong."""
+    """Returns None once all processes have succeeded, otherwise what went wrong."""
     end = time.monotonic() + TIME_LIMIT_S
     while any(process.poll() is None for process in processes):
         if any(process.poll() for process in processes):
@@ -141,7 +133,7 @@ def wait(processes: list[subprocess.Popen]) -> str | None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--process", type=int, help="by default: start all of them")
+    parser.add_argument("--process", type=int, help="index of this process; default: start all")
     parser.add_argument("--coordinator", help="host:port of process 0")
     options = parser.parse_args()
     if options.process is None:

@@ -1,13 +1,18 @@
-"""Trains a small MoE language model with expert parallelism, and checks it.
+"""Trains a small MoE language model with expert parallelism, and checks the result.
 
     python examples/demo
 
-The experts of each layer are spread over 8 virtual CPU devices, or over the GPUs if
-JAX finds some. The files, in the order in which a token meets them: `data.py` (text to
-windows of bytes), `model.py` (bytes to logits), `experts.py` (a token to its experts
-and back: the part that `jax_ep` does), `program.py` (loss to new parameters). Around
-them: `train.py`, `compare.py` (against the same steps without expert parallelism),
-`traffic.py` and `plots.py`.
+The experts of each layer are spread over 8 virtual CPU devices, or over the GPUs if JAX finds any.
+
+The files, in the order in which a token passes through them:
+
+    data.py      the text, as windows of bytes
+    model.py     bytes to logits
+    experts.py   tokens to their experts and back: the part that uses jax_ep
+    program.py   the jitted steps: training, evaluation, sampling
+
+Around these: train.py (the training loop), compare.py (comparison with the same steps without
+expert parallelism), traffic.py and plots.py (the figures).
 """
 
 import dataclasses
@@ -32,11 +37,9 @@ from program import Program
 from traffic import count_traffic
 from train import N_WINDOWS, History, held_out_loss, make_optimizer, train
 
-N_COMPARED = 20  # steps done twice, with and without expert parallelism
+N_COMPARED = 20  # steps that are run twice, with and without expert parallelism
 N_SAMPLED = 240  # bytes
-PROMPT = (
-    "If the argument is not a string, an exception is raised. Otherwise, the class "
-)
+PROMPT = "If the argument is not a string, an exception is raised. Otherwise, the class "
 
 
 @click.command(help=__doc__.splitlines()[0])
@@ -44,11 +47,11 @@ PROMPT = (
 @click.option(
     "--devices",
     type=click.Choice(["1", "2", "4", "8", "16"]),
-    help="Ranks.  [default: all GPUs, or 8 virtual CPU devices]",
+    help="Number of ranks.  [default: all GPUs, or 8 virtual CPU devices]",
 )
-@click.option("--transport", default="auto", show_default=True, help="Of jax_ep.")
+@click.option("--transport", default="auto", show_default=True, help="Transport of jax_ep.")
 @click.option(
-    "--out", default="demo_out", show_default=True, type=Path, help="For the figures."
+    "--out", default="demo_out", show_default=True, type=Path, help="Folder for the figures."
 )
 def main(steps: int, devices: str | None, transport: str, out: Path) -> None:
     started = time.perf_counter()
@@ -65,14 +68,14 @@ def main(steps: int, devices: str | None, transport: str, out: Path) -> None:
     first, rest = range(N_COMPARED), range(N_COMPARED, steps)
     alone = Program(config, dense, optimizer)
     train(alone, alone.new_state(), text, first, reference, "one device, dense")
-    state = train(program, state, text, first, history, "the same, expert parallel")
+    state = train(program, state, text, first, history, "expert parallel")
     say("check", compare(history, reference))
-    state = train(program, state, text, rest, history, "the rest")
+    state = train(program, state, text, rest, history, "remaining steps")
 
     loss = history.held_out[steps] = held_out_loss(program, state.params, text.held_out)
-    say("loss", f"{loss:.2f} nats per byte of held-out text, unigrams {entropy:.2f}")
+    say("loss", f"{loss:.2f} nats per byte of held-out text; unigram entropy {entropy:.2f}")
     speed = history.tokens_per_second(N_WINDOWS * config.context)
-    say("speed", f"{speed:,.0f} tokens/s in training, without compilation")
+    say("speed", f"{speed:,.0f} tokens/s in training, excluding compilation")
     show_sample(program, state.params, transport)
 
     out.mkdir(parents=True, exist_ok=True)
@@ -84,13 +87,13 @@ def main(steps: int, devices: str | None, transport: str, out: Path) -> None:
     say("time", f"{time.perf_counter() - started:.0f} s")
     if not loss < entropy:
         raise click.ClickException(
-            "The model learned no more than how often bytes are."
+            "The model must do better than the frequencies of single bytes; it did not."
         )
 
 
 def make_mesh(n_devices: int) -> Mesh:
-    """Returns a mesh of `n_devices`; 0 is all GPUs, or 8 virtual CPU devices."""
-    jax.config.update("jax_num_cpu_devices", n_devices or 8)  # of no effect on GPUs
+    """Returns a mesh of `n_devices`; 0 means all GPUs, or 8 virtual CPU devices."""
+    jax.config.update("jax_num_cpu_devices", n_devices or 8)  # no effect on GPUs
     jax.config.update("jax_default_matmul_precision", "float32")
     devices = jax.devices()
     n_devices = n_devices or math.gcd(len(devices), ModelConfig.n_experts)
@@ -99,13 +102,11 @@ def make_mesh(n_devices: int) -> Mesh:
     return Mesh(np.array(devices[:n_devices]), (AXIS,))
 
 
-def make_group(
-    mesh: Mesh, transport: str, config: ModelConfig, n_windows: int
-) -> jax_ep.EPGroup:
+def make_group(mesh: Mesh, transport: str, config: ModelConfig, n_windows: int) -> jax_ep.EPGroup:
     """Returns a group for batches of `n_windows`.
 
-    It has room for the worst case, so that no row is dropped, whatever the routers do.
-    `Dispatched.n_dropped` is added up nevertheless, and `compare` refuses all but 0.
+    It has room for the worst case, so no row is dropped, whatever the routers choose. The demo
+    still adds up `Dispatched.n_dropped`, and `compare` requires the sum to be 0.
     """
     ep_config = jax_ep.EPConfig(
         n_experts=config.n_experts,
@@ -122,22 +123,22 @@ def make_group(
 
 
 def describe(text: data.Text, params: Any, group: jax_ep.EPGroup) -> None:
-    """Says what is trained on what."""
+    """Prints the sizes of the text, the model and the group."""
     train_kb, held_out_kb = (len(part) // 1000 for part in text)
-    say("text", f"{train_kb} kB of Python's help texts, and {held_out_kb} kB held out")
+    say("text", f"{train_kb} kB of Python's help topics, and {held_out_kb} kB held out")
     n_params = sum(leaf.size for leaf in jax.tree.leaves(params))
-    experts = f"{group.config.n_experts} experts per layer, top {group.config.top_k}"
+    experts = f"{group.config.n_experts} experts per layer, top-{group.config.top_k}"
     say("model", f"{n_params:,} parameters in float32, {experts}")
     device = jax.devices()[0].device_kind
-    ranks = f"{group.n_ranks} x {device}, with {group.n_local_experts} experts"
-    say("ranks", f"{ranks} per layer on each, transport {group.transport}")
+    ranks = f"{group.n_ranks} x {device}, {group.n_local_experts} experts per layer on each"
+    say("ranks", f"{ranks}, transport {group.transport}")
 
 
 def show_sample(program: Program, params: Any, transport: str) -> None:
-    """Lets the model write on after `PROMPT`, once per rank, and shows rank 0's text.
+    """Prints a continuation of `PROMPT`: every rank samples one, and rank 0's is shown.
 
-    A batch of one window per rank is smaller than in training: a second group, which
-    has less room, serves it, with the same parameters.
+    The batch, one window per rank, is smaller than in training, so a second, smaller group serves
+    it, with the same parameters.
     """
     mesh, config = program.mesh, program.config
     prompt = np.frombuffer(PROMPT.encode(), np.uint8)[-config.context :]
@@ -151,7 +152,7 @@ def show_sample(program: Program, params: Any, transport: str) -> None:
 
 
 def say(topic: str, message: str) -> None:
-    """Prints a message, its lines aligned."""
+    """Prints a message with a topic in front; further lines are aligned with the first."""
     for line in message.splitlines():
         click.echo(f"{topic:8}{line}")
         topic = ""

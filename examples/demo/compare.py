@@ -1,21 +1,21 @@
-"""Holds a training run against the same steps without expert parallelism."""
+"""Compares a training run with the same steps without expert parallelism."""
 
 import click
 import numpy as np
 
 from train import History
 
-# Both runs are in float32 and differ in the order of their sums: about 1e-6 after one
-# step, which every further step enlarges.
+# Both runs are in float32 and differ in the order of their sums: by about 1e-6 after one step, and
+# by more after every further step.
 LOSS_TOLERANCE = 1e-4  # absolute, nats per byte
 GRAD_NORM_TOLERANCE = 1e-3  # relative
 
 
 def compare(history: History, reference: History) -> str:
-    """Returns how close the runs are.
+    """Returns a text that says how close the runs are.
 
     Raises:
-        click.ClickException: not within the tolerances, or rows were dropped.
+        click.ClickException: the runs differ by more than the tolerances, or rows were dropped.
     """
     loss = np.abs(np.subtract(history.losses, reference.losses)).max()
     norms = np.divide(history.grad_norms, reference.grad_norms)
@@ -23,11 +23,11 @@ def compare(history: History, reference: History) -> str:
     verdict = (
         f"{len(history.losses)} steps with and without expert parallelism\n"
         f"losses differ by {loss:.0e} at most (allowed: {LOSS_TOLERANCE:.0e})\n"
-        f"gradient norms by {grad_norm:.0e} of their value "
+        f"gradient norms differ by {grad_norm:.0e} at most, relatively "
         f"(allowed: {GRAD_NORM_TOLERANCE:.0e})\n"
         f"{history.n_dropped} rows were dropped (allowed: 0)"
     )
-    # Written so that NaN fails.
+    # NaN fails these comparisons.
     if loss <= LOSS_TOLERANCE and grad_norm <= GRAD_NORM_TOLERANCE:
         if history.n_dropped == 0:
             return verdict

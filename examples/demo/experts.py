@@ -1,8 +1,8 @@
-"""From tokens to experts and back: with expert parallelism, and without.
+"""Tokens to their experts and back, with expert parallelism and without.
 
 Both functions compute the same sum over a token's choices,
-Σ_k topk_weights[k] · expert[topk_ids[k]](token). The first is what `jax_ep` is for, the
-second is the reference it is held against.
+Σ_k topk_weights[k] · expert[topk_ids[k]](token). The first uses `jax_ep`; the second is the
+reference that it is compared with.
 """
 
 import functools
@@ -19,9 +19,9 @@ AXIS = "ep"
 
 
 def expert_parallel(mesh: Mesh, group: jax_ep.EPGroup) -> RunExperts:
-    """Returns `run_experts` over the ranks of `mesh`: each holds its own experts."""
+    """Returns `run_experts` over the ranks of `mesh`, each of which holds its own experts."""
 
-    # The arrays are this rank's: its experts [L, ...], its tokens [T, H].
+    # Arrays are this rank's shard: its experts [L, ...], its tokens [T, H].
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS))
     def on_each_rank(up, down, tokens, topk_ids, topk_weights):
         rows = jax_ep.dispatch(group, tokens, topk_ids)
@@ -38,7 +38,7 @@ def expert_parallel(mesh: Mesh, group: jax_ep.EPGroup) -> RunExperts:
 
 
 def dense(up, down, tokens, topk_ids, topk_weights):
-    """`run_experts` on one device: every expert sees every token."""
+    """`run_experts` on one device: every expert processes every token."""
     gates = jax.nn.one_hot(topk_ids, len(up)) * topk_weights[..., None]  # [N, K, E]
     hidden = jax.nn.silu(jnp.einsum("nh,ehf->enf", tokens, up))
     results = jnp.einsum("enf,efh->enh", hidden, down)

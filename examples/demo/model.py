@@ -1,7 +1,7 @@
 """The model: a small byte-level transformer whose feed-forward layers are MoE.
 
-It says nothing about devices. What happens between a token and its experts is
-`run_experts`, one of the two functions of `experts.py`.
+The model does not mention devices. `run_experts`, one of the two functions in `experts.py`, takes
+tokens to their experts and back.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from flax import nnx
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Sizes. `H` is `hidden_size`, `F` `expert_size`, `E` `n_experts`, `K` `top_k`."""
+    """Sizes. In shapes, H is `hidden_size`, F `expert_size`, E `n_experts`, K `top_k`."""
 
     vocabulary: int = 256
     context: int = 64
@@ -28,11 +28,11 @@ class ModelConfig:
 
 
 class Routing(NamedTuple):
-    """What one MoE layer did, besides its output."""
+    """What one MoE layer reports besides its output."""
 
     topk_ids: jax.Array  # int32[N, K]
-    balance_loss: jax.Array  # float32[]; 1 when every expert gets the same
-    n_dropped: jax.Array  # int32[]; rows that found no place, over all ranks
+    balance_loss: jax.Array  # float32[]; 1 if all experts get the same share
+    n_dropped: jax.Array  # int32[]; rows that did not fit, over all ranks
 
 
 # (up [E, H, F], down [E, F, H], tokens [N, H], topk_ids [N, K], topk_weights [N, K])
@@ -41,7 +41,7 @@ RunExperts = Callable[..., tuple[jax.Array, jax.Array]]
 
 
 class Experts(nnx.Module):
-    """The weights of all experts of a layer; axis 0 is the expert."""
+    """The weights of a layer's experts; axis 0 is the expert."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         sizes = (config.n_experts, config.hidden_size, config.expert_size)
@@ -70,13 +70,13 @@ class MoE(nnx.Module):
 
 
 def balance_loss(probabilities: jax.Array, topk_ids: jax.Array) -> jax.Array:
-    """E · Σ over experts of (share of the choices) · (mean probability).
+    """E · Σ over experts of (fraction of the choices) · (mean probability).
 
     Idea: Switch Transformer, https://arxiv.org/abs/2101.03961, section 2.2.
     """
     n_experts = probabilities.shape[-1]
-    share = jnp.mean(jax.nn.one_hot(topk_ids, n_experts), axis=(0, 1))
-    return n_experts * jnp.sum(share * probabilities.mean(axis=0))
+    fraction = jnp.mean(jax.nn.one_hot(topk_ids, n_experts), axis=(0, 1))
+    return n_experts * jnp.sum(fraction * probabilities.mean(axis=0))
 
 
 class Attention(nnx.Module):
@@ -96,7 +96,7 @@ class Attention(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Attention, then experts, each normalised before and added to its input."""
+    """Attention, then experts: each reads a normalized input and adds its output to the input."""
 
     def __init__(self, config: ModelConfig, run_experts: RunExperts, rngs: nnx.Rngs):
         self.attention_norm = nnx.RMSNorm(config.hidden_size, rngs=rngs)
@@ -112,7 +112,7 @@ class Block(nnx.Module):
 
 
 class LanguageModel(nnx.Module):
-    """Bytes in, logits of the next byte out."""
+    """Maps bytes to logits of the next byte."""
 
     def __init__(self, config: ModelConfig, run_experts: RunExperts, rngs: nnx.Rngs):
         size = config.hidden_size

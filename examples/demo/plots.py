@@ -14,7 +14,7 @@ TRAINING, HELD_OUT, REFERENCE = "#4477aa", "#cc6677", "#222222"
 
 
 def plot_loss(path: Path, history: History, reference: History, entropy: float) -> None:
-    """Writes the loss by step, and beside it the steps that the reference repeats."""
+    """Draws the loss by step and, next to it, the first steps together with the reference."""
     losses, n = history.losses, len(reference.losses)
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     whole, start = figure.subplots(1, 2, width_ratios=(3, 2))
@@ -41,7 +41,7 @@ def plot_loss(path: Path, history: History, reference: History, entropy: float) 
 
 
 def plot_traffic(path: Path, counts: NDArray) -> None:  # int[n_layers, R, E]
-    """Writes who sends how many tokens to which expert, one panel for each layer."""
+    """Draws how many tokens each rank sends to each expert, one panel per layer."""
     n_layers, n_ranks, n_experts = counts.shape
     size = 2 + 0.44 * n_experts, 0.6 + n_layers * (0.8 + 0.38 * n_ranks)  # inches
     figure = Figure(figsize=size, layout="constrained")
@@ -55,14 +55,14 @@ def plot_traffic(path: Path, counts: NDArray) -> None:  # int[n_layers, R, E]
             axes.text(expert, rank, f"{count}", **style)
         axes.set(title=f"MoE layer {layer + 1}", ylabel="source rank")
         axes.set(yticks=range(n_ranks), xticks=range(n_experts))
-    panels[-1, 0].set_xlabel("expert (boxes: the experts of the source rank itself)")
-    figure.suptitle("Tokens that each rank sent to each expert, held-out batch")
+    panels[-1, 0].set_xlabel("expert (boxes: the source rank's own experts)")
+    figure.suptitle("Tokens that each rank sends to each expert, one held-out batch")
     figure.colorbar(image, ax=panels, label="tokens", shrink=0.8)
     figure.savefig(path, dpi=150)
 
 
 def draw_ranks(axes: Axes, n_ranks: int, n_local_experts: int) -> None:
-    """Draws where one rank's experts end, and a box around each rank's own."""
+    """Draws lines between the experts of different ranks, and a box around each rank's own."""
     for rank in range(n_ranks):
         left = rank * n_local_experts - 0.5
         axes.axvline(left, color="gray", lw=0.8)

@@ -1,4 +1,4 @@
-"""The jitted steps: training, evaluation and sampling, on a mesh or on one device."""
+"""The jitted steps (training, evaluation, sampling), on a mesh or on one device."""
 
 import dataclasses
 import functools
@@ -14,12 +14,12 @@ from jax.sharding import PartitionSpec as P
 from experts import AXIS
 from model import LanguageModel, ModelConfig, Routing, RunExperts
 
-BALANCE = 0.1  # weight of the load-balancing loss
+BALANCE_WEIGHT = 0.1  # of the load-balancing loss
 TEMPERATURE = 0.5  # of sampling
 
 
 class State(NamedTuple):
-    """What a training step replaces."""
+    """What a training step updates."""
 
     params: Any
     opt_state: Any
@@ -28,16 +28,16 @@ class State(NamedTuple):
 class Metrics(NamedTuple):
     """What a training step reports."""
 
-    loss: jax.Array  # float32[]; nats per byte, without the load-balancing loss
+    loss: jax.Array  # float32[]; nats per byte, excluding the load-balancing loss
     grad_norm: jax.Array  # float32[]
     n_dropped: jax.Array  # int32[]; over all ranks and layers
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A model, its optimiser and where they run.
+    """A model, its optimizer and the mesh that they run on.
 
-    `mesh` None is the reference: one device, no sharding, no `jax_ep`.
+    Without a mesh it is the reference: one device, no sharding, no `jax_ep`.
     """
 
     config: ModelConfig
@@ -46,11 +46,11 @@ class Program:
     mesh: Mesh | None = None
 
     def new_model(self) -> LanguageModel:
-        """Returns the model with its initial parameters, always the same."""
+        """Returns the model with its initial parameters, which are always the same."""
         return LanguageModel(self.config, self.run_experts, nnx.Rngs(0))
 
     def new_state(self) -> State:
-        """Returns the initial state, every array made where it will live."""
+        """Returns the initial state, each array created on the devices that hold it."""
 
         def init():
             params = nnx.state(self.new_model())
@@ -59,16 +59,16 @@ class Program:
         return jax.jit(init, out_shardings=self._shardings(jax.eval_shape(init)))()
 
     def put(self, windows: Any) -> jax.Array:
-        """Returns `windows` on the devices, each rank with its share of them."""
+        """Returns `windows` on the devices, sharded over the ranks."""
         return jax.device_put(windows, self.mesh and NamedSharding(self.mesh, P(AXIS)))
 
     @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
     def train_step(self, state: State, windows: jax.Array) -> tuple[State, Metrics]:
-        """Returns the next state; `state`'s own buffers are given away."""
+        """Returns the next state; donates the buffers of `state`."""
 
         def objective(params):
             loss, routing = self._loss(params, windows)
-            return loss + BALANCE * routing.balance_loss.mean(), (loss, routing)
+            return loss + BALANCE_WEIGHT * routing.balance_loss.mean(), (loss, routing)
 
         gradient = jax.grad(objective, has_aux=True)
         grads, (loss, routing) = gradient(state.params)
@@ -81,14 +81,12 @@ class Program:
 
     @functools.partial(jax.jit, static_argnums=0)
     def evaluate(self, params: Any, windows: jax.Array) -> tuple[jax.Array, Routing]:
-        """Returns the loss in nats per byte, and what each layer's router chose."""
+        """Returns the loss in nats per byte, and the choices of each layer's router."""
         return self._loss(params, windows)
 
     @functools.partial(jax.jit, static_argnums=(0, 3))
-    def sample(
-        self, params: Any, prompts: jax.Array, n_bytes: int, key: jax.Array
-    ) -> jax.Array:
-        """Returns int32[B, n_bytes] that go on after `prompts`, int32[B, context]."""
+    def sample(self, params: Any, prompts: jax.Array, n_bytes: int, key: jax.Array) -> jax.Array:
+        """Returns int32[B, n_bytes], continuations of `prompts`, int32[B, context]."""
         model = self._model(params)
 
         def next_byte(window, key):
@@ -107,7 +105,7 @@ class Program:
         return losses.mean(), routing
 
     def _shardings(self, tree: Any) -> Any:
-        """P("ep") for the experts' weights and their moments, else replicated."""
+        """P("ep") for the experts' weights and their optimizer moments; P() for the rest."""
         if self.mesh is None:
             return None
 

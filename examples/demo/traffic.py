@@ -1,4 +1,4 @@
-"""Who sends how much to whom."""
+"""Counts how many rows each rank sends to each expert."""
 
 from typing import Any
 
@@ -12,21 +12,25 @@ from program import Program
 def count_traffic(
     group: jax_ep.EPGroup, program: Program, params: Any, windows: NDArray[np.int32]
 ) -> NDArray[np.int64]:
-    """Returns int[n_layers, R, E]: rows from each rank to each expert, by layer."""
+    """Returns int[n_layers, R, E]: rows from each rank to each expert, per layer.
+
+    Raises:
+        RuntimeError: the group's own counters disagree.
+    """
     before = rows_sent(group)
     _, routing = program.evaluate(params, program.put(windows))
     ids = np.asarray(routing.topk_ids)  # [n_layers, N, K], N by source rank
     ids = ids.reshape(len(ids), group.n_ranks, -1, 1)
     counts = (ids == np.arange(group.config.n_experts)).sum(axis=2)
-    if before is not None and not np.array_equal(
-        counts.sum(axis=0), rows_sent(group) - before
-    ):
-        raise RuntimeError("The group counted other rows than the routers chose.")
+    if before is not None and not np.array_equal(counts.sum(axis=0), rows_sent(group) - before):
+        raise RuntimeError(
+            "The group must have counted the rows that the routers chose; it did not."
+        )
     return counts
 
 
 def rows_sent(group: jax_ep.EPGroup) -> NDArray[np.int64] | None:
-    """Returns int[R, E], the group's own count, or None if its transport has none."""
+    """Returns int[R, E], the group's own counts, or None if its transport keeps none."""
     try:
         ranks = sorted(group.stats(), key=lambda stats: stats.rank)
     except NotImplementedError:

@@ -1,4 +1,4 @@
-"""The training loop: one batch after the other, and what is kept of each."""
+"""The training loop, and the history that it keeps."""
 
 import dataclasses
 import itertools
@@ -13,14 +13,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 import data
 from program import Program, State
 
-N_WINDOWS = 16  # in a batch, over all ranks
+N_WINDOWS = 16  # of a batch, over all ranks
 LEARNING_RATE = 4e-3
-HELD_OUT_EVERY = 50  # steps between two looks at a sample of the held-out text
+HELD_OUT_EVERY = 50  # steps between evaluations on part of the held-out text
 
 
 @dataclasses.dataclass
 class History:
-    """What the loop keeps of each step."""
+    """The metrics of each step."""
 
     losses: list[float] = dataclasses.field(default_factory=list)  # nats per byte
     grad_norms: list[float] = dataclasses.field(default_factory=list)
@@ -29,12 +29,12 @@ class History:
     held_out: dict[int, float] = dataclasses.field(default_factory=dict)  # by step
 
     def tokens_per_second(self, tokens_per_step: int) -> float:
-        """Returns the speed of a median step, so that compilation does not count."""
+        """Returns the speed of the median step, which excludes compilation."""
         return tokens_per_step / float(np.median(self.seconds))
 
 
 def make_optimizer(n_steps: int) -> optax.GradientTransformation:
-    """Returns AdamW with a short warm-up and a cosine decay over `n_steps`."""
+    """Returns AdamW with a short warm-up, then cosine decay over `n_steps`."""
     schedule = optax.warmup_cosine_decay_schedule(
         init_value=0, peak_value=LEARNING_RATE, warmup_steps=10, decay_steps=n_steps
     )
@@ -42,14 +42,9 @@ def make_optimizer(n_steps: int) -> optax.GradientTransformation:
 
 
 def train(
-    program: Program,
-    state: State,
-    text: data.Text,
-    steps: range,
-    history: History,
-    title: str,
+    program: Program, state: State, text: data.Text, steps: range, history: History, title: str
 ) -> State:
-    """Does `steps`, adds them to `history` and returns the state after the last."""
+    """Runs `steps`, adds them to `history` and returns the state after the last one."""
     context = program.config.context
     bar = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
     with Progress(*bar, TextColumn("{task.fields[status]}")) as progress:
@@ -71,10 +66,8 @@ def train(
     return state
 
 
-def held_out_loss(
-    program: Program, params: Any, text: NDArray[np.uint8], every: int = 1
-) -> float:
-    """Returns the mean loss over every `every`-th batch of `text`, in nats per byte."""
+def held_out_loss(program: Program, params: Any, text: NDArray[np.uint8], every: int = 1) -> float:
+    """Returns the mean loss in nats per byte over each `every`-th batch of `text`."""
     batches = data.held_out_batches(text, N_WINDOWS, program.config.context)
     losses = [
         program.evaluate(params, program.put(batch))[0]

@@ -1,4 +1,4 @@
-"""A layer of experts in every token format, compared with bfloat16."""
+"""An MoE layer in every token format, compared with the same layer in bfloat16."""
 
 import functools
 
@@ -9,20 +9,14 @@ from jax import P
 
 import jax_ep
 
-jax.config.update("jax_num_cpu_devices", 8)  # where JAX finds no GPU
+jax.config.update("jax_num_cpu_devices", 8)  # if JAX finds no GPU
 jax.config.update("jax_default_matmul_precision", "float32")
 mesh = jax.sharding.Mesh(jax.devices(), ("ep",))
-FORMATS = [
-    jax_ep.BF16(),
-    jax_ep.BlockwiseFP8(),
-    jax_ep.MXFP8(),
-    jax_ep.NVFP4(),
-    jax_ep.MXFP4(),
-]
+FORMATS = [jax_ep.BF16(), jax_ep.BlockwiseFP8(), jax_ep.MXFP8(), jax_ep.NVFP4(), jax_ep.MXFP4()]
 
 
 def activate(token_format, hidden, row_offsets):
-    """silu(gate) * up, in the format in which a matmul unit would read it."""
+    """silu(gate) * up, rounded to the token format; returned in float32 for the next matmul."""
     result = jax_ep.fused_silu(hidden, row_offsets, token_format)
     if isinstance(token_format, jax_ep.QuantizedFormat):
         return token_format.dequantize_rows(result.tokens, result.scales, row_offsets)
