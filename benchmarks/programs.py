@@ -144,7 +144,7 @@ def rotation(implementation: Implementation, on_gpu: bool, combines: bool) -> Ca
                 rows, last = hide((rows, last), passes[0], on_gpu)
                 outs.append(implementation.combine(rows.tokens, rows, weights))
                 last = outs[-1]
-        return outs or last[None]
+        return outs or [rows.n_dropped[None] for rows in dispatched]
 
     return run
 

@@ -125,7 +125,8 @@ def check_a_group_that_is_too_large() -> None:
     mesh = make_mesh(len(jax.devices()))
     sizes = {"max_tokens_per_rank": 2**22, "hidden_size": 8192, "recv_capacity": 16}
     config = config_of(cases.SMALL[mesh.size], **sizes)
-    with pytest.raises(RuntimeError, match=r"^process 0: rank 0: allocating a workspace of \d+ bytes"):
+    message = r"^process 0: rank 0: allocating a workspace of \d+ bytes"
+    with pytest.raises(RuntimeError, match=message):
         jax_ep.ep_init(mesh, AXIS, config, transport="p2p")
     check_a_new_group(mesh)
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 from matplotlib import image
 
-from ranks import child_environment
+from processes import child_environment
 
 BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
 sys.path.append(str(BENCHMARKS))
