@@ -133,34 +133,42 @@ def totals_of_call(case, inputs: suite.Inputs, rank: int) -> dict:
 def test_wait_times_name_the_late_rank(transport):
     if transport == "xla":
         pytest.skip("xla keeps no totals")
-    late = 2
+    late, n_layers = 2, 3
+    n_products = 20 if transport == "host" else 300
     case = cases.SMALL[4].replace(recv_capacity=78)
     group = group_of(case, transport)
 
     def layer(tokens, topk_ids):
-        n = jnp.where(jax.lax.axis_index(AXIS) == late, 60, 0)
+        n = jnp.where(jax.lax.axis_index(AXIS) == late, n_products, 0)
         work = jnp.full((512, 512), 1e-3) + tokens[0, 0].astype(jnp.float32)
         work = jax.lax.fori_loop(0, n, lambda _, x: jnp.tanh(x @ x), work)
         tokens = tokens + work[0, 0].astype(tokens.dtype)
         dispatched = jax_ep.dispatch(group, tokens, topk_ids)
         return jax_ep.combine(group, dispatched.tokens, dispatched)
 
+    def layers(tokens, topk_ids):
+        for _ in range(n_layers):
+            tokens = layer(tokens, topk_ids)
+        return tokens
+
     operands = put(group.mesh, *suite.make_inputs(case).arrays()[:2])
-    fn = on_mesh(group.mesh, layer)
-    for _ in range(2):
-        jax.block_until_ready(fn(*operands))
+    fn = on_mesh(group.mesh, layers)
     with group:
-        waits = {one.rank: (one.wait_s, one.longest_wait_s) for one in group.stats()}
-    for rank, (total, longest) in waits.items():
-        assert total.shape == longest.shape == (2, 4)
-        assert (total[:, rank] == 0).all()
-        assert (longest <= total).all()
-        assert (total <= 2 * longest + 1e-9).all()
+        jax.block_until_ready(fn(*operands))  # processes begin this call at different times
+        before = {one.rank: one.wait_s for one in group.stats()}
+        jax.block_until_ready(fn(*operands))
+        stats = {one.rank: one for one in group.stats()}
+    waits = {rank: one.wait_s - before[rank] for rank, one in stats.items()}
+    for rank, one in stats.items():
+        assert one.wait_s.shape == one.longest_wait_s.shape == (2, 4)
+        assert (one.wait_s[:, rank] == 0).all()
+        assert (one.longest_wait_s <= one.wait_s).all()
+        assert (one.wait_s <= 2 * n_layers * one.longest_wait_s + 1e-9).all()
         if rank != late:
-            assert total[0].argmax() == late
-            assert total[0, late] > 1e-3
+            assert waits[rank][0].argmax() == late
+            assert waits[rank][0, late] > 1e-3
             if late in waits:
-                assert total[0, late] > waits[late][0][0, rank]
+                assert waits[rank][0, late] > waits[late][0, rank]
 
 
 def test_closing_a_group_leaves_an_equal_one_open(transport):
