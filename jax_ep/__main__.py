@@ -4,7 +4,7 @@ import sys
 
 
 def main() -> None:
-    """Runs the command line; says what is missing where it cannot."""
+    """Runs the command line, or says which package it lacks."""
     try:
         from jax_ep.cli import main as run
     except ModuleNotFoundError as error:

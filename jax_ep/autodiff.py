@@ -1,7 +1,7 @@
 """The differentiation rules of all public operations.
 
-The backward of dispatch is a combine: the cotangents of a token's rows come home and are summed.
-The backward of combine sends each token's cotangent to the token's rows.
+The backward of dispatch is a combine: the cotangents of a token's rows are returned and summed. The
+backward of combine sends each token's cotangent to the token's rows.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from jax_ep.xla_ffi.activation import Activation, activate, fused_silu_p
 from jax_ep.xla_ffi.async_calls import finished
 from jax_ep.xla_ffi.primitives import bind_combine, bind_combine_grad, bind_dispatch, present
 
-_NO_GRADIENT: Any = None  # what custom_vjp takes for integers
+_NO_GRADIENT: Any = None  # what custom_vjp expects for integers
 
 
 def _dispatch(
@@ -35,7 +35,7 @@ def _dispatch(
     operands: DispatchOperands,
     results: tuple[jax.Array, ...] | None = None,
 ) -> DispatchResults:
-    """A dispatch by custom call; with `results`, one that has completed."""
+    """A dispatch by custom call; with `results`, a completed one."""
     if results is None:
         handle_shape = connection.handle_shape(operands.group_ids.shape[0])
         named = bind_dispatch(connection.geometry, operands, handle_shape)
@@ -78,7 +78,7 @@ dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
 def _combine(
     connection: FfiConnection, operands: CombineOperands, result: jax.Array | None = None
 ) -> jax.Array:
-    """A combine by custom call; with `result`, one that has completed."""
+    """A combine by custom call; with `result`, a completed one."""
     if result is None:
         (result,) = bind_combine(connection.geometry, operands)
     else:
@@ -134,7 +134,7 @@ combine.defvjp(_combine_fwd, _combine_bwd)
 
 
 def _return_scalars(connection: FfiConnection, scalars: jax.Array, routing: Routing) -> jax.Array:
-    """Sends one number per row to its choice: `[C]` to `[T, N]`, 0 if it has no row."""
+    """Sends one number per row to its choice: `[C]` to `[T, N]`, 0 for choices without a row."""
     shape = scalars.shape[0], connection.min_row_elements
     rows = jnp.broadcast_to(scalars[:, None], shape)
     unreduced = CombineOperands(rows, routing, reduce=False)
@@ -148,7 +148,7 @@ def _bind_plain_dispatch(
     group_ids: jax.Array,
     topk_weights: jax.Array | None = None,
 ) -> DispatchResults:
-    """A dispatch of cotangents: unquantized, to the rows that the ids always have."""
+    """A dispatch of cotangents: unquantized, to the same rows, which depend only on the ids."""
     return bind_dispatch(
         connection.geometry,
         DispatchOperands(tokens, group_ids, topk_weights, input_scale=None),
@@ -187,7 +187,7 @@ def _dispatch_choices(
 ) -> jax.Array:
     """Gradient of `expert_out` from a cotangent `[T, N, H]` per choice: one dispatch per k.
 
-    The rows of one k have the same order among themselves with and without the others.
+    The rows of one k keep their relative order when the others are left out.
     """
     rows = jnp.zeros((), cotangent.dtype)  # every row in use has a k
     for k in range(connection.geometry.config.top_k):
@@ -197,9 +197,9 @@ def _dispatch_choices(
         has_token = _has_token(sent.row_offsets, sent.src_info)
         sent_row = jnp.nonzero(has_token, size=has_token.shape[0])[0]
         is_k = routing.src_info[:, 1] == k
-        place = jnp.cumsum(is_k.astype(jnp.int32)) - 1
-        place = jnp.take(sent_row, place, mode="clip")
-        found = jnp.take(sent.tokens, place, axis=0, mode="clip")
+        position = jnp.cumsum(is_k.astype(jnp.int32)) - 1
+        from_row = jnp.take(sent_row, position, mode="clip")
+        found = jnp.take(sent.tokens, from_row, axis=0, mode="clip")
         rows = jnp.where(is_k[:, None], found, rows)
     return _clear_unused(rows, _has_token(routing.row_offsets, routing.src_info))
 
@@ -216,7 +216,7 @@ def _clear_unused(rows: jax.Array, in_use: jax.Array) -> jax.Array:
 
 
 class QuantizedTokens(NamedTuple):
-    """Rows of codes, as dispatch gives them; no gradient flows into them."""
+    """Rows of codes, as dispatch returns them; no gradient flows into them."""
 
     codes: jax.Array
     scales: jax.Array
@@ -228,7 +228,7 @@ class QuantizedTokens(NamedTuple):
 def dequantize(
     connection: Connection, source_tokens: jax.Array, rows: QuantizedTokens, routing: Routing
 ) -> jax.Array:
-    """The rows in the dtype of `source_tokens`, to which their gradient goes straight through."""
+    """The rows in the dtype of `source_tokens`; straight-through gradient to `source_tokens`."""
     token_format = connection.geometry.config.token_format
     assert isinstance(token_format, QuantizedFormat)
     return token_format.dequantize_rows(*rows, source_tokens.dtype)

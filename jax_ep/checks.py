@@ -92,7 +92,7 @@ def _takes_input_scale(operation: str, name: str, token_format: TokenFormat, val
 
 
 def as_arrays(*arrays: Any) -> list[Any]:
-    """JAX arrays; 64-bit NumPy arrays stay as they are, for `check_array` to refuse."""
+    """JAX arrays; 64-bit NumPy arrays stay as they are, for `check_array` to reject."""
     return [x if x is None or _is_64_bit(x) else jnp.asarray(x) for x in arrays]
 
 

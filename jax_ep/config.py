@@ -116,7 +116,7 @@ class EPConfig:
         object.__setattr__(self, name, value)
 
     def n_local_experts(self, n_ranks: int) -> int:
-        """Experts per rank (L); raises ValueError if `n_experts` is no multiple of `n_ranks`."""
+        """Experts per rank (L); raises ValueError if `n_experts` is not a multiple of `n_ranks`."""
         if self.n_experts % n_ranks:
             raise ValueError(
                 f"n_experts must be a multiple of n_ranks; got n_experts={self.n_experts}, "

@@ -1,4 +1,4 @@
-"""Connection: what a transport opens for a group. All give the same results in bits."""
+"""Connection: what a transport opens for a group. Results are bitwise equal on all transports."""
 
 import abc
 import dataclasses
@@ -73,7 +73,7 @@ class Connection(abc.ABC):
         return jnp.concatenate(sums, axis=1)[: routing.n_tokens]
 
     def n_slices(self, rows: jax.Array) -> int:
-        """How many combines carry rows that are longer than the experts', as cotangents may be."""
+        """Number of combines for rows longer than the experts', as cotangents may be."""
         return 1
 
 

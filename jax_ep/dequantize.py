@@ -1,4 +1,4 @@
-"""dequantize: received rows as numbers again."""
+"""dequantize: converts received rows back to floating point."""
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +10,10 @@ from jax_ep.results import Dispatched, check_dispatched
 
 
 def dequantize(dispatched: Dispatched, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
-    """The rows as numbers, whatever the token format.
+    """Converts received rows to floating point, whatever the token format.
 
-    The gradient goes straight through the rounding: the gradient of a row counts as
-    that of the token before quantization, and reaches the dispatch's `tokens` by one combine.
+    The gradient is straight-through: a row's gradient is taken as that of the token before
+    quantization, and one combine returns it to the dispatch's `tokens`.
 
     Args:
         dispatched: the result of dispatch.

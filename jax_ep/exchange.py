@@ -1,6 +1,6 @@
-"""How processes tell each other what they need to know to set up a group.
+"""All-gather of bytes between processes, to open and close groups.
 
-All of them take part in every step, in the same order. Every wait has a limit.
+All processes take part in every step, in the same order. Every wait has a time limit.
 """
 
 import collections
@@ -21,13 +21,13 @@ ExchangeFn = Callable[[str, bytes], list[bytes]]
 
 _OK, _FAILED = b"+", b"-"
 
-# Exchanges made so far, by name. All processes make the same ones, so counts agree.
+# Exchanges created so far, by name. All processes create the same ones, so counts agree.
 _n_made: collections.Counter[str] = collections.Counter()
 
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """An all-gather of bytes among processes, step by step, to open or close a group."""
+    """All-gathers bytes between processes, step by step, to open or close a group."""
 
     name: str  # the same in all processes, and used once
     processes: tuple[int, ...]  # indices of those that take part, ascending
@@ -40,9 +40,9 @@ class Exchange:
     def over(
         cls, mesh: jax.sharding.Mesh, name: str, timeout_s: float, custom: ExchangeFn | None = None
     ) -> Self:
-        """Among the processes that hold devices of the mesh.
+        """Between the processes that hold devices of the mesh.
 
-        Each of them must make the same number of exchanges of a name.
+        Each of them must create the same number of exchanges of a name.
         """
         devices = list(mesh.devices.flat)
         _n_made[name] += 1
@@ -61,7 +61,7 @@ class Exchange:
         return self.processes == (self.process,)
 
     def __call__(self, step: str, payload: bytes, timeout_s: float | None = None) -> list[bytes]:
-        """The payloads of all processes, by index; raises TimeoutError if one does not come."""
+        """The payloads of all processes, by index; raises TimeoutError if one is missing."""
         if self.is_alone:
             return [payload]
         key = f"{self.name}/{step}"
@@ -127,7 +127,7 @@ class Exchange:
         )
 
     def _through_collectives(self, payload: bytes) -> list[bytes]:
-        """Through the devices, for programs that JAX's runtime does not know.
+        """Through collectives on the devices, without JAX's distributed runtime.
 
         The time limit is that of XLA's collectives.
         """
@@ -147,5 +147,5 @@ class Exchange:
             row[: int(n_bytes)].tobytes() for row, (n_bytes, _) in zip(rows, heads, strict=True)
         ]
         if [zlib.crc32(answer) for answer in answers] != heads[:, 1].tolist():
-            raise RuntimeError("process_allgather returned other bytes than were sent.")
+            raise RuntimeError("process_allgather returned bytes that differ from those sent.")
         return answers

@@ -16,7 +16,7 @@ _FLOAT32_MAX = float(jnp.finfo(jnp.float32).max)
 
 
 class QuantizedRows(NamedTuple):
-    """Rows in a format that quantizes, as dispatch gives them.
+    """Rows in a format that quantizes, as dispatch returns them.
 
     Attributes:
         tokens: `[C, F]` or, for packed formats, `[C, F / 2]` codes.
@@ -75,7 +75,7 @@ def fused_silu(
     if not isinstance(token_format, QuantizedFormat):
         return autodiff.fused_silu(activation, x, row_offsets)
     optional = [] if input_scales is None else [input_scales]
-    # A dispatch that is differentiated gives even its offsets a tangent.
+    # A differentiated dispatch has a tangent even for its offsets.
     fixed = map(lax.stop_gradient, (row_offsets, *optional))
     tokens, scales = autodiff.fused_silu_quantized(activation, x, *fixed)
     return QuantizedRows(tokens, scales, token_format.layout.offsets(row_offsets))

@@ -13,7 +13,7 @@ from jax_ep.config import EPConfig, RoutedSizes
 
 @dataclasses.dataclass(frozen=True)
 class MeshCoordinate:
-    """Where a device sits in a mesh. Each replica is an expert-parallel group of its own."""
+    """A device's position in a mesh. Each replica is an expert-parallel group of its own."""
 
     device: jax.Device
     replica: int  # index over the mesh's other axes
@@ -22,7 +22,7 @@ class MeshCoordinate:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Geometry:
-    """Who sits where in an expert-parallel group: a static parameter of traced calls.
+    """Mesh, ranks and sizes of an expert-parallel group: a static parameter of traced calls.
 
     Immutable and hashable. It holds no resources; a transport's connection does.
 
@@ -49,7 +49,7 @@ class Geometry:
     def key(self) -> str:
         """Names the group in compiled programs.
 
-        They outlive processes, so equal device ids, axis and config give the same key everywhere.
+        Programs outlive processes, so equal ids, axis and config give the same key everywhere.
         """
         device_ids = [device.id for device in self.mesh.devices.flat]
         shape = tuple(self.mesh.shape.items())
@@ -96,7 +96,7 @@ class Geometry:
         return tuple(c for c in self.coordinates if c.device.process_index == process)
 
     def routed_coordinates(self, coordinates: Iterable[MeshCoordinate]) -> list[MeshCoordinate]:
-        """The same devices among those that they exchange tokens with.
+        """The coordinates of the same devices among the ranks that exchange tokens.
 
         With `skip_a2a`, each device is a replica of its own; otherwise nothing changes.
         """

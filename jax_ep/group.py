@@ -28,7 +28,7 @@ class EPGroup:
 
     @property
     def geometry(self) -> Geometry:
-        """Who sits where: mesh, ranks and sizes."""
+        """Mesh, ranks and sizes."""
         return self._connection.geometry
 
     @property
@@ -122,10 +122,10 @@ class EPGroup:
     def close(self) -> None:
         """Frees what the group holds. Later calls of the group raise an error.
 
-        On `host`, so do calls that are enqueued but have not run yet: first wait for
-        the results (`jax.block_until_ready`). `p2p` waits by itself. All processes of a group must
-        close it; each waits at most 10 s for the others. Buffers that CUDA graphs refer to are kept
-        for the next group that is equal.
+        On `host`, so do enqueued calls that have not run yet: first wait for their results
+        (`jax.block_until_ready`). `p2p` waits by itself. All processes of a group must close it;
+        each waits at most 10 s for the others. Buffers that CUDA graphs refer to are kept for the
+        next equal group.
         """
         if not self._closed:
             self._closed = True

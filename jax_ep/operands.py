@@ -1,4 +1,4 @@
-"""What dispatch and combine take, checked and routed, and what a dispatch gives.
+"""The operands of dispatch and combine, checked and routed, and the results of dispatch.
 
 Arrays are one rank's shard. With T = 0, every array that has a token axis holds one token that goes
 nowhere: XLA refuses gathers from empty arrays and crashes on custom calls with empty operands.
@@ -49,7 +49,7 @@ class DispatchOperands:
         topk_weights: Any,
         input_scale: Any,
     ) -> tuple[Self, jax.Array]:
-        """Checks and routes what a user gave; also returns `topk_ids`, `int32[T, K]`."""
+        """Checks and routes the user's arguments; also returns `topk_ids`, `int32[T, K]`."""
         config = geometry.config
         tokens, topk_ids, topk_weights = checks.as_arrays(tokens, topk_ids, topk_weights)
         dtypes = config.token_format.token_dtypes
@@ -78,7 +78,7 @@ class DispatchOperands:
 
 
 class DispatchResults(NamedTuple):
-    """What a transport's dispatch gives; the fields are those of `Dispatched`."""
+    """The results of a transport's dispatch; the fields are those of `Dispatched`."""
 
     tokens: jax.Array
     row_offsets: jax.Array
@@ -91,7 +91,7 @@ class DispatchResults(NamedTuple):
 
     @classmethod
     def of(cls, arrays: Sequence[jax.Array], has_weights: bool) -> Self:
-        """Names the results of a custom call, of which the last two are optional."""
+        """Names the results of a custom call; the last two are optional."""
         fields: Any = [*arrays]
         if not has_weights:
             fields.insert(cls._fields.index("row_weights"), None)
@@ -101,7 +101,7 @@ class DispatchResults(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """Which choice has which row: the part of a dispatch that combine needs."""
+    """Maps choices to rows: the part of a dispatch that combine needs."""
 
     group_ids: jax.Array  # int32[T, N], at the choices' source rank
     handle: jax.Array  # int32, the transport's own
@@ -168,7 +168,7 @@ class CombineOperands:
         residual: Any,
         reduce: bool,
     ) -> Self:
-        """Checks and routes what a user gave."""
+        """Checks and routes the user's arguments."""
         _check_weights(operation, topk_weights, row_weights, residual, reduce)
         config = geometry.config
         expert_out, topk_weights, residual = checks.as_arrays(expert_out, topk_weights, residual)

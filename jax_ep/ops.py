@@ -64,11 +64,11 @@ def dispatch_async(
     *,
     input_scale: jax.Array | None = None,
 ) -> InFlight:
-    """Starts `dispatch`; what follows may overlap with it (docs/overlap.md).
+    """Starts `dispatch`; later work may overlap with it (docs/overlap.md).
 
-    Takes and raises what `dispatch` does. On `p2p` the call runs on XLA's stream for collectives,
-    on `config.n_sms` multiprocessors. On `xla` and `host` the call is complete here; XLA:CPU runs
-    it beside whatever does not depend on it.
+    Arguments and errors are those of `dispatch`. On `p2p` the call runs on XLA's stream for
+    collectives, on `config.n_sms` multiprocessors. On `xla` and `host` this is the whole call;
+    XLA:CPU runs it concurrently with independent work.
 
     Returns:
         The argument of `dispatch_wait`.
@@ -82,7 +82,7 @@ def dispatch_async(
 
 
 def dispatch_wait(group: EPGroup, in_flight: InFlight, *, after: Any = None) -> Dispatched:
-    """Waits for what `dispatch_async` started.
+    """Waits for a dispatch that `dispatch_async` started.
 
     Args:
         group: the group of `dispatch_async`.
@@ -114,7 +114,7 @@ def combine(
     residual: jax.Array | None = None,
     reduce: bool = True,
 ) -> jax.Array:
-    """Brings the experts' rows back to their tokens and sums them.
+    """Returns the experts' rows to their tokens and sums them.
 
     Sums are in float32, from +0; each product and each sum is rounded, with one cast at the end.
     Weighted at the source (`topk_weights` here) or unweighted: in k order. With `row_weights`
@@ -141,8 +141,8 @@ def combine(
     Raises:
         TypeError: `group` is not a group, or `dispatched` not the result of dispatch. While
             tracing.
-        ValueError: as for `dispatch`; or weights at both ends; or weights or a residual without
-            `reduce`. While tracing.
+        ValueError: as for `dispatch`; or weights given to both dispatch and combine; or weights or
+            a residual with `reduce=False`. While tracing.
         jax.errors.JaxRuntimeError: as for `dispatch`.
     """
     check_group("combine", group)
@@ -160,9 +160,9 @@ def combine_async(
     residual: jax.Array | None = None,
     reduce: bool = True,
 ) -> InFlight:
-    """Starts `combine`; what follows may overlap with it, as with `dispatch_async`.
+    """Starts `combine`; later work may overlap with it, as with `dispatch_async`.
 
-    Takes and raises what `combine` does.
+    Arguments and errors are those of `combine`.
 
     Returns:
         The argument of `combine_wait`.
@@ -176,7 +176,7 @@ def combine_async(
 
 
 def combine_wait(group: EPGroup, in_flight: InFlight, *, after: Any = None) -> jax.Array:
-    """Waits for what `combine_async` started.
+    """Waits for a combine that `combine_async` started.
 
     Args:
         group: the group of `combine_async`.
@@ -198,6 +198,6 @@ def combine_wait(group: EPGroup, in_flight: InFlight, *, after: Any = None) -> j
 
 
 def _unpad(group: EPGroup, operands: CombineOperands, out: jax.Array) -> jax.Array:
-    """The T tokens; without a sum, also the K choices of the router."""
+    """Drops the padding token of T = 0 and, without a sum, the shared expert's choice."""
     n_tokens = operands.routing.n_tokens
     return out[:n_tokens] if operands.reduce else out[:n_tokens, : group.config.top_k]

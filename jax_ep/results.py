@@ -73,7 +73,7 @@ class Dispatched:
 
     @property
     def routing(self) -> Routing:
-        """Which choice has which row."""
+        """Maps choices to rows."""
         return Routing.make(
             self.group.geometry, self.topk_ids, self.handle, self.row_offsets, self.src_info
         )
@@ -95,9 +95,9 @@ class Dispatched:
         operands: DispatchOperands,
         results: DispatchResults,
     ) -> Self:
-        """From what a transport gave; `topk_ids` as the user gave them."""
+        """From a transport's results; `topk_ids` as the user passed them."""
         config, fields = group.config, results._asdict()
-        if config.fused_shared_expert:  # its rows are no choice of the router
+        if config.fused_shared_expert:  # its rows belong to no choice of the router
             is_shared = results.src_info[:, 1:] == config.top_k
             fields["src_info"] = jnp.where(
                 is_shared & jnp.array([False, True]), -1, results.src_info
@@ -139,7 +139,7 @@ class InFlight:
         return "dispatch" if is_dispatch else "combine"
 
     def then(self, x: Any) -> Any:
-        """Orders work behind the start of the call, to run beside it.
+        """Orders work after the start of the call, so that the two overlap.
 
         Returns `x`, a pytree of arrays, with the same values and gradients. What is computed from
         it starts after all thread blocks of the call are resident on the GPU.

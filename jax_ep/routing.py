@@ -5,8 +5,8 @@ needs a special case for row order, offsets, padding, scales or drops:
 
 * A fused shared expert is one more group of each rank, the first, and one more choice of each
   token, the last, which names that group on the token's own rank.
-* With `skip_a2a`, each rank exchanges tokens with itself alone, and the other ranks' experts are no
-  group at all.
+* With `skip_a2a`, each rank exchanges tokens with itself alone, and other ranks' experts have no
+  groups.
 """
 
 import jax

@@ -28,15 +28,15 @@ class RankStats:
         bytes_to_rank: `int64[R]`, payload and scales of those tokens on the wire.
         rows_to_expert: `int64[E]`, choices of this rank's tokens, by global expert, dropped ones
             included. With `skip_a2a`, only choices of this rank's experts.
-        rows_per_expert: `int64[L]`, rows that arrived here and fitted, by local expert.
+        rows_per_expert: `int64[L]`, rows that arrived here and fit, by local expert.
         dropped_rows: rows for this rank's experts that did not fit, a shared expert's included.
         invalid_ids: ids of this rank outside `[-1, E)`.
         wait_s: `float64[2, R]`, seconds that this rank waited for each peer in (dispatch, combine),
             summed over calls; 0 for itself. A wait begins when the rank is ready to receive. It
             ends on `host` when the peer makes the call, on `p2p` when the one warp that measures
             sees the peer's counts (dispatch) or its start word (combine). Simultaneous waits count
-            for each peer. `p2p` counts GPU cycles at the maximum clock rate, so a throttled clock
-            makes the seconds too few.
+            for each peer. `p2p` converts GPU cycles at the maximum clock rate, so a throttled clock
+            makes waits look shorter.
         longest_wait_s: `float64[2, R]`, the longest such wait in one call.
     """
 
@@ -83,7 +83,7 @@ class RankStats:
 
 
 def _by_rank(values: np.ndarray, geometry: Geometry, coordinate: MeshCoordinate) -> np.ndarray:
-    """`values` `[n, ...]` of all ranks; with `skip_a2a`, those of this one in place."""
+    """`values` `[R, ...]`; with `skip_a2a`, this rank's at its index and zeros elsewhere."""
     if len(values) == geometry.n_ranks:
         return values
     result = np.zeros((geometry.n_ranks, *values.shape[1:]), values.dtype)

@@ -1,4 +1,4 @@
-"""What a token format is: sizes, dtypes and, if it quantizes, the arithmetic."""
+"""Base classes of token formats: sizes, dtypes and, for formats that quantize, arithmetic."""
 
 import abc
 import dataclasses
@@ -14,7 +14,7 @@ from jax_ep.formats.scales import ATOMS, NO_SCALES, ROW_MAJOR, ScalesLayout, gro
 
 
 class TokenFormat(abc.ABC):
-    """What `dispatch` takes and what it hands to the experts; frozen and hashable."""
+    """What `dispatch` takes and what it returns for the experts; frozen and hashable."""
 
     takes_input_scale: ClassVar[bool] = False
     scale_dtype: ClassVar[np.dtype | None] = None
@@ -32,7 +32,7 @@ class TokenFormat(abc.ABC):
     @property
     @abc.abstractmethod
     def row_dtype(self) -> np.dtype:
-        """Dtype of the rows that `dispatch` gives."""
+        """Dtype of the rows that `dispatch` returns."""
 
     @property
     def layout(self) -> ScalesLayout:
@@ -122,11 +122,11 @@ class QuantizedFormat(TokenFormat):
         """
 
     def scale_elements(self, magnitudes: jax.Array, factor: jax.Array) -> jax.Array:
-        """What is rounded to a code: bit patterns, from magnitudes and factors."""
+        """Scaled magnitudes, to be rounded to codes; all are bit patterns."""
         return bits.multiply(magnitudes, factor)
 
     def decode_scales(self, scales: jax.Array, input_scale: jax.Array) -> jax.Array:
-        """What codes are multiplied by, float32."""
+        """The factors that codes are multiplied by, float32."""
         return scales.astype(jnp.float32)
 
     @property
@@ -219,7 +219,7 @@ class QuantizedFormat(TokenFormat):
 
 
 def _input_scale_bits(input_scale: jax.Array | None) -> jax.Array:
-    """The bit pattern of an input scale; 0, which kills all blocks, if unusable."""
+    """The bit pattern of an input scale; 0, which zeroes all blocks, if unusable."""
     if input_scale is None:
         return jnp.asarray(bits.constant(1))
     pattern = bits.to_bits(jnp.asarray(input_scale, jnp.float32))

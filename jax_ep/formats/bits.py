@@ -1,9 +1,9 @@
 """float32 arithmetic and conversions on bit patterns.
 
-Compilers flush subnormal numbers (XLA:CPU), replace quotients by approximations (XLA:GPU) and
-rewrite quotients of constants. Integers they leave alone: what is computed here has the bits of
-IEEE 754 on every platform. All operands and results are uint32 patterns of numbers that are not
-negative and no NaN; overflow gives infinity.
+Compilers flush subnormal numbers (XLA:CPU), approximate division (XLA:GPU) and rewrite division by
+constants, but leave integers alone: results here are bit-exact IEEE 754 on every platform. All
+operands and results are uint32 bit patterns of nonnegative numbers, none of them NaN; overflow
+gives infinity.
 """
 
 import jax
@@ -14,7 +14,7 @@ from jax import lax
 INFINITY = 0x7F800000
 SIGN = 0x80000000
 _IMPLICIT_BIT = 1 << 23
-_N_EXTRA = 3  # bits that a significand keeps below those of the result
+_N_EXTRA = 3  # guard bits that a significand keeps below those of the result
 
 
 def to_bits(x: jax.Array) -> jax.Array:
@@ -38,7 +38,7 @@ def multiply(a: jax.Array, b: jax.Array) -> jax.Array:
     """The product, rounded to nearest even."""
     exponent_a, a = _unpack(a)
     exponent_b, b = _unpack(b)
-    # 24 x 24 bits by halves of 12.
+    # The 24 x 24-bit product, from 12-bit halves.
     a_high, a_low, b_high, b_low = a >> 12, a & 0xFFF, b >> 12, b & 0xFFF
     low = a_low * b_low
     middle = a_high * b_low + a_low * b_high + (low >> 12)
@@ -132,6 +132,6 @@ def _round_off(bits: jax.Array, n_bits: int) -> jax.Array:
 
 
 def _units(bits: jax.Array, large: float) -> jax.Array:
-    """How many units in the last place of `large` the number is, nearest even."""
+    """The number in units in the last place of `large`, nearest even."""
     total = to_float(bits) + np.float32(large)
     return to_bits(total) - constant(large)

@@ -36,7 +36,7 @@ class BlockwiseFP8(QuantizedFormat):
     scales_layouts = (TRANSPOSED, ROW_MAJOR)
 
     def encode_scales(self, amax: jax.Array, input_scale: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """`max(amax, 1e-4) / 448`, twice."""
+        """`max(amax, 1e-4) / 448`, both as scale and as factor."""
         amax = jnp.maximum(amax, bits.constant(_MIN_AMAX))
         scale = bits.divide(amax, jnp.full_like(amax, bits.constant(_E4M3_MAX)))
         return bits.to_float(scale), scale

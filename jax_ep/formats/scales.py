@@ -116,7 +116,7 @@ class _Atoms(ScalesLayout):
 
 
 def _first_blocks(row_offsets: jax.Array) -> jax.Array:
-    """`int32[L + 1]`: the first block of atoms of each group, then their number."""
+    """`int32[L + 1]`: the first block of atoms of each group, then the number of blocks."""
     sizes = jnp.diff(row_offsets.astype(jnp.int32))
     blocks = jnp.cumsum((sizes + _ATOM_ROWS - 1) // _ATOM_ROWS, dtype=jnp.int32)
     return jnp.concatenate([jnp.zeros_like(blocks[:1]), blocks])
@@ -129,7 +129,7 @@ def group_of(starts: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def _as_integers(scales: jax.Array) -> jax.Array:
-    """The same bytes: XLA gathers small floats by way of larger ones."""
+    """Bitcasts to integers: XLA converts small floats to larger ones to gather them."""
     integer = np.dtype(f"uint{8 * scales.dtype.itemsize}")
     return jax.lax.bitcast_convert_type(scales, integer)
 

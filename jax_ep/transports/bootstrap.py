@@ -9,19 +9,19 @@ from jax_ep.exchange import Exchange
 from jax_ep.geometry import Geometry, MeshCoordinate
 from jax_ep.xla_ffi import extension
 
-# What the kernels move at once.
+# Bytes of one access in the kernels.
 VECTOR_BYTES = 16
 # How long close() waits for a peer, which may be dead.
 _MAX_CLOSE_S = 10.0
 
 
 def ordinal(coordinate: MeshCoordinate) -> int:
-    """CUDA's number of the device in this process, by which handlers know it."""
+    """The device's CUDA ordinal in this process, by which handlers know it."""
     return coordinate.device.local_hardware_id
 
 
 def row_bytes(config: EPConfig) -> tuple[int, int]:
-    """Bytes of a row that dispatch gives, and of one that combine takes."""
+    """Bytes of a row that dispatch returns, and of one that combine takes."""
     return (
         config.token_format.payload_bytes(config.hidden_size),
         config.hidden_size * config.combine_dtype.itemsize,
@@ -118,7 +118,7 @@ def _peers(
 
 
 def disconnect(key: str) -> bool:
-    """Counts one user less; if True, it was the last, and `free_buffers` is next."""
+    """Removes a user of the buffers; True if it was the last: then call `free_buffers`."""
     return extension.load_cuda().disconnect_group(key)
 
 
@@ -132,8 +132,8 @@ def free_buffers(key: str, exchange: Exchange) -> None:
         exchange("closed", b"closed", min(exchange.timeout_s, _MAX_CLOSE_S))
     except Exception as error:
         warnings.warn(
-            f"Group {key} is closed here, but maybe not in another process, which must not call "
-            f"it any more: {error}",
+            f"Group {key} is closed here but may still be open in another process, which must not "
+            f"call it any more: {error}",
             RuntimeWarning,
             stacklevel=4,
         )

@@ -54,7 +54,7 @@ class HostConnection(FfiConnection):
         )
 
     def close(self) -> None:
-        """Forgets the ranks."""
+        """Closes the group in the extension."""
         extension.load_host().close_group(self.geometry.key)
 
     def stats(self) -> list[RankStats]:

@@ -54,7 +54,7 @@ class P2pConnection(FfiConnection):
         _exchanges[key] = exchange
 
     def _require_no_failure(self) -> bytes:
-        """An equal group that is open would be shared."""
+        """Raises if an equal open group, which this one would share, has failed."""
         key = self.geometry.key
         message = self._failure() if key in _exchanges else ""
         if message:

@@ -67,7 +67,7 @@ class XlaConnection(Connection):
         return checkpoint_name(results, DISPATCH_NAME)
 
     def combine(self, operands: CombineOperands) -> jax.Array:
-        """Returns each source its rows, or its sums, and adds them up there."""
+        """Returns rows, or sums per rank, to their source ranks, and adds them up there."""
         geometry, expert_out = self.geometry, operands.expert_out
         weights, group_ids = operands.topk_weights, operands.routing.group_ids
         rows = operands.routing.handle
@@ -139,7 +139,7 @@ def _take_rows(
     token_format = geometry.config.token_format
     if not isinstance(token_format, QuantizedFormat):
         return _move_bits(take, operands.tokens, sources), None
-    # The gradient goes straight through `dequantize`.
+    # The gradient flows through `dequantize`.
     tokens = lax.stop_gradient(operands.tokens)
     codes, scales = token_format.quantize(tokens, operands.input_scale)
     codes, scales = (_move_bits(take, x, sources) for x in (codes, scales))
@@ -147,7 +147,7 @@ def _take_rows(
 
 
 class _Rows(NamedTuple):
-    """Which choice becomes which row of this rank.
+    """Maps choices to rows of this rank.
 
     `choices` has the choice behind each row, an index into all ranks' ids flattened; out of range
     for unused rows.
@@ -169,14 +169,14 @@ def _assign_rows(geometry: Geometry, all_ids: jax.Array) -> _Rows:
     counts = jnp.zeros(n_local, jnp.int32).at[groups].add(1, mode="drop")
     # Choices are numbered by source rank, token, k: a stable sort gives row order.
     order = jnp.argsort(groups, stable=True).astype(jnp.int32)
-    rank_in_order = (
+    position = (  # of each choice, in row order
         jnp.zeros_like(order)
         .at[order]
         .set(jnp.arange(order.size, dtype=jnp.int32), unique_indices=True)
     )
     alignment = geometry.config.token_format.layout.row_alignment
     padding = _offsets(-counts % alignment)  # rows that pad the preceding groups
-    dst_rows = rank_in_order + padding[groups]
+    dst_rows = position + padding[groups]
     has_row = is_local & (dst_rows < capacity)
     ends = jnp.cumsum(counts, dtype=jnp.int32)
     row = jnp.arange(capacity, dtype=jnp.int32)

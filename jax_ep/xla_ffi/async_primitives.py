@@ -2,9 +2,9 @@
 
 XLA:GPU turns a call of a function that carries the attributes set by `_on_collective_stream` into a
 pair (start, done). The start goes to that stream, the done makes the main stream wait, and XLA
-keeps operands and results alive in between. It schedules a done as late as its results allow. But
-XLA unpacks several results at once, which forces a wait right behind the start, so such a function
-may have only one result.
+keeps operands and results alive in between. It schedules the done as late as uses of the result
+allow. But XLA unpacks tuples of results eagerly, which forces a wait right after the start, so such
+a function may have only one result.
 
 combine has one. The results of dispatch are allocated beforehand, and `jax_ep_dispatch_start` takes
 them as operands and writes into them: they are valid only after `dispatch_done_p` has consumed the
@@ -27,10 +27,10 @@ from jax_ep.xla_ffi.lowering import StreamOrder
 def _on_collective_stream(ctx: mlir.LoweringRuleContext, operands: Any, emit: Any) -> list[Any]:
     """Emits `emit(*operands)` on the stream for collectives.
 
-    In a function: XLA of jax 0.10 makes pairs of calls of functions only.
+    In a function of its own: XLA of jax 0.10 makes only function calls asynchronous.
     """
     module, types = ctx.module_context, [x.type for x in operands]
-    dialect: Any = func  # its stubs lack the forms used here
+    dialect: Any = func  # its stubs lack the overloads used here
     with ir.InsertionPoint(module.module.body):
         function = dialect.FuncOp("jax_ep_async", ir.FunctionType.get(types, []))
     function.attributes["sym_visibility"] = ir.StringAttr.get("private")
@@ -52,8 +52,8 @@ def _on_collective_stream(ctx: mlir.LoweringRuleContext, operands: Any, emit: An
 def _gate(ctx: mlir.LoweringRuleContext, operands: Any, params: Any) -> Any:
     """The check of a call's group, available once all of `operands` are.
 
-    XLA starts a call behind the last of its operands, which it computes in an order of its own. So
-    `then` waits for all of them; otherwise the work beside the call could run before it.
+    XLA starts a call after the last of its operands, which it computes in any order. So `then`
+    waits for all of them; otherwise the overlapping work could run before the call.
     """
     checked = lowering.check_group(ctx, operands[0], params["geometry"])
     return lowering.fusion_barrier([*checked, *operands])[0]
@@ -62,10 +62,10 @@ def _gate(ctx: mlir.LoweringRuleContext, operands: Any, params: Any) -> Any:
 def _hide_constants(
     ctx: mlir.LoweringRuleContext, operands: tuple[Any, ...], geometry: Geometry
 ) -> tuple[Any, ...]:
-    """The operands, with scalars that XLA may know made results of a custom call.
+    """The operands, with scalars that XLA may fold to constants hidden behind a custom call.
 
-    XLA of jax 0.12 moves a constant into the function of a pair under a name that ptxas refuses, or
-    crashes. Such scalars are the coordinate on one device and input_scale.
+    XLA of jax 0.12 moves a constant into the asynchronous function under a name that ptxas rejects,
+    or crashes. Such scalars are input_scale and, on a mesh of one device, the coordinate.
     """
     if jax.__version_info__ < (0, 12):
         return operands
@@ -93,7 +93,7 @@ def _lower_start(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -
         has_side_effect=True,
     )
     operands = _hide_constants(ctx, operands, params["geometry"])
-    # `allocated` keeps XLA from placing the allocation behind the gate.
+    # `allocated` keeps XLA from scheduling the allocation after the gate.
     gate = _gate(ctx, [*operands, allocated, *buffers], params)
     tickets = _on_collective_stream(
         ctx, [gate, *operands, *buffers], lambda *x: start(inner, *x, **params)
@@ -120,7 +120,7 @@ def _lower_combine_start(ctx: mlir.LoweringRuleContext, *operands: Any, **params
     operands = _hide_constants(ctx, operands, params["geometry"])
     gate = _gate(ctx, operands, params)
     inner = ctx.replace(avals_out=ctx.avals_out[:1])
-    # No fusion barrier: XLA does not fuse pairs, and would wait at once for the barrier's operand.
+    # No fusion barrier: XLA does not fuse asynchronous calls, and would wait for it at once.
     out = _on_collective_stream(ctx, [gate, *operands], lambda *x: call(inner, *x, **params))
     return [*out, gate]
 
@@ -143,7 +143,7 @@ dispatch_done_p.def_abstract_eval(lambda ticket, *results: list(results))
 @dispatch_start_p.def_abstract_eval
 def _start_types(*operands: Any, **params: Any) -> list[Any]:
     results = primitives.dispatch_types(*operands, **params)
-    # One element of the ticket per result: tells the handler how many of its operands are results.
+    # The ticket has one element per result, which tells the handler how many operands are results.
     ticket, ready = (lowering.like(operands[1], s, jnp.int32) for s in ((len(results),), ()))
     return [ticket, ready, *results]
 

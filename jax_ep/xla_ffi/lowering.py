@@ -1,9 +1,9 @@
 """Lowering of primitives to custom calls, and what all primitives share.
 
-The primitives have no JAX effect: effects disable jit's fast dispatch path and keep
-results alive under `jax.checkpoint`. On CPUs, where every rank runs a program of its own, calls are
-lowered with `has_side_effect`, so that XLA neither merges nor drops them. On GPUs XLA may do both,
-since all ranks run the same program.
+The primitives have no JAX effect: effects disable jit's fast dispatch path and keep results alive
+under `jax.checkpoint`. On CPUs, where each rank runs its own program, calls are lowered with
+`has_side_effect`, so that XLA neither merges nor drops them. On GPUs XLA may do both, since all
+ranks run the same program.
 """
 
 import enum
@@ -27,7 +27,7 @@ Attributes = Callable[..., dict[str, Any]]
 
 
 class StreamOrder(enum.IntEnum):
-    """How a call on a GPU is ordered with others. The same values as in C++."""
+    """Stream ordering of a GPU call relative to others. The same values as in C++."""
 
     SERIAL = 0  # the program has no asynchronous calls: one stream orders all
     AFTER_ASYNC = 1  # waits for asynchronous calls in flight
@@ -75,18 +75,18 @@ def synchronous_cuda_call(target: str, attributes: Attributes) -> Lowering:
 class _AsyncCalls:
     """Whether this process has traced an asynchronous call: the one global flag.
 
-    From then on synchronous calls wait for asynchronous ones. That is an attribute, since captured
-    graphs must not change. It should depend on the program alone, but while a call is lowered, JAX
-    does not tell what else its program contains. A program is traced as a whole before it is
-    lowered, so no call waits too little; one that is traced later waits without need, and may miss
-    JAX's compilation cache.
+    From then on, synchronous calls are lowered to wait for asynchronous ones. The wait is an
+    attribute, since captured graphs must not change. It should depend on the program alone, but a
+    lowering rule cannot see the rest of its program. A program is traced completely before it is
+    lowered, so no call misses a wait; programs traced later may wait needlessly, and miss JAX's
+    compilation cache.
     """
 
     traced = False
 
 
 def expect_async_calls() -> None:
-    """To be called where an asynchronous call is traced."""
+    """Called whenever an asynchronous call is traced."""
     _AsyncCalls.traced = True
 
 
@@ -96,7 +96,7 @@ def check_group(
     """A custom call that fails if the group is closed or a call of it has failed.
 
     Its undefined result is the first operand of the group's calls. XLA replays those as captured
-    graphs without asking their handlers; it does not capture the check. It merges equal checks.
+    graphs without running their handlers; it does not capture the check. It merges equal checks.
     """
     scalar = ctx.avals_in[0]
     rule = jax.ffi.ffi_lowering("jax_ep_check")
@@ -134,7 +134,7 @@ def make_primitive(name: str, **lowerings: Lowering) -> Primitive:
 
 
 def map_calls(call: Callable[..., Any], operands: Sequence[Any], dims: Sequence[int | None]) -> Any:
-    """Makes one call after the other along the mapped axes, as many on every rank."""
+    """Calls once per index of the mapped axes, in sequence, equally often on every rank."""
     pairs = list(zip(operands, dims, strict=True))
 
     def call_one(slices: list[jax.Array]) -> Any:

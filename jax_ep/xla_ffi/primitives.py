@@ -56,7 +56,7 @@ def bind_combine(
 def bind_combine_grad(
     geometry: Geometry, operands: CombineOperands, cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array | None]:
-    """The custom call that differentiates combine in `expert_out` and the weights."""
+    """The custom call for the gradients of combine: of `expert_out` and of the weights."""
     routing, weights = operands.routing, present(operands.weights)
     arrays = [operands.expert_out, routing.row_offsets, routing.group_ids, routing.handle, *weights]
     params = _combine_params(geometry, operands)
@@ -74,9 +74,9 @@ def _combine_params(geometry: Geometry, operands: CombineOperands) -> dict[str, 
 
 
 def coordinate(geometry: Geometry) -> jax.Array:
-    """`int32[]`, the mesh coordinate that the program runs at: replica * R + rank.
+    """`int32[]`, this device's coordinate in the program's mesh: replica * R + rank.
 
-    The handler compares it with the coordinate that its device has in the group.
+    The handler compares it with the device's coordinate in the group.
     """
     others = tuple(name for name in geometry.mesh.axis_names if name != geometry.axis_name)
     rank = lax.axis_index(geometry.axis_name)
@@ -84,12 +84,12 @@ def coordinate(geometry: Geometry) -> jax.Array:
 
 
 def present(*optional: jax.Array | None) -> list[jax.Array]:
-    """Those that are not None."""
+    """The arguments that are not None."""
     return [x for x in optional if x is not None]
 
 
 def dispatch_attributes(geometry: Geometry, token_format: TokenFormat, **_: Any) -> dict[str, Any]:
-    """What the handler of a dispatch reads."""
+    """The attributes that the handler of a dispatch reads."""
     layout = token_format.layout.name
     return dict(group=geometry.key, token_format=token_format.name, scales_layout=layout)
 
@@ -97,7 +97,7 @@ def dispatch_attributes(geometry: Geometry, token_format: TokenFormat, **_: Any)
 def combine_attributes(
     geometry: Geometry, weighting: Weighting, reduce: bool, adds_shared_expert: bool
 ) -> dict[str, Any]:
-    """What the handler of a combine, or of its gradient, reads."""
+    """The attributes that the handler of a combine, or of its gradient, reads."""
     return dict(
         group=geometry.key,
         weighting=np.int32(weighting),
