@@ -1,4 +1,4 @@
-"""Asynchronous calls as traced functions hold them: started, ordered, waited for."""
+"""Asynchronous calls in traced functions: how they are started, ordered and waited for."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -26,9 +26,9 @@ from jax_ep.xla_ffi.primitives import bind_combine, dispatch_call
 class InFlightDispatch:
     """A dispatch in flight: a ticket, and results that may not be written yet.
 
-    A pytree of the completed results: flattening waits for the call. So whatever leaves
-    the function that started the call, such as the carry of a loop, is valid. Before that, nothing
-    but the call may touch the results: see async_primitives.py.
+    A pytree of the completed results: flattening waits for the call. So whatever leaves the
+    function that started the call, such as a loop carry, is valid. Until then, nothing but the call
+    may touch the results: see async_primitives.py.
     """
 
     def __init__(self, ticket: jax.Array, ready: jax.Array, results: tuple[jax.Array, ...]) -> None:
@@ -44,13 +44,13 @@ class InFlightDispatch:
         expect_async_calls()
         arrays, params = dispatch_call(geometry, lax.stop_gradient(operands), handle_shape)
         ticket, ready, *results = dispatch_start_p.bind(*arrays, **params)
-        # A policy that saves the results then has no need of the call for `then`.
+        # Named, so that under a policy that saves the results, `then` does not rerun the call.
         return cls(ticket, checkpoint_name(ready, DISPATCH_NAME), tuple(results))
 
     def then(self, x: Any) -> Any:
         """See `InFlight.then`; `x` itself if the call has completed."""
-        # `ready` and not the results: XLA copies an operand of two instructions if it cannot order
-        # them, maybe before the call has written it.
+        # `ready`, not the results: XLA copies a buffer that two instructions use if it cannot order
+        # them, possibly before the call has written it.
         return x if self._ready is None else _after_start(x, self._ready)
 
     def done(self, after: Any = None) -> tuple[jax.Array, ...]:
@@ -59,11 +59,11 @@ class InFlightDispatch:
             return self._results
         if get_opaque_trace_state() != self._trace:
             raise ValueError(
-                "dispatch_wait must stand in the function that called dispatch_async; pass "
+                "dispatch_wait must be called in the function that called dispatch_async; pass "
                 "in_flight as an argument to functions that JAX transforms."
             )
         ticket = order_after(self._ticket, after)
-        # Only once: for a second wait XLA would copy the results, as described above.
+        # Only once: a second wait would make XLA copy the results, as in `then`.
         self._results = tuple(dispatch_done_p.bind(ticket, *self._results))
         self._ticket = None
         return self._results
@@ -85,8 +85,8 @@ jax.tree_util.register_pytree_node(
 class InFlightCombine:
     """A combine in flight. XLA waits for `out` at its first use.
 
-    Where `ready` crosses into another function, `then` waits for the last asynchronous call of the
-    device instead, if there is one.
+    If `ready` is passed to another function, `then` waits there for the device's last asynchronous
+    call instead, if there is one.
     """
 
     out: jax.Array
@@ -136,7 +136,7 @@ def _order_after_jvp(primals: Any, tangents: Any) -> Any:
 def finished(results: Sequence[jax.Array], given: Sequence[jax.Array]) -> Any:
     """`results` of a call that was started with `given`, its differentiable operands.
 
-    Has no derivative: the rules for first derivatives are around it, so that would be a second one.
+    Has no derivative: autodiff.py's rules wrap it, so only second derivatives would need one.
     """
     return _finished_p.bind(*results, *given, n_results=len(results))
 
