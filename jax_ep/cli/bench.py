@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 import jax_ep
-from jax_ep.cli import layer
+from jax_ep.cli import workload
 
 FORMATS: dict[str, Callable[[], jax_ep.TokenFormat]] = {
     "bf16": jax_ep.BF16,
@@ -69,12 +69,12 @@ def bench(
     """
     try:
         config = jax_ep.EPConfig(**sizes, token_format=FORMATS[token_format]())
-        mesh = layer.make_mesh(layer.devices(platform, ranks))
+        mesh = workload.make_mesh(workload.devices(platform, ranks))
         if config.top_k > config.n_experts:
             raise ValueError(
                 f"top-k must be at most experts; got {config.top_k}, {config.n_experts}."
             )
-        group = jax_ep.ep_init(mesh, layer.AXIS, config, transport)
+        group = jax_ep.ep_init(mesh, workload.AXIS, config, transport)
     except (ValueError, RuntimeError) as error:
         raise click.ClickException(str(error)) from error
     with group:
@@ -113,21 +113,21 @@ def _table(group: jax_ep.EPGroup, token_format: str, timings: list[Timing]) -> T
 def measure(mesh: jax.sharding.Mesh, group: jax_ep.EPGroup, repeats: int) -> list[Timing]:
     """Times both calls with random inputs."""
     config = group.config
-    choices = layer.random_choices(config, group.n_ranks, seed=0)
+    choices = workload.random_choices(config, group.n_ranks, seed=0)
     shape = (*choices.shape[:2], config.hidden_size)
     dtype = config.token_format.token_dtypes[0]
     tokens = np.random.default_rng(1).standard_normal(shape, np.float32).astype(dtype)
-    operands = layer.place(mesh, tokens), layer.place(mesh, choices)
+    operands = workload.place(mesh, tokens), workload.place(mesh, choices)
 
     def experts(dispatched: jax_ep.Dispatched) -> jax.Array:
         row_shape = (group.max_recv_tokens, config.hidden_size)
         one = dispatched.row_offsets[-1].astype(config.combine_dtype)
         return jnp.broadcast_to(one, row_shape)
 
-    dispatch = layer.on_mesh(mesh, lambda x, ids: jax_ep.dispatch(group, x, ids))
-    combine = layer.on_mesh(mesh, lambda rows, d: jax_ep.combine(group, rows, d))
+    dispatch = workload.on_mesh(mesh, lambda x, ids: jax_ep.dispatch(group, x, ids))
+    combine = workload.on_mesh(mesh, lambda rows, d: jax_ep.combine(group, rows, d))
     dispatched = dispatch(*operands)
-    expert_out = layer.on_mesh(mesh, experts)(dispatched)
+    expert_out = workload.on_mesh(mesh, experts)(dispatched)
     n_choices = config.max_tokens_per_rank * config.top_k
     sent = n_choices * config.token_format.token_bytes(config.hidden_size)
     returned = n_choices * config.hidden_size * np.dtype(config.combine_dtype).itemsize

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import jax_ep
-from jax_ep.cli import layer, links, probe
+from jax_ep.cli import links, probe, workload
 from jax_ep.xla_ffi import extension
 
 _GIB = 1 << 30
@@ -24,12 +24,12 @@ _GIB = 1 << 30
 def doctor(ranks: int | None, backend: str | None, with_links: bool) -> None:
     """Shows versions, devices, links and transports.
 
-    Asks every transport whether it can serve the devices; those that can send a few tokens there
-    and back. Fails if none works.
+    Asks every transport whether it can serve the devices, and sends a few tokens there and back by
+    each that can. Fails if none works.
     """
     console = Console()
     try:
-        found = layer.devices(backend, ranks)
+        found = workload.devices(backend, ranks)
     except RuntimeError as error:
         raise click.ClickException(str(error)) from error
     console.print(versions(found))
@@ -46,7 +46,7 @@ def doctor(ranks: int | None, backend: str | None, with_links: bool) -> None:
 
 
 def versions(found: Sequence[jax.Device]) -> Table:
-    """Of everything whose version matters."""
+    """Versions of Python, jax_ep, JAX and CUDA."""
     table = Table("", "version", title="Versions")
     table.add_row("python", platform.python_version())
     table.add_row("jax_ep", jax_ep.__version__)

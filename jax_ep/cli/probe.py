@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_ep
-from jax_ep.cli.layer import AXIS, make_mesh, on_mesh, place, random_choices
+from jax_ep.cli.workload import AXIS, make_mesh, on_mesh, place, random_choices
 from jax_ep.transports.select import NAMES
 
 _TOP_K = 2
 
 
 class Verdict(NamedTuple):
-    """Why a transport cannot serve, or what went wrong; a reason of None: it works."""
+    """Whether a transport works: the reason why not, or None."""
 
     transport: str
     reason: str | None
@@ -40,7 +40,7 @@ def _try(name: str, ranks: Sequence[jax.Device]) -> str | None:
             return _round_trip(mesh, group)
     except ValueError as error:
         return str(error).removeprefix(f"Transport {name!r} cannot serve: ")
-    except Exception as error:  # whatever a broken set-up raises is the finding
+    except Exception as error:  # whatever a broken setup raises is the verdict
         return f"{type(error).__name__}: {error}"
 
 

@@ -1,4 +1,4 @@
-"""A mesh of this process's devices and inputs on it, for the commands to run."""
+"""A mesh of this process's devices, and inputs on it, for the commands."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -15,15 +15,15 @@ AXIS = "ep"
 def devices(platform: str | None, n_ranks: int | None) -> list[jax.Device]:
     """This process's devices, virtual ones on a CPU; raises RuntimeError if too few."""
     if n_ranks is not None:
-        # Fails once JAX has made the devices; then those are used.
+        # Fails if JAX has already created its devices; then those are used.
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", n_ranks)
     try:
         found = jax.local_devices(backend=platform)
     except AssertionError as error:  # what JAX raises for a platform without devices
         raise RuntimeError(
-            f"JAX finds no device of platform {platform or 'that it is told to use'}; is its "
-            "plugin installed, and does it see one?"
+            f"JAX finds no device of platform {platform or '(default)'}. Is its plugin installed, "
+            "and does it see a device?"
         ) from error
     if n_ranks is not None and len(found) < n_ranks:
         raise RuntimeError(
