@@ -21,7 +21,7 @@ struct CombineMode {
   // rounded. False in the backward of dispatch, which sums that row like the others.
   bool adds_shared_expert;
 
-  // Choices of a token, of n_choices, whose rows are summed, with their weights if there are any.
+  // How many of a token's n_choices have their rows summed, with weights if there are any.
   constexpr int64_t n_summed(int64_t n_choices) const { return n_choices - adds_shared_expert; }
 };
 

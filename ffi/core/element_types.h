@@ -11,7 +11,7 @@ enum class RowType : int32_t { kBFloat16, kFloat16, kFloat32 };
 
 constexpr int64_t ElementBytes(RowType type) { return type == RowType::kFloat32 ? 4 : 2; }
 
-// What a token's elements are on their way.
+// The type of a token's elements on the wire.
 enum class Element : int32_t { kBFloat16, kFloat16, kFloat32, kE4m3, kE2m1 };
 
 enum class ScaleType : int32_t { kNone, kFloat32, kE8m0, kE4m3 };

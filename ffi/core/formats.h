@@ -47,7 +47,7 @@ struct TokenFormat {
     return false;
   }
 
-  // Groups of rows begin at multiples of so many rows.
+  // Groups of rows begin at multiples of this number of rows.
   constexpr int64_t row_alignment(ScalesLayout layout) const {
     return layout == ScalesLayout::kTransposed ? kTransposedAlignmentBytes / scale_bytes() : 1;
   }

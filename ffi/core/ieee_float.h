@@ -5,7 +5,7 @@
 
 namespace jax_ep {
 
-// While alive, the thread rounds to nearest and keeps subnormals; then its former mode returns.
+// While alive, the thread rounds to nearest and keeps subnormals; then its old mode is restored.
 class ScopedIeeeFloat {
  public:
   ScopedIeeeFloat() {

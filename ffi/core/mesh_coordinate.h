@@ -1,4 +1,4 @@
-// Where a device stands in the mesh.
+// A device's position in the mesh.
 #pragma once
 
 #include <cstdint>

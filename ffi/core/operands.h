@@ -65,7 +65,7 @@ struct DispatchOperands {
 
   uint8_t* rows;          // [C, row_bytes]
   uint32_t* row_offsets;  // [G / R + 1]
-  int32_t* src_info;      // [C, 2] token, choice; -1 = padding
+  int32_t* src_info;      // [C, 2] token, k; -1 = padding
   int32_t* n_dropped;     // []
   int32_t* n_invalid;     // []
   int32_t* handle;        // see Handle
@@ -77,7 +77,7 @@ struct DispatchOperands {
 struct RowSizes {
   int64_t n_tokens;         // T
   int64_t max_recv_tokens;  // C
-  int64_t row_size;         // elements of a row: H, or fewer where scalars take the same way
+  int64_t row_size;         // elements of a row: H, or fewer where combine returns scalars
   RowType row_type;
 };
 

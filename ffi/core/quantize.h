@@ -59,13 +59,13 @@ JAX_EP_HOST_DEVICE JAX_EP_ALWAYS_INLINE bool IsModerate(float amax) {
   return FloatBits(amax) - kFirst < kEnd - kFirst;
 }
 
-// Each format has two ways to a block's scale:
+// Each format computes a block's scale in two ways:
 //
 //   EncodeScale(amax, input_scale)      exact for every block
 //   EncodeScaleFast(amax, input_scale)  fewer steps; the same bits where IsFastPathExact(amax, the
 //                                       result) holds
 //
-// The codes of blocks on the fast path need fewer steps, too: see core/e2m1.h and
+// On the fast path, codes take fewer steps as well: see core/e2m1.h and
 // cuda/device/encode_block.cuh.
 
 struct BlockwiseFp8 {

@@ -3,14 +3,13 @@
 // C++ routes by groups of rows, not by experts, so that one set of kernels serves every config:
 //
 //   n_ranks         R  ranks of this C++ group; 1 with skip_a2a, where every rank routes to itself
-//   n_local_groups     groups of rows per rank: one per local expert, plus one for a fused shared
-//                      expert, which comes first
+//   n_local_groups     groups of rows per rank: one per local expert, and before these one for a
+//                      fused shared expert
 //   n_groups        G  = n_ranks * n_local_groups, so n_local_groups is written G/R in shapes
-//   n_choices       N  choices per token: top_k, plus one for a fused shared expert, which comes
-//   last
+//   n_choices       N  choices per token: top_k, then one for a fused shared expert
 //
 // A group id is rank * n_local_groups + local group. Python maps experts to group ids
-// (jax_ep/routing.py); nothing below it knows E, L or K. T, M, H and C mean the user's config.
+// (jax_ep/routing.py); nothing below it knows E, L or K. T, M, H and C are the user's.
 //
 // Rows are ordered by local group, then source rank, then token, then k (the index of the choice).
 // The row of a choice therefore follows from counts alone:

@@ -1,4 +1,4 @@
-// Where the scales of C rows, n_scales per row, stand in the output of dispatch and of fused_silu.
+// Where the scales of C rows, n_scales per row, are in the output of dispatch and of fused_silu.
 #pragma once
 
 #include <cstdint>
@@ -41,12 +41,12 @@ constexpr std::optional<ScalesLayout> FindScalesLayout(std::string_view name) {
   return std::nullopt;
 }
 
-// In the transposed layout the scales of each group of rows begin at a multiple of so many bytes.
+// Alignment of the scales of each group of rows in the transposed layout.
 constexpr int64_t kTransposedAlignmentBytes = 16;
 
 // An atom holds 4 scales of each of 128 rows, 512 bytes: what tcgen05 and cuBLAS read. Scale c of
-// row r of a block stands at [block, c / 4, r % 32, r / 32, c % 4]. Each group of rows begins with
-// a block of its own; the unused rest of its last block holds zeros.
+// row r of a block is at [block, c / 4, r % 32, r / 32, c % 4]. Each group of rows begins a new
+// block; the unused rest of its last block holds zeros.
 constexpr int64_t kAtomRows = 128;
 constexpr int64_t kAtomScales = 4;
 constexpr int64_t kAtomBytes = kAtomRows * kAtomScales;
@@ -59,14 +59,14 @@ JAX_EP_HOST_DEVICE constexpr int64_t BlocksOfRows(int64_t n_rows) {
   return (n_rows + kAtomRows - 1) / kAtomRows;
 }
 
-// The byte of a row's first scale in its first atom, counted from the group's first block. The
-// row's next four scales stand kAtomBytes further.
+// The byte offset of a row's first scale from the group's first block. The row's next four scales
+// are kAtomBytes further on.
 JAX_EP_HOST_DEVICE constexpr int64_t AtomOffset(int64_t row, int64_t atoms_per_row) {
   const int64_t block = row / kAtomRows, in_block = row % kAtomRows;
   return block * atoms_per_row * kAtomBytes + in_block % 32 * 16 + in_block / 32 * kAtomScales;
 }
 
-// Blocks that n_rows rows in n_groups groups take at most, whatever the sizes of the groups.
+// The most blocks that n_rows rows in n_groups groups take, whatever the sizes of the groups.
 JAX_EP_HOST_DEVICE constexpr int64_t MaxBlocks(int64_t n_rows, int64_t n_groups) {
   return BlocksOfRows(n_rows + n_groups * kAtomRows);
 }

@@ -16,7 +16,7 @@ namespace jax_ep {
 constexpr float kMaxZ = 87.0f;
 
 // 1 / (1 + e^-z), accurate enough that z times it is within 3.91 ulp of silu(z); 0 below -kMaxZ.
-// The result for NaN is any number.
+// The result for NaN is unspecified, but not NaN.
 JAX_EP_HOST_DEVICE JAX_EP_ALWAYS_INLINE float Sigmoid(float z) {
   // e^-z = 2^(a t), where t = -z * 0x1.71546ep+0 = n + r. The constant a makes 2^(a n), as closely
   // as possible, 2^n with 2 n added to the bits of its significand. 2^(a r) is a minimax

@@ -1,7 +1,7 @@
 // Conversions of single numbers between float32 and the small element types e4m3 and e2m1.
 //
 // They give the bits of the hardware's cvt.rn.satfinite instructions and use those where the
-// compiled architecture has them: e4m3 from sm_89 on, e2m1 on data-centre Blackwell and its family.
+// compiled architecture has them: e4m3 from sm_89 on, e2m1 on data-center Blackwell and its family.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,8 @@
 #include "core/float_types.h"
 #include "core/host_device.h"
 
-// Set for the targets that have cvt to e2m1, which nvcc must be told of (sm_100a, sm_100f, ...).
+// Set for targets that have cvt to e2m1: only architecture- or family-specific ones (sm_100a,
+// sm_100f, ...).
 #if defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM101_ALL) || \
     defined(__CUDA_ARCH_FEAT_SM103_ALL) || defined(__CUDA_ARCH_FEAT_SM120_ALL)
 #define JAX_EP_HAS_E2M1_INSTRUCTION

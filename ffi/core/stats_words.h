@@ -41,7 +41,7 @@ struct StatsWords {
   }
 
   // Pending words: what the last dispatch received. The next dispatch adds them to the totals while
-  // it has time; until then, readers of the totals add them themselves.
+  // it would be idle; until then, readers of the totals add them themselves.
   JAX_EP_HOST_DEVICE constexpr size_t pending() const { return rows_per_group() + n_local_groups; }
   // Offsets from pending(): calls, dropped rows, waits [R], rows per group [G/R].
   static constexpr size_t kPendingCalls = 0;

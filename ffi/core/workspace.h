@@ -59,10 +59,9 @@ struct Workspace {
   Region arrived;   // word[R, M]        a message has arrived; value: the token's index
   Region messages;  // message[R, M]     valid once `arrived` is
   Region started;   // word[R]           the peer has started this combine
-  Region
-      returned;  // word[M, N]        rows have been returned; value: mask of the choices that have
-                 //                   one. Stands at the token's first choice on the sending rank
-  Region rows;   // row[M, N]         valid once `returned` is
+  Region returned;  // word[M, N]        rows are back; value: mask of the choices that have one.
+                    //                   At the token's first choice on the rank that returns them
+  Region rows;      // row[M, N]         valid once `returned` is
 
   size_t message_bytes;
   size_t bytes;  // of the whole workspace

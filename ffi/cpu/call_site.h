@@ -1,6 +1,6 @@
 // The FFI state of one custom call in one executable: its attributes, decoded once. Its address
-// also identifies the call site: XLA inlines functions and so makes several calls of one, with
-// equal attributes, but each has a state of its own. The rendezvous of the ranks is keyed by it.
+// also identifies the call site: by inlining functions, XLA makes several calls of one, with equal
+// attributes, but each has its own state. The rendezvous of the ranks is keyed by it.
 #pragma once
 
 #include <string>

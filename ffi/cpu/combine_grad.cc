@@ -15,7 +15,7 @@ const CombineGradArgs& At(const std::vector<Arrival>& arrivals, int64_t rank) {
   return static_cast<const CombineGradArgs&>(*arrivals[rank].args);
 }
 
-// Gives the row of one choice the cotangent of its token or, in a combine without a sum, its own.
+// Writes the cotangent of a choice's token (of the choice itself, if not reduced) to its row.
 template <class T>
 void SendCotangent(const CombineGradArgs& from, int64_t choice, const CombineGradArgs& to,
                    bool is_summed) {
@@ -47,7 +47,7 @@ void SendCotangents(const std::vector<Arrival>& arrivals, int64_t source, int64_
   }
 }
 
-// Zeroes the last rows of each group of rows, which may be padding. Rows of tokens among them are
+// Zeroes the last rows of each group of rows, which may be padding. Those that hold tokens are
 // written later.
 void ClearPadding(const CombineGradArgs& args, int64_t row_bytes) {
   const int64_t max_padding = args.group->config().row_alignment - 1;

@@ -1,5 +1,5 @@
 // The backward of combine on the host, in one pass: each token's cotangent goes to the rows of its
-// choices, scaled by their weights, and there meets the row itself for the gradient of the weight.
+// choices, scaled by their weights; its dot product with the row is the gradient of the weight.
 #pragma once
 
 #include <vector>

@@ -15,7 +15,7 @@ DispatchArgs& At(const std::vector<Arrival>& arrivals, int64_t rank) {
   return static_cast<DispatchArgs&>(*arrivals[rank].args);
 }
 
-// Counts the (token, rank) pairs. One copy per pair would cross a link.
+// Counts the (token, rank) pairs: one copy per pair would cross a link.
 void CountTokensToRanks(const DispatchArgs& args, std::vector<int64_t>& tokens_to_rank) {
   const GroupSizes& sizes = args.sizes();
   std::vector<int64_t> last_token(sizes.n_ranks, -1);

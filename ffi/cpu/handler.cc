@@ -91,8 +91,8 @@ ffi::Future Meet(const Call& call, std::unique_ptr<RankArgs> args, Work work) {
   const Pool pool{[&](std::function<void()> task) { call.pool->Schedule(std::move(task)); },
                   call.pool->num_threads()};
   work(pool, arrivals);
-  // The others are completed on the pool: what follows a completed call may block, and must not
-  // hold up the rest.
+  // The others are completed on the pool: work after a completed call may block, and must not delay
+  // the rest.
   for (Arrival& arrival : arrivals) {
     if (arrival.rank == rank) continue;
     call.pool->Schedule([complete = std::move(arrival.complete)] { complete(Status{}); });

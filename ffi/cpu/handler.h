@@ -1,5 +1,5 @@
-// What the handlers of the host transport share: who calls, and the meeting of the ranks. A handler
-// finds its group, reads its operands and arrives. None waits: each returns a future.
+// Shared by the handlers of the host transport: finding the caller, and arriving at the rendezvous.
+// A handler finds its group, reads its operands and arrives. None blocks: each returns a future.
 #pragma once
 
 #include <cstdint>
@@ -49,10 +49,10 @@ Status CheckCoordinate(const Call& call, int32_t coordinate, const RankArgs& arg
 Status CheckDstRows(const GroupSizes& sizes, int64_t n_tokens, int64_t max_recv_tokens,
                     const int32_t* group_ids, const int32_t* dst_rows);
 
-// Ends the run for all its ranks: a rank that failed never comes to the calls that follow.
+// Ends the run for all its ranks: a rank that failed never reaches later calls.
 ffi::Future FailRun(const Call& call, Status status);
 
-// Lets this rank arrive. The last one does `work` and has all of them completed.
+// Arrives at the rendezvous. The last rank does `work` and completes the futures of all.
 using Work = void (*)(const Pool&, const std::vector<Arrival>&);
 ffi::Future Meet(const Call& call, std::unique_ptr<RankArgs> args, Work work);
 

@@ -6,7 +6,7 @@
 
 namespace jax_ep {
 
-// Takes tasks: XLA's thread pool in a handler, a pool of the test's in the C++ tests.
+// Takes tasks: XLA's thread pool in a handler, the test's own pool in C++ tests.
 struct Pool {
   std::function<void(std::function<void()>)> schedule;
   int64_t n_threads = 0;

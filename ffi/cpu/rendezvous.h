@@ -6,7 +6,7 @@
 //
 // Every wait ends. If not all ranks arrive within the timeout, or one of them fails, the call ends
 // with an error for all of them. So does every other call of the same run, because a rank that
-// failed in one call never comes to the next.
+// failed in one call never reaches the next.
 #pragma once
 
 #include <chrono>
@@ -97,7 +97,7 @@ class Rendezvous {
   std::map<CallKey, Call> calls_;
   std::deque<std::pair<int64_t, Status>> failed_runs_;      // newest first, a bounded number
   std::deque<Deadline> deadlines_;                          // earliest first
-  Clock::time_point next_look_ = Clock::time_point::max();  // by the watching thread
+  Clock::time_point next_look_ = Clock::time_point::max();  // of the watchdog thread
   bool watching_ = false;
 };
 

@@ -1,5 +1,5 @@
-// Arithmetic on rows. It is float32 with products and sums rounded separately, so that every
-// transport gives the same bits: the build turns contraction to fused multiply-adds off.
+// Arithmetic on rows, in float32. Products and sums are rounded separately, so that every transport
+// gives the same bits: the build disables contraction to fused multiply-adds.
 #pragma once
 
 #include <algorithm>

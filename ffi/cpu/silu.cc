@@ -137,7 +137,7 @@ Status CheckOffsets(const SiluCall& call) {
 
 template <class Body>
 void ForRows(const Pool& pool, const SiluCall& call, const Body& body) {
-  // An activation takes more arithmetic than other work on rows: cut as if rows were longer.
+  // An activation takes more arithmetic than other work on rows: chunked as if rows were longer.
   const int64_t row_bytes = 4 * call.row_size * static_cast<int64_t>(sizeof(float));
   ForTokenChunks(pool, 1, call.row_offsets[call.n_groups], row_bytes,
                  [&](int64_t, int64_t begin, int64_t end) {

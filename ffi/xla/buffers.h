@@ -1,7 +1,8 @@
 // The buffers of a call in order, and a reader that checks one after the other.
 //
 // Handlers bind all operands and all results as "remaining" ones, so that names, dtypes and shapes
-// stand once, in read_operands.cc, for both platforms. Nothing here allocates unless a check fails.
+// are stated once, in read_operands.cc, for both platforms. Nothing here allocates unless a check
+// fails.
 #pragma once
 
 #include <array>
@@ -34,8 +35,8 @@ class BufferList {
   BufferList TakeLast(size_t n);
 
  private:
-  // More buffers than any call has. Those beyond are dropped; the count is still too large for any
-  // reader.
+  // More buffers than any call has. Further ones are dropped; the count is then still too large for
+  // any reader.
   static constexpr size_t kMaxSize = 24;
 
   BufferList() = default;

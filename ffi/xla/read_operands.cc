@@ -94,7 +94,7 @@ void ReadDispatchResults(const GroupSizes& sizes, bool has_weights, Handle handl
   results.ExpectEnd("results");
 }
 
-// The sizes and the row type that follow from expert_out and group_ids, given their numbers among
+// The sizes and the row type that follow from expert_out and group_ids, given their positions among
 // the operands.
 Status ReadRowSizes(const GroupSizes& sizes, const BufferReader& operands, size_t expert_out,
                     size_t group_ids, RowSizes* rows) {

@@ -14,11 +14,11 @@ Status ReadSizes(const BufferReader& operands, SiluCall* call) {
                            Name(operands.Type(0)));
   }
   if (n_columns % 2 == 1) {
-    return InvalidArgument("x must have as many columns of gate as of up; got " +
+    return InvalidArgument("x must have as many gate columns as up columns; got " +
                            std::to_string(n_columns) + " columns");
   }
   if (n_offsets == 0) {
-    return InvalidArgument("row_offsets must have an entry more than there are groups; got none");
+    return InvalidArgument("row_offsets must have one more entry than there are groups; got none");
   }
   call->x_type = *x_type;
   call->n_rows = operands.Dim(0, 0);

@@ -15,7 +15,7 @@ namespace jax_ep {
 Status ReadSilu(const SiluAttributes& attributes, const BufferList& operands,
                 const BufferList& results, SiluCall* call);
 
-// Adds what every binding has behind the context.
+// Adds what follows the context in every binding.
 template <class Binding>
 auto WithSiluOperands(Binding binding) {
   return std::move(binding).RemainingArgs().RemainingRets().template Attrs<SiluAttributes>();
