@@ -1,7 +1,7 @@
 // XLA FFI: what an asynchronous dispatch needs around CudaDispatchStart. XLA makes a call
 // asynchronous only if it has one result (jax_ep/xla_ffi/async_primitives.py). So
 // CudaDispatchAlloc allocates the results of dispatch, CudaDispatchStart takes them as operands and
-// gives a ticket, and CudaDispatchDone takes the ticket and gives the results to the program.
+// returns a ticket, and CudaDispatchDone takes ticket and results and returns the results.
 
 #include <string>
 
@@ -12,14 +12,14 @@
 namespace jax_ep::p2p {
 namespace {
 
-// XLA has already allocated the results. The operand only orders calls. The first result is a sign
-// that what follows waits for all of them; its value is never used.
+// XLA has already allocated the results. The operand only orders calls, and so does the first
+// result: what depends on it comes after the allocation. Its value is never used.
 ffi::Error AllocImpl(ffi::BufferR0<ffi::S32>, ffi::RemainingRets) { return ffi::Error::Success(); }
 
 // Makes `stream` wait until all blocks of the device's last asynchronous call are resident. Without
-// it, work that XLA runs beside the call may reach the GPU first and fill it. The operand depends
-// on the inputs of the call: a wait launched before the call would wait for an earlier one, to no
-// effect.
+// it, work that XLA runs concurrently may reach the GPU first and fill it. The operand depends on
+// the inputs of the call, so that the wait comes after its launch: an earlier wait would be for the
+// previous call.
 ffi::Error WaitStartedImpl(cudaStream_t stream, int32_t ordinal, ffi::AnyBuffer,
                            ffi::Result<ffi::AnyBuffer>) {
   const AsyncEvents events = FindAsyncEvents(ordinal);
@@ -54,7 +54,7 @@ namespace ffi = xla::ffi;
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaDispatchAlloc, jax_ep::p2p::AllocImpl,
                               ffi::Ffi::Bind()
                                   .Arg<ffi::BufferR0<ffi::S32>>()  // coordinate []
-                                  .RemainingRets()  // the sign [], then results of CudaDispatch
+                                  .RemainingRets()  // undefined [], then results of CudaDispatch
 );
 
 // Not captured, because asynchronous calls are not.

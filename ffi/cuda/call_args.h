@@ -1,5 +1,5 @@
-// What every call gives to its kernel, in dispatch and combine alike: the calling rank, its
-// workspace, the group's sizes and the launch plan. Passed to kernels by value.
+// Kernel arguments that dispatch and combine share: the calling rank, its workspace, the group's
+// sizes and the launch plan. Passed to kernels by value.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,7 @@ struct LaunchPlan {
   int32_t n_stages;       // dispatch: stages per block, see device/stage.cuh; 0 = no bulk copies
   bool receives_in_bulk;  // dispatch: blocks that only receive use stages, too
   int32_t ring_slots;     // combine: slots of each warp's ring, see device/ring.cuh; 0 = no ring
-  bool in_clusters;       // clusters of 2 blocks, which leave pairs of SMs to others' clusters
+  bool in_clusters;       // clusters of 2 blocks, which leave pairs of SMs to other clusters
 };
 
 // Why a call failed. All but kWrongMesh are waits that timed out.

@@ -1,6 +1,6 @@
 // XLA FFI: the check that comes before the calls of a group in a program. XLA captures calls into
-// graphs, and runs a graph again without asking the handlers as long as its buffers stay in place.
-// This handler is not captured: on each run it reports that the group is closed or has failed.
+// graphs, and replays a graph without running the handlers as long as its buffers do not move. This
+// handler is not captured: in every run it reports if the group is closed or has failed.
 
 #include "cuda/handler.h"
 #include "cuda/handlers.h"
@@ -8,7 +8,7 @@
 namespace jax_ep::p2p {
 namespace {
 
-// The result orders the calls behind the check; nobody reads it.
+// The result orders the calls after the check; nothing reads it.
 ffi::Error CheckImpl(int32_t ordinal, ffi::BufferR0<ffi::S32>, ffi::Result<ffi::BufferR0<ffi::S32>>,
                      std::string_view group) {
   Caller caller{"a call", group};

@@ -4,10 +4,10 @@
 // over k on the token's own rank. Blocks that receive add up the rows returned for each token, in a
 // fixed order.
 //
-// Returned rows lie in the token's rank at [token, k]. A sum, and the word that publishes all of a
-// message's rows, stand at the token's first choice on the sending rank. The word's value is a mask
-// of the choices that have rows: those that dispatch dropped have none. A shared expert's row does
-// not travel, because it is on the token's own rank; [token, k] holds its index instead.
+// Returned rows are stored on the token's rank, at [token, k]. A sum, and the word that publishes
+// all of a message's rows, are at the token's first choice on the sending rank. The word's value is
+// a mask of the choices that have rows: those that dispatch dropped have none. A shared expert's
+// row does not travel, because it is on the token's own rank; [token, k] holds its index instead.
 
 #include <algorithm>
 
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kWorkerThreads, 1)
   }
   __syncthreads();
   const bool receives = Receives(call.plan);
-  // The warp with the least to do also speaks for the rank.
+  // The warp with the least to do also signals for the rank.
   const bool announces = blockIdx.x == gridDim.x - 1 && WarpIndex() == kWorkerWarps - 1;
   if (smem.call.failed) {
     if (receives) ReceiveTokens<T, kInRing>(args, smem.call);

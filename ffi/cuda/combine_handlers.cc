@@ -9,7 +9,7 @@
 namespace jax_ep::p2p {
 namespace {
 
-// Checks what the kernels and the workspace demand beyond the contract of combine.
+// Checks what the kernels and the workspace require beyond the contract of combine.
 Status CheckRowBytes(const GroupConfig& config, int64_t row_bytes) {
   if (row_bytes <= 0 || row_bytes % static_cast<int64_t>(kVectorBytes) != 0) {
     return InvalidArgument("a row must be a positive multiple of " + std::to_string(kVectorBytes) +

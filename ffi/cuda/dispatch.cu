@@ -1,6 +1,6 @@
-// The dispatch kernel. Blocks that send also receive afterwards, or other blocks receive meanwhile,
-// as the launch plan says. There are two kernels: one for tokens that travel as they are, one for
-// tokens that are quantized on the way.
+// The dispatch kernels: one for tokens that travel as they are, one for tokens that are quantized.
+// As the launch plan says, either all blocks send and then receive, or some blocks send while the
+// others receive.
 
 #include <algorithm>
 
@@ -18,9 +18,9 @@ namespace {
 // The workers, and the service warp, which waits for the counts while they send.
 constexpr int kThreads = kWorkerThreads + kWarpSize;
 
-// Ends the wait for counts. The counts also prove that every rank has started this call, so the
-// next one may write to their other buffer: acquires that, and counts this call. Called by the
-// service warp; nothing waits for it.
+// Ends the wait for counts. The counts also prove that every rank has started this call, so this
+// rank's next call may write to their other buffer: acquires that, and counts this call. Called by
+// the service warp; nothing waits for it.
 __device__ void EndCounts(const CallArgs& call, const CallSmem& smem) {
   AcquireValues();  // by the lanes that have waited for the counts
   if (LaneIndex() == 0) CountCall(DispatchState(call), smem);

@@ -14,7 +14,7 @@ int32_t ToVectors(int64_t bytes) {
   return static_cast<int32_t>((bytes + kVectorBytes - 1) / kVectorBytes);
 }
 
-// Checks what the kernels and the workspace demand beyond the contract of dispatch.
+// Checks what the kernels and the workspace require beyond the contract of dispatch.
 Status CheckSizes(const GroupConfig& config, const DispatchOperands& operands,
                   const TokenSize& size) {
   for (const auto& [name, bytes] :
@@ -123,7 +123,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaDispatch, jax_ep::p2p::DispatchImpl,
                               BindGroupCall().RemainingRets().Attrs<StreamDispatchAttributes>(),
                               {ffi::Traits::kCmdBufferCompatible});
 
-// Not captured: XLA would put both ends of a captured call into one graph, one behind the other.
+// Not captured: XLA would put start and done of a captured call into one graph, in sequence.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaDispatchStart, jax_ep::p2p::DispatchStartImpl,
                               BindGroupCall()
                                   .Ret<ffi::BufferR1<ffi::S32>>()  // ticket

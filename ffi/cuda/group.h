@@ -57,8 +57,8 @@ class RankGroup {
   Status Address(int rank, std::string* address) const;
   // Maps the workspaces of all ranks. Calls are possible from now on.
   Status Connect(const std::vector<std::string>& addresses);
-  // Makes the group after Disconnect as good as newly allocated, in the same memory. Peers must no
-  // longer write to it.
+  // After Disconnect, resets the group to its state after Allocate, in the same memory. Peers must
+  // no longer write to it.
   Status Reopen();
   // Waits until the calls of this process have ended, and unmaps the workspaces of other processes.
   // Those may write to this process's workspaces until they have disconnected, too.
@@ -75,7 +75,7 @@ class RankGroup {
   void NoteCapture() { is_captured_.store(true, std::memory_order_relaxed); }
   bool is_captured() const { return is_captured_.load(std::memory_order_relaxed); }
 
-  // Fails if a call of `rank` has failed, and says which peer did not answer, and to what.
+  // Fails if a call of `rank` has failed; says which peer did not answer, in which phase.
   Status CheckFailure(int rank) const;
 
   // Counters of the calls of `rank` that have ended. Waits for no call.

@@ -1,4 +1,4 @@
-// What calls ask of an open group: their arguments, and whether a rank has failed.
+// An open group at call time: the arguments of calls, and whether a rank has failed.
 
 #include <sstream>
 #include <string>

@@ -36,7 +36,7 @@ Status FindCaller(int32_t ordinal, cudaStream_t stream, Caller& caller) {
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   const cudaError_t error = cudaStreamIsCapturing(stream, &capture);
   if (capture == cudaStreamCaptureStatusActive) caller.member.group->NoteCapture();
-  return ToStatus(error, "stream");
+  return ToStatus(error, "querying whether the stream is capturing");
 }
 
 ffi::Error InvalidOperands(const Caller& caller, const Status& status) {

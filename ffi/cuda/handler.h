@@ -1,4 +1,4 @@
-// What the XLA FFI handlers for CUDA share: who calls, errors, attributes and bindings.
+// Shared by the XLA FFI handlers for CUDA: the caller, errors, attributes and bindings.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -22,7 +22,7 @@ namespace ffi = xla::ffi;
 using jax_ep::ToError;
 ffi::Error ToError(cudaError_t error, const char* what);
 
-// Who calls. The group stays open as long as the handler runs.
+// The calling device in its group, which stays open as long as the handler runs.
 struct Caller {
   const char* operation;
   std::string_view key;  // of the group
@@ -39,7 +39,7 @@ Status FindCaller(int32_t ordinal, Caller& caller);
 // The same for a call on `stream`, which may be capturing a graph.
 Status FindCaller(int32_t ordinal, cudaStream_t stream, Caller& caller);
 
-// An operand that does not fit, as the error of the caller.
+// The error of a call whose operands do not fit.
 ffi::Error InvalidOperands(const Caller& caller, const Status& status);
 
 // Lets the kernel compare the caller's mesh coordinate with the program's, which is on the device.
@@ -55,7 +55,7 @@ struct StreamCombineAttributes {
   StreamOrder stream_order;
 };
 
-// What the bindings of such calls begin with.
+// The beginning of the bindings of such calls.
 inline auto BindGroupCall() {
   return ffi::Ffi::Bind()
       .Ctx<ffi::PlatformStream<cudaStream_t>>()
@@ -67,6 +67,7 @@ inline auto BindGroupCall() {
 }  // namespace jax_ep::p2p
 
 XLA_FFI_REGISTER_ENUM_ATTR_DECODING(::jax_ep::p2p::StreamOrder);
+// Flat lists: brace elision fills the nested structs, whose members come first, in order.
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_ep::p2p::StreamDispatchAttributes,
                                       StructMember<std::string_view>("group"),
                                       StructMember<std::string_view>("token_format"),

@@ -134,7 +134,7 @@ void DefineSetup(nb::module_& module) {
       "Frees the workspaces, except those that captured graphs refer to.");
 }
 
-// What an open group has counted, captured and failed with.
+// Statistics, captures and failures of an open group.
 void DefineQueries(nb::module_& module) {
   module.def(
       "is_captured",
@@ -172,7 +172,7 @@ NB_MODULE(_ffi_cuda, module) {
       "Which device does not reach which other one by loads and stores; '' if all do.");
   module.def("cuda_versions", &CudaVersions,
              "CUDA driver and runtime as 1000 * major + 10 * minor; 0 if there is none.");
-  module.def("host_identity", &HostIdentity, "A text that is equal in all processes of this host.");
+  module.def("host_identity", &HostIdentity, "A string that identifies this host.");
   DefineSetup(module);
   DefineQueries(module);
 }

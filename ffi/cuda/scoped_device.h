@@ -1,4 +1,4 @@
-// The current CUDA device as a scope.
+// Sets the current CUDA device for a scope.
 #pragma once
 
 #include <cuda_runtime_api.h>

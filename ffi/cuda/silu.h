@@ -7,7 +7,7 @@
 
 namespace jax_ep::p2p {
 
-// Most groups whose offsets the kernels can keep in shared memory.
+// The most groups whose tables fit into the kernels' shared memory.
 constexpr int64_t kMaxSiluGroups = 4096;
 
 // Loads the kernels on the current device; see load_kernel.h.

@@ -12,8 +12,7 @@
 namespace jax_ep::p2p {
 
 // Stream ordering of a call relative to other calls of its program. Python passes the same values
-// as an attribute. A call keeps its value for good: XLA captures calls and later updates the
-// graphs.
+// as an attribute. A call's value never changes: XLA captures calls and later updates the graphs.
 enum class StreamOrder : int32_t {
   kSerial = 0,      // all calls of the program are on one stream
   kAfterAsync = 1,  // waits for asynchronous calls, which are on other streams

@@ -37,7 +37,7 @@ class PeerTable {
   uint8_t** workspaces_;  // [R]
 };
 
-// What every block knows of the call, in shared memory.
+// A block's view of the call, in shared memory.
 struct CallSmem {
   uint32_t epoch;
   uint32_t parity;  // which of the two buffers the call uses

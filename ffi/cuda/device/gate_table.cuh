@@ -17,7 +17,7 @@ class GateTable {
   static constexpr uint32_t kFirst = (127 - 20) << 7, kEnd = (127 + 7) << 7;
   static constexpr uint32_t kMagnitudes = kEnd - kFirst;
   // For each magnitude, the entry of the positive gate, then that of the negative one. The last two
-  // entries stand for all gates that the table lacks.
+  // entries are read for gates that the table lacks, and discarded.
   static constexpr uint32_t kSize = 2 * (kMagnitudes + 1);
 
   __device__ explicit GateTable(float* entries)

@@ -128,7 +128,7 @@ __device__ inline void NumberChoices(const CallArgs& call, const int32_t* group_
 }
 
 // Writes to `slots` [tokens, N] each message's slot: the number of earlier messages to the same
-// rank. It stands at the token's first choice on that rank; the token's other choices get kNoRow.
+// rank. It is written at the token's first choice on that rank; its other choices get kNoRow.
 // Starts from `counts` and advances them. Called by one warp, converged.
 __device__ inline void NumberMessages(const CallArgs& call, const int32_t* group_ids,
                                       TokenRange tokens, const RoutingCounts& counts,

@@ -1,4 +1,4 @@
-// The only door to other ranks' memory. Only this file computes an address in another rank's
+// The only access to other ranks' memory. Only this file computes an address in another rank's
 // workspace, stores there, signals there, or waits for a word that a peer writes.
 //
 //   PeerPtr   an address in a rank's workspace; PutVector, PutScalar and PutBulk store there
@@ -112,7 +112,7 @@ __device__ __forceinline__ void AcquireValues() {
   cuda::atomic_thread_fence(cuda::memory_order_acq_rel, cuda::thread_scope_system);
 }
 
-// For waits that nobody observes.
+// For waits that are not measured.
 struct IgnorePolls {
   __device__ void operator()(uint32_t) const {}
 };

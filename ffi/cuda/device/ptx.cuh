@@ -1,6 +1,6 @@
-// PTX instructions that CUDA C++ has no words for. Names mirror PTX. Where libcu++ has the
-// instruction, this calls it; the rest is inline assembly: libcu++ has no L2 cache hints,
-// mbarrier.inval, createpolicy or barrier.sync, and only its newest versions have the loads.
+// PTX instructions that CUDA C++ lacks. Names mirror PTX. Where libcu++ has the instruction, this
+// calls it; the rest is inline assembly: libcu++ has no L2 cache hints, mbarrier.inval,
+// createpolicy or barrier.sync, and only its newest versions have the loads.
 #pragma once
 
 #include <cstdint>
@@ -78,7 +78,7 @@ __device__ __forceinline__ uint32_t cvta_shared(const void* address) {
 }
 
 // Waits until the work that precedes the kernel in its stream has ended, if the launch let the
-// kernel start earlier. Devices before sm_90 cannot launch kernels so, and need not wait.
+// kernel start earlier. Devices before sm_90 have no such launches, and need not wait.
 __device__ __forceinline__ void griddepcontrol_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -108,7 +108,7 @@ __device__ __forceinline__ void mbarrier_inval(uint64_t* barrier) {
       asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(cvta_shared(barrier)) : "memory"));
 }
 
-// Whether the phase of this parity has ended. Waits for it for a while.
+// Whether the phase of this parity has completed. May block for a short time.
 __device__ __forceinline__ bool mbarrier_try_wait_parity(uint64_t* barrier, uint32_t parity) {
   bool done = false;
   JAX_EP_SM90(done = cuda::ptx::mbarrier_try_wait_parity(barrier, parity));

@@ -1,6 +1,6 @@
 // Rows that pass through shared memory: each warp has a ring of slots for pieces of rows. Bulk
 // copies load pieces several steps before they are used, across row boundaries, and store the
-// results. So memory never idles, and no warp waits for a store.
+// results. So there are always loads in flight, and no warp waits for a store.
 #pragma once
 
 #include <cstdint>
@@ -75,9 +75,9 @@ class PieceRing {
     __syncwarp();
   }
 
-  // Sets the rows to load next. All pieces of rows offered before must have been loaded or be in
-  // flight, or those rows must have no lanes. That holds once Fill() has been called and the steps
-  // of all rows offered before those have ended.
+  // Sets the rows to load next. There is one offer at a time: the rows offered last must have begun
+  // to load, or have no lanes. That holds once Fill() has been called and all steps of earlier rows
+  // have ended.
   template <class To>
   __device__ void Offer(const RowGather<To>& rows) {
     offered_from_ = rows.from;
@@ -124,8 +124,8 @@ class PieceRing {
     if (out_slot_ == kOutSlots * kPieceBytes) out_slot_ = 0;
   }
 
-  // Waits until everything has been stored. No load may be in flight. The same warps may then make
-  // another ring of the memory.
+  // Waits until everything has been stored. No load may be in flight. The warp may then make
+  // another ring in its memory.
   __device__ void Close() {
     if (LaneIndex() == 0) cp_async_bulk_wait_group<0>();
     __syncwarp();

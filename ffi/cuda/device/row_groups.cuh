@@ -31,7 +31,7 @@ __device__ __forceinline__ RowGroup RowGroupAt(const DispatchArgs& args, const D
   return {min(smem.first_row[group * args.call.n_ranks], limit), min(end, limit), min(next, limit)};
 }
 
-// Moves the rows of each group behind the padding of the groups before, and finds where its scales
+// Moves the rows of each group past the padding of the groups before, and finds where its scales
 // begin. Adds the padding to `n_rows`. Called by one warp, converged.
 __device__ inline void LayOutGroups(const DispatchArgs& args, DispatchSmem& smem, int32_t* n_rows,
                                     int32_t* n_dropped) {

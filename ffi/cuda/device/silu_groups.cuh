@@ -1,5 +1,4 @@
-// The groups of rows of fused_silu: where each begins, its block of scale atoms and its input
-// scale.
+// The groups of rows of fused_silu: first row, first block of scale atoms, and input scale of each.
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,5 @@
-// Counters behind EPGroup.stats. Each counter is added to by one thread or one warp of one kind of
-// call. The additions are atomic only so that nothing waits for the old value.
+// The counters of EPGroup.stats. Only one thread or one warp of one kind of call adds to a counter.
+// The additions are atomic only so that nothing waits for the old value.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,4 @@
-// Who a thread is within its block, what warps exchange between their lanes, and barriers of parts
-// of a block.
+// A thread's position in its block, exchanges between lanes, and barriers of parts of a block.
 #pragma once
 
 #include <cstdint>
