@@ -16,8 +16,8 @@ struct StatsWords {
   static constexpr size_t kInvalidIds = 2;
   static constexpr size_t kDroppedRows = 3;
 
-  // First index of the wait arrays. Waits are in SM clock cycles: reading the device's timer would
-  // take as long as many a wait.
+  // First index of the wait arrays. Waits are in SM clock cycles: reading the device's timer often
+  // takes as long as the wait.
   static constexpr size_t kDispatch = 0;
   static constexpr size_t kCombine = 1;
 

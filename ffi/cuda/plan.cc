@@ -10,7 +10,7 @@
 namespace jax_ep::p2p {
 namespace {
 
-// A call on at most this many SMs is limited by more than the link.
+// Calls on at most this many SMs are not limited by the link alone.
 constexpr int32_t kFewSms = 33;
 // With fewer rows in flight, plain stores are faster than bulk copies.
 constexpr int32_t kMinStages = 4;
