@@ -1,4 +1,4 @@
-"""`python benchmarks`: times the package beside plain `jax.lax`. See README.md."""
+"""`python benchmarks`: times the package and plain `jax.lax` baselines. See README.md."""
 
 import fnmatch
 import json
@@ -20,16 +20,16 @@ _FORMATS = click.Choice(["markdown", "table", "figure"])
 
 @click.command()
 @click.option("--platform", type=click.Choice(["cpu", "gpu"]), help="[default: JAX's]")
-@click.option("--quick", is_flag=True, help="Tiny cases, few repeats: a test.")
-@click.option("--rehearse", is_flag=True, help="GPUs' quick plan on virtual CPU devices.")
-@click.option("--only", multiple=True, help="Items by name or pattern, like T128-*.")
-@click.option("--list", "list_only", is_flag=True, help="Print the items' names.")
-@click.option("--limit", default=900.0, show_default=True, help="Seconds per item.")
-@click.option("--seconds-total", default=3600.0, show_default=True, help="Of the run.")
-@click.option("--commit", help="Of the sources, where there is no .git.")
-@click.option("--out", type=_FOLDER, default=_HERE / "results", help="For the results.")
-@click.option("--report", "shown", type=_FILE, help="Measure nothing: show a file.")
-@click.option("--format", "form", type=_FORMATS, default="markdown", help="Of a report.")
+@click.option("--quick", is_flag=True, help="Tiny cases, few repeats: tests the harness.")
+@click.option("--rehearse", is_flag=True, help="The quick plan for GPUs, on virtual CPU devices.")
+@click.option("--only", multiple=True, help="Items to run, by name or pattern, like T128-*.")
+@click.option("--list", "list_only", is_flag=True, help="Print the names of the items.")
+@click.option("--limit", default=900.0, show_default=True, help="Time limit per item, in seconds.")
+@click.option("--seconds-total", default=3600.0, show_default=True, help="Time limit of the run.")
+@click.option("--commit", help="Commit of the sources, if there is no .git.")
+@click.option("--out", type=_FOLDER, default=_HERE / "results", help="Folder for the results.")
+@click.option("--report", "shown", type=_FILE, help="Measure nothing; show this results file.")
+@click.option("--format", "form", type=_FORMATS, default="markdown", help="Format of --report.")
 def main(platform, quick, rehearse, only, list_only, shown, form, **options):
     """Measures, prints tables, and writes the figures to a JSON file.
 
@@ -47,7 +47,7 @@ def main(platform, quick, rehearse, only, list_only, shown, form, **options):
         if not only or any(fnmatch.fnmatchcase(item.name, p) for p in only)
     ]
     if list_only or not items:
-        click.echo("\n".join(i.name for i in items) or "no item has such a name")
+        click.echo("\n".join(i.name for i in items) or "no item matches --only")
     else:
         sys.exit(_run(items, platform=platform, rehearse=rehearse, **options))
 
@@ -96,9 +96,9 @@ def _console() -> rich.console.Console:
 
 
 def _default_platform() -> str:
-    """JAX's, found in another process: one that looks holds the GPUs' memory.
+    """JAX's default platform, found in another process: a process that asks takes the GPUs' memory.
 
-    A JAX that finds no device at all says so in the process that needs one.
+    If JAX finds no device at all, the measuring process says so.
     """
     command = [sys.executable, "-c", _FIND_PLATFORM]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""What is measured: sizes, capacities, formats, and routings of tokens to experts."""
+"""A case: sizes, capacity, token format, and a routing of tokens to experts."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ FORMATS: dict[str, Callable[[], jax_ep.TokenFormat]] = {
     "mxfp4": jax_ep.MXFP4,
 }
 
-# Rows beside the mean that a capacity leaves room for, where there are few tokens.
+# With few tokens, a capacity leaves room for this many rows above the mean.
 _SPARE_ROWS = 64
 
 
@@ -26,20 +26,20 @@ _SPARE_ROWS = 64
 class Case:
     """One set of inputs; every implementation gets the same."""
 
-    n_tokens: int  # T, of each rank
+    n_tokens: int  # per rank (T)
     hidden_size: int  # H
-    n_experts: int  # E, over all ranks
+    n_experts: int  # over all ranks (E)
     top_k: int  # K
     routing: str = "uniform"  # in `ROUTINGS`
     capacity: float | None = None  # C / (T * K), the mean; None: the worst case
     token_format: str = "bf16"  # in `FORMATS`
-    n_sms: int | None = None  # multiprocessors of a call; None: the package's choice
-    width: int = 0  # of the dense layer beside asynchronous calls
-    n_ranks: int = 0  # R, known where the devices are
+    n_sms: int | None = None  # multiprocessors per call; None: the package's default
+    width: int = 0  # of the dense layer that overlaps with calls; 0: no layer
+    n_ranks: int = 0  # R; 0 until the devices are known
 
     @property
     def name(self) -> str:
-        """Unique within a plan; `--only` matches it."""
+        """Name of the case in results; items and `--only` use it."""
         parts = [f"T{self.n_tokens}", f"H{self.hidden_size}", self.routing]
         parts += [f"{self.capacity:g}x"] if self.capacity else []
         parts += [self.token_format] if self.token_format != "bf16" else []
@@ -48,7 +48,7 @@ class Case:
 
     @property
     def n_rows(self) -> int:
-        """C, the rows of one rank's output."""
+        """Rows of one rank's output (C), without padding."""
         n_local = self.n_experts // self.n_ranks
         worst = self.n_ranks * self.n_tokens * min(self.top_k, n_local)
         if self.capacity is None:
@@ -58,21 +58,21 @@ class Case:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether rows are close to the tokens, not equal to them."""
+        """Whether the format quantizes: rows are close, not equal, to the tokens."""
         return self.token_format not in ("bf16", "float32")
 
     @property
     def dtype(self) -> str:
-        """Of tokens and sums."""
+        """Dtype of tokens and of sums."""
         return "float32" if self.token_format == "float32" else "bfloat16"
 
     @property
     def token_bytes(self) -> int:
-        """Payload and scales of a token."""
+        """Bytes of a token on the wire: payload and scales."""
         return FORMATS[self.token_format]().token_bytes(self.hidden_size)
 
     def config(self) -> jax_ep.EPConfig:
-        """The package's parameters; C has room for the padding of groups."""
+        """The package's config; its capacity also has room for padding rows."""
         token_format = FORMATS[self.token_format]()
         alignment = token_format.layout.row_alignment
         n_rows = self.n_rows + (alignment - 1) * self.n_experts // self.n_ranks
@@ -100,19 +100,20 @@ def _zipf(rng: np.random.Generator, shape: tuple) -> np.ndarray:
 
 
 def _half_empty(rng: np.random.Generator, shape: tuple) -> np.ndarray:
-    """Uniform, but each rank has its own number of tokens, T / 2 in the mean."""
+    """Uniform, but ranks have different numbers of tokens: T / 2 on average."""
     count = rng.integers(0, shape[1] + 1, shape[0])
     is_token = np.arange(shape[1]) < count[:, None]
     return np.where(is_token[..., None], rng.random(shape), -np.inf)
 
 
 def _one_rank(rng: np.random.Generator, shape: tuple) -> np.ndarray:
-    """All choices fall on one rank, which fills all its C rows."""
+    """All choices are experts of one rank, which then fills its C rows."""
     here = np.arange(shape[-1]) // (shape[-1] // shape[0]) == rng.integers(shape[0])
     return np.where(here, rng.random(shape), -np.inf)
 
 
-# Scores `[R, T, E]`; a token chooses its K best experts, none with a score of -inf.
+# Functions that return scores `[R, T, E]`. A token chooses the K experts with the highest scores,
+# but none with a score of -inf.
 ROUTINGS = {"uniform": _uniform, "zipf": _zipf, "half_empty": _half_empty, "one_rank": _one_rank}
 
 

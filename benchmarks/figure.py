@@ -1,4 +1,4 @@
-"""The figure: periods of a round trip in a chain, by case and implementation."""
+"""Draws the periods of round trips in a chain, by case and implementation."""
 
 import pathlib
 
@@ -13,8 +13,8 @@ from baselines import BASELINES
 from implementations import OURS
 from report import ROUND_TRIPS, Report
 
-# Of the Okabe-Ito palette: told apart with any kind of colour vision.
-_COLOURS = ("#0072B2", "#56B4E9", "#E69F00", "#009E73", "#CC79A7")
+# From the Okabe-Ito palette, which color-blind readers can tell apart.
+_COLORS = ("#0072B2", "#56B4E9", "#E69F00", "#009E73", "#CC79A7")
 _SMALL = {"xycoords": "axes fraction", "size": 7, "color": "0.4"}
 
 
@@ -36,11 +36,11 @@ def draw(report: Report, path: pathlib.Path) -> None:
 
 def _draw_panel(axis: plt.Axes, report: Report, operation: str) -> None:
     cases = [c for c in report.cases() if report.us(c, operation, "chain", OURS[0])]
-    for name, colour in zip((*OURS, *BASELINES), _COLOURS, strict=True):
+    for name, color in zip((*OURS, *BASELINES), _COLORS, strict=True):
         times = [report.us(case, operation, "chain", name) for case in cases]
         points = [(i, us) for i, us in enumerate(times) if us is not None]
         if points:
-            style = {"marker": "o", "markersize": 4, "color": colour, "label": name}
+            style = {"marker": "o", "markersize": 4, "color": color, "label": name}
             axis.plot(*zip(*points, strict=True), **style)
     axis.set_title(operation, size=10)
     axis.set_xticks(range(len(cases)), [report.label(case) for case in cases])

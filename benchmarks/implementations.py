@@ -1,6 +1,6 @@
-"""What is compared: the package on a transport, and the baselines, in one interface.
+"""What is compared: one interface to the package, on each transport, and to the baselines.
 
-All programs are built from `dispatch` and `combine`, in the same way for all, inside
+Programs are built from `dispatch` and `combine` in the same way for all implementations, inside
 `jax.shard_map`.
 """
 
@@ -19,23 +19,23 @@ from case import Case
 
 AXIS = "ep"
 
-# The package with `topk_weights` given to dispatch, and given to combine.
+# The package, with `topk_weights` given to dispatch or to combine.
 AT_DISPATCH, AT_COMBINE = "jax_ep, weights at dispatch", "jax_ep, weights at combine"
 OURS = (AT_DISPATCH, AT_COMBINE)
-# The package's transport in plain `jax.lax`, simple before fast.
+# The package on transport `xla`, which is the reference and written to be simple, not fast.
 XLA = "jax_ep on xla"
 
 
 @dataclasses.dataclass(frozen=True)
 class Implementation:
-    """Two functions of one rank's arrays.
+    """Dispatch and combine, as functions of one rank's arrays.
 
     Attributes:
-        name: one of `OURS`, `XLA`, or in `BASELINES`.
-        dispatch: of `(tokens, topk_ids, topk_weights)`; its result has the contract's
-            fields.
-        combine: of `(rows, dispatched, topk_weights)`.
-        group: the package's; None for baselines.
+        name: in `OURS` or `BASELINES`, or `XLA`.
+        dispatch: takes `(tokens, topk_ids, topk_weights)`; its result has the fields of the
+            contract.
+        combine: takes `(rows, dispatched, topk_weights)`.
+        group: the package's group; None for baselines.
     """
 
     name: str
@@ -45,12 +45,12 @@ class Implementation:
 
 
 def on_gpu(mesh: Mesh) -> bool:
-    """Whether the mesh is of GPUs, real or only described to a compiler."""
+    """Whether the mesh has GPUs, real ones or those of a compile-only topology."""
     return mesh.devices.flat[0].platform != "cpu"
 
 
 def make(name: str, mesh: Mesh, case: Case, transport: str) -> Implementation:
-    """By name; `transport` serves `OURS`."""
+    """Returns the implementation with that name; those in `OURS` use `transport`."""
     if name not in BASELINES:
         transport = "xla" if name == XLA else transport
         group = jax_ep.ep_init(mesh, AXIS, case.config(), transport=transport)
@@ -66,7 +66,7 @@ def make(name: str, mesh: Mesh, case: Case, transport: str) -> Implementation:
 
 
 def of_group(name: str, group: jax_ep.EPGroup) -> Implementation:
-    """The package's calls; weights go to dispatch if the name says so."""
+    """Returns the package's calls on `group`; `name` says which of them gets the weights."""
     early = name == AT_DISPATCH
     return Implementation(
         name,

@@ -1,4 +1,4 @@
-"""What the figures depend on: machine, versions, commit, load. Linux."""
+"""Describes what the figures depend on: machine, versions, commit, load. Linux only."""
 
 import contextlib
 import datetime
@@ -16,7 +16,7 @@ _PACKAGES += ("nvidia-cuda-runtime", "nvidia-nccl-cu13")
 
 
 def describe() -> dict[str, Any]:
-    """Facts for the results file."""
+    """Returns the facts that the results file records."""
     installed = {d.name for d in importlib.metadata.distributions()}
     found = [name for name in _PACKAGES if name in installed]
     changes = _git("status", "--porcelain", "--", ".", ":!benchmarks/results")
@@ -33,18 +33,18 @@ def describe() -> dict[str, Any]:
 
 
 def slug(text: str) -> str:
-    """For file names, like `nvidia-h200`."""
+    """Returns `text` in a form for file names, like `nvidia-h200`."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
 def cpu_slug() -> str:
-    """For file names, like `amd-epyc-7763-8-cores`."""
+    """Returns a name of this CPU for file names, like `amd-epyc-7763-8-cores`."""
     words = re.sub(r"\(.*?\)|@.*| CPU| [Pp]rocessor", "", _cpu_model())
     return f"{slug(words)}-{len(os.sched_getaffinity(0))}-cores"
 
 
 def die_first() -> None:
-    """Asks the kernel to end this process, not another one, if memory runs out."""
+    """Asks the kernel to kill this process first if memory runs out."""
     with contextlib.suppress(OSError):
         pathlib.Path("/proc/self/oom_score_adj").write_text("1000")
 

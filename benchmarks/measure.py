@@ -1,7 +1,7 @@
-"""Measures one case: checks every implementation, then times them in turns.
+"""Measures one case: checks every implementation, then times them in turn.
 
-Programs of all implementations compile side by side. What fails is reported and left
-out; the others go on.
+The programs of all implementations compile in parallel. An implementation that fails is reported
+and left out.
 """
 
 import concurrent.futures
@@ -28,20 +28,20 @@ from workload import Workload, require
 _BURST_PAUSE_S = 0.03
 _STEPS = {**programs.STEPS, **overlap.STEPS}
 
-# A line of output: `case`, `results`, `failed` or `not_measured`.
+# A line of output, with one key: `case`, `results`, `failed` or `not_measured`.
 Line = dict[str, Any]
-# Functions and their arguments by name: `"dispatch"`, `(operation, length)`, ...
+# Compiled functions and their arguments, by `"dispatch"`, `(operation, length)` and so on.
 Calls = dict[Any, timing.Call]
 
 
 def breaks_devices(error: Exception) -> bool:
-    """Whether a process that has raised it should not go on."""
+    """Whether the process that raised `error` must not be used any more."""
     is_of_xla = isinstance(error, JaxRuntimeError)
     return is_of_xla and "RESOURCE_EXHAUSTED" not in str(error)
 
 
 def measure(item: Item, mesh: Mesh, transport: str) -> Iterator[Line]:
-    """Gives the results of an item of kind `case`, each as soon as it is known."""
+    """Yields the results of an item of kind `case`, each as soon as it is known."""
     case = dataclasses.replace(item.case, n_ranks=mesh.size)
     with contextlib.ExitStack() as stack:
         some = []
@@ -56,7 +56,7 @@ class _Measurement:
     def __init__(self, item: Item, mesh: Mesh) -> None:
         self._item, self._mesh, self._on_gpu = item, mesh, on_gpu(mesh)
         self._workload = Workload(mesh, item.case, max(item.n_sets, 1))
-        self._calls: dict[str, Calls] = {}  # of each implementation that is right
+        self._calls: dict[str, Calls] = {}  # of each implementation that passed the checks
 
     def run(self, some: list[Implementation]) -> Iterator[Line]:
         case, n = self._item.case, self._workload.remote_messages
@@ -71,7 +71,7 @@ class _Measurement:
                 self._check(implementation, calls)
                 self._calls[implementation.name] = calls
             except (AssertionError, JaxRuntimeError) as error:
-                if calls and breaks_devices(error):  # what a compiler says does not
+                if calls and breaks_devices(error):  # compilation errors do not
                     raise
                 yield {"failed": f"{implementation.name}: {error}"[:2000]}
         if self._item.n_sets:
@@ -84,7 +84,7 @@ class _Measurement:
     def _compile(
         self, pool: concurrent.futures.Executor, implementation: Implementation
     ) -> dict[Any, tuple[concurrent.futures.Future, tuple]]:
-        """Starts to compile; gives arguments, too, those of combine as shapes."""
+        """Starts compilation; returns the programs with their arguments, as shapes for combine."""
         item, workload, programs_of = self._item, self._workload, {}
         operands, combines = workload.sets[0], not item.case.is_quantized
         programs_of["dispatch"] = programs.dispatch(implementation), operands
@@ -111,7 +111,7 @@ class _Measurement:
         }
 
     def _check(self, implementation: Implementation, calls: Calls) -> None:
-        """All results but those of the kernel clock; puts in what combine takes."""
+        """Checks all results but those of `rotation`; sets the arguments of combine."""
         name, workload, item = implementation.name, self._workload, self._item
         if item.case.is_quantized:
             workload.check_quantized(implementation)
@@ -133,11 +133,11 @@ class _Measurement:
                 require(all(equal), "asynchronous calls must give the same bits")
 
     def _of_all(self, key: Any) -> dict[str, timing.Call]:
-        """Calls of the implementations that have the program."""
+        """Returns the call of each implementation that has the program `key`."""
         return {name: calls[key] for name, calls in self._calls.items() if key in calls}
 
     def _wall(self) -> Iterator[Line]:
-        """Lone calls; of chains, those of one step."""
+        """Times lone calls; for chains, those of one step."""
         keys: dict[str, Any] = {"dispatch": "dispatch", "combine": "combine"}
         for operation, (few, _) in self._item.chains.items():
             keys |= {operation: (operation, few)} if few == 1 else {}
@@ -147,7 +147,7 @@ class _Measurement:
                 yield _result(name, operation, "wall", seconds)
 
     def _chain(self, operation: str) -> Iterator[Line]:
-        """Periods; beside a layer also in bursts, and times of the layer's kernels."""
+        """Times periods in a chain; with a layer, also in bursts, and the layer's kernels."""
         item = self._item
         rhythms = [("chain", item.chains[operation], item.repeats)]
         if item.bursts:
@@ -166,9 +166,9 @@ class _Measurement:
             yield from self._other_kernels(operation)
 
     def _kernels(self) -> Iterator[Line]:
-        """Of the package's kernels, over all GPUs and calls.
+        """Times the package's kernels, over all GPUs and calls.
 
-        The first dispatch of a call waits for the GPU that begins last: left out.
+        Leaves out the first dispatch of each call, which waits for the GPU that starts last.
         """
         operations = ["dispatch"] if self._item.case.is_quantized else profiler.KERNELS
 
@@ -182,7 +182,7 @@ class _Measurement:
         yield from self._trace("rotation", "kernel", seconds, flush)
 
     def _other_kernels(self, operation: str) -> Iterator[Line]:
-        """Time of a chain's kernels that are not the package's, per step."""
+        """Times the kernels of a chain that are not the package's, per step."""
         few, _ = self._item.chains[operation]
 
         def seconds(traced: list) -> dict[str, Any]:
@@ -193,7 +193,7 @@ class _Measurement:
     def _trace(
         self, key: Any, clock: str, seconds: Callable, flush: Callable | None = None
     ) -> Iterator[Line]:
-        """Of each implementation, `seconds` by operation, in a trace of its calls."""
+        """Traces the calls of each implementation; `seconds` maps a trace to times by operation."""
         for name, call in self._of_all(key).items():
             try:
                 for operation, found in seconds(profiler.trace(call, flush)).items():

@@ -1,7 +1,7 @@
-"""What a jitted call costs apart from its data: one CPU device, minimal sizes.
+"""The overhead of a jitted call: a dispatch of minimal size on one CPU device.
 
-In Python, in JAX, in XLA and in the handler. Beside it a jitted function that returns
-as many arrays of the same shapes as dispatch does.
+It covers Python, JAX, XLA and the handler. For comparison: a jitted function that only returns as
+many arrays of the same shapes.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ _BATCH = 50
 
 
 def measure(repeats: timing.Repeats) -> Iterator[dict[str, Any]]:
-    """Wall time per call, each waited for; batches of the calls interleave."""
+    """Measures the wall time per call, each waited for; batches of calls interleave."""
 
     def batch(function, args):
         for _ in range(_BATCH):

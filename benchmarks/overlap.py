@@ -1,7 +1,7 @@
-"""Asynchronous calls beside a dense layer: how much of a call hides, at what cost.
+"""Overlap of asynchronous calls with a dense layer: how much of a call it hides, at what cost.
 
-Chains of these steps give the periods of a call alone, of the layer alone, and of both
-at the same time. Each call and each layer waits for those before it.
+Chains of these steps give the periods of a call alone, of the layer alone, and of both at the same
+time. Each call and each layer waits for those of the step before.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from programs import Step, on_mesh
 
 
 def make_matrices(mesh: Mesh, case: Case) -> tuple[jax.Array, ...]:
-    """The layer's, `[R, H, width]` and `[R, width, H]`, the same on all ranks."""
+    """Returns the layer's matrices, `[R, H, width]` and `[R, width, H]`, equal on all ranks."""
     shapes = (case.hidden_size, case.width), (case.width, case.hidden_size)
 
     def make():
@@ -37,7 +37,7 @@ def _layer(x, matrices):
 
 
 def _dispatch(ours: Implementation, *, beside: bool = False) -> Step:
-    """The state is the layer's operand, and the tokens."""
+    """A dispatch, alone or beside the layer. The state is the tokens and the layer's operand."""
 
     def next(y, ids, weights, matrices, hide):
         if not beside:
@@ -50,9 +50,9 @@ def _dispatch(ours: Implementation, *, beside: bool = False) -> Step:
 
 
 def _combine(ours: Implementation, *, beside: bool = False) -> Step:
-    """The state is the layer's operand, and what one dispatch gave.
+    """A combine, alone or beside the layer. The state is the layer's operand and dispatched rows.
 
-    The results are the sums, in the same bits whether calls are asynchronous or not.
+    The results are the sums, which have the same bits whether calls are asynchronous or not.
     """
 
     def start(tokens, ids, weights):
@@ -73,7 +73,7 @@ def _combine(ours: Implementation, *, beside: bool = False) -> Step:
     return Step(next, start)
 
 
-# Of the package with weights given to dispatch, by the name of the operation.
+# Steps by the name of the operation; the package gets the weights at dispatch.
 STEPS: dict[str, Callable[[Implementation], Step]] = {
     "dense": lambda _: Step(lambda y, ids, weights, m, hide: (_layer(y, m), ())),
     "dispatch": _dispatch,

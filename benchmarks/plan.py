@@ -1,4 +1,4 @@
-"""What is measured, in which order: what matters most comes first."""
+"""What is measured, in order of importance."""
 
 import dataclasses
 import functools
@@ -11,11 +11,11 @@ from timing import Repeats
 
 N_CPU_RANKS = 8
 
-# Environments of the measuring process by name; "" is as users have it.
+# Environment variables of the measuring process, by variant; "" is the users' default.
 VARIANTS: dict[str, dict[str, str]] = {
     "": {},
     "no command buffers": {"XLA_FLAGS": "--xla_gpu_enable_command_buffer="},
-    # glibc never gives freed memory back, so that no page is mapped twice.
+    # glibc keeps freed memory, so that no page is mapped twice.
     "memory kept": {
         "MALLOC_MMAP_MAX_": "0",
         "MALLOC_TRIM_THRESHOLD_": str(2**40),
@@ -36,16 +36,16 @@ class Item:
     case: Case | None = None
     implementations: tuple[str, ...] = (*OURS, _ALL_GATHER)
     wall: bool = False  # whether lone calls are timed
-    # Lengths of a short and a long chain, by operation; of chains behind a pause.
+    # Lengths of the short and the long chain, by operation; and for bursts, each after a pause.
     chains: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     bursts: tuple[int, int] | None = None
-    n_sets: int = 0  # of inputs that the kernel clock's calls take in turns; 0: no clock
+    n_sets: int = 0  # sets of inputs for the kernel clock; 0: not measured
     repeats: Repeats = Repeats(most=40, seconds=2.0)
     variant: str = ""  # in `VARIANTS`
 
 
 def make_plan(platform: str, *, is_quick: bool) -> list[Item]:
-    """All items of a platform, `"cpu"` or `"gpu"`."""
+    """Returns all items for a platform, `"cpu"` or `"gpu"`."""
     plans = {"cpu": (_cpu, _cpu_quick), "gpu": (_gpu, _gpu_quick)}
     return plans[platform][is_quick]()
 
@@ -69,7 +69,7 @@ def _cpu() -> list[Item]:
     others.append(_CPU_CASE(256, 1024, token_format="float32"))
     items = [_cpu_item(case) for case in (*main, *others)]
     items.append(Item("overhead", "overhead"))
-    # In a chain no page is new: the allocator matters to lone calls only.
+    # A chain touches no new pages, so the allocator only matters to lone calls.
     kept = {"variant": "memory kept", "chains": {}}
     items += [_cpu_item(case, "-kept", **kept) for case in main]
     return items + [_cpu_slow(case) for case in main[:3]]
@@ -90,17 +90,17 @@ def _cpu_item(case: Case, suffix: str = "", **options: Any) -> Item:
 
 
 def _cpu_slow(case: Case) -> Item:
-    """What is never the fastest, and slower the larger the case."""
+    """The implementations that are never the fastest, and fall behind as cases grow."""
     chains = {_ROUND_TRIP: (1, 3)}
     return _cpu_item(case, "-slow", implementations=(XLA, _ALL_TO_ALL), chains=chains)
 
 
-# On GPUs: all of the host.
+# On GPUs: all those of the host.
 
 _GPU_CASE = functools.partial(Case, hidden_size=7168, n_experts=256, top_k=8)
 _TOKENS = (128, 4096, 8, 1024, 1, 8192, 512, 32, 64)
 _GRAD_TOKENS = (8, 128, 1024, 4096)
-# n_sms of asynchronous calls, and the width of the layer beside them.
+# `n_sms` of asynchronous calls, and the width of the layer that overlaps with them.
 _OVERLAPS = ((16, 12288), (12, 12288), (24, 12288), (20, 8192))
 _CALLS = ("dispatch", "combine")
 _BESIDE = (*_CALLS, "dense", "dispatch + dense", "combine + dense")
@@ -122,7 +122,7 @@ def _gpu() -> list[Item]:
 
 
 def _gpu_quick() -> list[Item]:
-    """Tiny, one of each kind: a test of the program itself."""
+    """One tiny item of each kind: a test of the harness."""
     case = Case(16, 64, n_experts=16, top_k=4)
     skewed = dataclasses.replace(case, routing="zipf")
     items = [Item("link", "link"), _gpu_item(case, grads=True), _gpu_item(skewed)]
@@ -142,7 +142,7 @@ def _gpu_quick() -> list[Item]:
 
 
 def _gpu_chain(case: Case, suffix: str = "", **options: Any) -> Item:
-    """Long chains of short steps; unrolled baselines compile slowly."""
+    """Chains are longer where steps are short; unrolled baselines compile slowly."""
     n = case.n_tokens
     lengths = (8, 32) if n <= 128 else (4, 16) if n <= 512 else (2, 8)
     return _item(case, suffix, {"chains": {_ROUND_TRIP: lengths}} | options)
@@ -159,14 +159,14 @@ def _n_sets(case: Case) -> int:
 
 
 def _formats(case: Case) -> list[Item]:
-    """Dispatch by the kernel clock, with weights that do not travel."""
+    """Dispatch in each quantized format, by the kernel clock, without weights."""
     cases = [dataclasses.replace(case, token_format=name) for name in FORMATS]
     options = {"implementations": (AT_COMBINE,), "n_sets": _n_sets(case)}
     return [_item(some, "", options) for some in cases if some.is_quantized]
 
 
 def _overlaps(case: Case, sizes: tuple[tuple[int, int], ...]) -> list[Item]:
-    """Calls on all multiprocessors, then on `n_sms` of them, beside a layer."""
+    """Calls alone on all multiprocessors; then on `n_sms` of them, alone and beside a layer."""
     items = []
     for n_sms, width in ((None, sizes[0][1]), *sizes):
         options = {

@@ -1,4 +1,4 @@
-"""Clock and power of the GPUs, from NVML; None where nvidia-ml-py is not installed."""
+"""Clock rate and power of the GPUs, from NVML; None if nvidia-ml-py is not installed."""
 
 import threading
 from typing import Any, Self
@@ -14,7 +14,7 @@ _INTERVAL_S = 0.05
 
 
 def handles() -> list[Any]:
-    """Of all GPUs; empty without NVML."""
+    """Returns NVML's handles of all GPUs; none without NVML."""
     if pynvml is None:
         return []
     try:
@@ -26,16 +26,16 @@ def handles() -> list[Any]:
 
 
 def driver_version() -> str | None:
-    """Of NVIDIA's driver."""
+    """Returns the version of NVIDIA's driver, or None."""
     return str(pynvml.nvmlSystemGetDriverVersion()) if handles() else None
 
 
 class Clocks:
-    """Samples all GPUs while the `with` runs.
+    """A context manager that samples all GPUs.
 
     Attributes:
-        summary: afterwards: SM clock and power, medians over samples and GPUs, and the
-            share of samples in which the power limit held the clock down; or None.
+        summary: on exit: medians of SM clock and power over samples and GPUs, and the share of
+            samples in which the power limit lowered the clock; None without samples.
     """
 
     summary: dict[str, float] | None = None
@@ -62,7 +62,7 @@ class Clocks:
 
 
 def _sample(gpu: Any) -> tuple[float, float, bool]:
-    """MHz, watts, and whether the power limit holds the clock down."""
+    """Returns MHz, watts, and whether the power limit lowers the clock."""
     mhz = pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM)
     fields = [pynvml.NVML_FI_DEV_POWER_INSTANT]
     (power,) = pynvml.nvmlDeviceGetFieldValues(gpu, fields)

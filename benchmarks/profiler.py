@@ -10,14 +10,14 @@ import numpy as np
 
 from timing import Call
 
-# In the names of the package's kernels.
+# What the names of the package's kernels contain.
 KERNELS = {"dispatch": "DispatchKernel", "combine": "CombineKernel"}
 
 _N_CALLS = 5
 
 
 class TraceError(RuntimeError):
-    """A trace does not show what it must."""
+    """A trace lacks the expected kernels."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Event:
 
 
 def kernel_seconds(traced: list[list[Event]], operation: str, n: int) -> np.ndarray:
-    """`[calls of all GPUs, n]`: of the package's `n` kernels in each call, in order."""
+    """Returns `[calls of all GPUs, n]`: the times of an operation's `n` kernels in each call."""
     kernel = KERNELS[operation]
     times = [[e.seconds for e in events if kernel in e.name] for events in traced]
     found = {len(some) for some in times}
@@ -42,7 +42,7 @@ def kernel_seconds(traced: list[list[Event]], operation: str, n: int) -> np.ndar
 
 
 def other_seconds(traced: list[list[Event]]) -> list[float]:
-    """Of all kernels in a call that are not the package's; of each GPU."""
+    """Returns, for each GPU, the time per call of the kernels that are not the package's."""
     ours = tuple(KERNELS.values())
     return [
         sum(e.seconds for e in events if not any(k in e.name for k in ours)) / _N_CALLS
@@ -51,7 +51,7 @@ def other_seconds(traced: list[list[Event]]) -> list[float]:
 
 
 def trace(call: Call, flush: Callable[[], None] | None) -> list[list[Event]]:
-    """Events of each GPU in several calls, each after a `flush`, in order of time."""
+    """Traces `_N_CALLS` calls, each after `flush`; returns each GPU's events by start time."""
     function, args = call
     jax.block_until_ready([function(*args) for _ in range(2)])  # loads kernels
     options = jax.profiler.ProfileOptions()
@@ -71,7 +71,7 @@ def trace(call: Call, flush: Callable[[], None] | None) -> list[list[Event]]:
 
 
 def read(profile: jax.profiler.ProfileData) -> list[list[Event]]:
-    """Events of each GPU. Its plane has a line per stream; other lines sum these up."""
+    """Returns each GPU's events: the lines of its streams, without lines that summarize them."""
     traced = []
     for plane in sorted(profile.planes, key=lambda plane: plane.name):
         if plane.name.startswith("/device:GPU:"):

@@ -1,4 +1,4 @@
-"""The jitted functions that are timed, built alike for every implementation."""
+"""The jitted functions that are timed, built in the same way for every implementation."""
 
 import dataclasses
 from collections.abc import Callable
@@ -13,11 +13,11 @@ from implementations import AXIS, Implementation
 
 
 def hide(tree: Any, passes: jax.Array, on_gpu: bool) -> Any:
-    """The identity; all results wait for all operands, and XLA knows nothing of them.
+    """The identity, hidden from XLA; each result depends on all operands.
 
-    XLA:GPU drops its barriers after it has fused and scheduled. XLA:CPU drops them
-    before, so there it is a loop of `passes` = 0 turns, which copies nothing that has
-    no other use. (On a GPU a loop would wait for the host.)
+    On GPUs it is an optimization barrier, which XLA keeps until it has fused and scheduled. XLA:CPU
+    drops barriers earlier, so there it is a loop with `passes` = 0 iterations, which copies only
+    operands that have other uses. (On a GPU, a loop would wait for the host.)
     """
     if on_gpu:
         return lax.optimization_barrier(tree)
@@ -35,9 +35,9 @@ class Step:
     """What a chain repeats.
 
     Attributes:
-        next: of `(state, ids, weights, parameters, hide)`; gives the next step's state,
-            and further results. `hide` is `hide` of one argument.
-        start: of `(tokens, ids, weights)`; gives the first state.
+        next: takes `(state, ids, weights, parameters, hide)`; returns the next state and further
+            results. This `hide` takes one argument, a tree.
+        start: takes `(tokens, ids, weights)`; returns the first state.
     """
 
     next: Callable[..., tuple[Any, Any]]
@@ -45,10 +45,10 @@ class Step:
 
 
 def chain(step: Step, n: int, on_gpu: bool) -> Callable[..., Any]:
-    """`n` steps; gives the first array of the last state, and the results of each.
+    """Makes a chain of `n` steps, which returns an array of the last state and all steps' results.
 
-    Every step's operands depend on the state and the results of the step before it, so
-    that XLA can neither merge, hoist nor overlap steps. Routings take turns.
+    The operands of a step depend on the state and the results of the step before it, so XLA can
+    neither merge, hoist nor overlap steps. Steps take turns with the routings.
     """
 
     def run(tokens, routings, parameters, passes):
@@ -68,7 +68,7 @@ def chain(step: Step, n: int, on_gpu: bool) -> Callable[..., Any]:
 
 
 def round_trip(implementation: Implementation) -> Step:
-    """Dispatch, the identity as experts, combine. The state is the tokens."""
+    """A dispatch, the identity in place of the experts, and a combine. The state is the tokens."""
 
     def next(tokens, ids, weights, parameters, hide):
         dispatched = implementation.dispatch(tokens, ids, weights)
@@ -80,7 +80,7 @@ def round_trip(implementation: Implementation) -> Step:
 
 
 def with_gradients(forward: Step) -> Step:
-    """A step, then its gradients in tokens and weights; the cotangent is its result."""
+    """A step, then its gradients in tokens and weights, with its result as the cotangent."""
 
     def next(tokens, ids, weights, *others):
         def of_floats(tokens, weights):
@@ -112,12 +112,12 @@ STEPS: dict[str, Callable[[Implementation], Step]] = {
 
 
 def dispatch(implementation: Implementation) -> Callable[..., Any]:
-    """One dispatch."""
+    """Makes a function of one dispatch."""
     return lambda *operands: add_axis(implementation.dispatch(*operands))
 
 
 def combine(implementation: Implementation) -> Callable[..., Any]:
-    """One combine of `rows`, with the other results of a dispatch."""
+    """Makes a function of one combine, of `rows` and the other results of a dispatch."""
 
     def run(dispatched, rows, weights):
         dispatched = jax.tree.map(lambda x: x[0], dispatched)
@@ -127,10 +127,10 @@ def combine(implementation: Implementation) -> Callable[..., Any]:
 
 
 def rotation(implementation: Implementation, on_gpu: bool, combines: bool) -> Callable[..., Any]:
-    """A dispatch of each set of inputs in turn, then, if wanted, a combine of each.
+    """Makes a function that dispatches each set of inputs and then, if `combines`, combines each.
 
-    For the kernel clock: no tokens are in the cache. Rows that combine reads are there
-    if those of all sets fit.
+    For the kernel clock: no tokens are in the L2 cache. The rows that combine reads are, if those
+    of all sets fit.
     """
 
     def run(sets, passes):
@@ -150,7 +150,7 @@ def rotation(implementation: Implementation, on_gpu: bool, combines: bool) -> Ca
 
 
 def add_axis(tree: Any) -> Any:
-    """A leading axis of 1, so that results of any rank can be sharded."""
+    """Adds a leading axis of size 1, so that even scalars can be sharded."""
     return jax.tree.map(lambda x: jnp.asarray(x)[None], tree)
 
 

@@ -1,4 +1,4 @@
-"""From a record to tables in Markdown: those of README.md, and all figures."""
+"""Turns a record into Markdown tables: those of README.md, and all figures."""
 
 from typing import Any
 
@@ -10,11 +10,11 @@ _NONE = "–"
 
 
 class Report:
-    """What a record says.
+    """A record, shown as tables.
 
     Attributes:
-        on_gpu: whether the record is of GPUs.
-        best_of_ours: what is compared with the fastest baseline.
+        on_gpu: whether GPUs were measured.
+        best_of_ours: the implementation that is compared with the fastest baseline.
     """
 
     def __init__(self, record: dict[str, Any]) -> None:
@@ -25,14 +25,14 @@ class Report:
     def us(
         self, case: str, operation: str, clock: str, name: str, variant: str = ""
     ) -> float | None:
-        """Median in microseconds; of the fastest baseline if the name is `"lax"`."""
+        """Returns a median in µs; the fastest baseline's if `name` is `"lax"`."""
         where = f"{case}, {variant}" if variant else case
         found = self.record["results"].get(where, {}).get(operation, {}).get(clock, {})
         names = [n for n in found if n == name or name == "lax" == n[:3]]
         return min((found[n]["us"][0] for n in names), default=None)
 
     def cases(self, routing: str = "uniform") -> list[str]:
-        """Names of cases with bfloat16 tokens and no layer, by size."""
+        """Returns the names of cases with bfloat16 tokens and no dense layer, by size."""
         chosen = {
             name: (case["n_tokens"], case["hidden_size"], case["capacity"] or 0)
             for name, case in self.record["cases"].items()
@@ -41,7 +41,7 @@ class Report:
         return sorted(chosen, key=chosen.__getitem__)
 
     def label(self, name: str) -> str:
-        """T, and on CPUs H and a capacity below the worst case."""
+        """Returns T; on CPUs also H, and the capacity if it is below the worst case."""
         case = self.record["cases"][name]
         if self.on_gpu:
             return str(case["n_tokens"])
@@ -49,7 +49,7 @@ class Report:
         return f"{case['n_tokens']}, {case['hidden_size']}{capacity}"
 
     def markdown(self) -> str:
-        """The tables that have rows, README.md's first, and what the link carries."""
+        """Returns all tables that have rows, those of README.md first, and the link's rates."""
         parts = [self._periods(operation) for operation in ROUND_TRIPS]
         if self.on_gpu:
             parts += [self._kernels(), self._formats(), self._link(), self._overlaps()]
@@ -62,7 +62,7 @@ class Report:
         return "\n\n".join(filter(None, parts))
 
     def all_figures(self) -> str:
-        """A table, and what is missing."""
+        """Returns one table of all figures, and what failed or was not measured."""
         rows = {
             f"{case}, {operation}, {clock}": {n: f["us"] for n, f in found.items()}
             for case, by_operation in self.record["results"].items()
@@ -77,13 +77,13 @@ class Report:
         return "\n\n".join(filter(None, parts))
 
     def _by_case(self, title, header, cells, routing="uniform") -> str:
-        """A row for each case with any figure."""
+        """A table with a row for each case that has a figure."""
         rows = [[self.label(case), *cells(case)] for case in self.cases(routing)]
         rows = [row for row in rows if any(cell != _NONE for cell in row[1:])]
         return _table(title, ["T" if self.on_gpu else "T, H", *header], rows)
 
     def _ratio(self, case: str, operation: str, clock: str, variant: str) -> str:
-        """How often the fastest baseline takes ours."""
+        """The speed-up: the fastest baseline's time divided by ours."""
         key = case, operation, clock
         lax, ours = (self.us(*key, n, variant) for n in ("lax", self.best_of_ours))
         return f"{lax / ours:.1f}×" if lax and ours else _NONE
@@ -109,7 +109,7 @@ class Report:
         )
 
     def _kernels(self) -> str:
-        """Of ours, and the rate at which payload leaves each GPU."""
+        """Times of our kernels, and the rate at which tokens leave each GPU."""
 
         def cells(name: str) -> list[str]:
             case, found = self.record["cases"][name], []
@@ -123,7 +123,7 @@ class Report:
         return self._by_case("kernels, µs of GPU time", header, cells)
 
     def _formats(self) -> str:
-        """Dispatch by token format, where all were measured."""
+        """Dispatch by token format, for each T at which all formats were measured."""
         names = [name for name in FORMATS if name != "float32"]
         found: dict[int, dict[str, tuple[dict, float]]] = {}
         for name, case in self.record["cases"].items():
@@ -146,7 +146,7 @@ class Report:
         return _table(title, ["", "median", "quartiles", ""], rows)
 
     def _overlaps(self) -> str:
-        """Hidden: the share of the call, or of a shorter layer, that adds no time."""
+        """Overlap. "hidden" is the share of the shorter of call and layer that adds no time."""
         header = ["call, n_sms, width", "on all SMs", "on n_sms", "layer", "both"]
         header += ["hidden of n_sms", "of all", "longer", "kernels", "speed-up"]
         cases = {n: case for n, case in self.record["cases"].items() if case["width"]}
@@ -189,7 +189,7 @@ def _table(title: str, header: list[str], rows: list[list[str]]) -> str:
 
 
 def _rate(case: dict[str, Any], us: float | None) -> str:
-    """GB/s that leave a GPU: payload and scales, one message per (token, rank)."""
+    """GB/s that leave a GPU: one payload with scales per (token, rank)."""
     n_bytes = case["remote_messages"] * case["token_bytes"]
     return f"{n_bytes / us * 1e-3:.0f}" if us else _NONE
 

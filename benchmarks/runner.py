@@ -1,7 +1,7 @@
-"""Runs a plan in measuring processes, and keeps the record: a file after each item.
+"""Runs a plan in measuring processes, and writes the record to a file after each item.
 
-An item that hangs or crashes loses its process, but not what it has printed; a new
-process goes on with the next item.
+If a process hangs or crashes in an item, what it has printed is kept, and a new process continues
+with the next item.
 """
 
 import dataclasses
@@ -27,13 +27,13 @@ Line = dict[str, Any]
 
 
 class Run:
-    """The record, and the file that it is written to.
+    """A run of the benchmark, with its record.
 
-    Options are the command's; `say(item, seconds, lines)` is called after each item.
+    Takes the options of the command; calls `say(item, seconds, lines)` after each item.
 
     Attributes:
         record: what report.py shows; README.md has the schema.
-        path: of the file.
+        path: the file that holds the record.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Run:
             self.record["machine"] |= {"commit": commit, "dirty": None}
 
     def measure(self, items: list[Item]) -> None:
-        """All items. On GPUs, neighbours of one variant share a process."""
+        """Measures all items. On GPUs, adjacent items of the same variant share a process."""
         is_alone = self.record["platform"] == "cpu"
         groups = itertools.groupby(items, lambda i: (i.variant, is_alone and i.name))
         for _, some in groups:
@@ -65,7 +65,7 @@ class Run:
             while left and self._seconds_left() > 0:
                 left = self._measure_some(left)
             for item in left:
-                late = f"not begun within {self._seconds_total:g} s"
+                late = f"not started within {self._seconds_total:g} s"
                 self._add(item, {"not_measured": late})
         self.record["machine"]["load_average_after"] = round(os.getloadavg()[0], 2)
         self._write()
@@ -74,7 +74,7 @@ class Run:
         return self._seconds_total - (time.monotonic() - self._begin)
 
     def _measure_some(self, items: list[Item]) -> list[Item]:
-        """In one process; gives the items that are left."""
+        """Measures items in one process until it ends; returns the items that are left."""
         request = {
             "platform": "cpu" if self._on_cpu else "gpu",
             "transport": "host" if self._on_cpu else "p2p",
@@ -135,7 +135,7 @@ class Run:
 
 
 class Child:
-    """`python benchmarks --child REQUEST`; killed when the `with` ends."""
+    """A measuring process, `python benchmarks --child REQUEST`: a context manager that ends it."""
 
     def __init__(self, request: dict[str, Any], environment: dict[str, str]) -> None:
         command = [sys.executable, str(_HERE), "--child", json.dumps(request)]
@@ -147,9 +147,9 @@ class Child:
         self._reader.start()
 
     def lines(self, seconds: float, late: str) -> tuple[list[Line], bool]:
-        """What an item prints within its time, and whether the process ends with it.
+        """Returns what an item prints within `seconds`, and whether the process ends with it.
 
-        `late` is the key of the line that says that the time was too short.
+        If that time is too short, the last line says so, under the key `late`.
         """
         deadline, lines = time.monotonic() + seconds, []
         while True:
@@ -178,7 +178,7 @@ class Child:
         self._process.stdout.close()
 
     def _read(self) -> None:
-        """What is no JSON object is somebody's warning."""
+        """Queues lines that hold a JSON object; passes others, such as warnings, on to stderr."""
         for line in self._process.stdout:
             if line.startswith("{"):
                 self._texts.put(line)

@@ -1,8 +1,8 @@
-"""The wall clock and the period in a chain; repeats of several functions interleave.
+"""The wall clock and the period in a chain. Samples of several functions interleave.
 
-* Wall: a lone jitted call until its results are ready.
-* Period in a chain: (time of a long chain - time of a short one) / steps between them.
-  What a call costs once (its launch from Python, its first and last step) cancels.
+* Wall time: of a lone jitted call, until its results are ready.
+* Period in a chain: the time of a long chain minus that of a short one, divided by the difference
+  of their lengths. Costs that do not depend on the length (launch, first and last step) cancel.
 """
 
 import dataclasses
@@ -23,16 +23,16 @@ Call = tuple[Callable[..., Any], tuple]
 
 @dataclasses.dataclass(frozen=True)
 class Repeats:
-    """How often, and how, something is timed."""
+    """How often and in what way functions are timed."""
 
     most: int  # samples of each function
-    seconds: float  # of each function; then it stops, but not before `_LEAST` samples
-    n_queued: int = 1  # calls queued behind each other in one sample
-    pause_s: float = 0.0  # before each call, so that a GPU cools
+    seconds: float  # time limit of each function, which gets at least `_LEAST` samples
+    n_queued: int = 1  # calls enqueued in one sample
+    pause_s: float = 0.0  # before each sample, so that the GPU cools down
 
 
 def wall(calls: dict[str, Call], repeats: Repeats) -> dict[str, list[float]]:
-    """Seconds of each call, by name."""
+    """Returns samples of each call's wall time in seconds, by name."""
     samplers = {n: lambda c=call: _seconds(c, repeats) for n, call in calls.items()}
     return _interleave(samplers, repeats)
 
@@ -40,7 +40,7 @@ def wall(calls: dict[str, Call], repeats: Repeats) -> dict[str, list[float]]:
 def period(
     chains: dict[str, tuple[Call, Call]], lengths: tuple[int, int], repeats: Repeats
 ) -> dict[str, list[float]]:
-    """Seconds per step of each pair of a short and a long chain, by name."""
+    """Returns samples of the seconds per step, by name, from pairs of a short and a long chain."""
 
     def sample(short: Call, long: Call) -> float:
         few, many = (_seconds(call, repeats) for call in (short, long))
@@ -51,7 +51,7 @@ def period(
 
 
 def summary(values: list[float]) -> dict[str, Any]:
-    """Of seconds: microseconds, median and quartiles, and their number."""
+    """Returns median and quartiles in microseconds, and the number of samples."""
     numbers = np.percentile(values, [50, 25, 75]) * 1e6
     return {"us": [round(float(us), 2) for us in numbers], "n": len(values)}
 
@@ -59,7 +59,7 @@ def summary(values: list[float]) -> dict[str, Any]:
 def _interleave(
     samplers: dict[str, Callable[[], float]], repeats: Repeats
 ) -> dict[str, list[float]]:
-    """One sample of each in turn, so that noise hits all alike; the first rotates."""
+    """Takes a sample of each in turn, so that noise hits all alike; the first one rotates."""
     samples: dict[str, list[float]] = {name: [] for name in samplers}
     spent = dict.fromkeys(samplers, 0.0)
     for sampler in samplers.values():
@@ -81,7 +81,7 @@ def _interleave(
 
 
 def _seconds(call: Call, repeats: Repeats) -> float:
-    """Of one call; its results are freed outside of the timing."""
+    """Returns the time of one call; freeing its results is not timed."""
     function, args = call
     if jax.default_backend() == "cpu":
         _wait_until_idle()
@@ -95,10 +95,10 @@ def _seconds(call: Call, repeats: Repeats) -> float:
 
 
 def _wait_until_idle() -> None:
-    """Lets the last call's work end.
+    """Waits until the previous call has freed its memory.
 
-    XLA reports the results before it has freed temporary arrays. Unmapping hundreds of
-    megabytes takes tens of milliseconds, which would fall on the next function.
+    XLA reports results before it has freed temporary arrays. Unmapping hundreds of megabytes takes
+    tens of milliseconds, which would be added to the next function's time.
     """
     deadline = time.monotonic() + _LONGEST_WAIT_S
     busy = True

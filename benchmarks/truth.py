@@ -1,4 +1,4 @@
-"""What every implementation must compute, in NumPy: the contract's rows and sums."""
+"""What every implementation must compute, in NumPy: rows, counts and sums."""
 
 import numpy as np
 
@@ -6,18 +6,17 @@ from case import Case
 
 
 class Truth:
-    """Where the rows of a routing belong. A choice is an index into `[R * T, K]`, flat.
+    """The expected results for a routing. A choice is a flat index into `[R * T, K]`.
 
     Attributes:
-        choice_of_row: `int32[R, C]`, by local expert, source rank, token, k; -1 in rows
+        choice_of_row: `int32[R, C]`, ordered by local expert, source rank, token, k; -1 in rows
             that are not in use.
-        factor_of_row: `float32[R, C]`, what the row's expert multiplies it by; NaN in
-            rows that are not in use.
-        has_row: `bool[R * T, K]`, of each choice.
-        counts: a dispatch's results that are one number per rank or per expert, by
-            name. Rows beyond C are dropped, the last ones first.
-        weight: `float64[R * T]`, what a round trip multiplies a token by.
-        expert_weight: the same with experts that multiply.
+        factor_of_row: `float32[R, C]`, what the row's expert multiplies it by; NaN in rows that
+            are not in use.
+        has_row: `bool[R * T, K]`, whether a choice has a row; rows beyond C are dropped.
+        counts: results of dispatch with one number per rank or per expert, by name.
+        weight: `float64[R * T]`, what a round trip with the identity multiplies a token by.
+        expert_weight: the same with experts that multiply by their factors.
     """
 
     def __init__(self, case: Case, topk_ids: np.ndarray, weights: np.ndarray) -> None:
@@ -46,5 +45,5 @@ class Truth:
 
 
 def _expert_factor(ids: np.ndarray) -> np.ndarray:
-    """What an expert multiplies its rows by; few bits, so that products are close."""
+    """What an expert multiplies its rows by; has few bits, so that products round little."""
     return 0.5 + ids % 4

@@ -1,8 +1,8 @@
-"""The measuring process: runs items, and prints one JSON object per line.
+"""The measuring process: runs items and prints one JSON object per line.
 
-The parent (runner.py) sets the environment. First comes a description of the devices;
-an item's lines end with `done`, and whether the process ends here. Needs jax, NumPy and
-ml_dtypes only.
+Its parent (runner.py) sets the environment. The first line describes the devices. The last line of
+an item has the keys `done` and `ends`: whether the process ends. Needs jax, NumPy and ml_dtypes
+only.
 """
 
 import json
@@ -23,13 +23,13 @@ from machine import die_first
 from plan import Item
 from timing import Repeats
 
-# From ffi/tests/p2p_link.cu, where tools/gpu_bench.sh has built it.
+# tools/gpu_bench.sh builds it from ffi/tests/p2p_link.cu.
 _LINK = pathlib.Path("build/p2p_link")
 _LINK_MEGABYTES = 512
 
 
 def main(request: dict[str, Any]) -> None:
-    """`request`: JAX's `platform`, the package's `transport`, `items`."""
+    """Runs a request: JAX's `platform`, the package's `transport`, and `items`."""
     die_first()
     devices = jax.devices(request["platform"])
     mesh = Mesh(devices, (AXIS,), axis_types=(AxisType.Auto,))
@@ -61,7 +61,7 @@ def _measure(item: Item, mesh: Mesh, transport: str) -> Iterator[dict[str, Any]]
 
 
 def _measure_link(n_devices: int) -> Iterator[dict[str, Any]]:
-    """GB/s that leave each GPU, every GPU to every other at the same time."""
+    """GB/s that leave each GPU while every GPU sends to every other."""
     if n_devices == 1 or not _LINK.exists():
         yield {"not_measured": f"needs several GPUs and {_LINK}"}
         return

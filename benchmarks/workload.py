@@ -1,8 +1,8 @@
-"""One case's inputs on the devices, and the checks that every implementation passes.
+"""The inputs of a case, on the devices, and the checks that every implementation must pass.
 
-Tokens are a function of their position and a seed, in integer arithmetic: devices make
-them where they are needed, and again to compare rows with them. NumPy makes a sample of
-them, and the routing, from which all expected rows follow.
+Tokens are a function of position and seed, in integer arithmetic. Devices compute them where they
+are needed, and again to compare rows with them. NumPy computes a sample of them, and the routing,
+from which all expected rows follow.
 """
 
 import functools
@@ -22,21 +22,20 @@ from programs import on_mesh
 from truth import Truth
 
 _N_ROUTINGS = 4
-_N_SAMPLED = 16  # of each rank
+_N_SAMPLED = 16  # tokens of each rank
 _FLUSH_BYTES = 1 << 27  # per device; larger than any cache
-# The least cosine of the sums of quantized rows and of tokens; tests compare bits.
+# Smallest cosine between the sums of quantized rows and of tokens. (The tests compare bits.)
 _LEAST_COSINE = 0.97
 
 
 class Workload:
-    """Inputs, and what they must give.
+    """Inputs and expected results.
 
     Attributes:
-        remote_messages: of the first routing, per rank.
+        remote_messages: mean number of messages that a rank sends to others, by the first routing.
         sets: tokens `[R * T, H]`, ids and weights `[R * T, K]` of each set of inputs.
-        rotation_args: `sets`, and zeros that XLA does not know.
-        chain_args: of any chain: tokens, routings that its steps take in turns,
-            parameters of steps, and zeros.
+        rotation_args: arguments of `programs.rotation`: `sets`, and `passes`, which are zero.
+        chain_args: arguments of any chain: tokens, routings, parameters of steps, and `passes`.
     """
 
     def __init__(self, mesh: Mesh, case: Case, n_sets: int) -> None:
@@ -58,10 +57,10 @@ class Workload:
         self._flushed: jax.Array | None = None
 
     def check_dispatch(self, name: str, dispatched: Any) -> jax.Array:
-        """Compares all that the contract defines, rows in bits.
+        """Checks all that the contract defines; compares rows bitwise.
 
         Returns:
-            `[R, C, H]`, what the experts make of the rows; NaN in those not in use.
+            `[R, C, H]`, the experts' results; NaN in rows that are not in use.
         """
         truth = self._truths[0]
         for what, value in truth.counts.items():
@@ -76,15 +75,15 @@ class Workload:
         return rows
 
     def check_combine(self, name: str, out: jax.Array) -> None:
-        """Compares the sums of what `check_dispatch` gives."""
+        """Checks the combined results of what `check_dispatch` returned."""
         scale = self._truths[0].expert_weight
         self._check_near(f"{name}: combine", out, scale, 1)
 
     def check_chain(self, name: str, n: int, tokens: jax.Array, results: list) -> None:
-        """Compares what `n` round trips give, and the first gradient of the weights.
+        """Checks the result of `n` round trips, and the first gradient of the weights.
 
-        A round trip multiplies a token by the sum of its weights, and its gradient does
-        so with the cotangent, which is the round trip's result.
+        A round trip multiplies a token by the sum of its weights; its gradient does the same to the
+        cotangent, which is the result of the round trip.
         """
         truths = [self._truths[i % _N_ROUTINGS] for i in range(n)]
         scale = np.prod([truth.weight for truth in truths], axis=0)
@@ -96,7 +95,7 @@ class Workload:
         self._check_near(f"{name}: tokens after a chain", tokens, scale, n)
 
     def check_quantized(self, ours: Implementation) -> None:
-        """Nothing is dropped, and the sum of all rows is near that of the tokens."""
+        """Checks that no row is dropped and that the rows' sum is near that of the tokens."""
 
         def run(tokens, ids, weights):
             rows = ours.dispatch(tokens, ids, weights)
@@ -116,7 +115,7 @@ class Workload:
         require(not np.asarray(dropped).any(), "no row may be dropped")
 
     def _check_near(self, what: str, got: jax.Array, scale: np.ndarray, n_sums: int) -> None:
-        """Sums of bfloat16 round up to K times by 2^-9; those of float32 are close."""
+        """Allows K roundings to bfloat16 per sum; 1e-4 for float32."""
         scale = self._put(scale.astype(np.float32))
         found = self._distance(got, self.sets[0][0], scale)
         error, largest = np.asarray(found).max(axis=0)
@@ -127,7 +126,7 @@ class Workload:
         require(error <= limit, f"{words} {error:.3g}.")
 
     def flush(self) -> None:
-        """Empties the caches; done when it returns."""
+        """Evicts everything from the caches before it returns."""
         if self._flushed is None:
             shape = (self._case.n_ranks, _FLUSH_BYTES // 4)
             self._flushed = jnp.zeros(shape, jnp.int32, device=self._sharding)
@@ -137,7 +136,7 @@ class Workload:
         return jax.device_put(x, self._sharding)
 
     def _make_tokens(self, n: int) -> list[jax.Array]:
-        """`n` arrays on the devices; a sample of each is compared with NumPy's."""
+        """Makes `n` arrays on the devices, and compares a sample of each with NumPy's."""
         case, arrays = self._case, []
         sample = np.linspace(0, case.n_tokens - 1, _N_SAMPLED).astype(np.int32)
 
@@ -162,13 +161,13 @@ class Workload:
 
 
 def require(holds: Any, message: str) -> None:
-    """Raises `AssertionError`, also where Python runs without assertions."""
+    """Raises `AssertionError`; unlike `assert`, also under `python -O`."""
     if not holds:
         raise AssertionError(message)
 
 
 def _token_bits(numpy: Any, token: Any, hidden_size: int, seed: Any) -> Any:
-    """uint16 `[n, H]`: bfloat16 of random sign and mantissa, between 1/8 and 2.
+    """uint16 `[n, H]`: bits of bfloat16 numbers of both signs, with magnitudes in [1/8, 2).
 
     A hash of position and seed, in NumPy or jax.numpy.
     """
@@ -188,7 +187,7 @@ def _as_tokens(case: Case, token: jax.Array, seed: jax.Array) -> jax.Array:
 
 
 def _examine(case: Case, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The experts' results, and how many rows and entries of `src_info` are wrong."""
+    """Returns the experts' results, and how many rows and entries of `src_info` are wrong."""
     rows, src_info, choice, factor = (x[0] for x in arrays)
     in_use, token, k = choice >= 0, choice // case.top_k, choice % case.top_k
     expected = _as_tokens(case, token, jnp.uint32(0))
@@ -199,9 +198,9 @@ def _examine(case: Case, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _distance(got: jax.Array, tokens: jax.Array, scale: jax.Array) -> jax.Array:
-    """`[1, 2]`: the largest distance from what is expected, and its largest value.
+    """`[1, 2]`: the largest distance from the expected values, and the largest of these.
 
-    Expected is the token times `scale[T]`, or its square norm times `scale[T, K]`.
+    Expected are the tokens times `scale[T]`, or their squared norms times `scale[T, K]`.
     """
     tokens = tokens.astype(jnp.float32)
     if scale.ndim == 1:

@@ -64,7 +64,7 @@ def test_behind_a_process_that_ends_the_rest_is_measured(
 def test_what_has_not_begun_in_time_is_listed(tmp_path, monkeypatch) -> None:
     run = make_run(tmp_path, monkeypatch, seconds_total=0)
     run.measure([plan.Item("a", variant="memory kept")])
-    assert run.record["not_measured"] == ["a: not begun within 0 s"]
+    assert run.record["not_measured"] == ["a: not started within 0 s"]
     assert run.record["results"] == {}
 
 

@@ -1,12 +1,11 @@
 """Baseline `all_gather`: every rank gets all tokens and picks its experts' rows.
 
-Combine adds up each token's rows where the experts are, weighted, in one fused loop of
-K gathers; `psum_scatter` adds up the ranks' sums. On GPUs it does so in bfloat16: half
-the bytes, one rounding per hop. XLA:CPU is faster in float32; bfloat16 sums sent by
-`all_to_all` are slower there, and so is one all_gather of ids and tokens, packed.
+In combine, each rank sums its weighted rows of each token in one fused loop of K gathers;
+`psum_scatter` adds up the ranks' sums: on GPUs in bfloat16, which halves the bytes and rounds at
+each hop, and on CPUs in float32, which is faster there.
 
-The backward pass of one is the other (`custom_vjp`), as in the package: JAX's own
-derivative would scatter rows.
+As in the package, the backward pass of each is the other (`custom_vjp`); JAX's own derivative would
+scatter rows.
 """
 
 import functools
@@ -36,7 +35,7 @@ def dispatch(shapes: Shapes, tokens: jax.Array, topk_ids: jax.Array) -> Received
 def combine(
     shapes: Shapes, rows: jax.Array, received: Received, topk_weights: jax.Array
 ) -> jax.Array:
-    """`[T, H]`, weighted where the experts are."""
+    """`[T, H]`; weights are applied at the experts' ranks."""
     weights = lax.all_gather(topk_weights, shapes.axis_name, tiled=True)
     return _sum_rows(shapes, rows, weights, received.plan)
 
@@ -74,7 +73,7 @@ def _sum_rows_bwd(shapes: Shapes, saved: tuple, d_out: jax.Array) -> tuple:
         cotangents = take_float32(d_outs, token[begin:end], dtype)
         return dot_each(rows[begin:end].astype(F32), cotangents, shapes.on_gpu)
 
-    if shapes.on_gpu:  # where each `cond` would wait for the host
+    if shapes.on_gpu:  # each `cond` of `used_blocks` would wait for the host
         dot = dots(0, capacity)
     else:
         dot = used_blocks(dots, capacity, n_rows)

@@ -1,13 +1,13 @@
 """Baselines `all_to_all` and `ragged_all_to_all`: a row per (token, choice), both ways.
 
-A slab is what one rank sends to one other, in order of token and k. Slots number the
-rows of all slabs: `out` where they leave, `in` where they arrive. Combine sends the
-rows back through the same slots and adds up at the source.
+A slab holds the rows that one rank sends to another, in order of token and k. Slots number the rows
+of all slabs: out slots at the sender, in slots at the receiver. Combine sends the rows back through
+the same slots and sums them at the source.
 
-* `all_to_all` pads every slab to the worst case: the contract drops no row because of
-  what one pair of ranks sends. (With one copy per (token, rank) a slab would hold T
-  rows: the bytes of an all_gather, and more work.)
-* `ragged_all_to_all` sends what there is, for capacities that hold all rows.
+* `all_to_all` pads every slab to its worst case, since the contract limits the rows of a rank, not
+  those of a pair of ranks. (With one copy per (token, rank), a slab would have T rows: as many
+  bytes as an all_gather, and more work.)
+* `ragged_all_to_all` sends only the rows that exist; the capacity must hold all of them.
 
 Forward only: `all_gather` is 2 to 5 times as fast on CPUs, 3 to 80 times on GPUs.
 """
@@ -24,7 +24,7 @@ from baselines.rows import as_bits, as_floats, weighted_sum
 
 
 class Route(NamedTuple):
-    """Which row goes through which slot. Empty slots hold anything."""
+    """Which row goes through which slot. The content of empty slots is unspecified."""
 
     choice_of_out: jax.Array  # int32[n_out], own choices
     out_of_choice: jax.Array  # int32[T, K], own; n_out = not sent
@@ -51,7 +51,7 @@ dispatch_ragged = functools.partial(_dispatch, True)
 def combine(
     shapes: Shapes, rows: jax.Array, received: Received, topk_weights: jax.Array
 ) -> jax.Array:
-    """`[T, H]`, weighted at the source."""
+    """`[T, H]`; weights are applied at the source."""
     route, dtype = received.plan, rows.dtype
     sent = take(as_bits(rows), route.row_of_in)
     choices = _exchange(shapes, sent, route, back=True)
@@ -92,7 +92,7 @@ def _plan(is_ragged: bool, shapes: Shapes, topk_ids: jax.Array, grouping: Groupi
 
 
 def _exchange(shapes: Shapes, x: jax.Array, route: Route, *, back: bool = False) -> jax.Array:
-    """Bits of rows by out slot to rows by in slot, or back."""
+    """Sends rows, as bits, from out slots to in slots; with `back`, the other way."""
     if route.slabs is None:
         slabs = x.reshape(shapes.n_ranks, -1, x.shape[1])
         slabs = lax.all_to_all(slabs, shapes.axis_name, 0, 0, tiled=True)

@@ -1,15 +1,13 @@
 """Row order: which choice each row holds, computed in plain `jax.lax`.
 
-Rows stand by local expert, source rank, token, k. A choice is an index into the
-`[R, T, K]` ids of all ranks, flat. Two formulations of the same function, each faster
-on its platform:
+Rows are ordered by local expert, source rank, token, k. A choice is a flat index into the
+`[R, T, K]` ids of all ranks. Each platform has the formulation that is faster there:
 
-* CPU: every rank sorts its own choices, and all ranks merge the R sorted lists by
-  adding up counts. With R = 8, T = 2048, K = 8, E = 64 on 2 cores that takes 9 ms; one
-  sort of all choices 22 ms, a search for each row's expert and source 18 ms. A round
-  trip (H = 256) takes 50 ms.
-* GPU: one sort of all choices, packed with their experts into int32 keys. Few kernels
-  count there: with few tokens a round trip takes as long as its chain of launches.
+* CPU: every rank sorts its own choices, and all ranks merge the R sorted lists by adding up counts.
+  With R = 8, T = 2048, K = 8, E = 64 on 2 cores, that takes 9 of the 50 ms of a round trip with
+  H = 256; one sort of all choices would take 22 ms.
+* GPU: one sort of all choices, packed with their experts into int32 keys. With few tokens, the
+  number of kernels determines the time of a round trip, and this formulation has few.
 """
 
 import dataclasses
@@ -36,19 +34,19 @@ class Shapes:
 
     @property
     def n_local_experts(self) -> int:
-        """L."""
+        """Experts per rank (L)."""
         return self.n_experts // self.n_ranks
 
     @property
     def n_choices(self) -> int:
-        """Of one rank."""
+        """Choices of one rank."""
         return self.n_tokens * self.top_k
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Received:
-    """The contract's results by their names, and what combine needs."""
+    """The results of the contract, by name, and what combine needs."""
 
     tokens: jax.Array  # [C, H]
     row_offsets: jax.Array  # uint32[L + 1]
@@ -59,7 +57,7 @@ class Received:
 
 
 class Grouping(NamedTuple):
-    """Rows of this rank."""
+    """Which choice each row of this rank holds, and vice versa."""
 
     choice_of_row: jax.Array  # int32[C]; any choice in rows that are not in use
     row_of_choice: jax.Array  # int32[R * T * K]; C = no row here
@@ -67,19 +65,19 @@ class Grouping(NamedTuple):
 
 
 def take(x: jax.Array, index: jax.Array) -> jax.Array:
-    """Entries of `x`; any entry where the index is out of range."""
+    """Entries of `x`; an arbitrary one where the index is out of range."""
     index = jnp.clip(index, 0, x.shape[0] - 1)
     return x.at[index].get(mode="promise_in_bounds")
 
 
 def invert(index: jax.Array, n: int) -> jax.Array:
-    """int32[n] with `result[index[i]] = i`, and 0 where no index points."""
+    """int32[n] with `result[index[i]] = i`, and 0 elsewhere."""
     iota = jnp.arange(index.size, dtype=I32)
     return jnp.zeros(n, I32).at[index].set(iota, mode="drop", unique_indices=True)
 
 
 def group(shapes: Shapes, topk_ids: jax.Array) -> Grouping:
-    """Rows of this rank's experts, from the ids of all ranks."""
+    """Groups the choices of all ranks into the rows of this rank's experts."""
     return _sort_all(shapes, topk_ids) if shapes.on_gpu else _merge(shapes, topk_ids)
 
 
@@ -101,7 +99,7 @@ def received(
 
 
 def _sort(experts: jax.Array, n_experts: int) -> tuple[jax.Array, jax.Array]:
-    """Keys in order of expert and choice, and where each expert's start; E = none."""
+    """Sorts choices by expert; returns keys and each expert's first. Expert `n_experts` = none."""
     n = experts.size
     if (n_experts + 1) * n >= 2**31:
         raise ValueError("expert and choice must fit into one int32 key.")
@@ -119,14 +117,14 @@ def _sort_all(shapes: Shapes, topk_ids: jax.Array) -> Grouping:
     keys, first_rows = _sort(expert, n_local)
     order, row = keys % ids.size, jnp.arange(ids.size, dtype=I32)
     row = jnp.where(keys < n_local * ids.size, jnp.minimum(row, capacity), capacity)
-    # All entries are overwritten. In a chain XLA would copy zeros in each step.
+    # `expert` only lends its shape: all entries are overwritten. XLA would copy zeros each time.
     row_of_choice = expert.at[order]
     row_of_choice = row_of_choice.set(row, unique_indices=True, mode="promise_in_bounds")
     return Grouping(order[:capacity], row_of_choice, first_rows)
 
 
 def _merge(shapes: Shapes, topk_ids: jax.Array) -> Grouping:
-    """One all_gather of int32, then each choice's row by adding up counts."""
+    """Gathers each rank's sorted list, then computes each choice's row from counts."""
     n, n_experts, capacity = shapes.n_choices, shapes.n_experts, shapes.capacity
     ids, n_local = topk_ids.reshape(-1), shapes.n_local_experts
     experts = jnp.where((ids >= 0) & (ids < n_experts), ids, n_experts)

@@ -1,7 +1,7 @@
 """Gathers and sums of rows in plain `jax.lax`, in the forms that XLA compiles best.
 
-Rows of 16-bit floats are gathered and sent as uint16: XLA:CPU converts a bfloat16
-gather to float32 and back, which takes 2 to 4 times as long.
+Rows of 16-bit floats are gathered and sent as uint16. Otherwise XLA:CPU converts a bfloat16 gather
+to float32 and back, which takes 2 to 4 times as long.
 """
 
 from collections.abc import Callable
@@ -38,8 +38,8 @@ def weighted_sum(
 ) -> jax.Array:
     """float32 `[n, H]`: sum over k of `weights[:, k] * rows[index[:, k]]`, in order.
 
-    Choices whose index is beyond the rows add nothing. One gather per choice, fused
-    into the sum, takes a tenth of the time of a scatter-add of the rows.
+    Choices whose index is beyond the rows add nothing. One gather per choice, fused into the sum,
+    takes a tenth of the time of a scatter-add of the rows.
     """
     total = jnp.zeros((index.shape[0], bits.shape[1]), F32)
     for k in range(index.shape[1]):
@@ -53,8 +53,8 @@ def weighted_sum(
 def dot_each(x: jax.Array, y: jax.Array, on_gpu: bool) -> jax.Array:
     """Dot product of each pair of rows.
 
-    XLA:CPU computes a product with ones faster than a sum. XLA:GPU fuses the sum, and
-    would write the products to memory for a matmul.
+    XLA:CPU computes a matrix product with ones faster than a sum. XLA:GPU fuses the sum, but would
+    write the elementwise products to memory for a matmul.
     """
     return jnp.sum(x * y, axis=1) if on_gpu else (x * y) @ jnp.ones(x.shape[1], F32)
 
@@ -64,8 +64,8 @@ def used_blocks(
 ) -> jax.Array:
     """`function(begin, end)` over all rows; zeros for blocks that are not in use.
 
-    For XLA:CPU. A `cond` per block instead of a loop over the blocks in use: XLA would
-    hoist conversions of all rows out of the loop.
+    For XLA:CPU. Uses a `cond` per block, not a loop over the blocks in use: out of a loop, XLA
+    would hoist conversions of all rows.
     """
     n_blocks = max(1, min(_MAX_BLOCKS, n_rows // _MIN_BLOCK_ROWS))
     size = -(-n_rows // n_blocks)
