@@ -1,6 +1,6 @@
 """Layers whose work overlaps with asynchronous calls, for tests that compile or lower them.
 
-Each takes a group and a rank's tokens and ids.
+Each takes a group, and the tokens and ids of a rank.
 """
 
 import jax
@@ -20,7 +20,7 @@ def overlapped_layer(group, tokens, topk_ids):
 
 
 def independent_work(group, tokens, topk_ids):
-    """Work whose result is not added to the call's."""
+    """Matmuls during combine; returns their results next to the call's."""
     y, overlapped = tokens, []
     for _ in range(2):
         rows = jax_ep.dispatch(group, tokens, topk_ids)

@@ -1,4 +1,4 @@
-"""Named test cases: a shape, a routing and a mode each.
+"""Named test cases: shapes, a routing, a format, and where weights are applied.
 
 Cases that differ only in `routing` share one compiled program.
 """
@@ -10,7 +10,7 @@ import routing
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """Everything from which a test builds its inputs and an `EPConfig`."""
+    """What tests build their inputs and their `EPConfig` from."""
 
     n_ranks: int
     n_experts: int
@@ -53,7 +53,7 @@ class Case:
 
     @property
     def flags(self) -> dict[str, bool]:
-        """The switches that the oracle takes as well."""
+        """The flags of `EPConfig` that the oracle takes, too."""
         names = ("fused_shared_expert", "skip_a2a")
         return {name: getattr(self, name) for name in names}
 
@@ -115,7 +115,7 @@ EDGE = [
     ),
 ]
 
-# Fewer rows than arrive: the last ones are dropped.
+# Less capacity than rows that arrive: the last rows are dropped.
 CAPACITY = [
     SMALL[4].replace(recv_capacity=rows, weights=weights)
     for rows, weights in ((1, "source"), (60, "source"), (60, "row"), (60, "none"))
@@ -141,14 +141,14 @@ _FLAGS_EDGE_SHAPE = Case(n_ranks=4, n_experts=8, top_k=2)
 FLAGS_EDGE = [
     case.replace(**FLAGS[name])
     for name, case in (
-        # Shares of 4, 4, 4 and 3 tokens; of one token or none; no tokens at all.
+        # Shared experts with 4, 4, 4 and 3 tokens; with one token or none; with no tokens at all.
         ("both", _FLAGS_EDGE_SHAPE.replace(n_tokens=15, combine_dtype="float32")),
         ("both", _FLAGS_EDGE_SHAPE.replace(n_tokens=1, weights="row")),
         ("both", _FLAGS_EDGE_SHAPE.replace(n_tokens=0)),
         ("shared", _FLAGS_EDGE_SHAPE.replace(n_tokens=0, weights="row")),
         ("shared", Case(n_ranks=8, n_experts=8, top_k=1, token_dtype="float32")),
         ("both", Case(n_ranks=1, n_experts=1, top_k=1, max_tokens=8, weights="none")),
-        # Fewer rows than the shared expert has; room for some of the others.
+        # Capacity for a part of the shared expert's rows; for some of the others, too.
         ("shared", SMALL[4].replace(recv_capacity=4, weights="row")),
         ("shared", SMALL[4].replace(recv_capacity=29)),
         ("both", SMALL[4].replace(recv_capacity=4)),
@@ -166,8 +166,8 @@ FLAGS_QUANTIZED = [
     )
 ]
 
-# The shapes of the seed's tests, with at most 256 experts. `recv_capacity` is twice the mean
-# number of rows, so that all ranks fit in one CPU's memory.
+# The shapes of the seed documents' tests, with at most 256 experts. `recv_capacity` is twice the
+# mean number of rows, so that all ranks fit in the memory of one machine.
 SEED = [
     Case(
         n_ranks=n_ranks,

@@ -10,8 +10,8 @@ variable, for jobs that cannot pass flags:
     --n-processes   JAX_EP_TEST_N_PROCESSES
     --n-devices     JAX_EP_TEST_N_DEVICES     CPU devices of all processes together: 32
 
-In a job of several processes, run the same files with the same options in every process. Tests
-whose mesh does not have all devices are skipped there, and so are tests for one process.
+In a job of several processes, run the same files with the same options in every process. Such a job
+skips tests whose mesh does not span all devices, and tests for one process.
 """
 
 import os
@@ -59,10 +59,10 @@ def pytest_configure(config) -> None:
 
 @pytest.fixture
 def program_cache(tmp_path):
-    """Has JAX cache all programs in a folder, for tests without jit.
+    """Makes JAX cache all programs on disk, for tests without jit.
 
-    They compile equal operations again and again. A program of one operation has at most one
-    collective, so that it may be read from the cache (see `harness.SharedJit`).
+    Such tests compile equal operations again and again. Each program is one operation, with at most
+    one collective, so the deadlock that `harness.SharedJit` describes cannot happen.
     """
     changes = {
         "jax_compilation_cache_dir": str(tmp_path),
@@ -80,7 +80,7 @@ def program_cache(tmp_path):
 
 @pytest.fixture
 def one_process(request) -> None:
-    """For tests of transport `host`, and tests that read arrays of all ranks."""
+    """Skips the test in jobs of several processes: it needs the arrays of all ranks, or `host`."""
     if request.config.option.n_processes > 1:
         pytest.skip("for one process only")
 

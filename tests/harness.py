@@ -44,8 +44,8 @@ def make_mesh(n_ranks: int, dp: int = 1, *, names=None, reverse=False) -> Mesh:
 def skip_if_xla_crashes(case) -> None:
     """Skips cases without tokens on jax 0.11.
 
-    There, XLA crashes on a custom call next to an empty operand of `shard_map`, be it
-    `jnp.linalg.cholesky`.
+    There, XLA crashes on any custom call, even `jnp.linalg.cholesky`, next to an empty operand of
+    `shard_map`.
     """
     if case.n_tokens == 0 and jax.__version_info__[:2] == (0, 11):
         pytest.skip("XLA of jax 0.11 crashes on custom calls next to empty operands")
@@ -69,14 +69,14 @@ def n_replicas(mesh: Mesh) -> int:
 
 
 class SharedJit:
-    """A jitted function over a mesh; programs with the same text are compiled once.
+    """A jitted function over a mesh; functions that lower to the same text are compiled once.
 
     Compiling takes most of the suite's time, and many tests have programs in common. JAX's own
     cache cannot serve here: with jax 0.10, a CPU program that was read from it may deadlock in
     XLA's collectives if it has several independent ones.
     """
 
-    _programs: ClassVar[dict] = {}  # the latest ones
+    _programs: ClassVar[dict] = {}  # the most recently used
 
     def __init__(self, mesh: Mesh, fn, **jit_options) -> None:
         self._mesh, self._options = mesh, tuple(jit_options.items())
@@ -145,7 +145,7 @@ def shards(mesh: Mesh, tree):
 
 
 def _entry(shard, i: int) -> np.ndarray:
-    """Entry `i` of an array, from the shard that holds it; each device has all of an empty one."""
+    """Entry `i` of an array, from the shard that holds it; each device holds an empty one whole."""
     return np.asarray(shard.data)[i - (shard.index[0].start or 0)]
 
 

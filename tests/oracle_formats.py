@@ -1,4 +1,4 @@
-"""What the quantized token formats must hold, in plain NumPy: bits and layouts.
+"""What quantized token formats must contain, in plain NumPy: bits and layouts.
 
 Written from the formulas in docs/formats.md alone; shares no code with `jax_ep`. float32 is IEEE's:
 every product and quotient is rounded once, subnormals are kept.

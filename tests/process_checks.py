@@ -1,4 +1,4 @@
-"""What the processes of a job on GPUs run: ranks that work together, and ranks that fail.
+"""What the processes of a job on GPUs run: ranks that succeed, and ranks that fail.
 
 Each `check_*` is a target of `processes.run_processes`; `test_p2p_processes.py` starts them.
 """
@@ -29,7 +29,7 @@ SHORT_TIMEOUT_S = 3.0
 
 
 def check_the_suite() -> None:
-    """Everything that works, in one job: starting a job takes as long as most checks."""
+    """All checks without failing ranks, in one job: starting a job takes as long as most checks."""
     for check in (
         check_all_modes,
         check_gradients,
@@ -69,7 +69,7 @@ def check_all_modes() -> None:
 
 
 def check_gradients() -> None:
-    """The closed forms: in all modes with 4 ranks, which the test has; else in one mode."""
+    """Gradients match their closed forms: in all modes with 4 ranks, otherwise in one mode."""
     if len(jax.devices()) == 4:
         for weights in test_grad.MODES:
             test_grad.test_gradients_match_their_closed_forms(weights, None, True, "p2p")
@@ -84,7 +84,7 @@ def check_independent_calls() -> None:
 
 
 def check_asynchronous_calls() -> None:
-    """Asynchronous calls with others in between; the test has 4 ranks."""
+    """Asynchronous calls with others in between; only with 4 ranks, as the tests need."""
     if len(jax.devices()) == 4:
         order = test_async.ORDERS[2]
         test_async.test_asynchronous_calls_in_any_order_match_synchronous_ones(order, "p2p")
@@ -92,7 +92,7 @@ def check_asynchronous_calls() -> None:
 
 
 def check_two_axes() -> None:
-    """Groups inside one process each, and groups of devices of several processes."""
+    """Replicas inside one process each, and replicas that span processes."""
     inside = make_mesh(2, dp=2)
     across = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 2).T, inside.axis_names)
     for mesh in (inside, across):
@@ -121,7 +121,7 @@ def check_groups_come_and_go() -> None:
 
 
 def check_a_group_that_is_too_large() -> None:
-    """All processes say which one failed and why; afterwards groups can be opened."""
+    """All processes say which one failed and why; afterwards, groups can be opened."""
     mesh = make_mesh(len(jax.devices()))
     sizes = {"max_tokens_per_rank": 2**22, "hidden_size": 8192, "recv_capacity": 16}
     config = config_of(cases.SMALL[mesh.size], **sizes)
@@ -197,7 +197,7 @@ def meet(processes: tuple[int, ...] | None = None) -> None:
 
 
 def assert_waiting_ranks_name_the_missing_one(group, call, missing: int) -> None:
-    """The call ends in time; `check` and a later call raise and say all that is known."""
+    """The call ends in time; `check` and later calls raise, and name ranks, call and epoch."""
     begin = time.monotonic()
     with pytest.raises(jax.errors.JaxRuntimeError) as caught:
         call(missing)
@@ -237,11 +237,11 @@ def check_a_skipped_call() -> None:
 
 
 def check_a_skipped_graph() -> None:
-    """As a skipped call, but XLA replays its graph without asking the calls' handlers."""
+    """Like `check_a_skipped_call`, in a graph, which XLA replays without calling the handlers."""
     n_ranks = len(jax.devices())
     mesh = make_mesh(n_ranks)
     suite.check(cases.SMALL[n_ranks], "p2p", mesh)  # loads the kernels
-    # Eight calls by processes that take turns on a GPU.
+    # The program makes eight calls, and processes may take turns on a GPU.
     config = config_of(cases.SMALL[n_ranks], timeout_s=3 * SHORT_TIMEOUT_S)
     meet()
     group = jax_ep.ep_init(mesh, AXIS, config, transport="p2p")
@@ -281,7 +281,7 @@ def check_a_new_group(mesh, config=None) -> None:
 
 
 def check_a_process_that_exits() -> None:
-    """The last process ends; the others say so, and groups without it go on."""
+    """The last process exits; the others report it, and groups without it go on."""
     group, call = open_group_to_fail()
     n_processes = jax.process_count()
     missing = group.n_ranks - jax.local_device_count()

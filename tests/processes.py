@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 
 SUMMARY = "process finished"
 GRACE_S = 5.0  # for the others, once one process has failed
-FAREWELL_S = 3.0  # process 0, which serves the job, outlives the others by so much
+FAREWELL_S = 3.0  # how much longer than the others process 0, which serves the job, lives
 
 
 def run_processes(
@@ -107,10 +107,10 @@ def run_commands(
 
 @contextlib.contextmanager
 def reserved_port() -> Iterator[int]:
-    """A TCP port for a job, which no other job of these tests on this machine gets meanwhile.
+    """Reserves a TCP port, which no other job of these tests on this machine gets meanwhile.
 
-    It is below the range from which Linux takes ports for connections. A port is reserved by a
-    socket in the abstract namespace, which vanishes with this process.
+    The port is below the range from which Linux takes ports for connections. A socket in the
+    abstract namespace reserves it and vanishes with this process.
     """
     for port in random.sample(range(20_000, 32_000), 1000):
         with socket.socket(socket.AF_UNIX) as reservation, socket.socket() as listener:
@@ -194,9 +194,9 @@ def _join(address: str, n_processes: int, index: int, n_cpus: int) -> None:
 
 
 def leave() -> None:
-    """Ends this process with success where others have died, so that the job cannot shut down.
+    """Exits with success without shutting down the job, for when other processes have died.
 
-    Process 0 serves the job and must be the last one.
+    Process 0 serves the job and must exit last.
     """
     import jax
 

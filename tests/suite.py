@@ -161,7 +161,7 @@ def weights_for(weights: str, topk_weights) -> tuple[tuple, tuple]:
 
 
 def forward(group, weights: str, *, is_async: bool = False, input_scale=None):
-    """A per-rank function that makes every call that the `weights` mode allows."""
+    """Makes a per-rank function with a dispatch and every combine that `weights` allows."""
 
     def body(tokens, topk_ids, topk_weights, expert_out, residual):
         at_row, at_source = weights_for(weights, topk_weights)
@@ -267,8 +267,8 @@ def compiled(
     if input_scale is not None:
         input_scale = np.float32(input_scale)
     group = jax_ep.ep_init(mesh, AXIS, config, transport=transport)
-    # With T = 0 all operands in use may be empty, and XLA refuses a mapped function that has only
-    # empty operands. So the unused ones stay.
+    # With T = 0, all used operands may be empty, and XLA refuses a mapped function that has only
+    # empty operands. So keep the unused ones.
     run = on_mesh(
         mesh,
         forward(group, weights, is_async=is_async, input_scale=input_scale),

@@ -1,4 +1,4 @@
-"""What a measuring process of the benchmarks does: checks, clocks, traces."""
+"""The benchmarks' measuring process: checks, clocks, traces."""
 
 import dataclasses
 import pathlib
@@ -63,7 +63,7 @@ def mesh(monkeypatch):
 
 
 def measured(mesh, names, case=CASE, **options):
-    """Figures by implementation, operation and clock; and what failed."""
+    """Returns figures by (implementation, operation, clock), and the failures."""
     options = {"repeats": REPEATS, **options}
     item = Item("some", case=case, implementations=tuple(names), **options)
     figures, failed = {}, []
@@ -92,7 +92,7 @@ def test_implementations_compute_the_contract(mesh, options) -> None:
 
 
 def test_all_gather_drops_what_does_not_fit(mesh) -> None:
-    """As the contract does: the last rows."""
+    """The last rows, as the contract demands."""
     case = Case(64, **SIZES, routing="one_rank", capacity=1.5)
     chains = {"round trip": (1, 2)}
     figures, failed = measured(mesh, (AT_DISPATCH, ALL_GATHER), case, chains=chains)
@@ -174,7 +174,7 @@ def test_a_period_is_a_difference_of_two_lengths(monkeypatch) -> None:
     chains = {name: ((name, 2), (name, 8)) for name in "ab"}
     repeats = timing.Repeats(most=4, seconds=1.0)
     assert timing.period(chains, (2, 8), repeats) == {"a": [3.0] * 4, "b": [5.0] * 4}
-    firsts = [name for name, n in order[4::4]]  # behind the warm-up
+    firsts = [name for name, n in order[4::4]]  # after the warm-up
     assert firsts == ["a", "b", "a", "b"]
 
 
@@ -210,7 +210,7 @@ def test_routings_differ_by_seed_and_name_no_expert_twice(routing) -> None:
     assert (ids < 0).any() == (routing == "half_empty")
 
 
-def test_capacities() -> None:
+def test_a_capacity_has_spare_rows_but_not_beyond_the_worst_case() -> None:
     sizes = {"hidden_size": 64, "n_experts": 256, "top_k": 8, "n_ranks": 4}
     n_rows = [Case(n, capacity=1.5, **sizes).n_rows for n in (1, 8, 128, 4096)]
     assert n_rows == [32, 128, 1536, 49152]  # worst case, mean + 64, 1.5 x the mean
@@ -253,10 +253,10 @@ def fake_trace(n_sets, extra=()):
     return traced
 
 
-def test_kernels_by_the_profiler(mesh, monkeypatch) -> None:
+def test_kernel_times_leave_out_the_first_dispatch_of_a_call(mesh, monkeypatch) -> None:
     monkeypatch.setattr(profiler, "trace", lambda call, flush: fake_trace(3))
     figures, _ = measured(mesh, OURS, n_sets=3)
-    # 10 to 15 µs; the first dispatch of each call is left out.
+    # 10 to 15 µs.
     wanted = {"dispatch": (13, 40), "combine": (12.5, 60)}
     assert {key: (found["us"][0], found["n"]) for key, found in figures.items()} == {
         (name, operation, "kernel"): figure for name in OURS for operation, figure in wanted.items()
@@ -286,7 +286,7 @@ BESIDE = ("dispatch", "combine", "dense", "dispatch + dense", "combine + dense")
 
 
 @pytest.mark.parametrize("is_right", [True, False])
-def test_calls_beside_a_layer(mesh, monkeypatch, is_right) -> None:
+def test_calls_beside_a_layer_must_give_the_same_bits(mesh, monkeypatch, is_right) -> None:
     monkeypatch.setattr(profiler, "trace", lambda call, flush: fake_trace(2))
     if not is_right:
         wait = jax_ep.combine_wait
@@ -301,7 +301,7 @@ def test_calls_beside_a_layer(mesh, monkeypatch, is_right) -> None:
         assert "must give the same bits" in failed[0] and figures == {}
 
 
-def test_clocks_are_medians_of_all_gpus(monkeypatch) -> None:
+def test_clocks_are_medians_over_all_gpus(monkeypatch) -> None:
     watts = types.SimpleNamespace(value=types.SimpleNamespace(uiVal=700_000))
     fake = types.SimpleNamespace(
         nvmlInit=lambda: None,

@@ -1,4 +1,4 @@
-"""The benchmarks' command, its processes, and what its report makes of a record."""
+"""The benchmarks' command, its processes, and its report of a record."""
 
 import json
 import pathlib
@@ -36,7 +36,7 @@ for item in json.loads(sys.argv[2])["items"]:
 
 
 def make_run(tmp_path, monkeypatch, **options) -> runner.Run:
-    """With a child that only prints; it hangs, crashes or ends in items so named."""
+    """A run whose child only prints, and hangs, crashes or ends in an item of that name."""
     (tmp_path / "__main__.py").write_text(CHILD)
     monkeypatch.setattr(runner, "_HERE", tmp_path)
     monkeypatch.setattr(runner, "_GRACE_S", 0.1)
@@ -49,7 +49,7 @@ def make_run(tmp_path, monkeypatch, **options) -> runner.Run:
     ("name", "why"),
     [("hang", ["hang: not done after 1 s"]), ("crash", ["crash: exit code 3"]), ("ends", [])],
 )
-def test_behind_a_process_that_ends_the_rest_is_measured(
+def test_after_a_process_has_ended_another_measures_the_rest(
     tmp_path, monkeypatch, capfd, name, why
 ) -> None:
     run = make_run(tmp_path, monkeypatch, limit=1 if name == "hang" else 20)
@@ -61,7 +61,7 @@ def test_behind_a_process_that_ends_the_rest_is_measured(
     assert "noise" in capfd.readouterr().err
 
 
-def test_what_has_not_begun_in_time_is_listed(tmp_path, monkeypatch) -> None:
+def test_items_not_started_in_time_are_listed(tmp_path, monkeypatch) -> None:
     run = make_run(tmp_path, monkeypatch, seconds_total=0)
     run.measure([plan.Item("a", variant="memory kept")])
     assert run.record["not_measured"] == ["a: not started within 0 s"]
@@ -80,7 +80,7 @@ def test_variants_have_environments_of_their_own(tmp_path, monkeypatch) -> None:
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 @pytest.mark.parametrize("is_quick", [False, True])
-def test_names_of_items_are_unique_and_survive_json(platform, is_quick) -> None:
+def test_names_of_items_are_unique_and_only_kind_case_has_a_case(platform, is_quick) -> None:
     items = plan.make_plan(platform, is_quick=is_quick)
     names = [item.name for item in items]
     assert len(set(names)) == len(names)
@@ -97,7 +97,7 @@ def run_benchmarks(*arguments) -> subprocess.CompletedProcess:
     )
 
 
-def test_the_platform_is_what_jax_has_unless_told() -> None:
+def test_the_platform_is_jaxs_unless_it_is_given() -> None:
     names = [
         run_benchmarks(*options, "--list").stdout.splitlines()
         for options in ([], ["--platform", "gpu"])
@@ -106,7 +106,7 @@ def test_the_platform_is_what_jax_has_unless_told() -> None:
     assert "T4096-H7168-uniform-1.5x" in names[1]
 
 
-def test_a_rehearsal_lacks_only_what_a_gpu_shows(tmp_path) -> None:
+def test_a_rehearsal_lacks_only_what_needs_gpus(tmp_path) -> None:
     only = ("link", "T16-H64-uniform", "*-mxfp8")
     options = [word for pattern in only for word in ("--only", pattern)]
     done = run_benchmarks("--rehearse", *options, "--out", tmp_path)
@@ -122,7 +122,7 @@ def test_a_rehearsal_lacks_only_what_a_gpu_shows(tmp_path) -> None:
     assert "round trip + grad, period in a chain, µs:" in shown.stdout
 
 
-def test_the_overhead_of_a_call(tmp_path) -> None:
+def test_overheads_have_a_figure_for_each_function(tmp_path) -> None:
     options = "--quick", "--platform", "cpu", "--only", "overhead"
     done = run_benchmarks(*options, "--out", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -185,7 +185,7 @@ def test_report_of_a_cpu_shows_speed_ups() -> None:
     assert "| host | 22.0 | 21.0 | 30.0 |" in lines
 
 
-def test_report_of_calls_beside_a_layer() -> None:
+def test_report_shows_how_much_of_a_call_overlaps() -> None:
     record = make_record()
     case = record["cases"]["T128"] | {"width": 8192}
     record["cases"] |= {"all": case, "some": case | {"n_sms": 16}}
@@ -200,6 +200,6 @@ def test_report_of_calls_beside_a_layer() -> None:
     assert f"| dispatch, 16, 8192 | {wanted}" in lines
 
 
-def test_figure(tmp_path) -> None:
+def test_the_figure_is_large_enough_to_read(tmp_path) -> None:
     figure.draw(Report(make_record()), tmp_path / "some.png")
     assert min(image.imread(tmp_path / "some.png").shape[:2]) > 300

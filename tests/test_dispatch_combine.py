@@ -192,7 +192,7 @@ def test_dispatch_preserves_every_bit_pattern(dtype, transport):
 
 
 def test_ranks_may_have_no_tokens(transport):
-    """Also with jax 0.11, which cannot run the suite's cases; the next call is in step."""
+    """Also with jax 0.11, which crashes on the suite's empty cases; later calls stay in step."""
     case = cases.SMALL[4]
     group = group_of(case, transport)
 

@@ -19,7 +19,7 @@ dense_layer  loss 331.1, gradient norms 80.2, 82.6, 35.3, 28.1
 equal on 8 ranks, transport host
 """
 
-# Stops the gradient of the router. No shape shows it, nor does any value of the first step.
+# Stops the gradient of the router, which changes no shape and no value of the first step.
 WITHOUT_ROUTER_GRADIENT = """
 import runpy, sys
 import jax, jax_ep

@@ -1,4 +1,4 @@
-"""What processes tell each other to open a group, also if one fails or stays away.
+"""What processes exchange to open a group, also if one of them fails or never answers.
 
 The steps of `p2p` run here with a fake CUDA extension that records which groups are open.
 """
@@ -114,7 +114,7 @@ class FakeExtension:
 
 
 def use(fake: FakeExtension) -> None:
-    """Makes `fake` the CUDA extension of this process, for good."""
+    """Makes `fake` the CUDA extension of this process, permanently."""
     extension.load_cuda = lambda: fake
     extension.register_cuda = lambda: None
 
@@ -171,7 +171,7 @@ def check_failure() -> None:
 
 
 def check_missing_process() -> None:
-    """The others wait until the timeout, no longer, and name the missing process."""
+    """The others wait no longer than the timeout and name the missing process."""
     exchange = exchange_of_all("missing", SHORT_TIMEOUT_S)
     if jax.process_index() != 2:
         begin = time.monotonic()
@@ -250,7 +250,7 @@ def check_buffers() -> None:
 
 
 def check_open_buffers(geometry: Geometry, exchange: Exchange, fake: FakeExtension) -> None:
-    """All peers are known; the last of two users frees the buffers."""
+    """The addresses of all ranks are known; the last of two users frees the buffers."""
     everywhere = {(each.replica, each.rank) for each in geometry.coordinates}
     assert {peer[:2] for peer in fake.peers} == everywhere
     assert all(a == f"{r}.{k}".encode() for r, k, a in fake.peers)

@@ -1,7 +1,7 @@
 """Cached and exported programs in a process that did not compile them.
 
-A program must hold nothing that belongs to one process: a cached executable and a serialized module
-must find the group that a new process opened with the same `ep_init`.
+A program must contain nothing that belongs to one process: a cached executable and a serialized
+module must find the group that a new process opened with the same `ep_init`.
 """
 
 import pathlib
@@ -85,7 +85,7 @@ def test_an_exported_program_runs_in_a_fresh_process(transport, tmp_path):
 
 
 def check_exported(transport: str, file: str) -> None:
-    """Runs the serialised program and compares with the oracle."""
+    """Runs the serialized program and compares with the oracle."""
     mesh = make_mesh(CASE.n_ranks)
     # As a user would: the same ep_init, then only the exported program.
     suite.compiled(mesh, config_of(CASE), transport, CASE.weights)

@@ -1,4 +1,4 @@
-"""fused_silu against the oracle, bitwise; the seed's kernels as sets of arguments."""
+"""fused_silu against the oracle, bitwise, with the arguments that match each seed kernel."""
 
 import functools
 

@@ -1,6 +1,6 @@
-"""The programs that XLA's compiler for GPUs makes of the calls, compiled without a GPU.
+"""Programs with our calls as XLA compiles them for GPUs; needs no GPU.
 
-Needs the CUDA extension and JAX's CUDA plugin: run `make gpu-programs`.
+Needs the CUDA extension and JAX's CUDA plugin; `make gpu-programs` installs the latter.
 """
 
 import functools
@@ -84,7 +84,7 @@ def operand_types(n_operands: int = 2, case=CASE, sharding=None):
 
 
 def computations(program) -> list[list[str]]:
-    """The steps of each computation that has a call of ours, in scheduled order."""
+    """The instructions of each computation that has a call of ours, in scheduled order."""
     found = []
     for text in re.split(r"\n(?=(?:ENTRY )?%[\w.\-]+ \()", program.as_text()):
         steps = []
@@ -103,9 +103,9 @@ def our_steps(steps: list[str]) -> list[str]:
 
 
 def while_in_flight(steps: list[str]) -> list[list[str]]:
-    """The steps between the start and the done of each asynchronous call.
+    """The instructions between the start and the done of each asynchronous call.
 
-    Without the copies of stacked results of a scan, which XLA overlaps with other work as well.
+    Leaves out copies of a scan's stacked results, which XLA overlaps with other work, too.
     """
     steps = [step for step in steps if step not in ("fusion-start", "fusion-done")]
     starts = [i for i, step in enumerate(steps) if step == "call-start"]
@@ -176,7 +176,7 @@ def test_unused_calls_are_dropped_and_no_call_runs_twice(mesh, make_group) -> No
 
 @pytest.mark.parametrize("in_loop", [False, True])
 def test_overlapped_work_is_scheduled_between_start_and_done(mesh, make_group, in_loop) -> None:
-    """And after the step that waits until the call is resident on the GPU."""
+    """And after the wait until the call is resident on the GPU."""
     group = make_group(config_of(CASE, n_sms=16))
 
     def straight(tokens, topk_ids):
@@ -265,7 +265,7 @@ def test_a_loop_that_stacks_results_makes_each_call_once(mesh, make_group, is_as
     "saved", [(), (jax_ep.DISPATCH_NAME,), (jax_ep.DISPATCH_NAME, jax_ep.COMBINE_NAME)]
 )
 def test_gradients_make_each_asynchronous_call_once(mesh, make_group, saved) -> None:
-    """In straight code and in a loop, also if a policy saves the results."""
+    """In straight-line code and in a loop, also if a policy saves the results."""
     group = make_group(config_of(CASE, n_sms=16))
     policy = jax.checkpoint_policies.save_only_these_names(*saved)
     layer = functools.partial(async_layers.overlapped_layer, group)
@@ -290,7 +290,7 @@ def test_gradients_make_each_asynchronous_call_once(mesh, make_group, saved) -> 
 
 
 def test_asynchronous_calls_have_no_second_derivative(mesh, make_group) -> None:
-    """Like synchronous calls; it must not be zero."""
+    """Like synchronous calls, they raise; the derivative must not silently be zero."""
     group = make_group(config_of(CASE))
 
     def dispatched(tokens, topk_ids):
@@ -308,7 +308,7 @@ def test_asynchronous_calls_have_no_second_derivative(mesh, make_group) -> None:
 
 
 @pytest.mark.parametrize("name", [*QUANTIZED_FORMATS])
-def test_quantization_adds_no_step_to_dispatch(name, mesh, make_group) -> None:
+def test_quantization_adds_no_custom_call(name, mesh, make_group) -> None:
     case = cases.QUANTIZED_SMALL[name]
     group = make_group(config_of(case))
 

@@ -115,8 +115,8 @@ def test_a_backward_pass_may_run_with_other_forward_passes(transport):
 
 
 @pytest.mark.parametrize("n_runs", [20])
-def test_queued_runs_do_not_wait_for_the_previous_one(n_runs, transport):
-    """Runs of one program, each with its own tokens, are enqueued without waiting."""
+def test_queued_runs_do_not_mix_their_data(n_runs, transport):
+    """Runs of one program, each with its own tokens, are enqueued without waiting for results."""
     case = big_case(8, 7, "none")
     group = group_of(case, transport)
     inputs = suite.make_inputs(case)

@@ -71,7 +71,7 @@ def check_all_modes() -> None:
 
 
 def check_two_axes() -> None:
-    """Groups inside one process each, and groups of devices of both processes."""
+    """Replicas inside one process each, and replicas that span both processes."""
     inside = make_mesh(4, dp=2)
     across = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2).T, inside.axis_names)
     for mesh in (inside, across):

@@ -1,7 +1,7 @@
 """Transport `p2p` with ranks in several processes: the suite, and ranks that fail.
 
-Several processes may share a GPU, so that one GPU can run what four do: XLA's own collectives
-refuse that, but nothing here uses them.
+Several processes may share a GPU, so one GPU suffices for most tests. (XLA's own collectives refuse
+that, but nothing here uses them.)
 """
 
 import pytest
@@ -40,7 +40,7 @@ def test_processes_share_a_gpu(check, n_processes):
 @pytest.mark.parametrize("n_processes", [4, 8])
 @pytest.mark.parametrize("check", CHECKS)
 def test_processes_share_two_gpus(check, n_processes):
-    """Some peers are on the same GPU, some behind the link."""
+    """Some peers are on the same GPU, others across the link."""
     run(check, needs_gpus(2) * (n_processes // 2))
 
 
@@ -55,7 +55,7 @@ def test_processes_share_two_gpus(check, n_processes):
     ids="-".join,
 )
 def test_files_of_the_suite_run_in_several_processes(files, n_processes):
-    """One process would need as many GPUs: four for most tests, eight for some."""
+    """A single process would need a GPU per rank: four for most tests, eight for some."""
     needs_gpus(1)
     gpus = visible_gpus()
     logs = run_pytest(
@@ -91,7 +91,7 @@ def test_groups_may_span_processes_or_not():
 
 @pytest.mark.multigpu
 def test_a_skipped_call_fails_in_one_process():
-    """In a new process: this one has not started CUDA and need not."""
+    """In a new process, so that this one need not start CUDA."""
     n_gpus = len(visible_gpus())
     gpus = needs_gpus(4 if n_gpus >= 4 else 2)
     run("check_a_skipped_call", [",".join(gpus)])

@@ -1,4 +1,4 @@
-"""Which reports of ThreadSanitizer `make sanitize` shows."""
+"""Which of ThreadSanitizer's reports `make sanitize` shows."""
 
 import importlib.util
 import pathlib

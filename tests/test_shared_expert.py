@@ -55,7 +55,7 @@ def test_gradients_match_their_closed_forms(case, transport):
 
 @pytest.mark.parametrize("case", params(cases.FLAGS_QUANTIZED[1:3]))
 def test_gradients_pass_through_dequantize(case, transport):
-    """A token's gradient sums its rows' in k order, then its shared row's; one cast."""
+    """A token's gradient is the sum of its rows' in k order, then its shared row's, cast once."""
     group = group_of(case, transport)
     inputs = suite.make_inputs(case)
 
@@ -73,7 +73,7 @@ def test_gradients_pass_through_dequantize(case, transport):
 
 
 def test_unreduced_choices_leave_out_shared_rows(transport):
-    """And give them no gradient."""
+    """Nor do shared rows get a gradient."""
     case = cases.SMALL[4].replace(weights="none", **cases.FLAGS["both"])
     group, (inputs, d_out) = group_of(case, transport), unreduced_inputs(case)
 

@@ -1,8 +1,8 @@
 """Prints ThreadSanitizer's reports, except those that involve code that XLA compiled.
 
-Code that XLA compiles just in time calls memset and memcpy, which TSan sees. TSan does
-not see how XLA orders these calls and ours. Such code has no symbols: in a report, the
-caller of the C library's function is `<null>`.
+Code that XLA compiles just in time calls memset and memcpy. TSan sees these calls, but not how XLA
+orders them with ours. Such code has no symbols: in a report, the caller of the C library's function
+is `<null>`.
 
 Usage: our_reports.py FILE...; exit status 1 if there is a report to print.
 """

@@ -50,7 +50,7 @@ build() {
   [[ $sanitizer == thread ]] && symbol=__tsan_init
   for extension in "$dir"/package/jax_ep/*.so; do
     [[ $(nm -D --undefined-only "$extension") == *" $symbol"* ]] ||
-      fail "$extension is not instrumented: CMakeLists.txt has to honour JAX_EP_SANITIZE"
+      fail "$extension is not instrumented: CMakeLists.txt must apply JAX_EP_SANITIZE"
   done
 }
 
