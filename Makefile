@@ -1,12 +1,12 @@
-# Every target sets up what it needs. `make help` lists the targets.
+# Every target sets up what it needs. `make help` lists targets.
 
 PYTHON ?= python3
 VENV ?= .venv
 # Further options for pytest: make test PYTEST_ARGS="-k combine -x"
 PYTEST_ARGS ?=
-# The extra of jax to install: JAX for CUDA if there is an NVIDIA GPU, otherwise none.
+# The extra of jax to install: cuda13 if there is an NVIDIA GPU, otherwise none.
 JAX_EXTRA ?= $(if $(shell nvidia-smi -L 2>/dev/null),cuda13)
-# Interpreters for `make matrix`: names on PATH, or paths. If empty, they are searched by version.
+# Interpreters for `make matrix`: names on PATH, or paths. Default: pythonX.Y on PATH and in pyenv.
 PYTHONS ?=
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -28,7 +28,7 @@ help:  ## list the targets
 # --- set-up -----------------------------------------------------------------------------
 
 # Everything except the package. Includes the build tools, so that the extensions build without
-# isolation: incrementally, in seconds.
+# isolation, and thus incrementally.
 $(VENV)/.deps: pyproject.toml tools/requirements.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python tools/requirements.py dev > $(VENV)/requirements.txt
@@ -36,7 +36,7 @@ $(VENV)/.deps: pyproject.toml tools/requirements.py
 	  $(if $(JAX_EXTRA),'jax[$(JAX_EXTRA)]')
 	touch $@
 
-# The package, editable: changes under ffi/ need a rebuild, changes to Python files do not.
+# The package, editable: only changes under ffi/ need a rebuild.
 $(VENV)/.package: $(VENV)/.deps CMakeLists.txt $(FFI_SOURCES)
 	@echo "Building the extensions: one minute, or three with nvcc."
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
@@ -45,7 +45,7 @@ $(VENV)/.package: $(VENV)/.deps CMakeLists.txt $(FFI_SOURCES)
 .PHONY: setup
 setup: $(VENV)/.package  ## create .venv with the package and all tools
 
-# --- every day --------------------------------------------------------------------------
+# --- daily use --------------------------------------------------------------------------
 
 .PHONY: demo
 demo: $(VENV)/.package  ## train a small mixture-of-experts model, on GPUs if there are any
@@ -81,15 +81,15 @@ lint-types: $(VENV)/.deps
 lint-imports: $(VENV)/.deps
 	$(BIN)/lint-imports
 
-# Kernels and ffi/core know nothing of XLA and Python.
+# Kernels and ffi/core do not depend on XLA or Python.
 lint-includes:
 	! grep -nE '#[[:space:]]*include[[:space:]]*[<"](xla/|nanobind/|Python\.h)' \
 	  $$(find ffi \( -name '*.cu' -o -name '*.cuh' -o -path 'ffi/core/*' \) -type f)
 
-# --- now and then -----------------------------------------------------------------------
+# --- occasional use ---------------------------------------------------------------------
 
 .PHONY: sanitize
-sanitize: $(VENV)/.deps  ## run the host transport under ASan + UBSan, then TSan
+sanitize: $(VENV)/.deps  ## test the host transport under ASan + UBSan, then TSan
 	tests/sanitizers/run.sh $(VENV)
 
 .PHONY: matrix

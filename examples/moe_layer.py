@@ -15,8 +15,8 @@ config = jax_ep.EPConfig(
     top_k=2,
     hidden_size=64,
     max_tokens_per_rank=32,
-    token_format=jax_ep.Plain(jnp.float32),  # the default of both is bfloat16
-    combine_dtype=jnp.float32,
+    token_format=jax_ep.Plain(jnp.float32),  # bfloat16 by default
+    combine_dtype=jnp.float32,  # bfloat16 by default
 )
 group = jax_ep.ep_init(mesh, "ep", config)
 

@@ -16,7 +16,7 @@ FORMATS = [jax_ep.BF16(), jax_ep.BlockwiseFP8(), jax_ep.MXFP8(), jax_ep.NVFP4(),
 
 
 def activate(token_format, hidden, row_offsets):
-    """silu(gate) * up, rounded to the token format; returned in float32 for the next matmul."""
+    """Returns silu(gate) * up in float32 for the next matmul, rounded to the token format."""
     result = jax_ep.fused_silu(hidden, row_offsets, token_format)
     if isinstance(token_format, jax_ep.QuantizedFormat):
         return token_format.dequantize_rows(result.tokens, result.scales, row_offsets)

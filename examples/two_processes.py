@@ -45,7 +45,7 @@ def dense_layer(top_k, tokens, router, up, down):
 
 
 def work(process: int, coordinator: str) -> None:
-    """One of the processes: joins the job, runs the layer and compares it with the reference."""
+    """Joins the job as one of its processes, runs the layer, and compares it with the reference."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", N_LOCAL_DEVICES)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -93,7 +93,7 @@ def compare(mesh: jax.sharding.Mesh, group: jax_ep.EPGroup) -> float:
 
 
 def launch() -> None:
-    """Starts the processes and waits for them; kills any that is left."""
+    """Starts the processes and waits for them; kills those that remain."""
     with socket.socket() as listener:
         listener.bind(("localhost", 0))
         coordinator = f"localhost:{listener.getsockname()[1]}"
@@ -128,7 +128,7 @@ def wait(processes: list[subprocess.Popen]) -> str | None:
             return f"not done after {TIME_LIMIT_S} s"
         time.sleep(0.1)
     failed = [i for i, process in enumerate(processes) if process.poll()]
-    return f"failed: process {failed}" if failed else None
+    return f"failed: processes {failed}" if failed else None
 
 
 if __name__ == "__main__":

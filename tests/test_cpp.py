@@ -1,4 +1,4 @@
-"""Builds and runs the C++ tests: the host transport without XLA and Python."""
+"""Builds and runs the C++ tests of the host transport, which need neither XLA nor Python."""
 
 import pathlib
 import shutil

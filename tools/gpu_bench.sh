@@ -3,11 +3,14 @@
 #
 # Usage: tools/gpu_bench.sh LOG_FOLDER [BENCHMARK_OPTION...]
 #
-# Uses python3 as it is, with jax for CUDA, click, rich, scikit-build-core, nanobind and nvcc;
-# nvidia-ml-py for clocks. Downloads nothing. Writes gpu_*.json, after each measurement, and the log
-# to LOG_FOLDER.
-# Environment variables: CUDA_ARCHITECTURE (default 90); BENCH_SECONDS (default 400); GPU_SITE, a
-# folder that the package is installed in already (default: it is built).
+# Needs nvcc, and a python3 with jax for CUDA, click, rich, scikit-build-core and nanobind; also
+# nvidia-ml-py to record clock rates. Downloads nothing. Writes the log and, after each measurement,
+# gpu_*.json to LOG_FOLDER.
+#
+# Environment variables:
+#   CUDA_ARCHITECTURE  default: 90
+#   BENCH_SECONDS      time limit of the benchmark; default: 400
+#   GPU_SITE           a folder in which the package is installed; default: it is built
 set -uo pipefail
 cd "$(dirname "$0")/.."
 logs=$1 arch=${CUDA_ARCHITECTURE:-90} seconds=${BENCH_SECONDS:-400}

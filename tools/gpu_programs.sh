@@ -4,8 +4,8 @@
 #
 # Usage: tools/gpu_programs.sh VENV [PYTEST_OPTION...]
 #
-# Installs JAX's CUDA plugin, in the version of the environment's jaxlib, into a separate folder: in
-# the environment itself, it would look for GPUs in every test.
+# Installs JAX's CUDA plugin, in the version of VENV's jaxlib, into a separate folder: in VENV
+# itself, the plugin would look for GPUs in every test.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$1/bin/python

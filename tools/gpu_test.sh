@@ -3,27 +3,27 @@
 #
 # Usage: tools/gpu_test.sh LOG_FOLDER [CUDA_ARCHITECTURE [PART...]]   default: 90, all parts
 #
-#   build       nothing but the builds
-#   quantize    the arithmetic of the formats on the device, compared with the host's
-#   silu        fused_silu, compared with the host's and the oracle's; its speed
+#   build       only builds
+#   quantize    the formats' arithmetic on the device, compared with the host's
+#   silu        fused_silu, compared with the host and the oracle; its speed
 #   suite       the test suite, in one process with all GPUs
-#   graphs      parts of the suite with every call in a CUDA graph, and with none; programs that
+#   graphs      parts of the suite with all calls in CUDA graphs, and with none; programs that
 #               another process compiled
 #   xla         transport xla on the GPUs, compared bitwise with the oracle
 #   kernels     the kernels without JAX, with ranks in one process and in several
 #   processes   the suite, and ranks that fail, in several processes that share a GPU
 #   gpus        the same with one process per GPU, one per two GPUs, and two or four per GPU on two
 #               GPUs
-#   files       the files of the suite in four and in eight processes that share all GPUs
+#   files       the suite's files in jobs of four and of eight processes that share all GPUs
 #   examples    the examples and the demo
 #   doctor      `python -m jax_ep doctor` and `bench`
 #
 # Environment variables:
 #   CUDA_VISIBLE_DEVICES  the GPUs to use; default: all
-#   GPU_SITE              a folder in which the package is installed: it is not built
-#   GPU_BIN               a folder with the C++ test programs: they are not built
+#   GPU_SITE              a folder in which the package is installed; default: it is built
+#   GPU_BIN               a folder with the C++ test programs; default: they are built
 #
-# Several runs may share a machine, each with GPUs and a LOG_FOLDER of its own, if one builds for all:
+# Several runs may share a machine, each with its own GPUs and LOG_FOLDER, after one of them builds:
 #
 #   tools/gpu_test.sh logs 90 build
 #   export GPU_SITE=build/gpu-site GPU_BIN=build/gpu-bin
@@ -31,9 +31,9 @@
 #   CUDA_VISIBLE_DEVICES=2 tools/gpu_test.sh logs/one 90 kernels processes &
 #   wait
 #
-# Uses python3 as it is, with jax for CUDA, pytest, scikit-build-core, nanobind, cmake and nvcc;
-# click and rich for `doctor`; matplotlib, flax and optax for the examples. Downloads nothing. Every
-# step has a time limit.
+# Needs nvcc, cmake, and a python3 with jax for CUDA, pytest, scikit-build-core and nanobind; also
+# click and rich for `doctor`, and matplotlib, flax and optax for the examples. Downloads nothing.
+# Every step has a time limit.
 # shellcheck disable=SC2329  # the functions run_* are called by name
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit

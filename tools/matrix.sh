@@ -9,10 +9,10 @@
 #   MATRIX_STRICT  1: a missing interpreter is an error, not just a line in the summary
 #   MATRIX_TESTS   options for pytest, instead of the default ones
 #
-# Two wheels are enough: one for Python 3.11, and one abi3 wheel for every later Python. Both are
-# built against the oldest supported XLA FFI headers, so they work with every later jaxlib. If there
-# is an nvcc, the abi3 wheel contains the CUDA extension, and the XLA of each version compiles
-# programs for GPUs.
+# Two wheels serve all versions: one for Python 3.11, and an abi3 wheel for every later Python. Both
+# are built against the oldest supported XLA FFI headers, so they work with every later jaxlib. If
+# there is an nvcc, the abi3 wheel contains the CUDA extension, and tools/gpu_programs.sh runs for
+# each version of JAX.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -3,8 +3,8 @@
 
 Usage: python tools/requirements.py EXTRA...
 
-These are the build requirements, the dependencies of the package and those of the extras, as
-pyproject.toml names them. jaxlib is listed only as a dependency, so the extension is built for the
+These are the build requirements, the package's dependencies and those of the extras, from
+pyproject.toml. The build requirement on jaxlib is left out, so the extension is built against the
 jaxlib that it runs with. (Wheels are built with isolation, against the oldest supported jaxlib.)
 """
 

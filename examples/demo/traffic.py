@@ -24,7 +24,7 @@ def count_traffic(
     counts = (ids == np.arange(group.config.n_experts)).sum(axis=2)
     if before is not None and not np.array_equal(counts.sum(axis=0), rows_sent(group) - before):
         raise RuntimeError(
-            "The group must have counted the rows that the routers chose; it did not."
+            "The group's counters must match the rows that the routers chose; they do not."
         )
     return counts
 
