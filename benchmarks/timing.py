@@ -59,7 +59,7 @@ def summary(values: list[float]) -> dict[str, Any]:
 def _interleave(
     samplers: dict[str, Callable[[], float]], repeats: Repeats
 ) -> dict[str, list[float]]:
-    """Takes a sample of each in turn, so that noise hits all alike; the first one rotates."""
+    """Takes a sample of each in turn, so that noise affects all equally; the first one rotates."""
     samples: dict[str, list[float]] = {name: [] for name in samplers}
     spent = dict.fromkeys(samplers, 0.0)
     for sampler in samplers.values():
