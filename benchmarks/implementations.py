@@ -67,14 +67,14 @@ def make(name: str, mesh: Mesh, case: Case, transport: str) -> Implementation:
 
 def of_group(name: str, group: jax_ep.EPGroup) -> Implementation:
     """Returns the package's calls on `group`; `name` says which of them gets the weights."""
-    early = name == AT_DISPATCH
+    at_dispatch = name == AT_DISPATCH
     return Implementation(
         name,
         lambda tokens, ids, weights: jax_ep.dispatch(
-            group, tokens, ids, weights if early else None
+            group, tokens, ids, weights if at_dispatch else None
         ),
         lambda rows, dispatched, weights: jax_ep.combine(
-            group, rows, dispatched, None if early else weights
+            group, rows, dispatched, None if at_dispatch else weights
         ),
         group,
     )

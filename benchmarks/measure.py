@@ -44,12 +44,12 @@ def measure(item: Item, mesh: Mesh, transport: str) -> Iterator[Line]:
     """Yields the results of an item of kind `case`, each as soon as it is known."""
     case = dataclasses.replace(item.case, n_ranks=mesh.size)
     with contextlib.ExitStack() as stack:
-        some = []
+        compared = []
         for name in item.implementations:
-            some.append(implementations.make(name, mesh, case, transport))
-            if some[-1].group is not None:
-                stack.callback(some[-1].group.close)
-        yield from _Measurement(dataclasses.replace(item, case=case), mesh).run(some)
+            compared.append(implementations.make(name, mesh, case, transport))
+            if compared[-1].group is not None:
+                stack.callback(compared[-1].group.close)
+        yield from _Measurement(dataclasses.replace(item, case=case), mesh).run(compared)
 
 
 class _Measurement:
@@ -58,13 +58,13 @@ class _Measurement:
         self._workload = Workload(mesh, item.case, max(item.n_sets, 1))
         self._calls: dict[str, Calls] = {}  # of each implementation that passed the checks
 
-    def run(self, some: list[Implementation]) -> Iterator[Line]:
+    def run(self, compared: list[Implementation]) -> Iterator[Line]:
         case, n = self._item.case, self._workload.remote_messages
         facts = {"token_bytes": case.token_bytes, "remote_messages": n}
         yield {"case": dataclasses.asdict(case) | facts}
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            futures = [self._compile(pool, implementation) for implementation in some]
-        for implementation, compiled in zip(some, futures, strict=True):
+            futures = [self._compile(pool, implementation) for implementation in compared]
+        for implementation, compiled in zip(compared, futures, strict=True):
             calls: Calls = {}
             try:
                 calls = {k: (f.result(), args) for k, (f, args) in compiled.items()}

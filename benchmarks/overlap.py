@@ -36,11 +36,11 @@ def _layer(x, matrices):
     return lax.tanh(lax.tanh(x @ up) @ down)
 
 
-def _dispatch(ours: Implementation, *, beside: bool = False) -> Step:
+def _dispatch(ours: Implementation, *, with_layer: bool = False) -> Step:
     """A dispatch, alone or beside the layer. The state is the tokens and the layer's operand."""
 
     def next(y, ids, weights, matrices, hide):
-        if not beside:
+        if not with_layer:
             return y, ours.dispatch(y, ids, weights).n_dropped
         flight = jax_ep.dispatch_async(ours.group, y, ids, weights)
         y = _layer(flight.then(y), matrices)
@@ -49,14 +49,14 @@ def _dispatch(ours: Implementation, *, beside: bool = False) -> Step:
     return Step(next)
 
 
-def _combine(ours: Implementation, *, beside: bool = False) -> Step:
+def _combine(ours: Implementation, *, with_layer: bool = False) -> Step:
     """A combine, alone or beside the layer. The state is the layer's operand and dispatched rows.
 
     The results are the sums, which have the same bits whether calls are asynchronous or not.
     """
 
     def start(tokens, ids, weights):
-        if not beside:
+        if not with_layer:
             return tokens, ours.dispatch(tokens, ids, weights)
         flight = jax_ep.dispatch_async(ours.group, tokens, ids, weights)
         y = jnp.sin(flight.then(tokens))
@@ -64,7 +64,7 @@ def _combine(ours: Implementation, *, beside: bool = False) -> Step:
 
     def next(state, ids, weights, matrices, hide):
         y, rows = state
-        if not beside:
+        if not with_layer:
             return state, ours.combine(rows.tokens, rows, weights)
         flight = jax_ep.combine_async(ours.group, rows.tokens, rows)
         y = _layer(flight.then(y), matrices)
@@ -78,6 +78,6 @@ STEPS: dict[str, Callable[[Implementation], Step]] = {
     "dense": lambda _: Step(lambda y, ids, weights, m, hide: (_layer(y, m), ())),
     "dispatch": _dispatch,
     "combine": _combine,
-    "dispatch + dense": lambda ours: _dispatch(ours, beside=True),
-    "combine + dense": lambda ours: _combine(ours, beside=True),
+    "dispatch + dense": lambda ours: _dispatch(ours, with_layer=True),
+    "combine + dense": lambda ours: _combine(ours, with_layer=True),
 }

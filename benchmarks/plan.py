@@ -40,7 +40,7 @@ class Item:
     chains: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     bursts: tuple[int, int] | None = None
     n_sets: int = 0  # sets of inputs for the kernel clock; 0: not measured
-    repeats: Repeats = Repeats(most=40, seconds=2.0)
+    repeats: Repeats = Repeats(max_samples=40, seconds=2.0)
     variant: str = ""  # in `VARIANTS`
 
 
@@ -56,7 +56,7 @@ def _item(case: Case, suffix: str, options: dict[str, Any]) -> Item:
 
 # On CPUs: 8 virtual devices.
 
-_CPU = Repeats(most=30, seconds=3.0)
+_CPU = Repeats(max_samples=30, seconds=3.0)
 _CPU_CASE = functools.partial(Case, n_experts=64, top_k=8)
 _CPU_LENGTHS = {16: (1, 9), 256: (1, 5), 2048: (1, 3)}
 
@@ -76,7 +76,7 @@ def _cpu() -> list[Item]:
 
 
 def _cpu_quick() -> list[Item]:
-    few = dataclasses.replace(_CPU, most=3)
+    few = dataclasses.replace(_CPU, max_samples=3)
     skewed = _CPU_CASE(16, 128, routing="zipf", capacity=4.0)
     items = [_cpu_item(_CPU_CASE(16, 256)), _cpu_item(skewed)]
     items += [_cpu_slow(skewed), Item("overhead", "overhead")]
@@ -103,7 +103,7 @@ _GRAD_TOKENS = (8, 128, 1024, 4096)
 # `n_sms` of asynchronous calls, and the width of the layer that overlaps with them.
 _OVERLAPS = ((16, 12288), (12, 12288), (24, 12288), (20, 8192))
 _CALLS = ("dispatch", "combine")
-_BESIDE = (*_CALLS, "dense", "dispatch + dense", "combine + dense")
+_OVERLAP_OPERATIONS = (*_CALLS, "dense", "dispatch + dense", "combine + dense")
 
 
 def _gpu() -> list[Item]:
@@ -135,7 +135,7 @@ def _gpu_quick() -> list[Item]:
             chains=dict.fromkeys(item.chains, (1, 2)),
             bursts=item.bursts and (1, 2),
             n_sets=min(item.n_sets, 2),
-            repeats=Repeats(most=2, seconds=1.0),
+            repeats=Repeats(max_samples=2, seconds=1.0),
         )
         for item in items
     ]
@@ -162,7 +162,7 @@ def _formats(case: Case) -> list[Item]:
     """Dispatch in each quantized format, by the kernel clock, without weights."""
     cases = [dataclasses.replace(case, token_format=name) for name in FORMATS]
     options = {"implementations": (AT_COMBINE,), "n_sets": _n_sets(case)}
-    return [_item(some, "", options) for some in cases if some.is_quantized]
+    return [_item(each, "", options) for each in cases if each.is_quantized]
 
 
 def _overlaps(case: Case, sizes: tuple[tuple[int, int], ...]) -> list[Item]:
@@ -171,10 +171,9 @@ def _overlaps(case: Case, sizes: tuple[tuple[int, int], ...]) -> list[Item]:
     for n_sms, width in ((None, sizes[0][1]), *sizes):
         options = {
             "implementations": (AT_DISPATCH,),
-            "chains": dict.fromkeys(_BESIDE if n_sms else _CALLS, (4, 24)),
+            "chains": dict.fromkeys(_OVERLAP_OPERATIONS if n_sms else _CALLS, (4, 24)),
             "bursts": (2, 10),
-            "repeats": Repeats(most=10, seconds=2.0, n_queued=4),
+            "repeats": Repeats(max_samples=10, seconds=2.0, n_queued=4),
         }
-        some = dataclasses.replace(case, n_sms=n_sms, width=width)
-        items.append(_item(some, "", options))
+        items.append(_item(dataclasses.replace(case, n_sms=n_sms, width=width), "", options))
     return items

@@ -33,7 +33,7 @@ def kernel_seconds(traced: list[list[Event]], operation: str, n: int) -> np.ndar
     """Returns `[calls of all GPUs, n]`: the times of an operation's `n` kernels in each call."""
     kernel = KERNELS[operation]
     times = [[e.seconds for e in events if kernel in e.name] for events in traced]
-    found = {len(some) for some in times}
+    found = {len(each) for each in times}
     if found != {_N_CALLS * n}:
         names = sorted({event.name for events in traced for event in events})
         words = f"{_N_CALLS * n} times {kernel} on each GPU; got {found}"

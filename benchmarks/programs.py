@@ -107,7 +107,7 @@ def _expert(hide: Callable[[Any], Any], rows: jax.Array) -> jax.Array:
 # Steps of an implementation, by the name of the operation.
 STEPS: dict[str, Callable[[Implementation], Step]] = {
     "round trip": round_trip,
-    "round trip + grad": lambda some: with_gradients(round_trip(some)),
+    "round trip + grad": lambda implementation: with_gradients(round_trip(implementation)),
 }
 
 

@@ -131,9 +131,9 @@ class Report:
             if us and case["routing"] == "uniform":
                 found.setdefault(case["n_tokens"], {})[case["token_format"]] = case, us
         rows = []
-        for n_tokens, some in sorted(found.items()):
-            if len(some) == len(names):
-                figures = [some[name] for name in names]
+        for n_tokens, by_format in sorted(found.items()):
+            if len(by_format) == len(names):
+                figures = [by_format[name] for name in names]
                 rows.append([f"T = {n_tokens}, µs", *(_us(us) for _, us in figures)])
                 rows.append(["GB/s off the GPU", *(_rate(*both) for both in figures)])
         types = [f"`{type(FORMATS[name]()).__name__}`" for name in names]
@@ -173,13 +173,13 @@ class Report:
 
 
 def _overlap_cells(us: list, others: list) -> list[str]:
-    whole, some, dense, both = us
-    shares = [(call + dense - both) / min(call, dense) for call in (some, whole)]
+    on_all, on_some, dense, both = us
+    shares = [(call + dense - both) / min(call, dense) for call in (on_some, on_all)]
     cells = [f"{x:.0f}" for x in us] + [f"{x:.0%}" for x in (*shares, both / dense - 1)]
     slower = ""
     if all(x is not None for x in others) and others[1]:
         slower = f"{(others[2] - others[0]) / others[1] - 1:.0%}"
-    return [*cells, slower, f"{(whole + dense) / both:.2f}"]
+    return [*cells, slower, f"{(on_all + dense) / both:.2f}"]
 
 
 def _table(title: str, header: list[str], rows: list[list[str]]) -> str:

@@ -60,10 +60,10 @@ class Run:
         """Measures all items. On GPUs, adjacent items of the same variant share a process."""
         is_alone = self.record["platform"] == "cpu"
         groups = itertools.groupby(items, lambda i: (i.variant, is_alone and i.name))
-        for _, some in groups:
-            left = list(some)
+        for _, members in groups:
+            left = list(members)
             while left and self._seconds_left() > 0:
-                left = self._measure_some(left)
+                left = self._measure_in_one_process(left)
             for item in left:
                 late = f"not started within {self._seconds_total:g} s"
                 self._add(item, {"not_measured": late})
@@ -73,7 +73,7 @@ class Run:
     def _seconds_left(self) -> float:
         return self._seconds_total - (time.monotonic() - self._begin)
 
-    def _measure_some(self, items: list[Item]) -> list[Item]:
+    def _measure_in_one_process(self, items: list[Item]) -> list[Item]:
         """Measures items in one process until it ends; returns the items that are left."""
         request = {
             "platform": "cpu" if self._on_cpu else "gpu",

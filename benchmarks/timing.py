@@ -14,8 +14,8 @@ import jax
 import numpy as np
 
 _IDLE_S = 5e-3
-_LONGEST_WAIT_S = 2.0
-_LEAST = 3
+_MAX_WAIT_S = 2.0
+_MIN_SAMPLES = 3
 
 # A compiled function and its arguments.
 Call = tuple[Callable[..., Any], tuple]
@@ -25,8 +25,8 @@ Call = tuple[Callable[..., Any], tuple]
 class Repeats:
     """How often and in what way functions are timed."""
 
-    most: int  # samples of each function
-    seconds: float  # time limit of each function, which gets at least `_LEAST` samples
+    max_samples: int  # of each function
+    seconds: float  # time limit of each function, which gets at least `_MIN_SAMPLES` samples
     n_queued: int = 1  # calls enqueued in one sample
     pause_s: float = 0.0  # before each sample, so that the GPU cools down
 
@@ -67,7 +67,7 @@ def _interleave(
 
     def wants_more(name: str) -> bool:
         n, is_slow = len(samples[name]), spent[name] >= repeats.seconds
-        return n < (min(_LEAST, repeats.most) if is_slow else repeats.most)
+        return n < (min(_MIN_SAMPLES, repeats.max_samples) if is_slow else repeats.max_samples)
 
     turn = 0
     while waiting := [name for name in samplers if wants_more(name)]:
@@ -100,7 +100,7 @@ def _wait_until_idle() -> None:
     XLA reports results before it has freed temporary arrays. Unmapping hundreds of megabytes takes
     tens of milliseconds, which would be added to the next function's time.
     """
-    deadline = time.monotonic() + _LONGEST_WAIT_S
+    deadline = time.monotonic() + _MAX_WAIT_S
     busy = True
     while busy and time.monotonic() < deadline:
         before = time.process_time()

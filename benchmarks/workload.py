@@ -25,7 +25,7 @@ _N_ROUTINGS = 4
 _N_SAMPLED = 16  # tokens of each rank
 _FLUSH_BYTES = 1 << 27  # per device; larger than any cache
 # Smallest cosine between the sums of quantized rows and of tokens. (The tests compare bits.)
-_LEAST_COSINE = 0.97
+_MIN_COSINE = 0.97
 
 
 class Workload:
@@ -111,7 +111,7 @@ class Workload:
         got, sent = np.asarray(sums)[0]
         cosine = float(got @ sent / np.linalg.norm(got) / np.linalg.norm(sent))
         message = f"rows must be near the tokens; cosine {cosine:.4f}"
-        require(cosine >= _LEAST_COSINE, message)
+        require(cosine >= _MIN_COSINE, message)
         require(not np.asarray(dropped).any(), "no row may be dropped")
 
     def _check_near(self, what: str, got: jax.Array, scale: np.ndarray, n_sums: int) -> None:

@@ -32,7 +32,7 @@ from workload import Workload  # noqa: E402
 SIZES = {"hidden_size": 64, "n_experts": 16, "top_k": 4}
 CASE = Case(16, **SIZES)
 CHAINS = {"round trip": (1, 2), "round trip + grad": (1, 2)}
-REPEATS = timing.Repeats(most=2, seconds=1.0)
+REPEATS = timing.Repeats(max_samples=2, seconds=1.0)
 ALL_GATHER = "lax all_gather"
 
 
@@ -172,7 +172,7 @@ def test_a_period_is_a_difference_of_two_lengths(monkeypatch) -> None:
 
     monkeypatch.setattr(timing, "_seconds", fake)
     chains = {name: ((name, 2), (name, 8)) for name in "ab"}
-    repeats = timing.Repeats(most=4, seconds=1.0)
+    repeats = timing.Repeats(max_samples=4, seconds=1.0)
     assert timing.period(chains, (2, 8), repeats) == {"a": [3.0] * 4, "b": [5.0] * 4}
     firsts = [name for name, n in order[4::4]]  # after the warm-up
     assert firsts == ["a", "b", "a", "b"]
@@ -187,7 +187,7 @@ def test_a_slow_function_has_few_samples(monkeypatch) -> None:
         return 2.0
 
     monkeypatch.setattr(timing, "_seconds", fake)
-    samples = timing.wall({"slow": None}, timing.Repeats(most=9, seconds=1.0))
+    samples = timing.wall({"slow": None}, timing.Repeats(max_samples=9, seconds=1.0))
     assert samples == {"slow": [2.0] * 3}
     assert timing.summary([1e-6, 2e-6, 4e-6]) == {"us": [2, 1.5, 3], "n": 3}
 
@@ -282,7 +282,7 @@ def test_a_format_whose_rows_are_wrong_is_noticed(mesh, monkeypatch, name) -> No
     assert "rows must be near the tokens" in why
 
 
-BESIDE = ("dispatch", "combine", "dense", "dispatch + dense", "combine + dense")
+OVERLAP_OPERATIONS = ("dispatch", "combine", "dense", "dispatch + dense", "combine + dense")
 
 
 @pytest.mark.parametrize("is_right", [True, False])
@@ -292,11 +292,11 @@ def test_calls_beside_a_layer_must_give_the_same_bits(mesh, monkeypatch, is_righ
         wait = jax_ep.combine_wait
         monkeypatch.setattr(jax_ep, "combine_wait", lambda *a, **k: -wait(*a, **k))
     case = dataclasses.replace(CASE, n_sms=4, width=128)
-    options = {"chains": dict.fromkeys(BESIDE, (1, 2)), "bursts": (1, 2)}
+    options = {"chains": dict.fromkeys(OVERLAP_OPERATIONS, (1, 2)), "bursts": (1, 2)}
     figures, failed = measured(mesh, (AT_DISPATCH,), case, **options)
     clocks = ("chain", "chain in bursts", "other kernels")
     if is_right:
-        assert figures.keys() == {(AT_DISPATCH, o, c) for o in BESIDE for c in clocks}
+        assert figures.keys() == {(AT_DISPATCH, o, c) for o in OVERLAP_OPERATIONS for c in clocks}
     else:
         assert "must give the same bits" in failed[0] and figures == {}
 
