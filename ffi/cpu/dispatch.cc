@@ -71,9 +71,9 @@ void ClearPadding(const DispatchArgs& args, int64_t group) {
 }
 
 // A token as it travels. Quantized once, before it is first sent.
-class Message {
+class EncodedToken {
  public:
-  explicit Message(const DispatchArgs& from) : from_(from) {
+  explicit EncodedToken(const DispatchArgs& from) : from_(from) {
     if (from.encoder == nullptr) return;
     codes_.resize(from.row_bytes);
     scales_.resize(from.scales_out.row_bytes());
@@ -103,7 +103,7 @@ void SendTokens(const std::vector<Arrival>& arrivals, int64_t source, int64_t be
   DispatchArgs& from = At(arrivals, source);
   const GroupSizes& sizes = from.sizes();
   const int64_t n_choices = sizes.n_choices, n_local = sizes.n_local_groups();
-  Message message(from);
+  EncodedToken encoded(from);
   for (int64_t choice = begin * n_choices; choice < end * n_choices; ++choice) {
     if (from.handle[choice] == kNoRow) continue;
     const int64_t group = from.group_ids[choice] % n_local;
@@ -117,11 +117,11 @@ void SendTokens(const std::vector<Arrival>& arrivals, int64_t source, int64_t be
     to.src_info[2 * row] = static_cast<int32_t>(token);
     to.src_info[2 * row + 1] = static_cast<int32_t>(choice % n_choices);
     if (to.row_weights != nullptr) to.row_weights[row] = from.topk_weights[choice];
-    message.Load(token);
-    std::memcpy(to.rows + row * from.row_bytes, message.payload(), from.row_bytes);
+    encoded.Load(token);
+    std::memcpy(to.rows + row * from.row_bytes, encoded.payload(), from.row_bytes);
     if (to.encoder == nullptr) continue;
     const int64_t first = to.row_offsets[group];
-    to.scales_out.Place(group, first, row - first, to.max_recv_tokens, message.scales());
+    to.scales_out.Place(group, first, row - first, to.max_recv_tokens, encoded.scales());
   }
 }
 

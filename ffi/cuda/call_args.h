@@ -85,7 +85,8 @@ struct CallArgs {
   }
 };
 
-constexpr int kTraceSteps = 5;
+// Steps of a call whose end a block records in CallArgs::trace.
+enum TraceStep : int { kPrepared, kLaidOut, kSent, kReceived, kTraceSteps };
 
 // The handle that dispatch leaves for combine on each destination rank is one buffer of
 // int32[R + R M (1 + N)]: `message_counts` [R], the messages from each source rank, followed by

@@ -84,14 +84,14 @@ __global__ void __launch_bounds__(kWorkerThreads, 1)
     return;
   }
   if (announces) AnnounceStart(call, smem.call);
-  if (threadIdx.x == 0) Trace(call, 0);
+  if (threadIdx.x == 0) Trace(call, kPrepared);
 
   if (Sends(call.plan)) ReturnMessages<T, kInRing>(args, smem);
-  if (threadIdx.x == 0) Trace(call, 2);
+  if (threadIdx.x == 0) Trace(call, kSent);
   if (announces) WaitForStarts(call, smem.call);
   if (receives) ReceiveTokens<T, kInRing>(args, smem.call);
   if (threadIdx.x == 0) CountCall(CombineState(call), smem.call);
-  if (threadIdx.x == 0) Trace(call, 3);
+  if (threadIdx.x == 0) Trace(call, kReceived);
 }
 
 using Kernel = void (*)(CombineArgs);

@@ -90,13 +90,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     return;
   }
   if (sends_counts) SendCounts(args, smem);
-  if (threadIdx.x == 0) Trace(call, 0);
+  if (threadIdx.x == 0) Trace(call, kPrepared);
 
   if (Sends(call.plan)) SendAll<kQuantizes>(args, smem, tiles, tables + DispatchTableBytes(call));
   if (!IsWorker() && sends_counts) CountSent(call, smem.totals, SentTokenBytes(args));
   if (!IsWorker() && receives) LayOutRows(args, smem);
-  if (threadIdx.x == kWorkerThreads) Trace(call, 1);
-  if (threadIdx.x == 0) Trace(call, 2);
+  if (threadIdx.x == kWorkerThreads) Trace(call, kLaidOut);
+  if (threadIdx.x == 0) Trace(call, kSent);
   __syncthreads();
   if (!IsWorker()) RecordCall(args, smem);
   if (IsWorker() && receives && !smem.call.failed) {
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     __syncthreads();
     if (WarpIndex() == 0 && HasFailed(call)) LeaveNoRows(args);
   }
-  if (threadIdx.x == 0) Trace(call, 3);
+  if (threadIdx.x == 0) Trace(call, kReceived);
 }
 
 }  // namespace

@@ -11,12 +11,13 @@
 namespace jax_ep::p2p {
 
 // A message that dispatch received. Each lane has one choice.
-struct Message {
+struct ReceivedMessage {
   int32_t token;
   int32_t row;  // or kNotHere, kDropped
 };
 
-__device__ __forceinline__ Message ReadMessage(const CombineArgs& args, const MessageSlot& slot) {
+__device__ __forceinline__ ReceivedMessage ReadMessage(const CombineArgs& args,
+                                                       const MessageSlot& slot) {
   const int32_t* const message_rows = args.message_rows + MessageRowsIndex(args.call, slot);
   const int lane = LaneIndex();
   return {__ldg(message_rows),
@@ -33,7 +34,7 @@ struct ReturnPlan {
 
 // Called by one warp, converged.
 __device__ inline ReturnPlan PlanReturn(const CombineArgs& args, const CallSmem& smem, int rank,
-                                        const Message& message) {
+                                        const ReceivedMessage& message) {
   const CallArgs& call = args.call;
   const Peers peers(call, smem);
   const int row = message.row;
@@ -56,7 +57,7 @@ __device__ inline ReturnPlan PlanReturn(const CombineArgs& args, const CallSmem&
 // Puts the index of a shared expert's row in place of the row, which does not travel: it is on the
 // token's own rank. Called by one warp.
 __device__ inline void PutSharedExpertRow(const CombineArgs& args, const CallSmem& smem, int rank,
-                                          const Message& message) {
+                                          const ReceivedMessage& message) {
   if ((SharedExpertLane(args) & 1u << LaneIndex()) == 0 || message.row < 0) return;
   const size_t choice = static_cast<size_t>(message.token) * args.call.n_choices + LaneIndex();
   const Peers peers(args.call, smem);
@@ -67,7 +68,7 @@ __device__ inline void PutSharedExpertRow(const CombineArgs& args, const CallSme
 // calls with few tokens slower: 0.5 us of 10.
 template <class T>
 __device__ void ReturnMessage(const CombineArgs& args, const CallSmem& smem, const WarpGroup& warps,
-                              int rank, const Message& message) {
+                              int rank, const ReceivedMessage& message) {
   const CallArgs& call = args.call;
   const Peers peers(call, smem);
   const int row = message.row;
@@ -153,9 +154,9 @@ __device__ void ReturnMessagesInRing(const CombineArgs& args, const CombineSmem&
   const StridedItems& items = messages.items;
   const auto read = [&](int i) {
     const MessageSlot slot = messages.Slot(i);
-    return messages.Exists(i, slot) ? ReadMessage(args, slot) : Message{};
+    return messages.Exists(i, slot) ? ReadMessage(args, slot) : ReceivedMessage{};
   };
-  const auto plan = [&](int i, const Message& message) {
+  const auto plan = [&](int i, const ReceivedMessage& message) {
     const MessageSlot slot = messages.Slot(i);
     if (!messages.Exists(i, slot)) return ReturnPlan{};
     PutSharedExpertRow(args, smem.call, slot.source, message);
@@ -165,7 +166,7 @@ __device__ void ReturnMessagesInRing(const CombineArgs& args, const CombineSmem&
   DeferredSignal signal(smem.call.epoch);
   const auto on_store = [&] { signal.OnStore(); };
   ReturnPlan next = plan(items.first, read(items.first));
-  Message later = read(items.first + items.stride);
+  ReceivedMessage later = read(items.first + items.stride);
   ring.Offer(next.rows);
   ring.Fill();
   for (int i = items.first; i < messages.end; i += items.stride) {
@@ -194,12 +195,12 @@ __device__ void ReturnMessagesInRegisters(const CombineArgs& args, const Combine
   const StridedItems& items = messages.items;
   const auto read = [&](int i) {
     const MessageSlot slot = messages.Slot(i);
-    return messages.Exists(i, slot) ? ReadMessage(args, slot) : Message{};
+    return messages.Exists(i, slot) ? ReadMessage(args, slot) : ReceivedMessage{};
   };
-  Message next = read(items.first);
+  ReceivedMessage next = read(items.first);
   for (int i = items.first; i < messages.end; i += items.stride) {
     const MessageSlot slot = messages.Slot(i);
-    const Message message = next;
+    const ReceivedMessage message = next;
     next = read(i + items.stride);
     if (messages.Exists(i, slot)) ReturnMessage<T>(args, smem.call, warps, slot.source, message);
   }

@@ -7,7 +7,7 @@
 namespace jax_ep::p2p {
 
 // Records when this block finished `step`. Called by one thread.
-__device__ __forceinline__ void Trace(const CallArgs& call, int step) {
+__device__ __forceinline__ void Trace(const CallArgs& call, TraceStep step) {
   if (call.trace != nullptr) call.trace[step * gridDim.x + blockIdx.x] = globaltimer();
 }
 
