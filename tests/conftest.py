@@ -51,21 +51,42 @@ def pytest_configure(config) -> None:
                 f"{option.n_processes}"
             )
         jax.config.update("jax_num_cpu_devices", n_local)
+        if option.n_processes == 1:
+            _start_backend_that_compiles_faster()
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     if option.coordinator:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(option.coordinator, option.n_processes, option.process_id)
 
 
+def _start_backend_that_compiles_faster() -> None:
+    """Makes XLA:CPU generate code as it did before fusion emitters; jax 0.11 has nothing else.
+
+    Compiling takes most of the suite's time, and emitters nearly double it. Child processes, and so
+    jobs of several processes, compare transports with the oracle with them.
+    """
+    if jax.__version_info__ >= (0, 11) or "XLA_FLAGS" in os.environ:
+        return
+    os.environ["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false"
+    jax.devices()  # reads the flags
+    del os.environ["XLA_FLAGS"]
+
+
+@pytest.fixture(scope="session")
+def cache_folder(tmp_path_factory):
+    """Of compiled programs, shared by all tests without jit."""
+    return tmp_path_factory.mktemp("programs")
+
+
 @pytest.fixture
-def program_cache(tmp_path):
+def program_cache(cache_folder):
     """Makes JAX cache all programs on disk, for tests without jit.
 
     Such tests compile equal operations again and again. Each program is one operation, with at most
     one collective, so the deadlock that `harness.SharedJit` describes cannot happen.
     """
     changes = {
-        "jax_compilation_cache_dir": str(tmp_path),
+        "jax_compilation_cache_dir": str(cache_folder),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }
