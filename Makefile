@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 # Further options for pytest: make test PYTEST_ARGS="-k combine -x"
 PYTEST_ARGS ?=
+# Processes that `make test` runs test files in; 0: none beside pytest's own, as --pdb needs.
+TEST_JOBS ?= 2
 # The extra of jax to install: cuda13 if there is an NVIDIA GPU, otherwise none.
 JAX_EXTRA ?= $(if $(shell nvidia-smi -L 2>/dev/null),cuda13)
 # Interpreters for `make matrix`: names on PATH, or paths. Default: pythonX.Y on PATH and in pyenv.
@@ -53,7 +55,7 @@ demo: $(VENV)/.package  ## train a small mixture-of-experts model, on GPUs if th
 
 .PHONY: test
 test: $(VENV)/.package  ## run the test suite; print why tests were skipped
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(PYTEST_ARGS)
 
 .PHONY: bench
 bench: $(VENV)/.package  ## run the benchmark, on GPUs if there are any, otherwise on the CPU

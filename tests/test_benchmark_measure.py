@@ -154,9 +154,10 @@ def test_chains_are_not_merged(mesh, name) -> None:
     step, args = programs.round_trip(implementation), Workload(mesh, case, 1).chain_args
     chain = programs.on_mesh(mesh, programs.chain(step, 3, on_gpu=False))
     text = chain.lower(*args).compile().as_text()
+    hides = r' while\(.*op_name="[^"]*/while"'  # XLA makes other loops of scatters
     counts = {
         what: len(re.findall(what, text))
-        for what in (r" while\(", '="jax_ep_dispatch"', '="jax_ep_combine"', r" sort\(")
+        for what in (hides, '="jax_ep_dispatch"', '="jax_ep_combine"', r" sort\(")
     }
     of_each = [2, 1, 1, 0] if name in OURS else [2, 0, 0, 1]
     assert list(counts.values()) == [3 * n for n in of_each], counts

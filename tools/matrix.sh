@@ -20,7 +20,7 @@ matrix=("$@")
 if [[ ${#matrix[@]} -eq 0 ]]; then
   matrix=(0.10.2:3.11 0.11.2:3.12 0.12.*:3.13)
 fi
-tests=(--ignore=tests/test_examples.py
+tests=(-n 2 --dist loadfile --ignore=tests/test_examples.py
   -m "not slow and not multiprocess and not gpu and not multigpu")
 if [[ -n ${MATRIX_TESTS:-} ]]; then
   read -ra tests <<< "$MATRIX_TESTS"
