@@ -21,7 +21,7 @@ class QuantizedRows(NamedTuple):
     Attributes:
         tokens: `[C, F]` or, for packed formats, `[C, F / 2]` codes.
         scales: in the format's layout.
-        scales_offsets: `uint32[L]` for scales in atoms, otherwise None.
+        scales_offsets: `uint32[G]`, of G groups, for scales in atoms, otherwise None.
     """
 
     tokens: jax.Array
@@ -46,13 +46,13 @@ def fused_silu(
 
     Args:
         x: `[C, 2 F]`, bfloat16, float16 or float32: the result of the first matmul.
-        row_offsets: `uint32[L + 1]`, as in `Dispatched`: non-decreasing, from 0 to at most C.
+        row_offsets: `uint32[G + 1]`, as in `Dispatched`: non-decreasing, from 0 to at most C.
             Otherwise a CPU raises an error and a GPU gives an unspecified result. A GPU takes at
             most 4096 groups.
         token_format: of the result; None is `BF16()`.
         interleaved: whether the columns alternate, g0 u0 g1 u1; by default all gate columns come
             first, then all up columns.
-        input_scales: `float32[L]`, one per group, for `NVFP4` (None is 1 there).
+        input_scales: `float32[G]`, one per group, for `NVFP4` (None is 1 there).
         clamp: `(alpha, limit)` selects `(up' + 1) * gate' * sigmoid(alpha * gate')`, where `gate' =
             min(gate, limit)` and `up'` is clipped to +-limit.
 

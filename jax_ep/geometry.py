@@ -38,8 +38,8 @@ class Geometry:
     def __post_init__(self) -> None:
         if self.axis_name not in self.mesh.axis_names:
             raise ValueError(
-                f"axis_name must be an axis of the mesh; got {self.axis_name!r}, the mesh has "
-                f"{self.mesh.axis_names}."
+                f"axis_name must be the name of one axis of the mesh; got {self.axis_name!r}, the "
+                f"mesh has {self.mesh.axis_names}."
             )
         self.config.n_local_experts(self.n_ranks)
         self.config.max_recv_tokens(self.n_ranks)
