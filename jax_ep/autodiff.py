@@ -16,7 +16,6 @@ from jax_ep.connection import Connection, FfiConnection
 from jax_ep.formats import Plain, QuantizedFormat
 from jax_ep.operands import (
     COMBINE_NAME,
-    DISPATCH_NAME,
     CombineOperands,
     DispatchOperands,
     DispatchResults,
@@ -38,12 +37,12 @@ def _dispatch(
     """A dispatch by custom call; with `results`, a completed one."""
     if results is None:
         handle_shape = connection.handle_shape(operands.group_ids.shape[0])
-        named = bind_dispatch(connection.geometry, operands, handle_shape)
+        found = bind_dispatch(connection.geometry, operands, handle_shape)
     else:
         given = present(operands.tokens, operands.topk_weights)
         has_weights = operands.topk_weights is not None
-        named = DispatchResults.of(finished(results, given), has_weights)
-    return checkpoint_name(named, DISPATCH_NAME)
+        found = DispatchResults.of(finished(results, given), has_weights)
+    return found.named()
 
 
 dispatch = jax.custom_vjp(_dispatch, nondiff_argnums=(0,))

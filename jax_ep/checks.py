@@ -61,7 +61,7 @@ def check_input_scale(operation: str, token_format: TokenFormat, input_scale: An
         return None
     if input_scale is None:
         return jnp.ones((), jnp.float32)
-    input_scale = jnp.asarray(input_scale)
+    (input_scale,) = as_arrays(input_scale)
     if input_scale.size != 1 or input_scale.dtype != jnp.float32:
         raise ValueError(
             f"{operation}: input_scale must be one float32 number; got "
@@ -77,7 +77,7 @@ def check_input_scales(
     _takes_input_scale(operation, "input_scales", token_format, input_scales)
     if input_scales is None:
         return None
-    input_scales = jnp.asarray(input_scales)
+    (input_scales,) = as_arrays(input_scales)
     check_array(operation, "input_scales", input_scales, (n_groups,), "L", jnp.float32)
     return input_scales
 
@@ -93,11 +93,11 @@ def _takes_input_scale(operation: str, name: str, token_format: TokenFormat, val
 
 def as_arrays(*arrays: Any) -> list[Any]:
     """JAX arrays; 64-bit NumPy arrays stay as they are, for `check_array` to reject."""
-    return [x if x is None or _is_64_bit(x) else jnp.asarray(x) for x in arrays]
 
+    def stays(x: Any) -> bool:
+        return x is None or (isinstance(x, np.ndarray | np.generic) and x.dtype.itemsize == 8)
 
-def _is_64_bit(x: Any) -> bool:
-    return isinstance(x, np.ndarray | np.generic) and x.dtype.itemsize == 8
+    return [x if stays(x) else jnp.asarray(x) for x in arrays]
 
 
 def vary_alike(axis_name: str | None, *arrays: Any) -> list[Any]:

@@ -66,7 +66,7 @@ def fused_silu(
         NotImplementedError: for derivatives in a format that quantizes.
     """
     token_format = BF16() if token_format is None else token_format
-    x, row_offsets = jnp.asarray(x), jnp.asarray(row_offsets)
+    x, row_offsets = checks.as_arrays(x, row_offsets)
     _check(x, row_offsets, token_format, interleaved)
     n_groups = row_offsets.shape[0] - 1
     input_scales = checks.check_input_scales("fused_silu", token_format, input_scales, n_groups)
@@ -107,7 +107,7 @@ def _check_clamp(clamp: Any) -> tuple[float, float] | None:
         return None
     try:
         alpha, limit = map(float, clamp)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         alpha = limit = math.nan
     if not (abs(alpha) <= _FLOAT32_MAX and 0 <= limit <= _FLOAT32_MAX):
         raise ValueError(

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.lax import bitcast_convert_type
 
 from jax_ep import checks
 from jax_ep.geometry import Geometry
@@ -96,6 +98,21 @@ class DispatchResults(NamedTuple):
         if not has_weights:
             fields.insert(cls._fields.index("row_weights"), None)
         return cls(*fields, *[None] * (len(cls._fields) - len(fields)))
+
+    def named(self) -> Self:
+        """The same results, named for `jax.checkpoint` policies.
+
+        Float8 arrays as bytes: JAX applies `reduce_precision` to what a policy saves by name, which
+        turns e4m3 numbers from 256 on into NaNs.
+        """
+
+        def name(x: jax.Array) -> jax.Array:
+            if x.dtype.itemsize > 1:
+                return checkpoint_name(x, DISPATCH_NAME)
+            data = checkpoint_name(bitcast_convert_type(x, jnp.uint8), DISPATCH_NAME)
+            return bitcast_convert_type(data, x.dtype)
+
+        return jax.tree.map(name, self)
 
 
 @jax.tree_util.register_dataclass

@@ -60,6 +60,27 @@ def test_checkpointed_layers_have_the_same_gradients(layer, transport):
         assert dispatch_saved == plain
 
 
+@pytest.mark.parametrize("case", cases.QUANTIZED_SMALL.values(), ids=cases.QUANTIZED_SMALL)
+def test_saved_codes_and_scales_keep_their_values(case, transport):
+    """Also from 256 on, in e4m3; the backward pass needs them."""
+    group = group_of(case, transport)
+    is_scaled = group.config.token_format.takes_input_scale
+    scale = jnp.float32(448 * 6 / 4) if is_scaled else None
+
+    def step(tokens, topk_ids, topk_weights):
+        dispatched = jax_ep.dispatch(group, tokens, topk_ids, input_scale=scale)
+        rows = jnp.sin(jax_ep.dequantize(dispatched)).astype(group.config.combine_dtype)
+        return jax_ep.combine(group, rows, dispatched, topk_weights)
+
+    operands = operands_of(group.mesh, case)
+    wanted, got = (
+        on_mesh(group.mesh, gradient(CHECKPOINTED[name](step)))(*operands)
+        for name in ("plain", "dispatch saved")
+    )
+    assert jnp.isfinite(wanted.astype(jnp.float32)).all()
+    assert_trees_equal(group.mesh, got, wanted, case.token_format)
+
+
 def test_scan_of_layers_has_the_unrolled_gradients(layer):
     group, step, operands = layer
 

@@ -20,10 +20,7 @@ FORMATS: dict[str, Callable[[], jax_ep.TokenFormat]] = {
     "bf16": jax_ep.BF16,
     "f16": lambda: jax_ep.Plain(jnp.float16),
     "f32": lambda: jax_ep.Plain(jnp.float32),
-    "blockwise_fp8": jax_ep.BlockwiseFP8,
-    "mxfp8": jax_ep.MXFP8,
-    "mxfp4": jax_ep.MXFP4,
-    "nvfp4": jax_ep.NVFP4,
+    **{x.name: x for x in (jax_ep.BlockwiseFP8, jax_ep.MXFP8, jax_ep.MXFP4, jax_ep.NVFP4)},
 }
 _N_WARM_UP = 3
 _COUNT = click.IntRange(1)
@@ -83,10 +80,9 @@ def bench(
         except (MemoryError, JaxRuntimeError) as error:
             if not _is_out_of_memory(error):
                 raise
-            why = str(error).rstrip(".")
             raise click.ClickException(
-                f"tokens, rows and their copies must fit in memory: {why}. Take fewer --tokens, "
-                "--hidden or --ranks."
+                f"tokens, rows and their copies must fit in memory: {str(error).rstrip('.')}. "
+                "Take fewer --tokens, --hidden or --ranks."
             ) from error
     Console().print(_table(group, token_format, timings))
 
@@ -120,9 +116,8 @@ def measure(mesh: jax.sharding.Mesh, group: jax_ep.EPGroup, repeats: int) -> lis
     operands = workload.place(mesh, tokens), workload.place(mesh, choices)
 
     def experts(dispatched: jax_ep.Dispatched) -> jax.Array:
-        row_shape = (group.max_recv_tokens, config.hidden_size)
         one = dispatched.row_offsets[-1].astype(config.combine_dtype)
-        return jnp.broadcast_to(one, row_shape)
+        return jnp.broadcast_to(one, (group.max_recv_tokens, config.hidden_size))
 
     dispatch = workload.on_mesh(mesh, lambda x, ids: jax_ep.dispatch(group, x, ids))
     combine = workload.on_mesh(mesh, lambda rows, d: jax_ep.combine(group, rows, d))

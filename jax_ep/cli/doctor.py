@@ -72,13 +72,11 @@ def cuda_versions() -> dict[str, str]:
 
 def device_table(found: Sequence[jax.Device]) -> Table:
     """One line per device, in rank order."""
-    columns = ("rank", "device", "platform", "kind", "memory")
-    table = Table(*columns, title="Devices of this process")
+    table = Table("rank", "device", "platform", "kind", "memory", title="Devices of this process")
     for rank, device in enumerate(found):
         limit = (device.memory_stats() or {}).get("bytes_limit")
         memory = "" if limit is None else f"{limit / _GIB:.1f} GiB for JAX"
-        facts = (str(rank), str(device.id), device.platform, device.device_kind, memory)
-        table.add_row(*facts)
+        table.add_row(str(rank), str(device.id), device.platform, device.device_kind, memory)
     return table
 
 

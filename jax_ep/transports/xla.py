@@ -19,13 +19,7 @@ from jax_ep.connection import Connection
 from jax_ep.exchange import Exchange
 from jax_ep.formats import QuantizedFormat
 from jax_ep.geometry import Geometry
-from jax_ep.operands import (
-    COMBINE_NAME,
-    DISPATCH_NAME,
-    CombineOperands,
-    DispatchOperands,
-    DispatchResults,
-)
+from jax_ep.operands import COMBINE_NAME, CombineOperands, DispatchOperands, DispatchResults
 
 _NO_ROW = -1
 
@@ -64,7 +58,7 @@ class XlaConnection(Connection):
             row_weights=row_weights,
             scales=scales,
         )
-        return checkpoint_name(results, DISPATCH_NAME)
+        return results.named()
 
     def combine(self, operands: CombineOperands) -> jax.Array:
         """Returns rows, or sums per rank, to their source ranks, and adds them up there."""
