@@ -60,10 +60,10 @@ def pytest_configure(config) -> None:
 
 
 def _start_backend_that_compiles_faster() -> None:
-    """Makes XLA:CPU generate code as it did before fusion emitters; jax 0.11 has nothing else.
+    """Turns XLA:CPU's fusion emitters off; jax 0.11 has no other way to generate code.
 
-    Compiling takes most of the suite's time, and emitters nearly double it. Child processes, and so
-    jobs of several processes, compare transports with the oracle with them.
+    Compiling takes most of the suite's time, and emitters make it 40 % longer. Child processes, and
+    so jobs of several processes, which compare transports with the oracle too, use the emitters.
     """
     if jax.__version_info__ >= (0, 11) or "XLA_FLAGS" in os.environ:
         return

@@ -238,6 +238,7 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
             ).tokens
         )
     ),
+    "quantize-dtype": lambda: jax_ep.MXFP8().quantize(jnp.ones((T, 128), jnp.int32)),
     "quantized-dtype": lambda: run(
         lambda r: (
             jax_ep.dispatch(

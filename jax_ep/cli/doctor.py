@@ -102,6 +102,5 @@ def transport_table(verdicts: Sequence[probe.Verdict], n_ranks: int) -> Table:
     ranks = "1 rank" if n_ranks == 1 else f"{n_ranks} ranks"
     table = Table("transport", f"serves {ranks}", title="Transports")
     for name, reason in verdicts:
-        answer = "[green]yes[/]" if reason is None else f"[red]no[/]: {escape(reason)}"
-        table.add_row(name, answer)
+        table.add_row(name, "[green]yes[/]" if reason is None else f"[red]no[/]: {escape(reason)}")
     return table

@@ -54,8 +54,7 @@ class TokenFormat(abc.ABC):
     def token_bytes(self, hidden_size: int) -> int:
         """Bytes of a token on the wire: payload and scales."""
         scale_bytes = self.scale_dtype.itemsize if self.scale_dtype else 0
-        n_scale_bytes = self.n_scales(hidden_size) * scale_bytes
-        return self.payload_bytes(hidden_size) + n_scale_bytes
+        return self.payload_bytes(hidden_size) + self.n_scales(hidden_size) * scale_bytes
 
     def check_hidden_size(self, hidden_size: int) -> None:
         """Raises ValueError if the format cannot carry tokens of this size."""
@@ -172,8 +171,12 @@ class QuantizedFormat(TokenFormat):
             Codes, and scales row by row, whatever `scales_layout` is.
 
         Raises:
-            ValueError: H is not a multiple of the block size.
+            ValueError: H is not a multiple of the block size, or another dtype.
         """
+        if tokens.dtype not in self.token_dtypes:
+            raise ValueError(
+                f"{self.name}: tokens must be bfloat16 or float32; got {tokens.dtype.name}."
+            )
         self.check_hidden_size(tokens.shape[-1])
         return _quantize(self, tokens, _input_scale_bits(input_scale))
 
@@ -207,8 +210,7 @@ class QuantizedFormat(TokenFormat):
             dtype: of the result.
         """
         n_rows, size = codes.shape
-        hidden_size = 2 * size if self.packed else size
-        n_scales = self.n_scales(hidden_size)
+        n_scales = self.n_scales(2 * size if self.packed else size)
         by_row = self.layout.by_row(scales, row_offsets, n_rows, n_scales)
         row = jnp.arange(n_rows, dtype=jnp.int32)
         starts = row_offsets.astype(jnp.int32)

@@ -63,8 +63,7 @@ class HostConnection(FfiConnection):
         here = geometry.local_coordinates
         routed = geometry.routed_coordinates(here)
         counts = [load.stats(geometry.key, each.replica, each.rank) for each in routed]
-        pairs = zip(here, counts, strict=True)
-        return [RankStats.from_counts(geometry, *pair) for pair in pairs]
+        return [RankStats.from_counts(geometry, *pair) for pair in zip(here, counts, strict=True)]
 
     def dispatch(self, operands: DispatchOperands) -> DispatchResults:
         """One custom call."""
