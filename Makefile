@@ -8,6 +8,8 @@ PYTEST_ARGS ?=
 TEST_JOBS ?= 2
 # The extra of jax to install: cuda13 if there is an NVIDIA GPU, otherwise none.
 JAX_EXTRA ?= $(if $(shell nvidia-smi -L 2>/dev/null),cuda13)
+# nvcc, if CMake will find one.
+NVCC := $(shell PATH="$$PATH:$$CUDA_PATH/bin" command -v "$${CUDACXX:-nvcc}")
 # Interpreters for `make matrix`: names on PATH, or paths. Default: pythonX.Y on PATH and in pyenv.
 PYTHONS ?=
 
@@ -36,11 +38,13 @@ $(VENV)/.deps: pyproject.toml tools/requirements.py
 	$(BIN)/python tools/requirements.py dev > $(VENV)/requirements.txt
 	$(BIN)/pip install --quiet -r $(VENV)/requirements.txt cmake ninja \
 	  $(if $(JAX_EXTRA),'jax[$(JAX_EXTRA)]')
+	$(if $(NVCC),$(BIN)/pip install --quiet --no-deps \
+	  "$$($(BIN)/python tools/requirements.py --cuda)")
 	touch $@
 
 # The package, editable: only changes under ffi/ need a rebuild.
 $(VENV)/.package: $(VENV)/.deps CMakeLists.txt $(FFI_SOURCES)
-	@echo "Building the extensions: one minute, or three with nvcc."
+	@echo "Building the extensions: one minute, or six with nvcc."
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 

@@ -35,6 +35,7 @@ class Case:
     token_format: str = "bf16"  # in `FORMATS`
     n_sms: int | None = None  # multiprocessors per call; None: the package's default
     width: int = 0  # of the dense layer that overlaps with calls; 0: no layer
+    expert_size: int = 0  # F of a layer's experts; 0: no experts
     n_ranks: int = 0  # R; 0 until the devices are known
 
     @property
@@ -43,6 +44,7 @@ class Case:
         parts = [f"T{self.n_tokens}", f"H{self.hidden_size}", self.routing]
         parts += [f"{self.capacity:g}x"] if self.capacity else []
         parts += [self.token_format] if self.token_format != "bf16" else []
+        parts += [f"E{self.n_experts}-F{self.expert_size}"] if self.expert_size else []
         parts += [f"{self.n_sms or 'all'}sms-width{self.width}"] if self.width else []
         return "-".join(parts)
 

@@ -24,6 +24,8 @@ AT_DISPATCH, AT_COMBINE = "jax_ep, weights at dispatch", "jax_ep, weights at com
 OURS = (AT_DISPATCH, AT_COMBINE)
 # The package on transport `xla`, which is the reference and written to be simple, not fast.
 XLA = "jax_ep on xla"
+# The package's exchange around tokamax's grouped matmuls.
+TOKAMAX = "jax_ep, tokamax"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +69,7 @@ def make(name: str, mesh: Mesh, case: Case, transport: str) -> Implementation:
 
 def of_group(name: str, group: jax_ep.EPGroup) -> Implementation:
     """Returns the package's calls on `group`; `name` says which of them gets the weights."""
-    at_dispatch = name == AT_DISPATCH
+    at_dispatch = name in (AT_DISPATCH, TOKAMAX)
     return Implementation(
         name,
         lambda tokens, ids, weights: jax_ep.dispatch(

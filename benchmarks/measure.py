@@ -16,6 +16,7 @@ from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh
 
 import implementations
+import layers
 import overlap
 import profiler
 import programs
@@ -26,7 +27,7 @@ from power import Clocks
 from workload import Workload, require
 
 _BURST_PAUSE_S = 0.03
-_STEPS = {**programs.STEPS, **overlap.STEPS}
+_STEPS = {**programs.STEPS, **overlap.STEPS, **layers.STEPS}
 
 # A line of output, with one key: `case`, `results`, `failed` or `not_measured`.
 Line = dict[str, Any]
@@ -123,6 +124,8 @@ class _Measurement:
             calls["combine"] = calls["combine"][0], (dispatched, rows, operands[2])
             workload.check_combine(name, _run(calls["combine"]))
         for operation, (few, _) in item.chains.items():
+            if operation == "layer":
+                workload.check_layer(name, _run(calls[operation, few])[0])
             if operation in programs.STEPS:
                 workload.check_chain(name, few, *_run(calls[operation, few]))
             if operation == "combine + dense":

@@ -6,7 +6,8 @@ from typing import Any
 
 from baselines import BASELINES
 from case import FORMATS, Case
-from implementations import AT_COMBINE, AT_DISPATCH, OURS, XLA
+from implementations import AT_COMBINE, AT_DISPATCH, OURS, TOKAMAX, XLA
+from layers import has_tokamax
 from timing import Repeats
 
 N_CPU_RANKS = 8
@@ -32,7 +33,7 @@ class Item:
     """One measurement."""
 
     name: str  # unique; `--only` matches it
-    kind: str = "case"  # or "link", "overhead"
+    kind: str = "case"  # or "link", "matmuls", "overhead"
     case: Case | None = None
     implementations: tuple[str, ...] = (*OURS, _ALL_GATHER)
     wall: bool = False  # whether lone calls are timed
@@ -104,6 +105,16 @@ _GRAD_TOKENS = (8, 128, 1024, 4096)
 _OVERLAPS = ((16, 12288), (12, 12288), (24, 12288), (20, 8192))
 _CALLS = ("dispatch", "combine")
 _OVERLAP_OPERATIONS = (*_CALLS, "dense", "dispatch + dense", "combine + dense")
+# Expert layers of models: H, F, E, K.
+MODELS = {
+    "DeepSeek-V3": (7168, 2048, 256, 8),
+    "Qwen3-30B-A3B": (2048, 768, 128, 8),
+    "Mixtral 8x7B": (4096, 14336, 8, 2),
+    "GPT-OSS-120B": (2880, 2880, 128, 4),
+}
+_LAYER_TOKENS = (4096, 8, 128, 8192)
+_LAYER = ("layer", "experts", "dense matmuls", _ROUND_TRIP)
+_LAYER_GRAD = ("layer + grad", "experts + grad", _WITH_GRAD)
 
 
 def _gpu() -> list[Item]:
@@ -118,7 +129,8 @@ def _gpu() -> list[Item]:
     items += [_gpu_chain(cases[n], "-ragged", **ragged) for n in (8, 128, 1024)]
     for n, capacity in ((128, None), (4096, 3.0)):
         items.append(_gpu_item(_GPU_CASE(n, routing="zipf", capacity=capacity)))
-    return items
+    items.append(Item("matmuls", "matmuls", repeats=Repeats(max_samples=15, seconds=1.0)))
+    return items + _layers()
 
 
 def _gpu_quick() -> list[Item]:
@@ -129,6 +141,8 @@ def _gpu_quick() -> list[Item]:
     # Blocks of BlockwiseFP8 have 128 elements.
     items += _formats(dataclasses.replace(case, hidden_size=128))
     items += _overlaps(case, ((4, 128),))
+    items += _layer_items(dataclasses.replace(case, expert_size=32))
+    items += _layer_items(dataclasses.replace(case, hidden_size=128, expert_size=128))
     return [
         dataclasses.replace(
             item,
@@ -163,6 +177,37 @@ def _formats(case: Case) -> list[Item]:
     cases = [dataclasses.replace(case, token_format=name) for name in FORMATS]
     options = {"implementations": (AT_COMBINE,), "n_sets": _n_sets(case)}
     return [_item(each, "", options) for each in cases if each.is_quantized]
+
+
+def _layers() -> list[Item]:
+    """Layers of all models and their parts, in the order of T."""
+    items = []
+    for n_tokens in _LAYER_TOKENS:
+        for hidden_size, expert_size, n_experts, top_k in MODELS.values():
+            case = Case(n_tokens, hidden_size, n_experts, top_k, expert_size=expert_size)
+            items += _layer_items(dataclasses.replace(case, capacity=1.5))
+    return items
+
+
+def _layer_items(case: Case) -> list[Item]:
+    """In bfloat16, with other matmuls, and in FP8 if rows and values have whole blocks."""
+    lengths = (1, 9) if case.n_tokens <= 128 else (1, 3)
+    repeats = Repeats(max_samples=10, seconds=2.0)
+
+    def item(case: Case, suffix: str, names: tuple[str, ...], operations: tuple[str, ...]) -> Item:
+        chains = dict.fromkeys(operations, lengths)
+        return _item(case, suffix, {"implementations": names, "chains": chains, "repeats": repeats})
+
+    operations = _LAYER + _LAYER_GRAD if case.n_tokens > 128 else _LAYER
+    items = [item(case, "", (AT_DISPATCH,), operations)]
+    if case.hidden_size % 128 == 0 and case.expert_size % 128 == 0:
+        quantized = dataclasses.replace(case, token_format="blockwise_fp8")
+        items.append(item(quantized, "", (AT_DISPATCH,), ("layer", "experts")))
+    if case.n_tokens <= 4096:
+        items.append(item(case, "-lax", (_ALL_GATHER,), ("layer",)))
+        names = (TOKAMAX,) if has_tokamax() else ()
+        items += [item(case, "-tokamax", names, ("layer",))] if names else []
+    return items
 
 
 def _overlaps(case: Case, sizes: tuple[tuple[int, int], ...]) -> list[Item]:

@@ -15,6 +15,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jax_ep
+import layers
 import overlap
 from case import Case, make_routing, remote_messages
 from implementations import AXIS, Implementation
@@ -48,6 +49,8 @@ class Workload:
         tokens = self._make_tokens(n_sets)
         self.sets = [(x, *routings[i % _N_ROUTINGS]) for i, x in enumerate(tokens)]
         parameters = overlap.make_matrices(mesh, case) if case.width else ()
+        if case.expert_size:
+            parameters = layers.make_weights(mesh, case)
         passes = self._put(np.zeros(case.n_ranks, np.int32))
         self.rotation_args = self.sets, passes
         self.chain_args = tokens[0], routings, parameters, passes
@@ -113,6 +116,11 @@ class Workload:
         message = f"rows must be near the tokens; cosine {cosine:.4f}"
         require(cosine >= _MIN_COSINE, message)
         require(not np.asarray(dropped).any(), "no row may be dropped")
+
+    def check_layer(self, name: str, out: jax.Array) -> None:
+        """Checks the result of one layer."""
+        problem = layers.check(self._case, self.sets[0], self.chain_args[2], out)
+        require(problem is None, f"{name}: {problem}.")
 
     def _check_near(self, what: str, got: jax.Array, scale: np.ndarray, n_sums: int) -> None:
         """Allows K roundings to bfloat16 per sum; 1e-4 for float32."""

@@ -32,7 +32,7 @@ def route(tokens, router):
 
 
 def experts(rows, weights):
-    hidden = jax.lax.ragged_dot(rows.tokens, weights, rows.group_sizes)
+    hidden = jax_ep.grouped_matmul(rows.tokens, weights, rows.row_offsets)
     return jax.nn.silu(hidden)
 
 

@@ -27,9 +27,9 @@ def moe_layer(group, tokens, router, gate_up, down):
     weights, ids = jax.lax.top_k(jax.nn.softmax(tokens @ router), group.config.top_k)
     rows = jax_ep.dispatch(group, tokens.astype(jnp.bfloat16), ids)
     numbers = jax_ep.dequantize(rows, jnp.float32)
-    hidden = jax.lax.ragged_dot(numbers, gate_up, rows.group_sizes)
+    hidden = jax_ep.grouped_matmul(numbers, gate_up, rows.row_offsets)
     hidden = activate(group.config.token_format, hidden, rows.row_offsets)
-    results = jax.lax.ragged_dot(hidden, down, rows.group_sizes)
+    results = jax_ep.grouped_matmul(hidden, down, rows.row_offsets)
     return jax_ep.combine(group, results, rows, weights)
 
 

@@ -36,7 +36,7 @@ def moe_layer(tokens, router, shared, experts):
     weights, ids = route(tokens, router)
     rows = jax_ep.dispatch(group, tokens, ids)  # the shared expert's rows come first
     matrices = jnp.concatenate([shared[None], experts])
-    results = jax.nn.silu(jax.lax.ragged_dot(rows.tokens, matrices, rows.group_sizes))
+    results = jax.nn.silu(jax_ep.grouped_matmul(rows.tokens, matrices, rows.row_offsets))
     return jax.lax.psum(jax_ep.combine(group, results, rows, weights), "tp")
 
 

@@ -31,8 +31,8 @@ def moe_layer(group, tokens, router, up, down):
     """The layer on one rank: its tokens [T, H], its experts [L, ...]."""
     weights, ids = jax.lax.top_k(jax.nn.softmax(tokens @ router), group.config.top_k)
     rows = jax_ep.dispatch(group, tokens, ids)
-    hidden = jax.nn.silu(jax.lax.ragged_dot(rows.tokens, up, rows.group_sizes))
-    results = jax.lax.ragged_dot(hidden, down, rows.group_sizes)
+    hidden = jax.nn.silu(jax_ep.grouped_matmul(rows.tokens, up, rows.row_offsets))
+    results = jax_ep.grouped_matmul(hidden, down, rows.row_offsets)
     return jax_ep.combine(group, results, rows, weights)
 
 

@@ -2,6 +2,8 @@
 
 from jax_ep.config import EPConfig as EPConfig
 from jax_ep.dequantize import dequantize as dequantize
+from jax_ep.expert_mlp import EXPERT_HIDDEN_NAME as EXPERT_HIDDEN_NAME
+from jax_ep.expert_mlp import expert_mlp as expert_mlp
 from jax_ep.formats import BF16 as BF16
 from jax_ep.formats import MXFP4 as MXFP4
 from jax_ep.formats import MXFP8 as MXFP8
@@ -15,6 +17,7 @@ from jax_ep.fused_silu import QuantizedRows as QuantizedRows
 from jax_ep.fused_silu import fused_silu as fused_silu
 from jax_ep.group import EPGroup as EPGroup
 from jax_ep.group import ep_init as ep_init
+from jax_ep.grouped_matmul import grouped_matmul as grouped_matmul
 from jax_ep.operands import COMBINE_NAME as COMBINE_NAME
 from jax_ep.operands import DISPATCH_NAME as DISPATCH_NAME
 from jax_ep.ops import combine as combine
@@ -24,6 +27,8 @@ from jax_ep.ops import dispatch as dispatch
 from jax_ep.ops import dispatch_async as dispatch_async
 from jax_ep.ops import dispatch_wait as dispatch_wait
 from jax_ep.plot import plot_traffic as plot_traffic
+from jax_ep.quantize_weights import QuantizedWeights as QuantizedWeights
+from jax_ep.quantize_weights import quantize_weights as quantize_weights
 from jax_ep.results import Dispatched as Dispatched
 from jax_ep.results import InFlight as InFlight
 from jax_ep.stats import RankStats as RankStats

@@ -16,7 +16,7 @@ from jax_ep.geometry import Geometry
 from jax_ep.group import EPGroup
 from jax_ep.transports.host import HostConnection
 from jax_ep.transports.p2p import P2pConnection
-from jax_ep.xla_ffi import extension
+from jax_ep.xla_ffi import extension, matmul
 
 DISPATCH = {"group": "str", "token_format": "str", "scales_layout": "str"}
 COMBINE = {"group": "str", "weighting": "i32", "reduce": "bool", "adds_shared_expert": "bool"}
@@ -45,6 +45,7 @@ CUDA = {
     "jax_ep_dispatch_done": {},
     "jax_ep_combine_start": COMBINE | STREAM,
     "jax_ep_fused_silu": SILU,
+    "jax_ep_grouped_matmul": {"form": "i32", "zeroes_unused": "bool"},
 }
 CONNECTIONS = {"cpu": HostConnection, "cuda": P2pConnection}
 SMALL = {"hidden_size": 128, "max_tokens": 4}
@@ -131,7 +132,7 @@ def test_every_call_has_the_attributes_that_its_handler_reads(case, platform, wa
         )
         for target, calls in attributes_by_target(lowered(function, platform, *operands)).items():
             found.setdefault(target, []).extend(calls)
-    assert set(found) == set(wanted) - {"jax_ep_fused_silu"}
+    assert set(found) == set(wanted) - {"jax_ep_fused_silu", "jax_ep_grouped_matmul"}
     for target, calls in found.items():
         assert calls == [wanted[target]] * len(calls), target
 
@@ -141,6 +142,23 @@ def test_fused_silu_has_the_attributes_that_its_handler_reads(platform, monkeypa
     monkeypatch.setattr(extension, "register_cuda", lambda: None)
     text = lowered(jax.jit(silu), platform, np.ones((4, 64), np.float32), np.uint32([0, 4]))
     assert attributes_by_target(text) == {"jax_ep_fused_silu": [SILU] * 3}
+
+
+def matmuls(rows, weights, codes, offsets):
+    """Matmuls that have kernels, with their gradients."""
+    codes, by_row = jax_ep.BlockwiseFP8().quantize(codes)
+    quantized = jax_ep.QuantizedRows(codes, by_row.T, None)
+    matrices = jax_ep.quantize_weights(jnp.ones((1, 128, 8)))
+    product, pull = jax.vjp(lambda *x: jax_ep.grouped_matmul(*x, offsets), rows, weights)
+    return jax_ep.grouped_matmul(quantized, matrices, offsets), pull(product)
+
+
+def test_grouped_matmul_has_the_attributes_that_its_handler_reads(monkeypatch):
+    monkeypatch.setattr(matmul, "_is_built", lambda: True)
+    operands = [np.ones(shape, jnp.bfloat16) for shape in ((4, 8), (1, 8, 16), (4, 128))]
+    text = lowered(jax.jit(matmuls), "cuda", *operands, np.uint32([0, 4]))
+    found = attributes_by_target(text)
+    assert found == {"jax_ep_grouped_matmul": [CUDA["jax_ep_grouped_matmul"]] * 4}
 
 
 @pytest.mark.parametrize(("name", "targets"), [("load_host", CPU), ("load_cuda", CUDA)])

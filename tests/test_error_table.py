@@ -189,6 +189,31 @@ def init_host_without_cpu() -> None:
         jax_ep.ep_init(mesh, "ep", config(), transport="host")
 
 
+def multiply(weights: Any, **options: Any) -> None:
+    jax_ep.grouped_matmul(np.ones((2, 8), np.float32), weights, np.uint32([0, 2]), **options)
+
+
+def quantized_weights(n: int) -> jax_ep.QuantizedWeights:
+    return jax_ep.quantize_weights(np.ones((1, 128, n), np.float32))
+
+
+def multiply_codes(**options: Any) -> None:
+    offsets = np.uint32([0, 2])
+    rows = jax_ep.fused_silu(jnp.ones((2, 256)), offsets, jax_ep.BlockwiseFP8())
+    jax_ep.grouped_matmul(rows, quantized_weights(8), offsets, **options)
+
+
+def run_experts(token_format: jax_ep.TokenFormat, *weights: Any, **options: Any) -> None:
+    group = init(token_format=token_format, hidden_size=128)
+    tokens = jnp.ones((T, 128), jnp.bfloat16)
+
+    def layer(rank: jax.Array) -> jax.Array:
+        rows = jax_ep.dispatch(group, tokens, operands()[1])
+        return jax_ep.expert_mlp(rows, *weights, **options)
+
+    run(layer)
+
+
 TRIGGERS: dict[str, Callable[[], Any]] = {
     "count-type": lambda: config(top_k=2.5),
     "count-range": lambda: config(n_experts=2**40),
@@ -268,6 +293,20 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     )(jnp.ones((2, 64))),
     "silu-offsets": lambda: jax.block_until_ready(
         jax_ep.fused_silu(jnp.ones((2, 4)), np.uint32([0, 3]))
+    ),
+    "matmul-shape": lambda: multiply(np.ones((2, 8, 4), np.float32)),
+    "matmul-dtype": lambda: multiply(np.ones((1, 8, 4), jnp.bfloat16)),
+    "matmul-result": lambda: multiply(np.ones((1, 8, 4), np.float32), dtype=jnp.bfloat16),
+    "matmul-groups": lambda: jax_ep.grouped_matmul(jnp.ones((2, 8)), [], np.uint32([])),
+    "matmul-codes": lambda: multiply(quantized_weights(8)),
+    "matmul-format": lambda: multiply_codes(token_format=jax_ep.MXFP8()),
+    "matmul-options": lambda: multiply_codes(transposed=True),
+    "weights-block": lambda: jax_ep.quantize_weights(np.ones((1, 8, 4), np.float32)),
+    "mlp-type": lambda: jax_ep.expert_mlp(jnp.ones((2, 8)), None, None),
+    "mlp-weights": lambda: run_experts(jax_ep.BF16(), quantized_weights(128), jnp.ones(3)),
+    "mlp-format": lambda: run_experts(jax_ep.MXFP8(), *[quantized_weights(128)] * 2),
+    "mlp-transposed": lambda: run_experts(
+        jax_ep.BlockwiseFP8(), *[quantized_weights(128)] * 2, transposed=True
     ),
     "gpu-platform": lambda: init(transport="p2p"),
     "weights-twice": lambda: round_trip(init(), at_dispatch=True, topk_weights=jnp.ones((T, K))),

@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
-# Compiles every CUDA source to an object with nvcc, for the architectures in CUDA_ARCHS. Needs no
-# GPU. Takes nvcc from CUDACXX, PATH or CUDA_HOME; if there is none, installs the CUDA 13 wheels
-# from the package index, which contain a complete nvcc, into build/cuda-venv.
+# Compiles every CUDA source to an object with nvcc, for the architectures in CUDA_ARCHS, two at a
+# time. Needs no GPU. Takes nvcc from CUDACXX, PATH or CUDA_HOME; if there is none, installs the
+# CUDA 13 wheels from the package index, which contain a complete nvcc, into build/cuda-venv. Takes
+# the headers of CUTLASS from JAX_EP_CUTLASS_INCLUDE_DIR or .venv, or installs them into
+# build/cutlass.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-mapfile -t sources < <(find ffi -name '*.cu' | sort)
+# In reverse order, those that take longest come early.
+mapfile -t sources < <(find ffi -name '*.cu' | sort -r)
 if [[ ${#sources[@]} -eq 0 ]]; then
   echo "cuda-compile: there are no CUDA sources"
   exit 0
@@ -27,16 +30,42 @@ find_nvcc() {
   compgen -G "$PWD/$venv/lib/python3*/site-packages/nvidia/cu13/bin/nvcc"
 }
 
-nvcc=$(find_nvcc)
-flags=(-std=c++17 -O3 -I ffi --expt-relaxed-constexpr -Xcompiler -Wall,-Wextra,-Werror
-  -Werror all-warnings)
-for arch in ${CUDA_ARCHS:-80 90 100f}; do
-  flags+=(-gencode "arch=compute_$arch,code=sm_$arch")
-done
-mkdir -p build/cuda-compile
-for source in "${sources[@]}"; do
+find_cutlass() {
+  local headers=cutlass_library/source/include python=${PYTHON:-python3}
+  if [[ -n ${JAX_EP_CUTLASS_INCLUDE_DIR:-} ]]; then
+    echo "$JAX_EP_CUTLASS_INCLUDE_DIR"
+  elif ! compgen -G ".venv/lib/python3*/site-packages/$headers"; then
+    [[ -d build/cutlass/$headers ]] || "$python" -m pip install --quiet --no-deps \
+      --target build/cutlass "$("$python" tools/requirements.py --cuda)" >&2 || return
+    echo "build/cutlass/$headers"
+  fi
+}
+
+# compile SOURCE: for the architectures that CMakeLists.txt gives it.
+compile() {
+  local source=$1 arch archs=$CUDA_ARCHS object started=$SECONDS
+  local flags=(-std=c++17 -O3 -DNDEBUG -I ffi -isystem "$cutlass" --expt-relaxed-constexpr
+    -Xcompiler -Wall,-Wextra,-Werror -Werror all-warnings)
+  case $source in
+    */matmul/hopper*)
+      [[ " $archs" == *" 90"* ]] || return 0
+      archs=90a
+      ;;
+    */matmul/*) archs=$(tr ' ' '\n' <<< "$archs" | grep -v ^90) || archs=90 ;;
+  esac
+  for arch in $archs; do
+    flags+=(-gencode "arch=compute_$arch,code=sm_$arch")
+  done
   object=build/cuda-compile/$(tr / _ <<< "${source%.cu}").o
-  echo "nvcc $source"
   "$nvcc" "${flags[@]}" -c "$source" -o "$object"
-done
-echo "cuda-compile: ${#sources[@]} sources compiled"
+  echo "nvcc $source: $((SECONDS - started)) s"
+}
+
+nvcc=$(find_nvcc)
+cutlass=$(find_cutlass)
+CUDA_ARCHS=${CUDA_ARCHS:-80 90 100f}
+export nvcc cutlass CUDA_ARCHS
+export -f compile
+mkdir -p build/cuda-compile
+printf '%s\n' "${sources[@]}" | xargs -P 2 -I {} bash -euo pipefail -c "compile {}"
+echo "cuda-compile: ${#sources[@]} sources compiled in $SECONDS s"

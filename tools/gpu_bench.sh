@@ -11,6 +11,8 @@
 #   CUDA_ARCHITECTURE  default: 90
 #   BENCH_SECONDS      time limit of the benchmark; default: 400
 #   GPU_SITE           a folder in which the package is installed; default: it is built
+#   JAX_EP_CUTLASS_INCLUDE_DIR
+#     the folder that contains cutlass/cutlass.h; default: that of nvidia-cutlass in python3
 set -uo pipefail
 cd "$(dirname "$0")/.."
 logs=$1 arch=${CUDA_ARCHITECTURE:-90} seconds=${BENCH_SECONDS:-400}

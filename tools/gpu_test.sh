@@ -6,6 +6,7 @@
 #   build       only builds
 #   quantize    the formats' arithmetic on the device, compared with the host's
 #   silu        fused_silu, compared with the host and the oracle; its speed
+#   matmul      grouped matmuls, compared with a plain kernel and with the oracle
 #   suite       the test suite, in one process with all GPUs
 #   graphs      parts of the suite with all calls in CUDA graphs, and with none; programs that
 #               another process compiled
@@ -22,6 +23,8 @@
 #   CUDA_VISIBLE_DEVICES  the GPUs to use; default: all
 #   GPU_SITE              a folder in which the package is installed; default: it is built
 #   GPU_BIN               a folder with the C++ test programs; default: they are built
+#   JAX_EP_CUTLASS_INCLUDE_DIR
+#     the folder that contains cutlass/cutlass.h; default: that of nvidia-cutlass in python3
 #
 # Several runs may share a machine, each with its own GPUs and LOG_FOLDER, after one of them builds:
 #
@@ -38,7 +41,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 logs=$1 arch=${2:-90} site=${GPU_SITE:-build/gpu-site} bin=${GPU_BIN:-build/gpu-bin}
-all_parts=(quantize silu suite graphs xla kernels processes gpus files examples doctor)
+all_parts=(quantize silu matmul suite graphs xla kernels processes gpus files examples doctor)
 parts=("${@:3}")
 ((${#parts[@]})) || parts=("${all_parts[@]}")
 mkdir -p "$logs"
@@ -86,9 +89,10 @@ build_package() {
 build_programs() {
   [[ -n ${GPU_BIN:-} || -n ${programs_built:-} ]] && return
   step configure_programs 60 cmake -S . -B "$bin" -DCMAKE_BUILD_TYPE=Release -DJAX_EP_CUDA=ON \
-    "-DCMAKE_CUDA_ARCHITECTURES=$arch" &&
+    "-DCMAKE_CUDA_ARCHITECTURES=$arch" \
+    "-DPython_EXECUTABLE=$(python3 -c 'import sys; print(sys.executable)')" &&
     step build_programs 300 cmake --build "$bin" --parallel 8 --target \
-      p2p_test p2p_format_test peer_memory_test quantize_test silu_test &&
+      p2p_test p2p_format_test peer_memory_test quantize_test silu_test matmul_test &&
     programs_built=1
 }
 
@@ -103,6 +107,11 @@ run_quantize() {
 run_silu() {
   build_programs && lines=90 step silu 120 "$bin/silu_test"
   run_tests test_fused_silu 120 tests/test_fused_silu.py
+}
+
+run_matmul() {
+  build_programs && lines=30 step matmul 120 "$bin/matmul_test" 20
+  run_tests test_matmul 300 tests/test_grouped_matmul.py tests/test_expert_mlp.py
 }
 
 run_suite() {

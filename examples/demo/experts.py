@@ -23,11 +23,10 @@ def expert_parallel(mesh: Mesh, group: jax_ep.EPGroup) -> RunExperts:
 
     # Arrays are this rank's shard: its experts [L, ...], its tokens [T, H].
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS))
-    def on_each_rank(up, down, tokens, topk_ids, topk_weights):
-        rows = jax_ep.dispatch(group, tokens, topk_ids)
-        hidden = jax.lax.ragged_dot(rows.tokens, up, rows.group_sizes)
-        results = jax.lax.ragged_dot(jax.nn.silu(hidden), down, rows.group_sizes)
-        output = jax_ep.combine(group, results, rows, topk_weights)
+    def on_each_rank(gate_up, down, tokens, topk_ids, topk_weights):
+        rows = jax_ep.dispatch(group, tokens, topk_ids, topk_weights)
+        results = jax_ep.expert_mlp(rows, gate_up, down)
+        output = jax_ep.combine(group, results, rows)
         return output, rows.n_dropped[None]
 
     def run_experts(*arrays):
@@ -37,9 +36,9 @@ def expert_parallel(mesh: Mesh, group: jax_ep.EPGroup) -> RunExperts:
     return run_experts
 
 
-def dense(up, down, tokens, topk_ids, topk_weights):
+def dense(gate_up, down, tokens, topk_ids, topk_weights):
     """`run_experts` on one device: every expert processes every token."""
-    gates = jax.nn.one_hot(topk_ids, len(up)) * topk_weights[..., None]  # [N, K, E]
-    hidden = jax.nn.silu(jnp.einsum("nh,ehf->enf", tokens, up))
-    results = jnp.einsum("enf,efh->enh", hidden, down)
-    return jnp.einsum("nke,enh->nh", gates, results), jnp.int32(0)
+    weights = jax.nn.one_hot(topk_ids, len(gate_up)) * topk_weights[..., None]  # [N, K, E]
+    gate, up = jnp.split(jnp.einsum("nh,ehf->enf", tokens, gate_up), 2, axis=-1)
+    results = jnp.einsum("enf,efh->enh", jax.nn.silu(gate) * up, down)
+    return jnp.einsum("nke,enh->nh", weights, results), jnp.int32(0)

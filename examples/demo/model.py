@@ -35,7 +35,7 @@ class Routing(NamedTuple):
     n_dropped: jax.Array  # int32[]; rows that did not fit, over all ranks
 
 
-# (up [E, H, F], down [E, F, H], tokens [N, H], topk_ids [N, K], topk_weights [N, K])
+# (gate_up [E, H, 2 F], down [E, F, H], tokens [N, H], topk_ids [N, K], topk_weights [N, K])
 # -> (output [N, H], n_dropped [])
 RunExperts = Callable[..., tuple[jax.Array, jax.Array]]
 
@@ -44,10 +44,10 @@ class Experts(nnx.Module):
     """The weights of a layer's experts; axis 0 is the expert."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        sizes = (config.n_experts, config.hidden_size, config.expert_size)
+        n_experts, size, width = config.n_experts, config.hidden_size, config.expert_size
         init = nnx.initializers.lecun_normal(in_axis=1, out_axis=2, batch_axis=0)
-        self.up = nnx.Param(init(rngs.params(), sizes))
-        self.down = nnx.Param(init(rngs.params(), (sizes[0], sizes[2], sizes[1])))
+        self.gate_up = nnx.Param(init(rngs.params(), (n_experts, size, 2 * width)))
+        self.down = nnx.Param(init(rngs.params(), (n_experts, width, size)))
 
 
 class MoE(nnx.Module):
@@ -63,8 +63,8 @@ class MoE(nnx.Module):
         probabilities = jax.nn.softmax(self.router(tokens))  # [N, E]
         weights, topk_ids = jax.lax.top_k(probabilities, self.top_k)  # [N, K]
         weights /= weights.sum(axis=-1, keepdims=True)
-        up, down = self.experts.up[...], self.experts.down[...]
-        output, n_dropped = self.run_experts(up, down, tokens, topk_ids, weights)
+        gate_up, down = self.experts.gate_up[...], self.experts.down[...]
+        output, n_dropped = self.run_experts(gate_up, down, tokens, topk_ids, weights)
         loss = balance_loss(probabilities, topk_ids)
         return output, Routing(topk_ids, loss, n_dropped)
 

@@ -8,6 +8,7 @@ extern "C" {
 XLA_FFI_Error* CudaDispatch(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* CudaCombine(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* CudaFusedSilu(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* CudaMatmul(XLA_FFI_CallFrame* call_frame);  // not without CUTLASS
 
 // Comes before the calls of a group; see check_handler.cc.
 XLA_FFI_Error* CudaCheck(XLA_FFI_CallFrame* call_frame);

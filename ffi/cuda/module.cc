@@ -35,6 +35,9 @@ nb::dict Targets() {
   add("jax_ep_dispatch", CudaDispatch);
   add("jax_ep_combine", CudaCombine);
   add("jax_ep_fused_silu", CudaFusedSilu);
+#ifdef JAX_EP_CUTLASS
+  add("jax_ep_grouped_matmul", CudaMatmul);
+#endif
   add("jax_ep_check", CudaCheck);
   add("jax_ep_dispatch_alloc", CudaDispatchAlloc);
   add("jax_ep_dispatch_start", CudaDispatchStart);

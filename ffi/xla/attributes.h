@@ -7,6 +7,7 @@
 
 #include "core/combine_mode.h"
 #include "core/formats.h"
+#include "core/matmul_call.h"
 #include "core/silu.h"
 #include "core/status.h"
 #include "xla/ffi/api/ffi.h"
@@ -42,6 +43,11 @@ struct SiluAttributes {
   Activation activation() const { return {clamped, alpha, limit}; }
 };
 
+struct MatmulAttributes {
+  MatmulForm form;
+  bool zeroes_unused;
+};
+
 // Finds the format and the layout of the scales by their names. Fails if this build does not know
 // one of them, or if the format does not have the layout.
 Status FindRowFormat(std::string_view token_format, std::string_view scales_layout,
@@ -49,6 +55,7 @@ Status FindRowFormat(std::string_view token_format, std::string_view scales_layo
 
 }  // namespace jax_ep
 
+XLA_FFI_REGISTER_ENUM_ATTR_DECODING(::jax_ep::MatmulForm);
 XLA_FFI_REGISTER_ENUM_ATTR_DECODING(::jax_ep::Weighting);
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_ep::DispatchAttributes,
                                       StructMember<std::string_view>("group"),
@@ -65,3 +72,6 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_ep::SiluAttributes,
                                       StructMember<bool>("interleaved"),
                                       StructMember<bool>("clamped"), StructMember<float>("alpha"),
                                       StructMember<float>("limit"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_ep::MatmulAttributes,
+                                      StructMember<::jax_ep::MatmulForm>("form"),
+                                      StructMember<bool>("zeroes_unused"));

@@ -1,0 +1,176 @@
+"""Expert layers: dispatch, the experts' gated MLP, combine. Also the parts, and dense matmuls.
+
+The dense matmuls have as many operations as a rank's experts with uniform routing: what the GPU can
+reach. All multiply normal numbers; with others, a GPU's power limit lowers its clock less.
+"""
+
+import dataclasses
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+
+import jax_ep
+from case import Case
+from implementations import TOKAMAX, Implementation
+from programs import Step, on_mesh
+
+_N_CHECKED = 2  # tokens
+_MIN_COSINE = 0.996  # of quantized layers; others have the smaller error below
+_MAX_ERROR = 0.02  # norm of the difference, relative
+
+
+def make_weights(mesh: Mesh, case: Case) -> tuple[Any, Any]:
+    """Returns gate_up, `[E, H, 2 F]`, and down, `[E, F, H]`, by expert; codes for FP8."""
+    n_local, size = case.n_experts // case.n_ranks, case.expert_size
+    shapes = (case.hidden_size, 2 * size), (size, case.hidden_size)
+
+    def make(rank):
+        keys = jax.random.split(jax.random.fold_in(jax.random.key(5), rank[0]), (2, n_local))
+
+        def normal(shape):
+            scale = shape[0] ** -0.5
+            return lambda key: (jax.random.normal(key, shape) * scale).astype(jnp.bfloat16)
+
+        return tuple(lax.map(normal(s), k) for s, k in zip(shapes, keys, strict=True))
+
+    weights = on_mesh(mesh, make)(np.arange(case.n_ranks))
+    if not case.is_quantized:
+        return weights
+
+    def quantize(matrix):
+        return jax_ep.quantize_weights(matrix[None], differentiable=False)
+
+    def by_expert(weights):
+        return tuple(jax.tree.map(lambda x: x[:, 0], lax.map(quantize, x)) for x in weights)
+
+    return on_mesh(mesh, by_expert)(weights)
+
+
+def _experts(implementation: Implementation, rows: Any, weights: Any) -> jax.Array:
+    """The experts' MLP: ours, or that of plain JAX in the baselines."""
+    if implementation.group is not None and implementation.name != TOKAMAX:
+        return jax_ep.expert_mlp(rows, *weights)
+    sizes = jnp.diff(rows.row_offsets.astype(jnp.int32))
+    if implementation.name == TOKAMAX:
+        import tokamax
+
+        multiply = tokamax.ragged_dot
+    else:
+        multiply = lax.ragged_dot
+    gate, up = jnp.split(multiply(rows.tokens, weights[0], sizes), 2, axis=1)
+    return multiply(jax.nn.silu(gate) * up, weights[1], sizes)
+
+
+def has_tokamax() -> bool:
+    """Whether tokamax is installed."""
+    return importlib.util.find_spec("tokamax") is not None
+
+
+def _layer(implementation: Implementation) -> Step:
+    def next(tokens, ids, weights, parameters, hide):
+        rows = implementation.dispatch(tokens, ids, weights)
+        results = _experts(implementation, rows, parameters)
+        return implementation.combine(results, rows, weights), {"row_offsets": rows.row_offsets}
+
+    return Step(next)
+
+
+def _layer_with_gradients(implementation: Implementation) -> Step:
+    """A layer, then its gradients in tokens, choices' weights and parameters."""
+    forward = _layer(implementation)
+
+    def next(tokens, ids, weights, parameters, hide):
+        def of_floats(*floats):
+            tokens, weights, parameters = floats
+            return forward.next(tokens, ids, weights, parameters, hide)[0]
+
+        out, backward = jax.vjp(of_floats, tokens, weights, parameters)
+        d_tokens, d_weights, d_parameters = hide(backward(out))
+        return d_tokens, {"d_weights": d_weights, "d": [d[:1, :1] for d in d_parameters]}
+
+    return Step(next)
+
+
+def _start(implementation: Implementation) -> Callable[..., Any]:
+    """The state of the experts alone: dispatched rows."""
+    return lambda tokens, ids, weights: (tokens, implementation.dispatch(tokens, ids, weights))
+
+
+def _experts_alone(implementation: Implementation) -> Step:
+    def next(state, ids, weights, parameters, hide):
+        results = _experts(implementation, state[1], parameters)
+        return state, {"results": hide(results)[:1]}
+
+    return Step(next, _start(implementation))
+
+
+def _experts_alone_with_gradients(implementation: Implementation) -> Step:
+    def next(state, ids, weights, parameters, hide):
+        def of_floats(tokens, parameters):
+            rows = dataclasses.replace(state[1], tokens=tokens)
+            return _experts(implementation, rows, parameters)
+
+        out, backward = jax.vjp(of_floats, state[1].tokens, parameters)
+        d_tokens, d_parameters = hide(backward(out))
+        return state, {"d_tokens": d_tokens[:1], "d": [d[:1, :1] for d in d_parameters]}
+
+    return Step(next, _start(implementation))
+
+
+def _dense(implementation: Implementation) -> Step:
+    """As many rows as tokens have choices, through one expert's matrices."""
+
+    def start(tokens, ids, weights):
+        return tokens, jnp.repeat(tokens, ids.shape[1], axis=0)
+
+    def next(state, ids, weights, parameters, hide):
+        tokens, rows = state
+        gate_up, down = (x[0] for x in parameters)
+        values = hide(rows @ gate_up)[:, : down.shape[0]]
+        rows = hide(values @ down)
+        return (tokens, rows), {"rows": rows[:1]}
+
+    return Step(next, start)
+
+
+# Steps of an implementation, by the name of the operation.
+STEPS: dict[str, Callable[[Implementation], Step]] = {
+    "layer": _layer,
+    "layer + grad": _layer_with_gradients,
+    "experts": _experts_alone,
+    "experts + grad": _experts_alone_with_gradients,
+    "dense matmuls": _dense,
+}
+
+
+def check(case: Case, operands: tuple, parameters: tuple, out: jax.Array) -> str | None:
+    """Compares tokens of a layer's result with NumPy's; returns what is wrong."""
+    tokens, ids, weights = (np.asarray(x[:_N_CHECKED], np.float32) for x in operands)
+    wanted = np.zeros_like(tokens)
+    for t, k in np.ndindex(ids.shape):
+        if ids[t, k] >= 0:
+            gate_up, down = (_matrix(x, int(ids[t, k])) for x in parameters)
+            gate, up = np.split(tokens[t] @ gate_up, 2)
+            wanted[t] += weights[t, k] * (gate / (1 + np.exp(-gate)) * up) @ down
+    got = np.asarray(out[:_N_CHECKED], np.float32)
+    size = np.linalg.norm(wanted)
+    cosine = float(np.sum(got * wanted) / np.linalg.norm(got) / size)
+    error = float(np.linalg.norm(got - wanted) / size)
+    if cosine >= _MIN_COSINE if case.is_quantized else error <= _MAX_ERROR:
+        return None
+    return f"a token's result must be near NumPy's; cosine {cosine:.4f}, error {error:.3g}"
+
+
+def _matrix(weights: Any, expert: int) -> np.ndarray:
+    """One expert's matrix in float32."""
+    if not isinstance(weights, jax_ep.QuantizedWeights):
+        return np.asarray(weights[expert], np.float32)
+    codes, scales = (np.asarray(x[expert], np.float32) for x in (weights.codes, weights.scales))
+    by_element = np.repeat(np.repeat(scales, 128, 0)[: len(codes)], 128, 1)
+    return (codes * by_element).T

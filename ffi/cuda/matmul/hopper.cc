@@ -1,0 +1,23 @@
+// Checks what the kernels for Hopper need, and selects them by the operands' type.
+
+#include "cuda/matmul/hopper_elements.h"
+#include "cuda/matmul/kernels.h"
+
+namespace jax_ep::p2p {
+
+cudaError_t LaunchHopperMatmul(const MatmulCall& call, cudaStream_t stream) {
+  const bool is_e4m3 = call.element == Element::kE4m3;
+  const int64_t in_vector = is_e4m3 ? 16 : 8;  // elements of 16 bytes
+  if (call.k % in_vector != 0 || call.n % 8 != 0) return cudaErrorInvalidValue;
+  if (call.n_groups == 0 || call.out_elements() == 0) return cudaSuccess;
+  if (call.k == 0 || call.n_rows == 0) {
+    const auto n_bytes = static_cast<size_t>(call.out_elements() * ElementBytes(call.out_type));
+    return cudaMemsetAsync(call.out, 0, n_bytes, stream);
+  }
+  if (is_e4m3) return hopper::LaunchE4m3(call, stream);
+  if (call.element == Element::kBFloat16) return hopper::LaunchBFloat16(call, stream);
+  if (call.element == Element::kFloat16) return hopper::LaunchFloat16(call, stream);
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace jax_ep::p2p

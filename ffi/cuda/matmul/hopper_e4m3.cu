@@ -1,0 +1,16 @@
+// Grouped matmuls of e4m3 with scales for Hopper.
+
+#include "cuda/matmul/hopper.cuh"
+#include "cuda/matmul/hopper_elements.h"
+
+namespace jax_ep::p2p::hopper {
+
+cudaError_t LaunchE4m3(const MatmulCall& call, cudaStream_t stream) {
+  using Out = cutlass::bfloat16_t;
+  constexpr MatmulForm kForm = MatmulForm::kTransposedWeights;
+  if (call.form != kForm || call.out_type != RowType::kBFloat16) return cudaErrorInvalidValue;
+  return Launch<kForm, typename ScaledKernel<Out, ScaledManyRows>::Type,
+                typename ScaledKernel<Out, ScaledFewRows>::Type>(call, stream);
+}
+
+}  // namespace jax_ep::p2p::hopper

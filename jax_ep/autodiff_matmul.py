@@ -1,0 +1,122 @@
+"""The differentiation rules of grouped matmuls.
+
+The gradient of each form is a grouped matmul of another form, so that derivatives of any order
+exist.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_ep.xla_ffi.matmul import (
+    Matmul,
+    MatmulForm,
+    dequantize_rows,
+    dequantize_weights,
+    multiply_groups,
+)
+
+_NO_GRADIENT: Any = None  # what custom_vjp expects for integers and codes
+_FLIPPED = {
+    MatmulForm.WEIGHTS: MatmulForm.TRANSPOSED_WEIGHTS,
+    MatmulForm.TRANSPOSED_WEIGHTS: MatmulForm.WEIGHTS,
+}
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def grouped_matmul(
+    matmul: Matmul, lhs: jax.Array, rhs: jax.Array, row_offsets: jax.Array
+) -> jax.Array:
+    """A grouped matmul of numbers."""
+    return multiply_groups(matmul, lhs, rhs, row_offsets)
+
+
+def _fwd(
+    matmul: Matmul, lhs: jax.Array, rhs: jax.Array, row_offsets: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    return grouped_matmul(matmul, lhs, rhs, row_offsets), (lhs, rhs, row_offsets)
+
+
+def _bwd(
+    matmul: Matmul, saved: tuple[jax.Array, ...], cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array, None]:
+    lhs, rhs, row_offsets = saved
+    cotangent = cotangent.astype(lhs.dtype)
+
+    def multiply(form: MatmulForm, a: jax.Array, b: jax.Array, dtype: np.dtype) -> jax.Array:
+        return grouped_matmul(Matmul(form, dtype, zeroes_unused=True), a, b, row_offsets)
+
+    if matmul.form == MatmulForm.ROWS:
+        grad_lhs = multiply(MatmulForm.TRANSPOSED_WEIGHTS, rhs, cotangent, lhs.dtype)
+        grad_rhs = multiply(MatmulForm.WEIGHTS, lhs, cotangent, rhs.dtype)
+        return grad_lhs, grad_rhs, _NO_GRADIENT
+    grad_lhs = multiply(_FLIPPED[matmul.form], cotangent, rhs, lhs.dtype)
+    pair = (lhs, cotangent) if matmul.form == MatmulForm.WEIGHTS else (cotangent, lhs)
+    return grad_lhs, multiply(MatmulForm.ROWS, *pair, rhs.dtype), _NO_GRADIENT
+
+
+grouped_matmul.defvjp(_fwd, _bwd)
+
+
+class ScaledOperands(NamedTuple):
+    """e4m3 codes and their scales, as `multiply_groups` takes them."""
+
+    rows: jax.Array
+    weights: jax.Array
+    row_scales: jax.Array
+    weight_scales: jax.Array
+
+
+class Sources(NamedTuple):
+    """The numbers that codes encode, which receive the gradients; None: there is no gradient."""
+
+    rows: jax.Array | None
+    weights: jax.Array | None  # in the form that the matmul of numbers would have
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def scaled_matmul(
+    source: Matmul, sources: Sources, operands: ScaledOperands, row_offsets: jax.Array
+) -> jax.Array:
+    """A grouped matmul of codes, with straight-through gradients.
+
+    `source` is the matmul of the numbers that the codes encode. Only its form and the sources'
+    dtypes matter here: the sources themselves are not read, so that XLA need not compute them.
+    """
+    matmul = Matmul(MatmulForm.TRANSPOSED_WEIGHTS, source.dtype)
+    scales = operands.row_scales, operands.weight_scales
+    return multiply_groups(matmul, operands.rows, operands.weights, row_offsets, scales)
+
+
+def _scaled_fwd(
+    source: Matmul, sources: Sources, operands: ScaledOperands, row_offsets: jax.Array
+) -> tuple[jax.Array, Any]:
+    product = scaled_matmul(source, sources, operands, row_offsets)
+    dtypes = Sources(*(None if x is None else jnp.zeros(0, x.dtype) for x in sources))
+    return product, (dtypes, sources.weights, operands, row_offsets)
+
+
+def _scaled_bwd(source: Matmul, saved: Any, cotangent: jax.Array) -> tuple[Sources, None, None]:
+    dtypes, weights, operands, row_offsets = saved
+    grads = Sources(None, None)
+    if dtypes.rows is not None:
+        form = source.form
+        if weights is None:  # only their codes are there
+            weights = dequantize_weights(operands.weights, operands.weight_scales, cotangent.dtype)
+            form = MatmulForm.TRANSPOSED_WEIGHTS
+        flipped = _FLIPPED[form]
+        matmul = Matmul(flipped, dtypes.rows.dtype, zeroes_unused=True)
+        grad_rows = grouped_matmul(matmul, cotangent, weights.astype(cotangent.dtype), row_offsets)
+        grads = grads._replace(rows=grad_rows)
+    if dtypes.weights is not None:
+        rows = dequantize_rows(operands.rows, operands.row_scales, cotangent.dtype)
+        pair = (rows, cotangent) if source.form == MatmulForm.WEIGHTS else (cotangent, rows)
+        matmul = Matmul(MatmulForm.ROWS, dtypes.weights.dtype)
+        grads = grads._replace(weights=grouped_matmul(matmul, *pair, row_offsets))
+    return grads, _NO_GRADIENT, _NO_GRADIENT
+
+
+scaled_matmul.defvjp(_scaled_fwd, _scaled_bwd)

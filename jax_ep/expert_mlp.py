@@ -1,0 +1,103 @@
+"""expert_mlp: the gated feed-forward network of every expert, applied to its rows."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jax_ep.dequantize import dequantize
+from jax_ep.formats import BlockwiseFP8, Plain, QuantizedFormat
+from jax_ep.fused_silu import QuantizedRows, fused_silu
+from jax_ep.grouped_matmul import grouped_matmul, multiply_rows
+from jax_ep.quantize_weights import QuantizedWeights
+from jax_ep.results import Dispatched, check_dispatched
+
+# Name of the result of the first matmul, `[C, 2 F]`, for `jax.checkpoint` policies.
+EXPERT_HIDDEN_NAME = "jax_ep_expert_hidden"
+
+
+def expert_mlp(
+    dispatched: Dispatched,
+    gate_up: jax.Array | QuantizedWeights,
+    down: jax.Array | QuantizedWeights,
+    *,
+    transposed: bool = False,
+    interleaved: bool = False,
+    clamp: tuple[float, float] | None = None,
+) -> jax.Array:
+    """`(silu(x @ gate) * (x @ up)) @ down` of every row x, with its expert's weights.
+
+    Two grouped matmuls and `fused_silu`. Differentiable. With `QuantizedWeights`, both matmuls are
+    in FP8, and gradients are straight-through: in bfloat16, to the tokens given to dispatch and to
+    the weights given to `quantize_weights`.
+
+    For a gradient, JAX keeps the rows, the first matmul's result and that of the activation, or
+    recomputes what a `jax.checkpoint` policy leaves out. The first matmul's result has the name
+    `EXPERT_HIDDEN_NAME`.
+
+    Args:
+        dispatched: the result of dispatch. Rows in a format that quantizes are dequantized to the
+            weights' dtype, unless both weights are `QuantizedWeights`; then the format must be
+            `BlockwiseFP8`.
+        gate_up: `[L + se, H, 2 F]`, all gate columns first: bfloat16, float16 or float32, in the
+            rows' dtype; or `QuantizedWeights`, of an F that is a multiple of 128.
+        down: `[L + se, F, H]`, alike.
+        transposed: whether the weights are `[L + se, 2 F, H]` and `[L + se, H, F]`; not for
+            `QuantizedWeights`, which know.
+        interleaved: whether gate and up columns alternate, as in `fused_silu`.
+        clamp: `(alpha, limit)`, as in `fused_silu`.
+
+    Returns:
+        `[C, H]` for combine, in the weights' dtype; bfloat16 with `QuantizedWeights`. Rows that are
+        not in use are unspecified.
+
+    Raises:
+        TypeError: `dispatched` is not the result of dispatch, or one of the weights is quantized
+            and the other is not. While tracing.
+        ValueError: a shape, dtype or format does not fit. While tracing.
+    """
+    check_dispatched("expert_mlp", dispatched)
+    activation: dict[str, Any] = {"interleaved": interleaved, "clamp": clamp}
+    if isinstance(gate_up, QuantizedWeights) or isinstance(down, QuantizedWeights):
+        return _quantized_mlp(dispatched, gate_up, down, transposed, activation)
+    rows, row_offsets = dispatched.tokens, dispatched.row_offsets
+    if isinstance(dispatched.group.config.token_format, QuantizedFormat):
+        rows = dequantize(dispatched, jnp.result_type(gate_up))
+    hidden = grouped_matmul(rows, gate_up, row_offsets, transposed=transposed)
+    hidden = checkpoint_name(hidden, EXPERT_HIDDEN_NAME)
+    values = fused_silu(hidden, row_offsets, Plain(hidden.dtype), **activation)
+    assert isinstance(values, jax.Array)
+    return grouped_matmul(values, down, row_offsets, transposed=transposed)
+
+
+def _quantized_mlp(
+    dispatched: Dispatched, gate_up: Any, down: Any, transposed: bool, activation: dict[str, Any]
+) -> jax.Array:
+    token_format = dispatched.group.config.token_format
+    if not (isinstance(gate_up, QuantizedWeights) and isinstance(down, QuantizedWeights)):
+        raise TypeError(
+            "expert_mlp: gate_up and down must both be arrays or both be QuantizedWeights; got "
+            f"{type(gate_up).__name__} and {type(down).__name__}."
+        )
+    if transposed:
+        raise ValueError(
+            "expert_mlp: transposed must be False with QuantizedWeights; pass it to "
+            "quantize_weights."
+        )
+    if not isinstance(token_format, BlockwiseFP8):
+        raise ValueError(
+            "expert_mlp: with QuantizedWeights, the rows must be in BlockwiseFP8; the group's "
+            f"token_format is {token_format!r}."
+        )
+    row_offsets, scales = dispatched.row_offsets, dispatched.scales
+    assert scales is not None
+    rows = QuantizedRows(dispatched.tokens, scales, dispatched.scales_offsets)
+    tokens = dequantize(dispatched, jnp.bfloat16)  # for the gradient only, otherwise XLA drops it
+    hidden = multiply_rows(rows, gate_up, row_offsets, token_format, tokens)
+    hidden = checkpoint_name(hidden, EXPERT_HIDDEN_NAME)
+    values = fused_silu(hidden, row_offsets, **activation)  # for the gradient only, too
+    codes = fused_silu(lax.stop_gradient(hidden), row_offsets, BlockwiseFP8(), **activation)
+    assert isinstance(codes, QuantizedRows) and isinstance(values, jax.Array)
+    return multiply_rows(codes, down, row_offsets, BlockwiseFP8(), values)

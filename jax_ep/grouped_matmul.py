@@ -1,0 +1,163 @@
+"""grouped_matmul: every group of rows times the weights of its expert."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_ep import autodiff_matmul, checks
+from jax_ep.autodiff_matmul import ScaledOperands, Sources
+from jax_ep.formats import BlockwiseFP8
+from jax_ep.formats.scales import ROW_MAJOR
+from jax_ep.fused_silu import QuantizedRows
+from jax_ep.quantize_weights import QuantizedWeights
+from jax_ep.xla_ffi.matmul import SCALE_BLOCK, Matmul, MatmulForm
+
+_FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
+
+
+def grouped_matmul(
+    rows: jax.Array | QuantizedRows,
+    weights: jax.Array | QuantizedWeights,
+    row_offsets: jax.Array,
+    *,
+    transposed: bool = False,
+    dtype: jax.typing.DTypeLike | None = None,
+    token_format: BlockwiseFP8 | None = None,
+) -> jax.Array:
+    """Multiplies row i by the weights of the group that it belongs to.
+
+    Groups may have any number of rows, and none. Sums are in float32 and rounded once; a GPU gives
+    the same bits in every run. Differentiable, any number of times, in rows and weights; the
+    weights of a group without rows have the gradient zero. May be called outside `jax.shard_map`.
+
+    On Hopper GPUs, bfloat16, float16 and FP8 run on CUTLASS's kernels; on other GPUs from compute
+    capability 8.0 on, bfloat16 and float16 do, and FP8 is dequantized to bfloat16 first. H and N
+    must be multiples of 8 for that. Other calls on GPUs, float32 among them, are
+    `jax.lax.ragged_dot`, which multiplies every row by the weights of all groups.
+
+    Args:
+        rows: `[C, H]`, or codes as `dispatch` and `fused_silu` give them for `BlockwiseFP8`.
+        weights: `[L, H, N]`, in the dtype of `rows`; or `quantize_weights(...)` for codes.
+        row_offsets: `uint32[L + 1]`, as in `Dispatched`: non-decreasing, from 0 to at most C.
+        transposed: whether `weights` is `[L, N, H]`; not for `QuantizedWeights`, which knows.
+        dtype: of the result: the dtype of `rows` (None) or float32; of codes, bfloat16.
+        token_format: of codes; None is `BlockwiseFP8()`.
+
+    Returns:
+        `[C, N]`. Rows from `row_offsets[-1]` on are unspecified, and zero in gradients.
+
+    Raises:
+        TypeError: codes are multiplied by numbers, or numbers by codes. While tracing.
+        ValueError: a shape or dtype does not fit. While tracing.
+    """
+    if isinstance(weights, QuantizedWeights) or isinstance(rows, QuantizedRows):
+        return _multiply_codes(rows, weights, row_offsets, transposed, dtype, token_format)
+    return _multiply_numbers(rows, weights, row_offsets, transposed, dtype)
+
+
+def _multiply_numbers(
+    rows: Any, weights: Any, row_offsets: Any, transposed: bool, dtype: Any
+) -> jax.Array:
+    rows, weights, row_offsets = checks.as_arrays(rows, weights, row_offsets)
+    checks.check_array("grouped_matmul", "rows", rows, (None, None), "C H", *_FLOATS)
+    n_rows, hidden_size = rows.shape
+    _check_offsets(row_offsets)
+    n_groups = row_offsets.shape[0] - 1
+    shape: tuple[int | None, ...] = (n_groups, hidden_size, None)
+    letters = "L H N"
+    if transposed:
+        shape, letters = (n_groups, None, hidden_size), "L N H"
+    checks.check_array("grouped_matmul", "weights", weights, shape, letters, rows.dtype)
+    matmul = Matmul(_form(transposed), _result_dtype(dtype, rows.dtype))
+    rows, weights, row_offsets = checks.vary_alike(None, rows, weights, row_offsets)
+    if 0 in (n_rows, hidden_size, n_groups):
+        return jnp.zeros((n_rows, weights.shape[1 if transposed else 2]), matmul.dtype)
+    return autodiff_matmul.grouped_matmul(matmul, rows, weights, row_offsets)
+
+
+def multiply_rows(
+    rows: QuantizedRows,
+    weights: QuantizedWeights,
+    row_offsets: jax.Array,
+    token_format: BlockwiseFP8,
+    source_rows: jax.Array | None = None,
+) -> jax.Array:
+    """`grouped_matmul` of codes; `source_rows`, which they encode, receives the rows' gradient."""
+    _check_codes(rows, weights, row_offsets, token_format)
+    row_scales = rows.scales.T if token_format.layout is ROW_MAJOR else rows.scales
+    fixed = map(lax.stop_gradient, (rows.tokens, weights.codes, row_scales, weights.scales))
+    operands: Any = (*fixed, lax.stop_gradient(row_offsets), source_rows, weights.source)
+    *codes, row_offsets, source_rows, source_weights = checks.vary_alike(None, *operands)
+    source = Matmul(_form(weights.transposed), np.dtype(jnp.bfloat16))
+    return autodiff_matmul.scaled_matmul(
+        source, Sources(source_rows, source_weights), ScaledOperands(*codes), row_offsets
+    )
+
+
+def _multiply_codes(
+    rows: Any, weights: Any, row_offsets: Any, transposed: bool, dtype: Any, token_format: Any
+) -> jax.Array:
+    token_format = BlockwiseFP8() if token_format is None else token_format
+    if not (isinstance(weights, QuantizedWeights) and isinstance(rows, QuantizedRows)):
+        raise TypeError(
+            "grouped_matmul: rows and weights must both be arrays, or QuantizedRows and "
+            f"QuantizedWeights; got {type(rows).__name__} and {type(weights).__name__}. Quantize "
+            "weights with quantize_weights(); jax_ep.dequantize() gives the rows of a dispatch."
+        )
+    if not isinstance(token_format, BlockwiseFP8):
+        raise ValueError(
+            f"grouped_matmul: token_format must be BlockwiseFP8, for which there are kernels; got "
+            f"{token_format!r}. Dequantize the rows, and multiply arrays."
+        )
+    if transposed or dtype not in (None, jnp.bfloat16):
+        raise ValueError(
+            "grouped_matmul: transposed must be False, and dtype bfloat16, with QuantizedWeights; "
+            f"got {transposed} and {dtype}."
+        )
+    return multiply_rows(rows, weights, row_offsets, token_format)
+
+
+def _check_codes(
+    rows: QuantizedRows, weights: QuantizedWeights, row_offsets: Any, token_format: BlockwiseFP8
+) -> None:
+    def check(name: str, x: Any, shape: tuple[int | None, ...], letters: str, dtype: Any) -> None:
+        checks.check_array("grouped_matmul", name, x, shape, letters, dtype)
+
+    check("rows.tokens", rows.tokens, (None, None), "C H", jnp.float8_e4m3fn)
+    _check_offsets(row_offsets)
+    n_rows, hidden_size = rows.tokens.shape
+    n_groups, n_scales = row_offsets.shape[0] - 1, hidden_size // SCALE_BLOCK
+    shape: tuple[int | None, ...] = (n_groups, None, hidden_size)
+    check("weights.codes", weights.codes, shape, "L N H", jnp.float8_e4m3fn)
+    n_blocks = -(-weights.codes.shape[1] // SCALE_BLOCK)
+    shape = (n_groups, n_blocks, n_scales)
+    check("weights.scales", weights.scales, shape, "L N/128 H/128", jnp.float32)
+    shape, letters = (n_scales, n_rows), "H/128 C"
+    if token_format.layout is ROW_MAJOR:
+        shape, letters = (n_rows, n_scales), "C H/128"
+    check("rows.scales", rows.scales, shape, letters, jnp.float32)
+
+
+def _check_offsets(row_offsets: Any) -> None:
+    checks.check_array("grouped_matmul", "row_offsets", row_offsets, (None,), "L+1", jnp.uint32)
+    if not row_offsets.shape[0]:
+        raise ValueError(
+            "grouped_matmul: row_offsets must have one more entry than there are groups; got none."
+        )
+
+
+def _form(transposed: bool) -> MatmulForm:
+    return MatmulForm.TRANSPOSED_WEIGHTS if transposed else MatmulForm.WEIGHTS
+
+
+def _result_dtype(dtype: Any, rows_dtype: np.dtype) -> np.dtype:
+    dtype = rows_dtype if dtype is None else np.dtype(dtype)
+    if dtype not in (rows_dtype, np.dtype(np.float32)):
+        raise ValueError(
+            f"grouped_matmul: dtype must be {rows_dtype.name}, as that of rows, or float32; got "
+            f"{dtype.name}."
+        )
+    return dtype

@@ -1,0 +1,84 @@
+"""quantize_weights: experts' weights as e4m3 codes, for grouped matmuls in FP8."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_ep import checks
+from jax_ep.formats import BlockwiseFP8
+from jax_ep.xla_ffi.matmul import SCALE_BLOCK
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QuantizedWeights:
+    """Weights of L experts as codes, for rows in `BlockwiseFP8`. A pytree.
+
+    Attributes:
+        codes: float8_e4m3fn `[L, N, H]`: both operands of an FP8 matmul must be contiguous along
+            the axis that is summed over.
+        scales: `float32[L, ceil(N / 128), H / 128]`, one per block of 128 x 128 codes.
+        source: the weights that were quantized, as given, which receive the gradient; None if
+            there is none.
+        transposed: whether `source` is `[L, N, H]` rather than `[L, H, N]`; static.
+    """
+
+    codes: jax.Array
+    scales: jax.Array
+    source: jax.Array | None
+    transposed: bool = dataclasses.field(metadata={"static": True})
+
+
+@dataclasses.dataclass(frozen=True)
+class _Blocks(BlockwiseFP8):
+    """The same arithmetic, with a scale per block of 128 x 128."""
+
+    block_size: ClassVar[int] = SCALE_BLOCK**2
+
+
+def quantize_weights(
+    weights: jax.Array, *, transposed: bool = False, differentiable: bool = True
+) -> QuantizedWeights:
+    """Quantizes weights to e4m3 with one float32 scale per 128 x 128 block.
+
+    `scale = max(amax, 1e-4) / 448`, `code = e4m3(w / scale)`, as in DeepSeek-V3 and in
+    `BlockwiseFP8`; the same bits on every platform.
+
+    Args:
+        weights: `[L, H, N]` or, with `transposed`, `[L, N, H]`; bfloat16 or float32, H a multiple
+            of 128.
+        transposed: which axis of `weights` is summed over.
+        differentiable: whether to keep `weights` as `source`. Pass False for inference: the codes
+            need half the memory of bfloat16 or a quarter of that of float32.
+
+    Raises:
+        ValueError: a shape or dtype does not fit. While tracing.
+    """
+    (weights,) = checks.as_arrays(weights)
+    letters = "L N H" if transposed else "L H N"
+    checks.check_array(
+        "quantize_weights", "weights", weights, (None,) * 3, letters, jnp.bfloat16, jnp.float32
+    )
+    values = weights if transposed else weights.swapaxes(1, 2)
+    n_groups, n, k = values.shape
+    if k % SCALE_BLOCK:
+        raise ValueError(
+            f"quantize_weights: H must be a multiple of {SCALE_BLOCK}, the size of a block that "
+            f"shares a scale; got {k}."
+        )
+    codes, scales = _quantize(lax.stop_gradient(values))
+    return QuantizedWeights(codes, scales, weights if differentiable else None, transposed)
+
+
+@jax.jit
+def _quantize(values: jax.Array) -> tuple[jax.Array, jax.Array]:
+    n_groups, n, k = values.shape
+    padded = jnp.pad(values, ((0, 0), (0, -n % SCALE_BLOCK), (0, 0)))
+    shape = n_groups, -(-n // SCALE_BLOCK), SCALE_BLOCK, k // SCALE_BLOCK, SCALE_BLOCK
+    blocks = padded.reshape(shape).swapaxes(2, 3)
+    codes, scales = _Blocks().quantize(blocks.reshape(n_groups, shape[1], shape[3], -1))
+    codes = codes.reshape(blocks.shape).swapaxes(2, 3).reshape(padded.shape)
+    return codes[:, :n], scales[..., 0]

@@ -1,0 +1,207 @@
+"""The primitive behind grouped matmuls: CUTLASS on GPUs, tiles on CPUs, `lax.ragged_dot` elsewhere.
+
+It belongs to no group and works inside and outside `jax.shard_map`.
+"""
+
+import dataclasses
+import enum
+import functools
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.interpreters import mlir
+
+from jax_ep.xla_ffi import extension, matmul_tiles
+from jax_ep.xla_ffi.lowering import fusion_barrier, like, make_primitive
+
+_TARGET = "jax_ep_grouped_matmul"
+_HALVES = (jnp.bfloat16, jnp.float16)
+SCALE_BLOCK = 128  # elements that share a scale, along each axis that has scales
+_SCALED_DTYPE = np.dtype(jnp.bfloat16)  # of the results of the kernel for codes with scales
+
+
+class MatmulForm(enum.IntEnum):
+    """What is multiplied, group by group. The same values as in C++."""
+
+    WEIGHTS = 0  # rows [C, k] x weights [L, k, n] -> [C, n]
+    TRANSPOSED_WEIGHTS = 1  # rows [C, k] x weights [L, n, k], transposed -> [C, n]
+    ROWS = 2  # rows [C, k], transposed, x rows [C, n] -> [L, k, n]
+
+
+@dataclasses.dataclass(frozen=True)
+class Matmul:
+    """The parameters of a grouped matmul.
+
+    Attributes:
+        form: what is multiplied.
+        dtype: of the result, rounded once from a sum in float32.
+        zeroes_unused: whether rows of the result that are not in use are zero, not unspecified.
+    """
+
+    form: MatmulForm
+    dtype: np.dtype
+    zeroes_unused: bool = False
+
+
+def multiply_groups(
+    matmul: Matmul,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    row_offsets: jax.Array,
+    scales: tuple[jax.Array, jax.Array] | None = None,
+) -> jax.Array:
+    """Binds the primitive.
+
+    `scales`, with e4m3 operands and transposed weights: `float32[k / 128, C]` of blocks of 128
+    elements of a row and `float32[L, ceil(n / 128), k / 128]` of blocks of 128 x 128 weights.
+    """
+    return grouped_matmul_p.bind(lhs, rhs, row_offsets, *(scales or ()), matmul=matmul)[0]
+
+
+def dequantize_weights(codes: jax.Array, scales: jax.Array, dtype: Any) -> jax.Array:
+    """`[L, n, k]` from codes and the scales of blocks of 128 x 128."""
+    rows = jnp.repeat(scales, SCALE_BLOCK, axis=1)[:, : codes.shape[1]]
+    by_element = jnp.repeat(rows, SCALE_BLOCK, axis=2)
+    return (codes.astype(jnp.float32) * by_element).astype(dtype)
+
+
+def dequantize_rows(codes: jax.Array, scales: jax.Array, dtype: Any) -> jax.Array:
+    """`[C, k]` from codes and `[k / 128, C]` scales."""
+    by_element = jnp.repeat(scales.T, SCALE_BLOCK, axis=1)
+    return (codes.astype(jnp.float32) * by_element).astype(dtype)
+
+
+def _lower_cuda(ctx: mlir.LoweringRuleContext, *operands: Any, matmul: Matmul) -> Any:
+    if not _has_kernel(ctx.avals_in, ctx.avals_out[0], matmul):
+        return _lower_dense(ctx, *operands, matmul=matmul)
+    row_offsets: Any = ctx.avals_in[2]
+    n_bytes = _workspace_bytes(row_offsets.shape[0] - 1)
+    workspace = like(ctx.avals_out[0], (n_bytes,), np.uint8)
+    call = jax.ffi.ffi_lowering(_TARGET)
+    product, _ = call(
+        ctx.replace(avals_out=[*ctx.avals_out, workspace]),
+        *operands,
+        form=np.int32(matmul.form),
+        zeroes_unused=np.bool_(matmul.zeroes_unused),
+    )
+    return fusion_barrier([product])
+
+
+def _has_kernel(operands: Any, result: Any, matmul: Matmul) -> bool:
+    lhs, n = operands[0], result.shape[-1]
+    is_scaled = len(operands) > 3
+    dtypes = (_SCALED_DTYPE,) if is_scaled else (lhs.dtype, np.dtype(np.float32))
+    k = result.shape[1] if matmul.form == MatmulForm.ROWS else lhs.shape[1]
+    if not (is_scaled or lhs.dtype in _HALVES) or matmul.dtype not in dtypes:
+        return False
+    if k % (16 if is_scaled else 8) or n % 8:
+        return False
+    return _is_built() and (not is_scaled or _is_hopper())
+
+
+@functools.cache
+def _is_built() -> bool:
+    """Whether the extension has the kernels; if not, warns once."""
+    try:
+        extension.register_cuda()
+        if _TARGET in extension.load_cuda().targets():
+            return True
+        why = "the CUDA extension was built without CUTLASS"
+    except ImportError as error:
+        why = extension.why_missing("_ffi_cuda", error)
+    warnings.warn(
+        f"grouped_matmul: {why}. It uses jax.lax.ragged_dot, which is many times slower on GPUs. "
+        "Install nvidia-cutlass where jax_ep is built, and build it again.",
+        stacklevel=2,
+    )
+    return False
+
+
+@functools.cache
+def _is_hopper() -> bool:
+    """Whether the GPUs are Hopper's; assumed where there are none, when lowering for others."""
+    try:
+        device = jax.local_devices(backend="cuda")[0]
+    except RuntimeError:
+        return True
+    return device.compute_capability.split(".")[0] == "9"
+
+
+def _workspace_bytes(n_groups: int) -> int:
+    """As `MatmulWorkspaceBytes` in core/matmul_call.h."""
+    return 256 * 4 * 128 + 256 * n_groups + 4096
+
+
+def _dequantized(codes_dtype: Any, operands: Any) -> Any:
+    """Operands without scales: codes become numbers of a dtype."""
+    if len(operands) == 3:
+        return operands
+    rows, weights, row_offsets, row_scales, weight_scales = operands
+    return (
+        dequantize_rows(rows, row_scales, codes_dtype),
+        dequantize_weights(weights, weight_scales, codes_dtype),
+        row_offsets,
+    )
+
+
+def _by_tiles(*operands: jax.Array, matmul: Matmul) -> list[jax.Array]:
+    lhs, rhs, row_offsets = _dequantized(jnp.float32, operands)
+    if matmul.form == MatmulForm.ROWS:
+        return [matmul_tiles.rows_by_rows(lhs, rhs, row_offsets, dtype=matmul.dtype)]
+    transposed = matmul.form == MatmulForm.TRANSPOSED_WEIGHTS
+    rows = matmul_tiles.rows_by_weights(
+        lhs, rhs, row_offsets, transposed=transposed, dtype=matmul.dtype
+    )
+    return [rows]
+
+
+def _by_ragged_dot(*operands: jax.Array, matmul: Matmul) -> list[jax.Array]:
+    """`jax.lax`'s own, which takes no account of rows that are not in use."""
+    lhs, rhs, row_offsets = _dequantized(jnp.bfloat16, operands)
+    sizes = jnp.diff(row_offsets.astype(jnp.int32))
+    in_use = (jnp.arange(lhs.shape[0], dtype=jnp.uint32) < row_offsets[-1])[:, None]
+    lhs = jnp.where(in_use, lhs, jnp.zeros((), lhs.dtype))
+    if matmul.form == MatmulForm.ROWS:
+        rhs = jnp.where(in_use, rhs, jnp.zeros((), rhs.dtype))
+        contracting: Any = ((0,), (0,))
+        group_axes: Any = ()
+    else:
+        rhs_axis = 1 if matmul.form == MatmulForm.WEIGHTS else 2
+        contracting, group_axes = ((1,), (rhs_axis,)), (0,)
+    product = lax.ragged_dot_general(
+        lhs,
+        rhs,
+        sizes,
+        lax.RaggedDotDimensionNumbers(
+            dot_dimension_numbers=(contracting, ((), ())),
+            lhs_ragged_dimensions=(0,),
+            rhs_group_dimensions=group_axes,
+        ),
+        preferred_element_type=jnp.float32,
+    )
+    if matmul.zeroes_unused and matmul.form != MatmulForm.ROWS:
+        product = jnp.where(in_use, product, 0.0)
+    return [product.astype(matmul.dtype)]
+
+
+_lower_dense = mlir.lower_fun(_by_ragged_dot, multiple_results=True)
+grouped_matmul_p = make_primitive(
+    _TARGET, cpu=mlir.lower_fun(_by_tiles, multiple_results=True), cuda=_lower_cuda
+)
+mlir.register_lowering(grouped_matmul_p, _lower_dense)
+
+
+@grouped_matmul_p.def_abstract_eval
+def _result_types(lhs: Any, rhs: Any, row_offsets: Any, *_: Any, matmul: Matmul) -> Any:
+    n_rows, k = lhs.shape
+    n_groups = row_offsets.shape[0] - 1
+    shapes = {
+        MatmulForm.WEIGHTS: (n_rows, rhs.shape[-1]),
+        MatmulForm.TRANSPOSED_WEIGHTS: (n_rows, rhs.shape[1]),
+        MatmulForm.ROWS: (n_groups, k, rhs.shape[-1]),
+    }
+    return [like(lhs, shapes[matmul.form], matmul.dtype)]
