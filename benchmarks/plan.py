@@ -180,13 +180,14 @@ def _formats(case: Case) -> list[Item]:
 
 
 def _layers() -> list[Item]:
-    """Layers of all models and their parts, in the order of T."""
+    """Layers of all models and their parts; then with the matmuls of others, which are slow."""
     items = []
     for n_tokens in _LAYER_TOKENS:
         for hidden_size, expert_size, n_experts, top_k in MODELS.values():
             case = Case(n_tokens, hidden_size, n_experts, top_k, expert_size=expert_size)
             items += _layer_items(dataclasses.replace(case, capacity=1.5))
-    return items
+    ours = (AT_DISPATCH,)
+    return sorted(items, key=lambda item: item.implementations != ours)
 
 
 def _layer_items(case: Case) -> list[Item]:
@@ -203,7 +204,7 @@ def _layer_items(case: Case) -> list[Item]:
     if case.hidden_size % 128 == 0 and case.expert_size % 128 == 0:
         quantized = dataclasses.replace(case, token_format="blockwise_fp8")
         items.append(item(quantized, "", (AT_DISPATCH,), ("layer", "experts")))
-    if case.n_tokens <= 4096:
+    if case.n_tokens in (128, 4096):
         items.append(item(case, "-lax", (_ALL_GATHER,), ("layer",)))
         names = (TOKAMAX,) if has_tokamax() else ()
         items += [item(case, "-tokamax", names, ("layer",))] if names else []

@@ -4,9 +4,19 @@ from typing import Any
 
 from case import FORMATS
 from implementations import AT_COMBINE, AT_DISPATCH, OURS
+from plan import MODELS
 
 ROUND_TRIPS = ("round trip", "round trip + grad")
 _NONE = "–"
+_MODEL_SIZES = ("hidden_size", "expert_size", "n_experts", "top_k")
+_RATES = (
+    "dense",
+    "bfloat16",
+    "transposed weights",
+    "FP8",
+    "gradient of rows",
+    "gradient of weights",
+)
 
 
 class Report:
@@ -36,7 +46,8 @@ class Report:
         chosen = {
             name: (case["n_tokens"], case["hidden_size"], case["capacity"] or 0)
             for name, case in self.record["cases"].items()
-            if (case["routing"], case["token_format"]) == (routing, "bf16") and not case["width"]
+            if (case["routing"], case["token_format"]) == (routing, "bf16")
+            if not case["width"] and not case.get("expert_size")
         }
         return sorted(chosen, key=chosen.__getitem__)
 
@@ -53,6 +64,7 @@ class Report:
         parts = [self._periods(operation) for operation in ROUND_TRIPS]
         if self.on_gpu:
             parts += [self._kernels(), self._formats(), self._link(), self._overlaps()]
+            parts += [self._layers(), self._matmuls()]
             parts.append(self._periods("round trip", variant="no command buffers"))
         else:
             parts.insert(0, self._speedups(""))
@@ -165,11 +177,78 @@ class Report:
                     rows += [[label, *_overlap_cells(us, others)]] if all(us) else []
         return _table("an asynchronous call beside a dense layer, µs", header, rows)
 
+    def layers(self) -> list[tuple[str, str]]:
+        """Returns the model and the name of each bfloat16 case with experts, by model and T."""
+        models = {sizes: model for model, sizes in MODELS.items()}
+        found = []
+        for name, case in self.record["cases"].items():
+            if case.get("expert_size") and case["token_format"] == "bf16":
+                sizes = tuple(case[key] for key in _MODEL_SIZES)
+                model = models.get(sizes, "other")
+                found.append((list(models.values()).index(model), case["n_tokens"], model, name))
+        return [(model, name) for _, _, model, name in sorted(found)]
+
+    def layer_us(
+        self, name: str, operation: str, implementation: str = AT_DISPATCH
+    ) -> float | None:
+        """Returns the period of a layer, or of a part of it."""
+        return self.us(name, operation, "chain", implementation)
+
+    def _layers(self) -> str:
+        rows = []
+        for model, name in self.layers():
+            layer, experts, dense, exchange, grad = (
+                self.layer_us(name, operation)
+                for operation in ("layer", "experts", "dense matmuls", "round trip", "layer + grad")
+            )
+            quantized = name.replace("-E", "-blockwise_fp8-E")
+            fp8, lax = self.layer_us(quantized, "layer"), self.layer_us(name, "layer", "lax")
+            parts = experts + exchange if experts and exchange else None
+            rows.append(
+                [
+                    model,
+                    str(self.record["cases"][name]["n_tokens"]),
+                    _ms(layer),
+                    _share(layer, parts),
+                    _share(dense, experts),
+                    _with_ratio(grad, grad, layer),
+                    _with_ratio(fp8, layer, fp8),
+                    _with_ratio(lax, lax, layer),
+                ]
+            )
+        header = ["", "T", "layer", "of its parts", "experts, of the dense rate", "with gradients"]
+        header += ["in FP8", "`jax.lax`"]
+        return _table("expert layers, ms", header, rows)
+
+    def _matmuls(self) -> str:
+        """Grouped matmuls: TFLOP/s, and of the dense matmul's rate in the same run."""
+        rows = []
+        for name, found in self.record.get("matmuls", {}).items():
+            if "flops" in found:
+                rate = {
+                    k: found["flops"] / v["us"][0] * 1e-6 for k, v in found.items() if k in _RATES
+                }
+                shares = [f"{rate[k]:.0f} ({rate[k] / rate['dense']:.2f})" for k in _RATES[1:]]
+                rows.append([name, f"{rate['dense']:.0f}", *shares])
+        return _table("grouped matmuls, TFLOP/s (of the dense rate)", ["", *_RATES], rows)
+
     def _link(self) -> str:
         link = self.record.get("link", {})
         rates = {"gb_s": "stores of a kernel", "gb_s_by_copy_engines": "copy engines"}
         words = [f"{link[k]:.0f} by {name}" for k, name in rates.items() if k in link]
         return f"Link, GB/s off each GPU: {', '.join(words)}." if words else ""
+
+
+def _ms(us: float | None) -> str:
+    return _NONE if us is None else f"{us / 1000:.3g}"
+
+
+def _share(part: float | None, whole: float | None) -> str:
+    return f"{part / whole:.2f}" if part and whole else _NONE
+
+
+def _with_ratio(us: float | None, above: float | None, below: float | None) -> str:
+    return f"{_ms(us)} ({above / below:.1f}×)" if us and above and below else _NONE
 
 
 def _overlap_cells(us: list, others: list) -> list[str]:

@@ -156,6 +156,42 @@ def test_rematerialization_repeats_only_calls_that_no_policy_saves(mesh, make_gr
     assert calls["nothing saved"] == calls["plain"] + test_transforms.N_LAYERS, calls
 
 
+@pytest.mark.parametrize("name", ["plain", "blockwise_fp8"])
+def test_a_layer_is_four_kernels_and_three_times_as_many_matmuls_with_gradients(
+    mesh, make_group, name
+) -> None:
+    """XLA drops what `expert_mlp` computes for the gradients of codes only."""
+    case = CASE.replace(hidden_size=128, token_format=name)
+    group, n_local = make_group(config_of(case)), case.n_experts // case.n_ranks
+    quantizes = case.token_format in QUANTIZED_FORMATS
+
+    def weights():
+        shapes = (n_local, 128, 256), (n_local, 128, 128)
+        matrices = [jnp.ones(shape, jnp.bfloat16) for shape in shapes]
+        return [jax_ep.quantize_weights(x) for x in matrices] if quantizes else matrices
+
+    def layer(tokens, topk_ids, gate_up, down):
+        rows = jax_ep.dispatch(group, tokens, topk_ids)
+        results = jax_ep.expert_mlp(rows, gate_up, down)
+        return jax_ep.combine(group, results, rows)
+
+    def gradients(tokens, topk_ids):
+        def of_floats(tokens, *sources):
+            matrices = map(jax_ep.quantize_weights, sources) if quantizes else sources
+            return layer(tokens, topk_ids, *matrices)
+
+        sources = [x.source if quantizes else x for x in weights()]
+        out, pull = jax.vjp(of_floats, tokens, *sources)
+        return pull(out)
+
+    matmul = "jax_ep_grouped_matmul"
+    experts = [matmul, "jax_ep_fused_silu", matmul]
+    (steps,) = computations(compiled(mesh, lambda *x: layer(*x, *weights()), case=case))
+    assert our_steps(steps) == [CHECK, "jax_ep_dispatch", *experts, "jax_ep_combine"]
+    (steps,) = computations(compiled(mesh, gradients, case=case))
+    assert our_steps(steps).count(matmul) == 6
+
+
 def test_unused_calls_are_dropped_and_no_call_runs_twice(mesh, make_group) -> None:
     group = make_group(config_of(CASE))
 

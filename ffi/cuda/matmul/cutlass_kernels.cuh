@@ -20,8 +20,8 @@ using RowMajor = cutlass::layout::RowMajor;
 using ColumnMajor = cutlass::layout::ColumnMajor;
 using ProblemShape = cutlass::gemm::GroupProblemShape<cute::Shape<int, int, int>>;  // (m, n, k)
 
-// Tiles, clusters and how the warps of a block share the work. Measured for every form with
-// 16 to 1024 rows per group; docs/performance.md has the figures.
+// Tiles, clusters and how the warps of a block share the work: the fastest ones of those that were
+// tried (docs/tried.md).
 template <int kM, int kN, int kClusterM, int kClusterN, bool kTakesTurns>
 struct Schedule {
   template <int kK>
@@ -30,10 +30,11 @@ struct Schedule {
   // Two groups of warps work on a tile each, in turns ("ping-pong"), or on one tile together.
   static constexpr bool takes_turns = kTakesTurns;
 };
-using ManyRows = Schedule<128, 256, 1, 2, false>;
+using ManyRows = Schedule<128, 128, 1, 2, true>;
+using SomeRows = Schedule<128, 256, 1, 2, false>;
 using FewRows = Schedule<64, 256, 1, 2, true>;
 using AlongRows = Schedule<128, 128, 2, 1, true>;
-using ScaledManyRows = Schedule<128, 128, 1, 2, false>;
+using ScaledSomeRows = Schedule<128, 128, 1, 2, false>;
 using ScaledFewRows = Schedule<64, 128, 1, 2, true>;
 
 // Writes the float32 sums, converted to Out. There is no third operand.

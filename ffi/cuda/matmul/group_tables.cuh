@@ -13,6 +13,9 @@
 
 namespace jax_ep::p2p::hopper {
 
+// How many rows the groups have, on average: which schedule is the fastest.
+enum class RowCount : uint32_t { kFew, kSome, kMany };
+
 // An entry per group in each table.
 template <class Kernel>
 struct GroupTables {
@@ -31,7 +34,7 @@ struct GroupTables {
   const float** lhs_scales;
   const float** rhs_scales;
   LhsScales* lhs_scales_layouts;
-  uint32_t* is_few_rows;  // one word: whether the schedule for few rows is the faster one
+  RowCount* row_count;  // one word
 };
 
 // The stride that is not 1: elements from one row to the next, or from one column to the next.
@@ -77,9 +80,12 @@ __device__ void FillEntry(const MatmulCall& call, const GroupTables<Kernel>& tab
   }
 }
 
-// A tile of 64 rows takes 12/13 of the time of one of 128. It pays where groups have few rows.
-__device__ inline bool IsFewRows(int n_small_tiles, int n_large_tiles) {
-  return 12 * int64_t{n_small_tiles} < 13 * int64_t{n_large_tiles};
+// Few: a tile of 64 x 256 takes 12/13 of the time of one of 128 x 256, and pays if it has all rows
+// of most groups. Many: tiles of 128 x 128 in turns hide the time of storing them, and pay from
+// about 512 rows per group on; below, they read the weights from the L2 cache too often.
+__device__ inline RowCount Classify(int n_groups, int n_small_tiles, int n_large_tiles) {
+  if (12 * int64_t{n_small_tiles} < 13 * int64_t{n_large_tiles}) return RowCount::kFew;
+  return n_large_tiles < 4 * int64_t{n_groups} ? RowCount::kSome : RowCount::kMany;
 }
 
 constexpr int kTableThreads = 256;
@@ -91,21 +97,18 @@ __global__ void __launch_bounds__(kTableThreads)
                const __grid_constant__ GroupTables<Kernel> tables) {
   griddepcontrol_wait();
   if (blockIdx.x == 0) {
-    int n_small_tiles = 0;
-    int n_large_tiles = 0;
+    __shared__ int sums[3];
+    if (threadIdx.x < 3) sums[threadIdx.x] = 0;
+    __syncthreads();
     for (int64_t group = threadIdx.x; group < call.n_groups; group += kTableThreads) {
       const RowRange rows = RowRange::Of(call, group);
       FillEntry<kForm>(call, tables, group, rows);
-      n_small_tiles += static_cast<int>((rows.size + 63) / 64);
-      n_large_tiles += static_cast<int>((rows.size + 127) / 128);
+      atomicAdd(&sums[0], rows.size > 0);
+      atomicAdd(&sums[1], static_cast<int>((rows.size + 63) / 64));
+      atomicAdd(&sums[2], static_cast<int>((rows.size + 127) / 128));
     }
-    __shared__ int sums[2];
-    if (threadIdx.x < 2) sums[threadIdx.x] = 0;
     __syncthreads();
-    atomicAdd(&sums[0], n_small_tiles);
-    atomicAdd(&sums[1], n_large_tiles);
-    __syncthreads();
-    if (threadIdx.x == 0) *tables.is_few_rows = IsFewRows(sums[0], sums[1]);
+    if (threadIdx.x == 0) *tables.row_count = Classify(sums[0], sums[1], sums[2]);
   }
   ZeroUnwritten(call);
 }

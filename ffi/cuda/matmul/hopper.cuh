@@ -1,5 +1,5 @@
-// Launches one of two CUTLASS kernels for Hopper: the device chooses, since only it knows how many
-// rows the groups have.
+// Launches one of up to three CUTLASS kernels for Hopper: the device chooses, since only it knows
+// how many rows the groups have.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 
 #include "cuda/matmul/cutlass_kernels.cuh"
@@ -57,7 +58,7 @@ GroupTables<Kernel> TakeTables(const MatmulCall& call, Workspace& workspace) {
   tables.lhs_scales = workspace.Take<const float*>(n_scaled);
   tables.rhs_scales = workspace.Take<const float*>(n_scaled);
   tables.lhs_scales_layouts = workspace.Take<LhsScales>(n_scaled);
-  tables.is_few_rows = workspace.Take<uint32_t>(1);
+  tables.row_count = workspace.Take<RowCount>(1);
   return tables;
 }
 
@@ -85,27 +86,35 @@ typename Kernel::Arguments MakeArguments(const MatmulCall& call, const GroupTabl
   return arguments;
 }
 
-// Both kernels have as many threads and clusters of the same shape. If they are the same, there is
-// no choice.
-template <class Many, class Few>
-struct KernelPair {
-  static constexpr bool kHasChoice = !std::is_same_v<Many, Few>;
+// Kernels for many, some and few rows per group, of which any may be the same. All have as many
+// threads, and clusters of the same shape.
+template <class Many, class Some, class Few>
+struct KernelSet {
   static constexpr int kNumThreads = Many::MaxThreadsPerBlock;
   static constexpr size_t kSmemBytes =
-      std::max<size_t>(Many::SharedStorageSize, Few::SharedStorageSize);
-  static_assert(kNumThreads == Few::MaxThreadsPerBlock);
-  static_assert(std::is_same_v<typename Many::ClusterShape, typename Few::ClusterShape>);
+      std::max<size_t>({Many::SharedStorageSize, Some::SharedStorageSize, Few::SharedStorageSize});
+  static_assert(kNumThreads == Some::MaxThreadsPerBlock && kNumThreads == Few::MaxThreadsPerBlock);
+  using Cluster = typename Many::ClusterShape;
+  static_assert(std::is_same_v<Cluster, typename Some::ClusterShape> &&
+                std::is_same_v<Cluster, typename Few::ClusterShape>);
 };
 
-template <class Many, class Few>
-__global__ void __launch_bounds__(KernelPair<Many, Few>::kNumThreads, 1)
+template <class Many, class Some, class Few>
+__global__ void __launch_bounds__(KernelSet<Many, Some, Few>::kNumThreads, 1)
     MultiplyGroups(const __grid_constant__ typename Many::Params many,
-                   const __grid_constant__ typename Few::Params few, const uint32_t* is_few_rows) {
+                   const __grid_constant__ typename Some::Params some,
+                   const __grid_constant__ typename Few::Params few, const RowCount* row_count) {
   extern __shared__ char smem[];
   griddepcontrol_wait();
-  if constexpr (KernelPair<Many, Few>::kHasChoice) {
-    if (*is_few_rows) {
+  if constexpr (!std::is_same_v<Few, Some>) {
+    if (*row_count == RowCount::kFew) {
       Few{}(few, smem);
+      return;
+    }
+  }
+  if constexpr (!std::is_same_v<Some, Many>) {
+    if (*row_count != RowCount::kMany) {
+      Some{}(some, smem);
       return;
     }
   }
@@ -131,7 +140,24 @@ cudaError_t LaunchEarly(void (*kernel)(Params...), dim3 grid, dim3 cluster, int 
   return cudaLaunchKernelEx(&config, kernel, args...);
 }
 
-template <MatmulForm kForm, class Many, class Few>
+template <class Kernel>
+size_t TensorMapBytes(int n_sms) {
+  typename Kernel::Arguments arguments{};
+  arguments.hw_info.sm_count = n_sms;
+  return Kernel::get_workspace_size(arguments);
+}
+
+// The parameters of a kernel that reads these tables.
+template <class Kernel, class OtherTables>
+typename Kernel::Params MakeParams(const MatmulCall& call, const OtherTables& tables, int n_sms,
+                                   void* tensor_maps) {
+  GroupTables<Kernel> own;
+  static_assert(sizeof(own) == sizeof(tables));
+  memcpy(&own, &tables, sizeof(own));  // the types of the elements agree
+  return Kernel::to_underlying_arguments(MakeArguments<Kernel>(call, own, n_sms), tensor_maps);
+}
+
+template <MatmulForm kForm, class Many, class Some = Many, class Few = Some>
 cudaError_t Launch(const MatmulCall& call, cudaStream_t stream) {
   int device = 0, n_sms = 0;
   cudaError_t error = cudaGetDevice(&device);
@@ -141,29 +167,32 @@ cudaError_t Launch(const MatmulCall& call, cudaStream_t stream) {
 
   Workspace workspace(call);
   const auto tables = TakeTables<Many>(call, workspace);
-  GroupTables<Few> few_tables;
-  static_assert(sizeof(few_tables) == sizeof(tables));
-  memcpy(&few_tables, &tables, sizeof(tables));  // the types of the elements agree
-  const auto many_arguments = MakeArguments<Many>(call, tables, n_sms);
-  const auto few_arguments = MakeArguments<Few>(call, few_tables, n_sms);
-  char* const tensor_maps = workspace.Take<char>(
-      std::max(Many::get_workspace_size(many_arguments), Few::get_workspace_size(few_arguments)));
+  char* const maps = workspace.Take<char>(  // only one kernel of the set uses them
+      std::max(
+          {TensorMapBytes<Many>(n_sms), TensorMapBytes<Some>(n_sms), TensorMapBytes<Few>(n_sms)}));
   if (!workspace.fits()) return cudaErrorInvalidValue;
 
   error = LaunchEarly(FillTables<kForm, Many>, NumZeroBlocks(call, n_sms), 1, kTableThreads, 0,
                       stream, call, tables);
   if (error != cudaSuccess) return error;
-  using Pair = KernelPair<Many, Few>;
-  const auto kernel = MultiplyGroups<Many, Few>;
+  using Set = KernelSet<Many, Some, Few>;
+  const auto kernel = MultiplyGroups<Many, Some, Few>;
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               static_cast<int>(Pair::kSmemBytes));
+                               static_cast<int>(Set::kSmemBytes));
   if (error != cudaSuccess) return error;
-  const auto many = Many::to_underlying_arguments(many_arguments, tensor_maps);
-  const auto few = Few::to_underlying_arguments(few_arguments, tensor_maps);
-  using Cluster = typename Many::ClusterShape;
+  const auto many = MakeParams<Many>(call, tables, n_sms, maps);
+  using Cluster = typename Set::Cluster;
   const dim3 cluster(cute::size<0>(Cluster{}), cute::size<1>(Cluster{}));
-  return LaunchEarly(kernel, Many::get_grid_shape(many), cluster, Pair::kNumThreads,
-                     Pair::kSmemBytes, stream, many, few, tables.is_few_rows);
+  return LaunchEarly(kernel, Many::get_grid_shape(many), cluster, Set::kNumThreads, Set::kSmemBytes,
+                     stream, many, MakeParams<Some>(call, tables, n_sms, maps),
+                     MakeParams<Few>(call, tables, n_sms, maps), tables.row_count);
+}
+
+template <MatmulForm kForm, class In, class Out>
+cudaError_t LaunchByRowCount(const MatmulCall& call, cudaStream_t stream) {
+  return Launch<kForm, typename PlainKernel<In, Out, kForm, ManyRows>::Type,
+                typename PlainKernel<In, Out, kForm, SomeRows>::Type,
+                typename PlainKernel<In, Out, kForm, FewRows>::Type>(call, stream);
 }
 
 // The matmuls of operands of type In with results of type Out.
@@ -172,16 +201,12 @@ cudaError_t LaunchPlain(const MatmulCall& call, cudaStream_t stream) {
   using Form = MatmulForm;
   switch (call.form) {
     case Form::kWeights:
-      return Launch<Form::kWeights, typename PlainKernel<In, Out, Form::kWeights, ManyRows>::Type,
-                    typename PlainKernel<In, Out, Form::kWeights, FewRows>::Type>(call, stream);
+      return LaunchByRowCount<Form::kWeights, In, Out>(call, stream);
     case Form::kTransposedWeights:
-      return Launch<Form::kTransposedWeights,
-                    typename PlainKernel<In, Out, Form::kTransposedWeights, ManyRows>::Type,
-                    typename PlainKernel<In, Out, Form::kTransposedWeights, FewRows>::Type>(call,
-                                                                                            stream);
+      return LaunchByRowCount<Form::kTransposedWeights, In, Out>(call, stream);
     case Form::kRows:
-      using Kernel = typename PlainKernel<In, Out, Form::kRows, AlongRows>::Type;
-      return Launch<Form::kRows, Kernel, Kernel>(call, stream);
+      return Launch<Form::kRows, typename PlainKernel<In, Out, Form::kRows, AlongRows>::Type>(
+          call, stream);
   }
   return cudaErrorInvalidValue;
 }

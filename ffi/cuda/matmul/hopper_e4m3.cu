@@ -9,8 +9,9 @@ cudaError_t LaunchE4m3(const MatmulCall& call, cudaStream_t stream) {
   using Out = cutlass::bfloat16_t;
   constexpr MatmulForm kForm = MatmulForm::kTransposedWeights;
   if (call.form != kForm || call.out_type != RowType::kBFloat16) return cudaErrorInvalidValue;
-  return Launch<kForm, typename ScaledKernel<Out, ScaledManyRows>::Type,
-                typename ScaledKernel<Out, ScaledFewRows>::Type>(call, stream);
+  using Some = typename ScaledKernel<Out, ScaledSomeRows>::Type;
+  return Launch<kForm, /*Many=*/Some, Some, typename ScaledKernel<Out, ScaledFewRows>::Type>(
+      call, stream);
 }
 
 }  // namespace jax_ep::p2p::hopper
