@@ -78,6 +78,7 @@ class Case:
         token_format = FORMATS[self.token_format]()
         alignment = token_format.layout.row_alignment
         n_rows = self.n_rows + (alignment - 1) * self.n_experts // self.n_ranks
+        is_worst = self.n_rows == dataclasses.replace(self, capacity=None).n_rows
         return jax_ep.EPConfig(
             n_experts=self.n_experts,
             top_k=self.top_k,
@@ -85,7 +86,7 @@ class Case:
             max_tokens_per_rank=self.n_tokens,
             token_format=token_format,
             combine_dtype=np.dtype(self.dtype),
-            recv_capacity=n_rows // alignment * alignment,
+            recv_capacity=None if is_worst else n_rows // alignment * alignment,
             n_sms=self.n_sms,
         )
 
