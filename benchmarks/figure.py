@@ -1,4 +1,4 @@
-"""Draws the periods of round trips in a chain, by case and implementation."""
+"""Draws the periods of round trips in a chain, by case and implementation; or those of layers."""
 
 import pathlib
 
@@ -19,11 +19,14 @@ _SMALL = {"xycoords": "axes fraction", "size": 7, "color": "0.4"}
 
 
 def draw(report: Report, path: pathlib.Path) -> None:
-    """Writes a PNG with a panel per operation."""
+    """Writes a PNG with two panels: round trips, or layers if there are no round trips."""
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.8), dpi=100)
-    for axis, operation in zip(axes, ROUND_TRIPS, strict=True):
-        _draw_panel(axis, report, operation)
-    axes[0].set_ylabel("period in a chain, µs")
+    if report.cases():
+        for axis, operation in zip(axes, ROUND_TRIPS, strict=True):
+            _draw_panel(axis, report, operation)
+        axes[0].set_ylabel("period in a chain, µs")
+    else:
+        _draw_layers(axes, report)
     axes[0].legend(frameon=False, fontsize=8)
     machine = report.record["machine"]
     devices = f"{machine['n_devices']} × {machine['device']}"
@@ -32,6 +35,29 @@ def draw(report: Report, path: pathlib.Path) -> None:
     figure.savefig(path)
     plt.close(figure)
     PIL.Image.open(path).convert("RGB").quantize(32).save(path, optimize=True)
+
+
+def _draw_layers(axes: list[plt.Axes], report: Report) -> None:
+    """The time of layers, and the share of the dense matmul's rate that their experts reach."""
+    by_model: dict[str, list[str]] = {}
+    for model, case in report.layers():
+        by_model.setdefault(model, []).append(case)
+    for (model, cases), color in zip(by_model.items(), _COLORS, strict=False):
+        style = {"marker": "o", "markersize": 4, "color": color, "label": model}
+        tokens = [report.record["cases"][case]["n_tokens"] for case in cases]
+        times = [report.layer_us(case, "layer") / 1000 for case in cases]
+        axes[0].plot(tokens, times, **style)
+        parts = [[report.layer_us(case, o) for o in ("dense matmuls", "experts")] for case in cases]
+        axes[1].plot(tokens, [dense / experts for dense, experts in parts], **style)
+    axes[0].set_yscale("log")
+    axes[0].set_ylabel("layer in bfloat16, ms")
+    axes[1].set_ylabel("experts' speed / dense matmuls'")
+    for axis in axes:
+        axis.set_xscale("log", base=2)
+        axis.set_xlabel("T")
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(color="0.9")
+        axis.set_axisbelow(True)
 
 
 def _draw_panel(axis: plt.Axes, report: Report, operation: str) -> None:

@@ -1,7 +1,7 @@
 """The differentiation rules of grouped matmuls.
 
 The gradient of each form is a grouped matmul of another form, so that derivatives of any order
-exist.
+exist. Matmuls of codes have first derivatives only, which pass straight through the rounding.
 """
 
 import functools
@@ -91,32 +91,54 @@ def scaled_matmul(
     return multiply_groups(matmul, operands.rows, operands.weights, row_offsets, scales)
 
 
+class _Saved(NamedTuple):
+    """What the backward of `scaled_matmul` needs."""
+
+    like: Sources  # empty arrays of the sources' dtypes
+    source_weights: jax.Array | None
+    operands: ScaledOperands
+    row_offsets: jax.Array
+
+
 def _scaled_fwd(
     source: Matmul, sources: Sources, operands: ScaledOperands, row_offsets: jax.Array
-) -> tuple[jax.Array, Any]:
+) -> tuple[jax.Array, _Saved]:
     product = scaled_matmul(source, sources, operands, row_offsets)
-    dtypes = Sources(*(None if x is None else jnp.zeros(0, x.dtype) for x in sources))
-    return product, (dtypes, sources.weights, operands, row_offsets)
+    like = Sources(*(None if x is None else jnp.zeros(0, x.dtype) for x in sources))
+    return product, _Saved(like, sources.weights, operands, row_offsets)
 
 
-def _scaled_bwd(source: Matmul, saved: Any, cotangent: jax.Array) -> tuple[Sources, None, None]:
-    dtypes, weights, operands, row_offsets = saved
+def _scaled_bwd(source: Matmul, saved: _Saved, cotangent: jax.Array) -> tuple[Sources, None, None]:
+    return _straight_through(source, saved, cotangent), _NO_GRADIENT, _NO_GRADIENT
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _straight_through(source: Matmul, saved: _Saved, cotangent: jax.Array) -> Sources:
+    """The gradients of the sources, from the numbers that the codes stand for."""
+    like, weights, operands, row_offsets = saved
     grads = Sources(None, None)
-    if dtypes.rows is not None:
+    if like.rows is not None:
         form = source.form
         if weights is None:  # only their codes are there
             weights = dequantize_weights(operands.weights, operands.weight_scales, cotangent.dtype)
             form = MatmulForm.TRANSPOSED_WEIGHTS
-        flipped = _FLIPPED[form]
-        matmul = Matmul(flipped, dtypes.rows.dtype, zeroes_unused=True)
-        grad_rows = grouped_matmul(matmul, cotangent, weights.astype(cotangent.dtype), row_offsets)
+        matmul = Matmul(_FLIPPED[form], like.rows.dtype, zeroes_unused=True)
+        grad_rows = multiply_groups(matmul, cotangent, weights.astype(cotangent.dtype), row_offsets)
         grads = grads._replace(rows=grad_rows)
-    if dtypes.weights is not None:
+    if like.weights is not None:
         rows = dequantize_rows(operands.rows, operands.row_scales, cotangent.dtype)
         pair = (rows, cotangent) if source.form == MatmulForm.WEIGHTS else (cotangent, rows)
-        matmul = Matmul(MatmulForm.ROWS, dtypes.weights.dtype)
-        grads = grads._replace(weights=grouped_matmul(matmul, *pair, row_offsets))
-    return grads, _NO_GRADIENT, _NO_GRADIENT
+        matmul = Matmul(MatmulForm.ROWS, like.weights.dtype)
+        grads = grads._replace(weights=multiply_groups(matmul, *pair, row_offsets))
+    return grads
+
+
+@_straight_through.defjvp
+def _no_second_derivative(source: Matmul, *_: Any) -> Any:
+    raise NotImplementedError(
+        "grouped_matmul: a matmul of codes has no second derivative. Multiply numbers: "
+        "jax_ep.dequantize() gives the rows of a dispatch."
+    )
 
 
 scaled_matmul.defvjp(_scaled_fwd, _scaled_bwd)

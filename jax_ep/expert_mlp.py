@@ -50,8 +50,8 @@ def expert_mlp(
         clamp: `(alpha, limit)`, as in `fused_silu`.
 
     Returns:
-        `[C, H]` for combine, in the weights' dtype; bfloat16 with `QuantizedWeights`. Rows that are
-        not in use are unspecified.
+        `[C, H]` for combine, in the weights' dtype, which must then be the config's
+        `combine_dtype`; bfloat16 with `QuantizedWeights`. Rows that are not in use are unspecified.
 
     Raises:
         TypeError: `dispatched` is not the result of dispatch, or one of the weights is quantized

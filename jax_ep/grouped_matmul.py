@@ -31,7 +31,9 @@ def grouped_matmul(
 
     Groups may have any number of rows, and none. Sums are in float32 and rounded once; a GPU gives
     the same bits in every run. Differentiable, any number of times, in rows and weights; the
-    weights of a group without rows have the gradient zero. May be called outside `jax.shard_map`.
+    weights of a group without rows have the gradient zero. Of codes, only the weights given to
+    `quantize_weights` have a gradient, and no second one; `expert_mlp` also returns that of the
+    tokens. May be called outside `jax.shard_map`, with arrays that are not sharded.
 
     On Hopper GPUs, bfloat16, float16 and FP8 run on CUTLASS's kernels; on other GPUs from compute
     capability 8.0 on, bfloat16 and float16 do, and FP8 is dequantized to bfloat16 first. H and N
@@ -43,7 +45,8 @@ def grouped_matmul(
         weights: `[L, H, N]`, in the dtype of `rows`; or `quantize_weights(...)` for codes.
         row_offsets: `uint32[L + 1]`, as in `Dispatched`: non-decreasing, from 0 to at most C.
         transposed: whether `weights` is `[L, N, H]`; not for `QuantizedWeights`, which knows.
-        dtype: of the result: the dtype of `rows` (None) or float32; of codes, bfloat16.
+        dtype: of the result: the dtype of `rows` (None) or float32; of codes, bfloat16. The
+            gradient multiplies in the dtype of `rows`, to which it rounds the cotangent.
         token_format: of codes; None is `BlockwiseFP8()`.
 
     Returns:
@@ -74,7 +77,8 @@ def _multiply_numbers(
     matmul = Matmul(_form(transposed), _result_dtype(dtype, rows.dtype))
     rows, weights, row_offsets = checks.vary_alike(None, rows, weights, row_offsets)
     if 0 in (n_rows, hidden_size, n_groups):
-        return jnp.zeros((n_rows, weights.shape[1 if transposed else 2]), matmul.dtype)
+        product = jnp.zeros((n_rows, weights.shape[1 if transposed else 2]), matmul.dtype)
+        return checks.vary_alike(None, product, rows, weights, row_offsets)[0]
     return autodiff_matmul.grouped_matmul(matmul, rows, weights, row_offsets)
 
 
@@ -86,6 +90,7 @@ def multiply_rows(
     source_rows: jax.Array | None = None,
 ) -> jax.Array:
     """`grouped_matmul` of codes; `source_rows`, which they encode, receives the rows' gradient."""
+    (row_offsets,) = checks.as_arrays(row_offsets)
     _check_codes(rows, weights, row_offsets, token_format)
     row_scales = rows.scales.T if token_format.layout is ROW_MAJOR else rows.scales
     fixed = map(lax.stop_gradient, (rows.tokens, weights.codes, row_scales, weights.scales))
@@ -112,7 +117,7 @@ def _multiply_codes(
             f"grouped_matmul: token_format must be BlockwiseFP8, for which there are kernels; got "
             f"{token_format!r}. Dequantize the rows, and multiply arrays."
         )
-    if transposed or dtype not in (None, jnp.bfloat16):
+    if transposed or (dtype is not None and np.dtype(dtype) != jnp.bfloat16):
         raise ValueError(
             "grouped_matmul: transposed must be False, and dtype bfloat16, with QuantizedWeights; "
             f"got {transposed} and {dtype}."

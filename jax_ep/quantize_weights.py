@@ -45,14 +45,15 @@ def quantize_weights(
     """Quantizes weights to e4m3 with one float32 scale per 128 x 128 block.
 
     `scale = max(amax, 1e-4) / 448`, `code = e4m3(w / scale)`, as in DeepSeek-V3 and in
-    `BlockwiseFP8`; the same bits on every platform.
+    `BlockwiseFP8`; the same bits on every platform. A block with a NaN or an infinity becomes zero.
 
     Args:
         weights: `[L, H, N]` or, with `transposed`, `[L, N, H]`; bfloat16 or float32, H a multiple
             of 128.
         transposed: which axis of `weights` is summed over.
         differentiable: whether to keep `weights` as `source`. Pass False for inference: the codes
-            need half the memory of bfloat16 or a quarter of that of float32.
+            need half the memory of bfloat16 or a quarter of that of float32, and no gradient
+            reaches `weights`.
 
     Raises:
         ValueError: a shape or dtype does not fit. While tracing.
@@ -69,7 +70,11 @@ def quantize_weights(
             f"quantize_weights: H must be a multiple of {SCALE_BLOCK}, the size of a block that "
             f"shares a scale; got {k}."
         )
-    codes, scales = _quantize(lax.stop_gradient(values))
+    if not values.size:
+        shape = n_groups, -(-n // SCALE_BLOCK), k // SCALE_BLOCK
+        codes, scales = values.astype(jnp.float8_e4m3fn), jnp.zeros(shape, jnp.float32)
+    else:
+        codes, scales = _quantize(lax.stop_gradient(values))
     return QuantizedWeights(codes, scales, weights if differentiable else None, transposed)
 
 

@@ -94,6 +94,16 @@ def test_arrays_without_elements():
     got = jax_ep.grouped_matmul(jnp.zeros((0, 8)), jnp.ones((2, 8, 4)), offsets)
     assert got.shape == (0, 4)
 
+    def step(rows, _):
+        return jax_ep.grouped_matmul(rows, jnp.ones((2, 8, 8)), offsets), None
+
+    def loop(rows):
+        return jax.lax.scan(step, rows, length=2)[0]
+
+    mesh = make_mesh(1)
+    mapped = jax.shard_map(loop, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS))
+    assert jax.eval_shape(mapped, jnp.zeros((0, 8))).shape == (0, 8)
+
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["plain", "transposed"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -283,6 +293,32 @@ def test_gradients_of_codes_are_straight_through(transposed):
     got, wanted = (jax.jit(jax.grad(f))(weights) for f in (through_codes, through_numbers))
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(got, wanted, 0.01, 0.01)
+
+
+def test_codes_have_no_second_derivative():
+    rows, _, offsets, _ = quantized_operands(n=128)
+    weights = np.random.default_rng(3).standard_normal((4, 128, 256), np.float32)
+
+    def loss(weights):
+        quantized = jax_ep.quantize_weights(weights, transposed=True)
+        return jnp.sum(jax_ep.grouped_matmul(rows, quantized, offsets).astype(jnp.float32) ** 2)
+
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        jax.grad(lambda weights: jnp.sum(jax.grad(loss)(weights) ** 2))(weights)
+
+
+def test_offsets_beyond_the_rows_end_at_the_last_row():
+    rows, weights, offsets = make_operands([3, 5], "float32", spare=0)
+    wanted = run(rows, weights, offsets)
+    for end in (9, 2**31 - 1, 2**32 - 1):
+        np.testing.assert_array_equal(run(rows, weights, np.uint32([0, 3, end])), wanted)
+
+
+def test_weights_without_elements_are_quantized():
+    for shape in ((0, 128, 8), (2, 128, 0)):
+        quantized = jax_ep.quantize_weights(jnp.zeros(shape))
+        assert quantized.codes.shape == (shape[0], shape[2], 128)
+        assert quantized.scales.shape == (shape[0], -(-shape[2] // 128), 1)
 
 
 def test_lowering_for_gpus_without_kernels_warns_and_uses_ragged_dot(monkeypatch):

@@ -21,6 +21,7 @@ from jax_ep.xla_ffi.lowering import fusion_barrier, like, make_primitive
 _TARGET = "jax_ep_grouped_matmul"
 _HALVES = (jnp.bfloat16, jnp.float16)
 SCALE_BLOCK = 128  # elements that share a scale, along each axis that has scales
+_AMPERE, _HOPPER = 8, 9  # major compute capabilities
 _SCALED_DTYPE = np.dtype(jnp.bfloat16)  # of the results of the kernel for codes with scales
 
 
@@ -100,7 +101,8 @@ def _has_kernel(operands: Any, result: Any, matmul: Matmul) -> bool:
         return False
     if k % (16 if is_scaled else 8) or n % 8:
         return False
-    return _is_built() and (not is_scaled or _is_hopper())
+    major = _compute_capability()
+    return _is_built() and (major == _HOPPER if is_scaled else major >= _AMPERE)
 
 
 @functools.cache
@@ -110,25 +112,28 @@ def _is_built() -> bool:
         extension.register_cuda()
         if _TARGET in extension.load_cuda().targets():
             return True
-        why = "the CUDA extension was built without CUTLASS"
+        why = (
+            "the CUDA extension was built without CUTLASS. Install nvidia-cutlass where jax_ep is "
+            "built, and build it again"
+        )
     except ImportError as error:
         why = extension.why_missing("_ffi_cuda", error)
     warnings.warn(
-        f"grouped_matmul: {why}. It uses jax.lax.ragged_dot, which is many times slower on GPUs. "
-        "Install nvidia-cutlass where jax_ep is built, and build it again.",
+        f"grouped_matmul: {why.rstrip('.')}. Meanwhile it uses jax.lax.ragged_dot, which is many "
+        "times slower on GPUs.",
         stacklevel=2,
     )
     return False
 
 
 @functools.cache
-def _is_hopper() -> bool:
-    """Whether the GPUs are Hopper's; assumed where there are none, when lowering for others."""
+def _compute_capability() -> int:
+    """The major one of the GPUs; Hopper's where there are none, when lowering for others."""
     try:
         device = jax.local_devices(backend="cuda")[0]
     except RuntimeError:
-        return True
-    return device.compute_capability.split(".")[0] == "9"
+        return _HOPPER
+    return int(device.compute_capability.split(".")[0])
 
 
 def _workspace_bytes(n_groups: int) -> int:
@@ -148,8 +153,14 @@ def _dequantized(codes_dtype: Any, operands: Any) -> Any:
     )
 
 
+def _inside(row_offsets: jax.Array, rows: jax.Array) -> jax.Array:
+    """Offsets of rows that exist, as the kernels take them."""
+    return jnp.minimum(row_offsets, jnp.uint32(rows.shape[0]))
+
+
 def _by_tiles(*operands: jax.Array, matmul: Matmul) -> list[jax.Array]:
     lhs, rhs, row_offsets = _dequantized(jnp.float32, operands)
+    row_offsets = _inside(row_offsets, lhs)
     if matmul.form == MatmulForm.ROWS:
         return [matmul_tiles.rows_by_rows(lhs, rhs, row_offsets, dtype=matmul.dtype)]
     transposed = matmul.form == MatmulForm.TRANSPOSED_WEIGHTS
@@ -162,6 +173,7 @@ def _by_tiles(*operands: jax.Array, matmul: Matmul) -> list[jax.Array]:
 def _by_ragged_dot(*operands: jax.Array, matmul: Matmul) -> list[jax.Array]:
     """`jax.lax`'s own, which takes no account of rows that are not in use."""
     lhs, rhs, row_offsets = _dequantized(jnp.bfloat16, operands)
+    row_offsets = _inside(row_offsets, lhs)
     sizes = jnp.diff(row_offsets.astype(jnp.int32))
     in_use = (jnp.arange(lhs.shape[0], dtype=jnp.uint32) < row_offsets[-1])[:, None]
     lhs = jnp.where(in_use, lhs, jnp.zeros((), lhs.dtype))

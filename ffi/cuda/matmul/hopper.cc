@@ -1,5 +1,8 @@
 // Checks what the kernels for Hopper need, and selects them by the operands' type.
 
+#include <algorithm>
+#include <cstdint>
+
 #include "cuda/matmul/hopper_elements.h"
 #include "cuda/matmul/kernels.h"
 
@@ -7,8 +10,11 @@ namespace jax_ep::p2p {
 
 cudaError_t LaunchHopperMatmul(const MatmulCall& call, cudaStream_t stream) {
   const bool is_e4m3 = call.element == Element::kE4m3;
-  const int64_t in_vector = is_e4m3 ? 16 : 8;  // elements of 16 bytes
-  if (call.k % in_vector != 0 || call.n % 8 != 0) return cudaErrorInvalidValue;
+  const int64_t k_multiple = is_e4m3 ? kMatmulScaleBlock : 8;  // blocks, or 16 bytes
+  const int64_t largest = std::max({call.n_rows, call.n_groups, call.k, call.n});
+  if (call.k % k_multiple != 0 || call.n % 8 != 0 || largest > INT32_MAX) {
+    return cudaErrorInvalidValue;
+  }
   if (call.n_groups == 0 || call.out_elements() == 0) return cudaSuccess;
   if (call.k == 0 || call.n_rows == 0) {
     const auto n_bytes = static_cast<size_t>(call.out_elements() * ElementBytes(call.out_type));

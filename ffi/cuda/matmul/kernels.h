@@ -8,7 +8,7 @@
 namespace jax_ep::p2p {
 
 // On the current device, by one of the functions below. cudaErrorInvalidValue: it has no kernel for
-// the call, whose k must be a multiple of 8 (16 for e4m3) and n of 8.
+// the call, whose k must be a multiple of 8 (128 for e4m3) and n of 8.
 cudaError_t LaunchMatmul(const MatmulCall& call, cudaStream_t stream);
 
 // Hopper (9.0): bfloat16, float16, and e4m3 with scales in the form kTransposedWeights.
