@@ -23,9 +23,9 @@ equal on 8 ranks, transport host
 WITHOUT_ROUTER_GRADIENT = """
 import runpy, sys
 import jax, jax_ep
-combine = jax_ep.combine
-jax_ep.combine = lambda group, out, rows, weights: combine(
-    group, out, rows, jax.lax.stop_gradient(weights)
+dispatch = jax_ep.dispatch
+jax_ep.dispatch = lambda group, tokens, ids, weights: dispatch(
+    group, tokens, ids, jax.lax.stop_gradient(weights)
 )
 del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")
