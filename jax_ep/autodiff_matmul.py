@@ -26,6 +26,13 @@ _FLIPPED = {
 }
 
 
+def _factors(
+    form: MatmulForm, rows: jax.Array, cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """What the gradient of the weights is the product of, in the form `ROWS`."""
+    return (rows, cotangent) if form == MatmulForm.WEIGHTS else (cotangent, rows)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def grouped_matmul(
     matmul: Matmul, lhs: jax.Array, rhs: jax.Array, row_offsets: jax.Array
@@ -54,8 +61,8 @@ def _bwd(
         grad_rhs = multiply(MatmulForm.WEIGHTS, lhs, cotangent, rhs.dtype)
         return grad_lhs, grad_rhs, _NO_GRADIENT
     grad_lhs = multiply(_FLIPPED[matmul.form], cotangent, rhs, lhs.dtype)
-    pair = (lhs, cotangent) if matmul.form == MatmulForm.WEIGHTS else (cotangent, lhs)
-    return grad_lhs, multiply(MatmulForm.ROWS, *pair, rhs.dtype), _NO_GRADIENT
+    factors = _factors(matmul.form, lhs, cotangent)
+    return grad_lhs, multiply(MatmulForm.ROWS, *factors, rhs.dtype), _NO_GRADIENT
 
 
 grouped_matmul.defvjp(_fwd, _bwd)
@@ -127,9 +134,9 @@ def _straight_through(source: Matmul, saved: _Saved, cotangent: jax.Array) -> So
         grads = grads._replace(rows=grad_rows)
     if like.weights is not None:
         rows = dequantize_rows(operands.rows, operands.row_scales, cotangent.dtype)
-        pair = (rows, cotangent) if source.form == MatmulForm.WEIGHTS else (cotangent, rows)
+        factors = _factors(source.form, rows, cotangent)
         matmul = Matmul(MatmulForm.ROWS, like.weights.dtype)
-        grads = grads._replace(weights=multiply_groups(matmul, *pair, row_offsets))
+        grads = grads._replace(weights=multiply_groups(matmul, *factors, row_offsets))
     return grads
 
 

@@ -44,6 +44,7 @@ def grouped_matmul(
         rows: `[C, H]`, or codes as `dispatch` and `fused_silu` give them for `BlockwiseFP8`.
         weights: `[L, H, N]`, in the dtype of `rows`; or `quantize_weights(...)` for codes.
         row_offsets: `uint32[L + 1]`, as in `Dispatched`: non-decreasing, from 0 to at most C.
+            Otherwise, the result is unspecified.
         transposed: whether `weights` is `[L, N, H]`; not for `QuantizedWeights`, which knows.
         dtype: of the result: the dtype of `rows` (None) or float32; of codes, bfloat16. The
             gradient multiplies in the dtype of `rows`, to which it rounds the cotangent.
@@ -134,6 +135,7 @@ def _check_codes(
     check("rows.tokens", rows.tokens, (None, None), "C H", jnp.float8_e4m3fn)
     _check_offsets(row_offsets)
     n_rows, hidden_size = rows.tokens.shape
+    token_format.check_hidden_size(hidden_size)
     n_groups, n_scales = row_offsets.shape[0] - 1, hidden_size // SCALE_BLOCK
     shape: tuple[int | None, ...] = (n_groups, None, hidden_size)
     check("weights.codes", weights.codes, shape, "L N H", jnp.float8_e4m3fn)

@@ -394,5 +394,8 @@ def test_codes_and_numbers_do_not_mix():
     with pytest.raises(ValueError, match=r"rows.scales must have the shape \[C=216, H/128=2\]"):
         row_major = jax_ep.BlockwiseFP8("row_major")
         jax_ep.grouped_matmul(rows, weights, offsets, token_format=row_major)
+    narrow = jax_ep.QuantizedRows(rows.tokens[:, :192], rows.scales[:1], None)
+    with pytest.raises(ValueError, match="hidden_size must be a multiple of 128"):
+        jax_ep.grouped_matmul(narrow, weights, offsets)
     with pytest.raises(ValueError, match="H must be a multiple of 128"):
         jax_ep.quantize_weights(WEIGHTS)

@@ -99,7 +99,7 @@ def _has_kernel(operands: Any, result: Any, matmul: Matmul) -> bool:
     k = result.shape[1] if matmul.form == MatmulForm.ROWS else lhs.shape[1]
     if not (is_scaled or lhs.dtype in _HALVES) or matmul.dtype not in dtypes:
         return False
-    if k % (16 if is_scaled else 8) or n % 8:
+    if k % (SCALE_BLOCK if is_scaled else 8) or n % 8:
         return False
     major = _compute_capability()
     return _is_built() and (major == _HOPPER if is_scaled else major >= _AMPERE)

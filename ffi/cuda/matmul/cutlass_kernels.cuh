@@ -37,14 +37,18 @@ using AlongRows = Schedule<128, 128, 2, 1, true>;
 using ScaledSomeRows = Schedule<128, 128, 1, 2, false>;
 using ScaledFewRows = Schedule<64, 128, 1, 2, true>;
 
+// The first type if the warps take turns.
+template <class Schedule, class InTurns, class Together>
+using ByTurns = std::conditional_t<Schedule::takes_turns, InTurns, Together>;
+
 // Writes the float32 sums, converted to Out. There is no third operand.
 template <class Out, class Schedule, class Tile>
 using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
     cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, typename Schedule::Cluster,
     cutlass::epilogue::collective::EpilogueTileAuto, float, float, void, RowMajor*,
     16 / sizeof(Out), Out, RowMajor*, 16 / sizeof(Out),
-    std::conditional_t<Schedule::takes_turns, cutlass::epilogue::PtrArrayTmaWarpSpecializedPingpong,
-                       cutlass::epilogue::PtrArrayTmaWarpSpecializedCooperative>,
+    ByTurns<Schedule, cutlass::epilogue::PtrArrayTmaWarpSpecializedPingpong,
+            cutlass::epilogue::PtrArrayTmaWarpSpecializedCooperative>,
     cutlass::epilogue::fusion::LinearCombination<Out, float, void, float>>::CollectiveOp;
 
 template <class In, class LhsLayout, class RhsLayout, class Schedule, class Tile, class Epilogue,
@@ -63,10 +67,8 @@ struct PlainKernel {
   using LhsLayout = std::conditional_t<kForm == MatmulForm::kRows, ColumnMajor, RowMajor>;
   using RhsLayout =
       std::conditional_t<kForm == MatmulForm::kTransposedWeights, ColumnMajor, RowMajor>;
-  using KernelSchedule =
-      std::conditional_t<Schedule::takes_turns,
-                         cutlass::gemm::KernelPtrArrayTmaWarpSpecializedPingpong,
-                         cutlass::gemm::KernelPtrArrayTmaWarpSpecializedCooperative>;
+  using KernelSchedule = ByTurns<Schedule, cutlass::gemm::KernelPtrArrayTmaWarpSpecializedPingpong,
+                                 cutlass::gemm::KernelPtrArrayTmaWarpSpecializedCooperative>;
   using Store = Epilogue<Out, Schedule, Tile>;
   using Type = cutlass::gemm::kernel::GemmUniversal<
       ProblemShape, Mainloop<In, LhsLayout*, RhsLayout*, Schedule, Tile, Store, KernelSchedule>,
@@ -110,9 +112,8 @@ struct ScaledKernel {
   using In = cutlass::float_e4m3_t;
   using Tile = typename Schedule::template Tile<kMatmulScaleBlock>;
   using KernelSchedule =
-      std::conditional_t<Schedule::takes_turns,
-                         cutlass::gemm::KernelPtrArrayTmaWarpSpecializedPingpongFP8Blockwise,
-                         cutlass::gemm::KernelPtrArrayTmaWarpSpecializedCooperativeFP8Blockwise>;
+      ByTurns<Schedule, cutlass::gemm::KernelPtrArrayTmaWarpSpecializedPingpongFP8Blockwise,
+              cutlass::gemm::KernelPtrArrayTmaWarpSpecializedCooperativeFP8Blockwise>;
   using Store = Epilogue<Out, Schedule, Tile>;
   using Type = cutlass::gemm::kernel::GemmUniversal<
       ProblemShape,

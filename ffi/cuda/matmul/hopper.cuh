@@ -195,9 +195,8 @@ cudaError_t LaunchByRowCount(const MatmulCall& call, cudaStream_t stream) {
                 typename PlainKernel<In, Out, kForm, FewRows>::Type>(call, stream);
 }
 
-// The matmuls of operands of type In with results of type Out.
 template <class In, class Out>
-cudaError_t LaunchPlain(const MatmulCall& call, cudaStream_t stream) {
+cudaError_t LaunchByForm(const MatmulCall& call, cudaStream_t stream) {
   using Form = MatmulForm;
   switch (call.form) {
     case Form::kWeights:
@@ -208,6 +207,14 @@ cudaError_t LaunchPlain(const MatmulCall& call, cudaStream_t stream) {
       return Launch<Form::kRows, typename PlainKernel<In, Out, Form::kRows, AlongRows>::Type>(
           call, stream);
   }
+  return cudaErrorInvalidValue;
+}
+
+// The matmuls of operands of type In, which results have, too, or float32.
+template <class In, RowType kIn>
+cudaError_t LaunchPlain(const MatmulCall& call, cudaStream_t stream) {
+  if (call.out_type == kIn) return LaunchByForm<In, In>(call, stream);
+  if (call.out_type == RowType::kFloat32) return LaunchByForm<In, float>(call, stream);
   return cudaErrorInvalidValue;
 }
 

@@ -6,10 +6,7 @@
 namespace jax_ep::p2p::hopper {
 
 cudaError_t LaunchBFloat16(const MatmulCall& call, cudaStream_t stream) {
-  using In = cutlass::bfloat16_t;
-  if (call.out_type == RowType::kBFloat16) return LaunchPlain<In, In>(call, stream);
-  if (call.out_type == RowType::kFloat32) return LaunchPlain<In, float>(call, stream);
-  return cudaErrorInvalidValue;
+  return LaunchPlain<cutlass::bfloat16_t, RowType::kBFloat16>(call, stream);
 }
 
 }  // namespace jax_ep::p2p::hopper
