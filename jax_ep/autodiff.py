@@ -1,7 +1,8 @@
 """The differentiation rules of all public operations.
 
-The backward of dispatch is a combine: the cotangents of a token's rows are returned and summed. The
-backward of combine sends each token's cotangent to the token's rows.
+The backward of dispatch is a combine: the cotangents of a token's rows are returned and summed, and
+those of its weights return beside them. The backward of combine sends each token's cotangent to the
+token's rows, where it is scaled by their weights.
 """
 
 import dataclasses
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep.connection import Connection, FfiConnection
-from jax_ep.formats import Plain, QuantizedFormat
+from jax_ep.formats import QuantizedFormat
 from jax_ep.operands import (
     COMBINE_NAME,
     CombineOperands,
@@ -62,12 +63,13 @@ def _dispatch_bwd(
 ) -> tuple[DispatchOperands, None]:
     grad_tokens: Any = None
     grad_weights = None
-    token_format = connection.geometry.config.token_format
-    if not isinstance(token_format, QuantizedFormat):  # for those, see dequantize
-        plain_sum = CombineOperands(cotangents.tokens, routing)
-        (grad_tokens,) = bind_combine(connection.geometry, plain_sum)
-    if cotangents.row_weights is not None:
-        grad_weights = _return_scalars(connection, cotangents.row_weights, routing)
+    token_format, of_weights = connection.geometry.config.token_format, cotangents.row_weights
+    if not isinstance(token_format, QuantizedFormat):
+        plain_sum = CombineOperands(cotangents.tokens, routing, row_scalars=of_weights)
+        grad_tokens, *grads = bind_combine(connection.geometry, plain_sum)
+        grad_weights = grads[0] if grads else None
+    elif of_weights is not None:  # for the tokens, see dequantize
+        grad_weights = _return_scalars(connection, of_weights, routing)
     return DispatchOperands(grad_tokens, _NO_GRADIENT, grad_weights, None), None
 
 
@@ -110,13 +112,7 @@ def _combine_bwd(
     connection: FfiConnection, saved: _SavedCombine, cotangent: jax.Array
 ) -> tuple[CombineOperands, None]:
     operands = saved.operands
-    if connection.has_combine_grad:
-        grads = bind_combine_grad(connection.geometry, operands, cotangent)
-    elif operands.reduce:
-        grads = _dispatch_cotangent(connection, operands, cotangent)
-    else:
-        grads = _dispatch_choices(connection, operands.routing, cotangent), None
-    grad_expert_out, grad_weights = grads
+    grad_expert_out, grad_weights = bind_combine_grad(connection.geometry, operands, cotangent)
     at_source = operands.weighting == Weighting.SOURCE
     gradients = dataclasses.replace(
         operands,
@@ -139,79 +135,6 @@ def _return_scalars(connection: FfiConnection, scalars: jax.Array, routing: Rout
     unreduced = CombineOperands(rows, routing, reduce=False)
     (returned,) = bind_combine(connection.geometry, unreduced)
     return returned[..., 0]
-
-
-def _bind_plain_dispatch(
-    connection: FfiConnection,
-    tokens: jax.Array,
-    group_ids: jax.Array,
-    topk_weights: jax.Array | None = None,
-) -> DispatchResults:
-    """A dispatch of cotangents: unquantized, to the same rows, which depend only on the ids."""
-    return bind_dispatch(
-        connection.geometry,
-        DispatchOperands(tokens, group_ids, topk_weights, input_scale=None),
-        connection.handle_shape(group_ids.shape[0]),
-        Plain(tokens.dtype),
-    )
-
-
-def _dispatch_cotangent(
-    connection: FfiConnection, operands: CombineOperands, cotangent: jax.Array
-) -> tuple[jax.Array, jax.Array | None]:
-    """Gradients of `expert_out` and the weights, of a combine that sums."""
-    routing, expert_out = operands.routing, operands.expert_out
-    in_use = _has_token(routing.row_offsets, routing.src_info)
-    sent = _bind_plain_dispatch(connection, cotangent, routing.group_ids, operands.topk_weights)
-    rows, row_weights = sent.tokens, operands.row_weights
-    if operands.topk_weights is not None:
-        row_weights = sent.row_weights
-    if row_weights is None:
-        return _clear_unused(rows, in_use), None
-    products = rows.astype(jnp.float32) * expert_out.astype(jnp.float32)
-    is_weighted = in_use
-    if operands.adds_shared_expert:  # the first group, unweighted
-        row = jnp.arange(in_use.shape[0], dtype=jnp.uint32)
-        is_weighted = in_use & (row >= routing.row_offsets[1])
-        row_weights = jnp.where(is_weighted, row_weights, 1.0)
-    grad_weights = jnp.where(is_weighted, products.sum(axis=1), 0.0)
-    if operands.topk_weights is not None:
-        grad_weights = _return_scalars(connection, grad_weights, routing)
-    rows = (row_weights[:, None] * rows.astype(jnp.float32)).astype(rows.dtype)
-    return _clear_unused(rows, in_use), grad_weights
-
-
-def _dispatch_choices(
-    connection: FfiConnection, routing: Routing, cotangent: jax.Array
-) -> jax.Array:
-    """Gradient of `expert_out` from a cotangent `[T, N, H]` per choice: one dispatch per k.
-
-    The rows of one k keep their relative order when the others are left out.
-    """
-    rows = jnp.zeros((), cotangent.dtype)  # every row in use has a k
-    for k in range(connection.geometry.config.top_k):
-        is_choice = jnp.arange(cotangent.shape[1]) == k
-        ids = jnp.where(is_choice, routing.group_ids, -1)
-        sent = _bind_plain_dispatch(connection, cotangent[:, k], ids)
-        has_token = _has_token(sent.row_offsets, sent.src_info)
-        sent_row = jnp.nonzero(has_token, size=has_token.shape[0])[0]
-        is_k = routing.src_info[:, 1] == k
-        position = jnp.cumsum(is_k.astype(jnp.int32)) - 1
-        from_row = jnp.take(sent_row, position, mode="clip")
-        found = jnp.take(sent.tokens, from_row, axis=0, mode="clip")
-        rows = jnp.where(is_k[:, None], found, rows)
-    return _clear_unused(rows, _has_token(routing.row_offsets, routing.src_info))
-
-
-def _has_token(row_offsets: jax.Array, src_info: jax.Array) -> jax.Array:
-    """`bool[C]`: rows in use, without padding rows."""
-    row = jnp.arange(src_info.shape[0], dtype=jnp.uint32)
-    return (row < row_offsets[-1]) & (src_info[:, 0] >= 0)
-
-
-def _clear_unused(rows: jax.Array, in_use: jax.Array) -> jax.Array:
-    """Zeroes unused rows, which hold garbage."""
-    return jnp.where(in_use[:, None], rows, jnp.zeros((), rows.dtype))
 
 
 class QuantizedTokens(NamedTuple):
@@ -246,6 +169,11 @@ def _dequantize_bwd(
 
 
 dequantize.defvjp(_dequantize_fwd, _dequantize_bwd)
+
+
+def _clear_unused(rows: jax.Array, in_use: jax.Array) -> jax.Array:
+    """Zeroes unused rows, which hold garbage."""
+    return jnp.where(in_use[:, None], rows, jnp.zeros((), rows.dtype))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

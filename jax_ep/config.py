@@ -24,6 +24,7 @@ class RoutedSizes(NamedTuple):
     """
 
     n_ranks: int  # that exchange tokens: R, or 1 with skip_a2a
+    n_ranks_per_node: int  # rank r is on node r // n_ranks_per_node
     n_local_groups: int  # groups of rows on a rank: L, plus one for a shared expert
     n_choices: int  # of a token (N): K, plus one for a shared expert
 
@@ -31,6 +32,11 @@ class RoutedSizes(NamedTuple):
     def n_groups(self) -> int:
         """Groups of rows over all ranks that exchange tokens (G)."""
         return self.n_ranks * self.n_local_groups
+
+    @property
+    def n_nodes(self) -> int:
+        """Nodes that these ranks are on: 1 with `skip_a2a`."""
+        return self.n_ranks // self.n_ranks_per_node
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,9 +63,11 @@ class EPConfig:
             name each expert at most once: `M * R * min(K, L)` (with `skip_a2a`: `M * min(K, L)`),
             plus M for a shared expert (with `skip_a2a`: `ceil(M / R)`), plus the format's padding.
             Rows beyond it are dropped and counted.
-        n_gpus_per_node: ranks that reach each other by loads and stores. None: all ranks divided by
-            `n_nodes`. `p2p` serves one node.
-        n_nodes: number of nodes. None: all ranks divided by `n_gpus_per_node`, or one.
+        n_gpus_per_node: ranks that reach each other by loads and stores: rank r is on node
+            `r // n_gpus_per_node`. None: all ranks divided by `n_nodes`. `p2p` serves one node.
+        n_nodes: number of nodes. None: all ranks divided by `n_gpus_per_node`, or one. If there are
+            several, combine rounds the sum of each, on every transport and also where all ranks are
+            on one host.
         n_sms: streaming multiprocessors that a call may use on a GPU. None: all of them, or 24 for
             asynchronous calls (docs/overlap.md).
         timeout_s: how long a rank waits for another in one call, in seconds; at most 1e6.
@@ -143,10 +151,15 @@ class EPConfig:
         return per_node, n_ranks // per_node
 
     def routed(self, n_ranks: int) -> RoutedSizes:
-        """The sizes that transports route by; raises ValueError if they do not fit in int32."""
+        """The sizes that transports route by.
+
+        Raises:
+            ValueError: they do not fit in int32, or nodes do not partition the ranks.
+        """
         n_shared = int(self.fused_shared_expert)
         sizes = RoutedSizes(
             n_ranks=1 if self.skip_a2a else n_ranks,
+            n_ranks_per_node=1 if self.skip_a2a else self.nodes(n_ranks)[0],
             n_local_groups=self.n_local_experts(n_ranks) + n_shared,
             n_choices=self.top_k + n_shared,
         )

@@ -78,16 +78,13 @@ class Connection(abc.ABC):
 
 
 class FfiConnection(Connection):
-    """One custom call each for dispatch and combine, which autodiff.py differentiates.
+    """One custom call each for dispatch, combine and its backward; see autodiff.py.
 
     Attributes:
         min_row_elements: elements of the shortest float32 row that combine carries.
-        has_combine_grad: whether one custom call differentiates combine; otherwise a dispatch of
-            the cotangents does.
     """
 
     min_row_elements: ClassVar[int]
-    has_combine_grad: ClassVar[bool]
 
     @abc.abstractmethod
     def handle_shape(self, n_tokens: int) -> tuple[int, ...]:

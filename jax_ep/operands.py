@@ -157,6 +157,7 @@ class CombineOperands:
     routing: Routing
     topk_weights: jax.Array | None = None  # float32[T, N]
     row_weights: jax.Array | None = None  # float32[C]; not both
+    row_scalars: jax.Array | None = None  # float32[C], return to their choices beside the rows
     residual: jax.Array | None = None  # [T, H]
     reduce: bool = dataclasses.field(default=True, metadata={"static": True})
     adds_shared_expert: bool = dataclasses.field(default=False, metadata={"static": True})
@@ -204,8 +205,8 @@ class CombineOperands:
             routing,
             _never_empty(route_weights(geometry, topk_weights), 0),
             row_weights,
-            _never_empty(residual, 0),
-            reduce,
+            residual=_never_empty(residual, 0),
+            reduce=reduce,
             adds_shared_expert=config.fused_shared_expert and reduce,
         )
         leaves, treedef = jax.tree.flatten(operands)

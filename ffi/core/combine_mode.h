@@ -25,9 +25,4 @@ struct CombineMode {
   constexpr int64_t n_summed(int64_t n_choices) const { return n_choices - adds_shared_expert; }
 };
 
-// Whether a rank sums its own rows of a token and returns one row, not one per choice.
-JAX_EP_HOST_DEVICE constexpr bool SumsPerRank(Weighting weighting, bool reduce) {
-  return reduce && weighting == Weighting::kRow;
-}
-
 }  // namespace jax_ep

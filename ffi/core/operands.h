@@ -88,9 +88,11 @@ struct CombineOperands : RowSizes {
   const int32_t* handle;      // see Handle
   const float* topk_weights;  // [T, N] or null
   const float* row_weights;   // [C] or null
+  const float* row_scalars;   // [C] or null: return to their choices beside the rows
   const void* residual;       // [T, row_size] or null
 
-  void* out;  // [T, row_size], or [T, N, row_size] where rows are not reduced
+  void* out;              // [T, row_size], or [T, N, row_size] where rows are not reduced
+  float* choice_scalars;  // [T, N], null without row_scalars; 0 for choices without a row
 };
 
 struct CombineGradOperands : RowSizes {
@@ -99,13 +101,14 @@ struct CombineGradOperands : RowSizes {
   const void* expert_out;       // [C, row_size], as given to combine
   const uint32_t* row_offsets;  // [G / R + 1]
   const int32_t* group_ids;     // [T, N]
-  const int32_t* dst_rows;      // [T, N], see Handle
+  const int32_t* src_info;      // [C, 2] token, k; -1 = padding
+  const int32_t* handle;        // see Handle
   const float* topk_weights;    // [T, N] or null
   const float* row_weights;     // [C] or null
 
-  void* grad_expert_out;     // [C, row_size]; zero in rows that are not in use
+  void* grad_expert_out;     // [C, row_size]; zero in padding, undefined beyond the rows in use
   float* grad_topk_weights;  // [T, N] or null; zero for choices without a row
-  float* grad_row_weights;   // [C] or null; zero in rows that are not in use
+  float* grad_row_weights;   // [C] or null; like grad_expert_out
 };
 
 }  // namespace jax_ep

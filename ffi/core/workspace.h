@@ -62,6 +62,9 @@ struct Workspace {
   Region returned;  // word[M, N]        rows are back; value: mask of the choices that have one.
                     //                   At the token's first choice on the rank that returns them
   Region rows;      // row[M, N]         valid once `returned` is
+  Region weights;   // word[R, M, N]     combine: bits of the weight of a choice, where its row is
+  Region scalars;   // word[M, N]        combine: bits of a row's scalar, where its choice is
+  Region dots;      // word[M, N]        the same in the backward of combine
 
   size_t message_bytes;
   size_t bytes;  // of the whole workspace
@@ -81,7 +84,10 @@ struct Workspace {
     w.arrived = After(w.counts.end(), n_ranks * max_tokens * word, kBuffers);
     w.started = After(w.arrived.end(), n_ranks * word, kBuffers);
     w.returned = After(w.started.end(), max_choices * word, kBuffers);
-    w.messages = After(w.returned.end(), n_ranks * max_tokens * w.message_bytes, kBuffers);
+    w.weights = After(w.returned.end(), n_ranks * max_choices * word, kBuffers);
+    w.scalars = After(w.weights.end(), max_choices * word, kBuffers);
+    w.dots = After(w.scalars.end(), max_choices * word, kBuffers);
+    w.messages = After(w.dots.end(), n_ranks * max_tokens * w.message_bytes, kBuffers);
     w.rows = After(w.messages.end(), max_choices * s.row_bytes, kBuffers);
     w.bytes = w.rows.end();
     return w;

@@ -19,7 +19,7 @@ const CombineGradArgs& At(const std::vector<Arrival>& arrivals, int64_t rank) {
 template <class T>
 void SendCotangent(const CombineGradArgs& from, int64_t choice, const CombineGradArgs& to,
                    bool is_summed) {
-  const int64_t size = from.row_size, row = from.dst_rows[choice];
+  const int64_t size = from.row_size, row = from.handle[choice];
   const int64_t of_cotangent = from.mode.reduce ? choice / from.sizes().n_choices : choice;
   const T* const cotangent = static_cast<const T*>(from.cotangent) + of_cotangent * size;
   T* const grad = static_cast<T*>(to.grad_expert_out) + row * size;
@@ -41,7 +41,7 @@ void SendCotangents(const std::vector<Arrival>& arrivals, int64_t source, int64_
   for (int64_t k = 0; k < n_choices; ++k) {
     const int64_t choice = token * n_choices + k;
     if (from.grad_topk_weights != nullptr) from.grad_topk_weights[choice] = 0.0f;
-    if (from.dst_rows[choice] == kNoRow) continue;
+    if (from.handle[choice] == kNoRow) continue;
     const CombineGradArgs& to = At(arrivals, from.group_ids[choice] / n_local);
     SendCotangent<T>(from, choice, to, /*is_summed=*/k < from.mode.n_summed(n_choices));
   }

@@ -18,13 +18,13 @@ ffi::Future CombineGradImpl(CallSite* site, ffi::RunId run, int32_t ordinal, ffi
   args->mode = site->mode;
   Status status = FindCaller(call, *args);
   if (status.ok()) {
-    status = ReadCombineGrad(args->sizes(), site->mode, BufferList(operands), BufferList(results),
-                             args.get());
+    status = ReadCombineGrad(args->sizes(), Handle::kDstRows, site->mode, BufferList(operands),
+                             BufferList(results), args.get());
   }
   if (status.ok()) status = CheckCoordinate(call, *args->coordinate, *args);
   if (status.ok()) {
     status = CheckDstRows(args->sizes(), args->n_tokens, args->max_recv_tokens, args->group_ids,
-                          args->dst_rows);
+                          args->handle);
   }
   if (!status.ok()) return FailRun(call, std::move(status));
   return Meet(call, std::move(args), CombineGradAll);

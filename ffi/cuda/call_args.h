@@ -31,12 +31,16 @@ struct LaunchPlan {
 // Why a call failed. All but kWrongMesh are waits that timed out.
 enum class Phase : uint32_t {
   kNone = 0,
-  kCounts,     // dispatch: the peer's counts
-  kMessage,    // dispatch: a message of the peer
-  kStarted,    // combine: the peer's start of the call
-  kReturned,   // combine: rows that the peer returns
-  kWrongMesh,  // the program runs on another mesh than the group; `peer` is the program's
-               // coordinate
+  kCounts,       // dispatch: the peer's counts
+  kMessage,      // dispatch: a message of the peer
+  kStarted,      // combine: the peer's start of the call
+  kReturned,     // combine: rows that the peer returns
+  kWeights,      // combine: the weights of the peer's tokens
+  kGradStarted,  // the backward of combine: the peer's start of the call
+  kCotangent,    // the backward of combine: a token's cotangent
+  kDots,         // the backward of combine: gradients of weights
+  kWrongMesh,    // the program runs on another mesh than the group; `peer` is the program's
+                 // coordinate
 };
 
 // A failure as one word in mapped host memory; 0 = no failure.
@@ -63,6 +67,7 @@ struct CallArgs {
 
   int32_t rank;
   int32_t n_ranks;                    // R
+  int32_t n_ranks_per_node;           // ranks are numbered node by node
   int32_t n_groups;                   // G
   FastDivisor local_groups;           // divides by n_local_groups
   int32_t n_choices;                  // N
@@ -84,6 +89,9 @@ struct CallArgs {
     return static_cast<uint32_t>(id) < static_cast<uint32_t>(n_groups);
   }
 };
+
+// Whether combine sums node by node.
+constexpr bool HasNodes(const CallArgs& call) { return call.n_ranks_per_node < call.n_ranks; }
 
 // Steps of a call whose end a block records in CallArgs::trace.
 enum TraceStep : int { kPrepared, kLaidOut, kSent, kReceived, kTraceSteps };

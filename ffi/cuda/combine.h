@@ -27,9 +27,11 @@ struct CombineArgs {
   const int32_t* message_rows;    // [R, M, 1 + N]  from dispatch, see call_args.h
   const float* topk_weights;      // [T, N] or null
   const float* row_weights;       // [C] or null
+  const float* row_scalars;       // [C] or null: return to their choices beside the rows
   const uint8_t* residual;        // [T, row_vectors] or null
 
-  uint8_t* out;  // [T, row_vectors]; [T, N, row_vectors] if reduce is false
+  uint8_t* out;           // [T, row_vectors]; [T, N, row_vectors] if reduce is false
+  float* choice_scalars;  // [T, N], null without row_scalars; 0 for choices without a row
 };
 
 size_t CombineSmemBytes(const CallArgs& call);

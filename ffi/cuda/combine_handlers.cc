@@ -1,6 +1,5 @@
 // XLA FFI -> CombineArgs. ffi/xla reads the operands; the handle is message_rows.
 
-#include "core/message.h"
 #include "cuda/combine.h"
 #include "cuda/handler.h"
 #include "cuda/handlers.h"
@@ -8,20 +7,6 @@
 
 namespace jax_ep::p2p {
 namespace {
-
-// Checks what the kernels and the workspace require beyond the contract of combine.
-Status CheckRowBytes(const GroupConfig& config, int64_t row_bytes) {
-  if (row_bytes <= 0 || row_bytes % static_cast<int64_t>(kVectorBytes) != 0) {
-    return InvalidArgument("a row must be a positive multiple of " + std::to_string(kVectorBytes) +
-                           " bytes; got " + std::to_string(row_bytes));
-  }
-  if (row_bytes > config.row_bytes) {
-    return InvalidArgument("a row must take at most " + std::to_string(config.row_bytes) +
-                           " bytes, which the group has room for; got " +
-                           std::to_string(row_bytes));
-  }
-  return {};
-}
 
 void FillOperands(const Caller& caller, const CombineOperands& operands, CombineArgs& args) {
   args.row_type = operands.row_type;
@@ -31,8 +16,10 @@ void FillOperands(const Caller& caller, const CombineOperands& operands, Combine
   args.message_rows = operands.handle + caller.config().n_ranks;
   args.topk_weights = operands.topk_weights;
   args.row_weights = operands.row_weights;
+  args.row_scalars = operands.row_scalars;
   args.residual = static_cast<const uint8_t*>(operands.residual);
   args.out = static_cast<uint8_t*>(operands.out);
+  args.choice_scalars = operands.choice_scalars;
 }
 
 Status FillArgs(const Caller& caller, const CombineMode& mode, bool is_async,
@@ -44,9 +31,8 @@ Status FillArgs(const Caller& caller, const CombineMode& mode, bool is_async,
   const int64_t row_bytes = operands.row_size * ElementBytes(operands.row_type);
   status = CheckRowBytes(caller.config(), row_bytes);
   if (status.ok()) {
-    status = caller.member.group->CombineCall(caller.member.rank, operands.n_tokens,
-                                              SumsPerRank(mode.weighting, mode.reduce), &args.call,
-                                              is_async);
+    status = caller.member.group->CombineCall(caller.member.rank, operands.n_tokens, mode.reduce,
+                                              &args.call, is_async);
   }
   if (!status.ok()) return status;
   args.row_vectors = static_cast<int32_t>(row_bytes / static_cast<int64_t>(kVectorBytes));

@@ -7,6 +7,7 @@
 
 #include "core/message.h"
 #include "cuda/combine.h"
+#include "cuda/combine_grad.h"
 #include "cuda/cuda_status.h"
 #include "cuda/dispatch.h"
 #include "cuda/scoped_device.h"
@@ -33,6 +34,8 @@ Status CheckConfig(const GroupConfig& c) {
   const int64_t max_rows = c.n_ranks * c.max_tokens_per_rank * c.n_choices;
   for (const Status& status : {
            expect(c.n_ranks >= 1, "n_ranks must be positive", c.n_ranks),
+           expect(c.n_ranks_per_node >= 1 && c.n_ranks % c.n_ranks_per_node == 0,
+                  "n_ranks_per_node must divide n_ranks", c.n_ranks_per_node),
            expect(c.n_groups >= 1 && c.n_groups % c.n_ranks == 0,
                   "n_groups must be a multiple of n_ranks", c.n_groups),
            expect(FastDivisor::IsExactBelow(c.n_groups, c.n_groups / c.n_ranks),
@@ -158,6 +161,11 @@ Status RankGroup::LoadKernels(int index) {
   if (status.ok()) {
     status = ToStatus(LoadCombineKernels(CombineSmemBytes(call), bulk_smem_bytes, &max_blocks),
                       "loading the combine kernels");
+  }
+  if (status.ok()) {
+    status = ToStatus(LoadCombineGradKernels(
+                          std::max(bulk_smem_bytes, CombineGradSmemBytes(call, 0)), &max_blocks),
+                      "loading the kernels for the backward of combine");
   }
   // Belongs to no group, but is launched between the calls of one.
   if (status.ok()) status = ToStatus(LoadSiluKernels(), "loading the fused_silu kernels");

@@ -23,6 +23,7 @@ namespace jax_ep::p2p {
 // core/routing.h defines R, G and N.
 struct GroupConfig {
   int64_t n_ranks;              // R
+  int64_t n_ranks_per_node;     // divides R; ranks are numbered node by node
   int64_t n_groups;             // G
   int64_t n_choices;            // N
   int64_t max_tokens_per_rank;  // M
@@ -65,11 +66,14 @@ class RankGroup {
   void Disconnect();
 
   // Fill the arguments of a call of `rank` with `n_tokens` tokens, including its launch plan. See
-  // plan.h for `size`, `sums_per_rank` and `is_async`.
+  // plan.h for `size`, `reduce` and `is_async`.
   Status DispatchCall(int rank, int64_t n_tokens, const TokenSize& size, CallArgs* call,
                       bool is_async = false) const;
-  Status CombineCall(int rank, int64_t n_tokens, bool sums_per_rank, CallArgs* call,
+  Status CombineCall(int rank, int64_t n_tokens, bool reduce, CallArgs* call,
                      bool is_async = false) const;
+
+  // The same for the backward of combine, with rows of `row_vectors` times kVectorBytes.
+  Status CombineGradCall(int rank, int64_t n_tokens, int32_t row_vectors, CallArgs* call) const;
 
   // Notes that a call is being captured: from now on graphs refer to the workspaces.
   void NoteCapture() { is_captured_.store(true, std::memory_order_relaxed); }

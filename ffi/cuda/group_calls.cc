@@ -22,6 +22,14 @@ const char* Describe(Phase phase) {
       return "combine: its start of the call";
     case Phase::kReturned:
       return "combine: the rows of a token";
+    case Phase::kWeights:
+      return "combine: the weights of a token";
+    case Phase::kGradStarted:
+      return "the backward of combine: its start of the call";
+    case Phase::kCotangent:
+      return "the backward of combine: a cotangent";
+    case Phase::kDots:
+      return "the backward of combine: the gradient of a weight";
   }
   return "unknown phase";
 }
@@ -47,6 +55,7 @@ Status RankGroup::FillCall(int rank, int64_t n_tokens, CallArgs* call) const {
   call->timeout_ns = static_cast<int64_t>(config_.timeout_s * 1e9);
   call->rank = rank;
   call->n_ranks = static_cast<int32_t>(config_.n_ranks);
+  call->n_ranks_per_node = static_cast<int32_t>(config_.n_ranks_per_node);
   call->n_groups = static_cast<int32_t>(config_.n_groups);
   call->local_groups = FastDivisor(static_cast<uint32_t>(config_.n_groups / config_.n_ranks));
   call->n_choices = static_cast<int32_t>(config_.n_choices);
@@ -62,10 +71,17 @@ Status RankGroup::DispatchCall(int rank, int64_t n_tokens, const TokenSize& size
   return status;
 }
 
-Status RankGroup::CombineCall(int rank, int64_t n_tokens, bool sums_per_rank, CallArgs* call,
+Status RankGroup::CombineCall(int rank, int64_t n_tokens, bool reduce, CallArgs* call,
                               bool is_async) const {
   const Status status = FillCall(rank, n_tokens, call);
-  if (status.ok()) PlanCombine(ranks_[rank].resources, sums_per_rank, is_async, call);
+  if (status.ok()) PlanCombine(ranks_[rank].resources, reduce, is_async, call);
+  return status;
+}
+
+Status RankGroup::CombineGradCall(int rank, int64_t n_tokens, int32_t row_vectors,
+                                  CallArgs* call) const {
+  const Status status = FillCall(rank, n_tokens, call);
+  if (status.ok()) PlanCombineGrad(ranks_[rank].resources, row_vectors, call);
   return status;
 }
 

@@ -1,5 +1,6 @@
 #include "cuda/handler.h"
 
+#include "core/message.h"
 #include "cuda/cuda_status.h"
 
 namespace jax_ep::p2p {
@@ -41,6 +42,19 @@ Status FindCaller(int32_t ordinal, cudaStream_t stream, Caller& caller) {
 
 ffi::Error InvalidOperands(const Caller& caller, const Status& status) {
   return ToError(Status{status.code, caller.Name() + ": " + status.message});
+}
+
+Status CheckRowBytes(const GroupConfig& config, int64_t row_bytes) {
+  if (row_bytes <= 0 || row_bytes % static_cast<int64_t>(kVectorBytes) != 0) {
+    return InvalidArgument("a row must be a positive multiple of " + std::to_string(kVectorBytes) +
+                           " bytes; got " + std::to_string(row_bytes));
+  }
+  if (row_bytes > config.row_bytes) {
+    return InvalidArgument("a row must take at most " + std::to_string(config.row_bytes) +
+                           " bytes, which the group has room for; got " +
+                           std::to_string(row_bytes));
+  }
+  return {};
 }
 
 void CheckCoordinate(const Caller& caller, const int32_t* program_coordinate, CallArgs& call) {

@@ -42,6 +42,9 @@ Status FindCaller(int32_t ordinal, cudaStream_t stream, Caller& caller);
 // The error of a call whose operands do not fit.
 ffi::Error InvalidOperands(const Caller& caller, const Status& status);
 
+// Checks what the kernels and the workspace require of the rows of combine and of its backward.
+Status CheckRowBytes(const GroupConfig& config, int64_t row_bytes);
+
 // Lets the kernel compare the caller's mesh coordinate with the program's, which is on the device.
 void CheckCoordinate(const Caller& caller, const int32_t* program_coordinate, CallArgs& call);
 

@@ -7,6 +7,7 @@
 extern "C" {
 XLA_FFI_Error* CudaDispatch(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* CudaCombine(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* CudaCombineGrad(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* CudaFusedSilu(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* CudaMatmul(XLA_FFI_CallFrame* call_frame);  // not without CUTLASS
 

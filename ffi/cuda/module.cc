@@ -34,6 +34,7 @@ nb::dict Targets() {
   };
   add("jax_ep_dispatch", CudaDispatch);
   add("jax_ep_combine", CudaCombine);
+  add("jax_ep_combine_grad", CudaCombineGrad);
   add("jax_ep_fused_silu", CudaFusedSilu);
 #ifdef JAX_EP_CUTLASS
   add("jax_ep_grouped_matmul", CudaMatmul);
@@ -47,15 +48,16 @@ nb::dict Targets() {
   return targets;
 }
 
-std::vector<nb::bytes> AllocateGroup(const std::string& key, int64_t n_ranks, int64_t n_groups,
-                                     int64_t n_choices, int64_t max_tokens_per_rank,
-                                     int64_t row_alignment, int64_t row_bytes, int64_t n_sms,
-                                     double timeout_s, const std::vector<DeviceTuple>& devices) {
+std::vector<nb::bytes> AllocateGroup(const std::string& key, int64_t n_ranks,
+                                     int64_t n_ranks_per_node, int64_t n_groups, int64_t n_choices,
+                                     int64_t max_tokens_per_rank, int64_t row_alignment,
+                                     int64_t row_bytes, int64_t n_sms, double timeout_s,
+                                     const std::vector<DeviceTuple>& devices) {
   std::vector<LocalDevice> local;
   for (const auto& [ordinal, replica, rank] : devices) local.push_back({ordinal, {replica, rank}});
   const GroupConfig config{
-      n_ranks,   n_groups, n_choices, max_tokens_per_rank, row_alignment, /*token_bytes=*/row_bytes,
-      row_bytes, n_sms,    timeout_s};
+      n_ranks,       n_ranks_per_node,          n_groups,  n_choices, max_tokens_per_rank,
+      row_alignment, /*token_bytes=*/row_bytes, row_bytes, n_sms,     timeout_s};
   std::vector<std::string> addresses;
   Status status;
   {
@@ -117,9 +119,9 @@ void DefineSetup(nb::module_& module) {
       "share_group", [](const std::string& key) { return Registry::Instance().Share(key); },
       nb::arg("key"), "Adds a user to an open group. False: the group is not open.");
   module.def("allocate_group", &AllocateGroup, nb::arg("key"), nb::arg("n_ranks"),
-             nb::arg("n_groups"), nb::arg("n_choices"), nb::arg("max_tokens_per_rank"),
-             nb::arg("row_alignment"), nb::arg("row_bytes"), nb::arg("n_sms"), nb::arg("timeout_s"),
-             nb::arg("devices"),
+             nb::arg("n_ranks_per_node"), nb::arg("n_groups"), nb::arg("n_choices"),
+             nb::arg("max_tokens_per_rank"), nb::arg("row_alignment"), nb::arg("row_bytes"),
+             nb::arg("n_sms"), nb::arg("timeout_s"), nb::arg("devices"),
              "The first step of opening a group. devices are (ordinal, replica, rank) of this "
              "process; returns the address of each. row_bytes is the size of the longest token or "
              "row that travels, in either direction; n_sms is 0 for the default.");

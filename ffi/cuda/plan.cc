@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "cuda/combine.h"
+#include "cuda/combine_grad.h"
 
 namespace jax_ep::p2p {
 namespace {
@@ -50,9 +51,9 @@ int64_t MaxMessages(const CallArgs& call) {
 // Whether combine should pass rows through rings: only if each warp has messages of its own. If it
 // returns all rows rather than their sum, only loading the next message ahead gains from a ring, so
 // each warp needs several. Tokens then have one warp each, too.
-bool WantsRing(const LaunchPlan& plan, int64_t n_messages, bool sums_per_rank) {
+bool WantsRing(const LaunchPlan& plan, int64_t n_messages, bool reduce) {
   if (plan.warps_per_send > 1) return false;
-  return sums_per_rank || n_messages > int64_t{plan.n_send_blocks} * kWorkerWarps;
+  return reduce || n_messages > int64_t{plan.n_send_blocks} * kWorkerWarps;
 }
 
 int32_t BlocksOf(const RankResources& resources, bool is_async) {
@@ -80,17 +81,26 @@ void PlanDispatch(const RankResources& resources, const TokenSize& size, bool is
   plan.in_clusters = InClusters(resources, is_async, plan);
 }
 
-void PlanCombine(const RankResources& resources, bool sums_per_rank, bool is_async,
-                 CallArgs* call) {
+void PlanCombine(const RankResources& resources, bool reduce, bool is_async, CallArgs* call) {
   const int64_t n_messages = MaxMessages(*call);
   LaunchPlan& plan = call->plan;
   plan = SpreadBlocks(n_messages, call->n_tokens, BlocksOf(resources, is_async),
                       call->n_tokens >= 2048, /*send_share=*/0.75);
-  if (WantsRing(plan, n_messages, sums_per_rank)) {
+  if (!HasNodes(*call) && WantsRing(plan, n_messages, reduce)) {
     plan.ring_slots = MaxRingSlots(*call, resources.bulk_smem_bytes);
     if (plan.ring_slots > 0) plan.warps_per_receive = 1;
   }
   plan.in_clusters = InClusters(resources, is_async, plan);
+}
+
+void PlanCombineGrad(const RankResources& resources, int32_t row_vectors, CallArgs* call) {
+  LaunchPlan& plan = call->plan;
+  plan = SpreadBlocks(call->n_tokens, MaxMessages(*call), resources.n_blocks, call->n_tokens >= 256,
+                      /*send_share=*/0.2);
+  if (plan.n_send_blocks == plan.n_blocks) return;
+  const int32_t n_stages = MaxCombineGradStages(*call, row_vectors, resources.bulk_smem_bytes);
+  if (n_stages >= kMinStages) plan.n_stages = n_stages;
+  plan.receives_in_bulk = plan.n_stages > 0 && plan.warps_per_receive == 1;
 }
 
 }  // namespace jax_ep::p2p

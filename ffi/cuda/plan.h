@@ -26,10 +26,11 @@ struct RankResources {
 
 // Fill `call->plan` for a call whose other fields are set.
 //
-// `size`: of the tokens, which are quantized if they have scales. `sums_per_rank`: see SumsPerRank
-// in core/combine_mode.h. An asynchronous call leaves SMs to concurrent kernels.
+// `size`: of the tokens, which are quantized if they have scales. `reduce`: see CombineMode. An
+// asynchronous call leaves SMs to concurrent kernels.
 void PlanDispatch(const RankResources& resources, const TokenSize& size, bool is_async,
                   CallArgs* call);
-void PlanCombine(const RankResources& resources, bool sums_per_rank, bool is_async, CallArgs* call);
+void PlanCombineGrad(const RankResources& resources, int32_t row_vectors, CallArgs* call);
+void PlanCombine(const RankResources& resources, bool reduce, bool is_async, CallArgs* call);
 
 }  // namespace jax_ep::p2p

@@ -11,7 +11,8 @@
 //   blocks, send, send_warps, receive_warps, stages, receive_bulk
 //             parts of the launch plan; 0 = as planned, -1 = none
 //   ring      slots of combine's rings; 0 = no rings, but their plan of one warp per row
-//   op        dispatch, combine or both
+//   op        dispatch, combine or grad (the backward of combine); default: all
+//   weights   given to dispatch (default) or to combine
 //   format    of dispatch, for example mxfp8
 //   zipf=1    skewed routing
 //   trace=1   also prints when the blocks of rank 0 finish each step
@@ -43,7 +44,11 @@ struct Options {
   }
   bool Does(const char* op) const {
     const auto it = values.find("op");
-    return it == values.end() || it->second == op || it->second == "both";
+    return it == values.end() || it->second == op;
+  }
+  Weighting weighting() const {
+    const auto it = values.find("weights");
+    return it != values.end() && it->second == "combine" ? Weighting::kSource : Weighting::kRow;
   }
   RowFormat format() const {
     const auto it = values.find("format");
@@ -52,6 +57,12 @@ struct Options {
     return {format, format->layouts[0]};
   }
 };
+
+enum class Op { kDispatch, kCombine, kCombineGrad };
+
+const char* Name(Op op) {
+  return op == Op::kDispatch ? "dispatch" : op == Op::kCombine ? "combine" : "grad";
+}
 
 constexpr size_t kL2Bytes = 128 << 20;  // more than any GPU has
 
@@ -78,11 +89,12 @@ class Bench {
   void Run() {
     // Combine needs what dispatch leaves.
     for (int set = 0; set < n_sets_; ++set) {
-      fixture_.ForRanks([&](int rank) { Launch(rank, set, /*is_dispatch=*/true); });
+      fixture_.ForRanks([&](int rank) { Launch(rank, set, Op::kDispatch); });
     }
     fixture_.Sync();
-    if (options_.Does("dispatch")) Measure(/*is_dispatch=*/true);
-    if (options_.Does("combine")) Measure(/*is_dispatch=*/false);
+    for (const Op op : {Op::kDispatch, Op::kCombine, Op::kCombineGrad}) {
+      if (options_.Does(Name(op))) Measure(op);
+    }
   }
 
  private:
@@ -115,6 +127,7 @@ class Bench {
     for (int set = 0; set < n_sets_; ++set) {
       RankBuffers<T>& b = buffers_.emplace_back(sizes, n_tokens, n_tokens);
       b.tokens.Write(tokens);
+      b.cotangent.Write(tokens);
       b.group_ids.Write(MakeIds(sizes, pattern, n_tokens, random));
       b.topk_weights.Write(std::vector<float>(b.topk_weights.size(), 0.125f));
       b.scales = DeviceArray<uint8_t>(fixture_.scales_bytes());
@@ -124,18 +137,20 @@ class Bench {
 
   RankBuffers<T>& Buffers(int rank, int set) { return buffers_[rank * n_sets_ + set]; }
 
-  void Launch(int rank, int set, bool is_dispatch, uint64_t* trace = nullptr) {
+  void Launch(int rank, int set, Op op, uint64_t* trace = nullptr) {
     RankBuffers<T>& b = Buffers(rank, set);
-    if (is_dispatch) {
-      DispatchArgs args = fixture_.DispatchOf(rank, b, /*has_weights=*/true);
+    const CombineMode mode{options_.weighting(), /*reduce=*/true, /*adds_shared_expert=*/false};
+    const auto launch = [&](auto args) {
       args.call.trace = trace;
       fixture_.Launch(rank, args);
       plan_ = args.call.plan;
+    };
+    if (op == Op::kDispatch) {
+      launch(fixture_.DispatchOf(rank, b, mode.weighting == Weighting::kRow));
+    } else if (op == Op::kCombine) {
+      launch(fixture_.CombineOf(rank, b, b.rows.get(), mode));
     } else {
-      CombineArgs args = fixture_.CombineOf(rank, b, b.rows.get(), {Weighting::kRow, true, false});
-      args.call.trace = trace;
-      fixture_.Launch(rank, args);
-      plan_ = args.call.plan;
+      launch(fixture_.CombineGradOf(rank, b, b.rows.get(), mode));
     }
   }
 
@@ -184,14 +199,14 @@ class Bench {
     return times;
   }
 
-  void Measure(bool is_dispatch) {
+  void Measure(Op op) {
     // The first call is not timed: after it, the ranks start together.
     const auto first = fixture_.Capture([&](int rank) {
       CHECK_CUDA(cudaMemsetAsync(flush_[rank].get(), 0, kL2Bytes, fixture_.streams[rank]));
-      Launch(rank, 0, is_dispatch);
+      Launch(rank, 0, op);
     });
     const auto rest = fixture_.Capture([&](int rank) {
-      for (int call = 0; call < n_calls_; ++call) Launch(rank, call % n_sets_, is_dispatch);
+      for (int call = 0; call < n_calls_; ++call) Launch(rank, call % n_sets_, op);
     });
     constexpr int kReplays = 11, kWarmUps = 2;
     Times times;
@@ -201,28 +216,29 @@ class Bench {
       times.slowest.push_back(*std::max_element(us.begin(), us.end()));
       times.fastest.push_back(*std::min_element(us.begin(), us.end()));
     }
-    Print(is_dispatch, times);
-    if (options_.Int("trace")) TraceCall(is_dispatch);
+    Print(op, times);
+    if (options_.Int("trace")) TraceCall(op);
     std::fflush(stdout);
     for (auto graph : first) cudaGraphExecDestroy(graph);
     for (auto graph : rest) cudaGraphExecDestroy(graph);
     if (!fixture_.IsHealthy()) std::exit(1);
   }
 
-  void Print(bool is_dispatch, const Times& times) {
+  void Print(Op op, const Times& times) {
     const double us = Median(times.slowest);
-    const bool quantizes = is_dispatch && fixture_.format.format != nullptr;
+    const bool quantizes = op == Op::kDispatch && fixture_.format.format != nullptr;
     const TokenSize size = fixture_.token_size();
     const double bytes = static_cast<double>((quantizes ? size.sent() : size.given) * kVectorBytes);
     std::printf(
         "{\"op\": \"%s\", \"format\": \"%s\", \"n_ranks\": %d, \"n_devices\": %d, \"tokens\": %d, "
-        "\"routing\": \"%s\", "
+        "\"routing\": \"%s\", \"weights at\": \"%s\", "
         "\"us\": %.2f, \"us_min\": %.2f, \"us_max\": %.2f, \"us_fastest_rank\": %.2f, "
         "\"physical_gb_s\": %.1f, \"logical_gb_s\": %.1f, \"plan\": [%d, %d, %d, %d, %d, %d]}\n",
-        is_dispatch ? "dispatch" : "combine",
-        quantizes ? fixture_.format.format->name.data() : "plain_bfloat16", options_.n_ranks,
-        options_.n_devices, fixture_.sizes.max_tokens, options_.Int("zipf") ? "zipf" : "uniform",
-        us, *std::min_element(times.slowest.begin(), times.slowest.end()),
+        Name(op), quantizes ? fixture_.format.format->name.data() : "plain_bfloat16",
+        options_.n_ranks, options_.n_devices, fixture_.sizes.max_tokens,
+        options_.Int("zipf") ? "zipf" : "uniform",
+        options_.weighting() == Weighting::kRow ? "dispatch" : "combine", us,
+        *std::min_element(times.slowest.begin(), times.slowest.end()),
         *std::max_element(times.slowest.begin(), times.slowest.end()), Median(times.fastest),
         n_physical_ * bytes / us * 1e-3, n_logical_ * bytes / us * 1e-3, plan_.n_blocks,
         plan_.n_send_blocks, plan_.warps_per_send, plan_.warps_per_receive, plan_.n_stages,
@@ -230,16 +246,15 @@ class Bench {
   }
 
   // Prints when the blocks of rank 0 finish each step, in us after the first one finishes step 0.
-  void TraceCall(bool is_dispatch) {
+  void TraceCall(Op op) {
     CHECK_CUDA(cudaSetDevice(fixture_.devices[0]));
     constexpr int kMaxBlocks = 256;
     DeviceArray<uint64_t> trace(kTraceSteps * kMaxBlocks);
     CHECK_CUDA(cudaMemset(trace.get(), 0, trace.size() * sizeof(uint64_t)));
     CHECK_CUDA(cudaDeviceSynchronize());
     for (int call = 0; call < 3; ++call) {
-      fixture_.ForRanks([&](int rank) {
-        Launch(rank, call % n_sets_, is_dispatch, rank == 0 ? trace.get() : nullptr);
-      });
+      fixture_.ForRanks(
+          [&](int rank) { Launch(rank, call % n_sets_, op, rank == 0 ? trace.get() : nullptr); });
     }
     fixture_.Sync();
     const std::vector<uint64_t> ns = trace.Read();
@@ -247,8 +262,8 @@ class Bench {
     for (const uint64_t t : ns) {
       if (t != 0) begin = std::min(begin, t);
     }
-    std::printf("{\"trace\": \"%s\", \"tokens\": %d, \"steps\": [",
-                is_dispatch ? "dispatch" : "combine", fixture_.sizes.max_tokens);
+    std::printf("{\"trace\": \"%s\", \"tokens\": %d, \"steps\": [", Name(op),
+                fixture_.sizes.max_tokens);
     for (int step = 0; step < kTraceSteps; ++step) PrintStep(ns, begin, step);
     std::printf("]}\n");
   }

@@ -11,6 +11,7 @@
 
 #include "tests/p2p_expect.h"
 #include "tests/p2p_fixture.h"
+#include "tests/p2p_grad_reference.h"
 #include "tests/p2p_reference.h"
 #include "tests/p2p_routings.h"
 
@@ -39,6 +40,8 @@ class Case {
       RankBuffers<T>& b = buffers_.back();
       tokens_.push_back(RandomValues<T>(b.tokens.size(), random));
       residuals_.push_back(RandomValues<T>(b.tokens.size(), random));
+      cotangents_.push_back(RandomValues<T>(b.cotangent.size(), random));
+      b.cotangent.Write(cotangents_.back());
       b.tokens.Write(tokens_.back());
       b.residual.Write(residuals_.back());
       b.group_ids.Write(routing_.ids[rank]);
@@ -49,6 +52,8 @@ class Case {
       b.expert_out = DeviceArray<T>(b.rows.size());
       b.expert_out.Poison();
       b.expert_out.Write(expert_out_.back());
+      row_scalars_.push_back(RandomWeights(sizes.max_recv_tokens, random));
+      b.row_scalars.Write(row_scalars_.back());
     });
   }
 
@@ -57,7 +62,8 @@ class Case {
     fixture_.dispatch_plan = fixture_.combine_plan = {5, 3, 1, 1};
     fixture_.dispatch_plan.n_stages = 4;
     fixture_.dispatch_plan.receives_in_bulk = receives_in_bulk ? 1 : -1;
-    fixture_.combine_plan.ring_slots = n_ring_slots;
+    // Rings do not sum by node.
+    fixture_.combine_plan.ring_slots = sizes_.n_nodes > 1 ? -1 : n_ring_slots;
   }
 
   void Run() {
@@ -65,11 +71,16 @@ class Case {
     if (Dispatch(/*has_weights=*/false)) {
       Combine({Weighting::kNone, true, shared}, false);
       Combine({Weighting::kNone, false, false}, false);
+      Combine({Weighting::kNone, true, false}, false, /*has_scalars=*/true);
       Combine({Weighting::kSource, true, shared}, false);
+      CombineGrad({Weighting::kNone, true, shared});
       Combine({Weighting::kSource, true, shared}, true);
+      CombineGrad({Weighting::kSource, true, shared});
+      CombineGrad({Weighting::kNone, false, false});
     }
     if (Dispatch(/*has_weights=*/true)) {
       Combine({Weighting::kRow, true, shared}, false);
+      CombineGrad({Weighting::kRow, true, shared});
       Combine({Weighting::kRow, true, shared}, true);
     }
     for (int rank = 0; rank < sizes_.n_ranks; ++rank) {
@@ -178,21 +189,24 @@ class Case {
     }
   }
 
-  void Combine(const CombineMode& mode, bool has_residual) {
+  void Combine(const CombineMode& mode, bool has_residual, bool has_scalars = false) {
     fixture_.ForRanks([&](int rank) {
       buffers_[rank].out.Poison();
+      buffers_[rank].choice_scalars.Poison();
       CHECK_CUDA(cudaDeviceSynchronize());
     });
     for (int rank = 0; rank < sizes_.n_ranks; ++rank) {
       if (!fixture_.IsLocal(rank)) continue;
       const RankBuffers<T>& b = buffers_[rank];
-      fixture_.Launch(rank, fixture_.CombineOf(rank, b, b.expert_out.get(), mode, has_residual));
+      CombineArgs args = fixture_.CombineOf(rank, b, b.expert_out.get(), mode, has_residual);
+      if (has_scalars) {
+        args.row_scalars = b.row_scalars.get(), args.choice_scalars = b.choice_scalars.get();
+      }
+      fixture_.Launch(rank, args);
     }
     fixture_.Sync();
     const std::string what =
-        name_ + ", combine, weighting " + std::to_string(static_cast<int>(mode.weighting)) +
-        ", reduce " + std::to_string(mode.reduce) + ", residual " + std::to_string(has_residual) +
-        ", shared expert " + std::to_string(mode.adds_shared_expert);
+        Describe("combine", mode) + ", residual " + std::to_string(has_residual);
     if (!fixture_.IsHealthy()) return Expect(false, what + ": did not end");
     ++n_combines_;
     for (int rank = 0; rank < sizes_.n_ranks; ++rank) {
@@ -205,6 +219,54 @@ class Case {
                                : !AreRowsRight(out, rank, token, i);
         }
       }
+      if (has_scalars) n_bad += CountBadScalars(rank);
+      Expect(n_bad == 0, what + ", rank " + std::to_string(rank) + ": " + std::to_string(n_bad) +
+                             " bad elements");
+    }
+  }
+
+  std::string Describe(const char* operation, const CombineMode& mode) const {
+    return name_ + ", " + operation + ", weighting " +
+           std::to_string(static_cast<int>(mode.weighting)) + ", reduce " +
+           std::to_string(mode.reduce) + ", shared expert " +
+           std::to_string(mode.adds_shared_expert);
+  }
+
+  int CountBadScalars(int rank) const {
+    const std::vector<float> scalars = buffers_[rank].choice_scalars.Read();
+    int n_bad = 0;
+    for (size_t i = 0; i < scalars.size(); ++i) {
+      const int row = routing_.row_of_choice[rank][i];
+      n_bad += scalars[i] !=
+               (row < 0 ? 0.0f : row_scalars_[routing_.RankOf(routing_.ids[rank][i])][row]);
+    }
+    return n_bad;
+  }
+
+  void CombineGrad(const CombineMode& mode) {
+    fixture_.ForRanks([&](int rank) {
+      RankBuffers<T>& b = buffers_[rank];
+      b.grad_expert_out.Poison(), b.grad_topk_weights.Poison(), b.grad_row_weights.Poison();
+      CHECK_CUDA(cudaDeviceSynchronize());
+    });
+    for (int choice = 0; choice < (mode.reduce ? 1 : sizes_.n_choices); ++choice) {
+      for (int rank = 0; rank < sizes_.n_ranks; ++rank) {
+        if (!fixture_.IsLocal(rank)) continue;
+        const RankBuffers<T>& b = buffers_[rank];
+        fixture_.Launch(rank, fixture_.CombineGradOf(rank, b, b.expert_out.get(), mode,
+                                                     mode.reduce ? kAllChoices : choice));
+      }
+    }
+    fixture_.Sync();
+    const std::string what = Describe("backward of combine", mode);
+    if (!fixture_.IsHealthy()) return Expect(false, what + ": did not end");
+    const GradReference<T> reference{routing_, mode, weights_, cotangents_, expert_out_};
+    for (int rank = 0; rank < sizes_.n_ranks; ++rank) {
+      if (!fixture_.IsLocal(rank)) continue;
+      const RankBuffers<T>& b = buffers_[rank];
+      const int n_bad =
+          reference.CountBadRows(rank, b.grad_expert_out.Read()) +
+          reference.CountBadWeights(rank, b.grad_topk_weights.Read(), b.grad_row_weights.Read());
       Expect(n_bad == 0, what + ", rank " + std::to_string(rank) + ": " + std::to_string(n_bad) +
                              " bad elements");
     }
@@ -244,7 +306,8 @@ class Case {
   const std::string name_;
   int n_dispatches_ = 0, n_combines_ = 0;
   std::vector<RankBuffers<T>> buffers_;
-  std::vector<std::vector<T>> tokens_, residuals_, expert_out_;
+  std::vector<std::vector<T>> tokens_, residuals_, expert_out_, cotangents_;
+  std::vector<std::vector<float>> row_scalars_;
 };
 
 template <class T>
@@ -254,6 +317,7 @@ void RunCase(int n_ranks, const std::vector<int>& devices, int index, std::mt199
   };
   CaseSizes sizes{};
   sizes.n_ranks = n_ranks;
+  sizes.n_nodes = n_ranks % 2 == 0 ? pick({1, 1, 2, n_ranks}) : 1;
   sizes.n_groups = n_ranks * pick({1, 2, 3, 8, 32, 100});
   sizes.n_choices = pick({1, 2, 3, 4, 6, 8, 16, 32});
   sizes.hidden = static_cast<int>(16 / sizeof(T)) * pick({1, 3, 8, 33, 64, 130, 500});
@@ -274,12 +338,12 @@ void RunCase(int n_ranks, const std::vector<int>& devices, int index, std::mt199
   sizes.max_recv_tokens = static_cast<int>(random() % 2 ? max_rows : 1 + random() % max_rows);
   const int n_sms = random() % 3 == 0 ? 1 + random() % 8 : 0;
   char name[200];
-  std::snprintf(
-      name, sizeof(name),
-      "case %d: R=%d G=%d N=%d H=%d M=%d T=%d C=%d pattern=%d element=%zu n_sms=%d shared=%d",
-      index, n_ranks, sizes.n_groups, sizes.n_choices, sizes.hidden, sizes.max_tokens,
-      is_ragged ? -1 : n_tokens, sizes.max_recv_tokens, static_cast<int>(pattern), sizeof(T), n_sms,
-      inputs.adds_shared_expert);
+  std::snprintf(name, sizeof(name),
+                "case %d: R=%d nodes=%d G=%d N=%d H=%d M=%d T=%d C=%d pattern=%d element=%zu "
+                "n_sms=%d shared=%d",
+                index, n_ranks, sizes.n_nodes, sizes.n_groups, sizes.n_choices, sizes.hidden,
+                sizes.max_tokens, is_ragged ? -1 : n_tokens, sizes.max_recv_tokens,
+                static_cast<int>(pattern), sizeof(T), n_sms, inputs.adds_shared_expert);
   const int errors_before = n_errors;
   Case<T> one(sizes, devices, std::move(inputs), n_sms, random, name);
   one.Run();

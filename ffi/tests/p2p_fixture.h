@@ -12,6 +12,7 @@
 
 #include "core/formats.h"
 #include "cuda/combine.h"
+#include "cuda/combine_grad.h"
 #include "cuda/dispatch.h"
 #include "cuda/group.h"
 #include "tests/check.h"
@@ -42,10 +43,11 @@ constexpr RowType kRowType<Float16> = RowType::kFloat16;
 template <class T>
 struct RankBuffers {
   int n_tokens;
-  DeviceArray<T> tokens, rows, expert_out, residual, out;
+  DeviceArray<T> tokens, rows, expert_out, residual, out, cotangent, grad_expert_out;
   DeviceArray<int32_t> group_ids, src_info, n_dropped, n_invalid, message_counts, message_rows;
   DeviceArray<uint32_t> row_offsets;
-  DeviceArray<float> topk_weights, row_weights, input_scale;
+  DeviceArray<float> topk_weights, row_weights, input_scale, row_scalars, choice_scalars;
+  DeviceArray<float> grad_topk_weights, grad_row_weights;
   DeviceArray<uint8_t> scales;  // of formats that have any
 
   RankBuffers(const CaseSizes& s, int n_tokens, size_t out_rows)
@@ -54,6 +56,8 @@ struct RankBuffers {
         rows(static_cast<size_t>(s.max_recv_tokens) * s.hidden),
         residual(static_cast<size_t>(n_tokens) * s.hidden),
         out(out_rows * s.hidden),
+        cotangent(out_rows * s.hidden),
+        grad_expert_out(static_cast<size_t>(s.max_recv_tokens) * s.hidden),
         group_ids(static_cast<size_t>(n_tokens) * s.n_choices),
         src_info(static_cast<size_t>(s.max_recv_tokens) * 2),
         n_dropped(1),
@@ -63,7 +67,11 @@ struct RankBuffers {
         row_offsets(s.n_local_groups() + 1),
         topk_weights(static_cast<size_t>(n_tokens) * s.n_choices),
         row_weights(s.max_recv_tokens),
-        input_scale(1) {
+        input_scale(1),
+        row_scalars(s.max_recv_tokens),
+        choice_scalars(static_cast<size_t>(n_tokens) * s.n_choices),
+        grad_topk_weights(static_cast<size_t>(n_tokens) * s.n_choices),
+        grad_row_weights(s.max_recv_tokens) {
     input_scale.Write({1.0f});
   }
 
@@ -104,7 +112,8 @@ class Fixture {
           const RowFormat& format = {})
       : sizes(sizes), devices(devices), format(format) {
     const int64_t row_bytes = static_cast<int64_t>(sizes.hidden * sizeof(T));
-    Open({sizes.n_ranks, sizes.n_groups, sizes.n_choices, sizes.max_tokens, row_alignment(),
+    Open({sizes.n_ranks, sizes.n_ranks_per_node(), sizes.n_groups, sizes.n_choices,
+          sizes.max_tokens, row_alignment(),
           /*token_bytes=*/row_bytes, row_bytes, n_sms, timeout_s});
     streams.resize(sizes.n_ranks);
     ForRanks([&](int rank) {
@@ -191,8 +200,7 @@ class Fixture {
   CombineArgs CombineOf(int rank, const RankBuffers<T>& b, const T* expert_out,
                         const CombineMode& mode, bool has_residual = false) const {
     CombineArgs args{};
-    const bool sums = SumsPerRank(mode.weighting, mode.reduce);
-    Check(group->CombineCall(rank, b.n_tokens, sums, &args.call));
+    Check(group->CombineCall(rank, b.n_tokens, mode.reduce, &args.call));
     combine_plan.Apply(&args.call.plan);
     args.row_vectors = static_cast<int32_t>(sizes.hidden * sizeof(T) / kVectorBytes);
     args.row_type = kRowType<T>;
@@ -210,6 +218,37 @@ class Fixture {
     return args;
   }
 
+  // The backward of a combine in that mode; `choice` as in CombineGradArgs.
+  CombineGradArgs CombineGradOf(int rank, const RankBuffers<T>& b, const T* expert_out,
+                                const CombineMode& mode, int choice = kAllChoices) const {
+    CombineGradArgs args{};
+    args.row_vectors = static_cast<int32_t>(sizes.hidden * sizeof(T) / kVectorBytes);
+    Check(group->CombineGradCall(rank, b.n_tokens, args.row_vectors, &args.call));
+    dispatch_plan.Apply(&args.call.plan);
+    args.row_type = kRowType<T>;
+    args.weighting = mode.weighting;
+    args.adds_shared_expert = mode.adds_shared_expert;
+    args.choice = choice;
+    args.max_recv_tokens = sizes.max_recv_tokens;
+    args.row_alignment = row_alignment();
+    args.cotangent = reinterpret_cast<const uint8_t*>(b.cotangent.get());
+    args.expert_out = reinterpret_cast<const uint8_t*>(expert_out);
+    args.row_offsets = b.row_offsets.get();
+    args.src_info = b.src_info.get();
+    args.group_ids = b.group_ids.get();
+    args.message_counts = b.message_counts.get();
+    args.message_rows = b.message_rows.get();
+    args.grad_expert_out = reinterpret_cast<uint8_t*>(b.grad_expert_out.get());
+    if (mode.weighting == Weighting::kSource) {
+      args.topk_weights = b.topk_weights.get();
+      args.grad_topk_weights = b.grad_topk_weights.get();
+    } else if (mode.weighting == Weighting::kRow) {
+      args.row_weights = b.row_weights.get();
+      args.grad_row_weights = b.grad_row_weights.get();
+    }
+    return args;
+  }
+
   void Launch(int rank, const DispatchArgs& args) const {
     CHECK_CUDA(cudaSetDevice(devices[rank]));
     CHECK_CUDA(LaunchDispatch(args, streams[rank]));
@@ -217,6 +256,11 @@ class Fixture {
   void Launch(int rank, const CombineArgs& args) const {
     CHECK_CUDA(cudaSetDevice(devices[rank]));
     CHECK_CUDA(LaunchCombine(args, streams[rank]));
+  }
+
+  void Launch(int rank, const CombineGradArgs& args) const {
+    CHECK_CUDA(cudaSetDevice(devices[rank]));
+    CHECK_CUDA(LaunchCombineGrad(args, streams[rank]));
   }
 
   void Sync() const {

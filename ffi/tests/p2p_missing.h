@@ -18,7 +18,9 @@ namespace jax_ep::p2p {
 struct MissingOptions {
   bool in_combine = false;  // which call the rank misses; otherwise a dispatch
   bool in_ring = false;     // combine with rings
-  bool exits = false;       // its process exits
+  bool in_grad = false;     // the backward of combine
+  Weighting weighting = Weighting::kNone;
+  bool exits = false;  // its process exits
 };
 
 // The last rank makes the first call, and misses the second. The other ranks must end it at the
@@ -39,13 +41,15 @@ class MissingRank {
       RankBuffers<float>& b = buffers_.emplace_back(fixture_.sizes, kTokens, kTokens);
       b.group_ids.Write(MakeIds(fixture_.sizes, Pattern::kUniform, kTokens, random));
       b.tokens.Write(RandomValues<float>(b.tokens.size(), random));
+      b.cotangent.Write(RandomValues<float>(b.cotangent.size(), random));
+      b.topk_weights.Write(RandomWeights(b.topk_weights.size(), random));
       CHECK_CUDA(cudaDeviceSynchronize());
     });
   }
 
   void Run() {
     Expect(exchange.Meet(), "fail: a process did not arrive");
-    for (int rank = 0; rank <= missing_; ++rank) Launch(rank, /*is_combine=*/false);
+    for (int rank = 0; rank <= missing_; ++rank) LaunchDispatch(rank);
     fixture_.Sync();
     Expect(fixture_.IsHealthy(), "fail: the first call");
     if (options_.exits && fixture_.IsLocal(missing_)) {
@@ -70,21 +74,29 @@ class MissingRank {
  private:
   static constexpr int kTokens = 8;
 
-  void Launch(int rank, bool is_combine) {
+  void LaunchDispatch(int rank) {
+    if (!fixture_.IsLocal(rank)) return;
+    fixture_.Launch(rank, fixture_.DispatchOf(rank, buffers_[rank], /*has_weights=*/false));
+  }
+
+  // The call that a rank misses.
+  void LaunchMissed(int rank) {
     if (!fixture_.IsLocal(rank)) return;
     const RankBuffers<float>& b = buffers_[rank];
-    if (is_combine) {
-      constexpr CombineMode kSum{Weighting::kNone, /*reduce=*/true, /*adds_shared_expert=*/false};
-      fixture_.Launch(rank, fixture_.CombineOf(rank, b, b.rows.get(), kSum));
+    const CombineMode mode{options_.weighting, /*reduce=*/true, /*adds_shared_expert=*/false};
+    if (options_.in_grad) {
+      fixture_.Launch(rank, fixture_.CombineGradOf(rank, b, b.rows.get(), mode));
+    } else if (options_.in_combine) {
+      fixture_.Launch(rank, fixture_.CombineOf(rank, b, b.rows.get(), mode));
     } else {
-      fixture_.Launch(rank, fixture_.DispatchOf(rank, b, /*has_weights=*/false));
+      LaunchDispatch(rank);
     }
   }
 
   // Seconds of a call of all ranks but the missing one.
   double TimeCall() {
     const auto begin = std::chrono::steady_clock::now();
-    for (int rank = 0; rank < missing_; ++rank) Launch(rank, options_.in_combine);
+    for (int rank = 0; rank < missing_; ++rank) LaunchMissed(rank);
     fixture_.Sync();
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   }

@@ -15,7 +15,9 @@ namespace jax_ep::p2p {
 // The sizes of one test case; core/routing.h explains groups and choices.
 struct CaseSizes {
   int n_ranks, n_groups, n_choices, max_tokens, hidden, max_recv_tokens;
+  int n_nodes = 1;
   int n_local_groups() const { return n_groups / n_ranks; }
+  int n_ranks_per_node() const { return n_ranks / n_nodes; }
 };
 
 // A choice (token, k) of a source rank, which becomes a row of its destination rank.
@@ -87,27 +89,25 @@ T CombineElement(const Routing& routing, const CombineMode& mode, int source, in
   const int n_summed = static_cast<int>(mode.n_summed(sizes.n_choices));
   const auto rank_of = [&](int k) { return routing.RankOf(routing.ids[source][first + k]); };
   const auto row_of = [&](int k) { return routing.row_of_choice[source][first + k]; };
-  const auto add = [&](float to, int k, bool is_weighted) {
-    const float value = ToFloat(row(rank_of(k), row_of(k)));
-    const float product = is_weighted ? topk_weights[first + k] * value : value;
-    return to + product;
+  const auto round = [](float value) { return ToFloat(FromFloat<T>(value)); };
+  const auto sum_of_rank = [&](int rank) {
+    float sum = 0.0f;
+    for (int k = 0; k < n_summed; ++k) {
+      if (row_of(k) < 0 || rank_of(k) != rank) continue;
+      const float value = ToFloat(row(rank, row_of(k)));
+      const float product =
+          mode.weighting == Weighting::kNone ? value : topk_weights[first + k] * value;
+      sum += product;
+    }
+    return round(sum);  // adding 0 for a rank without rows changes nothing
   };
   float sum = 0.0f;
-  if (mode.weighting == Weighting::kRow) {
-    for (int rank = 0; rank < sizes.n_ranks; ++rank) {
-      float part = 0.0f;
-      bool has_rows = false;
-      for (int k = 0; k < n_summed; ++k) {
-        if (row_of(k) < 0 || rank_of(k) != rank) continue;
-        part = add(part, k, true);
-        has_rows = true;
-      }
-      if (has_rows) sum += ToFloat(FromFloat<T>(part));
+  for (int node = 0; node < sizes.n_nodes; ++node) {
+    float of_node = 0.0f;
+    for (int i = 0; i < sizes.n_ranks_per_node(); ++i) {
+      of_node += sum_of_rank(node * sizes.n_ranks_per_node() + i);
     }
-  } else {
-    for (int k = 0; k < n_summed; ++k) {
-      if (row_of(k) >= 0) sum = add(sum, k, mode.weighting == Weighting::kSource);
-    }
+    sum += sizes.n_nodes > 1 ? round(of_node) : of_node;
   }
   if (residual != nullptr) sum += ToFloat(*residual);
   const T rounded = FromFloat<T>(sum);

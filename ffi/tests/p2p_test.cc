@@ -51,6 +51,13 @@ void RunFail(int n_ranks, const std::vector<int>& devices) {
   MissingRank(n_ranks, devices, {}).Run();
   MissingRank(n_ranks, devices, {/*in_combine=*/true}).Run();
   MissingRank(n_ranks, devices, {/*in_combine=*/true, /*in_ring=*/true}).Run();
+  MissingOptions options;
+  options.weighting = Weighting::kSource;
+  options.in_combine = true;
+  MissingRank(n_ranks, devices, options).Run();
+  options.in_combine = false;
+  options.in_grad = true;
+  MissingRank(n_ranks, devices, options).Run();
   std::mt19937 random(3);
   RunCase<float>(n_ranks, devices, 0, random);
   std::printf("fail: R=%d, %d errors\n", n_ranks, n_errors);

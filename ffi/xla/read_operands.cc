@@ -155,26 +155,33 @@ Status ReadCombine(const GroupSizes& sizes, Handle handle, const CombineMode& mo
   const int64_t n_tokens = combine->n_tokens, size = combine->row_size;
   const Shape choices = {n_tokens, sizes.n_choices};
   const ffi::DataType type = reader.Type(1);
-  const bool has_residual = operands.size() > 4 + size_t{mode.weighting != Weighting::kNone};
+  const bool has_scalars = results.size() > 1;
+  const bool has_residual =
+      operands.size() > 4 + size_t{mode.weighting != Weighting::kNone} + size_t{has_scalars};
 
   combine->coordinate = reader.Next<int32_t>("coordinate", {});
   combine->expert_out = reader.Next("expert_out", type, {combine->max_recv_tokens, size});
   combine->group_ids = reader.Next<int32_t>("group_ids", choices);
   combine->handle = reader.Next<int32_t>(Name(handle), HandleShape(handle, sizes, n_tokens));
   ReadWeights(mode.weighting, choices, reader, combine);
+  combine->row_scalars =
+      has_scalars ? reader.Next<float>("row_scalars", {combine->max_recv_tokens}) : nullptr;
   combine->residual = has_residual ? reader.Next("residual", type, {n_tokens, size}) : nullptr;
   reader.ExpectEnd("operands");
 
   combine->out = result_reader.Next("the result", type, CombinedShape(mode, choices, size));
+  combine->choice_scalars =
+      has_scalars ? result_reader.Next<float>("choice_scalars", choices) : nullptr;
   result_reader.ExpectEnd("results");
   return status;
 }
 
-Status ReadCombineGrad(const GroupSizes& sizes, const CombineMode& mode, const BufferList& operands,
-                       const BufferList& results, CombineGradOperands* grad) {
+Status ReadCombineGrad(const GroupSizes& sizes, Handle handle, const CombineMode& mode,
+                       const BufferList& operands, const BufferList& results,
+                       CombineGradOperands* grad) {
   Status status;
   BufferReader reader(operands, status), result_reader(results, status);
-  status = ReadRowSizes(sizes, reader, /*expert_out=*/2, /*group_ids=*/4, grad);
+  status = ReadRowSizes(sizes, reader, /*expert_out=*/2, /*group_ids=*/5, grad);
   if (!status.ok()) return status;
   const int64_t n_rows = grad->max_recv_tokens, size = grad->row_size;
   const Shape choices = {grad->n_tokens, sizes.n_choices};
@@ -184,8 +191,9 @@ Status ReadCombineGrad(const GroupSizes& sizes, const CombineMode& mode, const B
   grad->cotangent = reader.Next("the cotangent", type, CombinedShape(mode, choices, size));
   grad->expert_out = reader.Next("expert_out", type, {n_rows, size});
   grad->row_offsets = reader.Next<uint32_t>("row_offsets", {sizes.n_local_groups() + 1});
+  grad->src_info = reader.Next<int32_t>("src_info", {n_rows, 2});
   grad->group_ids = reader.Next<int32_t>("group_ids", choices);
-  grad->dst_rows = reader.Next<int32_t>("dst_rows", choices);
+  grad->handle = reader.Next<int32_t>(Name(handle), HandleShape(handle, sizes, grad->n_tokens));
   ReadWeights(mode.weighting, choices, reader, grad);
   reader.ExpectEnd("operands");
 

@@ -17,14 +17,15 @@ Status ReadDispatch(const GroupSizes& sizes, Handle handle, const RowFormat& row
                     const BufferList& operands, const BufferList& results,
                     DispatchOperands* dispatch);
 
-// Operands: coordinate, expert_out, group_ids, the handle, topk_weights or row_weights?, residual?.
-// Result: the sums, or a row per choice.
+// Operands: coordinate, expert_out, group_ids, the handle, topk_weights or row_weights?,
+// row_scalars?, residual?. Results: the sums, or a row per choice; choice_scalars?.
 Status ReadCombine(const GroupSizes& sizes, Handle handle, const CombineMode& mode,
                    const BufferList& operands, const BufferList& results, CombineOperands* combine);
 
-// Operands: coordinate, cotangent, expert_out, row_offsets, group_ids, dst_rows, topk_weights or
-// row_weights?. Results: the gradient of expert_out, and that of the weights?.
-Status ReadCombineGrad(const GroupSizes& sizes, const CombineMode& mode, const BufferList& operands,
-                       const BufferList& results, CombineGradOperands* grad);
+// Operands: coordinate, cotangent, expert_out, row_offsets, src_info, group_ids, the handle,
+// topk_weights or row_weights?. Results: the gradient of expert_out, and that of the weights?.
+Status ReadCombineGrad(const GroupSizes& sizes, Handle handle, const CombineMode& mode,
+                       const BufferList& operands, const BufferList& results,
+                       CombineGradOperands* grad);
 
 }  // namespace jax_ep

@@ -76,6 +76,7 @@ def open_buffers(geometry: Geometry, exchange: Exchange) -> None:
         addresses = load.allocate_group(
             key=key,
             n_ranks=routed.n_ranks,
+            n_ranks_per_node=routed.n_ranks_per_node,
             n_groups=routed.n_groups,
             n_choices=routed.n_choices,
             max_tokens_per_rank=config.max_tokens_per_rank,

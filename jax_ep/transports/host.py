@@ -16,7 +16,6 @@ class HostConnection(FfiConnection):
 
     name = "host"
     min_row_elements = 1
-    has_combine_grad = True
 
     @classmethod
     def unsupported_reason(cls, geometry: Geometry, exchange: Exchange) -> str | None:

@@ -33,7 +33,6 @@ class P2pConnection(FfiConnection):
 
     name = "p2p"
     min_row_elements = bootstrap.VECTOR_BYTES // 4
-    has_combine_grad = False
 
     @classmethod
     def unsupported_reason(cls, geometry: Geometry, exchange: Exchange) -> str | None:
@@ -132,10 +131,7 @@ class P2pConnection(FfiConnection):
 
 
 def _unsupported_size(geometry: Geometry) -> str | None:
-    config, routed, n_ranks = geometry.config, geometry.routed, geometry.n_ranks
-    per_node, _ = config.nodes(n_ranks)
-    if per_node < routed.n_ranks:
-        return f"it serves one node; got n_gpus_per_node={per_node} of {n_ranks}."
+    config, routed = geometry.config, geometry.routed
     if routed.n_groups * routed.n_local_groups > _MAX_PRODUCT:
         return f"n_experts**2 / n_ranks must be at most 2**32; got {routed}."
     max_top_k = _MAX_CHOICES - int(config.fused_shared_expert)

@@ -46,11 +46,17 @@ def dispatch_call(
 def bind_combine(
     geometry: Geometry, operands: CombineOperands, primitive: Primitive | None = None
 ) -> list[jax.Array]:
-    """The custom call of combine: `combine_p`, or `primitive` with its operands."""
-    routing, optional = operands.routing, present(operands.weights, operands.residual)
+    """The custom call of combine: `combine_p`, or `primitive` with its operands.
+
+    The second result, if there are `row_scalars`, is `float32[T, N]`: those of the choices.
+    """
+    routing, scalars = operands.routing, operands.row_scalars
+    optional = present(operands.weights, scalars, operands.residual)
     arrays = [operands.expert_out, routing.group_ids, routing.handle, *optional]
     params = _combine_params(geometry, operands)
-    return (primitive or combine_p).bind(coordinate(geometry), *arrays, **params)
+    if primitive is None:
+        primitive, params["has_scalars"] = combine_p, scalars is not None
+    return primitive.bind(coordinate(geometry), *arrays, **params)
 
 
 def bind_combine_grad(
@@ -58,9 +64,10 @@ def bind_combine_grad(
 ) -> tuple[jax.Array, jax.Array | None]:
     """The custom call for the gradients of combine: of `expert_out` and of the weights."""
     routing, weights = operands.routing, present(operands.weights)
-    arrays = [operands.expert_out, routing.row_offsets, routing.group_ids, routing.handle, *weights]
+    rows = [operands.expert_out, routing.row_offsets, routing.src_info]
+    arrays = [cotangent, *rows, routing.group_ids, routing.handle, *weights]
     params = _combine_params(geometry, operands)
-    grads = combine_grad_p.bind(coordinate(geometry), cotangent, *arrays, **params)
+    grads = combine_grad_p.bind(coordinate(geometry), *arrays, **params)
     return grads[0], grads[1] if weights else None
 
 
@@ -95,7 +102,7 @@ def dispatch_attributes(geometry: Geometry, token_format: TokenFormat, **_: Any)
 
 
 def combine_attributes(
-    geometry: Geometry, weighting: Weighting, reduce: bool, adds_shared_expert: bool
+    geometry: Geometry, weighting: Weighting, reduce: bool, adds_shared_expert: bool, **_: Any
 ) -> dict[str, Any]:
     """The attributes that the handler of a combine, or of its gradient, reads."""
     return dict(
@@ -117,7 +124,9 @@ combine_p = make_primitive(
     cuda=synchronous_cuda_call("jax_ep_combine", combine_attributes),
 )
 combine_grad_p = make_primitive(
-    "jax_ep_combine_grad", cpu=host_call("jax_ep_combine_grad", combine_attributes)
+    "jax_ep_combine_grad",
+    cpu=host_call("jax_ep_combine_grad", combine_attributes),
+    cuda=synchronous_cuda_call("jax_ep_combine_grad", combine_attributes),
 )
 
 
@@ -153,14 +162,21 @@ def dispatch_types(
 
 @combine_p.def_abstract_eval
 def combine_types(
-    coordinate: Any, expert_out: Any, group_ids: Any, *_: Any, reduce: bool, **__: Any
+    coordinate: Any,
+    expert_out: Any,
+    group_ids: Any,
+    *_: Any,
+    reduce: bool,
+    has_scalars: bool = False,
+    **__: Any,
 ) -> list[Any]:
-    """Type of the result of a combine."""
+    """Types of the results of a combine."""
     leading = group_ids.shape[:1] if reduce else group_ids.shape
-    return [like(expert_out, (*leading, expert_out.shape[1]), expert_out.dtype)]
+    types = [like(expert_out, (*leading, expert_out.shape[1]), expert_out.dtype)]
+    return [*types, like(expert_out, group_ids.shape, jnp.float32)] if has_scalars else types
 
 
 @combine_grad_p.def_abstract_eval
 def _combine_grad_types(*operands: Any, **_: Any) -> list[Any]:
-    _coordinate, _cotangent, expert_out, _offsets, _ids, _handle, *weights = operands
+    _coordinate, _cotangent, expert_out, _offsets, _info, _ids, _handle, *weights = operands
     return [like(expert_out, x.shape, x.dtype) for x in (expert_out, *weights)]

@@ -49,7 +49,7 @@ __device__ bool WaitForToken(const CombineArgs& args, const CallSmem& smem, int 
   choices.first = __ballot_sync(kAllLanes, is_first);
   choices.present = __reduce_or_sync(kAllLanes, present);
   // A rank that had to drop all rows of the token returns no sum.
-  if (SumsPerRank(args)) {
+  if (args.reduce) {
     choices.first = __ballot_sync(kAllLanes, (present & ~SharedExpertLane(args)) != 0);
   }
   return __all_sync(kAllLanes, has_arrived);
@@ -73,27 +73,25 @@ __device__ inline const uint8_t* ReturnedRows(const CombineArgs& args, const Cal
          static_cast<size_t>(token) * args.call.n_choices * RowBytes(args);
 }
 
-// The rows that are added up for a token. Called by one warp, converged.
+// The sums that are added up for a token: one per rank, in rank order; lane i has the i-th rank's.
+// Called by one warp, converged.
 __device__ inline Addends AddendsOfToken(const CombineArgs& args, const uint8_t* rows,
-                                         const Choices& choices, int token) {
+                                         const Choices& choices) {
   const int lane = LaneIndex();
-  const size_t row_bytes = RowBytes(args);
-  Addends addends{rows + lane * row_bytes, 1.0f, choices.present & ~SharedExpertLane(args)};
-  if (SumsPerRank(args)) {
-    // One sum per rank, in rank order: lane i takes the i-th rank's.
-    const int position = PositionAmong(choices.rank, choices.first);
-    int source_lane = 0;
-    for (uint32_t left = choices.first; left != 0; left &= left - 1) {
-      const int k = __ffs(left) - 1;
-      if (__shfl_sync(kAllLanes, position, k) == lane) source_lane = k;
-    }
-    addends.row = rows + source_lane * row_bytes;
-    const int n_sums = __popc(choices.first);
-    addends.lanes = n_sums == kWarpSize ? kAllLanes : (1u << n_sums) - 1;
-  } else if (args.weighting == Weighting::kSource && lane < args.call.n_choices) {
-    addends.weight =
-        __ldg(args.topk_weights + static_cast<size_t>(token) * args.call.n_choices + lane);
+  const int position = PositionAmong(choices.rank, choices.first);
+  int source_lane = 0;
+  for (uint32_t left = choices.first; left != 0; left &= left - 1) {
+    const int k = __ffs(left) - 1;
+    if (__shfl_sync(kAllLanes, position, k) == lane) source_lane = k;
   }
+  const int n_sums = __popc(choices.first);
+  Addends addends{};
+  addends.row = rows + source_lane * RowBytes(args);
+  addends.weight = 1.0f;
+  addends.lanes = n_sums == kWarpSize ? kAllLanes : (1u << n_sums) - 1;
+  const int node = __shfl_sync(kAllLanes, choices.rank, source_lane) / args.call.n_ranks_per_node;
+  const int next_node = __shfl_down_sync(kAllLanes, node, 1);
+  addends.ends_node = __ballot_sync(kAllLanes, lane + 1 >= n_sums || node != next_node);
   return addends;
 }
 
@@ -111,12 +109,28 @@ __device__ inline Epilogue EpilogueOfToken(const CombineArgs& args, const uint8_
 }
 
 // Adds up the rows returned for a token. Called by a warp group.
-template <class T>
+template <class T, bool kByNode>
 __device__ void ReduceToken(const CombineArgs& args, const uint8_t* rows, const Choices& choices,
                             int token, Slice slice) {
-  SumRows<T, kSumUnroll>(AddendsOfToken(args, rows, choices, token),
-                         EpilogueOfToken(args, rows, choices, token),
-                         args.out + token * RowBytes(args), args.row_vectors, slice);
+  constexpr int kUnroll = kByNode ? kSumUnroll / 2 : kSumUnroll;  // it has twice the sums
+  SumRows<T, kUnroll, kByNode>(AddendsOfToken(args, rows, choices),
+                               EpilogueOfToken(args, rows, choices, token),
+                               args.out + token * RowBytes(args), args.row_vectors, slice);
+}
+
+// Writes the scalars that were returned for a token. Called by one warp.
+__device__ inline void ReceiveScalars(const CombineArgs& args, const CallSmem& smem,
+                                      const Choices& choices, int token) {
+  const CallArgs& call = args.call;
+  if (args.row_scalars == nullptr || LaneIndex() >= call.n_choices) return;
+  const size_t choice = static_cast<size_t>(token) * call.n_choices + LaneIndex();
+  uint32_t bits = 0;
+  if ((choices.present >> LaneIndex() & 1) != 0 &&
+      !Peers(call, smem)
+           .WaitForValue(Phase::kReturned, call.map.scalars, choice, choices.rank, &bits)) {
+    bits = kAllLanes;
+  }
+  args.choice_scalars[choice] = __uint_as_float(bits);
 }
 
 // Fills a row with copies of `word`. Called by a warp group.
@@ -165,7 +179,7 @@ __device__ inline TokenPlan PlanToken(const CombineArgs& args, const CallSmem& s
     return {{rows + LaneIndex() * row_bytes, args.out + choice * row_bytes, 1.0f, choices.present},
             {}};
   }
-  const Addends addends = AddendsOfToken(args, rows, choices, token);
+  const Addends addends = AddendsOfToken(args, rows, choices);
   return {{addends.row, args.out + token * row_bytes, addends.weight, addends.lanes},
           EpilogueOfToken(args, rows, choices, token)};
 }
@@ -188,10 +202,8 @@ __device__ void MakeTokenInRing(const CombineArgs& args, PieceRing& ring, const 
     ClearMissing(args, plan.rows, slice);
     PassRows<T, Pass::kCopy>(ring, plan.rows, on_store);
   } else if (!is_offered) {
-    SumRows<T, kSumUnroll>({plan.rows.from, plan.rows.weight, plan.rows.lanes}, plan.epilogue,
-                           plan.rows.to, args.row_vectors, slice);
-  } else if (args.weighting == Weighting::kSource) {
-    PassRows<T, Pass::kWeightedSum>(ring, plan.rows, on_store);
+    SumRows<T, kSumUnroll, false>({plan.rows.from, plan.rows.weight, plan.rows.lanes},
+                                  plan.epilogue, plan.rows.to, args.row_vectors, slice);
   } else {
     PassRows<T, Pass::kSum>(ring, plan.rows, on_store);
   }
@@ -207,6 +219,7 @@ __device__ void ReceiveTokensInRing(const CombineArgs& args, const CallSmem& sme
   bool is_ahead = false, is_offered = false;
   const auto offer = [&](int token, const Choices& choices) {
     next = PlanToken(args, smem, choices, token);
+    ReceiveScalars(args, smem, choices, token);
     is_offered = Append(next.epilogue, next.rows);
     fence_proxy_async_global();  // the ring's bulk copies read what peers have put
     RowGather<uint8_t*> offered = next.rows;
@@ -239,7 +252,7 @@ __device__ void ReceiveTokensInRing(const CombineArgs& args, const CallSmem& sme
 }
 
 // The same through registers. Called by a warp group.
-template <class T>
+template <class T, bool kByNode>
 __device__ void ReceiveTokensInRegisters(const CombineArgs& args, const CallSmem& smem,
                                          const StridedItems& tokens, Slice slice) {
   for (int token = tokens.first; token < args.call.n_tokens; token += tokens.stride) {
@@ -248,9 +261,10 @@ __device__ void ReceiveTokensInRegisters(const CombineArgs& args, const CallSmem
       LeaveNan(args, token, slice);
       continue;
     }
+    if (slice.index == 0) ReceiveScalars(args, smem, choices, token);
     const uint8_t* const rows = ReturnedRows(args, smem, token);
     if (args.reduce) {
-      ReduceToken<T>(args, rows, choices, token, slice);
+      ReduceToken<T, kByNode>(args, rows, choices, token, slice);
     } else {
       CopyToken(args, rows, choices, token, slice);
     }
@@ -258,14 +272,14 @@ __device__ void ReceiveTokensInRegisters(const CombineArgs& args, const CallSmem
 }
 
 // Role: makes this warp group's share of the tokens. Called by the workers of a block.
-template <class T, bool kInRing>
+template <class T, bool kInRing, bool kByNode>
 __device__ void ReceiveTokens(const CombineArgs& args, const CallSmem& smem) {
   const WarpGroup warps(args.call.plan.warps_per_receive);
   const StridedItems tokens = warps.Items(ReceiveShare(args.call.plan));
   if constexpr (kInRing) {
     ReceiveTokensInRing<T>(args, smem, tokens, warps.slice);
   } else {
-    ReceiveTokensInRegisters<T>(args, smem, tokens, warps.slice);
+    ReceiveTokensInRegisters<T, kByNode>(args, smem, tokens, warps.slice);
   }
 }
 

@@ -32,6 +32,38 @@ struct ReturnPlan {
   uint32_t present;  // value of the word: lanes whose choices have rows
 };
 
+// Waits for the weight that was given to combine for this lane's choice of a token of `rank`; NaN
+// if that fails. Not inlined, to leave the registers to the loops around it.
+__device__ __noinline__ inline float WaitForWeight(const CombineArgs& args, const CallSmem& smem,
+                                                   int rank, int token) {
+  const CallArgs& call = args.call;
+  const size_t index = static_cast<size_t>(rank) * call.max_tokens + token;
+  uint32_t bits;
+  const bool has_arrived = Peers(call, smem)
+                               .WaitForValue(Phase::kWeights, call.map.weights,
+                                             index * call.n_choices + LaneIndex(), rank, &bits);
+  return __uint_as_float(has_arrived ? bits : kAllLanes);
+}
+
+// The weight of this lane's choice in a sum. Called by one warp.
+__device__ inline float WeightOfChoice(const CombineArgs& args, const CallSmem& smem, int rank,
+                                       const ReceivedMessage& message) {
+  if (message.row < 0 || (SharedExpertLane(args) >> LaneIndex() & 1) != 0) return 0.0f;
+  if (args.weighting == Weighting::kNone) return 1.0f;
+  if (args.weighting == Weighting::kRow) return __ldg(args.row_weights + message.row);
+  return WaitForWeight(args, smem, rank, message.token);
+}
+
+// Puts the scalars of a message's rows to their choices. Called by one warp.
+__device__ inline void PutScalars(const CombineArgs& args, const CallSmem& smem, int rank,
+                                  const ReceivedMessage& message) {
+  if (args.row_scalars == nullptr || message.row < 0) return;
+  const size_t choice = static_cast<size_t>(message.token) * args.call.n_choices + LaneIndex();
+  Peers(args.call, smem)
+      .PutValue(rank, args.call.map.scalars, choice,
+                __float_as_uint(__ldg(args.row_scalars + message.row)));
+}
+
 // Called by one warp, converged.
 __device__ inline ReturnPlan PlanReturn(const CombineArgs& args, const CallSmem& smem, int rank,
                                         const ReceivedMessage& message) {
@@ -41,15 +73,14 @@ __device__ inline ReturnPlan PlanReturn(const CombineArgs& args, const CallSmem&
   const int first_choice = __ffs(__ballot_sync(kAllLanes, row != kNotHere)) - 1;
   const size_t row_bytes = RowBytes(args);
   const size_t choice = static_cast<size_t>(message.token) * call.n_choices;
-  const bool sums = SumsPerRank(args);
 
   ReturnPlan plan{};
   plan.present = __ballot_sync(kAllLanes, row >= 0);
   plan.word = peers.Word(rank, call.map.returned, choice + first_choice);
   plan.rows.from = args.expert_out + row * row_bytes;
   plan.rows.to = peers.Address(rank, call.map.rows,
-                               (choice + (sums ? first_choice : LaneIndex())) * row_bytes);
-  plan.rows.weight = sums && row >= 0 ? __ldg(args.row_weights + row) : 0.0f;
+                               (choice + (args.reduce ? first_choice : LaneIndex())) * row_bytes);
+  plan.rows.weight = args.reduce ? WeightOfChoice(args, smem, rank, message) : 0.0f;
   plan.rows.lanes = plan.present & ~SharedExpertLane(args);
   return plan;
 }
@@ -80,12 +111,15 @@ __device__ void ReturnMessage(const CombineArgs& args, const CallSmem& smem, con
   const PeerPtr to = peers.Address(rank, call.map.rows, choice * row_bytes);
   const uint8_t* const from = args.expert_out + row * row_bytes;
   const uint32_t returned_rows = present & ~SharedExpertLane(args);
-  if (warps.slice.index == 0) PutSharedExpertRow(args, smem, rank, message);
-  if (SumsPerRank(args)) {
-    const float weight = row >= 0 ? __ldg(args.row_weights + row) : 0.0f;
+  if (warps.slice.index == 0) {
+    PutSharedExpertRow(args, smem, rank, message);
+    PutScalars(args, smem, rank, message);
+  }
+  if (args.reduce) {
     if (returned_rows != 0) {
-      SumRows<T, kSumUnroll>({from, weight, returned_rows}, {}, to + first_choice * row_bytes,
-                             args.row_vectors, warps.slice);
+      const auto weight = [&](float) { return WeightOfChoice(args, smem, rank, message); };
+      SumRows<T, kSumUnroll, false>({from, 0.0f, returned_rows}, {}, to + first_choice * row_bytes,
+                                    args.row_vectors, warps.slice, weight);
     }
   } else {
     for (uint32_t left = returned_rows; left != 0; left &= left - 1) {
@@ -160,6 +194,7 @@ __device__ void ReturnMessagesInRing(const CombineArgs& args, const CombineSmem&
     const MessageSlot slot = messages.Slot(i);
     if (!messages.Exists(i, slot)) return ReturnPlan{};
     PutSharedExpertRow(args, smem.call, slot.source, message);
+    PutScalars(args, smem.call, slot.source, message);
     return PlanReturn(args, smem.call, slot.source, message);
   };
   PieceRing ring = MakeRing(args);
@@ -175,7 +210,7 @@ __device__ void ReturnMessagesInRing(const CombineArgs& args, const CombineSmem&
     later = read(i + 2 * items.stride);
     ring.Offer(next.rows);
     ring.Fill();
-    if (SumsPerRank(args)) {
+    if (args.reduce) {
       PassRows<T, Pass::kWeightedSum>(ring, now.rows, on_store);
     } else {
       PassRows<T, Pass::kCopy>(ring, now.rows, on_store);

@@ -33,10 +33,6 @@ __device__ inline PieceRing MakeRing(const CombineArgs& args) {
   return {tables + CombineTableBytes(args.call), args.call.plan.ring_slots, args.row_vectors};
 }
 
-__device__ inline bool SumsPerRank(const CombineArgs& args) {
-  return SumsPerRank(args.weighting, args.reduce);
-}
-
 __device__ inline size_t RowBytes(const CombineArgs& args) {
   return args.row_vectors * kVectorBytes;
 }

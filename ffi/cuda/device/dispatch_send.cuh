@@ -6,6 +6,7 @@
 #include "core/routing.h"
 #include "cuda/device/dispatch_smem.cuh"
 #include "cuda/device/encode.cuh"
+#include "cuda/device/in_flight.cuh"
 #include "cuda/device/peer.cuh"
 
 namespace jax_ep::p2p {
@@ -105,12 +106,6 @@ __device__ inline Messages PlanMessages(const DispatchArgs& args, const Dispatch
   return messages;
 }
 
-// The word that publishes a message, and its value.
-struct MessageSignal {
-  PeerWord word;
-  uint32_t token;
-};
-
 __device__ __forceinline__ MessageSignal SignalOf(const DispatchArgs& args,
                                                   const DispatchSmem& smem,
                                                   const Messages& messages, int token) {
@@ -143,22 +138,6 @@ __device__ inline void SendToken(const DispatchArgs& args, const DispatchSmem& s
   const MessageSignal signal = SignalOf(args, smem, messages, token);
   Signal(signal.word, smem.call.epoch, signal.token);
 }
-
-// Messages that are leaving a stage: at most one per lane.
-class InFlightMessages {
- public:
-  __device__ void Add(const MessageSignal& signal) { signal_ = signal; }
-
-  // Waits until this lane's message has been written, and signals it.
-  __device__ void Finish(uint32_t epoch) {
-    cp_async_bulk_wait_group<0>();
-    if (signal_.word.exists()) Signal(signal_.word, epoch, signal_.token);
-    signal_.word = {};
-  }
-
- private:
-  MessageSignal signal_ = {};
-};
 
 // The same through a stage: token and choices leave together, in one bulk copy per rank. They are
 // still in flight on return, and are finished while the next token is being loaded. Called by one

@@ -179,6 +179,24 @@ class Peers {
     }
   }
 
+  // Waits until word `index`, which PutValue puts, has arrived. Relaxed: the value is all the data.
+  // Limit and failure as for Wait. Called by each thread for itself.
+  __device__ bool WaitForValue(Phase phase, const Region& words, size_t index, int peer,
+                               uint32_t* value) const {
+    const SystemWord word(OwnWords(words)[index]);
+    const uint32_t epoch = smem_.epoch;
+    Deadline deadline(call_);
+    while (true) {
+      const uint64_t seen = word.load(cuda::memory_order_relaxed);
+      *value = EpochWordValue(seen);
+      if (IsOfEpoch(seen, epoch)) return true;
+      if (deadline.IsOver()) {
+        Fail(call_, {phase, static_cast<uint32_t>(peer), epoch});
+        return false;
+      }
+    }
+  }
+
   // Waits for the words first + i, i < min(n, kMaxWords), all in flight together; word first + i
   // comes from rank peer_of(i). Relaxed: the values are all the data, anything else needs
   // AcquireValues. Limit and failure as for Wait. Calls on_poll(mask of the words that have

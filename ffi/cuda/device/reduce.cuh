@@ -72,6 +72,7 @@ struct Addends {
   const uint8_t* row;
   float weight;
   uint32_t lanes;
+  uint32_t ends_node;  // lanes after whose row the sum of a node ends
 };
 
 // Rows that are added at the end of a sum, or null.
@@ -108,15 +109,42 @@ __device__ __forceinline__ int4 AddRounded(int4 rounded, int4 data) {
   return Pack(sums, T{});
 }
 
-// Writes this warp's slice of the sum of `addends` and `epilogue` to `to`. Called by one warp,
-// converged; `lanes`, `epilogue` and `to` are the same in all lanes. `To`: see copy.cuh.
-template <class T, int kUnroll, class To>
+// Ends the sum of a node: adds it, rounded to the row type, to `total`, and clears it.
+template <class T, int kUnroll>
+__device__ __forceinline__ void EndNode(float (&sums)[kUnroll][Elements<T>::kSize],
+                                        float (&total)[kUnroll][Elements<T>::kSize]) {
+#pragma unroll
+  for (int u = 0; u < kUnroll; ++u) {
+    float rounded[Elements<T>::kSize];
+    Unpack(Pack(sums[u], T{}), rounded, T{});
+#pragma unroll
+    for (int i = 0; i < Elements<T>::kSize; ++i) {
+      total[u][i] = __fadd_rn(total[u][i], rounded[i]);
+      sums[u][i] = 0.0f;
+    }
+  }
+}
+
+// For weights that are known from the start.
+struct KeepWeight {
+  __device__ float operator()(float weight) const { return weight; }
+};
+
+// Writes this warp's slice of the sum of `addends` and `epilogue` to `to`; with kByNode, the sum of
+// the nodes' rounded sums. finish_weight(weight) gives a lane's final weight; it is called once the
+// first row is being loaded. Called by one warp, converged; `lanes`, `ends_node`, `epilogue` and
+// `to` are the same in all lanes. `To`: see copy.cuh.
+template <class T, int kUnroll, bool kByNode, class To, class FinishWeight = KeepWeight>
 __device__ __forceinline__ void SumRows(const Addends& addends, const Epilogue& epilogue, To to,
-                                        int n_vectors, Slice slice) {
+                                        int n_vectors, Slice slice,
+                                        const FinishWeight& finish_weight = {}) {
   const int lane = LaneIndex(), end = slice.End(n_vectors);
+  float weight_of_lane = addends.weight;
+  bool is_finished = false;
   for (int first = slice.Begin(n_vectors) + lane; first - lane < end;
        first += kUnroll * kWarpSize) {
     float sums[kUnroll][Elements<T>::kSize] = {};
+    float total[kUnroll][Elements<T>::kSize] = {};  // of the nodes
     const auto load = [&](uint32_t left, int4(&data)[kUnroll]) {
       LoadVectors(ShuffleAddress(addends.row, __ffs(left) - 1), first, end, data);
     };
@@ -124,13 +152,23 @@ __device__ __forceinline__ void SumRows(const Addends& addends, const Epilogue& 
     int4 data[kUnroll], next[kUnroll];
     uint32_t left = addends.lanes;
     if (left != 0) load(left, data);
+    if (!is_finished) weight_of_lane = finish_weight(weight_of_lane), is_finished = true;
     while (left != 0) {
-      const float weight = __shfl_sync(kAllLanes, addends.weight, __ffs(left) - 1);
+      const int k = __ffs(left) - 1;
+      const float weight = __shfl_sync(kAllLanes, weight_of_lane, k);
       left &= left - 1;
       if (left != 0) load(left, next);
       AddVectors<T, true>(data, weight, sums);
+      if (kByNode && (addends.ends_node >> k & 1) != 0) EndNode<T>(sums, total);
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) data[u] = next[u];
+    }
+    if constexpr (kByNode) {
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+#pragma unroll
+        for (int i = 0; i < Elements<T>::kSize; ++i) sums[u][i] = total[u][i];
+      }
     }
     if (epilogue.residual != nullptr) {
       LoadVectors(epilogue.residual, first, end, data);
