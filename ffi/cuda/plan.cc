@@ -96,7 +96,7 @@ void PlanCombine(const RankResources& resources, bool reduce, bool is_async, Cal
 void PlanCombineGrad(const RankResources& resources, int32_t row_vectors, CallArgs* call) {
   LaunchPlan& plan = call->plan;
   plan = SpreadBlocks(call->n_tokens, MaxMessages(*call), resources.n_blocks, call->n_tokens >= 256,
-                      /*send_share=*/0.2);
+                      /*send_share=*/0.1);
   if (plan.n_send_blocks == plan.n_blocks) return;
   const int32_t n_stages = MaxCombineGradStages(*call, row_vectors, resources.bulk_smem_bytes);
   if (n_stages >= kMinStages) plan.n_stages = n_stages;
