@@ -49,16 +49,16 @@ nb::dict CallSiteType() {
 
 using DeviceTuple = std::tuple<int64_t, int64_t, int64_t>;  // ordinal, replica, rank
 
-void OpenGroup(const std::string& key, int64_t n_ranks, int64_t n_groups, int64_t n_choices,
-               int64_t hidden_size, int64_t max_tokens_per_rank, int64_t max_recv_tokens,
-               int64_t row_alignment, int64_t token_bytes, double timeout_s,
-               const std::vector<DeviceTuple>& tuples) {
+void OpenGroup(const std::string& key, int64_t n_ranks, int64_t n_ranks_per_node, int64_t n_groups,
+               int64_t n_choices, int64_t hidden_size, int64_t max_tokens_per_rank,
+               int64_t max_recv_tokens, int64_t row_alignment, int64_t token_bytes,
+               double timeout_s, const std::vector<DeviceTuple>& tuples) {
   std::vector<Device> devices;
   for (const auto& [ordinal, replica, rank] : tuples) devices.push_back({ordinal, {replica, rank}});
   const GroupSizes sizes{n_ranks,     n_groups,       n_choices, max_tokens_per_rank,
                          hidden_size, max_recv_tokens};
-  const Status status =
-      HostGroups::Instance().Open(key, {sizes, row_alignment, token_bytes, timeout_s}, devices);
+  const Status status = HostGroups::Instance().Open(
+      key, {sizes, n_ranks_per_node, row_alignment, token_bytes, timeout_s}, devices);
   if (!status.ok()) throw std::invalid_argument(status.message);
 }
 
@@ -72,10 +72,11 @@ NB_MODULE(_ffi, module) {
   module.doc() = "XLA FFI handlers of jax_ep for CPU devices";
   module.def("targets", &Targets, "FFI targets: name -> handler, or stage -> handler.");
   module.def("call_site_type", &CallSiteType, "FFI type of the handlers' state.");
-  module.def("open_group", &OpenGroup, nb::arg("key"), nb::arg("n_ranks"), nb::arg("n_groups"),
-             nb::arg("n_choices"), nb::arg("hidden_size"), nb::arg("max_tokens_per_rank"),
-             nb::arg("max_recv_tokens"), nb::arg("row_alignment"), nb::arg("token_bytes"),
-             nb::arg("timeout_s"), nb::arg("devices"),
+  module.def("open_group", &OpenGroup, nb::arg("key"), nb::arg("n_ranks"),
+             nb::arg("n_ranks_per_node"), nb::arg("n_groups"), nb::arg("n_choices"),
+             nb::arg("hidden_size"), nb::arg("max_tokens_per_rank"), nb::arg("max_recv_tokens"),
+             nb::arg("row_alignment"), nb::arg("token_bytes"), nb::arg("timeout_s"),
+             nb::arg("devices"),
              "Opens a group. token_bytes is the size of a token as it travels; devices are "
              "(ordinal, replica, rank).");
   module.def(

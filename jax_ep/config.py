@@ -64,7 +64,7 @@ class EPConfig:
             plus M for a shared expert (with `skip_a2a`: `ceil(M / R)`), plus the format's padding.
             Rows beyond it are dropped and counted.
         n_gpus_per_node: ranks that reach each other by loads and stores: rank r is on node
-            `r // n_gpus_per_node`. None: all ranks divided by `n_nodes`. `p2p` serves one node.
+            `r // n_gpus_per_node`. None: all ranks divided by `n_nodes`. `p2p` serves one host.
         n_nodes: number of nodes. None: all ranks divided by `n_gpus_per_node`, or one. If there are
             several, combine rounds the sum of each, on every transport and also where all ranks are
             on one host.

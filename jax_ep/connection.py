@@ -67,7 +67,7 @@ class Connection(abc.ABC):
         return call.result
 
     def pull_back(self, rows: jax.Array, routing: Routing) -> jax.Array:
-        """`[T, H]`: the plain sum of each token's rows in k order, in the rows' dtype."""
+        """`[T, H]`: the plain sum of each token's rows, in the rows' dtype."""
         slices = jnp.split(rows, self.n_slices(rows), axis=1)
         sums = [self.combine(CombineOperands(x, routing)) for x in slices]
         return jnp.concatenate(sums, axis=1)[: routing.n_tokens]

@@ -24,7 +24,7 @@ COMBINE_NAME = "jax_ep_combine"
 
 
 class Weighting(enum.IntEnum):
-    """Where the weights of a sum are applied. The same values as in C++."""
+    """Where the weights of a sum are. The same values as in C++."""
 
     NONE = 0
     SOURCE = 1  # topk_weights, at the token's own rank
@@ -164,14 +164,14 @@ class CombineOperands:
 
     @property
     def weighting(self) -> Weighting:
-        """Where the weights are applied."""
+        """Where the weights are."""
         if self.topk_weights is not None:
             return Weighting.SOURCE
         return Weighting.NONE if self.row_weights is None else Weighting.ROW
 
     @property
     def weights(self) -> jax.Array | None:
-        """The weights, wherever they are applied."""
+        """The weights, wherever they are."""
         return self.row_weights if self.topk_weights is None else self.topk_weights
 
     @classmethod

@@ -34,7 +34,7 @@ def dispatch(
             format's dtype.
         topk_ids: `int32[T, K]`, global experts.
         topk_weights: `float32[T, K]` or None. If given, they travel with the tokens and come out as
-            `row_weights`, and combine applies them at the experts' rank.
+            `row_weights`, and combine applies them.
         input_scale: `float32[]` or `float32[1]`, the same on all ranks, for formats with a global
             scale (`NVFP4`; None is 1 there); None for the others. No gradient flows into it.
 
@@ -116,20 +116,24 @@ def combine(
 ) -> jax.Array:
     """Returns the experts' rows to their tokens and sums them.
 
-    Sums are in float32, from +0; each product and each sum is rounded, with one cast at the end.
-    Weighted at the source (`topk_weights` here) or unweighted: in k order. With `row_weights`
-    (`topk_weights` given to dispatch), each rank sums its rows of a token in k order and sends the
-    sum in `combine_dtype`; the source adds these in rank order. A choice without a row adds
-    nothing. A fused shared expert's row is added to the result unweighted, in float32, and cast
-    once more. Differentiable in `expert_out`, `topk_weights`, `row_weights` and `residual`; the
-    backward is a dispatch and gives zero for unused rows.
+    The sum has the same bits whether `topk_weights` were given to dispatch or are given here. Each
+    rank adds its own rows of a token in k order and rounds to `combine_dtype`; with several nodes
+    (`config.n_nodes`), each node adds its ranks' sums in rank order and rounds as well; the token's
+    rank adds the sums of ranks, or of nodes, in their order, then `residual`, and casts. All in
+    float32, from +0; products and sums are rounded separately. A choice without a row adds nothing.
+    A fused shared expert's row is added to the result unweighted, in float32, and cast once more.
+    To add all choices in k order without roundings in between, take `reduce=False` and add its
+    result in float32.
+
+    Differentiable in `expert_out`, `topk_weights`, `row_weights` and `residual`; the backward is a
+    dispatch and gives zero for unused rows.
 
     Args:
         group: the group of the dispatch.
         expert_out: `[C, H]` in `config.combine_dtype`; row i belongs to row i of
             `dispatched.tokens`. Unused rows are ignored.
         dispatched: the result of dispatch.
-        topk_weights: `float32[T, K]` or None.
+        topk_weights: `float32[T, K]` or None; not both here and in the dispatch.
         residual: `[T, H]` in `config.combine_dtype` or None; added in float32 before the (first)
             cast.
         reduce: False returns each choice's row, unweighted; zero for choices without one. A shared

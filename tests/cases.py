@@ -26,6 +26,7 @@ class Case:
     routing: str = "uniform"
     recv_capacity: int | None = None
     weights: str = "source"  # "none", "source" (given to combine), "row" (given to dispatch)
+    n_nodes: int = 1
     fused_shared_expert: bool = False
     skip_a2a: bool = False
     slow: bool = False
@@ -47,6 +48,7 @@ class Case:
             self.weights,
             *(["shared"] if self.fused_shared_expert else []),
             *(["skip_a2a"] if self.skip_a2a else []),
+            *([f"n{self.n_nodes}"] if self.n_nodes > 1 else []),
             self.routing,
         )
         return "-".join(parts)

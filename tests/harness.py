@@ -176,6 +176,7 @@ def config_of(case, **changes) -> jax_ep.EPConfig:
         "token_format": format_of(case),
         "combine_dtype": jnp.dtype(case.combine_dtype),
         "recv_capacity": case.recv_capacity,
+        "n_nodes": case.n_nodes,
     } | case.flags
     return jax_ep.EPConfig(**(fields | changes))
 

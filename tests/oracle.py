@@ -194,27 +194,24 @@ def combine(
     expert_out: Arrays,
     *,
     topk_weights: Arrays | None = None,
-    weights_at: str = "source",
     residual: Arrays | None = None,
     reduce: bool = True,
+    n_nodes: int = 1,
 ) -> Arrays:
     """Brings the rows back to their tokens; the result has `expert_out`'s dtype.
 
-    `weights_at` says where `topk_weights` are applied: at the "source", in k order; or at the rank
-    that has the "row", which sends its sum rounded to `expert_out`'s dtype. The shared expert's row
-    is added to the rounded sum, unweighted, and the result is rounded again. Without `reduce`, the
-    shared expert's rows are left out.
+    `_sum_by_node` says in which order they are added; it does not matter which call was given the
+    weights. The residual is added before the cast. The shared expert's row is added to the rounded
+    sum, unweighted, and the result is rounded again. Without `reduce`, the shared expert's rows are
+    left out.
     """
     results = []
     for source, destinations in enumerate(routed.destinations):
-        weights = None if topk_weights is None else topk_weights[source]
         if not reduce:
             results.append(_unreduced(destinations, expert_out))
             continue
-        if weights is not None and weights_at == "row":
-            total = _sum_by_rank(destinations, expert_out, weights)
-        else:
-            total = _sum_by_k(destinations, expert_out, weights)
+        weights = None if topk_weights is None else topk_weights[source]
+        total = _sum_by_node(destinations, expert_out, weights, n_nodes)
         if residual is not None:
             total = total + residual[source].astype(F32)
         out = total.astype(expert_out[0].dtype)
@@ -226,18 +223,18 @@ def combine(
 
 
 def dispatch_grad(
-    routed: Routed, d_rows: Arrays, d_row_weights: Arrays | None = None
+    routed: Routed, d_rows: Arrays, d_row_weights: Arrays | None = None, n_nodes: int = 1
 ) -> tuple[Arrays, Arrays | None]:
     """(d_tokens, d_topk_weights) of dispatch, for the cotangents of its rows.
 
-    d_tokens is summed in float32 in k order, the shared expert's row last, and rounded once to
-    `d_rows`' dtype.
+    d_tokens is the unweighted sum of combine, in `d_rows`' dtype. In it, the shared expert's row is
+    that of one more choice, the last.
     """
     d_tokens = []
     for source, destinations in enumerate(routed.destinations):
-        total = _sum_by_k(destinations, d_rows, None)
         if routed.shared_rows is not None:
-            total = _plus_shared(total, routed.shared_rows[source], d_rows[source])
+            destinations = _with_shared(destinations, routed.shared_rows[source], source)
+        total = _sum_by_node(destinations, d_rows, None, n_nodes)
         d_tokens.append(total.astype(d_rows[0].dtype))
     if d_row_weights is None:
         return d_tokens, None
@@ -312,15 +309,45 @@ def _sum_by_k(destinations, expert_out: Arrays, weights) -> np.ndarray:
     return total
 
 
-def _sum_by_rank(destinations, expert_out: Arrays, weights) -> np.ndarray:
-    """Each rank sums its rows in k order and rounds; the source sums in rank order."""
-    total = np.zeros((destinations.shape[0], expert_out[0].shape[1]), F32)
-    for rank in range(len(expert_out)):
-        here = np.where(destinations[..., :1] == rank, destinations, -1)
-        partial = _sum_by_k(here, expert_out, weights).astype(expert_out[0].dtype)
-        (tokens,) = np.nonzero((here[..., 0] >= 0).any(axis=1))
-        total[tokens] = total[tokens] + partial[tokens].astype(F32)
-    return total
+def _sum_by_node(destinations, expert_out: Arrays, weights, n_nodes: int) -> np.ndarray:
+    """float32[T, H]: the sum of every token's rows.
+
+    Each rank adds its own rows of a token in k order and rounds the sum to the rows' dtype. Each
+    node adds its ranks' sums in rank order and, if there are several nodes, rounds as well. The
+    source adds the nodes' sums in node order.
+    """
+    dtype = expert_out[0].dtype
+    ranks_per_node = len(expert_out) // n_nodes
+    node_sums = []
+    for node in range(n_nodes):
+        ranks = range(node * ranks_per_node, (node + 1) * ranks_per_node)
+        rank_sums = [_sum_of_rank(rank, destinations, expert_out, weights) for rank in ranks]
+        node_sums.append(_sum_in_order(rank_sums, dtype))
+    if n_nodes == 1:
+        return node_sums[0][0]
+    return _sum_in_order(node_sums, dtype)[0]
+
+
+def _sum_of_rank(rank: int, destinations, expert_out: Arrays, weights):
+    """A rank's sum for each token, float32[T, H], and which tokens have rows there."""
+    here = np.where(destinations[..., :1] == rank, destinations, -1)
+    return _sum_by_k(here, expert_out, weights), (here[..., 0] >= 0).any(axis=1)
+
+
+def _sum_in_order(terms, dtype):
+    """Adds what `_sum_of_rank` returns, each rounded to `dtype`; of the same form."""
+    total, has_any = np.zeros_like(terms[0][0]), np.zeros_like(terms[0][1])
+    for term, has_rows in terms:
+        rounded = term.astype(dtype).astype(F32)
+        total[has_rows] = total[has_rows] + rounded[has_rows]
+        has_any = has_any | has_rows
+    return total, has_any
+
+
+def _with_shared(destinations, shared_rows, source: int) -> np.ndarray:
+    """`destinations` with one more choice: the shared expert, on the token's own rank."""
+    rank = np.where(shared_rows >= 0, source, -1)
+    return np.concatenate([destinations, np.stack([rank, shared_rows], 1)[:, None]], axis=1)
 
 
 def _plus_shared(out, rows, expert_out: np.ndarray) -> np.ndarray:

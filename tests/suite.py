@@ -182,11 +182,12 @@ def expected(case, inputs: Inputs) -> list[dict]:
     """For each rank, what `forward` must return, without undefined rows."""
     weights = None if case.weights == "none" else inputs.topk_weights
     dispatched = _dispatched(case, inputs, inputs.tokens, weights)
-    combine = functools.partial(oracle.combine, inputs.routed, inputs.expert_out)
-    weighted = {"topk_weights": weights, "weights_at": case.weights}
+    combine = functools.partial(
+        oracle.combine, inputs.routed, inputs.expert_out, n_nodes=case.n_nodes
+    )
     outs = {
-        "combined": combine(**weighted),
-        "with_residual": combine(**weighted, residual=inputs.residual),
+        "combined": combine(topk_weights=weights),
+        "with_residual": combine(topk_weights=weights, residual=inputs.residual),
     }
     if case.weights == "none":
         outs["unreduced"] = combine(reduce=False)

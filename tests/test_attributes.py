@@ -39,6 +39,7 @@ CUDA = {
     "jax_ep_check": {"group": "str"},
     "jax_ep_dispatch": DISPATCH | STREAM,
     "jax_ep_combine": COMBINE | STREAM,
+    "jax_ep_combine_grad": COMBINE | STREAM,
     "jax_ep_dispatch_alloc": {},
     "jax_ep_dispatch_start": DISPATCH | STREAM,
     "jax_ep_wait_started": {},

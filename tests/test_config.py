@@ -204,14 +204,8 @@ def test_nodes_partition_the_ranks():
     assert config().nodes(4) == (4, 1)
     for either in ({"n_gpus_per_node": 2}, {"n_nodes": 2}):
         assert config(**either).nodes(4) == (2, 2)
-
-
-@pytest.mark.multigpu
-def test_p2p_serves_one_node():
-    mesh, nodes = make_mesh(2), config(n_nodes=2)
-    with pytest.raises(ValueError, match="serves one node; got n_gpus_per_node=1 of 2"):
-        jax_ep.ep_init(mesh, AXIS, nodes, transport="p2p")
-    assert jax_ep.ep_init(mesh, AXIS, nodes).transport == "xla"
+        assert config(**either).routed(4).n_nodes == 2
+        assert config(**either, skip_a2a=True).routed(4).n_nodes == 1
 
 
 @pytest.mark.usefixtures("one_process")

@@ -245,20 +245,19 @@ def with_all_magnitudes(inputs: suite.Inputs) -> suite.Inputs:
     )
 
 
-@pytest.mark.parametrize("n_ranks", [2, 8])
+@pytest.mark.parametrize(("n_ranks", "n_nodes"), [(2, 1), (8, 1), (8, 4)])
 @pytest.mark.parametrize("top_k", [1, 2])
-def test_a_sum_of_negative_zeros_is_positive_zero(top_k, n_ranks, transport):
+def test_a_sum_of_negative_zeros_is_positive_zero(top_k, n_ranks, n_nodes, transport):
     """Sums start from +0."""
-    sizes = {"n_experts": 16, "top_k": top_k, "hidden_size": 16, "max_tokens_per_rank": 4}
-    mesh = make_mesh(n_ranks)
-    group = jax_ep.ep_init(mesh, AXIS, jax_ep.EPConfig(**sizes), transport)
+    case = cases.Case(n_ranks=n_ranks, n_experts=16, top_k=top_k, max_tokens=4, n_nodes=n_nodes)
+    group = group_of(case, transport)
 
     def body(tokens):
         topk_ids = jnp.tile(jnp.arange(top_k, dtype=jnp.int32), (4, 1))
         dispatched = jax_ep.dispatch(group, tokens, topk_ids)
         return jax_ep.combine(group, dispatched.tokens, dispatched)
 
-    zeros = np.full((n_ranks, 4, 16), -0.0, dtype=jnp.bfloat16)
-    out = on_mesh(mesh, body)(*put(mesh, list(zeros)))
-    for where, got in shards(mesh, out):
+    zeros = np.full((n_ranks, 4, case.hidden_size), -0.0, dtype=jnp.bfloat16)
+    out = on_mesh(group.mesh, body)(*put(group.mesh, list(zeros)))
+    for where, got in shards(group.mesh, out):
         assert not np.signbit(got.astype(np.float32)).any(), where

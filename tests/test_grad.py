@@ -114,9 +114,17 @@ def test_gradients_match_their_closed_forms_for_every_pair_of_dtypes(case, trans
     check_closed_forms(case, transport)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(("n_ranks", "n_nodes"), [(4, 2), (8, 2), (8, 4)])
+def test_gradients_on_several_nodes_match_their_closed_forms(n_ranks, n_nodes, dtype, transport):
+    """The backward of dispatch rounds the sums of ranks and nodes as combine does."""
+    case = cases.SMALL[n_ranks].replace(n_nodes=n_nodes, token_dtype=dtype, **cases.FLAGS["shared"])
+    check_closed_forms(case.replace(routing="duplicates"), transport)
+
+
 def check_closed_forms(case, transport, check_vma=True) -> None:
     inputs, d_rows, d_row_weights, out = gradients(case, transport, check_vma)
-    d_tokens, d_sent = oracle.dispatch_grad(inputs.routed, d_rows, d_row_weights)
+    d_tokens, d_sent = oracle.dispatch_grad(inputs.routed, d_rows, d_row_weights, case.n_nodes)
     d_expert_out, d_weights = oracle.combine_grad(
         inputs.routed,
         inputs.expert_out,

@@ -66,6 +66,7 @@ def check_all_modes() -> None:
         suite.check(case, "xla", mesh)
     for weights in ("none", "row"):
         suite.check(small.replace(weights=weights, routing="duplicates"), "xla", mesh)
+        suite.check(small.replace(weights=weights, n_nodes=2), "xla", mesh)
     for name in ("blockwise_fp8", "nvfp4"):
         suite.check(small.replace(token_format=name, hidden_size=128), "xla", mesh)
 

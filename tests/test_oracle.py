@@ -72,32 +72,53 @@ def test_sums_round_after_every_product_and_every_sum():
     assert out.item() == 0
 
 
-def test_with_row_weights_each_rank_rounds_its_sum():
-    """Rank 0's sum 1 + 2^-9 rounds to 1 in bfloat16; at the source 2^-9 would count."""
+def test_each_rank_adds_its_rows_in_k_order_and_rounds_once():
+    """Rank 0's sum 1 + 2^-9 rounds to 1 in bfloat16; added at the source, 2^-9 would count."""
     ids = [np.array([[0, 1, 2]], np.int32), np.full((1, 3), -1, np.int32)]
     routed = oracle.route(2, 4, 2, ids)
     expert_out = [np.array([[1], [2**-9]], BF16), np.array([[2**-8], [0]], BF16)]
-    weights = [np.ones((1, 3), np.float32)] * 2
-    at_source, _ = oracle.combine(routed, expert_out, topk_weights=weights)
-    at_row, _ = oracle.combine(routed, expert_out, topk_weights=weights, weights_at="row")
-    assert at_row.item() == 1  # 1 + 2^-8 is a tie, rounded to even
-    assert at_source.item() == 1 + 2**-7
+    for weights in (None, [np.ones((1, 3), np.float32)] * 2):
+        out, _ = oracle.combine(routed, expert_out, topk_weights=weights)
+        assert out.item() == 1  # 1 + 2^-8 is a tie, rounded to even
+    each, _ = oracle.combine(routed, expert_out, reduce=False)
+    assert each.astype(np.float32).sum(axis=1).astype(BF16).item() == 1 + 2**-7
+
+
+def test_each_of_several_nodes_rounds_its_sum():
+    """Node 0's sum 1 + 2^-9 rounds to 1; with one node, 2^-9 counts."""
+    ids = [np.array([[0, 1, 2]], np.int32)] + [np.full((1, 3), -1, np.int32)] * 3
+    routed = oracle.route(4, 4, 1, ids)
+    expert_out = [np.array([[x]], BF16) for x in (1, 2**-9, 2**-8, 0)]
+    one_node, *_ = oracle.combine(routed, expert_out)
+    two_nodes, *_ = oracle.combine(routed, expert_out, n_nodes=2)
+    four_nodes, *_ = oracle.combine(routed, expert_out, n_nodes=4)
+    assert two_nodes.item() == 1  # 1 + 2^-8 is a tie, rounded to even
+    assert one_node.item() == four_nodes.item() == 1 + 2**-7
+
+
+def test_in_the_gradient_of_dispatch_the_shared_expert_is_the_last_choice():
+    """The token's own rank adds its shared row to the others before it rounds."""
+    ids = [np.array([[1, 0]], np.int32), np.full((1, 2), -1, np.int32)]
+    routed = oracle.route(2, 2, 2, ids, fused_shared_expert=True)
+    d_rows = [np.array([[2**-8], [1]], BF16), np.array([[0], [2**-9]], BF16)]
+    (d_token, _), _ = oracle.dispatch_grad(routed, d_rows)
+    assert d_token.item() == 1  # 1 + 2^-8 is a tie; 1 + 2^-9 + 2^-8 would be 1 + 2^-7
 
 
 def test_the_residual_is_added_before_the_cast():
-    routed = oracle.route(1, 1, 1, [np.array([[0]], np.int32)])
-    rows = [np.array([[1]], BF16)]
-    residual = [np.array([[2**-8]], BF16)]
-    (out,) = oracle.combine(routed, rows, residual=residual)
+    """After it, 1 + 2^-8 would have become 1."""
+    routed = oracle.route(2, 2, 1, [np.array([[0, 1]], np.int32), np.full((1, 2), -1, np.int32)])
+    rows = [np.array([[x]], BF16) for x in (1, 2**-8)]
+    residual = [np.array([[2**-9]], BF16)] * 2
+    out, _ = oracle.combine(routed, rows)
     assert out.item() == 1
-    weights = [np.array([[1 + 2**-8]], np.float32)]
-    (out,) = oracle.combine(routed, rows, topk_weights=weights, residual=residual)
+    out, _ = oracle.combine(routed, rows, residual=residual)
     assert out.item() == 1 + 2**-7
 
 
-@pytest.mark.parametrize("weights_at", ["source", "row"])
+@pytest.mark.parametrize("n_nodes", [1, 2])
 @pytest.mark.parametrize("name", routing.ROUTINGS)
-def test_identity_experts_multiply_tokens_by_the_sum_of_weights(name, weights_at):
+def test_identity_experts_multiply_tokens_by_the_sum_of_weights(name, n_nodes):
     """Small integers and weights 1, 2, 4 and 8 keep every sum exact."""
     n_ranks, n_experts, top_k, n_tokens = 4, 16, 4, 6
     rng = np.random.default_rng(0)
@@ -107,9 +128,7 @@ def test_identity_experts_multiply_tokens_by_the_sum_of_weights(name, weights_at
     n_rows = n_ranks * n_tokens * top_k
     rows = oracle.dispatch(n_ranks, n_experts, n_rows, tokens, ids)
     routed = oracle.route(n_ranks, n_experts, n_rows, ids)
-    out = oracle.combine(
-        routed, [r.tokens for r in rows], topk_weights=weights, weights_at=weights_at
-    )
+    out = oracle.combine(routed, [r.tokens for r in rows], topk_weights=weights, n_nodes=n_nodes)
     for x, w, i, y in zip(tokens, weights, ids, out, strict=True):
         valid = (i >= 0) & (i < n_experts)
         np.testing.assert_array_equal(y, x * (w * valid).sum(1, keepdims=True))
@@ -127,8 +146,8 @@ def test_combine_without_reduce_returns_every_choice(name):
         np.testing.assert_array_equal(y, x[:, None] * valid[..., None])
 
 
-@pytest.mark.parametrize("weights_at", ["source", "row"])
-def test_the_gradients_of_combine_are_its_adjoint(weights_at):
+@pytest.mark.parametrize("n_nodes", [1, 2])
+def test_the_gradients_of_combine_are_its_adjoint(n_nodes):
     """combine is bilinear: <g, out> = <d_rows, rows> = <d_weights, weights>."""
     ids = list(routing.make("duplicates", 2, 4, 6, 16, 4))
     rng = np.random.default_rng(3)
@@ -136,7 +155,7 @@ def test_the_gradients_of_combine_are_its_adjoint(weights_at):
     rows = [rng.standard_normal((20, 3)).astype(np.float32) for _ in ids]
     weights = [rng.random(x.shape, np.float32) for x in ids]
     d_out = [rng.standard_normal((6, 3)).astype(np.float32) for _ in ids]
-    out = oracle.combine(routed, rows, topk_weights=weights, weights_at=weights_at)
+    out = oracle.combine(routed, rows, topk_weights=weights, n_nodes=n_nodes)
     d_rows, d_weights = oracle.combine_grad(routed, rows, d_out, topk_weights=weights)
     value = np.vdot(np.stack(d_out), np.stack(out))
     assert sum(routed.n_dropped) > 0

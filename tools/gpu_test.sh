@@ -130,8 +130,7 @@ run_graphs() {
   XLA_FLAGS=--xla_gpu_graph_min_graph_size=1 \
     run_tests graphs_of_all 120 tests/test_graphs.py "${calls[@]}"
   XLA_FLAGS=--xla_gpu_enable_command_buffer= run_tests graphs_of_none 120 "${calls[@]}"
-  run_tests test_fresh_process 200 tests/test_fresh_process.py \
-    tests/test_config.py::test_p2p_serves_one_node
+  run_tests test_fresh_process 200 tests/test_fresh_process.py
 }
 
 run_xla() {

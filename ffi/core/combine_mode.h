@@ -8,12 +8,16 @@
 
 namespace jax_ep {
 
+// Where the weights of a sum are.
 enum class Weighting : int32_t {
   kNone = 0,    // plain sum
-  kSource = 1,  // by topk_weights, at the token's own rank, over all choices in order
-  kRow = 2,     // by row_weights, at the rows' rank, which rounds its sum to the rows' dtype
+  kSource = 1,  // topk_weights, at the token's own rank
+  kRow = 2,     // row_weights, at the rows' rank
 };
 
+// A sum has the same bits wherever its weights are. Each rank adds its own rows of a token in k
+// order and rounds to the rows' dtype. Each node adds its ranks' sums in rank order and, if there
+// are several nodes, rounds as well. The token's own rank adds the nodes' sums in node order.
 struct CombineMode {
   Weighting weighting;
   bool reduce;  // false: a row per choice, not their sum

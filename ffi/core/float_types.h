@@ -52,11 +52,16 @@ inline float FromFloat<float>(float value) {
   return value;
 }
 
+// The upper half of the result is the float, given by its bits, rounded to bfloat16. Not for NaN.
+JAX_EP_HOST_DEVICE inline uint32_t RoundUpperHalf(uint32_t bits) {
+  return bits + 0x7fff + ((bits >> 16) & 1);
+}
+
 template <>
 inline BFloat16 FromFloat<BFloat16>(float value) {
   const uint32_t bits = FloatBits(value);
   const uint32_t quiet_nan = (bits >> 16) | 0x40;
-  const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  const uint32_t rounded = RoundUpperHalf(bits) >> 16;
   const bool is_nan = (bits & 0x7fffffff) > 0x7f800000;
   return {static_cast<uint16_t>(is_nan ? quiet_nan : rounded)};
 }

@@ -82,17 +82,17 @@ struct RowSizes {
 };
 
 struct CombineOperands : RowSizes {
-  const int32_t* coordinate;  // []
-  const void* expert_out;     // [C, row_size]
-  const int32_t* group_ids;   // [T, N]
-  const int32_t* handle;      // see Handle
-  const float* topk_weights;  // [T, N] or null
-  const float* row_weights;   // [C] or null
-  const float* row_scalars;   // [C] or null: return to their choices beside the rows
-  const void* residual;       // [T, row_size] or null
+  const int32_t* coordinate;           // []
+  const void* expert_out;              // [C, row_size]
+  const int32_t* group_ids;            // [T, N]
+  const int32_t* handle;               // see Handle
+  const float* topk_weights;           // [T, N] or null
+  const float* row_weights;            // [C] or null
+  const float* row_scalars = nullptr;  // [C] or null: return to their choices beside the rows
+  const void* residual;                // [T, row_size] or null
 
-  void* out;              // [T, row_size], or [T, N, row_size] where rows are not reduced
-  float* choice_scalars;  // [T, N], null without row_scalars; 0 for choices without a row
+  void* out;                        // [T, row_size], or [T, N, row_size] where rows are not reduced
+  float* choice_scalars = nullptr;  // [T, N], null without row_scalars; 0 without a row
 };
 
 struct CombineGradOperands : RowSizes {

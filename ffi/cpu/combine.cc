@@ -41,20 +41,19 @@ class TokenCombiner {
       : arrivals_(arrivals),
         args_(At(arrivals, source)),
         n_choices_(args_.sizes().n_choices),
+        ranks_per_node_(args_.group->config().n_ranks_per_node),
         size_(args_.row_size),
         sum_(size_),
-        part_(size_) {}
+        rank_sum_(size_),
+        node_sum_(size_) {}
 
   void Combine(int64_t token) {
     FindChoices(args_, token, choices_);
     Prefetch(token + 1);
+    if (args_.choice_scalars != nullptr) ReturnScalars(token);
     if (!args_.mode.reduce) return CopyRows(token);
     std::fill(sum_.begin(), sum_.end(), 0.0f);
-    if (args_.mode.weighting == Weighting::kRow) {
-      SumByRank();
-    } else {
-      SumByChoice(token);
-    }
+    SumChoices(token);
     if (args_.residual != nullptr) {
       AddRow(sum_.data(), static_cast<const T*>(args_.residual) + token * size_, size_);
     }
@@ -80,6 +79,14 @@ class TokenCombiner {
     }
   }
 
+  void ReturnScalars(int64_t token) {
+    float* const out = args_.choice_scalars + token * n_choices_;
+    std::fill(out, out + n_choices_, 0.0f);
+    for (const Choice& choice : choices_) {
+      out[choice.k] = At(arrivals_, choice.rank).row_scalars[choice.row];
+    }
+  }
+
   void CopyRows(int64_t token) {
     T* const out = static_cast<T*>(args_.out) + token * n_choices_ * size_;
     std::memset(static_cast<void*>(out), 0, n_choices_ * size_ * sizeof(T));
@@ -88,15 +95,44 @@ class TokenCombiner {
     }
   }
 
-  void SumByChoice(int64_t token) {
-    for (const Choice& choice : choices_) {
-      if (args_.mode.weighting == Weighting::kSource) {
-        const float weight = args_.topk_weights[token * n_choices_ + choice.k];
-        AddWeightedRow(sum_.data(), weight, Row(choice), size_);
-      } else {
-        AddRow(sum_.data(), Row(choice), size_);
-      }
+  // Adds the rows of choices_ to sum_, in the order that core/combine_mode.h states.
+  void SumChoices(int64_t token) {
+    std::sort(choices_.begin(), choices_.end(), [](const Choice& a, const Choice& b) {
+      return a.rank != b.rank ? a.rank < b.rank : a.k < b.k;
+    });
+    const bool has_nodes = ranks_per_node_ < args_.sizes().n_ranks;
+    float* const of_node = has_nodes ? node_sum_.data() : sum_.data();
+    for (size_t begin = 0, end = 0; begin < choices_.size(); begin = end) {
+      const int64_t rank = choices_[begin].rank;
+      while (end < choices_.size() && choices_[end].rank == rank) ++end;
+      AddChoicesOfRank(token, begin, end, of_node);
+      const bool ends_node =
+          end == choices_.size() || choices_[end].rank / ranks_per_node_ != rank / ranks_per_node_;
+      if (has_nodes && ends_node) AddRounded<T>(sum_.data(), node_sum_.data(), size_);
     }
+  }
+
+  void AddChoicesOfRank(int64_t token, size_t begin, size_t end, float* sum) {
+    if (end - begin == 1) {
+      const Choice& choice = choices_[begin];
+      return AddRoundedProduct(sum, Weight(token, choice), Row(choice), size_);
+    }
+    for (size_t i = begin; i < end; ++i) {
+      AddProduct(rank_sum_.data(), Weight(token, choices_[i]), Row(choices_[i]), size_);
+    }
+    AddRounded<T>(sum, rank_sum_.data(), size_);
+  }
+
+  float Weight(int64_t token, const Choice& choice) const {
+    switch (args_.mode.weighting) {
+      case Weighting::kSource:
+        return args_.topk_weights[token * n_choices_ + choice.k];
+      case Weighting::kRow:
+        return At(arrivals_, choice.rank).row_weights[choice.row];
+      case Weighting::kNone:
+        break;
+    }
+    return 1.0f;
   }
 
   // The shared expert's row is the last choice's, and on this rank.
@@ -106,24 +142,13 @@ class TokenCombiner {
     AddToRow(out, static_cast<const T*>(args_.expert_out) + row * size_, size_);
   }
 
-  void SumByRank() {
-    std::stable_sort(choices_.begin(), choices_.end(),
-                     [](const Choice& a, const Choice& b) { return a.rank < b.rank; });
-    for (size_t i = 0; i < choices_.size(); ++i) {
-      const Choice& choice = choices_[i];
-      const float weight = At(arrivals_, choice.rank).row_weights[choice.row];
-      AddWeightedRow(part_.data(), weight, Row(choice), size_);
-      const bool is_last_of_rank = i + 1 == choices_.size() || choices_[i + 1].rank != choice.rank;
-      if (is_last_of_rank) AddRounded<T>(sum_.data(), part_.data(), size_);
-    }
-  }
-
   const std::vector<Arrival>& arrivals_;
   const CombineArgs& args_;
   const int64_t n_choices_;
+  const int64_t ranks_per_node_;
   const int64_t size_;  // elements of a row
   std::vector<float> sum_;
-  std::vector<float> part_;  // of the sum: one rank's rows
+  std::vector<float> rank_sum_, node_sum_;  // parts of it; zero between tokens
   std::vector<Choice> choices_, next_;
 };
 

@@ -10,6 +10,11 @@ Status CheckConfig(const HostGroupConfig& config) {
         "n_groups must be a multiple of n_ranks; got n_groups=" + std::to_string(sizes.n_groups) +
         ", n_ranks=" + std::to_string(sizes.n_ranks));
   }
+  if (config.n_ranks_per_node < 1 || sizes.n_ranks % config.n_ranks_per_node != 0) {
+    return InvalidArgument("n_ranks must be a multiple of n_ranks_per_node; got n_ranks=" +
+                           std::to_string(sizes.n_ranks) +
+                           ", n_ranks_per_node=" + std::to_string(config.n_ranks_per_node));
+  }
   if (config.row_alignment < 1) {
     return InvalidArgument("row_alignment must be positive; got " +
                            std::to_string(config.row_alignment));

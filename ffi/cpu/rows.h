@@ -18,16 +18,35 @@ void AddRow(float* __restrict sum, const T* __restrict row, int64_t size) {
 }
 
 template <class T>
-void AddWeightedRow(float* __restrict sum, float weight, const T* __restrict row, int64_t size) {
+void AddProduct(float* __restrict sum, float weight, const T* __restrict row, int64_t size) {
   for (int64_t i = 0; i < size; ++i) sum[i] += weight * ToFloat(row[i]);
 }
 
-// sum += float(T(part)), then part = 0. `part` is a rank's share of a token, rounded as if it had
-// been sent.
+// float(T(value)), but for the payload of a NaN.
+template <class T>
+float Rounded(float value) {
+  return ToFloat(FromFloat<T>(value));
+}
+
+// Without a 16-bit number in between: SSE2 is slow at narrowing.
+template <>
+inline float Rounded<BFloat16>(float value) {
+  const uint32_t bits = FloatBits(value);
+  const uint32_t if_nan = value != value ? ~0u : 0u;
+  return FloatFromBits((RoundUpperHalf(bits) & 0xffff0000) | if_nan);
+}
+
+// sum += float(T(weight * row))
+template <class T>
+void AddRoundedProduct(float* __restrict sum, float weight, const T* __restrict row, int64_t size) {
+  for (int64_t i = 0; i < size; ++i) sum[i] += Rounded<T>(weight * ToFloat(row[i]));
+}
+
+// sum += float(T(part)), then part = 0.
 template <class T>
 void AddRounded(float* __restrict sum, float* __restrict part, int64_t size) {
   for (int64_t i = 0; i < size; ++i) {
-    sum[i] += ToFloat(FromFloat<T>(part[i]));
+    sum[i] += Rounded<T>(part[i]);
     part[i] = 0.0f;
   }
 }

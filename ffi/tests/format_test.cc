@@ -162,7 +162,8 @@ void TestRowsAreQuantizedOnTheWay() {
   sizes.hidden_size = 16 * 13;
   sizes.max_tokens_per_rank = 150;
   sizes.max_recv_tokens = 2 * sizes.max_tokens_per_rank;
-  const HostGroupConfig config{sizes, /*row_alignment=*/1, /*token_bytes=*/1, /*timeout_s=*/1};
+  const HostGroupConfig config{sizes, /*n_ranks_per_node=*/2, /*row_alignment=*/1,
+                               /*token_bytes=*/1, /*timeout_s=*/1};
   const std::vector<Device> devices = {{0, {0, 0}}, {1, {0, 1}}};
   const auto group = std::make_shared<HostGroup>(config, devices);
   Sender ranks[] = {{group, 0}, {group, 1}};

@@ -14,6 +14,7 @@
 #include "cpu/memory.h"
 #include "cpu/parallel.h"
 #include "tests/check.h"
+#include "tests/combine_test.h"
 #include "tests/format_test.h"
 #include "tests/layer_test.h"
 #include "tests/rendezvous_test.h"
@@ -84,7 +85,7 @@ void TestRowsBeyondCapacityAreDropped() {
 
 void TestContradictorySizesAreRefused() {
   const GroupSizes sizes{/*n_ranks=*/3, /*n_groups=*/8, 1, 1};
-  CHECK_CONTAINS(HostGroups::Instance().Open("odd", {sizes, 1, 1, 1}, {}).message,
+  CHECK_CONTAINS(HostGroups::Instance().Open("odd", {sizes, 1, 1, 1, 1}, {}).message,
                  "got n_groups=8, n_ranks=3");
 }
 
@@ -116,6 +117,7 @@ int main() {
   TestRowsBeyondCapacityAreDropped();
   TestContradictorySizesAreRefused();
   RunRendezvousTests();
+  RunCombineTests();
   RunLayerTests();
   RunSiluTilesTests();
   RunFormatTests();

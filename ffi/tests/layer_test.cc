@@ -176,7 +176,9 @@ std::shared_ptr<HostGroup> OpenTestGroup(int64_t n_ranks) {
   std::vector<Device> devices;
   for (int64_t rank = 0; rank < n_ranks; ++rank) devices.push_back({rank, {0, rank}});
   const Status status = HostGroups::Instance().Open(
-      "test", {sizes, /*row_alignment=*/1, /*token_bytes=*/80, /*timeout_s=*/60}, devices);
+      "test",
+      {sizes, /*n_ranks_per_node=*/2, /*row_alignment=*/1, /*token_bytes=*/80, /*timeout_s=*/60},
+      devices);
   CHECK_EQ(status.message, "");
   return HostGroups::Instance().Find("test");
 }

@@ -41,6 +41,7 @@ class HostConnection(FfiConnection):
         extension.load_host().open_group(
             key=geometry.key,
             n_ranks=routed.n_ranks,
+            n_ranks_per_node=routed.n_ranks_per_node,
             n_groups=routed.n_groups,
             n_choices=routed.n_choices,
             hidden_size=config.hidden_size,

@@ -61,25 +61,25 @@ class XlaConnection(Connection):
         return results.named()
 
     def combine(self, operands: CombineOperands) -> jax.Array:
-        """Returns rows, or sums per rank, to their source ranks, and adds them up there."""
+        """Returns each rank's sums, or the rows, to the tokens' ranks, which add the sums."""
         geometry, expert_out = self.geometry, operands.expert_out
-        weights, group_ids = operands.topk_weights, operands.routing.group_ids
-        rows = operands.routing.handle
+        routing, topk_weights = operands.routing, operands.topk_weights
+        rows = routing.handle
+        if not operands.reduce:
+            out = _return_rows(geometry, expert_out, rows, routing.group_ids)
+            return checkpoint_name(out, COMBINE_NAME)
+        shared_rows = None
         if operands.adds_shared_expert:
-            shared_rows = rows[_rank(geometry), :, -1]
-            rows, group_ids = rows[..., :-1], group_ids[:, :-1]
-            weights = None if weights is None else weights[:, :-1]
-        if operands.row_weights is not None:
-            out = _sum_by_rank(geometry, expert_out, rows, operands.row_weights)
-        else:
-            picked, has_row = _return_rows(geometry, expert_out, rows, group_ids)
-            if not operands.reduce:
-                return checkpoint_name(picked, COMBINE_NAME)
-            out = _sum_by_choice(picked, has_row, weights)
+            shared_rows, rows = rows[_rank(geometry), :, -1], rows[..., :-1]
+            topk_weights = None if topk_weights is None else topk_weights[:, :-1]
+        weights = operands.row_weights
+        if topk_weights is not None:
+            weights = _send_weights(geometry, topk_weights, rows)
+        out = _sum_by_node(geometry, _sum_by_rank(geometry, expert_out, rows, weights))
         if operands.residual is not None:
             out = out + operands.residual.astype(jnp.float32)
         out = out.astype(expert_out.dtype)
-        if operands.adds_shared_expert:
+        if shared_rows is not None:
             out = _add_shared_expert(out, expert_out, shared_rows)
         return checkpoint_name(out, COMBINE_NAME)
 
@@ -101,6 +101,11 @@ def _all_to_all(x: jax.Array, geometry: Geometry) -> jax.Array:
 def _take(x: jax.Array, index: jax.Array) -> jax.Array:
     """Rows of `x`; zero where the index is out of range."""
     return x.at[index].get(mode="fill", fill_value=0)
+
+
+def _index(rows: jax.Array, of: jax.Array) -> jax.Array:
+    """The same rows, but out of the range of `of` in place of -1, which would be the last row."""
+    return jnp.where(rows >= 0, rows, of.shape[0])
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -193,8 +198,8 @@ def _offsets(sizes: jax.Array) -> jax.Array:
 
 def _return_rows(
     geometry: Geometry, expert_out: jax.Array, dst_rows: jax.Array, group_ids: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """The rows of this rank's choices `[T, N, H]`, and which have one `bool[T, N]`."""
+) -> jax.Array:
+    """The rows of this rank's choices, `[T, N, H]`; zero for choices without one."""
     routed = geometry.routed
     ranks = jnp.clip(group_ids // routed.n_local_groups, 0, routed.n_ranks - 1)
     has_row = jnp.any(_all_to_all(dst_rows >= 0, geometry), axis=0)
@@ -204,48 +209,63 @@ def _return_rows(
     ) -> jax.Array:
         def one_choice(choice: tuple[jax.Array, jax.Array]) -> jax.Array:
             index, rank = choice  # [R, T] of every source, [T] of this one
-            sent = _take(rows, jnp.where(index >= 0, index, rows.shape[0]))
-            received = _all_to_all(sent, geometry)
+            received = _all_to_all(_take(rows, _index(index, rows)), geometry)
             return jnp.take_along_axis(received, rank[None, :, None], axis=0)[0]
 
         # One choice at a time needs a buffer of [R, T, H], not [R, T, N, H].
         picked = lax.map(one_choice, (jnp.moveaxis(dst_rows, 2, 0), ranks.T))
         return jnp.where(has_row[..., None], jnp.moveaxis(picked, 0, 1), 0)
 
-    return _move_bits(send_back, expert_out, dst_rows, ranks, has_row), has_row
+    return _move_bits(send_back, expert_out, dst_rows, ranks, has_row)
 
 
-def _sum_by_choice(
-    picked: jax.Array, has_row: jax.Array, topk_weights: jax.Array | None
-) -> jax.Array:
-    """float32 `[T, H]`: the sum in k order, weighted at the source."""
-    terms = picked.astype(jnp.float32)
-    if topk_weights is not None:
-        weights = jnp.where(has_row, topk_weights, 0)
-        terms = terms * weights[..., None]
-    return _sum_in_order(terms, axis=1)
+def _send_weights(geometry: Geometry, topk_weights: jax.Array, dst_rows: jax.Array) -> jax.Array:
+    """`float32[C]`: the weight of each row of this rank; 0 for unused rows."""
+    weights = _all_gather(topk_weights, geometry)
+    rows = jnp.zeros(geometry.max_recv_tokens, weights.dtype)
+    # Adds one number to each row in use.
+    return rows.at[_index(dst_rows, rows)].add(weights, mode="drop")
 
 
 def _sum_by_rank(
-    geometry: Geometry, expert_out: jax.Array, dst_rows: jax.Array, row_weights: jax.Array
+    geometry: Geometry, expert_out: jax.Array, dst_rows: jax.Array, row_weights: jax.Array | None
 ) -> jax.Array:
-    """float32 `[T, H]`: each expert rank sums in k order; the source in rank order."""
-    weighted = expert_out.astype(jnp.float32) * row_weights[:, None]
+    """`[R, T, H]`: each rank's sum of its rows of this rank's tokens, in k order, rounded."""
+    terms = expert_out.astype(jnp.float32)
+    if row_weights is not None:
+        terms = terms * row_weights[:, None]
 
     def add(sums: jax.Array, rows: jax.Array) -> tuple[jax.Array, None]:
-        index = jnp.where(rows >= 0, rows, weighted.shape[0])
-        return sums + _take(weighted, index), None
+        return sums + _take(terms, _index(rows, terms)), None
 
-    zeros = jnp.zeros((*dst_rows.shape[:2], weighted.shape[1]), weighted.dtype)
-    sums, _ = lax.scan(add, vary_alike(None, zeros, weighted)[0], jnp.moveaxis(dst_rows, 2, 0))
-    parts = _all_to_all(sums.astype(expert_out.dtype), geometry)
-    return _sum_in_order(parts.astype(jnp.float32), axis=0)
+    zeros = jnp.zeros((*dst_rows.shape[:2], terms.shape[1]), terms.dtype)
+    sums, _ = lax.scan(add, vary_alike(None, zeros, terms)[0], jnp.moveaxis(dst_rows, 2, 0))
+    return _all_to_all(_round(sums, expert_out.dtype).astype(expert_out.dtype), geometry)
+
+
+def _sum_by_node(geometry: Geometry, rank_sums: jax.Array) -> jax.Array:
+    """float32 `[T, H]`: the sum in rank order; of several nodes' rounded sums in node order."""
+    sums, n_nodes = rank_sums.astype(jnp.float32), geometry.routed.n_nodes
+    if n_nodes > 1:
+        by_node = sums.reshape(n_nodes, -1, *sums.shape[1:])
+        sums = _round(_sum_in_order(by_node, axis=1), rank_sums.dtype)
+    return _sum_in_order(sums, axis=0)
+
+
+def _round(sums: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """float32 numbers, rounded to `dtype`.
+
+    XLA may leave out conversions to bfloat16 and back, but not `reduce_precision`.
+    """
+    if dtype == jnp.bfloat16:
+        return lax.reduce_precision(sums, exponent_bits=8, mantissa_bits=7)
+    return sums.astype(dtype).astype(jnp.float32)
 
 
 def _add_shared_expert(out: jax.Array, expert_out: jax.Array, shared_rows: jax.Array) -> jax.Array:
     """`out` `[T, H]` plus each token's row of the shared expert; -1 = none."""
-    index = jnp.where(shared_rows >= 0, shared_rows, expert_out.shape[0])
-    total = out.astype(jnp.float32) + _take(expert_out, index).astype(jnp.float32)
+    shared = _take(expert_out, _index(shared_rows, expert_out))
+    total = out.astype(jnp.float32) + shared.astype(jnp.float32)
     # A token without such a row keeps its -0.
     return jnp.where((shared_rows >= 0)[:, None], total.astype(out.dtype), out)
 

@@ -1,0 +1,8 @@
+// Tests of the sums of combine, run by host_test.
+#pragma once
+
+namespace jax_ep {
+
+void RunCombineTests();
+
+}  // namespace jax_ep

@@ -1,0 +1,95 @@
+"""The sum of combine: the same bits wherever the weights are given, on any number of nodes."""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import cases
+import jax_ep
+import oracle
+import suite
+from harness import assert_same_bits, group_of, on_mesh, params, put, shards, skip_if_xla_crashes
+
+NODES = [(n_ranks, n_nodes) for n_ranks in (1, 2, 4, 8) for n_nodes in (1, 2, 4)]
+NODES = [(n_ranks, n_nodes) for n_ranks, n_nodes in NODES if n_ranks % n_nodes == 0]
+ROUTINGS = ["uniform", "with_minus_one", "duplicates", "one_rank"]
+OF_FOUR = cases.SMALL[4].replace(n_nodes=2)
+VARIANTS = [
+    OF_FOUR.replace(recv_capacity=20),
+    OF_FOUR.replace(n_tokens=0, max_tokens=16),
+    OF_FOUR.replace(token_format="blockwise_fp8", recv_capacity=60),
+    OF_FOUR.replace(recv_capacity=40, **cases.FLAGS["shared"]),
+    OF_FOUR.replace(combine_dtype="float32", **cases.FLAGS["shared"]),
+    OF_FOUR.replace(**cases.FLAGS["skip_a2a"]),
+    OF_FOUR.replace(**cases.FLAGS["both"]),
+]
+
+
+@functools.cache
+def compiled_sums(case, transport):
+    """The mesh, and a jitted function that makes the same sums in every way."""
+    group = group_of(case, transport)
+
+    def body(tokens, topk_ids, topk_weights, expert_out, residual):
+        plain = suite.poison(jax_ep.dispatch(group, tokens, topk_ids))
+        weighted = suite.poison(jax_ep.dispatch(group, tokens, topk_ids, topk_weights))
+        ones = jnp.ones_like(topk_weights)
+
+        def sums(*arguments):
+            call = functools.partial(jax_ep.combine, group, expert_out, *arguments)
+            return {"alone": call(), "with residual": call(residual=residual)}
+
+        return {
+            "at dispatch": sums(weighted),
+            "at combine": sums(plain, topk_weights),
+            "no weights": sums(plain),
+            "weights of 1": sums(plain, ones),
+        }
+
+    return group.mesh, on_mesh(group.mesh, body, keep_unused=True)
+
+
+def check_sums(case, transport: str, topk_ids=None) -> None:
+    """All ways give the oracle's bits; `topk_ids`, if given, replace the case's own."""
+    program_case = case.replace(routing="uniform", seed=0)  # neither changes the program
+    mesh, run = compiled_sums(program_case, transport)
+    inputs = suite.make_inputs(case, topk_ids)
+    combine = functools.partial(
+        oracle.combine, inputs.routed, inputs.expert_out, n_nodes=case.n_nodes
+    )
+    for_weights = {"at dispatch": inputs.topk_weights, "at combine": inputs.topk_weights}
+    for_residual = {"alone": None, "with residual": inputs.residual}
+    for (_, rank), got in shards(mesh, run(*put(mesh, *inputs.arrays()))):
+        for way, sums in got.items():
+            for name, out in sums.items():
+                wanted = combine(topk_weights=for_weights.get(way), residual=for_residual[name])
+                what = f"{case.name} on {transport}, weights {way}, {name}, rank {rank}"
+                assert_same_bits(out, wanted[rank], what)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("n_ranks", "n_nodes"), NODES)
+def test_sums_do_not_depend_on_where_weights_are_given(n_ranks, n_nodes, dtype, transport):
+    case = cases.SMALL[n_ranks].replace(n_nodes=n_nodes, combine_dtype=dtype)
+    for routing in ROUTINGS:
+        check_sums(case.replace(routing=routing), transport)
+
+
+@pytest.mark.parametrize("case", params(VARIANTS))
+def test_drops_shared_experts_and_empty_calls_change_nothing(case, transport):
+    skip_if_xla_crashes(case)
+    for routing in ROUTINGS:
+        check_sums(case.replace(routing=routing), transport)
+
+
+def test_sums_on_several_nodes_are_other_sums():
+    """So the tests above compare what differs."""
+    inputs = suite.make_inputs(cases.SMALL[8])
+    outs = [
+        oracle.combine(inputs.routed, inputs.expert_out, n_nodes=n_nodes) for n_nodes in (1, 2, 4)
+    ]
+    for i, one in enumerate(outs):
+        for other in outs[:i]:
+            assert np.mean(np.stack(one) != np.stack(other)) > 0.01
