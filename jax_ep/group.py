@@ -206,6 +206,10 @@ def ep_init(
         RuntimeError: in some process the buffers could not be set up, or an equal group is open and
             has failed; all processes raise it, naming process and reason.
         TimeoutError: a process did not call within `config.timeout_s`.
+
+    Warns:
+        RuntimeWarning: once per process: the transport is `host`, and XLA has too few threads for
+            programs to run ahead of their results (docs/sharp_bits.md).
     """
     if not isinstance(mesh, jax.sharding.Mesh):
         raise TypeError(f"mesh must be a jax.sharding.Mesh; got {type(mesh).__name__}.")

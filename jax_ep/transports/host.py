@@ -8,7 +8,10 @@ from jax_ep.exchange import Exchange
 from jax_ep.geometry import Geometry
 from jax_ep.operands import CombineOperands, DispatchOperands, DispatchResults
 from jax_ep.stats import RankStats
+from jax_ep.transports import cpu_threads
 from jax_ep.xla_ffi import extension
+
+_LEVEL_OF_EP_INIT_CALL = 4  # frames above: open, connect, ep_init
 
 
 class HostConnection(FfiConnection):
@@ -38,6 +41,9 @@ class HostConnection(FfiConnection):
         geometry = self.geometry
         config, routed = geometry.config, geometry.routed
         devices = geometry.routed_coordinates(geometry.coordinates)
+        advice = cpu_threads.how_to_run_ahead(geometry.mesh)
+        if advice:
+            cpu_threads.warn_once(advice, stacklevel=_LEVEL_OF_EP_INIT_CALL)
         extension.register_host()
         extension.load_host().open_group(
             key=geometry.key,
@@ -50,6 +56,7 @@ class HostConnection(FfiConnection):
             row_alignment=config.token_format.layout.row_alignment,
             token_bytes=config.token_format.token_bytes(config.hidden_size),
             timeout_s=config.timeout_s,
+            late_hint=f" Did the program run ahead of its results? {advice}" if advice else "",
             devices=[(each.device.id, each.replica, each.rank) for each in devices],
         )
 
