@@ -122,10 +122,13 @@ class EPGroup:
     def close(self) -> None:
         """Frees what the group holds. Later calls of the group raise an error.
 
-        On `host`, so do enqueued calls that have not run yet: first wait for their results
-        (`jax.block_until_ready`). `p2p` waits by itself. All processes of a group must close it;
-        each waits at most 10 s for the others. Buffers that CUDA graphs refer to are kept for the
-        next equal group.
+        Calls that were enqueued before complete first, or fail. `host` waits for every array of
+        this process that is being computed on CPUs. If for longer than `timeout_s` no such array
+        and no call of the group is completed, it warns; then calls that have not started raise. So
+        do calls whose results the program has dropped. `p2p` waits for the kernels that XLA has
+        launched, which XLA does before a jitted function returns. All processes of a group must
+        close it; each waits at most 10 s for the others. Buffers that CUDA graphs refer to are kept
+        for the next equal group.
         """
         if not self._closed:
             self._closed = True
