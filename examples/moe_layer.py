@@ -7,8 +7,8 @@ from jax import P
 
 import jax_ep
 
-jax.config.update("jax_num_cpu_devices", 8)  # if JAX finds no GPU
-mesh = jax.sharding.Mesh(jax.devices(), ("ep",))
+jax.config.update("jax_num_cpu_devices", 16)  # if there is no GPU; XLA needs two threads per device
+mesh = jax.sharding.Mesh(jax.devices()[:8], ("ep",))
 config = jax_ep.EPConfig(n_experts=16, top_k=2, hidden_size=64, max_tokens_per_rank=32)
 group = jax_ep.ep_init(mesh, "ep", config)
 

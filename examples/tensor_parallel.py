@@ -11,9 +11,9 @@ from jax import P
 
 import jax_ep
 
-jax.config.update("jax_num_cpu_devices", 8)  # if JAX finds no GPU
+jax.config.update("jax_num_cpu_devices", 16)  # if there is no GPU; XLA needs two threads per device
 jax.config.update("jax_default_matmul_precision", "float32")
-mesh = jax.sharding.Mesh(jax.devices(), ("tp",))
+mesh = jax.sharding.Mesh(jax.devices()[:8], ("tp",))
 config = jax_ep.EPConfig(
     n_experts=16,
     top_k=2,

@@ -52,13 +52,15 @@ using DeviceTuple = std::tuple<int64_t, int64_t, int64_t>;  // ordinal, replica,
 void OpenGroup(const std::string& key, int64_t n_ranks, int64_t n_ranks_per_node, int64_t n_groups,
                int64_t n_choices, int64_t hidden_size, int64_t max_tokens_per_rank,
                int64_t max_recv_tokens, int64_t row_alignment, int64_t token_bytes,
-               double timeout_s, const std::vector<DeviceTuple>& tuples) {
+               double timeout_s, const std::string& late_hint,
+               const std::vector<DeviceTuple>& tuples) {
   std::vector<Device> devices;
   for (const auto& [ordinal, replica, rank] : tuples) devices.push_back({ordinal, {replica, rank}});
   const GroupSizes sizes{n_ranks,     n_groups,       n_choices, max_tokens_per_rank,
                          hidden_size, max_recv_tokens};
-  const Status status = HostGroups::Instance().Open(
-      key, {sizes, n_ranks_per_node, row_alignment, token_bytes, timeout_s}, devices);
+  const HostGroupConfig config{sizes,       n_ranks_per_node, row_alignment,
+                               token_bytes, timeout_s,        late_hint};
+  const Status status = HostGroups::Instance().Open(key, config, devices);
   if (!status.ok()) throw std::invalid_argument(status.message);
 }
 
@@ -76,9 +78,7 @@ NB_MODULE(_ffi, module) {
              nb::arg("n_ranks_per_node"), nb::arg("n_groups"), nb::arg("n_choices"),
              nb::arg("hidden_size"), nb::arg("max_tokens_per_rank"), nb::arg("max_recv_tokens"),
              nb::arg("row_alignment"), nb::arg("token_bytes"), nb::arg("timeout_s"),
-             nb::arg("devices"),
-             "Opens a group. token_bytes is the size of a token as it travels; devices are "
-             "(ordinal, replica, rank).");
+             nb::arg("late_hint"), nb::arg("devices"),
   module.def(
       "close_group", [](const std::string& key) { HostGroups::Instance().Close(key); },
       nb::arg("key"), "Undoes one open_group; the last one forgets the group.");

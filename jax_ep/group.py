@@ -122,10 +122,13 @@ class EPGroup:
     def close(self) -> None:
         """Frees what the group holds. Later calls of the group raise an error.
 
-        On `host`, so do enqueued calls that have not run yet: first wait for their results
-        (`jax.block_until_ready`). `p2p` waits by itself. All processes of a group must close it;
-        each waits at most 10 s for the others. Buffers that CUDA graphs refer to are kept for the
-        next equal group.
+        Calls that were enqueued before complete first, or fail. `host` waits for every array of
+        this process that is being computed on CPUs. If for longer than `timeout_s` no such array
+        and no call of the group is completed, it warns; then calls that have not started raise. So
+        do calls whose results the program has dropped. `p2p` waits for the kernels that XLA has
+        launched, which XLA does before a jitted function returns. All processes of a group must
+        close it; each waits at most 10 s for the others. Buffers that CUDA graphs refer to are kept
+        for the next equal group.
         """
         if not self._closed:
             self._closed = True
@@ -206,6 +209,10 @@ def ep_init(
         RuntimeError: in some process the buffers could not be set up, or an equal group is open and
             has failed; all processes raise it, naming process and reason.
         TimeoutError: a process did not call within `config.timeout_s`.
+
+    Warns:
+        RuntimeWarning: once per process: the transport is `host`, and XLA has too few threads for
+            programs to run ahead of their results (docs/sharp_bits.md).
     """
     if not isinstance(mesh, jax.sharding.Mesh):
         raise TypeError(f"mesh must be a jax.sharding.Mesh; got {type(mesh).__name__}.")

@@ -93,9 +93,13 @@ def main(steps: int, devices: str | None, transport: str, out: Path) -> None:
 
 def make_mesh(n_devices: int) -> Mesh:
     """Returns a mesh of `n_devices`; 0 means all GPUs, or 8 virtual CPU devices."""
-    jax.config.update("jax_num_cpu_devices", n_devices or 8)  # no effect on GPUs
+    n_cpu_devices = n_devices or 8
+    # Twice as many, so that programs may run ahead (docs/sharp_bits.md). No effect on GPUs.
+    jax.config.update("jax_num_cpu_devices", 2 * n_cpu_devices)
     jax.config.update("jax_default_matmul_precision", "float32")
     devices = jax.devices()
+    if devices[0].platform == "cpu":
+        devices = devices[:n_cpu_devices]
     n_devices = n_devices or math.gcd(len(devices), ModelConfig.n_experts)
     if n_devices > len(devices):
         raise click.BadParameter(f"--devices {n_devices}: JAX has {len(devices)}.")

@@ -70,7 +70,7 @@ def held_out_loss(program: Program, params: Any, text: NDArray[np.uint8], every:
     """Returns the mean loss in nats per byte over each `every`-th batch of `text`."""
     batches = data.held_out_batches(text, N_WINDOWS, program.config.context)
     losses = [
-        program.evaluate(params, program.put(batch))[0]
+        float(program.evaluate(params, program.put(batch))[0])  # does not run ahead
         for batch in itertools.islice(batches, 0, None, every)
     ]
     return float(np.mean(losses))

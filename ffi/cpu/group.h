@@ -26,10 +26,11 @@ struct Device {
 
 struct HostGroupConfig {
   GroupSizes sizes;
-  int64_t n_ranks_per_node;  // divides R; rank r is on node r / n_ranks_per_node
-  int64_t row_alignment;     // groups of rows begin at multiples of it
-  int64_t token_bytes;       // of a token as it travels, for statistics
-  double timeout_s;          // how long a rank waits for the others
+  int64_t n_ranks_per_node;    // divides R; rank r is on node r / n_ranks_per_node
+  int64_t row_alignment;       // groups of rows begin at multiples of it
+  int64_t token_bytes;         // of a token as it travels, for statistics
+  double timeout_s;            // how long a rank waits for the others
+  std::string late_hint = {};  // why ranks may be late, and what to do; ends that error
 };
 
 class HostGroup {

@@ -85,7 +85,8 @@ ffi::Future Meet(const Call& call, std::unique_ptr<RankArgs> args, Work work) {
   const auto [replica, rank] = args->device.coordinate;
   const HostGroupConfig& config = args->group->config();
   std::vector<Arrival> arrivals = Rendezvous::Instance().Arrive(
-      {call.site, call.run.run_id, replica}, {call.Name(), config.sizes.n_ranks, config.timeout_s},
+      {call.site, call.run.run_id, replica},
+      {call.Name(), config.sizes.n_ranks, config.timeout_s, config.late_hint},
       {rank, std::move(args), [promise](const Status& status) { SetPromise(promise, status); }});
   if (arrivals.empty()) return future;
   const Pool pool{[&](std::function<void()> task) { call.pool->Schedule(std::move(task)); },

@@ -38,7 +38,8 @@ Status MissingRanks(const CallInfo& info, const std::vector<Arrival>& arrivals, 
                           RankList(missing) + " (run " +
                           std::to_string(static_cast<uint32_t>(run_id)) +
                           "). Every rank of the group must make the same calls; a slower one "
-                          "needs a larger EPConfig.timeout_s.");
+                          "needs a larger EPConfig.timeout_s." +
+                          info.late_hint);
 }
 
 }  // namespace

@@ -55,6 +55,7 @@ struct CallInfo {
   std::string name;  // for messages: "dispatch of group ..."
   int64_t n_ranks;
   double timeout_s;
+  std::string late_hint = {};  // HostGroupConfig's
 };
 
 class Rendezvous {

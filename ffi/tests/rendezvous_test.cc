@@ -15,7 +15,9 @@ Arrival MakeArrival(int64_t rank, std::promise<Status>& promise) {
           [&promise](const Status& status) { promise.set_value(status); }};
 }
 
-CallInfo MakeInfo(int64_t n_ranks, double timeout_s) { return {"test", n_ranks, timeout_s}; }
+CallInfo MakeInfo(int64_t n_ranks, double timeout_s) {
+  return {"test", n_ranks, timeout_s, /*late_hint=*/" Is it late?"};
+}
 
 void TestLastRankGetsAllByRank() {
   Rendezvous& rendezvous = Rendezvous::Instance();
@@ -40,6 +42,7 @@ void TestMissingRankEndsTheWait() {
   for (auto& promise : early) {
     const Status status = promise.get_future().get();
     CHECK_CONTAINS(status.message, "ranks 0, 2 waited 0.1 s for rank 1");
+    CHECK_CONTAINS(status.message, "EPConfig.timeout_s. Is it late?");
   }
   CHECK_CONTAINS(elsewhere.get_future().get().message, "for rank 1");
   rendezvous.Arrive(key, MakeInfo(3, 0.1), MakeArrival(1, late));

@@ -15,9 +15,10 @@ AXIS = "ep"
 def devices(platform: str | None, n_ranks: int | None) -> list[jax.Device]:
     """This process's devices, virtual ones on a CPU; raises RuntimeError if too few."""
     if n_ranks is not None:
-        # Fails if JAX has already created its devices; then those are used.
+        # Fails if JAX has already created its devices; then those are used. Twice as many as ranks,
+        # so that XLA has threads for programs that run ahead.
         with contextlib.suppress(RuntimeError):
-            jax.config.update("jax_num_cpu_devices", n_ranks)
+            jax.config.update("jax_num_cpu_devices", 2 * n_ranks)
     try:
         found = jax.local_devices(backend=platform)
     except AssertionError as error:  # what JAX raises for a platform without devices

@@ -1,5 +1,9 @@
 """Transport `host`: the CPU devices of one process, by XLA FFI handlers in C++."""
 
+import time
+import warnings
+from typing import Any
+
 import jax
 
 from jax_ep import autodiff
@@ -8,7 +12,15 @@ from jax_ep.exchange import Exchange
 from jax_ep.geometry import Geometry
 from jax_ep.operands import CombineOperands, DispatchOperands, DispatchResults
 from jax_ep.stats import RankStats
+from jax_ep.transports import cpu_threads
 from jax_ep.xla_ffi import extension
+
+# Frames from a warning to the user's code.
+_LEVEL_OF_EP_INIT_CALL = 4  # open, connect, ep_init
+_LEVEL_OF_CLOSE_CALL = 5  # _warn_of_pending_results, _wait_for_results, close, EPGroup.close
+
+_MIN_POLL_S, _MAX_POLL_S = 1e-3, 0.1
+_GRACE_S = 1.0  # for a program to end whose call has timed out
 
 
 class HostConnection(FfiConnection):
@@ -37,6 +49,9 @@ class HostConnection(FfiConnection):
         geometry = self.geometry
         config, routed = geometry.config, geometry.routed
         devices = geometry.routed_coordinates(geometry.coordinates)
+        advice = cpu_threads.how_to_run_ahead(geometry.mesh)
+        if advice:
+            cpu_threads.warn_once(advice, stacklevel=_LEVEL_OF_EP_INIT_CALL)
         extension.register_host()
         extension.load_host().open_group(
             key=geometry.key,
@@ -50,12 +65,47 @@ class HostConnection(FfiConnection):
             row_alignment=config.token_format.layout.row_alignment,
             token_bytes=config.token_format.token_bytes(config.hidden_size),
             timeout_s=config.timeout_s,
+            late_hint=f" Did the program run ahead of its results? {advice}" if advice else "",
             devices=[(each.device.id, each.replica, each.rank) for each in devices],
         )
 
     def close(self) -> None:
-        """Closes the group in the extension."""
-        extension.load_host().close_group(self.geometry.key)
+        """Closes the group in the extension, once calls that were enqueued before have ended."""
+        try:
+            self._wait_for_results()
+        finally:
+            extension.load_host().close_group(self.geometry.key)
+
+    def _wait_for_results(self) -> None:
+        """Waits for all arrays on CPUs that are being computed, as long as there is progress.
+
+        XLA may have yet to start the programs that compute them, on some devices or on all. A call
+        that waits for a rank ends within `timeout_s`, but programs may wait for something else.
+        """
+        pending = [x for x in jax.live_arrays("cpu") if not _is_ready(x)]
+        progress, waited, since = None, 0.0, time.monotonic()
+        while pending:
+            before, progress = progress, (len(pending), self._n_calls())
+            if progress != before:
+                since = time.monotonic()
+            waited = time.monotonic() - since
+            if waited > self.geometry.config.timeout_s + _GRACE_S:
+                return self._warn_of_pending_results(waited)
+            time.sleep(min(max(waited / 10, _MIN_POLL_S), _MAX_POLL_S))
+            pending = [x for x in pending if not _is_ready(x)]
+
+    def _n_calls(self) -> int:
+        """Calls that this process's ranks have completed."""
+        return sum(each.dispatch_calls + each.combine_calls for each in self.stats())
+
+    def _warn_of_pending_results(self, seconds: float) -> None:
+        warnings.warn(
+            f"Group {self.geometry.key} is closed although results that were enqueued before are "
+            f"still being computed: for {seconds:.0f} s, none was completed and no call of the "
+            "group. Calls that have not started yet will raise an error.",
+            RuntimeWarning,
+            stacklevel=_LEVEL_OF_CLOSE_CALL,
+        )
 
     def stats(self) -> list[RankStats]:
         """See `EPGroup.stats`."""
@@ -76,3 +126,11 @@ class HostConnection(FfiConnection):
     def handle_shape(self, n_tokens: int) -> tuple[int, ...]:
         """`dst_rows`, `[T, N]`: each choice's row at its destination, -1 = none."""
         return (n_tokens, self.geometry.routed.n_choices)
+
+
+def _is_ready(x: Any) -> bool:
+    """Whether a live array is there, failed or deleted."""
+    try:
+        return x.is_ready()
+    except RuntimeError:  # another thread has deleted it
+        return True

@@ -1,0 +1,118 @@
+"""What `EPGroup.close` does to calls that were enqueued before it, on `host`."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_ep
+from harness import AXIS, make_mesh, on_mesh, put
+
+pytestmark = pytest.mark.usefixtures("one_process")
+R, E, K, H, T = 4, 8, 2, 64, 16
+
+
+def open_group(timeout_s: float) -> jax_ep.EPGroup:
+    config = jax_ep.EPConfig(
+        n_experts=E, top_k=K, hidden_size=H, max_tokens_per_rank=T, timeout_s=timeout_s
+    )
+    return jax_ep.ep_init(make_mesh(R), AXIS, config, transport="host")
+
+
+def round_trip(group, tokens):
+    """The tokens, by way of two experts each."""
+    ids = jnp.arange(T * K, dtype=jnp.int32).reshape(T, K) % E
+    rows = jax_ep.dispatch(group, tokens, ids)
+    return jax_ep.combine(group, rows.tokens, rows) / 2
+
+
+def make_tokens() -> jax.Array:
+    (tokens,) = put(make_mesh(R), np.arange(R * T * H).reshape(R, T, H).astype(jnp.bfloat16))
+    return tokens
+
+
+def test_calls_enqueued_before_close_complete():
+    """XLA has started none of the programs, some, or the first one on some devices."""
+    tokens = make_tokens()
+    with open_group(timeout_s=50) as group:
+        step = on_mesh(group.mesh, lambda x: round_trip(group, round_trip(group, x)))
+        jax.block_until_ready(step(tokens))
+    for i in range(60):
+        with open_group(timeout_s=50):
+            out = tokens
+            for _ in range(1 + i % 10):
+                out = step(out)
+        np.testing.assert_array_equal(np.asarray(out), np.asarray(tokens))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="is not open"):
+        jax.block_until_ready(step(tokens))
+
+
+def test_the_backward_pass_completes():
+    tokens = make_tokens()
+    with open_group(timeout_s=49) as group:
+        loss = lambda x: jnp.sum(round_trip(group, x).astype(jnp.float32))  # noqa: E731
+        grad = on_mesh(group.mesh, jax.grad(loss))
+        jax.block_until_ready(grad(tokens))
+    for _ in range(20):
+        with open_group(timeout_s=49):
+            out = grad(tokens)
+        np.testing.assert_array_equal(np.asarray(out, np.float32), 1)
+
+
+def without_rank_3(group, tokens):
+    is_missing = jax.lax.axis_index(AXIS) == 3
+    return jax.lax.cond(is_missing, lambda: tokens, lambda: round_trip(group, tokens))
+
+
+def test_close_waits_for_a_missing_rank_no_longer_than_the_call():
+    group = open_group(timeout_s=0.5)
+    out = on_mesh(group.mesh, lambda x: without_rank_3(group, x))(make_tokens())
+    group.close()
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"ranks 0, 1, 2 waited 0.5 s for rank 3"):
+        jax.block_until_ready(out)
+
+
+def test_close_waits_as_long_as_calls_complete():
+    """In all longer than `timeout_s` and the grace."""
+    group, tokens = open_group(timeout_s=0.5), make_tokens()
+
+    def pause(_):
+        time.sleep(0.5)
+        return np.zeros((), jnp.bfloat16)
+
+    def step(tokens, _):
+        zero = jax.pure_callback(pause, jax.ShapeDtypeStruct((), tokens.dtype), tokens[0, 0])
+        return round_trip(group, tokens + zero), None
+
+    def body(tokens):
+        return jax.lax.scan(step, tokens, length=5)[0]
+
+    begin = time.monotonic()
+    out = on_mesh(group.mesh, body, check_vma=False)(tokens)
+    group.close()
+    assert time.monotonic() - begin > 2
+    np.testing.assert_array_equal(np.asarray(out), np.asarray(tokens))
+
+
+def test_close_does_not_wait_forever():
+    """Here for a call of another group, which ends later."""
+    group, slow = open_group(timeout_s=0.3), open_group(timeout_s=4)
+    out = on_mesh(slow.mesh, lambda x: without_rank_3(slow, x))(make_tokens())
+    with pytest.warns(RuntimeWarning, match="closed although results .* being computed") as caught:
+        group.close()
+    assert caught[0].filename == __file__
+    assert not out.is_ready()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="waited 4 s for rank 3"):
+        jax.block_until_ready(out)
+
+
+def test_close_returns_at_once_if_nothing_is_computed():
+    deleted, kept = make_tokens(), make_tokens()
+    deleted.delete()
+    group = open_group(timeout_s=50)
+    begin = time.monotonic()
+    group.close()
+    assert time.monotonic() - begin < 1
+    assert kept.is_ready()
