@@ -79,6 +79,8 @@ NB_MODULE(_ffi, module) {
              nb::arg("hidden_size"), nb::arg("max_tokens_per_rank"), nb::arg("max_recv_tokens"),
              nb::arg("row_alignment"), nb::arg("token_bytes"), nb::arg("timeout_s"),
              nb::arg("late_hint"), nb::arg("devices"),
+             "Opens a group. token_bytes is the size of a token as it travels; late_hint ends the "
+             "error of ranks that waited too long; devices are (ordinal, replica, rank).");
   module.def(
       "close_group", [](const std::string& key) { HostGroups::Instance().Close(key); },
       nb::arg("key"), "Undoes one open_group; the last one forgets the group.");
