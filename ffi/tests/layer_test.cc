@@ -84,7 +84,7 @@ class LayerRank {
     args->expert_out = rows_.data();
     args->row_offsets = row_offsets_.data();
     args->group_ids = group_ids_.data();
-    args->dst_rows = dst_rows_.data();
+    args->handle = dst_rows_.data();
     args->topk_weights = topk_weights_.data();
     args->grad_expert_out = grad_rows_.data();
     args->grad_topk_weights = grad_weights_.data();
