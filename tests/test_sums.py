@@ -44,8 +44,8 @@ def compiled_sums(case, transport):
         return {
             "at dispatch": sums(weighted),
             "at combine": sums(plain, topk_weights),
-            "no weights": sums(plain),
-            "weights of 1": sums(plain, ones),
+            "nowhere": sums(plain),
+            "of 1": sums(plain, ones),
         }
 
     return group.mesh, on_mesh(group.mesh, body, keep_unused=True)
@@ -56,17 +56,29 @@ def check_sums(case, transport: str, topk_ids=None) -> None:
     program_case = case.replace(routing="uniform", seed=0)  # neither changes the program
     mesh, run = compiled_sums(program_case, transport)
     inputs = suite.make_inputs(case, topk_ids)
-    combine = functools.partial(
-        oracle.combine, inputs.routed, inputs.expert_out, n_nodes=case.n_nodes
-    )
-    for_weights = {"at dispatch": inputs.topk_weights, "at combine": inputs.topk_weights}
-    for_residual = {"alone": None, "with residual": inputs.residual}
+    wanted = expected_sums(case, inputs)
     for (_, rank), got in shards(mesh, run(*put(mesh, *inputs.arrays()))):
         for way, sums in got.items():
+            is_weighted = way in ("at dispatch", "at combine")
             for name, out in sums.items():
-                wanted = combine(topk_weights=for_weights.get(way), residual=for_residual[name])
                 what = f"{case.name} on {transport}, weights {way}, {name}, rank {rank}"
-                assert_same_bits(out, wanted[rank], what)
+                assert_same_bits(out, wanted[is_weighted][name][rank], what)
+
+
+def expected_sums(case, inputs: suite.Inputs) -> list[dict]:
+    """The oracle's sums of all ranks: unweighted and weighted."""
+    results = []
+    for weights in (None, inputs.topk_weights):
+        combine = functools.partial(
+            oracle.combine,
+            inputs.routed,
+            inputs.expert_out,
+            topk_weights=weights,
+            n_nodes=case.n_nodes,
+        )
+        residual = inputs.residual
+        results.append({"alone": combine(), "with residual": combine(residual=residual)})
+    return results
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
