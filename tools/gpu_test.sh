@@ -119,7 +119,7 @@ run_suite() {
   run_tests test_grad 120 tests/test_grad.py
   run_tests test_transforms_independent_async_overlap 120 tests/test_transforms.py \
     tests/test_independent_calls.py tests/test_async.py tests/test_overlap.py
-  run_tests test_shared_expert 120 tests/test_shared_expert.py
+  run_tests test_shared_expert_sums 180 tests/test_shared_expert.py tests/test_sums.py
   run_tests test_quantized_errors_cli 150 tests/test_quantized.py tests/test_quantized_grad.py \
     tests/test_quantized_transforms.py tests/test_errors.py tests/test_format_table.py \
     tests/test_cli.py::test_bench_prints_times_and_the_rate_of_the_median
@@ -134,8 +134,8 @@ run_graphs() {
 }
 
 run_xla() {
-  run_tests transport_xla 240 --transports xla tests/test_dispatch_combine.py \
-    tests/test_quantized.py
+  run_tests transport_xla 300 --transports xla tests/test_dispatch_combine.py \
+    tests/test_quantized.py tests/test_sums.py
 }
 
 run_kernels() {
