@@ -125,8 +125,9 @@ def combine(
     To add all choices in k order without roundings in between, take `reduce=False` and add its
     result in float32.
 
-    Differentiable in `expert_out`, `topk_weights`, `row_weights` and `residual`; the backward is a
-    dispatch and gives zero for unused rows.
+    Differentiable in `expert_out`, `topk_weights`, `row_weights` and `residual`; the backward
+    sends each token's cotangent to its rows. The gradient of `expert_out` is unspecified in rows
+    from `row_offsets[-1]` on, and zero in padding rows.
 
     Args:
         group: the group of the dispatch.

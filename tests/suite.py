@@ -38,6 +38,12 @@ class Inputs:
         return (self.tokens, self.topk_ids, self.topk_weights, self.expert_out, self.residual)
 
 
+def clear_unused(rows: jax.Array, row_offsets: jax.Array) -> jax.Array:
+    """Zeroes what the contract leaves undefined in `[C, H]`, also in the cotangent of the result."""
+    row = jnp.arange(rows.shape[0], dtype=jnp.uint32)
+    return jnp.where((row < row_offsets[-1])[:, None], rows, 0)
+
+
 def n_rows_of(case) -> int:
     """Rows of the output of dispatch (C)."""
     return case.recv_capacity or oracle.worst_case_rows(

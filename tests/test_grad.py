@@ -67,18 +67,20 @@ def compiled_vjps(case, transport, check_vma):
         def combined(topk_weights, expert_out, residual):
             at_row, at_source = suite.weights_for(weights, topk_weights)
             dispatched = jax_ep.dispatch(group, tokens, topk_ids, *at_row)
-            return jax_ep.combine(group, expert_out, dispatched, *at_source, residual=residual)
+            out = jax_ep.combine(group, expert_out, dispatched, *at_source, residual=residual)
+            return out, dispatched.row_offsets
 
         _, pull = jax.vjp(rows, tokens, topk_weights)
         d_sent = d_row_weights if weights == "row" else jnp.zeros_like(topk_weights)
         d_tokens, d_sent_weights = pull((d_rows, d_sent))
-        _, pull = jax.vjp(combined, topk_weights, expert_out, residual)
+        operands = topk_weights, expert_out, residual
+        _, pull, row_offsets = jax.vjp(combined, *operands, has_aux=True)
         d_weights, d_expert_out, d_residual = pull(residual)
         return {
             "d_tokens": d_tokens,
             "d_sent_weights": d_sent_weights,
             "d_weights": d_weights,
-            "d_expert_out": d_expert_out,
+            "d_expert_out": suite.clear_unused(d_expert_out, row_offsets),
             "d_residual": d_residual,
         }
 
@@ -171,7 +173,7 @@ def unreduced_vjp(group, tokens, topk_ids, expert_out, d_out):
     dispatched = jax_ep.dispatch(group, tokens, topk_ids)
     combine = functools.partial(jax_ep.combine, group, dispatched=dispatched, reduce=False)
     out, pull = jax.vjp(lambda rows: combine(rows), expert_out)
-    return out, pull(d_out)[0]
+    return out, suite.clear_unused(pull(d_out)[0], dispatched.row_offsets)
 
 
 def layer(group, weights: str):
@@ -185,10 +187,10 @@ def layer(group, weights: str):
         row = jnp.arange(dispatched.tokens.shape[0], dtype=jnp.uint32)
         which = jnp.searchsorted(dispatched.row_offsets[1:], row, side="right")
         row_scale = scale[experts][jnp.minimum(which, len(experts) - 1)]
-        # Before the experts: a NaN in an unused row would reach d scale as NaN * 0.
-        used = (row < dispatched.row_offsets[-1])[:, None]
-        rows = jnp.where(used, dispatched.tokens, 0)
-        rows = jnp.tanh(rows * row_scale[:, None])
+        # Before the experts and after: a NaN in an unused row of the tokens, or of the cotangents,
+        # would reach d scale as NaN * 0.
+        rows = suite.clear_unused(dispatched.tokens, dispatched.row_offsets)
+        rows = suite.clear_unused(jnp.tanh(rows * row_scale[:, None]), dispatched.row_offsets)
         return jax_ep.combine(group, rows, dispatched, *at_source, residual=tokens)
 
     return body

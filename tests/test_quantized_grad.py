@@ -35,7 +35,8 @@ def test_the_gradient_of_a_row_reaches_its_token(name, weights, transport):
         d_tokens, d_weights = pull(expert_out)
         dispatched = jax_ep.dispatch(group, tokens, topk_ids)
         _, pull = jax.vjp(lambda rows: jax_ep.combine(group, rows, dispatched), expert_out)
-        return values, d_tokens, d_weights, pull(residual)[0]
+        d_rows = suite.clear_unused(pull(residual)[0], dispatched.row_offsets)
+        return values, d_tokens, d_weights, d_rows
 
     out = on_mesh(group.mesh, body)(*put(group.mesh, *inputs.arrays()))
     d_tokens, _ = oracle.dispatch_grad(inputs.routed, inputs.expert_out)
@@ -138,7 +139,7 @@ def moe_layer(group, check_vma: bool):
         which = jnp.searchsorted(dispatched.row_offsets[1:], row, side="right")
         expert = jnp.minimum(which, group.n_local_experts - 1)
         used = scale[rank * group.n_local_experts + expert]
-        rows = jnp.tanh(rows * used[:, None])
+        rows = suite.clear_unused(jnp.tanh(rows * used[:, None]), dispatched.row_offsets)
         out = jax_ep.combine(group, rows, dispatched, topk_weights[0], residual=tokens)
         return out[None]
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 
 #include "core/routing.h"
 #include "cpu/chunks.h"
@@ -63,15 +64,18 @@ void ClearPadding(const CombineGradArgs& args, int64_t row_bytes) {
   }
 }
 
-// Zeroes the rows that are not in use.
-void ClearUnusedRows(const CombineGradArgs& args, int64_t row_bytes, Zeroer& zeroer) {
-  const int64_t n_rows = args.max_recv_tokens;
-  const int64_t used = std::min<int64_t>(args.row_offsets[args.sizes().n_local_groups()], n_rows);
-  zeroer.Zero(static_cast<uint8_t*>(args.grad_expert_out) + used * row_bytes,
-              (n_rows - used) * row_bytes);
-  if (args.grad_row_weights != nullptr) {
-    std::fill(args.grad_row_weights + used, args.grad_row_weights + n_rows, 0.0f);
-  }
+// Makes some of the rows that are not in use NaN. All of them are undefined, as on GPUs; code that
+// relies on them should fail here, too.
+void PoisonUnusedRows(const CombineGradArgs& args, int64_t row_bytes) {
+  constexpr int64_t kMaxRows = 64;
+  const int64_t begin = args.row_offsets[args.sizes().n_local_groups()];
+  const int64_t end = std::min(begin + kMaxRows, args.max_recv_tokens);
+  if (begin >= end) return;
+  std::memset(static_cast<uint8_t*>(args.grad_expert_out) + begin * row_bytes, 0xff,
+              (end - begin) * row_bytes);
+  if (args.grad_row_weights == nullptr) return;
+  std::fill(args.grad_row_weights + begin, args.grad_row_weights + end,
+            std::numeric_limits<float>::quiet_NaN());
 }
 
 }  // namespace
@@ -82,10 +86,9 @@ void CombineGradAll(const Pool& pool, const std::vector<Arrival>& arrivals) {
   VisitRowType(first.row_type, [&](auto type) {
     using T = decltype(type);
     const int64_t row_bytes = first.row_size * static_cast<int64_t>(sizeof(T));
-    Zeroer zeroer;
     for (int64_t rank = 0; rank < n_ranks; ++rank) {
       const CombineGradArgs& args = At(arrivals, rank);
-      ClearUnusedRows(args, row_bytes, zeroer);
+      PoisonUnusedRows(args, row_bytes);
       ClearPadding(args, row_bytes);
       AdviseHugePages(args.grad_expert_out,
                       args.row_offsets[args.sizes().n_local_groups()] * row_bytes,

@@ -1,7 +1,5 @@
 // The host transport without XLA and Python, threads included. Runs under the sanitizers, too.
 
-#include <sys/mman.h>
-
 #include <atomic>
 #include <cstring>
 #include <string>
@@ -11,7 +9,6 @@
 #include "core/float_types.h"
 #include "core/routing.h"
 #include "cpu/group.h"
-#include "cpu/memory.h"
 #include "cpu/parallel.h"
 #include "tests/check.h"
 #include "tests/combine_test.h"
@@ -49,23 +46,6 @@ void TestHalfPrecisionRoundsToNearestEven() {
   CHECK_EQ(FromFloat<BFloat16>(0x1.03p0f).bits, 0x3f82);  // a tie, to even
   CHECK_EQ(FromFloat<BFloat16>(FloatFromBits(0x7f800001)).bits & 0x7f80, 0x7f80);  // NaN stays NaN
   CHECK_EQ((FromFloat<BFloat16>(FloatFromBits(0x7f800001)).bits & 0x7f) != 0, true);
-}
-
-void TestZeroerZeroesAllAndNothingElse() {
-  constexpr int64_t kBytes = 40 << 20, kMargin = 12345;
-  Zeroer zeroer;
-  std::vector<uint8_t> own(kBytes, 1);
-  void* const shared = mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS,
-                            /*fd=*/-1, /*offset=*/0);
-  std::memset(shared, 1, kBytes);
-  for (uint8_t* memory : {own.data(), static_cast<uint8_t*>(shared)}) {
-    zeroer.Zero(memory + kMargin, kBytes - 2 * kMargin);
-    for (int64_t i = 0; i < kBytes; ++i) {
-      const bool is_margin = i < kMargin || i >= kBytes - kMargin;
-      if (memory[i] != is_margin) CHECK_EQ(i, -1);
-    }
-  }
-  munmap(shared, kBytes);
 }
 
 void TestRowsBeyondCapacityAreDropped() {
@@ -113,7 +93,6 @@ int main() {
 #endif
   TestParallelForCallsEachChunkOnce();
   TestHalfPrecisionRoundsToNearestEven();
-  TestZeroerZeroesAllAndNothingElse();
   TestRowsBeyondCapacityAreDropped();
   TestContradictorySizesAreRefused();
   RunRendezvousTests();
