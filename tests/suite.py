@@ -39,7 +39,7 @@ class Inputs:
 
 
 def clear_unused(rows: jax.Array, row_offsets: jax.Array) -> jax.Array:
-    """Zeroes what the contract leaves undefined in `[C, H]`, also in the cotangent of the result."""
+    """Zeroes what the contract leaves undefined in `[C, H]`, also in its cotangent."""
     row = jnp.arange(rows.shape[0], dtype=jnp.uint32)
     return jnp.where((row < row_offsets[-1])[:, None], rows, 0)
 
