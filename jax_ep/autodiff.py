@@ -6,7 +6,7 @@ backward of combine sends each token's cotangent to the token's rows.
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,20 +50,23 @@ dispatch = jax.custom_vjp(_dispatch, nondiff_argnums=(0,))
 
 def _dispatch_fwd(
     connection: FfiConnection, operands: DispatchOperands, results: tuple[jax.Array, ...] | None
-) -> tuple[DispatchResults, Routing]:
+) -> tuple[DispatchResults, tuple[Routing, jax.Array]]:
     named = _dispatch(connection, operands, results)
     ids = operands.group_ids
     routing = Routing(ids, named.handle, named.row_offsets, named.src_info, ids.shape[0])
-    return named, routing
+    return named, (routing, jnp.zeros(0, operands.tokens.dtype))
 
 
 def _dispatch_bwd(
-    connection: FfiConnection, routing: Routing, cotangents: DispatchResults
+    connection: FfiConnection, saved: tuple[Routing, jax.Array], cotangents: DispatchResults
 ) -> tuple[DispatchOperands, None]:
-    grad_tokens: Any = None
+    routing, like_tokens = saved
     grad_weights = None
-    token_format = connection.geometry.config.token_format
-    if not isinstance(token_format, QuantizedFormat):  # for those, see dequantize
+    config = connection.geometry.config
+    if isinstance(config.token_format, QuantizedFormat):  # see straight_through
+        shape = routing.n_tokens, config.hidden_size
+        grad_tokens = _zeros(shape, like_tokens.dtype, routing.group_ids[:, :1])
+    else:
         plain_sum = CombineOperands(cotangents.tokens, routing)
         (grad_tokens,) = bind_combine(connection.geometry, plain_sum)
     if cotangents.row_weights is not None:
@@ -203,6 +206,16 @@ def _dispatch_choices(
     return _clear_unused(rows, _has_token(routing.row_offsets, routing.src_info))
 
 
+def _zeros(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> jax.Array:
+    """Zeros that JAX batches as it batches `like`.
+
+    For a gradient of zero that is a constant, or None, JAX infers a wrong type under a `vmap` with
+    `spmd_axis_name`. XLA sees a constant nevertheless.
+    """
+    zero = jnp.zeros((), dtype)
+    return jnp.broadcast_to(jnp.where(like == like, zero, zero), shape)
+
+
 def _has_token(row_offsets: jax.Array, src_info: jax.Array) -> jax.Array:
     """`bool[C]`: rows in use, without padding rows."""
     row = jnp.arange(src_info.shape[0], dtype=jnp.uint32)
@@ -214,38 +227,27 @@ def _clear_unused(rows: jax.Array, in_use: jax.Array) -> jax.Array:
     return jnp.where(in_use[:, None], rows, jnp.zeros((), rows.dtype))
 
 
-class QuantizedTokens(NamedTuple):
-    """Rows of codes, as dispatch returns them; no gradient flows into them."""
-
-    codes: jax.Array
-    scales: jax.Array
-    row_offsets: jax.Array
-    input_scale: jax.Array | None
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def dequantize(
-    connection: Connection, source_tokens: jax.Array, rows: QuantizedTokens, routing: Routing
+def straight_through(
+    connection: Connection, source_tokens: jax.Array, rows: jax.Array, routing: Routing
 ) -> jax.Array:
-    """The rows in the dtype of `source_tokens`; straight-through gradient to `source_tokens`."""
-    token_format = connection.geometry.config.token_format
-    assert isinstance(token_format, QuantizedFormat)
-    return token_format.dequantize_rows(*rows, source_tokens.dtype)
+    """`rows`, as if they were the unquantized rows of `source_tokens`, which get the gradient."""
+    return rows
 
 
-def _dequantize_fwd(
-    connection: Connection, source_tokens: jax.Array, rows: QuantizedTokens, routing: Routing
+def _straight_through_fwd(
+    connection: Connection, source_tokens: jax.Array, rows: jax.Array, routing: Routing
 ) -> tuple[jax.Array, Routing]:
-    return dequantize(connection, source_tokens, rows, routing), routing
+    return rows, routing
 
 
-def _dequantize_bwd(
+def _straight_through_bwd(
     connection: Connection, routing: Routing, cotangent: jax.Array
 ) -> tuple[jax.Array, None, None]:
     return connection.pull_back(cotangent, routing), None, None
 
 
-dequantize.defvjp(_dequantize_fwd, _dequantize_bwd)
+straight_through.defvjp(_straight_through_fwd, _straight_through_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
