@@ -7,7 +7,7 @@ token's rows, where it is scaled by their weights.
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,25 +51,28 @@ dispatch = jax.custom_vjp(_dispatch, nondiff_argnums=(0,))
 
 def _dispatch_fwd(
     connection: FfiConnection, operands: DispatchOperands, results: tuple[jax.Array, ...] | None
-) -> tuple[DispatchResults, Routing]:
+) -> tuple[DispatchResults, tuple[Routing, jax.Array]]:
     named = _dispatch(connection, operands, results)
     ids = operands.group_ids
     routing = Routing(ids, named.handle, named.row_offsets, named.src_info, ids.shape[0])
-    return named, routing
+    return named, (routing, jnp.zeros(0, operands.tokens.dtype))
 
 
 def _dispatch_bwd(
-    connection: FfiConnection, routing: Routing, cotangents: DispatchResults
+    connection: FfiConnection, saved: tuple[Routing, jax.Array], cotangents: DispatchResults
 ) -> tuple[DispatchOperands, None]:
-    grad_tokens: Any = None
+    routing, like_tokens = saved
     grad_weights = None
-    token_format, of_weights = connection.geometry.config.token_format, cotangents.row_weights
-    if not isinstance(token_format, QuantizedFormat):
+    config, of_weights = connection.geometry.config, cotangents.row_weights
+    if not isinstance(config.token_format, QuantizedFormat):
         plain_sum = CombineOperands(cotangents.tokens, routing, row_scalars=of_weights)
         grad_tokens, *grads = bind_combine(connection.geometry, plain_sum)
         grad_weights = grads[0] if grads else None
-    elif of_weights is not None:  # for the tokens, see dequantize
-        grad_weights = _return_scalars(connection, of_weights, routing)
+    else:  # see straight_through
+        shape = routing.n_tokens, config.hidden_size
+        grad_tokens = _zeros(shape, like_tokens.dtype, routing.group_ids[:, :1])
+        if of_weights is not None:
+            grad_weights = _return_scalars(connection, of_weights, routing)
     return DispatchOperands(grad_tokens, _NO_GRADIENT, grad_weights, None), None
 
 
@@ -137,38 +140,37 @@ def _return_scalars(connection: FfiConnection, scalars: jax.Array, routing: Rout
     return returned[..., 0]
 
 
-class QuantizedTokens(NamedTuple):
-    """Rows of codes, as dispatch returns them; no gradient flows into them."""
+def _zeros(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> jax.Array:
+    """Zeros that JAX batches as it batches `like`.
 
-    codes: jax.Array
-    scales: jax.Array
-    row_offsets: jax.Array
-    input_scale: jax.Array | None
+    For a gradient of zero that is a constant, or None, JAX infers a wrong type under a `vmap` with
+    `spmd_axis_name`. XLA sees a constant nevertheless.
+    """
+    zero = jnp.zeros((), dtype)
+    return jnp.broadcast_to(jnp.where(like == like, zero, zero), shape)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def dequantize(
-    connection: Connection, source_tokens: jax.Array, rows: QuantizedTokens, routing: Routing
+def straight_through(
+    connection: Connection, source_tokens: jax.Array, rows: jax.Array, routing: Routing
 ) -> jax.Array:
-    """The rows in the dtype of `source_tokens`; straight-through gradient to `source_tokens`."""
-    token_format = connection.geometry.config.token_format
-    assert isinstance(token_format, QuantizedFormat)
-    return token_format.dequantize_rows(*rows, source_tokens.dtype)
+    """`rows`, as if they were the unquantized rows of `source_tokens`, which get the gradient."""
+    return rows
 
 
-def _dequantize_fwd(
-    connection: Connection, source_tokens: jax.Array, rows: QuantizedTokens, routing: Routing
+def _straight_through_fwd(
+    connection: Connection, source_tokens: jax.Array, rows: jax.Array, routing: Routing
 ) -> tuple[jax.Array, Routing]:
-    return dequantize(connection, source_tokens, rows, routing), routing
+    return rows, routing
 
 
-def _dequantize_bwd(
+def _straight_through_bwd(
     connection: Connection, routing: Routing, cotangent: jax.Array
 ) -> tuple[jax.Array, None, None]:
     return connection.pull_back(cotangent, routing), None, None
 
 
-dequantize.defvjp(_dequantize_fwd, _dequantize_bwd)
+straight_through.defvjp(_straight_through_fwd, _straight_through_bwd)
 
 
 def _clear_unused(rows: jax.Array, in_use: jax.Array) -> jax.Array:

@@ -59,10 +59,12 @@ class EPConfig:
             travels. dispatch selects the rows for this rank's experts; combine returns their
             contribution to each token, and the caller sums over ranks with `jax.lax.psum`. The
             shared expert's tokens are split over the ranks.
-        recv_capacity: rows of the output of dispatch (C). None is the worst case for tokens that
-            name each expert at most once: `M * R * min(K, L)` (with `skip_a2a`: `M * min(K, L)`),
-            plus M for a shared expert (with `skip_a2a`: `ceil(M / R)`), plus the format's padding.
-            Rows beyond it are dropped and counted.
+        recv_capacity: rows of the output of dispatch (C). Rows beyond it are dropped and counted.
+            None is the largest value: `M * R * min(K, L)` (with `skip_a2a`: `M * min(K, L)`), plus
+            M for a shared expert (with `skip_a2a`: `ceil(M / R)`), plus the format's padding. If
+            K <= L, no routing needs more. If K > L, no routing does in which each token names an
+            expert at most once; a token that repeats experts may have up to K rows on a rank, so
+            with such tokens, rows may be dropped.
         n_gpus_per_node: ranks that reach each other by loads and stores: rank r is on node
             `r // n_gpus_per_node`. None: all ranks divided by `n_nodes`. `p2p` serves one host.
         n_nodes: number of nodes. None: all ranks divided by `n_gpus_per_node`, or one. If there are
@@ -173,9 +175,9 @@ class EPConfig:
     def max_recv_tokens(self, n_ranks: int) -> int:
         """Rows of the output of dispatch (C): `recv_capacity`, or the worst case.
 
-        The worst case holds for tokens that name each expert at most once; then a token has at most
-        `min(K, L)` rows on a rank. The shared expert's rows and the rows that pad groups to the
-        format's alignment come on top.
+        In the worst case, each token has `min(K, L)` rows on a rank: with K <= L, it cannot have
+        more; with K > L, only if it repeats an expert. The shared expert's rows and the rows that
+        pad groups to the format's alignment come on top.
 
         Raises:
             ValueError: `recv_capacity` exceeds the worst case, or a size does not fit in 32 bits.

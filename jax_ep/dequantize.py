@@ -30,7 +30,8 @@ def dequantize(dispatched: Dispatched, dtype: jax.typing.DTypeLike | None = None
     check_dispatched("dequantize", dispatched)
     group, row_offsets = dispatched.group, dispatched.row_offsets
     check_group("dequantize", group)
-    if not isinstance(group.config.token_format, QuantizedFormat):
+    token_format = group.config.token_format
+    if not isinstance(token_format, QuantizedFormat):
         row = jnp.arange(group.max_recv_tokens, dtype=jnp.uint32)
         in_use = (row < row_offsets[-1])[:, None]
         rows = dispatched.tokens.astype(dtype or dispatched.tokens.dtype)
@@ -38,5 +39,6 @@ def dequantize(dispatched: Dispatched, dtype: jax.typing.DTypeLike | None = None
     source_tokens, scales = dispatched.source_tokens, dispatched.scales
     assert source_tokens is not None and scales is not None
     source_tokens = source_tokens.astype(dtype or source_tokens.dtype)
-    codes = autodiff.QuantizedTokens(dispatched.tokens, scales, row_offsets, dispatched.input_scale)
-    return autodiff.dequantize(group._connection, source_tokens, codes, dispatched.routing)
+    fixed = dispatched.tokens, scales, row_offsets, dispatched.input_scale
+    rows = token_format.dequantize_rows(*jax.lax.stop_gradient(fixed), source_tokens.dtype)
+    return autodiff.straight_through(group._connection, source_tokens, rows, dispatched.routing)

@@ -72,12 +72,11 @@ def fused_silu(
     input_scales = checks.check_input_scales("fused_silu", token_format, input_scales, n_groups)
     activation = Activation(token_format, interleaved, _check_clamp(clamp))
     x, row_offsets, input_scales = checks.vary_alike(None, x, row_offsets, input_scales)
+    row_offsets = lax.stop_gradient(row_offsets)  # those of a dispatch have a tangent
     if not isinstance(token_format, QuantizedFormat):
         return autodiff.fused_silu(activation, x, row_offsets)
-    optional = [] if input_scales is None else [input_scales]
-    # A differentiated dispatch has a tangent even for its offsets.
-    fixed = map(lax.stop_gradient, (row_offsets, *optional))
-    tokens, scales = autodiff.fused_silu_quantized(activation, x, *fixed)
+    optional = [] if input_scales is None else [lax.stop_gradient(input_scales)]
+    tokens, scales = autodiff.fused_silu_quantized(activation, x, row_offsets, *optional)
     return QuantizedRows(tokens, scales, token_format.layout.offsets(row_offsets))
 
 

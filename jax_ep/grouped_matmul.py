@@ -76,6 +76,7 @@ def _multiply_numbers(
         shape, letters = (n_groups, None, hidden_size), "L N H"
     checks.check_array("grouped_matmul", "weights", weights, shape, letters, rows.dtype)
     matmul = Matmul(_form(transposed), _result_dtype(dtype, rows.dtype))
+    row_offsets = lax.stop_gradient(row_offsets)
     rows, weights, row_offsets = checks.vary_alike(None, rows, weights, row_offsets)
     if 0 in (n_rows, hidden_size, n_groups):
         product = jnp.zeros((n_rows, weights.shape[1 if transposed else 2]), matmul.dtype)

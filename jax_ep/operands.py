@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.lax import bitcast_convert_type
 
@@ -65,6 +66,7 @@ class DispatchOperands:
             )
         shape = (n_tokens, config.top_k)
         checks.check_array(operation, "topk_ids", topk_ids, shape, "T K", jnp.int32)
+        topk_ids = lax.stop_gradient(topk_ids)
         if topk_weights is not None:
             checks.check_array(operation, "topk_weights", topk_weights, shape, "T K", jnp.float32)
         scale = checks.check_input_scale(operation, config.token_format, input_scale)
@@ -137,9 +139,9 @@ class Routing:
     ) -> Self:
         """From the fields of a `Dispatched`."""
         group_ids = _never_empty(route_ids(geometry, topk_ids), NO_GROUP)
-        group_ids, handle, row_offsets, src_info = checks.vary_alike(
-            geometry.axis_name, group_ids, handle, row_offsets, src_info
-        )
+        # Even integers have tangents, whose types JAX gets wrong under a vmap with spmd_axis_name.
+        fixed = lax.stop_gradient((group_ids, handle, row_offsets, src_info))
+        group_ids, handle, row_offsets, src_info = checks.vary_alike(geometry.axis_name, *fixed)
         return cls(group_ids, handle, row_offsets, src_info, topk_ids.shape[0])
 
 

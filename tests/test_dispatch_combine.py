@@ -212,6 +212,26 @@ def test_ranks_may_have_no_tokens(transport):
             assert combined.shape == (n_tokens, case.hidden_size), where
 
 
+@pytest.mark.parametrize("top_k", [2, 3])
+def test_the_default_capacity_drops_only_repeated_experts(top_k, transport):
+    """And only if K > L: here L = 2. All tokens choose the first rank's experts."""
+    sizes = {"n_experts": 8, "top_k": top_k, "hidden_size": 16, "max_tokens_per_rank": 4}
+    mesh = make_mesh(4)
+    group = jax_ep.ep_init(mesh, AXIS, jax_ep.EPConfig(**sizes), transport)
+    assert group.max_recv_tokens == 4 * 4 * 2
+
+    def body(topk_ids):
+        rows = jax_ep.dispatch(group, jnp.zeros((4, 16), jnp.bfloat16), topk_ids)
+        return rows.row_offsets[-1], rows.n_dropped
+
+    repeated = np.zeros((4, top_k), np.int32)
+    distinct = np.tile(np.array([0, 1, -1], np.int32)[:top_k], (4, 1))
+    for ids, n_dropped in ((distinct, 0), (repeated, 4 * 4 * (top_k - 2))):
+        out = on_mesh(mesh, body)(*put(mesh, [ids] * 4))
+        for (_, rank), (n_rows, dropped) in shards(mesh, out):
+            assert (n_rows, dropped) == ((32, n_dropped) if rank == 0 else (0, 0))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("weights", MODES)
 def test_combine_of_all_magnitudes_matches_the_oracle(weights, dtype, transport):

@@ -215,7 +215,7 @@ class QuantizedFormat(TokenFormat):
         row = jnp.arange(n_rows, dtype=jnp.int32)
         starts = row_offsets.astype(jnp.int32)
         if input_scale is not None and input_scale.ndim:
-            input_scale = input_scale[group_of(starts, row)]
+            input_scale = input_scale[group_of(starts, n_rows)]
         rows = self.dequantize(Quantized(codes, by_row), input_scale, dtype)
         return jnp.where((row < starts[-1])[:, None], rows, jnp.zeros((), dtype))
 

@@ -18,6 +18,7 @@ from jax_ep.checks import vary_alike
 from jax_ep.connection import Connection
 from jax_ep.exchange import Exchange
 from jax_ep.formats import QuantizedFormat
+from jax_ep.formats.scales import group_of
 from jax_ep.geometry import Geometry
 from jax_ep.operands import COMBINE_NAME, CombineOperands, DispatchOperands, DispatchResults
 
@@ -177,13 +178,13 @@ def _assign_rows(geometry: Geometry, all_ids: jax.Array) -> _Rows:
     padding = _offsets(-counts % alignment)  # rows that pad the preceding groups
     dst_rows = position + padding[groups]
     has_row = is_local & (dst_rows < capacity)
-    ends = jnp.cumsum(counts, dtype=jnp.int32)
-    row = jnp.arange(capacity, dtype=jnp.int32)
-    group = jnp.searchsorted(ends + padding[1:], row, side="right").astype(jnp.int32)
-    in_order = row - padding[group]
-    is_used = in_order < _take(ends, group)
+    offsets = _offsets(counts)
+    starts = offsets + padding
+    group = group_of(starts, capacity)
+    in_order = jnp.arange(capacity, dtype=jnp.int32) - padding[group]
+    is_used = in_order < offsets[group + 1]
     return _Rows(
-        jnp.minimum(_offsets(counts) + padding, capacity).astype(jnp.uint32),
+        jnp.minimum(starts, capacity).astype(jnp.uint32),
         jnp.where(is_used, _take(order, in_order), order.size),
         jnp.where(has_row, dst_rows, _NO_ROW).reshape(all_ids.shape),
         jnp.sum(is_local, dtype=jnp.int32) - jnp.sum(has_row, dtype=jnp.int32),

@@ -10,7 +10,6 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.interpreters import mlir
 
 from jax_ep.formats import QuantizedFormat, TokenFormat
@@ -54,8 +53,7 @@ def _by_jnp(
         return [values.astype(token_format.row_dtype)]
     by_row = None
     if input_scales:
-        row = lax.iota(jnp.int32, x.shape[0])
-        by_row = input_scales[0][group_of(row_offsets.astype(jnp.int32), row)]
+        by_row = input_scales[0][group_of(row_offsets.astype(jnp.int32), x.shape[0])]
     codes, scales = token_format.quantize(values, by_row)
     return [codes, token_format.layout.place(scales, row_offsets)]
 
