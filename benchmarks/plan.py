@@ -158,7 +158,8 @@ def _gpu_quick() -> list[Item]:
 def _gpu_chain(case: Case, suffix: str = "", **options: Any) -> Item:
     """Chains are longer where steps are short; unrolled baselines compile slowly."""
     n = case.n_tokens
-    lengths = (8, 32) if n <= 128 else (4, 16) if n <= 512 else (2, 8)
+    # A chain of few tokens must be long: starting a program takes as long as ten of its steps.
+    lengths = (8, 72) if n <= 64 else (8, 40) if n <= 128 else (4, 16) if n <= 512 else (2, 8)
     return _item(case, suffix, {"chains": {_ROUND_TRIP: lengths}} | options)
 
 

@@ -49,15 +49,15 @@ nb::dict CallSiteType() {
 
 using DeviceTuple = std::tuple<int64_t, int64_t, int64_t>;  // ordinal, replica, rank
 
-void OpenGroup(const std::string& key, int64_t n_ranks, int64_t n_ranks_per_node, int64_t n_groups,
-               int64_t n_choices, int64_t hidden_size, int64_t max_tokens_per_rank,
-               int64_t max_recv_tokens, int64_t row_alignment, int64_t token_bytes,
-               double timeout_s, const std::string& late_hint,
+void OpenGroup(const std::string& key, int64_t n_ranks, int64_t n_ranks_per_node,
+               int64_t n_source_nodes, int64_t n_groups, int64_t n_choices, int64_t hidden_size,
+               int64_t max_tokens_per_rank, int64_t max_recv_tokens, int64_t row_alignment,
+               int64_t token_bytes, double timeout_s, const std::string& late_hint,
                const std::vector<DeviceTuple>& tuples) {
   std::vector<Device> devices;
   for (const auto& [ordinal, replica, rank] : tuples) devices.push_back({ordinal, {replica, rank}});
-  const GroupSizes sizes{n_ranks,     n_groups,       n_choices, max_tokens_per_rank,
-                         hidden_size, max_recv_tokens};
+  const GroupSizes sizes{n_ranks,     n_groups,        n_choices,     max_tokens_per_rank,
+                         hidden_size, max_recv_tokens, n_source_nodes};
   const HostGroupConfig config{sizes,       n_ranks_per_node, row_alignment,
                                token_bytes, timeout_s,        late_hint};
   const Status status = HostGroups::Instance().Open(key, config, devices);
@@ -75,10 +75,10 @@ NB_MODULE(_ffi, module) {
   module.def("targets", &Targets, "FFI targets: name -> handler, or stage -> handler.");
   module.def("call_site_type", &CallSiteType, "FFI type of the handlers' state.");
   module.def("open_group", &OpenGroup, nb::arg("key"), nb::arg("n_ranks"),
-             nb::arg("n_ranks_per_node"), nb::arg("n_groups"), nb::arg("n_choices"),
-             nb::arg("hidden_size"), nb::arg("max_tokens_per_rank"), nb::arg("max_recv_tokens"),
-             nb::arg("row_alignment"), nb::arg("token_bytes"), nb::arg("timeout_s"),
-             nb::arg("late_hint"), nb::arg("devices"),
+             nb::arg("n_ranks_per_node"), nb::arg("n_source_nodes"), nb::arg("n_groups"),
+             nb::arg("n_choices"), nb::arg("hidden_size"), nb::arg("max_tokens_per_rank"),
+             nb::arg("max_recv_tokens"), nb::arg("row_alignment"), nb::arg("token_bytes"),
+             nb::arg("timeout_s"), nb::arg("late_hint"), nb::arg("devices"),
              "Opens a group. token_bytes is the size of a token as it travels; late_hint ends the "
              "error of ranks that waited too long; devices are (ordinal, replica, rank).");
   module.def(

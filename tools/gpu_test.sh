@@ -8,6 +8,7 @@
 #   silu        fused_silu, compared with the host and the oracle; its speed
 #   matmul      grouped matmuls, compared with a plain kernel and with the oracle
 #   suite       the test suite, in one process with all GPUs
+#   nodes       p2p inside nodes of this machine's GPUs, XLA's collectives between them
 #   graphs      parts of the suite with all calls in CUDA graphs, and with none; programs that
 #               another process compiled
 #   xla         transport xla on the GPUs, compared bitwise with the oracle
@@ -41,7 +42,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 logs=$1 arch=${2:-90} site=${GPU_SITE:-build/gpu-site} bin=${GPU_BIN:-build/gpu-bin}
-all_parts=(quantize silu matmul suite graphs xla kernels processes gpus files examples doctor)
+all_parts=(quantize silu matmul suite nodes graphs xla kernels processes gpus files examples doctor)
 parts=("${@:3}")
 ((${#parts[@]})) || parts=("${all_parts[@]}")
 mkdir -p "$logs"
@@ -111,7 +112,8 @@ run_silu() {
 
 run_matmul() {
   build_programs && lines=30 step matmul 120 "$bin/matmul_test" 20
-  run_tests test_matmul 300 tests/test_grouped_matmul.py tests/test_expert_mlp.py
+  run_tests test_matmul 300 tests/test_grouped_matmul.py tests/test_quantized_matmul.py \
+    tests/test_expert_mlp.py
 }
 
 run_suite() {
@@ -123,6 +125,10 @@ run_suite() {
   run_tests test_quantized_errors_cli 150 tests/test_quantized.py tests/test_quantized_grad.py \
     tests/test_quantized_transforms.py tests/test_errors.py tests/test_format_table.py \
     tests/test_cli.py::test_bench_prints_times_and_the_rate_of_the_median
+}
+
+run_nodes() {
+  run_tests test_nodes 300 tests/test_nodes.py -m "not multiprocess"
 }
 
 run_graphs() {

@@ -24,8 +24,11 @@ struct GroupSizes {
   // kAnySize where the group leaves them to the buffers of each call, as on GPUs.
   int64_t hidden_size = Shape::kAnySize;      // H
   int64_t max_recv_tokens = Shape::kAnySize;  // C
+  int64_t n_source_nodes = 1;                 // see core/routing.h
 
   constexpr int64_t n_local_groups() const { return n_groups / n_ranks; }
+  // Sets of groups that are padded, and have scales, as one.
+  constexpr int64_t n_padded_groups() const { return n_local_groups() / n_source_nodes; }
 };
 
 // What dispatch leaves for combine, int32.

@@ -19,6 +19,11 @@
 //
 // where first_row is the exclusive prefix sum of the counts over (local group, source). Token
 // formats that need it pad each group to a multiple of row_alignment rows.
+//
+// Where a rank also brings the tokens of ranks on other nodes (jax_ep/transports/nodes.py), the
+// rows of one expert are n_source_nodes consecutive groups, one for each node that tokens come
+// from: row order is then by expert, node, rank on the node, token and k. Such a set of groups is
+// padded as one, after its last row.
 #pragma once
 
 #include <algorithm>
@@ -60,10 +65,12 @@ inline ChoiceCounts CountChoices(const int32_t* group_ids, int64_t n_ids, int64_
 //   n_rows       [n_local_groups]            rows of each group that fit, without padding
 //   row_offsets  [n_local_groups + 1]        first row of each group; includes padding, clipped to
 //                                            max_recv_tokens
+//
+// Of every n_source_nodes groups, the last one is padded.
 template <class Counts>
 int64_t ComputeRowOffsets(const Counts& counts, int64_t n_local_groups, int64_t n_ranks,
                           int64_t max_recv_tokens, int64_t row_alignment, int64_t* first_row,
-                          int64_t* n_rows, uint32_t* row_offsets) {
+                          int64_t* n_rows, uint32_t* row_offsets, int64_t n_source_nodes = 1) {
   int64_t row = 0, n_dropped = 0;
   for (int64_t group = 0; group < n_local_groups; ++group) {
     const int64_t begin = row;
@@ -74,6 +81,7 @@ int64_t ComputeRowOffsets(const Counts& counts, int64_t n_local_groups, int64_t 
     }
     n_rows[group] = std::min(row, max_recv_tokens) - static_cast<int64_t>(row_offsets[group]);
     n_dropped += row - begin - n_rows[group];
+    if ((group + 1) % n_source_nodes != 0) continue;
     row = (row + row_alignment - 1) / row_alignment * row_alignment;
   }
   row_offsets[n_local_groups] = static_cast<uint32_t>(std::min(row, max_recv_tokens));

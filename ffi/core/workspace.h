@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "core/host_device.h"
+#include "core/line.h"
 #include "core/message.h"
 #include "core/stats_words.h"
 
@@ -22,6 +23,7 @@ struct WorkspaceShape {
   int64_t max_tokens_per_rank;  // M
   int64_t token_bytes;          // scales and payload of a token on the wire, in dispatch
   int64_t row_bytes;            // a row on the wire, in combine
+  bool uses_lines = true;       // calls with few tokens go in lines
 };
 
 // Bytes [offset, offset + n_buffers * bytes) of the workspace.
@@ -36,6 +38,24 @@ struct Region {
     return offset + parity * bytes;
   }
 };
+
+// Calls with few tokens go in lines: all that travels, payload included, carries the epoch, so that
+// nothing is waited for twice. That takes a third more bytes, and every block looks at all choices
+// of all ranks.
+constexpr size_t kMaxLineTokens = 64;         // per rank
+constexpr size_t kMaxLineChoices = 2048;      // of all ranks
+constexpr size_t kMaxLineCounts = 16 * 1024;  // of (group, 32 choices of a rank)
+
+// Tokens per rank up to which calls may go in lines.
+constexpr size_t MaxLineTokens(const WorkspaceShape& s) {
+  if (!s.uses_lines) return 0;
+  const size_t n_choices = s.n_choices, n_ranks = s.n_ranks;
+  const size_t n_groups = n_ranks * static_cast<size_t>(s.n_local_groups);
+  const auto min = [](size_t a, size_t b) { return a < b ? a : b; };
+  const size_t by_counts = kMaxLineCounts / n_groups * 32 / n_choices;
+  return min(min(s.max_tokens_per_rank, kMaxLineTokens),
+             min(kMaxLineChoices / (n_ranks * n_choices), by_counts));
+}
 
 // Progress of one kind of call (dispatch or combine) on one rank.
 struct CallState {
@@ -66,7 +86,14 @@ struct Workspace {
   Region scalars;   // word[M, N]        combine: bits of a row's scalar, where its choice is
   Region dots;      // word[M, N]        the same in the backward of combine
 
+  // The same of calls in lines; F = max_line_tokens.
+  Region choice_lines;  // Line[R, F, N]               group id and bits of the weight
+  Region token_lines;   // Line[R, F, lines_of_token]  scales and payload
+  Region row_lines;     // Line[F, N, lines_of_row]
+
   size_t message_bytes;
+  size_t max_line_tokens;
+  size_t lines_of_token, lines_of_row;
   size_t bytes;  // of the whole workspace
 
   static constexpr Workspace Plan(const WorkspaceShape& s) {
@@ -75,6 +102,9 @@ struct Workspace {
     const StatsWords stats{n_ranks, static_cast<size_t>(s.n_local_groups)};
     Workspace w{};
     w.message_bytes = MessageBytes(s.token_bytes, s.n_choices);
+    w.lines_of_token = LinesOf(s.token_bytes);
+    w.lines_of_row = LinesOf(s.row_bytes);
+    w.max_line_tokens = MaxLineTokens(s);
     w.dispatch_state = After(0, sizeof(CallState));
     w.combine_state = After(w.dispatch_state.end(), sizeof(CallState));
     w.failed = After(w.combine_state.end(), sizeof(uint32_t));
@@ -87,7 +117,12 @@ struct Workspace {
     w.weights = After(w.returned.end(), n_ranks * max_choices * word, kBuffers);
     w.scalars = After(w.weights.end(), max_choices * word, kBuffers);
     w.dots = After(w.scalars.end(), max_choices * word, kBuffers);
-    w.messages = After(w.dots.end(), n_ranks * max_tokens * w.message_bytes, kBuffers);
+    const size_t n_tokens = n_ranks * w.max_line_tokens, line = sizeof(Line);
+    const size_t n_choices = w.max_line_tokens * s.n_choices;
+    w.choice_lines = After(w.dots.end(), n_ranks * n_choices * line, kBuffers);
+    w.token_lines = After(w.choice_lines.end(), n_tokens * w.lines_of_token * line, kBuffers);
+    w.row_lines = After(w.token_lines.end(), n_choices * w.lines_of_row * line, kBuffers);
+    w.messages = After(w.row_lines.end(), n_ranks * max_tokens * w.message_bytes, kBuffers);
     w.rows = After(w.messages.end(), max_choices * s.row_bytes, kBuffers);
     w.bytes = w.rows.end();
     return w;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 
 #include "core/routing.h"
 #include "cpu/chunks.h"
@@ -40,8 +41,14 @@ void LayOutRows(const std::vector<Arrival>& arrivals, int64_t rank) {
   };
   *args.n_dropped = static_cast<int32_t>(ComputeRowOffsets(
       counts, n_local, sizes.n_ranks, args.max_recv_tokens, args.group->config().row_alignment,
-      args.first_row.data(), args.n_rows.data(), args.row_offsets));
-  if (args.encoder != nullptr) args.scales_out.LayOut(args.row_offsets, n_local);
+      args.first_row.data(), args.n_rows.data(), args.row_offsets, sizes.n_source_nodes));
+  args.padded_offsets.clear();
+  for (int64_t group = 0; group <= n_local; group += sizes.n_source_nodes) {
+    args.padded_offsets.push_back(args.row_offsets[group]);
+  }
+  if (args.encoder != nullptr) {
+    args.scales_out.LayOut(args.padded_offsets.data(), sizes.n_padded_groups());
+  }
   AdviseHugePages(args.rows, args.row_offsets[n_local] * args.row_bytes,
                   args.max_recv_tokens * args.row_bytes);
   args.group->UpdateStats(args.device.coordinate, [&](RankStats& stats) {
@@ -53,11 +60,15 @@ void LayOutRows(const std::vector<Arrival>& arrivals, int64_t rank) {
   });
 }
 
-// Zeroes the rows that pad a group of rows, and the unused rest of its last block of scales.
-void ClearPadding(const DispatchArgs& args, int64_t group) {
-  const int64_t first = args.row_offsets[group];
-  const int64_t n_rows = args.row_offsets[group + 1] - first;
-  for (int64_t row = first + args.n_rows[group]; row < first + n_rows; ++row) {
+// Zeroes the rows that pad a set of groups, and the unused rest of its last block of scales.
+void ClearPadding(const DispatchArgs& args, int64_t padded_group) {
+  const int64_t first = args.padded_offsets[padded_group];
+  const int64_t n_rows = args.padded_offsets[padded_group + 1] - first;
+  const int64_t n_source_nodes = args.sizes().n_source_nodes;
+  const int64_t* const n_rows_of_groups = args.n_rows.data() + padded_group * n_source_nodes;
+  const int64_t n_filled =
+      std::accumulate(n_rows_of_groups, n_rows_of_groups + n_source_nodes, int64_t{0});
+  for (int64_t row = first + n_filled; row < first + n_rows; ++row) {
     std::memset(args.rows + row * args.row_bytes, 0, args.row_bytes);
     args.src_info[2 * row] = args.src_info[2 * row + 1] = kNoRow;
     if (args.row_weights != nullptr) args.row_weights[row] = 0.0f;
@@ -65,8 +76,8 @@ void ClearPadding(const DispatchArgs& args, int64_t group) {
   if (args.encoder == nullptr) return;
   const bool has_blocks = args.scales_layout == ScalesLayout::kAtoms;
   const int64_t n_placed = has_blocks ? BlocksOfRows(n_rows) * kAtomRows : n_rows;
-  for (int64_t row = args.n_rows[group]; row < n_placed; ++row) {
-    args.scales_out.Place(group, first, row, args.max_recv_tokens, /*row_scales=*/nullptr);
+  for (int64_t row = n_filled; row < n_placed; ++row) {
+    args.scales_out.Place(padded_group, first, row, args.max_recv_tokens, /*row_scales=*/nullptr);
   }
 }
 
@@ -120,8 +131,9 @@ void SendTokens(const std::vector<Arrival>& arrivals, int64_t source, int64_t be
     encoded.Load(token);
     std::memcpy(to.rows + row * from.row_bytes, encoded.payload(), from.row_bytes);
     if (to.encoder == nullptr) continue;
-    const int64_t first = to.row_offsets[group];
-    to.scales_out.Place(group, first, row - first, to.max_recv_tokens, encoded.scales());
+    const int64_t padded_group = group / sizes.n_source_nodes;
+    const int64_t first = to.padded_offsets[padded_group];
+    to.scales_out.Place(padded_group, first, row - first, to.max_recv_tokens, encoded.scales());
   }
 }
 
@@ -157,9 +169,9 @@ void DispatchAll(const Pool& pool, const std::vector<Arrival>& arrivals) {
   for (int64_t rank = 0; rank < n_ranks; ++rank) LayOutRows(arrivals, rank);
   const DispatchArgs& first = At(arrivals, 0);
   if (first.encoder != nullptr || first.group->config().row_alignment > 1) {
-    const int64_t n_local = first.sizes().n_local_groups();
-    ParallelFor(pool, n_ranks * n_local, [&](int64_t group) {
-      ClearPadding(At(arrivals, group / n_local), group % n_local);
+    const int64_t n_padded = first.sizes().n_padded_groups();
+    ParallelFor(pool, n_ranks * n_padded, [&](int64_t group) {
+      ClearPadding(At(arrivals, group / n_padded), group % n_padded);
     });
   }
   const int64_t moved_bytes = first.row_bytes * first.sizes().n_choices;

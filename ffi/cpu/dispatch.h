@@ -22,6 +22,8 @@ struct DispatchArgs : RankArgs, DispatchOperands {
   std::vector<int32_t> counts;     // [G] choices of each group of rows; by CountOwnChoices
   std::vector<int64_t> first_row;  // [G / R, R] see core/routing.h; by the last rank
   std::vector<int64_t> n_rows;     // [G / R] see core/routing.h; by the last rank
+  // First row of each set of groups that is padded as one, then the rows in use; by the last rank.
+  std::vector<uint32_t> padded_offsets;
 };
 
 // Sets up the encoder and the placing of scales, from the operands.

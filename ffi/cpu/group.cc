@@ -15,6 +15,11 @@ Status CheckConfig(const HostGroupConfig& config) {
                            std::to_string(sizes.n_ranks) +
                            ", n_ranks_per_node=" + std::to_string(config.n_ranks_per_node));
   }
+  if (sizes.n_source_nodes < 1 || sizes.n_local_groups() % sizes.n_source_nodes != 0) {
+    return InvalidArgument("the groups of a rank must be a multiple of n_source_nodes; got " +
+                           std::to_string(sizes.n_local_groups()) +
+                           " groups, n_source_nodes=" + std::to_string(sizes.n_source_nodes));
+  }
   if (config.row_alignment < 1) {
     return InvalidArgument("row_alignment must be positive; got " +
                            std::to_string(config.row_alignment));
@@ -31,6 +36,11 @@ HostGroup::HostGroup(const HostGroupConfig& config, const std::vector<Device>& d
     stats_[{device.coordinate.replica, device.coordinate.rank}] =
         RankStats(config.sizes.n_ranks, config.sizes.n_groups);
   }
+}
+
+MeshCoordinate HostGroup::OfUser(const MeshCoordinate& at) const {
+  const int64_t n_nodes = sizes().n_source_nodes;
+  return {at.replica / n_nodes, at.replica % n_nodes * sizes().n_ranks + at.rank};
 }
 
 std::optional<Device> HostGroup::Find(int64_t ordinal) const {

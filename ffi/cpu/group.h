@@ -40,6 +40,10 @@ class HostGroup {
   const HostGroupConfig& config() const { return config_; }
   const GroupSizes& sizes() const { return config_.sizes; }
 
+  // The coordinate as the user's mesh has it. Ranks of several nodes (GroupSizes::n_source_nodes)
+  // are a replica each here: node n of the user's replica r is replica r * n_source_nodes + n.
+  MeshCoordinate OfUser(const MeshCoordinate& at) const;
+
   // Nothing if the device is not in the group.
   std::optional<Device> Find(int64_t ordinal) const;
 

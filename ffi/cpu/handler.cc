@@ -2,6 +2,7 @@
 
 #include <functional>
 #include <optional>
+#include <thread>
 #include <utility>
 
 #include "core/routing.h"
@@ -38,15 +39,16 @@ Status FindCaller(const Call& call, RankArgs& args) {
   }
   args.device = *device;
   if (const auto message = args.group->TakeFailure(call.ordinal)) {
-    return Internal("rank " + std::to_string(device->coordinate.rank) + ": " + *message);
+    const int64_t rank = args.group->OfUser(device->coordinate).rank;
+    return Internal("rank " + std::to_string(rank) + ": " + *message);
   }
   return {};
 }
 
 Status CheckCoordinate(const Call& call, int32_t coordinate, const RankArgs& args) {
   const int64_t n_ranks = args.sizes().n_ranks;
-  const MeshCoordinate known = args.device.coordinate;
-  const MeshCoordinate meant{coordinate / n_ranks, coordinate % n_ranks};
+  const MeshCoordinate known = args.group->OfUser(args.device.coordinate);
+  const MeshCoordinate meant = args.group->OfUser({coordinate / n_ranks, coordinate % n_ranks});
   if (known.replica == meant.replica && known.rank == meant.rank) return {};
   const bool is_replica = known.replica != meant.replica;
   const std::string what = is_replica ? "replica " : "rank ";
@@ -84,19 +86,28 @@ ffi::Future Meet(const Call& call, std::unique_ptr<RankArgs> args, Work work) {
   ffi::Future future(promise);
   const auto [replica, rank] = args->device.coordinate;
   const HostGroupConfig& config = args->group->config();
+  const int64_t first_rank = args->group->OfUser({replica, 0}).rank;
   std::vector<Arrival> arrivals = Rendezvous::Instance().Arrive(
       {call.site, call.run.run_id, replica},
-      {call.Name(), config.sizes.n_ranks, config.timeout_s, config.late_hint},
+      {call.Name(), config.sizes.n_ranks, config.timeout_s, config.late_hint, first_rank},
       {rank, std::move(args), [promise](const Status& status) { SetPromise(promise, status); }});
   if (arrivals.empty()) return future;
   const Pool pool{[&](std::function<void()> task) { call.pool->Schedule(std::move(task)); },
                   call.pool->num_threads()};
   work(pool, arrivals);
-  // The others are completed on the pool: work after a completed call may block, and must not delay
-  // the rest.
+  // The others are completed elsewhere: work after a completed call may block, and must not delay
+  // the rest. Inside nodes it does, in XLA's collectives between them: with few threads, all of the
+  // pool may wait there for ranks that wait for these completions. So each gets a thread of its
+  // own.
+  const bool has_own_threads = config.sizes.n_source_nodes > 1;
   for (Arrival& arrival : arrivals) {
     if (arrival.rank == rank) continue;
-    call.pool->Schedule([complete = std::move(arrival.complete)] { complete(Status{}); });
+    auto complete = [complete = std::move(arrival.complete)] { complete(Status{}); };
+    if (has_own_threads) {
+      std::thread(std::move(complete)).detach();
+    } else {
+      call.pool->Schedule(std::move(complete));
+    }
   }
   arrivals[rank].complete(Status{});
   return future;

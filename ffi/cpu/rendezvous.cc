@@ -17,10 +17,10 @@ void CompleteOnThreads(std::vector<Complete> completes, const Status& status) {
   }
 }
 
-std::string RankList(const std::vector<int64_t>& ranks) {
+std::string RankList(const std::vector<int64_t>& ranks, int64_t first_rank) {
   std::string list = ranks.size() == 1 ? "rank " : "ranks ";
   for (size_t i = 0; i < ranks.size(); ++i) {
-    list += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
+    list += (i == 0 ? "" : ", ") + std::to_string(first_rank + ranks[i]);
   }
   return list;
 }
@@ -34,8 +34,8 @@ Status MissingRanks(const CallInfo& info, const std::vector<Arrival>& arrivals, 
   }
   char waited[32];
   std::snprintf(waited, sizeof(waited), "%g", info.timeout_s);
-  return DeadlineExceeded(info.name + ": " + RankList(here) + " waited " + waited + " s for " +
-                          RankList(missing) + " (run " +
+  return DeadlineExceeded(info.name + ": " + RankList(here, info.first_rank) + " waited " + waited +
+                          " s for " + RankList(missing, info.first_rank) + " (run " +
                           std::to_string(static_cast<uint32_t>(run_id)) +
                           "). Every rank of the group must make the same calls; a slower one "
                           "needs a larger EPConfig.timeout_s." +
@@ -67,8 +67,9 @@ std::vector<Arrival> Rendezvous::Arrive(const CallKey& key, const CallInfo& info
   for (const Arrival& other : call.arrivals) {
     if (other.rank != arrival.rank) continue;
     lock.unlock();
-    const Status status = Internal(info.name + ": rank " + std::to_string(arrival.rank) +
-                                   " arrived twice at the same call");
+    const Status status =
+        Internal(info.name + ": rank " + std::to_string(info.first_rank + arrival.rank) +
+                 " arrived twice at the same call");
     arrival.complete(status);
     Fail(key.run_id, status);
     return {};

@@ -56,6 +56,7 @@ struct CallInfo {
   int64_t n_ranks;
   double timeout_s;
   std::string late_hint = {};  // HostGroupConfig's
+  int64_t first_rank = 0;      // the user's rank of rank 0, for messages
 };
 
 class Rendezvous {

@@ -16,7 +16,18 @@ constexpr int kWorkerThreads = kWorkerWarps * kWarpSize;
 
 constexpr int kMaxChoices = kWarpSize;  // one lane per choice
 
-// How a call spreads over the GPU. Ranks may use different plans.
+// What a warp moves at once in calls in lines: as many vectors as make a line per lane.
+constexpr int kPieceVectors = kWarpSize * kLineDataBytes / kVectorBytes;
+constexpr int kPieceBytes = kPieceVectors * kVectorBytes;
+
+// Into how many slices blocks divide a row of such calls at most: a slice has a piece per worker
+// warp.
+JAX_EP_HOST_DEVICE constexpr int LineSlices(int n_vectors) {
+  constexpr int kSliceVectors = kWorkerWarps * kPieceVectors;
+  return (n_vectors + kSliceVectors - 1) / kSliceVectors;
+}
+
+// How a call spreads over the GPU. Ranks may use different plans, but for in_lines.
 struct LaunchPlan {
   int32_t n_blocks;           // all resident at once, because blocks wait for peers
   int32_t n_send_blocks;      // the first blocks send; if all do, all receive afterwards
@@ -26,21 +37,25 @@ struct LaunchPlan {
   bool receives_in_bulk;  // dispatch: blocks that only receive use stages, too
   int32_t ring_slots;     // combine: slots of each warp's ring, see device/ring.cuh; 0 = no ring
   bool in_clusters;       // clusters of 2 blocks, which leave pairs of SMs to other clusters
+  bool in_lines;          // everything travels in lines; the same on all ranks. Of the rest of the
+                          // plan, only n_blocks and in_clusters count then
 };
 
 // Why a call failed. All but kWrongMesh are waits that timed out.
 enum class Phase : uint32_t {
   kNone = 0,
-  kCounts,       // dispatch: the peer's counts
-  kMessage,      // dispatch: a message of the peer
-  kStarted,      // combine: the peer's start of the call
-  kReturned,     // combine: rows that the peer returns
-  kWeights,      // combine: the weights of the peer's tokens
-  kGradStarted,  // the backward of combine: the peer's start of the call
-  kCotangent,    // the backward of combine: a token's cotangent
-  kDots,         // the backward of combine: gradients of weights
-  kWrongMesh,    // the program runs on another mesh than the group; `peer` is the program's
-                 // coordinate
+  kCounts,           // dispatch: the peer's counts
+  kMessage,          // dispatch: a message of the peer
+  kDispatchStarted,  // dispatch in lines: the peer's start of the call
+  kChoices,          // dispatch in lines: the choices of the peer's tokens
+  kStarted,          // combine: the peer's start of the call
+  kReturned,         // combine: rows that the peer returns
+  kWeights,          // combine: the weights of the peer's tokens
+  kGradStarted,      // the backward of combine: the peer's start of the call
+  kCotangent,        // the backward of combine: a token's cotangent
+  kDots,             // the backward of combine: gradients of weights
+  kWrongMesh,        // the program runs on another mesh than the group; `peer` is the program's
+                     // coordinate
 };
 
 // A failure as one word in mapped host memory; 0 = no failure.
@@ -94,7 +109,7 @@ struct CallArgs {
 constexpr bool HasNodes(const CallArgs& call) { return call.n_ranks_per_node < call.n_ranks; }
 
 // Steps of a call whose end a block records in CallArgs::trace.
-enum TraceStep : int { kPrepared, kLaidOut, kSent, kReceived, kTraceSteps };
+enum TraceStep : int { kEntered, kPrepared, kLaidOut, kSent, kReceived, kTraceSteps };
 
 // The handle that dispatch leaves for combine on each destination rank is one buffer of
 // int32[R + R M (1 + N)]: `message_counts` [R], the messages from each source rank, followed by

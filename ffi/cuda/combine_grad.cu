@@ -17,18 +17,6 @@
 namespace jax_ep::p2p {
 namespace {
 
-// Reads the number of messages from each rank. Called by one warp; a block barrier must follow.
-__device__ void ReadCounts(const CombineGradArgs& args, CombineGradSmem& smem,
-                           int32_t* n_messages) {
-  int32_t max_messages = 0;
-  for (int rank = LaneIndex(); rank < args.call.n_ranks; rank += kWarpSize) {
-    n_messages[rank] = __ldg(args.message_counts + rank);
-    max_messages = max(max_messages, n_messages[rank]);
-  }
-  smem.max_messages = __reduce_max_sync(kAllLanes, max_messages);
-  smem.n_messages = n_messages;
-}
-
 // The word by which a rank tells that it has started a call: that of its number of messages.
 __device__ size_t StartedIndex(const CallArgs& call, int source) {
   return static_cast<size_t>(call.n_local_groups()) * call.n_ranks + source;
@@ -62,14 +50,14 @@ template <class T>
 __global__ void __launch_bounds__(kWorkerThreads, 1)
     CombineGradKernel(const __grid_constant__ CombineGradArgs args) {
   extern __shared__ __align__(128) uint8_t tables[];
-  __shared__ CombineGradSmem smem;
+  __shared__ MessageCountsSmem smem;
   const CallArgs& call = args.call;
-  uint8_t* const stages = tables + CombineGradTableBytes(call);
+  uint8_t* const stages = tables + MessageTableBytes(call);
 
   if (WarpIndex() == 0) {
     StartCall(call, DispatchState(call), smem.call, tables);
   } else if (WarpIndex() == 1) {
-    ReadCounts(args, smem, reinterpret_cast<int32_t*>(tables + PeerTable::Bytes(call.n_ranks)));
+    ReadMessageCounts(call, args.message_counts, tables, smem);
   }
   __syncthreads();
   const bool announces = blockIdx.x == gridDim.x - 1 && WarpIndex() == kWorkerWarps - 1;
@@ -99,11 +87,11 @@ Kernel FindKernel(RowType type) {
 }  // namespace
 
 size_t CombineGradSmemBytes(const CallArgs& call, int32_t row_vectors) {
-  return CombineGradTableBytes(call) + call.plan.n_stages * CotangentStageBytes(call, row_vectors);
+  return MessageTableBytes(call) + call.plan.n_stages * CotangentStageBytes(call, row_vectors);
 }
 
 int32_t MaxCombineGradStages(const CallArgs& call, int32_t row_vectors, size_t max_smem_bytes) {
-  const size_t left = max_smem_bytes - std::min(max_smem_bytes, CombineGradTableBytes(call));
+  const size_t left = max_smem_bytes - std::min(max_smem_bytes, MessageTableBytes(call));
   return static_cast<int32_t>(
       std::min<size_t>(left / CotangentStageBytes(call, row_vectors), kWorkerWarps));
 }

@@ -30,12 +30,13 @@ Status FillArgs(const Caller& caller, const CombineMode& mode, bool is_async,
   if (!status.ok()) return status;
   const int64_t row_bytes = operands.row_size * ElementBytes(operands.row_type);
   status = CheckRowBytes(caller.config(), row_bytes);
+  args.row_vectors = static_cast<int32_t>(row_bytes / static_cast<int64_t>(kVectorBytes));
   if (status.ok()) {
-    status = caller.member.group->CombineCall(caller.member.rank, operands.n_tokens, mode.reduce,
+    const ReturnSize size{args.row_vectors, mode.reduce, operands.row_scalars != nullptr};
+    status = caller.member.group->CombineCall(caller.member.rank, operands.n_tokens, size,
                                               &args.call, is_async);
   }
   if (!status.ok()) return status;
-  args.row_vectors = static_cast<int32_t>(row_bytes / static_cast<int64_t>(kVectorBytes));
   args.weighting = mode.weighting;
   args.reduce = mode.reduce;
   args.adds_shared_expert = mode.adds_shared_expert;

@@ -9,6 +9,7 @@
 #include "cuda/device/stats.cuh"
 #include "cuda/device/trace.cuh"
 #include "cuda/dispatch.h"
+#include "cuda/dispatch_lines.h"
 #include "cuda/launch.h"
 #include "cuda/load_kernel.h"
 
@@ -24,12 +25,6 @@ constexpr int kThreads = kWorkerThreads + kWarpSize;
 __device__ void EndCounts(const CallArgs& call, const CallSmem& smem) {
   AcquireValues();  // by the lanes that have waited for the counts
   if (LaneIndex() == 0) CountCall(DispatchState(call), smem);
-}
-
-// Bytes of a token on the wire, without choices and alignment.
-__device__ size_t SentTokenBytes(const DispatchArgs& args) {
-  return args.size.payload * kVectorBytes +
-         static_cast<size_t>(args.scales.n_scales) * args.scales.scale_bytes;
 }
 
 // Role: writes the per-rank results and counts the call while others receive. Called by the service
@@ -137,6 +132,7 @@ cudaError_t LoadDispatchKernels(size_t smem_bytes, int* max_blocks) {
 }
 
 cudaError_t LaunchDispatch(const DispatchArgs& args, cudaStream_t stream, cudaEvent_t started) {
+  if (args.call.plan.in_lines) return LaunchDispatchInLines(args, stream, started);
   const auto kernel =
       args.encoding == Encoding::kNone ? &DispatchKernel<false> : &DispatchKernel<true>;
   return LaunchCall(kernel, args, kThreads, DispatchSmemBytes(args.call, args.size), stream,

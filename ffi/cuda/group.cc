@@ -8,8 +8,10 @@
 #include "core/message.h"
 #include "cuda/combine.h"
 #include "cuda/combine_grad.h"
+#include "cuda/combine_lines.h"
 #include "cuda/cuda_status.h"
 #include "cuda/dispatch.h"
+#include "cuda/dispatch_lines.h"
 #include "cuda/scoped_device.h"
 #include "cuda/silu.h"
 #include "cuda/stream_order.h"
@@ -24,7 +26,7 @@ constexpr size_t kStaticSmemBytes = 1024;
 
 Workspace PlanWorkspace(const GroupConfig& c) {
   return Workspace::Plan({c.n_ranks, c.n_groups / c.n_ranks, c.n_choices, c.max_tokens_per_rank,
-                          c.token_bytes, c.row_bytes});
+                          c.token_bytes, c.row_bytes, c.uses_lines});
 }
 
 Status CheckConfig(const GroupConfig& c) {
@@ -157,6 +159,14 @@ Status RankGroup::LoadKernels(int index) {
     status = ToStatus(
         LoadDispatchKernels(std::max(bulk_smem_bytes, DispatchSmemBytes(call, {})), &max_blocks),
         "loading the dispatch kernels");
+  }
+  if (status.ok()) {
+    status = ToStatus(LoadDispatchLinesKernels(&max_blocks),
+                      "loading the kernels for a dispatch in lines");
+  }
+  if (status.ok()) {
+    status = ToStatus(LoadCombineLinesKernels(call, &max_blocks),
+                      "loading the kernels for a combine in lines");
   }
   if (status.ok()) {
     status = ToStatus(LoadCombineKernels(CombineSmemBytes(call), bulk_smem_bytes, &max_blocks),

@@ -33,6 +33,7 @@ struct GroupConfig {
   int64_t n_sms;                // blocks per rank of a call; 0 = as many as fit, or kAsyncBlocks in
                                 // an asynchronous call
   double timeout_s;
+  bool uses_lines = true;  // few tokens go in lines; needs equal numbers of tokens on all ranks
 };
 
 // Fails unless every device reaches every other one by loads and stores.
@@ -66,10 +67,10 @@ class RankGroup {
   void Disconnect();
 
   // Fill the arguments of a call of `rank` with `n_tokens` tokens, including its launch plan. See
-  // plan.h for `size`, `reduce` and `is_async`.
+  // plan.h for `size` and `is_async`.
   Status DispatchCall(int rank, int64_t n_tokens, const TokenSize& size, CallArgs* call,
                       bool is_async = false) const;
-  Status CombineCall(int rank, int64_t n_tokens, bool reduce, CallArgs* call,
+  Status CombineCall(int rank, int64_t n_tokens, const ReturnSize& size, CallArgs* call,
                      bool is_async = false) const;
 
   // The same for the backward of combine, with rows of `row_vectors` times kVectorBytes.

@@ -18,6 +18,10 @@ const char* Describe(Phase phase) {
       return "dispatch: its counts";
     case Phase::kMessage:
       return "dispatch: a message";
+    case Phase::kDispatchStarted:
+      return "dispatch: its start of the call";
+    case Phase::kChoices:
+      return "dispatch: the choices of its tokens";
     case Phase::kStarted:
       return "combine: its start of the call";
     case Phase::kReturned:
@@ -71,10 +75,10 @@ Status RankGroup::DispatchCall(int rank, int64_t n_tokens, const TokenSize& size
   return status;
 }
 
-Status RankGroup::CombineCall(int rank, int64_t n_tokens, bool reduce, CallArgs* call,
+Status RankGroup::CombineCall(int rank, int64_t n_tokens, const ReturnSize& size, CallArgs* call,
                               bool is_async) const {
   const Status status = FillCall(rank, n_tokens, call);
-  if (status.ok()) PlanCombine(ranks_[rank].resources, reduce, is_async, call);
+  if (status.ok()) PlanCombine(ranks_[rank].resources, size, is_async, call);
   return status;
 }
 

@@ -66,7 +66,8 @@ Status PeerAddress::FromBytes(const std::string& bytes, uint64_t workspace_bytes
   if (HostIdentity().compare(0, sizeof(address->host) - 1, address->host) != 0) {
     return FailedPrecondition("the peer must be on this host, " + HostIdentity() +
                               "; it is on another host, " + std::string(address->host) +
-                              ". Use transport='xla' across hosts.");
+                              ". Across hosts, give their number as EPConfig(n_nodes=...), "
+                              "or use transport='xla'.");
   }
   if (address->bytes != workspace_bytes) {
     return FailedPrecondition("the peer's workspace must have " + std::to_string(workspace_bytes) +

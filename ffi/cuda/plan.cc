@@ -7,12 +7,15 @@
 
 #include "cuda/combine.h"
 #include "cuda/combine_grad.h"
+#include "cuda/dispatch_lines.h"
 
 namespace jax_ep::p2p {
 namespace {
 
 // Calls on at most this many SMs are not limited by the link alone.
 constexpr int32_t kFewSms = 33;
+// Calls in lines need a block for every few rows.
+constexpr size_t kMaxAsyncLineTokens = 16;
 // With fewer rows in flight, plain stores are faster than bulk copies.
 constexpr int32_t kMinStages = 4;
 
@@ -40,6 +43,27 @@ LaunchPlan SpreadBlocks(int64_t n_send_items, int64_t n_receive_items, int32_t n
   plan.warps_per_send = WarpsPerItem(n_send_items, plan.n_send_blocks);
   plan.warps_per_receive = WarpsPerItem(n_receive_items, plan.n_blocks);
   return plan;
+}
+
+// A call in lines that sends the rows of the rank's tokens, or receives them, and the rows of the
+// messages of all ranks. Each row is cut into slices of a piece per worker warp, and each slice
+// has a block of its own, if there are as many; one more block keeps the books.
+LaunchPlan SpreadLines(const CallArgs& call, int32_t row_vectors, bool pads, int32_t n_sms) {
+  LaunchPlan plan{};
+  plan.in_lines = true;
+  const int64_t n_slices = LineSlices(row_vectors);
+  const int64_t n_blocks = int64_t{call.n_tokens} * call.n_ranks * n_slices + 1;
+  // Padding can be much longer than the rows.
+  plan.n_blocks = pads ? n_sms : static_cast<int32_t>(std::min<int64_t>(n_sms, n_blocks));
+  plan.n_send_blocks = plan.n_blocks;
+  return plan;
+}
+
+// Whether the call has few enough tokens to go in lines. All ranks must come to the same result.
+bool FitsLines(const CallArgs& call, bool is_async) {
+  const size_t max_tokens =
+      std::min<size_t>(call.map.max_line_tokens, is_async ? kMaxAsyncLineTokens : SIZE_MAX);
+  return max_tokens > 0 && static_cast<size_t>(call.n_tokens) <= max_tokens;
 }
 
 // A token goes to at most min(N, R) ranks. As many messages come back if all ranks have as many
@@ -73,7 +97,10 @@ void PlanDispatch(const RankResources& resources, const TokenSize& size, bool is
   const double send_share = quantizes || n_sms <= kFewSms ? 0.34 : 0.2;
   LaunchPlan& plan = call->plan;
   plan = SpreadBlocks(call->n_tokens, MaxMessages(*call), n_sms, call->n_tokens >= 256, send_share);
-  if (plan.n_send_blocks < plan.n_blocks) {
+  if (FitsLines(*call, is_async) &&
+      DispatchLinesSmemBytes(*call, size) <= kDispatchLinesSmemBytes) {
+    plan = SpreadLines(*call, size.given, /*pads=*/quantizes, n_sms);
+  } else if (plan.n_send_blocks < plan.n_blocks) {
     const int32_t n_stages = MaxDispatchStages(*call, size, resources.bulk_smem_bytes);
     if (n_stages >= kMinStages) plan.n_stages = n_stages;
     plan.receives_in_bulk = plan.n_stages > 0 && plan.warps_per_receive == 1;
@@ -81,12 +108,16 @@ void PlanDispatch(const RankResources& resources, const TokenSize& size, bool is
   plan.in_clusters = InClusters(resources, is_async, plan);
 }
 
-void PlanCombine(const RankResources& resources, bool reduce, bool is_async, CallArgs* call) {
+void PlanCombine(const RankResources& resources, const ReturnSize& size, bool is_async,
+                 CallArgs* call) {
+  const int32_t n_sms = BlocksOf(resources, is_async);
   const int64_t n_messages = MaxMessages(*call);
   LaunchPlan& plan = call->plan;
-  plan = SpreadBlocks(n_messages, call->n_tokens, BlocksOf(resources, is_async),
-                      call->n_tokens >= 2048, /*send_share=*/0.75);
-  if (!HasNodes(*call) && WantsRing(plan, n_messages, reduce)) {
+  plan = SpreadBlocks(n_messages, call->n_tokens, n_sms, call->n_tokens >= 2048,
+                      /*send_share=*/0.75);
+  if (FitsLines(*call, is_async) && size.reduce && !size.has_scalars && !HasNodes(*call)) {
+    plan = SpreadLines(*call, size.row_vectors, /*pads=*/false, n_sms);
+  } else if (!HasNodes(*call) && WantsRing(plan, n_messages, size.reduce)) {
     plan.ring_slots = MaxRingSlots(*call, resources.bulk_smem_bytes);
     if (plan.ring_slots > 0) plan.warps_per_receive = 1;
   }

@@ -1,8 +1,9 @@
 // Launch plans: how a call spreads its work over the GPU.
 //
-// Few tokens: every block sends and then receives, and several warps share a row. Many tokens: some
-// blocks send, enough to fill the link, while the others receive. Once the link is full, stores to
-// peers stall the SM that they come from, so the two jobs do not share SMs.
+// Very few tokens: everything travels in lines, by kernels of their own. Few tokens: every
+// block sends and then receives, and several warps share a row. Many tokens: some blocks send,
+// enough to fill the link, while the others receive. Once the link is full, stores to peers stall
+// the SM that they come from, so the two jobs do not share SMs.
 #pragma once
 
 #include <cstddef>
@@ -24,13 +25,21 @@ struct RankResources {
   bool has_clusters = false;
 };
 
+// What combine returns for a message.
+struct ReturnSize {
+  int32_t row_vectors;  // size of a row in units of kVectorBytes
+  bool reduce;          // see CombineMode
+  bool has_scalars;     // row_scalars return, too
+};
+
 // Fill `call->plan` for a call whose other fields are set.
 //
-// `size`: of the tokens, which are quantized if they have scales. `reduce`: see CombineMode. An
-// asynchronous call leaves SMs to concurrent kernels.
+// `size`: of the tokens, which are quantized if they have scales. An asynchronous call leaves SMs
+// to concurrent kernels.
 void PlanDispatch(const RankResources& resources, const TokenSize& size, bool is_async,
                   CallArgs* call);
 void PlanCombineGrad(const RankResources& resources, int32_t row_vectors, CallArgs* call);
-void PlanCombine(const RankResources& resources, bool reduce, bool is_async, CallArgs* call);
+void PlanCombine(const RankResources& resources, const ReturnSize& size, bool is_async,
+                 CallArgs* call);
 
 }  // namespace jax_ep::p2p

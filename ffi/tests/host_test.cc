@@ -63,10 +63,39 @@ void TestRowsBeyondCapacityAreDropped() {
   for (int i = 0; i < 4; ++i) CHECK_EQ(first_row[i], expected_first[i]);
 }
 
+// Three groups of rows, each from two nodes: padding follows the rows of the second node only.
+void TestRowsFromSeveralNodesArePaddedAsOne() {
+  uint32_t row_offsets[7];
+  int64_t first_row[6], n_rows[6];
+  const int64_t counts[6] = {3, 2, 0, 0, 1, 4};  // [local group]
+  const int64_t n_dropped = ComputeRowOffsets(
+      [&](int64_t, int64_t group) { return counts[group]; }, /*n_local_groups=*/6, /*n_ranks=*/1,
+      /*max_recv_tokens=*/12, /*row_alignment=*/4, first_row, n_rows, row_offsets,
+      /*n_source_nodes=*/2);
+  CHECK_EQ(n_dropped, 1);
+  const uint32_t expected_offsets[] = {0, 3, 8, 8, 8, 9, 12};
+  const int64_t expected_rows[] = {3, 2, 0, 0, 1, 3};
+  for (int i = 0; i < 7; ++i) CHECK_EQ(row_offsets[i], expected_offsets[i]);
+  for (int i = 0; i < 6; ++i) CHECK_EQ(n_rows[i], expected_rows[i]);
+}
+
+void TestNodesHaveTheUsersRanks() {
+  GroupSizes sizes{/*n_ranks=*/2, /*n_groups=*/12, 1, 1};
+  sizes.n_source_nodes = 3;
+  const HostGroup group({sizes, 2, 1, 1, 1}, {});
+  const MeshCoordinate user = group.OfUser({/*replica=*/5, /*rank=*/1});  // node 2 of replica 1
+  CHECK_EQ(user.replica, 1);
+  CHECK_EQ(user.rank, 5);
+}
+
 void TestContradictorySizesAreRefused() {
   const GroupSizes sizes{/*n_ranks=*/3, /*n_groups=*/8, 1, 1};
   CHECK_CONTAINS(HostGroups::Instance().Open("odd", {sizes, 1, 1, 1, 1}, {}).message,
                  "got n_groups=8, n_ranks=3");
+  GroupSizes of_nodes{/*n_ranks=*/1, /*n_groups=*/8, 1, 1};
+  of_nodes.n_source_nodes = 3;
+  CHECK_CONTAINS(HostGroups::Instance().Open("odd", {of_nodes, 1, 1, 1, 1}, {}).message,
+                 "got 8 groups, n_source_nodes=3");
 }
 
 #ifdef JAX_EP_SEEDED_FAULT
@@ -94,6 +123,8 @@ int main() {
   TestParallelForCallsEachChunkOnce();
   TestHalfPrecisionRoundsToNearestEven();
   TestRowsBeyondCapacityAreDropped();
+  TestRowsFromSeveralNodesArePaddedAsOne();
+  TestNodesHaveTheUsersRanks();
   TestContradictorySizesAreRefused();
   RunRendezvousTests();
   RunCombineTests();

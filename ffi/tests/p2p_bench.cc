@@ -13,12 +13,14 @@
 //   ring      slots of combine's rings; 0 = no rings, but their plan of one warp per row
 //   op        dispatch, combine or grad (the backward of combine); default: all
 //   weights   given to dispatch (default) or to combine
+//   lines=0   few tokens travel as many do
 //   format    of dispatch, for example mxfp8
 //   zipf=1    skewed routing
-//   trace=1   also prints when the blocks of rank 0 finish each step
+//   trace=1   also prints when the blocks of rank 0 finish each step: first, median, last
 
 #include <algorithm>
 #include <cstdio>
+#include <iterator>
 #include <map>
 #include <random>
 #include <sstream>
@@ -76,7 +78,8 @@ class Bench {
   Bench(const Options& options, int n_tokens)
       : options_(options),
         fixture_(MakeSizes(options, n_tokens), Spread(options.n_ranks, options.n_devices),
-                 /*timeout_s=*/2.0, /*n_sms=*/0, options.format()) {
+                 /*timeout_s=*/2.0, /*n_sms=*/0, options.format(),
+                 options.values.count("lines") == 0) {
     SetPlans();
     const size_t token_bytes = n_tokens * fixture_.sizes.hidden * sizeof(T);
     n_calls_ = n_tokens >= 1024 ? 10 : 40;
@@ -262,10 +265,9 @@ class Bench {
     for (const uint64_t t : ns) {
       if (t != 0) begin = std::min(begin, t);
     }
-    std::printf("{\"trace\": \"%s\", \"tokens\": %d, \"steps\": [", Name(op),
-                fixture_.sizes.max_tokens);
+    std::printf("{\"trace\": \"%s\", \"tokens\": %d", Name(op), fixture_.sizes.max_tokens);
     for (int step = 0; step < kTraceSteps; ++step) PrintStep(ns, begin, step);
-    std::printf("]}\n");
+    std::printf("}\n");
   }
 
   void PrintStep(const std::vector<uint64_t>& ns, uint64_t begin, int step) {
@@ -276,8 +278,10 @@ class Bench {
     }
     if (us.empty()) return;
     std::sort(us.begin(), us.end());
-    std::printf("%s{\"step\": %d, \"min\": %.1f, \"median\": %.1f, \"max\": %.1f}",
-                step ? ", " : "", step, us.front(), us[us.size() / 2], us.back());
+    static constexpr const char* kNames[] = {"entered", "prepared", "laid out", "sent", "received"};
+    static_assert(std::size(kNames) == kTraceSteps);
+    std::printf(", \"%s\": [%.1f, %.1f, %.1f]", kNames[step], us.front(), us[us.size() / 2],
+                us.back());
   }
 
   const Options options_;

@@ -109,12 +109,12 @@ class Fixture {
  public:
   // `format`: of dispatched rows; null: tokens travel as they are.
   Fixture(const CaseSizes& sizes, const std::vector<int>& devices, double timeout_s, int n_sms = 0,
-          const RowFormat& format = {})
+          const RowFormat& format = {}, bool uses_lines = true)
       : sizes(sizes), devices(devices), format(format) {
     const int64_t row_bytes = static_cast<int64_t>(sizes.hidden * sizeof(T));
     Open({sizes.n_ranks, sizes.n_ranks_per_node(), sizes.n_groups, sizes.n_choices,
           sizes.max_tokens, row_alignment(),
-          /*token_bytes=*/row_bytes, row_bytes, n_sms, timeout_s});
+          /*token_bytes=*/row_bytes, row_bytes, n_sms, timeout_s, uses_lines});
     streams.resize(sizes.n_ranks);
     ForRanks([&](int rank) {
       CHECK_CUDA(cudaStreamCreateWithFlags(&streams[rank], cudaStreamNonBlocking));
@@ -198,11 +198,13 @@ class Fixture {
   }
 
   CombineArgs CombineOf(int rank, const RankBuffers<T>& b, const T* expert_out,
-                        const CombineMode& mode, bool has_residual = false) const {
+                        const CombineMode& mode, bool has_residual = false,
+                        bool has_scalars = false) const {
     CombineArgs args{};
-    Check(group->CombineCall(rank, b.n_tokens, mode.reduce, &args.call));
-    combine_plan.Apply(&args.call.plan);
     args.row_vectors = static_cast<int32_t>(sizes.hidden * sizeof(T) / kVectorBytes);
+    const ReturnSize size{args.row_vectors, mode.reduce, has_scalars};
+    Check(group->CombineCall(rank, b.n_tokens, size, &args.call));
+    combine_plan.Apply(&args.call.plan);
     args.row_type = kRowType<T>;
     args.weighting = mode.weighting;
     args.reduce = mode.reduce;
@@ -215,6 +217,9 @@ class Fixture {
     args.row_weights = mode.weighting == Weighting::kRow ? b.row_weights.get() : nullptr;
     args.residual = has_residual ? reinterpret_cast<const uint8_t*>(b.residual.get()) : nullptr;
     args.out = reinterpret_cast<uint8_t*>(b.out.get());
+    if (has_scalars) {
+      args.row_scalars = b.row_scalars.get(), args.choice_scalars = b.choice_scalars.get();
+    }
     return args;
   }
 

@@ -50,11 +50,11 @@ template <class T>
 class FormatCase {
  public:
   FormatCase(const CaseSizes& sizes, const RowFormat& format, const std::vector<int>& devices,
-             std::vector<std::vector<int32_t>> ids, int n_sms, std::mt19937& random,
-             std::string name)
+             std::vector<std::vector<int32_t>> ids, int n_sms, bool uses_lines,
+             std::mt19937& random, std::string name)
       : sizes_(sizes),
         format_(format),
-        fixture_(sizes, devices, TimeoutSeconds(), n_sms, format),
+        fixture_(sizes, devices, TimeoutSeconds(), n_sms, format, uses_lines),
         routing_(Unclipped(sizes), std::move(ids)),
         name_(std::move(name)) {
     const float input_scale = random() % 2 ? 1.0f : 0.3f;
@@ -259,13 +259,15 @@ void RunFormatCase(int n_ranks, const std::vector<int>& devices, int index, std:
   sizes.n_groups = n_ranks * pick({1, 2, 3, 8, 40});
   sizes.n_choices = pick({1, 2, 4, 8, 16});
   sizes.hidden = std::max(format.format->block_size, 32) * pick({1, 2, 3, 7, 8, 33});
-  sizes.max_tokens = pick({1, 2, 7, 33, 64, 300});
+  sizes.max_tokens = pick({1, 2, 7, 32, 64, 300});
   const auto pattern = static_cast<Pattern>(random() % kPatterns);
   const int alignment = static_cast<int>(format.format->row_alignment(format.scales_layout));
   std::vector<std::vector<int32_t>> ids;
   int max_rows = (alignment - 1) * sizes.n_local_groups();
+  const bool is_ragged = random() % 2;  // ranks have different numbers of tokens
+  const bool uses_lines = !is_ragged && random() % 3;
   for (int rank = 0; rank < n_ranks; ++rank) {
-    const int n = random() % 3 ? sizes.max_tokens : random() % (sizes.max_tokens + 1);
+    const int n = is_ragged ? random() % (sizes.max_tokens + 1) : sizes.max_tokens;
     ids.push_back(MakeIds(sizes, pattern, n, random));
     max_rows += n * sizes.n_choices;
   }
@@ -275,14 +277,15 @@ void RunFormatCase(int n_ranks, const std::vector<int>& devices, int index, std:
   char name[200];
   std::snprintf(
       name, sizeof(name),
-      "case %d: %s layout=%d R=%d G=%d N=%d H=%d M=%d C=%d pattern=%d element=%zu n_sms=%d", index,
-      format.format->name.data(), static_cast<int>(format.scales_layout), n_ranks, sizes.n_groups,
-      sizes.n_choices, sizes.hidden, sizes.max_tokens, sizes.max_recv_tokens,
-      static_cast<int>(pattern), sizeof(T), n_sms);
-  FormatCase<T> one(sizes, format, devices, std::move(ids), n_sms, random, name);
+      "case %d: %s layout=%d R=%d G=%d N=%d H=%d M=%d C=%d pattern=%d element=%zu n_sms=%d "
+      "lines=%d",
+      index, format.format->name.data(), static_cast<int>(format.scales_layout), n_ranks,
+      sizes.n_groups, sizes.n_choices, sizes.hidden, sizes.max_tokens, sizes.max_recv_tokens,
+      static_cast<int>(pattern), sizeof(T), n_sms, uses_lines);
+  FormatCase<T> one(sizes, format, devices, std::move(ids), n_sms, uses_lines, random, name);
   one.Run();
   for (const bool receives_in_bulk : {false, true}) {
-    if (n_sms != 0) break;
+    if (n_sms != 0 || uses_lines) break;
     one.SplitBlocks(receives_in_bulk);
     one.Run();
   }

@@ -19,6 +19,7 @@ struct MissingOptions {
   bool in_combine = false;  // which call the rank misses; otherwise a dispatch
   bool in_ring = false;     // combine with rings
   bool in_grad = false;     // the backward of combine
+  bool in_lines = false;    // calls in lines
   Weighting weighting = Weighting::kNone;
   bool exits = false;  // its process exits
 };
@@ -31,7 +32,8 @@ class MissingRank {
       : options_(options),
         limit_s_(exchange.is_alone() ? 0.2 : 2.0),
         missing_(n_ranks - 1),
-        fixture_({n_ranks, n_ranks * 4, 4, kTokens, 64, kTokens * n_ranks * 4}, devices, limit_s_) {
+        fixture_({n_ranks, n_ranks * 4, 4, kTokens, 64, kTokens * n_ranks * 4}, devices, limit_s_,
+                 /*n_sms=*/0, /*format=*/{}, options.in_lines) {
     if (options.in_ring) {
       fixture_.combine_plan = {3, 2, 1, 1};
       fixture_.combine_plan.ring_slots = 2;
@@ -56,6 +58,7 @@ class MissingRank {
       std::fflush(stdout);
       _exit(n_errors == 0 ? 0 : 1);
     }
+    if (misses_dispatch()) SpoilHandles();
     const double first_s = TimeCall();
     if (CheckMessages()) {
       std::printf("fail: the call ended after %.3f s\n", first_s);
@@ -66,6 +69,7 @@ class MissingRank {
       std::printf("fail: a later call ended after %.3f s\n", later_s);
       Expect(later_s < 0.5 * limit_s_, "fail: time of a later call");
     }
+    if (misses_dispatch()) CombineAfterFailure();
     if (fixture_.IsLocal(missing_)) {
       Expect(fixture_.group->CheckFailure(missing_).ok(), "fail: the missing rank has not failed");
     }
@@ -77,6 +81,35 @@ class MissingRank {
   void LaunchDispatch(int rank) {
     if (!fixture_.IsLocal(rank)) return;
     fixture_.Launch(rank, fixture_.DispatchOf(rank, buffers_[rank], /*has_weights=*/false));
+  }
+
+  bool misses_dispatch() const { return !options_.in_combine && !options_.in_grad; }
+
+  // Fills the handles that dispatch will leave with numbers that would be rows far beyond memory.
+  void SpoilHandles() {
+    for (int rank = 0; rank < missing_; ++rank) {
+      if (!fixture_.IsLocal(rank)) continue;
+      CHECK_CUDA(cudaSetDevice(fixture_.devices[rank]));
+      for (const DeviceArray<int32_t>* handle :
+           {&buffers_[rank].message_counts, &buffers_[rank].message_rows}) {
+        CHECK_CUDA(cudaMemset(handle->get(), 0x3f, handle->size() * sizeof(int32_t)));
+      }
+      CHECK_CUDA(cudaDeviceSynchronize());
+    }
+  }
+
+  // Calls that take the handle of a dispatch that has failed do not follow it.
+  void CombineAfterFailure() {
+    for (const Weighting weighting : {Weighting::kNone, Weighting::kRow}) {
+      const CombineMode mode{weighting, /*reduce=*/true, /*adds_shared_expert=*/false};
+      for (int rank = 0; rank < missing_; ++rank) {
+        if (!fixture_.IsLocal(rank)) continue;
+        const RankBuffers<float>& b = buffers_[rank];
+        fixture_.Launch(rank, fixture_.CombineOf(rank, b, b.rows.get(), mode));
+        fixture_.Launch(rank, fixture_.CombineGradOf(rank, b, b.rows.get(), mode));
+      }
+    }
+    fixture_.Sync();  // an access beyond memory would be an error of the device
   }
 
   // The call that a rank misses.

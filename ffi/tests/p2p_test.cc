@@ -55,7 +55,14 @@ void RunFail(int n_ranks, const std::vector<int>& devices) {
   options.weighting = Weighting::kSource;
   options.in_combine = true;
   MissingRank(n_ranks, devices, options).Run();
+  options.in_lines = true;
+  MissingRank(n_ranks, devices, options).Run();
+  options.weighting = Weighting::kNone;
+  MissingRank(n_ranks, devices, options).Run();
   options.in_combine = false;
+  MissingRank(n_ranks, devices, options).Run();
+  options = {};
+  options.weighting = Weighting::kSource;
   options.in_grad = true;
   MissingRank(n_ranks, devices, options).Run();
   std::mt19937 random(3);

@@ -89,7 +89,7 @@ void ReadDispatchResults(const GroupSizes& sizes, bool has_weights, Handle handl
   if (!format.is_plain()) {
     dispatch->scales = static_cast<uint8_t*>(results.Next(
         "scales", ToDataType(format.scale_type),
-        ScalesShape(dispatch->scales_layout, n_rows, dispatch->n_scales, sizes.n_local_groups())));
+        ScalesShape(dispatch->scales_layout, n_rows, dispatch->n_scales, sizes.n_padded_groups())));
   }
   results.ExpectEnd("results");
 }

@@ -195,7 +195,7 @@ __device__ void ReceiveCotangentInBulk(const CombineGradArgs& args, const CallSm
 // Calls receive(slot) for each of `items` that is a message. Starts with this rank's own.
 template <class Receive>
 __device__ __forceinline__ void ForEachCotangent(const CombineGradArgs& args,
-                                                 const CombineGradSmem& smem,
+                                                 const MessageCountsSmem& smem,
                                                  const StridedItems& items,
                                                  const Receive& receive) {
   const CallArgs& call = args.call;
@@ -223,7 +223,7 @@ __device__ inline void ClearPaddingRows(const CombineGradArgs& args, int warp, i
 
 // Role: makes this block's share of the rows.
 template <class T>
-__device__ void ReceiveCotangents(const CombineGradArgs& args, const CombineGradSmem& smem,
+__device__ void ReceiveCotangents(const CombineGradArgs& args, const MessageCountsSmem& smem,
                                   uint8_t* stages) {
   const LaunchPlan& plan = args.call.plan;
   const BlockShare share = ReceiveShare(plan);

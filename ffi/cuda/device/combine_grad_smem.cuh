@@ -1,24 +1,14 @@
-// What a block of the kernels for the backward of combine keeps in shared memory, and the message
-// that carries a cotangent: the row, then, if weights were given to combine, float[N].
+// The stages of the kernels for the backward of combine, and what else both of their halves use.
+// The message that carries a cotangent is the row, then, if weights were given to combine,
+// float[N].
 #pragma once
 
 #include "core/message.h"
 #include "cuda/combine_grad.h"
-#include "cuda/device/call_state.cuh"
+#include "cuda/device/message_counts.cuh"
 #include "cuda/device/stage.cuh"
 
 namespace jax_ep::p2p {
-
-struct CombineGradSmem {
-  CallSmem call;
-  int32_t max_messages;  // of any source
-  int32_t* n_messages;   // [R] from each source
-};
-
-__host__ __device__ inline size_t CombineGradTableBytes(const CallArgs& call) {
-  return AlignUp(PeerTable::Bytes(call.n_ranks) + call.n_ranks * sizeof(int32_t),
-                 kMessageAlignment);
-}
 
 __host__ __device__ inline size_t WeightBytes(const CallArgs& call) {
   return AlignUp(call.n_choices * sizeof(float), kVectorBytes);

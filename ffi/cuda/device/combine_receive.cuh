@@ -36,8 +36,8 @@ __device__ bool WaitForToken(const CombineArgs& args, const CallSmem& smem, int 
   const int lane = LaneIndex();
   const size_t choice = static_cast<size_t>(token) * call.n_choices + lane;
   choices.rank = call.IsGroup(id) ? call.RankOf(id) : -1;
-  const uint32_t equals = __match_any_sync(kAllLanes, choices.rank);
-  const bool is_first = choices.rank >= 0 && __ffs(equals) - 1 == lane;
+  const bool is_first_of_rank = IsFirstWithKey(choices.rank);  // by all lanes
+  const bool is_first = choices.rank >= 0 && is_first_of_rank;
   uint32_t present = 0;
   bool has_arrived = true;
   if (is_first) {
@@ -65,6 +65,18 @@ __device__ inline int PositionAmong(int32_t key, uint32_t lanes) {
   return position;
 }
 
+// Sorts the lanes in `lanes` by their keys, which all differ: gives lane i the i-th of them; 0 if
+// there are fewer. Called by one warp, converged.
+__device__ inline int SortedLane(int32_t key, uint32_t lanes) {
+  const int position = PositionAmong(key, lanes);
+  int sorted_lane = 0;
+  for (uint32_t left = lanes; left != 0; left &= left - 1) {
+    const int k = __ffs(left) - 1;
+    if (__shfl_sync(kAllLanes, position, k) == LaneIndex()) sorted_lane = k;
+  }
+  return sorted_lane;
+}
+
 // The rows returned for a token [N, row_vectors]: one per choice.
 __device__ inline const uint8_t* ReturnedRows(const CombineArgs& args, const CallSmem& smem,
                                               int token) {
@@ -78,12 +90,7 @@ __device__ inline const uint8_t* ReturnedRows(const CombineArgs& args, const Cal
 __device__ inline Addends AddendsOfToken(const CombineArgs& args, const uint8_t* rows,
                                          const Choices& choices) {
   const int lane = LaneIndex();
-  const int position = PositionAmong(choices.rank, choices.first);
-  int source_lane = 0;
-  for (uint32_t left = choices.first; left != 0; left &= left - 1) {
-    const int k = __ffs(left) - 1;
-    if (__shfl_sync(kAllLanes, position, k) == lane) source_lane = k;
-  }
+  const int source_lane = SortedLane(choices.rank, choices.first);
   const int n_sums = __popc(choices.first);
   Addends addends{};
   addends.row = rows + source_lane * RowBytes(args);

@@ -183,7 +183,7 @@ class DeferredSignal {
 // Returns this warp's messages through a ring. message_rows is read two messages ahead, since rows
 // of the next message are loaded while one is added up. Called by one warp.
 template <class T>
-__device__ void ReturnMessagesInRing(const CombineArgs& args, const CombineSmem& smem,
+__device__ void ReturnMessagesInRing(const CombineArgs& args, const MessageCountsSmem& smem,
                                      const MessagesToReturn& messages) {
   const StridedItems& items = messages.items;
   const auto read = [&](int i) {
@@ -224,7 +224,7 @@ __device__ void ReturnMessagesInRing(const CombineArgs& args, const CombineSmem&
 
 // The same through registers; the next message is read ahead. Called by a warp group.
 template <class T>
-__device__ void ReturnMessagesInRegisters(const CombineArgs& args, const CombineSmem& smem,
+__device__ void ReturnMessagesInRegisters(const CombineArgs& args, const MessageCountsSmem& smem,
                                           const MessagesToReturn& messages,
                                           const WarpGroup& warps) {
   const StridedItems& items = messages.items;
@@ -243,7 +243,7 @@ __device__ void ReturnMessagesInRegisters(const CombineArgs& args, const Combine
 
 // Role: returns this warp group's share of the messages. Called by the workers of a block.
 template <class T, bool kInRing>
-__device__ void ReturnMessages(const CombineArgs& args, const CombineSmem& smem) {
+__device__ void ReturnMessages(const CombineArgs& args, const MessageCountsSmem& smem) {
   const WarpGroup warps(args.call.plan.warps_per_send);
   const MessagesToReturn messages(args.call, smem.n_messages, smem.max_messages, warps);
   if constexpr (kInRing) {

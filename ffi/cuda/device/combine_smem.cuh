@@ -1,9 +1,9 @@
-// What a block of the combine kernels keeps in shared memory, and what both of its halves use.
+// The rings of the combine kernels, and what else both of their halves use.
 #pragma once
 
 #include "core/message.h"
 #include "cuda/combine.h"
-#include "cuda/device/call_state.cuh"
+#include "cuda/device/message_counts.cuh"
 #include "cuda/device/ring.cuh"
 
 namespace jax_ep::p2p {
@@ -11,26 +11,18 @@ namespace jax_ep::p2p {
 constexpr int kCopyUnroll = 4;
 constexpr int kSumUnroll = 4;
 
-struct CombineSmem {
-  CallSmem call;
-  int32_t max_messages;  // of any source
-  int32_t* n_messages;   // [R] from each source
-};
-
-__host__ __device__ inline size_t CombineTableBytes(const CallArgs& call) {
-  return AlignUp(PeerTable::Bytes(call.n_ranks) + call.n_ranks * sizeof(int32_t),
-                 kMessageAlignment);
-}
-
-// Whether rows pass through rings rather than registers: only when every warp works alone.
-__host__ __device__ inline bool UsesRing(const LaunchPlan& plan) {
-  return plan.ring_slots > 0 && plan.warps_per_send == 1 && plan.warps_per_receive == 1;
+// Whether rows pass through rings rather than registers: only when every warp works alone, and not
+// in sums by node.
+inline bool UsesRing(const CallArgs& call) {
+  const LaunchPlan& plan = call.plan;
+  return plan.ring_slots > 0 && plan.warps_per_send == 1 && plan.warps_per_receive == 1 &&
+         !HasNodes(call);
 }
 
 // Makes this warp's ring. It must be closed before the warp makes another.
 __device__ inline PieceRing MakeRing(const CombineArgs& args) {
   extern __shared__ __align__(128) uint8_t tables[];
-  return {tables + CombineTableBytes(args.call), args.call.plan.ring_slots, args.row_vectors};
+  return {tables + MessageTableBytes(args.call), args.call.plan.ring_slots, args.row_vectors};
 }
 
 __device__ inline size_t RowBytes(const CombineArgs& args) {

@@ -79,11 +79,7 @@ __device__ inline void LayOutRows(const DispatchArgs& args, DispatchSmem& smem) 
   }
   smem.max_messages = __reduce_max_sync(kAllLanes, max_messages);
   __syncwarp();
-  int32_t n_dropped = max(n_rows - args.max_recv_tokens, 0);
-  if (HasPaddingOrScales(args)) LayOutGroups(args, smem, &n_rows, &n_dropped);
-  if (LaneIndex() != 0) return;
-  smem.n_rows = n_rows;
-  smem.n_dropped = n_dropped;
+  FinishLayout(args, smem, n_rows);
 }
 
 // Writes what LayOutRows found, and records it for the statistics. Called by the same warp, while
@@ -103,9 +99,12 @@ __device__ inline void WriteOffsets(const DispatchArgs& args, const DispatchSmem
   smem.waits[LaneIndex()].SetPending(call);
 }
 
-// Makes the result of a failed call empty. Called by a warp of the block that writes results, and
-// by every warp whose wait has failed.
+// Makes the result of a failed call empty, also for combine. Called by a warp of the block that
+// writes results, and by every warp whose wait has failed.
 __device__ inline void LeaveNoRows(const DispatchArgs& args) {
+  for (int rank = LaneIndex(); rank < args.call.n_ranks; rank += kWarpSize) {
+    args.message_counts[rank] = 0;
+  }
   for (int i = LaneIndex(); i <= args.call.n_local_groups(); i += kWarpSize) {
     args.row_offsets[i] = 0;
   }
@@ -176,7 +175,8 @@ __device__ inline void CopyScales(const DispatchArgs& args, const DispatchSmem& 
                                   const Incoming& incoming, const Destination& to, Slice slice) {
   if constexpr (kQuantizes) {
     uint8_t* const scales = to.fits ? ScalesOfRow(args, smem, to.local_group, to.row) : nullptr;
-    CopyScalesToEach(args, incoming.message, scales, __ballot_sync(kAllLanes, to.fits), slice);
+    const auto load = [&](int first, int n) { return LoadPiece(incoming.message + first, n); };
+    CopyScalesToEach(args, load, scales, __ballot_sync(kAllLanes, to.fits), slice);
   }
 }
 

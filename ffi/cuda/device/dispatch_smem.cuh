@@ -18,6 +18,12 @@ __device__ __forceinline__ uint8_t* RowAt(const DispatchArgs& args, int64_t row)
   return Vector(args.rows, row * args.size.payload);
 }
 
+// Bytes of a token on the wire, without choices and alignment.
+__device__ __forceinline__ size_t SentTokenBytes(const DispatchArgs& args) {
+  return args.size.payload * kVectorBytes +
+         static_cast<size_t>(args.scales.n_scales) * args.scales.scale_bytes;
+}
+
 // The numbers of a tile's choices; see numbering.cuh.
 struct TileNumbers {
   int32_t* positions;  // [tile, N]
@@ -29,7 +35,8 @@ struct DispatchSmem {
   int32_t max_messages;  // of any source
   int32_t n_rows;        // including padding, not clipped
   int32_t n_dropped;
-  EndedWait waits[kWarpSize];  // of the lanes of the warp that lays out the rows
+  EndedWait waits[kWarpSize];  // of the lanes of the warp that waits for all ranks
+  bool lacks_choices;          // in lines: a rank's choices have not arrived
   int32_t n_invalid[2];        // of `totals` and of `counts`
   RoutingCounts totals;        // of all tokens
   RoutingCounts counts;        // of all tokens up to the tile numbered last

@@ -60,7 +60,10 @@ struct Quantized {
   static constexpr bool kIsInPlace = true;
   static constexpr bool kSendsToItself = true;
 
-  __device__ static void PutToEach(const DispatchArgs& args, int token, PeerPtr to, uint32_t lanes,
+  // Puts this warp's slice of a token to the messages `to` of the lanes in `lanes`. Called by one
+  // warp, converged. `To`: see copy.cuh.
+  template <class To>
+  __device__ static void PutToEach(const DispatchArgs& args, int token, To to, uint32_t lanes,
                                    Slice slice) {
     const InputScale input_scale = ReadInputScale(args);
     const uint8_t* const from = TokenAt(args, token);
@@ -77,7 +80,7 @@ struct Quantized {
       const bool has_elements = element < args.hidden_size;
       const LaneCodes<Format> codes = Encode(data, input_scale);
       for (uint32_t left = lanes; left != 0; left &= left - 1) {
-        const PeerPtr message = ShuffleAddress(to, __ffs(left) - 1);
+        const To message = ShuffleAddress(to, __ffs(left) - 1);
         if (has_elements) Put(codes, message, message + VectorOffset(args.size.scales), element);
       }
     }

@@ -3,6 +3,7 @@
 //
 //   PeerPtr   an address in a rank's workspace; PutVector, PutScalar and PutBulk store there
 //   PeerWord  an epoch word in a rank's workspace; Signal publishes by it
+//   PeerLine  a line in a rank's workspace; PutLine stores there
 //   Peers     all ranks as seen by one call: gives addresses and words, puts values, waits
 //
 // Data travels in one of two ways:
@@ -11,7 +12,7 @@
 //                      after them. The owner waits (acquire) for the word, then reads the data. The
 //                      word's value is free for a few bits about the data.
 //   put a value        The word is all the data (relaxed). ReleaseValues and AcquireValues order
-//                      other memory around such words.
+//                      other memory around such words. A line is the same with three values.
 //
 // A rank may be its own peer: it has the same view of its own workspace.
 //
@@ -25,6 +26,7 @@
 #include <cuda/atomic>
 
 #include "core/epoch_word.h"
+#include "core/line.h"
 #include "core/message.h"
 #include "cuda/call_args.h"
 #include "cuda/device/call_state.cuh"
@@ -100,6 +102,32 @@ class PeerWord {
   uint64_t* word_;
 };
 
+// A line in the workspace of a rank.
+class PeerLine {
+ public:
+  PeerLine() = default;
+
+  __device__ __forceinline__ PeerLine operator+(int64_t lines) const {
+    return PeerLine(line_ + lines);
+  }
+
+  // The line that `lane` holds. Called by one warp, converged.
+  __device__ __forceinline__ friend PeerLine ShuffleAddress(PeerLine line, int lane) {
+    return PeerLine(ShuffleAddress(line.line_, lane));
+  }
+
+  // Stores three values as `line`. Relaxed: the line is all the data. Pairs with Peers::LookAt.
+  __device__ __forceinline__ friend void PutLine(PeerLine line, uint32_t epoch, uint3 values) {
+    st_relaxed_sys(line.line_, {values.x, values.y, values.z, epoch});
+  }
+
+ private:
+  friend class Peers;
+  __device__ __forceinline__ explicit PeerLine(Line* line) : line_(line) {}
+
+  Line* line_;
+};
+
 // Releases what this thread has written or seen so far, to the ranks that receive the values it
 // puts from now on. System scope; pairs with AcquireValues.
 __device__ __forceinline__ void ReleaseValues() {
@@ -115,6 +143,12 @@ __device__ __forceinline__ void AcquireValues() {
 // For waits that are not measured.
 struct IgnorePolls {
   __device__ void operator()(uint32_t) const {}
+};
+
+// A line as a thread has seen it. It need not have arrived.
+struct SeenLine {
+  uint3 values;
+  uint32_t epoch;
 };
 
 // All ranks as one call of this rank sees them. `region` and `words` name regions of the workspace
@@ -195,6 +229,45 @@ class Peers {
         return false;
       }
     }
+  }
+
+  // Line `index` of a region of lines in the workspace of `rank`.
+  __device__ __forceinline__ PeerLine LineAt(int rank, const Region& lines, size_t index) const {
+    return PeerLine(reinterpret_cast<Line*>(BufferOf(rank, lines)) + index);
+  }
+
+  // Line `index` of this rank, which PutLine puts, as it is now. Relaxed.
+  __device__ __forceinline__ SeenLine LookAt(const Region& lines, size_t index) const {
+    const uint4 seen = ld_relaxed_sys(reinterpret_cast<const Line*>(OwnBuffer(lines)) + index);
+    return {{seen.x, seen.y, seen.z}, seen.w};
+  }
+
+  // Whether a line of this call has been seen.
+  __device__ __forceinline__ bool HasArrived(const SeenLine& line) const {
+    return line.epoch == smem_.epoch;
+  }
+
+  // Looks at word `index`, which PutValue puts. Returns whether it has arrived. Relaxed.
+  __device__ __forceinline__ bool HasValue(const Region& words, size_t index,
+                                           uint32_t* value) const {
+    const uint64_t seen = SystemWord(OwnWords(words)[index]).load(cuda::memory_order_relaxed);
+    *value = EpochWordValue(seen);
+    return IsOfEpoch(seen, smem_.epoch);
+  }
+
+  // Calls has_arrived() until it returns true. Limit and failure as for Wait: missing_peer() is the
+  // rank that is waited for. Called by each thread for itself.
+  template <class HasArrived, class MissingPeer>
+  __device__ __forceinline__ bool WaitUntil(Phase phase, const HasArrived& has_arrived,
+                                            const MissingPeer& missing_peer) const {
+    Deadline deadline(call_);
+    while (!has_arrived()) {
+      if (deadline.IsOver()) {
+        Fail(call_, {phase, static_cast<uint32_t>(missing_peer()), smem_.epoch});
+        return false;
+      }
+    }
+    return true;
   }
 
   // Waits for the words first + i, i < min(n, kMaxWords), all in flight together; word first + i

@@ -49,6 +49,33 @@ __device__ __forceinline__ void st_global(void* address, int4 v) {
                : "memory");
 }
 
+// 16 bytes, read or written atomically.
+__device__ __forceinline__ uint4 ld_relaxed_sys(const void* address) {
+  uint64_t low, high;
+  asm volatile(
+      "{\n\t"
+      ".reg .b128 v;\n\t"
+      "ld.relaxed.sys.global.b128 v, [%2];\n\t"
+      "mov.b128 {%0, %1}, v;\n\t"
+      "}"
+      : "=l"(low), "=l"(high)
+      : "l"(address)
+      : "memory");
+  return {static_cast<uint32_t>(low), static_cast<uint32_t>(low >> 32), static_cast<uint32_t>(high),
+          static_cast<uint32_t>(high >> 32)};
+}
+
+__device__ __forceinline__ void st_relaxed_sys(void* address, uint4 v) {
+  asm volatile(
+      "{\n\t"
+      ".reg .b128 v;\n\t"
+      "mov.b128 v, {%1, %2};\n\t"
+      "st.relaxed.sys.global.b128 [%0], v;\n\t"
+      "}" ::"l"(address),
+      "l"(uint64_t{v.y} << 32 | v.x), "l"(uint64_t{v.w} << 32 | v.z)
+      : "memory");
+}
+
 // Barrier `id` (0 is __syncthreads) of `n_threads` threads, in whole warps.
 __device__ __forceinline__ void barrier_sync(int id, int n_threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(n_threads) : "memory");

@@ -62,6 +62,16 @@ __device__ inline void LayOutGroups(const DispatchArgs& args, DispatchSmem& smem
   *n_dropped = __reduce_add_sync(kAllLanes, n_beyond);
 }
 
+// Ends the layout of `n_rows` rows, whose first rows are known: pads groups, and finds what lies
+// beyond max_recv_tokens. Called by one warp, converged.
+__device__ inline void FinishLayout(const DispatchArgs& args, DispatchSmem& smem, int32_t n_rows) {
+  int32_t n_dropped = max(n_rows - args.max_recv_tokens, 0);
+  if (HasPaddingOrScales(args)) LayOutGroups(args, smem, &n_rows, &n_dropped);
+  if (LaneIndex() != 0) return;
+  smem.n_rows = n_rows;
+  smem.n_dropped = n_dropped;
+}
+
 // The scales of a row: `count` pieces of `bytes` each, `stride` bytes apart.
 struct ScalePieces {
   int32_t bytes;
@@ -117,8 +127,10 @@ __device__ __forceinline__ void StorePiece(uint8_t* to, int32_t bytes, uint32_t 
 }
 
 // Copies this warp's slice of a message's scales to the rows' scales `to` of the lanes in `lanes`.
+// load(first, n) gives n bytes of the scales, 1 to 4, from byte `first` on; zeros follow them.
 // Called by one warp, converged.
-__device__ inline void CopyScalesToEach(const DispatchArgs& args, const uint8_t* from, uint8_t* to,
+template <class Load>
+__device__ inline void CopyScalesToEach(const DispatchArgs& args, const Load& load, uint8_t* to,
                                         uint32_t lanes, Slice slice) {
   const ScalePieces pieces = PiecesOf(args);
   const int n_bytes = args.scales.n_scales * args.scales.scale_bytes;
@@ -127,8 +139,7 @@ __device__ inline void CopyScalesToEach(const DispatchArgs& args, const uint8_t*
     const int i = first + LaneIndex();
     const bool is_piece = i < pieces.count;
     const uint32_t piece =
-        is_piece ? LoadPiece(from + i * pieces.bytes, min(pieces.bytes, n_bytes - i * pieces.bytes))
-                 : 0;
+        is_piece ? load(i * pieces.bytes, min(pieces.bytes, n_bytes - i * pieces.bytes)) : 0;
     for (uint32_t left = lanes; left != 0; left &= left - 1) {
       uint8_t* const scales = ShuffleAddress(to, __ffs(left) - 1);
       if (is_piece) StorePiece(scales + i * pieces.stride, pieces.bytes, piece);
@@ -136,23 +147,21 @@ __device__ inline void CopyScalesToEach(const DispatchArgs& args, const uint8_t*
   }
 }
 
-// Zeroes the rows that pad a group, and their scales, except scales in atoms (see ClearAtoms).
-// Called by one warp.
-__device__ inline void ClearRows(const DispatchArgs& args, const DispatchSmem& smem, int group) {
-  const RowGroup rows = RowGroupAt(args, smem, group);
+// Zeroes a row that pads a group, and its scales, except scales in atoms (see ClearAtoms). Called
+// by one warp.
+__device__ inline void ClearRow(const DispatchArgs& args, const DispatchSmem& smem, int group,
+                                int row) {
   const ScalePieces pieces = PiecesOf(args);
   const bool has_scales = args.scales.layout != ScalesLayout::kNone;
-  for (int row = rows.end; row < rows.next; ++row) {
-    for (int i = LaneIndex(); i < args.size.payload; i += kWarpSize) {
-      st_global(Vector(RowAt(args, row), i), int4{});
-    }
-    for (int i = LaneIndex(); has_scales && i < pieces.count; i += kWarpSize) {
-      StorePiece(ScalesOfRow(args, smem, group, row) + i * pieces.stride, pieces.bytes, 0);
-    }
-    if (LaneIndex() != 0) continue;
-    reinterpret_cast<int2*>(args.src_info)[row] = {kNoRow, kNoRow};
-    if (args.row_weights != nullptr) args.row_weights[row] = 0.0f;
+  for (int i = LaneIndex(); i < args.size.payload; i += kWarpSize) {
+    st_global(Vector(RowAt(args, row), i), int4{});
   }
+  for (int i = LaneIndex(); has_scales && i < pieces.count; i += kWarpSize) {
+    StorePiece(ScalesOfRow(args, smem, group, row) + i * pieces.stride, pieces.bytes, 0);
+  }
+  if (LaneIndex() != 0) return;
+  reinterpret_cast<int2*>(args.src_info)[row] = {kNoRow, kNoRow};
+  if (args.row_weights != nullptr) args.row_weights[row] = 0.0f;
 }
 
 // Zeroes the scales of an atom's rows from `n_rows` on. Called by one warp.
@@ -167,36 +176,32 @@ __device__ inline void ClearAtom(uint8_t* atom, int n_rows) {
   }
 }
 
-// Zeroes the unused rows of the last block of scales of each group. The atoms of all groups are
-// dealt to the warps in turn. Called by one warp of n_warps, converged.
+// Zeroes the unused rows of the last block of scales of each group. Neighboring atoms go to
+// different warps. Called by one warp of n_warps, converged.
 __device__ inline void ClearAtoms(const DispatchArgs& args, const DispatchSmem& smem, int warp,
                                   int n_warps) {
   const auto n_atoms = static_cast<int>(AtomsPerRow(args.scales.n_scales));
-  int first = warp;  // first atom of the group for this warp
-  for (int base = 0; base < args.call.n_local_groups(); base += kWarpSize) {
-    const int mine = base + LaneIndex();
-    const bool exists = mine < args.call.n_local_groups();
-    const RowGroup rows = exists ? RowGroupAt(args, smem, mine) : RowGroup{0, 0, 0};
-    const int n_rows = (rows.end - rows.begin) % kAtomRows;  // in the last block
-    const int block = exists ? smem.first_block[mine] + (rows.end - rows.begin) / kAtomRows : 0;
-    for (uint32_t left = __ballot_sync(kAllLanes, n_rows > 0); left != 0; left &= left - 1) {
-      const int lane = __ffs(left) - 1;
-      const int64_t first_atom = int64_t{__shfl_sync(kAllLanes, block, lane)} * n_atoms;
-      const int n_rows_there = __shfl_sync(kAllLanes, n_rows, lane);
-      for (; first < n_atoms; first += n_warps) {
-        ClearAtom(args.scales.data + (first_atom + first) * kAtomBytes, n_rows_there);
-      }
-      first -= n_atoms;
-    }
+  for (int i = warp; i < args.call.n_local_groups() * n_atoms; i += n_warps) {
+    const int group = i / n_atoms;
+    const RowGroup rows = RowGroupAt(args, smem, group);
+    const int n_rows = rows.end - rows.begin;
+    if (n_rows % kAtomRows == 0) continue;
+    const int64_t block = smem.first_block[group] + n_rows / kAtomRows;
+    const int64_t atom = block * n_atoms + i - group * n_atoms;
+    ClearAtom(args.scales.data + atom * kAtomBytes, n_rows % kAtomRows);
   }
 }
 
 // Zeroes all padding of rows and scales. Called by one warp of n_warps, converged.
 __device__ inline void ClearPadding(const DispatchArgs& args, const DispatchSmem& smem, int warp,
                                     int n_warps) {
-  for (int group = warp; args.row_alignment > 1 && group < args.call.n_local_groups();
-       group += n_warps) {
-    ClearRows(args, smem, group);
+  // Neighboring rows of a group go to different warps.
+  const int log2_alignment = Log2(args.row_alignment);
+  const int n_rows = args.call.n_local_groups() << log2_alignment;
+  for (int i = warp; args.row_alignment > 1 && i < n_rows; i += n_warps) {
+    const RowGroup rows = RowGroupAt(args, smem, i >> log2_alignment);
+    const int row = rows.end + (i & (args.row_alignment - 1));
+    if (row < rows.next) ClearRow(args, smem, i >> log2_alignment, row);
   }
   if (args.scales.layout == ScalesLayout::kAtoms) ClearAtoms(args, smem, warp, n_warps);
 }

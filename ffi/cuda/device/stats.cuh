@@ -1,5 +1,5 @@
-// The counters of EPGroup.stats. Only one thread or one warp of one kind of call adds to a counter.
-// The additions are atomic only so that nothing waits for the old value.
+// The counters of EPGroup.stats. Except in lines, only one thread or one warp of one kind of call
+// adds to a counter; the additions are then atomic only so that nothing waits for the old value.
 #pragma once
 
 #include <cstdint>
@@ -70,7 +70,7 @@ __device__ inline void AddPendingDispatch(const CallArgs& call) {
 }
 
 // Records what this dispatch receives as pending; rows_of(group) gives the rows that fit. Called by
-// the same warp as AddPendingDispatch.
+// one warp, after AddPendingDispatch.
 template <class RowsOf>
 __device__ void SetPendingDispatch(const CallArgs& call, int32_t n_dropped, const RowsOf& rows_of) {
   const Totals totals(call);

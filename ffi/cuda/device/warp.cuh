@@ -12,7 +12,7 @@ constexpr uint32_t kAllLanes = 0xffffffffu;
 
 __device__ __forceinline__ int WarpIndex() { return threadIdx.x / kWarpSize; }
 __device__ __forceinline__ int LaneIndex() { return threadIdx.x % kWarpSize; }
-// Workers move tokens and rows. The dispatch kernel has one warp more, which is not a worker.
+// Workers move tokens and rows. Some kernels have one warp more, which is not a worker.
 __device__ __forceinline__ bool IsWorker() { return WarpIndex() < kWorkerWarps; }
 
 // `power` is a power of two.
@@ -25,6 +25,11 @@ template <class T>
 __device__ __forceinline__ T* ShuffleAddress(T* address, int lane) {
   return reinterpret_cast<T*>(
       __shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(address), lane));
+}
+
+// Whether this lane is the first of those with its key. Called by one warp, converged.
+__device__ __forceinline__ bool IsFirstWithKey(int key) {
+  return __ffs(__match_any_sync(kAllLanes, key)) - 1 == LaneIndex();
 }
 
 // Hardware barriers of a block. 0 is __syncthreads; each user has its own, so that none can be

@@ -125,6 +125,8 @@ struct MessageSlot {
   int source;
   int slot;
 
+  __device__ MessageSlot(int source, int slot) : source(source), slot(slot) {}
+
   // `item` counts messages in that order; `first_source` is the source of item 0.
   __device__ MessageSlot(int item, int first_source, int n_ranks)
       : source((first_source + item % n_ranks) % n_ranks), slot(item / n_ranks) {}
