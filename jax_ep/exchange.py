@@ -92,6 +92,21 @@ class Exchange:
                 raise RuntimeError(where + reason) from cause
         return [answer[1:] for answer in answers]
 
+    def agree(self, step: str, reason: str | None) -> str | None:
+        """The first process's reason, the same in all of them; None if none has any.
+
+        Args:
+            step: as for a call.
+            reason: why this process cannot take part, or None.
+        """
+        if self.is_alone:
+            return reason
+        answers = self(step, _OK if reason is None else _FAILED + reason.encode())
+        for process, answer in zip(self.processes, answers, strict=True):
+            if answer.startswith(_FAILED):
+                return f"process {process}: {answer[1:].decode(errors='replace')}"
+        return None
+
     def _through_client(self, key: str, payload: bytes, limit_s: float) -> list[bytes]:
         end = time.monotonic() + limit_s
         self.client.key_value_set_bytes(f"jax_ep/{key}/{self.process}", payload)

@@ -6,12 +6,17 @@ variable, for jobs that cannot pass flags:
     --gpu           JAX_EP_TEST_GPU=1         run on this machine's GPUs instead
     --transports    JAX_EP_TEST_TRANSPORTS    comma-separated, instead of the platform's
     --coordinator   JAX_EP_TEST_COORDINATOR   host:port; joins a `jax.distributed` job
+    --launcher      JAX_EP_TEST_LAUNCHER      slurm or openmpi: says what the next two do
     --process-id    JAX_EP_TEST_PROCESS_ID
     --n-processes   JAX_EP_TEST_N_PROCESSES
     --n-devices     JAX_EP_TEST_N_DEVICES     CPU devices of all processes together: 32
+    --n-nodes       JAX_EP_TEST_N_NODES       nodes of cases that do not say: 1
 
 In a job of several processes, run the same files with the same options in every process. Such a job
 skips tests whose mesh does not span all devices, and tests for one process.
+
+With several nodes, `host` and `p2p` serve each node by itself, even where they could serve all.
+The ranks of a node must be in one process for `host`, on one host for `p2p`.
 """
 
 import os
@@ -19,6 +24,8 @@ import os
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+
+from job import Job, Watch
 
 CPU_TRANSPORTS = ("xla", "host")
 GPU_TRANSPORTS = ("xla", "p2p")
@@ -31,8 +38,9 @@ def pytest_addoption(parser) -> None:
     group.addoption("--gpu", action="store_true", default=env("JAX_EP_TEST_GPU", "0") == "1")
     group.addoption("--transports", default=env("JAX_EP_TEST_TRANSPORTS"))
     group.addoption("--coordinator", default=env("JAX_EP_TEST_COORDINATOR"))
+    group.addoption("--launcher", default=env("JAX_EP_TEST_LAUNCHER"))
     group.addoption("--process-id", type=int, default=int(env("JAX_EP_TEST_PROCESS_ID", "0")))
-    for name, default in (("n-processes", "1"), ("n-devices", "32")):
+    for name, default in (("n-processes", "1"), ("n-devices", "32"), ("n-nodes", "1")):
         variable = "JAX_EP_TEST_" + name.upper().replace("-", "_")
         group.addoption(f"--{name}", type=int, default=int(env(variable, default)))
 
@@ -40,6 +48,9 @@ def pytest_addoption(parser) -> None:
 def pytest_configure(config) -> None:
     """Chooses the devices; must run before JAX starts a backend."""
     option = config.option
+    job = Job.read(option, os.environ)
+    option.n_processes, option.process_id = job.n_processes, job.process_id
+    os.environ["JAX_EP_TEST_N_NODES"] = str(option.n_nodes)  # for cases.py, which is imported later
     if option.gpu:
         jax.config.update("jax_platforms", "cuda,cpu")
     else:
@@ -54,9 +65,10 @@ def pytest_configure(config) -> None:
         if option.n_processes == 1:
             _start_backend_that_compiles_faster()
     jax.config.update("jax_numpy_dtype_promotion", "strict")
-    if option.coordinator:
+    if job.n_processes > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(option.coordinator, option.n_processes, option.process_id)
+        job.join()
+        config.pluginmanager.register(Watch(job, config), "jax_ep job")
 
 
 def _start_backend_that_compiles_faster() -> None:
@@ -70,6 +82,18 @@ def _start_backend_that_compiles_faster() -> None:
     os.environ["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false"
     jax.devices()  # reads the flags
     del os.environ["XLA_FLAGS"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def by_nodes_as_asked(request):
+    """Serves each node by itself if there are several."""
+    if request.config.option.n_nodes == 1:
+        yield
+        return
+    import harness
+
+    with harness.each_node_by_itself():
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -111,7 +135,7 @@ def transports(option) -> tuple[str, ...]:
     if option.transports:
         return tuple(option.transports.split(","))
     names = GPU_TRANSPORTS if option.gpu else CPU_TRANSPORTS
-    several = option.n_processes > 1
+    several = option.n_processes > 1 and option.n_nodes == 1
     return tuple(n for n in names if not several or n not in ONE_PROCESS_TRANSPORTS)
 
 

@@ -5,6 +5,7 @@ function sees it without that axis. Only the shards of this process's devices ar
 same code serves one process and several.
 """
 
+import contextlib
 import hashlib
 import math
 from typing import ClassVar
@@ -16,7 +17,10 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import cases
 import jax_ep
+from jax_ep.transports.host import HostConnection
+from jax_ep.transports.p2p import P2pConnection
 
 AXIS = "ep"
 
@@ -149,6 +153,37 @@ def _entry(shard, i: int) -> np.ndarray:
     return np.asarray(shard.data)[i - (shard.index[0].start or 0)]
 
 
+@contextlib.contextmanager
+def each_node_by_itself(is_so: bool = True):
+    """Makes `host` and `p2p` serve each node by itself, even where they could serve all.
+
+    Inside of another such context, `is_so=False` undoes it.
+    """
+
+    def refuse(transport):
+        original = transport.unsupported_reason
+        original = getattr(original.__func__, "original", original)
+
+        def unsupported_reason(cls, geometry, exchange):
+            if is_so and geometry.routed.n_nodes > 1:
+                return "the test wants each node to be served by itself."
+            return original(geometry, exchange)
+
+        unsupported_reason.original = original
+        return classmethod(unsupported_reason)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for transport in (HostConnection, P2pConnection):
+            patch.setattr(transport, "unsupported_reason", refuse(transport))
+        yield
+
+
+def skip_by_nodes() -> None:
+    """Skips tests of totals that are others where each node is served by itself."""
+    if cases.N_NODES > 1:
+        pytest.skip("test_nodes.py tests what ranks count with --n-nodes")
+
+
 QUANTIZED_FORMATS = {
     "blockwise_fp8": jax_ep.BlockwiseFP8,
     "mxfp8": jax_ep.MXFP8,
@@ -167,7 +202,9 @@ def format_of(case) -> jax_ep.TokenFormat:
 
 
 def config_of(case, **changes) -> jax_ep.EPConfig:
-    """The `EPConfig` of a case."""
+    """The `EPConfig` of a case; skips cases in which a node spans processes, with --n-nodes."""
+    if cases.N_NODES > 1 and case.n_nodes % jax.process_count():
+        pytest.skip(f"needs nodes inside of processes, has {case.n_nodes}")
     fields = {
         "n_experts": case.n_experts,
         "top_k": case.top_k,

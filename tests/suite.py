@@ -46,9 +46,10 @@ def clear_unused(rows: jax.Array, row_offsets: jax.Array) -> jax.Array:
 
 def n_rows_of(case) -> int:
     """Rows of the output of dispatch (C)."""
-    return case.recv_capacity or oracle.worst_case_rows(
+    worst_case = oracle.worst_case_rows(
         case.n_ranks, case.n_experts, case.top_k, case.max_tokens, alignment_of(case), **case.flags
     )
+    return min(case.recv_capacity or worst_case, worst_case)
 
 
 def layout_of(case) -> str:

@@ -141,6 +141,7 @@ def check_job() -> None:
     """Runs all checks in each process of one job."""
     check_payloads()
     check_failure()
+    check_agreement()
     check_missing_process()
     check_some_of_the_processes()
     check_collectives()
@@ -168,6 +169,14 @@ def check_failure() -> None:
     is_own = isinstance(caught.value.__cause__, MemoryError)
     assert is_own == (jax.process_index() == 1)
     assert exchange.gather("next", lambda: b"fine") == [b"fine"] * N_PROCESSES
+
+
+def check_agreement() -> None:
+    """All processes get the reason of the first that has one."""
+    exchange = exchange_of_all("agreement")
+    reason = f"reason {jax.process_index()}" if jax.process_index() > 0 else None
+    assert exchange.agree("one", reason) == "process 1: reason 1"
+    assert exchange.agree("two", None) is None
 
 
 def check_missing_process() -> None:
@@ -219,13 +228,18 @@ def check_choice_of_transport() -> None:
     geometry = geometry_of(mesh)
     for other, reason in (
         (FakeExtension(), None),
-        (FakeExtension(host="there"), "process 1 is on another host than process 0; use"),
+        (FakeExtension(host="there"), "process 1 is on another host than process 0, and"),
         (FakeExtension(reason="device 0 does not reach"), "process 1: device 0 does not"),
     ):
         use(other if me == 1 else FakeExtension())
         answer = bootstrap.unsupported_reason(geometry, exchange_of_all("choice"))
         assert (answer or "").startswith(reason or ""), answer
         assert (answer is None) == (reason is None)
+    use(FakeExtension(host=f"host {me}"))
+    for n_ranks, fits in ((2, True), (6, False)):
+        mesh = make_mesh(n_ranks, dp=6 // n_ranks)
+        answer = bootstrap.unsupported_reason(geometry_of(mesh), exchange_of_all("replicas"))
+        assert (answer is None) == fits, answer
     vars(geometry)["local_coordinates"] = ()  # the cache of the property
     exchange = exchange_of_all("nobody")
     assert "no device" in bootstrap.unsupported_reason(geometry, exchange)

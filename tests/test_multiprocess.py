@@ -1,4 +1,4 @@
-"""The suite in jobs of several processes on CPUs, where `xla` is the transport."""
+"""The suite in jobs of several processes on CPUs."""
 
 import re
 import time
@@ -72,11 +72,15 @@ def check_all_modes() -> None:
 
 
 def check_two_axes() -> None:
-    """Replicas inside one process each, and replicas that span both processes."""
+    """Replicas inside one process each, which `host` serves, and replicas that span both."""
     inside = make_mesh(4, dp=2)
     across = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2).T, inside.axis_names)
-    for mesh in (inside, across):
-        suite.check(cases.SMALL[4].replace(routing="zipf"), "xla", mesh)
+    case = cases.SMALL[4].replace(routing="zipf")
+    for mesh, fastest in ((inside, "host"), (across, "xla")):
+        with jax_ep.ep_init(mesh, AXIS, config_of(case)) as group:
+            assert group.transport == fastest
+        for transport in sorted({"xla", fastest}):
+            suite.check(case, transport, mesh)
 
 
 def check_choice_of_transport() -> None:

@@ -1,5 +1,6 @@
 """The buffers of `p2p`, which all processes of a group open and close together."""
 
+import itertools
 import json
 import warnings
 from collections.abc import Iterator, Sequence
@@ -39,31 +40,76 @@ def unsupported_reason(geometry: Geometry, exchange: Exchange) -> str | None:
     """Why the processes cannot connect their devices, the same in all; None if they can."""
     if not geometry.local_coordinates:
         return "this process holds no device of the mesh."
-    host, reason = _host_and_reason(geometry.local_coordinates)
+    host, reason = _host_and_reason(geometry)
     if exchange.is_alone:
         return reason
-    records = exchange("choice", json.dumps([host, reason]).encode())
+    step = "choice within nodes" if geometry.within_nodes else "choice"
+    records = exchange(step, json.dumps([host, reason]).encode())
     answers = dict(zip(exchange.processes, map(json.loads, records), strict=True))
     for process, (_, reason) in answers.items():
         if reason is not None:
             return f"process {process}: {reason}"
-    first, *others = answers
-    for process in others:
-        if answers[process][0] != answers[first][0]:
-            return (
-                f"process {process} is on another host than process {first}; use transport='xla'."
-            )
-    return None
+    return _split_replica(geometry, {process: host for process, (host, _) in answers.items()})
 
 
-def _host_and_reason(local: Sequence[MeshCoordinate]) -> tuple[str, str | None]:
+def _host_and_reason(geometry: Geometry) -> tuple[str, str | None]:
     """This host's identity, and what keeps this process from taking part."""
     try:
         load = extension.load_cuda()
     except ImportError as error:
         return "", extension.why_missing("_ffi_cuda", error)
-    reason = load.peer_access_problem([ordinal(each) for each in local])
-    return load.host_identity(), reason or None
+    here = {each.device for each in geometry.local_coordinates}
+    for replica in geometry.routed_replicas:
+        local = [ordinal(each) for each in replica if each.device in here]
+        reason = load.peer_access_problem(local) if local else ""
+        if reason:
+            return load.host_identity(), reason
+    return load.host_identity(), None
+
+
+def _split_replica(geometry: Geometry, hosts: dict[int, str]) -> str | None:
+    """Which devices that exchange tokens are on different hosts; `hosts` by process."""
+    for replica in geometry.routed_replicas:
+        first, *others = (each.device.process_index for each in replica)
+        for process in others:
+            if hosts[process] != hosts[first]:
+                has_nodes = geometry.routed.n_nodes > 1 or geometry.within_nodes
+                hint = "" if has_nodes else "give the number of hosts as EPConfig(n_nodes=...), or "
+                return (
+                    f"process {process} is on another host than process {first}, and all "
+                    f"{geometry.peers} must be on one host; {hint}use transport='xla'."
+                )
+    return None
+
+
+def n_hosts(geometry: Geometry, exchange: Exchange) -> int:
+    """Hosts that the ranks of each replica are on, the same in all processes.
+
+    1 if they do not split the ranks into as many nodes: consecutive ranks, equally many on each.
+    Also 1 in a process without a device of the mesh, which takes no part.
+    """
+    if not geometry.local_coordinates:
+        return 1
+    try:
+        host = extension.load_cuda().host_identity()
+    except ImportError:
+        host = ""
+    if exchange.is_alone:
+        return 1
+    answers = exchange("hosts", host.encode())
+    hosts = dict(zip(exchange.processes, answers, strict=True))
+    splits = {
+        _split([hosts[each.device.process_index] for each in replica])
+        for replica in geometry.routed_replicas
+    }
+    return splits.pop() if len(splits) == 1 and all(answers) else 1
+
+
+def _split(hosts: Sequence[bytes]) -> int:
+    """The number of runs of equal hosts, if all are equally long and of different hosts; else 1."""
+    runs = [(host, len(list(run))) for host, run in itertools.groupby(hosts)]
+    is_even = len(set(dict(runs).values())) == 1
+    return len(runs) if is_even and len(dict(runs)) == len(runs) else 1
 
 
 def open_buffers(geometry: Geometry, exchange: Exchange) -> None:
@@ -79,7 +125,7 @@ def open_buffers(geometry: Geometry, exchange: Exchange) -> None:
             n_ranks_per_node=routed.n_ranks_per_node,
             n_groups=routed.n_groups,
             n_choices=routed.n_choices,
-            max_tokens_per_rank=config.max_tokens_per_rank,
+            max_tokens_per_rank=geometry.max_routed_tokens,
             row_alignment=config.token_format.layout.row_alignment,
             row_bytes=max_message_bytes(config),
             n_sms=config.n_sms or 0,

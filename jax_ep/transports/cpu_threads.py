@@ -22,13 +22,14 @@ _warned = False
 
 def how_to_run_ahead(mesh: jax.sharding.Mesh) -> str | None:
     """What programs on the mesh need, and what to do; None if XLA has enough threads."""
-    if mesh.size == 1 or _starts_on_own_threads():
+    n_devices = len(mesh.local_devices)
+    if n_devices <= 1 or _starts_on_own_threads():
         return None
-    needed, found = 2 * mesh.size, n_threads(mesh.devices.flat[0].client)
+    needed, found = 2 * n_devices, n_threads(mesh.devices.flat[0].client)
     if found >= needed:
         return None
     return (
-        f"With more than {MAX_IN_FLIGHT} programs on {mesh.size} CPU devices in flight, XLA needs "
+        f"With more than {MAX_IN_FLIGHT} programs on {n_devices} CPU devices in flight, XLA needs "
         f"{needed} threads; it has {found}. Wait for a result (jax.block_until_ready) at least "
         f"every {MAX_IN_FLIGHT} programs, or set PJRT_NPROC={needed} in the environment."
     )

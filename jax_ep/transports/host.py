@@ -1,4 +1,7 @@
-"""Transport `host`: the CPU devices of one process, by XLA FFI handlers in C++."""
+"""Transport `host`: CPU devices, by XLA FFI handlers in C++.
+
+Devices that exchange tokens must be of one process.
+"""
 
 import time
 import warnings
@@ -24,31 +27,28 @@ _GRACE_S = 1.0  # for a program to end whose call has timed out
 
 
 class HostConnection(FfiConnection):
-    """C++ handlers on the CPU devices of one process."""
+    """C++ handlers on CPU devices."""
 
     name = "host"
     min_row_elements = 1
 
     @classmethod
     def unsupported_reason(cls, geometry: Geometry, exchange: Exchange) -> str | None:
-        """Requires CPU devices, all of this process, and the extension."""
-        mesh = geometry.mesh
-        platforms = sorted({device.platform for device in mesh.devices.flat})
+        """Requires CPU devices, each replica in one process, and the extension."""
+        platforms = sorted({device.platform for device in geometry.mesh.devices.flat})
         if platforms != ["cpu"]:
             return f"it serves CPU devices; the mesh has {', '.join(platforms)}."
-        if len(geometry.local_coordinates) != mesh.size:
-            return "all devices must belong to this process; use transport='xla'."
-        try:
-            extension.load_host()
-        except ImportError as error:
-            return extension.why_missing("_ffi", error)
-        return None
+        for replica in geometry.routed_replicas:
+            if len({each.device.process_index for each in replica}) > 1:
+                return f"all {geometry.peers} must belong to one process; use transport='xla'."
+        step = "choice of host within nodes" if geometry.within_nodes else "choice of host"
+        return exchange.agree(step, _why_not_loaded())
 
     def open(self, exchange: Exchange) -> None:
         """Registers the handlers and tells them which device is which rank."""
         geometry = self.geometry
         config, routed = geometry.config, geometry.routed
-        devices = geometry.routed_coordinates(geometry.coordinates)
+        devices = geometry.routed_coordinates(geometry.local_coordinates)
         advice = cpu_threads.how_to_run_ahead(geometry.mesh)
         if advice:
             cpu_threads.warn_once(advice, stacklevel=_LEVEL_OF_EP_INIT_CALL)
@@ -57,10 +57,11 @@ class HostConnection(FfiConnection):
             key=geometry.key,
             n_ranks=routed.n_ranks,
             n_ranks_per_node=routed.n_ranks_per_node,
+            n_source_nodes=routed.n_source_nodes,
             n_groups=routed.n_groups,
             n_choices=routed.n_choices,
             hidden_size=config.hidden_size,
-            max_tokens_per_rank=config.max_tokens_per_rank,
+            max_tokens_per_rank=geometry.max_routed_tokens,
             max_recv_tokens=geometry.max_recv_tokens,
             row_alignment=config.token_format.layout.row_alignment,
             token_bytes=config.token_format.token_bytes(config.hidden_size),
@@ -126,6 +127,15 @@ class HostConnection(FfiConnection):
     def handle_shape(self, n_tokens: int) -> tuple[int, ...]:
         """`dst_rows`, `[T, N]`: each choice's row at its destination, -1 = none."""
         return (n_tokens, self.geometry.routed.n_choices)
+
+
+def _why_not_loaded() -> str | None:
+    """Why this process has no handlers; None if it has."""
+    try:
+        extension.load_host()
+    except ImportError as error:
+        return extension.why_missing("_ffi", error)
+    return None
 
 
 def _is_ready(x: Any) -> bool:

@@ -1,6 +1,6 @@
 """Transport `p2p`: CUDA kernels for GPUs that reach each other by loads and stores.
 
-In one process or several on one host.
+In any number of processes. Devices that exchange tokens must be on one host.
 """
 
 from collections.abc import Callable
@@ -12,6 +12,7 @@ import numpy as np
 from jax_ep import autodiff
 from jax_ep.connection import FfiConnection
 from jax_ep.exchange import Exchange
+from jax_ep.formats.scales import NO_SCALES, ROW_MAJOR
 from jax_ep.geometry import Geometry
 from jax_ep.operands import CombineOperands, DispatchOperands, DispatchResults
 from jax_ep.stats import RankStats
@@ -23,6 +24,10 @@ from jax_ep.xla_ffi.async_calls import InFlightCombine, InFlightDispatch
 _MAX_PRODUCT = 2**32
 # Choices of a token, one per lane of a warp.
 _MAX_CHOICES = 32
+
+# Layouts of scales that do not depend on where groups of rows begin. Inside nodes, kernels take the
+# rows from each node for a group of their own, which other layouts would pad.
+_LAYOUTS_BY_NODES = (NO_SCALES.name, ROW_MAJOR.name)
 
 # The exchange that opened each key. Equal groups share one set of buffers.
 _exchanges: dict[str, Exchange] = {}
@@ -36,7 +41,7 @@ class P2pConnection(FfiConnection):
 
     @classmethod
     def unsupported_reason(cls, geometry: Geometry, exchange: Exchange) -> str | None:
-        """Requires CUDA devices of one host, sizes that fit, and the extension."""
+        """Requires CUDA devices, each replica on one host, sizes that fit, and the extension."""
         platforms = sorted({device.platform for device in geometry.mesh.devices.flat})
         if platforms != ["gpu"]:
             return f"it serves CUDA devices; the mesh has {', '.join(platforms)}."
@@ -101,7 +106,7 @@ class P2pConnection(FfiConnection):
         its token and the row of each choice.
         """
         routed = self.geometry.routed
-        n_messages = routed.n_ranks * self.geometry.config.max_tokens_per_rank
+        n_messages = routed.n_ranks * self.geometry.max_routed_tokens
         return (routed.n_ranks + n_messages * (1 + routed.n_choices),)
 
     def dispatch(self, operands: DispatchOperands) -> DispatchResults:
@@ -137,6 +142,10 @@ def _unsupported_size(geometry: Geometry) -> str | None:
     max_top_k = _MAX_CHOICES - int(config.fused_shared_expert)
     if config.top_k > max_top_k:
         return f"top_k must be at most {max_top_k}; got {config.top_k}."
+    layout = config.token_format.layout.name
+    if geometry.within_nodes and layout not in _LAYOUTS_BY_NODES:
+        names = " or ".join(map(repr, _LAYOUTS_BY_NODES))
+        return f"inside nodes, scales_layout must be {names}; got {layout!r}."
     for row_bytes in bootstrap.row_bytes(config):
         if row_bytes % bootstrap.VECTOR_BYTES:
             return f"a row must be a multiple of {bootstrap.VECTOR_BYTES} bytes; got {row_bytes}."

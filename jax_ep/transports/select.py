@@ -1,18 +1,30 @@
 """Selects a transport and opens a connection."""
 
 import dataclasses
+import functools
+import logging
 
 from jax_ep.connection import Connection
 from jax_ep.exchange import Exchange
 from jax_ep.geometry import Geometry
 from jax_ep.transports.host import HostConnection
+from jax_ep.transports.nodes import HostByNodes, NodesConnection, P2pByNodes
 from jax_ep.transports.p2p import P2pConnection
 from jax_ep.transports.xla import XlaConnection
 
-_FASTEST_FIRST: tuple[type[Connection], ...] = (P2pConnection, HostConnection, XlaConnection)
+_log = logging.getLogger("jax_ep")
+
+# Those by nodes come right after the transports that they have inside.
+_FASTEST_FIRST: tuple[type[Connection], ...] = (
+    P2pConnection,
+    P2pByNodes,
+    HostConnection,
+    HostByNodes,
+    XlaConnection,
+)
 
 # Of all transports, the fastest first.
-NAMES = tuple(each.name for each in _FASTEST_FIRST)
+NAMES = tuple(dict.fromkeys(each.name for each in _FASTEST_FIRST))
 
 
 def connect(requested: Geometry, exchange: Exchange) -> Connection:
@@ -26,14 +38,67 @@ def connect(requested: Geometry, exchange: Exchange) -> Connection:
 
 
 def _select(requested: Geometry, exchange: Exchange) -> Connection:
+    if requested.transport not in ("auto", *NAMES):
+        known = ", ".join(map(repr, NAMES))
+        raise ValueError(
+            f"transport must be 'auto' or one of {known}; got {requested.transport!r}."
+        )
+    refused: dict[str, str] = {}  # why those that come first cannot serve
     for transport in _FASTEST_FIRST:
         if requested.transport not in ("auto", transport.name):
             continue
         geometry = dataclasses.replace(requested, transport=transport.name)
+        if issubclass(transport, NodesConnection):
+            geometry = _with_nodes(transport, geometry, exchange)
+            if geometry.routed.n_nodes == 1:
+                continue
         reason = transport.unsupported_reason(geometry, exchange)
         if reason is None:
+            if requested.transport == "auto":
+                _log_choice(geometry, issubclass(transport, NodesConnection), refused)
             return transport(geometry)
-        if requested.transport != "auto":
-            raise ValueError(f"Transport {transport.name!r} cannot serve: {reason}")
-    known = ", ".join(map(repr, NAMES))
-    raise ValueError(f"transport must be 'auto' or one of {known}; got {requested.transport!r}.")
+        if transport.name in refused:
+            reason = f"{refused[transport.name]} Nor can it serve each node: {reason}"
+        refused[transport.name] = reason
+    raise ValueError(f"Transport {requested.transport!r} cannot serve: {reason}")
+
+
+def _with_nodes(
+    transport: type[NodesConnection], geometry: Geometry, exchange: Exchange
+) -> Geometry:
+    """The geometry with nodes: those of its config or, if it does not say, those of the devices."""
+    config = geometry.config
+    if config.skip_a2a or config.n_nodes is not None or config.n_gpus_per_node is not None:
+        return geometry
+    n_nodes = transport.find_nodes(geometry, exchange)
+    if n_nodes == 1:
+        return geometry
+    return dataclasses.replace(geometry, config=dataclasses.replace(config, n_nodes=n_nodes))
+
+
+@functools.cache
+def _log_once(level: int, message: str) -> None:
+    _log.log(level, message)
+
+
+def _log_choice(geometry: Geometry, by_nodes: bool, refused: dict[str, str]) -> None:
+    """Says which transport `"auto"` took, and why no faster one; once for each such choice.
+
+    A warning where GPUs are left with plain collectives.
+    """
+    is_slow = geometry.transport == "xla" and _platform(geometry) == "gpu"
+    shape = ", ".join(f"{name}={size}" for name, size in geometry.mesh.shape.items())
+    where = ""
+    if by_nodes:
+        where = f" inside {geometry.routed.n_nodes} nodes, with XLA between them"
+        refused = {name: why for name, why in refused.items() if name != geometry.transport}
+    lines = [
+        f"Transport {geometry.transport!r} serves the axis {geometry.axis_name!r} of the mesh "
+        f"({shape}) on {_platform(geometry)}{where}.",
+        *(f"{name!r} cannot: {reason}" for name, reason in refused.items()),
+    ]
+    _log_once(logging.WARNING if is_slow else logging.INFO, " ".join(lines))
+
+
+def _platform(geometry: Geometry) -> str:
+    return geometry.mesh.devices.flat[0].platform

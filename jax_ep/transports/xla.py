@@ -240,7 +240,7 @@ def _sum_by_rank(
         return sums + _take(terms, _index(rows, terms)), None
 
     zeros = jnp.zeros((*dst_rows.shape[:2], terms.shape[1]), terms.dtype)
-    sums, _ = lax.scan(add, vary_alike(None, zeros, terms)[0], jnp.moveaxis(dst_rows, 2, 0))
+    sums, _ = lax.scan(add, vary_alike((), zeros, terms)[0], jnp.moveaxis(dst_rows, 2, 0))
     return _all_to_all(_round(sums, expert_out.dtype).astype(expert_out.dtype), geometry)
 
 
@@ -256,11 +256,24 @@ def _sum_by_node(geometry: Geometry, rank_sums: jax.Array) -> jax.Array:
 def _round(sums: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """float32 numbers, rounded to `dtype`.
 
-    XLA may leave out conversions to bfloat16 and back, but not `reduce_precision`.
+    XLA may leave out conversions to a smaller dtype and back, but not `reduce_precision`.
     """
     if dtype == jnp.bfloat16:
         return lax.reduce_precision(sums, exponent_bits=8, mantissa_bits=7)
-    return sums.astype(dtype).astype(jnp.float32)
+    return _round_to_float16(sums) if dtype == jnp.float16 else sums
+
+
+@jax.custom_jvp
+def _round_to_float16(x: jax.Array) -> jax.Array:
+    """`reduce_precision` that keeps subnormals of float16, which are multiples of 2^-24."""
+    steps = lax.round(x * 2.0**24, lax.RoundingMethod.TO_NEAREST_EVEN)
+    normal = lax.reduce_precision(x, exponent_bits=5, mantissa_bits=10)
+    return jnp.where(jnp.abs(x) < 2.0**-14, steps * 2.0**-24, normal)
+
+
+@_round_to_float16.defjvp
+def _round_to_float16_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    return _round_to_float16(*primals), tangents[0]
 
 
 def _add_shared_expert(out: jax.Array, expert_out: jax.Array, shared_rows: jax.Array) -> jax.Array:
@@ -278,7 +291,7 @@ def _sum_in_order(terms: jax.Array, axis: int) -> jax.Array:
     once, and the contract rounds twice.
     """
     terms = jnp.moveaxis(terms, axis, 0)
-    zero = vary_alike(None, jnp.zeros(terms.shape[1:], terms.dtype), terms)[0]
+    zero = vary_alike((), jnp.zeros(terms.shape[1:], terms.dtype), terms)[0]
     total = lax.scan(lambda total, term: (total + term, None), zero, terms)[0]
     # XLA drops "0 +" from a loop of one step. A sum that starts at +0 is never -0.
     return total + lax.stop_gradient(jnp.where(total == 0, -total, zero))

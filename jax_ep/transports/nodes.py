@@ -1,0 +1,258 @@
+"""Several nodes: a transport inside each of them, XLA's collectives between them.
+
+The transport inside serves the ranks of a node. Each of its ranks brings the tokens of the ranks of
+its index on all nodes, which it has gathered, and the choices that name experts of the node:
+
+* The rows of an expert are a group of rows per node that tokens come from, in node order. So the
+  transport, which orders them by group, rank on the node, token and k, gives them in the order of
+  local expert, source rank, token and k, as on one node.
+* combine inside the node gives the node's sum for every such token, rounded to `combine_dtype`. The
+  sums return to their tokens' ranks, which add them in node order.
+
+So results have the bits of the other transports with the same `n_nodes`.
+"""
+
+import dataclasses
+import functools
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jax_ep.connection import Connection, FfiConnection
+from jax_ep.exchange import Exchange
+from jax_ep.formats import QuantizedFormat
+from jax_ep.geometry import Geometry
+from jax_ep.operands import (
+    COMBINE_NAME,
+    DISPATCH_NAME,
+    CombineOperands,
+    DispatchOperands,
+    DispatchResults,
+    Routing,
+)
+from jax_ep.stats import RankStats
+from jax_ep.transports import between_nodes, bootstrap
+from jax_ep.transports.host import HostConnection
+from jax_ep.transports.p2p import P2pConnection
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class NodeHandle:
+    """The handle of a dispatch: the routing of all nodes' tokens inside this node."""
+
+    group_ids: jax.Array  # int32[N * T, N_c]
+    handle: jax.Array  # of the transport inside
+    row_offsets: jax.Array  # uint32[n_local_groups * N + 1]
+    src_info: jax.Array  # int32[C, 2]
+
+    def routing(self) -> Routing:
+        """The same as operands of the transport inside."""
+        leading = (self.group_ids.shape[0],)
+        return Routing(self.group_ids, self.handle, self.row_offsets, self.src_info, leading)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class NodeCall:
+    """A call in flight inside the node."""
+
+    call: Any  # of the transport inside
+    operands: DispatchOperands | CombineOperands  # of the call inside
+    shared_rows: jax.Array | None  # of combine, see _split_shared
+
+    def then(self, x: Any) -> Any:
+        """See `InFlight.then`."""
+        return self.call.then(x)
+
+
+class NodesConnection(Connection):
+    """`inner_type` inside each node, XLA's collectives between them."""
+
+    inner_type: ClassVar[type[FfiConnection]]
+
+    def __init__(self, geometry: Geometry) -> None:
+        super().__init__(geometry)
+        self.inner = self.inner_type(_within_nodes(geometry))
+
+    @classmethod
+    def unsupported_reason(cls, geometry: Geometry, exchange: Exchange) -> str | None:
+        """Requires that the transport can serve each node."""
+        return cls.inner_type.unsupported_reason(_within_nodes(geometry), exchange)
+
+    @classmethod
+    def find_nodes(cls, geometry: Geometry, exchange: Exchange) -> int:
+        """The nodes that the devices form, where the config does not say; 1 if not known."""
+        return 1
+
+    def open(self, exchange: Exchange) -> None:
+        """Opens the transport inside."""
+        self.inner.open(exchange)
+
+    def close(self) -> None:
+        """Closes the transport inside."""
+        self.inner.close()
+
+    def check(self) -> None:
+        """See `EPGroup.check`."""
+        self.inner.check()
+
+    def stats(self) -> list[RankStats]:
+        """See `EPGroup.stats`."""
+        return self.inner.stats()
+
+    def dev_ptrs(self) -> np.ndarray:
+        """See `EPGroup.dev_ptrs`."""
+        return self.inner.dev_ptrs()
+
+    def n_slices(self, rows: jax.Array) -> int:
+        """As many combines as the transport inside needs."""
+        return self.inner.n_slices(rows)
+
+    def dispatch(self, operands: DispatchOperands) -> DispatchResults:
+        """Gathers the tokens of all nodes; dispatches them inside the node."""
+        within = self._gather(operands)
+        return self._results(within, self.inner.dispatch(within))
+
+    def combine(self, operands: CombineOperands) -> jax.Array:
+        """Combines inside the node; returns the sums, or rows, to their tokens' ranks."""
+        within, shared_rows = self._operands_within(operands)
+        return self._return(operands, shared_rows, self.inner.combine(within))
+
+    def start(self, operands: DispatchOperands | CombineOperands) -> NodeCall:
+        """Gathers what the call needs, and starts it inside the node."""
+        if isinstance(operands, DispatchOperands):
+            gathered = self._gather(operands)
+            return NodeCall(self.inner.start(gathered), gathered, None)
+        within, shared_rows = self._operands_within(operands)
+        return NodeCall(self.inner.start(within), within, shared_rows)
+
+    def finish(self, call: NodeCall, operands: Any, after: Any) -> Any:
+        """Waits for the call inside the node, then returns sums to their tokens' ranks."""
+        result = self.inner.finish(call.call, call.operands, after)
+        if isinstance(operands, DispatchOperands):
+            return self._results(call.operands, result)
+        return self._return(operands, call.shared_rows, result)
+
+    def _gather(self, operands: DispatchOperands) -> DispatchOperands:
+        """The operands of the dispatch inside the node."""
+        geometry, tokens = self.geometry, operands.tokens
+        if isinstance(geometry.config.token_format, QuantizedFormat):
+            tokens = lax.stop_gradient(tokens)  # the gradient flows through `dequantize`
+        weights = operands.topk_weights
+        if weights is None:
+            ids = between_nodes.spread_ids(geometry, operands.group_ids)
+        else:
+            ids, weights = between_nodes.spread_choices(geometry, operands.group_ids, weights)
+        ids = lax.stop_gradient(between_nodes.route_within(geometry, ids))
+        return DispatchOperands(
+            between_nodes.spread_tokens(geometry, tokens),
+            checkpoint_name(ids, DISPATCH_NAME),
+            weights,
+            operands.input_scale,
+        )
+
+    def _results(self, within: Any, results: DispatchResults) -> DispatchResults:
+        """The results of dispatch, from those of the dispatch inside the node."""
+        n_nodes = self.geometry.routed.n_nodes
+        n_tokens = within.group_ids.shape[0] // n_nodes
+        handle = NodeHandle(within.group_ids, results.handle, results.row_offsets, results.src_info)
+        token, k = results.src_info[:, 0], results.src_info[:, 1]
+        token = jnp.where(token >= 0, token % n_tokens, token)
+        return results._replace(
+            row_offsets=results.row_offsets[::n_nodes],
+            src_info=jnp.stack([token, k], axis=1),
+            handle=handle,
+        ).named()
+
+    def _operands_within(
+        self, operands: CombineOperands
+    ) -> tuple[CombineOperands, jax.Array | None]:
+        """The operands of the combine inside the node, and this rank's shared expert's rows."""
+        handle: Any = operands.routing.handle
+        ids, weights = operands.routing.group_ids, operands.topk_weights
+        if weights is not None:
+            weights = between_nodes.spread_weights(self.geometry, ids, weights)
+        expert_out, shared_rows = operands.expert_out, None
+        n_shared = min(operands.routing.n_tokens, expert_out.shape[0])
+        if operands.adds_shared_expert and n_shared > 0:
+            expert_out, shared_rows = _split_shared(n_shared, expert_out)
+        within = dataclasses.replace(
+            operands,
+            expert_out=expert_out,
+            routing=handle.routing(),
+            topk_weights=weights,
+            residual=None,
+        )
+        return within, shared_rows
+
+    def _return(
+        self, operands: CombineOperands, shared_rows: jax.Array | None, out: jax.Array
+    ) -> jax.Array:
+        """The result of combine, from that of the combine inside the node."""
+        if not operands.reduce:
+            ids = operands.routing.group_ids
+            rows = between_nodes.collect_rows(self.geometry, out, ids)
+            return checkpoint_name(rows, COMBINE_NAME)
+        sums = between_nodes.collect_sums(self.geometry, out, operands.residual)
+        if shared_rows is not None:
+            sums = _add_shared(sums, shared_rows)
+        return checkpoint_name(sums, COMBINE_NAME)
+
+
+def _within_nodes(geometry: Geometry) -> Geometry:
+    return dataclasses.replace(geometry, within_nodes=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _split_shared(n: int, expert_out: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Splits off the first n rows, those of the shared expert, and leaves zeros in their place.
+
+    They are this rank's own tokens, in order. The combine inside the node adds them, zeros by now,
+    to its sums; the rows themselves must be added to the sum over all nodes.
+    """
+    zeros = jnp.zeros_like(expert_out[:n])
+    return expert_out.at[:n].set(zeros), expert_out[:n]
+
+
+def _split_shared_fwd(n: int, expert_out: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
+    return _split_shared(n, expert_out), None
+
+
+def _split_shared_bwd(n: int, _: None, cotangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array]:
+    rest, shared = cotangents
+    return (rest.at[:n].set(shared),)
+
+
+_split_shared.defvjp(_split_shared_fwd, _split_shared_bwd)
+
+
+def _add_shared(sums: jax.Array, shared_rows: jax.Array) -> jax.Array:
+    """`sums` `[T, H]` plus the shared expert's row of each of the first tokens."""
+    n = shared_rows.shape[0]
+    total = sums[:n].astype(jnp.float32) + shared_rows.astype(jnp.float32)
+    return jnp.concatenate([total.astype(sums.dtype), sums[n:]])
+
+
+class HostByNodes(NodesConnection):
+    """`host` inside nodes: the devices of a node belong to one process."""
+
+    name = HostConnection.name
+    inner_type = HostConnection
+
+
+class P2pByNodes(NodesConnection):
+    """`p2p` inside nodes: the devices of a node are on one host."""
+
+    name = P2pConnection.name
+    inner_type = P2pConnection
+
+    @classmethod
+    def find_nodes(cls, geometry: Geometry, exchange: Exchange) -> int:
+        """The hosts that the ranks of each replica are on."""
+        is_gpu = {device.platform for device in geometry.mesh.devices.flat} == {"gpu"}
+        return bootstrap.n_hosts(geometry, exchange) if is_gpu else 1
