@@ -4,6 +4,7 @@ from jax_ep.config import EPConfig as EPConfig
 from jax_ep.dequantize import dequantize as dequantize
 from jax_ep.expert_mlp import EXPERT_HIDDEN_NAME as EXPERT_HIDDEN_NAME
 from jax_ep.expert_mlp import expert_mlp as expert_mlp
+from jax_ep.export import disabled_checks as disabled_checks
 from jax_ep.formats import BF16 as BF16
 from jax_ep.formats import MXFP4 as MXFP4
 from jax_ep.formats import MXFP8 as MXFP8

@@ -54,7 +54,7 @@ def _dispatch_fwd(
 ) -> tuple[DispatchResults, tuple[Routing, jax.Array]]:
     named = _dispatch(connection, operands, results)
     ids = operands.group_ids
-    routing = Routing(ids, named.handle, named.row_offsets, named.src_info, ids.shape[0])
+    routing = Routing(ids, named.handle, named.row_offsets, named.src_info, ids.shape[:1])
     return named, (routing, jnp.zeros(0, operands.tokens.dtype))
 
 

@@ -1,5 +1,6 @@
 """Checks of arguments while JAX traces the public calls."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,12 +14,12 @@ from jax_ep.geometry import Geometry
 
 def check_manual(operation: str, geometry: Geometry) -> None:
     """Requires the call to be inside a `jax.shard_map` over the group's mesh."""
-    mesh, axis_name = jax.sharding.get_abstract_mesh(), geometry.axis_name
-    if axis_name not in mesh.manual_axes:
+    mesh, names = jax.sharding.get_abstract_mesh(), geometry.axis_names
+    if set(names) - set(mesh.manual_axes):
+        axes = f"axis {names[0]!r}" if len(names) == 1 else f"axes {names}"
         raise ValueError(
-            f"{operation} must be called inside jax.shard_map over the axis {axis_name!r}; manual "
-            f"axes here: {tuple(mesh.manual_axes)}. Elsewhere XLA would gather and replicate the "
-            "operands."
+            f"{operation} must be called inside jax.shard_map over the {axes}; manual axes here: "
+            f"{tuple(mesh.manual_axes)}. Elsewhere XLA would gather and replicate the operands."
         )
     if set(mesh.manual_axes) != set(mesh.axis_names):
         raise ValueError(
@@ -33,26 +34,64 @@ def check_manual(operation: str, geometry: Geometry) -> None:
         )
 
 
+# Kinds of dtypes that `check_array` takes in place of a dtype.
+_KINDS = {jnp.integer: "integers", jnp.floating: "floating-point numbers"}
+
+
 def check_array(
     operation: str, name: str, x: Any, shape: tuple[int | None, ...], letters: str, *dtypes: Any
 ) -> None:
-    """Requires a shape, in which None stands for any size, and one of the dtypes."""
+    """Requires a shape, in which None stands for any size, and one of the dtypes.
+
+    `letters` name the last dimensions.
+    """
     if x is None:
         raise ValueError(f"{operation}: {name} must be an array; got None.")
     fits = x.ndim == len(shape) and all(
         want is None or want == got for want, got in zip(shape, x.shape, strict=True)
     )
     if not fits:
+        named = [*[""] * len(shape), *letters.split()][-len(shape) :]
         expected = ", ".join(
-            letter if size is None else f"{letter}={size}"
-            for letter, size in zip(letters.split(), shape, strict=True)
+            letter if size is None else f"{letter}={size}" if letter else str(size)
+            for letter, size in zip(named, shape, strict=True)
         )
         raise ValueError(f"{operation}: {name} must have the shape [{expected}]; got {x.shape}.")
-    if x.dtype not in map(np.dtype, dtypes):
-        names = " or ".join(np.dtype(dtype).name for dtype in dtypes)
+    if not any(_is_of(x.dtype, dtype) for dtype in dtypes):
+        names = " or ".join(_KINDS.get(dtype) or np.dtype(dtype).name for dtype in dtypes)
         raise ValueError(
             f"{operation}: {name} must be {names}; got {x.dtype.name}. Cast it with .astype()."
         )
+
+
+def _is_of(dtype: Any, wanted: Any) -> bool:
+    return jnp.issubdtype(dtype, wanted) if wanted in _KINDS else dtype == np.dtype(wanted)
+
+
+def check_per_token(
+    operation: str, name: str, x: Any, leading: Sequence[int], size: int, letter: str, *dtypes: Any
+) -> None:
+    """Requires `[*leading, size]`: something for each token, whose leading dimensions are given."""
+    letters = f"T {letter}" if len(leading) == 1 else letter
+    check_array(operation, name, x, (*leading, size), letters, *dtypes)
+
+
+def as_int32(ids: Any) -> jax.Array:
+    """Integers of any dtype; those beyond int32 become its limits, which are no expert's id."""
+    if ids.dtype == jnp.int32:
+        return ids
+    module: Any = np if isinstance(ids, np.ndarray) else jnp
+    given, limits = jnp.iinfo(ids.dtype), np.iinfo(np.int32)
+    if given.min < limits.min:
+        ids = module.maximum(ids, ids.dtype.type(limits.min))
+    if given.max > limits.max:
+        ids = module.minimum(ids, ids.dtype.type(limits.max))
+    return jnp.asarray(ids.astype(np.int32))
+
+
+def as_float32(weights: Any) -> jax.Array:
+    """Floating-point numbers of any dtype; gradients come back in it."""
+    return weights if weights.dtype == jnp.float32 else jnp.asarray(weights.astype(np.float32))
 
 
 def check_input_scale(operation: str, token_format: TokenFormat, input_scale: Any) -> Any:
@@ -100,15 +139,14 @@ def as_arrays(*arrays: Any) -> list[Any]:
     return [x if stays(x) else jnp.asarray(x) for x in arrays]
 
 
-def vary_alike(axis_name: str | None, *arrays: Any) -> list[Any]:
-    """Types all arrays as varying over the same mesh axes, `axis_name` among them.
+def vary_alike(axis_names: Sequence[str], *arrays: Any) -> list[Any]:
+    """Types all arrays as varying over the same mesh axes, `axis_names` among them.
 
     `jax.shard_map` with `check_vma` requires the operands of a primitive to agree. The gradient of
     the conversion is the sum that an unvarying operand needs.
     """
     present = [x for x in arrays if x is not None]
-    axes = {axis_name} if axis_name else set()
-    axes = axes.union(*(jax.typeof(x).mat.varying for x in present))
+    axes = set(axis_names).union(*(jax.typeof(x).mat.varying for x in present))
 
     def vary(x: Any) -> Any:
         missing = tuple(sorted(axes - jax.typeof(x).mat.varying))

@@ -11,7 +11,7 @@ import numpy as np
 from jax_ep.formats import BF16, TokenFormat
 from jax_ep.formats.plain import as_dtype
 
-_COMBINE_DTYPES = (np.dtype(jnp.bfloat16), np.dtype(jnp.float32))
+_COMBINE_DTYPES = tuple(np.dtype(each) for each in (jnp.bfloat16, jnp.float16, jnp.float32))
 _INT32_MAX = 2**31 - 1
 _MAX_TIMEOUT_S = 1e6
 
@@ -21,17 +21,28 @@ class RoutedSizes(NamedTuple):
 
     A shared expert counts as one more group of rows on each rank and one more choice of each token.
     With `skip_a2a`, every rank exchanges tokens with itself alone.
+
+    Within nodes, ranks exchange tokens with those of their node, and each brings the tokens of the
+    ranks of its index on all nodes. The rows of each expert are then a group per node that tokens
+    come from, in node order; such groups are padded as one.
     """
 
-    n_ranks: int  # that exchange tokens: R, or 1 with skip_a2a
+    n_ranks: int  # that exchange tokens: R; those of a node; or 1 with skip_a2a
     n_ranks_per_node: int  # rank r is on node r // n_ranks_per_node
-    n_local_groups: int  # groups of rows on a rank: L, plus one for a shared expert
+    n_source_nodes: int  # nodes that the tokens that a rank brings are from; else 1
+    # Groups of rows on a rank: L, plus one for a shared expert; times n_source_nodes.
+    n_local_groups: int
     n_choices: int  # of a token (N): K, plus one for a shared expert
 
     @property
     def n_groups(self) -> int:
         """Groups of rows over all ranks that exchange tokens (G)."""
         return self.n_ranks * self.n_local_groups
+
+    @property
+    def n_padded_groups(self) -> int:
+        """Groups of rows on a rank that are padded, and have scales, of their own."""
+        return self.n_local_groups // self.n_source_nodes
 
     @property
     def n_nodes(self) -> int:
@@ -50,7 +61,8 @@ class EPConfig:
         hidden_size: elements per token (H).
         max_tokens_per_rank: upper bound on the tokens that a rank dispatches in one call (M).
         token_format: what travels per token.
-        combine_dtype: dtype of `expert_out` and of the result of `combine`: bfloat16 or float32.
+        combine_dtype: dtype of `expert_out` and of the result of `combine`: bfloat16, float16 or
+            float32. A sum beyond float16's range, 65504, is infinite.
         fused_shared_expert: every rank also has a shared expert that processes all of the rank's
             own tokens. They form the first group in the output of dispatch, in order and in the
             token format. combine casts the weighted sum, adds the shared expert's row unweighted,
@@ -59,17 +71,24 @@ class EPConfig:
             travels. dispatch selects the rows for this rank's experts; combine returns their
             contribution to each token, and the caller sums over ranks with `jax.lax.psum`. The
             shared expert's tokens are split over the ranks.
+        zero_unused_rows: rows that are not in use hold zeros in all arrays of `Dispatched` that
+            have rows (-1 in `src_info`), and in the gradient of `expert_out`. Otherwise they are
+            unspecified. For experts that reduce over all rows, or have gradients and mask nothing.
+            Costs a pass over all C rows in dispatch, and one in the backward of combine.
         recv_capacity: rows of the output of dispatch (C). Rows beyond it are dropped and counted.
-            None is the largest value: `M * R * min(K, L)` (with `skip_a2a`: `M * min(K, L)`), plus
-            M for a shared expert (with `skip_a2a`: `ceil(M / R)`), plus the format's padding. If
-            K <= L, no routing needs more. If K > L, no routing does in which each token names an
-            expert at most once; a token that repeats experts may have up to K rows on a rank, so
-            with such tokens, rows may be dropped.
+            None, and any larger number, stands for the worst case: `M * R * min(K, L)` (with
+            `skip_a2a`: `M * min(K, L)`), plus M for a shared expert (with `skip_a2a`:
+            `ceil(M / R)`), plus the format's padding. If K <= L, no routing needs more. If K > L,
+            no routing does in which each token names an expert at most once; a token that repeats
+            experts may have up to K rows on a rank, so with such tokens, rows may be dropped.
         n_gpus_per_node: ranks that reach each other by loads and stores: rank r is on node
-            `r // n_gpus_per_node`. None: all ranks divided by `n_nodes`. `p2p` serves one host.
-        n_nodes: number of nodes. None: all ranks divided by `n_gpus_per_node`, or one. If there are
-            several, combine rounds the sum of each, on every transport and also where all ranks are
-            on one host.
+            `r // n_gpus_per_node`. None: all ranks divided by `n_nodes`.
+        n_nodes: number of nodes. None: all ranks divided by `n_gpus_per_node`, or one; for `p2p` on
+            several hosts, `ep_init` takes the hosts that each replica is on. If there are several,
+            combine rounds the sum of each, on every transport and also where all ranks are on one
+            host. Where a replica is on several hosts (`p2p`) or in several processes (`host`), the
+            transport serves each node by itself, and XLA's collectives connect them
+            (docs/concepts.md#several-nodes).
         n_sms: streaming multiprocessors that a call may use on a GPU. None: all of them, or 24 for
             asynchronous calls (docs/overlap.md).
         timeout_s: how long a rank waits for another in one call, in seconds; at most 1e6.
@@ -86,6 +105,7 @@ class EPConfig:
     combine_dtype: Any = jnp.bfloat16
     fused_shared_expert: bool = False
     skip_a2a: bool = False
+    zero_unused_rows: bool = False
     recv_capacity: int | None = None
     n_gpus_per_node: int | None = None
     n_nodes: int | None = None
@@ -114,10 +134,10 @@ class EPConfig:
         dtype = as_dtype(self.combine_dtype)
         if dtype not in _COMBINE_DTYPES:
             got = self.combine_dtype if dtype is None else dtype.name
-            raise ValueError(f"combine_dtype must be bfloat16 or float32; got {got}.")
+            raise ValueError(f"combine_dtype must be bfloat16, float16 or float32; got {got}.")
         self._set("combine_dtype", dtype)
         self._set("timeout_s", _seconds("timeout_s", self.timeout_s))
-        for name in ("fused_shared_expert", "skip_a2a"):
+        for name in ("fused_shared_expert", "skip_a2a", "zero_unused_rows"):
             if not isinstance(getattr(self, name), bool | np.bool_):
                 raise ValueError(f"{name} must be True or False; got {getattr(self, name)!r}.")
             self._set(name, bool(getattr(self, name)))
@@ -152,17 +172,20 @@ class EPConfig:
             )
         return per_node, n_ranks // per_node
 
-    def routed(self, n_ranks: int) -> RoutedSizes:
+    def routed(self, n_ranks: int, within_nodes: bool = False) -> RoutedSizes:
         """The sizes that transports route by.
 
         Raises:
             ValueError: they do not fit in int32, or nodes do not partition the ranks.
         """
         n_shared = int(self.fused_shared_expert)
+        per_node, n_nodes = (1, 1) if self.skip_a2a else self.nodes(n_ranks)
+        n_source_nodes = n_nodes if within_nodes else 1
         sizes = RoutedSizes(
-            n_ranks=1 if self.skip_a2a else n_ranks,
-            n_ranks_per_node=1 if self.skip_a2a else self.nodes(n_ranks)[0],
-            n_local_groups=self.n_local_experts(n_ranks) + n_shared,
+            n_ranks=1 if self.skip_a2a else per_node if within_nodes else n_ranks,
+            n_ranks_per_node=per_node,
+            n_source_nodes=n_source_nodes,
+            n_local_groups=(self.n_local_experts(n_ranks) + n_shared) * n_source_nodes,
             n_choices=self.top_k + n_shared,
         )
         if sizes.n_groups > _INT32_MAX:
@@ -173,23 +196,18 @@ class EPConfig:
         return sizes
 
     def max_recv_tokens(self, n_ranks: int) -> int:
-        """Rows of the output of dispatch (C): `recv_capacity`, or the worst case.
+        """Rows of the output of dispatch (C): `recv_capacity`, at most the worst case.
 
         In the worst case, each token has `min(K, L)` rows on a rank: with K <= L, it cannot have
         more; with K > L, only if it repeats an expert. The shared expert's rows and the rows that
         pad groups to the format's alignment come on top.
 
         Raises:
-            ValueError: `recv_capacity` exceeds the worst case, or a size does not fit in 32 bits.
+            ValueError: a size does not fit in 32 bits.
         """
-        worst_case = self._worst_case(n_ranks)
-        rows = worst_case if self.recv_capacity is None else self.recv_capacity
-        if rows > worst_case:
-            raise ValueError(
-                "recv_capacity must be at most max_tokens_per_rank * n_ranks * min(top_k, "
-                "n_local_experts), plus the shared expert's and padding rows (n_ranks counts as 1 "
-                f"with skip_a2a), = {worst_case}; got {rows}."
-            )
+        rows = self._worst_case(n_ranks)
+        if self.recv_capacity is not None:
+            rows = min(rows, self.recv_capacity)
         n_choices = self.max_tokens_per_rank * self.routed(n_ranks).n_choices
         if max(rows, n_choices) > _INT32_MAX:
             raise ValueError(

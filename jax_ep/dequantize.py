@@ -7,6 +7,7 @@ from jax_ep import autodiff
 from jax_ep.formats import QuantizedFormat
 from jax_ep.group import check_group
 from jax_ep.results import Dispatched, check_dispatched
+from jax_ep.rows import in_use
 
 
 def dequantize(dispatched: Dispatched, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
@@ -32,10 +33,11 @@ def dequantize(dispatched: Dispatched, dtype: jax.typing.DTypeLike | None = None
     check_group("dequantize", group)
     token_format = group.config.token_format
     if not isinstance(token_format, QuantizedFormat):
-        row = jnp.arange(group.max_recv_tokens, dtype=jnp.uint32)
-        in_use = (row < row_offsets[-1])[:, None]
         rows = dispatched.tokens.astype(dtype or dispatched.tokens.dtype)
-        return jnp.where(in_use, rows, jnp.zeros((), rows.dtype))
+        if group.config.zero_unused_rows:
+            return rows
+        is_used = in_use(row_offsets, group.max_recv_tokens)
+        return jnp.where(is_used, rows, jnp.zeros((), rows.dtype))
     source_tokens, scales = dispatched.source_tokens, dispatched.scales
     assert source_tokens is not None and scales is not None
     source_tokens = source_tokens.astype(dtype or source_tokens.dtype)

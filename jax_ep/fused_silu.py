@@ -71,7 +71,7 @@ def fused_silu(
     n_groups = row_offsets.shape[0] - 1
     input_scales = checks.check_input_scales("fused_silu", token_format, input_scales, n_groups)
     activation = Activation(token_format, interleaved, _check_clamp(clamp))
-    x, row_offsets, input_scales = checks.vary_alike(None, x, row_offsets, input_scales)
+    x, row_offsets, input_scales = checks.vary_alike((), x, row_offsets, input_scales)
     row_offsets = lax.stop_gradient(row_offsets)  # those of a dispatch have a tangent
     if not isinstance(token_format, QuantizedFormat):
         return autodiff.fused_silu(activation, x, row_offsets)

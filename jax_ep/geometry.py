@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import hashlib
+import math
 from collections.abc import Iterable
 
 import jax
@@ -17,7 +18,7 @@ class MeshCoordinate:
 
     device: jax.Device
     replica: int  # index over the mesh's other axes
-    rank: int  # index along the expert-parallel axis
+    rank: int  # index along the expert-parallel axis, or over the product of several
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -27,20 +28,27 @@ class Geometry:
     Immutable and hashable. It holds no resources; a transport's connection does.
 
     Raises:
-        ValueError: the mesh has no such axis, or the config does not fit its size.
+        ValueError: the mesh has no such axis, or the config does not fit the number of ranks.
     """
 
     mesh: jax.sharding.Mesh
-    axis_name: str  # the mesh axis along which ranks are counted
+    axis_name: str | tuple[str, ...]  # one or more axes along which ranks are counted, in order
     config: EPConfig
     transport: str  # name of the transport
+    # Ranks exchange tokens with those of their node, on behalf of the ranks of their index on all
+    # nodes: the geometry of a transport inside nodes; see transports/nodes.py.
+    within_nodes: bool = False
 
     def __post_init__(self) -> None:
-        if self.axis_name not in self.mesh.axis_names:
+        names = self.axis_names
+        are_axes = len(names) > 0 and all(name in self.mesh.axis_names for name in names)
+        if not are_axes or len(set(names)) < len(names):
             raise ValueError(
-                f"axis_name must be the name of one axis of the mesh; got {self.axis_name!r}, the "
-                f"mesh has {self.mesh.axis_names}."
+                "axis_name must be the name of one axis of the mesh, or a tuple of different ones; "
+                f"got {self.axis_name!r}, the mesh has {self.mesh.axis_names}."
             )
+        # One axis is the same group, however it is given.
+        object.__setattr__(self, "axis_name", names[0] if len(names) == 1 else names)
         self.config.n_local_experts(self.n_ranks)
         self.config.max_recv_tokens(self.n_ranks)
         self.config.nodes(self.n_ranks)
@@ -55,12 +63,19 @@ class Geometry:
         shape = tuple(self.mesh.shape.items())
         facts = (shape, device_ids, self.axis_name, self.config, self.transport)
         digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
-        return f"{self.transport}-ep{self.n_ranks}-{digest}"
+        key = f"{self.transport}-ep{self.n_ranks}-{digest}"
+        return f"{key}-within-nodes" if self.within_nodes else key
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        """`axis_name` as a tuple."""
+        name = self.axis_name
+        return tuple(name) if isinstance(name, tuple | list) else (name,)
 
     @property
     def n_ranks(self) -> int:
-        """Ranks (R): the size of the mesh axis."""
-        return self.mesh.shape[self.axis_name]
+        """Ranks (R): the product of the sizes of the axes."""
+        return math.prod(self.mesh.shape[name] for name in self.axis_names)
 
     @property
     def n_local_experts(self) -> int:
@@ -75,13 +90,19 @@ class Geometry:
     @functools.cached_property
     def routed(self) -> RoutedSizes:
         """The sizes that transports route by."""
-        return self.config.routed(self.n_ranks)
+        return self.config.routed(self.n_ranks, self.within_nodes)
+
+    @property
+    def max_routed_tokens(self) -> int:
+        """Tokens that a rank may bring to a call of the transport: M, or M per node."""
+        return self.config.max_tokens_per_rank * self.routed.n_source_nodes
 
     @functools.cached_property
     def coordinates(self) -> tuple[MeshCoordinate, ...]:
         """The coordinate of every device, in mesh order."""
-        axis = self.mesh.axis_names.index(self.axis_name)
-        replicas = np.moveaxis(self.mesh.devices, axis, -1).reshape(-1, self.n_ranks)
+        axes = [self.mesh.axis_names.index(name) for name in self.axis_names]
+        last = range(-len(axes), 0)
+        replicas = np.moveaxis(self.mesh.devices, axes, last).reshape(-1, self.n_ranks)
         where = {
             device: MeshCoordinate(device, replica, rank)
             for replica, devices in enumerate(replicas)
@@ -98,11 +119,33 @@ class Geometry:
     def routed_coordinates(self, coordinates: Iterable[MeshCoordinate]) -> list[MeshCoordinate]:
         """The coordinates of the same devices among the ranks that exchange tokens.
 
-        With `skip_a2a`, each device is a replica of its own; otherwise nothing changes.
+        With `skip_a2a`, each device is a replica of its own; within nodes, each node is; otherwise
+        nothing changes.
         """
-        if not self.config.skip_a2a:
-            return list(coordinates)
-        return [MeshCoordinate(c.device, c.replica * self.n_ranks + c.rank, 0) for c in coordinates]
+        size = self.routed.n_ranks
+        each = self.n_ranks // size
+        return [
+            MeshCoordinate(c.device, c.replica * each + c.rank // size, c.rank % size)
+            for c in coordinates
+        ]
+
+    @functools.cached_property
+    def routed_replicas(self) -> tuple[tuple[MeshCoordinate, ...], ...]:
+        """The devices that exchange tokens with each other, by replica, in rank order."""
+        replicas: dict[int, list[MeshCoordinate]] = {}
+        for each in self.routed_coordinates(self.coordinates):
+            replicas.setdefault(each.replica, []).append(each)
+        return tuple(
+            tuple(sorted(replicas[i], key=lambda each: each.rank)) for i in sorted(replicas)
+        )
+
+    @property
+    def peers(self) -> str:
+        """The devices that exchange tokens, for messages."""
+        if not self.within_nodes:
+            return f"devices along the axis {self.axis_name!r}"
+        n_ranks = self.routed.n_ranks
+        return f"devices of a node, {n_ranks} consecutive ranks along the axis {self.axis_name!r},"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Geometry) and (self.key, self.mesh) == (other.key, other.mesh)

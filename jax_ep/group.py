@@ -37,8 +37,8 @@ class EPGroup:
         return self.geometry.mesh
 
     @property
-    def axis_name(self) -> str:
-        """The mesh axis along which ranks are counted."""
+    def axis_name(self) -> str | tuple[str, ...]:
+        """The mesh axis along which ranks are counted; a tuple if there are several."""
         return self.geometry.axis_name
 
     @property
@@ -48,7 +48,7 @@ class EPGroup:
 
     @property
     def n_ranks(self) -> int:
-        """Ranks of the group (R): the size of the mesh axis."""
+        """Ranks of the group (R): the size of the mesh axis, or the product of several."""
         return self.geometry.n_ranks
 
     @property
@@ -125,10 +125,10 @@ class EPGroup:
         Calls that were enqueued before complete first, or fail. `host` waits for every array of
         this process that is being computed on CPUs. If for longer than `timeout_s` no such array
         and no call of the group is completed, it warns; then calls that have not started raise. So
-        do calls whose results the program has dropped. `p2p` waits for the kernels that XLA has
-        launched, which XLA does before a jitted function returns. All processes of a group must
-        close it; each waits at most 10 s for the others. Buffers that CUDA graphs refer to are kept
-        for the next equal group.
+        do calls whose results the program has dropped. `p2p` waits for what has been launched on
+        the process's devices; calls that XLA launches later raise, so first wait for the results
+        (`jax.block_until_ready`). All processes of a group must close it; each waits at most 10 s
+        for the others. Buffers that CUDA graphs refer to are kept for the next equal group.
         """
         if not self._closed:
             self._closed = True
@@ -176,24 +176,31 @@ def check_group(operation: str, group: EPGroup) -> None:
 
 def ep_init(
     mesh: jax.sharding.Mesh,
-    axis_name: str,
+    axis_name: str | tuple[str, ...],
     config: EPConfig,
     transport: str = "auto",
     exchange: ExchangeFn | None = None,
 ) -> EPGroup:
-    """Sets up expert parallelism along a mesh axis.
+    """Sets up expert parallelism along one or more mesh axes.
 
     Every process that holds devices of the mesh must call it with the same arguments. Processes
     that share groups must open them in the same order, and close them in the same order.
 
     Args:
-        mesh: devices. Each replica, a line of devices along `axis_name`, is an expert-parallel
-            group of its own.
-        axis_name: the axis along which experts are spread.
+        mesh: devices. Each replica, the devices along `axis_name` at one index of the other axes,
+            is an expert-parallel group of its own.
+        axis_name: the axis along which experts are spread. Of several, such as `("context",
+            "expert")`, the ranks are the product, in this order, the last varying fastest, as
+            `jax.lax.axis_index` and `jax.P` count them; so rank r's experts are shard r of
+            `jax.P(axis_name)`.
         config: the static parameters.
-        transport: `"auto"` takes the fastest that can serve; `"host"`: the CPU devices of one
-            process; `"p2p"`: CUDA devices of one host that reach each other, in one process or
-            several; `"xla"`: plain `jax.lax` collectives, everywhere.
+        transport: `"auto"` takes the fastest that can serve, and logs which one that is and what
+            kept faster ones out (logger `jax_ep`, level INFO; WARNING if GPUs are left with
+            `"xla"`). `"host"`: CPU devices, each replica in one process; `"p2p"`: CUDA devices, in
+            any number of processes, the devices of each replica on one host and in reach of each
+            other; `"xla"`: plain `jax.lax` collectives, everywhere. With several nodes
+            (`config.n_nodes`), what `"host"` and `"p2p"` need of each replica, they need of each
+            node only.
         exchange: how processes send each other their buffers' addresses, in place of JAX's
             distributed runtime: `exchange(key, payload)` returns the payloads of all processes that
             hold devices of the mesh, in order of process index. It must raise rather than wait

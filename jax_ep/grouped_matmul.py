@@ -77,10 +77,10 @@ def _multiply_numbers(
     checks.check_array("grouped_matmul", "weights", weights, shape, letters, rows.dtype)
     matmul = Matmul(_form(transposed), _result_dtype(dtype, rows.dtype))
     row_offsets = lax.stop_gradient(row_offsets)
-    rows, weights, row_offsets = checks.vary_alike(None, rows, weights, row_offsets)
+    rows, weights, row_offsets = checks.vary_alike((), rows, weights, row_offsets)
     if 0 in (n_rows, hidden_size, n_groups):
         product = jnp.zeros((n_rows, weights.shape[1 if transposed else 2]), matmul.dtype)
-        return checks.vary_alike(None, product, rows, weights, row_offsets)[0]
+        return checks.vary_alike((), product, rows, weights, row_offsets)[0]
     return autodiff_matmul.grouped_matmul(matmul, rows, weights, row_offsets)
 
 
@@ -97,7 +97,7 @@ def multiply_rows(
     row_scales = rows.scales.T if token_format.layout is ROW_MAJOR else rows.scales
     fixed = map(lax.stop_gradient, (rows.tokens, weights.codes, row_scales, weights.scales))
     operands: Any = (*fixed, lax.stop_gradient(row_offsets), source_rows, weights.source)
-    *codes, row_offsets, source_rows, source_weights = checks.vary_alike(None, *operands)
+    *codes, row_offsets, source_rows, source_weights = checks.vary_alike((), *operands)
     source = Matmul(_form(weights.transposed), np.dtype(jnp.bfloat16))
     return autodiff_matmul.scaled_matmul(
         source, Sources(source_rows, source_weights), ScaledOperands(*codes), row_offsets

@@ -6,6 +6,7 @@ nowhere: XLA refuses gathers from empty arrays and crashes on custom calls with 
 
 import dataclasses
 import enum
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
@@ -52,33 +53,61 @@ class DispatchOperands:
         topk_weights: Any,
         input_scale: Any,
     ) -> tuple[Self, jax.Array]:
-        """Checks and routes the user's arguments; also returns `topk_ids`, `int32[T, K]`."""
+        """Checks and routes the user's arguments; also returns `topk_ids`, `int32[..., K]`."""
         config = geometry.config
         tokens, topk_ids, topk_weights = checks.as_arrays(tokens, topk_ids, topk_weights)
-        dtypes = config.token_format.token_dtypes
-        shape: tuple[int | None, int] = (None, config.hidden_size)
-        checks.check_array(operation, "tokens", tokens, shape, "T H", *dtypes)
-        n_tokens = tokens.shape[0]
-        if n_tokens > config.max_tokens_per_rank:
-            raise ValueError(
-                f"{operation}: tokens must have at most "
-                f"max_tokens_per_rank={config.max_tokens_per_rank} rows; got {n_tokens}."
-            )
-        shape = (n_tokens, config.top_k)
-        checks.check_array(operation, "topk_ids", topk_ids, shape, "T K", jnp.int32)
-        topk_ids = lax.stop_gradient(topk_ids)
+        leading = _check_tokens(operation, geometry, tokens)
+        checks.check_per_token(
+            operation, "topk_ids", topk_ids, leading, config.top_k, "K", jnp.integer
+        )
+        topk_ids = lax.stop_gradient(checks.as_int32(topk_ids))
         if topk_weights is not None:
-            checks.check_array(operation, "topk_weights", topk_weights, shape, "T K", jnp.float32)
+            topk_weights = _check_topk_weights(operation, geometry, topk_weights, leading)
         scale = checks.check_input_scale(operation, config.token_format, input_scale)
         topk_ids, *operands = checks.vary_alike(
-            geometry.axis_name,
+            geometry.axis_names,
             topk_ids,
-            _never_empty(tokens, 0),
-            _never_empty(route_ids(geometry, topk_ids), NO_GROUP),
-            _never_empty(route_weights(geometry, topk_weights), 0),
+            _never_empty(_by_token(tokens), 0),
+            _never_empty(route_ids(geometry, _by_token(topk_ids)), NO_GROUP),
+            _never_empty(route_weights(geometry, _by_token(topk_weights)), 0),
             scale,
         )
         return cls(*operands), topk_ids
+
+
+def _check_tokens(operation: str, geometry: Geometry, tokens: Any) -> tuple[int, ...]:
+    """The leading dimensions of the tokens, `[..., H]`; there is at least one."""
+    config = geometry.config
+    dtypes, size = config.token_format.token_dtypes, config.hidden_size
+    if tokens is None or tokens.ndim < 3:
+        checks.check_array(operation, "tokens", tokens, (None, size), "T H", *dtypes)
+    else:
+        checks.check_per_token(operation, "tokens", tokens, tokens.shape[:-1], size, "H", *dtypes)
+    leading = tokens.shape[:-1]
+    if math.prod(leading) > config.max_tokens_per_rank:
+        raise ValueError(
+            f"{operation}: tokens must have at most "
+            f"max_tokens_per_rank={config.max_tokens_per_rank} rows; got {math.prod(leading)}."
+        )
+    return leading
+
+
+def _check_topk_weights(
+    operation: str, geometry: Geometry, topk_weights: Any, leading: tuple[int, ...]
+) -> jax.Array:
+    """`float32[..., K]`."""
+    size = geometry.config.top_k
+    checks.check_per_token(
+        operation, "topk_weights", topk_weights, leading, size, "K", jnp.floating
+    )
+    return checks.as_float32(topk_weights)
+
+
+def _by_token(x: Any) -> Any:
+    """`[T, ...]` from `[..., n]`, whose leading dimensions are the tokens'."""
+    if x is None or x.ndim == 2:
+        return x
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 class DispatchResults(NamedTuple):
@@ -89,7 +118,7 @@ class DispatchResults(NamedTuple):
     src_info: jax.Array
     n_dropped: jax.Array
     n_invalid: jax.Array
-    handle: jax.Array
+    handle: Any
     row_weights: jax.Array | None
     scales: jax.Array | None
 
@@ -123,26 +152,34 @@ class Routing:
     """Maps choices to rows: the part of a dispatch that combine needs."""
 
     group_ids: jax.Array  # int32[T, N], at the choices' source rank
-    handle: jax.Array  # int32, the transport's own
+    handle: Any  # int32, the transport's own: an array, or a pytree of them
     row_offsets: jax.Array  # uint32[n_local_groups + 1], at the rows' rank
     src_info: jax.Array  # int32[C, 2], at the rows' rank
-    n_tokens: int = dataclasses.field(metadata={"static": True})  # T of the dispatch
+    # Leading dimensions of the dispatch's tokens: (T,), or (B, S) with B * S = T.
+    leading: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of the dispatch (T)."""
+        return math.prod(self.leading)
 
     @classmethod
     def make(
         cls,
         geometry: Geometry,
         topk_ids: jax.Array,
-        handle: jax.Array,
+        handle: Any,
         row_offsets: jax.Array,
         src_info: jax.Array,
     ) -> Self:
         """From the fields of a `Dispatched`."""
-        group_ids = _never_empty(route_ids(geometry, topk_ids), NO_GROUP)
+        group_ids = _never_empty(route_ids(geometry, _by_token(topk_ids)), NO_GROUP)
         # Even integers have tangents, whose types JAX gets wrong under a vmap with spmd_axis_name.
         fixed = lax.stop_gradient((group_ids, handle, row_offsets, src_info))
-        group_ids, handle, row_offsets, src_info = checks.vary_alike(geometry.axis_name, *fixed)
-        return cls(group_ids, handle, row_offsets, src_info, topk_ids.shape[0])
+        leaves, treedef = jax.tree.flatten(fixed)
+        leaves = checks.vary_alike(geometry.axis_names, *leaves)
+        group_ids, handle, row_offsets, src_info = jax.tree.unflatten(treedef, leaves)
+        return cls(group_ids, handle, row_offsets, src_info, topk_ids.shape[:-1])
 
 
 @jax.tree_util.register_dataclass
@@ -192,27 +229,25 @@ class CombineOperands:
         _check_weights(operation, topk_weights, row_weights, residual, reduce)
         config = geometry.config
         expert_out, topk_weights, residual = checks.as_arrays(expert_out, topk_weights, residual)
-        rows = (geometry.max_recv_tokens, config.hidden_size)
-        choices = (routing.n_tokens, config.top_k)
-        tokens = (routing.n_tokens, config.hidden_size)
-        for name, x, shape, letters, dtype in (
-            ("expert_out", expert_out, rows, "C H", config.combine_dtype),
-            ("topk_weights", topk_weights, choices, "T K", jnp.float32),
-            ("residual", residual, tokens, "T H", config.combine_dtype),
-        ):
-            if x is not None or name == "expert_out":
-                checks.check_array(operation, name, x, shape, letters, dtype)
+        rows, leading = (geometry.max_recv_tokens, config.hidden_size), routing.leading
+        dtype = config.combine_dtype
+        checks.check_array(operation, "expert_out", expert_out, rows, "C H", dtype)
+        if topk_weights is not None:
+            topk_weights = _check_topk_weights(operation, geometry, topk_weights, leading)
+        if residual is not None:
+            size = config.hidden_size
+            checks.check_per_token(operation, "residual", residual, leading, size, "H", dtype)
         operands = cls(
             expert_out,
             routing,
-            _never_empty(route_weights(geometry, topk_weights), 0),
+            _never_empty(route_weights(geometry, _by_token(topk_weights)), 0),
             row_weights,
-            residual=_never_empty(residual, 0),
+            residual=_never_empty(_by_token(residual), 0),
             reduce=reduce,
             adds_shared_expert=config.fused_shared_expert and reduce,
         )
         leaves, treedef = jax.tree.flatten(operands)
-        leaves = checks.vary_alike(geometry.axis_name, *leaves)
+        leaves = checks.vary_alike(geometry.axis_names, *leaves)
         return jax.tree.unflatten(treedef, leaves)
 
 

@@ -1,7 +1,9 @@
-"""dispatch and combine: the public calls, inside `jax.shard_map` over the group's axis.
+"""dispatch and combine: the public calls, inside `jax.shard_map` over the group's mesh.
 
 Arrays are this rank's shard. R ranks, E experts, L = E / R local experts, K = top_k, T <= M tokens
-in this call, H = hidden_size, C = max_recv_tokens.
+in this call, H = hidden_size, C = max_recv_tokens. `[..., H]` is `[T, H]`, or has more leading
+dimensions, such as `[B, S, H]` with B * S = T, the same for all arguments of a dispatch and its
+combine.
 """
 
 from typing import Any
@@ -30,11 +32,12 @@ def dispatch(
 
     Args:
         group: from `ep_init`.
-        tokens: `[T, H]`, T at most M: bfloat16 or float32 for formats that quantize, otherwise the
-            format's dtype.
-        topk_ids: `int32[T, K]`, global experts.
-        topk_weights: `float32[T, K]` or None. If given, they travel with the tokens and come out as
-            `row_weights`, and combine applies them.
+        tokens: `[..., H]`, T at most M: bfloat16 or float32 for formats that quantize, otherwise
+            the format's dtype.
+        topk_ids: `[..., K]`, global experts: integers of any dtype. Unsigned ones cannot be -1:
+            their largest value is invalid like others.
+        topk_weights: `[..., K]` of any floating-point dtype, or None. If given, they travel with
+            the tokens as float32 and come out as `row_weights`, and combine applies them.
         input_scale: `float32[]` or `float32[1]`, the same on all ranks, for formats with a global
             scale (`NVFP4`; None is 1 there); None for the others. No gradient flows into it.
 
@@ -127,21 +130,22 @@ def combine(
 
     Differentiable in `expert_out`, `topk_weights`, `row_weights` and `residual`; the backward
     sends each token's cotangent to its rows. The gradient of `expert_out` is unspecified in rows
-    from `row_offsets[-1]` on, and zero in padding rows.
+    from `row_offsets[-1]` on, unless `config.zero_unused_rows`, and zero in padding rows.
 
     Args:
         group: the group of the dispatch.
         expert_out: `[C, H]` in `config.combine_dtype`; row i belongs to row i of
             `dispatched.tokens`. Unused rows are ignored.
         dispatched: the result of dispatch.
-        topk_weights: `float32[T, K]` or None; not both here and in the dispatch.
-        residual: `[T, H]` in `config.combine_dtype` or None; added in float32 before the (first)
+        topk_weights: `[..., K]` of any floating-point dtype, converted to float32, or None; not
+            both here and in the dispatch.
+        residual: `[..., H]` in `config.combine_dtype` or None; added in float32 before the (first)
             cast.
         reduce: False returns each choice's row, unweighted; zero for choices without one. A shared
             expert's rows belong to no choice and are left out.
 
     Returns:
-        `[T, H]`, or `[T, K, H]` if not `reduce`, in `config.combine_dtype`.
+        `[..., H]`, or `[..., K, H]` if not `reduce`, in `config.combine_dtype`.
 
     Raises:
         TypeError: `group` is not a group, or `dispatched` not the result of dispatch. While
@@ -153,7 +157,7 @@ def combine(
     check_group("combine", group)
     check_dispatched("combine", dispatched, group)
     operands = dispatched.combine_operands("combine", expert_out, topk_weights, residual, reduce)
-    return _unpad(group, operands, group._connection.combine(operands))
+    return _shape(group, operands, group._connection.combine(operands))
 
 
 def combine_async(
@@ -199,10 +203,15 @@ def combine_wait(group: EPGroup, in_flight: InFlight, *, after: Any = None) -> j
     check_in_flight("combine", in_flight, group)
     operands = in_flight.operands
     out = group._connection.finish(in_flight.call, operands, after)
-    return _unpad(group, operands, out)
+    return _shape(group, operands, out)
 
 
-def _unpad(group: EPGroup, operands: CombineOperands, out: jax.Array) -> jax.Array:
-    """Drops the padding token of T = 0 and, without a sum, the shared expert's choice."""
-    n_tokens = operands.routing.n_tokens
-    return out[:n_tokens] if operands.reduce else out[:n_tokens, : group.config.top_k]
+def _shape(group: EPGroup, operands: CombineOperands, out: jax.Array) -> jax.Array:
+    """The result in the tokens' leading dimensions.
+
+    Drops the padding token of T = 0 and, without a sum, the shared expert's choice.
+    """
+    routing = operands.routing
+    n_tokens = routing.n_tokens
+    out = out[:n_tokens] if operands.reduce else out[:n_tokens, : group.config.top_k]
+    return out if len(routing.leading) == 1 else out.reshape(*routing.leading, *out.shape[1:])

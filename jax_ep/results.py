@@ -1,14 +1,17 @@
 """What dispatch returns, and a call that is in flight."""
 
 import dataclasses
+import math
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 
+from jax_ep.config import EPConfig
 from jax_ep.formats import QuantizedFormat
-from jax_ep.group import EPGroup
+from jax_ep.group import EPGroup, check_group
 from jax_ep.operands import CombineOperands, DispatchOperands, DispatchResults, Routing
+from jax_ep.rows import in_use, keep, keep_gradient, row_groups, row_sources
 
 
 @jax.tree_util.register_dataclass
@@ -17,9 +20,9 @@ class Dispatched:
     """Rows for this rank's experts, and what combine needs to return their results.
 
     A pytree; `group` is static. Rows are ordered by local expert, then source rank, then token
-    index, then k: a function of `topk_ids` alone. Rows from `row_offsets[-1]` on are unspecified.
-    se is 1 with a fused shared expert, else 0; its rows, this rank's own tokens in order, are the
-    first group.
+    index, then k: a function of `topk_ids` alone. Rows from `row_offsets[-1]` on are unspecified,
+    unless `config.zero_unused_rows`. se is 1 with a fused shared expert, else 0; its rows, this
+    rank's own tokens in order, are the first group.
 
     A format may pad groups: `BlockwiseFP8` pads them to multiples of 4 rows. Padding rows are at
     the end of their group, count as in use, and hold zeros.
@@ -31,10 +34,12 @@ class Dispatched:
             rows in use, padding included.
         expert_ids: `int32[L + se]`, 0 to L + se - 1: group i is local expert i - se.
         src_info: `int32[C, 2]`, (token index on its source rank, k) of each row; (token index, -1)
-            for a shared expert's rows, (-1, -1) for padding rows.
+            for a shared expert's rows, (-1, -1) for padding rows. Token indices are 0 to T - 1,
+            also if tokens have several leading dimensions.
         n_dropped: `int32[]`, rows of tokens beyond `max_recv_tokens`.
         n_invalid: `int32[]`, ids in this rank's `topk_ids` outside `[-1, E)`; they sent nothing.
-        topk_ids: `int32[T, K]`, as given to dispatch.
+        topk_ids: `int32[..., K]`, the leading dimensions as given to dispatch. Ids that do not fit
+            in int32 are its limits.
         handle: the transport's own, for combine.
         row_weights: `float32[C]`, the `topk_weights` that traveled with the tokens, or None. 1 for
             a shared expert's rows; combine ignores those.
@@ -42,8 +47,8 @@ class Dispatched:
             unquantized formats.
         scales_offsets: `uint32[L + se]` for scales in 128 x 4 atoms: the scales of group i begin at
             block `row_offsets[i] // 128 + scales_offsets[i]`. None for other layouts.
-        source_tokens: `[T, H]`, the tokens given to dispatch, which receive the gradient of
-            `dequantize`; None for unquantized formats.
+        source_tokens: `[T, H]`, the tokens given to dispatch, flattened, which receive the gradient
+            of `dequantize`; None for unquantized formats.
         input_scale: `float32[]`, as given to dispatch, or None.
         group: the group that dispatched.
     """
@@ -72,6 +77,32 @@ class Dispatched:
         return jnp.diff(self.row_offsets.astype(jnp.int32))
 
     @property
+    def row_expert_ids(self) -> jax.Array:
+        """`int32[C]`, the entry of `expert_ids` for each row; L + se for rows not in use.
+
+        For parameters of which each expert has one, such as a bias: `results +
+        bias[rows.row_expert_ids]`, with `bias` `[L + se, N]`. JAX clamps an index beyond the last
+        expert, and gives it no gradient. Padding rows have the id of their group. Computed from
+        `row_offsets`, on each use.
+        """
+        return row_groups(self.row_offsets, self.group.max_recv_tokens)
+
+    @property
+    def row_source_ranks(self) -> jax.Array:
+        """`int32[C]`, the rank that each row's token is from; -1 for rows without a token.
+
+        Those are padding rows and rows not in use. With `src_info`, it says which token a row is.
+        Communicates, on each use: one `jax.lax.all_to_all` of `int32[R, L + se]`, so all ranks must
+        use it alike. With `skip_a2a` it does not: the rank is this one.
+
+        Raises:
+            ValueError: the group is closed, or this is outside `jax.shard_map`. While tracing.
+        """
+        check_group("row_source_ranks", self.group)
+        geometry, routing = self.group.geometry, self.routing
+        return row_sources(geometry, routing.group_ids, routing.row_offsets)
+
+    @property
     def routing(self) -> Routing:
         """Maps choices to rows."""
         return Routing.make(
@@ -83,9 +114,14 @@ class Dispatched:
     ) -> CombineOperands:
         """The operands of a combine, checked."""
         geometry, routing, row_weights = self.group.geometry, self.routing, self.row_weights
-        return CombineOperands.make(
+        operands = CombineOperands.make(
             operation, geometry, expert_out, routing, topk_weights, row_weights, residual, reduce
         )
+        if not geometry.config.zero_unused_rows:
+            return operands
+        kept = in_use(operands.routing.row_offsets, geometry.max_recv_tokens)
+        rows = keep_gradient(operands.expert_out, kept)
+        return dataclasses.replace(operands, expert_out=rows)
 
     @classmethod
     def make(
@@ -102,8 +138,11 @@ class Dispatched:
             fields["src_info"] = jnp.where(
                 is_shared & jnp.array([False, True]), -1, results.src_info
             )
+        if config.zero_unused_rows:
+            fields |= _without_unused_rows(config, DispatchResults(**fields))
         is_quantized = isinstance(config.token_format, QuantizedFormat)
-        n_tokens, n_groups = topk_ids.shape[0], group.geometry.routed.n_local_groups
+        n_tokens = math.prod(topk_ids.shape[:-1])
+        n_groups = group.geometry.routed.n_local_groups
         return cls(
             **fields,
             expert_ids=jnp.arange(n_groups, dtype=jnp.int32),
@@ -115,6 +154,27 @@ class Dispatched:
         )
 
 
+def _without_unused_rows(config: EPConfig, results: DispatchResults) -> dict[str, jax.Array]:
+    """The arrays that have rows, zero in rows that are not in use; -1 in `src_info`."""
+    row_offsets = jax.lax.stop_gradient(results.row_offsets)
+    kept = in_use(row_offsets, results.src_info.shape[0])
+    tokens, scales, weights = results.tokens, results.scales, results.row_weights
+    src_info = jax.lax.stop_gradient(results.src_info)
+    fields = {"src_info": jnp.where(kept, src_info, -1)}
+    if scales is None:
+        fields["tokens"] = keep(tokens, kept)
+    else:  # their gradient flows through `dequantize`
+        tokens, scales = jax.lax.stop_gradient((tokens, scales))
+        layout = config.token_format.layout
+        fields |= {
+            "tokens": keep(tokens, kept),
+            "scales": keep(scales, layout.in_use(scales, row_offsets)),
+        }
+    if weights is not None:
+        fields["row_weights"] = keep(weights, kept[:, 0])
+    return fields
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class InFlight:
@@ -123,7 +183,7 @@ class InFlight:
     Attributes:
         call: the transport's own.
         operands: `DispatchOperands` or `CombineOperands`.
-        topk_ids: `int32[T, K]`, as given to dispatch; None for combine.
+        topk_ids: `int32[..., K]`, as in `Dispatched`; None for combine.
         group: the group of the call; static.
     """
 

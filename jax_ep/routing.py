@@ -16,7 +16,7 @@ from jax import lax
 from jax_ep.geometry import Geometry
 
 NO_GROUP = -1
-_INVALID = -2
+INVALID = -2
 
 
 def route_ids(geometry: Geometry, topk_ids: jax.Array) -> jax.Array:
@@ -38,7 +38,7 @@ def route_ids(geometry: Geometry, topk_ids: jax.Array) -> jax.Array:
     else:
         ids = ids + (ids // n_local + 1) * n_shared
     is_valid = is_expert | (topk_ids == NO_GROUP)
-    ids = jnp.where(is_routed, ids, jnp.where(is_valid, NO_GROUP, _INVALID))
+    ids = jnp.where(is_routed, ids, jnp.where(is_valid, NO_GROUP, INVALID))
     if not config.fused_shared_expert:
         return ids
     shared_ids = _shared_group_ids(geometry, topk_ids.shape[0])

@@ -12,14 +12,18 @@ from jax_ep.geometry import Geometry, MeshCoordinate
 class RankStats:
     """Totals of one device of this process, over all completed calls of a group.
 
-    Calls of a backward pass count as well. The backward of `dispatch` is a combine, or two if
-    `topk_weights` have a gradient. The backward of `combine` is a dispatch, except on `host`, where
-    it is a call of its own that is not counted.
+    With several nodes and XLA's collectives between them, `p2p` and `host` count what they carry: a
+    rank sends the tokens of the ranks of its index on all nodes, to the ranks of its own node. So
+    its `tokens_to_rank`, `bytes_to_rank` and `rows_to_expert` are totals over those source ranks,
+    and they and the waits are zero for other nodes. Totals over all ranks are those of one node.
+
+    The backward of `dispatch` counts as a combine: as two if tokens are quantized and
+    `topk_weights` have a gradient. The backward of `combine` is not counted.
 
     Attributes:
         device: `jax.Device.id`.
         replica: index over the mesh's other axes.
-        rank: index along the expert-parallel axis.
+        rank: index along the expert-parallel axis, or over the product of several.
         dispatch_calls: dispatches whose rows were laid out.
         combine_calls: combines that all ranks have started. (On `p2p`, cotangents in float32 may
             take two calls if the rows are bfloat16.)
@@ -67,25 +71,30 @@ class RankStats:
             name: np.asarray(value, np.int64) if isinstance(value, list) else value
             for name, value in counts.items()
         }
-        n_ranks = len(fields["tokens_to_rank"])
-        n_shared = len(fields["rows_per_group"]) - geometry.n_local_experts
-        sent = fields.pop("rows_to_group").reshape(n_ranks, -1)[:, n_shared:]
+        n_ranks, n_nodes = len(fields["tokens_to_rank"]), geometry.routed.n_source_nodes
+        per_expert = fields.pop("rows_per_group").reshape(-1, n_nodes).sum(1)
+        n_shared = len(per_expert) - geometry.n_local_experts
+        sent = fields.pop("rows_to_group").reshape(n_ranks, -1, n_nodes).sum(2)[:, n_shared:]
         fields["rows_to_expert"] = _by_rank(sent, geometry, coordinate).reshape(-1)
-        fields["rows_per_expert"] = fields.pop("rows_per_group")[n_shared:]
+        fields["rows_per_expert"] = per_expert[n_shared:]
         for name in ("wait", "longest_wait"):
             waits = fields.pop(f"{name}_ns").reshape(2, n_ranks) * 1e-9
             fields[f"{name}_s"] = _by_rank(waits.T, geometry, coordinate).T
-        if n_ranks != geometry.n_ranks:
-            for name in ("tokens_to_rank", "bytes_to_rank"):
-                fields[name] = np.zeros(geometry.n_ranks, np.int64)
+        for name in ("tokens_to_rank", "bytes_to_rank"):
+            is_counted = n_ranks == geometry.n_ranks or geometry.within_nodes
+            counted = fields[name] if is_counted else np.zeros_like(fields[name])
+            fields[name] = _by_rank(counted, geometry, coordinate)
         replica, rank = coordinate.replica, coordinate.rank
         return cls(device=coordinate.device.id, replica=replica, rank=rank, **fields)
 
 
 def _by_rank(values: np.ndarray, geometry: Geometry, coordinate: MeshCoordinate) -> np.ndarray:
-    """`values` `[R, ...]`; with `skip_a2a`, this rank's at its index and zeros elsewhere."""
-    if len(values) == geometry.n_ranks:
-        return values
+    """`[R, ...]`: values of the ranks that this one exchanges tokens with, zeros elsewhere.
+
+    Those are all ranks; the ranks of its node; or, with `skip_a2a`, this rank alone.
+    """
+    n_ranks = len(values)
     result = np.zeros((geometry.n_ranks, *values.shape[1:]), values.dtype)
-    result[coordinate.rank] = values[0]
+    first = coordinate.rank // n_ranks * n_ranks
+    result[first : first + n_ranks] = values
     return result

@@ -4,8 +4,12 @@ Cases that differ only in `routing` share one compiled program.
 """
 
 import dataclasses
+import os
 
 import routing
+
+# Nodes of cases that do not say, where they divide the ranks; see conftest.py.
+N_NODES = int(os.environ.get("JAX_EP_TEST_N_NODES", "1"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,7 +30,7 @@ class Case:
     routing: str = "uniform"
     recv_capacity: int | None = None
     weights: str = "source"  # "none", "source" (given to combine), "row" (given to dispatch)
-    n_nodes: int = 1
+    n_nodes: int | None = None  # None = N_NODES, or 1
     fused_shared_expert: bool = False
     skip_a2a: bool = False
     slow: bool = False
@@ -35,6 +39,9 @@ class Case:
     def __post_init__(self) -> None:
         if self.n_tokens is None:
             object.__setattr__(self, "n_tokens", self.max_tokens)
+        if self.n_nodes is None:
+            n_nodes = 1 if self.n_ranks % N_NODES or self.skip_a2a else N_NODES
+            object.__setattr__(self, "n_nodes", n_nodes)
 
     @property
     def name(self) -> str:
@@ -66,9 +73,11 @@ class Case:
         return "_".join(str(each) for each in options if each is not None)
 
     def replace(self, **changes) -> "Case":
-        """The case with some fields changed; T becomes a new M unless it is given."""
+        """The case with some fields changed; T becomes a new M, and nodes those of new ranks."""
         if "max_tokens" in changes:
             changes = {"n_tokens": None} | changes
+        if "n_ranks" in changes:
+            changes = {"n_nodes": None} | changes
         return dataclasses.replace(self, **changes)
 
 
@@ -97,6 +106,9 @@ DTYPES = [
         ("float32", "bfloat16", "row"),
         ("float16", "bfloat16", "source"),
         ("float16", "float32", "none"),
+        ("bfloat16", "float16", "source"),
+        ("float16", "float16", "row"),
+        ("float32", "float16", "none"),
     )
 ]
 
@@ -117,10 +129,10 @@ EDGE = [
     ),
 ]
 
-# Less capacity than rows that arrive: the last rows are dropped.
+# Less capacity than rows that arrive: the last rows are dropped. More than can arrive.
 CAPACITY = [
     SMALL[4].replace(recv_capacity=rows, weights=weights)
-    for rows, weights in ((1, "source"), (60, "source"), (60, "row"), (60, "none"))
+    for rows, weights in ((1, "source"), (60, "source"), (60, "row"), (60, "none"), (10**6, "row"))
 ]
 
 # A shared expert, equal tokens on all ranks, and both.

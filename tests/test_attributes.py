@@ -4,6 +4,7 @@ import functools
 import re
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -160,6 +161,35 @@ def test_grouped_matmul_has_the_attributes_that_its_handler_reads(monkeypatch):
     text = lowered(jax.jit(matmuls), "cuda", *operands, np.uint32([0, 4]))
     found = attributes_by_target(text)
     assert found == {"jax_ep_grouped_matmul": [CUDA["jax_ep_grouped_matmul"]] * 4}
+
+
+def experts(rows, weights, offsets):
+    """A matmul and an activation, which both are custom calls on GPUs."""
+    return jax_ep.fused_silu(jax_ep.grouped_matmul(rows, weights, offsets), offsets)
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["", "async"])
+@pytest.mark.parametrize("platform", CONNECTIONS)
+def test_disabled_checks_let_jax_export_every_call(platform, is_async, monkeypatch):
+    case = CASES["row weights"]
+    group = closed_group(case, platform)
+    layer = on_mesh(group.mesh, functools.partial(value_and_gradients, group, case, is_async))
+    operands = [np.stack(each) for each in suite.make_inputs(case).arrays()]
+    monkeypatch.setattr(matmul, "_is_built", lambda: True)
+    monkeypatch.setattr(extension, "register_cuda", lambda: None)
+    rows, weights = (np.ones(shape, jnp.bfloat16) for shape in ((4, 8), (1, 8, 16)))
+    programs = ((layer, operands), (jax.jit(experts), (rows, weights, np.uint32([0, 4]))))
+    for function, arguments in programs:
+        export = functools.partial(jax.export.export, function, platforms=[platform])
+        with pytest.raises(ValueError, match="custom call"):
+            export()(*arguments)
+        exported = export(disabled_checks=jax_ep.disabled_checks())(*arguments)
+        assert "jax_ep_" in exported.mlir_module()
+
+
+def test_disabled_checks_names_all_targets_once():
+    checks = map(jax.export.DisabledSafetyCheck.custom_call, sorted(set(CPU) | set(CUDA)))
+    assert sorted(map(str, jax_ep.disabled_checks())) == sorted(map(str, checks))
 
 
 @pytest.mark.parametrize(("name", "targets"), [("load_host", CPU), ("load_cuda", CUDA)])

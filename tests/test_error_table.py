@@ -3,6 +3,7 @@
 import dataclasses
 import pathlib
 import re
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +15,8 @@ import pytest
 import jax_ep
 from harness import on_mesh
 from jax_ep.exchange import Exchange
-from jax_ep.geometry import Geometry
+from jax_ep.geometry import Geometry, MeshCoordinate
 from jax_ep.group import EPGroup
-from jax_ep.transports.host import HostConnection
 from jax_ep.transports.p2p import P2pConnection
 from jax_ep.xla_ffi import extension
 
@@ -177,16 +177,13 @@ def call_partly_manual() -> None:
     call(init(mesh), mesh=mesh, axis_names={"ep"})
 
 
-def init_host_without_cpu() -> None:
-    """Pretends that the CPU devices belong to another process."""
-    mesh = make_mesh()
+def init_host_of_two_processes() -> None:
+    """Pretends that one of the CPU devices belongs to another process."""
+    devices = [types.SimpleNamespace(process_index=process) for process in (0, 1)]
+    replica = [MeshCoordinate(device, 0, rank) for rank, device in enumerate(devices)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Geometry, "local_coordinates", ())
-        reason = HostConnection.unsupported_reason(
-            Geometry(mesh, "ep", config(), "host"), Exchange.over(mesh, "host", 1.0)
-        )
-        assert "belong to this process" in reason
-        jax_ep.ep_init(mesh, "ep", config(), transport="host")
+        patch.setattr(Geometry, "routed_replicas", [replica])
+        jax_ep.ep_init(make_mesh(), "ep", config(), transport="host")
 
 
 def multiply(weights: Any, **options: Any) -> None:
@@ -225,7 +222,7 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "capacity-alignment": lambda: config(
         token_format=jax_ep.BlockwiseFP8(), hidden_size=128, recv_capacity=6
     ),
-    "combine-dtype": lambda: config(combine_dtype=jnp.float16),
+    "combine-dtype": lambda: config(combine_dtype=jnp.float64),
     "timeout-type": lambda: config(timeout_s="soon"),
     "timeout": lambda: config(timeout_s=float("inf")),
     "config-type": lambda: jax_ep.ep_init(make_mesh(), "ep", None),
@@ -234,12 +231,11 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "axis": lambda: jax_ep.ep_init(make_mesh(), "expert", config()),
     "experts": lambda: init(n_experts=6),
     "shared-experts": lambda: init(n_experts=2**31 - R, fused_shared_expert=True),
-    "capacity": lambda: init(recv_capacity=T * R * K + 1),
     "row-numbers": lambda: init(max_tokens_per_rank=2**30),
     "nodes": lambda: init(n_gpus_per_node=2, n_nodes=4),
     "node-counts": lambda: init(n_gpus_per_node=3),
     "transport-name": lambda: init(transport="carrier-pigeon"),
-    "transport-mesh": init_host_without_cpu,
+    "transport-mesh": init_host_of_two_processes,
     "setup-missing": lambda: set_up(client=OneProcessRuntime()),
     "setup-failed": lambda: set_up(custom=lambda _, mine: [mine, b"-no memory"]),
     "setup-exchange": lambda: set_up(custom=lambda _, mine: [mine]),
@@ -251,7 +247,9 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "shape": lambda: call(init(), ids=(T, K + 1)),
     "dtype": lambda: round_trip(init(), dtype=jnp.float32),
     "none": lambda: dispatch_ids(None),
-    "wide-ids": lambda: dispatch_ids(np.full((T, K), 2**32 + 3)),
+    "leading": lambda: dispatch_ids(np.zeros((2, T // 2, K), np.int32)),
+    "integer-ids": lambda: dispatch_ids(np.zeros((T, K), np.float32)),
+    "float-weights": lambda: round_trip(init(), topk_weights=np.ones((T, K), np.int32)),
     "too-many-tokens": lambda: call(init(max_tokens_per_rank=T - 1)),
     "input-scale": lambda: run(
         lambda r: jax_ep.dispatch(init(), *operands(), input_scale=jnp.ones(1)).tokens

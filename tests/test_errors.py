@@ -51,10 +51,12 @@ INVALID_FOR_DISPATCH = [
     ("tokens", (T + 1, H), BF16),  # more than topk_ids has, and more than M
     ("topk_ids", (T, K + 1), I32),
     ("topk_ids", (T - 1, K), I32),
-    ("topk_ids", (T, K), jnp.uint32),
+    ("topk_ids", (1, T, K), I32),
     ("topk_ids", (T, K), F32),
+    ("topk_ids", (T, K), jnp.bool_),
     ("topk_weights", (T, K - 1), F32),
-    ("topk_weights", (T, K), BF16),
+    ("topk_weights", (T, 1, K), F32),
+    ("topk_weights", (T, K), I32),
 ]
 
 
@@ -80,8 +82,9 @@ INVALID_FOR_COMBINE = [
     ("expert_out", (CASE.max_tokens * 6, H + 1), BF16),
     ("expert_out", None, F32),
     ("topk_weights", (T, K + 1), F32),
-    ("topk_weights", (T, K), BF16),
+    ("topk_weights", (T, K), I32),
     ("residual", (T - 1, H), BF16),
+    ("residual", (1, T, H), BF16),
     ("residual", (T, H), F32),
 ]
 

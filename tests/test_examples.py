@@ -1,5 +1,6 @@
 """Every example runs in a process of its own and prints what it should."""
 
+import os
 import pathlib
 import re
 import subprocess
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from matplotlib import image
 
-from processes import child_environment
+from processes import child_environment, reserved_port, run_commands
 
 REPOSITORY = pathlib.Path(__file__).parent.parent
 EXAMPLES = REPOSITORY / "examples"
@@ -19,7 +20,7 @@ dense_layer  loss 77, gradient norms 26, 21, 15, 6
 equal on 8 ranks, transport host
 """
 
-# Stops the gradient of the router, which changes no shape and no value of the first step.
+# Stops the gradient of the router, which changes no shape, and no loss for given parameters.
 WITHOUT_ROUTER_GRADIENT = """
 import runpy, sys
 import jax, jax_ep
@@ -70,6 +71,7 @@ def test_every_example_is_tested_here() -> None:
     found = {path.name for path in EXAMPLES.iterdir() if path.name != "__pycache__"}
     assert found == {
         "moe_layer.py",
+        "multi_host",
         "overlap.py",
         "quantized_layer.py",
         "tensor_parallel.py",
@@ -125,6 +127,26 @@ def test_two_processes_equal_a_dense_layer(run) -> None:
     )
 
 
+@pytest.mark.multiprocess
+def test_a_layer_on_several_hosts_equals_a_dense_layer() -> None:
+    """Two processes stand for two hosts."""
+    python = pathlib.Path(sys.executable).parent
+    place = {"PATH": f"{python}{os.pathsep}{os.environ['PATH']}"}
+    with reserved_port() as port:
+        script = [str(EXAMPLES / "multi_host" / "plain.sh"), f"localhost:{port}", "2"]
+        commands = [[*script, str(i), "--cpus", "2"] for i in range(2)]
+        logs = run_commands(commands, "equal to a dense layer", 120.0, [place] * 2)
+    for i, log in enumerate(logs):
+        assert f"process {i} of 2: ranks ({2 * i}, {2 * i + 1}) of 4, transport host\n" in log
+
+
+@pytest.mark.parametrize("name", ["slurm", "openmpi", "plain"])
+def test_scripts_of_launchers_have_no_syntax_errors(name) -> None:
+    script = EXAMPLES / "multi_host" / f"{name}.sh"
+    assert os.access(script, os.X_OK)
+    subprocess.run(["bash", "-n", script], check=True, timeout=20)
+
+
 def test_the_demo_learns_and_draws_figures(run, program_cache, tmp_path) -> None:
     demo = [EXAMPLES / "demo", "--steps", 50, "--out", "figures"]
     output = output_of(run(*demo, added_environment=program_cache))
@@ -143,6 +165,8 @@ def test_the_demo_detects_a_wrong_gradient(run, program_cache) -> None:
     result = run(*demo, added_environment=program_cache)
     assert result.returncode == 1, result.stdout + result.stderr
     assert "with and without expert parallelism" in result.stderr
+    losses, grads = re.findall(r"differ by (\S+) in the median step", result.stderr)
+    assert float(losses) < 1e-4 and float(grads) > 0.1
 
 
 def test_the_demo_says_why_a_transport_cannot_serve(run) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import cases
+import jax_ep
 import suite
 from harness import config_of, make_mesh, put, shards
 from processes import child_environment
@@ -76,9 +77,7 @@ def test_an_exported_program_runs_in_a_fresh_process(transport, tmp_path):
     mesh = make_mesh(CASE.n_ranks)
     _, run = suite.compiled(mesh, config_of(CASE), transport, CASE.weights)
     operands = put(mesh, *suite.make_inputs(CASE).arrays())
-    ours = re.findall(r"custom_call @(\w*jax_ep\w*)", run.lower(*operands).as_text())
-    allowed = map(jax.export.DisabledSafetyCheck.custom_call, sorted(set(ours)))
-    exported = jax.export.export(run, disabled_checks=list(allowed))(*operands)
+    exported = jax.export.export(run, disabled_checks=jax_ep.disabled_checks())(*operands)
     file = tmp_path / "program"
     file.write_bytes(exported.serialize())
     assert "matches the oracle" in run_fresh("check_exported", transport, str(file))

@@ -6,6 +6,7 @@ may add in another order, so there they are compared within rounding. The cotang
 sum over H in no fixed order on any transport.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -159,6 +160,30 @@ def test_gradients_of_unreduced_rows_return_to_their_rows(transport):
     wanted, _ = oracle.combine_grad(inputs.routed, inputs.expert_out, d_out)
     for (_, rank), d_expert_out in shards(group.mesh, got):
         assert_same_bits(d_expert_out, wanted[rank], f"rank {rank}")
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="says what transport host does")
+def test_the_gradients_of_unused_rows_are_nan():
+    """They are undefined, as on GPUs, so code that relies on them should fail on CPUs, too."""
+    case = cases.SMALL[4].replace(weights="row", routing="with_minus_one")
+    group, inputs = group_of(case, "host"), suite.make_inputs(case)
+
+    def body(tokens, topk_ids, topk_weights, expert_out, residual):
+        dispatched = jax_ep.dispatch(group, tokens, topk_ids, topk_weights)
+
+        def combined(expert_out, row_weights):
+            rows = dataclasses.replace(dispatched, row_weights=row_weights)
+            return jax_ep.combine(group, expert_out, rows)
+
+        return jax.vjp(combined, expert_out, dispatched.row_weights)[1](residual)
+
+    out = on_mesh(group.mesh, body)(*put(group.mesh, *inputs.arrays()))
+    for (_, rank), grads in shards(group.mesh, out):
+        used = len(inputs.routed.rows[rank])
+        for grad in grads:
+            assert used < len(grad) and np.isnan(grad[used : used + 64]).all(), f"rank {rank}"
+            assert np.isfinite(grad[:used]).all(), f"rank {rank}"
 
 
 def unreduced_inputs(case) -> tuple[suite.Inputs, list]:

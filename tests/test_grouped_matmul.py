@@ -1,11 +1,10 @@
-"""grouped_matmul and quantize_weights against matmuls in float64, and their gradients."""
+"""grouped_matmul of numbers against matmuls in float64, and its gradients."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
 import jax.test_util
-import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -13,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 import jax_ep
 from harness import AXIS, make_mesh
 from jax_ep.xla_ffi import matmul as matmul_primitive
+from oracle_matmul import N, assert_close, make_operands, reference
 
-H, N = 72, 40
 SIZES = {
     "mixed": [3, 0, 140, 64, 1],
     "one group": [33],
@@ -22,38 +21,6 @@ SIZES = {
     "empty": [0, 0, 0],
     "many groups": [i % 7 for i in range(70)],
 }
-# Relative to the sum of the products' magnitudes: half an ulp of the result, and float32 sums.
-TOLERANCE = {"bfloat16": 2**-8, "float16": 2**-10, "float32": 2**-18}
-
-
-def make_operands(sizes, dtype="bfloat16", transposed=False, spare=5, h=H, n=N):
-    """Rows, weights and offsets; NaN in the rows that are not in use."""
-    rng = np.random.default_rng(sum(sizes))
-    offsets = np.cumsum([0, *sizes]).astype(np.uint32)
-    rows = rng.standard_normal((offsets[-1] + spare, h), np.float32)
-    rows[offsets[-1] :] = np.nan
-    weights = rng.standard_normal((len(sizes), *((n, h) if transposed else (h, n))), np.float32)
-    dtype = np.dtype(dtype)
-    return jnp.asarray(rows.astype(dtype)), jnp.asarray(weights.astype(dtype)), offsets
-
-
-def reference(rows, weights, offsets, transposed=False):
-    """The product of the rows in use and the sums of the products' magnitudes, in float64."""
-    rows, weights = np.asarray(rows, np.float64), np.asarray(weights, np.float64)
-    if transposed:
-        weights = weights.swapaxes(1, 2)
-    blocks = [
-        (rows[first:end] @ matrix, abs(rows[first:end]) @ abs(matrix))
-        for first, end, matrix in zip(offsets[:-1], offsets[1:], weights, strict=True)
-    ]
-    return [np.concatenate(parts) for parts in zip(*blocks, strict=True)]
-
-
-def assert_close(got, wanted, magnitudes, dtype) -> None:
-    got = np.asarray(got, np.float64)
-    assert got.shape == wanted.shape
-    error = abs(got - wanted) / np.maximum(magnitudes, 1e-30)
-    assert error.size == 0 or error.max() <= TOLERANCE[dtype]
 
 
 def run(rows, weights, offsets, **options):
@@ -221,104 +188,11 @@ def check_shard_map(n_ranks: int, replicated: bool) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-4, 1e-3), got, wanted)
 
 
-def numpy_blocks(weights):
-    """Codes and scales of `[L, N, H]` by NumPy."""
-    n_groups, n, h = weights.shape
-    padded = np.zeros((n_groups, -(-n // 128) * 128, h), np.float32)
-    padded[:, :n] = weights.astype(np.float32)
-    blocks = padded.reshape(n_groups, -1, 128, h // 128, 128)
-    scales = np.maximum(abs(blocks).max(axis=(2, 4)), np.float32(1e-4)) / np.float32(448)
-    codes = (blocks / scales[:, :, None, :, None]).astype(ml_dtypes.float8_e4m3fn)
-    return codes.reshape(padded.shape)[:, :n], scales
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("n", [128, 200, 16])
-def test_quantized_weights_match_numpy(n, dtype):
-    weights = np.random.default_rng(2).standard_normal((3, n, 256), np.float32)
-    weights[1, :, :128] = 0
-    weights = weights.astype(dtype)
-    codes, scales = numpy_blocks(weights)
-    for transposed in (True, False):
-        given = weights if transposed else weights.swapaxes(1, 2)
-        got = jax.jit(functools.partial(jax_ep.quantize_weights, transposed=transposed))(given)
-        np.testing.assert_array_equal(np.asarray(got.codes).view(np.uint8), codes.view(np.uint8))
-        np.testing.assert_array_equal(np.asarray(got.scales), scales)
-        assert got.transposed == transposed and got.source.shape == given.shape
-    assert jax_ep.quantize_weights(weights, transposed=True, differentiable=False).source is None
-
-
-def quantized_operands(layout="transposed", n=200, h=256):
-    """Codes of rows and weights, the offsets, and the numbers that the codes stand for."""
-    rows, weights, offsets = make_operands([4, 0, 140, 64], h=h, n=n, transposed=True, spare=8)
-    token_format = jax_ep.BlockwiseFP8(layout)
-    codes, scales = token_format.quantize(jnp.nan_to_num(rows))
-    scales = scales.at[offsets[-1] :].set(jnp.nan)
-    values = token_format.dequantize(jax_ep.Quantized(codes, scales))
-    placed = token_format.layout.place(scales, offsets)
-    quantized = jax_ep.quantize_weights(weights, transposed=True)
-    by_element = np.repeat(np.repeat(quantized.scales, 128, 1)[:, :n], 128, 2)
-    numbers = np.asarray(quantized.codes, np.float64) * by_element
-    return jax_ep.QuantizedRows(codes, placed, None), quantized, offsets, (values, numbers)
-
-
-@pytest.mark.parametrize("n", [200, 16, 136])
-@pytest.mark.parametrize("layout", ["transposed", "row_major"])
-def test_products_of_codes_match_float64(layout, n):
-    rows, weights, offsets, numbers = quantized_operands(layout, n)
-    wanted, magnitudes = reference(*numbers, offsets, True)
-    multiply = functools.partial(jax_ep.grouped_matmul, token_format=jax_ep.BlockwiseFP8(layout))
-    got = jax.jit(multiply)(rows, weights, offsets)
-    assert got.dtype == jnp.bfloat16
-    assert_close(got[: offsets[-1]], wanted, magnitudes, "bfloat16")
-
-
-@pytest.mark.parametrize("transposed", [False, True], ids=["plain", "transposed"])
-def test_gradients_of_codes_are_straight_through(transposed):
-    rows, _, offsets, (values, _) = quantized_operands(n=128)
-    weights = np.random.default_rng(3).standard_normal((4, 128, 256), np.float32)
-    if not transposed:
-        weights = weights.swapaxes(1, 2)
-
-    def through_codes(weights):
-        quantized = jax_ep.quantize_weights(weights, transposed=transposed)
-        product = jax_ep.grouped_matmul(rows, quantized, offsets)
-        return jnp.sum(product[: offsets[-1]].astype(jnp.float32))
-
-    def through_numbers(weights):
-        numbers = values.astype(jnp.bfloat16), weights.astype(jnp.bfloat16)
-        product = jax_ep.grouped_matmul(*numbers, offsets, transposed=transposed)
-        return jnp.sum(product[: offsets[-1]].astype(jnp.float32))
-
-    got, wanted = (jax.jit(jax.grad(f))(weights) for f in (through_codes, through_numbers))
-    assert got.dtype == jnp.float32
-    np.testing.assert_allclose(got, wanted, 0.01, 0.01)
-
-
-def test_codes_have_no_second_derivative():
-    rows, _, offsets, _ = quantized_operands(n=128)
-    weights = np.random.default_rng(3).standard_normal((4, 128, 256), np.float32)
-
-    def loss(weights):
-        quantized = jax_ep.quantize_weights(weights, transposed=True)
-        return jnp.sum(jax_ep.grouped_matmul(rows, quantized, offsets).astype(jnp.float32) ** 2)
-
-    with pytest.raises(NotImplementedError, match="no second derivative"):
-        jax.grad(lambda weights: jnp.sum(jax.grad(loss)(weights) ** 2))(weights)
-
-
 def test_offsets_beyond_the_rows_end_at_the_last_row():
     rows, weights, offsets = make_operands([3, 5], "float32", spare=0)
     wanted = run(rows, weights, offsets)
     for end in (9, 2**31 - 1, 2**32 - 1):
         np.testing.assert_array_equal(run(rows, weights, np.uint32([0, 3, end])), wanted)
-
-
-def test_weights_without_elements_are_quantized():
-    for shape in ((0, 128, 8), (2, 128, 0)):
-        quantized = jax_ep.quantize_weights(jnp.zeros(shape))
-        assert quantized.codes.shape == (shape[0], shape[2], 128)
-        assert quantized.scales.shape == (shape[0], -(-shape[2] // 128), 1)
 
 
 def test_lowering_for_gpus_without_kernels_warns_and_uses_ragged_dot(monkeypatch):
@@ -379,23 +253,3 @@ OFFSETS = np.uint32([0, 2, 6])
 def test_operands_that_do_not_fit_are_rejected(arguments, options, message):
     with pytest.raises(ValueError, match=message):
         jax_ep.grouped_matmul(*arguments, **options)
-
-
-def test_codes_and_numbers_do_not_mix():
-    rows, weights, offsets, _ = quantized_operands()
-    with pytest.raises(TypeError, match="must both be arrays, or QuantizedRows and"):
-        jax_ep.grouped_matmul(ROWS, weights, OFFSETS)
-    with pytest.raises(TypeError, match="Quantize weights with quantize_weights"):
-        jax_ep.grouped_matmul(rows, WEIGHTS, offsets)
-    with pytest.raises(ValueError, match="token_format must be BlockwiseFP8"):
-        jax_ep.grouped_matmul(rows, weights, offsets, token_format=jax_ep.MXFP8())
-    with pytest.raises(ValueError, match="transposed must be False"):
-        jax_ep.grouped_matmul(rows, weights, offsets, transposed=True)
-    with pytest.raises(ValueError, match=r"rows.scales must have the shape \[C=216, H/128=2\]"):
-        row_major = jax_ep.BlockwiseFP8("row_major")
-        jax_ep.grouped_matmul(rows, weights, offsets, token_format=row_major)
-    narrow = jax_ep.QuantizedRows(rows.tokens[:, :192], rows.scales[:1], None)
-    with pytest.raises(ValueError, match="hidden_size must be a multiple of 128"):
-        jax_ep.grouped_matmul(narrow, weights, offsets)
-    with pytest.raises(ValueError, match="H must be a multiple of 128"):
-        jax_ep.quantize_weights(WEIGHTS)

@@ -1,5 +1,6 @@
 """Gradients through quantized formats: straight through, bitwise."""
 
+import dataclasses
 import functools
 
 import jax
@@ -39,7 +40,7 @@ def test_the_gradient_of_a_row_reaches_its_token(name, weights, transport):
         return values, d_tokens, d_weights, d_rows
 
     out = on_mesh(group.mesh, body)(*put(group.mesh, *inputs.arrays()))
-    d_tokens, _ = oracle.dispatch_grad(inputs.routed, inputs.expert_out)
+    d_tokens, _ = oracle.dispatch_grad(inputs.routed, inputs.expert_out, n_nodes=case.n_nodes)
     d_expert_out, _ = oracle.combine_grad(inputs.routed, inputs.expert_out, inputs.residual)
     values = expected_values(case, inputs)
     for (_, rank), (rows, got_tokens, got_weights, got_rows) in shards(group.mesh, out):
@@ -48,6 +49,32 @@ def test_the_gradient_of_a_row_reaches_its_token(name, weights, transport):
         assert_gradient(transport, got_tokens, d_tokens[rank], what)
         assert not got_weights.any(), what
         assert_same_bits(got_rows, d_expert_out[rank], what)
+
+
+def test_the_weights_of_padding_rows_have_no_gradient(transport):
+    case = cases.QUANTIZED_SMALL["blockwise_fp8"].replace(weights="row", routing="with_minus_one")
+    inputs = suite.make_inputs(case)
+    group = group_of(case, transport)
+
+    def body(tokens, topk_ids, topk_weights, expert_out, residual):
+        dispatched = jax_ep.dispatch(group, tokens, topk_ids, topk_weights)
+
+        def combined(row_weights):
+            rows = dataclasses.replace(dispatched, row_weights=row_weights)
+            return jax_ep.combine(group, expert_out, rows)
+
+        return jax.vjp(combined, dispatched.row_weights)[1](residual)[0]
+
+    # JAX, which differentiates xla, multiplies the cotangent of padding, zero, by the row.
+    dtype = inputs.expert_out[0].dtype
+    expert_out = [np.nan_to_num(np.float32(rows)).astype(dtype) for rows in inputs.expert_out]
+    operands = inputs.tokens, inputs.topk_ids, inputs.topk_weights, expert_out, inputs.residual
+    out = on_mesh(group.mesh, body)(*put(group.mesh, *operands))
+    for (_, rank), d_weights in shards(group.mesh, out):
+        is_padding = inputs.routed.rows[rank][:, 0] < 0
+        used = d_weights[: len(is_padding)]
+        assert is_padding.any() and not used[is_padding].any(), f"rank {rank}"
+        assert used[~is_padding].all(), f"rank {rank}"
 
 
 def test_a_layer_may_stop_the_gradient_at_a_quantized_activation(transport):

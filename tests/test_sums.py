@@ -24,6 +24,7 @@ VARIANTS = [
     OF_FOUR.replace(combine_dtype="float32", **cases.FLAGS["shared"]),
     OF_FOUR.replace(**cases.FLAGS["skip_a2a"]),
     OF_FOUR.replace(**cases.FLAGS["both"]),
+    OF_FOUR.replace(combine_dtype="float16", **cases.FLAGS["both"]),
 ]
 
 
@@ -81,7 +82,7 @@ def expected_sums(case, inputs: suite.Inputs) -> list[dict]:
     return results
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize(("n_ranks", "n_nodes"), NODES)
 def test_sums_do_not_depend_on_where_weights_are_given(n_ranks, n_nodes, dtype, transport):
     case = cases.SMALL[n_ranks].replace(n_nodes=n_nodes, combine_dtype=dtype)

@@ -37,6 +37,13 @@ class ScalesLayout:
         """`[C, S]` row by row, from the array; unused rows are unspecified."""
         return array
 
+    def in_use(self, array: jax.Array, row_offsets: jax.Array) -> jax.Array:
+        """Which elements belong to rows in use: boolean, of a shape that broadcasts to the array's.
+
+        Scales that fill a block of atoms count as in use.
+        """
+        return _up_to(row_offsets[-1], array.shape[0])[:, None]
+
     def offsets(self, row_offsets: jax.Array) -> jax.Array | None:
         """`uint32[L]` `scales_offsets`; None if a row's scales follow from its index."""
         return None
@@ -61,6 +68,9 @@ class _Transposed(ScalesLayout):
     def place(self, scales: jax.Array, row_offsets: jax.Array) -> jax.Array:
         return scales.T
 
+    def in_use(self, array: jax.Array, row_offsets: jax.Array) -> jax.Array:
+        return _up_to(row_offsets[-1], array.shape[1])
+
     def by_row(
         self, array: jax.Array, row_offsets: jax.Array, n_rows: int, n_scales: int
     ) -> jax.Array:
@@ -80,6 +90,10 @@ class _Atoms(ScalesLayout):
         n_blocks = -(-(n_rows + n_groups * _ATOM_ROWS) // _ATOM_ROWS)
         tile = (_ATOM_LANES, _ATOM_ROWS // _ATOM_LANES, _ATOM_SCALES)
         return (n_blocks, -(-n_scales // _ATOM_SCALES), *tile)
+
+    def in_use(self, array: jax.Array, row_offsets: jax.Array) -> jax.Array:
+        is_of_group = _up_to(_first_blocks(row_offsets)[-1], array.shape[0])
+        return is_of_group.reshape(-1, 1, 1, 1, 1)
 
     def offsets(self, row_offsets: jax.Array) -> jax.Array:
         """First block of each group, minus the block of its first row among all rows."""
@@ -120,6 +134,11 @@ def _first_blocks(row_offsets: jax.Array) -> jax.Array:
     sizes = jnp.diff(row_offsets.astype(jnp.int32))
     blocks = jnp.cumsum((sizes + _ATOM_ROWS - 1) // _ATOM_ROWS, dtype=jnp.int32)
     return jnp.concatenate([jnp.zeros_like(blocks[:1]), blocks])
+
+
+def _up_to(end: jax.Array, n: int) -> jax.Array:
+    """`bool[n]`: which of 0 to n - 1 are less than `end`."""
+    return jnp.arange(n, dtype=end.dtype) < end
 
 
 def group_of(starts: jax.Array, n: int) -> jax.Array:

@@ -15,7 +15,7 @@ from jax.interpreters import mlir
 from jax_ep.formats import QuantizedFormat, TokenFormat
 from jax_ep.formats.scales import group_of
 from jax_ep.xla_ffi import extension
-from jax_ep.xla_ffi.lowering import fusion_barrier, like, make_primitive
+from jax_ep.xla_ffi.lowering import custom_call, fusion_barrier, like, make_primitive
 
 _TARGET = "jax_ep_fused_silu"
 
@@ -67,7 +67,7 @@ def _lower(
     except ImportError:
         return _lower_jnp(ctx, *operands, activation=activation)
     alpha, limit = activation.clamp or (0.0, 0.0)
-    results = jax.ffi.ffi_lowering(_TARGET)(
+    results = custom_call(_TARGET)(
         ctx,
         *operands,
         token_format=activation.token_format.name,

@@ -69,7 +69,7 @@ def _hide_constants(
     """
     if jax.__version_info__ < (0, 12):
         return operands
-    copy = jax.ffi.ffi_lowering("jax_ep_dispatch_done")  # returns its second operand
+    copy = lowering.custom_call("jax_ep_dispatch_done")  # returns its second operand
 
     def hide(i: int, operand: Any, aval: Any) -> Any:
         if aval.shape or (i == 0 and geometry.mesh.size > 1):
@@ -82,7 +82,7 @@ def _hide_constants(
 
 def _lower_start(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
     ticket, ready, *results = ctx.avals_out
-    alloc = jax.ffi.ffi_lowering("jax_ep_dispatch_alloc", has_side_effect=True)
+    alloc = lowering.custom_call("jax_ep_dispatch_alloc", has_side_effect=True)
     outer = ctx.replace(avals_in=ctx.avals_in[:1], avals_out=[ready, *results])
     allocated, *buffers = alloc(outer, operands[0])
     inner = ctx.replace(avals_in=[*ctx.avals_in, *results], avals_out=[ticket])
@@ -103,13 +103,13 @@ def _lower_start(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -
 
 def _lower_wait_started(ctx: mlir.LoweringRuleContext, operand: Any) -> Any:
     # The side effect keeps XLA from hoisting it out of loops.
-    rule = jax.ffi.ffi_lowering("jax_ep_wait_started", has_side_effect=True)
+    rule = lowering.custom_call("jax_ep_wait_started", has_side_effect=True)
     return rule(ctx, operand)
 
 
 def _lower_done(ctx: mlir.LoweringRuleContext, ticket: Any, *results: Any) -> Any:
     aliases = {i + 1: i for i in range(len(results))}
-    rule = jax.ffi.ffi_lowering("jax_ep_dispatch_done", operand_output_aliases=aliases)
+    rule = lowering.custom_call("jax_ep_dispatch_done", operand_output_aliases=aliases)
     return lowering.fusion_barrier(rule(ctx, ticket, *results))
 
 

@@ -26,6 +26,28 @@ Lowering = Callable[..., Any]
 Attributes = Callable[..., dict[str, Any]]
 
 
+# The targets of all custom calls, on any platform.
+TARGETS = (
+    "jax_ep_check",
+    "jax_ep_combine",
+    "jax_ep_combine_grad",
+    "jax_ep_combine_start",
+    "jax_ep_dispatch",
+    "jax_ep_dispatch_alloc",
+    "jax_ep_dispatch_done",
+    "jax_ep_dispatch_start",
+    "jax_ep_fused_silu",
+    "jax_ep_grouped_matmul",
+    "jax_ep_wait_started",
+)
+
+
+def custom_call(target: str, **options: Any) -> Lowering:
+    """`jax.ffi.ffi_lowering` of one of `TARGETS`."""
+    assert target in TARGETS, target
+    return jax.ffi.ffi_lowering(target, **options)
+
+
 class StreamOrder(enum.IntEnum):
     """Stream ordering of a GPU call relative to others. The same values as in C++."""
 
@@ -38,7 +60,7 @@ def host_call(target: str, attributes: Attributes) -> Lowering:
     """One custom call on a CPU."""
 
     def lower(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
-        rule = jax.ffi.ffi_lowering(target, has_side_effect=True)
+        rule = custom_call(target, has_side_effect=True)
         return rule(ctx, *operands, **attributes(**params))
 
     return lower
@@ -50,7 +72,7 @@ def cuda_call(
     """One custom call on a GPU; the result of `check_group` precedes its operands."""
 
     def lower(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
-        rule = jax.ffi.ffi_lowering(target, has_side_effect=has_side_effect)
+        rule = custom_call(target, has_side_effect=has_side_effect)
         inner = ctx.replace(avals_in=[ctx.avals_in[0], *ctx.avals_in])
         order = np.int32(stream_order)
         return rule(inner, *operands, **attributes(**params), stream_order=order)
@@ -99,7 +121,7 @@ def check_group(
     graphs without running their handlers; it does not capture the check. It merges equal checks.
     """
     scalar = ctx.avals_in[0]
-    rule = jax.ffi.ffi_lowering("jax_ep_check")
+    rule = custom_call("jax_ep_check")
     outer = ctx.replace(avals_in=[scalar], avals_out=[scalar])
     return rule(outer, coordinate, group=geometry.key)
 

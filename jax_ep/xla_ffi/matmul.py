@@ -16,7 +16,7 @@ from jax import lax
 from jax.interpreters import mlir
 
 from jax_ep.xla_ffi import extension, matmul_tiles
-from jax_ep.xla_ffi.lowering import fusion_barrier, like, make_primitive
+from jax_ep.xla_ffi.lowering import custom_call, fusion_barrier, like, make_primitive
 
 _TARGET = "jax_ep_grouped_matmul"
 _HALVES = (jnp.bfloat16, jnp.float16)
@@ -82,7 +82,7 @@ def _lower_cuda(ctx: mlir.LoweringRuleContext, *operands: Any, matmul: Matmul) -
     row_offsets: Any = ctx.avals_in[2]
     n_bytes = _workspace_bytes(row_offsets.shape[0] - 1)
     workspace = like(ctx.avals_out[0], (n_bytes,), np.uint8)
-    call = jax.ffi.ffi_lowering(_TARGET)
+    call = custom_call(_TARGET)
     product, _ = call(
         ctx.replace(avals_out=[*ctx.avals_out, workspace]),
         *operands,

@@ -36,7 +36,7 @@ def rows_by_weights(
     out = jnp.zeros((n_rows, weights.shape[1 if transposed else 2]), dtype)
     if n_rows == 0 or n_groups == 0:
         return out
-    rows, weights, row_offsets, out = vary_alike(None, rows, weights, row_offsets, out)
+    rows, weights, row_offsets, out = vary_alike((), rows, weights, row_offsets, out)
     dims = (((1,), (1 if transposed else 0,)), ((), ()))
 
     def add_group(group: jax.Array, begin: jax.Array, end: jax.Array, out: jax.Array) -> jax.Array:
@@ -82,7 +82,7 @@ def rows_by_rows(
     out = jnp.zeros((n_groups, lhs.shape[1], rhs.shape[1]), dtype)
     if n_rows == 0 or n_groups == 0:
         return out
-    lhs, rhs, row_offsets, out = vary_alike(None, lhs, rhs, row_offsets, out)
+    lhs, rhs, row_offsets, out = vary_alike((), lhs, rhs, row_offsets, out)
     dims = (((0,), (0,)), ((), ()))
     large, small = _tile_sizes(n_rows, n_groups)
 

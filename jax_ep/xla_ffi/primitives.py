@@ -85,7 +85,7 @@ def coordinate(geometry: Geometry) -> jax.Array:
 
     The handler compares it with the device's coordinate in the group.
     """
-    others = tuple(name for name in geometry.mesh.axis_names if name != geometry.axis_name)
+    others = tuple(name for name in geometry.mesh.axis_names if name not in geometry.axis_names)
     rank = lax.axis_index(geometry.axis_name)
     return lax.axis_index(others) * geometry.n_ranks + rank if others else rank
 
@@ -155,7 +155,8 @@ def dispatch_types(
         types.append(((n_rows,), jnp.float32))  # row_weights
     if token_format.scale_dtype is not None:
         n_scales = token_format.n_scales(hidden_size)
-        shape = token_format.layout.shape(n_rows, n_scales, n_groups)
+        n_padded = geometry.routed.n_padded_groups
+        shape = token_format.layout.shape(n_rows, n_scales, n_padded)
         types.append((shape, token_format.scale_dtype))  # scales
     return [like(tokens, shape, dtype) for shape, dtype in types]
 

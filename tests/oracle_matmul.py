@@ -1,0 +1,38 @@
+"""Operands of grouped matmuls, and their products in float64."""
+
+import jax.numpy as jnp
+import numpy as np
+
+H, N = 72, 40
+# Relative to the sum of the products' magnitudes: half an ulp of the result, and float32 sums.
+TOLERANCE = {"bfloat16": 2**-8, "float16": 2**-10, "float32": 2**-18}
+
+
+def make_operands(sizes, dtype="bfloat16", transposed=False, spare=5, h=H, n=N):
+    """Rows, weights and offsets; NaN in the rows that are not in use."""
+    rng = np.random.default_rng(sum(sizes))
+    offsets = np.cumsum([0, *sizes]).astype(np.uint32)
+    rows = rng.standard_normal((offsets[-1] + spare, h), np.float32)
+    rows[offsets[-1] :] = np.nan
+    weights = rng.standard_normal((len(sizes), *((n, h) if transposed else (h, n))), np.float32)
+    dtype = np.dtype(dtype)
+    return jnp.asarray(rows.astype(dtype)), jnp.asarray(weights.astype(dtype)), offsets
+
+
+def reference(rows, weights, offsets, transposed=False):
+    """The product of the rows in use and the sums of the products' magnitudes, in float64."""
+    rows, weights = np.asarray(rows, np.float64), np.asarray(weights, np.float64)
+    if transposed:
+        weights = weights.swapaxes(1, 2)
+    blocks = [
+        (rows[first:end] @ matrix, abs(rows[first:end]) @ abs(matrix))
+        for first, end, matrix in zip(offsets[:-1], offsets[1:], weights, strict=True)
+    ]
+    return [np.concatenate(parts) for parts in zip(*blocks, strict=True)]
+
+
+def assert_close(got, wanted, magnitudes, dtype) -> None:
+    got = np.asarray(got, np.float64)
+    assert got.shape == wanted.shape
+    error = abs(got - wanted) / np.maximum(magnitudes, 1e-30)
+    assert error.size == 0 or error.max() <= TOLERANCE[dtype]
