@@ -8,8 +8,11 @@ PYTEST_ARGS ?=
 TEST_JOBS ?= 2
 # The extra of jax to install: cuda13 if there is an NVIDIA GPU, otherwise none.
 JAX_EXTRA ?= $(if $(shell nvidia-smi -L 2>/dev/null),cuda13)
+# OFF: build without the CUDA kernels, even if there is nvcc. After a change, `make clean` first.
+CUDA ?=
 # nvcc, if CMake will find one.
-NVCC := $(shell PATH="$$PATH:$$CUDA_PATH/bin" command -v "$${CUDACXX:-nvcc}")
+NVCC := $(if $(filter OFF,$(CUDA)),,$(shell \
+  PATH="$$PATH:$$CUDA_PATH/bin" command -v "$${CUDACXX:-nvcc}"))
 # Interpreters for `make matrix`: names on PATH, or paths. Default: pythonX.Y on PATH and in pyenv.
 PYTHONS ?=
 
@@ -44,8 +47,9 @@ $(VENV)/.deps: pyproject.toml tools/requirements.py
 
 # The package, editable: only changes under ffi/ need a rebuild.
 $(VENV)/.package: $(VENV)/.deps CMakeLists.txt $(FFI_SOURCES)
-	@echo "Building the extensions: one minute, or six with nvcc."
-	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
+	@echo "Building the extensions: one minute, or six with the CUDA kernels."
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation \
+	  $(if $(CUDA),-C cmake.define.JAX_EP_CUDA=$(CUDA)) --editable .
 	touch $@
 
 .PHONY: setup

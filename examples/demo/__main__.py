@@ -11,8 +11,8 @@ The files, in the order in which a token passes through them:
     experts.py   tokens to their experts and back: the part that uses jax_ep
     program.py   the jitted steps: training, evaluation, sampling
 
-Around these: train.py (the training loop), compare.py (comparison with the same steps without
-expert parallelism), traffic.py and plots.py (the figures).
+Around these: compare.py (the first steps, with and without expert parallelism), train.py (the
+others), traffic.py and plots.py (the figures).
 """
 
 import dataclasses
@@ -30,16 +30,14 @@ from jax.sharding import Mesh
 import data
 import jax_ep
 import plots
-from compare import compare
+from compare import train_and_compare
 from experts import AXIS, dense, expert_parallel
 from model import ModelConfig
 from program import Program
 from traffic import count_traffic
-from train import N_WINDOWS, History, held_out_loss, make_optimizer, train
+from train import N_WINDOWS, held_out_loss, make_optimizer, train
 
-# Steps that are run twice, with and without expert parallelism. Few: sums in another order differ
-# in their last bits, until a router that finds two experts equally good picks the other one.
-N_COMPARED = 10
+N_COMPARED = 20  # steps that are run twice, with and without expert parallelism
 N_SAMPLED = 240  # bytes
 PROMPT = "If the argument is not a string, an exception is raised. Otherwise, the class "
 
@@ -66,12 +64,10 @@ def main(steps: int, devices: str | None, transport: str, out: Path) -> None:
     state = program.new_state()
     describe(text, state.params, group)
 
-    reference, history = History(), History()
+    reference = Program(config, dense, optimizer)
     first, rest = range(N_COMPARED), range(N_COMPARED, steps)
-    alone = Program(config, dense, optimizer)
-    train(alone, alone.new_state(), text, first, reference, "one device, dense")
-    state = train(program, state, text, first, history, "expert parallel")
-    say("check", compare(history, reference))
+    state, history, comparison = train_and_compare(program, reference, state, text, first)
+    say("check", comparison.verdict(history))
     state = train(program, state, text, rest, history, "remaining steps")
 
     loss = history.held_out[steps] = held_out_loss(program, state.params, text.held_out)
@@ -81,7 +77,7 @@ def main(steps: int, devices: str | None, transport: str, out: Path) -> None:
     show_sample(program, state.params, transport)
 
     out.mkdir(parents=True, exist_ok=True)
-    plots.plot_loss(out / "loss.png", history, reference, entropy)
+    plots.plot_loss(out / "loss.png", history, comparison.losses, entropy)
     windows = next(data.held_out_batches(text.held_out, N_WINDOWS, config.context))
     counts = count_traffic(group, program, state.params, windows)
     plots.plot_traffic(out / "traffic.png", counts)
@@ -112,7 +108,7 @@ def make_group(mesh: Mesh, transport: str, config: ModelConfig, n_windows: int) 
     """Returns a group for batches of `n_windows`.
 
     It has room for the worst case, so no row is dropped, whatever the routers choose. The demo
-    still adds up `Dispatched.n_dropped`, and `compare` requires the sum to be 0.
+    still adds up `Dispatched.n_dropped`, and `compare.py` requires the sum to be 0.
     """
     ep_config = jax_ep.EPConfig(
         n_experts=config.n_experts,

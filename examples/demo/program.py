@@ -29,7 +29,6 @@ class Metrics(NamedTuple):
     """What a training step reports."""
 
     loss: jax.Array  # float32[]; nats per byte, excluding the load-balancing loss
-    grad_norm: jax.Array  # float32[]
     n_dropped: jax.Array  # int32[]; over all ranks and layers
 
 
@@ -65,19 +64,23 @@ class Program:
     @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
     def train_step(self, state: State, windows: jax.Array) -> tuple[State, Metrics]:
         """Returns the next state; donates the buffers of `state`."""
-
-        def objective(params):
-            loss, routing = self._loss(params, windows)
-            return loss + BALANCE_WEIGHT * routing.balance_loss.mean(), (loss, routing)
-
-        gradient = jax.grad(objective, has_aux=True)
-        grads, (loss, routing) = gradient(state.params)
+        grads, metrics = self.gradient(state.params, windows)
         updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
         state = State(optax.apply_updates(state.params, updates), opt_state)
         if self.mesh:
             state = jax.lax.with_sharding_constraint(state, self._shardings(state))
-        n_dropped = routing.n_dropped.sum()
-        return state, Metrics(loss, optax.tree.norm(grads), n_dropped)
+        return state, metrics
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def gradient(self, params: Any, windows: jax.Array) -> tuple[Any, Metrics]:
+        """Returns the gradients of all parameters."""
+
+        def objective(params):
+            loss, routing = self._loss(params, windows)
+            metrics = Metrics(loss, routing.n_dropped.sum())
+            return loss + BALANCE_WEIGHT * routing.balance_loss.mean(), metrics
+
+        return jax.grad(objective, has_aux=True)(params)
 
     @functools.partial(jax.jit, static_argnums=0)
     def evaluate(self, params: Any, windows: jax.Array) -> tuple[jax.Array, Routing]:

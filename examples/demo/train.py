@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 import data
-from program import Program, State
+from program import Metrics, Program, State
 
 N_WINDOWS = 16  # of a batch, over all ranks
 LEARNING_RATE = 4e-3
@@ -20,13 +20,17 @@ HELD_OUT_EVERY = 50  # steps between evaluations on part of the held-out text
 
 @dataclasses.dataclass
 class History:
-    """The metrics of each step."""
+    """What the steps reported."""
 
     losses: list[float] = dataclasses.field(default_factory=list)  # nats per byte
-    grad_norms: list[float] = dataclasses.field(default_factory=list)
     seconds: list[float] = dataclasses.field(default_factory=list)
     n_dropped: int = 0  # rows, over all steps
     held_out: dict[int, float] = dataclasses.field(default_factory=dict)  # by step
+
+    def add(self, metrics: Metrics) -> None:
+        """Adds a step, except how long it took."""
+        self.losses.append(float(metrics.loss))
+        self.n_dropped += int(metrics.n_dropped)
 
     def tokens_per_second(self, tokens_per_step: int) -> float:
         """Returns the speed of the median step, which excludes compilation."""
@@ -53,9 +57,7 @@ def train(
             started = time.perf_counter()
             windows = data.training_batch(text.training, step, N_WINDOWS, context)
             state, metrics = program.train_step(state, program.put(windows))
-            history.losses.append(float(metrics.loss))
-            history.grad_norms.append(float(metrics.grad_norm))
-            history.n_dropped += int(metrics.n_dropped)
+            history.add(metrics)
             history.seconds.append(time.perf_counter() - started)
             if (step + 1) % HELD_OUT_EVERY == 0:
                 loss = held_out_loss(program, state.params, text.held_out, every=4)
