@@ -20,6 +20,8 @@ The ranks of a node must be in one process for `host`, on one host for `p2p`.
 """
 
 import os
+import pathlib
+import tempfile
 
 import jax
 import pytest
@@ -45,6 +47,7 @@ def pytest_addoption(parser) -> None:
         group.addoption(f"--{name}", type=int, default=int(env(variable, default)))
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest reads --basetemp
 def pytest_configure(config) -> None:
     """Chooses the devices; must run before JAX starts a backend."""
     option = config.option
@@ -66,9 +69,21 @@ def pytest_configure(config) -> None:
             _start_backend_that_compiles_faster()
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     if job.n_processes > 1:
+        _use_own_temporary_folder(config)
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         job.join()
         config.pluginmanager.register(Watch(job, config), "jax_ep job")
+
+
+def _use_own_temporary_folder(config) -> None:
+    """Keeps `tmp_path` out of the folder that pytest's processes share on a host.
+
+    Each of them deletes old folders there, and fails now and then where another one does so too.
+    """
+    if config.option.basetemp is None:
+        folder = tempfile.TemporaryDirectory(prefix="jax_ep_tests_", ignore_cleanup_errors=True)
+        config.add_cleanup(folder.cleanup)
+        config.option.basetemp = pathlib.Path(folder.name, "pytest")
 
 
 def _start_backend_that_compiles_faster() -> None:
