@@ -55,7 +55,8 @@ def _dispatch_fwd(
     named = _dispatch(connection, operands, results)
     ids = operands.group_ids
     routing = Routing(ids, named.handle, named.row_offsets, named.src_info, ids.shape[:1])
-    return named, (routing, jnp.zeros(0, operands.tokens.dtype))
+    no_tokens = jnp.zeros((0, operands.tokens.shape[1]), operands.tokens.dtype)
+    return named, (routing, no_tokens)
 
 
 def _dispatch_bwd(
@@ -63,17 +64,18 @@ def _dispatch_bwd(
 ) -> tuple[DispatchOperands, None]:
     routing, like_tokens = saved
     grad_weights = None
-    config, of_weights = connection.geometry.config, cotangents.row_weights
-    if not isinstance(config.token_format, QuantizedFormat):
+    token_format, of_weights = connection.geometry.config.token_format, cotangents.row_weights
+    if not isinstance(token_format, QuantizedFormat):
         plain_sum = CombineOperands(cotangents.tokens, routing, row_scalars=of_weights)
         grad_tokens, *grads = bind_combine(connection.geometry, plain_sum)
         grad_weights = grads[0] if grads else None
     else:  # see straight_through
-        shape = routing.n_tokens, config.hidden_size
+        shape = routing.n_tokens, like_tokens.shape[1]
         grad_tokens = _zeros(shape, like_tokens.dtype, routing.group_ids[:, :1])
         if of_weights is not None:
             grad_weights = _return_scalars(connection, of_weights, routing)
-    return DispatchOperands(grad_tokens, _NO_GRADIENT, grad_weights, None), None
+    n_rows = routing.src_info.shape[0]
+    return DispatchOperands(grad_tokens, _NO_GRADIENT, grad_weights, None, n_rows), None
 
 
 dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)

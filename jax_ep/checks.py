@@ -1,5 +1,6 @@
 """Checks of arguments while JAX traces the public calls."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -74,6 +75,38 @@ def check_per_token(
     """Requires `[*leading, size]`: something for each token, whose leading dimensions are given."""
     letters = f"T {letter}" if len(leading) == 1 else letter
     check_array(operation, name, x, (*leading, size), letters, *dtypes)
+
+
+# Rows that are narrower than the group's fill vectors of this size.
+_VECTOR_BYTES = 16
+
+
+def row_size(rows: Any, hidden_size: int) -> int:
+    """Elements that rows must have: `hidden_size`, or as many as they have if those are fewer."""
+    has_rows = rows is not None and rows.ndim > 1
+    return min(hidden_size, rows.shape[-1]) if has_rows else hidden_size
+
+
+def check_narrow_rows(operation: str, name: str, n_elements: int, *n_bytes: int) -> None:
+    """Requires whole vectors of rows that have fewer elements than the group's."""
+    if n_elements == 0 or any(size % _VECTOR_BYTES for size in n_bytes):
+        sizes = " and ".join(map(str, n_bytes))
+        raise ValueError(
+            f"{operation}: {name} with fewer elements than hidden_size must take a multiple of "
+            f"{_VECTOR_BYTES} bytes per row; got {n_elements} elements, {sizes} bytes."
+        )
+
+
+def check_capacity(operation: str, geometry: Geometry, recv_capacity: Any) -> int:
+    """The rows of a dispatch (C): the given capacity, or the group's if that is None or less."""
+    if recv_capacity is None:
+        return geometry.max_recv_tokens
+    try:
+        config = dataclasses.replace(geometry.config, recv_capacity=recv_capacity)
+    except ValueError as error:
+        raise ValueError(f"{operation}: {error}") from None
+    assert config.recv_capacity is not None
+    return min(config.recv_capacity, geometry.max_recv_tokens)
 
 
 def as_int32(ids: Any) -> jax.Array:

@@ -12,6 +12,7 @@ from jax_ep.formats import BF16, TokenFormat
 from jax_ep.formats.plain import as_dtype
 
 _COMBINE_DTYPES = tuple(np.dtype(each) for each in (jnp.bfloat16, jnp.float16, jnp.float32))
+_ROW_ALIGNMENTS = (1, 4, 16, 32, 64, 128, 256)
 _INT32_MAX = 2**31 - 1
 _MAX_TIMEOUT_S = 1e6
 
@@ -71,6 +72,9 @@ class EPConfig:
             travels. dispatch selects the rows for this rank's experts; combine returns their
             contribution to each token, and the caller sums over ranks with `jax.lax.psum`. The
             shared expert's tokens are split over the ranks.
+        row_alignment: rows that each group of rows begins at a multiple of: 1, 4, 16, 32, 64, 128
+            or 256, for grouped matmuls that want such groups. A format may need more
+            (`group_alignment`). Groups are padded as `Dispatched` says.
         zero_unused_rows: rows that are not in use hold zeros in all arrays of `Dispatched` that
             have rows (-1 in `src_info`), and in the gradient of `expert_out`. Otherwise they are
             unspecified. For experts that reduce over all rows, or have gradients and mask nothing.
@@ -78,7 +82,7 @@ class EPConfig:
         recv_capacity: rows of the output of dispatch (C). Rows beyond it are dropped and counted.
             None, and any larger number, stands for the worst case: `M * R * min(K, L)` (with
             `skip_a2a`: `M * min(K, L)`), plus M for a shared expert (with `skip_a2a`:
-            `ceil(M / R)`), plus the format's padding. If K <= L, no routing needs more. If K > L,
+            `ceil(M / R)`), plus the padding of groups. If K <= L, no routing needs more. If K > L,
             no routing does in which each token names an expert at most once; a token that repeats
             experts may have up to K rows on a rank, so with such tokens, rows may be dropped.
         n_gpus_per_node: ranks that reach each other by loads and stores: rank r is on node
@@ -105,6 +109,7 @@ class EPConfig:
     combine_dtype: Any = jnp.bfloat16
     fused_shared_expert: bool = False
     skip_a2a: bool = False
+    row_alignment: int = 1
     zero_unused_rows: bool = False
     recv_capacity: int | None = None
     n_gpus_per_node: int | None = None
@@ -124,13 +129,7 @@ class EPConfig:
                 f"{self.token_format!r}."
             )
         self.token_format.check_hidden_size(self.hidden_size)
-        alignment = self.token_format.layout.row_alignment
-        if self.recv_capacity is not None and self.recv_capacity % alignment:
-            raise ValueError(
-                f"recv_capacity must be a multiple of {alignment} rows for "
-                f"{self.token_format.name}, which pads each group of rows to such a multiple; got "
-                f"{self.recv_capacity}."
-            )
+        self._check_alignment()
         dtype = as_dtype(self.combine_dtype)
         if dtype not in _COMBINE_DTYPES:
             got = self.combine_dtype if dtype is None else dtype.name
@@ -144,6 +143,28 @@ class EPConfig:
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
+
+    def _check_alignment(self) -> None:
+        if isinstance(self.row_alignment, bool) or self.row_alignment not in _ROW_ALIGNMENTS:
+            known = ", ".join(map(str, _ROW_ALIGNMENTS))
+            raise ValueError(f"row_alignment must be one of {known}; got {self.row_alignment!r}.")
+        self._set("row_alignment", int(self.row_alignment))
+        alignment, needed = self.group_alignment, self.token_format.layout.row_alignment
+        if self.recv_capacity is None or self.recv_capacity % alignment == 0:
+            return
+        cause = self.token_format.name if alignment == needed else f"row_alignment={alignment}"
+        raise ValueError(
+            f"recv_capacity must be a multiple of {alignment}, as {cause} pads each group of rows "
+            f"to one; got {self.recv_capacity}."
+        )
+
+    @property
+    def group_alignment(self) -> int:
+        """Rows that groups begin at multiples of: `row_alignment`, or more if the format needs it.
+
+        Both are powers of 2.
+        """
+        return max(self.row_alignment, self.token_format.layout.row_alignment)
 
     def n_local_experts(self, n_ranks: int) -> int:
         """Experts per rank (L); raises ValueError if `n_experts` is not a multiple of `n_ranks`."""
@@ -199,8 +220,8 @@ class EPConfig:
         """Rows of the output of dispatch (C): `recv_capacity`, at most the worst case.
 
         In the worst case, each token has `min(K, L)` rows on a rank: with K <= L, it cannot have
-        more; with K > L, only if it repeats an expert. The shared expert's rows and the rows that
-        pad groups to the format's alignment come on top.
+        more; with K > L, only if it repeats an expert. The shared expert's rows and those that pad
+        groups come on top.
 
         Raises:
             ValueError: a size does not fit in 32 bits.
@@ -224,7 +245,7 @@ class EPConfig:
         if self.fused_shared_expert:
             rows += -(-max_tokens // n_ranks) if self.skip_a2a else max_tokens
             n_groups += 1
-        alignment = self.token_format.layout.row_alignment
+        alignment = self.group_alignment
         rows += (alignment - 1) * n_groups
         return -(-rows // alignment) * alignment
 

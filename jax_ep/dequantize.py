@@ -36,7 +36,7 @@ def dequantize(dispatched: Dispatched, dtype: jax.typing.DTypeLike | None = None
         rows = dispatched.tokens.astype(dtype or dispatched.tokens.dtype)
         if group.config.zero_unused_rows:
             return rows
-        is_used = in_use(row_offsets, group.max_recv_tokens)
+        is_used = in_use(row_offsets, rows.shape[0])
         return jnp.where(is_used, rows, jnp.zeros((), rows.dtype))
     source_tokens, scales = dispatched.source_tokens, dispatched.scales
     assert source_tokens is not None and scales is not None

@@ -38,10 +38,11 @@ class Weighting(enum.IntEnum):
 class DispatchOperands:
     """The operands of a dispatch."""
 
-    tokens: jax.Array  # [T, H]
+    tokens: jax.Array  # [T, H], or fewer elements
     group_ids: jax.Array  # int32[T, N], see routing.py
     topk_weights: jax.Array | None  # float32[T, N]
     input_scale: jax.Array | None  # float32[]
+    max_recv_tokens: int = dataclasses.field(metadata={"static": True})  # C
 
     @classmethod
     def make(
@@ -52,6 +53,7 @@ class DispatchOperands:
         topk_ids: Any,
         topk_weights: Any,
         input_scale: Any,
+        recv_capacity: Any,
     ) -> tuple[Self, jax.Array]:
         """Checks and routes the user's arguments; also returns `topk_ids`, `int32[..., K]`."""
         config = geometry.config
@@ -64,7 +66,7 @@ class DispatchOperands:
         if topk_weights is not None:
             topk_weights = _check_topk_weights(operation, geometry, topk_weights, leading)
         scale = checks.check_input_scale(operation, config.token_format, input_scale)
-        topk_ids, *operands = checks.vary_alike(
+        topk_ids, tokens, group_ids, topk_weights, scale = checks.vary_alike(
             geometry.axis_names,
             topk_ids,
             _never_empty(_by_token(tokens), 0),
@@ -72,17 +74,22 @@ class DispatchOperands:
             _never_empty(route_weights(geometry, _by_token(topk_weights)), 0),
             scale,
         )
-        return cls(*operands), topk_ids
+        n_rows = checks.check_capacity(operation, geometry, recv_capacity)
+        return cls(tokens, group_ids, topk_weights, scale, n_rows), topk_ids
 
 
 def _check_tokens(operation: str, geometry: Geometry, tokens: Any) -> tuple[int, ...]:
     """The leading dimensions of the tokens, `[..., H]`; there is at least one."""
     config = geometry.config
-    dtypes, size = config.token_format.token_dtypes, config.hidden_size
+    dtypes, size = config.token_format.token_dtypes, checks.row_size(tokens, config.hidden_size)
     if tokens is None or tokens.ndim < 3:
         checks.check_array(operation, "tokens", tokens, (None, size), "T H", *dtypes)
     else:
         checks.check_per_token(operation, "tokens", tokens, tokens.shape[:-1], size, "H", *dtypes)
+    if size < config.hidden_size:
+        n_bytes = size * tokens.dtype.itemsize, config.token_format.payload_bytes(size)
+        checks.check_narrow_rows(operation, "tokens", size, *n_bytes)
+        config.token_format.check_hidden_size(size)
     leading = tokens.shape[:-1]
     if math.prod(leading) > config.max_tokens_per_rank:
         raise ValueError(
@@ -192,7 +199,7 @@ class CombineOperands:
     dispatch.
     """
 
-    expert_out: jax.Array  # [C, H]
+    expert_out: jax.Array  # [C, H], or fewer elements
     routing: Routing
     topk_weights: jax.Array | None = None  # float32[T, N]
     row_weights: jax.Array | None = None  # float32[C]; not both
@@ -229,13 +236,15 @@ class CombineOperands:
         _check_weights(operation, topk_weights, row_weights, residual, reduce)
         config = geometry.config
         expert_out, topk_weights, residual = checks.as_arrays(expert_out, topk_weights, residual)
-        rows, leading = (geometry.max_recv_tokens, config.hidden_size), routing.leading
-        dtype = config.combine_dtype
-        checks.check_array(operation, "expert_out", expert_out, rows, "C H", dtype)
+        leading, dtype = routing.leading, config.combine_dtype
+        size = checks.row_size(expert_out, config.hidden_size)
+        shape = routing.src_info.shape[0], size
+        checks.check_array(operation, "expert_out", expert_out, shape, "C H", dtype)
+        if size < config.hidden_size:
+            checks.check_narrow_rows(operation, "expert_out", size, size * dtype.itemsize)
         if topk_weights is not None:
             topk_weights = _check_topk_weights(operation, geometry, topk_weights, leading)
         if residual is not None:
-            size = config.hidden_size
             checks.check_per_token(operation, "residual", residual, leading, size, "H", dtype)
         operands = cls(
             expert_out,

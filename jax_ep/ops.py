@@ -1,9 +1,9 @@
 """dispatch and combine: the public calls, inside `jax.shard_map` over the group's mesh.
 
 Arrays are this rank's shard. R ranks, E experts, L = E / R local experts, K = top_k, T <= M tokens
-in this call, H = hidden_size, C = max_recv_tokens. `[..., H]` is `[T, H]`, or has more leading
-dimensions, such as `[B, S, H]` with B * S = T, the same for all arguments of a dispatch and its
-combine.
+in this call, H = hidden_size, C = max_recv_tokens, or the call's own `recv_capacity`. `[..., H]` is
+`[T, H]`, or has more leading dimensions, such as `[B, S, H]` with B * S = T, the same for all
+arguments of a dispatch and its combine.
 """
 
 from typing import Any
@@ -22,6 +22,7 @@ def dispatch(
     topk_weights: jax.Array | None = None,
     *,
     input_scale: jax.Array | None = None,
+    recv_capacity: int | None = None,
 ) -> Dispatched:
     """Sends every token to the ranks that hold its experts.
 
@@ -33,13 +34,17 @@ def dispatch(
     Args:
         group: from `ep_init`.
         tokens: `[..., H]`, T at most M: bfloat16 or float32 for formats that quantize, otherwise
-            the format's dtype.
+            the format's dtype. Or with fewer elements per token, of which the tokens, and the rows
+            that they become, take a multiple of 16 bytes each; then H stands for their number.
         topk_ids: `[..., K]`, global experts: integers of any dtype. Unsigned ones cannot be -1:
             their largest value is invalid like others.
         topk_weights: `[..., K]` of any floating-point dtype, or None. If given, they travel with
             the tokens as float32 and come out as `row_weights`, and combine applies them.
         input_scale: `float32[]` or `float32[1]`, the same on all ranks, for formats with a global
             scale (`NVFP4`; None is 1 there); None for the others. No gradient flows into it.
+        recv_capacity: rows of the output (C) of this call, the same on all ranks; its meaning is
+            that of `config.recv_capacity`. None, and any larger number, is the group's
+            `max_recv_tokens`.
 
     Returns:
         The rows for this rank's experts.
@@ -53,7 +58,7 @@ def dispatch(
     """
     check_group("dispatch", group)
     operands, topk_ids = DispatchOperands.make(
-        "dispatch", group.geometry, tokens, topk_ids, topk_weights, input_scale
+        "dispatch", group.geometry, tokens, topk_ids, topk_weights, input_scale, recv_capacity
     )
     results = group._connection.dispatch(operands)
     return Dispatched.make(group, topk_ids, operands, results)
@@ -66,6 +71,7 @@ def dispatch_async(
     topk_weights: jax.Array | None = None,
     *,
     input_scale: jax.Array | None = None,
+    recv_capacity: int | None = None,
 ) -> InFlight:
     """Starts `dispatch`; later work may overlap with it (docs/overlap.md).
 
@@ -78,7 +84,7 @@ def dispatch_async(
     """
     check_group("dispatch_async", group)
     operands, topk_ids = DispatchOperands.make(
-        "dispatch_async", group.geometry, tokens, topk_ids, topk_weights, input_scale
+        "dispatch_async", group.geometry, tokens, topk_ids, topk_weights, input_scale, recv_capacity
     )
     call = group._connection.start(operands)
     return InFlight(call, operands, topk_ids, group)
@@ -135,7 +141,9 @@ def combine(
     Args:
         group: the group of the dispatch.
         expert_out: `[C, H]` in `config.combine_dtype`; row i belongs to row i of
-            `dispatched.tokens`. Unused rows are ignored.
+            `dispatched.tokens`. Unused rows are ignored. Rows may have fewer elements, which take a
+            multiple of 16 bytes, whatever those of the dispatch had; then H stands for their
+            number.
         dispatched: the result of dispatch.
         topk_weights: `[..., K]` of any floating-point dtype, converted to float32, or None; not
             both here and in the dispatch.

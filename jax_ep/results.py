@@ -24,8 +24,10 @@ class Dispatched:
     unless `config.zero_unused_rows`. se is 1 with a fused shared expert, else 0; its rows, this
     rank's own tokens in order, are the first group.
 
-    A format may pad groups: `BlockwiseFP8` pads them to multiples of 4 rows. Padding rows are at
-    the end of their group, count as in use, and hold zeros.
+    `config.row_alignment` or the format may pad groups: `BlockwiseFP8` pads them to multiples of 4
+    rows. Padding rows are at the end of their group, count as in use, and hold zeros.
+
+    H is that of the tokens given to dispatch, C its capacity.
 
     Attributes:
         tokens: `[C, H]`, received rows in the token format's `row_dtype`; `[C, H / 2]` for packed
@@ -36,7 +38,7 @@ class Dispatched:
         src_info: `int32[C, 2]`, (token index on its source rank, k) of each row; (token index, -1)
             for a shared expert's rows, (-1, -1) for padding rows. Token indices are 0 to T - 1,
             also if tokens have several leading dimensions.
-        n_dropped: `int32[]`, rows of tokens beyond `max_recv_tokens`.
+        n_dropped: `int32[]`, rows of tokens beyond the capacity.
         n_invalid: `int32[]`, ids in this rank's `topk_ids` outside `[-1, E)`; they sent nothing.
         topk_ids: `int32[..., K]`, the leading dimensions as given to dispatch. Ids that do not fit
             in int32 are its limits.
@@ -85,7 +87,7 @@ class Dispatched:
         expert, and gives it no gradient. Padding rows have the id of their group. Computed from
         `row_offsets`, on each use.
         """
-        return row_groups(self.row_offsets, self.group.max_recv_tokens)
+        return row_groups(self.row_offsets, self.src_info.shape[0])
 
     @property
     def row_source_ranks(self) -> jax.Array:
@@ -100,7 +102,7 @@ class Dispatched:
         """
         check_group("row_source_ranks", self.group)
         geometry, routing = self.group.geometry, self.routing
-        return row_sources(geometry, routing.group_ids, routing.row_offsets)
+        return row_sources(geometry, routing)
 
     @property
     def routing(self) -> Routing:
@@ -119,7 +121,7 @@ class Dispatched:
         )
         if not geometry.config.zero_unused_rows:
             return operands
-        kept = in_use(operands.routing.row_offsets, geometry.max_recv_tokens)
+        kept = in_use(operands.routing.row_offsets, expert_out.shape[0])
         rows = keep_gradient(operands.expert_out, kept)
         return dataclasses.replace(operands, expert_out=rows)
 

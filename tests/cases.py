@@ -29,6 +29,7 @@ class Case:
     combine_dtype: str = "bfloat16"
     routing: str = "uniform"
     recv_capacity: int | None = None
+    row_alignment: int = 1
     weights: str = "source"  # "none", "source" (given to combine), "row" (given to dispatch)
     n_nodes: int | None = None  # None = N_NODES, or 1
     fused_shared_expert: bool = False
@@ -53,6 +54,7 @@ class Case:
             *([] if self.token_format == "plain" else [self.format_name]),
             f"{self.token_dtype}_{self.combine_dtype}",
             self.weights,
+            *([f"a{self.row_alignment}"] if self.row_alignment > 1 else []),
             *(["shared"] if self.fused_shared_expert else []),
             *(["skip_a2a"] if self.skip_a2a else []),
             *([f"n{self.n_nodes}"] if self.n_nodes > 1 else []),
@@ -238,6 +240,20 @@ QUANTIZED_EDGE = [
         for name in ("blockwise_fp8", "nvfp4")
         for rows in (4, 32)
     ),
+]
+# Groups padded to multiples of rows that the user chose: more than the format needs, or fewer.
+ALIGNED = [
+    SMALL[4].replace(row_alignment=16),
+    SMALL[4].replace(row_alignment=128, weights="row", routing="zipf"),
+    SMALL[2].replace(row_alignment=256, weights="none"),
+    SMALL[4].replace(row_alignment=32, weights="row", routing="nothing"),
+    SMALL[4].replace(row_alignment=16, recv_capacity=64),
+    *(SMALL[4].replace(row_alignment=64, **flags) for flags in FLAGS.values()),
+    QUANTIZED_SMALL["blockwise_fp8"].replace(row_alignment=1),
+    QUANTIZED_SMALL["blockwise_fp8"].replace(row_alignment=16, weights="row"),
+    QUANTIZED_SMALL["mxfp8"].replace(row_alignment=32, weights="row"),
+    QUANTIZED_SMALL["mxfp4"].replace(row_alignment=4, scales_layout="row_major"),
+    QUANTIZED_SMALL["nvfp4"].replace(row_alignment=128, **FLAGS["shared"]),
 ]
 QUANTIZED_SEED = [
     Case(

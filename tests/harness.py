@@ -213,6 +213,7 @@ def config_of(case, **changes) -> jax_ep.EPConfig:
         "token_format": format_of(case),
         "combine_dtype": jnp.dtype(case.combine_dtype),
         "recv_capacity": case.recv_capacity,
+        "row_alignment": case.row_alignment,
         "n_nodes": case.n_nodes,
     } | case.flags
     return jax_ep.EPConfig(**(fields | changes))

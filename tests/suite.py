@@ -59,7 +59,7 @@ def layout_of(case) -> str:
 
 def alignment_of(case) -> int:
     """Groups of rows are padded to a multiple of so many rows."""
-    return formats.ROW_ALIGNMENT[layout_of(case)]
+    return max(case.row_alignment, formats.ROW_ALIGNMENT[layout_of(case)])
 
 
 def make_inputs(case, topk_ids=None, replica: int = 0) -> Inputs:
@@ -167,13 +167,13 @@ def weights_for(weights: str, topk_weights) -> tuple[tuple, tuple]:
     return (given if weights == "row" else ()), (given if weights == "source" else ())
 
 
-def forward(group, weights: str, *, is_async: bool = False, input_scale=None):
+def forward(group, weights: str, *, is_async: bool = False, input_scale=None, recv_capacity=None):
     """Makes a per-rank function with a dispatch and every combine that `weights` allows."""
 
     def body(tokens, topk_ids, topk_weights, expert_out, residual):
         at_row, at_source = weights_for(weights, topk_weights)
-        options = {"is_async": is_async, "input_scale": input_scale}
-        dispatched = dispatch(group, tokens, topk_ids, *at_row, **options)
+        options = {"input_scale": input_scale, "recv_capacity": recv_capacity}
+        dispatched = dispatch(group, tokens, topk_ids, *at_row, is_async=is_async, **options)
         result = fields(dispatched)
         call = functools.partial(combine, group, expert_out, poison(dispatched), is_async=is_async)
         result["combined"] = call(*at_source)
@@ -269,7 +269,14 @@ def assert_rank_matches(actual: dict, wanted: dict, n_rows: int, what: str) -> N
 
 @functools.cache
 def compiled(
-    mesh, config, transport: str, weights: str, is_async=False, check_vma=True, input_scale=None
+    mesh,
+    config,
+    transport: str,
+    weights: str,
+    is_async=False,
+    check_vma=True,
+    input_scale=None,
+    recv_capacity=None,
 ):
     """A group and the jitted `forward`, made once for each combination of arguments."""
     if input_scale is not None:
@@ -277,25 +284,25 @@ def compiled(
     group = jax_ep.ep_init(mesh, AXIS, config, transport=transport)
     # With T = 0, all used operands may be empty, and XLA refuses a mapped function that has only
     # empty operands. So keep the unused ones.
-    run = on_mesh(
-        mesh,
-        forward(group, weights, is_async=is_async, input_scale=input_scale),
-        check_vma=check_vma,
-        keep_unused=True,
-    )
-    return group, run
+    options = {"input_scale": input_scale, "recv_capacity": recv_capacity}
+    body = forward(group, weights, is_async=is_async, **options)
+    return group, on_mesh(mesh, body, check_vma=check_vma, keep_unused=True)
 
 
 def check(
-    case, transport: str, mesh, *, topk_ids=None, tokens=None, change=None, **options
+    case, transport: str, mesh, *, topk_ids=None, tokens=None, change=None, of_group=None, **options
 ) -> None:
     """Runs a case on every replica of the mesh and compares all ranks' results.
 
     `topk_ids` and `tokens`, one array per rank, replace the case's own; `change` maps the `Inputs`
-    of a replica to others.
+    of a replica to others. `of_group` are fields of the group's config that differ from the case;
+    the calls then ask for the case's capacity.
     """
     options = {"input_scale": case.input_scale} | options
-    group, run = compiled(mesh, config_of(case), transport, case.weights, **options)
+    if of_group is not None:
+        options["recv_capacity"] = case.recv_capacity
+    config = config_of(case, **(of_group or {}))
+    group, run = compiled(mesh, config, transport, case.weights, **options)
     assert group.transport == transport
     inputs = [make_inputs(case, topk_ids, r) for r in range(n_replicas(mesh))]
     if tokens is not None:

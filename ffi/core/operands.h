@@ -21,7 +21,7 @@ struct GroupSizes {
   int64_t n_groups;             // G, a multiple of R
   int64_t n_choices;            // N
   int64_t max_tokens_per_rank;  // M
-  // kAnySize where the group leaves them to the buffers of each call, as on GPUs.
+  // Limits on the buffers of each call; kAnySize = none, as on GPUs, where workspaces limit bytes.
   int64_t hidden_size = Shape::kAnySize;      // H
   int64_t max_recv_tokens = Shape::kAnySize;  // C
   int64_t n_source_nodes = 1;                 // see core/routing.h

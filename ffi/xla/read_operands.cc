@@ -1,14 +1,15 @@
 #include "xla/read_operands.h"
 
+#include <algorithm>
 #include <optional>
 #include <string>
 
 namespace jax_ep {
 namespace {
 
-// A size that the group knows, else that of the call's own buffer.
-int64_t SizeOr(int64_t known, int64_t of_buffer) {
-  return known == Shape::kAnySize ? of_buffer : known;
+// The size of the call's own buffer, or the limit if that is less: then the buffer does not fit.
+int64_t SizeUpTo(int64_t limit, int64_t of_buffer) {
+  return limit == Shape::kAnySize ? of_buffer : std::min(limit, of_buffer);
 }
 
 Status CheckNumTokens(const GroupSizes& sizes, int64_t n_tokens) {
@@ -41,14 +42,14 @@ Status ReadDispatchSizes(const GroupSizes& sizes, const RowFormat& row_format,
   Status status = ReadTokenType(format, token_type, &dispatch->token_type);
   if (!status.ok()) return status;
   dispatch->n_tokens = operands.Dim(2, 0);
-  const int64_t size = SizeOr(sizes.hidden_size, operands.Dim(1, 1));
+  const int64_t size = SizeUpTo(sizes.hidden_size, operands.Dim(1, 1));
   if (size != Shape::kAnySize && !format.CanHold(size)) {
     return InvalidArgument("hidden_size must be a multiple of " +
                            std::to_string(format.block_size) + " for " + std::string(format.name) +
                            "; got " + std::to_string(size));
   }
   dispatch->hidden_size = size;
-  dispatch->max_recv_tokens = SizeOr(sizes.max_recv_tokens, results.Dim(0, 0));
+  dispatch->max_recv_tokens = SizeUpTo(sizes.max_recv_tokens, results.Dim(0, 0));
   dispatch->format = &format;
   dispatch->scales_layout = row_format.scales_layout;
   dispatch->token_bytes = size * static_cast<int64_t>(ffi::ByteWidth(token_type));
@@ -106,7 +107,7 @@ Status ReadRowSizes(const GroupSizes& sizes, const BufferReader& operands, size_
   }
   rows->row_type = *row_type;
   rows->n_tokens = operands.Dim(group_ids, 0);
-  rows->max_recv_tokens = SizeOr(sizes.max_recv_tokens, operands.Dim(expert_out, 0));
+  rows->max_recv_tokens = SizeUpTo(sizes.max_recv_tokens, operands.Dim(expert_out, 0));
   rows->row_size = operands.Dim(expert_out, 1);
   return CheckNumTokens(sizes, rows->n_tokens);
 }

@@ -126,7 +126,7 @@ def open_buffers(geometry: Geometry, exchange: Exchange) -> None:
             n_groups=routed.n_groups,
             n_choices=routed.n_choices,
             max_tokens_per_rank=geometry.max_routed_tokens,
-            row_alignment=config.token_format.layout.row_alignment,
+            row_alignment=config.group_alignment,
             row_bytes=max_message_bytes(config),
             n_sms=config.n_sms or 0,
             timeout_s=config.timeout_s,

@@ -63,7 +63,7 @@ class HostConnection(FfiConnection):
             hidden_size=config.hidden_size,
             max_tokens_per_rank=geometry.max_routed_tokens,
             max_recv_tokens=geometry.max_recv_tokens,
-            row_alignment=config.token_format.layout.row_alignment,
+            row_alignment=config.group_alignment,
             token_bytes=config.token_format.token_bytes(config.hidden_size),
             timeout_s=config.timeout_s,
             late_hint=f" Did the program run ahead of its results? {advice}" if advice else "",

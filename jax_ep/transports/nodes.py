@@ -154,6 +154,7 @@ class NodesConnection(Connection):
             checkpoint_name(ids, DISPATCH_NAME),
             weights,
             operands.input_scale,
+            operands.max_recv_tokens,
         )
 
     def _results(self, within: Any, results: DispatchResults) -> DispatchResults:

@@ -26,7 +26,7 @@ _MAX_PRODUCT = 2**32
 _MAX_CHOICES = 32
 
 # Layouts of scales that do not depend on where groups of rows begin. Inside nodes, kernels take the
-# rows from each node for a group of their own, which other layouts would pad.
+# rows from each node for a group of their own, which other layouts and row_alignment would pad.
 _LAYOUTS_BY_NODES = (NO_SCALES.name, ROW_MAJOR.name)
 
 # The exchange that opened each key. Equal groups share one set of buffers.
@@ -146,6 +146,8 @@ def _unsupported_size(geometry: Geometry) -> str | None:
     if geometry.within_nodes and layout not in _LAYOUTS_BY_NODES:
         names = " or ".join(map(repr, _LAYOUTS_BY_NODES))
         return f"inside nodes, scales_layout must be {names}; got {layout!r}."
+    if geometry.within_nodes and config.group_alignment > 1:
+        return f"inside nodes, row_alignment must be 1; got {config.row_alignment}."
     for row_bytes in bootstrap.row_bytes(config):
         if row_bytes % bootstrap.VECTOR_BYTES:
             return f"a row must be a multiple of {bootstrap.VECTOR_BYTES} bytes; got {row_bytes}."

@@ -39,7 +39,7 @@ class XlaConnection(Connection):
         """Gathers all tokens, already quantized; selects the local experts' rows."""
         geometry, group_ids = self.geometry, operands.group_ids
         all_ids = _all_gather(group_ids, geometry)
-        rows = _assign_rows(geometry, all_ids)
+        rows = _assign_rows(geometry, all_ids, operands.max_recv_tokens)
         choices, n_choices = rows.choices, geometry.routed.n_choices
         sources = choices // n_choices
         row_info = jnp.stack([sources % group_ids.shape[0], choices % n_choices], 1)
@@ -75,7 +75,7 @@ class XlaConnection(Connection):
             topk_weights = None if topk_weights is None else topk_weights[:, :-1]
         weights = operands.row_weights
         if topk_weights is not None:
-            weights = _send_weights(geometry, topk_weights, rows)
+            weights = _send_weights(geometry, topk_weights, rows, expert_out.shape[0])
         out = _sum_by_node(geometry, _sum_by_rank(geometry, expert_out, rows, weights))
         if operands.residual is not None:
             out = out + operands.residual.astype(jnp.float32)
@@ -159,9 +159,9 @@ class _Rows(NamedTuple):
     n_dropped: jax.Array  # int32[]
 
 
-def _assign_rows(geometry: Geometry, all_ids: jax.Array) -> _Rows:
-    """Sorts all ranks' choices, `int32[R, T, N]`, into this rank's rows."""
-    n_local, capacity = geometry.routed.n_local_groups, geometry.max_recv_tokens
+def _assign_rows(geometry: Geometry, all_ids: jax.Array, capacity: int) -> _Rows:
+    """Sorts all ranks' choices, `int32[R, T, N]`, into this rank's `capacity` rows."""
+    n_local = geometry.routed.n_local_groups
     first = _rank(geometry) * n_local
     ids, n_groups = all_ids.reshape(-1), geometry.routed.n_groups
     is_local = (ids >= first) & (ids < first + n_local) & (ids < n_groups)
@@ -174,7 +174,7 @@ def _assign_rows(geometry: Geometry, all_ids: jax.Array) -> _Rows:
         .at[order]
         .set(jnp.arange(order.size, dtype=jnp.int32), unique_indices=True)
     )
-    alignment = geometry.config.token_format.layout.row_alignment
+    alignment = geometry.config.group_alignment
     padding = _offsets(-counts % alignment)  # rows that pad the preceding groups
     dst_rows = position + padding[groups]
     has_row = is_local & (dst_rows < capacity)
@@ -220,10 +220,12 @@ def _return_rows(
     return _move_bits(send_back, expert_out, dst_rows, ranks, has_row)
 
 
-def _send_weights(geometry: Geometry, topk_weights: jax.Array, dst_rows: jax.Array) -> jax.Array:
+def _send_weights(
+    geometry: Geometry, topk_weights: jax.Array, dst_rows: jax.Array, n_rows: int
+) -> jax.Array:
     """`float32[C]`: the weight of each row of this rank; 0 for unused rows."""
     weights = _all_gather(topk_weights, geometry)
-    rows = jnp.zeros(geometry.max_recv_tokens, weights.dtype)
+    rows = jnp.zeros(n_rows, weights.dtype)
     # Adds one number to each row in use.
     return rows.at[_index(dst_rows, rows)].add(weights, mode="drop")
 

@@ -38,6 +38,7 @@ def dispatch_call(
         geometry=geometry,
         token_format=token_format or geometry.config.token_format,
         handle_shape=handle_shape,
+        max_recv_tokens=operands.max_recv_tokens,
         has_weights=operands.topk_weights is not None,
     )
     return arrays, params
@@ -138,10 +139,11 @@ def dispatch_types(
     geometry: Geometry,
     token_format: TokenFormat,
     handle_shape: tuple[int, ...],
+    max_recv_tokens: int,
     has_weights: bool,
 ) -> list[Any]:
     """Types of the results of a dispatch."""
-    n_rows, hidden_size = geometry.max_recv_tokens, geometry.config.hidden_size
+    n_rows, hidden_size = max_recv_tokens, tokens.shape[1]
     n_groups = geometry.routed.n_local_groups
     types = [
         ((n_rows, token_format.row_size(hidden_size)), token_format.row_dtype),
