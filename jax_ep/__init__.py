@@ -30,6 +30,7 @@ from jax_ep.ops import dispatch_wait as dispatch_wait
 from jax_ep.plot import plot_traffic as plot_traffic
 from jax_ep.quantize_weights import QuantizedWeights as QuantizedWeights
 from jax_ep.quantize_weights import quantize_weights as quantize_weights
+from jax_ep.redispatch import redispatch as redispatch
 from jax_ep.results import Dispatched as Dispatched
 from jax_ep.results import InFlight as InFlight
 from jax_ep.stats import RankStats as RankStats

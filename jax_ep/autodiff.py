@@ -133,6 +133,29 @@ def _combine_bwd(
 combine.defvjp(_combine_fwd, _combine_bwd)
 
 
+def _redispatch(connection: Connection, values: jax.Array, routing: Routing) -> jax.Array:
+    return connection.send_along(values, routing)
+
+
+redispatch = jax.custom_vjp(_redispatch, nondiff_argnums=(0,))
+
+
+def _redispatch_fwd(
+    connection: Connection, values: jax.Array, routing: Routing
+) -> tuple[jax.Array, Routing]:
+    return _redispatch(connection, values, routing), routing
+
+
+def _redispatch_bwd(
+    connection: Connection, routing: Routing, cotangent: jax.Array
+) -> tuple[jax.Array, None]:
+    operands = CombineOperands.unweighted(connection.geometry, cotangent, routing)
+    return connection.combine(operands), _NO_GRADIENT
+
+
+redispatch.defvjp(_redispatch_fwd, _redispatch_bwd)
+
+
 def _return_scalars(connection: FfiConnection, scalars: jax.Array, routing: Routing) -> jax.Array:
     """Sends one number per row to its choice: `[C]` to `[T, N]`, 0 for choices without a row."""
     shape = scalars.shape[0], connection.min_row_elements

@@ -10,8 +10,9 @@ import numpy as np
 
 from jax_ep.exchange import Exchange
 from jax_ep.geometry import Geometry
-from jax_ep.operands import CombineOperands, DispatchOperands, DispatchResults, Routing
+from jax_ep.operands import CombineOperands, DispatchOperands, DispatchResults, Routing, empty_rows
 from jax_ep.stats import RankStats
+from jax_ep.xla_ffi.primitives import bind_combine_grad
 
 
 class Connection(abc.ABC):
@@ -66,6 +67,19 @@ class Connection(abc.ABC):
         """The result of a started call, for use once `after` is computed."""
         return call.result
 
+    def send_along(self, values: jax.Array, routing: Routing) -> jax.Array:
+        """See `jax_ep.redispatch`; the derivative is in autodiff.py.
+
+        By default, JAX transposes a combine.
+        """
+        operands = CombineOperands.unweighted(self.geometry, empty_rows(values, routing), routing)
+
+        def combine(rows: jax.Array) -> jax.Array:
+            return self.combine(dataclasses.replace(operands, expert_out=rows))
+
+        _, pull = jax.vjp(combine, operands.expert_out)
+        return pull(values)[0]
+
     def pull_back(self, rows: jax.Array, routing: Routing) -> jax.Array:
         """`[T, H]`: the plain sum of each token's rows, in the rows' dtype."""
         slices = jnp.split(rows, self.n_slices(rows), axis=1)
@@ -85,6 +99,12 @@ class FfiConnection(Connection):
     """
 
     min_row_elements: ClassVar[int]
+
+    def send_along(self, values: jax.Array, routing: Routing) -> jax.Array:
+        """By the custom call for the gradients of combine."""
+        rows = empty_rows(values, routing)  # not read, since there are no weights
+        operands = CombineOperands.unweighted(self.geometry, rows, routing)
+        return bind_combine_grad(self.geometry, operands, values)[0]
 
     @abc.abstractmethod
     def handle_shape(self, n_tokens: int) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.lax import bitcast_convert_type
 
 from jax_ep import checks
+from jax_ep.config import EPConfig
 from jax_ep.geometry import Geometry
 from jax_ep.routing import NO_GROUP, route_ids, route_weights
 
@@ -221,6 +222,12 @@ class CombineOperands:
         return self.row_weights if self.topk_weights is None else self.topk_weights
 
     @classmethod
+    def unweighted(cls, geometry: Geometry, rows: jax.Array, routing: Routing) -> Self:
+        """Those of a sum without weights or a residual."""
+        has_shared_expert = geometry.config.fused_shared_expert
+        return cls(rows, routing, adds_shared_expert=has_shared_expert)
+
+    @classmethod
     def make(
         cls,
         operation: str,
@@ -237,11 +244,8 @@ class CombineOperands:
         config = geometry.config
         expert_out, topk_weights, residual = checks.as_arrays(expert_out, topk_weights, residual)
         leading, dtype = routing.leading, config.combine_dtype
-        size = checks.row_size(expert_out, config.hidden_size)
-        shape = routing.src_info.shape[0], size
-        checks.check_array(operation, "expert_out", expert_out, shape, "C H", dtype)
-        if size < config.hidden_size:
-            checks.check_narrow_rows(operation, "expert_out", size, size * dtype.itemsize)
+        n_rows = routing.src_info.shape[:1]
+        size = _check_rows(operation, config, "expert_out", expert_out, n_rows, "C H")
         if topk_weights is not None:
             topk_weights = _check_topk_weights(operation, geometry, topk_weights, leading)
         if residual is not None:
@@ -258,6 +262,39 @@ class CombineOperands:
         leaves, treedef = jax.tree.flatten(operands)
         leaves = checks.vary_alike(geometry.axis_names, *leaves)
         return jax.tree.unflatten(treedef, leaves)
+
+
+def check_values(
+    operation: str, geometry: Geometry, values: Any, routing: Routing
+) -> tuple[jax.Array, Routing]:
+    """The operands of `redispatch`, checked: `[T, H]` and its routing."""
+    (values,) = checks.as_arrays(values)
+    _check_rows(operation, geometry.config, "values", values, routing.leading)
+    leaves, treedef = jax.tree.flatten((_never_empty(_by_token(values), 0), routing))
+    leaves = checks.vary_alike(geometry.axis_names, *leaves)
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def empty_rows(values: jax.Array, routing: Routing) -> jax.Array:
+    """`[C, H]`, undefined, of the type that rows of `values`, `[T, H]`, have."""
+    rows = lax.empty((routing.src_info.shape[0], values.shape[1]), values.dtype)
+    return checks.vary_alike((), rows, values)[0]
+
+
+def _check_rows(
+    operation: str,
+    config: EPConfig,
+    name: str,
+    rows: Any,
+    leading: tuple[int, ...],
+    letters: str = "H",
+) -> int:
+    """Requires `[*leading, H]` in `combine_dtype`, or fewer elements; returns their number."""
+    size, dtype = checks.row_size(rows, config.hidden_size), config.combine_dtype
+    checks.check_array(operation, name, rows, (*leading, size), letters, dtype)
+    if size < config.hidden_size:
+        checks.check_narrow_rows(operation, name, size, size * dtype.itemsize)
+    return size
 
 
 def _check_weights(

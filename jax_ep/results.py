@@ -102,7 +102,8 @@ class Dispatched:
         """
         check_group("row_source_ranks", self.group)
         geometry, routing = self.group.geometry, self.routing
-        return row_sources(geometry, routing)
+        n_rows = self.src_info.shape[0]
+        return row_sources(geometry, routing.group_ids, routing.row_offsets, n_rows)
 
     @property
     def routing(self) -> Routing:

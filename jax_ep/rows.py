@@ -12,7 +12,6 @@ from jax import lax
 
 from jax_ep.formats.scales import group_of
 from jax_ep.geometry import Geometry
-from jax_ep.operands import Routing
 
 NO_RANK = -1
 
@@ -23,13 +22,15 @@ def row_groups(row_offsets: jax.Array, n_rows: int) -> jax.Array:
     return group_of(ends, n_rows)
 
 
-def row_sources(geometry: Geometry, routing: Routing) -> jax.Array:
+def row_sources(
+    geometry: Geometry, group_ids: jax.Array, row_offsets: jax.Array, n_rows: int
+) -> jax.Array:
     """`int32[C]`: the rank that each row comes from, -1 for rows without a token.
 
     Each rank tells all others how many rows it sends to each group: one `all_to_all` of
     `int32[R, n_local_groups]`, unless ranks exchange no tokens.
     """
-    routed, group_ids = geometry.routed, routing.group_ids
+    routed = geometry.routed
     is_group = (group_ids >= 0) & (group_ids < routed.n_groups)
     ids = jnp.where(is_group, group_ids, routed.n_groups).reshape(-1)
     counts = jnp.zeros(routed.n_groups, jnp.int32).at[ids].add(1, mode="drop")
@@ -38,9 +39,9 @@ def row_sources(geometry: Geometry, routing: Routing) -> jax.Array:
         by_rank = lax.all_to_all(by_rank, geometry.axis_name, 0, 0)
     # In each group: where the rows of each rank begin, then the padding rows.
     ends = jnp.cumsum(by_rank.T, axis=1, dtype=jnp.int32)
-    begins = routing.row_offsets.astype(jnp.int32)
+    begins = row_offsets.astype(jnp.int32)
     parts = begins[:-1, None] + jnp.pad(ends, ((0, 0), (1, 0)))
-    part = row_groups(jnp.append(parts.reshape(-1), begins[-1]), routing.src_info.shape[0])
+    part = row_groups(jnp.append(parts.reshape(-1), begins[-1]), n_rows)
     rank = part % (routed.n_ranks + 1)
     has_token = (part < parts.size) & (rank < routed.n_ranks)
     if geometry.config.skip_a2a:

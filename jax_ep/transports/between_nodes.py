@@ -121,7 +121,7 @@ def _spread_tokens_fwd(geometry: Geometry, tokens: jax.Array) -> tuple[jax.Array
 
 
 def _spread_tokens_bwd(geometry: Geometry, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
-    return (_sum_nodes(_collect(geometry, cotangent)).astype(cotangent.dtype),)
+    return (collect_sums(geometry, cotangent, None),)
 
 
 spread_tokens.defvjp(_spread_tokens_fwd, _spread_tokens_bwd)
@@ -149,7 +149,7 @@ def _spread_choices_fwd(
 def _spread_choices_bwd(
     geometry: Geometry, group_ids: jax.Array, cotangents: tuple[jax.Array, jax.Array]
 ) -> tuple[None, jax.Array]:
-    return None, _of_owner(geometry, _collect(geometry, cotangents[1]), group_ids)
+    return None, collect_rows(geometry, cotangents[1], group_ids)
 
 
 spread_choices.defvjp(_spread_choices_fwd, _spread_choices_bwd)
@@ -175,7 +175,7 @@ def _spread_weights_fwd(
 def _spread_weights_bwd(
     geometry: Geometry, group_ids: jax.Array, cotangent: jax.Array
 ) -> tuple[None, jax.Array]:
-    return None, _of_owner(geometry, _collect(geometry, cotangent), group_ids)
+    return None, collect_rows(geometry, cotangent, group_ids)
 
 
 spread_weights.defvjp(_spread_weights_fwd, _spread_weights_bwd)
@@ -208,7 +208,7 @@ def _collect_sums_fwd(
 def _collect_sums_bwd(
     geometry: Geometry, has_residual: bool, cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array | None]:
-    return _spread(geometry, cotangent), cotangent if has_residual else None
+    return spread_tokens(geometry, cotangent), cotangent if has_residual else None
 
 
 collect_sums.defvjp(_collect_sums_fwd, _collect_sums_bwd)
@@ -228,12 +228,14 @@ def collect_rows(geometry: Geometry, rows: jax.Array, group_ids: jax.Array) -> j
 
 def _collect_rows_fwd(
     geometry: Geometry, rows: jax.Array, group_ids: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    return collect_rows(geometry, rows, group_ids), group_ids
+
+
+def _collect_rows_bwd(
+    geometry: Geometry, group_ids: jax.Array, cotangent: jax.Array
 ) -> tuple[jax.Array, None]:
-    return collect_rows(geometry, rows, group_ids), None
-
-
-def _collect_rows_bwd(geometry: Geometry, _: None, cotangent: jax.Array) -> tuple[jax.Array, None]:
-    return _spread(geometry, cotangent), None
+    return spread_weights(geometry, group_ids, cotangent), None
 
 
 collect_rows.defvjp(_collect_rows_fwd, _collect_rows_bwd)

@@ -123,6 +123,12 @@ class NodesConnection(Connection):
         within, shared_rows = self._operands_within(operands)
         return self._return(operands, shared_rows, self.inner.combine(within))
 
+    def send_along(self, values: jax.Array, routing: Routing) -> jax.Array:
+        """The values of all nodes, sent along the routing inside the node."""
+        handle: Any = routing.handle
+        spread = between_nodes.spread_tokens(self.geometry, values)
+        return self.inner.send_along(spread, handle.routing())
+
     def start(self, operands: DispatchOperands | CombineOperands) -> NodeCall:
         """Gathers what the call needs, and starts it inside the node."""
         if isinstance(operands, DispatchOperands):

@@ -1,0 +1,43 @@
+"""redispatch: another array along the routing of an earlier dispatch."""
+
+import jax
+
+from jax_ep import autodiff
+from jax_ep.group import EPGroup, check_group
+from jax_ep.operands import check_values
+from jax_ep.results import Dispatched, check_dispatched
+from jax_ep.rows import in_use, keep
+
+
+def redispatch(group: EPGroup, values: jax.Array, dispatched: Dispatched) -> jax.Array:
+    """Sends another array along the routing of an earlier dispatch.
+
+    Row i of the result belongs to row i of `dispatched.tokens`. Neither ids nor weights travel, and
+    no rows are assigned, so this is less work than a dispatch with the same ids. It is the
+    transpose of a `combine` without weights, which is its backward in turn.
+
+    Args:
+        group: the group of the dispatch.
+        values: `[..., H]` in `config.combine_dtype`, with the leading dimensions of the dispatch's
+            tokens; or fewer elements that take a multiple of 16 bytes. They are not quantized.
+        dispatched: the result of dispatch.
+
+    Returns:
+        `[C, H]` in `config.combine_dtype`: zeros in padding rows; rows that are not in use are
+        unspecified, unless `config.zero_unused_rows`.
+
+    Raises:
+        TypeError: `group` is not a group, or `dispatched` not the result of dispatch. While
+            tracing.
+        ValueError: a shape or dtype does not fit the dispatch, or the call is not inside a
+            `jax.shard_map` over the whole mesh of the group. While tracing.
+        jax.errors.JaxRuntimeError: a rank failed or did not call within `config.timeout_s`. When
+            the result is used.
+    """
+    check_group("redispatch", group)
+    check_dispatched("redispatch", dispatched, group)
+    values, routing = check_values("redispatch", group.geometry, values, dispatched.routing)
+    rows = autodiff.redispatch(group._connection, values, routing)
+    if not group.config.zero_unused_rows:
+        return rows
+    return keep(rows, in_use(routing.row_offsets, rows.shape[0]))

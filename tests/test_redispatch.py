@@ -1,0 +1,136 @@
+"""`redispatch`: another array in the rows of an earlier dispatch."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import cases
+import jax_ep
+import oracle
+import suite
+from harness import assert_same_bits, each_node_by_itself, group_of, make_mesh, on_mesh, put, shards
+from test_grad import assert_gradient
+
+SMALL = cases.SMALL[4].replace(routing="out_of_range")
+CASES = {
+    "plain": SMALL,
+    "duplicates": SMALL.replace(routing="duplicates"),
+    "nothing": SMALL.replace(routing="nothing"),
+    "dropped": SMALL.replace(recv_capacity=30),
+    "float32": SMALL.replace(token_dtype="float16", combine_dtype="float32"),
+    "no tokens": SMALL.replace(n_tokens=0),
+    **{name: SMALL.replace(**flags) for name, flags in cases.FLAGS.items()},
+    "padded": SMALL.replace(row_alignment=16),
+    "quantized": cases.QUANTIZED_SMALL["blockwise_fp8"],
+    "nodes": SMALL.replace(n_nodes=2),
+}
+
+
+def values_of(case, width: int) -> list[np.ndarray]:
+    """Values of all ranks, `[T, width]` in the dtype of combine."""
+    like = case.replace(hidden_size=width, token_dtype=case.combine_dtype, token_format="plain")
+    like = dataclasses.replace(like, n_tokens=case.n_tokens, seed=case.seed + 1)
+    return suite.make_inputs(like).tokens
+
+
+def rows_and_gradient(group, tokens, topk_ids, values, cotangent):
+    """The rows, and the gradient of the values for the cotangent of the rows in use."""
+    dispatched = jax_ep.dispatch(group, tokens, topk_ids)
+    rows, pull = jax.vjp(lambda values: jax_ep.redispatch(group, values, dispatched), values)
+    return rows, *pull(cotangent)
+
+
+@pytest.mark.parametrize("width", [None, 16])
+@pytest.mark.parametrize("name", CASES)
+def test_values_land_in_the_rows_of_their_tokens(name, width, transport):
+    case = CASES[name]
+    width = width or case.hidden_size
+    inputs, values = suite.make_inputs(case), values_of(case, width)
+    group = group_of(case, transport)
+    cotangent = [x[:, :width] for x in inputs.expert_out]
+    operands = put(group.mesh, inputs.tokens, inputs.topk_ids, values, cotangent)
+    run = on_mesh(group.mesh, lambda *x: rows_and_gradient(group, *x), keep_unused=True)
+    wanted = oracle.combine(inputs.routed, cotangent, n_nodes=case.n_nodes)
+    for (_, rank), (rows, gradient) in shards(group.mesh, run(*operands)):
+        what = f"{name}, rank {rank}"
+        want = oracle.rows_of(inputs.routed, values, rank)
+        assert_same_bits(rows[: len(want)], want, what)
+        assert rows.shape == (inputs.routed.n_rows, width)
+        assert_gradient(transport, gradient, wanted[rank], what)
+
+
+@pytest.mark.usefixtures("one_process")
+def test_nodes_that_are_served_by_themselves(transport):
+    if transport == "xla":
+        pytest.skip("xla serves all nodes at once")
+    with each_node_by_itself():
+        test_values_land_in_the_rows_of_their_tokens("nodes", 16, transport)
+
+
+@pytest.mark.usefixtures("one_process")
+def test_the_leading_dimensions_are_those_of_the_tokens(transport):
+    group = group_of(SMALL, transport)
+    inputs = suite.make_inputs(SMALL)
+
+    def body(tokens, topk_ids):
+        def both(*leading):
+            x, ids = tokens.reshape(*leading, -1), topk_ids.reshape(*leading, -1)
+            return jax_ep.redispatch(group, x, jax_ep.dispatch(group, x, ids))
+
+        return both(24), both(2, 3, 4)
+
+    out = on_mesh(group.mesh, body)(*put(group.mesh, inputs.tokens, inputs.topk_ids))
+    for (_, rank), (one, other) in shards(group.mesh, out):
+        n_used = len(inputs.routed.rows[rank])
+        assert_same_bits(one[:n_used], other[:n_used], f"rank {rank}")
+
+
+def test_unused_rows_are_zero_on_request(transport):
+    case = SMALL.replace(routing="zipf")
+    group = group_of(case, transport, zero_unused_rows=True)
+    inputs = suite.make_inputs(case)
+
+    def body(tokens, topk_ids):
+        return jax_ep.redispatch(group, tokens, jax_ep.dispatch(group, tokens, topk_ids))
+
+    out = on_mesh(group.mesh, body)(*put(group.mesh, inputs.tokens, inputs.topk_ids))
+    for (_, rank), rows in shards(group.mesh, out):
+        n_used = len(inputs.routed.rows[rank])
+        assert rows[:n_used].any()
+        assert not rows[n_used:].any()
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize(
+    ("shape", "dtype", "message"),
+    [
+        ((23, 128), jnp.bfloat16, r"redispatch: values must have the shape \[24, H=128\]"),
+        ((24, 128), jnp.float32, r"redispatch: values must be bfloat16; got float32"),
+        ((24, 12), jnp.bfloat16, r"redispatch: values with fewer elements than hidden_size"),
+    ],
+)
+def test_other_values_are_refused(shape, dtype, message, transport):
+    group = group_of(SMALL, transport)
+
+    def body(tokens, topk_ids):
+        dispatched = jax_ep.dispatch(group, tokens, topk_ids)
+        return jax_ep.redispatch(group, jnp.zeros(shape, dtype), dispatched)
+
+    inputs = suite.make_inputs(SMALL)
+    with pytest.raises(ValueError, match=message):
+        on_mesh(group.mesh, body)(*put(group.mesh, inputs.tokens, inputs.topk_ids))
+
+
+@pytest.mark.usefixtures("one_process")
+def test_another_groups_rows_are_refused(transport):
+    group, other = (group_of(SMALL, transport, timeout_s=each) for each in (60.0, 61.0))
+
+    def body(tokens, topk_ids):
+        return jax_ep.redispatch(group, tokens, jax_ep.dispatch(other, tokens, topk_ids))
+
+    inputs, mesh = suite.make_inputs(SMALL), make_mesh(4)
+    with pytest.raises(ValueError, match="redispatch: dispatched must come from this group"):
+        on_mesh(mesh, body)(*put(mesh, inputs.tokens, inputs.topk_ids))
