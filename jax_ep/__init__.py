@@ -1,5 +1,7 @@
 """Mixture-of-Experts expert parallelism for JAX: dispatch and combine."""
 
+from jax_ep.choices import count_choices as count_choices
+from jax_ep.choices import limit_choices as limit_choices
 from jax_ep.config import EPConfig as EPConfig
 from jax_ep.dequantize import dequantize as dequantize
 from jax_ep.expert_mlp import EXPERT_HIDDEN_NAME as EXPERT_HIDDEN_NAME

@@ -1,6 +1,6 @@
 """EPGroup: a geometry, and the connection that a transport opened for it."""
 
-from typing import Self
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -18,7 +18,8 @@ class EPGroup:
     """An expert-parallel group: static and hashable; jitted functions close over it.
 
     Made by `ep_init`. Groups made with equal arguments are equal. One group serves many layers, and
-    several groups may be open at once. As a context manager, it closes itself.
+    several groups may be open at once. As a context manager, it closes itself. Unpickling calls
+    `ep_init` with the same arguments, on the devices with the same ids.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -138,6 +139,13 @@ class EPGroup:
         if self._closed:
             raise ValueError(f"Group {self.key} is closed. Make a new one with ep_init.")
 
+    def __reduce__(self) -> Any:
+        mesh = self.mesh
+        ids = [device.id for device in mesh.devices.flat]
+        axes = mesh.devices.shape, mesh.axis_names, mesh.axis_types
+        arguments = self.axis_name, self.config, self.transport
+        return _open_pickled, (mesh.devices.flat[0].platform, ids, axes, arguments)
+
     def __copy__(self) -> Self:
         return self
 
@@ -161,6 +169,23 @@ class EPGroup:
             f"EPGroup({self.key}, transport={self.transport!r}, axis_name={self.axis_name!r}, "
             f"n_ranks={self.n_ranks}{', closed' if self._closed else ''})"
         )
+
+
+def _open_pickled(
+    platform: str, ids: list[int], axes: tuple[Any, ...], arguments: tuple[Any, ...]
+) -> EPGroup:
+    """The group of a pickle."""
+    shape, axis_names, axis_types = axes
+    by_id = {device.id: device for device in jax.devices(platform)}
+    missing = [each for each in ids if each not in by_id]
+    if missing:
+        raise ValueError(
+            f"A pickled EPGroup needs the {platform} devices {ids} of its mesh; this program has "
+            f"no device {missing[0]}."
+        )
+    devices = np.array([by_id[each] for each in ids]).reshape(shape)
+    mesh = jax.sharding.Mesh(devices, axis_names, axis_types=axis_types)
+    return ep_init(mesh, *arguments)
 
 
 def check_group(operation: str, group: EPGroup) -> None:
@@ -221,10 +246,20 @@ def ep_init(
         RuntimeWarning: once per process: the transport is `host`, and XLA has too few threads for
             programs to run ahead of their results (docs/sharp_bits.md).
     """
-    if not isinstance(mesh, jax.sharding.Mesh):
-        raise TypeError(f"mesh must be a jax.sharding.Mesh; got {type(mesh).__name__}.")
+    _check_mesh(mesh)
     if not isinstance(config, EPConfig):
         raise TypeError(f"config must be an EPConfig; got {type(config).__name__}.")
     requested = Geometry(mesh, axis_name, config, transport)
     processes = Exchange.over(mesh, requested.key, config.timeout_s, exchange)
     return EPGroup(connect(requested, processes))
+
+
+def _check_mesh(mesh: Any) -> None:
+    if isinstance(mesh, jax.sharding.AbstractMesh):
+        raise TypeError(
+            "mesh must be a jax.sharding.Mesh, which has devices; got an AbstractMesh, which is "
+            "all that JAX knows while it traces. Call ep_init outside of jax.jit, with the mesh "
+            "itself or jax.sharding.get_mesh(), and let the traced function close over the group."
+        )
+    if not isinstance(mesh, jax.sharding.Mesh):
+        raise TypeError(f"mesh must be a jax.sharding.Mesh; got {type(mesh).__name__}.")

@@ -7,6 +7,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
+from jax_ep.choices import count_choices
 from jax_ep.config import EPConfig
 from jax_ep.formats import QuantizedFormat
 from jax_ep.group import EPGroup, check_group
@@ -104,6 +105,24 @@ class Dispatched:
         geometry, routing = self.group.geometry, self.routing
         n_rows = self.src_info.shape[0]
         return row_sources(geometry, routing.group_ids, routing.row_offsets, n_rows)
+
+    @property
+    def expert_counts(self) -> jax.Array:
+        """`int32[R, E]`, how many choices of each rank's tokens name each expert, dropped or not.
+
+        The sum over ranks is the experts' load. Communicates, on each use: one
+        `jax.lax.all_gather` of `int32[E]`, so all ranks must use it alike. With `skip_a2a` it does
+        not: all ranks have the same tokens.
+
+        Raises:
+            ValueError: the group is closed, or this is outside `jax.shard_map`. While tracing.
+        """
+        check_group("expert_counts", self.group)
+        config, n_ranks = self.group.config, self.group.n_ranks
+        counts = count_choices(self.topk_ids, config.n_experts)
+        if config.skip_a2a:
+            return jnp.broadcast_to(counts, (n_ranks, config.n_experts))
+        return jax.lax.all_gather(counts, self.group.axis_name)
 
     @property
     def routing(self) -> Routing:

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ import cases
 import jax_ep
 import oracle
 import suite
-from harness import AXIS, config_of, group_of, make_mesh
+from harness import AXIS, config_of, group_of, make_mesh, on_mesh, put
 
 VALID = {"n_experts": 16, "top_k": 4, "hidden_size": 64, "max_tokens_per_rank": 8}
 
@@ -170,6 +171,56 @@ def test_a_copy_of_a_group_is_the_group(transport):
     with group_of(cases.SMALL[2], transport) as group:
         assert copy.copy(group) is group
         assert copy.deepcopy({"group": group})["group"] is group
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("axis_name", ["ep", ("dp", "ep")])
+def test_a_pickled_group_is_opened_again(axis_name, transport):
+    mesh = make_mesh(2, dp=2)
+    case = cases.QUANTIZED_SMALL["mxfp8"]
+    with jax_ep.ep_init(mesh, axis_name, config_of(case), transport) as group:
+        data = pickle.dumps({"group": group})
+        again = pickle.loads(data)["group"]
+        assert again == group
+        assert hash(again) == hash(group)
+        assert again.mesh == mesh
+        again.close()
+    assert not (reopened := pickle.loads(data)["group"]).closed
+    reopened.close()
+
+
+def test_a_pickled_group_needs_its_devices(transport, monkeypatch):
+    with group_of(cases.SMALL[2], transport) as group:
+        data = pickle.dumps(group)
+    devices = jax.devices()
+    monkeypatch.setattr(jax, "devices", lambda *_: devices[:1])
+    with pytest.raises(ValueError, match=f"this program has no device {devices[1].id}"):
+        pickle.loads(data)
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_group_may_be_opened_in_a_traced_function(transport):
+    case = cases.SMALL[2]
+    mesh, inputs = make_mesh(2), suite.make_inputs(case)
+
+    def body(tokens, topk_ids):
+        group = jax_ep.ep_init(mesh, AXIS, config_of(case), transport)
+        rows = jax_ep.dispatch(group, tokens, topk_ids)
+        return jax_ep.combine(group, rows.tokens, rows)
+
+    out = on_mesh(mesh, body)(*put(mesh, inputs.tokens, inputs.topk_ids))
+    assert np.isfinite(np.float32(out)).all()
+
+
+def test_a_mesh_without_devices_is_refused(transport):
+    mesh = make_mesh(2)
+
+    def traced(x):
+        jax_ep.ep_init(jax.sharding.get_abstract_mesh(), AXIS, config_of(cases.SMALL[2]), transport)
+        return x
+
+    with jax.set_mesh(mesh), pytest.raises(TypeError, match=r"Call ep_init outside of jax\.jit"):
+        jax.jit(traced)(1.0)
 
 
 def test_a_group_is_a_context_manager_and_may_be_closed_twice(transport):

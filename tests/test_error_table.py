@@ -228,6 +228,9 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "timeout": lambda: config(timeout_s=float("inf")),
     "config-type": lambda: jax_ep.ep_init(make_mesh(), "ep", None),
     "flag": lambda: config(skip_a2a=0),
+    "mesh-abstract": lambda: jax_ep.ep_init(
+        jax.sharding.AbstractMesh((1,), ("ep",)), "ep", config()
+    ),
     "mesh-type": lambda: jax_ep.ep_init(jax.devices(), "ep", config()),
     "axis": lambda: jax_ep.ep_init(make_mesh(), "expert", config()),
     "experts": lambda: init(n_experts=6),

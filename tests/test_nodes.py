@@ -8,6 +8,7 @@ import dataclasses
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -165,6 +166,26 @@ def test_gradients_of_unreduced_rows_return_to_their_rows(by_nodes):
 @pytest.mark.usefixtures("one_process")
 def test_gradients_of_a_layer_match_the_dense_layer(weights, by_nodes):
     test_grad.test_gradients_of_a_layer_match_the_dense_layer(weights, 2, True, by_nodes)
+
+
+def test_second_derivatives_are_refused(by_nodes):
+    """They are on one node; the collectives between nodes must not make them zero."""
+    if by_nodes == "xla":
+        pytest.skip("xla has second derivatives")
+    group = group_of(TWO, by_nodes)
+    inputs = suite.make_inputs(TWO)
+
+    def norm_of_gradient(tokens, topk_ids):
+        def loss(tokens):
+            rows = jax_ep.dispatch(group, tokens, topk_ids)
+            out = jax_ep.combine(group, jnp.sin(rows.tokens), rows)
+            return jnp.sum(out.astype(jnp.float32) ** 3)
+
+        return jnp.sum(jax.grad(loss)(tokens).astype(jnp.float32) ** 2)
+
+    operands = put(group.mesh, inputs.tokens, inputs.topk_ids)
+    with pytest.raises(NotImplementedError, match="Differentiation rule for 'jax_ep_dispatch'"):
+        on_mesh(group.mesh, jax.grad(norm_of_gradient))(*operands)
 
 
 def test_a_residual_and_weights_at_zero_keep_their_signs(by_nodes):

@@ -3,7 +3,7 @@
 N nodes of P ranks: rank `n * P + g` is rank g of node n. The ranks of one index g, one per node,
 exchange arrays with each other; each has T tokens, and arrays of all of them are ordered by node.
 Arrays travel as integers, because XLA:CPU converts bfloat16 to float32 and back, which changes
-NaNs.
+NaNs. Integers have no derivative, so the rules below are made of functions that have rules.
 """
 
 import functools
@@ -117,7 +117,7 @@ def spread_tokens(geometry: Geometry, tokens: jax.Array) -> jax.Array:
 
 
 def _spread_tokens_fwd(geometry: Geometry, tokens: jax.Array) -> tuple[jax.Array, None]:
-    return _spread(geometry, tokens), None
+    return spread_tokens(geometry, tokens), None
 
 
 def _spread_tokens_bwd(geometry: Geometry, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
@@ -169,7 +169,7 @@ def spread_weights(geometry: Geometry, group_ids: jax.Array, weights: jax.Array)
 def _spread_weights_fwd(
     geometry: Geometry, group_ids: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    return _spread(geometry, weights), group_ids
+    return spread_weights(geometry, group_ids, weights), group_ids
 
 
 def _spread_weights_bwd(
