@@ -51,18 +51,21 @@ dispatch = jax.custom_vjp(_dispatch, nondiff_argnums=(0,))
 
 def _dispatch_fwd(
     connection: FfiConnection, operands: DispatchOperands, results: tuple[jax.Array, ...] | None
-) -> tuple[DispatchResults, tuple[Routing, jax.Array]]:
+) -> tuple[DispatchResults, tuple[Routing, DispatchOperands]]:
     named = _dispatch(connection, operands, results)
-    ids = operands.group_ids
+    ids, tokens = operands.group_ids, operands.tokens
     routing = Routing(ids, named.handle, named.row_offsets, named.src_info, ids.shape[:1])
-    no_tokens = jnp.zeros((0, operands.tokens.shape[1]), operands.tokens.dtype)
-    return named, (routing, no_tokens)
+    no_tokens = jnp.zeros((0, tokens.shape[1]), tokens.dtype)
+    like = dataclasses.replace(
+        operands, tokens=no_tokens, group_ids=_NO_GRADIENT, topk_weights=None, input_scale=None
+    )
+    return named, (routing, like)
 
 
 def _dispatch_bwd(
-    connection: FfiConnection, saved: tuple[Routing, jax.Array], cotangents: DispatchResults
+    connection: FfiConnection, saved: tuple[Routing, DispatchOperands], cotangents: DispatchResults
 ) -> tuple[DispatchOperands, None]:
-    routing, like_tokens = saved
+    routing, like = saved
     grad_weights = None
     token_format, of_weights = connection.geometry.config.token_format, cotangents.row_weights
     if not isinstance(token_format, QuantizedFormat):
@@ -70,12 +73,11 @@ def _dispatch_bwd(
         grad_tokens, *grads = bind_combine(connection.geometry, plain_sum)
         grad_weights = grads[0] if grads else None
     else:  # see straight_through
-        shape = routing.n_tokens, like_tokens.shape[1]
-        grad_tokens = _zeros(shape, like_tokens.dtype, routing.group_ids[:, :1])
+        shape = routing.n_tokens, like.tokens.shape[1]
+        grad_tokens = _zeros(shape, like.tokens.dtype, routing.group_ids[:, :1])
         if of_weights is not None:
             grad_weights = _return_scalars(connection, of_weights, routing)
-    n_rows = routing.src_info.shape[0]
-    return DispatchOperands(grad_tokens, _NO_GRADIENT, grad_weights, None, n_rows), None
+    return dataclasses.replace(like, tokens=grad_tokens, topk_weights=grad_weights), None
 
 
 dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)

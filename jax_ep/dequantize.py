@@ -19,7 +19,7 @@ def dequantize(dispatched: Dispatched, dtype: jax.typing.DTypeLike | None = None
     Args:
         dispatched: the result of dispatch.
         dtype: of the result, computed in float32 and rounded once. None is the dtype of the tokens
-            given to dispatch.
+            given to dispatch; bfloat16 if they were `Quantized`, which have no gradient.
 
     Returns:
         `[C, H]`; zero in unused rows and padding rows.
@@ -39,8 +39,10 @@ def dequantize(dispatched: Dispatched, dtype: jax.typing.DTypeLike | None = None
         is_used = in_use(row_offsets, rows.shape[0])
         return jnp.where(is_used, rows, jnp.zeros((), rows.dtype))
     source_tokens, scales = dispatched.source_tokens, dispatched.scales
-    assert source_tokens is not None and scales is not None
+    assert scales is not None
+    fixed = jax.lax.stop_gradient((dispatched.tokens, scales, row_offsets, dispatched.input_scale))
+    if source_tokens is None:
+        return token_format.dequantize_rows(*fixed, dtype or jnp.bfloat16)
     source_tokens = source_tokens.astype(dtype or source_tokens.dtype)
-    fixed = dispatched.tokens, scales, row_offsets, dispatched.input_scale
-    rows = token_format.dequantize_rows(*jax.lax.stop_gradient(fixed), source_tokens.dtype)
+    rows = token_format.dequantize_rows(*fixed, source_tokens.dtype)
     return autodiff.straight_through(group._connection, source_tokens, rows, dispatched.routing)

@@ -18,7 +18,9 @@ from jax.lax import bitcast_convert_type
 
 from jax_ep import checks
 from jax_ep.config import EPConfig
+from jax_ep.formats import TokenFormat
 from jax_ep.geometry import Geometry
+from jax_ep.payload import Payload
 from jax_ep.routing import NO_GROUP, route_ids, route_weights
 
 # Names of the results for `jax.checkpoint` policies.
@@ -39,11 +41,14 @@ class Weighting(enum.IntEnum):
 class DispatchOperands:
     """The operands of a dispatch."""
 
-    tokens: jax.Array  # [T, H], or fewer elements
+    tokens: jax.Array  # [T, H], or fewer elements; [T, W] words of quantized tokens
     group_ids: jax.Array  # int32[T, N], see routing.py
     topk_weights: jax.Array | None  # float32[T, N]
     input_scale: jax.Array | None  # float32[]
     max_recv_tokens: int = dataclasses.field(metadata={"static": True})  # C
+    # What travels: the group's format, or that of the words.
+    token_format: TokenFormat = dataclasses.field(metadata={"static": True})
+    hidden_size: int = dataclasses.field(metadata={"static": True})  # H, of this call
 
     @classmethod
     def make(
@@ -58,8 +63,9 @@ class DispatchOperands:
     ) -> tuple[Self, jax.Array]:
         """Checks and routes the user's arguments; also returns `topk_ids`, `int32[..., K]`."""
         config = geometry.config
-        tokens, topk_ids, topk_weights = checks.as_arrays(tokens, topk_ids, topk_weights)
-        leading = _check_tokens(operation, geometry, tokens)
+        topk_ids, topk_weights = checks.as_arrays(topk_ids, topk_weights)
+        payload = Payload.make(operation, config, tokens)
+        leading = payload.leading
         checks.check_per_token(
             operation, "topk_ids", topk_ids, leading, config.top_k, "K", jnp.integer
         )
@@ -70,34 +76,19 @@ class DispatchOperands:
         topk_ids, tokens, group_ids, topk_weights, scale = checks.vary_alike(
             geometry.axis_names,
             topk_ids,
-            _never_empty(_by_token(tokens), 0),
+            _never_empty(_by_token(payload.tokens), 0),
             _never_empty(route_ids(geometry, _by_token(topk_ids)), NO_GROUP),
             _never_empty(route_weights(geometry, _by_token(topk_weights)), 0),
             scale,
         )
         n_rows = checks.check_capacity(operation, geometry, recv_capacity)
-        return cls(tokens, group_ids, topk_weights, scale, n_rows), topk_ids
+        static = n_rows, payload.token_format, payload.hidden_size
+        return cls(tokens, group_ids, topk_weights, scale, *static), topk_ids
 
-
-def _check_tokens(operation: str, geometry: Geometry, tokens: Any) -> tuple[int, ...]:
-    """The leading dimensions of the tokens, `[..., H]`; there is at least one."""
-    config = geometry.config
-    dtypes, size = config.token_format.token_dtypes, checks.row_size(tokens, config.hidden_size)
-    if tokens is None or tokens.ndim < 3:
-        checks.check_array(operation, "tokens", tokens, (None, size), "T H", *dtypes)
-    else:
-        checks.check_per_token(operation, "tokens", tokens, tokens.shape[:-1], size, "H", *dtypes)
-    if size < config.hidden_size:
-        n_bytes = size * tokens.dtype.itemsize, config.token_format.payload_bytes(size)
-        checks.check_narrow_rows(operation, "tokens", size, *n_bytes)
-        config.token_format.check_hidden_size(size)
-    leading = tokens.shape[:-1]
-    if math.prod(leading) > config.max_tokens_per_rank:
-        raise ValueError(
-            f"{operation}: tokens must have at most "
-            f"max_tokens_per_rank={config.max_tokens_per_rank} rows; got {math.prod(leading)}."
-        )
-    return leading
+    @property
+    def is_packed(self) -> bool:
+        """Whether the caller has quantized the tokens, which travel as words."""
+        return self.hidden_size != self.tokens.shape[1]
 
 
 def _check_topk_weights(

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from jax_ep.formats import Quantized
 from jax_ep.group import EPGroup, check_group
 from jax_ep.operands import CombineOperands, DispatchOperands
 from jax_ep.results import Dispatched, InFlight, check_dispatched, check_in_flight
@@ -17,7 +18,7 @@ from jax_ep.results import Dispatched, InFlight, check_dispatched, check_in_flig
 
 def dispatch(
     group: EPGroup,
-    tokens: jax.Array,
+    tokens: jax.Array | Quantized,
     topk_ids: jax.Array,
     topk_weights: jax.Array | None = None,
     *,
@@ -35,7 +36,10 @@ def dispatch(
         group: from `ep_init`.
         tokens: `[..., H]`, T at most M: bfloat16 or float32 for formats that quantize, otherwise
             the format's dtype. Or with fewer elements per token, of which the tokens, and the rows
-            that they become, take a multiple of 16 bytes each; then H stands for their number.
+            that they become, take a multiple of 16 bytes each; then H stands for their number. Or
+            `Quantized` tokens, in a format that quantizes: codes `[..., H]`, in packed formats
+            `[..., H / 2]`, and scales `[..., S]` row by row, as `token_format.quantize` gives them.
+            These travel as they are, and have no gradient.
         topk_ids: `[..., K]`, global experts: integers of any dtype. Unsigned ones cannot be -1:
             their largest value is invalid like others.
         topk_weights: `[..., K]` of any floating-point dtype, or None. If given, they travel with
@@ -66,7 +70,7 @@ def dispatch(
 
 def dispatch_async(
     group: EPGroup,
-    tokens: jax.Array,
+    tokens: jax.Array | Quantized,
     topk_ids: jax.Array,
     topk_weights: jax.Array | None = None,
     *,

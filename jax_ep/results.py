@@ -12,6 +12,7 @@ from jax_ep.config import EPConfig
 from jax_ep.formats import QuantizedFormat
 from jax_ep.group import EPGroup, check_group
 from jax_ep.operands import CombineOperands, DispatchOperands, DispatchResults, Routing
+from jax_ep.payload import unpack
 from jax_ep.rows import in_use, keep, keep_gradient, row_groups, row_sources
 
 
@@ -51,7 +52,7 @@ class Dispatched:
         scales_offsets: `uint32[L + se]` for scales in 128 x 4 atoms: the scales of group i begin at
             block `row_offsets[i] // 128 + scales_offsets[i]`. None for other layouts.
         source_tokens: `[T, H]`, the tokens given to dispatch, flattened, which receive the gradient
-            of `dequantize`; None for unquantized formats.
+            of `dequantize`; None for unquantized formats, and if they were `Quantized`.
         input_scale: `float32[]`, as given to dispatch, or None.
         group: the group that dispatched.
     """
@@ -154,7 +155,10 @@ class Dispatched:
         results: DispatchResults,
     ) -> Self:
         """From a transport's results; `topk_ids` as the user passed them."""
-        config, fields = group.config, results._asdict()
+        config = group.config
+        if operands.is_packed:
+            results = _unpacked(config, operands, results)
+        fields = results._asdict()
         if config.fused_shared_expert:  # its rows belong to no choice of the router
             is_shared = results.src_info[:, 1:] == config.top_k
             fields["src_info"] = jnp.where(
@@ -162,7 +166,7 @@ class Dispatched:
             )
         if config.zero_unused_rows:
             fields |= _without_unused_rows(config, DispatchResults(**fields))
-        is_quantized = isinstance(config.token_format, QuantizedFormat)
+        has_source = isinstance(operands.token_format, QuantizedFormat)
         n_tokens = math.prod(topk_ids.shape[:-1])
         n_groups = group.geometry.routed.n_local_groups
         return cls(
@@ -170,10 +174,21 @@ class Dispatched:
             expert_ids=jnp.arange(n_groups, dtype=jnp.int32),
             topk_ids=topk_ids,
             scales_offsets=config.token_format.layout.offsets(results.row_offsets),
-            source_tokens=operands.tokens[:n_tokens] if is_quantized else None,
+            source_tokens=operands.tokens[:n_tokens] if has_source else None,
             input_scale=operands.input_scale,
             group=group,
         )
+
+
+def _unpacked(
+    config: EPConfig, operands: DispatchOperands, results: DispatchResults
+) -> DispatchResults:
+    """The results with codes and scales in place of words."""
+    token_format = config.token_format
+    assert isinstance(token_format, QuantizedFormat)
+    row_offsets = jax.lax.stop_gradient(results.row_offsets)
+    rows = unpack(token_format, results.tokens, operands.hidden_size, row_offsets)
+    return results._replace(tokens=rows.codes, scales=rows.scales)
 
 
 def _without_unused_rows(config: EPConfig, results: DispatchResults) -> dict[str, jax.Array]:

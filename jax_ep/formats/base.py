@@ -233,8 +233,7 @@ def _input_scale_bits(input_scale: jax.Array | None) -> jax.Array:
 def _quantize(
     token_format: QuantizedFormat, tokens: jax.Array, input_scale: jax.Array
 ) -> Quantized:
-    leading, size = tokens.shape[:-1], token_format.block_size
-    patterns = bits.to_bits(tokens).reshape(*leading, -1, size)
+    patterns = _split_last(bits.to_bits(tokens), token_format.block_size)
     magnitudes = patterns & np.uint32(bits.SIGN - 1)
     is_dead = (magnitudes >= bits.INFINITY).any(axis=-1, keepdims=True)
     magnitudes = jnp.where(is_dead, np.uint32(0), magnitudes)
@@ -246,7 +245,7 @@ def _quantize(
     else:
         codes = bits.to_e4m3(magnitudes) | is_negative << 7
     if token_format.packed:
-        codes = codes.reshape(*leading, -1, 2)
+        codes = _split_last(codes.reshape(tokens.shape), 2)
         codes = (codes[..., 0] | codes[..., 1] << 4).astype(jnp.uint8)
         return Quantized(codes, scales)
     codes = jax.lax.bitcast_convert_type(codes.astype(jnp.uint8), _FLOAT8)
@@ -261,7 +260,7 @@ def _dequantize(
     dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
     values = _decode(token_format, quantized.codes)
-    blocks = values.reshape(*values.shape[:-1], -1, token_format.block_size)
+    blocks = _split_last(values, token_format.block_size)
     scales = token_format.decode_scales(quantized.scales, bits.to_float(input_scale))
     return (blocks * scales[..., None]).reshape(values.shape).astype(dtype)
 
@@ -271,4 +270,9 @@ def _decode(token_format: QuantizedFormat, codes: jax.Array) -> jax.Array:
         return codes.astype(jnp.float32)
     table = jnp.asarray([*_E2M1_VALUES, *(-x for x in _E2M1_VALUES)], jnp.float32)
     nibbles = jnp.stack([codes & 15, codes >> 4], axis=-1)
-    return table[nibbles].reshape(*codes.shape[:-1], -1)
+    return table[nibbles].reshape(*codes.shape[:-1], 2 * codes.shape[-1])
+
+
+def _split_last(x: jax.Array, size: int) -> jax.Array:
+    """`[..., n / size, size]`, from `[..., n]`; also for no tokens, where -1 has no value."""
+    return x.reshape(*x.shape[:-1], x.shape[-1] // size, size)

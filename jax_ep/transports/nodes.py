@@ -155,12 +155,11 @@ class NodesConnection(Connection):
         else:
             ids, weights = between_nodes.spread_choices(geometry, operands.group_ids, weights)
         ids = lax.stop_gradient(between_nodes.route_within(geometry, ids))
-        return DispatchOperands(
-            between_nodes.spread_tokens(geometry, tokens),
-            checkpoint_name(ids, DISPATCH_NAME),
-            weights,
-            operands.input_scale,
-            operands.max_recv_tokens,
+        return dataclasses.replace(
+            operands,
+            tokens=between_nodes.spread_tokens(geometry, tokens),
+            group_ids=checkpoint_name(ids, DISPATCH_NAME),
+            topk_weights=weights,
         )
 
     def _results(self, within: Any, results: DispatchResults) -> DispatchResults:

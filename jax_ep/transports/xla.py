@@ -136,7 +136,7 @@ def _take_rows(
     def take(x: jax.Array, index: jax.Array) -> jax.Array:
         return _take(_all_gather(x, geometry).reshape(-1, *x.shape[1:]), index)
 
-    token_format = geometry.config.token_format
+    token_format = operands.token_format
     if not isinstance(token_format, QuantizedFormat):
         return _move_bits(take, operands.tokens, sources), None
     # The gradient flows through `dequantize`.

@@ -15,28 +15,24 @@ from jax_ep.xla_ffi.lowering import host_call, like, make_primitive, synchronous
 
 
 def bind_dispatch(
-    geometry: Geometry,
-    operands: DispatchOperands,
-    handle_shape: tuple[int, ...],
-    token_format: TokenFormat | None = None,
+    geometry: Geometry, operands: DispatchOperands, handle_shape: tuple[int, ...]
 ) -> DispatchResults:
-    """The custom call of dispatch; cotangents travel in another format than the group's."""
-    arrays, params = dispatch_call(geometry, operands, handle_shape, token_format)
+    """The custom call of dispatch."""
+    arrays, params = dispatch_call(geometry, operands, handle_shape)
     return DispatchResults.of(dispatch_p.bind(*arrays, **params), params["has_weights"])
 
 
 def dispatch_call(
-    geometry: Geometry,
-    operands: DispatchOperands,
-    handle_shape: tuple[int, ...],
-    token_format: TokenFormat | None = None,
+    geometry: Geometry, operands: DispatchOperands, handle_shape: tuple[int, ...]
 ) -> tuple[list[jax.Array], dict[str, Any]]:
     """Operands and parameters of `dispatch_p`."""
-    optional = present(operands.topk_weights, operands.input_scale)
+    token_format = operands.token_format
+    scale = operands.input_scale if token_format.takes_input_scale else None
+    optional = present(operands.topk_weights, scale)
     arrays = [coordinate(geometry), operands.tokens, operands.group_ids, *optional]
     params = dict(
         geometry=geometry,
-        token_format=token_format or geometry.config.token_format,
+        token_format=token_format,
         handle_shape=handle_shape,
         max_recv_tokens=operands.max_recv_tokens,
         has_weights=operands.topk_weights is not None,
