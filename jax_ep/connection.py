@@ -45,6 +45,10 @@ class Connection(abc.ABC):
         """See `EPGroup.stats`."""
         raise NotImplementedError(f"Transport {self.name!r} keeps no totals.")
 
+    def memory(self) -> int:
+        """See `EPGroup.memory`."""
+        return 0
+
     def dev_ptrs(self) -> np.ndarray:
         """See `EPGroup.dev_ptrs`."""
         return np.zeros((len(self.geometry.local_coordinates), 2, 3), np.uint64)

@@ -83,6 +83,19 @@ class EPGroup:
         return tuple(each.rank for each in self.geometry.local_coordinates)
 
     @property
+    def memory(self) -> int:
+        """Bytes that the open group holds on each device, beside the arrays of its calls.
+
+        On `p2p`, the workspace that peers write to, which grows with R, M, K and H; equal groups
+        share one. 0 on `xla` and `host`, which hold none.
+
+        Raises:
+            ValueError: the group is closed.
+        """
+        self._check_open()
+        return self._connection.memory()
+
+    @property
     def dev_ptrs(self) -> np.ndarray:
         """Addresses of the communication buffers of this process's devices.
 

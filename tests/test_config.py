@@ -143,6 +143,8 @@ def test_a_group_knows_its_sizes(n_ranks, transport):
     )
     assert group.dev_ptrs.shape == (len(here), 2, 3)
     assert group.dev_ptrs.dtype == np.uint64
+    tokens = case.n_ranks * case.max_tokens * case.hidden_size * 2  # bytes that ranks may send
+    assert group.memory >= tokens if transport == "p2p" else group.memory == 0
 
 
 def test_ranks_are_counted_along_the_axis_only(transport):

@@ -155,6 +155,12 @@ void DefineQueries(nb::module_& module) {
       },
       nb::arg("key"), nb::arg("ordinal"),
       "Addresses of a device's buffers: (dispatch, combine) x (send, recv, recv_count).");
+  module.def(
+      "workspace_bytes",
+      [](const std::string& key, int64_t ordinal) {
+        return FindMember(key, ordinal).group->workspace_bytes();
+      },
+      nb::arg("key"), nb::arg("ordinal"), "Bytes of a device's workspace.");
   module.def("stats", &Stats, nb::arg("key"), nb::arg("ordinal"),
              "The totals of a device's calls that have ended.");
   module.def(

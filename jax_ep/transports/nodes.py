@@ -105,6 +105,10 @@ class NodesConnection(Connection):
         """See `EPGroup.stats`."""
         return self.inner.stats()
 
+    def memory(self) -> int:
+        """See `EPGroup.memory`."""
+        return self.inner.memory()
+
     def dev_ptrs(self) -> np.ndarray:
         """See `EPGroup.dev_ptrs`."""
         return self.inner.dev_ptrs()

@@ -94,6 +94,10 @@ class P2pConnection(FfiConnection):
         pairs = zip(self.geometry.local_coordinates, counts, strict=True)
         return [RankStats.from_counts(self.geometry, *pair) for pair in pairs]
 
+    def memory(self) -> int:
+        """See `EPGroup.memory`."""
+        return max(self._of_each_device(extension.load_cuda().workspace_bytes))
+
     def dev_ptrs(self) -> np.ndarray:
         """See `EPGroup.dev_ptrs`."""
         pointers = self._of_each_device(extension.load_cuda().dev_ptrs)
