@@ -8,6 +8,7 @@
 #   silu        fused_silu, compared with the host and the oracle; its speed
 #   matmul      grouped matmuls, compared with a plain kernel and with the oracle
 #   suite       the test suite, in one process with all GPUs
+#   forms       what users may vary: axes, inputs, sizes of calls and rows, routings used again
 #   nodes       p2p inside nodes of this machine's GPUs, XLA's collectives between them
 #   graphs      parts of the suite with all calls in CUDA graphs, and with none; programs that
 #               another process compiled
@@ -42,7 +43,8 @@
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 logs=$1 arch=${2:-90} site=${GPU_SITE:-build/gpu-site} bin=${GPU_BIN:-build/gpu-bin}
-all_parts=(quantize silu matmul suite nodes graphs xla kernels processes gpus files examples doctor)
+all_parts=(quantize silu matmul suite forms nodes graphs xla kernels processes gpus files examples
+  doctor)
 parts=("${@:3}")
 ((${#parts[@]})) || parts=("${all_parts[@]}")
 mkdir -p "$logs"
@@ -125,6 +127,13 @@ run_suite() {
   run_tests test_quantized_errors_cli 150 tests/test_quantized.py tests/test_quantized_grad.py \
     tests/test_quantized_transforms.py tests/test_errors.py tests/test_format_table.py \
     tests/test_cli.py::test_bench_prints_times_and_the_rate_of_the_median
+}
+
+run_forms() {
+  run_tests forms_of_inputs 200 tests/test_input_forms.py tests/test_axes.py tests/test_rows.py \
+    tests/test_unused_rows.py tests/test_choices.py tests/test_several_maps.py
+  run_tests sizes_of_calls 200 tests/test_call_sizes.py tests/test_row_alignment.py \
+    tests/test_redispatch.py tests/test_quantized_tokens.py
 }
 
 run_nodes() {
