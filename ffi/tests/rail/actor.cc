@@ -13,7 +13,7 @@ Actor::Actor(World& world, int rank, const Call& call)
       call_(call),
       exchange_(world.job.exchanges[call.exchange]),
       rank_(rank),
-      node_(rank / static_cast<int>(shape_.n_ranks_per_node)),
+      node_(world.NodeOf(rank)),
       index_(rank % static_cast<int>(shape_.n_ranks_per_node)) {}
 
 int Actor::TokensOf(int tile) const {

@@ -41,6 +41,8 @@ struct World {
   Network network;
   std::mt19937& random;
   std::vector<std::vector<Results>> results;  // [exchange][R]
+
+  int NodeOf(int rank) const { return rank / static_cast<int>(plan.shape.n_ranks_per_node); }
 };
 
 enum class Step { kAdvanced, kWaits, kDone };

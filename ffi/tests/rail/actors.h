@@ -25,6 +25,8 @@ std::unique_ptr<Actor> MakeReceiver(World& world, int rank, const Call& call);
 std::unique_ptr<Actor> MakeReturner(World& world, int rank, const Call& call);
 // Adds up the sums of the node's ranks, rounds, and sends them to the tokens' ranks, tile by tile.
 std::unique_ptr<Actor> MakeNodeCombiner(World& world, int rank, const Call& call);
+// For a fault: the same for tokens of its own, which the one above leaves out then.
+std::unique_ptr<Actor> MakeOwnNodeCombiner(World& world, int rank, const Call& call);
 // Adds up the nodes' sums of its own tokens.
 std::unique_ptr<Actor> MakeCombiner(World& world, int rank, const Call& call);
 
@@ -35,6 +37,9 @@ inline std::vector<std::unique_ptr<Actor>> MakeActors(World& world, int rank, co
   }
   for (const auto make : {MakeReturner, MakeNodeCombiner, MakeCombiner}) {
     if (call.kind == CallKind::kCombine) actors.push_back(make(world, rank, call));
+  }
+  if (call.kind == CallKind::kCombine && world.job.fault == Fault::kOwnRowsLast) {
+    actors.push_back(MakeOwnNodeCombiner(world, rank, call));
   }
   return actors;
 }

@@ -25,6 +25,7 @@ enum class Fault {
   kReceiveInSlotOrder,    // a rank awaits message i of every source before message i + 1
   kReturnSourceBySource,  // a rank returns all rows of a source before those of the next one
   kFreeOrder,             // ranks return the rows of a tile in orders of their own; too few places
+  kOwnRowsLast,           // a rail takes its node's rows of its own tokens after other nodes' sums
   // Sums have other bits.
   kRanksBackwards,   // a rail adds its ranks' sums from the last one on
   kNodesNotRounded,  // a node's sum is not rounded, but cut off
@@ -51,6 +52,7 @@ constexpr const char* Name(Fault fault) {
       "receive in slot order",
       "return source by source",
       "free order in few places",
+      "own rows last",
       "ranks backwards",
       "nodes not rounded",
   };

@@ -8,11 +8,15 @@ namespace {
 
 class NodeCombiner : public Actor {
  public:
-  NodeCombiner(World& world, int rank, const Call& call)
-      : Actor(world, rank, call), n_taken_(n_ranks()), sum_(world.job.hidden) {}
+  NodeCombiner(World& world, int rank, const Call& call, const std::vector<int>& sources)
+      : Actor(world, rank, call),
+        sources_(sources),
+        n_taken_(n_ranks()),
+        sum_(world.job.hidden),
+        from_(sources.front()) {}
 
   Step Advance() override {
-    if (tile_ == n_tiles() || from_ == n_nodes()) return End();
+    if (tile_ == n_tiles()) return End();
     if (token_in_tile_ == 0 && !is_open_) return OpenTile();
     for (; token_in_tile_ < TokensOf(tile_); ++token_in_tile_) {
       const uint32_t holders = results().holders[from_][tile_ * tile_tokens() + token_in_tile_];
@@ -27,6 +31,12 @@ class NodeCombiner : public Actor {
 
   // Waits until the places of the sums are free, at both ends.
   Step OpenTile() {
+    for (int node = 0; Has(Fault::kOwnRowsLast) && from_ == node_ && node < node_; ++node) {
+      const size_t place = PlaceWord(plan_.heap.sum_words, node, plan_.rail, Item());
+      if (!HasArrived(plan_.rail, net().HeapWord(rank_, place), Item())) {
+        return WaitFor("combine, a node's sums", RankAt(node, index_));
+      }
+    }
     const auto credits =
         static_cast<int64_t>(net().HeapWord(rank_, WordAt(plan_.heap.sum_credits, from_)));
     if (!plan_.rail.HasRoom(Item(), credits) && !Has(Fault::kNoSumCredits)) {
@@ -120,12 +130,14 @@ class NodeCombiner : public Actor {
   }
 
   void NextTile() {
+    const int n_sources = static_cast<int>(sources_.size());
     if (Has(Fault::kCombineNodeByNode)) {
-      if (++tile_ == n_tiles() && from_ + 1 < n_nodes()) tile_ = 0, ++from_;
-    } else if (++from_ == n_nodes()) {
-      from_ = 0;
+      if (++tile_ == n_tiles() && turn_ + 1 < n_sources) tile_ = 0, ++turn_;
+    } else if (++turn_ == n_sources) {
+      turn_ = 0;
       ++tile_;
     }
+    from_ = sources_[turn_];
   }
 
   Step End() {
@@ -135,9 +147,11 @@ class NodeCombiner : public Actor {
     return Step::kDone;
   }
 
-  std::vector<int> n_taken_;  // [n_nodes, n_per_node] in this call
-  std::vector<float> sum_;    // [hidden] of the token
-  int tile_ = 0, from_ = 0;   // the node that the tile's tokens are from
+  const std::vector<int> sources_;  // nodes
+  std::vector<int> n_taken_;        // [n_nodes, n_per_node] in this call
+  std::vector<float> sum_;          // [hidden] of the token
+  int tile_ = 0, turn_ = 0;
+  int from_;  // the node that the tile's tokens are from
   int token_in_tile_ = 0;
   bool is_open_ = false;
   uint32_t mask_ = 0;   // tokens of the tile that have a sum
@@ -147,7 +161,16 @@ class NodeCombiner : public Actor {
 }  // namespace
 
 std::unique_ptr<Actor> MakeNodeCombiner(World& world, int rank, const Call& call) {
-  return std::make_unique<NodeCombiner>(world, rank, call);
+  std::vector<int> sources;
+  for (int node = 0; node < world.plan.shape.n_nodes; ++node) {
+    if (world.job.fault == Fault::kOwnRowsLast && node == world.NodeOf(rank)) continue;
+    sources.push_back(node);
+  }
+  return std::make_unique<NodeCombiner>(world, rank, call, sources);
+}
+
+std::unique_ptr<Actor> MakeOwnNodeCombiner(World& world, int rank, const Call& call) {
+  return std::make_unique<NodeCombiner>(world, rank, call, std::vector<int>{world.NodeOf(rank)});
 }
 
 }  // namespace jax_ep::rail

@@ -255,7 +255,8 @@ Job MakeFaultyJob(Fault fault, std::mt19937& random) {
   Job job = MakeJob(JobLimits{}, random);
   job.fault = fault;
   if (fault == Fault::kWrongPlace) job.shape.rail_depth = 4;
-  if (fault == Fault::kFreeOrder || fault == Fault::kTilesBeforeCounts) {
+  if (fault == Fault::kFreeOrder || fault == Fault::kOwnRowsLast ||
+      fault == Fault::kTilesBeforeCounts) {
     job.shape.tile_tokens = 5;
     job.shape.node_depth = 1;
   }
