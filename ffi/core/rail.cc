@@ -141,6 +141,9 @@ NodeMemory PlanNodeMemory(const RailShape& s, int64_t message_bytes, Planner& pl
   memory.taken_messages = planner.Next({n_ranks, kWord});
   memory.sent_rows = planner.Next({n_ranks, kWord});
   memory.taken_rows = planner.Next({n_ranks, kWord});
+  memory.tiles_released = planner.Next({s.n_nodes, kWord});
+  memory.sums_released = planner.Next({s.n_nodes, kWord});
+  memory.rows_released = planner.Next({n_ranks, kWord});
   memory.counts = planner.Next({n_counts, n_ranks, kWord}, Workspace::kBuffers);
   memory.arrived = planner.Next({n_ranks, depth, kWord});
   memory.message_credits = planner.Next({n_ranks, kWord});
@@ -166,8 +169,8 @@ Status PlanRail(const RailShape& shape, RailPlan* plan) {
       planner.Sum(header_bytes, planner.Product({shape.tile_tokens, message_bytes}));
   *plan = {shape,
            {static_cast<size_t>(header_bytes), static_cast<size_t>(message_bytes)},
-           {shape.rail_depth},
-           {shape.node_depth},
+           {shape.rail_depth, /*credit_interval=*/(shape.rail_depth + 1) / 2},
+           {shape.node_depth, /*credit_interval=*/1},
            PlanHeap(shape, tile_bytes, planner),
            PlanNodeMemory(shape, message_bytes, planner)};
   if (planner.overflows()) {

@@ -76,6 +76,10 @@ struct NodeMemory {
   Region taken_messages;  // int64[R]
   Region sent_rows;       // int64[R]
   Region taken_rows;      // int64[n_nodes, n_ranks_per_node]
+  // Items whose credits have been returned: always in order, whatever warps take them.
+  Region tiles_released;  // int64[n_nodes]
+  Region sums_released;   // int64[n_nodes]
+  Region rows_released;   // int64[n_nodes, n_ranks_per_node]
 
   // Written by the ranks of the node.
   Region counts;           // word[G/R + 1, R]      as in Workspace; double-buffered
@@ -115,8 +119,8 @@ struct RailTile {
 struct RailPlan {
   RailShape shape;
   RailTile tile;
-  Stream rail;  // of tiles, in both directions
-  Stream node;  // of messages and of rows
+  Stream rail;  // of tiles, and of their sums; credits for half a ring, which cross the network
+  Stream node;  // of messages, and of rows; credits for each, so that a ring holds a tile
   RailHeap heap;
   NodeMemory memory;
 

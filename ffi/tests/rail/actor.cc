@@ -6,15 +6,16 @@
 
 namespace jax_ep::rail {
 
-Actor::Actor(World& world, int rank, const Call& call)
+Actor::Actor(World& world, const Part& part)
     : world_(world),
       plan_(world.plan),
       shape_(world.plan.shape),
-      call_(call),
-      exchange_(world.job.exchanges[call.exchange]),
-      rank_(rank),
-      node_(world.NodeOf(rank)),
-      index_(rank % static_cast<int>(shape_.n_ranks_per_node)) {}
+      call_(part.call),
+      exchange_(world.job.exchanges[part.call.exchange]),
+      rank_(part.rank),
+      node_(world.NodeOf(part.rank)),
+      index_(part.rank % static_cast<int>(shape_.n_ranks_per_node)),
+      lane_(part.lane) {}
 
 int Actor::TokensOf(int tile) const {
   return std::min(tile_tokens(), exchange_.n_tokens - tile * tile_tokens());

@@ -29,9 +29,11 @@ struct Results {
   std::vector<int> n_writes;                           // [C] how often each row was written
   std::vector<uint32_t> row_offsets;                   // [G/R + 1]
   std::vector<std::vector<ReceivedMessage>> messages;  // [R][slot]
-  // The ranks of this node that hold choices of the tokens of this rank's rail, [n_nodes][T].
-  std::vector<std::vector<uint32_t>> holders;
-  std::vector<BFloat16> combined;  // [T, hidden]
+  // Of the tokens of this rank's rail: the ranks of this node that hold their choices, as a mask.
+  std::vector<std::vector<uint32_t>> holders;  // [n_nodes][T]
+  // Messages of earlier tiles to each rank of this node.
+  std::vector<std::vector<uint32_t>> first_slots;  // [n_nodes][n_tiles, n_per_node]
+  std::vector<BFloat16> combined;                  // [T, hidden]
 };
 
 // What all actors share.
@@ -53,12 +55,21 @@ struct Wait {
   std::vector<int> ranks;
 };
 
+// One of the actors of a kind in a call of a rank.
+struct Part {
+  int rank;
+  Call call;
+  int lane = 0;
+};
+
 class Actor {
  public:
-  Actor(World& world, int rank, const Call& call);
+  Actor(World& world, const Part& part);
   virtual ~Actor() = default;
 
   virtual Step Advance() = 0;
+  // Called once all of the rank's actors are done.
+  virtual void EndCall() {}
   virtual Wait wait() const { return {phase_, {awaited_}}; }
 
  protected:
@@ -67,6 +78,7 @@ class Actor {
   int n_per_node() const { return static_cast<int>(shape_.n_ranks_per_node); }
   int n_ranks() const { return static_cast<int>(shape_.n_ranks()); }
   int n_tiles() const { return static_cast<int>(shape_.n_tiles(exchange_.n_tokens)); }
+  int n_lanes() const { return world_.job.n_lanes; }
   int tile_tokens() const { return static_cast<int>(shape_.tile_tokens); }
   // The tokens of a tile are the next `TokensOf(tile)` from `tile * tile_tokens()` on.
   int TokensOf(int tile) const;
@@ -88,6 +100,10 @@ class Actor {
   void PutWord(int to, bool over_rail, size_t word, uint64_t value);
   // Returns credits of a stream of which `n_taken` items have been taken in all calls.
   void ReturnCredits(const Stream& stream, int64_t n_taken, int to, bool over_rail, size_t word);
+  // Whether the credits of all earlier items of a stream have been returned.
+  bool IsNext(const Region& released, int64_t index, int64_t item) {
+    return Counter(released, index) == item || Has(Fault::kCreditsInAnyOrder);
+  }
   // The word of item, or the one that a fault makes of it.
   uint64_t StreamWord(const Stream& stream, int64_t item, uint32_t value) const;
   bool HasArrived(const Stream& stream, uint64_t word, int64_t item) const;
@@ -103,7 +119,7 @@ class Actor {
   const RailShape& shape_;
   const Call call_;
   const Exchange& exchange_;
-  const int rank_, node_, index_;
+  const int rank_, node_, index_, lane_;
 
  private:
   const char* phase_ = "";

@@ -7,13 +7,14 @@ namespace {
 
 class Combiner : public Actor {
  public:
-  Combiner(World& world, int rank, const Call& call)
-      : Actor(world, rank, call), sums_(tile_tokens() * world.job.hidden) {
+  Combiner(World& world, const Part& part)
+      : Actor(world, part), sums_(tile_tokens() * world.job.hidden), tile_(part.lane) {
+    if (lane_ > 0) return;
     results().combined.assign(exchange_.n_tokens * world.job.hidden, BFloat16{0x7fc0});
   }
 
   Step Advance() override {
-    if (tile_ == n_tiles()) return Step::kDone;
+    if (tile_ >= n_tiles()) return Step::kDone;
     const int64_t item = state().n_sums + tile_;
     const RailHeap& heap = plan_.heap;
     const size_t place = PlaceWord(heap.sum_words, next_node_, plan_.rail, item);
@@ -21,12 +22,16 @@ class Combiner : public Actor {
     if (!HasArrived(plan_.rail, word, item)) {
       return WaitFor("combine, a node's sums", RankAt(next_node_, index_));
     }
+    if (!IsNext(plan_.memory.sums_released, next_node_, item)) {
+      return WaitFor("combine, earlier sums", rank_);
+    }
     CheckMask(EpochWordValue(word));
     AddSums(EpochWordValue(word), net().heap(rank_, RailPlan::At(heap.sums, next_node_, plan_.rail,
                                                                  item, plan_.sums_bytes())));
     net().Free(rank_, true, place);
     ReturnCredits(plan_.rail, item + 1, RankAt(next_node_, index_), true,
                   WordAt(heap.sum_credits, node_));
+    AddToCounter(plan_.memory.sums_released, next_node_, 1);
     if (++next_node_ == n_nodes()) EndTile();
     return Step::kAdvanced;
   }
@@ -61,17 +66,17 @@ class Combiner : public Actor {
     }
     sums_.assign(sums_.size(), 0.0f);
     next_node_ = 0;
-    ++tile_;
+    tile_ += n_lanes();
   }
 
   std::vector<float> sums_;  // [tile_tokens, hidden]
-  int tile_ = 0, next_node_ = 0;
+  int tile_, next_node_ = 0;
 };
 
 }  // namespace
 
-std::unique_ptr<Actor> MakeCombiner(World& world, int rank, const Call& call) {
-  return std::make_unique<Combiner>(world, rank, call);
+std::unique_ptr<Actor> MakeCombiner(World& world, const Part& part) {
+  return std::make_unique<Combiner>(world, part);
 }
 
 }  // namespace jax_ep::rail

@@ -11,6 +11,7 @@ enum class Fault {
   kNoRowCredits,       // a rank returns rows without credits
   kNoSumCredits,       // a rail sends sums without credits
   kEarlyTileCredits,   // a rail returns a tile's credits before it has forwarded the tile
+  kCreditsInAnyOrder,  // a lane returns credits before those of earlier items
   kCountsInOneBuffer,  // counts of all calls share a buffer
   // Data are read before they have arrived, or not where they are.
   kWordBeforeTile,    // a tile's word may arrive before the tile
@@ -19,6 +20,7 @@ enum class Fault {
   kWrongPlace,        // sums go to the place after theirs
   kStoredCredits,     // credits are stored, not added, and puts overtake each other
   // Calls do not end.
+  kMessagesBeforeCounts,  // a source sends its first tile before the counts
   kTilesBeforeCounts,     // a rail forwards the first tile of each node before it relays the counts
   kForwardNodeByNode,     // a rail forwards all tiles of a node before those of the next one
   kCombineNodeByNode,     // a rail adds up all tiles of a node before those of the next one
@@ -40,12 +42,14 @@ constexpr const char* Name(Fault fault) {
       "no row credits",
       "no sum credits",
       "early tile credits",
+      "credits in any order",
       "counts in one buffer",
       "word before tile",
       "word before row",
       "words without laps",
       "wrong place",
       "stored credits",
+      "messages before counts",
       "tiles before counts",
       "forward node by node",
       "combine node by node",

@@ -3,26 +3,45 @@
 
 #include "core/message.h"
 #include "tests/rail/actors.h"
+#include "tests/rail/turns.h"
 
 namespace jax_ep::rail {
 namespace {
 
 class Forwarder : public Actor {
  public:
-  Forwarder(World& world, int rank, const Call& call)
-      : Actor(world, rank, call), n_sent_(n_ranks()), n_sent_in_tile_(n_per_node()) {
-    if (call.kind != CallKind::kDispatch) n_relayed_ = n_nodes() - 1;
+  Forwarder(World& world, const Part& part)
+      : Actor(world, part),
+        turns_(n_tiles(), n_nodes() - 1, part.lane, n_lanes(), Has(Fault::kForwardNodeByNode)),
+        n_sent_(n_ranks()),
+        n_sent_in_tile_(n_per_node()) {
+    if (call_.kind != CallKind::kDispatch || lane_ > 0) n_relayed_ = n_nodes() - 1;
+    Turn();
   }
 
   Step Advance() override {
-    const bool is_early = Has(Fault::kTilesBeforeCounts) && tile_ == 0 && n_tiles() > 0;
+    const bool is_early = Has(Fault::kTilesBeforeCounts) && tile_ == 0 && !turns_.are_over();
     if (!is_early && n_relayed_ < n_nodes() - 1) return RelayCounts(OtherNode(n_relayed_));
-    if (tile_ == n_tiles() || turn_ == n_nodes() - 1) return End();
-    return Forward(OtherNode(turn_));
+    return turns_.are_over() ? Step::kDone : Forward();
+  }
+
+  void EndCall() override {
+    for (int stream = 0; stream < n_ranks(); ++stream) {
+      if (n_sent_[stream] > 0) {
+        AddToCounter(plan_.memory.sent_messages, stream, n_sent_[stream]);
+      }
+    }
   }
 
  private:
-  int OtherNode(int turn) const { return (node_ + 1 + turn) % n_nodes(); }
+  int OtherNode(int i) const { return (node_ + 1 + i) % n_nodes(); }
+
+  // Finds the tile of this turn, and its node.
+  void Turn() {
+    if (turns_.are_over()) return;
+    tile_ = turns_.tile();
+    from_ = OtherNode(turns_.node());
+  }
 
   Step RelayCounts(int node) {
     const uint32_t epoch = state().epoch + 1;
@@ -49,29 +68,32 @@ class Forwarder : public Actor {
   }
 
   // One message to one rank, or the end of a tile.
-  Step Forward(int node) {
-    const int64_t from = RailIndex(node_, node), item = state().n_tiles + tile_;
+  Step Forward() {
+    const int64_t from = RailIndex(node_, from_), item = state().n_tiles + tile_;
     const size_t place = PlaceWord(plan_.heap.tile_words, from, plan_.rail, item);
     const uint64_t word = net().HeapWord(rank_, place);
     if (!HasArrived(plan_.rail, word, item)) {
-      return WaitFor("dispatch, a tile", RankAt(node, index_));
+      return WaitFor("dispatch, a tile", RankAt(from_, index_));
     }
-    if (token_in_tile_ == 0 && to_ == 0 && Has(Fault::kEarlyTileCredits)) Release(node, item);
+    if (token_in_tile_ == 0 && to_ == 0 && Has(Fault::kEarlyTileCredits)) Release(item);
     const uint8_t* const tile = net().heap(
         rank_, RailPlan::At(plan_.heap.tiles, from, plan_.rail, item, plan_.tile_bytes()));
     const uint32_t mask = EpochWordValue(word);
+    if (mask != 0) {
+      std::memcpy(&results().first_slots[from_][tile_ * n_per_node()], tile,
+                  n_per_node() * sizeof(uint32_t));
+    }
     for (; token_in_tile_ < tile_tokens(); ++token_in_tile_, to_ = 0) {
       if ((mask >> token_in_tile_ & 1) == 0) continue;
       const int n_before = __builtin_popcount(mask & ((1u << token_in_tile_) - 1));
       const uint8_t* const message = tile + plan_.tile.message(n_before);
       const uint32_t holders = HoldersHere(message);
-      results().holders[node][tile_ * tile_tokens() + token_in_tile_] = holders;
+      results().holders[from_][tile_ * tile_tokens() + token_in_tile_] = holders;
       for (; to_ < n_per_node(); ++to_) {
-        if (holders >> to_ & 1) return ForwardMessage(node, tile, message);
+        if (holders >> to_ & 1) return ForwardMessage(tile, message);
       }
     }
-    EndTile(node, item, place);
-    return Step::kAdvanced;
+    return EndTile(item, place);
   }
 
   // The ranks of this node that the message has a choice on, as a mask.
@@ -87,10 +109,10 @@ class Forwarder : public Actor {
     return holders;
   }
 
-  Step ForwardMessage(int node, const uint8_t* tile, const uint8_t* message) {
+  Step ForwardMessage(const uint8_t* tile, const uint8_t* message) {
     const NodeMemory& memory = plan_.memory;
-    const int source = RankAt(node, index_), to = RankAt(node_, to_);
-    const int64_t stream = RankAt(node, to_);  // of that node's tokens, to that rank
+    const int source = RankAt(from_, index_), to = RankAt(node_, to_);
+    const int64_t stream = RankAt(from_, to_);  // of that node's tokens, to that rank
     uint32_t first_slot;
     std::memcpy(&first_slot, tile + to_ * sizeof(first_slot), sizeof(first_slot));
     const int64_t slot = first_slot + n_sent_in_tile_[to_];
@@ -115,46 +137,38 @@ class Forwarder : public Actor {
     return Step::kAdvanced;
   }
 
-  void EndTile(int node, int64_t item, size_t place) {
+  // Credits say that all items before them are taken, so they are returned in the order of tiles.
+  Step EndTile(int64_t item, size_t place) {
+    if (!IsNext(plan_.memory.tiles_released, from_, item)) {
+      return WaitFor("dispatch, credits of earlier tiles", rank_);
+    }
     net().Free(rank_, true, place);
-    if (!Has(Fault::kEarlyTileCredits)) Release(node, item);
+    if (!Has(Fault::kEarlyTileCredits)) Release(item);
+    AddToCounter(plan_.memory.tiles_released, from_, 1);
     token_in_tile_ = to_ = 0;
     n_sent_in_tile_.assign(n_per_node(), 0);
-    if (Has(Fault::kForwardNodeByNode)) {
-      if (++tile_ < n_tiles() || turn_ == n_nodes() - 2) return;
-      tile_ = 0;
-      ++turn_;
-    } else if (++turn_ == n_nodes() - 1) {
-      turn_ = 0;
-      ++tile_;
-    }
+    turns_.Next();
+    Turn();
+    return Step::kAdvanced;
   }
 
-  void Release(int node, int64_t item) {
-    ReturnCredits(plan_.rail, item + 1, RankAt(node, index_), true,
-                  WordAt(plan_.heap.tile_credits, RailIndex(node, node_)));
+  void Release(int64_t item) {
+    ReturnCredits(plan_.rail, item + 1, RankAt(from_, index_), true,
+                  WordAt(plan_.heap.tile_credits, RailIndex(from_, node_)));
   }
 
-  Step End() {
-    for (int stream = 0; stream < n_ranks(); ++stream) {
-      if (n_sent_[stream] > 0) {
-        AddToCounter(plan_.memory.sent_messages, stream, n_sent_[stream]);
-      }
-    }
-    return Step::kDone;
-  }
-
+  Turns turns_;
   std::vector<int> n_sent_;          // [n_nodes, n_per_node] in this call
   std::vector<int> n_sent_in_tile_;  // [n_per_node]
   int n_relayed_ = 0;                // nodes whose counts have been relayed
-  int tile_ = 0, turn_ = 0;          // nodes within a tile, from the next one on
+  int tile_ = 0, from_ = 0;
   int token_in_tile_ = 0, to_ = 0;
 };
 
 }  // namespace
 
-std::unique_ptr<Actor> MakeForwarder(World& world, int rank, const Call& call) {
-  return std::make_unique<Forwarder>(world, rank, call);
+std::unique_ptr<Actor> MakeForwarder(World& world, const Part& part) {
+  return std::make_unique<Forwarder>(world, part);
 }
 
 }  // namespace jax_ep::rail

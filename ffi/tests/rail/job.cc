@@ -95,6 +95,7 @@ Job MakeJob(const JobLimits& limits, std::mt19937& random) {
   const int max_tokens = static_cast<int>(job.shape.max_tokens_per_rank);
   const int mean_rows = max_tokens * static_cast<int>(job.shape.n_choices);
   job.capacity = random() % 2 == 0 ? n_ranks * mean_rows : Between(1, 2 * mean_rows, random);
+  job.n_lanes = Between(1, 3, random);
   const int n_exchanges = Between(1, 3, random);
   for (int i = 0; i < n_exchanges; ++i) {
     const auto pattern = static_cast<p2p::Pattern>(random() % p2p::kPatterns);
@@ -126,7 +127,8 @@ std::string Job::Text() const {
   std::string text = std::to_string(s.n_nodes) + " x " + std::to_string(s.n_ranks_per_node) +
                      " ranks, " + std::to_string(s.max_tokens_per_rank) + " tokens, tiles of " +
                      std::to_string(s.tile_tokens) + ", depths " + std::to_string(s.rail_depth) +
-                     " and " + std::to_string(s.node_depth) + ", calls ";
+                     " and " + std::to_string(s.node_depth) + ", " + std::to_string(n_lanes) +
+                     " forwarders, calls ";
   for (const Call& call : calls) {
     text += "drc"[static_cast<int>(call.kind)] + std::to_string(call.exchange) + " ";
   }

@@ -39,8 +39,9 @@ struct Exchange {
 
 struct Job {
   RailShape shape;
-  int hidden;    // elements of a row
-  int capacity;  // C
+  int hidden;       // elements of a row
+  int capacity;     // C
+  int n_lanes = 1;  // actors of a kind, which share a rank's tiles
   std::vector<Exchange> exchanges;
   std::vector<Call> calls;
   Fault fault = Fault::kNone;

@@ -2,28 +2,39 @@
 #include <utility>
 
 #include "tests/rail/actors.h"
+#include "tests/rail/turns.h"
 
 namespace jax_ep::rail {
 namespace {
 
 class NodeCombiner : public Actor {
  public:
-  NodeCombiner(World& world, int rank, const Call& call, const std::vector<int>& sources)
-      : Actor(world, rank, call),
+  NodeCombiner(World& world, const Part& part, int n_lanes, const std::vector<int>& sources)
+      : Actor(world, part),
         sources_(sources),
+        turns_(n_tiles(), static_cast<int>(sources.size()), part.lane, n_lanes,
+               Has(Fault::kCombineNodeByNode)),
         n_taken_(n_ranks()),
-        sum_(world.job.hidden),
-        from_(sources.front()) {}
+        n_taken_in_tile_(n_per_node()),
+        sum_(world.job.hidden) {
+    Turn();
+  }
 
   Step Advance() override {
-    if (tile_ == n_tiles()) return End();
-    if (token_in_tile_ == 0 && !is_open_) return OpenTile();
+    if (turns_.are_over()) return Step::kDone;
+    if (!is_open_) return OpenTile();
     for (; token_in_tile_ < TokensOf(tile_); ++token_in_tile_) {
       const uint32_t holders = results().holders[from_][tile_ * tile_tokens() + token_in_tile_];
       if (holders != 0) return TakeRow(holders);
     }
     SendTile();
     return Step::kAdvanced;
+  }
+
+  void EndCall() override {
+    for (int stream = 0; stream < n_ranks(); ++stream) {
+      AddToCounter(plan_.memory.taken_rows, stream, n_taken_[stream]);
+    }
   }
 
  private:
@@ -62,11 +73,16 @@ class NodeCombiner : public Actor {
     if (Has(Fault::kRanksBackwards)) index = 31 - __builtin_clz(left);
     const NodeMemory& memory = plan_.memory;
     const int64_t stream = RankAt(from_, index);
-    const int64_t item = Counter(memory.taken_rows, stream) + n_taken_[stream];
+    const uint32_t slot =
+        results().first_slots[from_][tile_ * n_per_node() + index] + n_taken_in_tile_[index];
+    const int64_t item = Counter(memory.taken_rows, stream) + slot;
     const size_t place = PlaceWord(memory.returned, stream, plan_.node, item);
     const uint64_t word = net().NodeWord(rank_, place);
     if (!HasArrived(plan_.node, word, item)) {
       return WaitFor("combine, a rank's sum", RankAt(node_, index));
+    }
+    if (!IsNext(memory.rows_released, stream, item)) {
+      return WaitFor("combine, earlier rows", rank_);
     }
     const int token = tile_ * tile_tokens() + token_in_tile_;
     if (static_cast<int>(EpochWordValue(word)) != token) {
@@ -75,7 +91,9 @@ class NodeCombiner : public Actor {
     AddRow(
         net().node(rank_, RailPlan::At(memory.rows, stream, plan_.node, item, shape_.row_bytes)));
     net().Free(rank_, false, place);
+    AddToCounter(memory.rows_released, stream, 1);
     ++n_taken_[stream];
+    ++n_taken_in_tile_[index];
     ReturnCredits(plan_.node, item + 1, RankAt(node_, index), false,
                   WordAt(memory.row_credits, RankAt(from_, index_)));
     taken_ |= 1u << index;
@@ -126,32 +144,24 @@ class NodeCombiner : public Actor {
     mask_ = 0;
     token_in_tile_ = 0;
     is_open_ = false;
-    NextTile();
+    n_taken_in_tile_.assign(n_per_node(), 0);
+    turns_.Next();
+    Turn();
   }
 
-  void NextTile() {
-    const int n_sources = static_cast<int>(sources_.size());
-    if (Has(Fault::kCombineNodeByNode)) {
-      if (++tile_ == n_tiles() && turn_ + 1 < n_sources) tile_ = 0, ++turn_;
-    } else if (++turn_ == n_sources) {
-      turn_ = 0;
-      ++tile_;
-    }
-    from_ = sources_[turn_];
+  // Finds the tile of this turn, and its node.
+  void Turn() {
+    if (turns_.are_over()) return;
+    tile_ = turns_.tile();
+    from_ = sources_[turns_.node()];
   }
 
-  Step End() {
-    for (int stream = 0; stream < n_ranks(); ++stream) {
-      AddToCounter(plan_.memory.taken_rows, stream, n_taken_[stream]);
-    }
-    return Step::kDone;
-  }
-
-  const std::vector<int> sources_;  // nodes
-  std::vector<int> n_taken_;        // [n_nodes, n_per_node] in this call
-  std::vector<float> sum_;          // [hidden] of the token
-  int tile_ = 0, turn_ = 0;
-  int from_;  // the node that the tile's tokens are from
+  const std::vector<int> sources_;  // nodes that tokens are from
+  Turns turns_;
+  std::vector<int> n_taken_;          // [n_nodes, n_per_node] in this call
+  std::vector<int> n_taken_in_tile_;  // [n_per_node]
+  std::vector<float> sum_;            // [hidden] of the token
+  int tile_ = 0, from_ = 0;
   int token_in_tile_ = 0;
   bool is_open_ = false;
   uint32_t mask_ = 0;   // tokens of the tile that have a sum
@@ -160,17 +170,18 @@ class NodeCombiner : public Actor {
 
 }  // namespace
 
-std::unique_ptr<Actor> MakeNodeCombiner(World& world, int rank, const Call& call) {
+std::unique_ptr<Actor> MakeNodeCombiner(World& world, const Part& part) {
   std::vector<int> sources;
   for (int node = 0; node < world.plan.shape.n_nodes; ++node) {
-    if (world.job.fault == Fault::kOwnRowsLast && node == world.NodeOf(rank)) continue;
+    if (world.job.fault == Fault::kOwnRowsLast && node == world.NodeOf(part.rank)) continue;
     sources.push_back(node);
   }
-  return std::make_unique<NodeCombiner>(world, rank, call, sources);
+  return std::make_unique<NodeCombiner>(world, part, world.job.n_lanes, sources);
 }
 
-std::unique_ptr<Actor> MakeOwnNodeCombiner(World& world, int rank, const Call& call) {
-  return std::make_unique<NodeCombiner>(world, rank, call, std::vector<int>{world.NodeOf(rank)});
+std::unique_ptr<Actor> MakeOwnNodeCombiner(World& world, const Part& part) {
+  const std::vector<int> sources{world.NodeOf(part.rank)};
+  return std::make_unique<NodeCombiner>(world, part, /*n_lanes=*/1, sources);
 }
 
 }  // namespace jax_ep::rail

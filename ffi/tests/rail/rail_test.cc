@@ -51,8 +51,9 @@ std::vector<Region> RegionsOf(const RailHeap& h) {
 }
 
 std::vector<Region> RegionsOf(const NodeMemory& m) {
-  return {m.state,   m.sent_messages,   m.taken_messages, m.sent_rows,   m.taken_rows, m.counts,
-          m.arrived, m.message_credits, m.returned,       m.row_credits, m.messages,   m.rows};
+  return {m.state,           m.sent_messages, m.taken_messages, m.sent_rows, m.taken_rows,
+          m.tiles_released,  m.sums_released, m.rows_released,  m.counts,    m.arrived,
+          m.message_credits, m.returned,      m.row_credits,    m.messages,  m.rows};
 }
 
 void CheckRegions(const std::vector<Region>& regions, size_t bytes) {
@@ -107,7 +108,7 @@ void TestImpossibleShapesAreRefused() {
 }
 
 void TestWordsOfAPlaceDifferFromLapToLap() {
-  const Stream stream{3};
+  const Stream stream{3, 1};
   CHECK_EQ(stream.HasArrived(0, 0), false);
   for (const int64_t item : {int64_t{0}, int64_t{4}, int64_t{1} << 33, int64_t{3} * 0xfffffffe}) {
     const uint64_t word = stream.Word(item, 7);
@@ -118,17 +119,20 @@ void TestWordsOfAPlaceDifferFromLapToLap() {
   }
 }
 
+void CheckCreditsOf(const Stream& stream) {
+  int64_t credits = 0;
+  for (int64_t item = 0; item < 100; ++item) {
+    CHECK_EQ(stream.HasRoom(item, credits), true);
+    for (int64_t taken = credits; !stream.HasRoom(item + 1, credits); ++taken) {
+      CHECK_EQ(taken <= item, true);
+      credits += stream.CreditsDue(taken + 1);
+    }
+  }
+}
+
 void TestASenderWithoutRoomGetsCredits() {
   for (int64_t depth = 1; depth < 9; ++depth) {
-    const Stream stream{depth};
-    int64_t credits = 0;
-    for (int64_t item = 0; item < 100; ++item) {
-      CHECK_EQ(stream.HasRoom(item, credits), true);
-      for (int64_t taken = credits; !stream.HasRoom(item + 1, credits); ++taken) {
-        CHECK_EQ(taken <= item, true);
-        credits += stream.CreditsDue(taken + 1);
-      }
-    }
+    for (int64_t interval = 1; interval <= depth; ++interval) CheckCreditsOf({depth, interval});
   }
 }
 
@@ -255,8 +259,11 @@ Job MakeFaultyJob(Fault fault, std::mt19937& random) {
   Job job = MakeJob(JobLimits{}, random);
   job.fault = fault;
   if (fault == Fault::kWrongPlace) job.shape.rail_depth = 4;
-  if (fault == Fault::kFreeOrder || fault == Fault::kOwnRowsLast ||
-      fault == Fault::kTilesBeforeCounts) {
+  job.n_lanes = fault == Fault::kCreditsInAnyOrder ? 3 : 1;
+  // With few places, and several items of a tile for each.
+  for (const Fault each : {Fault::kMessagesBeforeCounts, Fault::kTilesBeforeCounts,
+                           Fault::kFreeOrder, Fault::kOwnRowsLast}) {
+    if (fault != each) continue;
     job.shape.tile_tokens = 5;
     job.shape.node_depth = 1;
   }

@@ -10,12 +10,12 @@ namespace {
 
 class Receiver : public Actor {
  public:
-  Receiver(World& world, int rank, const Call& call)
-      : Actor(world, rank, call),
+  Receiver(World& world, const Part& part)
+      : Actor(world, part),
         n_messages_(n_ranks()),
         n_taken_(n_ranks()),
         next_source_(static_cast<int>(world.random() % n_ranks())) {
-    if (call.kind == CallKind::kDispatch) return;
+    if (call_.kind == CallKind::kDispatch) return;
     for (int source = 0; source < n_ranks(); ++source) {
       n_messages_[source] = static_cast<int>(results().messages[source].size());
       for (ReceivedMessage& each : results().messages[source]) each.cotangent.clear();
@@ -35,7 +35,7 @@ class Receiver : public Actor {
       next_source_ = source + 1;
       return Step::kAdvanced;
     }
-    return is_done ? End() : Step::kWaits;
+    return is_done ? Step::kDone : Step::kWaits;
   }
 
   // The sources whose counts or messages are missing come through the rank of their index on this
@@ -48,6 +48,12 @@ class Receiver : public Actor {
       }
     }
     return wait;
+  }
+
+  void EndCall() override {
+    for (int source = 0; source < n_ranks(); ++source) {
+      AddToCounter(plan_.memory.taken_messages, source, n_taken_[source]);
+    }
   }
 
  private:
@@ -157,14 +163,7 @@ class Receiver : public Actor {
       next_source_ = source + 1;
     }
     ++slot_;
-    return n_taken_ == n_messages_ ? End() : Step::kAdvanced;
-  }
-
-  Step End() {
-    for (int source = 0; source < n_ranks(); ++source) {
-      AddToCounter(plan_.memory.taken_messages, source, n_taken_[source]);
-    }
-    return Step::kDone;
+    return n_taken_ == n_messages_ ? Step::kDone : Step::kAdvanced;
   }
 
   std::vector<int> n_messages_, n_taken_;  // [R]
@@ -177,8 +176,8 @@ class Receiver : public Actor {
 
 }  // namespace
 
-std::unique_ptr<Actor> MakeReceiver(World& world, int rank, const Call& call) {
-  return std::make_unique<Receiver>(world, rank, call);
+std::unique_ptr<Actor> MakeReceiver(World& world, const Part& part) {
+  return std::make_unique<Receiver>(world, part);
 }
 
 }  // namespace jax_ep::rail

@@ -11,8 +11,7 @@ namespace {
 
 class Returner : public Actor {
  public:
-  Returner(World& world, int rank, const Call& call)
-      : Actor(world, rank, call), n_sent_(n_ranks()) {
+  Returner(World& world, const Part& part) : Actor(world, part), next_(part.lane) {
     for (int source = 0; source < n_ranks(); ++source) {
       const auto& messages = results().messages[source];
       for (size_t slot = 0; slot < messages.size(); ++slot) {
@@ -23,7 +22,7 @@ class Returner : public Actor {
   }
 
   Step Advance() override {
-    if (next_ == turns_.size()) return End();
+    if (next_ >= turns_.size()) return Step::kDone;
     const NodeMemory& memory = plan_.memory;
     const int source = turns_[next_].source, slot = turns_[next_].slot;
     const int to = RankAt(node_, source % n_per_node());
@@ -45,9 +44,14 @@ class Returner : public Actor {
     put.bytes = SumRows(message);
     put.word_first = Has(Fault::kWordBeforeRow);
     net().Send(std::move(put));
-    ++n_sent_[source];
-    ++next_;
+    next_ += n_lanes();
     return Step::kAdvanced;
+  }
+
+  void EndCall() override {
+    for (int source = 0; lane_ == 0 && source < n_ranks(); ++source) {
+      AddToCounter(plan_.memory.sent_rows, source, results().messages[source].size());
+    }
   }
 
  private:
@@ -68,7 +72,7 @@ class Returner : public Actor {
     const int tile = token / tile_tokens();
     // With places for all rows of a tile, their order is free, and ranks can begin with different
     // rails. Otherwise it must be that of the rails.
-    const bool is_free = shape_.node_depth >= shape_.tile_tokens || Has(Fault::kFreeOrder);
+    const bool is_free = plan_.node.sure_room() >= shape_.tile_tokens || Has(Fault::kFreeOrder);
     const int turn = (index - index_ + n_per_node()) % n_per_node();
     return is_free ? Turn{tile, turn, node, slot, source} : Turn{tile, node, index, slot, source};
   }
@@ -92,22 +96,14 @@ class Returner : public Actor {
     return bytes;
   }
 
-  Step End() {
-    for (int source = 0; source < n_ranks(); ++source) {
-      AddToCounter(plan_.memory.sent_rows, source, n_sent_[source]);
-    }
-    return Step::kDone;
-  }
-
   std::vector<Turn> turns_;
-  size_t next_ = 0;
-  std::vector<int> n_sent_;  // [R]
+  size_t next_;
 };
 
 }  // namespace
 
-std::unique_ptr<Actor> MakeReturner(World& world, int rank, const Call& call) {
-  return std::make_unique<Returner>(world, rank, call);
+std::unique_ptr<Actor> MakeReturner(World& world, const Part& part) {
+  return std::make_unique<Returner>(world, part);
 }
 
 }  // namespace jax_ep::rail

@@ -4,41 +4,70 @@
 #include "core/message.h"
 #include "core/routing.h"
 #include "tests/rail/actors.h"
+#include "tests/rail/turns.h"
 
 namespace jax_ep::rail {
 namespace {
 
 class Sender : public Actor {
  public:
-  Sender(World& world, int rank, const Call& call)
-      : Actor(world, rank, call),
+  Sender(World& world, const Part& part)
+      : Actor(world, part),
+        turns_(n_tiles(), n_nodes(), part.lane, n_lanes()),
         counts_(shape_.n_local_groups * n_ranks()),
-        n_messages_(n_ranks()),
-        n_sent_(n_ranks()) {
-    const std::vector<int32_t>& ids = exchange_.routing.ids[rank];
+        n_messages_(n_ranks()) {
+    const std::vector<int32_t>& ids = exchange_.routing.ids[rank_];
     positions_.resize(ids.size());
     CountChoices(ids.data(), ids.size(), counts_.size(), counts_.data(), positions_.data());
-    for (int node = 0; node < n_nodes(); ++node) {
-      for (int token = 0; token < exchange_.n_tokens; ++token) {
-        const uint32_t holders = HoldersOn(node, exchange_, rank, token);
-        for (int i = 0; i < n_per_node(); ++i) n_messages_[RankAt(node, i)] += holders >> i & 1;
-      }
-    }
-    if (call.kind == CallKind::kDispatch) {
-      results().holders.assign(n_nodes(), std::vector<uint32_t>(exchange_.n_tokens));
-    } else {
-      n_counted_ = n_nodes();
-    }
+    CountMessages();
+    const bool counts = call_.kind == CallKind::kDispatch && lane_ == 0;
+    if (!counts) n_counted_ = n_nodes();
+    if (counts) PrepareResults();
   }
 
   Step Advance() override {
-    if (n_counted_ < n_nodes()) return SendCounts((node_ + 1 + n_counted_++) % n_nodes());
-    if (tile_ == n_tiles()) return End();
-    const int node = (node_ + 1 + turn_) % n_nodes();  // the own node last
+    const bool is_early =
+        Has(Fault::kMessagesBeforeCounts) && !turns_.are_over() && turns_.tile() == 0;
+    if (!is_early && n_counted_ < n_nodes())
+      return SendCounts((node_ + 1 + n_counted_++) % n_nodes());
+    if (turns_.are_over()) return Step::kDone;
+    tile_ = turns_.tile();
+    const int node = (node_ + 1 + turns_.node()) % n_nodes();  // the own node last
     return node == node_ ? SendInNode() : SendTile(node);
   }
 
+  void EndCall() override {
+    for (int i = 0; lane_ == 0 && i < n_per_node(); ++i) {
+      const int to = RankAt(node_, i);
+      AddToCounter(plan_.memory.sent_messages, to, n_messages_[to]);
+    }
+  }
+
  private:
+  // In all, and in the tiles before each tile.
+  void CountMessages() {
+    for (int token = 0; token < exchange_.n_tokens; ++token) {
+      if (token % tile_tokens() == 0) first_slots_.push_back(n_messages_);
+      for (int node = 0; node < n_nodes(); ++node) {
+        const uint32_t holders = HoldersOn(node, exchange_, rank_, token);
+        for (int i = 0; i < n_per_node(); ++i) n_messages_[RankAt(node, i)] += holders >> i & 1;
+      }
+    }
+  }
+
+  // What combine must know of this rank's tokens on its own node.
+  void PrepareResults() {
+    Results& to = results();
+    to.holders.assign(n_nodes(), std::vector<uint32_t>(exchange_.n_tokens));
+    to.first_slots.assign(n_nodes(), std::vector<uint32_t>(n_tiles() * n_per_node()));
+    for (int token = 0; token < exchange_.n_tokens; ++token) {
+      to.holders[node_][token] = HoldersOn(node_, exchange_, rank_, token);
+    }
+    for (int i = 0; i < n_tiles() * n_per_node(); ++i) {
+      to.first_slots[node_][i] = first_slots_[i / n_per_node()][RankAt(node_, i % n_per_node())];
+    }
+  }
+
   Step SendCounts(int node) {
     const uint32_t epoch = state().epoch + 1;
     const size_t parity = Has(Fault::kCountsInOneBuffer) ? 0 : epoch % 2;
@@ -106,14 +135,14 @@ class Sender : public Actor {
     put.n_bytes = plan_.tile.bytes(__builtin_popcount(mask));
     put.value = StreamWord(plan_.rail, item, mask);
     net().Send(std::move(put));
-    NextNode();
+    turns_.Next();
     return Step::kAdvanced;
   }
 
   // Returns the mask of the tokens that have a message for the node.
   uint32_t FillTile(int node, uint8_t* tile) {
     for (int i = 0; i < n_per_node(); ++i) {
-      const auto first = static_cast<uint32_t>(n_sent_[RankAt(node, i)]);
+      const uint32_t first = first_slots_[tile_][RankAt(node, i)];
       std::memcpy(tile + i * sizeof(first), &first, sizeof(first));
     }
     uint32_t mask = 0;
@@ -123,7 +152,6 @@ class Sender : public Actor {
       if (holders == 0) continue;
       WriteMessage(token, tile + plan_.tile.message(__builtin_popcount(mask)));
       mask |= 1u << i;
-      for (int j = 0; j < n_per_node(); ++j) n_sent_[RankAt(node, j)] += holders >> j & 1;
     }
     return mask;
   }
@@ -133,14 +161,14 @@ class Sender : public Actor {
     for (; token_in_tile_ < TokensOf(tile_); ++token_in_tile_, to_ = 0) {
       const int token = tile_ * tile_tokens() + token_in_tile_;
       const uint32_t holders = HoldersOn(node_, exchange_, rank_, token);
-      results().holders[node_][token] = holders;
       for (; to_ < n_per_node(); ++to_) {
         if ((holders >> to_ & 1) == 0) continue;
         return SendMessage(token, to_);
       }
     }
     token_in_tile_ = 0;
-    NextNode();
+    n_sent_in_tile_.assign(n_per_node(), 0);
+    turns_.Next();
     return Step::kAdvanced;
   }
 
@@ -148,7 +176,8 @@ class Sender : public Actor {
     const NodeMemory& memory = plan_.memory;
     const int to = RankAt(node_, index);
     const int64_t stream = RankAt(node_, index);  // of the own node's tokens, to that rank
-    const int64_t item = Counter(memory.sent_messages, stream) + n_sent_[to];
+    const int64_t item =
+        Counter(memory.sent_messages, stream) + first_slots_[tile_][to] + n_sent_in_tile_[index];
     const auto credits =
         static_cast<int64_t>(net().NodeWord(rank_, WordAt(memory.message_credits, stream)));
     if (!plan_.node.HasRoom(item, credits) && !Has(Fault::kNoMessageCredits)) {
@@ -164,7 +193,7 @@ class Sender : public Actor {
     put.bytes.resize(put.n_bytes);
     WriteMessage(token, put.bytes.data());
     net().Send(std::move(put));
-    ++n_sent_[to];
+    ++n_sent_in_tile_[index];
     ++to_;
     return Step::kAdvanced;
   }
@@ -183,32 +212,19 @@ class Sender : public Actor {
     }
   }
 
-  void NextNode() {
-    if (++turn_ < n_nodes()) return;
-    turn_ = 0;
-    ++tile_;
-  }
-
-  Step End() {
-    for (int i = 0; i < n_per_node(); ++i) {
-      const int stream = RankAt(node_, i);
-      AddToCounter(plan_.memory.sent_messages, stream, n_sent_[stream]);
-    }
-    return Step::kDone;
-  }
-
-  std::vector<int32_t> counts_, positions_;  // [G], [T, N]
-  std::vector<int> n_messages_;              // [R] in all
-  std::vector<int> n_sent_;                  // [R] so far
-  int n_counted_ = 0;                        // nodes that have their counts
-  int tile_ = 0, turn_ = 0;                  // nodes within a tile, from the next one on
-  int token_in_tile_ = 0, to_ = 0;           // in the own node
+  Turns turns_;
+  std::vector<int32_t> counts_, positions_;         // [G], [T, N]
+  std::vector<uint32_t> n_messages_;                // [R]
+  std::vector<std::vector<uint32_t>> first_slots_;  // [n_tiles][R] messages of earlier tiles
+  int n_counted_ = 0;                               // nodes that have their counts
+  int tile_ = 0, token_in_tile_ = 0, to_ = 0;       // the latter two in the own node
+  std::vector<int> n_sent_in_tile_ = std::vector<int>(n_per_node());  // the same
 };
 
 }  // namespace
 
-std::unique_ptr<Actor> MakeSender(World& world, int rank, const Call& call) {
-  return std::make_unique<Sender>(world, rank, call);
+std::unique_ptr<Actor> MakeSender(World& world, const Part& part) {
+  return std::make_unique<Sender>(world, part);
 }
 
 }  // namespace jax_ep::rail

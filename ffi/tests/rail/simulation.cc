@@ -15,17 +15,17 @@ class RankProgram {
  public:
   RankProgram(World& world, int rank) : world_(world), rank_(rank) { BeginCalls(); }
 
-  bool has_ended() const { return actors_.empty(); }
+  bool has_ended() const { return working_.empty(); }
 
   // Lets one actor make a step. Returns whether any could, from a random one on.
   bool Advance() {
-    const size_t n = actors_.size(), first = world_.random() % n;
+    const size_t n = working_.size(), first = world_.random() % n;
     for (size_t i = 0; i < n; ++i) {
       const size_t actor = (first + i) % n;
-      const Step step = actors_[actor]->Advance();
+      const Step step = working_[actor]->Advance();
       if (step == Step::kWaits) continue;
-      if (step == Step::kDone) actors_.erase(actors_.begin() + actor);
-      if (actors_.empty()) EndCall();
+      if (step == Step::kDone) working_.erase(working_.begin() + actor);
+      if (working_.empty()) EndCall();
       return true;
     }
     return false;
@@ -33,7 +33,7 @@ class RankProgram {
 
   StuckRank Waits() const {
     StuckRank stuck{rank_, call_, {}};
-    for (const auto& actor : actors_) stuck.waits.push_back(actor->wait());
+    for (const Actor* actor : working_) stuck.waits.push_back(actor->wait());
     return stuck;
   }
 
@@ -41,9 +41,11 @@ class RankProgram {
   void BeginCalls() {
     if (call_ == static_cast<int>(world_.job.calls.size())) return;
     actors_ = MakeActors(world_, rank_, world_.job.calls[call_]);
+    for (const auto& actor : actors_) working_.push_back(actor.get());
   }
 
   void EndCall() {
+    for (const auto& actor : actors_) actor->EndCall();
     uint8_t* const place = world_.network.node(rank_, world_.plan.memory.state.offset);
     const Call& call = world_.job.calls[call_];
     RailState state;
@@ -60,7 +62,8 @@ class RankProgram {
   World& world_;
   const int rank_;
   int call_ = 0;
-  std::vector<std::unique_ptr<Actor>> actors_;  // of this call, those that have not ended
+  std::vector<std::unique_ptr<Actor>> actors_;  // of this call
+  std::vector<Actor*> working_;                 // those that are not done
 };
 
 class Simulation {

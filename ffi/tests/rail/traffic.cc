@@ -26,7 +26,7 @@ Traffic CountTraffic(const RailPlan& plan, int64_t n_experts, int64_t n_tokens) 
   traffic.n_copies = tokens * n_others * n_per_node * to_rank;
   traffic.n_own_copies = tokens * n_per_node * to_rank;
   traffic.n_tiles = n_others * s.n_tiles(n_tokens);
-  traffic.n_credits = traffic.n_tiles / plan.rail.credit_interval();
+  traffic.n_credits = traffic.n_tiles / plan.rail.credit_interval;
   return traffic;
 }
 
@@ -73,7 +73,7 @@ double CreditRate(const RailPlan& plan, const Traffic& traffic, const LinkRates&
   const double round_trip =
       rates.put_us + rates.network_us + pass_on + rates.signal_us + rates.network_us;
   // Credits come back for an interval of tiles; until then, only the others are under way.
-  const double n_under_way = plan.rail.depth - plan.rail.credit_interval() + 1;
+  const double n_under_way = plan.rail.sure_room();
   return n_others * n_under_way * bytes_of_tile / round_trip;
 }
 
