@@ -1,0 +1,53 @@
+// Streams: the items that one rank sends to another in all calls of a kind, through a ring of
+// `depth` places.
+//
+// Item i, counted from the first call on, goes to place i % depth. The word of that place is an
+// epoch word with the item's lap, i / depth + 1, as its epoch. So nothing is cleared between laps
+// or between calls, and no call has to wait until another one has ended.
+//
+// The receiver returns credits: it adds the items that it has taken to a word of the sender, which
+// may send item i once fewer than `depth` items before it have not been taken. Credits are added,
+// not stored, since a network may deliver two puts in either order.
+#pragma once
+
+#include <cstdint>
+
+#include "core/epoch_word.h"
+#include "core/host_device.h"
+
+namespace jax_ep {
+
+struct Stream {
+  int64_t depth;
+  int64_t credit_interval;  // items that the receiver returns credits for at once; at most `depth`
+
+  JAX_EP_HOST_DEVICE constexpr int64_t Place(int64_t item) const { return item % depth; }
+
+  JAX_EP_HOST_DEVICE constexpr uint64_t Word(int64_t item, uint32_t value) const {
+    return MakeEpochWord(Lap(item), value);
+  }
+  JAX_EP_HOST_DEVICE constexpr bool HasArrived(uint64_t word, int64_t item) const {
+    return IsOfEpoch(word, Lap(item));
+  }
+
+  // Whether the sender may send `item`, by the credits that it has.
+  JAX_EP_HOST_DEVICE constexpr bool HasRoom(int64_t item, int64_t credits) const {
+    return item - credits < depth;
+  }
+  // The credits to return now that `n_taken` items have been taken, one after the other. A sender
+  // without room has sent `depth` items since the last credits, so the next ones are due once these
+  // are taken.
+  JAX_EP_HOST_DEVICE constexpr int64_t CreditsDue(int64_t n_taken) const {
+    return n_taken % credit_interval == 0 ? credit_interval : 0;
+  }
+  // Items that there is room for once all earlier ones are taken, whether or not credits are due.
+  JAX_EP_HOST_DEVICE constexpr int64_t sure_room() const { return depth - credit_interval + 1; }
+
+ private:
+  // 32 bits without 0, which is the lap of places that nothing was sent to.
+  JAX_EP_HOST_DEVICE constexpr uint32_t Lap(int64_t item) const {
+    return static_cast<uint32_t>(item / depth % 0xffffffff) + 1;
+  }
+};
+
+}  // namespace jax_ep

@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Prints the tables of docs/scale.md: memory, traffic and modeled times of the exchange between many
+# nodes, by its own planning code (ffi/core/rail.h). Needs no GPU.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+cmake -S . -B build/cpp -DJAX_EP_CUDA=OFF > /dev/null
+cmake --build build/cpp --target rail_table > /dev/null
+build/cpp/rail_table
