@@ -182,6 +182,27 @@ def test_the_rate_belongs_to_the_median():
     assert timing.cells() == ["dispatch", "2", "1", "4", "2.50"]
 
 
+def test_bench_times_a_layer_and_its_gradients():
+    for token_format in ("bf16", "f32", "mxfp8"):
+        shape = "--tokens 8 --hidden 128 --experts 4 --top-k 2 --ranks 2 --repeats 2"
+        options = ["--platform", "cpu", "--expert-size", "32", "--format", token_format]
+        result = invoke("bench", *shape.split(), *options)
+        assert result.exit_code == 0, result.output
+        assert "K=2 F=32" in result.output
+        for name in ("layer", "layer, gradients"):
+            assert re.search(rf"{name} \D+\d+\D+\d+\D+\d+\W+$", result.output, re.MULTILINE)
+
+
+def test_bench_says_how_far_it_is_to_a_person_only(monkeypatch):
+    shape = "--tokens 4 --hidden 64 --experts 2 --top-k 1 --ranks 2 --repeats 2".split()
+    quiet = invoke("bench", *shape, "--platform", "cpu")
+    assert quiet.stderr == ""
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes the stream for a terminal
+    watched = invoke("bench", *shape, "--platform", "cpu")
+    assert "combine" in watched.stderr and "100%" in watched.stderr
+    assert "combine" in watched.stdout and "100%" not in watched.stdout
+
+
 @pytest.mark.parametrize(
     ("args", "text"),
     [
