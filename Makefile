@@ -104,9 +104,10 @@ $(VENV)-docs/.deps: pyproject.toml tools/requirements.py
 	$(DOCS_BIN)/pip install --quiet -r $(VENV)-docs/requirements.txt
 	touch $@
 
+# Without --quiet, which hides warnings from --strict.
 .PHONY: docs
 docs: $(VENV)-docs/.deps  ## build the documentation into build/site; warnings are errors
-	NO_MKDOCS_2_WARNING=1 PATH="$(abspath $(DOCS_BIN)):$$PATH" mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 PATH="$(abspath $(DOCS_BIN)):$$PATH" mkdocs build --strict
 	@echo "Open build/site/index.html."
 
 # --- occasional use ---------------------------------------------------------------------
