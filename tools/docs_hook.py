@@ -89,6 +89,6 @@ def _index(folder: Path, title: str) -> str:
 
 def _entry(path: Path, name: str) -> str:
     if path.suffix != ".py":
-        return f"- [{name}]({name})"
+        return f"- [`{name}`]({name})"
     summary = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n\n")[0]
-    return f"- [{name}]({name}): {' '.join(summary.split())}"
+    return f"- [`{name}`]({name}): {' '.join(summary.split())}"
