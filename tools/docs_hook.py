@@ -39,7 +39,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     root = Path(config.config_file_path).resolve().parent
     own = {Path(file.abs_src_path).resolve() for file in files if file.abs_src_path is not None}
     site = Files([file for file in files if file.abs_src_path is None])  # the theme's
-    pending, seen = [*own, root / "README.md"], set()
+    pending, seen = [*sorted(own), root / "README.md"], set()
     while pending:
         path = pending.pop()
         if path in seen:
