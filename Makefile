@@ -42,7 +42,7 @@ $(VENV)/.deps: pyproject.toml tools/requirements.py
 	$(BIN)/pip install --quiet -r $(VENV)/requirements.txt cmake ninja \
 	  $(if $(JAX_EXTRA),'jax[$(JAX_EXTRA)]')
 	$(if $(NVCC),$(BIN)/pip install --quiet --no-deps \
-	  "$$($(BIN)/python tools/requirements.py --cuda)")
+	  "$$($(BIN)/python tools/requirements.py --group cuda-build)")
 	touch $@
 
 # The package, editable: only changes under ffi/ need a rebuild.
@@ -96,6 +96,20 @@ lint-includes:
 	! grep -nE '#[[:space:]]*include[[:space:]]*[<"](xla/|nanobind/|Python\.h)' \
 	  $$(find ffi \( -name '*.cu' -o -name '*.cuh' -o -path 'ffi/core/*' \) -type f)
 
+# Needs neither the package nor what it needs: sources are read, not imported.
+DOCS_BIN := $(VENV)-docs/bin
+$(VENV)-docs/.deps: pyproject.toml tools/requirements.py
+	test -x $(DOCS_BIN)/python || $(PYTHON) -m venv $(VENV)-docs
+	$(PYTHON) tools/requirements.py --group docs > $(VENV)-docs/requirements.txt
+	$(DOCS_BIN)/pip install --quiet -r $(VENV)-docs/requirements.txt
+	touch $@
+
+# Without --quiet, which hides warnings from --strict.
+.PHONY: docs
+docs: $(VENV)-docs/.deps  ## build the documentation into build/site; warnings are errors
+	NO_MKDOCS_2_WARNING=1 PATH="$(abspath $(DOCS_BIN)):$$PATH" mkdocs build --strict
+	@echo "Open build/site/index.html."
+
 # --- occasional use ---------------------------------------------------------------------
 
 .PHONY: sanitize
@@ -124,5 +138,5 @@ gpu-bench:  ## on a machine with GPUs: build with its python3, measure p2p; file
 
 .PHONY: clean
 clean:  ## remove everything that the other targets created
-	rm -rf $(VENV) .venv-matrix build dist demo_out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-docs .venv-matrix build dist demo_out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

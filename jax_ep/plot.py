@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 import numpy as np
 
@@ -11,10 +11,16 @@ from jax_ep.stats import RankStats
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure, SubFigure
 
 
-def plot_traffic(stats: Sequence[RankStats]) -> Figure:
+@overload
+def plot_traffic(stats: Sequence[RankStats], figure: Figure | None = None) -> Figure: ...
+@overload
+def plot_traffic(stats: Sequence[RankStats], figure: SubFigure) -> SubFigure: ...
+def plot_traffic(
+    stats: Sequence[RankStats], figure: Figure | SubFigure | None = None
+) -> Figure | SubFigure:
     """Draws the totals of a group's ranks.
 
     The upper panel shows `rows_to_expert`: rows from each rank to each global expert,
@@ -24,9 +30,10 @@ def plot_traffic(stats: Sequence[RankStats]) -> Figure:
     Args:
         stats: the result of `EPGroup.stats()`; with several processes, the concatenated lists of
             all of them. Ranks are drawn ordered by replica and rank.
+        figure: where to draw, such as one of `Figure.subfigures`; None is a new figure.
 
     Returns:
-        The figure, which is not attached to a window; `figure.savefig(...)` writes it.
+        The figure. A new one is not attached to a window; `figure.savefig(...)` writes it.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -49,7 +56,8 @@ def plot_traffic(stats: Sequence[RankStats]) -> Figure:
     waits_ms = 1e3 * np.stack([one.wait_s for one in ranks])
     n_ranks, n_experts = next(iter(shapes))
 
-    figure = Figure(figsize=(10, 7), layout="constrained")
+    if figure is None:
+        figure = Figure(figsize=(10, 7), layout="constrained")
     panels = figure.subplot_mosaic([["rows", "rows"], ["dispatch", "combine"]])
     _draw(panels["rows"], rows, names, "rows sent", "global expert")
     for rank in range(1, n_ranks):

@@ -1,8 +1,11 @@
 """`python -m jax_ep`: what it prints, and how it exits."""
 
+import json
+import pathlib
 import re
 import subprocess
 import sys
+import types
 
 import jax
 import pytest
@@ -10,7 +13,7 @@ from click.testing import CliRunner
 from jax.errors import JaxRuntimeError
 
 import jax_ep
-from jax_ep.cli import bench, doctor, links, main, probe
+from jax_ep.cli import bench, doctor, facts, links, main, probe
 from jax_ep.xla_ffi import extension
 from jax_ep.xla_ffi.extension import why_missing
 from processes import child_environment
@@ -46,6 +49,51 @@ def test_doctor_fails_if_no_transport_works(monkeypatch):
     assert result.exit_code == 1
     assert "no: it [never] works" in result.output
     assert "Error: no transport works on these devices." in result.output
+
+
+def key_paths(value, path=""):
+    """Of all values in a JSON object, as docs/gpus.md writes them."""
+    if isinstance(value, dict):
+        return {p for k, each in value.items() for p in key_paths(each, f"{path}.{k}")}
+    if isinstance(value, list):
+        return {p for each in value for p in key_paths(each, f"{path}[]")}
+    return {path.removeprefix(".")}
+
+
+def test_the_json_of_doctor_has_the_documented_keys(monkeypatch):
+    measured = [facts.Link(0, 1, 380.5, True)]
+    monkeypatch.setattr(facts, "measured_links", lambda found: measured)
+    monkeypatch.setattr(facts, "cuda_versions", lambda: {"driver": "13.0", "runtime": None})
+    result = invoke("doctor", "--ranks", "2", "--platform", "cpu", "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    page = pathlib.Path(__file__).parents[1] / "docs" / "gpus.md"
+    section = page.read_text().partition("## doctor for scripts")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    assert key_paths(report) == set(re.findall(r"`([^`]+)`", "".join(rows)))
+    assert report["versions"]["jax_ep"] == jax_ep.__version__
+    assert [each["rank"] for each in report["devices"]] == [0, 1]
+    assert report["links"] == [{"source": 0, "target": 1, "gb_per_s": 380.5, "direct": True}]
+    transports = {each["name"]: each for each in report["transports"]}
+    assert transports["xla"]["works"] is True and transports["xla"]["reason"] is None
+    assert transports["p2p"]["works"] is False and "CUDA" in transports["p2p"]["reason"]
+
+
+def test_the_json_of_doctor_comes_alone_and_with_the_exit_status(monkeypatch):
+    verdicts = [probe.Verdict("xla", "it never works")]
+    monkeypatch.setattr(probe, "try_transports", lambda found: verdicts)
+    result = invoke("doctor", "--ranks", "2", "--platform", "cpu", "--json")
+    assert result.exit_code == 1
+    report = json.loads(result.stdout)
+    assert report["transports"] == [{"name": "xla", "works": False, "reason": "it never works"}]
+    assert "no transport works" in result.stderr
+
+
+def test_cuda_versions_are_numbers_with_a_point(monkeypatch):
+    extension_versions = {"CUDA driver": 13010, "CUDA runtime": 0}
+    load = types.SimpleNamespace(cuda_versions=lambda: extension_versions)
+    monkeypatch.setattr(extension, "load_cuda", lambda: load)
+    assert facts.cuda_versions() == {"driver": "13.1", "runtime": None}
 
 
 def test_doctor_says_how_to_get_more_cpu_devices():
@@ -132,6 +180,27 @@ def test_bench_takes_every_format():
 def test_the_rate_belongs_to_the_median():
     timing = bench.Timing("dispatch", [4e-6, 1e-6, 2e-6], n_bytes=5000)
     assert timing.cells() == ["dispatch", "2", "1", "4", "2.50"]
+
+
+def test_bench_times_a_layer_and_its_gradients():
+    for token_format in ("bf16", "f32", "mxfp8"):
+        shape = "--tokens 8 --hidden 128 --experts 4 --top-k 2 --ranks 2 --repeats 2"
+        options = ["--platform", "cpu", "--expert-size", "32", "--format", token_format]
+        result = invoke("bench", *shape.split(), *options)
+        assert result.exit_code == 0, result.output
+        assert "K=2 F=32" in result.output
+        for name in ("layer", "layer, gradients"):
+            assert re.search(rf"{name} \D+\d+\D+\d+\D+\d+\W+$", result.output, re.MULTILINE)
+
+
+def test_bench_says_how_far_it_is_to_a_person_only(monkeypatch):
+    shape = "--tokens 4 --hidden 64 --experts 2 --top-k 1 --ranks 2 --repeats 2".split()
+    quiet = invoke("bench", *shape, "--platform", "cpu")
+    assert quiet.stderr == ""
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes the stream for a terminal
+    watched = invoke("bench", *shape, "--platform", "cpu")
+    assert "combine" in watched.stderr and "100%" in watched.stderr
+    assert "combine" in watched.stdout and "100%" not in watched.stdout
 
 
 @pytest.mark.parametrize(

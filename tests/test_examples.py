@@ -75,6 +75,7 @@ def test_every_example_is_tested_here() -> None:
         "overlap.py",
         "quantized_layer.py",
         "tensor_parallel.py",
+        "train_stats.py",
         "two_processes.py",
         "demo",
     }
@@ -107,6 +108,26 @@ def test_quantized_layers_are_close_to_the_layer_in_bfloat16(run) -> None:
 def test_tensor_parallel_layer_equals_a_dense_layer(run) -> None:
     output = output_of(run(EXAMPLES / "tensor_parallel.py"))
     assert re.fullmatch(r"equal on \d+ ranks of \d+ rows, transport \w+\n", output)
+
+
+def test_a_training_run_shows_balance_drops_and_waits(run, tmp_path, request) -> None:
+    command = [EXAMPLES / "train_stats.py", "--steps", 20, "--out", "stats.png"]
+    output = output_of(run(*command))
+    layers = re.findall(r"(\d) \W+([\d.]+) -> ([\d.]+) \W+([\d.]+) % -> ([\d.]+) %", output)
+    numbers = np.array(layers, float)
+    np.testing.assert_array_equal(numbers[:, 0], range(3))
+    assert (numbers[:, 1:3] >= 1).all()  # the busiest rank has at least the mean
+    if not request.config.option.gpu:  # GPUs may be too few for so much imbalance
+        assert numbers[:, 1].max() > 2 > numbers[:, 2].max()
+        # Rows beyond twice the mean are dropped.
+        np.testing.assert_array_equal(numbers[:, 3] > 0, numbers[:, 1] > 2)
+    before, after = re.search(r"squared error: ([\d.]+) -> ([\d.]+)\n", output).groups()
+    assert float(after) < 0.5 * float(before)
+    waits = re.search(r"waited per step: ([\d.]+) ms in dispatch, ([\d.]+) ms", output).groups()
+    assert sum(map(float, waits)) > 0
+    pixels = image.imread(tmp_path / "stats.png")
+    assert min(pixels.shape[:2]) > 400
+    assert len(np.unique(pixels[..., 0])) > 50  # shades of red
 
 
 def test_readme_quotes_moe_layer_verbatim() -> None:

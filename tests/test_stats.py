@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 import jax_ep
 
@@ -124,6 +125,13 @@ def test_the_traffic_figure_shows_the_stats(group, tmp_path):
     assert labels == [f"{replica}: {rank}" for replica in range(DP) for rank in range(R)]
     figure.savefig(tmp_path / "traffic.png")
     assert (tmp_path / "traffic.png").stat().st_size > 1000
+
+
+def test_the_traffic_figure_may_be_part_of_another(group):
+    left, right = Figure().subfigures(1, 2)
+    assert jax_ep.plot_traffic(group.stats(), right) is right
+    assert [axes.get_title() for axes in right.axes[:1]] == ["rows sent"]
+    assert not left.axes
 
 
 def test_the_traffic_of_no_rank_or_of_several_groups_is_rejected(group):

@@ -36,7 +36,7 @@ find_cutlass() {
     echo "$JAX_EP_CUTLASS_INCLUDE_DIR"
   elif ! compgen -G ".venv/lib/python3*/site-packages/$headers"; then
     [[ -d build/cutlass/$headers ]] || "$python" -m pip install --quiet --no-deps \
-      --target build/cutlass "$("$python" tools/requirements.py --cuda)" >&2 || return
+      --target build/cutlass "$("$python" tools/requirements.py --group cuda-build)" >&2 || return
     echo "build/cutlass/$headers"
   fi
 }

@@ -2,13 +2,14 @@
 """Prints what pip must install before the package is built without isolation.
 
 Usage: python tools/requirements.py EXTRA...
-       python tools/requirements.py --cuda
+       python tools/requirements.py --group NAME
 
 These are the build requirements, the package's dependencies and those of the extras, from
 pyproject.toml. The build requirement on jaxlib is left out, so the extension is built against the
 jaxlib that it runs with. (Wheels are built with isolation, against the oldest supported jaxlib.)
 
-With --cuda, instead what the CUDA kernels also need, to be installed without its dependencies.
+With --group, instead a dependency group alone: `cuda-build`, to be installed without its own
+dependencies, or `docs`.
 """
 
 import re
@@ -21,8 +22,8 @@ def main() -> None:
     """Prints one requirement per line."""
     text = (Path(__file__).parent.parent / "pyproject.toml").read_text()
     pyproject = tomllib.loads(text)
-    if sys.argv[1:] == ["--cuda"]:
-        print(*pyproject["dependency-groups"]["cuda-build"], sep="\n")
+    if sys.argv[1:2] == ["--group"]:
+        print(*pyproject["dependency-groups"][sys.argv[2]], sep="\n")
         return
     project = pyproject["project"]
     own_extras = re.compile(rf"{project['name']}\[([\w,-]+)\]")

@@ -1,20 +1,19 @@
 """`python -m jax_ep bench`: how long a dispatch and a combine take here."""
 
-import statistics
-import time
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import click
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.errors import JaxRuntimeError
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
 import jax_ep
 from jax_ep.cli import workload
+from jax_ep.cli.timing import Tick, Timing, measure, n_calls
 
 FORMATS: dict[str, Callable[[], jax_ep.TokenFormat]] = {
     "bf16": jax_ep.BF16,
@@ -22,23 +21,7 @@ FORMATS: dict[str, Callable[[], jax_ep.TokenFormat]] = {
     "f32": lambda: jax_ep.Plain(jnp.float32),
     **{x.name: x for x in (jax_ep.BlockwiseFP8, jax_ep.MXFP8, jax_ep.MXFP4, jax_ep.NVFP4)},
 }
-_N_WARM_UP = 3
 _COUNT = click.IntRange(1)
-
-
-class Timing(NamedTuple):
-    """Seconds of each call, and bytes of the T x K rows that a rank sends in one."""
-
-    name: str
-    seconds: list[float]
-    n_bytes: int
-
-    def cells(self) -> list[str]:
-        """Microseconds: median, min, max; GB/s of the median."""
-        median = statistics.median(self.seconds)
-        times = (median, min(self.seconds), max(self.seconds))
-        gb_per_s = self.n_bytes / median * 1e-9
-        return [self.name, *(f"{1e6 * t:.0f}" for t in times), f"{gb_per_s:.2f}"]
 
 
 @click.command(context_settings={"show_default": True})
@@ -50,16 +33,21 @@ class Timing(NamedTuple):
 @click.option("--format", "token_format", type=click.Choice(list(FORMATS)), default="bf16")
 @click.option("--transport", default="auto", help="auto, xla, host or p2p.")
 @click.option("--platform", help="cpu or gpu.  [default: the one JAX prefers]")
+@click.option("--expert-size", type=_COUNT, help="F: times a layer of such experts, too.")
 @click.option("--repeats", type=_COUNT, default=20, help="Calls measured.")
 def bench(
     ranks: int | None,
     token_format: str,
     transport: str,
     platform: str | None,
+    expert_size: int | None,
     repeats: int,
     **sizes: Any,
 ) -> None:
     """Times one dispatch and one combine, each as a program of its own.
+
+    With --expert-size, also a layer: dispatch, the experts' gated network and combine in one
+    program, without and with the gradients of tokens and weights.
 
     Every token chooses distinct experts at random. A time runs from the call in Python until all
     ranks have the result.
@@ -76,7 +64,8 @@ def bench(
         raise click.ClickException(str(error)) from error
     with group:
         try:
-            timings = measure(mesh, group, repeats)
+            with _progress(n_calls(repeats, expert_size)) as tick:
+                timings = measure(mesh, group, repeats, expert_size, tick)
         except (MemoryError, JaxRuntimeError) as error:
             if not _is_out_of_memory(error):
                 raise
@@ -84,19 +73,38 @@ def bench(
                 f"tokens, rows and their copies must fit in memory: {str(error).rstrip('.')}. "
                 "Take fewer --tokens, --hidden or --ranks."
             ) from error
-    Console().print(_table(group, token_format, timings))
+    Console().print(_table(group, token_format, expert_size, timings))
+
+
+@contextlib.contextmanager
+def _progress(n_calls: int) -> Iterator[Tick]:
+    """Shows a bar on a terminal; what it returns draws it, and is to be called before each call.
+
+    No thread draws it, which would disturb the calls.
+    """
+    console = Console(stderr=True)
+    is_hidden = not console.is_terminal
+    with Progress(
+        console=console, auto_refresh=False, transient=True, disable=is_hidden
+    ) as progress:
+        task = progress.add_task("", total=n_calls)
+        yield lambda name: progress.update(
+            task, advance=1, description=f"{name:16}", refresh=not is_hidden
+        )
 
 
 def _is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
 
 
-def _table(group: jax_ep.EPGroup, token_format: str, timings: list[Timing]) -> Table:
+def _table(
+    group: jax_ep.EPGroup, token_format: str, expert_size: int | None, timings: list[Timing]
+) -> Table:
     config, device = group.config, group.mesh.devices.flat[0]
     title = (
         f"{group.transport}, {group.n_ranks} x {device.device_kind}, {token_format}: "
         f"T={config.max_tokens_per_rank} H={config.hidden_size} E={config.n_experts} "
-        f"K={config.top_k}"
+        f"K={config.top_k}" + ("" if expert_size is None else f" F={expert_size}")
     )
     table = Table("", title=title, caption="GB/s: of the T x K rows of a rank")
     for name in ("median us", "min us", "max us", "GB/s"):
@@ -104,38 +112,3 @@ def _table(group: jax_ep.EPGroup, token_format: str, timings: list[Timing]) -> T
     for timing in timings:
         table.add_row(*timing.cells())
     return table
-
-
-def measure(mesh: jax.sharding.Mesh, group: jax_ep.EPGroup, repeats: int) -> list[Timing]:
-    """Times both calls with random inputs."""
-    config = group.config
-    choices = workload.random_choices(config, group.n_ranks, seed=0)
-    shape = (*choices.shape[:2], config.hidden_size)
-    dtype = config.token_format.token_dtypes[0]
-    tokens = np.random.default_rng(1).standard_normal(shape, np.float32).astype(dtype)
-    operands = workload.place(mesh, tokens), workload.place(mesh, choices)
-
-    def experts(dispatched: jax_ep.Dispatched) -> jax.Array:
-        one = dispatched.row_offsets[-1].astype(config.combine_dtype)
-        return jnp.broadcast_to(one, (group.max_recv_tokens, config.hidden_size))
-
-    dispatch = workload.on_mesh(mesh, lambda x, ids: jax_ep.dispatch(group, x, ids))
-    combine = workload.on_mesh(mesh, lambda rows, d: jax_ep.combine(group, rows, d))
-    dispatched = dispatch(*operands)
-    expert_out = workload.on_mesh(mesh, experts)(dispatched)
-    n_choices = config.max_tokens_per_rank * config.top_k
-    sent = n_choices * config.token_format.token_bytes(config.hidden_size)
-    returned = n_choices * config.hidden_size * np.dtype(config.combine_dtype).itemsize
-    return [
-        Timing("dispatch", _seconds(repeats, dispatch, *operands), sent),
-        Timing("combine", _seconds(repeats, combine, expert_out, dispatched), returned),
-    ]
-
-
-def _seconds(repeats: int, call: Callable[..., Any], *operands: Any) -> list[float]:
-    seconds = []
-    for _ in range(_N_WARM_UP + repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(call(*operands))
-        seconds.append(time.perf_counter() - start)
-    return seconds[_N_WARM_UP:]

@@ -1,8 +1,7 @@
 """`python -m jax_ep doctor`: what this machine has, and which transports work on it."""
 
-import platform
+import json
 from collections.abc import Sequence
-from importlib import metadata
 
 import click
 import jax
@@ -10,9 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-import jax_ep
-from jax_ep.cli import links, probe, workload
-from jax_ep.xla_ffi import extension
+from jax_ep.cli import facts, probe, workload
 
 _GIB = 1 << 30
 
@@ -21,18 +18,32 @@ _GIB = 1 << 30
 @click.option("--ranks", type=click.IntRange(1), help="Devices to use; default: all.")
 @click.option("--platform", "backend", help="cpu or gpu; default: the one JAX prefers.")
 @click.option("--links/--no-links", "with_links", default=True, help="Measure copies.")
-def doctor(ranks: int | None, backend: str | None, with_links: bool) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object; see docs/gpus.md.")
+def doctor(ranks: int | None, backend: str | None, with_links: bool, as_json: bool) -> None:
     """Shows versions, devices, links and transports.
 
     Asks every transport whether it can serve the devices, and sends a few tokens there and back by
     each that can. Fails if none works.
     """
-    console = Console()
     try:
         found = workload.devices(backend, ranks)
     except RuntimeError as error:
         raise click.ClickException(str(error)) from error
-    console.print(versions(found))
+    if not (_print_json if as_json else _print_tables)(found, with_links):
+        raise click.ClickException("no transport works on these devices.")
+
+
+def _print_json(found: Sequence[jax.Device], with_links: bool) -> bool:
+    """Returns whether a transport works."""
+    report = facts.report(found, with_links)
+    click.echo(json.dumps(report, indent=2))
+    return any(each["works"] for each in report["transports"])
+
+
+def _print_tables(found: Sequence[jax.Device], with_links: bool) -> bool:
+    """Prints each table as soon as its facts are known; returns whether a transport works."""
+    console = Console()
+    console.print(version_table(found))
     console.print(device_table(found))
     gpus = [device for device in found if device.platform == "gpu"]
     if with_links and len(gpus) > 1:
@@ -41,60 +52,46 @@ def doctor(ranks: int | None, backend: str | None, with_links: bool) -> None:
         console.print("One CPU device; --ranks 8 makes virtual ones.")
     verdicts = probe.try_transports(found)
     console.print(transport_table(verdicts, len(found)))
-    if all(verdict.reason is not None for verdict in verdicts):
-        raise click.ClickException("no transport works on these devices.")
+    return any(verdict.reason is None for verdict in verdicts)
 
 
-def versions(found: Sequence[jax.Device]) -> Table:
+def version_table(found: Sequence[jax.Device]) -> Table:
     """Versions of Python, jax_ep, JAX and CUDA."""
     table = Table("", "version", title="Versions")
-    table.add_row("python", platform.python_version())
-    table.add_row("jax_ep", jax_ep.__version__)
-    for name in ("jax", "jaxlib", "numpy"):
-        table.add_row(name, metadata.version(name))
-    table.add_row("backend", found[0].client.platform_version.replace("\n", ", "))
-    for name, version in cuda_versions().items():
+    for name, version in facts.versions(found).items():
         table.add_row(name, version)
+    cuda = facts.cuda_versions()
+    if cuda is None:
+        table.add_row("jax_ep._ffi_cuda", "not built")
+    for name, number in (cuda or {}).items():
+        table.add_row(f"CUDA {name}", number or "none")
     return table
-
-
-def cuda_versions() -> dict[str, str]:
-    """CUDA's versions, as the extension sees them."""
-    try:
-        numbers = extension.load_cuda().cuda_versions()
-    except ImportError:
-        return {"jax_ep._ffi_cuda": "not built"}
-    return {
-        name: f"{number // 1000}.{number % 1000 // 10}" if number else "none"
-        for name, number in numbers.items()
-    }
 
 
 def device_table(found: Sequence[jax.Device]) -> Table:
     """One line per device, in rank order."""
     table = Table("rank", "device", "platform", "kind", "memory", title="Devices of this process")
-    for rank, device in enumerate(found):
-        limit = (device.memory_stats() or {}).get("bytes_limit")
-        memory = "" if limit is None else f"{limit / _GIB:.1f} GiB for JAX"
-        table.add_row(str(rank), str(device.id), device.platform, device.device_kind, memory)
+    for rank, number, platform, kind, n_bytes in facts.devices(found):
+        memory = "" if n_bytes is None else f"{n_bytes / _GIB:.1f} GiB for JAX"
+        table.add_row(str(rank), str(number), platform, kind, memory)
     return table
 
 
 def link_table(gpus: Sequence[jax.Device]) -> Table:
     """GB/s from each GPU to each other one."""
+    cells = {(link.source, link.target): _cell(link) for link in facts.measured_links(gpus)}
     table = Table("from \\ to", title="Copies, GB/s (*: loads and stores, too)")
     for gpu in gpus:
         table.add_column(str(gpu.id), justify="right")
     for source in gpus:
-        table.add_row(str(source.id), *(_link(source, target) for target in gpus))
+        row = [cells.get((source.id, target.id), "-") for target in gpus]
+        table.add_row(str(source.id), *row)
     return table
 
 
-def _link(source: jax.Device, target: jax.Device) -> str:
-    if source == target:
-        return "-"
-    star = {True: "*", False: "", None: "?"}[links.reaches(source, target)]
-    return f"{links.gb_per_s(source, target):.0f}{star}"
+def _cell(link: facts.Link) -> str:
+    star = {True: "*", False: "", None: "?"}[link.direct]
+    return f"{link.gb_per_s:.0f}{star}"
 
 
 def transport_table(verdicts: Sequence[probe.Verdict], n_ranks: int) -> Table:

@@ -1,0 +1,93 @@
+"""What `python -m jax_ep doctor` finds out, as plain data.
+
+`report` is its JSON. Its keys are documented in docs/gpus.md; scripts read them, so they stay.
+"""
+
+import platform
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Any, NamedTuple
+
+import jax
+
+import jax_ep
+from jax_ep.cli import links, probe
+from jax_ep.xla_ffi import extension
+
+
+class Device(NamedTuple):
+    """A device of this process."""
+
+    rank: int
+    id: int
+    platform: str
+    kind: str
+    memory_bytes: int | None  # that JAX may use; None: no limit is known
+
+
+class Link(NamedTuple):
+    """Copies from one GPU to another."""
+
+    source: int  # device id
+    target: int
+    gb_per_s: float
+    direct: bool | None  # whether the source can load and store there; None: not known
+
+
+def versions(found: Sequence[jax.Device]) -> dict[str, str]:
+    """Of Python, of packages, and of the backend of the devices."""
+    packages = {name: metadata.version(name) for name in ("jax", "jaxlib", "numpy")}
+    backend = found[0].client.platform_version.replace("\n", ", ")
+    own = {"python": platform.python_version(), "jax_ep": jax_ep.__version__}
+    return own | packages | {"backend": backend}
+
+
+def cuda_versions() -> dict[str, str | None] | None:
+    """Of CUDA's driver and runtime; None where there is none, and without the extension."""
+    try:
+        numbers = extension.load_cuda().cuda_versions()
+    except ImportError:
+        return None
+    return {
+        name.removeprefix("CUDA "): f"{number // 1000}.{number % 1000 // 10}" if number else None
+        for name, number in numbers.items()
+    }
+
+
+def devices(found: Sequence[jax.Device]) -> list[Device]:
+    """In rank order."""
+    return [
+        Device(
+            rank,
+            device.id,
+            device.platform,
+            device.device_kind,
+            (device.memory_stats() or {}).get("bytes_limit"),
+        )
+        for rank, device in enumerate(found)
+    ]
+
+
+def measured_links(found: Sequence[jax.Device]) -> list[Link]:
+    """From each device to each other one."""
+    return [
+        Link(source.id, target.id, links.gb_per_s(source, target), links.reaches(source, target))
+        for source in found
+        for target in found
+        if source != target
+    ]
+
+
+def report(found: Sequence[jax.Device], with_links: bool) -> dict[str, Any]:
+    """All facts, as JSON has them."""
+    gpus = [device for device in found if device.platform == "gpu"] if with_links else []
+    return {
+        "versions": versions(found),
+        "cuda": cuda_versions(),
+        "devices": [each._asdict() for each in devices(found)],
+        "links": [each._asdict() for each in measured_links(gpus)],
+        "transports": [
+            {"name": name, "works": reason is None, "reason": reason}
+            for name, reason in probe.try_transports(found)
+        ],
+    }
