@@ -19,6 +19,7 @@ def test_every_block_of_the_quickstart_runs(tmp_path):
     python = pathlib.Path(sys.executable).parent
     path = f"{python}{os.pathsep}{os.environ['PATH']}"
     environment = child_environment() | {"JAX_PLATFORMS": "cpu", "PATH": path}
+    environment.pop("PYTHONSAFEPATH", None)  # scripts import their neighbors
     output = None
     for language, title, text in BLOCK.findall((DOCS / "quickstart.md").read_text()):
         if title:
