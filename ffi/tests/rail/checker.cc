@@ -32,7 +32,7 @@ class Checker {
     for (size_t source = 0; source < results_.messages.size(); ++source) {
       for (const ReceivedMessage& message : results_.messages[source]) {
         Expect(!message.cotangent.empty(), "messages of a resend");
-        if (message.cotangent.empty()) return;
+        if (!world_.network.violation().empty()) return;
         const BFloat16* const expected =
             &exchange_.cotangents[source][static_cast<size_t>(message.token) * hidden_];
         Expect(IsRow(message.cotangent.data(), expected, hidden_), "a cotangent's bytes");

@@ -79,11 +79,15 @@ class Forwarder : public Actor {
     const uint8_t* const tile = net().heap(
         rank_, RailPlan::At(plan_.heap.tiles, from, plan_.rail, item, plan_.tile_bytes()));
     const uint32_t mask = EpochWordValue(word);
+    if (static_cast<uint64_t>(mask) >> TokensOf(tile_) != 0) {
+      net().Report("a tile has tokens that the call has not");
+      return Step::kAdvanced;
+    }
     if (mask != 0) {
       std::memcpy(&results().first_slots[from_][tile_ * n_per_node()], tile,
                   n_per_node() * sizeof(uint32_t));
     }
-    for (; token_in_tile_ < tile_tokens(); ++token_in_tile_, to_ = 0) {
+    for (; token_in_tile_ < TokensOf(tile_); ++token_in_tile_, to_ = 0) {
       if ((mask >> token_in_tile_ & 1) == 0) continue;
       const int n_before = __builtin_popcount(mask & ((1u << token_in_tile_) - 1));
       const uint8_t* const message = tile + plan_.tile.message(n_before);

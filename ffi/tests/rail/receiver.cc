@@ -108,6 +108,7 @@ class Receiver : public Actor {
     const uint8_t* const message = net().node(
         rank_, RailPlan::At(memory.messages, source, plan_.node, item, plan_.tile.message_bytes));
     const auto token = static_cast<int32_t>(EpochWordValue(word));
+    if (token >= exchange_.n_tokens) net().Report("a message is of a token that the call has not");
     if (call_.kind == CallKind::kDispatch) {
       TakeToken(source, token, message);
     } else {
