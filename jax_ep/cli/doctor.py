@@ -63,7 +63,7 @@ def cuda_versions() -> dict[str, str]:
     try:
         numbers = extension.load_cuda().cuda_versions()
     except ImportError:
-        return {"jax_ep._ffi_cuda": "not built"}
+        return {"jax_ep._ffi_cuda": "not built: no CUDA kernels"}
     return {
         name: f"{number // 1000}.{number % 1000 // 10}" if number else "none"
         for name, number in numbers.items()
