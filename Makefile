@@ -11,7 +11,7 @@ JAX_EXTRA ?= $(if $(shell nvidia-smi -L 2>/dev/null),cuda13)
 # Whether to build the CUDA kernels: ON, OFF or AUTO, which is ON if there is an NVIDIA driver or
 # nvcc. After a change, `make clean` first.
 CUDA ?= AUTO
-# Interpreters for `make matrix`: names on PATH, or paths. Default: pythonX.Y on PATH and in pyenv.
+# Interpreters for `make matrix` and `make wheels`: names on PATH, or paths. Default: pythonX.Y on PATH and in pyenv.
 PYTHONS ?=
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -104,6 +104,10 @@ sanitize: $(VENV)/.deps  ## test the host transport under ASan + UBSan, then TSa
 .PHONY: matrix
 matrix:  ## build wheels, run the fast tests with several versions of Python and JAX
 	PYTHONS="$(PYTHONS)" tools/matrix.sh $(MATRIX)
+
+.PHONY: wheels
+wheels:  ## build the wheels that users get, with the CUDA kernels, and test them; in dist
+	PYTHONS="$(PYTHONS)" tools/wheels.sh
 
 .PHONY: cuda-compile
 cuda-compile:  ## compile all CUDA sources; needs no GPU
