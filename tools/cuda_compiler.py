@@ -102,7 +102,7 @@ def decide(mode: str, nvcc: Nvcc | None, driver: Driver | None) -> Plan:
         )
     message = f"building the CUDA kernels with nvcc {dotted(toolkit)} from the toolkit's wheels"
     if nvcc is not None:
-        message += f", because {nvcc} is older than {dotted(OLDEST_NVCC)}"
+        message += f", because {nvcc} is not of {dotted(OLDEST_NVCC)} or later"
     return Plan("wheels", message)
 
 
@@ -123,7 +123,6 @@ def configure(config_settings: Mapping[str, Any] | None = None) -> dict[str, Any
     Raises SystemExit, with a message, if the kernels should be built and cannot be.
     """
     found = plan(config_settings)
-    print(f"jax_ep: {found.message}", flush=True)
     settings = _without_prefix(config_settings)
     settings["cmake.define.JAX_EP_CUDA"] = "OFF" if found.compiler == "none" else "ON"
     if found.compiler == "wheels":
@@ -133,6 +132,7 @@ def configure(config_settings: Mapping[str, Any] | None = None) -> dict[str, Any
         os.environ["LIBRARY_PATH"] = os.pathsep.join(filter(None, libraries))
         # Wheels have no libcudart.so, the name that CMake looks for.
         settings["cmake.define.CUDA_CUDART"] = str(next((toolkit / "lib").glob("libcudart.so.*")))
+    print(f"jax_ep: {found.message}", flush=True)
     return settings
 
 
