@@ -100,7 +100,8 @@ def check_architectures(expected: set[str]) -> None:
 
 
 def listed_architectures(listing: str) -> set[str]:
-    """Those of the machine code in what cuobjdump prints; with --list-elf, it prints 100 for 100f."""
+    """Those of the machine code in what cuobjdump prints."""
+    # Not --list-elf, which prints 100 for 100f.
     return set(re.findall(r"Fatbin elf code:\n=+\narch = sm_(\w+)", listing))
 
 
