@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks an installed jax_ep: is it complete, and does it work?
 
-Usage: python -P tools/smoke_test.py [--transport NAME] [--cuda] [--architectures LIST]
+Usage: python -P tools/smoke_test.py [--transport NAME] [--cuda] [--architectures [LIST]]
 
 Runs on 8 virtual CPU devices; with --transport p2p, on up to 8 GPUs. -P keeps Python from importing
 modules of this folder. Imports only what jax_ep requires; skips doctor, and says so, where the
@@ -24,6 +24,7 @@ import numpy as np
 
 import jax_ep
 
+RELEASE_ARCHITECTURES = "80,90,90a,100f"  # the default of CMakeLists.txt
 N_TOKENS, TOP_K, HIDDEN_SIZE = 16, 2, 64
 
 
@@ -35,7 +36,10 @@ def main() -> None:
     parser.add_argument("--transport", default="host", choices=["host", "p2p", "xla"])
     parser.add_argument("--cuda", action="store_true", help="require the CUDA extension")
     parser.add_argument(
-        "--architectures", help="those that the CUDA extension must have, such as 80,90,90a,100f"
+        "--architectures",
+        nargs="?",
+        const=RELEASE_ARCHITECTURES,
+        help="those that the CUDA extension must have; without a list, those of a release",
     )
     options = parser.parse_args()
     on_gpus = options.transport == "p2p"
