@@ -8,12 +8,10 @@ PYTEST_ARGS ?=
 TEST_JOBS ?= 2
 # The extra of jax to install: cuda13 if there is an NVIDIA GPU, otherwise none.
 JAX_EXTRA ?= $(if $(shell nvidia-smi -L 2>/dev/null),cuda13)
-# OFF: build without the CUDA kernels, even if there is nvcc. After a change, `make clean` first.
-CUDA ?=
-# nvcc, if CMake will find one.
-NVCC := $(if $(filter OFF,$(CUDA)),,$(shell \
-  PATH="$$PATH:$$CUDA_PATH/bin" command -v "$${CUDACXX:-nvcc}"))
-# Interpreters for `make matrix`: names on PATH, or paths. Default: pythonX.Y on PATH and in pyenv.
+# Whether to build the CUDA kernels: ON, OFF or AUTO, which is ON if there is an NVIDIA driver or
+# nvcc. After a change, `make clean` first.
+CUDA ?= AUTO
+# Interpreters for `make matrix` and `make wheels`: names on PATH, or paths. Default: pythonX.Y on PATH and in pyenv.
 PYTHONS ?=
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -36,20 +34,21 @@ help:  ## list the targets
 
 # Everything except the package. Includes the build tools, so that the extensions build without
 # isolation, and thus incrementally.
-$(VENV)/.deps: pyproject.toml tools/requirements.py
+$(VENV)/.deps: pyproject.toml tools/requirements.py tools/cuda_compiler.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python tools/requirements.py dev > $(VENV)/requirements.txt
+	$(BIN)/python tools/requirements.py --cuda $(CUDA) > $(VENV)/requirements-cuda.txt
+	$(BIN)/python tools/requirements.py --cuda-toolkit $(CUDA) >> $(VENV)/requirements.txt
 	$(BIN)/pip install --quiet -r $(VENV)/requirements.txt cmake ninja \
 	  $(if $(JAX_EXTRA),'jax[$(JAX_EXTRA)]')
-	$(if $(NVCC),$(BIN)/pip install --quiet --no-deps \
-	  "$$($(BIN)/python tools/requirements.py --group cuda-build)")
+	$(BIN)/pip install --quiet --no-deps -r $(VENV)/requirements-cuda.txt
 	touch $@
 
 # The package, editable: only changes under ffi/ need a rebuild.
 $(VENV)/.package: $(VENV)/.deps CMakeLists.txt $(FFI_SOURCES)
 	@echo "Building the extensions: one minute, or six with the CUDA kernels."
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation \
-	  $(if $(CUDA),-C cmake.define.JAX_EP_CUDA=$(CUDA)) --editable .
+	  -C cmake.define.JAX_EP_CUDA=$(CUDA) --editable .
 	touch $@
 
 .PHONY: setup
@@ -119,6 +118,10 @@ sanitize: $(VENV)/.deps  ## test the host transport under ASan + UBSan, then TSa
 .PHONY: matrix
 matrix:  ## build wheels, run the fast tests with several versions of Python and JAX
 	PYTHONS="$(PYTHONS)" tools/matrix.sh $(MATRIX)
+
+.PHONY: wheels
+wheels:  ## build the wheels that users get, with the CUDA kernels, and test them; in dist
+	PYTHONS="$(PYTHONS)" tools/wheels.sh
 
 .PHONY: cuda-compile
 cuda-compile:  ## compile all CUDA sources; needs no GPU

@@ -111,6 +111,9 @@ def test_doctor_names_sources_that_hide_the_package(monkeypatch, tmp_path):
     assert "the extension jax_ep._ffi cannot be loaded: no _ffi" in result.output
     error, folder = ImportError("x"), tmp_path / "jax_ep"
     assert why_missing("_ffi", error, folder).endswith("cannot be loaded: x")
+    assert why_missing("_ffi_cuda", error, folder).endswith("cannot be loaded: x")
+    missing = ModuleNotFoundError("x")
+    assert "-C cmake.define.JAX_EP_CUDA=ON" in why_missing("_ffi_cuda", missing, folder)
     (tmp_path / "pyproject.toml").touch()
     assert "run from another directory" in why_missing("_ffi", error, folder)
 

@@ -1,20 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The build backend: scikit-build-core, which also requires CUTLASS if it will build CUDA kernels.
+"""The build backend: scikit-build-core, with a compiler and CUTLASS if it builds CUDA kernels.
 
-CMake builds them (CMakeLists.txt) unless JAX_EP_CUDA is OFF or there is no nvcc.
+cuda_compiler.py decides whether it does.
 """
 
-import os
-import re
-import shutil
-import tomllib
-from pathlib import Path
+from typing import Any
 
+import cuda_compiler
 from scikit_build_core import build as scikit_build
 from scikit_build_core.build import (
-    build_editable,
     build_sdist,
-    build_wheel,
     get_requires_for_build_sdist,
     prepare_metadata_for_build_editable,
     prepare_metadata_for_build_wheel,
@@ -35,24 +30,20 @@ __all__ = [
 def get_requires_for_build_wheel(config_settings: dict | None = None) -> list[str]:
     """Returns the requirements, as pip expects them."""
     requirements = scikit_build.get_requires_for_build_wheel(config_settings)
-    return requirements + _cuda_requirements(config_settings or {})
+    return requirements + cuda_compiler.requirements(config_settings)
 
 
 def get_requires_for_build_editable(config_settings: dict | None = None) -> list[str]:
     """Returns the requirements, as pip expects them."""
     requirements = scikit_build.get_requires_for_build_editable(config_settings)
-    return requirements + _cuda_requirements(config_settings or {})
+    return requirements + cuda_compiler.requirements(config_settings)
 
 
-def _cuda_requirements(config_settings: dict) -> list[str]:
-    """Returns none if CMake will not look for nvcc or CUTLASS, or not find nvcc."""
-    if os.environ.get("JAX_EP_CUTLASS_INCLUDE_DIR"):
-        return []
-    definitions = dict(re.findall(r"-D(\w+)(?::\w+)?=(\S*)", os.environ.get("CMAKE_ARGS", "")))
-    cuda = config_settings.get("cmake.define.JAX_EP_CUDA", definitions.get("JAX_EP_CUDA"))
-    folders = [os.environ.get("PATH", ""), os.environ.get("CUDA_PATH", "") + "/bin"]
-    nvcc = shutil.which(os.environ.get("CUDACXX") or "nvcc", path=os.pathsep.join(folders))
-    if cuda == "OFF" or nvcc is None:
-        return []
-    pyproject = tomllib.loads(Path("pyproject.toml").read_text())
-    return pyproject["dependency-groups"]["cuda-build"]
+def build_wheel(folder: str, config_settings: dict | None = None, *options: Any) -> str:
+    """Builds a wheel in `folder`; returns its name."""
+    return scikit_build.build_wheel(folder, cuda_compiler.configure(config_settings), *options)
+
+
+def build_editable(folder: str, config_settings: dict | None = None, *options: Any) -> str:
+    """Builds an editable wheel in `folder`; returns its name."""
+    return scikit_build.build_editable(folder, cuda_compiler.configure(config_settings), *options)

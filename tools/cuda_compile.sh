@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
 # Compiles every CUDA source to an object with nvcc, for the architectures in CUDA_ARCHS, two at a
-# time. Needs no GPU. Takes nvcc from CUDACXX, PATH or CUDA_HOME; if there is none, installs the
-# CUDA 13 wheels from the package index, which contain a complete nvcc, into build/cuda-venv. Takes
-# the headers of CUTLASS from JAX_EP_CUTLASS_INCLUDE_DIR or .venv, or installs them into
-# build/cutlass.
+# time. Needs no GPU. Takes nvcc from CUDACXX, PATH or CUDA_HOME; if there is none, installs the CUDA
+# toolkit's wheels from the package index into build/cuda-venv. Takes the headers of CUTLASS from
+# JAX_EP_CUTLASS_INCLUDE_DIR or .venv, or installs them into build/cutlass.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -24,8 +23,8 @@ find_nvcc() {
   local venv=build/cuda-venv
   if ! compgen -G "$venv/lib/python3*/site-packages/nvidia/cu13/bin/nvcc" > /dev/null; then
     "${PYTHON:-python3}" -m venv "$venv"
-    "$venv/bin/pip" install --quiet 'nvidia-cuda-nvcc==13.*' 'nvidia-nvvm==13.*' \
-      'nvidia-cuda-crt==13.*' 'nvidia-cuda-cccl==13.*' 'nvidia-cuda-runtime==13.*' >&2
+    "$venv/bin/python" tools/requirements.py --cuda-toolkit ON > "$venv/requirements.txt"
+    "$venv/bin/pip" install --quiet -r "$venv/requirements.txt" >&2
   fi
   compgen -G "$PWD/$venv/lib/python3*/site-packages/nvidia/cu13/bin/nvcc"
 }
@@ -35,8 +34,12 @@ find_cutlass() {
   if [[ -n ${JAX_EP_CUTLASS_INCLUDE_DIR:-} ]]; then
     echo "$JAX_EP_CUTLASS_INCLUDE_DIR"
   elif ! compgen -G ".venv/lib/python3*/site-packages/$headers"; then
-    [[ -d build/cutlass/$headers ]] || "$python" -m pip install --quiet --no-deps \
-      --target build/cutlass "$("$python" tools/requirements.py --group cuda-build)" >&2 || return
+    if [[ ! -d build/cutlass/$headers ]]; then
+      mkdir -p build/cutlass
+      "$python" tools/requirements.py --cuda ON > build/cutlass/requirements.txt || return
+      "$python" -m pip install --quiet --no-deps --target build/cutlass \
+        -r build/cutlass/requirements.txt >&2 || return
+    fi
     echo "build/cutlass/$headers"
   fi
 }

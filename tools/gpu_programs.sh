@@ -10,7 +10,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$1/bin/python
 if ! PYTHONSAFEPATH=1 "$python" -c 'import jax_ep._ffi_cuda'; then
-  echo "gpu-programs: not run, the extension was built without nvcc"
+  echo "gpu-programs: not run, the package was built without the CUDA kernels"
   exit
 fi
 version=$("$python" -c 'import jaxlib; print(jaxlib.__version__)')

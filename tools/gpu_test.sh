@@ -20,11 +20,14 @@
 #   files       the suite's files in jobs of four and of eight processes that share all GPUs
 #   examples    the examples and the demo
 #   doctor      `python -m jax_ep doctor` and `bench`
+#   wheel       the smoke test of the wheel that GPU_WHEEL names
 #
 # Environment variables:
 #   CUDA_VISIBLE_DEVICES  the GPUs to use; default: all
 #   GPU_SITE              a folder in which the package is installed; default: it is built
 #   GPU_BIN               a folder with the C++ test programs; default: they are built
+#   GPU_WHEEL             a wheel that `make wheels` built, for python3; default: part wheel does not
+#                         run
 #   JAX_EP_CUTLASS_INCLUDE_DIR
 #     the folder that contains cutlass/cutlass.h; default: that of nvidia-cutlass in python3
 #
@@ -44,7 +47,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 logs=$1 arch=${2:-90} site=${GPU_SITE:-build/gpu-site} bin=${GPU_BIN:-build/gpu-bin}
 all_parts=(quantize silu matmul suite forms nodes graphs xla kernels processes gpus files examples
-  doctor)
+  doctor wheel)
 parts=("${@:3}")
 ((${#parts[@]})) || parts=("${all_parts[@]}")
 mkdir -p "$logs"
@@ -190,6 +193,18 @@ run_examples() {
 run_doctor() {
   lines=60 step doctor 60 python3 -m jax_ep doctor
   lines=20 step cli_bench 60 python3 -m jax_ep bench --tokens 4096 --hidden 7168 --experts 256
+}
+
+run_wheel() {
+  local folder=build/gpu-wheel
+  if [[ -z ${GPU_WHEEL:-} ]]; then
+    echo "== wheel: not run, GPU_WHEEL names none"
+    return
+  fi
+  rm -rf "$folder"
+  step wheel_install 120 python3 -m pip install --quiet --no-index --no-deps --target "$folder" \
+    "$GPU_WHEEL" &&
+    PYTHONPATH=$folder step wheel 120 python3 -P tools/smoke_test.py --transport p2p
 }
 
 for part in "${parts[@]}"; do

@@ -15,6 +15,7 @@
 # each version of JAX.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+source tools/find_python.sh
 
 matrix=("$@")
 if [[ ${#matrix[@]} -eq 0 ]]; then
@@ -29,24 +30,6 @@ wheels=build/matrix/wheels
 summary=()
 failed=0
 run=0
-
-version_of() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2> /dev/null; }
-
-# find_python X.Y: prints the path of an interpreter of that version.
-find_python() {
-  local candidate candidates=("python$1")
-  candidates+=("${PYENV_ROOT:-$HOME/.pyenv}"/versions/"$1".*/bin/python)
-  if [[ -n ${PYTHONS:-} ]]; then
-    read -ra candidates <<< "$PYTHONS"
-  fi
-  for candidate in "${candidates[@]}" "${PYTHON:-python3}"; do
-    if [[ $(version_of "$candidate") == "$1" ]]; then
-      echo "$candidate"
-      return
-    fi
-  done
-  return 1
-}
 
 # build_wheel PYTHON TAG: builds the wheel with that tag, unless it is up to date.
 build_wheel() {

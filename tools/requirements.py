@@ -3,13 +3,18 @@
 
 Usage: python tools/requirements.py EXTRA...
        python tools/requirements.py --group NAME
+       python tools/requirements.py --cuda [JAX_EP_CUDA]
+       python tools/requirements.py --cuda-toolkit [JAX_EP_CUDA]
 
 These are the build requirements, the package's dependencies and those of the extras, from
 pyproject.toml. The build requirement on jaxlib is left out, so the extension is built against the
 jaxlib that it runs with. (Wheels are built with isolation, against the oldest supported jaxlib.)
 
-With --group, instead a dependency group alone: `cuda-build`, to be installed without its own
-dependencies, or `docs`.
+With --group, instead a dependency group alone, such as `docs`.
+
+The CUDA kernels also need what --cuda prints, to be installed without its dependencies, and what
+--cuda-toolkit prints, with them. Both print nothing if the kernels are not built on this machine,
+the latter also if there is an nvcc. JAX_EP_CUDA is AUTO (the default), ON or OFF.
 """
 
 import re
@@ -17,13 +22,18 @@ import sys
 import tomllib
 from pathlib import Path
 
+import cuda_compiler
+
 
 def main() -> None:
     """Prints one requirement per line."""
     text = (Path(__file__).parent.parent / "pyproject.toml").read_text()
     pyproject = tomllib.loads(text)
-    if sys.argv[1:2] == ["--group"]:
+    if sys.argv[1] == "--group":
         print(*pyproject["dependency-groups"][sys.argv[2]], sep="\n")
+        return
+    if sys.argv[1].startswith("--"):
+        print(*cuda_requirements(*sys.argv[1:]), sep="\n")
         return
     project = pyproject["project"]
     own_extras = re.compile(rf"{project['name']}\[([\w,-]+)\]")
@@ -43,6 +53,14 @@ def main() -> None:
     for name in sys.argv[1:]:
         requirements += extra(name)
     print(*dict.fromkeys(requirements), sep="\n")
+
+
+def cuda_requirements(option: str, mode: str = "") -> list[str]:
+    """What --cuda or --cuda-toolkit prints."""
+    settings = {"cmake.define.JAX_EP_CUDA": mode or "AUTO"}
+    needed = cuda_compiler.requirements(settings)
+    toolkit = cuda_compiler.dependency_group("cuda-toolkit")
+    return [r for r in needed if (r in toolkit) == (option == "--cuda-toolkit")]
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def version_table(found: Sequence[jax.Device]) -> Table:
         table.add_row(name, version)
     cuda = facts.cuda_versions()
     if cuda is None:
-        table.add_row("jax_ep._ffi_cuda", "not built")
+        table.add_row("jax_ep._ffi_cuda", "not built: no CUDA kernels")
     for name, number in (cuda or {}).items():
         table.add_row(f"CUDA {name}", number or "none")
     return table

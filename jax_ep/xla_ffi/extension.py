@@ -55,4 +55,9 @@ def why_missing(name: str, error: ImportError, package: pathlib.Path = _PACKAGE)
             f". {package} holds the sources. If the package is installed elsewhere, run from "
             "another directory; or install it with pip install --editable ."
         )
+    elif name == "_ffi_cuda" and isinstance(error, ModuleNotFoundError):
+        why += (
+            ". jax_ep was built for CPUs alone. Install it again with pip's options "
+            "--force-reinstall --no-deps --no-cache-dir -C cmake.define.JAX_EP_CUDA=ON"
+        )
     return why
