@@ -14,6 +14,7 @@ from processes import child_environment, reserved_port, run_commands
 
 REPOSITORY = pathlib.Path(__file__).parent.parent
 EXAMPLES = REPOSITORY / "examples"
+RECIPES = ("ep_fsdp_tp", "equinox_layer", "grug", "maxtext", "nested_shard_map", "prefill_decode")
 MOE_LAYER_OUTPUT = """\
 moe_layer    loss 77, gradient norms 26, 21, 15, 6
 dense_layer  loss 77, gradient norms 26, 21, 15, 6
@@ -74,6 +75,7 @@ def test_every_example_is_tested_here() -> None:
         "multi_host",
         "overlap.py",
         "quantized_layer.py",
+        "recipes",
         "tensor_parallel.py",
         "two_processes.py",
         "demo",
@@ -107,6 +109,30 @@ def test_quantized_layers_are_close_to_the_layer_in_bfloat16(run) -> None:
 def test_tensor_parallel_layer_equals_a_dense_layer(run) -> None:
     output = output_of(run(EXAMPLES / "tensor_parallel.py"))
     assert re.fullmatch(r"equal on \d+ ranks of \d+ rows, transport \w+\n", output)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_equal_a_dense_layer(run, name) -> None:
+    if name == "equinox_layer":
+        pytest.importorskip("equinox", reason="needs equinox: pip install 'jax_ep[test]'")
+    (line,) = output_of(run(EXAMPLES / "recipes" / f"{name}.py")).splitlines()
+    assert re.fullmatch(r".* equal.*, transport (host|p2p|xla)", line), line
+
+
+def test_every_recipe_is_tested_and_has_a_page() -> None:
+    scripts = {path.stem for path in (EXAMPLES / "recipes").glob("*.py")}
+    assert scripts == {*RECIPES, "reference"}
+    pages = {path.stem for path in (REPOSITORY / "docs" / "recipes").glob("*.md")}
+    assert pages == {*RECIPES, "README"}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_pages_quote_their_recipes_verbatim(name) -> None:
+    page = (REPOSITORY / "docs" / "recipes" / f"{name}.md").read_text()
+    script = (EXAMPLES / "recipes" / f"{name}.py").read_text()
+    excerpts = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert excerpts and all(excerpt in script for excerpt in excerpts)
+    assert f"../../examples/recipes/{name}.py" in page
 
 
 def test_readme_quotes_moe_layer_verbatim() -> None:
