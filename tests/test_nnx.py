@@ -153,8 +153,8 @@ def test_outputs_and_gradients_match_a_dense_layer(name, transport):
     assert report.n_dropped == 0 and report.topk_ids.shape == (B, LENGTH, K)
 
 
-def test_masked_tokens_go_nowhere(transport):
-    layer, tokens = make_layer(transport, shared_size=S), make_tokens()
+def test_masked_tokens_go_nowhere():
+    layer, tokens = make_layer("auto", shared_size=S), make_tokens()
     mask = np.arange(LENGTH) < np.arange(B)[:, None]  # sequences of 0 to LENGTH tokens
     output, report = nnx.jit(lambda layer, *args: layer(*args))(layer, tokens, mask)
     whole, _ = nnx.jit(lambda layer, tokens: layer(tokens))(layer, tokens)
@@ -167,8 +167,8 @@ def test_masked_tokens_go_nowhere(transport):
     assert_close(report.balance_loss, dense(*real)[1])
 
 
-def test_rows_beyond_the_capacity_are_reported(transport):
-    layer = make_layer(transport, config={"recv_capacity": 20})
+def test_rows_beyond_the_capacity_are_reported():
+    layer = make_layer("auto", config={"recv_capacity": 20})
     tokens = make_tokens()
     _, report = nnx.jit(lambda layer, tokens: layer(tokens))(layer, tokens)
     rows_of_rank = np.asarray(report.expert_load).reshape(4, -1).sum(axis=1)
@@ -197,9 +197,9 @@ def test_tokens_may_travel_in_fp8(fp8_matmuls, transport):
         assert_close(grad, wanted[param], 0.15)
 
 
-def test_layers_stacked_by_scan_and_remat_match_a_loop(transport):
+def test_layers_stacked_by_scan_and_remat_match_a_loop():
     n_layers, tokens = 3, make_tokens()
-    group = open_group(transport, {"dp": 2, "ep": 4})
+    group = open_group("auto", {"dp": 2, "ep": 4})
     no_name = {nnx.PARTITION_NAME: None}
 
     @nnx.split_rngs(splits=n_layers)
@@ -247,8 +247,8 @@ def test_layers_stacked_by_scan_and_remat_match_a_loop(transport):
 
 
 @jax.numpy_dtype_promotion("standard")  # optax needs it
-def test_training_moves_parameters_by_gradients_and_the_bias_by_loads(transport):
-    layer, tokens = make_layer(transport, router_bias=True), make_tokens()
+def test_training_moves_parameters_by_gradients_and_the_bias_by_loads():
+    layer, tokens = make_layer("auto", router_bias=True), make_tokens()
     optimizer = nnx.Optimizer(layer, optax.adam(1e-2), wrt=nnx.Param)
 
     @nnx.jit
@@ -318,20 +318,20 @@ def test_a_checkpoint_is_restored_on_another_mesh(tmp_path):
     assert_close(call(restored, tokens), call(saved, tokens), 1e-6)
 
 
-def test_another_group_runs_the_same_parameters(transport):
-    layer, tokens = make_layer(transport), make_tokens((B, 1, H))
+def test_another_group_runs_the_same_parameters():
+    layer, tokens = make_layer("auto"), make_tokens((B, 1, H))
     call = nnx.jit(lambda layer, tokens: layer(tokens)[0])
     wanted = call(layer, tokens)
-    layer.group = open_group(transport, {"ep": 4}, max_tokens_per_rank=2)
+    layer.group = open_group("auto", {"ep": 4}, max_tokens_per_rank=2)
     np.testing.assert_array_equal(call(layer, tokens), wanted)
     with pytest.raises(ValueError, match="max_tokens_per_rank"):
         call(layer, make_tokens())
 
 
-def test_meshes_with_explicit_axes_work(transport):
+def test_meshes_with_explicit_axes_work():
     names, devices = ("dp", "ep"), make_mesh({"dp": 2, "ep": 4}).devices.flat
     mesh = jax.make_mesh((2, 4), names, (jax.sharding.AxisType.Explicit,) * 2, devices=[*devices])
-    group = open_group(transport, None, mesh=mesh)
+    group = open_group("auto", None, mesh=mesh)
     layer = MoE(group, F, fsdp_axis="dp", rngs=nnx.Rngs(0))
     tokens = jax.device_put(make_tokens(), jax.NamedSharding(mesh, P(names)))
     output, _ = nnx.jit(lambda layer, tokens: layer(tokens))(layer, tokens)
