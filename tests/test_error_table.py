@@ -321,6 +321,7 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     ),
     "router-choices": lambda: route(RouterConfig(n_expert_groups=E), jnp.ones((T, E)), K),
     "layer-axes": lambda: layer(init(), token_axes=()),
+    "layer-fsdp": lambda: layer(init(), fsdp_axis="ep"),
     "layer-shared": lambda: layer(init(fused_shared_expert=True), shared_size=2 * H),
     "layer-bias": lambda: layer(init()).update_bias(jnp.ones(E)),
     "gpu-platform": lambda: init(transport="p2p"),

@@ -30,13 +30,14 @@ class MoEReport(NamedTuple):
     topk_ids: jax.Array
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Forward:
     """The layer on one rank; static parameters here, arrays in the call."""
 
     group: EPGroup
     router: RouterConfig
     token_axes: tuple[str, ...]
+    fsdp_axes: tuple[str, ...]
     balance_per_sequence: bool
     fp8_matmuls: bool
 
@@ -46,7 +47,7 @@ class Forward:
         """Returns the output and the fields of `MoEReport`.
 
         Args:
-            weights: by the names of `MoE`'s attributes; those of the rank's own experts.
+            weights: by the names of `MoE`'s attributes; the device's shards.
             tokens: `[..., H]`, the rank's own.
             mask: `bool[...]`, or None.
         """
@@ -73,12 +74,18 @@ class Forward:
 
     def _experts(self, weights: dict[str, jax.Array]) -> list[Any]:
         """`gate_up` and `down` of this rank's groups of rows; the shared expert's come first."""
-        pair = [weights["gate_up"], weights["down"]]
+        pair = [self._gather(weights["gate_up"], 1), self._gather(weights["down"], 2)]
         if self.group.config.fused_shared_expert:
             shared = weights["shared_gate_up"], weights["shared_down"]
             each = zip(shared, pair, strict=True)
             pair = [jnp.concatenate([first[None], own]) for first, own in each]
         return [quantize_weights(matrices) for matrices in pair] if self.fp8_matmuls else pair
+
+    def _gather(self, matrices: jax.Array, axis: int) -> jax.Array:
+        """The shards along H; the gradient is a reduce-scatter."""
+        if not self.fsdp_axes:
+            return matrices
+        return lax.all_gather(matrices, self.fsdp_axes, axis=axis, tiled=True)
 
 
 def _shared_expert(tokens: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:

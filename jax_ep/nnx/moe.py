@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import P
-from jax.sharding import AxisType
 
 from jax_ep.group import EPGroup
 from jax_ep.nnx.forward import Forward, MoEReport
@@ -71,7 +70,8 @@ class MoE(nnx.Module):
                 sharded over; None: all axes of the mesh, or with `config.skip_a2a`, all but the
                 group's. Along axes left out, all devices do the same work.
             fsdp_axis: a mesh axis, or a tuple of axes, that the experts' parameters are sharded
-                over in addition, along H; XLA gathers them before each use.
+                over in addition, along H. They are gathered for each use, in the dtype of the
+                matmuls, and their gradients reduce-scattered. Of `token_axes`, not the group's.
             fp8_matmuls: whether experts multiply in FP8; needs the token format `BlockwiseFP8`.
             kernel_init: initializer of every matrix `[n_in, n_out]`; None is `lecun_normal`.
             param_dtype: dtype of the parameters. Experts multiply in `config.combine_dtype`, the
@@ -80,7 +80,7 @@ class MoE(nnx.Module):
 
         Raises:
             ValueError: the router does not fit the experts, `shared_size` not the fused shared
-                expert, or `token_axes` not the group.
+                expert, or axes not the group.
         """
         config, axis = group.config, group.axis_name
         self.group = group
@@ -88,6 +88,7 @@ class MoE(nnx.Module):
         self.router_config.check(config.n_experts, config.top_k)
         self.balance_per_sequence = balance_per_sequence
         self.token_axes = _token_axes(group, token_axes)
+        self.fsdp_axes = _fsdp_axes(group, self.token_axes, fsdp_axis)
         self.fp8_matmuls = fp8_matmuls
         init = _by_expert(kernel_init or nnx.initializers.lecun_normal())
 
@@ -95,11 +96,11 @@ class MoE(nnx.Module):
             create = nnx.with_partitioning(init, spec, mesh=group.mesh)
             return nnx.Param(create(rngs.params(), shape, param_dtype))
 
-        n_experts, size = config.n_experts, config.hidden_size
+        n_experts, size, fsdp = config.n_experts, config.hidden_size, self.fsdp_axes or None
         n_shared = _shared_size(group, shared_size, expert_size)
         self.router = param((size, n_experts), None, None)
-        self.gate_up = param((n_experts, size, 2 * expert_size), axis, fsdp_axis, None)
-        self.down = param((n_experts, expert_size, size), axis, None, fsdp_axis)
+        self.gate_up = param((n_experts, size, 2 * expert_size), axis, fsdp, None)
+        self.down = param((n_experts, expert_size, size), axis, None, fsdp)
         self.shared_gate_up = param((size, 2 * n_shared), None, None) if n_shared else None
         self.shared_down = param((n_shared, size), None, None) if n_shared else None
         self.router_bias = _zero_bias(group) if router_bias else None
@@ -121,13 +122,17 @@ class MoE(nnx.Module):
         """
         group, by_token = self.group, P(self.token_axes)
         forward = Forward(
-            group, self.router_config, self.token_axes, self.balance_per_sequence, self.fp8_matmuls
+            group=group,
+            router=self.router_config,
+            token_axes=self.token_axes,
+            fsdp_axes=self.fsdp_axes,
+            balance_per_sequence=self.balance_per_sequence,
+            fp8_matmuls=self.fp8_matmuls,
         )
         weights = self._weights()
-        specs = {n: P(group.axis_name) if n in ("gate_up", "down") else P() for n in weights}
-        if AxisType.Explicit in group.mesh.axis_types:  # XLA does not gather there by itself
-            places = {name: jax.NamedSharding(group.mesh, spec) for name, spec in specs.items()}
-            weights = jax.reshard(weights, places)
+        specs = {name: P() for name in weights}
+        specs["gate_up"] = P(group.axis_name, self.fsdp_axes or None)
+        specs["down"] = P(group.axis_name, None, self.fsdp_axes or None)
         layer = jax.shard_map(
             forward,
             mesh=group.mesh,
@@ -169,7 +174,7 @@ def _token_axes(group: EPGroup, given: Axes) -> tuple[str, ...]:
     own, skip = set(group.geometry.axis_names), group.config.skip_a2a
     if given is None:
         return tuple(name for name in group.mesh.axis_names if not (skip and name in own))
-    axes = (given,) if isinstance(given, str) else tuple(given)
+    axes = _as_tuple(given)
     fits = not own & set(axes) if skip else own <= set(axes)
     if not fits or not set(axes) <= set(group.mesh.axis_names):
         which = "none of the group's, because of skip_a2a" if skip else "all of the group's"
@@ -178,6 +183,22 @@ def _token_axes(group: EPGroup, given: Axes) -> tuple[str, ...]:
             f"{group.geometry.axis_names}, the mesh {group.mesh.axis_names}."
         )
     return axes
+
+
+def _fsdp_axes(group: EPGroup, token_axes: tuple[str, ...], given: Axes) -> tuple[str, ...]:
+    """The axes that experts' parameters are sharded over along H, checked; none if not given."""
+    axes = _as_tuple(given)
+    if not set(axes) <= set(token_axes) - set(group.geometry.axis_names):
+        raise ValueError(
+            "fsdp_axis must be an axis that tokens are sharded over, and not the group's; got "
+            f"{axes}, tokens are sharded over {token_axes}, the group has "
+            f"{group.geometry.axis_names}."
+        )
+    return axes
+
+
+def _as_tuple(axes: Axes) -> tuple[str, ...]:
+    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
 
 
 def _shared_size(group: EPGroup, given: int | None, expert_size: int) -> int:
