@@ -73,6 +73,7 @@ def test_every_example_is_tested_here() -> None:
     assert found == {
         "moe_layer.py",
         "multi_host",
+        "nnx_layer.py",
         "overlap.py",
         "quantized_layer.py",
         "recipes",
@@ -111,6 +112,14 @@ def test_tensor_parallel_layer_equals_a_dense_layer(run) -> None:
     assert re.fullmatch(r"equal on \d+ ranks of \d+ rows, transport \w+\n", output)
 
 
+def test_nnx_layer_learns_and_balances_its_experts(run) -> None:
+    output = output_of(run(EXAMPLES / "nnx_layer.py"))
+    steps = re.findall(r"error ([\d.]+), 0 rows dropped, .* ([\d.]+) times", output)
+    errors, busiest = zip(*[map(float, step) for step in steps], strict=True)
+    assert len(steps) == 3 and errors[-1] < 0.1 * errors[0]
+    assert busiest[-1] < 0.7 * busiest[0]
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes_equal_a_dense_layer(run, name) -> None:
     if name == "equinox_layer":
@@ -133,6 +142,13 @@ def test_pages_quote_their_recipes_verbatim(name) -> None:
     excerpts = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert excerpts and all(excerpt in script for excerpt in excerpts)
     assert f"../../examples/recipes/{name}.py" in page
+
+
+def test_layers_page_quotes_nnx_layer_verbatim() -> None:
+    page = (REPOSITORY / "docs" / "layers.md").read_text()
+    excerpt = re.search(r"```python\n(.*?)```", page, re.DOTALL)[1]
+    assert "def train_step" in excerpt
+    assert excerpt in (EXAMPLES / "nnx_layer.py").read_text()
 
 
 def test_readme_quotes_moe_layer_verbatim() -> None:
