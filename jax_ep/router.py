@@ -157,11 +157,11 @@ def balance_loss(
     f_i is the fraction of the choices that are expert i, P_i the mean over tokens of i's share of
     the token's scores. Only P_i has a gradient. Add it to the loss, times a small factor.
 
-    Source: Switch Transformer, https://arxiv.org/abs/2101.03961, equations 4 to 6, for K = 1. With
-    K choices it is the expert-level loss of DeepSeek-V2, https://arxiv.org/abs/2405.04434,
-    equations 23 to 25; with `per_sequence`, that of DeepSeek-V3, https://arxiv.org/abs/2412.19437,
-    equations 17 to 20. GShard's, https://arxiv.org/abs/2006.16668, algorithm 1, counts first
-    choices only and is smaller by a factor of E².
+    Source: Switch Transformer, https://arxiv.org/abs/2101.03961, section 2.2, for K = 1. With K
+    choices it is the expert-level loss of DeepSeek-V2, https://arxiv.org/abs/2405.04434, section
+    2.2.3; with `per_sequence`, the sequence-wise loss of DeepSeek-V3,
+    https://arxiv.org/abs/2412.19437, section 2.1.2. GShard's, https://arxiv.org/abs/2006.16668,
+    algorithm 1, counts first choices only and is smaller by a factor of E².
 
     Args:
         scores: `float32[..., E]`, from `route`. Sigmoid scores are divided by their sum over E.

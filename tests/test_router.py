@@ -51,7 +51,7 @@ def route_one(config, logits, top_k, bias):
 
 
 def loss_of_one_batch(scores, ids):
-    """Equations 23 to 25 of DeepSeek-V2, in loops."""
+    """The expert-level loss of DeepSeek-V2, section 2.2.3, in loops."""
     n_tokens, n_experts = scores.shape
     total = 0.0
     for i in range(n_experts):
