@@ -26,7 +26,8 @@ def check_manual(operation: str, geometry: Geometry) -> None:
         raise ValueError(
             f"{operation}: all axes of the mesh must be manual; the mesh has "
             f"{tuple(mesh.axis_names)}, manual are {tuple(mesh.manual_axes)}. Leave out "
-            "axis_names= of jax.shard_map, or name all axes."
+            "axis_names= of jax.shard_map, or make the call in another jax.shard_map inside, over "
+            "the other axes."
         )
     if dict(mesh.shape) != dict(geometry.mesh.shape):
         raise ValueError(

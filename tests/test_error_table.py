@@ -11,12 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jax_ep
 from harness import on_mesh
 from jax_ep.exchange import Exchange
 from jax_ep.geometry import Geometry, MeshCoordinate
 from jax_ep.group import EPGroup
+from jax_ep.nnx import MoE
+from jax_ep.router import RouterConfig, route
 from jax_ep.transports.p2p import P2pConnection
 from jax_ep.xla_ffi import extension
 
@@ -57,6 +60,10 @@ def config(**changes: Any) -> jax_ep.EPConfig:
 def init(mesh=None, transport="host", **changes: Any) -> jax_ep.EPGroup:
     mesh = make_mesh() if mesh is None else mesh
     return jax_ep.ep_init(mesh, "ep", config(**changes), transport)
+
+
+def layer(group, **options: Any) -> MoE:
+    return MoE(group, H, rngs=nnx.Rngs(0), **options)
 
 
 def run(body: Callable[..., Any], mesh=None, **options: Any) -> Any:
@@ -310,6 +317,17 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "mlp-transposed": lambda: run_experts(
         jax_ep.BlockwiseFP8(), *[quantized_weights(128)] * 2, transposed=True
     ),
+    "router-value": lambda: RouterConfig(scores="relu"),
+    "router-groups": lambda: RouterConfig(topk_expert_groups=2),
+    "router-division": lambda: route(RouterConfig(n_expert_groups=3), jnp.ones((T, E)), K),
+    "router-pairs": lambda: route(
+        RouterConfig(n_expert_groups=E, group_scores="top2"), jnp.ones((T, E)), K
+    ),
+    "router-choices": lambda: route(RouterConfig(n_expert_groups=E), jnp.ones((T, E)), K),
+    "layer-axes": lambda: layer(init(), token_axes=()),
+    "layer-fsdp": lambda: layer(init(), fsdp_axis="ep"),
+    "layer-shared": lambda: layer(init(fused_shared_expert=True), shared_size=2 * H),
+    "layer-bias": lambda: layer(init()).update_bias(jnp.ones(E)),
     "gpu-platform": lambda: init(transport="p2p"),
     "weights-twice": lambda: round_trip(init(), at_dispatch=True, topk_weights=jnp.ones((T, K))),
     "unreduced-weights": lambda: round_trip(init(), reduce=False, topk_weights=jnp.ones((T, K))),

@@ -14,6 +14,7 @@ from processes import child_environment, reserved_port, run_commands
 
 REPOSITORY = pathlib.Path(__file__).parent.parent
 EXAMPLES = REPOSITORY / "examples"
+RECIPES = ("ep_fsdp_tp", "equinox_layer", "grug", "maxtext", "nested_shard_map", "prefill_decode")
 MOE_LAYER_OUTPUT = """\
 moe_layer    loss 77, gradient norms 26, 21, 15, 6
 dense_layer  loss 77, gradient norms 26, 21, 15, 6
@@ -72,8 +73,10 @@ def test_every_example_is_tested_here() -> None:
     assert found == {
         "moe_layer.py",
         "multi_host",
+        "nnx_layer.py",
         "overlap.py",
         "quantized_layer.py",
+        "recipes",
         "tensor_parallel.py",
         "train_stats.py",
         "two_processes.py",
@@ -128,6 +131,45 @@ def test_a_training_run_shows_balance_drops_and_waits(run, tmp_path, request) ->
     pixels = image.imread(tmp_path / "stats.png")
     assert min(pixels.shape[:2]) > 400
     assert len(np.unique(pixels[..., 0])) > 50  # shades of red
+
+
+def test_nnx_layer_learns_and_balances_its_experts(run) -> None:
+    output = output_of(run(EXAMPLES / "nnx_layer.py"))
+    steps = re.findall(r"error ([\d.]+), 0 rows dropped, .* ([\d.]+) times", output)
+    errors, busiest = zip(*[map(float, step) for step in steps], strict=True)
+    assert len(steps) == 3 and errors[-1] < 0.1 * errors[0]
+    assert busiest[-1] < 0.7 * busiest[0]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_equal_a_dense_layer(run, name) -> None:
+    if name == "equinox_layer":
+        pytest.importorskip("equinox", reason="needs equinox: pip install 'jax_ep[test]'")
+    (line,) = output_of(run(EXAMPLES / "recipes" / f"{name}.py")).splitlines()
+    assert re.fullmatch(r".* equal.*, transport (host|p2p|xla)", line), line
+
+
+def test_every_recipe_is_tested_and_has_a_page() -> None:
+    scripts = {path.stem for path in (EXAMPLES / "recipes").glob("*.py")}
+    assert scripts == {*RECIPES, "reference"}
+    pages = {path.stem for path in (REPOSITORY / "docs" / "recipes").glob("*.md")}
+    assert pages == {*RECIPES, "README"}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_pages_quote_their_recipes_verbatim(name) -> None:
+    page = (REPOSITORY / "docs" / "recipes" / f"{name}.md").read_text()
+    script = (EXAMPLES / "recipes" / f"{name}.py").read_text()
+    excerpts = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert excerpts and all(excerpt in script for excerpt in excerpts)
+    assert f"../../examples/recipes/{name}.py" in page
+
+
+def test_layers_page_quotes_nnx_layer_verbatim() -> None:
+    page = (REPOSITORY / "docs" / "layers.md").read_text()
+    excerpt = re.search(r"```python\n(.*?)```", page, re.DOTALL)[1]
+    assert "def train_step" in excerpt
+    assert excerpt in (EXAMPLES / "nnx_layer.py").read_text()
 
 
 def test_readme_quotes_moe_layer_verbatim() -> None:

@@ -1,0 +1,93 @@
+"""What each rank of an MoE layer computes, inside `jax.shard_map`."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_ep.expert_mlp import expert_mlp
+from jax_ep.group import EPGroup
+from jax_ep.ops import combine, dispatch
+from jax_ep.quantize_weights import quantize_weights
+from jax_ep.router import RouterConfig, balance_loss, expert_load, route
+
+
+class MoEReport(NamedTuple):
+    """What a layer reports besides its output.
+
+    Attributes:
+        balance_loss: `float32[]`, see `jax_ep.router.balance_loss`.
+        expert_load: `int32[E]`, how often each expert was chosen, over all tokens of the mesh.
+        n_dropped: `int32[]`, rows that did not fit into `recv_capacity`, over all ranks.
+        topk_ids: `int32[..., K]`, the choices of each token; -1 where the mask is False.
+    """
+
+    balance_loss: jax.Array
+    expert_load: jax.Array
+    n_dropped: jax.Array
+    topk_ids: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Forward:
+    """The layer on one rank; static parameters here, arrays in the call."""
+
+    group: EPGroup
+    router: RouterConfig
+    token_axes: tuple[str, ...]
+    fsdp_axes: tuple[str, ...]
+    balance_per_sequence: bool
+    fp8_matmuls: bool
+
+    def __call__(
+        self, weights: dict[str, jax.Array], tokens: jax.Array, mask: jax.Array | None
+    ) -> tuple[jax.Array, ...]:
+        """Returns the output and the fields of `MoEReport`.
+
+        Args:
+            weights: by the names of `MoE`'s attributes; the device's shards.
+            tokens: `[..., H]`, the rank's own.
+            mask: `bool[...]`, or None.
+        """
+        group, config = self.group, self.group.config
+        logits = tokens.astype(jnp.float32) @ weights["router"]
+        routes = route(self.router, logits, config.top_k, weights.get("router_bias"))
+        ids = routes.topk_ids if mask is None else jnp.where(mask[..., None], routes.topk_ids, -1)
+
+        dtypes = config.token_format.token_dtypes
+        sent = tokens if tokens.dtype in dtypes else tokens.astype(dtypes[0])
+        rows = dispatch(group, sent, ids, routes.topk_weights)
+        output = combine(group, expert_mlp(rows, *self._experts(weights)), rows)
+        if config.skip_a2a:
+            output = lax.psum(output, group.axis_name)
+        if "shared_down" in weights and not config.fused_shared_expert:
+            output += _shared_expert(tokens.astype(output.dtype), weights)
+
+        axes = self.token_axes
+        per_sequence = self.balance_per_sequence
+        loss = balance_loss(routes.scores, ids, per_sequence=per_sequence, axis_name=axes)
+        load = expert_load(ids, config.n_experts, axes)
+        all_axes = tuple(dict.fromkeys((*axes, *group.geometry.axis_names)))
+        return output.astype(tokens.dtype), loss, load, lax.psum(rows.n_dropped, all_axes), ids
+
+    def _experts(self, weights: dict[str, jax.Array]) -> list[Any]:
+        """`gate_up` and `down` of this rank's groups of rows; the shared expert's come first."""
+        pair = [self._gather(weights["gate_up"], 1), self._gather(weights["down"], 2)]
+        if self.group.config.fused_shared_expert:
+            shared = weights["shared_gate_up"], weights["shared_down"]
+            each = zip(shared, pair, strict=True)
+            pair = [jnp.concatenate([first[None], own]) for first, own in each]
+        return [quantize_weights(matrices) for matrices in pair] if self.fp8_matmuls else pair
+
+    def _gather(self, matrices: jax.Array, axis: int) -> jax.Array:
+        """The shards along H; the gradient is a reduce-scatter."""
+        if not self.fsdp_axes:
+            return matrices
+        return lax.all_gather(matrices, self.fsdp_axes, axis=axis, tiled=True)
+
+
+def _shared_expert(tokens: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
+    gate, up = jnp.split(tokens @ weights["shared_gate_up"], 2, axis=-1)
+    return (jax.nn.silu(gate) * up) @ weights["shared_down"]

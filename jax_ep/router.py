@@ -1,0 +1,211 @@
+"""The router of an MoE layer: logits to the experts of each token, with their weights.
+
+Plain functions of JAX arrays, for any framework; nothing here needs a group. E experts, K = top_k;
+`[..., E]` is `[T, E]`, or has more leading dimensions, such as `[B, S, E]`.
+
+Two ways of balancing the experts' loads: `balance_loss`, a term of the training loss, and a bias
+that `update_bias` moves after each step and that only selects.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_ep.choices import count_choices
+
+_SCORES = ("softmax", "sigmoid")
+_GROUP_SCORES = ("max", "top2")
+_TINY = 1e-20  # as in DeepSeek-V3's code: if all chosen scores are zero, so are the weights
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """How scores become choices and weights; frozen and hashable.
+
+    docs/layers.md lists what well-known models set.
+
+    Attributes:
+        scores: `"softmax"` over all experts, or `"sigmoid"` of each logit.
+        normalize: whether the weights of a token's K choices are divided by their sum.
+        scaling: factor of all weights, after that division.
+        n_expert_groups: consecutive experts form so many groups of equal size. 1: no groups.
+        topk_expert_groups: a token chooses experts from so many groups only, those with the highest
+            group scores.
+        group_scores: the score of a group: `"max"`, its highest score (DeepSeek-V2,
+            https://arxiv.org/abs/2405.04434, section 2.2.2), or `"top2"`, the sum of its two
+            highest (DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 2.1.2). With a bias,
+            scores include it here.
+
+    Raises:
+        ValueError: a value is out of range. At construction.
+    """
+
+    scores: str = "softmax"
+    normalize: bool = True
+    scaling: float = 1.0
+    n_expert_groups: int = 1
+    topk_expert_groups: int = 1
+    group_scores: str = "max"
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("scores", _SCORES), ("group_scores", _GROUP_SCORES)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {allowed}; got {getattr(self, name)!r}.")
+        if not 1 <= self.topk_expert_groups <= self.n_expert_groups:
+            raise ValueError(
+                "topk_expert_groups must be from 1 to n_expert_groups; got "
+                f"topk_expert_groups={self.topk_expert_groups}, "
+                f"n_expert_groups={self.n_expert_groups}."
+            )
+
+    def check(self, n_experts: int, top_k: int) -> None:
+        """Raises ValueError if the groups do not divide the experts, or leave too few to choose."""
+        n_groups = self.n_expert_groups
+        if n_experts % n_groups:
+            raise ValueError(
+                f"n_experts must be a multiple of n_expert_groups; got n_experts={n_experts}, "
+                f"n_expert_groups={n_groups}."
+            )
+        size = n_experts // n_groups
+        if n_groups > 1 and self.group_scores == "top2" and size < 2:
+            raise ValueError(
+                f'group_scores="top2" needs groups of at least 2 experts; got {n_experts} experts '
+                f"in {n_groups} groups."
+            )
+        n_candidates = size * self.topk_expert_groups
+        if top_k > n_candidates:
+            raise ValueError(
+                f"top_k must be at most the number of experts in topk_expert_groups="
+                f"{self.topk_expert_groups} groups, {n_candidates}; got top_k={top_k}."
+            )
+
+
+class Routes(NamedTuple):
+    """Where tokens go.
+
+    Attributes:
+        topk_ids: `int32[..., K]`, different experts in descending order of (biased) score.
+        topk_weights: `float32[..., K]`, for `dispatch` or `combine`.
+        scores: `float32[..., E]`, of all experts, without bias; for `balance_loss`.
+    """
+
+    topk_ids: jax.Array
+    topk_weights: jax.Array
+    scores: jax.Array
+
+
+def route(
+    config: RouterConfig, logits: jax.Array, top_k: int, bias: jax.Array | None = None
+) -> Routes:
+    """Chooses the `top_k` experts of each token.
+
+    With scores s and bias b, the choices are those of the highest s + b; the weights are s of the
+    choices, divided by their sum if `config.normalize`, times `config.scaling`. Differentiable in
+    `logits` through weights and scores; no gradient flows into `bias`.
+
+    Args:
+        config: the kind of router.
+        logits: `[..., E]`, of any floating-point dtype; computed in float32.
+        top_k: experts per token (K).
+        bias: `float32[E]`, or None: see `update_bias`.
+
+    Raises:
+        ValueError: the config does not fit E and K. While tracing.
+    """
+    config.check(logits.shape[-1], top_k)
+    logits = logits.astype(jnp.float32)
+    softmax = config.scores == "softmax"
+    scores = jax.nn.softmax(logits) if softmax else jax.nn.sigmoid(logits)
+    ranking = lax.stop_gradient(scores if bias is None else scores + bias)
+    if config.n_expert_groups > 1:
+        ranking = _mask_groups(config, ranking)
+    _, topk_ids = lax.top_k(ranking, top_k)
+    weights = jnp.take_along_axis(scores, topk_ids, axis=-1)
+    if config.normalize:
+        weights = weights / (weights.sum(axis=-1, keepdims=True) + _TINY)
+    return Routes(topk_ids, weights * config.scaling, scores)
+
+
+def _mask_groups(config: RouterConfig, ranking: jax.Array) -> jax.Array:
+    """Minus infinity for experts outside of the token's best groups."""
+    n_groups = config.n_expert_groups
+    grouped = ranking.reshape(*ranking.shape[:-1], n_groups, -1)
+    best, _ = lax.top_k(grouped, 2 if config.group_scores == "top2" else 1)
+    _, chosen = lax.top_k(best.sum(axis=-1), config.topk_expert_groups)
+    is_chosen = (chosen[..., None] == jnp.arange(n_groups)).any(axis=-2)
+    return jnp.where(is_chosen[..., None], grouped, -jnp.inf).reshape(ranking.shape)
+
+
+def expert_load(topk_ids: jax.Array, n_experts: int, axis_name: Any = ()) -> jax.Array:
+    """`int32[E]`, how often each expert was chosen; ids outside `[0, E)` do not count.
+
+    Args:
+        topk_ids: `int32[..., K]`.
+        n_experts: E.
+        axis_name: inside `jax.shard_map`, the mesh axes that tokens are sharded over; all shards
+            get the load by all tokens.
+    """
+    return lax.psum(count_choices(topk_ids, n_experts), axis_name)
+
+
+def balance_loss(
+    scores: jax.Array, topk_ids: jax.Array, *, per_sequence: bool = False, axis_name: Any = ()
+) -> jax.Array:
+    """`float32[]`, E · Σ over experts i of f_i · P_i; 1 if all experts get the same share.
+
+    f_i is the fraction of the choices that are expert i, P_i the mean over tokens of i's share of
+    the token's scores. Only P_i has a gradient. Add it to the loss, times a small factor.
+
+    Source: Switch Transformer, https://arxiv.org/abs/2101.03961, section 2.2, for K = 1. With K
+    choices it is the expert-level loss of DeepSeek-V2, https://arxiv.org/abs/2405.04434, section
+    2.2.3; with `per_sequence`, the sequence-wise loss of DeepSeek-V3,
+    https://arxiv.org/abs/2412.19437, section 2.1.2. GShard's, https://arxiv.org/abs/2006.16668,
+    algorithm 1, counts first choices only and is smaller by a factor of E².
+
+    Args:
+        scores: `float32[..., E]`, from `route`. Sigmoid scores are divided by their sum over E.
+        topk_ids: `int32[..., K]`, from `route`. Tokens without a choice (all ids negative), such as
+            padding, do not count.
+        per_sequence: takes axis -2 for the tokens of a sequence and returns the mean of the
+            sequences' losses. Otherwise all tokens are one batch.
+        axis_name: inside `jax.shard_map`, the mesh axes that tokens are sharded over; all shards
+            get the loss of all tokens. With `per_sequence`, each shard must hold whole sequences.
+    """
+    n_experts, top_k = scores.shape[-1], topk_ids.shape[-1]
+    length = scores.shape[-2] if per_sequence else -1
+    n_sequences = scores.size // (n_experts * length) if per_sequence else 1
+    ids = topk_ids.reshape(n_sequences, length, top_k)
+    is_token = (ids >= 0).any(axis=-1, keepdims=True)
+    shares = scores / (scores.sum(axis=-1, keepdims=True) + _TINY)
+    shares = jnp.where(is_token, shares.reshape(n_sequences, length, n_experts), 0)
+    sums = _count(ids, n_experts).astype(jnp.float32), shares.sum(axis=1), is_token.sum(axis=1)
+    chosen, share, n_tokens = sums if per_sequence else lax.psum(sums, axis_name)
+    n_tokens = jnp.maximum(n_tokens, 1).astype(jnp.float32)
+    losses = n_experts * (chosen / (n_tokens * top_k) * share / n_tokens).sum(axis=-1)
+    return lax.pmean(losses.mean(), axis_name) if per_sequence else losses[0]
+
+
+def update_bias(bias: jax.Array, load: jax.Array, rate: float = 1e-3) -> jax.Array:
+    """`float32[..., E]`, the bias for the next step: b + rate · sign(mean(load) - load).
+
+    Experts that were chosen more often than the mean get a lower bias, the others a higher one. The
+    load must be that of all tokens of the step, on all devices.
+
+    Source: auxiliary-loss-free balancing, https://arxiv.org/abs/2408.15664, algorithm 1, as in
+    DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 2.1.2.
+
+    Args:
+        bias: `float32[..., E]`; leading dimensions may be layers.
+        load: `[..., E]`, from `expert_load`.
+        rate: the step, 1e-3 in DeepSeek-V3.
+    """
+    load = load.astype(jnp.float32)
+    return bias + rate * jnp.sign(load.mean(axis=-1, keepdims=True) - load)
+
+
+def _count(topk_ids: jax.Array, n_experts: int) -> jax.Array:
+    """`int32[B, E]`, how often each expert occurs in `[B, S, K]`."""
+    return jax.nn.one_hot(topk_ids, n_experts, dtype=jnp.int32).sum(axis=(1, 2))
