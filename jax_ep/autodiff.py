@@ -17,6 +17,7 @@ from jax_ep.connection import Connection, FfiConnection
 from jax_ep.formats import QuantizedFormat
 from jax_ep.operands import (
     COMBINE_NAME,
+    DISPATCH_NAME,
     CombineOperands,
     DispatchOperands,
     DispatchResults,
@@ -136,7 +137,7 @@ combine.defvjp(_combine_fwd, _combine_bwd)
 
 
 def _redispatch(connection: Connection, values: jax.Array, routing: Routing) -> jax.Array:
-    return connection.send_along(values, routing)
+    return checkpoint_name(connection.send_along(values, routing), DISPATCH_NAME)
 
 
 redispatch = jax.custom_vjp(_redispatch, nondiff_argnums=(0,))

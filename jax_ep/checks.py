@@ -91,7 +91,7 @@ def row_size(rows: Any, hidden_size: int) -> int:
 def check_narrow_rows(operation: str, name: str, n_elements: int, *n_bytes: int) -> None:
     """Requires whole vectors of rows that have fewer elements than the group's."""
     if n_elements == 0 or any(size % _VECTOR_BYTES for size in n_bytes):
-        sizes = " and ".join(map(str, n_bytes))
+        sizes = " and ".join(map(str, dict.fromkeys(n_bytes)))
         raise ValueError(
             f"{operation}: {name} with fewer elements than hidden_size must take a multiple of "
             f"{_VECTOR_BYTES} bytes per row; got {n_elements} elements, {sizes} bytes."
@@ -102,12 +102,14 @@ def check_capacity(operation: str, geometry: Geometry, recv_capacity: Any) -> in
     """The rows of a dispatch (C): the given capacity, or the group's if that is None or less."""
     if recv_capacity is None:
         return geometry.max_recv_tokens
+    if isinstance(recv_capacity, int) and recv_capacity >= geometry.max_recv_tokens:
+        return geometry.max_recv_tokens
     try:
         config = dataclasses.replace(geometry.config, recv_capacity=recv_capacity)
     except ValueError as error:
         raise ValueError(f"{operation}: {error}") from None
     assert config.recv_capacity is not None
-    return min(config.recv_capacity, geometry.max_recv_tokens)
+    return config.recv_capacity
 
 
 def as_int32(ids: Any) -> jax.Array:

@@ -1,10 +1,13 @@
 """Choices of experts before a dispatch: how many each expert gets, and a limit on them."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from jax_ep.checks import as_arrays, as_int32
+from jax_ep.checks import as_arrays, as_int32, check_array
 
 
 def count_choices(topk_ids: jax.Array, n_experts: int) -> jax.Array:
@@ -18,18 +21,22 @@ def count_choices(topk_ids: jax.Array, n_experts: int) -> jax.Array:
     Returns:
         `int32[E]`, of these tokens: those of this rank under `jax.shard_map`. The experts' load is
         the sum over ranks, by `jax.lax.psum`.
+
+    Raises:
+        ValueError: `topk_ids` are not integers, or `n_experts` is no count. While tracing.
     """
-    experts, is_expert = _experts(topk_ids, n_experts)
+    experts, is_expert = _experts("count_choices", topk_ids, n_experts)
     return jnp.zeros(n_experts, jnp.int32).at[experts].add(is_expert.astype(jnp.int32), mode="drop")
 
 
 def limit_choices(topk_ids: jax.Array, n_experts: int, capacity: int) -> jax.Array:
     """Drops the choices of each expert beyond the first `capacity`, in the order of token, then k.
 
-    The capacity of experts in GShard and Switch Transformer, `factor * T * K / E` for the T tokens
-    of each rank:
+    The capacity of experts in Switch Transformer (https://arxiv.org/abs/2101.03961), applied to the
+    tokens of each rank; with K > 1, first choices have no priority over others, unlike in GShard:
 
-        topk_ids = jax_ep.limit_choices(topk_ids, config.n_experts, capacity)
+        capacity = math.ceil(factor * T * K / E)
+        topk_ids = jax_ep.limit_choices(topk_ids, E, capacity)
         rows = jax_ep.dispatch(group, tokens, topk_ids)
 
     An expert then gets at most `R * capacity` rows.
@@ -43,11 +50,11 @@ def limit_choices(topk_ids: jax.Array, n_experts: int, capacity: int) -> jax.Arr
         `int32[..., K]`: `topk_ids`, with -1 in place of what is dropped. Ids outside `[0, E)` stay.
 
     Raises:
-        ValueError: `capacity` is negative.
+        ValueError: `topk_ids` are not integers, or `n_experts` or `capacity` no count. While
+            tracing.
     """
-    if capacity < 0:
-        raise ValueError(f"limit_choices: capacity must not be negative; got {capacity}.")
-    experts, is_expert = _experts(topk_ids, n_experts)
+    capacity = _as_count("limit_choices", "capacity", capacity)
+    experts, is_expert = _experts("limit_choices", topk_ids, n_experts)
     order = jnp.argsort(experts, stable=True)
     position = jnp.zeros_like(experts).at[order].set(jnp.arange(experts.size, dtype=jnp.int32))
     counts = count_choices(topk_ids, n_experts)
@@ -57,9 +64,20 @@ def limit_choices(topk_ids: jax.Array, n_experts: int, capacity: int) -> jax.Arr
     return jnp.where(is_dropped.reshape(ids.shape), -1, as_int32(ids))
 
 
-def _experts(topk_ids: jax.Array, n_experts: int) -> tuple[jax.Array, jax.Array]:
+def _experts(operation: str, topk_ids: Any, n_experts: int) -> tuple[jax.Array, jax.Array]:
     """`int32[n]` of all choices, E for those that name no expert; and which ones name one."""
+    n_experts = _as_count(operation, "n_experts", n_experts)
     (ids,) = as_arrays(topk_ids)
+    shape = (None,) * max(1, 0 if ids is None else ids.ndim)
+    check_array(operation, "topk_ids", ids, shape, "K", jnp.integer)
     ids = lax.stop_gradient(as_int32(ids)).reshape(-1)
     is_expert = (ids >= 0) & (ids < n_experts)
     return jnp.where(is_expert, ids, n_experts), is_expert
+
+
+def _as_count(operation: str, name: str, value: Any) -> int:
+    """An integer that is not negative."""
+    is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not is_integer or value < 0:
+        raise ValueError(f"{operation}: {name} must be an integer, 0 or more; got {value!r}.")
+    return int(value)

@@ -145,10 +145,10 @@ class EPConfig:
         object.__setattr__(self, name, value)
 
     def _check_alignment(self) -> None:
-        if isinstance(self.row_alignment, bool) or self.row_alignment not in _ROW_ALIGNMENTS:
+        self._set("row_alignment", _count("row_alignment", self.row_alignment))
+        if self.row_alignment not in _ROW_ALIGNMENTS:
             known = ", ".join(map(str, _ROW_ALIGNMENTS))
-            raise ValueError(f"row_alignment must be one of {known}; got {self.row_alignment!r}.")
-        self._set("row_alignment", int(self.row_alignment))
+            raise ValueError(f"row_alignment must be one of {known}; got {self.row_alignment}.")
         alignment, needed = self.group_alignment, self.token_format.layout.row_alignment
         if self.recv_capacity is None or self.recv_capacity % alignment == 0:
             return

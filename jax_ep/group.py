@@ -19,7 +19,8 @@ class EPGroup:
 
     Made by `ep_init`. Groups made with equal arguments are equal. One group serves many layers, and
     several groups may be open at once. As a context manager, it closes itself. Unpickling calls
-    `ep_init` with the same arguments, on the devices with the same ids.
+    `ep_init` with the same mesh, on devices with the same ids, axis, config and transport; also if
+    the pickled group was closed. An `exchange` is not pickled.
     """
 
     def __init__(self, connection: Connection) -> None:

@@ -32,6 +32,11 @@ class Payload:
     @classmethod
     def make(cls, operation: str, config: EPConfig, tokens: Any) -> Self:
         """From the `tokens` of a dispatch."""
+        if isinstance(tokens, tuple) and not isinstance(tokens, Quantized):
+            raise ValueError(
+                f"{operation}: tokens must be an array or jax_ep.Quantized(codes, scales); got a "
+                "tuple."
+            )
         if isinstance(tokens, Quantized):
             return cls._from_codes(operation, config, tokens)
         (tokens,) = checks.as_arrays(tokens)
@@ -143,4 +148,7 @@ def _check_narrow(
 ) -> None:
     """Requires whole vectors and blocks of tokens that have fewer elements than the group's."""
     checks.check_narrow_rows(operation, name, size, *n_bytes, token_format.payload_bytes(size))
-    token_format.check_hidden_size(size)
+    try:
+        token_format.check_hidden_size(size)
+    except ValueError as error:
+        raise ValueError(f"{operation}: {name}: {error}") from None

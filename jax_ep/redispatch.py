@@ -13,8 +13,9 @@ def redispatch(group: EPGroup, values: jax.Array, dispatched: Dispatched) -> jax
     """Sends another array along the routing of an earlier dispatch.
 
     Row i of the result belongs to row i of `dispatched.tokens`. Neither ids nor weights travel, and
-    no rows are assigned, so this is less work than a dispatch with the same ids. It is the
-    transpose of a `combine` without weights, which is its backward in turn.
+    no rows are assigned. It is the transpose of a `combine` without weights, which is its backward
+    in turn. On CPUs, XLA fills C rows with zeros first, so there a dispatch with the same ids may
+    take less time. For policies of `jax.checkpoint`, the result has the name `DISPATCH_NAME`.
 
     Args:
         group: the group of the dispatch.

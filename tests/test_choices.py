@@ -55,9 +55,22 @@ def test_ids_may_have_any_integer_dtype(dtype):
     np.testing.assert_array_equal(kept, keep_first(ids.astype(np.int32), 2))
 
 
-def test_a_negative_capacity_is_refused():
-    with pytest.raises(ValueError, match="capacity must not be negative; got -1"):
-        jax_ep.limit_choices(jnp.zeros((4, 2), jnp.int32), E, -1)
+@pytest.mark.parametrize("capacity", [-1, 1.25, True, float("nan"), None])
+def test_other_capacities_are_refused(capacity):
+    with pytest.raises(ValueError, match="limit_choices: capacity must be an integer, 0 or more; "):
+        jax_ep.limit_choices(jnp.zeros((4, 2), jnp.int32), E, capacity)
+
+
+@pytest.mark.parametrize("ids", [jnp.zeros((4, 2)), jnp.zeros((4, 2), bool), None])
+def test_ids_must_be_integers(ids):
+    with pytest.raises(ValueError, match="count_choices: topk_ids must be (integers|an array)"):
+        jax_ep.count_choices(ids, E)
+
+
+@pytest.mark.parametrize("n_experts", [-1, 8.0, "8"])
+def test_the_number_of_experts_must_be_a_count(n_experts):
+    with pytest.raises(ValueError, match="count_choices: n_experts must be an integer"):
+        jax_ep.count_choices(jnp.zeros((4, 2), jnp.int32), n_experts)
 
 
 @pytest.mark.parametrize("flags", [{}, *cases.FLAGS.values()], ids=["plain", *cases.FLAGS])

@@ -1,6 +1,7 @@
 """`redispatch`: another array in the rows of an earlier dispatch."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -101,6 +102,26 @@ def test_unused_rows_are_zero_on_request(transport):
         n_used = len(inputs.routed.rows[rank])
         assert rows[:n_used].any()
         assert not rows[n_used:].any()
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_checkpoint_policy_can_save_the_rows(saves):
+    group = group_of(SMALL, "host" if jax.default_backend() == "cpu" else "p2p")
+    names = [jax_ep.DISPATCH_NAME, jax_ep.COMBINE_NAME] if saves else []
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+
+    @functools.partial(jax.checkpoint, policy=policy)
+    def loss(tokens, topk_ids):
+        dispatched = jax_ep.dispatch(group, tokens, topk_ids)
+        rows = jax_ep.redispatch(group, tokens, dispatched)
+        return jnp.sum(jax_ep.combine(group, rows * rows, dispatched).astype(jnp.float32))
+
+    inputs = suite.make_inputs(SMALL)
+    run = on_mesh(group.mesh, lambda *x: jax.value_and_grad(loss)(*x))
+    text = run.lower(*put(group.mesh, inputs.tokens, inputs.topk_ids)).as_text()
+    # One redispatch, the gradient of combine, and a second redispatch unless its rows are kept.
+    assert text.count("@jax_ep_combine_grad(") == (2 if saves else 3)
 
 
 @pytest.mark.usefixtures("one_process")

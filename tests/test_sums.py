@@ -10,7 +10,17 @@ import cases
 import jax_ep
 import oracle
 import suite
-from harness import assert_same_bits, group_of, on_mesh, params, put, shards, skip_if_xla_crashes
+from harness import (
+    assert_same_bits,
+    assert_trees_equal,
+    each_node_by_itself,
+    group_of,
+    on_mesh,
+    params,
+    put,
+    shards,
+    skip_if_xla_crashes,
+)
 
 NODES = [(n_ranks, n_nodes) for n_ranks in (1, 2, 4, 8) for n_nodes in (1, 2, 4)]
 NODES = [(n_ranks, n_nodes) for n_ranks, n_nodes in NODES if n_ranks % n_nodes == 0]
@@ -106,3 +116,33 @@ def test_sums_on_several_nodes_are_other_sums():
     for i, one in enumerate(outs):
         for other in outs[:i]:
             assert np.mean(np.stack(one) != np.stack(other)) > 0.01
+
+
+@pytest.mark.parametrize("by_nodes", [False, True])
+@pytest.mark.parametrize("flags", [{}, cases.FLAGS["shared"]], ids=["plain", "shared"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_operands_are_rounded_where_they_are_computed(dtype, flags, by_nodes, transport):
+    """XLA may leave out the rounding of a number that the same program converts back."""
+    case = cases.SMALL[4].replace(
+        token_dtype=dtype, combine_dtype=dtype, n_nodes=2, weights="row", **flags
+    )
+    with each_node_by_itself(by_nodes):
+        group = group_of(case, transport)
+        mesh, inputs = group.mesh, suite.make_inputs(case)
+
+    def operands(tokens, topk_ids, topk_weights, factors):
+        rows = jax_ep.dispatch(group, tokens, topk_ids, topk_weights)
+        return rows.tokens * factors[:1], tokens * factors
+
+    def combine(tokens, topk_ids, topk_weights, expert_out, residual):
+        rows = jax_ep.dispatch(group, tokens, topk_ids, topk_weights)
+        return jax_ep.combine(group, expert_out, rows, residual=residual)
+
+    def fused(*arrays):
+        return combine(*arrays[:3], *operands(*arrays))
+
+    weights = [np.nan_to_num(each) for each in inputs.topk_weights]
+    arrays = put(mesh, inputs.tokens, inputs.topk_ids, weights, inputs.residual)
+    stored = on_mesh(mesh, operands)(*arrays)
+    wanted = on_mesh(mesh, combine)(*arrays[:3], *stored)
+    assert_trees_equal(mesh, on_mesh(mesh, fused)(*arrays), wanted, case.name)

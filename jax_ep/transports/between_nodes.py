@@ -15,6 +15,7 @@ from jax import lax
 
 from jax_ep.geometry import Geometry
 from jax_ep.routing import INVALID, NO_GROUP
+from jax_ep.transports.rounding import in_float32
 
 
 def _rails(geometry: Geometry) -> list[list[int]]:
@@ -195,7 +196,7 @@ def collect_sums(geometry: Geometry, node_sums: jax.Array, residual: jax.Array |
     """
     total = _sum_nodes(_collect(geometry, node_sums))
     if residual is not None:
-        total = total + residual.astype(jnp.float32)
+        total = total + in_float32(residual)
     return total.astype(node_sums.dtype)
 
 

@@ -38,6 +38,7 @@ from jax_ep.stats import RankStats
 from jax_ep.transports import between_nodes, bootstrap
 from jax_ep.transports.host import HostConnection
 from jax_ep.transports.p2p import P2pConnection
+from jax_ep.transports.rounding import in_float32
 
 
 @jax.tree_util.register_dataclass
@@ -244,7 +245,7 @@ _split_shared.defvjp(_split_shared_fwd, _split_shared_bwd)
 def _add_shared(sums: jax.Array, shared_rows: jax.Array) -> jax.Array:
     """`sums` `[T, H]` plus the shared expert's row of each of the first tokens."""
     n = shared_rows.shape[0]
-    total = sums[:n].astype(jnp.float32) + shared_rows.astype(jnp.float32)
+    total = in_float32(sums[:n]) + in_float32(shared_rows)
     return jnp.concatenate([total.astype(sums.dtype), sums[n:]])
 
 

@@ -21,6 +21,7 @@ from jax_ep.formats import QuantizedFormat
 from jax_ep.formats.scales import group_of
 from jax_ep.geometry import Geometry
 from jax_ep.operands import COMBINE_NAME, CombineOperands, DispatchOperands, DispatchResults
+from jax_ep.transports.rounding import in_float32, round_to
 
 _NO_ROW = -1
 
@@ -78,7 +79,7 @@ class XlaConnection(Connection):
             weights = _send_weights(geometry, topk_weights, rows, expert_out.shape[0])
         out = _sum_by_node(geometry, _sum_by_rank(geometry, expert_out, rows, weights))
         if operands.residual is not None:
-            out = out + operands.residual.astype(jnp.float32)
+            out = out + in_float32(operands.residual)
         out = out.astype(expert_out.dtype)
         if shared_rows is not None:
             out = _add_shared_expert(out, expert_out, shared_rows)
@@ -234,7 +235,7 @@ def _sum_by_rank(
     geometry: Geometry, expert_out: jax.Array, dst_rows: jax.Array, row_weights: jax.Array | None
 ) -> jax.Array:
     """`[R, T, H]`: each rank's sum of its rows of this rank's tokens, in k order, rounded."""
-    terms = expert_out.astype(jnp.float32)
+    terms = in_float32(expert_out)
     if row_weights is not None:
         terms = terms * row_weights[:, None]
 
@@ -243,7 +244,7 @@ def _sum_by_rank(
 
     zeros = jnp.zeros((*dst_rows.shape[:2], terms.shape[1]), terms.dtype)
     sums, _ = lax.scan(add, vary_alike((), zeros, terms)[0], jnp.moveaxis(dst_rows, 2, 0))
-    return _all_to_all(_round(sums, expert_out.dtype).astype(expert_out.dtype), geometry)
+    return _all_to_all(round_to(sums, expert_out.dtype).astype(expert_out.dtype), geometry)
 
 
 def _sum_by_node(geometry: Geometry, rank_sums: jax.Array) -> jax.Array:
@@ -251,37 +252,14 @@ def _sum_by_node(geometry: Geometry, rank_sums: jax.Array) -> jax.Array:
     sums, n_nodes = rank_sums.astype(jnp.float32), geometry.routed.n_nodes
     if n_nodes > 1:
         by_node = sums.reshape(n_nodes, -1, *sums.shape[1:])
-        sums = _round(_sum_in_order(by_node, axis=1), rank_sums.dtype)
+        sums = round_to(_sum_in_order(by_node, axis=1), rank_sums.dtype)
     return _sum_in_order(sums, axis=0)
-
-
-def _round(sums: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """float32 numbers, rounded to `dtype`.
-
-    XLA may leave out conversions to a smaller dtype and back, but not `reduce_precision`.
-    """
-    if dtype == jnp.bfloat16:
-        return lax.reduce_precision(sums, exponent_bits=8, mantissa_bits=7)
-    return _round_to_float16(sums) if dtype == jnp.float16 else sums
-
-
-@jax.custom_jvp
-def _round_to_float16(x: jax.Array) -> jax.Array:
-    """`reduce_precision` that keeps subnormals of float16, which are multiples of 2^-24."""
-    steps = lax.round(x * 2.0**24, lax.RoundingMethod.TO_NEAREST_EVEN)
-    normal = lax.reduce_precision(x, exponent_bits=5, mantissa_bits=10)
-    return jnp.where(jnp.abs(x) < 2.0**-14, steps * 2.0**-24, normal)
-
-
-@_round_to_float16.defjvp
-def _round_to_float16_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    return _round_to_float16(*primals), tangents[0]
 
 
 def _add_shared_expert(out: jax.Array, expert_out: jax.Array, shared_rows: jax.Array) -> jax.Array:
     """`out` `[T, H]` plus each token's row of the shared expert; -1 = none."""
     shared = _take(expert_out, _index(shared_rows, expert_out))
-    total = out.astype(jnp.float32) + shared.astype(jnp.float32)
+    total = in_float32(out) + in_float32(shared)
     # A token without such a row keeps its -0.
     return jnp.where((shared_rows >= 0)[:, None], total.astype(out.dtype), out)
 
