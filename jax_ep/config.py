@@ -72,9 +72,10 @@ class EPConfig:
             travels. dispatch selects the rows for this rank's experts; combine returns their
             contribution to each token, and the caller sums over ranks with `jax.lax.psum`. The
             shared expert's tokens are split over the ranks.
-        row_alignment: rows that each group of rows begins at a multiple of: 1, 4, 16, 32, 64, 128
-            or 256, for grouped matmuls that want such groups. A format may need more
-            (`group_alignment`). Groups are padded as `Dispatched` says.
+        row_alignment: each group of rows starts at a multiple of this many rows: 1, 4, 16, 32, 64,
+            128 or 256, for grouped matmuls that want such groups. A format may need more
+            (`group_alignment`, of which `recv_capacity` must be a multiple). Groups are padded as
+            `Dispatched` says.
         zero_unused_rows: rows that are not in use hold zeros in all arrays of `Dispatched` that
             have rows (-1 in `src_info`), and in the gradient of `expert_out`. Otherwise they are
             unspecified. For experts that reduce over all rows, or have gradients and mask nothing.

@@ -78,8 +78,8 @@ class Payload:
         n_tokens = math.prod(self.leading)
         if n_tokens > config.max_tokens_per_rank:
             raise ValueError(
-                f"{operation}: tokens must have at most "
-                f"max_tokens_per_rank={config.max_tokens_per_rank} rows; got {n_tokens}."
+                f"{operation}: there must be at most "
+                f"max_tokens_per_rank={config.max_tokens_per_rank} tokens; got {n_tokens}."
             )
         return self
 

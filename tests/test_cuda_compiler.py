@@ -36,6 +36,7 @@ def compiler(monkeypatch):
         "JAX_EP_CUTLASS_INCLUDE_DIR",
         "LIBRARY_PATH",
         "SKBUILD_CMAKE_DEFINE",
+        "JAX_EP_CUDA",
     ):
         monkeypatch.setenv(name, "")  # so that what the tests set is undone
         monkeypatch.delenv(name)
@@ -143,6 +144,8 @@ def test_the_mode_is_found_wherever_it_may_be_set(compiler, monkeypatch):
         return compiler.requested(compiler.cmake_definitions(config_settings))
 
     assert mode() == "AUTO"
+    monkeypatch.setenv("JAX_EP_CUDA", "on")
+    assert mode() == "ON"
     monkeypatch.setenv("SKBUILD_CMAKE_DEFINE", "A=1;JAX_EP_CUDA=OFF")
     assert mode() == "OFF"
     assert mode({"skbuild.cmake.define.JAX_EP_CUDA": "ON"}) == "ON"

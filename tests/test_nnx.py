@@ -371,11 +371,28 @@ def test_meshes_with_explicit_axes_work():
             {"config": {"fused_shared_expert": True}, "shared_size": S},
             "shared_size must be expert_size with fused_shared_expert; got shared_size=64",
         ),
+        (
+            {"config": {"token_format": jax_ep.BF16()}},
+            "combine_dtype=float32, but token_format carries bfloat16. Change one",
+        ),
+        ({"config": {"combine_dtype": jnp.bfloat16}}, "token_format carries float32"),
+        ({"fp8_matmuls": True}, "fp8_matmuls needs the token_format BlockwiseFP8"),
     ],
 )
 def test_arguments_are_checked(options, message):
     with pytest.raises(ValueError, match=message):
         make_layer("xla", axes={"dp": 2, "ep": 4}, **options)
+
+
+def test_a_call_must_fit_the_mesh_and_the_group():
+    layer = make_layer("xla")
+    with pytest.raises(ValueError, match="a multiple of 4, the shards .* Pad the tokens"):
+        layer(make_tokens((3, LENGTH, H)))
+    layer.group = open_group("xla", {"ep": 4}, n_experts=8)
+    with pytest.raises(
+        ValueError, match=r"layer's experts: \[H, E\] = \[128, 16\]; got \[128, 8\]"
+    ):
+        layer(make_tokens())
 
 
 def test_update_bias_needs_a_bias():

@@ -145,9 +145,14 @@ def requested(definitions: Mapping[str, str]) -> str:
 
 
 def cmake_definitions(config_settings: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """The variables that the user defines for CMake, where scikit-build-core looks for them."""
+    """The variables that the user defines for CMake, where scikit-build-core looks for them.
+
+    JAX_EP_CUDA may be an environment variable, too; all others override it.
+    """
     pairs = [p.partition("=") for p in os.environ.get("SKBUILD_CMAKE_DEFINE", "").split(";")]
-    definitions = {name: value for name, _, value in pairs}
+    mode = os.environ.get("JAX_EP_CUDA")
+    definitions = {"JAX_EP_CUDA": mode} if mode else {}
+    definitions |= {name: value for name, _, value in pairs}
     for key, value in _without_prefix(config_settings).items():
         if key.startswith("cmake.define."):
             definitions[key.removeprefix("cmake.define.")] = str(value)

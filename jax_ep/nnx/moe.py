@@ -1,5 +1,6 @@
 """MoE: a Flax NNX module of a Mixture-of-Experts layer with its experts spread over a group."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import P
 
+from jax_ep.formats import BlockwiseFP8, Plain
 from jax_ep.group import EPGroup
 from jax_ep.nnx.forward import Forward, MoEReport
 from jax_ep.router import RouterConfig, update_bias
@@ -90,6 +92,7 @@ class MoE(nnx.Module):
         self.token_axes = _token_axes(group, token_axes)
         self.fsdp_axes = _fsdp_axes(group, self.token_axes, fsdp_axis)
         self.fp8_matmuls = fp8_matmuls
+        _check_formats(group, expert_size if fp8_matmuls else None)
         init = _by_expert(kernel_init or nnx.initializers.lecun_normal())
 
         def param(shape: tuple[int, ...], *spec: Axes) -> nnx.Param:
@@ -121,6 +124,7 @@ class MoE(nnx.Module):
             The output, in the shape and dtype of `tokens`, and the report.
         """
         group, by_token = self.group, P(self.token_axes)
+        self._check_call(tokens)
         forward = Forward(
             group=group,
             router=self.router_config,
@@ -157,6 +161,23 @@ class MoE(nnx.Module):
             raise ValueError("update_bias: the layer must have a bias; create it with router_bias.")
         self.router_bias[...] = update_bias(self.router_bias[...], expert_load, rate)
 
+    def _check_call(self, tokens: jax.Array) -> None:
+        """Requires tokens that the mesh's shards divide, and a group that the parameters fit."""
+        mesh, config = self.group.mesh, self.group.config
+        n_shards = math.prod(mesh.shape[name] for name in self.token_axes)
+        if tokens.shape[0] % n_shards:
+            raise ValueError(
+                f"nnx.MoE: the first dimension of tokens must be a multiple of {n_shards}, the "
+                f"shards along {self.token_axes}; got {tokens.shape}. Pad the tokens, with a mask "
+                "that is False for the padding."
+            )
+        shape = config.hidden_size, config.n_experts
+        if self.router.shape != shape:
+            raise ValueError(
+                f"nnx.MoE: the group must have the layer's experts: [H, E] = "
+                f"{list(self.router.shape)}; got {list(shape)}."
+            )
+
     def _weights(self) -> dict[str, jax.Array]:
         """The arrays that a call uses, in the dtypes that it computes in."""
         dtype = self.group.config.combine_dtype
@@ -167,6 +188,25 @@ class MoE(nnx.Module):
         if self.router_bias is not None:
             weights["router_bias"] = self.router_bias[...]
         return weights
+
+
+def _check_formats(group: EPGroup, fp8_size: int | None) -> None:
+    """Requires formats that the experts' matmuls take; `fp8_size`: F, if those are in FP8."""
+    token_format, dtype = group.config.token_format, group.config.combine_dtype
+    if isinstance(token_format, Plain) and token_format.row_dtype != dtype:
+        raise ValueError(
+            f"nnx.MoE: experts multiply in combine_dtype={dtype.name}, but token_format carries "
+            f"{token_format.row_dtype.name}. Change one of them: token_format=Plain({dtype.name}), "
+            f"or combine_dtype={token_format.row_dtype.name}."
+        )
+    if fp8_size is None:
+        return
+    if not isinstance(token_format, BlockwiseFP8) or fp8_size % token_format.block_size:
+        raise ValueError(
+            "nnx.MoE: fp8_matmuls needs the token_format BlockwiseFP8 and an expert_size that is a "
+            f"multiple of {BlockwiseFP8.block_size}; got {token_format.name} and "
+            f"expert_size={fp8_size}."
+        )
 
 
 def _token_axes(group: EPGroup, given: Axes) -> tuple[str, ...]:
