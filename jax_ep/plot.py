@@ -78,6 +78,6 @@ def _names(ranks: Sequence[RankStats]) -> list[str]:
 
 def _draw(axes: Axes, matrix: np.ndarray, names: list[str], title: str, columns: str) -> None:
     image = axes.imshow(matrix, aspect="auto", vmin=0, interpolation="nearest")
-    axes.set(title=title, xlabel=columns, ylabel="rank")
+    axes.set(title=title, xlabel=columns, ylabel="replica: rank" if ":" in names[0] else "rank")
     axes.set_yticks(range(len(names)), names)
     axes.figure.colorbar(image, ax=axes)

@@ -123,6 +123,7 @@ def test_the_traffic_figure_shows_the_stats(group, tmp_path):
         np.testing.assert_allclose(matrix, waits)
     labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
     assert labels == [f"{replica}: {rank}" for replica in range(DP) for rank in range(R)]
+    assert figure.axes[0].get_ylabel() == "replica: rank"
     figure.savefig(tmp_path / "traffic.png")
     assert (tmp_path / "traffic.png").stat().st_size > 1000
 
