@@ -18,6 +18,7 @@ from harness import (
     params,
     put,
     shards,
+    skip_if_xla_crashes,
 )
 
 CASES = [
@@ -36,6 +37,7 @@ def quantize(group, tokens, scale):
 
 def check_fields(case, transport, is_async=False, **sizes) -> None:
     """Compares every field with the oracle, in bits."""
+    skip_if_xla_crashes(case)
     group = group_of(case, transport, make_mesh(case.n_ranks), **sizes)
     scale = None if case.input_scale is None else jnp.float32(case.input_scale)
 
