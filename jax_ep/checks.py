@@ -78,8 +78,8 @@ def check_per_token(
     check_array(operation, name, x, (*leading, size), letters, *dtypes)
 
 
-# Rows that are narrower than the group's fill vectors of this size.
-_VECTOR_BYTES = 16
+# Bytes of one access in the kernels. Rows that are narrower than the group's fill such vectors.
+VECTOR_BYTES = 16
 
 
 def row_size(rows: Any, hidden_size: int) -> int:
@@ -90,11 +90,11 @@ def row_size(rows: Any, hidden_size: int) -> int:
 
 def check_narrow_rows(operation: str, name: str, n_elements: int, *n_bytes: int) -> None:
     """Requires whole vectors of rows that have fewer elements than the group's."""
-    if n_elements == 0 or any(size % _VECTOR_BYTES for size in n_bytes):
+    if n_elements == 0 or any(size % VECTOR_BYTES for size in n_bytes):
         sizes = " and ".join(map(str, dict.fromkeys(n_bytes)))
         raise ValueError(
             f"{operation}: {name} with fewer elements than hidden_size must take a multiple of "
-            f"{_VECTOR_BYTES} bytes per row; got {n_elements} elements, {sizes} bytes."
+            f"{VECTOR_BYTES} bytes per row; got {n_elements} elements, {sizes} bytes."
         )
 
 

@@ -26,7 +26,7 @@ def count_choices(topk_ids: jax.Array, n_experts: int) -> jax.Array:
         ValueError: `topk_ids` are not integers, or `n_experts` is no count. While tracing.
     """
     experts, is_expert = _experts("count_choices", topk_ids, n_experts)
-    return jnp.zeros(n_experts, jnp.int32).at[experts].add(is_expert.astype(jnp.int32), mode="drop")
+    return _count(experts, is_expert, n_experts)
 
 
 def limit_choices(topk_ids: jax.Array, n_experts: int, capacity: int) -> jax.Array:
@@ -57,7 +57,7 @@ def limit_choices(topk_ids: jax.Array, n_experts: int, capacity: int) -> jax.Arr
     experts, is_expert = _experts("limit_choices", topk_ids, n_experts)
     order = jnp.argsort(experts, stable=True)
     position = jnp.zeros_like(experts).at[order].set(jnp.arange(experts.size, dtype=jnp.int32))
-    counts = count_choices(topk_ids, n_experts)
+    counts = _count(experts, is_expert, n_experts)
     first = jnp.cumsum(counts, dtype=jnp.int32) - counts  # position of each expert's first choice
     is_dropped = is_expert & (position - first.at[experts].get(mode="clip") >= capacity)
     (ids,) = as_arrays(topk_ids)
@@ -73,6 +73,11 @@ def _experts(operation: str, topk_ids: Any, n_experts: int) -> tuple[jax.Array, 
     ids = lax.stop_gradient(as_int32(ids)).reshape(-1)
     is_expert = (ids >= 0) & (ids < n_experts)
     return jnp.where(is_expert, ids, n_experts), is_expert
+
+
+def _count(experts: jax.Array, is_expert: jax.Array, n_experts: int) -> jax.Array:
+    counts = jnp.zeros(n_experts, jnp.int32)
+    return counts.at[experts].add(is_expert.astype(jnp.int32), mode="drop")
 
 
 def _as_count(operation: str, name: str, value: Any) -> int:

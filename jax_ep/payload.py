@@ -15,10 +15,10 @@ from jax import lax
 from jax_ep import checks
 from jax_ep.config import EPConfig
 from jax_ep.formats import Plain, Quantized, QuantizedFormat, TokenFormat
+from jax_ep.rows import in_use
 
 # Words are numbers that nothing computes with. XLA:CPU converts bfloat16, but not float32.
 _WORDS = Plain(jnp.float32)
-_ROW_BYTES = 16  # rows of words fill vectors of this size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,9 +106,8 @@ def unpack(
     codes = _from_bytes(data[:, :end], token_format.row_dtype)
     assert token_format.scale_dtype is not None
     scales = data[:, end : end + n_scales * token_format.scale_dtype.itemsize]
-    row = jnp.arange(words.shape[0], dtype=row_offsets.dtype)
     # A block of atoms also has scales of rows that are not in use.
-    scales = jnp.where((row < row_offsets[-1])[:, None], scales, jnp.uint8(0))
+    scales = jnp.where(in_use(row_offsets, words.shape[0]), scales, jnp.uint8(0))
     by_row = _from_bytes(scales, token_format.scale_dtype)
     return Quantized(codes, token_format.layout.place(by_row, row_offsets))
 
@@ -116,7 +115,7 @@ def unpack(
 def _pack(codes: jax.Array, scales: jax.Array) -> jax.Array:
     """`float32[..., W]`: the bytes of codes, then of scales, then zeros."""
     data = jnp.concatenate([_as_bytes(codes), _as_bytes(scales)], axis=-1)
-    rest = -data.shape[-1] % _ROW_BYTES
+    rest = -data.shape[-1] % checks.VECTOR_BYTES
     data = jnp.pad(data, [*[(0, 0)] * (data.ndim - 1), (0, rest)])
     return _from_bytes(data, jnp.float32)
 

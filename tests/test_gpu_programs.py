@@ -355,3 +355,17 @@ def test_quantization_adds_no_custom_call(name, mesh, make_group) -> None:
 
     (steps,) = computations(compiled(mesh, body, case=case))
     assert our_steps(steps) == [CHECK, "jax_ep_dispatch", "jax_ep_fused_silu"]
+
+
+def test_redispatch_is_one_kernel_and_fills_no_rows(mesh, make_group) -> None:
+    """Its third operand has the type of the rows, but is memory that nothing writes or reads."""
+    group = make_group(config_of(CASE))
+
+    def body(tokens, topk_ids):
+        dispatched = jax_ep.dispatch(group, tokens, topk_ids)
+        return jax_ep.redispatch(group, tokens, dispatched)
+
+    program = compiled(mesh, body)
+    (steps,) = computations(program)
+    assert our_steps(steps) == [CHECK, "jax_ep_dispatch", "jax_ep_combine_grad"]
+    assert "broadcast" not in program.as_text()

@@ -5,13 +5,12 @@ import json
 import warnings
 from collections.abc import Iterator, Sequence
 
+from jax_ep.checks import VECTOR_BYTES
 from jax_ep.config import EPConfig
 from jax_ep.exchange import Exchange
 from jax_ep.geometry import Geometry, MeshCoordinate
 from jax_ep.xla_ffi import extension
 
-# Bytes of one access in the kernels.
-VECTOR_BYTES = 16
 # How long close() waits for a peer, which may be dead.
 _MAX_CLOSE_S = 10.0
 

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from jax_ep import autodiff
+from jax_ep.checks import VECTOR_BYTES
 from jax_ep.connection import FfiConnection
 from jax_ep.exchange import Exchange
 from jax_ep.formats.scales import NO_SCALES, ROW_MAJOR
@@ -37,7 +38,7 @@ class P2pConnection(FfiConnection):
     """CUDA kernels that store into the memory of the host's other GPUs."""
 
     name = "p2p"
-    min_row_elements = bootstrap.VECTOR_BYTES // 4
+    min_row_elements = VECTOR_BYTES // 4
 
     @classmethod
     def unsupported_reason(cls, geometry: Geometry, exchange: Exchange) -> str | None:
@@ -153,6 +154,6 @@ def _unsupported_size(geometry: Geometry) -> str | None:
     if geometry.within_nodes and config.group_alignment > 1:
         return f"inside nodes, row_alignment must be 1; got {config.row_alignment}."
     for row_bytes in bootstrap.row_bytes(config):
-        if row_bytes % bootstrap.VECTOR_BYTES:
-            return f"a row must be a multiple of {bootstrap.VECTOR_BYTES} bytes; got {row_bytes}."
+        if row_bytes % VECTOR_BYTES:
+            return f"a row must be a multiple of {VECTOR_BYTES} bytes; got {row_bytes}."
     return None
