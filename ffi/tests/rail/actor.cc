@@ -47,6 +47,25 @@ void Actor::PutWord(int to, bool over_rail, size_t word, uint64_t value) {
   net().Send(std::move(put));
 }
 
+bool Actor::HasRoomForMessage(int64_t stream, int64_t item) {
+  const int64_t credits = Counter(plan_.memory.message_credits, stream);
+  return plan_.node.HasRoom(item, credits) || Has(Fault::kNoMessageCredits);
+}
+
+void Actor::PutMessage(int source, int to, int64_t item, uint32_t token,
+                       std::vector<uint8_t> message) {
+  const NodeMemory& memory = plan_.memory;
+  Put put{};
+  put.from = rank_;
+  put.to = to;
+  put.word = PlaceWord(memory.arrived, source, plan_.node, item);
+  put.value = StreamWord(plan_.node, item, token);
+  put.n_bytes = message.size();
+  put.target = RailPlan::At(memory.messages, source, plan_.node, item, plan_.tile.message_bytes);
+  put.bytes = std::move(message);
+  net().Send(std::move(put));
+}
+
 void Actor::ReturnCredits(const Stream& stream, int64_t n_taken, int to, bool over_rail,
                           size_t word) {
   const int64_t credits = stream.CreditsDue(n_taken);

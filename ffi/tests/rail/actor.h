@@ -98,6 +98,11 @@ class Actor {
   }
   // A word without data.
   void PutWord(int to, bool over_rail, size_t word, uint64_t value);
+  // Whether a rank of this node has a place for a message; `stream` is that of a node's tokens to
+  // it.
+  bool HasRoomForMessage(int64_t stream, int64_t item);
+  // Stores a message from `source` to a rank of this node.
+  void PutMessage(int source, int to, int64_t item, uint32_t token, std::vector<uint8_t> message);
   // Returns credits of a stream of which `n_taken` items have been taken in all calls.
   void ReturnCredits(const Stream& stream, int64_t n_taken, int to, bool over_rail, size_t word);
   // Whether the credits of all earlier items of a stream have been returned.

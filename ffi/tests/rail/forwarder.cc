@@ -114,27 +114,15 @@ class Forwarder : public Actor {
   }
 
   Step ForwardMessage(const uint8_t* tile, const uint8_t* message) {
-    const NodeMemory& memory = plan_.memory;
     const int source = RankAt(from_, index_), to = RankAt(node_, to_);
     const int64_t stream = RankAt(from_, to_);  // of that node's tokens, to that rank
     uint32_t first_slot;
     std::memcpy(&first_slot, tile + to_ * sizeof(first_slot), sizeof(first_slot));
     const int64_t slot = first_slot + n_sent_in_tile_[to_];
-    const int64_t item = Counter(memory.sent_messages, stream) + slot;
-    const auto credits =
-        static_cast<int64_t>(net().NodeWord(rank_, WordAt(memory.message_credits, stream)));
-    if (!plan_.node.HasRoom(item, credits) && !Has(Fault::kNoMessageCredits)) {
-      return WaitFor("dispatch, credits for a message", to);
-    }
-    Put put{};
-    put.from = rank_;
-    put.to = to;
-    put.word = PlaceWord(memory.arrived, source, plan_.node, item);
-    put.value = StreamWord(plan_.node, item, tile_ * tile_tokens() + token_in_tile_);
-    put.n_bytes = plan_.tile.message_bytes;
-    put.target = RailPlan::At(memory.messages, source, plan_.node, item, plan_.tile.message_bytes);
-    put.bytes.assign(message, message + put.n_bytes);
-    net().Send(std::move(put));
+    const int64_t item = Counter(plan_.memory.sent_messages, stream) + slot;
+    if (!HasRoomForMessage(stream, item)) return WaitFor("dispatch, credits for a message", to);
+    PutMessage(source, to, item, tile_ * tile_tokens() + token_in_tile_,
+               {message, message + plan_.tile.message_bytes});
     ++n_sent_in_tile_[to_];
     ++n_sent_[stream];
     ++to_;

@@ -173,26 +173,14 @@ class Sender : public Actor {
   }
 
   Step SendMessage(int token, int index) {
-    const NodeMemory& memory = plan_.memory;
     const int to = RankAt(node_, index);
     const int64_t stream = RankAt(node_, index);  // of the own node's tokens, to that rank
-    const int64_t item =
-        Counter(memory.sent_messages, stream) + first_slots_[tile_][to] + n_sent_in_tile_[index];
-    const auto credits =
-        static_cast<int64_t>(net().NodeWord(rank_, WordAt(memory.message_credits, stream)));
-    if (!plan_.node.HasRoom(item, credits) && !Has(Fault::kNoMessageCredits)) {
-      return WaitFor("dispatch, credits for a message", to);
-    }
-    Put put{};
-    put.from = rank_;
-    put.to = to;
-    put.word = PlaceWord(memory.arrived, rank_, plan_.node, item);
-    put.value = StreamWord(plan_.node, item, token);
-    put.n_bytes = plan_.tile.message_bytes;
-    put.target = RailPlan::At(memory.messages, rank_, plan_.node, item, plan_.tile.message_bytes);
-    put.bytes.resize(put.n_bytes);
-    WriteMessage(token, put.bytes.data());
-    net().Send(std::move(put));
+    const int64_t item = Counter(plan_.memory.sent_messages, stream) + first_slots_[tile_][to] +
+                         n_sent_in_tile_[index];
+    if (!HasRoomForMessage(stream, item)) return WaitFor("dispatch, credits for a message", to);
+    std::vector<uint8_t> message(plan_.tile.message_bytes);
+    WriteMessage(token, message.data());
+    PutMessage(rank_, to, item, token, std::move(message));
     ++n_sent_in_tile_[index];
     ++to_;
     return Step::kAdvanced;
