@@ -12,6 +12,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 HEADERS, CMAKE = "nvidia-cutlass==4.2.*", "cmake>=4.1"
+NVSHMEM = "nvidia-nvshmem-cu13==3.4.5"
 TOOLKIT = "cuda-toolkit[nvcc,crt,nvvm,cudart,cccl]==13.0.*"
 PARTS = [
     "bin/nvcc",
@@ -34,6 +35,7 @@ def compiler(monkeypatch):
         "CUDACXX",
         "CUDA_PATH",
         "JAX_EP_CUTLASS_INCLUDE_DIR",
+        "JAX_EP_NVSHMEM_DIR",
         "LIBRARY_PATH",
         "SKBUILD_CMAKE_DEFINE",
         "JAX_EP_CUDA",
@@ -97,7 +99,11 @@ DECISIONS = [
     ("OFF", NEW, True, "none"),
     ("OFF", OLD, True, "none"),
 ]
-REQUIREMENTS = {"none": [], "nvcc": [HEADERS, CMAKE], "wheels": [HEADERS, CMAKE, TOOLKIT]}
+REQUIREMENTS = {
+    "none": [],
+    "nvcc": [HEADERS, CMAKE, NVSHMEM],
+    "wheels": [HEADERS, CMAKE, NVSHMEM, TOOLKIT],
+}
 
 
 @pytest.mark.parametrize("mode, nvcc, driver, expected", DECISIONS)
@@ -163,7 +169,15 @@ def test_variables_may_name_the_compiler(compiler, monkeypatch, tmp_path, variab
 
 def test_headers_of_ones_own_are_not_required(compiler, monkeypatch):
     monkeypatch.setenv("JAX_EP_CUTLASS_INCLUDE_DIR", "/headers")
+    assert compiler.requirements(settings("ON")) == [CMAKE, NVSHMEM, TOOLKIT]
+    monkeypatch.setenv("JAX_EP_NVSHMEM_DIR", "/nvshmem")
     assert compiler.requirements(settings("ON")) == [CMAKE, TOOLKIT]
+
+
+def test_nvshmem_is_that_of_the_compiler(compiler, monkeypatch, tmp_path):
+    write_nvcc(tmp_path, "12.9")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert NVSHMEM.replace("cu13", "cu12") in compiler.requirements(settings("ON"))
 
 
 def test_a_named_compiler_must_exist_and_be_new_enough(compiler, monkeypatch, tmp_path):
@@ -282,7 +296,7 @@ def test_the_backend_adds_to_scikit_build_core(compiler, monkeypatch):
     monkeypatch.delitem(sys.modules, "build_backend")
     for kind in ("wheel", "editable"):
         required = getattr(backend, f"get_requires_for_build_{kind}")(settings("on"))
-        assert required == ["ninja", HEADERS, CMAKE, TOOLKIT]
+        assert required == ["ninja", HEADERS, CMAKE, NVSHMEM, TOOLKIT]
         assert getattr(backend, f"get_requires_for_build_{kind}")() == ["ninja"]
         built = getattr(backend, f"build_{kind}")("folder", None, "metadata")
         assert built == ("folder", settings("OFF"), "metadata")

@@ -69,18 +69,20 @@ def forget_groups() -> None:
 
 @pytest.fixture(scope="module")
 def by_nodes(request):
-    """The fast transport of the platform, inside nodes."""
+    """The fast transport of the platform, inside nodes; or `nvshmem`, if asked for."""
+    option = request.config.option
+    fast = "p2p" if option.gpu else "host"
     forget_groups()
     with harness.each_node_by_itself():
-        yield "p2p" if request.config.option.gpu else "host"
+        yield "nvshmem" if option.transports == "nvshmem" else fast
     forget_groups()
 
 
 def skip_if_unsupported(case, transport: str) -> None:
     """Skips formats that `p2p` does not have inside nodes."""
     layout = harness.format_of(case).layout.name
-    if transport == "p2p" and layout not in ("none", "row_major"):
-        pytest.skip(f"p2p inside nodes has no scales in {layout}")
+    if transport != "host" and layout not in ("none", "row_major"):
+        pytest.skip(f"{transport} has no scales in {layout} inside nodes")
 
 
 def test_nodes_are_served_by_themselves(by_nodes):

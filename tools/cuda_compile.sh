@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Compiles every CUDA source to an object with nvcc, for the architectures in CUDA_ARCHS, two at a
 # time. Needs no GPU. Takes nvcc from CUDACXX, PATH or CUDA_HOME; if there is none, installs the CUDA
-# toolkit's wheels from the package index into build/cuda-venv. Takes the headers of CUTLASS from
-# JAX_EP_CUTLASS_INCLUDE_DIR or .venv, or installs them into build/cutlass.
+# toolkit's wheels from the package index into build/cuda-venv. Takes the headers of CUTLASS and of
+# NVSHMEM from JAX_EP_CUTLASS_INCLUDE_DIR and JAX_EP_NVSHMEM_DIR, or .venv, or installs them into
+# build/cuda-headers.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -29,18 +30,19 @@ find_nvcc() {
   compgen -G "$PWD/$venv/lib/python3*/site-packages/nvidia/cu13/bin/nvcc"
 }
 
-find_cutlass() {
-  local headers=cutlass_library/source/include python=${PYTHON:-python3}
-  if [[ -n ${JAX_EP_CUTLASS_INCLUDE_DIR:-} ]]; then
-    echo "$JAX_EP_CUTLASS_INCLUDE_DIR"
-  elif ! compgen -G ".venv/lib/python3*/site-packages/$headers"; then
-    if [[ ! -d build/cutlass/$headers ]]; then
-      mkdir -p build/cutlass
-      "$python" tools/requirements.py --cuda ON > build/cutlass/requirements.txt || return
-      "$python" -m pip install --quiet --no-deps --target build/cutlass \
-        -r build/cutlass/requirements.txt >&2 || return
+# find_headers GIVEN FOLDER: prints GIVEN or, if that is empty, FOLDER where it is installed.
+find_headers() {
+  local folder=$2 python=${PYTHON:-python3} target=build/cuda-headers
+  if [[ -n $1 ]]; then
+    echo "$1"
+  elif ! compgen -G ".venv/lib/python3*/site-packages/$folder"; then
+    if [[ ! -d $target/$folder ]]; then
+      mkdir -p $target
+      "$python" tools/requirements.py --cuda ON > $target/requirements.txt || return
+      "$python" -m pip install --quiet --no-deps --target $target \
+        -r $target/requirements.txt >&2 || return
     fi
-    echo "build/cutlass/$headers"
+    echo "$target/$folder"
   fi
 }
 
@@ -54,6 +56,7 @@ compile() {
       [[ " $archs" == *" 90"* ]] || return 0
       archs=90a
       ;;
+    */nvshmem/*) flags+=(-rdc=true -isystem "$nvshmem/include") ;;
     */matmul/*) archs=$(tr ' ' '\n' <<< "$archs" | grep -v ^90) || archs=90 ;;
   esac
   for arch in $archs; do
@@ -65,9 +68,10 @@ compile() {
 }
 
 nvcc=$(find_nvcc)
-cutlass=$(find_cutlass)
+cutlass=$(find_headers "${JAX_EP_CUTLASS_INCLUDE_DIR:-}" cutlass_library/source/include)
+nvshmem=$(find_headers "${JAX_EP_NVSHMEM_DIR:-}" nvidia/nvshmem)
 CUDA_ARCHS=${CUDA_ARCHS:-80 90 100f}
-export nvcc cutlass CUDA_ARCHS
+export nvcc cutlass nvshmem CUDA_ARCHS
 export -f compile
 mkdir -p build/cuda-compile
 printf '%s\n' "${sources[@]}" | xargs -P 2 -I {} bash -euo pipefail -c "compile {}"

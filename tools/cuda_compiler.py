@@ -60,6 +60,7 @@ class Plan:
 
     compiler: Literal["none", "nvcc", "wheels"]
     message: str
+    cuda: tuple[int, int] | None = None  # version of the compiler
 
 
 def plan(config_settings: Mapping[str, Any] | None = None) -> Plan:
@@ -85,7 +86,7 @@ def decide(mode: str, nvcc: Nvcc | None, driver: Driver | None) -> Plan:
             "CUDA kernels: `-C cmake.define.JAX_EP_CUDA=ON`",
         )
     if nvcc is not None and nvcc.is_usable:
-        return Plan("nvcc", f"building the CUDA kernels with {nvcc}")
+        return Plan("nvcc", f"building the CUDA kernels with {nvcc}", nvcc.version)
     if nvcc is not None and nvcc.named:
         raise SystemExit(
             f"CUDACXX or CMAKE_CUDA_COMPILER must name an nvcc of CUDA {dotted(OLDEST_NVCC)} or "
@@ -103,15 +104,17 @@ def decide(mode: str, nvcc: Nvcc | None, driver: Driver | None) -> Plan:
     message = f"building the CUDA kernels with nvcc {dotted(toolkit)} from the toolkit's wheels"
     if nvcc is not None:
         message += f", because {nvcc} is not of {dotted(OLDEST_NVCC)} or later"
-    return Plan("wheels", message)
+    return Plan("wheels", message, toolkit)
 
 
 def requirements(config_settings: Mapping[str, Any] | None = None) -> list[str]:
     """What the build requires beyond pyproject.toml's list, to compile the kernels."""
     found = plan(config_settings)
-    if found.compiler == "none":
+    if found.cuda is None:
         return []
     needed = dependency_group("cuda-build")
+    if not os.environ.get("JAX_EP_NVSHMEM_DIR"):
+        needed += dependency_group(f"nvshmem-cu{found.cuda[0]}")
     if os.environ.get("JAX_EP_CUTLASS_INCLUDE_DIR"):
         needed = [r for r in needed if not r.startswith("nvidia-cutlass")]
     return needed + (dependency_group("cuda-toolkit") if found.compiler == "wheels" else [])

@@ -56,6 +56,8 @@ enum class Phase : uint32_t {
   kDots,             // the backward of combine: gradients of weights
   kWrongMesh,        // the program runs on another mesh than the group; `peer` is the program's
                      // coordinate
+  kTile,             // between nodes: rows of the rank of this index on node `peer`
+  kTileTaken,        // between nodes: that it has taken earlier rows
 };
 
 // A failure as one word in mapped host memory; 0 = no failure.

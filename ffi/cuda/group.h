@@ -39,6 +39,14 @@ struct GroupConfig {
 // Fails unless every device reaches every other one by loads and stores.
 Status CheckPeerAccess(const std::vector<int>& devices);
 
+// Where a rank's kernels report that a call has failed (device/failure.cuh), for kernels that are
+// not the group's own.
+struct FailureWords {
+  uint32_t* failed;   // in device memory; nonzero: calls do nothing from now on
+  uint64_t* failure;  // Failure::ToWord() in mapped host memory
+  int64_t timeout_ns;
+};
+
 // In place of a device: the rank belongs to another process of this host.
 constexpr int kElsewhere = -1;
 
@@ -82,6 +90,8 @@ class RankGroup {
 
   // Fails if a call of `rank` has failed; says which peer did not answer, in which phase.
   Status CheckFailure(int rank) const;
+
+  FailureWords Failures(int rank) const;
 
   // Counters of the calls of `rank` that have ended. Waits for no call.
   Status Stats(int rank, RankStats* stats) const;

@@ -34,6 +34,10 @@ const char* Describe(Phase phase) {
       return "the backward of combine: a cotangent";
     case Phase::kDots:
       return "the backward of combine: the gradient of a weight";
+    case Phase::kTile:
+      return "rows for this rank";
+    case Phase::kTileTaken:
+      return "that it takes earlier rows of this rank";
   }
   return "unknown phase";
 }
@@ -101,10 +105,23 @@ Status RankGroup::CheckFailure(int rank) const {
          << " in the function's mesh. Call ep_init with that mesh.";
     return FailedPrecondition(text.str());
   }
+  if (failure.phase == Phase::kTile || failure.phase == Phase::kTileTaken) {
+    text << "rank " << rank << " of its node waited " << config_.timeout_s
+         << " s for the rank of the same index on node " << failure.peer
+         << " (exchange between nodes: " << Describe(failure.phase) << ", item " << failure.epoch
+         << "). Has that rank stopped, or does it run a different program?";
+    return DeadlineExceeded(text.str());
+  }
   text << "rank " << rank << " waited " << config_.timeout_s << " s for rank " << failure.peer
        << " (" << Describe(failure.phase) << ", epoch " << failure.epoch << "). Has rank "
        << failure.peer << " stopped, or does it run a different program?";
   return DeadlineExceeded(text.str());
+}
+
+FailureWords RankGroup::Failures(int rank) const {
+  uint8_t* const failed = ranks_[rank].workspace + map_.failed.offset;
+  return {reinterpret_cast<uint32_t*>(failed), ranks_[rank].failure,
+          static_cast<int64_t>(config_.timeout_s * 1e9)};
 }
 
 std::vector<uint64_t> RankGroup::BufferAddresses(int rank) const {

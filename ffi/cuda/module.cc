@@ -15,6 +15,10 @@
 #include "rank_stats_dict.h"
 #include "token_format_dicts.h"
 
+#ifdef JAX_EP_NVSHMEM
+#include "nvshmem/bindings.h"
+#endif
+
 namespace nb = nanobind;
 
 namespace jax_ep::p2p {
@@ -38,6 +42,9 @@ nb::dict Targets() {
   add("jax_ep_fused_silu", CudaFusedSilu);
 #ifdef JAX_EP_CUTLASS
   add("jax_ep_grouped_matmul", CudaMatmul);
+#endif
+#ifdef JAX_EP_NVSHMEM
+  add("jax_ep_rail", CudaRail);
 #endif
   add("jax_ep_check", CudaCheck);
   add("jax_ep_dispatch_alloc", CudaDispatchAlloc);
@@ -186,6 +193,9 @@ NB_MODULE(_ffi_cuda, module) {
   module.def("host_identity", &HostIdentity, "A string that identifies this host.");
   DefineSetup(module);
   DefineQueries(module);
+#ifdef JAX_EP_NVSHMEM
+  rail::DefineRails(module);
+#endif
 }
 
 }  // namespace

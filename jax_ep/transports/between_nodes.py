@@ -1,27 +1,23 @@
-"""The exchange between nodes, in plain `jax.lax` collectives whose gradients have defined bits.
+"""The exchange between nodes: what travels over the rails, and gradients with defined bits.
 
-N nodes of P ranks: rank `n * P + g` is rank g of node n. The ranks of one index g, one per node,
-exchange arrays with each other; each has T tokens, and arrays of all of them are ordered by node.
-Arrays travel as integers, because XLA:CPU converts bfloat16 to float32 and back, which changes
-NaNs. Integers have no derivative, so the rules below are made of functions that have rules.
+Each rank brings T tokens; arrays of the tokens of all N nodes are ordered by node. Rails have no
+derivatives, so the rules below are made of functions that have rules. Where a function takes
+`group_ids`, `int32[T, N_c]` of this rank's choices, and `node_ids`, `int32[N * T, N_c]` from
+`route_within`, these say which rows need not travel.
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep.geometry import Geometry
+from jax_ep.operands import DISPATCH_NAME
 from jax_ep.routing import INVALID, NO_GROUP
+from jax_ep.transports.rails import Rails, as_integers
 from jax_ep.transports.rounding import in_float32
-
-
-def _rails(geometry: Geometry) -> list[list[int]]:
-    """The ranks of each index, by node."""
-    per_node, n_nodes = geometry.routed.n_ranks_per_node, geometry.routed.n_nodes
-    return [[n * per_node + g for n in range(n_nodes)] for g in range(per_node)]
 
 
 def _node(geometry: Geometry) -> jax.Array:
@@ -29,61 +25,16 @@ def _node(geometry: Geometry) -> jax.Array:
     return lax.axis_index(geometry.axis_name) // geometry.routed.n_ranks_per_node
 
 
-def _as_integers(x: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
-
-
-def _spread(geometry: Geometry, x: jax.Array) -> jax.Array:
-    """`[N * T, ...]` of all nodes, from `[T, ...]` of each."""
-    rails = _rails(geometry)
-    integers = lax.all_gather(_as_integers(x), geometry.axis_name, axis_index_groups=rails)
-    return lax.bitcast_convert_type(integers, x.dtype).reshape(-1, *x.shape[1:])
-
-
-def _collect(geometry: Geometry, x: jax.Array) -> jax.Array:
-    """`[N, T, ...]`, each node's part for this rank, from `[N * T, ...]` for all nodes."""
-    parts = _as_integers(x).reshape(geometry.routed.n_nodes, -1, *x.shape[1:])
-    return lax.bitcast_convert_type(_all_to_all(geometry, parts), x.dtype)
-
-
-def _all_to_all(geometry: Geometry, parts: jax.Array) -> jax.Array:
-    """`[N, ...]` by destination to `[N, ...]` by source.
-
-    JAX cannot map `lax.all_to_all` with groups of ranks, so mapped axes become the last ones.
-    """
-    rails = _rails(geometry)
-
-    @jax.custom_batching.custom_vmap
-    def exchange(parts: jax.Array) -> jax.Array:
-        return lax.all_to_all(parts, geometry.axis_name, 0, 0, axis_index_groups=rails)
-
-    @exchange.def_vmap
-    def exchange_mapped(_size: int, _is_mapped: Any, parts: jax.Array) -> tuple[jax.Array, bool]:
-        return jnp.moveaxis(exchange(jnp.moveaxis(parts, 0, -1)), -1, 0), True
-
-    return exchange(parts)
-
-
-def _sum_nodes(parts: jax.Array) -> jax.Array:
-    """float32 `[T, H]`: the sum of `[N, T, H]` in node order, starting from +0."""
-    total = parts[0].astype(jnp.float32)
-    for part in parts[1:]:
-        total = total + part.astype(jnp.float32)
-    # XLA drops "0 +". A sum that starts at +0 is never -0.
-    return total + jnp.where(total == 0, -total, jnp.zeros_like(total))
-
-
-def _of_owner(geometry: Geometry, parts: jax.Array, group_ids: jax.Array) -> jax.Array:
-    """`[T, N_c, ...]`: of each choice, the part from the node that has its group.
-
-    `parts` is `[N, T, N_c, ...]` for N_c choices; it is zero everywhere for choices without a row.
-    """
+def _node_of(geometry: Geometry, group_ids: jax.Array) -> jax.Array:
+    """The node that has each choice's group; some other number if there is none."""
     routed = geometry.routed
-    ranks = group_ids // routed.n_local_groups
-    owners = jnp.clip(ranks // routed.n_ranks_per_node, 0, routed.n_nodes - 1)
-    index = owners.reshape(1, *owners.shape, *[1] * (parts.ndim - 3))
-    integers = jnp.take_along_axis(_as_integers(parts), index, axis=0)[0]
-    return lax.bitcast_convert_type(integers, parts.dtype)
+    return group_ids // (routed.n_local_groups * routed.n_ranks_per_node)
+
+
+def _choices_of_nodes(geometry: Geometry, group_ids: jax.Array) -> jax.Array:
+    """`bool[N, T, N_c]`: whether a choice names a group of the node."""
+    nodes = jnp.arange(geometry.routed.n_nodes, dtype=jnp.int32)[:, None, None]
+    return _node_of(geometry, group_ids)[None] == nodes
 
 
 def route_within(geometry: Geometry, all_ids: jax.Array) -> jax.Array:
@@ -109,134 +60,189 @@ def route_within(geometry: Geometry, all_ids: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def spread_tokens(geometry: Geometry, tokens: jax.Array) -> jax.Array:
-    """The tokens of all nodes, `[N * T, H]`, from `[T, H]`.
+def gather(
+    rails: Rails, tokens: jax.Array, group_ids: jax.Array, weights: jax.Array | None
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """What a dispatch needs of all nodes: tokens, ids of `route_within`, and weights.
+
+    `[N * T, H]`, `int32[N * T, N_c]` and `float32[N * T, N_c]`, from `[T, H]` and `[T, N_c]`. The
+    gradients are those of `spread_tokens` and `spread_weights`.
+    """
+    is_sent = _choices_of_nodes(rails.geometry, group_ids).any(axis=2)
+    choices = [group_ids]
+    if weights is not None:
+        choices.append(lax.bitcast_convert_type(weights, jnp.int32))
+    packed = jnp.concatenate(choices, axis=1)
+    all_tokens, all_choices = rails.spread(tokens, is_sent, packed)
+    all_ids, *all_weights = jnp.split(all_choices, len(choices), axis=1)
+    # Named here, so that a backward with `jax.checkpoint` need not gather again to know them.
+    node_ids = checkpoint_name(route_within(rails.geometry, all_ids), DISPATCH_NAME)
+    if weights is None:
+        return all_tokens, node_ids, None
+    return all_tokens, node_ids, lax.bitcast_convert_type(all_weights[0], weights.dtype)
+
+
+def _gather_fwd(
+    rails: Rails, tokens: jax.Array, group_ids: jax.Array, weights: jax.Array | None
+) -> tuple[tuple[jax.Array, jax.Array, jax.Array | None], tuple[jax.Array, jax.Array]]:
+    results = gather(rails, tokens, group_ids, weights)
+    return results, (group_ids, results[1])
+
+
+def _gather_bwd(
+    rails: Rails,
+    ids: tuple[jax.Array, jax.Array],
+    cotangents: tuple[jax.Array, jax.Array, jax.Array | None],
+) -> tuple[jax.Array, None, jax.Array | None]:
+    tokens, _, weights = cotangents
+    weights = None if weights is None else collect_rows(rails, weights, *ids)
+    return collect_sums(rails, tokens, None, *ids), None, weights
+
+
+gather.defvjp(_gather_fwd, _gather_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def spread_tokens(
+    rails: Rails, tokens: jax.Array, group_ids: jax.Array, node_ids: jax.Array
+) -> jax.Array:
+    """The tokens of all nodes, `[N * T, H]`, from `[T, H]`; undefined where none is for this node.
 
     The gradient is the sum of the nodes' gradients in node order, rounded once.
     """
-    return _spread(geometry, tokens)
+    return rails.spread(tokens, _choices_of_nodes(rails.geometry, group_ids).any(axis=2))[0]
 
 
-def _spread_tokens_fwd(geometry: Geometry, tokens: jax.Array) -> tuple[jax.Array, None]:
-    return spread_tokens(geometry, tokens), None
+def _spread_tokens_fwd(
+    rails: Rails, tokens: jax.Array, group_ids: jax.Array, node_ids: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return spread_tokens(rails, tokens, group_ids, node_ids), (group_ids, node_ids)
 
 
-def _spread_tokens_bwd(geometry: Geometry, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
-    return (collect_sums(geometry, cotangent, None),)
+def _spread_tokens_bwd(
+    rails: Rails, ids: tuple[jax.Array, jax.Array], cotangent: jax.Array
+) -> tuple[jax.Array, None, None]:
+    return collect_sums(rails, cotangent, None, *ids), None, None
 
 
 spread_tokens.defvjp(_spread_tokens_fwd, _spread_tokens_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def spread_choices(
-    geometry: Geometry, group_ids: jax.Array, weights: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Ids and weights of all nodes' choices, `[N * T, N_c]` each, from `[T, N_c]`.
+def spread_weights(
+    rails: Rails, weights: jax.Array, group_ids: jax.Array, node_ids: jax.Array
+) -> jax.Array:
+    """What each choice of all nodes has, `[N * T, N_c, ...]`, from `[T, N_c, ...]`.
 
-    In one collective. The gradient of a weight comes from the node that has the choice's row.
+    A weight, or a row; rows are undefined for choices of other nodes. The gradient of a choice
+    comes from the node that has its group.
     """
-    packed = jnp.concatenate([group_ids, lax.bitcast_convert_type(weights, jnp.int32)], axis=1)
-    all_ids, all_weights = jnp.split(_spread(geometry, packed), 2, axis=1)
-    return all_ids, lax.bitcast_convert_type(all_weights, weights.dtype)
-
-
-def _spread_choices_fwd(
-    geometry: Geometry, group_ids: jax.Array, weights: jax.Array
-) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-    return spread_choices(geometry, group_ids, weights), group_ids
-
-
-def _spread_choices_bwd(
-    geometry: Geometry, group_ids: jax.Array, cotangents: tuple[jax.Array, jax.Array]
-) -> tuple[None, jax.Array]:
-    return None, collect_rows(geometry, cotangents[1], group_ids)
-
-
-spread_choices.defvjp(_spread_choices_fwd, _spread_choices_bwd)
-
-
-def spread_ids(geometry: Geometry, group_ids: jax.Array) -> jax.Array:
-    """Ids of all nodes' choices, `int32[N * T, N_c]`, from `int32[T, N_c]`."""
-    return _spread(geometry, group_ids)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def spread_weights(geometry: Geometry, group_ids: jax.Array, weights: jax.Array) -> jax.Array:
-    """Like `spread_choices` where the ids of all nodes are known."""
-    return _spread(geometry, weights)
+    is_row = weights.ndim > 2
+    is_sent = _choices_of_nodes(rails.geometry, group_ids) if is_row else None
+    return rails.spread(weights, is_sent)[0]
 
 
 def _spread_weights_fwd(
-    geometry: Geometry, group_ids: jax.Array, weights: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    return spread_weights(geometry, group_ids, weights), group_ids
+    rails: Rails, weights: jax.Array, group_ids: jax.Array, node_ids: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return spread_weights(rails, weights, group_ids, node_ids), (group_ids, node_ids)
 
 
 def _spread_weights_bwd(
-    geometry: Geometry, group_ids: jax.Array, cotangent: jax.Array
-) -> tuple[None, jax.Array]:
-    return None, collect_rows(geometry, cotangent, group_ids)
+    rails: Rails, ids: tuple[jax.Array, jax.Array], cotangent: jax.Array
+) -> tuple[jax.Array, None, None]:
+    return collect_rows(rails, cotangent, *ids), None, None
 
 
 spread_weights.defvjp(_spread_weights_fwd, _spread_weights_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def collect_sums(geometry: Geometry, node_sums: jax.Array, residual: jax.Array | None) -> jax.Array:
+def collect_sums(
+    rails: Rails,
+    node_sums: jax.Array,
+    residual: jax.Array | None,
+    group_ids: jax.Array,
+    node_ids: jax.Array,
+) -> jax.Array:
     """The sum of each token's node sums, in node order, then the residual; rounded once.
 
     Args:
-        geometry: of all nodes.
+        rails: of the group.
         node_sums: `[N * T, H]`, this node's sums for the tokens of all nodes.
         residual: `[T, H]` or None, in the same dtype.
+        group_ids: see the head of this file.
+        node_ids: the same.
 
     Returns:
         `[T, H]` in that dtype.
     """
-    total = _sum_nodes(_collect(geometry, node_sums))
+    total = _sum_nodes(rails.collect(node_sums, (node_ids >= 0).any(axis=1)))
     if residual is not None:
         total = total + in_float32(residual)
     return total.astype(node_sums.dtype)
 
 
+def _sum_nodes(parts: jax.Array) -> jax.Array:
+    """float32 `[T, H]`: the sum of `[N, T, H]` in node order, starting from +0."""
+    total = parts[0].astype(jnp.float32)
+    for part in parts[1:]:
+        total = total + part.astype(jnp.float32)
+    # XLA drops "0 +". A sum that starts at +0 is never -0.
+    return total + jnp.where(total == 0, -total, jnp.zeros_like(total))
+
+
 def _collect_sums_fwd(
-    geometry: Geometry, node_sums: jax.Array, residual: jax.Array | None
-) -> tuple[jax.Array, bool]:
-    return collect_sums(geometry, node_sums, residual), residual is not None
+    rails: Rails,
+    node_sums: jax.Array,
+    residual: jax.Array | None,
+    group_ids: jax.Array,
+    node_ids: jax.Array,
+) -> tuple[jax.Array, tuple[bool, tuple[jax.Array, jax.Array]]]:
+    sums = collect_sums(rails, node_sums, residual, group_ids, node_ids)
+    return sums, (residual is not None, (group_ids, node_ids))
 
 
 def _collect_sums_bwd(
-    geometry: Geometry, has_residual: bool, cotangent: jax.Array
-) -> tuple[jax.Array, jax.Array | None]:
-    return spread_tokens(geometry, cotangent), cotangent if has_residual else None
+    rails: Rails, residuals: tuple[bool, tuple[jax.Array, jax.Array]], cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array | None, None, None]:
+    has_residual, ids = residuals
+    spread = spread_tokens(rails, cotangent, *ids)
+    return spread, cotangent if has_residual else None, None, None
 
 
 collect_sums.defvjp(_collect_sums_fwd, _collect_sums_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def collect_rows(geometry: Geometry, rows: jax.Array, group_ids: jax.Array) -> jax.Array:
-    """The row of each choice of this rank, `[T, N_c, H]`, from the node that has it.
+def collect_rows(
+    rails: Rails, rows: jax.Array, group_ids: jax.Array, node_ids: jax.Array
+) -> jax.Array:
+    """What each choice of this rank has, `[T, N_c, ...]`, from the node that has its group.
 
     Args:
-        geometry: of all nodes.
-        rows: `[N * T, N_c, H]`, the rows of all nodes' choices; zero for those of other nodes.
-        group_ids: `int32[T, N_c]` of this rank's choices.
+        rails: of the group.
+        rows: `[N * T, N_c, ...]`, of all nodes' choices; zero for those of other nodes.
+        group_ids: see the head of this file.
+        node_ids: the same.
     """
-    return _of_owner(geometry, _collect(geometry, rows), group_ids)
+    parts = rails.collect(rows, node_ids >= 0 if rows.ndim > 2 else None)
+    owners = jnp.clip(_node_of(rails.geometry, group_ids), 0, rails.geometry.routed.n_nodes - 1)
+    index = owners.reshape(1, *owners.shape, *[1] * (parts.ndim - 3))
+    integers = jnp.take_along_axis(as_integers(parts), index, axis=0)[0]
+    return lax.bitcast_convert_type(integers, parts.dtype)
 
 
 def _collect_rows_fwd(
-    geometry: Geometry, rows: jax.Array, group_ids: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    return collect_rows(geometry, rows, group_ids), group_ids
+    rails: Rails, rows: jax.Array, group_ids: jax.Array, node_ids: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return collect_rows(rails, rows, group_ids, node_ids), (group_ids, node_ids)
 
 
 def _collect_rows_bwd(
-    geometry: Geometry, group_ids: jax.Array, cotangent: jax.Array
-) -> tuple[jax.Array, None]:
-    return spread_weights(geometry, group_ids, cotangent), None
+    rails: Rails, ids: tuple[jax.Array, jax.Array], cotangent: jax.Array
+) -> tuple[jax.Array, None, None]:
+    return spread_weights(rails, cotangent, *ids), None, None
 
 
 collect_rows.defvjp(_collect_rows_fwd, _collect_rows_bwd)

@@ -1,4 +1,4 @@
-"""Several nodes: a transport inside each of them, XLA's collectives between them.
+"""Several nodes: a transport inside each of them, rails between them.
 
 The transport inside serves the ranks of a node. Each of its ranks brings the tokens of the ranks of
 its index on all nodes, which it has gathered, and the choices that name experts of the node:
@@ -28,7 +28,6 @@ from jax_ep.formats import QuantizedFormat
 from jax_ep.geometry import Geometry
 from jax_ep.operands import (
     COMBINE_NAME,
-    DISPATCH_NAME,
     CombineOperands,
     DispatchOperands,
     DispatchResults,
@@ -38,6 +37,7 @@ from jax_ep.stats import RankStats
 from jax_ep.transports import between_nodes, bootstrap
 from jax_ep.transports.host import HostConnection
 from jax_ep.transports.p2p import P2pConnection
+from jax_ep.transports.rails import Rails, XlaRails
 from jax_ep.transports.rounding import in_float32
 
 
@@ -72,18 +72,19 @@ class NodeCall:
 
 
 class NodesConnection(Connection):
-    """`inner_type` inside each node, XLA's collectives between them."""
+    """`inner_type` inside each node, rails between them: XLA's collectives by default."""
 
     inner_type: ClassVar[type[FfiConnection]]
 
     def __init__(self, geometry: Geometry) -> None:
         super().__init__(geometry)
-        self.inner = self.inner_type(_within_nodes(geometry))
+        self.inner = self.inner_type(within_nodes(geometry))
+        self.rails: Rails = XlaRails(geometry)
 
     @classmethod
     def unsupported_reason(cls, geometry: Geometry, exchange: Exchange) -> str | None:
         """Requires that the transport can serve each node."""
-        return cls.inner_type.unsupported_reason(_within_nodes(geometry), exchange)
+        return cls.inner_type.unsupported_reason(within_nodes(geometry), exchange)
 
     @classmethod
     def find_nodes(cls, geometry: Geometry, exchange: Exchange) -> int:
@@ -131,7 +132,8 @@ class NodesConnection(Connection):
     def send_along(self, values: jax.Array, routing: Routing) -> jax.Array:
         """The values of all nodes, sent along the routing inside the node."""
         handle: Any = routing.handle
-        spread = between_nodes.spread_tokens(self.geometry, values)
+        ids = routing.group_ids, handle.group_ids
+        spread = between_nodes.spread_tokens(self.rails, values, *ids)
         return self.inner.send_along(spread, handle.routing())
 
     def start(self, operands: DispatchOperands | CombineOperands) -> NodeCall:
@@ -154,17 +156,12 @@ class NodesConnection(Connection):
         geometry, tokens = self.geometry, operands.tokens
         if isinstance(geometry.config.token_format, QuantizedFormat):
             tokens = lax.stop_gradient(tokens)  # the gradient flows through `dequantize`
-        weights = operands.topk_weights
-        if weights is None:
-            ids = between_nodes.spread_ids(geometry, operands.group_ids)
-        else:
-            ids, weights = between_nodes.spread_choices(geometry, operands.group_ids, weights)
-        ids = lax.stop_gradient(between_nodes.route_within(geometry, ids))
+        gathered = between_nodes.gather(
+            self.rails, tokens, operands.group_ids, operands.topk_weights
+        )
+        tokens, ids, weights = gathered
         return dataclasses.replace(
-            operands,
-            tokens=between_nodes.spread_tokens(geometry, tokens),
-            group_ids=checkpoint_name(ids, DISPATCH_NAME),
-            topk_weights=weights,
+            operands, tokens=tokens, group_ids=lax.stop_gradient(ids), topk_weights=weights
         )
 
     def _results(self, within: Any, results: DispatchResults) -> DispatchResults:
@@ -185,9 +182,10 @@ class NodesConnection(Connection):
     ) -> tuple[CombineOperands, jax.Array | None]:
         """The operands of the combine inside the node, and this rank's shared expert's rows."""
         handle: Any = operands.routing.handle
-        ids, weights = operands.routing.group_ids, operands.topk_weights
+        weights = operands.topk_weights
         if weights is not None:
-            weights = between_nodes.spread_weights(self.geometry, ids, weights)
+            ids = operands.routing.group_ids, handle.group_ids
+            weights = between_nodes.spread_weights(self.rails, weights, *ids)
         expert_out, shared_rows = operands.expert_out, None
         n_shared = min(operands.routing.n_tokens, expert_out.shape[0])
         if operands.adds_shared_expert and n_shared > 0:
@@ -205,17 +203,19 @@ class NodesConnection(Connection):
         self, operands: CombineOperands, shared_rows: jax.Array | None, out: jax.Array
     ) -> jax.Array:
         """The result of combine, from that of the combine inside the node."""
+        handle: Any = operands.routing.handle
+        ids = operands.routing.group_ids, handle.group_ids
         if not operands.reduce:
-            ids = operands.routing.group_ids
-            rows = between_nodes.collect_rows(self.geometry, out, ids)
+            rows = between_nodes.collect_rows(self.rails, out, *ids)
             return checkpoint_name(rows, COMBINE_NAME)
-        sums = between_nodes.collect_sums(self.geometry, out, operands.residual)
+        sums = between_nodes.collect_sums(self.rails, out, operands.residual, *ids)
         if shared_rows is not None:
             sums = _add_shared(sums, shared_rows)
         return checkpoint_name(sums, COMBINE_NAME)
 
 
-def _within_nodes(geometry: Geometry) -> Geometry:
+def within_nodes(geometry: Geometry) -> Geometry:
+    """The geometry of the transport inside."""
     return dataclasses.replace(geometry, within_nodes=True)
 
 
@@ -226,8 +226,8 @@ def _split_shared(n: int, expert_out: jax.Array) -> tuple[jax.Array, jax.Array]:
     They are this rank's own tokens, in order. The combine inside the node adds them, zeros by now,
     to its sums; the rows themselves must be added to the sum over all nodes.
     """
-    zeros = jnp.zeros_like(expert_out[:n])
-    return expert_out.at[:n].set(zeros), expert_out[:n]
+    shared = expert_out[:n]
+    return _with_first(expert_out, jnp.zeros_like(shared)), shared
 
 
 def _split_shared_fwd(n: int, expert_out: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
@@ -236,10 +236,19 @@ def _split_shared_fwd(n: int, expert_out: jax.Array) -> tuple[tuple[jax.Array, j
 
 def _split_shared_bwd(n: int, _: None, cotangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array]:
     rest, shared = cotangents
-    return (rest.at[:n].set(shared),)
+    return (_with_first(rest, shared),)
 
 
 _split_shared.defvjp(_split_shared_fwd, _split_shared_bwd)
+
+
+def _with_first(x: jax.Array, first: jax.Array) -> jax.Array:
+    """`x` with other first rows.
+
+    Not by `x.at[...].set`: the compiler of XLA:GPU 0.11 crashes where that sets all rows.
+    """
+    n = first.shape[0]
+    return first if n == x.shape[0] else jnp.concatenate([first, x[n:]])
 
 
 def _add_shared(sums: jax.Array, shared_rows: jax.Array) -> jax.Array:

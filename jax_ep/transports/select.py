@@ -9,12 +9,13 @@ from jax_ep.exchange import Exchange
 from jax_ep.geometry import Geometry
 from jax_ep.transports.host import HostConnection
 from jax_ep.transports.nodes import HostByNodes, NodesConnection, P2pByNodes
+from jax_ep.transports.nvshmem import NvshmemByNodes
 from jax_ep.transports.p2p import P2pConnection
 from jax_ep.transports.xla import XlaConnection
 
 _log = logging.getLogger("jax_ep")
 
-# Those by nodes come right after the transports that they have inside.
+# What "auto" chooses from. Those by nodes come right after the transports that they have inside.
 _FASTEST_FIRST: tuple[type[Connection], ...] = (
     P2pConnection,
     P2pByNodes,
@@ -22,9 +23,13 @@ _FASTEST_FIRST: tuple[type[Connection], ...] = (
     HostByNodes,
     XlaConnection,
 )
+# Errors of a network end the process in NVSHMEM, so users choose it themselves.
+_ON_REQUEST: tuple[type[Connection], ...] = (NvshmemByNodes,)
+
+_ONE_NODE = "it serves several nodes, and the ranks form one; see EPConfig.n_nodes."
 
 # Of all transports, the fastest first.
-NAMES = tuple(dict.fromkeys(each.name for each in _FASTEST_FIRST))
+NAMES = tuple(dict.fromkeys(each.name for each in (*_FASTEST_FIRST, *_ON_REQUEST)))
 
 
 def connect(requested: Geometry, exchange: Exchange) -> Connection:
@@ -44,23 +49,26 @@ def _select(requested: Geometry, exchange: Exchange) -> Connection:
             f"transport must be 'auto' or one of {known}; got {requested.transport!r}."
         )
     refused: dict[str, str] = {}  # why those that come first cannot serve
-    for transport in _FASTEST_FIRST:
-        if requested.transport not in ("auto", transport.name):
+    is_auto = requested.transport == "auto"
+    for transport in _FASTEST_FIRST if is_auto else (*_FASTEST_FIRST, *_ON_REQUEST):
+        if not is_auto and transport.name != requested.transport:
             continue
         geometry = dataclasses.replace(requested, transport=transport.name)
         if issubclass(transport, NodesConnection):
             geometry = _with_nodes(transport, geometry, exchange)
             if geometry.routed.n_nodes == 1:
+                refused.setdefault(transport.name, _ONE_NODE)
                 continue
         reason = transport.unsupported_reason(geometry, exchange)
         if reason is None:
-            if requested.transport == "auto":
+            if is_auto:
                 _log_choice(geometry, issubclass(transport, NodesConnection), refused)
             return transport(geometry)
         if transport.name in refused:
             reason = f"{refused[transport.name]} Nor can it serve each node: {reason}"
         refused[transport.name] = reason
-    raise ValueError(f"Transport {requested.transport!r} cannot serve: {reason}")
+    why = refused[requested.transport]
+    raise ValueError(f"Transport {requested.transport!r} cannot serve: {why}")
 
 
 def _with_nodes(

@@ -38,6 +38,7 @@ TARGETS = (
     "jax_ep_dispatch_start",
     "jax_ep_fused_silu",
     "jax_ep_grouped_matmul",
+    "jax_ep_rail",
     "jax_ep_wait_started",
 )
 

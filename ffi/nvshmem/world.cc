@@ -1,0 +1,136 @@
+#include "nvshmem/world.h"
+
+#include <cstring>
+
+#include "cuda/cuda_status.h"
+#include "cuda/scoped_device.h"
+#include "nvshmem/fatbin.h"
+
+namespace jax_ep::rail {
+namespace {
+
+using p2p::ScopedDevice;
+using p2p::ToStatus;
+
+// Statuses of nvshmemx_init_status from this one on are of a library that can be used.
+constexpr int kInitialized = NVSHMEM_STATUS_IS_INITIALIZED;
+
+}  // namespace
+
+World& World::Instance() {
+  static World* const instance = new World;
+  return *instance;
+}
+
+Status World::Load(const std::string& path) {
+  if (version_) return {};
+  Version version;
+  const Status status = LoadLibrary(path, &library_, &version);
+  if (status.ok()) version_ = version;
+  return status;
+}
+
+Status World::MakeId(std::string* id) {
+  nvshmemx_uniqueid_t made = NVSHMEMX_UNIQUEID_INITIALIZER;
+  const int error = library_.get_uniqueid(&made);
+  if (error != 0) return Internal("NVSHMEM made no id of the job: error " + std::to_string(error));
+  id->assign(reinterpret_cast<const char*>(&made), sizeof(made));
+  return {};
+}
+
+Status World::Join(const std::string& id, int pe, int n_pes, int device) {
+  if (has_joined()) return {};
+  device_ = device;
+  const ScopedDevice scoped(device);
+  Status status = ToStatus(cudaFree(nullptr), "starting CUDA");  // NVSHMEM takes the current device
+  if (status.ok() && library_.init_status() < kInitialized) status = Initialize(id, pe, n_pes);
+  if (!status.ok()) return status;
+  if (library_.n_pes() != n_pes || library_.my_pe() != pe) {
+    return FailedPrecondition("another library of this process has initialized NVSHMEM as number " +
+                              std::to_string(library_.my_pe()) + " of " +
+                              std::to_string(library_.n_pes()) + " processes; it must be number " +
+                              std::to_string(pe) + " of " + std::to_string(n_pes) +
+                              ", as in jax.distributed.");
+  }
+  return LoadKernel();
+}
+
+Status World::Initialize(const std::string& id, int pe, int n_pes) {
+  nvshmemx_uniqueid_t job;
+  if (id.size() != sizeof(job)) return InvalidArgument("the id of the job has the wrong size.");
+  std::memcpy(&job, id.data(), sizeof(job));
+  nvshmemx_init_attr_t attributes = NVSHMEMX_INIT_ATTR_INITIALIZER;
+  library_.set_attr_uniqueid_args(pe, n_pes, &job, &attributes);
+  const int error = library_.hostlib_init_attr(NVSHMEMX_INIT_WITH_UNIQUEID, &attributes);
+  if (error != 0) {
+    return Internal("NVSHMEM was not initialized: error " + std::to_string(error) +
+                    ". NVSHMEM_DEBUG=INFO in the environment shows why.");
+  }
+  // Also without a way to reach other processes, the call succeeds; the next one then exits.
+  if (library_.init_status() < kInitialized) {
+    return FailedPrecondition(
+        "NVSHMEM finds no way from this GPU to those of the other processes: neither loads and "
+        "stores nor a network that it supports. NVSHMEM_DEBUG=INFO in the environment shows what "
+        "it tried.");
+  }
+  return {};
+}
+
+Status World::LoadKernel() {
+  cudaLibrary_t code;
+  Status status =
+      ToStatus(cudaLibraryLoadData(&code, RailFatbin(), nullptr, nullptr, 0, nullptr, nullptr, 0),
+               "loading the kernels that use NVSHMEM");
+  if (!status.ok()) return status;
+  const int error = library_.culibrary_init(reinterpret_cast<CUlibrary>(code));
+  if (error != 0) {
+    return Internal("NVSHMEM does not accept the kernels: error " + std::to_string(error));
+  }
+  cudaKernel_t kernel;
+  status = ToStatus(cudaLibraryGetKernel(&kernel, code, kKernelName), "finding the kernel");
+  if (!status.ok()) return status;
+  // Loads it now, not while a peer waits.
+  cudaFuncAttributes attributes;
+  status = ToStatus(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)),
+                    "loading the kernel");
+  if (status.ok()) kernel_ = kernel;
+  return status;
+}
+
+Status World::Allocate(size_t bytes, size_t* number) {
+  const ScopedDevice scoped(device_);
+  Heap heap{static_cast<uint8_t*>(library_.malloc(bytes)), bytes, nullptr, nullptr};
+  if (heap.memory == nullptr) {
+    return Internal("NVSHMEM has no " + std::to_string(bytes) +
+                    " bytes left. They are not part of the memory that JAX preallocates: lower "
+                    "XLA_PYTHON_CLIENT_MEM_FRACTION.");
+  }
+  Status status =
+      ToStatus(cudaMalloc(reinterpret_cast<void**>(&heap.state), sizeof(RailState)), "allocating");
+  if (status.ok()) {
+    status = ToStatus(cudaMalloc(reinterpret_cast<void**>(&heap.peers), kMaxNodes * sizeof(Peer)),
+                      "allocating");
+  }
+  if (!status.ok()) return status;
+  *number = heaps_.size();
+  heaps_.push_back(heap);
+  return {};
+}
+
+uint8_t* World::Map(const Heap& heap, int pe) const {
+  return static_cast<uint8_t*>(library_.ptr(heap.memory, pe));
+}
+
+cudaError_t World::Launch(const RailCall& call, cudaStream_t stream) const {
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(kBlocks);
+  config.blockDim = dim3(kThreads);
+  config.stream = stream;
+  void* arguments[] = {const_cast<RailCall*>(&call)};
+  const cudaError_t error =
+      cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel_), arguments);
+  if (error != cudaSuccess) cudaGetLastError();
+  return error;
+}
+
+}  // namespace jax_ep::rail

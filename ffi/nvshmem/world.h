@@ -1,0 +1,65 @@
+// NVSHMEM in this process: all processes of the job, one GPU each; its symmetric memory; and the
+// kernel that uses it. Several of these steps wait for the other processes, without a time limit:
+// callers first make sure that all are there.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/status.h"
+#include "nvshmem/library.h"
+#include "nvshmem/rail_call.h"
+
+namespace jax_ep::rail {
+
+// Memory of the same number on all processes: that which the network writes to, and what belongs to
+// it in ordinary device memory. It is never freed, because freeing waits for all processes.
+struct Heap {
+  uint8_t* memory;
+  size_t bytes;
+  RailState* state;
+  Peer* peers;  // [kMaxNodes]
+};
+
+class World {
+ public:
+  static constexpr int kMaxNodes = 1024;
+
+  static World& Instance();
+
+  // Opens the host library, once.
+  Status Load(const std::string& path);
+  const std::optional<Version>& version() const { return version_; }
+
+  // What all processes need to join, made by one of them.
+  Status MakeId(std::string* id);
+  // Joins, or finds that another library of this process has. Waits for all processes.
+  Status Join(const std::string& id, int pe, int n_pes, int device);
+  bool has_joined() const { return kernel_ != nullptr; }
+
+  // Allocates a heap; gives its number, which is the same in all processes if they make the same
+  // calls. Waits for all processes.
+  Status Allocate(size_t bytes, size_t* number);
+  const Heap& heap(size_t number) const { return heaps_[number]; }
+  size_t n_heaps() const { return heaps_.size(); }
+  // A heap's memory in another process; null if loads and stores do not reach it.
+  uint8_t* Map(const Heap& heap, int pe) const;
+
+  cudaError_t Launch(const RailCall& call, cudaStream_t stream) const;
+
+ private:
+  Status Initialize(const std::string& id, int pe, int n_pes);
+  Status LoadKernel();
+
+  Library library_{};
+  std::optional<Version> version_;
+  int device_ = 0;
+  cudaKernel_t kernel_ = nullptr;
+  std::vector<Heap> heaps_;
+};
+
+}  // namespace jax_ep::rail

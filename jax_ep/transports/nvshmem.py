@@ -1,0 +1,228 @@
+"""Transport `nvshmem`: `p2p` inside each node, NVSHMEM between the nodes.
+
+NVSHMEM knows one world per process, of all processes and one GPU each. What it allocates, it
+allocates in all of them at once, so heaps are kept and used again.
+"""
+
+import importlib.util
+import json
+import math
+import os
+import pathlib
+from types import ModuleType
+from typing import Any
+
+import jax
+
+from jax_ep.exchange import Exchange
+from jax_ep.geometry import Geometry
+from jax_ep.transports import bootstrap
+from jax_ep.transports.nodes import P2pByNodes
+from jax_ep.transports.rails import Rails
+from jax_ep.xla_ffi import extension
+from jax_ep.xla_ffi.rail import bind_rail
+
+# How long close() waits for a peer, which may be dead.
+_MAX_CLOSE_S = 10.0
+# NVSHMEM's collectives, which would use these, are not used.
+_ENVIRONMENT = {"NVSHMEM_DISABLE_NCCL": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+
+
+class NvshmemRails(Rails):
+    """NVSHMEM's puts and signals, from kernels. Rows that no one needs do not travel."""
+
+    def __init__(self, geometry: Geometry, within: Geometry) -> None:
+        super().__init__(geometry)
+        self._within = within
+
+    def spread(
+        self, rows: jax.Array, is_sent: jax.Array | None, extras: jax.Array | None = None
+    ) -> list[jax.Array]:
+        """One kernel."""
+        flat = rows if is_sent is None else _flat(rows, is_sent.ndim - 1)
+        spread, *rest = self._bind(flat, by_node=False, is_sent=_mask(is_sent), extras=extras)
+        return [spread.reshape(-1, *rows.shape[1:]), *rest]
+
+    def collect(self, rows: jax.Array, is_sent: jax.Array | None) -> jax.Array:
+        """One kernel."""
+        flat = _flat(rows, 1 if is_sent is None else is_sent.ndim)
+        parts = self._bind(flat, by_node=True, fills=True, is_sent=_mask(is_sent))
+        return parts[0].reshape(self.geometry.routed.n_nodes, -1, *rows.shape[1:])
+
+    def _bind(self, rows: jax.Array, **options: Any) -> list[jax.Array]:
+        n_nodes = self.geometry.routed.n_nodes
+        return bind_rail(self._within, rows, n_nodes=n_nodes, **options)
+
+
+def _mask(is_sent: jax.Array | None) -> jax.Array | None:
+    return None if is_sent is None else is_sent.reshape(-1)
+
+
+def _flat(rows: jax.Array, n_leading: int) -> jax.Array:
+    """`[n, W]`; the leading dimensions count rows."""
+    n_rows = math.prod(rows.shape[:n_leading])
+    return rows.reshape(n_rows, -1)
+
+
+class NvshmemByNodes(P2pByNodes):
+    """`p2p` inside nodes, NVSHMEM between them."""
+
+    name = "nvshmem"
+
+    def __init__(self, geometry: Geometry) -> None:
+        super().__init__(geometry)
+        self.rails = NvshmemRails(geometry, self.inner.geometry)
+        self._exchange: Exchange | None = None
+
+    @classmethod
+    def unsupported_reason(cls, geometry: Geometry, exchange: Exchange) -> str | None:
+        """Requires what `p2p` does of each node, NVSHMEM, and all processes with one GPU each."""
+        reason = super().unsupported_reason(geometry, exchange)
+        if reason is not None:
+            return reason
+        if exchange.processes != tuple(range(jax.process_count())):
+            return "the mesh must have devices of all processes of the job."
+        if (
+            len({device.process_index for device in geometry.mesh.devices.flat})
+            < geometry.mesh.size
+        ):
+            return "each process must have one device of the mesh."
+        return exchange.agree("nvshmem", why_missing())
+
+    def open(self, exchange: Exchange) -> None:
+        """Opens `p2p` inside, then this rank's rail."""
+        self._exchange = exchange
+        self.inner.open(exchange)
+        try:
+            self._open_rail(exchange)
+        except BaseException:
+            self.inner.close()
+            raise
+
+    def _open_rail(self, exchange: Exchange) -> None:
+        nvshmem, key = _load(), self.inner.geometry.key
+        if nvshmem.share(key):
+            return
+        _join(nvshmem, self.geometry, exchange)
+        heap = _find_heap(nvshmem, exchange, key, self.memory_of_rail())
+        (local,) = self.geometry.local_coordinates
+        n_ranks = self.geometry.routed.n_ranks_per_node
+        peers = self.geometry.routed_replicas[local.replica][local.rank % n_ranks :: n_ranks]
+
+        def set_up() -> bytes:
+            nvshmem.open(
+                key=key,
+                heap=heap,
+                node=local.rank // n_ranks,
+                pes=[each.device.process_index for each in peers],
+                message_bytes=_message_bytes(self.geometry),
+                device=bootstrap.ordinal(local),
+            )
+            return b""
+
+        exchange.gather("rail", set_up)  # nobody sends before all have cleared their words
+
+    def close(self) -> None:
+        """Closes `p2p` inside, then the rail."""
+        key = self.inner.geometry.key
+        (local,) = self.geometry.local_coordinates
+        is_captured = extension.load_cuda().is_captured(key, bootstrap.ordinal(local))
+        self.inner.close()
+        nvshmem = _load()
+        if not nvshmem.close(key):
+            return
+        assert self._exchange is not None
+        try:
+            self._exchange("rail closed", b"", min(self._exchange.timeout_s, _MAX_CLOSE_S))
+        except Exception:  # `inner` has warned: another process may still write to the heap
+            return
+        nvshmem.release(key, is_captured)
+
+    def memory(self) -> int:
+        """See `EPGroup.memory`."""
+        return super().memory() + self.memory_of_rail()
+
+    def memory_of_rail(self) -> int:
+        """Bytes of this rank's heap, which the network reaches."""
+        n_nodes = self.geometry.routed.n_nodes
+        return _load().heap_bytes(n_nodes, _message_bytes(self.geometry))
+
+
+def why_missing() -> str | None:
+    """Why this process has no NVSHMEM that the kernels can use; None if it has."""
+    try:
+        nvshmem = getattr(extension.load_cuda(), "nvshmem", None)
+    except ImportError as error:
+        return extension.why_missing("_ffi_cuda", error)
+    if nvshmem is None:
+        return (
+            "jax_ep was built without NVSHMEM. Build it again with nvidia-nvshmem-cu13 (or -cu12, "
+            "with nvcc of CUDA 12) in the build environment."
+        )
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        nvshmem.load(_library())
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def _library() -> str:
+    """NVSHMEM's host library: that of its wheel, or what the system finds."""
+    name = "libnvshmem_host.so.3"
+    try:
+        spec = importlib.util.find_spec("nvidia.nvshmem")
+    except ModuleNotFoundError:
+        spec = None
+    folders = list(spec.submodule_search_locations or []) if spec else []
+    paths = [pathlib.Path(folder, "lib", name) for folder in folders]
+    return str(next((path for path in paths if path.exists()), name))
+
+
+def _load() -> ModuleType:
+    return extension.load_cuda().nvshmem
+
+
+def _message_bytes(geometry: Geometry) -> int:
+    """Of the longest row between nodes, and the ids and weights that go with it."""
+    return bootstrap.max_message_bytes(geometry.config) + 8 * geometry.routed.n_choices
+
+
+def _join(nvshmem: ModuleType, geometry: Geometry, exchange: Exchange) -> None:
+    """Joins NVSHMEM's world, once per process. All are here: they have just exchanged the id."""
+    if nvshmem.has_joined():
+        return
+    is_first = exchange.process == exchange.processes[0]
+    answers = exchange.gather("nvshmem id", lambda: nvshmem.make_id() if is_first else b"")
+    (local,) = geometry.local_coordinates
+
+    def join() -> bytes:
+        n_processes = len(exchange.processes)
+        nvshmem.join(answers[0], exchange.process, n_processes, bootstrap.ordinal(local))
+        return b""
+
+    exchange.gather("nvshmem joined", join)
+
+
+def _find_heap(nvshmem: ModuleType, exchange: Exchange, key: str, n_bytes: int) -> int:
+    """The number of a heap that all processes can use: an old one, or a new one."""
+
+    def offer() -> bytes:
+        pinned = nvshmem.pinned(key)
+        kept = [pinned] if pinned >= 0 else []
+        return json.dumps([kept, nvshmem.free(n_bytes)]).encode()
+
+    offers = [json.loads(answer) for answer in exchange.gather("heaps", offer)]
+    common = set.intersection(*({*kept, *free} for kept, free in offers))
+    pinned = common & {number for kept, _ in offers for number in kept}
+    if common:
+        return min(pinned or common)
+    answers = exchange.gather("heap", lambda: str(nvshmem.allocate(n_bytes)).encode())
+    if len(set(answers)) > 1:
+        raise RuntimeError(
+            "NVSHMEM's heaps have different numbers in different processes: "
+            f"{', '.join(map(bytes.decode, answers))}. An earlier ep_init must have failed in some "
+            "of them only; restart the job."
+        )
+    return int(answers[0])
