@@ -1,0 +1,154 @@
+"""What the processes of a job on GPUs run with transport `nvshmem`, each node of half of them.
+
+Each `check_*` is a target of `processes.run_processes`; `test_nvshmem.py` starts them.
+"""
+
+import re
+import time
+
+import jax
+import numpy as np
+import pytest
+
+import cases
+import jax_ep
+import suite
+import test_graphs
+from harness import AXIS, config_of, make_mesh, put
+from jax_ep.transports.nodes import NodesConnection
+from jax_ep.xla_ffi import extension
+from process_checks import SHORT_TIMEOUT_S, assert_rows, dispatch_where, expected_rows, meet
+from processes import leave
+
+NAME = "nvshmem"
+
+
+def small() -> cases.Case:
+    return cases.SMALL[len(jax.devices())].replace(n_nodes=2)
+
+
+def open_group(timeout_s: float = 30.0, case: cases.Case | None = None) -> jax_ep.EPGroup:
+    case = case or small()
+    return jax_ep.ep_init(make_mesh(case.n_ranks), AXIS, config_of(case, timeout_s=timeout_s), NAME)
+
+
+def free_heaps(group: jax_ep.EPGroup) -> list[int]:
+    """The heaps that nothing uses, of the size of the group's, which may be closed."""
+    n_bytes = group._connection.memory_of_rail()
+    return extension.load_cuda().nvshmem.free(n_bytes)
+
+
+def check_groups() -> None:
+    """Groups come and go, share what they have if they are equal, and use heaps again."""
+    n_ranks = len(jax.devices())
+    case = small()
+    operands = put(
+        make_mesh(n_ranks), *suite.make_inputs(case).arrays()[:2], np.ones(n_ranks, bool)
+    )
+    wanted = expected_rows(case.replace(weights="none"))
+    for _ in range(3):
+        group, equal, other = open_group(), open_group(), open_group(31.0)
+        assert group.transport == NAME
+        assert isinstance(group._connection, NodesConnection)
+        assert not free_heaps(group)
+        assert group.memory > group._connection.inner.memory() > 0
+        equal.close()
+        for each in (group, other):
+            run = dispatch_where(each)
+            assert_rows(run(*operands), wanted)
+            each.check()
+        group.close()
+        other.close()
+    assert len(free_heaps(group)) == 2
+    check_replicas()
+    check_captured_calls()
+
+
+def check_replicas() -> None:
+    """Two replicas of two nodes, of a rank each."""
+    if len(jax.devices()) == 4:
+        case = cases.SMALL[2].replace(n_nodes=2, routing="zipf")
+        suite.check(case, NAME, make_mesh(2, dp=2))
+
+
+def check_captured_calls() -> None:
+    """A program that XLA replays as a graph gives the same bits, also in the next equal group."""
+    config = config_of(small(), timeout_s=32.0)
+    group = jax_ep.ep_init(make_mesh(len(jax.devices())), AXIS, config, NAME)
+    run = test_graphs.Chain(group)
+    wanted = run()
+    for _ in range(3):
+        meet()
+        assert run() == wanted
+    connection = group._connection
+    (local,) = group.geometry.local_coordinates
+    key = connection.inner.geometry.key
+    assert extension.load_cuda().is_captured(key, local.device.local_hardware_id)
+    group.close()
+    assert extension.load_cuda().nvshmem.pinned(key) >= 0
+    with jax_ep.ep_init(make_mesh(len(jax.devices())), AXIS, config, NAME) as again:
+        meet()
+        assert run() == wanted
+        again.check()
+
+
+def check_a_skipped_call() -> None:
+    """The last rank makes one call fewer. The others end in time and say who did not come."""
+    group, call = open_group_to_fail()
+    n_ranks = group.n_ranks
+    missing = n_ranks - 1
+    if group.ranks == (missing,):
+        call(missing)
+    else:
+        assert_reports(group, call, missing)
+    meet()
+    group.close()
+    suite.check(small(), NAME, make_mesh(n_ranks))
+
+
+def check_a_process_that_exits() -> None:
+    """The last process exits; the others report it, and end."""
+    group, call = open_group_to_fail()
+    meet()
+    if jax.process_index() == jax.process_count() - 1:
+        leave()
+    assert_reports(group, call, group.n_ranks - 1)
+    meet(tuple(range(jax.process_count() - 1)))
+    leave()
+
+
+def open_group_to_fail():
+    """A group with a short timeout, after one good call, and a function that calls it."""
+    case = small()
+    mesh = make_mesh(case.n_ranks)
+    suite.check(case, NAME, mesh)
+    meet()
+    group = open_group(SHORT_TIMEOUT_S)
+    operands = put(mesh, *suite.make_inputs(case).arrays()[:2])
+    (all_ranks,) = put(mesh, np.ones(case.n_ranks, bool))
+    compiled = dispatch_where(group).lower(*operands, all_ranks).compile()
+    meet()
+    jax.block_until_ready(compiled(*operands, all_ranks))
+
+    def call(missing: int) -> None:
+        (calls,) = put(mesh, np.arange(case.n_ranks) != missing)
+        jax.block_until_ready(compiled(*operands, calls))
+
+    return group, call
+
+
+def assert_reports(group, call, missing: int) -> None:
+    """The rank of the rail names the node, the others a rank of theirs; later calls raise."""
+    begin = time.monotonic()
+    with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+        call(missing)
+        group.check()
+    assert time.monotonic() - begin < 20 * SHORT_TIMEOUT_S
+    text = str(caught.value)
+    (rank,) = group.ranks
+    n_ranks = group.n_ranks // 2
+    if rank == missing - n_ranks:
+        assert re.search(r"waited 3 s for the rank of the same index on node 1", text), text
+    assert re.search(r"rank \d+ .*waited 3 s", text), text
+    with pytest.raises(jax.errors.JaxRuntimeError, match="waited"):
+        call(missing)
