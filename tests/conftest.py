@@ -161,7 +161,9 @@ def pytest_generate_tests(metafunc) -> None:
 
 def pytest_collection_modifyitems(config, items) -> None:
     for item in items:
-        if not config.option.gpu and {"gpu", "multigpu"} & set(item.keywords):
+        # Not item.keywords: these hold the names of folders, too.
+        marks = {mark.name for mark in item.iter_markers()}
+        if not config.option.gpu and {"gpu", "multigpu"} & marks:
             item.add_marker(pytest.mark.skip(reason="needs a GPU: run with --gpu"))
-        if "slow" in item.keywords and "slow" not in config.option.markexpr:
+        if "slow" in marks and "slow" not in config.option.markexpr:
             item.add_marker(pytest.mark.skip(reason="slow: run with -m slow"))

@@ -14,7 +14,6 @@ import suite
 from harness import assert_same_bits, config_of, make_mesh
 from jax_ep.geometry import Geometry
 
-pytestmark = pytest.mark.usefixtures("one_process")
 CASE = cases.SMALL[4].replace(routing="with_minus_one", weights="source")
 SIZES = {"dp": 2, "context": 2, "expert": 2}
 # Names of the mesh's axes, in order; those of the group's.
@@ -52,12 +51,13 @@ def operands_of(group, case=CASE) -> list[jax.Array]:
     result = []
     for i in range(len(arrays[0])):
         stacked = np.stack([arrays[replica][i][rank] for replica, rank in where.values()])
-        result.append(jax.device_put(stacked, jax.NamedSharding(group.mesh, spec)))
+        sharding = jax.NamedSharding(group.mesh, spec)
+        result.append(jax.make_array_from_callback(stacked.shape, sharding, stacked.__getitem__))
     return result
 
 
 def run(group, body, operands):
-    """The results of a per-rank function by (replica, rank)."""
+    """The results of a per-rank function by (replica, rank), for the devices of this process."""
 
     def on_rank(*args):
         return jax.tree.map(lambda x: x[None], body(*(x[0] for x in args)))
@@ -67,6 +67,8 @@ def run(group, body, operands):
     leaves, treedef = jax.tree.flatten(out)
     by_rank = {}
     for device, place in ranks_of(group).items():
+        if device.process_index != jax.process_index():
+            continue
         shards = ([s.data for s in x.addressable_shards if s.device == device] for x in leaves)
         local = [np.asarray(data)[0] for (data,) in shards]
         by_rank[place] = jax.tree.unflatten(treedef, local)
@@ -99,6 +101,7 @@ def layer_and_gradients(group, tokens, topk_ids, topk_weights, *_):
     return *grads, ranks
 
 
+@pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_gradients_and_source_ranks_are_those_of_one_axis(name, transport):
     group = open_group(name, transport)
@@ -119,6 +122,7 @@ def test_gradients_and_source_ranks_are_those_of_one_axis(name, transport):
                 assert_same_bits(one, all_ranks[rank], f"{what}, rank {rank}")
 
 
+@pytest.mark.usefixtures("one_process")
 def test_a_rank_holds_the_experts_of_its_shard(transport):
     """An array of experts that is sharded by `P(axis_name)` is where its rows arrive."""
     group = open_group("around a replica's", transport)
@@ -148,6 +152,7 @@ def test_one_axis_in_a_tuple_is_that_axis(transport):
     assert other.axis_name == "ep"
 
 
+@pytest.mark.usefixtures("one_process")
 def test_the_order_of_the_axes_makes_another_group(transport):
     one, other = (open_group(name, transport) for name in ("all axes", "in another order"))
     assert one != other
@@ -163,6 +168,7 @@ def test_the_axes_must_be_different_ones_of_the_mesh(names):
         Geometry(mesh, names, config_of(CASE), "xla")
 
 
+@pytest.mark.usefixtures("one_process")
 def test_a_call_inside_a_map_over_one_of_the_axes_raises(transport):
     group = open_group("all axes", transport)
 

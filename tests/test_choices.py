@@ -73,6 +73,7 @@ def test_the_number_of_experts_must_be_a_count(n_experts):
         jax_ep.count_choices(jnp.zeros((4, 2), jnp.int32), n_experts)
 
 
+@pytest.mark.xla_collectives
 @pytest.mark.parametrize("flags", [{}, *cases.FLAGS.values()], ids=["plain", *cases.FLAGS])
 def test_every_rank_sees_the_counts_of_all(flags, transport):
     case = cases.SMALL[4].replace(routing="out_of_range", recv_capacity=32, **flags)

@@ -51,6 +51,8 @@ def test_processes_share_two_gpus(check, n_processes):
         ["dispatch_combine", "shared_expert"],
         ["grad", "transforms", "independent_calls", "async", "overlap"],
         ["quantized", "quantized_grad", "quantized_transforms"],
+        ["input_forms", "axes", "unused_rows", "choices"],
+        ["call_sizes", "row_alignment", "redispatch", "quantized_tokens"],
     ],
     ids="-".join,
 )

@@ -183,7 +183,7 @@ run_gpus() {
 }
 
 run_files() {
-  lines=180 run_tests files_on_shared_gpus 500 tests/test_p2p_processes.py -raP -k files
+  lines=300 run_tests files_on_shared_gpus 800 tests/test_p2p_processes.py -raP -k files
 }
 
 run_examples() {
