@@ -65,7 +65,7 @@ class EPGroup:
 
     @property
     def transport(self) -> str:
-        """Name of the transport: `"xla"`, `"host"` or `"p2p"`."""
+        """Name of the transport: `"xla"`, `"host"`, `"p2p"` or `"nvshmem"`."""
         return self.geometry.transport
 
     @property
@@ -88,7 +88,8 @@ class EPGroup:
         """Bytes that the open group holds on each device, beside the arrays of its calls.
 
         On `p2p`, the workspace that peers write to, which grows with R, M, K and H; equal groups
-        share one. 0 on `xla` and `host`, which hold none.
+        share one. On `nvshmem`, also the heap that other nodes write to. 0 on `xla` and `host`,
+        which hold none.
 
         Raises:
             ValueError: the group is closed.
@@ -239,7 +240,8 @@ def ep_init(
             any number of processes, the devices of each replica on one host and in reach of each
             other; `"xla"`: plain `jax.lax` collectives, everywhere. With several nodes
             (`config.n_nodes`), what `"host"` and `"p2p"` need of each replica, they need of each
-            node only.
+            node only, and XLA's collectives connect the nodes. `"nvshmem"`: `p2p` inside each node
+            and NVSHMEM between them, one process per GPU; never taken by `"auto"`.
         exchange: how processes send each other their buffers' addresses, in place of JAX's
             distributed runtime: `exchange(key, payload)` returns the payloads of all processes that
             hold devices of the mesh, in order of process index. It must raise rather than wait

@@ -13,8 +13,10 @@ import pytest
 import cases
 import jax_ep
 import suite
+import test_grad
 import test_graphs
 from harness import AXIS, config_of, make_mesh, put
+from jax_ep.transports import nvshmem
 from jax_ep.transports.nodes import NodesConnection
 from jax_ep.xla_ffi import extension
 from process_checks import SHORT_TIMEOUT_S, assert_rows, dispatch_where, expected_rows, meet
@@ -62,6 +64,27 @@ def check_groups() -> None:
     assert len(free_heaps(group)) == 2
     check_replicas()
     check_captured_calls()
+    check_many_tokens(make_mesh(n_ranks))
+
+
+def check_puts() -> None:
+    """All puts go through NVSHMEM, as to peers that only a network reaches."""
+    nvshmem.maps_peers = False
+    n_ranks = len(jax.devices())
+    mesh = make_mesh(n_ranks)
+    for case in cases.every_routing(small()):
+        suite.check(case, NAME, mesh)
+    for weights in ("none", "row"):
+        suite.check(small().replace(weights=weights, routing="duplicates"), NAME, mesh)
+    test_grad.check_closed_forms(small().replace(weights="row"), NAME)
+    check_many_tokens(mesh)
+
+
+def check_many_tokens(mesh) -> None:
+    """Every ring is used several times."""
+    case = small().replace(n_tokens=3000, max_tokens=3000, hidden_size=1024, routing="zipf")
+    suite.check(case, NAME, mesh)
+    suite.check(case.replace(weights="row"), NAME, mesh)
 
 
 def check_replicas() -> None:

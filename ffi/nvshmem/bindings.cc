@@ -45,8 +45,8 @@ size_t Allocate(size_t bytes) {
 }
 
 void Open(const std::string& key, int64_t heap, int64_t node, const std::vector<int>& pes,
-          int64_t message_bytes, int device) {
-  const RailConfig config{node, pes, message_bytes, device};
+          int64_t message_bytes, int device, bool maps_peers) {
+  const RailConfig config{node, pes, message_bytes, device, maps_peers};
   Status status;
   {
     nb::gil_scoped_release release;
@@ -89,8 +89,9 @@ void DefineOpenRails(nb::module_& module) {
       "free", [](size_t bytes) { return Rails::Instance().Free(bytes); }, nb::arg("bytes"),
       "The heaps of so many bytes that nothing uses.");
   module.def("open", &Open, nb::arg("key"), nb::arg("heap"), nb::arg("node"), nb::arg("pes"),
-             nb::arg("message_bytes"), nb::arg("device"),
-             "Sets up a rail between the processes `pes`, one per node.");
+             nb::arg("message_bytes"), nb::arg("device"), nb::arg("maps_peers"),
+             "Sets up a rail between the processes `pes`, one per node. Without maps_peers, all "
+             "puts go through NVSHMEM, also where loads and stores reach.");
   module.def(
       "close", [](const std::string& key) { return Rails::Instance().Close(key); }, nb::arg("key"),
       "Removes a user. True: it was the last one; then call release.");

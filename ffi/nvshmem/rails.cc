@@ -19,7 +19,9 @@ Status Clear(const Heap& heap, const RailExchange& map) {
 
 Status CopyPeers(const Heap& heap, const RailConfig& config) {
   std::vector<Peer> peers;
-  for (const int pe : config.pes) peers.push_back({World::Instance().Map(heap, pe), pe});
+  for (const int pe : config.pes) {
+    peers.push_back({config.maps_peers ? World::Instance().Map(heap, pe) : nullptr, pe});
+  }
   Status status = ToStatus(
       cudaMemcpy(heap.peers, peers.data(), peers.size() * sizeof(Peer), cudaMemcpyHostToDevice),
       "copying the table of a rail");

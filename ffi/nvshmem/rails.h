@@ -19,6 +19,7 @@ struct RailConfig {
   std::vector<int> pes;   // the process of the rank of this index on each node
   int64_t message_bytes;  // of the longest row and what travels with it
   int device;
+  bool maps_peers;  // store to peers that loads and stores reach; otherwise to none
 };
 
 // Opens and closes rails from one thread at a time; handlers look them up meanwhile.

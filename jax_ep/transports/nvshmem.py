@@ -24,6 +24,8 @@ from jax_ep.xla_ffi.rail import bind_rail
 
 # How long close() waits for a peer, which may be dead.
 _MAX_CLOSE_S = 10.0
+# Whether kernels store to the peers that they reach, past NVSHMEM. Tests turn it off.
+maps_peers = True
 # NVSHMEM's collectives, which would use these, are not used.
 _ENVIRONMENT = {"NVSHMEM_DISABLE_NCCL": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 
@@ -117,6 +119,7 @@ class NvshmemByNodes(P2pByNodes):
                 pes=[each.device.process_index for each in peers],
                 message_bytes=_message_bytes(self.geometry),
                 device=bootstrap.ordinal(local),
+                maps_peers=maps_peers,
             )
             return b""
 
