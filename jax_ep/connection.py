@@ -33,7 +33,10 @@ class Connection(abc.ABC):
         """Why the transport cannot serve the group, the same in all processes; None if it can."""
 
     def open(self, exchange: Exchange) -> None:  # noqa: B027
-        """Sets up what calls need; by default nothing."""
+        """Sets up what calls need; by default nothing.
+
+        With `geometry.memory_of`, in the memory of that group, which is open.
+        """
 
     def close(self) -> None:  # noqa: B027
         """Frees what `open` set up."""

@@ -5,6 +5,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 import numpy as np
@@ -38,6 +39,9 @@ class Geometry:
     # Ranks exchange tokens with those of their node, on behalf of the ranks of their index on all
     # nodes: the geometry of a transport inside nodes; see transports/nodes.py.
     within_nodes: bool = False
+    # The group whose memory this one uses, which is its own; None: this one has its own, too. What
+    # the two must have in common: transports/memory.py.
+    memory_of: "Geometry | None" = None
 
     def __post_init__(self) -> None:
         names = self.axis_names
@@ -59,12 +63,22 @@ class Geometry:
 
         Programs outlive processes, so equal ids, axis and config give the same key everywhere.
         """
+        key = f"{self.transport}-ep{self.n_ranks}-{self._digest}"
+        return f"{key}-within-nodes" if self.within_nodes else key
+
+    @functools.cached_property
+    def _digest(self) -> str:
         device_ids = [device.id for device in self.mesh.devices.flat]
         shape = tuple(self.mesh.shape.items())
-        facts = (shape, device_ids, self.axis_name, self.config, self.transport)
-        digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
-        key = f"{self.transport}-ep{self.n_ranks}-{digest}"
-        return f"{key}-within-nodes" if self.within_nodes else key
+        facts: tuple[Any, ...] = (shape, device_ids, self.axis_name, self.config, self.transport)
+        if self.memory_of is not None:
+            facts = (*facts, self.memory_of._digest)
+        return hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
+
+    @property
+    def memory_key(self) -> str:
+        """Names the memory: the key of the group that it was set up for."""
+        return self.key if self.memory_of is None else self.memory_of.key
 
     @property
     def axis_names(self) -> tuple[str, ...]:

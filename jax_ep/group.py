@@ -19,8 +19,8 @@ class EPGroup:
 
     Made by `ep_init`. Groups made with equal arguments are equal. One group serves many layers, and
     several groups may be open at once. As a context manager, it closes itself. Unpickling calls
-    `ep_init` with the same mesh, on devices with the same ids, axis, config and transport; also if
-    the pickled group was closed. An `exchange` is not pickled.
+    `ep_init` with the same mesh, on devices with the same ids, axis, config, transport and
+    `memory_of`; also if the pickled group was closed. An `exchange` is not pickled.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -87,9 +87,10 @@ class EPGroup:
     def memory(self) -> int:
         """Bytes that the open group holds on each device, beside the arrays of its calls.
 
-        On `p2p`, the workspace that peers write to, which grows with R, M, K and H; equal groups
-        share one. On `nvshmem`, also the heap that other nodes write to. 0 on `xla` and `host`,
-        which hold none.
+        On `p2p`, the workspace that peers write to, which grows with R, M, K and H. Equal groups
+        share one, and so do those that were made with `memory_of`: each of them says the bytes of
+        the whole, so count these once. On `nvshmem`, also the heap that other nodes write to. 0 on
+        `xla` and `host`, which hold none.
 
         Raises:
             ValueError: the group is closed.
@@ -109,7 +110,8 @@ class EPGroup:
     def stats(self) -> list[RankStats]:
         """Totals since the group was opened, one entry per device of this process.
 
-        Equal groups that are open at the same time share them. Does not wait for calls: to count
+        Equal groups that are open at the same time share them; on `p2p`, so do groups that share
+        memory, and the totals are those of all of them. Does not wait for calls: to count
         those that are running, first wait for their results (`jax.block_until_ready`).
 
         Raises:
@@ -128,8 +130,9 @@ class EPGroup:
         failed call raises.
 
         Raises:
-            jax.errors.JaxRuntimeError: a call failed; the message names both ranks, the call and
-                its epoch. Close the group and make a new one.
+            jax.errors.JaxRuntimeError: a call failed, of this group or of one that shares its
+                memory; the message names both ranks, the call and its epoch. Close the group, and
+                those that share its memory, and make new ones.
             ValueError: the group is closed.
         """
         self._check_open()
@@ -144,7 +147,8 @@ class EPGroup:
         do calls whose results the program has dropped. `p2p` waits for what has been launched on
         the process's devices; calls that XLA launches later raise, so first wait for the results
         (`jax.block_until_ready`). All processes of a group must close it; each waits at most 10 s
-        for the others. Buffers that CUDA graphs refer to are kept for the next equal group.
+        for the others. Buffers that CUDA graphs refer to are kept for the next equal group. Memory
+        that other groups use (`memory_of`) stays until the last of them is closed, in any order.
         """
         if not self._closed:
             self._closed = True
@@ -159,7 +163,9 @@ class EPGroup:
         ids = [device.id for device in mesh.devices.flat]
         axes = mesh.devices.shape, mesh.axis_names, mesh.axis_types
         arguments = self.axis_name, self.config, self.transport
-        return _open_pickled, (mesh.devices.flat[0].platform, ids, axes, arguments)
+        memory_of = self.geometry.memory_of
+        memory_config = memory_of and memory_of.config
+        return _open_pickled, (mesh.devices.flat[0].platform, ids, axes, arguments, memory_config)
 
     def __copy__(self) -> Self:
         return self
@@ -187,9 +193,13 @@ class EPGroup:
 
 
 def _open_pickled(
-    platform: str, ids: list[int], axes: tuple[Any, ...], arguments: tuple[Any, ...]
+    platform: str,
+    ids: list[int],
+    axes: tuple[Any, ...],
+    arguments: tuple[Any, ...],
+    memory_config: EPConfig | None,
 ) -> EPGroup:
-    """The group of a pickle."""
+    """The group of a pickle; `memory_config` is that of the group whose memory it uses."""
     shape, axis_names, axis_types = axes
     by_id = {device.id: device for device in jax.devices(platform)}
     missing = [each for each in ids if each not in by_id]
@@ -200,7 +210,11 @@ def _open_pickled(
         )
     devices = np.array([by_id[each] for each in ids]).reshape(shape)
     mesh = jax.sharding.Mesh(devices, axis_names, axis_types=axis_types)
-    return ep_init(mesh, *arguments)
+    axis_name, config, transport = arguments
+    if memory_config is None:
+        return ep_init(mesh, axis_name, config, transport)
+    with ep_init(mesh, axis_name, memory_config, transport) as memory_of:
+        return ep_init(mesh, axis_name, config, transport, memory_of=memory_of)
 
 
 def check_group(operation: str, group: EPGroup) -> None:
@@ -220,6 +234,7 @@ def ep_init(
     config: EPConfig,
     transport: str = "auto",
     exchange: ExchangeFn | None = None,
+    memory_of: EPGroup | None = None,
 ) -> EPGroup:
     """Sets up expert parallelism along one or more mesh axes.
 
@@ -246,16 +261,26 @@ def ep_init(
             distributed runtime: `exchange(key, payload)` returns the payloads of all processes that
             hold devices of the mesh, in order of process index. It must raise rather than wait
             forever for a process that does not call.
+        memory_of: an open group of the same mesh and axis, whose memory (`EPGroup.memory`) the new
+            group uses in place of memory of its own, on the same transport. The memory is freed
+            once all groups that use it are closed. The new group needs the same `n_experts`,
+            `fused_shared_expert`, `skip_a2a`, nodes and `timeout_s`, and at most the `top_k`, the
+            `max_tokens_per_rank` and the bytes per token and row of the group that the memory was
+            set up for; all else may differ. Results have the bits that they have without it. A
+            call that fails fails all groups in the memory. `xla` and `host` hold no memory; the
+            same rules apply there, so that programs run on all transports.
 
     Returns:
         The group, for functions under `jax.shard_map` to close over.
 
     Raises:
-        TypeError: `mesh` is not a mesh, or `config` not an `EPConfig`.
-        ValueError: the config does not fit the mesh, or the transport cannot serve it; the message
-            says why.
-        RuntimeError: in some process the buffers could not be set up, or an equal group is open and
-            has failed; all processes raise it, naming process and reason.
+        TypeError: `mesh` is not a mesh, `config` not an `EPConfig`, or `memory_of` not an
+            `EPGroup`.
+        ValueError: the config does not fit the mesh or the memory of `memory_of`, the transport
+            cannot serve it, or `memory_of` is closed; the message says why.
+        RuntimeError: in some process the buffers could not be set up, or an equal group, or one in
+            the same memory, is open and has failed; all processes raise it, naming process and
+            reason.
         TimeoutError: a process did not call within `config.timeout_s`.
 
     Warns:
@@ -265,9 +290,28 @@ def ep_init(
     _check_mesh(mesh)
     if not isinstance(config, EPConfig):
         raise TypeError(f"config must be an EPConfig; got {type(config).__name__}.")
-    requested = Geometry(mesh, axis_name, config, transport)
+    memory = _memory_of(memory_of)
+    if memory is not None and transport == "auto":
+        transport = memory.transport
+    requested = Geometry(mesh, axis_name, config, transport, memory_of=memory)
     processes = Exchange.over(mesh, requested.key, config.timeout_s, exchange)
     return EPGroup(connect(requested, processes))
+
+
+def _memory_of(group: Any) -> Geometry | None:
+    """The geometry that the memory of an open group was set up for."""
+    if group is None:
+        return None
+    if not isinstance(group, EPGroup):
+        raise TypeError(
+            f"memory_of must be an EPGroup made by ep_init; got {type(group).__name__}."
+        )
+    if group.closed:
+        raise ValueError(
+            f"memory_of must be open; group {group.key} is closed. Pass any open group that uses "
+            "the memory."
+        )
+    return group.geometry.memory_of or group.geometry
 
 
 def _check_mesh(mesh: Any) -> None:

@@ -63,6 +63,7 @@ def check_groups() -> None:
         other.close()
     assert len(free_heaps(group)) == 2
     check_replicas()
+    check_shared_memory()
     check_captured_calls()
     check_many_tokens(make_mesh(n_ranks))
 
@@ -92,6 +93,27 @@ def check_replicas() -> None:
     if len(jax.devices()) == 4:
         case = cases.SMALL[2].replace(n_nodes=2, routing="zipf")
         suite.check(case, NAME, make_mesh(2, dp=2))
+
+
+def check_shared_memory() -> None:
+    """A group in the memory of a larger one also uses its rail, which outlives the larger one."""
+    case = small()
+    mesh = make_mesh(case.n_ranks)
+    large = open_group(33.0, case.replace(max_tokens=2 * case.max_tokens, hidden_size=512))
+    group = jax_ep.ep_init(mesh, AXIS, config_of(case, timeout_s=33.0), memory_of=large)
+    assert group.transport == NAME
+    assert group.memory == large.memory
+    inputs = suite.make_inputs(case)
+    operands = put(mesh, *inputs.arrays()[:2], np.ones(case.n_ranks, bool))
+    wanted = expected_rows(case.replace(weights="none"))
+    runs = [dispatch_where(each) for each in (group, large, group)]
+    for run in runs:
+        assert_rows(run(*operands), wanted)
+    large.close()
+    assert_rows(runs[0](*operands), wanted)
+    group.check()
+    group.close()
+    assert free_heaps(large)
 
 
 def check_captured_calls() -> None:

@@ -36,6 +36,7 @@ def check_the_suite() -> None:
         check_independent_calls,
         check_asynchronous_calls,
         check_groups_come_and_go,
+        check_groups_take_turns_in_one_memory,
         check_a_group_that_is_too_large,
     ):
         begin = time.monotonic()
@@ -118,6 +119,18 @@ def check_groups_come_and_go() -> None:
             call = on_mesh(mesh, lambda x, i, g=each: jax_ep.dispatch(g, x, i).tokens)
             assert_rows(call(*operands), wanted)
             each.close()
+
+
+def check_groups_take_turns_in_one_memory() -> None:
+    """Groups of several sizes, in the memory of the largest."""
+    n_ranks = len(jax.devices())
+    mesh = make_mesh(n_ranks)
+    small = cases.SMALL[n_ranks]
+    large = small.replace(max_tokens=100, hidden_size=512)
+    with jax_ep.ep_init(mesh, AXIS, config_of(large), transport="p2p") as memory_of:
+        for _ in range(2):
+            for case in (large, small, small.replace(max_tokens=3, weights="row")):
+                suite.check(case, "p2p", mesh, memory_of=memory_of)
 
 
 def check_a_group_that_is_too_large() -> None:
@@ -221,17 +234,26 @@ def assert_waiting_ranks_name_the_missing_one(group, call, missing: int) -> None
 def check_a_skipped_call() -> None:
     """The last rank makes one call fewer; a process that has only that rank sees no error."""
     group, call = open_group_to_fail()
+    smaller = dataclasses.replace(group.config, max_tokens_per_rank=1)
+    meet()
+    shared = jax_ep.ep_init(group.mesh, AXIS, smaller, memory_of=group)
     missing = group.n_ranks - 1
     if set(group.ranks) == {missing}:
         call(missing)
+        shared.check()
     else:
         assert_waiting_ranks_name_the_missing_one(group, call, missing)
+        with pytest.raises(jax.errors.JaxRuntimeError, match=f"{shared.key}: rank .* waited"):
+            shared.check()
     meet()
     suite.check(cases.SMALL[group.n_ranks], "p2p", group.mesh)
-    meet()
-    with pytest.raises(RuntimeError, match=r"has failed: rank .*Close it first"):
-        jax_ep.ep_init(group.mesh, AXIS, group.config, transport="p2p")
+    for memory_of in (None, shared):
+        meet()
+        config = group.config if memory_of is None else dataclasses.replace(smaller, n_sms=2)
+        with pytest.raises(RuntimeError, match=r"has failed: rank .*Close it first"):
+            jax_ep.ep_init(group.mesh, AXIS, config, transport="p2p", memory_of=memory_of)
     group.close()
+    shared.close()
     for config in (group.config, dataclasses.replace(group.config, timeout_s=30.0)):
         check_a_new_group(group.mesh, config)
 

@@ -277,11 +277,12 @@ def compiled(
     check_vma=True,
     input_scale=None,
     recv_capacity=None,
+    memory_of=None,
 ):
     """A group and the jitted `forward`, made once for each combination of arguments."""
     if input_scale is not None:
         input_scale = np.float32(input_scale)
-    group = jax_ep.ep_init(mesh, AXIS, config, transport=transport)
+    group = jax_ep.ep_init(mesh, AXIS, config, transport=transport, memory_of=memory_of)
     # With T = 0, all used operands may be empty, and XLA refuses a mapped function that has only
     # empty operands. So keep the unused ones.
     options = {"input_scale": input_scale, "recv_capacity": recv_capacity}

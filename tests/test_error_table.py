@@ -62,6 +62,10 @@ def init(mesh=None, transport="host", **changes: Any) -> jax_ep.EPGroup:
     return jax_ep.ep_init(mesh, "ep", config(**changes), transport)
 
 
+def init_in_memory_of(group: Any) -> jax_ep.EPGroup:
+    return jax_ep.ep_init(make_mesh(), "ep", config(), memory_of=group)
+
+
 def layer(group, **options: Any) -> MoE:
     return MoE(group, H, rngs=nnx.Rngs(0), **options)
 
@@ -247,6 +251,11 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "node-counts": lambda: init(n_gpus_per_node=3),
     "transport-name": lambda: init(transport="carrier-pigeon"),
     "transport-mesh": init_host_of_two_processes,
+    "memory-type": lambda: init_in_memory_of(make_mesh()),
+    "memory-closed": lambda: init_in_memory_of(closed_group()),
+    "memory-mesh": lambda: init_in_memory_of(init(make_mesh(jax.devices()[:R][::-1]))),
+    "memory-other": lambda: init_in_memory_of(init(n_experts=2 * E)),
+    "memory-smaller": lambda: init_in_memory_of(init(max_tokens_per_rank=T - 1)),
     "setup-missing": lambda: set_up(client=OneProcessRuntime()),
     "setup-failed": lambda: set_up(custom=lambda _, mine: [mine, b"-no memory"]),
     "setup-exchange": lambda: set_up(custom=lambda _, mine: [mine]),

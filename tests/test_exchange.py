@@ -73,6 +73,7 @@ class FakeExtension:
     def __init__(self, fails_at: str = "", host: str = "here", reason: str = ""):
         self.fails_at, self.host, self.reason = fails_at, host, reason
         self.n_users: dict[str, int] = {}
+        self.memory: dict[str, str] = {}  # of open groups
         self.allocated: set[str] = set()
         self.peers: list = []
 
@@ -82,10 +83,14 @@ class FakeExtension:
     def peer_access_problem(self, ordinals):
         return self.reason
 
-    def allocate_group(self, key, devices, **sizes):
+    def GroupConfig(self, **sizes):  # noqa: N802 (the extension's name)
+        return sizes
+
+    def allocate_group(self, key, config, devices):
         if self.fails_at == "allocate":
             raise RuntimeError("no memory")
         self.n_users[key] = 1
+        self.memory[key] = key
         self.allocated.add(key)
         return [f"{replica}.{rank}".encode() for _, replica, rank in devices]
 
@@ -98,16 +103,20 @@ class FakeExtension:
         if key not in self.n_users:
             return False
         self.n_users[key] -= 1
-        if self.n_users[key] == 0:
-            del self.n_users[key]
-            return True
-        return False
+        if self.n_users[key] > 0:
+            return False
+        del self.n_users[key]
+        return self.memory.pop(key) not in self.memory.values()
 
-    def free_group(self, key):
-        self.allocated.remove(key)
+    def free_group(self, memory):
+        self.allocated.remove(memory)
 
-    def share_group(self, key):
-        return False
+    def share_group(self, key, memory, config):
+        if memory not in self.allocated:
+            return False
+        self.n_users[key] = self.n_users.get(key, 0) + 1
+        self.memory[key] = memory
+        return True
 
     def failure(self, key, ordinal):
         return self.reason
@@ -148,6 +157,7 @@ def check_job() -> None:
     check_custom_exchange_of_a_group()
     check_choice_of_transport()
     check_buffers()
+    check_shared_memory()
     check_failed_group_is_not_shared()
     check_close_without_the_others()
 
@@ -276,6 +286,33 @@ def check_open_buffers(geometry: Geometry, exchange: Exchange, fake: FakeExtensi
     bootstrap.free_buffers(key, exchange)
 
 
+def check_shared_memory() -> None:
+    """The last group to close frees the memory; until then, groups may come back to it."""
+    mesh = make_mesh(len(jax.devices()))
+    fake = FakeExtension()
+    use(fake)
+    large = P2pConnection(geometry_of(mesh, n_experts=24))
+    config = dataclasses.replace(large.geometry.config, max_tokens_per_rank=1)
+    small = P2pConnection(dataclasses.replace(large.geometry, config=config))
+    shared = dataclasses.replace(small.geometry, memory_of=large.geometry)
+    small = P2pConnection(shared)
+    exchange = exchange_of_all("shared memory")
+    with pytest.raises(RuntimeError, match=f"memory_of, {large.geometry.key}, is not open in this"):
+        small.open(exchange)
+    for first, second in ((large, small), (small, large)):
+        large.open(exchange_of_all("large"))
+        small.open(exchange_of_all("small"))
+        assert fake.allocated == {large.geometry.key}
+        first.close()
+        assert fake.allocated == {large.geometry.key}
+        first.open(exchange_of_all("again"))
+        assert fake.n_users == {large.geometry.key: 1, small.geometry.key: 1}
+        second.close()
+        first.close()
+        assert not fake.allocated
+        assert not p2p._exchanges
+
+
 def check_failed_group_is_not_shared() -> None:
     """All processes say why an equal group cannot be opened next to a failed one."""
     mesh = make_mesh(len(jax.devices()))
@@ -284,8 +321,12 @@ def check_failed_group_is_not_shared() -> None:
     p2p._exchanges[connection.geometry.key] = exchange_of_all("failed")
     fake = FakeExtension(reason=reason if jax.process_index() == 1 else "")
     use(fake)
-    with pytest.raises(RuntimeError, match=f"^process 1: .*{reason} Close it first"):
-        connection.open(exchange_of_all("failed"))
+    memory_of = connection.geometry
+    config = dataclasses.replace(memory_of.config, max_tokens_per_rank=1)
+    shared = P2pConnection(dataclasses.replace(memory_of, config=config, memory_of=memory_of))
+    for each in (connection, shared):
+        with pytest.raises(RuntimeError, match=f"^process 1: .*{reason} Close it first"):
+            each.open(exchange_of_all("failed"))
     assert not fake.allocated
 
 

@@ -49,7 +49,7 @@ def group_of_equal_size(mesh, config: jax_ep.EPConfig) -> jax_ep.EPGroup:
 
 def is_captured(group: jax_ep.EPGroup) -> bool:
     here = group.geometry.local_coordinates
-    return all(load_cuda().is_captured(group.key, ordinal(each)) for each in here)
+    return all(load_cuda().is_captured(group.geometry.memory_key, ordinal(each)) for each in here)
 
 
 @pytest.fixture
@@ -96,6 +96,30 @@ def test_a_graph_outlives_its_group(mesh, config) -> None:
         calls = [each.dispatch_calls for each in group.stats()]
         assert calls == [N_PAIRS] * mesh.size
         other.close()
+    group.close()
+
+
+def test_a_graph_in_the_memory_of_another_group_outlives_both(mesh, config) -> None:
+    sizes = dataclasses.replace(config, max_tokens_per_rank=2 * config.max_tokens_per_rank)
+    large = jax_ep.ep_init(mesh, AXIS, sizes, transport="p2p")
+    group = jax_ep.ep_init(mesh, AXIS, config, memory_of=large)
+    run = Chain(group)
+    wanted = [run() for _ in range(2)][-1]
+    assert is_captured(group)
+    addresses = group.dev_ptrs
+    for _ in range(2):
+        large.close()
+        assert run() == wanted
+        group.close()
+        with pytest.raises(jax.errors.JaxRuntimeError, match="is not open"):
+            run()
+        other = group_of_equal_size(mesh, sizes)
+        large = jax_ep.ep_init(mesh, AXIS, sizes, transport="p2p")
+        group = jax_ep.ep_init(mesh, AXIS, config, memory_of=large)
+        assert (group.dev_ptrs == addresses).all()
+        assert run() == wanted
+        other.close()
+    large.close()
     group.close()
 
 

@@ -48,7 +48,7 @@ def test_processes_share_two_gpus(check, n_processes):
 @pytest.mark.parametrize(
     "files",
     [
-        ["dispatch_combine", "shared_expert"],
+        ["dispatch_combine", "shared_expert", "shared_memory"],
         ["grad", "transforms", "independent_calls", "async", "overlap"],
         ["quantized", "quantized_grad", "quantized_transforms"],
         ["input_forms", "axes", "unused_rows", "choices"],

@@ -1,4 +1,4 @@
-"""Inference with a group for prefill and another for decoding, on devices of their own.
+"""Inference with a group for prefill and another for decoding, on devices of their own or not.
 
 The two phases differ in tokens per call by orders of magnitude, and so in the buffers that they
 need. The model mixes the positions of a sequence by their running mean, in place of attention; the
@@ -21,7 +21,7 @@ BY_RANK = P("ep")
 SPECS = {"mix": P(), "router": P(), "gate_up": BY_RANK, "down": BY_RANK}
 
 
-def make_group(devices, max_tokens_per_rank, **options):
+def make_group(devices, max_tokens_per_rank, memory_of=None, **options):
     config = jax_ep.EPConfig(
         n_experts=16,
         top_k=TOP_K,
@@ -31,7 +31,8 @@ def make_group(devices, max_tokens_per_rank, **options):
         combine_dtype=jnp.float32,
         **options,
     )
-    return jax_ep.ep_init(jax.sharding.Mesh(devices, ("ep",)), "ep", config)
+    mesh = jax.sharding.Mesh(devices, ("ep",))
+    return jax_ep.ep_init(mesh, "ep", config, memory_of=memory_of)
 
 
 def experts_of(group):
@@ -92,6 +93,13 @@ shapes = [(SIZE, SIZE), (SIZE, 16), (16, SIZE, 2 * 48), (16, 48, SIZE)]
 params = dict(zip(SPECS, arrays, strict=True))
 groups = experts_of(prefill), experts_of(decode), placer(prefill), placer(decode)
 one_device = (dense_experts, dense_experts, *[lambda tree, specs=None: tree] * 2)
-assert_close(generate(*groups, params, prompts), generate(*one_device, params, prompts))
+outputs = generate(*groups, params, prompts)
+assert_close(outputs, generate(*one_device, params, prompts))
+
+# On the devices of prefill, a decode group needs no memory of its own: calls take turns.
+decode_here = make_group(jax.devices()[:4], 4, memory_of=prefill)
+groups = experts_of(prefill), experts_of(decode_here), placer(prefill), placer(decode_here)
+np.testing.assert_array_equal(generate(*groups, params, prompts), outputs)
+assert decode_here.memory == prefill.memory
 print(f"{N_STEPS} steps equal: prefill into {prefill.max_recv_tokens} rows,", end=" ")
 print(f"decode into {decode.max_recv_tokens}, transport {decode.transport}")

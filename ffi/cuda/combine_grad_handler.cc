@@ -38,8 +38,8 @@ Status FillArgs(const Caller& caller, const CombineMode& mode, const BufferList&
   status = CheckRowBytes(caller.config(), row_bytes);
   args.row_vectors = static_cast<int32_t>(row_bytes / static_cast<int64_t>(kVectorBytes));
   if (status.ok()) {
-    status = caller.member.group->CombineGradCall(caller.member.rank, operands.n_tokens,
-                                                  args.row_vectors, &args.call);
+    status = caller.member.group->CombineGradCall(caller.config(), caller.member.rank,
+                                                  operands.n_tokens, args.row_vectors, &args.call);
   }
   if (!status.ok()) return status;
   args.weighting = mode.weighting;

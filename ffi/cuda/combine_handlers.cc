@@ -33,8 +33,8 @@ Status FillArgs(const Caller& caller, const CombineMode& mode, bool is_async,
   args.row_vectors = static_cast<int32_t>(row_bytes / static_cast<int64_t>(kVectorBytes));
   if (status.ok()) {
     const ReturnSize size{args.row_vectors, mode.reduce, operands.row_scalars != nullptr};
-    status = caller.member.group->CombineCall(caller.member.rank, operands.n_tokens, size,
-                                              &args.call, is_async);
+    status = caller.member.group->CombineCall(caller.config(), caller.member.rank,
+                                              operands.n_tokens, size, &args.call, is_async);
   }
   if (!status.ok()) return status;
   args.weighting = mode.weighting;

@@ -67,8 +67,8 @@ Status FillArgs(const Caller& caller, const DispatchAttributes& attributes, bool
                ToVectors(operands.row_bytes)};
   status = CheckSizes(caller.config(), operands, args.size);
   if (status.ok()) {
-    status = caller.member.group->DispatchCall(caller.member.rank, operands.n_tokens, args.size,
-                                               &args.call, is_async);
+    status = caller.member.group->DispatchCall(caller.config(), caller.member.rank,
+                                               operands.n_tokens, args.size, &args.call, is_async);
   }
   if (!status.ok()) return status;
   FillOperands(caller, operands, args);

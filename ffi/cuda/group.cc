@@ -29,35 +29,6 @@ Workspace PlanWorkspace(const GroupConfig& c) {
                           c.token_bytes, c.row_bytes, c.uses_lines});
 }
 
-Status CheckConfig(const GroupConfig& c) {
-  const auto expect = [](bool ok, const std::string& what, int64_t got) {
-    return ok ? Status{} : InvalidArgument(what + "; got " + std::to_string(got) + ".");
-  };
-  const int64_t max_rows = c.n_ranks * c.max_tokens_per_rank * c.n_choices;
-  for (const Status& status : {
-           expect(c.n_ranks >= 1, "n_ranks must be positive", c.n_ranks),
-           expect(c.n_ranks_per_node >= 1 && c.n_ranks % c.n_ranks_per_node == 0,
-                  "n_ranks_per_node must divide n_ranks", c.n_ranks_per_node),
-           expect(c.n_groups >= 1 && c.n_groups % c.n_ranks == 0,
-                  "n_groups must be a multiple of n_ranks", c.n_groups),
-           expect(FastDivisor::IsExactBelow(c.n_groups, c.n_groups / c.n_ranks),
-                  "n_groups * n_groups / n_ranks must be at most 2^32; n_groups", c.n_groups),
-           expect(c.n_choices >= 1 && c.n_choices <= kMaxChoices, "n_choices must be 1 to 32",
-                  c.n_choices),
-           expect(c.row_alignment >= 1 && (c.row_alignment & (c.row_alignment - 1)) == 0,
-                  "row_alignment must be a power of 2", c.row_alignment),
-           expect(c.token_bytes % kVectorBytes == 0, "token_bytes must be a multiple of 16",
-                  c.token_bytes),
-           expect(c.row_bytes % kVectorBytes == 0, "row_bytes must be a multiple of 16",
-                  c.row_bytes),
-           expect(max_rows <= INT32_MAX,
-                  "n_ranks * max_tokens_per_rank * n_choices must fit in int32", max_rows),
-       }) {
-    if (!status.ok()) return status;
-  }
-  return {};
-}
-
 }  // namespace
 
 Status CheckPeerAccess(const std::vector<int>& devices) {
@@ -133,7 +104,7 @@ Status RankGroup::FindResources(int index) {
   const size_t dynamic_smem = max_smem - kStaticSmemBytes;
 
   CallArgs call;
-  status = FillCall(index, 0, &call);
+  status = FillCall(config_, index, 0, &call);
   if (!status.ok()) return status;
   const size_t needed = DispatchSmemBytes(call, {});
   if (needed > dynamic_smem) {
@@ -153,7 +124,7 @@ Status RankGroup::FindResources(int index) {
 Status RankGroup::LoadKernels(int index) {
   const size_t bulk_smem_bytes = ranks_[index].resources.bulk_smem_bytes;
   CallArgs call;
-  Status status = FillCall(index, 0, &call);
+  Status status = FillCall(config_, index, 0, &call);
   int max_blocks = 1;
   if (status.ok()) {
     status = ToStatus(
@@ -239,16 +210,14 @@ Status RankGroup::ShareDevice(int index, const std::vector<PeerAddress>& address
   const int n_sharing = static_cast<int>(std::count_if(
       addresses.begin(), addresses.end(),
       [&](const PeerAddress& address) { return IsSame(address.device, addresses[index].device); }));
-  int32_t n_blocks = rank.n_sms / n_sharing;
-  if (config_.n_sms > 0)
-    n_blocks = static_cast<int32_t>(std::min<int64_t>(n_blocks, config_.n_sms));
+  const int32_t n_blocks = rank.n_sms / n_sharing;
   if (n_blocks < 1) {
     return InvalidArgument("a device must have an SM for each of its ranks; got " +
                            std::to_string(n_sharing) + " ranks on " + std::to_string(rank.n_sms) +
                            " SMs.");
   }
   rank.resources.n_blocks = n_blocks;
-  rank.resources.n_async_blocks = config_.n_sms == 0 ? std::min(n_blocks, kAsyncBlocks) : n_blocks;
+  rank.resources.n_async_blocks = std::min(n_blocks, kAsyncBlocks);
   return {};
 }
 

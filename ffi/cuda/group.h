@@ -15,26 +15,11 @@
 #include "core/status.h"
 #include "cuda/call_args.h"
 #include "cuda/dispatch.h"
+#include "cuda/group_config.h"
 #include "cuda/peer_memory.h"
 #include "cuda/plan.h"
 
 namespace jax_ep::p2p {
-
-// core/routing.h defines R, G and N.
-struct GroupConfig {
-  int64_t n_ranks;              // R
-  int64_t n_ranks_per_node;     // divides R; ranks are numbered node by node
-  int64_t n_groups;             // G
-  int64_t n_choices;            // N
-  int64_t max_tokens_per_rank;  // M
-  int64_t row_alignment;        // each group of rows starts at a multiple of it; a power of 2
-  int64_t token_bytes;          // of the longest token on the wire; a multiple of kVectorBytes
-  int64_t row_bytes;            // of the longest row of combine; a multiple of kVectorBytes
-  int64_t n_sms;                // blocks per rank of a call; 0 = as many as fit, or kAsyncBlocks in
-                                // an asynchronous call
-  double timeout_s;
-  bool uses_lines = true;  // few tokens go in lines; needs equal numbers of tokens on all ranks
-};
 
 // Fails unless every device reaches every other one by loads and stores.
 Status CheckPeerAccess(const std::vector<int>& devices);
@@ -74,15 +59,17 @@ class RankGroup {
   // Those may write to this process's workspaces until they have disconnected, too.
   void Disconnect();
 
-  // Fill the arguments of a call of `rank` with `n_tokens` tokens, including its launch plan. See
-  // plan.h for `size` and `is_async`.
-  Status DispatchCall(int rank, int64_t n_tokens, const TokenSize& size, CallArgs* call,
-                      bool is_async = false) const;
-  Status CombineCall(int rank, int64_t n_tokens, const ReturnSize& size, CallArgs* call,
-                     bool is_async = false) const;
+  // Fill the arguments of a call of `rank` with `n_tokens` tokens, including its launch plan.
+  // `config` is that of the group that the call belongs to: this one's, or one that fits
+  // (CheckFits). See plan.h for `size` and `is_async`.
+  Status DispatchCall(const GroupConfig& config, int rank, int64_t n_tokens, const TokenSize& size,
+                      CallArgs* call, bool is_async = false) const;
+  Status CombineCall(const GroupConfig& config, int rank, int64_t n_tokens, const ReturnSize& size,
+                     CallArgs* call, bool is_async = false) const;
 
   // The same for the backward of combine, with rows of `row_vectors` times kVectorBytes.
-  Status CombineGradCall(int rank, int64_t n_tokens, int32_t row_vectors, CallArgs* call) const;
+  Status CombineGradCall(const GroupConfig& config, int rank, int64_t n_tokens, int32_t row_vectors,
+                         CallArgs* call) const;
 
   // Notes that a call is being captured: from now on graphs refer to the workspaces.
   void NoteCapture() { is_captured_.store(true, std::memory_order_relaxed); }
@@ -100,6 +87,7 @@ class RankGroup {
   // buffers are null, because nothing is staged in device memory on its way out.
   std::vector<uint64_t> BufferAddresses(int rank) const;
 
+  // What the workspaces are planned for.
   const GroupConfig& config() const { return config_; }
   size_t workspace_bytes() const { return map_.bytes; }
 
@@ -107,7 +95,7 @@ class RankGroup {
   struct Rank {
     int device = kElsewhere;
     int n_sms = 0;
-    RankResources resources;
+    RankResources resources;  // of calls without a limit of SMs
     uint8_t* workspace = nullptr;
     uint64_t* failure = nullptr;  // mapped host memory; see Failure
   };
@@ -122,7 +110,8 @@ class RankGroup {
   Status ShareDevice(int rank, const std::vector<PeerAddress>& addresses);
   Status ConnectRank(int rank, const std::vector<PeerAddress>& addresses);
   Status MapPeer(int rank, int peer, const PeerAddress& address, uint8_t** workspace);
-  Status FillCall(int rank, int64_t n_tokens, CallArgs* call) const;
+  Status FillCall(const GroupConfig& config, int rank, int64_t n_tokens, CallArgs* call) const;
+  RankResources ResourcesOf(const GroupConfig& config, int rank) const;
 
   const GroupConfig config_;
   const Workspace map_;

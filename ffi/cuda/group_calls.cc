@@ -1,5 +1,6 @@
 // An open group at call time: the arguments of calls, and whether a rank has failed.
 
+#include <algorithm>
 #include <sstream>
 #include <string>
 
@@ -50,46 +51,55 @@ Status RankGroup::CheckLocal(int rank) const {
                          " of " + std::to_string(config_.n_ranks) + ".");
 }
 
-Status RankGroup::FillCall(int rank, int64_t n_tokens, CallArgs* call) const {
-  if (n_tokens < 0 || n_tokens > config_.max_tokens_per_rank) {
+Status RankGroup::FillCall(const GroupConfig& config, int rank, int64_t n_tokens,
+                           CallArgs* call) const {
+  if (n_tokens < 0 || n_tokens > config.max_tokens_per_rank) {
     return InvalidArgument("the number of tokens must be at most max_tokens_per_rank = " +
-                           std::to_string(config_.max_tokens_per_rank) + "; got " +
+                           std::to_string(config.max_tokens_per_rank) + "; got " +
                            std::to_string(n_tokens) + ".");
   }
   *call = {};
   call->map = map_;
   call->workspace = ranks_[rank].workspace;
   call->failure = ranks_[rank].failure;
-  call->timeout_ns = static_cast<int64_t>(config_.timeout_s * 1e9);
+  call->timeout_ns = static_cast<int64_t>(config.timeout_s * 1e9);
   call->rank = rank;
-  call->n_ranks = static_cast<int32_t>(config_.n_ranks);
-  call->n_ranks_per_node = static_cast<int32_t>(config_.n_ranks_per_node);
-  call->n_groups = static_cast<int32_t>(config_.n_groups);
-  call->local_groups = FastDivisor(static_cast<uint32_t>(config_.n_groups / config_.n_ranks));
-  call->n_choices = static_cast<int32_t>(config_.n_choices);
-  call->max_tokens = static_cast<int32_t>(config_.max_tokens_per_rank);
+  call->n_ranks = static_cast<int32_t>(config.n_ranks);
+  call->n_ranks_per_node = static_cast<int32_t>(config.n_ranks_per_node);
+  call->n_groups = static_cast<int32_t>(config.n_groups);
+  call->local_groups = FastDivisor(static_cast<uint32_t>(config.n_groups / config.n_ranks));
+  call->n_choices = static_cast<int32_t>(config.n_choices);
+  call->max_tokens = static_cast<int32_t>(config.max_tokens_per_rank);
   call->n_tokens = static_cast<int32_t>(n_tokens);
   return {};
 }
 
-Status RankGroup::DispatchCall(int rank, int64_t n_tokens, const TokenSize& size, CallArgs* call,
-                               bool is_async) const {
-  const Status status = FillCall(rank, n_tokens, call);
-  if (status.ok()) PlanDispatch(ranks_[rank].resources, size, is_async, call);
+RankResources RankGroup::ResourcesOf(const GroupConfig& config, int rank) const {
+  RankResources resources = ranks_[rank].resources;
+  if (config.n_sms == 0) return resources;
+  resources.n_blocks = static_cast<int32_t>(std::min<int64_t>(resources.n_blocks, config.n_sms));
+  resources.n_async_blocks = resources.n_blocks;
+  return resources;
+}
+
+Status RankGroup::DispatchCall(const GroupConfig& config, int rank, int64_t n_tokens,
+                               const TokenSize& size, CallArgs* call, bool is_async) const {
+  const Status status = FillCall(config, rank, n_tokens, call);
+  if (status.ok()) PlanDispatch(ResourcesOf(config, rank), size, is_async, call);
   return status;
 }
 
-Status RankGroup::CombineCall(int rank, int64_t n_tokens, const ReturnSize& size, CallArgs* call,
-                              bool is_async) const {
-  const Status status = FillCall(rank, n_tokens, call);
-  if (status.ok()) PlanCombine(ranks_[rank].resources, size, is_async, call);
+Status RankGroup::CombineCall(const GroupConfig& config, int rank, int64_t n_tokens,
+                              const ReturnSize& size, CallArgs* call, bool is_async) const {
+  const Status status = FillCall(config, rank, n_tokens, call);
+  if (status.ok()) PlanCombine(ResourcesOf(config, rank), size, is_async, call);
   return status;
 }
 
-Status RankGroup::CombineGradCall(int rank, int64_t n_tokens, int32_t row_vectors,
-                                  CallArgs* call) const {
-  const Status status = FillCall(rank, n_tokens, call);
-  if (status.ok()) PlanCombineGrad(ranks_[rank].resources, row_vectors, call);
+Status RankGroup::CombineGradCall(const GroupConfig& config, int rank, int64_t n_tokens,
+                                  int32_t row_vectors, CallArgs* call) const {
+  const Status status = FillCall(config, rank, n_tokens, call);
+  if (status.ok()) PlanCombineGrad(ResourcesOf(config, rank), row_vectors, call);
   return status;
 }
 

@@ -28,7 +28,7 @@ struct Caller {
   std::string_view key;  // of the group
   Registry::Member member{};
 
-  const GroupConfig& config() const { return member.group->config(); }
+  const GroupConfig& config() const { return member.config; }
   GroupSizes sizes() const;
   std::string Name() const;
 };

@@ -55,16 +55,23 @@ nb::dict Targets() {
   return targets;
 }
 
-std::vector<nb::bytes> AllocateGroup(const std::string& key, int64_t n_ranks,
-                                     int64_t n_ranks_per_node, int64_t n_groups, int64_t n_choices,
-                                     int64_t max_tokens_per_rank, int64_t row_alignment,
-                                     int64_t row_bytes, int64_t n_sms, double timeout_s,
+GroupConfig MakeConfig(int64_t n_ranks, int64_t n_ranks_per_node, int64_t n_groups,
+                       int64_t n_choices, int64_t max_tokens_per_rank, int64_t row_alignment,
+                       int64_t row_bytes, int64_t n_sms, double timeout_s) {
+  return {n_ranks,       n_ranks_per_node,          n_groups,  n_choices, max_tokens_per_rank,
+          row_alignment, /*token_bytes=*/row_bytes, row_bytes, n_sms,     timeout_s};
+}
+
+bool ShareGroup(const std::string& key, const std::string& memory, const GroupConfig& config) {
+  bool is_open = false;
+  Raise(Registry::Instance().Share(key, memory, config, &is_open));
+  return is_open;
+}
+
+std::vector<nb::bytes> AllocateGroup(const std::string& key, const GroupConfig& config,
                                      const std::vector<DeviceTuple>& devices) {
   std::vector<LocalDevice> local;
   for (const auto& [ordinal, replica, rank] : devices) local.push_back({ordinal, {replica, rank}});
-  const GroupConfig config{
-      n_ranks,       n_ranks_per_node,          n_groups,  n_choices, max_tokens_per_rank,
-      row_alignment, /*token_bytes=*/row_bytes, row_bytes, n_sms,     timeout_s};
   std::vector<std::string> addresses;
   Status status;
   {
@@ -92,19 +99,19 @@ void ConnectGroup(const std::string& key, const std::vector<PeerTuple>& peers) {
   Raise(status);
 }
 
-Registry::Member FindMember(const std::string& key, int64_t ordinal) {
-  Registry::Member member = Registry::Instance().Find(key, ordinal);
-  if (member.group == nullptr) throw std::invalid_argument("group " + key + " is not open");
-  return member;
+Registry::Place FindPlace(const std::string& memory, int64_t ordinal) {
+  Registry::Place place = Registry::Instance().FindPlace(memory, ordinal);
+  if (place.group == nullptr) throw std::invalid_argument("group " + memory + " is not open");
+  return place;
 }
 
-nb::dict Stats(const std::string& key, int64_t ordinal) {
-  const Registry::Member member = FindMember(key, ordinal);
+nb::dict Stats(const std::string& memory, int64_t ordinal) {
+  const Registry::Place place = FindPlace(memory, ordinal);
   RankStats stats;
   Status status;
   {
     nb::gil_scoped_release release;
-    status = member.group->Stats(member.rank, &stats);
+    status = place.group->Stats(place.rank, &stats);
   }
   Raise(status);
   return ToDict(stats);
@@ -122,61 +129,65 @@ nb::dict CudaVersions() {
 
 // Opening and closing a group, each in steps.
 void DefineSetup(nb::module_& module) {
-  module.def(
-      "share_group", [](const std::string& key) { return Registry::Instance().Share(key); },
-      nb::arg("key"), "Adds a user to an open group. False: the group is not open.");
-  module.def("allocate_group", &AllocateGroup, nb::arg("key"), nb::arg("n_ranks"),
-             nb::arg("n_ranks_per_node"), nb::arg("n_groups"), nb::arg("n_choices"),
-             nb::arg("max_tokens_per_rank"), nb::arg("row_alignment"), nb::arg("row_bytes"),
-             nb::arg("n_sms"), nb::arg("timeout_s"), nb::arg("devices"),
-             "The first step of opening a group. devices are (ordinal, replica, rank) of this "
-             "process; returns the address of each. row_bytes is the size of the longest token or "
-             "row that travels, in either direction; n_sms is 0 for the default.");
+  nb::class_<GroupConfig>(module, "GroupConfig", "The sizes and limits of a group.")
+      .def(nb::new_(&MakeConfig), nb::kw_only(), nb::arg("n_ranks"), nb::arg("n_ranks_per_node"),
+           nb::arg("n_groups"), nb::arg("n_choices"), nb::arg("max_tokens_per_rank"),
+           nb::arg("row_alignment"), nb::arg("row_bytes"), nb::arg("n_sms"), nb::arg("timeout_s"),
+           "row_bytes is the size of the longest token or row that travels, in either direction; "
+           "n_sms is 0 for the default.");
+  module.def("share_group", &ShareGroup, nb::arg("key"), nb::arg("memory"), nb::arg("config"),
+             "Adds a user to a group in the workspaces of the key `memory`, and opens it if need "
+             "be. False: there are no such workspaces.");
+  module.def("allocate_group", &AllocateGroup, nb::arg("key"), nb::arg("config"),
+             nb::arg("devices"),
+             "The first step of opening a group in workspaces of its own. devices are (ordinal, "
+             "replica, rank) of this process; returns the address of each.");
   module.def("connect_group", &ConnectGroup, nb::arg("key"), nb::arg("peers"),
              "The second step. peers are (replica, rank, address) of all devices of the mesh.");
   module.def(
       "disconnect_group",
       [](const std::string& key) { return Registry::Instance().Disconnect(key); }, nb::arg("key"),
       nb::call_guard<nb::gil_scoped_release>(),
-      "Removes a user. True: it was the last one, all calls have ended, and the workspaces stay "
-      "until free_group.");
+      "Removes a user. True: it was the last one of all groups in the workspaces, all calls have "
+      "ended, and the workspaces stay until free_group.");
   module.def(
-      "free_group", [](const std::string& key) { Registry::Instance().Free(key); }, nb::arg("key"),
-      nb::call_guard<nb::gil_scoped_release>(),
+      "free_group", [](const std::string& memory) { Registry::Instance().Free(memory); },
+      nb::arg("memory"), nb::call_guard<nb::gil_scoped_release>(),
       "Frees the workspaces, except those that captured graphs refer to.");
 }
 
-// Statistics, captures and failures of an open group.
+// Statistics, captures and failures of workspaces, by their key.
 void DefineQueries(nb::module_& module) {
   module.def(
       "is_captured",
-      [](const std::string& key, int64_t ordinal) {
-        return FindMember(key, ordinal).group->is_captured();
+      [](const std::string& memory, int64_t ordinal) {
+        return FindPlace(memory, ordinal).group->is_captured();
       },
-      nb::arg("key"), nb::arg("ordinal"), "Whether a call of the group has been captured.");
+      nb::arg("memory"), nb::arg("ordinal"), "Whether a call in the workspaces has been captured.");
   module.def(
       "dev_ptrs",
-      [](const std::string& key, int64_t ordinal) {
-        const Registry::Member member = FindMember(key, ordinal);
-        return member.group->BufferAddresses(member.rank);
+      [](const std::string& memory, int64_t ordinal) {
+        const Registry::Place place = FindPlace(memory, ordinal);
+        return place.group->BufferAddresses(place.rank);
       },
-      nb::arg("key"), nb::arg("ordinal"),
+      nb::arg("memory"), nb::arg("ordinal"),
       "Addresses of a device's buffers: (dispatch, combine) x (send, recv, recv_count).");
   module.def(
       "workspace_bytes",
-      [](const std::string& key, int64_t ordinal) {
-        return FindMember(key, ordinal).group->workspace_bytes();
+      [](const std::string& memory, int64_t ordinal) {
+        return FindPlace(memory, ordinal).group->workspace_bytes();
       },
-      nb::arg("key"), nb::arg("ordinal"), "Bytes of a device's workspace.");
-  module.def("stats", &Stats, nb::arg("key"), nb::arg("ordinal"),
-             "The totals of a device's calls that have ended.");
+      nb::arg("memory"), nb::arg("ordinal"), "Bytes of a device's workspace.");
+  module.def("stats", &Stats, nb::arg("memory"), nb::arg("ordinal"),
+             "The totals of a device's calls in the workspaces that have ended.");
   module.def(
       "failure",
-      [](const std::string& key, int64_t ordinal) {
-        const Registry::Member member = FindMember(key, ordinal);
-        return member.group->CheckFailure(member.rank).message;
+      [](const std::string& memory, int64_t ordinal) {
+        const Registry::Place place = FindPlace(memory, ordinal);
+        return place.group->CheckFailure(place.rank).message;
       },
-      nb::arg("key"), nb::arg("ordinal"), "Why a call of the device has failed, or ''.");
+      nb::arg("memory"), nb::arg("ordinal"),
+      "Why a call of the device in the workspaces has failed, or ''.");
 }
 
 NB_MODULE(_ffi_cuda, module) {

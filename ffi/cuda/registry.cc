@@ -12,12 +12,15 @@ Registry& Registry::Instance() {
   return *instance;
 }
 
-bool Registry::Share(const std::string& key) {
+Status Registry::Share(const std::string& key, const std::string& memory, const GroupConfig& config,
+                       bool* is_open) {
   std::lock_guard lock(mutex_);
-  const auto it = entries_.find(key);
-  if (it == entries_.end()) return false;
-  ++it->second.n_users;
-  return true;
+  const auto it = workspaces_.find(memory);
+  *is_open = it != workspaces_.end();
+  if (!*is_open) return {};
+  const Status status = CheckFits(config, it->second.config);
+  if (status.ok()) groups_.Add(key, memory, config);
+  return status;
 }
 
 Status Registry::Allocate(const std::string& key, const GroupConfig& config,
@@ -29,23 +32,23 @@ Status Registry::Allocate(const std::string& key, const GroupConfig& config,
     ranks.resize(config.n_ranks, kElsewhere);
     ranks[coordinate.rank] = static_cast<int>(ordinal);
   }
-  Entry entry;
-  entry.devices = devices;
-  Status status = AllocateReplicas(key, config, ordinals, &entry.replicas);
+  Workspaces workspaces{config, devices, {}, {}};
+  Status status = AllocateReplicas(key, config, ordinals, &workspaces.replicas);
   for (const auto& [ordinal, coordinate] : devices) {
     if (!status.ok()) break;
-    status = entry.replicas[coordinate.replica]->Address(static_cast<int>(coordinate.rank),
-                                                         &addresses->emplace_back());
+    status = workspaces.replicas[coordinate.replica]->Address(static_cast<int>(coordinate.rank),
+                                                              &addresses->emplace_back());
   }
   std::lock_guard lock(mutex_);
-  if (status.ok() && entries_.count(key)) {
+  if (status.ok() && workspaces_.count(key)) {
     status = FailedPrecondition("a group must be allocated once; group " + key +
                                 " is already open in this process.");
   }
   if (status.ok()) {
-    entries_[key] = std::move(entry);
+    workspaces_[key] = std::move(workspaces);
+    groups_.Add(key, key, config);
   } else {
-    Keep(key, &entry.replicas);
+    Keep(key, &workspaces.replicas);
   }
   return status;
 }
@@ -72,8 +75,8 @@ Status Registry::Connect(const std::string& key, const std::vector<RankAddress>&
   Replicas replicas;
   {
     std::lock_guard lock(mutex_);
-    const auto it = entries_.find(key);
-    if (it == entries_.end()) {
+    const auto it = workspaces_.find(key);
+    if (it == workspaces_.end()) {
       return FailedPrecondition("a group must be allocated before it is connected; group " + key +
                                 " is not allocated.");
     }
@@ -88,22 +91,24 @@ Status Registry::Connect(const std::string& key, const std::vector<RankAddress>&
     if (!status.ok()) return status;
   }
   std::lock_guard lock(mutex_);
-  Entry& entry = entries_[key];
-  for (const auto& [ordinal, coordinate] : entry.devices) {
-    entry.members[ordinal] = {replicas[coordinate.replica], static_cast<int>(coordinate.rank),
-                              static_cast<int>(coordinate.replica)};
+  Workspaces& workspaces = workspaces_[key];
+  for (const auto& [ordinal, coordinate] : workspaces.devices) {
+    workspaces.places[ordinal] = {replicas[coordinate.replica], static_cast<int>(coordinate.rank),
+                                  static_cast<int>(coordinate.replica)};
   }
   return {};
 }
 
 bool Registry::Disconnect(const std::string& key) {
+  std::string memory;
   Replicas replicas;
   {
     std::lock_guard lock(mutex_);
-    const auto it = entries_.find(key);
-    if (it == entries_.end() || --it->second.n_users > 0) return false;
+    memory = groups_.Remove(key);
+    if (memory.empty()) return false;
+    const auto it = workspaces_.find(memory);
     replicas = std::move(it->second.replicas);
-    entries_.erase(it);
+    workspaces_.erase(it);
   }
   for (const auto& [replica, group] : replicas) {
     // Handlers that found the group earlier are still launching; they return soon.
@@ -112,18 +117,18 @@ bool Registry::Disconnect(const std::string& key) {
     group->Disconnect();
   }
   std::lock_guard lock(mutex_);
-  disconnected_[key] = std::move(replicas);
+  disconnected_[memory] = std::move(replicas);
   return true;
 }
 
-void Registry::Free(const std::string& key) {
+void Registry::Free(const std::string& memory) {
   Replicas replicas;
   std::lock_guard lock(mutex_);
-  const auto it = disconnected_.find(key);
+  const auto it = disconnected_.find(memory);
   if (it == disconnected_.end()) return;
   replicas = std::move(it->second);
   disconnected_.erase(it);
-  Keep(key, &replicas);
+  Keep(memory, &replicas);
 }
 
 void Registry::Keep(const std::string& key, Replicas* replicas) {
@@ -132,12 +137,23 @@ void Registry::Keep(const std::string& key, Replicas* replicas) {
   }
 }
 
+Registry::Place Registry::FindPlace(std::string_view memory, int64_t ordinal) const {
+  std::lock_guard lock(mutex_);
+  return PlaceOf(memory, ordinal);
+}
+
 Registry::Member Registry::Find(std::string_view key, int64_t ordinal) const {
   std::lock_guard lock(mutex_);
-  const auto entry = entries_.find(key);
-  if (entry == entries_.end()) return {};
-  const auto member = entry->second.members.find(ordinal);
-  return member == entry->second.members.end() ? Member{} : member->second;
+  const OpenGroups::Group* const group = groups_.Find(key);
+  if (group == nullptr) return {};
+  return {PlaceOf(group->memory, ordinal), group->memory, group->config};
+}
+
+Registry::Place Registry::PlaceOf(std::string_view memory, int64_t ordinal) const {
+  const auto it = workspaces_.find(memory);
+  if (it == workspaces_.end()) return {};
+  const auto place = it->second.places.find(ordinal);
+  return place == it->second.places.end() ? Place{} : place->second;
 }
 
 }  // namespace jax_ep::p2p

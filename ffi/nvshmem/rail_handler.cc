@@ -99,7 +99,7 @@ ffi::Error RailImpl(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi::S32
   Status status = FindCaller(ordinal, stream, caller);
   if (!status.ok()) return ToError(status);
   rail::RailCall call{};
-  if (!rail::Rails::Instance().Fill(attributes.group, &call)) {
+  if (!rail::Rails::Instance().Fill(caller.member.memory, &call)) {
     return ToError(FailedPrecondition(caller.Name() + ": the group has no rail."));
   }
   // The program's coordinate comes first; the calls inside the node check it.

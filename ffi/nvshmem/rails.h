@@ -1,4 +1,5 @@
-// The rails that are open in this process, by the key of the group whose tokens they carry.
+// The rails that are open in this process. Groups that share workspaces share a rail, which goes by
+// the key of the workspaces.
 #pragma once
 
 #include <cstdint>

@@ -28,9 +28,9 @@ template <class T>
 class Case {
  public:
   Case(const CaseSizes& sizes, const std::vector<int>& devices, CaseInputs inputs, int n_sms,
-       bool uses_lines, std::mt19937& random, std::string name)
+       bool uses_lines, bool is_roomy, std::mt19937& random, std::string name)
       : sizes_(sizes),
-        fixture_(sizes, devices, TimeoutSeconds(), n_sms, {}, uses_lines),
+        fixture_(sizes, devices, TimeoutSeconds(), n_sms, {}, uses_lines, is_roomy),
         routing_(sizes, std::move(inputs.ids)),
         weights_(std::move(inputs.weights)),
         adds_shared_expert_(inputs.adds_shared_expert),
@@ -336,15 +336,17 @@ void RunCase(int n_ranks, const std::vector<int>& devices, int index, std::mt199
   const int n_sms = random() % 3 == 0 ? 1 + random() % 8 : 0;
   // No program of JAX is ragged, and only calls that are not can go in lines.
   const bool uses_lines = !is_ragged && random() % 2 == 0;
+  const bool is_roomy = random() % 3 == 0;
   char name[200];
   std::snprintf(name, sizeof(name),
                 "case %d: R=%d nodes=%d G=%d N=%d H=%d M=%d T=%d C=%d pattern=%d element=%zu "
-                "n_sms=%d shared=%d lines=%d",
+                "n_sms=%d shared=%d lines=%d roomy=%d",
                 index, n_ranks, sizes.n_nodes, sizes.n_groups, sizes.n_choices, sizes.hidden,
                 sizes.max_tokens, is_ragged ? -1 : n_tokens, sizes.max_recv_tokens,
-                static_cast<int>(pattern), sizeof(T), n_sms, inputs.adds_shared_expert, uses_lines);
+                static_cast<int>(pattern), sizeof(T), n_sms, inputs.adds_shared_expert, uses_lines,
+                is_roomy);
   const int errors_before = n_errors;
-  Case<T> one(sizes, devices, std::move(inputs), n_sms, uses_lines, random, name);
+  Case<T> one(sizes, devices, std::move(inputs), n_sms, uses_lines, is_roomy, random, name);
   one.Run();
   for (const bool receives_in_bulk : {false, true}) {
     if (n_sms != 0 || uses_lines) break;

@@ -39,6 +39,16 @@ constexpr RowType kRowType<BFloat16> = RowType::kBFloat16;
 template <>
 constexpr RowType kRowType<Float16> = RowType::kFloat16;
 
+// The config of a larger group, whose workspaces have room for calls of `config`.
+inline GroupConfig MakeRoom(GroupConfig config) {
+  config.n_choices = std::min<int64_t>(config.n_choices + 3, kMaxChoices);
+  config.max_tokens_per_rank = 2 * config.max_tokens_per_rank + 5;
+  config.token_bytes = config.row_bytes = 3 * config.row_bytes;
+  config.row_alignment *= 2;
+  config.n_sms = 0;
+  return config;
+}
+
 // The buffers of one rank's calls. Tokens and rows have elements of type T.
 template <class T>
 struct RankBuffers {
@@ -107,14 +117,27 @@ struct PlanOverride {
 template <class T>
 class Fixture {
  public:
-  // `format`: of dispatched rows; null: tokens travel as they are.
+  // `format`: of dispatched rows; null: tokens travel as they are. `is_roomy`: the calls are those
+  // of a group in larger workspaces.
   Fixture(const CaseSizes& sizes, const std::vector<int>& devices, double timeout_s, int n_sms = 0,
-          const RowFormat& format = {}, bool uses_lines = true)
-      : sizes(sizes), devices(devices), format(format) {
-    const int64_t row_bytes = static_cast<int64_t>(sizes.hidden * sizeof(T));
-    Open({sizes.n_ranks, sizes.n_ranks_per_node(), sizes.n_groups, sizes.n_choices,
-          sizes.max_tokens, row_alignment(),
-          /*token_bytes=*/row_bytes, row_bytes, n_sms, timeout_s, uses_lines});
+          const RowFormat& format = {}, bool uses_lines = true, bool is_roomy = false)
+      : sizes(sizes),
+        devices(devices),
+        format(format),
+        config{sizes.n_ranks,
+               sizes.n_ranks_per_node(),
+               sizes.n_groups,
+               sizes.n_choices,
+               sizes.max_tokens,
+               row_alignment(),
+               /*token_bytes=*/static_cast<int64_t>(sizes.hidden * sizeof(T)),
+               /*row_bytes=*/static_cast<int64_t>(sizes.hidden * sizeof(T)),
+               n_sms,
+               timeout_s,
+               uses_lines} {
+    const GroupConfig memory = is_roomy ? MakeRoom(config) : config;
+    Check(CheckFits(config, memory));
+    Open(memory);
     streams.resize(sizes.n_ranks);
     ForRanks([&](int rank) {
       CHECK_CUDA(cudaStreamCreateWithFlags(&streams[rank], cudaStreamNonBlocking));
@@ -180,7 +203,7 @@ class Fixture {
                      static_cast<int32_t>(format.format->scale_bytes())};
     }
     args.input_scale = b.input_scale.get();
-    Check(group->DispatchCall(rank, b.n_tokens, args.size, &args.call));
+    Check(group->DispatchCall(config, rank, b.n_tokens, args.size, &args.call));
     dispatch_plan.Apply(&args.call.plan);
     args.max_recv_tokens = sizes.max_recv_tokens;
     args.tokens = reinterpret_cast<const uint8_t*>(b.tokens.get());
@@ -203,7 +226,7 @@ class Fixture {
     CombineArgs args{};
     args.row_vectors = static_cast<int32_t>(sizes.hidden * sizeof(T) / kVectorBytes);
     const ReturnSize size{args.row_vectors, mode.reduce, has_scalars};
-    Check(group->CombineCall(rank, b.n_tokens, size, &args.call));
+    Check(group->CombineCall(config, rank, b.n_tokens, size, &args.call));
     combine_plan.Apply(&args.call.plan);
     args.row_type = kRowType<T>;
     args.weighting = mode.weighting;
@@ -228,7 +251,7 @@ class Fixture {
                                 const CombineMode& mode, int choice = kAllChoices) const {
     CombineGradArgs args{};
     args.row_vectors = static_cast<int32_t>(sizes.hidden * sizeof(T) / kVectorBytes);
-    Check(group->CombineGradCall(rank, b.n_tokens, args.row_vectors, &args.call));
+    Check(group->CombineGradCall(config, rank, b.n_tokens, args.row_vectors, &args.call));
     dispatch_plan.Apply(&args.call.plan);
     args.row_type = kRowType<T>;
     args.weighting = mode.weighting;
@@ -302,6 +325,7 @@ class Fixture {
   const CaseSizes sizes;
   const std::vector<int> devices;  // by rank
   const RowFormat format;
+  const GroupConfig config;  // of the calls
   std::unique_ptr<RankGroup> group;
   std::vector<cudaStream_t> streams;
   PlanOverride dispatch_plan, combine_plan;

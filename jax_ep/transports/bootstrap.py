@@ -4,6 +4,7 @@ import itertools
 import json
 import warnings
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from jax_ep.checks import VECTOR_BYTES
 from jax_ep.config import EPConfig
@@ -111,27 +112,23 @@ def _split(hosts: Sequence[bytes]) -> int:
     return len(runs) if is_even and len(dict(runs)) == len(runs) else 1
 
 
+def share_buffers(geometry: Geometry) -> bool:
+    """Opens the group in workspaces of its `memory_key`; False if this process has none.
+
+    All processes have them or none has: they open and close groups in the same order.
+    """
+    load = extension.load_cuda()
+    return load.share_group(geometry.key, geometry.memory_key, _group_config(geometry))
+
+
 def open_buffers(geometry: Geometry, exchange: Exchange) -> None:
     """Allocates this process's workspaces and connects them with all others."""
     load, key = extension.load_cuda(), geometry.key
-    config, routed = geometry.config, geometry.routed
     local = geometry.routed_coordinates(geometry.local_coordinates)
+    devices = [(ordinal(each), each.replica, each.rank) for each in local]
 
     def allocate() -> bytes:
-        addresses = load.allocate_group(
-            key=key,
-            n_ranks=routed.n_ranks,
-            n_ranks_per_node=routed.n_ranks_per_node,
-            n_groups=routed.n_groups,
-            n_choices=routed.n_choices,
-            max_tokens_per_rank=geometry.max_routed_tokens,
-            row_alignment=config.group_alignment,
-            row_bytes=max_message_bytes(config),
-            n_sms=config.n_sms or 0,
-            timeout_s=config.timeout_s,
-            devices=[(ordinal(each), each.replica, each.rank) for each in local],
-        )
-        return b"".join(addresses)
+        return b"".join(load.allocate_group(key, _group_config(geometry), devices))
 
     def connect() -> bytes:
         load.connect_group(key, list(_peers(geometry, exchange, payloads)))
@@ -151,6 +148,22 @@ def open_buffers(geometry: Geometry, exchange: Exchange) -> None:
         raise
 
 
+def _group_config(geometry: Geometry) -> Any:
+    """The group's sizes and limits, for the extension."""
+    config, routed = geometry.config, geometry.routed
+    return extension.load_cuda().GroupConfig(
+        n_ranks=routed.n_ranks,
+        n_ranks_per_node=routed.n_ranks_per_node,
+        n_groups=routed.n_groups,
+        n_choices=routed.n_choices,
+        max_tokens_per_rank=geometry.max_routed_tokens,
+        row_alignment=config.group_alignment,
+        row_bytes=max_message_bytes(config),
+        n_sms=config.n_sms or 0,
+        timeout_s=config.timeout_s,
+    )
+
+
 def _peers(
     geometry: Geometry, exchange: Exchange, payloads: Sequence[bytes]
 ) -> Iterator[tuple[int, int, bytes]]:
@@ -164,24 +177,24 @@ def _peers(
 
 
 def disconnect(key: str) -> bool:
-    """Removes a user of the buffers; True if it was the last: then call `free_buffers`."""
+    """Removes a user of a group; True if the workspaces have no other: then call `free_buffers`."""
     return extension.load_cuda().disconnect_group(key)
 
 
-def free_buffers(key: str, exchange: Exchange) -> None:
+def free_buffers(memory_key: str, exchange: Exchange) -> None:
     """Frees the workspaces after waiting a limited time for the others to disconnect.
 
     A process that has not disconnected may still write to them. Memory that CUDA graphs refer to is
-    kept for the next group that is equal.
+    kept for the next workspaces of the key.
     """
     try:
         exchange("closed", b"closed", min(exchange.timeout_s, _MAX_CLOSE_S))
     except Exception as error:
         warnings.warn(
-            f"Group {key} is closed here but may still be open in another process, which must not "
-            f"call it any more: {error}",
+            f"Group {memory_key} is closed here but may still be open in another process, which "
+            f"must not call it any more: {error}",
             RuntimeWarning,
             stacklevel=4,
         )
     finally:
-        extension.load_cuda().free_group(key)
+        extension.load_cuda().free_group(memory_key)

@@ -216,7 +216,8 @@ class NodesConnection(Connection):
 
 def within_nodes(geometry: Geometry) -> Geometry:
     """The geometry of the transport inside."""
-    return dataclasses.replace(geometry, within_nodes=True)
+    memory_of = geometry.memory_of and within_nodes(geometry.memory_of)
+    return dataclasses.replace(geometry, within_nodes=True, memory_of=memory_of)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -102,7 +102,7 @@ class NvshmemByNodes(P2pByNodes):
             raise
 
     def _open_rail(self, exchange: Exchange) -> None:
-        nvshmem, key = _load(), self.inner.geometry.key
+        nvshmem, key = _load(), self.inner.geometry.memory_key
         if nvshmem.share(key):
             return
         _join(nvshmem, self.geometry, exchange)
@@ -127,7 +127,7 @@ class NvshmemByNodes(P2pByNodes):
 
     def close(self) -> None:
         """Closes `p2p` inside, then the rail."""
-        key = self.inner.geometry.key
+        key = self.inner.geometry.memory_key
         (local,) = self.geometry.local_coordinates
         is_captured = extension.load_cuda().is_captured(key, bootstrap.ordinal(local))
         self.inner.close()
@@ -147,8 +147,8 @@ class NvshmemByNodes(P2pByNodes):
 
     def memory_of_rail(self) -> int:
         """Bytes of this rank's heap, which the network reaches."""
-        n_nodes = self.geometry.routed.n_nodes
-        return _load().heap_bytes(n_nodes, _message_bytes(self.geometry))
+        owner = self.geometry.memory_of or self.geometry
+        return _load().heap_bytes(owner.routed.n_nodes, _message_bytes(owner))
 
 
 def why_missing() -> str | None:

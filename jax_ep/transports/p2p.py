@@ -30,7 +30,8 @@ _MAX_CHOICES = 32
 # rows from each node for a group of their own, which other layouts and row_alignment would pad.
 _LAYOUTS_BY_NODES = (NO_SCALES.name, ROW_MAJOR.name)
 
-# The exchange that opened each key. Equal groups share one set of buffers.
+# The exchange that opened the buffers of each memory key. Equal groups share buffers, and so do
+# those with `memory_of`.
 _exchanges: dict[str, Exchange] = {}
 
 
@@ -49,39 +50,45 @@ class P2pConnection(FfiConnection):
         return _unsupported_size(geometry) or bootstrap.unsupported_reason(geometry, exchange)
 
     def open(self, exchange: Exchange) -> None:
-        """Allocates and connects the buffers, and loads the kernels on every device."""
-        key = self.geometry.key
+        """Allocates and connects the buffers, and loads the kernels on every device.
+
+        If buffers of the memory key are open, uses these.
+        """
         extension.register_cuda()
         exchange.gather("failures", self._require_no_failure)
-        if extension.load_cuda().share_group(key):
-            return
-        bootstrap.open_buffers(self.geometry, exchange)
-        _exchanges[key] = exchange
+        if not bootstrap.share_buffers(self.geometry):
+            bootstrap.open_buffers(self.geometry, exchange)
+            _exchanges[self.geometry.key] = exchange
 
     def _require_no_failure(self) -> bytes:
-        """Raises if an equal open group, which this one would share, has failed."""
-        key = self.geometry.key
-        message = self._failure() if key in _exchanges else ""
+        """Raises if the open buffers that this group would use have failed or are missing."""
+        key = self.geometry.memory_key
+        if key not in _exchanges:
+            if self.geometry.memory_of is not None:
+                raise RuntimeError(f"the group of memory_of, {key}, is not open in this process.")
+            return b""
+        message = self._failure()
         if message:
             raise RuntimeError(
-                f"an equal group, {key}, is open and has failed: {message} Close it first."
+                f"an equal group, or one with the same memory, {key}, is open and has failed: "
+                f"{message} Close it first, and all groups that use its memory."
             )
         return b""
 
     def _failure(self) -> str:
-        """Why a call on one of this process's devices failed, or ''."""
+        """Why a call in this memory failed on one of this process's devices, or ''."""
         return next(filter(None, self._of_each_device(extension.load_cuda().failure)), "")
 
     def _of_each_device(self, look_up: Callable[[str, int], Any]) -> list[Any]:
-        """`look_up(key, ordinal)` for each device of this process, in mesh order."""
+        """`look_up(memory_key, ordinal)` for each device of this process, in mesh order."""
         ordinals = map(bootstrap.ordinal, self.geometry.local_coordinates)
-        return [look_up(self.geometry.key, each) for each in ordinals]
+        return [look_up(self.geometry.memory_key, each) for each in ordinals]
 
     def close(self) -> None:
-        """Frees the buffers once no call uses them."""
-        key = self.geometry.key
-        if bootstrap.disconnect(key):
-            bootstrap.free_buffers(key, _exchanges.pop(key))
+        """Frees the buffers once no call uses them, unless other groups do."""
+        if bootstrap.disconnect(self.geometry.key):
+            memory_key = self.geometry.memory_key
+            bootstrap.free_buffers(memory_key, _exchanges.pop(memory_key))
 
     def check(self) -> None:
         """See `EPGroup.check`."""

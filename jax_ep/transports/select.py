@@ -7,6 +7,7 @@ import logging
 from jax_ep.connection import Connection
 from jax_ep.exchange import Exchange
 from jax_ep.geometry import Geometry
+from jax_ep.transports import memory
 from jax_ep.transports.host import HostConnection
 from jax_ep.transports.nodes import HostByNodes, NodesConnection, P2pByNodes
 from jax_ep.transports.nvshmem import NvshmemByNodes
@@ -63,7 +64,7 @@ def _select(requested: Geometry, exchange: Exchange) -> Connection:
         if reason is None:
             if is_auto:
                 _log_choice(geometry, issubclass(transport, NodesConnection), refused)
-            return transport(geometry)
+            return transport(memory.check(geometry))
         if transport.name in refused:
             reason = f"{refused[transport.name]} Nor can it serve each node: {reason}"
         refused[transport.name] = reason

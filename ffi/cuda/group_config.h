@@ -1,0 +1,34 @@
+// The sizes and limits of a p2p group, and which groups fit into the workspaces of another. Needs
+// no CUDA.
+#pragma once
+
+#include <cstdint>
+
+#include "core/status.h"
+
+namespace jax_ep::p2p {
+
+// core/routing.h defines R, G and N.
+struct GroupConfig {
+  int64_t n_ranks;              // R
+  int64_t n_ranks_per_node;     // divides R; ranks are numbered node by node
+  int64_t n_groups;             // G
+  int64_t n_choices;            // N
+  int64_t max_tokens_per_rank;  // M
+  int64_t row_alignment;        // each group of rows starts at a multiple of it; a power of 2
+  int64_t token_bytes;          // of the longest token on the wire; a multiple of kVectorBytes
+  int64_t row_bytes;            // of the longest row of combine; a multiple of kVectorBytes
+  int64_t n_sms;                // blocks per rank of a call; 0 = as many as fit, or kAsyncBlocks in
+                                // an asynchronous call
+  double timeout_s;
+  bool uses_lines = true;  // few tokens go in lines; needs equal numbers of tokens on all ranks
+};
+
+// Fails unless the values are in range.
+Status CheckConfig(const GroupConfig& config);
+
+// Fails unless calls of a group of `config` may use workspaces that were planned for `memory`.
+// docs/protocol.md, "Groups that share workspaces", says why these conditions suffice.
+Status CheckFits(const GroupConfig& config, const GroupConfig& memory);
+
+}  // namespace jax_ep::p2p
