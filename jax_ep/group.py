@@ -87,9 +87,9 @@ class EPGroup:
     def memory(self) -> int:
         """Bytes that the open group holds on each device, beside the arrays of its calls.
 
-        On `p2p`, the workspace that peers write to, which grows with R, M, K and H. Equal groups
-        share one, and so do those that were made with `memory_of`: each of them says the bytes of
-        the whole, so count these once. On `nvshmem`, also the heap that other nodes write to. 0 on
+        On `p2p`, the workspace that peers write to, which grows with R, M, K and H. On `nvshmem`,
+        also the heap that other nodes write to. Equal groups share them, and so do groups that were
+        made with `memory_of`: each of them says the bytes of the whole, so count these once. 0 on
         `xla` and `host`, which hold none.
 
         Raises:
