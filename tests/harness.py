@@ -57,7 +57,7 @@ def skip_if_xla_crashes(case) -> None:
 
 def skip_rows_of_no_vectors(case, transport: str) -> None:
     """Skips cases whose rows `p2p` refuses: their bytes are no multiple of 16."""
-    if transport != "p2p" or case.token_format == "plain":
+    if transport not in ("p2p", "nvshmem") or case.token_format == "plain":
         return
     row_bytes = case.hidden_size // (2 if case.token_format.endswith("fp4") else 1)
     if row_bytes % 16:

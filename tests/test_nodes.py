@@ -58,6 +58,10 @@ CASES = [
     *with_nodes(cases.FLAGS_EDGE),
     *with_nodes(cases.FLAGS_QUANTIZED),
     *with_nodes(cases.QUANTIZED_EDGE),
+    *(TWO.replace(row_alignment=n, routing="zipf") for n in (4, 32)),
+    FOUR.replace(row_alignment=16, weights="row", recv_capacity=96),
+    TWO.replace(row_alignment=128, **SHARED),
+    TWO.replace(row_alignment=64, token_format="blockwise_fp8", hidden_size=256),
 ]
 
 
@@ -76,13 +80,6 @@ def by_nodes(request):
     with harness.each_node_by_itself():
         yield "nvshmem" if option.transports == "nvshmem" else fast
     forget_groups()
-
-
-def skip_if_unsupported(case, transport: str) -> None:
-    """Skips formats that `p2p` does not have inside nodes."""
-    layout = harness.format_of(case).layout.name
-    if transport != "host" and layout not in ("none", "row_major"):
-        pytest.skip(f"{transport} has no scales in {layout} inside nodes")
 
 
 def test_nodes_are_served_by_themselves(by_nodes):
@@ -109,7 +106,7 @@ def test_every_routing_matches_the_oracle(case, by_nodes):
 @pytest.mark.parametrize("case", params(CASES))
 def test_every_feature_matches_the_oracle(case, by_nodes):
     harness.skip_if_xla_crashes(case)
-    skip_if_unsupported(case, by_nodes)
+    harness.skip_rows_of_no_vectors(case, by_nodes)
     suite.check(case, by_nodes, make_mesh(case.n_ranks))
 
 
@@ -130,6 +127,11 @@ def test_gradients_match_their_closed_forms(weights, capacity, by_nodes):
     for routing in test_grad.ROUTINGS:
         case = TWO.replace(weights=weights, recv_capacity=capacity, routing=routing)
         test_grad.check_closed_forms(case, by_nodes)
+
+
+@pytest.mark.parametrize("weights", test_grad.MODES)
+def test_gradients_of_padded_groups_match_their_closed_forms(weights, by_nodes):
+    test_grad.check_closed_forms(TWO.replace(weights=weights, row_alignment=16), by_nodes)
 
 
 @pytest.mark.parametrize(("n_ranks", "n_nodes"), [(2, 2), (8, 2), (8, 4)])

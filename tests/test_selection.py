@@ -194,13 +194,16 @@ def test_gpus_of_different_nodes_need_not_reach_each_other(selection):
     assert [0, 1, 2, 3] in selection.asked
 
 
-def test_p2p_inside_nodes_has_some_layouts_of_scales(selection, log):
-    mesh = gpu_mesh([[0, 0, 1, 1]])
-    for layout, name in (("row_major", "p2p"), ("atoms", "xla")):
-        options = {"token_format": jax_ep.MXFP8(layout), "hidden_size": 128, "n_nodes": 2}
-        assert selection(mesh, **options) == name
-    assert "inside nodes, scales_layout must be 'none' or 'row_major'; got 'atoms'." in log.text
-    assert "'p2p' cannot: process 1 is on another host than process 0" in log.text
+@pytest.mark.parametrize("layout", ["row_major", "atoms"])
+def test_p2p_has_every_layout_of_scales_inside_nodes(layout, selection):
+    options = {"token_format": jax_ep.MXFP8(layout), "hidden_size": 128, "n_nodes": 2}
+    assert selection(gpu_mesh([[0, 0, 1, 1]]), row_alignment=32, **options) == "p2p"
+
+
+def test_both_reasons_are_given_where_p2p_cannot_serve_nodes_either(selection, log):
+    options = {"n_experts": 64, "top_k": 33, "n_nodes": 2}
+    assert selection(gpu_mesh([[0, 0, 1, 1]]), **options) == "xla"
+    assert "Nor can it serve each node: top_k must be at most 32; got 33." in log.text
 
 
 def test_ranks_that_exchange_nothing_may_be_anywhere(selection):

@@ -37,7 +37,8 @@ struct DispatchArgs {
   CallArgs call;
   TokenSize size;
   int32_t max_recv_tokens;  // C
-  int32_t row_alignment;    // each group starts at a multiple of it; a power of 2
+  int32_t row_alignment;    // each set of groups starts at a multiple of it; a power of 2
+  int32_t n_source_nodes;   // groups of a set, which are padded, and have scales, as one
   Encoding encoding;
   RowType token_type;   // of tokens that are encoded: bfloat16 or float32
   int32_t hidden_size;  // H

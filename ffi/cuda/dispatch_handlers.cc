@@ -33,6 +33,7 @@ Status CheckSizes(const GroupConfig& config, const DispatchOperands& operands,
 void FillOperands(const Caller& caller, const DispatchOperands& operands, DispatchArgs& args) {
   args.max_recv_tokens = static_cast<int32_t>(operands.max_recv_tokens);
   args.row_alignment = static_cast<int32_t>(caller.config().row_alignment);
+  args.n_source_nodes = static_cast<int32_t>(caller.config().n_source_nodes);
   args.encoding = operands.format->encoding;
   args.token_type = operands.token_type;
   args.hidden_size = static_cast<int32_t>(operands.hidden_size);

@@ -25,6 +25,8 @@ Status CheckConfig(const GroupConfig& c) {
                   c.n_choices),
            expect(c.row_alignment >= 1 && (c.row_alignment & (c.row_alignment - 1)) == 0,
                   "row_alignment must be a power of 2", c.row_alignment),
+           expect(c.n_source_nodes >= 1 && c.n_groups / c.n_ranks % c.n_source_nodes == 0,
+                  "n_source_nodes must divide n_groups / n_ranks", c.n_source_nodes),
            expect(c.token_bytes % kVectorBytes == 0, "token_bytes must be a multiple of 16",
                   c.token_bytes),
            expect(c.row_bytes % kVectorBytes == 0, "row_bytes must be a multiple of 16",

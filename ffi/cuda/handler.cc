@@ -13,7 +13,9 @@ ffi::Error ToError(cudaError_t error, const char* what) {
 
 GroupSizes Caller::sizes() const {
   const GroupConfig& c = config();
-  return {c.n_ranks, c.n_groups, c.n_choices, c.max_tokens_per_rank};
+  GroupSizes sizes{c.n_ranks, c.n_groups, c.n_choices, c.max_tokens_per_rank};
+  sizes.n_source_nodes = c.n_source_nodes;
+  return sizes;
 }
 
 std::string Caller::Name() const {

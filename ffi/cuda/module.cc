@@ -57,9 +57,12 @@ nb::dict Targets() {
 
 GroupConfig MakeConfig(int64_t n_ranks, int64_t n_ranks_per_node, int64_t n_groups,
                        int64_t n_choices, int64_t max_tokens_per_rank, int64_t row_alignment,
-                       int64_t row_bytes, int64_t n_sms, double timeout_s) {
-  return {n_ranks,       n_ranks_per_node,          n_groups,  n_choices, max_tokens_per_rank,
-          row_alignment, /*token_bytes=*/row_bytes, row_bytes, n_sms,     timeout_s};
+                       int64_t n_source_nodes, int64_t row_bytes, int64_t n_sms, double timeout_s) {
+  GroupConfig config{
+      n_ranks,       n_ranks_per_node,          n_groups,  n_choices, max_tokens_per_rank,
+      row_alignment, /*token_bytes=*/row_bytes, row_bytes, n_sms,     timeout_s};
+  config.n_source_nodes = n_source_nodes;
+  return config;
 }
 
 bool ShareGroup(const std::string& key, const std::string& memory, const GroupConfig& config) {
@@ -132,7 +135,8 @@ void DefineSetup(nb::module_& module) {
   nb::class_<GroupConfig>(module, "GroupConfig", "The sizes and limits of a group.")
       .def(nb::new_(&MakeConfig), nb::kw_only(), nb::arg("n_ranks"), nb::arg("n_ranks_per_node"),
            nb::arg("n_groups"), nb::arg("n_choices"), nb::arg("max_tokens_per_rank"),
-           nb::arg("row_alignment"), nb::arg("row_bytes"), nb::arg("n_sms"), nb::arg("timeout_s"),
+           nb::arg("row_alignment"), nb::arg("n_source_nodes"), nb::arg("row_bytes"),
+           nb::arg("n_sms"), nb::arg("timeout_s"),
            "row_bytes is the size of the longest token or row that travels, in either direction; "
            "n_sms is 0 for the default.");
   module.def("share_group", &ShareGroup, nb::arg("key"), nb::arg("memory"), nb::arg("config"),

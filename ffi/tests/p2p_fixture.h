@@ -194,6 +194,7 @@ class Fixture {
     DispatchArgs args{};
     args.size = token_size();
     args.row_alignment = row_alignment();
+    args.n_source_nodes = 1;
     args.token_type = kRowType<T>;
     args.hidden_size = sizes.hidden;
     if (format.format != nullptr) {

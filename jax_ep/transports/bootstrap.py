@@ -158,6 +158,7 @@ def _group_config(geometry: Geometry) -> Any:
         n_choices=routed.n_choices,
         max_tokens_per_rank=geometry.max_routed_tokens,
         row_alignment=config.group_alignment,
+        n_source_nodes=routed.n_source_nodes,
         row_bytes=max_message_bytes(config),
         n_sms=config.n_sms or 0,
         timeout_s=config.timeout_s,

@@ -13,7 +13,6 @@ from jax_ep import autodiff
 from jax_ep.checks import VECTOR_BYTES
 from jax_ep.connection import FfiConnection
 from jax_ep.exchange import Exchange
-from jax_ep.formats.scales import NO_SCALES, ROW_MAJOR
 from jax_ep.geometry import Geometry
 from jax_ep.operands import CombineOperands, DispatchOperands, DispatchResults
 from jax_ep.stats import RankStats
@@ -25,10 +24,6 @@ from jax_ep.xla_ffi.async_calls import InFlightCombine, InFlightDispatch
 _MAX_PRODUCT = 2**32
 # Choices of a token, one per lane of a warp.
 _MAX_CHOICES = 32
-
-# Layouts of scales that do not depend on where groups of rows begin. Inside nodes, kernels take the
-# rows from each node for a group of their own, which other layouts and row_alignment would pad.
-_LAYOUTS_BY_NODES = (NO_SCALES.name, ROW_MAJOR.name)
 
 # The exchange that opened the buffers of each memory key. Equal groups share buffers, and so do
 # those with `memory_of`.
@@ -154,12 +149,6 @@ def _unsupported_size(geometry: Geometry) -> str | None:
     max_top_k = _MAX_CHOICES - int(config.fused_shared_expert)
     if config.top_k > max_top_k:
         return f"top_k must be at most {max_top_k}; got {config.top_k}."
-    layout = config.token_format.layout.name
-    if geometry.within_nodes and layout not in _LAYOUTS_BY_NODES:
-        names = " or ".join(map(repr, _LAYOUTS_BY_NODES))
-        return f"inside nodes, scales_layout must be {names}; got {layout!r}."
-    if geometry.within_nodes and config.group_alignment > 1:
-        return f"inside nodes, row_alignment must be 1; got {config.row_alignment}."
     for row_bytes in bootstrap.row_bytes(config):
         if row_bytes % VECTOR_BYTES:
             return f"a row must be a multiple of {VECTOR_BYTES} bytes; got {row_bytes}."

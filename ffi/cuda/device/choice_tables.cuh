@@ -47,7 +47,7 @@ __device__ inline void CarveLayout(const CallArgs& call, uint8_t* bytes, Dispatc
   const auto take = [&](int n) { return ints += n, ints - n; };
   smem.first_row = take(call.n_groups);
   smem.n_messages = take(call.n_ranks);
-  smem.group_end = take(call.n_local_groups());
+  smem.set_end = take(call.n_local_groups());
   smem.first_block = take(call.n_local_groups());
 }
 

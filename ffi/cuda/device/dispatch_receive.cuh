@@ -23,13 +23,14 @@ __device__ __forceinline__ bool WritesResults(const CallArgs& call) {
 
 // Rows of a group that fit, without padding.
 __device__ inline int32_t RowsOf(const DispatchArgs& args, const DispatchSmem& smem, int group) {
-  if (HasPaddingOrScales(args)) {
-    const RowGroup rows = RowGroupAt(args, smem, group);
-    return rows.end - rows.begin;
-  }
   const int32_t* const first_row = smem.first_row + group * args.call.n_ranks;
-  const bool is_last = group + 1 == args.call.n_local_groups();
-  const int32_t end = is_last ? smem.n_rows : first_row[args.call.n_ranks];
+  const int next = group + 1;
+  int32_t end;
+  if (HasPaddingOrScales(args) && next % args.n_source_nodes == 0) {
+    end = smem.set_end[group / args.n_source_nodes];
+  } else {
+    end = next == args.call.n_local_groups() ? smem.n_rows : first_row[args.call.n_ranks];
+  }
   return min(end, args.max_recv_tokens) - min(first_row[0], args.max_recv_tokens);
 }
 

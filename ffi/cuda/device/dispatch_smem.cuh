@@ -43,9 +43,9 @@ struct DispatchSmem {
   TileNumbers numbers[2];      // of the tile being sent, and of the next
   int32_t* n_messages;         // [R]       from each source
   int32_t* first_row;          // [G/R, R]  see core/routing.h
-  // Only for groups with padding or scales; see row_groups.cuh.
-  int32_t* group_end;    // [G/R] first row after the group: without padding, not clipped
-  int32_t* first_block;  // [G/R] first block of the group's scales
+  // Of each set of groups, only if they have padding or scales; see row_groups.cuh. At most G/R.
+  int32_t* set_end;      // first row after the set: without padding, not clipped
+  int32_t* first_block;  // of the set's scales
 };
 
 __host__ __device__ inline size_t DispatchTableBytes(const CallArgs& call) {
@@ -68,7 +68,7 @@ __device__ inline void CarveSmem(const CallArgs& call, uint8_t* bytes, DispatchS
   smem.counts = {take(call.n_groups), take(call.n_ranks), &smem.n_invalid[1]};
   smem.first_row = take(call.n_groups);
   smem.n_messages = take(call.n_ranks);
-  smem.group_end = take(call.n_local_groups());
+  smem.set_end = take(call.n_local_groups());
   smem.first_block = take(call.n_local_groups());
   const int n_ids = TokenTiles::kMaxTokens * call.n_choices;
   for (TileNumbers& numbers : smem.numbers) numbers = {take(n_ids), take(n_ids)};

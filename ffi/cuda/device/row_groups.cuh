@@ -1,6 +1,8 @@
-// Layout of row groups that are padded or whose rows have scales: where each group's rows and
-// scales begin, how a row's scales are copied, and the zeroing of padding. The device side of
-// core/scales_layout.h.
+// Layout of row groups that are padded or whose rows have scales: where rows and scales begin, how
+// a row's scales are copied, and the zeroing of padding. The device side of core/scales_layout.h.
+//
+// Of every `n_source_nodes` groups, the rows are padded, and have scales, as one: such groups are a
+// set. Mostly, a set is one group.
 #pragma once
 
 #include <algorithm>
@@ -19,42 +21,47 @@ __device__ __forceinline__ bool HasPaddingOrScales(const DispatchArgs& args) {
   return args.row_alignment > 1 || args.scales.layout != ScalesLayout::kNone;
 }
 
-// Rows [begin, end) of a group, and padding up to `next`; all clipped to max_recv_tokens.
-struct RowGroup {
+// Rows [begin, end) of a set, and padding up to `next`; all clipped to max_recv_tokens.
+struct RowSet {
   int32_t begin, end, next;
 };
 
-__device__ __forceinline__ RowGroup RowGroupAt(const DispatchArgs& args, const DispatchSmem& smem,
-                                               int group) {
-  const int32_t end = smem.group_end[group], limit = args.max_recv_tokens;
-  const int32_t next = (end + args.row_alignment - 1) & -args.row_alignment;
-  return {min(smem.first_row[group * args.call.n_ranks], limit), min(end, limit), min(next, limit)};
+// Sets on this rank.
+__device__ __forceinline__ int NumberOfSets(const DispatchArgs& args) {
+  return args.call.n_local_groups() / args.n_source_nodes;
 }
 
-// Moves the rows of each group past the padding of the groups before, and finds where its scales
+__device__ __forceinline__ RowSet RowSetAt(const DispatchArgs& args, const DispatchSmem& smem,
+                                           int set) {
+  const int32_t end = smem.set_end[set], limit = args.max_recv_tokens;
+  const int32_t next = (end + args.row_alignment - 1) & -args.row_alignment;
+  const int32_t begin = smem.first_row[set * args.n_source_nodes * args.call.n_ranks];
+  return {min(begin, limit), min(end, limit), min(next, limit)};
+}
+
+// Moves the rows of each set past the padding of the sets before, and finds where its scales
 // begin. Adds the padding to `n_rows`. Called by one warp, converged.
-__device__ inline void LayOutGroups(const DispatchArgs& args, DispatchSmem& smem, int32_t* n_rows,
-                                    int32_t* n_dropped) {
-  const CallArgs& call = args.call;
-  const int n_local_groups = call.n_local_groups(), n_ranks = call.n_ranks;
+__device__ inline void LayOutSets(const DispatchArgs& args, DispatchSmem& smem, int32_t* n_rows,
+                                  int32_t* n_dropped) {
+  const int n_sets = NumberOfSets(args), n_sources = args.n_source_nodes * args.call.n_ranks;
   const int32_t n_filled = *n_rows;
   int32_t padding = 0, n_blocks = 0, n_beyond = 0;
-  for (int base = 0; base < n_local_groups; base += kWarpSize) {
-    const int group = base + LaneIndex();
-    const bool exists = group < n_local_groups;
-    int32_t* const first_row = smem.first_row + group * n_ranks;
+  for (int base = 0; base < n_sets; base += kWarpSize) {
+    const int set = base + LaneIndex();
+    const bool exists = set < n_sets;
+    int32_t* const first_row = smem.first_row + set * n_sources;
     const int32_t begin = exists ? *first_row : n_filled;
-    const int32_t end = exists && group + 1 < n_local_groups ? first_row[n_ranks] : n_filled;
+    const int32_t end = exists && set + 1 < n_sets ? first_row[n_sources] : n_filled;
     const int32_t shift = ExclusiveScan((begin - end) & (args.row_alignment - 1), &padding);
     __syncwarp();
     if (exists) {
-      for (int source = 0; source < n_ranks; ++source) first_row[source] += shift;
-      smem.group_end[group] = end + shift;
+      for (int source = 0; source < n_sources; ++source) first_row[source] += shift;
+      smem.set_end[set] = end + shift;
     }
-    const RowGroup rows = exists ? RowGroupAt(args, smem, group) : RowGroup{0, 0, 0};
+    const RowSet rows = exists ? RowSetAt(args, smem, set) : RowSet{0, 0, 0};
     const auto blocks = static_cast<int32_t>(BlocksOfRows(rows.next - rows.begin));
     const int32_t first_block = ExclusiveScan(blocks, &n_blocks);
-    if (exists) smem.first_block[group] = first_block;
+    if (exists) smem.first_block[set] = first_block;
     n_beyond += end - begin - (rows.end - rows.begin);
   }
   __syncwarp();
@@ -62,11 +69,11 @@ __device__ inline void LayOutGroups(const DispatchArgs& args, DispatchSmem& smem
   *n_dropped = __reduce_add_sync(kAllLanes, n_beyond);
 }
 
-// Ends the layout of `n_rows` rows, whose first rows are known: pads groups, and finds what lies
+// Ends the layout of `n_rows` rows, whose first rows are known: pads sets, and finds what lies
 // beyond max_recv_tokens. Called by one warp, converged.
 __device__ inline void FinishLayout(const DispatchArgs& args, DispatchSmem& smem, int32_t n_rows) {
   int32_t n_dropped = max(n_rows - args.max_recv_tokens, 0);
-  if (HasPaddingOrScales(args)) LayOutGroups(args, smem, &n_rows, &n_dropped);
+  if (HasPaddingOrScales(args)) LayOutSets(args, smem, &n_rows, &n_dropped);
   if (LaneIndex() != 0) return;
   smem.n_rows = n_rows;
   smem.n_dropped = n_dropped;
@@ -104,9 +111,9 @@ __device__ __forceinline__ uint8_t* ScalesOfRow(const DispatchArgs& args, const 
     return scales.data + int64_t{row} * scales.n_scales * scales.scale_bytes;
   }
   const int64_t n_atoms = AtomsPerRow(scales.n_scales);
-  const int32_t in_group = row - RowGroupAt(args, smem, group).begin;
-  return scales.data + smem.first_block[group] * n_atoms * kAtomBytes +
-         AtomOffset(in_group, n_atoms);
+  const int set = group / args.n_source_nodes;
+  const int32_t in_set = row - RowSetAt(args, smem, set).begin;
+  return scales.data + smem.first_block[set] * n_atoms * kAtomBytes + AtomOffset(in_set, n_atoms);
 }
 
 // Loads 1 to 4 bytes; zeros follow them.
@@ -147,8 +154,8 @@ __device__ inline void CopyScalesToEach(const DispatchArgs& args, const Load& lo
   }
 }
 
-// Zeroes a row that pads a group, and its scales, except scales in atoms (see ClearAtoms). Called
-// by one warp.
+// Zeroes a row that pads the set of `group`, and its scales, except scales in atoms (see
+// ClearAtoms). Called by one warp.
 __device__ inline void ClearRow(const DispatchArgs& args, const DispatchSmem& smem, int group,
                                 int row) {
   const ScalePieces pieces = PiecesOf(args);
@@ -176,18 +183,18 @@ __device__ inline void ClearAtom(uint8_t* atom, int n_rows) {
   }
 }
 
-// Zeroes the unused rows of the last block of scales of each group. Neighboring atoms go to
+// Zeroes the unused rows of the last block of scales of each set. Neighboring atoms go to
 // different warps. Called by one warp of n_warps, converged.
 __device__ inline void ClearAtoms(const DispatchArgs& args, const DispatchSmem& smem, int warp,
                                   int n_warps) {
   const auto n_atoms = static_cast<int>(AtomsPerRow(args.scales.n_scales));
-  for (int i = warp; i < args.call.n_local_groups() * n_atoms; i += n_warps) {
-    const int group = i / n_atoms;
-    const RowGroup rows = RowGroupAt(args, smem, group);
+  for (int i = warp; i < NumberOfSets(args) * n_atoms; i += n_warps) {
+    const int set = i / n_atoms;
+    const RowSet rows = RowSetAt(args, smem, set);
     const int n_rows = rows.end - rows.begin;
     if (n_rows % kAtomRows == 0) continue;
-    const int64_t block = smem.first_block[group] + n_rows / kAtomRows;
-    const int64_t atom = block * n_atoms + i - group * n_atoms;
+    const int64_t block = smem.first_block[set] + n_rows / kAtomRows;
+    const int64_t atom = block * n_atoms + i - set * n_atoms;
     ClearAtom(args.scales.data + atom * kAtomBytes, n_rows % kAtomRows);
   }
 }
@@ -195,13 +202,14 @@ __device__ inline void ClearAtoms(const DispatchArgs& args, const DispatchSmem& 
 // Zeroes all padding of rows and scales. Called by one warp of n_warps, converged.
 __device__ inline void ClearPadding(const DispatchArgs& args, const DispatchSmem& smem, int warp,
                                     int n_warps) {
-  // Neighboring rows of a group go to different warps.
+  // Neighboring rows of a set go to different warps.
   const int log2_alignment = Log2(args.row_alignment);
-  const int n_rows = args.call.n_local_groups() << log2_alignment;
+  const int n_rows = NumberOfSets(args) << log2_alignment;
   for (int i = warp; args.row_alignment > 1 && i < n_rows; i += n_warps) {
-    const RowGroup rows = RowGroupAt(args, smem, i >> log2_alignment);
+    const int set = i >> log2_alignment;
+    const RowSet rows = RowSetAt(args, smem, set);
     const int row = rows.end + (i & (args.row_alignment - 1));
-    if (row < rows.next) ClearRow(args, smem, i >> log2_alignment, row);
+    if (row < rows.next) ClearRow(args, smem, set * args.n_source_nodes, row);
   }
   if (args.scales.layout == ScalesLayout::kAtoms) ClearAtoms(args, smem, warp, n_warps);
 }
