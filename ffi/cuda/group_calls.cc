@@ -36,9 +36,9 @@ const char* Describe(Phase phase) {
     case Phase::kDots:
       return "the backward of combine: the gradient of a weight";
     case Phase::kTile:
-      return "rows for this rank";
+      return "between nodes: its rows";
     case Phase::kTileTaken:
-      return "that it takes earlier rows of this rank";
+      return "between nodes: that it takes earlier rows";
   }
   return "unknown phase";
 }
@@ -115,16 +115,13 @@ Status RankGroup::CheckFailure(int rank) const {
          << " in the function's mesh. Call ep_init with that mesh.";
     return FailedPrecondition(text.str());
   }
-  if (failure.phase == Phase::kTile || failure.phase == Phase::kTileTaken) {
-    text << "rank " << rank << " of its node waited " << config_.timeout_s
-         << " s for the rank of the same index on node " << failure.peer
-         << " (exchange between nodes: " << Describe(failure.phase) << ", item " << failure.epoch
-         << "). Has that rank stopped, or does it run a different program?";
-    return DeadlineExceeded(text.str());
-  }
-  text << "rank " << rank << " waited " << config_.timeout_s << " s for rank " << failure.peer
-       << " (" << Describe(failure.phase) << ", epoch " << failure.epoch << "). Has rank "
-       << failure.peer << " stopped, or does it run a different program?";
+  const bool between_nodes = failure.phase == Phase::kTile || failure.phase == Phase::kTileTaken;
+  const int64_t peer =
+      between_nodes ? failure.peer * config_.n_ranks + rank : config_.first_rank + failure.peer;
+  text << "rank " << config_.first_rank + rank << " waited " << config_.timeout_s << " s for rank "
+       << peer << " (" << Describe(failure.phase) << (between_nodes ? ", item " : ", epoch ")
+       << failure.epoch << "). Has rank " << peer
+       << " stopped, or does it run a different program?";
   return DeadlineExceeded(text.str());
 }
 

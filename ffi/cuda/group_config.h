@@ -23,6 +23,7 @@ struct GroupConfig {
   double timeout_s;
   bool uses_lines = true;      // few tokens go in lines; needs equal numbers of tokens on all ranks
   int64_t n_source_nodes = 1;  // so many groups of rows are padded as one; see core/routing.h
+  int64_t first_rank = 0;      // of a node, among the ranks of all nodes; for messages
 };
 
 // Fails unless the values are in range.

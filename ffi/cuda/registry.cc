@@ -64,7 +64,9 @@ Status Registry::AllocateReplicas(const std::string& key, const GroupConfig& con
   for (const auto& [replica, ranks] : ordinals) {
     std::shared_ptr<RankGroup>& group = (*replicas)[replica];
     std::unique_ptr<RankGroup> allocated;
-    const Status status = group ? group->Reopen() : RankGroup::Allocate(config, ranks, &allocated);
+    GroupConfig named = config;  // inside nodes, each node is a replica
+    named.first_rank = replica % config.n_source_nodes * config.n_ranks;
+    const Status status = group ? group->Reopen() : RankGroup::Allocate(named, ranks, &allocated);
     if (!status.ok()) return status;
     if (allocated) group = std::move(allocated);
   }

@@ -65,6 +65,9 @@ def version_table(found: Sequence[jax.Device]) -> Table:
         table.add_row("jax_ep._ffi_cuda", "not built: no CUDA kernels")
     for name, number in (cuda or {}).items():
         table.add_row(f"CUDA {name}", number or "none")
+    if cuda is not None:
+        found_nvshmem = facts.nvshmem()
+        table.add_row("NVSHMEM", found_nvshmem["version"] or f"none: {found_nvshmem['reason']}")
     return table
 
 

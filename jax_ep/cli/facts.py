@@ -12,6 +12,7 @@ import jax
 
 import jax_ep
 from jax_ep.cli import links, probe
+from jax_ep.transports import nvshmem as nvshmem_library
 from jax_ep.xla_ffi import extension
 
 
@@ -54,6 +55,13 @@ def cuda_versions() -> dict[str, str | None] | None:
     }
 
 
+def nvshmem() -> dict[str, str | None]:
+    """NVSHMEM's version, or why transport `nvshmem` cannot use it."""
+    reason = nvshmem_library.why_missing()
+    version = nvshmem_library.version() if reason is None else None
+    return {"version": version, "reason": reason}
+
+
 def devices(found: Sequence[jax.Device]) -> list[Device]:
     """In rank order."""
     return [
@@ -84,6 +92,7 @@ def report(found: Sequence[jax.Device], with_links: bool) -> dict[str, Any]:
     return {
         "versions": versions(found),
         "cuda": cuda_versions(),
+        "nvshmem": nvshmem(),
         "devices": [each._asdict() for each in devices(found)],
         "links": [each._asdict() for each in measured_links(gpus)],
         "transports": [

@@ -171,6 +171,11 @@ def why_missing() -> str | None:
     return None
 
 
+def version() -> str:
+    """The version of NVSHMEM's host library, once `why_missing` has found it."""
+    return str(_load().load(_library()))
+
+
 def _library() -> str:
     """NVSHMEM's host library: that of its wheel, or what the system finds."""
     name = "libnvshmem_host.so.3"
