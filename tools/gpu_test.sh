@@ -10,6 +10,7 @@
 #   suite       the test suite, in one process with all GPUs
 #   forms       what users may vary: axes, inputs, sizes of calls and rows, routings used again
 #   nodes       p2p inside nodes of this machine's GPUs, XLA's collectives between them
+#   nvshmem     transport nvshmem, with processes of this machine as nodes
 #   graphs      parts of the suite with all calls in CUDA graphs, and with none; programs that
 #               another process compiled
 #   xla         transport xla on the GPUs, compared bitwise with the oracle
@@ -46,8 +47,8 @@
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 logs=$1 arch=${2:-90} site=${GPU_SITE:-build/gpu-site} bin=${GPU_BIN:-build/gpu-bin}
-all_parts=(quantize silu matmul suite forms nodes graphs xla kernels processes gpus files examples
-  doctor wheel)
+all_parts=(quantize silu matmul suite forms nodes nvshmem graphs xla kernels processes gpus files
+  examples doctor wheel)
 parts=("${@:3}")
 ((${#parts[@]})) || parts=("${all_parts[@]}")
 mkdir -p "$logs"
@@ -141,6 +142,11 @@ run_forms() {
 
 run_nodes() {
   run_tests test_nodes 300 tests/test_nodes.py -m "not multiprocess"
+}
+
+run_nvshmem() {
+  step test_nvshmem 500 python3 -m pytest -p no:cacheprovider --gpu tests/test_nvshmem.py \
+    --durations=10
 }
 
 run_graphs() {
