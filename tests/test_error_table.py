@@ -327,6 +327,7 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "layer-axes": lambda: layer(init(), token_axes=()),
     "layer-fsdp": lambda: layer(init(), fsdp_axis="ep"),
     "layer-shared": lambda: layer(init(fused_shared_expert=True), shared_size=2 * H),
+    "layer-capacity": lambda: layer(init(), capacity_factor=0),
     "layer-bias": lambda: layer(init()).update_bias(jnp.ones(E)),
     "gpu-platform": lambda: init(transport="p2p"),
     "weights-twice": lambda: round_trip(init(), at_dispatch=True, topk_weights=jnp.ones((T, K))),

@@ -1,17 +1,19 @@
 """What each rank of an MoE layer computes, inside `jax.shard_map`."""
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_ep.choices import limit_choices
 from jax_ep.expert_mlp import expert_mlp
 from jax_ep.group import EPGroup
 from jax_ep.ops import combine, dispatch
 from jax_ep.quantize_weights import quantize_weights
-from jax_ep.router import RouterConfig, balance_loss, expert_load, route
+from jax_ep.router import RouterConfig, balance_loss, expert_load, route, z_loss
 
 
 class MoEReport(NamedTuple):
@@ -19,13 +21,19 @@ class MoEReport(NamedTuple):
 
     Attributes:
         balance_loss: `float32[]`, see `jax_ep.router.balance_loss`.
+        z_loss: `float32[]`, see `jax_ep.router.z_loss`.
         expert_load: `int32[E]`, how often each expert was chosen, over all tokens of the mesh.
+        n_limited: `int32[]`, choices beyond `capacity_factor`, over all tokens of the mesh.
         n_dropped: `int32[]`, rows that did not fit into `recv_capacity`, over all ranks.
         topk_ids: `int32[..., K]`, the choices of each token; -1 where the mask is False.
+
+    Losses, load and `topk_ids` are those of the router: they include choices that are then dropped.
     """
 
     balance_loss: jax.Array
+    z_loss: jax.Array
     expert_load: jax.Array
+    n_limited: jax.Array
     n_dropped: jax.Array
     topk_ids: jax.Array
 
@@ -39,12 +47,13 @@ class Forward:
     token_axes: tuple[str, ...]
     fsdp_axes: tuple[str, ...]
     balance_per_sequence: bool
+    capacity_factor: float | None
     fp8_matmuls: bool
 
     def __call__(
         self, weights: dict[str, jax.Array], tokens: jax.Array, mask: jax.Array | None
-    ) -> tuple[jax.Array, ...]:
-        """Returns the output and the fields of `MoEReport`.
+    ) -> tuple[jax.Array, MoEReport]:
+        """Returns the output and the report.
 
         Args:
             weights: by the names of `MoE`'s attributes; the device's shards.
@@ -56,21 +65,37 @@ class Forward:
         routes = route(self.router, logits, config.top_k, weights.get("router_bias"))
         ids = routes.topk_ids if mask is None else jnp.where(mask[..., None], routes.topk_ids, -1)
 
+        kept = self._limit(ids)
         dtypes = config.token_format.token_dtypes
         sent = tokens if tokens.dtype in dtypes else tokens.astype(dtypes[0])
-        rows = dispatch(group, sent, ids, routes.topk_weights)
+        rows = dispatch(group, sent, kept, routes.topk_weights)
         output = combine(group, expert_mlp(rows, *self._experts(weights)), rows)
         if config.skip_a2a:
             output = lax.psum(output, group.axis_name)
         if "shared_down" in weights and not config.fused_shared_expert:
             output += _shared_expert(tokens.astype(output.dtype), weights)
 
-        axes = self.token_axes
-        per_sequence = self.balance_per_sequence
-        loss = balance_loss(routes.scores, ids, per_sequence=per_sequence, axis_name=axes)
-        load = expert_load(ids, config.n_experts, axes)
+        axes, per_sequence = self.token_axes, self.balance_per_sequence
         all_axes = tuple(dict.fromkeys((*axes, *group.geometry.axis_names)))
-        return output.astype(tokens.dtype), loss, load, lax.psum(rows.n_dropped, all_axes), ids
+        report = MoEReport(
+            balance_loss=balance_loss(
+                routes.scores, ids, per_sequence=per_sequence, axis_name=axes
+            ),
+            z_loss=z_loss(logits, ids, axis_name=axes),
+            expert_load=expert_load(ids, config.n_experts, axes),
+            n_limited=lax.psum(jnp.sum(kept != ids, dtype=jnp.int32), axes),
+            n_dropped=lax.psum(rows.n_dropped, all_axes),
+            topk_ids=ids,
+        )
+        return output.astype(tokens.dtype), report
+
+    def _limit(self, topk_ids: jax.Array) -> jax.Array:
+        """The choices that experts keep, of this rank's tokens; -1 in place of others."""
+        if self.capacity_factor is None:
+            return topk_ids
+        n_experts = self.group.config.n_experts
+        capacity = math.ceil(self.capacity_factor * topk_ids.size / n_experts)
+        return limit_choices(topk_ids, n_experts, capacity)
 
     def _experts(self, weights: dict[str, jax.Array]) -> list[Any]:
         """`gate_up` and `down` of this rank's groups of rows; the shared expert's come first."""

@@ -49,6 +49,7 @@ class MoE(nnx.Module):
         router: RouterConfig | None = None,
         router_bias: bool = False,
         balance_per_sequence: bool = False,
+        capacity_factor: float | None = None,
         shared_size: int | None = None,
         token_axes: Axes = None,
         fsdp_axis: Axes = None,
@@ -66,6 +67,10 @@ class MoE(nnx.Module):
             router_bias: whether there is a bias for selection, zero at first; call `update_bias`
                 after each step.
             balance_per_sequence: see `jax_ep.router.balance_loss`.
+            capacity_factor: limits each expert to so many times its even share of the choices of
+                each rank's T tokens: `ceil(factor * T * K / E)` choices, padding included in T.
+                Those of later tokens are dropped (`jax_ep.limit_choices`): they add nothing to the
+                output. None: no limit.
             shared_size: hidden size of a shared expert (S), which processes every token; None: no
                 shared expert, or with `config.fused_shared_expert`, one of `expert_size`.
             token_axes: the mesh axis, or a tuple of axes, that the first dimension of the tokens is
@@ -82,13 +87,14 @@ class MoE(nnx.Module):
 
         Raises:
             ValueError: the router does not fit the experts, `shared_size` not the fused shared
-                expert, or axes not the group.
+                expert, or axes not the group; or `capacity_factor` is not positive.
         """
         config, axis = group.config, group.axis_name
         self.group = group
         self.router_config = router or RouterConfig()
         self.router_config.check(config.n_experts, config.top_k)
         self.balance_per_sequence = balance_per_sequence
+        self.capacity_factor = _check_factor(capacity_factor)
         self.token_axes = _token_axes(group, token_axes)
         self.fsdp_axes = _fsdp_axes(group, self.token_axes, fsdp_axis)
         self.fp8_matmuls = fp8_matmuls
@@ -123,7 +129,9 @@ class MoE(nnx.Module):
         Returns:
             The output, in the shape and dtype of `tokens`, and the report.
         """
-        group, by_token = self.group, P(self.token_axes)
+        group = self.group
+        by_token: Any = P(self.token_axes)
+        everywhere: Any = P()
         self._check_call(tokens)
         forward = Forward(
             group=group,
@@ -131,20 +139,21 @@ class MoE(nnx.Module):
             token_axes=self.token_axes,
             fsdp_axes=self.fsdp_axes,
             balance_per_sequence=self.balance_per_sequence,
+            capacity_factor=self.capacity_factor,
             fp8_matmuls=self.fp8_matmuls,
         )
         weights = self._weights()
         specs = {name: P() for name in weights}
         specs["gate_up"] = P(group.axis_name, self.fsdp_axes or None)
         specs["down"] = P(group.axis_name, None, self.fsdp_axes or None)
+        report = MoEReport(*[everywhere] * len(MoEReport._fields))
         layer = jax.shard_map(
             forward,
             mesh=group.mesh,
             in_specs=(specs, by_token, by_token),
-            out_specs=(by_token, P(), P(), P(), by_token),
+            out_specs=(by_token, report._replace(topk_ids=by_token)),
         )
-        output, *report = layer(weights, tokens, mask)
-        return output, MoEReport(*report)
+        return layer(weights, tokens, mask)
 
     def update_bias(self, expert_load: jax.Array, rate: float = 1e-3) -> None:
         """Moves the bias towards equal loads: `jax_ep.router.update_bias`.
@@ -207,6 +216,12 @@ def _check_formats(group: EPGroup, fp8_size: int | None) -> None:
             f"multiple of {BlockwiseFP8.block_size}; got {token_format.name} and "
             f"expert_size={fp8_size}."
         )
+
+
+def _check_factor(factor: float | None) -> float | None:
+    if factor is not None and not 0 < factor < math.inf:
+        raise ValueError(f"capacity_factor must be positive and finite, or None; got {factor}.")
+    return factor
 
 
 def _token_axes(group: EPGroup, given: Axes) -> tuple[str, ...]:
