@@ -7,9 +7,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jax_ep import checks
 from jax_ep.dequantize import dequantize
+from jax_ep.expert_weights import check_arrays, check_codes
 from jax_ep.formats import BlockwiseFP8, Plain, QuantizedFormat
-from jax_ep.fused_silu import QuantizedRows, fused_silu
+from jax_ep.fused_silu import QuantizedRows, check_activation, fused_silu
+from jax_ep.group import check_group
 from jax_ep.grouped_matmul import grouped_matmul, multiply_rows
 from jax_ep.quantize_weights import QuantizedWeights
 from jax_ep.results import Dispatched, check_dispatched
@@ -56,15 +59,27 @@ def expert_mlp(
     Raises:
         TypeError: `dispatched` is not the result of dispatch, or one of the weights is quantized
             and the other is not. While tracing.
-        ValueError: a shape, dtype or format does not fit. While tracing.
+        ValueError: a shape, dtype or format does not fit; or the rows are quantized, and the group
+            is closed or the call outside `jax.shard_map`. While tracing.
     """
     check_dispatched("expert_mlp", dispatched)
+    check_activation("expert_mlp", interleaved, clamp)
+    if isinstance(dispatched.group.config.token_format, QuantizedFormat):
+        check_group("expert_mlp", dispatched.group)  # for `dequantize`
     activation: dict[str, Any] = {"interleaved": interleaved, "clamp": clamp}
     if isinstance(gate_up, QuantizedWeights) or isinstance(down, QuantizedWeights):
         return _quantized_mlp(dispatched, gate_up, down, transposed, activation)
+    return _plain_mlp(dispatched, gate_up, down, transposed, activation)
+
+
+def _plain_mlp(
+    dispatched: Dispatched, gate_up: Any, down: Any, transposed: bool, activation: dict[str, Any]
+) -> jax.Array:
+    gate_up, down = checks.as_arrays(gate_up, down)
+    check_arrays(dispatched, gate_up, down, transposed)
     rows, row_offsets = dispatched.tokens, dispatched.row_offsets
     if isinstance(dispatched.group.config.token_format, QuantizedFormat):
-        rows = dequantize(dispatched, jnp.result_type(gate_up))
+        rows = dequantize(dispatched, gate_up.dtype)
     hidden = grouped_matmul(rows, gate_up, row_offsets, transposed=transposed)
     hidden = checkpoint_name(hidden, EXPERT_HIDDEN_NAME)
     values = fused_silu(hidden, row_offsets, Plain(hidden.dtype), **activation)
@@ -91,6 +106,7 @@ def _quantized_mlp(
             "expert_mlp: with QuantizedWeights, the rows must be in BlockwiseFP8; the group's "
             f"token_format is {token_format!r}."
         )
+    check_codes(dispatched, gate_up, down)
     row_offsets, scales = dispatched.row_offsets, dispatched.scales
     assert scales is not None
     rows = QuantizedRows(dispatched.tokens, scales, dispatched.scales_offsets)

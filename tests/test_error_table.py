@@ -218,6 +218,12 @@ def run_experts(token_format: jax_ep.TokenFormat, *weights: Any, **options: Any)
     run(layer)
 
 
+def mlp_weights(n_in=128, n_columns=16, dtype=jnp.bfloat16) -> tuple[jax.Array, jax.Array]:
+    """gate_up and down; the dtype is that of down."""
+    gate_up = jnp.ones((E // R, n_in, n_columns), jnp.bfloat16)
+    return gate_up, jnp.ones((E // R, 8, 128), dtype)
+
+
 TRIGGERS: dict[str, Callable[[], Any]] = {
     "count-type": lambda: config(top_k=2.5),
     "count-range": lambda: config(n_experts=2**40),
@@ -313,6 +319,10 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "weights-block": lambda: jax_ep.quantize_weights(np.ones((1, 8, 4), np.float32)),
     "mlp-type": lambda: jax_ep.expert_mlp(jnp.ones((2, 8)), None, None),
     "mlp-weights": lambda: run_experts(jax_ep.BF16(), quantized_weights(128), jnp.ones(3)),
+    "mlp-shape": lambda: run_experts(jax_ep.BF16(), *mlp_weights(n_in=64)),
+    "mlp-dtype": lambda: run_experts(jax_ep.BF16(), *mlp_weights(dtype=jnp.float32)),
+    "mlp-columns": lambda: run_experts(jax_ep.BF16(), *mlp_weights(n_columns=15)),
+    "mlp-clamp": lambda: run_experts(jax_ep.BF16(), *mlp_weights(), clamp=(1.0, -1.0)),
     "mlp-format": lambda: run_experts(jax_ep.MXFP8(), *[quantized_weights(128)] * 2),
     "mlp-transposed": lambda: run_experts(
         jax_ep.BlockwiseFP8(), *[quantized_weights(128)] * 2, transposed=True

@@ -223,7 +223,7 @@ def test_a_shared_expert_has_the_first_weights(transport):
 def test_weights_that_do_not_fit_are_rejected(transport):
     tokens, ids, weights, gate_up, down = arrays("bfloat16")
 
-    def run(group, prepare, **options):
+    def run(group, prepare=lambda *both: both, **options):
         layer = on_mesh(group.mesh, layer_of(group, prepare, **options))
         return layer(tokens, ids, weights, by_rank(gate_up), by_rank(down))
 
@@ -233,10 +233,60 @@ def test_weights_that_do_not_fit_are_rejected(transport):
             run(group, lambda gate_up, down: (quantize(gate_up), down))
         with pytest.raises(ValueError, match="rows must be in BlockwiseFP8"):
             run(group, lambda *both: map(quantize, both))
-        with pytest.raises(ValueError, match=r"weights must have the shape \[L=3, H=128, N\]"):
-            run(group, lambda gate_up, down: (gate_up[:2], down))
     with open_group(transport, jax_ep.BlockwiseFP8()) as group:
         with pytest.raises(ValueError, match="transposed must be False"):
             run(group, lambda *both: map(quantize, both), transposed=True)
+        with pytest.raises(ValueError, match="expert_mlp: gate_up must be bfloat16 or float16 or"):
+            run(group, lambda gate_up, down: (gate_up.astype(int), down))
     with pytest.raises(TypeError, match="dispatched must be the result of dispatch"):
         jax_ep.expert_mlp(tokens, gate_up, down)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "options", "message"),
+    [
+        (lambda a, b: (a[:2], b), {}, r"gate_up must have the shape \[L=3, H=128, 2F\]"),
+        (lambda a, b: (a, b[:, :96]), {}, r"down must have the shape \[L=3, F=128, H\]; got"),
+        (lambda a, b: (None, b), {}, "gate_up must be an array; got None"),
+        (lambda a, b: (a[:, :, 1:], b), {}, "gate_up must have as many gate columns as up .* 255"),
+        (lambda a, b: (a.astype(jnp.float32), b), {}, "gate_up must be bfloat16; got float32"),
+        (lambda a, b: (a, b.astype(jnp.float32)), {}, "down must be bfloat16; got float32"),
+        (
+            lambda a, b: (a.swapaxes(1, 2), b[:, :, :96]),
+            {"transposed": True},
+            r"down must have the shape \[L=3, H, F=128\]; got \(3, 128, 96\)",
+        ),
+        (
+            lambda a, b: (a[:, :96], b),
+            {"transposed": True},
+            r"gate_up must have the shape \[L=3, 2F, H=128\]",
+        ),
+        (lambda a, b: (a, b), {"interleaved": 1}, "interleaved must be True or False; got 1"),
+        (lambda a, b: (a, b), {"clamp": (1.0, -1.0)}, r"clamp must be \(alpha, limit\)"),
+    ],
+)
+def test_errors_name_the_argument_that_does_not_fit(prepare, options, message):
+    tokens, ids, weights, gate_up, down = arrays("bfloat16")
+    with open_group("xla", jax_ep.BF16()) as group:
+        layer = on_mesh(group.mesh, layer_of(group, prepare, **options))
+        with pytest.raises(ValueError, match=f"^expert_mlp: {message}"):
+            layer(tokens, ids, weights, by_rank(gate_up), by_rank(down))
+
+
+def test_errors_name_the_codes_that_do_not_fit():
+    tokens, ids, weights, gate_up, down = arrays("bfloat16")
+    quantize = jax_ep.quantize_weights
+
+    def run(prepare):
+        layer = on_mesh(group.mesh, layer_of(group, prepare))
+        return layer(tokens, ids, weights, by_rank(gate_up), by_rank(down))
+
+    with open_group("xla", jax_ep.BlockwiseFP8()) as group:
+        with pytest.raises(
+            ValueError, match=r"^expert_mlp: gate_up.codes .* \[L=3, 2F, H=128\]; got \(2, "
+        ):
+            run(lambda a, b: (quantize(a[:2]), quantize(b)))
+        with pytest.raises(
+            ValueError, match=r"^expert_mlp: down.codes .* \[L=3, H, F=64\]; got \(3, 128, 128\)"
+        ):
+            run(lambda a, b: (quantize(a[:, :, :128]), quantize(b)))
