@@ -25,6 +25,8 @@ V2 = RouterConfig(normalize=False, scaling=16.0, n_expert_groups=4, topk_expert_
 V3 = RouterConfig(
     scores="sigmoid", scaling=2.5, n_expert_groups=4, topk_expert_groups=2, group_scores="top2"
 )
+# The limit of the clamp is lower than GPT-OSS's, so that some values are beyond it.
+GPT_OSS = {"expert_bias": True, "logit_bias": True, "interleaved": True, "clamp": (1.702, 1.0)}
 # What a layer adds to the plain one: options of the module, of the config, and of the mesh.
 VARIANTS = {
     "plain": {},
@@ -39,6 +41,9 @@ VARIANTS = {
     "fsdp": {"axes": {"dp": 2, "ep": 4}, "fsdp_axis": "dp"},
     "replicated_tokens": {"axes": {"ep": 4, "tp": 2}, "token_axes": "ep"},
     "bfloat16": {"config": {"token_format": jax_ep.BF16(), "combine_dtype": jnp.bfloat16}},
+    "gpt_oss": GPT_OSS,
+    "gpt_oss_fsdp": GPT_OSS | {"axes": {"dp": 2, "ep": 4}, "fsdp_axis": "dp", "shared_size": S},
+    "biases_fused": {"expert_bias": True, "config": {"fused_shared_expert": True}},
     "capacity": {"capacity_factor": 1.0, "shared_size": S},
     "capacity_skip_a2a": {"capacity_factor": 1.0, "config": {"skip_a2a": True}},
     "two_axes": {"axes": {"x": 2, "y": 2, "dp": 2}, "group_axes": ("x", "y")},
@@ -71,6 +76,11 @@ def make_layer(transport, *, axes=None, group_axes="ep", config=None, **options)
     layer = MoE(group, F, rngs=nnx.Rngs(0), **options)
     if layer.router_bias is not None:
         layer.router_bias[...] = 0.3 * jax.random.normal(jax.random.key(5), (E,))
+    for i, name in enumerate(("logit_bias", "gate_up_bias", "down_bias")):
+        bias = getattr(layer, name)
+        if bias is not None:
+            assert not bias[...].any()
+            bias[...] = 0.3 * jax.random.normal(jax.random.key(i), bias.shape)
     return layer
 
 
@@ -87,21 +97,32 @@ def is_kept(topk_ids, layer):
     return ((earlier * choices).sum(axis=-1) < capacity).reshape(topk_ids.shape)
 
 
+def activate(hidden, layer):
+    gate, up = jnp.split(hidden, 2, axis=-1)
+    if layer.interleaved:
+        gate, up = hidden[..., ::2], hidden[..., 1::2]
+    if layer.clamp is None:
+        return jax.nn.silu(gate) * up
+    alpha, limit = layer.clamp
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return (up + 1) * gate * jax.nn.sigmoid(alpha * gate)
+
+
 def dense(weights, tokens, layer):
     """Output, losses and load, on one device."""
     config, bias = layer.router_config, weights.get("router_bias")
-    logits = tokens @ weights["router"]
+    logits = tokens @ weights["router"] + weights.get("logit_bias", 0)
     routes = route(config, logits, K, bias)
     choices = jax.nn.one_hot(routes.topk_ids, E)
     if layer.capacity_factor is not None:
         choices = jnp.where(is_kept(routes.topk_ids, layer)[..., None], choices, 0)
     gates = jnp.einsum("...k,...ke->...e", routes.topk_weights, choices)
-    gate, up = jnp.split(jnp.einsum("...h,ehf->...ef", tokens, weights["gate_up"]), 2, axis=-1)
-    hidden = jax.nn.silu(gate) * up
-    output = jnp.einsum("...e,...ef,efh->...h", gates, hidden, weights["down"])
+    hidden = jnp.einsum("...h,ehf->...ef", tokens, weights["gate_up"])
+    values = activate(hidden + weights.get("gate_up_bias", 0), layer)
+    results = jnp.einsum("...ef,efh->...eh", values, weights["down"])
+    output = jnp.einsum("...e,...eh->...h", gates, results + weights.get("down_bias", 0))
     if "shared_down" in weights:
-        gate, up = jnp.split(tokens @ weights["shared_gate_up"], 2, axis=-1)
-        output += (jax.nn.silu(gate) * up) @ weights["shared_down"]
+        output += activate(tokens @ weights["shared_gate_up"], layer) @ weights["shared_down"]
     loss = balance_loss(routes.scores, routes.topk_ids, per_sequence=layer.balance_per_sequence)
     z_loss = jnp.mean(jnp.log(jnp.exp(logits).sum(axis=-1)) ** 2)
     return output, (loss, z_loss), expert_load(routes.topk_ids, E)
@@ -236,7 +257,7 @@ def test_choices_beyond_the_capacity_are_reported():
 @pytest.mark.parametrize("fp8_matmuls", [False, True])
 def test_tokens_may_travel_in_fp8(fp8_matmuls, transport):
     config = {"token_format": jax_ep.BlockwiseFP8(), "combine_dtype": jnp.bfloat16}
-    options = {"shared_size": S, "fp8_matmuls": fp8_matmuls}
+    options = {"shared_size": S, "fp8_matmuls": fp8_matmuls, "expert_bias": True}
     layer, tokens = make_layer(transport, config=config, **options), make_tokens()
 
     @nnx.jit
@@ -340,12 +361,14 @@ def test_parameters_are_created_on_their_devices(jitted):
     group = open_group("xla", {"dp": 2, "ep": 4})
 
     def make():
-        return MoE(group, F, router_bias=True, shared_size=S, fsdp_axis="dp", rngs=nnx.Rngs(0))
+        options = {"router_bias": True, "logit_bias": True, "expert_bias": True}
+        return MoE(group, F, shared_size=S, fsdp_axis="dp", rngs=nnx.Rngs(0), **options)
 
     layer = nnx.jit(make)() if jitted else make()
     specs = nnx.to_pure_dict(nnx.get_partition_spec(nnx.state(layer)))
     expected = {name: P(*[None] * each.ndim) for name, each in weights_of(layer).items()}
     expected |= {"gate_up": P("ep", "dp", None), "down": P("ep", None, "dp")}
+    expected |= {"gate_up_bias": P("ep", None), "down_bias": P("ep", None)}
     assert specs == expected
     for name, value in nnx.to_pure_dict(nnx.state(layer)).items():
         sharding = jax.NamedSharding(group.mesh, specs[name])
@@ -414,6 +437,8 @@ def test_meshes_with_explicit_axes_work():
         ),
         ({"config": {"combine_dtype": jnp.bfloat16}}, "token_format carries float32"),
         ({"capacity_factor": 0}, "capacity_factor must be positive and finite, or None; got 0"),
+        ({"clamp": (1.702, -7.0)}, r"nnx.MoE: clamp must be \(alpha, limit\)"),
+        ({"interleaved": 1}, "nnx.MoE: interleaved must be True or False; got 1"),
         ({"fp8_matmuls": True}, "fp8_matmuls needs the token_format BlockwiseFP8"),
     ],
 )

@@ -10,9 +10,12 @@ from jax import lax
 
 from jax_ep.choices import limit_choices
 from jax_ep.expert_mlp import expert_mlp
+from jax_ep.formats import Plain
+from jax_ep.fused_silu import fused_silu
 from jax_ep.group import EPGroup
 from jax_ep.ops import combine, dispatch
 from jax_ep.quantize_weights import quantize_weights
+from jax_ep.results import Dispatched
 from jax_ep.router import RouterConfig, balance_loss, expert_load, route, z_loss
 
 
@@ -49,6 +52,8 @@ class Forward:
     balance_per_sequence: bool
     capacity_factor: float | None
     fp8_matmuls: bool
+    interleaved: bool
+    clamp: tuple[float, float] | None
 
     def __call__(
         self, weights: dict[str, jax.Array], tokens: jax.Array, mask: jax.Array | None
@@ -62,6 +67,8 @@ class Forward:
         """
         group, config = self.group, self.group.config
         logits = tokens.astype(jnp.float32) @ weights["router"]
+        if "logit_bias" in weights:
+            logits += weights["logit_bias"]
         routes = route(self.router, logits, config.top_k, weights.get("router_bias"))
         ids = routes.topk_ids if mask is None else jnp.where(mask[..., None], routes.topk_ids, -1)
 
@@ -69,11 +76,11 @@ class Forward:
         dtypes = config.token_format.token_dtypes
         sent = tokens if tokens.dtype in dtypes else tokens.astype(dtypes[0])
         rows = dispatch(group, sent, kept, routes.topk_weights)
-        output = combine(group, expert_mlp(rows, *self._experts(weights)), rows)
+        output = combine(group, self._run_experts(rows, weights), rows)
         if config.skip_a2a:
             output = lax.psum(output, group.axis_name)
         if "shared_down" in weights and not config.fused_shared_expert:
-            output += _shared_expert(tokens.astype(output.dtype), weights)
+            output += self._shared_expert(tokens.astype(output.dtype), weights)
 
         axes, per_sequence = self.token_axes, self.balance_per_sequence
         all_axes = tuple(dict.fromkeys((*axes, *group.geometry.axis_names)))
@@ -97,22 +104,36 @@ class Forward:
         capacity = math.ceil(self.capacity_factor * topk_ids.size / n_experts)
         return limit_choices(topk_ids, n_experts, capacity)
 
-    def _experts(self, weights: dict[str, jax.Array]) -> list[Any]:
-        """`gate_up` and `down` of this rank's groups of rows; the shared expert's come first."""
-        pair = [self._gather(weights["gate_up"], 1), self._gather(weights["down"], 2)]
+    def _run_experts(self, rows: Dispatched, weights: dict[str, jax.Array]) -> jax.Array:
+        """The results of this rank's groups of rows; the shared expert's come first."""
+        gate_up, down = self._gather(weights["gate_up"], 1), self._gather(weights["down"], 2)
+        biases = [weights.get(name) for name in ("gate_up_bias", "down_bias")]
         if self.group.config.fused_shared_expert:
-            shared = weights["shared_gate_up"], weights["shared_down"]
-            each = zip(shared, pair, strict=True)
-            pair = [jnp.concatenate([first[None], own]) for first, own in each]
-        return [quantize_weights(matrices) for matrices in pair] if self.fp8_matmuls else pair
+            gate_up = jnp.concatenate([weights["shared_gate_up"][None], gate_up])
+            down = jnp.concatenate([weights["shared_down"][None], down])
+            biases = [None if x is None else jnp.pad(x, ((1, 0), (0, 0))) for x in biases]
+        matrices: list[Any] = [gate_up, down]
+        if self.fp8_matmuls:
+            matrices = [quantize_weights(each) for each in matrices]
+        of_gate_up, of_down = biases
+        return expert_mlp(
+            rows, *matrices, gate_up_bias=of_gate_up, down_bias=of_down, **self._activation
+        )
+
+    def _shared_expert(self, tokens: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
+        """Of all of this rank's tokens; its result has their shape."""
+        flat = tokens.reshape(-1, tokens.shape[-1])
+        hidden, all_rows = flat @ weights["shared_gate_up"], jnp.array([0, len(flat)], jnp.uint32)
+        values = fused_silu(hidden, all_rows, Plain(hidden.dtype), **self._activation)
+        assert isinstance(values, jax.Array)
+        return (values @ weights["shared_down"]).reshape(tokens.shape)
+
+    @property
+    def _activation(self) -> dict[str, Any]:
+        return {"interleaved": self.interleaved, "clamp": self.clamp}
 
     def _gather(self, matrices: jax.Array, axis: int) -> jax.Array:
         """The shards along H; the gradient is a reduce-scatter."""
         if not self.fsdp_axes:
             return matrices
         return lax.all_gather(matrices, self.fsdp_axes, axis=axis, tiled=True)
-
-
-def _shared_expert(tokens: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
-    gate, up = jnp.split(tokens @ weights["shared_gate_up"], 2, axis=-1)
-    return (jax.nn.silu(gate) * up) @ weights["shared_down"]
