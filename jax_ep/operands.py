@@ -191,7 +191,8 @@ class CombineOperands:
     dispatch.
     """
 
-    expert_out: jax.Array  # [C, H], or fewer elements
+    # [C, H], or fewer elements. None in the backward of a sum without weights, which has no need.
+    expert_out: Any
     routing: Routing
     topk_weights: jax.Array | None = None  # float32[T, N]
     row_weights: jax.Array | None = None  # float32[C]; not both
@@ -213,8 +214,8 @@ class CombineOperands:
         return self.row_weights if self.topk_weights is None else self.topk_weights
 
     @classmethod
-    def unweighted(cls, geometry: Geometry, rows: jax.Array, routing: Routing) -> Self:
-        """Those of a sum without weights or a residual."""
+    def unweighted(cls, geometry: Geometry, rows: jax.Array | None, routing: Routing) -> Self:
+        """Those of a sum without weights or a residual; its backward needs no rows."""
         has_shared_expert = geometry.config.fused_shared_expert
         return cls(rows, routing, adds_shared_expert=has_shared_expert)
 

@@ -14,8 +14,7 @@ def redispatch(group: EPGroup, values: jax.Array, dispatched: Dispatched) -> jax
 
     Row i of the result belongs to row i of `dispatched.tokens`. Neither ids nor weights travel, and
     no rows are assigned. It is the transpose of a `combine` without weights, which is its backward
-    in turn. On CPUs, XLA fills C rows with zeros first, so there a dispatch with the same ids may
-    take less time. For policies of `jax.checkpoint`, the result has the name `DISPATCH_NAME`.
+    in turn. For policies of `jax.checkpoint`, the result has the name `DISPATCH_NAME`.
 
     Args:
         group: the group of the dispatch.

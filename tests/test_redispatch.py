@@ -24,6 +24,7 @@ from harness import (
 )
 from test_grad import assert_gradient
 
+CALL = "@jax_ep_combine_grad("
 SMALL = cases.SMALL[4].replace(routing="out_of_range")
 CASES = {
     "plain": SMALL,
@@ -115,6 +116,31 @@ def test_unused_rows_are_zero_on_request(transport):
 
 
 @pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("weighted", [True, False])
+def test_rows_are_an_operand_of_the_call_only_where_it_reads_them(weighted):
+    """Otherwise XLA would fill as many with zeros, or keep those given to combine."""
+    group = group_of(SMALL, "host" if jax.default_backend() == "cpu" else "p2p")
+
+    def body(tokens, topk_ids, topk_weights):
+        rows = jax_ep.dispatch(group, tokens, topk_ids)
+        out, pull = jax.vjp(
+            lambda x: jax_ep.combine(group, x, rows, topk_weights if weighted else None),
+            rows.tokens,
+        )
+        return pull(out)[0], jax_ep.redispatch(group, tokens, rows)
+
+    inputs = suite.make_inputs(SMALL)
+    arrays = put(group.mesh, inputs.tokens, inputs.topk_ids, inputs.topk_weights)
+    lines = on_mesh(group.mesh, body).lower(*arrays).as_text().splitlines()
+    rows = f"tensor<{group.max_recv_tokens}x{SMALL.hidden_size}xbf16>"
+    calls = [line.rsplit(" : ", 1)[1].split("->") for line in lines if CALL in line]
+    assert [(operands.count(rows), results.count(rows)) for operands, results in calls] == [
+        (int(weighted), 1),
+        (0, 1),
+    ]
+
+
+@pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("saves", [True, False])
 def test_a_checkpoint_policy_can_save_the_rows(saves):
     group = group_of(SMALL, "host" if jax.default_backend() == "cpu" else "p2p")
@@ -131,7 +157,7 @@ def test_a_checkpoint_policy_can_save_the_rows(saves):
     run = on_mesh(group.mesh, lambda *x: jax.value_and_grad(loss)(*x))
     text = run.lower(*put(group.mesh, inputs.tokens, inputs.topk_ids)).as_text()
     # One redispatch, the gradient of combine, and a second redispatch unless its rows are kept.
-    assert text.count("@jax_ep_combine_grad(") == (2 if saves else 3)
+    assert text.count(CALL) == (2 if saves else 3)
 
 
 @pytest.mark.usefixtures("one_process")
