@@ -96,6 +96,12 @@ def round_trip(group, change=lambda d: d, dtype=jnp.bfloat16, **options: Any) ->
     return run(body)
 
 
+def send_along(values: jax.Array) -> None:
+    """Runs a redispatch."""
+    group = init()
+    run(lambda _: jax_ep.redispatch(group, values, jax_ep.dispatch(group, *operands())))
+
+
 def wait_for_wrong_call(group, wait, start, other=None) -> Any:
     """Passes to `wait` what `start` returned for another operation or another group."""
     return run(lambda _: wait(group, start(other or group, *operands())).tokens)
@@ -265,6 +271,8 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "dtype": lambda: round_trip(init(), dtype=jnp.float32),
     "none": lambda: dispatch_ids(None),
     "leading": lambda: dispatch_ids(np.zeros((2, T // 2, K), np.int32)),
+    "values-dtype": lambda: send_along(jnp.zeros((T, H), jnp.float32)),
+    "values-integers": lambda: send_along(jnp.zeros((T, 5), jnp.int32)),
     "integer-ids": lambda: dispatch_ids(np.zeros((T, K), np.float32)),
     "float-weights": lambda: round_trip(init(), topk_weights=np.ones((T, K), np.int32)),
     "too-many-tokens": lambda: call(init(max_tokens_per_rank=T - 1)),
