@@ -7,7 +7,7 @@ from jax import P
 
 import jax_ep
 
-jax.config.update("jax_num_cpu_devices", 16)  # if there is no GPU; XLA needs two threads per device
+jax.config.update("jax_num_cpu_devices", 16)  # if there is no GPU; 8 would do from jaxlib 0.12 on
 mesh = jax.sharding.Mesh(jax.devices()[:8], ("ep",))
 config = jax_ep.EPConfig(n_experts=16, top_k=2, hidden_size=64, max_tokens_per_rank=32)
 group = jax_ep.ep_init(mesh, "ep", config)

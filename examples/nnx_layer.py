@@ -11,7 +11,7 @@ import jax_ep
 import jax_ep.nnx
 from jax_ep.router import RouterConfig
 
-jax.config.update("jax_num_cpu_devices", 16)  # if there is no GPU; XLA needs two threads per device
+jax.config.update("jax_num_cpu_devices", 16)  # if there is no GPU; 8 would do from jaxlib 0.12 on
 mesh = jax.sharding.Mesh(jax.devices()[:8], ("ep",))
 config = jax_ep.EPConfig(n_experts=32, top_k=4, hidden_size=64, max_tokens_per_rank=64)
 group = jax_ep.ep_init(mesh, "ep", config)  # one group serves all layers

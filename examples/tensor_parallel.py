@@ -11,7 +11,7 @@ from jax import P
 
 import jax_ep
 
-jax.config.update("jax_num_cpu_devices", 16)  # if there is no GPU; XLA needs two threads per device
+jax.config.update("jax_num_cpu_devices", 16)  # if there is no GPU; 8 would do from jaxlib 0.12 on
 jax.config.update("jax_default_matmul_precision", "float32")
 mesh = jax.sharding.Mesh(jax.devices()[:8], ("tp",))
 config = jax_ep.EPConfig(

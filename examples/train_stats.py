@@ -25,7 +25,7 @@ N_LAYERS, N_TOKENS, FFN_SIZE = 3, 64, 128  # N_TOKENS: per rank and step
 BALANCE_WEIGHT = 0.05
 N_TOPICS = 12  # of the data: tokens of a topic are alike and have the same target
 
-jax.config.update("jax_num_cpu_devices", 16)  # if there is no GPU; XLA needs two threads per device
+jax.config.update("jax_num_cpu_devices", 16)  # if there is no GPU; 8 would do from jaxlib 0.12 on
 mesh = jax.sharding.Mesh(jax.devices()[:8], ("ep",))
 config = jax_ep.EPConfig(
     n_experts=4 * mesh.size,

@@ -102,7 +102,7 @@ combine = jax.custom_vjp(_combine, nondiff_argnums=(0,))
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _SavedCombine:
-    """What the backward of combine needs: the operands, without the residual."""
+    """What the backward of combine needs: the operands, without those that it does not read."""
 
     operands: CombineOperands
     has_residual: bool = dataclasses.field(metadata={"static": True})
@@ -112,6 +112,8 @@ def _combine_fwd(
     connection: FfiConnection, operands: CombineOperands, result: jax.Array | None
 ) -> tuple[jax.Array, _SavedCombine]:
     saved = dataclasses.replace(operands, residual=None)
+    if operands.weighting == Weighting.NONE:
+        saved = dataclasses.replace(saved, expert_out=None)
     has_residual = operands.residual is not None
     return _combine(connection, operands, result), _SavedCombine(saved, has_residual)
 

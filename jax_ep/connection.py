@@ -109,8 +109,7 @@ class FfiConnection(Connection):
 
     def send_along(self, values: jax.Array, routing: Routing) -> jax.Array:
         """By the custom call for the gradients of combine."""
-        rows = empty_rows(values, routing)  # not read, since there are no weights
-        operands = CombineOperands.unweighted(self.geometry, rows, routing)
+        operands = CombineOperands.unweighted(self.geometry, None, routing)
         return bind_combine_grad(self.geometry, operands, values)[0]
 
     @abc.abstractmethod

@@ -7,14 +7,17 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jax_ep import autodiff_matmul, checks
 from jax_ep.dequantize import dequantize
+from jax_ep.expert_weights import ExpertWeights, check_arrays, check_codes
 from jax_ep.formats import BlockwiseFP8, Plain, QuantizedFormat
-from jax_ep.fused_silu import QuantizedRows, fused_silu
+from jax_ep.fused_silu import QuantizedRows, check_activation, fused_silu
+from jax_ep.group import check_group
 from jax_ep.grouped_matmul import grouped_matmul, multiply_rows
 from jax_ep.quantize_weights import QuantizedWeights
 from jax_ep.results import Dispatched, check_dispatched
 
-# Name of the result of the first matmul, `[C, 2 F]`, for `jax.checkpoint` policies.
+# Name of the result of the first matmul, `[C, 2 F]`, with its bias, for `jax.checkpoint` policies.
 EXPERT_HIDDEN_NAME = "jax_ep_expert_hidden"
 
 
@@ -23,15 +26,18 @@ def expert_mlp(
     gate_up: jax.Array | QuantizedWeights,
     down: jax.Array | QuantizedWeights,
     *,
+    gate_up_bias: jax.Array | None = None,
+    down_bias: jax.Array | None = None,
     transposed: bool = False,
     interleaved: bool = False,
     clamp: tuple[float, float] | None = None,
 ) -> jax.Array:
     """`(silu(x @ gate) * (x @ up)) @ down` of every row x, with its expert's weights.
 
-    Two grouped matmuls and `fused_silu`. Differentiable. With `QuantizedWeights`, both matmuls are
-    in FP8, and gradients are straight-through: in bfloat16, to the tokens given to dispatch and to
-    the weights given to `quantize_weights`.
+    Two grouped matmuls and `fused_silu`; a bias is added to the result of its matmul.
+    Differentiable. With `QuantizedWeights`, both matmuls are in FP8, and gradients are
+    straight-through: in bfloat16, to the tokens given to dispatch and to the weights given to
+    `quantize_weights`.
 
     For a gradient, JAX keeps the rows, the first matmul's result and that of the activation, or
     recomputes what a `jax.checkpoint` policy leaves out. The first matmul's result has the name
@@ -44,10 +50,13 @@ def expert_mlp(
         gate_up: `[L + se, H, 2 F]`, all gate columns first: bfloat16, float16 or float32, in the
             rows' dtype; or `QuantizedWeights`, of an F that is a multiple of 128.
         down: `[L + se, F, H]`, alike.
+        gate_up_bias: `[L + se, 2 F]` or None, its columns ordered like those of `gate_up`; in the
+            weights' dtype, bfloat16 with `QuantizedWeights`.
+        down_bias: `[L + se, H]` or None, alike.
         transposed: whether the weights are `[L + se, 2 F, H]` and `[L + se, H, F]`; not for
             `QuantizedWeights`, which know.
         interleaved: whether gate and up columns alternate, as in `fused_silu`.
-        clamp: `(alpha, limit)`, as in `fused_silu`.
+        clamp: `(alpha, limit)`, as in `fused_silu`; `(1.702, 7.0)` in GPT-OSS.
 
     Returns:
         `[C, H]` for combine, in the weights' dtype, which must then be the config's
@@ -56,25 +65,41 @@ def expert_mlp(
     Raises:
         TypeError: `dispatched` is not the result of dispatch, or one of the weights is quantized
             and the other is not. While tracing.
-        ValueError: a shape, dtype or format does not fit. While tracing.
+        ValueError: a shape, dtype or format does not fit; or the rows are quantized, and the group
+            is closed or the call outside `jax.shard_map`. While tracing.
     """
     check_dispatched("expert_mlp", dispatched)
+    check_activation("expert_mlp", interleaved, clamp)
+    if isinstance(dispatched.group.config.token_format, QuantizedFormat):
+        check_group("expert_mlp", dispatched.group)  # for `dequantize`
     activation: dict[str, Any] = {"interleaved": interleaved, "clamp": clamp}
+    weights = ExpertWeights(gate_up, down, gate_up_bias, down_bias)
     if isinstance(gate_up, QuantizedWeights) or isinstance(down, QuantizedWeights):
-        return _quantized_mlp(dispatched, gate_up, down, transposed, activation)
+        return _quantized_mlp(dispatched, weights, transposed, activation)
+    return _plain_mlp(dispatched, weights, transposed, activation)
+
+
+def _plain_mlp(
+    dispatched: Dispatched, weights: ExpertWeights, transposed: bool, activation: dict[str, Any]
+) -> jax.Array:
+    weights = ExpertWeights(*checks.as_arrays(*weights))
+    check_arrays(dispatched, weights, transposed)
     rows, row_offsets = dispatched.tokens, dispatched.row_offsets
     if isinstance(dispatched.group.config.token_format, QuantizedFormat):
-        rows = dequantize(dispatched, jnp.result_type(gate_up))
-    hidden = grouped_matmul(rows, gate_up, row_offsets, transposed=transposed)
+        rows = dequantize(dispatched, weights.gate_up.dtype)
+    hidden = grouped_matmul(rows, weights.gate_up, row_offsets, transposed=transposed)
+    hidden = _add_bias(hidden, weights.gate_up_bias, row_offsets)
     hidden = checkpoint_name(hidden, EXPERT_HIDDEN_NAME)
     values = fused_silu(hidden, row_offsets, Plain(hidden.dtype), **activation)
     assert isinstance(values, jax.Array)
-    return grouped_matmul(values, down, row_offsets, transposed=transposed)
+    results = grouped_matmul(values, weights.down, row_offsets, transposed=transposed)
+    return _add_bias(results, weights.down_bias, row_offsets)
 
 
 def _quantized_mlp(
-    dispatched: Dispatched, gate_up: Any, down: Any, transposed: bool, activation: dict[str, Any]
+    dispatched: Dispatched, weights: ExpertWeights, transposed: bool, activation: dict[str, Any]
 ) -> jax.Array:
+    gate_up, down, *biases = weights
     token_format = dispatched.group.config.token_format
     if not (isinstance(gate_up, QuantizedWeights) and isinstance(down, QuantizedWeights)):
         raise TypeError(
@@ -91,13 +116,24 @@ def _quantized_mlp(
             "expert_mlp: with QuantizedWeights, the rows must be in BlockwiseFP8; the group's "
             f"token_format is {token_format!r}."
         )
+    weights = ExpertWeights(gate_up, down, *checks.as_arrays(*biases))
+    check_codes(dispatched, weights)
     row_offsets, scales = dispatched.row_offsets, dispatched.scales
     assert scales is not None
     rows = QuantizedRows(dispatched.tokens, scales, dispatched.scales_offsets)
     tokens = dequantize(dispatched, jnp.bfloat16)  # for the gradient only, otherwise XLA drops it
     hidden = multiply_rows(rows, gate_up, row_offsets, token_format, tokens)
+    hidden = _add_bias(hidden, weights.gate_up_bias, row_offsets)
     hidden = checkpoint_name(hidden, EXPERT_HIDDEN_NAME)
     values = fused_silu(hidden, row_offsets, **activation)  # for the gradient only, too
     codes = fused_silu(lax.stop_gradient(hidden), row_offsets, BlockwiseFP8(), **activation)
     assert isinstance(codes, QuantizedRows) and isinstance(values, jax.Array)
-    return multiply_rows(codes, down, row_offsets, BlockwiseFP8(), values)
+    results = multiply_rows(codes, down, row_offsets, BlockwiseFP8(), values)
+    return _add_bias(results, weights.down_bias, row_offsets)
+
+
+def _add_bias(rows: jax.Array, bias: jax.Array | None, row_offsets: jax.Array) -> jax.Array:
+    if bias is None:
+        return rows
+    row_offsets = lax.stop_gradient(row_offsets)  # those of a dispatch have a tangent
+    return autodiff_matmul.add_bias(*checks.vary_alike((), rows, bias, row_offsets))

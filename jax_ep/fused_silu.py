@@ -67,10 +67,11 @@ def fused_silu(
     """
     token_format = BF16() if token_format is None else token_format
     x, row_offsets = checks.as_arrays(x, row_offsets)
-    _check(x, row_offsets, token_format, interleaved)
+    _check(x, row_offsets, token_format)
+    clamp = check_activation("fused_silu", interleaved, clamp)
     n_groups = row_offsets.shape[0] - 1
     input_scales = checks.check_input_scales("fused_silu", token_format, input_scales, n_groups)
-    activation = Activation(token_format, interleaved, _check_clamp(clamp))
+    activation = Activation(token_format, interleaved, clamp)
     x, row_offsets, input_scales = checks.vary_alike((), x, row_offsets, input_scales)
     row_offsets = lax.stop_gradient(row_offsets)  # those of a dispatch have a tangent
     if not isinstance(token_format, QuantizedFormat):
@@ -80,14 +81,12 @@ def fused_silu(
     return QuantizedRows(tokens, scales, token_format.layout.offsets(row_offsets))
 
 
-def _check(x: Any, row_offsets: Any, token_format: Any, interleaved: Any) -> None:
+def _check(x: Any, row_offsets: Any, token_format: Any) -> None:
     if not isinstance(token_format, TokenFormat):
         raise ValueError(
             "fused_silu: token_format must be a token format such as jax_ep.BF16(); got "
             f"{token_format!r}."
         )
-    if not isinstance(interleaved, bool):
-        raise ValueError(f"fused_silu: interleaved must be True or False; got {interleaved!r}.")
     checks.check_array("fused_silu", "x", x, (None, None), "C 2F", *_FLOATS)
     if x.shape[1] % 2:
         raise ValueError(
@@ -101,7 +100,10 @@ def _check(x: Any, row_offsets: Any, token_format: Any, interleaved: Any) -> Non
     token_format.check_hidden_size(x.shape[1] // 2)
 
 
-def _check_clamp(clamp: Any) -> tuple[float, float] | None:
+def check_activation(operation: str, interleaved: Any, clamp: Any) -> tuple[float, float] | None:
+    """The clamp as numbers."""
+    if not isinstance(interleaved, bool):
+        raise ValueError(f"{operation}: interleaved must be True or False; got {interleaved!r}.")
     if clamp is None:
         return None
     try:
@@ -110,7 +112,7 @@ def _check_clamp(clamp: Any) -> tuple[float, float] | None:
         alpha = limit = math.nan
     if not (abs(alpha) <= _FLOAT32_MAX and 0 <= limit <= _FLOAT32_MAX):
         raise ValueError(
-            "fused_silu: clamp must be (alpha, limit), two float32 numbers, the limit not "
+            f"{operation}: clamp must be (alpha, limit), two float32 numbers, the limit not "
             f"negative; got {clamp!r}."
         )
     return alpha, abs(limit)

@@ -91,9 +91,7 @@ def multiply_rows(
     token_format: BlockwiseFP8,
     source_rows: jax.Array | None = None,
 ) -> jax.Array:
-    """`grouped_matmul` of codes; `source_rows`, which they encode, receives the rows' gradient."""
-    (row_offsets,) = checks.as_arrays(row_offsets)
-    _check_codes(rows, weights, row_offsets, token_format)
+    """`grouped_matmul` of codes that fit; `source_rows`, which they encode, get the gradient."""
     row_scales = rows.scales.T if token_format.layout is ROW_MAJOR else rows.scales
     fixed = map(lax.stop_gradient, (rows.tokens, weights.codes, row_scales, weights.scales))
     operands: Any = (*fixed, lax.stop_gradient(row_offsets), source_rows, weights.source)
@@ -124,6 +122,8 @@ def _multiply_codes(
             "grouped_matmul: transposed must be False, and dtype bfloat16, with QuantizedWeights; "
             f"got {transposed} and {dtype}."
         )
+    (row_offsets,) = checks.as_arrays(row_offsets)
+    _check_codes(rows, weights, row_offsets, token_format)
     return multiply_rows(rows, weights, row_offsets, token_format)
 
 

@@ -16,7 +16,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.lax import bitcast_convert_type
 
-from jax_ep import checks
+from jax_ep import checks, halves
 from jax_ep.config import EPConfig
 from jax_ep.formats import TokenFormat
 from jax_ep.geometry import Geometry
@@ -191,7 +191,8 @@ class CombineOperands:
     dispatch.
     """
 
-    expert_out: jax.Array  # [C, H], or fewer elements
+    # [C, H], or fewer elements. None in the backward of a sum without weights, which has no need.
+    expert_out: Any
     routing: Routing
     topk_weights: jax.Array | None = None  # float32[T, N]
     row_weights: jax.Array | None = None  # float32[C]; not both
@@ -213,8 +214,8 @@ class CombineOperands:
         return self.row_weights if self.topk_weights is None else self.topk_weights
 
     @classmethod
-    def unweighted(cls, geometry: Geometry, rows: jax.Array, routing: Routing) -> Self:
-        """Those of a sum without weights or a residual."""
+    def unweighted(cls, geometry: Geometry, rows: jax.Array | None, routing: Routing) -> Self:
+        """Those of a sum without weights or a residual; its backward needs no rows."""
         has_shared_expert = geometry.config.fused_shared_expert
         return cls(rows, routing, adds_shared_expert=has_shared_expert)
 
@@ -258,12 +259,31 @@ class CombineOperands:
 def check_values(
     operation: str, geometry: Geometry, values: Any, routing: Routing
 ) -> tuple[jax.Array, Routing]:
-    """The operands of `redispatch`, checked: `[T, H]` and its routing."""
-    (values,) = checks.as_arrays(values)
-    _check_rows(operation, geometry.config, "values", values, routing.leading)
+    """The operands of `redispatch`, checked: `[T, H]`, integers as halves, and its routing."""
+    if halves.is_integer(values):
+        _check_integers(operation, geometry.config, values, routing.leading)
+        values = halves.to_halves(values)
+    else:
+        dtypes = halves.INTEGERS
+        _check_rows(operation, geometry.config, "values", values, routing.leading, "H", *dtypes)
     leaves, treedef = jax.tree.flatten((_never_empty(_by_token(values), 0), routing))
     leaves = checks.vary_alike(geometry.axis_names, *leaves)
     return jax.tree.unflatten(treedef, leaves)
+
+
+def _check_integers(
+    operation: str, config: EPConfig, values: jax.Array, leading: tuple[int, ...]
+) -> None:
+    """Requires `[*leading, W]`, of a W that fits into rows of the group."""
+    size = values.shape[-1] if values.ndim else None
+    checks.check_array(operation, "values", values, (*leading, size), "W", *halves.INTEGERS)
+    limit = config.hidden_size * config.combine_dtype.itemsize // halves.BYTES_PER_INTEGER
+    if not 0 < values.shape[-1] <= limit:
+        raise ValueError(
+            f"{operation}: values must have from 1 to {limit} integers per token, which travel in "
+            f"{halves.BYTES_PER_INTEGER} bytes each, in rows of hidden_size={config.hidden_size} "
+            f"elements of combine_dtype; got {values.shape[-1]}."
+        )
 
 
 def empty_rows(values: jax.Array, routing: Routing) -> jax.Array:
@@ -278,11 +298,15 @@ def _check_rows(
     name: str,
     rows: Any,
     leading: tuple[int, ...],
-    letters: str = "H",
+    letters: str,
+    *other_dtypes: Any,
 ) -> int:
-    """Requires `[*leading, H]` in `combine_dtype`, or fewer elements; returns their number."""
+    """Requires `[*leading, H]` in `combine_dtype`, or fewer elements; returns their number.
+
+    `other_dtypes` are those that an error names beside it.
+    """
     size, dtype = checks.row_size(rows, config.hidden_size), config.combine_dtype
-    checks.check_array(operation, name, rows, (*leading, size), letters, dtype)
+    checks.check_array(operation, name, rows, (*leading, size), letters, dtype, *other_dtypes)
     if size < config.hidden_size:
         checks.check_narrow_rows(operation, name, size, size * dtype.itemsize)
     return size

@@ -3,7 +3,9 @@
 import jax
 
 from jax_ep import autodiff
+from jax_ep.checks import as_arrays
 from jax_ep.group import EPGroup, check_group
+from jax_ep.halves import from_halves, is_integer
 from jax_ep.operands import check_values
 from jax_ep.results import Dispatched, check_dispatched
 from jax_ep.rows import in_use, keep
@@ -14,18 +16,23 @@ def redispatch(group: EPGroup, values: jax.Array, dispatched: Dispatched) -> jax
 
     Row i of the result belongs to row i of `dispatched.tokens`. Neither ids nor weights travel, and
     no rows are assigned. It is the transpose of a `combine` without weights, which is its backward
-    in turn. On CPUs, XLA fills C rows with zeros first, so there a dispatch with the same ids may
-    take less time. For policies of `jax.checkpoint`, the result has the name `DISPATCH_NAME`.
+    in turn. For policies of `jax.checkpoint`, the result has the name `DISPATCH_NAME`.
+
+    32-bit integers, such as ids or positions, arrive bit by bit on every transport. They travel as
+    float32 numbers of 16 bits each, because values pass through arithmetic on the way, which does
+    not keep the bits of NaNs.
 
     Args:
         group: the group of the dispatch.
         values: `[..., H]` in `config.combine_dtype`, with the leading dimensions of the dispatch's
-            tokens; or fewer elements that take a multiple of 16 bytes. They are not quantized.
+            tokens; or fewer elements that take a multiple of 16 bytes. They are not quantized. Or
+            `[..., W]`, int32 or uint32, of any W up to `hidden_size * itemsize / 8`, itemsize being
+            that of `combine_dtype`.
         dispatched: the result of dispatch.
 
     Returns:
-        `[C, H]` in `config.combine_dtype`: zeros in padding rows; rows that are not in use are
-        unspecified, unless `config.zero_unused_rows`.
+        `[C, H]` in `config.combine_dtype`, or `[C, W]` integers: zeros in padding rows; rows that
+        are not in use are unspecified, unless `config.zero_unused_rows`.
 
     Raises:
         TypeError: `group` is not a group, or `dispatched` not the result of dispatch. While
@@ -37,8 +44,9 @@ def redispatch(group: EPGroup, values: jax.Array, dispatched: Dispatched) -> jax
     """
     check_group("redispatch", group)
     check_dispatched("redispatch", dispatched, group)
-    values, routing = check_values("redispatch", group.geometry, values, dispatched.routing)
-    rows = autodiff.redispatch(group._connection, values, routing)
-    if not group.config.zero_unused_rows:
-        return rows
-    return keep(rows, in_use(routing.row_offsets, rows.shape[0]))
+    (values,) = as_arrays(values)
+    sent, routing = check_values("redispatch", group.geometry, values, dispatched.routing)
+    rows = autodiff.redispatch(group._connection, sent, routing)
+    if group.config.zero_unused_rows:
+        rows = keep(rows, in_use(routing.row_offsets, rows.shape[0]))
+    return from_halves(rows, values.shape[-1], values.dtype) if is_integer(values) else rows

@@ -4,7 +4,8 @@ Plain functions of JAX arrays, for any framework; nothing here needs a group. E 
 `[..., E]` is `[T, E]`, or has more leading dimensions, such as `[B, S, E]`.
 
 Two ways of balancing the experts' loads: `balance_loss`, a term of the training loss, and a bias
-that `update_bias` moves after each step and that only selects.
+that `update_bias` moves after each step and that only selects. `z_loss`, another term of the
+training loss, keeps logits small.
 """
 
 import dataclasses
@@ -186,6 +187,29 @@ def balance_loss(
     n_tokens = jnp.maximum(n_tokens, 1).astype(jnp.float32)
     losses = n_experts * (chosen / (n_tokens * top_k) * share / n_tokens).sum(axis=-1)
     return lax.pmean(losses.mean(), axis_name) if per_sequence else losses[0]
+
+
+def z_loss(
+    logits: jax.Array, topk_ids: jax.Array | None = None, *, axis_name: Any = ()
+) -> jax.Array:
+    """`float32[]`, the mean over tokens of logsumexp(logits)²; keeps logits small, and thus exact.
+
+    Add it to the loss, times a small factor: 1e-3 in the source.
+
+    Source: the router z-loss of ST-MoE, https://arxiv.org/abs/2202.08906, section 3.3, equation 5.
+
+    Args:
+        logits: `[..., E]`, as given to `route`, of any floating-point dtype; computed in float32.
+        topk_ids: `int32[..., K]`, from `route`. Tokens without a choice (all ids negative), such as
+            padding, do not count. None: all tokens count.
+        axis_name: inside `jax.shard_map`, the mesh axes that tokens are sharded over; all shards
+            get the loss of all tokens.
+    """
+    squares = jnp.square(jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1))
+    is_token = jnp.ones(squares.shape, bool) if topk_ids is None else (topk_ids >= 0).any(axis=-1)
+    sums = jnp.where(is_token, squares, 0).sum(), is_token.sum().astype(jnp.float32)
+    total, n_tokens = lax.psum(sums, axis_name)
+    return total / jnp.maximum(n_tokens, 1)
 
 
 def update_bias(bias: jax.Array, load: jax.Array, rate: float = 1e-3) -> jax.Array:

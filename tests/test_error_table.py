@@ -100,6 +100,12 @@ def round_trip(group, change=lambda d: d, dtype=jnp.bfloat16, **options: Any) ->
     return run(body)
 
 
+def send_along(values: jax.Array) -> None:
+    """Runs a redispatch."""
+    group = init()
+    run(lambda _: jax_ep.redispatch(group, values, jax_ep.dispatch(group, *operands())))
+
+
 def wait_for_wrong_call(group, wait, start, other=None) -> Any:
     """Passes to `wait` what `start` returned for another operation or another group."""
     return run(lambda _: wait(group, start(other or group, *operands())).tokens)
@@ -222,6 +228,12 @@ def run_experts(token_format: jax_ep.TokenFormat, *weights: Any, **options: Any)
     run(layer)
 
 
+def mlp_weights(n_in=128, n_columns=16, dtype=jnp.bfloat16) -> tuple[jax.Array, jax.Array]:
+    """gate_up and down; the dtype is that of down."""
+    gate_up = jnp.ones((E // R, n_in, n_columns), jnp.bfloat16)
+    return gate_up, jnp.ones((E // R, 8, 128), dtype)
+
+
 TRIGGERS: dict[str, Callable[[], Any]] = {
     "count-type": lambda: config(top_k=2.5),
     "count-range": lambda: config(n_experts=2**40),
@@ -268,6 +280,8 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "dtype": lambda: round_trip(init(), dtype=jnp.float32),
     "none": lambda: dispatch_ids(None),
     "leading": lambda: dispatch_ids(np.zeros((2, T // 2, K), np.int32)),
+    "values-dtype": lambda: send_along(jnp.zeros((T, H), jnp.float32)),
+    "values-integers": lambda: send_along(jnp.zeros((T, 5), jnp.int32)),
     "integer-ids": lambda: dispatch_ids(np.zeros((T, K), np.float32)),
     "float-weights": lambda: round_trip(init(), topk_weights=np.ones((T, K), np.int32)),
     "too-many-tokens": lambda: call(init(max_tokens_per_rank=T - 1)),
@@ -322,6 +336,10 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "weights-block": lambda: jax_ep.quantize_weights(np.ones((1, 8, 4), np.float32)),
     "mlp-type": lambda: jax_ep.expert_mlp(jnp.ones((2, 8)), None, None),
     "mlp-weights": lambda: run_experts(jax_ep.BF16(), quantized_weights(128), jnp.ones(3)),
+    "mlp-shape": lambda: run_experts(jax_ep.BF16(), *mlp_weights(n_in=64)),
+    "mlp-dtype": lambda: run_experts(jax_ep.BF16(), *mlp_weights(dtype=jnp.float32)),
+    "mlp-columns": lambda: run_experts(jax_ep.BF16(), *mlp_weights(n_columns=15)),
+    "mlp-clamp": lambda: run_experts(jax_ep.BF16(), *mlp_weights(), clamp=(1.0, -1.0)),
     "mlp-format": lambda: run_experts(jax_ep.MXFP8(), *[quantized_weights(128)] * 2),
     "mlp-transposed": lambda: run_experts(
         jax_ep.BlockwiseFP8(), *[quantized_weights(128)] * 2, transposed=True
@@ -336,6 +354,7 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "layer-axes": lambda: layer(init(), token_axes=()),
     "layer-fsdp": lambda: layer(init(), fsdp_axis="ep"),
     "layer-shared": lambda: layer(init(fused_shared_expert=True), shared_size=2 * H),
+    "layer-capacity": lambda: layer(init(), capacity_factor=0),
     "layer-bias": lambda: layer(init()).update_bias(jnp.ones(E)),
     "gpu-platform": lambda: init(transport="p2p"),
     "weights-twice": lambda: round_trip(init(), at_dispatch=True, topk_weights=jnp.ones((T, K))),

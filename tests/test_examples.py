@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 from matplotlib import image
@@ -88,8 +89,18 @@ def test_moe_layer_equals_a_dense_layer(run, request) -> None:
     output = output_of(run(EXAMPLES / "moe_layer.py"))
     if request.config.option.gpu:
         assert output.splitlines()[-1].startswith("equal on ")
-    else:
+    elif jax.__version_info__[:2] == (0, 10):  # which README.md names
         assert output == MOE_LAYER_OUTPUT
+    else:
+        assert_equal_to_a_last_digit(output, MOE_LAYER_OUTPUT)
+
+
+def assert_equal_to_a_last_digit(output, wanted) -> None:
+    """The same text, in which whole numbers may differ by 1."""
+    number = re.compile(r"\d+")
+    assert number.sub("", output) == number.sub("", wanted)
+    pairs = zip(number.findall(output), number.findall(wanted), strict=True)
+    assert all(abs(int(a) - int(b)) <= 1 for a, b in pairs), output
 
 
 def test_layers_with_asynchronous_calls_equal_synchronous_ones(run) -> None:

@@ -57,21 +57,22 @@ def open_group(transport, token_format, dtype="bfloat16", **options):
 
 
 def layer_of(group, prepare=lambda *weights: weights, **options):
-    """The layer of one rank."""
+    """The layer of one rank; `biases`: of gate_up and down, if there are any."""
 
-    def layer(tokens, ids, weights, gate_up, down):
+    def layer(tokens, ids, weights, gate_up, down, *biases):
         rows = jax_ep.dispatch(group, tokens, ids, weights)
-        results = jax_ep.expert_mlp(rows, *prepare(gate_up, down), **options)
+        given = dict(zip(("gate_up_bias", "down_bias"), biases, strict=False))
+        results = jax_ep.expert_mlp(rows, *prepare(gate_up, down), **given, **options)
         return jax_ep.combine(group, results, rows)
 
     return layer
 
 
-def dense(tokens, ids, weights, gate_up, down, clamp=None):
+def dense(tokens, ids, weights, gate_up, down, gate_up_bias=0.0, down_bias=0.0, clamp=None):
     """Every token through every expert, in float32; the experts of all ranks."""
     gates = jnp.einsum("rtk,rtke->rte", weights, jax.nn.one_hot(ids, E))
     floats = [jnp.asarray(x).astype(jnp.float32) for x in (tokens, gate_up, down)]
-    hidden = jnp.einsum("rth,ehf->rtef", *floats[:2])
+    hidden = jnp.einsum("rth,ehf->rtef", *floats[:2]) + gate_up_bias
     gate, up = jnp.split(hidden, 2, axis=-1)
     if clamp is None:
         values = jax.nn.silu(gate) * up
@@ -79,34 +80,40 @@ def dense(tokens, ids, weights, gate_up, down, clamp=None):
         alpha, limit = clamp
         gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
         values = (up + 1) * gate * jax.nn.sigmoid(alpha * gate)
-    return jnp.einsum("rte,rtef,efh->rth", gates, values, floats[2])
+    results = jnp.einsum("rtef,efh->rteh", values, floats[2]) + down_bias
+    return jnp.einsum("rte,rteh->rth", gates, results)
 
 
-def value_and_gradients(layer, mesh, dtype):
-    """The layer's result, and gradients of tokens, choices' weights, gate_up and down."""
-    tokens, ids, weights, gate_up, down = arrays(dtype)
+def make_biases(dtype):
+    """Those of all experts, for gate_up and down."""
+    rng = np.random.default_rng(1)
+    return [rng.standard_normal((E, n)).astype(np.dtype(dtype)) for n in (2 * F, H)]
 
-    def run(tokens, ids, weights, gate_up, down):
-        def f(tokens, weights, gate_up, down):
-            return layer(tokens, ids, weights, gate_up, down)
 
-        out, pull = jax.vjp(f, tokens, weights, gate_up, down)
+def value_and_gradients(layer, mesh, dtype, biases=()):
+    """The layer's result, and gradients of tokens, choices' weights, gate_up, down and biases."""
+    tokens, ids, *params = arrays(dtype)
+
+    def run(ids, *params):
+        out, pull = jax.vjp(lambda tokens, *params: layer(tokens, ids, *params), *params)
         return out, pull(jnp.cos(out.astype(jnp.float32)).astype(out.dtype))
 
     with jax.default_matmul_precision("float32"):
-        results = on_mesh(mesh, run)(tokens, ids, weights, by_rank(gate_up), by_rank(down))
+        weights, *experts = params
+        by_ranks = map(by_rank, (*experts, *biases))
+        results = on_mesh(mesh, run)(ids, tokens, weights, *by_ranks)
         return jax.tree.map(np.asarray, results)
 
 
-def dense_value_and_gradients(dtype, **options):
+def dense_value_and_gradients(dtype, biases=(), **options):
     """The same by the dense layer."""
-    tokens, ids, weights, gate_up, down = arrays(dtype)
+    tokens, ids, *params = arrays(dtype)
 
-    def f(tokens, weights, gate_up, down):
-        return dense(tokens, ids, weights, gate_up, down, **options)
+    def f(tokens, *params):
+        return dense(tokens, ids, *params, **options)
 
     with jax.default_matmul_precision("float32"):
-        floats = [jnp.asarray(x, jnp.float32) for x in (tokens, weights, gate_up, down)]
+        floats = [jnp.asarray(x, jnp.float32) for x in (tokens, *params, *biases)]
         out, pull = jax.vjp(f, *floats)
         return out, pull(jnp.cos(out))
 
@@ -125,9 +132,38 @@ def test_the_layer_and_its_gradients_match_a_dense_one(dtype, transport):
         got = value_and_gradients(layer_of(group), group.mesh, dtype)
     wanted = dense_value_and_gradients(dtype)
     assert_near(got, wanted, ERRORS[dtype])
-    for gradient in got[1][2:]:
+    assert_only_expert_1_has_no_gradient(got[1][2:])
+
+
+def assert_only_expert_1_has_no_gradient(gradients):
+    for gradient in gradients:
         experts = np.asarray(gradient).reshape(E, -1)
         assert not experts[1].any() and experts[0].any(), "expert 1 has no rows"
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [("float32", 1.5), ("bfloat16", 7.0)])
+def test_biases_are_added_and_have_gradients(dtype, limit, transport):
+    """Clamped as in GPT-OSS; with padding rows, which have biases, but no part in a gradient.
+
+    The gradient jumps at the limit, and values that are rounded differently lie on both sides of
+    it. So few are near the limit in bfloat16.
+    """
+    biases, options = make_biases(dtype), {"clamp": (1.702, limit)}
+    with open_group(transport, jax_ep.Plain(dtype), dtype, row_alignment=16) as group:
+        layer = layer_of(group, **options)
+        got = value_and_gradients(layer, group.mesh, dtype, biases)
+    assert_near(got, dense_value_and_gradients(dtype, biases, **options), ERRORS[dtype])
+    assert_only_expert_1_has_no_gradient(got[1][2:])
+
+
+def test_biases_of_fp8_matmuls(transport):
+    def prepare(gate_up, down):
+        return jax_ep.quantize_weights(gate_up), jax_ep.quantize_weights(down)
+
+    biases = make_biases("bfloat16")
+    with open_group(transport, jax_ep.BlockwiseFP8()) as group:
+        got = value_and_gradients(layer_of(group, prepare), group.mesh, "bfloat16", biases)
+    assert min(cosines(got, dense_value_and_gradients("bfloat16", biases))) > 0.99
 
 
 @pytest.mark.parametrize("name", QUANTIZED_FORMATS)
@@ -146,10 +182,13 @@ def test_fp8_from_dispatch_to_combine(layout, transport):
         got = value_and_gradients(layer_of(group, prepare), group.mesh, "bfloat16")
     wanted = dense_value_and_gradients("bfloat16")
     assert_near(got, wanted, 0.1)
+    assert min(cosines(got, wanted)) > 0.997  # four operands with 3 bits of mantissa
+
+
+def cosines(got, wanted):
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         a, b = np.asarray(a, np.float64).ravel(), np.asarray(b, np.float64).ravel()
-        cosine = a @ b / np.sqrt(a @ a * (b @ b))
-        assert cosine > 0.997  # four operands with 3 bits of mantissa
+        yield a @ b / np.sqrt(a @ a * (b @ b))
 
 
 def test_weights_of_the_forms_that_models_have(transport):
@@ -223,7 +262,7 @@ def test_a_shared_expert_has_the_first_weights(transport):
 def test_weights_that_do_not_fit_are_rejected(transport):
     tokens, ids, weights, gate_up, down = arrays("bfloat16")
 
-    def run(group, prepare, **options):
+    def run(group, prepare=lambda *both: both, **options):
         layer = on_mesh(group.mesh, layer_of(group, prepare, **options))
         return layer(tokens, ids, weights, by_rank(gate_up), by_rank(down))
 
@@ -233,10 +272,66 @@ def test_weights_that_do_not_fit_are_rejected(transport):
             run(group, lambda gate_up, down: (quantize(gate_up), down))
         with pytest.raises(ValueError, match="rows must be in BlockwiseFP8"):
             run(group, lambda *both: map(quantize, both))
-        with pytest.raises(ValueError, match=r"weights must have the shape \[L=3, H=128, N\]"):
-            run(group, lambda gate_up, down: (gate_up[:2], down))
     with open_group(transport, jax_ep.BlockwiseFP8()) as group:
         with pytest.raises(ValueError, match="transposed must be False"):
             run(group, lambda *both: map(quantize, both), transposed=True)
+        with pytest.raises(ValueError, match="expert_mlp: gate_up must be bfloat16 or float16 or"):
+            run(group, lambda gate_up, down: (gate_up.astype(int), down))
     with pytest.raises(TypeError, match="dispatched must be the result of dispatch"):
         jax_ep.expert_mlp(tokens, gate_up, down)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "options", "message"),
+    [
+        (lambda a, b: (a[:2], b), {}, r"gate_up must have the shape \[L=3, H=128, 2F\]"),
+        (lambda a, b: (a, b[:, :96]), {}, r"down must have the shape \[L=3, F=128, H\]; got"),
+        (lambda a, b: (None, b), {}, "gate_up must be an array; got None"),
+        (lambda a, b: (a[:, :, 1:], b), {}, "gate_up must have as many gate columns as up .* 255"),
+        (lambda a, b: (a.astype(jnp.float32), b), {}, "gate_up must be bfloat16; got float32"),
+        (lambda a, b: (a, b.astype(jnp.float32)), {}, "down must be bfloat16; got float32"),
+        (
+            lambda a, b: (a.swapaxes(1, 2), b[:, :, :96]),
+            {"transposed": True},
+            r"down must have the shape \[L=3, H, F=128\]; got \(3, 128, 96\)",
+        ),
+        (
+            lambda a, b: (a[:, :96], b),
+            {"transposed": True},
+            r"gate_up must have the shape \[L=3, 2F, H=128\]",
+        ),
+        (
+            lambda a, b: (a, b),
+            {"gate_up_bias": np.ones((3, 128), jnp.bfloat16)},
+            r"gate_up_bias .* \[L=3, 2F=256\]",
+        ),
+        (lambda a, b: (a, b), {"down_bias": np.ones((3, 128), np.float32)}, "down_bias must be bf"),
+        (lambda a, b: (a, b), {"interleaved": 1}, "interleaved must be True or False; got 1"),
+        (lambda a, b: (a, b), {"clamp": (1.0, -1.0)}, r"clamp must be \(alpha, limit\)"),
+    ],
+)
+def test_errors_name_the_argument_that_does_not_fit(prepare, options, message):
+    tokens, ids, weights, gate_up, down = arrays("bfloat16")
+    with open_group("xla", jax_ep.BF16()) as group:
+        layer = on_mesh(group.mesh, layer_of(group, prepare, **options))
+        with pytest.raises(ValueError, match=f"^expert_mlp: {message}"):
+            layer(tokens, ids, weights, by_rank(gate_up), by_rank(down))
+
+
+def test_errors_name_the_codes_that_do_not_fit():
+    tokens, ids, weights, gate_up, down = arrays("bfloat16")
+    quantize = jax_ep.quantize_weights
+
+    def run(prepare):
+        layer = on_mesh(group.mesh, layer_of(group, prepare))
+        return layer(tokens, ids, weights, by_rank(gate_up), by_rank(down))
+
+    with open_group("xla", jax_ep.BlockwiseFP8()) as group:
+        with pytest.raises(
+            ValueError, match=r"^expert_mlp: gate_up.codes .* \[L=3, 2F, H=128\]; got \(2, "
+        ):
+            run(lambda a, b: (quantize(a[:2]), quantize(b)))
+        with pytest.raises(
+            ValueError, match=r"^expert_mlp: down.codes .* \[L=3, H, F=64\]; got \(3, 128, 128\)"
+        ):
+            run(lambda a, b: (quantize(a[:, :, :128]), quantize(b)))

@@ -25,6 +25,8 @@ V2 = RouterConfig(normalize=False, scaling=16.0, n_expert_groups=4, topk_expert_
 V3 = RouterConfig(
     scores="sigmoid", scaling=2.5, n_expert_groups=4, topk_expert_groups=2, group_scores="top2"
 )
+# The limit of the clamp is lower than GPT-OSS's, so that some values are beyond it.
+GPT_OSS = {"expert_bias": True, "logit_bias": True, "interleaved": True, "clamp": (1.702, 1.0)}
 # What a layer adds to the plain one: options of the module, of the config, and of the mesh.
 VARIANTS = {
     "plain": {},
@@ -39,6 +41,11 @@ VARIANTS = {
     "fsdp": {"axes": {"dp": 2, "ep": 4}, "fsdp_axis": "dp"},
     "replicated_tokens": {"axes": {"ep": 4, "tp": 2}, "token_axes": "ep"},
     "bfloat16": {"config": {"token_format": jax_ep.BF16(), "combine_dtype": jnp.bfloat16}},
+    "gpt_oss": GPT_OSS,
+    "gpt_oss_fsdp": GPT_OSS | {"axes": {"dp": 2, "ep": 4}, "fsdp_axis": "dp", "shared_size": S},
+    "biases_fused": {"expert_bias": True, "config": {"fused_shared_expert": True}},
+    "capacity": {"capacity_factor": 1.0, "shared_size": S},
+    "capacity_skip_a2a": {"capacity_factor": 1.0, "config": {"skip_a2a": True}},
     "two_axes": {"axes": {"x": 2, "y": 2, "dp": 2}, "group_axes": ("x", "y")},
 }
 
@@ -69,6 +76,11 @@ def make_layer(transport, *, axes=None, group_axes="ep", config=None, **options)
     layer = MoE(group, F, rngs=nnx.Rngs(0), **options)
     if layer.router_bias is not None:
         layer.router_bias[...] = 0.3 * jax.random.normal(jax.random.key(5), (E,))
+    for i, name in enumerate(("logit_bias", "gate_up_bias", "down_bias")):
+        bias = getattr(layer, name)
+        if bias is not None:
+            assert not bias[...].any()
+            bias[...] = 0.3 * jax.random.normal(jax.random.key(i), bias.shape)
     return layer
 
 
@@ -76,19 +88,44 @@ def make_tokens(shape=(B, LENGTH, H), dtype=jnp.float32):
     return jax.random.normal(jax.random.key(1), shape, dtype)
 
 
+def is_kept(topk_ids, layer):
+    """`bool[..., K]`: choices within the capacity of their expert, which counts rank by rank."""
+    n_ranks = int(np.prod([layer.group.mesh.shape[name] for name in layer.token_axes]))
+    choices = jax.nn.one_hot(topk_ids.reshape(n_ranks, -1), E)
+    capacity = np.ceil(layer.capacity_factor * choices.shape[1] / E)
+    earlier = jnp.cumsum(choices, axis=1) - choices  # choices of the same expert
+    return ((earlier * choices).sum(axis=-1) < capacity).reshape(topk_ids.shape)
+
+
+def activate(hidden, layer):
+    gate, up = jnp.split(hidden, 2, axis=-1)
+    if layer.interleaved:
+        gate, up = hidden[..., ::2], hidden[..., 1::2]
+    if layer.clamp is None:
+        return jax.nn.silu(gate) * up
+    alpha, limit = layer.clamp
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return (up + 1) * gate * jax.nn.sigmoid(alpha * gate)
+
+
 def dense(weights, tokens, layer):
-    """Output, balance loss and load, on one device."""
+    """Output, losses and load, on one device."""
     config, bias = layer.router_config, weights.get("router_bias")
-    routes = route(config, tokens @ weights["router"], K, bias)
-    gates = jnp.einsum("...k,...ke->...e", routes.topk_weights, jax.nn.one_hot(routes.topk_ids, E))
-    gate, up = jnp.split(jnp.einsum("...h,ehf->...ef", tokens, weights["gate_up"]), 2, axis=-1)
-    hidden = jax.nn.silu(gate) * up
-    output = jnp.einsum("...e,...ef,efh->...h", gates, hidden, weights["down"])
+    logits = tokens @ weights["router"] + weights.get("logit_bias", 0)
+    routes = route(config, logits, K, bias)
+    choices = jax.nn.one_hot(routes.topk_ids, E)
+    if layer.capacity_factor is not None:
+        choices = jnp.where(is_kept(routes.topk_ids, layer)[..., None], choices, 0)
+    gates = jnp.einsum("...k,...ke->...e", routes.topk_weights, choices)
+    hidden = jnp.einsum("...h,ehf->...ef", tokens, weights["gate_up"])
+    values = activate(hidden + weights.get("gate_up_bias", 0), layer)
+    results = jnp.einsum("...ef,efh->...eh", values, weights["down"])
+    output = jnp.einsum("...e,...eh->...h", gates, results + weights.get("down_bias", 0))
     if "shared_down" in weights:
-        gate, up = jnp.split(tokens @ weights["shared_gate_up"], 2, axis=-1)
-        output += (jax.nn.silu(gate) * up) @ weights["shared_down"]
+        output += activate(tokens @ weights["shared_gate_up"], layer) @ weights["shared_down"]
     loss = balance_loss(routes.scores, routes.topk_ids, per_sequence=layer.balance_per_sequence)
-    return output, loss, expert_load(routes.topk_ids, E)
+    z_loss = jnp.mean(jnp.log(jnp.exp(logits).sum(axis=-1)) ** 2)
+    return output, (loss, z_loss), expert_load(routes.topk_ids, E)
 
 
 def weights_of(layer):
@@ -103,18 +140,23 @@ def assert_close(got, wanted, error=1e-4):
     assert np.linalg.norm(got - wanted) <= error * np.linalg.norm(wanted)
 
 
-def objective(output, balance):
-    return jnp.sum(jnp.sin(output.astype(jnp.float32))) + 3 * balance
+def objective(output, losses):
+    balance, z_loss = losses
+    return jnp.sum(jnp.sin(output.astype(jnp.float32))) + 3 * balance + 0.5 * z_loss
+
+
+def losses_of(report):
+    return report.balance_loss, report.z_loss
 
 
 def dense_gradients(layer, tokens):
-    """Gradients of the weights, then output, balance loss, load and the gradient of the tokens."""
+    """Gradients of the weights, then output, losses, load and the gradient of the tokens."""
 
     @jax.jit
     def gradients(weights, tokens):
         def loss(weights, tokens):
-            output, balance, load = dense(weights, tokens, layer)
-            return objective(output, balance), (output, balance, load)
+            output, losses, load = dense(weights, tokens, layer)
+            return objective(output, losses), (output, losses, load)
 
         grads, results = jax.grad(loss, argnums=(0, 1), has_aux=True)(weights, tokens)
         return grads[0], (*results, grads[1])
@@ -136,13 +178,13 @@ def test_outputs_and_gradients_match_a_dense_layer(name, transport):
     def step(layer, tokens):
         def loss(layer, tokens):
             output, report = layer(tokens)
-            return objective(output, report.balance_loss), (output, report)
+            return objective(output, losses_of(report)), (output, report)
 
         which = nnx.DiffState(0, nnx.Param), 1
         return nnx.grad(loss, argnums=which, has_aux=True)(layer, tokens)
 
     (grads, of_tokens), (output, report) = step(layer, tokens)
-    wanted, (dense_output, balance, load, of_dense_tokens) = dense_gradients(layer, tokens)
+    wanted, (dense_output, losses, load, of_dense_tokens) = dense_gradients(layer, tokens)
     error = 0.02 if name == "bfloat16" else 1e-4
     assert_close(output, dense_output, error)
     assert_close(of_tokens, of_dense_tokens, error)
@@ -153,8 +195,9 @@ def test_outputs_and_gradients_match_a_dense_layer(name, transport):
     if layer.fsdp_axes:  # as the parameters: no device holds more of a gradient
         assert got["gate_up"].sharding.spec == P("ep", "dp")
         assert got["down"].sharding.spec == P("ep", None, "dp")
-    assert_close(report.balance_loss, balance)
+    jax.tree.map(assert_close, losses_of(report), losses)
     np.testing.assert_array_equal(report.expert_load, load)
+    assert (report.n_limited > 0) == (layer.capacity_factor is not None)
     assert report.n_dropped == 0 and report.topk_ids.shape == (B, LENGTH, K)
 
 
@@ -185,7 +228,7 @@ def test_masked_tokens_go_nowhere():
     assert report.expert_load.sum() == K * mask.sum()
     assert np.all((report.topk_ids >= 0) == mask[..., None])
     real = weights, np.asarray(tokens)[mask], layer
-    assert_close(report.balance_loss, dense(*real)[1])
+    jax.tree.map(assert_close, losses_of(report), dense(*real)[1])
 
 
 def test_rows_beyond_the_capacity_are_reported():
@@ -196,17 +239,32 @@ def test_rows_beyond_the_capacity_are_reported():
     assert report.n_dropped == np.maximum(rows_of_rank - 20, 0).sum() > 0
 
 
+def test_choices_beyond_the_capacity_are_reported():
+    layer, tokens = make_layer("auto", capacity_factor=1.0), make_tokens()
+    mask = np.arange(LENGTH) < np.arange(B)[:, None]
+    call = nnx.jit(lambda layer, *args: layer(*args))
+    output, report = call(layer, tokens)
+    assert report.n_limited == K * B * LENGTH - is_kept(report.topk_ids, layer).sum()
+    assert report.expert_load.sum() == K * B * LENGTH
+    # Padding takes no places, although it counts in T.
+    _, masked = call(layer, tokens, mask)
+    capacity = -(-K * B * LENGTH // 4 // E)
+    ids = np.asarray(masked.topk_ids).reshape(4, -1)
+    loads = [np.bincount(each[each >= 0], minlength=E) for each in ids]
+    assert masked.n_limited == np.maximum(np.array(loads) - capacity, 0).sum() > 0
+
+
 @pytest.mark.parametrize("fp8_matmuls", [False, True])
 def test_tokens_may_travel_in_fp8(fp8_matmuls, transport):
     config = {"token_format": jax_ep.BlockwiseFP8(), "combine_dtype": jnp.bfloat16}
-    options = {"shared_size": S, "fp8_matmuls": fp8_matmuls}
+    options = {"shared_size": S, "fp8_matmuls": fp8_matmuls, "expert_bias": True}
     layer, tokens = make_layer(transport, config=config, **options), make_tokens()
 
     @nnx.jit
     def step(layer, tokens):
         def loss(layer):
             output, report = layer(tokens)
-            return objective(output, report.balance_loss), output
+            return objective(output, losses_of(report)), output
 
         return nnx.grad(loss, has_aux=True)(layer)
 
@@ -242,18 +300,18 @@ def test_layers_stacked_by_scan_and_remat_match_a_loop():
     def step(layers, tokens):
         def loss(layers):
             output, reports = apply(layers, tokens)
-            return objective(output, reports.balance_loss.sum()), reports
+            return objective(output, jax.tree.map(jnp.sum, losses_of(reports))), reports
 
         grads, reports = nnx.grad(loss, has_aux=True)(layers)
         layers.update_bias(reports.expert_load, rate=0.5)
         return grads, reports
 
     def dense_loss(weights):
-        x, total, loads = tokens, 0.0, []
+        x, total, loads = tokens, (0.0, 0.0), []
         for i in range(n_layers):
             layer_weights = jax.tree.map(lambda x, i=i: x[i], weights)
-            output, balance, load = dense(layer_weights, x, layers)
-            x, total = x + output, total + balance
+            output, losses, load = dense(layer_weights, x, layers)
+            x, total = x + output, jax.tree.map(jnp.add, total, losses)
             loads.append(load)
         return objective(x, total), jnp.stack(loads)
 
@@ -303,12 +361,14 @@ def test_parameters_are_created_on_their_devices(jitted):
     group = open_group("xla", {"dp": 2, "ep": 4})
 
     def make():
-        return MoE(group, F, router_bias=True, shared_size=S, fsdp_axis="dp", rngs=nnx.Rngs(0))
+        options = {"router_bias": True, "logit_bias": True, "expert_bias": True}
+        return MoE(group, F, shared_size=S, fsdp_axis="dp", rngs=nnx.Rngs(0), **options)
 
     layer = nnx.jit(make)() if jitted else make()
     specs = nnx.to_pure_dict(nnx.get_partition_spec(nnx.state(layer)))
     expected = {name: P(*[None] * each.ndim) for name, each in weights_of(layer).items()}
     expected |= {"gate_up": P("ep", "dp", None), "down": P("ep", None, "dp")}
+    expected |= {"gate_up_bias": P("ep", None), "down_bias": P("ep", None)}
     assert specs == expected
     for name, value in nnx.to_pure_dict(nnx.state(layer)).items():
         sharding = jax.NamedSharding(group.mesh, specs[name])
@@ -376,6 +436,9 @@ def test_meshes_with_explicit_axes_work():
             "combine_dtype=float32, but token_format carries bfloat16. Change one",
         ),
         ({"config": {"combine_dtype": jnp.bfloat16}}, "token_format carries float32"),
+        ({"capacity_factor": 0}, "capacity_factor must be positive and finite, or None; got 0"),
+        ({"clamp": (1.702, -7.0)}, r"nnx.MoE: clamp must be \(alpha, limit\)"),
+        ({"interleaved": 1}, "nnx.MoE: interleaved must be True or False; got 1"),
         ({"fp8_matmuls": True}, "fp8_matmuls needs the token_format BlockwiseFP8"),
     ],
 )

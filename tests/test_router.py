@@ -9,7 +9,7 @@ import pytest
 from jax import P
 
 from harness import make_mesh
-from jax_ep.router import RouterConfig, balance_loss, expert_load, route, update_bias
+from jax_ep.router import RouterConfig, balance_loss, expert_load, route, update_bias, z_loss
 
 T, E, K = 40, 16, 4
 CONFIGS = {
@@ -161,6 +161,32 @@ def test_tokens_without_a_choice_do_not_count(per_sequence):
     assert empty == 0
 
 
+def dense_z_loss(logits):
+    """The router z-loss of ST-MoE, equation 5."""
+    return jnp.mean(jnp.log(jnp.sum(jnp.exp(logits), axis=-1)) ** 2)
+
+
+def test_the_z_loss_and_its_gradient_match_the_formula():
+    logits, _ = logits_and_bias(shape=(3, 8, E))
+    got, grad = jax.value_and_grad(z_loss)(logits)
+    wanted, dense_grad = jax.value_and_grad(dense_z_loss)(logits)
+    np.testing.assert_allclose(got, wanted, rtol=1e-6)
+    np.testing.assert_allclose(grad, dense_grad, rtol=1e-5)
+    assert z_loss(logits.astype(jnp.bfloat16)).dtype == jnp.float32
+    # Where exp(logits) overflows.
+    np.testing.assert_allclose(z_loss(np.full((2, E), 200.0)), (200 + np.log(E)) ** 2, rtol=1e-6)
+
+
+def test_the_z_loss_leaves_out_tokens_without_a_choice():
+    logits, _ = logits_and_bias()
+    ids = np.array(route(RouterConfig(), logits, K).topk_ids)
+    ids[5:] = -1
+    got, grad = jax.value_and_grad(z_loss)(logits, ids)
+    np.testing.assert_allclose(got, dense_z_loss(logits[:5]), rtol=1e-6)
+    assert not grad[5:].any() and grad[:5].any()
+    assert z_loss(logits, np.full_like(ids, -1)) == 0
+
+
 @pytest.mark.parametrize("per_sequence", [False, True])
 def test_shards_of_a_mesh_get_the_loss_and_load_of_all_tokens(per_sequence, one_process):
     mesh = make_mesh(4, dp=2)
@@ -172,6 +198,7 @@ def test_shards_of_a_mesh_get_the_loss_and_load_of_all_tokens(per_sequence, one_
         loss = balance_loss(
             routes.scores, routes.topk_ids, per_sequence=per_sequence, axis_name=axis_name
         )
+        loss += z_loss(logits, routes.topk_ids, axis_name=axis_name)
         return loss, expert_load(routes.topk_ids, E, axis_name)
 
     def mapped(logits):

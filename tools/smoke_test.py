@@ -45,7 +45,7 @@ def main() -> None:
     on_gpus = options.transport == "p2p"
     if not on_gpus:
         jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", 16)  # two threads per device that is used
+        jax.config.update("jax_num_cpu_devices", 16)  # before jaxlib 0.12, two threads per device
     check_package()
     check_licenses()
     importlib.import_module("jax_ep._ffi")

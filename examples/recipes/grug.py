@@ -16,7 +16,7 @@ import jax_ep
 from reference import assert_close, dense_experts, normal
 
 jax.config.update("jax_platforms", "cpu")  # leave this out where there are 8 GPUs
-jax.config.update("jax_num_cpu_devices", 16)  # XLA needs two threads per device
+jax.config.update("jax_num_cpu_devices", 16)  # before jaxlib 0.12, XLA needs two threads per device
 jax.config.update("jax_default_matmul_precision", "float32")
 BATCH = ("data", "expert")  # mesh axes that grug shards tokens over
 

@@ -101,7 +101,7 @@ struct CombineOperands : RowSizes {
 struct CombineGradOperands : RowSizes {
   const int32_t* coordinate;    // []
   const void* cotangent;        // [T, row_size], or [T, N, row_size] where rows are not reduced
-  const void* expert_out;       // [C, row_size], as given to combine
+  const void* expert_out;       // [C, row_size], as given to combine; null without weights
   const uint32_t* row_offsets;  // [G / R + 1]
   const int32_t* group_ids;     // [T, N]
   const int32_t* src_info;      // [C, 2] token, k; -1 = padding

@@ -26,7 +26,7 @@ struct CombineGradArgs {
   int32_t row_alignment;    // padding is at the end of groups, fewer rows than this
 
   const uint8_t* cotangent;       // [T, row_vectors]; [T, N, row_vectors] without kAllChoices
-  const uint8_t* expert_out;      // [C, row_vectors], as given to combine
+  const uint8_t* expert_out;      // [C, row_vectors], as given to combine; null without weights
   const uint32_t* row_offsets;    // [G/R + 1]
   const int32_t* src_info;        // [C, 2]; kNoRow in padding
   const int32_t* group_ids;       // [T, N]

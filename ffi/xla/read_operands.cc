@@ -95,21 +95,15 @@ void ReadDispatchResults(const GroupSizes& sizes, bool has_weights, Handle handl
   results.ExpectEnd("results");
 }
 
-// The sizes and the row type that follow from expert_out and group_ids, given their positions among
-// the operands.
-Status ReadRowSizes(const GroupSizes& sizes, const BufferReader& operands, size_t expert_out,
-                    size_t group_ids, RowSizes* rows) {
-  const ffi::DataType type = operands.Type(expert_out);
+// The row type, from an operand that has it.
+Status ReadRowType(const char* name, ffi::DataType type, RowSizes* rows) {
   const std::optional<RowType> row_type = ToRowType(type);
   if (!row_type.has_value()) {
-    return InvalidArgument(std::string("expert_out must be bfloat16, float16 or float32; got ") +
+    return InvalidArgument(std::string(name) + " must be bfloat16, float16 or float32; got " +
                            Name(type));
   }
   rows->row_type = *row_type;
-  rows->n_tokens = operands.Dim(group_ids, 0);
-  rows->max_recv_tokens = SizeUpTo(sizes.max_recv_tokens, operands.Dim(expert_out, 0));
-  rows->row_size = operands.Dim(expert_out, 1);
-  return CheckNumTokens(sizes, rows->n_tokens);
+  return {};
 }
 
 // The weights of a combine or of its backward; null where they do not apply.
@@ -151,11 +145,15 @@ Status ReadCombine(const GroupSizes& sizes, Handle handle, const CombineMode& mo
                    CombineOperands* combine) {
   Status status;
   BufferReader reader(operands, status), result_reader(results, status);
-  status = ReadRowSizes(sizes, reader, /*expert_out=*/1, /*group_ids=*/2, combine);
-  if (!status.ok()) return status;
-  const int64_t n_tokens = combine->n_tokens, size = combine->row_size;
-  const Shape choices = {n_tokens, sizes.n_choices};
   const ffi::DataType type = reader.Type(1);
+  status = ReadRowType("expert_out", type, combine);
+  const int64_t n_tokens = reader.Dim(2, 0), size = reader.Dim(1, 1);
+  if (status.ok()) status = CheckNumTokens(sizes, n_tokens);
+  if (!status.ok()) return status;
+  combine->n_tokens = n_tokens;
+  combine->max_recv_tokens = SizeUpTo(sizes.max_recv_tokens, reader.Dim(1, 0));
+  combine->row_size = size;
+  const Shape choices = {n_tokens, sizes.n_choices};
   const bool has_scalars = results.size() > 1;
   const bool has_residual =
       operands.size() > 4 + size_t{mode.weighting != Weighting::kNone} + size_t{has_scalars};
@@ -182,19 +180,25 @@ Status ReadCombineGrad(const GroupSizes& sizes, Handle handle, const CombineMode
                        CombineGradOperands* grad) {
   Status status;
   BufferReader reader(operands, status), result_reader(results, status);
-  status = ReadRowSizes(sizes, reader, /*expert_out=*/2, /*group_ids=*/5, grad);
+  const ffi::DataType type = reader.Type(1);
+  status = ReadRowType("the cotangent", type, grad);
+  const int64_t n_tokens = reader.Dim(4, 0), size = reader.Dim(1, mode.reduce ? 1 : 2);
+  if (status.ok()) status = CheckNumTokens(sizes, n_tokens);
   if (!status.ok()) return status;
-  const int64_t n_rows = grad->max_recv_tokens, size = grad->row_size;
-  const Shape choices = {grad->n_tokens, sizes.n_choices};
-  const ffi::DataType type = reader.Type(2);
+  const int64_t n_rows = SizeUpTo(sizes.max_recv_tokens, reader.Dim(3, 0));
+  const Shape choices = {n_tokens, sizes.n_choices};
+  grad->n_tokens = n_tokens;
+  grad->max_recv_tokens = n_rows;
+  grad->row_size = size;
 
   grad->coordinate = reader.Next<int32_t>("coordinate", {});
   grad->cotangent = reader.Next("the cotangent", type, CombinedShape(mode, choices, size));
-  grad->expert_out = reader.Next("expert_out", type, {n_rows, size});
   grad->row_offsets = reader.Next<uint32_t>("row_offsets", {sizes.n_local_groups() + 1});
   grad->src_info = reader.Next<int32_t>("src_info", {n_rows, 2});
   grad->group_ids = reader.Next<int32_t>("group_ids", choices);
-  grad->handle = reader.Next<int32_t>(Name(handle), HandleShape(handle, sizes, grad->n_tokens));
+  grad->handle = reader.Next<int32_t>(Name(handle), HandleShape(handle, sizes, n_tokens));
+  const bool has_weights = mode.weighting != Weighting::kNone;
+  grad->expert_out = has_weights ? reader.Next("expert_out", type, {n_rows, size}) : nullptr;
   ReadWeights(mode.weighting, choices, reader, grad);
   reader.ExpectEnd("operands");
 

@@ -22,8 +22,9 @@ Status ReadDispatch(const GroupSizes& sizes, Handle handle, const RowFormat& row
 Status ReadCombine(const GroupSizes& sizes, Handle handle, const CombineMode& mode,
                    const BufferList& operands, const BufferList& results, CombineOperands* combine);
 
-// Operands: coordinate, cotangent, expert_out, row_offsets, src_info, group_ids, the handle,
-// topk_weights or row_weights?. Results: the gradient of expert_out, and that of the weights?.
+// Operands: coordinate, cotangent, row_offsets, src_info, group_ids, the handle; with weights,
+// expert_out, then topk_weights or row_weights. Results: the gradient of expert_out; with weights,
+// theirs.
 Status ReadCombineGrad(const GroupSizes& sizes, Handle handle, const CombineMode& mode,
                        const BufferList& operands, const BufferList& results,
                        CombineGradOperands* grad);

@@ -16,7 +16,7 @@ def devices(platform: str | None, n_ranks: int | None) -> list[jax.Device]:
     """This process's devices, virtual ones on a CPU; raises RuntimeError if too few."""
     if n_ranks is not None:
         # Fails if JAX has already created its devices; then those are used. Twice as many as ranks,
-        # so that XLA has threads for programs that run ahead.
+        # so that XLA before jaxlib 0.12 has threads for programs that run ahead.
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", 2 * n_ranks)
     try:

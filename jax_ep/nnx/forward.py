@@ -1,17 +1,22 @@
 """What each rank of an MoE layer computes, inside `jax.shard_map`."""
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_ep.choices import limit_choices
 from jax_ep.expert_mlp import expert_mlp
+from jax_ep.formats import Plain
+from jax_ep.fused_silu import fused_silu
 from jax_ep.group import EPGroup
 from jax_ep.ops import combine, dispatch
 from jax_ep.quantize_weights import quantize_weights
-from jax_ep.router import RouterConfig, balance_loss, expert_load, route
+from jax_ep.results import Dispatched
+from jax_ep.router import RouterConfig, balance_loss, expert_load, route, z_loss
 
 
 class MoEReport(NamedTuple):
@@ -19,13 +24,19 @@ class MoEReport(NamedTuple):
 
     Attributes:
         balance_loss: `float32[]`, see `jax_ep.router.balance_loss`.
+        z_loss: `float32[]`, see `jax_ep.router.z_loss`.
         expert_load: `int32[E]`, how often each expert was chosen, over all tokens of the mesh.
+        n_limited: `int32[]`, choices beyond `capacity_factor`, over all tokens of the mesh.
         n_dropped: `int32[]`, rows that did not fit into `recv_capacity`, over all ranks.
         topk_ids: `int32[..., K]`, the choices of each token; -1 where the mask is False.
+
+    Losses, load and `topk_ids` are those of the router: they include choices that are then dropped.
     """
 
     balance_loss: jax.Array
+    z_loss: jax.Array
     expert_load: jax.Array
+    n_limited: jax.Array
     n_dropped: jax.Array
     topk_ids: jax.Array
 
@@ -39,12 +50,15 @@ class Forward:
     token_axes: tuple[str, ...]
     fsdp_axes: tuple[str, ...]
     balance_per_sequence: bool
+    capacity_factor: float | None
     fp8_matmuls: bool
+    interleaved: bool
+    clamp: tuple[float, float] | None
 
     def __call__(
         self, weights: dict[str, jax.Array], tokens: jax.Array, mask: jax.Array | None
-    ) -> tuple[jax.Array, ...]:
-        """Returns the output and the fields of `MoEReport`.
+    ) -> tuple[jax.Array, MoEReport]:
+        """Returns the output and the report.
 
         Args:
             weights: by the names of `MoE`'s attributes; the device's shards.
@@ -53,41 +67,73 @@ class Forward:
         """
         group, config = self.group, self.group.config
         logits = tokens.astype(jnp.float32) @ weights["router"]
+        if "logit_bias" in weights:
+            logits += weights["logit_bias"]
         routes = route(self.router, logits, config.top_k, weights.get("router_bias"))
         ids = routes.topk_ids if mask is None else jnp.where(mask[..., None], routes.topk_ids, -1)
 
+        kept = self._limit(ids)
         dtypes = config.token_format.token_dtypes
         sent = tokens if tokens.dtype in dtypes else tokens.astype(dtypes[0])
-        rows = dispatch(group, sent, ids, routes.topk_weights)
-        output = combine(group, expert_mlp(rows, *self._experts(weights)), rows)
+        rows = dispatch(group, sent, kept, routes.topk_weights)
+        output = combine(group, self._run_experts(rows, weights), rows)
         if config.skip_a2a:
             output = lax.psum(output, group.axis_name)
         if "shared_down" in weights and not config.fused_shared_expert:
-            output += _shared_expert(tokens.astype(output.dtype), weights)
+            output += self._shared_expert(tokens.astype(output.dtype), weights)
 
-        axes = self.token_axes
-        per_sequence = self.balance_per_sequence
-        loss = balance_loss(routes.scores, ids, per_sequence=per_sequence, axis_name=axes)
-        load = expert_load(ids, config.n_experts, axes)
+        axes, per_sequence = self.token_axes, self.balance_per_sequence
         all_axes = tuple(dict.fromkeys((*axes, *group.geometry.axis_names)))
-        return output.astype(tokens.dtype), loss, load, lax.psum(rows.n_dropped, all_axes), ids
+        report = MoEReport(
+            balance_loss=balance_loss(
+                routes.scores, ids, per_sequence=per_sequence, axis_name=axes
+            ),
+            z_loss=z_loss(logits, ids, axis_name=axes),
+            expert_load=expert_load(ids, config.n_experts, axes),
+            n_limited=lax.psum(jnp.sum(kept != ids, dtype=jnp.int32), axes),
+            n_dropped=lax.psum(rows.n_dropped, all_axes),
+            topk_ids=ids,
+        )
+        return output.astype(tokens.dtype), report
 
-    def _experts(self, weights: dict[str, jax.Array]) -> list[Any]:
-        """`gate_up` and `down` of this rank's groups of rows; the shared expert's come first."""
-        pair = [self._gather(weights["gate_up"], 1), self._gather(weights["down"], 2)]
+    def _limit(self, topk_ids: jax.Array) -> jax.Array:
+        """The choices that experts keep, of this rank's tokens; -1 in place of others."""
+        if self.capacity_factor is None:
+            return topk_ids
+        n_experts = self.group.config.n_experts
+        capacity = math.ceil(self.capacity_factor * topk_ids.size / n_experts)
+        return limit_choices(topk_ids, n_experts, capacity)
+
+    def _run_experts(self, rows: Dispatched, weights: dict[str, jax.Array]) -> jax.Array:
+        """The results of this rank's groups of rows; the shared expert's come first."""
+        gate_up, down = self._gather(weights["gate_up"], 1), self._gather(weights["down"], 2)
+        biases = [weights.get(name) for name in ("gate_up_bias", "down_bias")]
         if self.group.config.fused_shared_expert:
-            shared = weights["shared_gate_up"], weights["shared_down"]
-            each = zip(shared, pair, strict=True)
-            pair = [jnp.concatenate([first[None], own]) for first, own in each]
-        return [quantize_weights(matrices) for matrices in pair] if self.fp8_matmuls else pair
+            gate_up = jnp.concatenate([weights["shared_gate_up"][None], gate_up])
+            down = jnp.concatenate([weights["shared_down"][None], down])
+            biases = [None if x is None else jnp.pad(x, ((1, 0), (0, 0))) for x in biases]
+        matrices: list[Any] = [gate_up, down]
+        if self.fp8_matmuls:
+            matrices = [quantize_weights(each) for each in matrices]
+        of_gate_up, of_down = biases
+        return expert_mlp(
+            rows, *matrices, gate_up_bias=of_gate_up, down_bias=of_down, **self._activation
+        )
+
+    def _shared_expert(self, tokens: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
+        """Of all of this rank's tokens; its result has their shape."""
+        flat = tokens.reshape(-1, tokens.shape[-1])
+        hidden, all_rows = flat @ weights["shared_gate_up"], jnp.array([0, len(flat)], jnp.uint32)
+        values = fused_silu(hidden, all_rows, Plain(hidden.dtype), **self._activation)
+        assert isinstance(values, jax.Array)
+        return (values @ weights["shared_down"]).reshape(tokens.shape)
+
+    @property
+    def _activation(self) -> dict[str, Any]:
+        return {"interleaved": self.interleaved, "clamp": self.clamp}
 
     def _gather(self, matrices: jax.Array, axis: int) -> jax.Array:
         """The shards along H; the gradient is a reduce-scatter."""
         if not self.fsdp_axes:
             return matrices
         return lax.all_gather(matrices, self.fsdp_axes, axis=axis, tiled=True)
-
-
-def _shared_expert(tokens: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
-    gate, up = jnp.split(tokens @ weights["shared_gate_up"], 2, axis=-1)
-    return (jax.nn.silu(gate) * up) @ weights["shared_down"]

@@ -10,9 +10,14 @@ from flax import nnx
 from jax import P
 
 from jax_ep.formats import BlockwiseFP8, Plain
+from jax_ep.fused_silu import check_activation
 from jax_ep.group import EPGroup
 from jax_ep.nnx.forward import Forward, MoEReport
 from jax_ep.router import RouterConfig, update_bias
+
+# Parameters by the dtype that a call uses them in: float32, and that of the experts' matmuls.
+_ROUTER = ("router", "logit_bias")
+_EXPERTS = ("gate_up", "down", "gate_up_bias", "down_bias", "shared_gate_up", "shared_down")
 
 Axes = str | tuple[str, ...] | None
 
@@ -24,16 +29,20 @@ class RouterBias(nnx.Variable):
 class MoE(nnx.Module):
     """Router, then the chosen experts, then the weighted sum of their results.
 
-    Each expert is `(silu(x @ gate) * (x @ up)) @ down`. The parameters carry sharding metadata: the
-    experts' are sharded along the group's axis, the others replicated. They are created on the
-    group's mesh, each shard on its device if the module is created under `jax.jit` or `nnx.jit`.
+    Each expert is `(silu(x @ gate) * (x @ up)) @ down`, with biases and another activation on
+    request. The parameters carry sharding metadata: the experts' are sharded along the group's
+    axis, the others replicated. They are created on the group's mesh, each shard on its device if
+    the module is created under `jax.jit` or `nnx.jit`.
 
     E experts, K choices and the hidden size H are those of `group.config`.
 
     Attributes:
         router: `nnx.Param`, `[H, E]`.
-        gate_up: `nnx.Param`, `[E, H, 2 F]`, all gate columns first.
+        logit_bias: `nnx.Param`, `[E]`, or None.
+        gate_up: `nnx.Param`, `[E, H, 2 F]`, all gate columns first unless `interleaved`.
         down: `nnx.Param`, `[E, F, H]`.
+        gate_up_bias: `nnx.Param`, `[E, 2 F]`, or None.
+        down_bias: `nnx.Param`, `[E, H]`, or None.
         shared_gate_up: `nnx.Param`, `[H, 2 S]`, of the shared expert, or None.
         shared_down: `nnx.Param`, `[S, H]`, or None.
         router_bias: `RouterBias`, `float32[E]`, or None.
@@ -48,7 +57,12 @@ class MoE(nnx.Module):
         *,
         router: RouterConfig | None = None,
         router_bias: bool = False,
+        logit_bias: bool = False,
+        expert_bias: bool = False,
+        interleaved: bool = False,
+        clamp: tuple[float, float] | None = None,
         balance_per_sequence: bool = False,
+        capacity_factor: float | None = None,
         shared_size: int | None = None,
         token_axes: Axes = None,
         fsdp_axis: Axes = None,
@@ -65,14 +79,24 @@ class MoE(nnx.Module):
             router: the kind of router; None is `RouterConfig()`.
             router_bias: whether there is a bias for selection, zero at first; call `update_bias`
                 after each step.
+            logit_bias: whether the router's logits have a trainable bias, zero at first.
+            expert_bias: whether both matmuls of the routed experts have biases, zero at first.
+            interleaved: whether gate and up columns alternate, as in `jax_ep.expert_mlp`; of the
+                shared expert, too.
+            clamp: `(alpha, limit)` of the clamped activation, as in `jax_ep.expert_mlp`; of the
+                shared expert, too.
             balance_per_sequence: see `jax_ep.router.balance_loss`.
+            capacity_factor: limits each expert to so many times its even share of the choices of
+                each rank's T tokens: `ceil(factor * T * K / E)` choices, padding included in T.
+                Those of later tokens are dropped (`jax_ep.limit_choices`): they add nothing to the
+                output. None: no limit.
             shared_size: hidden size of a shared expert (S), which processes every token; None: no
                 shared expert, or with `config.fused_shared_expert`, one of `expert_size`.
             token_axes: the mesh axis, or a tuple of axes, that the first dimension of the tokens is
                 sharded over; None: all axes of the mesh, or with `config.skip_a2a`, all but the
                 group's. Along axes left out, all devices do the same work.
-            fsdp_axis: a mesh axis, or a tuple of axes, that the experts' parameters are sharded
-                over in addition, along H. They are gathered for each use, in the dtype of the
+            fsdp_axis: a mesh axis, or a tuple of axes, that the experts' matrices are sharded over
+                in addition, along H. They are gathered for each use, in the dtype of the
                 matmuls, and their gradients reduce-scattered. Of `token_axes`, not the group's.
             fp8_matmuls: whether experts multiply in FP8; needs the token format `BlockwiseFP8`.
             kernel_init: initializer of every matrix `[n_in, n_out]`; None is `lecun_normal`.
@@ -82,22 +106,30 @@ class MoE(nnx.Module):
 
         Raises:
             ValueError: the router does not fit the experts, `shared_size` not the fused shared
-                expert, or axes not the group.
+                expert, or axes not the group; or `capacity_factor`, `interleaved` or `clamp` are no
+                values for them.
         """
         config, axis = group.config, group.axis_name
         self.group = group
         self.router_config = router or RouterConfig()
         self.router_config.check(config.n_experts, config.top_k)
         self.balance_per_sequence = balance_per_sequence
+        self.capacity_factor = _check_factor(capacity_factor)
         self.token_axes = _token_axes(group, token_axes)
         self.fsdp_axes = _fsdp_axes(group, self.token_axes, fsdp_axis)
         self.fp8_matmuls = fp8_matmuls
+        self.interleaved = interleaved
+        self.clamp = check_activation("nnx.MoE", interleaved, clamp)
         _check_formats(group, expert_size if fp8_matmuls else None)
         init = _by_expert(kernel_init or nnx.initializers.lecun_normal())
 
         def param(shape: tuple[int, ...], *spec: Axes) -> nnx.Param:
             create = nnx.with_partitioning(init, spec, mesh=group.mesh)
             return nnx.Param(create(rngs.params(), shape, param_dtype))
+
+        def bias(shape: tuple[int, ...], *spec: Axes) -> nnx.Param:
+            create = nnx.with_partitioning(jnp.zeros, spec, mesh=group.mesh)
+            return nnx.Param(create(shape, param_dtype))
 
         n_experts, size, fsdp = config.n_experts, config.hidden_size, self.fsdp_axes or None
         n_shared = _shared_size(group, shared_size, expert_size)
@@ -106,6 +138,9 @@ class MoE(nnx.Module):
         self.down = param((n_experts, expert_size, size), axis, None, fsdp)
         self.shared_gate_up = param((size, 2 * n_shared), None, None) if n_shared else None
         self.shared_down = param((n_shared, size), None, None) if n_shared else None
+        self.logit_bias = bias((n_experts,), None) if logit_bias else None
+        self.gate_up_bias = bias((n_experts, 2 * expert_size), axis, None) if expert_bias else None
+        self.down_bias = bias((n_experts, size), axis, None) if expert_bias else None
         self.router_bias = _zero_bias(group) if router_bias else None
 
     def __call__(
@@ -123,7 +158,9 @@ class MoE(nnx.Module):
         Returns:
             The output, in the shape and dtype of `tokens`, and the report.
         """
-        group, by_token = self.group, P(self.token_axes)
+        group = self.group
+        by_token: Any = P(self.token_axes)
+        everywhere: Any = P()
         self._check_call(tokens)
         forward = Forward(
             group=group,
@@ -131,20 +168,25 @@ class MoE(nnx.Module):
             token_axes=self.token_axes,
             fsdp_axes=self.fsdp_axes,
             balance_per_sequence=self.balance_per_sequence,
+            capacity_factor=self.capacity_factor,
             fp8_matmuls=self.fp8_matmuls,
+            interleaved=self.interleaved,
+            clamp=self.clamp,
         )
         weights = self._weights()
         specs = {name: P() for name in weights}
         specs["gate_up"] = P(group.axis_name, self.fsdp_axes or None)
         specs["down"] = P(group.axis_name, None, self.fsdp_axes or None)
+        by_expert = {name: P(group.axis_name) for name in ("gate_up_bias", "down_bias")}
+        specs |= {name: spec for name, spec in by_expert.items() if name in weights}
+        report = MoEReport(*[everywhere] * len(MoEReport._fields))
         layer = jax.shard_map(
             forward,
             mesh=group.mesh,
             in_specs=(specs, by_token, by_token),
-            out_specs=(by_token, P(), P(), P(), by_token),
+            out_specs=(by_token, report._replace(topk_ids=by_token)),
         )
-        output, *report = layer(weights, tokens, mask)
-        return output, MoEReport(*report)
+        return layer(weights, tokens, mask)
 
     def update_bias(self, expert_load: jax.Array, rate: float = 1e-3) -> None:
         """Moves the bias towards equal loads: `jax_ep.router.update_bias`.
@@ -180,11 +222,10 @@ class MoE(nnx.Module):
 
     def _weights(self) -> dict[str, jax.Array]:
         """The arrays that a call uses, in the dtypes that it computes in."""
-        dtype = self.group.config.combine_dtype
-        optional = {"shared_gate_up": self.shared_gate_up, "shared_down": self.shared_down}
-        params = {"gate_up": self.gate_up, "down": self.down, **optional}
-        weights = {name: x[...].astype(dtype) for name, x in params.items() if x is not None}
-        weights["router"] = self.router[...].astype(jnp.float32)
+        dtypes = dict.fromkeys(_EXPERTS, self.group.config.combine_dtype)
+        dtypes |= dict.fromkeys(_ROUTER, jnp.float32)
+        params = {name: getattr(self, name) for name in dtypes}
+        weights = {name: x[...].astype(dtypes[name]) for name, x in params.items() if x is not None}
         if self.router_bias is not None:
             weights["router_bias"] = self.router_bias[...]
         return weights
@@ -207,6 +248,12 @@ def _check_formats(group: EPGroup, fp8_size: int | None) -> None:
             f"multiple of {BlockwiseFP8.block_size}; got {token_format.name} and "
             f"expert_size={fp8_size}."
         )
+
+
+def _check_factor(factor: float | None) -> float | None:
+    if factor is not None and not 0 < factor < math.inf:
+        raise ValueError(f"capacity_factor must be positive and finite, or None; got {factor}.")
+    return factor
 
 
 def _token_axes(group: EPGroup, given: Axes) -> tuple[str, ...]:

@@ -59,13 +59,17 @@ def bind_combine(
 def bind_combine_grad(
     geometry: Geometry, operands: CombineOperands, cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array | None]:
-    """The custom call for the gradients of combine: of `expert_out` and of the weights."""
-    routing, weights = operands.routing, present(operands.weights)
-    rows = [operands.expert_out, routing.row_offsets, routing.src_info]
-    arrays = [cotangent, *rows, routing.group_ids, routing.handle, *weights]
+    """The custom call for the gradients of combine: of `expert_out` and of the weights.
+
+    Without weights, `expert_out` is not read, and may be None.
+    """
+    routing, weights = operands.routing, operands.weights
+    arrays = [cotangent, routing.row_offsets, routing.src_info, routing.group_ids, routing.handle]
+    if weights is not None:
+        arrays += [operands.expert_out, weights]
     params = _combine_params(geometry, operands)
     grads = combine_grad_p.bind(coordinate(geometry), *arrays, **params)
-    return grads[0], grads[1] if weights else None
+    return grads[0], None if weights is None else grads[1]
 
 
 def _combine_params(geometry: Geometry, operands: CombineOperands) -> dict[str, Any]:
@@ -177,5 +181,7 @@ def combine_types(
 
 @combine_grad_p.def_abstract_eval
 def _combine_grad_types(*operands: Any, **_: Any) -> list[Any]:
-    _coordinate, _cotangent, expert_out, _offsets, _info, _ids, _handle, *weights = operands
-    return [like(expert_out, x.shape, x.dtype) for x in (expert_out, *weights)]
+    _coordinate, cotangent, _offsets, src_info, _ids, _handle, *weighted = operands
+    shape = src_info.shape[0], cotangent.shape[-1]
+    types = [like(cotangent, shape, cotangent.dtype)]
+    return [*types, *(like(cotangent, x.shape, x.dtype) for x in weighted[1:])]

@@ -1,0 +1,79 @@
+"""The weights of `expert_mlp`, checked against the rows, so that errors name its arguments."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from jax_ep import checks
+from jax_ep.formats import QuantizedFormat
+from jax_ep.results import Dispatched
+
+_NAME = "expert_mlp"
+_FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
+
+
+class ExpertWeights(NamedTuple):
+    """As given to `expert_mlp`; biases may be None."""
+
+    gate_up: Any
+    down: Any
+    gate_up_bias: Any
+    down_bias: Any
+
+
+def check_arrays(dispatched: Dispatched, weights: ExpertWeights, transposed: bool) -> None:
+    """Requires `[L, H, 2 F]` and `[L, F, H]`, or both transposed, in the rows' dtype."""
+    n_groups, hidden_size = _sizes(dispatched)
+    is_quantized = isinstance(dispatched.group.config.token_format, QuantizedFormat)
+    dtypes = _FLOATS if is_quantized else (dispatched.tokens.dtype,)
+
+    def check(name: str, x: Any, n_in: int, letters: tuple[str, str], *dtypes: Any) -> None:
+        sizes: tuple[int | None, int | None] = (None, n_in) if transposed else (n_in, None)
+        named = " ".join(("L", *(letters[::-1] if transposed else letters)))
+        checks.check_array(_NAME, name, x, (n_groups, *sizes), named, *dtypes)
+
+    gate_up, down, *_ = weights
+    out = 1 if transposed else 2
+    check("gate_up", gate_up, hidden_size, ("H", "2F"), *dtypes)
+    check("down", down, _expert_size(gate_up.shape[out]), ("F", "H"), gate_up.dtype)
+    _check_biases(weights, n_groups, (gate_up.shape[out], down.shape[out]), gate_up.dtype)
+
+
+def check_codes(dispatched: Dispatched, weights: ExpertWeights) -> None:
+    """Requires the codes of `[L, H, 2 F]` and `[L, F, H]`."""
+    n_groups, hidden_size = _sizes(dispatched)
+    gate_up, down = weights.gate_up.codes, weights.down.codes
+    dtype = jnp.float8_e4m3fn
+    shape = n_groups, None, hidden_size
+    checks.check_array(_NAME, "gate_up.codes", gate_up, shape, "L 2F H", dtype)
+    shape = n_groups, None, _expert_size(gate_up.shape[1])
+    checks.check_array(_NAME, "down.codes", down, shape, "L H F", dtype)
+    _check_biases(weights, n_groups, (gate_up.shape[1], down.shape[1]), jnp.bfloat16)
+
+
+def _check_biases(
+    weights: ExpertWeights, n_groups: int, sizes: tuple[int, int], dtype: Any
+) -> None:
+    """Requires `[L, 2 F]` and `[L, H]`, in the dtype of the matmuls' results."""
+    biases = {"gate_up_bias": weights.gate_up_bias, "down_bias": weights.down_bias}
+    for (name, bias), size, letters in zip(biases.items(), sizes, ("L 2F", "L H"), strict=True):
+        if bias is not None:
+            checks.check_array(_NAME, name, bias, (n_groups, size), letters, dtype)
+
+
+def _sizes(dispatched: Dispatched) -> tuple[int, int]:
+    """Groups of rows, and elements of a row."""
+    token_format = dispatched.group.config.token_format
+    is_packed = isinstance(token_format, QuantizedFormat) and token_format.packed
+    size = dispatched.tokens.shape[1] * (2 if is_packed else 1)
+    return dispatched.row_offsets.shape[0] - 1, size
+
+
+def _expert_size(n_columns: int) -> int:
+    """F, from the columns of `gate_up`."""
+    if n_columns % 2:
+        raise ValueError(
+            f"{_NAME}: gate_up must have as many gate columns as up columns; got {n_columns} "
+            "columns."
+        )
+    return n_columns // 2
