@@ -1,7 +1,7 @@
 // The plan of the exchange of rows between nodes, and its protocol in simulation: the blocks of all
 // ranks, which step in a random order, and a network that delivers in any order.
 //
-// Usage: rail_exchange_test [JOBS [SEED]]: random jobs in each test, 200 by default; the first
+// Usage: rail_exchange_test [JOBS [SEED]]: random jobs in each test, 100 by default; the first
 // one's seed.
 
 #include "core/rail_exchange.h"
@@ -166,7 +166,7 @@ void TestFaultsAreFound(uint32_t first_seed) {
 
 int main(int argc, char** argv) {
   using namespace jax_ep::rail;
-  const int n_jobs = argc > 1 ? std::atoi(argv[1]) : 200;
+  const int n_jobs = argc > 1 ? std::atoi(argv[1]) : 100;
   const uint32_t seed = argc > 2 ? std::atoi(argv[2]) : 1;
   TestTilesFitIntoPlaces(n_jobs, seed);
   TestPlacesAreApart();
