@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Prints the tables of docs/scale.md: memory, traffic and modeled times of the exchange between many
-# nodes, by its own planning code (ffi/core/rail.h). Needs no GPU.
+# Prints the tables of docs/scale.md, by the planning code itself: the memory of transport `nvshmem`
+# (ffi/core/rail_exchange.h); memory, traffic and modeled times of the planned exchange between many
+# nodes (ffi/core/rail.h). Needs no GPU.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

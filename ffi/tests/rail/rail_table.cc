@@ -1,4 +1,5 @@
-// Prints the tables of docs/scale.md: memory, traffic and modeled times of DeepSeek-V3's shape.
+// Prints the tables of docs/scale.md, for DeepSeek-V3's shape: the memory of transport `nvshmem`;
+// memory, traffic and modeled times of the planned exchange.
 //
 // Usage: rail_table
 
@@ -7,6 +8,7 @@
 #include <cstdio>
 
 #include "core/rail.h"
+#include "core/rail_exchange.h"
 #include "tests/check.h"
 #include "tests/rail/traffic.h"
 
@@ -49,6 +51,25 @@ double MbWithoutRings(RailShape shape) {
   shape.rail_depth = 2 * shape.n_tiles(shape.max_tokens_per_rank);
   shape.node_depth = 2 * shape.max_tokens_per_rank;
   return MbOf(shape);
+}
+
+// Ids and weights travel with the tokens.
+void PrintExchangeMemory() {
+  constexpr int64_t kExtras = kTopK * 8;
+  std::printf(
+      "Memory of transport `nvshmem` per rank:\n\n"
+      "| nodes | places for arriving tiles | place, KiB | tokens of a tile | tokens on their way "
+      "to "
+      "a node | words and credits, KiB | in all, MiB |\n|---|---|---|---|---|---|---|\n");
+  for (const int64_t n_nodes : kNodes) {
+    const RailExchange map = RailExchange::Plan(n_nodes, kBf16 + kExtras);
+    const int64_t n_per_node = RailExchange::kChannels * RailExchange::kDepth;
+    const int64_t tile_rows = map.Cut(4096, kBf16, kExtras).tile_rows;
+    std::printf("| %" PRId64 " | %" PRId64 " | %.0f | %" PRId64 " | %" PRId64 " | %.1f | %.0f |\n",
+                n_nodes, (n_nodes - 1) * n_per_node, map.place_bytes / 1024.0, tile_rows,
+                tile_rows * n_per_node, map.places.offset / 1024.0, map.bytes / 1048576.0);
+  }
+  std::printf("\n");
 }
 
 void PrintMemory() {
@@ -121,6 +142,7 @@ void PrintTimes(int64_t n_tokens) {
 
 int main() {
   using namespace jax_ep::rail;
+  PrintExchangeMemory();
   PrintMemory();
   for (const int64_t n_tokens : {128, 4096}) {
     PrintTraffic(n_tokens);
