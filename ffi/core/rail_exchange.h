@@ -59,7 +59,8 @@ struct RailExchange {
     const int64_t share = min(kPlacesBytes / n_places, kMaxPlaceBytes);
     RailExchange map{};
     map.n_nodes = n_nodes;
-    map.place_bytes = AlignUp(max(share, message_bytes), kMessageAlignment);
+    const int64_t least = message_bytes + kMessageAlignment;  // extras are padded
+    map.place_bytes = AlignUp(max(share, least), kMessageAlignment);
     map.words = After(0, n_places * sizeof(uint64_t));
     map.credits = After(map.words.end(), n_streams * sizeof(uint64_t));
     map.places = After(map.credits.end(), n_places * map.place_bytes);

@@ -177,15 +177,17 @@ __device__ bool WaitForTile(const RailCall& call, const Channel& channel, int64_
   return true;
 }
 
-// Tells the sender that its item has been taken. All threads have read it.
-__device__ void ReturnCredit(const RailCall& call, const Channel& channel, int64_t node) {
+// Tells the sender that the item has been taken. All threads have read it. Only this block writes
+// the sender's word, so it may be stored where stores are in order.
+__device__ void ReturnCredit(const RailCall& call, const Channel& channel, int64_t node,
+                             int64_t item) {
   __syncthreads();
   if (threadIdx.x != 0) return;
   const Peer peer = call.peers[node];
   const int64_t there = RailExchange::OtherNode(node, call.node);
   uint64_t* const credits = Word(call, call.map.Credit(there, channel.index));
   if (peer.heap != nullptr) {
-    SystemWord(*Mapped(call, peer, credits)).fetch_add(1, cuda::memory_order_release);
+    SystemWord(*Mapped(call, peer, credits)).store(item + 1, cuda::memory_order_release);
   } else {
     AddToWord(credits, 1, peer.pe);
   }
@@ -210,7 +212,7 @@ __device__ void Receive(const RailCall& call, const Channel& channel) {
       uint32_t mask;
       if (!WaitForTile(call, channel, node, item, &mask)) return;
       TakeTile(call, node, tile, call.heap + call.map.Place(other, channel.index, item), mask);
-      ReturnCredit(call, channel, node);
+      ReturnCredit(call, channel, node, item);
     }
   }
 }
@@ -232,8 +234,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const bool sends = blockIdx.x < kSenders;
   const int64_t index = blockIdx.x % kSenders;
   const Channel channel{index, call.state->n_items[index]};
-  __syncthreads();
-  if (!HasFailed(call)) {
+  // All threads must agree, and all must have read the state before CountItems.
+  const bool failed = __syncthreads_or(threadIdx.x == 0 && HasFailed(call));
+  if (!failed) {
     if (sends) {
       Send(call, channel);
     } else {

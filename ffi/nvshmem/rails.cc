@@ -1,5 +1,7 @@
 #include "nvshmem/rails.h"
 
+#include <algorithm>
+
 #include "cuda/cuda_status.h"
 #include "cuda/scoped_device.h"
 #include "nvshmem/world.h"
@@ -17,11 +19,15 @@ Status Clear(const Heap& heap, const RailExchange& map) {
   return ToStatus(cudaMemset(heap.state, 0, sizeof(RailState)), "clearing a rail");
 }
 
-Status CopyPeers(const Heap& heap, const RailConfig& config) {
+std::vector<Peer> PeersOf(const Heap& heap, const RailConfig& config) {
   std::vector<Peer> peers;
   for (const int pe : config.pes) {
     peers.push_back({config.maps_peers ? World::Instance().Map(heap, pe) : nullptr, pe});
   }
+  return peers;
+}
+
+Status CopyPeers(const Heap& heap, const std::vector<Peer>& peers) {
   Status status = ToStatus(
       cudaMemcpy(heap.peers, peers.data(), peers.size() * sizeof(Peer), cudaMemcpyHostToDevice),
       "copying the table of a rail");
@@ -70,7 +76,10 @@ Status Rails::Open(const std::string& key, const RailConfig& config, int64_t num
   }
   const ScopedDevice scoped(config.device);
   const Heap& heap = World::Instance().heap(number);
-  Rail rail{number, {}};
+  const std::vector<Peer> peers = PeersOf(heap, config);
+  const bool is_mapped = std::all_of(peers.begin(), peers.end(),
+                                     [](const Peer& peer) { return peer.heap != nullptr; });
+  Rail rail{number, {}, is_mapped};
   rail.call.map = RailExchange::Plan(n_nodes, config.message_bytes);
   rail.call.heap = heap.memory;
   rail.call.peers = heap.peers;
@@ -79,7 +88,7 @@ Status Rails::Open(const std::string& key, const RailConfig& config, int64_t num
   rail.call.n_nodes = static_cast<int32_t>(n_nodes);
   if (rail.call.map.bytes > heap.bytes) return Internal("the heap of a rail is too small.");
   Status status = Clear(heap, rail.call.map);
-  if (status.ok()) status = CopyPeers(heap, config);
+  if (status.ok()) status = CopyPeers(heap, peers);
   if (!status.ok()) return status;
   std::lock_guard lock(mutex_);
   pinned_.erase(key);
@@ -92,7 +101,7 @@ bool Rails::Close(const std::string& key) {
   std::lock_guard lock(mutex_);
   const auto it = rails_.find(key);
   if (it == rails_.end() || --it->second.n_users > 0) return false;
-  closed_[key] = it->second.heap;
+  if (it->second.is_mapped) closed_[key] = it->second.heap;
   rails_.erase(it);
   return true;
 }

@@ -42,7 +42,8 @@ class Rails {
   // Removes a user. True: it was the last one. No call of the rail may be running or be launched.
   bool Close(const std::string& key);
   // Gives back the heap of a closed rail, once no other process writes to it: for other rails, or
-  // if graphs refer to it for the next one of this key.
+  // if graphs refer to it for the next one of this key. A heap that a network writes to is not used
+  // again, since an adapter may deliver a credit after all calls have ended.
   void Release(const std::string& key, bool is_captured);
 
   // The parts of a call that depend on the rail. False: it is not open.
@@ -51,7 +52,8 @@ class Rails {
  private:
   struct Rail {
     int64_t heap;
-    RailCall call;  // see Fill
+    RailCall call;   // see Fill
+    bool is_mapped;  // loads and stores reach all peers
     int64_t n_users = 1;
   };
 

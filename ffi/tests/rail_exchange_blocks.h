@@ -285,7 +285,7 @@ class Receiver : public Block {
 
   void ReturnCredit() {
     const size_t word = map_.Credit(RailExchange::OtherNode(node(), own()), channel_);
-    const bool stores = Has(Fault::kStoredCredits);
+    const bool stores = IsMapped() || Has(Fault::kStoredCredits);
     const WordOp op = stores ? WordOp::kSet : WordOp::kAdd;
     const uint64_t value = stores ? item() + 1 : 1;
     if (IsMapped()) return net().WriteWord(node(), word, op, value);

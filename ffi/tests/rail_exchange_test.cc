@@ -25,7 +25,9 @@ namespace {
 void TestTilesFitIntoPlaces(int n_jobs, uint32_t first_seed) {
   std::mt19937 random(first_seed);
   for (int i = 0; i < n_jobs; ++i) {
-    const RailExchange map = RailExchange::Plan(Between(2, 200, random), Between(1, 40000, random));
+    const int64_t longest = Between(1, 40000, random);
+    const RailExchange map = RailExchange::Plan(Between(2, 200, random), longest);
+    CHECK_EQ(map.max_message_bytes() >= longest, true);
     const int64_t message_bytes = Between(1, map.max_message_bytes(), random);
     const int64_t extra_bytes = Between(0, std::min<int64_t>(message_bytes, 200), random);
     const int64_t row_bytes = message_bytes - extra_bytes;
