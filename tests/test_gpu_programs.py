@@ -21,6 +21,7 @@ import test_transforms
 from harness import AXIS, QUANTIZED_FORMATS, config_of, on_mesh
 from jax_ep.geometry import Geometry
 from jax_ep.group import EPGroup
+from jax_ep.transports.nvshmem import NvshmemByNodes
 from jax_ep.transports.p2p import P2pConnection
 from jax_ep.xla_ffi.extension import register_cuda
 
@@ -358,7 +359,7 @@ def test_quantization_adds_no_custom_call(name, mesh, make_group) -> None:
 
 
 def test_redispatch_is_one_kernel_and_fills_no_rows(mesh, make_group) -> None:
-    """Its third operand has the type of the rows, but is memory that nothing writes or reads."""
+    """No operand stands for the rows, which there are none of."""
     group = make_group(config_of(CASE))
 
     def body(tokens, topk_ids):
@@ -369,3 +370,27 @@ def test_redispatch_is_one_kernel_and_fills_no_rows(mesh, make_group) -> None:
     (steps,) = computations(program)
     assert our_steps(steps) == [CHECK, "jax_ep_dispatch", "jax_ep_combine_grad"]
     assert "broadcast" not in program.as_text()
+
+
+def test_nvshmem_exchanges_once_per_call(mesh) -> None:
+    """Ids and weights travel with the tokens; a backward gathers nothing that a policy has saved."""
+    config = config_of(CASE, n_nodes=2)
+    group = EPGroup(NvshmemByNodes(Geometry(mesh, AXIS, config, "nvshmem")))
+
+    def layer(tokens, topk_ids, topk_weights):
+        rows = jax_ep.dispatch(group, tokens, topk_ids, topk_weights)
+        return jax_ep.combine(group, jnp.tanh(rows.tokens), rows)
+
+    (steps,) = computations(compiled(mesh, layer, n_operands=3))
+    rail, calls = "jax_ep_rail", ["jax_ep_dispatch", "jax_ep_combine"]
+    assert our_steps(steps) == [CHECK, rail, *calls, rail]
+
+    save = jax.checkpoint_policies.save_only_these_names(jax_ep.DISPATCH_NAME, jax_ep.COMBINE_NAME)
+    for function in (layer, jax.checkpoint(layer, policy=save)):
+
+        def loss(*operands, function=function):
+            return jnp.sum(function(*operands).astype(jnp.float32) ** 2)
+
+        (steps,) = computations(compiled(mesh, jax.grad(loss), n_operands=3))
+        assert our_steps(steps).count(rail) == 4
+        assert our_steps(steps).count("jax_ep_dispatch") == 1

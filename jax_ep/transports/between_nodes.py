@@ -75,8 +75,7 @@ def gather(
     packed = jnp.concatenate(choices, axis=1)
     all_tokens, all_choices = rails.spread(tokens, is_sent, packed)
     all_ids, *all_weights = jnp.split(all_choices, len(choices), axis=1)
-    # Named here, so that a backward with `jax.checkpoint` need not gather again to know them.
-    node_ids = checkpoint_name(route_within(rails.geometry, all_ids), DISPATCH_NAME)
+    node_ids = route_within(rails.geometry, all_ids)
     if weights is None:
         return all_tokens, node_ids, None
     return all_tokens, node_ids, lax.bitcast_convert_type(all_weights[0], weights.dtype)
@@ -85,8 +84,10 @@ def gather(
 def _gather_fwd(
     rails: Rails, tokens: jax.Array, group_ids: jax.Array, weights: jax.Array | None
 ) -> tuple[tuple[jax.Array, jax.Array, jax.Array | None], tuple[jax.Array, jax.Array]]:
-    results = gather(rails, tokens, group_ids, weights)
-    return results, (group_ids, results[1])
+    all_tokens, node_ids, all_weights = gather(rails, tokens, group_ids, weights)
+    # Named here, where policies of `jax.checkpoint` see it: the backward need not gather again.
+    node_ids = checkpoint_name(node_ids, DISPATCH_NAME)
+    return (all_tokens, node_ids, all_weights), (group_ids, node_ids)
 
 
 def _gather_bwd(
