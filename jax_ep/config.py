@@ -95,7 +95,8 @@ class EPConfig:
             transport serves each node by itself, and XLA's collectives connect them
             (docs/concepts.md#several-nodes).
         n_sms: streaming multiprocessors that a call may use on a GPU. None: all of them, or 24 for
-            asynchronous calls (docs/overlap.md).
+            asynchronous calls (docs/overlap.md). The exchange between nodes of `nvshmem` takes up
+            to 64, whatever this says.
         timeout_s: how long a rank waits for another in one call, in seconds; at most 1e6.
 
     Raises:

@@ -110,9 +110,9 @@ class EPGroup:
     def stats(self) -> list[RankStats]:
         """Totals since the group was opened, one entry per device of this process.
 
-        Equal groups that are open at the same time share them; on `p2p`, so do groups that share
-        memory, and the totals are those of all of them. Does not wait for calls: to count
-        those that are running, first wait for their results (`jax.block_until_ready`).
+        Equal groups that are open at the same time share them; on `p2p` and `nvshmem`, so do groups
+        that share memory, and the totals are those of all of them. Does not wait for calls: to
+        count those that are running, first wait for their results (`jax.block_until_ready`).
 
         Raises:
             NotImplementedError: the transport keeps no totals (`xla`).
@@ -124,10 +124,10 @@ class EPGroup:
     def check(self) -> None:
         """Raises if an earlier call failed on a device of this process.
 
-        Needed for `p2p` only, whose kernels can time out but not raise: a failed call leaves no
-        rows (`row_offsets` of 0) or NaN, and the next call of the group raises. This raises at
-        once; wait for the results first (`jax.block_until_ready`). On the other transports the
-        failed call raises.
+        Needed for `p2p` and `nvshmem`, whose kernels can time out but not raise: a failed call
+        leaves no rows (`row_offsets` of 0) or NaN (a combine on `nvshmem`: undefined numbers), and
+        the next call of the group raises. This raises at once; wait for the results first
+        (`jax.block_until_ready`). On the other transports the failed call raises.
 
         Raises:
             jax.errors.JaxRuntimeError: a call failed, of this group or of one that shares its
@@ -144,11 +144,12 @@ class EPGroup:
         Calls that were enqueued before complete first, or fail. `host` waits for every array of
         this process that is being computed on CPUs. If for longer than `timeout_s` no such array
         and no call of the group is completed, it warns; then calls that have not started raise. So
-        do calls whose results the program has dropped. `p2p` waits for what has been launched on
-        the process's devices; calls that XLA launches later raise, so first wait for the results
-        (`jax.block_until_ready`). All processes of a group must close it; each waits at most 10 s
-        for the others. Buffers that CUDA graphs refer to are kept for the next equal group. Memory
-        that other groups use (`memory_of`) stays until the last of them is closed, in any order.
+        do calls whose results the program has dropped. `p2p` and `nvshmem` wait for what has been
+        launched on the process's devices; calls that XLA launches later raise, so first wait for
+        the results (`jax.block_until_ready`). All processes of a group must close it; each waits at
+        most 10 s for the others, or 12 s on `nvshmem`. Buffers that CUDA graphs refer to are kept
+        for the next equal group. Memory that other groups use (`memory_of`) stays until the last of
+        them is closed, in any order.
         """
         if not self._closed:
             self._closed = True

@@ -5,9 +5,9 @@
 // epoch word with the item's lap, i / depth + 1, as its epoch. So nothing is cleared between laps
 // or between calls, and no call has to wait until another one has ended.
 //
-// The receiver returns credits: it adds the items that it has taken to a word of the sender, which
-// may send item i once fewer than `depth` items before it have not been taken. Credits are added,
-// not stored, since a network may deliver two puts in either order.
+// The receiver returns credits: it counts the items that it has taken in a word of the sender. The
+// sender may send item i once fewer than `depth` items before it have not been taken. Through a
+// network, credits are added, not stored, since it may deliver two puts in either order.
 #pragma once
 
 #include <cstdint>

@@ -17,6 +17,7 @@ struct RailAttributes {
   bool has_extras;  // the last operand and the last result go with the rows
   bool by_node;     // `rows` has a part for each node
   bool fills;       // rows that were not sent are zero in the result
+  StreamOrder stream_order;
 };
 
 namespace {
@@ -111,7 +112,8 @@ ffi::Error RailImpl(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi::S32
   call.failed = words.failed;
   call.failure = words.failure;
   call.timeout_ns = words.timeout_ns;
-  return ToError(rail::World::Instance().Launch(call, stream), "an exchange between nodes");
+  const auto launch = [&](cudaEvent_t) { return rail::World::Instance().Launch(call, stream); };
+  return ToError(LaunchInOrder(ordinal, stream, attributes.stream_order, launch), caller.operation);
 }
 
 }  // namespace
@@ -121,7 +123,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_ep::p2p::RailAttributes,
                                       StructMember<std::string_view>("group"),
                                       StructMember<bool>("has_mask"),
                                       StructMember<bool>("has_extras"),
-                                      StructMember<bool>("by_node"), StructMember<bool>("fills"));
+                                      StructMember<bool>("by_node"), StructMember<bool>("fills"),
+                                      StructMember<::jax_ep::p2p::StreamOrder>("stream_order"));
 
 namespace ffi = xla::ffi;
 

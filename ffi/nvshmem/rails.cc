@@ -74,6 +74,13 @@ Status Rails::Open(const std::string& key, const RailConfig& config, int64_t num
     return InvalidArgument("there must be 2 to " + std::to_string(World::kMaxNodes) +
                            " nodes; got " + std::to_string(n_nodes) + ".");
   }
+  if (config.device != World::Instance().device()) {
+    return FailedPrecondition(
+        "NVSHMEM serves one GPU of a process, and has been initialized with "
+        "device " +
+        std::to_string(World::Instance().device()) + "; the mesh has device " +
+        std::to_string(config.device) + ".");
+  }
   const ScopedDevice scoped(config.device);
   const Heap& heap = World::Instance().heap(number);
   const std::vector<Peer> peers = PeersOf(heap, config);

@@ -31,7 +31,7 @@ class Rails {
   // Adds a user to an open rail. False: it is not open.
   bool Share(const std::string& key);
 
-  // The heap that captured graphs of the key refer to, or -1; and those that have as many bytes and
+  // The heap that captured graphs of the key refer to, or -1; and the heaps of `bytes` bytes that
   // serve no rail and no graph. Processes use one that all of them have, or allocate another.
   int64_t Pinned(const std::string& key) const;
   std::vector<int64_t> Free(size_t bytes) const;

@@ -40,6 +40,8 @@ class World {
   // Joins, or finds that another library of this process has. Waits for all processes.
   Status Join(const std::string& id, int pe, int n_pes, int device);
   bool has_joined() const { return kernel_ != nullptr; }
+  // The GPU that this process has joined with.
+  int device() const { return device_; }
 
   // Allocates a heap; gives its number, which is the same in all processes if they make the same
   // calls. Waits for all processes.

@@ -22,8 +22,10 @@ from jax_ep.transports.rails import Rails
 from jax_ep.xla_ffi import extension
 from jax_ep.xla_ffi.rail import bind_rail
 
-# How long close() waits for a peer, which may be dead.
-_MAX_CLOSE_S = 10.0
+# How long close() waits for a peer, which may be dead, after `p2p` has waited for it.
+_MAX_CLOSE_S = 2.0
+# In place of the job's id, from a process that has joined.
+_JOINED = b"joined"
 # Whether kernels store to the peers that they reach, past NVSHMEM. Tests turn it off.
 maps_peers = True
 # NVSHMEM's collectives, which would use these, are not used.
@@ -123,7 +125,11 @@ class NvshmemByNodes(P2pByNodes):
             )
             return b""
 
-        exchange.gather("rail", set_up)  # nobody sends before all have cleared their words
+        try:
+            exchange.gather("rail", set_up)  # nobody sends before all have cleared their words
+        except BaseException:
+            nvshmem.close(key)  # not released: a process that has seen no failure may write to it
+            raise
 
     def close(self) -> None:
         """Closes `p2p` inside, then the rail."""
@@ -193,16 +199,34 @@ def _load() -> ModuleType:
 
 
 def _message_bytes(geometry: Geometry) -> int:
-    """Of the longest row between nodes, and the ids and weights that go with it."""
-    return bootstrap.max_message_bytes(geometry.config) + 8 * geometry.routed.n_choices
+    """Of the longest row between nodes, and the ids and weights that go with it.
+
+    Tokens travel as given: formats that quantize do so inside the node.
+    """
+    config = geometry.config
+    item_bytes = max(dtype.itemsize for dtype in config.token_format.token_dtypes)
+    row_bytes = max(bootstrap.max_message_bytes(config), config.hidden_size * item_bytes)
+    return row_bytes + 8 * geometry.routed.n_choices
 
 
 def _join(nvshmem: ModuleType, geometry: Geometry, exchange: Exchange) -> None:
     """Joins NVSHMEM's world, once per process. All are here: they have just exchanged the id."""
-    if nvshmem.has_joined():
-        return
     is_first = exchange.process == exchange.processes[0]
-    answers = exchange.gather("nvshmem id", lambda: nvshmem.make_id() if is_first else b"")
+
+    def offer() -> bytes:
+        if nvshmem.has_joined():
+            return _JOINED
+        return nvshmem.make_id() if is_first else b""
+
+    answers = exchange.gather("nvshmem id", offer)
+    n_joined = answers.count(_JOINED)
+    if n_joined == len(answers):
+        return
+    if n_joined > 0:
+        raise RuntimeError(
+            f"NVSHMEM is initialized in {n_joined} of {len(answers)} processes. An earlier ep_init "
+            "must have failed in the others; restart the job."
+        )
     (local,) = geometry.local_coordinates
 
     def join() -> bytes:

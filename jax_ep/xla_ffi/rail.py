@@ -5,10 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.interpreters import mlir
 
 from jax_ep.geometry import Geometry
-from jax_ep.xla_ffi.lowering import check_group, custom_call, fusion_barrier, like, make_primitive
+from jax_ep.xla_ffi.lowering import like, make_primitive, synchronous_cuda_call
 from jax_ep.xla_ffi.primitives import coordinate, present
 
 
@@ -26,7 +25,8 @@ def bind_rail(
 
     Args:
         geometry: within nodes.
-        rows: `[n, W]`, for every node; or `[N * n, W]`, n for each. 4 bytes or more per element.
+        rows: `[n, W]`, for every node; or `[N * n, W]`, n for each. A row takes a multiple of 4
+            bytes.
         n_nodes: N.
         by_node: whether `rows` has a part for each node.
         fills: whether rows that were not sent are zero in the result. Otherwise they are undefined.
@@ -51,18 +51,12 @@ def bind_rail(
     )
 
 
-def _lower(
-    ctx: mlir.LoweringRuleContext, *operands: Any, geometry: Geometry, n_nodes: int, **flags: bool
-) -> Any:
-    """The group's check, then the custom call."""
-    checked = check_group(ctx, operands[0], geometry)
-    inner = ctx.replace(avals_in=[ctx.avals_in[0], *ctx.avals_in])
-    attributes = {name: np.bool_(flag) for name, flag in flags.items()}
-    call = custom_call("jax_ep_rail")(inner, *checked, *operands, group=geometry.key, **attributes)
-    return fusion_barrier(call)
+def _attributes(geometry: Geometry, n_nodes: int, **flags: bool) -> dict[str, Any]:
+    """The attributes that the handler reads."""
+    return dict(group=geometry.key, **{name: np.bool_(flag) for name, flag in flags.items()})
 
 
-rail_p = make_primitive("jax_ep_rail", cuda=_lower)
+rail_p = make_primitive("jax_ep_rail", cuda=synchronous_cuda_call("jax_ep_rail", _attributes))
 
 
 @rail_p.def_abstract_eval

@@ -1,0 +1,88 @@
+"""The steps in which processes open a rail of `nvshmem`, without NVSHMEM or GPUs."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+import jax_ep
+from harness import AXIS, make_mesh
+from jax_ep.geometry import Geometry
+from jax_ep.transports import nvshmem
+
+
+class Answers:
+    """An exchange in which the other processes answer what `others` says, by step."""
+
+    process, processes, is_alone = 0, (0, 1), False
+
+    def __init__(self, **others):
+        self.others = others
+        self.steps = []
+
+    def gather(self, step, make):
+        self.steps.append(step)
+        own = make()
+        other = self.others[step.replace(" ", "_")]
+        if isinstance(other, Exception):
+            raise other
+        return [own, other]
+
+
+def library(**functions):
+    return SimpleNamespace(
+        **{name: lambda *_, value=v, **__: value for name, v in functions.items()}
+    )
+
+
+GEOMETRY = SimpleNamespace(local_coordinates=[None])
+
+
+def test_processes_that_have_joined_make_one_step():
+    exchange = Answers(nvshmem_id=b"joined")
+    nvshmem._join(library(has_joined=True), GEOMETRY, exchange)
+    assert exchange.steps == ["nvshmem id"]
+
+
+@pytest.mark.parametrize(("has_joined", "other"), [(True, b""), (False, b"joined")])
+def test_all_processes_raise_if_some_have_joined(has_joined, other):
+    exchange = Answers(nvshmem_id=other)
+    with pytest.raises(RuntimeError, match="initialized in 1 of 2 processes"):
+        nvshmem._join(library(has_joined=has_joined, make_id=b"id"), GEOMETRY, exchange)
+
+
+@pytest.mark.parametrize(
+    ("pinned", "free", "other", "wanted"),
+    [
+        (-1, [1, 4], [[], [4, 5]], 4),
+        (-1, [1, 4], [[4], [1]], 4),  # that of the other's graphs
+        (7, [], [[], [2, 7]], 7),
+        (7, [], [[], [2]], 9),  # allocated
+        (-1, [], [[], []], 9),
+    ],
+)
+def test_processes_agree_on_a_heap_that_all_have(pinned, free, other, wanted):
+    exchange = Answers(heaps=json.dumps(other).encode(), heap=b"9")
+    found = nvshmem._find_heap(
+        library(pinned=pinned, free=free, allocate=9), exchange, "key", n_bytes=1
+    )
+    assert found == wanted
+
+
+def test_heaps_of_different_numbers_are_refused():
+    exchange = Answers(heaps=b"[[], []]", heap=b"8")
+    with pytest.raises(RuntimeError, match="different numbers in different processes: 9, 8"):
+        nvshmem._find_heap(library(pinned=-1, free=[], allocate=9), exchange, "key", n_bytes=1)
+
+
+def test_a_rail_that_some_processes_did_not_open_is_closed(monkeypatch):
+    closed = []
+    fake = library(share=False, has_joined=True, pinned=-1, free=[3], heap_bytes=1, open=None)
+    fake.close = closed.append
+    monkeypatch.setattr(nvshmem, "_load", lambda: fake)
+    config = jax_ep.EPConfig(n_experts=2, top_k=1, hidden_size=64, max_tokens_per_rank=8)
+    connection = nvshmem.NvshmemByNodes(Geometry(make_mesh(1), AXIS, config, "nvshmem"))
+    exchange = Answers(nvshmem_id=b"joined", heaps=b"[[], [3]]", rail=TimeoutError("process 1"))
+    with pytest.raises(TimeoutError):
+        connection._open_rail(exchange)
+    assert closed == [connection.inner.geometry.memory_key]
