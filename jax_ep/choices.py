@@ -57,9 +57,10 @@ def limit_choices(topk_ids: jax.Array, n_experts: int, capacity: int) -> jax.Arr
     experts, is_expert = _experts("limit_choices", topk_ids, n_experts)
     order = jnp.argsort(experts, stable=True)
     position = jnp.zeros_like(experts).at[order].set(jnp.arange(experts.size, dtype=jnp.int32))
-    counts = _count(experts, is_expert, n_experts)
+    counts = _count(experts, is_expert, n_experts + 1)
     first = jnp.cumsum(counts, dtype=jnp.int32) - counts  # position of each expert's first choice
-    is_dropped = is_expert & (position - first.at[experts].get(mode="clip") >= capacity)
+    capacity = min(capacity, experts.size)  # which fits in int32
+    is_dropped = is_expert & (position - first[experts] >= capacity)
     (ids,) = as_arrays(topk_ids)
     return jnp.where(is_dropped.reshape(ids.shape), -1, as_int32(ids))
 

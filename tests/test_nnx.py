@@ -436,10 +436,23 @@ def test_meshes_with_explicit_axes_work():
             "combine_dtype=float32, but token_format carries bfloat16. Change one",
         ),
         ({"config": {"combine_dtype": jnp.bfloat16}}, "token_format carries float32"),
-        ({"capacity_factor": 0}, "capacity_factor must be positive and finite, or None; got 0"),
+        ({"capacity_factor": 0}, "capacity_factor must be a number, positive .*, or None; got 0"),
+        ({"capacity_factor": "1"}, "capacity_factor must be .* got '1'"),
+        ({"capacity_factor": True}, "capacity_factor must be .* got True"),
+        ({"capacity_factor": jnp.float32(1)}, r"capacity_factor must be .* got Array\(1"),
         ({"clamp": (1.702, -7.0)}, r"nnx.MoE: clamp must be \(alpha, limit\)"),
         ({"interleaved": 1}, "nnx.MoE: interleaved must be True or False; got 1"),
-        ({"fp8_matmuls": True}, "fp8_matmuls needs the token_format BlockwiseFP8"),
+        (
+            {
+                "fp8_matmuls": True,
+                "config": {"token_format": jax_ep.BF16(), "combine_dtype": jnp.bfloat16},
+            },
+            "fp8_matmuls needs the token_format BlockwiseFP8",
+        ),
+        (
+            {"fp8_matmuls": True, "config": {"token_format": jax_ep.BlockwiseFP8()}},
+            "fp8_matmuls needs combine_dtype=bfloat16, .* got float32",
+        ),
     ],
 )
 def test_arguments_are_checked(options, message):

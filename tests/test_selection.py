@@ -215,6 +215,18 @@ def test_gpus_of_different_replicas_need_not_reach_each_other(selection):
     assert selection.asked == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({}, "the ranks form one; see EPConfig.n_nodes"),
+        ({"n_nodes": 2, "skip_a2a": True}, "with skip_a2a nothing travels between ranks"),
+    ],
+)
+def test_nvshmem_needs_several_nodes(options, message, selection):
+    with pytest.raises(ValueError, match=f"'nvshmem' cannot serve: .*{message}"):
+        selection(gpu_mesh([[0, 0, 0, 0]]), transport="nvshmem", **options)
+
+
 def test_a_requested_transport_is_not_logged(selection, log):
     selection(gpu_mesh([[0] * 4, [1] * 4]), "p2p")
     assert not log.records

@@ -28,8 +28,8 @@ Status FindCaller(const Call& call, RankArgs& args) {
   args.group = HostGroups::Instance().Find(call.site->group);
   if (args.group == nullptr) {
     return FailedPrecondition(
-        "the group is not open in this process. Was it closed? Call ep_init with the mesh and "
-        "config that the function was traced with.");
+        "the group is not open in this process. Was it closed? Call ep_init with the "
+        "arguments of the group that the function was traced with.");
   }
   const std::optional<Device> device = args.group->Find(call.ordinal);
   if (!device) {

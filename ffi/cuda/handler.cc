@@ -27,8 +27,8 @@ Status FindCaller(int32_t ordinal, Caller& caller) {
   if (caller.member.group == nullptr) {
     return FailedPrecondition(caller.Name() + ": the group is not open on device " +
                               std::to_string(ordinal) +
-                              " of this process. Was it closed? Call ep_init with the mesh and "
-                              "config that the function was traced with.");
+                              " of this process. Was it closed? Call ep_init with the arguments "
+                              "of the group that the function was traced with.");
   }
   return caller.member.group->CheckFailure(caller.member.rank);
 }

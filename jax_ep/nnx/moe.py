@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import P
 
@@ -242,6 +243,11 @@ def _check_formats(group: EPGroup, fp8_size: int | None) -> None:
         )
     if fp8_size is None:
         return
+    if dtype != jnp.bfloat16:
+        raise ValueError(
+            "nnx.MoE: fp8_matmuls needs combine_dtype=bfloat16, the dtype of their results; got "
+            f"{dtype.name}."
+        )
     if not isinstance(token_format, BlockwiseFP8) or fp8_size % token_format.block_size:
         raise ValueError(
             "nnx.MoE: fp8_matmuls needs the token_format BlockwiseFP8 and an expert_size that is a "
@@ -250,10 +256,15 @@ def _check_formats(group: EPGroup, fp8_size: int | None) -> None:
         )
 
 
-def _check_factor(factor: float | None) -> float | None:
-    if factor is not None and not 0 < factor < math.inf:
-        raise ValueError(f"capacity_factor must be positive and finite, or None; got {factor}.")
-    return factor
+def _check_factor(factor: Any) -> float | None:
+    if factor is None:
+        return None
+    is_number = isinstance(factor, int | float | np.integer | np.floating)
+    if not is_number or isinstance(factor, bool) or not 0 < factor < math.inf:
+        raise ValueError(
+            f"capacity_factor must be a number, positive and finite, or None; got {factor!r}."
+        )
+    return float(factor)
 
 
 def _token_axes(group: EPGroup, given: Axes) -> tuple[str, ...]:

@@ -28,6 +28,7 @@ _FASTEST_FIRST: tuple[type[Connection], ...] = (
 _ON_REQUEST: tuple[type[Connection], ...] = (NvshmemByNodes,)
 
 _ONE_NODE = "it serves several nodes, and the ranks form one; see EPConfig.n_nodes."
+_NO_TRAVEL = "it serves several nodes, and with skip_a2a nothing travels between ranks."
 
 # Of all transports, the fastest first.
 NAMES = tuple(dict.fromkeys(each.name for each in (*_FASTEST_FIRST, *_ON_REQUEST)))
@@ -58,7 +59,8 @@ def _select(requested: Geometry, exchange: Exchange) -> Connection:
         if issubclass(transport, NodesConnection):
             geometry = _with_nodes(transport, geometry, exchange)
             if geometry.routed.n_nodes == 1:
-                refused.setdefault(transport.name, _ONE_NODE)
+                why = _NO_TRAVEL if geometry.config.skip_a2a else _ONE_NODE
+                refused.setdefault(transport.name, why)
                 continue
         reason = transport.unsupported_reason(geometry, exchange)
         if reason is None:
