@@ -125,9 +125,9 @@ class EPGroup:
         """Raises if an earlier call failed on a device of this process.
 
         Needed for `p2p` and `nvshmem`, whose kernels can time out but not raise: a failed call
-        leaves no rows (`row_offsets` of 0) or NaN (a combine on `nvshmem`: undefined numbers), and
-        the next call of the group raises. This raises at once; wait for the results first
-        (`jax.block_until_ready`). On the other transports the failed call raises.
+        leaves no rows (`row_offsets` of 0) or NaN, and the next call of the group raises. This
+        raises at once; wait for the results first (`jax.block_until_ready`). On the other
+        transports the failed call raises.
 
         Raises:
             jax.errors.JaxRuntimeError: a call failed, of this group or of one that shares its

@@ -16,6 +16,7 @@ from harness import AXIS, config_of, make_mesh, on_mesh
 from jax_ep.geometry import Geometry
 from jax_ep.group import EPGroup
 from jax_ep.transports.host import HostConnection
+from jax_ep.transports.nvshmem import NvshmemByNodes
 from jax_ep.transports.p2p import P2pConnection
 from jax_ep.xla_ffi import extension, matmul
 
@@ -48,7 +49,12 @@ CUDA = {
     "jax_ep_combine_start": COMBINE | STREAM,
     "jax_ep_fused_silu": SILU,
     "jax_ep_grouped_matmul": {"form": "i32", "zeroes_unused": "bool"},
+    "jax_ep_rail": STREAM
+    | {"group": "str"}
+    | dict.fromkeys(("has_mask", "has_extras", "by_node", "fills"), "bool"),
 }
+# Calls that not every layer makes.
+OTHERS = {"jax_ep_fused_silu", "jax_ep_grouped_matmul", "jax_ep_rail"}
 CONNECTIONS = {"cpu": HostConnection, "cuda": P2pConnection}
 SMALL = {"hidden_size": 128, "max_tokens": 4}
 CASES = {
@@ -134,9 +140,21 @@ def test_every_call_has_the_attributes_that_its_handler_reads(case, platform, wa
         )
         for target, calls in attributes_by_target(lowered(function, platform, *operands)).items():
             found.setdefault(target, []).extend(calls)
-    assert set(found) == set(wanted) - {"jax_ep_fused_silu", "jax_ep_grouped_matmul"}
+    assert set(found) == set(wanted) - OTHERS
     for target, calls in found.items():
         assert calls == [wanted[target]] * len(calls), target
+
+
+@pytest.mark.parametrize("weights", ["none", "row", "source"])
+def test_an_exchange_between_nodes_has_the_attributes_that_its_handler_reads(weights):
+    case = CASES["plain"].replace(weights=weights, n_nodes=2)
+    geometry = Geometry(make_mesh(case.n_ranks), AXIS, config_of(case), "nvshmem")
+    group = EPGroup(NvshmemByNodes(geometry))
+    operands = [np.stack(each) for each in suite.make_inputs(case).arrays()]
+    function = functools.partial(value_and_gradients, group, case, False)
+    text = lowered(on_mesh(group.mesh, function), "cuda", *operands)
+    calls = attributes_by_target(text)["jax_ep_rail"]
+    assert len(calls) >= 4 and calls == [CUDA["jax_ep_rail"]] * len(calls)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])

@@ -202,7 +202,8 @@ __device__ void KeepTile(const RailCall& call, int64_t tile) {
   }
 }
 
-__device__ void Receive(const RailCall& call, const Channel& channel) {
+// False if a tile has not come.
+__device__ bool Receive(const RailCall& call, const Channel& channel) {
   for (int64_t i = 0; i < channel.Tiles(call); ++i) {
     const int64_t item = channel.first_item + i, tile = channel.Tile(i);
     KeepTile(call, tile);
@@ -210,9 +211,23 @@ __device__ void Receive(const RailCall& call, const Channel& channel) {
       const int64_t node = (call.node + call.n_nodes - d) % call.n_nodes;
       const int64_t other = RailExchange::OtherNode(call.node, node);
       uint32_t mask;
-      if (!WaitForTile(call, channel, node, item, &mask)) return;
+      if (!WaitForTile(call, channel, node, item, &mask)) return false;
       TakeTile(call, node, tile, call.heap + call.map.Place(other, channel.index, item), mask);
       ReturnCredit(call, channel, node, item);
+    }
+  }
+  return true;
+}
+
+// Makes the result of a failed call NaN, and the ids in its extras those of no group: all of the
+// channel's, since nothing tells which rows have come.
+__device__ void LeaveNan(const RailCall& call, const Channel& channel) {
+  for (int64_t i = 0; i < channel.Tiles(call); ++i) {
+    const int64_t tile = channel.Tile(i), n_rows = call.tiles.Rows(tile);
+    for (int64_t node = 0; node < call.n_nodes; ++node) {
+      for (const Rows& rows : {call.extras, call.rows}) {
+        if (rows.from != nullptr) SetBits(To(call, rows, node, tile), n_rows * rows.bytes);
+      }
     }
   }
 }
@@ -236,12 +251,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const Channel channel{index, call.state->n_items[index]};
   // All threads must agree, and all must have read the state before CountItems.
   const bool failed = __syncthreads_or(threadIdx.x == 0 && HasFailed(call));
-  if (!failed) {
-    if (sends) {
-      Send(call, channel);
-    } else {
-      Receive(call, channel);
-    }
+  if (sends) {
+    if (!failed) Send(call, channel);
+  } else if (failed || !Receive(call, channel)) {
+    LeaveNan(call, channel);
   }
   __syncthreads();
   if (threadIdx.x == 0) CountItems(call, channel);

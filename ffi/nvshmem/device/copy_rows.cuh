@@ -85,6 +85,13 @@ __device__ inline void UnpackRows(uint8_t* to, const uint8_t* from, int64_t byte
   });
 }
 
+// Sets all bits of `bytes` bytes, a multiple of 4: NaN in every float type, -1 in integers.
+__device__ inline void SetBits(uint8_t* to, int64_t bytes) {
+  for (int64_t i = threadIdx.x * 4; i < bytes; i += blockDim.x * 4) {
+    *reinterpret_cast<uint32_t*>(to + i) = ~0u;
+  }
+}
+
 // Zeroes the rows that are not in the mask.
 __device__ inline void ZeroRows(uint8_t* to, int64_t bytes, uint32_t mask, int64_t n_rows) {
   const uint32_t all = n_rows == 32 ? ~0u : (1u << n_rows) - 1, rest = all & ~mask;
