@@ -178,6 +178,8 @@ def test_nvshmem_is_that_of_the_compiler(compiler, monkeypatch, tmp_path):
     write_nvcc(tmp_path, "12.9")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert NVSHMEM.replace("cu13", "cu12") in compiler.requirements(settings("ON"))
+    write_nvcc(tmp_path, "14.0")  # for which there is none
+    assert compiler.requirements(settings("ON")) == [HEADERS, CMAKE]
 
 
 def test_a_named_compiler_must_exist_and_be_new_enough(compiler, monkeypatch, tmp_path):

@@ -373,7 +373,7 @@ def test_redispatch_is_one_kernel_and_fills_no_rows(mesh, make_group) -> None:
 
 
 def test_nvshmem_exchanges_once_per_call(mesh) -> None:
-    """Ids and weights travel with the tokens; a backward gathers nothing that a policy has saved."""
+    """Ids and weights travel with the tokens; a backward gathers nothing that a policy saves."""
     config = config_of(CASE, n_nodes=2)
     group = EPGroup(NvshmemByNodes(Geometry(mesh, AXIS, config, "nvshmem")))
 

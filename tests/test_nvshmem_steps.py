@@ -86,3 +86,18 @@ def test_a_rail_that_some_processes_did_not_open_is_closed(monkeypatch):
     with pytest.raises(TimeoutError):
         connection._open_rail(exchange)
     assert closed == [connection.inner.geometry.memory_key]
+
+
+@pytest.mark.parametrize(
+    ("version", "ibgda", "works"),
+    [("3.4.5", "1", True), ("3.8.0", "0", True), ("3.8.0", "true", False), ("3.5.19", "1", False)],
+)
+def test_ibgda_of_newer_versions_is_refused(version, ibgda, works, monkeypatch):
+    for name in nvshmem._ENVIRONMENT:
+        monkeypatch.setenv(name, "")  # so that what the call sets is undone
+    monkeypatch.setenv("NVSHMEM_IB_ENABLE_IBGDA", ibgda)
+    extension = SimpleNamespace(nvshmem=library(load=version))
+    monkeypatch.setattr(nvshmem.extension, "load_cuda", lambda: extension)
+    reason = nvshmem.why_missing()
+    assert (reason is None) == works
+    assert works or f"got {version}" in reason

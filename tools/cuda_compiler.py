@@ -114,7 +114,7 @@ def requirements(config_settings: Mapping[str, Any] | None = None) -> list[str]:
         return []
     needed = dependency_group("cuda-build")
     if not os.environ.get("JAX_EP_NVSHMEM_DIR"):
-        needed += dependency_group(f"nvshmem-cu{found.cuda[0]}")
+        needed += dependency_group(f"nvshmem-cu{found.cuda[0]}", default=[])
     if os.environ.get("JAX_EP_CUTLASS_INCLUDE_DIR"):
         needed = [r for r in needed if not r.startswith("nvidia-cutlass")]
     return needed + (dependency_group("cuda-toolkit") if found.compiler == "wheels" else [])
@@ -227,9 +227,10 @@ def toolkit_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def dependency_group(name: str) -> list[str]:
-    """A dependency group of pyproject.toml."""
-    return tomllib.loads((_PROJECT / "pyproject.toml").read_text())["dependency-groups"][name]
+def dependency_group(name: str, default: list[str] | None = None) -> list[str]:
+    """A dependency group of pyproject.toml; without a default, there must be one of that name."""
+    groups = tomllib.loads((_PROJECT / "pyproject.toml").read_text())["dependency-groups"]
+    return groups[name] if default is None else groups.get(name, default)
 
 
 def dotted(version: tuple[int, int]) -> str:

@@ -52,7 +52,8 @@ Status World::Join(const std::string& id, int pe, int n_pes, int device) {
                               std::to_string(pe) + " of " + std::to_string(n_pes) +
                               ", as in jax.distributed.");
   }
-  return LoadKernel();
+  status = CheckDevice();
+  return status.ok() ? LoadKernel() : status;
 }
 
 Status World::Initialize(const std::string& id, int pe, int n_pes) {
@@ -74,6 +75,18 @@ Status World::Initialize(const std::string& id, int pe, int n_pes) {
         "it tried.");
   }
   return {};
+}
+
+// The blocks of a call wait for each other's peers, so all must run at once, one on each SM.
+Status World::CheckDevice() const {
+  int n_sms = 0;
+  const Status status =
+      ToStatus(cudaDeviceGetAttribute(&n_sms, cudaDevAttrMultiProcessorCount, device_),
+               "querying device " + std::to_string(device_));
+  if (!status.ok() || n_sms >= kBlocks) return status;
+  return FailedPrecondition("an exchange between nodes needs " + std::to_string(kBlocks) +
+                            " multiprocessors; device " + std::to_string(device_) + " has " +
+                            std::to_string(n_sms) + ". Use transport='p2p'.");
 }
 
 Status World::LoadKernel() {

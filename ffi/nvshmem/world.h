@@ -55,6 +55,7 @@ class World {
 
  private:
   Status Initialize(const std::string& id, int pe, int n_pes);
+  Status CheckDevice() const;
   Status LoadKernel();
 
   Library library_{};

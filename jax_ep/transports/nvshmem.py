@@ -28,6 +28,8 @@ _MAX_CLOSE_S = 2.0
 _JOINED = b"joined"
 # Whether kernels store to the peers that they reach, past NVSHMEM. Tests turn it off.
 maps_peers = True
+# The first version whose layout of IBGDA's queues differs from that of the kernels.
+_NEW_IBGDA = (3, 5, 19)
 # NVSHMEM's collectives, which would use these, are not used.
 _ENVIRONMENT = {"NVSHMEM_DISABLE_NCCL": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 
@@ -171,14 +173,20 @@ def why_missing() -> str | None:
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
-        nvshmem.load(_library())
+        loaded = version()
     except RuntimeError as error:
         return str(error)
+    uses_ibgda = os.environ.get("NVSHMEM_IB_ENABLE_IBGDA", "0").lower() not in ("0", "false", "no")
+    if uses_ibgda and tuple(map(int, loaded.split("."))) >= _NEW_IBGDA:
+        return (
+            f"NVSHMEM_IB_ENABLE_IBGDA needs NVSHMEM before {'.'.join(map(str, _NEW_IBGDA))}, whose "
+            f"queues the kernels know; got {loaded}. Unset it, or install an older version."
+        )
     return None
 
 
 def version() -> str:
-    """The version of NVSHMEM's host library, once `why_missing` has found it."""
+    """The version of NVSHMEM's host library; raises RuntimeError if there is none to use."""
     return str(_load().load(_library()))
 
 
