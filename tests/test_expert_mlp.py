@@ -208,7 +208,7 @@ def test_weights_of_the_forms_that_models_have(transport):
         interleaved = np.stack(np.split(gate_up, 2, axis=2), axis=3).reshape(gate_up.shape)
         got = run(interleaved, down, interleaved=True, clamp=clamp)
     with jax.default_matmul_precision("float32"):
-        assert_near(got, dense(tokens, ids, weights, gate_up, down, clamp), 1e-4)
+        assert_near(got, dense(tokens, ids, weights, gate_up, down, clamp=clamp), 1e-4)
 
 
 def test_a_checkpoint_policy_keeps_or_recomputes_the_hidden_values(transport):
