@@ -209,14 +209,21 @@ def meet(processes: tuple[int, ...] | None = None) -> None:
     )("come", b"")
 
 
-def assert_waiting_ranks_name_the_missing_one(group, call, missing: int) -> None:
-    """The call ends in time; `check` and later calls raise, and name ranks, call and epoch."""
+def error_of_a_missing_rank(group, call, missing: int) -> str:
+    """The call ends in time; it, or `check`, raises, and so does the next call."""
     begin = time.monotonic()
     with pytest.raises(jax.errors.JaxRuntimeError) as caught:
         call(missing)
         group.check()
     assert time.monotonic() - begin < 20 * SHORT_TIMEOUT_S
-    text = str(caught.value)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="waited"):
+        call(missing)
+    return str(caught.value)
+
+
+def assert_waiting_ranks_name_the_missing_one(group, call, missing: int) -> None:
+    """The error names ranks, call and epoch."""
+    text = error_of_a_missing_rank(group, call, missing)
     owners = [d.process_index for d in jax.devices()]
     mine = [r for r, p in enumerate(owners) if p == jax.process_index() and r != missing]
     waiting = "|".join(map(str, mine))
@@ -227,8 +234,6 @@ def assert_waiting_ranks_name_the_missing_one(group, call, missing: int) -> None
         r"epoch 2\b",
     ):
         assert re.search(pattern, text), text
-    with pytest.raises(jax.errors.JaxRuntimeError, match="waited"):
-        call(missing)
 
 
 def check_a_skipped_call() -> None:

@@ -30,7 +30,9 @@ from harness import (
     put,
 )
 from jax_ep.geometry import Geometry
+from jax_ep.transports import nodes
 from jax_ep.transports.nodes import NodesConnection
+from jax_ep.transports.rails import XlaRails
 from processes import run_processes, run_pytest
 
 CACHES = (suite.compiled, test_grad.compiled_vjps, test_sums.compiled_sums)
@@ -160,6 +162,54 @@ def test_gradients_have_the_bits_of_one_call_for_all_nodes(weights, by_nodes):
     for where, results in wanted.items():
         for name, array in results.items():
             assert_same_bits(got[where][name], array, f"{name} of {where}")
+
+
+class ThriftyRails(XlaRails):
+    """Loses what the masks say is not needed, as `nvshmem` does not send it."""
+
+    def spread(self, rows, is_sent, extras=None):
+        spread, *rest = super().spread(rows, is_sent, extras)
+        if is_sent is not None:
+            of_all = self._spread(is_sent[None].astype(jnp.uint8)) > 0  # by source
+            arrives = jnp.take(of_all, self._node(), axis=1).at[self._node()].set(True)
+            spread = _where(arrives.reshape(-1, *is_sent.shape[2:]), spread, jnp.nan)
+        return [spread, *rest]
+
+    def collect(self, rows, is_sent):
+        if is_sent is not None:
+            by_node = is_sent.reshape(self.geometry.routed.n_nodes, -1, *is_sent.shape[1:])
+            rows = _where(by_node.at[self._node()].set(True).reshape(is_sent.shape), rows, 0)
+        return super().collect(rows, is_sent)
+
+    def _node(self):
+        return jax.lax.axis_index(AXIS) // self.geometry.routed.n_ranks_per_node
+
+
+def _where(mask, rows, other):
+    mask = mask.reshape(*mask.shape, *[1] * (rows.ndim - mask.ndim))
+    return jnp.where(mask, rows, jnp.array(other, rows.dtype))
+
+
+@pytest.fixture
+def thrifty(by_nodes, monkeypatch):
+    """`host` inside nodes, with rails that send no more than they must."""
+    if by_nodes != "host":
+        pytest.skip("on GPUs, nvshmem itself sends no more")
+    forget_groups()
+    monkeypatch.setattr(nodes, "XlaRails", ThriftyRails)
+    yield by_nodes
+    forget_groups()
+
+
+@pytest.mark.parametrize("weights", ["none", "row", "source"])
+def test_what_need_not_travel_is_not_needed(weights, thrifty):
+    """Forward and backward, rows of choices included."""
+    for routing in ("uniform", "out_of_range", "duplicates"):
+        case = FOUR.replace(weights=weights, routing=routing, top_k=2)
+        suite.check(case, thrifty, make_mesh(8))
+        test_grad.check_closed_forms(case, thrifty)
+    suite.check(TWO.replace(weights=weights, recv_capacity=33, **SHARED), thrifty, make_mesh(4))
+    test_grad.test_gradients_of_unreduced_rows_return_to_their_rows(thrifty)
 
 
 def test_gradients_of_unreduced_rows_return_to_their_rows(by_nodes):

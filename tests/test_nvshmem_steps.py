@@ -8,7 +8,7 @@ import pytest
 import jax_ep
 from harness import AXIS, make_mesh
 from jax_ep.geometry import Geometry
-from jax_ep.transports import nvshmem
+from jax_ep.transports import nvshmem, nvshmem_bootstrap
 
 
 class Answers:
@@ -35,12 +35,9 @@ def library(**functions):
     )
 
 
-GEOMETRY = SimpleNamespace(local_coordinates=[None])
-
-
 def test_processes_that_have_joined_make_one_step():
     exchange = Answers(nvshmem_id=b"joined")
-    nvshmem._join(library(has_joined=True), GEOMETRY, exchange)
+    nvshmem_bootstrap.join(library(has_joined=True), exchange, device=0)
     assert exchange.steps == ["nvshmem id"]
 
 
@@ -48,7 +45,7 @@ def test_processes_that_have_joined_make_one_step():
 def test_all_processes_raise_if_some_have_joined(has_joined, other):
     exchange = Answers(nvshmem_id=other)
     with pytest.raises(RuntimeError, match="initialized in 1 of 2 processes"):
-        nvshmem._join(library(has_joined=has_joined, make_id=b"id"), GEOMETRY, exchange)
+        nvshmem_bootstrap.join(library(has_joined=has_joined, make_id=b"id"), exchange, 0)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +60,7 @@ def test_all_processes_raise_if_some_have_joined(has_joined, other):
 )
 def test_processes_agree_on_a_heap_that_all_have(pinned, free, other, wanted):
     exchange = Answers(heaps=json.dumps(other).encode(), heap=b"9")
-    found = nvshmem._find_heap(
+    found = nvshmem_bootstrap.find_heap(
         library(pinned=pinned, free=free, allocate=9), exchange, "key", n_bytes=1
     )
     assert found == wanted
@@ -72,14 +69,16 @@ def test_processes_agree_on_a_heap_that_all_have(pinned, free, other, wanted):
 def test_heaps_of_different_numbers_are_refused():
     exchange = Answers(heaps=b"[[], []]", heap=b"8")
     with pytest.raises(RuntimeError, match="different numbers in different processes: 9, 8"):
-        nvshmem._find_heap(library(pinned=-1, free=[], allocate=9), exchange, "key", n_bytes=1)
+        nvshmem_bootstrap.find_heap(
+            library(pinned=-1, free=[], allocate=9), exchange, "key", n_bytes=1
+        )
 
 
 def test_a_rail_that_some_processes_did_not_open_is_closed(monkeypatch):
     closed = []
     fake = library(share=False, has_joined=True, pinned=-1, free=[3], heap_bytes=1, open=None)
     fake.close = closed.append
-    monkeypatch.setattr(nvshmem, "_load", lambda: fake)
+    monkeypatch.setattr(nvshmem_bootstrap, "load", lambda: fake)
     config = jax_ep.EPConfig(n_experts=2, top_k=1, hidden_size=64, max_tokens_per_rank=8)
     connection = nvshmem.NvshmemByNodes(Geometry(make_mesh(1), AXIS, config, "nvshmem"))
     exchange = Answers(nvshmem_id=b"joined", heaps=b"[[], [3]]", rail=TimeoutError("process 1"))
@@ -93,11 +92,11 @@ def test_a_rail_that_some_processes_did_not_open_is_closed(monkeypatch):
     [("3.4.5", "1", True), ("3.8.0", "0", True), ("3.8.0", "true", False), ("3.5.19", "1", False)],
 )
 def test_ibgda_of_newer_versions_is_refused(version, ibgda, works, monkeypatch):
-    for name in nvshmem._ENVIRONMENT:
+    for name in nvshmem_bootstrap._ENVIRONMENT:
         monkeypatch.setenv(name, "")  # so that what the call sets is undone
     monkeypatch.setenv("NVSHMEM_IB_ENABLE_IBGDA", ibgda)
     extension = SimpleNamespace(nvshmem=library(load=version))
-    monkeypatch.setattr(nvshmem.extension, "load_cuda", lambda: extension)
-    reason = nvshmem.why_missing()
+    monkeypatch.setattr(nvshmem_bootstrap.extension, "load_cuda", lambda: extension)
+    reason = nvshmem_bootstrap.why_missing()
     assert (reason is None) == works
     assert works or f"got {version}" in reason

@@ -1,4 +1,5 @@
-// Exchange between many nodes: tiles, places, and the map of a rank's memory.
+// The planned exchange between many nodes: tiles, places, and the map of a rank's memory. It is
+// simulated and has no kernels; what transport `nvshmem` does today is in core/rail_exchange.h.
 //
 // Rank g of a node exchanges data with the ranks of the same index on the other nodes, its *rail*,
 // and with the ranks of its own node. Tokens are cut into tiles of `tile_tokens`. What a rank sends

@@ -12,7 +12,7 @@ import jax
 
 import jax_ep
 from jax_ep.cli import links, probe
-from jax_ep.transports import nvshmem as nvshmem_library
+from jax_ep.transports import nvshmem_bootstrap
 from jax_ep.xla_ffi import extension
 
 
@@ -57,8 +57,8 @@ def cuda_versions() -> dict[str, str | None] | None:
 
 def nvshmem() -> dict[str, str | None]:
     """NVSHMEM's version, or why transport `nvshmem` cannot use it."""
-    reason = nvshmem_library.why_missing()
-    version = nvshmem_library.version() if reason is None else None
+    reason = nvshmem_bootstrap.why_missing()
+    version = nvshmem_bootstrap.version() if reason is None else None
     return {"version": version, "reason": reason}
 
 

@@ -1,22 +1,13 @@
-"""Transport `nvshmem`: `p2p` inside each node, NVSHMEM between the nodes.
+"""Transport `nvshmem`: `p2p` inside each node, NVSHMEM between the nodes."""
 
-NVSHMEM knows one world per process, of all processes and one GPU each. What it allocates, it
-allocates in all of them at once, so heaps are kept and used again.
-"""
-
-import importlib.util
-import json
 import math
-import os
-import pathlib
-from types import ModuleType
 from typing import Any
 
 import jax
 
 from jax_ep.exchange import Exchange
 from jax_ep.geometry import Geometry
-from jax_ep.transports import bootstrap
+from jax_ep.transports import bootstrap, nvshmem_bootstrap
 from jax_ep.transports.nodes import P2pByNodes
 from jax_ep.transports.rails import Rails
 from jax_ep.xla_ffi import extension
@@ -24,14 +15,8 @@ from jax_ep.xla_ffi.rail import bind_rail
 
 # How long close() waits for a peer, which may be dead, after `p2p` has waited for it.
 _MAX_CLOSE_S = 2.0
-# In place of the job's id, from a process that has joined.
-_JOINED = b"joined"
 # Whether kernels store to the peers that they reach, past NVSHMEM. Tests turn it off.
 maps_peers = True
-# The first version whose layout of IBGDA's queues differs from that of the kernels.
-_NEW_IBGDA = (3, 5, 19)
-# NVSHMEM's collectives, which would use these, are not used.
-_ENVIRONMENT = {"NVSHMEM_DISABLE_NCCL": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 
 
 class NvshmemRails(Rails):
@@ -93,7 +78,7 @@ class NvshmemByNodes(P2pByNodes):
             < geometry.mesh.size
         ):
             return "each process must have one device of the mesh."
-        return exchange.agree("nvshmem", why_missing())
+        return exchange.agree("nvshmem", nvshmem_bootstrap.why_missing())
 
     def open(self, exchange: Exchange) -> None:
         """Opens `p2p` inside, then this rank's rail."""
@@ -106,12 +91,12 @@ class NvshmemByNodes(P2pByNodes):
             raise
 
     def _open_rail(self, exchange: Exchange) -> None:
-        nvshmem, key = _load(), self.inner.geometry.memory_key
+        nvshmem, key = nvshmem_bootstrap.load(), self.inner.geometry.memory_key
         if nvshmem.share(key):
             return
-        _join(nvshmem, self.geometry, exchange)
-        heap = _find_heap(nvshmem, exchange, key, self.memory_of_rail())
         (local,) = self.geometry.local_coordinates
+        nvshmem_bootstrap.join(nvshmem, exchange, bootstrap.ordinal(local))
+        heap = nvshmem_bootstrap.find_heap(nvshmem, exchange, key, self.memory_of_rail())
         n_ranks = self.geometry.routed.n_ranks_per_node
         peers = self.geometry.routed_replicas[local.replica][local.rank % n_ranks :: n_ranks]
 
@@ -139,7 +124,7 @@ class NvshmemByNodes(P2pByNodes):
         (local,) = self.geometry.local_coordinates
         is_captured = extension.load_cuda().is_captured(key, bootstrap.ordinal(local))
         self.inner.close()
-        nvshmem = _load()
+        nvshmem = nvshmem_bootstrap.load()
         if not nvshmem.close(key):
             return
         assert self._exchange is not None
@@ -156,54 +141,7 @@ class NvshmemByNodes(P2pByNodes):
     def memory_of_rail(self) -> int:
         """Bytes of this rank's heap, which the network reaches."""
         owner = self.geometry.memory_of or self.geometry
-        return _load().heap_bytes(owner.routed.n_nodes, _message_bytes(owner))
-
-
-def why_missing() -> str | None:
-    """Why this process has no NVSHMEM that the kernels can use; None if it has."""
-    try:
-        nvshmem = getattr(extension.load_cuda(), "nvshmem", None)
-    except ImportError as error:
-        return extension.why_missing("_ffi_cuda", error)
-    if nvshmem is None:
-        return (
-            "jax_ep was built without NVSHMEM. Build it again with nvidia-nvshmem-cu13 (or -cu12, "
-            "with nvcc of CUDA 12) in the build environment."
-        )
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    try:
-        loaded = version()
-    except RuntimeError as error:
-        return str(error)
-    uses_ibgda = os.environ.get("NVSHMEM_IB_ENABLE_IBGDA", "0").lower() not in ("0", "false", "no")
-    if uses_ibgda and tuple(map(int, loaded.split("."))) >= _NEW_IBGDA:
-        return (
-            f"NVSHMEM_IB_ENABLE_IBGDA needs NVSHMEM before {'.'.join(map(str, _NEW_IBGDA))}, whose "
-            f"queues the kernels know; got {loaded}. Unset it, or install an older version."
-        )
-    return None
-
-
-def version() -> str:
-    """The version of NVSHMEM's host library; raises RuntimeError if there is none to use."""
-    return str(_load().load(_library()))
-
-
-def _library() -> str:
-    """NVSHMEM's host library: that of its wheel, or what the system finds."""
-    name = "libnvshmem_host.so.3"
-    try:
-        spec = importlib.util.find_spec("nvidia.nvshmem")
-    except ModuleNotFoundError:
-        spec = None
-    folders = list(spec.submodule_search_locations or []) if spec else []
-    paths = [pathlib.Path(folder, "lib", name) for folder in folders]
-    return str(next((path for path in paths if path.exists()), name))
-
-
-def _load() -> ModuleType:
-    return extension.load_cuda().nvshmem
+        return nvshmem_bootstrap.load().heap_bytes(owner.routed.n_nodes, _message_bytes(owner))
 
 
 def _message_bytes(geometry: Geometry) -> int:
@@ -215,54 +153,3 @@ def _message_bytes(geometry: Geometry) -> int:
     item_bytes = max(dtype.itemsize for dtype in config.token_format.token_dtypes)
     row_bytes = max(bootstrap.max_message_bytes(config), config.hidden_size * item_bytes)
     return row_bytes + 8 * geometry.routed.n_choices
-
-
-def _join(nvshmem: ModuleType, geometry: Geometry, exchange: Exchange) -> None:
-    """Joins NVSHMEM's world, once per process. All are here: they have just exchanged the id."""
-    is_first = exchange.process == exchange.processes[0]
-
-    def offer() -> bytes:
-        if nvshmem.has_joined():
-            return _JOINED
-        return nvshmem.make_id() if is_first else b""
-
-    answers = exchange.gather("nvshmem id", offer)
-    n_joined = answers.count(_JOINED)
-    if n_joined == len(answers):
-        return
-    if n_joined > 0:
-        raise RuntimeError(
-            f"NVSHMEM is initialized in {n_joined} of {len(answers)} processes. An earlier ep_init "
-            "must have failed in the others; restart the job."
-        )
-    (local,) = geometry.local_coordinates
-
-    def join() -> bytes:
-        n_processes = len(exchange.processes)
-        nvshmem.join(answers[0], exchange.process, n_processes, bootstrap.ordinal(local))
-        return b""
-
-    exchange.gather("nvshmem joined", join)
-
-
-def _find_heap(nvshmem: ModuleType, exchange: Exchange, key: str, n_bytes: int) -> int:
-    """The number of a heap that all processes can use: an old one, or a new one."""
-
-    def offer() -> bytes:
-        pinned = nvshmem.pinned(key)
-        kept = [pinned] if pinned >= 0 else []
-        return json.dumps([kept, nvshmem.free(n_bytes)]).encode()
-
-    offers = [json.loads(answer) for answer in exchange.gather("heaps", offer)]
-    common = set.intersection(*({*kept, *free} for kept, free in offers))
-    pinned = common & {number for kept, _ in offers for number in kept}
-    if common:
-        return min(pinned or common)
-    answers = exchange.gather("heap", lambda: str(nvshmem.allocate(n_bytes)).encode())
-    if len(set(answers)) > 1:
-        raise RuntimeError(
-            "NVSHMEM's heaps have different numbers in different processes: "
-            f"{', '.join(map(bytes.decode, answers))}. An earlier ep_init must have failed in some "
-            "of them only; restart the job."
-        )
-    return int(answers[0])

@@ -1,0 +1,121 @@
+"""NVSHMEM in this process: its library, its world, and the heaps that all processes have in common.
+
+NVSHMEM knows one world per process, of all processes and one GPU each. What it allocates, it
+allocates in all of them at once, so heaps are kept and used again.
+"""
+
+import importlib.util
+import json
+import os
+import pathlib
+from types import ModuleType
+
+from jax_ep.exchange import Exchange
+from jax_ep.xla_ffi import extension
+
+# In place of the job's id, from a process that has joined.
+_JOINED = b"joined"
+# The first version whose layout of IBGDA's queues differs from that of the kernels.
+_NEW_IBGDA = (3, 5, 19)
+# NVSHMEM's collectives, which would use these, are not used.
+_ENVIRONMENT = {"NVSHMEM_DISABLE_NCCL": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+
+
+def why_missing() -> str | None:
+    """Why this process has no NVSHMEM that the kernels can use; None if it has."""
+    try:
+        nvshmem = getattr(extension.load_cuda(), "nvshmem", None)
+    except ImportError as error:
+        return extension.why_missing("_ffi_cuda", error)
+    if nvshmem is None:
+        return (
+            "jax_ep was built without NVSHMEM. Build it again with nvidia-nvshmem-cu13 (or -cu12, "
+            "with nvcc of CUDA 12) in the build environment."
+        )
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        loaded = version()
+    except RuntimeError as error:
+        return str(error)
+    uses_ibgda = os.environ.get("NVSHMEM_IB_ENABLE_IBGDA", "0").lower() not in ("0", "false", "no")
+    if uses_ibgda and tuple(map(int, loaded.split("."))) >= _NEW_IBGDA:
+        return (
+            f"NVSHMEM_IB_ENABLE_IBGDA needs NVSHMEM before {'.'.join(map(str, _NEW_IBGDA))}, whose "
+            f"queues the kernels know; got {loaded}. Unset it, or install an older version."
+        )
+    return None
+
+
+def version() -> str:
+    """The version of NVSHMEM's host library; raises RuntimeError if there is none to use."""
+    return str(load().load(_library()))
+
+
+def _library() -> str:
+    """NVSHMEM's host library: that of its wheel, or what the system finds."""
+    name = "libnvshmem_host.so.3"
+    try:
+        spec = importlib.util.find_spec("nvidia.nvshmem")
+    except ModuleNotFoundError:
+        spec = None
+    folders = list(spec.submodule_search_locations or []) if spec else []
+    paths = [pathlib.Path(folder, "lib", name) for folder in folders]
+    return str(next((path for path in paths if path.exists()), name))
+
+
+def load() -> ModuleType:
+    """The part of the extension for CUDA that uses NVSHMEM."""
+    return extension.load_cuda().nvshmem
+
+
+def join(nvshmem: ModuleType, exchange: Exchange, device: int) -> None:
+    """Joins NVSHMEM's world, once per process, with a CUDA ordinal.
+
+    All processes are here: they have just exchanged the id.
+    """
+    is_first = exchange.process == exchange.processes[0]
+
+    def offer() -> bytes:
+        if nvshmem.has_joined():
+            return _JOINED
+        return nvshmem.make_id() if is_first else b""
+
+    answers = exchange.gather("nvshmem id", offer)
+    n_joined = answers.count(_JOINED)
+    if n_joined == len(answers):
+        return
+    if n_joined > 0:
+        raise RuntimeError(
+            f"NVSHMEM is initialized in {n_joined} of {len(answers)} processes. An earlier ep_init "
+            "must have failed in the others; restart the job."
+        )
+
+    def join_here() -> bytes:
+        nvshmem.join(answers[0], exchange.process, len(exchange.processes), device)
+        return b""
+
+    exchange.gather("nvshmem joined", join_here)
+
+
+def find_heap(nvshmem: ModuleType, exchange: Exchange, key: str, n_bytes: int) -> int:
+    """The number of a heap that all processes can use: an old one, or a new one."""
+
+    def offer() -> bytes:
+        pinned = nvshmem.pinned(key)
+        kept = [pinned] if pinned >= 0 else []
+        return json.dumps([kept, nvshmem.free(n_bytes)]).encode()
+
+    offers = [json.loads(answer) for answer in exchange.gather("heaps", offer)]
+    common = set.intersection(*({*kept, *free} for kept, free in offers))
+    pinned = common & {number for kept, _ in offers for number in kept}
+    if common:
+        return min(pinned or common)
+    answers = exchange.gather("heap", lambda: str(nvshmem.allocate(n_bytes)).encode())
+    if len(set(answers)) > 1:
+        raise RuntimeError(
+            "NVSHMEM's heaps have different numbers in different processes: "
+            f"{', '.join(map(bytes.decode, answers))}. An earlier ep_init must have failed in some "
+            "of them only; restart the job."
+        )
+    return int(answers[0])
