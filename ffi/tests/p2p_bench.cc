@@ -16,6 +16,7 @@
 //   lines=0   few tokens travel as many do
 //   format    of dispatch, for example mxfp8
 //   zipf=1    skewed routing
+//   absent    percent of the choices that name no group, as of tokens that came from other nodes
 //   trace=1   also prints when the blocks of rank 0 finish each step: first, median, last
 
 #include <algorithm>
@@ -27,6 +28,7 @@
 #include <string>
 #include <vector>
 
+#include "core/routing.h"
 #include "tests/p2p_fixture.h"
 #include "tests/p2p_routings.h"
 
@@ -131,7 +133,11 @@ class Bench {
       RankBuffers<T>& b = buffers_.emplace_back(sizes, n_tokens, n_tokens);
       b.tokens.Write(tokens);
       b.cotangent.Write(tokens);
-      b.group_ids.Write(MakeIds(sizes, pattern, n_tokens, random));
+      std::vector<int32_t> ids = MakeIds(sizes, pattern, n_tokens, random);
+      for (int32_t& id : ids) {
+        if (static_cast<int>(random() % 100) < options_.Int("absent")) id = kNoGroup;
+      }
+      b.group_ids.Write(ids);
       b.topk_weights.Write(std::vector<float>(b.topk_weights.size(), 0.125f));
       b.scales = DeviceArray<uint8_t>(fixture_.scales_bytes());
     }
@@ -167,7 +173,8 @@ class Bench {
         for (size_t first = 0; first < ids.size(); first += sizes.n_choices) {
           std::vector<bool> goes(sizes.n_ranks);
           for (int k = 0; k < sizes.n_choices; ++k) {
-            goes[ids[first + k] / sizes.n_local_groups()] = true;
+            const int32_t id = ids[first + k];
+            if (id != kNoGroup) goes[id / sizes.n_local_groups()] = true;
           }
           n_logical_ += std::count(goes.begin(), goes.end(), true);
           n_physical_ += std::count(goes.begin(), goes.end(), true) - goes[rank];

@@ -217,14 +217,33 @@ __device__ inline bool ReceiveMessageInBulk(const DispatchArgs& args, const Disp
   return true;
 }
 
+// The order in which a rank receives the messages of a source: that in which they come. Each block
+// of the source sends a range of them, and all blocks send at once.
+struct ArrivalOrder {
+  uint32_t n_blocks;        // that send; as on this rank, whose plan is probably the same
+  uint32_t block_messages;  // of each
+
+  __device__ ArrivalOrder(const LaunchPlan& plan, int max_messages)
+      : n_blocks(plan.n_send_blocks), block_messages(CeilDiv(max_messages, plan.n_send_blocks)) {}
+
+  __device__ int size() const { return static_cast<int>(n_blocks * block_messages); }
+  // A permutation of [0, size()).
+  __device__ int operator[](uint32_t i) const {
+    if (block_messages <= 1) return static_cast<int>(i);
+    return static_cast<int>(i % n_blocks * block_messages + i / n_blocks);
+  }
+};
+
 // Calls receive(slot) for each of `items` that is a message, until one returns false.
 template <class Receive>
 __device__ __forceinline__ void ForEachMessage(const DispatchArgs& args, const DispatchSmem& smem,
                                                const StridedItems& items, const Receive& receive) {
   const CallArgs& call = args.call;
-  const int n_items = smem.max_messages * call.n_ranks;
+  const ArrivalOrder order(call.plan, smem.max_messages);
+  const int n_items = order.size() * call.n_ranks;
   for (int i = items.first; i < n_items; i += items.stride) {
-    const MessageSlot slot(i, call.rank, call.n_ranks);
+    MessageSlot slot(i, call.rank, call.n_ranks);
+    slot.slot = order[slot.slot];
     if (slot.slot >= smem.n_messages[slot.source]) continue;
     if (!receive(slot)) return LeaveNoRows(args);
   }

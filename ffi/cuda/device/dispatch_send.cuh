@@ -15,8 +15,7 @@ namespace jax_ep::p2p {
 __device__ inline void CountAllTokens(const DispatchArgs& args, const DispatchSmem& smem) {
   ClearCounts(args.call, smem.totals);
   SyncWorkers();
-  CountTokens(args.call, args.group_ids, {0, args.call.n_tokens}, WarpIndex(), kWorkerWarps,
-              smem.totals);
+  CountTokens(args.call, args.group_ids, args.call.n_tokens, smem.totals);
 }
 
 // Numbers the block's first tile. Called by the workers of a block; a block barrier must follow.
@@ -25,7 +24,7 @@ __device__ inline void NumberFirstTile(const DispatchArgs& args, const DispatchS
   const TokenRange tile = tiles[0];
   ClearCounts(args.call, smem.counts);
   SyncWorkers();
-  CountTokens(args.call, args.group_ids, {0, tile.begin}, WarpIndex(), kWorkerWarps, smem.counts);
+  CountTokens(args.call, args.group_ids, tile.begin, smem.counts);
   SyncWorkers();
   if (WarpIndex() == 0) {
     NumberChoices(args.call, args.group_ids, tile, smem.counts, smem.numbers[0].positions);
@@ -39,9 +38,6 @@ __device__ inline void NumberNextTiles(const DispatchArgs& args, const DispatchS
                                        const TokenTiles& tiles) {
   for (int i = 1; i < tiles.size(); ++i) {
     const TileNumbers& numbers = smem.numbers[i % 2];
-    const TokenRange between = {tiles[i - 1].end, tiles[i].begin};
-    CountTokens(args.call, args.group_ids, between, 0, 1, smem.counts);
-    __syncwarp();
     NumberChoices(args.call, args.group_ids, tiles[i], smem.counts, numbers.positions);
     NumberMessages(args.call, args.group_ids, tiles[i], smem.counts, numbers.slots);
     SyncRoles();
@@ -148,9 +144,11 @@ __device__ inline void SendTokenInBulk(const DispatchArgs& args, const DispatchS
                                        InFlightMessages& in_flight, int token, int token_in_tile) {
   const CallArgs& call = args.call;
   const int lane = LaneIndex();
+  // The only rank reads its tokens where they are.
+  const bool travels = Encoder::kSendsToItself || call.n_ranks > 1;
   cp_async_bulk_wait_group_read<0>();
   __syncwarp();
-  if (lane == 0) {
+  if (lane == 0 && travels) {
     stage.StartLoad(Vector(stage.data(), args.size.scales), TokenAt(args, token),
                     args.size.given * kVectorBytes);
   }
@@ -165,7 +163,7 @@ __device__ inline void SendTokenInBulk(const DispatchArgs& args, const DispatchS
   }
   if (lane < call.n_choices) reinterpret_cast<int4*>(choices)[lane] = messages.choice;
   fence_proxy_async_shared();
-  if constexpr (!Encoder::kIsInPlace) stage.WaitForLoad();
+  if (!Encoder::kIsInPlace && travels) stage.WaitForLoad();
   __syncwarp();
   if (!messages.is_message) return;
   const uint32_t choices_bytes = call.n_choices * sizeof(MessageChoice);

@@ -25,23 +25,44 @@ __device__ __forceinline__ void ClearCounts(const CallArgs& call, const RoutingC
   if (threadIdx.x == 0) *counts.n_invalid = 0;
 }
 
-// Calls visit(id) for the choices of one token, in k order.
-template <class Visit>
-__device__ __forceinline__ void ForEachId(const int32_t* ids, int n_choices, const Visit& visit) {
-  if (n_choices % 4 != 0) {
-#pragma unroll 4
-    for (int k = 0; k < n_choices; ++k) visit(__ldg(ids + k));
-    return;
+// The ids of one token, or of none. The first ones are loaded when this is made, so that they are
+// there when they are visited later.
+class TokenIds {
+ public:
+  __device__ TokenIds(const CallArgs& call, const int32_t* group_ids, int token, int end)
+      : ids_(group_ids + static_cast<int64_t>(token) * call.n_choices),
+        n_ids_(token < end ? call.n_choices : 0) {
+#pragma unroll
+    for (int k = 0; k < kLoaded; k += 4) {
+      if (IsLoaded(k)) loaded_[k / 4] = __ldg(reinterpret_cast<const int4*>(ids_ + k));
+    }
   }
-#pragma unroll 2
-  for (int k = 0; k < n_choices; k += 4) {
-    const int4 four = __ldg(reinterpret_cast<const int4*>(ids + k));
-    visit(four.x);
-    visit(four.y);
-    visit(four.z);
-    visit(four.w);
+
+  // Calls visit(id) in k order.
+  template <class Visit>
+  __device__ __forceinline__ void ForEach(const Visit& visit) const {
+    int k = 0;
+#pragma unroll
+    for (; k < kLoaded && IsLoaded(k); k += 4) {
+      visit(loaded_[k / 4].x);
+      visit(loaded_[k / 4].y);
+      visit(loaded_[k / 4].z);
+      visit(loaded_[k / 4].w);
+    }
+#pragma unroll 1
+    for (; k < n_ids_; ++k) visit(__ldg(ids_ + k));
   }
-}
+
+ private:
+  static constexpr int kLoaded = 8;
+
+  // Whether the four ids from `k` on are loaded at once, as their alignment must allow.
+  __device__ bool IsLoaded(int k) const { return n_ids_ % 4 == 0 && k < n_ids_; }
+
+  const int32_t* const ids_;
+  const int n_ids_;
+  int4 loaded_[kLoaded / 4];
+};
 
 // Masks of ranks hold 32 of them, from `base` on; callers loop over bases, so any number of ranks
 // works.
@@ -51,9 +72,9 @@ __device__ __forceinline__ uint32_t RankBit(const CallArgs& call, int32_t id, in
   return call.IsGroup(id) ? call.RankOf(id) - base : kWarpSize;
 }
 
-__device__ __forceinline__ uint32_t RankBits(const CallArgs& call, const int32_t* ids, int base) {
+__device__ __forceinline__ uint32_t RankBits(const CallArgs& call, const TokenIds& ids, int base) {
   uint32_t bits = 0;
-  ForEachId(ids, call.n_choices, [&](int32_t id) {
+  ids.ForEach([&](int32_t id) {
     const uint32_t bit = RankBit(call, id, base);
     if (bit < kWarpSize) bits |= 1u << bit;
   });
@@ -71,34 +92,31 @@ __device__ __forceinline__ uint32_t TokensToRank(uint32_t rank_bits, int n_ranks
   return tokens;
 }
 
-// Adds this warp's share of the tokens, one of n_warps shares, to `counts`. Called by one warp,
-// converged.
-__device__ inline void CountTokens(const CallArgs& call, const int32_t* group_ids,
-                                   TokenRange tokens, int warp, int n_warps,
+// Adds the ids of a token per lane to `counts`. Called by one warp, converged.
+__device__ inline void CountIds(const CallArgs& call, const TokenIds& ids,
+                                const RoutingCounts& counts) {
+  uint32_t bits = 0;  // of the first 32 ranks
+  ids.ForEach([&](int32_t id) {
+    if (call.IsGroup(id)) {
+      red_shared_add(&counts.groups[id], 1);
+    } else if (id != kNoGroup) {
+      red_shared_add(counts.n_invalid, 1);
+    }
+    const uint32_t bit = RankBit(call, id, 0);
+    if (bit < kWarpSize) bits |= 1u << bit;
+  });
+  for (int base = 0; base < call.n_ranks; base += kWarpSize) {
+    if (base > 0) bits = RankBits(call, ids, base);
+    const uint32_t goes = TokensToRank(bits, min(kWarpSize, call.n_ranks - base));
+    if (goes != 0) red_shared_add(&counts.ranks[base + LaneIndex()], __popc(goes));
+  }
+}
+
+// Adds the first `n_tokens` tokens to `counts`. Called by the workers of a block.
+__device__ inline void CountTokens(const CallArgs& call, const int32_t* group_ids, int n_tokens,
                                    const RoutingCounts& counts) {
-  const int lane = LaneIndex();
-  for (int first = tokens.begin + warp * kWarpSize; first < tokens.end;
-       first += n_warps * kWarpSize) {
-    const int token = first + lane;
-    const int32_t* const ids = group_ids + static_cast<int64_t>(token) * call.n_choices;
-    const bool is_token = token < tokens.end;
-    uint32_t bits = 0;  // of the first 32 ranks
-    if (is_token) {
-      ForEachId(ids, call.n_choices, [&](int32_t id) {
-        if (call.IsGroup(id)) {
-          atomicAdd(&counts.groups[id], 1);
-        } else if (id != kNoGroup) {
-          atomicAdd(counts.n_invalid, 1);
-        }
-        const uint32_t bit = RankBit(call, id, 0);
-        if (bit < kWarpSize) bits |= 1u << bit;
-      });
-    }
-    for (int base = 0; base < call.n_ranks; base += kWarpSize) {
-      if (base > 0) bits = is_token ? RankBits(call, ids, base) : 0;
-      const uint32_t goes = TokensToRank(bits, min(kWarpSize, call.n_ranks - base));
-      if (goes != 0) atomicAdd(&counts.ranks[base + lane], __popc(goes));
-    }
+  for (int first = WarpIndex() * kWarpSize; first < n_tokens; first += kWorkerThreads) {
+    CountIds(call, TokenIds(call, group_ids, first + LaneIndex(), n_tokens), counts);
   }
 }
 
@@ -137,17 +155,18 @@ __device__ inline void NumberMessages(const CallArgs& call, const int32_t* group
   for (int first = tokens.begin; first < tokens.end; first += kWarpSize) {
     const int token = first + lane;
     const bool is_token = token < tokens.end;
-    const int32_t* const ids = group_ids + static_cast<int64_t>(token) * call.n_choices;
+    const TokenIds ids(call, group_ids, token, tokens.end);
+    const int32_t* const token_ids = group_ids + static_cast<int64_t>(token) * call.n_choices;
     int32_t* const token_slots =
         slots + static_cast<int64_t>(token - tokens.begin) * call.n_choices;
     for (int k = 0; is_token && k < call.n_choices; ++k) token_slots[k] = kNoRow;
     for (int base = 0; base < call.n_ranks; base += kWarpSize) {
-      uint32_t unseen = is_token ? RankBits(call, ids, base) : 0;
+      uint32_t unseen = RankBits(call, ids, base);
       const int n_ranks_here = min(kWarpSize, call.n_ranks - base);
       const uint32_t goes = TokensToRank(unseen, n_ranks_here);
       const int32_t count = lane < n_ranks_here ? counts.ranks[base + lane] : 0;
       for (int k = 0; k < call.n_choices; ++k) {
-        const int32_t id = is_token ? __ldg(ids + k) : kNoGroup;
+        const int32_t id = is_token ? __ldg(token_ids + k) : kNoGroup;
         const uint32_t bit = RankBit(call, id, base);
         const uint32_t tokens_there = __shfl_sync(kAllLanes, goes, bit % kWarpSize);
         const int32_t count_there = __shfl_sync(kAllLanes, count, bit % kWarpSize);

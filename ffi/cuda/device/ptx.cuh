@@ -104,6 +104,11 @@ __device__ __forceinline__ uint32_t cvta_shared(const void* address) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(address));
 }
 
+// Adds to a number in shared memory. atomicAdd does not know that it is there, which costs more.
+__device__ __forceinline__ void red_shared_add(int32_t* address, int32_t value) {
+  asm volatile("red.shared.add.s32 [%0], %1;" ::"r"(cvta_shared(address)), "r"(value) : "memory");
+}
+
 // Waits until the work that precedes the kernel in its stream has ended, if the launch let the
 // kernel start earlier. Devices before sm_90 have no such launches, and need not wait.
 __device__ __forceinline__ void griddepcontrol_wait() {

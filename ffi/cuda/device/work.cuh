@@ -87,35 +87,31 @@ struct TokenRange {
   __device__ int size() const { return end - begin; }
 };
 
-// The tokens that a block sends, in tiles. Tiles are dealt to the sending blocks in turn, so that
-// messages arrive roughly in the order of their slots, in which receivers take them.
+// The tokens that a block sends, in tiles. They follow each other, so that a block counts those
+// before its own only once. Receivers take messages in the order of ArrivalOrder, not of tokens.
 struct TokenTiles {
   static constexpr int kMaxTokens = 2 * kWorkerWarps;  // of a tile
 
-  int n_tokens;     // of the call
-  int n_tiles;      // of each block: as few as possible, of equal size
-  int tile_tokens;  // tokens of a tile
-  int n_blocks;     // that send
+  TokenRange tokens;  // of the block
+  int n_tiles;        // as few as possible, of equal size
+  int tile_tokens;    // tokens of a tile
 
-  __device__ explicit TokenTiles(const CallArgs& call)
-      : n_tokens(call.n_tokens), n_blocks(call.plan.n_send_blocks) {
+  __device__ explicit TokenTiles(const CallArgs& call) {
     // With stages, a tile is twice what is sent at once, because warps wait for each other between
     // tiles.
     const int max_tokens = call.plan.n_stages > 0 ? 2 * call.plan.n_stages : kWorkerWarps;
-    n_tiles = CeilDiv(n_tokens, n_blocks * max_tokens);
-    tile_tokens = CeilDiv(n_tokens, n_blocks * max(n_tiles, 1));
+    const int block_tokens = CeilDiv(call.n_tokens, call.plan.n_send_blocks);
+    tokens.begin = min(static_cast<int>(blockIdx.x) * block_tokens, call.n_tokens);
+    tokens.end = min(tokens.begin + block_tokens, call.n_tokens);
+    n_tiles = CeilDiv(block_tokens, max_tokens);
+    tile_tokens = CeilDiv(block_tokens, max(n_tiles, 1));
   }
 
-  // The same for every block; a block's last tile may be empty.
+  // Tiles at the end may be empty.
   __device__ int size() const { return n_tiles; }
   __device__ TokenRange operator[](int tile) const {
-    const int64_t begin = (static_cast<int64_t>(tile) * n_blocks + blockIdx.x) * tile_tokens;
-    return {Clip(begin), Clip(begin + tile_tokens)};
-  }
-
- private:
-  __device__ int Clip(int64_t token) const {
-    return token < n_tokens ? static_cast<int>(token) : n_tokens;
+    const int begin = min(tokens.begin + tile * tile_tokens, tokens.end);
+    return {begin, min(begin + tile_tokens, tokens.end)};
   }
 };
 
