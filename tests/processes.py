@@ -6,6 +6,7 @@ without it has failed, whatever its exit status.
 """
 
 import contextlib
+import dataclasses
 import importlib
 import os
 import pathlib
@@ -17,11 +18,19 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 SUMMARY = "process finished"
 GRACE_S = 5.0  # for the others, once one process has failed
 FAREWELL_S = 3.0  # how much longer than the others process 0, which serves the job, lives
+
+
+@dataclasses.dataclass(frozen=True)
+class Host:
+    """What puts a process on a host that is not really there; see hosts.py."""
+
+    launcher: tuple[str, ...] = ()  # before the command of the process
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def run_processes(
@@ -30,12 +39,14 @@ def run_processes(
     *,
     n_local_devices: int = 1,
     gpus: Sequence[str] | None = None,
+    hosts: Sequence[Host] | None = None,
     timeout_s: float = 240.0,
 ) -> list[str]:
     """Calls `target` ("module:function") in every process; returns their logs.
 
     Each process has `n_local_devices` CPU devices; with `gpus`, the GPUs that its entry gives as
-    CUDA_VISIBLE_DEVICES. Processes may share a GPU if they use no collectives of XLA.
+    CUDA_VISIBLE_DEVICES. With `hosts`, each is on the host of its entry. Processes of a host may
+    share a GPU if no collective of XLA is between them.
 
     Raises:
         AssertionError: a process failed, or was still running after `timeout_s`; the text holds
@@ -46,7 +57,7 @@ def run_processes(
     with reserved_port() as port:
         first = [sys.executable, __file__, target, f"localhost:{port}"]
         commands = [[*first, *map(str, (n_processes, i, n_cpus))] for i in range(n_processes)]
-        return run_commands(commands, SUMMARY, timeout_s, environments)
+        return _run_on_hosts(hosts, commands, SUMMARY, timeout_s, environments)
 
 
 def run_pytest(
@@ -54,6 +65,7 @@ def run_pytest(
     files: Sequence[str],
     *options: str,
     gpus: Sequence[str] | None = None,
+    hosts: Sequence[Host] | None = None,
     timeout_s: float = 240.0,
 ) -> list[str]:
     """Runs test files in every process of a job, as `run_processes` does; returns the logs.
@@ -64,15 +76,28 @@ def run_pytest(
     folder = pathlib.Path(__file__).parent
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--color=no"]
     command += [f"--n-processes={n_processes}", *options, *(str(folder / file) for file in files)]
-    environments = [_gpu_environment(each) for each in gpus] if gpus else None
+    environments = [_gpu_environment(gpus[i]) if gpus else {} for i in range(n_processes)]
     with reserved_port() as port:
         command.append(f"--coordinator=localhost:{port}")
         commands = [[*command, f"--process-id={i}"] for i in range(n_processes)]
-        logs = run_commands(commands, " passed", timeout_s, environments)
+        logs = _run_on_hosts(hosts, commands, " passed", timeout_s, environments)
     found = [re.search(r"=+ (\d+ passed.*) in .*=", log) for log in logs]
     results = {each and each.group(1) for each in found}
     assert None not in results and len(results) == 1, _all_logs(logs)
     return logs
+
+
+def _run_on_hosts(
+    hosts: Sequence[Host] | None,
+    commands: Sequence[list[str]],
+    summary: str,
+    timeout_s: float,
+    environments: Sequence[dict[str, str]],
+) -> list[str]:
+    hosts = hosts or [Host()] * len(commands)
+    on_hosts = [[*host.launcher, *each] for host, each in zip(hosts, commands, strict=True)]
+    added = [each | host.environment for host, each in zip(hosts, environments, strict=True)]
+    return run_commands(on_hosts, summary, timeout_s, added)
 
 
 def run_commands(

@@ -11,6 +11,8 @@
 #   forms       what users may vary: axes, inputs, sizes of calls and rows, routings used again
 #   nodes       p2p inside nodes of this machine's GPUs, XLA's collectives between them
 #   nvshmem     transport nvshmem, with processes of this machine as nodes
+#   hosts       nodes on several hosts, which are this machine: NVSHMEM through UCX, XLA's collectives
+#               through sockets
 #   graphs      parts of the suite with all calls in CUDA graphs, and with none; programs that
 #               another process compiled
 #   xla         transport xla on the GPUs, compared bitwise with the oracle
@@ -29,6 +31,8 @@
 #   GPU_BIN               a folder with the C++ test programs; default: they are built
 #   GPU_WHEEL             a wheel that `make wheels` built, for python3; default: part wheel does not
 #                         run
+#   JAX_EP_TEST_UCX       the folder of UCX's libraries, such as libucx/lib of the wheel libucx-cu13;
+#                         default: part hosts tests XLA's collectives only
 #   JAX_EP_CUTLASS_INCLUDE_DIR
 #     the folder that contains cutlass/cutlass.h; default: that of nvidia-cutlass in python3
 #
@@ -47,8 +51,8 @@
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 logs=$1 arch=${2:-90} site=${GPU_SITE:-build/gpu-site} bin=${GPU_BIN:-build/gpu-bin}
-all_parts=(quantize silu matmul suite forms nodes nvshmem graphs xla kernels processes gpus files
-  examples doctor wheel)
+all_parts=(quantize silu matmul suite forms nodes nvshmem hosts graphs xla kernels processes gpus
+  files examples doctor wheel)
 parts=("${@:3}")
 ((${#parts[@]})) || parts=("${all_parts[@]}")
 mkdir -p "$logs"
@@ -147,6 +151,13 @@ run_nodes() {
 run_nvshmem() {
   step test_nvshmem 500 python3 -m pytest -p no:cacheprovider --gpu tests/test_nvshmem.py \
     --durations=10
+}
+
+run_hosts() {
+  local tests=(python3 -m pytest -p no:cacheprovider --gpu tests/test_hosts.py --verbose
+    --durations=15)
+  lines=40 step hosts_nvshmem 500 "${tests[@]}" -k nvshmem
+  lines=40 step hosts_xla 400 "${tests[@]}" -k "not nvshmem"
 }
 
 run_graphs() {

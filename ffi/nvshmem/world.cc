@@ -114,9 +114,11 @@ Status World::Allocate(size_t bytes, size_t* number) {
   const ScopedDevice scoped(device_);
   Heap heap{static_cast<uint8_t*>(library_.malloc(bytes)), bytes, nullptr, nullptr};
   if (heap.memory == nullptr) {
-    return Internal("NVSHMEM has no " + std::to_string(bytes) +
-                    " bytes left. They are not part of the memory that JAX preallocates: lower "
-                    "XLA_PYTHON_CLIENT_MEM_FRACTION.");
+    return Internal(
+        "NVSHMEM has no " + std::to_string(bytes) +
+        " bytes left. They are not part of the memory that JAX preallocates: lower "
+        "XLA_PYTHON_CLIENT_MEM_FRACTION. Where NVSHMEM reserves all of its memory at the "
+        "start, raise NVSHMEM_SYMMETRIC_SIZE.");
   }
   Status status =
       ToStatus(cudaMalloc(reinterpret_cast<void**>(&heap.state), sizeof(RailState)), "allocating");

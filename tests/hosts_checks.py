@@ -1,0 +1,85 @@
+"""What the processes of a job on several hosts run; `hosts.py` says how one machine has several.
+
+Each `check_*` is a target of `processes.run_processes`; `test_hosts.py` starts them. Two nodes.
+"""
+
+import socket
+
+import jax
+
+import cases
+import harness
+import jax_ep
+import suite
+import test_grad
+import test_graphs
+from harness import AXIS, config_of, make_mesh
+from jax_ep.exchange import Exchange
+from jax_ep.transports.nodes import P2pByNodes
+from jax_ep.xla_ffi.extension import load_cuda
+from nvshmem_checks import check_replicas, free_heaps, small
+from process_checks import meet
+
+
+def check_names() -> None:
+    """Each process has a host name of its own. The platform's collectives connect them."""
+    mesh = make_mesh(len(jax.devices()))
+    own = socket.gethostname()
+    others = Exchange.over(mesh, "names", 60.0)("name", own.encode())
+    assert len(set(others)) == jax.process_count(), others
+    suite.check(small(), "xla", mesh)
+
+
+def check_collectives() -> None:
+    """`p2p` inside each node, although it could serve all; XLA's collectives between them."""
+    with harness.each_node_by_itself():
+        config = config_of(small(), timeout_s=31.0)
+        with jax_ep.ep_init(make_mesh(len(jax.devices())), AXIS, config, "p2p") as group:
+            assert type(group._connection) is P2pByNodes
+        check_results("p2p")
+
+
+def check_network() -> None:
+    """NVSHMEM maps no peer of another host, and gives no heap to a network twice."""
+    config = config_of(small(), timeout_s=31.0)
+    for _ in range(2):
+        with jax_ep.ep_init(make_mesh(len(jax.devices())), AXIS, config, "nvshmem") as group:
+            assert group.transport == "nvshmem"
+        assert free_heaps(group) == []
+    check_results("nvshmem")
+    check_replicas()
+    check_captured_calls()
+
+
+def check_results(transport: str) -> None:
+    """Every routing, dtypes, formats, rows of any length, gradients, rings that are used again."""
+    case, mesh = small(), make_mesh(len(jax.devices()))
+    for each in cases.every_routing(case):
+        suite.check(each, transport, mesh)
+    several = (
+        case.replace(weights="row", routing="duplicates"),
+        case.replace(weights="none", token_dtype="float32", combine_dtype="float32"),
+        case.replace(fused_shared_expert=True),
+        case.replace(n_tokens=1),
+        case.replace(max_tokens=5, hidden_size=8192),
+        case.replace(token_format="blockwise_fp8", hidden_size=256),
+        case.replace(max_tokens=3000, hidden_size=1024, routing="zipf"),
+    )
+    for each in several:
+        suite.check(each, transport, mesh)
+    test_grad.check_closed_forms(case.replace(weights="row"), transport)
+
+
+def check_captured_calls() -> None:
+    """A program that XLA replays as a graph gives the same bits."""
+    config = config_of(small(), timeout_s=32.0)
+    with jax_ep.ep_init(make_mesh(len(jax.devices())), AXIS, config, "nvshmem") as group:
+        run = test_graphs.Chain(group)
+        wanted = run()
+        for _ in range(3):
+            meet()
+            assert run() == wanted
+        group.check()
+        inner = group._connection.inner.geometry
+        (local,) = group.geometry.local_coordinates
+        assert load_cuda().is_captured(inner.key, local.device.local_hardware_id)
