@@ -1,15 +1,17 @@
-// Random sizes, routings and modes on p2p ranks.
+// Random sizes, routings and modes on p2p ranks, until enough cases have run or time is up.
 #pragma once
 
 #include <cstdint>
 #include <cstdio>
 #include <initializer_list>
 #include <random>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "tests/p2p_case.h"
 #include "tests/p2p_expect.h"
+#include "tests/p2p_progress.h"
 #include "tests/p2p_routings.h"
 
 namespace jax_ep::p2p {
@@ -77,8 +79,15 @@ void RunCase(int n_ranks, const std::vector<int>& devices, int index, std::mt199
   if (n_errors != errors_before) std::printf("%s: FAILED\n", name);
 }
 
-inline void RunCases(int n_ranks, const std::vector<int>& devices, int n_cases, unsigned seed) {
-  for (int i = 0; i < n_cases && n_errors < kMaxPrintedErrors; ++i) {
+// Case i has the seed `seed + i`; `limit_s`: 0 = none.
+inline void RunCases(int n_ranks, const std::vector<int>& devices, int n_cases, unsigned seed,
+                     double limit_s = 0) {
+  constexpr int kCasesPerLine = 1000;
+  Progress progress(
+      "cases: R=" + std::to_string(n_ranks) + ", cases from seed " + std::to_string(seed), n_cases,
+      limit_s);
+  while (progress.HasNext() && n_errors < kMaxPrintedErrors) {
+    const int i = progress.n_run();
     std::mt19937 random(seed + i);
     switch (random() % 3) {
       case 0:
@@ -90,8 +99,10 @@ inline void RunCases(int n_ranks, const std::vector<int>& devices, int n_cases, 
       default:
         RunCase<float>(n_ranks, devices, i, random);
     }
+    progress.Advance();
+    if (progress.n_run() % kCasesPerLine == 0 && progress.HasNext()) progress.Print();
   }
-  std::printf("cases: R=%d, %d cases from seed %u, %d errors\n", n_ranks, n_cases, seed, n_errors);
+  progress.Print();
 }
 
 }  // namespace jax_ep::p2p
