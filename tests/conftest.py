@@ -11,6 +11,8 @@ variable, for jobs that cannot pass flags:
     --n-processes   JAX_EP_TEST_N_PROCESSES
     --n-devices     JAX_EP_TEST_N_DEVICES     CPU devices of all processes together: 32
     --n-nodes       JAX_EP_TEST_N_NODES       nodes of cases that do not say: 1
+    --random-cases  JAX_EP_TEST_RANDOM_CASES  cases of test_random_cases.py, each transport: 30
+    --random-seed   JAX_EP_TEST_RANDOM_SEED   the seed of their first shape: 0
 
 In a job of several processes, run the same files with the same options in every process. Such a job
 skips tests whose mesh does not span all devices, and tests for one process.
@@ -42,7 +44,9 @@ def pytest_addoption(parser) -> None:
     group.addoption("--coordinator", default=env("JAX_EP_TEST_COORDINATOR"))
     group.addoption("--launcher", default=env("JAX_EP_TEST_LAUNCHER"))
     group.addoption("--process-id", type=int, default=int(env("JAX_EP_TEST_PROCESS_ID", "0")))
-    for name, default in (("n-processes", "1"), ("n-devices", "32"), ("n-nodes", "1")):
+    numbers = {"n-processes": "1", "n-devices": "32", "n-nodes": "1"}
+    numbers |= {"random-cases": "30", "random-seed": "0"}
+    for name, default in numbers.items():
         variable = "JAX_EP_TEST_" + name.upper().replace("-", "_")
         group.addoption(f"--{name}", type=int, default=int(env(variable, default)))
 

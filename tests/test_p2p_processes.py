@@ -30,6 +30,22 @@ def run(target: str, gpus: list[str]) -> None:
     run_processes(len(gpus), f"process_checks:{target}", gpus=gpus, timeout_s=TIMEOUT_S)
 
 
+def run_files(names: list[str], n_processes: int, *options: str) -> None:
+    """Runs files of the suite in processes that are spread over all GPUs."""
+    needs_gpus(1)
+    gpus = visible_gpus()
+    logs = run_pytest(
+        n_processes,
+        [f"test_{name}.py" for name in names],
+        "--gpu",
+        "--transports=p2p",
+        *options,
+        gpus=[gpus[i % len(gpus)] for i in range(n_processes)],
+        timeout_s=TIMEOUT_S,
+    )
+    print(logs[0])
+
+
 @pytest.mark.parametrize("n_processes", [2, 4, 8])
 @pytest.mark.parametrize("check", CHECKS)
 def test_processes_share_a_gpu(check, n_processes):
@@ -58,19 +74,16 @@ def test_processes_share_two_gpus(check, n_processes):
 )
 def test_files_of_the_suite_run_in_several_processes(files, n_processes):
     """A single process would need a GPU per rank: four for most tests, eight for some."""
-    needs_gpus(1)
-    gpus = visible_gpus()
-    logs = run_pytest(
-        n_processes,
-        [f"test_{name}.py" for name in files],
-        "--gpu",
-        "--transports=p2p",
-        "-m",
-        "not xla_collectives",
-        gpus=[gpus[i % len(gpus)] for i in range(n_processes)],
-        timeout_s=TIMEOUT_S,
-    )
-    print(logs[0])
+    run_files(files, n_processes, "-m", "not xla_collectives")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n_processes", [2, 4, 8])
+def test_random_cases_in_several_processes(n_processes, request):
+    """As many cases as --random-cases says, for each number of processes."""
+    option = request.config.option
+    cases = (f"--random-cases={option.random_cases}", f"--random-seed={option.random_seed}")
+    run_files(["random_cases"], n_processes, *cases)
 
 
 @pytest.mark.multigpu

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the package on a machine with GPUs and runs the tests of transport p2p.
 #
-# Usage: tools/gpu_test.sh LOG_FOLDER [CUDA_ARCHITECTURE [PART...]]   default: 90, all parts
+# Usage: tools/gpu_test.sh LOG_FOLDER [CUDA_ARCHITECTURE [PART...]]   default: 90, all but soak
 #
 #   build       only builds
 #   quantize    the formats' arithmetic on the device, compared with the host's
@@ -24,6 +24,8 @@
 #   examples    the examples and the demo
 #   doctor      `python -m jax_ep doctor` and `bench`
 #   wheel       the smoke test of the wheel that GPU_WHEEL names
+#   soak        random cases of the kernels and of the package, and replays of captured graphs, as
+#               many as SOAK_* say
 #
 # Environment variables:
 #   CUDA_VISIBLE_DEVICES  the GPUs to use; default: all
@@ -33,6 +35,13 @@
 #                         run
 #   JAX_EP_TEST_UCX       the folder of UCX's libraries, such as libucx/lib of the wheel libucx-cu13;
 #                         default: part hosts tests XLA's collectives only
+#   SOAK_CASES            random cases of the kernels, for each number of ranks; default: 10000
+#   SOAK_RANKS            the numbers of ranks; default: "2 4 8"
+#   SOAK_WORKERS          processes that share these cases; default: half as many as CPUs
+#   SOAK_REPLAYS          replays of captured graphs, with 4 ranks; default: 1000000
+#   SOAK_JAX_CASES        random cases through JAX; default: 500
+#   SOAK_SECONDS          time limit of each number of ranks, and of the replays; default: 400
+#   SOAK_SEED             the first seed of all cases; default: 1
 #   JAX_EP_CUTLASS_INCLUDE_DIR
 #     the folder that contains cutlass/cutlass.h; default: that of nvidia-cutlass in python3
 #
@@ -51,10 +60,10 @@
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 logs=$1 arch=${2:-90} site=${GPU_SITE:-build/gpu-site} bin=${GPU_BIN:-build/gpu-bin}
-all_parts=(quantize silu matmul suite forms nodes nvshmem hosts graphs xla kernels processes gpus
-  files examples doctor wheel)
+default_parts=(quantize silu matmul suite forms nodes nvshmem hosts graphs xla kernels processes
+  gpus files examples doctor wheel)
 parts=("${@:3}")
-((${#parts[@]})) || parts=("${all_parts[@]}")
+((${#parts[@]})) || parts=("${default_parts[@]}")
 mkdir -p "$logs"
 status=0
 
@@ -224,9 +233,70 @@ run_wheel() {
     PYTHONPATH=$folder step wheel 120 python3 -P tools/smoke_test.py --transport p2p
 }
 
+# run_soak GPUS: a count of 0 leaves out what it counts.
+run_soak() {
+  local gpus=$1 seconds=${SOAK_SECONDS:-400} n_ranks
+  local n_cases=${SOAK_CASES:-10000} replays=${SOAK_REPLAYS:-1000000} jax=${SOAK_JAX_CASES:-500}
+  build_programs || return
+  for n_ranks in ${SOAK_RANKS:-2 4 8}; do
+    ((n_cases == 0)) || soak_kernels "$n_ranks" "$gpus" "$n_cases" "$seconds"
+  done
+  if ((replays > 0)); then
+    lines=3 step soak_replays $((seconds + 60)) "$bin/p2p_test" replay 4 "$gpus" "$replays" \
+      "$seconds"
+    soak_count "replays, R=4" "$replays" "$logs/gpu_soak_replays.txt"
+  fi
+  ((jax == 0)) || soak_jax "$gpus" "$jax"
+}
+
+# soak_kernels RANKS GPUS CASES SECONDS: splits the cases among workers.
+soak_kernels() {
+  local n_ranks=$1 gpus=$2 n_cases=$3 seconds=$4 n_failed=0 first last i pids=() files=()
+  local workers=${SOAK_WORKERS:-$((($(nproc) + 1) / 2))}
+  echo "== soak: $n_cases cases with $n_ranks ranks, $workers workers"
+  for ((i = 0; i < workers; ++i)); do
+    first=$((n_cases * i / workers)) last=$((n_cases * (i + 1) / workers))
+    files+=("$logs/gpu_soak_cases_${n_ranks}_$i.txt")
+    timeout --kill-after=10 $((seconds + 60)) "$bin/p2p_test" cases "$n_ranks" "$gpus" \
+      $((last - first)) $((${SOAK_SEED:-1} + first)) "$seconds" > "${files[i]}" 2>&1 &
+    pids+=($!)
+  done
+  for ((i = 0; i < workers; ++i)); do
+    wait "${pids[i]}" && continue
+    n_failed=$((n_failed + 1))
+    tail -n "${lines:-12}" "${files[i]}"
+  done
+  ((n_failed == 0)) || { echo "== soak: $n_failed of $workers workers failed" && status=1; }
+  soak_count "cases, R=$n_ranks" "$n_cases" "${files[@]}"
+}
+
+# soak_count WHAT N LOG...: adds up what the logs of p2p_test say last; fails unless that is all.
+soak_count() {
+  local what=$1 wanted=$2 file sums n_run n_errors
+  shift 2
+  sums=$(for file in "$@"; do
+    sed -nE 's/^.*: ([0-9]+) of [0-9]+, ([0-9]+) errors, [0-9.]+ s$/\1 \2/p' "$file" | tail -n 1
+  done | awk '{ n += $1; errors += $2 } END { print n + 0, errors + 0 }')
+  read -r n_run n_errors <<< "$sums"
+  echo "== soak: $what: $n_run of $wanted, $n_errors errors"
+  ((n_run >= wanted && n_errors == 0)) || status=1
+}
+
+# soak_jax GPUS CASES: in one process, or on a single GPU in 2, 4 and 8 that share it.
+soak_jax() {
+  local n_cases=$2 options=(tests/test_random_cases.py)
+  if (($1 == 1)); then
+    options=(tests/test_p2p_processes.py -m slow -k random -raP)
+    n_cases=$((($2 + 2) / 3))
+  fi
+  run_tests soak_jax 920 "${options[@]}" "--random-cases=$n_cases" \
+    "--random-seed=${SOAK_SEED:-1}" &&
+    echo "== soak: cases through JAX: $2 of $2, 0 errors"
+}
+
 for part in "${parts[@]}"; do
   [[ $(type -t "run_$part") == function ]] || {
-    echo "gpu_test: no part $part; there are build ${all_parts[*]}" >&2
+    echo "gpu_test: no part $part; there are build ${default_parts[*]} soak" >&2
     exit 2
   }
 done

@@ -1,311 +1,29 @@
-// Random sizes, routings and modes on p2p ranks; every result is compared in bits with
-// p2p_reference.h.
+// Random sizes, routings and modes on p2p ranks, until enough cases have run or time is up.
 #pragma once
 
+#include <cstdint>
 #include <cstdio>
-#include <cstring>
+#include <initializer_list>
 #include <random>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "tests/p2p_case.h"
 #include "tests/p2p_expect.h"
-#include "tests/p2p_fixture.h"
-#include "tests/p2p_grad_reference.h"
-#include "tests/p2p_reference.h"
+#include "tests/p2p_progress.h"
 #include "tests/p2p_routings.h"
 
 namespace jax_ep::p2p {
 
-struct CaseInputs {
-  std::vector<std::vector<int32_t>> ids;    // [R][T * N]
-  std::vector<std::vector<float>> weights;  // [R][T * N]
-  bool adds_shared_expert;                  // the last choices are groups of the token's own rank
-};
-
-// One case: dispatch with and without weights, then combine in every mode, on one group.
-template <class T>
-class Case {
- public:
-  Case(const CaseSizes& sizes, const std::vector<int>& devices, CaseInputs inputs, int n_sms,
-       bool uses_lines, bool is_roomy, std::mt19937& random, std::string name)
-      : sizes_(sizes),
-        fixture_(sizes, devices, TimeoutSeconds(), n_sms, {}, uses_lines, is_roomy),
-        routing_(sizes, std::move(inputs.ids)),
-        weights_(std::move(inputs.weights)),
-        adds_shared_expert_(inputs.adds_shared_expert),
-        name_(std::move(name)) {
-    fixture_.ForRanks([&](int rank) {
-      buffers_.emplace_back(sizes, routing_.n_tokens(rank), routing_.ids[rank].size());
-      RankBuffers<T>& b = buffers_.back();
-      tokens_.push_back(RandomValues<T>(b.tokens.size(), random));
-      residuals_.push_back(RandomValues<T>(b.tokens.size(), random));
-      cotangents_.push_back(RandomValues<T>(b.cotangent.size(), random));
-      b.cotangent.Write(cotangents_.back());
-      b.tokens.Write(tokens_.back());
-      b.residual.Write(residuals_.back());
-      b.group_ids.Write(routing_.ids[rank]);
-      b.topk_weights.Write(weights_[rank]);
-      // Unused rows stay NaN: nothing may read them.
-      const size_t n_used = static_cast<size_t>(routing_.n_rows(rank)) * sizes.hidden;
-      expert_out_.push_back(RandomValues<T>(n_used, random));
-      b.expert_out = DeviceArray<T>(b.rows.size());
-      b.expert_out.Poison();
-      b.expert_out.Write(expert_out_.back());
-      row_scalars_.push_back(RandomWeights(sizes.max_recv_tokens, random));
-      b.row_scalars.Write(row_scalars_.back());
-    });
-  }
-
-  // Lets only some blocks send, as with many tokens; by bulk copies if the device has them.
-  void SplitBlocks(bool receives_in_bulk, int n_ring_slots) {
-    fixture_.dispatch_plan = fixture_.combine_plan = {5, 3, 1, 1};
-    fixture_.dispatch_plan.n_stages = 4;
-    fixture_.dispatch_plan.receives_in_bulk = receives_in_bulk ? 1 : -1;
-    // Rings do not sum by node.
-    fixture_.combine_plan.ring_slots = sizes_.n_nodes > 1 ? -1 : n_ring_slots;
-  }
-
-  void Run() {
-    const bool shared = adds_shared_expert_;
-    if (Dispatch(/*has_weights=*/false)) {
-      Combine({Weighting::kNone, true, shared}, false);
-      Combine({Weighting::kNone, false, false}, false);
-      Combine({Weighting::kNone, true, false}, false, /*has_scalars=*/true);
-      Combine({Weighting::kSource, true, shared}, false);
-      CombineGrad({Weighting::kNone, true, shared});
-      Combine({Weighting::kSource, true, shared}, true);
-      CombineGrad({Weighting::kSource, true, shared});
-      CombineGrad({Weighting::kNone, false, false});
-    }
-    if (Dispatch(/*has_weights=*/true)) {
-      Combine({Weighting::kRow, true, shared}, false);
-      CombineGrad({Weighting::kRow, true, shared});
-      Combine({Weighting::kRow, true, shared}, true);
-    }
-    for (int rank = 0; rank < sizes_.n_ranks; ++rank) {
-      if (fixture_.IsLocal(rank)) CheckStats(rank);
-    }
-  }
-
- private:
-  // False if the call has failed.
-  bool Dispatch(bool has_weights) {
-    fixture_.ForRanks([&](int rank) {
-      buffers_[rank].PoisonResults();
-      CHECK_CUDA(cudaDeviceSynchronize());
-    });
-    for (int rank = 0; rank < sizes_.n_ranks; ++rank) {
-      if (!fixture_.IsLocal(rank)) continue;
-      fixture_.Launch(rank, fixture_.DispatchOf(rank, buffers_[rank], has_weights));
-    }
-    fixture_.Sync();
-    const bool is_healthy = fixture_.IsHealthy();
-    Expect(is_healthy, name_ + ": dispatch did not end");
-    if (!is_healthy) return false;
-    ++n_dispatches_;
-    for (int rank = 0; rank < sizes_.n_ranks; ++rank) {
-      if (fixture_.IsLocal(rank)) CheckDispatch(rank, has_weights);
-    }
-    return true;
-  }
-
-  void CheckDispatch(int rank, bool has_weights) {
-    const RankBuffers<T>& b = buffers_[rank];
-    const std::string where = name_ + ", dispatch, rank " + std::to_string(rank);
-    Expect(b.row_offsets.Read() == routing_.row_offsets[rank], where + ": row_offsets");
-    Expect(b.n_dropped.Read()[0] == routing_.n_dropped[rank], where + ": n_dropped");
-    Expect(b.n_invalid.Read()[0] == routing_.n_invalid[rank], where + ": n_invalid");
-    const std::vector<T> rows = b.rows.Read();
-    const std::vector<int32_t> src_info = b.src_info.Read();
-    const std::vector<float> row_weights = b.row_weights.Read();
-    int n_bad = 0;
-    for (int row = 0; row < sizes_.max_recv_tokens; ++row) {
-      const T* const got = &rows[static_cast<size_t>(row) * sizes_.hidden];
-      if (row >= routing_.n_rows(rank)) {
-        // Nothing is written beyond the rows in use.
-        const std::vector<uint8_t> poison(sizes_.hidden * sizeof(T), 0xff);
-        n_bad += std::memcmp(got, poison.data(), poison.size()) != 0;
-        continue;
-      }
-      const RowOrigin& from = routing_.rows[rank][row];
-      const T* const token = &tokens_[from.source][static_cast<size_t>(from.token) * sizes_.hidden];
-      n_bad += std::memcmp(got, token, sizes_.hidden * sizeof(T)) != 0;
-      n_bad += src_info[2 * row] != from.token || src_info[2 * row + 1] != from.k;
-      if (has_weights) {
-        n_bad += row_weights[row] != weights_[from.source][from.token * sizes_.n_choices + from.k];
-      }
-    }
-    Expect(n_bad == 0, where + ": " + std::to_string(n_bad) + " bad rows of " +
-                           std::to_string(routing_.n_rows(rank)));
-  }
-
-  // What all calls so far must have counted, other than waits.
-  RankStats ExpectedStats(int rank) const {
-    const int n = n_dispatches_;
-    RankStats expected(sizes_.n_ranks, sizes_.n_groups);
-    expected.dispatch_calls = n;
-    expected.combine_calls = n_combines_;
-    expected.invalid_ids = n * routing_.n_invalid[rank];
-    expected.dropped_rows = n * routing_.n_dropped[rank];
-    std::vector<int> last_token(sizes_.n_ranks, -1);
-    for (size_t i = 0; i < routing_.ids[rank].size(); ++i) {
-      const int id = routing_.ids[rank][i], token = static_cast<int>(i) / sizes_.n_choices;
-      if (id < 0 || id >= sizes_.n_groups) continue;
-      expected.rows_to_group[id] += n;
-      const int to = routing_.RankOf(id);
-      if (last_token[to] == token) continue;
-      last_token[to] = token;
-      expected.tokens_to_rank[to] += n;
-      expected.bytes_to_rank[to] += static_cast<int64_t>(n) * sizes_.hidden * sizeof(T);
-    }
-    const std::vector<uint32_t>& offsets = routing_.row_offsets[rank];
-    for (int group = 0; group < sizes_.n_local_groups(); ++group) {
-      expected.rows_per_group[group] = n * (offsets[group + 1] - offsets[group]);
-    }
-    return expected;
-  }
-
-  void CheckStats(int rank) {
-    const std::string where = name_ + ", stats, rank " + std::to_string(rank);
-    const RankStats expected = ExpectedStats(rank);
-    RankStats stats;
-    Check(fixture_.group->Stats(rank, &stats));
-    Expect(stats.dispatch_calls == expected.dispatch_calls, where + ": dispatch_calls");
-    Expect(stats.combine_calls == expected.combine_calls, where + ": combine_calls");
-    Expect(stats.invalid_ids == expected.invalid_ids, where + ": invalid_ids");
-    Expect(stats.dropped_rows == expected.dropped_rows, where + ": dropped_rows");
-    Expect(stats.tokens_to_rank == expected.tokens_to_rank, where + ": tokens_to_rank");
-    Expect(stats.bytes_to_rank == expected.bytes_to_rank, where + ": bytes_to_rank");
-    Expect(stats.rows_to_group == expected.rows_to_group, where + ": rows_to_group");
-    Expect(stats.rows_per_group == expected.rows_per_group, where + ": rows_per_group");
-    const int64_t limit_ns = static_cast<int64_t>(TimeoutSeconds() * 1e9);
-    for (int i = 0; i < 2 * sizes_.n_ranks; ++i) {
-      const int64_t total = stats.wait_ns[i], longest = stats.longest_wait_ns[i];
-      const bool is_own = i % sizes_.n_ranks == rank;
-      Expect(is_own ? total == 0 && longest == 0
-                    : longest >= 0 && longest <= total && longest < limit_ns,
-             where + ": waits");
-    }
-  }
-
-  void Combine(const CombineMode& mode, bool has_residual, bool has_scalars = false) {
-    fixture_.ForRanks([&](int rank) {
-      buffers_[rank].out.Poison();
-      buffers_[rank].choice_scalars.Poison();
-      CHECK_CUDA(cudaDeviceSynchronize());
-    });
-    for (int rank = 0; rank < sizes_.n_ranks; ++rank) {
-      if (!fixture_.IsLocal(rank)) continue;
-      const RankBuffers<T>& b = buffers_[rank];
-      fixture_.Launch(
-          rank, fixture_.CombineOf(rank, b, b.expert_out.get(), mode, has_residual, has_scalars));
-    }
-    fixture_.Sync();
-    const std::string what =
-        Describe("combine", mode) + ", residual " + std::to_string(has_residual);
-    if (!fixture_.IsHealthy()) return Expect(false, what + ": did not end");
-    ++n_combines_;
-    for (int rank = 0; rank < sizes_.n_ranks; ++rank) {
-      if (!fixture_.IsLocal(rank)) continue;
-      const std::vector<T> out = buffers_[rank].out.Read();
-      int n_bad = 0;
-      for (int token = 0; token < buffers_[rank].n_tokens; ++token) {
-        for (int i = 0; i < sizes_.hidden; ++i) {
-          n_bad += mode.reduce ? !IsSumRight(out, mode, has_residual, rank, token, i)
-                               : !AreRowsRight(out, rank, token, i);
-        }
-      }
-      if (has_scalars) n_bad += CountBadScalars(rank);
-      Expect(n_bad == 0, what + ", rank " + std::to_string(rank) + ": " + std::to_string(n_bad) +
-                             " bad elements");
-    }
-  }
-
-  std::string Describe(const char* operation, const CombineMode& mode) const {
-    return name_ + ", " + operation + ", weighting " +
-           std::to_string(static_cast<int>(mode.weighting)) + ", reduce " +
-           std::to_string(mode.reduce) + ", shared expert " +
-           std::to_string(mode.adds_shared_expert);
-  }
-
-  int CountBadScalars(int rank) const {
-    const std::vector<float> scalars = buffers_[rank].choice_scalars.Read();
-    int n_bad = 0;
-    for (size_t i = 0; i < scalars.size(); ++i) {
-      const int row = routing_.row_of_choice[rank][i];
-      n_bad += scalars[i] !=
-               (row < 0 ? 0.0f : row_scalars_[routing_.RankOf(routing_.ids[rank][i])][row]);
-    }
-    return n_bad;
-  }
-
-  void CombineGrad(const CombineMode& mode) {
-    fixture_.ForRanks([&](int rank) {
-      RankBuffers<T>& b = buffers_[rank];
-      b.grad_expert_out.Poison(), b.grad_topk_weights.Poison(), b.grad_row_weights.Poison();
-      CHECK_CUDA(cudaDeviceSynchronize());
-    });
-    for (int choice = 0; choice < (mode.reduce ? 1 : sizes_.n_choices); ++choice) {
-      for (int rank = 0; rank < sizes_.n_ranks; ++rank) {
-        if (!fixture_.IsLocal(rank)) continue;
-        const RankBuffers<T>& b = buffers_[rank];
-        fixture_.Launch(rank, fixture_.CombineGradOf(rank, b, b.expert_out.get(), mode,
-                                                     mode.reduce ? kAllChoices : choice));
-      }
-    }
-    fixture_.Sync();
-    const std::string what = Describe("backward of combine", mode);
-    if (!fixture_.IsHealthy()) return Expect(false, what + ": did not end");
-    const GradReference<T> reference{routing_, mode, weights_, cotangents_, expert_out_};
-    for (int rank = 0; rank < sizes_.n_ranks; ++rank) {
-      if (!fixture_.IsLocal(rank)) continue;
-      const RankBuffers<T>& b = buffers_[rank];
-      const int n_bad =
-          reference.CountBadRows(rank, b.grad_expert_out.Read()) +
-          reference.CountBadWeights(rank, b.grad_topk_weights.Read(), b.grad_row_weights.Read());
-      Expect(n_bad == 0, what + ", rank " + std::to_string(rank) + ": " + std::to_string(n_bad) +
-                             " bad elements");
-    }
-  }
-
-  T ExpertOut(int rank, int row, int i) const {
-    return expert_out_[rank][static_cast<size_t>(row) * sizes_.hidden + i];
-  }
-
-  bool IsSumRight(const std::vector<T>& out, const CombineMode& mode, bool has_residual, int rank,
-                  int token, int i) const {
-    const size_t element = static_cast<size_t>(token) * sizes_.hidden + i;
-    const T* const residual = has_residual ? &residuals_[rank][element] : nullptr;
-    return IsSame(out[element],
-                  CombineElement<T>(routing_, mode, rank, token, weights_[rank].data(), residual,
-                                    [&](int from, int row) { return ExpertOut(from, row, i); }));
-  }
-
-  // Without a sum: one row per choice.
-  bool AreRowsRight(const std::vector<T>& out, int rank, int token, int i) const {
-    bool right = true;
-    for (int k = 0; k < sizes_.n_choices; ++k) {
-      const int choice = token * sizes_.n_choices + k;
-      const int row = routing_.row_of_choice[rank][choice];
-      const T expected =
-          row < 0 ? T{} : ExpertOut(routing_.RankOf(routing_.ids[rank][choice]), row, i);
-      right &= IsSame(out[static_cast<size_t>(choice) * sizes_.hidden + i], expected);
-    }
-    return right;
-  }
-
-  const CaseSizes sizes_;
-  Fixture<T> fixture_;
-  const Routing routing_;
-  const std::vector<std::vector<float>> weights_;
-  const bool adds_shared_expert_;
-  const std::string name_;
-  int n_dispatches_ = 0, n_combines_ = 0;
-  std::vector<RankBuffers<T>> buffers_;
-  std::vector<std::vector<T>> tokens_, residuals_, expert_out_, cotangents_;
-  std::vector<std::vector<float>> row_scalars_;
-};
+// What groups of rows are padded to a multiple of: often 1, and less where padding would be long.
+inline int PickAlignment(const CaseSizes& sizes, int row_bytes, std::mt19937& random) {
+  constexpr int64_t kMaxPaddingBytes = 4 << 20;  // of a rank
+  int alignment = random() % 2 ? 1 : 1 << random() % 9;
+  const int64_t bytes_per_row = int64_t{sizes.n_local_groups()} * row_bytes;
+  while ((alignment - 1) * bytes_per_row > kMaxPaddingBytes) alignment /= 2;
+  return alignment;
+}
 
 template <class T>
 void RunCase(int n_ranks, const std::vector<int>& devices, int index, std::mt19937& random) {
@@ -332,20 +50,25 @@ void RunCase(int n_ranks, const std::vector<int>& devices, int index, std::mt199
     inputs.weights.push_back(RandomWeights(inputs.ids.back().size(), random));
     max_rows += n * sizes.n_choices;
   }
-  sizes.max_recv_tokens = static_cast<int>(random() % 2 ? max_rows : 1 + random() % max_rows);
+  sizes.row_alignment = PickAlignment(sizes, sizes.hidden * sizeof(T), random);
+  max_rows += int64_t{sizes.row_alignment - 1} * sizes.n_local_groups();
+  const auto capacity = static_cast<int>(random() % 2 ? max_rows : 1 + random() % max_rows);
+  // EPConfig takes no capacity that cuts padding.
+  sizes.max_recv_tokens = (capacity + sizes.row_alignment - 1) & -sizes.row_alignment;
   const int n_sms = random() % 3 == 0 ? 1 + random() % 8 : 0;
   // No program of JAX is ragged, and only calls that are not can go in lines.
   const bool uses_lines = !is_ragged && random() % 2 == 0;
   const bool is_roomy = random() % 3 == 0;
-  char name[200];
+  char name[240];
   std::snprintf(name, sizeof(name),
-                "case %d: R=%d nodes=%d G=%d N=%d H=%d M=%d T=%d C=%d pattern=%d element=%zu "
-                "n_sms=%d shared=%d lines=%d roomy=%d",
+                "case %d: R=%d nodes=%d G=%d N=%d H=%d M=%d T=%d C=%d alignment=%d "
+                "pattern=%d element=%zu n_sms=%d shared=%d lines=%d roomy=%d",
                 index, n_ranks, sizes.n_nodes, sizes.n_groups, sizes.n_choices, sizes.hidden,
                 sizes.max_tokens, is_ragged ? -1 : n_tokens, sizes.max_recv_tokens,
-                static_cast<int>(pattern), sizeof(T), n_sms, inputs.adds_shared_expert, uses_lines,
-                is_roomy);
+                sizes.row_alignment, static_cast<int>(pattern), sizeof(T), n_sms,
+                inputs.adds_shared_expert, uses_lines, is_roomy);
   const int errors_before = n_errors;
+  running = name;
   Case<T> one(sizes, devices, std::move(inputs), n_sms, uses_lines, is_roomy, random, name);
   one.Run();
   for (const bool receives_in_bulk : {false, true}) {
@@ -356,8 +79,15 @@ void RunCase(int n_ranks, const std::vector<int>& devices, int index, std::mt199
   if (n_errors != errors_before) std::printf("%s: FAILED\n", name);
 }
 
-inline void RunCases(int n_ranks, const std::vector<int>& devices, int n_cases, unsigned seed) {
-  for (int i = 0; i < n_cases && n_errors < kMaxPrintedErrors; ++i) {
+// Case i has the seed `seed + i`; `limit_s`: 0 = none.
+inline void RunCases(int n_ranks, const std::vector<int>& devices, int n_cases, unsigned seed,
+                     double limit_s = 0) {
+  constexpr int kCasesPerLine = 1000;
+  Progress progress(
+      "cases: R=" + std::to_string(n_ranks) + ", cases from seed " + std::to_string(seed), n_cases,
+      limit_s);
+  while (progress.HasNext() && n_errors < kMaxPrintedErrors) {
+    const int i = progress.n_run();
     std::mt19937 random(seed + i);
     switch (random() % 3) {
       case 0:
@@ -369,8 +99,10 @@ inline void RunCases(int n_ranks, const std::vector<int>& devices, int n_cases, 
       default:
         RunCase<float>(n_ranks, devices, i, random);
     }
+    progress.Advance();
+    if (progress.n_run() % kCasesPerLine == 0 && progress.HasNext()) progress.Print();
   }
-  std::printf("cases: R=%d, %d cases from seed %u, %d errors\n", n_ranks, n_cases, seed, n_errors);
+  progress.Print();
 }
 
 }  // namespace jax_ep::p2p

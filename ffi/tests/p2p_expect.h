@@ -2,6 +2,7 @@
 // shows all that is wrong.
 #pragma once
 
+#include <cstddef>
 #include <cstdio>
 #include <cstring>
 #include <string>
@@ -23,6 +24,23 @@ template <class T>
 bool IsSame(T a, T b) {
   const float x = ToFloat(a), y = ToFloat(b);
   return std::memcmp(&a, &b, sizeof(T)) == 0 || (x != x && y != y);
+}
+
+// How many of n elements differ.
+template <class T>
+int CountDifferent(const T* got, const T* expected, size_t n) {
+  if (n == 0 || std::memcmp(got, expected, n * sizeof(T)) == 0) return 0;
+  int n_bad = 0;
+  for (size_t i = 0; i < n; ++i) n_bad += !IsSame(got[i], expected[i]);
+  return n_bad;
+}
+
+// Whether all bytes of n elements are 0xff, as DeviceArray::Poison leaves them.
+template <class T>
+bool IsPoison(const T* values, size_t n) {
+  const auto* const bytes = reinterpret_cast<const unsigned char*>(values);
+  // Each byte equals the one before.
+  return n == 0 || (bytes[0] == 0xff && std::memcmp(bytes, bytes + 1, n * sizeof(T) - 1) == 0);
 }
 
 }  // namespace jax_ep::p2p

@@ -165,7 +165,7 @@ class Fixture {
 
   int row_alignment() const {
     return format.format == nullptr
-               ? 1
+               ? sizes.row_alignment
                : static_cast<int>(format.format->row_alignment(format.scales_layout));
   }
 

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cmath>
-#include <cstring>
 #include <vector>
 
 #include "tests/p2p_expect.h"
@@ -11,81 +10,100 @@
 namespace jax_ep::p2p {
 
 template <class T>
-struct GradReference {
-  const Routing& routing;
-  const CombineMode mode;
-  const std::vector<std::vector<float>>& weights;  // [R][T * N]
-  const std::vector<std::vector<T>>& cotangents;   // [R][T * H], or [R][T * N * H]
-  const std::vector<std::vector<T>>& expert_out;   // [R][rows * H]
+class GradReference {
+ public:
+  // Weighted sums are of the first `n_summed` choices of each token. Keeps references.
+  GradReference(const Routing& routing, int n_summed,
+                const std::vector<std::vector<float>>& weights,  // [R][T * N]
+                const std::vector<std::vector<T>>& cotangents,   // [R][T * N * H]; sums use T * H
+                const std::vector<std::vector<T>>& expert_out)   // [R][rows * H]
+      : routing_(routing), n_summed_(n_summed), weights_(weights), cotangents_(cotangents) {
+    for (int rank = 0; rank < routing.sizes.n_ranks; ++rank) {
+      scaled_.emplace_back(expert_out[rank].size());
+      dots_.emplace_back(routing.n_rows(rank));
+      for (int row = 0; row < routing.n_rows(rank); ++row) {
+        const size_t begin = static_cast<size_t>(row) * routing.sizes.hidden;
+        dots_[rank][row] =
+            AddRow(routing.rows[rank][row], &expert_out[rank][begin], &scaled_[rank][begin]);
+      }
+    }
+  }
 
-  // Counts wrong elements of a rank's gradient of expert_out, in bits. Rows that are not in use
-  // must still be poisoned.
-  int CountBadRows(int rank, const std::vector<T>& grad) const {
-    const int hidden = routing.sizes.hidden;
-    const std::vector<uint8_t> poison(hidden * sizeof(T), 0xff);
-    int n_bad = 0;
-    for (int row = 0; row < routing.sizes.max_recv_tokens; ++row) {
-      const T* const got = &grad[static_cast<size_t>(row) * hidden];
-      if (row >= routing.n_rows(rank)) {
-        n_bad += std::memcmp(got, poison.data(), poison.size()) != 0;
-        continue;
+  // Counts wrong elements of a rank's gradient of expert_out, in bits. Padding must be zero, and
+  // rows that are not in use must still be poisoned.
+  int CountBadRows(const CombineMode& mode, int rank, const T* grad) const {
+    const size_t hidden = routing_.sizes.hidden, n_used = routing_.n_rows(rank) * hidden;
+    const size_t n = routing_.sizes.max_recv_tokens * hidden;
+    const std::vector<T> zeros(hidden);
+    int n_bad = !IsPoison(grad + n_used, n - n_used);
+    for (int row = 0; row < routing_.n_rows(rank); ++row) {
+      const RowOrigin& from = routing_.rows[rank][row];
+      const T* expected = zeros.data();
+      if (!from.is_padding()) {
+        expected =
+            IsWeighted(mode, from) ? &scaled_[rank][row * hidden] : Cotangent(from, mode.reduce);
       }
-      const RowOrigin& from = routing.rows[rank][row];
-      const T* const cotangent = Cotangent(from);
-      for (int i = 0; i < hidden; ++i) {
-        const float value = ToFloat(cotangent[i]);
-        n_bad +=
-            !IsSame(got[i], IsWeighted(from.k) ? FromFloat<T>(Weight(from) * value) : cotangent[i]);
-      }
+      n_bad += CountDifferent(&grad[row * hidden], expected, hidden);
     }
     return n_bad;
   }
 
   // Counts wrong gradients of weights: of choices or of rows, as the mode has them.
-  int CountBadWeights(int rank, const std::vector<float>& of_choices,
+  int CountBadWeights(const CombineMode& mode, int rank, const std::vector<float>& of_choices,
                       const std::vector<float>& of_rows) const {
     int n_bad = 0;
     if (mode.weighting == Weighting::kSource) {
-      const int n_choices = routing.sizes.n_choices;
-      for (int i = 0; i < static_cast<int>(of_choices.size()); ++i) {
-        const int row = routing.row_of_choice[rank][i];
-        const RowOrigin from{rank, i / n_choices, i % n_choices};
-        n_bad += row < 0 ? of_choices[i] != 0.0f
-                         : !IsDot(of_choices[i], from, routing.RankOf(routing.ids[rank][i]), row);
+      for (size_t i = 0; i < of_choices.size(); ++i) {
+        const int row = routing_.row_of_choice[rank][i];
+        const Dot dot = row < 0 ? Dot{} : dots_[routing_.RankOf(routing_.ids[rank][i])][row];
+        n_bad += !dot.IsNear(of_choices[i]);
       }
     } else if (mode.weighting == Weighting::kRow) {
-      for (int row = 0; row < routing.n_rows(rank); ++row) {
-        n_bad += !IsDot(of_rows[row], routing.rows[rank][row], rank, row);
+      for (int row = 0; row < routing_.n_rows(rank); ++row) {
+        n_bad += !dots_[rank][row].IsNear(of_rows[row]);
       }
     }
     return n_bad;
   }
 
  private:
-  bool IsWeighted(int k) const {
-    return mode.weighting != Weighting::kNone && k < mode.n_summed(routing.sizes.n_choices);
+  // A dot product, and the sum of its products' magnitudes; zero for what has no weight.
+  struct Dot {
+    double value = 0.0, size = 0.0;
+    // Up to rounding.
+    bool IsNear(float got) const { return std::abs(got - value) <= 1e-5 * size; }
+  };
+
+  bool IsWeighted(const CombineMode& mode, const RowOrigin& from) const {
+    return mode.weighting != Weighting::kNone && from.k < n_summed_;
   }
-  float Weight(const RowOrigin& from) const {
-    return weights[from.source][from.token * routing.sizes.n_choices + from.k];
-  }
-  const T* Cotangent(const RowOrigin& from) const {
+  const T* Cotangent(const RowOrigin& from, bool reduce) const {
     const size_t token = static_cast<size_t>(from.token);
-    const size_t row = mode.reduce ? token : token * routing.sizes.n_choices + from.k;
-    return &cotangents[from.source][row * routing.sizes.hidden];
+    const size_t row = reduce ? token : token * routing_.sizes.n_choices + from.k;
+    return &cotangents_[from.source][row * routing_.sizes.hidden];
   }
-  // Whether `got` is the dot product of a choice's cotangent and its row, up to rounding.
-  bool IsDot(float got, const RowOrigin& from, int rank, int row) const {
-    if (!IsWeighted(from.k)) return got == 0.0f;
-    const int hidden = routing.sizes.hidden;
-    const T* const cotangent = Cotangent(from);
-    const T* const out = &expert_out[rank][static_cast<size_t>(row) * hidden];
-    double dot = 0.0, size = 0.0;
-    for (int i = 0; i < hidden; ++i) {
-      const double product = double{ToFloat(cotangent[i])} * ToFloat(out[i]);
-      dot += product, size += std::abs(product);
+
+  // Writes the cotangent of a row of a weighted sum; returns the gradient of its weight.
+  Dot AddRow(const RowOrigin& from, const T* out, T* scaled) const {
+    Dot dot;
+    if (from.is_padding() || from.k >= n_summed_) return dot;
+    const float weight = weights_[from.source][from.token * routing_.sizes.n_choices + from.k];
+    const T* const cotangent = Cotangent(from, /*reduce=*/true);
+    for (int i = 0; i < routing_.sizes.hidden; ++i) {
+      const float value = ToFloat(cotangent[i]);
+      const double product = double{value} * ToFloat(out[i]);
+      dot.value += product, dot.size += std::abs(product);
+      scaled[i] = FromFloat<T>(weight * value);
     }
-    return std::abs(got - dot) <= 1e-5 * size;
+    return dot;
   }
+
+  const Routing& routing_;
+  const int n_summed_;
+  const std::vector<std::vector<float>>& weights_;
+  const std::vector<std::vector<T>>& cotangents_;
+  std::vector<std::vector<T>> scaled_;  // [R][rows * H] gradients of rows of weighted sums
+  std::vector<std::vector<Dot>> dots_;  // [R][rows]
 };
 
 }  // namespace jax_ep::p2p

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdio>
 #include <cstdlib>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -14,18 +15,43 @@
 
 namespace jax_ep::p2p {
 
+inline std::string running;  // what runs, for messages of errors that end the program
+
 inline void Check(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
-  std::fprintf(stderr, "%s: %s\n", what, cudaGetErrorString(error));
+  std::fprintf(stderr, "%s: %s\n%s\n", what, cudaGetErrorString(error), running.c_str());
   std::exit(2);
 }
 #define CHECK_CUDA(call) ::jax_ep::p2p::Check(call, #call)
 
 inline void Check(const Status& status) {
   if (status.ok()) return;
-  std::fprintf(stderr, "%s\n", status.message.c_str());
+  std::fprintf(stderr, "%s\n%s\n", status.message.c_str(), running.c_str());
   std::exit(2);
 }
+
+// Page-locked host memory, to which the driver copies much faster than to a vector.
+class PinnedMemory {
+ public:
+  PinnedMemory() = default;
+  PinnedMemory(const PinnedMemory&) = delete;
+  PinnedMemory& operator=(const PinnedMemory&) = delete;
+  ~PinnedMemory() { cudaFreeHost(data_); }
+
+  // Memory of at least so many bytes; invalidates what an earlier call gave.
+  void* Get(size_t bytes) {
+    if (bytes > bytes_) {
+      bytes_ = std::max(bytes, 2 * bytes_);
+      CHECK_CUDA(cudaFreeHost(data_));
+      CHECK_CUDA(cudaMallocHost(&data_, bytes_));
+    }
+    return data_;
+  }
+
+ private:
+  void* data_ = nullptr;
+  size_t bytes_ = 0;
+};
 
 // An array in memory of the device that was current when it was made.
 template <class T>
@@ -60,6 +86,14 @@ class DeviceArray {
     CHECK_CUDA(cudaMemcpy(host.data(), data_ + first, n * sizeof(T), cudaMemcpyDeviceToHost));
     return host;
   }
+  // The first n elements, or all; valid until the next call for an array of this type.
+  const T* Fetch(size_t n) const {
+    static PinnedMemory memory;
+    void* const host = memory.Get(n * sizeof(T));
+    CHECK_CUDA(cudaMemcpy(host, data_, n * sizeof(T), cudaMemcpyDeviceToHost));
+    return static_cast<const T*>(host);
+  }
+  const T* Fetch() const { return Fetch(size_); }
 
  private:
   T* data_ = nullptr;

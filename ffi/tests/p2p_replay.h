@@ -8,6 +8,7 @@
 
 #include "tests/p2p_expect.h"
 #include "tests/p2p_fixture.h"
+#include "tests/p2p_progress.h"
 #include "tests/p2p_workload.h"
 
 namespace jax_ep::p2p {
@@ -36,17 +37,23 @@ class Replay {
     for (cudaGraphExec_t graph : graphs_) cudaGraphExecDestroy(graph);
   }
 
-  void Run(int n_replays) {
+  // `limit_s`: 0 = none.
+  void Run(int n_replays, double limit_s = 0) {
     const int replays_per_check = std::max(100, n_replays / 20);
-    for (int replay = 0; replay < n_replays && n_errors == 0; ++replay) {
+    Progress progress("replay: R=" + std::to_string(fixture_.sizes.n_ranks) + ", replays of " +
+                          std::to_string(kSteps) + " dispatches and combines",
+                      n_replays, limit_s);
+    while (progress.HasNext() && n_errors == 0) {
       fixture_.ForRanks(
           [&](int rank) { CHECK_CUDA(cudaGraphLaunch(graphs_[rank], fixture_.streams[rank])); });
-      const bool is_last = replay == n_replays - 1;
-      if (is_last || replay % replays_per_check == replays_per_check - 1) CheckResults(replay);
+      progress.Advance();
+      if (progress.n_run() % replays_per_check != 0 || !progress.HasNext()) continue;
+      CheckResults(progress.n_run());
+      progress.Print();
     }
-    if (n_errors == 0) CheckStats(n_replays);
-    std::printf("replay: R=%d, %d replays of %d dispatches and combines, %d errors\n",
-                fixture_.sizes.n_ranks, n_replays, kSteps, n_errors);
+    if (n_errors == 0) CheckResults(progress.n_run());
+    if (n_errors == 0) CheckStats(progress.n_run());
+    progress.Print();
   }
 
  private:
@@ -61,9 +68,9 @@ class Replay {
     for (const Workload<BFloat16>& step : steps_) step.LaunchCombine(rank);
   }
 
-  void CheckResults(int replay) {
+  void CheckResults(int n_run) {
     fixture_.Sync();
-    const std::string name = "replay " + std::to_string(replay);
+    const std::string name = "replay " + std::to_string(n_run);
     if (!fixture_.IsHealthy()) return Expect(false, name + " did not end");
     for (int step = 0; step < kSteps; ++step) {
       for (int rank = 0; rank < fixture_.sizes.n_ranks; ++rank) {

@@ -88,9 +88,11 @@ inline void ShareLastChoice(const CaseSizes& sizes, int rank, std::vector<int32_
 // Values whose sums and products stay normal numbers.
 template <class T>
 std::vector<T> RandomValues(size_t n, std::mt19937& random) {
+  // There are millions of them; this generator takes a fifth of the time.
+  std::linear_congruential_engine<uint32_t, 1664525, 1013904223, 0> fast(random());
   std::vector<T> values(n);
   for (T& value : values) {
-    value = FromFloat<T>(static_cast<float>(static_cast<int32_t>(random())) * 0x1p-31f * 4.0f);
+    value = FromFloat<T>(static_cast<float>(static_cast<int32_t>(fast())) * 0x1p-31f * 4.0f);
   }
   return values;
 }

@@ -1,13 +1,18 @@
 // Tests of the p2p kernels without JAX: results are compared in bits with p2p_reference.h.
 //
-//   p2p_test cases  RANKS DEVICES N_CASES [SEED]   random sizes, routings and modes
-//   p2p_test large  RANKS DEVICES TOKENS [SMS]     H = 7168, 256 groups, 8 choices; samples
-//   compared p2p_test replay RANKS DEVICES N_REPLAYS        captured graphs p2p_test fail   RANKS
-//   DEVICES                  a rank stays away p2p_test processes RANKS DEVICES PROCESSES N_CASES
-//   [SEED]
+//   p2p_test cases RANKS DEVICES N_CASES [SEED [SECONDS]]
+//       random sizes, routings and modes, until SECONDS have passed; case i has the seed SEED + i
+//   p2p_test large RANKS DEVICES TOKENS [SMS]
+//       H = 7168, 256 groups, 8 choices; samples are compared
+//   p2p_test replay RANKS DEVICES N_REPLAYS [SECONDS]
+//       captured graphs, until SECONDS have passed
+//   p2p_test fail RANKS DEVICES
+//       a rank stays away
+//   p2p_test processes RANKS DEVICES PROCESSES N_CASES [SEED]
 //       `cases` and `fail` with ranks in several processes; then one of them exits
 //
-// Ranks are spread evenly over the devices 0 to DEVICES - 1, and over the processes.
+// Ranks are spread evenly over the devices 0 to DEVICES - 1, and over the processes. `cases` and
+// `replay` print now and then how far they are.
 
 #include <cstdio>
 #include <cstdlib>
@@ -89,22 +94,24 @@ int Main(int argc, char** argv) {
   const auto number = [&](int i, int otherwise) {
     return i < argc ? std::atoi(argv[i]) : otherwise;
   };
+  std::setvbuf(stdout, nullptr, _IOLBF, 0);  // a run that is killed has printed all its lines
   const std::string what = argc > 1 ? argv[1] : "";
   const int n_ranks = number(2, 2), n_devices = number(3, 1);
   const std::vector<int> devices = Spread(n_ranks, n_devices);
   if (what == "cases") {
-    RunCases(n_ranks, devices, number(4, 50), number(5, 1));
+    RunCases(n_ranks, devices, number(4, 50), number(5, 1), number(6, 0));
   } else if (what == "large") {
     RunLarge(n_ranks, devices, number(4, 2048), number(5, 0));
   } else if (what == "replay") {
-    Replay(n_ranks, devices).Run(number(4, 1000));
+    Replay(n_ranks, devices).Run(number(4, 1000), number(5, 0));
   } else if (what == "fail") {
     RunFail(n_ranks, devices);
   } else if (what == "processes") {
     n_errors = RunProcesses(n_ranks, devices, number(4, 2), number(5, 20), number(6, 1));
   } else {
     std::fprintf(stderr,
-                 "usage: p2p_test cases|large|replay|fail|processes RANKS DEVICES [N...] [SEED]\n");
+                 "usage: p2p_test cases|large|replay|fail|processes RANKS DEVICES [N...] "
+                 "[SEED] [SECONDS]\n");
     return 2;
   }
   std::fflush(stdout);

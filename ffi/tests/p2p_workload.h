@@ -86,12 +86,11 @@ class Workload {
     int n_bad = 0;
     for (int token = 0; token < routing_.n_tokens(rank); token += stride) {
       const auto out = buffers_[rank].out.Read(static_cast<size_t>(token) * hidden, hidden);
-      for (int i = 0; i < hidden; ++i) {
-        const T value = TokenOf(rank, token)[i];  // of all rows of the token
-        const T expected = CombineElement<T>(routing_, kMode, rank, token, weights_[rank].data(),
-                                             nullptr, [&](int, int) { return value; });
-        n_bad += !IsSame(out[i], expected);
-      }
+      const T* const rows = TokenOf(rank, token);  // each of them
+      const std::vector<T> expected =
+          CombineToken<T>(routing_, kMode, rank, token, weights_[rank].data(), nullptr,
+                          [&](int, int) { return rows; });
+      n_bad += CountDifferent(out.data(), expected.data(), hidden);
     }
     return n_bad;
   }

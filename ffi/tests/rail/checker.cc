@@ -41,15 +41,15 @@ class Checker {
   }
 
   void CheckSums() const {
-    const int n = exchange_.n_tokens * hidden_;
-    for (int i = 0; i < n; ++i) {
-      const auto row = [&](int rank, int index) {
-        return exchange_.expert_out[rank][static_cast<size_t>(index) * hidden_ + i % hidden_];
-      };
-      const CombineMode mode{Weighting::kSource, /*reduce=*/true, /*adds_shared_expert=*/false};
-      const BFloat16 expected = p2p::CombineElement<BFloat16>(
-          routing_, mode, rank_, i / hidden_, exchange_.weights[rank_].data(), nullptr, row);
-      Expect(results_.combined[i].bits == expected.bits, "a sum's bits");
+    const CombineMode mode{Weighting::kSource, /*reduce=*/true, /*adds_shared_expert=*/false};
+    const auto row = [&](int rank, int index) {
+      return &exchange_.expert_out[rank][static_cast<size_t>(index) * hidden_];
+    };
+    for (int token = 0; token < exchange_.n_tokens; ++token) {
+      const std::vector<BFloat16> expected = p2p::CombineToken<BFloat16>(
+          routing_, mode, rank_, token, exchange_.weights[rank_].data(), nullptr, row);
+      const BFloat16* const got = &results_.combined[static_cast<size_t>(token) * hidden_];
+      Expect(IsRow(got, expected.data(), hidden_), "a sum's bits");
     }
   }
 
