@@ -24,10 +24,10 @@ def check(geometry: Geometry) -> Geometry:
     if own == memory:
         return own
     if (geometry.mesh, geometry.axis_name) != (memory.mesh, memory.axis_name):
+        got, wanted = _places(geometry, memory)
         raise ValueError(
-            f"memory_of must be a group of the same mesh and axis; got {geometry.mesh}, "
-            f"{geometry.axis_name!r}, and it has {memory.mesh}, {memory.axis_name!r}. Leave "
-            "memory_of out for a group with memory of its own."
+            f"memory_of must be a group of the same mesh and axis; got {got}, it has {wanted}. "
+            "Leave memory_of out for a group with memory of its own."
         )
     for name, got, wanted in _equal(geometry, memory):
         if got != wanted:
@@ -38,10 +38,19 @@ def check(geometry: Geometry) -> Geometry:
     for name, got, limit in _limited(geometry, memory):
         if got > limit:
             raise ValueError(
-                f"memory_of must be a group with at least as many {name}; got {got}, it has "
-                f"{limit}. First make a group with the largest sizes of all, for its memory."
+                f"memory_of must be a group whose {name} is at least that of the new one; got "
+                f"{got}, it has {limit}. First make a group with the largest sizes of all, for its "
+                "memory."
             )
     return geometry
+
+
+def _places(*geometries: Geometry) -> list[str]:
+    """Mesh and axis of each geometry; with the devices, if only these differ."""
+    places = [f"{each.mesh}, {each.axis_name!r}" for each in geometries]
+    if len(set(places)) == len(places):
+        return places
+    return [f"{each.mesh} of devices {each.device_ids}" for each in geometries]
 
 
 def _equal(geometry: Geometry, memory: Geometry) -> Iterator[tuple[str, Any, Any]]:
