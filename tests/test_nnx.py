@@ -232,7 +232,8 @@ def gradients_in_float32(weights, tokens):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tokens_parameters_and_experts_may_each_have_any_dtype(token_dtype, param_dtype, dtype):
     config = {"token_format": jax_ep.Plain(dtype), "combine_dtype": dtype}
-    layer = make_layer("auto", axes={"ep": 2}, config=config, param_dtype=param_dtype)
+    options = {"param_dtype": param_dtype, "kernel_init": nnx.initializers.normal(0.1)}
+    layer = make_layer("auto", axes={"ep": 2}, config=config, **options)
     tokens = make_tokens(dtype=token_dtype)
     graphdef, params = nnx.split(layer)
 
