@@ -68,12 +68,17 @@ class Geometry:
 
     @functools.cached_property
     def _digest(self) -> str:
-        device_ids = [device.id for device in self.mesh.devices.flat]
+        device_ids = self.device_ids
         shape = tuple(self.mesh.shape.items())
         facts: tuple[Any, ...] = (shape, device_ids, self.axis_name, self.config, self.transport)
         if self.memory_of is not None:
             facts = (*facts, self.memory_of._digest)
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
+
+    @property
+    def device_ids(self) -> list[int]:
+        """The ids of the mesh's devices, in mesh order."""
+        return [device.id for device in self.mesh.devices.flat]
 
     @property
     def memory_key(self) -> str:

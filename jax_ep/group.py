@@ -161,7 +161,7 @@ class EPGroup:
 
     def __reduce__(self) -> Any:
         mesh = self.mesh
-        ids = [device.id for device in mesh.devices.flat]
+        ids = self.geometry.device_ids
         axes = mesh.devices.shape, mesh.axis_names, mesh.axis_types
         arguments = self.axis_name, self.config, self.transport
         memory_of = self.geometry.memory_of
@@ -202,12 +202,13 @@ def _open_pickled(
 ) -> EPGroup:
     """The group of a pickle; `memory_config` is that of the group whose memory it uses."""
     shape, axis_names, axis_types = axes
-    by_id = {device.id: device for device in jax.devices(platform)}
+    by_id = {device.id: device for device in _devices_of(platform, ids)}
     missing = [each for each in ids if each not in by_id]
     if missing:
         raise ValueError(
             f"A pickled EPGroup needs the {platform} devices {ids} of its mesh; this program has "
-            f"no device {missing[0]}."
+            f"no device {missing[0]}. Unpickle it where JAX has these devices, or make a group for "
+            "this machine's with ep_init."
         )
     devices = np.array([by_id[each] for each in ids]).reshape(shape)
     mesh = jax.sharding.Mesh(devices, axis_names, axis_types=axis_types)
@@ -216,6 +217,19 @@ def _open_pickled(
         return ep_init(mesh, axis_name, config, transport)
     with ep_init(mesh, axis_name, memory_config, transport) as memory_of:
         return ep_init(mesh, axis_name, config, transport, memory_of=memory_of)
+
+
+def _devices_of(platform: str, ids: list[int]) -> list[jax.Device]:
+    """The devices of a platform; raises ValueError if JAX has no such platform."""
+    try:
+        return jax.devices(platform)
+    except RuntimeError as error:
+        here = ", ".join(sorted({device.platform for device in jax.devices()}))
+        raise ValueError(
+            f"A pickled EPGroup needs the {platform} devices {ids} of its mesh; this program has "
+            f"devices of {here} only. Unpickle it where JAX has the platform {platform}, or make a "
+            "group for this machine's devices with ep_init."
+        ) from error
 
 
 def check_group(operation: str, group: EPGroup) -> None:

@@ -196,7 +196,20 @@ def test_a_pickled_group_needs_its_devices(transport, monkeypatch):
         data = pickle.dumps(group)
     devices = jax.devices()
     monkeypatch.setattr(jax, "devices", lambda *_: devices[:1])
-    with pytest.raises(ValueError, match=f"this program has no device {devices[1].id}"):
+    missing = f"this program has no device {devices[1].id}. Unpickle it where JAX has these devices"
+    with pytest.raises(ValueError, match=missing):
+        pickle.loads(data)
+
+
+def test_a_pickled_group_needs_its_platform(transport):
+    with group_of(cases.SMALL[2], transport) as group:
+        platform, ids = group.mesh.devices.flat[0].platform, group.geometry.device_ids
+        data = pickle.dumps(group).replace(platform.encode(), b"x" * len(platform))
+    message = (
+        rf"A pickled EPGroup needs the x+ devices \{ids} of its mesh; this program has devices of "
+        r"\w+ only\. Unpickle it where JAX has the platform x+, or make a group"
+    )
+    with pytest.raises(ValueError, match=message):
         pickle.loads(data)
 
 

@@ -70,6 +70,12 @@ def layer(group, **options: Any) -> MoE:
     return MoE(group, H, rngs=nnx.Rngs(0), **options)
 
 
+def reassigned(layer: MoE) -> MoE:
+    """The layer with a group whose token format carries another dtype than its results have."""
+    layer.group = init(combine_dtype=jnp.float32)
+    return layer
+
+
 def run(body: Callable[..., Any], mesh=None, **options: Any) -> Any:
     """Runs a per-rank function on a scalar per rank, and waits for its result."""
     mesh = make_mesh() if mesh is None else mesh
@@ -355,6 +361,9 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "layer-fsdp": lambda: layer(init(), fsdp_axis="ep"),
     "layer-shared": lambda: layer(init(fused_shared_expert=True), shared_size=2 * H),
     "layer-capacity": lambda: layer(init(), capacity_factor=0),
+    "layer-tokens": lambda: layer(init())(jnp.ones((R, H + 1))),
+    "layer-mask": lambda: layer(init())(jnp.ones((R, 2, H)), jnp.ones(R, bool)),
+    "layer-group": lambda: reassigned(layer(init()))(jnp.ones((R, H))),
     "layer-bias": lambda: layer(init()).update_bias(jnp.ones(E)),
     "gpu-platform": lambda: init(transport="p2p"),
     "weights-twice": lambda: round_trip(init(), at_dispatch=True, topk_weights=jnp.ones((T, K))),

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -80,7 +81,7 @@ def make_layer(transport, *, axes=None, group_axes="ep", config=None, **options)
         bias = getattr(layer, name)
         if bias is not None:
             assert not bias[...].any()
-            bias[...] = 0.3 * jax.random.normal(jax.random.key(i), bias.shape)
+            bias[...] = 0.3 * jax.random.normal(jax.random.key(i), bias.shape, bias.dtype)
     return layer
 
 
@@ -199,6 +200,57 @@ def test_outputs_and_gradients_match_a_dense_layer(name, transport):
     np.testing.assert_array_equal(report.expert_load, load)
     assert (report.n_limited > 0) == (layer.capacity_factor is not None)
     assert report.n_dropped == 0 and report.topk_ids.shape == (B, LENGTH, K)
+
+
+# Relative errors that roundings to a dtype add up to.
+DTYPES = {"float32": 1e-4, "float16": 0.004, "bfloat16": 0.02}
+NO_OPTIONS = types.SimpleNamespace(
+    router_config=RouterConfig(),
+    capacity_factor=None,
+    balance_per_sequence=False,
+    interleaved=False,
+    clamp=None,
+)
+# Halves the time of a test that is mostly compilation.
+COMPILE_FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+@jax.jit
+def gradients_in_float32(weights, tokens):
+    """Of the plain layer, for arrays of any dtype: those of the weights and tokens; and output."""
+
+    def loss(weights, tokens):
+        output, *_ = dense(weights, tokens, NO_OPTIONS)
+        return jnp.sum(jnp.sin(output)), output
+
+    floats = jax.tree.map(lambda x: x.astype(jnp.float32), (weights, tokens))
+    return jax.grad(loss, argnums=(0, 1), has_aux=True)(*floats)
+
+
+@pytest.mark.parametrize("token_dtype", DTYPES)
+@pytest.mark.parametrize("param_dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tokens_parameters_and_experts_may_each_have_any_dtype(token_dtype, param_dtype, dtype):
+    config = {"token_format": jax_ep.Plain(dtype), "combine_dtype": dtype}
+    options = {"param_dtype": param_dtype, "kernel_init": nnx.initializers.normal(0.1)}
+    layer = make_layer("auto", axes={"ep": 2}, config=config, **options)
+    tokens = make_tokens(dtype=token_dtype)
+    graphdef, params = nnx.split(layer)
+
+    def loss(params, tokens):
+        output, _ = nnx.merge(graphdef, params)(tokens)
+        return jnp.sum(jnp.sin(output.astype(jnp.float32))), output
+
+    step = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True), compiler_options=COMPILE_FAST)
+    (grads, of_tokens), output = step(params, tokens)
+    assert output.dtype == of_tokens.dtype == token_dtype
+    (wanted, of_dense_tokens), dense_output = gradients_in_float32(weights_of(layer), tokens)
+    error = max(DTYPES[each] for each in (token_dtype, param_dtype, dtype))
+    assert_close(output, dense_output, error)
+    assert_close(of_tokens, of_dense_tokens, error)
+    for name, grad in nnx.to_pure_dict(grads).items():
+        assert grad.dtype == param_dtype
+        assert_close(grad, wanted[name], error)
 
 
 def test_devices_exchange_rows_only():

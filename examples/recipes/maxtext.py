@@ -18,7 +18,7 @@ from reference import assert_close, dense_experts, normal
 jax.config.update("jax_platforms", "cpu")  # leave this out where there are 8 GPUs
 jax.config.update("jax_num_cpu_devices", 16)  # before jaxlib 0.12, XLA needs two threads per device
 jax.config.update("jax_default_matmul_precision", "float32")
-BATCH = ("data", "fsdp", "expert")  # mesh axes of MaxText's logical axis "activation_batch"
+BATCH = ("data", "fsdp", "expert")  # of the axes of "activation_batch", those that devices are on
 
 
 class RoutedMoE:

@@ -162,7 +162,7 @@ class MoE(nnx.Module):
         group = self.group
         by_token: Any = P(self.token_axes)
         everywhere: Any = P()
-        self._check_call(tokens)
+        self._check_call(tokens, mask)
         forward = Forward(
             group=group,
             router=self.router_config,
@@ -204,9 +204,20 @@ class MoE(nnx.Module):
             raise ValueError("update_bias: the layer must have a bias; create it with router_bias.")
         self.router_bias[...] = update_bias(self.router_bias[...], expert_load, rate)
 
-    def _check_call(self, tokens: jax.Array) -> None:
+    def _check_call(self, tokens: jax.Array, mask: jax.Array | None) -> None:
         """Requires tokens that the mesh's shards divide, and a group that the parameters fit."""
         mesh, config = self.group.mesh, self.group.config
+        size = self.router.shape[0]
+        if tokens.ndim < 2 or tokens.shape[-1] != size:
+            raise ValueError(
+                f"nnx.MoE: tokens must have the shape [..., H={size}], with at least one dimension "
+                f"before H; got {tokens.shape}."
+            )
+        if mask is not None and mask.shape != tokens.shape[:-1]:
+            raise ValueError(
+                "nnx.MoE: mask must have the shape of tokens without their last dimension, "
+                f"{tokens.shape[:-1]}; got {mask.shape}."
+            )
         n_shards = math.prod(mesh.shape[name] for name in self.token_axes)
         if tokens.shape[0] % n_shards:
             raise ValueError(
@@ -220,6 +231,7 @@ class MoE(nnx.Module):
                 f"nnx.MoE: the group must have the layer's experts: [H, E] = "
                 f"{list(self.router.shape)}; got {list(shape)}."
             )
+        _check_formats(self.group, self.down.shape[1] if self.fp8_matmuls else None)
 
     def _weights(self) -> dict[str, jax.Array]:
         """The arrays that a call uses, in the dtypes that it computes in."""

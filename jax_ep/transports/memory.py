@@ -24,10 +24,10 @@ def check(geometry: Geometry) -> Geometry:
     if own == memory:
         return own
     if (geometry.mesh, geometry.axis_name) != (memory.mesh, memory.axis_name):
+        new, old = _places(geometry, memory)
         raise ValueError(
-            f"memory_of must be a group of the same mesh and axis; got {geometry.mesh}, "
-            f"{geometry.axis_name!r}, and it has {memory.mesh}, {memory.axis_name!r}. Leave "
-            "memory_of out for a group with memory of its own."
+            f"memory_of must be a group of the same mesh and axis; got {new}, it has {old}. "
+            "Leave memory_of out for a group with memory of its own."
         )
     for name, got, wanted in _equal(geometry, memory):
         if got != wanted:
@@ -35,13 +35,22 @@ def check(geometry: Geometry) -> Geometry:
                 f"memory_of must be a group with the same {name}; got {got!r}, it has {wanted!r}. "
                 "Leave memory_of out for a group with memory of its own."
             )
-    for name, got, limit in _limited(geometry, memory):
+    for size, got, limit in _limited(geometry, memory):
         if got > limit:
             raise ValueError(
-                f"memory_of must be a group with at least as many {name}; got {got}, it has "
-                f"{limit}. First make a group with the largest sizes of all, for its memory."
+                f"memory_of must be a group with room for {size.format(got)}; it has room for "
+                f"{size.format(limit)}. First make a group with the largest sizes of all, for its "
+                "memory."
             )
     return geometry
+
+
+def _places(*geometries: Geometry) -> list[str]:
+    """Mesh and axis of each geometry; with the devices, if only these differ."""
+    places = [f"{each.mesh}, {each.axis_name!r}" for each in geometries]
+    if len(set(places)) == len(places):
+        return places
+    return [f"{each.mesh} of devices {each.device_ids}" for each in geometries]
 
 
 def _equal(geometry: Geometry, memory: Geometry) -> Iterator[tuple[str, Any, Any]]:
@@ -55,8 +64,8 @@ def _equal(geometry: Geometry, memory: Geometry) -> Iterator[tuple[str, Any, Any
 
 
 def _limited(geometry: Geometry, memory: Geometry) -> Iterator[tuple[str, int, int]]:
-    """(name, value, limit) of what may be less."""
+    """(size, with a place for the number; value; limit) of what may be less."""
     for name in ("top_k", "max_tokens_per_rank"):
-        yield name, getattr(geometry.config, name), getattr(memory.config, name)
-    size = bootstrap.max_message_bytes
-    yield "bytes per token or row", size(geometry.config), size(memory.config)
+        yield f"{name}={{}}", getattr(geometry.config, name), getattr(memory.config, name)
+    n_bytes = bootstrap.max_message_bytes
+    yield "{} bytes per token or row", n_bytes(geometry.config), n_bytes(memory.config)
