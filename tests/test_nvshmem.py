@@ -1,7 +1,7 @@
 """Transport `nvshmem`: several processes of one host as two or four nodes.
 
 Processes may share a GPU; then they take turns. On one host, kernels store straight to their peers;
-`check_puts` has them leave all of that to NVSHMEM. A network adapter is not tested here.
+`check_puts` has them leave all of that to NVSHMEM. test_hosts.py has a network between them.
 """
 
 import re
