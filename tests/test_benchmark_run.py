@@ -185,6 +185,16 @@ def test_report_of_a_cpu_shows_speed_ups() -> None:
     assert "| host | 22.0 | 21.0 | 30.0 |" in lines
 
 
+def test_report_leaves_out_periods_that_noise_hides() -> None:
+    record = make_record("cpu")
+    add(record, "round trip", "chain", AT_COMBINE, 0.5)
+    add(record, "round trip + grad", "chain", AT_DISPATCH, -5.0)
+    report = Report(record)
+    assert "| 128, 7168, 1.5× | 2.0× | – | – | 2.0× |" in report.markdown().splitlines()
+    assert "| 128, 7168, 1.5× | – | 210 | 420 (2.0×) |" in report.markdown().splitlines()
+    assert "0.5 (-0.5 to 1.5)" in report.all_figures()
+
+
 def test_report_shows_how_much_of_a_call_overlaps() -> None:
     record = make_record()
     case = record["cases"]["T128"] | {"width": 8192}
