@@ -50,6 +50,7 @@ def run(tmp_path, request):
     """A function that runs Python in `tmp_path`, with warnings as errors."""
     platforms = "cuda,cpu" if request.config.option.gpu else "cpu"
     environment = child_environment() | {"JAX_PLATFORMS": platforms, "COLUMNS": "100"}
+    environment.pop("PYTHONSAFEPATH", None)  # recipes import a module that lies beside them
 
     def run(*arguments, added_environment=None, timeout_s=300):
         return subprocess.run(
