@@ -149,6 +149,13 @@ def one_process(request) -> None:
         pytest.skip("for one process only")
 
 
+@pytest.fixture
+def float32_matmuls():
+    """Matmuls of float32 that are as exact as on CPUs, also on GPUs."""
+    with jax.default_matmul_precision("float32"):
+        yield
+
+
 def transports(option) -> tuple[str, ...]:
     """The transports under test."""
     if option.transports:

@@ -1,0 +1,134 @@
+"""Layers of jax_ep.nnx.MoE for tests, and the same in plain JAX, where every expert processes every
+token.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import Mesh
+
+import jax_ep
+from jax_ep.nnx import MoE
+from jax_ep.router import RouterConfig, balance_loss, expert_load, route
+
+E, K, H, F, S = 16, 3, 128, 128, 64
+B, LENGTH = 8, 6
+V3 = RouterConfig(
+    scores="sigmoid", scaling=2.5, n_expert_groups=4, topk_expert_groups=2, group_scores="top2"
+)
+
+
+def make_mesh(axes):
+    sizes = tuple(axes.values())
+    n_devices = int(np.prod(sizes))
+    if len(jax.devices()) < n_devices:
+        pytest.skip(f"needs {n_devices} devices, found {len(jax.devices())}")
+    return Mesh(np.array(jax.devices()[:n_devices]).reshape(sizes), tuple(axes))
+
+
+def open_group(transport, axes, group_axes="ep", mesh=None, **options):
+    defaults = {
+        "n_experts": E,
+        "top_k": K,
+        "hidden_size": H,
+        "max_tokens_per_rank": B * LENGTH,
+        "token_format": jax_ep.Plain(jnp.float32),
+        "combine_dtype": jnp.float32,
+    }
+    mesh = mesh or make_mesh(axes)
+    return jax_ep.ep_init(mesh, group_axes, jax_ep.EPConfig(**defaults | options), transport)
+
+
+def make_layer(transport, *, axes=None, group_axes="ep", config=None, **options):
+    group = open_group(transport, axes or {"ep": 4}, group_axes, **config or {})
+    layer = MoE(group, F, rngs=nnx.Rngs(0), **options)
+    if layer.router_bias is not None:
+        layer.router_bias[...] = 0.3 * jax.random.normal(jax.random.key(5), (E,))
+    for i, name in enumerate(("logit_bias", "gate_up_bias", "down_bias")):
+        bias = getattr(layer, name)
+        if bias is not None:
+            assert not bias[...].any()
+            bias[...] = 0.3 * jax.random.normal(jax.random.key(i), bias.shape, bias.dtype)
+    return layer
+
+
+def make_tokens(shape=(B, LENGTH, H), dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(1), shape, dtype)
+
+
+def is_kept(topk_ids, layer):
+    """`bool[..., K]`: choices within the capacity of their expert, which counts rank by rank."""
+    n_ranks = int(np.prod([layer.group.mesh.shape[name] for name in layer.token_axes]))
+    choices = jax.nn.one_hot(topk_ids.reshape(n_ranks, -1), E)
+    capacity = np.ceil(layer.capacity_factor * choices.shape[1] / E)
+    earlier = jnp.cumsum(choices, axis=1) - choices  # choices of the same expert
+    return ((earlier * choices).sum(axis=-1) < capacity).reshape(topk_ids.shape)
+
+
+def activate(hidden, layer):
+    gate, up = jnp.split(hidden, 2, axis=-1)
+    if layer.interleaved:
+        gate, up = hidden[..., ::2], hidden[..., 1::2]
+    if layer.clamp is None:
+        return jax.nn.silu(gate) * up
+    alpha, limit = layer.clamp
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return (up + 1) * gate * jax.nn.sigmoid(alpha * gate)
+
+
+def dense(weights, tokens, layer):
+    """Output, losses and load, on one device."""
+    config, bias = layer.router_config, weights.get("router_bias")
+    logits = tokens @ weights["router"] + weights.get("logit_bias", 0)
+    routes = route(config, logits, K, bias)
+    choices = jax.nn.one_hot(routes.topk_ids, E)
+    if layer.capacity_factor is not None:
+        choices = jnp.where(is_kept(routes.topk_ids, layer)[..., None], choices, 0)
+    gates = jnp.einsum("...k,...ke->...e", routes.topk_weights, choices)
+    hidden = jnp.einsum("...h,ehf->...ef", tokens, weights["gate_up"])
+    values = activate(hidden + weights.get("gate_up_bias", 0), layer)
+    results = jnp.einsum("...ef,efh->...eh", values, weights["down"])
+    output = jnp.einsum("...e,...eh->...h", gates, results + weights.get("down_bias", 0))
+    if "shared_down" in weights:
+        output += activate(tokens @ weights["shared_gate_up"], layer) @ weights["shared_down"]
+    loss = balance_loss(routes.scores, routes.topk_ids, per_sequence=layer.balance_per_sequence)
+    z_loss = jnp.mean(jnp.log(jnp.exp(logits).sum(axis=-1)) ** 2)
+    return output, (loss, z_loss), expert_load(routes.topk_ids, E)
+
+
+def weights_of(layer):
+    """The layer's variables on one device, by name."""
+    state = nnx.to_pure_dict(nnx.state(layer))
+    return jax.device_put(jax.tree.map(np.asarray, state), jax.devices()[0])
+
+
+def assert_close(got, wanted, error=1e-4):
+    got, wanted = np.asarray(got, np.float64), np.asarray(wanted, np.float64)
+    assert got.shape == wanted.shape
+    assert np.linalg.norm(got - wanted) <= error * np.linalg.norm(wanted)
+
+
+def objective(output, losses):
+    balance, z_loss = losses
+    return jnp.sum(jnp.sin(output.astype(jnp.float32))) + 3 * balance + 0.5 * z_loss
+
+
+def losses_of(report):
+    return report.balance_loss, report.z_loss
+
+
+def dense_gradients(layer, tokens):
+    """Gradients of the weights, then output, losses, load and the gradient of the tokens."""
+
+    @jax.jit
+    def gradients(weights, tokens):
+        def loss(weights, tokens):
+            output, losses, load = dense(weights, tokens, layer)
+            return objective(output, losses), (output, losses, load)
+
+        grads, results = jax.grad(loss, argnums=(0, 1), has_aux=True)(weights, tokens)
+        return grads[0], (*results, grads[1])
+
+    return gradients(weights_of(layer), jax.device_put(tokens, jax.devices()[0]))
