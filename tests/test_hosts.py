@@ -7,17 +7,15 @@ UCX and what NVSHMEM needs with it are no part of the environment of the tests: 
 JAX_EP_TEST_UCX, the folder of UCX's libraries, the tests of transport `nvshmem` are skipped.
 """
 
-import re
 import subprocess
 import sys
 
 import pytest
 
 import hosts
-from processes import child_environment, run_processes, run_pytest
-from test_nvshmem import gpus_of
+from node_files import TIMEOUT_S, check_files, gpus_of
+from processes import child_environment, run_processes
 
-TIMEOUT_S = 300.0
 HEAP_BYTES = 1 << 30
 SUITE = [(2, ["nodes"], 6), (4, ["async", "independent_calls", "call_sizes"], 30)]
 
@@ -33,22 +31,6 @@ def shims(tmp_path_factory):
     yield folder
     for heap in hosts.heaps():
         heap.unlink()
-
-
-def n_passed(logs: list[str]) -> int:
-    return int(re.search(r"=+ (\d+) passed", logs[0]).group(1))
-
-
-def options_for(transport: str) -> list[str]:
-    return [
-        "--gpu",
-        f"--transports={transport}",
-        "--n-nodes=2",
-        "-m",
-        "not xla_collectives and not multiprocess",
-        "-k",
-        "not skip_a2a and not both",  # where there is one node
-    ]
 
 
 @pytest.fixture
@@ -113,15 +95,7 @@ def test_xla_connects_hosts(n_processes):
 @pytest.mark.gpu
 @pytest.mark.multiprocess
 def test_files_of_the_suite_with_xla_between_hosts(n_processes, files, least):
-    logs = run_pytest(
-        n_processes,
-        [f"test_{name}.py" for name in files],
-        *options_for("p2p"),
-        gpus=gpus_of(n_processes),
-        hosts=hosts.for_nccl(n_processes, 2),
-        timeout_s=TIMEOUT_S,
-    )
-    assert n_passed(logs) >= least
+    check_files("p2p", n_processes, files, least, hosts=hosts.for_nccl(n_processes, 2))
 
 
 @pytest.mark.parametrize("n_processes", [2, 4])
@@ -144,12 +118,5 @@ def test_nvshmem_connects_hosts(target, n_processes, shims):
 @pytest.mark.gpu
 @pytest.mark.multiprocess
 def test_files_of_the_suite_with_nvshmem_between_hosts(n_processes, files, least, shims):
-    logs = run_pytest(
-        n_processes,
-        [f"test_{name}.py" for name in files],
-        *options_for("nvshmem"),
-        gpus=gpus_of(n_processes),
-        hosts=hosts.for_nvshmem(n_processes, 2, shims=shims, heap_bytes=HEAP_BYTES),
-        timeout_s=TIMEOUT_S,
-    )
-    assert n_passed(logs) >= least
+    on = hosts.for_nvshmem(n_processes, 2, shims=shims, heap_bytes=HEAP_BYTES)
+    check_files("nvshmem", n_processes, files, least, hosts=on)
