@@ -242,8 +242,8 @@ __device__ __forceinline__ void ForEachMessage(const DispatchArgs& args, const D
   const ArrivalOrder order(call.plan, smem.max_messages);
   const int n_items = order.size() * call.n_ranks;
   for (int i = items.first; i < n_items; i += items.stride) {
-    MessageSlot slot(i, call.rank, call.n_ranks);
-    slot.slot = order[slot.slot];
+    const MessageSlot turn(i, call.rank, call.n_ranks);
+    const MessageSlot slot(turn.source, order[turn.slot]);
     if (slot.slot >= smem.n_messages[slot.source]) continue;
     if (!receive(slot)) return LeaveNoRows(args);
   }

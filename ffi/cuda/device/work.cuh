@@ -115,8 +115,8 @@ struct TokenTiles {
   }
 };
 
-// A message of a source rank. A rank goes through the messages of all sources slot by slot, one
-// message per source in turn, so that no link idles.
+// A message of a source rank. A rank takes one message of each source in turn, so that no link
+// idles: slot by slot, or in dispatch by ArrivalOrder.
 struct MessageSlot {
   int source;
   int slot;
