@@ -4,7 +4,7 @@
 # Usage: tools/wheels.sh [FOLDER]        default: dist
 #
 # One wheel is for Python 3.11, one (abi3) for every later Python. The kernels are compiled once, with
-# the compiler that tools/cuda_compiler.py finds. Needs no GPU; 15 minutes on 2 cores, 7 GB of memory
+# the compiler that tools/cuda_compiler.py finds. Needs no GPU; 20 minutes of CPU time, 7 GB of memory
 # per compilation.
 #
 # auditwheel gives a wheel the tag of the oldest glibc that it runs with. Built here, that may be as
