@@ -33,7 +33,7 @@ class Item:
     """One measurement."""
 
     name: str  # unique; `--only` matches it
-    kind: str = "case"  # or "link", "matmuls", "overhead"
+    kind: str = "case"  # or "calls", "link", "matmuls", "overhead"
     case: Case | None = None
     implementations: tuple[str, ...] = (*OURS, _ALL_GATHER)
     wall: bool = False  # whether lone calls are timed
@@ -121,9 +121,11 @@ def _gpu() -> list[Item]:
     cases = {n: _GPU_CASE(n, capacity=1.5) for n in _TOKENS}
     items = [Item("link", "link")]
     items += [_gpu_item(case, grads=n in _GRAD_TOKENS) for n, case in cases.items()]
+    items.append(_calls())
     items += [*_formats(cases[4096]), *_formats(cases[128])]
     plain = {"variant": "no command buffers"}
     items += [_gpu_chain(cases[n], "-plain", **plain) for n in (1, 8, 32, 128)]
+    items.append(_calls("-plain", **plain))
     items += _overlaps(cases[4096], _OVERLAPS)
     ragged = {"implementations": (_RAGGED,), "chains": {_ROUND_TRIP: (2, 8)}}
     items += [_gpu_chain(cases[n], "-ragged", **ragged) for n in (8, 128, 1024)]
@@ -138,6 +140,7 @@ def _gpu_quick() -> list[Item]:
     case = Case(16, 64, n_experts=16, top_k=4)
     skewed = dataclasses.replace(case, routing="zipf")
     items = [Item("link", "link"), _gpu_item(case, grads=True), _gpu_item(skewed)]
+    items.append(_calls())
     # Blocks of BlockwiseFP8 have 128 elements.
     items += _formats(dataclasses.replace(case, hidden_size=128))
     items += _overlaps(case, ((4, 128),))
@@ -171,6 +174,11 @@ def _gpu_item(case: Case, *, grads: bool = False) -> Item:
 
 def _n_sets(case: Case) -> int:
     return 6 if case.n_tokens <= 512 else 3
+
+
+def _calls(suffix: str = "", **options: Any) -> Item:
+    measured = {"chains": {_ROUND_TRIP: (8, 72)}, "repeats": Repeats(max_samples=15, seconds=1.0)}
+    return Item("calls" + suffix, "calls", **measured | options)
 
 
 def _formats(case: Case) -> list[Item]:

@@ -1,6 +1,8 @@
 """The kernel clock: times of kernels on the GPUs, from JAX's profiler."""
 
+import collections
 import dataclasses
+import itertools
 import pathlib
 import re
 import tempfile
@@ -47,11 +49,40 @@ def kernel_seconds(traced: list[list[Event]], operation: str, n: int) -> np.ndar
 
 def other_seconds(traced: list[list[Event]]) -> list[float]:
     """Returns, for each GPU, the time per call of the kernels that are not the package's."""
-    ours = tuple(KERNELS.values())
-    return [
-        sum(e.seconds for e in events if not any(k.search(e.name) for k in ours)) / _N_CALLS
-        for events in traced
-    ]
+    return [sum(e.seconds for e in events if not _is_ours(e)) / _N_CALLS for events in traced]
+
+
+def chain_seconds(traced: list[list[Event]], n: int) -> dict[str, np.ndarray]:
+    """Returns, by operation, `[calls of all GPUs, n - 1]`: kernels in chains of `n` round trips.
+
+    Leaves out the first step of each call, which waits for the GPU that starts last.
+    """
+    return {operation: kernel_seconds(traced, operation, n)[:, 1:] for operation in KERNELS}
+
+
+def gaps(traced: list[list[Event]], n: int) -> tuple[list[float], dict[str, float]]:
+    """Finds the gaps in chains of `n` round trips.
+
+    Returns:
+        The seconds from the end of each kernel of the package to the start of the next one in the
+        same call, on all GPUs; and how many other kernels start per gap, by name.
+    """
+    for operation in KERNELS:
+        kernel_seconds(traced, operation, n)  # refuses a trace that lacks kernels
+    seconds: list[float] = []
+    others: collections.Counter[str] = collections.Counter()
+    for events in traced:
+        ours = [i for i, event in enumerate(events) if _is_ours(event)]
+        for k, (i, j) in enumerate(itertools.pairwise(ours), 1):
+            if k % (2 * n):  # both are of the same call
+                ns = events[j].start_ns - events[i].start_ns
+                seconds.append(ns * 1e-9 - events[i].seconds)
+                others.update(event.name for event in events[i + 1 : j])
+    return seconds, {name: count / len(seconds) for name, count in others.items()}
+
+
+def _is_ours(event: Event) -> bool:
+    return any(kernel.search(event.name) for kernel in KERNELS.values())
 
 
 def trace(call: Call, flush: Callable[[], None] | None) -> list[list[Event]]:

@@ -70,6 +70,7 @@ class Report:
         if self.on_gpu:
             parts += [self._kernels(), self._formats(), self._link(), self._overlaps()]
             parts += [self._layers(), self._matmuls()]
+            parts += [self._calls(), self._first_calls()]
             parts.append(self._periods("round trip", variant="no command buffers"))
         else:
             parts.insert(0, self._speedups(""))
@@ -161,6 +162,32 @@ class Report:
         rows = [[name, *(f"{us:.1f}" for us in figures["us"])] for name, figures in found]
         title = "wall time of a jitted call of minimal size on one device, µs"
         return _table(title, ["", "median", "quartiles", ""], rows)
+
+    def _calls(self) -> str:
+        """Gaps between kernels in a chain, and how many kernels of others are in one."""
+        rows = []
+        for where, found in self.record.get("calls", {}).items():
+            names = "period", "dispatch", "combine", "gap by period", "gap"
+            us = [found[name]["us"][0] if name in found else None for name in names]
+            others = found.get("others", {})
+            count = f"{sum(others.values()):.2g}" if "gap" in found else _NONE
+            listed = ", ".join(f"{name}: {n:.2g}" for name, n in others.items())
+            rows.append([where, *map(_us, us[:3]), *map(_us_2, us[3:]), count, listed])
+        header = ["", "period", "dispatch", "combine", "gap by period", "gap in the trace"]
+        header += ["other kernels in a gap", ""]
+        return _table("gaps between calls in a chain, µs", header, rows)
+
+    def _first_calls(self) -> str:
+        """First calls of compiled programs, beside those of programs that only return arrays."""
+        rows = []
+        for where, found in self.record.get("first_calls", {}).items():
+            ours, others = found["round trips"], found["as many results"]
+            for ordinal in ours:
+                both = [each[ordinal]["us"] for each in (ours, others)]
+                more = f"{both[0][0] - both[1][0]:.1f}"
+                rows.append([f"{where}, {ordinal} call", *map(_spread, both), more])
+        header = ["", "round trips", "as many results", "more"]
+        return _table("first calls of a compiled program, µs: median (quartiles)", header, rows)
 
     def _overlaps(self) -> str:
         """Overlap. "hidden" is the share of the shorter of call and layer that adds no time."""
@@ -289,3 +316,7 @@ def _us(value: float | None) -> str:
     if value is None:
         return _NONE
     return f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def _us_2(value: float | None) -> str:
+    return _NONE if value is None else f"{value:.2f}"

@@ -7,7 +7,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -50,7 +50,23 @@ def period(
     return _interleave(samplers, repeats)
 
 
-def summary(values: list[float]) -> dict[str, Any]:
+def first_calls(programs: dict[str, list[Call]], n_calls: int) -> dict[str, list[list[float]]]:
+    """Returns the seconds of the first, the second, ... call of programs, by name.
+
+    `programs` has, by name, as many programs as samples are wanted, and one more that warms up.
+    None of them may have been called before.
+    """
+    samples: dict[str, list[list[float]]] = {name: [] for name in programs}
+    alone = Repeats(max_samples=1, seconds=0.0)
+    for turn, calls in enumerate(zip(*programs.values(), strict=True)):
+        waiting = list(zip(programs, calls, strict=True))
+        first = turn % len(waiting)
+        for name, call in waiting[first:] + waiting[:first]:
+            samples[name].append([_seconds(call, alone) for _ in range(n_calls)])
+    return {name: [list(each) for each in zip(*s[1:], strict=True)] for name, s in samples.items()}
+
+
+def summary(values: Sequence[float]) -> dict[str, Any]:
     """Returns median and quartiles in microseconds, and the number of samples."""
     numbers = np.percentile(values, [50, 25, 75]) * 1e6
     return {"us": [round(float(us), 2) for us in numbers], "n": len(values)}

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh
 
+import calls
 import matmuls
 import measure
 import overhead
@@ -58,6 +59,8 @@ def _measure(item: Item, mesh: Mesh, transport: str) -> Iterator[dict[str, Any]]
         return _measure_link(mesh.size)
     if item.kind == "overhead":
         return overhead.measure(item.repeats)
+    if item.kind == "calls":
+        return calls.measure(item, mesh, transport)
     if item.kind == "matmuls":
         return matmuls.measure(item.repeats)
     return measure.measure(item, mesh, transport)

@@ -107,7 +107,7 @@ def test_the_platform_is_jaxs_unless_it_is_given() -> None:
 
 
 def test_a_rehearsal_lacks_only_what_needs_gpus(tmp_path) -> None:
-    only = ("link", "T16-H64-uniform", "*-mxfp8")
+    only = ("link", "T16-H64-uniform", "*-mxfp8", "calls")
     options = [word for pattern in only for word in ("--only", pattern)]
     done = run_benchmarks("--rehearse", *options, "--out", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -120,6 +120,8 @@ def test_a_rehearsal_lacks_only_what_needs_gpus(tmp_path) -> None:
         assert found[operation].keys() == {"wall", "chain"}
     shown = run_benchmarks("--report", tmp_path / "gpu_cpu-x4.json")
     assert "round trip + grad, period in a chain, µs:" in shown.stdout
+    assert {name.partition("-")[0] for name in record["calls"]} == {"T1", "T8", "T128"}
+    assert "| 4 × round trip, T8-H7168-uniform-1.5x, third call |" in shown.stdout
 
 
 def test_overheads_have_a_figure_for_each_function(tmp_path) -> None:
@@ -208,6 +210,20 @@ def test_report_shows_how_much_of_a_call_overlaps() -> None:
     lines = Report(record).markdown().splitlines()
     wanted = "480 | 500 | 450 | 550 | 89% | 84% | 22% | 12% | 1.69 |"
     assert f"| dispatch, 16, 8192 | {wanted}" in lines
+
+
+def test_report_shows_gaps_and_first_calls() -> None:
+    record = make_record()
+    times = {"period": 30.0, "dispatch": 12.0, "combine": 15.0, "gap by period": 1.5, "gap": 1.234}
+    figures = {name: {"us": [us, us - 1, us + 1], "n": 9} for name, us in times.items()}
+    only_period = {"period": figures["period"]}
+    record["calls"] = {"T8": figures | {"others": {"fusion": 0.5}}, "T1": only_period}
+    ours, empty = ({"first": {"us": [us, us - 1, us + 1], "n": 9}} for us in (180.0, 90.0))
+    record["first_calls"] = {"T8": {"round trips": ours, "as many results": empty}}
+    lines = Report(record).markdown().splitlines()
+    assert "| T8 | 30.0 | 12.0 | 15.0 | 1.50 | 1.23 | 0.5 | fusion: 0.5 |" in lines
+    assert "| T1 | 30.0 | – | – | – | – | – |  |" in lines
+    assert "| T8, first call | 180 (179 to 181) | 90.0 (89.0 to 91.0) | 90.0 |" in lines
 
 
 def test_the_figure_is_large_enough_to_read(tmp_path) -> None:
