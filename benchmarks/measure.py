@@ -43,6 +43,9 @@ def breaks_devices(error: Exception) -> bool:
 
 def measure(item: Item, mesh: Mesh, transport: str) -> Iterator[Line]:
     """Yields the results of an item of kind `case`, each as soon as it is known."""
+    if mesh.size < item.min_ranks:
+        yield {"not_measured": f"needs at least {item.min_ranks} ranks"}
+        return
     case = dataclasses.replace(item.case, n_ranks=mesh.size)
     with contextlib.ExitStack() as stack:
         compared = []

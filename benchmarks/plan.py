@@ -43,6 +43,7 @@ class Item:
     n_sets: int = 0  # sets of inputs for the kernel clock; 0: not measured
     repeats: Repeats = Repeats(max_samples=40, seconds=2.0)
     variant: str = ""  # in `VARIANTS`
+    min_ranks: int = 1  # with fewer, it is not measured
 
 
 def make_plan(platform: str, *, is_quick: bool) -> list[Item]:
@@ -101,6 +102,9 @@ def _cpu_slow(case: Case) -> Item:
 _GPU_CASE = functools.partial(Case, hidden_size=7168, n_experts=256, top_k=8)
 _TOKENS = (128, 4096, 8, 1024, 1, 8192, 512, 32, 64)
 _GRAD_TOKENS = (8, 128, 1024, 4096)
+# Round trips with gradients are compared at this capacity and at the worst case.
+CAPACITY = 1.25
+_CAPACITY_TOKENS = (4096, 1024, 8192)
 # `n_sms` of asynchronous calls, and the width of the layer that overlaps with them.
 _OVERLAPS = ((16, 12288), (12, 12288), (24, 12288), (20, 8192))
 _CALLS = ("dispatch", "combine")
@@ -122,6 +126,7 @@ def _gpu() -> list[Item]:
     items = [Item("link", "link")]
     items += [_gpu_item(case, grads=n in _GRAD_TOKENS) for n, case in cases.items()]
     items.append(_calls())
+    items += _capacities(*(_GPU_CASE(n) for n in _CAPACITY_TOKENS))
     items += [*_formats(cases[4096]), *_formats(cases[128])]
     plain = {"variant": "no command buffers"}
     items += [_gpu_chain(cases[n], "-plain", **plain) for n in (1, 8, 32, 128)]
@@ -141,6 +146,7 @@ def _gpu_quick() -> list[Item]:
     skewed = dataclasses.replace(case, routing="zipf")
     items = [Item("link", "link"), _gpu_item(case, grads=True), _gpu_item(skewed)]
     items.append(_calls())
+    items += _capacities(dataclasses.replace(case, n_tokens=32))
     # Blocks of BlockwiseFP8 have 128 elements.
     items += _formats(dataclasses.replace(case, hidden_size=128))
     items += _overlaps(case, ((4, 128),))
@@ -179,6 +185,18 @@ def _n_sets(case: Case) -> int:
 def _calls(suffix: str = "", **options: Any) -> Item:
     measured = {"chains": {_ROUND_TRIP: (8, 72)}, "repeats": Repeats(max_samples=15, seconds=1.0)}
     return Item("calls" + suffix, "calls", **measured | options)
+
+
+def _capacities(*cases: Case) -> list[Item]:
+    """Round trips with gradients at `CAPACITY` and at the worst case, the same on one rank."""
+    options = {
+        "implementations": (AT_DISPATCH,),
+        "chains": {_WITH_GRAD: (2, 8)},
+        "repeats": Repeats(max_samples=10, seconds=2.0),
+        "min_ranks": 2,
+    }
+    both = [dataclasses.replace(case, capacity=c) for case in cases for c in (CAPACITY, None)]
+    return [_item(case, "", options) for case in both]
 
 
 def _formats(case: Case) -> list[Item]:

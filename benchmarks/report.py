@@ -4,7 +4,7 @@ from typing import Any
 
 from case import FORMATS
 from implementations import AT_COMBINE, AT_DISPATCH, OURS
-from plan import MODELS
+from plan import CAPACITY, MODELS
 
 ROUND_TRIPS = ("round trip", "round trip + grad")
 _NONE = "–"
@@ -47,12 +47,16 @@ class Report:
         return min(seen, default=None)
 
     def cases(self, routing: str = "uniform") -> list[str]:
-        """Returns the names of cases with bfloat16 tokens and no dense layer, by size."""
+        """Returns the names of cases with bfloat16 tokens and no dense layer, by size.
+
+        Leaves out those that only compare capacities.
+        """
+        others = {name for pair in self._capacity_pairs() for name in pair}
         chosen = {
             name: (case["n_tokens"], case["hidden_size"], case["capacity"] or 0)
             for name, case in self.record["cases"].items()
             if (case["routing"], case["token_format"]) == (routing, "bf16")
-            if not case["width"] and not case.get("expert_size")
+            if not case["width"] and not case.get("expert_size") and name not in others
         }
         return sorted(chosen, key=chosen.__getitem__)
 
@@ -70,7 +74,7 @@ class Report:
         if self.on_gpu:
             parts += [self._kernels(), self._formats(), self._link(), self._overlaps()]
             parts += [self._layers(), self._matmuls()]
-            parts += [self._calls(), self._first_calls()]
+            parts += [self._calls(), self._first_calls(), self._capacities()]
             parts.append(self._periods("round trip", variant="no command buffers"))
         else:
             parts.insert(0, self._speedups(""))
@@ -188,6 +192,22 @@ class Report:
                 rows.append([f"{where}, {ordinal} call", *map(_spread, both), more])
         header = ["", "round trips", "as many results", "more"]
         return _table("first calls of a compiled program, µs: median (quartiles)", header, rows)
+
+    def _capacity_pairs(self) -> list[tuple[str, str]]:
+        """The names of each case that was measured at `CAPACITY` and at the worst case."""
+        cases = self.record["cases"]
+        pairs = [(f"{name}-{CAPACITY:g}x", name) for name in cases]
+        pairs = [pair for pair in pairs if pair[0] in cases]
+        return sorted(pairs, key=lambda pair: cases[pair[1]]["n_tokens"])
+
+    def _capacities(self) -> str:
+        operation, rows = "round trip + grad", []
+        for pair in self._capacity_pairs():
+            some, worst = (self.us(name, operation, "chain", AT_DISPATCH) for name in pair)
+            n_tokens = self.record["cases"][pair[0]]["n_tokens"]
+            rows.append([str(n_tokens), _us(some), _us(worst), _share(worst, some)])
+        header = ["T", f"{CAPACITY:g}×", "worst case", f"worst case / {CAPACITY:g}×"]
+        return _table(f"{operation} by capacity, period in a chain, µs", header, rows)
 
     def _overlaps(self) -> str:
         """Overlap. "hidden" is the share of the shorter of call and layer that adds no time."""

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, Mesh
 sys.path.append(str(pathlib.Path(__file__).parent.parent / "benchmarks"))
 
 import calls  # noqa: E402
+import measure  # noqa: E402
 import profiler  # noqa: E402
 import timing  # noqa: E402
 from case import Case  # noqa: E402
@@ -119,3 +120,9 @@ def test_without_gpus_only_the_trace_is_missing(monkeypatch) -> None:
     assert all("shows no GPU" in why for why in found["not_measured"])
     assert all(list(*line.values()) == ["period"] for line in found["calls"])
     assert len(found["first_calls"]) == 2
+
+
+def test_one_rank_does_not_compare_capacities() -> None:
+    item = Item("some", case=Case(8, **SIZES), min_ranks=2)
+    (line,) = measure.measure(item, make_mesh(1), "host")
+    assert line == {"not_measured": "needs at least 2 ranks"}

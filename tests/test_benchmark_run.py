@@ -107,7 +107,7 @@ def test_the_platform_is_jaxs_unless_it_is_given() -> None:
 
 
 def test_a_rehearsal_lacks_only_what_needs_gpus(tmp_path) -> None:
-    only = ("link", "T16-H64-uniform", "*-mxfp8", "calls")
+    only = ("link", "T16-H64-uniform", "*-mxfp8", "calls", "T32-*")
     options = [word for pattern in only for word in ("--only", pattern)]
     done = run_benchmarks("--rehearse", *options, "--out", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -120,6 +120,7 @@ def test_a_rehearsal_lacks_only_what_needs_gpus(tmp_path) -> None:
         assert found[operation].keys() == {"wall", "chain"}
     shown = run_benchmarks("--report", tmp_path / "gpu_cpu-x4.json")
     assert "round trip + grad, period in a chain, µs:" in shown.stdout
+    assert "round trip + grad by capacity, period in a chain, µs:" in shown.stdout
     assert {name.partition("-")[0] for name in record["calls"]} == {"T1", "T8", "T128"}
     assert "| 4 × round trip, T8-H7168-uniform-1.5x, third call |" in shown.stdout
 
@@ -224,6 +225,16 @@ def test_report_shows_gaps_and_first_calls() -> None:
     assert "| T8 | 30.0 | 12.0 | 15.0 | 1.50 | 1.23 | 0.5 | fusion: 0.5 |" in lines
     assert "| T1 | 30.0 | – | – | – | – | – |  |" in lines
     assert "| T8, first call | 180 (179 to 181) | 90.0 (89.0 to 91.0) | 90.0 |" in lines
+
+
+def test_report_compares_capacities_in_a_table_of_their_own() -> None:
+    record = make_record()
+    case, before = record["cases"]["T128"], Report(record).cases()
+    for name, us in (("T64-1.25x", 200.0), ("T64", 250.0)):
+        record["cases"][name] = case | {"n_tokens": 64}
+        add(record, "round trip + grad", "chain", AT_DISPATCH, us, case=name)
+    assert "| 64 | 200 | 250 | 1.25 |" in Report(record).markdown().splitlines()
+    assert Report(record).cases() == before
 
 
 def test_the_figure_is_large_enough_to_read(tmp_path) -> None:
