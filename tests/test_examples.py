@@ -139,7 +139,8 @@ def test_a_training_run_shows_balance_drops_and_waits(run, tmp_path, request) ->
     before, after = re.search(r"squared error: ([\d.]+) -> ([\d.]+)\n", output).groups()
     assert float(after) < 0.5 * float(before)
     waits = re.search(r"waited per step: ([\d.]+) ms in dispatch, ([\d.]+) ms", output).groups()
-    assert sum(map(float, waits)) > 0
+    is_alone = request.config.option.gpu and len(jax.devices()) == 1
+    assert (sum(map(float, waits)) > 0) is not is_alone
     pixels = image.imread(tmp_path / "stats.png")
     assert min(pixels.shape[:2]) > 400
     assert len(np.unique(pixels[..., 0])) > 50  # shades of red
