@@ -1,5 +1,6 @@
 """An MoE layer whose shared expert and dense layer overlap with dispatch and combine.
 
+So do their backwards with those of the calls.
 Compares losses and gradients with the same layer without overlap.
 """
 
@@ -47,13 +48,13 @@ def sequential(tokens, router, shared, weights, dense):
 def overlapped(tokens, router, shared, weights, dense):
     scales, ids = route(tokens, router)
     in_flight = jax_ep.dispatch_async(group, tokens, ids)
-    shared_out = jax.nn.silu(in_flight.then(tokens) @ shared)
-    rows = jax_ep.dispatch_wait(group, in_flight, after=shared_out)
+    shared_out = in_flight.overlap(lambda x: jax.nn.silu(x @ shared), tokens)
+    rows = jax_ep.dispatch_wait(group, in_flight)
     in_flight = jax_ep.combine_async(
         group, experts(rows, weights), rows, scales, residual=shared_out
     )
-    dense_out = jax.nn.silu(in_flight.then(shared_out) @ dense)
-    return jax_ep.combine_wait(group, in_flight, after=dense_out) + dense_out
+    dense_out = in_flight.overlap(lambda x: jax.nn.silu(x @ dense), shared_out)
+    return jax_ep.combine_wait(group, in_flight) + dense_out
 
 
 def loss(layer, tokens, *weights):

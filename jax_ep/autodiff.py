@@ -3,6 +3,9 @@
 The backward of dispatch is a combine: the cotangents of a token's rows are returned and summed, and
 those of its weights return beside them. The backward of combine sends each token's cotangent to the
 token's rows, where it is scaled by their weights.
+
+If work overlaps with an asynchronous call, its backward is asynchronous as well: see overlap.py for
+the `places` that the rules take.
 """
 
 import dataclasses
@@ -26,7 +29,17 @@ from jax_ep.operands import (
 )
 from jax_ep.xla_ffi.activation import Activation, activate, fused_silu_p
 from jax_ep.xla_ffi.async_calls import finished
-from jax_ep.xla_ffi.primitives import bind_combine, bind_combine_grad, bind_dispatch, present
+from jax_ep.xla_ffi.async_primitives import combine_grad_start_p, dispatch_grad_start_p
+from jax_ep.xla_ffi.overlap import Places, call_in_backward
+from jax_ep.xla_ffi.primitives import (
+    bind_combine,
+    bind_dispatch,
+    combine_call,
+    combine_grad_call,
+    combine_grad_p,
+    combine_p,
+    present,
+)
 
 _NO_GRADIENT: Any = None  # what custom_vjp expects for integers
 
@@ -35,6 +48,7 @@ def _dispatch(
     connection: FfiConnection,
     operands: DispatchOperands,
     results: tuple[jax.Array, ...] | None = None,
+    places: Places | None = None,
 ) -> DispatchResults:
     """A dispatch by custom call; with `results`, a completed one."""
     if results is None:
@@ -51,8 +65,11 @@ dispatch = jax.custom_vjp(_dispatch, nondiff_argnums=(0,))
 
 
 def _dispatch_fwd(
-    connection: FfiConnection, operands: DispatchOperands, results: tuple[jax.Array, ...] | None
-) -> tuple[DispatchResults, tuple[Routing, DispatchOperands]]:
+    connection: FfiConnection,
+    operands: DispatchOperands,
+    results: tuple[jax.Array, ...] | None,
+    places: Places | None,
+) -> tuple[DispatchResults, tuple[Routing, DispatchOperands, Places | None]]:
     named = _dispatch(connection, operands, results)
     ids, tokens = operands.group_ids, operands.tokens
     routing = Routing(ids, named.handle, named.row_offsets, named.src_info, ids.shape[:1])
@@ -60,32 +77,38 @@ def _dispatch_fwd(
     like = dataclasses.replace(
         operands, tokens=no_tokens, group_ids=_NO_GRADIENT, topk_weights=None, input_scale=None
     )
-    return named, (routing, like)
+    return named, (routing, like, places)
 
 
 def _dispatch_bwd(
-    connection: FfiConnection, saved: tuple[Routing, DispatchOperands], cotangents: DispatchResults
-) -> tuple[DispatchOperands, None]:
-    routing, like = saved
+    connection: FfiConnection,
+    saved: tuple[Routing, DispatchOperands, Places | None],
+    cotangents: DispatchResults,
+) -> tuple[DispatchOperands, None, Places | None]:
+    routing, like, places = saved
     grad_weights = None
     token_format, of_weights = connection.geometry.config.token_format, cotangents.row_weights
     if not isinstance(token_format, QuantizedFormat):
         plain_sum = CombineOperands(cotangents.tokens, routing, row_scalars=of_weights)
-        grad_tokens, *grads = bind_combine(connection.geometry, plain_sum)
-        grad_weights = grads[0] if grads else None
+        call = combine_call(connection.geometry, plain_sum)
+        grads, places = call_in_backward(places, combine_p, dispatch_grad_start_p, *call)
+        grad_tokens, grad_weights = grads[0], grads[1] if len(grads) > 1 else None
     else:  # see straight_through
         shape = routing.n_tokens, like.tokens.shape[1]
         grad_tokens = _zeros(shape, like.tokens.dtype, routing.group_ids[:, :1])
         if of_weights is not None:
             grad_weights = _return_scalars(connection, of_weights, routing)
-    return dataclasses.replace(like, tokens=grad_tokens, topk_weights=grad_weights), None
+    return dataclasses.replace(like, tokens=grad_tokens, topk_weights=grad_weights), None, places
 
 
 dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
 
 
 def _combine(
-    connection: FfiConnection, operands: CombineOperands, result: jax.Array | None = None
+    connection: FfiConnection,
+    operands: CombineOperands,
+    result: jax.Array | None = None,
+    places: Places | None = None,
 ) -> jax.Array:
     """A combine by custom call; with `result`, a completed one."""
     if result is None:
@@ -105,24 +128,30 @@ class _SavedCombine:
     """What the backward of combine needs: the operands, without those that it does not read."""
 
     operands: CombineOperands
+    places: Places | None
     has_residual: bool = dataclasses.field(metadata={"static": True})
 
 
 def _combine_fwd(
-    connection: FfiConnection, operands: CombineOperands, result: jax.Array | None
+    connection: FfiConnection,
+    operands: CombineOperands,
+    result: jax.Array | None,
+    places: Places | None,
 ) -> tuple[jax.Array, _SavedCombine]:
     saved = dataclasses.replace(operands, residual=None)
     if operands.weighting == Weighting.NONE:
         saved = dataclasses.replace(saved, expert_out=None)
     has_residual = operands.residual is not None
-    return _combine(connection, operands, result), _SavedCombine(saved, has_residual)
+    return _combine(connection, operands, result), _SavedCombine(saved, places, has_residual)
 
 
 def _combine_bwd(
     connection: FfiConnection, saved: _SavedCombine, cotangent: jax.Array
-) -> tuple[CombineOperands, None]:
+) -> tuple[CombineOperands, None, Places | None]:
     operands = saved.operands
-    grad_expert_out, grad_weights = bind_combine_grad(connection.geometry, operands, cotangent)
+    call = combine_grad_call(connection.geometry, operands, cotangent)
+    grads, places = call_in_backward(saved.places, combine_grad_p, combine_grad_start_p, *call)
+    grad_expert_out, grad_weights = grads[0], grads[1] if len(grads) > 1 else None
     at_source = operands.weighting == Weighting.SOURCE
     gradients = dataclasses.replace(
         operands,
@@ -132,7 +161,7 @@ def _combine_bwd(
         row_weights=None if at_source else grad_weights,
         residual=cotangent if saved.has_residual else None,
     )
-    return gradients, None
+    return gradients, None, places
 
 
 combine.defvjp(_combine_fwd, _combine_bwd)

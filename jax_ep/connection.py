@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -127,3 +128,7 @@ class Completed:
     def then(self, x: Any) -> Any:
         """See `InFlight.then`."""
         return x
+
+    def run(self, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """See `InFlight.overlap`."""
+        return work(*args)

@@ -85,6 +85,16 @@ class DispatchOperands:
         static = n_rows, payload.token_format, payload.hidden_size
         return cls(tokens, group_ids, topk_weights, scale, *static), topk_ids
 
+    def with_gradients(self) -> list[jax.Array]:
+        """The operands whose gradients the backward's call returns, in its order."""
+        return [x for x in (self.tokens, self.topk_weights) if x is not None]
+
+    def replace(self, arrays: Sequence[jax.Array]) -> Self:
+        """The same with other arrays in place of these."""
+        tokens, *weights = arrays
+        topk_weights = weights[0] if weights else None
+        return dataclasses.replace(self, tokens=tokens, topk_weights=topk_weights)
+
     @property
     def is_packed(self) -> bool:
         """Whether the caller has quantized the tokens, which travel as words."""
@@ -212,6 +222,22 @@ class CombineOperands:
     def weights(self) -> jax.Array | None:
         """The weights, wherever they are."""
         return self.row_weights if self.topk_weights is None else self.topk_weights
+
+    def with_gradients(self) -> list[jax.Array]:
+        """The operands whose gradients the backward's call returns, in its order."""
+        return [x for x in (self.expert_out, self.weights) if x is not None]
+
+    def replace(self, arrays: Sequence[jax.Array]) -> Self:
+        """The same with other arrays in place of these."""
+        expert_out, *rest = arrays
+        weights = rest[0] if rest else None
+        at_source = self.weighting == Weighting.SOURCE
+        return dataclasses.replace(
+            self,
+            expert_out=expert_out,
+            topk_weights=weights if at_source else None,
+            row_weights=None if at_source else weights,
+        )
 
     @classmethod
     def unweighted(cls, geometry: Geometry, rows: jax.Array | None, routing: Routing) -> Self:

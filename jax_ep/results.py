@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, Self
 
 import jax
@@ -242,6 +243,29 @@ class InFlight:
         it starts after all thread blocks of the call are resident on the GPU.
         """
         return self.call.then(x)
+
+    def overlap(self, work: Callable[..., Any], *args: Any) -> Any:
+        """Runs work that overlaps with the call, and its backward with that of the call.
+
+        In the forward, like `y = work(*in_flight.then(args))` and a wait after `y`. In the
+        backward, the same in reverse: the call's is asynchronous as well, that of `work` comes
+        after its start, and the gradients of the call's operands are waited for once those of
+        `args` are computed. For use before the wait, in the function that started the call;
+        elsewhere, and for a dispatch in a format that quantizes, the call's backward is
+        synchronous.
+
+        Args:
+            work: a function of `args`; it may close over other arrays, such as weights.
+            args: pytrees of arrays.
+
+        Returns:
+            `work(*args)`, with the same values and gradients.
+
+        Raises:
+            ValueError: on `p2p`, `in_flight` is from another function and not an argument of this
+                one. While tracing.
+        """
+        return self.call.run(work, args)
 
 
 def check_dispatched(operation: str, dispatched: Any, group: EPGroup | None = None) -> None:

@@ -52,16 +52,46 @@ def matmul_layer(group, tokens, topk_ids, matrix):
     return jax_ep.combine_wait(group, in_flight, after=more) + more
 
 
-def gradient_of_loop(group, tokens, topk_ids):
+def layer_with_work(group, tokens, topk_ids, matrix):
+    """The same by `overlap`: also in the backward."""
+
+    def work(x):
+        return jnp.tanh(x @ matrix)
+
+    in_flight = jax_ep.dispatch_async(group, tokens, topk_ids)
+    overlapped = in_flight.overlap(work, tokens)
+    rows = jax_ep.dispatch_wait(group, in_flight)
+    matrices = jnp.broadcast_to(matrix, (len(rows.group_sizes), *matrix.shape))
+    out = jax.lax.ragged_dot(rows.tokens, matrices, rows.group_sizes)
+    in_flight = jax_ep.combine_async(group, out, rows, residual=overlapped)
+    more = in_flight.overlap(work, overlapped)
+    return jax_ep.combine_wait(group, in_flight) + more
+
+
+def gradient_of_loop(group, tokens, topk_ids, layer=matmul_layer):
     def loss(tokens, matrices):
         def step(x, matrix):
-            return matmul_layer(group, x, topk_ids, matrix), None
+            return layer(group, x, topk_ids, matrix), None
 
         return jnp.sum(jax.lax.scan(step, tokens, matrices)[0].astype(jnp.float32))
 
     shape = 3, tokens.shape[1], tokens.shape[1]
     matrices = jnp.ones(shape, tokens.dtype) * tokens[0]
     return jax.grad(loss, argnums=(0, 1))(tokens, matrices)
+
+
+def gradient_of_loop_with_work(group, tokens, topk_ids):
+    return gradient_of_loop(group, tokens, topk_ids, layer_with_work)
+
+
+def gradient_of_layers_with_work(group, tokens, topk_ids):
+    def loss(tokens, matrix):
+        for _ in range(2):
+            tokens = layer_with_work(group, tokens, topk_ids, matrix)
+        return jnp.sum(tokens.astype(jnp.float32) ** 2)
+
+    matrix = jnp.ones((tokens.shape[1],) * 2, tokens.dtype) * tokens[0]
+    return jax.grad(loss, argnums=(0, 1))(tokens, matrix)
 
 
 def combine_in_a_loop(group, tokens, topk_ids):
@@ -75,4 +105,14 @@ def combine_in_a_loop(group, tokens, topk_ids):
     return jax.lax.scan(step, tokens, length=3)[0]
 
 
-PROGRAMS = [independent_work, two_layers, gradient_of_loop, combine_in_a_loop]
+# The asynchronous calls in each program's code, those of the backward among them.
+N_CALLS = {
+    independent_work: 2,
+    two_layers: 4,
+    gradient_of_loop: 2,
+    gradient_of_loop_with_work: 4,
+    gradient_of_layers_with_work: 8,
+    combine_in_a_loop: 1,
+}
+PROGRAMS = [*N_CALLS]
+GRADIENTS_OF_LOOPS = [gradient_of_loop, gradient_of_loop_with_work]

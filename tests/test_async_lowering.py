@@ -55,17 +55,17 @@ def test_asynchronous_calls_have_one_result_and_run_on_the_collective_stream(mes
     assert text.count('inlineable = "false"') == 2
     # Sorted: the functions that the main one calls follow it.
     assert sorted(targets(text)) == [
+        "jax_ep_async_alloc",
+        "jax_ep_async_done",
         "jax_ep_check",
         "jax_ep_check",
         "jax_ep_combine_start",
-        "jax_ep_dispatch_alloc",
-        "jax_ep_dispatch_done",
         "jax_ep_dispatch_start",
         "jax_ep_wait_started",
         "jax_ep_wait_started",
     ]
     assert text.count("stream_order = 2 : i32") == 2
-    done = line_with(text, "@jax_ep_dispatch_done")
+    done = line_with(text, "@jax_ep_async_done")
     assert done.count("output_operand_alias<") == 6  # all results stay where they are
 
 
@@ -81,11 +81,11 @@ def test_only_the_call_itself_takes_the_allocated_results(mesh, group, after) ->
 
     text = lowered(mesh, function)
     lines = text.splitlines()
-    allocated = re.search(r"(%\w+):7 =", line_with(text, "@jax_ep_dispatch_alloc"))[1]
+    allocated = re.search(r"(%\w+):7 =", line_with(text, "@jax_ep_async_alloc"))[1]
     gate, *calls = [line for line in lines if re.search(rf"{allocated}#[1-6]\b", line)]
     assert [re.search(r"@(\w+)", line)[1] for line in calls] == [
         "jax_ep_async",
-        "jax_ep_dispatch_done",
+        "jax_ep_async_done",
     ]
     # The gate's first result is the call's first operand; its other results have no user.
     barrier = re.search(rf"(%\w+):\d+ = {BARRIER}", gate)[1]
@@ -137,7 +137,7 @@ def test_then_and_after_order_the_work_with_barriers(mesh, group) -> None:
     order = re.findall(r"@jax_ep_\w+|stablehlo.(?:tanh|sine|optimization_barrier)", body)
     gate = fusion_barrier = BARRIER
     assert order == [
-        "@jax_ep_dispatch_alloc",
+        "@jax_ep_async_alloc",
         CHECK,
         gate,
         "@jax_ep_async",
@@ -146,7 +146,7 @@ def test_then_and_after_order_the_work_with_barriers(mesh, group) -> None:
         BARRIER,
         "stablehlo.tanh",
         BARRIER,
-        "@jax_ep_dispatch_done",
+        "@jax_ep_async_done",
         fusion_barrier,
         CHECK,
         gate,
@@ -175,8 +175,75 @@ def test_an_inner_function_must_not_wait_for_a_call_of_the_outer_one(
             return jax.jit(inner)(tokens)
         return jax.grad(lambda x: inner(x).sum().astype(jnp.float32))(tokens)
 
-    with pytest.raises(ValueError, match="dispatch_wait must .* in the function that called"):
+    with pytest.raises(ValueError, match="dispatch_wait must .* in the function that started"):
         lowered(mesh, function)
+
+
+def gradient_with_work(group, tokens, ids, work=jnp.tanh):
+    """Of a dispatch beside work, the work, and a sum over rows."""
+
+    def loss(tokens):
+        in_flight = jax_ep.dispatch_async(group, tokens, ids)
+        overlapped = in_flight.overlap(work, tokens)
+        rows = jax_ep.dispatch_wait(group, in_flight)
+        return jnp.sum((jnp.sin(rows.tokens).sum() + overlapped.sum()).astype(jnp.float32))
+
+    return jax.grad(loss)(tokens)
+
+
+def test_the_backward_orders_the_call_and_the_work_as_the_forward_does(mesh, group) -> None:
+    @jax.custom_vjp
+    def work(x):
+        return jnp.tanh(x)
+
+    work.defvjp(lambda x: (work(x), x), lambda x, cotangent: (cotangent * jnp.expm1(x),))
+    text = lowered(mesh, lambda *args: gradient_with_work(group, *args, work))
+    body = text[text.index("stablehlo.cosine") : text.index("func.func private @jax_ep_async")]
+    order = re.findall(rf"@jax_ep_\w+|stablehlo.exponential_minus_one|{BARRIER}", body)
+    gate = fusion_barrier = BARRIER
+    assert order == [
+        "@jax_ep_async_alloc",
+        CHECK,
+        gate,
+        "@jax_ep_async_0",
+        BARRIER,
+        "@jax_ep_wait_started",
+        BARRIER,
+        "stablehlo.exponential_minus_one",
+        BARRIER,  # the wait comes after the work
+        BARRIER,  # and after the start
+        "@jax_ep_async_done",
+        fusion_barrier,
+    ]
+    assert "jax_ep_dispatch_grad_start" in targets(text)
+
+
+def test_xla_keeps_the_barriers_that_order_the_work(mesh, group) -> None:
+    """It drops an operand whose result is not used, unless something else uses the operand, too."""
+    text = lowered(mesh, lambda *args: gradient_with_work(group, *args))
+    starts = re.findall(r"(%\w+) = stablehlo.custom_call @jax_ep_wait_started", text)
+    floats = re.findall(r"(%\w+) = stablehlo.bitcast_convert (%\w+)", text)
+    as_floats = {integers: name for name, integers in floats}
+    barriers = [line for line in text.splitlines() if BARRIER in line]
+    assert len(starts) == 2
+    for start in starts:
+        name = as_floats.get(start, start)
+        assert sum(bool(re.search(rf"{name}\b", line)) for line in barriers) == 2
+
+
+def test_work_in_another_function_than_the_call_keeps_the_backward_synchronous(mesh, group) -> None:
+    def loss(tokens, ids):
+        in_flight = jax_ep.dispatch_async(group, tokens, ids)
+
+        @jax.jit
+        def rest(in_flight, tokens):
+            overlapped = in_flight.overlap(jnp.tanh, tokens)
+            return jnp.sum(jax_ep.dispatch_wait(group, in_flight).tokens) + jnp.sum(overlapped)
+
+        return rest(in_flight, tokens).astype(jnp.float32)
+
+    found = targets(lowered(mesh, lambda *args: jax.grad(loss)(*args)))
+    assert "jax_ep_combine" in found and "jax_ep_dispatch_grad_start" not in found
 
 
 def test_a_call_in_flight_is_done_before_it_leaves_its_function(mesh, group) -> None:
@@ -185,7 +252,7 @@ def test_a_call_in_flight_is_done_before_it_leaves_its_function(mesh, group) -> 
         return jax_ep.dispatch_wait(group, start(tokens)).tokens
 
     text = lowered(mesh, function)
-    assert "jax_ep_dispatch_done" in targets(text)
+    assert "jax_ep_async_done" in targets(text)
     inner = text[text.index("func.func private") :]
     assert "@jax_ep_dispatch_start" in inner
 
@@ -199,7 +266,7 @@ def test_a_call_has_one_done(mesh, group) -> None:
         rows = jax_ep.dispatch_wait(group, in_flight, after=jnp.sin(tokens))
         return rows.tokens, leaves
 
-    assert targets(lowered(mesh, function)).count("jax_ep_dispatch_done") == 1
+    assert targets(lowered(mesh, function)).count("jax_ep_async_done") == 1
 
 
 def test_a_call_under_vmap_is_done_before_its_results_are_stacked(mesh, group) -> None:
@@ -208,7 +275,7 @@ def test_a_call_under_vmap_is_done_before_its_results_are_stacked(mesh, group) -
 
     text = lowered(mesh, function)
     loop = text[text.index("stablehlo.while") :]
-    assert "jax_ep_dispatch_done" in loop
+    assert "jax_ep_async_done" in loop
 
 
 @pytest.mark.usefixtures("one_process")

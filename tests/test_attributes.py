@@ -13,6 +13,7 @@ import cases
 import jax_ep
 import suite
 from harness import AXIS, config_of, make_mesh, on_mesh
+from jax_ep.formats import QuantizedFormat
 from jax_ep.geometry import Geometry
 from jax_ep.group import EPGroup
 from jax_ep.transports.host import HostConnection
@@ -42,11 +43,13 @@ CUDA = {
     "jax_ep_dispatch": DISPATCH | STREAM,
     "jax_ep_combine": COMBINE | STREAM,
     "jax_ep_combine_grad": COMBINE | STREAM,
-    "jax_ep_dispatch_alloc": {},
+    "jax_ep_async_alloc": {},
     "jax_ep_dispatch_start": DISPATCH | STREAM,
     "jax_ep_wait_started": {},
-    "jax_ep_dispatch_done": {},
+    "jax_ep_async_done": {},
     "jax_ep_combine_start": COMBINE | STREAM,
+    "jax_ep_dispatch_grad_start": COMBINE | STREAM,
+    "jax_ep_combine_grad_start": COMBINE | STREAM,
     "jax_ep_fused_silu": SILU,
     "jax_ep_grouped_matmul": {"form": "i32", "zeroes_unused": "bool"},
     "jax_ep_rail": STREAM
@@ -55,6 +58,8 @@ CUDA = {
 }
 # Calls that not every layer makes.
 OTHERS = {"jax_ep_fused_silu", "jax_ep_grouped_matmul", "jax_ep_rail"}
+# Calls for which formats that quantize have no use.
+NOT_QUANTIZED = {"jax_ep_dispatch_grad_start"}
 CONNECTIONS = {"cpu": HostConnection, "cuda": P2pConnection}
 SMALL = {"hidden_size": 128, "max_tokens": 4}
 CASES = {
@@ -75,23 +80,31 @@ def closed_group(case, platform: str) -> EPGroup:
     return EPGroup(connection(geometry))
 
 
-def value_and_gradients(
-    group, case, is_async, tokens, topk_ids, topk_weights, expert_out, residual
-):
+FORMS = ("synchronous", "asynchronous", "overlapping")
+
+
+def value_and_gradients(group, case, form, tokens, topk_ids, topk_weights, expert_out, residual):
     """A layer and its gradients: all calls, forward and backward."""
     at_row, at_source = suite.weights_for(case.weights, topk_weights)
     options = {"input_scale": None if case.input_scale is None else np.float32(case.input_scale)}
 
     def loss(tokens, expert_out):
-        if is_async:
-            in_flight = jax_ep.dispatch_async(group, tokens, topk_ids, *at_row, **options)
-            after = in_flight.then(residual)
-            dispatched = jax_ep.dispatch_wait(group, in_flight, after=after)
-        else:
+        if form == "synchronous":
             dispatched = jax_ep.dispatch(group, tokens, topk_ids, *at_row, **options)
-        rows = jax_ep.dequantize(dispatched) + expert_out
-        combine = functools.partial(suite.combine, group, rows, dispatched, is_async=is_async)
-        return jnp.sum(combine(*at_source, residual=residual).astype(jnp.float32))
+            rows = jax_ep.dequantize(dispatched) + expert_out
+            out = jax_ep.combine(group, rows, dispatched, *at_source, residual=residual)
+            return jnp.sum(out.astype(jnp.float32))
+        in_flight = jax_ep.dispatch_async(group, tokens, topk_ids, *at_row, **options)
+        after = beside(in_flight, expert_out)
+        dispatched = jax_ep.dispatch_wait(group, in_flight, after=after)
+        rows = jax_ep.dequantize(dispatched) + after
+        in_flight = jax_ep.combine_async(group, rows, dispatched, *at_source, residual=residual)
+        after = beside(in_flight, tokens)
+        out = jax_ep.combine_wait(group, in_flight, after=after) + after
+        return jnp.sum(out.astype(jnp.float32))
+
+    def beside(in_flight, x):
+        return in_flight.overlap(jnp.tanh, x) if form == "overlapping" else in_flight.then(x)
 
     return jax.value_and_grad(loss, argnums=(0, 1))(tokens, expert_out)
 
@@ -134,13 +147,12 @@ def test_every_call_has_the_attributes_that_its_handler_reads(case, platform, wa
     group = closed_group(case, platform)
     operands = [np.stack(each) for each in suite.make_inputs(case).arrays()]
     found: dict[str, list] = {}
-    for is_async in (False, True):
-        function = on_mesh(
-            group.mesh, functools.partial(value_and_gradients, group, case, is_async)
-        )
+    for form in FORMS:
+        function = on_mesh(group.mesh, functools.partial(value_and_gradients, group, case, form))
         for target, calls in attributes_by_target(lowered(function, platform, *operands)).items():
             found.setdefault(target, []).extend(calls)
-    assert set(found) == set(wanted) - OTHERS
+    quantizes = isinstance(config_of(case).token_format, QuantizedFormat)
+    assert set(found) == set(wanted) - OTHERS - (NOT_QUANTIZED if quantizes else set())
     for target, calls in found.items():
         assert calls == [wanted[target]] * len(calls), target
 
@@ -151,7 +163,7 @@ def test_an_exchange_between_nodes_has_the_attributes_that_its_handler_reads(wei
     geometry = Geometry(make_mesh(case.n_ranks), AXIS, config_of(case), "nvshmem")
     group = EPGroup(NvshmemByNodes(geometry))
     operands = [np.stack(each) for each in suite.make_inputs(case).arrays()]
-    function = functools.partial(value_and_gradients, group, case, False)
+    function = functools.partial(value_and_gradients, group, case, "synchronous")
     text = lowered(on_mesh(group.mesh, function), "cuda", *operands)
     calls = attributes_by_target(text)["jax_ep_rail"]
     assert len(calls) >= 4 and calls == [CUDA["jax_ep_rail"]] * len(calls)
@@ -186,12 +198,12 @@ def experts(rows, weights, offsets):
     return jax_ep.fused_silu(jax_ep.grouped_matmul(rows, weights, offsets), offsets)
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["", "async"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("platform", CONNECTIONS)
-def test_disabled_checks_let_jax_export_every_call(platform, is_async, monkeypatch):
+def test_disabled_checks_let_jax_export_every_call(platform, form, monkeypatch):
     case = CASES["row weights"]
     group = closed_group(case, platform)
-    layer = on_mesh(group.mesh, functools.partial(value_and_gradients, group, case, is_async))
+    layer = on_mesh(group.mesh, functools.partial(value_and_gradients, group, case, form))
     operands = [np.stack(each) for each in suite.make_inputs(case).arrays()]
     monkeypatch.setattr(matmul, "_is_built", lambda: True)
     monkeypatch.setattr(extension, "register_cuda", lambda: None)

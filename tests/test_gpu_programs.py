@@ -232,7 +232,7 @@ def test_overlapped_work_is_scheduled_between_start_and_done(mesh, make_group, i
     for overlapped in while_in_flight(steps):
         assert overlapped[0] == "jax_ep_wait_started"
         assert "fusion" in overlapped, steps
-    assert steps.index("jax_ep_dispatch_done") > steps.index("call-done")
+    assert steps.index("jax_ep_async_done") > steps.index("call-done")
     assert steps.count(CHECK) == 1 and steps.index(CHECK) < steps.index("call-start")
 
 
@@ -243,14 +243,16 @@ def test_no_overlapped_work_runs_before_its_call(mesh, make_group, program, shar
     case = CASE.replace(fused_shared_expert=shared)
     group = make_group(config_of(case, n_sms=16))
     text = compiled(mesh, functools.partial(program, group), case=case)
+    # docs/overlap.md, "Versions".
+    is_exception = jax.__version_info__ >= (0, 12) and program in async_layers.GRADIENTS_OF_LOOPS
     n_found = 0
     for steps in computations(text):
         for found in while_in_flight(steps):
-            assert found[0] == "jax_ep_wait_started", steps
+            assert found[0] == "jax_ep_wait_started" or is_exception, steps
             assert any(s == "fusion" or s.startswith("__cublas") for s in found), steps
             n_found += 1
         assert "".join(steps).count("wait_started") == len(while_in_flight(steps)), steps
-    assert n_found
+    assert n_found == async_layers.N_CALLS[program]
 
 
 @pytest.mark.parametrize("origin", ["one device", "nvfp4"])
@@ -292,7 +294,7 @@ def test_a_loop_that_stacks_results_makes_each_call_once(mesh, make_group, is_as
 
     program = compiled(mesh, loop)
     targets = re.findall(r'custom_call_target="jax_ep_(\w+)"', program.as_text())
-    async_calls = ["dispatch_alloc", "dispatch_start", "dispatch_done", "combine_start"]
+    async_calls = ["async_alloc", "dispatch_start", "async_done", "combine_start"]
     calls = async_calls if is_async else ["dispatch", "combine"]
     assert sorted(targets) == sorted(["check", "fused_silu", *calls])
     assert "copy" not in max(computations(program), key=len)
@@ -319,7 +321,7 @@ def test_gradients_make_each_asynchronous_call_once(mesh, make_group, saved) -> 
 
     for body, n_layers in ((straight, 2), (loop, 1)):
         text = compiled(mesh, jax.grad(body)).as_text()
-        for target in ("dispatch_alloc", "dispatch_start", "dispatch_done"):
+        for target in ("async_alloc", "dispatch_start", "async_done"):
             assert text.count(f'custom_call_target="jax_ep_{target}"') == n_layers
         # The result of the last layer is not needed.
         n_combines = text.count('custom_call_target="jax_ep_combine_start"')

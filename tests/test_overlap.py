@@ -1,4 +1,4 @@
-"""Work that overlaps with asynchronous calls, by `then` and `after`, changes no bit."""
+"""Work that overlaps with asynchronous calls changes no bit."""
 
 import functools
 
@@ -43,56 +43,98 @@ def run(mesh, function, operands):
 
 
 def dense(x, matrix):
-    """Computes with integers, so that XLA's fusions cannot change the rounding."""
+    """Computes with integers, so that XLA's fusions cannot change the rounding.
+
+    The derivative is one by powers of two.
+    """
     product = jnp.round(8 * x.astype(jnp.float32)) @ jnp.round(8 * matrix)
-    return jnp.clip(product, -8, 8).astype(x.dtype)
+    return jnp.clip(product, -8, 8).astype(x.dtype) + jnp.where(x > 0, x / 4, x / 8)
 
 
-def layer(group, is_async, tokens, ids, weights, matrix):
-    if not is_async:
+# How a layer's work overlaps with its calls. "sync": it does not, and the calls are synchronous.
+FORMS = ("sync", "then", "overlap")
+
+
+def layer(group, form, tokens, ids, weights, matrix):
+    if form == "sync":
         rows = jax_ep.dispatch(group, tokens, ids)
         overlapped = dense(tokens, matrix)
         out = jax_ep.combine(group, 2 * rows.tokens, rows, weights)
         return out + overlapped + dense(overlapped, matrix)
     in_flight = jax_ep.dispatch_async(group, tokens, ids)
-    overlapped = dense(in_flight.then(tokens), matrix)
-    rows = jax_ep.dispatch_wait(group, in_flight, after=overlapped)
+    overlapped, after = overlapping_work(form, in_flight, tokens, matrix)
+    rows = jax_ep.dispatch_wait(group, in_flight, after=after)
     in_flight = jax_ep.combine_async(group, 2 * rows.tokens, rows, weights)
-    more = dense(in_flight.then(overlapped), matrix)
-    return jax_ep.combine_wait(group, in_flight, after=more) + overlapped + more
+    more, after = overlapping_work(form, in_flight, overlapped, matrix)
+    return jax_ep.combine_wait(group, in_flight, after=after) + overlapped + more
 
 
-def scanned(group, is_async, tokens, ids, weights, matrix):
+def overlapping_work(form, in_flight, *args, work=dense):
+    """Its result, and what to pass as `after`."""
+    if form == "overlap":
+        return in_flight.overlap(work, *args), None
+    y = work(*in_flight.then(args))
+    return y, y
+
+
+def weighted_rows(group, form, tokens, ids, weights, matrix):
+    """Weights at dispatch, whose gradients return with those of the tokens; two pieces of work."""
+
+    def of_weights(weights):
+        # No sum of more than two cotangents, whose rounding would be up to XLA.
+        return jnp.pad(weights / 4, ((0, 0), (0, tokens.shape[1] - weights.shape[1])))
+
+    if form == "sync":
+        rows = jax_ep.dispatch(group, tokens, ids, weights)
+        pieces = dense(tokens, matrix), of_weights(weights)
+    else:
+        in_flight = jax_ep.dispatch_async(group, tokens, ids, weights)
+        one, after = overlapping_work(form, in_flight, tokens, matrix)
+        two, _ = overlapping_work(form, in_flight, weights, work=of_weights)
+        rows = jax_ep.dispatch_wait(group, in_flight, after=after)
+        pieces = one, two
+    return jax_ep.combine(group, 2 * rows.tokens, rows) + pieces[0] + pieces[1].astype(tokens.dtype)
+
+
+def scanned(group, form, tokens, ids, weights, matrix):
     def step(x, _):
-        return jnp.tanh(layer(group, is_async, x, ids, weights, matrix)), None
+        return jnp.tanh(layer(group, form, x, ids, weights, matrix)), None
 
     return jax.lax.scan(step, tokens, length=3)[0]
 
 
-def gradient(group, is_async, tokens, ids, weights, matrix):
+def gradient(group, form, tokens, ids, weights, matrix, function=scanned):
     def loss(tokens, weights):
-        out = scanned(group, is_async, tokens, ids, weights, matrix)
+        out = function(group, form, tokens, ids, weights, matrix)
         return jnp.sum(out.astype(jnp.float32) ** 2)
 
     return jax.grad(loss, argnums=(0, 1))(tokens, weights)
 
 
-def rematerialized(group, is_async, *arrays):
+def gradient_of_weighted_rows(*args):
+    return gradient(*args, weighted_rows)
+
+
+def rematerialized(group, form, *arrays):
     policy = jax.checkpoint_policies.nothing_saveable
-    return jax.checkpoint(lambda *args: gradient(group, is_async, *args), policy=policy)(*arrays)
+    return jax.checkpoint(lambda *args: gradient(group, form, *args), policy=policy)(*arrays)
 
 
-@pytest.mark.parametrize("function", [layer, scanned, gradient, rematerialized])
-def test_overlapped_work_changes_no_bit(function, mesh, group) -> None:
+FUNCTIONS = [layer, scanned, gradient, gradient_of_weighted_rows, rematerialized]
+
+
+@pytest.mark.parametrize("form", FORMS[1:])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_overlapped_work_changes_no_bit(function, form, mesh, group) -> None:
     operands = make_operands(mesh)
 
-    def on_rank(is_async, tokens, ids, weights, matrix):
-        return function(group, is_async, tokens[0], ids[0], weights[0], matrix)
+    def on_rank(form, tokens, ids, weights, matrix):
+        return function(group, form, tokens[0], ids[0], weights[0], matrix)
 
-    wanted = run(mesh, functools.partial(on_rank, False), operands)
+    wanted = run(mesh, functools.partial(on_rank, "sync"), operands)
     for _, one in shards(mesh, wanted):
         assert all(np.abs(x.astype(np.float32)).sum() > 0 for x in jax.tree.leaves(one))
-    overlapped = on_mesh(mesh, functools.partial(on_rank, True))
+    overlapped = on_mesh(mesh, functools.partial(on_rank, form))
     for number in range(3):  # CUDA graphs may run from the second time on
         assert_trees_equal(mesh, overlapped(*operands), wanted, f"run {number}")
 
@@ -147,13 +189,14 @@ def test_a_loop_may_carry_a_call_in_flight(mesh, group) -> None:
     assert_trees_equal(mesh, got, wanted, "loop")
 
 
-def test_vmap_of_asynchronous_calls_gives_the_bits_of_a_loop(mesh, group) -> None:
+@pytest.mark.parametrize("form", FORMS[1:])
+def test_vmap_of_asynchronous_calls_gives_the_bits_of_a_loop(form, mesh, group) -> None:
     def looped(tokens, ids, weights, matrix):
-        results = [layer(group, False, tokens[i], ids[i], weights[i], matrix) for i in range(2)]
+        results = [layer(group, "sync", tokens[i], ids[i], weights[i], matrix) for i in range(2)]
         return jnp.stack(results)
 
     def mapped(tokens, ids, weights, matrix):
-        return jax.vmap(lambda *args: layer(group, True, *args, matrix))(tokens, ids, weights)
+        return jax.vmap(lambda *args: layer(group, form, *args, matrix))(tokens, ids, weights)
 
     wanted, got = (run(mesh, each, make_operands(mesh, 2)) for each in (looped, mapped))
     assert_trees_equal(mesh, got, wanted, "vmap")

@@ -27,6 +27,7 @@ from harness import (
     shards,
 )
 from jax_ep import autodiff
+from jax_ep.xla_ffi.primitives import combine_grad_p
 from test_grad import assert_close
 
 CASES = {
@@ -80,13 +81,16 @@ def set_all_bits_unless(used, x, axis=0):
 def open_group(transport, monkeypatch):
     """A function that opens a group of a case, whose calls leave poison in unused rows."""
 
-    def bind_combine_grad(geometry, operands, cotangent):
-        rows, *weights = original(geometry, operands, cotangent)
-        used = jnp.arange(len(rows), dtype=jnp.uint32) < operands.routing.row_offsets[-1]
-        return set_all_bits_unless(used, rows), *weights
+    def call_in_backward(places, call_p, start_p, arrays, params):
+        results, places = original(places, call_p, start_p, arrays, params)
+        if call_p is not combine_grad_p:
+            return results, places
+        (rows, *weights), row_offsets = results, arrays[2]
+        used = jnp.arange(len(rows), dtype=jnp.uint32) < row_offsets[-1]
+        return [set_all_bits_unless(used, rows), *weights], places
 
-    original = autodiff.bind_combine_grad
-    monkeypatch.setattr(autodiff, "bind_combine_grad", bind_combine_grad)
+    original = autodiff.call_in_backward
+    monkeypatch.setattr(autodiff, "call_in_backward", call_in_backward)
 
     def open_group(case, is_poisoned=True, dp=1, **changes):
         group = group_of(case, transport, make_mesh(case.n_ranks, dp), **changes)

@@ -1,7 +1,7 @@
-// XLA FFI: what an asynchronous dispatch needs around CudaDispatchStart. XLA makes a call
-// asynchronous only if it has one result (jax_ep/xla_ffi/async_primitives.py). So
-// CudaDispatchAlloc allocates the results of dispatch, CudaDispatchStart takes them as operands and
-// returns a ticket, and CudaDispatchDone takes ticket and results and returns the results.
+// XLA FFI: what an asynchronous call with several results needs around its start. XLA makes a call
+// asynchronous only if it has one result (jax_ep/xla_ffi/async_primitives.py). So CudaAsyncAlloc
+// allocates the results, the start takes them as operands and returns a ticket, and CudaAsyncDone
+// takes ticket and results and returns the results.
 
 #include <string>
 
@@ -35,13 +35,13 @@ ffi::Error DoneImpl(cudaStream_t stream, ffi::AnyBuffer, ffi::RemainingArgs oper
     const auto from = operands.get<ffi::AnyBuffer>(i);
     auto to = results.get<ffi::AnyBuffer>(i);
     if (!from.has_value() || !to.has_value() || from->size_bytes() != (*to)->size_bytes()) {
-      return ToError(InvalidArgument("dispatch_wait: result " + std::to_string(i) +
+      return ToError(InvalidArgument("an asynchronous call: result " + std::to_string(i) +
                                      " must have the size of its operand"));
     }
     if (from->untyped_data() == (*to)->untyped_data()) continue;
     const cudaError_t error = cudaMemcpyAsync((*to)->untyped_data(), from->untyped_data(),
                                               from->size_bytes(), cudaMemcpyDeviceToDevice, stream);
-    if (error != cudaSuccess) return ToError(error, "dispatch_wait");
+    if (error != cudaSuccess) return ToError(error, "an asynchronous call");
   }
   return ffi::Error::Success();
 }
@@ -51,10 +51,10 @@ ffi::Error DoneImpl(cudaStream_t stream, ffi::AnyBuffer, ffi::RemainingArgs oper
 
 namespace ffi = xla::ffi;
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaDispatchAlloc, jax_ep::p2p::AllocImpl,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaAsyncAlloc, jax_ep::p2p::AllocImpl,
                               ffi::Ffi::Bind()
                                   .Arg<ffi::BufferR0<ffi::S32>>()  // coordinate []
-                                  .RemainingRets()  // undefined [], then results of CudaDispatch
+                                  .RemainingRets()  // undefined [], then results of the call
 );
 
 // Not captured, because asynchronous calls are not.
@@ -66,10 +66,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaWaitStarted, jax_ep::p2p::WaitStartedImpl,
                                   .Ret<ffi::AnyBuffer>()  // undefined
 );
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaDispatchDone, jax_ep::p2p::DoneImpl,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaAsyncDone, jax_ep::p2p::DoneImpl,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Arg<ffi::AnyBuffer>()  // ticket
-                                  .RemainingArgs()        // results of CudaDispatch
+                                  .RemainingArgs()        // results of the call
                                   .RemainingRets()        // the same
 );

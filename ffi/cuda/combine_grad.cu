@@ -105,9 +105,10 @@ cudaError_t LoadCombineGradKernels(size_t smem_bytes, int* max_blocks) {
   return cudaSuccess;
 }
 
-cudaError_t LaunchCombineGrad(const CombineGradArgs& args, cudaStream_t stream) {
+cudaError_t LaunchCombineGrad(const CombineGradArgs& args, cudaStream_t stream,
+                              cudaEvent_t started) {
   return LaunchCall(FindKernel(args.row_type), args, kWorkerThreads,
-                    CombineGradSmemBytes(args.call, args.row_vectors), stream, nullptr);
+                    CombineGradSmemBytes(args.call, args.row_vectors), stream, started);
 }
 
 }  // namespace jax_ep::p2p

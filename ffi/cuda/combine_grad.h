@@ -50,6 +50,8 @@ int32_t MaxCombineGradStages(const CallArgs& call, int32_t row_vectors, size_t m
 // Loads the kernels on the current device; see load_kernel.h.
 cudaError_t LoadCombineGradKernels(size_t smem_bytes, int* max_blocks);
 
-cudaError_t LaunchCombineGrad(const CombineGradArgs& args, cudaStream_t stream);
+// `started`: see LaunchDispatch.
+cudaError_t LaunchCombineGrad(const CombineGradArgs& args, cudaStream_t stream,
+                              cudaEvent_t started = nullptr);
 
 }  // namespace jax_ep::p2p

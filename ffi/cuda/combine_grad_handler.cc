@@ -28,8 +28,8 @@ void FillOperands(const Caller& caller, const CombineGradOperands& operands,
   args.grad_row_weights = operands.grad_row_weights;
 }
 
-Status FillArgs(const Caller& caller, const CombineMode& mode, const BufferList& buffers,
-                const BufferList& results, CombineGradArgs& args) {
+Status FillArgs(const Caller& caller, const CombineMode& mode, bool is_async,
+                const BufferList& buffers, const BufferList& results, CombineGradArgs& args) {
   CombineGradOperands operands;
   Status status =
       ReadCombineGrad(caller.sizes(), Handle::kMessageRows, mode, buffers, results, &operands);
@@ -38,8 +38,9 @@ Status FillArgs(const Caller& caller, const CombineMode& mode, const BufferList&
   status = CheckRowBytes(caller.config(), row_bytes);
   args.row_vectors = static_cast<int32_t>(row_bytes / static_cast<int64_t>(kVectorBytes));
   if (status.ok()) {
-    status = caller.member.group->CombineGradCall(caller.config(), caller.member.rank,
-                                                  operands.n_tokens, args.row_vectors, &args.call);
+    status =
+        caller.member.group->CombineGradCall(caller.config(), caller.member.rank, operands.n_tokens,
+                                             args.row_vectors, &args.call, is_async);
   }
   if (!status.ok()) return status;
   args.weighting = mode.weighting;
@@ -50,29 +51,48 @@ Status FillArgs(const Caller& caller, const CombineMode& mode, const BufferList&
 }
 
 // One exchange; without a sum, whose cotangents are rows of choices, one for each choice.
-cudaError_t Launch(CombineGradArgs& args, bool reduce, cudaStream_t stream) {
+cudaError_t Launch(CombineGradArgs& args, bool reduce, cudaStream_t stream, cudaEvent_t started) {
   args.choice = kAllChoices;
-  if (reduce) return LaunchCombineGrad(args, stream);
+  if (reduce) return LaunchCombineGrad(args, stream, started);
   for (args.choice = 0; args.choice < args.call.n_choices; ++args.choice) {
-    const cudaError_t error = LaunchCombineGrad(args, stream);
+    const cudaError_t error = LaunchCombineGrad(args, stream, args.choice == 0 ? started : nullptr);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
 }
 
-ffi::Error CombineGradImpl(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi::S32>,
-                           ffi::RemainingArgs operands, ffi::RemainingRets results,
-                           const StreamCombineAttributes& attributes) {
-  Caller caller{"the backward of combine", attributes.combine.group};
+constexpr const char* kOperation = "the backward of combine";
+
+ffi::Error CombineGrad(cudaStream_t stream, int32_t ordinal,
+                       const StreamCombineAttributes& attributes, const BufferList& operands,
+                       const BufferList& results) {
+  const StreamOrder order = attributes.stream_order;
+  Caller caller{kOperation, attributes.combine.group};
   Status status = FindCaller(ordinal, stream, caller);
   if (!status.ok()) return ToError(status);
   const CombineMode mode = attributes.combine.mode();
   CombineGradArgs args{};
-  status = FillArgs(caller, mode, BufferList(operands), BufferList(results), args);
+  status = FillArgs(caller, mode, order == StreamOrder::kAsync, operands, results, args);
   if (!status.ok()) return InvalidOperands(caller, status);
-  const auto launch = [&](cudaEvent_t) { return Launch(args, mode.reduce, stream); };
-  return ToError(LaunchInOrder(ordinal, stream, attributes.stream_order, launch),
-                 "the backward of combine");
+  const auto launch = [&](cudaEvent_t started) {
+    return Launch(args, mode.reduce, stream, started);
+  };
+  return ToError(LaunchInOrder(ordinal, stream, order, launch), kOperation);
+}
+
+ffi::Error CombineGradImpl(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi::S32>,
+                           ffi::RemainingArgs operands, ffi::RemainingRets results,
+                           const StreamCombineAttributes& attributes) {
+  return CombineGrad(stream, ordinal, attributes, BufferList(operands), BufferList(results));
+}
+
+ffi::Error CombineGradStartImpl(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi::S32>,
+                                ffi::RemainingArgs buffers, ffi::ResultBufferR1<ffi::F32> ticket,
+                                const StreamCombineAttributes& attributes) {
+  BufferList operands(buffers), results;
+  const Status status = TakeResults(kOperation, ticket, &operands, &results);
+  if (!status.ok()) return ToError(status);
+  return CombineGrad(stream, ordinal, attributes, operands, results);
 }
 
 }  // namespace
@@ -84,3 +104,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
     CudaCombineGrad, jax_ep::p2p::CombineGradImpl,
     jax_ep::p2p::BindGroupCall().RemainingRets().Attrs<jax_ep::p2p::StreamCombineAttributes>(),
     {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    CudaCombineGradStart, jax_ep::p2p::CombineGradStartImpl,
+    jax_ep::p2p::BindStart().Attrs<jax_ep::p2p::StreamCombineAttributes>());

@@ -98,18 +98,12 @@ ffi::Error DispatchImpl(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi:
   return Dispatch(stream, ordinal, attributes, BufferList(operands), BufferList(results));
 }
 
-// The last operands are the results; the ticket has one element for each.
 ffi::Error DispatchStartImpl(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi::S32>,
-                             ffi::RemainingArgs buffers, ffi::ResultBufferR1<ffi::S32> ticket,
+                             ffi::RemainingArgs buffers, ffi::ResultBufferR1<ffi::F32> ticket,
                              const StreamDispatchAttributes& attributes) {
-  BufferList operands(buffers);
-  const size_t n_results = ticket->element_count();
-  if (n_results > operands.size()) {
-    return ToError(InvalidArgument("dispatch: the operands must include the results; got " +
-                                   std::to_string(operands.size()) + " operands for " +
-                                   std::to_string(n_results) + " results"));
-  }
-  const BufferList results = operands.TakeLast(n_results);
+  BufferList operands(buffers), results;
+  const Status status = TakeResults("dispatch", ticket, &operands, &results);
+  if (!status.ok()) return ToError(status);
   return Dispatch(stream, ordinal, attributes, operands, results);
 }
 
@@ -124,8 +118,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaDispatch, jax_ep::p2p::DispatchImpl,
                               BindGroupCall().RemainingRets().Attrs<StreamDispatchAttributes>(),
                               {ffi::Traits::kCmdBufferCompatible});
 
-// Not captured: XLA would put start and done of a captured call into one graph, in sequence.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaDispatchStart, jax_ep::p2p::DispatchStartImpl,
-                              BindGroupCall()
-                                  .Ret<ffi::BufferR1<ffi::S32>>()  // ticket
-                                  .Attrs<StreamDispatchAttributes>());
+                              jax_ep::p2p::BindStart().Attrs<StreamDispatchAttributes>());

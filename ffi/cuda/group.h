@@ -69,7 +69,7 @@ class RankGroup {
 
   // The same for the backward of combine, with rows of `row_vectors` times kVectorBytes.
   Status CombineGradCall(const GroupConfig& config, int rank, int64_t n_tokens, int32_t row_vectors,
-                         CallArgs* call) const;
+                         CallArgs* call, bool is_async = false) const;
 
   // Notes that a call is being captured: from now on graphs refer to the workspaces.
   void NoteCapture() { is_captured_.store(true, std::memory_order_relaxed); }

@@ -97,9 +97,9 @@ Status RankGroup::CombineCall(const GroupConfig& config, int rank, int64_t n_tok
 }
 
 Status RankGroup::CombineGradCall(const GroupConfig& config, int rank, int64_t n_tokens,
-                                  int32_t row_vectors, CallArgs* call) const {
+                                  int32_t row_vectors, CallArgs* call, bool is_async) const {
   const Status status = FillCall(config, rank, n_tokens, call);
-  if (status.ok()) PlanCombineGrad(ResourcesOf(config, rank), row_vectors, call);
+  if (status.ok()) PlanCombineGrad(ResourcesOf(config, rank), row_vectors, is_async, call);
   return status;
 }
 

@@ -59,6 +59,19 @@ Status CheckRowBytes(const GroupConfig& config, int64_t row_bytes) {
   return {};
 }
 
+Status TakeResults(const char* operation, ffi::ResultBufferR1<ffi::F32> ticket,
+                   BufferList* operands, BufferList* results) {
+  const size_t n_results = ticket->element_count();
+  if (n_results > operands->size()) {
+    return InvalidArgument(std::string(operation) +
+                           ": the operands must include the results; got " +
+                           std::to_string(operands->size()) + " operands for " +
+                           std::to_string(n_results) + " results");
+  }
+  *results = operands->TakeLast(n_results);
+  return {};
+}
+
 void CheckCoordinate(const Caller& caller, const int32_t* program_coordinate, CallArgs& call) {
   const Registry::Member& member = caller.member;
   call.coordinate = static_cast<int32_t>(member.replica * caller.config().n_ranks + member.rank);

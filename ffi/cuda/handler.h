@@ -12,6 +12,7 @@
 #include "cuda/registry.h"
 #include "cuda/stream_order.h"
 #include "xla/attributes.h"
+#include "xla/buffers.h"
 #include "xla/error.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -66,6 +67,14 @@ inline auto BindGroupCall() {
       .Arg<ffi::BufferR0<ffi::S32>>()  // the result of jax_ep_check, which therefore runs first
       .RemainingArgs();
 }
+
+// That of starts whose last operands are the results (async_handlers.cc). Not captured: XLA would
+// put start and done of a captured call into one graph, in sequence.
+inline auto BindStart() { return BindGroupCall().Ret<ffi::BufferR1<ffi::F32>>(); }
+
+// Splits the results off the operands of such a start; the ticket has one element for each.
+Status TakeResults(const char* operation, ffi::ResultBufferR1<ffi::F32> ticket,
+                   BufferList* operands, BufferList* results);
 
 }  // namespace jax_ep::p2p
 

@@ -16,9 +16,11 @@ XLA_FFI_Error* CudaRail(XLA_FFI_CallFrame* call_frame);    // not without NVSHME
 XLA_FFI_Error* CudaCheck(XLA_FFI_CallFrame* call_frame);
 
 // Asynchronous calls; see async_handlers.cc.
-XLA_FFI_Error* CudaDispatchAlloc(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* CudaAsyncAlloc(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* CudaDispatchStart(XLA_FFI_CallFrame* call_frame);
-XLA_FFI_Error* CudaWaitStarted(XLA_FFI_CallFrame* call_frame);
-XLA_FFI_Error* CudaDispatchDone(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* CudaDispatchGradStart(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* CudaCombineStart(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* CudaCombineGradStart(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* CudaWaitStarted(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* CudaAsyncDone(XLA_FFI_CallFrame* call_frame);
 }

@@ -47,11 +47,13 @@ nb::dict Targets() {
   add("jax_ep_rail", CudaRail);
 #endif
   add("jax_ep_check", CudaCheck);
-  add("jax_ep_dispatch_alloc", CudaDispatchAlloc);
+  add("jax_ep_async_alloc", CudaAsyncAlloc);
   add("jax_ep_dispatch_start", CudaDispatchStart);
-  add("jax_ep_wait_started", CudaWaitStarted);
-  add("jax_ep_dispatch_done", CudaDispatchDone);
+  add("jax_ep_dispatch_grad_start", CudaDispatchGradStart);
   add("jax_ep_combine_start", CudaCombineStart);
+  add("jax_ep_combine_grad_start", CudaCombineGradStart);
+  add("jax_ep_wait_started", CudaWaitStarted);
+  add("jax_ep_async_done", CudaAsyncDone);
   return targets;
 }
 

@@ -124,14 +124,18 @@ void PlanCombine(const RankResources& resources, const ReturnSize& size, bool is
   plan.in_clusters = InClusters(resources, is_async, plan);
 }
 
-void PlanCombineGrad(const RankResources& resources, int32_t row_vectors, CallArgs* call) {
+void PlanCombineGrad(const RankResources& resources, int32_t row_vectors, bool is_async,
+                     CallArgs* call) {
+  const int32_t n_sms = BlocksOf(resources, is_async);
   LaunchPlan& plan = call->plan;
-  plan = SpreadBlocks(call->n_tokens, MaxMessages(*call), resources.n_blocks, call->n_tokens >= 256,
+  plan = SpreadBlocks(call->n_tokens, MaxMessages(*call), n_sms, call->n_tokens >= 256,
                       /*send_share=*/0.1);
-  if (plan.n_send_blocks == plan.n_blocks) return;
-  const int32_t n_stages = MaxCombineGradStages(*call, row_vectors, resources.bulk_smem_bytes);
-  if (n_stages >= kMinStages) plan.n_stages = n_stages;
-  plan.receives_in_bulk = plan.n_stages > 0 && plan.warps_per_receive == 1;
+  if (plan.n_send_blocks < plan.n_blocks) {
+    const int32_t n_stages = MaxCombineGradStages(*call, row_vectors, resources.bulk_smem_bytes);
+    if (n_stages >= kMinStages) plan.n_stages = n_stages;
+    plan.receives_in_bulk = plan.n_stages > 0 && plan.warps_per_receive == 1;
+  }
+  plan.in_clusters = InClusters(resources, is_async, plan);
 }
 
 }  // namespace jax_ep::p2p

@@ -38,8 +38,9 @@ struct ReturnSize {
 // to concurrent kernels.
 void PlanDispatch(const RankResources& resources, const TokenSize& size, bool is_async,
                   CallArgs* call);
-void PlanCombineGrad(const RankResources& resources, int32_t row_vectors, CallArgs* call);
 void PlanCombine(const RankResources& resources, const ReturnSize& size, bool is_async,
                  CallArgs* call);
+void PlanCombineGrad(const RankResources& resources, int32_t row_vectors, bool is_async,
+                     CallArgs* call);
 
 }  // namespace jax_ep::p2p

@@ -22,6 +22,7 @@ namespace ffi = xla::ffi;
 // The operands or the results of a call.
 class BufferList {
  public:
+  BufferList() = default;
   explicit BufferList(const ffi::RemainingArgs& operands);
   explicit BufferList(const ffi::RemainingRets& results);
 
@@ -39,7 +40,6 @@ class BufferList {
   // any reader.
   static constexpr size_t kMaxSize = 24;
 
-  BufferList() = default;
   template <class Remaining, class Get>
   void Fill(const Remaining& remaining, const Get& get);
 

@@ -14,6 +14,7 @@ So results have the bits of the other transports with the same `n_nodes`.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -69,6 +70,10 @@ class NodeCall:
     def then(self, x: Any) -> Any:
         """See `InFlight.then`."""
         return self.call.then(x)
+
+    def run(self, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """See `InFlight.overlap`."""
+        return self.call.run(work, args)
 
 
 class NodesConnection(Connection):

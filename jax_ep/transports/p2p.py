@@ -134,7 +134,10 @@ class P2pConnection(FfiConnection):
     def finish(self, call: Any, operands: Any, after: Any) -> Any:
         """Waits for a call."""
         finish = autodiff.dispatch if isinstance(call, InFlightDispatch) else autodiff.combine
-        return finish(self, operands, call.done(after))
+        result, overlap = call.done(after), call.overlap
+        if overlap is None or overlap.places is None:
+            return finish(self, operands, result)
+        return finish(self, operands.replace(overlap.operands), result, overlap.places)
 
     def n_slices(self, rows: jax.Array) -> int:
         """Rows longer than the buffers' take several calls."""

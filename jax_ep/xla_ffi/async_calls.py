@@ -1,25 +1,20 @@
-"""Asynchronous calls in traced functions: how they are started, ordered and waited for."""
+"""Asynchronous calls in traced functions: how they are started and waited for."""
 
-import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import Primitive, get_opaque_trace_state
+from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
+from jax_ep.formats import QuantizedFormat
 from jax_ep.geometry import Geometry
 from jax_ep.operands import COMBINE_NAME, DISPATCH_NAME, CombineOperands, DispatchOperands
-from jax_ep.xla_ffi.async_primitives import (
-    combine_start_p,
-    dispatch_done_p,
-    dispatch_start_p,
-    wait_started_p,
-)
+from jax_ep.xla_ffi.async_primitives import async_done_p, combine_start_p, dispatch_start_p
 from jax_ep.xla_ffi.lowering import expect_async_calls
+from jax_ep.xla_ffi.overlap import Overlap, after_start, order_after, start_call, wait_started
 from jax_ep.xla_ffi.primitives import bind_combine, dispatch_call
 
 
@@ -29,68 +24,80 @@ class InFlightDispatch:
     A pytree of the completed results: flattening waits for the call. So whatever leaves the
     function that started the call, such as a loop carry, is valid. Until then, nothing but the call
     may touch the results: see async_primitives.py.
+
+    Attributes:
+        overlap: the work that overlaps with the call; None once it has left its function.
     """
 
-    def __init__(self, ticket: jax.Array, ready: jax.Array, results: tuple[jax.Array, ...]) -> None:
-        self._ticket: jax.Array | None = ticket
-        self._ready: jax.Array | None = ready
-        self._results, self._trace = results, get_opaque_trace_state()
+    def __init__(
+        self,
+        ticket: jax.Array | None,
+        ready: jax.Array | None,
+        results: tuple[jax.Array, ...],
+        overlap: Overlap | None,
+    ) -> None:
+        self._ticket, self._ready, self._results = ticket, ready, results
+        self.overlap = overlap
 
     @classmethod
     def start(
         cls, geometry: Geometry, operands: DispatchOperands, handle_shape: tuple[int, ...]
     ) -> Self:
         """Starts a dispatch; the arguments are those of `bind_dispatch`."""
-        expect_async_calls()
-        arrays, params = dispatch_call(geometry, lax.stop_gradient(operands), handle_shape)
-        ticket, ready, *results = dispatch_start_p.bind(*arrays, **params)
+        call = dispatch_call(geometry, lax.stop_gradient(operands), handle_shape)
+        ticket, ready, results = start_call(dispatch_start_p, *call)
         # Named, so that under a policy that saves the results, `then` does not rerun the call.
-        return cls(ticket, checkpoint_name(ready, DISPATCH_NAME), tuple(results))
+        ready = checkpoint_name(ready, DISPATCH_NAME)
+        # The gradients of tokens that are quantized come from another call; see autodiff.py.
+        quantizes = isinstance(geometry.config.token_format, QuantizedFormat)
+        overlap = Overlap([] if quantizes else operands.with_gradients())
+        return cls(ticket, ready, results, overlap)
 
     def then(self, x: Any) -> Any:
         """See `InFlight.then`; `x` itself if the call has completed."""
         # `ready`, not the results: XLA copies a buffer that two instructions use if it cannot order
         # them, possibly before the call has written it.
-        return x if self._ready is None else _after_start(x, self._ready)
+        if self._ready is None or self.overlap is None:
+            return x
+        return self.overlap.then(x, self._ready)
+
+    def run(self, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """See `InFlight.overlap`; only the work if the call has completed."""
+        if self._ready is None or self.overlap is None:
+            return work(*args)
+        return self.overlap.run(work, args, self._ready)
 
     def done(self, after: Any = None) -> tuple[jax.Array, ...]:
-        """Waits for the results, once `after` has been computed."""
-        if self._ticket is None:
+        """Waits for the results, once `after` and the overlapping work have been computed."""
+        if self._ticket is None or self.overlap is None:
             return self._results
-        if get_opaque_trace_state() != self._trace:
-            raise ValueError(
-                "dispatch_wait must be called in the function that called dispatch_async; pass "
-                "in_flight as an argument to functions that JAX transforms."
-            )
-        ticket = order_after(self._ticket, after)
+        self.overlap.check_function("dispatch_wait")
+        ticket = order_after(self._ticket, (after, self.overlap.before_wait))
         # Only once: a second wait would make XLA copy the results, as in `then`.
-        self._results = tuple(dispatch_done_p.bind(ticket, *self._results))
+        self._results = tuple(async_done_p.bind(ticket, *self._results))
         self._ticket = None
         return self._results
 
-    @classmethod
-    def _unflatten(cls, _: None, results: Any) -> Self:
-        call = cls.__new__(cls)
-        call._ticket, call._ready, call._results = None, None, tuple(results)
-        return call
-
 
 jax.tree_util.register_pytree_node(
-    InFlightDispatch, lambda call: (call.done(), None), InFlightDispatch._unflatten
+    InFlightDispatch,
+    lambda call: (call.done(), None),
+    lambda _, results: InFlightDispatch(None, None, tuple(results), None),
 )
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
 class InFlightCombine:
     """A combine in flight. XLA waits for `out` at its first use.
 
-    If `ready` is passed to another function, `then` waits there for the device's last asynchronous
-    call instead, if there is one.
+    If it is passed to another function, `then` waits there for the device's last asynchronous call
+    instead, if there is one.
+
+    Attributes:
+        overlap: as in `InFlightDispatch`.
     """
 
-    out: jax.Array
-    ready: jax.Array
+    def __init__(self, out: jax.Array, ready: jax.Array, overlap: Overlap | None) -> None:
+        self._out, self._ready, self.overlap = out, ready, overlap
 
     @classmethod
     def start(cls, geometry: Geometry, operands: CombineOperands) -> Self:
@@ -98,39 +105,32 @@ class InFlightCombine:
         expect_async_calls()
         fixed = lax.stop_gradient(operands)
         out, ready = bind_combine(geometry, fixed, combine_start_p)
-        return cls(out, checkpoint_name(ready, COMBINE_NAME))
+        ready = checkpoint_name(ready, COMBINE_NAME)
+        return cls(out, ready, Overlap(operands.with_gradients()))
 
     def then(self, x: Any) -> Any:
         """See `InFlight.then`."""
-        return _after_start(x, self.ready)
+        if self.overlap is None:
+            return after_start(x, wait_started(self._ready), self._ready)
+        return self.overlap.then(x, self._ready)
+
+    def run(self, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """See `InFlight.overlap`."""
+        if self.overlap is None:
+            return work(*self.then(args))
+        return self.overlap.run(work, args, self._ready)
 
     def done(self, after: Any = None) -> jax.Array:
-        """The result, for use once `after` has been computed."""
-        return order_after(self.out, after)
+        """The result, for use once `after` and the overlapping work have been computed."""
+        before = () if self.overlap is None else self.overlap.before_wait
+        return order_after(self._out, (after, before))
 
 
-def _after_start(x: Any, ready: jax.Array) -> Any:
-    """`x`, a pytree, available once the blocks of the call are resident on the GPU."""
-    (started,) = wait_started_p.bind(order_after(jnp.int32(0), ready))
-    return jax.tree.map(lambda leaf: order_after(leaf, (started, ready)), x)
-
-
-def order_after(x: jax.Array, after: Any) -> jax.Array:
-    """`x`, available only once `after`, a pytree, has been computed."""
-    return x if after is None else _order_after(x, lax.stop_gradient(after))
-
-
-@jax.custom_jvp
-def _order_after(x: jax.Array, after: Any) -> jax.Array:
-    return lax.optimization_barrier((x, after))[0]
-
-
-@_order_after.defjvp
-def _order_after_jvp(primals: Any, tangents: Any) -> Any:
-    x, dx = _order_after(*primals), tangents[0]
-    # With jax 0.10, x also varies over the mesh axes that `after` varies over.
-    missing = jax.typeof(x).mat.varying - jax.typeof(primals[0]).mat.varying
-    return x, lax.pcast(dx, tuple(sorted(missing)), to="varying") if missing else dx
+jax.tree_util.register_pytree_node(
+    InFlightCombine,
+    lambda call: ((call._out, call._ready), None),
+    lambda _, children: InFlightCombine(*children, overlap=None),
+)
 
 
 def finished(results: Sequence[jax.Array], given: Sequence[jax.Array]) -> Any:

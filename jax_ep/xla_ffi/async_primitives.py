@@ -6,15 +6,16 @@ keeps operands and results alive in between. It schedules the done as late as us
 allow. But XLA unpacks tuples of results eagerly, which forces a wait right after the start, so such
 a function may have only one result.
 
-combine has one. The results of dispatch are allocated beforehand, and `jax_ep_dispatch_start` takes
-them as operands and writes into them: they are valid only after `dispatch_done_p` has consumed the
-ticket.
+combine has one. The results of other calls are allocated beforehand, and the start takes them as
+operands and writes into them: they are valid only after `async_done_p` has consumed the ticket.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Primitive
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import func
 from jax.interpreters import batching, mlir
@@ -69,7 +70,7 @@ def _hide_constants(
     """
     if jax.__version_info__ < (0, 12):
         return operands
-    copy = lowering.custom_call("jax_ep_dispatch_done")  # returns its second operand
+    copy = lowering.custom_call("jax_ep_async_done")  # returns its second operand
 
     def hide(i: int, operand: Any, aval: Any) -> Any:
         if aval.shape or (i == 0 and geometry.mesh.size > 1):
@@ -80,25 +81,25 @@ def _hide_constants(
     return tuple(map(hide, range(len(operands)), operands, ctx.avals_in))
 
 
-def _lower_start(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
-    ticket, ready, *results = ctx.avals_out
-    alloc = lowering.custom_call("jax_ep_dispatch_alloc", has_side_effect=True)
-    outer = ctx.replace(avals_in=ctx.avals_in[:1], avals_out=[ready, *results])
-    allocated, *buffers = alloc(outer, operands[0])
-    inner = ctx.replace(avals_in=[*ctx.avals_in, *results], avals_out=[ticket])
-    start = lowering.cuda_call(
-        "jax_ep_dispatch_start",
-        primitives.dispatch_attributes,
-        StreamOrder.ASYNC,
-        has_side_effect=True,
-    )
-    operands = _hide_constants(ctx, operands, params["geometry"])
-    # `allocated` keeps XLA from scheduling the allocation after the gate.
-    gate = _gate(ctx, [*operands, allocated, *buffers], params)
-    tickets = _on_collective_stream(
-        ctx, [gate, *operands, *buffers], lambda *x: start(inner, *x, **params)
-    )
-    return [*tickets, gate, *buffers]
+def _lower_start(target: str, attributes: lowering.Attributes) -> lowering.Lowering:
+    """Allocates the results, and starts a call that writes into them."""
+    start = lowering.cuda_call(target, attributes, StreamOrder.ASYNC, has_side_effect=True)
+
+    def lower(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
+        ticket, ready, *results = ctx.avals_out
+        alloc = lowering.custom_call("jax_ep_async_alloc", has_side_effect=True)
+        outer = ctx.replace(avals_in=ctx.avals_in[:1], avals_out=[ready, *results])
+        allocated, *buffers = alloc(outer, operands[0])
+        inner = ctx.replace(avals_in=[*ctx.avals_in, *results], avals_out=[ticket])
+        operands = _hide_constants(ctx, operands, params["geometry"])
+        # `allocated` keeps XLA from scheduling the allocation after the gate.
+        gate = _gate(ctx, [*operands, allocated, *buffers], params)
+        tickets = _on_collective_stream(
+            ctx, [gate, *operands, *buffers], lambda *x: start(inner, *x, **params)
+        )
+        return [*tickets, gate, *buffers]
+
+    return lower
 
 
 def _lower_wait_started(ctx: mlir.LoweringRuleContext, operand: Any) -> Any:
@@ -109,7 +110,7 @@ def _lower_wait_started(ctx: mlir.LoweringRuleContext, operand: Any) -> Any:
 
 def _lower_done(ctx: mlir.LoweringRuleContext, ticket: Any, *results: Any) -> Any:
     aliases = {i + 1: i for i in range(len(results))}
-    rule = lowering.custom_call("jax_ep_dispatch_done", operand_output_aliases=aliases)
+    rule = lowering.custom_call("jax_ep_async_done", operand_output_aliases=aliases)
     return lowering.fusion_barrier(rule(ctx, ticket, *results))
 
 
@@ -125,27 +126,17 @@ def _lower_combine_start(ctx: mlir.LoweringRuleContext, *operands: Any, **params
     return [*out, gate]
 
 
-# Operands of `dispatch_p` -> a ticket; an int32[] of undefined value, available once the call has
-# all its operands; the results of `dispatch_p`, valid after done.
-dispatch_start_p = lowering.make_primitive("jax_ep_dispatch_start", cuda=_lower_start)
-# The ticket and results of `dispatch_start_p` -> those results.
-dispatch_done_p = lowering.make_primitive("jax_ep_dispatch_done", cuda=_lower_done)
-# Operands of `combine_p` -> its result; an int32[] as for `dispatch_start_p`.
+# The ticket and results of a start -> those results.
+async_done_p = lowering.make_primitive("jax_ep_async_done", cuda=_lower_done)
+# Operands of `combine_p` without `row_scalars` -> its result; an int32[] of undefined value,
+# available once the call has all its operands.
 combine_start_p = lowering.make_primitive("jax_ep_combine_start", cuda=_lower_combine_start)
 # An int32[] -> an undefined int32[], available once the last asynchronous call of the device is
 # resident on the GPU.
 wait_started_p = lowering.make_primitive("jax_ep_wait_started", cuda=_lower_wait_started)
 
 wait_started_p.def_abstract_eval(lambda operand: [operand])
-dispatch_done_p.def_abstract_eval(lambda ticket, *results: list(results))
-
-
-@dispatch_start_p.def_abstract_eval
-def _start_types(*operands: Any, **params: Any) -> list[Any]:
-    results = primitives.dispatch_types(*operands, **params)
-    # The ticket has one element per result, which tells the handler how many operands are results.
-    ticket, ready = (lowering.like(operands[1], s, jnp.int32) for s in ((len(results),), ()))
-    return [ticket, ready, *results]
+async_done_p.def_abstract_eval(lambda ticket, *results: list(results))
 
 
 @combine_start_p.def_abstract_eval
@@ -156,20 +147,53 @@ def _combine_start_types(*operands: Any, **params: Any) -> list[Any]:
     ]
 
 
-def _batch_start(operands: Any, dims: Any, **params: Any) -> Any:
-    """Under `vmap`, each call completes before the results are stacked."""
+def _make_start(
+    target: str, attributes: lowering.Attributes, types: Callable[..., list[Any]]
+) -> Primitive:
+    """The start of a call with results of these types.
 
-    def call(*operands: jax.Array) -> list[jax.Array]:
-        ticket, ready, *results = dispatch_start_p.bind(*operands, **params)
-        return [ticket, ready, *dispatch_done_p.bind(ticket, *results)]
+    Operands of the call -> a ticket; an int32[] as for `combine_start_p`; the results of the call,
+    valid after `async_done_p`.
+    """
+    start_p = lowering.make_primitive(target, cuda=_lower_start(target, attributes))
 
-    results = lowering.map_calls(call, operands, dims)
-    return results, [0] * len(results)
+    @start_p.def_abstract_eval
+    def start_types(*operands: Any, **params: Any) -> list[Any]:
+        results = types(*operands, **params)
+        # The ticket has an element per result, which tells the handler how many operands are
+        # results. Its dtype is one that cotangents may have.
+        ticket = lowering.like(operands[1], (len(results),), jnp.float32)
+        ready = lowering.like(operands[1], (), jnp.int32)
+        return [ticket, ready, *results]
+
+    def batch(operands: Any, dims: Any, **params: Any) -> Any:
+        """Under `vmap`, each call completes before the results are stacked."""
+
+        def call(*operands: jax.Array) -> list[jax.Array]:
+            ticket, ready, *results = start_p.bind(*operands, **params)
+            return [ticket, ready, *async_done_p.bind(ticket, *results)]
+
+        results = lowering.map_calls(call, operands, dims)
+        return results, [0] * len(results)
+
+    batching.primitive_batchers[start_p] = batch
+    return start_p
+
+
+dispatch_start_p = _make_start(
+    "jax_ep_dispatch_start", primitives.dispatch_attributes, primitives.dispatch_types
+)
+# The backward of dispatch: a combine that may have `row_scalars`.
+dispatch_grad_start_p = _make_start(
+    "jax_ep_dispatch_grad_start", primitives.combine_attributes, primitives.combine_types
+)
+combine_grad_start_p = _make_start(
+    "jax_ep_combine_grad_start", primitives.combine_attributes, primitives.combine_grad_types
+)
 
 
 def _batch_done(operands: Any, dims: Any) -> Any:
     return list(operands[1:]), list(dims[1:])
 
 
-batching.primitive_batchers[dispatch_start_p] = _batch_start
-batching.primitive_batchers[dispatch_done_p] = _batch_done
+batching.primitive_batchers[async_done_p] = _batch_done

@@ -28,13 +28,15 @@ Attributes = Callable[..., dict[str, Any]]
 
 # The targets of all custom calls, on any platform.
 TARGETS = (
+    "jax_ep_async_alloc",
+    "jax_ep_async_done",
     "jax_ep_check",
     "jax_ep_combine",
     "jax_ep_combine_grad",
+    "jax_ep_combine_grad_start",
     "jax_ep_combine_start",
     "jax_ep_dispatch",
-    "jax_ep_dispatch_alloc",
-    "jax_ep_dispatch_done",
+    "jax_ep_dispatch_grad_start",
     "jax_ep_dispatch_start",
     "jax_ep_fused_silu",
     "jax_ep_grouped_matmul",

@@ -47,13 +47,19 @@ def bind_combine(
 
     The second result, if there are `row_scalars`, is `float32[T, N]`: those of the choices.
     """
+    arrays, params = combine_call(geometry, operands)
+    return (primitive or combine_p).bind(*arrays, **params)
+
+
+def combine_call(
+    geometry: Geometry, operands: CombineOperands
+) -> tuple[list[jax.Array], dict[str, Any]]:
+    """Operands and parameters of `combine_p`."""
     routing, scalars = operands.routing, operands.row_scalars
     optional = present(operands.weights, scalars, operands.residual)
     arrays = [operands.expert_out, routing.group_ids, routing.handle, *optional]
-    params = _combine_params(geometry, operands)
-    if primitive is None:
-        primitive, params["has_scalars"] = combine_p, scalars is not None
-    return primitive.bind(coordinate(geometry), *arrays, **params)
+    params = _combine_params(geometry, operands) | dict(has_scalars=scalars is not None)
+    return [coordinate(geometry), *arrays], params
 
 
 def bind_combine_grad(
@@ -63,13 +69,20 @@ def bind_combine_grad(
 
     Without weights, `expert_out` is not read, and may be None.
     """
+    arrays, params = combine_grad_call(geometry, operands, cotangent)
+    grads = combine_grad_p.bind(*arrays, **params)
+    return grads[0], None if operands.weights is None else grads[1]
+
+
+def combine_grad_call(
+    geometry: Geometry, operands: CombineOperands, cotangent: jax.Array
+) -> tuple[list[jax.Array], dict[str, Any]]:
+    """Operands and parameters of `combine_grad_p`."""
     routing, weights = operands.routing, operands.weights
     arrays = [cotangent, routing.row_offsets, routing.src_info, routing.group_ids, routing.handle]
     if weights is not None:
         arrays += [operands.expert_out, weights]
-    params = _combine_params(geometry, operands)
-    grads = combine_grad_p.bind(coordinate(geometry), *arrays, **params)
-    return grads[0], None if weights is None else grads[1]
+    return [coordinate(geometry), *arrays], _combine_params(geometry, operands)
 
 
 def _combine_params(geometry: Geometry, operands: CombineOperands) -> dict[str, Any]:
@@ -170,7 +183,7 @@ def combine_types(
     group_ids: Any,
     *_: Any,
     reduce: bool,
-    has_scalars: bool = False,
+    has_scalars: bool,
     **__: Any,
 ) -> list[Any]:
     """Types of the results of a combine."""
@@ -180,7 +193,8 @@ def combine_types(
 
 
 @combine_grad_p.def_abstract_eval
-def _combine_grad_types(*operands: Any, **_: Any) -> list[Any]:
+def combine_grad_types(*operands: Any, **_: Any) -> list[Any]:
+    """Types of the gradients."""
     _coordinate, cotangent, _offsets, src_info, _ids, _handle, *weighted = operands
     shape = src_info.shape[0], cotangent.shape[-1]
     types = [like(cotangent, shape, cotangent.dtype)]

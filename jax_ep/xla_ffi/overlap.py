@@ -1,0 +1,212 @@
+"""Work that overlaps with an asynchronous call, in the backward as well as in the forward.
+
+In the forward, barriers order the start of the call, the work and the wait. In the backward, the
+rule of the wait starts a call, and the rules below follow in reverse. What they need for their
+barriers passes from one to the other as cotangents, for which `Places` are made.
+
+XLA removes an operand of a barrier if nothing else uses it, so a barrier alone does not order what
+it is given. That is why the wait comes after `started`, too.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Primitive, get_opaque_trace_state
+
+from jax_ep.checks import vary_alike
+from jax_ep.xla_ffi.async_primitives import async_done_p, wait_started_p
+from jax_ep.xla_ffi.lowering import expect_async_calls
+
+
+class Places(NamedTuple):
+    """Where the backward of a call puts what that of the overlapping work needs: in cotangents.
+
+    Attributes:
+        ticket: `float32[n]`; that of the backward's call, which has n results. These are then the
+            cotangents of `Overlap.operands`, and valid once the ticket has been consumed.
+        started: `float32[]` for the wait and for each piece of work; available once the backward's
+            call has started.
+    """
+
+    ticket: jax.Array
+    started: tuple[jax.Array, ...]
+
+
+class Overlap:
+    """The work that overlaps with a call in flight.
+
+    Attributes:
+        before_wait: results of the work, and that the call has started.
+        operands: those of the call whose gradients its backward returns, in the same order; none if
+            the backward is synchronous.
+        places: see there; None without operands or work.
+    """
+
+    def __init__(self, operands: Sequence[jax.Array]) -> None:
+        self.before_wait: tuple[Any, ...] = ()
+        self.operands = tuple(operands)
+        self.places: Places | None = None
+        self._trace = get_opaque_trace_state()
+
+    def then(self, x: Any, ready: jax.Array) -> Any:
+        """See `InFlight.then`; `ready` is that of the call."""
+        started = wait_started(ready)
+        if get_opaque_trace_state() == self._trace:
+            self.before_wait += (started,)
+        return after_start(x, started, ready)
+
+    def run(self, work: Callable[..., Any], args: tuple[Any, ...], ready: jax.Array) -> Any:
+        """See `InFlight.overlap`."""
+        self.check_function("in_flight.overlap")
+        if self.operands:
+            work = self._with_backward(work, ready)
+        result = work(*self.then(args, ready))
+        self.before_wait += (result,)
+        return result
+
+    def _with_backward(self, work: Callable[..., Any], ready: jax.Array) -> Callable[..., Any]:
+        """The work, whose backward overlaps with that of the call."""
+
+        def run(*args: Any) -> Any:
+            if self.places is None:
+                places = jnp.zeros(len(self.operands), jnp.float32), jnp.float32(0)
+                self.operands, ticket, started = _begin(self.operands, *_vary_like(ready, places))
+                self.places = Places(ticket, (started,))
+            args, ticket = _enter(_vary_like(ready, args), self.places.ticket)
+            result, started = _leave(*_vary_like(ready, (work(*args), jnp.float32(0))))
+            self.places = Places(ticket, (*self.places.started, started))
+            return result
+
+        return run
+
+    def check_function(self, operation: str) -> None:
+        """Requires to be in the function that started the call."""
+        if get_opaque_trace_state() != self._trace:
+            raise ValueError(
+                f"{operation} must be called in the function that started the call; pass in_flight "
+                "as an argument to functions that JAX transforms."
+            )
+
+
+def _vary_like(ready: jax.Array, tree: Any) -> Any:
+    """The arrays of a pytree, varying over the mesh axes that the call's results vary over."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return jax.tree.unflatten(treedef, vary_alike((), *leaves, ready)[:-1])
+
+
+@jax.custom_vjp
+def _begin(operands: tuple[jax.Array, ...], ticket: jax.Array, started: jax.Array) -> Any:
+    """The identity. Its backward waits for the backward's call."""
+    return operands, ticket, started
+
+
+def _begin_bwd(_: None, cotangents: Any) -> Any:
+    gradients, ticket, started = cotangents
+    gradients = async_done_p.bind(order_after(ticket, started), *gradients)
+    return tuple(gradients), ticket, started
+
+
+_begin.defvjp(lambda *args: (args, None), _begin_bwd)
+
+
+@jax.custom_vjp
+def _enter(args: tuple[Any, ...], ticket: jax.Array) -> tuple[tuple[Any, ...], jax.Array]:
+    """The identity. Its backward orders the wait after the backward of the work."""
+    return args, ticket
+
+
+def _enter_bwd(_: None, cotangents: Any) -> tuple[tuple[Any, ...], jax.Array]:
+    args, ticket = cotangents
+
+    def wait_for(x: Any) -> Any:
+        nonlocal ticket
+        if _is_of_integers(x):
+            return x
+        x, ticket = lax.optimization_barrier((x, ticket))
+        return x
+
+    args = jax.tree.map(wait_for, args)
+    return args, ticket
+
+
+_enter.defvjp(lambda *args: (args, None), _enter_bwd)
+
+
+@jax.custom_vjp
+def _leave(result: Any, started: jax.Array) -> tuple[Any, jax.Array]:
+    """The identity. Its backward orders the backward of the work after the call's start."""
+    return result, started
+
+
+def _leave_bwd(_: None, cotangents: Any) -> tuple[Any, jax.Array]:
+    result, started = cotangents
+
+    def order(x: Any) -> Any:
+        return x if _is_of_integers(x) else order_after(x, started)
+
+    return jax.tree.map(order, result), started
+
+
+_leave.defvjp(lambda *args: (args, None), _leave_bwd)
+
+
+def _is_of_integers(cotangent: Any) -> bool:
+    return cotangent.dtype == jax.dtypes.float0
+
+
+def call_in_backward(
+    places: Places | None,
+    call_p: Primitive,
+    start_p: Primitive,
+    arrays: Sequence[jax.Array],
+    params: dict[str, Any],
+) -> tuple[Sequence[jax.Array], Places | None]:
+    """The results of a backward's call, and the cotangents of `places`.
+
+    With places, the call is asynchronous, and the results are not valid yet; see `Places`.
+    """
+    if places is None:
+        return call_p.bind(*arrays, **params), None
+    ticket, ready, results = start_call(start_p, arrays, params)
+    started = lax.bitcast_convert_type(wait_started(ready), jnp.float32)
+    return results, Places(ticket, (_vary_like(ready, started),) * len(places.started))
+
+
+def start_call(
+    start_p: Primitive, arrays: Sequence[jax.Array], params: dict[str, Any]
+) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
+    """Ticket, `ready` and results of a call whose results are allocated beforehand."""
+    expect_async_calls()
+    ticket, ready, *results = start_p.bind(*arrays, **params)
+    return ticket, ready, tuple(results)
+
+
+def wait_started(ready: jax.Array) -> jax.Array:
+    """`int32[]` of undefined value, available once the call's blocks are resident on the GPU."""
+    return wait_started_p.bind(order_after(jnp.int32(0), ready))[0]
+
+
+def after_start(x: Any, started: jax.Array, ready: jax.Array) -> Any:
+    """`x`, a pytree, available at the same time."""
+    return jax.tree.map(lambda leaf: order_after(leaf, (started, ready)), x)
+
+
+def order_after(x: jax.Array, after: Any) -> jax.Array:
+    """`x`, available only once `after`, a pytree, has been computed."""
+    return _order_after(x, lax.stop_gradient(after)) if jax.tree.leaves(after) else x
+
+
+@jax.custom_jvp
+def _order_after(x: jax.Array, after: Any) -> jax.Array:
+    return lax.optimization_barrier((x, after))[0]
+
+
+@_order_after.defjvp
+def _order_after_jvp(primals: Any, tangents: Any) -> Any:
+    x, dx = _order_after(*primals), tangents[0]
+    # With jax 0.10, x also varies over the mesh axes that `after` varies over.
+    missing = jax.typeof(x).mat.varying - jax.typeof(primals[0]).mat.varying
+    return x, lax.pcast(dx, tuple(sorted(missing)), to="varying") if missing else dx
