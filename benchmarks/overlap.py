@@ -4,6 +4,7 @@ Chains of these steps give the periods of a call alone, of the layer alone, and 
 time. Each call and each layer waits for those of the step before.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -73,6 +74,37 @@ def _combine(ours: Implementation, *, with_layer: bool = False) -> Step:
     return Step(next, start)
 
 
+def _gradients(ours: Implementation, form: str) -> Step:
+    """Gradients of a dispatch and a combine with the dense layer at each, and the identity between.
+
+    `form`: "sync", one after the other; "then", overlap in the forward; "overlap", in both.
+    """
+
+    def beside(in_flight, y, matrices):
+        if form == "overlap":
+            return in_flight.overlap(lambda y: _layer(y, matrices), y)
+        return _layer(in_flight.then(y), matrices)
+
+    def layer(tokens, ids, weights, matrices):
+        if form == "sync":
+            rows = ours.dispatch(tokens, ids, weights)
+            y = _layer(tokens, matrices)
+            return ours.combine(rows.tokens, rows, weights) + _layer(y, matrices)
+        flight = jax_ep.dispatch_async(ours.group, tokens, ids, weights)
+        y = beside(flight, tokens, matrices)
+        rows = jax_ep.dispatch_wait(ours.group, flight, after=y)
+        flight = jax_ep.combine_async(ours.group, rows.tokens, rows)
+        z = beside(flight, y, matrices)
+        return jax_ep.combine_wait(ours.group, flight, after=z) + z
+
+    def next(tokens, ids, weights, matrices, hide):
+        out, pull = jax.vjp(lambda *x: layer(x[0], ids, *x[1:]), tokens, weights, matrices)
+        of_tokens, *others = pull(out)
+        return of_tokens, others
+
+    return Step(next)
+
+
 # Steps by the name of the operation; the package gets the weights at dispatch.
 STEPS: dict[str, Callable[[Implementation], Step]] = {
     "dense": lambda _: Step(lambda y, ids, weights, m, hide: (_layer(y, m), ())),
@@ -80,4 +112,7 @@ STEPS: dict[str, Callable[[Implementation], Step]] = {
     "combine": _combine,
     "dispatch + dense": lambda ours: _dispatch(ours, with_layer=True),
     "combine + dense": lambda ours: _combine(ours, with_layer=True),
+    "both + dense + grad": functools.partial(_gradients, form="sync"),
+    "both + dense + grad, then": functools.partial(_gradients, form="then"),
+    "both + dense + grad, overlap": functools.partial(_gradients, form="overlap"),
 }

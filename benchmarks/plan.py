@@ -108,6 +108,7 @@ _CAPACITY_TOKENS = (4096, 1024, 8192)
 # `n_sms` of asynchronous calls, and the width of the layer that overlaps with them.
 _OVERLAPS = ((16, 12288), (12, 12288), (24, 12288), (20, 8192))
 _CALLS = ("dispatch", "combine")
+_OVERLAP_GRADS = tuple(f"both + dense + grad{form}" for form in ("", ", then", ", overlap"))
 _OVERLAP_OPERATIONS = (*_CALLS, "dense", "dispatch + dense", "combine + dense")
 # Expert layers of models: H, F, E, K.
 MODELS = {
@@ -244,7 +245,8 @@ def _overlaps(case: Case, sizes: tuple[tuple[int, int], ...]) -> list[Item]:
     for n_sms, width in ((None, sizes[0][1]), *sizes):
         options = {
             "implementations": (AT_DISPATCH,),
-            "chains": dict.fromkeys(_OVERLAP_OPERATIONS if n_sms else _CALLS, (4, 24)),
+            "chains": dict.fromkeys(_OVERLAP_OPERATIONS if n_sms else _CALLS, (4, 24))
+            | dict.fromkeys(() if n_sms else _OVERLAP_GRADS, (2, 8)),
             "bursts": (2, 10),
             "repeats": Repeats(max_samples=10, seconds=2.0, n_queued=4),
         }
