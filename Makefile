@@ -48,7 +48,7 @@ $(VENV)/.deps: pyproject.toml tools/requirements.py tools/cuda_compiler.py
 $(VENV)/.package: $(VENV)/.deps CMakeLists.txt $(FFI_SOURCES)
 	@echo "Building the extensions: one minute, or six with the CUDA kernels."
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation \
-	  -C cmake.define.JAX_EP_CUDA=$(CUDA) --editable .
+	  --config-settings cmake.define.JAX_EP_CUDA=$(CUDA) --editable .
 	touch $@
 
 .PHONY: setup

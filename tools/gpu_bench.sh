@@ -24,7 +24,8 @@ mkdir -p "$logs" build
   nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
   [[ -n ${GPU_SITE:-} ]] ||
     timeout 200 python3 -m pip install --quiet --no-build-isolation --no-deps --upgrade \
-      -C "cmake.define.CMAKE_CUDA_ARCHITECTURES=$arch" -C cmake.define.JAX_EP_CUDA=ON \
+      --config-settings "cmake.define.CMAKE_CUDA_ARCHITECTURES=$arch" \
+      --config-settings cmake.define.JAX_EP_CUDA=ON \
       --target "$site" .
   timeout 60 nvcc -O3 -std=c++17 -arch="sm_$arch" ffi/tests/p2p_link.cu -o build/p2p_link
   PYTHONPATH=$(realpath "$site") PYTHONUNBUFFERED=1 timeout $((seconds + 30)) \

@@ -101,7 +101,8 @@ show_machine() {
 build_package() {
   [[ -n ${GPU_SITE:-} ]] && return
   step build_package 300 python3 -m pip install --quiet --no-build-isolation --no-deps --upgrade \
-    -C "cmake.define.CMAKE_CUDA_ARCHITECTURES=$arch" -C cmake.define.JAX_EP_CUDA=ON \
+    --config-settings "cmake.define.CMAKE_CUDA_ARCHITECTURES=$arch" \
+    --config-settings cmake.define.JAX_EP_CUDA=ON \
     --target "$site" .
 }
 

@@ -45,8 +45,9 @@ build_wheel() {
   touch "$stamp.new"
   "$python" -m venv build/matrix/builder-"$tag" || return 1
   build/matrix/builder-"$tag"/bin/pip wheel --quiet --no-deps --wheel-dir "$wheels" \
-    -C build-dir=build/matrix/"$tag" -C cmake.define.JAX_EP_CUDA=$cuda \
-    -C cmake.define.CMAKE_CUDA_ARCHITECTURES=90 . || return 1
+    --config-settings build-dir=build/matrix/"$tag" \
+    --config-settings cmake.define.JAX_EP_CUDA=$cuda \
+    --config-settings cmake.define.CMAKE_CUDA_ARCHITECTURES=90 . || return 1
   mv "$stamp.new" "$stamp"
 }
 

@@ -53,8 +53,9 @@ for version in 3.11 3.12; do
   python=$(require_python "$version")
   echo "=== wheel of Python $version"
   "$python" -m pip wheel --quiet --no-deps --wheel-dir "$work/built/$version" \
-    -C "build-dir=build/wheels/$version" -C cmake.define.JAX_EP_CUDA=ON "${kernels[@]}" .
-  kernels=(-C "cmake.define.JAX_EP_CUDA_ARCHIVES=$work/3.11")
+    --config-settings "build-dir=build/wheels/$version" \
+    --config-settings cmake.define.JAX_EP_CUDA=ON "${kernels[@]}" .
+  kernels=(--config-settings "cmake.define.JAX_EP_CUDA_ARCHIVES=$work/3.11")
   PATH=$tools:$PATH auditwheel repair --wheel-dir "$work/built/$version/repaired" \
     "$work/built/$version"/*.whl
   wheel=$(compgen -G "$work/built/$version/repaired/*.whl")

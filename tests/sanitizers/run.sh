@@ -36,9 +36,12 @@ build() {
   mkdir -p "$dir"
   rm -rf "$dir/package"
   CXXFLAGS=-D_GLIBCXX_ASSERTIONS "$venv/bin/pip" install --quiet --no-deps --no-build-isolation \
-    --target "$dir/package" -C build-dir="$dir/cmake" -C cmake.build-type=Debug \
-    -C install.strip=false -C cmake.define.JAX_EP_SANITIZE="$sanitizer" \
-    -C cmake.define.JAX_EP_CUDA=OFF .
+    --target "$dir/package" \
+    --config-settings build-dir="$dir/cmake" \
+    --config-settings cmake.build-type=Debug \
+    --config-settings install.strip=false \
+    --config-settings cmake.define.JAX_EP_SANITIZE="$sanitizer" \
+    --config-settings cmake.define.JAX_EP_CUDA=OFF .
   flags=(-std=c++17 -g -O1 -fPIC -shared -Wall -Wextra -isystem "$include")
   "$CXX" "${flags[@]}" -fsanitize="$sanitizer" -fno-sanitize-recover=all \
     -fno-omit-frame-pointer $here/seeded_faults.cc -o "$dir/seeded_faults.so"
