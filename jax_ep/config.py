@@ -121,10 +121,10 @@ class EPConfig:
 
     def __post_init__(self) -> None:
         for name in ("n_experts", "top_k", "hidden_size", "max_tokens_per_rank"):
-            self._set(name, _count(name, getattr(self, name)))
+            self._set(name, check_count(name, getattr(self, name)))
         for name in ("recv_capacity", "n_gpus_per_node", "n_nodes", "n_sms"):
             if getattr(self, name) is not None:
-                self._set(name, _count(name, getattr(self, name)))
+                self._set(name, check_count(name, getattr(self, name)))
         if not isinstance(self.token_format, TokenFormat):
             raise ValueError(
                 "token_format must be a token format such as jax_ep.BF16(); got "
@@ -147,7 +147,7 @@ class EPConfig:
         object.__setattr__(self, name, value)
 
     def _check_alignment(self) -> None:
-        self._set("row_alignment", _count("row_alignment", self.row_alignment))
+        self._set("row_alignment", check_count("row_alignment", self.row_alignment))
         if self.row_alignment not in _ROW_ALIGNMENTS:
             known = ", ".join(map(str, _ROW_ALIGNMENTS))
             raise ValueError(f"row_alignment must be one of {known}; got {self.row_alignment}.")
@@ -252,7 +252,8 @@ class EPConfig:
         return -(-rows // alignment) * alignment
 
 
-def _count(name: str, value: Any) -> int:
+def check_count(name: str, value: Any) -> int:
+    """The value as an int; raises ValueError unless it is from 1 to the largest int32."""
     try:
         if isinstance(value, bool):
             raise TypeError

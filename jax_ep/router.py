@@ -9,13 +9,17 @@ training loss, keeps logits small.
 """
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from jax_ep import checks
 from jax_ep.choices import count_choices
+from jax_ep.config import check_count as _check_count
 
 _SCORES = ("softmax", "sigmoid")
 _GROUP_SCORES = ("max", "top2")
@@ -55,6 +59,12 @@ class RouterConfig:
         for name, allowed in (("scores", _SCORES), ("group_scores", _GROUP_SCORES)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {allowed}; got {getattr(self, name)!r}.")
+        if not isinstance(self.normalize, bool):
+            raise ValueError(f"normalize must be True or False; got {self.normalize!r}.")
+        if not _is_number(self.scaling):
+            raise ValueError(f"scaling must be a finite number; got {self.scaling!r}.")
+        for name in ("n_expert_groups", "topk_expert_groups"):
+            _check_count(name, getattr(self, name))
         if not 1 <= self.topk_expert_groups <= self.n_expert_groups:
             raise ValueError(
                 "topk_expert_groups must be from 1 to n_expert_groups; got "
@@ -64,6 +74,7 @@ class RouterConfig:
 
     def check(self, n_experts: int, top_k: int) -> None:
         """Raises ValueError if the groups do not divide the experts, or leave too few to choose."""
+        top_k = _check_count("top_k", top_k)
         n_groups = self.n_expert_groups
         if n_experts % n_groups:
             raise ValueError(
@@ -82,6 +93,11 @@ class RouterConfig:
                 f"top_k must be at most the number of experts in topk_expert_groups="
                 f"{self.topk_expert_groups} groups, {n_candidates}; got top_k={top_k}."
             )
+
+
+def _is_number(value: Any) -> bool:
+    is_number = isinstance(value, int | float | np.integer | np.floating)
+    return is_number and not isinstance(value, bool) and math.isfinite(value)
 
 
 class Routes(NamedTuple):
@@ -114,8 +130,16 @@ def route(
         bias: `float32[E]`, or None: see `update_bias`.
 
     Raises:
-        ValueError: the config does not fit E and K. While tracing.
+        TypeError: `config` is not a `RouterConfig`. While tracing.
+        ValueError: the config does not fit E and K, or a shape or dtype does not fit. While
+            tracing.
     """
+    if not isinstance(config, RouterConfig):
+        raise TypeError(f"route: config must be a RouterConfig; got {config!r}.")
+    logits = _by_expert("route", "logits", logits)
+    if bias is not None:
+        (bias,) = checks.as_arrays(bias)
+        checks.check_array("route", "bias", bias, logits.shape[-1:], "E", jnp.floating)
     config.check(logits.shape[-1], top_k)
     logits = logits.astype(jnp.float32)
     softmax = config.scores == "softmax"
@@ -148,7 +172,11 @@ def expert_load(topk_ids: jax.Array, n_experts: int, axis_name: Any = ()) -> jax
         n_experts: E.
         axis_name: inside `jax.shard_map`, the mesh axes that tokens are sharded over; all shards
             get the load by all tokens.
+
+    Raises:
+        ValueError: `topk_ids` are not integers. While tracing.
     """
+    topk_ids = _ids("expert_load", topk_ids)
     return lax.psum(count_choices(topk_ids, n_experts), axis_name)
 
 
@@ -174,7 +202,12 @@ def balance_loss(
             sequences' losses. Otherwise all tokens are one batch.
         axis_name: inside `jax.shard_map`, the mesh axes that tokens are sharded over; all shards
             get the loss of all tokens. With `per_sequence`, each shard must hold whole sequences.
+
+    Raises:
+        ValueError: a shape or dtype does not fit. While tracing.
     """
+    scores = _by_expert("balance_loss", "scores", scores, 2 if per_sequence else 1)
+    topk_ids = _ids("balance_loss", topk_ids, scores.shape[:-1])
     n_experts, top_k = scores.shape[-1], topk_ids.shape[-1]
     length = scores.shape[-2] if per_sequence else -1
     n_sequences = scores.size // (n_experts * length) if per_sequence else 1
@@ -204,7 +237,13 @@ def z_loss(
             padding, do not count. None: all tokens count.
         axis_name: inside `jax.shard_map`, the mesh axes that tokens are sharded over; all shards
             get the loss of all tokens.
+
+    Raises:
+        ValueError: a shape or dtype does not fit. While tracing.
     """
+    logits = _by_expert("z_loss", "logits", logits)
+    if topk_ids is not None:
+        topk_ids = _ids("z_loss", topk_ids, logits.shape[:-1])
     squares = jnp.square(jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1))
     is_token = jnp.ones(squares.shape, bool) if topk_ids is None else (topk_ids >= 0).any(axis=-1)
     sums = jnp.where(is_token, squares, 0).sum(), is_token.sum().astype(jnp.float32)
@@ -223,9 +262,16 @@ def update_bias(bias: jax.Array, load: jax.Array, rate: float = 1e-3) -> jax.Arr
 
     Args:
         bias: `float32[..., E]`; leading dimensions may be layers.
-        load: `[..., E]`, from `expert_load`.
+        load: `[..., E]`, in the shape of the bias, from `expert_load`.
         rate: the step, 1e-3 in DeepSeek-V3.
+
+    Raises:
+        ValueError: a shape or dtype does not fit. While tracing.
     """
+    bias = _by_expert("update_bias", "bias", bias)
+    (load,) = checks.as_arrays(load)
+    letters = "E" if bias.ndim == 1 else "layers E"
+    checks.check_array("update_bias", "load", load, bias.shape, letters, jnp.integer, jnp.floating)
     load = load.astype(jnp.float32)
     return bias + rate * jnp.sign(load.mean(axis=-1, keepdims=True) - load)
 
@@ -233,3 +279,22 @@ def update_bias(bias: jax.Array, load: jax.Array, rate: float = 1e-3) -> jax.Arr
 def _count(topk_ids: jax.Array, n_experts: int) -> jax.Array:
     """`int32[B, E]`, how often each expert occurs in `[B, S, K]`."""
     return jax.nn.one_hot(topk_ids, n_experts, dtype=jnp.int32).sum(axis=(1, 2))
+
+
+def _by_expert(operation: str, name: str, x: Any, least: int = 1) -> Any:
+    """Floating-point numbers `[..., E]` or, with `least` = 2, `[..., S, E]`, checked."""
+    (x,) = checks.as_arrays(x)
+    n_dims = max(least, 0 if x is None else x.ndim)
+    checks.check_array(
+        operation, name, x, (None,) * n_dims, "S E" if least == 2 else "E", jnp.floating
+    )
+    return x
+
+
+def _ids(operation: str, topk_ids: Any, leading: tuple[int, ...] | None = None) -> Any:
+    """Integers `[..., K]`, checked; with `leading`, of these leading dimensions."""
+    (ids,) = checks.as_arrays(topk_ids)
+    unknown = (None,) * max(0, 0 if ids is None else ids.ndim - 1)
+    shape = (*(unknown if leading is None else leading), None)
+    checks.check_array(operation, "topk_ids", ids, shape, "K", jnp.integer)
+    return ids

@@ -244,7 +244,11 @@ def test_updates_of_the_bias_balance_a_skewed_router():
         ({"scores": "relu"}, "scores must be one of"),
         ({"group_scores": "mean"}, "group_scores must be one of"),
         ({"topk_expert_groups": 2}, "from 1 to n_expert_groups; got topk_expert_groups=2"),
-        ({"topk_expert_groups": 0}, "from 1 to n_expert_groups; got topk_expert_groups=0"),
+        ({"topk_expert_groups": 0}, "topk_expert_groups must be positive; got 0"),
+        ({"n_expert_groups": "4"}, "n_expert_groups must be a positive integer; got '4'"),
+        ({"normalize": 1}, "normalize must be True or False; got 1"),
+        ({"scaling": "2.5"}, "scaling must be a finite number; got '2.5'"),
+        ({"scaling": np.nan}, "scaling must be a finite number; got nan"),
     ],
 )
 def test_a_config_checks_its_values(options, message):
@@ -263,3 +267,38 @@ def test_a_config_checks_its_values(options, message):
 def test_route_checks_that_the_groups_fit(options, message):
     with pytest.raises(ValueError, match=message):
         route(RouterConfig(**options), np.zeros((T, E), np.float32), K)
+
+
+LOGITS, IDS = np.zeros((T, E), np.float32), np.zeros((T, K), np.int32)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: route(RouterConfig(), LOGITS[0, 0], K), r"logits must have the shape \[E\]; got"),
+        (lambda: route(RouterConfig(), LOGITS.astype(int), K), "logits must be floating-point"),
+        (
+            lambda: route(RouterConfig(), LOGITS, K, LOGITS[0, :8]),
+            r"bias must .* \[E=16\]; got \(8",
+        ),
+        (lambda: expert_load(LOGITS, E), "topk_ids must be integers; got float32"),
+        (lambda: balance_loss(LOGITS, IDS[:8]), r"topk_ids must .* \[40, K\]; got \(8, 4\)"),
+        (lambda: balance_loss(IDS, LOGITS), "scores must be floating-point numbers; got int32"),
+        (lambda: balance_loss(LOGITS[0], IDS[0], per_sequence=True), r"scores must .* \[S, E\]"),
+        (lambda: z_loss(LOGITS[None], IDS), r"topk_ids must .* \[1, 40, K\]; got \(40, 4\)"),
+        (lambda: z_loss(LOGITS.astype(int)), "logits must be floating-point numbers"),
+        (lambda: update_bias(LOGITS[0], LOGITS), r"load must .* \[E=16\]; got \(40, 16\)"),
+        (lambda: update_bias(LOGITS[:2], LOGITS[0]), r"load must .* \[layers=2, E=16\]; got \(16"),
+        (lambda: update_bias(LOGITS[0], None), "load must be an array; got None"),
+    ],
+)
+def test_shapes_and_dtypes_are_checked(call, message):
+    with pytest.raises(ValueError, match=rf"^\w+: {message}"):
+        call()
+
+
+def test_route_takes_a_config_and_a_count():
+    with pytest.raises(TypeError, match="route: config must be a RouterConfig; got None"):
+        route(None, LOGITS, K)
+    with pytest.raises(ValueError, match="top_k must be a positive integer; got 2.0"):
+        route(RouterConfig(), LOGITS, 2.0)
