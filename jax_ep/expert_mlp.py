@@ -70,6 +70,8 @@ def expert_mlp(
     """
     check_dispatched("expert_mlp", dispatched)
     check_activation("expert_mlp", interleaved, clamp)
+    if not isinstance(transposed, bool):
+        raise ValueError(f"expert_mlp: transposed must be True or False; got {transposed!r}.")
     if isinstance(dispatched.group.config.token_format, QuantizedFormat):
         check_group("expert_mlp", dispatched.group)  # for `dequantize`
     activation: dict[str, Any] = {"interleaved": interleaved, "clamp": clamp}

@@ -33,6 +33,7 @@ def check_arrays(dispatched: Dispatched, weights: ExpertWeights, transposed: boo
         checks.check_array(_NAME, name, x, (n_groups, *sizes), named, *dtypes)
 
     gate_up, down, *_ = weights
+    _check_own_experts(dispatched, n_groups, gate_up=gate_up, down=down)
     out = 1 if transposed else 2
     check("gate_up", gate_up, hidden_size, ("H", "2F"), *dtypes)
     check("down", down, _expert_size(gate_up.shape[out]), ("F", "H"), gate_up.dtype)
@@ -44,11 +45,25 @@ def check_codes(dispatched: Dispatched, weights: ExpertWeights) -> None:
     n_groups, hidden_size = _sizes(dispatched)
     gate_up, down = weights.gate_up.codes, weights.down.codes
     dtype = jnp.float8_e4m3fn
+    _check_own_experts(dispatched, n_groups, gate_up=gate_up, down=down)
     shape = n_groups, None, hidden_size
     checks.check_array(_NAME, "gate_up.codes", gate_up, shape, "L 2F H", dtype)
     shape = n_groups, None, _expert_size(gate_up.shape[1])
     checks.check_array(_NAME, "down.codes", down, shape, "L H F", dtype)
     _check_biases(weights, n_groups, (gate_up.shape[1], down.shape[1]), jnp.bfloat16)
+
+
+def _check_own_experts(dispatched: Dispatched, n_groups: int, **weights: Any) -> None:
+    """Requires weights of this rank's experts: those of all ranks are the usual mistake."""
+    group = dispatched.group
+    n_experts = group.config.n_experts
+    for name, x in weights.items():
+        if x is not None and x.ndim == 3 and x.shape[0] == n_experts != n_groups:
+            raise ValueError(
+                f"{_NAME}: {name} must have this rank's experts, L={n_groups}; got {n_experts}, "
+                f"those of all ranks. Shard its first axis: jax.P({group.axis_name!r}) in in_specs "
+                "of jax.shard_map."
+            )
 
 
 def _check_biases(

@@ -306,6 +306,12 @@ def test_weights_that_do_not_fit_are_rejected(transport):
             r"gate_up_bias .* \[L=3, 2F=256\]",
         ),
         (lambda a, b: (a, b), {"down_bias": np.ones((3, 128), np.float32)}, "down_bias must be bf"),
+        (
+            lambda a, b: (np.ones((E, H, 2 * F), a.dtype), b),
+            {},
+            r"gate_up must have this rank's experts, L=3; got 6, .* jax.P\('ep'\)",
+        ),
+        (lambda a, b: (a, b), {"transposed": 1}, "transposed must be True or False; got 1"),
         (lambda a, b: (a, b), {"interleaved": 1}, "interleaved must be True or False; got 1"),
         (lambda a, b: (a, b), {"clamp": (1.0, -1.0)}, r"clamp must be \(alpha, limit\)"),
     ],
