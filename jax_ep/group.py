@@ -234,13 +234,18 @@ def _devices_of(platform: str, ids: list[int]) -> list[jax.Device]:
 
 def check_group(operation: str, group: EPGroup) -> None:
     """Requires an open group, and a `jax.shard_map` over its mesh around the call."""
+    check_is_group(operation, group)
+    if group.closed:
+        raise ValueError(f"{operation}: group {group.key} is closed. Make a new one with ep_init.")
+    check_manual(operation, group.geometry)
+
+
+def check_is_group(operation: str, group: Any) -> None:
+    """Requires a group, open or closed."""
     if not isinstance(group, EPGroup):
         raise TypeError(
             f"{operation}: group must be an EPGroup made by ep_init; got {type(group).__name__}."
         )
-    if group.closed:
-        raise ValueError(f"{operation}: group {group.key} is closed. Make a new one with ep_init.")
-    check_manual(operation, group.geometry)
 
 
 def ep_init(

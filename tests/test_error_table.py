@@ -19,7 +19,7 @@ from jax_ep.exchange import Exchange
 from jax_ep.geometry import Geometry, MeshCoordinate
 from jax_ep.group import EPGroup
 from jax_ep.nnx import MoE
-from jax_ep.router import RouterConfig, route
+from jax_ep.router import RouterConfig, balance_loss, route
 from jax_ep.transports.p2p import P2pConnection
 from jax_ep.xla_ffi import extension
 
@@ -70,9 +70,9 @@ def layer(group, **options: Any) -> MoE:
     return MoE(group, H, rngs=nnx.Rngs(0), **options)
 
 
-def reassigned(layer: MoE) -> MoE:
-    """The layer with a group whose token format carries another dtype than its results have."""
-    layer.group = init(combine_dtype=jnp.float32)
+def reassigned(layer: MoE, **changes: Any) -> MoE:
+    """The layer with another group."""
+    layer.group = init(**changes)
     return layer
 
 
@@ -234,10 +234,12 @@ def run_experts(token_format: jax_ep.TokenFormat, *weights: Any, **options: Any)
     run(layer)
 
 
-def mlp_weights(n_in=128, n_columns=16, dtype=jnp.bfloat16) -> tuple[jax.Array, jax.Array]:
+def mlp_weights(
+    n_in=128, n_columns=16, dtype=jnp.bfloat16, n_experts=E // R
+) -> tuple[jax.Array, jax.Array]:
     """gate_up and down; the dtype is that of down."""
-    gate_up = jnp.ones((E // R, n_in, n_columns), jnp.bfloat16)
-    return gate_up, jnp.ones((E // R, 8, 128), dtype)
+    gate_up = jnp.ones((n_experts, n_in, n_columns), jnp.bfloat16)
+    return gate_up, jnp.ones((n_experts, 8, 128), dtype)
 
 
 TRIGGERS: dict[str, Callable[[], Any]] = {
@@ -347,6 +349,8 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "mlp-columns": lambda: run_experts(jax_ep.BF16(), *mlp_weights(n_columns=15)),
     "mlp-clamp": lambda: run_experts(jax_ep.BF16(), *mlp_weights(), clamp=(1.0, -1.0)),
     "mlp-format": lambda: run_experts(jax_ep.MXFP8(), *[quantized_weights(128)] * 2),
+    "mlp-experts": lambda: run_experts(jax_ep.BF16(), *mlp_weights(n_experts=E)),
+    "mlp-flag": lambda: run_experts(jax_ep.BF16(), *mlp_weights(), transposed=1),
     "mlp-transposed": lambda: run_experts(
         jax_ep.BlockwiseFP8(), *[quantized_weights(128)] * 2, transposed=True
     ),
@@ -357,13 +361,27 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
         RouterConfig(n_expert_groups=E, group_scores="top2"), jnp.ones((T, E)), K
     ),
     "router-choices": lambda: route(RouterConfig(n_expert_groups=E), jnp.ones((T, E)), K),
+    "router-scaling": lambda: RouterConfig(scaling=float("inf")),
+    "router-type": lambda: route(None, jnp.ones((T, E)), K),
+    "router-shape": lambda: balance_loss(jnp.ones((T, E)), jnp.zeros((T + 1, K), jnp.int32)),
+    "router-dtype": lambda: route(RouterConfig(), jnp.ones((T, E), jnp.int32), K),
     "layer-axes": lambda: layer(init(), token_axes=()),
     "layer-fsdp": lambda: layer(init(), fsdp_axis="ep"),
+    "layer-fsdp-size": lambda: layer(
+        init(make_mesh(jax.devices()[:6], (3, 2), ("dp", "ep"))), fsdp_axis="dp"
+    ),
+    "layer-arguments": lambda: layer(init(), router="softmax"),
+    "layer-dtype": lambda: layer(init(), param_dtype=jnp.int32),
     "layer-shared": lambda: layer(init(fused_shared_expert=True), shared_size=2 * H),
     "layer-capacity": lambda: layer(init(), capacity_factor=0),
     "layer-tokens": lambda: layer(init())(jnp.ones((R, H + 1))),
+    "layer-tokens-dtype": lambda: layer(init())(jnp.ones((R, H), jnp.int32)),
+    "layer-mask-dtype": lambda: layer(init())(jnp.ones((R, H)), jnp.ones(R, jnp.int32)),
+    "layer-array": lambda: layer(init())([1.0]),
+    "layer-inside": lambda: run(lambda rank: layer(init())(jnp.ones((R, H)))),
     "layer-mask": lambda: layer(init())(jnp.ones((R, 2, H)), jnp.ones(R, bool)),
-    "layer-group": lambda: reassigned(layer(init()))(jnp.ones((R, H))),
+    "layer-group": lambda: reassigned(layer(init()), combine_dtype=jnp.float32)(jnp.ones((R, H))),
+    "layer-fused": lambda: reassigned(layer(init()), fused_shared_expert=True)(jnp.ones((R, H))),
     "layer-bias": lambda: layer(init()).update_bias(jnp.ones(E)),
     "gpu-platform": lambda: init(transport="p2p"),
     "weights-twice": lambda: round_trip(init(), at_dispatch=True, topk_weights=jnp.ones((T, K))),

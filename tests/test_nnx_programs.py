@@ -16,7 +16,6 @@ import jax_ep
 from jax_ep.nnx import MoE, RouterBias
 from jax_ep.router import RouterConfig
 from nnx_layers import (
-    LENGTH,
     V3,
     B,
     E,
@@ -187,7 +186,15 @@ def test_meshes_with_explicit_axes_work():
         ({"router": RouterConfig(n_expert_groups=3)}, "n_experts=16, n_expert_groups=3"),
         ({"token_axes": "dp"}, r"token_axes must be .* all of the group's; got \('dp',\)"),
         ({"fsdp_axis": "dp", "token_axes": "ep"}, r"fsdp_axis must be .* got \('dp',\)"),
-        ({"token_axes": ("ep", "tp")}, "token_axes must be axes of the mesh"),
+        ({"token_axes": ("ep", "tp")}, "token_axes must be different axes of the mesh"),
+        ({"token_axes": ("ep", "ep")}, r"token_axes must be different axes .* got \('ep', 'ep'\)"),
+        ({"token_axes": 0}, r"token_axes must be .* got \(0,\)"),
+        ({"fsdp_axis": ("dp", "dp")}, r"fsdp_axis must be .* got \('dp', 'dp'\)"),
+        ({"fsdp_axis": "dp", "config": {"hidden_size": 3}}, "divides hidden_size=3; got .* size 2"),
+        ({"shared_size": 1.5}, "shared_size must be a positive integer; got 1.5"),
+        ({"router_bias": np.ones(E)}, r"router_bias must be True or False; got array\(\[1"),
+        ({"param_dtype": jnp.int32}, "param_dtype must be a floating-point dtype.* got int32"),
+        ({"param_dtype": "bf16"}, "param_dtype must be a floating-point dtype.* got 'bf16'"),
         ({"config": {"skip_a2a": True}, "token_axes": "ep"}, "none of the group's"),
         (
             {"config": {"fused_shared_expert": True}, "shared_size": S},
@@ -222,19 +229,92 @@ def test_arguments_are_checked(options, message):
         make_layer("xla", axes={"dp": 2, "ep": 4}, **options)
 
 
-def test_a_call_must_fit_the_mesh_and_the_group():
-    layer = make_layer("xla")
-    with pytest.raises(ValueError, match="a multiple of 4, the shards .* Pad the tokens"):
-        layer(make_tokens((3, LENGTH, H)))
-    layer.group = open_group("xla", {"ep": 4}, n_experts=8)
+@pytest.mark.parametrize("size", [0, 12.5, "128"])
+def test_the_size_of_an_expert_is_a_count(size):
+    with pytest.raises(ValueError, match=f"expert_size must be (a )?positive.* got {size!r}"):
+        MoE(open_group("xla", {"ep": 4}), size, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"group": None}, "nnx.MoE: group must be an EPGroup made by ep_init; got NoneType"),
+        ({"router": "softmax"}, "router must be a RouterConfig or None; got 'softmax'"),
+        ({"rngs": 0}, r"rngs must be an nnx.Rngs, such as nnx.Rngs\(0\); got 0"),
+    ],
+)
+def test_types_of_arguments_are_checked(options, message):
+    given = {"group": open_group("xla", {"ep": 4}), "rngs": nnx.Rngs(0)} | options
+    with pytest.raises(TypeError, match=message):
+        MoE(given.pop("group"), F, **given)
+
+
+@pytest.mark.parametrize(
+    "tokens, mask, message",
+    [
+        (np.ones((3, 1, H), np.float32), None, "a multiple of 4, the shards .* Pad the tokens"),
+        (np.ones((B, H), np.int32), None, "tokens must be floating-point .* got int32. Cast them"),
+        (np.ones((B, H), bool), None, "tokens must be floating-point numbers; got bool"),
+        (np.ones((B, H), np.float32), np.ones(B, np.int32), r"got int32. Pass mask.astype\(bool\)"),
+        (np.ones((B, H), np.float32), np.ones(B, np.float32), "mask must be bool; got float32"),
+    ],
+)
+def test_tokens_and_mask_are_checked(tokens, mask, message):
+    with pytest.raises(ValueError, match=f"^nnx.MoE: .*{message}"):
+        make_layer("xla")(tokens, mask)
+
+
+@pytest.mark.parametrize("arguments", [(None,), ([[1.0] * H] * B,), (np.ones((B, H)), [True] * B)])
+def test_tokens_and_mask_are_arrays(arguments):
     with pytest.raises(
-        ValueError, match=r"layer's experts: \[H, E\] = \[128, 16\]; got \[128, 8\]"
+        TypeError, match="^nnx.MoE: (tokens|mask) must be an array; got (None|list)"
     ):
+        make_layer("xla")(*arguments)
+
+
+@pytest.mark.parametrize("axis_names", [{"dp"}, {"dp", "ep"}])
+def test_a_call_inside_shard_map_names_what_to_call_there(axis_names):
+    layer = make_layer("xla", axes={"dp": 2, "ep": 4})
+    call = jax.shard_map(
+        lambda tokens: layer(tokens)[0],
+        mesh=layer.group.mesh,
+        in_specs=P("dp"),
+        out_specs=P("dp"),
+        axis_names=axis_names,
+    )
+    with pytest.raises(
+        ValueError, match=r"outside of jax.shard_map.* manual axes here: .*'dp'.* jax_ep.dispatch"
+    ):
+        jax.jit(call)(make_tokens())
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"n_experts": 8}, r"layer's experts: \[H, E\] = \[128, 16\]; got \[128, 8\]"),
+        ({"skip_a2a": True}, r"none of the group's, because of skip_a2a; got \('ep',\)"),
+        ({"fused_shared_expert": True}, "of expert_size=128; the layer has shared_size=None"),
+    ],
+)
+def test_an_assigned_group_must_fit_the_layer(options, message):
+    layer = make_layer("xla")
+    layer.group = open_group("xla", {"ep": 4}, **options)
+    with pytest.raises(ValueError, match=message):
+        layer(make_tokens())
+
+
+def test_an_assigned_group_must_be_a_group_along_the_tokens():
+    layer = make_layer("xla")
+    layer.group = open_group("xla", {"x": 4}, "x")
+    with pytest.raises(ValueError, match=r"all of the group's; got \('ep',\), the group has \('x'"):
+        layer(make_tokens())
+    layer.group = None
+    with pytest.raises(TypeError, match="nnx.MoE: group must be an EPGroup"):
         layer(make_tokens())
 
 
 def test_update_bias_needs_a_bias():
-    with pytest.raises(ValueError, match="create it with router_bias"):
+    with pytest.raises(ValueError, match="create it with router_bias=True"):
         make_layer("xla").update_bias(jnp.zeros(E))
 
 

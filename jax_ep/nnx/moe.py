@@ -1,26 +1,24 @@
 """MoE: a Flax NNX module of a Mixture-of-Experts layer with its experts spread over a group."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import P
 
-from jax_ep.formats import BlockwiseFP8, Plain
+from jax_ep.config import check_count
 from jax_ep.fused_silu import check_activation
-from jax_ep.group import EPGroup
+from jax_ep.group import EPGroup, check_is_group
+from jax_ep.nnx import checks
+from jax_ep.nnx.checks import Axes
 from jax_ep.nnx.forward import Forward, MoEReport
 from jax_ep.router import RouterConfig, update_bias
 
 # Parameters by the dtype that a call uses them in: float32, and that of the experts' matmuls.
 _ROUTER = ("router", "logit_bias")
 _EXPERTS = ("gate_up", "down", "gate_up_bias", "down_bias", "shared_gate_up", "shared_down")
-
-Axes = str | tuple[str, ...] | None
 
 
 class RouterBias(nnx.Variable):
@@ -106,22 +104,33 @@ class MoE(nnx.Module):
             rngs: the stream `params` is used.
 
         Raises:
+            TypeError: `group`, `router` or `rngs` is something else.
             ValueError: the router does not fit the experts, `shared_size` not the fused shared
-                expert, or axes not the group; or `capacity_factor`, `interleaved` or `clamp` are no
-                values for them.
+                expert, or axes not the group; or another argument has a value that it cannot have.
         """
+        check_is_group("nnx.MoE", group)
         config, axis = group.config, group.axis_name
+        expert_size = check_count("expert_size", expert_size)
+        n_shared = checks.check_shared_size(group, shared_size, expert_size)
+        checks.check_flags(
+            router_bias=router_bias,
+            logit_bias=logit_bias,
+            expert_bias=expert_bias,
+            balance_per_sequence=balance_per_sequence,
+            fp8_matmuls=fp8_matmuls,
+        )
+        checks.check_param_dtype(param_dtype)
+        checks.check_rngs(rngs)
+        checks.check_formats(group, expert_size if fp8_matmuls else None)
         self.group = group
-        self.router_config = router or RouterConfig()
-        self.router_config.check(config.n_experts, config.top_k)
+        self.router_config = checks.check_router(group, router)
         self.balance_per_sequence = balance_per_sequence
-        self.capacity_factor = _check_factor(capacity_factor)
-        self.token_axes = _token_axes(group, token_axes)
-        self.fsdp_axes = _fsdp_axes(group, self.token_axes, fsdp_axis)
+        self.capacity_factor = checks.check_factor(capacity_factor)
+        self.token_axes = checks.check_token_axes(group, token_axes)
+        self.fsdp_axes = checks.check_fsdp_axes(group, self.token_axes, fsdp_axis)
         self.fp8_matmuls = fp8_matmuls
         self.interleaved = interleaved
         self.clamp = check_activation("nnx.MoE", interleaved, clamp)
-        _check_formats(group, expert_size if fp8_matmuls else None)
         init = _by_expert(kernel_init or nnx.initializers.lecun_normal())
 
         def param(shape: tuple[int, ...], *spec: Axes) -> nnx.Param:
@@ -133,7 +142,6 @@ class MoE(nnx.Module):
             return nnx.Param(create(shape, param_dtype))
 
         n_experts, size, fsdp = config.n_experts, config.hidden_size, self.fsdp_axes or None
-        n_shared = _shared_size(group, shared_size, expert_size)
         self.router = param((size, n_experts), None, None)
         self.gate_up = param((n_experts, size, 2 * expert_size), axis, fsdp, None)
         self.down = param((n_experts, expert_size, size), axis, None, fsdp)
@@ -158,6 +166,11 @@ class MoE(nnx.Module):
 
         Returns:
             The output, in the shape and dtype of `tokens`, and the report.
+
+        Raises:
+            TypeError: `tokens` or `mask` is no array, or `self.group` no group. While tracing.
+            ValueError: a shape or dtype does not fit, `self.group` does not fit the parameters, or
+                the call is inside `jax.shard_map`. While tracing.
         """
         group = self.group
         by_token: Any = P(self.token_axes)
@@ -201,37 +214,35 @@ class MoE(nnx.Module):
             ValueError: the layer has no bias.
         """
         if self.router_bias is None:
-            raise ValueError("update_bias: the layer must have a bias; create it with router_bias.")
+            raise ValueError(
+                "update_bias: the layer must have a bias; create it with router_bias=True."
+            )
         self.router_bias[...] = update_bias(self.router_bias[...], expert_load, rate)
 
     def _check_call(self, tokens: jax.Array, mask: jax.Array | None) -> None:
-        """Requires tokens that the mesh's shards divide, and a group that the parameters fit."""
-        mesh, config = self.group.mesh, self.group.config
-        size = self.router.shape[0]
-        if tokens.ndim < 2 or tokens.shape[-1] != size:
-            raise ValueError(
-                f"nnx.MoE: tokens must have the shape [..., H={size}], with at least one dimension "
-                f"before H; got {tokens.shape}."
-            )
-        if mask is not None and mask.shape != tokens.shape[:-1]:
-            raise ValueError(
-                "nnx.MoE: mask must have the shape of tokens without their last dimension, "
-                f"{tokens.shape[:-1]}; got {mask.shape}."
-            )
-        n_shards = math.prod(mesh.shape[name] for name in self.token_axes)
-        if tokens.shape[0] % n_shards:
-            raise ValueError(
-                f"nnx.MoE: the first dimension of tokens must be a multiple of {n_shards}, the "
-                f"shards along {self.token_axes}; got {tokens.shape}. Pad the tokens, with a mask "
-                "that is False for the padding."
-            )
+        """Requires a group that the parameters fit, and tokens that the mesh's shards divide."""
+        checks.check_outside_shard_map()
+        check_is_group("nnx.MoE", self.group)
+        self._check_group()
+        n_shards = checks.count_shards(self.group, self.token_axes)
+        checks.check_tokens(tokens, self.group.config.hidden_size, self.token_axes, n_shards)
+        if mask is not None:
+            checks.check_mask(mask, tokens.shape[:-1])
+
+    def _check_group(self) -> None:
+        """Requires a group that the parameters fit: it may not be the one they were made with."""
+        config = self.group.config
         shape = config.hidden_size, config.n_experts
         if self.router.shape != shape:
             raise ValueError(
                 f"nnx.MoE: the group must have the layer's experts: [H, E] = "
                 f"{list(self.router.shape)}; got {list(shape)}."
             )
-        _check_formats(self.group, self.down.shape[1] if self.fp8_matmuls else None)
+        checks.check_token_axes(self.group, self.token_axes)
+        expert_size, shared = self.down.shape[1], self.shared_down
+        if config.fused_shared_expert:
+            checks.check_fused_size(expert_size, None if shared is None else shared.shape[0])
+        checks.check_formats(self.group, expert_size if self.fp8_matmuls else None)
 
     def _weights(self) -> dict[str, jax.Array]:
         """The arrays that a call uses, in the dtypes that it computes in."""
@@ -242,86 +253,6 @@ class MoE(nnx.Module):
         if self.router_bias is not None:
             weights["router_bias"] = self.router_bias[...]
         return weights
-
-
-def _check_formats(group: EPGroup, fp8_size: int | None) -> None:
-    """Requires formats that the experts' matmuls take; `fp8_size`: F, if those are in FP8."""
-    token_format, dtype = group.config.token_format, group.config.combine_dtype
-    if isinstance(token_format, Plain) and token_format.row_dtype != dtype:
-        raise ValueError(
-            f"nnx.MoE: experts multiply in combine_dtype={dtype.name}, but token_format carries "
-            f"{token_format.row_dtype.name}. Change one of them: token_format=Plain({dtype.name}), "
-            f"or combine_dtype={token_format.row_dtype.name}."
-        )
-    if fp8_size is None:
-        return
-    if dtype != jnp.bfloat16:
-        raise ValueError(
-            "nnx.MoE: fp8_matmuls needs combine_dtype=bfloat16, the dtype of their results; got "
-            f"{dtype.name}."
-        )
-    if not isinstance(token_format, BlockwiseFP8) or fp8_size % token_format.block_size:
-        raise ValueError(
-            "nnx.MoE: fp8_matmuls needs the token_format BlockwiseFP8 and an expert_size that is a "
-            f"multiple of {BlockwiseFP8.block_size}; got {token_format.name} and "
-            f"expert_size={fp8_size}."
-        )
-
-
-def _check_factor(factor: Any) -> float | None:
-    if factor is None:
-        return None
-    is_number = isinstance(factor, int | float | np.integer | np.floating)
-    if not is_number or isinstance(factor, bool) or not 0 < factor < math.inf:
-        raise ValueError(
-            f"capacity_factor must be a number, positive and finite, or None; got {factor!r}."
-        )
-    return float(factor)
-
-
-def _token_axes(group: EPGroup, given: Axes) -> tuple[str, ...]:
-    """The axes that tokens are sharded over, checked."""
-    own, skip = set(group.geometry.axis_names), group.config.skip_a2a
-    if given is None:
-        return tuple(name for name in group.mesh.axis_names if not (skip and name in own))
-    axes = _as_tuple(given)
-    fits = not own & set(axes) if skip else own <= set(axes)
-    if not fits or not set(axes) <= set(group.mesh.axis_names):
-        which = "none of the group's, because of skip_a2a" if skip else "all of the group's"
-        raise ValueError(
-            f"token_axes must be axes of the mesh, {which}; got {axes}, the group has "
-            f"{group.geometry.axis_names}, the mesh {group.mesh.axis_names}."
-        )
-    return axes
-
-
-def _fsdp_axes(group: EPGroup, token_axes: tuple[str, ...], given: Axes) -> tuple[str, ...]:
-    """The axes that experts' parameters are sharded over along H, checked; none if not given."""
-    axes = _as_tuple(given)
-    if not set(axes) <= set(token_axes) - set(group.geometry.axis_names):
-        raise ValueError(
-            "fsdp_axis must be an axis that tokens are sharded over, and not the group's; got "
-            f"{axes}, tokens are sharded over {token_axes}, the group has "
-            f"{group.geometry.axis_names}."
-        )
-    return axes
-
-
-def _as_tuple(axes: Axes) -> tuple[str, ...]:
-    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
-
-
-def _shared_size(group: EPGroup, given: int | None, expert_size: int) -> int:
-    """Hidden size of the shared expert, checked; 0 if there is none."""
-    if not group.config.fused_shared_expert:
-        return given or 0
-    if given not in (None, expert_size):
-        raise ValueError(
-            "shared_size must be expert_size with fused_shared_expert; got "
-            f"shared_size={given}, expert_size={expert_size}. Without fused_shared_expert, any "
-            "size will do."
-        )
-    return expert_size
 
 
 def _by_expert(init: nnx.Initializer) -> Callable[..., jax.Array]:

@@ -1,0 +1,207 @@
+"""Checks of what `MoE` is made of and called with."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jax_ep.config import check_count
+from jax_ep.formats import BlockwiseFP8, Plain
+from jax_ep.formats.plain import as_dtype
+from jax_ep.group import EPGroup
+from jax_ep.router import RouterConfig
+
+Axes = str | tuple[str, ...] | None
+
+
+def check_flags(**flags: Any) -> None:
+    """Requires True or False."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be True or False; got {value!r}.")
+
+
+def check_router(group: EPGroup, given: RouterConfig | None) -> RouterConfig:
+    """The given router, or the default one, which must fit the group's experts."""
+    router = RouterConfig() if given is None else given
+    if not isinstance(router, RouterConfig):
+        raise TypeError(f"router must be a RouterConfig or None; got {router!r}.")
+    router.check(group.config.n_experts, group.config.top_k)
+    return router
+
+
+def check_rngs(rngs: Any) -> None:
+    """Requires streams of random numbers."""
+    if not isinstance(rngs, nnx.Rngs):
+        raise TypeError(f"rngs must be an nnx.Rngs, such as nnx.Rngs(0); got {rngs!r}.")
+
+
+def check_param_dtype(given: Any) -> None:
+    """Requires a floating-point dtype."""
+    dtype = as_dtype(given)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        got = repr(given) if dtype is None else dtype.name
+        raise ValueError(
+            f"param_dtype must be a floating-point dtype, such as jnp.float32; got {got}."
+        )
+
+
+def check_factor(factor: Any) -> float | None:
+    """`capacity_factor` as a float."""
+    if factor is None:
+        return None
+    is_number = isinstance(factor, int | float | np.integer | np.floating)
+    if not is_number or isinstance(factor, bool) or not 0 < factor < math.inf:
+        raise ValueError(
+            f"capacity_factor must be a number, positive and finite, or None; got {factor!r}."
+        )
+    return float(factor)
+
+
+def check_token_axes(group: EPGroup, given: Axes) -> tuple[str, ...]:
+    """The axes that tokens are sharded over."""
+    own, skip = set(group.geometry.axis_names), group.config.skip_a2a
+    if given is None:
+        return tuple(name for name in group.mesh.axis_names if not (skip and name in own))
+    axes = _as_tuple(given)
+    fits = not own & set(axes) if skip else own <= set(axes)
+    known, repeated = set(axes) <= set(group.mesh.axis_names), len(set(axes)) < len(axes)
+    if not fits or not known or repeated:
+        which = "none of the group's, because of skip_a2a" if skip else "all of the group's"
+        raise ValueError(
+            f"token_axes must be different axes of the mesh, {which}; got {axes}, the group has "
+            f"{group.geometry.axis_names}, the mesh {group.mesh.axis_names}."
+        )
+    return axes
+
+
+def check_fsdp_axes(group: EPGroup, token_axes: tuple[str, ...], given: Axes) -> tuple[str, ...]:
+    """The axes that experts' parameters are sharded over along H; none if not given."""
+    axes, hidden_size = _as_tuple(given), group.config.hidden_size
+    fits = set(axes) <= set(token_axes) - set(group.geometry.axis_names)
+    if not fits or len(set(axes)) < len(axes):
+        raise ValueError(
+            "fsdp_axis must be one or several different axes that tokens are sharded over, and not "
+            f"the group's; got {axes}, tokens are sharded over {token_axes}, the group has "
+            f"{group.geometry.axis_names}."
+        )
+    n_shards = count_shards(group, axes)
+    if hidden_size % n_shards:
+        raise ValueError(
+            f"fsdp_axis must have a size that divides hidden_size={hidden_size}; got {axes}, of "
+            f"size {n_shards}."
+        )
+    return axes
+
+
+def _as_tuple(axes: Any) -> tuple[Any, ...]:
+    if axes is None:
+        return ()
+    return tuple(axes) if isinstance(axes, tuple | list) else (axes,)
+
+
+def count_shards(group: EPGroup, axes: tuple[str, ...]) -> int:
+    """The shards that axes of the mesh make."""
+    return math.prod(group.mesh.shape[name] for name in axes)
+
+
+def check_shared_size(group: EPGroup, given: int | None, expert_size: int) -> int:
+    """Hidden size of the shared expert; 0 if there is none."""
+    if not group.config.fused_shared_expert:
+        return check_count("shared_size", given) if given else 0
+    if given not in (None, expert_size):
+        raise ValueError(
+            "shared_size must be expert_size with fused_shared_expert; got "
+            f"shared_size={given}, expert_size={expert_size}. Without fused_shared_expert, any "
+            "size will do."
+        )
+    return expert_size
+
+
+def check_formats(group: EPGroup, fp8_size: int | None) -> None:
+    """Requires formats that the experts' matmuls take; `fp8_size`: F, if those are in FP8."""
+    token_format, dtype = group.config.token_format, group.config.combine_dtype
+    if isinstance(token_format, Plain) and token_format.row_dtype != dtype:
+        raise ValueError(
+            f"nnx.MoE: experts multiply in combine_dtype={dtype.name}, but token_format carries "
+            f"{token_format.row_dtype.name}. Change one of them: token_format=Plain({dtype.name}), "
+            f"or combine_dtype={token_format.row_dtype.name}."
+        )
+    if fp8_size is None:
+        return
+    if dtype != jnp.bfloat16:
+        raise ValueError(
+            "nnx.MoE: fp8_matmuls needs combine_dtype=bfloat16, the dtype of their results; got "
+            f"{dtype.name}."
+        )
+    if not isinstance(token_format, BlockwiseFP8) or fp8_size % token_format.block_size:
+        raise ValueError(
+            "nnx.MoE: fp8_matmuls needs the token_format BlockwiseFP8 and an expert_size that is a "
+            f"multiple of {BlockwiseFP8.block_size}; got {token_format.name} and "
+            f"expert_size={fp8_size}."
+        )
+
+
+def check_outside_shard_map() -> None:
+    """Requires a call on arrays of the whole mesh."""
+    manual_axes = jax.sharding.get_abstract_mesh().manual_axes
+    if manual_axes:
+        raise ValueError(
+            "nnx.MoE must be called outside of jax.shard_map, with arrays of the whole mesh: it "
+            f"calls jax.shard_map itself; manual axes here: {tuple(manual_axes)}. Inside, call "
+            "what the layer consists of: jax_ep.router.route, jax_ep.dispatch, jax_ep.expert_mlp "
+            "and jax_ep.combine."
+        )
+
+
+def check_fused_size(expert_size: int, shared_size: int | None) -> None:
+    """Requires a shared expert that a group with `fused_shared_expert` can process."""
+    if shared_size != expert_size:
+        raise ValueError(
+            f"nnx.MoE: a group with fused_shared_expert needs a shared expert of "
+            f"expert_size={expert_size}; the layer has shared_size={shared_size}. Make the layer "
+            "with that shared_size, or the group without fused_shared_expert."
+        )
+
+
+def check_tokens(tokens: Any, hidden_size: int, axes: tuple[str, ...], n_shards: int) -> None:
+    """Requires floating-point numbers `[..., H]` that the shards along `axes` divide."""
+    _check_is_array("tokens", tokens)
+    if tokens.ndim < 2 or tokens.shape[-1] != hidden_size:
+        raise ValueError(
+            f"nnx.MoE: tokens must have the shape [..., H={hidden_size}], with at least one "
+            f"dimension before H; got {tokens.shape}."
+        )
+    if not jnp.issubdtype(tokens.dtype, jnp.floating):
+        raise ValueError(
+            f"nnx.MoE: tokens must be floating-point numbers; got {tokens.dtype.name}. Cast them "
+            "with .astype()."
+        )
+    if tokens.shape[0] % n_shards:
+        raise ValueError(
+            f"nnx.MoE: the first dimension of tokens must be a multiple of {n_shards}, the shards "
+            f"along {axes}; got {tokens.shape}. Pad the tokens, with a mask that is False for the "
+            "padding."
+        )
+
+
+def check_mask(mask: Any, shape: tuple[int, ...]) -> None:
+    """Requires `bool`, one for each token."""
+    _check_is_array("mask", mask)
+    if mask.shape != shape:
+        raise ValueError(
+            "nnx.MoE: mask must have the shape of tokens without their last dimension, "
+            f"{shape}; got {mask.shape}."
+        )
+    if mask.dtype != jnp.bool_:
+        raise ValueError(
+            f"nnx.MoE: mask must be bool; got {mask.dtype.name}. Pass mask.astype(bool)."
+        )
+
+
+def _check_is_array(name: str, x: Any) -> None:
+    if not (hasattr(x, "dtype") and hasattr(x, "shape")):
+        raise TypeError(f"nnx.MoE: {name} must be an array; got {type(x).__name__}.")
