@@ -30,12 +30,19 @@ PY_DIRS := $(wildcard jax_ep tests examples benchmarks tools)
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 16
 
+# Creates a virtual environment that is not there or has no pip: where Debian's python3-venv is
+# missing, `python3 -m venv` fails and leaves such a one.
+define create_venv
+	test -x $(1)/bin/pip || { \
+	  $(PYTHON) tools/check_python.py $(PYTHON) && $(PYTHON) -m venv $(1); }
+endef
+
 # --- set-up -----------------------------------------------------------------------------
 
 # Everything except the package. Includes the build tools, so that the extensions build without
 # isolation, and thus incrementally.
 $(VENV)/.deps: pyproject.toml tools/requirements.py tools/cuda_compiler.py
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(call create_venv,$(VENV))
 	$(BIN)/python tools/requirements.py dev > $(VENV)/requirements.txt
 	$(BIN)/python tools/requirements.py --cuda $(CUDA) > $(VENV)/requirements-cuda.txt
 	$(BIN)/python tools/requirements.py --cuda-toolkit $(CUDA) >> $(VENV)/requirements.txt
@@ -98,7 +105,7 @@ lint-includes:
 # Needs neither the package nor what it needs: sources are read, not imported.
 DOCS_BIN := $(VENV)-docs/bin
 $(VENV)-docs/.deps: pyproject.toml tools/requirements.py
-	test -x $(DOCS_BIN)/python || $(PYTHON) -m venv $(VENV)-docs
+	$(call create_venv,$(VENV)-docs)
 	$(PYTHON) tools/requirements.py --group docs > $(VENV)-docs/requirements.txt
 	$(DOCS_BIN)/pip install --quiet -r $(VENV)-docs/requirements.txt
 	touch $@
