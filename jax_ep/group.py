@@ -271,12 +271,13 @@ def ep_init(
         config: the static parameters.
         transport: `"auto"` takes the fastest that can serve, and logs which one that is and what
             kept faster ones out (logger `jax_ep`, level INFO; WARNING if GPUs are left with
-            `"xla"`). `"host"`: CPU devices, each replica in one process; `"p2p"`: CUDA devices, in
-            any number of processes, the devices of each replica on one host and in reach of each
-            other; `"xla"`: plain `jax.lax` collectives, everywhere. With several nodes
-            (`config.n_nodes`), what `"host"` and `"p2p"` need of each replica, they need of each
-            node only, and XLA's collectives connect the nodes. `"nvshmem"`: `p2p` inside each node
-            and NVSHMEM between them, one process per GPU; never taken by `"auto"`.
+            `"xla"`, or CPUs because the extension is missing). `"host"`: CPU devices, each replica
+            in one process; `"p2p"`: CUDA devices, in any number of processes, the devices of each
+            replica on one host and in reach of each other; `"xla"`: plain `jax.lax` collectives,
+            everywhere. With several nodes (`config.n_nodes`), what `"host"` and `"p2p"` need of
+            each replica, they need of each node only, and XLA's collectives connect the nodes.
+            `"nvshmem"`: `p2p` inside each node and NVSHMEM between them, one process per GPU; never
+            taken by `"auto"`.
         exchange: how processes send each other their buffers' addresses, in place of JAX's
             distributed runtime: `exchange(key, payload)` returns the payloads of all processes that
             hold devices of the mesh, in order of process index. It must raise rather than wait

@@ -46,6 +46,14 @@ def gpu_mesh(processes, names=("data", AXIS)) -> jax.sharding.Mesh:
     )
 
 
+def cpu_mesh() -> jax.sharding.Mesh:
+    """A mesh of fake CPU devices of process 0."""
+    mesh = gpu_mesh([[0] * N_RANKS])
+    for i, gpu in np.ndenumerate(mesh.devices):
+        mesh.devices[i] = dataclasses.replace(gpu, platform="cpu")
+    return mesh
+
+
 class Selection:
     """Selects for one process of a job, process 0, whose other processes answer as told."""
 
@@ -127,6 +135,21 @@ def test_a_replica_on_two_hosts_is_left_to_xla_with_a_warning(selection, log):
     assert "'host' cannot: it serves CPU devices; the mesh has gpu." in log.text
     with pytest.raises(ValueError, match="'p2p' cannot serve: process 1 is on another host"):
         selection(mesh, "p2p")
+
+
+def test_cpus_without_the_extension_are_left_to_xla_with_a_warning(selection, log, monkeypatch):
+    mesh = cpu_mesh()
+    assert selection(mesh) == "host"
+    assert selection(mesh, n_nodes=2) == "host"
+
+    def find_nothing():
+        raise ModuleNotFoundError("No module named 'jax_ep._ffi'")
+
+    monkeypatch.setattr(extension, "load_host", find_nothing)
+    assert selection(mesh) == "xla"
+    assert [record.levelname for record in log.records] == ["INFO", "INFO", "WARNING"]
+    assert "'host' cannot: the extension jax_ep._ffi cannot be loaded" in log.text
+    assert "run from another directory" in log.text
 
 
 def test_a_process_without_devices_asks_nobody(selection, monkeypatch):

@@ -13,6 +13,7 @@ from jax_ep.transports.nodes import HostByNodes, NodesConnection, P2pByNodes
 from jax_ep.transports.nvshmem import NvshmemByNodes
 from jax_ep.transports.p2p import P2pConnection
 from jax_ep.transports.xla import XlaConnection
+from jax_ep.xla_ffi import extension
 
 _log = logging.getLogger("jax_ep")
 
@@ -95,9 +96,11 @@ def _log_once(level: int, message: str) -> None:
 def _log_choice(geometry: Geometry, by_nodes: bool, refused: dict[str, str]) -> None:
     """Says which transport `"auto"` took, and why no faster one; once for each such choice.
 
-    A warning where GPUs are left with plain collectives.
+    A warning where GPUs, or CPUs for lack of the extension, are left with plain collectives.
     """
-    is_slow = geometry.transport == "xla" and _platform(geometry) == "gpu"
+    platform = _platform(geometry)
+    could_be_faster = platform == "gpu" or (platform == "cpu" and not extension.has_host())
+    is_slow = geometry.transport == "xla" and could_be_faster
     shape = ", ".join(f"{name}={size}" for name, size in geometry.mesh.shape.items())
     where = ""
     if by_nodes:
@@ -105,7 +108,7 @@ def _log_choice(geometry: Geometry, by_nodes: bool, refused: dict[str, str]) -> 
         refused = {name: why for name, why in refused.items() if name != geometry.transport}
     lines = [
         f"Transport {geometry.transport!r} serves the axis {geometry.axis_name!r} of the mesh "
-        f"({shape}) on {_platform(geometry)}{where}.",
+        f"({shape}) on {platform}{where}.",
         *(f"{name!r} cannot: {reason}" for name, reason in refused.items()),
     ]
     _log_once(logging.WARNING if is_slow else logging.INFO, " ".join(lines))

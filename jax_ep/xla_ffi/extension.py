@@ -16,6 +16,15 @@ def load_host() -> ModuleType:
     return importlib.import_module("jax_ep._ffi")
 
 
+def has_host() -> bool:
+    """Whether the extension for CPU devices can be loaded."""
+    try:
+        load_host()
+    except ImportError:
+        return False
+    return True
+
+
 @functools.cache
 def load_cuda() -> ModuleType:
     """The extension for CUDA devices; raises ImportError if it was not built."""
