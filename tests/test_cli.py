@@ -263,6 +263,17 @@ def test_a_fresh_process_creates_the_virtual_devices_that_it_needs():
     assert "3 x cpu" in done.stdout
 
 
+def test_bench_says_how_to_have_more_than_one_cpu_device():
+    shape = "--tokens 4 --hidden 64 --experts 6 --top-k 2 --repeats 1".split()
+    alone = run_module("bench", "--platform", "cpu", *shape)
+    assert alone.returncode == 0, alone.stderr
+    assert "1 x cpu" in alone.stdout
+    assert alone.stdout.endswith("One CPU device; --ranks 8 makes virtual ones.\n")
+    chosen = run_module("bench", "--platform", "cpu", "--ranks", "1", *shape)
+    assert chosen.returncode == 0, chosen.stderr
+    assert "One CPU device" not in chosen.stdout
+
+
 def test_without_click_the_error_names_the_extra():
     hide = "import sys, runpy; sys.modules['click'] = None; "
     code = hide + "runpy.run_module('jax_ep', run_name='__main__')"

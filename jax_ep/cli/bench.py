@@ -54,7 +54,8 @@ def bench(
     """
     try:
         config = jax_ep.EPConfig(**sizes, token_format=FORMATS[token_format]())
-        mesh = workload.make_mesh(workload.devices(platform, ranks))
+        found = workload.devices(platform, ranks)
+        mesh = workload.make_mesh(found)
         if config.top_k > config.n_experts:
             raise ValueError(
                 f"top-k must be at most experts; got {config.top_k}, {config.n_experts}."
@@ -73,7 +74,10 @@ def bench(
                 f"tokens, rows and their copies must fit in memory: {str(error).rstrip('.')}. "
                 "Take fewer --tokens, --hidden or --ranks."
             ) from error
-    Console().print(_table(group, token_format, expert_size, timings))
+    console = Console()
+    console.print(_table(group, token_format, expert_size, timings))
+    if ranks is None and (advice := workload.advice(found)):
+        console.print(advice)
 
 
 @contextlib.contextmanager

@@ -48,8 +48,8 @@ def _print_tables(found: Sequence[jax.Device], with_links: bool) -> bool:
     gpus = [device for device in found if device.platform == "gpu"]
     if with_links and len(gpus) > 1:
         console.print(link_table(gpus))
-    if len(found) == 1 and found[0].platform == "cpu":
-        console.print("One CPU device; --ranks 8 makes virtual ones.")
+    if advice := workload.advice(found):
+        console.print(advice)
     verdicts = probe.try_transports(found)
     console.print(transport_table(verdicts, len(found)))
     return any(verdict.reason is None for verdict in verdicts)

@@ -34,6 +34,13 @@ def devices(platform: str | None, n_ranks: int | None) -> list[jax.Device]:
     return found[:n_ranks]
 
 
+def advice(found: Sequence[jax.Device]) -> str | None:
+    """What to do if there is only one CPU device, with which nothing is exchanged."""
+    if len(found) > 1 or found[0].platform != "cpu":
+        return None
+    return "One CPU device; --ranks 8 makes virtual ones."
+
+
 def make_mesh(ranks: Sequence[jax.Device]) -> jax.sharding.Mesh:
     """A mesh with one axis, `AXIS`."""
     return jax.sharding.Mesh(np.array(ranks), (AXIS,))
