@@ -172,16 +172,23 @@ def closed_group() -> jax_ep.EPGroup:
     return group
 
 
-def wait_in_another_function() -> None:
+def in_another_function(use: Callable[[EPGroup, Any], Any]) -> None:
     """Traced for `p2p`, though it cannot serve these devices."""
     group = EPGroup(P2pConnection(Geometry(make_mesh(), "ep", config(), "p2p")))
 
     def body(rank: jax.Array) -> jax.Array:
         in_flight = jax_ep.dispatch_async(group, *operands())
-        wait = jax.jit(lambda x: x + jax_ep.dispatch_wait(group, in_flight).n_dropped)
-        return wait(rank)
+        return jax.jit(lambda x: x + use(group, in_flight))(rank)
 
     run(body)
+
+
+def wait_in_another_function() -> None:
+    in_another_function(lambda group, call: jax_ep.dispatch_wait(group, call).n_dropped)
+
+
+def overlap_in_another_function() -> None:
+    in_another_function(lambda _, call: call.overlap(jnp.sin, jnp.ones(())))
 
 
 def dispatch_ids(topk_ids: Any) -> None:
@@ -396,6 +403,7 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
         init(), jax_ep.dispatch_wait, jax_ep.dispatch_async, init(timeout_s=3)
     ),
     "wait-elsewhere": wait_in_another_function,
+    "overlap-elsewhere": overlap_in_another_function,
     "no-stats": lambda: init(transport="xla").stats(),
     "mixed-stats": lambda: jax_ep.plot_traffic(init().stats() + init(n_experts=2 * E).stats()),
     "closed-stats": lambda: closed_group().stats(),
