@@ -231,6 +231,21 @@ def test_xla_keeps_the_barriers_that_order_the_work(mesh, group) -> None:
         assert sum(bool(re.search(rf"{name}\b", line)) for line in barriers) == 2
 
 
+def test_only_the_first_wait_for_a_call_has_an_asynchronous_backward(mesh, group) -> None:
+    """Cotangents of two waits are added, so they must be valid."""
+
+    def loss(tokens, ids):
+        in_flight = jax_ep.dispatch_async(group, tokens, ids)
+        overlapped = in_flight.overlap(jnp.tanh, tokens)
+        waits = [jax_ep.dispatch_wait(group, in_flight).tokens for _ in range(2)]
+        total = jnp.sum(jnp.sin(waits[0])) + jnp.sum(waits[1]) + jnp.sum(overlapped)
+        return total.astype(jnp.float32)
+
+    text = lowered(mesh, lambda *args: jax.grad(loss)(*args))
+    assert targets(text).count("jax_ep_dispatch_grad_start") == 1
+    assert targets(text).count("jax_ep_combine") == 1
+
+
 def test_work_in_another_function_than_the_call_keeps_the_backward_synchronous(mesh, group) -> None:
     def loss(tokens, ids):
         in_flight = jax_ep.dispatch_async(group, tokens, ids)

@@ -134,10 +134,12 @@ class P2pConnection(FfiConnection):
     def finish(self, call: Any, operands: Any, after: Any) -> Any:
         """Waits for a call."""
         finish = autodiff.dispatch if isinstance(call, InFlightDispatch) else autodiff.combine
-        result, overlap = call.done(after), call.overlap
-        if overlap is None or overlap.places is None:
+        result = call.done(after)
+        overlapped = None if call.overlap is None else call.overlap.take()
+        if overlapped is None:
             return finish(self, operands, result)
-        return finish(self, operands.replace(overlap.operands), result, overlap.places)
+        given, places = overlapped
+        return finish(self, operands.replace(given), result, places)
 
     def n_slices(self, rows: jax.Array) -> int:
         """Rows longer than the buffers' take several calls."""

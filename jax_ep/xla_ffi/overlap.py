@@ -26,7 +26,7 @@ class Places(NamedTuple):
 
     Attributes:
         ticket: `float32[n]`; that of the backward's call, which has n results. These are then the
-            cotangents of `Overlap.operands`, and valid once the ticket has been consumed.
+            cotangents of the call's operands, and valid once the ticket has been consumed.
         started: `float32[]` for the wait and for each piece of work; available once the backward's
             call has started.
     """
@@ -40,15 +40,16 @@ class Overlap:
 
     Attributes:
         before_wait: results of the work, and that the call has started.
-        operands: those of the call whose gradients its backward returns, in the same order; none if
-            the backward is synchronous.
-        places: see there; None without operands or work.
     """
 
     def __init__(self, operands: Sequence[jax.Array]) -> None:
+        """`operands`: those whose gradients the call's backward returns, in its order.
+
+        Without any, the backward is synchronous.
+        """
         self.before_wait: tuple[Any, ...] = ()
-        self.operands = tuple(operands)
-        self.places: Places | None = None
+        self._operands = tuple(operands)
+        self._places: Places | None = None
         self._trace = get_opaque_trace_state()
 
     def then(self, x: Any, ready: jax.Array) -> Any:
@@ -61,7 +62,7 @@ class Overlap:
     def run(self, work: Callable[..., Any], args: tuple[Any, ...], ready: jax.Array) -> Any:
         """See `InFlight.overlap`."""
         self.check_function("in_flight.overlap")
-        if self.operands:
+        if self._operands:
             work = self._with_backward(work, ready)
         result = work(*self.then(args, ready))
         self.before_wait += (result,)
@@ -71,16 +72,27 @@ class Overlap:
         """The work, whose backward overlaps with that of the call."""
 
         def run(*args: Any) -> Any:
-            if self.places is None:
-                places = jnp.zeros(len(self.operands), jnp.float32), jnp.float32(0)
-                self.operands, ticket, started = _begin(self.operands, *_vary_like(ready, places))
-                self.places = Places(ticket, (started,))
-            args, ticket = _enter(_vary_like(ready, args), self.places.ticket)
+            if self._places is None:
+                places = jnp.zeros(len(self._operands), jnp.float32), jnp.float32(0)
+                begun = _begin(self._operands, *_vary_like(ready, places))
+                self._operands, self._places = begun[0], Places(begun[1], (begun[2],))
+            args, ticket = _enter(_vary_like(ready, args), self._places.ticket)
             result, started = _leave(*_vary_like(ready, (work(*args), jnp.float32(0))))
-            self.places = Places(ticket, (*self.places.started, started))
+            self._places = Places(ticket, (*self._places.started, started))
             return result
 
         return run
+
+    def take(self) -> tuple[tuple[jax.Array, ...], Places] | None:
+        """The operands and places for the rule of the wait; None without work, or the second time.
+
+        Two waits would add up gradients that are not valid yet.
+        """
+        if self._places is None:
+            return None
+        operands, places = self._operands, self._places
+        self._operands, self._places = (), None
+        return operands, places
 
     def check_function(self, operation: str) -> None:
         """Requires to be in the function that started the call."""
