@@ -55,7 +55,7 @@ class Overlap:
     def then(self, x: Any, ready: jax.Array) -> Any:
         """See `InFlight.then`; `ready` is that of the call."""
         started = wait_started(ready)
-        if get_opaque_trace_state() == self._trace:
+        if self._is_in_function():
             self.before_wait += (started,)
         return after_start(x, started, ready)
 
@@ -86,17 +86,22 @@ class Overlap:
     def take(self) -> tuple[tuple[jax.Array, ...], Places] | None:
         """The operands and places for the rule of the wait; None without work, or the second time.
 
-        Two waits would add up gradients that are not valid yet.
+        Two waits would add up gradients that are not valid yet. None also in another function,
+        which would pass them on, or add them up.
         """
-        if self._places is None:
+        if self._places is None or not self._is_in_function():
             return None
         operands, places = self._operands, self._places
         self._operands, self._places = (), None
         return operands, places
 
+    def _is_in_function(self) -> bool:
+        """Whether the function that started the call is being traced."""
+        return get_opaque_trace_state() == self._trace
+
     def check_function(self, operation: str) -> None:
         """Requires to be in the function that started the call."""
-        if get_opaque_trace_state() != self._trace:
+        if not self._is_in_function():
             raise ValueError(
                 f"{operation} must be called in the function that started the call; pass in_flight "
                 "as an argument to functions that JAX transforms."

@@ -1,0 +1,116 @@
+"""What uses the results of asynchronous calls before they are written; needs no GPU."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.extend.mlir import ir
+
+import jax_ep
+from harness import AXIS, make_mesh, on_mesh
+from jax_ep.geometry import Geometry
+from jax_ep.group import EPGroup
+from jax_ep.transports.p2p import P2pConnection
+
+H, T, K = 64, 8, 2
+CONFIG = jax_ep.EPConfig(n_experts=8, top_k=K, hidden_size=H, max_tokens_per_rank=T, n_sms=16)
+
+
+@pytest.fixture
+def mesh():
+    return make_mesh(4)
+
+
+@pytest.fixture
+def group(mesh):
+    """A p2p group that is not open: enough to lower its calls."""
+    return EPGroup(P2pConnection(Geometry(mesh, AXIS, CONFIG, "p2p")))
+
+
+def n_calls_in_backward(mesh, function) -> int:
+    """Asynchronous calls in the gradient of the sum of a function of a rank's tokens and ids.
+
+    Checks that the results of each call are valid wherever anything but the call takes them.
+    """
+
+    def gradient(tokens, ids):
+        return jax.grad(lambda x: jnp.sum(function(x, ids).astype(jnp.float32)))(tokens)
+
+    tokens = jax.ShapeDtypeStruct((4, T, H), jnp.bfloat16)
+    ids = jax.ShapeDtypeStruct((4, T, K), jnp.int32)
+    traced = on_mesh(mesh, gradient).trace(tokens, ids)
+    module = traced.lower(lowering_platforms=("cuda",)).compiler_ir()
+    names = []
+    for operation in operations_in(module.operation):
+        names.append(name_of(operation))
+        if names[-1] == "jax_ep_async_alloc":
+            _, *buffers = operation.results
+            assert {*map(users_of, buffers)} == {("jax_ep_async", "jax_ep_async_done")}
+    return sum("_grad_start" in name for name in names)
+
+
+def operations_in(operation):
+    for region in operation.regions:
+        for block in region.blocks:
+            for each in block.operations:
+                yield each.operation
+                yield from operations_in(each.operation)
+
+
+def users_of(value) -> tuple[str, ...]:
+    """The names of what uses a value, except barriers whose result for it has no use."""
+    users = [(use.owner.operation, use.operand_number) for use in value.uses]
+    return tuple(
+        sorted(
+            name_of(user)
+            for user, i in users
+            if user.name != "stablehlo.optimization_barrier" or list(user.results[i].uses)
+        )
+    )
+
+
+def name_of(operation) -> str:
+    """The target of a custom call, the function of a call; otherwise of the operation."""
+    if operation.name == "stablehlo.custom_call":
+        return ir.StringAttr(operation.attributes["call_target_name"]).value
+    if operation.name == "func.call":
+        callee = ir.FlatSymbolRefAttr(operation.attributes["callee"]).value
+        return re.sub(r"_\d+$", "", callee)
+    return operation.name
+
+
+def test_a_second_wait_has_a_synchronous_backward(mesh, group) -> None:
+    """The gradients of both waits add up, and must be valid by then."""
+
+    def twice(tokens, ids):
+        in_flight = jax_ep.dispatch_async(group, tokens, ids)
+        overlapped = in_flight.overlap(jnp.tanh, tokens)
+        one, two = (jax_ep.dispatch_wait(group, in_flight) for _ in range(2))
+        in_flight = jax_ep.combine_async(group, one.tokens + jnp.sin(two.tokens), one)
+        more = in_flight.overlap(jnp.cos, overlapped)
+        one, two = (jax_ep.combine_wait(group, in_flight) for _ in range(2))
+        return one + jnp.sin(two) + more
+
+    assert n_calls_in_backward(mesh, twice) == 2
+
+
+@pytest.mark.parametrize("transform", ["scan", "jit", "cond"])
+def test_a_wait_in_an_inner_function_has_a_synchronous_backward(mesh, group, transform) -> None:
+    """Gradients leave that function, or add up in it."""
+
+    def function(tokens, ids):
+        rows = jax_ep.dispatch(group, tokens, ids)
+        in_flight = jax_ep.combine_async(group, rows.tokens, rows)
+        overlapped = in_flight.overlap(jnp.tanh, tokens)
+
+        def inner(x):
+            return jnp.sin(x) * jax_ep.combine_wait(group, in_flight)
+
+        if transform == "scan":
+            return jax.lax.scan(lambda x, _: (inner(x), None), overlapped, length=2)[0]
+        if transform == "cond":
+            return jax.lax.cond(ids[0, 0] > 0, inner, jnp.sin, overlapped)
+        return jax.jit(inner)(overlapped)
+
+    assert n_calls_in_backward(mesh, function) == 0
