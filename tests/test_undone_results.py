@@ -114,3 +114,40 @@ def test_a_wait_in_an_inner_function_has_a_synchronous_backward(mesh, group, tra
         return jax.jit(inner)(overlapped)
 
     assert n_calls_in_backward(mesh, function) == 0
+
+
+@pytest.mark.parametrize("form", ["then", "overlap"])
+def test_a_call_that_depends_on_no_iteration_is_done_before_the_loop(mesh, group, form) -> None:
+    """The gradient of a loop computes it there, and the work in the loop."""
+
+    def loop(tokens, ids):
+        def step(x, _):
+            in_flight = jax_ep.dispatch_async(group, tokens, ids)
+            if form == "overlap":
+                x = in_flight.overlap(jnp.tanh, x)
+            else:
+                x = jnp.tanh(in_flight.then(x))
+            rows = jax_ep.dispatch_wait(group, in_flight, after=x)
+            return x + jax_ep.combine(group, rows.tokens, rows), None
+
+        return jax.lax.scan(step, tokens, length=2)[0]
+
+    assert n_calls_in_backward(mesh, loop) == (form == "overlap")
+
+
+def test_so_is_a_gradient_in_the_loop(mesh, group) -> None:
+    def loop(y, ids):
+        tokens = jnp.ones_like(y)
+
+        def step(y, _):
+            def loss(x):
+                in_flight = jax_ep.dispatch_async(group, x, ids)
+                overlapped = in_flight.overlap(lambda x: x * y, x)
+                rows = jax_ep.dispatch_wait(group, in_flight)
+                return jnp.sum(jnp.sin(rows.tokens)) + jnp.sum(overlapped)
+
+            return y * jax.grad(loss)(tokens), None
+
+        return jax.lax.scan(step, y, length=2)[0]
+
+    assert n_calls_in_backward(mesh, loop) == 1

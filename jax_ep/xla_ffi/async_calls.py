@@ -74,7 +74,7 @@ class InFlightDispatch:
         self.overlap.check_function("dispatch_wait")
         ticket = order_after(self._ticket, (after, self.overlap.before_wait))
         # Only once: a second wait would make XLA copy the results, as in `then`.
-        self._results = tuple(async_done_p.bind(ticket, *self._results))
+        self._results = tuple(async_done_p.bind(ticket, self._ticket, *self._results))
         self._ticket = None
         return self._results
 

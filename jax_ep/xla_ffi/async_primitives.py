@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import func
-from jax.interpreters import batching, mlir
+from jax.interpreters import batching, mlir, partial_eval
 
 from jax_ep.geometry import Geometry
 from jax_ep.xla_ffi import lowering, primitives
@@ -108,7 +108,8 @@ def _lower_wait_started(ctx: mlir.LoweringRuleContext, operand: Any) -> Any:
     return rule(ctx, operand)
 
 
-def _lower_done(ctx: mlir.LoweringRuleContext, ticket: Any, *results: Any) -> Any:
+def _lower_done(ctx: mlir.LoweringRuleContext, ticket: Any, _: Any, *results: Any) -> Any:
+    ctx = ctx.replace(avals_in=[ctx.avals_in[0], *ctx.avals_in[2:]])
     aliases = {i + 1: i for i in range(len(results))}
     rule = lowering.custom_call("jax_ep_async_done", operand_output_aliases=aliases)
     return lowering.fusion_barrier(rule(ctx, ticket, *results))
@@ -126,7 +127,8 @@ def _lower_combine_start(ctx: mlir.LoweringRuleContext, *operands: Any, **params
     return [*out, gate]
 
 
-# The ticket and results of a start -> those results.
+# The ticket of a start, available once the call is to be waited for; the same ticket, available at
+# any time; results of the start -> those results.
 async_done_p = lowering.make_primitive("jax_ep_async_done", cuda=_lower_done)
 # Operands of `combine_p` without `row_scalars` -> its result; an int32[] of undefined value,
 # available once the call has all its operands.
@@ -136,7 +138,7 @@ combine_start_p = lowering.make_primitive("jax_ep_combine_start", cuda=_lower_co
 wait_started_p = lowering.make_primitive("jax_ep_wait_started", cuda=_lower_wait_started)
 
 wait_started_p.def_abstract_eval(lambda operand: [operand])
-async_done_p.def_abstract_eval(lambda ticket, *results: list(results))
+async_done_p.def_abstract_eval(lambda ticket, any_time, *results: list(results))
 
 
 @combine_start_p.def_abstract_eval
@@ -171,7 +173,7 @@ def _make_start(
 
         def call(*operands: jax.Array) -> list[jax.Array]:
             ticket, ready, *results = start_p.bind(*operands, **params)
-            return [ticket, ready, *async_done_p.bind(ticket, *results)]
+            return [ticket, ready, *async_done_p.bind(ticket, ticket, *results)]
 
         results = lowering.map_calls(call, operands, dims)
         return results, [0] * len(results)
@@ -193,7 +195,23 @@ combine_grad_start_p = _make_start(
 
 
 def _batch_done(operands: Any, dims: Any) -> Any:
-    return list(operands[1:]), list(dims[1:])
+    return list(operands[2:]), list(dims[2:])
 
 
 batching.primitive_batchers[async_done_p] = _batch_done
+
+
+def _partially_evaluate_done(trace: Any, ticket: Any, any_time: Any, *results: Any) -> Any:
+    """Waits early rather than passing on results that are not valid yet.
+
+    The gradient of a loop computes before the loop what depends on none of its iterations: maybe
+    the call, but not the work to wait after.
+    """
+    given = [x.pval.get_known() for x in (any_time, *results)]
+    if ticket.pval.is_known() or any(x is None for x in given):
+        operands = (ticket, any_time, *results)
+        return trace.default_process_primitive(async_done_p, operands, {})
+    return [trace.new_const(x) for x in async_done_p.bind(given[0], *given)]
+
+
+partial_eval.custom_partial_eval_rules[async_done_p] = _partially_evaluate_done

@@ -27,11 +27,13 @@ class Places(NamedTuple):
     Attributes:
         ticket: `float32[n]`; that of the backward's call, which has n results. These are then the
             cotangents of the call's operands, and valid once the ticket has been consumed.
+        any_time: the same ticket, which the work does not delay.
         started: `float32[]` for the wait and for each piece of work; available once the backward's
             call has started.
     """
 
     ticket: jax.Array
+    any_time: jax.Array
     started: tuple[jax.Array, ...]
 
 
@@ -73,12 +75,13 @@ class Overlap:
 
         def run(*args: Any) -> Any:
             if self._places is None:
-                places = jnp.zeros(len(self._operands), jnp.float32), jnp.float32(0)
-                begun = _begin(self._operands, *_vary_like(ready, places))
-                self._operands, self._places = begun[0], Places(begun[1], (begun[2],))
+                ticket = jnp.zeros(len(self._operands), jnp.float32)
+                places = _vary_like(ready, Places(ticket, ticket, (jnp.float32(0),)))
+                self._operands, self._places = _begin(self._operands, places)
             args, ticket = _enter(_vary_like(ready, args), self._places.ticket)
             result, started = _leave(*_vary_like(ready, (work(*args), jnp.float32(0))))
-            self._places = Places(ticket, (*self._places.started, started))
+            all_started = *self._places.started, started
+            self._places = self._places._replace(ticket=ticket, started=all_started)
             return result
 
         return run
@@ -115,15 +118,15 @@ def _vary_like(ready: jax.Array, tree: Any) -> Any:
 
 
 @jax.custom_vjp
-def _begin(operands: tuple[jax.Array, ...], ticket: jax.Array, started: jax.Array) -> Any:
+def _begin(operands: tuple[jax.Array, ...], places: Places) -> Any:
     """The identity. Its backward waits for the backward's call."""
-    return operands, ticket, started
+    return operands, places
 
 
 def _begin_bwd(_: None, cotangents: Any) -> Any:
-    gradients, ticket, started = cotangents
-    gradients = async_done_p.bind(order_after(ticket, started), *gradients)
-    return tuple(gradients), ticket, started
+    gradients, places = cotangents
+    ticket = order_after(lax.stop_gradient(places.ticket), places.started)
+    return tuple(async_done_p.bind(ticket, places.any_time, *gradients)), places
 
 
 _begin.defvjp(lambda *args: (args, None), _begin_bwd)
@@ -189,7 +192,8 @@ def call_in_backward(
         return call_p.bind(*arrays, **params), None
     ticket, ready, results = start_call(start_p, arrays, params)
     started = lax.bitcast_convert_type(wait_started(ready), jnp.float32)
-    return results, Places(ticket, (_vary_like(ready, started),) * len(places.started))
+    all_started = (_vary_like(ready, started),) * len(places.started)
+    return results, Places(ticket, ticket, all_started)
 
 
 def start_call(
