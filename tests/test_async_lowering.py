@@ -261,6 +261,20 @@ def test_work_in_another_function_than_the_call_keeps_the_backward_synchronous(m
     assert "jax_ep_combine" in found and "jax_ep_dispatch_grad_start" not in found
 
 
+def test_what_overlap_returns_varies_only_if_the_work_says_so(mesh, group) -> None:
+    """Such as a sum over ranks, which does not. With jax 0.10, see docs/overlap.md, "Versions"."""
+    found = []
+
+    def loss(tokens, ids):
+        in_flight = jax_ep.dispatch_async(group, tokens, ids)
+        total = in_flight.overlap(lambda x: jax.lax.psum(x.sum(), AXIS), tokens)
+        found.append(jax.typeof(total).mat.varying)
+        return jnp.sum(jax_ep.dispatch_wait(group, in_flight).tokens) * total
+
+    lowered(mesh, lambda *args: jax.grad(lambda x, i: loss(x, i).astype(jnp.float32))(*args))
+    assert found == [{AXIS} if jax.__version_info__ < (0, 11) else set()]
+
+
 def test_a_call_in_flight_is_done_before_it_leaves_its_function(mesh, group) -> None:
     def function(tokens, ids):
         start = jax.jit(lambda x: jax_ep.dispatch_async(group, x, ids))
