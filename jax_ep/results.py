@@ -256,7 +256,8 @@ class InFlight:
 
         Args:
             work: a function of `args`; it may close over other arrays, such as weights.
-            args: pytrees of arrays.
+            args: pytrees of arrays. The work is ordered by them: what it computes from other arrays
+                alone may come before the call.
 
         Returns:
             `work(*args)`, with the same values and gradients.
