@@ -1,6 +1,7 @@
 """Checks of arguments while JAX traces the public calls."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -164,6 +165,12 @@ def _takes_input_scale(operation: str, name: str, token_format: TokenFormat, val
             f"{token_format.name} does not."
         )
     return token_format.takes_input_scale
+
+
+def is_finite(value: Any) -> bool:
+    """Whether an argument is a finite Python or NumPy number."""
+    is_number = isinstance(value, int | float | np.integer | np.floating)
+    return is_number and not isinstance(value, bool) and math.isfinite(value)
 
 
 def as_arrays(*arrays: Any) -> list[Any]:

@@ -9,17 +9,15 @@ training loss, keeps logits small.
 """
 
 import dataclasses
-import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jax_ep import checks
 from jax_ep.choices import count_choices
-from jax_ep.config import check_count as _check_count
+from jax_ep.config import check_count as _check_count  # public names are documented
 
 _SCORES = ("softmax", "sigmoid")
 _GROUP_SCORES = ("max", "top2")
@@ -61,7 +59,7 @@ class RouterConfig:
                 raise ValueError(f"{name} must be one of {allowed}; got {getattr(self, name)!r}.")
         if not isinstance(self.normalize, bool):
             raise ValueError(f"normalize must be True or False; got {self.normalize!r}.")
-        if not _is_number(self.scaling):
+        if not checks.is_finite(self.scaling):
             raise ValueError(f"scaling must be a finite number; got {self.scaling!r}.")
         for name in ("n_expert_groups", "topk_expert_groups"):
             _check_count(name, getattr(self, name))
@@ -93,11 +91,6 @@ class RouterConfig:
                 f"top_k must be at most the number of experts in topk_expert_groups="
                 f"{self.topk_expert_groups} groups, {n_candidates}; got top_k={top_k}."
             )
-
-
-def _is_number(value: Any) -> bool:
-    is_number = isinstance(value, int | float | np.integer | np.floating)
-    return is_number and not isinstance(value, bool) and math.isfinite(value)
 
 
 class Routes(NamedTuple):

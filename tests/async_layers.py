@@ -7,6 +7,25 @@ import jax
 import jax.numpy as jnp
 
 import jax_ep
+from harness import AXIS, on_mesh
+from jax_ep.geometry import Geometry
+from jax_ep.group import EPGroup
+from jax_ep.transports.p2p import P2pConnection
+
+H, T, K = 64, 8, 2
+CONFIG = jax_ep.EPConfig(n_experts=8, top_k=K, hidden_size=H, max_tokens_per_rank=T, n_sms=16)
+
+
+def closed_group(mesh) -> EPGroup:
+    """A p2p group that is not open: enough to lower its calls."""
+    return EPGroup(P2pConnection(Geometry(mesh, AXIS, CONFIG, "p2p")))
+
+
+def lower(mesh, function):
+    """A function of a rank's tokens and ids, lowered for four GPUs."""
+    tokens = jax.ShapeDtypeStruct((4, T, H), jnp.bfloat16)
+    ids = jax.ShapeDtypeStruct((4, T, K), jnp.int32)
+    return on_mesh(mesh, function).trace(tokens, ids).lower(lowering_platforms=("cuda",))
 
 
 def overlapped_layer(group, tokens, topk_ids):

@@ -8,15 +8,10 @@ import numpy as np
 import pytest
 
 import jax_ep
-from async_layers import overlapped_layer
+from async_layers import CONFIG, H, K, T, closed_group, lower, overlapped_layer
 from harness import AXIS, make_mesh, on_mesh
-from jax_ep.geometry import Geometry
-from jax_ep.group import EPGroup
-from jax_ep.transports.p2p import P2pConnection
 from jax_ep.xla_ffi import lowering
 
-H, T, K = 64, 8, 2
-CONFIG = jax_ep.EPConfig(n_experts=8, top_k=K, hidden_size=H, max_tokens_per_rank=T, n_sms=16)
 CHECK, BARRIER = "@jax_ep_check", "stablehlo.optimization_barrier"
 
 
@@ -27,16 +22,12 @@ def mesh():
 
 @pytest.fixture
 def group(mesh):
-    """A p2p group that is not open: enough to lower its calls."""
-    return EPGroup(P2pConnection(Geometry(mesh, AXIS, CONFIG, "p2p")))
+    return closed_group(mesh)
 
 
 def lowered(mesh, function) -> str:
     """StableHLO for GPUs, for a function of a rank's tokens and ids."""
-    tokens = jax.ShapeDtypeStruct((4, T, H), jnp.bfloat16)
-    ids = jax.ShapeDtypeStruct((4, T, K), jnp.int32)
-    traced = on_mesh(mesh, function).trace(tokens, ids)
-    return traced.lower(lowering_platforms=("cuda",)).as_text()
+    return lower(mesh, function).as_text()
 
 
 def targets(text: str) -> list[str]:
@@ -135,28 +126,24 @@ def test_then_and_after_order_the_work_with_barriers(mesh, group) -> None:
     text = lowered(mesh, lambda *args: overlapped_layer(group, *args))
     body = text[: text.index("func.func private @jax_ep_async")]
     order = re.findall(r"@jax_ep_\w+|stablehlo.(?:tanh|sine|optimization_barrier)", body)
-    gate = fusion_barrier = BARRIER
+    fusion_barrier = BARRIER
     assert order == [
         "@jax_ep_async_alloc",
-        CHECK,
-        gate,
-        "@jax_ep_async",
-        BARRIER,
-        "@jax_ep_wait_started",
-        BARRIER,
+        *start("@jax_ep_async"),
         "stablehlo.tanh",
         BARRIER,
         "@jax_ep_async_done",
         fusion_barrier,
-        CHECK,
-        gate,
-        "@jax_ep_async_0",
-        BARRIER,
-        "@jax_ep_wait_started",
-        BARRIER,
+        *start("@jax_ep_async_0"),
         "stablehlo.sine",
         BARRIER,
     ]
+
+
+def start(function: str) -> list[str]:
+    """The start of a call, and what work that overlaps waits for."""
+    gate = BARRIER
+    return [CHECK, gate, function, BARRIER, "@jax_ep_wait_started", BARRIER]
 
 
 @pytest.mark.parametrize("transform", ["scan", "grad", "jit"])
@@ -200,15 +187,10 @@ def test_the_backward_orders_the_call_and_the_work_as_the_forward_does(mesh, gro
     text = lowered(mesh, lambda *args: gradient_with_work(group, *args, work))
     body = text[text.index("stablehlo.cosine") : text.index("func.func private @jax_ep_async")]
     order = re.findall(rf"@jax_ep_\w+|stablehlo.exponential_minus_one|{BARRIER}", body)
-    gate = fusion_barrier = BARRIER
+    fusion_barrier = BARRIER
     assert order == [
         "@jax_ep_async_alloc",
-        CHECK,
-        gate,
-        "@jax_ep_async_0",
-        BARRIER,
-        "@jax_ep_wait_started",
-        BARRIER,
+        *start("@jax_ep_async_0"),
         "stablehlo.exponential_minus_one",
         BARRIER,  # the wait comes after the work
         BARRIER,  # and after the start
@@ -229,21 +211,6 @@ def test_xla_keeps_the_barriers_that_order_the_work(mesh, group) -> None:
     for start in starts:
         name = as_floats.get(start, start)
         assert sum(bool(re.search(rf"{name}\b", line)) for line in barriers) == 2
-
-
-def test_only_the_first_wait_for_a_call_has_an_asynchronous_backward(mesh, group) -> None:
-    """Cotangents of two waits are added, so they must be valid."""
-
-    def loss(tokens, ids):
-        in_flight = jax_ep.dispatch_async(group, tokens, ids)
-        overlapped = in_flight.overlap(jnp.tanh, tokens)
-        waits = [jax_ep.dispatch_wait(group, in_flight).tokens for _ in range(2)]
-        total = jnp.sum(jnp.sin(waits[0])) + jnp.sum(waits[1]) + jnp.sum(overlapped)
-        return total.astype(jnp.float32)
-
-    text = lowered(mesh, lambda *args: jax.grad(loss)(*args))
-    assert targets(text).count("jax_ep_dispatch_grad_start") == 1
-    assert targets(text).count("jax_ep_combine") == 1
 
 
 def test_work_in_another_function_than_the_call_keeps_the_backward_synchronous(mesh, group) -> None:

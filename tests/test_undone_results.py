@@ -8,13 +8,8 @@ import pytest
 from jax.extend.mlir import ir
 
 import jax_ep
-from harness import AXIS, make_mesh, on_mesh
-from jax_ep.geometry import Geometry
-from jax_ep.group import EPGroup
-from jax_ep.transports.p2p import P2pConnection
-
-H, T, K = 64, 8, 2
-CONFIG = jax_ep.EPConfig(n_experts=8, top_k=K, hidden_size=H, max_tokens_per_rank=T, n_sms=16)
+from async_layers import closed_group, lower
+from harness import make_mesh
 
 
 @pytest.fixture
@@ -24,8 +19,7 @@ def mesh():
 
 @pytest.fixture
 def group(mesh):
-    """A p2p group that is not open: enough to lower its calls."""
-    return EPGroup(P2pConnection(Geometry(mesh, AXIS, CONFIG, "p2p")))
+    return closed_group(mesh)
 
 
 def n_calls_in_backward(mesh, function) -> int:
@@ -37,12 +31,8 @@ def n_calls_in_backward(mesh, function) -> int:
     def gradient(tokens, ids):
         return jax.grad(lambda x: jnp.sum(function(x, ids).astype(jnp.float32)))(tokens)
 
-    tokens = jax.ShapeDtypeStruct((4, T, H), jnp.bfloat16)
-    ids = jax.ShapeDtypeStruct((4, T, K), jnp.int32)
-    traced = on_mesh(mesh, gradient).trace(tokens, ids)
-    module = traced.lower(lowering_platforms=("cuda",)).compiler_ir()
     names = []
-    for operation in operations_in(module.operation):
+    for operation in operations_in(lower(mesh, gradient).compiler_ir().operation):
         names.append(name_of(operation))
         if names[-1] == "jax_ep_async_alloc":
             _, *buffers = operation.results

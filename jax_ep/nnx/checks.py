@@ -5,9 +5,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
+from jax_ep.checks import is_finite
 from jax_ep.config import check_count
 from jax_ep.formats import BlockwiseFP8, Plain
 from jax_ep.formats.plain import as_dtype
@@ -53,8 +53,7 @@ def check_factor(factor: Any) -> float | None:
     """`capacity_factor` as a float."""
     if factor is None:
         return None
-    is_number = isinstance(factor, int | float | np.integer | np.floating)
-    if not is_number or isinstance(factor, bool) or not 0 < factor < math.inf:
+    if not is_finite(factor) or factor <= 0:
         raise ValueError(
             f"capacity_factor must be a number, positive and finite, or None; got {factor!r}."
         )

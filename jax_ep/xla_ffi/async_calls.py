@@ -14,7 +14,8 @@ from jax_ep.geometry import Geometry
 from jax_ep.operands import COMBINE_NAME, DISPATCH_NAME, CombineOperands, DispatchOperands
 from jax_ep.xla_ffi.async_primitives import async_done_p, combine_start_p, dispatch_start_p
 from jax_ep.xla_ffi.lowering import expect_async_calls
-from jax_ep.xla_ffi.overlap import Overlap, after_start, order_after, start_call, wait_started
+from jax_ep.xla_ffi.ordering import after_start, order_after, start_call, wait_started
+from jax_ep.xla_ffi.overlap import Overlap
 from jax_ep.xla_ffi.primitives import bind_combine, dispatch_call
 
 
