@@ -64,28 +64,44 @@ def _dispatch(
 dispatch = jax.custom_vjp(_dispatch, nondiff_argnums=(0,))
 
 
-def _dispatch_fwd(
-    connection: FfiConnection,
-    operands: DispatchOperands,
-    results: tuple[jax.Array, ...] | None,
-    places: Places | None,
-) -> tuple[DispatchResults, tuple[Routing, DispatchOperands, Places | None]]:
-    named = _dispatch(connection, operands, results)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SavedDispatch:
+    """What the backward of dispatch needs."""
+
+    routing: Routing
+    like: DispatchOperands  # without what it does not read
+    places: Places | None
+
+
+def save_dispatch(
+    operands: DispatchOperands, named: DispatchResults, places: Places | None = None
+) -> SavedDispatch:
+    """From the operands and results of a dispatch."""
     ids, tokens = operands.group_ids, operands.tokens
     routing = Routing(ids, named.handle, named.row_offsets, named.src_info, ids.shape[:1])
     no_tokens = jnp.zeros((0, tokens.shape[1]), tokens.dtype)
     like = dataclasses.replace(
         operands, tokens=no_tokens, group_ids=_NO_GRADIENT, topk_weights=None, input_scale=None
     )
-    return named, (routing, like, places)
+    return SavedDispatch(routing, like, places)
 
 
-def _dispatch_bwd(
+def _dispatch_fwd(
     connection: FfiConnection,
-    saved: tuple[Routing, DispatchOperands, Places | None],
-    cotangents: DispatchResults,
+    operands: DispatchOperands,
+    results: tuple[jax.Array, ...] | None,
+    places: Places | None,
+) -> tuple[DispatchResults, SavedDispatch]:
+    named = _dispatch(connection, operands, results)
+    return named, save_dispatch(operands, named, places)
+
+
+def dispatch_gradients(
+    connection: FfiConnection, saved: SavedDispatch, cotangents: DispatchResults
 ) -> tuple[DispatchOperands, None, Places | None]:
-    routing, like, places = saved
+    """The backward of dispatch."""
+    routing, like, places = saved.routing, saved.like, saved.places
     grad_weights = None
     token_format, of_weights = connection.geometry.config.token_format, cotangents.row_weights
     if not isinstance(token_format, QuantizedFormat):
@@ -101,7 +117,7 @@ def _dispatch_bwd(
     return dataclasses.replace(like, tokens=grad_tokens, topk_weights=grad_weights), None, places
 
 
-dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
+dispatch.defvjp(_dispatch_fwd, dispatch_gradients)
 
 
 def _combine(

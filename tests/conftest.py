@@ -46,6 +46,7 @@ def pytest_addoption(parser) -> None:
     group.addoption("--process-id", type=int, default=int(env("JAX_EP_TEST_PROCESS_ID", "0")))
     numbers = {"n-processes": "1", "n-devices": "32", "n-nodes": "1"}
     numbers |= {"random-cases": "30", "random-seed": "0"}
+    numbers |= {"min-overlapped-tokens": "1024"}  # of transport nvshmem
     for name, default in numbers.items():
         variable = "JAX_EP_TEST_" + name.upper().replace("-", "_")
         group.addoption(f"--{name}", type=int, default=int(env(variable, default)))
@@ -113,6 +114,14 @@ def by_nodes_as_asked(request):
 
     with harness.each_node_by_itself():
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def overlap_as_asked(request):
+    """Exchanges between nodes overlap with calls of so many tokens."""
+    from jax_ep.transports import nvshmem
+
+    nvshmem.min_overlapped_tokens = request.config.option.min_overlapped_tokens
 
 
 @pytest.fixture(scope="session")

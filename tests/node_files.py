@@ -22,14 +22,19 @@ def check_files(
     *,
     n_nodes: int = 2,
     hosts: Sequence[Host] | None = None,
+    overlaps: bool = False,
 ) -> list[str]:
-    """Requires that at least `n_least` tests of the files pass and none fails; returns the logs."""
+    """Requires that at least `n_least` tests of the files pass and none fails; returns the logs.
+
+    With `overlaps`, exchanges of `nvshmem` overlap with calls of any number of tokens.
+    """
     logs = run_pytest(
         n_processes,
         [f"test_{name}.py" for name in names],
         "--gpu",
         f"--transports={transport}",
         f"--n-nodes={n_nodes}",
+        *(["--min-overlapped-tokens=1"] if overlaps else []),
         "-m",
         "not xla_collectives and not multiprocess",
         "-k",

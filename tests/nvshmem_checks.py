@@ -76,6 +76,20 @@ def check_groups() -> None:
 def check_puts() -> None:
     """All puts go through NVSHMEM, as to peers that only a network reaches."""
     nvshmem.maps_peers = False
+    check_routings_and_gradients()
+
+
+def check_overlap() -> None:
+    """Few tokens also overlap with their exchange; by stores to peers, and by NVSHMEM's puts."""
+    nvshmem.min_overlapped_tokens = 1
+    check_shared_memory()
+    check_captured_calls()
+    check_routings_and_gradients()
+    nvshmem.maps_peers = False
+    check_routings_and_gradients()
+
+
+def check_routings_and_gradients() -> None:
     n_ranks = len(jax.devices())
     mesh = make_mesh(n_ranks)
     for case in cases.every_routing(small()):
@@ -154,6 +168,12 @@ def check_a_skipped_call() -> None:
     meet()
     group.close()
     suite.check(small(), NAME, make_mesh(n_ranks))
+
+
+def check_a_skipped_overlapped_call() -> None:
+    """The same where dispatch waits for tokens."""
+    nvshmem.min_overlapped_tokens = 1
+    check_a_skipped_call()
 
 
 def check_a_process_that_exits() -> None:

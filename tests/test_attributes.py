@@ -17,6 +17,7 @@ from jax_ep.formats import QuantizedFormat
 from jax_ep.geometry import Geometry
 from jax_ep.group import EPGroup
 from jax_ep.transports.host import HostConnection
+from jax_ep.transports import nvshmem
 from jax_ep.transports.nvshmem import NvshmemByNodes
 from jax_ep.transports.p2p import P2pConnection
 from jax_ep.xla_ffi import extension, matmul
@@ -55,9 +56,10 @@ CUDA = {
     "jax_ep_rail": STREAM
     | {"group": "str"}
     | dict.fromkeys(("has_mask", "has_extras", "by_node", "fills"), "bool"),
+    "jax_ep_rail_dispatch": DISPATCH | STREAM,
 }
 # Calls that not every layer makes.
-OTHERS = {"jax_ep_fused_silu", "jax_ep_grouped_matmul", "jax_ep_rail"}
+OTHERS = {"jax_ep_fused_silu", "jax_ep_grouped_matmul", "jax_ep_rail", "jax_ep_rail_dispatch"}
 # Calls for which formats that quantize have no use.
 NOT_QUANTIZED = {"jax_ep_dispatch_grad_start"}
 CONNECTIONS = {"cpu": HostConnection, "cuda": P2pConnection}
@@ -157,16 +159,23 @@ def test_every_call_has_the_attributes_that_its_handler_reads(case, platform, wa
         assert calls == [wanted[target]] * len(calls), target
 
 
+@pytest.mark.parametrize("least", [1, 1000])
 @pytest.mark.parametrize("weights", ["none", "row", "source"])
-def test_an_exchange_between_nodes_has_the_attributes_that_its_handler_reads(weights):
+def test_an_exchange_between_nodes_has_the_attributes_that_its_handler_reads(
+    weights, least, monkeypatch
+):
+    monkeypatch.setattr(nvshmem, "min_overlapped_tokens", least)
     case = CASES["plain"].replace(weights=weights, n_nodes=2)
     geometry = Geometry(make_mesh(case.n_ranks), AXIS, config_of(case), "nvshmem")
     group = EPGroup(NvshmemByNodes(geometry))
     operands = [np.stack(each) for each in suite.make_inputs(case).arrays()]
     function = functools.partial(value_and_gradients, group, case, "synchronous")
     text = lowered(on_mesh(group.mesh, function), "cuda", *operands)
-    calls = attributes_by_target(text)["jax_ep_rail"]
+    found = attributes_by_target(text)
+    calls = found["jax_ep_rail"]
     assert len(calls) >= 4 and calls == [CUDA["jax_ep_rail"]] * len(calls)
+    wanted = [CUDA["jax_ep_rail_dispatch"]] if least == 1 else None
+    assert found.get("jax_ep_rail_dispatch") == wanted
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])

@@ -12,7 +12,15 @@ from processes import run_processes
 
 @pytest.mark.parametrize("n_processes", [2, 4])
 @pytest.mark.parametrize(
-    "check", ["check_groups", "check_puts", "check_a_skipped_call", "check_a_process_that_exits"]
+    "check",
+    [
+        "check_groups",
+        "check_puts",
+        "check_overlap",
+        "check_a_skipped_call",
+        "check_a_skipped_overlapped_call",
+        "check_a_process_that_exits",
+    ],
 )
 @pytest.mark.gpu
 @pytest.mark.multiprocess
@@ -21,6 +29,7 @@ def test_jobs(check, n_processes):
     run_processes(n_processes, target, gpus=gpus_of(n_processes), timeout_s=TIMEOUT_S)
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize(
     ("n_processes", "n_nodes", "files", "least"),
     [
@@ -31,5 +40,5 @@ def test_jobs(check, n_processes):
 )
 @pytest.mark.gpu
 @pytest.mark.multiprocess
-def test_files_of_the_suite(n_processes, n_nodes, files, least):
-    check_files("nvshmem", n_processes, files, least, n_nodes=n_nodes)
+def test_files_of_the_suite(n_processes, n_nodes, files, least, overlaps):
+    check_files("nvshmem", n_processes, files, least, n_nodes=n_nodes, overlaps=overlaps)

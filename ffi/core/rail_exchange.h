@@ -26,6 +26,13 @@ struct RailTiles {
   int64_t tile_rows;    // of a tile
   int64_t n_tiles;      // for each node
   int64_t extra_bytes;  // of a tile, before its rows
+  int64_t n_turns;      // ranges of tiles that take turns to be sent
+
+  // The tile that is sent as number `i`, from 0. Ranges are of equal size, or one tile shorter.
+  JAX_EP_HOST_DEVICE constexpr int64_t InTurn(int64_t i) const {
+    const int64_t range = i % n_turns, n_longer = n_tiles % n_turns;
+    return range * (n_tiles / n_turns) + (range < n_longer ? range : n_longer) + i / n_turns;
+  }
 
   JAX_EP_HOST_DEVICE constexpr int64_t Begin(int64_t tile) const { return tile * tile_rows; }
   JAX_EP_HOST_DEVICE constexpr int64_t Rows(int64_t tile) const {
@@ -71,7 +78,8 @@ struct RailExchange {
 
   // Cuts `n_rows` rows of `row_bytes` with `extra_bytes` each; tiles fit into places. With few
   // rows, every channel has some.
-  constexpr RailTiles Cut(int64_t n_rows, int64_t row_bytes, int64_t extra_bytes) const {
+  constexpr RailTiles Cut(int64_t n_rows, int64_t row_bytes, int64_t extra_bytes,
+                          int64_t n_turns = 1) const {
     const auto min = [](int64_t a, int64_t b) { return a < b ? a : b; };
     const int64_t fit = (place_bytes - kMessageAlignment) / (row_bytes + extra_bytes);
     const int64_t for_all_channels = (n_rows + kChannels - 1) / kChannels;
@@ -79,7 +87,7 @@ struct RailExchange {
     if (rows > kWarps) rows -= rows % kWarps;  // each warp copies as many
     if (rows < 1) rows = 1;
     return {n_rows, rows, (n_rows + rows - 1) / rows,
-            static_cast<int64_t>(AlignUp(rows * extra_bytes, kMessageAlignment))};
+            static_cast<int64_t>(AlignUp(rows * extra_bytes, kMessageAlignment)), n_turns};
   }
   constexpr int64_t max_message_bytes() const { return place_bytes - kMessageAlignment; }
 

@@ -32,6 +32,18 @@ struct ScalesOut {
   int32_t scale_bytes;
 };
 
+// Tokens that another kernel brings from other nodes while the call runs. All zero: there are none.
+struct ArrivingTokens {
+  const uint32_t* words;  // [node, tile]: nonzero once the tile's tokens are there; null: all are
+  const uint8_t* own;     // [n_tokens, size.given]: this node's, which are not in `tokens`
+  int32_t node;           // of this rank
+  int32_t n_tokens;       // of a node
+  int32_t tile_tokens;
+  int32_t n_tiles;  // of a node
+
+  JAX_EP_HOST_DEVICE int32_t first_own() const { return node * n_tokens; }
+};
+
 // core/routing.h defines R, G and N.
 struct DispatchArgs {
   CallArgs call;
@@ -44,6 +56,7 @@ struct DispatchArgs {
   int32_t hidden_size;  // H
 
   const uint8_t* tokens;      // [T, size.given]
+  ArrivingTokens arriving;
   const int32_t* group_ids;   // [T, N]; kNoGroup = no choice
   const float* topk_weights;  // [T, N] or null
   const float* input_scale;   // [] or null

@@ -216,6 +216,7 @@ Status RankGroup::ShareDevice(int index, const std::vector<PeerAddress>& address
                            std::to_string(n_sharing) + " ranks on " + std::to_string(rank.n_sms) +
                            " SMs.");
   }
+  rank.resources.n_sms = rank.n_sms;
   rank.resources.n_blocks = n_blocks;
   rank.resources.n_async_blocks = std::min(n_blocks, kAsyncBlocks);
   return {};

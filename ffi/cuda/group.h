@@ -64,6 +64,11 @@ class RankGroup {
   // (CheckFits). See plan.h for `size` and `is_async`.
   Status DispatchCall(const GroupConfig& config, int rank, int64_t n_tokens, const TokenSize& size,
                       CallArgs* call, bool is_async = false) const;
+  // Plans that dispatch anew; see PlanDispatchOfArriving.
+  bool PlanArriving(const GroupConfig& config, int rank, const TokenSize& size, int32_t n_taken,
+                    int32_t n_ranges, CallArgs* call) const {
+    return PlanDispatchOfArriving(ResourcesOf(config, rank), size, n_taken, n_ranges, call);
+  }
   Status CombineCall(const GroupConfig& config, int rank, int64_t n_tokens, const ReturnSize& size,
                      CallArgs* call, bool is_async = false) const;
 

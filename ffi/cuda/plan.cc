@@ -16,6 +16,8 @@ namespace {
 constexpr int32_t kFewSms = 33;
 // Calls in lines need a block for every few rows.
 constexpr size_t kMaxAsyncLineTokens = 16;
+// Those that must be left for a dispatch beside an exchange between nodes.
+constexpr int32_t kMinSmsBesideRail = 32;
 // With fewer rows in flight, plain stores are faster than bulk copies.
 constexpr int32_t kMinStages = 4;
 
@@ -88,6 +90,15 @@ bool InClusters(const RankResources& resources, bool is_async, const LaunchPlan&
   return is_async && resources.has_clusters && plan.n_blocks % 2 == 0;
 }
 
+// Lets a dispatch use bulk copies if its plan has blocks that only send.
+void AddStages(const RankResources& resources, const TokenSize& size, CallArgs* call) {
+  LaunchPlan& plan = call->plan;
+  if (plan.n_send_blocks == plan.n_blocks) return;
+  const int32_t n_stages = MaxDispatchStages(*call, size, resources.bulk_smem_bytes);
+  if (n_stages >= kMinStages) plan.n_stages = n_stages;
+  plan.receives_in_bulk = plan.n_stages > 0 && plan.warps_per_receive == 1;
+}
+
 }  // namespace
 
 void PlanDispatch(const RankResources& resources, const TokenSize& size, bool is_async,
@@ -100,12 +111,24 @@ void PlanDispatch(const RankResources& resources, const TokenSize& size, bool is
   if (FitsLines(*call, is_async) &&
       DispatchLinesSmemBytes(*call, size) <= kDispatchLinesSmemBytes) {
     plan = SpreadLines(*call, size.given, /*pads=*/quantizes, n_sms);
-  } else if (plan.n_send_blocks < plan.n_blocks) {
-    const int32_t n_stages = MaxDispatchStages(*call, size, resources.bulk_smem_bytes);
-    if (n_stages >= kMinStages) plan.n_stages = n_stages;
-    plan.receives_in_bulk = plan.n_stages > 0 && plan.warps_per_receive == 1;
+  } else {
+    AddStages(resources, size, call);
   }
   plan.in_clusters = InClusters(resources, is_async, plan);
+}
+
+bool PlanDispatchOfArriving(const RankResources& resources, const TokenSize& size, int32_t n_taken,
+                            int32_t n_ranges, CallArgs* call) {
+  const int32_t n_blocks = std::min(resources.n_blocks, resources.n_sms - n_taken);
+  if (n_blocks < kMinSmsBesideRail) return false;
+  LaunchPlan plan{};
+  plan.n_blocks = n_blocks;
+  plan.n_send_blocks = std::clamp<int32_t>(n_ranges, 1, n_blocks - 1);
+  plan.warps_per_send = WarpsPerItem(call->n_tokens, plan.n_send_blocks);
+  plan.warps_per_receive = WarpsPerItem(MaxMessages(*call), plan.n_blocks);
+  call->plan = plan;
+  AddStages(resources, size, call);
+  return true;
 }
 
 void PlanCombine(const RankResources& resources, const ReturnSize& size, bool is_async,

@@ -21,6 +21,7 @@ constexpr int32_t kAsyncBlocks = 24;
 struct RankResources {
   int32_t n_blocks = 0;        // resident together with those of other ranks on the device
   int32_t n_async_blocks = 0;  // the same for an asynchronous call
+  int32_t n_sms = 0;           // of the device
   size_t bulk_smem_bytes = 0;  // shared memory per block for bulk copies; 0 = no bulk copies
   bool has_clusters = false;
 };
@@ -38,6 +39,11 @@ struct ReturnSize {
 // to concurrent kernels.
 void PlanDispatch(const RankResources& resources, const TokenSize& size, bool is_async,
                   CallArgs* call);
+// Plans a dispatch anew for tokens that a kernel brings meanwhile, which takes `n_taken` SMs: it
+// brings those of each of `n_ranges` ranges in turn, and a block sends each. False: too few SMs are
+// left, and the plan is as before; then the tokens must come first.
+bool PlanDispatchOfArriving(const RankResources& resources, const TokenSize& size, int32_t n_taken,
+                            int32_t n_ranges, CallArgs* call);
 void PlanCombine(const RankResources& resources, const ReturnSize& size, bool is_async,
                  CallArgs* call);
 void PlanCombineGrad(const RankResources& resources, int32_t row_vectors, bool is_async,

@@ -46,7 +46,10 @@ struct RailCall {
   Rows rows;
   // [N, n_rows]: whether to send a row to a node; null: all are sent. The own node's always are.
   const uint8_t* mask;
-  bool fills;   // rows that were not sent are zero in `rows.to`; otherwise undefined
+  bool fills;      // rows that were not sent are zero in `rows.to`; otherwise undefined
+  bool skips_own;  // the own node's rows are not put into `rows.to`, nor its extras
+  // [N, n_tiles]: set once a tile of another node is in `rows.to`; null: nobody looks meanwhile.
+  uint32_t* arrived;
   Rows extras;  // go with the rows, whatever the mask says; `from` may be null
 };
 

@@ -24,7 +24,9 @@ struct Channel {
   int64_t index;
   int64_t first_item;  // in every stream of the channel
 
-  __device__ int64_t Tile(int64_t i) const { return index + i * RailExchange::kChannels; }
+  __device__ int64_t Tile(const RailCall& call, int64_t i) const {
+    return call.tiles.InTurn(index + i * RailExchange::kChannels);
+  }
   __device__ int64_t Tiles(const RailCall& call) const {
     const int64_t left = call.tiles.n_tiles - index;
     return left <= 0 ? 0 : (left + RailExchange::kChannels - 1) / RailExchange::kChannels;
@@ -140,7 +142,7 @@ __device__ void Send(const RailCall& call, const Channel& channel) {
     for (int64_t d = 1; d < call.n_nodes; ++d) {
       const int64_t node = (call.node + d) % call.n_nodes, item = channel.first_item + i;
       if (!WaitForRoom(call, channel, node, item)) return;
-      SendTile(call, channel, node, item, channel.Tile(i));
+      SendTile(call, channel, node, item, channel.Tile(call, i));
     }
   }
 }
@@ -177,12 +179,10 @@ __device__ bool WaitForTile(const RailCall& call, const Channel& channel, int64_
   return true;
 }
 
-// Tells the sender that the item has been taken. All threads have read it. Only this block writes
-// the sender's word, so it may be stored where stores are in order.
+// Tells the sender that the item has been taken. Only this block writes the sender's word, so it may
+// be stored where stores are in order. Called by one thread.
 __device__ void ReturnCredit(const RailCall& call, const Channel& channel, int64_t node,
                              int64_t item) {
-  __syncthreads();
-  if (threadIdx.x != 0) return;
   const Peer peer = call.peers[node];
   const int64_t there = RailExchange::OtherNode(node, call.node);
   uint64_t* const credits = Word(call, call.map.Credit(there, channel.index));
@@ -191,6 +191,18 @@ __device__ void ReturnCredit(const RailCall& call, const Channel& channel, int64
   } else {
     AddToWord(credits, 1, peer.pe);
   }
+}
+
+// Tells both the sender and a kernel of this rank. All threads have read the tile's place.
+__device__ void TellTaken(const RailCall& call, const Channel& channel, int64_t node, int64_t item,
+                          int64_t tile) {
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  if (call.arrived != nullptr) {
+    DeviceWord arrived(call.arrived[node * call.tiles.n_tiles + tile]);
+    arrived.store(1, cuda::memory_order_release);
+  }
+  ReturnCredit(call, channel, node, item);
 }
 
 // The rows for the own node, which do not travel.
@@ -205,15 +217,15 @@ __device__ void KeepTile(const RailCall& call, int64_t tile) {
 // False if a tile has not come.
 __device__ bool Receive(const RailCall& call, const Channel& channel) {
   for (int64_t i = 0; i < channel.Tiles(call); ++i) {
-    const int64_t item = channel.first_item + i, tile = channel.Tile(i);
-    KeepTile(call, tile);
+    const int64_t item = channel.first_item + i, tile = channel.Tile(call, i);
+    if (!call.skips_own) KeepTile(call, tile);
     for (int64_t d = 1; d < call.n_nodes; ++d) {
       const int64_t node = (call.node + call.n_nodes - d) % call.n_nodes;
       const int64_t other = RailExchange::OtherNode(call.node, node);
       uint32_t mask;
       if (!WaitForTile(call, channel, node, item, &mask)) return false;
       TakeTile(call, node, tile, call.heap + call.map.Place(other, channel.index, item), mask);
-      ReturnCredit(call, channel, node, item);
+      TellTaken(call, channel, node, item, tile);
     }
   }
   return true;
@@ -223,7 +235,7 @@ __device__ bool Receive(const RailCall& call, const Channel& channel) {
 // channel's, since nothing tells which rows have come.
 __device__ void LeaveNan(const RailCall& call, const Channel& channel) {
   for (int64_t i = 0; i < channel.Tiles(call); ++i) {
-    const int64_t tile = channel.Tile(i), n_rows = call.tiles.Rows(tile);
+    const int64_t tile = channel.Tile(call, i), n_rows = call.tiles.Rows(tile);
     for (int64_t node = 0; node < call.n_nodes; ++node) {
       for (const Rows& rows : {call.extras, call.rows}) {
         if (rows.from != nullptr) SetBits(To(call, rows, node, tile), n_rows * rows.bytes);

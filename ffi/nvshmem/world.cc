@@ -53,6 +53,7 @@ Status World::Join(const std::string& id, int pe, int n_pes, int device) {
                               ", as in jax.distributed.");
   }
   status = CheckDevice();
+  if (status.ok()) status = MakeSide();
   return status.ok() ? LoadKernel() : status;
 }
 
@@ -110,6 +111,22 @@ Status World::LoadKernel() {
   return status;
 }
 
+Status World::MakeSide() {
+  int has_mps = 0;
+  Status status = ToStatus(cudaDeviceGetAttribute(&has_mps, cudaDevAttrMpsEnabled, device_),
+                           "querying whether MPS runs");
+  if (!status.ok() || has_mps != 0) return status;
+  int least = 0, greatest = 0;
+  cudaError_t error = cudaDeviceGetStreamPriorityRange(&least, &greatest);
+  for (cudaEvent_t* event : {&side_.fork, &side_.join}) {
+    if (error == cudaSuccess) error = cudaEventCreateWithFlags(event, cudaEventDisableTiming);
+  }
+  if (error == cudaSuccess) {
+    error = cudaStreamCreateWithPriority(&side_.stream, cudaStreamNonBlocking, greatest);
+  }
+  return ToStatus(error, "making a stream");
+}
+
 Status World::Allocate(size_t bytes, size_t* number) {
   const ScopedDevice scoped(device_);
   Heap heap{static_cast<uint8_t*>(library_.malloc(bytes)), bytes, nullptr, nullptr};
@@ -146,6 +163,20 @@ cudaError_t World::Launch(const RailCall& call, cudaStream_t stream) const {
       cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel_), arguments);
   if (error != cudaSuccess) cudaGetLastError();
   return error;
+}
+
+cudaError_t World::LaunchBeside(const RailCall& call, cudaStream_t stream,
+                                const std::function<cudaError_t()>& launch) {
+  std::lock_guard lock(side_.mutex);  // two threads must not record the same event
+  const size_t n_words = call.n_nodes * call.tiles.n_tiles;
+  cudaError_t error = cudaMemsetAsync(call.arrived, 0, n_words * sizeof(uint32_t), stream);
+  if (error == cudaSuccess) error = cudaEventRecord(side_.fork, stream);
+  if (error == cudaSuccess) error = cudaStreamWaitEvent(side_.stream, side_.fork);
+  if (error == cudaSuccess) error = Launch(call, side_.stream);
+  if (error == cudaSuccess) error = cudaEventRecord(side_.join, side_.stream);
+  if (error == cudaSuccess) error = launch();
+  const cudaError_t joined = cudaStreamWaitEvent(stream, side_.join);
+  return error == cudaSuccess ? joined : error;
 }
 
 }  // namespace jax_ep::rail

@@ -6,6 +6,8 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <functional>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
@@ -53,16 +55,33 @@ class World {
 
   cudaError_t Launch(const RailCall& call, cudaStream_t stream) const;
 
+  // Whether a kernel may wait for the exchange's kernel while both run. Not where processes run
+  // kernels on the GPU at the same time: theirs could keep this process's exchange off it.
+  bool can_overlap() const { return side_.stream != nullptr; }
+  // Launches an exchange, and beside it what `launch` launches on `stream`, which may wait for
+  // words of `call.arrived`; they are cleared before. What follows on `stream` waits for both.
+  cudaError_t LaunchBeside(const RailCall& call, cudaStream_t stream,
+                           const std::function<cudaError_t()>& launch);
+
  private:
+  // The stream of exchanges that run beside other kernels. Its blocks take precedence.
+  struct Side {
+    std::mutex mutex;
+    cudaStream_t stream = nullptr;
+    cudaEvent_t fork = nullptr, join = nullptr;
+  };
+
   Status Initialize(const std::string& id, int pe, int n_pes);
   Status CheckDevice() const;
   Status LoadKernel();
+  Status MakeSide();
 
   Library library_{};
   std::optional<Version> version_;
   int device_ = 0;
   cudaKernel_t kernel_ = nullptr;
   std::vector<Heap> heaps_;
+  Side side_;
 };
 
 }  // namespace jax_ep::rail

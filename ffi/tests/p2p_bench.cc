@@ -29,6 +29,7 @@
 #include <vector>
 
 #include "core/routing.h"
+#include "tests/p2p_feed.h"
 #include "tests/p2p_fixture.h"
 #include "tests/p2p_routings.h"
 
@@ -154,13 +155,47 @@ class Bench {
       fixture_.Launch(rank, args);
       plan_ = args.call.plan;
     };
-    if (op == Op::kDispatch) {
+    if (op == Op::kDispatch && options_.Int("feed")) {
+      LaunchFed(rank, b, fixture_.DispatchOf(rank, b, mode.weighting == Weighting::kRow), trace);
+    } else if (op == Op::kDispatch) {
       launch(fixture_.DispatchOf(rank, b, mode.weighting == Weighting::kRow));
     } else if (op == Op::kCombine) {
       launch(fixture_.CombineOf(rank, b, b.rows.get(), mode));
     } else {
       launch(fixture_.CombineGradOf(rank, b, b.rows.get(), mode));
     }
+  }
+
+  void LaunchFed(int rank, RankBuffers<T>& b, DispatchArgs args, uint64_t* trace) {
+    if (places_.size() == 0) {
+      places_ = DeviceArray<uint8_t>(size_t{14336} * fixture_.sizes.max_tokens);
+      arrived_ = DeviceArray<uint32_t>(4096);
+      CHECK_CUDA(cudaStreamCreateWithFlags(&side_, cudaStreamNonBlocking));
+      CHECK_CUDA(cudaEventCreateWithFlags(&fork_, cudaEventDisableTiming));
+      CHECK_CUDA(cudaEventCreateWithFlags(&join_, cudaEventDisableTiming));
+    }
+    const int half = fixture_.sizes.max_tokens / 2, tile = 16;
+    cudaStream_t stream = fixture_.streams[rank];
+    uint8_t* const second = const_cast<uint8_t*>(args.tokens) + size_t{14336} * half;
+    const int streams = options_.Int("streams") ? options_.Int("streams") : 1;
+    Feed feed{places_.get(), second, places_.get() + size_t{14336} * half, arrived_.get(), half,
+              14336, tile, streams, static_cast<float>(options_.Int("feed"))};
+    CHECK_CUDA(cudaMemsetAsync(arrived_.get(), 0, 4096 * 4, stream));
+    CHECK_CUDA(cudaEventRecord(fork_, stream));
+    CHECK_CUDA(cudaStreamWaitEvent(side_, fork_));
+    CHECK_CUDA(LaunchFeed(feed, side_));
+    CHECK_CUDA(cudaEventRecord(join_, side_));
+    args.call.trace = trace;
+    if (options_.Int("overlap")) {
+      args.arriving = {arrived_.get() - half / tile, args.tokens, 0, half, tile, half / tile};
+      if (!fixture_.group->PlanArriving(fixture_.config, rank, args.size, 64, 2 * streams, &args.call)) std::abort();
+      if (options_.Int("send")) args.call.plan.n_send_blocks = options_.Int("send");
+    } else {
+      CHECK_CUDA(cudaStreamWaitEvent(stream, join_));
+    }
+    if (!options_.Int("only")) fixture_.Launch(rank, args);
+    plan_ = args.call.plan;
+    if (options_.Int("overlap")) CHECK_CUDA(cudaStreamWaitEvent(stream, join_));
   }
 
   // Counts the messages of a rank per call: the mean over ranks and sets, with and without those to
@@ -299,6 +334,10 @@ class Bench {
   double n_logical_ = 0, n_physical_ = 0;
   std::vector<RankBuffers<T>> buffers_;
   std::vector<DeviceArray<uint8_t>> flush_;
+  DeviceArray<uint8_t> places_;
+  DeviceArray<uint32_t> arrived_;
+  cudaStream_t side_{};
+  cudaEvent_t fork_{}, join_{};
 };
 
 int Main(int argc, char** argv) {

@@ -34,6 +34,8 @@ class BufferList {
 
   // Splits off the last `n` buffers; n is at most size().
   BufferList TakeLast(size_t n);
+  // Puts another buffer in the place of one that there is.
+  void Replace(size_t index, const ffi::AnyBuffer& buffer) { buffers_[index].emplace(buffer); }
 
  private:
   // More buffers than any call has. Further ones are dropped; the count is then still too large for

@@ -37,6 +37,11 @@ def _choices_of_nodes(geometry: Geometry, group_ids: jax.Array) -> jax.Array:
     return _node_of(geometry, group_ids)[None] == nodes
 
 
+def needs(geometry: Geometry, group_ids: jax.Array) -> jax.Array:
+    """`bool[N, T]`: whether a node needs a token."""
+    return _choices_of_nodes(geometry, group_ids).any(axis=2)
+
+
 def route_within(geometry: Geometry, all_ids: jax.Array) -> jax.Array:
     """The ids by which this node routes the tokens of all nodes, `int32[N * T, N_c]`.
 
@@ -68,17 +73,9 @@ def gather(
     `[N * T, H]`, `int32[N * T, N_c]` and `float32[N * T, N_c]`, from `[T, H]` and `[T, N_c]`. The
     gradients are those of `spread_tokens` and `spread_weights`.
     """
-    is_sent = _choices_of_nodes(rails.geometry, group_ids).any(axis=2)
-    choices = [group_ids]
-    if weights is not None:
-        choices.append(lax.bitcast_convert_type(weights, jnp.int32))
-    packed = jnp.concatenate(choices, axis=1)
-    all_tokens, all_choices = rails.spread(tokens, is_sent, packed)
-    all_ids, *all_weights = jnp.split(all_choices, len(choices), axis=1)
-    node_ids = route_within(rails.geometry, all_ids)
-    if weights is None:
-        return all_tokens, node_ids, None
-    return all_tokens, node_ids, lax.bitcast_convert_type(all_weights[0], weights.dtype)
+    is_sent = needs(rails.geometry, group_ids)
+    all_tokens, all_choices = rails.spread(tokens, is_sent, _pack(group_ids, weights))
+    return all_tokens, *_unpack(rails.geometry, all_choices, group_ids.shape[1])
 
 
 def _gather_fwd(
@@ -103,6 +100,61 @@ def _gather_bwd(
 gather.defvjp(_gather_fwd, _gather_bwd)
 
 
+def _pack(group_ids: jax.Array, weights: jax.Array | None) -> jax.Array:
+    """Ids, and weights if there are any, as one array of integers."""
+    if weights is None:
+        return group_ids
+    bits = lax.bitcast_convert_type(weights, jnp.int32)
+    return jnp.concatenate([group_ids, bits], axis=1)
+
+
+def _unpack(
+    geometry: Geometry, all_choices: jax.Array, n_choices: int
+) -> tuple[jax.Array, jax.Array | None]:
+    """The ids of `route_within`, and the weights, from what `_pack` gave on all nodes."""
+    node_ids = route_within(geometry, all_choices[:, :n_choices])
+    if all_choices.shape[1] == n_choices:
+        return node_ids, None
+    return node_ids, lax.bitcast_convert_type(all_choices[:, n_choices:], jnp.float32)
+
+
+def gather_choices(
+    rails: Rails, group_ids: jax.Array, weights: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """The ids and weights of `gather`, without the tokens."""
+    node_ids, all_weights = _gather_choices(rails, group_ids, weights)
+    # Also where no weight has a gradient, and so no rule below is used.
+    return checkpoint_name(node_ids, DISPATCH_NAME), all_weights
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gather_choices(
+    rails: Rails, group_ids: jax.Array, weights: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+    (all_choices,) = rails.spread(_pack(group_ids, weights), None)
+    return _unpack(rails.geometry, all_choices, group_ids.shape[1])
+
+
+def _gather_choices_fwd(
+    rails: Rails, group_ids: jax.Array, weights: jax.Array | None
+) -> tuple[tuple[jax.Array, jax.Array | None], tuple[jax.Array, jax.Array]]:
+    node_ids, all_weights = _gather_choices(rails, group_ids, weights)
+    node_ids = checkpoint_name(node_ids, DISPATCH_NAME)
+    return (node_ids, all_weights), (group_ids, node_ids)
+
+
+def _gather_choices_bwd(
+    rails: Rails,
+    ids: tuple[jax.Array, jax.Array],
+    cotangents: tuple[jax.Array, jax.Array | None],
+) -> tuple[None, jax.Array | None]:
+    _, weights = cotangents
+    return None, None if weights is None else collect_rows(rails, weights, *ids)
+
+
+_gather_choices.defvjp(_gather_choices_fwd, _gather_choices_bwd)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def spread_tokens(
     rails: Rails, tokens: jax.Array, group_ids: jax.Array, node_ids: jax.Array
@@ -111,7 +163,7 @@ def spread_tokens(
 
     The gradient is the sum of the nodes' gradients in node order, rounded once.
     """
-    return rails.spread(tokens, _choices_of_nodes(rails.geometry, group_ids).any(axis=2))[0]
+    return rails.spread(tokens, needs(rails.geometry, group_ids))[0]
 
 
 def _spread_tokens_fwd(

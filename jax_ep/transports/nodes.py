@@ -158,16 +158,18 @@ class NodesConnection(Connection):
 
     def _gather(self, operands: DispatchOperands) -> DispatchOperands:
         """The operands of the dispatch inside the node."""
-        geometry, tokens = self.geometry, operands.tokens
-        if isinstance(geometry.config.token_format, QuantizedFormat):
-            tokens = lax.stop_gradient(tokens)  # the gradient flows through `dequantize`
         gathered = between_nodes.gather(
-            self.rails, tokens, operands.group_ids, operands.topk_weights
+            self.rails, self._tokens(operands), operands.group_ids, operands.topk_weights
         )
         tokens, ids, weights = gathered
         return dataclasses.replace(
             operands, tokens=tokens, group_ids=lax.stop_gradient(ids), topk_weights=weights
         )
+
+    def _tokens(self, operands: DispatchOperands) -> jax.Array:
+        """The tokens that travel; those to be quantized get their gradient from `dequantize`."""
+        quantizes = isinstance(self.geometry.config.token_format, QuantizedFormat)
+        return lax.stop_gradient(operands.tokens) if quantizes else operands.tokens
 
     def _results(self, within: Any, results: DispatchResults) -> DispatchResults:
         """The results of dispatch, from those of the dispatch inside the node."""

@@ -1,4 +1,4 @@
-"""The primitive behind `nvshmem`: an exchange of rows between the ranks of a rail."""
+"""The primitives behind `nvshmem`: exchanges of rows between the ranks of a rail."""
 
 from typing import Any
 
@@ -7,8 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ep.geometry import Geometry
+from jax_ep.operands import DispatchOperands, DispatchResults
 from jax_ep.xla_ffi.lowering import like, make_primitive, synchronous_cuda_call
-from jax_ep.xla_ffi.primitives import coordinate, present
+from jax_ep.xla_ffi.primitives import (
+    coordinate,
+    dispatch_attributes,
+    dispatch_call,
+    dispatch_types,
+    present,
+)
 
 
 def bind_rail(
@@ -51,6 +58,26 @@ def bind_rail(
     )
 
 
+def bind_rail_dispatch(
+    geometry: Geometry,
+    operands: DispatchOperands,
+    is_sent: jax.Array,
+    handle_shape: tuple[int, ...],
+) -> DispatchResults:
+    """Sends tokens to all nodes of the rail, and dispatches those of all nodes inside this one.
+
+    Args:
+        geometry: within nodes.
+        operands: of the dispatch inside the node, but with the tokens of this rank, `[T, W]`.
+        is_sent: `bool[N, T]`, whether to send a token to a node.
+        handle_shape: of the dispatch inside the node.
+    """
+    arrays, params = dispatch_call(geometry, operands, handle_shape)
+    mask = is_sent.reshape(-1).astype(jnp.uint8)
+    results = rail_dispatch_p.bind(*arrays, mask, **params)[:-2]
+    return DispatchResults.of(results, params["has_weights"])
+
+
 def _attributes(geometry: Geometry, n_nodes: int, **flags: bool) -> dict[str, Any]:
     """The attributes that the handler reads."""
     return dict(group=geometry.key, **{name: np.bool_(flag) for name, flag in flags.items()})
@@ -64,3 +91,19 @@ def _rail_types(*operands: Any, n_nodes: int, by_node: bool, has_extras: bool, *
     rows, *extras = operands[-2:] if has_extras else operands[-1:]
     n_rows = rows.shape[0] if by_node else rows.shape[0] * n_nodes
     return [like(rows, (n_rows, *x.shape[1:]), x.dtype) for x in (rows, *extras)]
+
+
+rail_dispatch_p = make_primitive(
+    "jax_ep_rail_dispatch",
+    cuda=synchronous_cuda_call("jax_ep_rail_dispatch", dispatch_attributes),
+)
+
+
+@rail_dispatch_p.def_abstract_eval
+def _rail_dispatch_types(coordinate: Any, tokens: Any, *operands: Any, **params: Any) -> Any:
+    """Those of a dispatch, then memory for the tokens of all nodes and for a word of each tile."""
+    *_, mask = operands
+    n_all = mask.shape[0]
+    types = dispatch_types(coordinate, tokens, *operands, **params)
+    all_tokens = like(tokens, (n_all, tokens.shape[1]), tokens.dtype)
+    return [*types, all_tokens, like(tokens, (n_all,), jnp.uint32)]

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "core/routing.h"
+#include "cuda/device/arriving_tokens.cuh"
 #include "cuda/device/copy.cuh"
 #include "cuda/device/dispatch_smem.cuh"
 #include "cuda/device/peer.cuh"
@@ -120,7 +121,7 @@ struct Incoming {
   // This rank's own tokens do not travel, unless they are encoded on the way.
   template <bool kQuantizes>
   __device__ const uint8_t* Payload(const DispatchArgs& args, int source) const {
-    if (!kQuantizes && source == args.call.rank) return TokenAt(args, token);
+    if (!kQuantizes && source == args.call.rank) return FindToken(args, token);
     return Vector(message, args.size.scales);
   }
 };

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "core/routing.h"
+#include "cuda/device/arriving_tokens.cuh"
 #include "cuda/device/dispatch_smem.cuh"
 #include "cuda/device/encode.cuh"
 #include "cuda/device/in_flight.cuh"
@@ -118,6 +119,7 @@ __device__ inline void SendToken(const DispatchArgs& args, const DispatchSmem& s
   const CallArgs& call = args.call;
   const int lane = LaneIndex();
   const Messages messages = PlanMessages(args, smem, numbers, token, token_in_tile);
+  if (HasArriving(args)) WaitForArriving(args, smem.call.epoch, token);
   if (warps.slice.index == 0) {
     for (uint32_t left = __ballot_sync(kAllLanes, messages.is_message); left != 0;
          left &= left - 1) {
@@ -130,6 +132,7 @@ __device__ inline void SendToken(const DispatchArgs& args, const DispatchSmem& s
   const uint32_t lanes = __ballot_sync(kAllLanes, messages.is_message && takes_token);
   Encoder::PutToEach(args, token, messages.to, lanes, warps.slice);
   warps.Sync();
+  if (HasArriving(args) && HasFailed(call)) return;  // a warp may lack the token
   if (warps.slice.index != 0 || !messages.is_message) return;
   const MessageSignal signal = SignalOf(args, smem, messages, token);
   Signal(signal.word, smem.call.epoch, signal.token);
@@ -146,10 +149,15 @@ __device__ inline void SendTokenInBulk(const DispatchArgs& args, const DispatchS
   const int lane = LaneIndex();
   // The only rank reads its tokens where they are.
   const bool travels = Encoder::kSendsToItself || call.n_ranks > 1;
+  if (HasArriving(args)) {
+    in_flight.Finish(smem.call.epoch);  // first, since the next token may take its time
+    if (!WaitForArriving(args, smem.call.epoch, token)) return;
+    fence_proxy_async_global();
+  }
   cp_async_bulk_wait_group_read<0>();
   __syncwarp();
   if (lane == 0 && travels) {
-    stage.StartLoad(Vector(stage.data(), args.size.scales), TokenAt(args, token),
+    stage.StartLoad(Vector(stage.data(), args.size.scales), FindToken(args, token),
                     args.size.given * kVectorBytes);
   }
   const Messages messages = PlanMessages(args, smem, numbers, token, token_in_tile);

@@ -8,6 +8,7 @@
 
 #include "core/float_types.h"
 #include "core/quantize.h"
+#include "cuda/device/arriving_tokens.cuh"
 #include "cuda/device/copy.cuh"
 #include "cuda/device/dispatch_smem.cuh"
 #include "cuda/device/encode_block.cuh"
@@ -28,7 +29,7 @@ struct Passthrough {
   // warp, converged.
   __device__ static void PutToEach(const DispatchArgs& args, int token, PeerPtr to, uint32_t lanes,
                                    Slice slice) {
-    CopyToEach<kSendUnroll>(TokenAt(args, token), to, lanes, args.size.given, slice);
+    CopyToEach<kSendUnroll>(FindToken(args, token), to, lanes, args.size.given, slice);
   }
 };
 
@@ -66,7 +67,7 @@ struct Quantized {
   __device__ static void PutToEach(const DispatchArgs& args, int token, To to, uint32_t lanes,
                                    Slice slice) {
     const InputScale input_scale = ReadInputScale(args);
-    const uint8_t* const from = TokenAt(args, token);
+    const uint8_t* const from = FindToken(args, token);
     const int step = slice.n_slices * kWarpElements;
     int element = slice.index * kWarpElements + LaneIndex() * kLaneElements;
     int4 data[kVectors], next[kVectors];

@@ -1,0 +1,121 @@
+// The handler of a dispatch inside a node that brings the tokens of the other nodes itself. The
+// exchange between nodes and the dispatch are two kernels that run at once: a block sends a token
+// inside the node as soon as the tile that it is in has come.
+
+#include "cuda/dispatch.h"
+#include "cuda/dispatch_call.h"
+#include "cuda/handler.h"
+#include "cuda/handlers.h"
+#include "nvshmem/read_rail.h"
+#include "nvshmem/world.h"
+
+namespace jax_ep::p2p {
+namespace {
+
+// A call. Its operands are those of a dispatch, with the tokens of this rank, `[T, W]`, and the
+// mask of the exchange. Its results are those of a dispatch, and memory that nothing else uses: the
+// tokens of all nodes, `[N * T, W]`, and a word for each of their tiles, `uint32[N * T]`.
+struct RailDispatch {
+  rail::RailCall rail{};
+  DispatchArgs dispatch{};
+};
+
+constexpr size_t kTokens = 1;  // among the operands of a dispatch
+
+// Blocks that send in a dispatch of arriving tokens: enough for the link inside a node. As the
+// ranges of tokens that the ranks bring each other in turn, the same on all.
+constexpr int64_t kSendBlocks = 16;
+
+// The ranges of tokens of a node: a block sends each.
+int64_t RangesPerNode(int64_t n_nodes) { return n_nodes < kSendBlocks ? kSendBlocks / n_nodes : 1; }
+
+Status ReadExchange(const ffi::AnyBuffer* own, const ffi::AnyBuffer* mask,
+                    const ffi::AnyBuffer* all, const ffi::AnyBuffer* words, rail::RailCall* call) {
+  if (all == nullptr || all->dimensions().size() == 0) {
+    return InvalidArgument("the tokens of all nodes must be a result.");
+  }
+  const int64_t n_all = all->dimensions()[0];
+  call->tiles.n_rows = n_all / call->n_nodes;
+  Status status = ReadMask(mask, call);
+  if (status.ok()) status = ReadRows("tokens", own, all, /*by_node=*/false, *call, &call->rows);
+  if (status.ok()) status = CutRows(RangesPerNode(call->n_nodes), call);
+  if (!status.ok()) return status;
+  if (words == nullptr || words->element_type() != ffi::U32 ||
+      static_cast<int64_t>(words->element_count()) < n_all) {
+    return InvalidArgument("the words must be uint32[" + std::to_string(n_all) + "].");
+  }
+  call->arrived = static_cast<uint32_t*>(words->untyped_data());
+  return {};
+}
+
+Status ReadCall(const Caller& caller, const DispatchAttributes& attributes, BufferList operands,
+                BufferList results, RailDispatch* call) {
+  if (operands.size() < 3 || results.size() < 2) {
+    return InvalidArgument("there must be operands and results of an exchange.");
+  }
+  const BufferList mask = operands.TakeLast(1), scratch = results.TakeLast(2);
+  const ffi::AnyBuffer own = *operands.Find(kTokens);
+  Status status = FindRail(caller, &call->rail);
+  if (status.ok()) {
+    status =
+        ReadExchange(&own, mask.Find(0), scratch.Find(0), scratch.Find(1), &call->rail);
+  }
+  if (!status.ok()) return status;
+  operands.Replace(kTokens, *scratch.Find(0));
+  return ReadDispatchCall(caller, attributes, /*is_async=*/false, operands, results,
+                          call->dispatch);
+}
+
+// Plans to run both kernels at once. False: one runs after the other.
+bool PlanOverlap(const Caller& caller, RailDispatch* call) {
+  rail::RailCall& rail = call->rail;
+  DispatchArgs& dispatch = call->dispatch;
+  const auto as_int = [](int64_t n) { return static_cast<int32_t>(n); };
+  const int64_t n_ranges = rail.n_nodes * RangesPerNode(rail.n_nodes);
+  if (!rail::World::Instance().can_overlap() ||
+      !caller.member.group->PlanArriving(caller.config(), caller.member.rank, dispatch.size,
+                                         rail::kBlocks, as_int(n_ranges), &dispatch.call)) {
+    return false;
+  }
+  rail.skips_own = true;
+  dispatch.arriving = {rail.arrived,
+                       rail.rows.from,
+                       rail.node,
+                       as_int(rail.tiles.n_rows),
+                       as_int(rail.tiles.tile_rows),
+                       as_int(rail.tiles.n_tiles)};
+  return true;
+}
+
+cudaError_t Launch(const Caller& caller, cudaStream_t stream, RailDispatch* call) {
+  rail::World& world = rail::World::Instance();
+  const auto dispatch = [&] { return LaunchDispatch(call->dispatch, stream); };
+  if (PlanOverlap(caller, call)) return world.LaunchBeside(call->rail, stream, dispatch);
+  call->rail.arrived = nullptr;
+  const cudaError_t error = world.Launch(call->rail, stream);
+  return error == cudaSuccess ? dispatch() : error;
+}
+
+ffi::Error RailDispatchImpl(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi::S32>,
+                            ffi::RemainingArgs operands, ffi::RemainingRets results,
+                            const StreamDispatchAttributes& attributes) {
+  Caller caller{"dispatch", attributes.dispatch.group};
+  Status status = FindCaller(ordinal, stream, caller);
+  if (!status.ok()) return ToError(status);
+  RailDispatch call;
+  status =
+      ReadCall(caller, attributes.dispatch, BufferList(operands), BufferList(results), &call);
+  if (!status.ok()) return InvalidOperands(caller, status);
+  const auto launch = [&](cudaEvent_t) { return Launch(caller, stream, &call); };
+  return ToError(LaunchInOrder(ordinal, stream, attributes.stream_order, launch), caller.operation);
+}
+
+}  // namespace
+}  // namespace jax_ep::p2p
+
+namespace ffi = xla::ffi;
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    CudaRailDispatch, jax_ep::p2p::RailDispatchImpl,
+    jax_ep::p2p::BindGroupCall().RemainingRets().Attrs<jax_ep::p2p::StreamDispatchAttributes>(),
+    {ffi::Traits::kCmdBufferCompatible});
