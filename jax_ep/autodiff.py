@@ -140,7 +140,7 @@ combine = jax.custom_vjp(_combine, nondiff_argnums=(0,))
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class _SavedCombine:
+class SavedCombine:
     """What the backward of combine needs: the operands, without those that it does not read."""
 
     operands: CombineOperands
@@ -148,22 +148,27 @@ class _SavedCombine:
     has_residual: bool = dataclasses.field(metadata={"static": True})
 
 
+def save_combine(operands: CombineOperands, places: Places | None = None) -> SavedCombine:
+    """From the operands of a combine."""
+    saved = dataclasses.replace(operands, residual=None)
+    if operands.weighting == Weighting.NONE:
+        saved = dataclasses.replace(saved, expert_out=None)
+    return SavedCombine(saved, places, operands.residual is not None)
+
+
 def _combine_fwd(
     connection: FfiConnection,
     operands: CombineOperands,
     result: jax.Array | None,
     places: Places | None,
-) -> tuple[jax.Array, _SavedCombine]:
-    saved = dataclasses.replace(operands, residual=None)
-    if operands.weighting == Weighting.NONE:
-        saved = dataclasses.replace(saved, expert_out=None)
-    has_residual = operands.residual is not None
-    return _combine(connection, operands, result), _SavedCombine(saved, places, has_residual)
+) -> tuple[jax.Array, SavedCombine]:
+    return _combine(connection, operands, result), save_combine(operands, places)
 
 
-def _combine_bwd(
-    connection: FfiConnection, saved: _SavedCombine, cotangent: jax.Array
+def combine_gradients(
+    connection: FfiConnection, saved: SavedCombine, cotangent: jax.Array
 ) -> tuple[CombineOperands, None, Places | None]:
+    """The backward of combine."""
     operands = saved.operands
     call = combine_grad_call(connection.geometry, operands, cotangent)
     grads, places = call_in_backward(saved.places, combine_grad_p, combine_grad_start_p, *call)
@@ -180,7 +185,7 @@ def _combine_bwd(
     return gradients, None, places
 
 
-combine.defvjp(_combine_fwd, _combine_bwd)
+combine.defvjp(_combine_fwd, combine_gradients)
 
 
 def _redispatch(connection: Connection, values: jax.Array, routing: Routing) -> jax.Array:

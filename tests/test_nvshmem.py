@@ -29,13 +29,15 @@ def test_jobs(check, n_processes):
     run_processes(n_processes, target, gpus=gpus_of(n_processes), timeout_s=TIMEOUT_S)
 
 
-@pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize(
-    ("n_processes", "n_nodes", "files", "least"),
+    ("n_processes", "n_nodes", "files", "least", "overlaps"),
     [
-        (2, 2, ["nodes"], 6),
-        (4, 2, ["nodes", "async", "independent_calls", "redispatch", "call_sizes"], 100),
-        (4, 4, ["independent_calls", "async"], 9),
+        (2, 2, ["nodes"], 6, False),
+        (2, 2, ["nodes"], 6, True),
+        (4, 2, ["async", "independent_calls", "redispatch", "call_sizes"], 40, False),
+        (4, 2, ["nodes", "async", "independent_calls", "redispatch", "call_sizes"], 100, True),
+        (4, 4, ["independent_calls", "async"], 9, False),
+        (4, 4, ["independent_calls", "async"], 9, True),
     ],
 )
 @pytest.mark.gpu

@@ -159,7 +159,7 @@ run_nodes() {
 }
 
 run_nvshmem() {
-  step test_nvshmem 500 python3 -m pytest -p no:cacheprovider --gpu tests/test_nvshmem.py \
+  step test_nvshmem 700 python3 -m pytest -p no:cacheprovider --gpu tests/test_nvshmem.py \
     --durations=10
 }
 

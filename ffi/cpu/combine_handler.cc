@@ -18,8 +18,8 @@ ffi::Future CombineImpl(CallSite* site, ffi::RunId run, int32_t ordinal, ffi::Th
   args->mode = site->mode;
   Status status = FindCaller(call, *args);
   if (status.ok()) {
-    status = ReadCombine(args->sizes(), Handle::kDstRows, site->mode, BufferList(operands),
-                         BufferList(results), args.get());
+    status = ReadCombine(args->sizes(), Handle::kDstRows, site->mode, /*n_nodes=*/1,
+                         BufferList(operands), BufferList(results), args.get());
   }
   if (status.ok()) status = CheckCoordinate(call, *args->coordinate, *args);
   if (status.ok()) {

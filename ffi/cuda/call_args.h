@@ -30,12 +30,14 @@ JAX_EP_HOST_DEVICE constexpr int LineSlices(int n_vectors) {
 // How a call spreads over the GPU. Ranks may use different plans, but for in_lines.
 struct LaunchPlan {
   int32_t n_blocks;           // all resident at once, because blocks wait for peers
+  int32_t n_elsewhere;        // the last of them, which are another kernel's
   int32_t n_send_blocks;      // the first blocks send; if all do, all receive afterwards
   int32_t warps_per_send;     // warps that share one message; a power of 2, at most kWorkerWarps
   int32_t warps_per_receive;  // the same on the receiving side
   int32_t n_stages;       // dispatch: stages per block, see device/stage.cuh; 0 = no bulk copies
   bool receives_in_bulk;  // dispatch: blocks that only receive use stages, too
   int32_t ring_slots;     // combine: slots of each warp's ring, see device/ring.cuh; 0 = no ring
+  int32_t n_turns;        // combine in rings: ranges of messages that take turns; 0 = one
   bool in_clusters;       // clusters of 2 blocks, which leave pairs of SMs to other clusters
   bool in_lines;          // everything travels in lines; the same on all ranks. Of the rest of the
                           // plan, only n_blocks and in_clusters count then

@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kWorkerThreads, 1)
   if (threadIdx.x == 0) Trace(call, kSent);
   if (announces) WaitForStarts(call, smem.call);
   if (receives) ReceiveTokens<T, kInRing, kByNode>(args, smem.call);
-  if (threadIdx.x == 0) CountCall(CombineState(call), smem.call);
+  if (threadIdx.x == 0) CountCall(call.plan, CombineState(call), smem.call);
   if (threadIdx.x == 0) Trace(call, kReceived);
 }
 

@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kWorkerThreads, 1)
   const bool announces = blockIdx.x == gridDim.x - 1 && WarpIndex() == kWorkerWarps - 1;
   if (!smem.call.failed) {
     if (announces) AnnounceStart(call, smem.call);
-    if (threadIdx.x == 0) CountCall(DispatchState(call), smem.call);
+    if (threadIdx.x == 0) CountCall(call.plan, DispatchState(call), smem.call);
     if (threadIdx.x == 0) Trace(call, kPrepared);
     if (Sends(call.plan)) SendCotangents(args, smem.call, stages);
     if (threadIdx.x == 0) Trace(call, kSent);

@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (!smem.failed) weights.Put(smem);  // before the workers have their first rows
     __syncthreads();
     if (smem.failed) return;
-    if (LaneIndex() == 0) CountCall(CombineState(call), smem);
+    if (LaneIndex() == 0) CountCall(call.plan, CombineState(call), smem);
     if (!Records()) return;
     AnnounceStart(call, smem);
     return WaitForStarts(call, smem);

@@ -24,7 +24,7 @@ constexpr int kThreads = kWorkerThreads + kWarpSize;
 // the service warp; nothing waits for it.
 __device__ void EndCounts(const CallArgs& call, const CallSmem& smem) {
   AcquireValues();  // by the lanes that have waited for the counts
-  if (LaneIndex() == 0) CountCall(DispatchState(call), smem);
+  if (LaneIndex() == 0) CountCall(call.plan, DispatchState(call), smem);
 }
 
 // Role: writes the per-rank results and counts the call while others receive. Called by the service

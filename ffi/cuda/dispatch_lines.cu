@@ -118,7 +118,7 @@ __device__ void Serve(const DispatchArgs& args, DispatchSmem& smem, const Choice
     if (Records()) LeaveNoRows(args);
     return;
   }
-  if (LaneIndex() == 0) CountCall(DispatchState(call), smem.call);
+  if (LaneIndex() == 0) CountCall(call.plan, DispatchState(call), smem.call);
   if (!Records()) return;
   MeetRanks(call, smem);
   __syncthreads();

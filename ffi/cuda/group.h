@@ -71,6 +71,11 @@ class RankGroup {
   }
   Status CombineCall(const GroupConfig& config, int rank, int64_t n_tokens, const ReturnSize& size,
                      CallArgs* call, bool is_async = false) const;
+  // Plans the sending half of that combine alone; see PlanReturn.
+  bool PlanReturning(const GroupConfig& config, int rank, const ReturnSize& size, int32_t n_taken,
+                     int32_t n_turns, CallArgs* call) const {
+    return PlanReturn(ResourcesOf(config, rank), size, n_taken, n_turns, call);
+  }
 
   // The same for the backward of combine, with rows of `row_vectors` times kVectorBytes.
   Status CombineGradCall(const GroupConfig& config, int rank, int64_t n_tokens, int32_t row_vectors,

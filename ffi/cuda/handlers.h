@@ -10,8 +10,11 @@ XLA_FFI_Error* CudaCombine(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* CudaCombineGrad(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* CudaFusedSilu(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* CudaMatmul(XLA_FFI_CallFrame* call_frame);  // not without CUTLASS
-XLA_FFI_Error* CudaRail(XLA_FFI_CallFrame* call_frame);    // not without NVSHMEM
-XLA_FFI_Error* CudaRailDispatch(XLA_FFI_CallFrame* call_frame);  // the same
+
+// Of transport `nvshmem`; not in builds without it.
+XLA_FFI_Error* CudaRail(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* CudaRailCombine(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* CudaRailDispatch(XLA_FFI_CallFrame* call_frame);
 
 // Comes before the calls of a group; see check_handler.cc.
 XLA_FFI_Error* CudaCheck(XLA_FFI_CallFrame* call_frame);

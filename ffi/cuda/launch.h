@@ -28,7 +28,7 @@ cudaError_t LaunchCall(void (*kernel)(Args), const Args& args, int n_threads, si
     attribute.val.launchCompletionEvent.event = started;
   }
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(plan.n_blocks);
+  config.gridDim = dim3(plan.n_blocks - plan.n_elsewhere);
   config.blockDim = dim3(n_threads);
   config.dynamicSmemBytes = smem_bytes;
   config.stream = stream;

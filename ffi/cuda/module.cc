@@ -45,6 +45,7 @@ nb::dict Targets() {
 #endif
 #ifdef JAX_EP_NVSHMEM
   add("jax_ep_rail", CudaRail);
+  add("jax_ep_rail_combine", CudaRailCombine);
   add("jax_ep_rail_dispatch", CudaRailDispatch);
 #endif
   add("jax_ep_check", CudaCheck);

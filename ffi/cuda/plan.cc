@@ -147,6 +147,25 @@ void PlanCombine(const RankResources& resources, const ReturnSize& size, bool is
   plan.in_clusters = InClusters(resources, is_async, plan);
 }
 
+bool PlanReturn(const RankResources& resources, const ReturnSize& size, int32_t n_taken,
+                int32_t n_turns, CallArgs* call) {
+  const int32_t n_left = std::min(resources.n_blocks, resources.n_sms - n_taken);
+  const bool can_overlap = n_left >= kMinSmsBesideRail;
+  const int64_t n_messages = MaxMessages(*call);
+  LaunchPlan plan{};
+  plan.n_send_blocks = can_overlap ? n_left : resources.n_blocks;
+  plan.n_elsewhere = n_taken;
+  plan.n_blocks = plan.n_send_blocks + plan.n_elsewhere;
+  plan.n_turns = n_turns;
+  plan.warps_per_send = WarpsPerItem(n_messages, plan.n_send_blocks);
+  plan.warps_per_receive = 1;
+  if (WantsRing(plan, n_messages, size.reduce)) {
+    plan.ring_slots = MaxRingSlots(*call, resources.bulk_smem_bytes);
+  }
+  call->plan = plan;
+  return can_overlap;
+}
+
 void PlanCombineGrad(const RankResources& resources, int32_t row_vectors, bool is_async,
                      CallArgs* call) {
   const int32_t n_sms = BlocksOf(resources, is_async);

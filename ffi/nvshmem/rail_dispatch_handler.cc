@@ -89,11 +89,18 @@ bool PlanOverlap(const Caller& caller, RailDispatch* call) {
 
 cudaError_t Launch(const Caller& caller, cudaStream_t stream, RailDispatch* call) {
   rail::World& world = rail::World::Instance();
-  const auto dispatch = [&] { return LaunchDispatch(call->dispatch, stream); };
-  if (PlanOverlap(caller, call)) return world.LaunchBeside(call->rail, stream, dispatch);
-  call->rail.arrived = nullptr;
-  const cudaError_t error = world.Launch(call->rail, stream);
-  return error == cudaSuccess ? dispatch() : error;
+  const auto launch = [&](cudaStream_t rail_stream) {
+    const cudaError_t error = world.Launch(call->rail, rail_stream);
+    return error == cudaSuccess ? LaunchDispatch(call->dispatch, stream) : error;
+  };
+  if (!PlanOverlap(caller, call)) {
+    call->rail.arrived = nullptr;
+    return launch(stream);
+  }
+  const size_t n_words = call->rail.n_nodes * call->rail.tiles.n_tiles;
+  const cudaError_t error =
+      cudaMemsetAsync(call->rail.arrived, 0, n_words * sizeof(uint32_t), stream);
+  return error == cudaSuccess ? world.Fork(stream, launch) : error;
 }
 
 ffi::Error RailDispatchImpl(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi::S32>,

@@ -15,6 +15,32 @@ using p2p::ToStatus;
 // Statuses of nvshmemx_init_status from this one on are of a library that can be used.
 constexpr int kInitialized = NVSHMEM_STATUS_IS_INITIALIZED;
 
+// Loads the kernel now, not while a peer waits.
+Status FindKernel(cudaLibrary_t code, const char* name, cudaKernel_t* kernel) {
+  cudaKernel_t found;
+  const std::string what = std::string("loading ") + name;
+  Status status = ToStatus(cudaLibraryGetKernel(&found, code, name), what);
+  if (!status.ok()) return status;
+  cudaFuncAttributes attributes;
+  status = ToStatus(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(found)), what);
+  if (status.ok()) *kernel = found;
+  return status;
+}
+
+cudaError_t LaunchKernel(cudaKernel_t kernel, const void* call, size_t smem_bytes,
+                         cudaStream_t stream) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(kBlocks);
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = smem_bytes;
+  config.stream = stream;
+  void* arguments[] = {const_cast<void*>(call)};
+  const cudaError_t error =
+      cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), arguments);
+  if (error != cudaSuccess) cudaGetLastError();
+  return error;
+}
+
 }  // namespace
 
 World& World::Instance() {
@@ -100,15 +126,12 @@ Status World::LoadKernel() {
   if (error != 0) {
     return Internal("NVSHMEM does not accept the kernels: error " + std::to_string(error));
   }
-  cudaKernel_t kernel;
-  status = ToStatus(cudaLibraryGetKernel(&kernel, code, kKernelName), "finding the kernel");
-  if (!status.ok()) return status;
-  // Loads it now, not while a peer waits.
-  cudaFuncAttributes attributes;
-  status = ToStatus(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)),
-                    "loading the kernel");
-  if (status.ok()) kernel_ = kernel;
-  return status;
+  for (const RowType type : {RowType::kBFloat16, RowType::kFloat16, RowType::kFloat32}) {
+    cudaKernel_t* const kernel = &combine_kernels_[static_cast<int>(type)];
+    status = FindKernel(code, CombineKernelName(type), kernel);
+    if (!status.ok()) return status;
+  }
+  return FindKernel(code, kKernelName, &kernel_);
 }
 
 Status World::MakeSide() {
@@ -154,28 +177,22 @@ uint8_t* World::Map(const Heap& heap, int pe) const {
 }
 
 cudaError_t World::Launch(const RailCall& call, cudaStream_t stream) const {
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(kBlocks);
-  config.blockDim = dim3(kThreads);
-  config.stream = stream;
-  void* arguments[] = {const_cast<RailCall*>(&call)};
-  const cudaError_t error =
-      cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel_), arguments);
-  if (error != cudaSuccess) cudaGetLastError();
-  return error;
+  return LaunchKernel(kernel_, &call, 0, stream);
 }
 
-cudaError_t World::LaunchBeside(const RailCall& call, cudaStream_t stream,
-                                const std::function<cudaError_t()>& launch) {
+cudaError_t World::Launch(const RailCombineCall& call, cudaStream_t stream) const {
+  const cudaKernel_t kernel = combine_kernels_[static_cast<int>(call.combine.row_type)];
+  return LaunchKernel(kernel, &call, CombineSmemBytes(call), stream);
+}
+
+cudaError_t World::Fork(cudaStream_t stream,
+                        const std::function<cudaError_t(cudaStream_t)>& launch) {
   std::lock_guard lock(side_.mutex);  // two threads must not record the same event
-  const size_t n_words = call.n_nodes * call.tiles.n_tiles;
-  cudaError_t error = cudaMemsetAsync(call.arrived, 0, n_words * sizeof(uint32_t), stream);
-  if (error == cudaSuccess) error = cudaEventRecord(side_.fork, stream);
+  cudaError_t error = cudaEventRecord(side_.fork, stream);
   if (error == cudaSuccess) error = cudaStreamWaitEvent(side_.stream, side_.fork);
-  if (error == cudaSuccess) error = Launch(call, side_.stream);
-  if (error == cudaSuccess) error = cudaEventRecord(side_.join, side_.stream);
-  if (error == cudaSuccess) error = launch();
-  const cudaError_t joined = cudaStreamWaitEvent(stream, side_.join);
+  if (error == cudaSuccess) error = launch(side_.stream);
+  cudaError_t joined = cudaEventRecord(side_.join, side_.stream);
+  if (joined == cudaSuccess) joined = cudaStreamWaitEvent(stream, side_.join);
   return error == cudaSuccess ? joined : error;
 }
 

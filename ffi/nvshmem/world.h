@@ -15,6 +15,7 @@
 #include "core/status.h"
 #include "nvshmem/library.h"
 #include "nvshmem/rail_call.h"
+#include "nvshmem/rail_combine_call.h"
 
 namespace jax_ep::rail {
 
@@ -54,14 +55,14 @@ class World {
   uint8_t* Map(const Heap& heap, int pe) const;
 
   cudaError_t Launch(const RailCall& call, cudaStream_t stream) const;
+  cudaError_t Launch(const RailCombineCall& call, cudaStream_t stream) const;
 
   // Whether a kernel may wait for the exchange's kernel while both run. Not where processes run
   // kernels on the GPU at the same time: theirs could keep this process's exchange off it.
   bool can_overlap() const { return side_.stream != nullptr; }
-  // Launches an exchange, and beside it what `launch` launches on `stream`, which may wait for
-  // words of `call.arrived`; they are cleared before. What follows on `stream` waits for both.
-  cudaError_t LaunchBeside(const RailCall& call, cudaStream_t stream,
-                           const std::function<cudaError_t()>& launch);
+  // Calls launch(side): the kernels that it launches on `side` run beside those that it launches on
+  // `stream`. They follow what has been launched on `stream`, and what comes later follows both.
+  cudaError_t Fork(cudaStream_t stream, const std::function<cudaError_t(cudaStream_t)>& launch);
 
  private:
   // The stream of exchanges that run beside other kernels. Its blocks take precedence.
@@ -79,7 +80,9 @@ class World {
   Library library_{};
   std::optional<Version> version_;
   int device_ = 0;
+  static constexpr int kRowTypes = 3;
   cudaKernel_t kernel_ = nullptr;
+  cudaKernel_t combine_kernels_[kRowTypes]{};  // by RowType
   std::vector<Heap> heaps_;
   Side side_;
 };

@@ -141,7 +141,7 @@ Status ReadDispatch(const GroupSizes& sizes, Handle handle, const RowFormat& row
 }
 
 Status ReadCombine(const GroupSizes& sizes, Handle handle, const CombineMode& mode,
-                   const BufferList& operands, const BufferList& results,
+                   int64_t n_nodes, const BufferList& operands, const BufferList& results,
                    CombineOperands* combine) {
   Status status;
   BufferReader reader(operands, status), result_reader(results, status);
@@ -153,6 +153,7 @@ Status ReadCombine(const GroupSizes& sizes, Handle handle, const CombineMode& mo
   combine->n_tokens = n_tokens;
   combine->max_recv_tokens = SizeUpTo(sizes.max_recv_tokens, reader.Dim(1, 0));
   combine->row_size = size;
+  const int64_t n_own = n_tokens / n_nodes;
   const Shape choices = {n_tokens, sizes.n_choices};
   const bool has_scalars = results.size() > 1;
   const bool has_residual =
@@ -165,10 +166,11 @@ Status ReadCombine(const GroupSizes& sizes, Handle handle, const CombineMode& mo
   ReadWeights(mode.weighting, choices, reader, combine);
   combine->row_scalars =
       has_scalars ? reader.Next<float>("row_scalars", {combine->max_recv_tokens}) : nullptr;
-  combine->residual = has_residual ? reader.Next("residual", type, {n_tokens, size}) : nullptr;
+  combine->residual = has_residual ? reader.Next("residual", type, {n_own, size}) : nullptr;
   reader.ExpectEnd("operands");
 
-  combine->out = result_reader.Next("the result", type, CombinedShape(mode, choices, size));
+  combine->out = result_reader.Next("the result", type,
+                                    CombinedShape(mode, {n_own, sizes.n_choices}, size));
   combine->choice_scalars =
       has_scalars ? result_reader.Next<float>("choice_scalars", choices) : nullptr;
   result_reader.ExpectEnd("results");

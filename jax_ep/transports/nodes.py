@@ -216,6 +216,9 @@ class NodesConnection(Connection):
             rows = between_nodes.collect_rows(self.rails, out, *ids)
             return checkpoint_name(rows, COMBINE_NAME)
         sums = between_nodes.collect_sums(self.rails, out, operands.residual, *ids)
+        return self._finish_sums(sums, shared_rows)
+
+    def _finish_sums(self, sums: jax.Array, shared_rows: jax.Array | None) -> jax.Array:
         if shared_rows is not None:
             sums = _add_shared(sums, shared_rows)
         return checkpoint_name(sums, COMBINE_NAME)

@@ -9,7 +9,7 @@ from jax import lax
 
 from jax_ep.exchange import Exchange
 from jax_ep.geometry import Geometry
-from jax_ep.operands import DispatchOperands, DispatchResults
+from jax_ep.operands import CombineOperands, DispatchOperands, DispatchResults
 from jax_ep.transports import between_nodes, bootstrap, nvshmem_bootstrap, overlapped
 from jax_ep.transports.nodes import P2pByNodes
 from jax_ep.transports.rails import Rails
@@ -154,6 +154,16 @@ class NvshmemByNodes(P2pByNodes):
         )
         results = overlapped.dispatch(self.rails, self.inner, within, operands.group_ids)
         return self._results(within, results)
+
+    def combine(self, operands: CombineOperands) -> jax.Array:
+        """Sends the node's sums to other nodes as they are made."""
+        group_ids = operands.routing.group_ids
+        if group_ids.shape[0] < min_overlapped_tokens or not operands.reduce:
+            return super().combine(operands)
+        within, shared_rows = self._operands_within(operands)
+        within = dataclasses.replace(within, residual=operands.residual)
+        sums = overlapped.combine(self.rails, self.inner, within, group_ids)
+        return self._finish_sums(sums, shared_rows)
 
     def memory(self) -> int:
         """See `EPGroup.memory`."""

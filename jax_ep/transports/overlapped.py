@@ -7,10 +7,10 @@ import jax
 from jax_ep import autodiff
 from jax_ep.connection import FfiConnection
 from jax_ep.formats import QuantizedFormat
-from jax_ep.operands import DispatchOperands, DispatchResults
+from jax_ep.operands import CombineOperands, DispatchOperands, DispatchResults
 from jax_ep.transports import between_nodes
 from jax_ep.transports.rails import Rails
-from jax_ep.xla_ffi.rail import bind_rail_dispatch
+from jax_ep.xla_ffi.rail import bind_rail_combine, bind_rail_dispatch
 
 
 def _dispatch(
@@ -56,3 +56,46 @@ def _dispatch_bwd(
 
 
 dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
+
+
+def _combine(
+    rails: Rails, inner: FfiConnection, operands: CombineOperands, group_ids: jax.Array
+) -> jax.Array:
+    """Combines inside this node, and adds the sums of all nodes: `[T, H]`.
+
+    Args:
+        rails: of the group.
+        inner: inside the node.
+        operands: of the combine inside the node, but with the residual of this rank, `[T, H]`.
+        group_ids: `int32[T, N_c]`, of this rank's choices.
+    """
+    is_sent = (operands.routing.group_ids >= 0).any(axis=1)
+    n_nodes = rails.geometry.routed.n_nodes
+    return bind_rail_combine(inner.geometry, operands, is_sent, n_nodes)
+
+
+combine = jax.custom_vjp(_combine, nondiff_argnums=(0, 1))
+
+
+def _combine_fwd(
+    rails: Rails, inner: FfiConnection, operands: CombineOperands, group_ids: jax.Array
+) -> tuple[jax.Array, tuple[autodiff.SavedCombine, jax.Array]]:
+    result = _combine(rails, inner, operands, group_ids)
+    return result, (autodiff.save_combine(operands), group_ids)
+
+
+def _combine_bwd(
+    rails: Rails,
+    inner: FfiConnection,
+    residuals: tuple[autodiff.SavedCombine, jax.Array],
+    cotangent: jax.Array,
+) -> tuple[CombineOperands, None]:
+    saved, group_ids = residuals
+    ids = group_ids, saved.operands.routing.group_ids
+    spread = between_nodes.spread_tokens(rails, cotangent, *ids)
+    gradients, *_ = autodiff.combine_gradients(inner, saved, spread)
+    residual = cotangent if saved.has_residual else None
+    return dataclasses.replace(gradients, residual=residual), None
+
+
+combine.defvjp(_combine_fwd, _combine_bwd)

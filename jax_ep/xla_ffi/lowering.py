@@ -41,6 +41,7 @@ TARGETS = (
     "jax_ep_fused_silu",
     "jax_ep_grouped_matmul",
     "jax_ep_rail",
+    "jax_ep_rail_combine",
     "jax_ep_rail_dispatch",
     "jax_ep_wait_started",
 )

@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ep.geometry import Geometry
-from jax_ep.operands import DispatchOperands, DispatchResults
+from jax_ep.operands import CombineOperands, DispatchOperands, DispatchResults
 from jax_ep.xla_ffi.lowering import like, make_primitive, synchronous_cuda_call
 from jax_ep.xla_ffi.primitives import (
+    combine_attributes,
+    combine_call,
     coordinate,
     dispatch_attributes,
     dispatch_call,
@@ -78,6 +80,23 @@ def bind_rail_dispatch(
     return DispatchResults.of(results, params["has_weights"])
 
 
+def bind_rail_combine(
+    geometry: Geometry, operands: CombineOperands, is_sent: jax.Array, n_nodes: int
+) -> jax.Array:
+    """Combines inside the node, and adds the sums of all nodes: `[T, H]`.
+
+    Args:
+        geometry: within nodes.
+        operands: of the combine inside the node, which is a sum without `row_scalars`; but with the
+            residual of this rank, `[T, H]`.
+        is_sent: `bool[N * T]`, the tokens of all nodes that have rows on this one.
+        n_nodes: N.
+    """
+    arrays, params = combine_call(geometry, operands)
+    (sums,) = rail_combine_p.bind(*arrays, is_sent.astype(jnp.uint8), **params, n_nodes=n_nodes)
+    return sums
+
+
 def _attributes(geometry: Geometry, n_nodes: int, **flags: bool) -> dict[str, Any]:
     """The attributes that the handler reads."""
     return dict(group=geometry.key, **{name: np.bool_(flag) for name, flag in flags.items()})
@@ -107,3 +126,17 @@ def _rail_dispatch_types(coordinate: Any, tokens: Any, *operands: Any, **params:
     types = dispatch_types(coordinate, tokens, *operands, **params)
     all_tokens = like(tokens, (n_all, tokens.shape[1]), tokens.dtype)
     return [*types, all_tokens, like(tokens, (n_all,), jnp.uint32)]
+
+
+rail_combine_p = make_primitive(
+    "jax_ep_rail_combine", cuda=synchronous_cuda_call("jax_ep_rail_combine", combine_attributes)
+)
+
+
+@rail_combine_p.def_abstract_eval
+def _rail_combine_types(
+    coordinate: Any, expert_out: Any, *operands: Any, n_nodes: int, **_: Any
+) -> Any:
+    *_, mask = operands
+    n_tokens = mask.shape[0] // n_nodes
+    return [like(expert_out, (n_tokens, expert_out.shape[1]), expert_out.dtype)]

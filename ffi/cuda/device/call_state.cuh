@@ -83,9 +83,12 @@ __device__ inline void StartCall(const CallArgs& call, const CallState& state, C
 // Counts a block of this call. Once all have been counted, and so have read the epoch, the last one
 // advances it for the next call. Called by one thread per block, after the barrier that follows
 // StartCall.
-__device__ inline void CountCall(CallState& state, const CallSmem& smem) {
+__device__ inline void CountCall(const LaunchPlan& plan, CallState& state, const CallSmem& smem) {
   DeviceWord n_started(state.n_blocks_started);
-  if (n_started.fetch_add(1, cuda::memory_order_relaxed) + 1 != gridDim.x) return;
+  if (n_started.fetch_add(1, cuda::memory_order_relaxed) + 1 !=
+      static_cast<uint32_t>(plan.n_blocks)) {
+    return;
+  }
   state.n_blocks_started = 0;
   state.epoch = smem.epoch;
 }

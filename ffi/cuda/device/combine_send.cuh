@@ -184,7 +184,7 @@ class DeferredSignal {
 // of the next message are loaded while one is added up. Called by one warp.
 template <class T>
 __device__ void ReturnMessagesInRing(const CombineArgs& args, const MessageCountsSmem& smem,
-                                     const MessagesToReturn& messages) {
+                                     const MessagesToReturn<true>& messages) {
   const StridedItems& items = messages.items;
   const auto read = [&](int i) {
     const MessageSlot slot = messages.Slot(i);
@@ -225,7 +225,7 @@ __device__ void ReturnMessagesInRing(const CombineArgs& args, const MessageCount
 // The same through registers; the next message is read ahead. Called by a warp group.
 template <class T>
 __device__ void ReturnMessagesInRegisters(const CombineArgs& args, const MessageCountsSmem& smem,
-                                          const MessagesToReturn& messages,
+                                          const MessagesToReturn<false>& messages,
                                           const WarpGroup& warps) {
   const StridedItems& items = messages.items;
   const auto read = [&](int i) {
@@ -245,7 +245,7 @@ __device__ void ReturnMessagesInRegisters(const CombineArgs& args, const Message
 template <class T, bool kInRing>
 __device__ void ReturnMessages(const CombineArgs& args, const MessageCountsSmem& smem) {
   const WarpGroup warps(args.call.plan.warps_per_send);
-  const MessagesToReturn messages(args.call, smem.n_messages, smem.max_messages, warps);
+  const MessagesToReturn<kInRing> messages(args.call, smem.n_messages, smem.max_messages, warps);
   if constexpr (kInRing) {
     ReturnMessagesInRing<T>(args, smem, messages);
   } else {

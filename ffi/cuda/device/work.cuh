@@ -139,22 +139,29 @@ __device__ __forceinline__ int64_t MessageRowsIndex(const CallArgs& call,
   return MessageIndex(call, message) * (1 + call.n_choices);
 }
 
-// The messages that a warp group returns in combine. Starts with those of the next rank.
+// The messages that a warp group returns in combine. Starts with those of the next rank. With
+// kInTurn, the plan's ranges of messages take turns.
+template <bool kInTurn>
 class MessagesToReturn {
  public:
   // `n_messages` [R] of each source; `max_messages` is the largest of them.
   __device__ MessagesToReturn(const CallArgs& call, const int32_t* n_messages, int max_messages,
                               const WarpGroup& warps)
       : items(warps.Items(SendShare(call.plan))),
-        end(max_messages * call.n_ranks),
+        end(kInTurn ? RangeSize(call, max_messages) * n_ranges(call) * call.n_ranks
+                    : max_messages * call.n_ranks),
         call_(call),
-        n_messages_(n_messages) {}
+        n_messages_(n_messages),
+        range_size_(kInTurn ? RangeSize(call, max_messages) : 0) {}
 
   const StridedItems items;
   const int end;
 
   __device__ MessageSlot Slot(int item) const {
-    return MessageSlot(item, call_.rank + 1, call_.n_ranks);
+    const MessageSlot turn(item, call_.rank + 1, call_.n_ranks);
+    if (!kInTurn || n_ranges(call_) == 1) return turn;
+    const int n = n_ranges(call_);
+    return {turn.source, turn.slot % n * range_size_ + turn.slot / n};
   }
   // Whether there is such a message: `slot` is Slot(item).
   __device__ bool Exists(int item, const MessageSlot& slot) const {
@@ -162,8 +169,14 @@ class MessagesToReturn {
   }
 
  private:
+  __device__ static int n_ranges(const CallArgs& call) { return max(call.plan.n_turns, 1); }
+  __device__ static int RangeSize(const CallArgs& call, int max_messages) {
+    return CeilDiv(max_messages, n_ranges(call));
+  }
+
   const CallArgs& call_;
   const int32_t* const n_messages_;
+  const int range_size_;  // messages
 };
 
 }  // namespace jax_ep::p2p

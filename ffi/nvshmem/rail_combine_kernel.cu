@@ -1,0 +1,191 @@
+// The receiving half of combine on several nodes: adds up what the ranks of this node have returned
+// for each token of the rail. The sums of other nodes' tokens go to them, and theirs come here,
+// where all nodes' sums are added. It runs beside p2p's kernel, which returns the rows.
+
+#include <cstdint>
+
+#include "core/rail_exchange.h"
+#include "cuda/device/combine_receive.cuh"
+#include "nvshmem/device/copy_rows.cuh"
+#include "nvshmem/device/streams.cuh"
+#include "nvshmem/device/sum_nodes.cuh"
+#include "nvshmem/rail_combine_call.h"
+
+namespace jax_ep::rail {
+namespace {
+
+using p2p::Choices;
+using p2p::Slice;
+
+constexpr int kWarps = kThreads / p2p::kWarpSize;
+
+// Divides `n_rows` rows among the warps of the block: work(row, slice) for each slice of a row that
+// this warp takes.
+template <class Work>
+__device__ void ForEachSlice(int n_rows, const Work& work) {
+  int n_slices = kWarps;
+  while (n_slices > 1 && n_slices * n_rows > kWarps) n_slices /= 2;
+  const Slice slice{p2p::WarpIndex() % n_slices, n_slices};
+  for (int row = p2p::WarpIndex() / n_slices; row < n_rows; row += kWarps / n_slices) {
+    work(row, slice);
+  }
+}
+
+// What the ranks of the node have returned for a token, of those of all nodes.
+struct Returned {
+  bool has_come;  // false: a wait has failed
+  p2p::Addends addends;
+};
+
+// Waits for it. Called by one warp, converged.
+__device__ Returned WaitForReturned(const p2p::CombineArgs& args, const p2p::CallSmem& smem,
+                                    int token) {
+  Choices choices;
+  if (!WaitForToken(args, smem, token, ReadChoice(args, token), choices)) return {false, {}};
+  return {true, AddendsOfToken(args, ReturnedRows(args, smem, token), choices)};
+}
+
+// Sends the node's sums of a tile of another node's tokens; false if a wait has failed.
+template <class T>
+__device__ bool SendSums(const RailCombineCall& call, const p2p::CallSmem& smem,
+                         const Channel& channel, int64_t node, int64_t item, int64_t tile) {
+  const RailCall& rail = call.rail;
+  uint8_t* const to = PlaceToFill(rail, channel, node, item);
+  const uint32_t mask = RowsFor(rail, node, tile);
+  const int first = node * rail.tiles.n_rows + rail.tiles.Begin(tile);
+  bool has_come = true;
+  ForEachSlice(__popc(mask), [&](int n, Slice slice) {
+    const Returned returned = WaitForReturned(call.combine, smem, first + BitIndex(mask, n));
+    has_come &= returned.has_come;
+    if (!returned.has_come) return;
+    p2p::SumRows<T, p2p::kSumUnroll, false>(returned.addends, {}, to + n * rail.rows.bytes,
+                                            call.combine.row_vectors, slice);
+  });
+  if (!__syncthreads_and(has_come)) return false;
+  SendPlace(rail, channel, node, item, to, mask);
+  return true;
+}
+
+template <class T>
+__device__ void Send(const RailCombineCall& call, const p2p::CallSmem& smem,
+                     const Channel& channel) {
+  const RailCall& rail = call.rail;
+  for (int64_t i = 0; i < channel.Tiles(rail); ++i) {
+    for (int64_t d = 1; d < rail.n_nodes; ++d) {
+      const int64_t node = (rail.node + d) % rail.n_nodes, item = channel.first_item + i;
+      if (!WaitForRoom(rail, channel, node, item)) return;
+      if (!SendSums<T>(call, smem, channel, node, item, channel.Tile(rail, i))) return;
+    }
+  }
+}
+
+// Waits for item `item` from every other node; `masks` [N] get the rows that each has sent.
+__device__ bool WaitForTiles(const RailCall& rail, const Channel& channel, int64_t item,
+                             uint32_t* masks) {
+  for (int64_t d = 1; d < rail.n_nodes; ++d) {
+    const int64_t node = (rail.node + rail.n_nodes - d) % rail.n_nodes;
+    uint32_t mask;
+    if (!WaitForTile(rail, channel, node, item, &mask)) return false;
+    if (threadIdx.x == 0) masks[node] = mask;
+    __syncthreads();
+  }
+  return true;
+}
+
+// Adds up a tile of this rank's tokens; false if a wait has failed.
+template <class T>
+__device__ bool AddUpTile(const RailCombineCall& call, const p2p::CallSmem& smem,
+                          const Channel& channel, int64_t item, int64_t tile,
+                          const uint32_t* masks) {
+  const RailCall& rail = call.rail;
+  const int64_t bytes = rail.rows.bytes, first = rail.tiles.Begin(tile);
+  const int first_of_all = rail.node * rail.tiles.n_rows + first;
+  bool has_come = true;
+  ForEachSlice(rail.tiles.Rows(tile), [&](int row, Slice slice) {
+    const Returned returned = WaitForReturned(call.combine, smem, first_of_all + row);
+    has_come &= returned.has_come;
+    if (!returned.has_come) return;
+    const auto sum_of = [&](int node) -> const uint8_t* {
+      if ((masks[node] >> row & 1) == 0) return nullptr;
+      const int64_t other = RailExchange::OtherNode(rail.node, node);
+      return rail.heap + rail.map.Place(other, channel.index, item) +
+             __popc(masks[node] & ((1u << row) - 1)) * bytes;
+    };
+    const uint8_t* const residual = call.combine.residual;
+    const NodeSums sums{rail.node, rail.n_nodes, returned.addends,
+                        residual == nullptr ? nullptr : residual + (first + row) * bytes};
+    SumNodes<T>(sums, sum_of, call.combine.out + (first + row) * bytes, call.combine.row_vectors,
+                slice);
+  });
+  return __syncthreads_and(has_come);
+}
+
+// False if a wait has failed.
+template <class T>
+__device__ bool Receive(const RailCombineCall& call, const p2p::CallSmem& smem,
+                        const Channel& channel, uint32_t* masks) {
+  const RailCall& rail = call.rail;
+  for (int64_t i = 0; i < channel.Tiles(rail); ++i) {
+    const int64_t item = channel.first_item + i;
+    if (!WaitForTiles(rail, channel, item, masks)) return false;
+    if (!AddUpTile<T>(call, smem, channel, item, channel.Tile(rail, i), masks)) return false;
+    if (threadIdx.x != 0) continue;
+    for (int64_t d = 1; d < rail.n_nodes; ++d) {
+      ReturnCredit(rail, channel, (rail.node + rail.n_nodes - d) % rail.n_nodes, item);
+    }
+  }
+  return true;
+}
+
+// Makes the result of a failed call NaN: all of the channel's.
+__device__ void LeaveNan(const RailCombineCall& call, const Channel& channel) {
+  const RailCall& rail = call.rail;
+  for (int64_t i = 0; i < channel.Tiles(rail); ++i) {
+    const int64_t tile = channel.Tile(rail, i);
+    SetBits(call.combine.out + rail.tiles.Begin(tile) * rail.rows.bytes,
+            rail.tiles.Rows(tile) * rail.rows.bytes);
+  }
+}
+
+template <class T>
+__device__ void Combine(const RailCombineCall& call) {
+  extern __shared__ __align__(16) uint8_t tables[];  // the peer table, then the masks [N]
+  __shared__ p2p::CallSmem smem;
+  constexpr int kSenders = RailExchange::kChannels;
+  const p2p::CallArgs& combine = call.combine.call;
+  uint32_t* const masks =
+      reinterpret_cast<uint32_t*>(tables + p2p::PeerTable::Bytes(combine.n_ranks));
+  const int64_t index = blockIdx.x % kSenders;
+  const Channel channel{index, call.rail.state->n_items[index]};
+  if (p2p::WarpIndex() == 0) {
+    StartCall(combine, p2p::CombineState(combine), smem, tables);
+  }
+  __syncthreads();
+  if (blockIdx.x < kSenders) {
+    if (!smem.failed) Send<T>(call, smem, channel);
+  } else if (smem.failed || !Receive<T>(call, smem, channel, masks)) {
+    LeaveNan(call, channel);
+  }
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  CountItems(call.rail, channel);
+  CountCall(combine.plan, p2p::CombineState(combine), smem);
+}
+
+}  // namespace
+
+// The first blocks send, the others receive: all run at once.
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    jax_ep_rail_combine_bf16(const __grid_constant__ RailCombineCall call) {
+  Combine<BFloat16>(call);
+}
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    jax_ep_rail_combine_f16(const __grid_constant__ RailCombineCall call) {
+  Combine<Float16>(call);
+}
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    jax_ep_rail_combine_f32(const __grid_constant__ RailCombineCall call) {
+  Combine<float>(call);
+}
+
+}  // namespace jax_ep::rail
