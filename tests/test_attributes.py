@@ -16,8 +16,8 @@ from harness import AXIS, config_of, make_mesh, on_mesh
 from jax_ep.formats import QuantizedFormat
 from jax_ep.geometry import Geometry
 from jax_ep.group import EPGroup
-from jax_ep.transports.host import HostConnection
 from jax_ep.transports import nvshmem
+from jax_ep.transports.host import HostConnection
 from jax_ep.transports.nvshmem import NvshmemByNodes
 from jax_ep.transports.p2p import P2pConnection
 from jax_ep.xla_ffi import extension, matmul
@@ -175,9 +175,10 @@ def test_an_exchange_between_nodes_has_the_attributes_that_its_handler_reads(
     text = lowered(on_mesh(group.mesh, function), "cuda", *operands)
     found = attributes_by_target(text)
     calls = found["jax_ep_rail"]
-    assert len(calls) >= 3 and calls == [CUDA["jax_ep_rail"]] * len(calls)
+    assert len(calls) >= 2 and calls == [CUDA["jax_ep_rail"]] * len(calls)
     for target in ("jax_ep_rail_dispatch", "jax_ep_rail_combine"):
-        assert found.get(target) == ([CUDA[target]] if least == 1 else None)
+        calls = found.get(target, [])
+        assert (len(calls) > 0) == (least == 1) and calls == [CUDA[target]] * len(calls)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])

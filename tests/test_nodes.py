@@ -238,7 +238,9 @@ def test_second_derivatives_are_refused(by_nodes):
         return jnp.sum(jax.grad(loss)(tokens).astype(jnp.float32) ** 2)
 
     operands = put(group.mesh, inputs.tokens, inputs.topk_ids)
-    with pytest.raises(NotImplementedError, match="Differentiation rule for 'jax_ep_(rail_)?dispatch'"):
+    with pytest.raises(
+        NotImplementedError, match="Differentiation rule for 'jax_ep_(rail_)?dispatch'"
+    ):
         on_mesh(group.mesh, jax.grad(norm_of_gradient))(*operands)
 
 

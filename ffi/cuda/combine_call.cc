@@ -21,8 +21,9 @@ void FillOperands(const Caller& caller, const CombineOperands& operands, Combine
 
 }  // namespace
 
-Status ReadCombineCall(const Caller& caller, const CombineMode& mode, bool is_async, int64_t n_nodes,
-                       const BufferList& buffers, const BufferList& results, CombineArgs& args) {
+Status ReadCombineCall(const Caller& caller, const CombineMode& mode, bool is_async,
+                       int64_t n_nodes, const BufferList& buffers, const BufferList& results,
+                       CombineArgs& args) {
   CombineOperands operands;
   Status status =
       ReadCombine(caller.sizes(), Handle::kMessageRows, mode, n_nodes, buffers, results, &operands);

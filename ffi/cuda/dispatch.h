@@ -55,7 +55,7 @@ struct DispatchArgs {
   RowType token_type;   // of tokens that are encoded: bfloat16 or float32
   int32_t hidden_size;  // H
 
-  const uint8_t* tokens;      // [T, size.given]
+  const uint8_t* tokens;  // [T, size.given]
   ArrivingTokens arriving;
   const int32_t* group_ids;   // [T, N]; kNoGroup = no choice
   const float* topk_weights;  // [T, N] or null

@@ -53,8 +53,7 @@ void FillOperands(const Caller& caller, const DispatchOperands& operands, Dispat
 }  // namespace
 
 Status ReadDispatchCall(const Caller& caller, const DispatchAttributes& attributes, bool is_async,
-                        const BufferList& buffers, const BufferList& results,
-                        DispatchArgs& args) {
+                        const BufferList& buffers, const BufferList& results, DispatchArgs& args) {
   RowFormat row_format;
   DispatchOperands operands;
   Status status = FindRowFormat(attributes.token_format, attributes.scales_layout, &row_format);

@@ -1,5 +1,6 @@
 // The handler of a combine on several nodes: p2p's kernel returns the rows inside the node, and
-// another one at the same time adds them up, exchanges the sums with the other nodes and adds those.
+// another one at the same time adds them up, exchanges the sums with the other nodes and adds
+// those.
 
 #include "cuda/combine.h"
 #include "cuda/combine_call.h"
@@ -13,11 +14,12 @@ namespace jax_ep::p2p {
 namespace {
 
 // Its operands are those of a combine of the tokens of all nodes, but the residual is of this
-// rank's, and which tokens of all nodes have rows here: uint8[N * T]. The result is of this rank's.
+// rank's, and which tokens of all nodes have rows here: uint8[N * T]. The sums are of this rank's
+// tokens, the choices' scalars of all.
 Status ReadCall(const Caller& caller, const CombineAttributes& attributes, BufferList operands,
                 const BufferList& results, rail::RailCombineCall* call) {
   rail::RailCall& rail = call->rail;
-  if (operands.size() < 2 || results.size() != 1 || !attributes.reduce) {
+  if (operands.size() < 2 || !attributes.reduce) {
     return InvalidArgument("there must be the operands and the result of a sum.");
   }
   const BufferList mask = operands.TakeLast(1);
@@ -43,10 +45,17 @@ cudaError_t Launch(const Caller& caller, cudaStream_t stream, rail::RailCombineC
     const cudaError_t error = LaunchCombine(call->combine, stream);
     return error == cudaSuccess ? world.Launch(*call, rail_stream) : error;
   };
-  const ReturnSize size{call->combine.row_vectors, /*reduce=*/true, /*has_scalars=*/false};
-  const bool fits = caller.member.group->PlanReturning(caller.config(), caller.member.rank, size,
-                                                       rail::kBlocks, call->rail.n_nodes,
-                                                       &call->combine.call);
+  const CombineArgs& combine = call->combine;
+  if (combine.choice_scalars != nullptr) {  // tokens without rows here get none
+    const size_t n_choices = int64_t{combine.call.n_tokens} * combine.call.n_choices;
+    const cudaError_t error =
+        cudaMemsetAsync(combine.choice_scalars, 0, n_choices * sizeof(float), stream);
+    if (error != cudaSuccess) return error;
+  }
+  const ReturnSize size{combine.row_vectors, /*reduce=*/true, combine.row_scalars != nullptr};
+  const bool fits =
+      caller.member.group->PlanReturning(caller.config(), caller.member.rank, size, rail::kBlocks,
+                                         call->rail.n_nodes, &call->combine.call);
   return fits && world.can_overlap() ? world.Fork(stream, launch) : launch(stream);
 }
 

@@ -37,11 +37,12 @@ struct Returned {
   p2p::Addends addends;
 };
 
-// Waits for it. Called by one warp, converged.
+// Waits for it; the first slice's warp also takes the scalars. Called by one warp, converged.
 __device__ Returned WaitForReturned(const p2p::CombineArgs& args, const p2p::CallSmem& smem,
-                                    int token) {
+                                    int token, Slice slice) {
   Choices choices;
   if (!WaitForToken(args, smem, token, ReadChoice(args, token), choices)) return {false, {}};
+  if (slice.index == 0) ReceiveScalars(args, smem, choices, token);
   return {true, AddendsOfToken(args, ReturnedRows(args, smem, token), choices)};
 }
 
@@ -55,7 +56,7 @@ __device__ bool SendSums(const RailCombineCall& call, const p2p::CallSmem& smem,
   const int first = node * rail.tiles.n_rows + rail.tiles.Begin(tile);
   bool has_come = true;
   ForEachSlice(__popc(mask), [&](int n, Slice slice) {
-    const Returned returned = WaitForReturned(call.combine, smem, first + BitIndex(mask, n));
+    const Returned returned = WaitForReturned(call.combine, smem, first + BitIndex(mask, n), slice);
     has_come &= returned.has_come;
     if (!returned.has_come) return;
     p2p::SumRows<T, p2p::kSumUnroll, false>(returned.addends, {}, to + n * rail.rows.bytes,
@@ -102,7 +103,7 @@ __device__ bool AddUpTile(const RailCombineCall& call, const p2p::CallSmem& smem
   const int first_of_all = rail.node * rail.tiles.n_rows + first;
   bool has_come = true;
   ForEachSlice(rail.tiles.Rows(tile), [&](int row, Slice slice) {
-    const Returned returned = WaitForReturned(call.combine, smem, first_of_all + row);
+    const Returned returned = WaitForReturned(call.combine, smem, first_of_all + row, slice);
     has_come &= returned.has_come;
     if (!returned.has_come) return;
     const auto sum_of = [&](int node) -> const uint8_t* {

@@ -57,8 +57,7 @@ Status ReadCall(const Caller& caller, const DispatchAttributes& attributes, Buff
   const ffi::AnyBuffer own = *operands.Find(kTokens);
   Status status = FindRail(caller, &call->rail);
   if (status.ok()) {
-    status =
-        ReadExchange(&own, mask.Find(0), scratch.Find(0), scratch.Find(1), &call->rail);
+    status = ReadExchange(&own, mask.Find(0), scratch.Find(0), scratch.Find(1), &call->rail);
   }
   if (!status.ok()) return status;
   operands.Replace(kTokens, *scratch.Find(0));
@@ -110,8 +109,7 @@ ffi::Error RailDispatchImpl(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<
   Status status = FindCaller(ordinal, stream, caller);
   if (!status.ok()) return ToError(status);
   RailDispatch call;
-  status =
-      ReadCall(caller, attributes.dispatch, BufferList(operands), BufferList(results), &call);
+  status = ReadCall(caller, attributes.dispatch, BufferList(operands), BufferList(results), &call);
   if (!status.ok()) return InvalidOperands(caller, status);
   const auto launch = [&](cudaEvent_t) { return Launch(caller, stream, &call); };
   return ToError(LaunchInOrder(ordinal, stream, attributes.stream_order, launch), caller.operation);

@@ -67,8 +67,7 @@ Status CutRows(int64_t n_turns, rail::RailCall* call) {
                            std::to_string(most) + " bytes; got " + std::to_string(bytes) + ".");
   }
   if (bytes > 0) {
-    call->tiles =
-        call->map.Cut(call->tiles.n_rows, call->rows.bytes, call->extras.bytes, n_turns);
+    call->tiles = call->map.Cut(call->tiles.n_rows, call->rows.bytes, call->extras.bytes, n_turns);
   }
   return {};
 }

@@ -140,8 +140,8 @@ Status ReadDispatch(const GroupSizes& sizes, Handle handle, const RowFormat& row
   return status;
 }
 
-Status ReadCombine(const GroupSizes& sizes, Handle handle, const CombineMode& mode,
-                   int64_t n_nodes, const BufferList& operands, const BufferList& results,
+Status ReadCombine(const GroupSizes& sizes, Handle handle, const CombineMode& mode, int64_t n_nodes,
+                   const BufferList& operands, const BufferList& results,
                    CombineOperands* combine) {
   Status status;
   BufferReader reader(operands, status), result_reader(results, status);
@@ -169,8 +169,8 @@ Status ReadCombine(const GroupSizes& sizes, Handle handle, const CombineMode& mo
   combine->residual = has_residual ? reader.Next("residual", type, {n_own, size}) : nullptr;
   reader.ExpectEnd("operands");
 
-  combine->out = result_reader.Next("the result", type,
-                                    CombinedShape(mode, {n_own, sizes.n_choices}, size));
+  combine->out =
+      result_reader.Next("the result", type, CombinedShape(mode, {n_own, sizes.n_choices}, size));
   combine->choice_scalars =
       has_scalars ? result_reader.Next<float>("choice_scalars", choices) : nullptr;
   result_reader.ExpectEnd("results");

@@ -144,9 +144,7 @@ def _gather_choices_fwd(
 
 
 def _gather_choices_bwd(
-    rails: Rails,
-    ids: tuple[jax.Array, jax.Array],
-    cotangents: tuple[jax.Array, jax.Array | None],
+    rails: Rails, ids: tuple[jax.Array, jax.Array], cotangents: tuple[jax.Array, jax.Array | None]
 ) -> tuple[None, jax.Array | None]:
     _, weights = cotangents
     return None, None if weights is None else collect_rows(rails, weights, *ids)

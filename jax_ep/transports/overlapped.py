@@ -46,13 +46,16 @@ def _dispatch_bwd(
     cotangents: DispatchResults,
 ) -> tuple[DispatchOperands, None]:
     saved, group_ids = residuals
-    gradients, *_ = autodiff.dispatch_gradients(inner, saved, cotangents)
     if isinstance(inner.geometry.config.token_format, QuantizedFormat):
-        tokens = gradients.tokens[: group_ids.shape[0]]  # zeros
-    else:
-        ids = group_ids, saved.routing.group_ids
-        tokens = between_nodes.collect_sums(rails, gradients.tokens, None, *ids)
-    return dataclasses.replace(gradients, tokens=tokens), None
+        gradients, *_ = autodiff.dispatch_gradients(inner, saved, cotangents)
+        zeros = gradients.tokens[: group_ids.shape[0]]
+        return dataclasses.replace(gradients, tokens=zeros), None
+    plain_sum = CombineOperands(
+        cotangents.tokens, saved.routing, row_scalars=cotangents.row_weights
+    )
+    tokens, *weights = _call_combine(rails, inner, plain_sum)
+    topk_weights = weights[0] if weights else None
+    return dataclasses.replace(saved.like, tokens=tokens, topk_weights=topk_weights), None
 
 
 dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
@@ -69,6 +72,11 @@ def _combine(
         operands: of the combine inside the node, but with the residual of this rank, `[T, H]`.
         group_ids: `int32[T, N_c]`, of this rank's choices.
     """
+    return _call_combine(rails, inner, operands)[0]
+
+
+def _call_combine(rails: Rails, inner: FfiConnection, operands: CombineOperands) -> list[jax.Array]:
+    """See `bind_rail_combine`."""
     is_sent = (operands.routing.group_ids >= 0).any(axis=1)
     n_nodes = rails.geometry.routed.n_nodes
     return bind_rail_combine(inner.geometry, operands, is_sent, n_nodes)

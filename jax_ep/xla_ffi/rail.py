@@ -12,6 +12,7 @@ from jax_ep.xla_ffi.lowering import like, make_primitive, synchronous_cuda_call
 from jax_ep.xla_ffi.primitives import (
     combine_attributes,
     combine_call,
+    combine_types,
     coordinate,
     dispatch_attributes,
     dispatch_call,
@@ -82,19 +83,21 @@ def bind_rail_dispatch(
 
 def bind_rail_combine(
     geometry: Geometry, operands: CombineOperands, is_sent: jax.Array, n_nodes: int
-) -> jax.Array:
+) -> list[jax.Array]:
     """Combines inside the node, and adds the sums of all nodes: `[T, H]`.
+
+    The second result, if there are `row_scalars`, is `float32[N * T, N_c]`: those that the choices
+    of all nodes' tokens have on this node.
 
     Args:
         geometry: within nodes.
-        operands: of the combine inside the node, which is a sum without `row_scalars`; but with the
-            residual of this rank, `[T, H]`.
+        operands: of the combine inside the node, which is a sum; but with the residual of this
+            rank, `[T, H]`.
         is_sent: `bool[N * T]`, the tokens of all nodes that have rows on this one.
         n_nodes: N.
     """
     arrays, params = combine_call(geometry, operands)
-    (sums,) = rail_combine_p.bind(*arrays, is_sent.astype(jnp.uint8), **params, n_nodes=n_nodes)
-    return sums
+    return rail_combine_p.bind(*arrays, is_sent.astype(jnp.uint8), **params, n_nodes=n_nodes)
 
 
 def _attributes(geometry: Geometry, n_nodes: int, **flags: bool) -> dict[str, Any]:
@@ -113,8 +116,7 @@ def _rail_types(*operands: Any, n_nodes: int, by_node: bool, has_extras: bool, *
 
 
 rail_dispatch_p = make_primitive(
-    "jax_ep_rail_dispatch",
-    cuda=synchronous_cuda_call("jax_ep_rail_dispatch", dispatch_attributes),
+    "jax_ep_rail_dispatch", cuda=synchronous_cuda_call("jax_ep_rail_dispatch", dispatch_attributes)
 )
 
 
@@ -135,8 +137,8 @@ rail_combine_p = make_primitive(
 
 @rail_combine_p.def_abstract_eval
 def _rail_combine_types(
-    coordinate: Any, expert_out: Any, *operands: Any, n_nodes: int, **_: Any
+    coordinate: Any, expert_out: Any, group_ids: Any, *_: Any, n_nodes: int, **params: Any
 ) -> Any:
-    *_, mask = operands
-    n_tokens = mask.shape[0] // n_nodes
-    return [like(expert_out, (n_tokens, expert_out.shape[1]), expert_out.dtype)]
+    sums, *scalars = combine_types(coordinate, expert_out, group_ids, **params)
+    n_all, size = sums.shape
+    return [like(sums, (n_all // n_nodes, size), sums.dtype), *scalars]

@@ -24,7 +24,8 @@ __device__ __forceinline__ bool HasArriving(const DispatchArgs& args) {
 
 // Waits until a token is there. Returns false at the call's time limit, or once this rank has
 // failed elsewhere. Not inlined: most calls have no use for it. Called by one warp, converged.
-__device__ __noinline__ inline bool WaitForArriving(const DispatchArgs& args, uint32_t epoch, int token) {
+__device__ __noinline__ inline bool WaitForArriving(const DispatchArgs& args, uint32_t epoch,
+                                                    int token) {
   const ArrivingTokens& arriving = args.arriving;
   const int node = token / arriving.n_tokens;
   if (node == arriving.node) return true;

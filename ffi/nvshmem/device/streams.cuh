@@ -85,7 +85,7 @@ __device__ inline uint32_t RowsFor(const RailCall& call, int64_t node, int64_t t
 // Waits until the tile before the last has been taken from the stream to `node`. Called by all
 // threads; so are the following.
 __device__ inline bool WaitForRoom(const RailCall& call, const Channel& channel, int64_t node,
-                            int64_t item) {
+                                   int64_t item) {
   bool has_room = true;
   if (threadIdx.x == 0) {
     const int64_t other = RailExchange::OtherNode(call.node, node);
@@ -99,8 +99,8 @@ __device__ inline bool WaitForRoom(const RailCall& call, const Channel& channel,
   return __syncthreads_and(has_room);
 }
 
-// The memory to fill with what item `item` of the stream to `node` carries: the peer's, where stores
-// reach it.
+// The memory to fill with what item `item` of the stream to `node` carries: the peer's, where
+// stores reach it.
 __device__ inline uint8_t* PlaceToFill(const RailCall& call, const Channel& channel, int64_t node,
                                        int64_t item) {
   const Peer peer = call.peers[node];
@@ -133,7 +133,7 @@ __device__ inline void SendPlace(const RailCall& call, const Channel& channel, i
 
 // Waits for item `item` of the stream from `node`; gives the mask of its rows.
 __device__ inline bool WaitForTile(const RailCall& call, const Channel& channel, int64_t node,
-                            int64_t item, uint32_t* mask) {
+                                   int64_t item, uint32_t* mask) {
   __shared__ uint64_t word_seen;
   bool has_come = true;
   if (threadIdx.x == 0) {
@@ -151,10 +151,10 @@ __device__ inline bool WaitForTile(const RailCall& call, const Channel& channel,
   return true;
 }
 
-// Tells the sender that the item has been taken. Only this block writes the sender's word, so it may
-// be stored where stores are in order. Called by one thread.
+// Tells the sender that the item has been taken. Only this block writes the sender's word, so it
+// may be stored where stores are in order. Called by one thread.
 __device__ inline void ReturnCredit(const RailCall& call, const Channel& channel, int64_t node,
-                             int64_t item) {
+                                    int64_t item) {
   const Peer peer = call.peers[node];
   const int64_t there = RailExchange::OtherNode(node, call.node);
   uint64_t* const credits = Word(call, call.map.Credit(there, channel.index));

@@ -9,9 +9,9 @@ namespace jax_ep::rail {
 
 // What is added up for a token of this rank.
 struct NodeSums {
-  int own;               // node of this rank
-  int n_nodes;           // N
-  p2p::Addends addends;  // of the own node's sum
+  int own;                  // node of this rank
+  int n_nodes;              // N
+  p2p::Addends addends;     // of the own node's sum
   const uint8_t* residual;  // or null
 };
 
@@ -28,7 +28,7 @@ __device__ void SumNodes(const NodeSums& sums, const SumOf& sum_of, uint8_t* to,
        first += kUnroll * kWarpSize) {
     float total[kUnroll][kSize] = {};
     int4 data[kUnroll];
-    const auto add = [&](const uint8_t* row, float(&values)[kUnroll][kSize]) {
+    const auto add = [&](const uint8_t* row, float (&values)[kUnroll][kSize]) {
       LoadVectors(row, first, end, data);
       AddVectors<T, false>(data, 1.0f, values);
     };
