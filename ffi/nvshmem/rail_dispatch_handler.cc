@@ -6,6 +6,7 @@
 #include "cuda/dispatch_call.h"
 #include "cuda/handler.h"
 #include "cuda/handlers.h"
+#include "nvshmem/rail_dispatch.h"
 #include "nvshmem/read_rail.h"
 #include "nvshmem/world.h"
 
@@ -22,13 +23,6 @@ struct RailDispatch {
 
 constexpr size_t kTokens = 1;  // among the operands of a dispatch
 
-// Blocks that send in a dispatch of arriving tokens: enough for the link inside a node. As the
-// ranges of tokens that the ranks bring each other in turn, the same on all.
-constexpr int64_t kSendBlocks = 16;
-
-// The ranges of tokens of a node: a block sends each.
-int64_t RangesPerNode(int64_t n_nodes) { return n_nodes < kSendBlocks ? kSendBlocks / n_nodes : 1; }
-
 Status ReadExchange(const ffi::AnyBuffer* own, const ffi::AnyBuffer* mask,
                     const ffi::AnyBuffer* all, const ffi::AnyBuffer* words, rail::RailCall* call) {
   if (all == nullptr || all->dimensions().size() == 0) {
@@ -38,7 +32,7 @@ Status ReadExchange(const ffi::AnyBuffer* own, const ffi::AnyBuffer* mask,
   call->tiles.n_rows = n_all / call->n_nodes;
   Status status = ReadMask(mask, call);
   if (status.ok()) status = ReadRows("tokens", own, all, /*by_node=*/false, *call, &call->rows);
-  if (status.ok()) status = CutRows(RangesPerNode(call->n_nodes), call);
+  if (status.ok()) status = CutRows(rail::RangesPerNode(call->n_nodes), call);
   if (!status.ok()) return status;
   if (words == nullptr || words->element_type() != ffi::U32 ||
       static_cast<int64_t>(words->element_count()) < n_all) {
@@ -70,7 +64,7 @@ bool PlanOverlap(const Caller& caller, RailDispatch* call) {
   rail::RailCall& rail = call->rail;
   DispatchArgs& dispatch = call->dispatch;
   const auto as_int = [](int64_t n) { return static_cast<int32_t>(n); };
-  const int64_t n_ranges = rail.n_nodes * RangesPerNode(rail.n_nodes);
+  const int64_t n_ranges = rail.n_nodes * rail::RangesPerNode(rail.n_nodes);
   if (!rail::World::Instance().can_overlap() ||
       !caller.member.group->PlanArriving(caller.config(), caller.member.rank, dispatch.size,
                                          rail::kBlocks, as_int(n_ranges), &dispatch.call)) {
