@@ -17,21 +17,33 @@
 //   format    of dispatch, for example mxfp8
 //   zipf=1    skewed routing
 //   absent    percent of the choices that name no group, as of tokens that came from other nodes
+//   rail      path of rail.fatbin: dispatch and combine on 2 nodes, with the kernels of transport
+//             `nvshmem` in loopback (tests/rail_loopback.h). The build folder of the extension has
+//             the file, if NVSHMEM was found. RANKS must be 1; TOKENS are those of both nodes; with
+//             absent=50, half of the choices are on the node that is not there. Results of plain
+//             rows are checked first. The plan is that of the kernel inside the node; that of a
+//             combine beside the exchange does not follow `blocks`
+//   serial=1  of rail: the exchange and the call inside the node one after the other. Combine then
+//             ends with the sums of each node: adding them up is XLA's part, and not timed
+//   only=1    of rail: the exchange alone; that of combine is the one that serial=1 has
 //   trace=1   also prints when the blocks of rank 0 finish each step: first, median, last
 
 #include <algorithm>
 #include <cstdio>
 #include <iterator>
 #include <map>
+#include <memory>
 #include <random>
 #include <sstream>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "core/routing.h"
-#include "tests/p2p_feed.h"
 #include "tests/p2p_fixture.h"
 #include "tests/p2p_routings.h"
+#include "tests/rail_loopback.h"
+#include "tests/rail_loopback_check.h"
 
 namespace jax_ep::p2p {
 namespace {
@@ -54,6 +66,16 @@ struct Options {
   Weighting weighting() const {
     const auto it = values.find("weights");
     return it != values.end() && it->second == "combine" ? Weighting::kSource : Weighting::kRow;
+  }
+  RailLoopback::Mode rail_mode() const {
+    using Mode = RailLoopback::Mode;
+    return Int("only") ? Mode::kExchange : Int("serial") ? Mode::kSerial : Mode::kOverlapped;
+  }
+  // In the output.
+  const char* rail_name() const {
+    if (values.count("rail") == 0) return "none";
+    static constexpr const char* kNames[] = {"overlapped", "serial", "exchange alone"};
+    return kNames[static_cast<int>(rail_mode())];
   }
   RowFormat format() const {
     const auto it = values.find("format");
@@ -90,6 +112,7 @@ class Bench {
     std::mt19937 random(5);
     fixture_.ForRanks([&](int) { MakeBuffers(n_tokens, random); });
     CountMessages();
+    if (options.values.count("rail")) MakeRail();
   }
 
   void Run() {
@@ -99,6 +122,7 @@ class Bench {
     }
     fixture_.Sync();
     for (const Op op : {Op::kDispatch, Op::kCombine, Op::kCombineGrad}) {
+      if (rail_ != nullptr && op == Op::kCombineGrad) continue;
       if (options_.Does(Name(op))) Measure(op);
     }
   }
@@ -145,6 +169,13 @@ class Bench {
     CHECK_CUDA(cudaDeviceSynchronize());
   }
 
+  void MakeRail() {
+    const RailLoopback::Mode mode = options_.rail_mode();
+    rail_ = std::make_unique<RailLoopback>(fixture_, options_.values.at("rail"), mode);
+    if (mode == RailLoopback::Mode::kExchange || fixture_.format.format != nullptr) return;
+    RailLoopbackCheck(fixture_, *rail_, Buffers(0, 0)).Run();
+  }
+
   RankBuffers<T>& Buffers(int rank, int set) { return buffers_[rank * n_sets_ + set]; }
 
   void Launch(int rank, int set, Op op, uint64_t* trace = nullptr) {
@@ -152,12 +183,9 @@ class Bench {
     const CombineMode mode{options_.weighting(), /*reduce=*/true, /*adds_shared_expert=*/false};
     const auto launch = [&](auto args) {
       args.call.trace = trace;
-      fixture_.Launch(rank, args);
-      plan_ = args.call.plan;
+      plan_ = LaunchCall(rank, args);
     };
-    if (op == Op::kDispatch && options_.Int("feed")) {
-      LaunchFed(rank, b, fixture_.DispatchOf(rank, b, mode.weighting == Weighting::kRow), trace);
-    } else if (op == Op::kDispatch) {
+    if (op == Op::kDispatch) {
       launch(fixture_.DispatchOf(rank, b, mode.weighting == Weighting::kRow));
     } else if (op == Op::kCombine) {
       launch(fixture_.CombineOf(rank, b, b.rows.get(), mode));
@@ -166,36 +194,14 @@ class Bench {
     }
   }
 
-  void LaunchFed(int rank, RankBuffers<T>& b, DispatchArgs args, uint64_t* trace) {
-    if (places_.size() == 0) {
-      places_ = DeviceArray<uint8_t>(size_t{14336} * fixture_.sizes.max_tokens);
-      arrived_ = DeviceArray<uint32_t>(4096);
-      CHECK_CUDA(cudaStreamCreateWithFlags(&side_, cudaStreamNonBlocking));
-      CHECK_CUDA(cudaEventCreateWithFlags(&fork_, cudaEventDisableTiming));
-      CHECK_CUDA(cudaEventCreateWithFlags(&join_, cudaEventDisableTiming));
+  // Gives the plan of the call.
+  template <class Args>
+  LaunchPlan LaunchCall(int rank, const Args& args) {
+    if constexpr (!std::is_same_v<Args, CombineGradArgs>) {
+      if (rail_ != nullptr) return rail_->Launch(args);
     }
-    const int half = fixture_.sizes.max_tokens / 2, tile = 16;
-    cudaStream_t stream = fixture_.streams[rank];
-    uint8_t* const second = const_cast<uint8_t*>(args.tokens) + size_t{14336} * half;
-    const int streams = options_.Int("streams") ? options_.Int("streams") : 1;
-    Feed feed{places_.get(), second, places_.get() + size_t{14336} * half, arrived_.get(), half,
-              14336, tile, streams, static_cast<float>(options_.Int("feed"))};
-    CHECK_CUDA(cudaMemsetAsync(arrived_.get(), 0, 4096 * 4, stream));
-    CHECK_CUDA(cudaEventRecord(fork_, stream));
-    CHECK_CUDA(cudaStreamWaitEvent(side_, fork_));
-    CHECK_CUDA(LaunchFeed(feed, side_));
-    CHECK_CUDA(cudaEventRecord(join_, side_));
-    args.call.trace = trace;
-    if (options_.Int("overlap")) {
-      args.arriving = {arrived_.get() - half / tile, args.tokens, 0, half, tile, half / tile};
-      if (!fixture_.group->PlanArriving(fixture_.config, rank, args.size, 64, 2 * streams, &args.call)) std::abort();
-      if (options_.Int("send")) args.call.plan.n_send_blocks = options_.Int("send");
-    } else {
-      CHECK_CUDA(cudaStreamWaitEvent(stream, join_));
-    }
-    if (!options_.Int("only")) fixture_.Launch(rank, args);
-    plan_ = args.call.plan;
-    if (options_.Int("overlap")) CHECK_CUDA(cudaStreamWaitEvent(stream, join_));
+    fixture_.Launch(rank, args);
+    return args.call.plan;
   }
 
   // Counts the messages of a rank per call: the mean over ranks and sets, with and without those to
@@ -276,12 +282,12 @@ class Bench {
     const double bytes = static_cast<double>((quantizes ? size.sent() : size.given) * kVectorBytes);
     std::printf(
         "{\"op\": \"%s\", \"format\": \"%s\", \"n_ranks\": %d, \"n_devices\": %d, \"tokens\": %d, "
-        "\"routing\": \"%s\", \"weights at\": \"%s\", "
+        "\"routing\": \"%s\", \"rail\": \"%s\", \"weights at\": \"%s\", "
         "\"us\": %.2f, \"us_min\": %.2f, \"us_max\": %.2f, \"us_fastest_rank\": %.2f, "
         "\"physical_gb_s\": %.1f, \"logical_gb_s\": %.1f, \"plan\": [%d, %d, %d, %d, %d, %d]}\n",
         Name(op), quantizes ? fixture_.format.format->name.data() : "plain_bfloat16",
         options_.n_ranks, options_.n_devices, fixture_.sizes.max_tokens,
-        options_.Int("zipf") ? "zipf" : "uniform",
+        options_.Int("zipf") ? "zipf" : "uniform", options_.rail_name(),
         options_.weighting() == Weighting::kRow ? "dispatch" : "combine", us,
         *std::min_element(times.slowest.begin(), times.slowest.end()),
         *std::max_element(times.slowest.begin(), times.slowest.end()), Median(times.fastest),
@@ -334,10 +340,7 @@ class Bench {
   double n_logical_ = 0, n_physical_ = 0;
   std::vector<RankBuffers<T>> buffers_;
   std::vector<DeviceArray<uint8_t>> flush_;
-  DeviceArray<uint8_t> places_;
-  DeviceArray<uint32_t> arrived_;
-  cudaStream_t side_{};
-  cudaEvent_t fork_{}, join_{};
+  std::unique_ptr<RailLoopback> rail_;  // null without the key
 };
 
 int Main(int argc, char** argv) {
