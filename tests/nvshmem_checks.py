@@ -3,9 +3,12 @@
 Each `check_*` is a target of `processes.run_processes`; `test_nvshmem.py` starts them.
 """
 
+import contextlib
 import re
+import unittest.mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import cases
@@ -13,8 +16,8 @@ import jax_ep
 import suite
 import test_grad
 import test_graphs
-from harness import AXIS, config_of, make_mesh, put
-from jax_ep.transports import nvshmem
+from harness import AXIS, config_of, make_mesh, on_mesh, put
+from jax_ep.transports import nvshmem, overlapped
 from jax_ep.transports.nodes import NodesConnection
 from jax_ep.xla_ffi import extension
 from process_checks import (
@@ -156,9 +159,13 @@ def check_captured_calls() -> None:
         again.check()
 
 
-def check_a_skipped_call() -> None:
-    """The last rank makes one call fewer. The others end in time and say who did not come."""
-    group, call = open_group_to_fail()
+def check_a_skipped_call(make_function=dispatch_where, results: list | None = None) -> None:
+    """The last rank makes one call fewer. The others end in time and say who did not come.
+
+    make_function(group) is a function of (tokens, topk_ids, calls), see `dispatch_where`; `results`
+    gets what it returns.
+    """
+    group, call = open_group_to_fail(make_function, results)
     n_ranks = group.n_ranks
     missing = n_ranks - 1
     if group.ranks == (missing,):
@@ -170,10 +177,60 @@ def check_a_skipped_call() -> None:
     suite.check(small(), NAME, make_mesh(n_ranks))
 
 
-def check_a_skipped_overlapped_call() -> None:
-    """The same where dispatch waits for tokens."""
+def check_a_skipped_dispatch() -> None:
+    """The last rank has sent its ids, but not its tokens, which a dispatch waits for."""
+    check_a_skipped_overlapped_call("dispatch", lambda group, rows: rows.tokens)
+
+
+def check_a_skipped_combine() -> None:
+    """The last rank returns no rows and no sums; those of its rail are NaN."""
+    result = check_a_skipped_overlapped_call(
+        "combine", lambda group, rows: jax_ep.combine(group, rows.tokens, rows)
+    )
+    n_ranks = len(jax.devices())
+    if jax.process_index() == n_ranks // 2 - 1:
+        (shard,) = result.addressable_shards
+        assert np.isnan(np.asarray(shard.data, np.float32)).all()
+
+
+def check_a_skipped_overlapped_call(name: str, finish) -> jax.Array:
+    """Like `check_a_skipped_call`, with `overlapped.<name>`; returns the result of the failed call.
+
+    All ranks make the calls before it and, by finish(group, rows), those after.
+    """
     nvshmem.min_overlapped_tokens = 1
-    check_a_skipped_call()
+    results = []
+
+    def layer_where(group):
+        def body(tokens, topk_ids, calls):
+            with skipping(name, calls):
+                return finish(group, jax_ep.dispatch(group, tokens, topk_ids))
+
+        return on_mesh(group.mesh, body)
+
+    check_a_skipped_call(layer_where, results)
+    return results[-1]
+
+
+@contextlib.contextmanager
+def skipping(name: str, calls: jax.Array):
+    """Replaces `overlapped.<name>`: the ranks without `calls` get zeros."""
+    original = getattr(overlapped, name)
+
+    def where(*args):
+        def call():
+            return original(*args)
+
+        def zeros():
+            zero = 0 * calls.astype(np.int32)  # varies over the mesh like the results
+            return jax.tree.map(
+                lambda x: jnp.zeros(x.shape, x.dtype) + zero.astype(x.dtype), jax.eval_shape(call)
+            )
+
+        return jax.lax.cond(calls, call, zeros)
+
+    with unittest.mock.patch.object(overlapped, name, where):
+        yield
 
 
 def check_a_process_that_exits() -> None:
@@ -187,7 +244,7 @@ def check_a_process_that_exits() -> None:
     leave()
 
 
-def open_group_to_fail():
+def open_group_to_fail(make_function=dispatch_where, results: list | None = None):
     """A group with a short timeout, after one good call, and a function that calls it."""
     case = small()
     mesh = make_mesh(case.n_ranks)
@@ -196,13 +253,15 @@ def open_group_to_fail():
     group = open_group(SHORT_TIMEOUT_S)
     operands = put(mesh, *suite.make_inputs(case).arrays()[:2])
     (all_ranks,) = put(mesh, np.ones(case.n_ranks, bool))
-    compiled = dispatch_where(group).lower(*operands, all_ranks).compile()
+    compiled = make_function(group).lower(*operands, all_ranks).compile()
     meet()
     jax.block_until_ready(compiled(*operands, all_ranks))
 
     def call(missing: int) -> None:
         (calls,) = put(mesh, np.arange(case.n_ranks) != missing)
-        jax.block_until_ready(compiled(*operands, calls))
+        result = jax.block_until_ready(compiled(*operands, calls))
+        if results is not None:
+            results.append(result)
 
     return group, call
 

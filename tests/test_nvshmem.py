@@ -18,7 +18,8 @@ from processes import run_processes
         "check_puts",
         "check_overlap",
         "check_a_skipped_call",
-        "check_a_skipped_overlapped_call",
+        "check_a_skipped_dispatch",
+        "check_a_skipped_combine",
         "check_a_process_that_exits",
     ],
 )

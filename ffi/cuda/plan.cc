@@ -120,10 +120,10 @@ void PlanDispatch(const RankResources& resources, const TokenSize& size, bool is
 bool PlanDispatchOfArriving(const RankResources& resources, const TokenSize& size, int32_t n_taken,
                             int32_t n_ranges, CallArgs* call) {
   const int32_t n_blocks = std::min(resources.n_blocks, resources.n_sms - n_taken);
-  if (n_blocks < kMinSmsBesideRail) return false;
+  if (n_blocks < kMinSmsBesideRail || n_ranges > n_blocks / 2) return false;
   LaunchPlan plan{};
   plan.n_blocks = n_blocks;
-  plan.n_send_blocks = std::clamp<int32_t>(n_ranges, 1, n_blocks - 1);
+  plan.n_send_blocks = n_ranges;
   plan.warps_per_send = WarpsPerItem(call->n_tokens, plan.n_send_blocks);
   plan.warps_per_receive = WarpsPerItem(MaxMessages(*call), plan.n_blocks);
   call->plan = plan;

@@ -138,13 +138,18 @@ __device__ bool Receive(const RailCombineCall& call, const p2p::CallSmem& smem,
   return true;
 }
 
-// Makes the result of a failed call NaN: all of the channel's.
+// Makes the sums of a failed call NaN, and the scalars of their tokens: all of the channel's.
 __device__ void LeaveNan(const RailCombineCall& call, const Channel& channel) {
   const RailCall& rail = call.rail;
   for (int64_t i = 0; i < channel.Tiles(rail); ++i) {
     const int64_t tile = channel.Tile(rail, i);
-    SetBits(call.combine.out + rail.tiles.Begin(tile) * rail.rows.bytes,
-            rail.tiles.Rows(tile) * rail.rows.bytes);
+    const int64_t first = rail.tiles.Begin(tile), n_rows = rail.tiles.Rows(tile);
+    SetBits(call.combine.out + first * rail.rows.bytes, n_rows * rail.rows.bytes);
+    if (call.combine.choice_scalars == nullptr) continue;
+    const int64_t n_choices = call.combine.call.n_choices;
+    float* const scalars =
+        call.combine.choice_scalars + (rail.node * rail.tiles.n_rows + first) * n_choices;
+    SetBits(reinterpret_cast<uint8_t*>(scalars), n_rows * n_choices * sizeof(float));
   }
 }
 

@@ -71,6 +71,7 @@ bool PlanOverlap(const Caller& caller, RailDispatch* call) {
     return false;
   }
   rail.skips_own = true;
+  dispatch.call.timeout_ns *= 2;  // the exchange, which knows who is missing, fails first
   dispatch.arriving = {rail.arrived,
                        rail.rows.from,
                        rail.node,

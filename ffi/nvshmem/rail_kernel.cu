@@ -93,8 +93,10 @@ __device__ bool Receive(const RailCall& call, const Channel& channel) {
 }
 
 // Makes the result of a failed call NaN, and the ids in its extras those of no group: all of the
-// channel's, since nothing tells which rows have come.
+// channel's, since nothing tells which rows have come. Where words tell that, another kernel may be
+// reading rows that have come, and reads no others.
 __device__ void LeaveNan(const RailCall& call, const Channel& channel) {
+  if (call.arrived != nullptr) return;
   for (int64_t i = 0; i < channel.Tiles(call); ++i) {
     const int64_t tile = channel.Tile(call, i), n_rows = call.tiles.Rows(tile);
     for (int64_t node = 0; node < call.n_nodes; ++node) {

@@ -27,6 +27,39 @@ Status FindKernel(cudaLibrary_t code, const char* name, cudaKernel_t* kernel) {
   return status;
 }
 
+// Whether processes run kernels on the device at the same time. Older drivers cannot say.
+bool HasMps(int device) {
+  int has_mps = 0;
+  const cudaError_t error = cudaDeviceGetAttribute(&has_mps, cudaDevAttrMpsEnabled, device);
+  if (error != cudaSuccess) cudaGetLastError();
+  return error != cudaSuccess || has_mps != 0;
+}
+
+// A stream for kernels beside those of another one. Its blocks take precedence.
+struct Side {
+  cudaStream_t stream = nullptr;
+  cudaEvent_t fork = nullptr, join = nullptr;
+  cudaError_t error = cudaSuccess;
+
+  Side() {
+    int least = 0, greatest = 0;
+    error = cudaDeviceGetStreamPriorityRange(&least, &greatest);
+    for (cudaEvent_t* event : {&fork, &join}) {
+      if (error == cudaSuccess) error = cudaEventCreateWithFlags(event, cudaEventDisableTiming);
+    }
+    if (error == cudaSuccess) {
+      error = cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, greatest);
+    }
+  }
+};
+
+// That of the calling thread, which may be capturing while others launch. Never destroyed: CUDA may
+// have ended before the thread does.
+const Side& SideOfThread() {
+  thread_local const Side* const side = new Side;
+  return *side;
+}
+
 cudaError_t LaunchKernel(cudaKernel_t kernel, const void* call, size_t smem_bytes,
                          cudaStream_t stream) {
   cudaLaunchConfig_t config{};
@@ -79,7 +112,7 @@ Status World::Join(const std::string& id, int pe, int n_pes, int device) {
                               ", as in jax.distributed.");
   }
   status = CheckDevice();
-  if (status.ok()) status = MakeSide();
+  can_overlap_ = !HasMps(device_);
   return status.ok() ? LoadKernel() : status;
 }
 
@@ -134,22 +167,6 @@ Status World::LoadKernel() {
   return FindKernel(code, kKernelName, &kernel_);
 }
 
-Status World::MakeSide() {
-  int has_mps = 0;
-  Status status = ToStatus(cudaDeviceGetAttribute(&has_mps, cudaDevAttrMpsEnabled, device_),
-                           "querying whether MPS runs");
-  if (!status.ok() || has_mps != 0) return status;
-  int least = 0, greatest = 0;
-  cudaError_t error = cudaDeviceGetStreamPriorityRange(&least, &greatest);
-  for (cudaEvent_t* event : {&side_.fork, &side_.join}) {
-    if (error == cudaSuccess) error = cudaEventCreateWithFlags(event, cudaEventDisableTiming);
-  }
-  if (error == cudaSuccess) {
-    error = cudaStreamCreateWithPriority(&side_.stream, cudaStreamNonBlocking, greatest);
-  }
-  return ToStatus(error, "making a stream");
-}
-
 Status World::Allocate(size_t bytes, size_t* number) {
   const ScopedDevice scoped(device_);
   Heap heap{static_cast<uint8_t*>(library_.malloc(bytes)), bytes, nullptr, nullptr};
@@ -187,12 +204,14 @@ cudaError_t World::Launch(const RailCombineCall& call, cudaStream_t stream) cons
 
 cudaError_t World::Fork(cudaStream_t stream,
                         const std::function<cudaError_t(cudaStream_t)>& launch) {
-  std::lock_guard lock(side_.mutex);  // two threads must not record the same event
-  cudaError_t error = cudaEventRecord(side_.fork, stream);
-  if (error == cudaSuccess) error = cudaStreamWaitEvent(side_.stream, side_.fork);
-  if (error == cudaSuccess) error = launch(side_.stream);
-  cudaError_t joined = cudaEventRecord(side_.join, side_.stream);
-  if (joined == cudaSuccess) joined = cudaStreamWaitEvent(stream, side_.join);
+  const Side& side = SideOfThread();
+  cudaError_t error = side.error;
+  if (error == cudaSuccess) error = cudaEventRecord(side.fork, stream);
+  if (error == cudaSuccess) error = cudaStreamWaitEvent(side.stream, side.fork);
+  if (error != cudaSuccess) return error;
+  error = launch(side.stream);
+  cudaError_t joined = cudaEventRecord(side.join, side.stream);
+  if (joined == cudaSuccess) joined = cudaStreamWaitEvent(stream, side.join);
   return error == cudaSuccess ? joined : error;
 }
 

@@ -7,7 +7,6 @@
 
 #include <cstdint>
 #include <functional>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
@@ -59,23 +58,15 @@ class World {
 
   // Whether a kernel may wait for the exchange's kernel while both run. Not where processes run
   // kernels on the GPU at the same time: theirs could keep this process's exchange off it.
-  bool can_overlap() const { return side_.stream != nullptr; }
+  bool can_overlap() const { return can_overlap_; }
   // Calls launch(side): the kernels that it launches on `side` run beside those that it launches on
   // `stream`. They follow what has been launched on `stream`, and what comes later follows both.
   cudaError_t Fork(cudaStream_t stream, const std::function<cudaError_t(cudaStream_t)>& launch);
 
  private:
-  // The stream of exchanges that run beside other kernels. Its blocks take precedence.
-  struct Side {
-    std::mutex mutex;
-    cudaStream_t stream = nullptr;
-    cudaEvent_t fork = nullptr, join = nullptr;
-  };
-
   Status Initialize(const std::string& id, int pe, int n_pes);
   Status CheckDevice() const;
   Status LoadKernel();
-  Status MakeSide();
 
   Library library_{};
   std::optional<Version> version_;
@@ -84,7 +75,7 @@ class World {
   cudaKernel_t kernel_ = nullptr;
   cudaKernel_t combine_kernels_[kRowTypes]{};  // by RowType
   std::vector<Heap> heaps_;
-  Side side_;
+  bool can_overlap_ = false;
 };
 
 }  // namespace jax_ep::rail

@@ -23,9 +23,9 @@ __device__ __forceinline__ bool HasArriving(const DispatchArgs& args) {
 }
 
 // Waits until a token is there. Returns false at the call's time limit, or once this rank has
-// failed elsewhere. Not inlined: most calls have no use for it. Called by one warp, converged.
-__device__ __noinline__ inline bool WaitForArriving(const DispatchArgs& args, uint32_t epoch,
-                                                    int token) {
+// failed elsewhere, as it has if the other kernel did not get the token in time. Not inlined: most
+// calls have no use for it. Called by one warp, converged.
+__device__ __noinline__ inline bool WaitForArriving(const DispatchArgs& args, int token) {
   const ArrivingTokens& arriving = args.arriving;
   const int node = token / arriving.n_tokens;
   if (node == arriving.node) return true;
@@ -37,7 +37,9 @@ __device__ __noinline__ inline bool WaitForArriving(const DispatchArgs& args, ui
   Deadline deadline(args.call);
   while (!is_there()) {
     if (!__any_sync(kAllLanes, deadline.IsOver())) continue;
-    if (LaneIndex() == 0) Fail(args.call, {Phase::kTile, static_cast<uint32_t>(node), epoch});
+    if (LaneIndex() == 0) {
+      Fail(args.call, {Phase::kTile, static_cast<uint32_t>(node), static_cast<uint32_t>(tile)});
+    }
     __syncwarp();
     return false;
   }

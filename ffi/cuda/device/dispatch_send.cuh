@@ -119,7 +119,7 @@ __device__ inline void SendToken(const DispatchArgs& args, const DispatchSmem& s
   const CallArgs& call = args.call;
   const int lane = LaneIndex();
   const Messages messages = PlanMessages(args, smem, numbers, token, token_in_tile);
-  if (HasArriving(args)) WaitForArriving(args, smem.call.epoch, token);
+  if (HasArriving(args)) WaitForArriving(args, token);
   if (warps.slice.index == 0) {
     for (uint32_t left = __ballot_sync(kAllLanes, messages.is_message); left != 0;
          left &= left - 1) {
@@ -151,7 +151,7 @@ __device__ inline void SendTokenInBulk(const DispatchArgs& args, const DispatchS
   const bool travels = Encoder::kSendsToItself || call.n_ranks > 1;
   if (HasArriving(args)) {
     in_flight.Finish(smem.call.epoch);  // first, since the next token may take its time
-    if (!WaitForArriving(args, smem.call.epoch, token)) return;
+    if (!WaitForArriving(args, token)) return;
     fence_proxy_async_global();
   }
   cp_async_bulk_wait_group_read<0>();
