@@ -15,15 +15,18 @@ namespace jax_ep::rail {
 // Mistakes that the simulation must find.
 enum class Fault {
   kNone,
-  kIgnoredCredits,    // a sender does not wait for credits
-  kStoredCredits,     // credits are stored, not added, and puts overtake each other
-  kCreditBeforeCopy,  // a receiver returns the credit before it has copied the tile
-  kWordBeforeData,    // a word may arrive before its tile
-  kWordWithoutLap,    // words have the same lap in every lap
-  kWrongPlace,        // in every other lap, a tile goes to the place after its own
-  kOneStagedPlace,    // all tiles of a stream are sent from the same memory
-  kUncountedItems,    // a call does not count its items
-  kNodeByNode,        // a receiver takes all tiles of a node before those of the next one
+  kIgnoredCredits,     // a sender does not wait for credits
+  kStoredCredits,      // credits are stored, not added, and puts overtake each other
+  kCreditBeforeCopy,   // a receiver returns the credit before it has copied the tile
+  kWordBeforeData,     // a word may arrive before its tile
+  kWordWithoutLap,     // words have the same lap in every lap
+  kWrongPlace,         // in every other lap, a tile goes to the place after its own
+  kOneStagedPlace,     // all tiles of a stream are sent from the same memory
+  kUncountedItems,     // a call does not count its items
+  kNodeByNode,         // a receiver takes all tiles of a node before those of the next one
+  kArrivedBeforeCopy,  // a tile is said to have arrived before its rows are in place
+  kCreditBeforeSum,    // a receiver returns a credit before it has added up the tile
+  kIgnoredReturns,     // a sender does not wait for the rows that its own rank gets
   kCount
 };
 
@@ -39,6 +42,9 @@ constexpr const char* Name(Fault fault) {
       "one staged place",
       "uncounted items",
       "node by node",
+      "arrived before copy",
+      "credit before sum",
+      "ignored returns",
   };
   static_assert(sizeof(kNames) / sizeof(kNames[0]) == static_cast<int>(Fault::kCount));
   return kNames[static_cast<int>(fault)];
@@ -52,6 +58,10 @@ struct CallShape {
   int64_t extra_bytes;  // 0: none
   bool by_node, fills;
   Mask mask;
+  int64_t n_turns = 1;
+  bool skips_own = false;
+  bool tells_arrival = false;  // another kernel of the rank reads tiles as they arrive
+  bool adds_up = false;        // the result is a sum over all nodes: rail_exchange_sums.h
 
   int64_t message_bytes() const { return row_bytes + extra_bytes; }
 };
@@ -66,7 +76,7 @@ struct Job {
   int64_t dead_after = 0;  // steps of all ranks
 
   RailTiles Tiles(const CallShape& call) const {
-    return map.Cut(call.n_rows, call.row_bytes, call.extra_bytes);
+    return map.Cut(call.n_rows, call.row_bytes, call.extra_bytes, call.n_turns);
   }
   std::string Text() const {
     std::string text = std::to_string(map.n_nodes) + " nodes, places of " +
@@ -75,8 +85,10 @@ struct Job {
     for (const CallShape& call : calls) {
       const RailTiles tiles = Tiles(call);
       text += " " + std::to_string(call.n_rows) + " x (" + std::to_string(call.row_bytes) + " + " +
-              std::to_string(call.extra_bytes) + ") in " + std::to_string(tiles.n_tiles) +
-              (call.by_node ? " by node" : "") + (call.fills ? " filled" : "") + " mask " +
+              std::to_string(call.extra_bytes) + ") in " + std::to_string(tiles.n_tiles) + " by " +
+              std::to_string(call.n_turns) + (call.by_node ? " by node" : "") +
+              (call.fills ? " filled" : "") + (call.skips_own ? " without own" : "") +
+              (call.tells_arrival ? " told" : "") + (call.adds_up ? " added up" : "") + " mask " +
               std::to_string(static_cast<int>(call.mask)) + ";";
     }
     return text + " fault: " + Name(fault);
@@ -90,12 +102,22 @@ inline int64_t Between(int64_t low, int64_t high, std::mt19937& random) {
 // From no row to `max_rows`, often few.
 inline CallShape RandomCall(int64_t max_rows, int64_t max_row_bytes, std::mt19937& random) {
   const int64_t few = std::min<int64_t>(max_rows, 3);
-  return {Between(0, random() % 4 == 0 ? few : max_rows, random),
-          4 * Between(1, max_row_bytes / 4, random),
-          random() % 2 == 0 ? 0 : 4 * Between(1, 12, random),
-          random() % 2 == 0,
-          random() % 2 == 0,
-          static_cast<Mask>(random() % static_cast<int>(Mask::kCount))};
+  CallShape call{Between(0, random() % 4 == 0 ? few : max_rows, random),
+                 4 * Between(1, max_row_bytes / 4, random),
+                 random() % 2 == 0 ? 0 : 4 * Between(1, 12, random),
+                 random() % 2 == 0,
+                 random() % 2 == 0,
+                 static_cast<Mask>(random() % static_cast<int>(Mask::kCount))};
+  if (random() % 4 != 0) call.n_turns = Between(1, 20, random);
+  if (random() % 3 == 0) {
+    call.extra_bytes = 0;
+    call.by_node = call.adds_up = true;
+    call.fills = false;
+  } else {
+    call.skips_own = random() % 2 == 0;
+    call.tells_arrival = random() % 2 == 0;
+  }
+  return call;
 }
 
 // The same map with smaller places.

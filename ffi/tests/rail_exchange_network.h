@@ -53,8 +53,10 @@ class Network {
   void WriteWord(int rank, size_t offset, WordOp op, uint64_t value) {
     if (op == WordOp::kAdd) value += Word(rank, offset);
     std::memcpy(heap(rank) + offset, &value, sizeof(value));
-    on_word_(rank);
+    Wake(rank);
   }
+  // Something else has changed that kernels of the rank wait for.
+  void Wake(int rank) { on_word_(rank); }
 
   void Send(const Put& put) {
     if (put.n_bytes > 0) ++staged_[{put.from, put.source}];

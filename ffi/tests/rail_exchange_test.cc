@@ -13,6 +13,7 @@
 #include <random>
 #include <set>
 #include <string>
+#include <vector>
 
 #include "tests/check.h"
 #include "tests/rail_exchange_job.h"
@@ -42,6 +43,35 @@ void TestTilesFitIntoPlaces(int n_jobs, uint32_t first_seed) {
       n_rows += tiles.Rows(tile);
     }
     CHECK_EQ(n_rows, tiles.n_rows);
+  }
+}
+
+// Each tile is sent once, and ranges of tiles that have any left advance together.
+void TestTilesTakeTurns(int n_jobs, uint32_t first_seed) {
+  std::mt19937 random(first_seed);
+  for (int i = 0; i < n_jobs; ++i) {
+    const int64_t n_tiles = Between(0, 100, random), n_turns = Between(1, 20, random);
+    const RailTiles tiles{n_tiles, 1, n_tiles, 0, n_turns};
+    // By their definition: of equal size, or one tile shorter.
+    std::vector<int64_t> ends(n_turns), n_sent(n_turns);
+    for (int64_t range = 0, end = 0; range < n_turns; ++range) {
+      ends[range] = end += n_tiles / n_turns + (range < n_tiles % n_turns);
+    }
+    std::set<int64_t> sent;
+    for (int64_t n = 0; n < n_tiles; ++n) {
+      const int64_t tile = tiles.InTurn(n);
+      CHECK_EQ(tile >= 0 && tile < n_tiles && sent.insert(tile).second, true);
+      const int64_t range = std::upper_bound(ends.begin(), ends.end(), tile) - ends.begin();
+      CHECK_EQ(tile, (range == 0 ? 0 : ends[range - 1]) + n_sent[range]);  // in order
+      ++n_sent[range];
+      int64_t least = n_tiles, most = 0;  // of the ranges that have tiles left
+      for (int64_t other = 0; other < n_turns; ++other) {
+        if (n_sent[other] == ends[other] - (other == 0 ? 0 : ends[other - 1])) continue;
+        least = std::min(least, n_sent[other]);
+        most = std::max(most, n_sent[other]);
+      }
+      CHECK_EQ(most - least <= 1, true);
+    }
   }
 }
 
@@ -96,7 +126,8 @@ void TestManyNodes(uint32_t seed) {
   job.mapped_percent = 10;
   job.calls = {{1, 4096, 64, false, false, Mask::kRandom},
                {100, 20, 0, true, true, Mask::kRandom},
-               {70, 64, 12, false, true, Mask::kAbsent}};
+               {70, 64, 12, false, true, Mask::kAbsent, 4, true, true},
+               {80, 64, 0, true, false, Mask::kRandom, 3, false, false, true}};
   ExpectGood(job, seed);
 }
 
@@ -171,6 +202,7 @@ int main(int argc, char** argv) {
   const int n_jobs = argc > 1 ? std::atoi(argv[1]) : 100;
   const uint32_t seed = argc > 2 ? std::atoi(argv[2]) : 1;
   TestTilesFitIntoPlaces(n_jobs, seed);
+  TestTilesTakeTurns(n_jobs, seed);
   TestPlacesAreApart();
   TestRandomJobsGiveWhatWasSent(n_jobs, seed);
   TestWaitsNameADeadRank(n_jobs, seed);
