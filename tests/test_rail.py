@@ -36,7 +36,7 @@ def run(command, timeout_s=300):
 def test_the_protocol_of_nvshmem_is_right_in_simulation_and_faults_are_found(programs):
     output = run([programs / "rail_exchange_test", 100])
     assert "all passed" in output
-    assert len(re.findall(r"\(job \d+\)", output)) == 9
+    assert len(re.findall(r"\(job \d+\)", output)) == 12
     assert "node by node: a deadlock" in output
 
 
