@@ -119,9 +119,9 @@ def by_nodes_as_asked(request):
 @pytest.fixture(scope="session", autouse=True)
 def overlap_as_asked(request):
     """Exchanges between nodes overlap with calls of so many tokens."""
-    from jax_ep.transports import nvshmem
+    from jax_ep.transports import overlapped
 
-    nvshmem.min_overlapped_tokens = request.config.option.min_overlapped_tokens
+    overlapped.min_tokens = request.config.option.min_overlapped_tokens
 
 
 @pytest.fixture(scope="session")

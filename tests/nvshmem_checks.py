@@ -84,7 +84,7 @@ def check_puts() -> None:
 
 def check_overlap() -> None:
     """Few tokens also overlap with their exchange; by stores to peers, and by NVSHMEM's puts."""
-    nvshmem.min_overlapped_tokens = 1
+    overlapped.min_tokens = 1
     check_shared_memory()
     check_captured_calls()
     check_routings_and_gradients()
@@ -198,7 +198,7 @@ def check_a_skipped_overlapped_call(name: str, finish) -> jax.Array:
 
     All ranks make the calls before it and, by finish(group, rows), those after.
     """
-    nvshmem.min_overlapped_tokens = 1
+    overlapped.min_tokens = 1
     results = []
 
     def layer_where(group):

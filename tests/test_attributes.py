@@ -16,7 +16,7 @@ from harness import AXIS, config_of, make_mesh, on_mesh
 from jax_ep.formats import QuantizedFormat
 from jax_ep.geometry import Geometry
 from jax_ep.group import EPGroup
-from jax_ep.transports import nvshmem
+from jax_ep.transports import overlapped
 from jax_ep.transports.host import HostConnection
 from jax_ep.transports.nvshmem import NvshmemByNodes
 from jax_ep.transports.p2p import P2pConnection
@@ -166,7 +166,7 @@ def test_every_call_has_the_attributes_that_its_handler_reads(case, platform, wa
 def test_an_exchange_between_nodes_has_the_attributes_that_its_handler_reads(
     weights, least, monkeypatch
 ):
-    monkeypatch.setattr(nvshmem, "min_overlapped_tokens", least)
+    monkeypatch.setattr(overlapped, "min_tokens", least)
     case = CASES["plain"].replace(weights=weights, n_nodes=2)
     geometry = Geometry(make_mesh(case.n_ranks), AXIS, config_of(case), "nvshmem")
     group = EPGroup(NvshmemByNodes(geometry))

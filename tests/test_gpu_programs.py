@@ -21,7 +21,7 @@ import test_transforms
 from harness import AXIS, QUANTIZED_FORMATS, config_of, on_mesh
 from jax_ep.geometry import Geometry
 from jax_ep.group import EPGroup
-from jax_ep.transports import nvshmem
+from jax_ep.transports import overlapped
 from jax_ep.transports.nvshmem import NvshmemByNodes
 from jax_ep.transports.p2p import P2pConnection
 from jax_ep.xla_ffi.extension import register_cuda
@@ -230,9 +230,9 @@ def test_overlapped_work_is_scheduled_between_start_and_done(mesh, make_group, i
     steps = max(found, key=len)
     assert sorted(map(len, found))[:2] == [1, 1]  # the two calls on the other stream
     assert len(while_in_flight(steps)) == 2
-    for overlapped in while_in_flight(steps):
-        assert overlapped[0] == "jax_ep_wait_started"
-        assert "fusion" in overlapped, steps
+    for beside in while_in_flight(steps):
+        assert beside[0] == "jax_ep_wait_started"
+        assert "fusion" in beside, steps
     assert steps.index("jax_ep_async_done") > steps.index("call-done")
     assert steps.count(CHECK) == 1 and steps.index(CHECK) < steps.index("call-start")
 
@@ -378,7 +378,7 @@ def test_redispatch_is_one_kernel_and_fills_no_rows(mesh, make_group) -> None:
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_nvshmem_exchanges_once_per_call(overlaps, mesh, monkeypatch) -> None:
     """A backward gathers nothing that a policy saves. Few tokens have ids and weights with them."""
-    monkeypatch.setattr(nvshmem, "min_overlapped_tokens", 1 if overlaps else 10**6)
+    monkeypatch.setattr(overlapped, "min_tokens", 1 if overlaps else 10**6)
     config = config_of(CASE, n_nodes=2)
     group = EPGroup(NvshmemByNodes(Geometry(mesh, AXIS, config, "nvshmem")))
 

@@ -16,7 +16,7 @@ namespace {
 constexpr int32_t kFewSms = 33;
 // Calls in lines need a block for every few rows.
 constexpr size_t kMaxAsyncLineTokens = 16;
-// Those that must be left for a dispatch beside an exchange between nodes.
+// As many must be left for a call beside an exchange between nodes.
 constexpr int32_t kMinSmsBesideRail = 32;
 // With fewer rows in flight, plain stores are faster than bulk copies.
 constexpr int32_t kMinStages = 4;

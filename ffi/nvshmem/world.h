@@ -1,5 +1,5 @@
 // NVSHMEM in this process: all processes of the job, one GPU each; its symmetric memory; and the
-// kernel that uses it. Several of these steps wait for the other processes, without a time limit:
+// kernels that use it. Several of these steps wait for the other processes, without a time limit:
 // callers first make sure that all are there.
 #pragma once
 

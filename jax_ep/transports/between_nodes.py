@@ -228,13 +228,13 @@ def collect_sums(
     Returns:
         `[T, H]` in that dtype.
     """
-    total = _sum_nodes(rails.collect(node_sums, (node_ids >= 0).any(axis=1)))
+    total = sum_nodes(rails.collect(node_sums, (node_ids >= 0).any(axis=1)))
     if residual is not None:
         total = total + in_float32(residual)
     return total.astype(node_sums.dtype)
 
 
-def _sum_nodes(parts: jax.Array) -> jax.Array:
+def sum_nodes(parts: jax.Array) -> jax.Array:
     """float32 `[T, H]`: the sum of `[N, T, H]` in node order, starting from +0."""
     total = parts[0].astype(jnp.float32)
     for part in parts[1:]:

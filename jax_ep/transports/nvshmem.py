@@ -1,28 +1,24 @@
 """Transport `nvshmem`: `p2p` inside each node, NVSHMEM between the nodes."""
 
-import dataclasses
 import math
 from typing import Any
 
 import jax
-from jax import lax
 
 from jax_ep.exchange import Exchange
 from jax_ep.geometry import Geometry
 from jax_ep.operands import CombineOperands, DispatchOperands, DispatchResults
-from jax_ep.transports import between_nodes, bootstrap, nvshmem_bootstrap, overlapped
+from jax_ep.transports import bootstrap, nvshmem_bootstrap
 from jax_ep.transports.nodes import P2pByNodes
+from jax_ep.transports.overlapped import OverlappingConnection
 from jax_ep.transports.rails import Rails
 from jax_ep.xla_ffi import extension
-from jax_ep.xla_ffi.rail import bind_rail
+from jax_ep.xla_ffi.rail import bind_rail, bind_rail_combine, bind_rail_dispatch
 
 # How long close() waits for a peer, which may be dead, after `p2p` has waited for it.
 _MAX_CLOSE_S = 2.0
 # Whether kernels store to the peers that they reach, past NVSHMEM. Tests turn it off.
 maps_peers = True
-# Tokens of a rank from which on the exchange of a call overlaps with the call inside the node. Ids
-# and weights then travel ahead, which takes 10 us. The same in all processes. Tests lower it.
-min_overlapped_tokens = 1024
 
 
 class NvshmemRails(Rails):
@@ -61,7 +57,7 @@ def _flat(rows: jax.Array, n_leading: int) -> jax.Array:
     return rows.reshape(n_rows, -1)
 
 
-class NvshmemByNodes(P2pByNodes):
+class NvshmemByNodes(OverlappingConnection, P2pByNodes):
     """`p2p` inside nodes, NVSHMEM between them."""
 
     name = "nvshmem"
@@ -140,30 +136,15 @@ class NvshmemByNodes(P2pByNodes):
             return
         nvshmem.release(key, is_captured)
 
-    def dispatch(self, operands: DispatchOperands) -> DispatchResults:
-        """Dispatches tokens inside the node as they come."""
-        if operands.group_ids.shape[0] < min_overlapped_tokens:
-            return super().dispatch(operands)
-        choices = operands.group_ids, operands.topk_weights
-        node_ids, weights = between_nodes.gather_choices(self.rails, *choices)
-        within = dataclasses.replace(
-            operands,
-            tokens=self._tokens(operands),
-            group_ids=lax.stop_gradient(node_ids),
-            topk_weights=weights,
-        )
-        results = overlapped.dispatch(self.rails, self.inner, within, operands.group_ids)
-        return self._results(within, results)
+    def bind_dispatch(self, operands: DispatchOperands, is_sent: jax.Array) -> DispatchResults:
+        """One custom call, of two kernels."""
+        handle_shape = self.inner.handle_shape(operands.group_ids.shape[0])
+        return bind_rail_dispatch(self.inner.geometry, operands, is_sent, handle_shape)
 
-    def combine(self, operands: CombineOperands) -> jax.Array:
-        """Sends the node's sums to other nodes as they are made."""
-        group_ids = operands.routing.group_ids
-        if group_ids.shape[0] < min_overlapped_tokens or not operands.reduce:
-            return super().combine(operands)
-        within, shared_rows = self._operands_within(operands)
-        within = dataclasses.replace(within, residual=operands.residual)
-        sums = overlapped.combine(self.rails, self.inner, within, group_ids)
-        return self._finish_sums(sums, shared_rows)
+    def bind_combine(self, operands: CombineOperands, is_sent: jax.Array) -> list[jax.Array]:
+        """One custom call, of two kernels."""
+        n_nodes = self.geometry.routed.n_nodes
+        return bind_rail_combine(self.inner.geometry, operands, is_sent, n_nodes)
 
     def memory(self) -> int:
         """See `EPGroup.memory`."""

@@ -1,59 +1,108 @@
-"""Calls inside a node that run while the exchange between nodes does, as one custom call each."""
+"""Calls inside a node that run while the exchange between nodes does.
 
+Exchange and call are one operation. Its gradients are made of the other ones: the exchanges of
+between_nodes.py and the calls inside the node.
+"""
+
+import abc
 import dataclasses
 
 import jax
+from jax import lax
 
 from jax_ep import autodiff
-from jax_ep.connection import FfiConnection
 from jax_ep.formats import QuantizedFormat
 from jax_ep.operands import CombineOperands, DispatchOperands, DispatchResults
 from jax_ep.transports import between_nodes
-from jax_ep.transports.rails import Rails
-from jax_ep.xla_ffi.rail import bind_rail_combine, bind_rail_dispatch
+from jax_ep.transports.nodes import NodesConnection
+
+# Tokens of a rank from which on calls overlap. Ids and weights then travel ahead, which takes
+# 10 us. The same in all processes. Tests lower it.
+min_tokens = 1024
+
+
+class OverlappingConnection(NodesConnection):
+    """The calls with many tokens overlap with their exchanges; not those that `start` starts."""
+
+    @abc.abstractmethod
+    def bind_dispatch(self, operands: DispatchOperands, is_sent: jax.Array) -> DispatchResults:
+        """Sends this rank's tokens to the nodes that need them, and dispatches all in this node.
+
+        Has no derivative.
+
+        Args:
+            operands: of the dispatch inside the node, but with the tokens of this rank, `[T, H]`.
+            is_sent: `bool[N, T]`, the nodes that need a token.
+        """
+
+    @abc.abstractmethod
+    def bind_combine(self, operands: CombineOperands, is_sent: jax.Array) -> list[jax.Array]:
+        """Combines inside this node, and adds the sums of all nodes: `[T, H]`.
+
+        The second result, if there are `row_scalars`, is `float32[N * T, N_c]`: those that the
+        choices of all nodes' tokens have in this node. Has no derivative.
+
+        Args:
+            operands: of the combine inside the node, but with the residual of this rank, `[T, H]`.
+            is_sent: `bool[N * T]`, the tokens of all nodes that have rows in this one.
+        """
+
+    def dispatch(self, operands: DispatchOperands) -> DispatchResults:
+        """Dispatches tokens inside the node as they come."""
+        if operands.group_ids.shape[0] < min_tokens:
+            return super().dispatch(operands)
+        choices = operands.group_ids, operands.topk_weights
+        node_ids, weights = between_nodes.gather_choices(self.rails, *choices)
+        within = dataclasses.replace(
+            operands,
+            tokens=self._tokens(operands),
+            group_ids=lax.stop_gradient(node_ids),
+            topk_weights=weights,
+        )
+        return self._results(within, dispatch(self, within, operands.group_ids))
+
+    def combine(self, operands: CombineOperands) -> jax.Array:
+        """Sends the node's sums to other nodes as they are made."""
+        group_ids = operands.routing.group_ids
+        if group_ids.shape[0] < min_tokens or not operands.reduce:
+            return super().combine(operands)
+        within, shared_rows = self._operands_within(operands)
+        within = dataclasses.replace(within, residual=operands.residual)
+        return self._finish_sums(combine(self, within, group_ids), shared_rows)
 
 
 def _dispatch(
-    rails: Rails, inner: FfiConnection, operands: DispatchOperands, group_ids: jax.Array
+    connection: OverlappingConnection, operands: DispatchOperands, group_ids: jax.Array
 ) -> DispatchResults:
-    """Sends this rank's tokens to the nodes that need them, and dispatches all inside this node.
-
-    Args:
-        rails: of the group.
-        inner: inside the node.
-        operands: of the dispatch inside the node, but with the tokens of this rank, `[T, H]`.
-        group_ids: `int32[T, N_c]`, of this rank's choices.
-    """
-    is_sent = between_nodes.needs(rails.geometry, group_ids)
-    handle_shape = inner.handle_shape(operands.group_ids.shape[0])
-    return bind_rail_dispatch(inner.geometry, operands, is_sent, handle_shape).named()
+    """See `bind_dispatch`; `group_ids` are `int32[T, N_c]`, of this rank's choices."""
+    is_sent = between_nodes.needs(connection.geometry, group_ids)
+    return connection.bind_dispatch(operands, is_sent).named()
 
 
-dispatch = jax.custom_vjp(_dispatch, nondiff_argnums=(0, 1))
+dispatch = jax.custom_vjp(_dispatch, nondiff_argnums=(0,))
 
 
 def _dispatch_fwd(
-    rails: Rails, inner: FfiConnection, operands: DispatchOperands, group_ids: jax.Array
+    connection: OverlappingConnection, operands: DispatchOperands, group_ids: jax.Array
 ) -> tuple[DispatchResults, tuple[autodiff.SavedDispatch, jax.Array]]:
-    results = _dispatch(rails, inner, operands, group_ids)
+    results = _dispatch(connection, operands, group_ids)
     return results, (autodiff.save_dispatch(operands, results), group_ids)
 
 
 def _dispatch_bwd(
-    rails: Rails,
-    inner: FfiConnection,
+    connection: OverlappingConnection,
     residuals: tuple[autodiff.SavedDispatch, jax.Array],
     cotangents: DispatchResults,
 ) -> tuple[DispatchOperands, None]:
     saved, group_ids = residuals
-    if isinstance(inner.geometry.config.token_format, QuantizedFormat):
-        gradients, *_ = autodiff.dispatch_gradients(inner, saved, cotangents)
+    if isinstance(connection.geometry.config.token_format, QuantizedFormat):
+        gradients, *_ = autodiff.dispatch_gradients(connection.inner, saved, cotangents)
         zeros = gradients.tokens[: group_ids.shape[0]]
         return dataclasses.replace(gradients, tokens=zeros), None
     plain_sum = CombineOperands(
         cotangents.tokens, saved.routing, row_scalars=cotangents.row_weights
     )
-    tokens, *weights = _call_combine(rails, inner, plain_sum)
+    tokens, *weights = _bind_combine(connection, plain_sum)
     topk_weights = weights[0] if weights else None
     return dataclasses.replace(saved.like, tokens=tokens, topk_weights=topk_weights), None
 
@@ -61,47 +110,37 @@ def _dispatch_bwd(
 dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
 
 
-def _combine(
-    rails: Rails, inner: FfiConnection, operands: CombineOperands, group_ids: jax.Array
-) -> jax.Array:
-    """Combines inside this node, and adds the sums of all nodes: `[T, H]`.
-
-    Args:
-        rails: of the group.
-        inner: inside the node.
-        operands: of the combine inside the node, but with the residual of this rank, `[T, H]`.
-        group_ids: `int32[T, N_c]`, of this rank's choices.
-    """
-    return _call_combine(rails, inner, operands)[0]
-
-
-def _call_combine(rails: Rails, inner: FfiConnection, operands: CombineOperands) -> list[jax.Array]:
-    """See `bind_rail_combine`."""
+def _bind_combine(connection: OverlappingConnection, operands: CombineOperands) -> list[jax.Array]:
     is_sent = (operands.routing.group_ids >= 0).any(axis=1)
-    n_nodes = rails.geometry.routed.n_nodes
-    return bind_rail_combine(inner.geometry, operands, is_sent, n_nodes)
+    return connection.bind_combine(operands, is_sent)
 
 
-combine = jax.custom_vjp(_combine, nondiff_argnums=(0, 1))
+def _combine(
+    connection: OverlappingConnection, operands: CombineOperands, group_ids: jax.Array
+) -> jax.Array:
+    """See `bind_combine`; `group_ids` are `int32[T, N_c]`, of this rank's choices."""
+    return _bind_combine(connection, operands)[0]
+
+
+combine = jax.custom_vjp(_combine, nondiff_argnums=(0,))
 
 
 def _combine_fwd(
-    rails: Rails, inner: FfiConnection, operands: CombineOperands, group_ids: jax.Array
+    connection: OverlappingConnection, operands: CombineOperands, group_ids: jax.Array
 ) -> tuple[jax.Array, tuple[autodiff.SavedCombine, jax.Array]]:
-    result = _combine(rails, inner, operands, group_ids)
+    result = _combine(connection, operands, group_ids)
     return result, (autodiff.save_combine(operands), group_ids)
 
 
 def _combine_bwd(
-    rails: Rails,
-    inner: FfiConnection,
+    connection: OverlappingConnection,
     residuals: tuple[autodiff.SavedCombine, jax.Array],
     cotangent: jax.Array,
 ) -> tuple[CombineOperands, None]:
     saved, group_ids = residuals
     ids = group_ids, saved.operands.routing.group_ids
-    spread = between_nodes.spread_tokens(rails, cotangent, *ids)
-    gradients, *_ = autodiff.combine_gradients(inner, saved, spread)
+    spread = between_nodes.spread_tokens(connection.rails, cotangent, *ids)
+    gradients, *_ = autodiff.combine_gradients(connection.inner, saved, spread)
     residual = cotangent if saved.has_residual else None
     return dataclasses.replace(gradients, residual=residual), None
 

@@ -119,7 +119,7 @@ __device__ inline void SendToken(const DispatchArgs& args, const DispatchSmem& s
   const CallArgs& call = args.call;
   const int lane = LaneIndex();
   const Messages messages = PlanMessages(args, smem, numbers, token, token_in_tile);
-  if (HasArriving(args)) WaitForArriving(args, token);
+  if (HasArriving(args)) WaitForArriving(args, token);  // HasFailed below tells if it came
   if (warps.slice.index == 0) {
     for (uint32_t left = __ballot_sync(kAllLanes, messages.is_message); left != 0;
          left &= left - 1) {

@@ -1,0 +1,124 @@
+"""Exchange and call as one operation (transports/overlapped.py), on CPUs.
+
+Transport `nvshmem` has such operations, which need GPUs. Here they are made of the others, of
+transport `host`; what is tested is how they are put together, and their gradients.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+
+import cases
+import harness
+import suite
+import test_grad
+from harness import assert_same_bits, make_mesh, params
+from jax_ep.transports import between_nodes, overlapped, select
+from jax_ep.transports.nodes import HostByNodes
+from jax_ep.transports.overlapped import OverlappingConnection
+from jax_ep.xla_ffi.primitives import bind_combine, bind_dispatch
+from test_nodes import FOUR, SHARED, TWO, ThriftyRails, forget_groups, with_nodes
+
+bound = []  # the operations that have been traced
+
+
+class OverlappingHost(OverlappingConnection, HostByNodes):
+    """`host` inside nodes; rails that send no more than they must."""
+
+    def __init__(self, geometry):
+        super().__init__(geometry)
+        self.rails = ThriftyRails(geometry)
+
+    def bind_dispatch(self, operands, is_sent):
+        bound.append("dispatch")
+        (tokens,) = self.rails.spread(operands.tokens, is_sent)
+        handle_shape = self.inner.handle_shape(operands.group_ids.shape[0])
+        within = dataclasses.replace(operands, tokens=tokens)
+        return bind_dispatch(self.inner.geometry, within, handle_shape)
+
+    def bind_combine(self, operands, is_sent):
+        bound.append("combine")
+        within = dataclasses.replace(operands, residual=None)
+        sums, *scalars = bind_combine(self.inner.geometry, within)
+        total = between_nodes.sum_nodes(self.rails.collect(sums, is_sent))
+        if operands.residual is not None:
+            total = total + operands.residual.astype(jnp.float32)
+        return [total.astype(sums.dtype), *scalars]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def overlapping(request):
+    """Has `host` by nodes take these operations, with any number of tokens."""
+    if request.config.option.gpu:
+        pytest.skip("on GPUs, test_nvshmem.py has the operations themselves")
+    transports = [OverlappingHost if x is HostByNodes else x for x in select._FASTEST_FIRST]
+    forget_groups()
+    with pytest.MonkeyPatch.context() as patch, harness.each_node_by_itself():
+        patch.setattr(select, "_FASTEST_FIRST", tuple(transports))
+        patch.setattr(overlapped, "min_tokens", 1)
+        yield
+    forget_groups()
+
+
+@pytest.fixture
+def traced():
+    """The operations that the test has traced."""
+    bound.clear()
+    return bound
+
+
+CASES = [
+    *(TWO.replace(weights=weights, routing="duplicates") for weights in ("none", "row")),
+    *(
+        FOUR.replace(weights=weights, routing="out_of_range", top_k=2)
+        for weights in ("none", "row")
+    ),
+    FOUR.replace(n_nodes=8, weights="source"),  # one rank per node
+    FOUR.replace(n_nodes=2, weights="source", **SHARED),
+    TWO.replace(weights="row", recv_capacity=33, **SHARED),
+    TWO.replace(row_alignment=16, weights="row"),
+    TWO.replace(n_tokens=0),
+    *with_nodes(cases.DTYPES)[:2],
+    *with_nodes(cases.QUANTIZED_EDGE)[:2],
+]
+
+
+@pytest.mark.parametrize("case", params(CASES))
+def test_calls_match_the_oracle(case, traced):
+    suite.check(case, "host", make_mesh(case.n_ranks))
+    assert set(traced) == {"dispatch", "combine"}
+
+
+def test_few_tokens_do_not_overlap(traced, monkeypatch):
+    monkeypatch.setattr(overlapped, "min_tokens", TWO.max_tokens + 1)
+    suite.check(TWO.replace(weights="none", seed=7, hidden_size=256), "host", make_mesh(4))
+    assert traced == []
+
+
+@pytest.mark.parametrize("weights", test_grad.MODES)
+@pytest.mark.parametrize("flags", [{}, SHARED], ids=["plain", "shared"])
+def test_gradients_match_their_closed_forms(weights, flags, traced):
+    for routing in ("duplicates", "out_of_range"):
+        test_grad.check_closed_forms(TWO.replace(weights=weights, routing=routing, **flags), "host")
+    assert set(traced) == {"dispatch", "combine"}
+
+
+@pytest.mark.parametrize("weights", test_grad.MODES)
+def test_gradients_have_the_bits_of_separate_calls(weights, monkeypatch):
+    """Those of weights, too, which the oracle only knows within rounding."""
+    case = TWO.replace(weights=weights, routing="duplicates", recv_capacity=40)
+    got = test_grad.gradients(case, "host")[-1]
+    forget_groups()
+    monkeypatch.setattr(overlapped, "min_tokens", 10**6)
+    wanted = test_grad.gradients(case, "host")[-1]
+    forget_groups()
+    for where, results in wanted.items():
+        for name, array in results.items():
+            assert_same_bits(got[where][name], array, f"{name} of {where}")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_gradients_of_other_dtypes_match_their_closed_forms(dtype):
+    case = TWO.replace(weights="row", routing="zipf", combine_dtype=dtype)
+    test_grad.check_closed_forms(case, "host")
