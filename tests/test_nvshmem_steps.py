@@ -1,6 +1,7 @@
 """The steps in which processes open a rail of `nvshmem`, without NVSHMEM or GPUs."""
 
 import json
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,7 @@ from jax_ep.transports import nvshmem, nvshmem_bootstrap
 class Answers:
     """An exchange in which the other processes answer what `others` says, by step."""
 
-    process, processes, is_alone = 0, (0, 1), False
+    process, processes, is_alone, timeout_s = 0, (0, 1), False, 60.0
 
     def __init__(self, **others):
         self.others = others
@@ -46,6 +47,22 @@ def test_all_processes_raise_if_some_have_joined(has_joined, other):
     exchange = Answers(nvshmem_id=other)
     with pytest.raises(RuntimeError, match="initialized in 1 of 2 processes"):
         nvshmem_bootstrap.join(library(has_joined=has_joined, make_id=b"id"), exchange, 0)
+
+
+@pytest.mark.parametrize("limit_s", [0.01, 60.0])
+@pytest.mark.parametrize("step", ["initialization", "allocation of memory"])
+def test_steps_of_nvshmem_that_take_long_are_reported(step, limit_s, caplog):
+    exchange = Answers(nvshmem_id=b"", nvshmem_joined=b"", heaps=b"[[], []]", heap=b"9")
+    exchange.timeout_s = limit_s
+    fake = library(has_joined=False, make_id=b"id", pinned=-1, free=[])
+    fake.join = fake.allocate = lambda *_: time.sleep(0.5) or 9
+    if step == "initialization":
+        nvshmem_bootstrap.join(fake, exchange, device=0)
+    else:
+        assert nvshmem_bootstrap.find_heap(fake, exchange, "key", n_bytes=1) == 9
+    reports = [record.getMessage() for record in caplog.records]
+    wanted = f"Process 0 has waited 0.01 s for the others in NVSHMEM's {step}"
+    assert [report.startswith(wanted) for report in reports] == [True] * (limit_s < 1)
 
 
 @pytest.mark.parametrize(

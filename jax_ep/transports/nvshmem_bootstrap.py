@@ -4,14 +4,20 @@ NVSHMEM knows one world per process, of all processes and one GPU each. What it 
 allocates in all of them at once, so heaps are kept and used again.
 """
 
+import contextlib
 import importlib.util
 import json
+import logging
 import os
 import pathlib
+import threading
+from collections.abc import Iterator
 from types import ModuleType
 
 from jax_ep.exchange import Exchange
 from jax_ep.xla_ffi import extension
+
+_log = logging.getLogger("jax_ep")
 
 # In place of the job's id, from a process that has joined.
 _JOINED = b"joined"
@@ -92,7 +98,8 @@ def join(nvshmem: ModuleType, exchange: Exchange, device: int) -> None:
         )
 
     def join_here() -> bytes:
-        nvshmem.join(answers[0], exchange.process, len(exchange.processes), device)
+        with _reporting(exchange, "initialization"):
+            nvshmem.join(answers[0], exchange.process, len(exchange.processes), device)
         return b""
 
     exchange.gather("nvshmem joined", join_here)
@@ -111,7 +118,12 @@ def find_heap(nvshmem: ModuleType, exchange: Exchange, key: str, n_bytes: int) -
     pinned = common & {number for kept, _ in offers for number in kept}
     if common:
         return min(pinned or common)
-    answers = exchange.gather("heap", lambda: str(nvshmem.allocate(n_bytes)).encode())
+
+    def allocate() -> bytes:
+        with _reporting(exchange, "allocation of memory"):
+            return str(nvshmem.allocate(n_bytes)).encode()
+
+    answers = exchange.gather("heap", allocate)
     if len(set(answers)) > 1:
         raise RuntimeError(
             "NVSHMEM's heaps have different numbers in different processes: "
@@ -119,3 +131,28 @@ def find_heap(nvshmem: ModuleType, exchange: Exchange, key: str, n_bytes: int) -
             "of them only; restart the job."
         )
     return int(answers[0])
+
+
+@contextlib.contextmanager
+def _reporting(exchange: Exchange, step: str) -> Iterator[None]:
+    """Logs an error if a step of NVSHMEM's takes longer than the group's time limit.
+
+    Such a step waits for all processes and has no limit of its own, nor can it be ended.
+    """
+
+    def report() -> None:
+        _log.error(
+            "Process %d has waited %g s for the others in NVSHMEM's %s, which has no time limit. "
+            "If one of them has died, restart the job.",
+            exchange.process,
+            exchange.timeout_s,
+            step,
+        )
+
+    timer = threading.Timer(exchange.timeout_s, report)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
