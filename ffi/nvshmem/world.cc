@@ -42,14 +42,23 @@ struct Side {
   cudaError_t error = cudaSuccess;
 
   Side() {
+    // The thread may be capturing, which could forbid it to make streams.
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    error = cudaThreadExchangeStreamCaptureMode(&mode);
+    if (error != cudaSuccess) return;
+    error = Make();
+    cudaThreadExchangeStreamCaptureMode(&mode);
+  }
+
+ private:
+  cudaError_t Make() {
     int least = 0, greatest = 0;
-    error = cudaDeviceGetStreamPriorityRange(&least, &greatest);
+    cudaError_t made = cudaDeviceGetStreamPriorityRange(&least, &greatest);
     for (cudaEvent_t* event : {&fork, &join}) {
-      if (error == cudaSuccess) error = cudaEventCreateWithFlags(event, cudaEventDisableTiming);
+      if (made == cudaSuccess) made = cudaEventCreateWithFlags(event, cudaEventDisableTiming);
     }
-    if (error == cudaSuccess) {
-      error = cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, greatest);
-    }
+    if (made != cudaSuccess) return made;
+    return cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, greatest);
   }
 };
 
