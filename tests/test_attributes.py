@@ -175,7 +175,7 @@ def test_an_exchange_between_nodes_has_the_attributes_that_its_handler_reads(
     text = lowered(on_mesh(group.mesh, function), "cuda", *operands)
     found = attributes_by_target(text)
     calls = found["jax_ep_rail"]
-    assert len(calls) >= 2 and calls == [CUDA["jax_ep_rail"]] * len(calls)
+    assert len(calls) >= (2 if least == 1 else 4) and calls == [CUDA["jax_ep_rail"]] * len(calls)
     for target in ("jax_ep_rail_dispatch", "jax_ep_rail_combine"):
         calls = found.get(target, [])
         assert (len(calls) > 0) == (least == 1) and calls == [CUDA[target]] * len(calls)

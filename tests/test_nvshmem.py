@@ -35,7 +35,7 @@ def test_jobs(check, n_processes):
     [
         (2, 2, ["nodes"], 6, False),
         (2, 2, ["nodes"], 6, True),
-        (4, 2, ["async", "independent_calls", "redispatch", "call_sizes"], 40, False),
+        (4, 2, ["nodes", "async", "independent_calls", "redispatch", "call_sizes"], 100, False),
         (4, 2, ["nodes", "async", "independent_calls", "redispatch", "call_sizes"], 100, True),
         (4, 4, ["independent_calls", "async"], 9, False),
         (4, 4, ["independent_calls", "async"], 9, True),

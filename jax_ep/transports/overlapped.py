@@ -59,7 +59,7 @@ class OverlappingConnection(NodesConnection):
             group_ids=lax.stop_gradient(node_ids),
             topk_weights=weights,
         )
-        return self._results(within, dispatch(self, within, operands.group_ids))
+        return self._results(within, spread_and_dispatch(self, within, operands.group_ids))
 
     def combine(self, operands: CombineOperands) -> jax.Array:
         """Sends the node's sums to other nodes as they are made."""
@@ -68,10 +68,10 @@ class OverlappingConnection(NodesConnection):
             return super().combine(operands)
         within, shared_rows = self._operands_within(operands)
         within = dataclasses.replace(within, residual=operands.residual)
-        return self._finish_sums(combine(self, within, group_ids), shared_rows)
+        return self._finish_sums(combine_and_collect(self, within, group_ids), shared_rows)
 
 
-def _dispatch(
+def _spread_and_dispatch(
     connection: OverlappingConnection, operands: DispatchOperands, group_ids: jax.Array
 ) -> DispatchResults:
     """See `bind_dispatch`; `group_ids` are `int32[T, N_c]`, of this rank's choices."""
@@ -79,17 +79,17 @@ def _dispatch(
     return connection.bind_dispatch(operands, is_sent).named()
 
 
-dispatch = jax.custom_vjp(_dispatch, nondiff_argnums=(0,))
+spread_and_dispatch = jax.custom_vjp(_spread_and_dispatch, nondiff_argnums=(0,))
 
 
-def _dispatch_fwd(
+def _spread_and_dispatch_fwd(
     connection: OverlappingConnection, operands: DispatchOperands, group_ids: jax.Array
 ) -> tuple[DispatchResults, tuple[autodiff.SavedDispatch, jax.Array]]:
-    results = _dispatch(connection, operands, group_ids)
+    results = _spread_and_dispatch(connection, operands, group_ids)
     return results, (autodiff.save_dispatch(operands, results), group_ids)
 
 
-def _dispatch_bwd(
+def _spread_and_dispatch_bwd(
     connection: OverlappingConnection,
     residuals: tuple[autodiff.SavedDispatch, jax.Array],
     cotangents: DispatchResults,
@@ -107,7 +107,7 @@ def _dispatch_bwd(
     return dataclasses.replace(saved.like, tokens=tokens, topk_weights=topk_weights), None
 
 
-dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
+spread_and_dispatch.defvjp(_spread_and_dispatch_fwd, _spread_and_dispatch_bwd)
 
 
 def _bind_combine(connection: OverlappingConnection, operands: CombineOperands) -> list[jax.Array]:
@@ -115,24 +115,24 @@ def _bind_combine(connection: OverlappingConnection, operands: CombineOperands) 
     return connection.bind_combine(operands, is_sent)
 
 
-def _combine(
+def _combine_and_collect(
     connection: OverlappingConnection, operands: CombineOperands, group_ids: jax.Array
 ) -> jax.Array:
     """See `bind_combine`; `group_ids` are `int32[T, N_c]`, of this rank's choices."""
     return _bind_combine(connection, operands)[0]
 
 
-combine = jax.custom_vjp(_combine, nondiff_argnums=(0,))
+combine_and_collect = jax.custom_vjp(_combine_and_collect, nondiff_argnums=(0,))
 
 
-def _combine_fwd(
+def _combine_and_collect_fwd(
     connection: OverlappingConnection, operands: CombineOperands, group_ids: jax.Array
 ) -> tuple[jax.Array, tuple[autodiff.SavedCombine, jax.Array]]:
-    result = _combine(connection, operands, group_ids)
+    result = _combine_and_collect(connection, operands, group_ids)
     return result, (autodiff.save_combine(operands), group_ids)
 
 
-def _combine_bwd(
+def _combine_and_collect_bwd(
     connection: OverlappingConnection,
     residuals: tuple[autodiff.SavedCombine, jax.Array],
     cotangent: jax.Array,
@@ -145,4 +145,4 @@ def _combine_bwd(
     return dataclasses.replace(gradients, residual=residual), None
 
 
-combine.defvjp(_combine_fwd, _combine_bwd)
+combine_and_collect.defvjp(_combine_and_collect_fwd, _combine_and_collect_bwd)
