@@ -41,6 +41,11 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=12399)
     parser.add_argument("--process", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--n-processes", type=int, default=2, help="GPUs, and nodes")
+    parser.add_argument(
+        "--without-xla",
+        action="store_true",
+        help="leave out XLA between nodes: NCCL does not serve processes that share a GPU by MPS",
+    )
     options = parser.parse_args()
     if options.process is None:
         sys.exit(start(options))
@@ -71,7 +76,8 @@ def run(options: argparse.Namespace) -> None:
     )
     results = []
     for n_tokens in map(int, options.tokens.split(",")):
-        for name, times in measure(n_tokens, options.n_processes).items():
+        names = [x for x in IMPLEMENTATIONS if not (options.without_xla and "XLA" in x)]
+        for name, times in measure(names, n_tokens, options.n_processes).items():
             quartiles = statistics.quantiles(times, n=4)
             results.append({"implementation": name, "n_tokens": n_tokens, "period_us": quartiles})
             if options.process == 0:
@@ -89,10 +95,10 @@ def run(options: argparse.Namespace) -> None:
     os._exit(0)  # an orderly end would wait for processes that have ended
 
 
-def measure(n_tokens: int, n_ranks: int) -> dict[str, list[float]]:
+def measure(names: list[str], n_tokens: int, n_ranks: int) -> dict[str, list[float]]:
     """The periods of each implementation, in us."""
-    chains = {name: make_chains(name, n_tokens, n_ranks) for name in IMPLEMENTATIONS}
-    times: dict[str, list[float]] = {name: [] for name in IMPLEMENTATIONS}
+    chains = {name: make_chains(name, n_tokens, n_ranks) for name in names}
+    times: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(SAMPLES):
         for name, (long, short) in chains.items():
             times[name].append((long() - short()) / (LONG - SHORT) * 1e6)

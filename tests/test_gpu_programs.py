@@ -387,12 +387,12 @@ def test_nvshmem_exchanges_once_per_call(overlaps, mesh, monkeypatch) -> None:
         return jax_ep.combine(group, jnp.tanh(rows.tokens), rows)
 
     (steps,) = computations(compiled(mesh, layer, n_operands=3))
-    rail, dispatch, combine = "jax_ep_rail", "jax_ep_dispatch", "jax_ep_combine"
-    forward = [rail, dispatch, combine, rail]
-    backward = [rail, "jax_ep_combine_grad", combine, rail]
+    gather, total = "jax_ep_rail_gather", "jax_ep_rail_sum"
+    forward = [gather, "jax_ep_dispatch", "jax_ep_combine", total]
+    backward = ["jax_ep_rail", "jax_ep_combine_grad", "jax_ep_combine", total]
     if overlaps:
-        forward = [rail, "jax_ep_rail_dispatch", "jax_ep_rail_combine"]
-        backward = [rail, "jax_ep_combine_grad", "jax_ep_rail_combine"]
+        forward = [gather, "jax_ep_rail_dispatch", "jax_ep_rail_combine"]
+        backward = ["jax_ep_rail", "jax_ep_combine_grad", "jax_ep_rail_combine"]
     assert our_steps(steps) == [CHECK, *forward]
 
     save = jax.checkpoint_policies.save_only_these_names(jax_ep.DISPATCH_NAME, jax_ep.COMBINE_NAME)

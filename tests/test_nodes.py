@@ -167,13 +167,13 @@ def test_gradients_have_the_bits_of_one_call_for_all_nodes(weights, by_nodes):
 class ThriftyRails(XlaRails):
     """Loses what the masks say is not needed, as `nvshmem` does not send it."""
 
-    def spread(self, rows, is_sent, extras=None):
-        spread, *rest = super().spread(rows, is_sent, extras)
+    def spread(self, rows, is_sent):
+        spread = super().spread(rows, is_sent)
         if is_sent is not None:
-            of_all = self._spread(is_sent[None].astype(jnp.uint8)) > 0  # by source
+            of_all = super().spread(is_sent[None].astype(jnp.uint8), None) > 0  # by source
             arrives = jnp.take(of_all, self._node(), axis=1).at[self._node()].set(True)
             spread = _where(arrives.reshape(-1, *is_sent.shape[2:]), spread, jnp.nan)
-        return [spread, *rest]
+        return spread
 
     def collect(self, rows, is_sent):
         if is_sent is not None:

@@ -1,7 +1,7 @@
 """The steps in which processes open a rail of `nvshmem`, without NVSHMEM or GPUs."""
 
 import json
-import time
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -49,20 +49,36 @@ def test_all_processes_raise_if_some_have_joined(has_joined, other):
         nvshmem_bootstrap.join(library(has_joined=has_joined, make_id=b"id"), exchange, 0)
 
 
-@pytest.mark.parametrize("limit_s", [0.01, 60.0])
-@pytest.mark.parametrize("step", ["initialization", "allocation of memory"])
-def test_steps_of_nvshmem_that_take_long_are_reported(step, limit_s, caplog):
-    exchange = Answers(nvshmem_id=b"", nvshmem_joined=b"", heaps=b"[[], []]", heap=b"9")
-    exchange.timeout_s = limit_s
+def run_step(step, exchange, run):
+    """A step of NVSHMEM's, of which `run` is all that it does."""
     fake = library(has_joined=False, make_id=b"id", pinned=-1, free=[])
-    fake.join = fake.allocate = lambda *_: time.sleep(0.5) or 9
+    fake.join = fake.allocate = lambda *_: run()
     if step == "initialization":
-        nvshmem_bootstrap.join(fake, exchange, device=0)
-    else:
-        assert nvshmem_bootstrap.find_heap(fake, exchange, "key", n_bytes=1) == 9
-    reports = [record.getMessage() for record in caplog.records]
-    wanted = f"Process 0 has waited 0.01 s for the others in NVSHMEM's {step}"
-    assert [report.startswith(wanted) for report in reports] == [True] * (limit_s < 1)
+        return nvshmem_bootstrap.join(fake, exchange, device=0)
+    return nvshmem_bootstrap.find_heap(fake, exchange, "key", n_bytes=1)
+
+
+def failing():
+    raise RuntimeError("as NVSHMEM says")
+
+
+@pytest.mark.parametrize("step", ["initialization", "allocation of memory"])
+def test_steps_of_nvshmem_have_a_time_limit(step, monkeypatch):
+    monkeypatch.setattr(nvshmem_bootstrap, "min_step_s", 0.1)
+    monkeypatch.setattr(nvshmem_bootstrap, "_unfinished", None)
+    exchange = Answers(nvshmem_id=b"", nvshmem_joined=b"", heaps=b"[[], []]", heap=b"9")
+    assert run_step(step, exchange, lambda: 9) == (9 if step.startswith("alloc") else None)
+    with pytest.raises(RuntimeError, match="as NVSHMEM says"):
+        run_step(step, exchange, failing)
+    assert nvshmem_bootstrap._unfinished is None
+
+    released = threading.Event()
+    exchange.timeout_s = 0.2
+    wanted = f"NVSHMEM's {step} has not ended within 0.2 s"
+    with pytest.raises(TimeoutError, match=wanted):
+        run_step(step, exchange, released.wait)
+    assert nvshmem_bootstrap.why_missing().startswith(wanted)
+    released.set()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ transport `host`; what is tested is how they are put together, and their gradien
 
 import dataclasses
 
-import jax.numpy as jnp
 import pytest
 
 import cases
@@ -14,7 +13,8 @@ import harness
 import suite
 import test_grad
 from harness import assert_same_bits, make_mesh, params
-from jax_ep.transports import between_nodes, overlapped, select
+from jax_ep.transports import overlapped, select
+from jax_ep.transports.node_routing import needs
 from jax_ep.transports.nodes import HostByNodes
 from jax_ep.transports.overlapped import OverlappingConnection
 from jax_ep.xla_ffi.primitives import bind_combine, bind_dispatch
@@ -30,21 +30,18 @@ class OverlappingHost(OverlappingConnection, HostByNodes):
         super().__init__(geometry)
         self.rails = ThriftyRails(geometry)
 
-    def bind_dispatch(self, operands, is_sent):
+    def bind_dispatch(self, operands, group_ids):
         bound.append("dispatch")
-        (tokens,) = self.rails.spread(operands.tokens, is_sent)
+        tokens = self.rails.spread(operands.tokens, needs(self.geometry, group_ids))
         handle_shape = self.inner.handle_shape(operands.group_ids.shape[0])
         within = dataclasses.replace(operands, tokens=tokens)
         return bind_dispatch(self.inner.geometry, within, handle_shape)
 
-    def bind_combine(self, operands, is_sent):
+    def bind_combine(self, operands):
         bound.append("combine")
         within = dataclasses.replace(operands, residual=None)
         sums, *scalars = bind_combine(self.inner.geometry, within)
-        total = between_nodes.sum_nodes(self.rails.collect(sums, is_sent))
-        if operands.residual is not None:
-            total = total + operands.residual.astype(jnp.float32)
-        return [total.astype(sums.dtype), *scalars]
+        return [self.rails.add_up(sums, operands.residual, operands.routing.group_ids), *scalars]
 
 
 @pytest.fixture(scope="module", autouse=True)

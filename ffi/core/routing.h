@@ -32,6 +32,7 @@
 namespace jax_ep {
 
 constexpr int32_t kNoGroup = -1;
+constexpr int32_t kInvalidGroup = -2;  // any other id outside [0, n_groups) is invalid, too
 constexpr int32_t kNoRow = -1;
 
 struct ChoiceCounts {

@@ -15,6 +15,8 @@ XLA_FFI_Error* CudaMatmul(XLA_FFI_CallFrame* call_frame);  // not without CUTLAS
 XLA_FFI_Error* CudaRail(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* CudaRailCombine(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* CudaRailDispatch(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* CudaRailGather(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* CudaRailSum(XLA_FFI_CallFrame* call_frame);
 
 // Comes before the calls of a group; see check_handler.cc.
 XLA_FFI_Error* CudaCheck(XLA_FFI_CallFrame* call_frame);

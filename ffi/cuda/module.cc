@@ -47,6 +47,8 @@ nb::dict Targets() {
   add("jax_ep_rail", CudaRail);
   add("jax_ep_rail_combine", CudaRailCombine);
   add("jax_ep_rail_dispatch", CudaRailDispatch);
+  add("jax_ep_rail_gather", CudaRailGather);
+  add("jax_ep_rail_sum", CudaRailSum);
 #endif
   add("jax_ep_check", CudaCheck);
   add("jax_ep_async_alloc", CudaAsyncAlloc);

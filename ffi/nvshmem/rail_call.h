@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "core/node_groups.h"
 #include "core/rail_exchange.h"
 
 namespace jax_ep::rail {
@@ -25,6 +26,24 @@ struct Rows {
   bool by_node;         // `from` has a part for each node
 };
 
+// The choices of the tokens whose rows are exchanged: a row goes to the nodes that have a group
+// that its token names. They are of this rank's tokens; or of all nodes' tokens, routed inside this
+// node, where rows go back to the nodes that they come from (`Rows::by_node`).
+struct Choices {
+  const int32_t* ids;    // [n_rows, n], or [N, n_rows, n]; null: not given
+  const float* weights;  // [n_rows, n] or null
+  int32_t n;             // per token
+  NodeGroups groups;
+  // All choices travel with the rows, whatever node needs them, if these are given.
+  int32_t* all_ids;    // [N, n_rows, n]: routed inside this node
+  float* all_weights;  // [N, n_rows, n], if there are weights
+
+  JAX_EP_HOST_DEVICE constexpr int64_t BytesPerRow() const {
+    if (all_ids == nullptr) return 0;
+    return n * static_cast<int64_t>(sizeof(*ids) + (weights == nullptr ? 0 : sizeof(*weights)));
+  }
+};
+
 // In device memory, private to the rank.
 struct RailState {
   int64_t n_items[RailExchange::kChannels];  // tiles of earlier calls, to each node
@@ -44,13 +63,14 @@ struct RailCall {
   int32_t n_nodes;
 
   Rows rows;
-  // [N, n_rows]: whether to send a row to a node; null: all are sent. The own node's always are.
+  Choices choices;
+  // [N, n_rows]: whether to send a row to a node. Where there is no mask, choices tell; without
+  // either, all rows are sent. The own node's always are.
   const uint8_t* mask;
   bool fills;      // rows that were not sent are zero in `rows.to`; otherwise undefined
-  bool skips_own;  // the own node's rows are not put into `rows.to`, nor its extras
+  bool skips_own;  // the own node's rows are not put into `rows.to`
   // [N, n_tiles]: set once a tile of another node is in `rows.to`; null: nobody looks meanwhile.
   uint32_t* arrived;
-  Rows extras;  // go with the rows, whatever the mask says; `from` may be null
 };
 
 // The name of the kernel, which takes a RailCall.

@@ -14,15 +14,12 @@ namespace jax_ep::p2p {
 namespace {
 
 // Its operands are those of a combine of the tokens of all nodes, but the residual is of this
-// rank's, and which tokens of all nodes have rows here: uint8[N * T]. The sums are of this rank's
-// tokens, the choices' scalars of all.
-Status ReadCall(const Caller& caller, const CombineAttributes& attributes, BufferList operands,
-                const BufferList& results, rail::RailCombineCall* call) {
+// rank's. The sums are of this rank's tokens, the choices' scalars of all.
+Status ReadCall(const Caller& caller, const CombineAttributes& attributes,
+                const BufferList& operands, const BufferList& results,
+                rail::RailCombineCall* call) {
   rail::RailCall& rail = call->rail;
-  if (operands.size() < 2 || !attributes.reduce) {
-    return InvalidArgument("there must be the operands and the result of a sum.");
-  }
-  const BufferList mask = operands.TakeLast(1);
+  if (!attributes.reduce) return InvalidArgument("the result must be a sum.");
   Status status = FindRail(caller, &rail);
   if (status.ok()) {
     status = ReadCombineCall(caller, attributes.mode(), /*is_async=*/false, rail.n_nodes, operands,
@@ -35,8 +32,8 @@ Status ReadCall(const Caller& caller, const CombineAttributes& attributes, Buffe
   rail.tiles.n_rows = call->combine.call.n_tokens / rail.n_nodes;
   rail.rows.bytes = call->combine.row_vectors * int64_t{kVectorBytes};
   rail.rows.by_node = true;
-  status = ReadMask(mask.Find(0), &rail);
-  return status.ok() ? CutRows(/*n_turns=*/1, &rail) : status;
+  SetChoices(caller, call->combine.group_ids, &rail);
+  return CutRows(/*n_turns=*/1, &rail);
 }
 
 cudaError_t Launch(const Caller& caller, cudaStream_t stream, rail::RailCombineCall* call) {
@@ -62,14 +59,13 @@ cudaError_t Launch(const Caller& caller, cudaStream_t stream, rail::RailCombineC
 ffi::Error RailCombineImpl(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi::S32>,
                            ffi::RemainingArgs operands, ffi::RemainingRets results,
                            const StreamCombineAttributes& attributes) {
-  Caller caller{"combine", attributes.combine.group};
-  Status status = FindCaller(ordinal, stream, caller);
-  if (!status.ok()) return ToError(status);
   rail::RailCombineCall call{};
-  status = ReadCall(caller, attributes.combine, BufferList(operands), BufferList(results), &call);
-  if (!status.ok()) return InvalidOperands(caller, status);
-  const auto launch = [&](cudaEvent_t) { return Launch(caller, stream, &call); };
-  return ToError(LaunchInOrder(ordinal, stream, attributes.stream_order, launch), caller.operation);
+  const auto read = [&](const Caller& caller) {
+    return ReadCall(caller, attributes.combine, BufferList(operands), BufferList(results), &call);
+  };
+  const auto launch = [&](const Caller& caller) { return Launch(caller, stream, &call); };
+  return RunRailCall({"combine", attributes.combine.group}, stream, ordinal,
+                     attributes.stream_order, read, launch);
 }
 
 }  // namespace

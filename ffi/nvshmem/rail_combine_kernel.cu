@@ -7,6 +7,7 @@
 #include "core/rail_exchange.h"
 #include "cuda/device/combine_receive.cuh"
 #include "nvshmem/device/copy_rows.cuh"
+#include "nvshmem/device/receive_sums.cuh"
 #include "nvshmem/device/streams.cuh"
 #include "nvshmem/device/sum_nodes.cuh"
 #include "nvshmem/rail_combine_call.h"
@@ -16,20 +17,6 @@ namespace {
 
 using p2p::Choices;
 using p2p::Slice;
-
-constexpr int kWarps = kThreads / p2p::kWarpSize;
-
-// Divides `n_rows` rows among the warps of the block: work(row, slice) for each slice of a row that
-// this warp takes.
-template <class Work>
-__device__ void ForEachSlice(int n_rows, const Work& work) {
-  int n_slices = kWarps;
-  while (n_slices > 1 && n_slices * n_rows > kWarps) n_slices /= 2;
-  const Slice slice{p2p::WarpIndex() % n_slices, n_slices};
-  for (int row = p2p::WarpIndex() / n_slices; row < n_rows; row += kWarps / n_slices) {
-    work(row, slice);
-  }
-}
 
 // What the ranks of the node have returned for a token, of those of all nodes.
 struct Returned {
@@ -49,11 +36,11 @@ __device__ Returned WaitForReturned(const p2p::CombineArgs& args, const p2p::Cal
 // Sends the node's sums of a tile of another node's tokens; false if a wait has failed.
 template <class T>
 __device__ bool SendSums(const RailCombineCall& call, const p2p::CallSmem& smem,
-                         const Channel& channel, int64_t node, int64_t item, int64_t tile) {
+                         const Channel& channel, const Link& link, int64_t item, int64_t tile,
+                         uint32_t mask) {
   const RailCall& rail = call.rail;
-  uint8_t* const to = PlaceToFill(rail, channel, node, item);
-  const uint32_t mask = RowsFor(rail, node, tile);
-  const int first = node * rail.tiles.n_rows + rail.tiles.Begin(tile);
+  uint8_t* const to = PlaceToFill(rail, channel, link, item);
+  const int first = link.node * rail.tiles.n_rows + rail.tiles.Begin(tile);
   bool has_come = true;
   ForEachSlice(__popc(mask), [&](int n, Slice slice) {
     const Returned returned = WaitForReturned(call.combine, smem, first + BitIndex(mask, n), slice);
@@ -63,7 +50,7 @@ __device__ bool SendSums(const RailCombineCall& call, const p2p::CallSmem& smem,
                                             call.combine.row_vectors, slice);
   });
   if (!__syncthreads_and(has_come)) return false;
-  SendPlace(rail, channel, node, item, to, mask);
+  SendPlace(rail, channel, link, item, to, mask);
   return true;
 }
 
@@ -72,32 +59,20 @@ __device__ void Send(const RailCombineCall& call, const p2p::CallSmem& smem,
                      const Channel& channel) {
   const RailCall& rail = call.rail;
   for (int64_t i = 0; i < channel.Tiles(rail); ++i) {
+    const int64_t item = channel.first_item + i, tile = channel.Tile(rail, i);
     for (int64_t d = 1; d < rail.n_nodes; ++d) {
-      const int64_t node = (rail.node + d) % rail.n_nodes, item = channel.first_item + i;
-      if (!WaitForRoom(rail, channel, node, item)) return;
-      if (!SendSums<T>(call, smem, channel, node, item, channel.Tile(rail, i))) return;
+      const Link link(rail, NodeAfter(rail, d));
+      uint32_t mask;
+      if (!WaitForRoom(rail, channel, link, item, tile, &mask)) return;
+      if (!SendSums<T>(call, smem, channel, link, item, tile, mask)) return;
     }
   }
 }
 
-// Waits for item `item` from every other node; `masks` [N] get the rows that each has sent.
-__device__ bool WaitForTiles(const RailCall& rail, const Channel& channel, int64_t item,
-                             uint32_t* masks) {
-  for (int64_t d = 1; d < rail.n_nodes; ++d) {
-    const int64_t node = (rail.node + rail.n_nodes - d) % rail.n_nodes;
-    uint32_t mask;
-    if (!WaitForTile(rail, channel, node, item, &mask)) return false;
-    if (threadIdx.x == 0) masks[node] = mask;
-    __syncthreads();
-  }
-  return true;
-}
-
 // Adds up a tile of this rank's tokens; false if a wait has failed.
 template <class T>
-__device__ bool AddUpTile(const RailCombineCall& call, const p2p::CallSmem& smem,
-                          const Channel& channel, int64_t item, int64_t tile,
-                          const uint32_t* masks) {
+__device__ bool AddUpTile(const RailCombineCall& call, const p2p::CallSmem& smem, int64_t tile,
+                          const SentSums& sent) {
   const RailCall& rail = call.rail;
   const int64_t bytes = rail.rows.bytes, first = rail.tiles.Begin(tile);
   const int first_of_all = rail.node * rail.tiles.n_rows + first;
@@ -106,36 +81,14 @@ __device__ bool AddUpTile(const RailCombineCall& call, const p2p::CallSmem& smem
     const Returned returned = WaitForReturned(call.combine, smem, first_of_all + row, slice);
     has_come &= returned.has_come;
     if (!returned.has_come) return;
-    const auto sum_of = [&](int node) -> const uint8_t* {
-      if ((masks[node] >> row & 1) == 0) return nullptr;
-      const int64_t other = RailExchange::OtherNode(rail.node, node);
-      return rail.heap + rail.map.Place(other, channel.index, item) +
-             __popc(masks[node] & ((1u << row) - 1)) * bytes;
-    };
     const uint8_t* const residual = call.combine.residual;
     const NodeSums sums{rail.node, rail.n_nodes, returned.addends,
                         residual == nullptr ? nullptr : residual + (first + row) * bytes};
-    SumNodes<T>(sums, sum_of, call.combine.out + (first + row) * bytes, call.combine.row_vectors,
-                slice);
+    SumNodes<T>(
+        sums, [&](int node) { return sent.Find(node, row); },
+        call.combine.out + (first + row) * bytes, call.combine.row_vectors, slice);
   });
-  return __syncthreads_and(has_come);
-}
-
-// False if a wait has failed.
-template <class T>
-__device__ bool Receive(const RailCombineCall& call, const p2p::CallSmem& smem,
-                        const Channel& channel, uint32_t* masks) {
-  const RailCall& rail = call.rail;
-  for (int64_t i = 0; i < channel.Tiles(rail); ++i) {
-    const int64_t item = channel.first_item + i;
-    if (!WaitForTiles(rail, channel, item, masks)) return false;
-    if (!AddUpTile<T>(call, smem, channel, item, channel.Tile(rail, i), masks)) return false;
-    if (threadIdx.x != 0) continue;
-    for (int64_t d = 1; d < rail.n_nodes; ++d) {
-      ReturnCredit(rail, channel, (rail.node + rail.n_nodes - d) % rail.n_nodes, item);
-    }
-  }
-  return true;
+  return has_come;
 }
 
 // Makes the sums of a failed call NaN, and the scalars of their tokens: all of the channel's.
@@ -167,15 +120,18 @@ __device__ void Combine(const RailCombineCall& call) {
     StartCall(combine, p2p::CombineState(combine), smem, tables);
   }
   __syncthreads();
+  if (threadIdx.x == kThreads - 1) {
+    CountItems(call.rail, channel);
+    CountCall(combine.plan, p2p::CombineState(combine), smem);
+  }
+  const auto add_up = [&](int64_t tile, const SentSums& sent) {
+    return AddUpTile<T>(call, smem, tile, sent);
+  };
   if (blockIdx.x < kSenders) {
     if (!smem.failed) Send<T>(call, smem, channel);
-  } else if (smem.failed || !Receive<T>(call, smem, channel, masks)) {
+  } else if (smem.failed || !ReceiveSums(call.rail, channel, masks, add_up)) {
     LeaveNan(call, channel);
   }
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  CountItems(call.rail, channel);
-  CountCall(combine.plan, p2p::CombineState(combine), smem);
 }
 
 }  // namespace

@@ -13,9 +13,9 @@
 namespace jax_ep::p2p {
 namespace {
 
-// A call. Its operands are those of a dispatch, with the tokens of this rank, `[T, W]`, and the
-// mask of the exchange. Its results are those of a dispatch, and memory that nothing else uses: the
-// tokens of all nodes, `[N * T, W]`, and a word for each of their tiles, `uint32[N * T]`.
+// A call. Its operands are those of a dispatch, with the tokens of this rank, `[T, W]`, and their
+// choices, `int32[T, N_c]`. Its results are those of a dispatch, and memory that nothing else uses:
+// the tokens of all nodes, `[N * T, W]`, and a word for each of their tiles, `uint32[N * T]`.
 struct RailDispatch {
   rail::RailCall rail{};
   DispatchArgs dispatch{};
@@ -23,23 +23,24 @@ struct RailDispatch {
 
 constexpr size_t kTokens = 1;  // among the operands of a dispatch
 
-Status ReadExchange(const ffi::AnyBuffer* own, const ffi::AnyBuffer* mask,
-                    const ffi::AnyBuffer* all, const ffi::AnyBuffer* words, rail::RailCall* call) {
-  if (all == nullptr || all->dimensions().size() == 0) {
+// `scratch`: the tokens of all nodes, and the words of their tiles.
+Status ReadExchange(const Caller& caller, const ffi::AnyBuffer& own, const BufferList& choices,
+                    const BufferList& scratch, rail::RailCall* call) {
+  const ffi::AnyBuffer* const all = scratch.Find(0);
+  if (all->dimensions().size() == 0) {
     return InvalidArgument("the tokens of all nodes must be a result.");
   }
   const int64_t n_all = all->dimensions()[0];
   call->tiles.n_rows = n_all / call->n_nodes;
-  Status status = ReadMask(mask, call);
-  if (status.ok()) status = ReadRows("tokens", own, all, /*by_node=*/false, *call, &call->rows);
-  if (status.ok()) status = CutRows(rail::RangesPerNode(call->n_nodes), call);
+  Status status = ReadRows(&own, all, /*by_node=*/false, *call, &call->rows);
   if (!status.ok()) return status;
-  if (words == nullptr || words->element_type() != ffi::U32 ||
-      static_cast<int64_t>(words->element_count()) < n_all) {
-    return InvalidArgument("the words must be uint32[" + std::to_string(n_all) + "].");
-  }
-  call->arrived = static_cast<uint32_t*>(words->untyped_data());
-  return {};
+  BufferReader reader(choices, status), scratch_reader(scratch, status);
+  SetChoices(caller,
+             reader.Next<int32_t>("group_ids", {call->tiles.n_rows, caller.sizes().n_choices}),
+             call);
+  scratch_reader.Next("the tokens of all nodes", all->element_type(), {n_all, Shape::kAnySize});
+  call->arrived = scratch_reader.Next<uint32_t>("the words of tiles", {n_all});
+  return status.ok() ? CutRows(rail::RangesPerNode(call->n_nodes), call) : status;
 }
 
 Status ReadCall(const Caller& caller, const DispatchAttributes& attributes, BufferList operands,
@@ -47,12 +48,10 @@ Status ReadCall(const Caller& caller, const DispatchAttributes& attributes, Buff
   if (operands.size() < 3 || results.size() < 2) {
     return InvalidArgument("there must be operands and results of an exchange.");
   }
-  const BufferList mask = operands.TakeLast(1), scratch = results.TakeLast(2);
+  const BufferList choices = operands.TakeLast(1), scratch = results.TakeLast(2);
   const ffi::AnyBuffer own = *operands.Find(kTokens);
   Status status = FindRail(caller, &call->rail);
-  if (status.ok()) {
-    status = ReadExchange(&own, mask.Find(0), scratch.Find(0), scratch.Find(1), &call->rail);
-  }
+  if (status.ok()) status = ReadExchange(caller, own, choices, scratch, &call->rail);
   if (!status.ok()) return status;
   operands.Replace(kTokens, *scratch.Find(0));
   return ReadDispatchCall(caller, attributes, /*is_async=*/false, operands, results,
@@ -100,14 +99,13 @@ cudaError_t Launch(const Caller& caller, cudaStream_t stream, RailDispatch* call
 ffi::Error RailDispatchImpl(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi::S32>,
                             ffi::RemainingArgs operands, ffi::RemainingRets results,
                             const StreamDispatchAttributes& attributes) {
-  Caller caller{"dispatch", attributes.dispatch.group};
-  Status status = FindCaller(ordinal, stream, caller);
-  if (!status.ok()) return ToError(status);
   RailDispatch call;
-  status = ReadCall(caller, attributes.dispatch, BufferList(operands), BufferList(results), &call);
-  if (!status.ok()) return InvalidOperands(caller, status);
-  const auto launch = [&](cudaEvent_t) { return Launch(caller, stream, &call); };
-  return ToError(LaunchInOrder(ordinal, stream, attributes.stream_order, launch), caller.operation);
+  const auto read = [&](const Caller& caller) {
+    return ReadCall(caller, attributes.dispatch, BufferList(operands), BufferList(results), &call);
+  };
+  const auto launch = [&](const Caller& caller) { return Launch(caller, stream, &call); };
+  return RunRailCall({"dispatch", attributes.dispatch.group}, stream, ordinal,
+                     attributes.stream_order, read, launch);
 }
 
 }  // namespace

@@ -16,7 +16,7 @@ int64_t RowBytes(const ffi::AnyBuffer& buffer) {
 
 Status FindRail(const Caller& caller, rail::RailCall* call) {
   if (!rail::Rails::Instance().Fill(caller.member.memory, call)) {
-    return FailedPrecondition(caller.Name() + ": the group has no rail.");
+    return FailedPrecondition("the group has no rail.");
   }
   const FailureWords words = caller.member.group->Failures(caller.member.rank);
   call->failed = words.failed;
@@ -25,24 +25,22 @@ Status FindRail(const Caller& caller, rail::RailCall* call) {
   return {};
 }
 
-Status ReadRows(const char* name, const ffi::AnyBuffer* from, const ffi::AnyBuffer* to,
-                bool by_node, const rail::RailCall& call, rail::Rows* rows) {
+Status ReadRows(const ffi::AnyBuffer* from, const ffi::AnyBuffer* to, bool by_node,
+                const rail::RailCall& call, rail::Rows* rows) {
   if (from == nullptr || to == nullptr || from->dimensions().size() == 0 ||
       to->dimensions().size() == 0) {
-    return InvalidArgument(std::string(name) + " must be an operand and a result with rows.");
+    return InvalidArgument("there must be an operand and a result with rows.");
   }
   const int64_t n_rows = call.tiles.n_rows, n_all = n_rows * call.n_nodes;
   if (from->dimensions()[0] != (by_node ? n_all : n_rows) || to->dimensions()[0] != n_all ||
       RowBytes(*from) != RowBytes(*to)) {
-    return InvalidArgument(std::string(name) + " must have " +
-                           std::to_string(by_node ? n_all : n_rows) + " rows, its result " +
-                           std::to_string(n_all) + " as long ones; got " +
+    return InvalidArgument("the operand must have " + std::to_string(by_node ? n_all : n_rows) +
+                           " rows, its result " + std::to_string(n_all) + " as long ones; got " +
                            std::to_string(from->dimensions()[0]) + " and " +
                            std::to_string(to->dimensions()[0]) + ".");
   }
   if (RowBytes(*from) % 4 != 0) {
-    return InvalidArgument("a row of " + std::string(name) +
-                           " must be a multiple of 4 bytes; got " +
+    return InvalidArgument("a row must be a multiple of 4 bytes; got " +
                            std::to_string(RowBytes(*from)) + ".");
   }
   *rows = {static_cast<const uint8_t*>(from->untyped_data()),
@@ -60,14 +58,22 @@ Status ReadMask(const ffi::AnyBuffer* mask, rail::RailCall* call) {
   return {};
 }
 
+void SetChoices(const Caller& caller, const int32_t* ids, rail::RailCall* call) {
+  const GroupSizes sizes = caller.sizes();
+  call->choices.ids = ids;
+  call->choices.n = static_cast<int32_t>(sizes.n_choices);
+  call->choices.groups = {static_cast<int32_t>(sizes.n_groups / call->n_nodes), call->n_nodes};
+}
+
 Status CutRows(int64_t n_turns, rail::RailCall* call) {
-  const int64_t bytes = call->rows.bytes + call->extras.bytes, most = call->map.max_message_bytes();
+  const int64_t choice_bytes = call->choices.BytesPerRow();
+  const int64_t bytes = call->rows.bytes + choice_bytes, most = call->map.max_message_bytes();
   if (bytes > most) {
-    return InvalidArgument("a row and what travels with it must take at most " +
+    return InvalidArgument("a row and the choices of its token must take at most " +
                            std::to_string(most) + " bytes; got " + std::to_string(bytes) + ".");
   }
   if (bytes > 0) {
-    call->tiles = call->map.Cut(call->tiles.n_rows, call->rows.bytes, call->extras.bytes, n_turns);
+    call->tiles = call->map.Cut(call->tiles.n_rows, call->rows.bytes, choice_bytes, n_turns);
   }
   return {};
 }

@@ -169,8 +169,9 @@ Status World::LoadKernel() {
     return Internal("NVSHMEM does not accept the kernels: error " + std::to_string(error));
   }
   for (const RowType type : {RowType::kBFloat16, RowType::kFloat16, RowType::kFloat32}) {
-    cudaKernel_t* const kernel = &combine_kernels_[static_cast<int>(type)];
-    status = FindKernel(code, CombineKernelName(type), kernel);
+    const int i = static_cast<int>(type);
+    status = FindKernel(code, CombineKernelName(type), &combine_kernels_[i]);
+    if (status.ok()) status = FindKernel(code, SumKernelName(type), &sum_kernels_[i]);
     if (!status.ok()) return status;
   }
   return FindKernel(code, kKernelName, &kernel_);
@@ -203,12 +204,19 @@ uint8_t* World::Map(const Heap& heap, int pe) const {
 }
 
 cudaError_t World::Launch(const RailCall& call, cudaStream_t stream) const {
+  if (call.tiles.n_tiles == 0) return cudaSuccess;
   return LaunchKernel(kernel_, &call, 0, stream);
 }
 
 cudaError_t World::Launch(const RailCombineCall& call, cudaStream_t stream) const {
   const cudaKernel_t kernel = combine_kernels_[static_cast<int>(call.combine.row_type)];
   return LaunchKernel(kernel, &call, CombineSmemBytes(call), stream);
+}
+
+cudaError_t World::Launch(const RailSumCall& call, cudaStream_t stream) const {
+  if (call.rail.tiles.n_tiles == 0) return cudaSuccess;
+  const cudaKernel_t kernel = sum_kernels_[static_cast<int>(call.row_type)];
+  return LaunchKernel(kernel, &call, SumSmemBytes(call), stream);
 }
 
 cudaError_t World::Fork(cudaStream_t stream,

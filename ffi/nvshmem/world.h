@@ -15,6 +15,7 @@
 #include "nvshmem/library.h"
 #include "nvshmem/rail_call.h"
 #include "nvshmem/rail_combine_call.h"
+#include "nvshmem/rail_sum_call.h"
 
 namespace jax_ep::rail {
 
@@ -53,8 +54,10 @@ class World {
   // A heap's memory in another process; null if loads and stores do not reach it.
   uint8_t* Map(const Heap& heap, int pe) const;
 
+  // Calls without tiles launch nothing, but for a combine, whose other kernel counts its blocks.
   cudaError_t Launch(const RailCall& call, cudaStream_t stream) const;
   cudaError_t Launch(const RailCombineCall& call, cudaStream_t stream) const;
+  cudaError_t Launch(const RailSumCall& call, cudaStream_t stream) const;
 
   // Whether a kernel may wait for the exchange's kernel while both run. Not where processes run
   // kernels on the GPU at the same time: theirs could keep this process's exchange off it.
@@ -73,7 +76,7 @@ class World {
   int device_ = 0;
   static constexpr int kRowTypes = 3;
   cudaKernel_t kernel_ = nullptr;
-  cudaKernel_t combine_kernels_[kRowTypes]{};  // by RowType
+  cudaKernel_t combine_kernels_[kRowTypes]{}, sum_kernels_[kRowTypes]{};  // by RowType
   std::vector<Heap> heaps_;
   bool can_overlap_ = false;
 };

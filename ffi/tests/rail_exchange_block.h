@@ -30,21 +30,26 @@ class Actor {
   virtual std::string what() const = 0;
 };
 
+// Bytes of their own stand for the choices that travel with rows.
+struct Call : RailCall {
+  Rows extras;  // `from` may be null
+};
+
 // A block in a call of a rank: goes through the tiles of its channel, and within a tile through the
 // other nodes.
 class Block : public Actor {
  public:
-  Block(World& world, const RailCall& call, int64_t channel)
+  Block(World& world, const Call& call, int64_t channel)
       : world_(world), call_(call), map_(call.map), channel_(channel) {}
 
   Step Advance() override {
     if (first_item_ < 0) {
       first_item_ = call_.state->n_items[channel_];
-    } else if (i_ < Tiles()) {
-      return Work();
-    } else {
+    } else if (!is_counted_) {
       CountItems();
-      return Step::kDone;
+      is_counted_ = true;
+    } else {
+      return i_ < Tiles() ? Work() : Step::kDone;
     }
     return Step::kAdvanced;
   }
@@ -122,7 +127,7 @@ class Block : public Actor {
   }
 
   World& world_;
-  const RailCall& call_;
+  const Call& call_;
   const RailExchange& map_;
   const int64_t channel_;
   int d_ = 1;  // of the other nodes, in the block's order, counted from 1
@@ -148,6 +153,7 @@ class Block : public Actor {
   }
 
   int64_t first_item_ = -1;  // not read yet
+  bool is_counted_ = false;
   int64_t i_ = 0;
   int n_copied_ = 0;
 };

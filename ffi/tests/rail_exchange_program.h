@@ -126,7 +126,7 @@ class RankProgram {
   RailState state_{};
   size_t index_ = 0;
   // Of the call.
-  RailCall call_{};
+  Call call_{};
   std::optional<Results> results_;
   std::vector<uint32_t> arrived_;  // [N, n_tiles]
   Returned returned_;

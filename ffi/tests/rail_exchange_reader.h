@@ -13,7 +13,7 @@ namespace jax_ep::rail {
 
 class Reader : public Actor {
  public:
-  Reader(World& world, const RailCall& call, const Results& results)
+  Reader(World& world, const Call& call, const Results& results)
       : world_(world), call_(call), results_(results) {
     for (int node = 0; node < call.n_nodes; ++node) {
       for (int64_t tile = 0; node != call.node && tile < call.tiles.n_tiles; ++tile) {
@@ -49,7 +49,7 @@ class Reader : public Actor {
   }
 
   World& world_;
-  const RailCall& call_;
+  const Call& call_;
   const Results& results_;
   std::vector<std::pair<int, int64_t>> left_;  // node and tile
 };

@@ -48,7 +48,7 @@ class Receiver : public Taker {
   Step Work() override {
     switch (stage_) {
       case Stage::kWait:
-        if (!call_.skips_own) KeepTile();
+        KeepTile();
         if (!HasTile()) return Step::kWaits;
         net().CheckPlace(own(), Place(), item());
         if (Has(Fault::kArrivedBeforeCopy)) TellArrived();
@@ -74,11 +74,11 @@ class Receiver : public Taker {
   void KeepTile() {
     if (kept_tile_ == tile()) return;
     kept_tile_ = tile();
-    for (const Rows& rows : {call_.extras, call_.rows}) {
-      if (rows.from == nullptr) continue;
-      const int64_t bytes = call_.tiles.Rows(tile()) * rows.bytes;
-      std::memcpy(To(rows, own()), From(rows, own()), bytes);
-    }
+    if (!call_.skips_own) Keep(call_.rows);
+    if (call_.extras.from != nullptr) Keep(call_.extras);
+  }
+  void Keep(const Rows& rows) {
+    std::memcpy(To(rows, own()), From(rows, own()), call_.tiles.Rows(tile()) * rows.bytes);
   }
 
   bool Copy() {

@@ -73,7 +73,7 @@ class Results {
           is_sent && !is_skipped ? Row(from, shape_.by_node ? rank_ : 0, row) : nullptr;
       if (!Has(&rows[index * shape_.row_bytes], sent, shape_.row_bytes, unsent)) return "row";
       const int64_t bytes = shape_.extra_bytes;
-      const uint8_t* const extra = is_skipped ? nullptr : operands.extras.data() + row * bytes;
+      const uint8_t* const extra = operands.extras.data() + row * bytes;
       if (!Has(extras.data() + index * bytes, extra, bytes, kUntouched)) return "extras";
     }
     return "";

@@ -23,7 +23,7 @@ struct Returned {
 // That kernel: returns rows in a random order, some in each step.
 class Returner : public Actor {
  public:
-  Returner(World& world, const RailCall& call, const uint8_t* rows, Returned& returned)
+  Returner(World& world, const Call& call, const uint8_t* rows, Returned& returned)
       : world_(world), call_(call), rows_(rows), returned_(returned) {
     left_.resize(returned.has_come.size());
     std::iota(left_.begin(), left_.end(), 0);
@@ -47,7 +47,7 @@ class Returner : public Actor {
 
  private:
   World& world_;
-  const RailCall& call_;
+  const Call& call_;
   const uint8_t* const rows_;
   Returned& returned_;
   std::vector<int64_t> left_;
@@ -55,7 +55,7 @@ class Returner : public Actor {
 
 class SumSender : public Sender {
  public:
-  SumSender(World& world, const RailCall& call, int64_t channel, const Returned& returned)
+  SumSender(World& world, const Call& call, int64_t channel, const Returned& returned)
       : Sender(world, call, channel), returned_(returned) {}
 
   int waits_for() const override { return stage_ == Stage::kCopy ? own() : node(); }
@@ -77,7 +77,7 @@ class SumSender : public Sender {
 // returns the credits of all.
 class SumReceiver : public Taker {
  public:
-  SumReceiver(World& world, const RailCall& call, int64_t channel, const Returned& returned)
+  SumReceiver(World& world, const Call& call, int64_t channel, const Returned& returned)
       : Taker(world, call, channel), returned_(returned), masks_(call.n_nodes) {}
 
   int waits_for() const override { return stage_ == Stage::kCopy ? own() : node(); }

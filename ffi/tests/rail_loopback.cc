@@ -1,12 +1,14 @@
 #include "tests/rail_loopback.h"
 
 #include "nvshmem/rail_dispatch.h"
+#include "nvshmem/rail_sum_call.h"
 
 namespace jax_ep::p2p {
 namespace {
 
 using rail::RailCall;
 using rail::RailCombineCall;
+using rail::RailSumCall;
 
 constexpr int kRank = 0, kNode = 0;
 
@@ -52,6 +54,7 @@ RailLoopback::RailLoopback(const Fixture<BFloat16>& fixture, const std::string& 
       cudaLibraryLoadFromFile(&code_, fatbin.c_str(), nullptr, nullptr, 0, nullptr, nullptr, 0));
   exchange_ = FindKernel(code_, rail::kKernelName);
   combine_ = FindKernel(code_, rail::CombineKernelName(kRowType<BFloat16>));
+  sum_ = FindKernel(code_, rail::SumKernelName(kRowType<BFloat16>));
   int least = 0, greatest = 0;
   CHECK_CUDA(cudaDeviceGetStreamPriorityRange(&least, &greatest));
   CHECK_CUDA(cudaStreamCreateWithPriority(&side_, cudaStreamNonBlocking, greatest));
@@ -99,9 +102,9 @@ LaunchPlan RailLoopback::Launch(CombineArgs args) {
     LaunchOverlapped(rail, &args);
     return args.call.plan;
   }
-  rail.fills = true;
   if (mode_ == Mode::kSerial) fixture_.Launch(kRank, args);
-  LaunchExchange(rail, fixture_.streams[kRank]);
+  const RailSumCall call{rail, /*residual=*/nullptr, args.row_type};
+  LaunchKernel(sum_, &call, rail::SumSmemBytes(call), fixture_.streams[kRank]);
   return mode_ == Mode::kSerial ? args.call.plan : LaunchPlan{};
 }
 

@@ -30,14 +30,15 @@ class RailLoopback {
   RailLoopback& operator=(const RailLoopback&) = delete;
 
   // Launch a call on both nodes' tokens, of which this rank has the first half; give the plan of
-  // the part inside the node. The result of combine is `out` [T, H], or `all` [N, T, H] if serial.
+  // the part inside the node. The result of combine is `out` [T, H], or the first part of `all` if
+  // the two do not run at once.
   LaunchPlan Launch(DispatchArgs args);
   LaunchPlan Launch(CombineArgs args);
 
   Mode mode() const { return mode_; }
   // Tokens of each node.
   int n_tokens() const { return n_tokens_; }
-  // What the exchange brings: the tokens of all nodes, or their sums.
+  // What an exchange that runs by itself brings: the tokens of all nodes, or the sums.
   DeviceArray<uint8_t>& all() { return all_; }
 
  private:
@@ -59,7 +60,7 @@ class RailLoopback {
   DeviceArray<rail::Peer> peers_;
   DeviceArray<uint32_t> arrived_;
   cudaLibrary_t code_{};
-  cudaKernel_t exchange_{}, combine_{};
+  cudaKernel_t exchange_{}, combine_{}, sum_{};
   cudaStream_t side_{};
   cudaEvent_t fork_{}, join_{};
 };

@@ -13,55 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_ep.geometry import Geometry
 from jax_ep.operands import DISPATCH_NAME
-from jax_ep.routing import INVALID, NO_GROUP
+from jax_ep.transports.node_routing import choices_of_nodes, needs, node_of
 from jax_ep.transports.rails import Rails, as_integers
-from jax_ep.transports.rounding import in_float32
-
-
-def _node(geometry: Geometry) -> jax.Array:
-    """This rank's node, `int32[]`."""
-    return lax.axis_index(geometry.axis_name) // geometry.routed.n_ranks_per_node
-
-
-def _node_of(geometry: Geometry, group_ids: jax.Array) -> jax.Array:
-    """The node that has each choice's group; some other number if there is none."""
-    routed = geometry.routed
-    return group_ids // (routed.n_local_groups * routed.n_ranks_per_node)
-
-
-def _choices_of_nodes(geometry: Geometry, group_ids: jax.Array) -> jax.Array:
-    """`bool[N, T, N_c]`: whether a choice names a group of the node."""
-    nodes = jnp.arange(geometry.routed.n_nodes, dtype=jnp.int32)[:, None, None]
-    return _node_of(geometry, group_ids)[None] == nodes
-
-
-def needs(geometry: Geometry, group_ids: jax.Array) -> jax.Array:
-    """`bool[N, T]`: whether a node needs a token."""
-    return _choices_of_nodes(geometry, group_ids).any(axis=2)
-
-
-def route_within(geometry: Geometry, all_ids: jax.Array) -> jax.Array:
-    """The ids by which this node routes the tokens of all nodes, `int32[N * T, N_c]`.
-
-    -1 for choices of other nodes' experts. Invalid ids stay invalid at their own node, which counts
-    them.
-
-    Args:
-        geometry: of all nodes.
-        all_ids: `int32[N * T, N_c]`, group ids of all nodes' tokens.
-    """
-    routed, node = geometry.routed, _node(geometry)
-    n_local, per_node, n_nodes = routed.n_local_groups, routed.n_ranks_per_node, routed.n_nodes
-    source = jnp.arange(n_nodes, dtype=jnp.int32).repeat(all_ids.shape[0] // n_nodes)[:, None]
-    is_group = (all_ids >= 0) & (all_ids < routed.n_groups)
-    ids = jnp.where(is_group, all_ids, 0)
-    rank, local = ids // n_local, ids % n_local
-    within = (rank % per_node * n_local + local) * n_nodes + source
-    counts_as_invalid = ~is_group & (all_ids != NO_GROUP) & (source == node)
-    elsewhere = jnp.where(counts_as_invalid, INVALID, NO_GROUP)
-    return jnp.where(is_group & (rank // per_node == node), within, elsewhere)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -73,9 +27,9 @@ def gather(
     `[N * T, H]`, `int32[N * T, N_c]` and `float32[N * T, N_c]`, from `[T, H]` and `[T, N_c]`. The
     gradients are those of `spread_tokens` and `spread_weights`.
     """
-    is_sent = needs(rails.geometry, group_ids)
-    all_tokens, all_choices = rails.spread(tokens, is_sent, _pack(group_ids, weights))
-    return all_tokens, *_unpack(rails.geometry, all_choices, group_ids.shape[1])
+    node_ids, all_weights, all_tokens = rails.gather(group_ids, weights, tokens)
+    assert all_tokens is not None
+    return all_tokens, node_ids, all_weights
 
 
 def _gather_fwd(
@@ -100,24 +54,6 @@ def _gather_bwd(
 gather.defvjp(_gather_fwd, _gather_bwd)
 
 
-def _pack(group_ids: jax.Array, weights: jax.Array | None) -> jax.Array:
-    """Ids, and weights if there are any, as one array of integers."""
-    if weights is None:
-        return group_ids
-    bits = lax.bitcast_convert_type(weights, jnp.int32)
-    return jnp.concatenate([group_ids, bits], axis=1)
-
-
-def _unpack(
-    geometry: Geometry, all_choices: jax.Array, n_choices: int
-) -> tuple[jax.Array, jax.Array | None]:
-    """The ids of `route_within`, and the weights, from what `_pack` gave on all nodes."""
-    node_ids = route_within(geometry, all_choices[:, :n_choices])
-    if all_choices.shape[1] == n_choices:
-        return node_ids, None
-    return node_ids, lax.bitcast_convert_type(all_choices[:, n_choices:], jnp.float32)
-
-
 def gather_choices(
     rails: Rails, group_ids: jax.Array, weights: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -131,8 +67,7 @@ def gather_choices(
 def _gather_choices(
     rails: Rails, group_ids: jax.Array, weights: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
-    (all_choices,) = rails.spread(_pack(group_ids, weights), None)
-    return _unpack(rails.geometry, all_choices, group_ids.shape[1])
+    return rails.gather(group_ids, weights, None)[:2]
 
 
 def _gather_choices_fwd(
@@ -161,7 +96,7 @@ def spread_tokens(
 
     The gradient is the sum of the nodes' gradients in node order, rounded once.
     """
-    return rails.spread(tokens, needs(rails.geometry, group_ids))[0]
+    return rails.spread(tokens, needs(rails.geometry, group_ids))
 
 
 def _spread_tokens_fwd(
@@ -189,8 +124,7 @@ def spread_weights(
     comes from the node that has its group.
     """
     is_row = weights.ndim > 2
-    is_sent = _choices_of_nodes(rails.geometry, group_ids) if is_row else None
-    return rails.spread(weights, is_sent)[0]
+    return rails.spread(weights, choices_of_nodes(rails.geometry, group_ids) if is_row else None)
 
 
 def _spread_weights_fwd(
@@ -228,19 +162,7 @@ def collect_sums(
     Returns:
         `[T, H]` in that dtype.
     """
-    total = sum_nodes(rails.collect(node_sums, (node_ids >= 0).any(axis=1)))
-    if residual is not None:
-        total = total + in_float32(residual)
-    return total.astype(node_sums.dtype)
-
-
-def sum_nodes(parts: jax.Array) -> jax.Array:
-    """float32 `[T, H]`: the sum of `[N, T, H]` in node order, starting from +0."""
-    total = parts[0].astype(jnp.float32)
-    for part in parts[1:]:
-        total = total + part.astype(jnp.float32)
-    # XLA drops "0 +". A sum that starts at +0 is never -0.
-    return total + jnp.where(total == 0, -total, jnp.zeros_like(total))
+    return rails.add_up(node_sums, residual, node_ids)
 
 
 def _collect_sums_fwd(
@@ -278,7 +200,7 @@ def collect_rows(
         node_ids: the same.
     """
     parts = rails.collect(rows, node_ids >= 0 if rows.ndim > 2 else None)
-    owners = jnp.clip(_node_of(rails.geometry, group_ids), 0, rails.geometry.routed.n_nodes - 1)
+    owners = jnp.clip(node_of(rails.geometry, group_ids), 0, rails.geometry.routed.n_nodes - 1)
     index = owners.reshape(1, *owners.shape, *[1] * (parts.ndim - 3))
     integers = jnp.take_along_axis(as_integers(parts), index, axis=0)[0]
     return lax.bitcast_convert_type(integers, parts.dtype)

@@ -1,7 +1,6 @@
 """Transport `nvshmem`: `p2p` inside each node, NVSHMEM between the nodes."""
 
 import math
-from typing import Any
 
 import jax
 
@@ -13,7 +12,13 @@ from jax_ep.transports.nodes import P2pByNodes
 from jax_ep.transports.overlapped import OverlappingConnection
 from jax_ep.transports.rails import Rails
 from jax_ep.xla_ffi import extension
-from jax_ep.xla_ffi.rail import bind_rail, bind_rail_combine, bind_rail_dispatch
+from jax_ep.xla_ffi.rail import (
+    bind_rail,
+    bind_rail_combine,
+    bind_rail_dispatch,
+    bind_rail_gather,
+    bind_rail_sum,
+)
 
 # How long close() waits for a peer, which may be dead, after `p2p` has waited for it.
 _MAX_CLOSE_S = 2.0
@@ -28,23 +33,29 @@ class NvshmemRails(Rails):
         super().__init__(geometry)
         self._within = within
 
-    def spread(
-        self, rows: jax.Array, is_sent: jax.Array | None, extras: jax.Array | None = None
-    ) -> list[jax.Array]:
+    def spread(self, rows: jax.Array, is_sent: jax.Array | None) -> jax.Array:
         """One kernel."""
         flat = rows if is_sent is None else _flat(rows, is_sent.ndim - 1)
-        spread, *rest = self._bind(flat, by_node=False, is_sent=_mask(is_sent), extras=extras)
-        return [spread.reshape(-1, *rows.shape[1:]), *rest]
+        spread = bind_rail(self._within, flat, by_node=False, is_sent=_mask(is_sent))
+        return spread.reshape(-1, *rows.shape[1:])
 
     def collect(self, rows: jax.Array, is_sent: jax.Array | None) -> jax.Array:
         """One kernel."""
         flat = _flat(rows, 1 if is_sent is None else is_sent.ndim)
-        parts = self._bind(flat, by_node=True, fills=True, is_sent=_mask(is_sent))
-        return parts[0].reshape(self.geometry.routed.n_nodes, -1, *rows.shape[1:])
+        parts = bind_rail(self._within, flat, by_node=True, is_sent=_mask(is_sent))
+        return parts.reshape(self.geometry.routed.n_nodes, -1, *rows.shape[1:])
 
-    def _bind(self, rows: jax.Array, **options: Any) -> list[jax.Array]:
-        n_nodes = self.geometry.routed.n_nodes
-        return bind_rail(self._within, rows, n_nodes=n_nodes, **options)
+    def gather(
+        self, group_ids: jax.Array, weights: jax.Array | None, tokens: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+        """One kernel."""
+        return bind_rail_gather(self._within, group_ids, weights, tokens)
+
+    def add_up(
+        self, node_sums: jax.Array, residual: jax.Array | None, node_ids: jax.Array
+    ) -> jax.Array:
+        """One kernel."""
+        return bind_rail_sum(self._within, node_sums, residual, node_ids)
 
 
 def _mask(is_sent: jax.Array | None) -> jax.Array | None:
@@ -136,15 +147,14 @@ class NvshmemByNodes(OverlappingConnection, P2pByNodes):
             return
         nvshmem.release(key, is_captured)
 
-    def bind_dispatch(self, operands: DispatchOperands, is_sent: jax.Array) -> DispatchResults:
+    def bind_dispatch(self, operands: DispatchOperands, group_ids: jax.Array) -> DispatchResults:
         """One custom call, of two kernels."""
         handle_shape = self.inner.handle_shape(operands.group_ids.shape[0])
-        return bind_rail_dispatch(self.inner.geometry, operands, is_sent, handle_shape)
+        return bind_rail_dispatch(self.inner.geometry, operands, group_ids, handle_shape)
 
-    def bind_combine(self, operands: CombineOperands, is_sent: jax.Array) -> list[jax.Array]:
+    def bind_combine(self, operands: CombineOperands) -> list[jax.Array]:
         """One custom call, of two kernels."""
-        n_nodes = self.geometry.routed.n_nodes
-        return bind_rail_combine(self.inner.geometry, operands, is_sent, n_nodes)
+        return bind_rail_combine(self.inner.geometry, operands)
 
     def memory(self) -> int:
         """See `EPGroup.memory`."""

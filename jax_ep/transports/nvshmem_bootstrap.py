@@ -4,20 +4,20 @@ NVSHMEM knows one world per process, of all processes and one GPU each. What it 
 allocates in all of them at once, so heaps are kept and used again.
 """
 
-import contextlib
 import importlib.util
 import json
-import logging
 import os
 import pathlib
+import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from types import ModuleType
+from typing import TypeVar
 
 from jax_ep.exchange import Exchange
 from jax_ep.xla_ffi import extension
 
-_log = logging.getLogger("jax_ep")
+T = TypeVar("T")
 
 # In place of the job's id, from a process that has joined.
 _JOINED = b"joined"
@@ -25,10 +25,16 @@ _JOINED = b"joined"
 _NEW_IBGDA = (3, 5, 19)
 # NVSHMEM's collectives, which would use these, are not used.
 _ENVIRONMENT = {"NVSHMEM_DISABLE_NCCL": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+# A step of NVSHMEM's may take so long at least: the first one loads its libraries. Tests lower it.
+min_step_s = 60.0
+# Why a step has not ended, if so.
+_unfinished: str | None = None
 
 
 def why_missing() -> str | None:
     """Why this process has no NVSHMEM that the kernels can use; None if it has."""
+    if _unfinished is not None:
+        return _unfinished
     try:
         nvshmem = getattr(extension.load_cuda(), "nvshmem", None)
     except ImportError as error:
@@ -98,8 +104,8 @@ def join(nvshmem: ModuleType, exchange: Exchange, device: int) -> None:
         )
 
     def join_here() -> bytes:
-        with _reporting(exchange, "initialization"):
-            nvshmem.join(answers[0], exchange.process, len(exchange.processes), device)
+        arguments = answers[0], exchange.process, len(exchange.processes), device
+        _run_step(exchange, "initialization", lambda: nvshmem.join(*arguments))
         return b""
 
     exchange.gather("nvshmem joined", join_here)
@@ -120,8 +126,8 @@ def find_heap(nvshmem: ModuleType, exchange: Exchange, key: str, n_bytes: int) -
         return min(pinned or common)
 
     def allocate() -> bytes:
-        with _reporting(exchange, "allocation of memory"):
-            return str(nvshmem.allocate(n_bytes)).encode()
+        number = _run_step(exchange, "allocation of memory", lambda: nvshmem.allocate(n_bytes))
+        return str(number).encode()
 
     answers = exchange.gather("heap", allocate)
     if len(set(answers)) > 1:
@@ -133,26 +139,31 @@ def find_heap(nvshmem: ModuleType, exchange: Exchange, key: str, n_bytes: int) -
     return int(answers[0])
 
 
-@contextlib.contextmanager
-def _reporting(exchange: Exchange, step: str) -> Iterator[None]:
-    """Logs an error if a step of NVSHMEM's takes longer than the group's time limit.
+def _run_step(exchange: Exchange, step: str, run: Callable[[], T]) -> T:
+    """Runs a step of NVSHMEM's, which waits for all processes and has no time limit of its own.
 
-    Such a step waits for all processes and has no limit of its own, nor can it be ended.
+    Raises TimeoutError after the group's time limit, or a minute if that is longer. Nothing can end
+    the step, so NVSHMEM is of no use to this process from then on.
     """
+    global _unfinished
+    limit_s = max(exchange.timeout_s, min_step_s)
+    results: queue.Queue[T | BaseException] = queue.Queue()
 
-    def report() -> None:
-        _log.error(
-            "Process %d has waited %g s for the others in NVSHMEM's %s, which has no time limit. "
-            "If one of them has died, restart the job.",
-            exchange.process,
-            exchange.timeout_s,
-            step,
-        )
+    def work() -> None:
+        try:
+            results.put(run())
+        except BaseException as error:
+            results.put(error)
 
-    timer = threading.Timer(exchange.timeout_s, report)
-    timer.daemon = True
-    timer.start()
+    threading.Thread(target=work, name=f"NVSHMEM's {step}", daemon=True).start()
     try:
-        yield
-    finally:
-        timer.cancel()
+        result = results.get(timeout=limit_s)
+    except queue.Empty:
+        _unfinished = (
+            f"NVSHMEM's {step} has not ended within {limit_s:g} s. It waits for all processes: one "
+            "of them may have died. Restart the job."
+        )
+        raise TimeoutError(_unfinished) from None
+    if isinstance(result, BaseException):
+        raise result
+    return result

@@ -25,18 +25,18 @@ class OverlappingConnection(NodesConnection):
     """The calls with many tokens overlap with their exchanges; not those that `start` starts."""
 
     @abc.abstractmethod
-    def bind_dispatch(self, operands: DispatchOperands, is_sent: jax.Array) -> DispatchResults:
+    def bind_dispatch(self, operands: DispatchOperands, group_ids: jax.Array) -> DispatchResults:
         """Sends this rank's tokens to the nodes that need them, and dispatches all in this node.
 
         Has no derivative.
 
         Args:
             operands: of the dispatch inside the node, but with the tokens of this rank, `[T, H]`.
-            is_sent: `bool[N, T]`, the nodes that need a token.
+            group_ids: `int32[T, N_c]`, this rank's choices, which say what nodes need a token.
         """
 
     @abc.abstractmethod
-    def bind_combine(self, operands: CombineOperands, is_sent: jax.Array) -> list[jax.Array]:
+    def bind_combine(self, operands: CombineOperands) -> list[jax.Array]:
         """Combines inside this node, and adds the sums of all nodes: `[T, H]`.
 
         The second result, if there are `row_scalars`, is `float32[N * T, N_c]`: those that the
@@ -44,7 +44,6 @@ class OverlappingConnection(NodesConnection):
 
         Args:
             operands: of the combine inside the node, but with the residual of this rank, `[T, H]`.
-            is_sent: `bool[N * T]`, the tokens of all nodes that have rows in this one.
         """
 
     def dispatch(self, operands: DispatchOperands) -> DispatchResults:
@@ -75,8 +74,7 @@ def _spread_and_dispatch(
     connection: OverlappingConnection, operands: DispatchOperands, group_ids: jax.Array
 ) -> DispatchResults:
     """See `bind_dispatch`; `group_ids` are `int32[T, N_c]`, of this rank's choices."""
-    is_sent = between_nodes.needs(connection.geometry, group_ids)
-    return connection.bind_dispatch(operands, is_sent).named()
+    return connection.bind_dispatch(operands, group_ids).named()
 
 
 spread_and_dispatch = jax.custom_vjp(_spread_and_dispatch, nondiff_argnums=(0,))
@@ -102,7 +100,7 @@ def _spread_and_dispatch_bwd(
     plain_sum = CombineOperands(
         cotangents.tokens, saved.routing, row_scalars=cotangents.row_weights
     )
-    tokens, *weights = _bind_combine(connection, plain_sum)
+    tokens, *weights = connection.bind_combine(plain_sum)
     topk_weights = weights[0] if weights else None
     return dataclasses.replace(saved.like, tokens=tokens, topk_weights=topk_weights), None
 
@@ -110,16 +108,11 @@ def _spread_and_dispatch_bwd(
 spread_and_dispatch.defvjp(_spread_and_dispatch_fwd, _spread_and_dispatch_bwd)
 
 
-def _bind_combine(connection: OverlappingConnection, operands: CombineOperands) -> list[jax.Array]:
-    is_sent = (operands.routing.group_ids >= 0).any(axis=1)
-    return connection.bind_combine(operands, is_sent)
-
-
 def _combine_and_collect(
     connection: OverlappingConnection, operands: CombineOperands, group_ids: jax.Array
 ) -> jax.Array:
     """See `bind_combine`; `group_ids` are `int32[T, N_c]`, of this rank's choices."""
-    return _bind_combine(connection, operands)[0]
+    return connection.bind_combine(operands)[0]
 
 
 combine_and_collect = jax.custom_vjp(_combine_and_collect, nondiff_argnums=(0,))

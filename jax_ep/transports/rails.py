@@ -12,32 +12,30 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep.geometry import Geometry
+from jax_ep.transports.node_routing import needs, route_within
+from jax_ep.transports.rounding import in_float32
 
 
 class Rails(abc.ABC):
     """The rails of a group. Immutable and hashable: a static parameter of traced calls.
 
-    Neither function has a derivative; between_nodes.py defines those of what is made of them.
+    No function has a derivative; between_nodes.py defines those of what is made of them.
     """
 
     def __init__(self, geometry: Geometry) -> None:
         self.geometry = geometry
 
     @abc.abstractmethod
-    def spread(
-        self, rows: jax.Array, is_sent: jax.Array | None, extras: jax.Array | None = None
-    ) -> list[jax.Array]:
+    def spread(self, rows: jax.Array, is_sent: jax.Array | None) -> jax.Array:
         """Gives this rank's rows to every node of its rail.
 
         Args:
             rows: `[T, ...]`.
             is_sent: `bool[N, T]`, or with more dimensions of the rows: the nodes that need a row.
                 None: all do.
-            extras: `[T, ...]`, for all nodes, or None.
 
         Returns:
-            `[N * T, ...]`, the rows of all nodes, undefined where this node needs none; then, if
-            there are any, the extras of all nodes.
+            `[N * T, ...]`, the rows of all nodes, undefined where this node needs none.
         """
 
     @abc.abstractmethod
@@ -53,6 +51,45 @@ class Rails(abc.ABC):
             `[N, T, ...]`, by the node that they come from.
         """
 
+    def gather(
+        self, group_ids: jax.Array, weights: jax.Array | None, tokens: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+        """What a dispatch inside the node needs of all nodes.
+
+        Args:
+            group_ids: `int32[T, N_c]` of this rank's tokens.
+            weights: `float32[T, N_c]` or None.
+            tokens: `[T, H]` or None.
+
+        Returns:
+            The ids of `route_within`, `int32[N * T, N_c]`; `float32[N * T, N_c]` if there are
+            weights; and `[N * T, H]` if there are tokens, undefined where this node needs none.
+        """
+        all_choices = self.spread(_pack(group_ids, weights), None)
+        choices = _unpack(self.geometry, all_choices, group_ids.shape[1])
+        if tokens is None:
+            return *choices, None
+        return *choices, self.spread(tokens, needs(self.geometry, group_ids))
+
+    def add_up(
+        self, node_sums: jax.Array, residual: jax.Array | None, node_ids: jax.Array
+    ) -> jax.Array:
+        """The nodes' sums of this rank's tokens, in node order, then the residual; rounded once.
+
+        Args:
+            node_sums: `[N * T, H]`, this node's sums for all nodes' tokens; zero for those without
+                choices here.
+            residual: `[T, H]` or None.
+            node_ids: `int32[N * T, N_c]` of `route_within`.
+
+        Returns:
+            `[T, H]` in the dtype of the sums.
+        """
+        total = sum_nodes(self.collect(node_sums, (node_ids >= 0).any(axis=1)))
+        if residual is not None:
+            total = total + in_float32(residual)
+        return total.astype(node_sums.dtype)
+
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and self.geometry == getattr(other, "geometry", None)
 
@@ -67,21 +104,16 @@ class XlaRails(Rails):
     NaNs.
     """
 
-    def spread(
-        self, rows: jax.Array, is_sent: jax.Array | None, extras: jax.Array | None = None
-    ) -> list[jax.Array]:
-        """One collective each."""
-        return [self._spread(x) for x in (rows, extras) if x is not None]
+    def spread(self, rows: jax.Array, is_sent: jax.Array | None) -> jax.Array:
+        """One collective."""
+        axis_name = self.geometry.axis_name
+        integers = lax.all_gather(as_integers(rows), axis_name, axis_index_groups=self._groups())
+        return lax.bitcast_convert_type(integers, rows.dtype).reshape(-1, *rows.shape[1:])
 
     def collect(self, rows: jax.Array, is_sent: jax.Array | None) -> jax.Array:
         """One collective."""
         parts = as_integers(rows).reshape(self.geometry.routed.n_nodes, -1, *rows.shape[1:])
         return lax.bitcast_convert_type(self._all_to_all(parts), rows.dtype)
-
-    def _spread(self, x: jax.Array) -> jax.Array:
-        axis_name = self.geometry.axis_name
-        integers = lax.all_gather(as_integers(x), axis_name, axis_index_groups=self._groups())
-        return lax.bitcast_convert_type(integers, x.dtype).reshape(-1, *x.shape[1:])
 
     def _groups(self) -> list[list[int]]:
         """The ranks of each rail, by node."""
@@ -110,3 +142,29 @@ class XlaRails(Rails):
 def as_integers(x: jax.Array) -> jax.Array:
     """The bits of `x`."""
     return lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+
+
+def sum_nodes(parts: jax.Array) -> jax.Array:
+    """float32 `[T, H]`: the sum of `[N, T, H]` in node order, starting from +0."""
+    total = parts[0].astype(jnp.float32)
+    for part in parts[1:]:
+        total = total + part.astype(jnp.float32)
+    # XLA drops "0 +". A sum that starts at +0 is never -0.
+    return total + jnp.where(total == 0, -total, jnp.zeros_like(total))
+
+
+def _pack(group_ids: jax.Array, weights: jax.Array | None) -> jax.Array:
+    """Ids, and weights if there are any, as one array of integers."""
+    if weights is None:
+        return group_ids
+    return jnp.concatenate([group_ids, lax.bitcast_convert_type(weights, jnp.int32)], axis=1)
+
+
+def _unpack(
+    geometry: Geometry, all_choices: jax.Array, n_choices: int
+) -> tuple[jax.Array, jax.Array | None]:
+    """The ids of `route_within`, and the weights, from what `_pack` gave on all nodes."""
+    node_ids = route_within(geometry, all_choices[:, :n_choices])
+    if all_choices.shape[1] == n_choices:
+        return node_ids, None
+    return node_ids, lax.bitcast_convert_type(all_choices[:, n_choices:], jnp.float32)

@@ -43,6 +43,8 @@ TARGETS = (
     "jax_ep_rail",
     "jax_ep_rail_combine",
     "jax_ep_rail_dispatch",
+    "jax_ep_rail_gather",
+    "jax_ep_rail_sum",
     "jax_ep_wait_started",
 )
 

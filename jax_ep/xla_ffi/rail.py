@@ -22,49 +22,84 @@ from jax_ep.xla_ffi.primitives import (
 
 
 def bind_rail(
-    geometry: Geometry,
-    rows: jax.Array,
-    *,
-    n_nodes: int,
-    by_node: bool,
-    fills: bool = False,
-    is_sent: jax.Array | None = None,
-    extras: jax.Array | None = None,
-) -> list[jax.Array]:
+    geometry: Geometry, rows: jax.Array, *, by_node: bool, is_sent: jax.Array | None = None
+) -> jax.Array:
     """Sends rows to all nodes of the rail.
 
     Args:
         geometry: within nodes.
         rows: `[n, W]`, for every node; or `[N * n, W]`, n for each. A row takes a multiple of 4
             bytes.
-        n_nodes: N.
         by_node: whether `rows` has a part for each node.
-        fills: whether rows that were not sent are zero in the result. Otherwise they are undefined.
         is_sent: `bool[N * n]`, whether to send a row to a node; None: all are sent. Those for this
             node always are.
-        extras: `[n, W2]`, always sent to every node; or None.
 
     Returns:
-        `[N * n, W]`, by the node that they come from; then the same of the extras, if there are
-        any.
+        `[N * n, W]`, by the node that they come from. Rows that were not sent are undefined, or
+        zero if `by_node`.
     """
     mask = None if is_sent is None else is_sent.astype(jnp.uint8)
-    return rail_p.bind(
+    (result,) = rail_p.bind(
         coordinate(geometry),
-        *present(mask, rows, extras),
+        *present(mask, rows),
         geometry=geometry,
-        n_nodes=n_nodes,
         has_mask=mask is not None,
-        has_extras=extras is not None,
         by_node=by_node,
-        fills=fills,
     )
+    return result
+
+
+def bind_rail_gather(
+    geometry: Geometry, group_ids: jax.Array, weights: jax.Array | None, tokens: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """Gives the choices of all tokens, routed within this node, and the tokens that it needs.
+
+    Args:
+        geometry: within nodes.
+        group_ids: `int32[T, N_c]`, of this rank's choices among the groups of all nodes.
+        weights: `float32[T, N_c]` or None.
+        tokens: `[T, W]` or None.
+
+    Returns:
+        The same of all nodes: `int32[N * T, N_c]` as of `route_within`, `float32[N * T, N_c]` and
+        `[N * T, W]`, of which tokens without choices here are undefined.
+    """
+    node_ids, *rest = rail_gather_p.bind(
+        coordinate(geometry),
+        *present(group_ids, weights, tokens),
+        geometry=geometry,
+        has_weights=weights is not None,
+        has_tokens=tokens is not None,
+    )
+    all_weights = None if weights is None else rest.pop(0)
+    return node_ids, all_weights, None if tokens is None else rest.pop(0)
+
+
+def bind_rail_sum(
+    geometry: Geometry, node_sums: jax.Array, residual: jax.Array | None, node_ids: jax.Array
+) -> jax.Array:
+    """Adds up the nodes' sums of this rank's tokens, then the residual: `[T, H]`.
+
+    Args:
+        geometry: within nodes.
+        node_sums: `[N * T, H]`, this node's sums for the tokens of all nodes; zero for those
+            without choices here.
+        residual: `[T, H]` or None.
+        node_ids: `int32[N * T, N_c]`, those of `bind_rail_gather`.
+    """
+    (result,) = rail_sum_p.bind(
+        coordinate(geometry),
+        *present(node_ids, node_sums, residual),
+        geometry=geometry,
+        has_residual=residual is not None,
+    )
+    return result
 
 
 def bind_rail_dispatch(
     geometry: Geometry,
     operands: DispatchOperands,
-    is_sent: jax.Array,
+    group_ids: jax.Array,
     handle_shape: tuple[int, ...],
 ) -> DispatchResults:
     """Sends tokens to all nodes of the rail, and dispatches those of all nodes inside this one.
@@ -72,18 +107,15 @@ def bind_rail_dispatch(
     Args:
         geometry: within nodes.
         operands: of the dispatch inside the node, but with the tokens of this rank, `[T, W]`.
-        is_sent: `bool[N, T]`, whether to send a token to a node.
+        group_ids: `int32[T, N_c]`, of this rank's choices, which say what nodes need a token.
         handle_shape: of the dispatch inside the node.
     """
     arrays, params = dispatch_call(geometry, operands, handle_shape)
-    mask = is_sent.reshape(-1).astype(jnp.uint8)
-    results = rail_dispatch_p.bind(*arrays, mask, **params)[:-2]
+    results = rail_dispatch_p.bind(*arrays, group_ids, **params)[:-2]
     return DispatchResults.of(results, params["has_weights"])
 
 
-def bind_rail_combine(
-    geometry: Geometry, operands: CombineOperands, is_sent: jax.Array, n_nodes: int
-) -> list[jax.Array]:
+def bind_rail_combine(geometry: Geometry, operands: CombineOperands) -> list[jax.Array]:
     """Combines inside the node, and adds the sums of all nodes: `[T, H]`.
 
     The second result, if there are `row_scalars`, is `float32[N * T, N_c]`: those that the choices
@@ -93,15 +125,13 @@ def bind_rail_combine(
         geometry: within nodes.
         operands: of the combine inside the node, which is a sum; but with the residual of this
             rank, `[T, H]`.
-        is_sent: `bool[N * T]`, the tokens of all nodes that have rows on this one.
-        n_nodes: N.
     """
     arrays, params = combine_call(geometry, operands)
-    return rail_combine_p.bind(*arrays, is_sent.astype(jnp.uint8), **params, n_nodes=n_nodes)
+    return rail_combine_p.bind(*arrays, **params)
 
 
-def _attributes(geometry: Geometry, n_nodes: int, **flags: bool) -> dict[str, Any]:
-    """The attributes that the handler reads."""
+def _attributes(geometry: Geometry, **flags: bool) -> dict[str, Any]:
+    """The attributes that a handler reads."""
     return dict(group=geometry.key, **{name: np.bool_(flag) for name, flag in flags.items()})
 
 
@@ -109,10 +139,31 @@ rail_p = make_primitive("jax_ep_rail", cuda=synchronous_cuda_call("jax_ep_rail",
 
 
 @rail_p.def_abstract_eval
-def _rail_types(*operands: Any, n_nodes: int, by_node: bool, has_extras: bool, **_: Any) -> Any:
-    rows, *extras = operands[-2:] if has_extras else operands[-1:]
-    n_rows = rows.shape[0] if by_node else rows.shape[0] * n_nodes
-    return [like(rows, (n_rows, *x.shape[1:]), x.dtype) for x in (rows, *extras)]
+def _rail_types(*operands: Any, geometry: Geometry, by_node: bool, **_: Any) -> Any:
+    rows = operands[-1]
+    return [rows if by_node else _of_all_nodes(geometry, rows)]
+
+
+rail_gather_p = make_primitive(
+    "jax_ep_rail_gather", cuda=synchronous_cuda_call("jax_ep_rail_gather", _attributes)
+)
+
+
+@rail_gather_p.def_abstract_eval
+def _rail_gather_types(_: Any, *operands: Any, geometry: Geometry, **__: Any) -> Any:
+    return [_of_all_nodes(geometry, x) for x in operands]
+
+
+rail_sum_p = make_primitive(
+    "jax_ep_rail_sum", cuda=synchronous_cuda_call("jax_ep_rail_sum", _attributes)
+)
+
+
+@rail_sum_p.def_abstract_eval
+def _rail_sum_types(
+    _: Any, node_ids: Any, node_sums: Any, *__: Any, geometry: Geometry, **___: Any
+) -> Any:
+    return [_of_own_tokens(geometry, node_sums)]
 
 
 rail_dispatch_p = make_primitive(
@@ -121,13 +172,13 @@ rail_dispatch_p = make_primitive(
 
 
 @rail_dispatch_p.def_abstract_eval
-def _rail_dispatch_types(coordinate: Any, tokens: Any, *operands: Any, **params: Any) -> Any:
+def _rail_dispatch_types(
+    coordinate: Any, tokens: Any, *operands: Any, geometry: Geometry, **params: Any
+) -> Any:
     """Those of a dispatch, then memory for the tokens of all nodes and for a word of each tile."""
-    *_, mask = operands
-    n_all = mask.shape[0]
-    types = dispatch_types(coordinate, tokens, *operands, **params)
-    all_tokens = like(tokens, (n_all, tokens.shape[1]), tokens.dtype)
-    return [*types, all_tokens, like(tokens, (n_all,), jnp.uint32)]
+    types = dispatch_types(coordinate, tokens, *operands, geometry=geometry, **params)
+    all_tokens = _of_all_nodes(geometry, tokens)
+    return [*types, all_tokens, like(tokens, all_tokens.shape[:1], jnp.uint32)]
 
 
 rail_combine_p = make_primitive(
@@ -137,8 +188,17 @@ rail_combine_p = make_primitive(
 
 @rail_combine_p.def_abstract_eval
 def _rail_combine_types(
-    coordinate: Any, expert_out: Any, group_ids: Any, *_: Any, n_nodes: int, **params: Any
+    coordinate: Any, expert_out: Any, group_ids: Any, *_: Any, geometry: Geometry, **params: Any
 ) -> Any:
-    sums, *scalars = combine_types(coordinate, expert_out, group_ids, **params)
-    n_all, size = sums.shape
-    return [like(sums, (n_all // n_nodes, size), sums.dtype), *scalars]
+    sums, *scalars = combine_types(coordinate, expert_out, group_ids, geometry=geometry, **params)
+    return [_of_own_tokens(geometry, sums), *scalars]
+
+
+def _of_all_nodes(geometry: Geometry, x: Any) -> Any:
+    """The type of what all nodes have, given that of what this rank has."""
+    return like(x, (x.shape[0] * geometry.routed.n_source_nodes, *x.shape[1:]), x.dtype)
+
+
+def _of_own_tokens(geometry: Geometry, x: Any) -> Any:
+    """The inverse."""
+    return like(x, (x.shape[0] // geometry.routed.n_source_nodes, *x.shape[1:]), x.dtype)

@@ -73,78 +73,117 @@ __device__ T* Mapped(const RailCall& call, const Peer& peer, T* own) {
   return reinterpret_cast<T*>(peer.heap + (reinterpret_cast<uint8_t*>(own) - call.heap));
 }
 
-// The rows of a tile that go to `node`, a bit for each. Called by every warp.
-__device__ inline uint32_t RowsFor(const RailCall& call, int64_t node, int64_t tile) {
-  const int64_t n_rows = call.tiles.Rows(tile), lane = threadIdx.x % p2p::kWarpSize;
-  const uint8_t* const mask = call.mask == nullptr
-                                  ? nullptr
-                                  : call.mask + node * call.tiles.n_rows + call.tiles.Begin(tile);
-  return __ballot_sync(~0u, lane < n_rows && (mask == nullptr || mask[lane] != 0));
+// Another rank of the rail.
+struct Link {
+  int64_t node;
+  Peer peer;
+  int64_t here, there;  // its index among this rank's other nodes, and this rank's among its
+
+  __device__ Link(const RailCall& call, int64_t node)
+      : node(node),
+        peer(call.peers[node]),
+        here(RailExchange::OtherNode(call.node, node)),
+        there(RailExchange::OtherNode(node, call.node)) {}
+};
+
+// The node that is `d` after this rank's in the order in which all tiles are sent, or `d` before
+// it, as they are received.
+__device__ inline int64_t NodeAfter(const RailCall& call, int64_t d) {
+  return (call.node + d) % call.n_nodes;
+}
+__device__ inline int64_t NodeBefore(const RailCall& call, int64_t d) {
+  return (call.node + call.n_nodes - d) % call.n_nodes;
 }
 
-// Waits until the tile before the last has been taken from the stream to `node`. Called by all
-// threads; so are the following.
-__device__ inline bool WaitForRoom(const RailCall& call, const Channel& channel, int64_t node,
-                                   int64_t item) {
+// Whether the row of this rank goes to the node.
+__device__ inline bool IsFor(const RailCall& call, int64_t node, int64_t row) {
+  const int64_t row_of_all = node * call.tiles.n_rows + row;
+  if (call.mask != nullptr) return call.mask[row_of_all] != 0;
+  const Choices& choices = call.choices;
+  if (choices.ids == nullptr) return true;
+  const bool is_routed = call.rows.by_node;
+  const int32_t* const ids = choices.ids + (is_routed ? row_of_all : row) * choices.n;
+  bool is_for = false;
+#pragma unroll 8
+  for (int k = 0; k < choices.n; ++k) {
+    const int32_t id = __ldg(ids + k);
+    is_for |= is_routed ? id >= 0 : choices.groups.Has(node, id);
+  }
+  return is_for;
+}
+
+// The rows of a tile that go to `node`, a bit for each. Called by one warp, converged.
+__device__ inline uint32_t RowsFor(const RailCall& call, int64_t node, int64_t tile) {
+  const int64_t row = call.tiles.Begin(tile) + threadIdx.x % p2p::kWarpSize;
+  const bool is_row = row < call.tiles.Begin(tile) + call.tiles.Rows(tile);
+  return __ballot_sync(~0u, is_row && IsFor(call, node, row));
+}
+
+// Waits until the tile before the last has been taken from the stream over `link`; gives the mask
+// of the rows of `tile`, which is item `item`. Called by all threads; so are the following.
+__device__ inline bool WaitForRoom(const RailCall& call, const Channel& channel, const Link& link,
+                                   int64_t item, int64_t tile, uint32_t* mask) {
+  __shared__ uint32_t rows;
   bool has_room = true;
   if (threadIdx.x == 0) {
-    const int64_t other = RailExchange::OtherNode(call.node, node);
-    uint64_t* const credits = Word(call, call.map.Credit(other, channel.index));
-    const Failure failure{Phase::kTileTaken, static_cast<uint32_t>(node),
+    uint64_t* const credits = Word(call, call.map.Credit(link.here, channel.index));
+    const Failure failure{Phase::kTileTaken, static_cast<uint32_t>(link.node),
                           static_cast<uint32_t>(item)};
     has_room = Poll(call, credits, failure, [&](uint64_t n_taken) {
       return RailExchange::stream().HasRoom(item, static_cast<int64_t>(n_taken));
     });
+  } else if (threadIdx.x / p2p::kWarpSize == 1) {  // meanwhile
+    const uint32_t found = RowsFor(call, link.node, tile);
+    if (threadIdx.x % p2p::kWarpSize == 0) rows = found;
   }
-  return __syncthreads_and(has_room);
+  if (!__syncthreads_and(has_room)) return false;
+  *mask = rows;
+  return true;
 }
 
-// The memory to fill with what item `item` of the stream to `node` carries: the peer's, where
-// stores reach it.
-__device__ inline uint8_t* PlaceToFill(const RailCall& call, const Channel& channel, int64_t node,
-                                       int64_t item) {
-  const Peer peer = call.peers[node];
-  const int64_t there = RailExchange::OtherNode(node, call.node);
-  const int64_t here = RailExchange::OtherNode(call.node, node);
-  if (peer.heap == nullptr) return call.heap + call.map.Staged(here, channel.index, item);
-  return Mapped(call, peer, call.heap + call.map.Place(there, channel.index, item));
+// The memory to fill with what item `item` of the stream carries: the peer's, where stores reach
+// it.
+__device__ inline uint8_t* PlaceToFill(const RailCall& call, const Channel& channel,
+                                       const Link& link, int64_t item) {
+  if (link.peer.heap == nullptr) {
+    return call.heap + call.map.Staged(link.here, channel.index, item);
+  }
+  return Mapped(call, link.peer, call.heap + call.map.Place(link.there, channel.index, item));
 }
 
 // Sends what all threads have filled, a tile with the rows of the mask.
-__device__ inline void SendPlace(const RailCall& call, const Channel& channel, int64_t node,
+__device__ inline void SendPlace(const RailCall& call, const Channel& channel, const Link& link,
                                  int64_t item, const uint8_t* filled, uint32_t mask) {
-  const Peer peer = call.peers[node];
-  const int64_t there = RailExchange::OtherNode(node, call.node);
-  uint64_t* const word = Word(call, call.map.Word(there, channel.index, item));
+  uint64_t* const word = Word(call, call.map.Word(link.there, channel.index, item));
   const uint64_t value = RailExchange::stream().Word(item, mask);
-  if (peer.heap != nullptr) {
+  if (link.peer.heap != nullptr) {
     __syncthreads();
     if (threadIdx.x == 0) {
-      SystemWord(*Mapped(call, peer, word)).store(value, cuda::memory_order_release);
+      SystemWord(*Mapped(call, link.peer, word)).store(value, cuda::memory_order_release);
     }
     return;
   }
   __threadfence_system();
   __syncthreads();
   const int64_t bytes = call.tiles.extra_bytes + __popc(mask) * call.rows.bytes;
-  PutAndSignal(call.heap + call.map.Place(there, channel.index, item), filled, bytes, word, value,
-               peer.pe);
+  PutAndSignal(call.heap + call.map.Place(link.there, channel.index, item), filled, bytes, word,
+               value, link.peer.pe);
 }
 
-// Waits for item `item` of the stream from `node`; gives the mask of its rows.
-__device__ inline bool WaitForTile(const RailCall& call, const Channel& channel, int64_t node,
+// Waits for item `item` of the stream over `link`; gives the mask of its rows.
+__device__ inline bool WaitForTile(const RailCall& call, const Channel& channel, const Link& link,
                                    int64_t item, uint32_t* mask) {
   __shared__ uint64_t word_seen;
   bool has_come = true;
   if (threadIdx.x == 0) {
-    const int64_t other = RailExchange::OtherNode(call.node, node);
-    uint64_t* const word = Word(call, call.map.Word(other, channel.index, item));
-    const Failure failure{Phase::kTile, static_cast<uint32_t>(node), static_cast<uint32_t>(item)};
+    uint64_t* const word = Word(call, call.map.Word(link.here, channel.index, item));
+    const Failure failure{Phase::kTile, static_cast<uint32_t>(link.node),
+                          static_cast<uint32_t>(item)};
     has_come = Poll(call, word, failure, [&](uint64_t value) {
       word_seen = value;
       return RailExchange::stream().HasArrived(value, item);
     });
-    if (has_come && call.peers[node].heap == nullptr) MakeVisible(word);
+    if (has_come && link.peer.heap == nullptr) MakeVisible(word);
   }
   if (!__syncthreads_and(has_come)) return false;
   *mask = EpochWordValue(word_seen);
@@ -153,22 +192,21 @@ __device__ inline bool WaitForTile(const RailCall& call, const Channel& channel,
 
 // Tells the sender that the item has been taken. Only this block writes the sender's word, so it
 // may be stored where stores are in order. Called by one thread.
-__device__ inline void ReturnCredit(const RailCall& call, const Channel& channel, int64_t node,
+__device__ inline void ReturnCredit(const RailCall& call, const Channel& channel, const Link& link,
                                     int64_t item) {
-  const Peer peer = call.peers[node];
-  const int64_t there = RailExchange::OtherNode(node, call.node);
-  uint64_t* const credits = Word(call, call.map.Credit(there, channel.index));
-  if (peer.heap != nullptr) {
-    SystemWord(*Mapped(call, peer, credits)).store(item + 1, cuda::memory_order_release);
+  uint64_t* const credits = Word(call, call.map.Credit(link.there, channel.index));
+  if (link.peer.heap != nullptr) {
+    SystemWord(*Mapped(call, link.peer, credits)).store(item + 1, cuda::memory_order_release);
   } else {
-    AddToWord(credits, 1, peer.pe);
+    AddToWord(credits, 1, link.peer.pe);
   }
 }
 
-// Counts a block of the channel; the second one counts the items. Called by one thread.
+// Counts a block of the channel; the second one counts the items, which both have read. Called by
+// one thread, after a barrier that follows the reads.
 __device__ inline void CountItems(const RailCall& call, const Channel& channel) {
   DeviceWord n_done(call.state->n_blocks_done[channel.index]);
-  if (n_done.fetch_add(1, cuda::memory_order_acq_rel) + 1 != 2) return;
+  if (n_done.fetch_add(1, cuda::memory_order_relaxed) + 1 != 2) return;
   n_done.store(0, cuda::memory_order_relaxed);
   call.state->n_items[channel.index] = channel.first_item + channel.Tiles(call);
 }
