@@ -189,6 +189,8 @@ run_kernels() {
   lines=30
   step kernels_peer_memory 20 "$bin/peer_memory_test"
   step kernels_fail 60 "$program" fail 4 "$gpus"
+  # Blocks that share a GPU have several messages each.
+  step kernels_fail_8 60 "$program" fail 8 "$gpus"
   step kernels_cases 120 "$program" cases 4 "$gpus" 20
   step kernels_formats 120 "$bin/p2p_format_test" 4 "$gpus" 60
   step kernels_2_processes_on_one_gpu 120 "$program" processes 2 1 2 10

@@ -30,8 +30,10 @@ __device__ inline MessageToSum ReadMessageToSum(const CombineArgs& args, int ite
   // All are loaded at once: the row of a message that does not exist may hold anything.
   const int32_t n_messages = __ldg(args.message_counts + slot.source);
   const ReceivedMessage message = ReadMessage(args, slot);
-  // After a dispatch that has failed, the counts may hold anything, too.
-  if (HasFailed(call) || slot.slot >= n_messages) return {-1, {0, kNotHere}};
+  // After a dispatch that has failed, the counts may hold anything, too. A wait may have left the
+  // lanes apart, which must agree.
+  const bool failed = __any_sync(kAllLanes, HasFailed(call));
+  if (failed || slot.slot >= n_messages) return {-1, {0, kNotHere}};
   return {slot.source, message};
 }
 
