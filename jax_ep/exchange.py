@@ -20,6 +20,8 @@ from jax_ep._jax_compat import distributed_client
 ExchangeFn = Callable[[str, bytes], list[bytes]]
 
 _OK, _FAILED = b"+", b"-"
+# How long a process that has reached a time limit still waits for the others.
+_AFTER_TIMEOUT_S = 2.0
 
 # Exchanges created so far, by name. All processes create the same ones, so counts agree.
 _n_made: collections.Counter[str] = collections.Counter()
@@ -71,19 +73,27 @@ class Exchange:
             return self._through_client(key, payload, timeout_s or self.timeout_s)
         return self._through_collectives(payload)
 
-    def gather(self, step: str, make: Callable[[], bytes]) -> list[bytes]:
-        """Exchanges the result of `make`; if it fails in a process, all raise RuntimeError."""
+    def gather(
+        self, step: str, make: Callable[[], bytes], timeout_s: float | None = None
+    ) -> list[bytes]:
+        """Exchanges the result of `make`; if it fails in a process, all raise RuntimeError.
+
+        A process in which `make` raises TimeoutError, hardly waits for the others and may raise it.
+        """
         cause: Exception | None = None
         try:
             message = _OK + make()
         except Exception as error:
             cause = error
             message = _FAILED + (str(error) or type(error).__name__).encode()
+        has_waited = isinstance(cause, TimeoutError)
         try:
-            answers = self(step, message)
+            answers = self(step, message, _AFTER_TIMEOUT_S if has_waited else timeout_s)
         except Exception as error:
             if cause is None:
                 raise
+            if has_waited:
+                raise cause from None
             raise error from cause
         for process, answer in zip(self.processes, answers, strict=True):
             if not answer.startswith(_OK):

@@ -1,13 +1,17 @@
 """The steps in which processes open a rail of `nvshmem`, without NVSHMEM or GPUs."""
 
 import json
+import queue
 import threading
+import time
 from types import SimpleNamespace
 
+import jax
 import pytest
 
 import jax_ep
 from harness import AXIS, make_mesh
+from jax_ep import exchange as exchange_module
 from jax_ep.geometry import Geometry
 from jax_ep.transports import nvshmem, nvshmem_bootstrap
 
@@ -21,7 +25,7 @@ class Answers:
         self.others = others
         self.steps = []
 
-    def gather(self, step, make):
+    def gather(self, step, make, timeout_s=None):
         self.steps.append(step)
         own = make()
         other = self.others[step.replace(" ", "_")]
@@ -79,6 +83,51 @@ def test_steps_of_nvshmem_have_a_time_limit(step, monkeypatch):
         run_step(step, exchange, released.wait)
     assert nvshmem_bootstrap.why_missing().startswith(wanted)
     released.set()
+
+
+def test_an_interrupted_step_is_not_made_again(monkeypatch):
+    monkeypatch.setattr(nvshmem_bootstrap, "_unfinished", None)
+    monkeypatch.setattr(queue.Queue, "get", raising_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run_step("initialization", Answers(nvshmem_id=b"", nvshmem_joined=b""), lambda: None)
+    assert "was interrupted" in nvshmem_bootstrap.why_missing()
+
+
+def raising_interrupt(*_, **__):
+    raise KeyboardInterrupt
+
+
+class DeadPeer:
+    """JAX's key-value store, in which process 1 answers a first step and nothing else."""
+
+    def __init__(self):
+        self.values = {}
+
+    def key_value_set_bytes(self, key, value):
+        self.values[key] = value
+
+    def blocking_key_value_get_bytes(self, key, left_ms):
+        if key.endswith("nvshmem id/1"):
+            return b"+"
+        if key not in self.values:
+            time.sleep(left_ms / 1000)
+            raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
+        return self.values[key]
+
+
+def test_the_limit_of_a_step_is_told_where_a_peer_has_died(monkeypatch):
+    monkeypatch.setattr(nvshmem_bootstrap, "min_step_s", 0.1)
+    monkeypatch.setattr(nvshmem_bootstrap, "_unfinished", None)
+    exchange = exchange_module.Exchange(
+        "group", processes=(0, 1), process=0, timeout_s=0.3, client=DeadPeer()
+    )
+    monkeypatch.setattr(exchange_module, "_AFTER_TIMEOUT_S", 0.1)
+    released = threading.Event()
+    begin = time.monotonic()
+    with pytest.raises(TimeoutError, match="has not ended within 0.3 s.*Restart the job"):
+        run_step("initialization", exchange, released.wait)
+    released.set()
+    assert time.monotonic() - begin < 0.55  # not twice the limit
 
 
 @pytest.mark.parametrize(

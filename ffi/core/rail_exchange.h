@@ -66,7 +66,7 @@ struct RailExchange {
     const int64_t share = min(kPlacesBytes / n_places, kMaxPlaceBytes);
     RailExchange map{};
     map.n_nodes = n_nodes;
-    const int64_t least = message_bytes + kMessageAlignment;  // extras are padded
+    const int64_t least = message_bytes + kMessageAlignment;  // choices are padded
     map.place_bytes = AlignUp(max(share, least), kMessageAlignment);
     map.words = After(0, n_places * sizeof(uint64_t));
     map.credits = After(map.words.end(), n_streams * sizeof(uint64_t));

@@ -49,8 +49,16 @@ Status ReadCall(const Caller& caller, const RailSumAttributes& attributes,
   }
   rail.rows.to = static_cast<uint8_t*>(result_reader.Next("the result", type, own));
   reader.ExpectEnd("operands");
-  if (status.ok()) status = CheckRowBytes(caller.config(), rail.rows.bytes);
-  return status.ok() ? CutRows(/*n_turns=*/1, &rail) : status;
+  result_reader.ExpectEnd("results");
+  if (!status.ok()) return status;
+  if (n_all % rail.n_nodes != 0) {
+    return InvalidArgument("the number of sums must be a multiple of the nodes'.");
+  }
+  if (rail.rows.bytes <= 0 || rail.rows.bytes % static_cast<int64_t>(kVectorBytes) != 0) {
+    return InvalidArgument("a sum must be a positive multiple of " + std::to_string(kVectorBytes) +
+                           " bytes; got " + std::to_string(rail.rows.bytes));
+  }
+  return CutRows(/*n_turns=*/1, &rail);
 }
 
 ffi::Error RailSumImpl(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi::S32>,

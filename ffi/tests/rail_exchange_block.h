@@ -1,5 +1,5 @@
-// What the blocks of the kernels (nvshmem/rail_kernel.cu, nvshmem/rail_combine_kernel.cu) have in
-// common, as state machines that go through the tiles of a channel.
+// What the blocks of the kernels (nvshmem/rail_kernel.cu, rail_sum_kernel.cu and
+// rail_combine_kernel.cu) have in common, as state machines that go through the tiles of a channel.
 #pragma once
 
 #include <cstdint>

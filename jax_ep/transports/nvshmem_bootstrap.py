@@ -25,7 +25,8 @@ _JOINED = b"joined"
 _NEW_IBGDA = (3, 5, 19)
 # NVSHMEM's collectives, which would use these, are not used.
 _ENVIRONMENT = {"NVSHMEM_DISABLE_NCCL": "1", "NVSHMEM_DISABLE_NVLS": "1"}
-# A step of NVSHMEM's may take so long at least: the first one loads its libraries. Tests lower it.
+# What every step of NVSHMEM's may take at least, in seconds. The first one loads its libraries.
+# Tests lower it.
 min_step_s = 60.0
 # Why a step has not ended, if so.
 _unfinished: str | None = None
@@ -108,7 +109,7 @@ def join(nvshmem: ModuleType, exchange: Exchange, device: int) -> None:
         _run_step(exchange, "initialization", lambda: nvshmem.join(*arguments))
         return b""
 
-    exchange.gather("nvshmem joined", join_here)
+    exchange.gather("nvshmem joined", join_here, _limit_s(exchange))
 
 
 def find_heap(nvshmem: ModuleType, exchange: Exchange, key: str, n_bytes: int) -> int:
@@ -129,7 +130,7 @@ def find_heap(nvshmem: ModuleType, exchange: Exchange, key: str, n_bytes: int) -
         number = _run_step(exchange, "allocation of memory", lambda: nvshmem.allocate(n_bytes))
         return str(number).encode()
 
-    answers = exchange.gather("heap", allocate)
+    answers = exchange.gather("heap", allocate, _limit_s(exchange))
     if len(set(answers)) > 1:
         raise RuntimeError(
             "NVSHMEM's heaps have different numbers in different processes: "
@@ -139,14 +140,19 @@ def find_heap(nvshmem: ModuleType, exchange: Exchange, key: str, n_bytes: int) -
     return int(answers[0])
 
 
+def _limit_s(exchange: Exchange) -> float:
+    """Time limit of a step of NVSHMEM's: that of the group, or a minute if that is less."""
+    return max(exchange.timeout_s, min_step_s)
+
+
 def _run_step(exchange: Exchange, step: str, run: Callable[[], T]) -> T:
     """Runs a step of NVSHMEM's, which waits for all processes and has no time limit of its own.
 
-    Raises TimeoutError after the group's time limit, or a minute if that is longer. Nothing can end
-    the step, so NVSHMEM is of no use to this process from then on.
+    Raises TimeoutError once _limit_s has passed. Nothing can end the step, so NVSHMEM is of no use
+    to this process from then on; nor is it after an interrupt.
     """
     global _unfinished
-    limit_s = max(exchange.timeout_s, min_step_s)
+    limit_s = _limit_s(exchange)
     results: queue.Queue[T | BaseException] = queue.Queue()
 
     def work() -> None:
@@ -164,6 +170,9 @@ def _run_step(exchange: Exchange, step: str, run: Callable[[], T]) -> T:
             "of them may have died. Restart the job."
         )
         raise TimeoutError(_unfinished) from None
+    except BaseException:
+        _unfinished = f"NVSHMEM's {step} was interrupted. Restart the job."
+        raise
     if isinstance(result, BaseException):
         raise result
     return result

@@ -206,7 +206,7 @@ __device__ inline void ReturnCredit(const RailCall& call, const Channel& channel
 // one thread, after a barrier that follows the reads.
 __device__ inline void CountItems(const RailCall& call, const Channel& channel) {
   DeviceWord n_done(call.state->n_blocks_done[channel.index]);
-  if (n_done.fetch_add(1, cuda::memory_order_relaxed) + 1 != 2) return;
+  if (n_done.fetch_add(1, cuda::memory_order_acq_rel) + 1 != 2) return;
   n_done.store(0, cuda::memory_order_relaxed);
   call.state->n_items[channel.index] = channel.first_item + channel.Tiles(call);
 }

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "cuda/call_args.h"
 #include "nvshmem/rail_call.h"
 
 namespace jax_ep::rail {
@@ -11,8 +12,7 @@ namespace jax_ep::rail {
 // Used by all threads of a block.
 class TileChoices {
  public:
-  // A token has at most as many choices as a warp has lanes.
-  static constexpr int kMax = kMaxTileRows * 32;
+  static constexpr int kMax = kMaxTileRows * p2p::kMaxChoices;
 
   // `ids` and `weights`, or null: those of the tile's tokens, one after the other.
   __device__ TileChoices(const int32_t* ids, const float* weights, int n) : n_(n) {
