@@ -78,7 +78,8 @@ class Exchange:
     ) -> list[bytes]:
         """Exchanges the result of `make`; if it fails in a process, all raise RuntimeError.
 
-        A process in which `make` raises TimeoutError, hardly waits for the others and may raise it.
+        A process whose `make` raises TimeoutError waits for the others only briefly, and raises
+        that error if one of them does not answer.
         """
         cause: Exception | None = None
         try:
