@@ -1,49 +1,12 @@
 // An open group at call time: the arguments of calls, and whether a rank has failed.
 
 #include <algorithm>
-#include <sstream>
 #include <string>
 
+#include "cuda/failure_text.h"
 #include "cuda/group.h"
 
 namespace jax_ep::p2p {
-namespace {
-
-// What did not arrive.
-const char* Describe(Phase phase) {
-  switch (phase) {
-    case Phase::kNone:
-    case Phase::kWrongMesh:
-      break;
-    case Phase::kCounts:
-      return "dispatch: its counts";
-    case Phase::kMessage:
-      return "dispatch: a message";
-    case Phase::kDispatchStarted:
-      return "dispatch: its start of the call";
-    case Phase::kChoices:
-      return "dispatch: the choices of its tokens";
-    case Phase::kStarted:
-      return "combine: its start of the call";
-    case Phase::kReturned:
-      return "combine: the rows of a token";
-    case Phase::kWeights:
-      return "combine: the weights of a token";
-    case Phase::kGradStarted:
-      return "the backward of combine: its start of the call";
-    case Phase::kCotangent:
-      return "the backward of combine: a cotangent";
-    case Phase::kDots:
-      return "the backward of combine: the gradient of a weight";
-    case Phase::kTile:
-      return "between nodes: its rows";
-    case Phase::kTileTaken:
-      return "between nodes: that it takes earlier rows";
-  }
-  return "unknown phase";
-}
-
-}  // namespace
 
 Status RankGroup::CheckLocal(int rank) const {
   if (rank >= 0 && rank < config_.n_ranks && IsLocal(rank)) return {};
@@ -105,24 +68,7 @@ Status RankGroup::CombineGradCall(const GroupConfig& config, int rank, int64_t n
 
 Status RankGroup::CheckFailure(int rank) const {
   const uint64_t word = *static_cast<const volatile uint64_t*>(ranks_[rank].failure);
-  if (word == 0) return {};
-  const Failure failure = Failure::FromWord(word);
-  std::ostringstream text;
-  if (failure.phase == Phase::kWrongMesh) {
-    text << "the function must run on the mesh that the group was opened with; the device of rank "
-         << rank << " is rank " << failure.peer % config_.n_ranks << " of replica "
-         << failure.peer / config_.n_ranks
-         << " in the function's mesh. Call ep_init with that mesh.";
-    return FailedPrecondition(text.str());
-  }
-  const bool between_nodes = failure.phase == Phase::kTile || failure.phase == Phase::kTileTaken;
-  const int64_t peer =
-      between_nodes ? failure.peer * config_.n_ranks + rank : config_.first_rank + failure.peer;
-  text << "rank " << config_.first_rank + rank << " waited " << config_.timeout_s << " s for rank "
-       << peer << " (" << Describe(failure.phase) << (between_nodes ? ", item " : ", epoch ")
-       << failure.epoch << "). Has rank " << peer
-       << " stopped, or does it run a different program?";
-  return DeadlineExceeded(text.str());
+  return DescribeFailure(config_, rank, word);
 }
 
 FailureWords RankGroup::Failures(int rank) const {

@@ -2,8 +2,8 @@
 
 #include <unistd.h>
 
+#include <cstdio>
 #include <cstring>
-#include <fstream>
 
 #include "cuda/cuda_status.h"
 #include "cuda/scoped_device.h"
@@ -37,10 +37,12 @@ bool IsSame(const cudaUUID_t& a, const cudaUUID_t& b) {
 }
 
 std::string HostIdentity() {
-  std::ifstream file("/proc/sys/kernel/random/boot_id");
-  std::string identity;
-  if (file >> identity && !identity.empty()) return identity;
   char name[256] = {};
+  if (std::FILE* const file = std::fopen("/proc/sys/kernel/random/boot_id", "r")) {
+    const bool is_read = std::fscanf(file, "%255s", name) == 1;
+    std::fclose(file);
+    if (is_read) return name;
+  }
   gethostname(name, sizeof(name) - 1);
   return name;
 }

@@ -12,6 +12,7 @@
 #include "cpu/parallel.h"
 #include "tests/check.h"
 #include "tests/combine_test.h"
+#include "tests/failure_text_test.h"
 #include "tests/format_test.h"
 #include "tests/layer_test.h"
 #include "tests/open_groups_test.h"
@@ -131,6 +132,7 @@ int main() {
   RunCombineTests();
   RunLayerTests();
   RunOpenGroupsTests();
+  RunFailureTextTests();
   RunSiluTilesTests();
   RunFormatTests();
   std::cout << "host_test: all passed" << std::endl;
