@@ -28,7 +28,7 @@ PY_DIRS := $(wildcard jax_ep tests examples benchmarks tools)
 
 .PHONY: help
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 20
 
 # Creates a virtual environment that is not there or has no pip: where Debian's python3-venv is
 # missing, `python3 -m venv` fails and leaves such a one.
@@ -139,6 +139,10 @@ wheels:  ## build the wheels that users get, with the CUDA kernels, and test the
 .PHONY: cuda-compile
 cuda-compile:  ## compile all CUDA sources; needs no GPU
 	tools/cuda_compile.sh
+
+.PHONY: static-libstdcxx
+static-libstdcxx: $(VENV)/.package  ## test the extensions with a libstdc++ of their own; needs no GPU
+	$(BIN)/python tools/static_libstdcxx.py
 
 .PHONY: gpu-programs
 gpu-programs: $(VENV)/.package  ## compile programs with XLA for GPUs and check them; needs no GPU

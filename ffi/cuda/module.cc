@@ -10,6 +10,7 @@
 #include <stdexcept>
 #include <tuple>
 
+#include "cuda/failure_text.h"
 #include "cuda/handlers.h"
 #include "cuda/registry.h"
 #include "rank_stats_dict.h"
@@ -198,6 +199,13 @@ void DefineQueries(nb::module_& module) {
       },
       nb::arg("memory"), nb::arg("ordinal"),
       "Why a call of the device in the workspaces has failed, or ''.");
+  module.def(
+      "failure_text",
+      [](const GroupConfig& config, int rank, uint64_t word) {
+        return DescribeFailure(config, rank, word).message;
+      },
+      nb::arg("config"), nb::arg("rank"), nb::arg("word"),
+      "Test hook: what `failure` says of a word that a kernel of the rank has left.");
 }
 
 NB_MODULE(_ffi_cuda, module) {
