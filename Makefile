@@ -141,7 +141,7 @@ cuda-compile:  ## compile all CUDA sources; needs no GPU
 	tools/cuda_compile.sh
 
 .PHONY: static-libstdcxx
-static-libstdcxx: $(VENV)/.package  ## test the extensions with a libstdc++ of their own; needs no GPU
+static-libstdcxx: $(VENV)/.package  ## test the extensions with a libstdc++ of their own
 	$(BIN)/python tools/static_libstdcxx.py
 
 .PHONY: gpu-programs

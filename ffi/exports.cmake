@@ -1,11 +1,12 @@
 # The extensions export PyInit_* alone.
 #
 # Some compilers link libstdc++ statically, so that an extension has one of its own beside that of
-# the process. The loader binds unique symbols (STB_GNU_UNIQUE, such as the ids of a locale's facets)
-# to the first definition in the process, even of libraries opened with RTLD_LOCAL. The extension's
-# streams would then look up facets by the ids of the other libstdc++: texts break off at a number,
-# or the process crashes. Local symbols are bound to the extension's own definitions. Hidden
-# visibility does not suffice, because libstdc++ gives namespace std the default one explicitly.
+# the process. The loader binds unique symbols (STB_GNU_UNIQUE; the ids of a locale's facets, for
+# example) to the first definition in the process, even of libraries opened with RTLD_LOCAL. The
+# extension's streams would then look up facets by the ids of the other libstdc++: texts break off
+# at a number, or the process crashes. Local symbols are bound to the extension's own definitions.
+# Hidden visibility does not suffice, because libstdc++ gives namespace std the default one
+# explicitly.
 #
 # Our sources use no streams (`make lint-streams`). XLA's headers do, before a handler of ours runs:
 # for the errors of a call with wrong numbers or types of operands, results or attributes (as in
@@ -21,7 +22,7 @@ set(jax_ep_exports "${CMAKE_CURRENT_LIST_DIR}/exports.map")
 # jax_ep_export_init_alone(EXTENSION): after everything that the extension is linked with.
 #
 # Adds the target static_libstdcxx, too, which links the objects of all extensions a second time,
-# with a libstdc++ of their own, into the folder of this name. tools/static_libstdcxx.sh tests these.
+# with a libstdc++ of their own, into the folder of this name, for tools/static_libstdcxx.py.
 function(jax_ep_export_init_alone extension)
   target_link_options(${extension} PRIVATE
     "LINKER:--version-script=${jax_ep_exports}" LINKER:--exclude-libs,ALL)
