@@ -9,7 +9,12 @@
 namespace jax_ep::p2p {
 namespace {
 
-// What did not arrive.
+bool IsOfChangedHandle(Phase phase) {
+  return phase == Phase::kChangedHandle || phase == Phase::kGradHandle ||
+         phase == Phase::kGradOffsets;
+}
+
+// What did not arrive, or was changed.
 const char* Describe(Phase phase) {
   switch (phase) {
     case Phase::kNone:
@@ -39,6 +44,12 @@ const char* Describe(Phase phase) {
       return "between nodes: its rows";
     case Phase::kTileTaken:
       return "between nodes: that it takes earlier rows";
+    case Phase::kChangedHandle:
+      return "combine: messages from rank ";
+    case Phase::kGradHandle:
+      return "the backward of combine: messages from rank ";
+    case Phase::kGradOffsets:
+      return "the backward of combine: row_offsets on rank ";
   }
   return "unknown phase";
 }
@@ -114,6 +125,12 @@ Status RankGroup::CheckFailure(int rank) const {
          << failure.peer / config_.n_ranks
          << " in the function's mesh. Call ep_init with that mesh.";
     return FailedPrecondition(text.str());
+  }
+  if (IsOfChangedHandle(failure.phase)) {
+    text << "dispatched must be the unchanged result of a dispatch of this group; that of rank "
+         << config_.first_rank + rank << " was changed (" << Describe(failure.phase)
+         << config_.first_rank + failure.peer << ").";
+    return InvalidArgument(text.str());
   }
   const bool between_nodes = failure.phase == Phase::kTile || failure.phase == Phase::kTileTaken;
   const int64_t peer =
