@@ -56,8 +56,8 @@ Status FindRowFormat(std::string_view token_format, std::string_view scales_layo
 
 }  // namespace jax_ep
 
-JAX_EP_REGISTER_ENUM_ATTRIBUTE(::jax_ep::MatmulForm, "form", 3);
-JAX_EP_REGISTER_ENUM_ATTRIBUTE(::jax_ep::Weighting, "weighting", 3);
+JAX_EP_REGISTER_ENUM_ATTRIBUTE(::jax_ep::MatmulForm, "grouped_matmul: form", 3);
+JAX_EP_REGISTER_ENUM_ATTRIBUTE(::jax_ep::Weighting, "combine: weighting", 3);
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_ep::DispatchAttributes,
                                       StructMember<std::string_view>("group"),
                                       StructMember<std::string_view>("token_format"),
