@@ -114,10 +114,13 @@ Status RankGroup::CombineGradCall(const GroupConfig& config, int rank, int64_t n
   return status;
 }
 
+Failure RankGroup::FailureOf(int rank) const {
+  return Failure::FromWord(*static_cast<const volatile uint64_t*>(ranks_[rank].failure));
+}
+
 Status RankGroup::CheckFailure(int rank) const {
-  const uint64_t word = *static_cast<const volatile uint64_t*>(ranks_[rank].failure);
-  if (word == 0) return {};
-  const Failure failure = Failure::FromWord(word);
+  const Failure failure = FailureOf(rank);
+  if (failure.phase == Phase::kNone) return {};
   std::ostringstream text;
   if (failure.phase == Phase::kWrongMesh) {
     text << "the function must run on the mesh that the group was opened with; the device of rank "
@@ -133,6 +136,11 @@ Status RankGroup::CheckFailure(int rank) const {
     return InvalidArgument(text.str());
   }
   const bool between_nodes = failure.phase == Phase::kTile || failure.phase == Phase::kTileTaken;
+  // A changed handle of the peer is why nothing has come, if this process can know.
+  const int waited_for = static_cast<int>(failure.peer);
+  if (!between_nodes && IsLocal(waited_for) && IsOfChangedHandle(FailureOf(waited_for).phase)) {
+    return CheckFailure(waited_for);
+  }
   const int64_t peer =
       between_nodes ? failure.peer * config_.n_ranks + rank : config_.first_rank + failure.peer;
   text << "rank " << config_.first_rank + rank << " waited " << config_.timeout_s << " s for rank "

@@ -36,7 +36,10 @@ __device__ inline MessageToSum ReadMessageToSum(const CombineArgs& args, int ite
   const bool is_count = IsMessageCount(call, n_messages);
   if (failed || (is_count && slot.slot >= n_messages)) return {-1, {0, kNotHere}};
   if (!is_count) FailHandle(call, Phase::kChangedHandle, slot.source);
-  if (!is_count || !IsIntact(args, slot.source, message)) return {-1, {0, kNotHere}};
+  // All ranks have as many tokens, and there are lines for no more.
+  if (!is_count || !IsIntact(args, slot.source, message, call.n_tokens)) {
+    return {-1, {0, kNotHere}};
+  }
   return {slot.source, message};
 }
 
