@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import handmade
 import jax_ep
+from faults import handmade
 from harness import on_mesh
 from jax_ep.exchange import Exchange
 from jax_ep.geometry import Geometry, MeshCoordinate

@@ -10,7 +10,6 @@ import argparse
 import dataclasses
 import functools
 import os
-import pathlib
 import queue
 import re
 import subprocess
@@ -20,22 +19,19 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-R, E, K, H, T = 4, 8, 2, 16, 4
-TIMEOUT_S = 3.0
-SLACK_S = 15.0  # of a machine that others load
-SILENCE_S = 120.0  # in which a fault, its compilation included, must end
-QUICK = 9  # every so many faults are in the sample
-
-os.environ.setdefault("PJRT_NPROC", str(4 * R))
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
-
+import handmade
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.mlir import ir
 
-import handmade
 import jax_ep
+
+R, E, K, H, T = 4, 8, 2, 16, 4
+TIMEOUT_S = 3.0
+SLACK_S = 15.0  # of a machine that others load
+SILENCE_S = 120.0  # in which a fault, its compilation included, must end
+QUICK = 9  # every so many faults are in the sample
 
 DISPATCH, COMBINE, GRAD = "jax_ep_dispatch", "jax_ep_combine", "jax_ep_combine_grad"
 N_OPERANDS = {DISPATCH: 3, COMBINE: 6, GRAD: 8}  # of the first call, with weights at the source
@@ -132,8 +128,8 @@ def unweighted_fault(value: int) -> Fault:
     def edit(lowered):
         (call,) = handmade.calls(lowered, GRAD)
         handmade.set_attribute(call, "weighting", f"{value} : i32")
-        expert_out = handmade.zeros(call, [R * T * K, H], "bf16")
-        weights = handmade.zeros(call, [T, K], "f32")
+        expert_out = handmade.filled(call, [R * T * K, H], "bf16")
+        weights = handmade.filled(call, [T, K], "f32")
         handmade.set_operands(call, [*call.operands, expert_out, weights][: 7 + (value == 3)])
 
     expected = f"combine: weighting must be from 0 to 2; got {value}"
@@ -150,7 +146,7 @@ def operand_faults() -> Iterator[Fault]:
 
     def other(i: int, of_shape, element_type: str | None, call, values):
         own = ir.RankedTensorType(values[i].type)
-        values[i] = handmade.zeros(
+        values[i] = handmade.filled(
             call, of_shape(own.shape), element_type or str(own.element_type)
         )
         return values
@@ -159,7 +155,13 @@ def operand_faults() -> Iterator[Fault]:
         values[i : i + 2] = values[i + 1], values[i]
         return values
 
+    def elsewhere(value: int, call, values):
+        return [handmade.filled(call, [], "i32", value), *values[1:]]
+
     for target, n in N_OPERANDS.items():
+        for value in (-(2**31), -1, R, 2**31 - 1):
+            place = f"{NAMES[target]} .* of the group, but .* of the mesh"
+            yield each(target, f"coordinate {value}", place, functools.partial(elsewhere, value))
         must = f"{NAMES[target]} .* must "
         yield each(target, "no operands", must, lambda call, values: [])
         yield each(target, "another operand", must, lambda call, values: values + values[:1])
@@ -186,7 +188,8 @@ def alias_faults() -> Iterator[Fault]:
         def edit(lowered):
             handmade.alias(handmade.calls(lowered, target)[0], operand, result)
 
-        text = f"{NAMES[target]} .* share memory .* operand {operand} in the memory of result {result}"
+        what = f"operand {operand} in the memory of result {result}"
+        text = f"{NAMES[target]} .* must not share memory .* {what}"
         name = f"{target}: operand {operand} is result {result}, weights at {weights}"
         return Fault(name, text, edit, weights=weights)
 
@@ -322,6 +325,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a sample of the faults")
     parser.add_argument("--faults", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    os.environ.setdefault("PJRT_NPROC", str(4 * R))  # enough threads for all ranks
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", R)
     if options.faults:

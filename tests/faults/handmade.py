@@ -15,8 +15,9 @@ CONFIG = "mhlo.backend_config"
 def calls(lowered: jax.stages.Lowered, target: str) -> list[ir.Operation]:
     """The custom calls of that target."""
     found = _operations(lowered.compiler_ir("stablehlo").operation)
-    is_call = (op for op in found if op.name == "stablehlo.custom_call")
-    return [op for op in is_call if ir.StringAttr(op.attributes["call_target_name"]).value == target]
+    custom_calls = (op for op in found if op.name == "stablehlo.custom_call")
+    name = "call_target_name"
+    return [op for op in custom_calls if ir.StringAttr(op.attributes[name]).value == target]
 
 
 def _operations(operation: ir.Operation) -> Iterator[ir.Operation]:
@@ -30,7 +31,8 @@ def _operations(operation: ir.Operation) -> Iterator[ir.Operation]:
 def set_attribute(call: ir.Operation, name: str, value: str) -> None:
     """Sets an attribute that the handler reads, to text such as `3 : i32`."""
     with call.context:
-        config = {each.name: each.attr for each in ir.DictAttr(call.attributes[CONFIG])}
+        old = ir.DictAttr(call.attributes[CONFIG])
+        config = {old[i].name: old[i].attr for i in range(len(old))}
         config[name] = ir.Attribute.parse(value)
         call.attributes[CONFIG] = ir.DictAttr.get(config)
 
@@ -62,11 +64,14 @@ def set_operands(call: ir.Operation, operands: list[ir.Value]) -> None:
     call.erase()
 
 
-def zeros(call: ir.Operation, shape: list[int], element_type: str) -> ir.Value:
-    """An array that the call may have as an operand; `element_type` is text such as `bf16`."""
-    zero = "0" if "i" in element_type else "0.0"
+def filled(call: ir.Operation, shape: list[int], element_type: str, value: int = 0) -> ir.Value:
+    """An array of equal numbers that the call may have as an operand.
+
+    `element_type` is text such as `bf16`.
+    """
     type_text = f"tensor<{''.join(f'{size}x' for size in shape)}{element_type}>"
+    number = str(value) if "i" in element_type else str(float(value))
     with call.context, call.location, ir.InsertionPoint(call):
-        value: Any = ir.Attribute.parse(f"dense<{'' if 0 in shape else zero}> : {type_text}")
+        array: Any = ir.Attribute.parse(f"dense<{'' if 0 in shape else number}> : {type_text}")
         type_ = ir.Type.parse(type_text)
-        return ir.Operation.create("stablehlo.constant", [type_], [], {"value": value}).result
+        return ir.Operation.create("stablehlo.constant", [type_], [], {"value": array}).result
