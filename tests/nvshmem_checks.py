@@ -4,12 +4,14 @@ Each `check_*` is a target of `processes.run_processes`; `test_nvshmem.py` start
 """
 
 import contextlib
+import dataclasses
 import re
 import unittest.mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import cases
 import jax_ep
@@ -231,6 +233,31 @@ def skipping(name: str, calls: jax.Array):
 
     with unittest.mock.patch.object(overlapped, name, where):
         yield
+
+
+def check_a_changed_handle() -> None:
+    """Ranks whose handle was changed say so; the next group works."""
+    suite.check(small(), NAME, make_mesh(len(jax.devices())))  # loads the kernels
+    meet()
+    for overlapped.min_tokens in (1, 1000):
+        group = open_group(SHORT_TIMEOUT_S)
+        operands = put(group.mesh, *suite.make_inputs(small()).arrays()[:2])
+
+        def layer(tokens, topk_ids, group=group):
+            rows = jax_ep.dispatch(group, tokens, topk_ids)
+            changed = dataclasses.replace(rows.handle, handle=rows.handle.handle + 2**30)
+            return jax_ep.combine(group, rows.tokens, dataclasses.replace(rows, handle=changed))
+
+        compiled = on_mesh(group.mesh, layer).compile(*operands)
+        meet()
+        (rank,) = group.ranks
+        text = rf"dispatched must be the unchanged result .* that of rank {rank} was changed"
+        with pytest.raises(jax.errors.JaxRuntimeError, match=text):
+            jax.block_until_ready(compiled(*operands))
+            group.check()
+        meet()
+        group.close()
+        suite.check(small(), NAME, group.mesh)
 
 
 def check_a_process_that_exits() -> None:

@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 
 import jax_ep
+from faults import handmade
 from harness import on_mesh
 from jax_ep.exchange import Exchange
 from jax_ep.geometry import Geometry, MeshCoordinate
@@ -164,6 +165,35 @@ def set_up(**changes: Any) -> None:
 def change_handle() -> None:
     group = init()
     round_trip(group, lambda d: dataclasses.replace(d, handle=d.handle + 10_000))
+
+
+def change_offsets() -> None:
+    group = init(row_alignment=4)
+
+    def loss(rows: jax.Array) -> jax.Array:
+        dispatched = jax_ep.dispatch(group, *operands())
+        changed = dispatched.row_offsets + jnp.uint32(10_000)
+        dispatched = dataclasses.replace(dispatched, row_offsets=changed)
+        return jax_ep.combine(group, rows, dispatched).astype(jnp.float32).sum()
+
+    rows = jnp.zeros((group.max_recv_tokens, H), jnp.bfloat16)
+    run(lambda _: jax.grad(loss)(jax.lax.pcast(rows, "ep", to="varying")))
+
+
+def run_handmade(target: str, edit: Callable[[Any], None]) -> None:
+    """Runs a layer whose call of that target was changed by hand."""
+    group = init()
+
+    def body(tokens: jax.Array) -> jax.Array:
+        dispatched = jax_ep.dispatch(group, tokens, operands()[1])
+        return jax_ep.combine(group, dispatched.tokens, dispatched)
+
+    tokens = jnp.ones((R * T, H), jnp.bfloat16)
+    mapped = jax.shard_map(body, mesh=group.mesh, in_specs=jax.P("ep"), out_specs=jax.P("ep"))
+    lowered = jax.jit(mapped).lower(tokens)
+    (call,) = handmade.calls(lowered, target)
+    edit(call)
+    jax.block_until_ready(lowered.compile()(tokens))
 
 
 def closed_group() -> jax_ep.EPGroup:
@@ -412,6 +442,16 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "other-order": lambda: call(init(), mesh=make_mesh(jax.devices()[:R][::-1])),
     "other-replicas": call_over_other_replicas,
     "changed-handle": change_handle,
+    "changed-offsets": change_offsets,
+    "changed-attribute": lambda: run_handmade(
+        "jax_ep_combine", lambda call: handmade.set_attribute(call, "weighting", "3 : i32")
+    ),
+    "changed-operands": lambda: run_handmade(
+        "jax_ep_dispatch", lambda call: handmade.set_operands(call, list(call.operands)[:2])
+    ),
+    "shared-memory": lambda: run_handmade(
+        "jax_ep_dispatch", lambda call: handmade.alias(call, operand=2, result=5)
+    ),
     "failed-rank": call_with_failing_rank,
     "missing-rank": call_without_rank_3,
 }

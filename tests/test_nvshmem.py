@@ -20,6 +20,7 @@ from processes import run_processes
         "check_a_skipped_call",
         "check_a_skipped_dispatch",
         "check_a_skipped_combine",
+        "check_a_changed_handle",
         "check_a_process_that_exits",
     ],
 )

@@ -142,6 +142,7 @@ run_suite() {
   run_tests test_transforms_independent_async_overlap 120 tests/test_transforms.py \
     tests/test_independent_calls.py tests/test_async.py tests/test_overlap.py
   run_tests test_shared_expert_sums 180 tests/test_shared_expert.py tests/test_sums.py
+  run_tests test_changed_results 90 tests/test_changed_results.py
   run_tests test_quantized_errors_cli 150 tests/test_quantized.py tests/test_quantized_grad.py \
     tests/test_quantized_transforms.py tests/test_errors.py tests/test_format_table.py \
     tests/test_cli.py::test_bench_prints_times_and_the_rate_of_the_median
@@ -191,6 +192,7 @@ run_kernels() {
   step kernels_fail 60 "$program" fail 4 "$gpus"
   # Blocks that share a GPU have several messages each.
   step kernels_fail_8 60 "$program" fail 8 "$gpus"
+  step kernels_tampered 300 "$program" tampered 4 "$gpus"
   step kernels_cases 120 "$program" cases 4 "$gpus" 20
   step kernels_formats 120 "$bin/p2p_format_test" 4 "$gpus" 60
   step kernels_2_processes_on_one_gpu 120 "$program" processes 2 1 2 10

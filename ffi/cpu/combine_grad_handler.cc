@@ -26,6 +26,9 @@ ffi::Future CombineGradImpl(CallSite* site, ffi::RunId run, int32_t ordinal, ffi
     status = CheckDstRows(args->sizes(), args->n_tokens, args->max_recv_tokens, args->group_ids,
                           args->handle);
   }
+  if (status.ok()) {
+    status = CheckRowOffsets(args->sizes(), args->max_recv_tokens, args->row_offsets);
+  }
   if (!status.ok()) return FailRun(call, std::move(status));
   return Meet(call, std::move(args), CombineGradAll);
 }

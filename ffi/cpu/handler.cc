@@ -1,5 +1,6 @@
 #include "cpu/handler.h"
 
+#include <algorithm>
 #include <functional>
 #include <optional>
 #include <thread>
@@ -70,6 +71,18 @@ Status CheckDstRows(const GroupSizes& sizes, int64_t n_tokens, int64_t max_recv_
         std::to_string(dst_rows[i]));
   }
   return {};
+}
+
+Status CheckRowOffsets(const GroupSizes& sizes, int64_t max_recv_tokens,
+                       const uint32_t* row_offsets) {
+  const int64_t n_groups = sizes.n_local_groups();
+  const bool rises = std::is_sorted(row_offsets, row_offsets + n_groups + 1);
+  if (rises && row_offsets[0] == 0 && row_offsets[n_groups] <= max_recv_tokens) return {};
+  return InvalidArgument(
+      "dispatched must be the unchanged result of a dispatch of this group; row_offsets must rise "
+      "from 0 to at most " +
+      std::to_string(max_recv_tokens) + ", got " + std::to_string(row_offsets[0]) + " to " +
+      std::to_string(row_offsets[n_groups]));
 }
 
 ffi::Future FailRun(const Call& call, Status status) {

@@ -49,6 +49,11 @@ Status CheckCoordinate(const Call& call, int32_t coordinate, const RankArgs& arg
 Status CheckDstRows(const GroupSizes& sizes, int64_t n_tokens, int64_t max_recv_tokens,
                     const int32_t* group_ids, const int32_t* dst_rows);
 
+// Checks that the offsets of groups rise from 0 to at most the rows there are. Those of another
+// dispatch would have padding beyond the rows.
+Status CheckRowOffsets(const GroupSizes& sizes, int64_t max_recv_tokens,
+                       const uint32_t* row_offsets);
+
 // Ends the run for all its ranks: a rank that failed never reaches later calls.
 ffi::Future FailRun(const Call& call, Status status);
 

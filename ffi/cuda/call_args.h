@@ -43,7 +43,7 @@ struct LaunchPlan {
                           // plan, only n_blocks and in_clusters count then
 };
 
-// Why a call failed. All but kWrongMesh are waits that timed out.
+// Why a call failed. Waits that timed out, but for kWrongMesh and those of a changed handle.
 enum class Phase : uint32_t {
   kNone = 0,
   kCounts,           // dispatch: the peer's counts
@@ -60,6 +60,9 @@ enum class Phase : uint32_t {
                      // coordinate
   kTile,             // between nodes: rows of the rank of this index on node `peer`
   kTileTaken,        // between nodes: that it has taken earlier rows
+  kChangedHandle,    // combine: the handle is not what dispatch left of the messages of `peer`
+  kGradHandle,       // the backward of combine: the same
+  kGradOffsets,      // the backward of combine: neither are row_offsets; `peer` is this rank
 };
 
 // A failure as one word in mapped host memory; 0 = no failure.

@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kWorkerThreads, 1)
   if (WarpIndex() == 0) {
     StartCall(call, CombineState(call), smem.call, tables);
   } else if (WarpIndex() == 1) {
-    ReadMessageCounts(call, args.message_counts, tables, smem);
+    ReadMessageCounts(call, args.message_counts, Phase::kChangedHandle, tables, smem);
   }
   __syncthreads();
   const bool receives = Receives(call.plan);

@@ -16,6 +16,7 @@ struct CombineArgs {
   CallArgs call;
   int32_t row_vectors;  // size of a row in units of kVectorBytes
   RowType row_type;
+  int32_t max_recv_tokens;  // C
   Weighting weighting;
   bool reduce;
   bool adds_shared_expert;  // the last choice is a shared expert's, on the token's own rank: its

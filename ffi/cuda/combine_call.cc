@@ -7,6 +7,7 @@ namespace {
 
 void FillOperands(const Caller& caller, const CombineOperands& operands, CombineArgs& args) {
   args.row_type = operands.row_type;
+  args.max_recv_tokens = static_cast<int32_t>(operands.max_recv_tokens);
   args.expert_out = static_cast<const uint8_t*>(operands.expert_out);
   args.group_ids = operands.group_ids;
   args.message_counts = operands.handle;

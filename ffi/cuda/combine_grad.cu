@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kWorkerThreads, 1)
   if (WarpIndex() == 0) {
     StartCall(call, DispatchState(call), smem.call, tables);
   } else if (WarpIndex() == 1) {
-    ReadMessageCounts(call, args.message_counts, tables, smem);
+    ReadMessageCounts(call, args.message_counts, Phase::kGradHandle, tables, smem);
   }
   __syncthreads();
   const bool announces = blockIdx.x == gridDim.x - 1 && WarpIndex() == kWorkerWarps - 1;

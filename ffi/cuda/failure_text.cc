@@ -8,7 +8,7 @@
 namespace jax_ep::p2p {
 namespace {
 
-// What did not arrive.
+// What did not arrive, or was changed.
 const char* Describe(Phase phase) {
   switch (phase) {
     case Phase::kNone:
@@ -38,6 +38,12 @@ const char* Describe(Phase phase) {
       return "between nodes: its rows";
     case Phase::kTileTaken:
       return "between nodes: that it takes earlier rows";
+    case Phase::kChangedHandle:
+      return "combine: messages from rank ";
+    case Phase::kGradHandle:
+      return "the backward of combine: messages from rank ";
+    case Phase::kGradOffsets:
+      return "the backward of combine: row_offsets on rank ";
   }
   return "unknown phase";
 }
@@ -57,13 +63,33 @@ Status DescribeWrongMesh(const GroupConfig& config, int rank, const Failure& fai
       " in the function's mesh. Call ep_init with that mesh.");
 }
 
+Status DescribeChangedHandle(const GroupConfig& config, int rank, const Failure& failure) {
+  return InvalidArgument(
+      "dispatched must be the unchanged result of a dispatch of this group; that of rank " +
+      std::to_string(config.first_rank + rank) + " was changed (" + Describe(failure.phase) +
+      std::to_string(config.first_rank + failure.peer) + ").");
+}
+
+bool IsBetweenNodes(Phase phase) { return phase == Phase::kTile || phase == Phase::kTileTaken; }
+
 }  // namespace
+
+bool IsOfHandle(Phase phase) {
+  return phase == Phase::kChangedHandle || phase == Phase::kGradHandle ||
+         phase == Phase::kGradOffsets;
+}
+
+bool WaitsForPeerOfNode(Phase phase) {
+  return phase != Phase::kNone && phase != Phase::kWrongMesh && !IsOfHandle(phase) &&
+         !IsBetweenNodes(phase);
+}
 
 Status DescribeFailure(const GroupConfig& config, int rank, uint64_t word) {
   if (word == 0) return {};
   const Failure failure = Failure::FromWord(word);
   if (failure.phase == Phase::kWrongMesh) return DescribeWrongMesh(config, rank, failure);
-  const bool between_nodes = failure.phase == Phase::kTile || failure.phase == Phase::kTileTaken;
+  if (IsOfHandle(failure.phase)) return DescribeChangedHandle(config, rank, failure);
+  const bool between_nodes = IsBetweenNodes(failure.phase);
   const std::string peer = std::to_string(between_nodes ? failure.peer * config.n_ranks + rank
                                                         : config.first_rank + failure.peer);
   return DeadlineExceeded("rank " + std::to_string(config.first_rank + rank) + " waited " +

@@ -85,7 +85,8 @@ class RankGroup {
   void NoteCapture() { is_captured_.store(true, std::memory_order_relaxed); }
   bool is_captured() const { return is_captured_.load(std::memory_order_relaxed); }
 
-  // Fails if a call of `rank` has failed; says which peer did not answer, in which phase.
+  // Fails if a call of `rank` has failed; says which peer did not answer, in which phase, or that a
+  // handle was changed.
   Status CheckFailure(int rank) const;
 
   FailureWords Failures(int rank) const;
@@ -113,6 +114,7 @@ class RankGroup {
   RankGroup(const GroupConfig& config, const std::vector<int>& devices);
   bool IsLocal(int rank) const { return ranks_[rank].device != kElsewhere; }
   Status CheckLocal(int rank) const;
+  Failure FailureOf(int rank) const;
   Status AllocateRank(int rank);
   Status FindResources(int rank);
   Status LoadKernels(int rank);

@@ -66,9 +66,18 @@ Status RankGroup::CombineGradCall(const GroupConfig& config, int rank, int64_t n
   return status;
 }
 
+Failure RankGroup::FailureOf(int rank) const {
+  return Failure::FromWord(*static_cast<const volatile uint64_t*>(ranks_[rank].failure));
+}
+
 Status RankGroup::CheckFailure(int rank) const {
-  const uint64_t word = *static_cast<const volatile uint64_t*>(ranks_[rank].failure);
-  return DescribeFailure(config_, rank, word);
+  const Failure failure = FailureOf(rank);
+  const int peer = static_cast<int>(failure.peer);
+  // A changed handle of the peer is why nothing has come, if this process can know.
+  if (WaitsForPeerOfNode(failure.phase) && IsLocal(peer) && IsOfHandle(FailureOf(peer).phase)) {
+    return CheckFailure(peer);
+  }
+  return DescribeFailure(config_, rank, failure.ToWord());
 }
 
 FailureWords RankGroup::Failures(int rank) const {

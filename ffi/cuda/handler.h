@@ -13,6 +13,7 @@
 #include "cuda/stream_order.h"
 #include "xla/attributes.h"
 #include "xla/buffers.h"
+#include "xla/enum_attribute.h"
 #include "xla/error.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -78,7 +79,7 @@ Status TakeResults(const char* operation, ffi::ResultBufferR1<ffi::F32> ticket,
 
 }  // namespace jax_ep::p2p
 
-XLA_FFI_REGISTER_ENUM_ATTR_DECODING(::jax_ep::p2p::StreamOrder);
+JAX_EP_REGISTER_ENUM_ATTRIBUTE(::jax_ep::p2p::StreamOrder, "stream_order", 3);
 // Flat lists: brace elision fills the nested structs, whose members come first, in order.
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_ep::p2p::StreamDispatchAttributes,
                                       StructMember<std::string_view>("group"),

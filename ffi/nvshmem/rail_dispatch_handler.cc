@@ -48,9 +48,11 @@ Status ReadCall(const Caller& caller, const DispatchAttributes& attributes, Buff
   if (operands.size() < 3 || results.size() < 2) {
     return InvalidArgument("there must be operands and results of an exchange.");
   }
+  Status status = CheckDisjoint(operands, results);
+  if (!status.ok()) return status;
   const BufferList choices = operands.TakeLast(1), scratch = results.TakeLast(2);
   const ffi::AnyBuffer own = *operands.Find(kTokens);
-  Status status = FindRail(caller, &call->rail);
+  status = FindRail(caller, &call->rail);
   if (status.ok()) status = ReadExchange(caller, own, choices, scratch, &call->rail);
   if (!status.ok()) return status;
   operands.Replace(kTokens, *scratch.Find(0));

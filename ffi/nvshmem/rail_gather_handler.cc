@@ -40,6 +40,7 @@ Status ReadCall(const Caller& caller, const RailGatherAttributes& attributes,
     const size_t i = attributes.has_weights ? 2 : 1;
     status = ReadRows(operands.Find(i + 1), results.Find(i), /*by_node=*/false, *call, &call->rows);
   }
+  if (status.ok()) status = CheckDisjoint(operands, results);
   return status.ok() ? CutRows(/*n_turns=*/1, call) : status;
 }
 

@@ -34,6 +34,7 @@ Status ReadCall(const Caller& caller, const RailAttributes& attributes, const Bu
     status = ReadRows(operands.Find(attributes.has_mask ? 2 : 1), to, attributes.by_node, *call,
                       &call->rows);
   }
+  if (status.ok()) status = CheckDisjoint(operands, results);
   return status.ok() ? CutRows(/*n_turns=*/1, call) : status;
 }
 

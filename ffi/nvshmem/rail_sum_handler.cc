@@ -50,6 +50,7 @@ Status ReadCall(const Caller& caller, const RailSumAttributes& attributes,
   rail.rows.to = static_cast<uint8_t*>(result_reader.Next("the result", type, own));
   reader.ExpectEnd("operands");
   result_reader.ExpectEnd("results");
+  if (status.ok()) status = CheckDisjoint(operands, results);
   if (!status.ok()) return status;
   if (n_all % rail.n_nodes != 0) {
     return InvalidArgument("the number of sums must be a multiple of the nodes'.");

@@ -44,11 +44,28 @@ void TestAWaitBetweenNodesNamesTheRankOfTheSameIndex() {
 }
 
 void TestEachWaitHasAText() {
-  for (uint32_t phase = 1; phase <= static_cast<uint32_t>(Phase::kTileTaken); ++phase) {
+  for (uint32_t phase = 1; phase <= static_cast<uint32_t>(Phase::kGradOffsets); ++phase) {
     const std::string text = TextOf(60, {static_cast<Phase>(phase), 0, 1});
     CHECK_EQ(text.find("unknown") == std::string::npos, true);
   }
   CHECK_CONTAINS(TextOf(60, {static_cast<Phase>(255), 0, 1}), "(unknown phase, ");
+}
+
+void TestAChangedHandleNamesBothRanks() {
+  const Failure failure{Phase::kGradOffsets, /*peer=*/1, /*epoch=*/3};
+  const Status status = DescribeFailure(ConfigOf(60), /*rank=*/0, failure.ToWord());
+  CHECK_EQ(status.code == Code::kInvalidArgument, true);
+  CHECK_CONTAINS(status.message, "must be the unchanged result of a dispatch of this group; that");
+  CHECK_CONTAINS(status.message,
+                 "rank 4 was changed (the backward of combine: row_offsets on rank 5)");
+}
+
+void TestOnlyWaitsInsideTheNodeAreForItsPeers() {
+  CHECK_EQ(WaitsForPeerOfNode(Phase::kReturned), true);
+  for (const Phase phase : {Phase::kNone, Phase::kWrongMesh, Phase::kTile, Phase::kTileTaken,
+                            Phase::kChangedHandle, Phase::kGradHandle, Phase::kGradOffsets}) {
+    CHECK_EQ(WaitsForPeerOfNode(phase), false);
+  }
 }
 
 void TestAnotherMeshIsAPrecondition() {
@@ -68,6 +85,8 @@ void RunFailureTextTests() {
   p2p::TestAWaitNamesRanksTimeAndWhatDidNotArrive();
   p2p::TestAWaitBetweenNodesNamesTheRankOfTheSameIndex();
   p2p::TestEachWaitHasAText();
+  p2p::TestAChangedHandleNamesBothRanks();
+  p2p::TestOnlyWaitsInsideTheNodeAreForItsPeers();
   p2p::TestAnotherMeshIsAPrecondition();
 }
 

@@ -230,6 +230,7 @@ class Fixture {
     Check(group->CombineCall(config, rank, b.n_tokens, size, &args.call));
     combine_plan.Apply(&args.call.plan);
     args.row_type = kRowType<T>;
+    args.max_recv_tokens = sizes.max_recv_tokens;
     args.weighting = mode.weighting;
     args.reduce = mode.reduce;
     args.adds_shared_expert = mode.adds_shared_expert;

@@ -8,6 +8,8 @@
 //       captured graphs, until SECONDS have passed
 //   p2p_test fail RANKS DEVICES
 //       a rank stays away
+//   p2p_test tampered RANKS DEVICES [LIMIT_MS [STRIDE]]
+//       results of dispatch that are changed before combine; the calls' time limit; every so many
 //   p2p_test processes RANKS DEVICES PROCESSES N_CASES [SEED]
 //       `cases` and `fail` with ranks in several processes; then one of them exits
 //
@@ -22,6 +24,7 @@
 #include "tests/p2p_cases.h"
 #include "tests/p2p_missing.h"
 #include "tests/p2p_replay.h"
+#include "tests/p2p_tampered.h"
 #include "tests/p2p_workload.h"
 
 namespace jax_ep::p2p {
@@ -75,6 +78,14 @@ void RunFail(int n_ranks, const std::vector<int>& devices) {
   std::printf("fail: R=%d, %d errors\n", n_ranks, n_errors);
 }
 
+// Changed handles; afterwards a new group works.
+void RunTamperedCases(int n_ranks, const std::vector<int>& devices, int limit_ms, int stride) {
+  RunTampered(n_ranks, devices, limit_ms / 1e3, stride);
+  std::mt19937 random(3);
+  RunCase<float>(n_ranks, devices, 0, random);
+  std::printf("tampered: then a case, %d errors\n", n_errors);
+}
+
 int RunProcesses(int n_ranks, const std::vector<int>& devices, int n_processes, int n_cases,
                  unsigned seed) {
   constexpr unsigned kLimitSeconds = 300;
@@ -106,11 +117,13 @@ int Main(int argc, char** argv) {
     Replay(n_ranks, devices).Run(number(4, 1000), number(5, 0));
   } else if (what == "fail") {
     RunFail(n_ranks, devices);
+  } else if (what == "tampered") {
+    RunTamperedCases(n_ranks, devices, number(4, 200), number(5, 1));
   } else if (what == "processes") {
     n_errors = RunProcesses(n_ranks, devices, number(4, 2), number(5, 20), number(6, 1));
   } else {
     std::fprintf(stderr,
-                 "usage: p2p_test cases|large|replay|fail|processes RANKS DEVICES [N...] "
+                 "usage: p2p_test cases|large|replay|fail|tampered|processes RANKS DEVICES [N...] "
                  "[SEED] [SECONDS]\n");
     return 2;
   }

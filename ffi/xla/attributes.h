@@ -10,6 +10,7 @@
 #include "core/matmul_call.h"
 #include "core/silu.h"
 #include "core/status.h"
+#include "xla/enum_attribute.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_ep {
@@ -55,8 +56,8 @@ Status FindRowFormat(std::string_view token_format, std::string_view scales_layo
 
 }  // namespace jax_ep
 
-XLA_FFI_REGISTER_ENUM_ATTR_DECODING(::jax_ep::MatmulForm);
-XLA_FFI_REGISTER_ENUM_ATTR_DECODING(::jax_ep::Weighting);
+JAX_EP_REGISTER_ENUM_ATTRIBUTE(::jax_ep::MatmulForm, "grouped_matmul: form", 3);
+JAX_EP_REGISTER_ENUM_ATTRIBUTE(::jax_ep::Weighting, "combine: weighting", 3);
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_ep::DispatchAttributes,
                                       StructMember<std::string_view>("group"),
                                       StructMember<std::string_view>("token_format"),

@@ -27,6 +27,45 @@ BufferList BufferList::TakeLast(size_t n) {
   return last;
 }
 
+namespace {
+
+struct Memory {
+  uintptr_t begin = 0, end = 0;
+
+  Memory() = default;
+  explicit Memory(const ffi::AnyBuffer& buffer)
+      : begin(reinterpret_cast<uintptr_t>(buffer.untyped_data())),
+        end(begin + buffer.size_bytes()) {}
+
+  // Never of an empty one.
+  bool Overlaps(const Memory& other) const {
+    return std::max(begin, other.begin) < std::min(end, other.end);
+  }
+};
+
+Status Shared(const char* what, size_t index, size_t result) {
+  return InvalidArgument("results must not share memory with other buffers of the call; got " +
+                         std::string(what) + " " + std::to_string(index) +
+                         " in the memory of result " + std::to_string(result));
+}
+
+}  // namespace
+
+Status CheckDisjoint(const BufferList& operands, const BufferList& results) {
+  std::array<Memory, BufferList::kMaxSize> read, written;
+  for (size_t i = 0; i < operands.size(); ++i) read[i] = Memory(*operands.Find(i));
+  for (size_t i = 0; i < results.size(); ++i) written[i] = Memory(*results.Find(i));
+  for (size_t result = 0; result < results.size(); ++result) {
+    for (size_t i = 0; i < operands.size(); ++i) {
+      if (written[result].Overlaps(read[i])) return Shared("operand", i, result);
+    }
+    for (size_t i = result + 1; i < results.size(); ++i) {
+      if (written[result].Overlaps(written[i])) return Shared("result", i, result);
+    }
+  }
+  return {};
+}
+
 std::optional<RowType> ToRowType(ffi::DataType type) {
   if (type == ffi::BF16) return RowType::kBFloat16;
   if (type == ffi::F16) return RowType::kFloat16;

@@ -22,6 +22,10 @@ namespace ffi = xla::ffi;
 // The operands or the results of a call.
 class BufferList {
  public:
+  // More buffers than any call has. Further ones are dropped; the count is then still too large for
+  // any reader.
+  static constexpr size_t kMaxSize = 24;
+
   BufferList() = default;
   explicit BufferList(const ffi::RemainingArgs& operands);
   explicit BufferList(const ffi::RemainingRets& results);
@@ -38,16 +42,17 @@ class BufferList {
   void Replace(size_t index, const ffi::AnyBuffer& buffer) { buffers_[index].emplace(buffer); }
 
  private:
-  // More buffers than any call has. Further ones are dropped; the count is then still too large for
-  // any reader.
-  static constexpr size_t kMaxSize = 24;
-
   template <class Remaining, class Get>
   void Fill(const Remaining& remaining, const Get& get);
 
   std::array<std::optional<ffi::AnyBuffer>, kMaxSize> buffers_;
   size_t size_ = 0;
 };
+
+// Checks that no result shares memory with an operand or with another result. XLA sees to that
+// unless a program was changed by hand: handlers check what they read before they write, and their
+// threads write in any order.
+Status CheckDisjoint(const BufferList& operands, const BufferList& results);
 
 // The dtypes of rows that combine sums and of tokens given to dispatch; nothing for other dtypes.
 std::optional<RowType> ToRowType(ffi::DataType type);

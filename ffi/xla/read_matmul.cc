@@ -87,6 +87,7 @@ Status ReadMatmul(const MatmulAttributes& attributes, const BufferList& operands
   status = ReadTypes(operand_reader, result_reader, call);
   if (status.ok()) status = ReadSizes(operand_reader, call);
   if (status.ok()) ReadBuffers(operand_reader, result_reader, call);
+  if (status.ok()) status = CheckDisjoint(operands, results);
   if (!status.ok()) status.message = "grouped_matmul: " + status.message;
   return status;
 }

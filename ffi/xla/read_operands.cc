@@ -137,7 +137,7 @@ Status ReadDispatch(const GroupSizes& sizes, Handle handle, const RowFormat& row
   const bool has_weights = operands.size() > 3 + size_t{row_format.format->takes_input_scale};
   ReadDispatchOperands(sizes, has_weights, operand_reader, dispatch);
   ReadDispatchResults(sizes, has_weights, handle, result_reader, dispatch);
-  return status;
+  return status.ok() ? CheckDisjoint(operands, results) : status;
 }
 
 Status ReadCombine(const GroupSizes& sizes, Handle handle, const CombineMode& mode, int64_t n_nodes,
@@ -174,7 +174,7 @@ Status ReadCombine(const GroupSizes& sizes, Handle handle, const CombineMode& mo
   combine->choice_scalars =
       has_scalars ? result_reader.Next<float>("choice_scalars", choices) : nullptr;
   result_reader.ExpectEnd("results");
-  return status;
+  return status.ok() ? CheckDisjoint(operands, results) : status;
 }
 
 Status ReadCombineGrad(const GroupSizes& sizes, Handle handle, const CombineMode& mode,
@@ -212,7 +212,7 @@ Status ReadCombineGrad(const GroupSizes& sizes, Handle handle, const CombineMode
     grad->grad_row_weights = result_reader.Next<float>("the gradient of row_weights", {n_rows});
   }
   result_reader.ExpectEnd("results");
-  return status;
+  return status.ok() ? CheckDisjoint(operands, results) : status;
 }
 
 }  // namespace jax_ep

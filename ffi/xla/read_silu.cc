@@ -77,6 +77,7 @@ Status ReadSilu(const SiluAttributes& attributes, const BufferList& operands,
     const bool has_input_scales = operands.size() > 2 && row_format.format->takes_input_scale;
     ReadBuffers(*row_format.format, has_input_scales, operand_reader, result_reader, call);
   }
+  if (status.ok()) status = CheckDisjoint(operands, results);
   if (!status.ok()) status.message = "fused_silu: " + status.message;
   return status;
 }

@@ -5,6 +5,7 @@
 #include "core/routing.h"
 #include "cuda/device/combine_grad_smem.cuh"
 #include "cuda/device/copy.cuh"
+#include "cuda/device/handle.cuh"
 #include "cuda/device/peer.cuh"
 #include "cuda/device/reduce.cuh"
 #include "cuda/device/work.cuh"
@@ -33,6 +34,21 @@ __device__ inline ReceivedCotangent ReadRouting(const CombineGradArgs& args,
   received.token = __ldg(message_rows);
   received.row = is_served ? __ldg(message_rows + 1 + lane) : kNotHere;
   return received;
+}
+
+// Whether dispatch may have left such a message. Otherwise fails the rank; nothing of the message
+// may be followed. Called by one warp, converged.
+__device__ __forceinline__ bool IsIntact(const CombineGradArgs& args,
+                                         const ReceivedCotangent& received) {
+  const CallArgs& call = args.call;
+  // This rank's own cotangents are read where they are given.
+  const int32_t n_tokens = received.source == call.rank ? call.n_tokens : call.max_tokens;
+  if (__all_sync(kAllLanes,
+                 IsRouting(received.token, n_tokens, received.row, args.max_recv_tokens))) {
+    return true;
+  }
+  FailHandle(call, Phase::kGradHandle, received.source);
+  return false;
 }
 
 // Waits for the cotangent; false if the wait has failed. This rank's own tokens do not travel.
@@ -171,7 +187,7 @@ template <class T>
 __device__ void ReceiveCotangent(const CombineGradArgs& args, const CallSmem& smem, Slice slice,
                                  const MessageSlot& slot) {
   ReceivedCotangent received = ReadRouting(args, slot);
-  if (!__any_sync(kAllLanes, received.row != kNotHere)) return;
+  if (!__any_sync(kAllLanes, received.row != kNotHere) || !IsIntact(args, received)) return;
   if (smem.failed || !WaitForCotangent(args, smem, received)) return LeaveNanRows(args, received);
   MakeRows<T>(args, smem, received, received.cotangent, slice);
 }
@@ -181,7 +197,7 @@ template <class T>
 __device__ void ReceiveCotangentInBulk(const CombineGradArgs& args, const CallSmem& smem,
                                        Stage& stage, uint64_t policy, const MessageSlot& slot) {
   ReceivedCotangent received = ReadRouting(args, slot);
-  if (!__any_sync(kAllLanes, received.row != kNotHere)) return;
+  if (!__any_sync(kAllLanes, received.row != kNotHere) || !IsIntact(args, received)) return;
   if (smem.failed || !WaitForCotangent(args, smem, received)) return LeaveNanRows(args, received);
   __syncwarp();  // all lanes have read the stage
   if (LaneIndex() == 0) {
@@ -209,8 +225,13 @@ __device__ __forceinline__ void ForEachCotangent(const CombineGradArgs& args,
 __device__ inline void ClearPaddingRows(const CombineGradArgs& args, int warp, int n_warps) {
   if (args.row_alignment == 1 || args.choice > 0) return;
   for (int group = warp; group < args.call.n_local_groups(); group += n_warps) {
-    const auto begin = static_cast<int32_t>(args.row_offsets[group]);
-    const auto end = static_cast<int32_t>(args.row_offsets[group + 1]);
+    const auto limit = static_cast<uint32_t>(args.max_recv_tokens);
+    const uint32_t first = args.row_offsets[group], last = args.row_offsets[group + 1];
+    if (max(first, last) > limit) {
+      FailHandle(args.call, Phase::kGradOffsets, args.call.rank);
+      continue;
+    }
+    const auto begin = static_cast<int32_t>(first), end = static_cast<int32_t>(last);
     for (int row = max(begin, end - args.row_alignment + 1); row < end; ++row) {
       if (args.src_info[2 * int64_t{row}] != kNoRow) continue;
       for (int v = LaneIndex(); v < args.row_vectors; v += kWarpSize) {

@@ -33,7 +33,13 @@ __device__ inline MessageToSum ReadMessageToSum(const CombineArgs& args, int ite
   // After a dispatch that has failed, the counts may hold anything, too. A wait may have left the
   // lanes apart, which must agree.
   const bool failed = __any_sync(kAllLanes, HasFailed(call));
-  if (failed || slot.slot >= n_messages) return {-1, {0, kNotHere}};
+  const bool is_count = IsMessageCount(call, n_messages);
+  if (failed || (is_count && slot.slot >= n_messages)) return {-1, {0, kNotHere}};
+  if (!is_count) FailHandle(call, Phase::kChangedHandle, slot.source);
+  // All ranks have as many tokens, and there are lines for no more.
+  if (!is_count || !IsIntact(args, slot.source, message, call.n_tokens)) {
+    return {-1, {0, kNotHere}};
+  }
   return {slot.source, message};
 }
 
@@ -271,7 +277,9 @@ class SumReceiver {
     const bool has_arrived = Peers(call, smem)
                                  .WaitForValue(Phase::kReturned, call.map.scalars,
                                                first_choice + call.n_choices - 1, call.rank, &row);
-    if (!has_arrived) {
+    const bool is_row = row < static_cast<uint32_t>(args_.max_recv_tokens);
+    if (has_arrived && !is_row) FailHandle(call, Phase::kChangedHandle, call.rank);
+    if (!has_arrived || !is_row) {
       *result = kNan;
       return;
     }

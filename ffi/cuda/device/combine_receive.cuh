@@ -5,6 +5,7 @@
 #include "core/routing.h"
 #include "cuda/device/combine_smem.cuh"
 #include "cuda/device/copy.cuh"
+#include "cuda/device/handle.cuh"
 #include "cuda/device/peer.cuh"
 #include "cuda/device/reduce.cuh"
 #include "cuda/device/work.cuh"
@@ -109,8 +110,12 @@ __device__ inline Epilogue EpilogueOfToken(const CombineArgs& args, const uint8_
   if (args.residual != nullptr) epilogue.residual = args.residual + token * row_bytes;
   if ((choices.present & SharedExpertLane(args)) != 0) {
     const uint8_t* const index = rows + (args.call.n_choices - 1) * row_bytes;
-    epilogue.shared_expert_row =
-        args.expert_out + *reinterpret_cast<const int32_t*>(index) * row_bytes;
+    const uint32_t row = *reinterpret_cast<const uint32_t*>(index);
+    if (row < static_cast<uint32_t>(args.max_recv_tokens)) {
+      epilogue.shared_expert_row = args.expert_out + row * row_bytes;
+    } else {
+      FailHandle(args.call, Phase::kChangedHandle, args.call.rank);
+    }
   }
   return epilogue;
 }

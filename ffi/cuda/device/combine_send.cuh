@@ -4,6 +4,7 @@
 
 #include "cuda/device/combine_smem.cuh"
 #include "cuda/device/copy.cuh"
+#include "cuda/device/handle.cuh"
 #include "cuda/device/peer.cuh"
 #include "cuda/device/reduce.cuh"
 #include "cuda/device/work.cuh"
@@ -22,6 +23,20 @@ __device__ __forceinline__ ReceivedMessage ReadMessage(const CombineArgs& args,
   const int lane = LaneIndex();
   return {__ldg(message_rows),
           lane < args.call.n_choices ? __ldg(message_rows + 1 + lane) : kNotHere};
+}
+
+// Whether dispatch may have left such a message, of one of `n_tokens` tokens and with a choice on
+// this rank. Otherwise fails the rank; nothing of the message may be followed. Called by one warp,
+// converged.
+__device__ __forceinline__ bool IsIntact(const CombineArgs& args, int source,
+                                         const ReceivedMessage& message, int n_tokens) {
+  const CallArgs& call = args.call;
+  const bool is_routing = IsRouting(message.token, n_tokens, message.row, args.max_recv_tokens);
+  if (__all_sync(kAllLanes, is_routing) && __any_sync(kAllLanes, message.row != kNotHere)) {
+    return true;
+  }
+  FailHandle(call, Phase::kChangedHandle, source);
+  return false;
 }
 
 // What is returned for a message: its rows, added up or one by one, and the word that publishes
@@ -192,7 +207,9 @@ __device__ void ReturnMessagesInRing(const CombineArgs& args, const MessageCount
   };
   const auto plan = [&](int i, const ReceivedMessage& message) {
     const MessageSlot slot = messages.Slot(i);
-    if (!messages.Exists(i, slot)) return ReturnPlan{};
+    if (!messages.Exists(i, slot) || !IsIntact(args, slot.source, message, args.call.max_tokens)) {
+      return ReturnPlan{};
+    }
     PutSharedExpertRow(args, smem.call, slot.source, message);
     PutScalars(args, smem.call, slot.source, message);
     return PlanReturn(args, smem.call, slot.source, message);
@@ -237,7 +254,10 @@ __device__ void ReturnMessagesInRegisters(const CombineArgs& args, const Message
     const MessageSlot slot = messages.Slot(i);
     const ReceivedMessage message = next;
     next = read(i + items.stride);
-    if (messages.Exists(i, slot)) ReturnMessage<T>(args, smem.call, warps, slot.source, message);
+    if (!messages.Exists(i, slot) || !IsIntact(args, slot.source, message, args.call.max_tokens)) {
+      continue;
+    }
+    ReturnMessage<T>(args, smem.call, warps, slot.source, message);
   }
 }
 

@@ -4,6 +4,7 @@
 
 #include "core/message.h"
 #include "cuda/device/call_state.cuh"
+#include "cuda/device/handle.cuh"
 
 namespace jax_ep::p2p {
 
@@ -19,14 +20,20 @@ __host__ __device__ inline size_t MessageTableBytes(const CallArgs& call) {
                  kMessageAlignment);
 }
 
-// Copies `message_counts` [R] to the tables. Called by one warp; a block barrier must follow.
+// Copies `message_counts` [R] to the tables. Fails the rank for `changed` if there cannot be so
+// many messages, and takes none. Called by one warp; a block barrier must follow.
 __device__ inline void ReadMessageCounts(const CallArgs& call, const int32_t* message_counts,
-                                         uint8_t* tables, MessageCountsSmem& smem) {
+                                         Phase changed, uint8_t* tables, MessageCountsSmem& smem) {
   int32_t* const n_messages = reinterpret_cast<int32_t*>(tables + PeerTable::Bytes(call.n_ranks));
   int32_t max_messages = 0;
   for (int rank = LaneIndex(); rank < call.n_ranks; rank += kWarpSize) {
-    n_messages[rank] = __ldg(message_counts + rank);
-    max_messages = max(max_messages, n_messages[rank]);
+    int32_t n = __ldg(message_counts + rank);
+    if (!IsMessageCount(call, n)) {
+      FailHandle(call, changed, rank);
+      n = 0;
+    }
+    n_messages[rank] = n;
+    max_messages = max(max_messages, n);
   }
   smem.max_messages = __reduce_max_sync(kAllLanes, max_messages);
   smem.n_messages = n_messages;
