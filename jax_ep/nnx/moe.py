@@ -9,8 +9,8 @@ from flax import nnx
 from jax import P
 
 from jax_ep.config import check_count
-from jax_ep.fused_silu import check_activation
 from jax_ep.group import EPGroup, check_is_group
+from jax_ep.layer.fused_silu import check_activation
 from jax_ep.nnx import checks
 from jax_ep.nnx.checks import Axes
 from jax_ep.nnx.forward import Forward, MoEReport

@@ -3,11 +3,11 @@
 import jax
 import jax.numpy as jnp
 
-from jax_ep import autodiff
 from jax_ep.formats import QuantizedFormat
 from jax_ep.group import check_group
+from jax_ep.operands.rows import in_use
 from jax_ep.results import Dispatched, check_dispatched
-from jax_ep.rows import in_use
+from jax_ep.transports.gradients import straight_through
 
 
 def dequantize(dispatched: Dispatched, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
@@ -45,4 +45,4 @@ def dequantize(dispatched: Dispatched, dtype: jax.typing.DTypeLike | None = None
         return token_format.dequantize_rows(*fixed, dtype or jnp.bfloat16)
     source_tokens = source_tokens.astype(dtype or source_tokens.dtype)
     rows = token_format.dequantize_rows(*fixed, source_tokens.dtype)
-    return autodiff.straight_through(group._connection, source_tokens, rows, dispatched.routing)
+    return straight_through(group._connection, source_tokens, rows, dispatched.routing)

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep import autodiff, checks
 from jax_ep.formats import BF16, QuantizedFormat, TokenFormat
-from jax_ep.xla_ffi.activation import Activation
+from jax_ep.layer.activation import Activation, activate_rows, quantize_activated
+from jax_ep.operands import checks
 
 _FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
 _FLOAT32_MAX = float(jnp.finfo(jnp.float32).max)
@@ -75,9 +75,9 @@ def fused_silu(
     x, row_offsets, input_scales = checks.vary_alike((), x, row_offsets, input_scales)
     row_offsets = lax.stop_gradient(row_offsets)  # those of a dispatch have a tangent
     if not isinstance(token_format, QuantizedFormat):
-        return autodiff.fused_silu(activation, x, row_offsets)
+        return activate_rows(activation, x, row_offsets)
     optional = [] if input_scales is None else [lax.stop_gradient(input_scales)]
-    tokens, scales = autodiff.fused_silu_quantized(activation, x, row_offsets, *optional)
+    tokens, scales = quantize_activated(activation, x, row_offsets, *optional)
     return QuantizedRows(tokens, scales, token_format.layout.offsets(row_offsets))
 
 

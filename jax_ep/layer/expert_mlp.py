@@ -7,14 +7,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_ep import autodiff_matmul, checks
-from jax_ep.dequantize import dequantize
-from jax_ep.expert_weights import ExpertWeights, check_arrays, check_codes
 from jax_ep.formats import BlockwiseFP8, Plain, QuantizedFormat
-from jax_ep.fused_silu import QuantizedRows, check_activation, fused_silu
 from jax_ep.group import check_group
-from jax_ep.grouped_matmul import grouped_matmul, multiply_rows
-from jax_ep.quantize_weights import QuantizedWeights
+from jax_ep.layer.dequantize import dequantize
+from jax_ep.layer.expert_weights import ExpertWeights, check_arrays, check_codes
+from jax_ep.layer.fused_silu import QuantizedRows, check_activation, fused_silu
+from jax_ep.layer.grouped_matmul import grouped_matmul, multiply_rows
+from jax_ep.layer.matmul_gradients import add_bias
+from jax_ep.layer.quantize_weights import QuantizedWeights
+from jax_ep.operands import checks
 from jax_ep.results import Dispatched, check_dispatched
 
 # Name of the result of the first matmul, `[C, 2 F]`, with its bias, for `jax.checkpoint` policies.
@@ -138,4 +139,4 @@ def _add_bias(rows: jax.Array, bias: jax.Array | None, row_offsets: jax.Array) -
     if bias is None:
         return rows
     row_offsets = lax.stop_gradient(row_offsets)  # those of a dispatch have a tangent
-    return autodiff_matmul.add_bias(*checks.vary_alike((), rows, bias, row_offsets))
+    return add_bias(*checks.vary_alike((), rows, bias, row_offsets))
