@@ -1,5 +1,7 @@
 """dequantize: converts received rows back to floating point."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -29,8 +31,13 @@ def dequantize(dispatched: Dispatched, dtype: jax.typing.DTypeLike | None = None
         ValueError: the group is closed, or the call is outside `jax.shard_map`. While tracing.
     """
     check_dispatched("dequantize", dispatched)
+    check_group("dequantize", dispatched.group)
+    return to_numbers(dispatched, dtype)
+
+
+def to_numbers(dispatched: Dispatched, dtype: Any = None) -> jax.Array:
+    """`dequantize` of the result of a dispatch."""
     group, row_offsets = dispatched.group, dispatched.row_offsets
-    check_group("dequantize", group)
     token_format = group.config.token_format
     if not isinstance(token_format, QuantizedFormat):
         rows = dispatched.tokens.astype(dtype or dispatched.tokens.dtype)

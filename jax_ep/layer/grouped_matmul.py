@@ -68,19 +68,29 @@ def _multiply_numbers(
 ) -> jax.Array:
     rows, weights, row_offsets = checks.as_arrays(rows, weights, row_offsets)
     checks.check_array("grouped_matmul", "rows", rows, (None, None), "C H", *_FLOATS)
-    n_rows, hidden_size = rows.shape
     _check_offsets(row_offsets)
-    n_groups = row_offsets.shape[0] - 1
+    n_groups, hidden_size = row_offsets.shape[0] - 1, rows.shape[1]
     shape: tuple[int | None, ...] = (n_groups, hidden_size, None)
     letters = "L H N"
     if transposed:
         shape, letters = (n_groups, None, hidden_size), "L N H"
     checks.check_array("grouped_matmul", "weights", weights, shape, letters, rows.dtype)
-    matmul = Matmul(_form(transposed), _result_dtype(dtype, rows.dtype))
+    return multiply_arrays(rows, weights, row_offsets, transposed, _result_dtype(dtype, rows.dtype))
+
+
+def multiply_arrays(
+    rows: jax.Array,
+    weights: jax.Array,
+    row_offsets: jax.Array,
+    transposed: bool,
+    dtype: np.dtype | None = None,
+) -> jax.Array:
+    """`grouped_matmul` of arrays that fit."""
+    matmul = Matmul(_form(transposed), dtype or rows.dtype)
     row_offsets = lax.stop_gradient(row_offsets)
     rows, weights, row_offsets = checks.vary_alike((), rows, weights, row_offsets)
-    if 0 in (n_rows, hidden_size, n_groups):
-        product = jnp.zeros((n_rows, weights.shape[1 if transposed else 2]), matmul.dtype)
+    if 0 in (*rows.shape, weights.shape[0]):
+        product = jnp.zeros((rows.shape[0], weights.shape[1 if transposed else 2]), matmul.dtype)
         return checks.vary_alike((), product, rows, weights, row_offsets)[0]
     return matmul_gradients.grouped_matmul(matmul, rows, weights, row_offsets)
 
