@@ -8,8 +8,8 @@ PYTEST_ARGS ?=
 TEST_JOBS ?= 2
 # The extra of jax to install: cuda13 if there is an NVIDIA GPU, otherwise none.
 JAX_EXTRA ?= $(if $(shell nvidia-smi -L 2>/dev/null),cuda13)
-# Whether to build the CUDA kernels: ON, OFF or AUTO, which is ON if there is an NVIDIA driver or
-# nvcc. After a change, `make clean` first.
+# Whether to build the CUDA kernels: ON, OFF or AUTO, which is ON if there is an NVIDIA driver.
+# After a change, `make clean` first.
 CUDA ?= AUTO
 # Interpreters for `make matrix` and `make wheels`: names on PATH, or paths. Default: pythonX.Y on PATH and in pyenv.
 PYTHONS ?=

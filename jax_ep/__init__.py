@@ -1,12 +1,6 @@
 """Mixture-of-Experts expert parallelism for JAX: dispatch and combine."""
 
-from jax_ep.choices import count_choices as count_choices
-from jax_ep.choices import limit_choices as limit_choices
 from jax_ep.config import EPConfig as EPConfig
-from jax_ep.dequantize import dequantize as dequantize
-from jax_ep.expert_mlp import EXPERT_HIDDEN_NAME as EXPERT_HIDDEN_NAME
-from jax_ep.expert_mlp import expert_mlp as expert_mlp
-from jax_ep.export import disabled_checks as disabled_checks
 from jax_ep.formats import BF16 as BF16
 from jax_ep.formats import MXFP4 as MXFP4
 from jax_ep.formats import MXFP8 as MXFP8
@@ -16,13 +10,20 @@ from jax_ep.formats import Plain as Plain
 from jax_ep.formats import Quantized as Quantized
 from jax_ep.formats import QuantizedFormat as QuantizedFormat
 from jax_ep.formats import TokenFormat as TokenFormat
-from jax_ep.fused_silu import QuantizedRows as QuantizedRows
-from jax_ep.fused_silu import fused_silu as fused_silu
 from jax_ep.group import EPGroup as EPGroup
 from jax_ep.group import ep_init as ep_init
-from jax_ep.grouped_matmul import grouped_matmul as grouped_matmul
-from jax_ep.operands import COMBINE_NAME as COMBINE_NAME
-from jax_ep.operands import DISPATCH_NAME as DISPATCH_NAME
+from jax_ep.layer.dequantize import dequantize as dequantize
+from jax_ep.layer.expert_mlp import EXPERT_HIDDEN_NAME as EXPERT_HIDDEN_NAME
+from jax_ep.layer.expert_mlp import expert_mlp as expert_mlp
+from jax_ep.layer.fused_silu import QuantizedRows as QuantizedRows
+from jax_ep.layer.fused_silu import fused_silu as fused_silu
+from jax_ep.layer.grouped_matmul import grouped_matmul as grouped_matmul
+from jax_ep.layer.quantize_weights import QuantizedWeights as QuantizedWeights
+from jax_ep.layer.quantize_weights import quantize_weights as quantize_weights
+from jax_ep.operands.calls import COMBINE_NAME as COMBINE_NAME
+from jax_ep.operands.calls import DISPATCH_NAME as DISPATCH_NAME
+from jax_ep.operands.choices import count_choices as count_choices
+from jax_ep.operands.choices import limit_choices as limit_choices
 from jax_ep.ops import combine as combine
 from jax_ep.ops import combine_async as combine_async
 from jax_ep.ops import combine_wait as combine_wait
@@ -30,11 +31,10 @@ from jax_ep.ops import dispatch as dispatch
 from jax_ep.ops import dispatch_async as dispatch_async
 from jax_ep.ops import dispatch_wait as dispatch_wait
 from jax_ep.plot import plot_traffic as plot_traffic
-from jax_ep.quantize_weights import QuantizedWeights as QuantizedWeights
-from jax_ep.quantize_weights import quantize_weights as quantize_weights
 from jax_ep.redispatch import redispatch as redispatch
 from jax_ep.results import Dispatched as Dispatched
 from jax_ep.results import InFlight as InFlight
 from jax_ep.stats import RankStats as RankStats
+from jax_ep.xla_ffi.export import disabled_checks as disabled_checks
 
 __version__ = "0.1.0"

@@ -18,7 +18,7 @@ _MAX_TIMEOUT_S = 1e6
 
 
 class RoutedSizes(NamedTuple):
-    """The sizes that transports route by; jax_ep/routing.py makes ids to match.
+    """The sizes that transports route by; jax_ep/operands/routing.py makes ids to match.
 
     A shared expert counts as one more group of rows on each rank and one more choice of each token.
     With `skip_a2a`, every rank exchanges tokens with itself alone.

@@ -37,7 +37,7 @@ class Geometry:
     config: EPConfig
     transport: str  # name of the transport
     # Ranks exchange tokens with those of their node, on behalf of the ranks of their index on all
-    # nodes: the geometry of a transport inside nodes; see transports/nodes.py.
+    # nodes: the geometry of a transport inside nodes; see internode/connection.py.
     within_nodes: bool = False
     # The group whose memory this one uses, which is its own; None: this one has its own, too. What
     # the two must have in common: transports/memory.py.

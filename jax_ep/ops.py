@@ -12,7 +12,7 @@ import jax
 
 from jax_ep.formats import Quantized
 from jax_ep.group import EPGroup, check_group
-from jax_ep.operands import CombineOperands, DispatchOperands
+from jax_ep.operands.calls import CombineOperands, DispatchOperands
 from jax_ep.results import Dispatched, InFlight, check_dispatched, check_in_flight
 
 

@@ -2,13 +2,13 @@
 
 import jax
 
-from jax_ep import autodiff
-from jax_ep.checks import as_arrays
 from jax_ep.group import EPGroup, check_group
-from jax_ep.halves import from_halves, is_integer
-from jax_ep.operands import check_values
+from jax_ep.operands.calls import check_values
+from jax_ep.operands.checks import as_arrays
+from jax_ep.operands.limbs import from_limbs, is_integer
+from jax_ep.operands.rows import in_use, keep
 from jax_ep.results import Dispatched, check_dispatched
-from jax_ep.rows import in_use, keep
+from jax_ep.transports import gradients
 
 
 def redispatch(group: EPGroup, values: jax.Array, dispatched: Dispatched) -> jax.Array:
@@ -46,7 +46,7 @@ def redispatch(group: EPGroup, values: jax.Array, dispatched: Dispatched) -> jax
     check_dispatched("redispatch", dispatched, group)
     (values,) = as_arrays(values)
     sent, routing = check_values("redispatch", group.geometry, values, dispatched.routing)
-    rows = autodiff.redispatch(group._connection, sent, routing)
+    rows = gradients.redispatch(group._connection, sent, routing)
     if group.config.zero_unused_rows:
         rows = keep(rows, in_use(routing.row_offsets, rows.shape[0]))
-    return from_halves(rows, values.shape[-1], values.dtype) if is_integer(values) else rows
+    return from_limbs(rows, values.shape[-1], values.dtype) if is_integer(values) else rows

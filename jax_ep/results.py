@@ -8,13 +8,13 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from jax_ep.choices import count_choices
 from jax_ep.config import EPConfig
 from jax_ep.formats import QuantizedFormat
 from jax_ep.group import EPGroup, check_group
-from jax_ep.operands import CombineOperands, DispatchOperands, DispatchResults, Routing
-from jax_ep.payload import unpack
-from jax_ep.rows import in_use, keep, keep_gradient, row_groups, row_sources
+from jax_ep.operands.calls import CombineOperands, DispatchOperands, DispatchResults, Routing
+from jax_ep.operands.choices import count_choices
+from jax_ep.operands.payload import unpack
+from jax_ep.operands.rows import in_use, keep, keep_gradient, row_groups, row_sources
 
 
 @jax.tree_util.register_dataclass

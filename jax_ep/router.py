@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep import checks
-from jax_ep.choices import count_choices
 from jax_ep.config import check_count as _check_count  # public names are documented
+from jax_ep.operands import checks
+from jax_ep.operands.choices import count_choices
 
 _SCORES = ("softmax", "sigmoid")
 _GROUP_SCORES = ("max", "top2")

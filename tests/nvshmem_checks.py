@@ -19,8 +19,8 @@ import suite
 import test_grad
 import test_graphs
 from harness import AXIS, config_of, make_mesh, on_mesh, put
-from jax_ep.transports import nvshmem, overlapped
-from jax_ep.transports.nodes import NodesConnection
+from jax_ep.internode import nvshmem, overlapped
+from jax_ep.internode.connection import NodesConnection
 from jax_ep.xla_ffi import extension
 from process_checks import (
     SHORT_TIMEOUT_S,

@@ -82,11 +82,11 @@ def use_packages(monkeypatch, folder: pathlib.Path) -> None:
 DECISIONS = [
     ("AUTO", "", False, "none"),
     ("AUTO", "", True, "wheels"),
-    ("AUTO", NEW, False, "nvcc"),
+    ("AUTO", NEW, False, "none"),
     ("AUTO", NEW, True, "nvcc"),
-    ("AUTO", OLD, False, "wheels"),
+    ("AUTO", OLD, False, "none"),
     ("AUTO", OLD, True, "wheels"),
-    ("AUTO", BROKEN, False, "wheels"),
+    ("AUTO", BROKEN, True, "wheels"),
     ("ON", "", False, "wheels"),
     ("ON", "", True, "wheels"),
     ("ON", NEW, False, "nvcc"),
@@ -163,8 +163,10 @@ def test_the_mode_is_found_wherever_it_may_be_set(compiler, monkeypatch):
 def test_variables_may_name_the_compiler(compiler, monkeypatch, tmp_path, variable):
     nvcc = write_nvcc(tmp_path / "bin", NEW)
     monkeypatch.setenv(variable, nvcc if variable == "CUDACXX" else str(tmp_path))
-    assert compiler.find_nvcc({}) == compiler.Nvcc(nvcc, (13, 0), variable == "CUDACXX")
-    assert compiler.plan().compiler == "nvcc"
+    is_named = variable == "CUDACXX"
+    assert compiler.find_nvcc({}) == compiler.Nvcc(nvcc, (13, 0), is_named)
+    assert compiler.plan(settings("ON")).compiler == "nvcc"
+    assert compiler.plan().compiler == ("nvcc" if is_named else "none")  # where no GPU is
 
 
 def test_headers_of_ones_own_are_not_required(compiler, monkeypatch):
@@ -207,11 +209,12 @@ def test_auto_refuses_a_driver_that_cannot_run_what_the_wheels_compile(compiler,
 def test_a_line_says_what_is_built(compiler, monkeypatch, tmp_path, capsys):
     assert compiler.configure() == settings("OFF")
     assert capsys.readouterr().out == (
-        "jax_ep: building for CPUs alone, because there is neither an NVIDIA driver nor nvcc; with "
-        "the CUDA kernels: `-C cmake.define.JAX_EP_CUDA=ON`\n"
+        "jax_ep: building for CPUs alone, because there is no NVIDIA driver; with the CUDA "
+        "kernels: `-C cmake.define.JAX_EP_CUDA=ON`\n"
     )
     nvcc = write_nvcc(tmp_path, NEW)
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(compiler, "find_driver", lambda: compiler.Driver((13, 0)))
     assert compiler.configure({"build-dir": "b"}) == settings("ON") | {"build-dir": "b"}
     assert f"with {nvcc} (13.0)\n" in capsys.readouterr().out
     write_nvcc(tmp_path, OLD)

@@ -16,11 +16,11 @@ from flax import nnx
 import jax_ep
 from faults import handmade
 from harness import on_mesh
-from jax_ep.exchange import Exchange
 from jax_ep.geometry import Geometry, MeshCoordinate
 from jax_ep.group import EPGroup
 from jax_ep.nnx import MoE
 from jax_ep.router import RouterConfig, balance_loss, route
+from jax_ep.transports.exchange import Exchange
 from jax_ep.transports.p2p import P2pConnection
 from jax_ep.xla_ffi import extension
 

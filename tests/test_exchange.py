@@ -16,9 +16,9 @@ import cases
 import jax_ep
 from harness import AXIS, config_of, make_mesh
 from jax_ep._jax_compat import distributed_client
-from jax_ep.exchange import Exchange
 from jax_ep.geometry import Geometry
 from jax_ep.transports import bootstrap, p2p
+from jax_ep.transports.exchange import Exchange
 from jax_ep.transports.p2p import P2pConnection
 from jax_ep.xla_ffi import extension
 from processes import run_processes

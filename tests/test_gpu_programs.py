@@ -21,8 +21,8 @@ import test_transforms
 from harness import AXIS, QUANTIZED_FORMATS, config_of, on_mesh
 from jax_ep.geometry import Geometry
 from jax_ep.group import EPGroup
-from jax_ep.transports import overlapped
-from jax_ep.transports.nvshmem import NvshmemByNodes
+from jax_ep.internode import overlapped
+from jax_ep.internode.nvshmem import NvshmemByNodes
 from jax_ep.transports.p2p import P2pConnection
 from jax_ep.xla_ffi.extension import register_cuda
 

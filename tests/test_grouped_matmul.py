@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ep
 from harness import AXIS, make_mesh
-from jax_ep.xla_ffi import matmul as matmul_primitive
+from jax_ep.layer import matmul as matmul_primitive
 from oracle_matmul import N, assert_close, make_operands, reference
 
 SIZES = {

@@ -30,9 +30,10 @@ from harness import (
     put,
 )
 from jax_ep.geometry import Geometry
-from jax_ep.transports import nodes, overlapped
-from jax_ep.transports.nodes import NodesConnection
-from jax_ep.transports.rails import XlaRails
+from jax_ep.internode import connection as nodes
+from jax_ep.internode import overlapped
+from jax_ep.internode.connection import NodesConnection
+from jax_ep.internode.rails import XlaRails
 from processes import run_processes, run_pytest
 
 CACHES = (suite.compiled, test_grad.compiled_vjps, test_sums.compiled_sums)

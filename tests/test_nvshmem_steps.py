@@ -11,9 +11,10 @@ import pytest
 
 import jax_ep
 from harness import AXIS, make_mesh
-from jax_ep import exchange as exchange_module
 from jax_ep.geometry import Geometry
-from jax_ep.transports import nvshmem, nvshmem_bootstrap
+from jax_ep.internode import bootstrap as nvshmem_bootstrap
+from jax_ep.internode import nvshmem
+from jax_ep.transports import exchange as exchange_module
 
 
 class Answers:

@@ -1,4 +1,4 @@
-"""Exchange and call as one operation (transports/overlapped.py), on CPUs.
+"""Exchange and call as one operation (internode/overlapped.py), on CPUs.
 
 Transport `nvshmem` has such operations, which need GPUs. Here they are made of the others, of
 transport `host`; what is tested is how they are put together, and their gradients.
@@ -13,35 +13,39 @@ import harness
 import suite
 import test_grad
 from harness import assert_same_bits, make_mesh, params
-from jax_ep.transports import overlapped, select
-from jax_ep.transports.node_routing import needs
-from jax_ep.transports.nodes import HostByNodes
-from jax_ep.transports.overlapped import OverlappingConnection
+from jax_ep.group import select
+from jax_ep.internode import overlapped
+from jax_ep.internode.connection import HostByNodes
+from jax_ep.internode.rails import OverlappingRails
+from jax_ep.internode.routing import needs
 from jax_ep.xla_ffi.primitives import bind_combine, bind_dispatch
 from test_nodes import FOUR, SHARED, TWO, ThriftyRails, forget_groups, with_nodes
 
 bound = []  # the operations that have been traced
 
 
-class OverlappingHost(OverlappingConnection, HostByNodes):
-    """`host` inside nodes; rails that send no more than they must."""
+class ThriftyOverlappingRails(ThriftyRails, OverlappingRails):
+    """Rails that send no more than they must, then call `host`."""
 
-    def __init__(self, geometry):
-        super().__init__(geometry)
-        self.rails = ThriftyRails(geometry)
-
-    def bind_dispatch(self, operands, group_ids):
+    def dispatch(self, inner, operands, group_ids):
         bound.append("dispatch")
-        tokens = self.rails.spread(operands.tokens, needs(self.geometry, group_ids))
-        handle_shape = self.inner.handle_shape(operands.group_ids.shape[0])
+        tokens = self.spread(operands.tokens, needs(self.geometry, group_ids))
+        handle_shape = inner.handle_shape(operands.group_ids.shape[0])
         within = dataclasses.replace(operands, tokens=tokens)
-        return bind_dispatch(self.inner.geometry, within, handle_shape)
+        return bind_dispatch(inner.geometry, within, handle_shape)
 
-    def bind_combine(self, operands):
+    def combine(self, inner, operands):
         bound.append("combine")
         within = dataclasses.replace(operands, residual=None)
-        sums, *scalars = bind_combine(self.inner.geometry, within)
-        return [self.rails.add_up(sums, operands.residual, operands.routing.group_ids), *scalars]
+        sums, *scalars = bind_combine(inner.geometry, within)
+        return [self.add_up(sums, operands.residual, operands.routing.group_ids), *scalars]
+
+
+class OverlappingHost(HostByNodes):
+    """`host` inside nodes, such rails between them."""
+
+    def make_rails(self):
+        return ThriftyOverlappingRails(self.geometry)
 
 
 @pytest.fixture(scope="module", autouse=True)

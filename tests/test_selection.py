@@ -15,9 +15,9 @@ import pytest
 import cases
 import jax_ep
 from harness import AXIS, config_of
-from jax_ep.exchange import Exchange
 from jax_ep.geometry import Geometry
-from jax_ep.transports import select
+from jax_ep.group import select
+from jax_ep.transports.exchange import Exchange
 from jax_ep.xla_ffi import extension
 
 N_RANKS = 4

@@ -26,7 +26,7 @@ from harness import (
     put,
     shards,
 )
-from jax_ep import autodiff
+from jax_ep.transports import gradients
 from jax_ep.xla_ffi.primitives import combine_grad_p
 from test_grad import assert_close
 
@@ -89,8 +89,8 @@ def open_group(transport, monkeypatch):
         used = jnp.arange(len(rows), dtype=jnp.uint32) < row_offsets[-1]
         return [set_all_bits_unless(used, rows), *weights], places
 
-    original = autodiff.call_in_backward
-    monkeypatch.setattr(autodiff, "call_in_backward", call_in_backward)
+    original = gradients.call_in_backward
+    monkeypatch.setattr(gradients, "call_in_backward", call_in_backward)
 
     def open_group(case, is_poisoned=True, dp=1, **changes):
         group = group_of(case, transport, make_mesh(case.n_ranks, dp), **changes)

@@ -2,7 +2,7 @@
 """Decides whether the CUDA kernels are built, and by which compiler.
 
 The CMake variable JAX_EP_CUDA says whether: ON, OFF, or AUTO (the default), which is ON if there is
-an NVIDIA driver or an nvcc. The compiler is the nvcc that CUDACXX names, or the one on PATH or in
+an NVIDIA driver, or if CUDACXX names an nvcc. The compiler is that nvcc, or the one on PATH or in
 CUDA_PATH; if there is none, or only one that is too old, that of the CUDA toolkit's wheels, which
 the build then requires (the dependency group cuda-toolkit in pyproject.toml).
 
@@ -79,11 +79,12 @@ def decide(mode: str, nvcc: Nvcc | None, driver: Driver | None) -> Plan:
     """The decision for what the user asked for and what the machine has; see `plan`."""
     if mode == "OFF":
         return Plan("none", "building for CPUs alone, because JAX_EP_CUDA is OFF")
-    if mode == "AUTO" and nvcc is None and driver is None:
+    asked = mode == "ON" or (nvcc is not None and nvcc.named)
+    if driver is None and not asked:
         return Plan(
             "none",
-            "building for CPUs alone, because there is neither an NVIDIA driver nor nvcc; with the "
-            "CUDA kernels: `-C cmake.define.JAX_EP_CUDA=ON`",
+            "building for CPUs alone, because there is no NVIDIA driver; with the CUDA kernels: "
+            "`-C cmake.define.JAX_EP_CUDA=ON`",
         )
     if nvcc is not None and nvcc.is_usable:
         return Plan("nvcc", f"building the CUDA kernels with {nvcc}", nvcc.version)

@@ -33,7 +33,7 @@ run=0
 
 # build_wheel PYTHON TAG: builds the wheel with that tag, unless it is up to date.
 build_wheel() {
-  local python=$1 tag=$2 stamp=build/matrix/$2.stamp cuda=AUTO
+  local python=$1 tag=$2 stamp=build/matrix/$2.stamp cuda=${CUDA:-AUTO}
   [[ $tag == cp311-* ]] && cuda=OFF
   if [[ -f $stamp && -z $(find jax_ep ffi CMakeLists.txt pyproject.toml -newer "$stamp" \
     -not -path '*/__pycache__*' -print -quit) ]]; then

@@ -12,7 +12,7 @@ import jax
 
 import jax_ep
 from jax_ep.cli import links, probe
-from jax_ep.transports import nvshmem_bootstrap
+from jax_ep.internode import bootstrap as nvshmem_bootstrap
 from jax_ep.xla_ffi import extension
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 import jax_ep
 from jax_ep.cli.workload import AXIS, make_mesh, on_mesh, place, random_choices
-from jax_ep.transports.select import NAMES
+from jax_ep.group.select import NAMES
 
 _TOP_K = 2
 

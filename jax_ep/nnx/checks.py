@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_ep.checks import is_finite
 from jax_ep.config import check_count
 from jax_ep.formats import BlockwiseFP8, Plain
 from jax_ep.formats.plain import as_dtype
 from jax_ep.group import EPGroup
+from jax_ep.operands.checks import is_finite
 from jax_ep.router import RouterConfig
 
 Axes = str | tuple[str, ...] | None

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep.choices import limit_choices
-from jax_ep.expert_mlp import expert_mlp
 from jax_ep.formats import Plain
-from jax_ep.fused_silu import fused_silu
 from jax_ep.group import EPGroup
+from jax_ep.layer.expert_mlp import expert_mlp
+from jax_ep.layer.fused_silu import fused_silu
+from jax_ep.layer.quantize_weights import quantize_weights
+from jax_ep.operands.choices import limit_choices
 from jax_ep.ops import combine, dispatch
-from jax_ep.quantize_weights import quantize_weights
 from jax_ep.results import Dispatched
 from jax_ep.router import RouterConfig, balance_loss, expert_load, route, z_loss
 

@@ -1,6 +1,5 @@
 """MoE: a Flax NNX module of a Mixture-of-Experts layer with its experts spread over a group."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,11 +8,12 @@ from flax import nnx
 from jax import P
 
 from jax_ep.config import check_count
-from jax_ep.fused_silu import check_activation
 from jax_ep.group import EPGroup, check_is_group
+from jax_ep.layer.fused_silu import check_activation
 from jax_ep.nnx import checks
 from jax_ep.nnx.checks import Axes
 from jax_ep.nnx.forward import Forward, MoEReport
+from jax_ep.nnx.parameters import Parameters
 from jax_ep.router import RouterConfig, update_bias
 
 # Parameters by the dtype that a call uses them in: float32, and that of the experts' matmuls.
@@ -34,6 +34,42 @@ class MoE(nnx.Module):
     the module is created under `jax.jit` or `nnx.jit`.
 
     E experts, K choices and the hidden size H are those of `group.config`.
+
+    Args:
+        group: from `ep_init`.
+        expert_size: hidden size of an expert (F).
+        router: the kind of router; None is `RouterConfig()`.
+        router_bias: whether there is a bias for selection, zero at first; call `update_bias`
+            after each step.
+        logit_bias: whether the router's logits have a trainable bias, zero at first.
+        expert_bias: whether both matmuls of the routed experts have biases, zero at first.
+        interleaved: whether gate and up columns alternate, as in `jax_ep.expert_mlp`; of the
+            shared expert, too.
+        clamp: `(alpha, limit)` of the clamped activation, as in `jax_ep.expert_mlp`; of the
+            shared expert, too.
+        balance_per_sequence: see `jax_ep.router.balance_loss`.
+        capacity_factor: limits each expert to so many times its even share of the choices of
+            each rank's T tokens: `ceil(factor * T * K / E)` choices, padding included in T.
+            Those of later tokens are dropped (`jax_ep.limit_choices`): they add nothing to the
+            output. None: no limit.
+        shared_size: hidden size of a shared expert (S), which processes every token; None: no
+            shared expert, or with `config.fused_shared_expert`, one of `expert_size`.
+        token_axes: the mesh axis, or a tuple of axes, that the first dimension of the tokens is
+            sharded over; None: all axes of the mesh, or with `config.skip_a2a`, all but the
+            group's. Along axes left out, all devices do the same work.
+        fsdp_axis: a mesh axis, or a tuple of axes, that the experts' matrices are sharded over
+            in addition, along H. They are gathered for each use, in the dtype of the
+            matmuls, and their gradients reduce-scattered. Of `token_axes`, not the group's.
+        fp8_matmuls: whether experts multiply in FP8; needs the token format `BlockwiseFP8`.
+        kernel_init: initializer of every matrix `[n_in, n_out]`; None is `lecun_normal`.
+        param_dtype: dtype of the parameters. Experts multiply in `config.combine_dtype`, the
+            router in float32.
+        rngs: the stream `params` is used.
+
+    Raises:
+        TypeError: `group`, `router` or `rngs` is something else.
+        ValueError: the router does not fit the experts, `shared_size` not the fused shared
+            expert, or axes not the group; or another argument has a value that it cannot have.
 
     Attributes:
         router: `nnx.Param`, `[H, E]`.
@@ -70,46 +106,7 @@ class MoE(nnx.Module):
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ) -> None:
-        """Creates the parameters.
-
-        Args:
-            group: from `ep_init`.
-            expert_size: hidden size of an expert (F).
-            router: the kind of router; None is `RouterConfig()`.
-            router_bias: whether there is a bias for selection, zero at first; call `update_bias`
-                after each step.
-            logit_bias: whether the router's logits have a trainable bias, zero at first.
-            expert_bias: whether both matmuls of the routed experts have biases, zero at first.
-            interleaved: whether gate and up columns alternate, as in `jax_ep.expert_mlp`; of the
-                shared expert, too.
-            clamp: `(alpha, limit)` of the clamped activation, as in `jax_ep.expert_mlp`; of the
-                shared expert, too.
-            balance_per_sequence: see `jax_ep.router.balance_loss`.
-            capacity_factor: limits each expert to so many times its even share of the choices of
-                each rank's T tokens: `ceil(factor * T * K / E)` choices, padding included in T.
-                Those of later tokens are dropped (`jax_ep.limit_choices`): they add nothing to the
-                output. None: no limit.
-            shared_size: hidden size of a shared expert (S), which processes every token; None: no
-                shared expert, or with `config.fused_shared_expert`, one of `expert_size`.
-            token_axes: the mesh axis, or a tuple of axes, that the first dimension of the tokens is
-                sharded over; None: all axes of the mesh, or with `config.skip_a2a`, all but the
-                group's. Along axes left out, all devices do the same work.
-            fsdp_axis: a mesh axis, or a tuple of axes, that the experts' matrices are sharded over
-                in addition, along H. They are gathered for each use, in the dtype of the
-                matmuls, and their gradients reduce-scattered. Of `token_axes`, not the group's.
-            fp8_matmuls: whether experts multiply in FP8; needs the token format `BlockwiseFP8`.
-            kernel_init: initializer of every matrix `[n_in, n_out]`; None is `lecun_normal`.
-            param_dtype: dtype of the parameters. Experts multiply in `config.combine_dtype`, the
-                router in float32.
-            rngs: the stream `params` is used.
-
-        Raises:
-            TypeError: `group`, `router` or `rngs` is something else.
-            ValueError: the router does not fit the experts, `shared_size` not the fused shared
-                expert, or axes not the group; or another argument has a value that it cannot have.
-        """
         check_is_group("nnx.MoE", group)
-        config, axis = group.config, group.axis_name
         expert_size = check_count("expert_size", expert_size)
         n_shared = checks.check_shared_size(group, shared_size, expert_size)
         checks.check_flags(
@@ -131,26 +128,19 @@ class MoE(nnx.Module):
         self.fp8_matmuls = fp8_matmuls
         self.interleaved = interleaved
         self.clamp = check_activation("nnx.MoE", interleaved, clamp)
-        init = _by_expert(kernel_init or nnx.initializers.lecun_normal())
-
-        def param(shape: tuple[int, ...], *spec: Axes) -> nnx.Param:
-            create = nnx.with_partitioning(init, spec, mesh=group.mesh)
-            return nnx.Param(create(rngs.params(), shape, param_dtype))
-
-        def bias(shape: tuple[int, ...], *spec: Axes) -> nnx.Param:
-            create = nnx.with_partitioning(jnp.zeros, spec, mesh=group.mesh)
-            return nnx.Param(create(shape, param_dtype))
-
-        n_experts, size, fsdp = config.n_experts, config.hidden_size, self.fsdp_axes or None
-        self.router = param((size, n_experts), None, None)
-        self.gate_up = param((n_experts, size, 2 * expert_size), axis, fsdp, None)
-        self.down = param((n_experts, expert_size, size), axis, None, fsdp)
-        self.shared_gate_up = param((size, 2 * n_shared), None, None) if n_shared else None
-        self.shared_down = param((n_shared, size), None, None) if n_shared else None
-        self.logit_bias = bias((n_experts,), None) if logit_bias else None
-        self.gate_up_bias = bias((n_experts, 2 * expert_size), axis, None) if expert_bias else None
-        self.down_bias = bias((n_experts, size), axis, None) if expert_bias else None
-        self.router_bias = _zero_bias(group) if router_bias else None
+        create = Parameters(group.mesh, kernel_init, param_dtype, rngs)
+        n_experts, size = group.config.n_experts, group.config.hidden_size
+        axis, fsdp = group.axis_name, self.fsdp_axes or None
+        self.router = create.matrix((size, n_experts), None, None)
+        self.gate_up = create.matrix((n_experts, size, 2 * expert_size), axis, fsdp, None)
+        self.down = create.matrix((n_experts, expert_size, size), axis, None, fsdp)
+        self.shared_gate_up = create.matrix((size, 2 * n_shared), None, None) if n_shared else None
+        self.shared_down = create.matrix((n_shared, size), None, None) if n_shared else None
+        self.logit_bias = create.bias((n_experts,), None) if logit_bias else None
+        sizes = 2 * expert_size, size
+        biases = [create.bias((n_experts, n), axis, None) if expert_bias else None for n in sizes]
+        self.gate_up_bias, self.down_bias = biases
+        self.router_bias = RouterBias(create.zeros((n_experts,), None)) if router_bias else None
 
     def __call__(
         self, tokens: jax.Array, mask: jax.Array | None = None
@@ -253,20 +243,3 @@ class MoE(nnx.Module):
         if self.router_bias is not None:
             weights["router_bias"] = self.router_bias[...]
         return weights
-
-
-def _by_expert(init: nnx.Initializer) -> Callable[..., jax.Array]:
-    """Initializes each matrix of `[E, n_in, n_out]` by itself."""
-
-    def create(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        if len(shape) == 2:
-            return init(key, shape, dtype)
-        keys = jax.random.split(key, shape[0])
-        return jax.vmap(lambda key: init(key, shape[1:], dtype))(keys)
-
-    return create
-
-
-def _zero_bias(group: EPGroup) -> RouterBias:
-    create = nnx.with_partitioning(jnp.zeros, (None,), mesh=group.mesh)
-    return RouterBias(create(group.config.n_experts, jnp.float32))

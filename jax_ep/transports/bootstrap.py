@@ -6,10 +6,10 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jax_ep.checks import VECTOR_BYTES
 from jax_ep.config import EPConfig
-from jax_ep.exchange import Exchange
 from jax_ep.geometry import Geometry, MeshCoordinate
+from jax_ep.operands.checks import VECTOR_BYTES
+from jax_ep.transports.exchange import Exchange
 from jax_ep.xla_ffi import extension
 
 # How long close() waits for a peer, which may be dead.

@@ -9,13 +9,12 @@ from typing import Any
 
 import jax
 
-from jax_ep import autodiff
-from jax_ep.connection import FfiConnection
-from jax_ep.exchange import Exchange
 from jax_ep.geometry import Geometry
-from jax_ep.operands import CombineOperands, DispatchOperands, DispatchResults
+from jax_ep.operands.calls import CombineOperands, DispatchOperands, DispatchResults
 from jax_ep.stats import RankStats
-from jax_ep.transports import cpu_threads
+from jax_ep.transports import cpu_threads, gradients
+from jax_ep.transports.base import FfiConnection
+from jax_ep.transports.exchange import Exchange
 from jax_ep.xla_ffi import extension
 
 # Frames from a warning to the user's code.
@@ -118,11 +117,11 @@ class HostConnection(FfiConnection):
 
     def dispatch(self, operands: DispatchOperands) -> DispatchResults:
         """One custom call."""
-        return autodiff.dispatch(self, operands)
+        return gradients.dispatch(self, operands)
 
     def combine(self, operands: CombineOperands) -> jax.Array:
         """One custom call."""
-        return autodiff.combine(self, operands)
+        return gradients.combine(self, operands)
 
     def handle_shape(self, n_tokens: int) -> tuple[int, ...]:
         """`dst_rows`, `[T, N]`: each choice's row at its destination, -1 = none."""

@@ -9,14 +9,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_ep import autodiff
-from jax_ep.checks import VECTOR_BYTES
-from jax_ep.connection import FfiConnection
-from jax_ep.exchange import Exchange
 from jax_ep.geometry import Geometry
-from jax_ep.operands import CombineOperands, DispatchOperands, DispatchResults
+from jax_ep.operands.calls import CombineOperands, DispatchOperands, DispatchResults
+from jax_ep.operands.checks import VECTOR_BYTES
 from jax_ep.stats import RankStats
-from jax_ep.transports import bootstrap
+from jax_ep.transports import bootstrap, gradients
+from jax_ep.transports.base import FfiConnection
+from jax_ep.transports.exchange import Exchange
 from jax_ep.xla_ffi import extension
 from jax_ep.xla_ffi.async_calls import InFlightCombine, InFlightDispatch
 
@@ -118,11 +117,11 @@ class P2pConnection(FfiConnection):
 
     def dispatch(self, operands: DispatchOperands) -> DispatchResults:
         """One custom call."""
-        return autodiff.dispatch(self, operands)
+        return gradients.dispatch(self, operands)
 
     def combine(self, operands: CombineOperands) -> jax.Array:
         """One custom call."""
-        return autodiff.combine(self, operands)
+        return gradients.combine(self, operands)
 
     def start(self, operands: DispatchOperands | CombineOperands) -> Any:
         """Starts a call; gradients flow to `operands` in `finish`."""
@@ -133,7 +132,7 @@ class P2pConnection(FfiConnection):
 
     def finish(self, call: Any, operands: Any, after: Any) -> Any:
         """Waits for a call."""
-        finish = autodiff.dispatch if isinstance(call, InFlightDispatch) else autodiff.combine
+        finish = gradients.dispatch if isinstance(call, InFlightDispatch) else gradients.combine
         result = call.done(after)
         overlapped = None if call.overlap is None else call.overlap.take()
         if overlapped is None:

@@ -11,7 +11,7 @@ from jax.interpreters import batching, mlir
 
 from jax_ep.formats import QuantizedFormat
 from jax_ep.geometry import Geometry
-from jax_ep.operands import COMBINE_NAME, DISPATCH_NAME, CombineOperands, DispatchOperands
+from jax_ep.operands.calls import COMBINE_NAME, DISPATCH_NAME, CombineOperands, DispatchOperands
 from jax_ep.xla_ffi.async_primitives import async_done_p, combine_start_p, dispatch_start_p
 from jax_ep.xla_ffi.lowering import expect_async_calls
 from jax_ep.xla_ffi.ordering import after_start, order_after, start_call, wait_started
@@ -49,7 +49,7 @@ class InFlightDispatch:
         ticket, ready, results = start_call(dispatch_start_p, *call)
         # Named, so that under a policy that saves the results, `then` does not rerun the call.
         ready = checkpoint_name(ready, DISPATCH_NAME)
-        # The gradients of tokens that are quantized come from another call; see autodiff.py.
+        # Quantized tokens get their gradients from another call: transports/gradients.py.
         quantizes = isinstance(geometry.config.token_format, QuantizedFormat)
         overlap = Overlap([] if quantizes else operands.with_gradients())
         return cls(ticket, ready, results, overlap)
@@ -137,7 +137,8 @@ jax.tree_util.register_pytree_node(
 def finished(results: Sequence[jax.Array], given: Sequence[jax.Array]) -> Any:
     """`results` of a call that was started with `given`, its differentiable operands.
 
-    Has no derivative: autodiff.py's rules wrap it, so only second derivatives would need one.
+    Has no derivative: the rules of transports/gradients.py wrap it, so only second derivatives
+    would need one.
     """
     return _finished_p.bind(*results, *given, n_results=len(results))
 

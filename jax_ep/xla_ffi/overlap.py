@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive, get_opaque_trace_state
 
-from jax_ep.checks import vary_alike
+from jax_ep.operands.checks import vary_alike
 from jax_ep.xla_ffi.async_primitives import async_done_p
 from jax_ep.xla_ffi.ordering import after_start, order_after, start_call, wait_started
 

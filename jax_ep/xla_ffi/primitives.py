@@ -10,7 +10,7 @@ from jax.extend.core import Primitive
 
 from jax_ep.formats import TokenFormat
 from jax_ep.geometry import Geometry
-from jax_ep.operands import CombineOperands, DispatchOperands, DispatchResults, Weighting
+from jax_ep.operands.calls import CombineOperands, DispatchOperands, DispatchResults, Weighting
 from jax_ep.xla_ffi.lowering import host_call, like, make_primitive, synchronous_cuda_call
 
 

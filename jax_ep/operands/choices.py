@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_ep.checks import as_arrays, as_int32, check_array
+from jax_ep.operands.checks import as_arrays, as_int32, check_array
 
 
 def count_choices(topk_ids: jax.Array, n_experts: int) -> jax.Array:

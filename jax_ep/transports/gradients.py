@@ -1,4 +1,4 @@
-"""The differentiation rules of all public operations.
+"""The differentiation rules of dispatch, combine and redispatch.
 
 The backward of dispatch is a combine: the cotangents of a token's rows are returned and summed, and
 those of its weights return beside them. The backward of combine sends each token's cotangent to the
@@ -16,9 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_ep.connection import Connection, FfiConnection
 from jax_ep.formats import QuantizedFormat
-from jax_ep.operands import (
+from jax_ep.operands.calls import (
     COMBINE_NAME,
     DISPATCH_NAME,
     CombineOperands,
@@ -27,7 +26,7 @@ from jax_ep.operands import (
     Routing,
     Weighting,
 )
-from jax_ep.xla_ffi.activation import Activation, activate, fused_silu_p
+from jax_ep.transports.base import Connection, FfiConnection
 from jax_ep.xla_ffi.async_calls import finished
 from jax_ep.xla_ffi.async_primitives import combine_grad_start_p, dispatch_grad_start_p
 from jax_ep.xla_ffi.overlap import Places, call_in_backward
@@ -251,49 +250,3 @@ def _straight_through_bwd(
 
 
 straight_through.defvjp(_straight_through_fwd, _straight_through_bwd)
-
-
-def _clear_unused(rows: jax.Array, in_use: jax.Array) -> jax.Array:
-    """Zeroes unused rows, which hold garbage."""
-    return jnp.where(in_use[:, None], rows, jnp.zeros((), rows.dtype))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def fused_silu(activation: Activation, x: jax.Array, row_offsets: jax.Array) -> jax.Array:
-    """The activation in a format that does not quantize."""
-    return fused_silu_p.bind(x, row_offsets, activation=activation)[0]
-
-
-def _fused_silu_fwd(
-    activation: Activation, x: jax.Array, row_offsets: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return fused_silu(activation, x, row_offsets), (x, row_offsets)
-
-
-def _fused_silu_bwd(
-    activation: Activation, saved: tuple[jax.Array, jax.Array], cotangent: jax.Array
-) -> tuple[jax.Array, None]:
-    x, row_offsets = saved
-    row = jnp.arange(x.shape[0], dtype=jnp.uint32)
-    in_use = row < row_offsets[-1]
-    # Both are masked: unused rows may be NaN, and NaN * 0 is NaN.
-    x, cotangent = _clear_unused(x, in_use), _clear_unused(cotangent, in_use)
-    _, pull = jax.vjp(lambda x: activate(x, activation), x)
-    return *pull(cotangent.astype(jnp.float32)), None
-
-
-fused_silu.defvjp(_fused_silu_fwd, _fused_silu_bwd)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def fused_silu_quantized(activation: Activation, *operands: jax.Array) -> list[jax.Array]:
-    """The activation in a format that quantizes; it has no derivative."""
-    return fused_silu_p.bind(*operands, activation=activation)
-
-
-@fused_silu_quantized.defjvp
-def _no_derivative(activation: Activation, *_: Any) -> Any:
-    raise NotImplementedError(
-        f"fused_silu: {activation.token_format.name} quantizes, so it has no derivative. Use "
-        "BF16(), or pass jax.lax.stop_gradient(x)."
-    )

@@ -9,10 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ep.exchange import Exchange
 from jax_ep.geometry import Geometry
-from jax_ep.operands import CombineOperands, DispatchOperands, DispatchResults, Routing, empty_rows
+from jax_ep.operands.calls import (
+    CombineOperands,
+    DispatchOperands,
+    DispatchResults,
+    Routing,
+    empty_rows,
+)
 from jax_ep.stats import RankStats
+from jax_ep.transports.exchange import Exchange
 from jax_ep.xla_ffi.primitives import bind_combine_grad
 
 
@@ -76,7 +82,7 @@ class Connection(abc.ABC):
         return call.result
 
     def send_along(self, values: jax.Array, routing: Routing) -> jax.Array:
-        """See `jax_ep.redispatch`; the derivative is in autodiff.py.
+        """See `jax_ep.redispatch`; the derivative is in gradients.py.
 
         By default, JAX transposes a combine.
         """
@@ -100,7 +106,7 @@ class Connection(abc.ABC):
 
 
 class FfiConnection(Connection):
-    """One custom call each for dispatch, combine and its backward; see autodiff.py.
+    """One custom call each for dispatch, combine and its backward; see gradients.py.
 
     Attributes:
         min_row_elements: elements of the shortest float32 row that combine carries.

@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_ep import autodiff_matmul, checks
-from jax_ep.autodiff_matmul import ScaledOperands, Sources
 from jax_ep.formats import BlockwiseFP8
 from jax_ep.formats.scales import ROW_MAJOR
-from jax_ep.fused_silu import QuantizedRows
-from jax_ep.quantize_weights import QuantizedWeights
-from jax_ep.xla_ffi.matmul import SCALE_BLOCK, Matmul, MatmulForm
+from jax_ep.layer import matmul_gradients
+from jax_ep.layer.fused_silu import QuantizedRows
+from jax_ep.layer.matmul import SCALE_BLOCK, Matmul, MatmulForm
+from jax_ep.layer.matmul_gradients import ScaledOperands, Sources
+from jax_ep.layer.quantize_weights import QuantizedWeights
+from jax_ep.operands import checks
 
 _FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
 
@@ -67,21 +68,31 @@ def _multiply_numbers(
 ) -> jax.Array:
     rows, weights, row_offsets = checks.as_arrays(rows, weights, row_offsets)
     checks.check_array("grouped_matmul", "rows", rows, (None, None), "C H", *_FLOATS)
-    n_rows, hidden_size = rows.shape
     _check_offsets(row_offsets)
-    n_groups = row_offsets.shape[0] - 1
+    n_groups, hidden_size = row_offsets.shape[0] - 1, rows.shape[1]
     shape: tuple[int | None, ...] = (n_groups, hidden_size, None)
     letters = "L H N"
     if transposed:
         shape, letters = (n_groups, None, hidden_size), "L N H"
     checks.check_array("grouped_matmul", "weights", weights, shape, letters, rows.dtype)
-    matmul = Matmul(_form(transposed), _result_dtype(dtype, rows.dtype))
+    return multiply_arrays(rows, weights, row_offsets, transposed, _result_dtype(dtype, rows.dtype))
+
+
+def multiply_arrays(
+    rows: jax.Array,
+    weights: jax.Array,
+    row_offsets: jax.Array,
+    transposed: bool,
+    dtype: np.dtype | None = None,
+) -> jax.Array:
+    """`grouped_matmul` of arrays that fit."""
+    matmul = Matmul(_form(transposed), dtype or rows.dtype)
     row_offsets = lax.stop_gradient(row_offsets)
     rows, weights, row_offsets = checks.vary_alike((), rows, weights, row_offsets)
-    if 0 in (n_rows, hidden_size, n_groups):
-        product = jnp.zeros((n_rows, weights.shape[1 if transposed else 2]), matmul.dtype)
+    if 0 in (*rows.shape, weights.shape[0]):
+        product = jnp.zeros((rows.shape[0], weights.shape[1 if transposed else 2]), matmul.dtype)
         return checks.vary_alike((), product, rows, weights, row_offsets)[0]
-    return autodiff_matmul.grouped_matmul(matmul, rows, weights, row_offsets)
+    return matmul_gradients.grouped_matmul(matmul, rows, weights, row_offsets)
 
 
 def multiply_rows(
@@ -97,7 +108,7 @@ def multiply_rows(
     operands: Any = (*fixed, lax.stop_gradient(row_offsets), source_rows, weights.source)
     *codes, row_offsets, source_rows, source_weights = checks.vary_alike((), *operands)
     source = Matmul(_form(weights.transposed), np.dtype(jnp.bfloat16))
-    return autodiff_matmul.scaled_matmul(
+    return matmul_gradients.scaled_matmul(
         source, Sources(source_rows, source_weights), ScaledOperands(*codes), row_offsets
     )
 

@@ -5,13 +5,13 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from jax_ep.checks import check_manual
 from jax_ep.config import EPConfig
-from jax_ep.connection import Connection
-from jax_ep.exchange import Exchange, ExchangeFn
 from jax_ep.geometry import Geometry
+from jax_ep.group.select import connect
+from jax_ep.operands.checks import check_manual
 from jax_ep.stats import RankStats
-from jax_ep.transports.select import connect
+from jax_ep.transports.base import Connection
+from jax_ep.transports.exchange import Exchange, ExchangeFn
 
 
 class EPGroup:

@@ -11,15 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ep.checks import vary_alike
-from jax_ep.rows import row_groups
-from jax_ep.xla_ffi.matmul import (
+from jax_ep.layer.matmul import (
     Matmul,
     MatmulForm,
     dequantize_rows,
     dequantize_weights,
     multiply_groups,
 )
+from jax_ep.operands.checks import vary_alike
+from jax_ep.operands.rows import row_groups
 
 _NO_GRADIENT: Any = None  # what custom_vjp expects for integers and codes
 _FLIPPED = {

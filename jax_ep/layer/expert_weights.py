@@ -4,8 +4,8 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from jax_ep import checks
 from jax_ep.formats import QuantizedFormat
+from jax_ep.operands import checks
 from jax_ep.results import Dispatched
 
 _NAME = "expert_mlp"

@@ -1,13 +1,15 @@
 """dequantize: converts received rows back to floating point."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
-from jax_ep import autodiff
 from jax_ep.formats import QuantizedFormat
 from jax_ep.group import check_group
+from jax_ep.operands.rows import in_use
 from jax_ep.results import Dispatched, check_dispatched
-from jax_ep.rows import in_use
+from jax_ep.transports.gradients import straight_through
 
 
 def dequantize(dispatched: Dispatched, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
@@ -29,8 +31,13 @@ def dequantize(dispatched: Dispatched, dtype: jax.typing.DTypeLike | None = None
         ValueError: the group is closed, or the call is outside `jax.shard_map`. While tracing.
     """
     check_dispatched("dequantize", dispatched)
+    check_group("dequantize", dispatched.group)
+    return to_numbers(dispatched, dtype)
+
+
+def to_numbers(dispatched: Dispatched, dtype: Any = None) -> jax.Array:
+    """`dequantize` of the result of a dispatch."""
     group, row_offsets = dispatched.group, dispatched.row_offsets
-    check_group("dequantize", group)
     token_format = group.config.token_format
     if not isinstance(token_format, QuantizedFormat):
         rows = dispatched.tokens.astype(dtype or dispatched.tokens.dtype)
@@ -45,4 +52,4 @@ def dequantize(dispatched: Dispatched, dtype: jax.typing.DTypeLike | None = None
         return token_format.dequantize_rows(*fixed, dtype or jnp.bfloat16)
     source_tokens = source_tokens.astype(dtype or source_tokens.dtype)
     rows = token_format.dequantize_rows(*fixed, source_tokens.dtype)
-    return autodiff.straight_through(group._connection, source_tokens, rows, dispatched.routing)
+    return straight_through(group._connection, source_tokens, rows, dispatched.routing)

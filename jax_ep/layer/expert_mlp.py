@@ -1,5 +1,6 @@
 """expert_mlp: the gated feed-forward network of every expert, applied to its rows."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -7,14 +8,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_ep import autodiff_matmul, checks
-from jax_ep.dequantize import dequantize
-from jax_ep.expert_weights import ExpertWeights, check_arrays, check_codes
-from jax_ep.formats import BlockwiseFP8, Plain, QuantizedFormat
-from jax_ep.fused_silu import QuantizedRows, check_activation, fused_silu
+from jax_ep.formats import BF16, BlockwiseFP8, Plain, QuantizedFormat
 from jax_ep.group import check_group
-from jax_ep.grouped_matmul import grouped_matmul, multiply_rows
-from jax_ep.quantize_weights import QuantizedWeights
+from jax_ep.layer.activation import Activation
+from jax_ep.layer.dequantize import to_numbers
+from jax_ep.layer.expert_weights import ExpertWeights, check_arrays, check_codes
+from jax_ep.layer.fused_silu import QuantizedRows, activate, activate_and_quantize, check_activation
+from jax_ep.layer.grouped_matmul import multiply_arrays, multiply_rows
+from jax_ep.layer.matmul_gradients import add_bias
+from jax_ep.layer.quantize_weights import QuantizedWeights
+from jax_ep.operands import checks
 from jax_ep.results import Dispatched, check_dispatched
 
 # Name of the result of the first matmul, `[C, 2 F]`, with its bias, for `jax.checkpoint` policies.
@@ -69,38 +72,38 @@ def expert_mlp(
             is closed or the call outside `jax.shard_map`. While tracing.
     """
     check_dispatched("expert_mlp", dispatched)
-    check_activation("expert_mlp", interleaved, clamp)
+    clamp = check_activation("expert_mlp", interleaved, clamp)
     if not isinstance(transposed, bool):
         raise ValueError(f"expert_mlp: transposed must be True or False; got {transposed!r}.")
     if isinstance(dispatched.group.config.token_format, QuantizedFormat):
         check_group("expert_mlp", dispatched.group)  # for `dequantize`
-    activation: dict[str, Any] = {"interleaved": interleaved, "clamp": clamp}
     weights = ExpertWeights(gate_up, down, gate_up_bias, down_bias)
     if isinstance(gate_up, QuantizedWeights) or isinstance(down, QuantizedWeights):
-        return _quantized_mlp(dispatched, weights, transposed, activation)
+        weights = _check_quantized(dispatched, weights, transposed)
+        return _quantized_mlp(dispatched, weights, Activation(BF16(), interleaved, clamp))
+    weights = ExpertWeights(*checks.as_arrays(*weights))
+    check_arrays(dispatched, weights, transposed)
+    activation = Activation(Plain(weights.gate_up.dtype), interleaved, clamp)
     return _plain_mlp(dispatched, weights, transposed, activation)
 
 
 def _plain_mlp(
-    dispatched: Dispatched, weights: ExpertWeights, transposed: bool, activation: dict[str, Any]
+    dispatched: Dispatched, weights: ExpertWeights, transposed: bool, activation: Activation
 ) -> jax.Array:
-    weights = ExpertWeights(*checks.as_arrays(*weights))
-    check_arrays(dispatched, weights, transposed)
     rows, row_offsets = dispatched.tokens, dispatched.row_offsets
     if isinstance(dispatched.group.config.token_format, QuantizedFormat):
-        rows = dequantize(dispatched, weights.gate_up.dtype)
-    hidden = grouped_matmul(rows, weights.gate_up, row_offsets, transposed=transposed)
+        rows = to_numbers(dispatched, weights.gate_up.dtype)
+    hidden = multiply_arrays(rows, weights.gate_up, row_offsets, transposed)
     hidden = _add_bias(hidden, weights.gate_up_bias, row_offsets)
     hidden = checkpoint_name(hidden, EXPERT_HIDDEN_NAME)
-    values = fused_silu(hidden, row_offsets, Plain(hidden.dtype), **activation)
-    assert isinstance(values, jax.Array)
-    results = grouped_matmul(values, weights.down, row_offsets, transposed=transposed)
+    values = activate(hidden, row_offsets, activation)
+    results = multiply_arrays(values, weights.down, row_offsets, transposed)
     return _add_bias(results, weights.down_bias, row_offsets)
 
 
-def _quantized_mlp(
-    dispatched: Dispatched, weights: ExpertWeights, transposed: bool, activation: dict[str, Any]
-) -> jax.Array:
+def _check_quantized(
+    dispatched: Dispatched, weights: ExpertWeights, transposed: bool
+) -> ExpertWeights:
     gate_up, down, *biases = weights
     token_format = dispatched.group.config.token_format
     if not (isinstance(gate_up, QuantizedWeights) and isinstance(down, QuantizedWeights)):
@@ -120,17 +123,24 @@ def _quantized_mlp(
         )
     weights = ExpertWeights(gate_up, down, *checks.as_arrays(*biases))
     check_codes(dispatched, weights)
+    return weights
+
+
+def _quantized_mlp(
+    dispatched: Dispatched, weights: ExpertWeights, activation: Activation
+) -> jax.Array:
+    token_format: Any = dispatched.group.config.token_format
     row_offsets, scales = dispatched.row_offsets, dispatched.scales
     assert scales is not None
     rows = QuantizedRows(dispatched.tokens, scales, dispatched.scales_offsets)
-    tokens = dequantize(dispatched, jnp.bfloat16)  # for the gradient only, otherwise XLA drops it
-    hidden = multiply_rows(rows, gate_up, row_offsets, token_format, tokens)
+    tokens = to_numbers(dispatched, jnp.bfloat16)  # for the gradient only, otherwise XLA drops it
+    hidden = multiply_rows(rows, weights.gate_up, row_offsets, token_format, tokens)
     hidden = _add_bias(hidden, weights.gate_up_bias, row_offsets)
     hidden = checkpoint_name(hidden, EXPERT_HIDDEN_NAME)
-    values = fused_silu(hidden, row_offsets, **activation)  # for the gradient only, too
-    codes = fused_silu(lax.stop_gradient(hidden), row_offsets, BlockwiseFP8(), **activation)
-    assert isinstance(codes, QuantizedRows) and isinstance(values, jax.Array)
-    results = multiply_rows(codes, down, row_offsets, BlockwiseFP8(), values)
+    values = activate(hidden, row_offsets, activation)  # for the gradient only, too
+    quantized = dataclasses.replace(activation, token_format=BlockwiseFP8())
+    codes = activate_and_quantize(lax.stop_gradient(hidden), row_offsets, quantized)
+    results = multiply_rows(codes, weights.down, row_offsets, BlockwiseFP8(), values)
     return _add_bias(results, weights.down_bias, row_offsets)
 
 
@@ -138,4 +148,4 @@ def _add_bias(rows: jax.Array, bias: jax.Array | None, row_offsets: jax.Array) -
     if bias is None:
         return rows
     row_offsets = lax.stop_gradient(row_offsets)  # those of a dispatch have a tangent
-    return autodiff_matmul.add_bias(*checks.vary_alike((), rows, bias, row_offsets))
+    return add_bias(*checks.vary_alike((), rows, bias, row_offsets))

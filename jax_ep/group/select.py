@@ -4,13 +4,13 @@ import dataclasses
 import functools
 import logging
 
-from jax_ep.connection import Connection
-from jax_ep.exchange import Exchange
 from jax_ep.geometry import Geometry
+from jax_ep.internode.connection import HostByNodes, NodesConnection, P2pByNodes
+from jax_ep.internode.nvshmem import NvshmemByNodes
 from jax_ep.transports import memory
+from jax_ep.transports.base import Connection
+from jax_ep.transports.exchange import Exchange
 from jax_ep.transports.host import HostConnection
-from jax_ep.transports.nodes import HostByNodes, NodesConnection, P2pByNodes
-from jax_ep.transports.nvshmem import NvshmemByNodes
 from jax_ep.transports.p2p import P2pConnection
 from jax_ep.transports.xla import XlaConnection
 from jax_ep.xla_ffi import extension

@@ -16,12 +16,12 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.lax import bitcast_convert_type
 
-from jax_ep import checks, halves
 from jax_ep.config import EPConfig
 from jax_ep.formats import TokenFormat
 from jax_ep.geometry import Geometry
-from jax_ep.payload import Payload
-from jax_ep.routing import NO_GROUP, route_ids, route_weights
+from jax_ep.operands import checks, limbs
+from jax_ep.operands.payload import Payload
+from jax_ep.operands.routing import NO_GROUP, route_ids, route_weights
 
 # Names of the results for `jax.checkpoint` policies.
 DISPATCH_NAME = "jax_ep_dispatch"
@@ -285,12 +285,12 @@ class CombineOperands:
 def check_values(
     operation: str, geometry: Geometry, values: Any, routing: Routing
 ) -> tuple[jax.Array, Routing]:
-    """The operands of `redispatch`, checked: `[T, H]`, integers as halves, and its routing."""
-    if halves.is_integer(values):
+    """The operands of `redispatch`, checked: `[T, H]`, integers as limbs, and its routing."""
+    if limbs.is_integer(values):
         _check_integers(operation, geometry.config, values, routing.leading)
-        values = halves.to_halves(values)
+        values = limbs.to_limbs(values)
     else:
-        dtypes = halves.INTEGERS
+        dtypes = limbs.INTEGERS
         _check_rows(operation, geometry.config, "values", values, routing.leading, "H", *dtypes)
     leaves, treedef = jax.tree.flatten((_never_empty(_by_token(values), 0), routing))
     leaves = checks.vary_alike(geometry.axis_names, *leaves)
@@ -302,12 +302,12 @@ def _check_integers(
 ) -> None:
     """Requires `[*leading, W]`, of a W that fits into rows of the group."""
     size = values.shape[-1] if values.ndim else None
-    checks.check_array(operation, "values", values, (*leading, size), "W", *halves.INTEGERS)
-    limit = config.hidden_size * config.combine_dtype.itemsize // halves.BYTES_PER_INTEGER
+    checks.check_array(operation, "values", values, (*leading, size), "W", *limbs.INTEGERS)
+    limit = config.hidden_size * config.combine_dtype.itemsize // limbs.BYTES_PER_INTEGER
     if not 0 < values.shape[-1] <= limit:
         raise ValueError(
             f"{operation}: values must have from 1 to {limit} integers per token, which travel in "
-            f"{halves.BYTES_PER_INTEGER} bytes each, in rows of hidden_size={config.hidden_size} "
+            f"{limbs.BYTES_PER_INTEGER} bytes each, in rows of hidden_size={config.hidden_size} "
             f"elements of combine_dtype; got {values.shape[-1]}."
         )
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ep.geometry import Geometry
-from jax_ep.operands import CombineOperands, DispatchOperands, DispatchResults
+from jax_ep.operands.calls import CombineOperands, DispatchOperands, DispatchResults
 from jax_ep.xla_ffi.lowering import like, make_primitive, synchronous_cuda_call
 from jax_ep.xla_ffi.primitives import (
     combine_attributes,

@@ -12,14 +12,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep.geometry import Geometry
-from jax_ep.transports.node_routing import needs, route_within
+from jax_ep.internode.routing import needs, route_within
+from jax_ep.operands.calls import CombineOperands, DispatchOperands, DispatchResults
+from jax_ep.transports.base import FfiConnection
 from jax_ep.transports.rounding import in_float32
 
 
 class Rails(abc.ABC):
     """The rails of a group. Immutable and hashable: a static parameter of traced calls.
 
-    No function has a derivative; between_nodes.py defines those of what is made of them.
+    No function has a derivative; gradients.py defines those of what is made of them.
     """
 
     def __init__(self, geometry: Geometry) -> None:
@@ -95,6 +97,34 @@ class Rails(abc.ABC):
 
     def __hash__(self) -> int:
         return hash((type(self), self.geometry))
+
+
+class OverlappingRails(Rails):
+    """Rails whose exchange runs beside the call inside the node, as one operation."""
+
+    @abc.abstractmethod
+    def dispatch(
+        self, inner: FfiConnection, operands: DispatchOperands, group_ids: jax.Array
+    ) -> DispatchResults:
+        """Sends this rank's tokens to the nodes that need them, and dispatches all in this node.
+
+        Args:
+            inner: the transport inside the node.
+            operands: of the dispatch inside the node, but with the tokens of this rank, `[T, H]`.
+            group_ids: `int32[T, N_c]`, this rank's choices, which say what nodes need a token.
+        """
+
+    @abc.abstractmethod
+    def combine(self, inner: FfiConnection, operands: CombineOperands) -> list[jax.Array]:
+        """Combines inside this node, and adds the sums of all nodes: `[T, H]`.
+
+        The second result, if there are `row_scalars`, is `float32[N * T, N_c]`: those that the
+        choices of all nodes' tokens have in this node.
+
+        Args:
+            inner: the transport inside the node.
+            operands: of the combine inside the node, but with the residual of this rank, `[T, H]`.
+        """
 
 
 class XlaRails(Rails):

@@ -15,7 +15,8 @@ import numpy as np
 from jax import lax
 from jax.interpreters import mlir
 
-from jax_ep.xla_ffi import extension, matmul_tiles
+from jax_ep.layer import matmul_tiles
+from jax_ep.xla_ffi import extension
 from jax_ep.xla_ffi.lowering import custom_call, fusion_barrier, like, make_primitive
 
 _TARGET = "jax_ep_grouped_matmul"

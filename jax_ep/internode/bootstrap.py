@@ -14,7 +14,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import TypeVar
 
-from jax_ep.exchange import Exchange
+from jax_ep.transports.exchange import Exchange
 from jax_ep.xla_ffi import extension
 
 T = TypeVar("T")

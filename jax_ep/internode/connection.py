@@ -23,11 +23,11 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_ep.connection import Connection, FfiConnection
-from jax_ep.exchange import Exchange
 from jax_ep.formats import QuantizedFormat
 from jax_ep.geometry import Geometry
-from jax_ep.operands import (
+from jax_ep.internode import gradients, overlapped
+from jax_ep.internode.rails import Rails, XlaRails
+from jax_ep.operands.calls import (
     COMBINE_NAME,
     CombineOperands,
     DispatchOperands,
@@ -35,10 +35,11 @@ from jax_ep.operands import (
     Routing,
 )
 from jax_ep.stats import RankStats
-from jax_ep.transports import between_nodes, bootstrap
+from jax_ep.transports import bootstrap
+from jax_ep.transports.base import Connection, FfiConnection
+from jax_ep.transports.exchange import Exchange
 from jax_ep.transports.host import HostConnection
 from jax_ep.transports.p2p import P2pConnection
-from jax_ep.transports.rails import Rails, XlaRails
 from jax_ep.transports.rounding import in_float32
 
 
@@ -84,7 +85,11 @@ class NodesConnection(Connection):
     def __init__(self, geometry: Geometry) -> None:
         super().__init__(geometry)
         self.inner = self.inner_type(within_nodes(geometry))
-        self.rails: Rails = XlaRails(geometry)
+        self.rails = self.make_rails()
+
+    def make_rails(self) -> Rails:
+        """Connects the nodes."""
+        return XlaRails(self.geometry)
 
     @classmethod
     def unsupported_reason(cls, geometry: Geometry, exchange: Exchange) -> str | None:
@@ -125,20 +130,31 @@ class NodesConnection(Connection):
         return self.inner.n_slices(rows)
 
     def dispatch(self, operands: DispatchOperands) -> DispatchResults:
-        """Gathers the tokens of all nodes; dispatches them inside the node."""
-        within = self._gather(operands)
-        return self._results(within, self.inner.dispatch(within))
+        """Gathers the tokens of all nodes; dispatches them inside the node, maybe as they come."""
+        rails = overlapped.overlapping(self.rails, operands.group_ids.shape[0])
+        if rails is None:
+            within = self._gather(operands)
+            return self._results(within, self.inner.dispatch(within))
+        within = self._gather_choices(operands)
+        results = overlapped.spread_and_dispatch(rails, self.inner, within, operands.group_ids)
+        return self._results(within, results)
 
     def combine(self, operands: CombineOperands) -> jax.Array:
-        """Combines inside the node; returns the sums, or rows, to their tokens' ranks."""
+        """Combines inside the node; returns sums, maybe as they are made, or rows."""
         within, shared_rows = self._operands_within(operands)
-        return self._return(operands, shared_rows, self.inner.combine(within))
+        group_ids = operands.routing.group_ids
+        rails = overlapped.overlapping(self.rails, group_ids.shape[0])
+        if rails is None or not operands.reduce:
+            return self._return(operands, shared_rows, self.inner.combine(within))
+        within = dataclasses.replace(within, residual=operands.residual)
+        sums = overlapped.combine_and_collect(rails, self.inner, within, group_ids)
+        return self._finish_sums(sums, shared_rows)
 
     def send_along(self, values: jax.Array, routing: Routing) -> jax.Array:
         """The values of all nodes, sent along the routing inside the node."""
         handle: Any = routing.handle
         ids = routing.group_ids, handle.group_ids
-        spread = between_nodes.spread_tokens(self.rails, values, *ids)
+        spread = gradients.spread_tokens(self.rails, values, *ids)
         return self.inner.send_along(spread, handle.routing())
 
     def start(self, operands: DispatchOperands | CombineOperands) -> NodeCall:
@@ -158,12 +174,23 @@ class NodesConnection(Connection):
 
     def _gather(self, operands: DispatchOperands) -> DispatchOperands:
         """The operands of the dispatch inside the node."""
-        gathered = between_nodes.gather(
+        gathered = gradients.gather(
             self.rails, self._tokens(operands), operands.group_ids, operands.topk_weights
         )
         tokens, ids, weights = gathered
         return dataclasses.replace(
             operands, tokens=tokens, group_ids=lax.stop_gradient(ids), topk_weights=weights
+        )
+
+    def _gather_choices(self, operands: DispatchOperands) -> DispatchOperands:
+        """The operands of the dispatch inside the node, but with the tokens of this rank."""
+        choices = operands.group_ids, operands.topk_weights
+        ids, weights = gradients.gather_choices(self.rails, *choices)
+        return dataclasses.replace(
+            operands,
+            tokens=self._tokens(operands),
+            group_ids=lax.stop_gradient(ids),
+            topk_weights=weights,
         )
 
     def _tokens(self, operands: DispatchOperands) -> jax.Array:
@@ -192,7 +219,7 @@ class NodesConnection(Connection):
         weights = operands.topk_weights
         if weights is not None:
             ids = operands.routing.group_ids, handle.group_ids
-            weights = between_nodes.spread_weights(self.rails, weights, *ids)
+            weights = gradients.spread_weights(self.rails, weights, *ids)
         expert_out, shared_rows = operands.expert_out, None
         n_shared = min(operands.routing.n_tokens, expert_out.shape[0])
         if operands.adds_shared_expert and n_shared > 0:
@@ -213,9 +240,9 @@ class NodesConnection(Connection):
         handle: Any = operands.routing.handle
         ids = operands.routing.group_ids, handle.group_ids
         if not operands.reduce:
-            rows = between_nodes.collect_rows(self.rails, out, *ids)
+            rows = gradients.collect_rows(self.rails, out, *ids)
             return checkpoint_name(rows, COMBINE_NAME)
-        sums = between_nodes.collect_sums(self.rails, out, operands.residual, *ids)
+        sums = gradients.collect_sums(self.rails, out, operands.residual, *ids)
         return self._finish_sums(sums, shared_rows)
 
     def _finish_sums(self, sums: jax.Array, shared_rows: jax.Array | None) -> jax.Array:

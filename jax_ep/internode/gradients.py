@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_ep.operands import DISPATCH_NAME
-from jax_ep.transports.node_routing import choices_of_nodes, needs, node_of
-from jax_ep.transports.rails import Rails, as_integers
+from jax_ep.internode.rails import Rails, as_integers
+from jax_ep.internode.routing import choices_of_nodes, needs, node_of
+from jax_ep.operands.calls import DISPATCH_NAME
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep.checks import vary_alike
+from jax_ep.operands.checks import vary_alike
 
 
 def rows_by_weights(

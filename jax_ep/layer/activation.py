@@ -1,4 +1,4 @@
-"""The primitive behind `fused_silu`: C++ on CPUs, CUDA on GPUs, `jnp` elsewhere.
+"""The primitive behind `fused_silu` and its derivative: C++ on CPUs, CUDA on GPUs, `jnp` elsewhere.
 
 It belongs to no group and works inside and outside `jax.shard_map`.
 """
@@ -100,3 +100,49 @@ def _result_types(x: Any, row_offsets: Any, *_: Any, activation: Activation) -> 
         shape = token_format.layout.shape(n_rows, n_scales, n_groups)
         types.append(like(x, shape, token_format.scale_dtype))
     return types
+
+
+def _clear_unused(rows: jax.Array, in_use: jax.Array) -> jax.Array:
+    """Zeroes unused rows, which hold garbage."""
+    return jnp.where(in_use[:, None], rows, jnp.zeros((), rows.dtype))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def activate_rows(activation: Activation, x: jax.Array, row_offsets: jax.Array) -> jax.Array:
+    """The activation in a format that does not quantize."""
+    return fused_silu_p.bind(x, row_offsets, activation=activation)[0]
+
+
+def _fused_silu_fwd(
+    activation: Activation, x: jax.Array, row_offsets: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return activate_rows(activation, x, row_offsets), (x, row_offsets)
+
+
+def _fused_silu_bwd(
+    activation: Activation, saved: tuple[jax.Array, jax.Array], cotangent: jax.Array
+) -> tuple[jax.Array, None]:
+    x, row_offsets = saved
+    row = jnp.arange(x.shape[0], dtype=jnp.uint32)
+    in_use = row < row_offsets[-1]
+    # Both are masked: unused rows may be NaN, and NaN * 0 is NaN.
+    x, cotangent = _clear_unused(x, in_use), _clear_unused(cotangent, in_use)
+    _, pull = jax.vjp(lambda x: activate(x, activation), x)
+    return *pull(cotangent.astype(jnp.float32)), None
+
+
+activate_rows.defvjp(_fused_silu_fwd, _fused_silu_bwd)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def quantize_activated(activation: Activation, *operands: jax.Array) -> list[jax.Array]:
+    """The activation in a format that quantizes; it has no derivative."""
+    return fused_silu_p.bind(*operands, activation=activation)
+
+
+@quantize_activated.defjvp
+def _no_derivative(activation: Activation, *_: Any) -> Any:
+    raise NotImplementedError(
+        f"fused_silu: {activation.token_format.name} quantizes, so it has no derivative. Use "
+        "BF16(), or pass jax.lax.stop_gradient(x)."
+    )

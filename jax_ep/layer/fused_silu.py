@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep import autodiff, checks
 from jax_ep.formats import BF16, QuantizedFormat, TokenFormat
-from jax_ep.xla_ffi.activation import Activation
+from jax_ep.layer.activation import Activation, activate_rows, quantize_activated
+from jax_ep.operands import checks
 
 _FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
 _FLOAT32_MAX = float(jnp.finfo(jnp.float32).max)
@@ -72,13 +72,30 @@ def fused_silu(
     n_groups = row_offsets.shape[0] - 1
     input_scales = checks.check_input_scales("fused_silu", token_format, input_scales, n_groups)
     activation = Activation(token_format, interleaved, clamp)
-    x, row_offsets, input_scales = checks.vary_alike((), x, row_offsets, input_scales)
-    row_offsets = lax.stop_gradient(row_offsets)  # those of a dispatch have a tangent
     if not isinstance(token_format, QuantizedFormat):
-        return autodiff.fused_silu(activation, x, row_offsets)
+        return activate(x, row_offsets, activation)
+    return activate_and_quantize(x, row_offsets, activation, input_scales)
+
+
+def activate(x: jax.Array, row_offsets: jax.Array, activation: Activation) -> jax.Array:
+    """`fused_silu` of arrays that fit, in a format that does not quantize."""
+    x, row_offsets = checks.vary_alike((), x, row_offsets)
+    return activate_rows(activation, x, lax.stop_gradient(row_offsets))  # it may have a tangent
+
+
+def activate_and_quantize(
+    x: jax.Array,
+    row_offsets: jax.Array,
+    activation: Activation,
+    input_scales: jax.Array | None = None,
+) -> QuantizedRows:
+    """`fused_silu` of arrays that fit, in a format that quantizes."""
+    x, row_offsets, input_scales = checks.vary_alike((), x, row_offsets, input_scales)
+    row_offsets = lax.stop_gradient(row_offsets)
     optional = [] if input_scales is None else [lax.stop_gradient(input_scales)]
-    tokens, scales = autodiff.fused_silu_quantized(activation, x, row_offsets, *optional)
-    return QuantizedRows(tokens, scales, token_format.layout.offsets(row_offsets))
+    tokens, scales = quantize_activated(activation, x, row_offsets, *optional)
+    layout = activation.token_format.layout
+    return QuantizedRows(tokens, scales, layout.offsets(row_offsets))
 
 
 def _check(x: Any, row_offsets: Any, token_format: Any) -> None:

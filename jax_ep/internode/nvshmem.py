@@ -4,21 +4,22 @@ import math
 
 import jax
 
-from jax_ep.exchange import Exchange
 from jax_ep.geometry import Geometry
-from jax_ep.operands import CombineOperands, DispatchOperands, DispatchResults
-from jax_ep.transports import bootstrap, nvshmem_bootstrap
-from jax_ep.transports.nodes import P2pByNodes
-from jax_ep.transports.overlapped import OverlappingConnection
-from jax_ep.transports.rails import Rails
-from jax_ep.xla_ffi import extension
-from jax_ep.xla_ffi.rail import (
+from jax_ep.internode import bootstrap as nvshmem_bootstrap
+from jax_ep.internode.connection import P2pByNodes
+from jax_ep.internode.primitives import (
     bind_rail,
     bind_rail_combine,
     bind_rail_dispatch,
     bind_rail_gather,
     bind_rail_sum,
 )
+from jax_ep.internode.rails import OverlappingRails, Rails
+from jax_ep.operands.calls import CombineOperands, DispatchOperands, DispatchResults
+from jax_ep.transports import bootstrap
+from jax_ep.transports.base import FfiConnection
+from jax_ep.transports.exchange import Exchange
+from jax_ep.xla_ffi import extension
 
 # How long close() waits for a peer, which may be dead, after `p2p` has waited for it.
 _MAX_CLOSE_S = 2.0
@@ -26,7 +27,7 @@ _MAX_CLOSE_S = 2.0
 maps_peers = True
 
 
-class NvshmemRails(Rails):
+class NvshmemRails(OverlappingRails):
     """NVSHMEM's puts and signals, from kernels. Rows that no one needs do not travel."""
 
     def __init__(self, geometry: Geometry, within: Geometry) -> None:
@@ -57,6 +58,17 @@ class NvshmemRails(Rails):
         """One kernel."""
         return bind_rail_sum(self._within, node_sums, residual, node_ids)
 
+    def dispatch(
+        self, inner: FfiConnection, operands: DispatchOperands, group_ids: jax.Array
+    ) -> DispatchResults:
+        """One custom call, of two kernels."""
+        handle_shape = inner.handle_shape(operands.group_ids.shape[0])
+        return bind_rail_dispatch(self._within, operands, group_ids, handle_shape)
+
+    def combine(self, inner: FfiConnection, operands: CombineOperands) -> list[jax.Array]:
+        """One custom call, of two kernels."""
+        return bind_rail_combine(self._within, operands)
+
 
 def _mask(is_sent: jax.Array | None) -> jax.Array | None:
     return None if is_sent is None else is_sent.reshape(-1)
@@ -68,15 +80,18 @@ def _flat(rows: jax.Array, n_leading: int) -> jax.Array:
     return rows.reshape(n_rows, -1)
 
 
-class NvshmemByNodes(OverlappingConnection, P2pByNodes):
+class NvshmemByNodes(P2pByNodes):
     """`p2p` inside nodes, NVSHMEM between them."""
 
     name = "nvshmem"
 
     def __init__(self, geometry: Geometry) -> None:
         super().__init__(geometry)
-        self.rails = NvshmemRails(geometry, self.inner.geometry)
         self._exchange: Exchange | None = None
+
+    def make_rails(self) -> Rails:
+        """Kernels that put and signal."""
+        return NvshmemRails(self.geometry, self.inner.geometry)
 
     @classmethod
     def unsupported_reason(cls, geometry: Geometry, exchange: Exchange) -> str | None:
@@ -146,15 +161,6 @@ class NvshmemByNodes(OverlappingConnection, P2pByNodes):
         except Exception:  # `inner` has warned: another process may still write to the heap
             return
         nvshmem.release(key, is_captured)
-
-    def bind_dispatch(self, operands: DispatchOperands, group_ids: jax.Array) -> DispatchResults:
-        """One custom call, of two kernels."""
-        handle_shape = self.inner.handle_shape(operands.group_ids.shape[0])
-        return bind_rail_dispatch(self.inner.geometry, operands, group_ids, handle_shape)
-
-    def bind_combine(self, operands: CombineOperands) -> list[jax.Array]:
-        """One custom call, of two kernels."""
-        return bind_rail_combine(self.inner.geometry, operands)
 
     def memory(self) -> int:
         """See `EPGroup.memory`."""

@@ -1,0 +1,101 @@
+"""Calls inside a node that run while the exchange between nodes does.
+
+Exchange and call are one operation. Its gradients are made of the other ones: the exchanges of
+gradients.py and the calls inside the node.
+"""
+
+import dataclasses
+import functools
+
+import jax
+
+from jax_ep.formats import QuantizedFormat
+from jax_ep.internode.gradients import spread_tokens
+from jax_ep.internode.rails import OverlappingRails, Rails
+from jax_ep.operands.calls import CombineOperands, DispatchOperands, DispatchResults
+from jax_ep.transports.base import FfiConnection
+from jax_ep.transports.gradients import (
+    SavedCombine,
+    SavedDispatch,
+    combine_gradients,
+    dispatch_gradients,
+    save_combine,
+    save_dispatch,
+)
+
+# Tokens of a rank from which on calls overlap. Ids and weights then travel ahead, which takes
+# 10 us. The same in all processes. Tests lower it.
+min_tokens = 1024
+
+
+def overlapping(rails: Rails, n_tokens: int) -> OverlappingRails | None:
+    """The rails, if a call with so many tokens per rank overlaps with its exchange."""
+    return rails if isinstance(rails, OverlappingRails) and n_tokens >= min_tokens else None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def spread_and_dispatch(
+    rails: OverlappingRails, inner: FfiConnection, operands: DispatchOperands, group_ids: jax.Array
+) -> DispatchResults:
+    """See `OverlappingRails.dispatch`."""
+    return rails.dispatch(inner, operands, group_ids).named()
+
+
+def _spread_and_dispatch_fwd(
+    rails: OverlappingRails, inner: FfiConnection, operands: DispatchOperands, group_ids: jax.Array
+) -> tuple[DispatchResults, tuple[SavedDispatch, jax.Array]]:
+    results = spread_and_dispatch(rails, inner, operands, group_ids)
+    return results, (save_dispatch(operands, results), group_ids)
+
+
+def _spread_and_dispatch_bwd(
+    rails: OverlappingRails,
+    inner: FfiConnection,
+    residuals: tuple[SavedDispatch, jax.Array],
+    cotangents: DispatchResults,
+) -> tuple[DispatchOperands, None]:
+    saved, group_ids = residuals
+    if isinstance(inner.geometry.config.token_format, QuantizedFormat):
+        gradients, *_ = dispatch_gradients(inner, saved, cotangents)
+        zeros = gradients.tokens[: group_ids.shape[0]]
+        return dataclasses.replace(gradients, tokens=zeros), None
+    plain_sum = CombineOperands(
+        cotangents.tokens, saved.routing, row_scalars=cotangents.row_weights
+    )
+    tokens, *weights = rails.combine(inner, plain_sum)
+    topk_weights = weights[0] if weights else None
+    return dataclasses.replace(saved.like, tokens=tokens, topk_weights=topk_weights), None
+
+
+spread_and_dispatch.defvjp(_spread_and_dispatch_fwd, _spread_and_dispatch_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def combine_and_collect(
+    rails: OverlappingRails, inner: FfiConnection, operands: CombineOperands, group_ids: jax.Array
+) -> jax.Array:
+    """See `OverlappingRails.combine`; `group_ids` are `int32[T, N_c]`, of this rank's choices."""
+    return rails.combine(inner, operands)[0]
+
+
+def _combine_and_collect_fwd(
+    rails: OverlappingRails, inner: FfiConnection, operands: CombineOperands, group_ids: jax.Array
+) -> tuple[jax.Array, tuple[SavedCombine, jax.Array]]:
+    result = combine_and_collect(rails, inner, operands, group_ids)
+    return result, (save_combine(operands), group_ids)
+
+
+def _combine_and_collect_bwd(
+    rails: OverlappingRails,
+    inner: FfiConnection,
+    residuals: tuple[SavedCombine, jax.Array],
+    cotangent: jax.Array,
+) -> tuple[CombineOperands, None]:
+    saved, group_ids = residuals
+    spread = spread_tokens(rails, cotangent, group_ids, saved.operands.routing.group_ids)
+    gradients, *_ = combine_gradients(inner, saved, spread)
+    residual = cotangent if saved.has_residual else None
+    return dataclasses.replace(gradients, residual=residual), None
+
+
+combine_and_collect.defvjp(_combine_and_collect_fwd, _combine_and_collect_bwd)

@@ -1,0 +1,55 @@
+"""Creates the parameters of a layer, each shard on its device."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_ep.nnx.checks import Axes
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameters:
+    """Makes parameters with sharding metadata: the axes given for their dimensions.
+
+    Attributes:
+        mesh: where they are.
+        kernel_init: initializer of every matrix `[n_in, n_out]`; None is `lecun_normal`.
+        dtype: of the parameters.
+        rngs: the stream `params` is used.
+    """
+
+    mesh: jax.sharding.Mesh
+    kernel_init: nnx.Initializer | None
+    dtype: Any
+    rngs: nnx.Rngs
+
+    def matrix(self, shape: tuple[int, ...], *spec: Axes) -> nnx.Param:
+        """A matrix, or one per expert."""
+        init = _by_expert(self.kernel_init or nnx.initializers.lecun_normal())
+        create = nnx.with_partitioning(init, spec, mesh=self.mesh)
+        return nnx.Param(create(self.rngs.params(), shape, self.dtype))
+
+    def bias(self, shape: tuple[int, ...], *spec: Axes) -> nnx.Param:
+        """A bias, zero at first."""
+        create = nnx.with_partitioning(jnp.zeros, spec, mesh=self.mesh)
+        return nnx.Param(create(shape, self.dtype))
+
+    def zeros(self, shape: tuple[int, ...], *spec: Axes) -> Any:
+        """float32 zeros, for state that is no parameter."""
+        return nnx.with_partitioning(jnp.zeros, spec, mesh=self.mesh)(shape, jnp.float32)
+
+
+def _by_expert(init: nnx.Initializer) -> Callable[..., jax.Array]:
+    """Initializes each matrix of `[E, n_in, n_out]` by itself."""
+
+    def create(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        if len(shape) == 2:
+            return init(key, shape, dtype)
+        keys = jax.random.split(key, shape[0])
+        return jax.vmap(lambda key: init(key, shape[1:], dtype))(keys)
+
+    return create

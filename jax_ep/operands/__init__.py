@@ -1,0 +1,1 @@
+"""What dispatch and combine take, checked and routed, and what their rows are."""
