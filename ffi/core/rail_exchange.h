@@ -95,7 +95,7 @@ struct RailExchange {
   JAX_EP_HOST_DEVICE static constexpr int64_t OtherNode(int64_t own, int64_t other) {
     return other < own ? other : other - 1;
   }
-  JAX_EP_HOST_DEVICE static constexpr Stream stream() { return {kDepth, /*credit_interval=*/1}; }
+  JAX_EP_HOST_DEVICE static constexpr Stream stream() { return {kDepth}; }
 
   // Offsets in the memory of a rank, `node` by OtherNode.
   JAX_EP_HOST_DEVICE constexpr size_t Word(int64_t node, int64_t channel, int64_t item) const {

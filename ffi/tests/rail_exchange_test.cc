@@ -7,6 +7,7 @@
 #include "core/rail_exchange.h"
 
 #include <algorithm>
+#include <cstdio>
 #include <cstdlib>
 #include <iostream>
 #include <map>
@@ -103,6 +104,20 @@ void TestPlacesAreApart() {
       end = end_of_this;
     }
     CHECK_EQ(end <= map.bytes, true);
+  }
+}
+
+// The table of docs/scale.md: the memory of a rank, for 7168 bfloat16 and 8 ids and weights a row.
+void PrintMemory() {
+  constexpr int64_t kRowBytes = 7168 * 2, kChoicesBytes = 8 * 8;
+  constexpr int64_t kPlacesPerNode = RailExchange::kChannels * RailExchange::kDepth;
+  for (const int64_t n_nodes : {2, 4, 8, 16, 32}) {
+    const RailExchange map = RailExchange::Plan(n_nodes, kRowBytes + kChoicesBytes);
+    const int64_t tile_rows = map.Cut(4096, kRowBytes, kChoicesBytes).tile_rows;
+    std::printf("| %d | %d | %.0f | %d | %d | %.1f | %.0f |\n", static_cast<int>(n_nodes),
+                static_cast<int>((n_nodes - 1) * kPlacesPerNode), map.place_bytes / 1024.0,
+                static_cast<int>(tile_rows), static_cast<int>(tile_rows * kPlacesPerNode),
+                map.places.offset / 1024.0, map.bytes / 1048576.0);
   }
 }
 
@@ -204,6 +219,7 @@ int main(int argc, char** argv) {
   TestTilesFitIntoPlaces(n_jobs, seed);
   TestTilesTakeTurns(n_jobs, seed);
   TestPlacesAreApart();
+  PrintMemory();
   TestRandomJobsGiveWhatWasSent(n_jobs, seed);
   TestWaitsNameADeadRank(n_jobs, seed);
   TestFaultsAreFound(seed);
