@@ -20,6 +20,15 @@ namespace jax_ep {
 // Rows of a tile: the value of its word has a bit for each.
 constexpr int64_t kMaxTileRows = 32;
 
+// The number of rows in a mask.
+JAX_EP_HOST_DEVICE inline int CountBits(uint32_t mask) {
+#if defined(__CUDA_ARCH__)
+  return __popc(mask);
+#else
+  return __builtin_popcount(mask);
+#endif
+}
+
 // How the rows of a call are cut. The same on all ranks, as their calls are.
 struct RailTiles {
   int64_t n_rows;       // that a rank has for each node, or less: see RailCall::mask
@@ -95,7 +104,7 @@ struct RailExchange {
   JAX_EP_HOST_DEVICE static constexpr int64_t OtherNode(int64_t own, int64_t other) {
     return other < own ? other : other - 1;
   }
-  JAX_EP_HOST_DEVICE static constexpr Stream stream() { return {kDepth, /*credit_interval=*/1}; }
+  JAX_EP_HOST_DEVICE static constexpr Stream stream() { return {kDepth}; }
 
   // Offsets in the memory of a rank, `node` by OtherNode.
   JAX_EP_HOST_DEVICE constexpr size_t Word(int64_t node, int64_t channel, int64_t item) const {

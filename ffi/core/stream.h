@@ -19,7 +19,6 @@ namespace jax_ep {
 
 struct Stream {
   int64_t depth;
-  int64_t credit_interval;  // items that the receiver returns credits for at once; at most `depth`
 
   JAX_EP_HOST_DEVICE constexpr int64_t Place(int64_t item) const { return item % depth; }
 
@@ -34,14 +33,6 @@ struct Stream {
   JAX_EP_HOST_DEVICE constexpr bool HasRoom(int64_t item, int64_t credits) const {
     return item - credits < depth;
   }
-  // The credits to return now that `n_taken` items have been taken, one after the other. A sender
-  // without room has sent `depth` items since the last credits, so the next ones are due once these
-  // are taken.
-  JAX_EP_HOST_DEVICE constexpr int64_t CreditsDue(int64_t n_taken) const {
-    return n_taken % credit_interval == 0 ? credit_interval : 0;
-  }
-  // Items that there is room for once all earlier ones are taken, whether or not credits are due.
-  JAX_EP_HOST_DEVICE constexpr int64_t sure_room() const { return depth - credit_interval + 1; }
 
  private:
   // 32 bits without 0, which is the lap of places that nothing was sent to.

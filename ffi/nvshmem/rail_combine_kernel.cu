@@ -4,13 +4,12 @@
 
 #include <cstdint>
 
-#include "core/rail_exchange.h"
 #include "cuda/device/combine_receive.cuh"
-#include "nvshmem/device/copy_rows.cuh"
-#include "nvshmem/device/receive_sums.cuh"
-#include "nvshmem/device/streams.cuh"
+#include "nvshmem/device/gpu_block.cuh"
+#include "nvshmem/device/slices.cuh"
 #include "nvshmem/device/sum_nodes.cuh"
 #include "nvshmem/rail_combine_call.h"
+#include "nvshmem/receive_sums.h"
 
 namespace jax_ep::rail {
 namespace {
@@ -35,14 +34,14 @@ __device__ Returned WaitForReturned(const p2p::CombineArgs& args, const p2p::Cal
 
 // Sends the node's sums of a tile of another node's tokens; false if a wait has failed.
 template <class T>
-__device__ bool SendSums(const RailCombineCall& call, const p2p::CallSmem& smem,
+__device__ bool SendSums(GpuBlock& block, const RailCombineCall& call, const p2p::CallSmem& smem,
                          const Channel& channel, const Link& link, int64_t item, int64_t tile,
                          uint32_t mask) {
   const RailCall& rail = call.rail;
-  uint8_t* const to = PlaceToFill(rail, channel, link, item);
+  uint8_t* const to = PlaceToFill(block, rail, channel, link, item);
   const int first = link.node * rail.tiles.n_rows + rail.tiles.Begin(tile);
   bool has_come = true;
-  ForEachSlice(__popc(mask), [&](int n, Slice slice) {
+  ForEachSlice(CountBits(mask), [&](int n, Slice slice) {
     const Returned returned = WaitForReturned(call.combine, smem, first + BitIndex(mask, n), slice);
     has_come &= returned.has_come;
     if (!returned.has_come) return;
@@ -50,23 +49,8 @@ __device__ bool SendSums(const RailCombineCall& call, const p2p::CallSmem& smem,
                                             call.combine.row_vectors, slice);
   });
   if (!__syncthreads_and(has_come)) return false;
-  SendPlace(rail, channel, link, item, to, mask);
+  SendPlace(block, rail, channel, link, item, to, mask);
   return true;
-}
-
-template <class T>
-__device__ void Send(const RailCombineCall& call, const p2p::CallSmem& smem,
-                     const Channel& channel) {
-  const RailCall& rail = call.rail;
-  for (int64_t i = 0; i < channel.Tiles(rail); ++i) {
-    const int64_t item = channel.first_item + i, tile = channel.Tile(rail, i);
-    for (int64_t d = 1; d < rail.n_nodes; ++d) {
-      const Link link(rail, NodeAfter(rail, d));
-      uint32_t mask;
-      if (!WaitForRoom(rail, channel, link, item, tile, &mask)) return;
-      if (!SendSums<T>(call, smem, channel, link, item, tile, mask)) return;
-    }
-  }
 }
 
 // Adds up a tile of this rank's tokens; false if a wait has failed.
@@ -92,12 +76,12 @@ __device__ bool AddUpTile(const RailCombineCall& call, const p2p::CallSmem& smem
 }
 
 // Makes the sums of a failed call NaN, and the scalars of their tokens: all of the channel's.
-__device__ void LeaveNan(const RailCombineCall& call, const Channel& channel) {
+__device__ void LeaveNan(GpuBlock& block, const RailCombineCall& call, const Channel& channel) {
   const RailCall& rail = call.rail;
   for (int64_t i = 0; i < channel.Tiles(rail); ++i) {
     const int64_t tile = channel.Tile(rail, i);
     const int64_t first = rail.tiles.Begin(tile), n_rows = rail.tiles.Rows(tile);
-    SetBits(call.combine.out + first * rail.rows.bytes, n_rows * rail.rows.bytes);
+    block.SetBits(call.combine.out + first * rail.rows.bytes, n_rows * rail.rows.bytes);
     if (call.combine.choice_scalars == nullptr) continue;
     const int64_t n_choices = call.combine.call.n_choices;
     float* const scalars =
@@ -110,28 +94,28 @@ template <class T>
 __device__ void Combine(const RailCombineCall& call) {
   extern __shared__ __align__(16) uint8_t tables[];  // the peer table, then the masks [N]
   __shared__ p2p::CallSmem smem;
-  constexpr int kSenders = RailExchange::kChannels;
+  const RailCall& rail = call.rail;
   const p2p::CallArgs& combine = call.combine.call;
   uint32_t* const masks =
       reinterpret_cast<uint32_t*>(tables + p2p::PeerTable::Bytes(combine.n_ranks));
-  const int64_t index = blockIdx.x % kSenders;
-  const Channel channel{index, call.rail.state->n_items[index]};
+  GpuBlock block(rail);
+  const Channel channel = Channel::OfBlock(rail, block.index());
   if (p2p::WarpIndex() == 0) {
     StartCall(combine, p2p::CombineState(combine), smem, tables);
   }
   __syncthreads();
-  if (threadIdx.x == kThreads - 1) {
-    CountItems(call.rail, channel);
+  if (block.IsLast()) {
+    CountItems(block, rail, channel);
     CountCall(combine.plan, p2p::CombineState(combine), smem);
   }
+  const auto send = [&](const Link& link, int64_t item, int64_t tile, uint32_t mask) {
+    return SendSums<T>(block, call, smem, channel, link, item, tile, mask);
+  };
   const auto add_up = [&](int64_t tile, const SentSums& sent) {
     return AddUpTile<T>(call, smem, tile, sent);
   };
-  if (blockIdx.x < kSenders) {
-    if (!smem.failed) Send<T>(call, smem, channel);
-  } else if (smem.failed || !ReceiveSums(call.rail, channel, masks, add_up)) {
-    LeaveNan(call, channel);
-  }
+  ExchangeSums(block, rail, channel, /*is_open=*/!smem.failed, masks, send, add_up,
+               [&] { LeaveNan(block, call, channel); });
 }
 
 }  // namespace

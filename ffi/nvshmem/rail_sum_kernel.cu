@@ -3,13 +3,11 @@
 
 #include <cstdint>
 
-#include "core/rail_exchange.h"
-#include "nvshmem/device/copy_rows.cuh"
-#include "nvshmem/device/receive_sums.cuh"
-#include "nvshmem/device/send_tiles.cuh"
-#include "nvshmem/device/streams.cuh"
+#include "nvshmem/device/gpu_block.cuh"
+#include "nvshmem/device/slices.cuh"
 #include "nvshmem/device/sum_nodes.cuh"
 #include "nvshmem/rail_sum_call.h"
+#include "nvshmem/receive_sums.h"
 
 namespace jax_ep::rail {
 namespace {
@@ -31,34 +29,23 @@ __device__ void AddUpTile(const RailSumCall& call, int64_t tile, const SentSums&
   });
 }
 
-// Makes the sums of a failed call NaN: all of the channel's.
-__device__ void LeaveNan(const RailCall& call, const Channel& channel) {
-  for (int64_t i = 0; i < channel.Tiles(call); ++i) {
-    const int64_t tile = channel.Tile(call, i);
-    SetBits(call.rows.to + call.tiles.Begin(tile) * call.rows.bytes,
-            call.tiles.Rows(tile) * call.rows.bytes);
-  }
-}
-
 template <class T>
 __device__ void Run(const RailSumCall& call) {
   extern __shared__ uint32_t masks[];  // [N]
-  constexpr int kSenders = RailExchange::kChannels;
   const RailCall& rail = call.rail;
-  const int64_t index = blockIdx.x % kSenders;
-  const Channel channel{index, rail.state->n_items[index]};
-  // All threads must agree, and all must have read the state before CountItems.
-  const bool failed = __syncthreads_or(threadIdx.x == 0 && HasFailed(rail));
-  if (threadIdx.x == kThreads - 1) CountItems(rail, channel);
-  if (blockIdx.x < kSenders) {
-    if (!failed) SendTiles(rail, channel);
-    return;
-  }
+  GpuBlock block(rail);
+  const Channel channel = Channel::OfBlock(rail, block.index());
+  const bool is_open = BeginCall(block, rail, channel);
+  const auto send = [&](const Link& link, int64_t item, int64_t tile, uint32_t mask) {
+    SendTile(block, rail, channel, link, item, tile, mask);
+    return true;
+  };
   const auto add_up = [&](int64_t tile, const SentSums& sent) {
     AddUpTile<T>(call, tile, sent);
     return true;
   };
-  if (failed || !ReceiveSums(rail, channel, masks, add_up)) LeaveNan(rail, channel);
+  ExchangeSums(block, rail, channel, is_open, masks, send, add_up,
+               [&] { LeaveSumsNan(block, rail, channel, rail.rows.to); });
 }
 
 }  // namespace

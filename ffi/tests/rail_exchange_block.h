@@ -1,161 +1,236 @@
-// What the blocks of the kernels (nvshmem/rail_kernel.cu, rail_sum_kernel.cu and
-// rail_combine_kernel.cu) have in common, as state machines that go through the tiles of a channel.
+// A block of the kernels in a simulation: what nvshmem/streams.h calls `Block`. It has one thread,
+// which may stop wherever other blocks or the network could do something that matters.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <cstring>
+#include <functional>
 #include <random>
-#include <string>
+#include <vector>
 
 #include "nvshmem/rail_call.h"
+#include "nvshmem/streams.h"
+#include "tests/fiber.h"
 #include "tests/rail_exchange_job.h"
 #include "tests/rail_exchange_network.h"
+#include "tests/rail_exchange_results.h"
 
 namespace jax_ep::rail {
+
+// A block of a kernel of a rank.
+struct Actor {
+  int rank;
+  bool is_slow, is_awake = false, waits = false;
+  Failure waits_for{};
+  Fiber fiber;
+};
+
+// A call of a rank.
+struct RankCall {
+  const CallShape* shape;
+  RailCall rail;
+  Tokens got, wanted;
+  std::vector<uint32_t> arrived;  // [N, n_tiles]
+};
 
 struct World {
   const Job& job;
   Network network;
   std::mt19937& random;
+  Actor* running = nullptr;
+  bool is_over = false;  // no wait ends any more
+
+  void Pause() {
+    if (!is_over) Fiber::Pause();
+  }
+  // Until a word of the rank has changed. False: none will.
+  bool Wait(const Failure& failure) {
+    if (is_over) return false;
+    running->waits = true;
+    running->waits_for = failure;
+    Fiber::Pause();
+    return !is_over;
+  }
 };
 
-enum class Step { kAdvanced, kWaits, kDone };
-
-// What works for a rank in a call, one step at a time.
-class Actor {
+class SimulatedBlock {
  public:
-  virtual ~Actor() = default;
-  virtual Step Advance() = 0;
-  // The rank that it waits for, perhaps its own, and what for.
-  virtual int waits_for() const = 0;
-  virtual std::string what() const = 0;
-};
+  static constexpr int kThreads = 1;
 
-// Bytes of their own stand for the choices that travel with rows.
-struct Call : RailCall {
-  Rows extras;  // `from` may be null
-};
+  SimulatedBlock(World& world, const RankCall& call, int index)
+      : world_(world), rank_call_(call), call_(call.rail), map_(call_.map), index_(index) {}
 
-// A block in a call of a rank: goes through the tiles of its channel, and within a tile through the
-// other nodes.
-class Block : public Actor {
- public:
-  Block(World& world, const Call& call, int64_t channel)
-      : world_(world), call_(call), map_(call.map), channel_(channel) {}
+  int index() const { return index_; }
+  int thread() const { return 0; }
+  bool IsFirst() const { return true; }
+  bool IsLast() const { return true; }
+  bool HasFailed() const { return *call_.failed != 0; }
+  void Sync() { world_.Pause(); }
+  bool All(bool value) { return Any(value); }
+  bool Any(bool value) {
+    Sync();
+    return value;
+  }
 
-  Step Advance() override {
-    if (first_item_ < 0) {
-      first_item_ = call_.state->n_items[channel_];
-    } else if (!is_counted_) {
-      CountItems();
-      is_counted_ = true;
-    } else {
-      return i_ < Tiles() ? Work() : Step::kDone;
+  template <class HasRoom, class IsFor>
+  bool WaitForCredits(size_t offset, const Failure& failure, const HasRoom& has_room,
+                      const IsFor& is_for, uint32_t* mask) {
+    *mask = 0;
+    for (int bit = 0; bit < kMaxTileRows; ++bit) *mask |= uint32_t{is_for(bit)} << bit;
+    return Poll(offset, failure,
+                [&](uint64_t word) { return Has(Fault::kIgnoredCredits) || has_room(word); });
+  }
+  template <class HasArrived>
+  bool WaitForWord(const Peer& peer, size_t offset, const Failure& failure,
+                   const HasArrived& has_arrived, uint64_t* word) {
+    const bool has_come = Poll(offset, failure, [&](uint64_t value) {
+      *word = value;
+      if (Has(Fault::kWordWithoutLap) && value != 0) *word = WithLapOf(item_, value);
+      return has_arrived(*word);
+    });
+    if (!has_come) return false;
+    network().CheckPlace(own(), TakenPlace(peer), item_);
+    if (CreditsEarly()) {
+      is_early_ = true;
+      ReturnCredit(*this, call_, Channel{channel(), 0}, Link(call_, peer.pe), item_);
+      is_early_ = false;
     }
-    return Step::kAdvanced;
-  }
-  int waits_for() const override { return node(); }
-  std::string what() const override {
-    return std::string(phase()) + ", item " + std::to_string(item()) + " of channel " +
-           std::to_string(channel_);
-  }
-
- protected:
-  enum class Stage { kWait, kCopy, kAnswer };
-
-  virtual Step Work() = 0;
-  // The node that it sends to, or receives from, now.
-  virtual int node() const = 0;
-  virtual const char* phase() const = 0;
-  virtual bool goes_node_by_node() const { return false; }
-
-  int own() const { return call_.node; }
-  int n_nodes() const { return call_.n_nodes; }
-  int64_t item() const { return first_item_ + i_; }
-  int64_t tile() const { return call_.tiles.InTurn(channel_ + i_ * RailExchange::kChannels); }
-  bool Has(Fault fault) const { return world_.job.fault == fault; }
-  bool IsMapped() const { return call_.peers[node()].heap != nullptr; }
-  Network& net() { return world_.network; }
-
-  const uint8_t* From(const Rows& rows, int64_t to_node) const {
-    const int64_t first =
-        call_.tiles.Begin(tile()) + (rows.by_node ? to_node * call_.tiles.n_rows : 0);
-    return rows.from + first * rows.bytes;
-  }
-  uint8_t* To(const Rows& rows, int64_t from_node) const {
-    return rows.to + (from_node * call_.tiles.n_rows + call_.tiles.Begin(tile())) * rows.bytes;
-  }
-
-  // Copies some of the extras and the rows in the mask, in the order in which they lie in a tile:
-  // copy(0, 0) the extras, copy(n, row) the n-th row, once has_row(row). kDone once all have been
-  // copied.
-  template <class Copy, class HasRow>
-  Step CopySome(uint32_t mask, const Copy& copy, const HasRow& has_row) {
-    const int n_pieces = 1 + __builtin_popcount(mask), n_before = n_copied_;
-    for (int left = 1 + world_.random() % n_pieces; left > 0 && n_copied_ < n_pieces; --left) {
-      const int row = n_copied_ == 0 ? 0 : BitIndex(mask, n_copied_ - 1);
-      if (n_copied_ > 0 && !has_row(row)) {
-        return n_copied_ == n_before ? Step::kWaits : Step::kAdvanced;
-      }
-      copy(n_copied_++, row);
-    }
-    return n_copied_ == n_pieces ? Step::kDone : Step::kAdvanced;
-  }
-  int64_t OffsetInTile(int n) const { return call_.tiles.extra_bytes + (n - 1) * call_.rows.bytes; }
-
-  // The value of the item's word, without its lap by a fault.
-  uint64_t ItemWord(uint32_t mask) const { return RailExchange::stream().Word(ItemOfWord(), mask); }
-  bool HasArrived(uint64_t word) const {
-    return RailExchange::stream().HasArrived(word, ItemOfWord());
-  }
-
-  // True once all nodes have had their turn.
-  bool NextNode() {
-    if (++d_ < n_nodes()) return false;
-    d_ = 1;
     return true;
   }
-  void NextTile() { ++i_; }
-  // Goes on with the tile of the next node.
-  void Next() {
-    stage_ = Stage::kWait;
-    n_copied_ = 0;
-    if (goes_node_by_node()) {
-      if (++i_ == Tiles() && ++d_ < n_nodes()) i_ = 0;
-    } else if (NextNode()) {
-      NextTile();
+
+  uint8_t* Staged(size_t offset) {
+    if (Has(Fault::kOneStagedPlace)) offset -= PlaceOf(item_) * map_.place_bytes;
+    network().CheckStaged(own(), offset, item_);
+    return call_.heap + offset;
+  }
+  uint8_t* Mapped(const Peer& peer, size_t offset) {
+    offset = SentPlace(offset);
+    network().BeginPlace(peer.pe, offset, item_);
+    return peer.heap + offset;
+  }
+  void StoreWord(const Peer& peer, size_t offset, uint64_t value) {
+    Sync();
+    network().WriteWord(peer.pe, offset, WordOp::kSet, SentWord(value));
+  }
+  void Put(const Peer& peer, size_t to, const uint8_t* from, int64_t bytes, size_t word,
+           uint64_t value) {
+    Sync();
+    if (bytes > map_.place_bytes) network().Report(own(), "sends too long an item", item_);
+    rail::Put put{own(), peer.pe, word, SentWord(value)};
+    put.item = item_;
+    put.source = from - call_.heap;
+    put.target = SentPlace(to);
+    put.n_bytes = bytes;
+    put.word_first = Has(Fault::kWordBeforeData);
+    network().Send(put);
+  }
+
+  void StoreCredits(const Peer& peer, size_t offset, uint64_t value) {
+    if (Credits(peer)) network().WriteWord(peer.pe, offset, WordOp::kSet, value);
+  }
+  void AddCredits(const Peer& peer, size_t offset, uint64_t n) {
+    if (!Credits(peer)) return;
+    if (Has(Fault::kStoredCredits)) {
+      network().Send({own(), peer.pe, offset, static_cast<uint64_t>(item_ + 1), WordOp::kSet});
+    } else {
+      network().Send({own(), peer.pe, offset, n, WordOp::kAdd});
     }
+  }
+  // Another kernel may read the tile from now on.
+  void Tell(uint32_t* word) {
+    *word = 1;
+    const int64_t index = word - call_.arrived, n_rows = call_.tiles.n_rows;
+    const int64_t node = index / call_.tiles.n_tiles, tile = index % call_.tiles.n_tiles;
+    const int64_t first = node * n_rows + call_.tiles.Begin(tile), n = call_.tiles.Rows(tile);
+    if (!rank_call_.got.IsEqual(rank_call_.wanted, *rank_call_.shape, first, n)) {
+      network().Report(own(), "says too early that it has got tile", tile);
+    }
+    if (late_copy_ != nullptr) late_copy_();
+  }
+  bool CountsLast(uint32_t* n_done, uint32_t n) {
+    if (++*n_done != n) return false;
+    *n_done = 0;
+    return true;
+  }
+
+  int32_t LoadConstant(const int32_t* from) const { return *from; }
+  void Copy(uint8_t* to, const uint8_t* from, int64_t bytes) { std::copy(from, from + bytes, to); }
+  void Pack(uint8_t* to, const uint8_t* from, int64_t bytes, uint32_t mask) {
+    ForEachRow(mask, [&](int n, int row) { Copy(to + n * bytes, from + row * bytes, bytes); });
+  }
+  void Unpack(uint8_t* to, const uint8_t* from, int64_t bytes, uint32_t mask) {
+    const auto copy = [=] {
+      ForEachRow(mask, [&](int n, int row) { Copy(to + row * bytes, from + n * bytes, bytes); });
+    };
+    if (!Has(Fault::kArrivedBeforeCopy) || call_.arrived == nullptr) return copy();
+    late_copy_ = copy;
+  }
+  void Zero(uint8_t* to, int64_t bytes, uint32_t mask, int64_t n_rows) {
+    const uint32_t all = n_rows == kMaxTileRows ? ~0u : (1u << n_rows) - 1;
+    ForEachRow(all & ~mask, [&](int, int row) { std::fill_n(to + row * bytes, bytes, 0); });
+  }
+  void SetBits(uint8_t* to, int64_t bytes) { std::fill(to, to + bytes, 0xff); }
+
+  // work(n, row) for the n-th row of the mask.
+  template <class Work>
+  void ForEachRow(uint32_t mask, const Work& work) {
+    for (int n = 0; mask != 0; mask &= mask - 1) {
+      work(n++, __builtin_ctz(mask));
+      if (world_.random() % 4 == 0) Sync();
+    }
+  }
+
+ private:
+  int own() const { return call_.node; }
+  Network& network() { return world_.network; }
+  bool Has(Fault fault) const { return world_.job.fault == fault; }
+  bool CreditsEarly() const {
+    return Has(rank_call_.shape->adds_up ? Fault::kCreditBeforeSum : Fault::kCreditBeforeCopy);
+  }
+
+  // Frees the place of the item; false if its credit has been returned before.
+  bool Credits(const Peer& peer) {
+    if (is_early_) return true;
+    network().FreePlace(own(), TakenPlace(peer));
+    return !CreditsEarly();
+  }
+
+  template <class HasCome>
+  bool Poll(size_t offset, const Failure& failure, const HasCome& has_come) {
+    item_ = failure.epoch;
+    while (!has_come(network().Word(own(), offset))) {
+      if (!world_.Wait(failure)) return false;
+    }
+    return true;
+  }
+
+  static int64_t PlaceOf(int64_t item) { return RailExchange::stream().Place(item); }
+  static uint64_t WithLapOf(int64_t item, uint64_t word) {
+    return RailExchange::stream().Word(item, EpochWordValue(word));
+  }
+  int64_t channel() const { return index_ % RailExchange::kChannels; }
+  // The place of the item that this block takes.
+  size_t TakenPlace(const Peer& peer) const {
+    return map_.Place(RailExchange::OtherNode(own(), peer.pe), channel(), item_);
+  }
+  // Where the item that this block sends gets to, and what its word becomes.
+  size_t SentPlace(size_t offset) const {
+    if (!Has(Fault::kWrongPlace) || item_ / RailExchange::kDepth % 2 == 0) return offset;
+    return offset + (PlaceOf(item_ + 1) - PlaceOf(item_)) * map_.place_bytes;
+  }
+  uint64_t SentWord(uint64_t value) const {
+    return Has(Fault::kWordWithoutLap) ? WithLapOf(0, value) : value;
   }
 
   World& world_;
-  const Call& call_;
+  const RankCall& rank_call_;
+  const RailCall& call_;
   const RailExchange& map_;
-  const int64_t channel_;
-  int d_ = 1;  // of the other nodes, in the block's order, counted from 1
-  Stage stage_ = Stage::kWait;
-  uint32_t mask_ = 0;
-
- private:
-  int64_t Tiles() const {
-    const int64_t left = call_.tiles.n_tiles - channel_;
-    return left <= 0 ? 0 : (left + RailExchange::kChannels - 1) / RailExchange::kChannels;
-  }
-  void CountItems() {
-    if (++call_.state->n_blocks_done[channel_] != 2) return;
-    call_.state->n_blocks_done[channel_] = 0;
-    if (!Has(Fault::kUncountedItems)) call_.state->n_items[channel_] = first_item_ + Tiles();
-  }
-  int64_t ItemOfWord() const {
-    return Has(Fault::kWordWithoutLap) ? item() % RailExchange::kDepth : item();
-  }
-  static int BitIndex(uint32_t mask, int n) {
-    for (; n > 0; --n) mask &= mask - 1;
-    return __builtin_ctz(mask);
-  }
-
-  int64_t first_item_ = -1;  // not read yet
-  bool is_counted_ = false;
-  int64_t i_ = 0;
-  int n_copied_ = 0;
+  const int index_;
+  int64_t item_ = 0;                 // that this block has waited with last
+  bool is_early_ = false;            // by a mistake, returns a credit for what it has not read
+  std::function<void()> late_copy_;  // by a mistake, after the tile is said to have arrived
 };
 
 }  // namespace jax_ep::rail

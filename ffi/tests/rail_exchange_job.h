@@ -5,14 +5,13 @@
 #include <algorithm>
 #include <cstdint>
 #include <random>
-#include <string>
 #include <vector>
 
 #include "core/rail_exchange.h"
 
 namespace jax_ep::rail {
 
-// Mistakes that the simulation must find.
+// Mistakes that the simulation must find, by their numbers.
 enum class Fault {
   kNone,
   kIgnoredCredits,     // a sender does not wait for credits
@@ -30,40 +29,23 @@ enum class Fault {
   kCount
 };
 
-constexpr const char* Name(Fault fault) {
-  constexpr const char* kNames[] = {
-      "none",
-      "ignored credits",
-      "stored credits",
-      "credit before copy",
-      "word before data",
-      "word without lap",
-      "wrong place",
-      "one staged place",
-      "uncounted items",
-      "node by node",
-      "arrived before copy",
-      "credit before sum",
-      "ignored returns",
-  };
-  static_assert(sizeof(kNames) / sizeof(kNames[0]) == static_cast<int>(Fault::kCount));
-  return kNames[static_cast<int>(fault)];
-}
-
+// Rows to send: by the choices, or all if there are none; or by a mask.
 enum class Mask { kAbsent, kRandom, kEmpty, kFull, kCount };
 
 // The same on all ranks.
 struct CallShape {
   int64_t n_rows, row_bytes;
-  int64_t extra_bytes;  // 0: none
-  bool by_node, fills;
+  bool adds_up, by_node, fills;  // adds_up: the results are sums over all nodes
   Mask mask;
+  int32_t n_choices = 0;       // of a row; 0: none are given
+  bool sends_choices = false;  // to all ranks
+  bool has_weights = false;
   int64_t n_turns = 1;
   bool skips_own = false;
   bool tells_arrival = false;  // another kernel of the rank reads tiles as they arrive
-  bool adds_up = false;        // the result is a sum over all nodes: rail_exchange_sums.h
 
-  int64_t message_bytes() const { return row_bytes + extra_bytes; }
+  int64_t choice_bytes() const { return sends_choices ? n_choices * (has_weights ? 8 : 4) : 0; }
+  int64_t message_bytes() const { return row_bytes + choice_bytes(); }
 };
 
 struct Job {
@@ -76,22 +58,7 @@ struct Job {
   int64_t dead_after = 0;  // steps of all ranks
 
   RailTiles Tiles(const CallShape& call) const {
-    return map.Cut(call.n_rows, call.row_bytes, call.extra_bytes, call.n_turns);
-  }
-  std::string Text() const {
-    std::string text = std::to_string(map.n_nodes) + " nodes, places of " +
-                       std::to_string(map.place_bytes) + " bytes, " +
-                       std::to_string(mapped_percent) + "% mapped; calls:";
-    for (const CallShape& call : calls) {
-      const RailTiles tiles = Tiles(call);
-      text += " " + std::to_string(call.n_rows) + " x (" + std::to_string(call.row_bytes) + " + " +
-              std::to_string(call.extra_bytes) + ") in " + std::to_string(tiles.n_tiles) + " by " +
-              std::to_string(call.n_turns) + (call.by_node ? " by node" : "") +
-              (call.fills ? " filled" : "") + (call.skips_own ? " without own" : "") +
-              (call.tells_arrival ? " told" : "") + (call.adds_up ? " added up" : "") + " mask " +
-              std::to_string(static_cast<int>(call.mask)) + ";";
-    }
-    return text + " fault: " + Name(fault);
+    return map.Cut(call.n_rows, call.row_bytes, call.choice_bytes(), call.n_turns);
   }
 };
 
@@ -101,22 +68,23 @@ inline int64_t Between(int64_t low, int64_t high, std::mt19937& random) {
 
 // From no row to `max_rows`, often few.
 inline CallShape RandomCall(int64_t max_rows, int64_t max_row_bytes, std::mt19937& random) {
-  const int64_t few = std::min<int64_t>(max_rows, 3);
-  CallShape call{Between(0, random() % 4 == 0 ? few : max_rows, random),
-                 4 * Between(1, max_row_bytes / 4, random),
-                 random() % 2 == 0 ? 0 : 4 * Between(1, 12, random),
-                 random() % 2 == 0,
-                 random() % 2 == 0,
-                 static_cast<Mask>(random() % static_cast<int>(Mask::kCount))};
+  const auto maybe = [&] { return random() % 2 == 0; };
+  CallShape call{};
+  call.n_rows = Between(0, random() % 4 == 0 ? std::min<int64_t>(max_rows, 3) : max_rows, random);
+  call.row_bytes = 4 * Between(1, max_row_bytes / 4, random);
+  call.adds_up = random() % 3 == 0;
+  call.by_node = call.adds_up || maybe();
+  if (maybe()) call.mask = static_cast<Mask>(random() % static_cast<int>(Mask::kCount));
+  if (random() % 3 != 0) call.n_choices = Between(1, 6, random);
   if (random() % 4 != 0) call.n_turns = Between(1, 20, random);
-  if (random() % 3 == 0) {
-    call.extra_bytes = 0;
-    call.by_node = call.adds_up = true;
-    call.fills = false;
-  } else {
-    call.skips_own = random() % 2 == 0;
-    call.tells_arrival = random() % 2 == 0;
-  }
+  if (call.adds_up) return call;
+  call.fills = maybe();
+  call.skips_own = maybe();
+  call.tells_arrival = maybe();
+  if (call.n_choices == 0 || call.by_node || maybe()) return call;
+  call.sends_choices = true;
+  call.has_weights = maybe();
+  if (random() % 4 == 0) call.row_bytes = 0;
   return call;
 }
 

@@ -2,119 +2,106 @@
 // alone.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <random>
-#include <string>
-#include <utility>
 #include <vector>
 
+#include "core/routing.h"
 #include "tests/rail_exchange_job.h"
 
 namespace jax_ep::rail {
 
-// What a rank brings to a call.
-struct Operands {
-  std::vector<uint8_t> rows;    // [n_rows] or [N, n_rows]
-  std::vector<uint8_t> extras;  // [n_rows], or none
-  std::vector<uint8_t> mask;    // [N, n_rows], or none
+constexpr int32_t kExperts = 3;  // of a node
 
-  bool Sends(int to, int64_t row, int64_t n_rows) const {
-    return mask.empty() || mask[to * n_rows + row] != 0;
+struct Tokens {
+  std::vector<uint8_t> rows, mask;  // [n, row_bytes]; [N, n_rows], or none
+  std::vector<int32_t> ids;         // [n, n_choices], or none
+  std::vector<float> weights;       // [n, n_choices], or none
+
+  // Whether both have the same in `n` tokens from the one at `first` on.
+  bool IsEqual(const Tokens& other, const CallShape& shape, int64_t first, int64_t n) const {
+    const auto equal = [&](const auto& a, const auto& b, int64_t size) {
+      return a.empty() ||
+             std::equal(&a[first * size], &a[0] + (first + n) * size, &b[first * size]);
+    };
+    return equal(rows, other.rows, shape.row_bytes) && equal(ids, other.ids, shape.n_choices) &&
+           equal(weights, other.weights, shape.n_choices);
   }
 };
 
-inline std::vector<uint8_t> RandomBytes(int64_t n, std::mt19937& random) {
-  std::vector<uint8_t> bytes(n);
-  for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(random());
-  return bytes;
+// What a rank brings: of n_rows tokens, or of N * n_rows, by node.
+inline Tokens MakeOperands(const CallShape& call, int64_t n_nodes, std::mt19937& random) {
+  const int64_t n_all = n_nodes * call.n_rows, n = call.by_node ? n_all : call.n_rows;
+  Tokens tokens;
+  tokens.rows.resize(n * call.row_bytes);
+  for (uint8_t& byte : tokens.rows) byte = static_cast<uint8_t>(random());
+  tokens.ids.resize(n * call.n_choices);
+  // -1 is no expert; -2 and N * kExperts are invalid. Inside a node, most are none.
+  const int64_t most = call.by_node ? 0 : n_nodes * kExperts;
+  for (int32_t& id : tokens.ids) id = static_cast<int32_t>(Between(-2, most, random));
+  tokens.weights.resize(call.has_weights ? tokens.ids.size() : 0);
+  for (float& weight : tokens.weights) weight = static_cast<float>(random() % 1000);
+  tokens.mask.resize(call.mask == Mask::kAbsent ? 0 : n_all);
+  for (uint8_t& is_sent : tokens.mask) {
+    is_sent = call.mask == Mask::kFull || (call.mask == Mask::kRandom && random() % 2 == 0);
+  }
+  return tokens;
 }
 
-inline Operands MakeOperands(const CallShape& call, int64_t n_nodes, std::mt19937& random) {
-  const int64_t n_all = n_nodes * call.n_rows;
-  Operands operands{RandomBytes((call.by_node ? n_all : call.n_rows) * call.row_bytes, random),
-                    RandomBytes(call.n_rows * call.extra_bytes, random),
-                    {}};
-  if (call.mask == Mask::kAbsent) return operands;
-  operands.mask.assign(n_all, call.mask == Mask::kFull);
-  if (call.mask == Mask::kRandom) {
-    for (uint8_t& is_sent : operands.mask) is_sent = random() % 2;
-  }
-  return operands;
+// The memory that a rank gets its results in: of N * n_rows tokens, or n_rows sums.
+inline Tokens Filled(const CallShape& call, int64_t n_nodes, uint8_t byte) {
+  const int64_t n = call.n_rows * (call.adds_up ? 1 : n_nodes);
+  const int64_t n_ids = call.sends_choices ? n * call.n_choices : 0;
+  return {std::vector<uint8_t>(n * call.row_bytes, byte),
+          {},
+          std::vector<int32_t>(n_ids, byte),
+          std::vector<float>(call.has_weights ? n_ids : 0, byte)};
 }
 
-// The memory that a rank gets the results of a call in.
-class Results {
- public:
-  Results(const CallShape& shape, const std::vector<Operands>& operands, int rank)
-      : rows(NumRows(shape, operands) * shape.row_bytes, kUntouched),
-        extras(NumRows(shape, operands) * shape.extra_bytes, kUntouched),
-        shape_(shape),
-        operands_(operands),
-        rank_(rank) {}
+// Whether the token at `index`, the `row`-th, gets from its rank to another one.
+inline bool IsSent(const CallShape& call, const Tokens& from, int to, int64_t row, int64_t index) {
+  if (!from.mask.empty()) return from.mask[to * call.n_rows + row] != 0;
+  if (from.ids.empty()) return true;
+  const int32_t* const ids = &from.ids[index * call.n_choices];
+  return std::any_of(ids, ids + call.n_choices,
+                     [&](int32_t id) { return id >= 0 && (call.by_node || id / kExperts == to); });
+}
 
-  // What is wrong; empty: nothing.
-  std::string Wrong() const {
-    if (shape_.adds_up) return rows == Sums() ? "" : "sum";
-    std::string wrong;
-    for (int node = 0; node < n_nodes() && wrong.empty(); ++node) {
-      wrong = WrongFrom(node, 0, shape_.n_rows);
+// An expert's rows are a group for each node that tokens come from. A node counts the invalid ids
+// of its own tokens.
+inline int32_t IdAt(int node, int from, int32_t id, int n_nodes) {
+  const bool is_valid = id >= 0 && id < n_nodes * kExperts;
+  if (is_valid && id / kExperts == node) return id % kExperts * n_nodes + from;
+  return !is_valid && id != kNoGroup && from == node ? kInvalidGroup : kNoGroup;
+}
+
+// What a rank must get, in memory that was filled with `byte` before.
+inline Tokens Wanted(const CallShape& call, const std::vector<Tokens>& operands, int rank,
+                     uint8_t byte) {
+  const int n_nodes = static_cast<int>(operands.size());
+  Tokens wanted = Filled(call, n_nodes, call.adds_up ? 0 : byte);
+  for (int64_t i = 0; i < n_nodes * call.n_rows; ++i) {
+    const int from = static_cast<int>(i / call.n_rows);
+    const int64_t row = i % call.n_rows, bytes = call.row_bytes, n = call.n_choices;
+    const int64_t index = (call.by_node ? rank * call.n_rows : 0) + row;
+    const Tokens& there = operands[from];
+    const uint8_t* const sent = there.rows.data() + index * bytes;
+    uint8_t* const to = wanted.rows.data() + (call.adds_up ? row : i) * bytes;
+    const bool is_own = from == rank, is_sent = is_own || IsSent(call, there, rank, row, index);
+    if (call.adds_up) {
+      for (int64_t j = 0; is_sent && j < bytes; ++j) to[j] += sent[j];
+    } else if (is_own ? !call.skips_own : is_sent) {
+      std::copy_n(sent, bytes, to);
+    } else if (!is_own && call.fills) {
+      std::fill_n(to, bytes, 0);
     }
-    return wrong;
-  }
-  // In the rows from `begin` to `end` of a node.
-  std::string WrongFrom(int from, int64_t begin, int64_t end) const {
-    const bool is_own = from == rank_, is_skipped = is_own && shape_.skips_own;
-    const uint8_t unsent = shape_.fills && !is_own ? 0 : kUntouched;
-    for (int64_t row = begin; row < end; ++row) {
-      const int64_t index = from * shape_.n_rows + row;
-      const Operands& operands = operands_[from];
-      const bool is_sent = is_own || operands.Sends(rank_, row, shape_.n_rows);
-      const uint8_t* const sent =
-          is_sent && !is_skipped ? Row(from, shape_.by_node ? rank_ : 0, row) : nullptr;
-      if (!Has(&rows[index * shape_.row_bytes], sent, shape_.row_bytes, unsent)) return "row";
-      const int64_t bytes = shape_.extra_bytes;
-      const uint8_t* const extra = operands.extras.data() + row * bytes;
-      if (!Has(extras.data() + index * bytes, extra, bytes, kUntouched)) return "extras";
+    for (int64_t k = 0; call.sends_choices && k < n; ++k) {
+      wanted.ids[i * n + k] = IdAt(rank, from, there.ids[row * n + k], n_nodes);
+      if (call.has_weights) wanted.weights[i * n + k] = there.weights[row * n + k];
     }
-    return "";
   }
-
-  std::vector<uint8_t> rows, extras;  // [N, n_rows], or the sums [n_rows]
-
- private:
-  static constexpr uint8_t kUntouched = 0x5a;
-
-  static int64_t NumRows(const CallShape& shape, const std::vector<Operands>& operands) {
-    return shape.adds_up ? shape.n_rows : shape.n_rows * static_cast<int64_t>(operands.size());
-  }
-  // Whether `got` is what was sent, or all `unsent` if nothing was.
-  static bool Has(const uint8_t* got, const uint8_t* sent, int64_t bytes, uint8_t unsent) {
-    for (int64_t i = 0; i < bytes; ++i) {
-      if (got[i] != (sent == nullptr ? unsent : sent[i])) return false;
-    }
-    return true;
-  }
-
-  int n_nodes() const { return static_cast<int>(operands_.size()); }
-  const uint8_t* Row(int from, int64_t part, int64_t row) const {
-    return &operands_[from].rows[(part * shape_.n_rows + row) * shape_.row_bytes];
-  }
-  std::vector<uint8_t> Sums() const {
-    std::vector<uint8_t> sums(shape_.n_rows * shape_.row_bytes, 0);
-    for (int from = 0; from < n_nodes(); ++from) {
-      for (int64_t row = 0; row < shape_.n_rows; ++row) {
-        if (from != rank_ && !operands_[from].Sends(rank_, row, shape_.n_rows)) continue;
-        for (int64_t i = 0; i < shape_.row_bytes; ++i) {
-          sums[row * shape_.row_bytes + i] += Row(from, rank_, row)[i];
-        }
-      }
-    }
-    return sums;
-  }
-
-  const CallShape& shape_;
-  const std::vector<Operands>& operands_;  // [rank]
-  const int rank_;
-};
+  return wanted;
+}
 
 }  // namespace jax_ep::rail
