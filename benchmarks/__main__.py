@@ -16,6 +16,7 @@ _FIND_PLATFORM = "import jax; print(jax.default_backend())"
 _FILE = click.Path(path_type=pathlib.Path, exists=True, dir_okay=False)
 _FOLDER = click.Path(path_type=pathlib.Path, file_okay=False)
 _FORMATS = click.Choice(["markdown", "table", "figure"])
+_CONSOLE = rich.console.Console(width=None if sys.stdout.isatty() else 170)
 
 
 @click.command()
@@ -31,7 +32,7 @@ _FORMATS = click.Choice(["markdown", "table", "figure"])
 @click.option("--report", "shown", type=_FILE, help="Measure nothing; show this results file.")
 @click.option("--format", "form", type=_FORMATS, default="markdown", help="Format of --report.")
 def main(platform, quick, rehearse, only, list_only, shown, form, **options):
-    """Measures, prints tables, and writes the figures to a JSON file.
+    """Measures, prints tables, and writes the figures to a file.
 
     Exits with 1 if a result was wrong or an item failed.
     """
@@ -60,46 +61,40 @@ def _run(items: list, **options: Any) -> int:
     def say(item: Any, seconds: float, lines: list[dict[str, Any]]) -> None:
         nonlocal n_done
         n_done += 1
-        n_results = sum("results" in line for line in lines)
+        n_results = sum("times" in line for line in lines)
         words = [f"[{n_done}/{len(items)}, {seconds:.0f} s] {item.name}: {n_results}"]
         words += [f"FAILED {line['failed']}" for line in lines if "failed" in line]
-        console.print("; ".join(words), markup=False)
+        _CONSOLE.print("; ".join(words), markup=False)
 
-    console = _console()
     command = " ".join(["python benchmarks", *sys.argv[1:]])
     run = runner.Run(command=command, say=say, **options)
-    with console.status("measuring"):
+    with _CONSOLE.status("measuring"):
         run.measure(items)
     _show(run.path, "table")
-    console.print(f"wrote {run.path}", soft_wrap=True)
-    return 1 if run.record["failed"] else 0
+    _CONSOLE.print(f"wrote {run.path}", soft_wrap=True)
+    return 1 if run.record.rows("failed") else 0
 
 
 def _show(path: pathlib.Path, form: str) -> None:
+    import records
     import report
 
-    shown = report.Report(json.loads(path.read_text()))
-    if form == "markdown":
-        click.echo(shown.markdown())
-    elif form == "table":
-        text = f"{shown.all_figures()}\n\n{shown.markdown()}"
-        _console().print(rich.markdown.Markdown(text))
-    else:
-        import figure
+    for run in records.read(path):
+        shown = report.Report(run)
+        if form == "markdown":
+            click.echo(shown.markdown())
+        elif form == "table":
+            text = f"{shown.all_figures()}\n\n{shown.markdown()}"
+            _CONSOLE.print(rich.markdown.Markdown(text))
+        else:
+            import figure
 
-        figure.draw(shown, path.with_suffix(".png"))
-        click.echo(f"wrote {path.with_suffix('.png')}")
-
-
-def _console() -> rich.console.Console:
-    return rich.console.Console(width=None if sys.stdout.isatty() else 170)
+            figure.draw(shown, path.with_suffix(".png"))
+            click.echo(f"wrote {path.with_suffix('.png')}")
 
 
 def _default_platform() -> str:
-    """JAX's default platform, found in another process: a process that asks takes the GPUs' memory.
-
-    If JAX finds no device at all, the measuring process says so.
-    """
+    """JAX's default platform, found by another process: one that asks takes the GPUs' memory."""
     command = [sys.executable, "-c", _FIND_PLATFORM]
     done = subprocess.run(command, capture_output=True, text=True)
     return "gpu" if done.stdout.strip() in ("gpu", "cuda") else "cpu"

@@ -1,22 +1,11 @@
 """A case: sizes, capacity, token format, and a routing of tokens to experts."""
 
 import dataclasses
-import functools
-from collections.abc import Callable
 
 import numpy as np
 
 import jax_ep
-
-# Token formats by name; the first two are not quantized.
-FORMATS: dict[str, Callable[[], jax_ep.TokenFormat]] = {
-    "bf16": jax_ep.BF16,
-    "float32": functools.partial(jax_ep.Plain, np.dtype(np.float32)),
-    "blockwise_fp8": jax_ep.BlockwiseFP8,
-    "mxfp8": jax_ep.MXFP8,
-    "nvfp4": jax_ep.NVFP4,
-    "mxfp4": jax_ep.MXFP4,
-}
+from jax_ep.formats import FORMATS, QUANTIZED
 
 # With few tokens, a capacity leaves room for this many rows above the mean.
 _SPARE_ROWS = 64
@@ -32,7 +21,7 @@ class Case:
     top_k: int  # K
     routing: str = "uniform"  # in `ROUTINGS`
     capacity: float | None = None  # C / (T * K), the mean; None: the worst case
-    token_format: str = "bf16"  # in `FORMATS`
+    token_format: str = "bf16"  # in `jax_ep.formats.FORMATS`
     n_sms: int | None = None  # multiprocessors per call; None: the package's default
     width: int = 0  # of the dense layer that overlaps with calls; 0: no layer
     expert_size: int = 0  # F of a layer's experts; 0: no experts
@@ -61,12 +50,12 @@ class Case:
     @property
     def is_quantized(self) -> bool:
         """Whether the format quantizes: rows are close, not equal, to the tokens."""
-        return self.token_format not in ("bf16", "float32")
+        return self.token_format in QUANTIZED
 
     @property
     def dtype(self) -> str:
         """Dtype of tokens and of sums."""
-        return "float32" if self.token_format == "float32" else "bfloat16"
+        return "float32" if self.token_format == "f32" else "bfloat16"
 
     @property
     def token_bytes(self) -> int:

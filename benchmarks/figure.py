@@ -27,10 +27,14 @@ def draw(report: Report, path: pathlib.Path) -> None:
         axes[0].set_ylabel("period in a chain, µs")
     else:
         _draw_layers(axes, report)
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(color="0.9")
+        axis.set_axisbelow(True)
     axes[0].legend(frameon=False, fontsize=8)
-    machine = report.record["machine"]
-    devices = f"{machine['n_devices']} × {machine['device']}"
-    axes[1].annotate(devices if report.on_gpu else machine["cpu"], (0.02, 0.94), **_SMALL)
+    facts = report.run.facts
+    devices = f"{facts['n_devices']} × {facts['device']}"
+    axes[1].annotate(devices if report.on_gpu else facts["cpu"], (0.02, 0.94), **_SMALL)
     figure.tight_layout()
     figure.savefig(path)
     plt.close(figure)
@@ -44,25 +48,20 @@ def _draw_layers(axes: list[plt.Axes], report: Report) -> None:
         by_model.setdefault(model, []).append(case)
     for (model, cases), color in zip(by_model.items(), _COLORS, strict=False):
         style = {"marker": "o", "markersize": 4, "color": color, "label": model}
-        tokens = [report.record["cases"][case]["n_tokens"] for case in cases]
+        tokens = [report.by_name[case]["n_tokens"] for case in cases]
         times = [report.layer_us(case, "layer") / 1000 for case in cases]
         axes[0].plot(tokens, times, **style)
         parts = [[report.layer_us(case, o) for o in ("dense matmuls", "experts")] for case in cases]
         axes[1].plot(tokens, [dense / experts for dense, experts in parts], **style)
-    axes[0].set_yscale("log")
-    axes[0].set_ylabel("layer in bfloat16, ms")
-    axes[1].set_ylabel("experts' speed / dense matmuls'")
+    axes[0].set(yscale="log", ylabel="layer in bfloat16, ms", xlabel="T")
+    axes[1].set(ylabel="experts' speed / dense matmuls'", xlabel="T")
     for axis in axes:
         axis.set_xscale("log", base=2)
-        axis.set_xlabel("T")
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(color="0.9")
-        axis.set_axisbelow(True)
 
 
 def _draw_panel(axis: plt.Axes, report: Report, operation: str) -> None:
     cases = [c for c in report.cases() if report.us(c, operation, "chain", OURS[0])]
-    for name, color in zip((*OURS, *BASELINES), _COLORS, strict=True):
+    for name, color in zip((*OURS, *BASELINES), _COLORS, strict=False):
         times = [report.us(case, operation, "chain", name) for case in cases]
         points = [(i, us) for i, us in enumerate(times) if us is not None]
         if points:
@@ -73,6 +72,3 @@ def _draw_panel(axis: plt.Axes, report: Report, operation: str) -> None:
     axis.tick_params(axis="x", labelrotation=30, labelsize=8)
     axis.set_xlabel("T" if report.on_gpu else "T, H")
     axis.set_yscale("log")
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.grid(color="0.9")
-    axis.set_axisbelow(True)

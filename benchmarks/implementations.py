@@ -16,16 +16,17 @@ import jax_ep
 from baselines import BASELINES
 from baselines.grouping import Shapes
 from case import Case
+from jax_ep.transports.select import each_node_by_itself
 
 AXIS = "ep"
 
 # The package, with `topk_weights` given to dispatch or to combine.
 AT_DISPATCH, AT_COMBINE = "jax_ep, weights at dispatch", "jax_ep, weights at combine"
 OURS = (AT_DISPATCH, AT_COMBINE)
-# The package on transport `xla`, which is the reference and written to be simple, not fast.
-XLA = "jax_ep on xla"
-# The package's exchange around tokamax's grouped matmuls.
-TOKAMAX = "jax_ep, tokamax"
+# The package with every process as a node: all served at once; NVSHMEM, or XLA's collectives,
+# between nodes that are each served by themselves. Weights are given to dispatch.
+ONE_NODE, NVSHMEM, XLA_BETWEEN = "one node", "nvshmem", "XLA between nodes"
+NODES = (ONE_NODE, NVSHMEM, XLA_BETWEEN)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Implementation:
     """Dispatch and combine, as functions of one rank's arrays.
 
     Attributes:
-        name: in `OURS` or `BASELINES`, or `XLA`.
+        name: in `OURS`, `NODES` or `BASELINES`.
         dispatch: takes `(tokens, topk_ids, topk_weights)`; its result has the fields of the
             contract.
         combine: takes `(rows, dispatched, topk_weights)`.
@@ -52,31 +53,22 @@ def on_gpu(mesh: Mesh) -> bool:
 
 
 def make(name: str, mesh: Mesh, case: Case, transport: str) -> Implementation:
-    """Returns the implementation with that name; those in `OURS` use `transport`."""
-    if name not in BASELINES:
-        transport = "xla" if name == XLA else transport
-        group = jax_ep.ep_init(mesh, AXIS, case.config(), transport=transport)
-        return of_group(name, group)
-    sizes = case.n_ranks, case.n_tokens, case.n_experts, case.top_k, case.n_rows
-    shapes = Shapes(AXIS, *sizes, on_gpu=on_gpu(mesh))
-    dispatch, combine = BASELINES[name]
+    """Returns the implementation with that name; ours use `transport`, unless they name another."""
+    if name in BASELINES:
+        sizes = case.n_ranks, case.n_tokens, case.n_experts, case.top_k, case.n_rows
+        shapes = Shapes(AXIS, *sizes, on_gpu=on_gpu(mesh))
+        dispatch, combine = (functools.partial(f, shapes) for f in BASELINES[name])
+        return Implementation(name, lambda tokens, ids, _: dispatch(tokens, ids), combine)
+    config = case.config()
+    if name in (NVSHMEM, XLA_BETWEEN):
+        n_nodes = len({device.process_index for device in mesh.devices.flat})
+        config = dataclasses.replace(config, n_nodes=n_nodes)
+    with each_node_by_itself(name == XLA_BETWEEN):
+        group = jax_ep.ep_init(mesh, AXIS, config, "nvshmem" if name == NVSHMEM else transport)
+    at_dispatch = name != AT_COMBINE
     return Implementation(
         name,
-        lambda tokens, ids, weights: dispatch(shapes, tokens, ids),
-        functools.partial(combine, shapes),
-    )
-
-
-def of_group(name: str, group: jax_ep.EPGroup) -> Implementation:
-    """Returns the package's calls on `group`; `name` says which of them gets the weights."""
-    at_dispatch = name in (AT_DISPATCH, TOKAMAX)
-    return Implementation(
-        name,
-        lambda tokens, ids, weights: jax_ep.dispatch(
-            group, tokens, ids, weights if at_dispatch else None
-        ),
-        lambda rows, dispatched, weights: jax_ep.combine(
-            group, rows, dispatched, None if at_dispatch else weights
-        ),
+        lambda *operands: jax_ep.dispatch(group, *operands[: 3 if at_dispatch else 2]),
+        lambda *operands: jax_ep.combine(group, *operands[: 2 if at_dispatch else 3]),
         group,
     )

@@ -5,7 +5,7 @@ reach. All multiply normal numbers; with others, a GPU's power limit lowers its 
 """
 
 import dataclasses
-import importlib.util
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +17,8 @@ from jax.sharding import Mesh
 
 import jax_ep
 from case import Case
-from implementations import TOKAMAX, Implementation
-from programs import Step, on_mesh
+from implementations import Implementation
+from programs import Step, on_mesh, with_gradients
 
 _N_CHECKED = 2  # tokens
 _MIN_COSINE = 0.996  # of quantized layers; others have the smaller error below
@@ -39,37 +39,26 @@ def make_weights(mesh: Mesh, case: Case) -> tuple[Any, Any]:
 
         return tuple(lax.map(normal(s), k) for s, k in zip(shapes, keys, strict=True))
 
+    def quantized(weights):
+        return tuple(map(quantize_by_expert, weights))
+
     weights = on_mesh(mesh, make)(np.arange(case.n_ranks))
-    if not case.is_quantized:
-        return weights
+    return on_mesh(mesh, quantized)(weights) if case.is_quantized else weights
 
-    def quantize(matrix):
-        return jax_ep.quantize_weights(matrix[None], differentiable=False)
 
-    def by_expert(weights):
-        return tuple(jax.tree.map(lambda x: x[:, 0], lax.map(quantize, x)) for x in weights)
-
-    return on_mesh(mesh, by_expert)(weights)
+def quantize_by_expert(weights: jax.Array) -> jax_ep.QuantizedWeights:
+    """Quantizes one matrix after the other, which takes less memory than all at once."""
+    one = functools.partial(jax_ep.quantize_weights, differentiable=False)
+    return jax.tree.map(lambda x: x[:, 0], lax.map(lambda matrix: one(matrix[None]), weights))
 
 
 def _experts(implementation: Implementation, rows: Any, weights: Any) -> jax.Array:
     """The experts' MLP: ours, or that of plain JAX in the baselines."""
-    if implementation.group is not None and implementation.name != TOKAMAX:
+    if implementation.group is not None:
         return jax_ep.expert_mlp(rows, *weights)
     sizes = jnp.diff(rows.row_offsets.astype(jnp.int32))
-    if implementation.name == TOKAMAX:
-        import tokamax
-
-        multiply = tokamax.ragged_dot
-    else:
-        multiply = lax.ragged_dot
-    gate, up = jnp.split(multiply(rows.tokens, weights[0], sizes), 2, axis=1)
-    return multiply(jax.nn.silu(gate) * up, weights[1], sizes)
-
-
-def has_tokamax() -> bool:
-    """Whether tokamax is installed."""
-    return importlib.util.find_spec("tokamax") is not None
+    gate, up = jnp.split(lax.ragged_dot(rows.tokens, weights[0], sizes), 2, axis=1)
+    return lax.ragged_dot(jax.nn.silu(gate) * up, weights[1], sizes)
 
 
 def _layer(implementation: Implementation) -> Step:
@@ -81,46 +70,24 @@ def _layer(implementation: Implementation) -> Step:
     return Step(next)
 
 
-def _layer_with_gradients(implementation: Implementation) -> Step:
-    """A layer, then its gradients in tokens, choices' weights and parameters."""
-    forward = _layer(implementation)
+def _experts_alone(implementation: Implementation, *, with_grad: bool = False) -> Step:
+    """The experts' MLP, and its gradients in rows and parameters. The state has dispatched rows."""
 
-    def next(tokens, ids, weights, parameters, hide):
-        def of_floats(*floats):
-            tokens, weights, parameters = floats
-            return forward.next(tokens, ids, weights, parameters, hide)[0]
+    def start(tokens, ids, weights):
+        return tokens, implementation.dispatch(tokens, ids, weights)
 
-        out, backward = jax.vjp(of_floats, tokens, weights, parameters)
-        d_tokens, d_weights, d_parameters = hide(backward(out))
-        return d_tokens, {"d_weights": d_weights, "d": [d[:1, :1] for d in d_parameters]}
-
-    return Step(next)
-
-
-def _start(implementation: Implementation) -> Callable[..., Any]:
-    """The state of the experts alone: dispatched rows."""
-    return lambda tokens, ids, weights: (tokens, implementation.dispatch(tokens, ids, weights))
-
-
-def _experts_alone(implementation: Implementation) -> Step:
     def next(state, ids, weights, parameters, hide):
-        results = _experts(implementation, state[1], parameters)
-        return state, {"results": hide(results)[:1]}
-
-    return Step(next, _start(implementation))
-
-
-def _experts_alone_with_gradients(implementation: Implementation) -> Step:
-    def next(state, ids, weights, parameters, hide):
-        def of_floats(tokens, parameters):
+        def run(tokens, parameters):
             rows = dataclasses.replace(state[1], tokens=tokens)
             return _experts(implementation, rows, parameters)
 
-        out, backward = jax.vjp(of_floats, state[1].tokens, parameters)
+        if not with_grad:
+            return state, {"results": hide(run(state[1].tokens, parameters))[:1]}
+        out, backward = jax.vjp(run, state[1].tokens, parameters)
         d_tokens, d_parameters = hide(backward(out))
         return state, {"d_tokens": d_tokens[:1], "d": [d[:1, :1] for d in d_parameters]}
 
-    return Step(next, _start(implementation))
+    return Step(next, start)
 
 
 def _dense(implementation: Implementation) -> Step:
@@ -142,9 +109,9 @@ def _dense(implementation: Implementation) -> Step:
 # Steps of an implementation, by the name of the operation.
 STEPS: dict[str, Callable[[Implementation], Step]] = {
     "layer": _layer,
-    "layer + grad": _layer_with_gradients,
+    "layer + grad": lambda implementation: with_gradients(_layer(implementation)),
     "experts": _experts_alone,
-    "experts + grad": _experts_alone_with_gradients,
+    "experts + grad": functools.partial(_experts_alone, with_grad=True),
     "dense matmuls": _dense,
 }
 

@@ -16,17 +16,18 @@ _PACKAGES += ("nvidia-cuda-runtime", "nvidia-nccl-cu13")
 
 
 def describe() -> dict[str, Any]:
-    """Returns the facts that the results file records."""
+    """Returns the facts of a run that do not depend on its devices."""
     installed = {d.name for d in importlib.metadata.distributions()}
-    found = [name for name in _PACKAGES if name in installed]
+    found = {name: importlib.metadata.version(name) for name in _PACKAGES if name in installed}
+    if drivers := query_gpus("driver_version"):
+        found["driver"] = drivers[0]
     changes = _git("status", "--porcelain", "--", ".", ":!benchmarks/results")
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in found},
-        "commit": _git("rev-parse", "--short=10", "HEAD"),
+        "versions": {"python": platform.python_version(), **found},
+        "commit": _git("rev-parse", "--short=10", "HEAD") or "unknown",
         "dirty": bool(changes),
         "load_average": round(os.getloadavg()[0], 2),
     }
@@ -43,6 +44,12 @@ def cpu_slug() -> str:
     return f"{slug(words)}-{len(os.sched_getaffinity(0))}-cores"
 
 
+def query_gpus(what: str) -> list[str]:
+    """Returns what nvidia-smi says of each GPU; nothing without it."""
+    command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader"]
+    return (_output(command) or "").split()
+
+
 def die_first() -> None:
     """Asks the kernel to kill this process first if memory runs out."""
     with contextlib.suppress(OSError):
@@ -56,8 +63,13 @@ def _cpu_model() -> str:
 
 
 def _git(*args: str) -> str | None:
+    return _output(["git", *args])
+
+
+def _output(command: list[str]) -> str | None:
+    """What a command prints; None if it fails or is not there."""
     try:
-        done = subprocess.run(["git", *args], cwd=_ROOT, capture_output=True, text=True)
-    except OSError:  # there is no git
+        done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True)
+    except OSError:
         return None
     return done.stdout.strip() if done.returncode == 0 else None

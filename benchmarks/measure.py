@@ -21,15 +21,14 @@ import overlap
 import profiler
 import programs
 import timing
-from implementations import OURS, Implementation, on_gpu
+from implementations import NODES, OURS, Implementation, on_gpu
 from plan import Item
-from power import Clocks
 from workload import Workload, require
 
 _BURST_PAUSE_S = 0.03
 _STEPS = {**programs.STEPS, **overlap.STEPS, **layers.STEPS}
 
-# A line of output, with one key: `case`, `results`, `failed` or `not_measured`.
+# A line of output: a row by the name of its table, or words by `failed` or `not_measured`.
 Line = dict[str, Any]
 # Compiled functions and their arguments, by `"dispatch"`, `(operation, length)` and so on.
 Calls = dict[Any, timing.Call]
@@ -43,14 +42,17 @@ def breaks_devices(error: Exception) -> bool:
 
 def measure(item: Item, mesh: Mesh, transport: str) -> Iterator[Line]:
     """Yields the results of an item of kind `case`, each as soon as it is known."""
-    if mesh.size < item.min_ranks:
-        yield {"not_measured": f"needs at least {item.min_ranks} ranks"}
-        return
     case = dataclasses.replace(item.case, n_ranks=mesh.size)
     with contextlib.ExitStack() as stack:
         compared = []
         for name in item.implementations:
-            compared.append(implementations.make(name, mesh, case, transport))
+            try:
+                compared.append(implementations.make(name, mesh, case, transport))
+            except ValueError as error:
+                if name not in NODES:
+                    raise
+                yield {"not_measured": f"{name}: {error}"}  # the same in all processes
+                continue
             if compared[-1].group is not None:
                 stack.callback(compared[-1].group.close)
         yield from _Measurement(dataclasses.replace(item, case=case), mesh).run(compared)
@@ -65,13 +67,15 @@ class _Measurement:
     def run(self, compared: list[Implementation]) -> Iterator[Line]:
         case, n = self._item.case, self._workload.remote_messages
         facts = {"token_bytes": case.token_bytes, "remote_messages": n}
-        yield {"case": dataclasses.asdict(case) | facts}
-        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield {"cases": {"name": case.name} | dataclasses.asdict(case) | facts}
+        # In several processes, compilation may wait for that of the same program in the others.
+        n_threads = os.cpu_count() if jax.process_count() == 1 else 1
+        with concurrent.futures.ThreadPoolExecutor(n_threads) as pool:
             futures = [self._compile(pool, implementation) for implementation in compared]
         for implementation, compiled in zip(compared, futures, strict=True):
             calls: Calls = {}
             try:
-                calls = {k: (f.result(), args) for k, (f, args) in compiled.items()}
+                calls = {key: future.result() for key, future in compiled.items()}
                 self._check(implementation, calls)
                 self._calls[implementation.name] = calls
             except (AssertionError, JaxRuntimeError) as error:
@@ -87,8 +91,8 @@ class _Measurement:
 
     def _compile(
         self, pool: concurrent.futures.Executor, implementation: Implementation
-    ) -> dict[Any, tuple[concurrent.futures.Future, tuple]]:
-        """Starts compilation; returns the programs with their arguments, as shapes for combine."""
+    ) -> dict[Any, concurrent.futures.Future]:
+        """Starts compilation of the calls; the arguments of combine are shapes."""
         item, workload, programs_of = self._item, self._workload, {}
         operands, combines = workload.sets[0], not item.case.is_quantized
         programs_of["dispatch"] = programs.dispatch(implementation), operands
@@ -106,11 +110,8 @@ class _Measurement:
             rotation = programs.rotation(implementation, self._on_gpu, combines)
             programs_of["rotation"] = rotation, workload.rotation_args
 
-        def compiled(body: Callable, args: tuple) -> Any:
-            return programs.on_mesh(self._mesh, body).lower(*args).compile()
-
         return {
-            key: (pool.submit(compiled, *program), program[1])
+            key: pool.submit(programs.compiled, self._mesh, *program)
             for key, program in programs_of.items()
         }
 
@@ -128,15 +129,11 @@ class _Measurement:
             workload.check_combine(name, _run(calls["combine"]))
         for operation, (few, _) in item.chains.items():
             if operation == "layer":
-                workload.check_layer(name, _run(calls[operation, few])[0])
+                out = _run(calls[operation, few])[0]
+                problem = layers.check(item.case, workload.sets[0], workload.chain_args[2], out)
+                require(problem is None, f"{name}: {problem}.")
             if operation in programs.STEPS:
                 workload.check_chain(name, few, *_run(calls[operation, few]))
-            if operation == "combine + dense":
-                chains = calls["combine", few], calls[operation, few]
-                sums, others = (_run(chain)[1] for chain in chains)
-                pairs = zip(sums, others, strict=True)
-                equal = [(a.view("uint16") == b.view("uint16")).all() for a, b in pairs]
-                require(all(equal), "asynchronous calls must give the same bits")
 
     def _of_all(self, key: Any) -> dict[str, timing.Call]:
         """Returns the call of each implementation that has the program `key`."""
@@ -163,11 +160,8 @@ class _Measurement:
         for clock, lengths, repeats in rhythms:
             short, long = (self._of_all((operation, n)) for n in lengths)
             pairs = {name: (call, long[name]) for name, call in short.items()}
-            with Clocks() if item.case.width else contextlib.nullcontext() as clocks:
-                samples = timing.period(pairs, lengths, repeats)
-            more = {"lengths": lengths} | ({"clocks": clocks.summary} if clocks else {})
-            for name, seconds in samples.items():
-                yield _result(name, operation, clock, seconds, **more)
+            for name, seconds in timing.period(pairs, lengths, repeats).items():
+                yield _result(name, operation, clock, seconds, lengths=lengths)
         if item.case.width:
             yield from self._other_kernels(operation)
 
@@ -215,4 +209,5 @@ def _run(call: timing.Call) -> Any:
 
 
 def _result(name: str, operation: str, clock: str, seconds: Any, **more: Any) -> Line:
-    return {"results": [name, operation, clock, timing.summary(seconds) | more]}
+    what = {"operation": operation, "clock": clock, "implementation": name}
+    return {"times": what | timing.summary(seconds) | more}

@@ -28,7 +28,9 @@ def measure(repeats: timing.Repeats) -> Iterator[dict[str, Any]]:
 
     batches = {name: (batch, call) for name, call in _make_calls().items()}
     for name, seconds in timing.wall(batches, repeats).items():
-        yield {"overheads": {name: timing.summary([t / _BATCH for t in seconds])}}
+        figures = timing.summary([t / _BATCH for t in seconds])
+        where = {"operation": "dispatch of minimal size", "clock": "wall"}
+        yield {"times": {**where, "implementation": name, **figures}}
 
 
 def _make_calls() -> dict[str, timing.Call]:
@@ -37,15 +39,15 @@ def _make_calls() -> dict[str, timing.Call]:
     case = Case(n_tokens=1, hidden_size=16, n_experts=1, top_k=1, n_ranks=1)
     ids, weights = jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), jnp.float32)
     operands = jnp.ones((1, 16), jnp.bfloat16), ids, weights
-    functions = {}
-    for transport in ("host", "xla"):
-        ours = implementations.make(implementations.AT_COMBINE, mesh, case, transport)
-        functions[transport] = programs.on_mesh(mesh, programs.dispatch(ours))
-    shapes = jax.tree.leaves(jax.eval_shape(functions["host"], *operands))
+    bodies = {
+        name: programs.dispatch(implementations.make(implementations.AT_COMBINE, mesh, case, name))
+        for name in ("host", "xla")
+    }
+    shapes = jax.tree.leaves(jax.eval_shape(programs.on_mesh(mesh, bodies["host"]), *operands))
 
     def as_many(_, ids, __):
         one = ids[0, 0] + 1
         return [jnp.full(x.shape, one.astype(x.dtype)) for x in shapes]
 
-    functions["as many results"] = programs.on_mesh(mesh, as_many)
-    return {name: (function, operands) for name, function in functions.items()}
+    bodies["as many results"] = as_many
+    return {name: (programs.on_mesh(mesh, body), operands) for name, body in bodies.items()}

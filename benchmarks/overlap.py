@@ -51,10 +51,7 @@ def _dispatch(ours: Implementation, *, with_layer: bool = False) -> Step:
 
 
 def _combine(ours: Implementation, *, with_layer: bool = False) -> Step:
-    """A combine, alone or beside the layer. The state is the layer's operand and dispatched rows.
-
-    The results are the sums, which have the same bits whether calls are asynchronous or not.
-    """
+    """A combine, alone or beside the layer. The state is the layer's operand and the rows."""
 
     def start(tokens, ids, weights):
         if not with_layer:

@@ -107,14 +107,11 @@ def trace(call: Call, flush: Callable[[], None] | None) -> list[list[Event]]:
 
 def read(profile: jax.profiler.ProfileData) -> list[list[Event]]:
     """Returns each GPU's events: the lines of its streams, without lines that summarize them."""
+    planes = [plane for plane in profile.planes if plane.name.startswith("/device:GPU:")]
     traced = []
-    for plane in sorted(profile.planes, key=lambda plane: plane.name):
-        if plane.name.startswith("/device:GPU:"):
-            events = [
-                Event(event.name, event.start_ns, event.duration_ns * 1e-9)
-                for line in plane.lines
-                if line.name.startswith("Stream")
-                for event in line.events
-            ]
-            traced.append(sorted(events, key=lambda event: event.start_ns))
+    for plane in sorted(planes, key=lambda plane: plane.name):
+        streams = [line for line in plane.lines if line.name.startswith("Stream")]
+        events = (event for stream in streams for event in stream.events)
+        found = [Event(e.name, e.start_ns, e.duration_ns * 1e-9) for e in events]
+        traced.append(sorted(found, key=lambda event: event.start_ns))
     return traced

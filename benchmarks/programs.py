@@ -6,9 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import timing
 from implementations import AXIS, Implementation
 
 
@@ -21,13 +23,11 @@ def hide(tree: Any, passes: jax.Array, on_gpu: bool) -> Any:
     """
     if on_gpu:
         return lax.optimization_barrier(tree)
-    leaves, structure = jax.tree.flatten(tree)
-    *leaves, _ = lax.while_loop(
-        lambda state: state[-1] > 0,
-        lambda state: (*(x + x for x in state[:-1]), state[-1] - 1),
-        (*leaves, passes),
-    )
-    return jax.tree.unflatten(structure, leaves)
+
+    def body(state):
+        return jax.tree.map(lambda x: x + x, state[0]), state[1] - 1
+
+    return lax.while_loop(lambda state: state[1] > 0, body, (tree, passes))[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,10 +38,12 @@ class Step:
         next: takes `(state, ids, weights, parameters, hide)`; returns the next state and further
             results. This `hide` takes one argument, a tree.
         start: takes `(tokens, ids, weights)`; returns the first state.
+
+    Where routings are empty, neither takes ids and weights.
     """
 
     next: Callable[..., tuple[Any, Any]]
-    start: Callable[..., Any] = lambda tokens, ids, weights: tokens
+    start: Callable[..., Any] = lambda tokens, *routing: tokens
 
 
 def chain(step: Step, n: int, on_gpu: bool) -> Callable[..., Any]:
@@ -80,15 +82,16 @@ def round_trip(implementation: Implementation) -> Step:
 
 
 def with_gradients(forward: Step) -> Step:
-    """A step, then its gradients in tokens and weights, with its result as the cotangent."""
+    """A step, then its gradients in all its floats, with its result as the cotangent."""
 
-    def next(tokens, ids, weights, *others):
-        def of_floats(tokens, weights):
-            return forward.next(tokens, ids, weights, *others)
+    def next(tokens, ids, weights, parameters, hide):
+        def of_floats(tokens, weights, parameters):
+            return forward.next(tokens, ids, weights, parameters, hide)
 
-        out, backward, results = jax.vjp(of_floats, tokens, weights, has_aux=True)
-        d_tokens, d_weights = backward(out)
-        return d_tokens, {**results, "d_weights": d_weights}
+        out, backward, results = jax.vjp(of_floats, tokens, weights, parameters, has_aux=True)
+        d_tokens, d_weights, d_parameters = backward(out)
+        parts = [d[:1, :1] for d in hide(d_parameters)] if parameters else []
+        return d_tokens, {**results, "d_weights": d_weights, "d_parameters": parts}
 
     return Step(next)
 
@@ -152,6 +155,21 @@ def rotation(implementation: Implementation, on_gpu: bool, combines: bool) -> Ca
 def add_axis(tree: Any) -> Any:
     """Adds a leading axis of size 1, so that even scalars can be sharded."""
     return jax.tree.map(lambda x: jnp.asarray(x)[None], tree)
+
+
+def compiled(
+    mesh: Mesh, body: Callable[..., Any], args: tuple, options: dict[str, Any] | None = None
+) -> timing.Call:
+    """Compiles a function of arrays that are sharded along their first axis."""
+    return on_mesh(mesh, body).lower(*args).compile(compiler_options=options), args
+
+
+def on_host(array: jax.Array) -> np.ndarray:
+    """The entries of an array that are on this process's devices, along its first axis."""
+    if array.is_fully_addressable:
+        return np.asarray(array)
+    shards = sorted(array.addressable_shards, key=lambda shard: shard.index[0].start or 0)
+    return np.concatenate([np.asarray(shard.data) for shard in shards])
 
 
 def on_mesh(mesh: Mesh, function: Callable[..., Any]) -> Any:

@@ -26,7 +26,8 @@ class Repeats:
     """How often and in what way functions are timed."""
 
     max_samples: int  # of each function
-    seconds: float  # time limit of each function, which gets at least `_MIN_SAMPLES` samples
+    # Time limit of each function, after `_MIN_SAMPLES`; None where processes must take as many.
+    seconds: float | None
     n_queued: int = 1  # calls enqueued in one sample
     pause_s: float = 0.0  # before each sample, so that the GPU cools down
 
@@ -50,26 +51,10 @@ def period(
     return _interleave(samplers, repeats)
 
 
-def first_calls(programs: dict[str, list[Call]], n_calls: int) -> dict[str, list[list[float]]]:
-    """Returns the seconds of the first, the second, ... call of programs, by name.
-
-    `programs` has, by name, as many programs as samples are wanted, and one more that warms up.
-    None of them may have been called before.
-    """
-    samples: dict[str, list[list[float]]] = {name: [] for name in programs}
-    alone = Repeats(max_samples=1, seconds=0.0)
-    for turn, calls in enumerate(zip(*programs.values(), strict=True)):
-        waiting = list(zip(programs, calls, strict=True))
-        first = turn % len(waiting)
-        for name, call in waiting[first:] + waiting[:first]:
-            samples[name].append([_seconds(call, alone) for _ in range(n_calls)])
-    return {name: [list(each) for each in zip(*s[1:], strict=True)] for name, s in samples.items()}
-
-
 def summary(values: Sequence[float]) -> dict[str, Any]:
     """Returns median and quartiles in microseconds, and the number of samples."""
     numbers = np.percentile(values, [50, 25, 75]) * 1e6
-    return {"us": [round(float(us), 2) for us in numbers], "n": len(values)}
+    return {"us": [float(f"{us:.5g}") for us in numbers], "n": len(values)}
 
 
 def _interleave(
@@ -82,7 +67,8 @@ def _interleave(
         sampler()  # warms up
 
     def wants_more(name: str) -> bool:
-        n, is_slow = len(samples[name]), spent[name] >= repeats.seconds
+        n = len(samples[name])
+        is_slow = repeats.seconds is not None and spent[name] >= repeats.seconds
         return n < (min(_MIN_SAMPLES, repeats.max_samples) if is_slow else repeats.max_samples)
 
     turn = 0

@@ -18,7 +18,6 @@ import calls
 import matmuls
 import measure
 import overhead
-import power
 from case import Case
 from implementations import AXIS
 from machine import die_first
@@ -31,16 +30,17 @@ _LINK_MEGABYTES = 512
 
 
 def main(request: dict[str, Any]) -> None:
-    """Runs a request: JAX's `platform`, the package's `transport`, and `items`."""
+    """Runs a request: JAX's `platform`, the package's `transport`, and `items`.
+
+    As one of several processes, also the `job`: its address, its size, and this process's index.
+    """
     die_first()
+    if "job" in request:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(*request["job"])
     devices = jax.devices(request["platform"])
     mesh = Mesh(devices, (AXIS,), axis_types=(AxisType.Auto,))
-    facts = {
-        "device": devices[0].device_kind,
-        "n_devices": len(devices),
-        "driver": power.driver_version(),
-    }
-    _print({"machine": facts})
+    _print({"run": {"device": devices[0].device_kind, "n_devices": len(devices)}})
     for fields in request["items"]:
         item, ends = _from_json(fields), False
         try:
@@ -55,15 +55,14 @@ def main(request: dict[str, Any]) -> None:
 
 
 def _measure(item: Item, mesh: Mesh, transport: str) -> Iterator[dict[str, Any]]:
-    if item.kind == "link":
-        return _measure_link(mesh.size)
-    if item.kind == "overhead":
-        return overhead.measure(item.repeats)
-    if item.kind == "calls":
-        return calls.measure(item, mesh, transport)
-    if item.kind == "matmuls":
-        return matmuls.measure(item.repeats)
-    return measure.measure(item, mesh, transport)
+    kinds = {
+        "case": lambda: measure.measure(item, mesh, transport),
+        "calls": lambda: calls.measure(item, mesh, transport),
+        "link": lambda: _measure_link(mesh.size),
+        "matmuls": lambda: matmuls.measure(item, mesh.devices.flat[0]),
+        "overhead": lambda: overhead.measure(item.repeats),
+    }
+    return kinds[item.kind]()
 
 
 def _measure_link(n_devices: int) -> Iterator[dict[str, Any]]:
@@ -73,10 +72,8 @@ def _measure_link(n_devices: int) -> Iterator[dict[str, Any]]:
         return
     command = [str(_LINK.resolve()), str(n_devices), str(_LINK_MEGABYTES)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    if done.returncode:
-        yield {"failed": done.stderr.strip()}
-    else:
-        yield {"link": json.loads(done.stdout)}
+    failed = {"failed": done.stderr.strip()}
+    yield failed if done.returncode else {"links": json.loads(done.stdout)}
 
 
 def _from_json(fields: dict[str, Any]) -> Item:

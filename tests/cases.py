@@ -6,6 +6,7 @@ Cases that differ only in `routing` share one compiled program.
 import dataclasses
 import os
 
+import jax_ep.formats
 import routing
 
 # Nodes of cases that do not say, where they divide the ranks; see conftest.py.
@@ -201,7 +202,7 @@ SEED = [
 ]
 
 # Quantized formats.
-QUANTIZED_NAMES = ("blockwise_fp8", "mxfp8", "mxfp4", "nvfp4")
+QUANTIZED_NAMES = tuple(jax_ep.formats.QUANTIZED)
 QUANTIZED_SMALL = {
     name: SMALL[4].replace(token_format=name, hidden_size=256, max_tokens=12)
     for name in QUANTIZED_NAMES

@@ -5,7 +5,6 @@ function sees it without that axis. Only the shards of this process's devices ar
 same code serves one process and several.
 """
 
-import contextlib
 import hashlib
 import math
 from typing import ClassVar
@@ -19,8 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 import cases
 import jax_ep
-from jax_ep.transports.host import HostConnection
-from jax_ep.transports.p2p import P2pConnection
+from jax_ep.formats import QUANTIZED as QUANTIZED_FORMATS
+from jax_ep.transports.select import each_node_by_itself as each_node_by_itself
 
 AXIS = "ep"
 
@@ -162,43 +161,10 @@ def _entry(shard, i: int) -> np.ndarray:
     return np.asarray(shard.data)[i - (shard.index[0].start or 0)]
 
 
-@contextlib.contextmanager
-def each_node_by_itself(is_so: bool = True):
-    """Makes `host` and `p2p` serve each node by itself, even where they could serve all.
-
-    Inside of another such context, `is_so=False` undoes it.
-    """
-
-    def refuse(transport):
-        original = transport.unsupported_reason
-        original = getattr(original.__func__, "original", original)
-
-        def unsupported_reason(cls, geometry, exchange):
-            if is_so and geometry.routed.n_nodes > 1:
-                return "the test wants each node to be served by itself."
-            return original(geometry, exchange)
-
-        unsupported_reason.original = original
-        return classmethod(unsupported_reason)
-
-    with pytest.MonkeyPatch.context() as patch:
-        for transport in (HostConnection, P2pConnection):
-            patch.setattr(transport, "unsupported_reason", refuse(transport))
-        yield
-
-
 def skip_by_nodes() -> None:
     """Skips tests of totals that are others where each node is served by itself."""
     if cases.N_NODES > 1:
         pytest.skip("test_nodes.py tests what ranks count with --n-nodes")
-
-
-QUANTIZED_FORMATS = {
-    "blockwise_fp8": jax_ep.BlockwiseFP8,
-    "mxfp8": jax_ep.MXFP8,
-    "mxfp4": jax_ep.MXFP4,
-    "nvfp4": jax_ep.NVFP4,
-}
 
 
 def format_of(case) -> jax_ep.TokenFormat:

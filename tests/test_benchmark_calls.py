@@ -1,11 +1,10 @@
-"""The benchmarks' item `calls`: gaps between kernels, and first calls of programs."""
+"""The benchmarks' item `calls`: gaps between kernels."""
 
 import functools
 import pathlib
 import sys
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
@@ -13,7 +12,6 @@ from jax.sharding import AxisType, Mesh
 sys.path.append(str(pathlib.Path(__file__).parent.parent / "benchmarks"))
 
 import calls  # noqa: E402
-import measure  # noqa: E402
 import profiler  # noqa: E402
 import timing  # noqa: E402
 from case import Case  # noqa: E402
@@ -68,21 +66,8 @@ def test_kernels_of_a_chain_leave_out_the_first_step() -> None:
         assert seconds.shape == (10, 2) and np.allclose(seconds, 1e-5)
 
 
-def test_first_calls_are_of_programs_not_called_before() -> None:
-    log = []
-
-    def program(name, i):
-        return lambda: log.append((name, i)) or jnp.zeros(1)
-
-    programs = {name: [(program(name, i), ()) for i in range(3)] for name in "ab"}
-    samples = timing.first_calls(programs, 2)
-    assert {name: np.shape(each) for name, each in samples.items()} == {"a": (2, 2), "b": (2, 2)}
-    turns = [("a", 0), ("b", 0), ("b", 1), ("a", 1), ("a", 2), ("b", 2)]
-    assert log == [turn for turn in turns for _ in range(2)]
-
-
 def measured(monkeypatch, item: Item, trace) -> dict[str, list]:
-    """Returns the values of lines by key; all programs have one or four round trips."""
+    """Returns the values of lines by key."""
     monkeypatch.setattr(calls, "_CASE", functools.partial(Case, **SIZES))
     monkeypatch.setattr(calls, "_TOKENS", (8,))
     monkeypatch.setattr(profiler, "trace", trace)
@@ -97,32 +82,20 @@ def measured(monkeypatch, item: Item, trace) -> dict[str, list]:
 def test_calls_are_measured_with_and_without_command_buffers(monkeypatch, variant) -> None:
     item = Item(**vars(ITEM) | {"variant": variant})
     found = measured(monkeypatch, item, lambda call, flush: fake_trace(2))
-    assert found.keys() == {"calls", "first_calls"}
-    where = f"T8-H64-uniform, {variant}" if variant else "T8-H64-uniform"
-    by_where = {name: figures for line in found["calls"] for name, figures in line.items()}
-    both = {where} if variant else {where, f"{where}, traced without command buffers"}
-    assert by_where.keys() == both
-    figures = by_where[where]
+    assert found.keys() == {"times", "gap_kernels"}
+    by_variant: dict[str | None, dict[str, dict]] = {}
+    for row in found["times"]:
+        assert (row["case"], row["clock"]) == ("T8-H64-uniform", "gaps")
+        by_variant.setdefault(row["variant"], {})[row["operation"]] = row
+    assert by_variant.keys() == ({variant} if variant else {None, "traced without command buffers"})
+    figures = by_variant[variant or None]
     assert [figures[name]["us"][0] for name in ("dispatch", "combine", "gap")] == [10, 10, 1]
     period, gap = (figures[name]["us"][0] for name in ("period", "gap by period"))
-    assert gap == pytest.approx((period - 20) / 2, abs=0.01)
-    for n, line in zip((1, 4), found["first_calls"], strict=True):
-        ((name, first),) = line.items()
-        assert name == f"{n} × round trip, {where}"
-        assert first.keys() == {"round trips", "as many results"}
-        for each in first.values():
-            assert list(each) == ["first", "second", "third"]
-            assert all(figures["n"] == 2 and figures["us"][0] > 0 for figures in each.values())
+    assert gap == pytest.approx((period - 20) / 2, rel=1e-4, abs=0.01)
+    assert all((row["name"], row["per_gap"]) == ("fusion", 2 / 3) for row in found["gap_kernels"])
 
 
 def test_without_gpus_only_the_trace_is_missing(monkeypatch) -> None:
     found = measured(monkeypatch, ITEM, profiler.trace)
     assert all("shows no GPU" in why for why in found["not_measured"])
-    assert all(list(*line.values()) == ["period"] for line in found["calls"])
-    assert len(found["first_calls"]) == 2
-
-
-def test_one_rank_does_not_compare_capacities() -> None:
-    item = Item("some", case=Case(8, **SIZES), min_ranks=2)
-    (line,) = measure.measure(item, make_mesh(1), "host")
-    assert line == {"not_measured": "needs at least 2 ranks"}
+    assert [row["operation"] for row in found["times"]] == ["period"] * 2

@@ -3,9 +3,8 @@
 #
 # Usage: tools/gpu_bench.sh LOG_FOLDER [BENCHMARK_OPTION...]
 #
-# Needs nvcc, and a python3 with jax for CUDA, click, rich, scikit-build-core and nanobind; also
-# nvidia-ml-py to record clock rates. Downloads nothing. Writes the log and, after each measurement,
-# gpu_*.json to LOG_FOLDER.
+# Needs nvcc, and a python3 with jax for CUDA, click, rich, scikit-build-core and nanobind. Downloads
+# nothing. Writes the log and, after each measurement, gpu_*.jsonl to LOG_FOLDER.
 #
 # Environment variables:
 #   CUDA_ARCHITECTURE  default: 90

@@ -8,11 +8,10 @@ Each baseline has `dispatch(shapes, tokens, topk_ids)` and `combine(shapes, rows
 topk_weights)`, called inside `jax.shard_map` over `shapes.axis_name` with `check_vma=False`.
 """
 
-from baselines import all_gather, all_to_all
+from baselines import all_gather, ragged_all_to_all
 
-# By name. XLA supports the last one on GPUs only; the one before it is measured on CPUs.
+# By name. XLA supports the last one on GPUs only.
 BASELINES = {
     "lax all_gather": (all_gather.dispatch, all_gather.combine),
-    "lax all_to_all": (all_to_all.dispatch_padded, all_to_all.combine),
-    "lax ragged_all_to_all": (all_to_all.dispatch_ragged, all_to_all.combine),
+    "lax ragged_all_to_all": (ragged_all_to_all.dispatch, ragged_all_to_all.combine),
 }

@@ -1,11 +1,10 @@
 """`python -m jax_ep bench`: how long a dispatch and a combine take here."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import click
-import jax.numpy as jnp
 from jax.errors import JaxRuntimeError
 from rich.console import Console
 from rich.progress import Progress
@@ -14,13 +13,8 @@ from rich.table import Table
 import jax_ep
 from jax_ep.cli import workload
 from jax_ep.cli.timing import Tick, Timing, measure, n_calls
+from jax_ep.formats import FORMATS
 
-FORMATS: dict[str, Callable[[], jax_ep.TokenFormat]] = {
-    "bf16": jax_ep.BF16,
-    "f16": lambda: jax_ep.Plain(jnp.float16),
-    "f32": lambda: jax_ep.Plain(jnp.float32),
-    **{x.name: x for x in (jax_ep.BlockwiseFP8, jax_ep.MXFP8, jax_ep.MXFP4, jax_ep.NVFP4)},
-}
 _COUNT = click.IntRange(1)
 
 

@@ -1,8 +1,10 @@
 """Selects a transport and opens a connection."""
 
+import contextlib
 import dataclasses
 import functools
 import logging
+from collections.abc import Iterator
 
 from jax_ep.geometry import Geometry
 from jax_ep.internode.connection import HostByNodes, NodesConnection, P2pByNodes
@@ -31,6 +33,9 @@ _ON_REQUEST: tuple[type[Connection], ...] = (NvshmemByNodes,)
 _ONE_NODE = "it serves several nodes, and the ranks form one; see EPConfig.n_nodes."
 _NO_TRAVEL = "it serves several nodes, and with skip_a2a nothing travels between ranks."
 
+# See `each_node_by_itself`.
+_serves_nodes_apart = False
+
 # Of all transports, the fastest first.
 NAMES = tuple(dict.fromkeys(each.name for each in (*_FASTEST_FIRST, *_ON_REQUEST)))
 
@@ -43,6 +48,21 @@ def connect(requested: Geometry, exchange: Exchange) -> Connection:
     connection = _select(requested, exchange)
     connection.open(exchange)
     return connection
+
+
+@contextlib.contextmanager
+def each_node_by_itself(is_so: bool = True) -> Iterator[None]:
+    """Groups opened meanwhile serve each node by itself, even where all could be served at once.
+
+    For tests and benchmarks, which have one host; in all processes alike. Inside of another such
+    context, `is_so=False` undoes it.
+    """
+    global _serves_nodes_apart
+    before, _serves_nodes_apart = _serves_nodes_apart, is_so
+    try:
+        yield
+    finally:
+        _serves_nodes_apart = before
 
 
 def _select(requested: Geometry, exchange: Exchange) -> Connection:
@@ -63,7 +83,10 @@ def _select(requested: Geometry, exchange: Exchange) -> Connection:
                 why = _NO_TRAVEL if geometry.config.skip_a2a else _ONE_NODE
                 refused.setdefault(transport.name, why)
                 continue
-        reason = transport.unsupported_reason(geometry, exchange)
+        if _must_leave_nodes_apart(transport, geometry):
+            reason: str | None = "each node is to be served by itself."
+        else:
+            reason = transport.unsupported_reason(geometry, exchange)
         if reason is None:
             if is_auto:
                 _log_choice(geometry, issubclass(transport, NodesConnection), refused)
@@ -73,6 +96,14 @@ def _select(requested: Geometry, exchange: Exchange) -> Connection:
         refused[transport.name] = reason
     why = refused[requested.transport]
     raise ValueError(f"Transport {requested.transport!r} cannot serve: {why}")
+
+
+def _must_leave_nodes_apart(transport: type[Connection], geometry: Geometry) -> bool:
+    is_inside_nodes = any(
+        issubclass(each, NodesConnection) and each.inner_type is transport
+        for each in _FASTEST_FIRST
+    )
+    return _serves_nodes_apart and is_inside_nodes and geometry.routed.n_nodes > 1
 
 
 def _with_nodes(

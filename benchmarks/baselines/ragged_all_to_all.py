@@ -1,18 +1,12 @@
-"""Baselines `all_to_all` and `ragged_all_to_all`: a row per (token, choice), both ways.
+"""Baseline `ragged_all_to_all`: a row per (token, choice), both ways. XLA has it on GPUs only.
 
 A slab holds the rows that one rank sends to another, in order of token and k. Slots number the rows
 of all slabs: out slots at the sender, in slots at the receiver. Combine sends the rows back through
-the same slots and sums them at the source.
+the same slots and sums them at the source. The capacity must hold all rows.
 
-* `all_to_all` pads every slab to its worst case, since the contract limits the rows of a rank, not
-  those of a pair of ranks. (With one copy per (token, rank), a slab would have T rows: as many
-  bytes as an all_gather, and more work.)
-* `ragged_all_to_all` sends only the rows that exist; the capacity must hold all of them.
-
-Forward only: `all_gather` is 2 to 5 times as fast on CPUs, 3 to 80 times on GPUs.
+Forward only: `all_gather` is 3 to 80 times as fast.
 """
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -30,22 +24,18 @@ class Route(NamedTuple):
     out_of_choice: jax.Array  # int32[T, K], own; n_out = not sent
     in_of_row: jax.Array  # int32[C]
     row_of_in: jax.Array  # int32[n_in]
-    # int32[R, R] by source and receiver: rows, first out and in slot. None: padded.
-    slabs: tuple[jax.Array, jax.Array, jax.Array] | None
+    # int32[R, R] by source and receiver: rows, first out and in slot.
+    slabs: tuple[jax.Array, jax.Array, jax.Array]
 
 
-def _dispatch(is_ragged: bool, shapes: Shapes, tokens: jax.Array, topk_ids: jax.Array) -> Received:
+def dispatch(shapes: Shapes, tokens: jax.Array, topk_ids: jax.Array) -> Received:
     """Rows in the contract's order, out of one slab from each rank."""
     grouping = group(shapes, topk_ids)
-    route = _plan(is_ragged, shapes, topk_ids, grouping)
+    route = _plan(shapes, topk_ids, grouping)
     sent = take(as_bits(tokens), route.choice_of_out // shapes.top_k)
     rows = take(_exchange(shapes, sent, route), route.in_of_row)
     rows = as_floats(rows, tokens.dtype)
     return received(shapes, rows, topk_ids, grouping, route)
-
-
-dispatch_padded = functools.partial(_dispatch, False)
-dispatch_ragged = functools.partial(_dispatch, True)
 
 
 def combine(
@@ -59,7 +49,7 @@ def combine(
     return out.astype(dtype)
 
 
-def _plan(is_ragged: bool, shapes: Shapes, topk_ids: jax.Array, grouping: Grouping) -> Route:
+def _plan(shapes: Shapes, topk_ids: jax.Array, grouping: Grouping) -> Route:
     n, n_ranks, n_local = shapes.n_choices, shapes.n_ranks, shapes.n_local_experts
     rank = lax.axis_index(shapes.axis_name)
     ids = lax.all_gather(topk_ids, shapes.axis_name, tiled=True).reshape(-1, n)
@@ -68,35 +58,24 @@ def _plan(is_ragged: bool, shapes: Shapes, topk_ids: jax.Array, grouping: Groupi
     goes = to[:, :, None] == jnp.arange(n_ranks)  # [source, choice, receiver]
     sizes = goes.sum(axis=1, dtype=I32)
     place = jnp.cumsum(goes, axis=1, dtype=I32) - 1  # in the slab
-    if is_ragged:
-        n_out, n_in = n, shapes.capacity
-        first_out = jnp.cumsum(sizes, axis=1) - sizes
-        first_in = jnp.cumsum(sizes, axis=0) - sizes
-    else:
-        slab_rows = shapes.n_tokens * min(shapes.top_k, n_local)
-        n_out = n_in = n_ranks * slab_rows
-        first_out = jnp.arange(n_ranks, dtype=I32) * slab_rows + jnp.zeros_like(sizes)
-        first_in = first_out.T
+    first_out = jnp.cumsum(sizes, axis=1) - sizes
+    first_in = jnp.cumsum(sizes, axis=0) - sizes
     out = jnp.where(goes, first_out[:, None] + place, 0)[rank].sum(axis=1)
-    out_of_choice = jnp.where(is_expert[rank], out, n_out)
+    out_of_choice = jnp.where(is_expert[rank], out, n)
     arrives = (first_in[:, None] + place)[:, :, rank].reshape(-1)
     in_of_row = take(arrives, grouping.choice_of_row)
     in_use = jnp.arange(shapes.capacity) < grouping.first_rows[-1]
     return Route(
-        choice_of_out=invert(out_of_choice, n_out),
+        choice_of_out=invert(out_of_choice, n),
         out_of_choice=out_of_choice.reshape(-1, shapes.top_k),
         in_of_row=in_of_row,
-        row_of_in=invert(jnp.where(in_use, in_of_row, n_in), n_in),
-        slabs=(sizes, first_out, first_in) if is_ragged else None,
+        row_of_in=invert(jnp.where(in_use, in_of_row, shapes.capacity), shapes.capacity),
+        slabs=(sizes, first_out, first_in),
     )
 
 
 def _exchange(shapes: Shapes, x: jax.Array, route: Route, *, back: bool = False) -> jax.Array:
     """Sends rows, as bits, from out slots to in slots; with `back`, the other way."""
-    if route.slabs is None:
-        slabs = x.reshape(shapes.n_ranks, -1, x.shape[1])
-        slabs = lax.all_to_all(slabs, shapes.axis_name, 0, 0, tiled=True)
-        return slabs.reshape(x.shape)
     n_slots = (route.choice_of_out if back else route.row_of_in).size
     sizes, first, arrives = route.slabs
     if back:
