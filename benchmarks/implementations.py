@@ -16,7 +16,7 @@ import jax_ep
 from baselines import BASELINES
 from baselines.grouping import Shapes
 from case import Case
-from jax_ep.transports.select import each_node_by_itself
+from jax_ep.group.select import each_node_by_itself
 
 AXIS = "ep"
 

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import cases
 import jax_ep
 from jax_ep.formats import QUANTIZED as QUANTIZED_FORMATS
-from jax_ep.transports.select import each_node_by_itself as each_node_by_itself
+from jax_ep.group.select import each_node_by_itself as each_node_by_itself
 
 AXIS = "ep"
 
