@@ -42,6 +42,10 @@ class Connection(abc.ABC):
     def close(self) -> None:  # noqa: B027
         """Frees what `open` set up."""
 
+    def abandon(self) -> None:
+        """Undoes `open` in an `ep_init` that fails; by default closes."""
+        self.close()
+
     def check(self) -> None:  # noqa: B027
         """See `EPGroup.check`; by default calls raise by themselves."""
 

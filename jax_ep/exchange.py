@@ -1,60 +1,82 @@
 """All-gather of bytes between processes, to open and close groups.
 
-All processes take part in every step, in the same order. Every wait has a time limit.
+All processes take part in every step, in the same order. Every wait has a time limit. Through JAX's
+key-value store, a group opens in all processes or in none (meeting.py). A user's `exchange` and
+JAX's collectives cannot do that: a process that fails between two steps leaves the others waiting,
+with the time limits of these; one that is interrupted may leave them with an open group; and calls
+that fail in some processes only are not lined up again.
 """
 
 import collections
 import dataclasses
-import time
+import functools
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import jax
 import numpy as np
 
+from jax_ep import interrupts
 from jax_ep._jax_compat import distributed_client
+from jax_ep.key_value_store import KeyValueStore
+from jax_ep.meeting import Meeting, Member, check_group
+from jax_ep.messages import MAX_BYTES, Message, reason_of
 
 # (key, this process's payload) -> the payloads of all processes that take part, in order of process
 # index.
 ExchangeFn = Callable[[str, bytes], list[bytes]]
 
 _OK, _FAILED = b"+", b"-"
-# How long a process that has reached a time limit still waits for the others.
+# How long a process that has reached a time limit, or failed, still waits for the others.
 _AFTER_TIMEOUT_S = 2.0
 
-# Exchanges created so far, by name. All processes create the same ones, so counts agree.
+# Exchanges created so far, by name: for the keys of a user's `exchange`.
 _n_made: collections.Counter[str] = collections.Counter()
+# This process, as a member of JAX's distributed runtime; the last one, if it has joined several.
+_members: list[Member] = []
 
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """All-gathers bytes between processes, step by step, to open or close a group."""
+    """All-gathers bytes between processes, step by step, to open and then close one group."""
 
-    name: str  # the same in all processes, and used once
+    name: str  # the group's key
     processes: tuple[int, ...]  # indices of those that take part, ascending
     process: int  # index of this one
     timeout_s: float  # to wait for the others in a step
     custom: ExchangeFn | None = None  # the user's; None uses JAX's distributed runtime
     client: Any = None  # of that runtime; None uses JAX's collectives
+    facts: Mapping[str, str] = dataclasses.field(default_factory=dict)  # what the group is
+    label: str = ""  # of the keys for `custom`; "" = the name
 
     @classmethod
     def over(
-        cls, mesh: jax.sharding.Mesh, name: str, timeout_s: float, custom: ExchangeFn | None = None
+        cls,
+        mesh: jax.sharding.Mesh,
+        name: str,
+        timeout_s: float,
+        custom: ExchangeFn | None = None,
+        facts: Mapping[str, str] | None = None,
     ) -> Self:
-        """Between the processes that hold devices of the mesh.
+        """Between the processes that hold devices of the mesh; others are alone.
 
-        Each of them must create the same number of exchanges of a name.
+        `facts` are the arguments by which the group may differ from that of another process, in
+        words.
         """
         devices = list(mesh.devices.flat)
+        process = jax.process_index(devices[0].client)
+        processes = tuple(sorted({device.process_index for device in devices}))
         _n_made[name] += 1
         return cls(
-            name=f"{name}/{_n_made[name]}",
-            processes=tuple(sorted({device.process_index for device in devices})),
-            process=jax.process_index(devices[0].client),
+            name=name,
+            processes=processes if process in processes else (process,),
+            process=process,
             timeout_s=timeout_s,
             custom=custom,
             client=distributed_client(),
+            facts=facts or {},
+            label=f"{name}/{_n_made[name]}",
         )
 
     @property
@@ -62,16 +84,69 @@ class Exchange:
         """Whether no other process takes part."""
         return self.processes == (self.process,)
 
+    @functools.cached_property
+    def _meeting(self) -> Meeting | None:
+        """What the steps are part of; None without the key-value store."""
+        if self.is_alone or self.custom is not None or self.client is None:
+            return None
+        member = _member(self.client, self.process)
+        return Meeting(member, self.processes, self.name, self.facts)
+
+    @functools.cached_property
+    def _steps(self) -> list[str]:
+        """The steps that were begun without a meeting."""
+        return []
+
     def __call__(self, step: str, payload: bytes, timeout_s: float | None = None) -> list[bytes]:
-        """The payloads of all processes, by index; raises TimeoutError if one is missing."""
+        """The payloads of all processes, by index.
+
+        Raises:
+            TimeoutError: a process does not answer in time.
+            OtherGroupError: a process opens another group.
+            RuntimeError: a process has given up, or has sent something else than a message.
+        """
         if self.is_alone:
             return [payload]
-        key = f"{self.name}/{step}"
-        if self.custom is not None:
-            return self._through_custom(self.custom, key, payload)
-        if self.client is not None:
-            return self._through_client(key, payload, timeout_s or self.timeout_s)
-        return self._through_collectives(payload)
+        if self._meeting is not None:
+            return self._meeting.step(step, payload, timeout_s or self.timeout_s)
+        facts = {} if self._steps else self.facts
+        self._steps.append(step)
+        message = Message(self.name, step, payload, facts).encode()
+        with interrupts.allowed():
+            if self.custom is not None:
+                answers = self._through_custom(self.custom, step, message)
+            else:
+                answers = _through_collectives(self.processes, message)
+        pairs = zip(self.processes, answers, strict=True)
+        return [self._payload(*pair, step) for pair in pairs]
+
+    def open(self) -> None:
+        """After all steps but those of closing: raises, in all processes, unless all are here.
+
+        Does nothing if no step was made.
+        """
+        if self._meeting is not None:
+            self._meeting.open(self.timeout_s)
+        elif self._steps:
+            self("open", b"")
+
+    def give_up(self, error: BaseException) -> None:
+        """Tells the other processes why this one does not open the group, if it can."""
+        if self._meeting is not None:
+            self._meeting.give_up(error)
+
+    def close(self, step: str, limit_s: float) -> None:
+        """Waits until all processes close the group, or have failed to open it.
+
+        Raises TimeoutError after `limit_s`; if this process has given up, after 2 s at most.
+        """
+        limit_s = min(self.timeout_s, limit_s)
+        if self._meeting is None:
+            self(step, b"", limit_s)
+            return
+        if not self._meeting.is_open or self._meeting.is_abandoned:
+            limit_s = min(limit_s, _AFTER_TIMEOUT_S)
+        self._meeting.part(step, limit_s)
 
     def gather(
         self, step: str, make: Callable[[], bytes], timeout_s: float | None = None
@@ -86,7 +161,7 @@ class Exchange:
             message = _OK + make()
         except Exception as error:
             cause = error
-            message = _FAILED + (str(error) or type(error).__name__).encode()
+            message = _FAILED + reason_of(error).encode()
         has_waited = isinstance(cause, TimeoutError)
         try:
             answers = self(step, message, _AFTER_TIMEOUT_S if has_waited else timeout_s)
@@ -118,60 +193,75 @@ class Exchange:
                 return f"process {process}: {answer[1:].decode(errors='replace')}"
         return None
 
-    def _through_client(self, key: str, payload: bytes, limit_s: float) -> list[bytes]:
-        end = time.monotonic() + limit_s
-        self.client.key_value_set_bytes(f"jax_ep/{key}/{self.process}", payload)
-        answers, missing = [], []
-        for process in self.processes:
-            left_ms = max(1, round(1000 * (end - time.monotonic())))
-            try:
-                answers.append(
-                    self.client.blocking_key_value_get_bytes(f"jax_ep/{key}/{process}", left_ms)
-                )
-            except jax.errors.JaxRuntimeError as error:
-                if "DEADLINE_EXCEEDED" not in str(error):
-                    raise
-                missing.append(process)
-        if missing:
-            raise TimeoutError(
-                f"process {self.process} waited {limit_s:g} s for process "
-                f"{', '.join(map(str, missing))} ({key}). Every process that holds devices of the "
-                "mesh must make the same calls of ep_init, and of close, in the same order."
+    def _through_custom(self, exchange: ExchangeFn, step: str, message: bytes) -> list[bytes]:
+        answers = exchange(f"{self.label or self.name}/{step}", message)
+        if not isinstance(answers, list | tuple):
+            raise TypeError(
+                "exchange must return a list or tuple with the bytes of each process; got "
+                f"{type(answers).__name__}."
             )
-        return answers
-
-    def _through_custom(self, exchange: ExchangeFn, key: str, payload: bytes) -> list[bytes]:
-        answers = list(exchange(key, payload))
+        for process, answer in zip(self.processes, answers, strict=False):
+            if not isinstance(answer, bytes | bytearray | memoryview):
+                raise TypeError(
+                    "exchange must return a list or tuple with the bytes of each process; got "
+                    f"{type(answer).__name__} for process {process}."
+                )
         got = f"{len(answers)} payloads"
         if len(answers) == len(self.processes):
-            if answers[self.processes.index(self.process)] == payload:
-                return answers
+            if answers[self.processes.index(self.process)] == message:
+                return [bytes(answer) for answer in answers]
             got += ", with this process's payload out of place"
         raise ValueError(
             f"exchange must return the payloads of processes {self.processes}, in this order; got "
             f"{got}."
         )
 
-    def _through_collectives(self, payload: bytes) -> list[bytes]:
-        """Through collectives on the devices, without JAX's distributed runtime.
-
-        The time limit is that of XLA's collectives.
-        """
-        from jax.experimental import multihost_utils
-
-        if self.processes != tuple(range(jax.process_count())):
-            raise RuntimeError(
-                "A group of some of the processes needs jax.distributed.initialize, or "
-                "ep_init(..., exchange=...)."
+    def _payload(self, process: int, data: bytes, step: str) -> bytes:
+        """What a process has sent without a meeting."""
+        try:
+            message = Message.decode(data)
+        except ValueError as error:
+            raise ValueError(
+                f"exchange must return what process {process} has passed to it in step {step!r} of "
+                f"group {self.name}; of what it returned, {error}."
+            ) from None
+        check_group(self.process, (self.name, self.facts), process, message)
+        if message.step != step:
+            raise ValueError(
+                f"exchange must return the payloads of step {step!r} of group {self.name}; that of "
+                f"process {process} is of step {message.step!r}."
             )
-        head = np.array([len(payload), zlib.crc32(payload)], np.uint32)
-        heads = np.asarray(multihost_utils.process_allgather(head))
-        padded = np.zeros(max(1, int(heads[:, 0].max())), np.uint8)
-        padded[: len(payload)] = np.frombuffer(payload, np.uint8)
-        rows = np.asarray(multihost_utils.process_allgather(padded))
-        answers = [
-            row[: int(n_bytes)].tobytes() for row, (n_bytes, _) in zip(rows, heads, strict=True)
-        ]
-        if [zlib.crc32(answer) for answer in answers] != heads[:, 1].tolist():
-            raise RuntimeError("process_allgather returned bytes that differ from those sent.")
-        return answers
+        return message.payload
+
+
+def _member(client: Any, process: int) -> Member:
+    """This process; with another client, it has joined another job."""
+    if not _members or (_members[0].store.client, _members[0].process) != (client, process):
+        _members[:] = [Member(KeyValueStore(client), process)]
+    return _members[0]
+
+
+def _through_collectives(processes: tuple[int, ...], message: bytes) -> list[bytes]:
+    """Through collectives on the devices, without JAX's distributed runtime.
+
+    The time limit is that of XLA's collectives.
+    """
+    from jax.experimental import multihost_utils
+
+    if processes != tuple(range(jax.process_count())):
+        raise RuntimeError(
+            "A group of some of the processes needs jax.distributed.initialize, or "
+            "ep_init(..., exchange=...)."
+        )
+    head = np.array([len(message), zlib.crc32(message)], np.uint32)
+    heads = np.asarray(multihost_utils.process_allgather(head))
+    size = int(heads[:, 0].max())
+    if size > MAX_BYTES:
+        raise RuntimeError(f"process_allgather must return at most {MAX_BYTES} bytes; got {size}.")
+    padded = np.zeros(max(1, size), np.uint8)
+    padded[: len(message)] = np.frombuffer(message, np.uint8)
+    rows = np.asarray(multihost_utils.process_allgather(padded))
+    answers = [row[: int(n_bytes)].tobytes() for row, (n_bytes, _) in zip(rows, heads, strict=True)]
+    if [zlib.crc32(answer) for answer in answers] != heads[:, 1].tolist():
+        raise RuntimeError("process_allgather returned bytes that differ from those sent.")
+    return answers

@@ -77,6 +77,10 @@ class HostConnection(FfiConnection):
         finally:
             extension.load_host().close_group(self.geometry.key)
 
+    def abandon(self) -> None:
+        """Closes the group in the extension; nobody has called it."""
+        extension.load_host().close_group(self.geometry.key)
+
     def _wait_for_results(self) -> None:
         """Waits for all arrays on CPUs that are being computed, as long as there is progress.
 

@@ -104,6 +104,10 @@ class NodesConnection(Connection):
         """Closes the transport inside."""
         self.inner.close()
 
+    def abandon(self) -> None:
+        """Abandons the transport inside."""
+        self.inner.abandon()
+
     def check(self) -> None:
         """See `EPGroup.check`."""
         self.inner.check()

@@ -99,8 +99,9 @@ class NvshmemByNodes(OverlappingConnection, P2pByNodes):
         self.inner.open(exchange)
         try:
             self._open_rail(exchange)
-        except BaseException:
-            self.inner.close()
+        except BaseException as error:
+            exchange.give_up(error)  # before the wait for the others
+            self.inner.abandon()
             raise
 
     def _open_rail(self, exchange: Exchange) -> None:
@@ -142,10 +143,14 @@ class NvshmemByNodes(OverlappingConnection, P2pByNodes):
             return
         assert self._exchange is not None
         try:
-            self._exchange("rail closed", b"", min(self._exchange.timeout_s, _MAX_CLOSE_S))
+            self._exchange.close("rail closed", _MAX_CLOSE_S)
         except Exception:  # `inner` has warned: another process may still write to the heap
             return
         nvshmem.release(key, is_captured)
+
+    def abandon(self) -> None:
+        """Closes both; the rail's heap, too, only once all processes have."""
+        self.close()
 
     def bind_dispatch(self, operands: DispatchOperands, group_ids: jax.Array) -> DispatchResults:
         """One custom call, of two kernels."""

@@ -51,9 +51,14 @@ class P2pConnection(FfiConnection):
         """
         extension.register_cuda()
         exchange.gather("failures", self._require_no_failure)
-        if not bootstrap.share_buffers(self.geometry):
+        if bootstrap.share_buffers(self.geometry):
+            return
+        _exchanges[self.geometry.key] = exchange
+        try:
             bootstrap.open_buffers(self.geometry, exchange)
-            _exchanges[self.geometry.key] = exchange
+        except BaseException:
+            del _exchanges[self.geometry.key]
+            raise
 
     def _require_no_failure(self) -> bytes:
         """Raises if the open buffers that this group would use have failed or are missing."""

@@ -38,10 +38,21 @@ NAMES = tuple(dict.fromkeys(each.name for each in (*_FASTEST_FIRST, *_ON_REQUEST
 def connect(requested: Geometry, exchange: Exchange) -> Connection:
     """Opens a connection of the requested transport, or for `"auto"` of the fastest.
 
-    Raises what `ep_init` does.
+    Raises what `ep_init` does; then nothing is open, and the other processes learn why, if they
+    can.
     """
-    connection = _select(requested, exchange)
-    connection.open(exchange)
+    try:
+        connection = _select(requested, exchange)
+        connection.open(exchange)
+        try:
+            exchange.open()
+        except BaseException as error:
+            exchange.give_up(error)
+            connection.abandon()
+            raise
+    except BaseException as error:
+        exchange.give_up(error)
+        raise
     return connection
 
 
