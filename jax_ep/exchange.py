@@ -20,7 +20,7 @@ import numpy as np
 from jax_ep import interrupts
 from jax_ep._jax_compat import distributed_client
 from jax_ep.key_value_store import KeyValueStore
-from jax_ep.meeting import Meeting, Member, check_group
+from jax_ep.meeting import Meeting, Member, OtherGroupError, check_group
 from jax_ep.messages import MAX_BYTES, Message, reason_of
 
 # (key, this process's payload) -> the payloads of all processes that take part, in order of process
@@ -102,13 +102,19 @@ class Exchange:
 
         Raises:
             TimeoutError: a process does not answer in time.
-            OtherGroupError: a process opens another group.
+            ValueError: a process opens another group.
             RuntimeError: a process has given up, or has sent something else than a message.
         """
         if self.is_alone:
             return [payload]
+        try:
+            return self._exchange(step, payload, timeout_s or self.timeout_s)
+        except OtherGroupError as error:
+            raise ValueError(str(error)) from None
+
+    def _exchange(self, step: str, payload: bytes, limit_s: float) -> list[bytes]:
         if self._meeting is not None:
-            return self._meeting.step(step, payload, timeout_s or self.timeout_s)
+            return self._meeting.step(step, payload, limit_s)
         facts = {} if self._steps else self.facts
         self._steps.append(step)
         message = Message(self.name, step, payload, facts).encode()

@@ -4,6 +4,7 @@ The steps of `p2p` run here with a fake CUDA extension that records which groups
 """
 
 import dataclasses
+import itertools
 import os
 import pathlib
 import time
@@ -18,6 +19,7 @@ from harness import AXIS, config_of, make_mesh
 from jax_ep._jax_compat import distributed_client
 from jax_ep.exchange import Exchange
 from jax_ep.geometry import Geometry
+from jax_ep.messages import Message
 from jax_ep.transports import bootstrap, p2p
 from jax_ep.transports.p2p import P2pConnection
 from jax_ep.xla_ffi import extension
@@ -51,20 +53,58 @@ def test_a_custom_exchange_gets_keys_and_must_return_all_payloads():
         keys.append(key)
         return answers(payload)
 
-    exchange = Exchange("group/1", (0, 4), 4, 1.0, custom)
-    answers = lambda payload: [b"theirs", payload]  # noqa: E731
-    assert exchange("step", b"mine") == [b"theirs", b"mine"]
-    assert keys == ["group/1/step"]
-    for wrong in (lambda p: [p], lambda p: [p, b"theirs"], lambda p: [b"", p, b""]):
+    exchange = Exchange("group", (0, 4), 4, 1.0, custom, label="group/1")
+    theirs = Message("group", "step", b"theirs").encode()
+    for kind, of_one in itertools.product((list, tuple), (bytes, bytearray, memoryview)):
+        answers = lambda mine: kind([of_one(theirs), of_one(mine)])  # noqa: B023, E731
+        assert exchange("step", b"mine") == [b"theirs", b"mine"]
+    assert set(keys) == {"group/1/step"}
+    for wrong in (lambda p: [p], lambda p: [p, theirs], lambda p: [b"", p, b""], lambda _: []):
         answers = wrong
-        with pytest.raises(ValueError, match=r"processes \(0, 4\), in this order"):
+        with pytest.raises(ValueError, match=r"processes \(0, 4\), in this order; got "):
             exchange("step", b"mine")
 
 
-def test_every_exchange_has_a_unique_name():
+@pytest.mark.parametrize(
+    ("returned", "error", "text"),
+    [
+        (lambda _: None, TypeError, "list or tuple .* got NoneType"),
+        (lambda mine: mine, TypeError, "list or tuple .* got bytes"),
+        (lambda mine: {0: mine}, TypeError, "list or tuple .* got dict"),
+        (lambda mine: iter([mine, mine]), TypeError, "list or tuple .* got list_iterator"),
+        (lambda mine: ["text", mine], TypeError, "got str for process 0"),
+        (lambda mine: [None, mine], TypeError, "got NoneType for process 0"),
+        (lambda mine: [np.frombuffer(mine, np.uint8), mine], TypeError, "got ndarray for process"),
+        (lambda mine: [b"", mine], ValueError, "what process 0 has passed .* it has 0 bytes"),
+        (lambda mine: [mine[:-1], mine], ValueError, "what process 0 has .* and should have"),
+        (lambda mine: [mine[:-1] + b"?", mine], ValueError, "what process 0 .* checksum"),
+        (lambda mine: [mine + bytes(2**20), mine], ValueError, "the limit is 1048576"),
+        (lambda mine: [Message("group", "next", b"").encode(), mine], ValueError, "step 'next'"),
+        (lambda mine: [Message("other", "step", b"").encode(), mine], ValueError, "opens group ot"),
+    ],
+)
+def test_what_a_custom_exchange_may_return(returned, error, text):
+    exchange = Exchange("group", (0, 4), 4, 1.0, lambda _, mine: returned(mine))
+    with pytest.raises(error, match=text):
+        exchange("step", b"mine")
+
+
+def test_every_exchange_has_keys_of_its_own():
     mesh = make_mesh(2)
-    names = [Exchange.over(mesh, name, 1.0).name for name in ("one", "one", "two")]
-    assert len(set(names)) == 3
+    labels = [Exchange.over(mesh, name, 1.0).label for name in ("one", "one", "two")]
+    assert len(set(labels)) == 3
+
+
+@pytest.mark.parametrize(
+    "record", [b"", b"[]", b'["host"]', b'[1, null]', b'["host", 1]', b'{"a": 1}', b"[" * 5000]
+)
+def test_what_a_process_says_of_its_host_is_checked(record, monkeypatch):
+    monkeypatch.setattr(extension, "load_cuda", FakeExtension)
+    exchange = Exchange(
+        "group", (0, 1), 0, 1.0, lambda _, mine: [mine, Message("group", "choice", record).encode()]
+    )
+    with pytest.raises(RuntimeError, match="process 1: what it says of its host"):
+        bootstrap.unsupported_reason(geometry_of(make_mesh(2)), exchange)
 
 
 class FakeExtension:
@@ -192,11 +232,15 @@ def check_agreement() -> None:
 def check_missing_process() -> None:
     """The others wait no longer than the timeout and name the missing process."""
     exchange = exchange_of_all("missing", SHORT_TIMEOUT_S)
+    begin = time.monotonic()
     if jax.process_index() != 2:
-        begin = time.monotonic()
         with pytest.raises(TimeoutError, match=r"waited 2 s for process 2 .*ep_init"):
             exchange.gather("step", lambda: b"here")
-        assert SHORT_TIMEOUT_S <= time.monotonic() - begin < SHORT_TIMEOUT_S + 5
+        assert time.monotonic() - begin < SHORT_TIMEOUT_S + 5
+    else:
+        time.sleep(SHORT_TIMEOUT_S + 3)
+        with pytest.raises(TimeoutError, match=r"2 comes too late .*process [01] waited 2 s for"):
+            exchange.gather("step", lambda: b"here")
     exchange_of_all("after the missing")("step", b"")
 
 
@@ -338,9 +382,10 @@ def check_close_without_the_others() -> None:
     use(fake)
     exchange = exchange_of_all("left", timeout_s=60.0)
     bootstrap.open_buffers(geometry, exchange)
+    exchange.open()
     if jax.process_index() == 0:
         begin = time.monotonic()
-        exchange = dataclasses.replace(exchange, timeout_s=SHORT_TIMEOUT_S)
+        bootstrap._MAX_CLOSE_S = SHORT_TIMEOUT_S
         with pytest.warns(RuntimeWarning, match="waited 2 s for process 1, 2"):
             assert bootstrap.disconnect(geometry.key)
             bootstrap.free_buffers(geometry.key, exchange)

@@ -17,6 +17,7 @@ import jax_ep
 from harness import AXIS, config_of
 from jax_ep.exchange import Exchange
 from jax_ep.geometry import Geometry
+from jax_ep.messages import Message
 from jax_ep.transports import select
 from jax_ep.xla_ffi import extension
 
@@ -73,9 +74,9 @@ class Selection:
     def exchange(self, key: str, payload: bytes) -> list[bytes]:
         def answer(process: int) -> bytes:
             host = self.hosts.get(process, f"host of {process}")
-            if key.endswith("/hosts"):
-                return host.encode()
-            return json.dumps([host, None]).encode()
+            step = key.rpartition("/")[2]
+            payload = host if step == "hosts" else json.dumps([host, None])
+            return Message("selection", step, payload.encode()).encode()
 
         return [payload if p == 0 else answer(p) for p in self.processes]
 
