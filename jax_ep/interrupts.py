@@ -28,8 +28,8 @@ class deferred:  # noqa: N801 (used like a function)
         handler = signal.getsignal(signal.SIGINT)
         if callable(handler):
             self.handler = handler
-            _active.append(self)
             signal.signal(signal.SIGINT, self.record)
+            _active.append(self)
         return self
 
     def __exit__(
@@ -39,8 +39,8 @@ class deferred:  # noqa: N801 (used like a function)
         trace: TracebackType | None,
     ) -> None:
         if self.handler is not None:
-            signal.signal(signal.SIGINT, self.handler)
             _active.remove(self)
+            signal.signal(signal.SIGINT, self.handler)
             self.deliver()
 
     def record(self, number: int, frame: FrameType | None) -> None:
