@@ -235,7 +235,9 @@ class Meeting:
                     raise ending.error(self.member.process)
                 numbers[self._set] = ahead + 1
                 return ahead
-        raise RuntimeError(f"{self._root}/open holds more than {_N_SCANNED} meetings that are over.")
+        raise RuntimeError(
+            f"{self._root}/open holds more than {_N_SCANNED} meetings that are over."
+        )
 
     def _ending_of(self, number: int) -> _Ending | None:
         """How the first step of a meeting ended, if it has."""

@@ -96,7 +96,7 @@ def test_every_exchange_has_keys_of_its_own():
 
 
 @pytest.mark.parametrize(
-    "record", [b"", b"[]", b'["host"]', b'[1, null]', b'["host", 1]', b'{"a": 1}', b"[" * 5000]
+    "record", [b"", b"[]", b'["host"]', b"[1, null]", b'["host", 1]', b'{"a": 1}', b"[" * 5000]
 )
 def test_what_a_process_says_of_its_host_is_checked(record, monkeypatch):
     monkeypatch.setattr(extension, "load_cuda", FakeExtension)

@@ -155,7 +155,9 @@ def test_a_rail_that_some_processes_did_not_open_is_closed(monkeypatch):
     assert closed == [connection.inner.geometry.memory_key]
 
 
-@pytest.mark.parametrize("other", [b"", b"[[]]", b'[["1"], []]', b"{}", b"[[], [true]]", b"[" * 9999])
+@pytest.mark.parametrize(
+    "other", [b"", b"[[]]", b'[["1"], []]', b"{}", b"[[], [true]]", b"[" * 9999]
+)
 def test_a_list_of_heaps_that_is_none_is_refused(other):
     exchange = Answers(heaps=other)
     with pytest.raises(RuntimeError, match="process 1: its list of heaps"):
