@@ -19,9 +19,10 @@ import numpy as np
 
 from jax_ep import interrupts
 from jax_ep._jax_compat import distributed_client
+from jax_ep.geometry import Geometry
 from jax_ep.key_value_store import KeyValueStore
 from jax_ep.meeting import Meeting, Member, OtherGroupError, check_group
-from jax_ep.messages import MAX_BYTES, Message, reason_of
+from jax_ep.messages import MAX_BYTES, Message, reason_of, shorten
 
 # (key, this process's payload) -> the payloads of all processes that take part, in order of process
 # index.
@@ -238,6 +239,20 @@ class Exchange:
                 f"process {process} is of step {message.step!r}."
             )
         return message.payload
+
+
+def facts_of(geometry: Geometry) -> dict[str, str]:
+    """The arguments of ep_init by which processes may differ, in words."""
+    config, memory_of = geometry.config, geometry.memory_of
+    arguments = {
+        "mesh": dict(geometry.mesh.shape),
+        "device_ids": geometry.device_ids,
+        "axis_name": geometry.axis_name,
+        "transport": geometry.transport,
+        "memory_of": memory_of and memory_of.key,
+    }
+    arguments |= {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return {name: shorten(repr(value)) for name, value in arguments.items()}
 
 
 def _member(client: Any, process: int) -> Member:

@@ -1,6 +1,5 @@
 """EPGroup: a geometry, and the connection that a transport opened for it."""
 
-import dataclasses
 from typing import Any, Self
 
 import jax
@@ -10,9 +9,8 @@ from jax_ep import interrupts
 from jax_ep.checks import check_manual
 from jax_ep.config import EPConfig
 from jax_ep.connection import Connection
-from jax_ep.exchange import Exchange, ExchangeFn
+from jax_ep.exchange import Exchange, ExchangeFn, facts_of
 from jax_ep.geometry import Geometry
-from jax_ep.messages import shorten
 from jax_ep.stats import RankStats
 from jax_ep.transports.select import connect
 
@@ -325,8 +323,7 @@ def ep_init(
     if memory is not None and transport == "auto":
         transport = memory.transport
     requested = Geometry(mesh, axis_name, config, transport, memory_of=memory)
-    facts = _facts(requested)
-    processes = Exchange.over(mesh, requested.key, config.timeout_s, exchange, facts)
+    processes = Exchange.over(mesh, requested.key, config.timeout_s, exchange, facts_of(requested))
     connection = None
     try:
         with interrupts.deferred():
@@ -338,20 +335,6 @@ def ep_init(
             with interrupts.deferred():
                 connection.abandon()
         raise
-
-
-def _facts(requested: Geometry) -> dict[str, str]:
-    """The arguments of ep_init by which processes may differ, in words."""
-    config, memory_of = requested.config, requested.memory_of
-    facts = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    arguments = {
-        "mesh": dict(requested.mesh.shape),
-        "device_ids": requested.device_ids,
-        "axis_name": requested.axis_name,
-        "transport": requested.transport,
-        "memory_of": memory_of and memory_of.key,
-    }
-    return {name: shorten(repr(fact)) for name, fact in (arguments | facts).items()}
 
 
 def _memory_of(group: Any) -> Geometry | None:

@@ -1,6 +1,6 @@
 """The key-value store of JAX's distributed runtime, which all processes of a job have in common.
 
-Each operation is atomic. Process 0 serves it, to everyone who reaches its port (docs/multi_host.md).
+Each operation is atomic. Process 0 serves it, to all who reach its port (docs/multi_host.md).
 """
 
 from typing import Any

@@ -15,9 +15,9 @@ the n-th call of ep_init is the same in all, whatever group it opens. Keys of a 
    it complete has got all messages, and goes on (an interrupt or error is raised in the next step).
    A failure between steps gives up the next step. So what a process frees after it has given up a
    step, no other process has learned of in that step.
-2. Open. The last step, `open`, has no content. A group is open in a process if this step is complete.
-   So it opens in all processes or in none. (One that dies or is interrupted after it leaves the
-   others with an open group, whose calls time out.)
+2. Open. The last step, `open`, has no content. A group is open if this step is complete, so it
+   opens in all processes or in none. (One that dies or is interrupted after it leaves the others
+   with an open group, whose calls time out.)
 3. Numbers. Every meeting that a process leaves is decided, so all processes come to number N + 1. A
    process comes late if step 0 of its number N was given up without it. If that was for another
    group than its own, it goes on to N + 1. If it was for its own, it joins a later meeting in which
@@ -26,8 +26,9 @@ the n-th call of ep_init is the same in all, whatever group it opens. Keys of a 
 4. Other groups. A message of another group ends the step for all at once. Whoever comes second sees
    it, for each lists the messages that are there after it has written its own.
 5. Keys go. Once step 0 of N is complete, everyone has left the meetings before: the first process
-   deletes these and writes N - 1 to `last`. Who gives up N does so with all up to N - 8. Who reads the messages of
-   `close/N/NAME` last deletes them. So the number of keys does not grow with that of groups.
+   deletes these and writes N - 1 to `last`. Who gives up N does so with all up to N - 8. Who reads
+   the messages of `close/N/NAME` last deletes them. So the store does not grow with the number of
+   groups, or of attempts that fail.
 6. Waiting goes by slices. Each counts at most twice its length, so a process that was stopped has
    not waited meanwhile; after each, the process looks for `end` and for an interrupt.
 """

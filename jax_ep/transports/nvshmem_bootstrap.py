@@ -135,10 +135,10 @@ def find_heap(nvshmem: ModuleType, exchange: Exchange, key: str, n_bytes: int) -
 
     numbers = exchange.gather("heap", allocate, _limit_s(exchange))
     if len(set(numbers)) > 1:
+        found = ", ".join(each.decode(errors="replace") for each in numbers)
         raise RuntimeError(
-            "NVSHMEM's heaps have different numbers in different processes: "
-            f"{', '.join(each.decode(errors='replace') for each in numbers)}. An earlier ep_init must have failed in some "
-            "of them only; restart the job."
+            f"NVSHMEM's heaps have different numbers in different processes: {found}. An earlier "
+            "ep_init must have failed in some of them only; restart the job."
         )
     return int(numbers[0])
 
