@@ -316,17 +316,18 @@ def ep_init(
         RuntimeWarning: once per process: the transport is `host`, and XLA has too few threads for
             programs to run ahead of their results (docs/sharp_bits.md).
     """
-    _check_mesh(mesh)
-    if not isinstance(config, EPConfig):
-        raise TypeError(f"config must be an EPConfig; got {type(config).__name__}.")
-    memory = _memory_of(memory_of)
-    if memory is not None and transport == "auto":
-        transport = memory.transport
-    requested = Geometry(mesh, axis_name, config, transport, memory_of=memory)
-    processes = Exchange.over(mesh, requested.key, config.timeout_s, exchange, facts_of(requested))
     connection = None
     try:
         with interrupts.deferred():
+            _check_mesh(mesh)
+            if not isinstance(config, EPConfig):
+                raise TypeError(f"config must be an EPConfig; got {type(config).__name__}.")
+            memory = _memory_of(memory_of)
+            if memory is not None and transport == "auto":
+                transport = memory.transport
+            requested = Geometry(mesh, axis_name, config, transport, memory_of=memory)
+            facts = facts_of(requested)
+            processes = Exchange.over(mesh, requested.key, config.timeout_s, exchange, facts)
             connection = connect(requested, processes)
         return EPGroup(connection)
     except BaseException as error:

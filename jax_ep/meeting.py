@@ -158,10 +158,11 @@ class Meeting:
     def step(self, name: str, payload: bytes, limit_s: float) -> list[bytes]:
         """The payloads of all processes; raises the same kind of error in all, or in none."""
         if self._number is None:
-            self._number = self._join()
+            self._join()
         folder = self._folder
         try:
             self._raise_owed()
+            interrupts.check()
             self._send(folder, name, payload)
             answers = self._receive(folder, name, _Patience(limit_s))
             ending = self._end(folder, _COMPLETE)
@@ -189,6 +190,9 @@ class Meeting:
     def give_up(self, error: BaseException) -> bool:
         """Ends the current step for all; False if all others have completed it."""
         self.is_abandoned = self.is_open
+        if self._number is None and not self._is_over:
+            with contextlib.suppress(Exception):
+                self._join()
         if self._number is None or self._is_over or self.is_open:
             return True
         kind = _FAILURE
@@ -221,8 +225,13 @@ class Meeting:
         """That of the current step."""
         return f"{self._root}/open/{self._number}/{self._n_complete}"
 
-    def _join(self) -> int:
-        """The number of this meeting."""
+    def _join(self) -> None:
+        """Finds the number of this meeting."""
+        self._is_over = True  # unless it is found
+        self._number = self._find_number()
+        self._is_over = False
+
+    def _find_number(self) -> int:
         numbers = self.member.next_numbers
         first = max(numbers.get(self._set, 0), self._last() + 1)
         for number in range(first, first + _N_SCANNED):
