@@ -53,7 +53,7 @@ class Job:
     def config(self, n: int | None = None, **changes):
         """Each process is a node."""
         values = dict(
-            n_experts=8 * self.n, top_k=N_CHOICES, hidden_size=HIDDEN, n_nodes=n or self.n
+            n_experts=8 * (n or self.n), top_k=N_CHOICES, hidden_size=HIDDEN, n_nodes=n or self.n
         )
         values |= dict(max_tokens_per_rank=N_TOKENS, timeout_s=TIMEOUT_S)
         return self.ep.EPConfig(**(values | changes))
