@@ -6,7 +6,7 @@ from typing import Any
 def distributed_client() -> Any | None:
     """The client of JAX's distributed runtime; None if the process has not joined it.
 
-    It has `key_value_set_bytes(key, value)` and `blocking_key_value_get_bytes(key, timeout_ms)`.
+    key_value_store.py has what it is used for.
     """
     try:
         from jax._src.distributed import global_state

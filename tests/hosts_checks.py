@@ -15,7 +15,7 @@ import test_grad
 import test_graphs
 from harness import AXIS, config_of, make_mesh
 from jax_ep.internode.connection import P2pByNodes
-from jax_ep.transports.exchange import Exchange
+from jax_ep.processes.exchange import Exchange
 from jax_ep.xla_ffi.extension import load_cuda
 from nvshmem_checks import check_replicas, free_heaps, small
 from process_checks import meet

@@ -22,7 +22,7 @@ import test_graphs
 import test_independent_calls
 from harness import AXIS, config_of, make_mesh, on_mesh, put
 from jax_ep._jax_compat import distributed_client
-from jax_ep.transports.exchange import Exchange
+from jax_ep.processes.exchange import Exchange
 from processes import leave
 
 SHORT_TIMEOUT_S = 3.0

@@ -14,13 +14,16 @@ import pytest
 from flax import nnx
 
 import jax_ep
+from fake_store import FakeClient
 from faults import handmade
 from harness import on_mesh
 from jax_ep.geometry import Geometry, MeshCoordinate
 from jax_ep.group import EPGroup
 from jax_ep.nnx import MoE
+from jax_ep.processes.exchange import Exchange
+from jax_ep.processes.meeting import _Ending
+from jax_ep.processes.messages import Message
 from jax_ep.router import RouterConfig, balance_loss, route
-from jax_ep.transports.exchange import Exchange
 from jax_ep.transports.p2p import P2pConnection
 from jax_ep.xla_ffi import extension
 
@@ -51,6 +54,11 @@ def read_table() -> list[Row]:
 def make_mesh(devices=None, shape=(R,), names=("ep",)) -> jax.sharding.Mesh:
     devices = jax.devices()[:R] if devices is None else devices
     return jax.sharding.Mesh(np.array(devices).reshape(shape), names)
+
+
+def mesh_with_a_device_twice() -> jax.sharding.Mesh:
+    devices = jax.devices()[:R]
+    return make_mesh([*devices[:-1], devices[0]])
 
 
 def config(**changes: Any) -> jax_ep.EPConfig:
@@ -144,22 +152,28 @@ def call_without_rank_3() -> None:
     run(body)
 
 
-class OneProcessRuntime:
-    """The distributed runtime's client in a job whose other process never answers."""
-
-    def key_value_set_bytes(self, key: str, value: bytes) -> None:
-        self.values = {key: value}
-
-    def blocking_key_value_get_bytes(self, key: str, timeout_ms: int) -> bytes:
-        if key not in self.values:
-            raise jax.errors.JaxRuntimeError(f"DEADLINE_EXCEEDED: {timeout_ms} ms")
-        return self.values[key]
-
-
 def set_up(**changes: Any) -> None:
     """One step of opening a group, in process 0 of 2."""
-    exchange = Exchange("group/1", (0, 1), 0, 0.1, **changes)
+    facts = {"top_k": "2"}
+    exchange = Exchange("group", (0, 1), 0, 0.1, facts=facts, **changes)
     exchange.gather("workspaces", lambda: b"address")
+
+
+def set_up_with(other: bytes, when: str = "0/1") -> None:
+    """The same, with what process 1 has written to JAX's store; `when`: step and name of the key"""
+    client = FakeClient()
+    client.values[f"jax_ep/0-1/open/0/{when}"] = other
+    set_up(client=client)
+
+
+def message(payload: bytes, group: str = "group", step: str = "workspaces") -> bytes:
+    return Message(group, step, payload, {"top_k": "8"}).encode()
+
+
+def given_up(kind: str) -> None:
+    """Process 1 has given up before process 0 came."""
+    ending = _Ending("group", kind, 1, "process 1 waited 9 s for process 0 (group group, ...")
+    set_up_with(ending.encode(), when="0/end")
 
 
 def change_handle() -> None:
@@ -299,6 +313,7 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "mesh-abstract": lambda: jax_ep.ep_init(
         jax.sharding.AbstractMesh((1,), ("ep",)), "ep", config()
     ),
+    "mesh-twice": lambda: init(mesh_with_a_device_twice()),
     "mesh-type": lambda: jax_ep.ep_init(jax.devices(), "ep", config()),
     "axis": lambda: jax_ep.ep_init(make_mesh(), "expert", config()),
     "experts": lambda: init(n_experts=6),
@@ -313,9 +328,15 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "memory-mesh": lambda: init_in_memory_of(init(make_mesh(jax.devices()[:R][::-1]))),
     "memory-other": lambda: init_in_memory_of(init(n_experts=2 * E)),
     "memory-smaller": lambda: init_in_memory_of(init(max_tokens_per_rank=T - 1)),
-    "setup-missing": lambda: set_up(client=OneProcessRuntime()),
-    "setup-failed": lambda: set_up(custom=lambda _, mine: [mine, b"-no memory"]),
+    "setup-missing": lambda: set_up(client=FakeClient()),
+    "setup-late": lambda: given_up("timeout"),
+    "setup-failed": lambda: set_up(custom=lambda _, mine: [mine, message(b"-no memory")]),
+    "setup-other": lambda: set_up_with(message(b"+", group="other")),
+    "setup-gave-up": lambda: given_up("failure"),
+    "setup-garbage": lambda: set_up_with(b"garbage"),
     "setup-exchange": lambda: set_up(custom=lambda _, mine: [mine]),
+    "setup-exchange-type": lambda: set_up(custom=lambda *_: None),
+    "setup-exchange-garbage": lambda: set_up(custom=lambda _, mine: [mine, b"garbage"]),
     "group-type": lambda: call("ep"),
     "outside": lambda: jax_ep.dispatch(init(), *operands()),
     "partly-manual": call_partly_manual,

@@ -6,15 +6,16 @@ import threading
 import time
 from types import SimpleNamespace
 
-import jax
 import pytest
 
 import jax_ep
+from fake_store import FakeClient
 from harness import AXIS, make_mesh
 from jax_ep.geometry import Geometry
 from jax_ep.internode import bootstrap as nvshmem_bootstrap
 from jax_ep.internode import nvshmem
-from jax_ep.transports import exchange as exchange_module
+from jax_ep.processes import exchange as exchange_module
+from jax_ep.processes.messages import Message
 
 
 class Answers:
@@ -98,30 +99,15 @@ def raising_interrupt(*_, **__):
     raise KeyboardInterrupt
 
 
-class DeadPeer:
-    """JAX's key-value store, in which process 1 answers a first step and nothing else."""
-
-    def __init__(self):
-        self.values = {}
-
-    def key_value_set_bytes(self, key, value):
-        self.values[key] = value
-
-    def blocking_key_value_get_bytes(self, key, left_ms):
-        if key.endswith("nvshmem id/1"):
-            return b"+"
-        if key not in self.values:
-            time.sleep(left_ms / 1000)
-            raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
-        return self.values[key]
-
-
 def test_the_limit_of_a_step_is_told_where_a_peer_has_died(monkeypatch):
     monkeypatch.setattr(nvshmem_bootstrap, "min_step_s", 0.1)
     monkeypatch.setattr(nvshmem_bootstrap, "_unfinished", None)
     exchange = exchange_module.Exchange(
-        "group", processes=(0, 1), process=0, timeout_s=0.3, client=DeadPeer()
+        "group", processes=(0, 1), process=0, timeout_s=0.3, client=FakeClient()
     )
+    # Process 1 answers the first step, and nothing else.
+    answer = Message("group", "nvshmem id", b"+").encode()
+    exchange.client.values["jax_ep/0-1/open/0/0/1"] = answer
     monkeypatch.setattr(exchange_module, "_AFTER_TIMEOUT_S", 0.1)
     released = threading.Event()
     begin = time.monotonic()
@@ -168,6 +154,15 @@ def test_a_rail_that_some_processes_did_not_open_is_closed(monkeypatch):
     with pytest.raises(TimeoutError):
         connection._open_rail(exchange)
     assert closed == [connection.inner.geometry.memory_key]
+
+
+@pytest.mark.parametrize(
+    "other", [b"", b"[[]]", b'[["1"], []]', b"{}", b"[[], [true]]", b"[" * 9999]
+)
+def test_a_list_of_heaps_that_is_none_is_refused(other):
+    exchange = Answers(heaps=other)
+    with pytest.raises(RuntimeError, match="process 1: its list of heaps"):
+        nvshmem_bootstrap.find_heap(library(pinned=-1, free=[1]), exchange, "key", n_bytes=1)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ import jax_ep
 from harness import AXIS, config_of
 from jax_ep.geometry import Geometry
 from jax_ep.group import select
-from jax_ep.transports.exchange import Exchange
+from jax_ep.processes.exchange import Exchange
+from jax_ep.processes.messages import Message
 from jax_ep.xla_ffi import extension
 
 N_RANKS = 4
@@ -73,9 +74,9 @@ class Selection:
     def exchange(self, key: str, payload: bytes) -> list[bytes]:
         def answer(process: int) -> bytes:
             host = self.hosts.get(process, f"host of {process}")
-            if key.endswith("/hosts"):
-                return host.encode()
-            return json.dumps([host, None]).encode()
+            step = key.rpartition("/")[2]
+            payload = host if step == "hosts" else json.dumps([host, None])
+            return Message("selection", step, payload.encode()).encode()
 
         return [payload if p == 0 else answer(p) for p in self.processes]
 

@@ -9,9 +9,10 @@ from jax_ep.config import EPConfig
 from jax_ep.geometry import Geometry
 from jax_ep.group.select import connect
 from jax_ep.operands.checks import check_manual
+from jax_ep.processes import interrupts
+from jax_ep.processes.exchange import Exchange, ExchangeFn, facts_of
 from jax_ep.stats import RankStats
 from jax_ep.transports.base import Connection
-from jax_ep.transports.exchange import Exchange, ExchangeFn
 
 
 class EPGroup:
@@ -279,9 +280,13 @@ def ep_init(
             `"nvshmem"`: `p2p` inside each node and NVSHMEM between them, one process per GPU; never
             taken by `"auto"`.
         exchange: how processes send each other their buffers' addresses, in place of JAX's
-            distributed runtime: `exchange(key, payload)` returns the payloads of all processes that
-            hold devices of the mesh, in order of process index. It must raise rather than wait
-            forever for a process that does not call.
+            distributed runtime: `exchange(key, payload)` gets a `str` and at most 1 MiB of `bytes`
+            and returns the payloads of all processes that hold devices of the mesh, unchanged, in
+            order of process index: a list or tuple of `bytes`, `bytearray` or `memoryview`. Equal
+            calls of `ep_init` and `close` make the same calls of it in all processes, with the same
+            keys, each of which is used once. It must raise rather than wait forever for a process
+            that does not call. Without JAX's runtime, a process that fails on its own, or is
+            interrupted, cannot tell the others (docs/multi_host.md).
         memory_of: an open group of the same mesh and axis, whose memory (`EPGroup.memory`) the new
             group uses in place of memory of its own, on the same transport. The memory is freed
             once all groups that use it are closed. The new group needs the same `n_experts`,
@@ -295,28 +300,42 @@ def ep_init(
         The group, for functions under `jax.shard_map` to close over.
 
     Raises:
-        TypeError: `mesh` is not a mesh, `config` not an `EPConfig`, or `memory_of` not an
-            `EPGroup`.
-        ValueError: the config does not fit the mesh or the memory of `memory_of`, the transport
-            cannot serve it, or `memory_of` is closed; the message says why.
+        TypeError: `mesh` is not a mesh, `config` not an `EPConfig`, `memory_of` not an `EPGroup`,
+            or `exchange` returns something else than bytes.
+        ValueError: a device is in the mesh twice, the config does not fit the mesh or the memory of
+            `memory_of`, the transport cannot serve it, or `memory_of` is closed; the message says
+            why. Or a process opens another group: all raise it at once, and it says what differs.
         RuntimeError: in some process the buffers could not be set up, or an equal group, or one in
             the same memory, is open and has failed; all processes raise it, naming process and
-            reason.
-        TimeoutError: a process did not call within `config.timeout_s`.
+            reason. So they do if a process is interrupted.
+        TimeoutError: a process did not call within `config.timeout_s`; one that calls later raises
+            it at once. If it is raised, or any other error, the group is open in no process, and
+            `ep_init` may be called again.
 
     Warns:
         RuntimeWarning: once per process: the transport is `host`, and XLA has too few threads for
             programs to run ahead of their results (docs/sharp_bits.md).
     """
-    _check_mesh(mesh)
-    if not isinstance(config, EPConfig):
-        raise TypeError(f"config must be an EPConfig; got {type(config).__name__}.")
-    memory = _memory_of(memory_of)
-    if memory is not None and transport == "auto":
-        transport = memory.transport
-    requested = Geometry(mesh, axis_name, config, transport, memory_of=memory)
-    processes = Exchange.over(mesh, requested.key, config.timeout_s, exchange)
-    return EPGroup(connect(requested, processes))
+    connection = None
+    try:
+        with interrupts.deferred():
+            _check_mesh(mesh)
+            if not isinstance(config, EPConfig):
+                raise TypeError(f"config must be an EPConfig; got {type(config).__name__}.")
+            memory = _memory_of(memory_of)
+            if memory is not None and transport == "auto":
+                transport = memory.transport
+            requested = Geometry(mesh, axis_name, config, transport, memory_of=memory)
+            facts = facts_of(requested)
+            processes = Exchange.over(mesh, requested.key, config.timeout_s, exchange, facts)
+            connection = connect(requested, processes)
+        return EPGroup(connection)
+    except BaseException as error:
+        if connection is not None:  # interrupted
+            processes.give_up(error)
+            with interrupts.deferred():
+                connection.abandon()
+        raise
 
 
 def _memory_of(group: Any) -> Geometry | None:
@@ -344,3 +363,11 @@ def _check_mesh(mesh: Any) -> None:
         )
     if not isinstance(mesh, jax.sharding.Mesh):
         raise TypeError(f"mesh must be a jax.sharding.Mesh; got {type(mesh).__name__}.")
+    places: dict[jax.Device, tuple[int, ...]] = {}
+    for place, device in np.ndenumerate(mesh.devices):
+        if device in places:
+            raise ValueError(
+                f"each device must be in the mesh once; device {device.id} is at {places[device]} "
+                f"and at {place} of the mesh {dict(mesh.shape)}."
+            )
+        places[device] = place

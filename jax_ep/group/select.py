@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from jax_ep.geometry import Geometry
 from jax_ep.internode.connection import HostByNodes, NodesConnection, P2pByNodes
 from jax_ep.internode.nvshmem import NvshmemByNodes
+from jax_ep.processes.exchange import Exchange
 from jax_ep.transports import memory
 from jax_ep.transports.base import Connection
-from jax_ep.transports.exchange import Exchange
 from jax_ep.transports.host import HostConnection
 from jax_ep.transports.p2p import P2pConnection
 from jax_ep.transports.xla import XlaConnection
@@ -43,10 +43,21 @@ NAMES = tuple(dict.fromkeys(each.name for each in (*_FASTEST_FIRST, *_ON_REQUEST
 def connect(requested: Geometry, exchange: Exchange) -> Connection:
     """Opens a connection of the requested transport, or for `"auto"` of the fastest.
 
-    Raises what `ep_init` does.
+    Raises what `ep_init` does; then nothing is open, and the other processes learn why, if they
+    can.
     """
-    connection = _select(requested, exchange)
-    connection.open(exchange)
+    try:
+        connection = _select(requested, exchange)
+        connection.open(exchange)
+        try:
+            exchange.open()
+        except BaseException as error:
+            exchange.give_up(error)
+            connection.abandon()
+            raise
+    except BaseException as error:
+        exchange.give_up(error)
+        raise
     return connection
 
 

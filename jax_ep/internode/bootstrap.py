@@ -12,9 +12,11 @@ import queue
 import threading
 from collections.abc import Callable
 from types import ModuleType
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from jax_ep.transports.exchange import Exchange
+from jax_ep.processes import interrupts
+from jax_ep.processes.exchange import Exchange
+from jax_ep.processes.messages import parse_json
 from jax_ep.xla_ffi import extension
 
 T = TypeVar("T")
@@ -120,7 +122,8 @@ def find_heap(nvshmem: ModuleType, exchange: Exchange, key: str, n_bytes: int) -
         kept = [pinned] if pinned >= 0 else []
         return json.dumps([kept, nvshmem.free(n_bytes)]).encode()
 
-    offers = [json.loads(answer) for answer in exchange.gather("heaps", offer)]
+    answers = exchange.gather("heaps", offer)
+    offers = [_checked_offer(i, answer) for i, answer in enumerate(answers)]
     common = set.intersection(*({*kept, *free} for kept, free in offers))
     pinned = common & {number for kept, _ in offers for number in kept}
     if common:
@@ -130,14 +133,31 @@ def find_heap(nvshmem: ModuleType, exchange: Exchange, key: str, n_bytes: int) -
         number = _run_step(exchange, "allocation of memory", lambda: nvshmem.allocate(n_bytes))
         return str(number).encode()
 
-    answers = exchange.gather("heap", allocate, _limit_s(exchange))
-    if len(set(answers)) > 1:
+    numbers = exchange.gather("heap", allocate, _limit_s(exchange))
+    if len(set(numbers)) > 1:
+        found = ", ".join(each.decode(errors="replace") for each in numbers)
         raise RuntimeError(
-            "NVSHMEM's heaps have different numbers in different processes: "
-            f"{', '.join(map(bytes.decode, answers))}. An earlier ep_init must have failed in some "
-            "of them only; restart the job."
+            f"NVSHMEM's heaps have different numbers in different processes: {found}. An earlier "
+            "ep_init must have failed in some of them only; restart the job."
         )
-    return int(answers[0])
+    return int(numbers[0])
+
+
+def _checked_offer(index: int, answer: bytes) -> tuple[list[int], list[int]]:
+    """The heaps that a process has kept for a key, and those that are free."""
+
+    def is_offer(x: Any) -> bool:
+        return (
+            isinstance(x, list)
+            and [type(each) for each in x] == [list, list]
+            and all(type(number) is int for each in x for number in each)
+        )
+
+    try:
+        kept, free = parse_json(answer, is_offer, "its list of heaps")
+    except ValueError as error:
+        raise RuntimeError(f"process {index}: {error}") from None
+    return kept, free
 
 
 def _limit_s(exchange: Exchange) -> float:
@@ -163,7 +183,8 @@ def _run_step(exchange: Exchange, step: str, run: Callable[[], T]) -> T:
 
     threading.Thread(target=work, name=f"NVSHMEM's {step}", daemon=True).start()
     try:
-        result = results.get(timeout=limit_s)
+        with interrupts.allowed():
+            result = results.get(timeout=limit_s)
     except queue.Empty:
         _unfinished = (
             f"NVSHMEM's {step} has not ended within {limit_s:g} s. It waits for all processes: one "

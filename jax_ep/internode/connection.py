@@ -34,10 +34,10 @@ from jax_ep.operands.calls import (
     DispatchResults,
     Routing,
 )
+from jax_ep.processes.exchange import Exchange
 from jax_ep.stats import RankStats
 from jax_ep.transports import bootstrap
 from jax_ep.transports.base import Connection, FfiConnection
-from jax_ep.transports.exchange import Exchange
 from jax_ep.transports.host import HostConnection
 from jax_ep.transports.p2p import P2pConnection
 from jax_ep.transports.rounding import in_float32
@@ -108,6 +108,10 @@ class NodesConnection(Connection):
     def close(self) -> None:
         """Closes the transport inside."""
         self.inner.close()
+
+    def abandon(self) -> None:
+        """Abandons the transport inside."""
+        self.inner.abandon()
 
     def check(self) -> None:
         """See `EPGroup.check`."""

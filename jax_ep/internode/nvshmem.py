@@ -16,9 +16,9 @@ from jax_ep.internode.primitives import (
 )
 from jax_ep.internode.rails import OverlappingRails, Rails
 from jax_ep.operands.calls import CombineOperands, DispatchOperands, DispatchResults
+from jax_ep.processes.exchange import Exchange
 from jax_ep.transports import bootstrap
 from jax_ep.transports.base import FfiConnection
-from jax_ep.transports.exchange import Exchange
 from jax_ep.xla_ffi import extension
 
 # How long close() waits for a peer, which may be dead, after `p2p` has waited for it.
@@ -114,8 +114,9 @@ class NvshmemByNodes(P2pByNodes):
         self.inner.open(exchange)
         try:
             self._open_rail(exchange)
-        except BaseException:
-            self.inner.close()
+        except BaseException as error:
+            exchange.give_up(error)  # before the wait for the others
+            self.inner.abandon()
             raise
 
     def _open_rail(self, exchange: Exchange) -> None:
@@ -157,10 +158,14 @@ class NvshmemByNodes(P2pByNodes):
             return
         assert self._exchange is not None
         try:
-            self._exchange("rail closed", b"", min(self._exchange.timeout_s, _MAX_CLOSE_S))
+            self._exchange.close("rail closed", _MAX_CLOSE_S)
         except Exception:  # `inner` has warned: another process may still write to the heap
             return
         nvshmem.release(key, is_captured)
+
+    def abandon(self) -> None:
+        """Closes both; the rail's heap, too, only once all processes have."""
+        self.close()
 
     def memory(self) -> int:
         """See `EPGroup.memory`."""

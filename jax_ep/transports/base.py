@@ -17,8 +17,8 @@ from jax_ep.operands.calls import (
     Routing,
     empty_rows,
 )
+from jax_ep.processes.exchange import Exchange
 from jax_ep.stats import RankStats
-from jax_ep.transports.exchange import Exchange
 from jax_ep.xla_ffi.primitives import bind_combine_grad
 
 
@@ -47,6 +47,10 @@ class Connection(abc.ABC):
 
     def close(self) -> None:  # noqa: B027
         """Frees what `open` set up."""
+
+    def abandon(self) -> None:
+        """Undoes `open` in an `ep_init` that fails; by default closes."""
+        self.close()
 
     def check(self) -> None:  # noqa: B027
         """See `EPGroup.check`; by default calls raise by themselves."""

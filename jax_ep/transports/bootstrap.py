@@ -9,7 +9,8 @@ from typing import Any
 from jax_ep.config import EPConfig
 from jax_ep.geometry import Geometry, MeshCoordinate
 from jax_ep.operands.checks import VECTOR_BYTES
-from jax_ep.transports.exchange import Exchange
+from jax_ep.processes.exchange import Exchange
+from jax_ep.processes.messages import parse_json
 from jax_ep.xla_ffi import extension
 
 # How long close() waits for a peer, which may be dead.
@@ -45,11 +46,30 @@ def unsupported_reason(geometry: Geometry, exchange: Exchange) -> str | None:
         return reason
     step = "choice within nodes" if geometry.within_nodes else "choice"
     records = exchange(step, json.dumps([host, reason]).encode())
-    answers = dict(zip(exchange.processes, map(json.loads, records), strict=True))
+    pairs = zip(exchange.processes, records, strict=True)
+    answers = {process: _checked_record(process, record) for process, record in pairs}
     for process, (_, reason) in answers.items():
         if reason is not None:
             return f"process {process}: {reason}"
     return _split_replica(geometry, {process: host for process, (host, _) in answers.items()})
+
+
+def _checked_record(process: int, record: bytes) -> tuple[str, str | None]:
+    """The host of a process, and what keeps it from taking part."""
+
+    def is_record(x: Any) -> bool:
+        return (
+            isinstance(x, list)
+            and len(x) == 2
+            and isinstance(x[0], str)
+            and isinstance(x[1], str | None)
+        )
+
+    try:
+        host, reason = parse_json(record, is_record, "what it says of its host")
+    except ValueError as error:
+        raise RuntimeError(f"process {process}: {error}") from None
+    return host, reason
 
 
 def _host_and_reason(geometry: Geometry) -> tuple[str, str | None]:
@@ -136,7 +156,7 @@ def open_buffers(geometry: Geometry, exchange: Exchange) -> None:
 
     try:
         payloads = exchange.gather("workspaces", allocate)
-    except BaseException:
+    except BaseException:  # no process has the addresses
         if disconnect(key):
             load.free_group(key)
         raise
@@ -172,7 +192,12 @@ def _peers(
     everywhere = geometry.routed_coordinates(geometry.coordinates)
     for process, payload in zip(exchange.processes, payloads, strict=True):
         there = [each for each in everywhere if each.device.process_index == process]
-        size = len(payload) // len(there)
+        size, rest = divmod(len(payload), len(there))
+        if rest:
+            raise RuntimeError(
+                f"process {process} must send {len(there)} addresses of equal length; it sent "
+                f"{len(payload)} bytes. All processes must run the same version of jax_ep."
+            )
         for i, each in enumerate(there):
             yield each.replica, each.rank, payload[i * size : (i + 1) * size]
 
@@ -189,7 +214,7 @@ def free_buffers(memory_key: str, exchange: Exchange) -> None:
     kept for the next workspaces of the key.
     """
     try:
-        exchange("closed", b"closed", min(exchange.timeout_s, _MAX_CLOSE_S))
+        exchange.close("closed", _MAX_CLOSE_S)
     except Exception as error:
         warnings.warn(
             f"Group {memory_key} is closed here but may still be open in another process, which "

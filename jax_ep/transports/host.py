@@ -11,10 +11,10 @@ import jax
 
 from jax_ep.geometry import Geometry
 from jax_ep.operands.calls import CombineOperands, DispatchOperands, DispatchResults
+from jax_ep.processes.exchange import Exchange
 from jax_ep.stats import RankStats
 from jax_ep.transports import cpu_threads, gradients
 from jax_ep.transports.base import FfiConnection
-from jax_ep.transports.exchange import Exchange
 from jax_ep.xla_ffi import extension
 
 # Frames from a warning to the user's code.
@@ -75,6 +75,10 @@ class HostConnection(FfiConnection):
             self._wait_for_results()
         finally:
             extension.load_host().close_group(self.geometry.key)
+
+    def abandon(self) -> None:
+        """Closes the group in the extension; nobody has called it."""
+        extension.load_host().close_group(self.geometry.key)
 
     def _wait_for_results(self) -> None:
         """Waits for all arrays on CPUs that are being computed, as long as there is progress.

@@ -12,10 +12,10 @@ import numpy as np
 from jax_ep.geometry import Geometry
 from jax_ep.operands.calls import CombineOperands, DispatchOperands, DispatchResults
 from jax_ep.operands.checks import VECTOR_BYTES
+from jax_ep.processes.exchange import Exchange
 from jax_ep.stats import RankStats
 from jax_ep.transports import bootstrap, gradients
 from jax_ep.transports.base import FfiConnection
-from jax_ep.transports.exchange import Exchange
 from jax_ep.xla_ffi import extension
 from jax_ep.xla_ffi.async_calls import InFlightCombine, InFlightDispatch
 
@@ -50,9 +50,14 @@ class P2pConnection(FfiConnection):
         """
         extension.register_cuda()
         exchange.gather("failures", self._require_no_failure)
-        if not bootstrap.share_buffers(self.geometry):
+        if bootstrap.share_buffers(self.geometry):
+            return
+        _exchanges[self.geometry.key] = exchange
+        try:
             bootstrap.open_buffers(self.geometry, exchange)
-            _exchanges[self.geometry.key] = exchange
+        except BaseException:
+            del _exchanges[self.geometry.key]
+            raise
 
     def _require_no_failure(self) -> bytes:
         """Raises if the open buffers that this group would use have failed or are missing."""

@@ -19,8 +19,8 @@ from jax_ep.formats.scales import group_of
 from jax_ep.geometry import Geometry
 from jax_ep.operands.calls import COMBINE_NAME, CombineOperands, DispatchOperands, DispatchResults
 from jax_ep.operands.checks import vary_alike
+from jax_ep.processes.exchange import Exchange
 from jax_ep.transports.base import Connection
-from jax_ep.transports.exchange import Exchange
 from jax_ep.transports.rounding import in_float32, round_to
 
 _NO_ROW = -1
