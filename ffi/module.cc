@@ -61,6 +61,7 @@ void OpenGroup(const std::string& key, int64_t n_ranks, int64_t n_ranks_per_node
   const HostGroupConfig config{sizes,       n_ranks_per_node, row_alignment,
                                token_bytes, timeout_s,        late_hint};
   const Status status = HostGroups::Instance().Open(key, config, devices);
+  if (status.code == Code::kResourceExhausted) throw std::runtime_error(status.message);
   if (!status.ok()) throw std::invalid_argument(status.message);
 }
 
