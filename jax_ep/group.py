@@ -301,7 +301,7 @@ def ep_init(
             cannot serve it, or `memory_of` is closed; the message says why.
         RuntimeError: in some process the buffers could not be set up, or an equal group, or one in
             the same memory, is open and has failed; all processes raise it, naming process and
-            reason.
+            reason. Or the system refused a thread that `host` needs.
         TimeoutError: a process did not call within `config.timeout_s`.
 
     Warns:
