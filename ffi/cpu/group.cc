@@ -140,7 +140,7 @@ void HostGroups::StartThreads() const {
   CompletionThreads::Instance().Reserve(static_cast<int64_t>(ordinals.size()));
 }
 
-void HostGroups::Close(const std::string& key) {
+void HostGroups::Close(std::string_view key) {
   std::lock_guard lock(mutex_);
   const auto it = groups_.find(key);
   if (it != groups_.end() && --it->second.n_open == 0) groups_.erase(it);

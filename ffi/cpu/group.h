@@ -102,7 +102,7 @@ class HostGroups {
   // need: one per device, and the watchdog of the rendezvous.
   Status Open(const std::string& key, const HostGroupConfig& config,
               const std::vector<Device>& devices);
-  void Close(const std::string& key);
+  void Close(std::string_view key);
   std::shared_ptr<HostGroup> Find(std::string_view key) const;  // null if not open
 
  private:

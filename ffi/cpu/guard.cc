@@ -18,7 +18,7 @@ using Text = char[512];
 
 // What is known of the call of a frame.
 struct FailedCall {
-  std::optional<ffi::RunId> run;  // nothing in other stages than execution
+  std::optional<ffi::RunId> run;  // nothing where none is executed
   int32_t ordinal = -1;
   std::shared_ptr<HostGroup> group;  // null if unknown
   std::optional<Device> device;      // of the group
@@ -32,7 +32,8 @@ auto FromContext(const XLA_FFI_CallFrame& frame) {
 
 FailedCall Identify(const XLA_FFI_CallFrame& frame, const HandlerName& name) noexcept {
   FailedCall call;
-  if (frame.stage != XLA_FFI_ExecutionStage_EXECUTE) return call;
+  // XLA asks for a handler's metadata without a context.
+  if (frame.stage != XLA_FFI_ExecutionStage_EXECUTE || frame.ctx == nullptr) return call;
   try {
     call.run = FromContext<ffi::RunId>(frame);
     call.ordinal = FromContext<ffi::DeviceOrdinal>(frame).value_or(-1);

@@ -2,17 +2,19 @@
 
 The n-th allocation of a call fails, for n = 1, 2, 3 ..., either alone or with all that follow. The
 call must end for all ranks with an error that names call and rank, or succeed with the right
-results, where the extension can do without that memory.
+results, where the extension can do without that memory. `ep_init` and compilation must raise.
 """
 
+import itertools
 import re
 import sys
 
+from jax.errors import JaxRuntimeError
+
 import child
+import jax_ep
 from failing import Failing
 from layer import Layer, assert_equal, assert_right, outcome, use_devices
-
-import jax_ep
 
 TIMEOUT_S = 5.0
 N_POINTS = 100  # of each direction
@@ -49,7 +51,7 @@ def check_point(layer, call, expected, failing, point: int, and_later: bool) -> 
     return n_allocations >= point
 
 
-def check_direction(layers, name: str, n_points: int, failing) -> int:
+def check_direction(layers, name: str, n_points: int, stride: int, failing) -> int:
     done = 0
     while done < n_points:
         for layer in layers:
@@ -58,19 +60,56 @@ def check_direction(layers, name: str, n_points: int, failing) -> int:
                 expected, errors = outcome(call)
                 assert not errors, errors
             for and_later in (False, True):
-                point = 1
-                while check_point(layer, call, expected, failing, point, and_later):
-                    point += 1
-                print(f"{name}, {layer.config.token_format}: {point - 1} points", flush=True)
-                done += point - 1
+                n_failed = 0
+                while check_point(layer, call, expected, failing, 1 + n_failed * stride, and_later):
+                    n_failed += 1
+                print(f"{name}, {layer.config.token_format}: {n_failed} points", flush=True)
+                done += n_failed
     return done
+
+
+def check_setup(layer, attempt, error_type, text: str, stride: int, failing) -> int:
+    """An attempt to open the group, or to compile, raises, whichever allocation fails."""
+    for n_failed in itertools.count():
+        point = 1 + n_failed * stride
+        with failing.allocation(point):
+            try:
+                attempt()
+            except error_type as error:
+                assert re.search(text, str(error)), error
+            else:
+                assert failing.n_allocations < point, "an allocation has failed unnoticed"
+                return n_failed
+        with layer.open():
+            assert not outcome(layer.forward)[1]
+
+
+def check_opening(layer, stride: int, failing) -> int:
+    attempt = lambda: layer.open().close()  # noqa: E731
+    # The first attempts register the handlers, which is a call of XLA's.
+    errors, text = (MemoryError, JaxRuntimeError), "bad_alloc|out of memory"
+    n_points = check_setup(layer, attempt, errors, text, stride, failing)
+    print(f"ep_init: {n_points} points", flush=True)
+    return n_points
+
+
+def check_compiling(layer, failing) -> int:
+    with layer.open() as group:
+        program = layer.program(lambda *operands: layer.body(group, *operands))
+        lowered = program.lower(layer.tokens, layer.ids, layer.weights)
+    text = r"RESOURCE_EXHAUSTED: .*(dispatch|combine): out of memory"
+    n_points = check_setup(layer, lowered.compile, JaxRuntimeError, text, 1, failing)
+    print(f"compiling: {n_points} points", flush=True)
+    return n_points
 
 
 def main_of_child(quick: bool) -> None:
     failing = Failing()
     layers = [Layer(**fields) for fields in configurations(quick)]
-    n_points = 1 if quick else N_POINTS
-    done = [check_direction(layers, name, n_points, failing) for name in ("forward", "backward")]
+    n_points, stride = (1, 4) if quick else (N_POINTS, 1)
+    done = [check_opening(layers[0], stride, failing), check_compiling(layers[0], failing)]
+    for name in ("forward", "backward"):
+        done.append(check_direction(layers, name, n_points, stride, failing))
     print(sum(done), "faults")
 
 

@@ -10,10 +10,11 @@ import sys
 import threading
 import time
 
-import child
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+import child
 from layer import AXIS, Layer, assert_equal, outcome, use_devices
 
 TIMEOUT_S = 1.0

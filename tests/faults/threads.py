@@ -12,12 +12,12 @@ import sys
 import time
 import warnings
 
-import child
 import jax
-from failing import Failing
-from layer import AXIS, Layer, R, assert_equal, outcome, use_devices
 
+import child
+from failing import Failing
 from jax_ep.xla_ffi import extension
+from layer import AXIS, Layer, R, assert_equal, outcome, use_devices
 
 NO_THREAD = r"needs a thread per CPU device.* refused to create one: Resource temporarily unav"
 
