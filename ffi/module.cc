@@ -2,11 +2,13 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstdint>
+#include <memory>
 #include <stdexcept>
-#include <tuple>
+#include <string>
+#include <vector>
 
 #include "cpu/call_site.h"
 #include "cpu/group.h"
@@ -47,26 +49,34 @@ nb::dict CallSiteType() {
   return type;
 }
 
-using DeviceTuple = std::tuple<int64_t, int64_t, int64_t>;  // ordinal, replica, rank
-
-void OpenGroup(const std::string& key, int64_t n_ranks, int64_t n_ranks_per_node,
-               int64_t n_source_nodes, int64_t n_groups, int64_t n_choices, int64_t hidden_size,
-               int64_t max_tokens_per_rank, int64_t max_recv_tokens, int64_t row_alignment,
-               int64_t token_bytes, double timeout_s, const std::string& late_hint,
-               const std::vector<DeviceTuple>& tuples) {
+// Strings and lists are converted in the functions, not in nanobind's casters: these end the
+// process if memory runs out.
+std::vector<Device> ToDevices(const nb::list& tuples) {
   std::vector<Device> devices;
-  for (const auto& [ordinal, replica, rank] : tuples) devices.push_back({ordinal, {replica, rank}});
+  for (const nb::handle tuple : tuples) {
+    const auto at = [&](size_t i) { return nb::cast<int64_t>(tuple[i]); };
+    devices.push_back({at(0), {at(1), at(2)}});
+  }
+  return devices;
+}
+
+void OpenGroup(const char* key, int64_t n_ranks, int64_t n_ranks_per_node, int64_t n_source_nodes,
+               int64_t n_groups, int64_t n_choices, int64_t hidden_size,
+               int64_t max_tokens_per_rank, int64_t max_recv_tokens, int64_t row_alignment,
+               int64_t token_bytes, double timeout_s, const char* late_hint,
+               const nb::list& devices) {
   const GroupSizes sizes{n_ranks,     n_groups,        n_choices,     max_tokens_per_rank,
                          hidden_size, max_recv_tokens, n_source_nodes};
   const HostGroupConfig config{sizes,       n_ranks_per_node, row_alignment,
                                token_bytes, timeout_s,        late_hint};
-  const Status status = HostGroups::Instance().Open(key, config, devices);
+  const Status status = HostGroups::Instance().Open(key, config, ToDevices(devices));
+  if (status.code == Code::kResourceExhausted) throw std::runtime_error(status.message);
   if (!status.ok()) throw std::invalid_argument(status.message);
 }
 
-std::shared_ptr<HostGroup> FindGroup(const std::string& key) {
+std::shared_ptr<HostGroup> FindGroup(const char* key) {
   auto group = HostGroups::Instance().Find(key);
-  if (group == nullptr) throw std::invalid_argument("group " + key + " is not open");
+  if (group == nullptr) throw std::invalid_argument(std::string("group ") + key + " is not open");
   return group;
 }
 
@@ -82,17 +92,17 @@ NB_MODULE(_ffi, module) {
              "Opens a group. token_bytes is the size of a token as it travels; late_hint ends the "
              "error of ranks that waited too long; devices are (ordinal, replica, rank).");
   module.def(
-      "close_group", [](const std::string& key) { HostGroups::Instance().Close(key); },
-      nb::arg("key"), "Undoes one open_group; the last one forgets the group.");
+      "close_group", [](const char* key) { HostGroups::Instance().Close(key); }, nb::arg("key"),
+      "Undoes one open_group; the last one forgets the group.");
   module.def(
       "stats",
-      [](const std::string& key, int64_t replica, int64_t rank) {
+      [](const char* key, int64_t replica, int64_t rank) {
         return ToDict(FindGroup(key)->Stats({replica, rank}));
       },
       nb::arg("key"), nb::arg("replica"), nb::arg("rank"), "The totals of a rank.");
   module.def(
       "fail_next_call",
-      [](const std::string& key, int64_t ordinal, const std::string& message) {
+      [](const char* key, int64_t ordinal, const char* message) {
         FindGroup(key)->FailNext(ordinal, message);
       },
       nb::arg("key"), nb::arg("ordinal"), nb::arg("message"),

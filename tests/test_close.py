@@ -108,6 +108,23 @@ def test_close_does_not_wait_forever():
         jax.block_until_ready(out)
 
 
+def test_close_does_not_count_a_pause_of_the_process(monkeypatch):
+    """A clock that jumps once while `close` sleeps, as it does if the process is stopped."""
+    group = open_group(timeout_s=1.5)
+    out = on_mesh(group.mesh, lambda x: without_rank_3(group, x))(make_tokens())
+    monotonic, sleep, paused = time.monotonic, time.sleep, [0.0]
+
+    def sleep_through_a_pause(seconds):
+        sleep(seconds)
+        paused[0] = 60
+
+    monkeypatch.setattr(time, "sleep", sleep_through_a_pause)
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + paused[0])
+    group.close()  # without a warning
+    with pytest.raises(jax.errors.JaxRuntimeError, match="waited 1.5 s for rank 3"):
+        jax.block_until_ready(out)
+
+
 def test_close_returns_at_once_if_nothing_is_computed():
     deleted, kept = make_tokens(), make_tokens()
     deleted.delete()

@@ -6,7 +6,14 @@
 
 namespace jax_ep {
 
-enum class Code { kOk, kInvalidArgument, kFailedPrecondition, kDeadlineExceeded, kInternal };
+enum class Code {
+  kOk,
+  kInvalidArgument,
+  kFailedPrecondition,
+  kDeadlineExceeded,
+  kResourceExhausted,
+  kInternal
+};
 
 struct Status {
   Code code = Code::kOk;
@@ -23,6 +30,9 @@ inline Status FailedPrecondition(std::string message) {
 }
 inline Status DeadlineExceeded(std::string message) {
   return {Code::kDeadlineExceeded, std::move(message)};
+}
+inline Status ResourceExhausted(std::string message) {
+  return {Code::kResourceExhausted, std::move(message)};
 }
 inline Status Internal(std::string message) { return {Code::kInternal, std::move(message)}; }
 

@@ -5,6 +5,7 @@
 #include <memory>
 #include <string>
 
+#include "cpu/guard.h"
 #include "cpu/handlers.h"
 #include "xla/attributes.h"
 #include "xla/error.h"
@@ -34,10 +35,10 @@ ffi::ErrorOr<std::unique_ptr<CallSite>> MakeCombineSite(const CombineAttributes&
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(HostInstantiateDispatch, MakeDispatchSite,
-                              ffi::Ffi::BindInstantiate().Attrs<DispatchAttributes>());
+JAX_EP_DEFINE_HANDLER_SYMBOL(HostInstantiateDispatch, "dispatch", MakeDispatchSite,
+                             ffi::Ffi::BindInstantiate().Attrs<DispatchAttributes>());
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(HostInstantiateCombine, MakeCombineSite,
-                              ffi::Ffi::BindInstantiate().Attrs<CombineAttributes>());
+JAX_EP_DEFINE_HANDLER_SYMBOL(HostInstantiateCombine, "combine", MakeCombineSite,
+                             ffi::Ffi::BindInstantiate().Attrs<CombineAttributes>());
 
 }  // namespace jax_ep

@@ -11,9 +11,10 @@
 namespace jax_ep {
 namespace {
 
-ffi::Future CombineGradImpl(CallSite* site, ffi::RunId run, int32_t ordinal, ffi::ThreadPool pool,
-                            ffi::RemainingArgs operands, ffi::RemainingRets results) {
-  const Call call{"the backward of combine", site, run, ordinal, &pool};
+FutureOrError CombineGradImpl(Runtime runtime, CallSite* site, ffi::RunId run, int32_t ordinal,
+                              ffi::ThreadPool pool, ffi::RemainingArgs operands,
+                              ffi::RemainingRets results) {
+  const Call call{Operation::kCombineGrad, runtime, site, run, ordinal, &pool};
   auto args = std::make_unique<CombineGradArgs>();
   args->mode = site->mode;
   Status status = FindCaller(call, *args);
@@ -35,6 +36,7 @@ ffi::Future CombineGradImpl(CallSite* site, ffi::RunId run, int32_t ordinal, ffi
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(HostCombineGrad, CombineGradImpl, BindHostCall());
+JAX_EP_DEFINE_HANDLER_SYMBOL(HostCombineGrad, Operation::kCombineGrad, CombineGradImpl,
+                             BindHostCall());
 
 }  // namespace jax_ep

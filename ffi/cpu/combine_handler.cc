@@ -11,9 +11,10 @@
 namespace jax_ep {
 namespace {
 
-ffi::Future CombineImpl(CallSite* site, ffi::RunId run, int32_t ordinal, ffi::ThreadPool pool,
-                        ffi::RemainingArgs operands, ffi::RemainingRets results) {
-  const Call call{"combine", site, run, ordinal, &pool};
+FutureOrError CombineImpl(Runtime runtime, CallSite* site, ffi::RunId run, int32_t ordinal,
+                          ffi::ThreadPool pool, ffi::RemainingArgs operands,
+                          ffi::RemainingRets results) {
+  const Call call{Operation::kCombine, runtime, site, run, ordinal, &pool};
   auto args = std::make_unique<CombineArgs>();
   args->mode = site->mode;
   Status status = FindCaller(call, *args);
@@ -32,6 +33,6 @@ ffi::Future CombineImpl(CallSite* site, ffi::RunId run, int32_t ordinal, ffi::Th
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(HostCombine, CombineImpl, BindHostCall());
+JAX_EP_DEFINE_HANDLER_SYMBOL(HostCombine, Operation::kCombine, CombineImpl, BindHostCall());
 
 }  // namespace jax_ep

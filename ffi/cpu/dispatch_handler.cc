@@ -11,9 +11,10 @@
 namespace jax_ep {
 namespace {
 
-ffi::Future DispatchImpl(CallSite* site, ffi::RunId run, int32_t ordinal, ffi::ThreadPool pool,
-                         ffi::RemainingArgs operands, ffi::RemainingRets results) {
-  const Call call{"dispatch", site, run, ordinal, &pool};
+FutureOrError DispatchImpl(Runtime runtime, CallSite* site, ffi::RunId run, int32_t ordinal,
+                           ffi::ThreadPool pool, ffi::RemainingArgs operands,
+                           ffi::RemainingRets results) {
+  const Call call{Operation::kDispatch, runtime, site, run, ordinal, &pool};
   auto args = std::make_unique<DispatchArgs>();
   Status status = FindCaller(call, *args);
   if (status.ok()) {
@@ -29,6 +30,6 @@ ffi::Future DispatchImpl(CallSite* site, ffi::RunId run, int32_t ordinal, ffi::T
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(HostDispatch, DispatchImpl, BindHostCall());
+JAX_EP_DEFINE_HANDLER_SYMBOL(HostDispatch, Operation::kDispatch, DispatchImpl, BindHostCall());
 
 }  // namespace jax_ep

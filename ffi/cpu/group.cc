@@ -1,5 +1,10 @@
 #include "cpu/group.h"
 
+#include <set>
+#include <system_error>
+
+#include "cpu/rendezvous.h"
+
 namespace jax_ep {
 namespace {
 
@@ -27,12 +32,29 @@ Status CheckConfig(const HostGroupConfig& config) {
   return {};
 }
 
+Status NoThread(const std::string& key, const std::system_error& error) {
+  return ResourceExhausted("group " + key +
+                           " needs a thread per CPU device, and one more; the system refused to "
+                           "create one: " +
+                           error.code().message() +
+                           ". Raise the limit of processes and threads (ulimit -u, or the "
+                           "container's pids.max), or run fewer programs at once");
+}
+
 }  // namespace
 
 HostGroup::HostGroup(const HostGroupConfig& config, const std::vector<Device>& devices)
     : config_(config) {
+  for (size_t i = 0; i < kNumOperations; ++i) {
+    call_names_[i] = std::string(Name(static_cast<Operation>(i))) + " of group " + config.key;
+  }
   for (const Device& device : devices) {
     devices_[device.ordinal] = device;
+    for (size_t i = 0; i < kNumOperations; ++i) {
+      out_of_memory_[device.ordinal][i] = std::make_shared<const Status>(
+          ResourceExhausted(call_names_[i] + ": rank " +
+                            std::to_string(OfUser(device.coordinate).rank) + ": " + kOutOfMemory));
+    }
     stats_[{device.coordinate.replica, device.coordinate.rank}] =
         RankStats(config.sizes.n_ranks, config.sizes.n_groups);
   }
@@ -47,6 +69,11 @@ std::optional<Device> HostGroup::Find(int64_t ordinal) const {
   const auto it = devices_.find(ordinal);
   if (it == devices_.end()) return std::nullopt;
   return it->second;
+}
+
+Failure HostGroup::OutOfMemory(Operation operation, int64_t ordinal) const {
+  const auto it = out_of_memory_.find(ordinal);
+  return it == out_of_memory_.end() ? nullptr : it->second[static_cast<size_t>(operation)];
 }
 
 RankStats HostGroup::Stats(const MeshCoordinate& at) const {
@@ -82,16 +109,38 @@ Status HostGroups::Open(const std::string& key, const HostGroupConfig& config,
   const Status status = CheckConfig(config);
   if (!status.ok()) return status;
   std::lock_guard lock(mutex_);
-  const auto it = groups_.find(key);
-  if (it != groups_.end()) {
-    ++it->second.n_open;
-  } else {
-    groups_[key] = {std::make_shared<HostGroup>(config, devices), 1};
+  const auto open = groups_.find(key);
+  if (open != groups_.end()) {
+    ++open->second.n_open;
+    return {};
+  }
+  HostGroupConfig named = config;
+  named.key = key;
+  const auto added =
+      groups_.emplace(key, Entry{std::make_shared<HostGroup>(named, devices), 1}).first;
+  try {
+    StartThreads();
+  } catch (const std::system_error& error) {
+    groups_.erase(added);
+    return NoThread(key, error);
+  } catch (...) {
+    groups_.erase(added);
+    throw;
   }
   return {};
 }
 
-void HostGroups::Close(const std::string& key) {
+// One per device of the open groups, and the watchdog.
+void HostGroups::StartThreads() const {
+  std::set<int64_t> ordinals;
+  for (const auto& [key, entry] : groups_) {
+    for (const auto& device : entry.group->devices()) ordinals.insert(device.first);
+  }
+  Rendezvous::Instance().StartWatchdog();
+  CompletionThreads::Instance().Reserve(static_cast<int64_t>(ordinals.size()));
+}
+
+void HostGroups::Close(std::string_view key) {
   std::lock_guard lock(mutex_);
   const auto it = groups_.find(key);
   if (it != groups_.end() && --it->second.n_open == 0) groups_.erase(it);

@@ -1,27 +1,71 @@
 #include "cpu/handler.h"
 
 #include <algorithm>
+#include <exception>
 #include <functional>
+#include <new>
 #include <optional>
-#include <thread>
 #include <utility>
 
 #include "core/routing.h"
-#include "cpu/group.h"
-#include "xla/error.h"
 
 namespace jax_ep {
 namespace {
 
-void SetPromise(ffi::Promise promise, const Status& status) {
-  if (status.ok()) {
-    promise.SetAvailable();
-  } else {
-    promise.SetError(ToError(status));
+std::string DeviceName(const Call& call) { return "device " + std::to_string(call.ordinal); }
+
+// Does the work. What it throws is the failure of rank `rank`, which did it for all.
+Failure DoWork(const Call& call, const CallInfo& info, Work work, int64_t rank,
+               const std::vector<Arrival>& arrivals) noexcept {
+  const Pool pool{[&](std::function<void()> task) { call.pool->Schedule(std::move(task)); },
+                  call.pool->num_threads()};
+  try {
+    try {
+      work(pool, arrivals);
+      return nullptr;
+    } catch (const std::bad_alloc&) {
+      return info.out_of_memory;
+    } catch (const std::exception& error) {
+      return std::make_shared<const Status>(Internal(std::string(info.name) + ": rank " +
+                                                     std::to_string(info.first_rank + rank) + ": " +
+                                                     error.what()));
+    }
+  } catch (...) {
+    return info.out_of_memory;
   }
 }
 
-std::string DeviceName(const Call& call) { return "device " + std::to_string(call.ordinal); }
+// Completes on XLA's pool or, if that has no memory for it, on a thread of our own.
+void CompleteOnPool(const Call& call, std::unique_ptr<Completion> completion) noexcept {
+  Completion* const scheduled = completion.get();
+  try {
+    call.pool->Schedule(
+        [scheduled] { std::unique_ptr<Completion>(scheduled)->Complete(/*failure=*/nullptr); });
+    completion.release();
+  } catch (...) {
+    CompletionThreads::Instance().Complete(std::move(completion), nullptr);
+  }
+}
+
+// What the last rank does for all.
+void FinishCall(const Call& call, const CallInfo& info, Work work, int64_t rank,
+                std::vector<Arrival>& arrivals) noexcept {
+  const Failure failure = DoWork(call, info, work, rank, arrivals);
+  if (failure != nullptr) Rendezvous::Instance().Fail(call.run.run_id, failure);
+  // The others are completed elsewhere: work after a completed call may block, and must not delay
+  // the rest. Inside nodes it does, in XLA's collectives between them: with few threads, all of the
+  // pool may wait there for ranks that wait for these completions.
+  const bool may_block = arrivals[rank].args->sizes().n_source_nodes > 1 || failure != nullptr;
+  for (Arrival& arrival : arrivals) {
+    if (arrival.rank == rank) continue;
+    if (may_block) {
+      CompletionThreads::Instance().Complete(std::move(arrival.completion), failure);
+    } else {
+      CompleteOnPool(call, std::move(arrival.completion));
+    }
+  }
+  arrivals[rank].completion->Complete(failure);
+}
 
 }  // namespace
 
@@ -85,45 +129,34 @@ Status CheckRowOffsets(const GroupSizes& sizes, int64_t max_recv_tokens,
       std::to_string(row_offsets[n_groups]));
 }
 
-ffi::Future FailRun(const Call& call, Status status) {
-  status.message = call.Name() + ": " + status.message;
-  Rendezvous::Instance().Fail(call.run.run_id, status);
-  ffi::Promise promise;
-  ffi::Future future(promise);
-  SetPromise(promise, status);
-  return future;
+FutureOrError FailRun(const Call& call, Status status) {
+  status.message =
+      std::string(Name(call.operation)) + " of group " + call.site->group + ": " + status.message;
+  const auto failure = std::make_shared<const Status>(std::move(status));
+  Rendezvous::Instance().Fail(call.run.run_id, failure);
+  return {nullptr, MakeError(call.runtime.api, failure->code, failure->message.c_str())};
 }
 
-ffi::Future Meet(const Call& call, std::unique_ptr<RankArgs> args, Work work) {
-  ffi::Promise promise;
-  ffi::Future future(promise);
+FutureOrError Meet(const Call& call, std::unique_ptr<RankArgs> args, Work work) {
+  const HostGroup& group = *args->group;
+  const HostGroupConfig& config = group.config();
   const auto [replica, rank] = args->device.coordinate;
-  const HostGroupConfig& config = args->group->config();
-  const int64_t first_rank = args->group->OfUser({replica, 0}).rank;
-  std::vector<Arrival> arrivals = Rendezvous::Instance().Arrive(
-      {call.site, call.run.run_id, replica},
-      {call.Name(), config.sizes.n_ranks, config.timeout_s, config.late_hint, first_rank},
-      {rank, std::move(args), [promise](const Status& status) { SetPromise(promise, status); }});
-  if (arrivals.empty()) return future;
-  const Pool pool{[&](std::function<void()> task) { call.pool->Schedule(std::move(task)); },
-                  call.pool->num_threads()};
-  work(pool, arrivals);
-  // The others are completed elsewhere: work after a completed call may block, and must not delay
-  // the rest. Inside nodes it does, in XLA's collectives between them: with few threads, all of the
-  // pool may wait there for ranks that wait for these completions. So each gets a thread of its
-  // own.
-  const bool has_own_threads = config.sizes.n_source_nodes > 1;
-  for (Arrival& arrival : arrivals) {
-    if (arrival.rank == rank) continue;
-    auto complete = [complete = std::move(arrival.complete)] { complete(Status{}); };
-    if (has_own_threads) {
-      std::thread(std::move(complete)).detach();
-    } else {
-      call.pool->Schedule(std::move(complete));
-    }
+  const CallInfo info{group.CallName(call.operation),
+                      config.sizes.n_ranks,
+                      config.timeout_s,
+                      config.late_hint,
+                      group.OfUser({replica, 0}).rank,
+                      group.OutOfMemory(call.operation, call.ordinal)};
+  Arrival arrival{rank, std::move(args), MakeCompletion(call.runtime)};
+  const FutureOrError result = MakeFuture(call.runtime, *arrival.completion);
+  if (result.error != nullptr) {
+    Rendezvous::Instance().Fail(call.run.run_id, info.out_of_memory);
+    return result;
   }
-  arrivals[rank].complete(Status{});
-  return future;
+  std::vector<Arrival> arrivals = Rendezvous::Instance().Arrive(
+      {call.site, call.run.run_id, replica}, info, std::move(arrival));
+  if (!arrivals.empty()) FinishCall(call, info, work, rank, arrivals);
+  return result;
 }
 
 }  // namespace jax_ep

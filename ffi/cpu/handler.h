@@ -1,5 +1,6 @@
 // Shared by the handlers of the host transport: finding the caller, and arriving at the rendezvous.
 // A handler finds its group, reads its operands and arrives. None blocks: each returns a future.
+// Before it arrives it may throw, as it runs guarded (guard.h).
 #pragma once
 
 #include <cstdint>
@@ -9,6 +10,9 @@
 
 #include "core/status.h"
 #include "cpu/call_site.h"
+#include "cpu/future.h"
+#include "cpu/group.h"
+#include "cpu/guard.h"
 #include "cpu/parallel.h"
 #include "cpu/rank_args.h"
 #include "cpu/rendezvous.h"
@@ -18,18 +22,18 @@ namespace jax_ep {
 
 // What XLA tells a handler besides its buffers and attributes. Lives as long as the handler runs.
 struct Call {
-  const char* operation;
+  Operation operation;
+  Runtime runtime;
   CallSite* site;
   ffi::RunId run;
   int32_t ordinal;
   ffi::ThreadPool* pool;
-
-  std::string Name() const { return std::string(operation) + " of group " + site->group; }
 };
 
 // What every binding of the host transport has.
 inline auto BindHostCall() {
   return ffi::Ffi::Bind()
+      .Ctx<Runtime>()
       .Ctx<ffi::State<CallSite>>()
       .Ctx<ffi::RunId>()
       .Ctx<ffi::DeviceOrdinal>()
@@ -55,10 +59,10 @@ Status CheckRowOffsets(const GroupSizes& sizes, int64_t max_recv_tokens,
                        const uint32_t* row_offsets);
 
 // Ends the run for all its ranks: a rank that failed never reaches later calls.
-ffi::Future FailRun(const Call& call, Status status);
+FutureOrError FailRun(const Call& call, Status status);
 
 // Arrives at the rendezvous. The last rank does `work` and completes the futures of all.
 using Work = void (*)(const Pool&, const std::vector<Arrival>&);
-ffi::Future Meet(const Call& call, std::unique_ptr<RankArgs> args, Work work);
+FutureOrError Meet(const Call& call, std::unique_ptr<RankArgs> args, Work work);
 
 }  // namespace jax_ep

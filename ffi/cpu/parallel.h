@@ -13,7 +13,8 @@ struct Pool {
 };
 
 // Calls body(0) ... body(n_chunks - 1), in any order, on the calling thread and on those of the
-// pool's threads that become free in time. Returns when all calls have returned.
+// pool's threads that become free in time. Returns when all calls have returned. If one throws, the
+// calls that have not started are skipped, and the exception is thrown here.
 void ParallelFor(const Pool& pool, int64_t n_chunks, const std::function<void(int64_t)>& body);
 
 }  // namespace jax_ep

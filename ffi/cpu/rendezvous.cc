@@ -2,18 +2,25 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <string>
 #include <thread>
-#include <utility>
 
 namespace jax_ep {
 namespace {
 
-constexpr size_t kFailedRunsKept = 256;
+using Duration = std::chrono::steady_clock::duration;
 
-// Whatever follows a failed call may block, so each completion gets a thread of its own.
-void CompleteOnThreads(std::vector<Complete> completes, const Status& status) {
-  for (Complete& complete : completes) {
-    std::thread([complete = std::move(complete), status] { complete(status); }).detach();
+Duration Seconds(double seconds) {
+  return std::chrono::duration_cast<Duration>(std::chrono::duration<double>(seconds));
+}
+
+// How often the watchdog looks at a call.
+Duration SliceOf(const CallInfo& info) { return Seconds(std::min(info.timeout_s / 16, 0.5)); }
+
+// Whatever follows a failed call may block.
+void CompleteOnThreads(std::vector<Arrival>& arrivals, const Failure& failure) {
+  for (Arrival& arrival : arrivals) {
+    CompletionThreads::Instance().Complete(std::move(arrival.completion), failure);
   }
 }
 
@@ -34,135 +41,172 @@ Status MissingRanks(const CallInfo& info, const std::vector<Arrival>& arrivals, 
   }
   char waited[32];
   std::snprintf(waited, sizeof(waited), "%g", info.timeout_s);
-  return DeadlineExceeded(info.name + ": " + RankList(here, info.first_rank) + " waited " + waited +
-                          " s for " + RankList(missing, info.first_rank) + " (run " +
-                          std::to_string(static_cast<uint32_t>(run_id)) +
+  return DeadlineExceeded(std::string(info.name) + ": " + RankList(here, info.first_rank) +
+                          " waited " + waited + " s for " + RankList(missing, info.first_rank) +
+                          " (run " + std::to_string(static_cast<uint32_t>(run_id)) +
                           "). Every rank of the group must make the same calls; a slower one "
                           "needs a larger EPConfig.timeout_s." +
-                          info.late_hint);
+                          std::string(info.late_hint));
+}
+
+Status ArrivedTwice(const CallInfo& info, int64_t rank) {
+  return Internal(std::string(info.name) + ": rank " + std::to_string(info.first_rank + rank) +
+                  " arrived twice at the same call");
+}
+
+// The status that `make` returns or, if there is no memory for it, the call's own.
+template <class Make>
+Failure ToFailure(const CallInfo& info, const Failure& out_of_memory, const Make& make) {
+  try {
+    return std::make_shared<const Status>(make());
+  } catch (...) {
+    return info.out_of_memory == nullptr ? out_of_memory : info.out_of_memory;
+  }
 }
 
 }  // namespace
+
+Rendezvous::Rendezvous()
+    : out_of_memory_(std::make_shared<const Status>(
+          ResourceExhausted("a call of a jax_ep group: out of memory"))) {}
 
 Rendezvous& Rendezvous::Instance() {
   static Rendezvous* const instance = new Rendezvous;
   return *instance;
 }
 
-std::vector<Arrival> Rendezvous::Arrive(const CallKey& key, const CallInfo& info, Arrival arrival) {
-  std::unique_lock lock(mutex_);
-  if (const Status* failure = FindFailure(key.run_id)) {
-    const Status status = *failure;
-    lock.unlock();
-    arrival.complete(status);
-    return {};
+std::vector<Arrival> Rendezvous::Arrive(const CallKey& key, const CallInfo& info,
+                                        Arrival arrival) noexcept {
+  Failure failure;
+  try {
+    std::lock_guard lock(mutex_);
+    failure = FindFailure(key.run_id);
+    if (failure == nullptr) {
+      std::vector<Arrival> arrivals = AddArrival(key, info, arrival);
+      if (arrival.completion == nullptr) return arrivals;
+    }
+  } catch (...) {
+    failure = info.out_of_memory == nullptr ? out_of_memory_ : info.out_of_memory;
   }
-  const bool is_first = calls_.find(key) == calls_.end();
-  Call& call = calls_[key];
-  if (is_first) {
-    call.info = info;
-    call.started = Clock::now();
-    call.arrivals.reserve(info.n_ranks);
+  if (failure == nullptr) {
+    failure = ToFailure(info, out_of_memory_, [&] { return ArrivedTwice(info, arrival.rank); });
   }
-  for (const Arrival& other : call.arrivals) {
-    if (other.rank != arrival.rank) continue;
-    lock.unlock();
-    const Status status =
-        Internal(info.name + ": rank " + std::to_string(info.first_rank + arrival.rank) +
-                 " arrived twice at the same call");
-    arrival.complete(status);
-    Fail(key.run_id, status);
-    return {};
-  }
-  arrival.when = Clock::now();
-  call.arrivals.push_back(std::move(arrival));
-  if (static_cast<int64_t>(call.arrivals.size()) < info.n_ranks) {
-    if (is_first) AddDeadline(key, call);
-    return {};
-  }
-  std::vector<Arrival> arrivals = std::move(call.arrivals);
-  calls_.erase(key);
-  lock.unlock();
-  std::sort(arrivals.begin(), arrivals.end(),
-            [](const Arrival& a, const Arrival& b) { return a.rank < b.rank; });
-  return arrivals;
+  Fail(key.run_id, failure);
+  arrival.completion->Complete(failure);
+  return {};
 }
 
-void Rendezvous::Fail(int64_t run_id, const Status& status) {
-  std::vector<Complete> completes;
+void Rendezvous::Fail(int64_t run_id, const Failure& given) noexcept {
+  const Failure& failure = given == nullptr ? out_of_memory_ : given;
+  Calls calls;
   {
     std::lock_guard lock(mutex_);
-    completes = TakeRun(run_id, status);
+    calls = TakeRun(run_id, failure);
   }
-  CompleteOnThreads(std::move(completes), status);
+  for (auto& entry : calls) CompleteOnThreads(entry.second.arrivals, failure);
 }
 
-const Status* Rendezvous::FindFailure(int64_t run_id) const {
-  for (const auto& [failed_run, status] : failed_runs_) {
-    if (failed_run == run_id) return &status;
+Failure Rendezvous::FindFailure(int64_t run_id) const {
+  const size_t n_kept = std::min(n_failed_runs_, failed_runs_.size());
+  for (size_t i = 0; i < n_kept; ++i) {
+    if (failed_runs_[i].first == run_id) return failed_runs_[i].second;
   }
   return nullptr;
 }
 
-std::vector<Complete> Rendezvous::TakeRun(int64_t run_id, const Status& status) {
-  if (FindFailure(run_id) == nullptr) failed_runs_.emplace_front(run_id, status);
-  if (failed_runs_.size() > kFailedRunsKept) failed_runs_.pop_back();
-  std::vector<Complete> completes;
-  for (auto it = calls_.begin(); it != calls_.end();) {
-    if (it->first.run_id != run_id) {
-      ++it;
-      continue;
+// Takes `arrival`, unless its rank is here already. Changes nothing if it throws.
+std::vector<Arrival> Rendezvous::AddArrival(const CallKey& key, const CallInfo& info,
+                                            Arrival& arrival) {
+  auto it = calls_.find(key);
+  if (it == calls_.end()) {
+    Call call{info, {}, Clock::now()};
+    call.arrivals.reserve(info.n_ranks);
+    it = calls_.emplace(key, std::move(call)).first;
+    saw_calls_ = true;
+    if (SliceOf(info) < slice_) {
+      slice_ = SliceOf(info);
+      look_sooner_.notify_one();
     }
-    for (Arrival& arrival : it->second.arrivals) completes.push_back(std::move(arrival.complete));
-    it = calls_.erase(it);
   }
-  return completes;
-}
-
-bool Rendezvous::IsWaiting(const Deadline& deadline) const {
-  const auto it = calls_.find(deadline.key);
-  return it != calls_.end() && it->second.started == deadline.started;
-}
-
-void Rendezvous::AddDeadline(const CallKey& key, const Call& call) {
-  while (!deadlines_.empty() && !IsWaiting(deadlines_.front())) deadlines_.pop_front();
-  const auto timeout = std::chrono::duration_cast<Clock::duration>(
-      std::chrono::duration<double>(call.info.timeout_s));
-  const Deadline deadline{call.started + timeout, key, call.started};
-  const auto later =
-      std::upper_bound(deadlines_.begin(), deadlines_.end(), deadline,
-                       [](const Deadline& a, const Deadline& b) { return a.when < b.when; });
-  deadlines_.insert(later, deadline);
-  if (!watching_) {
-    watching_ = true;
-    std::thread([this] { WatchDeadlines(); }).detach();
-  } else if (deadline.when < next_look_) {
-    deadline_added_.notify_one();
+  std::vector<Arrival>& arrivals = it->second.arrivals;
+  for (const Arrival& other : arrivals) {
+    if (other.rank == arrival.rank) return {};
   }
+  arrival.when = Clock::now();
+  arrivals.push_back(std::move(arrival));
+  if (static_cast<int64_t>(arrivals.size()) < info.n_ranks) return {};
+  std::vector<Arrival> all = std::move(arrivals);
+  calls_.erase(it);
+  std::sort(all.begin(), all.end(),
+            [](const Arrival& a, const Arrival& b) { return a.rank < b.rank; });
+  return all;
 }
 
-void Rendezvous::WatchDeadlines() {
+Rendezvous::Calls Rendezvous::TakeRun(int64_t run_id, const Failure& failure) {
+  if (FindFailure(run_id) == nullptr) {
+    failed_runs_[n_failed_runs_++ % failed_runs_.size()] = {run_id, failure};
+  }
+  Calls taken;
+  for (auto it = calls_.begin(); it != calls_.end();) {
+    const auto call = it++;
+    if (call->first.run_id == run_id) taken.insert(calls_.extract(call));
+  }
+  return taken;
+}
+
+void Rendezvous::StartWatchdog() {
+  std::lock_guard lock(mutex_);
+  if (watching_) return;
+  std::thread([this] { WatchCalls(); }).detach();
+  watching_ = true;
+}
+
+// Looks at the waiting calls once per slice, as long as there are any; a call that begins wakes it
+// only from longer sleep.
+void Rendezvous::WatchCalls() {
   std::unique_lock lock(mutex_);
   for (;;) {
-    while (!deadlines_.empty() && !IsWaiting(deadlines_.front())) deadlines_.pop_front();
-    if (deadlines_.empty()) {
-      next_look_ = Clock::time_point::max();
-      deadline_added_.wait(lock);
-      continue;
+    while (EndLateCall(lock)) {
     }
-    const Deadline deadline = deadlines_.front();
-    if (Clock::now() < deadline.when) {
-      next_look_ = deadline.when;
-      deadline_added_.wait_until(lock, deadline.when);
-      continue;
+    slice_ = Clock::duration::max();
+    for (const auto& [key, call] : calls_) slice_ = std::min(slice_, SliceOf(call.info));
+    if (calls_.empty() && saw_calls_) slice_ = Seconds(0.5);
+    saw_calls_ = false;
+    if (slice_ == Clock::duration::max()) {
+      look_sooner_.wait(lock);
+    } else {
+      look_sooner_.wait_for(lock, slice_);
     }
-    const Call& call = calls_.at(deadline.key);
-    const Status status = MissingRanks(call.info, call.arrivals, deadline.key.run_id);
-    std::vector<Complete> completes = TakeRun(deadline.key.run_id, status);
-    lock.unlock();
-    CompleteOnThreads(std::move(completes), status);
-    lock.lock();
+    CountWaiting(Clock::now());
   }
+}
+
+// Adds the time since the last look to that which calls have waited. If this thread did not run in
+// that time, nor did the process (a debugger, SIGSTOP): no more than two slices count.
+void Rendezvous::CountWaiting(Clock::time_point now) {
+  for (auto& [key, call] : calls_) {
+    call.waited += std::min(now - call.begin, 2 * SliceOf(call.info));
+    call.begin = now;
+  }
+}
+
+// Ends the run of a call that has waited for too long, if there is one. The lock is held before and
+// after.
+bool Rendezvous::EndLateCall(std::unique_lock<std::mutex>& lock) {
+  const auto late = std::find_if(calls_.begin(), calls_.end(), [](const auto& entry) {
+    return entry.second.waited >= Seconds(entry.second.info.timeout_s);
+  });
+  if (late == calls_.end()) return false;
+  const int64_t run_id = late->first.run_id;
+  const Call& call = late->second;
+  const Failure failure = ToFailure(call.info, out_of_memory_,
+                                    [&] { return MissingRanks(call.info, call.arrivals, run_id); });
+  Calls calls = TakeRun(run_id, failure);
+  lock.unlock();
+  for (auto& entry : calls) CompleteOnThreads(entry.second.arrivals, failure);
+  calls.clear();
+  lock.lock();
+  return true;
 }
 
 }  // namespace jax_ep

@@ -1,7 +1,7 @@
 // Where the ranks of one call meet, on the CPU devices of one process.
 //
 // A rank that arrives leaves its arguments and returns; the last one takes the arguments of all and
-// does the work. No thread waits: a rank learns the outcome through its `complete`, which its
+// does the work. No thread waits: a rank learns the outcome through its completion, which its
 // handler has tied to the future that it returned to XLA.
 //
 // Every wait ends. If not all ranks arrive within the timeout, or one of them fails, the call ends
@@ -9,30 +9,28 @@
 // failed in one call never reaches the next.
 #pragma once
 
+#include <array>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
-#include <deque>
-#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
-#include <optional>
-#include <string>
+#include <string_view>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "core/status.h"
+#include "cpu/completion.h"
 #include "cpu/rank_args.h"
 
 namespace jax_ep {
 
-using Complete = std::function<void(const Status&)>;
-
 struct Arrival {
   int64_t rank;
   std::unique_ptr<RankArgs> args;
-  Complete complete;
+  std::unique_ptr<Completion> completion;
   std::chrono::steady_clock::time_point when{};  // set by Arrive
 };
 
@@ -51,12 +49,14 @@ struct CallKey {
   }
 };
 
+// What it refers to lives as long as the arguments of each rank: they hold the group.
 struct CallInfo {
-  std::string name;  // for messages: "dispatch of group ..."
+  std::string_view name;  // for messages: "dispatch of group ..."
   int64_t n_ranks;
   double timeout_s;
-  std::string late_hint = {};  // HostGroupConfig's
-  int64_t first_rank = 0;      // the user's rank of rank 0, for messages
+  std::string_view late_hint = {};  // HostGroupConfig's
+  int64_t first_rank = 0;           // the user's rank of rank 0, for messages
+  Failure out_of_memory = {};       // for want of memory for another error; null = a general one
 };
 
 class Rendezvous {
@@ -64,43 +64,52 @@ class Rendezvous {
   // The rendezvous of this process. Never destroyed: a late thread may still arrive.
   static Rendezvous& Instance();
 
-  // Returns the arrivals of all ranks, by rank, if `arrival` was the last, else nothing. If the run
-  // has failed, completes `arrival` with the error and returns nothing.
-  std::vector<Arrival> Arrive(const CallKey& key, const CallInfo& info, Arrival arrival);
+  // Starts the thread that ends calls after their timeout. It lives as long as the process. Throws
+  // std::system_error if the system refuses it.
+  void StartWatchdog();
 
-  // Ends every call of the run with `status`, including calls whose ranks have yet to arrive.
-  void Fail(int64_t run_id, const Status& status);
+  // Returns the arrivals of all ranks, by rank, if `arrival` was the last, else nothing. Also
+  // returns nothing if the run has failed, or fails now: then `arrival` is completed with the
+  // error.
+  std::vector<Arrival> Arrive(const CallKey& key, const CallInfo& info, Arrival arrival) noexcept;
+
+  // Ends every call of the run with `failure`, including calls whose ranks have yet to arrive.
+  // Null: there is no memory for one.
+  void Fail(int64_t run_id, const Failure& failure) noexcept;
 
  private:
   using Clock = std::chrono::steady_clock;
 
-  Rendezvous() = default;
-
   struct Call {
     CallInfo info;
-    Clock::time_point started;
     std::vector<Arrival> arrivals;  // in order of arrival
+    Clock::time_point begin;        // of the time that is not in `waited`
+    Clock::duration waited{};       // while this process ran: see CountWaiting
   };
 
-  struct Deadline {
-    Clock::time_point when;
-    CallKey key;
-    Clock::time_point started;  // distinguishes a call from a later one with the same key
-  };
+  using Calls = std::map<CallKey, Call>;
 
-  const Status* FindFailure(int64_t run_id) const;
-  std::vector<Complete> TakeRun(int64_t run_id, const Status& status);
-  void AddDeadline(const CallKey& key, const Call& call);
-  bool IsWaiting(const Deadline& deadline) const;
-  void WatchDeadlines();
+  Rendezvous();
 
+  Failure FindFailure(int64_t run_id) const;
+  std::vector<Arrival> AddArrival(const CallKey& key, const CallInfo& info, Arrival& arrival);
+  Calls TakeRun(int64_t run_id, const Failure& failure);
+  void WatchCalls();
+  void CountWaiting(Clock::time_point now);
+  bool EndLateCall(std::unique_lock<std::mutex>& lock);
+
+  const Failure out_of_memory_;
   std::mutex mutex_;
-  std::condition_variable deadline_added_;
-  std::map<CallKey, Call> calls_;
-  std::deque<std::pair<int64_t, Status>> failed_runs_;      // newest first, a bounded number
-  std::deque<Deadline> deadlines_;                          // earliest first
-  Clock::time_point next_look_ = Clock::time_point::max();  // of the watchdog thread
+  Calls calls_;
+  // The runs that failed last, in a ring.
+  std::array<std::pair<int64_t, Failure>, 256> failed_runs_;
+  size_t n_failed_runs_ = 0;  // ever
+
+  // Of the watchdog.
   bool watching_ = false;
+  std::condition_variable look_sooner_;
+  Clock::duration slice_ = Clock::duration::max();  // from one look to the next; max = it sleeps
+  bool saw_calls_ = false;                          // since the last look
 };
 
 }  // namespace jax_ep

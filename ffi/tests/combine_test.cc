@@ -88,7 +88,7 @@ std::array<float, kTokens> CombineOnNodes(int64_t n_ranks_per_node, Weighting we
   std::vector<Arrival> arrivals;
   for (int64_t rank = 0; rank < kRanks; ++rank) {
     ranks.push_back(std::make_unique<CombineRank>(group, rank, weighting));
-    arrivals.push_back({rank, ranks.back()->Combine(), [](const Status&) {}});
+    arrivals.push_back({rank, ranks.back()->Combine(), nullptr});
   }
   CombineAll(Pool{}, arrivals);
   return {ranks[0]->Result(0), ranks[0]->Result(1)};

@@ -170,7 +170,7 @@ void TestRowsAreQuantizedOnTheWay() {
   std::vector<Arrival> arrivals;
   for (Sender& rank : ranks) {
     const int64_t number = rank.args->device.coordinate.rank;
-    arrivals.push_back({number, std::move(rank.args), [](const Status&) {}});
+    arrivals.push_back({number, std::move(rank.args), nullptr});
   }
   TestPool threads(3);
   DispatchAll(threads.pool(), arrivals);

@@ -2,6 +2,9 @@
 
 #include <atomic>
 #include <cstring>
+#include <functional>
+#include <new>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
@@ -30,6 +33,34 @@ void TestParallelForCallsEachChunkOnce() {
     ParallelFor(threads.pool(), n_chunks, [&](int64_t chunk) { ++calls[chunk]; });
     for (const auto& count : calls) CHECK_EQ(count.load(), 1);
   }
+}
+
+// Whether the caller or a helper throws, the caller gets it once no chunk runs any more.
+void TestParallelForRethrowsOnTheCaller() {
+  TestPool threads(3);
+  for (const int64_t thrower : {0, 7, 99}) {
+    std::atomic<int> running{0};
+    std::string caught;
+    try {
+      ParallelFor(threads.pool(), 100, [&](int64_t chunk) {
+        ++running;
+        std::this_thread::yield();
+        --running;
+        if (chunk == thrower) throw std::runtime_error("chunk " + std::to_string(chunk));
+      });
+    } catch (const std::runtime_error& error) {
+      caught = error.what();
+    }
+    CHECK_EQ(running.load(), 0);
+    CHECK_EQ(caught, "chunk " + std::to_string(thrower));
+  }
+}
+
+void TestParallelForDoesWithoutHelpers() {
+  const Pool pool{[](const std::function<void()>&) { throw std::bad_alloc(); }, /*n_threads=*/4};
+  int n_calls = 0;
+  ParallelFor(pool, 10, [&](int64_t) { ++n_calls; });
+  CHECK_EQ(n_calls, 10);
 }
 
 void TestHalfPrecisionRoundsToNearestEven() {
@@ -123,6 +154,8 @@ int main() {
   CommitSeededFault();
 #endif
   TestParallelForCallsEachChunkOnce();
+  TestParallelForRethrowsOnTheCaller();
+  TestParallelForDoesWithoutHelpers();
   TestHalfPrecisionRoundsToNearestEven();
   TestRowsBeyondCapacityAreDropped();
   TestRowsFromSeveralNodesArePaddedAsOne();

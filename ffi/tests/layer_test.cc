@@ -16,6 +16,7 @@
 #include "cpu/group.h"
 #include "cpu/rendezvous.h"
 #include "tests/check.h"
+#include "tests/promised_completion.h"
 #include "tests/thread_pool.h"
 
 namespace jax_ep {
@@ -153,12 +154,11 @@ using Work = void (*)(const Pool&, const std::vector<Arrival>&);
 void CallAndWait(const Pool& pool, const CallKey& key, int64_t n_ranks, int64_t rank,
                  std::unique_ptr<RankArgs> args, Work work) {
   std::promise<Status> promise;
-  auto arrivals = Rendezvous::Instance().Arrive(
-      key, {"test", n_ranks, /*timeout_s=*/60},
-      {rank, std::move(args), [&](const Status& status) { promise.set_value(status); }});
+  auto arrivals = Rendezvous::Instance().Arrive(key, {"test", n_ranks, /*timeout_s=*/60},
+                                                {rank, std::move(args), CompletionOf(promise)});
   if (!arrivals.empty()) {
     work(pool, arrivals);
-    for (Arrival& arrival : arrivals) arrival.complete(Status{});
+    for (Arrival& arrival : arrivals) arrival.completion->Complete(nullptr);
   }
   CHECK_EQ(promise.get_future().get().message, std::string());
 }

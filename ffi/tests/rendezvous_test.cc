@@ -6,14 +6,16 @@
 
 #include "cpu/rendezvous.h"
 #include "tests/check.h"
+#include "tests/promised_completion.h"
 
 namespace jax_ep {
 namespace {
 
 Arrival MakeArrival(int64_t rank, std::promise<Status>& promise) {
-  return {rank, std::make_unique<RankArgs>(),
-          [&promise](const Status& status) { promise.set_value(status); }};
+  return {rank, std::make_unique<RankArgs>(), CompletionOf(promise)};
 }
+
+Failure FailureOf(const char* message) { return std::make_shared<const Status>(Internal(message)); }
 
 CallInfo MakeInfo(int64_t n_ranks, double timeout_s) {
   return {"test", n_ranks, timeout_s, /*late_hint=*/" Is it late?"};
@@ -28,7 +30,40 @@ void TestLastRankGetsAllByRank() {
   CHECK_EQ(rendezvous.Arrive(key, MakeInfo(3, 60), MakeArrival(0, promises[0])).size(), size_t{0});
   const auto arrivals = rendezvous.Arrive(key, MakeInfo(3, 60), MakeArrival(1, promises[1]));
   CHECK_EQ(arrivals.size(), size_t{3});
-  for (int64_t rank = 0; rank < 3; ++rank) CHECK_EQ(arrivals[rank].rank, rank);
+  for (int64_t rank = 0; rank < 3; ++rank) {
+    CHECK_EQ(arrivals[rank].rank, rank);
+    arrivals[rank].completion->Complete(nullptr);
+    CHECK_EQ(promises[rank].get_future().get().ok(), true);
+  }
+}
+
+void TestDroppedCallEndsWithAnError() {
+  std::promise<Status> dropped, completed;
+  CompletionOf(dropped);
+  CHECK_CONTAINS(dropped.get_future().get().message, "dropped a call");
+  CompletionOf(completed)->Complete(nullptr);
+  CHECK_EQ(completed.get_future().get().ok(), true);
+}
+
+// The first completion blocks until the second one, for which there is another thread.
+void TestBlockedCompletionDoesNotDelayOthers() {
+  static std::promise<void> second_ran, both_ran;
+  const auto first = [](const void*, void*, Code, const char*) noexcept {
+    second_ran.get_future().wait();
+    both_ran.set_value();
+  };
+  const auto second = [](const void*, void*, Code, const char*) noexcept {
+    second_ran.set_value();
+  };
+  CompletionThreads& threads = CompletionThreads::Instance();
+  threads.Reserve(2);
+  int future;
+  for (const Completion::Report report : {Completion::Report(first), Completion::Report(second)}) {
+    auto completion = std::make_unique<Completion>(report, nullptr);
+    completion->set_future(&future);
+    threads.Complete(std::move(completion), nullptr);
+  }
+  both_ran.get_future().wait();
 }
 
 void TestMissingRankEndsTheWait() {
@@ -56,7 +91,7 @@ void TestShorterTimeoutIsNotHeldUpByALongerOne() {
   rendezvous.Arrive({&site, 20, 0}, MakeInfo(2, 60), MakeArrival(0, slow));
   rendezvous.Arrive({&site, 21, 0}, MakeInfo(2, 0.1), MakeArrival(0, fast));
   CHECK_EQ(fast.get_future().get().ok(), false);
-  rendezvous.Fail(20, Internal("end of test"));
+  rendezvous.Fail(20, FailureOf("end of test"));
   CHECK_CONTAINS(slow.get_future().get().message, "end of test");
 }
 
@@ -66,13 +101,13 @@ void TestFailureEndsTheRunAndNoOther() {
   int site;
   rendezvous.Arrive({&site, 30, 0}, MakeInfo(2, 60), MakeArrival(0, waiting));
   rendezvous.Arrive({&site, 31, 0}, MakeInfo(2, 60), MakeArrival(0, other_run));
-  rendezvous.Fail(30, Internal("rank 1 failed"));
+  rendezvous.Fail(30, FailureOf("rank 1 failed"));
   CHECK_CONTAINS(waiting.get_future().get().message, "rank 1 failed");
   rendezvous.Arrive({&site, 30, 0}, MakeInfo(2, 60), MakeArrival(1, late));
   CHECK_CONTAINS(late.get_future().get().message, "rank 1 failed");
   auto future = other_run.get_future();
   CHECK_EQ(future.wait_for(std::chrono::milliseconds(50)) == std::future_status::timeout, true);
-  rendezvous.Fail(31, Internal("end of test"));
+  rendezvous.Fail(31, FailureOf("end of test"));
   future.get();
 }
 
@@ -89,6 +124,10 @@ void TestSameRankTwiceIsAnError() {
 }  // namespace
 
 void RunRendezvousTests() {
+  Rendezvous::Instance().StartWatchdog();
+  CompletionThreads::Instance().Reserve(1);
+  TestDroppedCallEndsWithAnError();
+  TestBlockedCompletionDoesNotDelayOthers();
   TestLastRankGetsAllByRank();
   TestMissingRankEndsTheWait();
   TestShorterTimeoutIsNotHeldUpByALongerOne();

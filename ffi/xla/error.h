@@ -6,22 +6,27 @@
 
 namespace jax_ep {
 
-inline xla::ffi::Error ToError(const Status& status) {
-  using xla::ffi::Error;
-  using xla::ffi::ErrorCode;
-  switch (status.code) {
+inline XLA_FFI_Error_Code ToErrorCode(Code code) {
+  switch (code) {
     case Code::kOk:
-      return Error::Success();
+      return XLA_FFI_Error_Code_OK;
     case Code::kInvalidArgument:
-      return Error(ErrorCode::kInvalidArgument, status.message);
+      return XLA_FFI_Error_Code_INVALID_ARGUMENT;
     case Code::kFailedPrecondition:
-      return Error(ErrorCode::kFailedPrecondition, status.message);
+      return XLA_FFI_Error_Code_FAILED_PRECONDITION;
     case Code::kDeadlineExceeded:
-      return Error(ErrorCode::kDeadlineExceeded, status.message);
+      return XLA_FFI_Error_Code_DEADLINE_EXCEEDED;
+    case Code::kResourceExhausted:
+      return XLA_FFI_Error_Code_RESOURCE_EXHAUSTED;
     case Code::kInternal:
-      return Error(ErrorCode::kInternal, status.message);
+      return XLA_FFI_Error_Code_INTERNAL;
   }
-  return Error(ErrorCode::kUnknown, status.message);
+  return XLA_FFI_Error_Code_UNKNOWN;
+}
+
+inline xla::ffi::Error ToError(const Status& status) {
+  if (status.ok()) return xla::ffi::Error::Success();
+  return xla::ffi::Error(ToErrorCode(status.code), status.message);
 }
 
 }  // namespace jax_ep

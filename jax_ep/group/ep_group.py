@@ -307,7 +307,8 @@ def ep_init(
             why. Or a process opens another group: all raise it at once, and it says what differs.
         RuntimeError: in some process the buffers could not be set up, or an equal group, or one in
             the same memory, is open and has failed; all processes raise it, naming process and
-            reason. So they do if a process is interrupted.
+            reason. So they do if a process is interrupted. Or the system refused a thread that
+            `host` needs.
         TimeoutError: a process did not call within `config.timeout_s`; one that calls later raises
             it at once. If it is raised, or any other error, the group is open in no process, and
             `ep_init` may be called again.

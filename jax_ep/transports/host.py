@@ -87,15 +87,14 @@ class HostConnection(FfiConnection):
         that waits for a rank ends within `timeout_s`, but programs may wait for something else.
         """
         pending = [x for x in jax.live_arrays("cpu") if not _is_ready(x)]
-        progress, waited, since = None, 0.0, time.monotonic()
+        progress, waited = None, 0.0
         while pending:
             before, progress = progress, (len(pending), self._n_calls())
             if progress != before:
-                since = time.monotonic()
-            waited = time.monotonic() - since
+                waited = 0.0
             if waited > self.geometry.config.timeout_s + _GRACE_S:
                 return self._warn_of_pending_results(waited)
-            time.sleep(min(max(waited / 10, _MIN_POLL_S), _MAX_POLL_S))
+            waited += _sleep(min(max(waited / 10, _MIN_POLL_S), _MAX_POLL_S))
             pending = [x for x in pending if not _is_ready(x)]
 
     def _n_calls(self) -> int:
@@ -139,6 +138,16 @@ def _why_not_loaded() -> str | None:
     except ImportError as error:
         return extension.why_missing("_ffi", error)
     return None
+
+
+def _sleep(seconds: float) -> float:
+    """Sleeps; returns how long, but at most twice as long as asked for.
+
+    If the whole process is paused (a debugger, SIGSTOP), what it waits for is, too.
+    """
+    begin = time.monotonic()
+    time.sleep(seconds)
+    return min(time.monotonic() - begin, 2 * seconds)
 
 
 def _is_ready(x: Any) -> bool:

@@ -66,7 +66,7 @@ class Job:
 
     def give_up(self) -> None:
         """As ep_init does, for an interrupt that has come before it."""
-        from jax_ep.transports import select
+        from jax_ep.group import select
 
         original = select._select
         select._select = lambda *_: 1 / 0
@@ -278,7 +278,7 @@ def stopped_while_it_waits(job: Job) -> None:
 
 def garbage(job: Job) -> None:
     """Someone has written to the keys of the next meeting: all raise, and name the key."""
-    from jax_ep import exchange
+    from jax_ep.processes import exchange
 
     root = f"jax_ep/0-{job.n - 1}"
     number = exchange._members[0].next_numbers[root.removeprefix("jax_ep/")]

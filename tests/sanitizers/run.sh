@@ -11,7 +11,8 @@
 #   1. build the package, seeded_faults.cc and (for TSan) tsan_edges.cc;
 #   2. check that the sanitizer reports each seeded fault, and nothing where there is none;
 #   3. run the C++ tests of ffi/tests;
-#   4. run pytest.
+#   4. run pytest;
+#   5. run the fault scripts of tests/faults, a sample of each.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 venv=$(realpath "$1")
@@ -62,7 +63,7 @@ build() {
 python() {
   local sanitizer=$1 dir=$2
   shift 2
-  local path=$dir/package:$here:$site_packages
+  local path=$dir/package:$here:tests/faults:$site_packages
   if [[ $sanitizer == thread ]]; then
     # When jaxlib waits, TSan sees the lock at the end of the wait but not the unlock at its
     # start, so its graph of held locks overflows. The C++ tests check the order of jax_ep's locks.
@@ -124,13 +125,21 @@ run() {
     } > "$dir/cpp.log" 2>&1 || { cat "$dir/cpp.log"; fail "the C++ tests do not build"; }
     "$venv/bin/ctest" --test-dir "$dir/cpp" --output-on-failure --no-tests=error
   fi
-  echo "--- $sanitizer: pytest"
-  rm -f "$dir"/report.*
   local plugin=()
   [[ $sanitizer == thread ]] && plugin=(-p tsan_edges)
-  # Exit with pytest's status: some of TSan's reports do not concern our code.
-  tsan_exitcode=0 python "$sanitizer" "$dir" -m pytest "${plugin[@]}" -p no:cacheprovider \
-    "${pytest_options[@]}" || status=$?
+  reported "$sanitizer" "$dir" pytest -m pytest "${plugin[@]}" -p no:cacheprovider \
+    "${pytest_options[@]}"
+  reported "$sanitizer" "$dir" faults tests/faults/__main__.py --quick
+}
+
+# reported SANITIZER DIRECTORY WHAT ARGUMENT...: runs Python; there must be no report.
+reported() {
+  local sanitizer=$1 dir=$2 what=$3 status=0
+  shift 3
+  echo "--- $sanitizer: $what"
+  rm -f "$dir"/report.*
+  # Exit with Python's status: some of TSan's reports do not concern our code.
+  tsan_exitcode=0 python "$sanitizer" "$dir" "$@" || status=$?
   if compgen -G "$dir/report.*" > /dev/null; then
     if [[ $sanitizer == thread ]]; then
       "$venv/bin/python" $here/our_reports.py "$dir"/report.* || fail "$sanitizer: reports above"
@@ -139,7 +148,7 @@ run() {
       fail "$sanitizer: reports above"
     fi
   fi
-  [[ $status -eq 0 ]] || fail "$sanitizer: pytest ended with status $status"
+  [[ $status -eq 0 ]] || fail "$sanitizer: $what ended with status $status"
 }
 
 [[ -d $include/xla/ffi/api ]] || fail "no XLA FFI headers in $include"
