@@ -19,12 +19,12 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import handmade
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.mlir import ir
 
+import handmade
 import jax_ep
 
 R, E, K, H, T = 4, 8, 2, 16, 4
