@@ -58,7 +58,7 @@ class EPConfig:
     Attributes:
         n_experts: experts over all ranks (E). Global expert `g` lives on rank `g // L` as local
             expert `g % L`, L = E / R.
-        top_k: experts per token (K).
+        top_k: experts per token (K), at most E; a shared expert comes on top.
         hidden_size: elements per token (H).
         max_tokens_per_rank: upper bound on the tokens that a rank dispatches in one call (M).
         token_format: what travels per token.
@@ -122,6 +122,11 @@ class EPConfig:
     def __post_init__(self) -> None:
         for name in ("n_experts", "top_k", "hidden_size", "max_tokens_per_rank"):
             self._set(name, check_count(name, getattr(self, name)))
+        if self.top_k > self.n_experts:
+            raise ValueError(
+                f"top_k must be at most n_experts; got top_k={self.top_k}, "
+                f"n_experts={self.n_experts}."
+            )
         for name in ("recv_capacity", "n_gpus_per_node", "n_nodes", "n_sms"):
             if getattr(self, name) is not None:
                 self._set(name, check_count(name, getattr(self, name)))

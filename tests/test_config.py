@@ -80,6 +80,13 @@ def test_sizes_must_be_given(name):
         config(**{name: None})
 
 
+def test_a_token_has_at_most_as_many_choices_as_there_are_experts():
+    assert config(top_k=16).top_k == 16
+    for shared in (False, True):  # a shared expert is no choice
+        with pytest.raises(ValueError, match="top_k must be at most n_experts; got top_k=17, n_"):
+            config(top_k=17, fused_shared_expert=shared)
+
+
 @pytest.mark.parametrize("value", [0, -1.0, float("nan")])
 def test_the_timeout_is_positive(value):
     with pytest.raises(ValueError, match="timeout_s"):

@@ -253,6 +253,7 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "count-type": lambda: config(top_k=2.5),
     "count-range": lambda: config(n_experts=2**40),
     "count-value": lambda: config(hidden_size=0),
+    "top-k": lambda: config(top_k=E + 1),
     "format-type": lambda: config(token_format=jnp.bfloat16),
     "format-dtype": lambda: jax_ep.Plain(jnp.int8),
     "block-size": lambda: config(token_format=jax_ep.BlockwiseFP8()),
