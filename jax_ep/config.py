@@ -10,6 +10,7 @@ import numpy as np
 
 from jax_ep.formats import BF16, TokenFormat
 from jax_ep.formats.plain import as_dtype
+from jax_ep.unpickling import CheckedDataclass
 
 _COMBINE_DTYPES = tuple(np.dtype(each) for each in (jnp.bfloat16, jnp.float16, jnp.float32))
 _ROW_ALIGNMENTS = (1, 4, 16, 32, 64, 128, 256)
@@ -52,7 +53,7 @@ class RoutedSizes(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EPConfig:
+class EPConfig(CheckedDataclass):
     """Static parameters of dispatch and combine; frozen and hashable.
 
     Attributes:
@@ -100,7 +101,8 @@ class EPConfig:
         timeout_s: how long a rank waits for another in one call, in seconds; at most 1e6.
 
     Raises:
-        ValueError: a value has the wrong type or is out of range. At construction.
+        ValueError: a value has the wrong type or is out of range. At construction, and when a
+            pickle is loaded.
     """
 
     n_experts: int

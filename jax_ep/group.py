@@ -5,6 +5,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
+from jax_ep import unpickling
 from jax_ep.checks import check_manual
 from jax_ep.config import EPConfig
 from jax_ep.connection import Connection
@@ -201,35 +202,12 @@ def _open_pickled(
     memory_config: EPConfig | None,
 ) -> EPGroup:
     """The group of a pickle; `memory_config` is that of the group whose memory it uses."""
-    shape, axis_names, axis_types = axes
-    by_id = {device.id: device for device in _devices_of(platform, ids)}
-    missing = [each for each in ids if each not in by_id]
-    if missing:
-        raise ValueError(
-            f"A pickled EPGroup needs the {platform} devices {ids} of its mesh; this program has "
-            f"no device {missing[0]}. Unpickle it where JAX has these devices, or make a group for "
-            "this machine's with ep_init."
-        )
-    devices = np.array([by_id[each] for each in ids]).reshape(shape)
-    mesh = jax.sharding.Mesh(devices, axis_names, axis_types=axis_types)
-    axis_name, config, transport = arguments
+    mesh = unpickling.find_mesh(platform, ids, axes)
+    axis_name, config, transport = unpickling.check_arguments(arguments)
     if memory_config is None:
         return ep_init(mesh, axis_name, config, transport)
     with ep_init(mesh, axis_name, memory_config, transport) as memory_of:
         return ep_init(mesh, axis_name, config, transport, memory_of=memory_of)
-
-
-def _devices_of(platform: str, ids: list[int]) -> list[jax.Device]:
-    """The devices of a platform; raises ValueError if JAX has no such platform."""
-    try:
-        return jax.devices(platform)
-    except RuntimeError as error:
-        here = ", ".join(sorted({device.platform for device in jax.devices()}))
-        raise ValueError(
-            f"A pickled EPGroup needs the {platform} devices {ids} of its mesh; this program has "
-            f"devices of {here} only. Unpickle it where JAX has the platform {platform}, or make a "
-            "group for this machine's devices with ep_init."
-        ) from error
 
 
 def check_group(operation: str, group: EPGroup) -> None:
@@ -311,6 +289,7 @@ def ep_init(
     _check_mesh(mesh)
     if not isinstance(config, EPConfig):
         raise TypeError(f"config must be an EPConfig; got {type(config).__name__}.")
+    unpickling.check_fields("config", config)
     memory = _memory_of(memory_of)
     if memory is not None and transport == "auto":
         transport = memory.transport

@@ -87,6 +87,36 @@ def test_a_token_has_at_most_as_many_choices_as_there_are_experts():
             config(top_k=17, fused_shared_expert=shared)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"top_k": 99}, "top_k must be at most n_experts"),
+        ({"timeout_s": "60"}, "timeout_s must be a number"),
+        ({"n_expert": 8}, "A pickled EPConfig has a field 'n_expert', which this version"),
+        ({"hidden_size": None}, "hidden_size must be a positive integer"),
+    ],
+)
+def test_an_unpickled_config_is_checked(changes, message):
+    """tests/faults/pickles.py has more."""
+    data = pickle.dumps(config())
+    assert pickle.loads(data) == copy.copy(config()) == config()
+    with pytest.raises(ValueError, match=message):
+        object.__new__(jax_ep.EPConfig).__setstate__(vars(config()) | changes)
+
+
+def test_a_pickle_of_an_earlier_version_may_lack_fields_that_have_defaults():
+    old = object.__new__(jax_ep.EPConfig)
+    old.__setstate__(VALID)
+    assert old == config()
+    with pytest.raises(ValueError, match="A pickled EPConfig lacks the field 'top_k'"):
+        old.__setstate__({"n_experts": 4})
+
+
+def test_an_unpickled_format_is_checked():
+    with pytest.raises(ValueError, match="scales_layout must be one of"):
+        object.__new__(jax_ep.MXFP8).__setstate__({"scales_layout": "diagonal"})
+
+
 @pytest.mark.parametrize("value", [0, -1.0, float("nan")])
 def test_the_timeout_is_positive(value):
     with pytest.raises(ValueError, match="timeout_s"):

@@ -267,6 +267,8 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "timeout": lambda: config(timeout_s=float("inf")),
     "config-type": lambda: jax_ep.ep_init(make_mesh(), "ep", None),
     "flag": lambda: config(skip_a2a=0),
+    "config-pickle": lambda: object.__new__(jax_ep.EPConfig).__setstate__({"n_expert": 8}),
+    "config-empty": lambda: jax_ep.ep_init(make_mesh(), "ep", object.__new__(jax_ep.EPConfig)),
     "mesh-abstract": lambda: jax_ep.ep_init(
         jax.sharding.AbstractMesh((1,), ("ep",)), "ep", config()
     ),
