@@ -16,6 +16,7 @@ from jax_ep.geometry import Geometry
 
 def check_manual(operation: str, geometry: Geometry) -> None:
     """Requires the call to be inside a `jax.shard_map` over the group's mesh."""
+    operation = geometry.call(operation)
     mesh, names = jax.sharding.get_abstract_mesh(), geometry.axis_names
     if set(names) - set(mesh.manual_axes):
         axes = f"axis {names[0]!r}" if len(names) == 1 else f"axes {names}"

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import operator
+import re
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ _COMBINE_DTYPES = tuple(np.dtype(each) for each in (jnp.bfloat16, jnp.float16, j
 _ROW_ALIGNMENTS = (1, 4, 16, 32, 64, 128, 256)
 _INT32_MAX = 2**31 - 1
 _MAX_TIMEOUT_S = 1e6
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,31}")
 
 
 class RoutedSizes(NamedTuple):
@@ -99,6 +101,9 @@ class EPConfig(CheckedDataclass):
             asynchronous calls (docs/overlap.md). The exchange between nodes of `nvshmem` takes up
             to 64, whatever this says.
         timeout_s: how long a rank waits for another in one call, in seconds; at most 1e6.
+        name: of the group, such as `"decode"`, for its errors: at most 32 letters, digits and
+            underscores, no digit first. Groups of different names are different groups: they share
+            no buffers, unless by `memory_of`.
 
     Raises:
         ValueError: a value has the wrong type or is out of range. At construction, and when a
@@ -120,6 +125,7 @@ class EPConfig(CheckedDataclass):
     n_nodes: int | None = None
     n_sms: int | None = None
     timeout_s: float = 60.0
+    name: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("n_experts", "top_k", "hidden_size", "max_tokens_per_rank"):
@@ -149,6 +155,13 @@ class EPConfig(CheckedDataclass):
             if not isinstance(getattr(self, name), bool | np.bool_):
                 raise ValueError(f"{name} must be True or False; got {getattr(self, name)!r}.")
             self._set(name, bool(getattr(self, name)))
+        if self.name is not None and not (
+            isinstance(self.name, str) and _NAME.fullmatch(self.name)
+        ):
+            raise ValueError(
+                "name must be None or at most 32 letters, digits and underscores, no digit first; "
+                f"got {self.name!r}."
+            )
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)

@@ -210,12 +210,17 @@ def _open_pickled(
         return ep_init(mesh, axis_name, config, transport, memory_of=memory_of)
 
 
-def check_group(operation: str, group: EPGroup) -> None:
-    """Requires an open group, and a `jax.shard_map` over its mesh around the call."""
+def check_group(operation: str, group: EPGroup) -> str:
+    """Requires an open group, and a `jax.shard_map` over its mesh around the call.
+
+    Returns:
+        The call as messages name it.
+    """
     check_is_group(operation, group)
     if group.closed:
         raise ValueError(f"{operation}: group {group.key} is closed. Make a new one with ep_init.")
     check_manual(operation, group.geometry)
+    return group.geometry.call(operation)
 
 
 def check_is_group(operation: str, group: Any) -> None:

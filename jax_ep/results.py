@@ -285,15 +285,14 @@ def check_dispatched(operation: str, dispatched: Any, group: EPGroup | None = No
 
 def check_in_flight(operation: str, in_flight: Any, group: EPGroup) -> None:
     """Requires the result of `{operation}_async` of the group."""
+    wait = group.geometry.call(f"{operation}_wait")
     if not isinstance(in_flight, InFlight) or in_flight.operation != operation:
         got = type(in_flight).__name__
         if isinstance(in_flight, InFlight):
             got = f"that of {in_flight.operation}_async"
-        raise TypeError(
-            f"{operation}_wait: in_flight must be the result of {operation}_async; got {got}."
-        )
+        raise TypeError(f"{wait}: in_flight must be the result of {operation}_async; got {got}.")
     if in_flight.group != group:
         raise ValueError(
-            f"{operation}_wait: in_flight must come from this group, {group.key}; it comes from "
+            f"{wait}: in_flight must come from this group, {group.key}; it comes from "
             f"{in_flight.group.key}."
         )

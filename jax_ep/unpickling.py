@@ -41,8 +41,8 @@ def check_fields(name: str, value: Any) -> None:
     missing = [each.name for each in dataclasses.fields(value) if each.name not in vars(value)]
     if missing:
         raise ValueError(
-            f"{name} must have a field {missing[0]!r}; this {type(value).__name__} has none. Was it "
-            "unpickled from damaged data?"
+            f"{name} must have a field {missing[0]!r}; this {type(value).__name__} has none. Was "
+            "it unpickled from damaged data?"
         )
 
 

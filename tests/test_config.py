@@ -32,6 +32,7 @@ def test_defaults_are_the_documented_ones():
     assert (defaults.n_gpus_per_node, defaults.n_nodes) == (None, None)
     assert defaults.n_sms is None
     assert defaults.timeout_s == 60.0
+    assert defaults.name is None
 
 
 def test_bf16_is_plain_bfloat16():
@@ -110,6 +111,49 @@ def test_a_pickle_of_an_earlier_version_may_lack_fields_that_have_defaults():
     assert old == config()
     with pytest.raises(ValueError, match="A pickled EPConfig lacks the field 'top_k'"):
         old.__setstate__({"n_experts": 4})
+
+
+@pytest.mark.parametrize("value", ["", "a b", "a-b", "1st", "x" * 33, "é", "a\n", 3, b"decode"])
+def test_a_name_is_a_short_identifier(value):
+    with pytest.raises(ValueError, match="name must be None or at most 32 letters"):
+        config(name=value)
+
+
+def test_groups_of_different_names_are_different(transport):
+    case = cases.SMALL[1]
+    groups = [group_of(case, transport, name=name) for name in (None, "decode", "prefill")]
+    assert len(set(groups)) == 3
+    assert groups[1] == group_of(case, transport, name="decode")
+    assert groups[1].key.startswith(f"decode-{transport}-ep1-")
+    assert "EPGroup(decode-" in repr(groups[1])
+
+
+def test_errors_name_the_group(transport):
+    case = cases.SMALL[1]
+    with group_of(case, transport, name="decode") as group:
+        tokens = jnp.ones((2, case.hidden_size), jnp.bfloat16)
+        ids = jnp.zeros((2, case.top_k), jnp.int32)
+
+        def run(body):
+            jax.block_until_ready(on_mesh(group.mesh, body)(*put(group.mesh, [tokens])))
+
+        def with_wrong(name):
+            def body(x):
+                rows = jax_ep.dispatch(group, x, ids[:1] if name == "topk_ids" else ids)
+                out = rows.tokens[:-1] if name == "expert_out" else rows.tokens
+                return jax_ep.combine(group, out, rows)
+
+            return body
+
+        for call, name in ("dispatch", "topk_ids"), ("combine", "expert_out"):
+            with pytest.raises(ValueError, match=f"^{call} of group decode: {name} must have"):
+                run(with_wrong(name))
+        with pytest.raises(ValueError, match="dispatch of group decode must be called inside"):
+            jax_ep.dispatch(group, tokens, ids)
+        with pytest.raises(TypeError, match="combine of group decode: dispatched must be"):
+            run(lambda x: jax_ep.combine(group, x, x))
+    with pytest.raises(ValueError, match="dispatch: group decode-.* is closed"):
+        jax_ep.dispatch(group, tokens, ids)
 
 
 def test_an_unpickled_format_is_checked():

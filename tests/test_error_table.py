@@ -265,6 +265,7 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "combine-dtype": lambda: config(combine_dtype=jnp.float64),
     "timeout-type": lambda: config(timeout_s="soon"),
     "timeout": lambda: config(timeout_s=float("inf")),
+    "name": lambda: config(name="decode-1"),
     "config-type": lambda: jax_ep.ep_init(make_mesh(), "ep", None),
     "flag": lambda: config(skip_a2a=0),
     "config-pickle": lambda: object.__new__(jax_ep.EPConfig).__setstate__({"n_expert": 8}),

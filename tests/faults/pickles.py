@@ -109,6 +109,8 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "timeout_s nan": config(timeout_s=float("nan")),
     "timeout_s str": config(timeout_s="60"),
     "timeout_s negative": config(timeout_s=-1.0),
+    "name dash": config(name="a-b"),
+    "name int": config(name=3),
     "n_expert extra": config(n_expert=8),
     "EPConfig list": lambda: load(jax_ep.EPConfig, [8, 2]),
     "n_experts of none": tampered_memory,
@@ -127,6 +129,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
 }
 # What loads, and equals a config that is made from the same fields.
 VALID = {
+    "name missing": config(without="name"),
     "zero_unused_rows missing": config(without="zero_unused_rows"),
     "timeout_s of NumPy": config(timeout_s=np.float32(60)),
     "recv_capacity beyond need": config(recv_capacity=2**31 - 4),
