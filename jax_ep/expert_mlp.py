@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep import autodiff_matmul, checks
 from jax_ep.dequantize import dequantize
-from jax_ep.expert_weights import ExpertWeights, check_arrays, check_codes
+from jax_ep.expert_weights import ExpertWeights, call_name, check_arrays, check_codes
 from jax_ep.formats import BlockwiseFP8, Plain, QuantizedFormat
 from jax_ep.fused_silu import QuantizedRows, check_activation, fused_silu
 from jax_ep.group import check_group
@@ -69,9 +69,10 @@ def expert_mlp(
             is closed or the call outside `jax.shard_map`. While tracing.
     """
     check_dispatched("expert_mlp", dispatched)
-    check_activation("expert_mlp", interleaved, clamp)
+    call = call_name(dispatched)
+    check_activation(call, interleaved, clamp)
     if not isinstance(transposed, bool):
-        raise ValueError(f"expert_mlp: transposed must be True or False; got {transposed!r}.")
+        raise ValueError(f"{call}: transposed must be True or False; got {transposed!r}.")
     if isinstance(dispatched.group.config.token_format, QuantizedFormat):
         check_group("expert_mlp", dispatched.group)  # for `dequantize`
     activation: dict[str, Any] = {"interleaved": interleaved, "clamp": clamp}
@@ -102,20 +103,20 @@ def _quantized_mlp(
     dispatched: Dispatched, weights: ExpertWeights, transposed: bool, activation: dict[str, Any]
 ) -> jax.Array:
     gate_up, down, *biases = weights
+    call = call_name(dispatched)
     token_format = dispatched.group.config.token_format
     if not (isinstance(gate_up, QuantizedWeights) and isinstance(down, QuantizedWeights)):
         raise TypeError(
-            "expert_mlp: gate_up and down must both be arrays or both be QuantizedWeights; got "
+            f"{call}: gate_up and down must both be arrays or both be QuantizedWeights; got "
             f"{type(gate_up).__name__} and {type(down).__name__}."
         )
     if transposed:
         raise ValueError(
-            "expert_mlp: transposed must be False with QuantizedWeights; pass it to "
-            "quantize_weights."
+            f"{call}: transposed must be False with QuantizedWeights; pass it to quantize_weights."
         )
     if not isinstance(token_format, BlockwiseFP8):
         raise ValueError(
-            "expert_mlp: with QuantizedWeights, the rows must be in BlockwiseFP8; the group's "
+            f"{call}: with QuantizedWeights, the rows must be in BlockwiseFP8; the group's "
             f"token_format is {token_format!r}."
         )
     weights = ExpertWeights(gate_up, down, *checks.as_arrays(*biases))
