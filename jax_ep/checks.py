@@ -64,7 +64,54 @@ def check_array(
     if not any(_is_of(x.dtype, dtype) for dtype in dtypes):
         names = " or ".join(_KINDS.get(dtype) or np.dtype(dtype).name for dtype in dtypes)
         raise ValueError(
-            f"{operation}: {name} must be {names}; got {x.dtype.name}. Cast it with .astype()."
+            f"{operation}: {name} must be {names}; got {x.dtype.name}.{advise(x.dtype, *dtypes)}"
+        )
+
+
+def advise(dtype: Any, *wanted: Any) -> str:
+    """What to do with an array of the wrong dtype. A cast, only if it keeps what numbers mean.
+
+    Ids cast to weights, weights cast to ids, and codes cast to numbers give wrong results.
+    """
+    if is_code(dtype):
+        return (
+            " These seem to be codes of a quantized format, which need their scales: take the "
+            "numbers from jax_ep.dequantize(), or from dequantize() of the format."
+        )
+    if any(each not in _KINDS and is_code(each) for each in wanted):
+        return " A cast does not quantize: take codes and scales from quantize() of the format."
+    same = (jnp.integer, jnp.floating)
+    if any(jnp.issubdtype(dtype, kind) and _has_kind(wanted, kind) for kind in same):
+        return " Cast it with .astype()."
+    if jnp.issubdtype(dtype, jnp.floating) and _has_kind(wanted, jnp.integer):
+        return " Are these weights in place of ids?"
+    if jnp.issubdtype(dtype, jnp.integer) and _has_kind(wanted, jnp.floating):
+        return " Are these ids in place of numbers?"
+    return ""
+
+
+def is_code(dtype: Any) -> bool:
+    """Whether numbers of this dtype are probably codes, or scales, of a quantized format."""
+    return np.dtype(dtype) == np.uint8 or (
+        jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 16
+    )
+
+
+def _has_kind(dtypes: Sequence[Any], kind: Any) -> bool:
+    return any(jnp.issubdtype(dtype, kind) for dtype in dtypes)
+
+
+def check_not_swapped(operation: str, topk_ids: Any, topk_weights: Any) -> None:
+    """Requires ids and weights in their places."""
+    if topk_ids is None or topk_weights is None:
+        return
+    is_swapped = jnp.issubdtype(topk_ids.dtype, jnp.floating) and jnp.issubdtype(
+        topk_weights.dtype, jnp.integer
+    )
+    if is_swapped:
+        raise ValueError(
+            f"{operation}: topk_ids must be integers and topk_weights floating-point numbers; got "
+            f"{topk_ids.dtype.name} and {topk_weights.dtype.name}, so they seem to be swapped."
         )
 
 

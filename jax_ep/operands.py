@@ -64,6 +64,7 @@ class DispatchOperands:
         """Checks and routes the user's arguments; also returns `topk_ids`, `int32[..., K]`."""
         config = geometry.config
         topk_ids, topk_weights = checks.as_arrays(topk_ids, topk_weights)
+        checks.check_not_swapped(operation, topk_ids, topk_weights)
         payload = Payload.make(operation, config, tokens)
         leading = payload.leading
         checks.check_per_token(

@@ -195,6 +195,12 @@ def dispatch_ids(topk_ids: Any) -> None:
     run(lambda rank: jax_ep.dispatch(init(), operands()[0], topk_ids).tokens)
 
 
+def dispatch_numbers_as_codes() -> None:
+    group = init(token_format=jax_ep.BlockwiseFP8(), hidden_size=128)
+    tokens = jax_ep.Quantized(jnp.ones((T, 128), jnp.bfloat16), jnp.ones((T, 1)))
+    run(lambda rank: jax_ep.dispatch(group, tokens, operands()[1]).tokens)
+
+
 def call_over_other_replicas() -> None:
     names, shape = ("dp", "ep"), (2, R // 2)
     group = init(make_mesh(shape=shape, names=names))
@@ -303,6 +309,13 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "values-integers": lambda: send_along(jnp.zeros((T, 5), jnp.int32)),
     "integer-ids": lambda: dispatch_ids(np.zeros((T, K), np.float32)),
     "float-weights": lambda: round_trip(init(), topk_weights=np.ones((T, K), np.int32)),
+    "swapped": lambda: run(
+        lambda r: jax_ep.dispatch(init(), operands()[0], jnp.ones((T, K)), operands()[1]).tokens
+    ),
+    "codes": lambda: run(
+        lambda r: jax_ep.dispatch(init(), jnp.ones((T, H), jnp.float8_e4m3fn), operands()[1]).tokens
+    ),
+    "not-codes": dispatch_numbers_as_codes,
     "too-many-tokens": lambda: call(init(max_tokens_per_rank=T - 1)),
     "input-scale": lambda: run(
         lambda r: jax_ep.dispatch(init(), *operands(), input_scale=jnp.ones(1)).tokens
@@ -356,6 +369,8 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "mlp-type": lambda: jax_ep.expert_mlp(jnp.ones((2, 8)), None, None),
     "mlp-weights": lambda: run_experts(jax_ep.BF16(), quantized_weights(128), jnp.ones(3)),
     "mlp-shape": lambda: run_experts(jax_ep.BF16(), *mlp_weights(n_in=64)),
+    "mlp-halves": lambda: run_experts(jax_ep.BF16(), *mlp_weights(n_columns=8)),
+    "mlp-sizes": lambda: run_experts(jax_ep.BF16(), *mlp_weights(n_columns=24)),
     "mlp-dtype": lambda: run_experts(jax_ep.BF16(), *mlp_weights(dtype=jnp.float32)),
     "mlp-columns": lambda: run_experts(jax_ep.BF16(), *mlp_weights(n_columns=15)),
     "mlp-clamp": lambda: run_experts(jax_ep.BF16(), *mlp_weights(), clamp=(1.0, -1.0)),
