@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
 
 from jax_ep.connection import Connection, FfiConnection
 from jax_ep.formats import QuantizedFormat
@@ -251,6 +252,40 @@ def _straight_through_bwd(
 
 
 straight_through.defvjp(_straight_through_fwd, _straight_through_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def without_gradient(
+    call: str, source_tokens: jax.Array, codes: jax.Array, scales: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Codes and scales that `source_tokens` became; raises where a gradient reaches them.
+
+    It would be dropped: `dequantize` has a rule of its own, which takes the gradient past them.
+    """
+    return codes, scales
+
+
+def _without_gradient_fwd(
+    call: str, source_tokens: Any, codes: Any, scales: Any
+) -> tuple[tuple[jax.Array, jax.Array], None]:
+    return (codes.value, scales.value), None
+
+
+def _without_gradient_bwd(call: str, saved: None, cotangents: Any) -> tuple[None, None, None]:
+    def is_zero(cotangent: Any) -> bool:
+        is_symbolic = isinstance(cotangent, SymbolicZero)
+        return is_symbolic or getattr(cotangent, "dtype", None) == jax.dtypes.float0
+
+    if all(map(is_zero, cotangents)):
+        return None, None, None
+    raise NotImplementedError(
+        f"{call}: tokens and scales of its result are codes, which have no gradient. Take the rows "
+        "from jax_ep.dequantize() or call jax_ep.expert_mlp(), whose gradients pass straight "
+        "through the rounding; or pass both through jax.lax.stop_gradient()."
+    )
+
+
+without_gradient.defvjp(_without_gradient_fwd, _without_gradient_bwd, symbolic_zeros=True)
 
 
 def _clear_unused(rows: jax.Array, in_use: jax.Array) -> jax.Array:

@@ -57,14 +57,14 @@ def check_codes(dispatched: Dispatched, weights: ExpertWeights) -> None:
 
 def _check_own_experts(dispatched: Dispatched, n_groups: int, **weights: Any) -> None:
     """Requires weights of this rank's experts: those of all ranks are the usual mistake."""
-    group = dispatched.group
+    group, call = dispatched.group, call_name(dispatched)
     n_experts = group.config.n_experts
     for name, x in weights.items():
         if x is not None and x.ndim == 3 and x.shape[0] == n_experts != n_groups:
             raise ValueError(
-                f"{call_name(dispatched)}: {name} must have this rank's experts, L={n_groups}; got "
-                f"{n_experts}, those of all ranks. Shard its first axis: jax.P({group.axis_name!r}) "
-                "in in_specs of jax.shard_map."
+                f"{call}: {name} must have this rank's experts, L={n_groups}; got {n_experts}, "
+                f"those of all ranks. Shard its first axis: jax.P({group.axis_name!r}) in in_specs "
+                "of jax.shard_map."
             )
 
 

@@ -57,6 +57,8 @@ def dispatch(
         TypeError: `group` is not a group. While tracing.
         ValueError: a shape or dtype does not fit the group, or the call is not inside a
             `jax.shard_map` over the whole mesh of the group. While tracing.
+        NotImplementedError: a gradient reaches codes or scales of the result, in a format that
+            quantizes. While tracing.
         jax.errors.JaxRuntimeError: a rank failed or did not call within `config.timeout_s`. When
             the result is used.
     """

@@ -8,6 +8,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
+from jax_ep import autodiff
 from jax_ep.choices import count_choices
 from jax_ep.config import EPConfig
 from jax_ep.formats import QuantizedFormat
@@ -168,6 +169,12 @@ class Dispatched:
         if config.zero_unused_rows:
             fields |= _without_unused_rows(config, DispatchResults(**fields))
         has_source = isinstance(operands.token_format, QuantizedFormat)
+        if has_source:
+            codes = fields["tokens"], fields["scales"]
+            fixed = jax.lax.stop_gradient(codes)
+            call = group.geometry.call("dispatch")
+            codes = autodiff.without_gradient(call, operands.tokens, *fixed)
+            fields["tokens"], fields["scales"] = codes
         n_tokens = math.prod(topk_ids.shape[:-1])
         n_groups = group.geometry.routed.n_local_groups
         return cls(

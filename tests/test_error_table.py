@@ -201,6 +201,15 @@ def dispatch_numbers_as_codes() -> None:
     run(lambda rank: jax_ep.dispatch(group, tokens, operands()[1]).tokens)
 
 
+def differentiate_codes() -> None:
+    group = init(token_format=jax_ep.MXFP8(), hidden_size=128)
+
+    def total(tokens: jax.Array) -> jax.Array:
+        return jax_ep.dispatch(group, tokens, operands()[1]).tokens.astype(jnp.float32).sum()
+
+    run(lambda rank: jax.grad(total)(jnp.ones((T, 128)) * rank))
+
+
 def call_over_other_replicas() -> None:
     names, shape = ("dp", "ep"), (2, R // 2)
     group = init(make_mesh(shape=shape, names=names))
@@ -355,6 +364,7 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
             .sum()
         )
     )(jnp.ones((2, 64))),
+    "codes-gradient": differentiate_codes,
     "silu-offsets": lambda: jax.block_until_ready(
         jax_ep.fused_silu(jnp.ones((2, 4)), np.uint32([0, 3]))
     ),
