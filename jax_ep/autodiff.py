@@ -254,7 +254,6 @@ def _straight_through_bwd(
 straight_through.defvjp(_straight_through_fwd, _straight_through_bwd)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def without_gradient(
     call: str, source_tokens: jax.Array, codes: jax.Array, scales: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
@@ -262,6 +261,14 @@ def without_gradient(
 
     It would be dropped: `dequantize` has a rule of its own, which takes the gradient past them.
     """
+    with jax.disable_jit(False):
+        return _codes_and_scales(call, source_tokens, codes, scales)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _identity(
+    call: str, source_tokens: jax.Array, codes: jax.Array, scales: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     return codes, scales
 
 
@@ -285,7 +292,9 @@ def _without_gradient_bwd(call: str, saved: None, cotangents: Any) -> tuple[None
     )
 
 
-without_gradient.defvjp(_without_gradient_fwd, _without_gradient_bwd, symbolic_zeros=True)
+_identity.defvjp(_without_gradient_fwd, _without_gradient_bwd, symbolic_zeros=True)
+# Under a jit, since a jax.shard_map that runs eagerly has no symbolic zeros.
+_codes_and_scales = jax.jit(_identity, static_argnums=0, inline=True)
 
 
 def _clear_unused(rows: jax.Array, in_use: jax.Array) -> jax.Array:
