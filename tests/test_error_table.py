@@ -143,6 +143,17 @@ def call_without_rank_3() -> None:
     run(body)
 
 
+def call_in_two_branches() -> None:
+    """Rank 3 dispatches twice as many tokens as the others, in another branch."""
+    group = init(timeout_s=0.5)
+
+    def dispatch(n: int) -> jax.Array:
+        tokens, ids = operands()
+        return jax_ep.dispatch(group, tokens[:n], ids[:n]).tokens[:1, 0].astype(float)
+
+    run(lambda rank: jax.lax.cond(rank[0] == 3, lambda: dispatch(T), lambda: dispatch(T // 2)))
+
+
 class OneProcessRuntime:
     """The distributed runtime's client in a job whose other process never answers."""
 
@@ -207,7 +218,7 @@ def differentiate_codes() -> None:
     def total(tokens: jax.Array) -> jax.Array:
         return jax_ep.dispatch(group, tokens, operands()[1]).tokens.astype(jnp.float32).sum()
 
-    run(lambda rank: jax.grad(total)(jnp.ones((T, 128)) * rank))
+    run(lambda rank: jax.grad(total)(jnp.ones((T, 128)) * rank.astype(jnp.float32)))
 
 
 def call_over_other_replicas() -> None:
@@ -443,6 +454,7 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "changed-handle": change_handle,
     "failed-rank": call_with_failing_rank,
     "missing-rank": call_without_rank_3,
+    "other-branch": call_in_two_branches,
 }
 
 

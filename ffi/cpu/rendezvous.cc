@@ -97,6 +97,30 @@ void Rendezvous::Fail(int64_t run_id, const Status& status) {
   CompleteOnThreads(std::move(completes), status);
 }
 
+std::string Rendezvous::DescribeElsewhere(const CallKey& key) const {
+  const Call& call = calls_.at(key);
+  const RankArgs& mine = *call.arrivals.front().args;
+  if (mine.group == nullptr) return "";
+  std::string text;
+  for (const auto& [other_key, other] : calls_) {
+    if (other_key.run_id != key.run_id || &other == &call) continue;
+    std::vector<int64_t> ranks;  // of this call's group
+    for (const Arrival& arrival : other.arrivals) {
+      const std::optional<Device> device = mine.group->Find(arrival.args->device.ordinal);
+      if (device && device->coordinate.replica == key.replica) {
+        ranks.push_back(device->coordinate.rank);
+      }
+    }
+    if (ranks.empty()) continue;
+    std::sort(ranks.begin(), ranks.end());
+    text += " Meanwhile " + RankList(ranks, call.info.first_rank) +
+            (ranks.size() == 1 ? " waits" : " wait") + " in another call of the program, " +
+            other.info.name + ", with " + std::to_string(other.arrivals.front().args->NumTokens()) +
+            " tokens; this one has " + std::to_string(mine.NumTokens()) + ".";
+  }
+  return text;
+}
+
 const Status* Rendezvous::FindFailure(int64_t run_id) const {
   for (const auto& [failed_run, status] : failed_runs_) {
     if (failed_run == run_id) return &status;
@@ -157,7 +181,8 @@ void Rendezvous::WatchDeadlines() {
       continue;
     }
     const Call& call = calls_.at(deadline.key);
-    const Status status = MissingRanks(call.info, call.arrivals, deadline.key.run_id);
+    Status status = MissingRanks(call.info, call.arrivals, deadline.key.run_id);
+    status.message += DescribeElsewhere(deadline.key);
     std::vector<Complete> completes = TakeRun(deadline.key.run_id, status);
     lock.unlock();
     CompleteOnThreads(std::move(completes), status);

@@ -88,6 +88,10 @@ class Rendezvous {
     Clock::time_point started;  // distinguishes a call from a later one with the same key
   };
 
+  // For the error of a call whose time limit is reached: in which other calls of the same run its
+  // missing ranks wait, if they do. Under mutex_.
+  std::string DescribeElsewhere(const CallKey& key) const;
+
   const Status* FindFailure(int64_t run_id) const;
   std::vector<Complete> TakeRun(int64_t run_id, const Status& status);
   void AddDeadline(const CallKey& key, const Call& call);
