@@ -1,5 +1,6 @@
 """EPGroup: a geometry, and the connection that a transport opened for it."""
 
+import logging
 from typing import Any, Self
 
 import jax
@@ -11,8 +12,10 @@ from jax_ep.config import EPConfig
 from jax_ep.connection import Connection
 from jax_ep.exchange import Exchange, ExchangeFn
 from jax_ep.geometry import Geometry
-from jax_ep.stats import RankStats
+from jax_ep.stats import RankStats, describe_drops
 from jax_ep.transports.select import connect
+
+_log = logging.getLogger("jax_ep")
 
 
 class EPGroup:
@@ -28,6 +31,7 @@ class EPGroup:
         """Use `ep_init`."""
         self._connection = connection
         self._closed = False
+        self._has_warned_of_drops = False
 
     @property
     def geometry(self) -> Geometry:
@@ -113,14 +117,17 @@ class EPGroup:
 
         Equal groups that are open at the same time share them; on `p2p` and `nvshmem`, so do groups
         that share memory, and the totals are those of all of them. Does not wait for calls: to
-        count those that are running, first wait for their results (`jax.block_until_ready`).
+        count those that are running, first wait for their results (`jax.block_until_ready`). If
+        rows were dropped, logs a warning (logger `jax_ep`), once per group.
 
         Raises:
             NotImplementedError: the transport keeps no totals (`xla`).
             ValueError: the group is closed.
         """
         self._check_open()
-        return self._connection.stats()
+        stats = self._connection.stats()
+        self._warn_of_drops(stats)
+        return stats
 
     def check(self) -> None:
         """Raises if an earlier call failed on a device of this process.
@@ -150,11 +157,26 @@ class EPGroup:
         the results (`jax.block_until_ready`). All processes of a group must close it; each waits at
         most 10 s for the others, or 12 s on `nvshmem`. Buffers that CUDA graphs refer to are kept
         for the next equal group. Memory that other groups use (`memory_of`) stays until the last of
-        them is closed, in any order.
+        them is closed, in any order. Warns of dropped rows like `stats`, for the calls that are
+        complete.
         """
         if not self._closed:
             self._closed = True
+            self._check_drops()
             self._connection.close()
+
+    def _check_drops(self) -> None:
+        """Warns of dropped rows, where they are counted and can be read."""
+        try:
+            self._warn_of_drops(self._connection.stats())
+        except (NotImplementedError, RuntimeError, ValueError):  # no totals, or a failed device
+            return
+
+    def _warn_of_drops(self, stats: list[RankStats]) -> None:
+        text = None if self._has_warned_of_drops else describe_drops(self.geometry, stats)
+        if text is not None:
+            self._has_warned_of_drops = True
+            _log.warning(text)
 
     def _check_open(self) -> None:
         if self._closed:
