@@ -185,7 +185,7 @@ def check_input_scale(operation: str, token_format: TokenFormat, input_scale: An
         return None
     if input_scale is None:
         return jnp.ones((), jnp.float32)
-    (input_scale,) = as_arrays(input_scale)
+    (input_scale,) = as_arrays(operation, input_scale=input_scale)
     if input_scale.size != 1 or input_scale.dtype != jnp.float32:
         raise ValueError(
             f"{operation}: input_scale must be one float32 number; got "
@@ -201,7 +201,7 @@ def check_input_scales(
     _takes_input_scale(operation, "input_scales", token_format, input_scales)
     if input_scales is None:
         return None
-    (input_scales,) = as_arrays(input_scales)
+    (input_scales,) = as_arrays(operation, input_scales=input_scales)
     check_array(operation, "input_scales", input_scales, (n_groups,), "L", jnp.float32)
     return input_scales
 
@@ -221,13 +221,29 @@ def is_finite(value: Any) -> bool:
     return is_number and not isinstance(value, bool) and math.isfinite(value)
 
 
-def as_arrays(*arrays: Any) -> list[Any]:
-    """JAX arrays; 64-bit NumPy arrays stay as they are, for `check_array` to reject."""
+def as_arrays(operation: str, **arrays: Any) -> list[Any]:
+    """JAX arrays; None and 64-bit NumPy arrays stay as they are, for `check_array` to reject."""
 
-    def stays(x: Any) -> bool:
-        return x is None or (isinstance(x, np.ndarray | np.generic) and x.dtype.itemsize == 8)
+    def convert(name: str, x: Any) -> Any:
+        if x is None or (isinstance(x, np.ndarray | np.generic) and x.dtype.itemsize == 8):
+            return x
+        try:
+            if isinstance(x, str | bytes):
+                raise TypeError
+            return jnp.asarray(x)
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"{operation}: {name} must be an array of numbers; got {type(x).__name__}."
+            ) from None
 
-    return [x if stays(x) else jnp.asarray(x) for x in arrays]
+    return [convert(name, x) for name, x in arrays.items()]
+
+
+def check_flags(operation: str, **flags: Any) -> None:
+    """Requires True or False."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{operation}: {name} must be True or False; got {value!r}.")
 
 
 def vary_alike(axis_names: Sequence[str], *arrays: Any) -> list[Any]:

@@ -1,10 +1,13 @@
 """dequantize: converts received rows back to floating point."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from jax_ep import autodiff
 from jax_ep.formats import QuantizedFormat
+from jax_ep.formats.plain import as_dtype
 from jax_ep.group import check_group
 from jax_ep.results import Dispatched, check_dispatched
 from jax_ep.rows import in_use
@@ -26,11 +29,13 @@ def dequantize(dispatched: Dispatched, dtype: jax.typing.DTypeLike | None = None
 
     Raises:
         TypeError: `dispatched` is not the result of dispatch. While tracing.
-        ValueError: the group is closed, or the call is outside `jax.shard_map`. While tracing.
+        ValueError: the group is closed, the call is outside `jax.shard_map`, or `dtype` is not that
+            of floating-point numbers. While tracing.
     """
     check_dispatched("dequantize", dispatched)
     group, row_offsets = dispatched.group, dispatched.row_offsets
     check_group("dequantize", group)
+    _check_dtype(group.geometry.call("dequantize"), dtype)
     token_format = group.config.token_format
     if not isinstance(token_format, QuantizedFormat):
         rows = dispatched.tokens.astype(dtype or dispatched.tokens.dtype)
@@ -46,3 +51,11 @@ def dequantize(dispatched: Dispatched, dtype: jax.typing.DTypeLike | None = None
     source_tokens = source_tokens.astype(dtype or source_tokens.dtype)
     rows = token_format.dequantize_rows(*fixed, source_tokens.dtype)
     return autodiff.straight_through(group._connection, source_tokens, rows, dispatched.routing)
+
+
+def _check_dtype(operation: str, given: Any) -> None:
+    dtype = as_dtype(given)
+    if given is None or (dtype is not None and jnp.issubdtype(dtype, jnp.floating)):
+        return
+    got = repr(given) if dtype is None else dtype.name
+    raise ValueError(f"{operation}: dtype must be of floating-point numbers; got {got}.")

@@ -85,7 +85,7 @@ def expert_mlp(
 def _plain_mlp(
     dispatched: Dispatched, weights: ExpertWeights, transposed: bool, activation: dict[str, Any]
 ) -> jax.Array:
-    weights = ExpertWeights(*checks.as_arrays(*weights))
+    weights = ExpertWeights(*checks.as_arrays(call_name(dispatched), **weights._asdict()))
     check_arrays(dispatched, weights, transposed)
     rows, row_offsets = dispatched.tokens, dispatched.row_offsets
     if isinstance(dispatched.group.config.token_format, QuantizedFormat):
@@ -119,7 +119,8 @@ def _quantized_mlp(
             f"{call}: with QuantizedWeights, the rows must be in BlockwiseFP8; the group's "
             f"token_format is {token_format!r}."
         )
-    weights = ExpertWeights(gate_up, down, *checks.as_arrays(*biases))
+    named = dict(zip(("gate_up_bias", "down_bias"), biases, strict=True))
+    weights = ExpertWeights(gate_up, down, *checks.as_arrays(call, **named))
     check_codes(dispatched, weights)
     row_offsets, scales = dispatched.row_offsets, dispatched.scales
     assert scales is not None

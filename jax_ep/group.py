@@ -300,8 +300,8 @@ def ep_init(
         The group, for functions under `jax.shard_map` to close over.
 
     Raises:
-        TypeError: `mesh` is not a mesh, `config` not an `EPConfig`, or `memory_of` not an
-            `EPGroup`.
+        TypeError: `mesh` is not a mesh, `config` not an `EPConfig`, `exchange` not a function, or
+            `memory_of` not an `EPGroup`.
         ValueError: the config does not fit the mesh or the memory of `memory_of`, the transport
             cannot serve it, or `memory_of` is closed; the message says why.
         RuntimeError: in some process the buffers could not be set up, or an equal group, or one in
@@ -317,6 +317,8 @@ def ep_init(
     if not isinstance(config, EPConfig):
         raise TypeError(f"config must be an EPConfig; got {type(config).__name__}.")
     unpickling.check_fields("config", config)
+    if exchange is not None and not callable(exchange):
+        raise TypeError(f"exchange must be a function or None; got {type(exchange).__name__}.")
     memory = _memory_of(memory_of)
     if memory is not None and transport == "auto":
         transport = memory.transport

@@ -44,7 +44,7 @@ def redispatch(group: EPGroup, values: jax.Array, dispatched: Dispatched) -> jax
     """
     call = check_group("redispatch", group)
     check_dispatched(call, dispatched, group)
-    (values,) = as_arrays(values)
+    (values,) = as_arrays(call, values=values)
     sent, routing = check_values(call, group.geometry, values, dispatched.routing)
     rows = autodiff.redispatch(group._connection, sent, routing)
     if group.config.zero_unused_rows:

@@ -296,6 +296,7 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "flag": lambda: config(skip_a2a=0),
     "config-pickle": lambda: object.__new__(jax_ep.EPConfig).__setstate__({"n_expert": 8}),
     "config-empty": lambda: jax_ep.ep_init(make_mesh(), "ep", object.__new__(jax_ep.EPConfig)),
+    "exchange-type": lambda: jax_ep.ep_init(make_mesh(), "ep", config(), exchange="store"),
     "mesh-abstract": lambda: jax_ep.ep_init(
         jax.sharding.AbstractMesh((1,), ("ep",)), "ep", config()
     ),
@@ -324,6 +325,7 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "shape": lambda: call(init(), ids=(T, K + 1)),
     "dtype": lambda: round_trip(init(), dtype=jnp.float32),
     "none": lambda: dispatch_ids(None),
+    "not-array": lambda: dispatch_ids("ids"),
     "leading": lambda: dispatch_ids(np.zeros((2, T // 2, K), np.int32)),
     "values-dtype": lambda: send_along(jnp.zeros((T, H), jnp.float32)),
     "values-integers": lambda: send_along(jnp.zeros((T, 5), jnp.int32)),
@@ -355,6 +357,7 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
             ).tokens
         )
     ),
+    "dequantize-dtype": lambda: round_trip(init(), lambda d: jax_ep.dequantize(d, jnp.int32)),
     "dequantize-type": lambda: round_trip(init(), lambda d: jax_ep.dequantize(d.tokens)),
     "silu-columns": lambda: jax_ep.fused_silu(jnp.ones((2, 3)), np.uint32([0, 2])),
     "silu-input-scales": lambda: jax_ep.fused_silu(
@@ -386,6 +389,7 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "matmul-codes": lambda: multiply(quantized_weights(8)),
     "matmul-format": lambda: multiply_codes(token_format=jax_ep.MXFP8()),
     "matmul-options": lambda: multiply_codes(transposed=True),
+    "matmul-flag": lambda: multiply(np.ones((1, 8, 4), np.float32), transposed=None),
     "weights-block": lambda: jax_ep.quantize_weights(np.ones((1, 8, 4), np.float32)),
     "mlp-type": lambda: jax_ep.expert_mlp(jnp.ones((2, 8)), None, None),
     "mlp-weights": lambda: run_experts(jax_ep.BF16(), quantized_weights(128), jnp.ones(3)),
