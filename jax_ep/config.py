@@ -155,13 +155,7 @@ class EPConfig(CheckedDataclass):
             if not isinstance(getattr(self, name), bool | np.bool_):
                 raise ValueError(f"{name} must be True or False; got {getattr(self, name)!r}.")
             self._set(name, bool(getattr(self, name)))
-        if self.name is not None and not (
-            isinstance(self.name, str) and _NAME.fullmatch(self.name)
-        ):
-            raise ValueError(
-                "name must be None or at most 32 letters, digits and underscores, no digit first; "
-                f"got {self.name!r}."
-            )
+        _check_name(self.name)
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -299,3 +293,12 @@ def _seconds(name: str, value: Any) -> float:
             f"{name} must be positive and at most {_MAX_TIMEOUT_S:.0f}; got {seconds}."
         )
     return seconds
+
+
+def _check_name(name: Any) -> None:
+    if name is None or (isinstance(name, str) and _NAME.fullmatch(name)):
+        return
+    raise ValueError(
+        "name must be None or at most 32 letters, digits and underscores, no digit first; got "
+        f"{name!r}."
+    )

@@ -18,7 +18,7 @@ from jax import lax
 from jax_ep import checks
 from jax_ep.choices import count_choices
 from jax_ep.config import check_count as _check_count  # public names are documented
-from jax_ep.unpickling import CheckedDataclass
+from jax_ep.unpickling import CheckedDataclass as _CheckedDataclass
 
 _SCORES = ("softmax", "sigmoid")
 _GROUP_SCORES = ("max", "top2")
@@ -26,7 +26,7 @@ _TINY = 1e-20  # as in DeepSeek-V3's code: if all chosen scores are zero, so are
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RouterConfig(CheckedDataclass):
+class RouterConfig(_CheckedDataclass):
     """How scores become choices and weights; frozen and hashable.
 
     docs/layers.md lists what well-known models set.
