@@ -26,6 +26,23 @@ nb::capsule Capsule(T* pointer) {
   return nb::capsule(reinterpret_cast<void*>(pointer));
 }
 
+// A handler that first registers the type of its state, `CallSite`, when XLA asks for its metadata,
+// as it does when it registers the handler. JAX has calls for both registrations, but before there
+// is a CPU backend it queues them, and makes those of handlers first, which XLA then refuses.
+template <XLA_FFI_Handler* kHandler>
+XLA_FFI_Error* WithCallSiteType(XLA_FFI_CallFrame* frame) {
+  static const XLA_FFI_TypeInfo info = ffi::MakeTypeInfo<CallSite>();
+  const XLA_FFI_Extension_Base* extension = frame->extension_start;
+  const bool asks_for_metadata =
+      extension != nullptr && extension->type == XLA_FFI_Extension_Metadata;
+  if (asks_for_metadata) {
+    XLA_FFI_Error* error =
+        ffi::Ffi::RegisterTypeId(frame->api, "jax_ep.CallSite", &CallSite::id, &info);
+    if (error != nullptr) return error;
+  }
+  return kHandler(frame);
+}
+
 nb::dict Targets() {
   nb::dict targets;
   const auto add = [&](const char* name, XLA_FFI_Handler* instantiate, XLA_FFI_Handler* execute) {
@@ -34,19 +51,12 @@ nb::dict Targets() {
     stages["execute"] = Capsule(execute);
     targets[name] = stages;
   };
-  add("jax_ep_dispatch", HostInstantiateDispatch, HostDispatch);
-  add("jax_ep_combine", HostInstantiateCombine, HostCombine);
-  add("jax_ep_combine_grad", HostInstantiateCombine, HostCombineGrad);
+  XLA_FFI_Handler* const instantiate_combine = WithCallSiteType<HostInstantiateCombine>;
+  add("jax_ep_dispatch", WithCallSiteType<HostInstantiateDispatch>, HostDispatch);
+  add("jax_ep_combine", instantiate_combine, HostCombine);
+  add("jax_ep_combine_grad", instantiate_combine, HostCombineGrad);
   targets["jax_ep_fused_silu"] = Capsule(HostFusedSilu);
   return targets;
-}
-
-nb::dict CallSiteType() {
-  static XLA_FFI_TypeInfo info = ffi::MakeTypeInfo<CallSite>();
-  nb::dict type;
-  type["type_id"] = Capsule(&CallSite::id);
-  type["type_info"] = Capsule(&info);
-  return type;
 }
 
 // Strings and lists are converted in the functions, not in nanobind's casters: these end the
@@ -83,7 +93,6 @@ std::shared_ptr<HostGroup> FindGroup(const char* key) {
 NB_MODULE(_ffi, module) {
   module.doc() = "XLA FFI handlers of jax_ep for CPU devices";
   module.def("targets", &Targets, "FFI targets: name -> handler, or stage -> handler.");
-  module.def("call_site_type", &CallSiteType, "FFI type of the handlers' state.");
   module.def("open_group", &OpenGroup, nb::arg("key"), nb::arg("n_ranks"),
              nb::arg("n_ranks_per_node"), nb::arg("n_source_nodes"), nb::arg("n_groups"),
              nb::arg("n_choices"), nb::arg("hidden_size"), nb::arg("max_tokens_per_rank"),

@@ -36,5 +36,8 @@ from jax_ep.results import Dispatched as Dispatched
 from jax_ep.results import InFlight as InFlight
 from jax_ep.stats import RankStats as RankStats
 from jax_ep.xla_ffi.export import disabled_checks as disabled_checks
+from jax_ep.xla_ffi.extension import register_what_is_here as _register_what_is_here
 
 __version__ = "0.1.0"
+
+_register_what_is_here()

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import operator
+import re
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -10,11 +11,13 @@ import numpy as np
 
 from jax_ep.formats import BF16, TokenFormat
 from jax_ep.formats.plain import as_dtype
+from jax_ep.unpickling import CheckedDataclass
 
 _COMBINE_DTYPES = tuple(np.dtype(each) for each in (jnp.bfloat16, jnp.float16, jnp.float32))
 _ROW_ALIGNMENTS = (1, 4, 16, 32, 64, 128, 256)
 _INT32_MAX = 2**31 - 1
 _MAX_TIMEOUT_S = 1e6
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,31}")
 
 
 class RoutedSizes(NamedTuple):
@@ -52,13 +55,13 @@ class RoutedSizes(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EPConfig:
+class EPConfig(CheckedDataclass):
     """Static parameters of dispatch and combine; frozen and hashable.
 
     Attributes:
         n_experts: experts over all ranks (E). Global expert `g` lives on rank `g // L` as local
             expert `g % L`, L = E / R.
-        top_k: experts per token (K).
+        top_k: experts per token (K), at most E; a shared expert comes on top.
         hidden_size: elements per token (H).
         max_tokens_per_rank: upper bound on the tokens that a rank dispatches in one call (M).
         token_format: what travels per token.
@@ -98,9 +101,13 @@ class EPConfig:
             asynchronous calls (docs/overlap.md). The exchange between nodes of `nvshmem` takes up
             to 64, whatever this says.
         timeout_s: how long a rank waits for another in one call, in seconds; at most 1e6.
+        name: of the group, such as `"decode"`, for its errors: at most 32 letters, digits and
+            underscores, no digit first. Groups of different names are different groups: they share
+            no buffers, unless by `memory_of`.
 
     Raises:
-        ValueError: a value has the wrong type or is out of range. At construction.
+        ValueError: a value has the wrong type or is out of range. At construction, and when a
+            pickle is loaded.
     """
 
     n_experts: int
@@ -118,10 +125,16 @@ class EPConfig:
     n_nodes: int | None = None
     n_sms: int | None = None
     timeout_s: float = 60.0
+    name: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("n_experts", "top_k", "hidden_size", "max_tokens_per_rank"):
             self._set(name, check_count(name, getattr(self, name)))
+        if self.top_k > self.n_experts:
+            raise ValueError(
+                f"top_k must be at most n_experts; got top_k={self.top_k}, "
+                f"n_experts={self.n_experts}."
+            )
         for name in ("recv_capacity", "n_gpus_per_node", "n_nodes", "n_sms"):
             if getattr(self, name) is not None:
                 self._set(name, check_count(name, getattr(self, name)))
@@ -142,6 +155,7 @@ class EPConfig:
             if not isinstance(getattr(self, name), bool | np.bool_):
                 raise ValueError(f"{name} must be True or False; got {getattr(self, name)!r}.")
             self._set(name, bool(getattr(self, name)))
+        _check_name(self.name)
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -279,3 +293,12 @@ def _seconds(name: str, value: Any) -> float:
             f"{name} must be positive and at most {_MAX_TIMEOUT_S:.0f}; got {seconds}."
         )
     return seconds
+
+
+def _check_name(name: Any) -> None:
+    if name is None or (isinstance(name, str) and _NAME.fullmatch(name)):
+        return
+    raise ValueError(
+        "name must be None or at most 32 letters, digits and underscores, no digit first; got "
+        f"{name!r}."
+    )

@@ -63,8 +63,16 @@ class Geometry:
 
         Programs outlive processes, so equal ids, axis and config give the same key everywhere.
         """
-        key = f"{self.transport}-ep{self.n_ranks}-{self._digest}"
+        name = self.config.name
+        key = (
+            f"{'' if name is None else f'{name}-'}{self.transport}-ep{self.n_ranks}-{self._digest}"
+        )
         return f"{key}-within-nodes" if self.within_nodes else key
+
+    def call(self, operation: str) -> str:
+        """A call of the group, for messages: with the group's name, if it has one."""
+        name = self.config.name
+        return operation if name is None else f"{operation} of group {name}"
 
     @functools.cached_property
     def _digest(self) -> str:

@@ -57,12 +57,14 @@ def dispatch(
         TypeError: `group` is not a group. While tracing.
         ValueError: a shape or dtype does not fit the group, or the call is not inside a
             `jax.shard_map` over the whole mesh of the group. While tracing.
+        NotImplementedError: a gradient reaches codes or scales of the result, in a format that
+            quantizes. While tracing.
         jax.errors.JaxRuntimeError: a rank failed or did not call within `config.timeout_s`. When
             the result is used.
     """
-    check_group("dispatch", group)
+    call = check_group("dispatch", group)
     operands, topk_ids = DispatchOperands.make(
-        "dispatch", group.geometry, tokens, topk_ids, topk_weights, input_scale, recv_capacity
+        call, group.geometry, tokens, topk_ids, topk_weights, input_scale, recv_capacity
     )
     results = group._connection.dispatch(operands)
     return Dispatched.make(group, topk_ids, operands, results)
@@ -86,12 +88,12 @@ def dispatch_async(
     Returns:
         The argument of `dispatch_wait`.
     """
-    check_group("dispatch_async", group)
+    call = check_group("dispatch_async", group)
     operands, topk_ids = DispatchOperands.make(
-        "dispatch_async", group.geometry, tokens, topk_ids, topk_weights, input_scale, recv_capacity
+        call, group.geometry, tokens, topk_ids, topk_weights, input_scale, recv_capacity
     )
-    call = group._connection.start(operands)
-    return InFlight(call, operands, topk_ids, group)
+    started = group._connection.start(operands)
+    return InFlight(started, operands, topk_ids, group)
 
 
 def dispatch_wait(group: EPGroup, in_flight: InFlight, *, after: Any = None) -> Dispatched:
@@ -166,9 +168,9 @@ def combine(
             a residual with `reduce=False`. While tracing.
         jax.errors.JaxRuntimeError: as for `dispatch`.
     """
-    check_group("combine", group)
-    check_dispatched("combine", dispatched, group)
-    operands = dispatched.combine_operands("combine", expert_out, topk_weights, residual, reduce)
+    call = check_group("combine", group)
+    check_dispatched(call, dispatched, group)
+    operands = dispatched.combine_operands(call, expert_out, topk_weights, residual, reduce)
     return _shape(group, operands, group._connection.combine(operands))
 
 
@@ -188,12 +190,11 @@ def combine_async(
     Returns:
         The argument of `combine_wait`.
     """
-    name = "combine_async"
-    check_group(name, group)
-    check_dispatched(name, dispatched, group)
-    operands = dispatched.combine_operands(name, expert_out, topk_weights, residual, reduce)
-    call = group._connection.start(operands)
-    return InFlight(call, operands, None, group)
+    call = check_group("combine_async", group)
+    check_dispatched(call, dispatched, group)
+    operands = dispatched.combine_operands(call, expert_out, topk_weights, residual, reduce)
+    started = group._connection.start(operands)
+    return InFlight(started, operands, None, group)
 
 
 def combine_wait(group: EPGroup, in_flight: InFlight, *, after: Any = None) -> jax.Array:

@@ -42,10 +42,10 @@ def redispatch(group: EPGroup, values: jax.Array, dispatched: Dispatched) -> jax
         jax.errors.JaxRuntimeError: a rank failed or did not call within `config.timeout_s`. When
             the result is used.
     """
-    check_group("redispatch", group)
-    check_dispatched("redispatch", dispatched, group)
-    (values,) = as_arrays(values)
-    sent, routing = check_values("redispatch", group.geometry, values, dispatched.routing)
+    call = check_group("redispatch", group)
+    check_dispatched(call, dispatched, group)
+    (values,) = as_arrays(call, values=values)
+    sent, routing = check_values(call, group.geometry, values, dispatched.routing)
     rows = gradients.redispatch(group._connection, sent, routing)
     if group.config.zero_unused_rows:
         rows = keep(rows, in_use(routing.row_offsets, rows.shape[0]))

@@ -15,6 +15,7 @@ from jax_ep.operands.calls import CombineOperands, DispatchOperands, DispatchRes
 from jax_ep.operands.choices import count_choices
 from jax_ep.operands.payload import unpack
 from jax_ep.operands.rows import in_use, keep, keep_gradient, row_groups, row_sources
+from jax_ep.transports.gradients import without_gradient
 
 
 @jax.tree_util.register_dataclass
@@ -168,6 +169,12 @@ class Dispatched:
         if config.zero_unused_rows:
             fields |= _without_unused_rows(config, DispatchResults(**fields))
         has_source = isinstance(operands.token_format, QuantizedFormat)
+        if has_source:
+            codes = fields["tokens"], fields["scales"]
+            fixed = jax.lax.stop_gradient(codes)
+            call = group.geometry.call("dispatch")
+            codes = without_gradient(call, operands.tokens, *fixed)
+            fields["tokens"], fields["scales"] = codes
         n_tokens = math.prod(topk_ids.shape[:-1])
         n_groups = group.geometry.routed.n_local_groups
         return cls(
@@ -285,15 +292,14 @@ def check_dispatched(operation: str, dispatched: Any, group: EPGroup | None = No
 
 def check_in_flight(operation: str, in_flight: Any, group: EPGroup) -> None:
     """Requires the result of `{operation}_async` of the group."""
+    wait = group.geometry.call(f"{operation}_wait")
     if not isinstance(in_flight, InFlight) or in_flight.operation != operation:
         got = type(in_flight).__name__
         if isinstance(in_flight, InFlight):
             got = f"that of {in_flight.operation}_async"
-        raise TypeError(
-            f"{operation}_wait: in_flight must be the result of {operation}_async; got {got}."
-        )
+        raise TypeError(f"{wait}: in_flight must be the result of {operation}_async; got {got}.")
     if in_flight.group != group:
         raise ValueError(
-            f"{operation}_wait: in_flight must come from this group, {group.key}; it comes from "
+            f"{wait}: in_flight must come from this group, {group.key}; it comes from "
             f"{in_flight.group.key}."
         )

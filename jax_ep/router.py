@@ -18,6 +18,7 @@ from jax import lax
 from jax_ep.config import check_count as _check_count  # public names are documented
 from jax_ep.operands import checks
 from jax_ep.operands.choices import count_choices
+from jax_ep.unpickling import CheckedDataclass as _CheckedDataclass
 
 _SCORES = ("softmax", "sigmoid")
 _GROUP_SCORES = ("max", "top2")
@@ -25,7 +26,7 @@ _TINY = 1e-20  # as in DeepSeek-V3's code: if all chosen scores are zero, so are
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RouterConfig:
+class RouterConfig(_CheckedDataclass):
     """How scores become choices and weights; frozen and hashable.
 
     docs/layers.md lists what well-known models set.
@@ -131,7 +132,7 @@ def route(
         raise TypeError(f"route: config must be a RouterConfig; got {config!r}.")
     logits = _by_expert("route", "logits", logits)
     if bias is not None:
-        (bias,) = checks.as_arrays(bias)
+        (bias,) = checks.as_arrays("route", bias=bias)
         checks.check_array("route", "bias", bias, logits.shape[-1:], "E", jnp.floating)
     config.check(logits.shape[-1], top_k)
     logits = logits.astype(jnp.float32)
@@ -262,7 +263,7 @@ def update_bias(bias: jax.Array, load: jax.Array, rate: float = 1e-3) -> jax.Arr
         ValueError: a shape or dtype does not fit. While tracing.
     """
     bias = _by_expert("update_bias", "bias", bias)
-    (load,) = checks.as_arrays(load)
+    (load,) = checks.as_arrays("update_bias", load=load)
     letters = "E" if bias.ndim == 1 else "layers E"
     checks.check_array("update_bias", "load", load, bias.shape, letters, jnp.integer, jnp.floating)
     load = load.astype(jnp.float32)
@@ -276,7 +277,7 @@ def _count(topk_ids: jax.Array, n_experts: int) -> jax.Array:
 
 def _by_expert(operation: str, name: str, x: Any, least: int = 1) -> Any:
     """Floating-point numbers `[..., E]` or, with `least` = 2, `[..., S, E]`, checked."""
-    (x,) = checks.as_arrays(x)
+    (x,) = checks.as_arrays(operation, **{name: x})
     n_dims = max(least, 0 if x is None else x.ndim)
     checks.check_array(
         operation, name, x, (None,) * n_dims, "S E" if least == 2 else "E", jnp.floating
@@ -286,7 +287,7 @@ def _by_expert(operation: str, name: str, x: Any, least: int = 1) -> Any:
 
 def _ids(operation: str, topk_ids: Any, leading: tuple[int, ...] | None = None) -> Any:
     """Integers `[..., K]`, checked; with `leading`, of these leading dimensions."""
-    (ids,) = checks.as_arrays(topk_ids)
+    (ids,) = checks.as_arrays(operation, topk_ids=topk_ids)
     unknown = (None,) * max(0, 0 if ids is None else ids.ndim - 1)
     shape = (*(unknown if leading is None else leading), None)
     checks.check_array(operation, "topk_ids", ids, shape, "K", jnp.integer)

@@ -1,6 +1,7 @@
 """RankStats: what a rank has counted since its group was opened."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -86,6 +87,25 @@ class RankStats:
             fields[name] = _by_rank(counted, geometry, coordinate)
         replica, rank = coordinate.replica, coordinate.rank
         return cls(device=coordinate.device.id, replica=replica, rank=rank, **fields)
+
+
+def describe_drops(geometry: Geometry, stats: Sequence[RankStats]) -> str | None:
+    """A warning for the user, if rows were dropped on devices of this process."""
+    dropping = [one for one in stats if one.dropped_rows]
+    if not dropping:
+        return None
+    n_rows = sum(one.dropped_rows for one in dropping)
+    n_replicas = len({one.replica for one in stats})
+    ranks = ", ".join(
+        f"{one.rank} (replica {one.replica})" if n_replicas > 1 else str(one.rank)
+        for one in dropping
+    )
+    return (
+        f"Group {geometry.key} has dropped {n_rows} rows, on ranks {ranks}, in up to "
+        f"{max(one.dispatch_calls for one in dropping)} dispatches: more came than the capacity, "
+        f"{geometry.max_recv_tokens} rows unless a dispatch has its own. Their tokens lack what "
+        "these experts add. Raise recv_capacity, or balance the experts (docs/observe.md)."
+    )
 
 
 def _by_rank(values: np.ndarray, geometry: Geometry, coordinate: MeshCoordinate) -> np.ndarray:

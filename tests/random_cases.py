@@ -25,10 +25,11 @@ def random_shape(seed: int, n_ranks: tuple[int, ...]) -> Case:
     is_plain = token_format == "plain"
     max_tokens = pick(1, 2, 5, 16, 40)
     skip_a2a = bool(rng.random() < 0.1)
+    n_experts = n * pick(1, 2, 3, 8, 20)
     case = Case(
         n_ranks=n,
-        n_experts=n * pick(1, 2, 3, 8, 20),
-        top_k=pick(1, 2, 3, 6, 8, 16),
+        n_experts=n_experts,
+        top_k=min(n_experts, pick(1, 2, 3, 6, 8, 16)),
         hidden_size=8 * pick(1, 3, 16, 33) if is_plain else 128 * pick(1, 2, 3),
         max_tokens=max_tokens,
         n_tokens=pick(max_tokens, int(rng.integers(1, max_tokens + 1))),

@@ -212,7 +212,7 @@ def test_bench_says_how_far_it_is_to_a_person_only(monkeypatch):
         ("--ranks 3 --experts 8", "n_experts must be a multiple of n_ranks"),
         ("--ranks 2 --transport pigeon", "transport must be 'auto' or one of"),
         ("--ranks 1000000", "1000000 ranks need as many devices"),
-        ("--ranks 2 --experts 4 --top-k 8", "top-k must be at most experts"),
+        ("--ranks 2 --experts 4 --top-k 8", "top_k must be at most n_experts"),
         ("--ranks 2 --hidden 100 --format nvfp4", "hidden_size"),
     ],
 )

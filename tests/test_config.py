@@ -32,6 +32,7 @@ def test_defaults_are_the_documented_ones():
     assert (defaults.n_gpus_per_node, defaults.n_nodes) == (None, None)
     assert defaults.n_sms is None
     assert defaults.timeout_s == 60.0
+    assert defaults.name is None
 
 
 def test_bf16_is_plain_bfloat16():
@@ -78,6 +79,86 @@ def test_sizes_are_integers(name, value):
 def test_sizes_must_be_given(name):
     with pytest.raises((TypeError, ValueError), match=name):
         config(**{name: None})
+
+
+def test_a_token_has_at_most_as_many_choices_as_there_are_experts():
+    assert config(top_k=16).top_k == 16
+    for shared in (False, True):  # a shared expert is no choice
+        with pytest.raises(ValueError, match="top_k must be at most n_experts; got top_k=17, n_"):
+            config(top_k=17, fused_shared_expert=shared)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"top_k": 99}, "top_k must be at most n_experts"),
+        ({"timeout_s": "60"}, "timeout_s must be a number"),
+        ({"n_expert": 8}, "A pickled EPConfig has a field 'n_expert', which this version"),
+        ({"hidden_size": None}, "hidden_size must be a positive integer"),
+    ],
+)
+def test_an_unpickled_config_is_checked(changes, message):
+    """tests/faults/pickles.py has more."""
+    data = pickle.dumps(config())
+    assert pickle.loads(data) == copy.copy(config()) == config()
+    with pytest.raises(ValueError, match=message):
+        object.__new__(jax_ep.EPConfig).__setstate__(vars(config()) | changes)
+
+
+def test_a_pickle_of_an_earlier_version_may_lack_fields_that_have_defaults():
+    old = object.__new__(jax_ep.EPConfig)
+    old.__setstate__(VALID)
+    assert old == config()
+    with pytest.raises(ValueError, match="A pickled EPConfig lacks the field 'top_k'"):
+        old.__setstate__({"n_experts": 4})
+
+
+@pytest.mark.parametrize("value", ["", "a b", "a-b", "1st", "x" * 33, "é", "a\n", 3, b"decode"])
+def test_a_name_is_a_short_identifier(value):
+    with pytest.raises(ValueError, match="name must be None or at most 32 letters"):
+        config(name=value)
+
+
+def test_groups_of_different_names_are_different(transport):
+    case = cases.SMALL[1]
+    groups = [group_of(case, transport, name=name) for name in (None, "decode", "prefill")]
+    assert len(set(groups)) == 3
+    assert groups[1] == group_of(case, transport, name="decode")
+    assert groups[1].key.startswith(f"decode-{transport}-ep1-")
+    assert "EPGroup(decode-" in repr(groups[1])
+
+
+def test_errors_name_the_group(transport):
+    case = cases.SMALL[1]
+    with group_of(case, transport, name="decode") as group:
+        tokens = jnp.ones((2, case.hidden_size), jnp.bfloat16)
+        ids = jnp.zeros((2, case.top_k), jnp.int32)
+
+        def run(body):
+            jax.block_until_ready(on_mesh(group.mesh, body)(*put(group.mesh, [tokens])))
+
+        def with_wrong(name):
+            def body(x):
+                rows = jax_ep.dispatch(group, x, ids[:1] if name == "topk_ids" else ids)
+                out = rows.tokens[:-1] if name == "expert_out" else rows.tokens
+                return jax_ep.combine(group, out, rows)
+
+            return body
+
+        for call, name in ("dispatch", "topk_ids"), ("combine", "expert_out"):
+            with pytest.raises(ValueError, match=f"^{call} of group decode: {name} must have"):
+                run(with_wrong(name))
+        with pytest.raises(ValueError, match="dispatch of group decode must be called inside"):
+            jax_ep.dispatch(group, tokens, ids)
+        with pytest.raises(TypeError, match="combine of group decode: dispatched must be"):
+            run(lambda x: jax_ep.combine(group, x, x))
+    with pytest.raises(ValueError, match="dispatch: group decode-.* is closed"):
+        jax_ep.dispatch(group, tokens, ids)
+
+
+def test_an_unpickled_format_is_checked():
+    with pytest.raises(ValueError, match="scales_layout must be one of"):
+        object.__new__(jax_ep.MXFP8).__setstate__({"scales_layout": "diagonal"})
 
 
 @pytest.mark.parametrize("value", [0, -1.0, float("nan")])

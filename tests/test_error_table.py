@@ -152,6 +152,17 @@ def call_without_rank_3() -> None:
     run(body)
 
 
+def call_in_two_branches() -> None:
+    """Rank 3 dispatches twice as many tokens as the others, in another branch."""
+    group = init(timeout_s=0.5)
+
+    def dispatch(n: int) -> jax.Array:
+        tokens, ids = operands()
+        return jax_ep.dispatch(group, tokens[:n], ids[:n]).tokens[:1, 0].astype(float)
+
+    run(lambda rank: jax.lax.cond(rank[0] == 3, lambda: dispatch(T), lambda: dispatch(T // 2)))
+
+
 def set_up(**changes: Any) -> None:
     """One step of opening a group, in process 0 of 2."""
     facts = {"top_k": "2"}
@@ -239,6 +250,21 @@ def dispatch_ids(topk_ids: Any) -> None:
     run(lambda rank: jax_ep.dispatch(init(), operands()[0], topk_ids).tokens)
 
 
+def dispatch_numbers_as_codes() -> None:
+    group = init(token_format=jax_ep.BlockwiseFP8(), hidden_size=128)
+    tokens = jax_ep.Quantized(jnp.ones((T, 128), jnp.bfloat16), jnp.ones((T, 1)))
+    run(lambda rank: jax_ep.dispatch(group, tokens, operands()[1]).tokens)
+
+
+def differentiate_codes() -> None:
+    group = init(token_format=jax_ep.MXFP8(), hidden_size=128)
+
+    def total(tokens: jax.Array) -> jax.Array:
+        return jax_ep.dispatch(group, tokens, operands()[1]).tokens.astype(jnp.float32).sum()
+
+    run(lambda rank: jax.grad(total)(jnp.ones((T, 128)) * rank.astype(jnp.float32)))
+
+
 def call_over_other_replicas() -> None:
     names, shape = ("dp", "ep"), (2, R // 2)
     group = init(make_mesh(shape=shape, names=names))
@@ -297,6 +323,7 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "count-type": lambda: config(top_k=2.5),
     "count-range": lambda: config(n_experts=2**40),
     "count-value": lambda: config(hidden_size=0),
+    "top-k": lambda: config(top_k=E + 1),
     "format-type": lambda: config(token_format=jnp.bfloat16),
     "format-dtype": lambda: jax_ep.Plain(jnp.int8),
     "block-size": lambda: config(token_format=jax_ep.BlockwiseFP8()),
@@ -308,8 +335,12 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "combine-dtype": lambda: config(combine_dtype=jnp.float64),
     "timeout-type": lambda: config(timeout_s="soon"),
     "timeout": lambda: config(timeout_s=float("inf")),
+    "name": lambda: config(name="decode-1"),
     "config-type": lambda: jax_ep.ep_init(make_mesh(), "ep", None),
     "flag": lambda: config(skip_a2a=0),
+    "config-pickle": lambda: object.__new__(jax_ep.EPConfig).__setstate__({"n_expert": 8}),
+    "config-empty": lambda: jax_ep.ep_init(make_mesh(), "ep", object.__new__(jax_ep.EPConfig)),
+    "exchange-type": lambda: jax_ep.ep_init(make_mesh(), "ep", config(), exchange="store"),
     "mesh-abstract": lambda: jax_ep.ep_init(
         jax.sharding.AbstractMesh((1,), ("ep",)), "ep", config()
     ),
@@ -345,11 +376,19 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "shape": lambda: call(init(), ids=(T, K + 1)),
     "dtype": lambda: round_trip(init(), dtype=jnp.float32),
     "none": lambda: dispatch_ids(None),
+    "not-array": lambda: dispatch_ids("ids"),
     "leading": lambda: dispatch_ids(np.zeros((2, T // 2, K), np.int32)),
     "values-dtype": lambda: send_along(jnp.zeros((T, H), jnp.float32)),
     "values-integers": lambda: send_along(jnp.zeros((T, 5), jnp.int32)),
     "integer-ids": lambda: dispatch_ids(np.zeros((T, K), np.float32)),
     "float-weights": lambda: round_trip(init(), topk_weights=np.ones((T, K), np.int32)),
+    "swapped": lambda: run(
+        lambda r: jax_ep.dispatch(init(), operands()[0], jnp.ones((T, K)), operands()[1]).tokens
+    ),
+    "codes": lambda: run(
+        lambda r: jax_ep.dispatch(init(), jnp.ones((T, H), jnp.float8_e4m3fn), operands()[1]).tokens
+    ),
+    "not-codes": dispatch_numbers_as_codes,
     "too-many-tokens": lambda: call(init(max_tokens_per_rank=T - 1)),
     "input-scale": lambda: run(
         lambda r: jax_ep.dispatch(init(), *operands(), input_scale=jnp.ones(1)).tokens
@@ -369,6 +408,7 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
             ).tokens
         )
     ),
+    "dequantize-dtype": lambda: round_trip(init(), lambda d: jax_ep.dequantize(d, jnp.int32)),
     "dequantize-type": lambda: round_trip(init(), lambda d: jax_ep.dequantize(d.tokens)),
     "silu-columns": lambda: jax_ep.fused_silu(jnp.ones((2, 3)), np.uint32([0, 2])),
     "silu-input-scales": lambda: jax_ep.fused_silu(
@@ -389,6 +429,7 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
             .sum()
         )
     )(jnp.ones((2, 64))),
+    "codes-gradient": differentiate_codes,
     "silu-offsets": lambda: jax.block_until_ready(
         jax_ep.fused_silu(jnp.ones((2, 4)), np.uint32([0, 3]))
     ),
@@ -399,10 +440,13 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "matmul-codes": lambda: multiply(quantized_weights(8)),
     "matmul-format": lambda: multiply_codes(token_format=jax_ep.MXFP8()),
     "matmul-options": lambda: multiply_codes(transposed=True),
+    "matmul-flag": lambda: multiply(np.ones((1, 8, 4), np.float32), transposed=None),
     "weights-block": lambda: jax_ep.quantize_weights(np.ones((1, 8, 4), np.float32)),
     "mlp-type": lambda: jax_ep.expert_mlp(jnp.ones((2, 8)), None, None),
     "mlp-weights": lambda: run_experts(jax_ep.BF16(), quantized_weights(128), jnp.ones(3)),
     "mlp-shape": lambda: run_experts(jax_ep.BF16(), *mlp_weights(n_in=64)),
+    "mlp-halves": lambda: run_experts(jax_ep.BF16(), *mlp_weights(n_columns=8)),
+    "mlp-sizes": lambda: run_experts(jax_ep.BF16(), *mlp_weights(n_columns=24)),
     "mlp-dtype": lambda: run_experts(jax_ep.BF16(), *mlp_weights(dtype=jnp.float32)),
     "mlp-columns": lambda: run_experts(jax_ep.BF16(), *mlp_weights(n_columns=15)),
     "mlp-clamp": lambda: run_experts(jax_ep.BF16(), *mlp_weights(), clamp=(1.0, -1.0)),
@@ -475,6 +519,7 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     ),
     "failed-rank": call_with_failing_rank,
     "missing-rank": call_without_rank_3,
+    "other-branch": call_in_two_branches,
 }
 
 

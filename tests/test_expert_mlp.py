@@ -285,7 +285,13 @@ def test_weights_that_do_not_fit_are_rejected(transport):
     ("prepare", "options", "message"),
     [
         (lambda a, b: (a[:2], b), {}, r"gate_up must have the shape \[L=3, H=128, 2F\]"),
-        (lambda a, b: (a, b[:, :96]), {}, r"down must have the shape \[L=3, F=128, H\]; got"),
+        (
+            lambda a, b: (a, b[:, :96]),
+            {},
+            "gate_up and down must be of one F: gate_up has 2F=256 .* F=128; down has F=96 rows",
+        ),
+        (lambda a, b: (a[:, :, :128], b), {}, "gate_up must have .* 2F=256, .* got 128, those of"),
+        (lambda a, b: (a, b[0]), {}, r"down must have the shape \[L=3, F, H\]; got \(128, 128\)"),
         (lambda a, b: (None, b), {}, "gate_up must be an array; got None"),
         (lambda a, b: (a[:, :, 1:], b), {}, "gate_up must have as many gate columns as up .* 255"),
         (lambda a, b: (a.astype(jnp.float32), b), {}, "gate_up must be bfloat16; got float32"),
@@ -293,7 +299,7 @@ def test_weights_that_do_not_fit_are_rejected(transport):
         (
             lambda a, b: (a.swapaxes(1, 2), b[:, :, :96]),
             {"transposed": True},
-            r"down must have the shape \[L=3, H, F=128\]; got \(3, 128, 96\)",
+            "gate_up and down must be of one F: gate_up has 2F=256 .* F=128; down has F=96 rows",
         ),
         (
             lambda a, b: (a[:, :96], b),
@@ -338,6 +344,7 @@ def test_errors_name_the_codes_that_do_not_fit():
         ):
             run(lambda a, b: (quantize(a[:2]), quantize(b)))
         with pytest.raises(
-            ValueError, match=r"^expert_mlp: down.codes .* \[L=3, H, F=64\]; got \(3, 128, 128\)"
+            ValueError,
+            match="^expert_mlp: gate_up must have .* 2F=256, for the F=128 rows of down; got 128",
         ):
             run(lambda a, b: (quantize(a[:, :, :128]), quantize(b)))

@@ -116,3 +116,69 @@ def write_program(transport: str, file: str, n_other_groups: str) -> None:
     _, run = suite.compiled(mesh, config_of(CASE), transport, CASE.weights)
     shapes = [np.stack(x) for x in suite.make_inputs(CASE).arrays()]
     pathlib.Path(file).write_text(run.lower(*shapes).as_text())
+
+
+def test_a_program_loads_in_a_process_that_opened_no_group(transport, tmp_path):
+    """Its custom calls are known from the import on; that the group is missing is what it says."""
+    pytest.importorskip("flatbuffers", reason="jax.export needs flatbuffers")
+    mesh = make_mesh(CASE.n_ranks)
+    _, run = suite.compiled(mesh, config_of(CASE), transport, CASE.weights)
+    operands = put(mesh, *suite.make_inputs(CASE).arrays())
+    exported = jax.export.export(run, disabled_checks=jax_ep.disabled_checks())(*operands)
+    path = tmp_path / "program"
+    path.write_bytes(exported.serialize())
+    said = run_fresh("run_without_group", str(path))
+    assert transport == "xla" or re.search(r"of group \S+: the group is not open", said), said
+
+
+def run_without_group(path: str) -> None:
+    """Exports the loaded program again, then runs it; prints the error."""
+    loaded = jax.export.deserialize(bytearray(pathlib.Path(path).read_bytes()))
+    operands = put(make_mesh(CASE.n_ranks), *suite.make_inputs(CASE).arrays())
+    run = jax.jit(loaded.call)
+    jax.export.export(run, disabled_checks=jax_ep.disabled_checks())(*operands)
+    try:
+        jax.block_until_ready(run(*operands))
+    except jax.errors.JaxRuntimeError as error:
+        print(error)
+
+
+def test_the_import_starts_no_backend():
+    """So `jax.distributed.initialize` and settings of devices may follow it."""
+    code = (
+        "import jax, jax_ep\n"
+        "jax.config.update('jax_platforms', 'cpu')\n"
+        "jax.config.update('jax_num_cpu_devices', 3)\n"
+        "assert jax.device_count() == 3\n"
+    )
+    environment = {key: x for key, x in child_environment().items() if key != "XLA_FLAGS"}
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, env=environment, timeout=120)
+
+
+@pytest.mark.parametrize("kind", [ModuleNotFoundError, ImportError])
+def test_the_import_does_without_extensions(kind):
+    """Transport `xla` needs none; `host` says what is wrong."""
+    code = (
+        "import importlib, sys\n"
+        "import jax\n"
+        "load = importlib.import_module\n"
+        "def refuse(name, package=None):\n"
+        "    if name == 'jax_ep._ffi':\n"
+        f"        raise {kind.__name__}('no symbol')\n"
+        "    return load(name, package)\n"
+        "importlib.import_module = refuse\n"
+        "import jax_ep\n"
+        "jax.config.update('jax_platforms', 'cpu')\n"
+        "mesh = jax.sharding.Mesh(jax.devices()[:1], ('ep',))\n"
+        "config = jax_ep.EPConfig(n_experts=1, top_k=1, hidden_size=16, max_tokens_per_rank=1)\n"
+        "assert jax_ep.ep_init(mesh, 'ep', config).transport == 'xla'\n"
+        "try:\n"
+        "    jax_ep.ep_init(mesh, 'ep', config, 'host')\n"
+        "except ValueError as error:\n"
+        "    assert 'the extension jax_ep._ffi cannot be loaded: no symbol' in str(error), error\n"
+        "else:\n"
+        "    sys.exit('host opened')\n"
+    )
+    subprocess.run(
+        [sys.executable, "-P", "-c", code], check=True, env=child_environment(), timeout=120
+    )

@@ -19,7 +19,7 @@ _SHARED = {"recv_capacity": 9, "fused_shared_expert": True}
 _NODES = {"n_ranks": 4, "n_experts": 8, "top_k": 4, "max_tokens": 3, "n_nodes": 2}
 POOL = [
     Case(n_ranks=1, n_experts=3, top_k=2, max_tokens=4, weights="row"),
-    Case(n_ranks=2, n_experts=2, top_k=3, max_tokens=3, weights="source"),
+    Case(n_ranks=2, n_experts=4, top_k=3, max_tokens=3, weights="source"),
     Case(n_ranks=2, n_experts=6, top_k=2, max_tokens=5, weights="none"),
     Case(n_ranks=4, n_experts=8, top_k=3, max_tokens=4, weights="row"),
     Case(n_ranks=4, n_experts=8, top_k=3, max_tokens=4, recv_capacity=7),

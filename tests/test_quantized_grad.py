@@ -105,6 +105,53 @@ def test_a_layer_may_stop_the_gradient_at_a_quantized_activation(transport):
         gradients(lambda x: x, *operands)
 
 
+@pytest.mark.parametrize(
+    ("name", "wrap", "zero_unused_rows"),
+    [*((name, jax.jit, False) for name in cases.QUANTIZED_NAMES), ("mxfp8", jax.checkpoint, True)],
+)
+def test_a_gradient_that_reaches_codes_raises(name, wrap, zero_unused_rows, transport):
+    """It would be dropped. `dequantize` beside them, or codes of a stopped gradient, may stay."""
+    case = cases.QUANTIZED_SMALL[name].replace(weights="none")
+    inputs = suite.make_inputs(case)
+    group = group_of(case, transport, zero_unused_rows=zero_unused_rows)
+
+    def gradient(stop):
+        @wrap
+        def loss(tokens, topk_ids):
+            rows = jax_ep.dispatch(group, tokens, topk_ids)
+            codes = stop((rows.tokens, rows.scales))
+            numbers = [jnp.nan_to_num(x.astype(jnp.float32)).sum() for x in codes]
+            return sum(numbers) * 0 + jax_ep.dequantize(rows).astype(jnp.float32).sum()
+
+        return on_mesh(group.mesh, jax.grad(loss))
+
+    operands = put(group.mesh, inputs.tokens, inputs.topk_ids)
+    with pytest.raises(NotImplementedError, match="^dispatch: tokens and scales of its result"):
+        gradient(lambda x: x)(*operands)
+    for _, grad in shards(group.mesh, gradient(jax.lax.stop_gradient)(*operands)):
+        assert np.abs(grad.astype(np.float32)).max() >= 1
+
+
+def test_a_dispatch_in_a_loop_keeps_its_gradient(transport):
+    """The zero cotangents that a loop makes reach no codes."""
+    case = cases.QUANTIZED_SMALL["mxfp8"].replace(weights="none")
+    inputs = suite.make_inputs(case)
+    group = group_of(case, transport)
+
+    def loss(tokens, topk_ids):
+        def step(x, _):
+            rows = jax_ep.dispatch(group, x, topk_ids)
+            out = jax_ep.combine(group, jax_ep.dequantize(rows, jnp.bfloat16), rows)
+            return out.astype(x.dtype), jnp.sum(out.astype(jnp.float32))
+
+        x, sums = jax.lax.scan(step, tokens, None, length=2)
+        return sums.sum() + x.astype(jnp.float32).sum()
+
+    out = on_mesh(group.mesh, jax.grad(loss))(*put(group.mesh, inputs.tokens, inputs.topk_ids))
+    for _, grad in shards(group.mesh, out):
+        assert np.abs(grad.astype(np.float32)).max() >= 1
+
+
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="patches transport host")
 def test_cotangents_that_travel_in_slices_give_the_same_bits(monkeypatch):

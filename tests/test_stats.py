@@ -198,3 +198,29 @@ def test_with_one_routed_rank_stats_have_only_rows_of_own_experts(group, n_share
     assert stats.wait_s[0, 2] == pytest.approx(counts["wait_ns"][0] * 1e-9)
     assert (stats.dispatch_calls, stats.combine_calls) == (1, 2)
     assert (stats.invalid_ids, stats.dropped_rows) == (3, 4)
+
+
+def test_a_group_warns_once_of_dropped_rows(group, caplog):
+    """In `stats` or, if nobody asks for them, when it is closed."""
+    ids = np.zeros((DP, R, T, K), np.int32)
+    ids[1] = -1  # the second replica has no rows
+    dropped = R * T * K - CAPACITY
+    run_layer(group, np.full_like(ids, -1))
+    group.stats()
+    assert not caplog.records
+    run_layer(group, ids)
+    group.stats()
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("jax_ep", "WARNING")
+    assert (
+        f"Group {group.key} has dropped {dropped} rows, on ranks 0 (replica 0)," in record.message
+    )
+    group.stats()
+    group.close()
+    assert len(caplog.records) == 1
+    other = jax_ep.ep_init(group.mesh, "ep", dataclasses.replace(group.config, name="other"))
+    run_layer(other, ids)
+    other.close()
+    assert "Group other-host-ep4-" in caplog.records[-1].message
+    other.close()
+    assert len(caplog.records) == 2

@@ -12,6 +12,8 @@ namespace jax_ep {
 
 // The handle is dst_rows.
 struct CombineArgs : RankArgs, CombineOperands {
+  int64_t NumTokens() const override { return n_tokens; }
+
   CombineMode mode;
 };
 

@@ -12,6 +12,8 @@
 namespace jax_ep {
 
 struct CombineGradArgs : RankArgs, CombineGradOperands {
+  int64_t NumTokens() const override { return n_tokens; }
+
   CombineMode mode;  // of the combine
 };
 

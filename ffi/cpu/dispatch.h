@@ -14,6 +14,8 @@
 namespace jax_ep {
 
 struct DispatchArgs : RankArgs, DispatchOperands {
+  int64_t NumTokens() const override { return n_tokens; }
+
   // See PrepareEncoding.
   Encoder encoder = nullptr;  // null: tokens travel as they are given
   InputScale global_scale{};  // of formats that take an input_scale; 1 in others

@@ -1,6 +1,7 @@
 // What one rank brings to a call. Each operation adds its operands.
 #pragma once
 
+#include <cstdint>
 #include <memory>
 
 #include "cpu/group.h"
@@ -14,6 +15,7 @@ struct RankArgs {
   Device device;
 
   const GroupSizes& sizes() const { return group->sizes(); }
+  virtual int64_t NumTokens() const { return 0; }  // T, for messages
 };
 
 }  // namespace jax_ep

@@ -106,6 +106,31 @@ void Rendezvous::Fail(int64_t run_id, const Failure& given) noexcept {
   for (auto& entry : calls) CompleteOnThreads(entry.second.arrivals, failure);
 }
 
+std::string Rendezvous::DescribeElsewhere(const CallKey& key) const {
+  const Call& call = calls_.at(key);
+  const RankArgs& mine = *call.arrivals.front().args;
+  if (mine.group == nullptr) return "";
+  std::string text;
+  for (const auto& [other_key, other] : calls_) {
+    if (other_key.run_id != key.run_id || &other == &call) continue;
+    std::vector<int64_t> ranks;  // of this call's group
+    for (const Arrival& arrival : other.arrivals) {
+      const std::optional<Device> device = mine.group->Find(arrival.args->device.ordinal);
+      if (device && device->coordinate.replica == key.replica) {
+        ranks.push_back(device->coordinate.rank);
+      }
+    }
+    if (ranks.empty()) continue;
+    std::sort(ranks.begin(), ranks.end());
+    text += " Meanwhile " + RankList(ranks, call.info.first_rank) +
+            (ranks.size() == 1 ? " waits" : " wait") + " in another call of the program, " +
+            std::string(other.info.name) + ", with " +
+            std::to_string(other.arrivals.front().args->NumTokens()) + " tokens; this one has " +
+            std::to_string(mine.NumTokens()) + ".";
+  }
+  return text;
+}
+
 Failure Rendezvous::FindFailure(int64_t run_id) const {
   const size_t n_kept = std::min(n_failed_runs_, failed_runs_.size());
   for (size_t i = 0; i < n_kept; ++i) {
@@ -199,8 +224,11 @@ bool Rendezvous::EndLateCall(std::unique_lock<std::mutex>& lock) {
   if (late == calls_.end()) return false;
   const int64_t run_id = late->first.run_id;
   const Call& call = late->second;
-  const Failure failure = ToFailure(call.info, out_of_memory_,
-                                    [&] { return MissingRanks(call.info, call.arrivals, run_id); });
+  const Failure failure = ToFailure(call.info, out_of_memory_, [&] {
+    Status status = MissingRanks(call.info, call.arrivals, run_id);
+    status.message += DescribeElsewhere(late->first);
+    return status;
+  });
   Calls calls = TakeRun(run_id, failure);
   lock.unlock();
   for (auto& entry : calls) CompleteOnThreads(entry.second.arrivals, failure);

@@ -91,6 +91,10 @@ class Rendezvous {
 
   Rendezvous();
 
+  // For the error of a call whose time limit is reached: in which other calls of the same run its
+  // missing ranks wait, if they do. Under mutex_.
+  std::string DescribeElsewhere(const CallKey& key) const;
+
   Failure FindFailure(int64_t run_id) const;
   std::vector<Arrival> AddArrival(const CallKey& key, const CallInfo& info, Arrival& arrival);
   Calls TakeRun(int64_t run_id, const Failure& failure);

@@ -30,7 +30,9 @@ Status FindCaller(int32_t ordinal, Caller& caller) {
                               " of this process. Was it closed? Call ep_init with the arguments "
                               "of the group that the function was traced with.");
   }
-  return caller.member.group->CheckFailure(caller.member.rank);
+  Status status = caller.member.group->CheckFailure(caller.member.rank);
+  if (!status.ok()) status.message = caller.Name() + ": an earlier call failed: " + status.message;
+  return status;
 }
 
 Status FindCaller(int32_t ordinal, cudaStream_t stream, Caller& caller) {

@@ -3,6 +3,8 @@
 #include <chrono>
 #include <future>
 #include <memory>
+#include <utility>
+#include <vector>
 
 #include "cpu/rendezvous.h"
 #include "tests/check.h"
@@ -84,6 +86,39 @@ void TestMissingRankEndsTheWait() {
   CHECK_CONTAINS(late.get_future().get().message, "for rank 1");
 }
 
+// Two ranks of a group of three wait in one call, the third in another one, with more tokens.
+void TestErrorSaysWhereMissingRanksWait() {
+  struct Args : RankArgs {
+    explicit Args(int64_t n) : n_tokens(n) {}
+    int64_t NumTokens() const override { return n_tokens; }
+    int64_t n_tokens;
+  };
+  const std::vector<Device> devices = {{5, {0, 0}}, {6, {0, 1}}, {7, {0, 2}}};
+  HostGroupConfig config{};
+  config.sizes.n_ranks = config.sizes.n_groups = 3;
+  const auto group = std::make_shared<HostGroup>(config, devices);
+  std::promise<Status> promises[3];
+  const auto arrive = [&](const void* site, const char* name, int64_t rank, int64_t n_tokens) {
+    Arrival arrival = MakeArrival(rank, promises[rank]);
+    auto args = std::make_unique<Args>(n_tokens);
+    args->group = group;
+    args->device = devices[rank];
+    arrival.args = std::move(args);
+    CallInfo info = MakeInfo(3, rank == 1 ? 60 : 0.1);
+    info.name = name;
+    Rendezvous::Instance().Arrive({site, 50, 0}, info, std::move(arrival));
+  };
+  int site, other_site;
+  arrive(&other_site, "combine of group late", 1, 16);
+  arrive(&site, "dispatch of group early", 0, 8);
+  arrive(&site, "dispatch of group early", 2, 8);
+  for (auto& promise : promises) {
+    CHECK_CONTAINS(promise.get_future().get().message,
+                   "Meanwhile rank 1 waits in another call of the program, combine of group late, "
+                   "with 16 tokens; this one has 8.");
+  }
+}
+
 void TestShorterTimeoutIsNotHeldUpByALongerOne() {
   Rendezvous& rendezvous = Rendezvous::Instance();
   std::promise<Status> slow, fast;
@@ -130,6 +165,7 @@ void RunRendezvousTests() {
   TestBlockedCompletionDoesNotDelayOthers();
   TestLastRankGetsAllByRank();
   TestMissingRankEndsTheWait();
+  TestErrorSaysWhereMissingRanksWait();
   TestShorterTimeoutIsNotHeldUpByALongerOne();
   TestFailureEndsTheRunAndNoOther();
   TestSameRankTwiceIsAnError();

@@ -11,9 +11,10 @@ import numpy as np
 
 from jax_ep.formats import bits
 from jax_ep.formats.scales import ATOMS, NO_SCALES, ROW_MAJOR, ScalesLayout, group_of
+from jax_ep.unpickling import CheckedDataclass
 
 
-class TokenFormat(abc.ABC):
+class TokenFormat(CheckedDataclass, abc.ABC):
     """What `dispatch` takes and what it returns for the experts; frozen and hashable."""
 
     takes_input_scale: ClassVar[bool] = False

@@ -1,18 +1,22 @@
 """EPGroup: a geometry, and the connection that a transport opened for it."""
 
+import logging
 from typing import Any, Self
 
 import jax
 import numpy as np
 
+from jax_ep import unpickling
 from jax_ep.config import EPConfig
 from jax_ep.geometry import Geometry
 from jax_ep.group.select import connect
 from jax_ep.operands.checks import check_manual
 from jax_ep.processes import interrupts
 from jax_ep.processes.exchange import Exchange, ExchangeFn, facts_of
-from jax_ep.stats import RankStats
+from jax_ep.stats import RankStats, describe_drops
 from jax_ep.transports.base import Connection
+
+_log = logging.getLogger("jax_ep")
 
 
 class EPGroup:
@@ -28,6 +32,7 @@ class EPGroup:
         """Use `ep_init`."""
         self._connection = connection
         self._closed = False
+        self._has_warned_of_drops = False
 
     @property
     def geometry(self) -> Geometry:
@@ -113,14 +118,17 @@ class EPGroup:
 
         Equal groups that are open at the same time share them; on `p2p` and `nvshmem`, so do groups
         that share memory, and the totals are those of all of them. Does not wait for calls: to
-        count those that are running, first wait for their results (`jax.block_until_ready`).
+        count those that are running, first wait for their results (`jax.block_until_ready`). If
+        rows were dropped, logs a warning (logger `jax_ep`), once per group.
 
         Raises:
             NotImplementedError: the transport keeps no totals (`xla`).
             ValueError: the group is closed.
         """
         self._check_open()
-        return self._connection.stats()
+        stats = self._connection.stats()
+        self._warn_of_drops(stats)
+        return stats
 
     def check(self) -> None:
         """Raises if an earlier call failed on a device of this process.
@@ -150,11 +158,26 @@ class EPGroup:
         the results (`jax.block_until_ready`). All processes of a group must close it; each waits at
         most 10 s for the others, or 12 s on `nvshmem`. Buffers that CUDA graphs refer to are kept
         for the next equal group. Memory that other groups use (`memory_of`) stays until the last of
-        them is closed, in any order.
+        them is closed, in any order. Warns of dropped rows like `stats`, for the calls that are
+        complete.
         """
         if not self._closed:
             self._closed = True
+            self._check_drops()
             self._connection.close()
+
+    def _check_drops(self) -> None:
+        """Warns of dropped rows, where they are counted and can be read."""
+        try:
+            self._warn_of_drops(self._connection.stats())
+        except (NotImplementedError, RuntimeError, ValueError):  # no totals, or a failed device
+            return
+
+    def _warn_of_drops(self, stats: list[RankStats]) -> None:
+        text = None if self._has_warned_of_drops else describe_drops(self.geometry, stats)
+        if text is not None:
+            self._has_warned_of_drops = True
+            _log.warning(text)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -202,43 +225,25 @@ def _open_pickled(
     memory_config: EPConfig | None,
 ) -> EPGroup:
     """The group of a pickle; `memory_config` is that of the group whose memory it uses."""
-    shape, axis_names, axis_types = axes
-    by_id = {device.id: device for device in _devices_of(platform, ids)}
-    missing = [each for each in ids if each not in by_id]
-    if missing:
-        raise ValueError(
-            f"A pickled EPGroup needs the {platform} devices {ids} of its mesh; this program has "
-            f"no device {missing[0]}. Unpickle it where JAX has these devices, or make a group for "
-            "this machine's with ep_init."
-        )
-    devices = np.array([by_id[each] for each in ids]).reshape(shape)
-    mesh = jax.sharding.Mesh(devices, axis_names, axis_types=axis_types)
-    axis_name, config, transport = arguments
+    mesh = unpickling.find_mesh(platform, ids, axes)
+    axis_name, config, transport = unpickling.check_arguments(arguments)
     if memory_config is None:
         return ep_init(mesh, axis_name, config, transport)
     with ep_init(mesh, axis_name, memory_config, transport) as memory_of:
         return ep_init(mesh, axis_name, config, transport, memory_of=memory_of)
 
 
-def _devices_of(platform: str, ids: list[int]) -> list[jax.Device]:
-    """The devices of a platform; raises ValueError if JAX has no such platform."""
-    try:
-        return jax.devices(platform)
-    except RuntimeError as error:
-        here = ", ".join(sorted({device.platform for device in jax.devices()}))
-        raise ValueError(
-            f"A pickled EPGroup needs the {platform} devices {ids} of its mesh; this program has "
-            f"devices of {here} only. Unpickle it where JAX has the platform {platform}, or make a "
-            "group for this machine's devices with ep_init."
-        ) from error
+def check_group(operation: str, group: EPGroup) -> str:
+    """Requires an open group, and a `jax.shard_map` over its mesh around the call.
 
-
-def check_group(operation: str, group: EPGroup) -> None:
-    """Requires an open group, and a `jax.shard_map` over its mesh around the call."""
+    Returns:
+        The call as messages name it.
+    """
     check_is_group(operation, group)
     if group.closed:
         raise ValueError(f"{operation}: group {group.key} is closed. Make a new one with ep_init.")
     check_manual(operation, group.geometry)
+    return group.geometry.call(operation)
 
 
 def check_is_group(operation: str, group: Any) -> None:
@@ -300,8 +305,8 @@ def ep_init(
         The group, for functions under `jax.shard_map` to close over.
 
     Raises:
-        TypeError: `mesh` is not a mesh, `config` not an `EPConfig`, `memory_of` not an `EPGroup`,
-            or `exchange` returns something else than bytes.
+        TypeError: `mesh` is not a mesh, `config` not an `EPConfig`, `exchange` not a function, or
+            returns something else than bytes, or `memory_of` not an `EPGroup`.
         ValueError: a device is in the mesh twice, the config does not fit the mesh or the memory of
             `memory_of`, the transport cannot serve it, or `memory_of` is closed; the message says
             why. Or a process opens another group: all raise it at once, and it says what differs.
@@ -323,6 +328,11 @@ def ep_init(
             _check_mesh(mesh)
             if not isinstance(config, EPConfig):
                 raise TypeError(f"config must be an EPConfig; got {type(config).__name__}.")
+            unpickling.check_fields("config", config)
+            if exchange is not None and not callable(exchange):
+                raise TypeError(
+                    f"exchange must be a function or None; got {type(exchange).__name__}."
+                )
             memory = _memory_of(memory_of)
             if memory is not None and transport == "auto":
                 transport = memory.transport

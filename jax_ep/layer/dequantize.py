@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep.formats import QuantizedFormat
+from jax_ep.formats.plain import as_dtype
 from jax_ep.group import check_group
 from jax_ep.operands.rows import in_use
 from jax_ep.results import Dispatched, check_dispatched
@@ -28,10 +29,12 @@ def dequantize(dispatched: Dispatched, dtype: jax.typing.DTypeLike | None = None
 
     Raises:
         TypeError: `dispatched` is not the result of dispatch. While tracing.
-        ValueError: the group is closed, or the call is outside `jax.shard_map`. While tracing.
+        ValueError: the group is closed, the call is outside `jax.shard_map`, or `dtype` is not that
+            of floating-point numbers. While tracing.
     """
     check_dispatched("dequantize", dispatched)
     check_group("dequantize", dispatched.group)
+    _check_dtype(dispatched.group.geometry.call("dequantize"), dtype)
     return to_numbers(dispatched, dtype)
 
 
@@ -53,3 +56,11 @@ def to_numbers(dispatched: Dispatched, dtype: Any = None) -> jax.Array:
     source_tokens = source_tokens.astype(dtype or source_tokens.dtype)
     rows = token_format.dequantize_rows(*fixed, source_tokens.dtype)
     return straight_through(group._connection, source_tokens, rows, dispatched.routing)
+
+
+def _check_dtype(operation: str, given: Any) -> None:
+    dtype = as_dtype(given)
+    if given is None or (dtype is not None and jnp.issubdtype(dtype, jnp.floating)):
+        return
+    got = repr(given) if dtype is None else dtype.name
+    raise ValueError(f"{operation}: dtype must be of floating-point numbers; got {got}.")

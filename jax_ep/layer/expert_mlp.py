@@ -12,7 +12,7 @@ from jax_ep.formats import BF16, BlockwiseFP8, Plain, QuantizedFormat
 from jax_ep.group import check_group
 from jax_ep.layer.activation import Activation
 from jax_ep.layer.dequantize import to_numbers
-from jax_ep.layer.expert_weights import ExpertWeights, check_arrays, check_codes
+from jax_ep.layer.expert_weights import ExpertWeights, call_name, check_arrays, check_codes
 from jax_ep.layer.fused_silu import QuantizedRows, activate, activate_and_quantize, check_activation
 from jax_ep.layer.grouped_matmul import multiply_arrays, multiply_rows
 from jax_ep.layer.matmul_gradients import add_bias
@@ -72,16 +72,17 @@ def expert_mlp(
             is closed or the call outside `jax.shard_map`. While tracing.
     """
     check_dispatched("expert_mlp", dispatched)
-    clamp = check_activation("expert_mlp", interleaved, clamp)
+    call = call_name(dispatched)
+    clamp = check_activation(call, interleaved, clamp)
     if not isinstance(transposed, bool):
-        raise ValueError(f"expert_mlp: transposed must be True or False; got {transposed!r}.")
+        raise ValueError(f"{call}: transposed must be True or False; got {transposed!r}.")
     if isinstance(dispatched.group.config.token_format, QuantizedFormat):
         check_group("expert_mlp", dispatched.group)  # for `dequantize`
     weights = ExpertWeights(gate_up, down, gate_up_bias, down_bias)
     if isinstance(gate_up, QuantizedWeights) or isinstance(down, QuantizedWeights):
         weights = _check_quantized(dispatched, weights, transposed)
         return _quantized_mlp(dispatched, weights, Activation(BF16(), interleaved, clamp))
-    weights = ExpertWeights(*checks.as_arrays(*weights))
+    weights = ExpertWeights(*checks.as_arrays(call, **weights._asdict()))
     check_arrays(dispatched, weights, transposed)
     activation = Activation(Plain(weights.gate_up.dtype), interleaved, clamp)
     return _plain_mlp(dispatched, weights, transposed, activation)
@@ -105,23 +106,24 @@ def _check_quantized(
     dispatched: Dispatched, weights: ExpertWeights, transposed: bool
 ) -> ExpertWeights:
     gate_up, down, *biases = weights
+    call = call_name(dispatched)
     token_format = dispatched.group.config.token_format
     if not (isinstance(gate_up, QuantizedWeights) and isinstance(down, QuantizedWeights)):
         raise TypeError(
-            "expert_mlp: gate_up and down must both be arrays or both be QuantizedWeights; got "
+            f"{call}: gate_up and down must both be arrays or both be QuantizedWeights; got "
             f"{type(gate_up).__name__} and {type(down).__name__}."
         )
     if transposed:
         raise ValueError(
-            "expert_mlp: transposed must be False with QuantizedWeights; pass it to "
-            "quantize_weights."
+            f"{call}: transposed must be False with QuantizedWeights; pass it to quantize_weights."
         )
     if not isinstance(token_format, BlockwiseFP8):
         raise ValueError(
-            "expert_mlp: with QuantizedWeights, the rows must be in BlockwiseFP8; the group's "
+            f"{call}: with QuantizedWeights, the rows must be in BlockwiseFP8; the group's "
             f"token_format is {token_format!r}."
         )
-    weights = ExpertWeights(gate_up, down, *checks.as_arrays(*biases))
+    named = dict(zip(("gate_up_bias", "down_bias"), biases, strict=True))
+    weights = ExpertWeights(gate_up, down, *checks.as_arrays(call, **named))
     check_codes(dispatched, weights)
     return weights
 

@@ -66,7 +66,7 @@ def fused_silu(
         NotImplementedError: for derivatives in a format that quantizes.
     """
     token_format = BF16() if token_format is None else token_format
-    x, row_offsets = checks.as_arrays(x, row_offsets)
+    x, row_offsets = checks.as_arrays("fused_silu", x=x, row_offsets=row_offsets)
     _check(x, row_offsets, token_format)
     clamp = check_activation("fused_silu", interleaved, clamp)
     n_groups = row_offsets.shape[0] - 1

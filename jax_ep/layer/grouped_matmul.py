@@ -8,6 +8,7 @@ import numpy as np
 from jax import lax
 
 from jax_ep.formats import BlockwiseFP8
+from jax_ep.formats.plain import as_dtype
 from jax_ep.formats.scales import ROW_MAJOR
 from jax_ep.layer import matmul_gradients
 from jax_ep.layer.fused_silu import QuantizedRows
@@ -66,7 +67,10 @@ def grouped_matmul(
 def _multiply_numbers(
     rows: Any, weights: Any, row_offsets: Any, transposed: bool, dtype: Any
 ) -> jax.Array:
-    rows, weights, row_offsets = checks.as_arrays(rows, weights, row_offsets)
+    checks.check_flags("grouped_matmul", transposed=transposed)
+    rows, weights, row_offsets = checks.as_arrays(
+        "grouped_matmul", rows=rows, weights=weights, row_offsets=row_offsets
+    )
     checks.check_array("grouped_matmul", "rows", rows, (None, None), "C H", *_FLOATS)
     _check_offsets(row_offsets)
     n_groups, hidden_size = row_offsets.shape[0] - 1, rows.shape[1]
@@ -128,12 +132,12 @@ def _multiply_codes(
             f"grouped_matmul: token_format must be BlockwiseFP8, for which there are kernels; got "
             f"{token_format!r}. Dequantize the rows, and multiply arrays."
         )
-    if transposed or (dtype is not None and np.dtype(dtype) != jnp.bfloat16):
+    if transposed or (dtype is not None and as_dtype(dtype) != jnp.bfloat16):
         raise ValueError(
             "grouped_matmul: transposed must be False, and dtype bfloat16, with QuantizedWeights; "
             f"got {transposed} and {dtype}."
         )
-    (row_offsets,) = checks.as_arrays(row_offsets)
+    (row_offsets,) = checks.as_arrays("grouped_matmul", row_offsets=row_offsets)
     _check_codes(rows, weights, row_offsets, token_format)
     return multiply_rows(rows, weights, row_offsets, token_format)
 
@@ -173,10 +177,11 @@ def _form(transposed: bool) -> MatmulForm:
 
 
 def _result_dtype(dtype: Any, rows_dtype: np.dtype) -> np.dtype:
-    dtype = rows_dtype if dtype is None else np.dtype(dtype)
-    if dtype not in (rows_dtype, np.dtype(np.float32)):
+    result = rows_dtype if dtype is None else as_dtype(dtype)
+    if result not in (rows_dtype, np.dtype(np.float32)):
+        got = repr(dtype) if result is None else result.name
         raise ValueError(
             f"grouped_matmul: dtype must be {rows_dtype.name}, as that of rows, or float32; got "
-            f"{dtype.name}."
+            f"{got}."
         )
-    return dtype
+    return result

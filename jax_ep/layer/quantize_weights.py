@@ -58,11 +58,11 @@ def quantize_weights(
     Raises:
         ValueError: a shape or dtype does not fit. While tracing.
     """
-    (weights,) = checks.as_arrays(weights)
+    name = "quantize_weights"
+    checks.check_flags(name, transposed=transposed, differentiable=differentiable)
+    (weights,) = checks.as_arrays(name, weights=weights)
     letters = "L N H" if transposed else "L H N"
-    checks.check_array(
-        "quantize_weights", "weights", weights, (None,) * 3, letters, jnp.bfloat16, jnp.float32
-    )
+    checks.check_array(name, "weights", weights, (None,) * 3, letters, jnp.bfloat16, jnp.float32)
     values = weights if transposed else weights.swapaxes(1, 2)
     n_groups, n, k = values.shape
     if k % SCALE_BLOCK:

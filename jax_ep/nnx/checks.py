@@ -11,7 +11,7 @@ from jax_ep.config import check_count
 from jax_ep.formats import BlockwiseFP8, Plain
 from jax_ep.formats.plain import as_dtype
 from jax_ep.group import EPGroup
-from jax_ep.operands.checks import is_finite
+from jax_ep.operands.checks import advise, is_code, is_finite
 from jax_ep.router import RouterConfig
 
 Axes = str | tuple[str, ...] | None
@@ -174,10 +174,10 @@ def check_tokens(tokens: Any, hidden_size: int, axes: tuple[str, ...], n_shards:
             f"nnx.MoE: tokens must have the shape [..., H={hidden_size}], with at least one "
             f"dimension before H; got {tokens.shape}."
         )
-    if not jnp.issubdtype(tokens.dtype, jnp.floating):
+    if not jnp.issubdtype(tokens.dtype, jnp.floating) or is_code(tokens.dtype):
         raise ValueError(
-            f"nnx.MoE: tokens must be floating-point numbers; got {tokens.dtype.name}. Cast them "
-            "with .astype()."
+            f"nnx.MoE: tokens must be floating-point numbers; got {tokens.dtype.name}."
+            f"{advise(tokens.dtype, jnp.floating)}"
         )
     if tokens.shape[0] % n_shards:
         raise ValueError(

@@ -63,7 +63,10 @@ class DispatchOperands:
     ) -> tuple[Self, jax.Array]:
         """Checks and routes the user's arguments; also returns `topk_ids`, `int32[..., K]`."""
         config = geometry.config
-        topk_ids, topk_weights = checks.as_arrays(topk_ids, topk_weights)
+        topk_ids, topk_weights = checks.as_arrays(
+            operation, topk_ids=topk_ids, topk_weights=topk_weights
+        )
+        checks.check_not_swapped(operation, topk_ids, topk_weights)
         payload = Payload.make(operation, config, tokens)
         leading = payload.leading
         checks.check_per_token(
@@ -260,7 +263,9 @@ class CombineOperands:
         """Checks and routes the user's arguments."""
         _check_weights(operation, topk_weights, row_weights, residual, reduce)
         config = geometry.config
-        expert_out, topk_weights, residual = checks.as_arrays(expert_out, topk_weights, residual)
+        expert_out, topk_weights, residual = checks.as_arrays(
+            operation, expert_out=expert_out, topk_weights=topk_weights, residual=residual
+        )
         leading, dtype = routing.leading, config.combine_dtype
         n_rows = routing.src_info.shape[:1]
         size = _check_rows(operation, config, "expert_out", expert_out, n_rows, "C H")

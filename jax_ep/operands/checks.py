@@ -16,6 +16,7 @@ from jax_ep.geometry import Geometry
 
 def check_manual(operation: str, geometry: Geometry) -> None:
     """Requires the call to be inside a `jax.shard_map` over the group's mesh."""
+    operation = geometry.call(operation)
     mesh, names = jax.sharding.get_abstract_mesh(), geometry.axis_names
     if set(names) - set(mesh.manual_axes):
         axes = f"axis {names[0]!r}" if len(names) == 1 else f"axes {names}"
@@ -63,7 +64,54 @@ def check_array(
     if not any(_is_of(x.dtype, dtype) for dtype in dtypes):
         names = " or ".join(_KINDS.get(dtype) or np.dtype(dtype).name for dtype in dtypes)
         raise ValueError(
-            f"{operation}: {name} must be {names}; got {x.dtype.name}. Cast it with .astype()."
+            f"{operation}: {name} must be {names}; got {x.dtype.name}.{advise(x.dtype, *dtypes)}"
+        )
+
+
+def advise(dtype: Any, *wanted: Any) -> str:
+    """What to do with an array of the wrong dtype. A cast, only if it keeps what numbers mean.
+
+    Ids cast to weights, weights cast to ids, and codes cast to numbers give wrong results.
+    """
+    if is_code(dtype):
+        return (
+            " These seem to be codes of a quantized format, which need their scales: take the "
+            "numbers from jax_ep.dequantize(), or from dequantize() of the format."
+        )
+    if any(each not in _KINDS and is_code(each) for each in wanted):
+        return " A cast does not quantize: take codes and scales from quantize() of the format."
+    same = (jnp.integer, jnp.floating)
+    if any(jnp.issubdtype(dtype, kind) and _has_kind(wanted, kind) for kind in same):
+        return " Cast it with .astype()."
+    if jnp.issubdtype(dtype, jnp.floating) and _has_kind(wanted, jnp.integer):
+        return " Are these weights in place of ids?"
+    if jnp.issubdtype(dtype, jnp.integer) and _has_kind(wanted, jnp.floating):
+        return " Are these ids in place of numbers?"
+    return ""
+
+
+def is_code(dtype: Any) -> bool:
+    """Whether numbers of this dtype are probably codes, or scales, of a quantized format."""
+    return np.dtype(dtype) == np.uint8 or (
+        jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 16
+    )
+
+
+def _has_kind(dtypes: Sequence[Any], kind: Any) -> bool:
+    return any(jnp.issubdtype(dtype, kind) for dtype in dtypes)
+
+
+def check_not_swapped(operation: str, topk_ids: Any, topk_weights: Any) -> None:
+    """Requires ids and weights in their places."""
+    if topk_ids is None or topk_weights is None:
+        return
+    is_swapped = jnp.issubdtype(topk_ids.dtype, jnp.floating) and jnp.issubdtype(
+        topk_weights.dtype, jnp.integer
+    )
+    if is_swapped:
+        raise ValueError(
+            f"{operation}: topk_ids must be integers and topk_weights floating-point numbers; got "
+            f"{topk_ids.dtype.name} and {topk_weights.dtype.name}, so they seem to be swapped."
         )
 
 
@@ -137,7 +185,7 @@ def check_input_scale(operation: str, token_format: TokenFormat, input_scale: An
         return None
     if input_scale is None:
         return jnp.ones((), jnp.float32)
-    (input_scale,) = as_arrays(input_scale)
+    (input_scale,) = as_arrays(operation, input_scale=input_scale)
     if input_scale.size != 1 or input_scale.dtype != jnp.float32:
         raise ValueError(
             f"{operation}: input_scale must be one float32 number; got "
@@ -153,7 +201,7 @@ def check_input_scales(
     _takes_input_scale(operation, "input_scales", token_format, input_scales)
     if input_scales is None:
         return None
-    (input_scales,) = as_arrays(input_scales)
+    (input_scales,) = as_arrays(operation, input_scales=input_scales)
     check_array(operation, "input_scales", input_scales, (n_groups,), "L", jnp.float32)
     return input_scales
 
@@ -173,13 +221,29 @@ def is_finite(value: Any) -> bool:
     return is_number and not isinstance(value, bool) and math.isfinite(value)
 
 
-def as_arrays(*arrays: Any) -> list[Any]:
-    """JAX arrays; 64-bit NumPy arrays stay as they are, for `check_array` to reject."""
+def as_arrays(operation: str, **arrays: Any) -> list[Any]:
+    """JAX arrays; None and 64-bit NumPy arrays stay as they are, for `check_array` to reject."""
 
-    def stays(x: Any) -> bool:
-        return x is None or (isinstance(x, np.ndarray | np.generic) and x.dtype.itemsize == 8)
+    def convert(name: str, x: Any) -> Any:
+        if x is None or (isinstance(x, np.ndarray | np.generic) and x.dtype.itemsize == 8):
+            return x
+        try:
+            if isinstance(x, str | bytes):
+                raise TypeError
+            return jnp.asarray(x)
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"{operation}: {name} must be an array of numbers; got {type(x).__name__}."
+            ) from None
 
-    return [x if stays(x) else jnp.asarray(x) for x in arrays]
+    return [convert(name, x) for name, x in arrays.items()]
+
+
+def check_flags(operation: str, **flags: Any) -> None:
+    """Requires True or False."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{operation}: {name} must be True or False; got {value!r}.")
 
 
 def vary_alike(axis_names: Sequence[str], *arrays: Any) -> list[Any]:

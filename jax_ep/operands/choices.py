@@ -61,14 +61,14 @@ def limit_choices(topk_ids: jax.Array, n_experts: int, capacity: int) -> jax.Arr
     first = jnp.cumsum(counts, dtype=jnp.int32) - counts  # position of each expert's first choice
     capacity = min(capacity, experts.size)  # which fits in int32
     is_dropped = is_expert & (position - first[experts] >= capacity)
-    (ids,) = as_arrays(topk_ids)
+    (ids,) = as_arrays("limit_choices", topk_ids=topk_ids)
     return jnp.where(is_dropped.reshape(ids.shape), -1, as_int32(ids))
 
 
 def _experts(operation: str, topk_ids: Any, n_experts: int) -> tuple[jax.Array, jax.Array]:
     """`int32[n]` of all choices, E for those that name no expert; and which ones name one."""
     n_experts = _as_count(operation, "n_experts", n_experts)
-    (ids,) = as_arrays(topk_ids)
+    (ids,) = as_arrays(operation, topk_ids=topk_ids)
     shape = (None,) * max(1, 0 if ids is None else ids.ndim)
     check_array(operation, "topk_ids", ids, shape, "K", jnp.integer)
     ids = lax.stop_gradient(as_int32(ids)).reshape(-1)

@@ -39,7 +39,7 @@ class Payload:
             )
         if isinstance(tokens, Quantized):
             return cls._from_codes(operation, config, tokens)
-        (tokens,) = checks.as_arrays(tokens)
+        (tokens,) = checks.as_arrays(operation, tokens=tokens)
         size = checks.row_size(tokens, config.hidden_size)
         _check_shape(operation, "tokens", tokens, size, "H", config.token_format.token_dtypes)
         if size < config.hidden_size:
@@ -55,7 +55,8 @@ class Payload:
                 f"{operation}: tokens may be Quantized only if the group's token_format quantizes; "
                 f"it is {token_format.name}."
             )
-        codes, scales = checks.as_arrays(*tokens)
+        named = {"tokens.codes": tokens.codes, "tokens.scales": tokens.scales}
+        codes, scales = checks.as_arrays(operation, **named)
         n_codes = checks.row_size(codes, token_format.row_size(config.hidden_size))
         _check_shape(operation, "tokens.codes", codes, n_codes, "H", (token_format.row_dtype,))
         size = 2 * n_codes if token_format.packed else n_codes

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
 
 from jax_ep.formats import QuantizedFormat
 from jax_ep.operands.calls import (
@@ -250,3 +251,46 @@ def _straight_through_bwd(
 
 
 straight_through.defvjp(_straight_through_fwd, _straight_through_bwd)
+
+
+def without_gradient(
+    call: str, source_tokens: jax.Array, codes: jax.Array, scales: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Codes and scales that `source_tokens` became; raises where a gradient reaches them.
+
+    It would be dropped: `dequantize` has a rule of its own, which takes the gradient past them.
+    """
+    with jax.disable_jit(False):
+        return _codes_and_scales(call, source_tokens, codes, scales)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _identity(
+    call: str, source_tokens: jax.Array, codes: jax.Array, scales: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    return codes, scales
+
+
+def _without_gradient_fwd(
+    call: str, source_tokens: Any, codes: Any, scales: Any
+) -> tuple[tuple[jax.Array, jax.Array], None]:
+    return (codes.value, scales.value), None
+
+
+def _without_gradient_bwd(call: str, saved: None, cotangents: Any) -> tuple[None, None, None]:
+    def is_zero(cotangent: Any) -> bool:
+        is_symbolic = isinstance(cotangent, SymbolicZero)
+        return is_symbolic or getattr(cotangent, "dtype", None) == jax.dtypes.float0
+
+    if all(map(is_zero, cotangents)):
+        return None, None, None
+    raise NotImplementedError(
+        f"{call}: tokens and scales of its result are codes, which have no gradient. Take the rows "
+        "from jax_ep.dequantize() or call jax_ep.expert_mlp(), whose gradients pass straight "
+        "through the rounding; or pass both through jax.lax.stop_gradient()."
+    )
+
+
+_identity.defvjp(_without_gradient_fwd, _without_gradient_bwd, symbolic_zeros=True)
+# Under a jit, since a jax.shard_map that runs eagerly has no symbolic zeros.
+_codes_and_scales = jax.jit(_identity, static_argnums=0, inline=True)

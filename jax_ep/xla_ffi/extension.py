@@ -2,12 +2,16 @@
 
 import functools
 import importlib
+import importlib.util
+import logging
 import pathlib
 from types import ModuleType
 
 import jax
 
 _PACKAGE = pathlib.Path(__file__).parent.parent
+_CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+_log = logging.getLogger("jax_ep")
 
 
 @functools.cache
@@ -33,15 +37,8 @@ def load_cuda() -> ModuleType:
 
 @functools.cache
 def register_host() -> None:
-    """Registers the handlers for platform `cpu`, their state type first.
-
-    Not at import: before a CPU backend exists, JAX queues both and registers targets
-    before types, which XLA refuses for handlers with state.
-    """
-    jax.devices("cpu")
-    extension = load_host()
-    jax.ffi.register_ffi_type("jax_ep.CallSite", extension.call_site_type(), platform="cpu")
-    for name, stages in extension.targets().items():
+    """Registers the handlers for platform `cpu`; JAX queues them until there is a backend."""
+    for name, stages in load_host().targets().items():
         jax.ffi.register_ffi_target(name, stages, platform="cpu")
 
 
@@ -50,6 +47,22 @@ def register_cuda() -> None:
     """Registers the handlers for platform `CUDA`."""
     for name, handler in load_cuda().targets().items():
         jax.ffi.register_ffi_target(name, handler, platform="CUDA")
+
+
+def register_what_is_here() -> None:
+    """Registers the handlers at import, so that a loaded program runs without an `ep_init`.
+
+    Starts no backend and never raises: what is missing here, `ep_init` and the other calls explain.
+    The extension for CUDA is loaded only where JAX has a plugin for it, as it takes longer.
+    """
+    registrations = {"_ffi": register_host}
+    if any(importlib.util.find_spec(name) for name in _CUDA_PLUGINS):
+        registrations["_ffi_cuda"] = register_cuda
+    for name, register in registrations.items():
+        try:
+            register()
+        except ImportError as error:
+            _log.debug("Custom calls are not registered: %s", why_missing(name, error))
 
 
 def why_missing(name: str, error: ImportError, package: pathlib.Path = _PACKAGE) -> str:

@@ -16,7 +16,15 @@ import time
 FOLDER = pathlib.Path(__file__).parent
 
 # Script: the seconds that it may take. With --quick, each takes a few.
-SCRIPTS = {"threads": 300, "allocations": 600, "pauses": 300, "opening": 400, "tampered": 300}
+SCRIPTS = {
+    "threads": 300,
+    "allocations": 600,
+    "pauses": 300,
+    "opening": 400,
+    "tampered": 300,
+    "malformed": 600,
+    "pickles": 120,
+}
 
 
 def command(name: str, *, quick: bool) -> list[str]:
