@@ -20,7 +20,7 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 4)
 
 import jax_ep  # noqa: E402
-from jax_ep import group as group_module  # noqa: E402
+from jax_ep.group import ep_group as group_module  # noqa: E402
 from jax_ep.router import RouterConfig  # noqa: E402
 
 CONFIG = jax_ep.EPConfig(
