@@ -32,7 +32,7 @@ nb::capsule Capsule(T* pointer) {
 template <XLA_FFI_Handler* kHandler>
 XLA_FFI_Error* WithCallSiteType(XLA_FFI_CallFrame* frame) {
   static const XLA_FFI_TypeInfo info = ffi::MakeTypeInfo<CallSite>();
-  const XLA_FFI_Extension_Base* extension = frame->extension_start;
+  const auto* const extension = frame->extension_start;  // its type has several names
   const bool asks_for_metadata =
       extension != nullptr && extension->type == XLA_FFI_Extension_Metadata;
   if (asks_for_metadata) {
