@@ -188,6 +188,27 @@ def test_an_exchange_between_nodes_has_the_attributes_that_its_handler_reads(
         assert found[target] == [CUDA[target]] * len(found[target])
 
 
+def test_an_exchange_that_overlaps_has_no_second_derivative(monkeypatch):
+    """The first operation refuses it; none behind makes it zero."""
+    monkeypatch.setattr(overlapped, "min_tokens", 1)
+    case = CASES["plain"].replace(weights="none", n_nodes=2)
+    geometry = Geometry(make_mesh(case.n_ranks), AXIS, config_of(case), "nvshmem")
+    group = EPGroup(NvshmemByNodes(geometry))
+    operands = [np.stack(each) for each in suite.make_inputs(case).arrays()[:2]]
+
+    def loss(tokens, topk_ids):
+        rows = jax_ep.dispatch(group, tokens, topk_ids)
+        return jnp.sum(jax_ep.combine(group, jnp.sin(rows.tokens), rows).astype(jnp.float32) ** 3)
+
+    def norm_of_gradient(*operands):
+        return jnp.sum(jax.grad(loss)(*operands).astype(jnp.float32) ** 2)
+
+    with pytest.raises(
+        NotImplementedError, match="Differentiation rule for 'jax_ep_rail_dispatch'"
+    ):
+        on_mesh(group.mesh, jax.grad(norm_of_gradient)).trace(*operands)
+
+
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
 def test_fused_silu_has_the_attributes_that_its_handler_reads(platform, monkeypatch):
     monkeypatch.setattr(extension, "register_cuda", lambda: None)

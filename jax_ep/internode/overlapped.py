@@ -5,7 +5,6 @@ gradients.py and the calls inside the node.
 """
 
 import dataclasses
-import functools
 
 import jax
 
@@ -33,18 +32,20 @@ def overlapping(rails: Rails, n_tokens: int) -> OverlappingRails | None:
     return rails if isinstance(rails, OverlappingRails) and n_tokens >= min_tokens else None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def spread_and_dispatch(
+def _spread_and_dispatch(
     rails: OverlappingRails, inner: FfiConnection, operands: DispatchOperands, group_ids: jax.Array
 ) -> DispatchResults:
     """See `OverlappingRails.dispatch`."""
     return rails.dispatch(inner, operands, group_ids).named()
 
 
+spread_and_dispatch = jax.custom_vjp(_spread_and_dispatch, nondiff_argnums=(0, 1))
+
+
 def _spread_and_dispatch_fwd(
     rails: OverlappingRails, inner: FfiConnection, operands: DispatchOperands, group_ids: jax.Array
 ) -> tuple[DispatchResults, tuple[SavedDispatch, jax.Array]]:
-    results = spread_and_dispatch(rails, inner, operands, group_ids)
+    results = _spread_and_dispatch(rails, inner, operands, group_ids)
     return results, (save_dispatch(operands, results), group_ids)
 
 
@@ -70,18 +71,20 @@ def _spread_and_dispatch_bwd(
 spread_and_dispatch.defvjp(_spread_and_dispatch_fwd, _spread_and_dispatch_bwd)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def combine_and_collect(
+def _combine_and_collect(
     rails: OverlappingRails, inner: FfiConnection, operands: CombineOperands, group_ids: jax.Array
 ) -> jax.Array:
     """See `OverlappingRails.combine`; `group_ids` are `int32[T, N_c]`, of this rank's choices."""
     return rails.combine(inner, operands)[0]
 
 
+combine_and_collect = jax.custom_vjp(_combine_and_collect, nondiff_argnums=(0, 1))
+
+
 def _combine_and_collect_fwd(
     rails: OverlappingRails, inner: FfiConnection, operands: CombineOperands, group_ids: jax.Array
 ) -> tuple[jax.Array, tuple[SavedCombine, jax.Array]]:
-    result = combine_and_collect(rails, inner, operands, group_ids)
+    result = _combine_and_collect(rails, inner, operands, group_ids)
     return result, (save_combine(operands), group_ids)
 
 
