@@ -66,6 +66,9 @@ class FakeExtension:
     def GroupConfig(self, **sizes):  # noqa: N802 (the extension's name)
         return sizes
 
+    def stats(self, memory, ordinal):
+        raise RuntimeError("this extension has no totals")
+
     def allocate_group(self, key, config, devices):
         if self.fails_at == "allocate":
             raise RuntimeError("no memory")

@@ -163,8 +163,10 @@ class EPGroup:
         """
         if not self._closed:
             self._closed = True
-            self._check_drops()
-            self._connection.close()
+            try:
+                self._check_drops()
+            finally:
+                self._connection.close()
 
     def _check_drops(self) -> None:
         """Warns of dropped rows, where they are counted and can be read."""
