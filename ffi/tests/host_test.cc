@@ -14,6 +14,7 @@
 #include "tests/combine_test.h"
 #include "tests/format_test.h"
 #include "tests/layer_test.h"
+#include "tests/matmul_tiles_test.h"
 #include "tests/open_groups_test.h"
 #include "tests/rendezvous_test.h"
 #include "tests/silu_tiles_test.h"
@@ -132,6 +133,7 @@ int main() {
   RunLayerTests();
   RunOpenGroupsTests();
   RunSiluTilesTests();
+  RunMatmulTilesTests();
   RunFormatTests();
   std::cout << "host_test: all passed" << std::endl;
 }
