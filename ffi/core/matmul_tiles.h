@@ -9,14 +9,13 @@
 
 namespace jax_ep {
 
-constexpr uint32_t kMatmulTileRows = 256;  // the most
 constexpr uint32_t kMatmulTileColumns = 256;
 constexpr uint32_t kMatmulRowUnit =
     8;  // rows of tiles are multiples of it, before they are clipped
 
 struct MatmulTile {
   uint32_t group;
-  uint32_t row, n_rows;  // n_rows: 1 to kMatmulTileRows, all in the group
+  uint32_t row, n_rows;  // n_rows: 1 to max_tile_rows, all in the group
   uint32_t column;       // the first of kMatmulTileColumns, some of which may not exist
   bool is_alone;         // whether no other tile has the same weights
 };
@@ -25,6 +24,7 @@ struct MatmulTile {
 struct MatmulTileShape {
   const uint32_t* row_offsets;  // [n_groups + 1]
   uint32_t n_rows, n_groups, n_columns;
+  uint32_t max_tile_rows;  // a multiple of kMatmulRowUnit
 };
 
 // The rows of a group, and how they are divided.
@@ -37,7 +37,7 @@ struct MatmulGroup {
     const uint32_t end = Min(shape.row_offsets[group + 1], shape.n_rows);
     MatmulGroup result{first, end > first ? end - first : 0, 0, 0};
     if (result.n_rows == 0) return result;
-    result.n_tiles = CeilDiv(result.n_rows, kMatmulTileRows);
+    result.n_tiles = CeilDiv(result.n_rows, shape.max_tile_rows);
     const uint32_t most = CeilDiv(result.n_rows, result.n_tiles);
     result.tile_rows = CeilDiv(most, kMatmulRowUnit) * kMatmulRowUnit;
     return result;

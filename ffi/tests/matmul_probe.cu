@@ -26,8 +26,8 @@ MatmulTimeout* timeout = nullptr;  // in host memory that the device can write t
 
 void ReportTimeout(int) {
   if (timeout == nullptr || timeout->is_set == 0) return;
-  std::fprintf(stderr, "a wait did not end: block %u, thread %u, stage %u, parity %u\n",
-               timeout->block, timeout->thread, timeout->stage, timeout->parity);
+  std::fprintf(stderr, "a wait did not end: block %u, thread %u, barrier %#x, parity %u\n",
+               timeout->block, timeout->thread, timeout->barrier, timeout->parity);
 }
 
 const std::vector<uint32_t> kEdges = {0, 1, 7, 8, 9, 17, 0, 127, 128, 129, 255, 256, 257, 0};
@@ -77,11 +77,18 @@ std::vector<Shape> Shapes() {
 }
 
 void Check(const Shape& shape, uint32_t seed) {
-  const Backend backend = {"swapped", LaunchProbedMatmul, false};
-  for (const bool zeroes_unused : {false, true}) {
-    const Variant variant = {MatmulForm::kWeights, Element::kBFloat16, RowType::kBFloat16,
-                             zeroes_unused};
-    DeviceCase(shape, variant, seed).Run(backend, Describe(backend, shape, variant));
+  for (const ProbedVariant& probed : kProbedVariants) {
+    static SwappedVariant swapped;  // what the function without captures launches
+    swapped = probed.variant;
+    const Backend backend = {
+        probed.name,
+        [](const MatmulCall& call, cudaStream_t) { return LaunchProbedMatmul(call, swapped); },
+        false};
+    for (const bool zeroes_unused : {false, true}) {
+      const Variant variant = {MatmulForm::kWeights, Element::kBFloat16, RowType::kBFloat16,
+                               zeroes_unused};
+      DeviceCase(shape, variant, seed).Run(backend, Describe(backend, shape, variant));
+    }
   }
 }
 
@@ -106,8 +113,8 @@ void CheckRandom(double seconds, uint32_t first_seed) {
 
 }  // namespace
 
-cudaError_t LaunchProbedMatmul(const MatmulCall& call, cudaStream_t stream) {
-  return LaunchSwappedMatmul(call, stream, timeout);
+cudaError_t LaunchProbedMatmul(const MatmulCall& call, SwappedVariant variant) {
+  return LaunchSwappedMatmul(call, nullptr, variant, timeout);
 }
 
 }  // namespace jax_ep::p2p

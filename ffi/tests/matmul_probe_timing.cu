@@ -146,13 +146,13 @@ double CopyRate(const MatmulCall& call) {
 }
 
 // The largest difference of two results, in units of the results' standard deviation.
-double Difference(const MatmulCall& call) {
+double Difference(const MatmulCall& call, SwappedVariant variant) {
   const Buffer other(call.out_elements() * 2), largest(sizeof(unsigned));
   MatmulCall baseline = call;
   baseline.out = other.As<void>();
   ExpectSuccess("cudaMemset", cudaMemset(call.out, kCanary, other.size()));
   ExpectSuccess("cudaMemset", cudaMemset(largest.As<void>(), 0, sizeof(unsigned)));
-  ExpectSuccess("swapped", LaunchProbedMatmul(call, nullptr));
+  ExpectSuccess("swapped", LaunchProbedMatmul(call, variant));
   ExpectSuccess("baseline", LaunchBaselineMatmul(baseline, nullptr));
   FindDifference<<<kTestBlocks, kTestThreads>>>(static_cast<__nv_bfloat16*>(call.out),
                                                 other.As<__nv_bfloat16>(), call.out_elements(),
@@ -161,6 +161,25 @@ double Difference(const MatmulCall& call) {
   ExpectSuccess("FindDifference",
                 cudaMemcpy(&difference, largest.As<void>(), sizeof(difference), cudaMemcpyDefault));
   return difference / std::sqrt(static_cast<double>(call.k));
+}
+
+// `ms`: of the dense matmul, the baseline and the variants.
+void PrintCase(const MatmulCall& call, uint32_t mean, bool is_drawn, const std::vector<double>& ms,
+               double copy_rate) {
+  const int64_t matrix = call.k * call.n;
+  const double flops = 2e-9 * static_cast<double>(call.n_rows * matrix);
+  const double n_bytes =
+      2 * static_cast<double>(call.n_groups * matrix + call.n_rows * (call.k + call.n));
+  std::vector<std::string> names = {"baseline"};
+  for (const ProbedVariant& probed : kProbedVariants) names.emplace_back(probed.name);
+  std::printf("K%lld N%lld L%lld %4u %-11s bytes %6.3f ms, dense %4.0f TF",
+              static_cast<long long>(call.k), static_cast<long long>(call.n),
+              static_cast<long long>(call.n_groups), mean, is_drawn ? "multinomial" : "equal",
+              n_bytes / copy_rate, flops / ms[0]);
+  for (size_t i = 1; i < ms.size(); ++i) {
+    std::printf(" | %s %6.3f ms %3.0f TF %.2f", names[i - 1].c_str(), ms[i], flops / ms[i],
+                ms[0] / ms[i]);
+  }
 }
 
 void TimeCase(const Operands& operands, uint32_t mean, bool is_drawn, const DenseMatmul* dense,
@@ -176,7 +195,10 @@ void TimeCase(const Operands& operands, uint32_t mean, bool is_drawn, const Dens
                                          one_group.size(), cudaMemcpyDefault));
   const Buffer workspace(MatmulWorkspaceBytes(model.n_groups));
   const auto call = [&](int set) { return operands.Call(set, row_offsets, workspace, n_rows); };
-  const double difference = Difference(call(0));
+  double difference = 0;
+  for (const ProbedVariant& probed : kProbedVariants) {
+    difference = std::max(difference, Difference(call(0), probed.variant));
+  }
 
   const auto multiply_dense = [&](int set) {
     MatmulCall one = operands.Call(set, one_group, workspace, n_rows);
@@ -188,18 +210,17 @@ void TimeCase(const Operands& operands, uint32_t mean, bool is_drawn, const Dens
                  static_cast<int>(one.n));
     }
   };
-  const std::vector<double> ms = TimeInTurns(
-      {[&](int set) { ExpectSuccess("swapped", LaunchProbedMatmul(call(set), nullptr)); },
-       [&](int set) { ExpectSuccess("baseline", LaunchBaselineMatmul(call(set), nullptr)); },
-       multiply_dense});
-  const double flops = 2e-9 * static_cast<double>(n_rows) * static_cast<double>(model.k * model.n);
-  const double n_bytes = 2 * (static_cast<double>(model.n_groups * model.k * model.n) +
-                              static_cast<double>(n_rows * (model.k + model.n)));
-  std::printf(
-      "%-16s %4u %-11s | swapped %7.3f ms %4.0f TF %.2f | baseline %7.3f ms %4.0f TF %.2f"
-      " | dense %4.0f TF | bytes %6.3f ms | differ %.4f\n",
-      model.name, mean, is_drawn ? "multinomial" : "equal", ms[0], flops / ms[0], ms[2] / ms[0],
-      ms[1], flops / ms[1], ms[2] / ms[1], flops / ms[2], n_bytes / copy_rate, difference);
+  std::vector<std::function<void(int set)>> launches = {
+      multiply_dense,
+      [&](int set) { ExpectSuccess("baseline", LaunchBaselineMatmul(call(set), nullptr)); }};
+  for (const ProbedVariant& probed : kProbedVariants) {
+    launches.push_back([&call, variant = probed.variant](int set) {
+      ExpectSuccess("swapped", LaunchProbedMatmul(call(set), variant));
+    });
+  }
+  const std::vector<double> ms = TimeInTurns(launches);
+  PrintCase(operands.Call(0, row_offsets, workspace, n_rows), mean, is_drawn, ms, copy_rate);
+  std::printf(" | %s | differ %.4f\n", model.name, difference);
   std::fflush(stdout);
   CHECK_EQ(difference < 0.05, true);
 }

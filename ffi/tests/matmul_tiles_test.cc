@@ -12,6 +12,7 @@
 namespace jax_ep {
 namespace {
 
+constexpr uint32_t kMaxTileRows = 256;
 constexpr uint32_t kWorkers = 66;  // clusters of two of a GPU's 132 multiprocessors
 
 struct Groups {
@@ -34,7 +35,7 @@ struct Groups {
 
   MatmulTileShape Shape() const {
     const auto n_groups = static_cast<uint32_t>(row_offsets.size()) - 1;
-    return {row_offsets.data(), n_rows, n_groups, n_columns};
+    return {row_offsets.data(), n_rows, n_groups, n_columns, kMaxTileRows};
   }
 };
 
@@ -64,7 +65,7 @@ std::vector<uint32_t> ZipfSizes(uint32_t n_groups, uint32_t n_rows) {
 
 void CheckTile(const MatmulTileShape& shape, const MatmulTile& tile) {
   CHECK_EQ(tile.group < shape.n_groups, true);
-  CHECK_EQ(tile.n_rows >= 1 && tile.n_rows <= kMatmulTileRows, true);
+  CHECK_EQ(tile.n_rows >= 1 && tile.n_rows <= shape.max_tile_rows, true);
   CHECK_EQ(tile.row >= shape.row_offsets[tile.group], true);
   CHECK_EQ(tile.row + tile.n_rows <= std::min(shape.row_offsets[tile.group + 1], shape.n_rows),
            true);

@@ -49,12 +49,12 @@ cudaError_t MakeArgs(const MatmulCall& call, MatmulTimeout* timeout, swapped::Ar
   const auto k = static_cast<cuuint64_t>(call.k), n = static_cast<cuuint64_t>(call.n);
   error = MakeMap<3>(encode, call.rhs, {n, k, n_groups},
                      {swapped::kGroupColumns, swapped::kDepth, 1}, &args.weights);
-  for (uint32_t i = 0; i < swapped::kHalfSizes && error == cudaSuccess; ++i) {
+  for (uint32_t i = 0; i < swapped::kMaxHalves && error == cudaSuccess; ++i) {
     error = MakeMap<2>(encode, call.lhs, {k, n_rows},
                        {swapped::kDepth, (i + 1) * swapped::kRowUnit}, &args.rows[i]);
   }
   args.shape = {call.row_offsets, static_cast<uint32_t>(n_rows), static_cast<uint32_t>(n_groups),
-                static_cast<uint32_t>(n)};
+                static_cast<uint32_t>(n), 0};
   args.n_k_blocks = static_cast<uint32_t>((k + swapped::kDepth - 1) / swapped::kDepth);
   args.zeroes_unused = call.zeroes_unused;
   args.out = call.out;
@@ -69,15 +69,17 @@ bool HasKernel(const MatmulCall& call) {
          largest <= INT32_MAX;
 }
 
-cudaError_t LaunchKernel(const swapped::Args& args, cudaStream_t stream) {
+template <class Schedule>
+cudaError_t LaunchKernel(swapped::Args& args, cudaStream_t stream) {
+  args.shape.max_tile_rows = Schedule::kMaxRows;
   int device = 0, n_sms = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error != cudaSuccess) return error;
   error = cudaDeviceGetAttribute(&n_sms, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return error;
-  constexpr auto kBytes = static_cast<int>(swapped::kSmemBytes);
-  error = cudaFuncSetAttribute(swapped::MultiplySwapped,
-                               cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  constexpr auto kBytes = static_cast<int>(swapped::SmemBytes<Schedule>());
+  const auto kernel = swapped::MultiplySwapped<Schedule>;
+  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return error;
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -89,12 +91,12 @@ cudaError_t LaunchKernel(const swapped::Args& args, cudaStream_t stream) {
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, swapped::MultiplySwapped, args);
+  return cudaLaunchKernelEx(&config, kernel, args);
 }
 
 }  // namespace
 
-cudaError_t LaunchSwappedMatmul(const MatmulCall& call, cudaStream_t stream,
+cudaError_t LaunchSwappedMatmul(const MatmulCall& call, cudaStream_t stream, SwappedVariant variant,
                                 MatmulTimeout* timeout) {
   if (!HasKernel(call)) return cudaErrorInvalidValue;
   if (call.n_groups == 0 || call.out_elements() == 0) return cudaSuccess;
@@ -104,7 +106,18 @@ cudaError_t LaunchSwappedMatmul(const MatmulCall& call, cudaStream_t stream,
   }
   swapped::Args args{};
   const cudaError_t error = MakeArgs(call, timeout, args);
-  return error == cudaSuccess ? LaunchKernel(args, stream) : error;
+  if (error != cudaSuccess) return error;
+  switch (variant) {
+    case SwappedVariant::k256:
+      return LaunchKernel<swapped::Schedule<256, 4, 0, 64>>(args, stream);
+    case SwappedVariant::k256Lead:
+      return LaunchKernel<swapped::Schedule<256, 4, 1, 64>>(args, stream);
+    case SwappedVariant::k192Lead:
+      return LaunchKernel<swapped::Schedule<192, 5, 1, 48>>(args, stream);
+    case SwappedVariant::k128Lead:
+      return LaunchKernel<swapped::Schedule<128, 6, 1, 64>>(args, stream);
+  }
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace jax_ep::p2p

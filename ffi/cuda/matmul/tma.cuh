@@ -42,6 +42,31 @@ __device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
+// By their addresses in shared memory.
+__device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t n_arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(n_arrivals)
+               : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ bool mbarrier_try_wait_parity(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n\t"
+      ".reg .pred p;\n\t"
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\t"
+      "selp.u32 %0, 1, 0, p;\n\t"
+      "}"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
 // On the barrier at this place in a block of the cluster.
 __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier, uint32_t block) {
   asm volatile(
@@ -70,6 +95,10 @@ __device__ __forceinline__ void cluster_sync() {
 
 __device__ __forceinline__ void griddepcontrol_launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(int id, int n_threads) {
+  asm volatile("barrier.arrive %0, %1;" ::"r"(id), "r"(n_threads) : "memory");
 }
 
 // Stores two pairs of matrices of 8 x 8, transposed: lane l gives the address of a line of 16 bytes

@@ -6,16 +6,31 @@
 
 namespace jax_ep::p2p {
 
-// Describes an operand in shared memory, whose lines of 128 bytes are swizzled in blocks of eight
-// lines, aligned to 1024 bytes, which follow each other. The same for both storage orders: along
-// columns, a line has 64 columns of one k, and blocks follow along k; along rows, a line has 64
-// numbers of one row, and blocks follow along rows.
-__device__ __forceinline__ uint64_t WgmmaOperand(uint32_t shared_address) {
-  constexpr uint64_t kSwizzle128 = 1ull << 62;
-  constexpr uint64_t kBlockStride = uint64_t{1024 >> 4} << 32;
-  constexpr uint64_t kUnused = 1ull << 16;  // the stride of more than one line side by side
-  return kSwizzle128 | kBlockStride | kUnused | (shared_address & 0x3ffff) >> 4;
-}
+// An operand in shared memory, in lines of 128 bytes, swizzled in blocks of eight lines that are
+// aligned to 1024 bytes and follow each other. Stored along columns, a line has 64 columns of one
+// term, and blocks follow along the terms; stored along rows, a line has 64 terms of one row, and
+// blocks follow along the rows.
+class WgmmaOperand {
+ public:
+  __device__ explicit WgmmaOperand(uint32_t shared_address)
+      : low_(kUnused | (shared_address & 0x3ffff) >> 4) {}
+
+  // That many bytes further.
+  __device__ WgmmaOperand operator+(uint32_t n_bytes) const {
+    WgmmaOperand moved = *this;
+    moved.low_ += n_bytes >> 4;
+    return moved;
+  }
+
+  __device__ uint64_t bits() const { return kHigh | low_; }
+
+ private:
+  static constexpr uint32_t kUnused = 1 << 16;  // the stride of several lines side by side
+  static constexpr uint64_t kBlockStride = 1024 >> 4, kSwizzle128 = 1;
+  static constexpr uint64_t kHigh = kSwizzle128 << 62 | kBlockStride << 32;
+
+  uint32_t low_;
+};
 
 // Orders accesses to registers and to shared memory before the next instructions.
 __device__ __forceinline__ void wgmma_fence() {
@@ -48,14 +63,14 @@ struct Wgmma;
 #define JAX_EP_WGMMA(n, registers, a, b, ...)                                                   \
   template <>                                                                                   \
   struct Wgmma<n> {                                                                             \
-    static __device__ __forceinline__ void Issue(float (&sums)[n / 2], uint64_t weights,        \
-                                                 uint64_t rows) {                               \
+    static __device__ __forceinline__ void Issue(float (&sums)[n / 2], const WgmmaOperand& weights,        \
+                                                 const WgmmaOperand& rows) {                               \
       asm volatile(                                                                             \
           "{\n\t.reg .pred p;\n\tsetp.eq.u32 p, 0, 0;\n\t"                                      \
           "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" registers "}, " a ", " b \
           ", p, 1, 1, 1, 0;\n\t}"                                                               \
           : __VA_ARGS__                                                                         \
-          : "l"(weights), "l"(rows));                                                           \
+          : "l"(weights.bits()), "l"(rows.bits()));                                                           \
     }                                                                                           \
   }
 #define JAX_EP_SUMS(i) "+f"(sums[i]), "+f"(sums[i + 1]), "+f"(sums[i + 2]), "+f"(sums[i + 3])
