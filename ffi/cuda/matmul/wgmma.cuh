@@ -63,14 +63,15 @@ struct Wgmma;
 #define JAX_EP_WGMMA(n, registers, a, b, ...)                                                   \
   template <>                                                                                   \
   struct Wgmma<n> {                                                                             \
-    static __device__ __forceinline__ void Issue(float (&sums)[n / 2], const WgmmaOperand& weights,        \
-                                                 const WgmmaOperand& rows) {                               \
+    static __device__ __forceinline__ void Issue(float (&sums)[n / 2],                          \
+                                                 const WgmmaOperand& weights,                   \
+                                                 const WgmmaOperand& rows) {                    \
       asm volatile(                                                                             \
           "{\n\t.reg .pred p;\n\tsetp.eq.u32 p, 0, 0;\n\t"                                      \
           "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" registers "}, " a ", " b \
           ", p, 1, 1, 1, 0;\n\t}"                                                               \
           : __VA_ARGS__                                                                         \
-          : "l"(weights.bits()), "l"(rows.bits()));                                                           \
+          : "l"(weights.bits()), "l"(rows.bits()));                                             \
     }                                                                                           \
   }
 #define JAX_EP_SUMS(i) "+f"(sums[i]), "+f"(sums[i + 1]), "+f"(sums[i + 2]), "+f"(sums[i + 3])
