@@ -23,7 +23,7 @@ struct MatmulTile {
 // Operands as the order needs them. Offsets beyond the rows are taken for their end.
 struct MatmulTileShape {
   const uint32_t* row_offsets;  // [n_groups + 1]
-  uint32_t n_rows, n_groups, n_columns;
+  uint32_t n_rows, n_groups;
   uint32_t max_tile_rows;  // a multiple of kMatmulRowUnit
 };
 
@@ -47,18 +47,40 @@ struct MatmulGroup {
   JAX_EP_HOST_DEVICE static uint32_t Min(uint32_t a, uint32_t b) { return a < b ? a : b; }
 };
 
-// The place of a group if groups are sorted by `tile_units`, the rows of their tiles in units.
-// Those of the largest tiles are first, so that workers take tiles of the same size at the same
-// time.
-JAX_EP_HOST_DEVICE inline uint32_t MatmulGroupPlace(const uint8_t* tile_units, uint32_t n_groups,
-                                                    uint32_t group) {
-  const uint32_t own = tile_units[group];
-  uint32_t place = 0;
+// A group in the table that workers read.
+struct MatmulSpan {
+  MatmulGroup rows;
+  uint32_t group;
+  uint32_t first_tile;  // the tiles of the groups before it, in one column of tiles
+  uint32_t unused[2];
+};
+
+// The groups in the order in which workers take them: those of the largest tiles are first, so that
+// workers have tiles of the same size at the same time.
+struct MatmulTileTable {
+  uint32_t* ends;     // the tiles up to the end of each group, in one column of tiles
+  MatmulSpan* spans;  // read only for groups that have tiles
+};
+
+// By what groups are sorted, in decreasing order: the rows of their tiles, then how many there are.
+JAX_EP_HOST_DEVICE inline uint32_t MatmulTileKey(const MatmulGroup& group) {
+  return group.tile_rows / kMatmulRowUnit << 26 | group.n_tiles;
+}
+
+// Enters a group into the table. `keys`: MatmulTileKey of each group.
+JAX_EP_HOST_DEVICE inline void EnterMatmulGroup(const MatmulTileTable& table,
+                                                const MatmulGroup& rows, const uint32_t* keys,
+                                                uint32_t n_groups, uint32_t group) {
+  const uint32_t own = keys[group];
+  uint32_t place = 0, first_tile = 0;
   for (uint32_t other = 0; other < n_groups; ++other) {
-    const uint32_t units = tile_units[other];
-    place += units > own || (units == own && other < group);
+    const uint32_t key = keys[other];
+    const bool is_before = key > own || (key == own && other < group);
+    place += is_before;
+    first_tile += is_before ? key & 0x3ffffff : 0;
   }
-  return place;
+  table.ends[place] = first_tile + rows.n_tiles;
+  table.spans[place] = {rows, group, first_tile, {}};
 }
 
 // The tiles of one worker of several. Tiles are numbered group by group. Workers take them in
@@ -68,27 +90,23 @@ JAX_EP_HOST_DEVICE inline uint32_t MatmulGroupPlace(const uint8_t* tile_units, u
 // with some of the weights, fit in the L2 cache.
 class MatmulTiles {
  public:
-  // `order`: the groups, sorted; null if they are not.
-  JAX_EP_HOST_DEVICE MatmulTiles(const MatmulTileShape& shape, const uint16_t* order,
-                                 uint32_t worker, uint32_t n_workers)
-      : shape_(shape),
-        order_(order),
-        n_column_tiles_(MatmulGroup::CeilDiv(shape.n_columns, kMatmulTileColumns)),
+  JAX_EP_HOST_DEVICE MatmulTiles(const MatmulTileTable& table, uint32_t n_groups,
+                                 uint32_t n_columns, uint32_t worker, uint32_t n_workers)
+      : table_(table),
+        n_column_tiles_(MatmulGroup::CeilDiv(n_columns, kMatmulTileColumns)),
+        end_(n_groups > 0 ? table.ends[n_groups - 1] * n_column_tiles_ : 0),
         index_(worker),
         step_(2 * (n_workers - worker) - 1),
-        next_step_(2 * worker + 1) {
-    if (shape.n_groups > 0) SetGroup(0);
-  }
+        next_step_(2 * worker + 1) {}
 
   // False at the end.
   JAX_EP_HOST_DEVICE bool Next(MatmulTile& tile) {
-    if (shape_.n_groups == 0) return false;
-    while (index_ >= rows_.n_tiles * n_column_tiles_) {
-      index_ -= rows_.n_tiles * n_column_tiles_;
-      if (place_ + 1 == shape_.n_groups) return false;
-      SetGroup(place_ + 1);
+    if (index_ >= end_) return false;
+    while (index_ >= span_end_) {  // tables are short, and the words of `ends` close to each other
+      span_end_ = table_.ends[place_++] * n_column_tiles_;
     }
-    tile = Locate(index_);
+    const MatmulSpan& span = table_.spans[place_ - 1];
+    tile = Locate(span, index_ - span.first_tile * n_column_tiles_);
     index_ += step_;
     const uint32_t step = step_;
     step_ = next_step_, next_step_ = step;
@@ -98,36 +116,30 @@ class MatmulTiles {
  private:
   static constexpr uint32_t kBlockTiles = 8;  // the most of a block of rows
 
-  JAX_EP_HOST_DEVICE void SetGroup(uint32_t place) {
-    place_ = place;
-    group_ = order_ == nullptr ? place : order_[place];
-    rows_ = MatmulGroup::Of(shape_, group_);
-    if (rows_.n_tiles == 0) return;
-    block_tiles_ =
-        MatmulGroup::CeilDiv(rows_.n_tiles, MatmulGroup::CeilDiv(rows_.n_tiles, kBlockTiles));
-  }
-
   // The tile of the group with this number.
-  JAX_EP_HOST_DEVICE MatmulTile Locate(uint32_t index) const {
-    const uint32_t block = index / (block_tiles_ * n_column_tiles_);
-    const uint32_t first_tile = block * block_tiles_;
-    const uint32_t n_tiles = MatmulGroup::Min(block_tiles_, rows_.n_tiles - first_tile);
-    const uint32_t in_block = index - first_tile * n_column_tiles_;
-    const uint32_t column_tile = in_block / n_tiles;
-    const uint32_t first = (first_tile + in_block - column_tile * n_tiles) * rows_.tile_rows;
-    return {group_, rows_.first_row + first,
-            MatmulGroup::Min(rows_.tile_rows, rows_.n_rows - first),
-            column_tile * kMatmulTileColumns, rows_.n_tiles == 1};
+  JAX_EP_HOST_DEVICE MatmulTile Locate(const MatmulSpan& span, uint32_t index) const {
+    const MatmulGroup& rows = span.rows;
+    uint32_t first_tile = 0, n_tiles = rows.n_tiles;
+    if (n_tiles > kBlockTiles) {
+      const uint32_t block_tiles =
+          MatmulGroup::CeilDiv(n_tiles, MatmulGroup::CeilDiv(n_tiles, kBlockTiles));
+      first_tile = index / (block_tiles * n_column_tiles_) * block_tiles;
+      n_tiles = MatmulGroup::Min(block_tiles, n_tiles - first_tile);
+      index -= first_tile * n_column_tiles_;
+    }
+    const uint32_t column_tile = n_tiles == 1 ? index : index / n_tiles;
+    const uint32_t first = (first_tile + index - column_tile * n_tiles) * rows.tile_rows;
+    return {span.group, rows.first_row + first,
+            MatmulGroup::Min(rows.tile_rows, rows.n_rows - first),
+            column_tile * kMatmulTileColumns, rows.n_tiles == 1};
   }
 
-  const MatmulTileShape shape_;
-  const uint16_t* const order_;
+  const MatmulTileTable table_;
   const uint32_t n_column_tiles_;
-  uint32_t index_;             // of the next tile, from the first of the group
+  const uint32_t end_;         // of all tiles
+  uint32_t index_;             // of the next tile
   uint32_t step_, next_step_;  // from it to the ones after it
-  uint32_t place_ = 0, group_ = 0;
-  MatmulGroup rows_{};
-  uint32_t block_tiles_ = 0;
+  uint32_t place_ = 0, span_end_ = 0;
 };
 
 }  // namespace jax_ep
