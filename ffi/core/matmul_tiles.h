@@ -130,8 +130,8 @@ class MatmulTiles {
     const uint32_t column_tile = n_tiles == 1 ? index : index / n_tiles;
     const uint32_t first = (first_tile + index - column_tile * n_tiles) * rows.tile_rows;
     return {span.group, rows.first_row + first,
-            MatmulGroup::Min(rows.tile_rows, rows.n_rows - first),
-            column_tile * kMatmulTileColumns, rows.n_tiles == 1};
+            MatmulGroup::Min(rows.tile_rows, rows.n_rows - first), column_tile * kMatmulTileColumns,
+            rows.n_tiles == 1};
   }
 
   const MatmulTileTable table_;

@@ -211,8 +211,9 @@ void TimeCase(const Operands& operands, uint32_t mean, bool is_drawn, const Dens
     }
   };
   std::vector<std::function<void(int set)>> launches = {
-      multiply_dense,
-      [&](int set) { ExpectSuccess("CUTLASS", hopper::LaunchBFloat16(call(set), nullptr, hopper::Swap::kNever)); }};
+      multiply_dense, [&](int set) {
+        ExpectSuccess("CUTLASS", hopper::LaunchBFloat16(call(set), nullptr, hopper::Swap::kNever));
+      }};
   for (const Probed& probed : kProbed) {
     launches.push_back([&call, swap = probed.swap](int set) {
       ExpectSuccess("swapped", hopper::LaunchBFloat16(call(set), nullptr, swap));

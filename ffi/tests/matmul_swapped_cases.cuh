@@ -68,18 +68,17 @@ inline Shape DrawSwappedShape(uint32_t seed) {
 
 // Returns the number of cases.
 inline int CheckSwapped(const Shape& shape, uint32_t seed) {
-  const Backend backends[] = {{"swapped, 192",
-                               [](const MatmulCall& call, cudaStream_t stream) {
-                                 return hopper::LaunchBFloat16(call, stream,
-                                                               hopper::Swap::kSmallTiles);
-                               },
-                               false},
-                              {"swapped, 256",
-                               [](const MatmulCall& call, cudaStream_t stream) {
-                                 return hopper::LaunchBFloat16(call, stream,
-                                                               hopper::Swap::kLargeTiles);
-                               },
-                               false}};
+  const Backend backends[] = {
+      {"swapped, 192",
+       [](const MatmulCall& call, cudaStream_t stream) {
+         return hopper::LaunchBFloat16(call, stream, hopper::Swap::kSmallTiles);
+       },
+       false},
+      {"swapped, 256",
+       [](const MatmulCall& call, cudaStream_t stream) {
+         return hopper::LaunchBFloat16(call, stream, hopper::Swap::kLargeTiles);
+       },
+       false}};
   int n_cases = 0;
   for (const Backend& backend : backends) {
     for (const bool zeroes_unused : {false, true}) {

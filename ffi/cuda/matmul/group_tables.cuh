@@ -116,8 +116,8 @@ __global__ void __launch_bounds__(kTableThreads)
       FillSwappedTables(call, swapped, swapped_rows);
     }
     if (threadIdx.x == 0) {
-      *tables.row_count = swapped_rows > 0 ? RowCount::kSwapped
-                                           : Classify(sums.n_used, sums.n_64, sums.n_128);
+      *tables.row_count =
+          swapped_rows > 0 ? RowCount::kSwapped : Classify(sums.n_used, sums.n_64, sums.n_128);
     }
   }
   ZeroUnwritten(call);

@@ -31,8 +31,8 @@ constexpr uint32_t kRowUnit = kMatmulRowUnit;
 constexpr uint32_t kDepth = 64;       // terms of a stage
 constexpr uint32_t kLineBytes = 128;  // of kDepth terms of a row, or kGroupColumns of one term
 constexpr uint32_t kMaxHalves = kLargeTileRows / (kBlocks * kRowUnit);
-constexpr uint32_t kLead = 1;         // stages that the first warp group is ahead
-constexpr uint32_t kStoreRows = 48;   // that a warp group rearranges at a time
+constexpr uint32_t kLead = 1;        // stages that the first warp group is ahead
+constexpr uint32_t kStoreRows = 48;  // that a warp group rearranges at a time
 static_assert(kBlocks * kBlockColumns == kMatmulTileColumns);
 static_assert(kLargeTileRows % (kBlocks * kRowUnit) == 0 && kStoreRows % 16 == 0);
 
@@ -277,11 +277,10 @@ __device__ __forceinline__ void ComputeTile(Consumer& self, const MatmulTile& ti
 
 __device__ __forceinline__ void Compute(const Args& args, uint32_t smem, const Ring& ring) {
   const uint32_t index = threadIdx.x / kGroupThreads;
-  const uint32_t results =
-      smem + offsetof(Smem, results) + index * sizeof(Smem::results[0]);
+  const uint32_t results = smem + offsetof(Smem, results) + index * sizeof(Smem::results[0]);
   const bool keeps_lead = args.n_k_blocks > ring.n_stages();
-  Consumer self{
-      args, index, threadIdx.x % kGroupThreads, cluster_ctarank(), results, keeps_lead, ring};
+  Consumer self{args,       index, threadIdx.x % kGroupThreads, cluster_ctarank(), results,
+                keeps_lead, ring};
   MatmulTiles tiles = TilesOfCluster(args);
   MatmulTile tile;
   while (tiles.Next(tile)) {

@@ -17,7 +17,7 @@ constexpr uint32_t kSmallTileRows = 192, kLargeTileRows = 256;
 // In device memory, filled by swapped_tables.cuh.
 struct SwappedTables {
   MatmulTileTable tiles;
-  uint32_t* tile_rows;  // the most of a tile: one of the above, or 0: the kernel has no work
+  uint32_t* tile_rows;        // the most of a tile: one of the above, or 0: the kernel has no work
   uint32_t forced_tile_rows;  // by a test; 0 = by the rule
 
   JAX_EP_HOST_DEVICE bool exist() const { return tile_rows != nullptr; }

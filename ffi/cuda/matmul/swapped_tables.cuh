@@ -16,9 +16,9 @@ constexpr int kMaxSwappedGroups = 512;
 
 // Sums over the groups.
 struct GroupSums {
-  int n_used;                       // groups that have rows
-  int n_64, n_128;                  // tiles of that many rows
-  int n_8;                          // units of 8 rows
+  int n_used;                        // groups that have rows
+  int n_64, n_128;                   // tiles of that many rows
+  int n_8;                           // units of 8 rows
   int n_swapped_192, n_swapped_256;  // tiles of up to that many rows
 
   __device__ void Add(int64_t n_rows) {
@@ -45,7 +45,7 @@ __device__ inline uint32_t ChooseSwappedRows(const GroupSums& sums) {
   const int64_t n_rows = 8 * int64_t{sums.n_8}, n_padded = 128 * int64_t{sums.n_128};
   if (n_rows <= 72 * int64_t{sums.n_used} || 13 * n_rows > 12 * n_padded) return 0;
   return 8 * int64_t{sums.n_swapped_192} <= 9 * int64_t{sums.n_swapped_256} ? kSmallTileRows
-                                                                           : kLargeTileRows;
+                                                                            : kLargeTileRows;
 }
 
 // Called by all threads of a block.
