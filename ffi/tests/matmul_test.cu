@@ -14,7 +14,6 @@
 
 #include "cuda/matmul/kernels.h"
 #include "tests/matmul_case.cuh"
-#include "tests/matmul_swapped_cases.cuh"
 
 namespace jax_ep::p2p {
 namespace {
@@ -192,8 +191,9 @@ int main(int argc, char** argv) {
   if (major == 9) backends.push_back({"hopper", LaunchHopperMatmul, true});
   const double seconds = argc > 1 ? std::atof(argv[1]) : 20;
   const auto first_seed = static_cast<uint32_t>(argc > 2 ? std::atoll(argv[2]) : 1);
-  const double share = seconds / (major == 9 ? 3 : 1);
-  int n_cases = major == 9 ? TestSwapped(share, first_seed) : 0;
-  for (const Backend& backend : backends) n_cases += TestBackend(backend, share, first_seed);
+  int n_cases = 0;
+  for (const Backend& backend : backends) {
+    n_cases += TestBackend(backend, seconds / static_cast<double>(backends.size()), first_seed);
+  }
   std::cout << "matmul_test: all " << n_cases << " cases passed" << std::endl;
 }

@@ -10,13 +10,11 @@
 #include "cuda/device/ptx.cuh"
 #include "cuda/matmul/cutlass_kernels.cuh"
 #include "cuda/matmul/row_range.cuh"
-#include "cuda/matmul/swapped_tables.cuh"
 
 namespace jax_ep::p2p::hopper {
 
-// How many rows the groups have, on average: which schedule is the fastest. kSwapped: none of
-// CUTLASS's kernels has work.
-enum class RowCount : uint32_t { kFew, kSome, kMany, kSwapped };
+// How many rows the groups have, on average: which schedule is the fastest.
+enum class RowCount : uint32_t { kFew, kSome, kMany };
 
 // An entry per group in each table.
 template <class Kernel>
@@ -96,29 +94,21 @@ constexpr int kTableThreads = 256;
 template <MatmulForm kForm, class Kernel>
 __global__ void __launch_bounds__(kTableThreads)
     FillTables(const __grid_constant__ MatmulCall call,
-               const __grid_constant__ GroupTables<Kernel> tables,
-               const __grid_constant__ SwappedTables swapped) {
+               const __grid_constant__ GroupTables<Kernel> tables) {
   griddepcontrol_wait();
   if (blockIdx.x == 0) {
-    __shared__ GroupSums sums;
-    if (threadIdx.x == 0) sums = {};
+    __shared__ int sums[3];
+    if (threadIdx.x < 3) sums[threadIdx.x] = 0;
     __syncthreads();
     for (int64_t group = threadIdx.x; group < call.n_groups; group += kTableThreads) {
       const RowRange rows = RowRange::Of(call, group);
       FillEntry<kForm>(call, tables, group, rows);
-      sums.Add(rows.size);
+      atomicAdd(&sums[0], rows.size > 0);
+      atomicAdd(&sums[1], static_cast<int>((rows.size + 63) / 64));
+      atomicAdd(&sums[2], static_cast<int>((rows.size + 127) / 128));
     }
     __syncthreads();
-    uint32_t swapped_rows = 0;
-    if (swapped.exist()) {
-      swapped_rows =
-          swapped.forced_tile_rows > 0 ? swapped.forced_tile_rows : ChooseSwappedRows(sums);
-      FillSwappedTables(call, swapped, swapped_rows);
-    }
-    if (threadIdx.x == 0) {
-      *tables.row_count =
-          swapped_rows > 0 ? RowCount::kSwapped : Classify(sums.n_used, sums.n_64, sums.n_128);
-    }
+    if (threadIdx.x == 0) *tables.row_count = Classify(sums[0], sums[1], sums[2]);
   }
   ZeroUnwritten(call);
 }

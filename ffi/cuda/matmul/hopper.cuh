@@ -1,5 +1,5 @@
-// Launches one of up to three CUTLASS kernels for Hopper, or the kernel with swapped operands: the
-// device chooses, since only it knows how many rows the groups have.
+// Launches one of up to three CUTLASS kernels for Hopper: the device chooses, since only it knows
+// how many rows the groups have.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,8 +12,6 @@
 
 #include "cuda/matmul/cutlass_kernels.cuh"
 #include "cuda/matmul/group_tables.cuh"
-#include "cuda/matmul/hopper_elements.h"
-#include "cuda/matmul/hopper_swapped.h"
 #include "cuda/matmul/kernels.h"
 
 namespace jax_ep::p2p::hopper {
@@ -64,20 +62,6 @@ GroupTables<Kernel> TakeTables(const MatmulCall& call, Workspace& workspace) {
   return tables;
 }
 
-// None if the kernel with swapped operands is not to be launched.
-inline SwappedTables TakeSwappedTables(const MatmulCall& call, Swap swap, Workspace& workspace) {
-  SwappedTables tables{};
-  if (swap == Swap::kNever || (swap == Swap::kByRows && !MaySwap(call))) return tables;
-  if (swap != Swap::kByRows) {
-    tables.forced_tile_rows = swap == Swap::kSmallTiles ? kSmallTileRows : kLargeTileRows;
-  }
-  const auto n = static_cast<size_t>(call.n_groups);
-  tables.tiles.ends = workspace.Take<uint32_t>(n);
-  tables.tiles.spans = workspace.Take<MatmulSpan>(n);
-  tables.tile_rows = workspace.Take<uint32_t>(1);
-  return tables;
-}
-
 template <class Kernel>
 typename Kernel::Arguments MakeArguments(const MatmulCall& call, const GroupTables<Kernel>& tables,
                                          int n_sms) {
@@ -122,7 +106,6 @@ __global__ void __launch_bounds__(KernelSet<Many, Some, Few>::kNumThreads, 1)
                    const __grid_constant__ typename Few::Params few, const RowCount* row_count) {
   extern __shared__ char smem[];
   griddepcontrol_wait();
-  if (*row_count == RowCount::kSwapped) return;
   if constexpr (!std::is_same_v<Few, Some>) {
     if (*row_count == RowCount::kFew) {
       Few{}(few, smem);
@@ -175,7 +158,7 @@ typename Kernel::Params MakeParams(const MatmulCall& call, const OtherTables& ta
 }
 
 template <MatmulForm kForm, class Many, class Some = Many, class Few = Some>
-cudaError_t Launch(const MatmulCall& call, cudaStream_t stream, Swap swap = Swap::kNever) {
+cudaError_t Launch(const MatmulCall& call, cudaStream_t stream) {
   int device = 0, n_sms = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error != cudaSuccess) return error;
@@ -184,16 +167,13 @@ cudaError_t Launch(const MatmulCall& call, cudaStream_t stream, Swap swap = Swap
 
   Workspace workspace(call);
   const auto tables = TakeTables<Many>(call, workspace);
-  const SwappedTables swapped = TakeSwappedTables(call, swap, workspace);
   char* const maps = workspace.Take<char>(  // only one kernel of the set uses them
       std::max(
           {TensorMapBytes<Many>(n_sms), TensorMapBytes<Some>(n_sms), TensorMapBytes<Few>(n_sms)}));
   if (!workspace.fits()) return cudaErrorInvalidValue;
 
   error = LaunchEarly(FillTables<kForm, Many>, NumZeroBlocks(call, n_sms), 1, kTableThreads, 0,
-                      stream, call, tables, swapped);
-  if (error != cudaSuccess) return error;
-  if (swapped.exist()) error = LaunchSwappedMatmul(call, swapped, n_sms, stream);
+                      stream, call, tables);
   if (error != cudaSuccess) return error;
   using Set = KernelSet<Many, Some, Few>;
   const auto kernel = MultiplyGroups<Many, Some, Few>;
@@ -209,19 +189,18 @@ cudaError_t Launch(const MatmulCall& call, cudaStream_t stream, Swap swap = Swap
 }
 
 template <MatmulForm kForm, class In, class Out>
-cudaError_t LaunchByRowCount(const MatmulCall& call, cudaStream_t stream,
-                             Swap swap = Swap::kNever) {
+cudaError_t LaunchByRowCount(const MatmulCall& call, cudaStream_t stream) {
   return Launch<kForm, typename PlainKernel<In, Out, kForm, ManyRows>::Type,
                 typename PlainKernel<In, Out, kForm, SomeRows>::Type,
-                typename PlainKernel<In, Out, kForm, FewRows>::Type>(call, stream, swap);
+                typename PlainKernel<In, Out, kForm, FewRows>::Type>(call, stream);
 }
 
 template <class In, class Out>
-cudaError_t LaunchByForm(const MatmulCall& call, cudaStream_t stream, Swap swap) {
+cudaError_t LaunchByForm(const MatmulCall& call, cudaStream_t stream) {
   using Form = MatmulForm;
   switch (call.form) {
     case Form::kWeights:
-      return LaunchByRowCount<Form::kWeights, In, Out>(call, stream, swap);
+      return LaunchByRowCount<Form::kWeights, In, Out>(call, stream);
     case Form::kTransposedWeights:
       return LaunchByRowCount<Form::kTransposedWeights, In, Out>(call, stream);
     case Form::kRows:
@@ -233,9 +212,9 @@ cudaError_t LaunchByForm(const MatmulCall& call, cudaStream_t stream, Swap swap)
 
 // The matmuls of operands of type In, which results have, too, or float32.
 template <class In, RowType kIn>
-cudaError_t LaunchPlain(const MatmulCall& call, cudaStream_t stream, Swap swap = Swap::kNever) {
-  if (call.out_type == kIn) return LaunchByForm<In, In>(call, stream, swap);
-  if (call.out_type == RowType::kFloat32) return LaunchByForm<In, float>(call, stream, swap);
+cudaError_t LaunchPlain(const MatmulCall& call, cudaStream_t stream) {
+  if (call.out_type == kIn) return LaunchByForm<In, In>(call, stream);
+  if (call.out_type == RowType::kFloat32) return LaunchByForm<In, float>(call, stream);
   return cudaErrorInvalidValue;
 }
 

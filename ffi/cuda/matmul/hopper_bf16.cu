@@ -5,9 +5,8 @@
 
 namespace jax_ep::p2p::hopper {
 
-cudaError_t LaunchBFloat16(const MatmulCall& call, cudaStream_t stream, Swap swap) {
-  if (call.out_type != RowType::kBFloat16) swap = Swap::kNever;
-  return LaunchPlain<cutlass::bfloat16_t, RowType::kBFloat16>(call, stream, swap);
+cudaError_t LaunchBFloat16(const MatmulCall& call, cudaStream_t stream) {
+  return LaunchPlain<cutlass::bfloat16_t, RowType::kBFloat16>(call, stream);
 }
 
 }  // namespace jax_ep::p2p::hopper

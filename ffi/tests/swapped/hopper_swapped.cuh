@@ -10,14 +10,14 @@
 
 #include <cuda.h>
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
-#include "core/matmul_tiles.h"
-#include "cuda/matmul/hopper_swapped.h"
-#include "cuda/matmul/tma.cuh"
-#include "cuda/matmul/wgmma.cuh"
+#include "cuda/matmul/row_range.cuh"
+#include "tests/swapped/hopper_swapped.h"
+#include "tests/swapped/matmul_tiles.h"
+#include "tests/swapped/tma.cuh"
+#include "tests/swapped/wgmma.cuh"
 
 namespace jax_ep::p2p::swapped {
 
@@ -30,95 +30,115 @@ constexpr uint32_t kThreads = kWarpGroups * kGroupThreads + 32;
 constexpr uint32_t kRowUnit = kMatmulRowUnit;
 constexpr uint32_t kDepth = 64;       // terms of a stage
 constexpr uint32_t kLineBytes = 128;  // of kDepth terms of a row, or kGroupColumns of one term
-constexpr uint32_t kMaxHalves = kLargeTileRows / (kBlocks * kRowUnit);
-constexpr uint32_t kLead = 1;        // stages that the first warp group is ahead
-constexpr uint32_t kStoreRows = 48;  // that a warp group rearranges at a time
+constexpr uint32_t kMaxSorted = 512;  // groups; more are not sorted
+constexpr uint32_t kMaxHalves = 16;
 static_assert(kBlocks * kBlockColumns == kMatmulTileColumns);
-static_assert(kLargeTileRows % (kBlocks * kRowUnit) == 0 && kStoreRows % 16 == 0);
+
+// The most rows of a tile, the stages that fit in shared memory, by how many stages the first warp
+// group is ahead, and the rows that a warp group rearranges at a time.
+template <uint32_t kRows, uint32_t kNumStages, uint32_t kAhead, uint32_t kRowsAtATime>
+struct Schedule {
+  static constexpr uint32_t kMaxRows = kRows, kStages = kNumStages, kLead = kAhead;
+  static constexpr uint32_t kStoreRows = kRowsAtATime;
+  static_assert(kMaxRows % (kBlocks * kRowUnit) == 0 && kLead < kStages && kStoreRows % 16 == 0);
+  static_assert(kMaxRows / kRowUnit <= kBlocks * kMaxHalves);
+};
 
 struct Args {
   CUtensorMap weights;           // boxes of kDepth x kGroupColumns
   CUtensorMap rows[kMaxHalves];  // boxes of kRowUnit, 2 kRowUnit, ... rows x kDepth
-  SwappedTables tables;
-  uint32_t n_groups, n_columns, n_k_blocks;
+  MatmulTileShape shape;
+  uint32_t n_k_blocks;
+  bool zeroes_unused;
   void* out;
+  MatmulTimeout* timeout;  // or null
 };
 
-// A stage has the lines of a tile's rows, then those of the weights, by warp group. Lines are
-// swizzled: blocks of eight are aligned.
-constexpr uint32_t kWeightBytes = kDepth * kLineBytes;  // of a warp group
-__host__ __device__ constexpr uint32_t StageBytes(uint32_t tile_rows) {
-  return tile_rows * kLineBytes + kWarpGroups * kWeightBytes;
-}
-// Smaller tiles leave room for one more stage.
-__host__ __device__ constexpr uint32_t NumStages(uint32_t tile_rows) {
-  return tile_rows == kLargeTileRows ? 4 : 5;
-}
-constexpr uint32_t kMaxStages = 5;
-constexpr uint32_t TotalBytes(uint32_t tile_rows) {
-  return NumStages(tile_rows) * StageBytes(tile_rows);
-}
-
-// In shared memory, whose use is by addresses.
+// In shared memory, whose use is by addresses. Lines are swizzled: blocks of eight are aligned.
+template <class Schedule>
 struct Smem {
-  uint8_t stages[std::max(TotalBytes(kLargeTileRows), TotalBytes(kSmallTileRows))];
-  uint8_t results[kWarpGroups][2][kStoreRows * kLineBytes];
-  uint64_t full[kMaxStages];   // the loads into this block
-  uint64_t empty[kMaxStages];  // the warps of both blocks that have read both blocks' stage
+  struct Stage {
+    uint8_t rows[Schedule::kMaxRows * kLineBytes];
+    uint8_t weights[kWarpGroups][kDepth * kLineBytes];
+  };
+  Stage stages[Schedule::kStages];
+  uint8_t results[kWarpGroups][2][Schedule::kStoreRows * kLineBytes];
+  uint64_t full[Schedule::kStages];   // the loads into this block
+  uint64_t empty[Schedule::kStages];  // the warps of both blocks that have read both blocks' stage
+  uint16_t order[kMaxSorted];
 };
 constexpr uint32_t kSmemAlignment = 1024;
-constexpr size_t kSmemBytes = sizeof(Smem) + kSmemAlignment;
-static_assert(kSmemBytes <= 227 * 1024);
-static_assert(StageBytes(kSmallTileRows) % kSmemAlignment == 0);
-static_assert(StageBytes(kLargeTileRows) % kSmemAlignment == 0);
+
+template <class Schedule>
+constexpr size_t SmemBytes() {
+  constexpr size_t kMost = 227 * 1024;
+  static_assert(sizeof(typename Smem<Schedule>::Stage) % kSmemAlignment == 0);
+  static_assert(sizeof(Smem<Schedule>) + kSmemAlignment <= kMost);
+  return sizeof(Smem<Schedule>) + kSmemAlignment;
+}
+
+#ifndef JAX_EP_MATMUL_WAIT_CYCLES
+#define JAX_EP_MATMUL_WAIT_CYCLES 0
+#endif
+constexpr int64_t kWaitCycles = JAX_EP_MATMUL_WAIT_CYCLES;  // 0 = wait for ever
 
 // Waits until the phase of this parity has completed.
-__device__ __forceinline__ void Wait(uint32_t barrier, uint32_t parity) {
-  while (!mbarrier_try_wait_parity(barrier, parity)) continue;
+__device__ __forceinline__ void Wait(uint32_t barrier, uint32_t parity, MatmulTimeout* timeout) {
+  if (mbarrier_try_wait_parity(barrier, parity)) return;
+  const int64_t start = kWaitCycles > 0 ? clock64() : 0;
+  while (!mbarrier_try_wait_parity(barrier, parity)) {
+    if (kWaitCycles == 0 || clock64() - start < kWaitCycles) continue;
+    if (timeout != nullptr) {
+      *timeout = {1, blockIdx.x, threadIdx.x, barrier, parity};
+      __threadfence_system();
+    }
+    __trap();
+  }
 }
 
 // The ring of stages, and a place in it.
+template <class Schedule>
 class Ring {
  public:
-  __device__ Ring(uint32_t smem, uint32_t tile_rows)
-      : smem_(smem), tile_rows_(tile_rows), rows_(smem) {}
+  using Layout = Smem<Schedule>;
+
+  __device__ Ring(uint32_t smem, MatmulTimeout* timeout) : smem_(smem), timeout_(timeout) {}
 
   __device__ void Advance() {
-    rows_ += StageBytes(tile_rows_);
-    if (++stage_ < n_stages()) return;
-    stage_ = 0, rows_ = smem_;
+    if (++stage_ < Schedule::kStages) return;
+    stage_ = 0;
     parity_ ^= 1;
   }
 
-  __device__ uint32_t n_stages() const { return NumStages(tile_rows_); }
   __device__ uint32_t stage() const { return stage_; }
-  __device__ uint32_t rows() const { return rows_; }
+  __device__ uint32_t rows() const { return smem_ + stage_ * sizeof(typename Layout::Stage); }
   __device__ uint32_t weights(uint32_t warp_group) const {
-    return rows_ + tile_rows_ * kLineBytes + warp_group * kWeightBytes;
+    return rows() + offsetof(typename Layout::Stage, weights) + warp_group * kDepth * kLineBytes;
   }
-  __device__ uint32_t full() const { return smem_ + offsetof(Smem, full) + stage_ * 8; }
+  __device__ uint32_t full() const { return smem_ + offsetof(Layout, full) + stage_ * 8; }
   __device__ uint32_t empty(uint32_t stage) const {
-    return smem_ + offsetof(Smem, empty) + stage * 8;
+    return smem_ + offsetof(Layout, empty) + stage * 8;
   }
 
-  __device__ void WaitFull() const { Wait(full(), parity_); }
-  __device__ void WaitEmpty() const { Wait(empty(stage_), parity_ ^ 1); }
+  __device__ void WaitFull() const { Wait(full(), parity_, timeout_); }
+  __device__ void WaitEmpty() const { Wait(empty(stage_), parity_ ^ 1, timeout_); }
 
  private:
-  const uint32_t smem_, tile_rows_;
-  uint32_t rows_;  // of the stage
+  const uint32_t smem_;
+  MatmulTimeout* const timeout_;
   uint32_t stage_ = 0, parity_ = 0;
 };
 
-__device__ __forceinline__ MatmulTiles TilesOfCluster(const Args& args) {
-  return {args.tables.tiles, args.n_groups, args.n_columns, blockIdx.x / kBlocks,
-          gridDim.x / kBlocks};
+__device__ __forceinline__ MatmulTiles TilesOfCluster(const Args& args, const uint16_t* order) {
+  if (args.shape.n_groups > kMaxSorted) order = nullptr;
+  return {args.shape, order, blockIdx.x / kBlocks, gridDim.x / kBlocks};
 }
 
 // Called by one thread: loads what the tiles need, stage by stage.
-__device__ __forceinline__ void Load(const Args& args, Ring ring) {
+template <class Schedule>
+__device__ __forceinline__ void Load(const Args& args, const uint16_t* order, Ring<Schedule> ring) {
   const uint32_t rank = cluster_ctarank();
-  MatmulTiles tiles = TilesOfCluster(args);
+  MatmulTiles tiles = TilesOfCluster(args, order);
   MatmulTile tile;
   while (tiles.Next(tile)) {
     const uint32_t half = (tile.n_rows + kBlocks * kRowUnit - 1) / (kBlocks * kRowUnit) * kRowUnit;
@@ -143,6 +163,7 @@ __device__ __forceinline__ void Load(const Args& args, Ring ring) {
 }
 
 // A warp group, and what it carries from tile to tile.
+template <class Schedule>
 struct Consumer {
   const Args& args;
   uint32_t index;    // of the warp group
@@ -150,7 +171,7 @@ struct Consumer {
   uint32_t rank;     // of the block
   uint32_t results;  // of the warp group, in shared memory
   bool keeps_lead;   // whether tiles are long enough for the first warp group to be ahead
-  Ring ring;
+  Ring<Schedule> ring;
   uint32_t buffer = 0;  // of the results, for the next rows
 
   // Lets both blocks load into the stage. Called by a warp that has read it.
@@ -162,8 +183,8 @@ struct Consumer {
 
 constexpr int kLeadBarrier = 1 + kWarpGroups;
 
-template <int kN>
-__device__ __forceinline__ void Multiply(Consumer& self, float (&sums)[kN / 2]) {
+template <int kN, class Schedule>
+__device__ __forceinline__ void Multiply(Consumer<Schedule>& self, float (&sums)[kN / 2]) {
   const bool leads = self.keeps_lead && self.index == 0;
   if (self.keeps_lead && self.index > 0) {
     barrier_sync(kLeadBarrier, kWarpGroups * kGroupThreads);
@@ -183,7 +204,7 @@ __device__ __forceinline__ void Multiply(Consumer& self, float (&sums)[kN / 2]) 
       wgmma_wait_group<1>();
       self.Release(previous);
     }
-    if (leads && k_block == kLead) {
+    if (leads && k_block == Schedule::kLead) {
       barrier_arrive(kLeadBarrier, kWarpGroups * kGroupThreads);
     }
     previous = self.ring.stage();
@@ -196,14 +217,14 @@ __device__ __forceinline__ void Multiply(Consumer& self, float (&sums)[kN / 2]) 
 
 // Rearranges rows `kFirst` to kFirst + kStoreRows of the sums, so that each has its columns in a
 // line of `buffer`.
-template <int kFirst, int kN>
+template <int kFirst, int kN, int kStoreRows>
 __device__ __forceinline__ void WriteLines(uint32_t thread, uint32_t buffer,
                                            const float (&sums)[kN / 2]) {
   const uint32_t lane = thread % 32, warp = thread / 32;
   const uint32_t line = lane % 8;
   const uint32_t vector = (2 * warp + lane / 8 % 2) ^ line;  // swizzled: no bank conflicts
   const uint32_t address = buffer + (lane / 16 * 8 + line) * kLineBytes + vector * 16;
-  constexpr int kEnd = std::min<int>(kFirst + kStoreRows, kN);
+  constexpr int kEnd = kFirst + kStoreRows < kN ? kFirst + kStoreRows : kN;
   const auto pack = [&](int i) { return cvt_rn_bf16x2_f32(sums[i + 1], sums[i]); };
 #pragma unroll
   for (int row = kFirst; row < kEnd; row += 16) {
@@ -218,11 +239,12 @@ __device__ __forceinline__ void WriteLines(uint32_t thread, uint32_t buffer,
 }
 
 // Stores the lines of `buffer` that are rows of the tile from `first` on.
-__device__ __forceinline__ void StoreLines(const Consumer& self, uint32_t buffer,
+template <class Schedule>
+__device__ __forceinline__ void StoreLines(const Consumer<Schedule>& self, uint32_t buffer,
                                            const MatmulTile& tile, uint32_t first) {
   constexpr uint32_t kVectors = kLineBytes / 16;
-  constexpr uint32_t kStep = kGroupThreads / kVectors;
-  const uint32_t n_columns = self.args.n_columns;
+  constexpr uint32_t kStep = kGroupThreads / kVectors, kStoreRows = Schedule::kStoreRows;
+  const uint32_t n_columns = self.args.shape.n_columns;
   const uint32_t vector = self.thread % kVectors, line = self.thread / kVectors;
   const uint32_t column =
       tile.column + self.rank * kBlockColumns + self.index * kGroupColumns + vector * 8;
@@ -243,22 +265,23 @@ __device__ __forceinline__ void StoreLines(const Consumer& self, uint32_t buffer
 }
 
 // Two buffers: when all threads have written to one, all have read the lines of the other.
-template <int kFirst, int kN>
-__device__ __forceinline__ void Store(Consumer& self, const MatmulTile& tile,
+template <int kFirst, int kN, class Schedule>
+__device__ __forceinline__ void Store(Consumer<Schedule>& self, const MatmulTile& tile,
                                       const float (&sums)[kN / 2]) {
   if constexpr (kFirst < kN) {
+    constexpr int kStoreRows = Schedule::kStoreRows;
     const uint32_t buffer = self.results + self.buffer * kStoreRows * kLineBytes;
     self.buffer ^= 1;
-    WriteLines<kFirst, kN>(self.thread, buffer, sums);
+    WriteLines<kFirst, kN, kStoreRows>(self.thread, buffer, sums);
     barrier_sync(1 + static_cast<int>(self.index), kGroupThreads);
     StoreLines(self, buffer, tile, kFirst);
-    Store<kFirst + static_cast<int>(kStoreRows), kN>(self, tile, sums);
+    Store<kFirst + kStoreRows, kN>(self, tile, sums);
   }
 }
 
 // Runs the code for the tile's rows in units, which are between kLow and kHigh.
-template <int kLow, int kHigh>
-__device__ __forceinline__ void ComputeTile(Consumer& self, const MatmulTile& tile,
+template <int kLow, int kHigh, class Schedule>
+__device__ __forceinline__ void ComputeTile(Consumer<Schedule>& self, const MatmulTile& tile,
                                             uint32_t units) {
   if constexpr (kLow == kHigh) {
     constexpr int kN = kLow * kRowUnit;
@@ -275,49 +298,77 @@ __device__ __forceinline__ void ComputeTile(Consumer& self, const MatmulTile& ti
   }
 }
 
-__device__ __forceinline__ void Compute(const Args& args, uint32_t smem, const Ring& ring) {
+template <class Schedule>
+__device__ __forceinline__ void Compute(const Args& args, const uint16_t* order, uint32_t smem,
+                                        const Ring<Schedule>& ring) {
   const uint32_t index = threadIdx.x / kGroupThreads;
-  const uint32_t results = smem + offsetof(Smem, results) + index * sizeof(Smem::results[0]);
-  const bool keeps_lead = args.n_k_blocks > ring.n_stages();
-  Consumer self{args,       index, threadIdx.x % kGroupThreads, cluster_ctarank(), results,
-                keeps_lead, ring};
-  MatmulTiles tiles = TilesOfCluster(args);
+  const uint32_t results =
+      smem + offsetof(Smem<Schedule>, results) + index * sizeof(Smem<Schedule>::results[0]);
+  const bool keeps_lead = Schedule::kLead > 0 && args.n_k_blocks > Schedule::kStages;
+  Consumer<Schedule> self{
+      args, index, threadIdx.x % kGroupThreads, cluster_ctarank(), results, keeps_lead, ring};
+  MatmulTiles tiles = TilesOfCluster(args, order);
   MatmulTile tile;
   while (tiles.Next(tile)) {
     const uint32_t units = (tile.n_rows + kRowUnit - 1) / kRowUnit;
-    ComputeTile<1, kLargeTileRows / kRowUnit>(self, tile, units);
+    ComputeTile<1, Schedule::kMaxRows / kRowUnit>(self, tile, units);
   }
 }
 
+template <class Schedule>
 __device__ inline void InitBarriers(uint32_t smem) {
   constexpr uint32_t kReadingWarps = kBlocks * kWarpGroups * kGroupThreads / 32;
-  for (uint32_t i = 0; i < kMaxStages; ++i) {
-    mbarrier_init(smem + offsetof(Smem, full) + i * 8, 1);
-    mbarrier_init(smem + offsetof(Smem, empty) + i * 8, kReadingWarps);
+  for (uint32_t i = 0; i < Schedule::kStages; ++i) {
+    mbarrier_init(smem + offsetof(Smem<Schedule>, full) + i * 8, 1);
+    mbarrier_init(smem + offsetof(Smem<Schedule>, empty) + i * 8, kReadingWarps);
   }
   fence_mbarrier_init();
 }
 
+// Called by all threads. `units` is free for a byte per group.
+__device__ inline void SortGroups(const MatmulTileShape& shape, uint8_t* units, uint16_t* order) {
+  if (shape.n_groups > kMaxSorted) return;
+  for (uint32_t group = threadIdx.x; group < shape.n_groups; group += kThreads) {
+    units[group] = static_cast<uint8_t>(MatmulGroup::Of(shape, group).tile_rows / kRowUnit);
+  }
+  __syncthreads();
+  for (uint32_t group = threadIdx.x; group < shape.n_groups; group += kThreads) {
+    order[MatmulGroupPlace(units, shape.n_groups, group)] = static_cast<uint16_t>(group);
+  }
+  __syncthreads();
+}
+
+// Called by all threads of the grid.
+__device__ inline void ZeroUnused(const Args& args) {
+  const uint32_t n_rows = args.shape.n_rows;
+  const int64_t n_used = min(args.shape.row_offsets[args.shape.n_groups], n_rows);
+  const int64_t row_bytes = int64_t{args.shape.n_columns} * 2;
+  Zero(static_cast<char*>(args.out) + n_used * row_bytes, (n_rows - n_used) * row_bytes);
+}
+
+template <class Schedule>
 __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, 1)
     MultiplySwapped(const __grid_constant__ Args args) {
   extern __shared__ uint8_t unaligned[];
   uint32_t address = cvta_shared(unaligned);
+  auto* const smem = reinterpret_cast<Smem<Schedule>*>(unaligned + (-address) % kSmemAlignment);
   address += (-address) % kSmemAlignment;
   opaque(address);
-  if (threadIdx.x == 0) InitBarriers(address);
+  const bool loads = threadIdx.x >= kWarpGroups * kGroupThreads;
+  if (threadIdx.x == 0) InitBarriers<Schedule>(address);
   if (threadIdx.x == kThreads - 1) prefetch_tensormap(&args.weights);
   cluster_sync();
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
-  const uint32_t tile_rows = *args.tables.tile_rows;
-  if (tile_rows == 0) return;
-  const Ring ring(address, tile_rows);
-  if (threadIdx.x < kWarpGroups * kGroupThreads) {
-    Compute(args, address, ring);
+  SortGroups(args.shape, smem->results[0][0], smem->order);
+  const Ring<Schedule> ring(address, args.timeout);
+  if (!loads) {
+    Compute(args, smem->order, address, ring);
   } else if (threadIdx.x % 32 == 0) {
-    Load(args, ring);
+    Load(args, smem->order, ring);
   }
   __syncwarp();
+  if (args.zeroes_unused) ZeroUnused(args);
   cluster_sync();  // the other block may still release stages here
 }
 

@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "cuda/matmul/hopper_swapped.cuh"
-#include "cuda/matmul/hopper_swapped.h"
+#include "tests/swapped/hopper_swapped.cuh"
+#include "tests/swapped/hopper_swapped.h"
 
 namespace jax_ep::p2p {
 namespace {
@@ -40,7 +40,7 @@ cudaError_t MakeMap(Encode encode, const void* data, const cuuint64_t (&sizes)[k
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-cudaError_t MakeArgs(const MatmulCall& call, const SwappedTables& tables, swapped::Args& args) {
+cudaError_t MakeArgs(const MatmulCall& call, MatmulTimeout* timeout, swapped::Args& args) {
   Encode encode;
   cudaError_t error = FindEncode(encode);
   if (error != cudaSuccess) return error;
@@ -53,23 +53,32 @@ cudaError_t MakeArgs(const MatmulCall& call, const SwappedTables& tables, swappe
     error = MakeMap<2>(encode, call.lhs, {k, n_rows},
                        {swapped::kDepth, (i + 1) * swapped::kRowUnit}, &args.rows[i]);
   }
-  args.tables = tables;
-  args.n_groups = static_cast<uint32_t>(n_groups);
-  args.n_columns = static_cast<uint32_t>(n);
+  args.shape = {call.row_offsets, static_cast<uint32_t>(n_rows), static_cast<uint32_t>(n_groups),
+                static_cast<uint32_t>(n), 0};
   args.n_k_blocks = static_cast<uint32_t>((k + swapped::kDepth - 1) / swapped::kDepth);
+  args.zeroes_unused = call.zeroes_unused;
   args.out = call.out;
+  args.timeout = timeout;
   return error;
 }
 
-}  // namespace
+bool HasKernel(const MatmulCall& call) {
+  const int64_t largest = std::max({call.n_rows, call.n_groups, call.k, call.n});
+  return call.form == MatmulForm::kWeights && call.element == Element::kBFloat16 &&
+         call.out_type == RowType::kBFloat16 && call.k % 8 == 0 && call.n % 8 == 0 &&
+         largest <= INT32_MAX;
+}
 
-cudaError_t LaunchSwappedMatmul(const MatmulCall& call, const SwappedTables& tables, int n_sms,
-                                cudaStream_t stream) {
-  swapped::Args args{};
-  cudaError_t error = MakeArgs(call, tables, args);
+template <class Schedule>
+cudaError_t LaunchKernel(swapped::Args& args, cudaStream_t stream) {
+  args.shape.max_tile_rows = Schedule::kMaxRows;
+  int device = 0, n_sms = 0;
+  cudaError_t error = cudaGetDevice(&device);
   if (error != cudaSuccess) return error;
-  constexpr auto kBytes = static_cast<int>(swapped::kSmemBytes);
-  const auto kernel = swapped::MultiplySwapped;
+  error = cudaDeviceGetAttribute(&n_sms, cudaDevAttrMultiProcessorCount, device);
+  if (error != cudaSuccess) return error;
+  constexpr auto kBytes = static_cast<int>(swapped::SmemBytes<Schedule>());
+  const auto kernel = swapped::MultiplySwapped<Schedule>;
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return error;
   cudaLaunchAttribute attribute{};
@@ -83,6 +92,32 @@ cudaError_t LaunchSwappedMatmul(const MatmulCall& call, const SwappedTables& tab
   config.attrs = &attribute;
   config.numAttrs = 1;
   return cudaLaunchKernelEx(&config, kernel, args);
+}
+
+}  // namespace
+
+cudaError_t LaunchSwappedMatmul(const MatmulCall& call, cudaStream_t stream, SwappedVariant variant,
+                                MatmulTimeout* timeout) {
+  if (!HasKernel(call)) return cudaErrorInvalidValue;
+  if (call.n_groups == 0 || call.out_elements() == 0) return cudaSuccess;
+  if (call.k == 0 || call.n_rows == 0) {
+    const auto n_bytes = static_cast<size_t>(call.out_elements() * ElementBytes(call.out_type));
+    return cudaMemsetAsync(call.out, 0, n_bytes, stream);
+  }
+  swapped::Args args{};
+  const cudaError_t error = MakeArgs(call, timeout, args);
+  if (error != cudaSuccess) return error;
+  switch (variant) {
+    case SwappedVariant::k256:
+      return LaunchKernel<swapped::Schedule<256, 4, 0, 64>>(args, stream);
+    case SwappedVariant::k256Lead:
+      return LaunchKernel<swapped::Schedule<256, 4, 1, 64>>(args, stream);
+    case SwappedVariant::k192Lead:
+      return LaunchKernel<swapped::Schedule<192, 5, 1, 48>>(args, stream);
+    case SwappedVariant::k128Lead:
+      return LaunchKernel<swapped::Schedule<128, 6, 1, 64>>(args, stream);
+  }
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace jax_ep::p2p
