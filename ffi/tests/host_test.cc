@@ -18,6 +18,7 @@
 #include "tests/failure_text_test.h"
 #include "tests/format_test.h"
 #include "tests/layer_test.h"
+#include "tests/matmul_tiles_test.h"
 #include "tests/open_groups_test.h"
 #include "tests/rendezvous_test.h"
 #include "tests/silu_tiles_test.h"
@@ -167,6 +168,7 @@ int main() {
   RunOpenGroupsTests();
   RunFailureTextTests();
   RunSiluTilesTests();
+  RunMatmulTilesTests();
   RunFormatTests();
   std::cout << "host_test: all passed" << std::endl;
 }

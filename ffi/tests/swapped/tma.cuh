@@ -1,0 +1,130 @@
+// Copies of tiles to shared memory by tensor maps, barriers and clusters, as the matmul of
+// hopper_swapped.cuh uses them. Names mirror PTX.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "cuda/device/ptx.cuh"
+
+namespace jax_ep::p2p {
+
+constexpr uint64_t kEvictNormal = 0x1000000000000000;  // L2 policies
+constexpr uint64_t kEvictFirst = 0x12f0000000000000;
+
+__device__ __forceinline__ void prefetch_tensormap(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+__device__ __forceinline__ void cp_async_bulk_tensor(uint32_t to, const CUtensorMap* map, int x,
+                                                     int y, int z, uint32_t barrier,
+                                                     uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
+// To the same place in each block of the cluster whose bit is set, and its barrier.
+__device__ __forceinline__ void cp_async_bulk_tensor_multicast(uint32_t to, const CUtensorMap* map,
+                                                               int x, int y, uint32_t barrier,
+                                                               uint16_t blocks, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5, %6;" ::"r"(to),
+      "l"(map), "r"(x), "r"(y), "r"(barrier), "h"(blocks), "l"(policy)
+      : "memory");
+}
+
+__device__ __forceinline__ void fence_mbarrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// By their addresses in shared memory.
+__device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t n_arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(n_arrivals)
+               : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ bool mbarrier_try_wait_parity(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n\t"
+      ".reg .pred p;\n\t"
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\t"
+      "selp.u32 %0, 1, 0, p;\n\t"
+      "}"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
+// On the barrier at this place in a block of the cluster.
+__device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier, uint32_t block) {
+  asm volatile(
+      "{\n\t"
+      ".reg .b32 remote;\n\t"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n\t"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n\t"
+      "}" ::"r"(barrier),
+      "r"(block)
+      : "memory");
+}
+
+__device__ __forceinline__ uint32_t cluster_ctarank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// All threads of the cluster, in whole warps.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile(
+      "barrier.cluster.arrive.release.aligned;\n\t"
+      "barrier.cluster.wait.acquire.aligned;" ::
+          : "memory");
+}
+
+__device__ __forceinline__ void griddepcontrol_launch_dependents() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(int id, int n_threads) {
+  asm volatile("barrier.arrive %0, %1;" ::"r"(id), "r"(n_threads) : "memory");
+}
+
+// Stores two pairs of matrices of 8 x 8, transposed: lane l gives the address of a line of 16 bytes
+// of matrix l / 8, and has, of line l / 4 before it is transposed, elements 2 (l % 4) and the next.
+__device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, uint32_t a, uint32_t b,
+                                                  uint32_t c, uint32_t d) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+      "r"(a), "r"(b), "r"(c), "r"(d)
+      : "memory");
+}
+
+// One pair; the addresses of lanes from 16 on do not count.
+__device__ __forceinline__ void stmatrix_x2_trans(uint32_t address, uint32_t a, uint32_t b) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address),
+               "r"(a), "r"(b)
+               : "memory");
+}
+
+__device__ __forceinline__ int4 ld_shared_v4(uint32_t address) {
+  int4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+
+}  // namespace jax_ep::p2p
