@@ -1,7 +1,7 @@
 #include "cpu/future.h"
 
+#include <cstdio>
 #include <cstdlib>
-#include <iostream>
 
 #include "xla/error.h"
 
@@ -12,8 +12,8 @@ namespace {
 // handlers before. Without a way to end the call, the program would hang.
 void AbortOnError(const XLA_FFI_Api* api, XLA_FFI_Error* error) noexcept {
   if (error == nullptr) return;
-  std::cerr << "jax_ep: XLA rejected the completion of a call: "
-            << ffi::internal::GetErrorMessage(api, error) << std::endl;
+  std::fprintf(stderr, "jax_ep: XLA rejected the completion of a call: %s\n",
+               ffi::internal::GetErrorMessage(api, error));
   std::abort();
 }
 
