@@ -155,7 +155,7 @@ class EPConfig(CheckedDataclass):
             if not isinstance(getattr(self, name), bool | np.bool_):
                 raise ValueError(f"{name} must be True or False; got {getattr(self, name)!r}.")
             self._set(name, bool(getattr(self, name)))
-        _check_name(self.name)
+        self._set("name", _check_name(self.name))
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -295,9 +295,12 @@ def _seconds(name: str, value: Any) -> float:
     return seconds
 
 
-def _check_name(name: Any) -> None:
-    if name is None or (isinstance(name, str) and _NAME.fullmatch(name)):
-        return
+def _check_name(name: Any) -> str | None:
+    """The name as a plain str, so that equal names give equal keys."""
+    if name is None:
+        return None
+    if isinstance(name, str) and _NAME.fullmatch(name):
+        return str.__str__(name)
     raise ValueError(
         "name must be None or at most 32 letters, digits and underscores, no digit first; got "
         f"{name!r}."

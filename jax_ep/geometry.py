@@ -51,7 +51,8 @@ class Geometry:
                 "axis_name must be the name of one axis of the mesh, or a tuple of different ones; "
                 f"got {self.axis_name!r}, the mesh has {self.mesh.axis_names}."
             )
-        # One axis is the same group, however it is given.
+        # One axis is the same group, however it is given, and by whatever kind of string.
+        names = tuple(self.mesh.axis_names[self.mesh.axis_names.index(name)] for name in names)
         object.__setattr__(self, "axis_name", names[0] if len(names) == 1 else names)
         self.config.n_local_experts(self.n_ranks)
         self.config.max_recv_tokens(self.n_ranks)

@@ -119,6 +119,16 @@ def test_a_name_is_a_short_identifier(value):
         config(name=value)
 
 
+def test_kinds_of_strings_do_not_make_groups_different():
+    mesh = make_mesh(2)
+    groups = [
+        jax_ep.ep_init(mesh, kind(AXIS), config(name=kind("decode")), "xla")
+        for kind in (str, np.str_)
+    ]
+    assert groups[0] == groups[1]
+    assert groups[0].key == groups[1].key
+
+
 def test_groups_of_different_names_are_different(transport):
     case = cases.SMALL[1]
     groups = [group_of(case, transport, name=name) for name in (None, "decode", "prefill")]

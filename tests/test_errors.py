@@ -194,6 +194,23 @@ def test_results_of_a_call_vary_over_the_axis(transport):
         jax.eval_shape(jax.jit(replicated), jnp.zeros(2))
 
 
+@pytest.mark.parametrize("timeout_s", [1e-12, 5e-9])
+def test_the_shortest_time_limits_end_calls(timeout_s, transport):
+    if transport != "host":
+        pytest.skip("the limit is that of the watchdog of host")
+    group = make_group(transport, timeout_s=timeout_s)
+
+    def body(tokens, topk_ids, calls):
+        def dispatch():
+            return jax_ep.dispatch(group, tokens, topk_ids).n_dropped + 0 * calls.astype(np.int32)
+
+        return jax.lax.cond(calls[0], dispatch, lambda: calls.astype(np.int32))
+
+    operands = put(group.mesh, *suite.make_inputs(CASE).arrays()[:2])
+    with pytest.raises(jax.errors.JaxRuntimeError, match="waited"):
+        jax.block_until_ready(on_mesh(group.mesh, body)(*operands, jnp.array([[True], [False]])))
+
+
 def test_the_error_names_a_missing_rank(transport):
     """Rank 1 skips a call; the process goes on, and the group's later calls succeed."""
     if transport == "xla":

@@ -52,9 +52,9 @@ class Completion {
 // on the thread that completes its call, and may block there in a collective until other ranks,
 // whose calls wait to be completed, get to the same one.
 //
-// A thread per device suffices. XLA runs the collectives of a device one after the other, so at
-// most one thread per device is blocked; and if all are, then all devices are in collectives, which
-// wait for no call.
+// A thread per device suffices, as long as XLA:CPU runs the collectives of a device one after the
+// other, also those of several programs: then at most one thread per device is blocked; and if all
+// are, then all devices are in collectives, which wait for no call.
 //
 // The threads live as long as the process, also without open groups. A forked child has none of
 // them, as it has none of XLA's.

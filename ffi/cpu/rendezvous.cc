@@ -15,7 +15,9 @@ Duration Seconds(double seconds) {
 }
 
 // How often the watchdog looks at a call.
-Duration SliceOf(const CallInfo& info) { return Seconds(std::min(info.timeout_s / 16, 0.5)); }
+Duration SliceOf(const CallInfo& info) {
+  return Seconds(std::clamp(info.timeout_s / 16, 1e-6, 0.5));
+}
 
 // Whatever follows a failed call may block.
 void CompleteOnThreads(std::vector<Arrival>& arrivals, const Failure& failure) {
