@@ -12,6 +12,7 @@ import sys
 from jax.errors import JaxRuntimeError
 
 import child
+import edges  # noqa: F401
 import jax_ep
 from failing import Failing
 from layer import Layer, assert_equal, assert_right, outcome, use_devices

@@ -2,7 +2,6 @@
 
 import faulthandler
 import functools
-import os
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +18,6 @@ def use_devices(n: int = R) -> None:
     faulthandler.enable()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", n)
-    if "JAX_EP_TSAN_EDGES" in os.environ:  # see tests/sanitizers
-        import tsan_edges  # noqa: F401
 
 
 class Layer:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import child
+import edges  # noqa: F401
 from layer import AXIS, Layer, assert_equal, outcome, use_devices
 
 TIMEOUT_S = 1.0

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.mlir import ir
 
+import edges  # noqa: F401
 import handmade
 import jax_ep
 

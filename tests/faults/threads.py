@@ -15,6 +15,7 @@ import warnings
 import jax
 
 import child
+import edges  # noqa: F401
 from failing import Failing
 from jax_ep.xla_ffi import extension
 from layer import AXIS, Layer, R, assert_equal, outcome, use_devices
