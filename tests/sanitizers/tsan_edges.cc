@@ -128,6 +128,15 @@ XLA_FFI_Error* FutureSetError(XLA_FFI_Future_SetError_Args* args) {
   return runtime->XLA_FFI_Future_SetError(args);
 }
 
+// A handler that registers the type of its state does so when it is asked for its metadata.
+const XLA_FFI_TypeInfo* WrapType(const XLA_FFI_TypeInfo* info);
+
+XLA_FFI_Error* TypeRegister(XLA_FFI_Type_Register_Args* args) {
+  XLA_FFI_Type_Register_Args wrapped = *args;
+  if (args->type_info != nullptr) wrapped.type_info = WrapType(args->type_info);
+  return runtime->XLA_FFI_Type_Register(&wrapped);
+}
+
 std::atomic<bool> table_is_filled{false};
 std::atomic_flag table_lock = ATOMIC_FLAG_INIT;
 
@@ -137,6 +146,7 @@ void FillTable(const XLA_FFI_Api* api) {
   runtime = api;
   table = *api;
   table.struct_size = XLA_FFI_Api_STRUCT_SIZE;
+  table.XLA_FFI_Type_Register = TypeRegister;
   table.XLA_FFI_State_Set = StateSet;
   table.XLA_FFI_State_Get = StateGet;
   table.XLA_FFI_ThreadPool_Schedule = Schedule;
@@ -163,11 +173,11 @@ int Device(const XLA_FFI_CallFrame* frame) {
 }
 
 XLA_FFI_Error* Call(XLA_FFI_Handler* handler, XLA_FFI_CallFrame* frame) {
-  // A metadata query, which carries an extension, has no context and nothing to order.
-  if (frame->extension_start != nullptr) return handler(frame);
   FillTable(frame->api);
   XLA_FFI_CallFrame copy = *frame;
   copy.api = &table;
+  // A metadata query, which carries an extension, has no context and nothing to order.
+  if (frame->extension_start != nullptr) return handler(&copy);
   const int device = Device(frame);
   const int outer_device = std::exchange(current_device, device);
   if (device >= 0) __tsan_acquire(&device_done[device]);
@@ -201,6 +211,17 @@ constexpr std::array<Deleter, sizeof...(kIndices)> Deletes(std::index_sequence<k
   return {Delete<kIndices>...};
 }
 
+// The same type, but with a deleter that acquires what calls have released; null if there are too
+// many.
+const XLA_FFI_TypeInfo* WrapType(const XLA_FFI_TypeInfo* info) {
+  static constexpr auto kDeletes = Deletes(std::make_index_sequence<kMaxTypes>());
+  if (num_types == kMaxTypes) return nullptr;
+  deleters[num_types] = info->deleter;
+  type_infos[num_types] = *info;
+  type_infos[num_types].deleter = kDeletes[num_types];
+  return &type_infos[num_types++];
+}
+
 }  // namespace
 
 // Returns a handler that calls `handler` as described above; null if there are too many.
@@ -213,10 +234,5 @@ extern "C" XLA_FFI_Handler* TsanEdgesWrapHandler(XLA_FFI_Handler* handler) {
 
 // Does the same for the type of a state.
 extern "C" const XLA_FFI_TypeInfo* TsanEdgesWrapType(const XLA_FFI_TypeInfo* info) {
-  static constexpr auto kDeletes = Deletes(std::make_index_sequence<kMaxTypes>());
-  if (num_types == kMaxTypes) return nullptr;
-  deleters[num_types] = info->deleter;
-  type_infos[num_types] = *info;
-  type_infos[num_types].deleter = kDeletes[num_types];
-  return &type_infos[num_types++];
+  return WrapType(info);
 }
