@@ -21,6 +21,8 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 
 SUMMARY = "process finished"
+# This interpreter with its options: without them, a process would find an editable install first.
+PYTHON = (sys.executable, *["-S"] * sys.flags.no_site, *["-P"] * sys.flags.safe_path)
 GRACE_S = 5.0  # for the others, once one process has failed
 FAREWELL_S = 3.0  # how much longer than the others process 0, which serves the job, lives
 
@@ -55,7 +57,7 @@ def run_processes(
     n_cpus = 0 if gpus else n_local_devices
     environments = [_gpu_environment(gpus[i]) if gpus else {} for i in range(n_processes)]
     with reserved_port() as port:
-        first = [sys.executable, __file__, target, f"localhost:{port}"]
+        first = [*PYTHON, __file__, target, f"localhost:{port}"]
         commands = [[*first, *map(str, (n_processes, i, n_cpus))] for i in range(n_processes)]
         return _run_on_hosts(hosts, commands, SUMMARY, timeout_s, environments)
 
@@ -74,7 +76,7 @@ def run_pytest(
         AssertionError: as `run_processes`, or the numbers of tests that passed differ.
     """
     folder = pathlib.Path(__file__).parent
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--color=no"]
+    command = [*PYTHON, "-m", "pytest", "-p", "no:cacheprovider", "--color=no"]
     command += [f"--n-processes={n_processes}", *options, *(str(folder / file) for file in files)]
     environments = [_gpu_environment(gpus[i]) if gpus else {} for i in range(n_processes)]
     with reserved_port() as port:

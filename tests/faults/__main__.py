@@ -14,6 +14,8 @@ import sys
 import time
 
 FOLDER = pathlib.Path(__file__).parent
+# This interpreter with its options: without them, a script would find an editable install first.
+PYTHON = (sys.executable, *["-S"] * sys.flags.no_site, *["-P"] * sys.flags.safe_path)
 
 # Script: the seconds that it may take. With --quick, each takes a few.
 SCRIPTS = {
@@ -28,9 +30,8 @@ SCRIPTS = {
 
 
 def command(name: str, *, quick: bool) -> list[str]:
-    """Runs one script, with this interpreter's options."""
-    options = ["-S"] * sys.flags.no_site + ["-P"] * sys.flags.safe_path
-    return [sys.executable, *options, str(FOLDER / f"{name}.py"), *["--quick"] * quick]
+    """Runs one script."""
+    return [*PYTHON, str(FOLDER / f"{name}.py"), *["--quick"] * quick]
 
 
 def run(name: str, *, quick: bool = False) -> int:

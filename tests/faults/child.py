@@ -16,6 +16,8 @@ from collections.abc import Iterator
 # With a sanitizer; see tests/sanitizers/run.sh.
 SLOWDOWN = 4 if "san.so" in os.environ.get("LD_PRELOAD", "") else 1
 SLACK_S = 8.0 * SLOWDOWN  # of times that a busy machine stretches
+# This interpreter with its options: without them, a child would find an editable install first.
+PYTHON = (sys.executable, *["-S"] * sys.flags.no_site, *["-P"] * sys.flags.safe_path)
 
 
 def arguments() -> argparse.Namespace:
@@ -27,10 +29,9 @@ def arguments() -> argparse.Namespace:
 
 
 def start(script: str, *args: str) -> subprocess.Popen:
-    """Starts the child, with this interpreter's options and one stream of output."""
-    options = ["-S"] * sys.flags.no_site + ["-P"] * sys.flags.safe_path
+    """Starts the child, with one stream of output."""
     return subprocess.Popen(
-        [sys.executable, *options, script, "--child", *args],
+        [*PYTHON, script, "--child", *args],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

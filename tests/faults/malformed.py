@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import edges  # noqa: F401
 import misuse
 
 jax.config.update("jax_platforms", "cpu")

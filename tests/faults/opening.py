@@ -18,6 +18,7 @@ import traceback
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
+import edges  # noqa: E402, F401
 import processes  # noqa: E402
 
 TIMEOUT_S = 2.0

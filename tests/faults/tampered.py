@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.mlir import ir
 
+import child
 import edges  # noqa: F401
 import handmade
 import jax_ep
@@ -287,7 +288,7 @@ def run_faults(names: list[str]) -> None:
 def watch(names: list[str]) -> tuple[list[str], list[str]]:
     """Runs faults in a process. Returns what went wrong, and the faults that it did not reach."""
     process = subprocess.Popen(
-        [sys.executable, __file__, "--faults", *names], stdout=subprocess.PIPE, text=True
+        [*child.PYTHON, __file__, "--faults", *names], stdout=subprocess.PIPE, text=True
     )
     lines: queue.Queue[str | None] = queue.Queue()
 
