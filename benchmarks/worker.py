@@ -24,7 +24,7 @@ from machine import die_first
 from plan import Item
 from timing import Repeats
 
-# tools/gpu_bench.sh builds it from ffi/tests/p2p_link.cu.
+# tools/gpu_bench.sh builds it from ffi/tests/bench/p2p_link.cu.
 _LINK = pathlib.Path("build/p2p_link")
 _LINK_MEGABYTES = 512
 

@@ -26,7 +26,7 @@ mkdir -p "$logs" build
       --config-settings "cmake.define.CMAKE_CUDA_ARCHITECTURES=$arch" \
       --config-settings cmake.define.JAX_EP_CUDA=ON \
       --target "$site" .
-  timeout 60 nvcc -O3 -std=c++17 -arch="sm_$arch" ffi/tests/p2p_link.cu -o build/p2p_link
+  timeout 60 nvcc -O3 -std=c++17 -arch="sm_$arch" ffi/tests/bench/p2p_link.cu -o build/p2p_link
   PYTHONPATH=$(realpath "$site") PYTHONUNBUFFERED=1 timeout $((seconds + 30)) \
     python3 benchmarks --platform gpu --out "$logs" --limit 90 --seconds-total "$seconds" "$@"
 } 2>&1 | tee "$logs/gpu_bench.txt"

@@ -7,9 +7,9 @@
 
 #include "core/combine_mode.h"
 #include "core/formats.h"
-#include "core/matmul_call.h"
-#include "core/silu.h"
 #include "core/status.h"
+#include "layer/matmul/matmul_call.h"
+#include "layer/silu/silu.h"
 #include "xla/enum_attribute.h"
 #include "xla/ffi/api/ffi.h"
 

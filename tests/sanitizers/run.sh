@@ -115,7 +115,7 @@ run() {
     seeded "$sanitizer" "$dir" overflow 'heap-buffer-overflow.*in Commit'
     seeded "$sanitizer" "$dir" signed-overflow 'signed integer overflow'
   fi
-  if compgen -G 'ffi/tests/*.cc' > /dev/null; then
+  if compgen -G 'ffi/tests/unit/*.cc' > /dev/null; then
     echo "--- $sanitizer: C++ tests"
     {
       "$venv/bin/cmake" -S . -B "$dir/cpp" -G Ninja -DCMAKE_MAKE_PROGRAM="$venv/bin/ninja" \

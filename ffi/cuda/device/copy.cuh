@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "core/message.h"
-#include "cuda/call_args.h"
+#include "cuda/call/call_args.h"
 #include "cuda/device/ptx.cuh"
 #include "cuda/device/warp.cuh"
 #include "cuda/device/work.cuh"

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "cuda/call_args.h"
+#include "cuda/call/call_args.h"
 #include "cuda/device/failure.cuh"
 #include "cuda/device/warp.cuh"
 

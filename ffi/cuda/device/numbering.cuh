@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "core/routing.h"
-#include "cuda/call_args.h"
+#include "cuda/call/call_args.h"
 #include "cuda/device/warp.cuh"
 #include "cuda/device/work.cuh"
 

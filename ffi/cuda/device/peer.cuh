@@ -28,7 +28,7 @@
 #include "core/epoch_word.h"
 #include "core/line.h"
 #include "core/message.h"
-#include "cuda/call_args.h"
+#include "cuda/call/call_args.h"
 #include "cuda/device/call_state.cuh"
 #include "cuda/device/failure.cuh"
 #include "cuda/device/ptx.cuh"

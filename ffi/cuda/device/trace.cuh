@@ -1,7 +1,7 @@
 // Time stamps of a call's steps, for benchmarks.
 #pragma once
 
-#include "cuda/call_args.h"
+#include "cuda/call/call_args.h"
 #include "cuda/device/ptx.cuh"
 
 namespace jax_ep::p2p {

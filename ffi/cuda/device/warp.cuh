@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "cuda/call_args.h"
+#include "cuda/call/call_args.h"
 #include "cuda/device/ptx.cuh"
 
 namespace jax_ep::p2p {

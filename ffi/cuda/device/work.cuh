@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "cuda/call_args.h"
+#include "cuda/call/call_args.h"
 #include "cuda/device/warp.cuh"
 
 namespace jax_ep::p2p {

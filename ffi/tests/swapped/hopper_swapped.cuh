@@ -13,7 +13,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "cuda/matmul/row_range.cuh"
+#include "layer/matmul/row_range.cuh"
 #include "tests/swapped/hopper_swapped.h"
 #include "tests/swapped/matmul_tiles.h"
 #include "tests/swapped/tma.cuh"

@@ -1,10 +1,10 @@
 // A grouped matmul for Hopper whose time depends on the rows of each group, not on their number
-// rounded up to a tile. Compared with the kernels in use by ffi/tests/matmul_probe.cu.
+// rounded up to a tile. Compared with the kernels in use by ffi/tests/bench/matmul_probe.cu.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
-#include "core/matmul_call.h"
+#include "layer/matmul/matmul_call.h"
 
 namespace jax_ep::p2p {
 

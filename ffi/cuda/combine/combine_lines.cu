@@ -1,0 +1,82 @@
+// The kernels of a combine in lines, for few tokens; docs/protocol.md says how it differs from the
+// others. The workers of all blocks but the last send and then receive; the last block records the
+// call, and does all if it is alone.
+
+#include "cuda/call/launch.h"
+#include "cuda/call/load_kernel.h"
+#include "cuda/combine/combine_lines.cuh"
+#include "cuda/combine/combine_lines.h"
+#include "cuda/combine/combine_start.cuh"
+#include "cuda/device/trace.cuh"
+
+namespace jax_ep::p2p {
+namespace {
+
+// The workers, and the service warp.
+constexpr int kThreads = kWorkerThreads + kWarpSize;
+
+constexpr size_t kPieceBuffersBytes = kWorkerWarps * kPieceBytes;
+
+size_t SmemBytes(const CallArgs& call) {
+  return kPieceBuffersBytes + PeerTable::Bytes(call.n_ranks);
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads, 1)
+    CombineLinesKernel(const __grid_constant__ CombineArgs args) {
+  extern __shared__ __align__(128) uint8_t buffers[];
+  __shared__ CallSmem smem;
+  const CallArgs& call = args.call;
+
+  if (threadIdx.x == 0) Trace(call, kEntered);
+  if (!IsWorker()) {
+    WeightsToPut weights(args, LaneIndex(), kWarpSize);
+    StartCall(call, CombineState(call), smem, buffers + kPieceBuffersBytes);
+    __syncwarp();
+    if (!smem.failed) weights.Put(smem);  // before the workers have their first rows
+    __syncthreads();
+    if (smem.failed) return;
+    if (LaneIndex() == 0) CountCall(call.plan, CombineState(call), smem);
+    if (!Records()) return;
+    AnnounceStart(call, smem);
+    return WaitForStarts(call, smem);
+  }
+  const PieceBuffer buffer(buffers);
+  SumSender<T> sender(args, buffer);
+  SumReceiver<T> receiver(args, buffer);
+  __syncthreads();
+  if (!smem.failed) {
+    if (threadIdx.x == 0) Trace(call, kPrepared);
+    sender.SendAll(smem);
+    if (threadIdx.x == 0) Trace(call, kSent);
+  }
+  receiver.ReceiveAll(smem);
+  if (threadIdx.x == 0) Trace(call, kReceived);
+}
+
+using Kernel = void (*)(CombineArgs);
+
+Kernel FindKernel(RowType type) {
+  if (type == RowType::kBFloat16) return CombineLinesKernel<BFloat16>;
+  if (type == RowType::kFloat16) return CombineLinesKernel<Float16>;
+  return CombineLinesKernel<float>;
+}
+
+}  // namespace
+
+cudaError_t LoadCombineLinesKernels(const CallArgs& call, int* max_blocks) {
+  for (const RowType type : {RowType::kBFloat16, RowType::kFloat16, RowType::kFloat32}) {
+    const cudaError_t error = LoadKernel(reinterpret_cast<const void*>(FindKernel(type)), kThreads,
+                                         SmemBytes(call), max_blocks);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+cudaError_t LaunchCombineInLines(const CombineArgs& args, cudaStream_t stream,
+                                 cudaEvent_t started) {
+  return LaunchCall(FindKernel(args.row_type), args, kThreads, SmemBytes(args.call), stream,
+                    started);
+}
+
+}  // namespace jax_ep::p2p

@@ -1,0 +1,37 @@
+// The rings of the combine kernels, and what else both of their halves use.
+#pragma once
+
+#include "core/message.h"
+#include "cuda/combine/combine.h"
+#include "cuda/combine/ring.cuh"
+#include "cuda/device/message_counts.cuh"
+
+namespace jax_ep::p2p {
+
+constexpr int kCopyUnroll = 4;
+constexpr int kSumUnroll = 4;
+
+// Whether rows pass through rings rather than registers: only when every warp works alone, and not
+// in sums by node.
+inline bool UsesRing(const CallArgs& call) {
+  const LaunchPlan& plan = call.plan;
+  return plan.ring_slots > 0 && plan.warps_per_send == 1 && plan.warps_per_receive == 1 &&
+         !HasNodes(call);
+}
+
+// Makes this warp's ring. It must be closed before the warp makes another.
+__device__ inline PieceRing MakeRing(const CombineArgs& args) {
+  extern __shared__ __align__(128) uint8_t tables[];
+  return {tables + MessageTableBytes(args.call), args.call.plan.ring_slots, args.row_vectors};
+}
+
+__device__ inline size_t RowBytes(const CombineArgs& args) {
+  return args.row_vectors * kVectorBytes;
+}
+
+// Mask of the lane that has the shared expert's choice; 0 = none.
+__device__ __forceinline__ uint32_t SharedExpertLane(const CombineArgs& args) {
+  return args.adds_shared_expert ? 1u << (args.call.n_choices - 1) : 0;
+}
+
+}  // namespace jax_ep::p2p

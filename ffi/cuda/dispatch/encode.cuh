@@ -1,0 +1,169 @@
+// Encoders: how a token becomes the scales and payload of its messages, by core/quantize.h. An
+// encoder is a struct that either puts a token to several ranks straight from where it is, or
+// encodes it in place in a stage, from where bulk copies send it.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "core/float_types.h"
+#include "core/quantize.h"
+#include "cuda/device/copy.cuh"
+#include "cuda/device/encode_block.cuh"
+#include "cuda/device/peer.cuh"
+#include "cuda/device/work.cuh"
+#include "cuda/dispatch/arriving_tokens.cuh"
+#include "cuda/dispatch/dispatch_smem.cuh"
+
+namespace jax_ep::p2p {
+
+constexpr int kSendUnroll = 8;
+
+// Tokens travel as they are.
+struct Passthrough {
+  static constexpr bool kIsInPlace = false;
+  // This rank's own messages carry no payload: the receiver reads the token where it is.
+  static constexpr bool kSendsToItself = false;
+
+  // Puts this warp's slice of a token to the messages `to` of the lanes in `lanes`. Called by one
+  // warp, converged.
+  __device__ static void PutToEach(const DispatchArgs& args, int token, PeerPtr to, uint32_t lanes,
+                                   Slice slice) {
+    CopyToEach<kSendUnroll>(FindToken(args, token), to, lanes, args.size.given, slice);
+  }
+};
+
+__device__ __forceinline__ void Unpack(const int4 (&data)[1], float (&values)[kLaneElements],
+                                       BFloat16) {
+  const uint32_t pairs[] = {static_cast<uint32_t>(data[0].x), static_cast<uint32_t>(data[0].y),
+                            static_cast<uint32_t>(data[0].z), static_cast<uint32_t>(data[0].w)};
+#pragma unroll
+  for (int i = 0; i < kLaneElements / 2; ++i) {
+    values[2 * i] = FloatFromBits(pairs[i] << 16);
+    values[2 * i + 1] = FloatFromBits(pairs[i] & 0xffff0000u);
+  }
+}
+
+__device__ __forceinline__ void Unpack(const int4 (&data)[2], float (&values)[kLaneElements],
+                                       float) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    values[4 * i] = __int_as_float(data[i].x);
+    values[4 * i + 1] = __int_as_float(data[i].y);
+    values[4 * i + 2] = __int_as_float(data[i].z);
+    values[4 * i + 3] = __int_as_float(data[i].w);
+  }
+}
+
+// Tokens of element type T travel in Format. Every rank gets the codes, the token's own included.
+template <class Format, class T>
+struct Quantized {
+  static constexpr bool kIsInPlace = true;
+  static constexpr bool kSendsToItself = true;
+
+  // Puts this warp's slice of a token to the messages `to` of the lanes in `lanes`. Called by one
+  // warp, converged. `To`: see copy.cuh.
+  template <class To>
+  __device__ static void PutToEach(const DispatchArgs& args, int token, To to, uint32_t lanes,
+                                   Slice slice) {
+    const InputScale input_scale = ReadInputScale(args);
+    const uint8_t* const from = FindToken(args, token);
+    const int step = slice.n_slices * kWarpElements;
+    int element = slice.index * kWarpElements + LaneIndex() * kLaneElements;
+    int4 data[kVectors], next[kVectors];
+    // Lanes beyond the end encode the last elements once more. Zeros would take the slow path.
+    Load(args, from, min(element, args.hidden_size - kLaneElements), next);
+    for (int first = slice.index * kWarpElements; first < args.hidden_size;
+         first += step, element += step) {
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) data[i] = next[i];
+      Load(args, from, element + step, next);
+      const bool has_elements = element < args.hidden_size;
+      const LaneCodes<Format> codes = Encode(data, input_scale);
+      for (uint32_t left = lanes; left != 0; left &= left - 1) {
+        const To message = ShuffleAddress(to, __ffs(left) - 1);
+        if (has_elements) Put(codes, message, message + VectorOffset(args.size.scales), element);
+      }
+    }
+  }
+
+  // Encodes the token that has been loaded after the space for its scales, and writes the codes
+  // over it: they are shorter than what has been read before. Called by one warp, converged.
+  __device__ static void EncodeInPlace(const DispatchArgs& args, uint8_t* scales) {
+    const InputScale input_scale = ReadInputScale(args);
+    uint8_t* const token = Vector(scales, args.size.scales);
+    for (int first = 0; first < args.hidden_size; first += kWarpElements) {
+      const int element = first + LaneIndex() * kLaneElements;
+      const bool has_elements = element < args.hidden_size;
+      const int from = min(element, args.hidden_size - kLaneElements) / kLaneElements;
+      int4 data[kVectors];
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+        data[i] = reinterpret_cast<const int4*>(token)[from * kVectors + i];
+      }
+      const LaneCodes<Format> codes = Encode(data, input_scale);
+      __syncwarp();
+      if (has_elements) Put(codes, scales, token, element);
+    }
+  }
+
+ private:
+  static constexpr int kVectors = kLaneElements * sizeof(T) / kVectorBytes;
+
+  __device__ static InputScale ReadInputScale(const DispatchArgs& args) {
+    return InputScale::Make(args.input_scale == nullptr ? 1.0f : *args.input_scale);
+  }
+
+  // Leaves `data` unchanged beyond the last element; what it encodes to is not stored.
+  __device__ static void Load(const DispatchArgs& args, const uint8_t* from, int element,
+                              int4 (&data)[kVectors]) {
+    if (element >= args.hidden_size) return;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      data[i] = ld_global_no_allocate(Vector(from, element / kLaneElements * kVectors + i));
+    }
+  }
+
+  // Called by one warp, converged.
+  __device__ static LaneCodes<Format> Encode(const int4 (&data)[kVectors],
+                                             const InputScale& input_scale) {
+    float values[kLaneElements];
+    Unpack(data, values, T{});
+    return EncodeBlock<Format>(values, input_scale);
+  }
+
+  // Stores the codes of a lane whose first element is `element`, and their scale once per block.
+  // Called by all lanes that have elements. `To`: see copy.cuh.
+  template <class To>
+  __device__ static void Put(const LaneCodes<Format>& lane, To scales, To codes, int element) {
+    using Words = typename LaneCodes<Format>::Words;
+    using Scale = typename Format::Scale;
+    PutScalar(codes + element / kLaneElements * sizeof(Words), lane.words);
+    if (element % Format::kBlockSize != 0) return;
+    PutScalar(scales + element / Format::kBlockSize * sizeof(Scale), lane.scale);
+  }
+};
+
+// Calls visit(encoder) with the encoder of a call that quantizes.
+template <class Visit>
+__device__ __forceinline__ void VisitEncoder(const DispatchArgs& args, const Visit& visit) {
+  const auto of_type = [&](auto token) {
+    using T = decltype(token);
+    switch (args.encoding) {
+      case Encoding::kNone:
+        break;
+      case Encoding::kBlockwiseFp8:
+        return visit(Quantized<BlockwiseFp8, T>{});
+      case Encoding::kMxFp8:
+        return visit(Quantized<MxFp8, T>{});
+      case Encoding::kMxFp4:
+        return visit(Quantized<MxFp4, T>{});
+      case Encoding::kNvFp4:
+        return visit(Quantized<NvFp4, T>{});
+    }
+  };
+  if (args.token_type == RowType::kBFloat16) return of_type(BFloat16{});
+  of_type(float{});
+}
+
+}  // namespace jax_ep::p2p

@@ -1,0 +1,135 @@
+// The ranks of one replica of the EP group that reach each other by loads and stores: the
+// workspaces of those in this process, mappings of the others', and what calls need besides their
+// buffers. Opening a group sets everything up; calls only launch.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/rank_stats.h"
+#include "core/status.h"
+#include "cuda/call/call_args.h"
+#include "cuda/dispatch/dispatch.h"
+#include "cuda/group/group_config.h"
+#include "cuda/group/peer_memory.h"
+#include "cuda/group/plan.h"
+
+namespace jax_ep::p2p {
+
+// Fails unless every device reaches every other one by loads and stores.
+Status CheckPeerAccess(const std::vector<int>& devices);
+
+// Where a rank's kernels report that a call has failed (device/failure.cuh), for kernels that are
+// not the group's own.
+struct FailureWords {
+  uint32_t* failed;   // in device memory; nonzero: calls do nothing from now on
+  uint64_t* failure;  // Failure::ToWord() in mapped host memory
+  int64_t timeout_ns;
+};
+
+// In place of a device: the rank belongs to another process of this host.
+constexpr int kElsewhere = -1;
+
+// Opens in two steps, because processes exchange addresses in between, and closes in two, because a
+// workspace must not be freed while peers may write to it. A process that has all ranks takes the
+// same steps.
+class RankGroup {
+ public:
+  // Allocates and clears the workspaces of this process. `devices` has the device of each rank, or
+  // kElsewhere. Ranks on one device share its SMs.
+  static Status Allocate(const GroupConfig& config, const std::vector<int>& devices,
+                         std::unique_ptr<RankGroup>* group);
+  ~RankGroup();
+  RankGroup(const RankGroup&) = delete;
+  RankGroup& operator=(const RankGroup&) = delete;
+
+  // What other processes need to map the workspace of a rank of this process.
+  Status Address(int rank, std::string* address) const;
+  // Maps the workspaces of all ranks. Calls are possible from now on.
+  Status Connect(const std::vector<std::string>& addresses);
+  // After Disconnect, resets the group to its state after Allocate, in the same memory. Peers must
+  // no longer write to it.
+  Status Reopen();
+  // Waits until the calls of this process have ended, and unmaps the workspaces of other processes.
+  // Those may write to this process's workspaces until they have disconnected, too.
+  void Disconnect();
+
+  // Fill the arguments of a call of `rank` with `n_tokens` tokens, including its launch plan.
+  // `config` is that of the group that the call belongs to: this one's, or one that fits
+  // (CheckFits). See plan.h for `size` and `is_async`.
+  Status DispatchCall(const GroupConfig& config, int rank, int64_t n_tokens, const TokenSize& size,
+                      CallArgs* call, bool is_async = false) const;
+  // Plans that dispatch anew; see PlanDispatchOfArriving.
+  bool PlanArriving(const GroupConfig& config, int rank, const TokenSize& size, int32_t n_taken,
+                    int32_t n_ranges, CallArgs* call) const {
+    return PlanDispatchOfArriving(ResourcesOf(config, rank), size, n_taken, n_ranges, call);
+  }
+  Status CombineCall(const GroupConfig& config, int rank, int64_t n_tokens, const ReturnSize& size,
+                     CallArgs* call, bool is_async = false) const;
+  // Plans the sending half of that combine alone; see PlanReturn.
+  bool PlanReturning(const GroupConfig& config, int rank, const ReturnSize& size, int32_t n_taken,
+                     int32_t n_turns, CallArgs* call) const {
+    return PlanReturn(ResourcesOf(config, rank), size, n_taken, n_turns, call);
+  }
+
+  // The same for the backward of combine, with rows of `row_vectors` times kVectorBytes.
+  Status CombineGradCall(const GroupConfig& config, int rank, int64_t n_tokens, int32_t row_vectors,
+                         CallArgs* call, bool is_async = false) const;
+
+  // Notes that a call is being captured: from now on graphs refer to the workspaces.
+  void NoteCapture() { is_captured_.store(true, std::memory_order_relaxed); }
+  bool is_captured() const { return is_captured_.load(std::memory_order_relaxed); }
+
+  // Fails if a call of `rank` has failed; says which peer did not answer, in which phase, or that a
+  // handle was changed.
+  Status CheckFailure(int rank) const;
+
+  FailureWords Failures(int rank) const;
+
+  // Counters of the calls of `rank` that have ended. Waits for no call.
+  Status Stats(int rank, RankStats* stats) const;
+
+  // Addresses of the buffers (dispatch, combine) x (send, recv, recv_count) of `rank`. The send
+  // buffers are null, because nothing is staged in device memory on its way out.
+  std::vector<uint64_t> BufferAddresses(int rank) const;
+
+  // What the workspaces are planned for.
+  const GroupConfig& config() const { return config_; }
+  size_t workspace_bytes() const { return map_.bytes; }
+
+ private:
+  struct Rank {
+    int device = kElsewhere;
+    int n_sms = 0;
+    RankResources resources;  // of calls without a limit of SMs
+    uint8_t* workspace = nullptr;
+    uint64_t* failure = nullptr;  // mapped host memory; see Failure
+  };
+
+  RankGroup(const GroupConfig& config, const std::vector<int>& devices);
+  bool IsLocal(int rank) const { return ranks_[rank].device != kElsewhere; }
+  Status CheckLocal(int rank) const;
+  Failure FailureOf(int rank) const;
+  Status AllocateRank(int rank);
+  Status FindResources(int rank);
+  Status LoadKernels(int rank);
+  Status ClearRank(int rank);
+  Status ShareDevice(int rank, const std::vector<PeerAddress>& addresses);
+  Status ConnectRank(int rank, const std::vector<PeerAddress>& addresses);
+  Status MapPeer(int rank, int peer, const PeerAddress& address, uint8_t** workspace);
+  Status FillCall(const GroupConfig& config, int rank, int64_t n_tokens, CallArgs* call) const;
+  RankResources ResourcesOf(const GroupConfig& config, int rank) const;
+
+  const GroupConfig config_;
+  const Workspace map_;
+  std::vector<Rank> ranks_;
+  PeerMappings mappings_;
+  std::atomic<bool> is_captured_{false};
+};
+
+}  // namespace jax_ep::p2p

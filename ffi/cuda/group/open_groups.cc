@@ -1,0 +1,25 @@
+#include "cuda/group/open_groups.h"
+
+namespace jax_ep::p2p {
+
+void OpenGroups::Add(const std::string& key, const std::string& memory, const GroupConfig& config) {
+  ++groups_.try_emplace(key, Group{memory, config, 0}).first->second.n_users;
+}
+
+std::string OpenGroups::Remove(const std::string& key) {
+  const auto it = groups_.find(key);
+  if (it == groups_.end() || --it->second.n_users > 0) return {};
+  const std::string memory = it->second.memory;
+  groups_.erase(it);
+  for (const auto& [_, group] : groups_) {
+    if (group.memory == memory) return {};
+  }
+  return memory;
+}
+
+const OpenGroups::Group* OpenGroups::Find(std::string_view key) const {
+  const auto it = groups_.find(key);
+  return it == groups_.end() ? nullptr : &it->second;
+}
+
+}  // namespace jax_ep::p2p

@@ -1,0 +1,183 @@
+// The token counts and shares below were the fastest on 4 H200, with all of their SMs and with few
+// (docs/performance.md).
+
+#include "cuda/group/plan.h"
+
+#include <algorithm>
+
+#include "cuda/combine/combine.h"
+#include "cuda/combine/combine_grad.h"
+#include "cuda/dispatch/dispatch_lines.h"
+
+namespace jax_ep::p2p {
+namespace {
+
+// Calls on at most this many SMs are not limited by the link alone.
+constexpr int32_t kFewSms = 33;
+// Calls in lines need a block for every few rows.
+constexpr size_t kMaxAsyncLineTokens = 16;
+// As many must be left for a call beside an exchange between nodes.
+constexpr int32_t kMinSmsBesideRail = 32;
+// With fewer rows in flight, plain stores are faster than bulk copies.
+constexpr int32_t kMinStages = 4;
+
+// The largest number of warps per item with which every item has warps of its own.
+int32_t WarpsPerItem(int64_t n_items, int64_t n_blocks) {
+  int32_t warps = kWorkerWarps;
+  while (warps > 1 && n_blocks * (kWorkerWarps / warps) < n_items) warps /= 2;
+  return warps;
+}
+
+// With `is_many`, the link is the limit, and `send_share` of the blocks only send.
+LaunchPlan SpreadBlocks(int64_t n_send_items, int64_t n_receive_items, int32_t n_sms, bool is_many,
+                        double send_share) {
+  LaunchPlan plan{};
+  if (is_many && n_sms > 1) {
+    plan.n_blocks = n_sms;
+    plan.n_send_blocks =
+        std::clamp<int32_t>(static_cast<int32_t>(n_sms * send_share), 1, n_sms - 1);
+  } else {
+    // A block costs time even if it has nothing to do.
+    const int64_t n_items = std::max<int64_t>({n_send_items, n_receive_items, 1});
+    plan.n_blocks = static_cast<int32_t>(std::min<int64_t>(n_sms, n_items));
+    plan.n_send_blocks = plan.n_blocks;
+  }
+  plan.warps_per_send = WarpsPerItem(n_send_items, plan.n_send_blocks);
+  plan.warps_per_receive = WarpsPerItem(n_receive_items, plan.n_blocks);
+  return plan;
+}
+
+// A call in lines that sends the rows of the rank's tokens, or receives them, and the rows of the
+// messages of all ranks. Each row is cut into slices of a piece per worker warp, and each slice
+// has a block of its own, if there are as many; one more block keeps the books.
+LaunchPlan SpreadLines(const CallArgs& call, int32_t row_vectors, bool pads, int32_t n_sms) {
+  LaunchPlan plan{};
+  plan.in_lines = true;
+  const int64_t n_slices = LineSlices(row_vectors);
+  const int64_t n_blocks = int64_t{call.n_tokens} * call.n_ranks * n_slices + 1;
+  // Padding can be much longer than the rows.
+  plan.n_blocks = pads ? n_sms : static_cast<int32_t>(std::min<int64_t>(n_sms, n_blocks));
+  plan.n_send_blocks = plan.n_blocks;
+  return plan;
+}
+
+// Whether the call has few enough tokens to go in lines. All ranks must come to the same result.
+bool FitsLines(const CallArgs& call, bool is_async) {
+  const size_t max_tokens =
+      std::min<size_t>(call.map.max_line_tokens, is_async ? kMaxAsyncLineTokens : SIZE_MAX);
+  return max_tokens > 0 && static_cast<size_t>(call.n_tokens) <= max_tokens;
+}
+
+// A token goes to at most min(N, R) ranks. As many messages come back if all ranks have as many
+// tokens.
+int64_t MaxMessages(const CallArgs& call) {
+  return int64_t{call.n_tokens} * std::min(call.n_choices, call.n_ranks);
+}
+
+// Whether combine should pass rows through rings: only if each warp has messages of its own. If it
+// returns all rows rather than their sum, only loading the next message ahead gains from a ring, so
+// each warp needs several. Tokens then have one warp each, too.
+bool WantsRing(const LaunchPlan& plan, int64_t n_messages, bool reduce) {
+  if (plan.warps_per_send > 1) return false;
+  return reduce || n_messages > int64_t{plan.n_send_blocks} * kWorkerWarps;
+}
+
+int32_t BlocksOf(const RankResources& resources, bool is_async) {
+  return is_async ? resources.n_async_blocks : resources.n_blocks;
+}
+
+bool InClusters(const RankResources& resources, bool is_async, const LaunchPlan& plan) {
+  return is_async && resources.has_clusters && plan.n_blocks % 2 == 0;
+}
+
+// Lets a dispatch use bulk copies if its plan has blocks that only send.
+void AddStages(const RankResources& resources, const TokenSize& size, CallArgs* call) {
+  LaunchPlan& plan = call->plan;
+  if (plan.n_send_blocks == plan.n_blocks) return;
+  const int32_t n_stages = MaxDispatchStages(*call, size, resources.bulk_smem_bytes);
+  if (n_stages >= kMinStages) plan.n_stages = n_stages;
+  plan.receives_in_bulk = plan.n_stages > 0 && plan.warps_per_receive == 1;
+}
+
+}  // namespace
+
+void PlanDispatch(const RankResources& resources, const TokenSize& size, bool is_async,
+                  CallArgs* call) {
+  const int32_t n_sms = BlocksOf(resources, is_async);
+  const bool quantizes = size.scales > 0;
+  const double send_share = quantizes || n_sms <= kFewSms ? 0.34 : 0.2;
+  LaunchPlan& plan = call->plan;
+  plan = SpreadBlocks(call->n_tokens, MaxMessages(*call), n_sms, call->n_tokens >= 256, send_share);
+  if (FitsLines(*call, is_async) &&
+      DispatchLinesSmemBytes(*call, size) <= kDispatchLinesSmemBytes) {
+    plan = SpreadLines(*call, size.given, /*pads=*/quantizes, n_sms);
+  } else {
+    AddStages(resources, size, call);
+  }
+  plan.in_clusters = InClusters(resources, is_async, plan);
+}
+
+bool PlanDispatchOfArriving(const RankResources& resources, const TokenSize& size, int32_t n_taken,
+                            int32_t n_ranges, CallArgs* call) {
+  const int32_t n_blocks = std::min(resources.n_blocks, resources.n_sms - n_taken);
+  if (n_blocks < kMinSmsBesideRail || n_ranges > n_blocks / 2) return false;
+  LaunchPlan plan{};
+  plan.n_blocks = n_blocks;
+  plan.n_send_blocks = n_ranges;
+  plan.warps_per_send = WarpsPerItem(call->n_tokens, plan.n_send_blocks);
+  plan.warps_per_receive = WarpsPerItem(MaxMessages(*call), plan.n_blocks);
+  call->plan = plan;
+  AddStages(resources, size, call);
+  return true;
+}
+
+void PlanCombine(const RankResources& resources, const ReturnSize& size, bool is_async,
+                 CallArgs* call) {
+  const int32_t n_sms = BlocksOf(resources, is_async);
+  const int64_t n_messages = MaxMessages(*call);
+  LaunchPlan& plan = call->plan;
+  plan = SpreadBlocks(n_messages, call->n_tokens, n_sms, call->n_tokens >= 2048,
+                      /*send_share=*/0.75);
+  if (FitsLines(*call, is_async) && size.reduce && !size.has_scalars && !HasNodes(*call)) {
+    plan = SpreadLines(*call, size.row_vectors, /*pads=*/false, n_sms);
+  } else if (!HasNodes(*call) && WantsRing(plan, n_messages, size.reduce)) {
+    plan.ring_slots = MaxRingSlots(*call, resources.bulk_smem_bytes);
+    if (plan.ring_slots > 0) plan.warps_per_receive = 1;
+  }
+  plan.in_clusters = InClusters(resources, is_async, plan);
+}
+
+bool PlanReturn(const RankResources& resources, const ReturnSize& size, int32_t n_taken,
+                int32_t n_turns, CallArgs* call) {
+  const int32_t n_left = std::min(resources.n_blocks, resources.n_sms - n_taken);
+  const bool can_overlap = n_left >= kMinSmsBesideRail;
+  const int64_t n_messages = MaxMessages(*call);
+  LaunchPlan plan{};
+  plan.n_send_blocks = can_overlap ? n_left : resources.n_blocks;
+  plan.n_elsewhere = n_taken;
+  plan.n_blocks = plan.n_send_blocks + plan.n_elsewhere;
+  plan.n_turns = n_turns;
+  plan.warps_per_send = WarpsPerItem(n_messages, plan.n_send_blocks);
+  plan.warps_per_receive = 1;
+  if (WantsRing(plan, n_messages, size.reduce)) {
+    plan.ring_slots = MaxRingSlots(*call, resources.bulk_smem_bytes);
+  }
+  call->plan = plan;
+  return can_overlap;
+}
+
+void PlanCombineGrad(const RankResources& resources, int32_t row_vectors, bool is_async,
+                     CallArgs* call) {
+  const int32_t n_sms = BlocksOf(resources, is_async);
+  LaunchPlan& plan = call->plan;
+  plan = SpreadBlocks(call->n_tokens, MaxMessages(*call), n_sms, call->n_tokens >= 256,
+                      /*send_share=*/0.1);
+  if (plan.n_send_blocks < plan.n_blocks) {
+    const int32_t n_stages = MaxCombineGradStages(*call, row_vectors, resources.bulk_smem_bytes);
+    if (n_stages >= kMinStages) plan.n_stages = n_stages;
+    plan.receives_in_bulk = plan.n_stages > 0 && plan.warps_per_receive == 1;
+  }
+  plan.in_clusters = InClusters(resources, is_async, plan);
+}
+
+}  // namespace jax_ep::p2p

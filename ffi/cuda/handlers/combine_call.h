@@ -1,0 +1,20 @@
+// XLA FFI -> CombineArgs. ffi/xla reads the operands; the handle is message_rows.
+#pragma once
+
+#include <cstdint>
+
+#include "core/combine_mode.h"
+#include "core/status.h"
+#include "cuda/combine/combine.h"
+#include "cuda/handlers/handler.h"
+#include "xla/buffers.h"
+
+namespace jax_ep::p2p {
+
+// Reads and plans a combine of the caller. `buffers`: its operands. `n_nodes`: the result has the
+// tokens of one of so many nodes, and so has the residual; see ReadCombine.
+Status ReadCombineCall(const Caller& caller, const CombineMode& mode, bool is_async,
+                       int64_t n_nodes, const BufferList& buffers, const BufferList& results,
+                       CombineArgs& args);
+
+}  // namespace jax_ep::p2p

@@ -1,0 +1,94 @@
+// Shared by the XLA FFI handlers for CUDA: the caller, errors, attributes and bindings.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "core/operands.h"
+#include "core/status.h"
+#include "cuda/group/registry.h"
+#include "cuda/group/stream_order.h"
+#include "xla/attributes.h"
+#include "xla/buffers.h"
+#include "xla/enum_attribute.h"
+#include "xla/error.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_ep::p2p {
+
+namespace ffi = xla::ffi;
+
+using jax_ep::ToError;
+ffi::Error ToError(cudaError_t error, const char* what);
+
+// The calling device in its group, which stays open as long as the handler runs.
+struct Caller {
+  const char* operation;
+  std::string_view key;  // of the group
+  Registry::Member member{};
+
+  const GroupConfig& config() const { return member.config; }
+  GroupSizes sizes() const;
+  std::string Name() const;
+};
+
+// Finds the group of the caller. Also fails if an earlier call of the group has failed: its ranks
+// no longer agree on how many calls there were.
+Status FindCaller(int32_t ordinal, Caller& caller);
+// The same for a call on `stream`, which may be capturing a graph.
+Status FindCaller(int32_t ordinal, cudaStream_t stream, Caller& caller);
+
+// The error of a call whose operands do not fit.
+ffi::Error InvalidOperands(const Caller& caller, const Status& status);
+
+// Checks what the kernels and the workspace require of the rows of combine and of its backward.
+Status CheckRowBytes(const GroupConfig& config, int64_t row_bytes);
+
+// Lets the kernel compare the caller's mesh coordinate with the program's, which is on the device.
+void CheckCoordinate(const Caller& caller, const int32_t* program_coordinate, CallArgs& call);
+
+// The attributes of calls that launch kernels of a group.
+struct StreamDispatchAttributes {
+  DispatchAttributes dispatch;
+  StreamOrder stream_order;
+};
+struct StreamCombineAttributes {
+  CombineAttributes combine;
+  StreamOrder stream_order;
+};
+
+// The beginning of the bindings of such calls.
+inline auto BindGroupCall() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .Ctx<ffi::DeviceOrdinal>()
+      .Arg<ffi::BufferR0<ffi::S32>>()  // the result of jax_ep_check, which therefore runs first
+      .RemainingArgs();
+}
+
+// That of starts whose last operands are the results (async_handlers.cc). Not captured: XLA would
+// put start and done of a captured call into one graph, in sequence.
+inline auto BindStart() { return BindGroupCall().Ret<ffi::BufferR1<ffi::F32>>(); }
+
+// Splits the results off the operands of such a start; the ticket has one element for each.
+Status TakeResults(const char* operation, ffi::ResultBufferR1<ffi::F32> ticket,
+                   BufferList* operands, BufferList* results);
+
+}  // namespace jax_ep::p2p
+
+JAX_EP_REGISTER_ENUM_ATTRIBUTE(::jax_ep::p2p::StreamOrder, "stream_order", 3);
+// Flat lists: brace elision fills the nested structs, whose members come first, in order.
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_ep::p2p::StreamDispatchAttributes,
+                                      StructMember<std::string_view>("group"),
+                                      StructMember<std::string_view>("token_format"),
+                                      StructMember<std::string_view>("scales_layout"),
+                                      StructMember<::jax_ep::p2p::StreamOrder>("stream_order"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_ep::p2p::StreamCombineAttributes,
+                                      StructMember<std::string_view>("group"),
+                                      StructMember<::jax_ep::Weighting>("weighting"),
+                                      StructMember<bool>("reduce"),
+                                      StructMember<bool>("adds_shared_expert"),
+                                      StructMember<::jax_ep::p2p::StreamOrder>("stream_order"));

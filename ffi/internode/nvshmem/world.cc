@@ -1,0 +1,235 @@
+#include "internode/nvshmem/world.h"
+
+#include <cstring>
+
+#include "cuda/call/cuda_status.h"
+#include "cuda/call/scoped_device.h"
+#include "internode/nvshmem/fatbin.h"
+
+namespace jax_ep::rail {
+namespace {
+
+using p2p::ScopedDevice;
+using p2p::ToStatus;
+
+// Statuses of nvshmemx_init_status from this one on are of a library that can be used.
+constexpr int kInitialized = NVSHMEM_STATUS_IS_INITIALIZED;
+
+// Loads the kernel now, not while a peer waits.
+Status FindKernel(cudaLibrary_t code, const char* name, cudaKernel_t* kernel) {
+  cudaKernel_t found;
+  const std::string what = std::string("loading ") + name;
+  Status status = ToStatus(cudaLibraryGetKernel(&found, code, name), what);
+  if (!status.ok()) return status;
+  cudaFuncAttributes attributes;
+  status = ToStatus(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(found)), what);
+  if (status.ok()) *kernel = found;
+  return status;
+}
+
+// Whether processes run kernels on the device at the same time. Older drivers cannot say.
+bool HasMps(int device) {
+  int has_mps = 0;
+  const cudaError_t error = cudaDeviceGetAttribute(&has_mps, cudaDevAttrMpsEnabled, device);
+  if (error != cudaSuccess) cudaGetLastError();
+  return error != cudaSuccess || has_mps != 0;
+}
+
+// A stream for kernels beside those of another one. Its blocks take precedence.
+struct Side {
+  cudaStream_t stream = nullptr;
+  cudaEvent_t fork = nullptr, join = nullptr;
+  cudaError_t error = cudaSuccess;
+
+  Side() {
+    // The thread may be capturing, which could forbid it to make streams.
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    error = cudaThreadExchangeStreamCaptureMode(&mode);
+    if (error != cudaSuccess) return;
+    error = Make();
+    cudaThreadExchangeStreamCaptureMode(&mode);
+  }
+
+ private:
+  cudaError_t Make() {
+    int least = 0, greatest = 0;
+    cudaError_t made = cudaDeviceGetStreamPriorityRange(&least, &greatest);
+    for (cudaEvent_t* event : {&fork, &join}) {
+      if (made == cudaSuccess) made = cudaEventCreateWithFlags(event, cudaEventDisableTiming);
+    }
+    if (made != cudaSuccess) return made;
+    return cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, greatest);
+  }
+};
+
+// That of the calling thread, which may be capturing while others launch. Never destroyed: CUDA may
+// have ended before the thread does.
+const Side& SideOfThread() {
+  thread_local const Side* const side = new Side;
+  return *side;
+}
+
+cudaError_t LaunchKernel(cudaKernel_t kernel, const void* call, size_t smem_bytes,
+                         cudaStream_t stream) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(kBlocks);
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = smem_bytes;
+  config.stream = stream;
+  void* arguments[] = {const_cast<void*>(call)};
+  const cudaError_t error =
+      cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), arguments);
+  if (error != cudaSuccess) cudaGetLastError();
+  return error;
+}
+
+}  // namespace
+
+World& World::Instance() {
+  static World* const instance = new World;
+  return *instance;
+}
+
+Status World::Load(const std::string& path) {
+  if (version_) return {};
+  Version version;
+  const Status status = LoadLibrary(path, &library_, &version);
+  if (status.ok()) version_ = version;
+  return status;
+}
+
+Status World::MakeId(std::string* id) {
+  nvshmemx_uniqueid_t made = NVSHMEMX_UNIQUEID_INITIALIZER;
+  const int error = library_.get_uniqueid(&made);
+  if (error != 0) return Internal("NVSHMEM made no id of the job: error " + std::to_string(error));
+  id->assign(reinterpret_cast<const char*>(&made), sizeof(made));
+  return {};
+}
+
+Status World::Join(const std::string& id, int pe, int n_pes, int device) {
+  if (has_joined()) return {};
+  device_ = device;
+  const ScopedDevice scoped(device);
+  Status status = ToStatus(cudaFree(nullptr), "starting CUDA");  // NVSHMEM takes the current device
+  if (status.ok() && library_.init_status() < kInitialized) status = Initialize(id, pe, n_pes);
+  if (!status.ok()) return status;
+  if (library_.n_pes() != n_pes || library_.my_pe() != pe) {
+    return FailedPrecondition("another library of this process has initialized NVSHMEM as number " +
+                              std::to_string(library_.my_pe()) + " of " +
+                              std::to_string(library_.n_pes()) + " processes; it must be number " +
+                              std::to_string(pe) + " of " + std::to_string(n_pes) +
+                              ", as in jax.distributed.");
+  }
+  status = CheckDevice();
+  can_overlap_ = !HasMps(device_);
+  return status.ok() ? LoadKernel() : status;
+}
+
+Status World::Initialize(const std::string& id, int pe, int n_pes) {
+  nvshmemx_uniqueid_t job;
+  if (id.size() != sizeof(job)) return InvalidArgument("the id of the job has the wrong size.");
+  std::memcpy(&job, id.data(), sizeof(job));
+  nvshmemx_init_attr_t attributes = NVSHMEMX_INIT_ATTR_INITIALIZER;
+  library_.set_attr_uniqueid_args(pe, n_pes, &job, &attributes);
+  const int error = library_.hostlib_init_attr(NVSHMEMX_INIT_WITH_UNIQUEID, &attributes);
+  if (error != 0) {
+    return Internal("NVSHMEM was not initialized: error " + std::to_string(error) +
+                    ". NVSHMEM_DEBUG=INFO in the environment shows why.");
+  }
+  // Also without a way to reach other processes, the call succeeds; the next one then exits.
+  if (library_.init_status() < kInitialized) {
+    return FailedPrecondition(
+        "NVSHMEM finds no way from this GPU to those of the other processes: neither loads and "
+        "stores nor a network that it supports. NVSHMEM_DEBUG=INFO in the environment shows what "
+        "it tried.");
+  }
+  return {};
+}
+
+// The blocks of a call wait for each other's peers, so all must run at once, one on each SM.
+Status World::CheckDevice() const {
+  int n_sms = 0;
+  const Status status =
+      ToStatus(cudaDeviceGetAttribute(&n_sms, cudaDevAttrMultiProcessorCount, device_),
+               "querying device " + std::to_string(device_));
+  if (!status.ok() || n_sms >= kBlocks) return status;
+  return FailedPrecondition("an exchange between nodes needs " + std::to_string(kBlocks) +
+                            " multiprocessors; device " + std::to_string(device_) + " has " +
+                            std::to_string(n_sms) + ". Use transport='p2p'.");
+}
+
+Status World::LoadKernel() {
+  cudaLibrary_t code;
+  Status status =
+      ToStatus(cudaLibraryLoadData(&code, RailFatbin(), nullptr, nullptr, 0, nullptr, nullptr, 0),
+               "loading the kernels that use NVSHMEM");
+  if (!status.ok()) return status;
+  const int error = library_.culibrary_init(reinterpret_cast<CUlibrary>(code));
+  if (error != 0) {
+    return Internal("NVSHMEM does not accept the kernels: error " + std::to_string(error));
+  }
+  for (const RowType type : {RowType::kBFloat16, RowType::kFloat16, RowType::kFloat32}) {
+    const int i = static_cast<int>(type);
+    status = FindKernel(code, CombineKernelName(type), &combine_kernels_[i]);
+    if (status.ok()) status = FindKernel(code, SumKernelName(type), &sum_kernels_[i]);
+    if (!status.ok()) return status;
+  }
+  return FindKernel(code, kKernelName, &kernel_);
+}
+
+Status World::Allocate(size_t bytes, size_t* number) {
+  const ScopedDevice scoped(device_);
+  Heap heap{static_cast<uint8_t*>(library_.malloc(bytes)), bytes, nullptr, nullptr};
+  if (heap.memory == nullptr) {
+    return Internal(
+        "NVSHMEM has no " + std::to_string(bytes) +
+        " bytes left. They are not part of the memory that JAX preallocates: lower "
+        "XLA_PYTHON_CLIENT_MEM_FRACTION. Where NVSHMEM reserves all of its memory at the "
+        "start, raise NVSHMEM_SYMMETRIC_SIZE.");
+  }
+  Status status =
+      ToStatus(cudaMalloc(reinterpret_cast<void**>(&heap.state), sizeof(RailState)), "allocating");
+  if (status.ok()) {
+    status = ToStatus(cudaMalloc(reinterpret_cast<void**>(&heap.peers), kMaxNodes * sizeof(Peer)),
+                      "allocating");
+  }
+  if (!status.ok()) return status;
+  *number = heaps_.size();
+  heaps_.push_back(heap);
+  return {};
+}
+
+uint8_t* World::Map(const Heap& heap, int pe) const {
+  return static_cast<uint8_t*>(library_.ptr(heap.memory, pe));
+}
+
+cudaError_t World::Launch(const RailCall& call, cudaStream_t stream) const {
+  if (call.tiles.n_tiles == 0) return cudaSuccess;
+  return LaunchKernel(kernel_, &call, 0, stream);
+}
+
+cudaError_t World::Launch(const RailCombineCall& call, cudaStream_t stream) const {
+  const cudaKernel_t kernel = combine_kernels_[static_cast<int>(call.combine.row_type)];
+  return LaunchKernel(kernel, &call, CombineSmemBytes(call), stream);
+}
+
+cudaError_t World::Launch(const RailSumCall& call, cudaStream_t stream) const {
+  if (call.rail.tiles.n_tiles == 0) return cudaSuccess;
+  const cudaKernel_t kernel = sum_kernels_[static_cast<int>(call.row_type)];
+  return LaunchKernel(kernel, &call, SumSmemBytes(call), stream);
+}
+
+cudaError_t World::Fork(cudaStream_t stream,
+                        const std::function<cudaError_t(cudaStream_t)>& launch) {
+  const Side& side = SideOfThread();
+  cudaError_t error = side.error;
+  if (error == cudaSuccess) error = cudaEventRecord(side.fork, stream);
+  if (error == cudaSuccess) error = cudaStreamWaitEvent(side.stream, side.fork);
+  if (error != cudaSuccess) return error;
+  error = launch(side.stream);
+  cudaError_t joined = cudaEventRecord(side.join, side.stream);
+  if (joined == cudaSuccess) joined = cudaStreamWaitEvent(stream, side.join);
+  return error == cudaSuccess ? joined : error;
+}
+
+}  // namespace jax_ep::rail

@@ -1,0 +1,84 @@
+// NVSHMEM in this process: all processes of the job, one GPU each; its symmetric memory; and the
+// kernels that use it. Several of these steps wait for the other processes, without a time limit:
+// callers first make sure that all are there.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/status.h"
+#include "internode/nvshmem/library.h"
+#include "internode/plan/rail_call.h"
+#include "internode/plan/rail_combine_call.h"
+#include "internode/plan/rail_sum_call.h"
+
+namespace jax_ep::rail {
+
+// Memory of the same number on all processes: that which the network writes to, and what belongs to
+// it in ordinary device memory. It is never freed, because freeing waits for all processes.
+struct Heap {
+  uint8_t* memory;
+  size_t bytes;
+  RailState* state;
+  Peer* peers;  // [kMaxNodes]
+};
+
+class World {
+ public:
+  static constexpr int kMaxNodes = 1024;
+
+  static World& Instance();
+
+  // Opens the host library, once.
+  Status Load(const std::string& path);
+  const std::optional<Version>& version() const { return version_; }
+
+  // What all processes need to join, made by one of them.
+  Status MakeId(std::string* id);
+  // Joins, or finds that another library of this process has. Waits for all processes.
+  Status Join(const std::string& id, int pe, int n_pes, int device);
+  bool has_joined() const { return kernel_ != nullptr; }
+  // The GPU that this process has joined with.
+  int device() const { return device_; }
+
+  // Allocates a heap; gives its number, which is the same in all processes if they make the same
+  // calls. Waits for all processes.
+  Status Allocate(size_t bytes, size_t* number);
+  const Heap& heap(size_t number) const { return heaps_[number]; }
+  size_t n_heaps() const { return heaps_.size(); }
+  // A heap's memory in another process; null if loads and stores do not reach it.
+  uint8_t* Map(const Heap& heap, int pe) const;
+
+  // Calls without tiles launch nothing, but for a combine, whose other kernel counts its blocks.
+  cudaError_t Launch(const RailCall& call, cudaStream_t stream) const;
+  cudaError_t Launch(const RailCombineCall& call, cudaStream_t stream) const;
+  cudaError_t Launch(const RailSumCall& call, cudaStream_t stream) const;
+
+  // Whether a kernel may wait for the exchange's kernel while both run. Not where processes run
+  // kernels on the GPU at the same time: theirs could keep this process's exchange off it.
+  bool can_overlap() const { return can_overlap_; }
+  // Calls launch(side): the kernels that it launches on `side` run beside those that it launches on
+  // `stream`. They follow what has been launched on `stream`, and what comes later follows both.
+  cudaError_t Fork(cudaStream_t stream, const std::function<cudaError_t(cudaStream_t)>& launch);
+
+ private:
+  Status Initialize(const std::string& id, int pe, int n_pes);
+  Status CheckDevice() const;
+  Status LoadKernel();
+
+  Library library_{};
+  std::optional<Version> version_;
+  int device_ = 0;
+  static constexpr int kRowTypes = 3;
+  cudaKernel_t kernel_ = nullptr;
+  cudaKernel_t combine_kernels_[kRowTypes]{}, sum_kernels_[kRowTypes]{};  // by RowType
+  std::vector<Heap> heaps_;
+  bool can_overlap_ = false;
+};
+
+}  // namespace jax_ep::rail

@@ -1,0 +1,36 @@
+// A call of the receiving half of combine on several nodes, as its kernel takes it.
+#pragma once
+
+#include "cuda/combine/combine.h"
+#include "internode/plan/rail_call.h"
+
+namespace jax_ep::rail {
+
+struct RailCombineCall {
+  // The exchange of the nodes' sums. `rows` has only the bytes of a row; the mask says which tokens
+  // have rows on this node.
+  RailCall rail;
+  // The combine inside the node, of the tokens of all nodes. Its other half is p2p's kernel. But
+  // `residual` and `out` are `[n_rows, row_vectors]`, of the tokens of this rank.
+  p2p::CombineArgs combine;
+};
+
+// Shared memory of a block: the addresses of the node's workspaces, and a word for each node.
+inline size_t CombineSmemBytes(const RailCombineCall& call) {
+  return call.combine.call.n_ranks * sizeof(uint8_t*) + call.rail.n_nodes * sizeof(uint32_t);
+}
+
+// The names of the kernels, which take a RailCombineCall, by the type of the rows.
+constexpr const char* CombineKernelName(RowType type) {
+  switch (type) {
+    case RowType::kBFloat16:
+      return "jax_ep_rail_combine_bf16";
+    case RowType::kFloat16:
+      return "jax_ep_rail_combine_f16";
+    case RowType::kFloat32:
+      return "jax_ep_rail_combine_f32";
+  }
+  return nullptr;
+}
+
+}  // namespace jax_ep::rail

@@ -1,0 +1,143 @@
+// The exchange of rows between the ranks of one index on all nodes, a *rail*: its channels, and the
+// map of the memory that the network writes to.
+//
+// A call gives every rank of the rail rows from every other one. Rows are cut into tiles; tile i
+// goes through channel i % kChannels. A channel has a block that sends and one that receives, and
+// for each node a stream (internode/plan/stream.h) of its own, so that its items are taken in order
+// and no block waits for another of its rank. docs/scale.md has the protocol.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/host_device.h"
+#include "core/message.h"
+#include "core/workspace.h"
+#include "internode/plan/stream.h"
+
+namespace jax_ep {
+
+// Rows of a tile: the value of its word has a bit for each.
+constexpr int64_t kMaxTileRows = 32;
+
+// The number of rows in a mask.
+JAX_EP_HOST_DEVICE inline int CountBits(uint32_t mask) {
+#if defined(__CUDA_ARCH__)
+  return __popc(mask);
+#else
+  return __builtin_popcount(mask);
+#endif
+}
+
+// How the rows of a call are cut. The same on all ranks, as their calls are.
+struct RailTiles {
+  int64_t n_rows;       // that a rank has for each node, or less: see RailCall::mask
+  int64_t tile_rows;    // of a tile
+  int64_t n_tiles;      // for each node
+  int64_t extra_bytes;  // of a tile, before its rows
+  int64_t n_turns;      // ranges of tiles that take turns to be sent
+
+  // The tile that is sent as number `i`, from 0. Ranges are of equal size, or one tile shorter.
+  JAX_EP_HOST_DEVICE constexpr int64_t InTurn(int64_t i) const {
+    const int64_t range = i % n_turns, n_longer = n_tiles % n_turns;
+    return range * (n_tiles / n_turns) + (range < n_longer ? range : n_longer) + i / n_turns;
+  }
+
+  JAX_EP_HOST_DEVICE constexpr int64_t Begin(int64_t tile) const { return tile * tile_rows; }
+  JAX_EP_HOST_DEVICE constexpr int64_t Rows(int64_t tile) const {
+    const int64_t left = n_rows - Begin(tile);
+    return left < tile_rows ? left : tile_rows;
+  }
+};
+
+// The memory that a rank has for a rail, in the network's heap; the same map on all ranks.
+struct RailExchange {
+  static constexpr int64_t kChannels = 32;
+  static constexpr int64_t kDepth = 2;  // places of a stream: one is filled while one is emptied
+  // Of the places that other nodes write to, and again of those that a rank sends from.
+  static constexpr int64_t kPlacesBytes = int64_t{64} << 20;
+  static constexpr int64_t kMaxPlaceBytes = int64_t{256} << 10;
+
+  int64_t n_nodes;
+  int64_t place_bytes;  // room for the rows of a tile
+  // Written by the rail. [node] is an index over the other nodes: OtherNode.
+  Region words;    // word[node, channel, kDepth]    a tile has arrived; value: mask of its rows
+  Region credits;  // uint64[node, channel]          tiles that the node has taken
+  Region places;   // place[node, channel, kDepth]   valid once the word is
+  Region staged;   // place[node, channel, kDepth]   what this rank sends from
+  size_t bytes;
+
+  // `message_bytes`: of the longest row and what travels with it.
+  static constexpr RailExchange Plan(int64_t n_nodes, int64_t message_bytes) {
+    const int64_t n_streams = (n_nodes - 1) * kChannels, n_places = n_streams * kDepth;
+    const auto max = [](int64_t a, int64_t b) { return a > b ? a : b; };
+    const auto min = [](int64_t a, int64_t b) { return a < b ? a : b; };
+    const int64_t share = min(kPlacesBytes / n_places, kMaxPlaceBytes);
+    RailExchange map{};
+    map.n_nodes = n_nodes;
+    const int64_t least = message_bytes + kMessageAlignment;  // choices are padded
+    map.place_bytes = AlignUp(max(share, least), kMessageAlignment);
+    map.words = After(0, n_places * sizeof(uint64_t));
+    map.credits = After(map.words.end(), n_streams * sizeof(uint64_t));
+    map.places = After(map.credits.end(), n_places * map.place_bytes);
+    map.staged = After(map.places.end(), n_places * map.place_bytes);
+    map.bytes = map.staged.end();
+    return map;
+  }
+
+  // Cuts `n_rows` rows of `row_bytes` with `extra_bytes` each; tiles fit into places. With few
+  // rows, every channel has some.
+  constexpr RailTiles Cut(int64_t n_rows, int64_t row_bytes, int64_t extra_bytes,
+                          int64_t n_turns = 1) const {
+    const auto min = [](int64_t a, int64_t b) { return a < b ? a : b; };
+    const int64_t fit = (place_bytes - kMessageAlignment) / (row_bytes + extra_bytes);
+    const int64_t for_all_channels = (n_rows + kChannels - 1) / kChannels;
+    int64_t rows = min(min(kMaxTileRows, fit), for_all_channels);
+    if (rows > kWarps) rows -= rows % kWarps;  // each warp copies as many
+    if (rows < 1) rows = 1;
+    return {n_rows, rows, (n_rows + rows - 1) / rows,
+            static_cast<int64_t>(AlignUp(rows * extra_bytes, kMessageAlignment)), n_turns};
+  }
+  constexpr int64_t max_message_bytes() const { return place_bytes - kMessageAlignment; }
+
+  // The index of `other` among the nodes other than `own`.
+  JAX_EP_HOST_DEVICE static constexpr int64_t OtherNode(int64_t own, int64_t other) {
+    return other < own ? other : other - 1;
+  }
+  JAX_EP_HOST_DEVICE static constexpr Stream stream() { return {kDepth}; }
+
+  // Offsets in the memory of a rank, `node` by OtherNode.
+  JAX_EP_HOST_DEVICE constexpr size_t Word(int64_t node, int64_t channel, int64_t item) const {
+    return words.offset + Index(node, channel, item) * sizeof(uint64_t);
+  }
+  JAX_EP_HOST_DEVICE constexpr size_t Credit(int64_t node, int64_t channel) const {
+    return credits.offset + (node * kChannels + channel) * sizeof(uint64_t);
+  }
+  JAX_EP_HOST_DEVICE constexpr size_t Place(int64_t node, int64_t channel, int64_t item) const {
+    return places.offset + Index(node, channel, item) * place_bytes;
+  }
+  JAX_EP_HOST_DEVICE constexpr size_t Staged(int64_t node, int64_t channel, int64_t item) const {
+    return staged.offset + Index(node, channel, item) * place_bytes;
+  }
+
+ private:
+  static constexpr int64_t kWarps = 16;
+
+  JAX_EP_HOST_DEVICE constexpr size_t Index(int64_t node, int64_t channel, int64_t item) const {
+    return (node * kChannels + channel) * kDepth + stream().Place(item);
+  }
+  static constexpr Region After(size_t end, size_t bytes) {
+    return {AlignUp(end, Workspace::kAlignment), AlignUp(bytes, Workspace::kAlignment), 1};
+  }
+};
+
+namespace rail_exchange_test {
+constexpr RailExchange kTwo = RailExchange::Plan(2, 14336 + 64);
+static_assert(kTwo.bytes >> 20 == 32, "two nodes: 16 MiB to receive, 16 MiB to send from");
+static_assert(kTwo.Cut(4096, 14336, 64).tile_rows == 16, "a row per warp");
+static_assert(kTwo.Cut(4096, 64, 0).tile_rows == 32, "a bit in the word per row");
+static_assert(kTwo.Cut(8, 14336, 64).n_tiles == 8, "few rows: as many channels as possible");
+static_assert(RailExchange::Plan(32, 14400).bytes >> 20 <= 128, "many nodes: smaller tiles");
+}  // namespace rail_exchange_test
+
+}  // namespace jax_ep

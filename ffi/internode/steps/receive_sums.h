@@ -1,0 +1,87 @@
+// The blocks of an exchange of nodes' sums: those that receive add them up, tile by tile.
+#pragma once
+
+#include <cstdint>
+
+#include "core/host_device.h"
+#include "internode/plan/rail_call.h"
+#include "internode/steps/send_tiles.h"
+#include "internode/steps/streams.h"
+
+namespace jax_ep::rail {
+
+// The sums of a tile that the other nodes have sent as an item of a channel.
+struct SentSums {
+  const RailCall& call;
+  const Channel& channel;
+  int64_t item;
+  const uint32_t* masks;  // [N], the rows that each node has sent
+
+  // A node's sum of a row; null if it has sent none.
+  JAX_EP_DEVICE const uint8_t* Find(int node, int row) const {
+    if ((masks[node] >> row & 1) == 0) return nullptr;
+    const int64_t other = RailExchange::OtherNode(call.node, node);
+    return call.heap + call.map.Place(other, channel.index, item) +
+           CountBits(masks[node] & ((1u << row) - 1)) * call.rows.bytes;
+  }
+};
+
+// Waits for an item from every other node; `masks` [N], in shared memory, get the rows that each
+// has sent. Called by all threads.
+template <class Block>
+JAX_EP_DEVICE bool WaitForSums(Block& block, const RailCall& call, const Channel& channel,
+                               int64_t item, uint32_t* masks) {
+  for (int64_t d = 1; d < call.n_nodes; ++d) {
+    const Link link(call, NodeBefore(call, d));
+    uint32_t mask;
+    if (!WaitForTile(block, call, channel, link, item, &mask)) return false;
+    if (block.IsFirst()) masks[link.node] = mask;
+    block.Sync();
+  }
+  return true;
+}
+
+// Adds up the channel's tiles by add_up(tile, sums), which all threads call and which returns
+// whether all that it has waited for has come. False if a wait has failed. `masks`: see
+// WaitForSums.
+template <class Block, class AddUp>
+JAX_EP_DEVICE bool ReceiveSums(Block& block, const RailCall& call, const Channel& channel,
+                               uint32_t* masks, const AddUp& add_up) {
+  for (int64_t i = 0; i < channel.Tiles(call); ++i) {
+    const int64_t item = channel.first_item + i;
+    if (!WaitForSums(block, call, channel, item, masks)) return false;
+    const SentSums sums{call, channel, item, masks};
+    if (!block.All(add_up(channel.Tile(call, i), sums))) return false;
+    if (!block.IsFirst()) continue;
+    for (int64_t d = 1; d < call.n_nodes; ++d) {
+      ReturnCredit(block, call, channel, Link(call, NodeBefore(call, d)), item);
+    }
+  }
+  return true;
+}
+
+// Makes the sums of a failed call NaN, `to` [n_rows]: all of the channel's.
+template <class Block>
+JAX_EP_DEVICE void LeaveSumsNan(Block& block, const RailCall& call, const Channel& channel,
+                                uint8_t* to) {
+  for (int64_t i = 0; i < channel.Tiles(call); ++i) {
+    const int64_t tile = channel.Tile(call, i);
+    block.SetBits(to + call.tiles.Begin(tile) * call.rows.bytes,
+                  call.tiles.Rows(tile) * call.rows.bytes);
+  }
+}
+
+// What a block of the kernel does, if the rank has not failed: sends by `send` (see SendTilesBy),
+// or adds up by `add_up` (see ReceiveSums). leave_nan() is called where there is no result.
+template <class Block, class SendTile, class AddUp, class LeaveNan>
+JAX_EP_DEVICE void ExchangeSums(Block& block, const RailCall& call, const Channel& channel,
+                                bool is_open, uint32_t* masks, const SendTile& send,
+                                const AddUp& add_up, const LeaveNan& leave_nan) {
+  if (Channel::Sends(block.index())) {
+    if (is_open) SendTilesBy(block, call, channel, send);
+  } else if (!is_open || !ReceiveSums(block, call, channel, masks, add_up)) {
+    leave_nan();
+  }
+}
+
+}  // namespace jax_ep::rail

@@ -1,0 +1,221 @@
+// Launches one of up to three CUTLASS kernels for Hopper: the device chooses, since only it knows
+// how many rows the groups have.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "layer/matmul/cutlass_kernels.cuh"
+#include "layer/matmul/group_tables.cuh"
+#include "layer/matmul/kernels.h"
+
+namespace jax_ep::p2p::hopper {
+
+// Hands out parts of the workspace.
+class Workspace {
+ public:
+  explicit Workspace(const MatmulCall& call)
+      : next_(static_cast<char*>(call.workspace)), end_(next_ + call.workspace_bytes) {}
+
+  // Null if the workspace is too small; see fits().
+  template <class T>
+  T* Take(size_t count) {
+    constexpr size_t kAlignment = 128;
+    const size_t n_bytes = (count * sizeof(T) + kAlignment - 1) / kAlignment * kAlignment;
+    fits_ = fits_ && n_bytes <= static_cast<size_t>(end_ - next_);
+    if (!fits_) return nullptr;
+    T* const taken = reinterpret_cast<T*>(next_);
+    next_ += n_bytes;
+    return taken;
+  }
+
+  bool fits() const { return fits_; }
+
+ private:
+  char* next_;
+  char* const end_;
+  bool fits_ = true;
+};
+
+template <class Kernel>
+GroupTables<Kernel> TakeTables(const MatmulCall& call, Workspace& workspace) {
+  using Tables = GroupTables<Kernel>;
+  const auto n = static_cast<size_t>(call.n_groups);
+  const size_t n_scaled = call.lhs_scales == nullptr ? 0 : n;
+  Tables tables{};
+  tables.shapes = workspace.Take<std::remove_pointer_t<decltype(tables.shapes)>>(n);
+  tables.lhs = workspace.Take<const typename Kernel::ElementA*>(n);
+  tables.rhs = workspace.Take<const typename Kernel::ElementB*>(n);
+  tables.out = workspace.Take<typename Kernel::ElementD*>(n);
+  tables.lhs_strides = workspace.Take<typename Tables::LhsStride>(n);
+  tables.rhs_strides = workspace.Take<typename Tables::RhsStride>(n);
+  tables.out_strides = workspace.Take<typename Tables::OutStride>(n);
+  tables.lhs_scales = workspace.Take<const float*>(n_scaled);
+  tables.rhs_scales = workspace.Take<const float*>(n_scaled);
+  tables.lhs_scales_layouts = workspace.Take<LhsScales>(n_scaled);
+  tables.row_count = workspace.Take<RowCount>(1);
+  return tables;
+}
+
+template <class Kernel>
+typename Kernel::Arguments MakeArguments(const MatmulCall& call, const GroupTables<Kernel>& tables,
+                                         int n_sms) {
+  typename Kernel::Arguments arguments{};
+  arguments.mode = cutlass::gemm::GemmUniversalMode::kGrouped;
+  arguments.problem_shape = {static_cast<int>(call.n_groups), tables.shapes, nullptr};
+  arguments.mainloop.ptr_A = tables.lhs;
+  arguments.mainloop.dA = tables.lhs_strides;
+  arguments.mainloop.ptr_B = tables.rhs;
+  arguments.mainloop.dB = tables.rhs_strides;
+  if constexpr (std::is_same_v<typename Kernel::ElementA, cutlass::float_e4m3_t>) {
+    arguments.mainloop.ptr_SFA = tables.lhs_scales;
+    arguments.mainloop.layout_SFA = tables.lhs_scales_layouts;
+    arguments.mainloop.ptr_SFB = tables.rhs_scales;
+    arguments.mainloop.layout_SFB = nullptr;  // compact
+  }
+  arguments.epilogue.ptr_D = tables.out;
+  arguments.epilogue.dD = tables.out_strides;
+  arguments.epilogue.thread.alpha = 1.0f;
+  arguments.epilogue.thread.beta = 0.0f;
+  arguments.hw_info.sm_count = n_sms;
+  return arguments;
+}
+
+// Kernels for many, some and few rows per group, of which any may be the same. All have as many
+// threads, and clusters of the same shape.
+template <class Many, class Some, class Few>
+struct KernelSet {
+  static constexpr int kNumThreads = Many::MaxThreadsPerBlock;
+  static constexpr size_t kSmemBytes =
+      std::max<size_t>({Many::SharedStorageSize, Some::SharedStorageSize, Few::SharedStorageSize});
+  static_assert(kNumThreads == Some::MaxThreadsPerBlock && kNumThreads == Few::MaxThreadsPerBlock);
+  using Cluster = typename Many::ClusterShape;
+  static_assert(std::is_same_v<Cluster, typename Some::ClusterShape> &&
+                std::is_same_v<Cluster, typename Few::ClusterShape>);
+};
+
+template <class Many, class Some, class Few>
+__global__ void __launch_bounds__(KernelSet<Many, Some, Few>::kNumThreads, 1)
+    MultiplyGroups(const __grid_constant__ typename Many::Params many,
+                   const __grid_constant__ typename Some::Params some,
+                   const __grid_constant__ typename Few::Params few, const RowCount* row_count) {
+  extern __shared__ char smem[];
+  griddepcontrol_wait();
+  if constexpr (!std::is_same_v<Few, Some>) {
+    if (*row_count == RowCount::kFew) {
+      Few{}(few, smem);
+      return;
+    }
+  }
+  if constexpr (!std::is_same_v<Some, Many>) {
+    if (*row_count != RowCount::kMany) {
+      Some{}(some, smem);
+      return;
+    }
+  }
+  Many{}(many, smem);
+}
+
+// Like any launch, but the kernel may start before the one before it in the stream has ended.
+template <class... Params, class... Args>
+cudaError_t LaunchEarly(void (*kernel)(Params...), dim3 grid, dim3 cluster, int n_threads,
+                        size_t smem_bytes, cudaStream_t stream, const Args&... args) {
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {cluster.x, cluster.y, cluster.z};
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = dim3(n_threads);
+  config.dynamicSmemBytes = smem_bytes;
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = 2;
+  return cudaLaunchKernelEx(&config, kernel, args...);
+}
+
+template <class Kernel>
+size_t TensorMapBytes(int n_sms) {
+  typename Kernel::Arguments arguments{};
+  arguments.hw_info.sm_count = n_sms;
+  return Kernel::get_workspace_size(arguments);
+}
+
+// The parameters of a kernel that reads these tables.
+template <class Kernel, class OtherTables>
+typename Kernel::Params MakeParams(const MatmulCall& call, const OtherTables& tables, int n_sms,
+                                   void* tensor_maps) {
+  GroupTables<Kernel> own;
+  static_assert(sizeof(own) == sizeof(tables));
+  memcpy(&own, &tables, sizeof(own));  // the types of the elements agree
+  return Kernel::to_underlying_arguments(MakeArguments<Kernel>(call, own, n_sms), tensor_maps);
+}
+
+template <MatmulForm kForm, class Many, class Some = Many, class Few = Some>
+cudaError_t Launch(const MatmulCall& call, cudaStream_t stream) {
+  int device = 0, n_sms = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  error = cudaDeviceGetAttribute(&n_sms, cudaDevAttrMultiProcessorCount, device);
+  if (error != cudaSuccess) return error;
+
+  Workspace workspace(call);
+  const auto tables = TakeTables<Many>(call, workspace);
+  char* const maps = workspace.Take<char>(  // only one kernel of the set uses them
+      std::max(
+          {TensorMapBytes<Many>(n_sms), TensorMapBytes<Some>(n_sms), TensorMapBytes<Few>(n_sms)}));
+  if (!workspace.fits()) return cudaErrorInvalidValue;
+
+  error = LaunchEarly(FillTables<kForm, Many>, NumZeroBlocks(call, n_sms), 1, kTableThreads, 0,
+                      stream, call, tables);
+  if (error != cudaSuccess) return error;
+  using Set = KernelSet<Many, Some, Few>;
+  const auto kernel = MultiplyGroups<Many, Some, Few>;
+  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               static_cast<int>(Set::kSmemBytes));
+  if (error != cudaSuccess) return error;
+  const auto many = MakeParams<Many>(call, tables, n_sms, maps);
+  using Cluster = typename Set::Cluster;
+  const dim3 cluster(cute::size<0>(Cluster{}), cute::size<1>(Cluster{}));
+  return LaunchEarly(kernel, Many::get_grid_shape(many), cluster, Set::kNumThreads, Set::kSmemBytes,
+                     stream, many, MakeParams<Some>(call, tables, n_sms, maps),
+                     MakeParams<Few>(call, tables, n_sms, maps), tables.row_count);
+}
+
+template <MatmulForm kForm, class In, class Out>
+cudaError_t LaunchByRowCount(const MatmulCall& call, cudaStream_t stream) {
+  return Launch<kForm, typename PlainKernel<In, Out, kForm, ManyRows>::Type,
+                typename PlainKernel<In, Out, kForm, SomeRows>::Type,
+                typename PlainKernel<In, Out, kForm, FewRows>::Type>(call, stream);
+}
+
+template <class In, class Out>
+cudaError_t LaunchByForm(const MatmulCall& call, cudaStream_t stream) {
+  using Form = MatmulForm;
+  switch (call.form) {
+    case Form::kWeights:
+      return LaunchByRowCount<Form::kWeights, In, Out>(call, stream);
+    case Form::kTransposedWeights:
+      return LaunchByRowCount<Form::kTransposedWeights, In, Out>(call, stream);
+    case Form::kRows:
+      return Launch<Form::kRows, typename PlainKernel<In, Out, Form::kRows, AlongRows>::Type>(
+          call, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+// The matmuls of operands of type In, which results have, too, or float32.
+template <class In, RowType kIn>
+cudaError_t LaunchPlain(const MatmulCall& call, cudaStream_t stream) {
+  if (call.out_type == kIn) return LaunchByForm<In, In>(call, stream);
+  if (call.out_type == RowType::kFloat32) return LaunchByForm<In, float>(call, stream);
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace jax_ep::p2p::hopper

@@ -1,0 +1,12 @@
+// Grouped matmuls of bfloat16 for Hopper.
+
+#include "layer/matmul/hopper.cuh"
+#include "layer/matmul/hopper_elements.h"
+
+namespace jax_ep::p2p::hopper {
+
+cudaError_t LaunchBFloat16(const MatmulCall& call, cudaStream_t stream) {
+  return LaunchPlain<cutlass::bfloat16_t, RowType::kBFloat16>(call, stream);
+}
+
+}  // namespace jax_ep::p2p::hopper

@@ -1,0 +1,17 @@
+// Grouped matmuls of e4m3 with scales for Hopper.
+
+#include "layer/matmul/hopper.cuh"
+#include "layer/matmul/hopper_elements.h"
+
+namespace jax_ep::p2p::hopper {
+
+cudaError_t LaunchE4m3(const MatmulCall& call, cudaStream_t stream) {
+  using Out = cutlass::bfloat16_t;
+  constexpr MatmulForm kForm = MatmulForm::kTransposedWeights;
+  if (call.form != kForm || call.out_type != RowType::kBFloat16) return cudaErrorInvalidValue;
+  using Some = typename ScaledKernel<Out, ScaledSomeRows>::Type;
+  return Launch<kForm, /*Many=*/Some, Some, typename ScaledKernel<Out, ScaledFewRows>::Type>(
+      call, stream);
+}
+
+}  // namespace jax_ep::p2p::hopper

@@ -1,0 +1,12 @@
+// Grouped matmuls of float16 for Hopper.
+
+#include "layer/matmul/hopper.cuh"
+#include "layer/matmul/hopper_elements.h"
+
+namespace jax_ep::p2p::hopper {
+
+cudaError_t LaunchFloat16(const MatmulCall& call, cudaStream_t stream) {
+  return LaunchPlain<cutlass::half_t, RowType::kFloat16>(call, stream);
+}
+
+}  // namespace jax_ep::p2p::hopper

@@ -1,0 +1,20 @@
+// The kernels of grouped matmuls, by architecture. Row offsets are read on the device only.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "layer/matmul/matmul_call.h"
+
+namespace jax_ep::p2p {
+
+// On the current device, by one of the functions below. cudaErrorInvalidValue: it has no kernel for
+// the call, whose k must be a multiple of 8 (128 for e4m3) and n of 8.
+cudaError_t LaunchMatmul(const MatmulCall& call, cudaStream_t stream);
+
+// Hopper (9.0): bfloat16, float16, and e4m3 with scales in the form kTransposedWeights.
+cudaError_t LaunchHopperMatmul(const MatmulCall& call, cudaStream_t stream);
+
+// 8.0 and newer: bfloat16 and float16.
+cudaError_t LaunchAmpereMatmul(const MatmulCall& call, cudaStream_t stream);
+
+}  // namespace jax_ep::p2p

@@ -1,0 +1,28 @@
+// XLA FFI -> LaunchMatmul.
+
+#include "cuda/handlers/handler.h"
+#include "cuda/handlers/handlers.h"
+#include "layer/matmul/kernels.h"
+#include "layer/matmul/read_matmul.h"
+
+namespace jax_ep::p2p {
+namespace {
+
+ffi::Error MatmulImpl(cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingRets results,
+                      const MatmulAttributes& attributes) {
+  MatmulCall call{};
+  const Status status = ReadMatmul(attributes, BufferList(operands), BufferList(results), &call);
+  if (!status.ok()) return ToError(status);
+  return ToError(LaunchMatmul(call, stream), "grouped_matmul");
+}
+
+}  // namespace
+}  // namespace jax_ep::p2p
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaMatmul, jax_ep::p2p::MatmulImpl,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attrs<jax_ep::MatmulAttributes>(),
+                              {xla::ffi::Traits::kCmdBufferCompatible});

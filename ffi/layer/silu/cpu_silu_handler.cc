@@ -1,0 +1,44 @@
+// XLA FFI -> FusedSilu. The call belongs to no group, and waits for nobody. But where it fails, its
+// device never reaches the run's next call of a group.
+
+#include <functional>
+#include <memory>
+#include <utility>
+
+#include "cpu/guard.h"
+#include "cpu/handlers.h"
+#include "cpu/rendezvous.h"
+#include "layer/silu/cpu_silu.h"
+#include "layer/silu/read_silu.h"
+#include "xla/error.h"
+
+namespace jax_ep {
+namespace {
+
+Status RunFusedSilu(ffi::ThreadPool& threads, const BufferList& operands, const BufferList& results,
+                    const SiluAttributes& attributes) {
+  SiluCall call{};
+  const Status status = ReadSilu(attributes, operands, results, &call);
+  if (!status.ok()) return status;
+  const Pool pool{[&](std::function<void()> task) { threads.Schedule(std::move(task)); },
+                  threads.num_threads()};
+  return FusedSilu(pool, call);
+}
+
+ffi::Error FusedSiluImpl(ffi::RunId run, ffi::ThreadPool threads, ffi::RemainingArgs operands,
+                         ffi::RemainingRets results, const SiluAttributes& attributes) {
+  const Status status =
+      RunFusedSilu(threads, BufferList(operands), BufferList(results), attributes);
+  if (!status.ok()) {
+    Rendezvous::Instance().Fail(run.run_id, std::make_shared<const Status>(status));
+  }
+  return ToError(status);
+}
+
+}  // namespace
+
+JAX_EP_DEFINE_HANDLER_SYMBOL(
+    HostFusedSilu, "fused_silu", FusedSiluImpl,
+    WithSiluOperands(ffi::Ffi::Bind().Ctx<ffi::RunId>().Ctx<ffi::ThreadPool>()));
+
+}  // namespace jax_ep

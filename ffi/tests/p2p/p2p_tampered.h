@@ -1,0 +1,326 @@
+// Results of dispatch that were changed before combine or its backward: nothing is written outside
+// of the buffers, the call ends in time, and its rank says why it has failed.
+#pragma once
+
+#include <chrono>
+#include <climits>
+#include <cstdint>
+#include <cstdio>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "tests/p2p/p2p_expect.h"
+#include "tests/p2p/p2p_fixture.h"
+#include "tests/p2p/p2p_routings.h"
+
+namespace jax_ep::p2p {
+
+// An array between two others that nothing may write.
+template <class T>
+class GuardedArray {
+ public:
+  explicit GuardedArray(size_t size) : array_(size + 2 * kGuard) { array_.Poison(); }
+
+  T* get() const { return array_.get() + kGuard; }
+  bool IsIntact() const {
+    return IsPoison(array_.Fetch(kGuard), kGuard) &&
+           IsPoison(array_.Read(array_.size() - kGuard, kGuard).data(), kGuard);
+  }
+
+ private:
+  static constexpr size_t kGuard = 8192;  // elements
+
+  DeviceArray<T> array_;
+};
+
+// What the calls of a rank write.
+struct GuardedResults {
+  GuardedArray<float> out, choice_scalars, grad_expert_out, grad_topk_weights, grad_row_weights;
+
+  GuardedResults(const CaseSizes& sizes, int n_tokens)
+      : out(size_t{1} * n_tokens * sizes.n_choices * sizes.hidden),
+        choice_scalars(size_t{1} * n_tokens * sizes.n_choices),
+        grad_expert_out(size_t{1} * sizes.max_recv_tokens * sizes.hidden),
+        grad_topk_weights(size_t{1} * n_tokens * sizes.n_choices),
+        grad_row_weights(sizes.max_recv_tokens) {}
+
+  bool AreIntact() const {
+    return out.IsIntact() && choice_scalars.IsIntact() && grad_expert_out.IsIntact() &&
+           grad_topk_weights.IsIntact() && grad_row_weights.IsIntact();
+  }
+};
+
+// What is changed: the handle, and other fields that combine or its backward read.
+enum class Field { kCounts, kToken, kRow, kGroupIds, kOffsets, kSrcInfo };
+constexpr Field kFields[] = {Field::kCounts,   Field::kToken,   Field::kRow,
+                             Field::kGroupIds, Field::kOffsets, Field::kSrcInfo};
+// To what: numbers that nothing has, or another one that there is.
+enum class Change { kNegative, kLowest, kFirstBeyond, kHighest, kRandom, kOther };
+constexpr Change kChanges[] = {Change::kNegative, Change::kLowest, Change::kFirstBeyond,
+                               Change::kHighest,  Change::kRandom, Change::kOther};
+
+struct TamperedCall {
+  const char* name;
+  CombineMode mode;
+  bool is_grad = false;
+  bool in_lines = false;
+  bool splits_blocks = false;  // with rings or bulk copies
+  bool is_async = false;
+  bool has_scalars = false;
+};
+
+inline std::vector<TamperedCall> TamperedCalls() {
+  constexpr auto kNone = Weighting::kNone, kSource = Weighting::kSource, kRow = Weighting::kRow;
+  constexpr bool kGrad = true, kLines = true, kSplit = true, kAsync = true, kScalars = true;
+  return {
+      {"combine", {kSource, true, false}},
+      {"combine, shared expert", {kRow, true, true}},
+      {"combine, scalars", {kNone, true, false}, !kGrad, !kLines, !kSplit, !kAsync, kScalars},
+      {"combine, choices", {kNone, false, false}},
+      {"combine, choices in rings", {kNone, false, false}, !kGrad, !kLines, kSplit},
+      {"combine in rings", {kRow, true, true}, !kGrad, !kLines, kSplit},
+      {"combine in lines", {kSource, true, false}, !kGrad, kLines},
+      {"combine in lines, shared expert", {kRow, true, true}, !kGrad, kLines},
+      {"combine_async", {kNone, true, false}, !kGrad, !kLines, !kSplit, kAsync},
+      {"combine_async in lines", {kNone, true, false}, !kGrad, kLines, !kSplit, kAsync},
+      {"backward", {kSource, true, false}, kGrad},
+      {"backward, shared expert", {kRow, true, true}, kGrad},
+      {"backward, choices", {kNone, false, false}, kGrad},
+      {"backward in bulk", {kSource, true, false}, kGrad, !kLines, kSplit},
+      {"backward, async", {kRow, true, false}, kGrad, !kLines, !kSplit, kAsync},
+  };
+}
+
+// One change of one rank, and the call after it.
+class Tampered {
+ public:
+  Tampered(int n_ranks, const std::vector<int>& devices, const TamperedCall& call, double limit_s,
+           unsigned seed)
+      : call_(call),
+        limit_s_(limit_s),
+        random_(seed),
+        rank_(static_cast<int>(random_() % n_ranks)),
+        fixture_(SizesOf(n_ranks), devices, limit_s, /*n_sms=*/0, /*format=*/{}, call.in_lines) {
+    if (call.splits_blocks) {
+      fixture_.dispatch_plan = fixture_.combine_plan = {5, 3, 1, 1};
+      fixture_.dispatch_plan.n_stages = 4;
+      fixture_.dispatch_plan.receives_in_bulk = 1;
+      fixture_.combine_plan.ring_slots = 2;
+    }
+    fixture_.ForRanks([&](int rank) { MakeBuffers(rank); });
+  }
+  ~Tampered() {
+    for (const cudaEvent_t event : events_) cudaEventDestroy(event);
+  }
+
+  void Run(Field field, Change change) {
+    const std::string name = std::string("tampered, ") + call_.name + ", field " +
+                             std::to_string(static_cast<int>(field)) + ", change " +
+                             std::to_string(static_cast<int>(change));
+    running = name;
+    ForAll([&](int rank) {
+      const bool has_weights = call_.mode.weighting == Weighting::kRow;
+      fixture_.Launch(rank, fixture_.DispatchOf(rank, buffers_[rank], has_weights));
+    });
+    fixture_.Sync();
+    if (!fixture_.IsHealthy()) return Expect(false, name + ": dispatch did not end");
+    CHECK_CUDA(cudaSetDevice(fixture_.devices[rank_]));
+    const bool must_fail = Corrupt(field, change);
+
+    const auto begin = std::chrono::steady_clock::now();
+    LaunchCalls();
+    fixture_.Sync();  // an access beyond memory would be an error of the device
+    CHECK_CUDA(cudaGetLastError());
+    const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - begin;
+    Expect(passed.count() < limit_s_ + 0.8, name + ": took " + std::to_string(passed.count()));
+    for (int rank = 0; rank < fixture_.sizes.n_ranks; ++rank) {
+      Expect(results_[rank].AreIntact(), name + ": wrote beyond the results");
+    }
+    if (!must_fail) return;
+    const std::string message = fixture_.group->CheckFailure(rank_).message;
+    const std::string wanted = "that of rank " + std::to_string(rank_) + " was changed";
+    Expect(message.find(wanted) != std::string::npos, name + ": got \"" + message + "\"");
+  }
+
+ private:
+  static constexpr int kTokens = 8;       // few enough for asynchronous calls in lines
+  static constexpr int kMaxTokens = 100;  // more than can go in lines
+
+  static CaseSizes SizesOf(int n_ranks) {
+    CaseSizes sizes{n_ranks, n_ranks * 4, 4, kMaxTokens, 64, kTokens * n_ranks * 4 + 16};
+    sizes.row_alignment = 4;
+    return sizes;
+  }
+
+  void MakeBuffers(int rank) {
+    const CaseSizes& sizes = fixture_.sizes;
+    results_.emplace_back(sizes, kTokens);
+    RankBuffers<float>& b = buffers_.emplace_back(sizes, kTokens, kTokens * sizes.n_choices);
+    std::vector<int32_t> ids = MakeIds(sizes, Pattern::kUniform, kTokens, random_);
+    if (call_.mode.adds_shared_expert) ShareLastChoice(sizes, rank, ids);
+    b.group_ids.Write(ids);
+    b.tokens.Write(RandomValues<float>(b.tokens.size(), random_));
+    b.cotangent.Write(RandomValues<float>(b.cotangent.size(), random_));
+    b.topk_weights.Write(RandomWeights(b.topk_weights.size(), random_));
+    b.row_scalars.Write(RandomWeights(b.row_scalars.size(), random_));
+    b.PoisonResults();
+    CHECK_CUDA(cudaEventCreateWithFlags(&events_.emplace_back(), cudaEventDisableTiming));
+    CHECK_CUDA(cudaDeviceSynchronize());
+  }
+
+  template <class Body>
+  void ForAll(const Body& body) {
+    for (int rank = 0; rank < fixture_.sizes.n_ranks; ++rank) body(rank);
+  }
+
+  // The number that replaces `value`, of which those from 0 to `end` - 1 can be. `none`: the lowest
+  // number that stands for something else.
+  int32_t Changed(Change change, int32_t value, int32_t end, int32_t none = 0) {
+    switch (change) {
+      case Change::kNegative:
+        return none - 1;
+      case Change::kLowest:
+        return INT_MIN;
+      case Change::kFirstBeyond:
+        return end;
+      case Change::kHighest:
+        return INT_MAX;
+      case Change::kRandom:
+        return static_cast<int32_t>(end + random_() % (INT_MAX - end));
+      case Change::kOther:
+        break;
+    }
+    return (value + 1) % end;
+  }
+
+  // Replaces a value of the field; returns whether the call must fail.
+  bool Corrupt(Field field, Change change) {
+    const CaseSizes& sizes = fixture_.sizes;
+    RankBuffers<float>& b = buffers_[rank_];
+    const int32_t n_rows = sizes.max_recv_tokens;
+    const bool is_other = change == Change::kOther;
+    switch (field) {
+      case Field::kCounts:
+        ChangeAt(b.message_counts, random_() % sizes.n_ranks, change, kMaxTokens + 1);
+        return !is_other;
+      case Field::kToken:
+        ChangeAt(b.message_rows, FindMessage(), change, call_.in_lines ? kTokens : kMaxTokens);
+        return !is_other;
+      case Field::kRow:
+        ChangeAt(b.message_rows, FindRow(), change, n_rows, kDropped);
+        return !is_other;
+      case Field::kGroupIds:  // names other groups, or none
+        ChangeAt(b.group_ids, random_() % b.group_ids.size(), change, sizes.n_groups);
+        return false;
+      case Field::kOffsets: {
+        std::vector<uint32_t> offsets = b.row_offsets.Read();
+        uint32_t& offset = offsets[random_() % offsets.size()];
+        offset = static_cast<uint32_t>(Changed(change, static_cast<int32_t>(offset), n_rows + 1));
+        b.row_offsets.Write(offsets);
+        return !is_other;
+      }
+      case Field::kSrcInfo:
+        ChangeAt(b.src_info, random_() % b.src_info.size(), change, kTokens);
+        return false;
+    }
+    return false;
+  }
+
+  void ChangeAt(DeviceArray<int32_t>& array, size_t at, Change change, int32_t end,
+                int32_t none = 0) {
+    std::vector<int32_t> values = array.Read();
+    values[at] = Changed(change, values[at], end, none);
+    array.Write(values);
+  }
+
+  // The place of a message in message_rows.
+  size_t FindMessage() {
+    const CaseSizes& sizes = fixture_.sizes;
+    const std::vector<int32_t> counts = buffers_[rank_].message_counts.Read();
+    int source = static_cast<int>(random_() % sizes.n_ranks);
+    while (counts[source] == 0) source = (source + 1) % sizes.n_ranks;
+    const size_t slot = random_() % counts[source];
+    return (size_t{1} * source * sizes.max_tokens + slot) * (1 + sizes.n_choices);
+  }
+
+  // The place of a message's row there.
+  size_t FindRow() {
+    const size_t message = FindMessage(), n_choices = fixture_.sizes.n_choices;
+    const std::vector<int32_t> rows = buffers_[rank_].message_rows.Read(message + 1, n_choices);
+    size_t k = random_() % n_choices;
+    while (rows[k] < 0) k = (k + 1) % n_choices;
+    return message + 1 + k;
+  }
+
+  void LaunchCalls() {
+    const int n_launches = call_.is_grad && !call_.mode.reduce ? fixture_.sizes.n_choices : 1;
+    for (int i = 0; i < n_launches; ++i) {
+      ForAll([&](int rank) {
+        CHECK_CUDA(cudaSetDevice(fixture_.devices[rank]));
+        if (!call_.is_grad) return LaunchCombineOf(rank);
+        LaunchGradOf(rank, call_.mode.reduce ? kAllChoices : i);
+      });
+    }
+  }
+
+  cudaEvent_t StartedEvent(int rank) const { return call_.is_async ? events_[rank] : nullptr; }
+
+  void LaunchCombineOf(int rank) {
+    const RankBuffers<float>& b = buffers_[rank];
+    const GuardedResults& results = results_[rank];
+    CombineArgs args = fixture_.CombineOf(rank, b, b.rows.get(), call_.mode,
+                                          /*has_residual=*/false, call_.has_scalars);
+    if (call_.is_async) {
+      const ReturnSize size{args.row_vectors, call_.mode.reduce, call_.has_scalars};
+      Check(fixture_.group->CombineCall(fixture_.config, rank, kTokens, size, &args.call,
+                                        /*is_async=*/true));
+    }
+    args.out = reinterpret_cast<uint8_t*>(results.out.get());
+    if (call_.has_scalars) args.choice_scalars = results.choice_scalars.get();
+    CHECK_CUDA(LaunchCombine(args, fixture_.streams[rank], StartedEvent(rank)));
+  }
+
+  void LaunchGradOf(int rank, int choice) {
+    const RankBuffers<float>& b = buffers_[rank];
+    const GuardedResults& results = results_[rank];
+    CombineGradArgs args = fixture_.CombineGradOf(rank, b, b.rows.get(), call_.mode, choice);
+    if (call_.is_async) {
+      Check(fixture_.group->CombineGradCall(fixture_.config, rank, kTokens, args.row_vectors,
+                                            &args.call, /*is_async=*/true));
+    }
+    args.grad_expert_out = reinterpret_cast<uint8_t*>(results.grad_expert_out.get());
+    if (args.grad_topk_weights) args.grad_topk_weights = results.grad_topk_weights.get();
+    if (args.grad_row_weights) args.grad_row_weights = results.grad_row_weights.get();
+    CHECK_CUDA(LaunchCombineGrad(args, fixture_.streams[rank], StartedEvent(rank)));
+  }
+
+  const TamperedCall call_;
+  const double limit_s_;
+  std::mt19937 random_;
+  const int rank_;  // whose values are changed
+  Fixture<float> fixture_;
+  std::vector<RankBuffers<float>> buffers_;
+  std::vector<GuardedResults> results_;
+  std::vector<cudaEvent_t> events_;
+};
+
+// Every call with every change of every field, or of each `stride` one.
+inline void RunTampered(int n_ranks, const std::vector<int>& devices, double limit_s, int stride) {
+  int n_cases = 0, n_run = 0;
+  for (const TamperedCall& call : TamperedCalls()) {
+    for (const Field field : kFields) {
+      if (!call.is_grad && field >= Field::kOffsets) continue;  // combine does not take them
+      for (const Change change : kChanges) {
+        if (n_cases++ % stride != 0) continue;
+        ++n_run;
+        Tampered(n_ranks, devices, call, limit_s, static_cast<unsigned>(n_cases))
+            .Run(field, change);
+      }
+    }
+  }
+  std::printf("tampered: R=%d, %d changes, %d errors\n", n_ranks, n_run, n_errors);
+}
+
+}  // namespace jax_ep::p2p

@@ -1,0 +1,186 @@
+#include "tests/unit/matmul_tiles_test.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "tests/swapped/matmul_tiles.h"
+#include "tests/unit/check.h"
+
+namespace jax_ep {
+namespace {
+
+constexpr uint32_t kMaxTileRows = 256;
+constexpr uint32_t kWorkers = 66;  // clusters of two of a GPU's 132 multiprocessors
+
+struct Groups {
+  std::vector<uint32_t> row_offsets;
+  uint32_t n_rows, n_columns;
+
+  std::vector<uint16_t> Order() const {
+    const MatmulTileShape shape = Shape();
+    std::vector<uint8_t> units(shape.n_groups);
+    for (uint32_t group = 0; group < shape.n_groups; ++group) {
+      const uint32_t rows = MatmulGroup::Of(shape, group).tile_rows;
+      units[group] = static_cast<uint8_t>(rows / kMatmulRowUnit);
+    }
+    std::vector<uint16_t> order(shape.n_groups);
+    for (uint32_t group = 0; group < shape.n_groups; ++group) {
+      order[MatmulGroupPlace(units.data(), shape.n_groups, group)] = static_cast<uint16_t>(group);
+    }
+    return order;
+  }
+
+  MatmulTileShape Shape() const {
+    const auto n_groups = static_cast<uint32_t>(row_offsets.size()) - 1;
+    return {row_offsets.data(), n_rows, n_groups, n_columns, kMaxTileRows};
+  }
+};
+
+Groups MakeGroups(const std::vector<uint32_t>& sizes, uint32_t n_columns) {
+  Groups groups{{0}, 0, n_columns};
+  for (const uint32_t size : sizes) groups.row_offsets.push_back(groups.row_offsets.back() + size);
+  groups.n_rows = groups.row_offsets.back() + 5;
+  return groups;
+}
+
+// The sizes of `n_groups` groups of rows that choose theirs at random.
+std::vector<uint32_t> DrawSizes(uint32_t n_groups, uint32_t n_rows, std::mt19937& random) {
+  std::vector<uint32_t> sizes(n_groups);
+  for (uint32_t i = 0; i < n_rows; ++i) ++sizes[random() % n_groups];
+  return sizes;
+}
+
+std::vector<uint32_t> ZipfSizes(uint32_t n_groups, uint32_t n_rows) {
+  double sum = 0;
+  for (uint32_t i = 1; i <= n_groups; ++i) sum += 1.0 / i;
+  std::vector<uint32_t> sizes;
+  for (uint32_t i = 1; i <= n_groups; ++i) {
+    sizes.push_back(static_cast<uint32_t>(n_rows / sum / i));
+  }
+  return sizes;
+}
+
+void CheckTile(const MatmulTileShape& shape, const MatmulTile& tile) {
+  CHECK_EQ(tile.group < shape.n_groups, true);
+  CHECK_EQ(tile.n_rows >= 1 && tile.n_rows <= shape.max_tile_rows, true);
+  CHECK_EQ(tile.row >= shape.row_offsets[tile.group], true);
+  CHECK_EQ(tile.row + tile.n_rows <= std::min(shape.row_offsets[tile.group + 1], shape.n_rows),
+           true);
+  CHECK_EQ(tile.column % kMatmulTileColumns, 0u);
+}
+
+// Each row has each column of tiles once, from whichever worker.
+void ExpectCovered(const Groups& groups, const uint16_t* order, uint32_t n_workers) {
+  const MatmulTileShape shape = groups.Shape();
+  const uint32_t n_column_tiles = (groups.n_columns + kMatmulTileColumns - 1) / kMatmulTileColumns;
+  std::vector<int> taken(size_t{groups.n_rows} * n_column_tiles);
+  for (uint32_t worker = 0; worker < n_workers; ++worker) {
+    MatmulTiles tiles(shape, order, worker, n_workers);
+    MatmulTile tile;
+    while (tiles.Next(tile)) {
+      CheckTile(shape, tile);
+      for (uint32_t row = tile.row; row < tile.row + tile.n_rows; ++row) {
+        ++taken[size_t{row} * n_column_tiles + tile.column / kMatmulTileColumns];
+      }
+    }
+  }
+  const size_t n_used = std::min(groups.row_offsets.back(), groups.n_rows);
+  for (size_t i = 0; i < taken.size(); ++i) {
+    CHECK_EQ(taken[i], i < n_used * n_column_tiles ? 1 : 0);
+  }
+}
+
+void TestTilesCoverEachRowOnce() {
+  std::mt19937 random(1);
+  std::vector<Groups> cases = {
+      MakeGroups({}, 256),
+      MakeGroups({0, 0, 0}, 256),
+      MakeGroups({0, 1, 7, 8, 9, 0, 17, 127, 128, 129, 255, 256, 257, 0}, 8),
+      MakeGroups({5000, 0, 1, 4999, 2049}, 1032),
+      MakeGroups(ZipfSizes(32, 32768), 4096),
+      MakeGroups({3, 4}, 0),
+  };
+  for (int i = 0; i < 50; ++i) {
+    const uint32_t n_groups = 1 + random() % 70;
+    cases.push_back(MakeGroups(DrawSizes(n_groups, random() % 9000, random), random() % 1500));
+  }
+  Groups beyond = MakeGroups({40, 65, 0, 30, 100}, 300);
+  beyond.n_rows = 100;
+  beyond.row_offsets.back() = 4000000000;
+  cases.push_back(beyond);
+  for (const Groups& groups : cases) {
+    const std::vector<uint16_t> order = groups.Order();
+    for (const uint32_t n_workers : {1u, 7u, kWorkers}) {
+      ExpectCovered(groups, nullptr, n_workers);
+      ExpectCovered(groups, order.data(), n_workers);
+    }
+  }
+}
+
+// Rows, in units of instructions, of the busiest worker and of all, and those that exist.
+struct Load {
+  uint64_t most = 0, all = 0, useful = 0;
+};
+
+Load Measure(const Groups& groups) {
+  const std::vector<uint16_t> order = groups.Order();
+  Load load;
+  for (uint32_t worker = 0; worker < kWorkers; ++worker) {
+    uint64_t own = 0;
+    MatmulTiles tiles(groups.Shape(), order.data(), worker, kWorkers);
+    MatmulTile tile;
+    while (tiles.Next(tile)) {
+      own += (tile.n_rows + kMatmulRowUnit - 1) / kMatmulRowUnit * kMatmulRowUnit;
+      load.useful += tile.n_rows;
+    }
+    load.most = std::max(load.most, own);
+    load.all += own;
+  }
+  return load;
+}
+
+// The useful share of the busiest worker's time, at least, if time is proportional to rows.
+void ExpectUseful(const std::string& name, const Groups& groups, double share) {
+  const Load load = Measure(groups);
+  const double got = static_cast<double>(load.useful) / kWorkers / static_cast<double>(load.most);
+  const double rounding = static_cast<double>(load.useful) / static_cast<double>(load.all);
+  if (got < share) std::cerr << name << ": " << got << ", by rounding " << rounding << std::endl;
+  CHECK_EQ(got >= share, true);
+}
+
+void TestLoadsAreBalanced() {
+  std::mt19937 random(2);
+  const auto drawn = [&](uint32_t n_groups, uint32_t mean, uint32_t n_columns) {
+    return MakeGroups(DrawSizes(n_groups, n_groups * mean, random), n_columns);
+  };
+  ExpectUseful("32 x 1024, 4096 columns", drawn(32, 1024, 4096), 0.96);
+  ExpectUseful("32 x 1024, 7168 columns", drawn(32, 1024, 7168), 0.97);
+  ExpectUseful("64 x 512, 2048 columns", drawn(64, 512, 2048), 0.94);
+  ExpectUseful("64 x 256, 1536 columns", drawn(64, 256, 1536), 0.92);
+  ExpectUseful("64 x 128, 1536 columns", drawn(64, 128, 1536), 0.91);
+  ExpectUseful("zipf, 4096 columns", MakeGroups(ZipfSizes(32, 32768), 4096), 0.94);
+}
+
+void TestTilesOfTheSameWeightsFollowEachOther() {
+  const Groups groups = MakeGroups({1000, 300}, 1024);
+  MatmulTiles tiles(groups.Shape(), nullptr, 0, 1);
+  MatmulTile tile, last{};
+  uint32_t n_changes = 0;
+  for (; tiles.Next(tile); last = tile) {
+    n_changes += tile.group != last.group || tile.column != last.column;
+  }
+  CHECK_EQ(n_changes, 2 * 4 - 1u);
+}
+
+}  // namespace
+
+void RunMatmulTilesTests() {
+  TestTilesCoverEachRowOnce();
+  TestLoadsAreBalanced();
+  TestTilesOfTheSameWeightsFollowEachOther();
+}
+
+}  // namespace jax_ep

@@ -1,0 +1,143 @@
+#include "cuda/group/open_groups.h"
+
+#include <algorithm>
+#include <random>
+#include <string>
+
+#include "core/workspace.h"
+#include "tests/unit/check.h"
+#include "tests/unit/open_groups_test.h"
+
+namespace jax_ep::p2p {
+namespace {
+
+constexpr GroupConfig kLarge{/*n_ranks=*/4,
+                             /*n_ranks_per_node=*/2,
+                             /*n_groups=*/32,
+                             /*n_choices=*/8,
+                             /*max_tokens_per_rank=*/4096,
+                             /*row_alignment=*/128,
+                             /*token_bytes=*/1024,
+                             /*row_bytes=*/2048,
+                             /*n_sms=*/0,
+                             /*timeout_s=*/60.0};
+
+void TestTheLastUserGivesTheWorkspaces() {
+  OpenGroups groups;
+  CHECK_EQ(groups.Remove("large"), "");
+  groups.Add("large", "large", kLarge);
+  groups.Add("small", "large", kLarge);
+  groups.Add("other", "other", kLarge);
+  groups.Add("large", "large", kLarge);
+  CHECK_EQ(groups.Remove("large"), "");
+  CHECK_EQ(groups.Find("large")->n_users, 1);
+  CHECK_EQ(groups.Remove("large"), "");
+  CHECK_EQ(groups.Find("large") == nullptr, true);
+  CHECK_EQ(groups.Find("small")->memory, "large");
+  CHECK_EQ(groups.Remove("other"), "other");
+  CHECK_EQ(groups.Remove("small"), "large");
+  CHECK_EQ(groups.Remove("small"), "");
+}
+
+void TestAGroupIsOpenedAgainInWorkspacesThatOutlivedIt() {
+  OpenGroups groups;
+  groups.Add("large", "large", kLarge);
+  groups.Add("small", "large", kLarge);
+  CHECK_EQ(groups.Remove("large"), "");
+  groups.Add("large", "large", kLarge);
+  CHECK_EQ(groups.Remove("small"), "");
+  CHECK_EQ(groups.Remove("large"), "large");
+}
+
+GroupConfig With(int64_t GroupConfig::* field, int64_t value) {
+  GroupConfig config = kLarge;
+  config.*field = value;
+  return config;
+}
+
+void TestGroupsThatDoNotFitAreRefused() {
+  const auto check = [](int64_t GroupConfig::* field, int64_t value, const char* message) {
+    CHECK_CONTAINS(CheckFits(With(field, value), kLarge).message, message);
+  };
+  check(&GroupConfig::n_ranks, 2, "its n_ranks; got 2 in workspaces of 4");
+  check(&GroupConfig::n_ranks_per_node, 4, "its n_ranks_per_node; got 4 in workspaces of 2");
+  check(&GroupConfig::n_groups, 16, "its n_groups; got 16 in workspaces of 32");
+  check(&GroupConfig::n_choices, 9, "at most its n_choices; got 9 in workspaces of 8");
+  check(&GroupConfig::max_tokens_per_rank, 4097, "at most its max_tokens_per_rank; got 4097");
+  check(&GroupConfig::token_bytes, 1040, "at most its token_bytes; got 1040");
+  check(&GroupConfig::row_bytes, 2064, "at most its row_bytes; got 2064");
+  check(&GroupConfig::row_alignment, 3, "row_alignment must be a power of 2; got 3");
+  GroupConfig patient = kLarge;
+  patient.timeout_s = 61;
+  CHECK_CONTAINS(CheckFits(patient, kLarge).message, "its timeout_s");
+}
+
+WorkspaceShape ShapeOf(const GroupConfig& c) {
+  return {c.n_ranks,     c.n_groups / c.n_ranks,
+          c.n_choices,   c.max_tokens_per_rank,
+          c.token_bytes, c.row_bytes,
+          c.uses_lines};
+}
+
+// What calls of a group index, by its own M and N and the sizes of messages and lines in the map,
+// must lie in the regions of the map.
+void CheckRoom(const GroupConfig& c, const Workspace& map) {
+  const size_t n_ranks = c.n_ranks, max_tokens = c.max_tokens_per_rank, n_choices = c.n_choices;
+  const size_t n_messages = n_ranks * max_tokens, max_choices = max_tokens * n_choices, word = 8;
+  const auto check = [](size_t bytes, const Region& region) {
+    CHECK_EQ(bytes <= region.bytes, true);
+  };
+  check(n_messages * word, map.arrived);
+  check(n_messages * map.message_bytes, map.messages);
+  CHECK_EQ(MessageBytes(c.token_bytes, n_choices) <= map.message_bytes, true);
+  check(max_choices * word, map.returned);
+  check(max_choices * word, map.scalars);
+  check(max_choices * word, map.dots);
+  check(n_ranks * max_choices * word, map.weights);
+  check(max_choices * c.row_bytes, map.rows);
+  const size_t n_tokens = std::min(map.max_line_tokens, max_tokens), line = sizeof(Line);
+  const size_t last = (n_ranks - 1) * map.max_line_tokens + n_tokens;  // by source, then token
+  check(last * n_choices * line, map.choice_lines);
+  check(last * map.lines_of_token * line, map.token_lines);
+  check(n_tokens * n_choices * map.lines_of_row * line, map.row_lines);
+  CHECK_EQ(LinesOf(c.token_bytes) <= map.lines_of_token, true);
+  CHECK_EQ(LinesOf(c.row_bytes) <= map.lines_of_row, true);
+  // The tables of a call in lines, for which the limit is made.
+  CHECK_EQ(n_ranks * n_tokens * n_choices <= kMaxLineChoices, true);
+}
+
+void TestEachRegionHasRoomForGroupsThatFit() {
+  std::mt19937 random(1);
+  const auto up_to = [&](int64_t max) { return 1 + static_cast<int64_t>(random() % max); };
+  for (int i = 0; i < 1000; ++i) {
+    GroupConfig memory = kLarge;
+    memory.n_groups = memory.n_ranks * up_to(64);
+    memory.n_choices = up_to(32);
+    memory.max_tokens_per_rank = up_to(random() % 2 ? 100 : 5000);
+    memory.token_bytes = 16 * up_to(1000);
+    memory.row_bytes = 16 * up_to(1000);
+    GroupConfig small = memory;
+    small.n_choices = up_to(memory.n_choices);
+    small.max_tokens_per_rank = up_to(memory.max_tokens_per_rank);
+    small.token_bytes = 16 * up_to(memory.token_bytes / 16);
+    small.row_bytes = 16 * up_to(memory.row_bytes / 16);
+    small.row_alignment = 1 << random() % 9;
+    small.n_sms = random() % 8;
+    CHECK_EQ(CheckFits(small, memory).message, "");
+    CheckRoom(small, Workspace::Plan(ShapeOf(memory)));
+  }
+}
+
+}  // namespace
+}  // namespace jax_ep::p2p
+
+namespace jax_ep {
+
+void RunOpenGroupsTests() {
+  p2p::TestTheLastUserGivesTheWorkspaces();
+  p2p::TestAGroupIsOpenedAgainInWorkspacesThatOutlivedIt();
+  p2p::TestGroupsThatDoNotFitAreRefused();
+  p2p::TestEachRegionHasRoomForGroupsThatFit();
+}
+
+}  // namespace jax_ep

@@ -1,0 +1,386 @@
+// Tests of fused_silu on a GPU: compared in bits with the host's; then its benchmark. The argument
+// `speed` runs only the benchmark.
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cstring>
+#include <iostream>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/formats.h"
+#include "layer/silu/cpu_silu.h"
+#include "layer/silu/cuda_silu.h"
+#include "tests/bench/silu_bench.cuh"
+#include "tests/unit/check.h"
+#include "tests/unit/silu_arithmetic.cuh"
+
+namespace jax_ep::p2p {
+namespace {
+
+constexpr uint8_t kUntouched = 0xee;
+
+// Device memory with a copy of a host vector.
+struct OnDevice {
+  explicit OnDevice(const std::vector<uint8_t>& bytes) : size(bytes.size()) {
+    CHECK_EQ(cudaMalloc(&data, size + 1), cudaSuccess);
+    cudaMemcpy(data, bytes.data(), size, cudaMemcpyHostToDevice);
+  }
+  ~OnDevice() { cudaFree(data); }
+  OnDevice(const OnDevice&) = delete;
+
+  std::vector<uint8_t> Read() const {
+    std::vector<uint8_t> bytes(size);
+    CHECK_EQ(cudaMemcpy(bytes.data(), data, size, cudaMemcpyDeviceToHost), cudaSuccess);
+    return bytes;
+  }
+
+  size_t size;
+  void* data = nullptr;
+};
+
+template <class T>
+std::vector<uint8_t> ToBytes(const std::vector<T>& values) {
+  const auto* const begin = reinterpret_cast<const uint8_t*>(values.data());
+  return {begin, begin + values.size() * sizeof(T)};
+}
+
+// Whether the element at `at` is NaN, whose bits are unspecified.
+bool IsNan(const uint8_t* at, RowType type) {
+  uint32_t bits = 0;
+  std::memcpy(&bits, at, ElementBytes(type));
+  if (type == RowType::kFloat32) return (bits & 0x7fffffff) > 0x7f800000;
+  return (bits & 0x7fff) > (type == RowType::kBFloat16 ? 0x7f80u : 0x7c00u);
+}
+
+// The operands of a call on the host.
+struct Case {
+  std::string name;
+  SiluCall call;  // without pointers
+  std::vector<uint8_t> x;
+  std::vector<uint32_t> row_offsets;
+  std::vector<uint32_t> device_row_offsets;  // if the GPU gets others
+  std::vector<float> input_scales;
+  int64_t out_row_bytes;
+  int64_t scales_bytes;
+
+  // Writes the host's results to `out` and `scales`.
+  void RunOnHost(std::vector<uint8_t>* out, std::vector<uint8_t>* scales) const {
+    SiluCall host = call;
+    host.x = x.data();
+    host.row_offsets = row_offsets.data();
+    host.input_scales = input_scales.empty() ? nullptr : input_scales.data();
+    host.out = out->data();
+    host.scales = scales->data();
+    CHECK_EQ(FusedSilu(Pool{}, host).message, "");
+  }
+};
+
+// A case's operands and results on the GPU.
+class DeviceCase {
+ public:
+  explicit DeviceCase(const Case& test)
+      : call_(test.call),
+        x_(test.x),
+        row_offsets_(
+            ToBytes(test.device_row_offsets.empty() ? test.row_offsets : test.device_row_offsets)),
+        input_scales_(ToBytes(test.input_scales)),
+        out_(std::vector<uint8_t>(test.call.n_rows * test.out_row_bytes, kUntouched)),
+        scales_(std::vector<uint8_t>(test.scales_bytes, kUntouched)) {
+    call_.x = x_.data;
+    call_.row_offsets = static_cast<const uint32_t*>(row_offsets_.data);
+    if (!test.input_scales.empty()) {
+      call_.input_scales = static_cast<const float*>(input_scales_.data);
+    }
+    call_.out = out_.data;
+    call_.scales = scales_.data;
+  }
+
+  void Launch(cudaStream_t stream) const { CHECK_EQ(LaunchFusedSilu(call_, stream), cudaSuccess); }
+  const OnDevice& x() const { return x_; }
+  std::vector<uint8_t> ReadOut() const { return out_.Read(); }
+  std::vector<uint8_t> ReadScales() const { return scales_.Read(); }
+
+ private:
+  SiluCall call_;
+  const OnDevice x_, row_offsets_, input_scales_, out_, scales_;
+};
+
+void CompareOut(const Case& test, const std::vector<uint8_t>& got,
+                const std::vector<uint8_t>& wanted) {
+  const bool is_plain = test.call.scales_layout == ScalesLayout::kNone;
+  const int64_t step = is_plain ? ElementBytes(test.call.out_type) : 1;
+  for (size_t i = 0; i < wanted.size(); i += step) {
+    if (std::memcmp(&got[i], &wanted[i], step) == 0) continue;
+    if (is_plain && IsNan(&got[i], test.call.out_type) && IsNan(&wanted[i], test.call.out_type)) {
+      continue;
+    }
+    const int64_t row = i / test.out_row_bytes, in_row = i % test.out_row_bytes;
+    CHECK_EQ(test.name + ": row " + std::to_string(row) + ", byte " + std::to_string(in_row) +
+                 ": " + std::to_string(got[i]),
+             std::to_string(wanted[i]));
+  }
+}
+
+// Compares all of the results, including what must not be written.
+void Run(const Case& test) {
+  const DeviceCase device(test);
+  device.Launch(nullptr);
+  CHECK_EQ(cudaDeviceSynchronize(), cudaSuccess);
+  std::vector<uint8_t> out(test.call.n_rows * test.out_row_bytes, kUntouched);
+  std::vector<uint8_t> scales(test.scales_bytes, kUntouched);
+  test.RunOnHost(&out, &scales);
+  CompareOut(test, device.ReadOut(), out);
+  const std::vector<uint8_t> got = device.ReadScales();
+  for (size_t i = 0; i < scales.size(); ++i) {
+    if (got[i] != scales[i]) CHECK_EQ(test.name + ": scales differ at " + std::to_string(i), "");
+  }
+}
+
+// Numbers of all magnitudes; of those that occur in practice; every bfloat16 as a gate.
+enum class Numbers { kBits, kPractical, kEveryGate };
+
+uint32_t DrawBits(std::mt19937& random, Numbers numbers, bool is_gate, uint32_t index) {
+  const uint32_t bits = random();
+  if (numbers == Numbers::kEveryGate && is_gate) return index << 16;
+  if (numbers == Numbers::kBits) return bits;
+  return (bits & 0x807fffff) | ((122 + bits % 8) << 23);  // 2^-5 to 2^2
+}
+
+template <class T>
+void FillX(Case& test, Numbers numbers) {
+  std::mt19937 random(static_cast<uint32_t>(test.call.row_size));
+  std::vector<T> x(test.call.n_rows * 2 * test.call.row_size);
+  const int64_t size = test.call.row_size;
+  for (int64_t row = 0; row < test.call.n_rows; ++row) {
+    for (int64_t column = 0; column < 2 * size; ++column) {
+      const bool is_gate = test.call.is_interleaved ? column % 2 == 0 : column < size;
+      const int64_t of_gate = test.call.is_interleaved ? column / 2 : column % size;
+      const auto index = static_cast<uint32_t>(row * size + of_gate) & 0xffff;
+      const uint32_t bits = DrawBits(random, numbers, is_gate, index);
+      T& value = x[row * 2 * size + column];
+      if constexpr (std::is_same_v<T, Float16>) {
+        value.bits = numbers == Numbers::kBits ? static_cast<uint16_t>(bits)
+                                               : FromFloat<Float16>(FloatFromBits(bits)).bits;
+      } else if constexpr (std::is_same_v<T, BFloat16>) {
+        value.bits = static_cast<uint16_t>(bits >> 16);
+      } else {
+        value = FloatFromBits(bits);
+      }
+    }
+  }
+  test.x = ToBytes(x);
+}
+
+void FillX(Case& test, Numbers numbers) {
+  if (test.call.x_type == RowType::kBFloat16) return FillX<BFloat16>(test, numbers);
+  if (test.call.x_type == RowType::kFloat16) return FillX<Float16>(test, numbers);
+  FillX<float>(test, numbers);
+}
+
+// The format whose result is plain rows of out_type.
+const TokenFormat& PlainFormat() { return *FindTokenFormat("plain_float32"); }
+
+void SetOutType(Case& test, RowType type) {
+  test.call.out_type = type;
+  test.out_row_bytes = test.call.row_size * ElementBytes(type);
+}
+
+Case MakeCase(const TokenFormat& format, ScalesLayout layout, RowType x_type, int64_t row_size,
+              const std::vector<uint32_t>& sizes) {
+  Case test{};
+  test.row_offsets = {0};
+  for (const uint32_t size : sizes) test.row_offsets.push_back(test.row_offsets.back() + size);
+  SiluCall& call = test.call;
+  call.token_format = format.name;
+  call.scales_layout = layout;
+  call.n_rows = test.row_offsets.back() + 5;
+  call.n_groups = static_cast<int64_t>(sizes.size());
+  call.row_size = row_size;
+  call.n_scales = format.n_scales(row_size);
+  call.x_type = x_type;
+  test.out_row_bytes = format.payload_bytes(row_size);
+  if (format.is_plain()) SetOutType(test, RowType::kBFloat16);
+  test.scales_bytes =
+      format.is_plain()
+          ? 0
+          : ScalesShape(layout, call.n_rows, call.n_scales, call.n_groups).n_elements() *
+                format.scale_bytes();
+  return test;
+}
+
+// The layouts of a format; kNone once if it is plain.
+std::vector<ScalesLayout> LayoutsOf(const TokenFormat& format) {
+  if (format.is_plain()) return {ScalesLayout::kNone};
+  return {format.layouts.begin(), format.layouts.end()};
+}
+
+// Runs a case in every type of its result; returns how many there are.
+int RunOutTypes(Case& test) {
+  if (test.call.scales_layout != ScalesLayout::kNone) {
+    Run(test);
+    return 1;
+  }
+  for (const RowType type : {RowType::kBFloat16, RowType::kFloat16, RowType::kFloat32}) {
+    SetOutType(test, type);
+    Run(test);
+  }
+  return 3;
+}
+
+void RunAll(const TokenFormat& format, RowType x_type, int64_t row_size,
+            const std::vector<uint32_t>& sizes, Numbers numbers,
+            const Activation& clamped = {true, 1.702f, 7.0f}) {
+  int n_cases = 0;
+  for (const ScalesLayout layout : LayoutsOf(format)) {
+    for (int variant = 0; variant < 4; ++variant) {
+      Case test = MakeCase(format, layout, x_type, row_size, sizes);
+      test.call.is_interleaved = variant % 2 == 1;
+      test.call.activation = clamped;
+      test.call.activation.is_clamped = variant / 2 == 1;
+      test.name = std::string(format.name) + ", layout " + std::string(Name(layout)) + ", x type " +
+                  std::to_string(static_cast<int>(x_type)) + ", variant " + std::to_string(variant);
+      if (format.takes_input_scale && variant > 0) {
+        for (size_t i = 0; i < sizes.size(); ++i) {
+          const float some[] = {1.0f, 0.3f, 40.0f, 1e-38f, 0.0f, 3e38f};
+          test.input_scales.push_back(some[i % 6]);
+        }
+      }
+      FillX(test, numbers);
+      n_cases += RunOutTypes(test);
+    }
+  }
+  std::cout << format.name << ", x type " << static_cast<int>(x_type) << ", " << row_size
+            << " columns: " << n_cases << " cases" << std::endl;
+}
+
+// Offsets beyond the number of rows count as the number of rows.
+void RunBeyond(const TokenFormat& format) {
+  for (const ScalesLayout layout : LayoutsOf(format)) {
+    Case test = MakeCase(format, layout, RowType::kBFloat16, 512, {40, 65, 0, 30});
+    test.name = std::string(format.name) + ", offsets beyond the rows";
+    test.call.n_rows = 100;
+    test.device_row_offsets = test.row_offsets;
+    for (uint32_t& offset : test.row_offsets) offset = std::min(offset, 100u);
+    FillX(test, Numbers::kPractical);
+    Run(test);
+  }
+}
+
+// If groups matter and row_offsets do not rise from 0, nothing is written.
+void RunUnordered(const TokenFormat& format) {
+  if (format.layouts[0] != ScalesLayout::kAtoms) return;
+  for (const std::vector<uint32_t>& given :
+       {std::vector<uint32_t>{1, 40, 100}, {0, 90, 40}, {0, 4000000000, 130}, {7, 7, 7}}) {
+    Case test = MakeCase(format, ScalesLayout::kAtoms, RowType::kBFloat16, 512, {40, 90});
+    test.name = std::string(format.name) + ", offsets that do not rise from 0";
+    test.row_offsets = {0, 0, 0};
+    test.device_row_offsets = given;
+    FillX(test, Numbers::kPractical);
+    Run(test);
+  }
+}
+
+// A graph that writes x, then runs fused_silu twice, each call right behind what precedes it.
+cudaGraphExec_t Capture(cudaStream_t stream, const OnDevice& source, const DeviceCase& device) {
+  cudaGraph_t graph;
+  cudaGraphExec_t runnable;
+  CHECK_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+  CopyKernel<<<64, 256, 0, stream>>>(static_cast<const int4*>(source.data),
+                                     static_cast<int4*>(device.x().data),
+                                     source.size / sizeof(int4));
+  for (int i = 0; i < 2; ++i) device.Launch(stream);
+  CHECK_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+  CHECK_EQ(cudaGraphInstantiate(&runnable, graph, 0), cudaSuccess);
+  cudaGraphDestroy(graph);
+  return runnable;
+}
+
+// Replays such a graph twice.
+void RunCaptured(const TokenFormat& format) {
+  Case test = MakeCase(format, LayoutsOf(format)[0], RowType::kBFloat16, 2048, {900, 0, 130});
+  test.name = std::string(format.name) + ", captured";
+  FillX(test, Numbers::kPractical);
+  std::vector<uint8_t> out(test.call.n_rows * test.out_row_bytes, kUntouched);
+  std::vector<uint8_t> scales(test.scales_bytes, kUntouched);
+  test.RunOnHost(&out, &scales);
+
+  const OnDevice source(test.x);
+  const DeviceCase device(test);
+  cudaStream_t stream;
+  CHECK_EQ(cudaStreamCreate(&stream), cudaSuccess);
+  const cudaGraphExec_t graph = Capture(stream, source, device);
+  for (int replay = 0; replay < 2; ++replay) {
+    cudaMemsetAsync(device.x().data, 0, device.x().size, stream);
+    CHECK_EQ(cudaGraphLaunch(graph, stream), cudaSuccess);
+    CHECK_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+    const std::vector<uint8_t> got = device.ReadOut();
+    const int64_t n_used = test.row_offsets.back();
+    CHECK_EQ(std::equal(got.begin(), got.begin() + n_used * test.out_row_bytes, out.begin()), true);
+    CHECK_EQ(device.ReadScales() == scales, true);
+  }
+  cudaGraphExecDestroy(graph);
+  cudaStreamDestroy(stream);
+}
+
+void TestFormat(const TokenFormat& format) {
+  for (const RowType type : {RowType::kBFloat16, RowType::kFloat16, RowType::kFloat32}) {
+    for (const Numbers numbers : {Numbers::kBits, Numbers::kPractical}) {
+      RunAll(format, type, 1408, {3, 0, 140, 9, 0, 128}, numbers);
+      RunAll(format, type, 256, {0, 5}, numbers);
+    }
+  }
+  RunAll(format, RowType::kBFloat16, 2048, {64}, Numbers::kEveryGate);
+  RunAll(format, RowType::kFloat32, 2048, {64}, Numbers::kEveryGate);
+  RunAll(format, RowType::kBFloat16, 512, {0, 0}, Numbers::kPractical);
+  RunAll(format, RowType::kBFloat16, 1920, std::vector<uint32_t>(300, 1), Numbers::kPractical);
+  // 1342 is the most groups that need no more shared memory than the default.
+  for (const size_t n_groups : {size_t{1342}, size_t{1343}, size_t{kMaxSiluGroups}}) {
+    RunAll(format, RowType::kBFloat16, 256, std::vector<uint32_t>(n_groups, 1),
+           Numbers::kPractical);
+  }
+  for (const auto& [alpha, limit] :
+       {std::pair{-0.5f, 0.0f}, std::pair{1e30f, 3e38f}, std::pair{0.0f, 1e-3f}}) {
+    RunAll(format, RowType::kBFloat16, 2048, {64}, Numbers::kEveryGate, {true, alpha, limit});
+    RunAll(format, RowType::kFloat32, 256, {0, 5}, Numbers::kBits, {true, alpha, limit});
+  }
+  // Enough rows for rounds of full tiles, with rows left whose chunks are dealt.
+  RunAll(format, RowType::kBFloat16, 512, {5000, 0, 1, 4999, 3}, Numbers::kPractical);
+  RunAll(format, RowType::kBFloat16, 1024, {700, 4000, 130}, Numbers::kBits);
+  RunAll(format, RowType::kFloat32, 768, {2100, 2900}, Numbers::kPractical);
+  RunBeyond(format);
+  RunUnordered(format);
+  RunCaptured(format);
+}
+
+void TestBits() {
+  TestFormat(PlainFormat());
+  for (const TokenFormat& format : kTokenFormats) {
+    if (!format.is_plain()) TestFormat(format);
+  }
+  RunAll(PlainFormat(), RowType::kBFloat16, 13, {3, 4}, Numbers::kPractical);
+  RunAll(PlainFormat(), RowType::kFloat32, 6, {3, 4}, Numbers::kBits);
+  RunAll(PlainFormat(), RowType::kFloat16, 1, {700}, Numbers::kPractical);
+}
+
+}  // namespace
+}  // namespace jax_ep::p2p
+
+int main(int argc, char** argv) {
+  using namespace jax_ep::p2p;
+  int n_devices = 0;
+  if (cudaGetDeviceCount(&n_devices) != cudaSuccess || n_devices == 0) {
+    std::cout << "silu_test: no GPU" << std::endl;
+    return 1;
+  }
+  CHECK_EQ(LoadSiluKernels(), cudaSuccess);
+  if (argc < 2 || std::string(argv[1]) != "speed") {
+    TestArithmetic();
+    TestBits();
+    std::cout << "silu_test: all bits are the host's" << std::endl;
+  }
+  SiluBench().Run();
+}
