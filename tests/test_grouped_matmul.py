@@ -100,6 +100,37 @@ def test_gradients_match_float64(sizes, dtype, transposed):
         assert end > first or not np.asarray(grad_weights[group]).any(), "an empty group"
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("begin, end", [(1, 4), (0, 2), (2, 5), (1, 2), (3, 3)])
+def test_a_slice_of_the_groups_has_their_products_and_gradients(begin, end, dtype):
+    """As an adapter of some experts needs it; rows of others are not in use, and may be NaN."""
+    rows, weights, offsets = make_operands([3, 17, 0, 140, 64], dtype)
+    chosen, matrices = offsets[begin : end + 1], weights[begin:end]
+    first, last = int(chosen[0]), int(chosen[-1])
+    others = np.ones(len(rows), bool)
+    others[first:last] = False
+    rows = jnp.where(others[:, None], jnp.nan, rows)
+
+    @jax.jit
+    def run_with_gradients(rows, matrices):
+        product, pull = jax.vjp(lambda *x: jax_ep.grouped_matmul(*x, chosen), rows, matrices)
+        return product, *pull(jnp.where(others[:, None], jnp.nan, product))
+
+    with jax.default_matmul_precision("float32"):
+        got, grad_rows, grad_matrices = run_with_gradients(rows, matrices)
+    if first == last:
+        assert not np.asarray(grad_rows).any()
+        return
+    wanted, magnitudes = reference(rows, matrices, chosen)
+    assert_close(got[first:last], wanted, magnitudes, dtype)
+    wanted, magnitudes = reference(got, matrices, chosen, transposed=True)
+    assert_close(grad_rows[first:last], wanted, magnitudes, dtype)
+    assert not np.asarray(grad_rows)[others].any(), "rows of other groups"
+    for i, span in enumerate(zip(chosen[:-1], chosen[1:], strict=True)):
+        left, right = (np.asarray(x[slice(*span)], np.float64) for x in (rows, got))
+        assert_close(grad_matrices[i], left.T @ right, abs(left).T @ abs(right), dtype)
+
+
 @pytest.mark.parametrize("transposed", [False, True], ids=["plain", "transposed"])
 def test_derivatives_match_finite_differences(transposed):
     rows, weights, offsets = make_operands([3, 0, 5], "float32", transposed, spare=0, h=4, n=3)

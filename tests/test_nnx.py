@@ -10,6 +10,7 @@ from flax import nnx
 from jax import P
 
 import jax_ep
+from jax_ep.nnx import ExpertCodes
 from jax_ep.router import RouterConfig
 from nnx_layers import (
     LENGTH,
@@ -211,3 +212,35 @@ def test_tokens_may_travel_in_fp8(fp8_matmuls, transport):
     assert_close(output, dense_output, 0.1)
     for param, grad in nnx.to_pure_dict(grads).items():
         assert_close(grad, wanted[param], 0.15)
+
+
+def test_experts_quantized_once_give_the_same_bits(transport):
+    options = {"fp8_matmuls": True, "expert_bias": True}
+    config = {"token_format": jax_ep.BlockwiseFP8(), "combine_dtype": jnp.bfloat16}
+    layer = make_layer(transport, config=config, **options)
+    run = nnx.jit(lambda layer, tokens: layer(tokens)[0])
+    wanted = run(layer, make_tokens())
+    layer.quantize_experts()
+    for name in ("gate_up", "down"):
+        codes = getattr(layer, name)
+        assert isinstance(codes, ExpertCodes) and codes.dtype == jnp.float8_e4m3fn
+        assert codes.sharding.spec[0] == "ep", "each rank has its own experts' codes"
+    np.testing.assert_array_equal(run(layer, make_tokens()), wanted)
+    grads = nnx.grad(lambda layer: layer(make_tokens())[0].sum())(layer)
+    assert "gate_up" not in grads and np.asarray(grads["router"][...]).any()
+    with pytest.raises(ValueError, match=r"quantize_experts: .* must not be codes already"):
+        layer.quantize_experts()
+
+
+def test_own_experts_take_the_place_of_expert_mlp(transport):
+    calls = []
+
+    def twice(dispatched, gate_up, down, **options):
+        calls.append(options)
+        return 2 * jax_ep.expert_mlp(dispatched, gate_up, down, **options)
+
+    layer = make_layer(transport)
+    own = make_layer(transport, expert_fn=twice)
+    run = nnx.jit(lambda layer, tokens: layer(tokens)[0])
+    np.testing.assert_array_equal(run(own, make_tokens()), 2 * run(layer, make_tokens()))
+    assert calls[0].keys() == {"gate_up_bias", "down_bias", "interleaved", "clamp"}

@@ -45,15 +45,17 @@ def grouped_matmul(
     Args:
         rows: `[C, H]`, or codes as `dispatch` and `fused_silu` give them for `BlockwiseFP8`.
         weights: `[L, H, N]`, in the dtype of `rows`; or `quantize_weights(...)` for codes.
-        row_offsets: `uint32[L + 1]`, as in `Dispatched`: non-decreasing, from 0 to at most C.
-            Otherwise, the result is unspecified.
+        row_offsets: `uint32[L + 1]`, as in `Dispatched`: non-decreasing, at most C; otherwise, the
+            result is unspecified. For the groups from i to j alone, such as those that have an
+            adapter, pass `row_offsets[i : j + 1]` and weights `[j - i, ...]`.
         transposed: whether `weights` is `[L, N, H]`; not for `QuantizedWeights`, which knows.
         dtype: of the result: the dtype of `rows` (None) or float32; of codes, bfloat16. The
             gradient multiplies in the dtype of `rows`, to which it rounds the cotangent.
         token_format: of codes; None is `BlockwiseFP8()`.
 
     Returns:
-        `[C, N]`. Rows from `row_offsets[-1]` on are unspecified, and zero in gradients.
+        `[C, N]`. Rows before `row_offsets[0]` and from `row_offsets[-1]` on are unspecified, and
+        zero in gradients.
 
     Raises:
         TypeError: codes are multiplied by numbers, or numbers by codes. While tracing.

@@ -175,8 +175,10 @@ def _by_ragged_dot(*operands: jax.Array, matmul: Matmul) -> list[jax.Array]:
     """`jax.lax`'s own, which takes no account of rows that are not in use."""
     lhs, rhs, row_offsets = _dequantized(jnp.bfloat16, operands)
     row_offsets = _inside(row_offsets, lhs)
-    sizes = jnp.diff(row_offsets.astype(jnp.int32))
-    in_use = (jnp.arange(lhs.shape[0], dtype=jnp.uint32) < row_offsets[-1])[:, None]
+    rows = jnp.arange(lhs.shape[0], dtype=jnp.uint32)
+    in_use = ((rows >= row_offsets[0]) & (rows < row_offsets[-1]))[:, None]
+    # Rows before the first group count as its own, and are zero.
+    sizes = jnp.diff(row_offsets.astype(jnp.int32).at[0].set(0))
     lhs = jnp.where(in_use, lhs, jnp.zeros((), lhs.dtype))
     if matmul.form == MatmulForm.ROWS:
         rhs = jnp.where(in_use, rhs, jnp.zeros((), rhs.dtype))

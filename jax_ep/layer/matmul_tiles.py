@@ -25,7 +25,7 @@ def rows_by_weights(
     Args:
         rows: `[C, K]`, floating point. Unused rows may hold NaN.
         weights: `[L, K, N]`; `[L, N, K]` if `transposed`.
-        row_offsets: `uint32[L + 1]`, non-decreasing, from 0 to at most C.
+        row_offsets: `uint32[L + 1]`, non-decreasing, at most C.
         transposed: whether the weights are stored transposed.
         dtype: of the result, accumulated in float32 and rounded once.
 
@@ -72,7 +72,7 @@ def rows_by_rows(
     Args:
         lhs: `[C, K]`, floating point. Unused rows may hold NaN.
         rhs: `[C, N]`, like `lhs`.
-        row_offsets: `uint32[L + 1]`, non-decreasing, from 0 to at most C.
+        row_offsets: `uint32[L + 1]`, non-decreasing, at most C.
         dtype: of the result, accumulated in float32 and rounded once.
 
     Returns:

@@ -8,5 +8,6 @@ else:
     del _flax_nnx
 
 from jax_ep.nnx.forward import MoEReport as MoEReport
+from jax_ep.nnx.moe import ExpertCodes as ExpertCodes
 from jax_ep.nnx.moe import MoE as MoE
 from jax_ep.nnx.moe import RouterBias as RouterBias

@@ -39,6 +39,26 @@ def check_rngs(rngs: Any) -> None:
         raise TypeError(f"rngs must be an nnx.Rngs, such as nnx.Rngs(0); got {rngs!r}.")
 
 
+def check_callable(name: str, given: Any) -> Any:
+    """Requires a function or None."""
+    if given is not None and not callable(given):
+        raise TypeError(f"{name} must be a function or None; got {given!r}.")
+    return given
+
+
+def check_quantizable(layer: Any) -> None:
+    """Requires experts that `MoE.quantize_experts` can replace by codes."""
+    problems = {
+        "the layer must have fp8_matmuls=True": layer.fp8_matmuls,
+        "the layer must have no fsdp_axis": not layer.fsdp_axes,
+        "the group must have no fused_shared_expert": not layer.group.config.fused_shared_expert,
+        "the experts must not be codes already": layer.gate_up_scales is None,
+    }
+    for problem, is_met in problems.items():
+        if not is_met:
+            raise ValueError(f"nnx.MoE.quantize_experts: {problem}.")
+
+
 def check_param_dtype(given: Any) -> None:
     """Requires a floating-point dtype."""
     dtype = as_dtype(given)

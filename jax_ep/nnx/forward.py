@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -10,9 +11,8 @@ from jax import lax
 
 from jax_ep.formats import Plain
 from jax_ep.group import EPGroup
-from jax_ep.layer.expert_mlp import expert_mlp
 from jax_ep.layer.fused_silu import fused_silu
-from jax_ep.layer.quantize_weights import quantize_weights
+from jax_ep.layer.quantize_weights import QuantizedWeights, quantize_weights
 from jax_ep.operands.choices import limit_choices
 from jax_ep.ops import combine, dispatch
 from jax_ep.results import Dispatched
@@ -51,6 +51,7 @@ class Forward:
     fsdp_axes: tuple[str, ...]
     balance_per_sequence: bool
     capacity_factor: float | None
+    expert_fn: Callable[..., jax.Array]
     fp8_matmuls: bool
     interleaved: bool
     clamp: tuple[float, float] | None
@@ -106,8 +107,18 @@ class Forward:
 
     def _run_experts(self, rows: Dispatched, weights: dict[str, jax.Array]) -> jax.Array:
         """The results of this rank's groups of rows; the shared expert's come first."""
-        gate_up, down = self._gather(weights["gate_up"], 1), self._gather(weights["down"], 2)
+        matrices, (of_gate_up, of_down) = self._expert_weights(weights)
+        return self.expert_fn(
+            rows, *matrices, gate_up_bias=of_gate_up, down_bias=of_down, **self._activation
+        )
+
+    def _expert_weights(self, weights: dict[str, jax.Array]) -> tuple[list[Any], list[Any]]:
+        """The matrices and the biases, or None, of gate_up and down."""
         biases = [weights.get(name) for name in ("gate_up_bias", "down_bias")]
+        if "gate_up_scales" in weights:
+            stored = [(weights[name], weights[f"{name}_scales"]) for name in ("gate_up", "down")]
+            return [QuantizedWeights(*each, None, transposed=False) for each in stored], biases
+        gate_up, down = self._gather(weights["gate_up"], 1), self._gather(weights["down"], 2)
         if self.group.config.fused_shared_expert:
             gate_up = jnp.concatenate([weights["shared_gate_up"][None], gate_up])
             down = jnp.concatenate([weights["shared_down"][None], down])
@@ -115,10 +126,7 @@ class Forward:
         matrices: list[Any] = [gate_up, down]
         if self.fp8_matmuls:
             matrices = [quantize_weights(each) for each in matrices]
-        of_gate_up, of_down = biases
-        return expert_mlp(
-            rows, *matrices, gate_up_bias=of_gate_up, down_bias=of_down, **self._activation
-        )
+        return matrices, biases
 
     def _shared_expert(self, tokens: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
         """Of all of this rank's tokens; its result has their shape."""

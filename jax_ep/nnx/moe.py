@@ -1,5 +1,6 @@
 """MoE: a Flax NNX module of a Mixture-of-Experts layer with its experts spread over a group."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,7 +10,9 @@ from jax import P
 
 from jax_ep.config import check_count
 from jax_ep.group import EPGroup, check_is_group
+from jax_ep.layer.expert_mlp import expert_mlp
 from jax_ep.layer.fused_silu import check_activation
+from jax_ep.layer.quantize_weights import quantize_weights
 from jax_ep.nnx import checks
 from jax_ep.nnx.checks import Axes
 from jax_ep.nnx.forward import Forward, MoEReport
@@ -23,6 +26,10 @@ _EXPERTS = ("gate_up", "down", "gate_up_bias", "down_bias", "shared_gate_up", "s
 
 class RouterBias(nnx.Variable):
     """The bias that only selects experts: state, not a parameter, so no gradient changes it."""
+
+
+class ExpertCodes(nnx.Variable):
+    """Experts' weights as e4m3 codes, or their scales: state, as no gradient reaches them."""
 
 
 class MoE(nnx.Module):
@@ -61,13 +68,17 @@ class MoE(nnx.Module):
             in addition, along H. They are gathered for each use, in the dtype of the
             matmuls, and their gradients reduce-scattered. Of `token_axes`, not the group's.
         fp8_matmuls: whether experts multiply in FP8; needs the token format `BlockwiseFP8`.
+            Each call quantizes the weights, unless `quantize_experts` has done it once.
+        expert_fn: what a rank calls in place of `jax_ep.expert_mlp` (None), with the same
+            arguments: `(dispatched, gate_up, down, *, gate_up_bias, down_bias, interleaved,
+            clamp)` to the results `[C, H]`, inside `jax.shard_map`.
         kernel_init: initializer of every matrix `[n_in, n_out]`; None is `lecun_normal`.
         param_dtype: dtype of the parameters. Experts multiply in `config.combine_dtype`, the
             router in float32.
         rngs: the stream `params` is used.
 
     Raises:
-        TypeError: `group`, `router` or `rngs` is something else.
+        TypeError: `group`, `router`, `expert_fn` or `rngs` is something else.
         ValueError: the router does not fit the experts, `shared_size` not the fused shared
             expert, or axes not the group; or another argument has a value that it cannot have.
 
@@ -78,6 +89,7 @@ class MoE(nnx.Module):
         down: `nnx.Param`, `[E, F, H]`.
         gate_up_bias: `nnx.Param`, `[E, 2 F]`, or None.
         down_bias: `nnx.Param`, `[E, H]`, or None.
+        gate_up_scales, down_scales: None, or after `quantize_experts`, `ExpertCodes`.
         shared_gate_up: `nnx.Param`, `[H, 2 S]`, of the shared expert, or None.
         shared_down: `nnx.Param`, `[S, H]`, or None.
         router_bias: `RouterBias`, `float32[E]`, or None.
@@ -102,6 +114,7 @@ class MoE(nnx.Module):
         token_axes: Axes = None,
         fsdp_axis: Axes = None,
         fp8_matmuls: bool = False,
+        expert_fn: Callable[..., jax.Array] | None = None,
         kernel_init: nnx.Initializer | None = None,
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
@@ -125,6 +138,8 @@ class MoE(nnx.Module):
         self.capacity_factor = checks.check_factor(capacity_factor)
         self.token_axes = checks.check_token_axes(group, token_axes)
         self.fsdp_axes = checks.check_fsdp_axes(group, self.token_axes, fsdp_axis)
+        self.expert_size = expert_size
+        self.expert_fn = checks.check_callable("expert_fn", expert_fn) or expert_mlp
         self.fp8_matmuls = fp8_matmuls
         self.interleaved = interleaved
         self.clamp = check_activation("nnx.MoE", interleaved, clamp)
@@ -140,6 +155,8 @@ class MoE(nnx.Module):
         sizes = 2 * expert_size, size
         biases = [create.bias((n_experts, n), axis, None) if expert_bias else None for n in sizes]
         self.gate_up_bias, self.down_bias = biases
+        self.gate_up_scales: ExpertCodes | None = nnx.data(None)
+        self.down_scales: ExpertCodes | None = nnx.data(None)
         self.router_bias = RouterBias(create.zeros((n_experts,), None)) if router_bias else None
 
     def __call__(
@@ -173,6 +190,7 @@ class MoE(nnx.Module):
             fsdp_axes=self.fsdp_axes,
             balance_per_sequence=self.balance_per_sequence,
             capacity_factor=self.capacity_factor,
+            expert_fn=self.expert_fn,
             fp8_matmuls=self.fp8_matmuls,
             interleaved=self.interleaved,
             clamp=self.clamp,
@@ -181,7 +199,8 @@ class MoE(nnx.Module):
         specs = {name: P() for name in weights}
         specs["gate_up"] = P(group.axis_name, self.fsdp_axes or None)
         specs["down"] = P(group.axis_name, None, self.fsdp_axes or None)
-        by_expert = {name: P(group.axis_name) for name in ("gate_up_bias", "down_bias")}
+        names = "gate_up_bias", "down_bias", "gate_up_scales", "down_scales"
+        by_expert = {name: P(group.axis_name) for name in names}
         specs |= {name: spec for name, spec in by_expert.items() if name in weights}
         report = MoEReport(*[everywhere] * len(MoEReport._fields))
         layer = jax.shard_map(
@@ -209,6 +228,29 @@ class MoE(nnx.Module):
             )
         self.router_bias[...] = update_bias(self.router_bias[...], expert_load, rate)
 
+    def quantize_experts(self) -> None:
+        """Replaces the experts' matrices by codes, for inference with `fp8_matmuls`.
+
+        `gate_up` becomes `ExpertCodes`, float8_e4m3fn `[E, 2 F, H]`, with `gate_up_scales`,
+        `float32[E, 2 F / 128, H / 128]`; `down` alike, `[E, H, F]`: what `jax_ep.quantize_weights`
+        makes of them, so that calls give the same bits as before. A quarter of the memory of
+        float32 parameters; no gradient reaches them.
+
+        Raises:
+            ValueError: the layer has no `fp8_matmuls`, has an `fsdp_axis` or a fused shared
+                expert, or its experts are codes already.
+        """
+        checks.check_quantizable(self)
+        dtype, sharding = self.group.config.combine_dtype, P(self.group.axis_name)
+        place = jax.sharding.NamedSharding(self.group.mesh, sharding)
+        for name in ("gate_up", "down"):
+            quantized = jax.jit(
+                lambda x: quantize_weights(x.astype(dtype), differentiable=False),
+                out_shardings=place,
+            )(getattr(self, name)[...])
+            setattr(self, name, ExpertCodes(quantized.codes))
+            setattr(self, f"{name}_scales", ExpertCodes(quantized.scales))
+
     def _check_call(self, tokens: jax.Array, mask: jax.Array | None) -> None:
         """Requires a group that the parameters fit, and tokens that the mesh's shards divide."""
         checks.check_outside_shard_map()
@@ -229,7 +271,7 @@ class MoE(nnx.Module):
                 f"{list(self.router.shape)}; got {list(shape)}."
             )
         checks.check_token_axes(self.group, self.token_axes)
-        expert_size, shared = self.down.shape[1], self.shared_down
+        expert_size, shared = self.expert_size, self.shared_down
         if config.fused_shared_expert:
             checks.check_fused_size(expert_size, None if shared is None else shared.shape[0])
         checks.check_formats(self.group, expert_size if self.fp8_matmuls else None)
@@ -239,7 +281,12 @@ class MoE(nnx.Module):
         dtypes = dict.fromkeys(_EXPERTS, self.group.config.combine_dtype)
         dtypes |= dict.fromkeys(_ROUTER, jnp.float32)
         params = {name: getattr(self, name) for name in dtypes}
-        weights = {name: x[...].astype(dtypes[name]) for name, x in params.items() if x is not None}
-        if self.router_bias is not None:
-            weights["router_bias"] = self.router_bias[...]
+        weights = {
+            name: x[...] if isinstance(x, ExpertCodes) else x[...].astype(dtypes[name])
+            for name, x in params.items()
+            if x is not None
+        }
+        for name in ("router_bias", "gate_up_scales", "down_scales"):
+            if getattr(self, name) is not None:
+                weights[name] = getattr(self, name)[...]
         return weights

@@ -45,8 +45,10 @@ __device__ inline void ZeroUnwritten(const MatmulCall& call) {
       Zero(out + group * call.k * row_bytes, call.k * row_bytes);
     }
   } else if (call.zeroes_unused) {
-    const int64_t n_used = min(int64_t{call.row_offsets[call.n_groups]}, call.n_rows);
-    Zero(out + n_used * row_bytes, (call.n_rows - n_used) * row_bytes);
+    const int64_t first = min(int64_t{call.row_offsets[0]}, call.n_rows);
+    const int64_t end = min(int64_t{call.row_offsets[call.n_groups]}, call.n_rows);
+    Zero(out, first * row_bytes);
+    Zero(out + end * row_bytes, (call.n_rows - end) * row_bytes);
   }
 }
 
