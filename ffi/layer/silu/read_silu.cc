@@ -3,6 +3,8 @@
 #include <optional>
 #include <string>
 
+#include "xla/attributes.h"
+
 namespace jax_ep {
 namespace {
 

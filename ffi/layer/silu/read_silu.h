@@ -1,14 +1,27 @@
 // XLA's buffers and attributes -> SiluCall, for the handlers of both platforms.
 #pragma once
 
+#include <string_view>
 #include <utility>
 
 #include "core/status.h"
 #include "layer/silu/silu_call.h"
-#include "xla/attributes.h"
 #include "xla/buffers.h"
+#include "xla/ffi/api/ffi.h"
 
 namespace jax_ep {
+
+// By the names that Python sets. Strings point into XLA's call frame.
+struct SiluAttributes {
+  std::string_view token_format;
+  std::string_view scales_layout;
+  bool interleaved;
+  bool clamped;
+  float alpha;
+  float limit;
+
+  Activation activation() const { return {clamped, alpha, limit}; }
+};
 
 // Operands: x [C, 2 F], row_offsets [L + 1], input_scales? [L]. Results: the rows, scales?.
 // `attributes` must outlive the call.
@@ -22,3 +35,10 @@ auto WithSiluOperands(Binding binding) {
 }
 
 }  // namespace jax_ep
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_ep::SiluAttributes,
+                                      StructMember<std::string_view>("token_format"),
+                                      StructMember<std::string_view>("scales_layout"),
+                                      StructMember<bool>("interleaved"),
+                                      StructMember<bool>("clamped"), StructMember<float>("alpha"),
+                                      StructMember<float>("limit"));
