@@ -1,7 +1,8 @@
-// The XLA FFI handlers for platform "cpu": the host transport's, and fused_silu.
+// The XLA FFI handlers of the host transport, for platform "cpu".
 #pragma once
 
 #include "xla/ffi/api/ffi.h"
+#include "xla/target.h"
 
 namespace jax_ep {
 
@@ -10,6 +11,7 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(HostInstantiateCombine);  // and the backward of 
 XLA_FFI_DECLARE_HANDLER_SYMBOL(HostDispatch);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(HostCombine);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(HostCombineGrad);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(HostFusedSilu);
+
+void AddHostTargets(Targets* targets);
 
 }  // namespace jax_ep

@@ -5,7 +5,7 @@
 #include "cuda/combine/combine.h"
 #include "cuda/handlers/combine_call.h"
 #include "cuda/handlers/handler.h"
-#include "cuda/handlers/handlers.h"
+#include "internode/handlers/handlers.h"
 #include "internode/handlers/read_rail.h"
 #include "internode/nvshmem/world.h"
 #include "internode/plan/rail_combine_call.h"

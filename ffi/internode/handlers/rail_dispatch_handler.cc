@@ -5,7 +5,7 @@
 #include "cuda/dispatch/dispatch.h"
 #include "cuda/handlers/dispatch_call.h"
 #include "cuda/handlers/handler.h"
-#include "cuda/handlers/handlers.h"
+#include "internode/handlers/handlers.h"
 #include "internode/handlers/rail_dispatch.h"
 #include "internode/handlers/read_rail.h"
 #include "internode/nvshmem/world.h"

@@ -2,7 +2,7 @@
 // needs, before a dispatch inside the node.
 
 #include "cuda/handlers/handler.h"
-#include "cuda/handlers/handlers.h"
+#include "internode/handlers/handlers.h"
 #include "internode/handlers/read_rail.h"
 #include "internode/nvshmem/world.h"
 

@@ -1,7 +1,7 @@
 // The handler of an exchange of rows between nodes.
 
 #include "cuda/handlers/handler.h"
-#include "cuda/handlers/handlers.h"
+#include "internode/handlers/handlers.h"
 #include "internode/handlers/read_rail.h"
 #include "internode/nvshmem/world.h"
 #include "xla/buffers.h"

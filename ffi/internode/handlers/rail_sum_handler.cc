@@ -4,7 +4,7 @@
 #include <string>
 
 #include "cuda/handlers/handler.h"
-#include "cuda/handlers/handlers.h"
+#include "internode/handlers/handlers.h"
 #include "internode/handlers/read_rail.h"
 #include "internode/nvshmem/world.h"
 #include "internode/plan/rail_sum_call.h"

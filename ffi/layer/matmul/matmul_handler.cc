@@ -1,8 +1,8 @@
 // XLA FFI -> LaunchMatmul.
 
 #include "cuda/handlers/handler.h"
-#include "cuda/handlers/handlers.h"
 #include "layer/matmul/kernels.h"
+#include "layer/matmul/matmul_targets.h"
 #include "layer/matmul/read_matmul.h"
 
 namespace jax_ep::p2p {
@@ -26,3 +26,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaMatmul, jax_ep::p2p::MatmulImpl,
                                   .RemainingRets()
                                   .Attrs<jax_ep::MatmulAttributes>(),
                               {xla::ffi::Traits::kCmdBufferCompatible});
+
+namespace jax_ep {
+
+void AddMatmulTargets(Targets* targets) {
+  targets->push_back({"jax_ep_grouped_matmul", CudaMatmul});
+}
+
+}  // namespace jax_ep

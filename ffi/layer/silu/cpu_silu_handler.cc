@@ -6,10 +6,10 @@
 #include <utility>
 
 #include "cpu/guard.h"
-#include "cpu/handlers.h"
 #include "cpu/rendezvous.h"
 #include "layer/silu/cpu_silu.h"
 #include "layer/silu/read_silu.h"
+#include "layer/silu/silu_targets.h"
 #include "xla/error.h"
 
 namespace jax_ep {
@@ -40,5 +40,9 @@ ffi::Error FusedSiluImpl(ffi::RunId run, ffi::ThreadPool threads, ffi::Remaining
 JAX_EP_DEFINE_HANDLER_SYMBOL(
     HostFusedSilu, "fused_silu", FusedSiluImpl,
     WithSiluOperands(ffi::Ffi::Bind().Ctx<ffi::RunId>().Ctx<ffi::ThreadPool>()));
+
+void AddHostSiluTargets(Targets* targets) {
+  targets->push_back({"jax_ep_fused_silu", HostFusedSilu});
+}
 
 }  // namespace jax_ep

@@ -3,9 +3,9 @@
 #include <string>
 
 #include "cuda/handlers/handler.h"
-#include "cuda/handlers/handlers.h"
 #include "layer/silu/cuda_silu.h"
 #include "layer/silu/read_silu.h"
+#include "layer/silu/silu_targets.h"
 
 namespace jax_ep::p2p {
 namespace {
@@ -30,3 +30,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
     CudaFusedSilu, jax_ep::p2p::FusedSiluImpl,
     jax_ep::WithSiluOperands(xla::ffi::Ffi::Bind().Ctx<xla::ffi::PlatformStream<cudaStream_t>>()),
     {xla::ffi::Traits::kCmdBufferCompatible});
+
+namespace jax_ep {
+
+void AddCudaSiluTargets(Targets* targets) {
+  targets->push_back({"jax_ep_fused_silu", CudaFusedSilu});
+}
+
+}  // namespace jax_ep
