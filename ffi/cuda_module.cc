@@ -13,6 +13,7 @@
 #include "cuda/group/failure_text.h"
 #include "cuda/group/registry.h"
 #include "cuda/handlers/handlers.h"
+#include "layer/silu/cuda_silu.h"
 #include "layer/silu/silu_targets.h"
 #include "rank_stats_dict.h"
 #include "target_dict.h"
@@ -210,6 +211,7 @@ NB_MODULE(_ffi_cuda, module) {
   module.def("cuda_versions", &CudaVersions,
              "CUDA driver and runtime as 1000 * major + 10 * minor; 0 if there is none.");
   module.def("host_identity", &HostIdentity, "A string that identifies this host.");
+  Registry::Instance().LoadWithGroups({"fused_silu", LoadSiluKernels});
   DefineSetup(module);
   DefineQueries(module);
 #ifdef JAX_EP_NVSHMEM

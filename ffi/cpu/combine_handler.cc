@@ -19,7 +19,7 @@ FutureOrError CombineImpl(Runtime runtime, CallSite* site, ffi::RunId run, int32
   args->mode = site->mode;
   Status status = FindCaller(call, *args);
   if (status.ok()) {
-    status = ReadCombine(args->sizes(), Handle::kDstRows, site->mode, /*n_nodes=*/1,
+    status = ReadCombine(args->sizes(), Handle::kDstRows, site->mode, /*n_parts=*/1,
                          BufferList(operands), BufferList(results), args.get());
   }
   if (status.ok()) status = CheckCoordinate(call, *args->coordinate, *args);

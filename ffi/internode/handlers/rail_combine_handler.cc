@@ -50,9 +50,8 @@ cudaError_t Launch(const Caller& caller, cudaStream_t stream, rail::RailCombineC
     if (error != cudaSuccess) return error;
   }
   const ReturnSize size{combine.row_vectors, /*reduce=*/true, combine.row_scalars != nullptr};
-  const bool fits =
-      caller.member.group->PlanReturning(caller.config(), caller.member.rank, size, rail::kBlocks,
-                                         call->rail.n_nodes, &call->combine.call);
+  const bool fits = PlanCombineSend(ResourcesOf(caller), size, rail::kBlocks, call->rail.n_nodes,
+                                    &call->combine.call);
   return fits && world.can_overlap() ? world.Fork(stream, launch) : launch(stream);
 }
 

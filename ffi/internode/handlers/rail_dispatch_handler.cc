@@ -67,8 +67,8 @@ bool PlanOverlap(const Caller& caller, RailDispatch* call) {
   const auto as_int = [](int64_t n) { return static_cast<int32_t>(n); };
   const int64_t n_ranges = rail.n_nodes * rail::RangesPerNode(rail.n_nodes);
   if (!rail::World::Instance().can_overlap() ||
-      !caller.member.group->PlanArriving(caller.config(), caller.member.rank, dispatch.size,
-                                         rail::kBlocks, as_int(n_ranges), &dispatch.call)) {
+      !PlanDispatchOfArriving(ResourcesOf(caller), dispatch.size, rail::kBlocks, as_int(n_ranges),
+                              &dispatch.call)) {
     return false;
   }
   rail.skips_own = true;

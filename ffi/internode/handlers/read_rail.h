@@ -11,6 +11,11 @@ namespace jax_ep::p2p {
 // The caller's rail, as the first fields of `call`.
 Status FindRail(const Caller& caller, rail::RailCall* call);
 
+// What its calls may use.
+inline RankResources ResourcesOf(const Caller& caller) {
+  return caller.member.group->ResourcesOf(caller.config(), caller.member.rank);
+}
+
 // Reads rows: an operand `[n_rows, ...]`, or `[N * n_rows, ...]` if it has a part for each node,
 // and its result `[N * n_rows, ...]`. `call` has the number of rows.
 Status ReadRows(const ffi::AnyBuffer* from, const ffi::AnyBuffer* to, bool by_node,
