@@ -1,4 +1,4 @@
-// Places the scales of rows in the output of dispatch or fused_silu, in any layout.
+// Places the scales of rows in an output, in any layout.
 #pragma once
 
 #include <cstdint>
