@@ -43,9 +43,9 @@ void Raise(const Status& status) {
 nb::dict MakeTargets() {
   Targets targets;
   AddTargets(&targets);
-  AddCudaSiluTargets(&targets);
+  silu::AddCudaTargets(&targets);
 #ifdef JAX_EP_CUTLASS
-  AddMatmulTargets(&targets);
+  matmul::AddTargets(&targets);
 #endif
 #ifdef JAX_EP_NVSHMEM
   rail::AddTargets(&targets);
@@ -211,7 +211,7 @@ NB_MODULE(_ffi_cuda, module) {
   module.def("cuda_versions", &CudaVersions,
              "CUDA driver and runtime as 1000 * major + 10 * minor; 0 if there is none.");
   module.def("host_identity", &HostIdentity, "A string that identifies this host.");
-  Registry::Instance().LoadWithGroups({"fused_silu", LoadSiluKernels});
+  Registry::Instance().LoadWithGroups({"fused_silu", silu::LoadSiluKernels});
   DefineSetup(module);
   DefineQueries(module);
 #ifdef JAX_EP_NVSHMEM

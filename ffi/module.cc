@@ -24,15 +24,15 @@ namespace {
 
 nb::dict MakeTargets() {
   Targets targets;
-  AddHostTargets(&targets);
-  AddHostSiluTargets(&targets);
+  host::AddTargets(&targets);
+  silu::AddHostTargets(&targets);
   return ToDict(targets);
 }
 
 // Strings and lists are converted in the functions, not in nanobind's casters: these end the
 // process if memory runs out.
-std::vector<Device> ToDevices(const nb::list& tuples) {
-  std::vector<Device> devices;
+std::vector<host::Device> ToDevices(const nb::list& tuples) {
+  std::vector<host::Device> devices;
   for (const nb::handle tuple : tuples) {
     const auto at = [&](size_t i) { return nb::cast<int64_t>(tuple[i]); };
     devices.push_back({at(0), {at(1), at(2)}});
@@ -47,15 +47,15 @@ void OpenGroup(const char* key, int64_t n_ranks, int64_t n_ranks_per_node, int64
                const nb::list& devices) {
   const GroupSizes sizes{n_ranks,     n_groups,        n_choices,     max_tokens_per_rank,
                          hidden_size, max_recv_tokens, n_source_nodes};
-  const HostGroupConfig config{sizes,       n_ranks_per_node, row_alignment,
-                               token_bytes, timeout_s,        late_hint};
-  const Status status = HostGroups::Instance().Open(key, config, ToDevices(devices));
+  const host::HostGroupConfig config{sizes,       n_ranks_per_node, row_alignment,
+                                     token_bytes, timeout_s,        late_hint};
+  const Status status = host::HostGroups::Instance().Open(key, config, ToDevices(devices));
   if (status.code == Code::kResourceExhausted) throw std::runtime_error(status.message);
   if (!status.ok()) throw std::invalid_argument(status.message);
 }
 
-std::shared_ptr<HostGroup> FindGroup(const char* key) {
-  auto group = HostGroups::Instance().Find(key);
+std::shared_ptr<host::HostGroup> FindGroup(const char* key) {
+  auto group = host::HostGroups::Instance().Find(key);
   if (group == nullptr) throw std::invalid_argument(std::string("group ") + key + " is not open");
   return group;
 }
@@ -71,8 +71,8 @@ NB_MODULE(_ffi, module) {
              "Opens a group. token_bytes is the size of a token as it travels; late_hint ends the "
              "error of ranks that waited too long; devices are (ordinal, replica, rank).");
   module.def(
-      "close_group", [](const char* key) { HostGroups::Instance().Close(key); }, nb::arg("key"),
-      "Undoes one open_group; the last one forgets the group.");
+      "close_group", [](const char* key) { host::HostGroups::Instance().Close(key); },
+      nb::arg("key"), "Undoes one open_group; the last one forgets the group.");
   module.def(
       "stats",
       [](const char* key, int64_t replica, int64_t rank) {

@@ -8,7 +8,7 @@
 #include "cpu/handlers.h"
 #include "xla/read_operands.h"
 
-namespace jax_ep {
+namespace jax_ep::host {
 namespace {
 
 FutureOrError CombineImpl(Runtime runtime, CallSite* site, ffi::RunId run, int32_t ordinal,
@@ -35,4 +35,4 @@ FutureOrError CombineImpl(Runtime runtime, CallSite* site, ffi::RunId run, int32
 
 JAX_EP_DEFINE_HANDLER_SYMBOL(HostCombine, Operation::kCombine, CombineImpl, BindHostCall());
 
-}  // namespace jax_ep
+}  // namespace jax_ep::host

@@ -2,7 +2,7 @@
 
 #include "cpu/call_site.h"
 
-namespace jax_ep {
+namespace jax_ep::host {
 namespace {
 
 // A handler that first registers the type of its state, `CallSite`, when XLA asks for its metadata,
@@ -24,7 +24,7 @@ XLA_FFI_Error* WithCallSiteType(XLA_FFI_CallFrame* frame) {
 
 }  // namespace
 
-void AddHostTargets(Targets* targets) {
+void AddTargets(Targets* targets) {
   XLA_FFI_Handler* const instantiate_dispatch = WithCallSiteType<HostInstantiateDispatch>;
   XLA_FFI_Handler* const instantiate_combine = WithCallSiteType<HostInstantiateCombine>;
   targets->push_back({"jax_ep_dispatch", HostDispatch, instantiate_dispatch});
@@ -32,4 +32,4 @@ void AddHostTargets(Targets* targets) {
   targets->push_back({"jax_ep_combine_grad", HostCombineGrad, instantiate_combine});
 }
 
-}  // namespace jax_ep
+}  // namespace jax_ep::host

@@ -4,7 +4,7 @@
 #include "xla/ffi/api/ffi.h"
 #include "xla/target.h"
 
-namespace jax_ep {
+namespace jax_ep::host {
 
 XLA_FFI_DECLARE_HANDLER_SYMBOL(HostInstantiateDispatch);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(HostInstantiateCombine);  // and the backward of combine
@@ -12,6 +12,6 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(HostDispatch);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(HostCombine);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(HostCombineGrad);
 
-void AddHostTargets(Targets* targets);
+void AddTargets(Targets* targets);
 
-}  // namespace jax_ep
+}  // namespace jax_ep::host

@@ -6,7 +6,7 @@
 
 #include "core/scales_layout.h"
 
-namespace jax_ep {
+namespace jax_ep::host {
 
 struct Scales {
   ScalesLayout layout = ScalesLayout::kNone;
@@ -30,4 +30,4 @@ struct Scales {
   std::vector<int64_t> first_block_;  // [n_groups]
 };
 
-}  // namespace jax_ep
+}  // namespace jax_ep::host

@@ -3,8 +3,8 @@
 
 #include "xla/target.h"
 
-namespace jax_ep {
+namespace jax_ep::matmul {
 
-void AddMatmulTargets(Targets* targets);
+void AddTargets(Targets* targets);
 
-}  // namespace jax_ep
+}  // namespace jax_ep::matmul

@@ -7,7 +7,7 @@
 #include "xla/enum_attribute.h"
 #include "xla/ffi/api/ffi.h"
 
-namespace jax_ep {
+namespace jax_ep::matmul {
 
 // By the names that Python sets.
 struct MatmulAttributes {
@@ -20,9 +20,9 @@ struct MatmulAttributes {
 Status ReadMatmul(const MatmulAttributes& attributes, const BufferList& operands,
                   const BufferList& results, MatmulCall* call);
 
-}  // namespace jax_ep
+}  // namespace jax_ep::matmul
 
-JAX_EP_REGISTER_ENUM_ATTRIBUTE(::jax_ep::MatmulForm, "grouped_matmul: form", 3);
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_ep::MatmulAttributes,
-                                      StructMember<::jax_ep::MatmulForm>("form"),
+JAX_EP_REGISTER_ENUM_ATTRIBUTE(::jax_ep::matmul::MatmulForm, "grouped_matmul: form", 3);
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_ep::matmul::MatmulAttributes,
+                                      StructMember<::jax_ep::matmul::MatmulForm>("form"),
                                       StructMember<bool>("zeroes_unused"));

@@ -9,7 +9,7 @@
 #include "xla/buffers.h"
 #include "xla/ffi/api/ffi.h"
 
-namespace jax_ep {
+namespace jax_ep::silu {
 
 // By the names that Python sets. Strings point into XLA's call frame.
 struct SiluAttributes {
@@ -34,9 +34,9 @@ auto WithSiluOperands(Binding binding) {
   return std::move(binding).RemainingArgs().RemainingRets().template Attrs<SiluAttributes>();
 }
 
-}  // namespace jax_ep
+}  // namespace jax_ep::silu
 
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_ep::SiluAttributes,
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_ep::silu::SiluAttributes,
                                       StructMember<std::string_view>("token_format"),
                                       StructMember<std::string_view>("scales_layout"),
                                       StructMember<bool>("interleaved"),

@@ -3,9 +3,9 @@
 
 #include "xla/target.h"
 
-namespace jax_ep {
+namespace jax_ep::silu {
 
-void AddHostSiluTargets(Targets* targets);
-void AddCudaSiluTargets(Targets* targets);
+void AddHostTargets(Targets* targets);
+void AddCudaTargets(Targets* targets);
 
-}  // namespace jax_ep
+}  // namespace jax_ep::silu

@@ -37,7 +37,7 @@ RailLoopback::RailLoopback(const Fixture<BFloat16>& fixture, const std::string& 
     : fixture_(fixture),
       mode_(mode),
       n_tokens_(fixture.sizes.max_tokens / kNodes),
-      map_(RailExchange::Plan(kNodes, fixture.config.token_bytes)),
+      map_(rail::RailExchange::Plan(kNodes, fixture.config.token_bytes)),
       heap_(map_.bytes),
       all_(fixture.config.token_bytes * fixture.sizes.max_tokens),
       mask_(fixture.sizes.max_tokens),
