@@ -97,8 +97,9 @@ lint-types: $(VENV)/.deps
 lint-imports: $(VENV)/.deps
 	$(BIN)/lint-imports
 
-# Kernels and ffi/core do not depend on XLA or Python.
+# The folders of ffi/ follow their layers; kernels and ffi/core do not depend on XLA or Python.
 lint-includes: lint-streams
+	$(PYTHON) tools/check_layers.py
 	! grep -nE '#[[:space:]]*include[[:space:]]*[<"](xla/|nanobind/|Python\.h)' \
 	  $$(find ffi \( -name '*.cu' -o -name '*.cuh' -o -path 'ffi/core/*' \) -type f)
 

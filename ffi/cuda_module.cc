@@ -13,10 +13,18 @@
 #include "cuda/group/failure_text.h"
 #include "cuda/group/registry.h"
 #include "cuda/handlers/handlers.h"
+#include "layer/silu/cuda_silu.h"
+#include "layer/silu/silu_targets.h"
 #include "rank_stats_dict.h"
+#include "target_dict.h"
 #include "token_format_dicts.h"
 
+#ifdef JAX_EP_CUTLASS
+#include "layer/matmul/matmul_targets.h"
+#endif
+
 #ifdef JAX_EP_NVSHMEM
+#include "internode/handlers/handlers.h"
 #include "internode/nvshmem/bindings.h"
 #endif
 
@@ -32,34 +40,17 @@ void Raise(const Status& status) {
   if (!status.ok()) throw std::runtime_error(status.message);
 }
 
-nb::dict Targets() {
-  nb::dict targets;
-  const auto add = [&](const char* name, XLA_FFI_Handler* handler) {
-    targets[name] = nb::capsule(reinterpret_cast<void*>(handler));
-  };
-  add("jax_ep_dispatch", CudaDispatch);
-  add("jax_ep_combine", CudaCombine);
-  add("jax_ep_combine_grad", CudaCombineGrad);
-  add("jax_ep_fused_silu", CudaFusedSilu);
+nb::dict MakeTargets() {
+  Targets targets;
+  AddTargets(&targets);
+  silu::AddCudaTargets(&targets);
 #ifdef JAX_EP_CUTLASS
-  add("jax_ep_grouped_matmul", CudaMatmul);
+  matmul::AddTargets(&targets);
 #endif
 #ifdef JAX_EP_NVSHMEM
-  add("jax_ep_rail", CudaRail);
-  add("jax_ep_rail_combine", CudaRailCombine);
-  add("jax_ep_rail_dispatch", CudaRailDispatch);
-  add("jax_ep_rail_gather", CudaRailGather);
-  add("jax_ep_rail_sum", CudaRailSum);
+  rail::AddTargets(&targets);
 #endif
-  add("jax_ep_check", CudaCheck);
-  add("jax_ep_async_alloc", CudaAsyncAlloc);
-  add("jax_ep_dispatch_start", CudaDispatchStart);
-  add("jax_ep_dispatch_grad_start", CudaDispatchGradStart);
-  add("jax_ep_combine_start", CudaCombineStart);
-  add("jax_ep_combine_grad_start", CudaCombineGradStart);
-  add("jax_ep_wait_started", CudaWaitStarted);
-  add("jax_ep_async_done", CudaAsyncDone);
-  return targets;
+  return ToDict(targets);
 }
 
 GroupConfig MakeConfig(int64_t n_ranks, int64_t n_ranks_per_node, int64_t n_groups,
@@ -210,7 +201,7 @@ void DefineQueries(nb::module_& module) {
 
 NB_MODULE(_ffi_cuda, module) {
   module.doc() = "XLA FFI handlers of jax_ep for CUDA devices";
-  module.def("targets", &Targets, "FFI targets: name -> handler.");
+  module.def("targets", &MakeTargets, "FFI targets: name -> handler.");
   module.def("token_formats", &TokenFormatDicts, "The table of token formats, a dict per format.");
   module.def(
       "peer_access_problem",
@@ -220,6 +211,7 @@ NB_MODULE(_ffi_cuda, module) {
   module.def("cuda_versions", &CudaVersions,
              "CUDA driver and runtime as 1000 * major + 10 * minor; 0 if there is none.");
   module.def("host_identity", &HostIdentity, "A string that identifies this host.");
+  Registry::Instance().LoadWithGroups({"fused_silu", silu::LoadSiluKernels});
   DefineSetup(module);
   DefineQueries(module);
 #ifdef JAX_EP_NVSHMEM

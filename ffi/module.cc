@@ -10,10 +10,11 @@
 #include <string>
 #include <vector>
 
-#include "cpu/call_site.h"
 #include "cpu/group.h"
 #include "cpu/handlers.h"
+#include "layer/silu/silu_targets.h"
 #include "rank_stats_dict.h"
+#include "target_dict.h"
 #include "token_format_dicts.h"
 
 namespace nb = nanobind;
@@ -21,48 +22,17 @@ namespace nb = nanobind;
 namespace jax_ep {
 namespace {
 
-template <class T>
-nb::capsule Capsule(T* pointer) {
-  return nb::capsule(reinterpret_cast<void*>(pointer));
-}
-
-// A handler that first registers the type of its state, `CallSite`, when XLA asks for its metadata,
-// as it does when it registers the handler. JAX has calls for both registrations, but before there
-// is a CPU backend it queues them, and makes those of handlers first, which XLA then refuses.
-template <XLA_FFI_Handler* kHandler>
-XLA_FFI_Error* WithCallSiteType(XLA_FFI_CallFrame* frame) {
-  static const XLA_FFI_TypeInfo info = ffi::MakeTypeInfo<CallSite>();
-  const auto* const extension = frame->extension_start;  // its type has several names
-  const bool asks_for_metadata =
-      extension != nullptr && extension->type == XLA_FFI_Extension_Metadata;
-  if (asks_for_metadata) {
-    XLA_FFI_Error* error =
-        ffi::Ffi::RegisterTypeId(frame->api, "jax_ep.CallSite", &CallSite::id, &info);
-    if (error != nullptr) return error;
-  }
-  return kHandler(frame);
-}
-
-nb::dict Targets() {
-  nb::dict targets;
-  const auto add = [&](const char* name, XLA_FFI_Handler* instantiate, XLA_FFI_Handler* execute) {
-    nb::dict stages;
-    stages["instantiate"] = Capsule(instantiate);
-    stages["execute"] = Capsule(execute);
-    targets[name] = stages;
-  };
-  XLA_FFI_Handler* const instantiate_combine = WithCallSiteType<HostInstantiateCombine>;
-  add("jax_ep_dispatch", WithCallSiteType<HostInstantiateDispatch>, HostDispatch);
-  add("jax_ep_combine", instantiate_combine, HostCombine);
-  add("jax_ep_combine_grad", instantiate_combine, HostCombineGrad);
-  targets["jax_ep_fused_silu"] = Capsule(HostFusedSilu);
-  return targets;
+nb::dict MakeTargets() {
+  Targets targets;
+  host::AddTargets(&targets);
+  silu::AddHostTargets(&targets);
+  return ToDict(targets);
 }
 
 // Strings and lists are converted in the functions, not in nanobind's casters: these end the
 // process if memory runs out.
-std::vector<Device> ToDevices(const nb::list& tuples) {
-  std::vector<Device> devices;
+std::vector<host::Device> ToDevices(const nb::list& tuples) {
+  std::vector<host::Device> devices;
   for (const nb::handle tuple : tuples) {
     const auto at = [&](size_t i) { return nb::cast<int64_t>(tuple[i]); };
     devices.push_back({at(0), {at(1), at(2)}});
@@ -77,22 +47,22 @@ void OpenGroup(const char* key, int64_t n_ranks, int64_t n_ranks_per_node, int64
                const nb::list& devices) {
   const GroupSizes sizes{n_ranks,     n_groups,        n_choices,     max_tokens_per_rank,
                          hidden_size, max_recv_tokens, n_source_nodes};
-  const HostGroupConfig config{sizes,       n_ranks_per_node, row_alignment,
-                               token_bytes, timeout_s,        late_hint};
-  const Status status = HostGroups::Instance().Open(key, config, ToDevices(devices));
+  const host::HostGroupConfig config{sizes,       n_ranks_per_node, row_alignment,
+                                     token_bytes, timeout_s,        late_hint};
+  const Status status = host::HostGroups::Instance().Open(key, config, ToDevices(devices));
   if (status.code == Code::kResourceExhausted) throw std::runtime_error(status.message);
   if (!status.ok()) throw std::invalid_argument(status.message);
 }
 
-std::shared_ptr<HostGroup> FindGroup(const char* key) {
-  auto group = HostGroups::Instance().Find(key);
+std::shared_ptr<host::HostGroup> FindGroup(const char* key) {
+  auto group = host::HostGroups::Instance().Find(key);
   if (group == nullptr) throw std::invalid_argument(std::string("group ") + key + " is not open");
   return group;
 }
 
 NB_MODULE(_ffi, module) {
   module.doc() = "XLA FFI handlers of jax_ep for CPU devices";
-  module.def("targets", &Targets, "FFI targets: name -> handler, or stage -> handler.");
+  module.def("targets", &MakeTargets, "FFI targets: name -> handler, or stage -> handler.");
   module.def("open_group", &OpenGroup, nb::arg("key"), nb::arg("n_ranks"),
              nb::arg("n_ranks_per_node"), nb::arg("n_source_nodes"), nb::arg("n_groups"),
              nb::arg("n_choices"), nb::arg("hidden_size"), nb::arg("max_tokens_per_rank"),
@@ -101,8 +71,8 @@ NB_MODULE(_ffi, module) {
              "Opens a group. token_bytes is the size of a token as it travels; late_hint ends the "
              "error of ranks that waited too long; devices are (ordinal, replica, rank).");
   module.def(
-      "close_group", [](const char* key) { HostGroups::Instance().Close(key); }, nb::arg("key"),
-      "Undoes one open_group; the last one forgets the group.");
+      "close_group", [](const char* key) { host::HostGroups::Instance().Close(key); },
+      nb::arg("key"), "Undoes one open_group; the last one forgets the group.");
   module.def(
       "stats",
       [](const char* key, int64_t replica, int64_t rank) {

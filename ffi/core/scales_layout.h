@@ -1,4 +1,4 @@
-// Where the scales of C rows, n_scales per row, are in the output of dispatch and of fused_silu.
+// Where the scales of C rows, n_scales per row, are in an output.
 #pragma once
 
 #include <cstdint>

@@ -10,7 +10,7 @@
 #include "xla/attributes.h"
 #include "xla/error.h"
 
-namespace jax_ep {
+namespace jax_ep::host {
 
 ffi::TypeId CallSite::id = {};
 
@@ -41,4 +41,4 @@ JAX_EP_DEFINE_HANDLER_SYMBOL(HostInstantiateDispatch, "dispatch", MakeDispatchSi
 JAX_EP_DEFINE_HANDLER_SYMBOL(HostInstantiateCombine, "combine", MakeCombineSite,
                              ffi::Ffi::BindInstantiate().Attrs<CombineAttributes>());
 
-}  // namespace jax_ep
+}  // namespace jax_ep::host

@@ -9,7 +9,7 @@
 #include "core/formats.h"
 #include "xla/ffi/api/ffi.h"
 
-namespace jax_ep {
+namespace jax_ep::host {
 
 namespace ffi = xla::ffi;
 
@@ -21,4 +21,4 @@ struct CallSite {
   CombineMode mode{};    // of a combine or its backward
 };
 
-}  // namespace jax_ep
+}  // namespace jax_ep::host

@@ -6,7 +6,7 @@
 
 #include "cpu/parallel.h"
 
-namespace jax_ep {
+namespace jax_ep::host {
 
 // Calls body(rank, begin, end) in parallel, for token ranges that cover [0, n_tokens) of every
 // rank. `token_bytes` is the memory that one token moves: chunks are large compared with the cost
@@ -28,4 +28,4 @@ void ForTokenChunks(const Pool& pool, int64_t n_ranks, int64_t n_tokens, int64_t
   ParallelFor(is_small ? alone : pool, n_ranks * chunks_per_rank, run);
 }
 
-}  // namespace jax_ep
+}  // namespace jax_ep::host

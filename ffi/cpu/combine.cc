@@ -9,7 +9,7 @@
 #include "cpu/rows.h"
 #include "cpu/waits.h"
 
-namespace jax_ep {
+namespace jax_ep::host {
 namespace {
 
 const CombineArgs& At(const std::vector<Arrival>& arrivals, int64_t rank) {
@@ -177,4 +177,4 @@ void CombineAll(const Pool& pool, const std::vector<Arrival>& arrivals) {
   });
 }
 
-}  // namespace jax_ep
+}  // namespace jax_ep::host

@@ -8,7 +8,7 @@
 #include "cpu/rank_args.h"
 #include "cpu/rendezvous.h"
 
-namespace jax_ep {
+namespace jax_ep::host {
 
 // The handle is dst_rows.
 struct CombineArgs : RankArgs, CombineOperands {
@@ -20,4 +20,4 @@ struct CombineArgs : RankArgs, CombineOperands {
 // Once all ranks have arrived; `arrivals` by rank.
 void CombineAll(const Pool& pool, const std::vector<Arrival>& arrivals);
 
-}  // namespace jax_ep
+}  // namespace jax_ep::host

@@ -9,7 +9,7 @@
 #include "cpu/memory.h"
 #include "cpu/rows.h"
 
-namespace jax_ep {
+namespace jax_ep::host {
 namespace {
 
 const CombineGradArgs& At(const std::vector<Arrival>& arrivals, int64_t rank) {
@@ -103,4 +103,4 @@ void CombineGradAll(const Pool& pool, const std::vector<Arrival>& arrivals) {
   });
 }
 
-}  // namespace jax_ep
+}  // namespace jax_ep::host

@@ -9,7 +9,7 @@
 #include "cpu/rank_args.h"
 #include "cpu/rendezvous.h"
 
-namespace jax_ep {
+namespace jax_ep::host {
 
 struct CombineGradArgs : RankArgs, CombineGradOperands {
   int64_t NumTokens() const override { return n_tokens; }
@@ -20,4 +20,4 @@ struct CombineGradArgs : RankArgs, CombineGradOperands {
 // Once all ranks have arrived; `arrivals` by rank.
 void CombineGradAll(const Pool& pool, const std::vector<Arrival>& arrivals);
 
-}  // namespace jax_ep
+}  // namespace jax_ep::host

@@ -8,7 +8,7 @@
 #include "cpu/handlers.h"
 #include "xla/read_operands.h"
 
-namespace jax_ep {
+namespace jax_ep::host {
 namespace {
 
 FutureOrError CombineGradImpl(Runtime runtime, CallSite* site, ffi::RunId run, int32_t ordinal,
@@ -39,4 +39,4 @@ FutureOrError CombineGradImpl(Runtime runtime, CallSite* site, ffi::RunId run, i
 JAX_EP_DEFINE_HANDLER_SYMBOL(HostCombineGrad, Operation::kCombineGrad, CombineGradImpl,
                              BindHostCall());
 
-}  // namespace jax_ep
+}  // namespace jax_ep::host

@@ -8,7 +8,7 @@
 #include "cpu/handlers.h"
 #include "xla/read_operands.h"
 
-namespace jax_ep {
+namespace jax_ep::host {
 namespace {
 
 FutureOrError CombineImpl(Runtime runtime, CallSite* site, ffi::RunId run, int32_t ordinal,
@@ -19,7 +19,7 @@ FutureOrError CombineImpl(Runtime runtime, CallSite* site, ffi::RunId run, int32
   args->mode = site->mode;
   Status status = FindCaller(call, *args);
   if (status.ok()) {
-    status = ReadCombine(args->sizes(), Handle::kDstRows, site->mode, /*n_nodes=*/1,
+    status = ReadCombine(args->sizes(), Handle::kDstRows, site->mode, /*n_parts=*/1,
                          BufferList(operands), BufferList(results), args.get());
   }
   if (status.ok()) status = CheckCoordinate(call, *args->coordinate, *args);
@@ -35,4 +35,4 @@ FutureOrError CombineImpl(Runtime runtime, CallSite* site, ffi::RunId run, int32
 
 JAX_EP_DEFINE_HANDLER_SYMBOL(HostCombine, Operation::kCombine, CombineImpl, BindHostCall());
 
-}  // namespace jax_ep
+}  // namespace jax_ep::host

@@ -3,7 +3,7 @@
 #include <thread>
 #include <utility>
 
-namespace jax_ep {
+namespace jax_ep::host {
 
 Completion::~Completion() {
   if (future_ == nullptr) return;
@@ -61,4 +61,4 @@ void CompletionThreads::Run() {
   }
 }
 
-}  // namespace jax_ep
+}  // namespace jax_ep::host

@@ -10,7 +10,7 @@
 
 #include "core/status.h"
 
-namespace jax_ep {
+namespace jax_ep::host {
 
 // Why a run failed, shared by its ranks; null = it did not.
 using Failure = std::shared_ptr<const Status>;
@@ -81,4 +81,4 @@ class CompletionThreads {
   int64_t n_threads_ = 0;
 };
 
-}  // namespace jax_ep
+}  // namespace jax_ep::host

@@ -9,7 +9,7 @@
 #include "cpu/memory.h"
 #include "cpu/waits.h"
 
-namespace jax_ep {
+namespace jax_ep::host {
 namespace {
 
 DispatchArgs& At(const std::vector<Arrival>& arrivals, int64_t rank) {
@@ -181,4 +181,4 @@ void DispatchAll(const Pool& pool, const std::vector<Arrival>& arrivals) {
                  });
 }
 
-}  // namespace jax_ep
+}  // namespace jax_ep::host

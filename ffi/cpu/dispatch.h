@@ -11,7 +11,7 @@
 #include "cpu/rendezvous.h"
 #include "cpu/scales.h"
 
-namespace jax_ep {
+namespace jax_ep::host {
 
 struct DispatchArgs : RankArgs, DispatchOperands {
   int64_t NumTokens() const override { return n_tokens; }
@@ -37,4 +37,4 @@ void CountOwnChoices(DispatchArgs& args);
 // The rest, once all ranks have arrived; `arrivals` by rank.
 void DispatchAll(const Pool& pool, const std::vector<Arrival>& arrivals);
 
-}  // namespace jax_ep
+}  // namespace jax_ep::host

@@ -8,7 +8,7 @@
 #include "cpu/handlers.h"
 #include "xla/read_operands.h"
 
-namespace jax_ep {
+namespace jax_ep::host {
 namespace {
 
 FutureOrError DispatchImpl(Runtime runtime, CallSite* site, ffi::RunId run, int32_t ordinal,
@@ -32,4 +32,4 @@ FutureOrError DispatchImpl(Runtime runtime, CallSite* site, ffi::RunId run, int3
 
 JAX_EP_DEFINE_HANDLER_SYMBOL(HostDispatch, Operation::kDispatch, DispatchImpl, BindHostCall());
 
-}  // namespace jax_ep
+}  // namespace jax_ep::host

@@ -5,7 +5,7 @@
 
 #include "core/ieee_float.h"
 
-namespace jax_ep {
+namespace jax_ep::host {
 namespace {
 
 // The code of one element, in the low bits.
@@ -66,4 +66,4 @@ Encoder FindEncoder(const TokenFormat& format, RowType token_type) {
   });
 }
 
-}  // namespace jax_ep
+}  // namespace jax_ep::host

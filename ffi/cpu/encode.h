@@ -6,7 +6,7 @@
 #include "core/formats.h"
 #include "core/quantize.h"
 
-namespace jax_ep {
+namespace jax_ep::host {
 
 // Writes the codes and, one after the other, the scales of a token [hidden_size].
 using Encoder = void (*)(const void* token, int64_t hidden_size, InputScale input_scale,
@@ -15,4 +15,4 @@ using Encoder = void (*)(const void* token, int64_t hidden_size, InputScale inpu
 // The encoder of tokens of this type, or null: plain formats have none, and none takes float16.
 Encoder FindEncoder(const TokenFormat& format, RowType token_type);
 
-}  // namespace jax_ep
+}  // namespace jax_ep::host

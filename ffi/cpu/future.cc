@@ -5,7 +5,7 @@
 
 #include "xla/error.h"
 
-namespace jax_ep {
+namespace jax_ep::host {
 namespace {
 
 // The runtime rejects a future only if it is of another version, and then it has refused the
@@ -55,4 +55,4 @@ XLA_FFI_Error* MakeError(const XLA_FFI_Api* api, Code code, const char* message)
   return api->XLA_FFI_Error_Create(&args);
 }
 
-}  // namespace jax_ep
+}  // namespace jax_ep::host

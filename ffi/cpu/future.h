@@ -9,7 +9,7 @@
 #include "cpu/completion.h"
 #include "xla/ffi/api/ffi.h"
 
-namespace jax_ep {
+namespace jax_ep::host {
 
 namespace ffi = xla::ffi;
 
@@ -32,13 +32,13 @@ FutureOrError MakeFuture(const Runtime& runtime, Completion& completion) noexcep
 
 XLA_FFI_Error* MakeError(const XLA_FFI_Api* api, Code code, const char* message) noexcept;
 
-}  // namespace jax_ep
+}  // namespace jax_ep::host
 
 namespace xla::ffi {
 
 template <>
-struct CtxDecoding<jax_ep::Runtime> {
-  using Type = jax_ep::Runtime;
+struct CtxDecoding<jax_ep::host::Runtime> {
+  using Type = jax_ep::host::Runtime;
 
   static std::optional<Type> Decode(const XLA_FFI_Api* api, XLA_FFI_ExecutionContext*,
                                     DiagnosticEngine&) {
@@ -47,10 +47,10 @@ struct CtxDecoding<jax_ep::Runtime> {
 };
 
 template <ExecutionStage stage>
-struct ResultEncoding<stage, jax_ep::FutureOrError> {
+struct ResultEncoding<stage, jax_ep::host::FutureOrError> {
   static std::variant<XLA_FFI_Error*, XLA_FFI_Future*> Encode(const XLA_FFI_Api*,
                                                               XLA_FFI_ExecutionContext*,
-                                                              jax_ep::FutureOrError result) {
+                                                              jax_ep::host::FutureOrError result) {
     if (result.error != nullptr) return result.error;
     return result.future;
   }

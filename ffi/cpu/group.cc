@@ -5,7 +5,7 @@
 
 #include "cpu/rendezvous.h"
 
-namespace jax_ep {
+namespace jax_ep::host {
 namespace {
 
 Status CheckConfig(const HostGroupConfig& config) {
@@ -152,4 +152,4 @@ std::shared_ptr<HostGroup> HostGroups::Find(std::string_view key) const {
   return it == groups_.end() ? nullptr : it->second.group;
 }
 
-}  // namespace jax_ep
+}  // namespace jax_ep::host

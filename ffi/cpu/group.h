@@ -19,7 +19,7 @@
 #include "core/status.h"
 #include "cpu/completion.h"
 
-namespace jax_ep {
+namespace jax_ep::host {
 
 struct Device {
   int64_t ordinal;  // jax.Device.id
@@ -117,4 +117,4 @@ class HostGroups {
   std::map<std::string, Entry, std::less<>> groups_;
 };
 
-}  // namespace jax_ep
+}  // namespace jax_ep::host

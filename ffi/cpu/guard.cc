@@ -10,7 +10,7 @@
 #include "cpu/future.h"
 #include "cpu/rendezvous.h"
 
-namespace jax_ep {
+namespace jax_ep::host {
 namespace {
 
 // Fits every text but that of an exception with a long one.
@@ -96,4 +96,4 @@ XLA_FFI_Error* Guarded(XLA_FFI_CallFrame* frame, const HandlerName& name,
   }
 }
 
-}  // namespace jax_ep
+}  // namespace jax_ep::host

@@ -7,7 +7,7 @@
 #include "cpu/group.h"
 #include "xla/ffi/api/ffi.h"
 
-namespace jax_ep {
+namespace jax_ep::host {
 
 // What a handler serves, for messages.
 struct HandlerName {
@@ -23,14 +23,14 @@ struct HandlerName {
 XLA_FFI_Error* Guarded(XLA_FFI_CallFrame* frame, const HandlerName& name,
                        XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*)) noexcept;
 
-}  // namespace jax_ep
+}  // namespace jax_ep::host
 
 // XLA_FFI_DEFINE_HANDLER_SYMBOL, guarded. `name` is a HandlerName.
-#define JAX_EP_DEFINE_HANDLER_SYMBOL(symbol, name, implementation, ...)       \
-  extern "C" XLA_FFI_Error* symbol(XLA_FFI_CallFrame* frame) {                \
-    return ::jax_ep::Guarded(frame, name, [](XLA_FFI_CallFrame* call_frame) { \
-      XLA_FFI_DEFINE_HANDLER(handler, implementation, __VA_ARGS__);           \
-      return (*handler)(call_frame);                                          \
-    });                                                                       \
-  }                                                                           \
+#define JAX_EP_DEFINE_HANDLER_SYMBOL(symbol, name, implementation, ...)             \
+  extern "C" XLA_FFI_Error* symbol(XLA_FFI_CallFrame* frame) {                      \
+    return ::jax_ep::host::Guarded(frame, name, [](XLA_FFI_CallFrame* call_frame) { \
+      XLA_FFI_DEFINE_HANDLER(handler, implementation, __VA_ARGS__);                 \
+      return (*handler)(call_frame);                                                \
+    });                                                                             \
+  }                                                                                 \
   static_assert(true, "takes the semicolon")

@@ -9,7 +9,7 @@
 
 #include "core/routing.h"
 
-namespace jax_ep {
+namespace jax_ep::host {
 namespace {
 
 std::string DeviceName(const Call& call) { return "device " + std::to_string(call.ordinal); }
@@ -159,4 +159,4 @@ FutureOrError Meet(const Call& call, std::unique_ptr<RankArgs> args, Work work) 
   return result;
 }
 
-}  // namespace jax_ep
+}  // namespace jax_ep::host

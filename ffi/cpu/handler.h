@@ -18,7 +18,7 @@
 #include "cpu/rendezvous.h"
 #include "xla/ffi/api/ffi.h"
 
-namespace jax_ep {
+namespace jax_ep::host {
 
 // What XLA tells a handler besides its buffers and attributes. Lives as long as the handler runs.
 struct Call {
@@ -65,4 +65,4 @@ FutureOrError FailRun(const Call& call, Status status);
 using Work = void (*)(const Pool&, const std::vector<Arrival>&);
 FutureOrError Meet(const Call& call, std::unique_ptr<RankArgs> args, Work work);
 
-}  // namespace jax_ep
+}  // namespace jax_ep::host

@@ -6,7 +6,7 @@
 #include <sys/mman.h>
 #endif
 
-namespace jax_ep {
+namespace jax_ep::host {
 
 #if defined(__linux__)
 
@@ -32,4 +32,4 @@ void AdviseHugePages(void*, int64_t, int64_t) {}
 
 #endif
 
-}  // namespace jax_ep
+}  // namespace jax_ep::host

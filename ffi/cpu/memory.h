@@ -4,10 +4,10 @@
 
 #include <cstdint>
 
-namespace jax_ep {
+namespace jax_ep::host {
 
 // Asks for huge pages behind the first `used_bytes` of a buffer of `bytes`, as NumPy does for its
 // arrays. This is advice to the kernel: it changes no contents, and nothing depends on it.
 void AdviseHugePages(void* buffer, int64_t used_bytes, int64_t bytes);
 
-}  // namespace jax_ep
+}  // namespace jax_ep::host

@@ -9,7 +9,7 @@
 
 #include "core/ieee_float.h"
 
-namespace jax_ep {
+namespace jax_ep::host {
 namespace {
 
 // Shared with helpers that may start after ParallelFor has returned. They find no chunk left, and
@@ -71,4 +71,4 @@ void ParallelFor(const Pool& pool, int64_t n_chunks, const std::function<void(in
   if (chunks->has_failed) std::rethrow_exception(std::exchange(chunks->error, nullptr));
 }
 
-}  // namespace jax_ep
+}  // namespace jax_ep::host

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <functional>
 
-namespace jax_ep {
+namespace jax_ep::host {
 
 // Takes tasks: XLA's thread pool in a handler, the test's own pool in C++ tests.
 struct Pool {
@@ -17,4 +17,4 @@ struct Pool {
 // calls that have not started are skipped, and the exception is thrown here.
 void ParallelFor(const Pool& pool, int64_t n_chunks, const std::function<void(int64_t)>& body);
 
-}  // namespace jax_ep
+}  // namespace jax_ep::host

@@ -6,7 +6,7 @@
 
 #include "cpu/group.h"
 
-namespace jax_ep {
+namespace jax_ep::host {
 
 struct RankArgs {
   virtual ~RankArgs() = default;
@@ -18,4 +18,4 @@ struct RankArgs {
   virtual int64_t NumTokens() const { return 0; }  // T, for messages
 };
 
-}  // namespace jax_ep
+}  // namespace jax_ep::host

@@ -5,7 +5,7 @@
 #include <string>
 #include <thread>
 
-namespace jax_ep {
+namespace jax_ep::host {
 namespace {
 
 using Duration = std::chrono::steady_clock::duration;
@@ -239,4 +239,4 @@ bool Rendezvous::EndLateCall(std::unique_lock<std::mutex>& lock) {
   return true;
 }
 
-}  // namespace jax_ep
+}  // namespace jax_ep::host

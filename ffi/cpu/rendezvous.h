@@ -25,7 +25,7 @@
 #include "cpu/completion.h"
 #include "cpu/rank_args.h"
 
-namespace jax_ep {
+namespace jax_ep::host {
 
 struct Arrival {
   int64_t rank;
@@ -116,4 +116,4 @@ class Rendezvous {
   bool saw_calls_ = false;                          // since the last look
 };
 
-}  // namespace jax_ep
+}  // namespace jax_ep::host

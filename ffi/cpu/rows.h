@@ -10,7 +10,7 @@
 #include "core/element_types.h"
 #include "core/float_types.h"
 
-namespace jax_ep {
+namespace jax_ep::host {
 
 template <class T>
 void AddRow(float* __restrict sum, const T* __restrict row, int64_t size) {
@@ -99,4 +99,4 @@ void VisitRowType(RowType row_type, const Visitor& visitor) {
   }
 }
 
-}  // namespace jax_ep
+}  // namespace jax_ep::host

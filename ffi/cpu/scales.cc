@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-namespace jax_ep {
+namespace jax_ep::host {
 
 void Scales::LayOut(const uint32_t* row_offsets, int64_t n_groups) {
   first_block_.resize(n_groups);
@@ -46,4 +46,4 @@ void Scales::PlaceInAtoms(int64_t group, int64_t in_group, const uint8_t* row_sc
   }
 }
 
-}  // namespace jax_ep
+}  // namespace jax_ep::host

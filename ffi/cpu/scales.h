@@ -1,4 +1,4 @@
-// Places the scales of rows in the output of dispatch or fused_silu, in any layout.
+// Places the scales of rows in an output, in any layout.
 #pragma once
 
 #include <cstdint>
@@ -6,7 +6,7 @@
 
 #include "core/scales_layout.h"
 
-namespace jax_ep {
+namespace jax_ep::host {
 
 struct Scales {
   ScalesLayout layout = ScalesLayout::kNone;
@@ -30,4 +30,4 @@ struct Scales {
   std::vector<int64_t> first_block_;  // [n_groups]
 };
 
-}  // namespace jax_ep
+}  // namespace jax_ep::host

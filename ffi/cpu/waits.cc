@@ -4,7 +4,7 @@
 #include <chrono>
 #include <cstdint>
 
-namespace jax_ep {
+namespace jax_ep::host {
 
 void CountWaits(const std::vector<Arrival>& arrivals, size_t kind) {
   const size_t n_ranks = arrivals.size();
@@ -23,4 +23,4 @@ void CountWaits(const std::vector<Arrival>& arrivals, size_t kind) {
   }
 }
 
-}  // namespace jax_ep
+}  // namespace jax_ep::host

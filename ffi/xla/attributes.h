@@ -1,4 +1,4 @@
-// The attributes of the custom calls, by the names that Python sets: exactly what the handlers
+// The attributes of dispatch and combine, by the names that Python sets: exactly what the handlers
 // read. Every string points into XLA's call frame, and is valid while the handler runs.
 #pragma once
 
@@ -8,8 +8,6 @@
 #include "core/combine_mode.h"
 #include "core/formats.h"
 #include "core/status.h"
-#include "layer/matmul/matmul_call.h"
-#include "layer/silu/silu.h"
 #include "xla/enum_attribute.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -33,22 +31,6 @@ struct CombineAttributes {
   CombineMode mode() const { return {weighting, reduce, adds_shared_expert}; }
 };
 
-struct SiluAttributes {
-  std::string_view token_format;
-  std::string_view scales_layout;
-  bool interleaved;
-  bool clamped;
-  float alpha;
-  float limit;
-
-  Activation activation() const { return {clamped, alpha, limit}; }
-};
-
-struct MatmulAttributes {
-  MatmulForm form;
-  bool zeroes_unused;
-};
-
 // Finds the format and the layout of the scales by their names. Fails if this build does not know
 // one of them, or if the format does not have the layout.
 Status FindRowFormat(std::string_view token_format, std::string_view scales_layout,
@@ -56,7 +38,6 @@ Status FindRowFormat(std::string_view token_format, std::string_view scales_layo
 
 }  // namespace jax_ep
 
-JAX_EP_REGISTER_ENUM_ATTRIBUTE(::jax_ep::MatmulForm, "grouped_matmul: form", 3);
 JAX_EP_REGISTER_ENUM_ATTRIBUTE(::jax_ep::Weighting, "combine: weighting", 3);
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_ep::DispatchAttributes,
                                       StructMember<std::string_view>("group"),
@@ -67,12 +48,3 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_ep::CombineAttributes,
                                       StructMember<::jax_ep::Weighting>("weighting"),
                                       StructMember<bool>("reduce"),
                                       StructMember<bool>("adds_shared_expert"));
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_ep::SiluAttributes,
-                                      StructMember<std::string_view>("token_format"),
-                                      StructMember<std::string_view>("scales_layout"),
-                                      StructMember<bool>("interleaved"),
-                                      StructMember<bool>("clamped"), StructMember<float>("alpha"),
-                                      StructMember<float>("limit"));
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_ep::MatmulAttributes,
-                                      StructMember<::jax_ep::MatmulForm>("form"),
-                                      StructMember<bool>("zeroes_unused"));

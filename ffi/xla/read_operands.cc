@@ -140,7 +140,7 @@ Status ReadDispatch(const GroupSizes& sizes, Handle handle, const RowFormat& row
   return status.ok() ? CheckDisjoint(operands, results) : status;
 }
 
-Status ReadCombine(const GroupSizes& sizes, Handle handle, const CombineMode& mode, int64_t n_nodes,
+Status ReadCombine(const GroupSizes& sizes, Handle handle, const CombineMode& mode, int64_t n_parts,
                    const BufferList& operands, const BufferList& results,
                    CombineOperands* combine) {
   Status status;
@@ -153,7 +153,7 @@ Status ReadCombine(const GroupSizes& sizes, Handle handle, const CombineMode& mo
   combine->n_tokens = n_tokens;
   combine->max_recv_tokens = SizeUpTo(sizes.max_recv_tokens, reader.Dim(1, 0));
   combine->row_size = size;
-  const int64_t n_own = n_tokens / n_nodes;
+  const int64_t n_own = n_tokens / n_parts;
   const Shape choices = {n_tokens, sizes.n_choices};
   const bool has_scalars = results.size() > 1;
   const bool has_residual =

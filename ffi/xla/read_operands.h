@@ -18,9 +18,9 @@ Status ReadDispatch(const GroupSizes& sizes, Handle handle, const RowFormat& row
                     DispatchOperands* dispatch);
 
 // Operands: coordinate, expert_out, group_ids, the handle, topk_weights or row_weights?,
-// row_scalars?, residual?. Results: the sums, or a row per choice; choice_scalars?. With several
-// nodes, the residual and the sums are those of one node's tokens; all others have all nodes'.
-Status ReadCombine(const GroupSizes& sizes, Handle handle, const CombineMode& mode, int64_t n_nodes,
+// row_scalars?, residual?. Results: the sums, or a row per choice; choice_scalars?. The
+// residual and the sums are those of one of `n_parts` equal parts of the tokens.
+Status ReadCombine(const GroupSizes& sizes, Handle handle, const CombineMode& mode, int64_t n_parts,
                    const BufferList& operands, const BufferList& results, CombineOperands* combine);
 
 // Operands: coordinate, cotangent, row_offsets, src_info, group_ids, the handle; with weights,

@@ -58,8 +58,8 @@ enum class Phase : uint32_t {
   kDots,             // the backward of combine: gradients of weights
   kWrongMesh,        // the program runs on another mesh than the group; `peer` is the program's
                      // coordinate
-  kTile,             // between nodes: rows of the rank of this index on node `peer`
-  kTileTaken,        // between nodes: that it has taken earlier rows
+  kPart,             // a part of what origin `peer` sends to this group from outside
+  kPartTaken,        // that origin `peer` has taken earlier parts
   kChangedHandle,    // combine: the handle is not what dispatch left of the messages of `peer`
   kGradHandle,       // the backward of combine: the same
   kGradOffsets,      // the backward of combine: neither are row_offsets; `peer` is this rank
@@ -69,7 +69,7 @@ enum class Phase : uint32_t {
 struct Failure {
   Phase phase;
   uint32_t peer;   // that did not answer
-  uint32_t epoch;  // of the call
+  uint32_t epoch;  // of the call; of kPart and kPartTaken, the number of the part
 
   JAX_EP_HOST_DEVICE uint64_t ToWord() const {
     return uint64_t{epoch} << 32 | uint64_t{peer} << 8 | static_cast<uint32_t>(phase);

@@ -26,4 +26,10 @@ inline cudaError_t LoadKernel(const void* kernel, int n_threads, size_t smem_byt
   return error;
 }
 
+// Kernels that belong to no group, but are launched between the calls of one.
+struct OtherKernels {
+  const char* name;
+  cudaError_t (*load)();  // on the current device
+};
+
 }  // namespace jax_ep::p2p

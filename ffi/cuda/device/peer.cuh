@@ -17,7 +17,7 @@
 // A rank may be its own peer: it has the same view of its own workspace.
 //
 // Today loads and stores reach every rank of a group. An engine for ranks that they do not reach
-// (another node) plugs in here: kernels treat PeerPtr and PeerWord as opaque, so these can carry
+// plugs in here: kernels treat PeerPtr and PeerWord as opaque, so these can carry
 // the rank, and the puts and Signal can choose the engine by it. Nothing in this file limits the
 // number of ranks: no mask has a bit per rank.
 #pragma once

@@ -9,7 +9,7 @@
 
 namespace jax_ep::p2p {
 
-// A token, which may be one of this node's beside those that arrive.
+// A token, which may be one of this rank's beside those that arrive.
 __device__ __forceinline__ const uint8_t* FindToken(const DispatchArgs& args, int token) {
   const int own = token - args.arriving.first_own();
   const bool is_own = static_cast<uint32_t>(own) < static_cast<uint32_t>(args.arriving.n_tokens);
@@ -27,10 +27,10 @@ __device__ __forceinline__ bool HasArriving(const DispatchArgs& args) {
 // calls have no use for it. Called by one warp, converged.
 __device__ __noinline__ inline bool WaitForArriving(const DispatchArgs& args, int token) {
   const ArrivingTokens& arriving = args.arriving;
-  const int node = token / arriving.n_tokens;
-  if (node == arriving.node) return true;
-  const int tile = (token - node * arriving.n_tokens) / arriving.tile_tokens;
-  const DeviceWord word(const_cast<uint32_t&>(arriving.words[node * arriving.n_tiles + tile]));
+  const int origin = token / arriving.n_tokens;
+  if (origin == arriving.own_origin) return true;
+  const int part = (token - origin * arriving.n_tokens) / arriving.part_tokens;
+  const DeviceWord word(const_cast<uint32_t&>(arriving.words[origin * arriving.n_parts + part]));
   const auto is_there = [&] {
     return __all_sync(kAllLanes, word.load(cuda::memory_order_acquire) != 0);
   };
@@ -38,7 +38,7 @@ __device__ __noinline__ inline bool WaitForArriving(const DispatchArgs& args, in
   while (!is_there()) {
     if (!__any_sync(kAllLanes, deadline.IsOver())) continue;
     if (LaneIndex() == 0) {
-      Fail(args.call, {Phase::kTile, static_cast<uint32_t>(node), static_cast<uint32_t>(tile)});
+      Fail(args.call, {Phase::kPart, static_cast<uint32_t>(origin), static_cast<uint32_t>(part)});
     }
     __syncwarp();
     return false;

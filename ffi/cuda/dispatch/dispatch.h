@@ -32,16 +32,17 @@ struct ScalesOut {
   int32_t scale_bytes;
 };
 
-// Tokens that another kernel brings from other nodes while the call runs. All zero: there are none.
+// Tokens that another kernel brings in parts while the call runs. They come from several origins,
+// as many from each; this rank is one of them. All zero: there are none.
 struct ArrivingTokens {
-  const uint32_t* words;  // [node, tile]: nonzero once the tile's tokens are there; null: all are
-  const uint8_t* own;     // [n_tokens, size.given]: this node's, which are not in `tokens`
-  int32_t node;           // of this rank
-  int32_t n_tokens;       // of a node
-  int32_t tile_tokens;
-  int32_t n_tiles;  // of a node
+  const uint32_t* words;  // [origin, part]: nonzero once the part's tokens are there; null: all are
+  const uint8_t* own;     // [n_tokens, size.given]: this rank's, which are not in `tokens`
+  int32_t own_origin;     // this rank
+  int32_t n_tokens;       // of an origin
+  int32_t part_tokens;    // of a part
+  int32_t n_parts;        // of an origin
 
-  JAX_EP_HOST_DEVICE int32_t first_own() const { return node * n_tokens; }
+  JAX_EP_HOST_DEVICE int32_t first_own() const { return own_origin * n_tokens; }
 };
 
 // core/routing.h defines R, G and N.

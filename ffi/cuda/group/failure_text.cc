@@ -34,9 +34,9 @@ const char* Describe(Phase phase) {
       return "the backward of combine: a cotangent";
     case Phase::kDots:
       return "the backward of combine: the gradient of a weight";
-    case Phase::kTile:
+    case Phase::kPart:
       return "between nodes: its rows";
-    case Phase::kTileTaken:
+    case Phase::kPartTaken:
       return "between nodes: that it takes earlier rows";
     case Phase::kChangedHandle:
       return "combine: messages from rank ";
@@ -70,7 +70,9 @@ Status DescribeChangedHandle(const GroupConfig& config, int rank, const Failure&
       std::to_string(config.first_rank + failure.peer) + ").");
 }
 
-bool IsBetweenNodes(Phase phase) { return phase == Phase::kTile || phase == Phase::kTileTaken; }
+// Whether what did not arrive comes from outside: from the rank of the same index in another group
+// of as many ranks.
+bool IsFromOutside(Phase phase) { return phase == Phase::kPart || phase == Phase::kPartTaken; }
 
 }  // namespace
 
@@ -79,9 +81,9 @@ bool IsOfHandle(Phase phase) {
          phase == Phase::kGradOffsets;
 }
 
-bool WaitsForPeerOfNode(Phase phase) {
+bool WaitsForPeer(Phase phase) {
   return phase != Phase::kNone && phase != Phase::kWrongMesh && !IsOfHandle(phase) &&
-         !IsBetweenNodes(phase);
+         !IsFromOutside(phase);
 }
 
 Status DescribeFailure(const GroupConfig& config, int rank, uint64_t word) {
@@ -89,12 +91,12 @@ Status DescribeFailure(const GroupConfig& config, int rank, uint64_t word) {
   const Failure failure = Failure::FromWord(word);
   if (failure.phase == Phase::kWrongMesh) return DescribeWrongMesh(config, rank, failure);
   if (IsOfHandle(failure.phase)) return DescribeChangedHandle(config, rank, failure);
-  const bool between_nodes = IsBetweenNodes(failure.phase);
-  const std::string peer = std::to_string(between_nodes ? failure.peer * config.n_ranks + rank
-                                                        : config.first_rank + failure.peer);
+  const bool from_outside = IsFromOutside(failure.phase);
+  const std::string peer = std::to_string(from_outside ? failure.peer * config.n_ranks + rank
+                                                       : config.first_rank + failure.peer);
   return DeadlineExceeded("rank " + std::to_string(config.first_rank + rank) + " waited " +
                           Seconds(config.timeout_s) + " for rank " + peer + " (" +
-                          Describe(failure.phase) + (between_nodes ? ", item " : ", epoch ") +
+                          Describe(failure.phase) + (from_outside ? ", item " : ", epoch ") +
                           std::to_string(failure.epoch) + "). Has rank " + peer +
                           " stopped, or does it run a different program?");
 }

@@ -14,7 +14,6 @@
 #include "cuda/dispatch/dispatch.h"
 #include "cuda/dispatch/dispatch_lines.h"
 #include "cuda/group/stream_order.h"
-#include "layer/silu/cuda_silu.h"
 
 namespace jax_ep::p2p {
 namespace {
@@ -52,6 +51,7 @@ RankGroup::RankGroup(const GroupConfig& config, const std::vector<int>& devices)
 }
 
 Status RankGroup::Allocate(const GroupConfig& config, const std::vector<int>& devices,
+                           const std::vector<OtherKernels>& others,
                            std::unique_ptr<RankGroup>* group) {
   Status status = CheckConfig(config);
   if (!status.ok()) return status;
@@ -67,19 +67,19 @@ Status RankGroup::Allocate(const GroupConfig& config, const std::vector<int>& de
   std::unique_ptr<RankGroup> allocated(new RankGroup(config, devices));
   for (int rank = 0; status.ok() && rank < config.n_ranks; ++rank) {
     if (!allocated->IsLocal(rank)) continue;
-    status = allocated->AllocateRank(rank);
+    status = allocated->AllocateRank(rank, others);
     if (!status.ok()) status.message = "rank " + std::to_string(rank) + ": " + status.message;
   }
   if (status.ok()) *group = std::move(allocated);
   return status;
 }
 
-Status RankGroup::AllocateRank(int index) {
+Status RankGroup::AllocateRank(int index, const std::vector<OtherKernels>& others) {
   Rank& rank = ranks_[index];
   const ScopedDevice scoped(rank.device);
   Status status = CreateAsyncEvents(rank.device);
   if (status.ok()) status = FindResources(index);
-  if (status.ok()) status = LoadKernels(index);
+  if (status.ok()) status = LoadKernels(index, others);
   if (!status.ok()) return status;
   status = ToStatus(
       cudaMalloc(reinterpret_cast<void**>(&rank.workspace), AlignUp(map_.bytes, kIpcAlignment)),
@@ -121,7 +121,7 @@ Status RankGroup::FindResources(int index) {
 }
 
 // Loads all kernels, so that none is loaded while a peer waits. The rank's device is current.
-Status RankGroup::LoadKernels(int index) {
+Status RankGroup::LoadKernels(int index, const std::vector<OtherKernels>& others) {
   const size_t bulk_smem_bytes = ranks_[index].resources.bulk_smem_bytes;
   CallArgs call;
   Status status = FillCall(config_, index, 0, &call);
@@ -148,8 +148,10 @@ Status RankGroup::LoadKernels(int index) {
                           std::max(bulk_smem_bytes, CombineGradSmemBytes(call, 0)), &max_blocks),
                       "loading the kernels for the backward of combine");
   }
-  // Belongs to no group, but is launched between the calls of one.
-  if (status.ok()) status = ToStatus(LoadSiluKernels(), "loading the fused_silu kernels");
+  for (const OtherKernels& other : others) {
+    if (!status.ok()) break;
+    status = ToStatus(other.load(), std::string("loading the ") + other.name + " kernels");
+  }
   if (status.ok() && max_blocks < 1) {
     return Internal("a block of every kernel must fit on an SM of the device.");
   }

@@ -14,6 +14,7 @@
 #include "core/rank_stats.h"
 #include "core/status.h"
 #include "cuda/call/call_args.h"
+#include "cuda/call/load_kernel.h"
 #include "cuda/dispatch/dispatch.h"
 #include "cuda/group/group_config.h"
 #include "cuda/group/peer_memory.h"
@@ -41,8 +42,9 @@ constexpr int kElsewhere = -1;
 class RankGroup {
  public:
   // Allocates and clears the workspaces of this process. `devices` has the device of each rank, or
-  // kElsewhere. Ranks on one device share its SMs.
+  // kElsewhere. Ranks on one device share its SMs. Loads the group's kernels, and `others`.
   static Status Allocate(const GroupConfig& config, const std::vector<int>& devices,
+                         const std::vector<OtherKernels>& others,
                          std::unique_ptr<RankGroup>* group);
   ~RankGroup();
   RankGroup(const RankGroup&) = delete;
@@ -64,22 +66,13 @@ class RankGroup {
   // (CheckFits). See plan.h for `size` and `is_async`.
   Status DispatchCall(const GroupConfig& config, int rank, int64_t n_tokens, const TokenSize& size,
                       CallArgs* call, bool is_async = false) const;
-  // Plans that dispatch anew; see PlanDispatchOfArriving.
-  bool PlanArriving(const GroupConfig& config, int rank, const TokenSize& size, int32_t n_taken,
-                    int32_t n_ranges, CallArgs* call) const {
-    return PlanDispatchOfArriving(ResourcesOf(config, rank), size, n_taken, n_ranges, call);
-  }
   Status CombineCall(const GroupConfig& config, int rank, int64_t n_tokens, const ReturnSize& size,
                      CallArgs* call, bool is_async = false) const;
-  // Plans the sending half of that combine alone; see PlanReturn.
-  bool PlanReturning(const GroupConfig& config, int rank, const ReturnSize& size, int32_t n_taken,
-                     int32_t n_turns, CallArgs* call) const {
-    return PlanReturn(ResourcesOf(config, rank), size, n_taken, n_turns, call);
-  }
-
   // The same for the backward of combine, with rows of `row_vectors` times kVectorBytes.
   Status CombineGradCall(const GroupConfig& config, int rank, int64_t n_tokens, int32_t row_vectors,
                          CallArgs* call, bool is_async = false) const;
+  // What such a call may use, to plan it anew.
+  RankResources ResourcesOf(const GroupConfig& config, int rank) const;
 
   // Notes that a call is being captured: from now on graphs refer to the workspaces.
   void NoteCapture() { is_captured_.store(true, std::memory_order_relaxed); }
@@ -115,15 +108,14 @@ class RankGroup {
   bool IsLocal(int rank) const { return ranks_[rank].device != kElsewhere; }
   Status CheckLocal(int rank) const;
   Failure FailureOf(int rank) const;
-  Status AllocateRank(int rank);
+  Status AllocateRank(int rank, const std::vector<OtherKernels>& others);
   Status FindResources(int rank);
-  Status LoadKernels(int rank);
+  Status LoadKernels(int rank, const std::vector<OtherKernels>& others);
   Status ClearRank(int rank);
   Status ShareDevice(int rank, const std::vector<PeerAddress>& addresses);
   Status ConnectRank(int rank, const std::vector<PeerAddress>& addresses);
   Status MapPeer(int rank, int peer, const PeerAddress& address, uint8_t** workspace);
   Status FillCall(const GroupConfig& config, int rank, int64_t n_tokens, CallArgs* call) const;
-  RankResources ResourcesOf(const GroupConfig& config, int rank) const;
 
   const GroupConfig config_;
   const Workspace map_;

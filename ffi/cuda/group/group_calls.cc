@@ -74,7 +74,7 @@ Status RankGroup::CheckFailure(int rank) const {
   const Failure failure = FailureOf(rank);
   const int peer = static_cast<int>(failure.peer);
   // A changed handle of the peer is why nothing has come, if this process can know.
-  if (WaitsForPeerOfNode(failure.phase) && IsLocal(peer) && IsOfHandle(FailureOf(peer).phase)) {
+  if (WaitsForPeer(failure.phase) && IsLocal(peer) && IsOfHandle(FailureOf(peer).phase)) {
     return CheckFailure(peer);
   }
   return DescribeFailure(config_, rank, failure.ToWord());

@@ -16,8 +16,8 @@ namespace {
 constexpr int32_t kFewSms = 33;
 // Calls in lines need a block for every few rows.
 constexpr size_t kMaxAsyncLineTokens = 16;
-// As many must be left for a call beside an exchange between nodes.
-constexpr int32_t kMinSmsBesideRail = 32;
+// As many must be left for a call beside a kernel that works on the same tokens.
+constexpr int32_t kMinSmsBesideOther = 32;
 // With fewer rows in flight, plain stores are faster than bulk copies.
 constexpr int32_t kMinStages = 4;
 
@@ -120,7 +120,7 @@ void PlanDispatch(const RankResources& resources, const TokenSize& size, bool is
 bool PlanDispatchOfArriving(const RankResources& resources, const TokenSize& size, int32_t n_taken,
                             int32_t n_ranges, CallArgs* call) {
   const int32_t n_blocks = std::min(resources.n_blocks, resources.n_sms - n_taken);
-  if (n_blocks < kMinSmsBesideRail || n_ranges > n_blocks / 2) return false;
+  if (n_blocks < kMinSmsBesideOther || n_ranges > n_blocks / 2) return false;
   LaunchPlan plan{};
   plan.n_blocks = n_blocks;
   plan.n_send_blocks = n_ranges;
@@ -147,10 +147,10 @@ void PlanCombine(const RankResources& resources, const ReturnSize& size, bool is
   plan.in_clusters = InClusters(resources, is_async, plan);
 }
 
-bool PlanReturn(const RankResources& resources, const ReturnSize& size, int32_t n_taken,
-                int32_t n_turns, CallArgs* call) {
+bool PlanCombineSend(const RankResources& resources, const ReturnSize& size, int32_t n_taken,
+                     int32_t n_turns, CallArgs* call) {
   const int32_t n_left = std::min(resources.n_blocks, resources.n_sms - n_taken);
-  const bool can_overlap = n_left >= kMinSmsBesideRail;
+  const bool can_overlap = n_left >= kMinSmsBesideOther;
   const int64_t n_messages = MaxMessages(*call);
   LaunchPlan plan{};
   plan.n_send_blocks = can_overlap ? n_left : resources.n_blocks;

@@ -39,7 +39,7 @@ struct ReturnSize {
 // to concurrent kernels.
 void PlanDispatch(const RankResources& resources, const TokenSize& size, bool is_async,
                   CallArgs* call);
-// Plans a dispatch anew for tokens that a kernel brings meanwhile, which takes `n_taken` SMs: it
+// Plans a dispatch anew for ArrivingTokens. The kernel that brings them takes `n_taken` SMs; it
 // brings those of each of `n_ranges` ranges in turn, and a block sends each. False: too few SMs are
 // left to run both at once, and the plan is as before; then the tokens must come first.
 bool PlanDispatchOfArriving(const RankResources& resources, const TokenSize& size, int32_t n_taken,
@@ -49,8 +49,8 @@ void PlanCombine(const RankResources& resources, const ReturnSize& size, bool is
 // Plans the sending half of a combine whose other half is a kernel that takes `n_taken` SMs and has
 // as many blocks. In rings, `n_turns` ranges of messages take turns. False: too few SMs are left to
 // run both at once; then the other kernel must come afterwards.
-bool PlanReturn(const RankResources& resources, const ReturnSize& size, int32_t n_taken,
-                int32_t n_turns, CallArgs* call);
+bool PlanCombineSend(const RankResources& resources, const ReturnSize& size, int32_t n_taken,
+                     int32_t n_turns, CallArgs* call);
 void PlanCombineGrad(const RankResources& resources, int32_t row_vectors, bool is_async,
                      CallArgs* call);
 

@@ -12,6 +12,11 @@ Registry& Registry::Instance() {
   return *instance;
 }
 
+void Registry::LoadWithGroups(const OtherKernels& kernels) {
+  std::lock_guard lock(mutex_);
+  others_.push_back(kernels);
+}
+
 Status Registry::Share(const std::string& key, const std::string& memory, const GroupConfig& config,
                        bool* is_open) {
   std::lock_guard lock(mutex_);
@@ -56,17 +61,20 @@ Status Registry::Allocate(const std::string& key, const GroupConfig& config,
 Status Registry::AllocateReplicas(const std::string& key, const GroupConfig& config,
                                   const std::map<int64_t, std::vector<int>>& ordinals,
                                   Replicas* replicas) {
+  std::vector<OtherKernels> others;
   {
     std::lock_guard lock(mutex_);
     replicas->swap(kept_[key]);
     kept_.erase(key);
+    others = others_;
   }
   for (const auto& [replica, ranks] : ordinals) {
     std::shared_ptr<RankGroup>& group = (*replicas)[replica];
     std::unique_ptr<RankGroup> allocated;
     GroupConfig named = config;  // inside nodes, each node is a replica
     named.first_rank = replica % config.n_source_nodes * config.n_ranks;
-    const Status status = group ? group->Reopen() : RankGroup::Allocate(named, ranks, &allocated);
+    const Status status =
+        group ? group->Reopen() : RankGroup::Allocate(named, ranks, others, &allocated);
     if (!status.ok()) return status;
     if (allocated) group = std::move(allocated);
   }

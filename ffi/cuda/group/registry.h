@@ -35,6 +35,10 @@ class Registry {
  public:
   static Registry& Instance();
 
+  // Has kernels that belong to no group loaded with those of each group that is allocated from now
+  // on.
+  void LoadWithGroups(const OtherKernels& kernels);
+
   // Adds a user to a group in connected workspaces, which opens it if it is closed. `is_open` tells
   // whether there are such workspaces; if not, they must be allocated and connected. Fails if the
   // group does not fit into them.
@@ -92,6 +96,7 @@ class Registry {
   // Held for look-ups only, never while waiting for a device: a call that the device waits for may
   // need a look-up first.
   mutable std::mutex mutex_;
+  std::vector<OtherKernels> others_;
   OpenGroups groups_;
   // All by `memory`.
   std::map<std::string, Workspaces, std::less<>> workspaces_;

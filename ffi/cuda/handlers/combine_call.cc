@@ -23,11 +23,11 @@ void FillOperands(const Caller& caller, const CombineOperands& operands, Combine
 }  // namespace
 
 Status ReadCombineCall(const Caller& caller, const CombineMode& mode, bool is_async,
-                       int64_t n_nodes, const BufferList& buffers, const BufferList& results,
+                       int64_t n_parts, const BufferList& buffers, const BufferList& results,
                        CombineArgs& args) {
   CombineOperands operands;
   Status status =
-      ReadCombine(caller.sizes(), Handle::kMessageRows, mode, n_nodes, buffers, results, &operands);
+      ReadCombine(caller.sizes(), Handle::kMessageRows, mode, n_parts, buffers, results, &operands);
   if (!status.ok()) return status;
   const int64_t row_bytes = operands.row_size * ElementBytes(operands.row_type);
   status = CheckRowBytes(caller.config(), row_bytes);

@@ -11,10 +11,10 @@
 
 namespace jax_ep::p2p {
 
-// Reads and plans a combine of the caller. `buffers`: its operands. `n_nodes`: the result has the
-// tokens of one of so many nodes, and so has the residual; see ReadCombine.
+// Reads and plans a combine of the caller. `buffers`: its operands. The result and
+// the residual are those of one of `n_parts` equal parts of the tokens.
 Status ReadCombineCall(const Caller& caller, const CombineMode& mode, bool is_async,
-                       int64_t n_nodes, const BufferList& buffers, const BufferList& results,
+                       int64_t n_parts, const BufferList& buffers, const BufferList& results,
                        CombineArgs& args);
 
 }  // namespace jax_ep::p2p

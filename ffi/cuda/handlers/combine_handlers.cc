@@ -17,7 +17,7 @@ ffi::Error Combine(const char* operation, cudaStream_t stream, int32_t ordinal,
   if (!status.ok()) return ToError(status);
   CombineArgs args{};
   status = ReadCombineCall(caller, attributes.combine.mode(), order == StreamOrder::kAsync,
-                           /*n_nodes=*/1, operands, results, args);
+                           /*n_parts=*/1, operands, results, args);
   if (!status.ok()) return InvalidOperands(caller, status);
   const auto launch = [&](cudaEvent_t started) { return LaunchCombine(args, stream, started); };
   return ToError(LaunchInOrder(ordinal, stream, order, launch), operation);

@@ -5,20 +5,19 @@
 #include "cuda/combine/combine.h"
 #include "cuda/handlers/combine_call.h"
 #include "cuda/handlers/handler.h"
-#include "cuda/handlers/handlers.h"
+#include "internode/handlers/handlers.h"
 #include "internode/handlers/read_rail.h"
 #include "internode/nvshmem/world.h"
 #include "internode/plan/rail_combine_call.h"
 
-namespace jax_ep::p2p {
+namespace jax_ep::rail {
 namespace {
 
 // Its operands are those of a combine of the tokens of all nodes, but the residual is of this
 // rank's. The sums are of this rank's tokens, the choices' scalars of all.
-Status ReadCall(const Caller& caller, const CombineAttributes& attributes,
-                const BufferList& operands, const BufferList& results,
-                rail::RailCombineCall* call) {
-  rail::RailCall& rail = call->rail;
+Status ReadCall(const p2p::Caller& caller, const CombineAttributes& attributes,
+                const BufferList& operands, const BufferList& results, RailCombineCall* call) {
+  RailCall& rail = call->rail;
   if (!attributes.reduce) return InvalidArgument("the result must be a sum.");
   Status status = FindRail(caller, &rail);
   if (status.ok()) {
@@ -36,44 +35,43 @@ Status ReadCall(const Caller& caller, const CombineAttributes& attributes,
   return CutRows(/*n_turns=*/1, &rail);
 }
 
-cudaError_t Launch(const Caller& caller, cudaStream_t stream, rail::RailCombineCall* call) {
-  rail::World& world = rail::World::Instance();
+cudaError_t Launch(const p2p::Caller& caller, cudaStream_t stream, RailCombineCall* call) {
+  World& world = World::Instance();
   const auto launch = [&](cudaStream_t rail_stream) {
     const cudaError_t error = LaunchCombine(call->combine, stream);
     return error == cudaSuccess ? world.Launch(*call, rail_stream) : error;
   };
-  const CombineArgs& combine = call->combine;
+  const p2p::CombineArgs& combine = call->combine;
   if (combine.choice_scalars != nullptr) {  // tokens without rows here get none
     const size_t n_choices = int64_t{combine.call.n_tokens} * combine.call.n_choices;
     const cudaError_t error =
         cudaMemsetAsync(combine.choice_scalars, 0, n_choices * sizeof(float), stream);
     if (error != cudaSuccess) return error;
   }
-  const ReturnSize size{combine.row_vectors, /*reduce=*/true, combine.row_scalars != nullptr};
+  const p2p::ReturnSize size{combine.row_vectors, /*reduce=*/true, combine.row_scalars != nullptr};
   const bool fits =
-      caller.member.group->PlanReturning(caller.config(), caller.member.rank, size, rail::kBlocks,
-                                         call->rail.n_nodes, &call->combine.call);
+      PlanCombineSend(ResourcesOf(caller), size, kBlocks, call->rail.n_nodes, &call->combine.call);
   return fits && world.can_overlap() ? world.Fork(stream, launch) : launch(stream);
 }
 
 ffi::Error RailCombineImpl(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi::S32>,
                            ffi::RemainingArgs operands, ffi::RemainingRets results,
-                           const StreamCombineAttributes& attributes) {
-  rail::RailCombineCall call{};
-  const auto read = [&](const Caller& caller) {
+                           const p2p::StreamCombineAttributes& attributes) {
+  RailCombineCall call{};
+  const auto read = [&](const p2p::Caller& caller) {
     return ReadCall(caller, attributes.combine, BufferList(operands), BufferList(results), &call);
   };
-  const auto launch = [&](const Caller& caller) { return Launch(caller, stream, &call); };
+  const auto launch = [&](const p2p::Caller& caller) { return Launch(caller, stream, &call); };
   return RunRailCall({"combine", attributes.combine.group}, stream, ordinal,
                      attributes.stream_order, read, launch);
 }
 
 }  // namespace
-}  // namespace jax_ep::p2p
+}  // namespace jax_ep::rail
 
 namespace ffi = xla::ffi;
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    CudaRailCombine, jax_ep::p2p::RailCombineImpl,
+    CudaRailCombine, jax_ep::rail::RailCombineImpl,
     jax_ep::p2p::BindGroupCall().RemainingRets().Attrs<jax_ep::p2p::StreamCombineAttributes>(),
     {ffi::Traits::kCmdBufferCompatible});

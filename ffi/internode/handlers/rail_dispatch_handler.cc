@@ -5,27 +5,27 @@
 #include "cuda/dispatch/dispatch.h"
 #include "cuda/handlers/dispatch_call.h"
 #include "cuda/handlers/handler.h"
-#include "cuda/handlers/handlers.h"
+#include "internode/handlers/handlers.h"
 #include "internode/handlers/rail_dispatch.h"
 #include "internode/handlers/read_rail.h"
 #include "internode/nvshmem/world.h"
 
-namespace jax_ep::p2p {
+namespace jax_ep::rail {
 namespace {
 
 // A call. Its operands are those of a dispatch, with the tokens of this rank, `[T, W]`, and their
 // choices, `int32[T, N_c]`. Its results are those of a dispatch, and memory that nothing else uses:
 // the tokens of all nodes, `[N * T, W]`, and a word for each of their tiles, `uint32[N * T]`.
 struct RailDispatch {
-  rail::RailCall rail{};
-  DispatchArgs dispatch{};
+  RailCall rail{};
+  p2p::DispatchArgs dispatch{};
 };
 
 constexpr size_t kTokens = 1;  // among the operands of a dispatch
 
 // `scratch`: the tokens of all nodes, and the words of their tiles.
-Status ReadExchange(const Caller& caller, const ffi::AnyBuffer& own, const BufferList& choices,
-                    const BufferList& scratch, rail::RailCall* call) {
+Status ReadExchange(const p2p::Caller& caller, const ffi::AnyBuffer& own, const BufferList& choices,
+                    const BufferList& scratch, RailCall* call) {
   const ffi::AnyBuffer* const all = scratch.Find(0);
   if (all->dimensions().size() == 0) {
     return InvalidArgument("the tokens of all nodes must be a result.");
@@ -40,11 +40,11 @@ Status ReadExchange(const Caller& caller, const ffi::AnyBuffer& own, const Buffe
              call);
   scratch_reader.Next("the tokens of all nodes", all->element_type(), {n_all, Shape::kAnySize});
   call->arrived = scratch_reader.Next<uint32_t>("the words of tiles", {n_all});
-  return status.ok() ? CutRows(rail::RangesPerNode(call->n_nodes), call) : status;
+  return status.ok() ? CutRows(RangesPerNode(call->n_nodes), call) : status;
 }
 
-Status ReadCall(const Caller& caller, const DispatchAttributes& attributes, BufferList operands,
-                BufferList results, RailDispatch* call) {
+Status ReadCall(const p2p::Caller& caller, const DispatchAttributes& attributes,
+                BufferList operands, BufferList results, RailDispatch* call) {
   if (operands.size() < 3 || results.size() < 2) {
     return InvalidArgument("there must be operands and results of an exchange.");
   }
@@ -61,14 +61,14 @@ Status ReadCall(const Caller& caller, const DispatchAttributes& attributes, Buff
 }
 
 // Plans to run both kernels at once. False: one runs after the other.
-bool PlanOverlap(const Caller& caller, RailDispatch* call) {
-  rail::RailCall& rail = call->rail;
-  DispatchArgs& dispatch = call->dispatch;
+bool PlanOverlap(const p2p::Caller& caller, RailDispatch* call) {
+  RailCall& rail = call->rail;
+  p2p::DispatchArgs& dispatch = call->dispatch;
   const auto as_int = [](int64_t n) { return static_cast<int32_t>(n); };
-  const int64_t n_ranges = rail.n_nodes * rail::RangesPerNode(rail.n_nodes);
-  if (!rail::World::Instance().can_overlap() ||
-      !caller.member.group->PlanArriving(caller.config(), caller.member.rank, dispatch.size,
-                                         rail::kBlocks, as_int(n_ranges), &dispatch.call)) {
+  const int64_t n_ranges = rail.n_nodes * RangesPerNode(rail.n_nodes);
+  if (!World::Instance().can_overlap() ||
+      !PlanDispatchOfArriving(ResourcesOf(caller), dispatch.size, kBlocks, as_int(n_ranges),
+                              &dispatch.call)) {
     return false;
   }
   rail.skips_own = true;
@@ -82,8 +82,8 @@ bool PlanOverlap(const Caller& caller, RailDispatch* call) {
   return true;
 }
 
-cudaError_t Launch(const Caller& caller, cudaStream_t stream, RailDispatch* call) {
-  rail::World& world = rail::World::Instance();
+cudaError_t Launch(const p2p::Caller& caller, cudaStream_t stream, RailDispatch* call) {
+  World& world = World::Instance();
   const auto launch = [&](cudaStream_t rail_stream) {
     const cudaError_t error = world.Launch(call->rail, rail_stream);
     return error == cudaSuccess ? LaunchDispatch(call->dispatch, stream) : error;
@@ -100,22 +100,22 @@ cudaError_t Launch(const Caller& caller, cudaStream_t stream, RailDispatch* call
 
 ffi::Error RailDispatchImpl(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi::S32>,
                             ffi::RemainingArgs operands, ffi::RemainingRets results,
-                            const StreamDispatchAttributes& attributes) {
+                            const p2p::StreamDispatchAttributes& attributes) {
   RailDispatch call;
-  const auto read = [&](const Caller& caller) {
+  const auto read = [&](const p2p::Caller& caller) {
     return ReadCall(caller, attributes.dispatch, BufferList(operands), BufferList(results), &call);
   };
-  const auto launch = [&](const Caller& caller) { return Launch(caller, stream, &call); };
+  const auto launch = [&](const p2p::Caller& caller) { return Launch(caller, stream, &call); };
   return RunRailCall({"dispatch", attributes.dispatch.group}, stream, ordinal,
                      attributes.stream_order, read, launch);
 }
 
 }  // namespace
-}  // namespace jax_ep::p2p
+}  // namespace jax_ep::rail
 
 namespace ffi = xla::ffi;
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    CudaRailDispatch, jax_ep::p2p::RailDispatchImpl,
+    CudaRailDispatch, jax_ep::rail::RailDispatchImpl,
     jax_ep::p2p::BindGroupCall().RemainingRets().Attrs<jax_ep::p2p::StreamDispatchAttributes>(),
     {ffi::Traits::kCmdBufferCompatible});

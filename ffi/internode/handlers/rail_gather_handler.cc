@@ -2,29 +2,29 @@
 // needs, before a dispatch inside the node.
 
 #include "cuda/handlers/handler.h"
-#include "cuda/handlers/handlers.h"
+#include "internode/handlers/handlers.h"
 #include "internode/handlers/read_rail.h"
 #include "internode/nvshmem/world.h"
 
-namespace jax_ep::p2p {
+namespace jax_ep::rail {
 
 struct RailGatherAttributes {
   std::string_view group;
   bool has_weights;
   bool has_tokens;
-  StreamOrder stream_order;
+  p2p::StreamOrder stream_order;
 };
 
 namespace {
 
 // Operands: the program's coordinate, which the calls inside the node check; group_ids; and the
 // weights and tokens that there are. Results: the same of all nodes.
-Status ReadCall(const Caller& caller, const RailGatherAttributes& attributes,
-                const BufferList& operands, const BufferList& results, rail::RailCall* call) {
+Status ReadCall(const p2p::Caller& caller, const RailGatherAttributes& attributes,
+                const BufferList& operands, const BufferList& results, RailCall* call) {
   Status status = FindRail(caller, call);
   if (!status.ok()) return status;
   BufferReader reader(operands, status), result_reader(results, status);
-  rail::Choices& choices = call->choices;
+  Choices& choices = call->choices;
   const int64_t n_choices = caller.sizes().n_choices;
   call->tiles.n_rows = reader.Dim(1, 0);
   const Shape own = {call->tiles.n_rows, n_choices};
@@ -47,19 +47,19 @@ Status ReadCall(const Caller& caller, const RailGatherAttributes& attributes,
 ffi::Error RailGatherImpl(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi::S32>,
                           ffi::RemainingArgs operands, ffi::RemainingRets results,
                           const RailGatherAttributes& attributes) {
-  rail::RailCall call{};
-  const auto read = [&](const Caller& caller) {
+  RailCall call{};
+  const auto read = [&](const p2p::Caller& caller) {
     return ReadCall(caller, attributes, BufferList(operands), BufferList(results), &call);
   };
-  const auto launch = [&](const Caller&) { return rail::World::Instance().Launch(call, stream); };
+  const auto launch = [&](const p2p::Caller&) { return World::Instance().Launch(call, stream); };
   return RunRailCall({"dispatch", attributes.group}, stream, ordinal, attributes.stream_order, read,
                      launch);
 }
 
 }  // namespace
-}  // namespace jax_ep::p2p
+}  // namespace jax_ep::rail
 
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_ep::p2p::RailGatherAttributes,
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_ep::rail::RailGatherAttributes,
                                       StructMember<std::string_view>("group"),
                                       StructMember<bool>("has_weights"),
                                       StructMember<bool>("has_tokens"),
@@ -68,6 +68,6 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_ep::p2p::RailGatherAttributes,
 namespace ffi = xla::ffi;
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    CudaRailGather, jax_ep::p2p::RailGatherImpl,
-    jax_ep::p2p::BindGroupCall().RemainingRets().Attrs<jax_ep::p2p::RailGatherAttributes>(),
+    CudaRailGather, jax_ep::rail::RailGatherImpl,
+    jax_ep::p2p::BindGroupCall().RemainingRets().Attrs<jax_ep::rail::RailGatherAttributes>(),
     {ffi::Traits::kCmdBufferCompatible});

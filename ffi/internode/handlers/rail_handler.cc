@@ -1,26 +1,26 @@
 // The handler of an exchange of rows between nodes.
 
 #include "cuda/handlers/handler.h"
-#include "cuda/handlers/handlers.h"
+#include "internode/handlers/handlers.h"
 #include "internode/handlers/read_rail.h"
 #include "internode/nvshmem/world.h"
 #include "xla/buffers.h"
 
-namespace jax_ep::p2p {
+namespace jax_ep::rail {
 
 // Flags of an exchange of rows between nodes.
 struct RailAttributes {
   std::string_view group;
   bool has_mask;  // the first operand says which rows are sent
   bool by_node;   // the rows have a part for each node; those that were not sent are zero then
-  StreamOrder stream_order;
+  p2p::StreamOrder stream_order;
 };
 
 namespace {
 
 // The program's coordinate comes first among the operands; the calls inside the node check it.
-Status ReadCall(const Caller& caller, const RailAttributes& attributes, const BufferList& operands,
-                const BufferList& results, rail::RailCall* call) {
+Status ReadCall(const p2p::Caller& caller, const RailAttributes& attributes,
+                const BufferList& operands, const BufferList& results, RailCall* call) {
   const ffi::AnyBuffer* const to = results.Find(0);
   if (to == nullptr || to->dimensions().size() == 0) {
     return InvalidArgument("the result must have rows.");
@@ -41,19 +41,19 @@ Status ReadCall(const Caller& caller, const RailAttributes& attributes, const Bu
 ffi::Error RailImpl(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi::S32>,
                     ffi::RemainingArgs operands, ffi::RemainingRets results,
                     const RailAttributes& attributes) {
-  rail::RailCall call{};
-  const auto read = [&](const Caller& caller) {
+  RailCall call{};
+  const auto read = [&](const p2p::Caller& caller) {
     return ReadCall(caller, attributes, BufferList(operands), BufferList(results), &call);
   };
-  const auto launch = [&](const Caller&) { return rail::World::Instance().Launch(call, stream); };
+  const auto launch = [&](const p2p::Caller&) { return World::Instance().Launch(call, stream); };
   return RunRailCall({"an exchange between nodes", attributes.group}, stream, ordinal,
                      attributes.stream_order, read, launch);
 }
 
 }  // namespace
-}  // namespace jax_ep::p2p
+}  // namespace jax_ep::rail
 
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_ep::p2p::RailAttributes,
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_ep::rail::RailAttributes,
                                       StructMember<std::string_view>("group"),
                                       StructMember<bool>("has_mask"), StructMember<bool>("by_node"),
                                       StructMember<::jax_ep::p2p::StreamOrder>("stream_order"));
@@ -61,6 +61,6 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_ep::p2p::RailAttributes,
 namespace ffi = xla::ffi;
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    CudaRail, jax_ep::p2p::RailImpl,
-    jax_ep::p2p::BindGroupCall().RemainingRets().Attrs<jax_ep::p2p::RailAttributes>(),
+    CudaRail, jax_ep::rail::RailImpl,
+    jax_ep::p2p::BindGroupCall().RemainingRets().Attrs<jax_ep::rail::RailAttributes>(),
     {ffi::Traits::kCmdBufferCompatible});

@@ -4,17 +4,17 @@
 #include <string>
 
 #include "cuda/handlers/handler.h"
-#include "cuda/handlers/handlers.h"
+#include "internode/handlers/handlers.h"
 #include "internode/handlers/read_rail.h"
 #include "internode/nvshmem/world.h"
 #include "internode/plan/rail_sum_call.h"
 
-namespace jax_ep::p2p {
+namespace jax_ep::rail {
 
 struct RailSumAttributes {
   std::string_view group;
   bool has_residual;
-  StreamOrder stream_order;
+  p2p::StreamOrder stream_order;
 };
 
 namespace {
@@ -22,9 +22,9 @@ namespace {
 // Operands: the program's coordinate, which the calls inside the node check; the group ids of all
 // nodes' tokens inside this one, int32[N * T, N_c]; this node's sums for them, [N * T, H]; and the
 // residual, [T, H]. The result: [T, H].
-Status ReadCall(const Caller& caller, const RailSumAttributes& attributes,
-                const BufferList& operands, const BufferList& results, rail::RailSumCall* call) {
-  rail::RailCall& rail = call->rail;
+Status ReadCall(const p2p::Caller& caller, const RailSumAttributes& attributes,
+                const BufferList& operands, const BufferList& results, RailSumCall* call) {
+  RailCall& rail = call->rail;
   Status status = FindRail(caller, &rail);
   if (!status.ok()) return status;
   BufferReader reader(operands, status), result_reader(results, status);
@@ -65,19 +65,19 @@ Status ReadCall(const Caller& caller, const RailSumAttributes& attributes,
 ffi::Error RailSumImpl(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi::S32>,
                        ffi::RemainingArgs operands, ffi::RemainingRets results,
                        const RailSumAttributes& attributes) {
-  rail::RailSumCall call{};
-  const auto read = [&](const Caller& caller) {
+  RailSumCall call{};
+  const auto read = [&](const p2p::Caller& caller) {
     return ReadCall(caller, attributes, BufferList(operands), BufferList(results), &call);
   };
-  const auto launch = [&](const Caller&) { return rail::World::Instance().Launch(call, stream); };
+  const auto launch = [&](const p2p::Caller&) { return World::Instance().Launch(call, stream); };
   return RunRailCall({"combine", attributes.group}, stream, ordinal, attributes.stream_order, read,
                      launch);
 }
 
 }  // namespace
-}  // namespace jax_ep::p2p
+}  // namespace jax_ep::rail
 
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_ep::p2p::RailSumAttributes,
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_ep::rail::RailSumAttributes,
                                       StructMember<std::string_view>("group"),
                                       StructMember<bool>("has_residual"),
                                       StructMember<::jax_ep::p2p::StreamOrder>("stream_order"));
@@ -85,6 +85,6 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_ep::p2p::RailSumAttributes,
 namespace ffi = xla::ffi;
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    CudaRailSum, jax_ep::p2p::RailSumImpl,
-    jax_ep::p2p::BindGroupCall().RemainingRets().Attrs<jax_ep::p2p::RailSumAttributes>(),
+    CudaRailSum, jax_ep::rail::RailSumImpl,
+    jax_ep::p2p::BindGroupCall().RemainingRets().Attrs<jax_ep::rail::RailSumAttributes>(),
     {ffi::Traits::kCmdBufferCompatible});

@@ -4,7 +4,7 @@
 
 #include "internode/nvshmem/rails.h"
 
-namespace jax_ep::p2p {
+namespace jax_ep::rail {
 namespace {
 
 int64_t RowBytes(const ffi::AnyBuffer& buffer) {
@@ -14,11 +14,11 @@ int64_t RowBytes(const ffi::AnyBuffer& buffer) {
 
 }  // namespace
 
-Status FindRail(const Caller& caller, rail::RailCall* call) {
-  if (!rail::Rails::Instance().Fill(caller.member.memory, call)) {
+Status FindRail(const p2p::Caller& caller, RailCall* call) {
+  if (!Rails::Instance().Fill(caller.member.memory, call)) {
     return FailedPrecondition("the group has no rail.");
   }
-  const FailureWords words = caller.member.group->Failures(caller.member.rank);
+  const p2p::FailureWords words = caller.member.group->Failures(caller.member.rank);
   call->failed = words.failed;
   call->failure = words.failure;
   call->timeout_ns = words.timeout_ns;
@@ -26,7 +26,7 @@ Status FindRail(const Caller& caller, rail::RailCall* call) {
 }
 
 Status ReadRows(const ffi::AnyBuffer* from, const ffi::AnyBuffer* to, bool by_node,
-                const rail::RailCall& call, rail::Rows* rows) {
+                const RailCall& call, Rows* rows) {
   if (from == nullptr || to == nullptr || from->dimensions().size() == 0 ||
       to->dimensions().size() == 0) {
     return InvalidArgument("there must be an operand and a result with rows.");
@@ -48,7 +48,7 @@ Status ReadRows(const ffi::AnyBuffer* from, const ffi::AnyBuffer* to, bool by_no
   return {};
 }
 
-Status ReadMask(const ffi::AnyBuffer* mask, rail::RailCall* call) {
+Status ReadMask(const ffi::AnyBuffer* mask, RailCall* call) {
   const int64_t n_all = call->tiles.n_rows * call->n_nodes;
   if (mask == nullptr || mask->element_type() != ffi::U8 ||
       static_cast<int64_t>(mask->element_count()) != n_all) {
@@ -58,14 +58,14 @@ Status ReadMask(const ffi::AnyBuffer* mask, rail::RailCall* call) {
   return {};
 }
 
-void SetChoices(const Caller& caller, const int32_t* ids, rail::RailCall* call) {
+void SetChoices(const p2p::Caller& caller, const int32_t* ids, RailCall* call) {
   const GroupSizes sizes = caller.sizes();
   call->choices.ids = ids;
   call->choices.n = static_cast<int32_t>(sizes.n_choices);
   call->choices.groups = {static_cast<int32_t>(sizes.n_groups / call->n_nodes), call->n_nodes};
 }
 
-Status CutRows(int64_t n_turns, rail::RailCall* call) {
+Status CutRows(int64_t n_turns, RailCall* call) {
   const int64_t choice_bytes = call->choices.BytesPerRow();
   const int64_t bytes = call->rows.bytes + choice_bytes, most = call->map.max_message_bytes();
   if (bytes > most) {
@@ -78,4 +78,4 @@ Status CutRows(int64_t n_turns, rail::RailCall* call) {
   return {};
 }
 
-}  // namespace jax_ep::p2p
+}  // namespace jax_ep::rail

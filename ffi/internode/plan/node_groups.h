@@ -7,7 +7,7 @@
 #include "core/host_device.h"
 #include "core/routing.h"
 
-namespace jax_ep {
+namespace jax_ep::rail {
 
 // Of all nodes, node n has the groups from n * n_groups on. Inside it, the rows of an expert are a
 // group for each node that tokens come from (core/routing.h).
@@ -39,4 +39,4 @@ static_assert(kTwo.Within(1, 1, 16) == kInvalidGroup && kTwo.Within(1, 0, 16) ==
 static_assert(kTwo.Within(1, 1, kNoGroup) == kNoGroup, "not a group, but valid");
 }  // namespace node_groups_test
 
-}  // namespace jax_ep
+}  // namespace jax_ep::rail

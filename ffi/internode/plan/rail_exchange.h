@@ -15,7 +15,7 @@
 #include "core/workspace.h"
 #include "internode/plan/stream.h"
 
-namespace jax_ep {
+namespace jax_ep::rail {
 
 // Rows of a tile: the value of its word has a bit for each.
 constexpr int64_t kMaxTileRows = 32;
@@ -140,4 +140,4 @@ static_assert(kTwo.Cut(8, 14336, 64).n_tiles == 8, "few rows: as many channels a
 static_assert(RailExchange::Plan(32, 14400).bytes >> 20 <= 128, "many nodes: smaller tiles");
 }  // namespace rail_exchange_test
 
-}  // namespace jax_ep
+}  // namespace jax_ep::rail

@@ -15,7 +15,7 @@
 #include "core/epoch_word.h"
 #include "core/host_device.h"
 
-namespace jax_ep {
+namespace jax_ep::rail {
 
 struct Stream {
   int64_t depth;
@@ -41,4 +41,4 @@ struct Stream {
   }
 };
 
-}  // namespace jax_ep
+}  // namespace jax_ep::rail

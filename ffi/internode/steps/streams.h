@@ -87,7 +87,7 @@ JAX_EP_DEVICE bool IsFor(const Block& block, const RailCall& call, int64_t node,
 template <class Block>
 JAX_EP_DEVICE bool WaitForRoom(Block& block, const RailCall& call, const Channel& channel,
                                const Link& link, int64_t item, int64_t tile, uint32_t* mask) {
-  const Failure failure{Phase::kTileTaken, static_cast<uint32_t>(link.node),
+  const Failure failure{Phase::kPartTaken, static_cast<uint32_t>(link.node),
                         static_cast<uint32_t>(item)};
   const auto has_room = [&](uint64_t n_taken) {
     return RailExchange::stream().HasRoom(item, static_cast<int64_t>(n_taken));
@@ -127,7 +127,7 @@ JAX_EP_DEVICE void SendPlace(Block& block, const RailCall& call, const Channel& 
 template <class Block>
 JAX_EP_DEVICE bool WaitForTile(Block& block, const RailCall& call, const Channel& channel,
                                const Link& link, int64_t item, uint32_t* mask) {
-  const Failure failure{Phase::kTile, static_cast<uint32_t>(link.node),
+  const Failure failure{Phase::kPart, static_cast<uint32_t>(link.node),
                         static_cast<uint32_t>(item)};
   const auto has_arrived = [&](uint64_t word) {
     return RailExchange::stream().HasArrived(word, item);

@@ -15,7 +15,7 @@
 #include "layer/matmul/kernels.h"
 #include "layer/matmul/row_range.cuh"
 
-namespace jax_ep::p2p {
+namespace jax_ep::matmul {
 namespace {
 
 using cutlass::gemm::GemmCoord;
@@ -190,4 +190,4 @@ cudaError_t LaunchAmpereMatmul(const MatmulCall& call, cudaStream_t stream) {
   return launch(call, tables, n_sms, stream);
 }
 
-}  // namespace jax_ep::p2p
+}  // namespace jax_ep::matmul

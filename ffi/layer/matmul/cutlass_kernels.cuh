@@ -14,7 +14,7 @@
 #include "cutlass/gemm/kernel/gemm_universal.hpp"
 #include "layer/matmul/matmul_call.h"
 
-namespace jax_ep::p2p::hopper {
+namespace jax_ep::matmul::hopper {
 
 using RowMajor = cutlass::layout::RowMajor;
 using ColumnMajor = cutlass::layout::ColumnMajor;
@@ -123,4 +123,4 @@ struct ScaledKernel {
       Store>;
 };
 
-}  // namespace jax_ep::p2p::hopper
+}  // namespace jax_ep::matmul::hopper

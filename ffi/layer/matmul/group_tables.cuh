@@ -11,7 +11,7 @@
 #include "layer/matmul/matmul_call.h"
 #include "layer/matmul/row_range.cuh"
 
-namespace jax_ep::p2p::hopper {
+namespace jax_ep::matmul::hopper {
 
 // How many rows the groups have, on average: which schedule is the fastest.
 enum class RowCount : uint32_t { kFew, kSome, kMany };
@@ -95,7 +95,7 @@ template <MatmulForm kForm, class Kernel>
 __global__ void __launch_bounds__(kTableThreads)
     FillTables(const __grid_constant__ MatmulCall call,
                const __grid_constant__ GroupTables<Kernel> tables) {
-  griddepcontrol_wait();
+  p2p::griddepcontrol_wait();
   if (blockIdx.x == 0) {
     __shared__ int sums[3];
     if (threadIdx.x < 3) sums[threadIdx.x] = 0;
@@ -113,4 +113,4 @@ __global__ void __launch_bounds__(kTableThreads)
   ZeroUnwritten(call);
 }
 
-}  // namespace jax_ep::p2p::hopper
+}  // namespace jax_ep::matmul::hopper

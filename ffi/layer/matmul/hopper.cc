@@ -6,7 +6,7 @@
 #include "layer/matmul/hopper_elements.h"
 #include "layer/matmul/kernels.h"
 
-namespace jax_ep::p2p {
+namespace jax_ep::matmul {
 
 cudaError_t LaunchHopperMatmul(const MatmulCall& call, cudaStream_t stream) {
   const bool is_e4m3 = call.element == Element::kE4m3;
@@ -26,4 +26,4 @@ cudaError_t LaunchHopperMatmul(const MatmulCall& call, cudaStream_t stream) {
   return cudaErrorInvalidValue;
 }
 
-}  // namespace jax_ep::p2p
+}  // namespace jax_ep::matmul

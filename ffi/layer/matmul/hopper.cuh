@@ -14,7 +14,7 @@
 #include "layer/matmul/group_tables.cuh"
 #include "layer/matmul/kernels.h"
 
-namespace jax_ep::p2p::hopper {
+namespace jax_ep::matmul::hopper {
 
 // Hands out parts of the workspace.
 class Workspace {
@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(KernelSet<Many, Some, Few>::kNumThreads, 1)
                    const __grid_constant__ typename Some::Params some,
                    const __grid_constant__ typename Few::Params few, const RowCount* row_count) {
   extern __shared__ char smem[];
-  griddepcontrol_wait();
+  p2p::griddepcontrol_wait();
   if constexpr (!std::is_same_v<Few, Some>) {
     if (*row_count == RowCount::kFew) {
       Few{}(few, smem);
@@ -218,4 +218,4 @@ cudaError_t LaunchPlain(const MatmulCall& call, cudaStream_t stream) {
   return cudaErrorInvalidValue;
 }
 
-}  // namespace jax_ep::p2p::hopper
+}  // namespace jax_ep::matmul::hopper

@@ -3,10 +3,10 @@
 #include "layer/matmul/hopper.cuh"
 #include "layer/matmul/hopper_elements.h"
 
-namespace jax_ep::p2p::hopper {
+namespace jax_ep::matmul::hopper {
 
 cudaError_t LaunchBFloat16(const MatmulCall& call, cudaStream_t stream) {
   return LaunchPlain<cutlass::bfloat16_t, RowType::kBFloat16>(call, stream);
 }
 
-}  // namespace jax_ep::p2p::hopper
+}  // namespace jax_ep::matmul::hopper

@@ -3,7 +3,7 @@
 #include "layer/matmul/hopper.cuh"
 #include "layer/matmul/hopper_elements.h"
 
-namespace jax_ep::p2p::hopper {
+namespace jax_ep::matmul::hopper {
 
 cudaError_t LaunchE4m3(const MatmulCall& call, cudaStream_t stream) {
   using Out = cutlass::bfloat16_t;
@@ -14,4 +14,4 @@ cudaError_t LaunchE4m3(const MatmulCall& call, cudaStream_t stream) {
       call, stream);
 }
 
-}  // namespace jax_ep::p2p::hopper
+}  // namespace jax_ep::matmul::hopper

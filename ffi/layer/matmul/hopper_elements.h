@@ -5,10 +5,10 @@
 
 #include "layer/matmul/matmul_call.h"
 
-namespace jax_ep::p2p::hopper {
+namespace jax_ep::matmul::hopper {
 
 cudaError_t LaunchBFloat16(const MatmulCall& call, cudaStream_t stream);
 cudaError_t LaunchFloat16(const MatmulCall& call, cudaStream_t stream);
 cudaError_t LaunchE4m3(const MatmulCall& call, cudaStream_t stream);
 
-}  // namespace jax_ep::p2p::hopper
+}  // namespace jax_ep::matmul::hopper

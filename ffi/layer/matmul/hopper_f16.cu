@@ -3,10 +3,10 @@
 #include "layer/matmul/hopper.cuh"
 #include "layer/matmul/hopper_elements.h"
 
-namespace jax_ep::p2p::hopper {
+namespace jax_ep::matmul::hopper {
 
 cudaError_t LaunchFloat16(const MatmulCall& call, cudaStream_t stream) {
   return LaunchPlain<cutlass::half_t, RowType::kFloat16>(call, stream);
 }
 
-}  // namespace jax_ep::p2p::hopper
+}  // namespace jax_ep::matmul::hopper

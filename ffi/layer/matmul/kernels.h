@@ -5,7 +5,7 @@
 
 #include "layer/matmul/matmul_call.h"
 
-namespace jax_ep::p2p {
+namespace jax_ep::matmul {
 
 // On the current device, by one of the functions below. cudaErrorInvalidValue: it has no kernel for
 // the call, whose k must be a multiple of 8 (128 for e4m3) and n of 8.
@@ -17,4 +17,4 @@ cudaError_t LaunchHopperMatmul(const MatmulCall& call, cudaStream_t stream);
 // 8.0 and newer: bfloat16 and float16.
 cudaError_t LaunchAmpereMatmul(const MatmulCall& call, cudaStream_t stream);
 
-}  // namespace jax_ep::p2p
+}  // namespace jax_ep::matmul

@@ -2,7 +2,7 @@
 
 #include "layer/matmul/kernels.h"
 
-namespace jax_ep::p2p {
+namespace jax_ep::matmul {
 
 #ifndef JAX_EP_MATMUL_HOPPER  // built for other architectures only
 cudaError_t LaunchHopperMatmul(const MatmulCall& call, cudaStream_t stream) {
@@ -22,4 +22,4 @@ cudaError_t LaunchMatmul(const MatmulCall& call, cudaStream_t stream) {
   return error;
 }
 
-}  // namespace jax_ep::p2p
+}  // namespace jax_ep::matmul

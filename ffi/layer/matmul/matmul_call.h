@@ -6,7 +6,7 @@
 
 #include "core/element_types.h"
 
-namespace jax_ep {
+namespace jax_ep::matmul {
 
 // What is multiplied, group by group. The values are those of the attribute that Python sets.
 enum class MatmulForm : int32_t {
@@ -47,4 +47,4 @@ constexpr size_t MatmulWorkspaceBytes(int64_t n_groups) {
   return 256 * 4 * 128 + static_cast<size_t>(n_groups) * 256 + 4096;
 }
 
-}  // namespace jax_ep
+}  // namespace jax_ep::matmul

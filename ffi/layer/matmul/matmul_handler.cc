@@ -1,11 +1,11 @@
 // XLA FFI -> LaunchMatmul.
 
 #include "cuda/handlers/handler.h"
-#include "cuda/handlers/handlers.h"
 #include "layer/matmul/kernels.h"
+#include "layer/matmul/matmul_targets.h"
 #include "layer/matmul/read_matmul.h"
 
-namespace jax_ep::p2p {
+namespace jax_ep::matmul {
 namespace {
 
 ffi::Error MatmulImpl(cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingRets results,
@@ -13,16 +13,22 @@ ffi::Error MatmulImpl(cudaStream_t stream, ffi::RemainingArgs operands, ffi::Rem
   MatmulCall call{};
   const Status status = ReadMatmul(attributes, BufferList(operands), BufferList(results), &call);
   if (!status.ok()) return ToError(status);
-  return ToError(LaunchMatmul(call, stream), "grouped_matmul");
+  return p2p::ToError(LaunchMatmul(call, stream), "grouped_matmul");
 }
 
 }  // namespace
-}  // namespace jax_ep::p2p
+}  // namespace jax_ep::matmul
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaMatmul, jax_ep::p2p::MatmulImpl,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaMatmul, jax_ep::matmul::MatmulImpl,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
                                   .RemainingArgs()
                                   .RemainingRets()
-                                  .Attrs<jax_ep::MatmulAttributes>(),
+                                  .Attrs<jax_ep::matmul::MatmulAttributes>(),
                               {xla::ffi::Traits::kCmdBufferCompatible});
+
+namespace jax_ep::matmul {
+
+void AddTargets(Targets* targets) { targets->push_back({"jax_ep_grouped_matmul", CudaMatmul}); }
+
+}  // namespace jax_ep::matmul

@@ -3,7 +3,7 @@
 #include <optional>
 #include <string>
 
-namespace jax_ep {
+namespace jax_ep::matmul {
 namespace {
 
 std::optional<Element> ToElement(ffi::DataType type) {
@@ -92,4 +92,4 @@ Status ReadMatmul(const MatmulAttributes& attributes, const BufferList& operands
   return status;
 }
 
-}  // namespace jax_ep
+}  // namespace jax_ep::matmul

@@ -7,7 +7,7 @@
 
 #include "layer/matmul/matmul_call.h"
 
-namespace jax_ep::p2p {
+namespace jax_ep::matmul {
 
 // Inside the C rows, whatever the offsets are.
 struct RowRange {
@@ -57,4 +57,4 @@ inline int NumZeroBlocks(const MatmulCall& call, int n_sms) {
   return call.form == MatmulForm::kRows || call.zeroes_unused ? 2 * n_sms : 1;
 }
 
-}  // namespace jax_ep::p2p
+}  // namespace jax_ep::matmul

@@ -9,8 +9,16 @@
 #include "cpu/rows.h"
 #include "cpu/scales.h"
 
-namespace jax_ep {
+namespace jax_ep::silu {
 namespace {
+
+using host::Encoder;
+using host::FindEncoder;
+using host::ForTokenChunks;
+using host::Pool;
+using host::Scales;
+using host::StoreRow;
+using host::VisitRowType;
 
 template <class T>
 JAX_EP_ALWAYS_INLINE void ActivateInline(const SiluCall& call, const T* __restrict x,
@@ -168,4 +176,4 @@ Status FusedSilu(const Pool& pool, const SiluCall& call) {
   return {};
 }
 
-}  // namespace jax_ep
+}  // namespace jax_ep::silu

@@ -5,9 +5,9 @@
 #include "cpu/parallel.h"
 #include "layer/silu/silu_call.h"
 
-namespace jax_ep {
+namespace jax_ep::silu {
 
 // Fails if row_offsets do not rise from 0 to at most the rows of x.
-Status FusedSilu(const Pool& pool, const SiluCall& call);
+Status FusedSilu(const host::Pool& pool, const SiluCall& call);
 
-}  // namespace jax_ep
+}  // namespace jax_ep::silu

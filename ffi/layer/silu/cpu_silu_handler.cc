@@ -6,13 +6,13 @@
 #include <utility>
 
 #include "cpu/guard.h"
-#include "cpu/handlers.h"
 #include "cpu/rendezvous.h"
 #include "layer/silu/cpu_silu.h"
 #include "layer/silu/read_silu.h"
+#include "layer/silu/silu_targets.h"
 #include "xla/error.h"
 
-namespace jax_ep {
+namespace jax_ep::silu {
 namespace {
 
 Status RunFusedSilu(ffi::ThreadPool& threads, const BufferList& operands, const BufferList& results,
@@ -20,8 +20,8 @@ Status RunFusedSilu(ffi::ThreadPool& threads, const BufferList& operands, const 
   SiluCall call{};
   const Status status = ReadSilu(attributes, operands, results, &call);
   if (!status.ok()) return status;
-  const Pool pool{[&](std::function<void()> task) { threads.Schedule(std::move(task)); },
-                  threads.num_threads()};
+  const host::Pool pool{[&](std::function<void()> task) { threads.Schedule(std::move(task)); },
+                        threads.num_threads()};
   return FusedSilu(pool, call);
 }
 
@@ -30,7 +30,7 @@ ffi::Error FusedSiluImpl(ffi::RunId run, ffi::ThreadPool threads, ffi::Remaining
   const Status status =
       RunFusedSilu(threads, BufferList(operands), BufferList(results), attributes);
   if (!status.ok()) {
-    Rendezvous::Instance().Fail(run.run_id, std::make_shared<const Status>(status));
+    host::Rendezvous::Instance().Fail(run.run_id, std::make_shared<const Status>(status));
   }
   return ToError(status);
 }
@@ -41,4 +41,6 @@ JAX_EP_DEFINE_HANDLER_SYMBOL(
     HostFusedSilu, "fused_silu", FusedSiluImpl,
     WithSiluOperands(ffi::Ffi::Bind().Ctx<ffi::RunId>().Ctx<ffi::ThreadPool>()));
 
-}  // namespace jax_ep
+void AddHostTargets(Targets* targets) { targets->push_back({"jax_ep_fused_silu", HostFusedSilu}); }
+
+}  // namespace jax_ep::silu

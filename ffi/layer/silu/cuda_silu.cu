@@ -12,8 +12,14 @@
 #include "layer/silu/silu_output.cuh"
 #include "layer/silu/silu_rows.cuh"
 
-namespace jax_ep::p2p {
+namespace jax_ep::silu {
 namespace {
+
+using p2p::griddepcontrol_wait;
+using p2p::kLaneElements;
+using p2p::kWarpSize;
+using p2p::LoadKernel;
+using p2p::PackPair;
 
 // Warps of a block. There is one block per SM, since each fills a table. Formats of 4 bits are
 // limited by instructions, so more warps pay.
@@ -201,4 +207,4 @@ cudaError_t LaunchFusedSilu(const SiluCall& call, cudaStream_t stream) {
   return error;
 }
 
-}  // namespace jax_ep::p2p
+}  // namespace jax_ep::silu

@@ -5,7 +5,7 @@
 
 #include "layer/silu/silu_call.h"
 
-namespace jax_ep::p2p {
+namespace jax_ep::silu {
 
 // The most groups whose tables fit into the kernels' shared memory.
 constexpr int64_t kMaxSiluGroups = 4096;
@@ -15,4 +15,4 @@ cudaError_t LoadSiluKernels();
 
 cudaError_t LaunchFusedSilu(const SiluCall& call, cudaStream_t stream);
 
-}  // namespace jax_ep::p2p
+}  // namespace jax_ep::silu

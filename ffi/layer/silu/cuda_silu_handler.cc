@@ -3,11 +3,11 @@
 #include <string>
 
 #include "cuda/handlers/handler.h"
-#include "cuda/handlers/handlers.h"
 #include "layer/silu/cuda_silu.h"
 #include "layer/silu/read_silu.h"
+#include "layer/silu/silu_targets.h"
 
-namespace jax_ep::p2p {
+namespace jax_ep::silu {
 namespace {
 
 ffi::Error FusedSiluImpl(cudaStream_t stream, ffi::RemainingArgs operands,
@@ -20,13 +20,20 @@ ffi::Error FusedSiluImpl(cudaStream_t stream, ffi::RemainingArgs operands,
                                    std::to_string(kMaxSiluGroups) + " groups; got " +
                                    std::to_string(call.n_groups)));
   }
-  return ToError(LaunchFusedSilu(call, stream), "fused_silu");
+  return p2p::ToError(LaunchFusedSilu(call, stream), "fused_silu");
 }
 
 }  // namespace
-}  // namespace jax_ep::p2p
+}  // namespace jax_ep::silu
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    CudaFusedSilu, jax_ep::p2p::FusedSiluImpl,
-    jax_ep::WithSiluOperands(xla::ffi::Ffi::Bind().Ctx<xla::ffi::PlatformStream<cudaStream_t>>()),
+    CudaFusedSilu, jax_ep::silu::FusedSiluImpl,
+    jax_ep::silu::WithSiluOperands(
+        xla::ffi::Ffi::Bind().Ctx<xla::ffi::PlatformStream<cudaStream_t>>()),
     {xla::ffi::Traits::kCmdBufferCompatible});
+
+namespace jax_ep::silu {
+
+void AddCudaTargets(Targets* targets) { targets->push_back({"jax_ep_fused_silu", CudaFusedSilu}); }
+
+}  // namespace jax_ep::silu

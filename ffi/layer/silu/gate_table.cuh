@@ -8,7 +8,11 @@
 #include "cuda/device/ptx.cuh"
 #include "layer/silu/silu.h"
 
-namespace jax_ep::p2p {
+namespace jax_ep::silu {
+
+using p2p::cvta_shared;
+using p2p::kLaneElements;
+using p2p::ld_shared;
 
 // Activation::OfGate of all gates with magnitudes in [2^-20, 2^7).
 class GateTable {
@@ -59,4 +63,4 @@ class GateTable {
   const uint32_t base_;
 };
 
-}  // namespace jax_ep::p2p
+}  // namespace jax_ep::silu

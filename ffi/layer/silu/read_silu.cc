@@ -3,7 +3,9 @@
 #include <optional>
 #include <string>
 
-namespace jax_ep {
+#include "xla/attributes.h"
+
+namespace jax_ep::silu {
 namespace {
 
 Status ReadSizes(const BufferReader& operands, SiluCall* call) {
@@ -82,4 +84,4 @@ Status ReadSilu(const SiluAttributes& attributes, const BufferList& operands,
   return status;
 }
 
-}  // namespace jax_ep
+}  // namespace jax_ep::silu

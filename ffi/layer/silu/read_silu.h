@@ -1,14 +1,27 @@
 // XLA's buffers and attributes -> SiluCall, for the handlers of both platforms.
 #pragma once
 
+#include <string_view>
 #include <utility>
 
 #include "core/status.h"
 #include "layer/silu/silu_call.h"
-#include "xla/attributes.h"
 #include "xla/buffers.h"
+#include "xla/ffi/api/ffi.h"
 
-namespace jax_ep {
+namespace jax_ep::silu {
+
+// By the names that Python sets. Strings point into XLA's call frame.
+struct SiluAttributes {
+  std::string_view token_format;
+  std::string_view scales_layout;
+  bool interleaved;
+  bool clamped;
+  float alpha;
+  float limit;
+
+  Activation activation() const { return {clamped, alpha, limit}; }
+};
 
 // Operands: x [C, 2 F], row_offsets [L + 1], input_scales? [L]. Results: the rows, scales?.
 // `attributes` must outlive the call.
@@ -21,4 +34,11 @@ auto WithSiluOperands(Binding binding) {
   return std::move(binding).RemainingArgs().RemainingRets().template Attrs<SiluAttributes>();
 }
 
-}  // namespace jax_ep
+}  // namespace jax_ep::silu
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_ep::silu::SiluAttributes,
+                                      StructMember<std::string_view>("token_format"),
+                                      StructMember<std::string_view>("scales_layout"),
+                                      StructMember<bool>("interleaved"),
+                                      StructMember<bool>("clamped"), StructMember<float>("alpha"),
+                                      StructMember<float>("limit"));

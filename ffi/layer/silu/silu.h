@@ -9,7 +9,7 @@
 #include "core/host_device.h"
 #include "core/quantize.h"
 
-namespace jax_ep {
+namespace jax_ep::silu {
 
 // Beyond this magnitude of z, e^-z does not change the sum 1 + e^-z, or has left the range of
 // float32.
@@ -67,4 +67,4 @@ struct Activation {
   }
 };
 
-}  // namespace jax_ep
+}  // namespace jax_ep::silu

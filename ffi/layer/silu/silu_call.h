@@ -8,7 +8,7 @@
 #include "core/scales_layout.h"
 #include "layer/silu/silu.h"
 
-namespace jax_ep {
+namespace jax_ep::silu {
 
 struct SiluCall {
   std::string_view token_format;  // of the result, as in core/formats.h
@@ -31,4 +31,4 @@ struct SiluCall {
   void* scales;  // in scales_layout; null: none
 };
 
-}  // namespace jax_ep
+}  // namespace jax_ep::silu

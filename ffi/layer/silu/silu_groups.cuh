@@ -11,7 +11,12 @@
 #include "layer/silu/silu_call.h"
 #include "layer/silu/silu_output.cuh"
 
-namespace jax_ep::p2p {
+namespace jax_ep::silu {
+
+using p2p::ExclusiveScan;
+using p2p::kAllLanes;
+using p2p::kWarpSize;
+using p2p::LaneIndex;
 
 // Whether the result of a row depends on its group.
 __host__ __device__ inline bool NeedsGroups(const SiluCall& call) {
@@ -101,4 +106,4 @@ class GroupCursor {
   InputScale input_scale_ = {};
 };
 
-}  // namespace jax_ep::p2p
+}  // namespace jax_ep::silu

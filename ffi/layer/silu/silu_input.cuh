@@ -11,7 +11,13 @@
 #include "layer/silu/gate_table.cuh"
 #include "layer/silu/silu.h"
 
-namespace jax_ep::p2p {
+namespace jax_ep::silu {
+
+using p2p::complete;
+using p2p::kLaneElements;
+using p2p::ld_global;
+using p2p::Unpack;
+using p2p::Vector;
 
 // Vectors of a lane's gates, or of its ups.
 template <class T>
@@ -140,4 +146,4 @@ __device__ __forceinline__ void Activate(const Activation& activation,
   });
 }
 
-}  // namespace jax_ep::p2p
+}  // namespace jax_ep::silu

@@ -11,7 +11,15 @@
 #include "layer/silu/silu_input.cuh"
 #include "layer/silu/silu_tiles.h"
 
-namespace jax_ep::p2p {
+namespace jax_ep::silu {
+
+using p2p::EncodeBlock;
+using p2p::kLaneElements;
+using p2p::kWarpElements;
+using p2p::kWarpSize;
+using p2p::LaneCodes;
+using p2p::LaneIndex;
+using p2p::Pack;
 
 // A row, and its place in its group if groups matter.
 struct SiluRow {
@@ -190,4 +198,4 @@ class QuantizedOutput {
   LaneScales<Format> scales_;
 };
 
-}  // namespace jax_ep::p2p
+}  // namespace jax_ep::silu

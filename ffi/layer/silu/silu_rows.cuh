@@ -11,7 +11,16 @@
 #include "layer/silu/silu_output.cuh"
 #include "layer/silu/silu_tiles.h"
 
-namespace jax_ep::p2p {
+namespace jax_ep::silu {
+
+using p2p::griddepcontrol_wait;
+using p2p::kLaneElements;
+using p2p::kWarpElements;
+using p2p::kWarpSize;
+using p2p::LaneIndex;
+using p2p::opaque;
+using p2p::Vector;
+using p2p::WarpIndex;
 
 // Chunks of a tile: what a warp has in flight at once. A chunk is kWarpElements columns.
 constexpr int kTileChunks = 2;
@@ -153,4 +162,4 @@ __device__ __forceinline__ void RunRows(const SiluCall& call, const GroupTable& 
   }
 }
 
-}  // namespace jax_ep::p2p
+}  // namespace jax_ep::silu

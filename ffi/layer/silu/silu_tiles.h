@@ -5,7 +5,7 @@
 
 #include "core/host_device.h"
 
-namespace jax_ep {
+namespace jax_ep::silu {
 
 // Neighboring chunks of a row that a warp has in flight at once; a chunk is as many columns as a
 // warp handles in one step. No chunks: the warp is done.
@@ -74,4 +74,4 @@ class TileScheduler : Position {
   Tile tile_;
 };
 
-}  // namespace jax_ep
+}  // namespace jax_ep::silu

@@ -9,7 +9,7 @@
 
 #include "tests/unit/check.h"
 
-namespace jax_ep::p2p {
+namespace jax_ep::matmul {
 
 class DenseMatmul {
  public:
@@ -47,4 +47,4 @@ class DenseMatmul {
   Multiply* multiply_ = nullptr;
 };
 
-}  // namespace jax_ep::p2p
+}  // namespace jax_ep::matmul

@@ -19,7 +19,7 @@
 #include "tests/swapped/hopper_swapped.h"
 #include "tests/unit/matmul_case.cuh"
 
-namespace jax_ep::p2p {
+namespace jax_ep::matmul {
 namespace {
 
 MatmulTimeout* timeout = nullptr;  // in host memory that the device can write to
@@ -117,10 +117,10 @@ cudaError_t LaunchProbedMatmul(const MatmulCall& call, SwappedVariant variant) {
   return LaunchSwappedMatmul(call, nullptr, variant, timeout);
 }
 
-}  // namespace jax_ep::p2p
+}  // namespace jax_ep::matmul
 
 int main(int argc, char** argv) {
-  using namespace jax_ep::p2p;
+  using namespace jax_ep::matmul;
   std::signal(SIGABRT, ReportTimeout);
   ExpectSuccess("cudaHostAlloc", cudaHostAlloc(reinterpret_cast<void**>(&timeout), sizeof(*timeout),
                                                cudaHostAllocMapped));

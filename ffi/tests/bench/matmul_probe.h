@@ -8,7 +8,7 @@
 #include "layer/matmul/matmul_call.h"
 #include "tests/swapped/hopper_swapped.h"
 
-namespace jax_ep::p2p {
+namespace jax_ep::matmul {
 
 // The kernels in use: as LaunchHopperMatmul, for bfloat16 in the form kWeights alone.
 cudaError_t LaunchBaselineMatmul(const MatmulCall& call, cudaStream_t stream);
@@ -30,4 +30,4 @@ cudaError_t LaunchProbedMatmul(const MatmulCall& call, SwappedVariant variant);
 // baseline's with one group.
 void TimeMatmuls(const std::string& cublas_dir);
 
-}  // namespace jax_ep::p2p
+}  // namespace jax_ep::matmul

@@ -15,7 +15,7 @@
 #include "tests/bench/matmul_probe.h"
 #include "tests/unit/matmul_case.cuh"
 
-namespace jax_ep::p2p {
+namespace jax_ep::matmul {
 namespace {
 
 constexpr int kSets = 2;       // of operands and results, used in turns, so that caches do not help
@@ -246,4 +246,4 @@ void TimeMatmuls(const std::string& cublas_dir) {
   }
 }
 
-}  // namespace jax_ep::p2p
+}  // namespace jax_ep::matmul

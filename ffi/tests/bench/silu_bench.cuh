@@ -13,7 +13,7 @@
 #include "layer/silu/cuda_silu.h"
 #include "tests/unit/check.h"
 
-namespace jax_ep::p2p {
+namespace jax_ep::silu {
 
 static __global__ void FillBFloat16(uint16_t* values, int64_t size) {
   for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < size;
@@ -210,4 +210,4 @@ class SiluBench {
   double empty_us_ = 0, copy_gb_per_s_ = 0;
 };
 
-}  // namespace jax_ep::p2p
+}  // namespace jax_ep::silu

@@ -8,7 +8,7 @@
 #include <memory>
 #include <utility>
 
-namespace jax_ep {
+namespace jax_ep::rail {
 
 class Fiber {
  public:
@@ -52,4 +52,4 @@ class Fiber {
   ucontext_t own_, caller_;
 };
 
-}  // namespace jax_ep
+}  // namespace jax_ep::rail

@@ -37,7 +37,7 @@ RailLoopback::RailLoopback(const Fixture<BFloat16>& fixture, const std::string& 
     : fixture_(fixture),
       mode_(mode),
       n_tokens_(fixture.sizes.max_tokens / kNodes),
-      map_(RailExchange::Plan(kNodes, fixture.config.token_bytes)),
+      map_(rail::RailExchange::Plan(kNodes, fixture.config.token_bytes)),
       heap_(map_.bytes),
       all_(fixture.config.token_bytes * fixture.sizes.max_tokens),
       mask_(fixture.sizes.max_tokens),
@@ -126,8 +126,8 @@ RailCall RailLoopback::MakeCall(int64_t row_bytes, int64_t n_turns) const {
 }
 
 void RailLoopback::LaunchOverlapped(RailCall rail, DispatchArgs* args) {
-  const bool fits = fixture_.group->PlanArriving(
-      fixture_.config, kRank, args->size, rail::kBlocks,
+  const bool fits = PlanDispatchOfArriving(
+      fixture_.group->ResourcesOf(fixture_.config, kRank), args->size, rail::kBlocks,
       static_cast<int32_t>(kNodes * rail::RangesPerNode(kNodes)), &args->call);
   CHECK_EQ(fits, true);
   fixture_.dispatch_plan.Apply(&args->call.plan);
@@ -155,8 +155,8 @@ void RailLoopback::LaunchOverlapped(RailCall rail, CombineArgs* args) {
 // An override of the blocks that send leaves those of the other kernel as they are.
 void RailLoopback::PlanSending(CombineArgs* args) const {
   const ReturnSize size{args->row_vectors, /*reduce=*/true, /*has_scalars=*/false};
-  const bool fits = fixture_.group->PlanReturning(fixture_.config, kRank, size, rail::kBlocks,
-                                                  kNodes, &args->call);
+  const bool fits = PlanCombineSend(fixture_.group->ResourcesOf(fixture_.config, kRank), size,
+                                    rail::kBlocks, kNodes, &args->call);
   CHECK_EQ(fits, true);
   LaunchPlan& plan = args->call.plan;
   PlanOverride override = fixture_.combine_plan;

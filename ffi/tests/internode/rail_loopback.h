@@ -54,7 +54,7 @@ class RailLoopback {
   const Fixture<BFloat16>& fixture_;
   const Mode mode_;
   const int n_tokens_;
-  const RailExchange map_;
+  const rail::RailExchange map_;
   DeviceArray<uint8_t> heap_, all_, mask_;
   DeviceArray<rail::RailState> state_;
   DeviceArray<rail::Peer> peers_;

@@ -14,7 +14,7 @@
 #include "internode/plan/rail_exchange.h"
 #include "tests/unit/check.h"
 
-namespace jax_ep {
+namespace jax_ep::rail {
 namespace {
 
 int64_t Between(int64_t low, int64_t high, std::mt19937& random) {
@@ -120,12 +120,12 @@ void PrintMemory() {
 }
 
 }  // namespace
-}  // namespace jax_ep
+}  // namespace jax_ep::rail
 
 int main() {
-  jax_ep::TestTilesFitIntoPlaces();
-  jax_ep::TestTilesTakeTurns();
-  jax_ep::TestPlacesAreApart();
-  jax_ep::PrintMemory();
+  jax_ep::rail::TestTilesFitIntoPlaces();
+  jax_ep::rail::TestTilesTakeTurns();
+  jax_ep::rail::TestPlacesAreApart();
+  jax_ep::rail::PrintMemory();
   std::cout << "rail_plan_test: all passed" << std::endl;
 }

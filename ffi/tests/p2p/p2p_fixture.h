@@ -338,7 +338,7 @@ class Fixture {
     for (int rank = 0; rank < sizes.n_ranks; ++rank) {
       if (!IsLocal(rank)) local_devices[rank] = kElsewhere;
     }
-    Check(RankGroup::Allocate(config, local_devices, &group));
+    Check(RankGroup::Allocate(config, local_devices, /*others=*/{}, &group));
     std::string mine;
     for (int rank = 0; rank < sizes.n_ranks; ++rank) {
       std::string address;

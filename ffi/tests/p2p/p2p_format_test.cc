@@ -105,7 +105,7 @@ class FormatCase {
   int64_t n_scales() const { return format_.format->n_scales(sizes_.hidden); }
 
   void Encode(float input_scale) {
-    const Encoder encode = FindEncoder(*format_.format, kRowType<T>);
+    const host::Encoder encode = host::FindEncoder(*format_.format, kRowType<T>);
     const size_t scale_bytes = n_scales() * format_.format->scale_bytes();
     for (int rank = 0; rank < sizes_.n_ranks; ++rank) {
       const size_t n_tokens = routing_.n_tokens(rank);
@@ -119,8 +119,9 @@ class FormatCase {
   }
 
   // Places scales in `data`.
-  Scales PlacerOf(std::vector<uint8_t>& data, const std::vector<uint32_t>& row_offsets) const {
-    Scales placer;
+  host::Scales PlacerOf(std::vector<uint8_t>& data,
+                        const std::vector<uint32_t>& row_offsets) const {
+    host::Scales placer;
     placer.layout = format_.scales_layout;
     placer.n_scales = n_scales();
     placer.scale_bytes = format_.format->scale_bytes();
@@ -148,8 +149,8 @@ class FormatCase {
     e.scales.resize(buffers_[rank].scales.size());
     e.is_scale.resize(e.scales.size());
     std::vector<uint8_t> marks(e.scales.size());  // nonzero: a scale was placed here
-    const Scales placer = PlacerOf(e.scales, e.row_offsets);
-    const Scales marker = PlacerOf(marks, e.row_offsets);
+    const host::Scales placer = PlacerOf(e.scales, e.row_offsets);
+    const host::Scales marker = PlacerOf(marks, e.row_offsets);
     for (int group = 0; group < n_local_groups; ++group) {
       FillGroup(rank, group, begins[group], placer, marker, e);
     }
@@ -157,8 +158,8 @@ class FormatCase {
     return e;
   }
 
-  void FillGroup(int rank, int group, int begin, const Scales& placer, const Scales& marker,
-                 Expected& e) const {
+  void FillGroup(int rank, int group, int begin, const host::Scales& placer,
+                 const host::Scales& marker, Expected& e) const {
     const std::vector<uint8_t> ones(placer.row_bytes(), 1);
     const int capacity = sizes_.max_recv_tokens;
     const int first = e.row_offsets[group], end = e.row_offsets[group + 1];

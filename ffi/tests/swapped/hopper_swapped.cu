@@ -8,7 +8,7 @@
 #include "tests/swapped/hopper_swapped.cuh"
 #include "tests/swapped/hopper_swapped.h"
 
-namespace jax_ep::p2p {
+namespace jax_ep::matmul {
 namespace {
 
 using Encode = PFN_cuTensorMapEncodeTiled_v12000;
@@ -120,4 +120,4 @@ cudaError_t LaunchSwappedMatmul(const MatmulCall& call, cudaStream_t stream, Swa
   return cudaErrorInvalidValue;
 }
 
-}  // namespace jax_ep::p2p
+}  // namespace jax_ep::matmul

@@ -19,7 +19,14 @@
 #include "tests/swapped/tma.cuh"
 #include "tests/swapped/wgmma.cuh"
 
-namespace jax_ep::p2p::swapped {
+namespace jax_ep::matmul::swapped {
+
+using p2p::barrier_sync;
+using p2p::cvt_rn_bf16x2_f32;
+using p2p::cvta_shared;
+using p2p::griddepcontrol_wait;
+using p2p::opaque;
+using p2p::st_global;
 
 constexpr uint32_t kBlocks = 2;      // of a cluster
 constexpr uint32_t kWarpGroups = 2;  // that multiply
@@ -372,4 +379,4 @@ __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, 1)
   cluster_sync();  // the other block may still release stages here
 }
 
-}  // namespace jax_ep::p2p::swapped
+}  // namespace jax_ep::matmul::swapped

@@ -6,7 +6,7 @@
 
 #include "layer/matmul/matmul_call.h"
 
-namespace jax_ep::p2p {
+namespace jax_ep::matmul {
 
 // A wait inside the kernel that did not end: only of builds with JAX_EP_MATMUL_WAIT_CYCLES.
 struct MatmulTimeout {
@@ -23,4 +23,4 @@ cudaError_t LaunchSwappedMatmul(const MatmulCall& call, cudaStream_t stream,
                                 SwappedVariant variant = SwappedVariant::k256Lead,
                                 MatmulTimeout* timeout = nullptr);
 
-}  // namespace jax_ep::p2p
+}  // namespace jax_ep::matmul

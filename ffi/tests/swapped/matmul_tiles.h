@@ -7,7 +7,7 @@
 
 #include "core/host_device.h"
 
-namespace jax_ep {
+namespace jax_ep::matmul {
 
 constexpr uint32_t kMatmulTileColumns = 256;
 constexpr uint32_t kMatmulRowUnit =
@@ -130,4 +130,4 @@ class MatmulTiles {
   uint32_t block_tiles_ = 0;
 };
 
-}  // namespace jax_ep
+}  // namespace jax_ep::matmul

@@ -8,7 +8,7 @@
 
 #include "cuda/device/ptx.cuh"
 
-namespace jax_ep::p2p {
+namespace jax_ep::matmul {
 
 constexpr uint64_t kEvictNormal = 0x1000000000000000;  // L2 policies
 constexpr uint64_t kEvictFirst = 0x12f0000000000000;
@@ -127,4 +127,4 @@ __device__ __forceinline__ int4 ld_shared_v4(uint32_t address) {
   return v;
 }
 
-}  // namespace jax_ep::p2p
+}  // namespace jax_ep::matmul

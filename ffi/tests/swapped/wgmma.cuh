@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-namespace jax_ep::p2p {
+namespace jax_ep::matmul {
 
 // An operand in shared memory, in lines of 128 bytes, swizzled in blocks of eight lines that are
 // aligned to 1024 bytes and follow each other. Stored along columns, a line has 64 columns of one
@@ -238,4 +238,4 @@ JAX_EP_WGMMA(256, JAX_EP_R256, "%128", "%129", JAX_EP_S256);
 #undef JAX_EP_SUMS
 #undef JAX_EP_WGMMA
 
-}  // namespace jax_ep::p2p
+}  // namespace jax_ep::matmul

@@ -14,7 +14,7 @@
 #include "cpu/rendezvous.h"
 #include "tests/unit/check.h"
 
-namespace jax_ep {
+namespace jax_ep::host {
 namespace {
 
 constexpr int64_t kRanks = 4, kTokens = 2, kChoices = 3, kRows = 3;
@@ -118,4 +118,4 @@ void RunCombineTests() {
   TestNodesThatDoNotPartitionTheRanksAreRefused();
 }
 
-}  // namespace jax_ep
+}  // namespace jax_ep::host

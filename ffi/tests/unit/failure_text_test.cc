@@ -36,10 +36,10 @@ void TestAWaitNamesRanksTimeAndWhatDidNotArrive() {
   CHECK_CONTAINS(TextOf(1e9, {Phase::kDots, 0, UINT32_MAX}), "epoch 4294967295)");
 }
 
-void TestAWaitBetweenNodesNamesTheRankOfTheSameIndex() {
-  CHECK_CONTAINS(TextOf(60, {Phase::kTile, /*peer=*/3, /*epoch=*/9}),
+void TestAWaitForAnotherGroupNamesTheRankOfTheSameIndex() {
+  CHECK_CONTAINS(TextOf(60, {Phase::kPart, /*peer=*/3, /*epoch=*/9}),
                  "for rank 7 (between nodes: its rows, item 9)");
-  CHECK_CONTAINS(TextOf(60, {Phase::kTileTaken, 0, 9}),
+  CHECK_CONTAINS(TextOf(60, {Phase::kPartTaken, 0, 9}),
                  "for rank 1 (between nodes: that it takes earlier rows, item 9)");
 }
 
@@ -60,11 +60,11 @@ void TestAChangedHandleNamesBothRanks() {
                  "rank 4 was changed (the backward of combine: row_offsets on rank 5)");
 }
 
-void TestOnlyWaitsInsideTheNodeAreForItsPeers() {
-  CHECK_EQ(WaitsForPeerOfNode(Phase::kReturned), true);
-  for (const Phase phase : {Phase::kNone, Phase::kWrongMesh, Phase::kTile, Phase::kTileTaken,
+void TestOnlyWaitsInsideTheGroupAreForItsPeers() {
+  CHECK_EQ(WaitsForPeer(Phase::kReturned), true);
+  for (const Phase phase : {Phase::kNone, Phase::kWrongMesh, Phase::kPart, Phase::kPartTaken,
                             Phase::kChangedHandle, Phase::kGradHandle, Phase::kGradOffsets}) {
-    CHECK_EQ(WaitsForPeerOfNode(phase), false);
+    CHECK_EQ(WaitsForPeer(phase), false);
   }
 }
 
@@ -83,10 +83,10 @@ namespace jax_ep {
 void RunFailureTextTests() {
   p2p::TestACallWithoutFailureIsOk();
   p2p::TestAWaitNamesRanksTimeAndWhatDidNotArrive();
-  p2p::TestAWaitBetweenNodesNamesTheRankOfTheSameIndex();
+  p2p::TestAWaitForAnotherGroupNamesTheRankOfTheSameIndex();
   p2p::TestEachWaitHasAText();
   p2p::TestAChangedHandleNamesBothRanks();
-  p2p::TestOnlyWaitsInsideTheNodeAreForItsPeers();
+  p2p::TestOnlyWaitsInsideTheGroupAreForItsPeers();
   p2p::TestAnotherMeshIsAPrecondition();
 }
 

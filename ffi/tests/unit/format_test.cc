@@ -17,7 +17,7 @@
 #include "tests/unit/check.h"
 #include "tests/unit/thread_pool.h"
 
-namespace jax_ep {
+namespace jax_ep::host {
 namespace {
 
 void TestGroupsArePaddedAndCutAtTheCapacity() {
@@ -245,7 +245,7 @@ void TestActivationTouchesRowsInUseAlone() {
   const std::vector<float> x(kRows * 2 * kRowSize, 1.0f);
   const std::vector<uint32_t> row_offsets = {0, 1, kUsed};
   std::vector<uint8_t> out(kRows * kRowSize, kUntouched);
-  SiluCall call{};
+  silu::SiluCall call{};
   call.token_format = "mxfp8";
   call.scales_layout = ScalesLayout::kAtoms;
   call.n_rows = kRows;
@@ -259,7 +259,7 @@ void TestActivationTouchesRowsInUseAlone() {
   std::vector<uint8_t> scales(MaxBlocks(kRows, 2) * kAtomBytes, kUntouched);
   call.scales = scales.data();
   TestPool threads(3);
-  CHECK_EQ(FusedSilu(threads.pool(), call).message, "");
+  CHECK_EQ(silu::FusedSilu(threads.pool(), call).message, "");
   for (int64_t i = 0; i < kRows * kRowSize; ++i) {
     CHECK_EQ(out[i] == kUntouched, i >= kUsed * kRowSize);
   }
@@ -285,4 +285,4 @@ void RunFormatTests() {
   TestActivationTouchesRowsInUseAlone();
 }
 
-}  // namespace jax_ep
+}  // namespace jax_ep::host

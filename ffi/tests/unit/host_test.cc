@@ -24,7 +24,7 @@
 #include "tests/unit/silu_tiles_test.h"
 #include "tests/unit/thread_pool.h"
 
-namespace jax_ep {
+namespace jax_ep::host {
 namespace {
 
 void TestParallelForCallsEachChunkOnce() {
@@ -147,10 +147,10 @@ void CommitSeededFault() {
 #endif
 
 }  // namespace
-}  // namespace jax_ep
+}  // namespace jax_ep::host
 
 int main() {
-  using namespace jax_ep;
+  using namespace jax_ep::host;
 #ifdef JAX_EP_SEEDED_FAULT
   CommitSeededFault();
 #endif
@@ -165,10 +165,10 @@ int main() {
   RunRendezvousTests();
   RunCombineTests();
   RunLayerTests();
-  RunOpenGroupsTests();
-  RunFailureTextTests();
-  RunSiluTilesTests();
-  RunMatmulTilesTests();
+  jax_ep::RunOpenGroupsTests();
+  jax_ep::RunFailureTextTests();
+  jax_ep::silu::RunSiluTilesTests();
+  jax_ep::matmul::RunMatmulTilesTests();
   RunFormatTests();
   std::cout << "host_test: all passed" << std::endl;
 }

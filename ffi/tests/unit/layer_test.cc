@@ -19,7 +19,7 @@
 #include "tests/unit/promised_completion.h"
 #include "tests/unit/thread_pool.h"
 
-namespace jax_ep {
+namespace jax_ep::host {
 namespace {
 
 // One rank's part of a layer whose experts are the identity. Each token becomes the sum of its
@@ -219,4 +219,4 @@ void RunLayerTests() {
   TestIndependentCallsInAnyOrder(/*has_shared_expert=*/true);
 }
 
-}  // namespace jax_ep
+}  // namespace jax_ep::host

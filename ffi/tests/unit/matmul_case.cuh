@@ -14,7 +14,7 @@
 #include "tests/unit/check.h"
 #include "tests/unit/matmul_reference.cuh"
 
-namespace jax_ep::p2p {
+namespace jax_ep::matmul {
 
 constexpr size_t kGuardBytes = 1024;
 constexpr unsigned kTestBlocks = 4096;
@@ -195,4 +195,4 @@ class DeviceCase {
       finding_;
 };
 
-}  // namespace jax_ep::p2p
+}  // namespace jax_ep::matmul

@@ -10,7 +10,7 @@
 #include "core/small_floats.h"
 #include "layer/matmul/matmul_call.h"
 
-namespace jax_ep::p2p {
+namespace jax_ep::matmul {
 
 constexpr uint8_t kCanary = 0xee;
 constexpr unsigned kTestThreads = 256;
@@ -182,4 +182,4 @@ static __global__ void CountDifferences(const uint8_t* a, const uint8_t* b, int6
   }
 }
 
-}  // namespace jax_ep::p2p
+}  // namespace jax_ep::matmul

@@ -15,7 +15,7 @@
 #include "layer/matmul/kernels.h"
 #include "tests/unit/matmul_case.cuh"
 
-namespace jax_ep::p2p {
+namespace jax_ep::matmul {
 namespace {
 
 std::vector<Variant> PlainVariants() {
@@ -176,10 +176,10 @@ int TestBackend(const Backend& backend, double seconds, uint32_t first_seed) {
 }
 
 }  // namespace
-}  // namespace jax_ep::p2p
+}  // namespace jax_ep::matmul
 
 int main(int argc, char** argv) {
-  using namespace jax_ep::p2p;
+  using namespace jax_ep::matmul;
   int n_devices = 0, major = 0;
   if (cudaGetDeviceCount(&n_devices) != cudaSuccess || n_devices == 0) {
     std::cout << "matmul_test: no GPU" << std::endl;

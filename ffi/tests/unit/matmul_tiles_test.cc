@@ -9,7 +9,7 @@
 #include "tests/swapped/matmul_tiles.h"
 #include "tests/unit/check.h"
 
-namespace jax_ep {
+namespace jax_ep::matmul {
 namespace {
 
 constexpr uint32_t kMaxTileRows = 256;
@@ -183,4 +183,4 @@ void RunMatmulTilesTests() {
   TestTilesOfTheSameWeightsFollowEachOther();
 }
 
-}  // namespace jax_ep
+}  // namespace jax_ep::matmul

@@ -7,7 +7,7 @@
 #include "core/status.h"
 #include "cpu/completion.h"
 
-namespace jax_ep {
+namespace jax_ep::host {
 
 inline std::unique_ptr<Completion> CompletionOf(std::promise<Status>& promise) {
   const auto report = [](const void*, void* future, Code code, const char* message) noexcept {
@@ -18,4 +18,4 @@ inline std::unique_ptr<Completion> CompletionOf(std::promise<Status>& promise) {
   return completion;
 }
 
-}  // namespace jax_ep
+}  // namespace jax_ep::host

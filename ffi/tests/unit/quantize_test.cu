@@ -66,7 +66,7 @@ struct DeviceArray {
 
 template <class Format>
 void CompareWithHost(const char* name, const std::vector<float>& values, float input_scale_value) {
-  const Encoder encode = FindEncoder(*FindTokenFormat(name), RowType::kFloat32);
+  const host::Encoder encode = host::FindEncoder(*FindTokenFormat(name), RowType::kFloat32);
   using Scale = typename Format::Scale;
   const auto input_scale = InputScale::Make(input_scale_value);
   const int64_t size = static_cast<int64_t>(values.size()), n_blocks = size / Format::kBlockSize;

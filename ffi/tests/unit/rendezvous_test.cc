@@ -10,7 +10,7 @@
 #include "tests/unit/check.h"
 #include "tests/unit/promised_completion.h"
 
-namespace jax_ep {
+namespace jax_ep::host {
 namespace {
 
 Arrival MakeArrival(int64_t rank, std::promise<Status>& promise) {
@@ -171,4 +171,4 @@ void RunRendezvousTests() {
   TestSameRankTwiceIsAnError();
 }
 
-}  // namespace jax_ep
+}  // namespace jax_ep::host

@@ -11,7 +11,7 @@
 #include "core/quantize.h"
 #include "tests/unit/check.h"
 
-namespace jax_ep::p2p {
+namespace jax_ep::silu {
 
 // ReciprocalRn over the range in which it is used: every significand, exponents -126 to 125.
 static __global__ void CompareReciprocals(unsigned* n_wrong) {
@@ -103,4 +103,4 @@ inline void TestArithmetic() {
   std::cout << "reciprocals, quotients, e2m1 codes and scales are exact" << std::endl;
 }
 
-}  // namespace jax_ep::p2p
+}  // namespace jax_ep::silu

@@ -18,7 +18,7 @@
 #include "tests/unit/check.h"
 #include "tests/unit/silu_arithmetic.cuh"
 
-namespace jax_ep::p2p {
+namespace jax_ep::silu {
 namespace {
 
 constexpr uint8_t kUntouched = 0xee;
@@ -75,7 +75,7 @@ struct Case {
     host.input_scales = input_scales.empty() ? nullptr : input_scales.data();
     host.out = out->data();
     host.scales = scales->data();
-    CHECK_EQ(FusedSilu(Pool{}, host).message, "");
+    CHECK_EQ(FusedSilu(host::Pool{}, host).message, "");
   }
 };
 
@@ -367,10 +367,10 @@ void TestBits() {
 }
 
 }  // namespace
-}  // namespace jax_ep::p2p
+}  // namespace jax_ep::silu
 
 int main(int argc, char** argv) {
-  using namespace jax_ep::p2p;
+  using namespace jax_ep::silu;
   int n_devices = 0;
   if (cudaGetDeviceCount(&n_devices) != cudaSuccess || n_devices == 0) {
     std::cout << "silu_test: no GPU" << std::endl;

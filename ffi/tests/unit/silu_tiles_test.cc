@@ -6,7 +6,7 @@
 #include "layer/silu/silu_tiles.h"
 #include "tests/unit/check.h"
 
-namespace jax_ep {
+namespace jax_ep::silu {
 namespace {
 
 // The position of one warp of a grid.
@@ -63,4 +63,4 @@ void TestTilesCoverEachChunkOnce() {
 
 void RunSiluTilesTests() { TestTilesCoverEachChunkOnce(); }
 
-}  // namespace jax_ep
+}  // namespace jax_ep::silu

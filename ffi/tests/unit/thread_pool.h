@@ -10,7 +10,7 @@
 
 #include "cpu/parallel.h"
 
-namespace jax_ep {
+namespace jax_ep::host {
 
 class TestPool {
  public:
@@ -61,4 +61,4 @@ class TestPool {
   std::vector<std::thread> threads_;
 };
 
-}  // namespace jax_ep
+}  // namespace jax_ep::host

@@ -1,0 +1,16 @@
+#include "internode/handlers/handlers.h"
+
+namespace jax_ep::rail {
+
+void AddTargets(Targets* targets) {
+  const Target all[] = {
+      {"jax_ep_rail", CudaRail},
+      {"jax_ep_rail_combine", CudaRailCombine},
+      {"jax_ep_rail_dispatch", CudaRailDispatch},
+      {"jax_ep_rail_gather", CudaRailGather},
+      {"jax_ep_rail_sum", CudaRailSum},
+  };
+  targets->insert(targets->end(), std::begin(all), std::end(all));
+}
+
+}  // namespace jax_ep::rail

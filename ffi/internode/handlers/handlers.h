@@ -1,0 +1,20 @@
+// The XLA FFI handlers of exchanges between nodes. They only launch, and may be captured into
+// command buffers.
+#pragma once
+
+#include "xla/ffi/api/c_api.h"
+#include "xla/target.h"
+
+extern "C" {
+XLA_FFI_Error* CudaRail(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* CudaRailCombine(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* CudaRailDispatch(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* CudaRailGather(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* CudaRailSum(XLA_FFI_CallFrame* call_frame);
+}
+
+namespace jax_ep::rail {
+
+void AddTargets(Targets* targets);
+
+}  // namespace jax_ep::rail
