@@ -1,40 +1,87 @@
 // XLA FFI -> RailCall: what the handlers of exchanges between nodes share.
 #pragma once
 
+#include <string_view>
+#include <type_traits>
+
 #include "core/status.h"
 #include "cuda/handlers/handler.h"
+#include "cuda/handlers/handlers.h"
+#include "internode/nvshmem/world.h"
 #include "internode/plan/rail_call.h"
 #include "xla/buffers.h"
 
 namespace jax_ep::p2p {
 
-// The caller's rail, as the first fields of `call`.
+// The caller's rail, as the first fields of `call`. Its tiles do not take turns.
 Status FindRail(const Caller& caller, rail::RailCall* call);
 
 // Reads rows: an operand `[n_rows, ...]`, or `[N * n_rows, ...]` if it has a part for each node,
 // and its result `[N * n_rows, ...]`. `call` has the number of rows.
 Status ReadRows(const ffi::AnyBuffer* from, const ffi::AnyBuffer* to, bool by_node,
-                const rail::RailCall& call, rail::Rows* rows);
-
-// Reads which rows are sent: uint8[N * n_rows].
-Status ReadMask(const ffi::AnyBuffer* mask, rail::RailCall* call);
+                rail::RailCall* call);
 
 // Choices that say which rows are sent: of tokens of this rank, or of all nodes, as `rows` are.
 void SetChoices(const Caller& caller, const int32_t* ids, rail::RailCall* call);
 
 // Cuts the rows and choices, which have been read, into tiles.
-Status CutRows(int64_t n_turns, rail::RailCall* call);
+Status CutRows(rail::RailCall* call);
 
-// Reads and launches a call: read(caller) -> Status, launch(caller) -> cudaError_t.
-template <class Read, class Launch>
-ffi::Error RunRailCall(Caller caller, cudaStream_t stream, int32_t ordinal, StreamOrder order,
-                       const Read& read, const Launch& launch) {
+// The base of what a handler runs: `call` is a RailCall, or has one as `rail`. Derived classes have
+//   Attributes   of the custom call
+//   kOperation   what errors call it
+//   Read(caller, attributes, operands, results) -> Status
+// and may have a Launch of their own.
+template <class T>
+struct RailHandler {
+  T call{};
+
+  rail::RailCall& rail() {
+    if constexpr (std::is_same_v<T, rail::RailCall>) {
+      return call;
+    } else {
+      return call.rail;
+    }
+  }
+  cudaError_t Launch(const Caller&, cudaStream_t stream) {
+    return rail::World::Instance().Launch(call, stream);
+  }
+};
+
+template <class Attributes>
+std::string_view GroupOf(const Attributes& attributes) {
+  return attributes.group;
+}
+inline std::string_view GroupOf(const StreamDispatchAttributes& attributes) {
+  return attributes.dispatch.group;
+}
+inline std::string_view GroupOf(const StreamCombineAttributes& attributes) {
+  return attributes.combine.group;
+}
+
+template <class Handler>
+ffi::Error RunRailHandler(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi::S32>,
+                          ffi::RemainingArgs args, ffi::RemainingRets rets,
+                          const typename Handler::Attributes& attributes) {
+  Caller caller{Handler::kOperation, GroupOf(attributes)};
   Status status = FindCaller(ordinal, stream, caller);
   if (!status.ok()) return ToError(status);
-  status = read(caller);
+  const BufferList operands(args), results(rets);
+  Handler handler;
+  status = CheckDisjoint(operands, results);
+  if (status.ok()) status = FindRail(caller, &handler.rail());
+  if (status.ok()) status = handler.Read(caller, attributes, operands, results);
+  if (status.ok()) status = CutRows(&handler.rail());
   if (!status.ok()) return InvalidOperands(caller, status);
-  const auto launch_now = [&](cudaEvent_t) { return launch(caller); };
-  return ToError(LaunchInOrder(ordinal, stream, order, launch_now), caller.operation);
+  const auto launch = [&](cudaEvent_t) { return handler.Launch(caller, stream); };
+  return ToError(LaunchInOrder(ordinal, stream, attributes.stream_order, launch), caller.operation);
 }
 
 }  // namespace jax_ep::p2p
+
+// Defines the XLA FFI handler `symbol` that runs a `Handler`.
+#define JAX_EP_RAIL_HANDLER(symbol, Handler)                                     \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(                                                 \
+      symbol, jax_ep::p2p::RunRailHandler<Handler>,                              \
+      jax_ep::p2p::BindGroupCall().RemainingRets().Attrs<Handler::Attributes>(), \
+      {xla::ffi::Traits::kCmdBufferCompatible})

@@ -168,13 +168,12 @@ Status World::LoadKernel() {
   if (error != 0) {
     return Internal("NVSHMEM does not accept the kernels: error " + std::to_string(error));
   }
-  for (const RowType type : {RowType::kBFloat16, RowType::kFloat16, RowType::kFloat32}) {
-    const int i = static_cast<int>(type);
-    status = FindKernel(code, CombineKernelName(type), &combine_kernels_[i]);
-    if (status.ok()) status = FindKernel(code, SumKernelName(type), &sum_kernels_[i]);
+  for (int i = 0; i < kRowTypes; ++i) {
+    status = FindKernel(code, kCombineKernels[i], &combine_kernels_[i]);
+    if (status.ok()) status = FindKernel(code, kSumKernels[i], &sum_kernels_[i]);
     if (!status.ok()) return status;
   }
-  return FindKernel(code, kKernelName, &kernel_);
+  return FindKernel(code, kExchangeKernel, &kernel_);
 }
 
 Status World::Allocate(size_t bytes, size_t* number) {
@@ -216,7 +215,7 @@ cudaError_t World::Launch(const RailCombineCall& call, cudaStream_t stream) cons
 cudaError_t World::Launch(const RailSumCall& call, cudaStream_t stream) const {
   if (call.rail.tiles.n_tiles == 0) return cudaSuccess;
   const cudaKernel_t kernel = sum_kernels_[static_cast<int>(call.row_type)];
-  return LaunchKernel(kernel, &call, SumSmemBytes(call), stream);
+  return LaunchKernel(kernel, &call, SumSmemBytes(call.rail), stream);
 }
 
 cudaError_t World::Fork(cudaStream_t stream,

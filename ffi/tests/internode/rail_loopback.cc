@@ -52,9 +52,9 @@ RailLoopback::RailLoopback(const Fixture<BFloat16>& fixture, const std::string& 
   peers_.Write(std::vector<rail::Peer>(kNodes, {heap_.get(), /*pe=*/0}));
   CHECK_CUDA(
       cudaLibraryLoadFromFile(&code_, fatbin.c_str(), nullptr, nullptr, 0, nullptr, nullptr, 0));
-  exchange_ = FindKernel(code_, rail::kKernelName);
-  combine_ = FindKernel(code_, rail::CombineKernelName(kRowType<BFloat16>));
-  sum_ = FindKernel(code_, rail::SumKernelName(kRowType<BFloat16>));
+  exchange_ = FindKernel(code_, rail::kExchangeKernel);
+  combine_ = FindKernel(code_, rail::kCombineKernels[0]);
+  sum_ = FindKernel(code_, rail::kSumKernels[0]);
   int least = 0, greatest = 0;
   CHECK_CUDA(cudaDeviceGetStreamPriorityRange(&least, &greatest));
   CHECK_CUDA(cudaStreamCreateWithPriority(&side_, cudaStreamNonBlocking, greatest));
@@ -104,7 +104,7 @@ LaunchPlan RailLoopback::Launch(CombineArgs args) {
   }
   if (mode_ == Mode::kSerial) fixture_.Launch(kRank, args);
   const RailSumCall call{rail, /*residual=*/nullptr, args.row_type};
-  LaunchKernel(sum_, &call, rail::SumSmemBytes(call), fixture_.streams[kRank]);
+  LaunchKernel(sum_, &call, rail::SumSmemBytes(rail), fixture_.streams[kRank]);
   return mode_ == Mode::kSerial ? args.call.plan : LaunchPlan{};
 }
 
@@ -115,10 +115,7 @@ RailCall RailLoopback::MakeCall(int64_t row_bytes, int64_t n_turns) const {
   call.heap = heap_.get();
   call.peers = peers_.get();
   call.state = state_.get();
-  const FailureWords words = fixture_.group->Failures(kRank);
-  call.failed = words.failed;
-  call.failure = words.failure;
-  call.timeout_ns = words.timeout_ns;
+  call.failures = fixture_.group->Failures(kRank);
   call.node = kNode;
   call.n_nodes = kNodes;
   call.mask = mask_.get();
