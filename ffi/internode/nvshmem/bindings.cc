@@ -60,9 +60,6 @@ void DefineWorld(nb::module_& module) {
       },
       nb::arg("path"), "Opens NVSHMEM's host library; returns its version.");
   module.def(
-      "build_version", [] { return BuildVersion().ToString(); },
-      "The version of NVSHMEM that the kernels are linked with.");
-  module.def(
       "has_joined", [] { return World::Instance().has_joined(); },
       "Whether this process has joined the job.");
   module.def("make_id", &MakeId, "What all processes need to join; one of them makes it.");
@@ -85,7 +82,7 @@ void DefineOpenRails(nb::module_& module) {
       "free", [](size_t bytes) { return Rails::Instance().Free(bytes); }, nb::arg("bytes"),
       "The heaps of so many bytes that nothing uses.");
   module.def("open", &Open, nb::arg("key"), nb::arg("heap"), nb::arg("node"), nb::arg("pes"),
-             nb::arg("message_bytes"), nb::arg("device"), nb::arg("maps_peers"),
+             nb::arg("message_bytes"), nb::arg("device"), nb::arg("maps_peers") = true,
              "Sets up a rail between the processes `pes`, one per node. Without maps_peers, all "
              "puts go through NVSHMEM, also where loads and stores reach.");
   module.def(
