@@ -1,11 +1,11 @@
 // The only access to other ranks' memory. Only this file computes an address in another rank's
-// workspace, stores there, signals there, or waits for a word that a peer writes.
+// workspace or heap, stores there, signals there, or waits for a word that a peer writes.
 //
 //   PeerPtr   an address in a rank's workspace; PutVector, PutScalar and PutBulk store there
 //   PeerWord  a word in a rank's workspace, mostly an epoch word; Signal publishes by it
 //   PeerLine  a line in a rank's workspace; PutLine stores there
 //   Peers     all ranks as seen by one call: gives addresses and words, puts values, waits
-//   RankHeap  a rank's memory of another kind, which kernels between nodes use; the same for it
+//   RankHeap  the memory of a rank that kernels between nodes use, by offsets; gives the same
 //
 // Data travels in one of two ways:
 //
@@ -330,7 +330,7 @@ class Peers {
   const CallSmem& smem_;
 };
 
-// Memory of a rank that is no workspace, at `memory` as this rank maps it. Offsets are in bytes.
+// Memory of a rank that is no workspace, where this rank maps it. Offsets are in bytes.
 class RankHeap {
  public:
   __device__ __forceinline__ explicit RankHeap(uint8_t* memory) : memory_(memory) {}
