@@ -81,7 +81,7 @@ format: $(VENV)/.deps  ## rewrite all sources in the project's format
 	$(BIN)/ruff format --quiet $(PY_DIRS)
 	$(BIN)/clang-format -i $(CXX_FILES)
 
-.PHONY: lint lint-python lint-cpp lint-types lint-imports lint-includes lint-streams
+.PHONY: lint lint-python lint-cpp lint-types lint-imports lint-includes lint-streams lint-peers
 lint: lint-python lint-cpp lint-types lint-imports lint-includes  ## check format, types, layers
 
 lint-python: $(VENV)/.deps
@@ -98,7 +98,7 @@ lint-imports: $(VENV)/.deps
 	$(BIN)/lint-imports
 
 # The folders of ffi/ follow their layers; kernels and ffi/core do not depend on XLA or Python.
-lint-includes: lint-streams
+lint-includes: lint-streams lint-peers
 	$(PYTHON) tools/check_layers.py
 	! grep -nE '#[[:space:]]*include[[:space:]]*[<"](xla/|nanobind/|Python\.h)' \
 	  $$(find ffi \( -name '*.cu' -o -name '*.cuh' -o -path 'ffi/core/*' \) -type f)
@@ -108,6 +108,10 @@ STREAM_HEADERS := fstream|iomanip|ios|iosfwd|iostream|istream|locale|ostream|reg
 lint-streams:
 	! grep -rnE --exclude-dir=tests \
 	  '#[[:space:]]*include[[:space:]]*<($(STREAM_HEADERS))>|std::(cerr|clog|cout|[a-z]*stream)\>' ffi
+
+# Other ranks' memory is reached in few files.
+lint-peers:
+	$(PYTHON) tools/check_peer_access.py .
 
 # Needs neither the package nor what it needs: sources are read, not imported.
 DOCS_BIN := $(VENV)-docs/bin

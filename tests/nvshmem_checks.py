@@ -5,6 +5,7 @@ Each `check_*` is a target of `processes.run_processes`; `test_nvshmem.py` start
 
 import contextlib
 import dataclasses
+import functools
 import re
 import unittest.mock
 
@@ -19,7 +20,7 @@ import suite
 import test_grad
 import test_graphs
 from harness import AXIS, config_of, make_mesh, on_mesh, put
-from jax_ep.internode import nvshmem, overlapped
+from jax_ep.internode import overlapped
 from jax_ep.internode.connection import NodesConnection
 from jax_ep.xla_ffi import extension
 from process_checks import (
@@ -78,9 +79,15 @@ def check_groups() -> None:
     check_many_tokens(make_mesh(n_ranks))
 
 
+def map_no_peers() -> None:
+    """From now on, rails put through NVSHMEM also to the peers that stores reach."""
+    library = extension.load_cuda().nvshmem
+    library.open = functools.partial(library.open, maps_peers=False)
+
+
 def check_puts() -> None:
     """All puts go through NVSHMEM, as to peers that only a network reaches."""
-    nvshmem.maps_peers = False
+    map_no_peers()
     check_routings_and_gradients()
 
 
@@ -90,7 +97,7 @@ def check_overlap() -> None:
     check_shared_memory()
     check_captured_calls()
     check_routings_and_gradients()
-    nvshmem.maps_peers = False
+    map_no_peers()
     check_routings_and_gradients()
 
 

@@ -23,8 +23,6 @@ from jax_ep.xla_ffi import extension
 
 # How long close() waits for a peer, which may be dead, after `p2p` has waited for it.
 _MAX_CLOSE_S = 2.0
-# Whether kernels store to the peers that they reach, past NVSHMEM. Tests turn it off.
-maps_peers = True
 
 
 class NvshmemRails(OverlappingRails):
@@ -137,7 +135,6 @@ class NvshmemByNodes(P2pByNodes):
                 pes=[each.device.process_index for each in peers],
                 message_bytes=_message_bytes(self.geometry),
                 device=bootstrap.ordinal(local),
-                maps_peers=maps_peers,
             )
             return b""
 

@@ -80,6 +80,14 @@ struct Failure {
   }
 };
 
+// Where a rank's kernels report that a call has failed (device/failure.cuh), and the time limit of
+// their waits: for kernels without CallArgs.
+struct FailureWords {
+  uint32_t* failed;   // in device memory; nonzero: calls do nothing from now on
+  uint64_t* failure;  // Failure::ToWord() in mapped host memory
+  int64_t timeout_ns;
+};
+
 // core/routing.h defines R, G and N.
 struct CallArgs {
   Workspace map;       // of every rank's workspace

@@ -1,5 +1,7 @@
 // Failure of a call: a wait that reaches its time limit fails the rank. From then on every wait of
 // the rank ends, and its later calls do nothing. Nothing traps, so the device stays usable.
+//
+// `Call` is CallArgs or, in kernels without them, FailureWords.
 #pragma once
 
 #include <cstdint>
@@ -21,23 +23,29 @@ __device__ __forceinline__ T* OwnRegion(const CallArgs& call, const Region& regi
 __device__ __forceinline__ DeviceWord FailedWord(const CallArgs& call) {
   return DeviceWord(*OwnRegion<uint32_t>(call, call.map.failed));
 }
+__device__ __forceinline__ DeviceWord FailedWord(const FailureWords& call) {
+  return DeviceWord(*call.failed);
+}
 
 // Whether this rank has failed, in this call or an earlier one.
-__device__ __forceinline__ bool HasFailed(const CallArgs& call) {
+template <class Call>
+__device__ __forceinline__ bool HasFailed(const Call& call) {
   return FailedWord(call).load(cuda::memory_order_relaxed) != 0;
 }
 
 // Fails this rank. The first failure is reported to the host, in mapped memory.
-__device__ inline void Fail(const CallArgs& call, const Failure& failure) {
+template <class Call>
+__device__ inline void Fail(const Call& call, const Failure& failure) {
   if (FailedWord(call).exchange(1, cuda::memory_order_relaxed) != 0) return;
   cuda::atomic_ref<uint64_t, cuda::thread_scope_system>(*call.failure)
       .store(failure.ToWord(), cuda::memory_order_relaxed);
 }
 
 // The time limit of one wait.
+template <class Call>
 class Deadline {
  public:
-  __device__ explicit Deadline(const CallArgs& call) : call_(call) {}
+  __device__ explicit Deadline(const Call& call) : call_(call) {}
 
   // Whether to give up, because the limit has passed or this rank has failed elsewhere. Called
   // after every poll; reads the clock at every 64th.
@@ -51,7 +59,7 @@ class Deadline {
  private:
   static constexpr uint32_t kPollsPerClockRead = 64;
 
-  const CallArgs& call_;
+  const Call& call_;
   uint32_t n_polls_ = 0;
   uint64_t begin_ = 0;  // ns; 0 = clock not read yet
 };

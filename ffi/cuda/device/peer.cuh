@@ -1,10 +1,11 @@
 // The only access to other ranks' memory. Only this file computes an address in another rank's
-// workspace, stores there, signals there, or waits for a word that a peer writes.
+// workspace or heap, stores there, signals there, or waits for a word that a peer writes.
 //
 //   PeerPtr   an address in a rank's workspace; PutVector, PutScalar and PutBulk store there
-//   PeerWord  an epoch word in a rank's workspace; Signal publishes by it
+//   PeerWord  a word in a rank's workspace, mostly an epoch word; Signal publishes by it
 //   PeerLine  a line in a rank's workspace; PutLine stores there
 //   Peers     all ranks as seen by one call: gives addresses and words, puts values, waits
+//   RankHeap  other memory of a rank, by offsets; gives the same
 //
 // Data travels in one of two ways:
 //
@@ -16,10 +17,8 @@
 //
 // A rank may be its own peer: it has the same view of its own workspace.
 //
-// Today loads and stores reach every rank of a group. An engine for ranks that they do not reach
-// plugs in here: kernels treat PeerPtr and PeerWord as opaque, so these can carry
-// the rank, and the puts and Signal can choose the engine by it. Nothing in this file limits the
-// number of ranks: no mask has a bit per rank.
+// Loads and stores reach every rank of a group inside a node. Nothing in this file limits the number
+// of ranks: no mask has a bit per rank.
 #pragma once
 
 #include <cstdint>
@@ -74,6 +73,7 @@ class PeerPtr {
 
  private:
   friend class Peers;
+  friend class RankHeap;
   __device__ __forceinline__ explicit PeerPtr(uint8_t* address) : address_(address) {}
 
   uint8_t* address_;
@@ -81,7 +81,7 @@ class PeerPtr {
 
 using SystemWord = cuda::atomic_ref<uint64_t, cuda::thread_scope_system>;
 
-// An epoch word in the workspace of a rank, or none.
+// A word in the workspace of a rank, or none.
 class PeerWord {
  public:
   PeerWord() = default;
@@ -89,14 +89,19 @@ class PeerWord {
   __device__ __forceinline__ bool exists() const { return word_ != nullptr; }
 
   // Publishes to the owner of `word` all that this thread has written, or that a barrier has
-  // ordered before. Release, system scope; pairs with the acquire in Peers::Wait and
-  // Peers::HasArrived. Bulk copies of this thread need cp_async_bulk_wait_group before.
+  // ordered before. Release, system scope; pairs with the acquire in Peers::Wait,
+  // Peers::HasArrived and RankHeap::Wait. Bulk copies of this thread need cp_async_bulk_wait_group
+  // before.
+  __device__ __forceinline__ friend void Signal(PeerWord word, uint64_t value) {
+    SystemWord(*word.word_).store(value, cuda::memory_order_release);
+  }
   __device__ __forceinline__ friend void Signal(PeerWord word, uint32_t epoch, uint32_t value) {
-    SystemWord(*word.word_).store(MakeEpochWord(epoch, value), cuda::memory_order_release);
+    Signal(word, MakeEpochWord(epoch, value));
   }
 
  private:
   friend class Peers;
+  friend class RankHeap;
   __device__ __forceinline__ explicit PeerWord(uint64_t* word) : word_(word) {}
 
   uint64_t* word_;
@@ -323,6 +328,38 @@ class Peers {
 
   const CallArgs& call_;
   const CallSmem& smem_;
+};
+
+// Memory of a rank that is no workspace, where this rank maps it. Offsets are in bytes.
+class RankHeap {
+ public:
+  __device__ __forceinline__ explicit RankHeap(uint8_t* memory) : memory_(memory) {}
+
+  __device__ __forceinline__ PeerPtr Address(size_t offset) const {
+    return PeerPtr(memory_ + offset);
+  }
+  __device__ __forceinline__ PeerWord Word(size_t offset) const {
+    return PeerWord(reinterpret_cast<uint64_t*>(memory_ + offset));
+  }
+
+  // Waits until has_come(word at `offset`), in this rank's own heap, and returns true. Returns
+  // false at the time limit, or once this rank has failed elsewhere; then `failure` has been
+  // reported. Acquire, system scope; pairs with Signal. Called by each thread for itself.
+  template <class HasCome>
+  __device__ __forceinline__ bool Wait(size_t offset, const FailureWords& words,
+                                       const Failure& failure, const HasCome& has_come) const {
+    const SystemWord word(*reinterpret_cast<uint64_t*>(memory_ + offset));
+    Deadline deadline(words);
+    while (!has_come(word.load(cuda::memory_order_acquire))) {
+      if (!deadline.IsOver()) continue;
+      Fail(words, failure);
+      return false;
+    }
+    return true;
+  }
+
+ private:
+  uint8_t* memory_;
 };
 
 }  // namespace jax_ep::p2p

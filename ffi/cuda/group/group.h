@@ -25,14 +25,6 @@ namespace jax_ep::p2p {
 // Fails unless every device reaches every other one by loads and stores.
 Status CheckPeerAccess(const std::vector<int>& devices);
 
-// Where a rank's kernels report that a call has failed (device/failure.cuh), for kernels that are
-// not the group's own.
-struct FailureWords {
-  uint32_t* failed;   // in device memory; nonzero: calls do nothing from now on
-  uint64_t* failure;  // Failure::ToWord() in mapped host memory
-  int64_t timeout_ns;
-};
-
 // In place of a device: the rank belongs to another process of this host.
 constexpr int kElsewhere = -1;
 

@@ -11,9 +11,11 @@ namespace jax_ep::rail {
 // Puts `bytes` bytes of this rank's heap at `from` to `to` of the rank `pe`, and then `value` to
 // its `word`; who sees the word sees the bytes. `to` and `word` are given as addresses in this
 // rank's heap. `from` must not change until the put has arrived. Called by all threads of a block,
-// after a barrier that follows their stores to `from`.
+// after their stores to `from`.
 __device__ inline void PutAndSignal(uint8_t* to, const uint8_t* from, int64_t bytes, uint64_t* word,
                                     uint64_t value, int pe) {
+  __threadfence_system();
+  __syncthreads();
   nvshmemx_putmem_signal_nbi_block(to, from, bytes, word, value, NVSHMEM_SIGNAL_SET, pe);
 }
 

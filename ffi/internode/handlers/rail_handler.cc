@@ -1,10 +1,8 @@
 // The handler of an exchange of rows between nodes.
 
-#include "cuda/handlers/handler.h"
-#include "internode/handlers/handlers.h"
+#include <string>
+
 #include "internode/handlers/read_rail.h"
-#include "internode/nvshmem/world.h"
-#include "xla/buffers.h"
 
 namespace jax_ep::rail {
 
@@ -18,37 +16,32 @@ struct RailAttributes {
 
 namespace {
 
-// The program's coordinate comes first among the operands; the calls inside the node check it.
-Status ReadCall(const p2p::Caller& caller, const RailAttributes& attributes,
-                const BufferList& operands, const BufferList& results, RailCall* call) {
-  const ffi::AnyBuffer* const to = results.Find(0);
-  if (to == nullptr || to->dimensions().size() == 0) {
-    return InvalidArgument("the result must have rows.");
+// Reads which rows are sent: uint8[N * n_rows].
+Status ReadMask(const ffi::AnyBuffer* mask, RailCall* call) {
+  const int64_t n_all = call->tiles.n_rows * call->n_nodes;
+  if (mask == nullptr || mask->element_type() != ffi::U8 ||
+      static_cast<int64_t>(mask->element_count()) != n_all) {
+    return InvalidArgument("the mask must be uint8[" + std::to_string(n_all) + "].");
   }
-  Status status = FindRail(caller, call);
-  if (!status.ok()) return status;
-  call->tiles.n_rows = to->dimensions()[0] / call->n_nodes;
-  call->fills = attributes.by_node;
-  if (attributes.has_mask) status = ReadMask(operands.Find(1), call);
-  if (status.ok()) {
-    status = ReadRows(operands.Find(attributes.has_mask ? 2 : 1), to, attributes.by_node, *call,
-                      &call->rows);
-  }
-  if (status.ok()) status = CheckDisjoint(operands, results);
-  return status.ok() ? CutRows(/*n_turns=*/1, call) : status;
+  call->mask = static_cast<const uint8_t*>(mask->untyped_data());
+  return {};
 }
 
-ffi::Error RailImpl(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi::S32>,
-                    ffi::RemainingArgs operands, ffi::RemainingRets results,
-                    const RailAttributes& attributes) {
-  RailCall call{};
-  const auto read = [&](const p2p::Caller& caller) {
-    return ReadCall(caller, attributes, BufferList(operands), BufferList(results), &call);
-  };
-  const auto launch = [&](const p2p::Caller&) { return World::Instance().Launch(call, stream); };
-  return RunRailCall({"an exchange between nodes", attributes.group}, stream, ordinal,
-                     attributes.stream_order, read, launch);
-}
+struct Exchange : RailHandler<RailCall> {
+  using Attributes = RailAttributes;
+  static constexpr const char* kOperation = "an exchange between nodes";
+
+  // The program's coordinate comes first among the operands; the calls inside the node check it.
+  Status Read(const p2p::Caller&, const Attributes& attributes, const BufferList& operands,
+              const BufferList& results) {
+    Status status;
+    call.tiles.n_rows = BufferReader(results, status).Dim(0, 0) / call.n_nodes;
+    call.fills = attributes.by_node;
+    status = ReadRows(operands.Find(attributes.has_mask ? 2 : 1), results.Find(0),
+                      attributes.by_node, &call);
+    return status.ok() && attributes.has_mask ? ReadMask(operands.Find(1), &call) : status;
+  }
+};
 
 }  // namespace
 }  // namespace jax_ep::rail
@@ -58,9 +51,4 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_ep::rail::RailAttributes,
                                       StructMember<bool>("has_mask"), StructMember<bool>("by_node"),
                                       StructMember<::jax_ep::p2p::StreamOrder>("stream_order"));
 
-namespace ffi = xla::ffi;
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    CudaRail, jax_ep::rail::RailImpl,
-    jax_ep::p2p::BindGroupCall().RemainingRets().Attrs<jax_ep::rail::RailAttributes>(),
-    {ffi::Traits::kCmdBufferCompatible});
+JAX_EP_RAIL_HANDLER(CudaRail, jax_ep::rail::Exchange);

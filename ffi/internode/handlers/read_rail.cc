@@ -18,20 +18,18 @@ Status FindRail(const p2p::Caller& caller, RailCall* call) {
   if (!Rails::Instance().Fill(caller.member.memory, call)) {
     return FailedPrecondition("the group has no rail.");
   }
-  const p2p::FailureWords words = caller.member.group->Failures(caller.member.rank);
-  call->failed = words.failed;
-  call->failure = words.failure;
-  call->timeout_ns = words.timeout_ns;
+  call->failures = caller.member.group->Failures(caller.member.rank);
+  call->tiles.n_turns = 1;
   return {};
 }
 
 Status ReadRows(const ffi::AnyBuffer* from, const ffi::AnyBuffer* to, bool by_node,
-                const RailCall& call, Rows* rows) {
+                RailCall* call) {
   if (from == nullptr || to == nullptr || from->dimensions().size() == 0 ||
       to->dimensions().size() == 0) {
     return InvalidArgument("there must be an operand and a result with rows.");
   }
-  const int64_t n_rows = call.tiles.n_rows, n_all = n_rows * call.n_nodes;
+  const int64_t n_rows = call->tiles.n_rows, n_all = n_rows * call->n_nodes;
   if (from->dimensions()[0] != (by_node ? n_all : n_rows) || to->dimensions()[0] != n_all ||
       RowBytes(*from) != RowBytes(*to)) {
     return InvalidArgument("the operand must have " + std::to_string(by_node ? n_all : n_rows) +
@@ -43,18 +41,8 @@ Status ReadRows(const ffi::AnyBuffer* from, const ffi::AnyBuffer* to, bool by_no
     return InvalidArgument("a row must be a multiple of 4 bytes; got " +
                            std::to_string(RowBytes(*from)) + ".");
   }
-  *rows = {static_cast<const uint8_t*>(from->untyped_data()),
-           static_cast<uint8_t*>(to->untyped_data()), RowBytes(*from), by_node};
-  return {};
-}
-
-Status ReadMask(const ffi::AnyBuffer* mask, RailCall* call) {
-  const int64_t n_all = call->tiles.n_rows * call->n_nodes;
-  if (mask == nullptr || mask->element_type() != ffi::U8 ||
-      static_cast<int64_t>(mask->element_count()) != n_all) {
-    return InvalidArgument("the mask must be uint8[" + std::to_string(n_all) + "].");
-  }
-  call->mask = static_cast<const uint8_t*>(mask->untyped_data());
+  call->rows = {static_cast<const uint8_t*>(from->untyped_data()),
+                static_cast<uint8_t*>(to->untyped_data()), RowBytes(*from), by_node};
   return {};
 }
 
@@ -65,7 +53,7 @@ void SetChoices(const p2p::Caller& caller, const int32_t* ids, RailCall* call) {
   call->choices.groups = {static_cast<int32_t>(sizes.n_groups / call->n_nodes), call->n_nodes};
 }
 
-Status CutRows(int64_t n_turns, RailCall* call) {
+Status CutRows(RailCall* call) {
   const int64_t choice_bytes = call->choices.BytesPerRow();
   const int64_t bytes = call->rows.bytes + choice_bytes, most = call->map.max_message_bytes();
   if (bytes > most) {
@@ -73,7 +61,8 @@ Status CutRows(int64_t n_turns, RailCall* call) {
                            std::to_string(most) + " bytes; got " + std::to_string(bytes) + ".");
   }
   if (bytes > 0) {
-    call->tiles = call->map.Cut(call->tiles.n_rows, call->rows.bytes, choice_bytes, n_turns);
+    call->tiles =
+        call->map.Cut(call->tiles.n_rows, call->rows.bytes, choice_bytes, call->tiles.n_turns);
   }
   return {};
 }

@@ -1,14 +1,19 @@
 // XLA FFI -> RailCall: what the handlers of exchanges between nodes share.
 #pragma once
 
+#include <string_view>
+#include <type_traits>
+
 #include "core/status.h"
 #include "cuda/handlers/handler.h"
+#include "internode/handlers/handlers.h"
+#include "internode/nvshmem/world.h"
 #include "internode/plan/rail_call.h"
 #include "xla/buffers.h"
 
 namespace jax_ep::rail {
 
-// The caller's rail, as the first fields of `call`.
+// The caller's rail, as the first fields of `call`. Its tiles do not take turns.
 Status FindRail(const p2p::Caller& caller, RailCall* call);
 
 // What its calls may use.
@@ -18,28 +23,70 @@ inline p2p::RankResources ResourcesOf(const p2p::Caller& caller) {
 
 // Reads rows: an operand `[n_rows, ...]`, or `[N * n_rows, ...]` if it has a part for each node,
 // and its result `[N * n_rows, ...]`. `call` has the number of rows.
-Status ReadRows(const ffi::AnyBuffer* from, const ffi::AnyBuffer* to, bool by_node,
-                const RailCall& call, Rows* rows);
-
-// Reads which rows are sent: uint8[N * n_rows].
-Status ReadMask(const ffi::AnyBuffer* mask, RailCall* call);
+Status ReadRows(const ffi::AnyBuffer* from, const ffi::AnyBuffer* to, bool by_node, RailCall* call);
 
 // Choices that say which rows are sent: of tokens of this rank, or of all nodes, as `rows` are.
 void SetChoices(const p2p::Caller& caller, const int32_t* ids, RailCall* call);
 
 // Cuts the rows and choices, which have been read, into tiles.
-Status CutRows(int64_t n_turns, RailCall* call);
+Status CutRows(RailCall* call);
 
-// Reads and launches a call: read(caller) -> Status, launch(caller) -> cudaError_t.
-template <class Read, class Launch>
-ffi::Error RunRailCall(p2p::Caller caller, cudaStream_t stream, int32_t ordinal,
-                       p2p::StreamOrder order, const Read& read, const Launch& launch) {
-  Status status = FindCaller(ordinal, stream, caller);
+// The base of what a handler runs: `call` is a RailCall, or has one as `rail`. Derived classes have
+//   Attributes   of the custom call
+//   kOperation   what errors call it
+//   Read(caller, attributes, operands, results) -> Status
+// and may have a Launch of their own.
+template <class T>
+struct RailHandler {
+  T call{};
+
+  RailCall& rail() {
+    if constexpr (std::is_same_v<T, RailCall>) {
+      return call;
+    } else {
+      return call.rail;
+    }
+  }
+  cudaError_t Launch(const p2p::Caller&, cudaStream_t stream) {
+    return World::Instance().Launch(call, stream);
+  }
+};
+
+template <class Attributes>
+std::string_view GroupOf(const Attributes& attributes) {
+  return attributes.group;
+}
+inline std::string_view GroupOf(const p2p::StreamDispatchAttributes& attributes) {
+  return attributes.dispatch.group;
+}
+inline std::string_view GroupOf(const p2p::StreamCombineAttributes& attributes) {
+  return attributes.combine.group;
+}
+
+template <class Handler>
+ffi::Error RunRailHandler(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi::S32>,
+                          ffi::RemainingArgs args, ffi::RemainingRets rets,
+                          const typename Handler::Attributes& attributes) {
+  p2p::Caller caller{Handler::kOperation, GroupOf(attributes)};
+  Status status = p2p::FindCaller(ordinal, stream, caller);
   if (!status.ok()) return ToError(status);
-  status = read(caller);
-  if (!status.ok()) return InvalidOperands(caller, status);
-  const auto launch_now = [&](cudaEvent_t) { return launch(caller); };
-  return p2p::ToError(LaunchInOrder(ordinal, stream, order, launch_now), caller.operation);
+  const BufferList operands(args), results(rets);
+  Handler handler;
+  status = CheckDisjoint(operands, results);
+  if (status.ok()) status = FindRail(caller, &handler.rail());
+  if (status.ok()) status = handler.Read(caller, attributes, operands, results);
+  if (status.ok()) status = CutRows(&handler.rail());
+  if (!status.ok()) return p2p::InvalidOperands(caller, status);
+  const auto launch = [&](cudaEvent_t) { return handler.Launch(caller, stream); };
+  return p2p::ToError(p2p::LaunchInOrder(ordinal, stream, attributes.stream_order, launch),
+                 caller.operation);
 }
 
 }  // namespace jax_ep::rail
+
+// Defines the XLA FFI handler `symbol` that runs a `Handler`.
+#define JAX_EP_RAIL_HANDLER(symbol, Handler)                                     \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(                                                 \
+      symbol, jax_ep::rail::RunRailHandler<Handler>,                             \
+      jax_ep::p2p::BindGroupCall().RemainingRets().Attrs<Handler::Attributes>(), \
+      {xla::ffi::Traits::kCmdBufferCompatible})

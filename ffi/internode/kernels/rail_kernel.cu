@@ -2,16 +2,20 @@
 // and linked with NVSHMEM's device code apart from all other kernels, and embedded as a fatbin.
 
 #include "internode/device/gpu_block.cuh"
+#include "internode/kernels/define_kernel.cuh"
 #include "internode/plan/rail_call.h"
 #include "internode/steps/receive_tiles.h"
 
 namespace jax_ep::rail {
+namespace {
 
-// The first blocks send, the others receive: all run at once.
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    jax_ep_rail_exchange(const __grid_constant__ RailCall call) {
+__device__ void Run(const RailCall& call) {
   GpuBlock block(call);
   ExchangeRows(block, call);
 }
+
+}  // namespace
+
+JAX_EP_RAIL_KERNEL(jax_ep_rail_exchange, RailCall, Run)
 
 }  // namespace jax_ep::rail

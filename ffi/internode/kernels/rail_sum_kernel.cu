@@ -4,33 +4,16 @@
 #include <cstdint>
 
 #include "internode/device/gpu_block.cuh"
-#include "internode/device/slices.cuh"
-#include "internode/device/sum_nodes.cuh"
+#include "internode/device/sum_tiles.cuh"
+#include "internode/kernels/define_kernel.cuh"
 #include "internode/plan/rail_sum_call.h"
 #include "internode/steps/receive_sums.h"
 
 namespace jax_ep::rail {
 namespace {
 
-// Adds up a tile of this rank's tokens.
 template <class T>
-__device__ void AddUpTile(const RailSumCall& call, int64_t tile, const SentSums& sent) {
-  const RailCall& rail = call.rail;
-  const int64_t bytes = rail.rows.bytes, first = rail.tiles.Begin(tile);
-  const uint8_t* const own = RowsOfTile(rail, rail.node, tile);
-  ForEachSlice(rail.tiles.Rows(tile), [&](int row, p2p::Slice slice) {
-    const p2p::Addends own_sum{own + row * bytes, /*weight=*/1, /*lanes=*/1, /*ends_node=*/0};
-    const uint8_t* const residual =
-        call.residual == nullptr ? nullptr : call.residual + (first + row) * bytes;
-    SumNodes<T>(
-        {rail.node, rail.n_nodes, own_sum, residual},
-        [&](int node) { return sent.Find(node, row); }, rail.rows.to + (first + row) * bytes,
-        bytes / kVectorBytes, slice);
-  });
-}
-
-template <class T>
-__device__ void Run(const RailSumCall& call) {
+__device__ void Sum(const RailSumCall& call) {
   extern __shared__ uint32_t masks[];  // [N]
   const RailCall& rail = call.rail;
   GpuBlock block(rail);
@@ -41,27 +24,18 @@ __device__ void Run(const RailSumCall& call) {
     return true;
   };
   const auto add_up = [&](int64_t tile, const SentSums& sent) {
-    AddUpTile<T>(call, tile, sent);
-    return true;
+    const uint8_t* const own = RowsOfTile(rail, rail.node, tile);
+    const auto own_sum = [&](int row, p2p::Slice) -> OwnSum {
+      return {true, {own + row * rail.rows.bytes, /*weight=*/1, /*lanes=*/1, /*ends_node=*/0}};
+    };
+    return AddUpTile<T>(rail, tile, sent, own_sum, call.residual, rail.rows.to);
   };
   ExchangeSums(block, rail, channel, is_open, masks, send, add_up,
-               [&] { LeaveSumsNan(block, rail, channel, rail.rows.to); });
+               [&](int64_t tile) { LeaveSumsNan(block, rail, tile, rail.rows.to); });
 }
 
 }  // namespace
 
-// The first blocks send, the others receive: all run at once.
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    jax_ep_rail_sum_bf16(const __grid_constant__ RailSumCall call) {
-  Run<BFloat16>(call);
-}
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    jax_ep_rail_sum_f16(const __grid_constant__ RailSumCall call) {
-  Run<Float16>(call);
-}
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    jax_ep_rail_sum_f32(const __grid_constant__ RailSumCall call) {
-  Run<float>(call);
-}
+JAX_EP_RAIL_KERNELS(jax_ep_rail_sum, RailSumCall, Sum)
 
 }  // namespace jax_ep::rail

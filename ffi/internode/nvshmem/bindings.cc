@@ -23,36 +23,32 @@ nb::bytes MakeId() {
   return nb::bytes(id.data(), id.size());
 }
 
-void Join(const nb::bytes& id, int pe, int n_pes, int device) {
-  const std::string job(id.c_str(), id.size());
+// Runs a step that waits for other processes: meanwhile, other threads of Python may run.
+template <class Step>
+void RunStep(const Step& step) {
   Status status;
   {
     nb::gil_scoped_release release;
-    status = World::Instance().Join(job, pe, n_pes, device);
+    status = step();
   }
   Raise(status);
 }
 
+void Join(const nb::bytes& id, int pe, int n_pes, int device) {
+  const std::string job(id.c_str(), id.size());
+  RunStep([&] { return World::Instance().Join(job, pe, n_pes, device); });
+}
+
 size_t Allocate(size_t bytes) {
   size_t number = 0;
-  Status status;
-  {
-    nb::gil_scoped_release release;
-    status = World::Instance().Allocate(bytes, &number);
-  }
-  Raise(status);
+  RunStep([&] { return World::Instance().Allocate(bytes, &number); });
   return number;
 }
 
 void Open(const std::string& key, int64_t heap, int64_t node, const std::vector<int>& pes,
           int64_t message_bytes, int device, bool maps_peers) {
   const RailConfig config{node, pes, message_bytes, device, maps_peers};
-  Status status;
-  {
-    nb::gil_scoped_release release;
-    status = Rails::Instance().Open(key, config, heap);
-  }
-  Raise(status);
+  RunStep([&] { return Rails::Instance().Open(key, config, heap); });
 }
 
 void DefineWorld(nb::module_& module) {
@@ -63,9 +59,6 @@ void DefineWorld(nb::module_& module) {
         return World::Instance().version()->ToString();
       },
       nb::arg("path"), "Opens NVSHMEM's host library; returns its version.");
-  module.def(
-      "build_version", [] { return BuildVersion().ToString(); },
-      "The version of NVSHMEM that the kernels are linked with.");
   module.def(
       "has_joined", [] { return World::Instance().has_joined(); },
       "Whether this process has joined the job.");
@@ -89,7 +82,7 @@ void DefineOpenRails(nb::module_& module) {
       "free", [](size_t bytes) { return Rails::Instance().Free(bytes); }, nb::arg("bytes"),
       "The heaps of so many bytes that nothing uses.");
   module.def("open", &Open, nb::arg("key"), nb::arg("heap"), nb::arg("node"), nb::arg("pes"),
-             nb::arg("message_bytes"), nb::arg("device"), nb::arg("maps_peers"),
+             nb::arg("message_bytes"), nb::arg("device"), nb::arg("maps_peers") = true,
              "Sets up a rail between the processes `pes`, one per node. Without maps_peers, all "
              "puts go through NVSHMEM, also where loads and stores reach.");
   module.def(

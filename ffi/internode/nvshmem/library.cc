@@ -10,10 +10,6 @@ std::string Version::ToString() const {
   return std::to_string(major) + "." + std::to_string(minor) + "." + std::to_string(patch);
 }
 
-Version BuildVersion() {
-  return {NVSHMEM_VENDOR_MAJOR_VERSION, NVSHMEM_VENDOR_MINOR_VERSION, NVSHMEM_VENDOR_PATCH_VERSION};
-}
-
 Status LoadLibrary(const std::string& path, Library* library, Version* version) {
   void* const handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (handle == nullptr) {
@@ -37,7 +33,8 @@ Status LoadLibrary(const std::string& path, Library* library, Version* version) 
   if (!missing.empty()) return FailedPrecondition(path + " lacks the function " + missing + ".");
   library->vendor_get_version_info(&version->major, &version->minor, &version->patch);
   // Device code runs with host libraries of the same major version that are at least as new.
-  const Version built = BuildVersion();
+  constexpr Version built{NVSHMEM_VENDOR_MAJOR_VERSION, NVSHMEM_VENDOR_MINOR_VERSION,
+                          NVSHMEM_VENDOR_PATCH_VERSION};
   if (version->major != built.major ||
       std::tie(version->minor, version->patch) < std::tie(built.minor, built.patch)) {
     return FailedPrecondition("NVSHMEM must be version " + built.ToString() +

@@ -29,9 +29,6 @@ struct Version {
   std::string ToString() const;
 };
 
-// The version of the headers and of the device code that the kernels are linked with.
-Version BuildVersion();
-
 // Opens libnvshmem_host.so.3 at `path`. Fails if it is missing or too old.
 Status LoadLibrary(const std::string& path, Library* library, Version* version);
 

@@ -4,6 +4,7 @@
 
 #include "cuda/call/cuda_status.h"
 #include "cuda/call/scoped_device.h"
+#include "internode/kernels/launch.h"
 #include "internode/nvshmem/fatbin.h"
 
 namespace jax_ep::rail {
@@ -15,18 +16,6 @@ using p2p::ToStatus;
 // Statuses of nvshmemx_init_status from this one on are of a library that can be used.
 constexpr int kInitialized = NVSHMEM_STATUS_IS_INITIALIZED;
 
-// Loads the kernel now, not while a peer waits.
-Status FindKernel(cudaLibrary_t code, const char* name, cudaKernel_t* kernel) {
-  cudaKernel_t found;
-  const std::string what = std::string("loading ") + name;
-  Status status = ToStatus(cudaLibraryGetKernel(&found, code, name), what);
-  if (!status.ok()) return status;
-  cudaFuncAttributes attributes;
-  status = ToStatus(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(found)), what);
-  if (status.ok()) *kernel = found;
-  return status;
-}
-
 // Whether processes run kernels on the device at the same time. Older drivers cannot say.
 bool HasMps(int device) {
   int has_mps = 0;
@@ -35,53 +24,25 @@ bool HasMps(int device) {
   return error != cudaSuccess || has_mps != 0;
 }
 
-// A stream for kernels beside those of another one. Its blocks take precedence.
-struct Side {
-  cudaStream_t stream = nullptr;
-  cudaEvent_t fork = nullptr, join = nullptr;
-  cudaError_t error = cudaSuccess;
+// The calling thread's, which may be capturing while others launch: that could forbid it to make
+// streams. Never destroyed: CUDA may have ended before the thread does.
+struct SideOfThread {
+  Side side;
+  cudaError_t error;
 
-  Side() {
-    // The thread may be capturing, which could forbid it to make streams.
+  SideOfThread() {
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
     error = cudaThreadExchangeStreamCaptureMode(&mode);
     if (error != cudaSuccess) return;
-    error = Make();
+    error = side.Make();
     cudaThreadExchangeStreamCaptureMode(&mode);
   }
 
- private:
-  cudaError_t Make() {
-    int least = 0, greatest = 0;
-    cudaError_t made = cudaDeviceGetStreamPriorityRange(&least, &greatest);
-    for (cudaEvent_t* event : {&fork, &join}) {
-      if (made == cudaSuccess) made = cudaEventCreateWithFlags(event, cudaEventDisableTiming);
-    }
-    if (made != cudaSuccess) return made;
-    return cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, greatest);
+  static const SideOfThread& Instance() {
+    thread_local const SideOfThread* const instance = new SideOfThread;
+    return *instance;
   }
 };
-
-// That of the calling thread, which may be capturing while others launch. Never destroyed: CUDA may
-// have ended before the thread does.
-const Side& SideOfThread() {
-  thread_local const Side* const side = new Side;
-  return *side;
-}
-
-cudaError_t LaunchKernel(cudaKernel_t kernel, const void* call, size_t smem_bytes,
-                         cudaStream_t stream) {
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(kBlocks);
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = smem_bytes;
-  config.stream = stream;
-  void* arguments[] = {const_cast<void*>(call)};
-  const cudaError_t error =
-      cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), arguments);
-  if (error != cudaSuccess) cudaGetLastError();
-  return error;
-}
 
 }  // namespace
 
@@ -168,13 +129,12 @@ Status World::LoadKernel() {
   if (error != 0) {
     return Internal("NVSHMEM does not accept the kernels: error " + std::to_string(error));
   }
-  for (const RowType type : {RowType::kBFloat16, RowType::kFloat16, RowType::kFloat32}) {
-    const int i = static_cast<int>(type);
-    status = FindKernel(code, CombineKernelName(type), &combine_kernels_[i]);
-    if (status.ok()) status = FindKernel(code, SumKernelName(type), &sum_kernels_[i]);
+  for (int i = 0; i < kRowTypes; ++i) {
+    status = FindKernel(code, kCombineKernels[i], &combine_kernels_[i]);
+    if (status.ok()) status = FindKernel(code, kSumKernels[i], &sum_kernels_[i]);
     if (!status.ok()) return status;
   }
-  return FindKernel(code, kKernelName, &kernel_);
+  return FindKernel(code, kExchangeKernel, &kernel_);
 }
 
 Status World::Allocate(size_t bytes, size_t* number) {
@@ -216,20 +176,13 @@ cudaError_t World::Launch(const RailCombineCall& call, cudaStream_t stream) cons
 cudaError_t World::Launch(const RailSumCall& call, cudaStream_t stream) const {
   if (call.rail.tiles.n_tiles == 0) return cudaSuccess;
   const cudaKernel_t kernel = sum_kernels_[static_cast<int>(call.row_type)];
-  return LaunchKernel(kernel, &call, SumSmemBytes(call), stream);
+  return LaunchKernel(kernel, &call, SumSmemBytes(call.rail), stream);
 }
 
 cudaError_t World::Fork(cudaStream_t stream,
                         const std::function<cudaError_t(cudaStream_t)>& launch) {
-  const Side& side = SideOfThread();
-  cudaError_t error = side.error;
-  if (error == cudaSuccess) error = cudaEventRecord(side.fork, stream);
-  if (error == cudaSuccess) error = cudaStreamWaitEvent(side.stream, side.fork);
-  if (error != cudaSuccess) return error;
-  error = launch(side.stream);
-  cudaError_t joined = cudaEventRecord(side.join, side.stream);
-  if (joined == cudaSuccess) joined = cudaStreamWaitEvent(stream, side.join);
-  return error == cudaSuccess ? joined : error;
+  const SideOfThread& own = SideOfThread::Instance();
+  return own.error == cudaSuccess ? own.side.Fork(stream, launch) : own.error;
 }
 
 }  // namespace jax_ep::rail

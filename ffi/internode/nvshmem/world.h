@@ -50,7 +50,6 @@ class World {
   // calls. Waits for all processes.
   Status Allocate(size_t bytes, size_t* number);
   const Heap& heap(size_t number) const { return heaps_[number]; }
-  size_t n_heaps() const { return heaps_.size(); }
   // A heap's memory in another process; null if loads and stores do not reach it.
   uint8_t* Map(const Heap& heap, int pe) const;
 

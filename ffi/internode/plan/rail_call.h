@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "cuda/call/call_args.h"
 #include "internode/plan/node_groups.h"
 #include "internode/plan/rail_exchange.h"
 
@@ -14,8 +15,11 @@ constexpr int kBlocks = 2 * RailExchange::kChannels;
 
 // A rank of the rail.
 struct Peer {
-  uint8_t* heap;  // its heap as this rank maps it; null if only the network reaches it
+  uint8_t* heap;  // its heap as this rank maps it, for p2p::RankHeap; null: see is_mapped
   int32_t pe;     // its number in the network
+
+  // Whether loads and stores reach it; otherwise only the network does.
+  JAX_EP_HOST_DEVICE constexpr bool is_mapped() const { return heap != nullptr; }
 };
 
 // Rows on their way: what a rank sends, and where it puts what it gets.
@@ -29,7 +33,7 @@ struct Rows {
 // The choices of the tokens whose rows are exchanged: a row goes to the nodes that have a group
 // that its token names. They are of this rank's tokens; or of all nodes' tokens, routed inside this
 // node, where rows go back to the nodes that they come from (`Rows::by_node`).
-struct Choices {
+struct RailChoices {
   const int32_t* ids;    // [n_rows, n], or [N, n_rows, n]; null: not given
   const float* weights;  // [n_rows, n] or null
   int32_t n;             // per token
@@ -50,20 +54,25 @@ struct RailState {
   uint32_t n_blocks_done[RailExchange::kChannels];
 };
 
+// The kernels, of a RailCall and, by the type of the rows, of a RailSumCall and a RailCombineCall.
+constexpr const char* kExchangeKernel = "jax_ep_rail_exchange";
+constexpr const char* kSumKernels[] = {"jax_ep_rail_sum_bf16", "jax_ep_rail_sum_f16",
+                                       "jax_ep_rail_sum_f32"};
+constexpr const char* kCombineKernels[] = {"jax_ep_rail_combine_bf16", "jax_ep_rail_combine_f16",
+                                           "jax_ep_rail_combine_f32"};
+
 struct RailCall {
   RailExchange map;
   RailTiles tiles;
   uint8_t* heap;      // of this rank
   const Peer* peers;  // [N]
   RailState* state;
-  uint32_t* failed;   // nonzero: a call of the group has failed; see cuda/device/failure.cuh
-  uint64_t* failure;  // the first failure, in mapped host memory
-  int64_t timeout_ns;
-  int32_t node;  // of this rank
+  p2p::FailureWords failures;  // of this rank's group
+  int32_t node;                // of this rank
   int32_t n_nodes;
 
   Rows rows;
-  Choices choices;
+  RailChoices choices;
   // [N, n_rows]: whether to send a row to a node. Where there is no mask, choices tell; without
   // either, all rows are sent. The own node's always are.
   const uint8_t* mask;
@@ -72,8 +81,5 @@ struct RailCall {
   // [N, n_tiles]: set once a tile of another node is in `rows.to`; null: nobody looks meanwhile.
   uint32_t* arrived;
 };
-
-// The name of the kernel, which takes a RailCall.
-constexpr const char* kKernelName = "jax_ep_rail_exchange";
 
 }  // namespace jax_ep::rail

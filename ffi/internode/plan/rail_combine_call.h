@@ -3,6 +3,7 @@
 
 #include "cuda/combine/combine.h"
 #include "internode/plan/rail_call.h"
+#include "internode/plan/rail_sum_call.h"
 
 namespace jax_ep::rail {
 
@@ -17,20 +18,7 @@ struct RailCombineCall {
 
 // Shared memory of a block: the addresses of the node's workspaces, and a word for each node.
 inline size_t CombineSmemBytes(const RailCombineCall& call) {
-  return call.combine.call.n_ranks * sizeof(uint8_t*) + call.rail.n_nodes * sizeof(uint32_t);
-}
-
-// The names of the kernels, which take a RailCombineCall, by the type of the rows.
-constexpr const char* CombineKernelName(RowType type) {
-  switch (type) {
-    case RowType::kBFloat16:
-      return "jax_ep_rail_combine_bf16";
-    case RowType::kFloat16:
-      return "jax_ep_rail_combine_f16";
-    case RowType::kFloat32:
-      return "jax_ep_rail_combine_f32";
-  }
-  return nullptr;
+  return call.combine.call.n_ranks * sizeof(uint8_t*) + SumSmemBytes(call.rail);
 }
 
 }  // namespace jax_ep::rail

@@ -15,19 +15,6 @@ struct RailSumCall {
 };
 
 // Shared memory of a block: a word for each node.
-inline size_t SumSmemBytes(const RailSumCall& call) { return call.rail.n_nodes * sizeof(uint32_t); }
-
-// The names of the kernels, which take a RailSumCall, by the type of the rows.
-constexpr const char* SumKernelName(RowType type) {
-  switch (type) {
-    case RowType::kBFloat16:
-      return "jax_ep_rail_sum_bf16";
-    case RowType::kFloat16:
-      return "jax_ep_rail_sum_f16";
-    case RowType::kFloat32:
-      return "jax_ep_rail_sum_f32";
-  }
-  return nullptr;
-}
+inline size_t SumSmemBytes(const RailCall& call) { return call.n_nodes * sizeof(uint32_t); }
 
 }  // namespace jax_ep::rail

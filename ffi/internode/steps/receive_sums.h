@@ -5,7 +5,7 @@
 
 #include "core/host_device.h"
 #include "internode/plan/rail_call.h"
-#include "internode/steps/send_tiles.h"
+#include "internode/steps/exchange_tiles.h"
 #include "internode/steps/streams.h"
 
 namespace jax_ep::rail {
@@ -41,47 +41,29 @@ JAX_EP_DEVICE bool WaitForSums(Block& block, const RailCall& call, const Channel
   return true;
 }
 
-// Adds up the channel's tiles by add_up(tile, sums), which all threads call and which returns
-// whether all that it has waited for has come. False if a wait has failed. `masks`: see
-// WaitForSums.
-template <class Block, class AddUp>
-JAX_EP_DEVICE bool ReceiveSums(Block& block, const RailCall& call, const Channel& channel,
-                               uint32_t* masks, const AddUp& add_up) {
-  for (int64_t i = 0; i < channel.Tiles(call); ++i) {
-    const int64_t item = channel.first_item + i;
+// What a block of the kernel does (see ExchangeTiles): sends the node's sums by `send`, or adds up
+// tiles by add_up(tile, sums), which all threads call and which returns whether all that it has
+// waited for has come. `masks`: see WaitForSums.
+template <class Block, class Send, class AddUp, class LeaveNan>
+JAX_EP_DEVICE void ExchangeSums(Block& block, const RailCall& call, const Channel& channel,
+                                bool is_open, uint32_t* masks, const Send& send,
+                                const AddUp& add_up, const LeaveNan& leave_nan) {
+  const auto receive = [&](int64_t item, int64_t tile) {
     if (!WaitForSums(block, call, channel, item, masks)) return false;
-    const SentSums sums{call, channel, item, masks};
-    if (!block.All(add_up(channel.Tile(call, i), sums))) return false;
-    if (!block.IsFirst()) continue;
-    for (int64_t d = 1; d < call.n_nodes; ++d) {
+    if (!block.All(add_up(tile, SentSums{call, channel, item, masks}))) return false;
+    for (int64_t d = 1; block.IsFirst() && d < call.n_nodes; ++d) {
       ReturnCredit(block, call, channel, Link(call, NodeBefore(call, d)), item);
     }
-  }
-  return true;
+    return true;
+  };
+  ExchangeTiles(block, call, channel, is_open, send, receive, leave_nan);
 }
 
-// Makes the sums of a failed call NaN, `to` [n_rows]: all of the channel's.
+// Makes the sums of a tile NaN, `to` [n_rows].
 template <class Block>
-JAX_EP_DEVICE void LeaveSumsNan(Block& block, const RailCall& call, const Channel& channel,
-                                uint8_t* to) {
-  for (int64_t i = 0; i < channel.Tiles(call); ++i) {
-    const int64_t tile = channel.Tile(call, i);
-    block.SetBits(to + call.tiles.Begin(tile) * call.rows.bytes,
-                  call.tiles.Rows(tile) * call.rows.bytes);
-  }
-}
-
-// What a block of the kernel does, if the rank has not failed: sends by `send` (see SendTilesBy),
-// or adds up by `add_up` (see ReceiveSums). leave_nan() is called where there is no result.
-template <class Block, class SendTile, class AddUp, class LeaveNan>
-JAX_EP_DEVICE void ExchangeSums(Block& block, const RailCall& call, const Channel& channel,
-                                bool is_open, uint32_t* masks, const SendTile& send,
-                                const AddUp& add_up, const LeaveNan& leave_nan) {
-  if (Channel::Sends(block.index())) {
-    if (is_open) SendTilesBy(block, call, channel, send);
-  } else if (!is_open || !ReceiveSums(block, call, channel, masks, add_up)) {
-    leave_nan();
-  }
+JAX_EP_DEVICE void LeaveSumsNan(Block& block, const RailCall& call, int64_t tile, uint8_t* to) {
+  block.SetBits(to + call.tiles.Begin(tile) * call.rows.bytes,
+                call.tiles.Rows(tile) * call.rows.bytes);
 }
 
 }  // namespace jax_ep::rail

@@ -6,7 +6,7 @@
 
 #include "core/host_device.h"
 #include "internode/plan/rail_call.h"
-#include "internode/steps/send_tiles.h"
+#include "internode/steps/exchange_tiles.h"
 #include "internode/steps/streams.h"
 #include "internode/steps/tile_choices.h"
 
@@ -21,7 +21,7 @@ JAX_EP_DEVICE inline uint8_t* To(const RailCall& call, int64_t node, int64_t til
 // and its choices.
 template <class Block>
 JAX_EP_DEVICE void TakeTile(Block& block, const RailCall& call, int64_t node, int64_t tile,
-                            uint8_t* place, uint32_t mask) {
+                            const uint8_t* place, uint32_t mask) {
   const auto choices = ChoicesInPlace(block, call, tile, place);
   uint8_t* const to = To(call, node, tile);
   block.Unpack(to, place + call.tiles.extra_bytes, call.rows.bytes, mask);
@@ -57,37 +57,21 @@ JAX_EP_DEVICE bool ReceiveTile(Block& block, const RailCall& call, const Channel
   const Link link(call, node);
   uint32_t mask;
   if (!WaitForTile(block, call, channel, link, item, &mask)) return false;
-  uint8_t* const place = call.heap + call.map.Place(link.here, channel.index, item);
+  const uint8_t* const place = call.heap + call.map.Place(link.here, channel.index, item);
   TakeTile(block, call, link.node, tile, place, mask);
   TellTaken(block, call, channel, link, item, tile);
   return true;
 }
 
-// False if a tile has not come.
+// Makes the result of a failed call NaN in a tile, and its ids those of no group, since nothing
+// tells which rows have come. Where words tell that, another kernel may be reading rows that have
+// come, and reads no others.
 template <class Block>
-JAX_EP_DEVICE bool ReceiveTiles(Block& block, const RailCall& call, const Channel& channel) {
-  for (int64_t i = 0; i < channel.Tiles(call); ++i) {
-    const int64_t item = channel.first_item + i, tile = channel.Tile(call, i);
-    KeepTile(block, call, tile);
-    for (int64_t d = 1; d < call.n_nodes; ++d) {
-      if (!ReceiveTile(block, call, channel, NodeBefore(call, d), item, tile)) return false;
-    }
-  }
-  return true;
-}
-
-// Makes the result of a failed call NaN, and its ids those of no group: all of the channel's, since
-// nothing tells which rows have come. Where words tell that, another kernel may be reading rows
-// that have come, and reads no others.
-template <class Block>
-JAX_EP_DEVICE void LeaveNan(Block& block, const RailCall& call, const Channel& channel) {
+JAX_EP_DEVICE void LeaveNan(Block& block, const RailCall& call, int64_t tile) {
   if (call.arrived != nullptr) return;
-  for (int64_t i = 0; i < channel.Tiles(call); ++i) {
-    const int64_t tile = channel.Tile(call, i);
-    for (int64_t node = 0; node < call.n_nodes; ++node) {
-      block.SetBits(To(call, node, tile), call.tiles.Rows(tile) * call.rows.bytes);
-      StoreNone(block, call, node, tile);
-    }
+  for (int64_t node = 0; node < call.n_nodes; ++node) {
+    block.SetBits(To(call, node, tile), call.tiles.Rows(tile) * call.rows.bytes);
+    StoreNone(block, call, node, tile);
   }
 }
 
@@ -96,11 +80,19 @@ template <class Block>
 JAX_EP_DEVICE void ExchangeRows(Block& block, const RailCall& call) {
   const Channel channel = Channel::OfBlock(call, block.index());
   const bool is_open = BeginCall(block, call, channel);
-  if (Channel::Sends(block.index())) {
-    if (is_open) SendTiles(block, call, channel);
-  } else if (!is_open || !ReceiveTiles(block, call, channel)) {
-    LeaveNan(block, call, channel);
-  }
+  const auto send = [&](const Link& link, int64_t item, int64_t tile, uint32_t mask) {
+    SendTile(block, call, channel, link, item, tile, mask);
+    return true;
+  };
+  const auto receive = [&](int64_t item, int64_t tile) {
+    KeepTile(block, call, tile);
+    for (int64_t d = 1; d < call.n_nodes; ++d) {
+      if (!ReceiveTile(block, call, channel, NodeBefore(call, d), item, tile)) return false;
+    }
+    return true;
+  };
+  ExchangeTiles(block, call, channel, is_open, send, receive,
+                [&](int64_t tile) { LeaveNan(block, call, tile); });
 }
 
 }  // namespace jax_ep::rail

@@ -2,11 +2,11 @@
 // channel waits for room, fills a place and sends it; or waits for a tile, takes it and returns the
 // credit. See internode/plan/rail_exchange.h.
 //
-// This and the files on top of it (send_tiles.h, receive_tiles.h, receive_sums.h, tile_choices.h)
-// are what the kernels do, in the hands of all threads of a block. How the block synchronizes, and
-// how it reaches memory and the network, is a `Block`: GpuBlock (device/gpu_block.cuh) in a kernel,
-// SimulatedBlock (tests/internode/rail_exchange_block.h) in a simulation, where a block has one
-// thread.
+// This and the files on top of it (exchange_tiles.h, receive_tiles.h, receive_sums.h,
+// tile_choices.h) are what the kernels do, in the hands of all threads of a block. How the block
+// synchronizes, and how it reaches memory and the network, is a `Block`: GpuBlock
+// (device/gpu_block.cuh) in a kernel, SimulatedBlock (tests/internode/rail_exchange_block.h) in a
+// simulation, where a block has one thread.
 #pragma once
 
 #include <cstdint>
@@ -33,12 +33,19 @@ struct Channel {
     return {index, call.state->n_items[index]};
   }
 
-  JAX_EP_DEVICE int64_t Tile(const RailCall& call, int64_t i) const {
-    return call.tiles.InTurn(index + i * RailExchange::kChannels);
-  }
   JAX_EP_DEVICE int64_t Tiles(const RailCall& call) const {
     const int64_t left = call.tiles.n_tiles - index;
     return left <= 0 ? 0 : (left + RailExchange::kChannels - 1) / RailExchange::kChannels;
+  }
+  // work(item, tile) for each tile, until one returns false. Whether none did.
+  template <class Work>
+  JAX_EP_DEVICE bool ForEachTile(const RailCall& call, const Work& work) const {
+    for (int64_t i = 0; i < Tiles(call); ++i) {
+      if (!work(first_item + i, call.tiles.InTurn(index + i * RailExchange::kChannels))) {
+        return false;
+      }
+    }
+    return true;
   }
 };
 
@@ -69,7 +76,7 @@ template <class Block>
 JAX_EP_DEVICE bool IsFor(const Block& block, const RailCall& call, int64_t node, int64_t row) {
   const int64_t row_of_all = node * call.tiles.n_rows + row;
   if (call.mask != nullptr) return call.mask[row_of_all] != 0;
-  const Choices& choices = call.choices;
+  const RailChoices& choices = call.choices;
   if (choices.ids == nullptr) return true;
   const bool is_routed = call.rows.by_node;
   const int32_t* const ids = choices.ids + (is_routed ? row_of_all : row) * choices.n;
@@ -104,23 +111,23 @@ JAX_EP_DEVICE bool WaitForRoom(Block& block, const RailCall& call, const Channel
 // The memory to fill with what item `item` of the stream carries: the peer's, where stores reach
 // it.
 template <class Block>
-JAX_EP_DEVICE uint8_t* PlaceToFill(Block& block, const RailCall& call, const Channel& channel,
-                                   const Link& link, int64_t item) {
-  if (link.peer.heap == nullptr) {
-    return block.Staged(call.map.Staged(link.here, channel.index, item));
-  }
+JAX_EP_DEVICE typename Block::Place PlaceToFill(Block& block, const RailCall& call,
+                                                const Channel& channel, const Link& link,
+                                                int64_t item) {
+  if (!link.peer.is_mapped()) return block.Staged(call.map.Staged(link.here, channel.index, item));
   return block.Mapped(link.peer, call.map.Place(link.there, channel.index, item));
 }
 
 // Sends what all threads have filled, a tile with the rows of the mask.
 template <class Block>
 JAX_EP_DEVICE void SendPlace(Block& block, const RailCall& call, const Channel& channel,
-                             const Link& link, int64_t item, const uint8_t* filled, uint32_t mask) {
+                             const Link& link, int64_t item, uint32_t mask) {
   const size_t word = call.map.Word(link.there, channel.index, item);
   const uint64_t value = RailExchange::stream().Word(item, mask);
-  if (link.peer.heap != nullptr) return block.StoreWord(link.peer, word, value);
+  if (link.peer.is_mapped()) return block.StoreWord(link.peer, word, value);
   const int64_t bytes = call.tiles.extra_bytes + CountBits(mask) * call.rows.bytes;
-  block.Put(link.peer, call.map.Place(link.there, channel.index, item), filled, bytes, word, value);
+  block.Put(link.peer, call.map.Place(link.there, channel.index, item),
+            call.map.Staged(link.here, channel.index, item), bytes, word, value);
 }
 
 // Waits for item `item` of the stream over `link`; gives the mask of its rows.
@@ -147,7 +154,7 @@ template <class Block>
 JAX_EP_DEVICE void ReturnCredit(Block& block, const RailCall& call, const Channel& channel,
                                 const Link& link, int64_t item) {
   const size_t credits = call.map.Credit(link.there, channel.index);
-  if (link.peer.heap != nullptr) {
+  if (link.peer.is_mapped()) {
     block.StoreCredits(link.peer, credits, item + 1);
   } else {
     block.AddCredits(link.peer, credits, 1);

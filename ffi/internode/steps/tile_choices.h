@@ -28,14 +28,14 @@ class TileChoices {
     }
   }
 
-  // Writes id_of(id) of each, and the weights unless null.
-  template <class IdOf>
-  JAX_EP_DEVICE void Store(int32_t* ids, float* weights, const IdOf& id_of) const {
+  // work(i, id, weight) for the i-th of them, each in one thread. There is a weight if there are
+  // `weights`.
+  template <class Work>
+  JAX_EP_DEVICE void ForEach(const Work& work) const {
 #pragma unroll
     for (int j = 0; j < kPerThread; ++j) {
       const int i = thread_ + j * Block::kThreads;
-      if (i < n_) ids[i] = id_of(ids_[j]);
-      if (i < n_ && weights != nullptr) weights[i] = weights_[j];
+      if (i < n_) work(i, ids_[j], weights_[j]);
     }
   }
 
@@ -56,7 +56,7 @@ JAX_EP_DEVICE inline int CountTravelling(const RailCall& call, int64_t tile) {
 template <class Block>
 JAX_EP_DEVICE TileChoices<Block> OwnChoices(const Block& block, const RailCall& call,
                                             int64_t tile) {
-  const Choices& choices = call.choices;
+  const RailChoices& choices = call.choices;
   const int64_t first = call.tiles.Begin(tile) * choices.n;
   return {block, choices.ids + first,
           choices.weights == nullptr ? nullptr : choices.weights + first,
@@ -64,40 +64,42 @@ JAX_EP_DEVICE TileChoices<Block> OwnChoices(const Block& block, const RailCall& 
 }
 
 // In a place: the ids, then the weights.
-JAX_EP_DEVICE inline float* WeightsInPlace(const RailCall& call, int64_t tile, uint8_t* place) {
-  if (call.choices.weights == nullptr) return nullptr;
-  return reinterpret_cast<float*>(place) + CountTravelling(call, tile);
-}
-
 template <class Block>
-JAX_EP_DEVICE void StoreInPlace(const RailCall& call, int64_t tile,
-                                const TileChoices<Block>& choices, uint8_t* place) {
-  choices.Store(reinterpret_cast<int32_t*>(place), WeightsInPlace(call, tile, place),
-                [](int32_t id) { return id; });
+JAX_EP_DEVICE void StoreInPlace(Block& block, const RailCall& call, int64_t tile,
+                                const TileChoices<Block>& choices, typename Block::Place place) {
+  const int64_t ids_bytes = CountTravelling(call, tile) * int64_t{sizeof(int32_t)};
+  choices.ForEach([&](int i, const int32_t& id, const float& weight) {
+    const int64_t offset = i * int64_t{sizeof(id)};
+    block.Store(place + offset, id);
+    if (call.choices.weights != nullptr) block.Store(place + (ids_bytes + offset), weight);
+  });
 }
 template <class Block>
 JAX_EP_DEVICE TileChoices<Block> ChoicesInPlace(const Block& block, const RailCall& call,
-                                                int64_t tile, uint8_t* place) {
-  return {block, reinterpret_cast<const int32_t*>(place), WeightsInPlace(call, tile, place),
-          CountTravelling(call, tile)};
+                                                int64_t tile, const uint8_t* place) {
+  const int n = CountTravelling(call, tile);
+  const bool has_weights = call.choices.weights != nullptr;
+  return {block, reinterpret_cast<const int32_t*>(place),
+          has_weights ? reinterpret_cast<const float*>(place) + n : nullptr, n};
 }
 
 // Gives those of a tile from `node` to the caller, routed inside this node.
 template <class Block>
 JAX_EP_DEVICE void StoreRouted(const RailCall& call, int64_t node, int64_t tile,
                                const TileChoices<Block>& choices) {
-  const Choices& all = call.choices;
-  if (all.all_ids == nullptr) return;
+  const RailChoices& all = call.choices;
   const int64_t first = (node * call.tiles.n_rows + call.tiles.Begin(tile)) * all.n;
-  choices.Store(all.all_ids + first, all.all_weights == nullptr ? nullptr : all.all_weights + first,
-                [&](int32_t id) { return all.groups.Within(call.node, node, id); });
+  choices.ForEach([&](int i, int32_t id, const float& weight) {
+    all.all_ids[first + i] = all.groups.Within(call.node, node, id);
+    if (all.all_weights != nullptr) all.all_weights[first + i] = weight;
+  });
 }
 
 // Makes those that a tile from `node` would have brought none, and their weights NaN.
 template <class Block>
 JAX_EP_DEVICE void StoreNone(Block& block, const RailCall& call, int64_t node, int64_t tile) {
   static_assert(kNoGroup == -1, "all bits are set");
-  const Choices& all = call.choices;
+  const RailChoices& all = call.choices;
   if (all.all_ids == nullptr) return;
   const int64_t first = (node * call.tiles.n_rows + call.tiles.Begin(tile)) * all.n;
   const int64_t bytes = CountTravelling(call, tile) * sizeof(int32_t);

@@ -34,7 +34,7 @@ struct RankCall {
   std::vector<uint32_t> arrived;  // [N, n_tiles]
 };
 
-struct World {
+struct SimulatedWorld {
   const Job& job;
   Network network;
   std::mt19937& random;
@@ -56,16 +56,17 @@ struct World {
 
 class SimulatedBlock {
  public:
+  using Place = uint8_t*;
   static constexpr int kThreads = 1;
 
-  SimulatedBlock(World& world, const RankCall& call, int index)
+  SimulatedBlock(SimulatedWorld& world, const RankCall& call, int index)
       : world_(world), rank_call_(call), call_(call.rail), map_(call_.map), index_(index) {}
 
   int index() const { return index_; }
   int thread() const { return 0; }
   bool IsFirst() const { return true; }
   bool IsLast() const { return true; }
-  bool HasFailed() const { return *call_.failed != 0; }
+  bool HasFailed() const { return *call_.failures.failed != 0; }
   void Sync() { world_.Pause(); }
   bool All(bool value) { return Any(value); }
   bool Any(bool value) {
@@ -99,27 +100,28 @@ class SimulatedBlock {
     return true;
   }
 
-  uint8_t* Staged(size_t offset) {
-    if (Has(Fault::kOneStagedPlace)) offset -= PlaceOf(item_) * map_.place_bytes;
-    network().CheckStaged(own(), offset, item_);
-    return call_.heap + offset;
+  Place Staged(size_t offset) {
+    network().CheckStaged(own(), StagedPlace(offset), item_);
+    return call_.heap + StagedPlace(offset);
   }
-  uint8_t* Mapped(const Peer& peer, size_t offset) {
-    offset = SentPlace(offset);
-    network().BeginPlace(peer.pe, offset, item_);
-    return peer.heap + offset;
+  Place Mapped(const Peer& peer, size_t offset) {
+    network().BeginPlace(peer.pe, SentPlace(offset), item_);
+    return network().heap(peer.pe) + SentPlace(offset);
+  }
+  template <class T>
+  void Store(Place to, const T& value) {
+    std::memcpy(to, &value, sizeof(value));
   }
   void StoreWord(const Peer& peer, size_t offset, uint64_t value) {
     Sync();
     network().WriteWord(peer.pe, offset, WordOp::kSet, SentWord(value));
   }
-  void Put(const Peer& peer, size_t to, const uint8_t* from, int64_t bytes, size_t word,
-           uint64_t value) {
+  void Put(const Peer& peer, size_t to, size_t from, int64_t bytes, size_t word, uint64_t value) {
     Sync();
     if (bytes > map_.place_bytes) network().Report(own(), "sends too long an item", item_);
     rail::Put put{own(), peer.pe, word, SentWord(value)};
     put.item = item_;
-    put.source = from - call_.heap;
+    put.source = StagedPlace(from);
     put.target = SentPlace(to);
     put.n_bytes = bytes;
     put.word_first = Has(Fault::kWordBeforeData);
@@ -214,7 +216,10 @@ class SimulatedBlock {
   size_t TakenPlace(const Peer& peer) const {
     return map_.Place(RailExchange::OtherNode(own(), peer.pe), channel(), item_);
   }
-  // Where the item that this block sends gets to, and what its word becomes.
+  // Where this block sends the item from and to, and what its word becomes.
+  size_t StagedPlace(size_t offset) const {
+    return Has(Fault::kOneStagedPlace) ? offset - PlaceOf(item_) * map_.place_bytes : offset;
+  }
   size_t SentPlace(size_t offset) const {
     if (!Has(Fault::kWrongPlace) || item_ / RailExchange::kDepth % 2 == 0) return offset;
     return offset + (PlaceOf(item_ + 1) - PlaceOf(item_)) * map_.place_bytes;
@@ -223,7 +228,7 @@ class SimulatedBlock {
     return Has(Fault::kWordWithoutLap) ? WithLapOf(0, value) : value;
   }
 
-  World& world_;
+  SimulatedWorld& world_;
   const RankCall& rank_call_;
   const RailCall& call_;
   const RailExchange& map_;

@@ -115,7 +115,7 @@ class Simulation {
     rail.heap = world_.network.heap(rank.index);
     rail.peers = rank.peers.data();
     rail.state = &rank.state;
-    rail.failed = &rank.failed;
+    rail.failures.failed = &rank.failed;
     rail.node = rank.index;
     rail.n_nodes = n_nodes_;
     rail.rows = {own.rows.data(), call.got.rows.data(), shape.row_bytes, shape.by_node};
@@ -153,11 +153,12 @@ class Simulation {
     const Channel channel = Channel::OfBlock(call, block.index());
     rail::BeginCall(block, call, channel);
     for (int64_t d = 0; d < call.n_nodes; ++d) {
-      for (int64_t i = 0; i < channel.Tiles(call); ++i) {
-        const int64_t node = NodeBefore(call, d), tile = channel.Tile(call, i);
-        if (d == 0) KeepTile(block, call, tile);
-        if (d > 0 && !ReceiveTile(block, call, channel, node, channel.first_item + i, tile)) return;
-      }
+      const bool has_come = channel.ForEachTile(call, [&](int64_t item, int64_t tile) {
+        if (d > 0) return ReceiveTile(block, call, channel, NodeBefore(call, d), item, tile);
+        KeepTile(block, call, tile);
+        return true;
+      });
+      if (!has_come) return;
     }
   }
 
@@ -173,7 +174,7 @@ class Simulation {
         const uint8_t* const from = Returned(block, rail, link.node, tile, row, waits);
         if (from != nullptr) block.Copy(to + n * rail.rows.bytes, from, rail.rows.bytes);
       });
-      SendPlace(block, rail, channel, link, item, to, mask);
+      SendPlace(block, rail, channel, link, item, mask);
       return true;
     };
     const auto add_up = [&](int64_t tile, const SentSums& sums) {
@@ -181,7 +182,7 @@ class Simulation {
     };
     std::vector<uint32_t> masks(n_nodes_);
     ExchangeSums(block, rail, channel, is_open, masks.data(), send, add_up,
-                 [&] { LeaveSumsNan(block, rail, channel, rail.rows.to); });
+                 [&](int64_t tile) { LeaveSumsNan(block, rail, tile, rail.rows.to); });
   }
   // Adds up bytes, where the kernels add up numbers.
   bool AddUp(SimulatedBlock& block, const RailCall& rail, int64_t tile, const SentSums& sums) {
@@ -280,7 +281,7 @@ class Simulation {
   }
 
   const Job& job_;
-  World world_;
+  SimulatedWorld world_;
   const int n_nodes_;
   std::vector<std::vector<Tokens>> operands_;  // [call][rank]
   std::vector<std::unique_ptr<Rank>> ranks_;

@@ -6,30 +6,12 @@
 namespace jax_ep::p2p {
 namespace {
 
+using rail::LaunchKernel;
 using rail::RailCall;
 using rail::RailCombineCall;
 using rail::RailSumCall;
 
 constexpr int kRank = 0, kNode = 0;
-
-// Loads the kernel now, because a capture cannot.
-cudaKernel_t FindKernel(cudaLibrary_t code, const char* name) {
-  cudaKernel_t kernel;
-  CHECK_CUDA(cudaLibraryGetKernel(&kernel, code, name));
-  cudaFuncAttributes attributes;
-  CHECK_CUDA(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)));
-  return kernel;
-}
-
-void LaunchKernel(cudaKernel_t kernel, const void* call, size_t smem_bytes, cudaStream_t stream) {
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(rail::kBlocks);
-  config.blockDim = dim3(rail::kThreads);
-  config.dynamicSmemBytes = smem_bytes;
-  config.stream = stream;
-  void* arguments[] = {const_cast<void*>(call)};
-  CHECK_CUDA(cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), arguments));
-}
 
 }  // namespace
 
@@ -52,22 +34,18 @@ RailLoopback::RailLoopback(const Fixture<BFloat16>& fixture, const std::string& 
   peers_.Write(std::vector<rail::Peer>(kNodes, {heap_.get(), /*pe=*/0}));
   CHECK_CUDA(
       cudaLibraryLoadFromFile(&code_, fatbin.c_str(), nullptr, nullptr, 0, nullptr, nullptr, 0));
-  exchange_ = FindKernel(code_, rail::kKernelName);
-  combine_ = FindKernel(code_, rail::CombineKernelName(kRowType<BFloat16>));
-  sum_ = FindKernel(code_, rail::SumKernelName(kRowType<BFloat16>));
-  int least = 0, greatest = 0;
-  CHECK_CUDA(cudaDeviceGetStreamPriorityRange(&least, &greatest));
-  CHECK_CUDA(cudaStreamCreateWithPriority(&side_, cudaStreamNonBlocking, greatest));
-  for (cudaEvent_t* event : {&fork_, &join_}) {
-    CHECK_CUDA(cudaEventCreateWithFlags(event, cudaEventDisableTiming));
-  }
+  constexpr int kType = static_cast<int>(kRowType<BFloat16>);
+  Check(rail::FindKernel(code_, rail::kExchangeKernel, &exchange_));
+  Check(rail::FindKernel(code_, rail::kCombineKernels[kType], &combine_));
+  Check(rail::FindKernel(code_, rail::kSumKernels[kType], &sum_));
+  CHECK_CUDA(side_.Make());
   CHECK_CUDA(cudaDeviceSynchronize());
 }
 
 RailLoopback::~RailLoopback() {
-  cudaEventDestroy(fork_);
-  cudaEventDestroy(join_);
-  cudaStreamDestroy(side_);
+  cudaEventDestroy(side_.fork);
+  cudaEventDestroy(side_.join);
+  cudaStreamDestroy(side_.stream);
   cudaLibraryUnload(code_);
 }
 
@@ -104,7 +82,7 @@ LaunchPlan RailLoopback::Launch(CombineArgs args) {
   }
   if (mode_ == Mode::kSerial) fixture_.Launch(kRank, args);
   const RailSumCall call{rail, /*residual=*/nullptr, args.row_type};
-  LaunchKernel(sum_, &call, rail::SumSmemBytes(call), fixture_.streams[kRank]);
+  CHECK_CUDA(LaunchKernel(sum_, &call, rail::SumSmemBytes(rail), fixture_.streams[kRank]));
   return mode_ == Mode::kSerial ? args.call.plan : LaunchPlan{};
 }
 
@@ -115,10 +93,7 @@ RailCall RailLoopback::MakeCall(int64_t row_bytes, int64_t n_turns) const {
   call.heap = heap_.get();
   call.peers = peers_.get();
   call.state = state_.get();
-  const FailureWords words = fixture_.group->Failures(kRank);
-  call.failed = words.failed;
-  call.failure = words.failure;
-  call.timeout_ns = words.timeout_ns;
+  call.failures = fixture_.group->Failures(kRank);
   call.node = kNode;
   call.n_nodes = kNodes;
   call.mask = mask_.get();
@@ -148,7 +123,7 @@ void RailLoopback::LaunchOverlapped(RailCall rail, CombineArgs* args) {
   const RailCombineCall call{rail, *args};
   Fork([&](cudaStream_t side) {
     fixture_.Launch(kRank, *args);
-    LaunchKernel(combine_, &call, rail::CombineSmemBytes(call), side);
+    CHECK_CUDA(LaunchKernel(combine_, &call, rail::CombineSmemBytes(call), side));
   });
 }
 
@@ -166,16 +141,14 @@ void RailLoopback::PlanSending(CombineArgs* args) const {
 }
 
 void RailLoopback::LaunchExchange(const RailCall& call, cudaStream_t stream) const {
-  LaunchKernel(exchange_, &call, 0, stream);
+  CHECK_CUDA(LaunchKernel(exchange_, &call, 0, stream));
 }
 
 void RailLoopback::Fork(const std::function<void(cudaStream_t)>& launch) {
-  cudaStream_t stream = fixture_.streams[kRank];
-  CHECK_CUDA(cudaEventRecord(fork_, stream));
-  CHECK_CUDA(cudaStreamWaitEvent(side_, fork_));
-  launch(side_);
-  CHECK_CUDA(cudaEventRecord(join_, side_));
-  CHECK_CUDA(cudaStreamWaitEvent(stream, join_));
+  CHECK_CUDA(side_.Fork(fixture_.streams[kRank], [&](cudaStream_t side) {
+    launch(side);
+    return cudaSuccess;
+  }));
 }
 
 }  // namespace jax_ep::p2p

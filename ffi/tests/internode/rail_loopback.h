@@ -8,6 +8,7 @@
 #include <functional>
 #include <string>
 
+#include "internode/kernels/launch.h"
 #include "internode/plan/rail_call.h"
 #include "internode/plan/rail_combine_call.h"
 #include "tests/p2p/p2p_fixture.h"
@@ -61,8 +62,7 @@ class RailLoopback {
   DeviceArray<uint32_t> arrived_;
   cudaLibrary_t code_{};
   cudaKernel_t exchange_{}, combine_{}, sum_{};
-  cudaStream_t side_{};
-  cudaEvent_t fork_{}, join_{};
+  rail::Side side_;
 };
 
 }  // namespace jax_ep::p2p

@@ -12,14 +12,13 @@
 #include <vector>
 
 #include "internode/plan/rail_exchange.h"
+#include "tests/internode/rail_exchange_job.h"
 #include "tests/unit/check.h"
 
 namespace jax_ep::rail {
 namespace {
 
-int64_t Between(int64_t low, int64_t high, std::mt19937& random) {
-  return low + static_cast<int64_t>(random() % (high - low + 1));
-}
+using rail::Between;
 
 // In any plan, every row is in one tile, and every tile fits into a place, if a row does.
 void TestTilesFitIntoPlaces() {
