@@ -6,34 +6,11 @@
 
 #include <cstdint>
 
-#include "core/combine_mode.h"
-#include "cuda/call/call_args.h"
+#include "cuda/combine/rows_call.h"
 
 namespace jax_ep::p2p {
 
-// core/routing.h defines R, G and N.
-struct CombineArgs {
-  CallArgs call;
-  int32_t row_vectors;  // size of a row in units of kVectorBytes
-  RowType row_type;
-  int32_t max_recv_tokens;  // C
-  Weighting weighting;
-  bool reduce;
-  bool adds_shared_expert;  // the last choice is a shared expert's, on the token's own rank: its
-                            // row is added unweighted, after the cast
-
-  const uint8_t* expert_out;      // [C, row_vectors]
-  const int32_t* group_ids;       // [T, N]
-  const int32_t* message_counts;  // [R]            from dispatch, see call_args.h
-  const int32_t* message_rows;    // [R, M, 1 + N]  from dispatch, see call_args.h
-  const float* topk_weights;      // [T, N] or null
-  const float* row_weights;       // [C] or null
-  const float* row_scalars;       // [C] or null: return to their choices beside the rows
-  const uint8_t* residual;        // [T, row_vectors] or null
-
-  uint8_t* out;           // [T, row_vectors]; [T, N, row_vectors] if reduce is false
-  float* choice_scalars;  // [T, N], null without row_scalars; 0 for choices without a row
-};
+struct CombineArgs : RowsCall, CombineOperands {};
 
 size_t CombineSmemBytes(const CallArgs& call);
 

@@ -72,13 +72,13 @@ struct Quantized {
     int element = slice.index * kWarpElements + LaneIndex() * kLaneElements;
     int4 data[kVectors], next[kVectors];
     // Lanes beyond the end encode the last elements once more. Zeros would take the slow path.
-    Load(args, from, min(element, args.hidden_size - kLaneElements), next);
-    for (int first = slice.index * kWarpElements; first < args.hidden_size;
+    Load(args, from, min(element, args.n_elements() - kLaneElements), next);
+    for (int first = slice.index * kWarpElements; first < args.n_elements();
          first += step, element += step) {
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) data[i] = next[i];
       Load(args, from, element + step, next);
-      const bool has_elements = element < args.hidden_size;
+      const bool has_elements = element < args.n_elements();
       const LaneCodes<Format> codes = Encode(data, input_scale);
       for (uint32_t left = lanes; left != 0; left &= left - 1) {
         const To message = ShuffleAddress(to, __ffs(left) - 1);
@@ -92,10 +92,10 @@ struct Quantized {
   __device__ static void EncodeInPlace(const DispatchArgs& args, uint8_t* scales) {
     const InputScale input_scale = ReadInputScale(args);
     uint8_t* const token = Vector(scales, args.size.scales);
-    for (int first = 0; first < args.hidden_size; first += kWarpElements) {
+    for (int first = 0; first < args.n_elements(); first += kWarpElements) {
       const int element = first + LaneIndex() * kLaneElements;
-      const bool has_elements = element < args.hidden_size;
-      const int from = min(element, args.hidden_size - kLaneElements) / kLaneElements;
+      const bool has_elements = element < args.n_elements();
+      const int from = min(element, args.n_elements() - kLaneElements) / kLaneElements;
       int4 data[kVectors];
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
@@ -117,7 +117,7 @@ struct Quantized {
   // Leaves `data` unchanged beyond the last element; what it encodes to is not stored.
   __device__ static void Load(const DispatchArgs& args, const uint8_t* from, int element,
                               int4 (&data)[kVectors]) {
-    if (element >= args.hidden_size) return;
+    if (element >= args.n_elements()) return;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       data[i] = ld_global_no_allocate(Vector(from, element / kLaneElements * kVectors + i));

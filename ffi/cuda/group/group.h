@@ -59,27 +59,26 @@ class RankGroup {
   // Those may write to this process's workspaces until they have disconnected, too.
   void Disconnect();
 
-  // Fill the arguments of a call of `rank` with `n_tokens` tokens, including its launch plan.
+  // Fills the arguments of a call of `rank` with `n_tokens` tokens, including its launch plan.
   // `config` is that of the group that the call belongs to: this one's, or one that fits
-  // (CheckFits). See plan.h for `size` and `is_async`.
-  Status DispatchCall(const GroupConfig& config, int rank, int64_t n_tokens, const TokenSize& size,
-                      CallArgs* call, bool is_async = false) const;
-  // Plans that dispatch anew; see PlanDispatchOfArriving.
+  // (CheckFits). See plan.h for `size`, which tells what is called, and `is_async`.
+  template <class Size>
+  Status PlanCall(const GroupConfig& config, int rank, int64_t n_tokens, const Size& size,
+                  CallArgs* call, bool is_async = false) const {
+    const Status status = FillCall(config, rank, n_tokens, call);
+    if (status.ok()) p2p::PlanCall(ResourcesOf(config, rank), size, is_async, call);
+    return status;
+  }
+  // Plans a dispatch anew; see PlanDispatchOfArriving.
   bool PlanArriving(const GroupConfig& config, int rank, const TokenSize& size, int32_t n_taken,
                     int32_t n_ranges, CallArgs* call) const {
     return PlanDispatchOfArriving(ResourcesOf(config, rank), size, n_taken, n_ranges, call);
   }
-  Status CombineCall(const GroupConfig& config, int rank, int64_t n_tokens, const ReturnSize& size,
-                     CallArgs* call, bool is_async = false) const;
-  // Plans the sending half of that combine alone; see PlanReturn.
+  // Plans the sending half of a combine alone; see PlanReturn.
   bool PlanReturning(const GroupConfig& config, int rank, const ReturnSize& size, int32_t n_taken,
                      int32_t n_turns, CallArgs* call) const {
     return PlanReturn(ResourcesOf(config, rank), size, n_taken, n_turns, call);
   }
-
-  // The same for the backward of combine, with rows of `row_vectors` times kVectorBytes.
-  Status CombineGradCall(const GroupConfig& config, int rank, int64_t n_tokens, int32_t row_vectors,
-                         CallArgs* call, bool is_async = false) const;
 
   // Notes that a call is being captured: from now on graphs refer to the workspaces.
   void NoteCapture() { is_captured_.store(true, std::memory_order_relaxed); }

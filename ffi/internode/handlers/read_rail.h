@@ -29,12 +29,8 @@ Status CutRows(int64_t n_turns, rail::RailCall* call);
 template <class Read, class Launch>
 ffi::Error RunRailCall(Caller caller, cudaStream_t stream, int32_t ordinal, StreamOrder order,
                        const Read& read, const Launch& launch) {
-  Status status = FindCaller(ordinal, stream, caller);
-  if (!status.ok()) return ToError(status);
-  status = read(caller);
-  if (!status.ok()) return InvalidOperands(caller, status);
-  const auto launch_now = [&](cudaEvent_t) { return launch(caller); };
-  return ToError(LaunchInOrder(ordinal, stream, order, launch_now), caller.operation);
+  const auto launch_now = [&](const Caller& found, cudaEvent_t) { return launch(found); };
+  return RunCall(caller, stream, ordinal, order, read, launch_now);
 }
 
 }  // namespace jax_ep::p2p

@@ -65,12 +65,12 @@ __device__ bool AddUpTile(const RailCombineCall& call, const p2p::CallSmem& smem
     const Returned returned = WaitForReturned(call.combine, smem, first_of_all + row, slice);
     has_come &= returned.has_come;
     if (!returned.has_come) return;
-    const uint8_t* const residual = call.combine.residual;
+    const uint8_t* const residual = p2p::Bytes(call.combine.residual);
     const NodeSums sums{rail.node, rail.n_nodes, returned.addends,
                         residual == nullptr ? nullptr : residual + (first + row) * bytes};
     SumNodes<T>(
         sums, [&](int node) { return sent.Find(node, row); },
-        call.combine.out + (first + row) * bytes, call.combine.row_vectors, slice);
+        p2p::Bytes(call.combine.out) + (first + row) * bytes, call.combine.row_vectors, slice);
   });
   return has_come;
 }
@@ -81,7 +81,7 @@ __device__ void LeaveNan(GpuBlock& block, const RailCombineCall& call, const Cha
   for (int64_t i = 0; i < channel.Tiles(rail); ++i) {
     const int64_t tile = channel.Tile(rail, i);
     const int64_t first = rail.tiles.Begin(tile), n_rows = rail.tiles.Rows(tile);
-    block.SetBits(call.combine.out + first * rail.rows.bytes, n_rows * rail.rows.bytes);
+    block.SetBits(p2p::Bytes(call.combine.out) + first * rail.rows.bytes, n_rows * rail.rows.bytes);
     if (call.combine.choice_scalars == nullptr) continue;
     const int64_t n_choices = call.combine.call.n_choices;
     float* const scalars =
