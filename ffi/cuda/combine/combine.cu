@@ -13,7 +13,6 @@
 #include "cuda/call/launch.h"
 #include "cuda/call/load_kernel.h"
 #include "cuda/combine/combine.h"
-#include "cuda/combine/combine_lines.h"
 #include "cuda/combine/combine_receive.cuh"
 #include "cuda/combine/combine_send.cuh"
 #include "cuda/combine/combine_start.cuh"

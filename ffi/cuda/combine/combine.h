@@ -21,8 +21,12 @@ int32_t MaxRingSlots(const CallArgs& call, size_t max_smem_bytes);
 // may use up to max(smem_bytes, ring_bytes), others up to smem_bytes.
 cudaError_t LoadCombineKernels(size_t smem_bytes, size_t ring_bytes, int* max_blocks);
 
-// `started`: see LaunchDispatch.
+// `started`: see LaunchShape.
 cudaError_t LaunchCombine(const CombineArgs& args, cudaStream_t stream,
                           cudaEvent_t started = nullptr);
+
+// The same of calls in lines; see LaunchPlan::in_lines.
+cudaError_t LoadCombineLinesKernels(const CallArgs& call, int* max_blocks);
+cudaError_t LaunchCombineInLines(const CombineArgs& args, cudaStream_t stream, cudaEvent_t started);
 
 }  // namespace jax_ep::p2p

@@ -27,7 +27,7 @@ int32_t MaxCombineGradStages(const CallArgs& call, int32_t row_vectors, size_t m
 // Loads the kernels on the current device; see load_kernel.h.
 cudaError_t LoadCombineGradKernels(size_t smem_bytes, int* max_blocks);
 
-// `started`: see LaunchDispatch.
+// `started`: see LaunchShape.
 cudaError_t LaunchCombineGrad(const CombineGradArgs& args, cudaStream_t stream,
                               cudaEvent_t started = nullptr);
 

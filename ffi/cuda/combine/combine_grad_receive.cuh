@@ -221,9 +221,7 @@ __device__ void ReceiveCotangents(const CombineGradArgs& args, const MessageCoun
   if (WarpIndex() >= plan.n_stages) return;
   Stage stage(stages + WarpIndex() * CotangentStageBytes(args.call, args.row_vectors), true);
   const uint64_t policy = createpolicy_evict_first();  // cotangents are read once
-  const StridedItems items = {WarpIndex() * share.n_blocks + share.index,
-                              plan.n_stages * share.n_blocks};
-  ForEachCotangent(args, smem, items, [&](const MessageSlot& slot) {
+  ForEachCotangent(args, smem, ItemsOfWarp(share, plan.n_stages), [&](const MessageSlot& slot) {
     ReceiveCotangent(args, smem.call, slot, [&](const ReceivedCotangent& received) {
       __syncwarp();  // all lanes have read the stage
       if (LaneIndex() == 0) {

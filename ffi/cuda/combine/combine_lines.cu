@@ -5,7 +5,6 @@
 #include "cuda/call/launch.h"
 #include "cuda/call/load_kernel.h"
 #include "cuda/combine/combine_lines.cuh"
-#include "cuda/combine/combine_lines.h"
 #include "cuda/combine/combine_start.cuh"
 #include "cuda/device/trace.cuh"
 

@@ -9,7 +9,6 @@
 #include "cuda/device/stats.cuh"
 #include "cuda/device/trace.cuh"
 #include "cuda/dispatch/dispatch.h"
-#include "cuda/dispatch/dispatch_lines.h"
 #include "cuda/dispatch/dispatch_receive.cuh"
 #include "cuda/dispatch/dispatch_send.cuh"
 

@@ -60,8 +60,16 @@ cudaError_t DispatchCodeCapability(int* major);
 // Loads the kernels on the current device; see load_kernel.h.
 cudaError_t LoadDispatchKernels(size_t smem_bytes, int* max_blocks);
 
-// `started`: null, or an event that LaunchCall completes once all blocks run.
+// `started`: see LaunchShape.
 cudaError_t LaunchDispatch(const DispatchArgs& args, cudaStream_t stream,
                            cudaEvent_t started = nullptr);
+
+// The same of calls in lines; see LaunchPlan::in_lines. The limit is what a call may have: every
+// device has as many bytes, so that all ranks come to the same plan.
+size_t DispatchLinesSmemBytes(const CallArgs& call, const TokenSize& size);
+constexpr size_t kDispatchLinesSmemBytes = 96 << 10;
+cudaError_t LoadDispatchLinesKernels(int* max_blocks);
+cudaError_t LaunchDispatchInLines(const DispatchArgs& args, cudaStream_t stream,
+                                  cudaEvent_t started);
 
 }  // namespace jax_ep::p2p

@@ -7,7 +7,6 @@
 #include "cuda/device/start_barrier.cuh"
 #include "cuda/device/trace.cuh"
 #include "cuda/dispatch/dispatch.h"
-#include "cuda/dispatch/dispatch_lines.h"
 #include "cuda/dispatch/dispatch_lines_layout.cuh"
 #include "cuda/dispatch/dispatch_lines_receive.cuh"
 #include "cuda/dispatch/dispatch_lines_send.cuh"

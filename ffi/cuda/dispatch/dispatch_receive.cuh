@@ -271,9 +271,7 @@ __device__ inline void ReceiveMessagesInBulk(const DispatchArgs& args, const Dis
   // Messages are read once, and the rows of many tokens do not fit into the L2 cache, which
   // concurrent kernels may need.
   const uint64_t policy = createpolicy_evict_first();
-  const StridedItems items = {WarpIndex() * share.n_blocks + share.index,
-                              plan.n_stages * share.n_blocks};
-  ForEachMessage(args, smem, items, [&](const MessageSlot& slot) {
+  ForEachMessage(args, smem, ItemsOfWarp(share, plan.n_stages), [&](const MessageSlot& slot) {
     return ReceiveMessageInBulk<kQuantizes>(args, smem, stage, policy, slot);
   });
   cp_async_bulk_wait_group<0>();

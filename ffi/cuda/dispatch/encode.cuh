@@ -11,6 +11,7 @@
 #include "cuda/device/copy.cuh"
 #include "cuda/device/encode_block.cuh"
 #include "cuda/device/peer.cuh"
+#include "cuda/device/reduce.cuh"
 #include "cuda/device/work.cuh"
 #include "cuda/dispatch/arriving_tokens.cuh"
 #include "cuda/dispatch/dispatch_smem.cuh"
@@ -32,28 +33,6 @@ struct Passthrough {
     CopyToEach<kSendUnroll>(FindToken(args, token), to, lanes, args.size.given, slice);
   }
 };
-
-__device__ __forceinline__ void Unpack(const int4 (&data)[1], float (&values)[kLaneElements],
-                                       BFloat16) {
-  const uint32_t pairs[] = {static_cast<uint32_t>(data[0].x), static_cast<uint32_t>(data[0].y),
-                            static_cast<uint32_t>(data[0].z), static_cast<uint32_t>(data[0].w)};
-#pragma unroll
-  for (int i = 0; i < kLaneElements / 2; ++i) {
-    values[2 * i] = FloatFromBits(pairs[i] << 16);
-    values[2 * i + 1] = FloatFromBits(pairs[i] & 0xffff0000u);
-  }
-}
-
-__device__ __forceinline__ void Unpack(const int4 (&data)[2], float (&values)[kLaneElements],
-                                       float) {
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    values[4 * i] = __int_as_float(data[i].x);
-    values[4 * i + 1] = __int_as_float(data[i].y);
-    values[4 * i + 2] = __int_as_float(data[i].z);
-    values[4 * i + 3] = __int_as_float(data[i].w);
-  }
-}
 
 // Tokens of element type T travel in Format. Every rank gets the codes, the token's own included.
 template <class Format, class T>

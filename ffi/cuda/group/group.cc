@@ -10,9 +10,7 @@
 #include "cuda/call/scoped_device.h"
 #include "cuda/combine/combine.h"
 #include "cuda/combine/combine_grad.h"
-#include "cuda/combine/combine_lines.h"
 #include "cuda/dispatch/dispatch.h"
-#include "cuda/dispatch/dispatch_lines.h"
 #include "cuda/group/stream_order.h"
 #include "layer/silu/cuda_silu.h"
 

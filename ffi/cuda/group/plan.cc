@@ -7,7 +7,6 @@
 
 #include "cuda/combine/combine.h"
 #include "cuda/combine/combine_grad.h"
-#include "cuda/dispatch/dispatch_lines.h"
 
 namespace jax_ep::p2p {
 namespace {
