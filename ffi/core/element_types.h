@@ -4,12 +4,23 @@
 #include <cstdint>
 #include <string_view>
 
+#include "core/float_types.h"
+
 namespace jax_ep {
 
 // Rows that combine sums, and tokens of the plain formats.
 enum class RowType : int32_t { kBFloat16, kFloat16, kFloat32 };
+constexpr RowType kRowTypes[] = {RowType::kBFloat16, RowType::kFloat16, RowType::kFloat32};
 
 constexpr int64_t ElementBytes(RowType type) { return type == RowType::kFloat32 ? 4 : 2; }
+
+// Calls visitor(T{}) with the C++ type of `type`.
+template <class Visitor>
+auto VisitRowType(RowType type, const Visitor& visitor) {
+  if (type == RowType::kBFloat16) return visitor(BFloat16{});
+  if (type == RowType::kFloat16) return visitor(Float16{});
+  return visitor(float{});
+}
 
 // The type of a token's elements on the wire.
 enum class Element : int32_t { kBFloat16, kFloat16, kFloat32, kE4m3, kE2m1 };

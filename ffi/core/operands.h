@@ -84,13 +84,17 @@ struct RowSizes {
   RowType row_type;
 };
 
-struct CombineOperands : RowSizes {
-  const int32_t* coordinate;           // []
-  const void* expert_out;              // [C, row_size]
-  const int32_t* group_ids;            // [T, N]
-  const int32_t* handle;               // see Handle
-  const float* topk_weights;           // [T, N] or null
-  const float* row_weights;            // [C] or null
+// What both take.
+struct RowOperands : RowSizes {
+  const int32_t* coordinate;  // []
+  const void* expert_out;     // [C, row_size]; in the backward null without weights
+  const int32_t* group_ids;   // [T, N]
+  const int32_t* handle;      // see Handle
+  const float* topk_weights;  // [T, N] or null
+  const float* row_weights;   // [C] or null
+};
+
+struct CombineOperands : RowOperands {
   const float* row_scalars = nullptr;  // [C] or null: return to their choices beside the rows
   const void* residual;                // [T, row_size] or null
 
@@ -98,16 +102,10 @@ struct CombineOperands : RowSizes {
   float* choice_scalars = nullptr;  // [T, N], null without row_scalars; 0 without a row
 };
 
-struct CombineGradOperands : RowSizes {
-  const int32_t* coordinate;    // []
+struct CombineGradOperands : RowOperands {
   const void* cotangent;        // [T, row_size], or [T, N, row_size] where rows are not reduced
-  const void* expert_out;       // [C, row_size], as given to combine; null without weights
   const uint32_t* row_offsets;  // [G / R + 1]
-  const int32_t* group_ids;     // [T, N]
   const int32_t* src_info;      // [C, 2] token, k; -1 = padding
-  const int32_t* handle;        // see Handle
-  const float* topk_weights;    // [T, N] or null
-  const float* row_weights;     // [C] or null
 
   void* grad_expert_out;     // [C, row_size]; zero in padding, undefined beyond the rows in use
   float* grad_topk_weights;  // [T, N] or null; zero for choices without a row

@@ -12,9 +12,7 @@
 namespace jax_ep::host {
 namespace {
 
-const CombineArgs& At(const std::vector<Arrival>& arrivals, int64_t rank) {
-  return static_cast<const CombineArgs&>(*arrivals[rank].args);
-}
+constexpr auto& At = ArgsAt<const CombineArgs>;
 
 // A choice of a token that has a row.
 struct Choice {

@@ -1,20 +1,17 @@
-#include "cpu/combine_grad.h"
-
 #include <algorithm>
 #include <cstring>
 #include <limits>
 
 #include "core/routing.h"
 #include "cpu/chunks.h"
+#include "cpu/combine.h"
 #include "cpu/memory.h"
 #include "cpu/rows.h"
 
 namespace jax_ep::host {
 namespace {
 
-const CombineGradArgs& At(const std::vector<Arrival>& arrivals, int64_t rank) {
-  return static_cast<const CombineGradArgs&>(*arrivals[rank].args);
-}
+constexpr auto& At = ArgsAt<const CombineGradArgs>;
 
 // Writes the cotangent of a choice's token (of the choice itself, if not reduced) to its row.
 template <class T>

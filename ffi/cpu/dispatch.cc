@@ -12,9 +12,7 @@
 namespace jax_ep::host {
 namespace {
 
-DispatchArgs& At(const std::vector<Arrival>& arrivals, int64_t rank) {
-  return static_cast<DispatchArgs&>(*arrivals[rank].args);
-}
+constexpr auto& At = ArgsAt<DispatchArgs>;
 
 // Counts the (token, rank) pairs: one copy per pair would cross a link.
 void CountTokensToRanks(const DispatchArgs& args, std::vector<int64_t>& tokens_to_rank) {
@@ -76,9 +74,7 @@ void ClearPadding(const DispatchArgs& args, int64_t padded_group) {
   if (args.encoder == nullptr) return;
   const bool has_blocks = args.scales_layout == ScalesLayout::kAtoms;
   const int64_t n_placed = has_blocks ? BlocksOfRows(n_rows) * kAtomRows : n_rows;
-  for (int64_t row = n_filled; row < n_placed; ++row) {
-    args.scales_out.Place(padded_group, first, row, args.max_recv_tokens, /*row_scales=*/nullptr);
-  }
+  args.scales_out.Clear(padded_group, first, n_filled, n_placed, args.max_recv_tokens);
 }
 
 // A token as it travels. Quantized once, before it is first sent.
@@ -142,10 +138,7 @@ void SendTokens(const std::vector<Arrival>& arrivals, int64_t source, int64_t be
 void PrepareEncoding(DispatchArgs& args) {
   args.encoder = FindEncoder(*args.format, args.token_type);
   args.global_scale = InputScale::Make(args.input_scale == nullptr ? 1.0f : *args.input_scale);
-  args.scales_out.layout = args.scales_layout;
-  args.scales_out.n_scales = args.n_scales;
-  args.scales_out.scale_bytes = args.format->scale_bytes();
-  args.scales_out.data = args.scales;
+  args.scales_out = {args.scales_layout, args.n_scales, args.format->scale_bytes(), args.scales};
 }
 
 void CountOwnChoices(DispatchArgs& args) {

@@ -1,13 +1,10 @@
 #include "cpu/handler.h"
 
-#include <algorithm>
 #include <exception>
 #include <functional>
 #include <new>
 #include <optional>
 #include <utility>
-
-#include "core/routing.h"
 
 namespace jax_ep::host {
 namespace {
@@ -101,32 +98,6 @@ Status CheckCoordinate(const Call& call, int32_t coordinate, const RankArgs& arg
       DeviceName(call) + " is " + what + std::to_string(is_replica ? known.replica : known.rank) +
       " of the group, but " + what + std::to_string(is_replica ? meant.replica : meant.rank) +
       " of the mesh that the function runs on. Call ep_init with that mesh.");
-}
-
-Status CheckDstRows(const GroupSizes& sizes, int64_t n_tokens, int64_t max_recv_tokens,
-                    const int32_t* group_ids, const int32_t* dst_rows) {
-  for (int64_t i = 0; i < n_tokens * sizes.n_choices; ++i) {
-    const bool has_group = group_ids[i] >= 0 && group_ids[i] < sizes.n_groups;
-    const bool has_row = dst_rows[i] >= 0 && dst_rows[i] < max_recv_tokens;
-    if (dst_rows[i] == kNoRow || (has_group && has_row)) continue;
-    return InvalidArgument(
-        "dispatched must be the unchanged result of a dispatch of this group; choice " +
-        std::to_string(i) + " has group " + std::to_string(group_ids[i]) + " and row " +
-        std::to_string(dst_rows[i]));
-  }
-  return {};
-}
-
-Status CheckRowOffsets(const GroupSizes& sizes, int64_t max_recv_tokens,
-                       const uint32_t* row_offsets) {
-  const int64_t n_groups = sizes.n_local_groups();
-  const bool rises = std::is_sorted(row_offsets, row_offsets + n_groups + 1);
-  if (rises && row_offsets[0] == 0 && row_offsets[n_groups] <= max_recv_tokens) return {};
-  return InvalidArgument(
-      "dispatched must be the unchanged result of a dispatch of this group; row_offsets must rise "
-      "from 0 to at most " +
-      std::to_string(max_recv_tokens) + ", got " + std::to_string(row_offsets[0]) + " to " +
-      std::to_string(row_offsets[n_groups]));
 }
 
 FutureOrError FailRun(const Call& call, Status status) {

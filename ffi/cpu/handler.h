@@ -30,33 +30,11 @@ struct Call {
   ffi::ThreadPool* pool;
 };
 
-// What every binding of the host transport has.
-inline auto BindHostCall() {
-  return ffi::Ffi::Bind()
-      .Ctx<Runtime>()
-      .Ctx<ffi::State<CallSite>>()
-      .Ctx<ffi::RunId>()
-      .Ctx<ffi::DeviceOrdinal>()
-      .Ctx<ffi::ThreadPool>()
-      .RemainingArgs()
-      .RemainingRets();
-}
-
 // Finds the group that is open in this process and the calling device in it; fills in RankArgs.
 Status FindCaller(const Call& call, RankArgs& args);
 
 // Checks that the device has the mesh coordinate, replica * R + rank, that the program gives it.
 Status CheckCoordinate(const Call& call, int32_t coordinate, const RankArgs& args);
-
-// Checks that every choice with a row names a group, and that the row exists. Rows of another
-// dispatch would be read, and written, out of bounds.
-Status CheckDstRows(const GroupSizes& sizes, int64_t n_tokens, int64_t max_recv_tokens,
-                    const int32_t* group_ids, const int32_t* dst_rows);
-
-// Checks that the offsets of groups rise from 0 to at most the rows there are. Those of another
-// dispatch would have padding beyond the rows.
-Status CheckRowOffsets(const GroupSizes& sizes, int64_t max_recv_tokens,
-                       const uint32_t* row_offsets);
 
 // Ends the run for all its ranks: a rank that failed never reaches later calls.
 FutureOrError FailRun(const Call& call, Status status);

@@ -34,6 +34,12 @@ struct Arrival {
   std::chrono::steady_clock::time_point when{};  // set by Arrive
 };
 
+// The arguments of a rank; `arrivals` by rank.
+template <class Args>
+Args& ArgsAt(const std::vector<Arrival>& arrivals, int64_t rank) {
+  return static_cast<Args&>(*arrivals[rank].args);
+}
+
 // One call of one replica. A call site is a custom call of an executable (see call_site.h). XLA:CPU
 // gives all devices of a launch the same run id, and every launch a new one. A loop uses the same
 // key again, but no rank arrives a second time before all have left: its own call is not complete

@@ -86,17 +86,4 @@ float DotRows(const T* __restrict a, const T* __restrict b, int64_t size) {
   return sums[0];
 }
 
-// Calls visitor(T{}) with the C++ type of `row_type`.
-template <class Visitor>
-void VisitRowType(RowType row_type, const Visitor& visitor) {
-  switch (row_type) {
-    case RowType::kBFloat16:
-      return visitor(BFloat16{});
-    case RowType::kFloat16:
-      return visitor(Float16{});
-    case RowType::kFloat32:
-      return visitor(float{});
-  }
-}
-
 }  // namespace jax_ep::host

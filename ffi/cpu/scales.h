@@ -9,6 +9,10 @@
 namespace jax_ep::host {
 
 struct Scales {
+  Scales() = default;
+  Scales(ScalesLayout layout, int64_t n_scales, int64_t scale_bytes, uint8_t* data)
+      : layout(layout), n_scales(n_scales), scale_bytes(scale_bytes), data(data) {}
+
   ScalesLayout layout = ScalesLayout::kNone;
   int64_t n_scales = 0;  // of a row
   int64_t scale_bytes = 0;
@@ -23,6 +27,10 @@ struct Scales {
   // row_scales is null. `n_rows` is the number of rows of the output.
   void Place(int64_t group, int64_t first_row, int64_t in_group, int64_t n_rows,
              const uint8_t* row_scales) const;
+  // Zeroes those of the rows [begin, end) of a group.
+  void Clear(int64_t group, int64_t first_row, int64_t begin, int64_t end, int64_t n_rows) const {
+    for (int64_t row = begin; row < end; ++row) Place(group, first_row, row, n_rows, nullptr);
+  }
 
  private:
   void PlaceInAtoms(int64_t group, int64_t in_group, const uint8_t* row_scales) const;

@@ -13,12 +13,15 @@ namespace jax_ep::p2p {
 constexpr int kWarpSize = 32;
 constexpr int kWorkerWarps = 16;  // warps of a block that move tokens and rows
 constexpr int kWorkerThreads = kWorkerWarps * kWarpSize;
+// Of kernels that have a service warp beside the workers: it starts the call, and waits for counts.
+constexpr int kServedThreads = kWorkerThreads + kWarpSize;
 
 constexpr int kMaxChoices = kWarpSize;  // one lane per choice
 
 // What a warp moves at once in calls in lines: as many vectors as make a line per lane.
 constexpr int kPieceVectors = kWarpSize * kLineDataBytes / kVectorBytes;
 constexpr int kPieceBytes = kPieceVectors * kVectorBytes;
+constexpr size_t kPieceBuffersBytes = kWorkerWarps * kPieceBytes;
 
 // Into how many slices blocks divide a row of such calls at most: a slice has a piece per worker
 // warp.
@@ -103,6 +106,8 @@ struct CallArgs {
   int32_t n_choices;                  // N
   int32_t max_tokens;                 // M
   int32_t n_tokens;                   // T
+  int32_t row_alignment;              // of each set of groups of rows; a power of 2
+  int32_t n_source_nodes;             // groups of a set; see core/routing.h
   int32_t coordinate;                 // replica * R + rank, as the group was opened
   const int32_t* program_coordinate;  // the same in the program's mesh; null = not checked
   LaunchPlan plan;

@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <cstddef>
 
+#include "core/element_types.h"
+
 namespace jax_ep::p2p {
 
 // Loads `kernel` on the current device, raises its limit of dynamic shared memory to `smem_bytes`,
@@ -23,6 +25,17 @@ inline cudaError_t LoadKernel(const void* kernel, int n_threads, size_t smem_byt
   int n_blocks = 0;
   error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&n_blocks, kernel, n_threads, smem_bytes);
   *max_blocks = std::min(*max_blocks, n_blocks);
+  return error;
+}
+
+// The same for the kernels find(type) of all row types.
+template <class Find>
+cudaError_t LoadKernels(const Find& find, int n_threads, size_t smem_bytes, int* max_blocks) {
+  cudaError_t error = cudaSuccess;
+  for (const RowType type : kRowTypes) {
+    const auto kernel = reinterpret_cast<const void*>(find(type));
+    if (error == cudaSuccess) error = LoadKernel(kernel, n_threads, smem_bytes, max_blocks);
+  }
   return error;
 }
 

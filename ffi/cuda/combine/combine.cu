@@ -13,7 +13,6 @@
 #include "cuda/call/launch.h"
 #include "cuda/call/load_kernel.h"
 #include "cuda/combine/combine.h"
-#include "cuda/combine/combine_lines.h"
 #include "cuda/combine/combine_receive.cuh"
 #include "cuda/combine/combine_send.cuh"
 #include "cuda/combine/combine_start.cuh"
@@ -37,7 +36,7 @@ __global__ void __launch_bounds__(kWorkerThreads, 1)
   if (WarpIndex() == 0) {
     StartCall(call, CombineState(call), smem.call, tables);
   } else if (WarpIndex() == 1) {
-    ReadMessageCounts(call, args.message_counts, Phase::kChangedHandle, tables, smem);
+    ReadMessageCounts(call, args.handle, Phase::kChangedHandle, tables, smem);
   }
   __syncthreads();
   const bool receives = Receives(call.plan);
@@ -48,7 +47,7 @@ __global__ void __launch_bounds__(kWorkerThreads, 1)
     return;
   }
   weights.Put(smem.call);
-  if (announces) AnnounceStart(call, smem.call);
+  if (announces) AnnounceStart(call, smem.call, StartWords::OfCombine(call));
   if (threadIdx.x == 0) Trace(call, kPrepared);
 
   if (Sends(call.plan)) ReturnMessages<T, kInRing>(args, smem);
@@ -63,9 +62,8 @@ using Kernel = void (*)(CombineArgs);
 
 template <bool kInRing, bool kByNode>
 Kernel FindKernel(RowType type) {
-  if (type == RowType::kBFloat16) return CombineKernel<BFloat16, kInRing, kByNode>;
-  if (type == RowType::kFloat16) return CombineKernel<Float16, kInRing, kByNode>;
-  return CombineKernel<float, kInRing, kByNode>;
+  return VisitRowType(
+      type, [](auto t) -> Kernel { return CombineKernel<decltype(t), kInRing, kByNode>; });
 }
 
 }  // namespace
@@ -85,18 +83,13 @@ int32_t MaxRingSlots(const CallArgs& call, size_t max_smem_bytes) {
 }
 
 cudaError_t LoadCombineKernels(size_t smem_bytes, size_t ring_bytes, int* max_blocks) {
-  const auto load = [&](Kernel kernel, size_t bytes) {
-    return LoadKernel(reinterpret_cast<const void*>(kernel), kWorkerThreads, bytes, max_blocks);
+  const auto load = [&](const auto& find, size_t bytes) {
+    return LoadKernels(find, kWorkerThreads, bytes, max_blocks);
   };
-  for (const RowType type : {RowType::kBFloat16, RowType::kFloat16, RowType::kFloat32}) {
-    cudaError_t error = load(FindKernel<false, false>(type), smem_bytes);
-    if (error == cudaSuccess) error = load(FindKernel<false, true>(type), smem_bytes);
-    if (error == cudaSuccess) {
-      error = load(FindKernel<true, false>(type), std::max(smem_bytes, ring_bytes));
-    }
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
+  cudaError_t error = load(FindKernel<false, false>, smem_bytes);
+  if (error == cudaSuccess) error = load(FindKernel<false, true>, smem_bytes);
+  if (error != cudaSuccess) return error;
+  return load(FindKernel<true, false>, std::max(smem_bytes, ring_bytes));
 }
 
 cudaError_t LaunchCombine(const CombineArgs& args, cudaStream_t stream, cudaEvent_t started) {

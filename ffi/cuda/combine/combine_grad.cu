@@ -12,39 +12,11 @@
 #include "cuda/combine/combine_grad.h"
 #include "cuda/combine/combine_grad_receive.cuh"
 #include "cuda/combine/combine_grad_send.cuh"
+#include "cuda/device/start_barrier.cuh"
 #include "cuda/device/trace.cuh"
 
 namespace jax_ep::p2p {
 namespace {
-
-// The word by which a rank tells that it has started a call: that of its number of messages.
-__device__ size_t StartedIndex(const CallArgs& call, int source) {
-  return static_cast<size_t>(call.n_local_groups()) * call.n_ranks + source;
-}
-
-// Tells every rank that this one has started the call, and so ended the one before. Called by one
-// warp of the grid.
-__device__ void AnnounceStart(const CallArgs& call, const CallSmem& smem) {
-  const Peers peers(call, smem);
-  ReleaseValues();
-  for (int rank = LaneIndex(); rank < call.n_ranks; rank += kWarpSize) {
-    peers.PutValue(rank, call.map.counts, StartedIndex(call, call.rank), 0);
-  }
-}
-
-// Waits until every rank has started the call, which must not end earlier: the next one writes to
-// the buffers that they read in the one before. Called by one warp of the grid.
-__device__ void WaitForStarts(const CallArgs& call, const CallSmem& smem) {
-  const Peers peers(call, smem);
-  for (int rank = LaneIndex(); rank < call.n_ranks; rank += kWarpSize) {
-    uint32_t value;
-    if (!peers.WaitForValue(Phase::kGradStarted, call.map.counts, StartedIndex(call, rank), rank,
-                            &value)) {
-      break;
-    }
-  }
-  AcquireValues();
-}
 
 template <class T>
 __global__ void __launch_bounds__(kWorkerThreads, 1)
@@ -57,12 +29,12 @@ __global__ void __launch_bounds__(kWorkerThreads, 1)
   if (WarpIndex() == 0) {
     StartCall(call, DispatchState(call), smem.call, tables);
   } else if (WarpIndex() == 1) {
-    ReadMessageCounts(call, args.message_counts, Phase::kGradHandle, tables, smem);
+    ReadMessageCounts(call, args.handle, Phase::kGradHandle, tables, smem);
   }
   __syncthreads();
   const bool announces = blockIdx.x == gridDim.x - 1 && WarpIndex() == kWorkerWarps - 1;
   if (!smem.call.failed) {
-    if (announces) AnnounceStart(call, smem.call);
+    if (announces) AnnounceStart(call, smem.call, StartWords::OfDispatch(call));
     if (threadIdx.x == 0) CountCall(call.plan, DispatchState(call), smem.call);
     if (threadIdx.x == 0) Trace(call, kPrepared);
     if (Sends(call.plan)) SendCotangents(args, smem.call, stages);
@@ -70,18 +42,19 @@ __global__ void __launch_bounds__(kWorkerThreads, 1)
   }
   if (Receives(call.plan)) {
     ReceiveCotangents<T>(args, smem, stages);
-    if (args.weighting == Weighting::kSource) ReceiveDots(args, smem.call);
+    if (args.mode.weighting == Weighting::kSource) ReceiveDots(args, smem.call);
   }
-  if (announces && !smem.call.failed) WaitForStarts(call, smem.call);
+  if (announces && !smem.call.failed) {
+    WaitForStarts(call, smem.call, StartWords::OfDispatch(call), Phase::kGradStarted,
+                  /*is_measured=*/false, [](const EndedWait&) {});
+  }
   if (threadIdx.x == 0) Trace(call, kReceived);
 }
 
 using Kernel = void (*)(CombineGradArgs);
 
 Kernel FindKernel(RowType type) {
-  if (type == RowType::kBFloat16) return CombineGradKernel<BFloat16>;
-  if (type == RowType::kFloat16) return CombineGradKernel<Float16>;
-  return CombineGradKernel<float>;
+  return VisitRowType(type, [](auto t) -> Kernel { return CombineGradKernel<decltype(t)>; });
 }
 
 }  // namespace
@@ -97,12 +70,7 @@ int32_t MaxCombineGradStages(const CallArgs& call, int32_t row_vectors, size_t m
 }
 
 cudaError_t LoadCombineGradKernels(size_t smem_bytes, int* max_blocks) {
-  for (const RowType type : {RowType::kBFloat16, RowType::kFloat16, RowType::kFloat32}) {
-    const cudaError_t error = LoadKernel(reinterpret_cast<const void*>(FindKernel(type)),
-                                         kWorkerThreads, smem_bytes, max_blocks);
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
+  return LoadKernels(FindKernel, kWorkerThreads, smem_bytes, max_blocks);
 }
 
 cudaError_t LaunchCombineGrad(const CombineGradArgs& args, cudaStream_t stream,

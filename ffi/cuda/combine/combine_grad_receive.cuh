@@ -15,44 +15,14 @@ namespace jax_ep::p2p {
 constexpr int kGradUnroll = 7;  // H = 7168 in bfloat16 is 28 vectors per lane
 
 // A cotangent that has arrived, and what this lane's choice makes of it.
-struct ReceivedCotangent {
+struct ReceivedCotangent : ReceivedMessage {
   int source;
-  int32_t token;
-  int32_t row;   // or kNotHere, kDropped
   float weight;  // 1 for choices without one
   const uint8_t* cotangent;
 };
 
-// Reads which rows a message has. Called by one warp, converged.
-__device__ inline ReceivedCotangent ReadRouting(const CombineGradArgs& args,
-                                                const MessageSlot& slot) {
-  const int32_t* const message_rows = args.message_rows + MessageRowsIndex(args.call, slot);
-  const int lane = LaneIndex();
-  const bool is_served = lane < args.call.n_choices && (ServedLanes(args) >> lane & 1) != 0;
-  ReceivedCotangent received{};
-  received.source = slot.source;
-  received.token = __ldg(message_rows);
-  received.row = is_served ? __ldg(message_rows + 1 + lane) : kNotHere;
-  return received;
-}
-
-// Whether dispatch may have left such a message. Otherwise fails the rank; nothing of the message
-// may be followed. Called by one warp, converged.
-__device__ __forceinline__ bool IsIntact(const CombineGradArgs& args,
-                                         const ReceivedCotangent& received) {
-  const CallArgs& call = args.call;
-  // This rank's own cotangents are read where they are given.
-  const int32_t n_tokens = received.source == call.rank ? call.n_tokens : call.max_tokens;
-  if (__all_sync(kAllLanes,
-                 IsRouting(received.token, n_tokens, received.row, args.max_recv_tokens))) {
-    return true;
-  }
-  FailHandle(call, Phase::kGradHandle, received.source);
-  return false;
-}
-
-// Waits for the cotangent; false if the wait has failed. This rank's own tokens do not travel.
-// Called by one warp, converged.
+// Waits for the cotangent; false if the wait has failed. This rank's own tokens do not travel: they
+// are read where they are given. Called by one warp, converged.
 __device__ inline bool WaitForCotangent(const CombineGradArgs& args, const CallSmem& smem,
                                         ReceivedCotangent& received) {
   const CallArgs& call = args.call;
@@ -69,7 +39,7 @@ __device__ inline bool WaitForCotangent(const CombineGradArgs& args, const CallS
     if (!__all_sync(kAllLanes, has_arrived)) return false;
     received.cotangent = peers.Received(call.map.messages, index * call.map.message_bytes);
     if (weights != nullptr) {
-      weights = reinterpret_cast<const float*>(received.cotangent + RowBytes(args));
+      weights = reinterpret_cast<const float*>(received.cotangent + args.row_bytes());
     }
   }
   received.weight = 1.0f;
@@ -137,10 +107,10 @@ __device__ inline uint32_t ChoicesOfWarp(uint32_t present, Slice slice) {
 __device__ inline void PutDots(const CombineGradArgs& args, const CallSmem& smem,
                                const ReceivedCotangent& received, uint32_t mine, Slice slice,
                                float dot) {
-  if (args.weighting == Weighting::kNone) return;
+  if (args.mode.weighting == Weighting::kNone) return;
   const bool is_mine = (mine >> LaneIndex() & 1) != 0;
   const float grad = is_mine && IsWeighted(args) ? dot : 0.0f;
-  if (args.weighting == Weighting::kRow) {
+  if (args.mode.weighting == Weighting::kRow) {
     if (is_mine) args.grad_row_weights[received.row] = grad;
     return;
   }
@@ -182,30 +152,21 @@ __device__ inline void LeaveNanRows(const CombineGradArgs& args,
   }
 }
 
-// Receives one message. Called by a warp group.
-template <class T>
-__device__ void ReceiveCotangent(const CombineGradArgs& args, const CallSmem& smem, Slice slice,
-                                 const MessageSlot& slot) {
-  ReceivedCotangent received = ReadRouting(args, slot);
-  if (!__any_sync(kAllLanes, received.row != kNotHere) || !IsIntact(args, received)) return;
-  if (smem.failed || !WaitForCotangent(args, smem, received)) return LeaveNanRows(args, received);
-  MakeRows<T>(args, smem, received, received.cotangent, slice);
-}
-
-// The same through a stage. Called by one warp.
-template <class T>
-__device__ void ReceiveCotangentInBulk(const CombineGradArgs& args, const CallSmem& smem,
-                                       Stage& stage, uint64_t policy, const MessageSlot& slot) {
-  ReceivedCotangent received = ReadRouting(args, slot);
-  if (!__any_sync(kAllLanes, received.row != kNotHere) || !IsIntact(args, received)) return;
-  if (smem.failed || !WaitForCotangent(args, smem, received)) return LeaveNanRows(args, received);
-  __syncwarp();  // all lanes have read the stage
-  if (LaneIndex() == 0) {
-    fence_proxy_async_global();
-    stage.StartLoad(stage.data(), received.cotangent, RowBytes(args), policy);
+// Receives one message: calls make(received) once its cotangent has arrived. Called by one warp,
+// converged.
+template <class Make>
+__device__ __forceinline__ void ReceiveCotangent(const CombineGradArgs& args, const CallSmem& smem,
+                                                 const MessageSlot& slot, const Make& make) {
+  const CallArgs& call = args.call;
+  ReceivedCotangent received{ReadMessage(args, slot, ServedLanes(args)), slot.source, 0.0f,
+                             nullptr};
+  const int n_tokens = slot.source == call.rank ? call.n_tokens : call.max_tokens;
+  if (!__any_sync(kAllLanes, received.row != kNotHere) ||
+      !IsIntact(args, Phase::kGradHandle, slot.source, received, n_tokens)) {
+    return;
   }
-  stage.WaitForLoad();
-  MakeRows<T>(args, smem, received, stage.data(), {0, 1});
+  if (smem.failed || !WaitForCotangent(args, smem, received)) return LeaveNanRows(args, received);
+  make(received);
 }
 
 // Calls receive(slot) for each of `items` that is a message. Starts with this rank's own.
@@ -223,7 +184,7 @@ __device__ __forceinline__ void ForEachCotangent(const CombineGradArgs& args,
 
 // Zeroes the rows that pad groups. Called by one warp of n_warps.
 __device__ inline void ClearPaddingRows(const CombineGradArgs& args, int warp, int n_warps) {
-  if (args.row_alignment == 1 || args.choice > 0) return;
+  if (args.call.row_alignment == 1 || args.choice > 0) return;
   for (int group = warp; group < args.call.n_local_groups(); group += n_warps) {
     const auto limit = static_cast<uint32_t>(args.max_recv_tokens);
     const uint32_t first = args.row_offsets[group], last = args.row_offsets[group + 1];
@@ -232,7 +193,7 @@ __device__ inline void ClearPaddingRows(const CombineGradArgs& args, int warp, i
       continue;
     }
     const auto begin = static_cast<int32_t>(first), end = static_cast<int32_t>(last);
-    for (int row = max(begin, end - args.row_alignment + 1); row < end; ++row) {
+    for (int row = max(begin, end - args.call.row_alignment + 1); row < end; ++row) {
       if (args.src_info[2 * int64_t{row}] != kNoRow) continue;
       for (int v = LaneIndex(); v < args.row_vectors; v += kWarpSize) {
         st_global(Vector(args.grad_expert_out, int64_t{row} * args.row_vectors + v), int4{});
@@ -252,16 +213,24 @@ __device__ void ReceiveCotangents(const CombineGradArgs& args, const MessageCoun
   if (!plan.receives_in_bulk) {
     const WarpGroup warps(plan.warps_per_receive);
     return ForEachCotangent(args, smem, warps.Items(share), [&](const MessageSlot& slot) {
-      ReceiveCotangent<T>(args, smem.call, warps.slice, slot);
+      ReceiveCotangent(args, smem.call, slot, [&](const ReceivedCotangent& received) {
+        MakeRows<T>(args, smem.call, received, received.cotangent, warps.slice);
+      });
     });
   }
   if (WarpIndex() >= plan.n_stages) return;
   Stage stage(stages + WarpIndex() * CotangentStageBytes(args.call, args.row_vectors), true);
   const uint64_t policy = createpolicy_evict_first();  // cotangents are read once
-  const StridedItems items = {WarpIndex() * share.n_blocks + share.index,
-                              plan.n_stages * share.n_blocks};
-  ForEachCotangent(args, smem, items, [&](const MessageSlot& slot) {
-    ReceiveCotangentInBulk<T>(args, smem.call, stage, policy, slot);
+  ForEachCotangent(args, smem, ItemsOfWarp(share, plan.n_stages), [&](const MessageSlot& slot) {
+    ReceiveCotangent(args, smem.call, slot, [&](const ReceivedCotangent& received) {
+      __syncwarp();  // all lanes have read the stage
+      if (LaneIndex() == 0) {
+        fence_proxy_async_global();
+        stage.StartLoad(stage.data(), received.cotangent, args.row_bytes(), policy);
+      }
+      stage.WaitForLoad();
+      MakeRows<T>(args, smem.call, received, stage.data(), {0, 1});
+    });
   });
 }
 

@@ -50,7 +50,7 @@ __device__ inline void SendCotangent(const CombineGradArgs& args, const CallSmem
   const CotangentMessages messages = PlanCotangents(args, smem, token);
   if (warps.slice.index == 0 && args.topk_weights != nullptr) {
     for (uint32_t left = messages.lanes; left != 0; left &= left - 1) {
-      const PeerPtr to = ShuffleAddress(messages.to, __ffs(left) - 1) + RowBytes(args);
+      const PeerPtr to = ShuffleAddress(messages.to, __ffs(left) - 1) + args.row_bytes();
       if (LaneIndex() < args.call.n_choices) {
         PutScalar(to + LaneIndex() * sizeof(float), messages.weight);
       }
@@ -67,7 +67,7 @@ __device__ inline void SendCotangent(const CombineGradArgs& args, const CallSmem
 // by one warp.
 __device__ inline void SendCotangentInBulk(const CombineGradArgs& args, const CallSmem& smem,
                                            Stage& stage, InFlightMessages& in_flight, int token) {
-  const uint32_t row_bytes = RowBytes(args);
+  const uint32_t row_bytes = args.row_bytes();
   cp_async_bulk_wait_group_read<0>();
   __syncwarp();
   if (LaneIndex() == 0) stage.StartLoad(stage.data(), CotangentAt(args, token), row_bytes);

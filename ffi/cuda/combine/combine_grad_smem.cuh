@@ -5,6 +5,7 @@
 
 #include "core/message.h"
 #include "cuda/combine/combine_grad.h"
+#include "cuda/device/copy.cuh"
 #include "cuda/device/message_counts.cuh"
 #include "cuda/device/stage.cuh"
 
@@ -19,15 +20,11 @@ __host__ __device__ inline size_t CotangentStageBytes(const CallArgs& call, int3
   return Stage::Bytes(row_vectors * kVectorBytes + WeightBytes(call));
 }
 
-__device__ __forceinline__ size_t RowBytes(const CombineGradArgs& args) {
-  return args.row_vectors * kVectorBytes;
-}
-
 // The cotangent that this rank sends for a token.
 __device__ __forceinline__ const uint8_t* CotangentAt(const CombineGradArgs& args, int64_t token) {
   const int64_t row =
       args.choice == kAllChoices ? token : token * args.call.n_choices + args.choice;
-  return args.cotangent + row * RowBytes(args);
+  return Bytes(args.cotangent) + row * args.row_bytes();
 }
 
 // Mask of the lanes whose choices this launch serves.
@@ -37,8 +34,8 @@ __device__ __forceinline__ uint32_t ServedLanes(const CombineGradArgs& args) {
 
 // Whether this lane's choice has a weight.
 __device__ __forceinline__ bool IsWeighted(const CombineGradArgs& args) {
-  return args.weighting != Weighting::kNone &&
-         LaneIndex() < args.call.n_choices - args.adds_shared_expert;
+  return args.mode.weighting != Weighting::kNone &&
+         LaneIndex() < args.call.n_choices - args.mode.adds_shared_expert;
 }
 
 // Index of a token's message in slabs [R, M]: by token, since both sides know it.

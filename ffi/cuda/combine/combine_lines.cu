@@ -5,24 +5,18 @@
 #include "cuda/call/launch.h"
 #include "cuda/call/load_kernel.h"
 #include "cuda/combine/combine_lines.cuh"
-#include "cuda/combine/combine_lines.h"
 #include "cuda/combine/combine_start.cuh"
 #include "cuda/device/trace.cuh"
 
 namespace jax_ep::p2p {
 namespace {
 
-// The workers, and the service warp.
-constexpr int kThreads = kWorkerThreads + kWarpSize;
-
-constexpr size_t kPieceBuffersBytes = kWorkerWarps * kPieceBytes;
-
 size_t SmemBytes(const CallArgs& call) {
   return kPieceBuffersBytes + PeerTable::Bytes(call.n_ranks);
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(kServedThreads, 1)
     CombineLinesKernel(const __grid_constant__ CombineArgs args) {
   extern __shared__ __align__(128) uint8_t buffers[];
   __shared__ CallSmem smem;
@@ -38,7 +32,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (smem.failed) return;
     if (LaneIndex() == 0) CountCall(call.plan, CombineState(call), smem);
     if (!Records()) return;
-    AnnounceStart(call, smem);
+    AnnounceStart(call, smem, StartWords::OfCombine(call));
     return WaitForStarts(call, smem);
   }
   const PieceBuffer buffer(buffers);
@@ -57,25 +51,18 @@ __global__ void __launch_bounds__(kThreads, 1)
 using Kernel = void (*)(CombineArgs);
 
 Kernel FindKernel(RowType type) {
-  if (type == RowType::kBFloat16) return CombineLinesKernel<BFloat16>;
-  if (type == RowType::kFloat16) return CombineLinesKernel<Float16>;
-  return CombineLinesKernel<float>;
+  return VisitRowType(type, [](auto t) -> Kernel { return CombineLinesKernel<decltype(t)>; });
 }
 
 }  // namespace
 
 cudaError_t LoadCombineLinesKernels(const CallArgs& call, int* max_blocks) {
-  for (const RowType type : {RowType::kBFloat16, RowType::kFloat16, RowType::kFloat32}) {
-    const cudaError_t error = LoadKernel(reinterpret_cast<const void*>(FindKernel(type)), kThreads,
-                                         SmemBytes(call), max_blocks);
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
+  return LoadKernels(FindKernel, kServedThreads, SmemBytes(call), max_blocks);
 }
 
 cudaError_t LaunchCombineInLines(const CombineArgs& args, cudaStream_t stream,
                                  cudaEvent_t started) {
-  return LaunchCall(FindKernel(args.row_type), args, kThreads, SmemBytes(args.call), stream,
+  return LaunchCall(FindKernel(args.row_type), args, kServedThreads, SmemBytes(args.call), stream,
                     started);
 }
 

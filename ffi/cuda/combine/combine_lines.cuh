@@ -28,7 +28,7 @@ __device__ inline MessageToSum ReadMessageToSum(const CombineArgs& args, int ite
   if (item >= call.n_tokens * call.n_ranks) return {-1, {0, kNotHere}};
   const MessageSlot slot(item, call.rank + 1, call.n_ranks);
   // All are loaded at once: the row of a message that does not exist may hold anything.
-  const int32_t n_messages = __ldg(args.message_counts + slot.source);
+  const int32_t n_messages = __ldg(args.handle + slot.source);
   const ReceivedMessage message = ReadMessage(args, slot);
   // After a dispatch that has failed, the counts may hold anything, too. A wait may have left the
   // lanes apart, which must agree.
@@ -100,17 +100,17 @@ class SumSender {
  private:
   __device__ void Read(int item) {
     next_ = ReadMessageToSum(args_, item);
-    lanes_ = __ballot_sync(kAllLanes, next_.message.row >= 0) & ~SharedExpertLane(args_);
+    lanes_ = __ballot_sync(kAllLanes, next_.message.row >= 0) & ~args_.shared_expert_lane();
     LoadRows(args_, next_.message.row, lanes_, slices_.Begin(), rows_);
-    if (args_.weighting == Weighting::kRow && next_.message.row >= 0) {
+    if (args_.mode.weighting == Weighting::kRow && next_.message.row >= 0) {
       weight_ = __ldg(args_.row_weights + next_.message.row);
     }
   }
 
   // The weight of this lane's row.
   __device__ float Weight(const CallSmem& smem) const {
-    if (next_.message.row < 0 || (SharedExpertLane(args_) >> LaneIndex() & 1) != 0) return 0.0f;
-    if (args_.weighting == Weighting::kRow) return weight_;
+    if (next_.message.row < 0 || (args_.shared_expert_lane() >> LaneIndex() & 1) != 0) return 0.0f;
+    if (args_.mode.weighting == Weighting::kRow) return weight_;
     return WeightOfChoice(args_, smem, next_.source, next_.message);
   }
 
@@ -125,7 +125,7 @@ class SumSender {
       if (LaneIndex() == 0) {
         peers.PutValue(next_.source, call.map.returned, first + first_choice, present);
       }
-      if ((SharedExpertLane(args_) >> LaneIndex() & 1) != 0 && row >= 0) {
+      if ((args_.shared_expert_lane() >> LaneIndex() & 1) != 0 && row >= 0) {
         peers.PutValue(next_.source, call.map.scalars, first + LaneIndex(), row);
       }
     }
@@ -214,7 +214,7 @@ class SumReceiver {
     }
     if (args_.residual != nullptr) AddVectors<T, true>(residual, 1.0f, sum);
     *result = Pack(sum[0], T{});
-    if ((present & SharedExpertLane(args_)) == 0 || !share.has_vector) return;
+    if ((present & args_.shared_expert_lane()) == 0 || !share.has_vector) return;
     AddSharedExpert(smem, first_choice, share.vector, result);
   }
 
@@ -226,7 +226,7 @@ class SumReceiver {
     const CallArgs& call = args_.call;
     const Peers peers(call, smem);
     const int n = min(n_ranks_ - i, kSumsInFlight);
-    const uint32_t shared_expert = SharedExpertLane(args_);
+    const uint32_t shared_expert = args_.shared_expert_lane();
     size_t choices[kSumsInFlight];
     int ranks[kSumsInFlight];
 #pragma unroll

@@ -50,8 +50,8 @@ __device__ bool WaitForToken(const CombineArgs& args, const CallSmem& smem, int 
   choices.first = __ballot_sync(kAllLanes, is_first);
   choices.present = __reduce_or_sync(kAllLanes, present);
   // A rank that had to drop all rows of the token returns no sum.
-  if (args.reduce) {
-    choices.first = __ballot_sync(kAllLanes, (present & ~SharedExpertLane(args)) != 0);
+  if (args.mode.reduce) {
+    choices.first = __ballot_sync(kAllLanes, (present & ~args.shared_expert_lane()) != 0);
   }
   return __all_sync(kAllLanes, has_arrived);
 }
@@ -83,7 +83,7 @@ __device__ inline const uint8_t* ReturnedRows(const CombineArgs& args, const Cal
                                               int token) {
   const Peers peers(args.call, smem);
   return peers.Received(args.call.map.rows) +
-         static_cast<size_t>(token) * args.call.n_choices * RowBytes(args);
+         static_cast<size_t>(token) * args.call.n_choices * args.row_bytes();
 }
 
 // The sums that are added up for a token: one per rank, in rank order; lane i has the i-th rank's.
@@ -94,7 +94,7 @@ __device__ inline Addends AddendsOfToken(const CombineArgs& args, const uint8_t*
   const int source_lane = SortedLane(choices.rank, choices.first);
   const int n_sums = __popc(choices.first);
   Addends addends{};
-  addends.row = rows + source_lane * RowBytes(args);
+  addends.row = rows + source_lane * args.row_bytes();
   addends.weight = 1.0f;
   addends.lanes = n_sums == kWarpSize ? kAllLanes : (1u << n_sums) - 1;
   const int node = __shfl_sync(kAllLanes, choices.rank, source_lane) / args.call.n_ranks_per_node;
@@ -105,14 +105,14 @@ __device__ inline Addends AddendsOfToken(const CombineArgs& args, const uint8_t*
 
 __device__ inline Epilogue EpilogueOfToken(const CombineArgs& args, const uint8_t* rows,
                                            const Choices& choices, int token) {
-  const size_t row_bytes = RowBytes(args);
+  const size_t row_bytes = args.row_bytes();
   Epilogue epilogue{};
-  if (args.residual != nullptr) epilogue.residual = args.residual + token * row_bytes;
-  if ((choices.present & SharedExpertLane(args)) != 0) {
+  if (args.residual != nullptr) epilogue.residual = Bytes(args.residual) + token * row_bytes;
+  if ((choices.present & args.shared_expert_lane()) != 0) {
     const uint8_t* const index = rows + (args.call.n_choices - 1) * row_bytes;
     const uint32_t row = *reinterpret_cast<const uint32_t*>(index);
     if (row < static_cast<uint32_t>(args.max_recv_tokens)) {
-      epilogue.shared_expert_row = args.expert_out + row * row_bytes;
+      epilogue.shared_expert_row = Bytes(args.expert_out) + row * row_bytes;
     } else {
       FailHandle(args.call, Phase::kChangedHandle, args.call.rank);
     }
@@ -127,7 +127,7 @@ __device__ void ReduceToken(const CombineArgs& args, const uint8_t* rows, const 
   constexpr int kUnroll = kByNode ? kSumUnroll / 2 : kSumUnroll;  // it has twice the sums
   SumRows<T, kUnroll, kByNode>(AddendsOfToken(args, rows, choices),
                                EpilogueOfToken(args, rows, choices, token),
-                               args.out + token * RowBytes(args), args.row_vectors, slice);
+                               Bytes(args.out) + token * args.row_bytes(), args.row_vectors, slice);
 }
 
 // Writes the scalars that were returned for a token. Called by one warp.
@@ -156,10 +156,10 @@ __device__ inline void Fill(uint8_t* row, int word, int n_vectors, Slice slice) 
 // Copies the rows returned for a token; choices without a row get zeros. Called by a warp group.
 __device__ inline void CopyToken(const CombineArgs& args, const uint8_t* rows,
                                  const Choices& choices, int token, Slice slice) {
-  const size_t row_bytes = RowBytes(args);
+  const size_t row_bytes = args.row_bytes();
   for (int k = 0; k < args.call.n_choices; ++k, rows += row_bytes) {
     uint8_t* const to =
-        args.out + (static_cast<size_t>(token) * args.call.n_choices + k) * row_bytes;
+        Bytes(args.out) + (static_cast<size_t>(token) * args.call.n_choices + k) * row_bytes;
     if (choices.present >> k & 1) {
       CopyToEach<kCopyUnroll>(rows, to, 1, args.row_vectors, slice);
     } else {
@@ -171,8 +171,9 @@ __device__ inline void CopyToken(const CombineArgs& args, const uint8_t* rows,
 // Makes the result of a token NaN, in every row type, because the call has failed. Called by a warp
 // group.
 __device__ inline void LeaveNan(const CombineArgs& args, int token, Slice slice) {
-  const int n_vectors = args.row_vectors * (args.reduce ? 1 : args.call.n_choices);
-  Fill(args.out + static_cast<size_t>(token) * n_vectors * kVectorBytes, -1, n_vectors, slice);
+  const int n_vectors = args.row_vectors * (args.mode.reduce ? 1 : args.call.n_choices);
+  Fill(Bytes(args.out) + static_cast<size_t>(token) * n_vectors * kVectorBytes, -1, n_vectors,
+       slice);
 }
 
 // How a token's result is made: a sum of rows with its epilogue, or copies.
@@ -184,15 +185,16 @@ struct TokenPlan {
 // Called by one warp, converged.
 __device__ inline TokenPlan PlanToken(const CombineArgs& args, const CallSmem& smem,
                                       const Choices& choices, int token) {
-  const size_t row_bytes = RowBytes(args);
+  const size_t row_bytes = args.row_bytes();
   const uint8_t* const rows = ReturnedRows(args, smem, token);
-  if (!args.reduce) {
+  if (!args.mode.reduce) {
     const size_t choice = static_cast<size_t>(token) * args.call.n_choices + LaneIndex();
-    return {{rows + LaneIndex() * row_bytes, args.out + choice * row_bytes, 1.0f, choices.present},
+    return {{rows + LaneIndex() * row_bytes, Bytes(args.out) + choice * row_bytes, 1.0f,
+             choices.present},
             {}};
   }
   const Addends addends = AddendsOfToken(args, rows, choices);
-  return {{addends.row, args.out + token * row_bytes, addends.weight, addends.lanes},
+  return {{addends.row, Bytes(args.out) + token * row_bytes, addends.weight, addends.lanes},
           EpilogueOfToken(args, rows, choices, token)};
 }
 
@@ -210,7 +212,7 @@ template <class T>
 __device__ void MakeTokenInRing(const CombineArgs& args, PieceRing& ring, const TokenPlan& plan,
                                 bool is_offered, Slice slice) {
   const auto on_store = [] {};
-  if (!args.reduce) {
+  if (!args.mode.reduce) {
     ClearMissing(args, plan.rows, slice);
     PassRows<T, Pass::kCopy>(ring, plan.rows, on_store);
   } else if (!is_offered) {
@@ -275,7 +277,7 @@ __device__ void ReceiveTokensInRegisters(const CombineArgs& args, const CallSmem
     }
     if (slice.index == 0) ReceiveScalars(args, smem, choices, token);
     const uint8_t* const rows = ReturnedRows(args, smem, token);
-    if (args.reduce) {
+    if (args.mode.reduce) {
       ReduceToken<T, kByNode>(args, rows, choices, token, slice);
     } else {
       CopyToken(args, rows, choices, token, slice);

@@ -11,32 +11,11 @@
 
 namespace jax_ep::p2p {
 
-// A message that dispatch received. Each lane has one choice.
-struct ReceivedMessage {
-  int32_t token;
-  int32_t row;  // or kNotHere, kDropped
-};
-
-__device__ __forceinline__ ReceivedMessage ReadMessage(const CombineArgs& args,
-                                                       const MessageSlot& slot) {
-  const int32_t* const message_rows = args.message_rows + MessageRowsIndex(args.call, slot);
-  const int lane = LaneIndex();
-  return {__ldg(message_rows),
-          lane < args.call.n_choices ? __ldg(message_rows + 1 + lane) : kNotHere};
-}
-
-// Whether dispatch may have left such a message, of one of `n_tokens` tokens and with a choice on
-// this rank. Otherwise fails the rank; nothing of the message may be followed. Called by one warp,
-// converged.
+// Whether dispatch may have left such a message, with a choice on this rank; see handle.cuh.
 __device__ __forceinline__ bool IsIntact(const CombineArgs& args, int source,
                                          const ReceivedMessage& message, int n_tokens) {
-  const CallArgs& call = args.call;
-  const bool is_routing = IsRouting(message.token, n_tokens, message.row, args.max_recv_tokens);
-  if (__all_sync(kAllLanes, is_routing) && __any_sync(kAllLanes, message.row != kNotHere)) {
-    return true;
-  }
-  FailHandle(call, Phase::kChangedHandle, source);
-  return false;
+  return IsIntact(args, Phase::kChangedHandle, source, message, n_tokens,
+                  __any_sync(kAllLanes, message.row != kNotHere));
 }
 
 // What is returned for a message: its rows, added up or one by one, and the word that publishes
@@ -63,9 +42,9 @@ __device__ __noinline__ inline float WaitForWeight(const CombineArgs& args, cons
 // The weight of this lane's choice in a sum. Called by one warp.
 __device__ inline float WeightOfChoice(const CombineArgs& args, const CallSmem& smem, int rank,
                                        const ReceivedMessage& message) {
-  if (message.row < 0 || (SharedExpertLane(args) >> LaneIndex() & 1) != 0) return 0.0f;
-  if (args.weighting == Weighting::kNone) return 1.0f;
-  if (args.weighting == Weighting::kRow) return __ldg(args.row_weights + message.row);
+  if (message.row < 0 || (args.shared_expert_lane() >> LaneIndex() & 1) != 0) return 0.0f;
+  if (args.mode.weighting == Weighting::kNone) return 1.0f;
+  if (args.mode.weighting == Weighting::kRow) return __ldg(args.row_weights + message.row);
   return WaitForWeight(args, smem, rank, message.token);
 }
 
@@ -86,17 +65,17 @@ __device__ inline ReturnPlan PlanReturn(const CombineArgs& args, const CallSmem&
   const Peers peers(call, smem);
   const int row = message.row;
   const int first_choice = __ffs(__ballot_sync(kAllLanes, row != kNotHere)) - 1;
-  const size_t row_bytes = RowBytes(args);
+  const size_t row_bytes = args.row_bytes();
   const size_t choice = static_cast<size_t>(message.token) * call.n_choices;
 
   ReturnPlan plan{};
   plan.present = __ballot_sync(kAllLanes, row >= 0);
   plan.word = peers.Word(rank, call.map.returned, choice + first_choice);
-  plan.rows.from = args.expert_out + row * row_bytes;
-  plan.rows.to = peers.Address(rank, call.map.rows,
-                               (choice + (args.reduce ? first_choice : LaneIndex())) * row_bytes);
-  plan.rows.weight = args.reduce ? WeightOfChoice(args, smem, rank, message) : 0.0f;
-  plan.rows.lanes = plan.present & ~SharedExpertLane(args);
+  plan.rows.from = Bytes(args.expert_out) + row * row_bytes;
+  plan.rows.to = peers.Address(
+      rank, call.map.rows, (choice + (args.mode.reduce ? first_choice : LaneIndex())) * row_bytes);
+  plan.rows.weight = args.mode.reduce ? WeightOfChoice(args, smem, rank, message) : 0.0f;
+  plan.rows.lanes = plan.present & ~args.shared_expert_lane();
   return plan;
 }
 
@@ -104,10 +83,10 @@ __device__ inline ReturnPlan PlanReturn(const CombineArgs& args, const CallSmem&
 // token's own rank. Called by one warp.
 __device__ inline void PutSharedExpertRow(const CombineArgs& args, const CallSmem& smem, int rank,
                                           const ReceivedMessage& message) {
-  if ((SharedExpertLane(args) & 1u << LaneIndex()) == 0 || message.row < 0) return;
+  if ((args.shared_expert_lane() & 1u << LaneIndex()) == 0 || message.row < 0) return;
   const size_t choice = static_cast<size_t>(message.token) * args.call.n_choices + LaneIndex();
   const Peers peers(args.call, smem);
-  PutScalar(peers.Address(rank, args.call.map.rows, choice * RowBytes(args)), message.row);
+  PutScalar(peers.Address(rank, args.call.map.rows, choice * args.row_bytes()), message.row);
 }
 
 // Returns the rows of one message. Called by a warp group. Does not use PlanReturn, which makes
@@ -121,16 +100,16 @@ __device__ void ReturnMessage(const CombineArgs& args, const CallSmem& smem, con
   const uint32_t present = __ballot_sync(kAllLanes, row >= 0);
   const int first_choice = __ffs(__ballot_sync(kAllLanes, row != kNotHere)) - 1;
 
-  const size_t row_bytes = RowBytes(args);
+  const size_t row_bytes = args.row_bytes();
   const size_t choice = static_cast<size_t>(message.token) * call.n_choices;
   const PeerPtr to = peers.Address(rank, call.map.rows, choice * row_bytes);
-  const uint8_t* const from = args.expert_out + row * row_bytes;
-  const uint32_t returned_rows = present & ~SharedExpertLane(args);
+  const uint8_t* const from = Bytes(args.expert_out) + row * row_bytes;
+  const uint32_t returned_rows = present & ~args.shared_expert_lane();
   if (warps.slice.index == 0) {
     PutSharedExpertRow(args, smem, rank, message);
     PutScalars(args, smem, rank, message);
   }
-  if (args.reduce) {
+  if (args.mode.reduce) {
     if (returned_rows != 0) {
       const auto weight = [&](float) { return WeightOfChoice(args, smem, rank, message); };
       SumRows<T, kSumUnroll, false>({from, 0.0f, returned_rows}, {}, to + first_choice * row_bytes,
@@ -227,7 +206,7 @@ __device__ void ReturnMessagesInRing(const CombineArgs& args, const MessageCount
     later = read(i + 2 * items.stride);
     ring.Offer(next.rows);
     ring.Fill();
-    if (args.reduce) {
+    if (args.mode.reduce) {
       PassRows<T, Pass::kWeightedSum>(ring, now.rows, on_store);
     } else {
       PassRows<T, Pass::kCopy>(ring, now.rows, on_store);

@@ -25,13 +25,4 @@ __device__ inline PieceRing MakeRing(const CombineArgs& args) {
   return {tables + MessageTableBytes(args.call), args.call.plan.ring_slots, args.row_vectors};
 }
 
-__device__ inline size_t RowBytes(const CombineArgs& args) {
-  return args.row_vectors * kVectorBytes;
-}
-
-// Mask of the lane that has the shared expert's choice; 0 = none.
-__device__ __forceinline__ uint32_t SharedExpertLane(const CombineArgs& args) {
-  return args.adds_shared_expert ? 1u << (args.call.n_choices - 1) : 0;
-}
-
 }  // namespace jax_ep::p2p

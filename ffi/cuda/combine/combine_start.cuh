@@ -6,34 +6,18 @@
 
 #include "cuda/combine/combine.h"
 #include "cuda/device/peer.cuh"
-#include "cuda/device/stats.cuh"
+#include "cuda/device/start_barrier.cuh"
 #include "cuda/device/warp.cuh"
 
 namespace jax_ep::p2p {
 
-// Tells every rank that this one has started the call: what it read in the previous call may be
-// overwritten in the next. Called by one warp of the grid.
-__device__ inline void AnnounceStart(const CallArgs& call, const CallSmem& smem) {
-  const Peers peers(call, smem);
-  for (int rank = LaneIndex(); rank < call.n_ranks; rank += kWarpSize) {
-    Signal(peers.Word(rank, call.map.started, call.rank), smem.epoch, 0);
-  }
-}
-
-// Waits until every rank has started the call, which must not end earlier. This wait comes before
-// those for rows, which would otherwise hide how long it takes; in lines, beside them. Called by
-// one warp of the grid.
+// Waits until every rank has started the call. This wait comes before those for rows, which would
+// otherwise hide how long it takes; in lines, beside them. Called by one warp of the grid.
 __device__ inline void WaitForStarts(const CallArgs& call, const CallSmem& smem) {
-  const Peers peers(call, smem);
-  bool has_arrived = true;
-  for (int rank = LaneIndex(); has_arrived && rank < call.n_ranks; rank += kWarpSize) {
-    uint32_t value;
-    WaitClock<1> clock(call, StatsWords::kCombine, rank, true);
-    has_arrived = peers.Wait(Phase::kStarted, call.map.started, rank, rank, &value,
-                             [&](uint32_t arrived) { clock.OnPoll(arrived); });
-    clock.ended().Count(call, StatsWords::kCombine);
-  }
-  if (__all_sync(kAllLanes, has_arrived) && LaneIndex() == 0) CountCombine(call);
+  const auto count = [&](const EndedWait& wait) { wait.Count(call, StatsWords::kCombine); };
+  const bool has_arrived = WaitForStarts(call, smem, StartWords::OfCombine(call), Phase::kStarted,
+                                         /*is_measured=*/true, count);
+  if (has_arrived && LaneIndex() == 0) CountCombine(call);
 }
 
 // The weights that a thread puts to the ranks that sum the rows: those of choices, strided over
@@ -45,7 +29,7 @@ class WeightsToPut {
       : args_(args),
         choice_(thread * int64_t{gridDim.x} + blockIdx.x),
         stride_(int64_t{gridDim.x} * n_threads) {
-    if (args.weighting == Weighting::kSource) Read();
+    if (args.mode.weighting == Weighting::kSource) Read();
   }
 
   __device__ void Put(const CallSmem& smem) {

@@ -13,14 +13,19 @@
 
 namespace jax_ep::p2p {
 
+__device__ __forceinline__ const uint8_t* Bytes(const void* row) {
+  return static_cast<const uint8_t*>(row);
+}
+__device__ __forceinline__ uint8_t* Bytes(void* row) { return static_cast<uint8_t*>(row); }
+
 // Byte offset of a 16-byte vector of a row. All tokens together may be more than 2^31 vectors.
 __device__ __forceinline__ int64_t VectorOffset(int64_t vector) { return vector * kVectorBytes; }
 
 __device__ __forceinline__ const uint8_t* Vector(const void* row, int64_t vector) {
-  return static_cast<const uint8_t*>(row) + VectorOffset(vector);
+  return Bytes(row) + VectorOffset(vector);
 }
 __device__ __forceinline__ uint8_t* Vector(void* row, int64_t vector) {
-  return static_cast<uint8_t*>(row) + VectorOffset(vector);
+  return Bytes(row) + VectorOffset(vector);
 }
 
 // Stores to this rank's memory; peer.cuh has the same for a peer's.

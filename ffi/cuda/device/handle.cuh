@@ -8,6 +8,7 @@
 #include "cuda/call/call_args.h"
 #include "cuda/device/failure.cuh"
 #include "cuda/device/warp.cuh"
+#include "cuda/device/work.cuh"
 
 namespace jax_ep::p2p {
 
@@ -28,6 +29,35 @@ __device__ __forceinline__ bool IsRouting(int32_t token, int32_t n_tokens, int32
   static_assert(kDropped == -2 && kNotHere == -1, "rows, and what stands for none, are a range");
   return static_cast<uint32_t>(token) < static_cast<uint32_t>(n_tokens) &&
          static_cast<uint32_t>(row - kDropped) < static_cast<uint32_t>(max_recv_tokens - kDropped);
+}
+
+// A message that dispatch received. Each lane has one choice.
+struct ReceivedMessage {
+  int32_t token;
+  int32_t row;  // or kNotHere, kDropped
+};
+
+// Reads the choices of `lanes`; the others are kNotHere.
+template <class Args>
+__device__ __forceinline__ ReceivedMessage ReadMessage(const Args& args, const MessageSlot& slot,
+                                                       uint32_t lanes = kAllLanes) {
+  const int32_t* const message_rows = args.message_rows + MessageRowsIndex(args.call, slot);
+  const int lane = LaneIndex();
+  const bool is_read = lane < args.call.n_choices && (lanes >> lane & 1) != 0;
+  return {__ldg(message_rows), is_read ? __ldg(message_rows + 1 + lane) : kNotHere};
+}
+
+// Whether dispatch may have left such a message, of one of `n_tokens` tokens. Otherwise, or without
+// `has_choice`, fails the rank for `changed`; nothing of the message may be followed. Called by one
+// warp, converged.
+template <class Args>
+__device__ __forceinline__ bool IsIntact(const Args& args, Phase changed, int source,
+                                         const ReceivedMessage& message, int n_tokens,
+                                         bool has_choice = true) {
+  const bool is_routing = IsRouting(message.token, n_tokens, message.row, args.max_recv_tokens);
+  if (__all_sync(kAllLanes, is_routing) && has_choice) return true;
+  FailHandle(args.call, changed, source);
+  return false;
 }
 
 }  // namespace jax_ep::p2p

@@ -17,8 +17,8 @@
 //
 // A rank may be its own peer: it has the same view of its own workspace.
 //
-// Loads and stores reach every rank of a group inside a node. Nothing in this file limits the number
-// of ranks: no mask has a bit per rank.
+// Loads and stores reach every rank of a group inside a node. Nothing in this file limits the
+// number of ranks: no mask has a bit per rank.
 #pragma once
 
 #include <cstdint>

@@ -58,6 +58,21 @@ __device__ __forceinline__ void Unpack(int4 vector, float (&values)[8], T type) 
   }
 }
 
+// Eight elements, which take one vector, or two of float32.
+template <class T>
+__device__ __forceinline__ void Unpack(const int4 (&data)[1], float (&values)[8], T type) {
+  Unpack(data[0], values, type);
+}
+__device__ __forceinline__ void Unpack(const int4 (&data)[2], float (&values)[8], float) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    float four[4];
+    Unpack(data[i], four, float{});
+#pragma unroll
+    for (int k = 0; k < 4; ++k) values[4 * i + k] = four[k];
+  }
+}
+
 template <class T>
 __device__ __forceinline__ int4 Pack(const float (&values)[8], T type) {
   uint32_t pairs[4];

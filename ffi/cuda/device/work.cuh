@@ -79,6 +79,11 @@ struct WarpGroup {
 };
 static_assert(kFirstWarpGroupBarrier + kWorkerWarps / 2 <= 16, "a block has 16 barriers");
 
+// The items of this warp where each of the first `n_warps` of a block works alone.
+__device__ __forceinline__ StridedItems ItemsOfWarp(const BlockShare& share, int n_warps) {
+  return {WarpIndex() * share.n_blocks + share.index, n_warps * share.n_blocks};
+}
+
 // Tokens [begin, end).
 struct TokenRange {
   int begin;

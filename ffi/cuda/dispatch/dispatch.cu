@@ -9,15 +9,11 @@
 #include "cuda/device/stats.cuh"
 #include "cuda/device/trace.cuh"
 #include "cuda/dispatch/dispatch.h"
-#include "cuda/dispatch/dispatch_lines.h"
 #include "cuda/dispatch/dispatch_receive.cuh"
 #include "cuda/dispatch/dispatch_send.cuh"
 
 namespace jax_ep::p2p {
 namespace {
-
-// The workers, and the service warp, which waits for the counts while they send.
-constexpr int kThreads = kWorkerThreads + kWarpSize;
 
 // Ends the wait for counts. The counts also prove that every rank has started this call, so this
 // rank's next call may write to their other buffer: acquires that, and counts this call. Called by
@@ -66,7 +62,7 @@ __device__ void SendAll(const DispatchArgs& args, const DispatchSmem& smem, cons
 }
 
 template <bool kQuantizes>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(kServedThreads, 1)
     DispatchKernel(const __grid_constant__ DispatchArgs args) {
   extern __shared__ __align__(128) uint8_t tables[];
   __shared__ DispatchSmem smem;
@@ -125,7 +121,7 @@ cudaError_t DispatchCodeCapability(int* major) {
 cudaError_t LoadDispatchKernels(size_t smem_bytes, int* max_blocks) {
   for (const auto kernel : {&DispatchKernel<false>, &DispatchKernel<true>}) {
     const cudaError_t error =
-        LoadKernel(reinterpret_cast<const void*>(kernel), kThreads, smem_bytes, max_blocks);
+        LoadKernel(reinterpret_cast<const void*>(kernel), kServedThreads, smem_bytes, max_blocks);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
@@ -135,7 +131,7 @@ cudaError_t LaunchDispatch(const DispatchArgs& args, cudaStream_t stream, cudaEv
   if (args.call.plan.in_lines) return LaunchDispatchInLines(args, stream, started);
   const auto kernel =
       args.encoding == Encoding::kNone ? &DispatchKernel<false> : &DispatchKernel<true>;
-  return LaunchCall(kernel, args, kThreads, DispatchSmemBytes(args.call, args.size), stream,
+  return LaunchCall(kernel, args, kServedThreads, DispatchSmemBytes(args.call, args.size), stream,
                     started);
 }
 

@@ -6,9 +6,7 @@
 
 #include <cstdint>
 
-#include "core/combine_mode.h"
-#include "core/formats.h"
-#include "core/scales_layout.h"
+#include "core/operands.h"
 #include "cuda/call/call_args.h"
 
 namespace jax_ep::p2p {
@@ -24,14 +22,6 @@ struct TokenSize {
   JAX_EP_HOST_DEVICE size_t staged_bytes() const { return (scales + given) * kVectorBytes; }
 };
 
-// Scales of the rows; core/scales_layout.h defines the layouts.
-struct ScalesOut {
-  uint8_t* data;
-  ScalesLayout layout;  // kNone: the format has no scales
-  int32_t n_scales;     // per row
-  int32_t scale_bytes;
-};
-
 // Tokens that another kernel brings in parts while the call runs. They come from several origins,
 // as many from each; this rank is one of them. All zero: there are none.
 struct ArrivingTokens {
@@ -45,32 +35,18 @@ struct ArrivingTokens {
   JAX_EP_HOST_DEVICE int32_t first_own() const { return own_origin * n_tokens; }
 };
 
-// core/routing.h defines R, G and N.
-struct DispatchArgs {
+struct DispatchArgs : DispatchOperands {
   CallArgs call;
   TokenSize size;
-  int32_t max_recv_tokens;  // C
-  int32_t row_alignment;    // each set of groups starts at a multiple of it; a power of 2
-  int32_t n_source_nodes;   // groups of a set, which are padded, and have scales, as one
-  Encoding encoding;
-  RowType token_type;   // of tokens that are encoded: bfloat16 or float32
-  int32_t hidden_size;  // H
-
-  const uint8_t* tokens;  // [T, size.given]
+  Encoding encoding;      // of `format`, which is in host memory
+  int32_t scale_bytes;    // of a scale
+  int32_t* message_rows;  // [R, M, 1 + N]  of the handle, which begins with message_counts
   ArrivingTokens arriving;
-  const int32_t* group_ids;   // [T, N]; kNoGroup = no choice
-  const float* topk_weights;  // [T, N] or null
-  const float* input_scale;   // [] or null
 
-  uint8_t* rows;  // [C, size.payload]
-  ScalesOut scales;
-  uint32_t* row_offsets;    // [G/R + 1], clipped to C
-  int32_t* src_info;        // [C, 2]: token on its source rank, k
-  int32_t* n_dropped;       // []
-  int32_t* n_invalid;       // []
-  int32_t* message_counts;  // [R]            for combine, see call_args.h
-  int32_t* message_rows;    // [R, M, 1 + N]  for combine, see call_args.h
-  float* row_weights;       // [C] or null
+  // Kernels count in 32 bits.
+  JAX_EP_HOST_DEVICE int32_t n_rows() const { return static_cast<int32_t>(max_recv_tokens); }
+  JAX_EP_HOST_DEVICE int32_t n_elements() const { return static_cast<int32_t>(hidden_size); }
+  JAX_EP_HOST_DEVICE int32_t row_scales() const { return static_cast<int32_t>(n_scales); }
 };
 
 // Bytes of dynamic shared memory per block, including the stages of the call's plan.
@@ -85,8 +61,16 @@ cudaError_t DispatchCodeCapability(int* major);
 // Loads the kernels on the current device; see load_kernel.h.
 cudaError_t LoadDispatchKernels(size_t smem_bytes, int* max_blocks);
 
-// `started`: null, or an event that LaunchCall completes once all blocks run.
+// `started`: see LaunchShape.
 cudaError_t LaunchDispatch(const DispatchArgs& args, cudaStream_t stream,
                            cudaEvent_t started = nullptr);
+
+// The same of calls in lines; see LaunchPlan::in_lines. The limit is what a call may have: every
+// device has as many bytes, so that all ranks come to the same plan.
+size_t DispatchLinesSmemBytes(const CallArgs& call, const TokenSize& size);
+constexpr size_t kDispatchLinesSmemBytes = 96 << 10;
+cudaError_t LoadDispatchLinesKernels(int* max_blocks);
+cudaError_t LaunchDispatchInLines(const DispatchArgs& args, cudaStream_t stream,
+                                  cudaEvent_t started);
 
 }  // namespace jax_ep::p2p

@@ -4,10 +4,9 @@
 
 #include "cuda/call/launch.h"
 #include "cuda/call/load_kernel.h"
-#include "cuda/device/stats.cuh"
+#include "cuda/device/start_barrier.cuh"
 #include "cuda/device/trace.cuh"
 #include "cuda/dispatch/dispatch.h"
-#include "cuda/dispatch/dispatch_lines.h"
 #include "cuda/dispatch/dispatch_lines_layout.cuh"
 #include "cuda/dispatch/dispatch_lines_receive.cuh"
 #include "cuda/dispatch/dispatch_lines_send.cuh"
@@ -15,44 +14,23 @@
 namespace jax_ep::p2p {
 namespace {
 
-// The workers, and the service warp.
-constexpr int kThreads = kWorkerThreads + kWarpSize;
-
-constexpr size_t kPieceBuffersBytes = kWorkerWarps * kPieceBytes;
-
 // Bytes for a token that a block encodes: whole pieces.
 __host__ __device__ size_t EncodedBytes(const TokenSize& size) {
   return size.scales == 0 ? 0 : AlignUp(size.sent() * kVectorBytes, kPieceBytes);
 }
 
-// The word by which a rank tells that it has started the call: that of its number of messages.
-__device__ __forceinline__ int StartedWord(const CallArgs& call, int source) {
-  return call.n_local_groups() * call.n_ranks + source;
-}
-
 // Tells all ranks that this one has started the call, and waits until they have. Called by the
 // service warp of the block that records.
 __device__ void MeetRanks(const CallArgs& call, DispatchSmem& smem) {
-  constexpr int kRanks = 4;  // per lane, in flight together
-  const Peers peers(call, smem.call);
-  EndedWait& wait = smem.waits[LaneIndex()];
-  wait = {};
-  ReleaseValues();
-  for (int rank = LaneIndex(); rank < call.n_ranks; rank += kWarpSize) {
-    peers.PutValue(rank, call.map.counts, StartedWord(call, call.rank), 0);
-  }
-  for (int base = 0; base < call.n_ranks; base += kRanks * kWarpSize) {
-    const int first = base + LaneIndex() * kRanks;
-    uint32_t values[kRanks];
-    WaitClock<kRanks> clock(call, StatsWords::kDispatch, first, true);
-    const bool has_arrived = peers.WaitForValues(
-        Phase::kDispatchStarted, call.map.counts, StartedWord(call, first), call.n_ranks - first,
-        [&](int i) { return first + i; }, values, [&](uint32_t seen) { clock.OnPoll(seen); });
-    if (!has_arrived) break;
-    wait.Count(call, StatsWords::kDispatch);  // of the ranks before
-    wait = clock.ended();
-  }
-  AcquireValues();
+  EndedWait& last = smem.waits[LaneIndex()];
+  last = {};
+  AnnounceStart(call, smem.call, StartWords::OfDispatch(call));
+  const auto on_wait = [&](const EndedWait& wait) {
+    last.Count(call, StatsWords::kDispatch);
+    last = wait;
+  };
+  WaitForStarts(call, smem.call, StartWords::OfDispatch(call), Phase::kDispatchStarted,
+                /*is_measured=*/true, on_wait);
 }
 
 // Counts the ids that name no group. Called by one warp.
@@ -74,7 +52,7 @@ __device__ void CountInvalidIds(const DispatchArgs& args) {
 __device__ void WriteResults(const DispatchArgs& args, const DispatchSmem& smem) {
   if (!smem.lacks_choices) {
     for (int rank = LaneIndex(); rank < args.call.n_ranks; rank += kWarpSize) {
-      args.message_counts[rank] = smem.n_messages[rank];
+      args.handle[rank] = smem.n_messages[rank];
     }
     WriteOffsets(args, smem);
   }
@@ -126,7 +104,7 @@ __device__ void Serve(const DispatchArgs& args, DispatchSmem& smem, const Choice
 }
 
 template <bool kQuantizes>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(kServedThreads, 1)
     DispatchLinesKernel(const __grid_constant__ DispatchArgs args) {
   extern __shared__ __align__(128) uint8_t tables[];
   __shared__ DispatchSmem smem;
@@ -171,7 +149,7 @@ size_t DispatchLinesSmemBytes(const CallArgs& call, const TokenSize& size) {
 cudaError_t LoadDispatchLinesKernels(int* max_blocks) {
   for (const bool quantizes : {false, true}) {
     const cudaError_t error = LoadKernel(reinterpret_cast<const void*>(FindKernel(quantizes)),
-                                         kThreads, kDispatchLinesSmemBytes, max_blocks);
+                                         kServedThreads, kDispatchLinesSmemBytes, max_blocks);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
@@ -179,7 +157,7 @@ cudaError_t LoadDispatchLinesKernels(int* max_blocks) {
 
 cudaError_t LaunchDispatchInLines(const DispatchArgs& args, cudaStream_t stream,
                                   cudaEvent_t started) {
-  return LaunchCall(FindKernel(args.encoding != Encoding::kNone), args, kThreads,
+  return LaunchCall(FindKernel(args.encoding != Encoding::kNone), args, kServedThreads,
                     DispatchLinesSmemBytes(args.call, args.size), stream, started);
 }
 

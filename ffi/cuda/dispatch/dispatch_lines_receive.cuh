@@ -24,7 +24,7 @@ __device__ inline Destination RowOfChoice(const DispatchArgs& args, const Dispat
   int32_t row = smem.first_row[local_group * call.n_ranks + source] + choices.positions[choice];
   const uint8_t* count = choices.counts + source * choices.n_chunks * n_local_groups + local_group;
   for (int chunk = 0; chunk < i / kWarpSize; ++chunk, count += n_local_groups) row += *count;
-  const bool fits = row < args.max_recv_tokens;
+  const bool fits = row < args.n_rows();
   return {local_group, fits ? row : kDropped, fits};
 }
 

@@ -27,12 +27,12 @@ __device__ inline int32_t RowsOf(const DispatchArgs& args, const DispatchSmem& s
   const int32_t* const first_row = smem.first_row + group * args.call.n_ranks;
   const int next = group + 1;
   int32_t end;
-  if (HasPaddingOrScales(args) && next % args.n_source_nodes == 0) {
-    end = smem.set_end[group / args.n_source_nodes];
+  if (HasPaddingOrScales(args) && next % args.call.n_source_nodes == 0) {
+    end = smem.set_end[group / args.call.n_source_nodes];
   } else {
     end = next == args.call.n_local_groups() ? smem.n_rows : first_row[args.call.n_ranks];
   }
-  return min(end, args.max_recv_tokens) - min(first_row[0], args.max_recv_tokens);
+  return min(end, args.n_rows()) - min(first_row[0], args.n_rows());
 }
 
 // Role: waits for the counts of all ranks, and finds the first row of each (local group, source).
@@ -75,7 +75,7 @@ __device__ inline void LayOutRows(const DispatchArgs& args, DispatchSmem& smem) 
         const int32_t n_messages = values[j];
         smem.n_messages[i - n_groups] = n_messages;
         max_messages = max(max_messages, n_messages);
-        if (writes_results) args.message_counts[i - n_groups] = n_messages;
+        if (writes_results) args.handle[i - n_groups] = n_messages;
       }
     }
   }
@@ -91,10 +91,10 @@ __device__ inline void WriteOffsets(const DispatchArgs& args, const DispatchSmem
   const int n_local_groups = call.n_local_groups();
   for (int group = LaneIndex(); group < n_local_groups; group += kWarpSize) {
     const int32_t first_row = smem.first_row[group * call.n_ranks];
-    args.row_offsets[group] = min(first_row, args.max_recv_tokens);
+    args.row_offsets[group] = min(first_row, args.n_rows());
   }
   if (LaneIndex() == 0) {
-    args.row_offsets[n_local_groups] = min(smem.n_rows, args.max_recv_tokens);
+    args.row_offsets[n_local_groups] = min(smem.n_rows, args.n_rows());
     *args.n_dropped = smem.n_dropped;
   }
   SetPendingDispatch(call, smem.n_dropped, [&](int group) { return RowsOf(args, smem, group); });
@@ -105,7 +105,7 @@ __device__ inline void WriteOffsets(const DispatchArgs& args, const DispatchSmem
 // writes results, and by every warp whose wait has failed.
 __device__ inline void LeaveNoRows(const DispatchArgs& args) {
   for (int rank = LaneIndex(); rank < args.call.n_ranks; rank += kWarpSize) {
-    args.message_counts[rank] = 0;
+    args.handle[rank] = 0;
   }
   for (int i = LaneIndex(); i <= args.call.n_local_groups(); i += kWarpSize) {
     args.row_offsets[i] = 0;
@@ -159,7 +159,7 @@ __device__ inline Destination PlaceMessage(const DispatchArgs& args, const Dispa
       bits.x != kNoGroup && local_group >= 0 && local_group < call.n_local_groups();
   const int32_t row =
       is_here ? smem.first_row[local_group * call.n_ranks + slot.source] + bits.y : 0;
-  const bool fits = is_here && row < args.max_recv_tokens;
+  const bool fits = is_here && row < args.n_rows();
   if (slice.index == 0) {
     int32_t* const message_rows = args.message_rows + MessageRowsIndex(call, slot);
     if (lane == 0) message_rows[0] = incoming.token;
@@ -271,9 +271,7 @@ __device__ inline void ReceiveMessagesInBulk(const DispatchArgs& args, const Dis
   // Messages are read once, and the rows of many tokens do not fit into the L2 cache, which
   // concurrent kernels may need.
   const uint64_t policy = createpolicy_evict_first();
-  const StridedItems items = {WarpIndex() * share.n_blocks + share.index,
-                              plan.n_stages * share.n_blocks};
-  ForEachMessage(args, smem, items, [&](const MessageSlot& slot) {
+  ForEachMessage(args, smem, ItemsOfWarp(share, plan.n_stages), [&](const MessageSlot& slot) {
     return ReceiveMessageInBulk<kQuantizes>(args, smem, stage, policy, slot);
   });
   cp_async_bulk_wait_group<0>();

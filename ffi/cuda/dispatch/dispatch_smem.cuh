@@ -21,7 +21,7 @@ __device__ __forceinline__ uint8_t* RowAt(const DispatchArgs& args, int64_t row)
 // Bytes of a token on the wire, without choices and alignment.
 __device__ __forceinline__ size_t SentTokenBytes(const DispatchArgs& args) {
   return args.size.payload * kVectorBytes +
-         static_cast<size_t>(args.scales.n_scales) * args.scales.scale_bytes;
+         static_cast<size_t>(args.row_scales()) * args.scale_bytes;
 }
 
 // The numbers of a tile's choices; see numbering.cuh.

@@ -11,6 +11,7 @@
 #include "cuda/device/copy.cuh"
 #include "cuda/device/encode_block.cuh"
 #include "cuda/device/peer.cuh"
+#include "cuda/device/reduce.cuh"
 #include "cuda/device/work.cuh"
 #include "cuda/dispatch/arriving_tokens.cuh"
 #include "cuda/dispatch/dispatch_smem.cuh"
@@ -33,28 +34,6 @@ struct Passthrough {
   }
 };
 
-__device__ __forceinline__ void Unpack(const int4 (&data)[1], float (&values)[kLaneElements],
-                                       BFloat16) {
-  const uint32_t pairs[] = {static_cast<uint32_t>(data[0].x), static_cast<uint32_t>(data[0].y),
-                            static_cast<uint32_t>(data[0].z), static_cast<uint32_t>(data[0].w)};
-#pragma unroll
-  for (int i = 0; i < kLaneElements / 2; ++i) {
-    values[2 * i] = FloatFromBits(pairs[i] << 16);
-    values[2 * i + 1] = FloatFromBits(pairs[i] & 0xffff0000u);
-  }
-}
-
-__device__ __forceinline__ void Unpack(const int4 (&data)[2], float (&values)[kLaneElements],
-                                       float) {
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    values[4 * i] = __int_as_float(data[i].x);
-    values[4 * i + 1] = __int_as_float(data[i].y);
-    values[4 * i + 2] = __int_as_float(data[i].z);
-    values[4 * i + 3] = __int_as_float(data[i].w);
-  }
-}
-
 // Tokens of element type T travel in Format. Every rank gets the codes, the token's own included.
 template <class Format, class T>
 struct Quantized {
@@ -72,13 +51,13 @@ struct Quantized {
     int element = slice.index * kWarpElements + LaneIndex() * kLaneElements;
     int4 data[kVectors], next[kVectors];
     // Lanes beyond the end encode the last elements once more. Zeros would take the slow path.
-    Load(args, from, min(element, args.hidden_size - kLaneElements), next);
-    for (int first = slice.index * kWarpElements; first < args.hidden_size;
+    Load(args, from, min(element, args.n_elements() - kLaneElements), next);
+    for (int first = slice.index * kWarpElements; first < args.n_elements();
          first += step, element += step) {
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) data[i] = next[i];
       Load(args, from, element + step, next);
-      const bool has_elements = element < args.hidden_size;
+      const bool has_elements = element < args.n_elements();
       const LaneCodes<Format> codes = Encode(data, input_scale);
       for (uint32_t left = lanes; left != 0; left &= left - 1) {
         const To message = ShuffleAddress(to, __ffs(left) - 1);
@@ -92,10 +71,10 @@ struct Quantized {
   __device__ static void EncodeInPlace(const DispatchArgs& args, uint8_t* scales) {
     const InputScale input_scale = ReadInputScale(args);
     uint8_t* const token = Vector(scales, args.size.scales);
-    for (int first = 0; first < args.hidden_size; first += kWarpElements) {
+    for (int first = 0; first < args.n_elements(); first += kWarpElements) {
       const int element = first + LaneIndex() * kLaneElements;
-      const bool has_elements = element < args.hidden_size;
-      const int from = min(element, args.hidden_size - kLaneElements) / kLaneElements;
+      const bool has_elements = element < args.n_elements();
+      const int from = min(element, args.n_elements() - kLaneElements) / kLaneElements;
       int4 data[kVectors];
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
@@ -117,7 +96,7 @@ struct Quantized {
   // Leaves `data` unchanged beyond the last element; what it encodes to is not stored.
   __device__ static void Load(const DispatchArgs& args, const uint8_t* from, int element,
                               int4 (&data)[kVectors]) {
-    if (element >= args.hidden_size) return;
+    if (element >= args.n_elements()) return;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       data[i] = ld_global_no_allocate(Vector(from, element / kLaneElements * kVectors + i));

@@ -18,7 +18,7 @@
 namespace jax_ep::p2p {
 
 __device__ __forceinline__ bool HasPaddingOrScales(const DispatchArgs& args) {
-  return args.row_alignment > 1 || args.scales.layout != ScalesLayout::kNone;
+  return args.call.row_alignment > 1 || args.scales_layout != ScalesLayout::kNone;
 }
 
 // Rows [begin, end) of a set, and padding up to `next`; all clipped to max_recv_tokens.
@@ -28,14 +28,14 @@ struct RowSet {
 
 // Sets on this rank.
 __device__ __forceinline__ int NumberOfSets(const DispatchArgs& args) {
-  return args.call.n_local_groups() / args.n_source_nodes;
+  return args.call.n_local_groups() / args.call.n_source_nodes;
 }
 
 __device__ __forceinline__ RowSet RowSetAt(const DispatchArgs& args, const DispatchSmem& smem,
                                            int set) {
-  const int32_t end = smem.set_end[set], limit = args.max_recv_tokens;
-  const int32_t next = (end + args.row_alignment - 1) & -args.row_alignment;
-  const int32_t begin = smem.first_row[set * args.n_source_nodes * args.call.n_ranks];
+  const int32_t end = smem.set_end[set], limit = args.n_rows();
+  const int32_t next = (end + args.call.row_alignment - 1) & -args.call.row_alignment;
+  const int32_t begin = smem.first_row[set * args.call.n_source_nodes * args.call.n_ranks];
   return {min(begin, limit), min(end, limit), min(next, limit)};
 }
 
@@ -43,7 +43,7 @@ __device__ __forceinline__ RowSet RowSetAt(const DispatchArgs& args, const Dispa
 // begin. Adds the padding to `n_rows`. Called by one warp, converged.
 __device__ inline void LayOutSets(const DispatchArgs& args, DispatchSmem& smem, int32_t* n_rows,
                                   int32_t* n_dropped) {
-  const int n_sets = NumberOfSets(args), n_sources = args.n_source_nodes * args.call.n_ranks;
+  const int n_sets = NumberOfSets(args), n_sources = args.call.n_source_nodes * args.call.n_ranks;
   const int32_t n_filled = *n_rows;
   int32_t padding = 0, n_blocks = 0, n_beyond = 0;
   for (int base = 0; base < n_sets; base += kWarpSize) {
@@ -52,7 +52,7 @@ __device__ inline void LayOutSets(const DispatchArgs& args, DispatchSmem& smem, 
     int32_t* const first_row = smem.first_row + set * n_sources;
     const int32_t begin = exists ? *first_row : n_filled;
     const int32_t end = exists && set + 1 < n_sets ? first_row[n_sources] : n_filled;
-    const int32_t shift = ExclusiveScan((begin - end) & (args.row_alignment - 1), &padding);
+    const int32_t shift = ExclusiveScan((begin - end) & (args.call.row_alignment - 1), &padding);
     __syncwarp();
     if (exists) {
       for (int source = 0; source < n_sources; ++source) first_row[source] += shift;
@@ -72,7 +72,7 @@ __device__ inline void LayOutSets(const DispatchArgs& args, DispatchSmem& smem, 
 // Ends the layout of `n_rows` rows, whose first rows are known: pads sets, and finds what lies
 // beyond max_recv_tokens. Called by one warp, converged.
 __device__ inline void FinishLayout(const DispatchArgs& args, DispatchSmem& smem, int32_t n_rows) {
-  int32_t n_dropped = max(n_rows - args.max_recv_tokens, 0);
+  int32_t n_dropped = max(n_rows - args.n_rows(), 0);
   if (HasPaddingOrScales(args)) LayOutSets(args, smem, &n_rows, &n_dropped);
   if (LaneIndex() != 0) return;
   smem.n_rows = n_rows;
@@ -87,15 +87,14 @@ struct ScalePieces {
 };
 
 __device__ __forceinline__ ScalePieces PiecesOf(const DispatchArgs& args) {
-  const ScalesOut& scales = args.scales;
   constexpr int kWord = sizeof(uint32_t);
-  switch (scales.layout) {
+  switch (args.scales_layout) {
     case ScalesLayout::kTransposed:
-      return {kWord, scales.n_scales, int64_t{args.max_recv_tokens} * kWord};
+      return {kWord, args.row_scales(), int64_t{args.n_rows()} * kWord};
     case ScalesLayout::kAtoms:
-      return {kWord, static_cast<int32_t>(AtomsPerRow(scales.n_scales)), kAtomBytes};
+      return {kWord, static_cast<int32_t>(AtomsPerRow(args.row_scales())), kAtomBytes};
     default: {
-      const int32_t n_bytes = scales.n_scales * scales.scale_bytes;
+      const int32_t n_bytes = args.row_scales() * args.scale_bytes;
       const int32_t piece = n_bytes % kWord == 0 ? kWord : 1;
       return {piece, n_bytes / piece, piece};
     }
@@ -105,15 +104,14 @@ __device__ __forceinline__ ScalePieces PiecesOf(const DispatchArgs& args) {
 // Address of the first piece of a row's scales.
 __device__ __forceinline__ uint8_t* ScalesOfRow(const DispatchArgs& args, const DispatchSmem& smem,
                                                 int group, int row) {
-  const ScalesOut& scales = args.scales;
-  if (scales.layout == ScalesLayout::kTransposed) return scales.data + row * sizeof(uint32_t);
-  if (scales.layout == ScalesLayout::kRowMajor) {
-    return scales.data + int64_t{row} * scales.n_scales * scales.scale_bytes;
+  if (args.scales_layout == ScalesLayout::kTransposed) return args.scales + row * sizeof(uint32_t);
+  if (args.scales_layout == ScalesLayout::kRowMajor) {
+    return args.scales + int64_t{row} * args.row_scales() * args.scale_bytes;
   }
-  const int64_t n_atoms = AtomsPerRow(scales.n_scales);
-  const int set = group / args.n_source_nodes;
+  const int64_t n_atoms = AtomsPerRow(args.row_scales());
+  const int set = group / args.call.n_source_nodes;
   const int32_t in_set = row - RowSetAt(args, smem, set).begin;
-  return scales.data + smem.first_block[set] * n_atoms * kAtomBytes + AtomOffset(in_set, n_atoms);
+  return args.scales + smem.first_block[set] * n_atoms * kAtomBytes + AtomOffset(in_set, n_atoms);
 }
 
 // Loads 1 to 4 bytes; zeros follow them.
@@ -140,7 +138,7 @@ template <class Load>
 __device__ inline void CopyScalesToEach(const DispatchArgs& args, const Load& load, uint8_t* to,
                                         uint32_t lanes, Slice slice) {
   const ScalePieces pieces = PiecesOf(args);
-  const int n_bytes = args.scales.n_scales * args.scales.scale_bytes;
+  const int n_bytes = args.row_scales() * args.scale_bytes;
   for (int first = slice.index * kWarpSize; first < pieces.count;
        first += slice.n_slices * kWarpSize) {
     const int i = first + LaneIndex();
@@ -159,7 +157,7 @@ __device__ inline void CopyScalesToEach(const DispatchArgs& args, const Load& lo
 __device__ inline void ClearRow(const DispatchArgs& args, const DispatchSmem& smem, int group,
                                 int row) {
   const ScalePieces pieces = PiecesOf(args);
-  const bool has_scales = args.scales.layout != ScalesLayout::kNone;
+  const bool has_scales = args.scales_layout != ScalesLayout::kNone;
   for (int i = LaneIndex(); i < args.size.payload; i += kWarpSize) {
     st_global(Vector(RowAt(args, row), i), int4{});
   }
@@ -187,7 +185,7 @@ __device__ inline void ClearAtom(uint8_t* atom, int n_rows) {
 // different warps. Called by one warp of n_warps, converged.
 __device__ inline void ClearAtoms(const DispatchArgs& args, const DispatchSmem& smem, int warp,
                                   int n_warps) {
-  const auto n_atoms = static_cast<int>(AtomsPerRow(args.scales.n_scales));
+  const auto n_atoms = static_cast<int>(AtomsPerRow(args.row_scales()));
   for (int i = warp; i < NumberOfSets(args) * n_atoms; i += n_warps) {
     const int set = i / n_atoms;
     const RowSet rows = RowSetAt(args, smem, set);
@@ -195,7 +193,7 @@ __device__ inline void ClearAtoms(const DispatchArgs& args, const DispatchSmem& 
     if (n_rows % kAtomRows == 0) continue;
     const int64_t block = smem.first_block[set] + n_rows / kAtomRows;
     const int64_t atom = block * n_atoms + i - set * n_atoms;
-    ClearAtom(args.scales.data + atom * kAtomBytes, n_rows % kAtomRows);
+    ClearAtom(args.scales + atom * kAtomBytes, n_rows % kAtomRows);
   }
 }
 
@@ -203,15 +201,15 @@ __device__ inline void ClearAtoms(const DispatchArgs& args, const DispatchSmem& 
 __device__ inline void ClearPadding(const DispatchArgs& args, const DispatchSmem& smem, int warp,
                                     int n_warps) {
   // Neighboring rows of a set go to different warps.
-  const int log2_alignment = Log2(args.row_alignment);
+  const int log2_alignment = Log2(args.call.row_alignment);
   const int n_rows = NumberOfSets(args) << log2_alignment;
-  for (int i = warp; args.row_alignment > 1 && i < n_rows; i += n_warps) {
+  for (int i = warp; args.call.row_alignment > 1 && i < n_rows; i += n_warps) {
     const int set = i >> log2_alignment;
     const RowSet rows = RowSetAt(args, smem, set);
-    const int row = rows.end + (i & (args.row_alignment - 1));
-    if (row < rows.next) ClearRow(args, smem, set * args.n_source_nodes, row);
+    const int row = rows.end + (i & (args.call.row_alignment - 1));
+    if (row < rows.next) ClearRow(args, smem, set * args.call.n_source_nodes, row);
   }
-  if (args.scales.layout == ScalesLayout::kAtoms) ClearAtoms(args, smem, warp, n_warps);
+  if (args.scales_layout == ScalesLayout::kAtoms) ClearAtoms(args, smem, warp, n_warps);
 }
 
 }  // namespace jax_ep::p2p

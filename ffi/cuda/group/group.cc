@@ -10,9 +10,7 @@
 #include "cuda/call/scoped_device.h"
 #include "cuda/combine/combine.h"
 #include "cuda/combine/combine_grad.h"
-#include "cuda/combine/combine_lines.h"
 #include "cuda/dispatch/dispatch.h"
-#include "cuda/dispatch/dispatch_lines.h"
 #include "cuda/group/stream_order.h"
 
 namespace jax_ep::p2p {
@@ -33,13 +31,8 @@ Workspace PlanWorkspace(const GroupConfig& c) {
 Status CheckPeerAccess(const std::vector<int>& devices) {
   for (const int from : devices) {
     for (const int to : devices) {
-      int can_access = 0;
-      if (from != to) cudaDeviceCanAccessPeer(&can_access, from, to);
-      if (from != to && !can_access) {
-        return FailedPrecondition(
-            "the devices of a group must reach each other by loads and stores; device " +
-            std::to_string(from) + " does not reach device " + std::to_string(to) + ".");
-      }
+      const Status status = CheckPeerAccess(from, to);
+      if (!status.ok()) return status;
     }
   }
   return {};
@@ -126,33 +119,25 @@ Status RankGroup::LoadKernels(int index, const std::vector<OtherKernels>& others
   CallArgs call;
   Status status = FillCall(config_, index, 0, &call);
   int max_blocks = 1;
-  if (status.ok()) {
-    status = ToStatus(
-        LoadDispatchKernels(std::max(bulk_smem_bytes, DispatchSmemBytes(call, {})), &max_blocks),
-        "loading the dispatch kernels");
-  }
-  if (status.ok()) {
-    status = ToStatus(LoadDispatchLinesKernels(&max_blocks),
-                      "loading the kernels for a dispatch in lines");
-  }
-  if (status.ok()) {
-    status = ToStatus(LoadCombineLinesKernels(call, &max_blocks),
-                      "loading the kernels for a combine in lines");
-  }
-  if (status.ok()) {
-    status = ToStatus(LoadCombineKernels(CombineSmemBytes(call), bulk_smem_bytes, &max_blocks),
-                      "loading the combine kernels");
-  }
-  if (status.ok()) {
-    status = ToStatus(LoadCombineGradKernels(
-                          std::max(bulk_smem_bytes, CombineGradSmemBytes(call, 0)), &max_blocks),
-                      "loading the kernels for the backward of combine");
+  if (!status.ok()) return status;
+  const size_t dispatch_bytes = std::max(bulk_smem_bytes, DispatchSmemBytes(call, {}));
+  const size_t grad_bytes = std::max(bulk_smem_bytes, CombineGradSmemBytes(call, 0));
+  for (const auto& [error, what] : {
+           std::pair{LoadDispatchKernels(dispatch_bytes, &max_blocks), "dispatch"},
+           std::pair{LoadDispatchLinesKernels(&max_blocks), "a dispatch in lines"},
+           std::pair{LoadCombineLinesKernels(call, &max_blocks), "a combine in lines"},
+           std::pair{LoadCombineKernels(CombineSmemBytes(call), bulk_smem_bytes, &max_blocks),
+                     "combine"},
+           std::pair{LoadCombineGradKernels(grad_bytes, &max_blocks), "the backward of combine"},
+       }) {
+    status = ToStatus(error, std::string("loading the kernels for ") + what);
+    if (!status.ok()) return status;
   }
   for (const OtherKernels& other : others) {
-    if (!status.ok()) break;
-    status = ToStatus(other.load(), std::string("loading the ") + other.name + " kernels");
+    status = ToStatus(other.load(), std::string("loading the kernels for ") + other.name);
+    if (!status.ok()) return status;
   }
-  if (status.ok() && max_blocks < 1) {
+  if (max_blocks < 1) {
     return Internal("a block of every kernel must fit on an SM of the device.");
   }
   return status;

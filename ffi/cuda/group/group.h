@@ -53,16 +53,16 @@ class RankGroup {
   // Those may write to this process's workspaces until they have disconnected, too.
   void Disconnect();
 
-  // Fill the arguments of a call of `rank` with `n_tokens` tokens, including its launch plan.
+  // Fills the arguments of a call of `rank` with `n_tokens` tokens, including its launch plan.
   // `config` is that of the group that the call belongs to: this one's, or one that fits
-  // (CheckFits). See plan.h for `size` and `is_async`.
-  Status DispatchCall(const GroupConfig& config, int rank, int64_t n_tokens, const TokenSize& size,
-                      CallArgs* call, bool is_async = false) const;
-  Status CombineCall(const GroupConfig& config, int rank, int64_t n_tokens, const ReturnSize& size,
-                     CallArgs* call, bool is_async = false) const;
-  // The same for the backward of combine, with rows of `row_vectors` times kVectorBytes.
-  Status CombineGradCall(const GroupConfig& config, int rank, int64_t n_tokens, int32_t row_vectors,
-                         CallArgs* call, bool is_async = false) const;
+  // (CheckFits). See plan.h for `size`, which tells what is called, and `is_async`.
+  template <class Size>
+  Status PlanCall(const GroupConfig& config, int rank, int64_t n_tokens, const Size& size,
+                  CallArgs* call, bool is_async = false) const {
+    const Status status = FillCall(config, rank, n_tokens, call);
+    if (status.ok()) p2p::PlanCall(ResourcesOf(config, rank), size, is_async, call);
+    return status;
+  }
   // What such a call may use, to plan it anew.
   RankResources ResourcesOf(const GroupConfig& config, int rank) const;
 

@@ -34,6 +34,8 @@ Status RankGroup::FillCall(const GroupConfig& config, int rank, int64_t n_tokens
   call->n_choices = static_cast<int32_t>(config.n_choices);
   call->max_tokens = static_cast<int32_t>(config.max_tokens_per_rank);
   call->n_tokens = static_cast<int32_t>(n_tokens);
+  call->row_alignment = static_cast<int32_t>(config.row_alignment);
+  call->n_source_nodes = static_cast<int32_t>(config.n_source_nodes);
   return {};
 }
 
@@ -43,27 +45,6 @@ RankResources RankGroup::ResourcesOf(const GroupConfig& config, int rank) const 
   resources.n_blocks = static_cast<int32_t>(std::min<int64_t>(resources.n_blocks, config.n_sms));
   resources.n_async_blocks = resources.n_blocks;
   return resources;
-}
-
-Status RankGroup::DispatchCall(const GroupConfig& config, int rank, int64_t n_tokens,
-                               const TokenSize& size, CallArgs* call, bool is_async) const {
-  const Status status = FillCall(config, rank, n_tokens, call);
-  if (status.ok()) PlanDispatch(ResourcesOf(config, rank), size, is_async, call);
-  return status;
-}
-
-Status RankGroup::CombineCall(const GroupConfig& config, int rank, int64_t n_tokens,
-                              const ReturnSize& size, CallArgs* call, bool is_async) const {
-  const Status status = FillCall(config, rank, n_tokens, call);
-  if (status.ok()) PlanCombine(ResourcesOf(config, rank), size, is_async, call);
-  return status;
-}
-
-Status RankGroup::CombineGradCall(const GroupConfig& config, int rank, int64_t n_tokens,
-                                  int32_t row_vectors, CallArgs* call, bool is_async) const {
-  const Status status = FillCall(config, rank, n_tokens, call);
-  if (status.ok()) PlanCombineGrad(ResourcesOf(config, rank), row_vectors, is_async, call);
-  return status;
 }
 
 Failure RankGroup::FailureOf(int rank) const {

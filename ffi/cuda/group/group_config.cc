@@ -46,24 +46,23 @@ Status CheckFits(const GroupConfig& c, const GroupConfig& memory) {
                                 "; got " + std::to_string(got) + " in workspaces of " +
                                 std::to_string(of_memory) + ".");
   };
+  const auto equal = [&](auto field, const std::string& name) {
+    return expect(c.*field == memory.*field, "its " + name, c.*field, memory.*field);
+  };
+  const auto at_most = [&](int64_t GroupConfig::* field, const std::string& name) {
+    return expect(c.*field <= memory.*field, "at most its " + name, c.*field, memory.*field);
+  };
   for (const Status& status : {
            CheckConfig(c),
-           expect(c.n_ranks == memory.n_ranks, "its n_ranks", c.n_ranks, memory.n_ranks),
-           expect(c.n_ranks_per_node == memory.n_ranks_per_node, "its n_ranks_per_node",
-                  c.n_ranks_per_node, memory.n_ranks_per_node),
-           expect(c.n_groups == memory.n_groups, "its n_groups", c.n_groups, memory.n_groups),
-           expect(c.timeout_s == memory.timeout_s, "its timeout_s", c.timeout_s, memory.timeout_s),
-           expect(c.uses_lines == memory.uses_lines, "its uses_lines", c.uses_lines,
-                  memory.uses_lines),
-           expect(c.n_choices <= memory.n_choices, "at most its n_choices", c.n_choices,
-                  memory.n_choices),
-           expect(c.max_tokens_per_rank <= memory.max_tokens_per_rank,
-                  "at most its max_tokens_per_rank", c.max_tokens_per_rank,
-                  memory.max_tokens_per_rank),
-           expect(c.token_bytes <= memory.token_bytes, "at most its token_bytes", c.token_bytes,
-                  memory.token_bytes),
-           expect(c.row_bytes <= memory.row_bytes, "at most its row_bytes", c.row_bytes,
-                  memory.row_bytes),
+           equal(&GroupConfig::n_ranks, "n_ranks"),
+           equal(&GroupConfig::n_ranks_per_node, "n_ranks_per_node"),
+           equal(&GroupConfig::n_groups, "n_groups"),
+           equal(&GroupConfig::timeout_s, "timeout_s"),
+           equal(&GroupConfig::uses_lines, "uses_lines"),
+           at_most(&GroupConfig::n_choices, "n_choices"),
+           at_most(&GroupConfig::max_tokens_per_rank, "max_tokens_per_rank"),
+           at_most(&GroupConfig::token_bytes, "token_bytes"),
+           at_most(&GroupConfig::row_bytes, "row_bytes"),
        }) {
     if (!status.ok()) return status;
   }

@@ -36,6 +36,15 @@ bool IsSame(const cudaUUID_t& a, const cudaUUID_t& b) {
   return std::memcmp(a.bytes, b.bytes, sizeof(a.bytes)) == 0;
 }
 
+Status CheckPeerAccess(int from, int to) {
+  int can_access = 0;
+  if (from != to) cudaDeviceCanAccessPeer(&can_access, from, to);
+  if (from == to || can_access) return {};
+  return FailedPrecondition(
+      "the devices of a group must reach each other by loads and stores; device " +
+      std::to_string(from) + " does not reach device " + std::to_string(to) + ".");
+}
+
 std::string HostIdentity() {
   char name[256] = {};
   if (std::FILE* const file = std::fopen("/proc/sys/kernel/random/boot_id", "r")) {
@@ -98,15 +107,10 @@ Status PeerMappings::Map(int device, int rank, const PeerAddress& address, uint8
   void*& mapped = mapped_[{device, rank}];
   if (mapped == nullptr) {
     const int peer_device = FindDevice(address.device);
-    int can_access = 1;
-    if (peer_device >= 0 && peer_device != device) {
-      cudaDeviceCanAccessPeer(&can_access, device, peer_device);
-    }
-    if (!can_access) {
-      return FailedPrecondition(
-          "the devices of a group must reach each other by loads and stores; device " +
-          std::to_string(device) + " does not reach device " + std::to_string(peer_device) +
-          ". Use transport='xla'.");
+    Status status = CheckPeerAccess(device, peer_device < 0 ? device : peer_device);
+    if (!status.ok()) {
+      status.message += " Use transport='xla'.";
+      return status;
     }
     const ScopedDevice scoped(device);
     const cudaError_t error =

@@ -16,6 +16,9 @@ namespace jax_ep::p2p {
 // Identifies the running host: equal in all its processes, different on every other host.
 std::string HostIdentity();
 
+// Fails unless the device `from` reaches the device `to` by loads and stores.
+Status CheckPeerAccess(int from, int to);
+
 bool IsSame(const cudaUUID_t& a, const cudaUUID_t& b);
 
 // What another process needs to map a workspace. Sent as bytes.

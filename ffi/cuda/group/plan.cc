@@ -7,7 +7,6 @@
 
 #include "cuda/combine/combine.h"
 #include "cuda/combine/combine_grad.h"
-#include "cuda/dispatch/dispatch_lines.h"
 
 namespace jax_ep::p2p {
 namespace {
@@ -82,39 +81,62 @@ bool WantsRing(const LaunchPlan& plan, int64_t n_messages, bool reduce) {
   return reduce || n_messages > int64_t{plan.n_send_blocks} * kWorkerWarps;
 }
 
-int32_t BlocksOf(const RankResources& resources, bool is_async) {
-  return is_async ? resources.n_async_blocks : resources.n_blocks;
+// Lets a call use bulk copies if its plan has blocks that only send, and stages fit.
+void AddStages(int32_t max_stages, LaunchPlan& plan) {
+  if (plan.n_send_blocks == plan.n_blocks || max_stages < kMinStages) return;
+  plan.n_stages = max_stages;
+  plan.receives_in_bulk = plan.warps_per_receive == 1;
 }
 
-bool InClusters(const RankResources& resources, bool is_async, const LaunchPlan& plan) {
-  return is_async && resources.has_clusters && plan.n_blocks % 2 == 0;
-}
-
-// Lets a dispatch use bulk copies if its plan has blocks that only send.
-void AddStages(const RankResources& resources, const TokenSize& size, CallArgs* call) {
-  LaunchPlan& plan = call->plan;
-  if (plan.n_send_blocks == plan.n_blocks) return;
-  const int32_t n_stages = MaxDispatchStages(*call, size, resources.bulk_smem_bytes);
-  if (n_stages >= kMinStages) plan.n_stages = n_stages;
-  plan.receives_in_bulk = plan.n_stages > 0 && plan.warps_per_receive == 1;
+// Plans by plan(n_sms), for the SMs that a call may use.
+template <class Plan>
+void PlanBlocks(const RankResources& resources, bool is_async, CallArgs* call, const Plan& plan) {
+  plan(is_async ? resources.n_async_blocks : resources.n_blocks);
+  call->plan.in_clusters = is_async && resources.has_clusters && call->plan.n_blocks % 2 == 0;
 }
 
 }  // namespace
 
-void PlanDispatch(const RankResources& resources, const TokenSize& size, bool is_async,
-                  CallArgs* call) {
-  const int32_t n_sms = BlocksOf(resources, is_async);
-  const bool quantizes = size.scales > 0;
-  const double send_share = quantizes || n_sms <= kFewSms ? 0.34 : 0.2;
+void PlanCall(const RankResources& resources, const TokenSize& size, bool is_async,
+              CallArgs* call) {
   LaunchPlan& plan = call->plan;
-  plan = SpreadBlocks(call->n_tokens, MaxMessages(*call), n_sms, call->n_tokens >= 256, send_share);
-  if (FitsLines(*call, is_async) &&
-      DispatchLinesSmemBytes(*call, size) <= kDispatchLinesSmemBytes) {
-    plan = SpreadLines(*call, size.given, /*pads=*/quantizes, n_sms);
-  } else {
-    AddStages(resources, size, call);
-  }
-  plan.in_clusters = InClusters(resources, is_async, plan);
+  PlanBlocks(resources, is_async, call, [&](int32_t n_sms) {
+    const bool quantizes = size.scales > 0;
+    const double send_share = quantizes || n_sms <= kFewSms ? 0.34 : 0.2;
+    plan =
+        SpreadBlocks(call->n_tokens, MaxMessages(*call), n_sms, call->n_tokens >= 256, send_share);
+    if (FitsLines(*call, is_async) &&
+        DispatchLinesSmemBytes(*call, size) <= kDispatchLinesSmemBytes) {
+      plan = SpreadLines(*call, size.given, /*pads=*/quantizes, n_sms);
+    } else {
+      AddStages(MaxDispatchStages(*call, size, resources.bulk_smem_bytes), plan);
+    }
+  });
+}
+
+void PlanCall(const RankResources& resources, const ReturnSize& size, bool is_async,
+              CallArgs* call) {
+  LaunchPlan& plan = call->plan;
+  PlanBlocks(resources, is_async, call, [&](int32_t n_sms) {
+    const int64_t n_messages = MaxMessages(*call);
+    plan = SpreadBlocks(n_messages, call->n_tokens, n_sms, call->n_tokens >= 2048,
+                        /*send_share=*/0.75);
+    if (HasNodes(*call)) return;
+    if (FitsLines(*call, is_async) && size.reduce && !size.has_scalars) {
+      plan = SpreadLines(*call, size.row_vectors, /*pads=*/false, n_sms);
+    } else if (WantsRing(plan, n_messages, size.reduce)) {
+      plan.ring_slots = MaxRingSlots(*call, resources.bulk_smem_bytes);
+      if (plan.ring_slots > 0) plan.warps_per_receive = 1;
+    }
+  });
+}
+
+void PlanCall(const RankResources& resources, const GradSize& size, bool is_async, CallArgs* call) {
+  PlanBlocks(resources, is_async, call, [&](int32_t n_sms) {
+    call->plan = SpreadBlocks(call->n_tokens, MaxMessages(*call), n_sms, call->n_tokens >= 256,
+                              /*send_share=*/0.1);
+    AddStages(MaxCombineGradStages(*call, size.row_vectors, resources.bulk_smem_bytes), call->plan);
+  });
 }
 
 bool PlanDispatchOfArriving(const RankResources& resources, const TokenSize& size, int32_t n_taken,
@@ -127,24 +149,8 @@ bool PlanDispatchOfArriving(const RankResources& resources, const TokenSize& siz
   plan.warps_per_send = WarpsPerItem(call->n_tokens, plan.n_send_blocks);
   plan.warps_per_receive = WarpsPerItem(MaxMessages(*call), plan.n_blocks);
   call->plan = plan;
-  AddStages(resources, size, call);
+  AddStages(MaxDispatchStages(*call, size, resources.bulk_smem_bytes), call->plan);
   return true;
-}
-
-void PlanCombine(const RankResources& resources, const ReturnSize& size, bool is_async,
-                 CallArgs* call) {
-  const int32_t n_sms = BlocksOf(resources, is_async);
-  const int64_t n_messages = MaxMessages(*call);
-  LaunchPlan& plan = call->plan;
-  plan = SpreadBlocks(n_messages, call->n_tokens, n_sms, call->n_tokens >= 2048,
-                      /*send_share=*/0.75);
-  if (FitsLines(*call, is_async) && size.reduce && !size.has_scalars && !HasNodes(*call)) {
-    plan = SpreadLines(*call, size.row_vectors, /*pads=*/false, n_sms);
-  } else if (!HasNodes(*call) && WantsRing(plan, n_messages, size.reduce)) {
-    plan.ring_slots = MaxRingSlots(*call, resources.bulk_smem_bytes);
-    if (plan.ring_slots > 0) plan.warps_per_receive = 1;
-  }
-  plan.in_clusters = InClusters(resources, is_async, plan);
 }
 
 bool PlanCombineSend(const RankResources& resources, const ReturnSize& size, int32_t n_taken,
@@ -164,20 +170,6 @@ bool PlanCombineSend(const RankResources& resources, const ReturnSize& size, int
   }
   call->plan = plan;
   return can_overlap;
-}
-
-void PlanCombineGrad(const RankResources& resources, int32_t row_vectors, bool is_async,
-                     CallArgs* call) {
-  const int32_t n_sms = BlocksOf(resources, is_async);
-  LaunchPlan& plan = call->plan;
-  plan = SpreadBlocks(call->n_tokens, MaxMessages(*call), n_sms, call->n_tokens >= 256,
-                      /*send_share=*/0.1);
-  if (plan.n_send_blocks < plan.n_blocks) {
-    const int32_t n_stages = MaxCombineGradStages(*call, row_vectors, resources.bulk_smem_bytes);
-    if (n_stages >= kMinStages) plan.n_stages = n_stages;
-    plan.receives_in_bulk = plan.n_stages > 0 && plan.warps_per_receive == 1;
-  }
-  plan.in_clusters = InClusters(resources, is_async, plan);
 }
 
 }  // namespace jax_ep::p2p

@@ -26,32 +26,34 @@ struct RankResources {
   bool has_clusters = false;
 };
 
-// What combine returns for a message.
+// A dispatch: TokenSize. A combine: what it returns for a message.
 struct ReturnSize {
   int32_t row_vectors;  // size of a row in units of kVectorBytes
   bool reduce;          // see CombineMode
   bool has_scalars;     // row_scalars return, too
 };
 
+// The backward of combine.
+struct GradSize {
+  int32_t row_vectors;
+};
+
 // Fill `call->plan` for a call whose other fields are set.
 //
-// `size`: of the tokens, which are quantized if they have scales. An asynchronous call leaves SMs
-// to concurrent kernels.
-void PlanDispatch(const RankResources& resources, const TokenSize& size, bool is_async,
-                  CallArgs* call);
+// Tokens are quantized if they have scales. An asynchronous call leaves SMs to concurrent kernels.
+void PlanCall(const RankResources& resources, const TokenSize& size, bool is_async, CallArgs* call);
+void PlanCall(const RankResources& resources, const ReturnSize& size, bool is_async,
+              CallArgs* call);
+void PlanCall(const RankResources& resources, const GradSize& size, bool is_async, CallArgs* call);
 // Plans a dispatch anew for ArrivingTokens. The kernel that brings them takes `n_taken` SMs; it
 // brings those of each of `n_ranges` ranges in turn, and a block sends each. False: too few SMs are
 // left to run both at once, and the plan is as before; then the tokens must come first.
 bool PlanDispatchOfArriving(const RankResources& resources, const TokenSize& size, int32_t n_taken,
                             int32_t n_ranges, CallArgs* call);
-void PlanCombine(const RankResources& resources, const ReturnSize& size, bool is_async,
-                 CallArgs* call);
 // Plans the sending half of a combine whose other half is a kernel that takes `n_taken` SMs and has
 // as many blocks. In rings, `n_turns` ranges of messages take turns. False: too few SMs are left to
 // run both at once; then the other kernel must come afterwards.
 bool PlanCombineSend(const RankResources& resources, const ReturnSize& size, int32_t n_taken,
                      int32_t n_turns, CallArgs* call);
-void PlanCombineGrad(const RankResources& resources, int32_t row_vectors, bool is_async,
-                     CallArgs* call);
 
 }  // namespace jax_ep::p2p

@@ -5,19 +5,24 @@
 namespace jax_ep::p2p {
 namespace {
 
-void FillOperands(const Caller& caller, const CombineOperands& operands, CombineArgs& args) {
-  args.row_type = operands.row_type;
-  args.max_recv_tokens = static_cast<int32_t>(operands.max_recv_tokens);
-  args.expert_out = static_cast<const uint8_t*>(operands.expert_out);
-  args.group_ids = operands.group_ids;
-  args.message_counts = operands.handle;
-  args.message_rows = operands.handle + caller.config().n_ranks;
-  args.topk_weights = operands.topk_weights;
-  args.row_weights = operands.row_weights;
-  args.row_scalars = operands.row_scalars;
-  args.residual = static_cast<const uint8_t*>(operands.residual);
-  args.out = static_cast<uint8_t*>(operands.out);
-  args.choice_scalars = operands.choice_scalars;
+// Fills in what follows from the operands. Checks what the kernels and the workspace require of
+// rows.
+template <class Args>
+Status FillRows(const Caller& caller, const CombineMode& mode, Args& args) {
+  const int64_t row_bytes = args.row_size * ElementBytes(args.row_type);
+  args.row_vectors = static_cast<int32_t>(row_bytes / static_cast<int64_t>(kVectorBytes));
+  args.mode = mode;
+  args.message_rows = args.handle + caller.config().n_ranks;
+  if (row_bytes <= 0 || row_bytes % static_cast<int64_t>(kVectorBytes) != 0) {
+    return InvalidArgument("a row must be a positive multiple of " + std::to_string(kVectorBytes) +
+                           " bytes; got " + std::to_string(row_bytes));
+  }
+  if (row_bytes > caller.config().row_bytes) {
+    return InvalidArgument("a row must take at most " + std::to_string(caller.config().row_bytes) +
+                           " bytes, which the group has room for; got " +
+                           std::to_string(row_bytes));
+  }
+  return {};
 }
 
 }  // namespace
@@ -25,25 +30,21 @@ void FillOperands(const Caller& caller, const CombineOperands& operands, Combine
 Status ReadCombineCall(const Caller& caller, const CombineMode& mode, bool is_async,
                        int64_t n_parts, const BufferList& buffers, const BufferList& results,
                        CombineArgs& args) {
-  CombineOperands operands;
   Status status =
-      ReadCombine(caller.sizes(), Handle::kMessageRows, mode, n_parts, buffers, results, &operands);
+      ReadCombine(caller.sizes(), Handle::kMessageRows, mode, n_parts, buffers, results, &args);
+  if (status.ok()) status = FillRows(caller, mode, args);
   if (!status.ok()) return status;
-  const int64_t row_bytes = operands.row_size * ElementBytes(operands.row_type);
-  status = CheckRowBytes(caller.config(), row_bytes);
-  args.row_vectors = static_cast<int32_t>(row_bytes / static_cast<int64_t>(kVectorBytes));
-  if (status.ok()) {
-    const ReturnSize size{args.row_vectors, mode.reduce, operands.row_scalars != nullptr};
-    status = caller.member.group->CombineCall(caller.config(), caller.member.rank,
-                                              operands.n_tokens, size, &args.call, is_async);
-  }
-  if (!status.ok()) return status;
-  args.weighting = mode.weighting;
-  args.reduce = mode.reduce;
-  args.adds_shared_expert = mode.adds_shared_expert;
-  FillOperands(caller, operands, args);
-  CheckCoordinate(caller, operands.coordinate, args.call);
-  return {};
+  const ReturnSize size{args.row_vectors, mode.reduce, args.row_scalars != nullptr};
+  return PlanCall(caller, size, is_async, args);
+}
+
+Status ReadCombineGradCall(const Caller& caller, const CombineMode& mode, bool is_async,
+                           const BufferList& buffers, const BufferList& results,
+                           CombineGradArgs& args) {
+  Status status =
+      ReadCombineGrad(caller.sizes(), Handle::kMessageRows, mode, buffers, results, &args);
+  if (status.ok()) status = FillRows(caller, mode, args);
+  return status.ok() ? PlanCall(caller, GradSize{args.row_vectors}, is_async, args) : status;
 }
 
 }  // namespace jax_ep::p2p

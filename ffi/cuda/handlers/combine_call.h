@@ -1,11 +1,11 @@
-// XLA FFI -> CombineArgs. ffi/xla reads the operands; the handle is message_rows.
+// XLA FFI -> CombineArgs, CombineGradArgs. ffi/xla reads the operands; the handle is message_rows.
 #pragma once
 
 #include <cstdint>
 
-#include "core/combine_mode.h"
 #include "core/status.h"
 #include "cuda/combine/combine.h"
+#include "cuda/combine/combine_grad.h"
 #include "cuda/handlers/handler.h"
 #include "xla/buffers.h"
 
@@ -16,5 +16,10 @@ namespace jax_ep::p2p {
 Status ReadCombineCall(const Caller& caller, const CombineMode& mode, bool is_async,
                        int64_t n_parts, const BufferList& buffers, const BufferList& results,
                        CombineArgs& args);
+
+// The same for the backward of a combine in that mode.
+Status ReadCombineGradCall(const Caller& caller, const CombineMode& mode, bool is_async,
+                           const BufferList& buffers, const BufferList& results,
+                           CombineGradArgs& args);
 
 }  // namespace jax_ep::p2p

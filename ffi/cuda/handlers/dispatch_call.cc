@@ -27,53 +27,24 @@ Status CheckSizes(const GroupConfig& config, const DispatchOperands& operands,
                          std::to_string(sent_bytes));
 }
 
-void FillOperands(const Caller& caller, const DispatchOperands& operands, DispatchArgs& args) {
-  args.max_recv_tokens = static_cast<int32_t>(operands.max_recv_tokens);
-  args.row_alignment = static_cast<int32_t>(caller.config().row_alignment);
-  args.n_source_nodes = static_cast<int32_t>(caller.config().n_source_nodes);
-  args.encoding = operands.format->encoding;
-  args.token_type = operands.token_type;
-  args.hidden_size = static_cast<int32_t>(operands.hidden_size);
-  args.tokens = operands.tokens;
-  args.group_ids = operands.group_ids;
-  args.topk_weights = operands.topk_weights;
-  args.input_scale = operands.input_scale;
-  args.rows = operands.rows;
-  args.scales = {operands.scales, operands.scales_layout, static_cast<int32_t>(operands.n_scales),
-                 static_cast<int32_t>(operands.format->scale_bytes())};
-  args.row_offsets = operands.row_offsets;
-  args.src_info = operands.src_info;
-  args.n_dropped = operands.n_dropped;
-  args.n_invalid = operands.n_invalid;
-  args.message_counts = operands.handle;
-  args.message_rows = operands.handle + caller.config().n_ranks;
-  args.row_weights = operands.row_weights;
-}
-
 }  // namespace
 
 Status ReadDispatchCall(const Caller& caller, const DispatchAttributes& attributes, bool is_async,
                         const BufferList& buffers, const BufferList& results, DispatchArgs& args) {
   RowFormat row_format;
-  DispatchOperands operands;
   Status status = FindRowFormat(attributes.token_format, attributes.scales_layout, &row_format);
   if (status.ok()) {
     status =
-        ReadDispatch(caller.sizes(), Handle::kMessageRows, row_format, buffers, results, &operands);
+        ReadDispatch(caller.sizes(), Handle::kMessageRows, row_format, buffers, results, &args);
   }
   if (!status.ok()) return status;
-  args.size = {ToVectors(operands.token_bytes),
-               ToVectors(operands.n_scales * operands.format->scale_bytes()),
-               ToVectors(operands.row_bytes)};
-  status = CheckSizes(caller.config(), operands, args.size);
-  if (status.ok()) {
-    status = caller.member.group->DispatchCall(caller.config(), caller.member.rank,
-                                               operands.n_tokens, args.size, &args.call, is_async);
-  }
-  if (!status.ok()) return status;
-  FillOperands(caller, operands, args);
-  CheckCoordinate(caller, operands.coordinate, args.call);
-  return {};
+  args.encoding = args.format->encoding;
+  args.scale_bytes = static_cast<int32_t>(args.format->scale_bytes());
+  args.message_rows = args.handle + caller.config().n_ranks;
+  args.size = {ToVectors(args.token_bytes), ToVectors(args.n_scales * args.scale_bytes),
+               ToVectors(args.row_bytes)};
+  status = CheckSizes(caller.config(), args, args.size);
+  return status.ok() ? PlanCall(caller, args.size, is_async, args) : status;
 }
 
 }  // namespace jax_ep::p2p

@@ -1,6 +1,5 @@
 #include "cuda/handlers/handler.h"
 
-#include "core/message.h"
 #include "cuda/call/cuda_status.h"
 
 namespace jax_ep::p2p {
@@ -48,19 +47,6 @@ ffi::Error InvalidOperands(const Caller& caller, const Status& status) {
   return ToError(Status{status.code, caller.Name() + ": " + status.message});
 }
 
-Status CheckRowBytes(const GroupConfig& config, int64_t row_bytes) {
-  if (row_bytes <= 0 || row_bytes % static_cast<int64_t>(kVectorBytes) != 0) {
-    return InvalidArgument("a row must be a positive multiple of " + std::to_string(kVectorBytes) +
-                           " bytes; got " + std::to_string(row_bytes));
-  }
-  if (row_bytes > config.row_bytes) {
-    return InvalidArgument("a row must take at most " + std::to_string(config.row_bytes) +
-                           " bytes, which the group has room for; got " +
-                           std::to_string(row_bytes));
-  }
-  return {};
-}
-
 Status TakeResults(const char* operation, ffi::ResultBufferR1<ffi::F32> ticket,
                    BufferList* operands, BufferList* results) {
   const size_t n_results = ticket->element_count();
@@ -72,12 +58,6 @@ Status TakeResults(const char* operation, ffi::ResultBufferR1<ffi::F32> ticket,
   }
   *results = operands->TakeLast(n_results);
   return {};
-}
-
-void CheckCoordinate(const Caller& caller, const int32_t* program_coordinate, CallArgs& call) {
-  const Registry::Member& member = caller.member;
-  call.coordinate = static_cast<int32_t>(member.replica * caller.config().n_ranks + member.rank);
-  call.program_coordinate = program_coordinate;
 }
 
 }  // namespace jax_ep::p2p

@@ -44,11 +44,30 @@ Status FindCaller(int32_t ordinal, cudaStream_t stream, Caller& caller);
 // The error of a call whose operands do not fit.
 ffi::Error InvalidOperands(const Caller& caller, const Status& status);
 
-// Checks what the kernels and the workspace require of the rows of combine and of its backward.
-Status CheckRowBytes(const GroupConfig& config, int64_t row_bytes);
+// Plans a call whose operands have been read; see RankGroup::PlanCall. Lets its kernel compare the
+// caller's mesh coordinate with the program's, which is on the device.
+template <class Size, class Args>
+Status PlanCall(const Caller& caller, const Size& size, bool is_async, Args& args) {
+  const Registry::Member& member = caller.member;
+  const Status status =
+      member.group->PlanCall(member.config, member.rank, args.n_tokens, size, &args.call, is_async);
+  args.call.coordinate = static_cast<int32_t>(member.replica * member.config.n_ranks + member.rank);
+  args.call.program_coordinate = args.coordinate;
+  return status;
+}
 
-// Lets the kernel compare the caller's mesh coordinate with the program's, which is on the device.
-void CheckCoordinate(const Caller& caller, const int32_t* program_coordinate, CallArgs& call);
+// Reads and launches a call of the caller: read(caller) -> Status, launch(caller, started) ->
+// cudaError_t, as in LaunchInOrder.
+template <class Read, class Launch>
+ffi::Error RunCall(Caller caller, cudaStream_t stream, int32_t ordinal, StreamOrder order,
+                   const Read& read, const Launch& launch) {
+  Status status = FindCaller(ordinal, stream, caller);
+  if (!status.ok()) return ToError(status);
+  status = read(caller);
+  if (!status.ok()) return InvalidOperands(caller, status);
+  const auto launch_now = [&](cudaEvent_t started) { return launch(caller, started); };
+  return ToError(LaunchInOrder(ordinal, stream, order, launch_now), caller.operation);
+}
 
 // The attributes of calls that launch kernels of a group.
 struct StreamDispatchAttributes {

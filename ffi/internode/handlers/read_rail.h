@@ -67,19 +67,19 @@ template <class Handler>
 ffi::Error RunRailHandler(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi::S32>,
                           ffi::RemainingArgs args, ffi::RemainingRets rets,
                           const typename Handler::Attributes& attributes) {
-  p2p::Caller caller{Handler::kOperation, GroupOf(attributes)};
-  Status status = p2p::FindCaller(ordinal, stream, caller);
-  if (!status.ok()) return ToError(status);
-  const BufferList operands(args), results(rets);
   Handler handler;
-  status = CheckDisjoint(operands, results);
-  if (status.ok()) status = FindRail(caller, &handler.rail());
-  if (status.ok()) status = handler.Read(caller, attributes, operands, results);
-  if (status.ok()) status = CutRows(&handler.rail());
-  if (!status.ok()) return p2p::InvalidOperands(caller, status);
-  const auto launch = [&](cudaEvent_t) { return handler.Launch(caller, stream); };
-  return p2p::ToError(p2p::LaunchInOrder(ordinal, stream, attributes.stream_order, launch),
-                 caller.operation);
+  const auto read = [&](const p2p::Caller& caller) {
+    const BufferList operands(args), results(rets);
+    Status status = CheckDisjoint(operands, results);
+    if (status.ok()) status = FindRail(caller, &handler.rail());
+    if (status.ok()) status = handler.Read(caller, attributes, operands, results);
+    return status.ok() ? CutRows(&handler.rail()) : status;
+  };
+  const auto launch = [&](const p2p::Caller& caller, cudaEvent_t) {
+    return handler.Launch(caller, stream);
+  };
+  return p2p::RunCall({Handler::kOperation, GroupOf(attributes)}, stream, ordinal,
+                      attributes.stream_order, read, launch);
 }
 
 }  // namespace jax_ep::rail

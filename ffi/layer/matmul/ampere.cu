@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cuda/call/launch.h"
 #include "layer/matmul/kernels.h"
 #include "layer/matmul/row_range.cuh"
 
@@ -174,14 +175,9 @@ cudaError_t LaunchAmpereMatmul(const MatmulCall& call, cudaStream_t stream) {
   const Launcher launch = FindLauncher(call);
   if (launch == nullptr || !IsSupported(call)) return cudaErrorInvalidValue;
   if (call.n_groups == 0 || call.out_elements() == 0) return cudaSuccess;
-  if (call.k == 0 || call.n_rows == 0) {  // empty sums
-    const auto n_bytes = static_cast<size_t>(call.out_elements() * ElementBytes(call.out_type));
-    return cudaMemsetAsync(call.out, 0, n_bytes, stream);
-  }
-  int device = 0, n_sms = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error != cudaSuccess) return error;
-  error = cudaDeviceGetAttribute(&n_sms, cudaDevAttrMultiProcessorCount, device);
+  if (call.k == 0 || call.n_rows == 0) return ZeroResult(call, stream);
+  int n_sms = 0;
+  cudaError_t error = CountSms(&n_sms);
   if (error != cudaSuccess) return error;
   const GroupTables tables = GroupTables::In(call.workspace, call.n_groups);
   FillTables<<<NumZeroBlocks(call, n_sms), kTableThreads, 0, stream>>>(call, tables);

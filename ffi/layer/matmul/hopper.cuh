@@ -10,6 +10,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "cuda/call/launch.h"
 #include "layer/matmul/cutlass_kernels.cuh"
 #include "layer/matmul/group_tables.cuh"
 #include "layer/matmul/kernels.h"
@@ -121,25 +122,6 @@ __global__ void __launch_bounds__(KernelSet<Many, Some, Few>::kNumThreads, 1)
   Many{}(many, smem);
 }
 
-// Like any launch, but the kernel may start before the one before it in the stream has ended.
-template <class... Params, class... Args>
-cudaError_t LaunchEarly(void (*kernel)(Params...), dim3 grid, dim3 cluster, int n_threads,
-                        size_t smem_bytes, cudaStream_t stream, const Args&... args) {
-  cudaLaunchAttribute attributes[2]{};
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim = {cluster.x, cluster.y, cluster.z};
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = dim3(n_threads);
-  config.dynamicSmemBytes = smem_bytes;
-  config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = 2;
-  return cudaLaunchKernelEx(&config, kernel, args...);
-}
-
 template <class Kernel>
 size_t TensorMapBytes(int n_sms) {
   typename Kernel::Arguments arguments{};
@@ -159,10 +141,8 @@ typename Kernel::Params MakeParams(const MatmulCall& call, const OtherTables& ta
 
 template <MatmulForm kForm, class Many, class Some = Many, class Few = Some>
 cudaError_t Launch(const MatmulCall& call, cudaStream_t stream) {
-  int device = 0, n_sms = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error != cudaSuccess) return error;
-  error = cudaDeviceGetAttribute(&n_sms, cudaDevAttrMultiProcessorCount, device);
+  int n_sms = 0;
+  cudaError_t error = CountSms(&n_sms);
   if (error != cudaSuccess) return error;
 
   Workspace workspace(call);
@@ -172,8 +152,9 @@ cudaError_t Launch(const MatmulCall& call, cudaStream_t stream) {
           {TensorMapBytes<Many>(n_sms), TensorMapBytes<Some>(n_sms), TensorMapBytes<Few>(n_sms)}));
   if (!workspace.fits()) return cudaErrorInvalidValue;
 
-  error = LaunchEarly(FillTables<kForm, Many>, NumZeroBlocks(call, n_sms), 1, kTableThreads, 0,
-                      stream, call, tables);
+  LaunchShape shape{dim3(NumZeroBlocks(call, n_sms)), kTableThreads, 0, stream};
+  shape.starts_early = true;
+  error = LaunchKernel(FillTables<kForm, Many>, shape, call, tables);
   if (error != cudaSuccess) return error;
   using Set = KernelSet<Many, Some, Few>;
   const auto kernel = MultiplyGroups<Many, Some, Few>;
@@ -182,10 +163,12 @@ cudaError_t Launch(const MatmulCall& call, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   const auto many = MakeParams<Many>(call, tables, n_sms, maps);
   using Cluster = typename Set::Cluster;
-  const dim3 cluster(cute::size<0>(Cluster{}), cute::size<1>(Cluster{}));
-  return LaunchEarly(kernel, Many::get_grid_shape(many), cluster, Set::kNumThreads, Set::kSmemBytes,
-                     stream, many, MakeParams<Some>(call, tables, n_sms, maps),
-                     MakeParams<Few>(call, tables, n_sms, maps), tables.row_count);
+  shape.grid = Many::get_grid_shape(many);
+  shape.cluster = dim3(cute::size<0>(Cluster{}), cute::size<1>(Cluster{}));
+  shape.n_threads = Set::kNumThreads;
+  shape.smem_bytes = Set::kSmemBytes;
+  return LaunchKernel(kernel, shape, many, MakeParams<Some>(call, tables, n_sms, maps),
+                      MakeParams<Few>(call, tables, n_sms, maps), tables.row_count);
 }
 
 template <MatmulForm kForm, class In, class Out>

@@ -1,7 +1,6 @@
 // Grouped matmuls of bfloat16 for Hopper.
 
 #include "layer/matmul/hopper.cuh"
-#include "layer/matmul/hopper_elements.h"
 
 namespace jax_ep::matmul::hopper {
 

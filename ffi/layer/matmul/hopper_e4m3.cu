@@ -1,7 +1,6 @@
 // Grouped matmuls of e4m3 with scales for Hopper.
 
 #include "layer/matmul/hopper.cuh"
-#include "layer/matmul/hopper_elements.h"
 
 namespace jax_ep::matmul::hopper {
 

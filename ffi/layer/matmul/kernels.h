@@ -14,6 +14,18 @@ cudaError_t LaunchMatmul(const MatmulCall& call, cudaStream_t stream);
 // Hopper (9.0): bfloat16, float16, and e4m3 with scales in the form kTransposedWeights.
 cudaError_t LaunchHopperMatmul(const MatmulCall& call, cudaStream_t stream);
 
+namespace hopper {  // the same by the operands' type, each compiled on its own
+cudaError_t LaunchBFloat16(const MatmulCall& call, cudaStream_t stream);
+cudaError_t LaunchFloat16(const MatmulCall& call, cudaStream_t stream);
+cudaError_t LaunchE4m3(const MatmulCall& call, cudaStream_t stream);
+}  // namespace hopper
+
+// The result of a call that sums nothing.
+inline cudaError_t ZeroResult(const MatmulCall& call, cudaStream_t stream) {
+  const auto n_bytes = static_cast<size_t>(call.out_elements() * ElementBytes(call.out_type));
+  return cudaMemsetAsync(call.out, 0, n_bytes, stream);
+}
+
 // 8.0 and newer: bfloat16 and float16.
 cudaError_t LaunchAmpereMatmul(const MatmulCall& call, cudaStream_t stream);
 

@@ -18,7 +18,6 @@ using host::ForTokenChunks;
 using host::Pool;
 using host::Scales;
 using host::StoreRow;
-using host::VisitRowType;
 
 template <class T>
 JAX_EP_ALWAYS_INLINE void ActivateInline(const SiluCall& call, const T* __restrict x,
@@ -84,11 +83,9 @@ class QuantizedRows {
   QuantizedRows(const SiluCall& call, const TokenFormat& format)
       : call_(call),
         encoder_(FindEncoder(format, RowType::kFloat32)),
-        row_bytes_(format.payload_bytes(call.row_size)) {
-    scales_.layout = call.scales_layout;
-    scales_.n_scales = call.n_scales;
-    scales_.scale_bytes = format.scale_bytes();
-    scales_.data = static_cast<uint8_t*>(call.scales);
+        row_bytes_(format.payload_bytes(call.row_size)),
+        scales_(call.scales_layout, call.n_scales, format.scale_bytes(),
+                static_cast<uint8_t*>(call.scales)) {
     if (is_in_atoms()) scales_.LayOut(call.row_offsets, call.n_groups);
   }
 
@@ -108,9 +105,7 @@ class QuantizedRows {
     for (int64_t group = 0; group < call_.n_groups; ++group) {
       const int64_t first_row = call_.row_offsets[group];
       const int64_t n_rows = call_.row_offsets[group + 1] - first_row;
-      for (int64_t row = n_rows; row < BlocksOfRows(n_rows) * kAtomRows; ++row) {
-        scales_.Place(group, first_row, row, call_.n_rows, /*row_scales=*/nullptr);
-      }
+      scales_.Clear(group, first_row, n_rows, BlocksOfRows(n_rows) * kAtomRows, call_.n_rows);
     }
   }
 

@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "core/formats.h"
+#include "cuda/call/launch.h"
 #include "cuda/call/load_kernel.h"
 #include "layer/silu/cuda_silu.h"
 #include "layer/silu/gate_table.cuh"
@@ -103,9 +104,7 @@ Kernel FindKernel(const SiluCall& call, bool is_odd) {
 }
 
 Kernel FindKernel(const SiluCall& call, bool is_odd) {
-  if (call.x_type == RowType::kBFloat16) return FindKernel<BFloat16>(call, is_odd);
-  if (call.x_type == RowType::kFloat16) return FindKernel<Float16>(call, is_odd);
-  return FindKernel<float>(call, is_odd);
+  return VisitRowType(call.x_type, [&](auto t) { return FindKernel<decltype(t)>(call, is_odd); });
 }
 
 bool IsOdd(const SiluCall& call) {
@@ -132,19 +131,11 @@ cudaError_t Launch(const Kernel& kernel, const SiluCall& call, int n_blocks, siz
                    cudaStream_t stream) {
   constexpr int kFirstArchThatWaits = 90;  // __CUDA_ARCH__ / 10
   cudaFuncAttributes code;
-  cudaError_t error = cudaFuncGetAttributes(&code, kernel.function);
+  const cudaError_t error = cudaFuncGetAttributes(&code, kernel.function);
   if (error != cudaSuccess) return error;
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(n_blocks));
-  config.blockDim = dim3(kernel.n_threads);
-  config.dynamicSmemBytes = smem_bytes;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = code.ptxVersion >= kFirstArchThatWaits ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel.function, call);
+  LaunchShape shape{dim3(n_blocks), kernel.n_threads, smem_bytes, stream};
+  shape.starts_early = code.ptxVersion >= kFirstArchThatWaits;
+  return LaunchKernel(kernel.function, shape, call);
 }
 
 // As many blocks as are resident at once; fewer if there is less to do.
@@ -162,10 +153,8 @@ cudaError_t FindAndLaunch(const SiluCall& call, cudaStream_t stream) {
       (needs_groups && call.n_groups > kMaxSiluGroups)) {
     return cudaErrorInvalidValue;
   }
-  int device = 0, n_sms = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error != cudaSuccess) return error;
-  error = cudaDeviceGetAttribute(&n_sms, cudaDevAttrMultiProcessorCount, device);
+  int n_sms = 0;
+  cudaError_t error = CountSms(&n_sms);
   if (error != cudaSuccess) return error;
   const size_t smem_bytes = needs_groups ? GroupTable::Bytes(call.n_groups) : 0;
   if (smem_bytes > kDefaultSmemBytes) {
@@ -187,7 +176,7 @@ cudaError_t LoadSiluKernels() {
     return LoadKernel(reinterpret_cast<const void*>(kernel.function), kernel.n_threads, 0,
                       &n_blocks);
   };
-  for (const RowType type : {RowType::kBFloat16, RowType::kFloat16, RowType::kFloat32}) {
+  for (const RowType type : kRowTypes) {
     call.x_type = type;
     for (const TokenFormat& format : kTokenFormats) {
       call.token_format = format.name;

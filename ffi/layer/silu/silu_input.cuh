@@ -52,8 +52,8 @@ struct SiluInput {
 
   __device__ void ToFloats(float (&gates)[kLaneElements], float (&ups)[kLaneElements]) const {
     float first[kLaneElements], second[kLaneElements];
-    UnpackAll(gate, first, T{});
-    UnpackAll(up, second, T{});
+    Unpack(gate, first, T{});
+    Unpack(up, second, T{});
 #pragma unroll
     for (int i = 0; i < kLaneElements; ++i) {
       const auto at = [&](int k) {
@@ -112,20 +112,6 @@ struct SiluInput {
     for (int i = 0; i < kLaneElements / 2; ++i) {
       constexpr uint32_t kLowerHalves = 0x5410;
       pairs[i] = kIsInterleaved ? __byte_perm(word(2 * i), word(2 * i + 1), kLowerHalves) : word(i);
-    }
-  }
-
-  template <class Half>
-  __device__ static void UnpackAll(const int4 (&data)[1], float (&values)[kLaneElements], Half) {
-    Unpack(data[0], values, Half{});
-  }
-  __device__ static void UnpackAll(const int4 (&data)[2], float (&values)[kLaneElements], float) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      float four[4];
-      Unpack(data[i], four, float{});
-#pragma unroll
-      for (int k = 0; k < 4; ++k) values[4 * i + k] = four[k];
     }
   }
 };

@@ -75,7 +75,7 @@ LaunchPlan RailLoopback::Launch(DispatchArgs args) {
 LaunchPlan RailLoopback::Launch(CombineArgs args) {
   const int64_t row_bytes = args.row_vectors * int64_t{kVectorBytes};
   RailCall rail = MakeCall(row_bytes, /*n_turns=*/1);
-  rail.rows = {args.out, all_.get(), row_bytes, /*by_node=*/true};
+  rail.rows = {static_cast<const uint8_t*>(args.out), all_.get(), row_bytes, /*by_node=*/true};
   if (mode_ == Mode::kOverlapped) {
     LaunchOverlapped(rail, &args);
     return args.call.plan;

@@ -193,18 +193,17 @@ class Fixture {
   DispatchArgs DispatchOf(int rank, const RankBuffers<T>& b, bool has_weights) const {
     DispatchArgs args{};
     args.size = token_size();
-    args.row_alignment = row_alignment();
-    args.n_source_nodes = 1;
     args.token_type = kRowType<T>;
     args.hidden_size = sizes.hidden;
     if (format.format != nullptr) {
       args.encoding = format.format->encoding;
-      args.scales = {b.scales.get(), format.scales_layout,
-                     static_cast<int32_t>(format.format->n_scales(sizes.hidden)),
-                     static_cast<int32_t>(format.format->scale_bytes())};
+      args.scales = b.scales.get();
+      args.scales_layout = format.scales_layout;
+      args.n_scales = format.format->n_scales(sizes.hidden);
+      args.scale_bytes = static_cast<int32_t>(format.format->scale_bytes());
     }
     args.input_scale = b.input_scale.get();
-    Check(group->DispatchCall(config, rank, b.n_tokens, args.size, &args.call));
+    Check(group->PlanCall(config, rank, b.n_tokens, args.size, &args.call));
     dispatch_plan.Apply(&args.call.plan);
     args.max_recv_tokens = sizes.max_recv_tokens;
     args.tokens = reinterpret_cast<const uint8_t*>(b.tokens.get());
@@ -215,7 +214,7 @@ class Fixture {
     args.src_info = b.src_info.get();
     args.n_dropped = b.n_dropped.get();
     args.n_invalid = b.n_invalid.get();
-    args.message_counts = b.message_counts.get();
+    args.handle = b.message_counts.get();
     args.message_rows = b.message_rows.get();
     args.row_weights = has_weights ? b.row_weights.get() : nullptr;
     return args;
@@ -227,21 +226,19 @@ class Fixture {
     CombineArgs args{};
     args.row_vectors = static_cast<int32_t>(sizes.hidden * sizeof(T) / kVectorBytes);
     const ReturnSize size{args.row_vectors, mode.reduce, has_scalars};
-    Check(group->CombineCall(config, rank, b.n_tokens, size, &args.call));
+    Check(group->PlanCall(config, rank, b.n_tokens, size, &args.call));
     combine_plan.Apply(&args.call.plan);
     args.row_type = kRowType<T>;
     args.max_recv_tokens = sizes.max_recv_tokens;
-    args.weighting = mode.weighting;
-    args.reduce = mode.reduce;
-    args.adds_shared_expert = mode.adds_shared_expert;
-    args.expert_out = reinterpret_cast<const uint8_t*>(expert_out);
+    args.mode = mode;
+    args.expert_out = expert_out;
     args.group_ids = b.group_ids.get();
-    args.message_counts = b.message_counts.get();
+    args.handle = b.message_counts.get();
     args.message_rows = b.message_rows.get();
     args.topk_weights = mode.weighting == Weighting::kSource ? b.topk_weights.get() : nullptr;
     args.row_weights = mode.weighting == Weighting::kRow ? b.row_weights.get() : nullptr;
-    args.residual = has_residual ? reinterpret_cast<const uint8_t*>(b.residual.get()) : nullptr;
-    args.out = reinterpret_cast<uint8_t*>(b.out.get());
+    args.residual = has_residual ? b.residual.get() : nullptr;
+    args.out = b.out.get();
     if (has_scalars) {
       args.row_scalars = b.row_scalars.get(), args.choice_scalars = b.choice_scalars.get();
     }
@@ -253,22 +250,20 @@ class Fixture {
                                 const CombineMode& mode, int choice = kAllChoices) const {
     CombineGradArgs args{};
     args.row_vectors = static_cast<int32_t>(sizes.hidden * sizeof(T) / kVectorBytes);
-    Check(group->CombineGradCall(config, rank, b.n_tokens, args.row_vectors, &args.call));
+    Check(group->PlanCall(config, rank, b.n_tokens, GradSize{args.row_vectors}, &args.call));
     dispatch_plan.Apply(&args.call.plan);
     args.row_type = kRowType<T>;
-    args.weighting = mode.weighting;
-    args.adds_shared_expert = mode.adds_shared_expert;
+    args.mode = mode;
     args.choice = choice;
     args.max_recv_tokens = sizes.max_recv_tokens;
-    args.row_alignment = row_alignment();
-    args.cotangent = reinterpret_cast<const uint8_t*>(b.cotangent.get());
-    args.expert_out = reinterpret_cast<const uint8_t*>(expert_out);
+    args.cotangent = b.cotangent.get();
+    args.expert_out = expert_out;
     args.row_offsets = b.row_offsets.get();
     args.src_info = b.src_info.get();
     args.group_ids = b.group_ids.get();
-    args.message_counts = b.message_counts.get();
+    args.handle = b.message_counts.get();
     args.message_rows = b.message_rows.get();
-    args.grad_expert_out = reinterpret_cast<uint8_t*>(b.grad_expert_out.get());
+    args.grad_expert_out = b.grad_expert_out.get();
     if (mode.weighting == Weighting::kSource) {
       args.topk_weights = b.topk_weights.get();
       args.grad_topk_weights = b.grad_topk_weights.get();

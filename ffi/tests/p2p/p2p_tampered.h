@@ -274,10 +274,10 @@ class Tampered {
                                           /*has_residual=*/false, call_.has_scalars);
     if (call_.is_async) {
       const ReturnSize size{args.row_vectors, call_.mode.reduce, call_.has_scalars};
-      Check(fixture_.group->CombineCall(fixture_.config, rank, kTokens, size, &args.call,
-                                        /*is_async=*/true));
+      Check(fixture_.group->PlanCall(fixture_.config, rank, kTokens, size, &args.call,
+                                     /*is_async=*/true));
     }
-    args.out = reinterpret_cast<uint8_t*>(results.out.get());
+    args.out = results.out.get();
     if (call_.has_scalars) args.choice_scalars = results.choice_scalars.get();
     CHECK_CUDA(LaunchCombine(args, fixture_.streams[rank], StartedEvent(rank)));
   }
@@ -287,10 +287,10 @@ class Tampered {
     const GuardedResults& results = results_[rank];
     CombineGradArgs args = fixture_.CombineGradOf(rank, b, b.rows.get(), call_.mode, choice);
     if (call_.is_async) {
-      Check(fixture_.group->CombineGradCall(fixture_.config, rank, kTokens, args.row_vectors,
-                                            &args.call, /*is_async=*/true));
+      Check(fixture_.group->PlanCall(fixture_.config, rank, kTokens, GradSize{args.row_vectors},
+                                     &args.call, /*is_async=*/true));
     }
-    args.grad_expert_out = reinterpret_cast<uint8_t*>(results.grad_expert_out.get());
+    args.grad_expert_out = results.grad_expert_out.get();
     if (args.grad_topk_weights) args.grad_topk_weights = results.grad_topk_weights.get();
     if (args.grad_row_weights) args.grad_row_weights = results.grad_row_weights.get();
     CHECK_CUDA(LaunchCombineGrad(args, fixture_.streams[rank], StartedEvent(rank)));
