@@ -81,8 +81,8 @@ format: $(VENV)/.deps  ## rewrite all sources in the project's format
 	$(BIN)/ruff format --quiet $(PY_DIRS)
 	$(BIN)/clang-format -i $(CXX_FILES)
 
-.PHONY: lint lint-python lint-cpp lint-types lint-imports lint-includes lint-streams
-lint: lint-python lint-cpp lint-types lint-imports lint-includes  ## check format, types, layers
+.PHONY: lint lint-python lint-cpp lint-types lint-imports lint-includes lint-streams lint-sizes
+lint: lint-python lint-cpp lint-types lint-imports lint-includes lint-sizes  ## check format, types, layers, sizes
 
 lint-python: $(VENV)/.deps
 	$(BIN)/ruff check $(PY_DIRS)
@@ -107,6 +107,10 @@ STREAM_HEADERS := fstream|iomanip|ios|iosfwd|iostream|istream|locale|ostream|reg
 lint-streams:
 	! grep -rnE --exclude-dir=tests \
 	  '#[[:space:]]*include[[:space:]]*<($(STREAM_HEADERS))>|std::(cerr|clog|cout|[a-z]*stream)\>' ffi
+
+# Files of at most 400 lines, functions of at most 60.
+lint-sizes: $(VENV)/.deps
+	$(BIN)/python tools/check_sizes.py
 
 # Needs neither the package nor what it needs: sources are read, not imported.
 DOCS_BIN := $(VENV)-docs/bin

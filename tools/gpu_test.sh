@@ -156,7 +156,7 @@ run_forms() {
 }
 
 run_nodes() {
-  run_tests test_nodes 300 tests/test_nodes.py -m "not multiprocess"
+  run_tests test_nodes 300 tests/test_nodes.py
 }
 
 run_nvshmem() {
