@@ -1,4 +1,6 @@
-#include "tests/unit/combine_test.h"
+// Tests of the sums of combine, run by host_test.
+
+#include "cpu/combine.h"
 
 #include <array>
 #include <cstdint>
@@ -9,7 +11,6 @@
 
 #include "core/float_types.h"
 #include "core/routing.h"
-#include "cpu/combine.h"
 #include "cpu/group.h"
 #include "cpu/rendezvous.h"
 #include "tests/unit/check.h"
@@ -95,7 +96,7 @@ std::array<float, kTokens> CombineOnNodes(int64_t n_ranks_per_node, Weighting we
 }
 
 // In bfloat16, 1 + 2^-9 rounds to 1, and 1 + 2^-8 is a tie that rounds to 1.
-void TestRanksAndNodesRoundTheirSums() {
+TEST(RanksAndNodesRoundTheirSums) {
   for (const Weighting weighting : {Weighting::kNone, Weighting::kSource, Weighting::kRow}) {
     for (const int64_t n_ranks_per_node : {1, 2, 4}) {
       const auto [by_rank, by_node] = CombineOnNodes(n_ranks_per_node, weighting);
@@ -105,17 +106,11 @@ void TestRanksAndNodesRoundTheirSums() {
   }
 }
 
-void TestNodesThatDoNotPartitionTheRanksAreRefused() {
+TEST(NodesThatDoNotPartitionTheRanksAreRefused) {
   const GroupSizes sizes{/*n_ranks=*/4, /*n_groups=*/8, 1, 1};
   CHECK_CONTAINS(HostGroups::Instance().Open("uneven", {sizes, 3, 1, 1, 1}, {}).message,
                  "got n_ranks=4, n_ranks_per_node=3");
 }
 
 }  // namespace
-
-void RunCombineTests() {
-  TestRanksAndNodesRoundTheirSums();
-  TestNodesThatDoNotPartitionTheRanksAreRefused();
-}
-
 }  // namespace jax_ep

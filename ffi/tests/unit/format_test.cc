@@ -1,4 +1,4 @@
-#include "tests/unit/format_test.h"
+// Tests of the token formats that quantize, run by host_test.
 
 #include <algorithm>
 #include <cmath>
@@ -6,7 +6,6 @@
 #include <memory>
 #include <vector>
 
-#include "core/e2m1.h"
 #include "core/formats.h"
 #include "core/quantize.h"
 #include "core/routing.h"
@@ -15,12 +14,13 @@
 #include "cpu/scales.h"
 #include "layer/silu/cpu_silu.h"
 #include "tests/unit/check.h"
+#include "tests/unit/fast_paths.h"
 #include "tests/unit/thread_pool.h"
 
 namespace jax_ep {
 namespace {
 
-void TestGroupsArePaddedAndCutAtTheCapacity() {
+TEST(GroupsArePaddedAndCutAtTheCapacity) {
   uint32_t row_offsets[5];
   int64_t first_row[4], n_rows[4];
   const auto ten_each = [](int64_t, int64_t) { return 10; };
@@ -38,7 +38,7 @@ void TestGroupsArePaddedAndCutAtTheCapacity() {
 }
 
 // Bytes of a token of 7168 elements, as docs/formats.md has them.
-void TestSizesAreThoseOfTheDocs() {
+TEST(SizesAreThoseOfTheDocs) {
   const auto bytes = [](const char* name) {
     const TokenFormat& format = *FindTokenFormat(name);
     return format.payload_bytes(7168) + format.n_scales(7168) * format.scale_bytes();
@@ -51,7 +51,7 @@ void TestSizesAreThoseOfTheDocs() {
   CHECK_EQ(FindTokenFormat("fp8") == nullptr, true);
 }
 
-void TestEveryCodeIsItsOwnNearest() {
+TEST(EveryCodeIsItsOwnNearest) {
   for (int code = 0; code < 0x7f; ++code) {
     const float value = FromE4m3(static_cast<uint8_t>(code));
     CHECK_EQ(static_cast<int>(ToE4m3(value)), code);
@@ -154,7 +154,7 @@ void CheckRows(const Sender& from, const Sender& to, int64_t group) {
   }
 }
 
-void TestRowsAreQuantizedOnTheWay() {
+TEST(RowsAreQuantizedOnTheWay) {
   GroupSizes sizes{};
   sizes.n_ranks = 2;
   sizes.n_groups = 4;
@@ -180,28 +180,14 @@ void TestRowsAreQuantizedOnTheWay() {
   }
 }
 
-void CheckCodes(uint32_t word, const float (&values)[8]) {
-  for (int i = 0; i < 8; ++i) CHECK_EQ(word >> 4 * i & 15, uint32_t{ToE2m1(values[i])});
-}
-
 // The kernels' conversion of eight numbers at once, run on the host: every exponent, both signs,
 // and fractions around the midpoints between codes.
-void TestWordsOfE2m1AreThoseOfOneByOne() {
+TEST(WordsOfE2m1AreThoseOfOneByOne) {
   for (uint32_t top = 0; top < 1 << 12; ++top) {
     if ((top >> 3 & 0xff) == 0xff) continue;  // infinity and NaN
     float values[8];
     for (uint32_t i = 0; i < 8; ++i) values[i] = FloatFromBits(top << 20 | (i - 4) % (1u << 20));
-    float largest = 0, scaled[8];
-    for (const float value : values) largest = std::max(largest, std::fabs(value));
-    if (largest < 7) CheckCodes(ToE2m1Word(values), values);
-    // As part of an MXFP4 block, whose largest element is one of them or larger.
-    for (int binades = 0; binades < 6; ++binades) {
-      const float amax = std::ldexp(largest, binades);
-      const auto block = MxFp4::EncodeScale(amax, {});
-      if (!MxFp4::IsFastPathExact(amax, block)) continue;
-      for (int i = 0; i < 8; ++i) scaled[i] = MxFp4::ScaleElement(values[i], block.factor);
-      CheckCodes(ToMxFp4Word(values, block), scaled);
-    }
+    CHECK_EQ(CountWrongWords(values), 0u);
   }
 }
 
@@ -212,18 +198,14 @@ int CountFastPath(uint32_t first, uint32_t end, float input_scale) {
   const InputScale global = InputScale::Make(input_scale);
   int n_fast = 0;
   for (uint32_t bits = first; bits < end; bits += 1009) {
-    const float amax = FloatFromBits(bits);
-    const auto got = Format::EncodeScaleFast(amax, global);
-    if (!Format::IsFastPathExact(amax, got)) continue;
-    ++n_fast;
-    const auto wanted = Format::EncodeScale(amax, global);
-    CHECK_EQ(got.scale, wanted.scale);
-    CHECK_EQ(FloatBits(got.factor), FloatBits(wanted.factor));
+    const FastScale scale = TryFastScale<Format>(FloatFromBits(bits), global);
+    n_fast += scale.is_taken;
+    CHECK_EQ(scale.is_wrong, false);
   }
   return n_fast;
 }
 
-void TestScalesOnTheFastPathAreExact() {
+TEST(ScalesOnTheFastPathAreExact) {
   const uint32_t small = FloatBits(0.001f), large = FloatBits(1e4f);
   for (const float input_scale : {1.0f, 0.3f}) {
     for (const auto count :
@@ -239,7 +221,7 @@ void TestScalesOnTheFastPathAreExact() {
   }
 }
 
-void TestActivationTouchesRowsInUseAlone() {
+TEST(ActivationTouchesRowsInUseAlone) {
   constexpr int64_t kRows = 200, kRowSize = 32, kUsed = 131;
   constexpr uint8_t kUntouched = 0xee;
   const std::vector<float> x(kRows * 2 * kRowSize, 1.0f);
@@ -274,15 +256,4 @@ void TestActivationTouchesRowsInUseAlone() {
 }
 
 }  // namespace
-
-void RunFormatTests() {
-  TestGroupsArePaddedAndCutAtTheCapacity();
-  TestSizesAreThoseOfTheDocs();
-  TestEveryCodeIsItsOwnNearest();
-  TestRowsAreQuantizedOnTheWay();
-  TestWordsOfE2m1AreThoseOfOneByOne();
-  TestScalesOnTheFastPathAreExact();
-  TestActivationTouchesRowsInUseAlone();
-}
-
 }  // namespace jax_ep

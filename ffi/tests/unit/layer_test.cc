@@ -1,4 +1,4 @@
-#include "tests/unit/layer_test.h"
+// Tests of dispatch, combine and its backward with threads for ranks, run by host_test.
 
 #include <cmath>
 #include <future>
@@ -184,7 +184,7 @@ std::shared_ptr<HostGroup> OpenTestGroup(int64_t n_ranks) {
 }
 
 // Every rank makes the same independent calls in an order of its own, several at a time.
-void TestIndependentCallsInAnyOrder(bool has_shared_expert) {
+void CallInAnyOrder(bool has_shared_expert) {
   constexpr int64_t kRanks = 4, kCalls = 6, kRuns = 5;
   const CombineMode mode{Weighting::kSource, /*reduce=*/true, has_shared_expert};
   const auto group = OpenTestGroup(kRanks);
@@ -212,11 +212,10 @@ void TestIndependentCallsInAnyOrder(bool has_shared_expert) {
   HostGroups::Instance().Close("test");
 }
 
-}  // namespace
-
-void RunLayerTests() {
-  TestIndependentCallsInAnyOrder(/*has_shared_expert=*/false);
-  TestIndependentCallsInAnyOrder(/*has_shared_expert=*/true);
+TEST(IndependentCallsInAnyOrder) {
+  CallInAnyOrder(/*has_shared_expert=*/false);
+  CallInAnyOrder(/*has_shared_expert=*/true);
 }
 
+}  // namespace
 }  // namespace jax_ep
