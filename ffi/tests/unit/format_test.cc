@@ -1,6 +1,5 @@
 // Tests of the token formats that quantize, run by host_test.
 
-#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <memory>
@@ -11,10 +10,10 @@
 #include "core/routing.h"
 #include "cpu/dispatch.h"
 #include "cpu/encode.h"
-#include "cpu/scales.h"
 #include "layer/silu/cpu_silu.h"
 #include "tests/unit/check.h"
 #include "tests/unit/fast_paths.h"
+#include "tests/unit/host_rank.h"
 #include "tests/unit/thread_pool.h"
 
 namespace jax_ep {
@@ -73,61 +72,15 @@ TEST(EveryCodeIsItsOwnNearest) {
 
 constexpr const TokenFormat& kFormat = *FindTokenFormat("nvfp4");
 
-// One rank's buffers. Every token goes to both groups of rows of the next rank.
-struct Sender {
+// Every token goes to both groups of rows of the next rank.
+struct Sender : HostRank<float> {
   Sender(std::shared_ptr<HostGroup> group, int64_t rank)
-      : sizes(group->sizes()),
-        tokens(sizes.max_tokens_per_rank * sizes.hidden_size),
-        group_ids(sizes.max_tokens_per_rank * sizes.n_choices),
-        rows(sizes.max_recv_tokens * kFormat.payload_bytes(sizes.hidden_size), 0xff),
-        row_offsets(sizes.n_local_groups() + 1),
-        src_info(sizes.max_recv_tokens * 2),
-        dst_rows(group_ids.size()) {
+      : HostRank(std::move(group), rank, {&kFormat, ScalesLayout::kAtoms}, RowType::kFloat32) {
     for (size_t i = 0; i < tokens.size(); ++i) tokens[i] = std::sin(static_cast<float>(i + rank));
     for (size_t i = 0; i < group_ids.size(); ++i) {
       group_ids[i] = static_cast<int32_t>(((rank + 1) * 2 + static_cast<int64_t>(i) % 2) % 4);
     }
-    args = std::make_unique<DispatchArgs>();
-    args->device = *group->Find(rank);
-    args->group = std::move(group);
-    SetOperands();
-    PrepareEncoding(*args);
-    CountOwnChoices(*args);
   }
-
-  void SetOperands() {
-    args->n_tokens = sizes.max_tokens_per_rank;
-    args->hidden_size = sizes.hidden_size;
-    args->max_recv_tokens = sizes.max_recv_tokens;
-    args->format = &kFormat;
-    args->scales_layout = ScalesLayout::kAtoms;
-    args->token_type = RowType::kFloat32;
-    args->token_bytes = sizes.hidden_size * static_cast<int64_t>(sizeof(float));
-    args->row_bytes = kFormat.payload_bytes(sizes.hidden_size);
-    args->n_scales = kFormat.n_scales(sizes.hidden_size);
-    scales.assign(ScalesShape(ScalesLayout::kAtoms, sizes.max_recv_tokens, args->n_scales,
-                              sizes.n_local_groups())
-                      .n_elements(),
-                  0xff);
-    args->scales = scales.data();
-    args->tokens = reinterpret_cast<const uint8_t*>(tokens.data());
-    args->group_ids = group_ids.data();
-    args->rows = rows.data();
-    args->row_offsets = row_offsets.data();
-    args->src_info = src_info.data();
-    args->n_dropped = &n_dropped;
-    args->n_invalid = &n_invalid;
-    args->handle = dst_rows.data();
-  }
-
-  GroupSizes sizes;
-  std::vector<float> tokens;
-  std::vector<int32_t> group_ids;
-  std::vector<uint8_t> rows, scales;
-  std::vector<uint32_t> row_offsets;
-  std::vector<int32_t> src_info, dst_rows;
-  int32_t n_dropped = 0, n_invalid = 0;
-  std::unique_ptr<DispatchArgs> args;
 };
 
 // Computes where the rows of one group, and their scales, must stand, apart from the code under
@@ -164,14 +117,10 @@ TEST(RowsAreQuantizedOnTheWay) {
   sizes.max_recv_tokens = 2 * sizes.max_tokens_per_rank;
   const HostGroupConfig config{sizes, /*n_ranks_per_node=*/2, /*row_alignment=*/1,
                                /*token_bytes=*/1, /*timeout_s=*/1};
-  const std::vector<Device> devices = {{0, {0, 0}}, {1, {0, 1}}};
-  const auto group = std::make_shared<HostGroup>(config, devices);
+  const auto group = std::make_shared<HostGroup>(config, MakeDevices(sizes.n_ranks));
   Sender ranks[] = {{group, 0}, {group, 1}};
   std::vector<Arrival> arrivals;
-  for (Sender& rank : ranks) {
-    const int64_t number = rank.args->device.coordinate.rank;
-    arrivals.push_back({number, std::move(rank.args), nullptr});
-  }
+  for (Sender& sender : ranks) arrivals.push_back({sender.rank, sender.Dispatch(), nullptr});
   TestPool threads(3);
   DispatchAll(threads.pool(), arrivals);
   for (int64_t local_group : {0, 1}) {
