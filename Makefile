@@ -81,8 +81,9 @@ format: $(VENV)/.deps  ## rewrite all sources in the project's format
 	$(BIN)/ruff format --quiet $(PY_DIRS)
 	$(BIN)/clang-format -i $(CXX_FILES)
 
-.PHONY: lint lint-python lint-cpp lint-types lint-imports lint-includes lint-streams lint-peers
-lint: lint-python lint-cpp lint-types lint-imports lint-includes  ## check format, types, layers
+.PHONY: lint lint-python lint-cpp lint-types lint-imports lint-includes lint-streams lint-peers \
+  lint-sizes
+lint: lint-python lint-cpp lint-types lint-imports lint-includes lint-sizes  ## check format, types, layers, sizes
 
 lint-python: $(VENV)/.deps
 	$(BIN)/ruff check $(PY_DIRS)
@@ -112,6 +113,10 @@ lint-streams:
 # Other ranks' memory is reached in few files.
 lint-peers:
 	$(PYTHON) tools/check_peer_access.py .
+
+# Files of at most 400 lines, functions of at most 60.
+lint-sizes: $(VENV)/.deps
+	$(BIN)/python tools/check_sizes.py
 
 # Needs neither the package nor what it needs: sources are read, not imported.
 DOCS_BIN := $(VENV)-docs/bin

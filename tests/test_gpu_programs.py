@@ -85,6 +85,15 @@ def operand_types(n_operands: int = 2, case=CASE, sharding=None):
     ]
 
 
+def scanned(layer, length: int = 3):
+    """A loop whose iterations pass the layer's result on as the tokens of the next."""
+
+    def loop(tokens, topk_ids):
+        return jax.lax.scan(lambda x, _: (layer(x, topk_ids), None), tokens, length=length)[0]
+
+    return loop
+
+
 def computations(program) -> list[list[str]]:
     """The instructions of each computation that has a call of ours, in scheduled order."""
     found = []
@@ -136,14 +145,11 @@ def test_all_calls_of_a_program_share_one_check(mesh, make_group) -> None:
 def test_a_loop_checks_in_each_iteration(mesh, make_group) -> None:
     group = make_group(config_of(CASE))
 
-    def loop(tokens, topk_ids):
-        def step(x, _):
-            rows = jax_ep.dispatch(group, x, topk_ids)
-            return jnp.tanh(jax_ep.combine(group, rows.tokens, rows)), None
+    def layer(tokens, topk_ids):
+        rows = jax_ep.dispatch(group, tokens, topk_ids)
+        return jnp.tanh(jax_ep.combine(group, rows.tokens, rows))
 
-        return jax.lax.scan(step, tokens, length=3)[0]
-
-    (steps,) = computations(compiled(mesh, loop))
+    (steps,) = computations(compiled(mesh, scanned(layer)))
     assert our_steps(steps) == [CHECK, "jax_ep_dispatch", "jax_ep_combine"]
 
 
@@ -220,13 +226,7 @@ def test_overlapped_work_is_scheduled_between_start_and_done(mesh, make_group, i
     def straight(tokens, topk_ids):
         return async_layers.overlapped_layer(group, tokens, topk_ids)[: len(tokens)]
 
-    def loop(tokens, topk_ids):
-        def step(x, _):
-            return straight(x, topk_ids), None
-
-        return jax.lax.scan(step, tokens, length=2)[0]
-
-    found = computations(compiled(mesh, loop if in_loop else straight))
+    found = computations(compiled(mesh, scanned(straight, 2) if in_loop else straight))
     steps = max(found, key=len)
     assert sorted(map(len, found))[:2] == [1, 1]  # the two calls on the other stream
     assert len(while_in_flight(steps)) == 2
@@ -312,21 +312,15 @@ def test_gradients_make_each_asynchronous_call_once(mesh, make_group, saved) -> 
     layer = jax.checkpoint(layer, policy=policy) if saved else layer
 
     def straight(tokens, topk_ids):
-        return jnp.sum(layer(layer(tokens, topk_ids), topk_ids).astype(jnp.float32))
+        return layer(layer(tokens, topk_ids), topk_ids)
 
-    def loop(tokens, topk_ids):
-        def step(x, _):
-            return layer(x, topk_ids), None
-
-        return jnp.sum(jax.lax.scan(step, tokens, length=2)[0].astype(jnp.float32))
-
-    for body, n_layers in ((straight, 2), (loop, 1)):
-        text = compiled(mesh, jax.grad(body)).as_text()
+    for body, n_layers in ((straight, 2), (scanned(layer, 2), 1)):
+        grad = jax.grad(lambda *x, body=body: jnp.sum(body(*x).astype(jnp.float32)))
+        text = compiled(mesh, grad).as_text()
         for target in ("async_alloc", "dispatch_start", "async_done"):
             assert text.count(f'custom_call_target="jax_ep_{target}"') == n_layers
         # The result of the last layer is not needed.
-        n_combines = text.count('custom_call_target="jax_ep_combine_start"')
-        assert n_combines == 1
+        assert text.count('custom_call_target="jax_ep_combine_start"') == 1
 
 
 def test_asynchronous_calls_have_no_second_derivative(mesh, make_group) -> None:

@@ -4,7 +4,7 @@
 # Usage: tools/gpu_test.sh LOG_FOLDER [CUDA_ARCHITECTURE [PART...]]   default: 90, all but soak
 #
 #   build       only builds
-#   quantize    the formats' arithmetic on the device, compared with the host's
+#   quantize    the formats' arithmetic on the device, compared with the host's and the definitions
 #   silu        fused_silu, compared with the host and the oracle; its speed
 #   matmul      grouped matmuls, compared with a plain kernel and with the oracle
 #   suite       the test suite, in one process with all GPUs
@@ -113,7 +113,7 @@ build_programs() {
     "-DCMAKE_CUDA_ARCHITECTURES=$arch" \
     "-DPython_EXECUTABLE=$(python3 -c 'import sys; print(sys.executable)')" &&
     step build_programs 300 cmake --build "$bin" --parallel 8 --target \
-      p2p_test p2p_format_test peer_memory_test quantize_test silu_test matmul_test &&
+      p2p_test peer_memory_test quantize_test silu_test matmul_test &&
     programs_built=1
 }
 
@@ -156,7 +156,7 @@ run_forms() {
 }
 
 run_nodes() {
-  run_tests test_nodes 300 tests/test_nodes.py -m "not multiprocess"
+  run_tests test_nodes 300 tests/test_nodes.py
 }
 
 run_nvshmem() {
@@ -194,7 +194,7 @@ run_kernels() {
   step kernels_fail_8 60 "$program" fail 8 "$gpus"
   step kernels_tampered 300 "$program" tampered 4 "$gpus"
   step kernels_cases 120 "$program" cases 4 "$gpus" 20
-  step kernels_formats 120 "$bin/p2p_format_test" 4 "$gpus" 60
+  step kernels_formats 120 "$program" formats 4 "$gpus" 60
   step kernels_2_processes_on_one_gpu 120 "$program" processes 2 1 2 10
   step kernels_4_processes_on_one_gpu 120 "$program" processes 4 1 4 10
   step kernels_8_ranks_in_2_processes 120 "$program" processes 8 "$gpus" 2 10

@@ -1,5 +1,5 @@
-// Benchmark of fused_silu next to a copy and an empty kernel: prints a table, and a line of JSON
-// for each measurement. Caches are cold: each call reads rows that no recent call has read.
+// Benchmark of fused_silu next to a copy and an empty kernel: prints a line of JSON for each
+// measurement. Caches are cold: each call reads rows that no recent call has read.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,7 +11,7 @@
 
 #include "core/formats.h"
 #include "layer/silu/cuda_silu.h"
-#include "tests/unit/check.h"
+#include "tests/p2p/p2p_memory.h"
 
 namespace jax_ep::silu {
 
@@ -55,7 +55,7 @@ double Measure(int n_calls, const Launch& launch) {
     cudaEventRecord(begin);
     for (int i = 0; i < n_calls; ++i) launch(i);
     cudaEventRecord(end);
-    CHECK_EQ(cudaEventSynchronize(end), cudaSuccess);
+    CHECK_CUDA(cudaEventSynchronize(end));
     float ms = 0;
     cudaEventElapsedTime(&ms, begin, end);
     if (repetition > 0) best_ms = std::min(best_ms, ms);
@@ -67,43 +67,25 @@ double Measure(int n_calls, const Launch& launch) {
 
 class SiluBench {
  public:
-  SiluBench() {
-    const int64_t x_bytes = kBufferRows * 2 * kRowSize * 2, out_bytes = x_bytes / 2;
-    CHECK_EQ(cudaMalloc(&x_, x_bytes), cudaSuccess);
-    CHECK_EQ(cudaMalloc(&out_, out_bytes), cudaSuccess);
-    CHECK_EQ(cudaMalloc(&scales_, out_bytes / 16), cudaSuccess);
-    CHECK_EQ(cudaMalloc(&row_offsets_, (kGroups + 1) * sizeof(uint32_t)), cudaSuccess);
-    FillBFloat16<<<2048, 256>>>(reinterpret_cast<uint16_t*>(x_), x_bytes / 2);
+  SiluBench()
+      : x_(kBufferRows * kRowSize * 4),
+        out_(x_.size() / 2),
+        scales_(out_.size() / 16),
+        row_offsets_(kGroups + 1) {
+    FillBFloat16<<<2048, 256>>>(reinterpret_cast<uint16_t*>(x_.get()), x_.size() / 2);
     int device = 0;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&n_sms_, cudaDevAttrMultiProcessorCount, device);
+    CHECK_CUDA(cudaGetDevice(&device));
+    CHECK_CUDA(cudaDeviceGetAttribute(&n_sms_, cudaDevAttrMultiProcessorCount, device));
     empty_us_ = Measure(200, [&](int) { EmptyKernel<<<n_sms_, 256>>>(); });
-    const double engine_us = MeasureCopies(Copier::kEngine, out_bytes);
-    const double kernel_us = MeasureCopies(Copier::kKernel, out_bytes);
-    copy_gb_per_s_ = 2.0 * out_bytes / std::min(engine_us, kernel_us) / 1e3;
-    std::printf("copy: %.0f GB/s (cudaMemcpyAsync %.0f, kernel %.0f); empty kernel: %.2f us\n",
-                copy_gb_per_s_, 2.0 * out_bytes / engine_us / 1e3,
-                2.0 * out_bytes / kernel_us / 1e3, empty_us_);
-  }
-
-  ~SiluBench() {
-    for (void* pointer : {static_cast<void*>(x_), static_cast<void*>(out_),
-                          static_cast<void*>(scales_), static_cast<void*>(row_offsets_)}) {
-      cudaFree(pointer);
-    }
+    copy_gb_per_s_ = 2.0 * out_.size() / CopyUs(2.0 * out_.size()) / 1e3;
   }
 
   void Run() {
-    std::printf("%-14s %-10s %7s %10s %8s %8s %10s %10s\n", "format", "scales", "rows", "us",
-                "GB/s", "of copy", "excess us", "copy us");
-    std::vector<RowFormat> formats = {{FindTokenFormat("plain_bfloat16"), ScalesLayout::kNone}};
+    RunFormat({FindTokenFormat("plain_bfloat16"), ScalesLayout::kNone});
     for (const TokenFormat& format : kTokenFormats) {
-      if (!format.is_plain()) formats.push_back({&format, format.layouts[0]});
+      if (!format.is_plain()) RunFormat({&format, format.layouts[0]});
+      if (format.element_bits() == 4) RunFormat({&format, ScalesLayout::kRowMajor});
     }
-    for (const TokenFormat& format : kTokenFormats) {
-      if (format.element_bits() == 4) formats.push_back({&format, ScalesLayout::kRowMajor});
-    }
-    for (const RowFormat& format : formats) RunFormat(format);
   }
 
  private:
@@ -122,21 +104,22 @@ class SiluBench {
   // Microseconds of one of many copies in a row, each of bytes of its own.
   double MeasureCopies(Copier copier, int64_t bytes) {
     bytes = bytes / 16 * 16;
-    const int64_t n_windows = kBufferRows * kRowSize * 2 / bytes;
+    const int64_t n_windows = out_.size() / bytes;
     return Measure(bytes >= 16 << 20 ? 16 : 200, [&](int i) {
       const int64_t at = i * 97 % n_windows * bytes;
+      uint8_t *const from = x_.get() + at, *const to = out_.get() + at;
       if (copier == Copier::kEngine) {
-        cudaMemcpyAsync(out_ + at, x_ + at, bytes, cudaMemcpyDeviceToDevice, nullptr);
+        cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, nullptr);
       } else {
-        CopyKernel<<<4 * n_sms_, 512>>>(reinterpret_cast<const int4*>(x_ + at),
-                                        reinterpret_cast<int4*>(out_ + at), bytes / 16);
+        CopyKernel<<<4 * n_sms_, 512>>>(reinterpret_cast<const int4*>(from),
+                                        reinterpret_cast<int4*>(to), bytes / 16);
       }
     });
   }
 
-  // Microseconds of a copy that moves as many bytes.
+  // Microseconds of a copy that moves as many bytes, the faster way.
   double CopyUs(double moved_bytes) {
-    const double bytes = std::min(moved_bytes / 2, 2.0 * kBufferRows * kRowSize);
+    const double bytes = std::min<double>(moved_bytes / 2, out_.size());
     const auto whole = static_cast<int64_t>(bytes);
     return std::min(MeasureCopies(Copier::kEngine, whole), MeasureCopies(Copier::kKernel, whole)) *
            (moved_bytes / 2 / bytes);
@@ -160,13 +143,13 @@ class SiluBench {
     call.row_size = kRowSize;
     call.n_scales = format.n_scales(kRowSize);
     call.x_type = call.out_type = RowType::kBFloat16;
-    call.row_offsets = row_offsets_;
-    call.scales = scales_;
+    call.row_offsets = row_offsets_.get();
+    call.scales = scales_.get();
     const auto launch = [&](int i) {
       const int64_t row = i * 97 % n_windows * n_used;
-      call.x = x_ + row * x_row_bytes;
-      call.out = out_ + row * out_row_bytes;
-      CHECK_EQ(LaunchFusedSilu(call, nullptr), cudaSuccess);
+      call.x = x_.get() + row * x_row_bytes;
+      call.out = out_.get() + row * out_row_bytes;
+      CHECK_CUDA(LaunchFusedSilu(call, nullptr));
     };
     const double us = Measure(n_used >= 8192 ? 16 : 200, launch);
     const int64_t scale_bytes = call.n_scales * format.scale_bytes();
@@ -179,9 +162,6 @@ class SiluBench {
     const double excess_us = result.us - empty_us_ - result.bytes / copy_gb_per_s_ / 1e3;
     const char* const name = format.format->is_plain() ? "bfloat16" : format.format->name.data();
     const char* const layout = Name(format.scales_layout).data();
-    std::printf("%-14s %-10s %7lld %10.2f %8.0f %7.0f%% %10.2f %10.2f\n", name, layout,
-                static_cast<long long>(n_used), result.us, gb_per_s, 100 * share, excess_us,
-                result.copy_us);
     std::printf(
         "{\"benchmark\": \"fused_silu\", \"format\": \"%s\", \"scales\": \"%s\", \"rows\": %lld, "
         "\"row_size\": %lld, "
@@ -198,14 +178,11 @@ class SiluBench {
     for (int64_t i = 0; i <= kGroups; ++i) {
       offsets.push_back(static_cast<uint32_t>(n_used * i / kGroups));
     }
-    cudaMemcpy(row_offsets_, offsets.data(), offsets.size() * sizeof(uint32_t),
-               cudaMemcpyHostToDevice);
+    row_offsets_.Write(offsets);
   }
 
-  uint8_t* x_ = nullptr;
-  uint8_t* out_ = nullptr;
-  uint8_t* scales_ = nullptr;
-  uint32_t* row_offsets_ = nullptr;
+  const DeviceArray<uint8_t> x_, out_, scales_;
+  DeviceArray<uint32_t> row_offsets_;
   int n_sms_ = 0;
   double empty_us_ = 0, copy_gb_per_s_ = 0;
 };

@@ -1,11 +1,13 @@
 // Expectations of the p2p tests: failures are counted and the first ones printed, so that a run
-// shows all that is wrong.
+// shows all that is wrong. Long runs print now and then how far they are.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdio>
 #include <cstring>
 #include <string>
+#include <utility>
 
 #include "core/float_types.h"
 
@@ -42,5 +44,39 @@ bool IsPoison(const T* values, size_t n) {
   // Each byte equals the one before.
   return n == 0 || (bytes[0] == 0xff && std::memcmp(bytes, bytes + 1, n * sizeof(T) - 1) == 0);
 }
+
+class Stopwatch {
+ public:
+  double Seconds() const { return std::chrono::duration<double>(Clock::now() - begin_).count(); }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  const Clock::time_point begin_ = Clock::now();
+};
+
+// A run of `n` steps that `what` names, which ends after `limit_s`, unless that is 0.
+class Progress {
+ public:
+  Progress(std::string what, int n, double limit_s)
+      : what_(std::move(what)), n_(n), limit_s_(limit_s) {}
+
+  int n_run() const { return n_run_; }
+  // Whether another step is to run.
+  bool HasNext() const { return n_run_ < n_ && (limit_s_ <= 0 || watch_.Seconds() < limit_s_); }
+  void Advance() { ++n_run_; }
+
+  void Print() const {
+    std::printf("%s: %d of %d, %d errors, %.1f s\n", what_.c_str(), n_run_, n_, n_errors,
+                watch_.Seconds());
+  }
+
+ private:
+  const std::string what_;
+  const int n_;
+  const double limit_s_;
+  const Stopwatch watch_;
+  int n_run_ = 0;
+};
 
 }  // namespace jax_ep::p2p

@@ -60,34 +60,39 @@ struct RankBuffers {
   DeviceArray<float> grad_topk_weights, grad_row_weights;
   DeviceArray<uint8_t> scales;  // of formats that have any
 
-  RankBuffers(const CaseSizes& s, int n_tokens, size_t out_rows)
-      : n_tokens(n_tokens),
-        tokens(static_cast<size_t>(n_tokens) * s.hidden),
-        rows(static_cast<size_t>(s.max_recv_tokens) * s.hidden),
-        residual(static_cast<size_t>(n_tokens) * s.hidden),
-        out(out_rows * s.hidden),
-        cotangent(out_rows * s.hidden),
-        grad_expert_out(static_cast<size_t>(s.max_recv_tokens) * s.hidden),
-        group_ids(static_cast<size_t>(n_tokens) * s.n_choices),
-        src_info(static_cast<size_t>(s.max_recv_tokens) * 2),
-        n_dropped(1),
-        n_invalid(1),
-        message_counts(s.n_ranks),
-        message_rows(static_cast<size_t>(s.n_ranks) * s.max_tokens * (1 + s.n_choices)),
-        row_offsets(s.n_local_groups() + 1),
-        topk_weights(static_cast<size_t>(n_tokens) * s.n_choices),
-        row_weights(s.max_recv_tokens),
-        input_scale(1),
-        row_scalars(s.max_recv_tokens),
-        choice_scalars(static_cast<size_t>(n_tokens) * s.n_choices),
-        grad_topk_weights(static_cast<size_t>(n_tokens) * s.n_choices),
-        grad_row_weights(s.max_recv_tokens) {
+  // `out_rows`: of combine; `guard`: elements beside each result of combine and its backward.
+  RankBuffers(const CaseSizes& s, int n_tokens, size_t out_rows, size_t guard = 0)
+      : n_tokens(n_tokens) {
+    const size_t n = n_tokens, n_choices = n * s.n_choices, n_rows = s.max_recv_tokens;
+    const auto make = [](size_t guard, size_t size, auto&... arrays) {
+      ((arrays = std::decay_t<decltype(arrays)>(size, guard)), ...);
+    };
+    make(0, n * s.hidden, tokens, residual);
+    make(0, n_rows * s.hidden, rows);
+    make(0, out_rows * s.hidden, cotangent);
+    make(0, n_choices, group_ids, topk_weights);
+    make(0, n_rows, row_weights, row_scalars);
+    make(0, n_rows * 2, src_info);
+    make(0, 1, n_dropped, n_invalid, input_scale);
+    make(0, s.n_ranks, message_counts);
+    make(0, size_t{1} * s.n_ranks * s.max_tokens * (1 + s.n_choices), message_rows);
+    make(0, s.n_local_groups() + 1, row_offsets);
+    make(guard, out_rows * s.hidden, out);
+    make(guard, n_rows * s.hidden, grad_expert_out);
+    make(guard, n_choices, choice_scalars, grad_topk_weights);
+    make(guard, n_rows, grad_row_weights);
     input_scale.Write({1.0f});
   }
 
+  // Those of dispatch.
   void PoisonResults() {
-    rows.Poison(), src_info.Poison(), n_dropped.Poison(), n_invalid.Poison();
+    rows.Poison(), src_info.Poison(), n_dropped.Poison(), n_invalid.Poison(), scales.Poison();
     message_counts.Poison(), message_rows.Poison(), row_offsets.Poison(), row_weights.Poison();
+  }
+  // Whether nothing was written beside the guarded results.
+  bool AreGuardsIntact() const {
+    return out.IsIntact() && choice_scalars.IsIntact() && grad_expert_out.IsIntact() &&
+           grad_topk_weights.IsIntact() && grad_row_weights.IsIntact();
   }
 };
 
@@ -138,9 +143,9 @@ class Fixture {
     const GroupConfig memory = is_roomy ? MakeRoom(config) : config;
     Check(CheckFits(config, memory));
     Open(memory);
-    streams.resize(sizes.n_ranks);
-    ForRanks([&](int rank) {
-      CHECK_CUDA(cudaStreamCreateWithFlags(&streams[rank], cudaStreamNonBlocking));
+    ForRanks([&](int) {
+      CHECK_CUDA(cudaStreamCreateWithFlags(&streams.emplace_back(), cudaStreamNonBlocking));
+      CHECK_CUDA(cudaEventCreateWithFlags(&events_.emplace_back(), cudaEventDisableTiming));
     });
   }
   ~Fixture() {
@@ -149,7 +154,15 @@ class Fixture {
     for (int rank = 0; rank < sizes.n_ranks; ++rank) {
       cudaSetDevice(devices[rank]);
       cudaStreamDestroy(streams[rank]);
+      cudaEventDestroy(events_[rank]);
     }
+  }
+
+  // Lets only some blocks send, as with many tokens; by bulk copies if the device has them.
+  void SplitBlocks(bool receives_in_bulk, int ring_slots) {
+    dispatch_plan = {5, 3, 1, 1, /*n_stages=*/4, receives_in_bulk ? 1 : -1};
+    combine_plan = {5, 3, 1, 1};
+    combine_plan.ring_slots = sizes.n_nodes > 1 ? -1 : ring_slots;  // rings do not sum by node
   }
 
   bool IsLocal(int rank) const { return exchange.IsLocal(rank, sizes.n_ranks); }
@@ -161,6 +174,14 @@ class Fixture {
       CHECK_CUDA(cudaSetDevice(devices[rank]));
       body(rank);
     }
+  }
+
+  // The same for the ranks of this process.
+  template <class Body>
+  void ForLocalRanks(const Body& body) const {
+    ForRanks([&](int rank) {
+      if (IsLocal(rank)) body(rank);
+    });
   }
 
   int row_alignment() const {
@@ -226,7 +247,7 @@ class Fixture {
     CombineArgs args{};
     args.row_vectors = static_cast<int32_t>(sizes.hidden * sizeof(T) / kVectorBytes);
     const ReturnSize size{args.row_vectors, mode.reduce, has_scalars};
-    Check(group->PlanCall(config, rank, b.n_tokens, size, &args.call));
+    Check(group->PlanCall(config, rank, b.n_tokens, size, &args.call, is_async));
     combine_plan.Apply(&args.call.plan);
     args.row_type = kRowType<T>;
     args.max_recv_tokens = sizes.max_recv_tokens;
@@ -250,7 +271,7 @@ class Fixture {
                                 const CombineMode& mode, int choice = kAllChoices) const {
     CombineGradArgs args{};
     args.row_vectors = static_cast<int32_t>(sizes.hidden * sizeof(T) / kVectorBytes);
-    Check(group->PlanCall(config, rank, b.n_tokens, GradSize{args.row_vectors}, &args.call));
+    Check(group->PlanCall(config, rank, b.n_tokens, GradSize{args.row_vectors}, &args.call, is_async));
     dispatch_plan.Apply(&args.call.plan);
     args.row_type = kRowType<T>;
     args.mode = mode;
@@ -275,17 +296,13 @@ class Fixture {
   }
 
   void Launch(int rank, const DispatchArgs& args) const {
-    CHECK_CUDA(cudaSetDevice(devices[rank]));
-    CHECK_CUDA(LaunchDispatch(args, streams[rank]));
+    CHECK_CUDA(LaunchDispatch(args, UseStream(rank)));
   }
   void Launch(int rank, const CombineArgs& args) const {
-    CHECK_CUDA(cudaSetDevice(devices[rank]));
-    CHECK_CUDA(LaunchCombine(args, streams[rank]));
+    CHECK_CUDA(LaunchCombine(args, UseStream(rank), StartedEvent(rank)));
   }
-
   void Launch(int rank, const CombineGradArgs& args) const {
-    CHECK_CUDA(cudaSetDevice(devices[rank]));
-    CHECK_CUDA(LaunchCombineGrad(args, streams[rank]));
+    CHECK_CUDA(LaunchCombineGrad(args, UseStream(rank), StartedEvent(rank)));
   }
 
   void Sync() const {
@@ -310,12 +327,11 @@ class Fixture {
   // Whether no rank of this process has failed; prints the failures.
   bool IsHealthy() const {
     bool is_healthy = true;
-    for (int rank = 0; rank < sizes.n_ranks; ++rank) {
-      if (!IsLocal(rank)) continue;
+    ForLocalRanks([&](int rank) {
       const Status status = group->CheckFailure(rank);
       if (!status.ok()) std::printf("FAILED: %s\n", status.message.c_str());
       is_healthy &= status.ok();
-    }
+    });
     return is_healthy;
   }
 
@@ -326,8 +342,16 @@ class Fixture {
   std::unique_ptr<RankGroup> group;
   std::vector<cudaStream_t> streams;
   PlanOverride dispatch_plan, combine_plan;
+  bool is_async = false;  // combine and its backward, as combine_start makes them
 
  private:
+  // The stream of a rank, whose device becomes the current one.
+  cudaStream_t UseStream(int rank) const {
+    CHECK_CUDA(cudaSetDevice(devices[rank]));
+    return streams[rank];
+  }
+  cudaEvent_t StartedEvent(int rank) const { return is_async ? events_[rank] : nullptr; }
+
   void Open(const GroupConfig& config) {
     std::vector<int> local_devices = devices;
     for (int rank = 0; rank < sizes.n_ranks; ++rank) {
@@ -351,6 +375,8 @@ class Fixture {
     Check(group->Connect(addresses));
     if (!exchange.Meet()) Check(DeadlineExceeded("a process did not connect"));
   }
+
+  std::vector<cudaEvent_t> events_;
 };
 
 }  // namespace jax_ep::p2p

@@ -3,12 +3,12 @@
 
 #include <unistd.h>
 
-#include <chrono>
 #include <cstdio>
 #include <random>
 #include <string>
 #include <vector>
 
+#include "tests/p2p/p2p_calls.h"
 #include "tests/p2p/p2p_expect.h"
 #include "tests/p2p/p2p_fixture.h"
 #include "tests/p2p/p2p_routings.h"
@@ -16,12 +16,22 @@
 namespace jax_ep::p2p {
 
 struct MissingOptions {
-  bool in_combine = false;  // which call the rank misses; otherwise a dispatch
-  bool in_ring = false;     // combine with rings
-  bool in_grad = false;     // the backward of combine
-  bool in_lines = false;    // calls in lines
+  enum Call { kDispatch, kCombine, kCombineGrad } call = kDispatch;  // which one the rank misses
   Weighting weighting = Weighting::kNone;
-  bool exits = false;  // its process exits
+  bool in_lines = false;  // calls in lines
+  bool in_ring = false;   // combine with rings
+  bool exits = false;     // its process exits
+};
+
+constexpr MissingOptions kMissingOptions[] = {
+    {MissingOptions::kDispatch},
+    {MissingOptions::kDispatch, Weighting::kNone, /*in_lines=*/true},
+    {MissingOptions::kCombine},
+    {MissingOptions::kCombine, Weighting::kNone, /*in_lines=*/false, /*in_ring=*/true},
+    {MissingOptions::kCombine, Weighting::kNone, /*in_lines=*/true},
+    {MissingOptions::kCombine, Weighting::kSource},
+    {MissingOptions::kCombine, Weighting::kSource, /*in_lines=*/true},
+    {MissingOptions::kCombineGrad, Weighting::kSource},
 };
 
 // The last rank makes the first call, and misses the second. The other ranks must end it at the
@@ -32,26 +42,17 @@ class MissingRank {
       : options_(options),
         limit_s_(exchange.is_alone() ? 0.2 : 2.0),
         missing_(n_ranks - 1),
+        random_(3),
         fixture_({n_ranks, n_ranks * 4, 4, kTokens, 64, kTokens * n_ranks * 4}, devices, limit_s_,
-                 /*n_sms=*/0, /*format=*/{}, options.in_lines) {
-    if (options.in_ring) {
-      fixture_.combine_plan = {3, 2, 1, 1};
-      fixture_.combine_plan.ring_slots = 2;
-    }
-    std::mt19937 random(3);
-    fixture_.ForRanks([&](int) {
-      RankBuffers<float>& b = buffers_.emplace_back(fixture_.sizes, kTokens, kTokens);
-      b.group_ids.Write(MakeIds(fixture_.sizes, Pattern::kUniform, kTokens, random));
-      b.tokens.Write(RandomValues<float>(b.tokens.size(), random));
-      b.cotangent.Write(RandomValues<float>(b.cotangent.size(), random));
-      b.topk_weights.Write(RandomWeights(b.topk_weights.size(), random));
-      CHECK_CUDA(cudaDeviceSynchronize());
-    });
+                 /*n_sms=*/0, /*format=*/{}, options.in_lines),
+        calls_(fixture_, MakeAllIds(fixture_.sizes, Pattern::kUniform, kTokens, random_), random_,
+               {/*returns_rows=*/true}) {
+    if (options.in_ring) fixture_.combine_plan = {3, 2, 1, 1, 0, 0, /*ring_slots=*/2};
   }
 
   void Run() {
     Expect(exchange.Meet(), "fail: a process did not arrive");
-    for (int rank = 0; rank <= missing_; ++rank) LaunchDispatch(rank);
+    fixture_.ForLocalRanks([&](int rank) { calls_.LaunchDispatch(rank, /*has_weights=*/false); });
     fixture_.Sync();
     Expect(fixture_.IsHealthy(), "fail: the first call");
     if (options_.exits && fixture_.IsLocal(missing_)) {
@@ -78,81 +79,68 @@ class MissingRank {
  private:
   static constexpr int kTokens = 8;
 
-  void LaunchDispatch(int rank) {
-    if (!fixture_.IsLocal(rank)) return;
-    fixture_.Launch(rank, fixture_.DispatchOf(rank, buffers_[rank], /*has_weights=*/false));
-  }
+  bool misses_dispatch() const { return options_.call == MissingOptions::kDispatch; }
 
-  bool misses_dispatch() const { return !options_.in_combine && !options_.in_grad; }
+  // The ranks of this process that do not miss the call.
+  template <class Body>
+  void ForOthers(const Body& body) {
+    fixture_.ForLocalRanks([&](int rank) {
+      if (rank != missing_) body(rank);
+    });
+  }
 
   // Fills the handles that dispatch will leave with numbers that would be rows far beyond memory.
   void SpoilHandles() {
-    for (int rank = 0; rank < missing_; ++rank) {
-      if (!fixture_.IsLocal(rank)) continue;
-      CHECK_CUDA(cudaSetDevice(fixture_.devices[rank]));
-      for (const DeviceArray<int32_t>* handle :
-           {&buffers_[rank].message_counts, &buffers_[rank].message_rows}) {
+    ForOthers([&](int rank) {
+      const RankBuffers<float>& b = calls_.buffers(rank);
+      for (const DeviceArray<int32_t>* handle : {&b.message_counts, &b.message_rows}) {
         CHECK_CUDA(cudaMemset(handle->get(), 0x3f, handle->size() * sizeof(int32_t)));
       }
       CHECK_CUDA(cudaDeviceSynchronize());
-    }
+    });
   }
 
   // Calls that take the handle of a dispatch that has failed do not follow it.
   void CombineAfterFailure() {
     for (const Weighting weighting : {Weighting::kNone, Weighting::kRow}) {
       const CombineMode mode{weighting, /*reduce=*/true, /*adds_shared_expert=*/false};
-      for (int rank = 0; rank < missing_; ++rank) {
-        if (!fixture_.IsLocal(rank)) continue;
-        const RankBuffers<float>& b = buffers_[rank];
-        fixture_.Launch(rank, fixture_.CombineOf(rank, b, b.rows.get(), mode));
-        fixture_.Launch(rank, fixture_.CombineGradOf(rank, b, b.rows.get(), mode));
-      }
+      ForOthers([&](int rank) { calls_.LaunchCombine(rank, mode), calls_.LaunchGrad(rank, mode); });
     }
     fixture_.Sync();  // an access beyond memory would be an error of the device
   }
 
-  // The call that a rank misses.
-  void LaunchMissed(int rank) {
-    if (!fixture_.IsLocal(rank)) return;
-    const RankBuffers<float>& b = buffers_[rank];
-    const CombineMode mode{options_.weighting, /*reduce=*/true, /*adds_shared_expert=*/false};
-    if (options_.in_grad) {
-      fixture_.Launch(rank, fixture_.CombineGradOf(rank, b, b.rows.get(), mode));
-    } else if (options_.in_combine) {
-      fixture_.Launch(rank, fixture_.CombineOf(rank, b, b.rows.get(), mode));
-    } else {
-      LaunchDispatch(rank);
-    }
-  }
-
   // Seconds of a call of all ranks but the missing one.
   double TimeCall() {
-    const auto begin = std::chrono::steady_clock::now();
-    for (int rank = 0; rank < missing_; ++rank) LaunchMissed(rank);
+    const CombineMode mode{options_.weighting, /*reduce=*/true, /*adds_shared_expert=*/false};
+    const Stopwatch watch;
+    ForOthers([&](int rank) {
+      if (misses_dispatch()) return calls_.LaunchDispatch(rank, /*has_weights=*/false);
+      if (options_.call == MissingOptions::kCombine) return calls_.LaunchCombine(rank, mode);
+      calls_.LaunchGrad(rank, mode);
+    });
     fixture_.Sync();
-    return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+    return watch.Seconds();
   }
 
   // Whether ranks of this process have waited; their messages must name the missing rank.
   bool CheckMessages() {
     bool has_waiters = false;
-    for (int rank = 0; rank < missing_; ++rank) {
-      if (!fixture_.IsLocal(rank)) continue;
+    ForOthers([&](int rank) {
       has_waiters = true;
       const Status status = fixture_.group->CheckFailure(rank);
       std::printf("  %s\n", status.message.c_str());
       const std::string peer = "for rank " + std::to_string(missing_) + " ";
       Expect(status.message.find(peer) != std::string::npos, "fail: the message names the peer");
-    }
+    });
     return has_waiters;
   }
 
   const MissingOptions options_;
   const double limit_s_;
   const int missing_;
+  std::mt19937 random_;
   Fixture<float> fixture_;
-  std::vector<RankBuffers<float>> buffers_;
+  Calls<float> calls_;
 };
 
 }  // namespace jax_ep::p2p

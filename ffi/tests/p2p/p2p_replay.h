@@ -2,14 +2,13 @@
 #pragma once
 
 #include <algorithm>
-#include <cstdio>
+#include <deque>
 #include <string>
 #include <vector>
 
+#include "tests/p2p/p2p_calls.h"
 #include "tests/p2p/p2p_expect.h"
 #include "tests/p2p/p2p_fixture.h"
-#include "tests/p2p/p2p_progress.h"
-#include "tests/p2p/p2p_workload.h"
 
 namespace jax_ep::p2p {
 
@@ -22,14 +21,10 @@ class Replay {
   Replay(int n_ranks, const std::vector<int>& devices)
       : fixture_({n_ranks, n_ranks * 8, 4, kTokens, 1024, kTokens * n_ranks * 4}, devices, 20.0) {
     std::mt19937 random(11);
-    steps_.reserve(kSteps);
     for (int step = 0; step < kSteps; ++step) {
       const Pattern pattern = step == 1 ? Pattern::kZipf : Pattern::kUniform;
-      std::vector<std::vector<int32_t>> ids;
-      for (int rank = 0; rank < n_ranks; ++rank) {
-        ids.push_back(MakeIds(fixture_.sizes, pattern, kTokens, random));
-      }
-      steps_.emplace_back(fixture_, std::move(ids), random);
+      steps_.emplace_back(fixture_, MakeAllIds(fixture_.sizes, pattern, kTokens, random), random,
+                          CallsOptions{/*returns_rows=*/true});
     }
     graphs_ = fixture_.Capture([&](int rank) { LaunchSteps(rank); });
   }
@@ -59,13 +54,17 @@ class Replay {
  private:
   static constexpr int kSteps = 3;
   static constexpr int kTokens = 16;
+  static constexpr CombineMode kMode{Weighting::kRow, /*reduce=*/true,
+                                     /*adds_shared_expert=*/false};
 
   void LaunchSteps(int rank) {
-    for (Workload<BFloat16>& step : steps_) {
-      step.PoisonAsync(rank);
-      step.LaunchDispatch(rank);
+    for (Calls<BFloat16>& step : steps_) {
+      // Results of a previous replay do not pass for those of the next.
+      step.buffers(rank).rows.PoisonAsync(fixture_.streams[rank]);
+      step.buffers(rank).out.PoisonAsync(fixture_.streams[rank]);
+      step.LaunchDispatch(rank, /*has_weights=*/true);
     }
-    for (const Workload<BFloat16>& step : steps_) step.LaunchCombine(rank);
+    for (const Calls<BFloat16>& step : steps_) step.LaunchCombine(rank, kMode);
   }
 
   void CheckResults(int n_run) {
@@ -73,11 +72,12 @@ class Replay {
     const std::string name = "replay " + std::to_string(n_run);
     if (!fixture_.IsHealthy()) return Expect(false, name + " did not end");
     for (int step = 0; step < kSteps; ++step) {
-      for (int rank = 0; rank < fixture_.sizes.n_ranks; ++rank) {
-        steps_[step].Check(
-            rank, /*stride=*/1,
-            name + ", step " + std::to_string(step) + ", rank " + std::to_string(rank));
-      }
+      fixture_.ForRanks([&](int rank) {
+        const std::string where =
+            name + ", step " + std::to_string(step) + ", rank " + std::to_string(rank);
+        steps_[step].CheckDispatch(rank, /*has_weights=*/true, where + ", dispatch");
+        steps_[step].CheckCombine(rank, kMode, false, false, where + ", combine");
+      });
     }
   }
 
@@ -92,7 +92,7 @@ class Replay {
   }
 
   Fixture<BFloat16> fixture_;
-  std::vector<Workload<BFloat16>> steps_;
+  std::deque<Calls<BFloat16>> steps_;
   std::vector<cudaGraphExec_t> graphs_;
 };
 

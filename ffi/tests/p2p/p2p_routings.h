@@ -77,6 +77,14 @@ inline std::vector<int32_t> MakeIds(const CaseSizes& sizes, Pattern pattern, int
   return Router(sizes, pattern, random).MakeIds(n_tokens);
 }
 
+// The same number of tokens on every rank: [R][T * N].
+inline std::vector<std::vector<int32_t>> MakeAllIds(const CaseSizes& sizes, Pattern pattern,
+                                                    int n_tokens, std::mt19937& random) {
+  std::vector<std::vector<int32_t>> ids(sizes.n_ranks);
+  for (auto& of_rank : ids) of_rank = MakeIds(sizes, pattern, n_tokens, random);
+  return ids;
+}
+
 // Makes each token's last choice a group of the token's own rank, unless it is no group.
 inline void ShareLastChoice(const CaseSizes& sizes, int rank, std::vector<int32_t>& ids) {
   for (size_t i = sizes.n_choices - 1; i < ids.size(); i += sizes.n_choices) {

@@ -2,7 +2,6 @@
 // of the buffers, the call ends in time, and its rank says why it has failed.
 #pragma once
 
-#include <chrono>
 #include <climits>
 #include <cstdint>
 #include <cstdio>
@@ -11,46 +10,12 @@
 #include <utility>
 #include <vector>
 
+#include "tests/p2p/p2p_calls.h"
 #include "tests/p2p/p2p_expect.h"
 #include "tests/p2p/p2p_fixture.h"
 #include "tests/p2p/p2p_routings.h"
 
 namespace jax_ep::p2p {
-
-// An array between two others that nothing may write.
-template <class T>
-class GuardedArray {
- public:
-  explicit GuardedArray(size_t size) : array_(size + 2 * kGuard) { array_.Poison(); }
-
-  T* get() const { return array_.get() + kGuard; }
-  bool IsIntact() const {
-    return IsPoison(array_.Fetch(kGuard), kGuard) &&
-           IsPoison(array_.Read(array_.size() - kGuard, kGuard).data(), kGuard);
-  }
-
- private:
-  static constexpr size_t kGuard = 8192;  // elements
-
-  DeviceArray<T> array_;
-};
-
-// What the calls of a rank write.
-struct GuardedResults {
-  GuardedArray<float> out, choice_scalars, grad_expert_out, grad_topk_weights, grad_row_weights;
-
-  GuardedResults(const CaseSizes& sizes, int n_tokens)
-      : out(size_t{1} * n_tokens * sizes.n_choices * sizes.hidden),
-        choice_scalars(size_t{1} * n_tokens * sizes.n_choices),
-        grad_expert_out(size_t{1} * sizes.max_recv_tokens * sizes.hidden),
-        grad_topk_weights(size_t{1} * n_tokens * sizes.n_choices),
-        grad_row_weights(sizes.max_recv_tokens) {}
-
-  bool AreIntact() const {
-    return out.IsIntact() && choice_scalars.IsIntact() && grad_expert_out.IsIntact() &&
-           grad_topk_weights.IsIntact() && grad_row_weights.IsIntact();
-  }
-};
 
 // What is changed: the handle, and other fields that combine or its backward read.
 enum class Field { kCounts, kToken, kRow, kGroupIds, kOffsets, kSrcInfo };
@@ -102,17 +67,12 @@ class Tampered {
         limit_s_(limit_s),
         random_(seed),
         rank_(static_cast<int>(random_() % n_ranks)),
-        fixture_(SizesOf(n_ranks), devices, limit_s, /*n_sms=*/0, /*format=*/{}, call.in_lines) {
-    if (call.splits_blocks) {
-      fixture_.dispatch_plan = fixture_.combine_plan = {5, 3, 1, 1};
-      fixture_.dispatch_plan.n_stages = 4;
-      fixture_.dispatch_plan.receives_in_bulk = 1;
-      fixture_.combine_plan.ring_slots = 2;
-    }
-    fixture_.ForRanks([&](int rank) { MakeBuffers(rank); });
-  }
-  ~Tampered() {
-    for (const cudaEvent_t event : events_) cudaEventDestroy(event);
+        fixture_(SizesOf(n_ranks), devices, limit_s, /*n_sms=*/0, /*format=*/{}, call.in_lines),
+        calls_(fixture_, MakeSharedIds(), random_,
+               {/*returns_rows=*/true, call.mode.adds_shared_expert, /*has_choices=*/true,
+                /*guard=*/8192}) {
+    if (call.splits_blocks) fixture_.SplitBlocks(/*receives_in_bulk=*/true, /*ring_slots=*/2);
+    fixture_.is_async = call.is_async;
   }
 
   void Run(Field field, Change change) {
@@ -120,24 +80,25 @@ class Tampered {
                              std::to_string(static_cast<int>(field)) + ", change " +
                              std::to_string(static_cast<int>(change));
     running = name;
-    ForAll([&](int rank) {
-      const bool has_weights = call_.mode.weighting == Weighting::kRow;
-      fixture_.Launch(rank, fixture_.DispatchOf(rank, buffers_[rank], has_weights));
-    });
-    fixture_.Sync();
-    if (!fixture_.IsHealthy()) return Expect(false, name + ": dispatch did not end");
+    if (!calls_.Dispatch(call_.mode.weighting == Weighting::kRow, name)) return;
     CHECK_CUDA(cudaSetDevice(fixture_.devices[rank_]));
     const bool must_fail = Corrupt(field, change);
 
-    const auto begin = std::chrono::steady_clock::now();
-    LaunchCalls();
+    const Stopwatch watch;
+    if (call_.is_grad) {
+      calls_.LaunchGrads(call_.mode);
+    } else {
+      fixture_.ForLocalRanks([&](int rank) {
+        calls_.LaunchCombine(rank, call_.mode, /*has_residual=*/false, call_.has_scalars);
+      });
+    }
     fixture_.Sync();  // an access beyond memory would be an error of the device
     CHECK_CUDA(cudaGetLastError());
-    const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - begin;
-    Expect(passed.count() < limit_s_ + 0.8, name + ": took " + std::to_string(passed.count()));
-    for (int rank = 0; rank < fixture_.sizes.n_ranks; ++rank) {
-      Expect(results_[rank].AreIntact(), name + ": wrote beyond the results");
-    }
+    const double passed_s = watch.Seconds();
+    Expect(passed_s < limit_s_ + 0.8, name + ": took " + std::to_string(passed_s));
+    fixture_.ForLocalRanks([&](int rank) {
+      Expect(calls_.buffers(rank).AreGuardsIntact(), name + ": wrote beyond the results");
+    });
     if (!must_fail) return;
     const std::string message = fixture_.group->CheckFailure(rank_).message;
     const std::string wanted = "that of rank " + std::to_string(rank_) + " was changed";
@@ -154,25 +115,12 @@ class Tampered {
     return sizes;
   }
 
-  void MakeBuffers(int rank) {
-    const CaseSizes& sizes = fixture_.sizes;
-    results_.emplace_back(sizes, kTokens);
-    RankBuffers<float>& b = buffers_.emplace_back(sizes, kTokens, kTokens * sizes.n_choices);
-    std::vector<int32_t> ids = MakeIds(sizes, Pattern::kUniform, kTokens, random_);
-    if (call_.mode.adds_shared_expert) ShareLastChoice(sizes, rank, ids);
-    b.group_ids.Write(ids);
-    b.tokens.Write(RandomValues<float>(b.tokens.size(), random_));
-    b.cotangent.Write(RandomValues<float>(b.cotangent.size(), random_));
-    b.topk_weights.Write(RandomWeights(b.topk_weights.size(), random_));
-    b.row_scalars.Write(RandomWeights(b.row_scalars.size(), random_));
-    b.PoisonResults();
-    CHECK_CUDA(cudaEventCreateWithFlags(&events_.emplace_back(), cudaEventDisableTiming));
-    CHECK_CUDA(cudaDeviceSynchronize());
-  }
-
-  template <class Body>
-  void ForAll(const Body& body) {
-    for (int rank = 0; rank < fixture_.sizes.n_ranks; ++rank) body(rank);
+  std::vector<std::vector<int32_t>> MakeSharedIds() {
+    auto ids = MakeAllIds(fixture_.sizes, Pattern::kUniform, kTokens, random_);
+    for (int rank = 0; call_.mode.adds_shared_expert && rank < fixture_.sizes.n_ranks; ++rank) {
+      ShareLastChoice(fixture_.sizes, rank, ids[rank]);
+    }
+    return ids;
   }
 
   // The number that replaces `value`, of which those from 0 to `end` - 1 can be. `none`: the lowest
@@ -198,7 +146,7 @@ class Tampered {
   // Replaces a value of the field; returns whether the call must fail.
   bool Corrupt(Field field, Change change) {
     const CaseSizes& sizes = fixture_.sizes;
-    RankBuffers<float>& b = buffers_[rank_];
+    RankBuffers<float>& b = calls_.buffers(rank_);
     const int32_t n_rows = sizes.max_recv_tokens;
     const bool is_other = change == Change::kOther;
     switch (field) {
@@ -238,7 +186,7 @@ class Tampered {
   // The place of a message in message_rows.
   size_t FindMessage() {
     const CaseSizes& sizes = fixture_.sizes;
-    const std::vector<int32_t> counts = buffers_[rank_].message_counts.Read();
+    const std::vector<int32_t> counts = calls_.buffers(rank_).message_counts.Read();
     int source = static_cast<int>(random_() % sizes.n_ranks);
     while (counts[source] == 0) source = (source + 1) % sizes.n_ranks;
     const size_t slot = random_() % counts[source];
@@ -248,52 +196,11 @@ class Tampered {
   // The place of a message's row there.
   size_t FindRow() {
     const size_t message = FindMessage(), n_choices = fixture_.sizes.n_choices;
-    const std::vector<int32_t> rows = buffers_[rank_].message_rows.Read(message + 1, n_choices);
+    const std::vector<int32_t> rows =
+        calls_.buffers(rank_).message_rows.Read(message + 1, n_choices);
     size_t k = random_() % n_choices;
     while (rows[k] < 0) k = (k + 1) % n_choices;
     return message + 1 + k;
-  }
-
-  void LaunchCalls() {
-    const int n_launches = call_.is_grad && !call_.mode.reduce ? fixture_.sizes.n_choices : 1;
-    for (int i = 0; i < n_launches; ++i) {
-      ForAll([&](int rank) {
-        CHECK_CUDA(cudaSetDevice(fixture_.devices[rank]));
-        if (!call_.is_grad) return LaunchCombineOf(rank);
-        LaunchGradOf(rank, call_.mode.reduce ? kAllChoices : i);
-      });
-    }
-  }
-
-  cudaEvent_t StartedEvent(int rank) const { return call_.is_async ? events_[rank] : nullptr; }
-
-  void LaunchCombineOf(int rank) {
-    const RankBuffers<float>& b = buffers_[rank];
-    const GuardedResults& results = results_[rank];
-    CombineArgs args = fixture_.CombineOf(rank, b, b.rows.get(), call_.mode,
-                                          /*has_residual=*/false, call_.has_scalars);
-    if (call_.is_async) {
-      const ReturnSize size{args.row_vectors, call_.mode.reduce, call_.has_scalars};
-      Check(fixture_.group->PlanCall(fixture_.config, rank, kTokens, size, &args.call,
-                                     /*is_async=*/true));
-    }
-    args.out = results.out.get();
-    if (call_.has_scalars) args.choice_scalars = results.choice_scalars.get();
-    CHECK_CUDA(LaunchCombine(args, fixture_.streams[rank], StartedEvent(rank)));
-  }
-
-  void LaunchGradOf(int rank, int choice) {
-    const RankBuffers<float>& b = buffers_[rank];
-    const GuardedResults& results = results_[rank];
-    CombineGradArgs args = fixture_.CombineGradOf(rank, b, b.rows.get(), call_.mode, choice);
-    if (call_.is_async) {
-      Check(fixture_.group->PlanCall(fixture_.config, rank, kTokens, GradSize{args.row_vectors},
-                                     &args.call, /*is_async=*/true));
-    }
-    args.grad_expert_out = results.grad_expert_out.get();
-    if (args.grad_topk_weights) args.grad_topk_weights = results.grad_topk_weights.get();
-    if (args.grad_row_weights) args.grad_row_weights = results.grad_row_weights.get();
-    CHECK_CUDA(LaunchCombineGrad(args, fixture_.streams[rank], StartedEvent(rank)));
   }
 
   const TamperedCall call_;
@@ -301,9 +208,7 @@ class Tampered {
   std::mt19937 random_;
   const int rank_;  // whose values are changed
   Fixture<float> fixture_;
-  std::vector<RankBuffers<float>> buffers_;
-  std::vector<GuardedResults> results_;
-  std::vector<cudaEvent_t> events_;
+  Calls<float> calls_;
 };
 
 // Every call with every change of every field, or of each `stride` one.

@@ -2,8 +2,10 @@
 //
 //   p2p_test cases RANKS DEVICES N_CASES [SEED [SECONDS]]
 //       random sizes, routings and modes, until SECONDS have passed; case i has the seed SEED + i
+//   p2p_test formats RANKS DEVICES N_CASES [SEED [SECONDS]]
+//       the same for dispatch with token formats, compared with the host's encoder
 //   p2p_test large RANKS DEVICES TOKENS [SMS]
-//       H = 7168, 256 groups, 8 choices; samples are compared
+//       H = 7168, 256 groups, 8 choices
 //   p2p_test replay RANKS DEVICES N_REPLAYS [SECONDS]
 //       captured graphs, until SECONDS have passed
 //   p2p_test fail RANKS DEVICES
@@ -13,66 +15,43 @@
 //   p2p_test processes RANKS DEVICES PROCESSES N_CASES [SEED]
 //       `cases` and `fail` with ranks in several processes; then one of them exits
 //
-// Ranks are spread evenly over the devices 0 to DEVICES - 1, and over the processes. `cases` and
-// `replay` print now and then how far they are.
+// Ranks are spread evenly over the devices 0 to DEVICES - 1, and over the processes. `cases`,
+// `formats` and `replay` print now and then how far they are.
 
 #include <cstdio>
 #include <cstdlib>
 #include <string>
 #include <vector>
 
+#include "tests/p2p/p2p_calls.h"
 #include "tests/p2p/p2p_cases.h"
 #include "tests/p2p/p2p_missing.h"
 #include "tests/p2p/p2p_replay.h"
 #include "tests/p2p/p2p_tampered.h"
-#include "tests/p2p/p2p_workload.h"
 
 namespace jax_ep::p2p {
 namespace {
 
 // Large enough for the plans of many tokens.
 void RunLarge(int n_ranks, const std::vector<int>& devices, int n_tokens, int n_sms) {
-  constexpr int kStride = 61;  // of rows and tokens that are compared
   std::mt19937 random(7);
   const CaseSizes sizes{n_ranks, 256, 8, n_tokens, 7168, n_tokens * 8 * 3};
+  const CombineMode mode{Weighting::kRow, /*reduce=*/true, /*adds_shared_expert=*/false};
   for (const Pattern pattern : {Pattern::kUniform, Pattern::kZipf}) {
-    std::vector<std::vector<int32_t>> ids;
-    for (int rank = 0; rank < n_ranks; ++rank) {
-      ids.push_back(MakeIds(sizes, pattern, n_tokens, random));
-    }
     const Fixture<BFloat16> fixture(sizes, devices, TimeoutSeconds(), n_sms);
-    const Workload<BFloat16> workload(fixture, std::move(ids), random);
-    for (int rank = 0; rank < n_ranks; ++rank) workload.LaunchDispatch(rank);
-    fixture.Sync();
-    for (int rank = 0; rank < n_ranks; ++rank) workload.LaunchCombine(rank);
-    fixture.Sync();
-    if (!fixture.IsHealthy()) return Expect(false, "large: a call did not end");
-    for (int rank = 0; rank < n_ranks; ++rank) {
-      workload.Check(rank, kStride, "large, rank " + std::to_string(rank));
-    }
+    Calls<BFloat16> calls(fixture, MakeAllIds(sizes, pattern, n_tokens, random), random,
+                          {/*returns_rows=*/true});
+    if (!calls.Dispatch(/*has_weights=*/true, "large")) return;
+    if (!calls.Combine(mode, /*has_residual=*/false, /*has_scalars=*/false, "large")) return;
   }
   std::printf("large: R=%d T=%d, %d errors\n", n_ranks, n_tokens, n_errors);
 }
 
 // Ranks that stay away; afterwards a new group works.
 void RunFail(int n_ranks, const std::vector<int>& devices) {
-  MissingRank(n_ranks, devices, {}).Run();
-  MissingRank(n_ranks, devices, {/*in_combine=*/true}).Run();
-  MissingRank(n_ranks, devices, {/*in_combine=*/true, /*in_ring=*/true}).Run();
-  MissingOptions options;
-  options.weighting = Weighting::kSource;
-  options.in_combine = true;
-  MissingRank(n_ranks, devices, options).Run();
-  options.in_lines = true;
-  MissingRank(n_ranks, devices, options).Run();
-  options.weighting = Weighting::kNone;
-  MissingRank(n_ranks, devices, options).Run();
-  options.in_combine = false;
-  MissingRank(n_ranks, devices, options).Run();
-  options = {};
-  options.weighting = Weighting::kSource;
-  options.in_grad = true;
-  MissingRank(n_ranks, devices, options).Run();
+  for (const MissingOptions& options : kMissingOptions) {
+    MissingRank(n_ranks, devices, options).Run();
+  }
   std::mt19937 random(3);
   RunCase<float>(n_ranks, devices, 0, random);
   std::printf("fail: R=%d, %d errors\n", n_ranks, n_errors);
@@ -111,6 +90,8 @@ int Main(int argc, char** argv) {
   const std::vector<int> devices = Spread(n_ranks, n_devices);
   if (what == "cases") {
     RunCases(n_ranks, devices, number(4, 50), number(5, 1), number(6, 0));
+  } else if (what == "formats") {
+    RunCases(n_ranks, devices, number(4, 50), number(5, 1), number(6, 0), /*quantizes=*/true);
   } else if (what == "large") {
     RunLarge(n_ranks, devices, number(4, 2048), number(5, 0));
   } else if (what == "replay") {
@@ -123,8 +104,8 @@ int Main(int argc, char** argv) {
     n_errors = RunProcesses(n_ranks, devices, number(4, 2), number(5, 20), number(6, 1));
   } else {
     std::fprintf(stderr,
-                 "usage: p2p_test cases|large|replay|fail|tampered|processes RANKS DEVICES [N...] "
-                 "[SEED] [SECONDS]\n");
+                 "usage: p2p_test cases|formats|large|replay|fail|tampered|processes RANKS DEVICES "
+                 "[N...] [SEED] [SECONDS]\n");
     return 2;
   }
   std::fflush(stdout);

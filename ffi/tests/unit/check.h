@@ -1,8 +1,43 @@
-// Checks for test programs. A check that fails prints both values and aborts.
+// Tests that register themselves, and checks. A check that fails prints both values and aborts.
 #pragma once
 
 #include <cstdlib>
 #include <iostream>
+#include <vector>
+
+namespace jax_ep {
+
+struct Test {
+  const char* name;
+  void (*run)();
+};
+
+inline std::vector<Test>& AllTests() {
+  static std::vector<Test> tests;
+  return tests;
+}
+
+inline bool AddTest(const char* name, void (*run)()) {
+  AllTests().push_back({name, run});
+  return true;
+}
+
+// Runs the tests of all files of a program; the exit status.
+inline int RunTests(const char* program) {
+  for (const Test& test : AllTests()) {
+    std::cout << test.name << std::endl;
+    test.run();
+  }
+  std::cout << program << ": " << AllTests().size() << " tests, all passed" << std::endl;
+  return AllTests().empty();
+}
+
+}  // namespace jax_ep
+
+#define TEST(name)                                           \
+  void name();                                               \
+  const bool name##IsAdded = ::jax_ep::AddTest(#name, name); \
+  void name()
 
 #define CHECK_EQ(got, expected)                                                                  \
   do {                                                                                           \

@@ -1,11 +1,11 @@
+// Tests of the errors of calls that have failed; run by host_test.
+
 #include "cuda/group/failure_text.h"
 
 #include <string>
 
 #include "cuda/call/call_args.h"
 #include "tests/unit/check.h"
-#include "tests/unit/failure_text_test.h"
-
 namespace jax_ep::p2p {
 namespace {
 
@@ -22,11 +22,9 @@ std::string TextOf(double timeout_s, const Failure& failure) {
   return DescribeFailure(ConfigOf(timeout_s), /*rank=*/1, failure.ToWord()).message;
 }
 
-void TestACallWithoutFailureIsOk() {
-  CHECK_EQ(DescribeFailure(ConfigOf(60), 1, /*word=*/0).ok(), true);
-}
+TEST(ACallWithoutFailureIsOk) { CHECK_EQ(DescribeFailure(ConfigOf(60), 1, /*word=*/0).ok(), true); }
 
-void TestAWaitNamesRanksTimeAndWhatDidNotArrive() {
+TEST(AWaitNamesRanksTimeAndWhatDidNotArrive) {
   CHECK_EQ(TextOf(0.5, {Phase::kCounts, /*peer=*/0, /*epoch=*/7}),
            "rank 5 waited 0.5 s for rank 4 (dispatch: its counts, epoch 7). Has rank 4 stopped, or "
            "does it run a different program?");
@@ -36,14 +34,14 @@ void TestAWaitNamesRanksTimeAndWhatDidNotArrive() {
   CHECK_CONTAINS(TextOf(1e9, {Phase::kDots, 0, UINT32_MAX}), "epoch 4294967295)");
 }
 
-void TestAWaitForAnotherGroupNamesTheRankOfTheSameIndex() {
+TEST(AWaitForAnotherGroupNamesTheRankOfTheSameIndex) {
   CHECK_CONTAINS(TextOf(60, {Phase::kPart, /*peer=*/3, /*epoch=*/9}),
                  "for rank 7 (between nodes: its rows, item 9)");
   CHECK_CONTAINS(TextOf(60, {Phase::kPartTaken, 0, 9}),
                  "for rank 1 (between nodes: that it takes earlier rows, item 9)");
 }
 
-void TestEachWaitHasAText() {
+TEST(EachWaitHasAText) {
   for (uint32_t phase = 1; phase <= static_cast<uint32_t>(Phase::kGradOffsets); ++phase) {
     const std::string text = TextOf(60, {static_cast<Phase>(phase), 0, 1});
     CHECK_EQ(text.find("unknown") == std::string::npos, true);
@@ -51,7 +49,7 @@ void TestEachWaitHasAText() {
   CHECK_CONTAINS(TextOf(60, {static_cast<Phase>(255), 0, 1}), "(unknown phase, ");
 }
 
-void TestAChangedHandleNamesBothRanks() {
+TEST(AChangedHandleNamesBothRanks) {
   const Failure failure{Phase::kGradOffsets, /*peer=*/1, /*epoch=*/3};
   const Status status = DescribeFailure(ConfigOf(60), /*rank=*/0, failure.ToWord());
   CHECK_EQ(status.code == Code::kInvalidArgument, true);
@@ -60,7 +58,7 @@ void TestAChangedHandleNamesBothRanks() {
                  "rank 4 was changed (the backward of combine: row_offsets on rank 5)");
 }
 
-void TestOnlyWaitsInsideTheGroupAreForItsPeers() {
+TEST(OnlyWaitsInsideTheGroupAreForItsPeers) {
   CHECK_EQ(WaitsForPeer(Phase::kReturned), true);
   for (const Phase phase : {Phase::kNone, Phase::kWrongMesh, Phase::kPart, Phase::kPartTaken,
                             Phase::kChangedHandle, Phase::kGradHandle, Phase::kGradOffsets}) {
@@ -68,7 +66,7 @@ void TestOnlyWaitsInsideTheGroupAreForItsPeers() {
   }
 }
 
-void TestAnotherMeshIsAPrecondition() {
+TEST(AnotherMeshIsAPrecondition) {
   const Failure failure{Phase::kWrongMesh, /*peer=*/5, /*epoch=*/1};
   const Status status = DescribeFailure(ConfigOf(60), /*rank=*/1, failure.ToWord());
   CHECK_EQ(status.code == Code::kFailedPrecondition, true);
@@ -77,17 +75,3 @@ void TestAnotherMeshIsAPrecondition() {
 
 }  // namespace
 }  // namespace jax_ep::p2p
-
-namespace jax_ep {
-
-void RunFailureTextTests() {
-  p2p::TestACallWithoutFailureIsOk();
-  p2p::TestAWaitNamesRanksTimeAndWhatDidNotArrive();
-  p2p::TestAWaitForAnotherGroupNamesTheRankOfTheSameIndex();
-  p2p::TestEachWaitHasAText();
-  p2p::TestAChangedHandleNamesBothRanks();
-  p2p::TestOnlyWaitsInsideTheGroupAreForItsPeers();
-  p2p::TestAnotherMeshIsAPrecondition();
-}
-
-}  // namespace jax_ep

@@ -1,26 +1,25 @@
-#include "tests/unit/format_test.h"
+// Tests of the token formats that quantize, run by host_test.
 
-#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <memory>
 #include <vector>
 
-#include "core/e2m1.h"
 #include "core/formats.h"
 #include "core/quantize.h"
 #include "core/routing.h"
 #include "cpu/dispatch.h"
 #include "cpu/encode.h"
-#include "cpu/scales.h"
 #include "layer/silu/cpu_silu.h"
 #include "tests/unit/check.h"
+#include "tests/unit/fast_paths.h"
+#include "tests/unit/host_rank.h"
 #include "tests/unit/thread_pool.h"
 
 namespace jax_ep::host {
 namespace {
 
-void TestGroupsArePaddedAndCutAtTheCapacity() {
+TEST(GroupsArePaddedAndCutAtTheCapacity) {
   uint32_t row_offsets[5];
   int64_t first_row[4], n_rows[4];
   const auto ten_each = [](int64_t, int64_t) { return 10; };
@@ -38,7 +37,7 @@ void TestGroupsArePaddedAndCutAtTheCapacity() {
 }
 
 // Bytes of a token of 7168 elements, as docs/formats.md has them.
-void TestSizesAreThoseOfTheDocs() {
+TEST(SizesAreThoseOfTheDocs) {
   const auto bytes = [](const char* name) {
     const TokenFormat& format = *FindTokenFormat(name);
     return format.payload_bytes(7168) + format.n_scales(7168) * format.scale_bytes();
@@ -51,7 +50,7 @@ void TestSizesAreThoseOfTheDocs() {
   CHECK_EQ(FindTokenFormat("fp8") == nullptr, true);
 }
 
-void TestEveryCodeIsItsOwnNearest() {
+TEST(EveryCodeIsItsOwnNearest) {
   for (int code = 0; code < 0x7f; ++code) {
     const float value = FromE4m3(static_cast<uint8_t>(code));
     CHECK_EQ(static_cast<int>(ToE4m3(value)), code);
@@ -73,61 +72,15 @@ void TestEveryCodeIsItsOwnNearest() {
 
 constexpr const TokenFormat& kFormat = *FindTokenFormat("nvfp4");
 
-// One rank's buffers. Every token goes to both groups of rows of the next rank.
-struct Sender {
+// Every token goes to both groups of rows of the next rank.
+struct Sender : HostRank<float> {
   Sender(std::shared_ptr<HostGroup> group, int64_t rank)
-      : sizes(group->sizes()),
-        tokens(sizes.max_tokens_per_rank * sizes.hidden_size),
-        group_ids(sizes.max_tokens_per_rank * sizes.n_choices),
-        rows(sizes.max_recv_tokens * kFormat.payload_bytes(sizes.hidden_size), 0xff),
-        row_offsets(sizes.n_local_groups() + 1),
-        src_info(sizes.max_recv_tokens * 2),
-        dst_rows(group_ids.size()) {
+      : HostRank(std::move(group), rank, {&kFormat, ScalesLayout::kAtoms}, RowType::kFloat32) {
     for (size_t i = 0; i < tokens.size(); ++i) tokens[i] = std::sin(static_cast<float>(i + rank));
     for (size_t i = 0; i < group_ids.size(); ++i) {
       group_ids[i] = static_cast<int32_t>(((rank + 1) * 2 + static_cast<int64_t>(i) % 2) % 4);
     }
-    args = std::make_unique<DispatchArgs>();
-    args->device = *group->Find(rank);
-    args->group = std::move(group);
-    SetOperands();
-    PrepareEncoding(*args);
-    CountOwnChoices(*args);
   }
-
-  void SetOperands() {
-    args->n_tokens = sizes.max_tokens_per_rank;
-    args->hidden_size = sizes.hidden_size;
-    args->max_recv_tokens = sizes.max_recv_tokens;
-    args->format = &kFormat;
-    args->scales_layout = ScalesLayout::kAtoms;
-    args->token_type = RowType::kFloat32;
-    args->token_bytes = sizes.hidden_size * static_cast<int64_t>(sizeof(float));
-    args->row_bytes = kFormat.payload_bytes(sizes.hidden_size);
-    args->n_scales = kFormat.n_scales(sizes.hidden_size);
-    scales.assign(ScalesShape(ScalesLayout::kAtoms, sizes.max_recv_tokens, args->n_scales,
-                              sizes.n_local_groups())
-                      .n_elements(),
-                  0xff);
-    args->scales = scales.data();
-    args->tokens = reinterpret_cast<const uint8_t*>(tokens.data());
-    args->group_ids = group_ids.data();
-    args->rows = rows.data();
-    args->row_offsets = row_offsets.data();
-    args->src_info = src_info.data();
-    args->n_dropped = &n_dropped;
-    args->n_invalid = &n_invalid;
-    args->handle = dst_rows.data();
-  }
-
-  GroupSizes sizes;
-  std::vector<float> tokens;
-  std::vector<int32_t> group_ids;
-  std::vector<uint8_t> rows, scales;
-  std::vector<uint32_t> row_offsets;
-  std::vector<int32_t> src_info, dst_rows;
-  int32_t n_dropped = 0, n_invalid = 0;
-  std::unique_ptr<DispatchArgs> args;
 };
 
 // Computes where the rows of one group, and their scales, must stand, apart from the code under
@@ -154,7 +107,7 @@ void CheckRows(const Sender& from, const Sender& to, int64_t group) {
   }
 }
 
-void TestRowsAreQuantizedOnTheWay() {
+TEST(RowsAreQuantizedOnTheWay) {
   GroupSizes sizes{};
   sizes.n_ranks = 2;
   sizes.n_groups = 4;
@@ -164,14 +117,10 @@ void TestRowsAreQuantizedOnTheWay() {
   sizes.max_recv_tokens = 2 * sizes.max_tokens_per_rank;
   const HostGroupConfig config{sizes, /*n_ranks_per_node=*/2, /*row_alignment=*/1,
                                /*token_bytes=*/1, /*timeout_s=*/1};
-  const std::vector<Device> devices = {{0, {0, 0}}, {1, {0, 1}}};
-  const auto group = std::make_shared<HostGroup>(config, devices);
+  const auto group = std::make_shared<HostGroup>(config, MakeDevices(sizes.n_ranks));
   Sender ranks[] = {{group, 0}, {group, 1}};
   std::vector<Arrival> arrivals;
-  for (Sender& rank : ranks) {
-    const int64_t number = rank.args->device.coordinate.rank;
-    arrivals.push_back({number, std::move(rank.args), nullptr});
-  }
+  for (Sender& sender : ranks) arrivals.push_back({sender.rank, sender.Dispatch(), nullptr});
   TestPool threads(3);
   DispatchAll(threads.pool(), arrivals);
   for (int64_t local_group : {0, 1}) {
@@ -180,28 +129,14 @@ void TestRowsAreQuantizedOnTheWay() {
   }
 }
 
-void CheckCodes(uint32_t word, const float (&values)[8]) {
-  for (int i = 0; i < 8; ++i) CHECK_EQ(word >> 4 * i & 15, uint32_t{ToE2m1(values[i])});
-}
-
 // The kernels' conversion of eight numbers at once, run on the host: every exponent, both signs,
 // and fractions around the midpoints between codes.
-void TestWordsOfE2m1AreThoseOfOneByOne() {
+TEST(WordsOfE2m1AreThoseOfOneByOne) {
   for (uint32_t top = 0; top < 1 << 12; ++top) {
     if ((top >> 3 & 0xff) == 0xff) continue;  // infinity and NaN
     float values[8];
     for (uint32_t i = 0; i < 8; ++i) values[i] = FloatFromBits(top << 20 | (i - 4) % (1u << 20));
-    float largest = 0, scaled[8];
-    for (const float value : values) largest = std::max(largest, std::fabs(value));
-    if (largest < 7) CheckCodes(ToE2m1Word(values), values);
-    // As part of an MXFP4 block, whose largest element is one of them or larger.
-    for (int binades = 0; binades < 6; ++binades) {
-      const float amax = std::ldexp(largest, binades);
-      const auto block = MxFp4::EncodeScale(amax, {});
-      if (!MxFp4::IsFastPathExact(amax, block)) continue;
-      for (int i = 0; i < 8; ++i) scaled[i] = MxFp4::ScaleElement(values[i], block.factor);
-      CheckCodes(ToMxFp4Word(values, block), scaled);
-    }
+    CHECK_EQ(CountWrongWords(values), 0u);
   }
 }
 
@@ -212,18 +147,14 @@ int CountFastPath(uint32_t first, uint32_t end, float input_scale) {
   const InputScale global = InputScale::Make(input_scale);
   int n_fast = 0;
   for (uint32_t bits = first; bits < end; bits += 1009) {
-    const float amax = FloatFromBits(bits);
-    const auto got = Format::EncodeScaleFast(amax, global);
-    if (!Format::IsFastPathExact(amax, got)) continue;
-    ++n_fast;
-    const auto wanted = Format::EncodeScale(amax, global);
-    CHECK_EQ(got.scale, wanted.scale);
-    CHECK_EQ(FloatBits(got.factor), FloatBits(wanted.factor));
+    const FastScale scale = TryFastScale<Format>(FloatFromBits(bits), global);
+    n_fast += scale.is_taken;
+    CHECK_EQ(scale.is_wrong, false);
   }
   return n_fast;
 }
 
-void TestScalesOnTheFastPathAreExact() {
+TEST(ScalesOnTheFastPathAreExact) {
   const uint32_t small = FloatBits(0.001f), large = FloatBits(1e4f);
   for (const float input_scale : {1.0f, 0.3f}) {
     for (const auto count :
@@ -239,7 +170,7 @@ void TestScalesOnTheFastPathAreExact() {
   }
 }
 
-void TestActivationTouchesRowsInUseAlone() {
+TEST(ActivationTouchesRowsInUseAlone) {
   constexpr int64_t kRows = 200, kRowSize = 32, kUsed = 131;
   constexpr uint8_t kUntouched = 0xee;
   const std::vector<float> x(kRows * 2 * kRowSize, 1.0f);
@@ -274,15 +205,4 @@ void TestActivationTouchesRowsInUseAlone() {
 }
 
 }  // namespace
-
-void RunFormatTests() {
-  TestGroupsArePaddedAndCutAtTheCapacity();
-  TestSizesAreThoseOfTheDocs();
-  TestEveryCodeIsItsOwnNearest();
-  TestRowsAreQuantizedOnTheWay();
-  TestWordsOfE2m1AreThoseOfOneByOne();
-  TestScalesOnTheFastPathAreExact();
-  TestActivationTouchesRowsInUseAlone();
-}
-
 }  // namespace jax_ep::host

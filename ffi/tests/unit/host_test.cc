@@ -13,21 +13,14 @@
 #include "core/routing.h"
 #include "cpu/group.h"
 #include "cpu/parallel.h"
+#include "cpu/rendezvous.h"
 #include "tests/unit/check.h"
-#include "tests/unit/combine_test.h"
-#include "tests/unit/failure_text_test.h"
-#include "tests/unit/format_test.h"
-#include "tests/unit/layer_test.h"
-#include "tests/unit/matmul_tiles_test.h"
-#include "tests/unit/open_groups_test.h"
-#include "tests/unit/rendezvous_test.h"
-#include "tests/unit/silu_tiles_test.h"
 #include "tests/unit/thread_pool.h"
 
 namespace jax_ep::host {
 namespace {
 
-void TestParallelForCallsEachChunkOnce() {
+TEST(ParallelForCallsEachChunkOnce) {
   TestPool threads(3);
   for (int64_t n_chunks : {0, 1, 2, 1000}) {
     std::vector<std::atomic<int>> calls(n_chunks);
@@ -37,7 +30,7 @@ void TestParallelForCallsEachChunkOnce() {
 }
 
 // Whether the caller or a helper throws, the caller gets it once no chunk runs any more.
-void TestParallelForRethrowsOnTheCaller() {
+TEST(ParallelForRethrowsOnTheCaller) {
   TestPool threads(3);
   for (const int64_t thrower : {0, 7, 99}) {
     std::atomic<int> running{0};
@@ -57,14 +50,14 @@ void TestParallelForRethrowsOnTheCaller() {
   }
 }
 
-void TestParallelForDoesWithoutHelpers() {
+TEST(ParallelForDoesWithoutHelpers) {
   const Pool pool{[](const std::function<void()>&) { throw std::bad_alloc(); }, /*n_threads=*/4};
   int n_calls = 0;
   ParallelFor(pool, 10, [&](int64_t) { ++n_calls; });
   CHECK_EQ(n_calls, 10);
 }
 
-void TestHalfPrecisionRoundsToNearestEven() {
+TEST(HalfPrecisionRoundsToNearestEven) {
   for (uint32_t bits = 0; bits < 0x10000; ++bits) {
     const Float16 half{static_cast<uint16_t>(bits)};
     const BFloat16 brain{static_cast<uint16_t>(bits)};
@@ -82,7 +75,7 @@ void TestHalfPrecisionRoundsToNearestEven() {
   CHECK_EQ((FromFloat<BFloat16>(FloatFromBits(0x7f800001)).bits & 0x7f) != 0, true);
 }
 
-void TestRowsBeyondCapacityAreDropped() {
+TEST(RowsBeyondCapacityAreDropped) {
   uint32_t row_offsets[3];
   int64_t first_row[4], n_rows[2];
   const int64_t counts[2][2] = {{3, 2}, {4, 1}};  // [source][local group]
@@ -98,7 +91,7 @@ void TestRowsBeyondCapacityAreDropped() {
 }
 
 // Three groups of rows, each from two nodes: padding follows the rows of the second node only.
-void TestRowsFromSeveralNodesArePaddedAsOne() {
+TEST(RowsFromSeveralNodesArePaddedAsOne) {
   uint32_t row_offsets[7];
   int64_t first_row[6], n_rows[6];
   const int64_t counts[6] = {3, 2, 0, 0, 1, 4};  // [local group]
@@ -113,7 +106,7 @@ void TestRowsFromSeveralNodesArePaddedAsOne() {
   for (int i = 0; i < 6; ++i) CHECK_EQ(n_rows[i], expected_rows[i]);
 }
 
-void TestNodesHaveTheUsersRanks() {
+TEST(NodesHaveTheUsersRanks) {
   GroupSizes sizes{/*n_ranks=*/2, /*n_groups=*/12, 1, 1};
   sizes.n_source_nodes = 3;
   const HostGroup group({sizes, 2, 1, 1, 1}, {});
@@ -122,7 +115,7 @@ void TestNodesHaveTheUsersRanks() {
   CHECK_EQ(user.rank, 5);
 }
 
-void TestContradictorySizesAreRefused() {
+TEST(ContradictorySizesAreRefused) {
   const GroupSizes sizes{/*n_ranks=*/3, /*n_groups=*/8, 1, 1};
   CHECK_CONTAINS(HostGroups::Instance().Open("odd", {sizes, 1, 1, 1, 1}, {}).message,
                  "got n_groups=8, n_ranks=3");
@@ -150,25 +143,11 @@ void CommitSeededFault() {
 }  // namespace jax_ep::host
 
 int main() {
-  using namespace jax_ep::host;
+  using namespace jax_ep;
 #ifdef JAX_EP_SEEDED_FAULT
   CommitSeededFault();
 #endif
-  TestParallelForCallsEachChunkOnce();
-  TestParallelForRethrowsOnTheCaller();
-  TestParallelForDoesWithoutHelpers();
-  TestHalfPrecisionRoundsToNearestEven();
-  TestRowsBeyondCapacityAreDropped();
-  TestRowsFromSeveralNodesArePaddedAsOne();
-  TestNodesHaveTheUsersRanks();
-  TestContradictorySizesAreRefused();
-  RunRendezvousTests();
-  RunCombineTests();
-  RunLayerTests();
-  jax_ep::RunOpenGroupsTests();
-  jax_ep::RunFailureTextTests();
-  jax_ep::silu::RunSiluTilesTests();
-  jax_ep::matmul::RunMatmulTilesTests();
-  RunFormatTests();
-  std::cout << "host_test: all passed" << std::endl;
+  Rendezvous::Instance().StartWatchdog();
+  CompletionThreads::Instance().Reserve(1);
+  return RunTests("host_test");
 }

@@ -1,4 +1,6 @@
-#include "tests/unit/matmul_tiles_test.h"
+// Tests of the order of a grouped matmul's tiles, run by host_test.
+
+#include "tests/swapped/matmul_tiles.h"
 
 #include <algorithm>
 #include <cstdint>
@@ -6,7 +8,6 @@
 #include <string>
 #include <vector>
 
-#include "tests/swapped/matmul_tiles.h"
 #include "tests/unit/check.h"
 
 namespace jax_ep::matmul {
@@ -93,7 +94,7 @@ void ExpectCovered(const Groups& groups, const uint16_t* order, uint32_t n_worke
   }
 }
 
-void TestTilesCoverEachRowOnce() {
+TEST(TilesCoverEachRowOnce) {
   std::mt19937 random(1);
   std::vector<Groups> cases = {
       MakeGroups({}, 256),
@@ -151,7 +152,7 @@ void ExpectUseful(const std::string& name, const Groups& groups, double share) {
   CHECK_EQ(got >= share, true);
 }
 
-void TestLoadsAreBalanced() {
+TEST(LoadsAreBalanced) {
   std::mt19937 random(2);
   const auto drawn = [&](uint32_t n_groups, uint32_t mean, uint32_t n_columns) {
     return MakeGroups(DrawSizes(n_groups, n_groups * mean, random), n_columns);
@@ -164,7 +165,7 @@ void TestLoadsAreBalanced() {
   ExpectUseful("zipf, 4096 columns", MakeGroups(ZipfSizes(32, 32768), 4096), 0.94);
 }
 
-void TestTilesOfTheSameWeightsFollowEachOther() {
+TEST(TilesOfTheSameWeightsFollowEachOther) {
   const Groups groups = MakeGroups({1000, 300}, 1024);
   MatmulTiles tiles(groups.Shape(), nullptr, 0, 1);
   MatmulTile tile, last{};
@@ -176,11 +177,4 @@ void TestTilesOfTheSameWeightsFollowEachOther() {
 }
 
 }  // namespace
-
-void RunMatmulTilesTests() {
-  TestTilesCoverEachRowOnce();
-  TestLoadsAreBalanced();
-  TestTilesOfTheSameWeightsFollowEachOther();
-}
-
 }  // namespace jax_ep::matmul

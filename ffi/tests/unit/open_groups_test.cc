@@ -1,3 +1,5 @@
+// Tests of p2p groups in the workspaces of others, as far as they need no GPU; run by host_test.
+
 #include "cuda/group/open_groups.h"
 
 #include <algorithm>
@@ -6,8 +8,6 @@
 
 #include "core/workspace.h"
 #include "tests/unit/check.h"
-#include "tests/unit/open_groups_test.h"
-
 namespace jax_ep::p2p {
 namespace {
 
@@ -22,7 +22,7 @@ constexpr GroupConfig kLarge{/*n_ranks=*/4,
                              /*n_sms=*/0,
                              /*timeout_s=*/60.0};
 
-void TestTheLastUserGivesTheWorkspaces() {
+TEST(TheLastUserGivesTheWorkspaces) {
   OpenGroups groups;
   CHECK_EQ(groups.Remove("large"), "");
   groups.Add("large", "large", kLarge);
@@ -39,7 +39,7 @@ void TestTheLastUserGivesTheWorkspaces() {
   CHECK_EQ(groups.Remove("small"), "");
 }
 
-void TestAGroupIsOpenedAgainInWorkspacesThatOutlivedIt() {
+TEST(AGroupIsOpenedAgainInWorkspacesThatOutlivedIt) {
   OpenGroups groups;
   groups.Add("large", "large", kLarge);
   groups.Add("small", "large", kLarge);
@@ -55,7 +55,7 @@ GroupConfig With(int64_t GroupConfig::* field, int64_t value) {
   return config;
 }
 
-void TestGroupsThatDoNotFitAreRefused() {
+TEST(GroupsThatDoNotFitAreRefused) {
   const auto check = [](int64_t GroupConfig::* field, int64_t value, const char* message) {
     CHECK_CONTAINS(CheckFits(With(field, value), kLarge).message, message);
   };
@@ -106,7 +106,7 @@ void CheckRoom(const GroupConfig& c, const Workspace& map) {
   CHECK_EQ(n_ranks * n_tokens * n_choices <= kMaxLineChoices, true);
 }
 
-void TestEachRegionHasRoomForGroupsThatFit() {
+TEST(EachRegionHasRoomForGroupsThatFit) {
   std::mt19937 random(1);
   const auto up_to = [&](int64_t max) { return 1 + static_cast<int64_t>(random() % max); };
   for (int i = 0; i < 1000; ++i) {
@@ -130,14 +130,3 @@ void TestEachRegionHasRoomForGroupsThatFit() {
 
 }  // namespace
 }  // namespace jax_ep::p2p
-
-namespace jax_ep {
-
-void RunOpenGroupsTests() {
-  p2p::TestTheLastUserGivesTheWorkspaces();
-  p2p::TestAGroupIsOpenedAgainInWorkspacesThatOutlivedIt();
-  p2p::TestGroupsThatDoNotFitAreRefused();
-  p2p::TestEachRegionHasRoomForGroupsThatFit();
-}
-
-}  // namespace jax_ep

@@ -27,7 +27,7 @@ std::string WhyNot(const std::string& bytes) {
   return PeerAddress::FromBytes(bytes, kBytes, &address).message;
 }
 
-void TestGoodAddressComesBack() {
+TEST(GoodAddressComesBack) {
   const PeerAddress good = GoodAddress();
   PeerAddress address{};
   CHECK_EQ(PeerAddress::FromBytes(good.ToBytes(), kBytes, &address).message, "");
@@ -36,7 +36,7 @@ void TestGoodAddressComesBack() {
   CHECK_EQ(IsSame(address.device, cudaUUID_t{}), false);
 }
 
-void TestEachPartIsChecked() {
+TEST(EachPartIsChecked) {
   CHECK_CONTAINS(WhyNot("short"), "got 5");
   PeerAddress address = GoodAddress();
   address.version = PeerAddress::kVersion + 1;
@@ -52,8 +52,4 @@ void TestEachPartIsChecked() {
 }  // namespace
 }  // namespace jax_ep::p2p
 
-int main() {
-  jax_ep::p2p::TestGoodAddressComesBack();
-  jax_ep::p2p::TestEachPartIsChecked();
-  std::cout << "peer_memory_test: all passed" << std::endl;
-}
+int main() { return jax_ep::RunTests("peer_memory_test"); }

@@ -1,5 +1,6 @@
 // Compares the arithmetic of the token formats on a GPU with that on the host, bit by bit, and the
-// host's conversions with those of NVIDIA's headers, which define what the instructions give.
+// host's conversions with those of NVIDIA's headers, which define what the instructions give; and
+// the fast paths of dispatch and fused_silu with the definitions that they must agree with.
 
 #include <cuda_runtime_api.h>
 
@@ -22,9 +23,11 @@
 
 #include "core/quantize.h"
 #include "cpu/encode.h"
+#include "tests/p2p/p2p_memory.h"
 #include "tests/unit/check.h"
+#include "tests/unit/fast_paths.h"
 
-namespace jax_ep {
+namespace jax_ep::p2p {
 namespace {
 
 // Encodes a block of elements per thread, to one code per byte and the scale.
@@ -57,31 +60,22 @@ __global__ void Encode(const float* values, int64_t n_blocks, InputScale input_s
   }
 }
 
-template <class T>
-struct DeviceArray {
-  T* data = nullptr;
-  explicit DeviceArray(size_t size) { CHECK_EQ(cudaMalloc(&data, size * sizeof(T)), cudaSuccess); }
-  ~DeviceArray() { cudaFree(data); }
-};
-
 template <class Format>
 void CompareWithHost(const char* name, const std::vector<float>& values, float input_scale_value) {
   const host::Encoder encode = host::FindEncoder(*FindTokenFormat(name), RowType::kFloat32);
   using Scale = typename Format::Scale;
   const auto input_scale = InputScale::Make(input_scale_value);
   const int64_t size = static_cast<int64_t>(values.size()), n_blocks = size / Format::kBlockSize;
-  DeviceArray<float> device_values(size);
-  DeviceArray<uint8_t> device_codes(size);
-  DeviceArray<Scale> device_scales(n_blocks);
-  cudaMemcpy(device_values.data, values.data(), size * sizeof(float), cudaMemcpyHostToDevice);
+  const DeviceArray<float> device_values = OnDevice(values);
+  const DeviceArray<uint8_t> device_codes(size);
+  const DeviceArray<Scale> device_scales(n_blocks);
   Encode<Format><<<static_cast<unsigned>((n_blocks + 127) / 128), 128>>>(
-      device_values.data, n_blocks, input_scale, device_codes.data, device_scales.data);
-  std::vector<uint8_t> codes(size), wanted(size);
-  std::vector<Scale> scales(n_blocks), wanted_scales(n_blocks);
-  cudaMemcpy(codes.data(), device_codes.data, size, cudaMemcpyDeviceToHost);
-  cudaMemcpy(scales.data(), device_scales.data, n_blocks * sizeof(Scale), cudaMemcpyDeviceToHost);
-  CHECK_EQ(cudaGetLastError(), cudaSuccess);
-
+      device_values.get(), n_blocks, input_scale, device_codes.get(), device_scales.get());
+  CHECK_CUDA(cudaGetLastError());
+  const std::vector<uint8_t> codes = device_codes.Read();
+  const std::vector<Scale> scales = device_scales.Read();
+  std::vector<uint8_t> wanted(size);
+  std::vector<Scale> wanted_scales(n_blocks);
   encode(values.data(), size, input_scale, wanted.data(),
          reinterpret_cast<uint8_t*>(wanted_scales.data()));
   for (int64_t i = 0; i < size; ++i) {
@@ -129,11 +123,77 @@ void TestConversionsAreThoseOfTheHeaders(const std::vector<float>& numbers) {
 }
 #endif
 
+// ReciprocalRn over the range in which it is used: every significand, exponents -126 to 125.
+__global__ void CompareReciprocals(unsigned* n_wrong) {
+  const uint32_t fraction = blockIdx.x * blockDim.x + threadIdx.x;
+  for (uint32_t exponent = 1; exponent < 127 + 126; ++exponent) {
+    const float value = FloatFromBits(exponent << 23 | fraction);
+    if (FloatBits(ReciprocalRn(value)) != FloatBits(__frcp_rn(value))) atomicAdd(n_wrong, 1);
+  }
+}
+
+// Codes of quotients of all magnitudes, and of quotients at and near the midpoint of two codes.
+__global__ void CompareQuotients(unsigned* n_wrong) {
+  const uint32_t thread = blockIdx.x * blockDim.x + threadIdx.x;
+  for (uint32_t i = 0; i < 512; ++i) {
+    uint32_t a = (thread * 512 + i) * 2654435761u, b = (thread * 512 + i) * 2246822519u + 77;
+    a ^= a >> 15, b ^= b >> 13;
+    const float amax = FloatFromBits(b % 0x7f800000);
+    const float scale = BlockwiseFp8::EncodeScale(amax, {}).scale;
+    const float tie = __fmul_rn(scale, static_cast<float>(2 * (a >> 8 & 127) + 1) / 16);
+    for (const float value : {FloatFromBits(a & 0x7f7fffff), -tie,
+                              FloatFromBits(FloatBits(tie) + 1), __fmul_rn(tie, 0.99999994f)}) {
+      if (fabsf(value) > amax) continue;
+      const float got = BlockwiseFp8::ScaleElement(value, scale), wanted = __fdiv_rn(value, scale);
+      if (ToE4m3(got) != ToE4m3(wanted)) atomicAdd(n_wrong, 1);
+    }
+  }
+}
+
+// Words of e2m1, of which a thread compares 32; NaN counts as 0.
+__global__ void CompareWords(unsigned* n_wrong) {
+  const uint32_t thread = blockIdx.x * blockDim.x + threadIdx.x;
+  for (uint32_t first = 0; first < 256; first += 8) {
+    float values[8];
+    for (uint32_t i = 0; i < 8; ++i) {
+      const float value = FloatFromBits(thread * 256 + first + i);
+      values[i] = value == value ? value : 0.0f;
+    }
+    if (const unsigned n = CountWrongWords(values)) atomicAdd(n_wrong, n);
+  }
+}
+
+// Scales of all magnitudes, 256 per thread.
+__global__ void CompareScales(unsigned* n_wrong) {
+  const uint32_t thread = blockIdx.x * blockDim.x + threadIdx.x;
+  for (uint32_t i = 0; i < 256; ++i) {
+    const float amax = FloatFromBits((thread * 256 + i) & 0x7fffffff);
+    const bool is_wrong = TryFastScale<BlockwiseFp8>(amax, {}).is_wrong ||
+                          TryFastScale<MxFp8>(amax, {}).is_wrong ||
+                          TryFastScale<MxFp4>(amax, {}).is_wrong ||
+                          TryFastScale<NvFp4>(amax, InputScale::Make(1.0f)).is_wrong ||
+                          TryFastScale<NvFp4>(amax, InputScale::Make(0.3f)).is_wrong;
+    if (is_wrong) atomicAdd(n_wrong, 1);
+  }
+}
+
+void TestFastPaths() {
+  const DeviceArray<unsigned> n_wrong = OnDevice(std::vector<unsigned>(4));
+  CompareReciprocals<<<(1 << 23) / 256, 256>>>(n_wrong.get());
+  CompareQuotients<<<4096, 256>>>(n_wrong.get() + 1);
+  CompareWords<<<(1 << 24) / 256, 256>>>(n_wrong.get() + 2);
+  CompareScales<<<(1 << 23) / 256, 256>>>(n_wrong.get() + 3);
+  CHECK_CUDA(cudaGetLastError());
+  for (const unsigned count : n_wrong.Read()) CHECK_EQ(count, 0u);
+  std::cout << "reciprocals, quotients, e2m1 codes and scales are exact" << std::endl;
+}
+
 }  // namespace
-}  // namespace jax_ep
+}  // namespace jax_ep::p2p
 
 int main() {
   using namespace jax_ep;
+  using namespace jax_ep::p2p;
   const std::vector<float> numbers = Numbers();
 #ifdef JAX_EP_HAS_FP4_HEADER
   TestConversionsAreThoseOfTheHeaders(numbers);
@@ -143,6 +203,7 @@ int main() {
     std::cout << "quantize_test: no GPU, host part passed" << std::endl;
     return 0;
   }
+  TestFastPaths();
   CompareWithHost<BlockwiseFp8>("blockwise_fp8", numbers, 1.0f);
   CompareWithHost<MxFp8>("mxfp8", numbers, 1.0f);
   CompareWithHost<MxFp4>("mxfp4", numbers, 1.0f);

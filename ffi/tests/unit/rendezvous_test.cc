@@ -1,4 +1,6 @@
-#include "tests/unit/rendezvous_test.h"
+// Tests of the rendezvous of ranks, run by host_test.
+
+#include "cpu/rendezvous.h"
 
 #include <chrono>
 #include <future>
@@ -6,7 +8,6 @@
 #include <utility>
 #include <vector>
 
-#include "cpu/rendezvous.h"
 #include "tests/unit/check.h"
 #include "tests/unit/promised_completion.h"
 
@@ -23,7 +24,7 @@ CallInfo MakeInfo(int64_t n_ranks, double timeout_s) {
   return {"test", n_ranks, timeout_s, /*late_hint=*/" Is it late?"};
 }
 
-void TestLastRankGetsAllByRank() {
+TEST(LastRankGetsAllByRank) {
   Rendezvous& rendezvous = Rendezvous::Instance();
   std::promise<Status> promises[3];
   int site;
@@ -39,7 +40,7 @@ void TestLastRankGetsAllByRank() {
   }
 }
 
-void TestDroppedCallEndsWithAnError() {
+TEST(DroppedCallEndsWithAnError) {
   std::promise<Status> dropped, completed;
   CompletionOf(dropped);
   CHECK_CONTAINS(dropped.get_future().get().message, "dropped a call");
@@ -48,7 +49,7 @@ void TestDroppedCallEndsWithAnError() {
 }
 
 // The first completion blocks until the second one, for which there is another thread.
-void TestBlockedCompletionDoesNotDelayOthers() {
+TEST(BlockedCompletionDoesNotDelayOthers) {
   static std::promise<void> second_ran, both_ran;
   const auto first = [](const void*, void*, Code, const char*) noexcept {
     second_ran.get_future().wait();
@@ -68,7 +69,7 @@ void TestBlockedCompletionDoesNotDelayOthers() {
   both_ran.get_future().wait();
 }
 
-void TestMissingRankEndsTheWait() {
+TEST(MissingRankEndsTheWait) {
   Rendezvous& rendezvous = Rendezvous::Instance();
   std::promise<Status> early[2], late, elsewhere;
   int site, other_site;
@@ -87,7 +88,7 @@ void TestMissingRankEndsTheWait() {
 }
 
 // Two ranks of a group of three wait in one call, the third in another one, with more tokens.
-void TestErrorSaysWhereMissingRanksWait() {
+TEST(ErrorSaysWhereMissingRanksWait) {
   struct Args : RankArgs {
     explicit Args(int64_t n) : n_tokens(n) {}
     int64_t NumTokens() const override { return n_tokens; }
@@ -119,7 +120,7 @@ void TestErrorSaysWhereMissingRanksWait() {
   }
 }
 
-void TestShorterTimeoutIsNotHeldUpByALongerOne() {
+TEST(ShorterTimeoutIsNotHeldUpByALongerOne) {
   Rendezvous& rendezvous = Rendezvous::Instance();
   std::promise<Status> slow, fast;
   int site;
@@ -130,7 +131,7 @@ void TestShorterTimeoutIsNotHeldUpByALongerOne() {
   CHECK_CONTAINS(slow.get_future().get().message, "end of test");
 }
 
-void TestFailureEndsTheRunAndNoOther() {
+TEST(FailureEndsTheRunAndNoOther) {
   Rendezvous& rendezvous = Rendezvous::Instance();
   std::promise<Status> waiting, other_run, late;
   int site;
@@ -146,7 +147,7 @@ void TestFailureEndsTheRunAndNoOther() {
   future.get();
 }
 
-void TestSameRankTwiceIsAnError() {
+TEST(SameRankTwiceIsAnError) {
   Rendezvous& rendezvous = Rendezvous::Instance();
   std::promise<Status> first, second;
   int site;
@@ -157,18 +158,4 @@ void TestSameRankTwiceIsAnError() {
 }
 
 }  // namespace
-
-void RunRendezvousTests() {
-  Rendezvous::Instance().StartWatchdog();
-  CompletionThreads::Instance().Reserve(1);
-  TestDroppedCallEndsWithAnError();
-  TestBlockedCompletionDoesNotDelayOthers();
-  TestLastRankGetsAllByRank();
-  TestMissingRankEndsTheWait();
-  TestErrorSaysWhereMissingRanksWait();
-  TestShorterTimeoutIsNotHeldUpByALongerOne();
-  TestFailureEndsTheRunAndNoOther();
-  TestSameRankTwiceIsAnError();
-}
-
 }  // namespace jax_ep::host

@@ -1,9 +1,10 @@
-#include "tests/unit/silu_tiles_test.h"
+// Tests of the tile scheduler of fused_silu, run by host_test.
+
+#include "layer/silu/silu_tiles.h"
 
 #include <cstdint>
 #include <vector>
 
-#include "layer/silu/silu_tiles.h"
 #include "tests/unit/check.h"
 
 namespace jax_ep::silu {
@@ -38,7 +39,7 @@ void TakeTiles(uint32_t n_rows, uint32_t row_tiles, const SomeWarp& warp,
   }
 }
 
-void TestTilesCoverEachChunkOnce() {
+TEST(TilesCoverEachChunkOnce) {
   struct Grid {
     uint32_t n_blocks, block_warps;
   };
@@ -60,7 +61,4 @@ void TestTilesCoverEachChunkOnce() {
 }
 
 }  // namespace
-
-void RunSiluTilesTests() { TestTilesCoverEachChunkOnce(); }
-
 }  // namespace jax_ep::silu

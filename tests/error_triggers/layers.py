@@ -1,0 +1,148 @@
+"""Misuses of what a layer does with rows: formats, experts, routers, nnx.MoE."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import jax_ep
+from error_triggers.base import E, H, K, R, T, init, make_mesh, operands, round_trip, run
+from jax_ep.nnx import MoE
+from jax_ep.router import RouterConfig, balance_loss, route
+
+
+def layer(group, **options: Any) -> MoE:
+    return MoE(group, H, rngs=nnx.Rngs(0), **options)
+
+
+def reassigned(layer: MoE, **changes: Any) -> MoE:
+    """The layer with another group."""
+    layer.group = init(**changes)
+    return layer
+
+
+def multiply(weights: Any, **options: Any) -> None:
+    jax_ep.grouped_matmul(np.ones((2, 8), np.float32), weights, np.uint32([0, 2]), **options)
+
+
+def quantized_weights(n: int) -> jax_ep.QuantizedWeights:
+    return jax_ep.quantize_weights(np.ones((1, 128, n), np.float32))
+
+
+def multiply_codes(**options: Any) -> None:
+    offsets = np.uint32([0, 2])
+    rows = jax_ep.fused_silu(jnp.ones((2, 256)), offsets, jax_ep.BlockwiseFP8())
+    jax_ep.grouped_matmul(rows, quantized_weights(8), offsets, **options)
+
+
+def run_experts(token_format: jax_ep.TokenFormat, *weights: Any, **options: Any) -> None:
+    group = init(token_format=token_format, hidden_size=128)
+    tokens = jnp.ones((T, 128), jnp.bfloat16)
+
+    def layer(rank: jax.Array) -> jax.Array:
+        rows = jax_ep.dispatch(group, tokens, operands()[1])
+        return jax_ep.expert_mlp(rows, *weights, **options)
+
+    run(layer)
+
+
+def mlp_weights(
+    n_in=128, n_columns=16, dtype=jnp.bfloat16, n_experts=E // R
+) -> tuple[jax.Array, jax.Array]:
+    """gate_up and down; the dtype is that of down."""
+    gate_up = jnp.ones((n_experts, n_in, n_columns), jnp.bfloat16)
+    return gate_up, jnp.ones((n_experts, 8, 128), dtype)
+
+
+def differentiate_codes() -> None:
+    group = init(token_format=jax_ep.MXFP8(), hidden_size=128)
+
+    def total(tokens: jax.Array) -> jax.Array:
+        return jax_ep.dispatch(group, tokens, operands()[1]).tokens.astype(jnp.float32).sum()
+
+    run(lambda rank: jax.grad(total)(jnp.ones((T, 128)) * rank.astype(jnp.float32)))
+
+
+TRIGGERS: dict[str, Callable[[], Any]] = {
+    "quantize-dtype": lambda: jax_ep.MXFP8().quantize(jnp.ones((T, 128), jnp.int32)),
+    "dequantize-dtype": lambda: round_trip(init(), lambda d: jax_ep.dequantize(d, jnp.int32)),
+    "dequantize-type": lambda: round_trip(init(), lambda d: jax_ep.dequantize(d.tokens)),
+    "silu-columns": lambda: jax_ep.fused_silu(jnp.ones((2, 3)), np.uint32([0, 2])),
+    "silu-input-scales": lambda: jax_ep.fused_silu(
+        jnp.ones((2, 4)), np.uint32([0, 2]), input_scales=jnp.ones(1)
+    ),
+    "silu-format": lambda: jax_ep.fused_silu(jnp.ones((2, 4)), np.uint32([0, 2]), "mxfp8"),
+    "silu-clamp": lambda: jax_ep.fused_silu(
+        jnp.ones((2, 4)), np.uint32([0, 2]), clamp=(1.0, np.inf)
+    ),
+    "silu-interleaved": lambda: jax_ep.fused_silu(
+        jnp.ones((2, 4)), np.uint32([0, 2]), interleaved=1
+    ),
+    "silu-groups": lambda: jax_ep.fused_silu(jnp.ones((2, 4)), np.uint32([])),
+    "silu-gradient": lambda: jax.grad(
+        lambda x: (
+            jax_ep.fused_silu(x, np.uint32([0, 2]), jax_ep.MXFP8(), clamp=(1.0, 7.0))
+            .tokens.astype(jnp.float32)
+            .sum()
+        )
+    )(jnp.ones((2, 64))),
+    "codes-gradient": differentiate_codes,
+    "silu-offsets": lambda: jax.block_until_ready(
+        jax_ep.fused_silu(jnp.ones((2, 4)), np.uint32([0, 3]))
+    ),
+    "matmul-shape": lambda: multiply(np.ones((2, 8, 4), np.float32)),
+    "matmul-dtype": lambda: multiply(np.ones((1, 8, 4), jnp.bfloat16)),
+    "matmul-result": lambda: multiply(np.ones((1, 8, 4), np.float32), dtype=jnp.bfloat16),
+    "matmul-groups": lambda: jax_ep.grouped_matmul(jnp.ones((2, 8)), [], np.uint32([])),
+    "matmul-codes": lambda: multiply(quantized_weights(8)),
+    "matmul-format": lambda: multiply_codes(token_format=jax_ep.MXFP8()),
+    "matmul-options": lambda: multiply_codes(transposed=True),
+    "matmul-flag": lambda: multiply(np.ones((1, 8, 4), np.float32), transposed=None),
+    "weights-block": lambda: jax_ep.quantize_weights(np.ones((1, 8, 4), np.float32)),
+    "mlp-type": lambda: jax_ep.expert_mlp(jnp.ones((2, 8)), None, None),
+    "mlp-weights": lambda: run_experts(jax_ep.BF16(), quantized_weights(128), jnp.ones(3)),
+    "mlp-shape": lambda: run_experts(jax_ep.BF16(), *mlp_weights(n_in=64)),
+    "mlp-halves": lambda: run_experts(jax_ep.BF16(), *mlp_weights(n_columns=8)),
+    "mlp-sizes": lambda: run_experts(jax_ep.BF16(), *mlp_weights(n_columns=24)),
+    "mlp-dtype": lambda: run_experts(jax_ep.BF16(), *mlp_weights(dtype=jnp.float32)),
+    "mlp-columns": lambda: run_experts(jax_ep.BF16(), *mlp_weights(n_columns=15)),
+    "mlp-clamp": lambda: run_experts(jax_ep.BF16(), *mlp_weights(), clamp=(1.0, -1.0)),
+    "mlp-format": lambda: run_experts(jax_ep.MXFP8(), *[quantized_weights(128)] * 2),
+    "mlp-experts": lambda: run_experts(jax_ep.BF16(), *mlp_weights(n_experts=E)),
+    "mlp-flag": lambda: run_experts(jax_ep.BF16(), *mlp_weights(), transposed=1),
+    "mlp-transposed": lambda: run_experts(
+        jax_ep.BlockwiseFP8(), *[quantized_weights(128)] * 2, transposed=True
+    ),
+    "router-value": lambda: RouterConfig(scores="relu"),
+    "router-groups": lambda: RouterConfig(topk_expert_groups=2),
+    "router-division": lambda: route(RouterConfig(n_expert_groups=3), jnp.ones((T, E)), K),
+    "router-pairs": lambda: route(
+        RouterConfig(n_expert_groups=E, group_scores="top2"), jnp.ones((T, E)), K
+    ),
+    "router-choices": lambda: route(RouterConfig(n_expert_groups=E), jnp.ones((T, E)), K),
+    "router-scaling": lambda: RouterConfig(scaling=float("inf")),
+    "router-type": lambda: route(None, jnp.ones((T, E)), K),
+    "router-shape": lambda: balance_loss(jnp.ones((T, E)), jnp.zeros((T + 1, K), jnp.int32)),
+    "router-dtype": lambda: route(RouterConfig(), jnp.ones((T, E), jnp.int32), K),
+    "layer-axes": lambda: layer(init(), token_axes=()),
+    "layer-fsdp": lambda: layer(init(), fsdp_axis="ep"),
+    "layer-fsdp-size": lambda: layer(
+        init(make_mesh(jax.devices()[:6], (3, 2), ("dp", "ep"))), fsdp_axis="dp"
+    ),
+    "layer-arguments": lambda: layer(init(), router="softmax"),
+    "layer-dtype": lambda: layer(init(), param_dtype=jnp.int32),
+    "layer-shared": lambda: layer(init(fused_shared_expert=True), shared_size=2 * H),
+    "layer-capacity": lambda: layer(init(), capacity_factor=0),
+    "layer-tokens": lambda: layer(init())(jnp.ones((R, H + 1))),
+    "layer-tokens-dtype": lambda: layer(init())(jnp.ones((R, H), jnp.int32)),
+    "layer-mask-dtype": lambda: layer(init())(jnp.ones((R, H)), jnp.ones(R, jnp.int32)),
+    "layer-array": lambda: layer(init())([1.0]),
+    "layer-inside": lambda: run(lambda rank: layer(init())(jnp.ones((R, H)))),
+    "layer-mask": lambda: layer(init())(jnp.ones((R, 2, H)), jnp.ones(R, bool)),
+    "layer-group": lambda: reassigned(layer(init()), combine_dtype=jnp.float32)(jnp.ones((R, H))),
+    "layer-fused": lambda: reassigned(layer(init()), fused_shared_expert=True)(jnp.ones((R, H))),
+    "layer-bias": lambda: layer(init()).update_bias(jnp.ones(E)),
+}
