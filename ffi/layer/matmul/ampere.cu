@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(Gemm::kThreadCount)
 template <MatmulForm form, class Input, class Output>
 cudaError_t LaunchGemm(const MatmulCall& call, const GroupTables& tables, int n_sms,
                        cudaStream_t stream) {
-  using Gemm = p2p::Gemm<form, Input, Output>;
+  using Gemm = matmul::Gemm<form, Input, Output>;
   constexpr int kSmemBytes = sizeof(typename Gemm::SharedStorage);
   auto* const kernel = GemmKernel<Gemm>;
   cudaError_t error =
@@ -177,7 +177,7 @@ cudaError_t LaunchAmpereMatmul(const MatmulCall& call, cudaStream_t stream) {
   if (call.n_groups == 0 || call.out_elements() == 0) return cudaSuccess;
   if (call.k == 0 || call.n_rows == 0) return ZeroResult(call, stream);
   int n_sms = 0;
-  cudaError_t error = CountSms(&n_sms);
+  cudaError_t error = p2p::CountSms(&n_sms);
   if (error != cudaSuccess) return error;
   const GroupTables tables = GroupTables::In(call.workspace, call.n_groups);
   FillTables<<<NumZeroBlocks(call, n_sms), kTableThreads, 0, stream>>>(call, tables);

@@ -142,7 +142,7 @@ typename Kernel::Params MakeParams(const MatmulCall& call, const OtherTables& ta
 template <MatmulForm kForm, class Many, class Some = Many, class Few = Some>
 cudaError_t Launch(const MatmulCall& call, cudaStream_t stream) {
   int n_sms = 0;
-  cudaError_t error = CountSms(&n_sms);
+  cudaError_t error = p2p::CountSms(&n_sms);
   if (error != cudaSuccess) return error;
 
   Workspace workspace(call);
@@ -152,9 +152,9 @@ cudaError_t Launch(const MatmulCall& call, cudaStream_t stream) {
           {TensorMapBytes<Many>(n_sms), TensorMapBytes<Some>(n_sms), TensorMapBytes<Few>(n_sms)}));
   if (!workspace.fits()) return cudaErrorInvalidValue;
 
-  LaunchShape shape{dim3(NumZeroBlocks(call, n_sms)), kTableThreads, 0, stream};
+  p2p::LaunchShape shape{dim3(NumZeroBlocks(call, n_sms)), kTableThreads, 0, stream};
   shape.starts_early = true;
-  error = LaunchKernel(FillTables<kForm, Many>, shape, call, tables);
+  error = p2p::LaunchKernel(FillTables<kForm, Many>, shape, call, tables);
   if (error != cudaSuccess) return error;
   using Set = KernelSet<Many, Some, Few>;
   const auto kernel = MultiplyGroups<Many, Some, Few>;
@@ -167,8 +167,8 @@ cudaError_t Launch(const MatmulCall& call, cudaStream_t stream) {
   shape.cluster = dim3(cute::size<0>(Cluster{}), cute::size<1>(Cluster{}));
   shape.n_threads = Set::kNumThreads;
   shape.smem_bytes = Set::kSmemBytes;
-  return LaunchKernel(kernel, shape, many, MakeParams<Some>(call, tables, n_sms, maps),
-                      MakeParams<Few>(call, tables, n_sms, maps), tables.row_count);
+  return p2p::LaunchKernel(kernel, shape, many, MakeParams<Some>(call, tables, n_sms, maps),
+                           MakeParams<Few>(call, tables, n_sms, maps), tables.row_count);
 }
 
 template <MatmulForm kForm, class In, class Out>

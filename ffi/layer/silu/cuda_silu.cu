@@ -16,9 +16,12 @@
 namespace jax_ep::silu {
 namespace {
 
+using p2p::CountSms;
 using p2p::griddepcontrol_wait;
 using p2p::kLaneElements;
 using p2p::kWarpSize;
+using p2p::LaunchKernel;
+using p2p::LaunchShape;
 using p2p::LoadKernel;
 using p2p::PackPair;
 

@@ -271,7 +271,8 @@ class Fixture {
                                 const CombineMode& mode, int choice = kAllChoices) const {
     CombineGradArgs args{};
     args.row_vectors = static_cast<int32_t>(sizes.hidden * sizeof(T) / kVectorBytes);
-    Check(group->PlanCall(config, rank, b.n_tokens, GradSize{args.row_vectors}, &args.call, is_async));
+    Check(group->PlanCall(config, rank, b.n_tokens, GradSize{args.row_vectors}, &args.call,
+                          is_async));
     dispatch_plan.Apply(&args.call.plan);
     args.row_type = kRowType<T>;
     args.mode = mode;

@@ -9,7 +9,6 @@
 
 #include "core/formats.h"
 #include "cpu/combine.h"
-#include "cpu/combine_grad.h"
 #include "cpu/dispatch.h"
 #include "cpu/group.h"
 #include "cpu/scales.h"

@@ -143,11 +143,11 @@ void CommitSeededFault() {
 }  // namespace jax_ep::host
 
 int main() {
-  using namespace jax_ep;
+  using namespace jax_ep::host;
 #ifdef JAX_EP_SEEDED_FAULT
   CommitSeededFault();
 #endif
   Rendezvous::Instance().StartWatchdog();
   CompletionThreads::Instance().Reserve(1);
-  return RunTests("host_test");
+  return jax_ep::RunTests("host_test");
 }

@@ -11,7 +11,6 @@
 #include "core/formats.h"
 #include "core/routing.h"
 #include "cpu/combine.h"
-#include "cpu/combine_grad.h"
 #include "cpu/dispatch.h"
 #include "cpu/group.h"
 #include "cpu/rendezvous.h"

@@ -57,7 +57,7 @@ struct Case {
     host.input_scales = input_scales.empty() ? nullptr : input_scales.data();
     host.out = results.out.data();
     host.scales = results.scales.data();
-    CHECK_EQ(FusedSilu(Pool{}, host).message, "");
+    CHECK_EQ(FusedSilu(host::Pool{}, host).message, "");
     return results;
   }
 };
