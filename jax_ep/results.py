@@ -283,11 +283,8 @@ def check_dispatched(operation: str, dispatched: Any, group: EPGroup | None = No
             f"{operation}: dispatched must be the result of dispatch; got "
             f"{type(dispatched).__name__}."
         )
-    if group is not None and dispatched.group != group:
-        raise ValueError(
-            f"{operation}: dispatched must come from this group, {group.key}; it comes from "
-            f"{dispatched.group.key}."
-        )
+    if group is not None:
+        _check_same_group(operation, "dispatched", dispatched.group, group)
 
 
 def check_in_flight(operation: str, in_flight: Any, group: EPGroup) -> None:
@@ -298,8 +295,12 @@ def check_in_flight(operation: str, in_flight: Any, group: EPGroup) -> None:
         if isinstance(in_flight, InFlight):
             got = f"that of {in_flight.operation}_async"
         raise TypeError(f"{wait}: in_flight must be the result of {operation}_async; got {got}.")
-    if in_flight.group != group:
+    _check_same_group(wait, "in_flight", in_flight.group, group)
+
+
+def _check_same_group(operation: str, name: str, theirs: EPGroup, group: EPGroup) -> None:
+    if theirs != group:
         raise ValueError(
-            f"{wait}: in_flight must come from this group, {group.key}; it comes from "
-            f"{in_flight.group.key}."
+            f"{operation}: {name} must come from this group, {group.key}; it comes from "
+            f"{theirs.key}."
         )

@@ -58,8 +58,7 @@ class RouterConfig(_CheckedDataclass):
         for name, allowed in (("scores", _SCORES), ("group_scores", _GROUP_SCORES)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {allowed}; got {getattr(self, name)!r}.")
-        if not isinstance(self.normalize, bool):
-            raise ValueError(f"normalize must be True or False; got {self.normalize!r}.")
+        checks.check_flags("", normalize=self.normalize)
         if not checks.is_finite(self.scaling):
             raise ValueError(f"scaling must be a finite number; got {self.scaling!r}.")
         for name in ("n_expert_groups", "topk_expert_groups"):

@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 import functools
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +60,14 @@ class TokenFormat(CheckedDataclass, abc.ABC):
     def check_hidden_size(self, hidden_size: int) -> None:
         """Raises ValueError if the format cannot carry tokens of this size."""
         return
+
+
+def check_is_format(value: Any, where: str = "") -> None:
+    """Requires a token format."""
+    if not isinstance(value, TokenFormat):
+        raise ValueError(
+            f"{where}token_format must be a token format such as jax_ep.BF16(); got {value!r}."
+        )
 
 
 class Quantized(NamedTuple):

@@ -58,13 +58,7 @@ class Forward:
     def __call__(
         self, weights: dict[str, jax.Array], tokens: jax.Array, mask: jax.Array | None
     ) -> tuple[jax.Array, MoEReport]:
-        """Returns the output and the report.
-
-        Args:
-            weights: by the names of `MoE`'s attributes; the device's shards.
-            tokens: `[..., H]`, the rank's own.
-            mask: `bool[...]`, or None.
-        """
+        """The output and the report, from the device's shards: weights by `MoE`'s names."""
         group, config = self.group, self.group.config
         logits = tokens.astype(jnp.float32) @ weights["router"]
         if "logit_bias" in weights:

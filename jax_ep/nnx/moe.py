@@ -14,6 +14,7 @@ from jax_ep.nnx import checks
 from jax_ep.nnx.checks import Axes
 from jax_ep.nnx.forward import Forward, MoEReport
 from jax_ep.nnx.parameters import Parameters
+from jax_ep.operands.checks import check_flags
 from jax_ep.router import RouterConfig, update_bias
 
 # Parameters by the dtype that a call uses them in: float32, and that of the experts' matmuls.
@@ -109,7 +110,8 @@ class MoE(nnx.Module):
         check_is_group("nnx.MoE", group)
         expert_size = check_count("expert_size", expert_size)
         n_shared = checks.check_shared_size(group, shared_size, expert_size)
-        checks.check_flags(
+        check_flags(
+            "",
             router_bias=router_bias,
             logit_bias=logit_bias,
             expert_bias=expert_bias,

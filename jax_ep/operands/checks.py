@@ -243,20 +243,21 @@ def check_flags(operation: str, **flags: Any) -> None:
     """Requires True or False."""
     for name, value in flags.items():
         if not isinstance(value, bool):
-            raise ValueError(f"{operation}: {name} must be True or False; got {value!r}.")
+            where = f"{operation}: " if operation else ""
+            raise ValueError(f"{where}{name} must be True or False; got {value!r}.")
 
 
-def vary_alike(axis_names: Sequence[str], *arrays: Any) -> list[Any]:
-    """Types all arrays as varying over the same mesh axes, `axis_names` among them.
+def vary_alike(axis_names: Sequence[str], *trees: Any) -> Any:
+    """Types all arrays of pytrees as varying over the same mesh axes, `axis_names` among them.
 
     `jax.shard_map` with `check_vma` requires the operands of a primitive to agree. The gradient of
     the conversion is the sum that an unvarying operand needs.
     """
-    present = [x for x in arrays if x is not None]
-    axes = set(axis_names).union(*(jax.typeof(x).mat.varying for x in present))
+    leaves = jax.tree.leaves(trees)
+    axes = set(axis_names).union(*(jax.typeof(x).mat.varying for x in leaves))
 
     def vary(x: Any) -> Any:
         missing = tuple(sorted(axes - jax.typeof(x).mat.varying))
         return lax.pcast(x, missing, to="varying") if missing else x
 
-    return [None if x is None else vary(x) for x in arrays]
+    return jax.tree.map(vary, trees)

@@ -19,7 +19,7 @@ from jax_ep.operands.calls import (
 )
 from jax_ep.processes.exchange import Exchange
 from jax_ep.stats import RankStats
-from jax_ep.xla_ffi.primitives import bind_combine_grad
+from jax_ep.xla_ffi.primitives import combine_grad_call, combine_grad_p
 
 
 class Connection(abc.ABC):
@@ -109,6 +109,13 @@ class Connection(abc.ABC):
         return 1
 
 
+def platform_problem(geometry: Geometry, wanted: str, shown: str) -> str | None:
+    """Why a transport for one platform cannot serve the mesh; None if it can."""
+    found = sorted({device.platform for device in geometry.mesh.devices.flat})
+    fits = found == [wanted]
+    return None if fits else f"it serves {shown} devices; the mesh has {', '.join(found)}."
+
+
 class FfiConnection(Connection):
     """One custom call each for dispatch, combine and its backward; see gradients.py.
 
@@ -121,7 +128,8 @@ class FfiConnection(Connection):
     def send_along(self, values: jax.Array, routing: Routing) -> jax.Array:
         """By the custom call for the gradients of combine."""
         operands = CombineOperands.unweighted(self.geometry, None, routing)
-        return bind_combine_grad(self.geometry, operands, values)[0]
+        arrays, params = combine_grad_call(self.geometry, operands, values)
+        return combine_grad_p.bind(*arrays, **params)[0]
 
     @abc.abstractmethod
     def handle_shape(self, n_tokens: int) -> tuple[int, ...]:

@@ -28,18 +28,10 @@ from jax_ep.operands.calls import (
     Weighting,
 )
 from jax_ep.transports.base import Connection, FfiConnection
+from jax_ep.xla_ffi import primitives
 from jax_ep.xla_ffi.async_calls import finished
 from jax_ep.xla_ffi.async_primitives import combine_grad_start_p, dispatch_grad_start_p
 from jax_ep.xla_ffi.overlap import Places, call_in_backward
-from jax_ep.xla_ffi.primitives import (
-    bind_combine,
-    bind_dispatch,
-    combine_call,
-    combine_grad_call,
-    combine_grad_p,
-    combine_p,
-    present,
-)
 
 _NO_GRADIENT: Any = None  # what custom_vjp expects for integers
 
@@ -53,9 +45,9 @@ def _dispatch(
     """A dispatch by custom call; with `results`, a completed one."""
     if results is None:
         handle_shape = connection.handle_shape(operands.group_ids.shape[0])
-        found = bind_dispatch(connection.geometry, operands, handle_shape)
+        found = primitives.bind_dispatch(connection.geometry, operands, handle_shape)
     else:
-        given = present(operands.tokens, operands.topk_weights)
+        given = primitives.present(operands.tokens, operands.topk_weights)
         has_weights = operands.topk_weights is not None
         found = DispatchResults.of(finished(results, given), has_weights)
     return found.named()
@@ -87,12 +79,7 @@ def save_dispatch(
     return SavedDispatch(routing, like, places)
 
 
-def _dispatch_fwd(
-    connection: FfiConnection,
-    operands: DispatchOperands,
-    results: tuple[jax.Array, ...] | None,
-    places: Places | None,
-) -> tuple[DispatchResults, SavedDispatch]:
+def _dispatch_fwd(connection: FfiConnection, operands: Any, results: Any, places: Any) -> Any:
     named = _dispatch(connection, operands, results)
     return named, save_dispatch(operands, named, places)
 
@@ -106,8 +93,8 @@ def dispatch_gradients(
     token_format, of_weights = connection.geometry.config.token_format, cotangents.row_weights
     if not isinstance(token_format, QuantizedFormat):
         plain_sum = CombineOperands(cotangents.tokens, routing, row_scalars=of_weights)
-        call = combine_call(connection.geometry, plain_sum)
-        grads, places = call_in_backward(places, combine_p, dispatch_grad_start_p, *call)
+        call = primitives.combine_call(connection.geometry, plain_sum)
+        grads, places = call_in_backward(places, primitives.combine_p, dispatch_grad_start_p, *call)
         grad_tokens, grad_weights = grads[0], grads[1] if len(grads) > 1 else None
     else:  # see straight_through
         shape = routing.n_tokens, like.tokens.shape[1]
@@ -128,9 +115,9 @@ def _combine(
 ) -> jax.Array:
     """A combine by custom call; with `result`, a completed one."""
     if result is None:
-        (result,) = bind_combine(connection.geometry, operands)
+        (result,) = primitives.bind_combine(connection.geometry, operands)
     else:
-        given = present(operands.expert_out, operands.weights, operands.residual)
+        given = primitives.present(operands.expert_out, operands.weights, operands.residual)
         (result,) = finished([result], given)
     return checkpoint_name(result, COMBINE_NAME)
 
@@ -156,22 +143,15 @@ def save_combine(operands: CombineOperands, places: Places | None = None) -> Sav
     return SavedCombine(saved, places, operands.residual is not None)
 
 
-def _combine_fwd(
-    connection: FfiConnection,
-    operands: CombineOperands,
-    result: jax.Array | None,
-    places: Places | None,
-) -> tuple[jax.Array, SavedCombine]:
-    return _combine(connection, operands, result), save_combine(operands, places)
-
-
 def combine_gradients(
     connection: FfiConnection, saved: SavedCombine, cotangent: jax.Array
 ) -> tuple[CombineOperands, None, Places | None]:
     """The backward of combine."""
     operands = saved.operands
-    call = combine_grad_call(connection.geometry, operands, cotangent)
-    grads, places = call_in_backward(saved.places, combine_grad_p, combine_grad_start_p, *call)
+    call = primitives.combine_grad_call(connection.geometry, operands, cotangent)
+    grads, places = call_in_backward(
+        saved.places, primitives.combine_grad_p, combine_grad_start_p, *call
+    )
     grad_expert_out, grad_weights = grads[0], grads[1] if len(grads) > 1 else None
     at_source = operands.weighting == Weighting.SOURCE
     gradients = dataclasses.replace(
@@ -185,7 +165,13 @@ def combine_gradients(
     return gradients, None, places
 
 
-combine.defvjp(_combine_fwd, combine_gradients)
+combine.defvjp(
+    lambda connection, operands, result, places: (
+        _combine(connection, operands, result),
+        save_combine(operands, places),
+    ),
+    combine_gradients,
+)
 
 
 def _redispatch(connection: Connection, values: jax.Array, routing: Routing) -> jax.Array:
@@ -195,12 +181,6 @@ def _redispatch(connection: Connection, values: jax.Array, routing: Routing) -> 
 redispatch = jax.custom_vjp(_redispatch, nondiff_argnums=(0,))
 
 
-def _redispatch_fwd(
-    connection: Connection, values: jax.Array, routing: Routing
-) -> tuple[jax.Array, Routing]:
-    return _redispatch(connection, values, routing), routing
-
-
 def _redispatch_bwd(
     connection: Connection, routing: Routing, cotangent: jax.Array
 ) -> tuple[jax.Array, None]:
@@ -208,7 +188,10 @@ def _redispatch_bwd(
     return connection.combine(operands), _NO_GRADIENT
 
 
-redispatch.defvjp(_redispatch_fwd, _redispatch_bwd)
+redispatch.defvjp(
+    lambda connection, values, routing: (_redispatch(connection, values, routing), routing),
+    _redispatch_bwd,
+)
 
 
 def _return_scalars(connection: FfiConnection, scalars: jax.Array, routing: Routing) -> jax.Array:
@@ -216,7 +199,7 @@ def _return_scalars(connection: FfiConnection, scalars: jax.Array, routing: Rout
     shape = scalars.shape[0], connection.min_row_elements
     rows = jnp.broadcast_to(scalars[:, None], shape)
     unreduced = CombineOperands(rows, routing, reduce=False)
-    (returned,) = bind_combine(connection.geometry, unreduced)
+    (returned,) = primitives.bind_combine(connection.geometry, unreduced)
     return returned[..., 0]
 
 
@@ -238,19 +221,10 @@ def straight_through(
     return rows
 
 
-def _straight_through_fwd(
-    connection: Connection, source_tokens: jax.Array, rows: jax.Array, routing: Routing
-) -> tuple[jax.Array, Routing]:
-    return rows, routing
-
-
-def _straight_through_bwd(
-    connection: Connection, routing: Routing, cotangent: jax.Array
-) -> tuple[jax.Array, None, None]:
-    return connection.pull_back(cotangent, routing), None, None
-
-
-straight_through.defvjp(_straight_through_fwd, _straight_through_bwd)
+straight_through.defvjp(
+    lambda connection, source_tokens, rows, routing: (rows, routing),
+    lambda connection, routing, cotangent: (connection.pull_back(cotangent, routing), None, None),
+)
 
 
 def without_gradient(
@@ -265,19 +239,11 @@ def without_gradient(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _identity(
-    call: str, source_tokens: jax.Array, codes: jax.Array, scales: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def _identity(call: str, source_tokens: Any, codes: Any, scales: Any) -> Any:
     return codes, scales
 
 
-def _without_gradient_fwd(
-    call: str, source_tokens: Any, codes: Any, scales: Any
-) -> tuple[tuple[jax.Array, jax.Array], None]:
-    return (codes.value, scales.value), None
-
-
-def _without_gradient_bwd(call: str, saved: None, cotangents: Any) -> tuple[None, None, None]:
+def _no_gradient(call: str, _: None, cotangents: Any) -> tuple[None, None, None]:
     def is_zero(cotangent: Any) -> bool:
         is_symbolic = isinstance(cotangent, SymbolicZero)
         return is_symbolic or getattr(cotangent, "dtype", None) == jax.dtypes.float0
@@ -291,6 +257,10 @@ def _without_gradient_bwd(call: str, saved: None, cotangents: Any) -> tuple[None
     )
 
 
-_identity.defvjp(_without_gradient_fwd, _without_gradient_bwd, symbolic_zeros=True)
+_identity.defvjp(
+    lambda call, source_tokens, codes, scales: ((codes.value, scales.value), None),
+    _no_gradient,
+    symbolic_zeros=True,
+)
 # Under a jit, since a jax.shard_map that runs eagerly has no symbolic zeros.
 _codes_and_scales = jax.jit(_identity, static_argnums=0, inline=True)
