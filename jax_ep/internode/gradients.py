@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_ep.internode.rails import Rails, as_integers
+from jax_ep.formats.bits import as_integers
+from jax_ep.internode.rails import Rails
 from jax_ep.internode.routing import choices_of_nodes, needs, node_of
 from jax_ep.operands.calls import DISPATCH_NAME
 

@@ -50,14 +50,11 @@ class NvshmemRails(OverlappingRails):
         return parts.reshape(self.geometry.routed.n_nodes, -1, *rows.shape[1:])
 
     def _send(self, rows: jax.Array, is_sent: jax.Array | None, by_node: bool) -> jax.Array:
-        """Sends rows to all nodes: `[N * n, W]`, by the node that they come from.
+        """`[N * n, W]`, rows of all nodes by the node that they come from.
 
-        Args:
-            rows: `[n, W]`, for every node; or `by_node`, `[N * n, W]`, n for each. A row takes a
-                multiple of 4 bytes.
-            is_sent: `bool`, N * n of them, whether to send a row to a node; None: all are sent.
-                Those for this node always are. Others are undefined there, or zero if `by_node`.
-            by_node: whether `rows` has a part for each node.
+        Sends `[n, W]` to every node; or `by_node`, `[N * n, W]`, n for each. `is_sent` has N * n
+        elements; None: all are sent. Those for this node always are; rows that were not sent are
+        undefined, or zero if `by_node`. A row takes a multiple of 4 bytes.
         """
         mask = None if is_sent is None else is_sent.reshape(-1).astype(jnp.uint8)
         flags = dict(has_mask=mask is not None, by_node=by_node)

@@ -54,9 +54,7 @@ def _spread_and_dispatch_bwd(
     plain_sum = CombineOperands(
         cotangents.tokens, saved.routing, row_scalars=cotangents.row_weights
     )
-    tokens, *weights = rails.combine(inner, plain_sum)
-    topk_weights = weights[0] if weights else None
-    return dataclasses.replace(saved.like, tokens=tokens, topk_weights=topk_weights), None
+    return saved.like.replace(rails.combine(inner, plain_sum)), None
 
 
 spread_and_dispatch.defvjp(_spread_and_dispatch_fwd, _spread_and_dispatch_bwd)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_ep.formats.bits import as_integers
 from jax_ep.geometry import Geometry
 from jax_ep.internode.routing import needs, route_within
 from jax_ep.operands.calls import CombineOperands, DispatchOperands, DispatchResults
@@ -179,8 +180,3 @@ class XlaRails(Rails):
             return jnp.moveaxis(exchange(jnp.moveaxis(parts, 0, -1)), -1, 0), True
 
         return exchange(parts)
-
-
-def as_integers(x: jax.Array) -> jax.Array:
-    """The bits of `x`."""
-    return lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))

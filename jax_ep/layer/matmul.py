@@ -36,17 +36,11 @@ class MatmulForm(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Matmul:
-    """The parameters of a grouped matmul.
+    """The parameters of a grouped matmul."""
 
-    Attributes:
-        form: what is multiplied.
-        dtype: of the result, rounded once from a sum in float32.
-        zeroes_unused: whether rows of the result that are not in use are zero, not unspecified.
-    """
-
-    form: MatmulForm
-    dtype: np.dtype
-    zeroes_unused: bool = False
+    form: MatmulForm  # what is multiplied
+    dtype: np.dtype  # of the result, rounded once from a sum in float32
+    zeroes_unused: bool = False  # whether unused rows of the result are zero, not unspecified
 
 
 def multiply_groups(

@@ -172,18 +172,12 @@ class Routing:
         return math.prod(self.leading)
 
     @classmethod
-    def make(
-        cls,
-        geometry: Geometry,
-        topk_ids: jax.Array,
-        handle: Any,
-        row_offsets: jax.Array,
-        src_info: jax.Array,
-    ) -> Self:
-        """From the fields of a `Dispatched`."""
+    def of(cls, geometry: Geometry, dispatched: Any) -> Self:
+        """That of a `Dispatched`."""
+        topk_ids, handle = dispatched.topk_ids, dispatched.handle
         group_ids = _never_empty(route_ids(geometry, _by_token(topk_ids)), NO_GROUP)
         # Even integers have tangents, whose types JAX gets wrong under a vmap with spmd_axis_name.
-        fixed = lax.stop_gradient((group_ids, handle, row_offsets, src_info))
+        fixed = lax.stop_gradient((group_ids, handle, dispatched.row_offsets, dispatched.src_info))
         group_ids, handle, row_offsets, src_info = checks.vary_alike(geometry.axis_names, *fixed)
         return cls(group_ids, handle, row_offsets, src_info, topk_ids.shape[:-1])
 

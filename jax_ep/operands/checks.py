@@ -61,7 +61,8 @@ def check_array(
             for letter, size in zip(named, shape, strict=True)
         )
         raise ValueError(f"{operation}: {name} must have the shape [{expected}]; got {x.shape}.")
-    if not any(_is_of(x.dtype, dtype) for dtype in dtypes):
+    is_of = (jnp.issubdtype(x.dtype, t) if t in _KINDS else x.dtype == np.dtype(t) for t in dtypes)
+    if not any(is_of):
         names = " or ".join(_KINDS.get(dtype) or np.dtype(dtype).name for dtype in dtypes)
         raise ValueError(
             f"{operation}: {name} must be {names}; got {x.dtype.name}.{advise(x.dtype, *dtypes)}"
@@ -113,10 +114,6 @@ def check_not_swapped(operation: str, topk_ids: Any, topk_weights: Any) -> None:
             f"{operation}: topk_ids must be integers and topk_weights floating-point numbers; got "
             f"{topk_ids.dtype.name} and {topk_weights.dtype.name}, so they seem to be swapped."
         )
-
-
-def _is_of(dtype: Any, wanted: Any) -> bool:
-    return jnp.issubdtype(dtype, wanted) if wanted in _KINDS else dtype == np.dtype(wanted)
 
 
 def check_per_token(

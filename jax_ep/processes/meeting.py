@@ -58,11 +58,7 @@ _HINT = (
 
 
 class OtherGroupError(ValueError):
-    """Processes that should open a group together open different ones.
-
-    Attributes:
-        group: that of the other process.
-    """
+    """Processes that should open a group together open others; `group`: the other process's."""
 
     def __init__(self, text: str, group: str = "") -> None:
         super().__init__(text)

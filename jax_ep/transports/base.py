@@ -117,13 +117,9 @@ def platform_problem(geometry: Geometry, wanted: str, shown: str) -> str | None:
 
 
 class FfiConnection(Connection):
-    """One custom call each for dispatch, combine and its backward; see gradients.py.
+    """One custom call each for dispatch, combine and its backward; see gradients.py."""
 
-    Attributes:
-        min_row_elements: elements of the shortest float32 row that combine carries.
-    """
-
-    min_row_elements: ClassVar[int]
+    min_row_elements: ClassVar[int]  # of the shortest float32 row that combine carries
 
     def send_along(self, values: jax.Array, routing: Routing) -> jax.Array:
         """By the custom call for the gradients of combine."""

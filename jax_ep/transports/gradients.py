@@ -89,19 +89,17 @@ def dispatch_gradients(
 ) -> tuple[DispatchOperands, None, Places | None]:
     """The backward of dispatch."""
     routing, like, places = saved.routing, saved.like, saved.places
-    grad_weights = None
     token_format, of_weights = connection.geometry.config.token_format, cotangents.row_weights
     if not isinstance(token_format, QuantizedFormat):
         plain_sum = CombineOperands(cotangents.tokens, routing, row_scalars=of_weights)
         call = primitives.combine_call(connection.geometry, plain_sum)
         grads, places = call_in_backward(places, primitives.combine_p, dispatch_grad_start_p, *call)
-        grad_tokens, grad_weights = grads[0], grads[1] if len(grads) > 1 else None
     else:  # see straight_through
         shape = routing.n_tokens, like.tokens.shape[1]
-        grad_tokens = _zeros(shape, like.tokens.dtype, routing.group_ids[:, :1])
+        grads = [_zeros(shape, like.tokens.dtype, routing.group_ids[:, :1])]
         if of_weights is not None:
-            grad_weights = _return_scalars(connection, of_weights, routing)
-    return dataclasses.replace(like, tokens=grad_tokens, topk_weights=grad_weights), None, places
+            grads.append(_return_scalars(connection, of_weights, routing))
+    return like.replace(grads), None, places
 
 
 dispatch.defvjp(_dispatch_fwd, dispatch_gradients)
@@ -152,15 +150,9 @@ def combine_gradients(
     grads, places = call_in_backward(
         saved.places, primitives.combine_grad_p, combine_grad_start_p, *call
     )
-    grad_expert_out, grad_weights = grads[0], grads[1] if len(grads) > 1 else None
-    at_source = operands.weighting == Weighting.SOURCE
+    residual = cotangent if saved.has_residual else None
     gradients = dataclasses.replace(
-        operands,
-        expert_out=grad_expert_out,
-        routing=_NO_GRADIENT,
-        topk_weights=grad_weights if at_source else None,
-        row_weights=None if at_source else grad_weights,
-        residual=cotangent if saved.has_residual else None,
+        operands.replace(grads), routing=_NO_GRADIENT, residual=residual
     )
     return gradients, None, places
 

@@ -78,10 +78,7 @@ class Overlap:
     """The work that overlaps with a call in flight."""
 
     def __init__(self, operands: Sequence[jax.Array]) -> None:
-        """`operands`: those whose gradients the call's backward returns, in its order.
-
-        Without any, the backward is synchronous.
-        """
+        """`operands`: those whose gradients the backward's call returns, in order; maybe none."""
         self.before_wait: tuple[Any, ...] = ()  # results of the work; that the call has started
         self._operands = tuple(operands)
         self._places: Places | None = None

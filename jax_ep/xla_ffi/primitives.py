@@ -13,6 +13,9 @@ from jax_ep.geometry import Geometry
 from jax_ep.operands.calls import CombineOperands, DispatchOperands, DispatchResults, Weighting
 from jax_ep.xla_ffi.lowering import call_primitive, like
 
+# Operands and parameters of a primitive.
+Call = tuple[list[jax.Array], dict[str, Any]]
+
 
 def bind_dispatch(
     geometry: Geometry, operands: DispatchOperands, handle_shape: tuple[int, ...]
@@ -24,7 +27,7 @@ def bind_dispatch(
 
 def dispatch_call(
     geometry: Geometry, operands: DispatchOperands, handle_shape: tuple[int, ...]
-) -> tuple[list[jax.Array], dict[str, Any]]:
+) -> Call:
     """Operands and parameters of `dispatch_p`."""
     token_format = operands.token_format
     scale = operands.input_scale if token_format.takes_input_scale else None
@@ -51,9 +54,7 @@ def bind_combine(
     return (primitive or combine_p).bind(*arrays, **params)
 
 
-def combine_call(
-    geometry: Geometry, operands: CombineOperands
-) -> tuple[list[jax.Array], dict[str, Any]]:
+def combine_call(geometry: Geometry, operands: CombineOperands) -> Call:
     """Operands and parameters of `combine_p`."""
     routing, scalars = operands.routing, operands.row_scalars
     optional = present(operands.weights, scalars, operands.residual)
@@ -62,9 +63,7 @@ def combine_call(
     return [coordinate(geometry), *arrays], params
 
 
-def combine_grad_call(
-    geometry: Geometry, operands: CombineOperands, cotangent: jax.Array
-) -> tuple[list[jax.Array], dict[str, Any]]:
+def combine_grad_call(geometry: Geometry, operands: CombineOperands, cotangent: jax.Array) -> Call:
     """Operands and parameters of `combine_grad_p`, the gradients of `expert_out` and weights.
 
     Without weights, `expert_out` is not read, and may be None.
