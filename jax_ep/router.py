@@ -226,10 +226,8 @@ def z_loss(
 
     Args:
         logits: `[..., E]`, as given to `route`, of any floating-point dtype; computed in float32.
-        topk_ids: `int32[..., K]`, from `route`. Tokens without a choice (all ids negative), such as
-            padding, do not count. None: all tokens count.
-        axis_name: inside `jax.shard_map`, the mesh axes that tokens are sharded over; all shards
-            get the loss of all tokens.
+        topk_ids: as for `balance_loss`; None: all tokens count.
+        axis_name: as for `balance_loss`.
 
     Raises:
         ValueError: a shape or dtype does not fit. While tracing.

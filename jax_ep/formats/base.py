@@ -95,7 +95,8 @@ class QuantizedFormat(TokenFormat):
     infinity is dead: its elements count as 0. Other blocks are not affected.
 
     Attributes:
-        scales_layout: name of one of `scales_layouts`.
+        scales_layout: name of one of `scales_layouts`: `"atoms"`, the 128 x 4 tiles that matrix
+            units read, or `"row_major"`; `BlockwiseFP8` has others.
         block_size: elements that share a scale (V).
         element: `"e4m3"` or `"e2m1"`: how an element is encoded.
         packed: whether codes are stored two per byte.

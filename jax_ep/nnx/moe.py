@@ -44,10 +44,8 @@ class MoE(nnx.Module):
             after each step.
         logit_bias: whether the router's logits have a trainable bias, zero at first.
         expert_bias: whether both matmuls of the routed experts have biases, zero at first.
-        interleaved: whether gate and up columns alternate, as in `jax_ep.expert_mlp`; of the
-            shared expert, too.
-        clamp: `(alpha, limit)` of the clamped activation, as in `jax_ep.expert_mlp`; of the
-            shared expert, too.
+        interleaved: as in `jax_ep.expert_mlp`; of the shared expert, too.
+        clamp: as in `jax_ep.expert_mlp`; of the shared expert, too.
         balance_per_sequence: see `jax_ep.router.balance_loss`.
         capacity_factor: limits each expert to so many times its even share of the choices of
             each rank's T tokens: `ceil(factor * T * K / E)` choices, padding included in T.
