@@ -37,7 +37,8 @@ from jax_ep.operands.calls import (
 from jax_ep.processes.exchange import Exchange
 from jax_ep.stats import RankStats
 from jax_ep.transports import bootstrap
-from jax_ep.transports.base import Connection, FfiConnection
+from jax_ep.transports.base import Connection
+from jax_ep.transports.gradients import FfiConnection
 from jax_ep.transports.host import HostConnection
 from jax_ep.transports.p2p import P2pConnection
 from jax_ep.transports.rounding import in_float32

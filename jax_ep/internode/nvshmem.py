@@ -9,19 +9,13 @@ from jax.extend.core import Primitive
 
 from jax_ep.geometry import Geometry
 from jax_ep.internode import bootstrap as nvshmem_bootstrap
+from jax_ep.internode import primitives
 from jax_ep.internode.connection import P2pByNodes
-from jax_ep.internode.primitives import (
-    rail_combine_p,
-    rail_dispatch_p,
-    rail_gather_p,
-    rail_p,
-    rail_sum_p,
-)
 from jax_ep.internode.rails import OverlappingRails, Rails
 from jax_ep.operands.calls import CombineOperands, DispatchOperands, DispatchResults
 from jax_ep.processes.exchange import Exchange
 from jax_ep.transports import bootstrap
-from jax_ep.transports.base import FfiConnection
+from jax_ep.transports.gradients import FfiConnection
 from jax_ep.xla_ffi import extension
 from jax_ep.xla_ffi.primitives import combine_call, coordinate, dispatch_call, present
 
@@ -58,7 +52,7 @@ class NvshmemRails(OverlappingRails):
         """
         mask = None if is_sent is None else is_sent.reshape(-1).astype(jnp.uint8)
         flags = dict(has_mask=mask is not None, by_node=by_node)
-        return self._bind(rail_p, mask, rows, **flags)[0]
+        return self._bind(primitives.rail_p, mask, rows, **flags)[0]
 
     def _bind(self, primitive: Primitive, *operands: jax.Array | None, **flags: bool) -> Any:
         geometry = self._within
@@ -69,7 +63,7 @@ class NvshmemRails(OverlappingRails):
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
         """One kernel."""
         flags = dict(has_weights=weights is not None, has_tokens=tokens is not None)
-        node_ids, *rest = self._bind(rail_gather_p, group_ids, weights, tokens, **flags)
+        node_ids, *rest = self._bind(primitives.rail_gather_p, group_ids, weights, tokens, **flags)
         all_weights = None if weights is None else rest.pop(0)
         return node_ids, all_weights, None if tokens is None else rest.pop(0)
 
@@ -78,7 +72,7 @@ class NvshmemRails(OverlappingRails):
     ) -> jax.Array:
         """One kernel."""
         operands = node_ids, node_sums, residual
-        return self._bind(rail_sum_p, *operands, has_residual=residual is not None)[0]
+        return self._bind(primitives.rail_sum_p, *operands, has_residual=residual is not None)[0]
 
     def dispatch(
         self, inner: FfiConnection, operands: DispatchOperands, group_ids: jax.Array
@@ -86,13 +80,13 @@ class NvshmemRails(OverlappingRails):
         """One custom call, of two kernels."""
         handle_shape = inner.handle_shape(operands.group_ids.shape[0])
         arrays, params = dispatch_call(self._within, operands, handle_shape)
-        results = rail_dispatch_p.bind(*arrays, group_ids, **params)[:-2]
+        results = primitives.rail_dispatch_p.bind(*arrays, group_ids, **params)[:-2]
         return DispatchResults.of(results, params["has_weights"])
 
     def combine(self, inner: FfiConnection, operands: CombineOperands) -> list[jax.Array]:
         """One custom call, of two kernels."""
         arrays, params = combine_call(self._within, operands)
-        return rail_combine_p.bind(*arrays, **params)
+        return primitives.rail_combine_p.bind(*arrays, **params)
 
 
 def _flat(rows: jax.Array, n_leading: int) -> jax.Array:

@@ -14,7 +14,7 @@ from jax_ep.internode.gradients import spread_tokens
 from jax_ep.internode.rails import OverlappingRails, Rails
 from jax_ep.operands.calls import CombineOperands, DispatchOperands, DispatchResults
 from jax_ep.transports import gradients as one_node
-from jax_ep.transports.base import FfiConnection
+from jax_ep.transports.gradients import FfiConnection
 
 # Tokens of a rank from which on calls overlap. Ids and weights then travel ahead, which takes
 # 10 us. The same in all processes. Tests lower it.

@@ -19,7 +19,6 @@ from jax_ep.operands.calls import (
 )
 from jax_ep.processes.exchange import Exchange
 from jax_ep.stats import RankStats
-from jax_ep.xla_ffi.primitives import combine_grad_call, combine_grad_p
 
 
 class Connection(abc.ABC):
@@ -114,22 +113,6 @@ def platform_problem(geometry: Geometry, wanted: str, shown: str) -> str | None:
     found = sorted({device.platform for device in geometry.mesh.devices.flat})
     fits = found == [wanted]
     return None if fits else f"it serves {shown} devices; the mesh has {', '.join(found)}."
-
-
-class FfiConnection(Connection):
-    """One custom call each for dispatch, combine and its backward; see gradients.py."""
-
-    min_row_elements: ClassVar[int]  # of the shortest float32 row that combine carries
-
-    def send_along(self, values: jax.Array, routing: Routing) -> jax.Array:
-        """By the custom call for the gradients of combine."""
-        operands = CombineOperands.unweighted(self.geometry, None, routing)
-        arrays, params = combine_grad_call(self.geometry, operands, values)
-        return combine_grad_p.bind(*arrays, **params)[0]
-
-    @abc.abstractmethod
-    def handle_shape(self, n_tokens: int) -> tuple[int, ...]:
-        """Shape of the int32 handle that dispatch leaves for combine."""
 
 
 @jax.tree_util.register_dataclass

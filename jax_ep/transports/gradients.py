@@ -1,4 +1,4 @@
-"""The differentiation rules of dispatch, combine and redispatch.
+"""Dispatch, combine and redispatch by custom calls, and their differentiation rules.
 
 The backward of dispatch is a combine: the cotangents of a token's rows are returned and summed, and
 those of its weights return beside them. The backward of combine sends each token's cotangent to the
@@ -8,9 +8,10 @@ If work overlaps with an asynchronous call, its backward is asynchronous as well
 the `places` that the rules take.
 """
 
+import abc
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ from jax_ep.operands.calls import (
     Routing,
     Weighting,
 )
-from jax_ep.transports.base import Connection, FfiConnection
+from jax_ep.transports.base import Connection
 from jax_ep.xla_ffi import primitives
 from jax_ep.xla_ffi.async_calls import finished
 from jax_ep.xla_ffi.async_primitives import combine_grad_start_p, dispatch_grad_start_p
@@ -37,7 +38,7 @@ _NO_GRADIENT: Any = None  # what custom_vjp expects for integers
 
 
 def _dispatch(
-    connection: FfiConnection,
+    connection: "FfiConnection",
     operands: DispatchOperands,
     results: tuple[jax.Array, ...] | None = None,
     places: Places | None = None,
@@ -79,13 +80,13 @@ def save_dispatch(
     return SavedDispatch(routing, like, places)
 
 
-def _dispatch_fwd(connection: FfiConnection, operands: Any, results: Any, places: Any) -> Any:
+def _dispatch_fwd(connection: "FfiConnection", operands: Any, results: Any, places: Any) -> Any:
     named = _dispatch(connection, operands, results)
     return named, save_dispatch(operands, named, places)
 
 
 def dispatch_gradients(
-    connection: FfiConnection, saved: SavedDispatch, cotangents: DispatchResults
+    connection: "FfiConnection", saved: SavedDispatch, cotangents: DispatchResults
 ) -> tuple[DispatchOperands, None, Places | None]:
     """The backward of dispatch."""
     routing, like, places = saved.routing, saved.like, saved.places
@@ -106,7 +107,7 @@ dispatch.defvjp(_dispatch_fwd, dispatch_gradients)
 
 
 def _combine(
-    connection: FfiConnection,
+    connection: "FfiConnection",
     operands: CombineOperands,
     result: jax.Array | None = None,
     places: Places | None = None,
@@ -142,7 +143,7 @@ def save_combine(operands: CombineOperands, places: Places | None = None) -> Sav
 
 
 def combine_gradients(
-    connection: FfiConnection, saved: SavedCombine, cotangent: jax.Array
+    connection: "FfiConnection", saved: SavedCombine, cotangent: jax.Array
 ) -> tuple[CombineOperands, None, Places | None]:
     """The backward of combine."""
     operands = saved.operands
@@ -186,7 +187,7 @@ redispatch.defvjp(
 )
 
 
-def _return_scalars(connection: FfiConnection, scalars: jax.Array, routing: Routing) -> jax.Array:
+def _return_scalars(connection: "FfiConnection", scalars: jax.Array, routing: Routing) -> jax.Array:
     """Sends one number per row to its choice: `[C]` to `[T, N]`, 0 for choices without a row."""
     shape = scalars.shape[0], connection.min_row_elements
     rows = jnp.broadcast_to(scalars[:, None], shape)
@@ -256,3 +257,27 @@ _identity.defvjp(
 )
 # Under a jit, since a jax.shard_map that runs eagerly has no symbolic zeros.
 _codes_and_scales = jax.jit(_identity, static_argnums=0, inline=True)
+
+
+class FfiConnection(Connection):
+    """One custom call each for dispatch, combine and its backward."""
+
+    min_row_elements: ClassVar[int]  # of the shortest float32 row that combine carries
+
+    def dispatch(self, operands: DispatchOperands) -> DispatchResults:
+        """One custom call."""
+        return dispatch(self, operands)
+
+    def combine(self, operands: CombineOperands) -> jax.Array:
+        """One custom call."""
+        return combine(self, operands)
+
+    def send_along(self, values: jax.Array, routing: Routing) -> jax.Array:
+        """By the custom call for the gradients of combine."""
+        operands = CombineOperands.unweighted(self.geometry, None, routing)
+        arrays, params = primitives.combine_grad_call(self.geometry, operands, values)
+        return primitives.combine_grad_p.bind(*arrays, **params)[0]
+
+    @abc.abstractmethod
+    def handle_shape(self, n_tokens: int) -> tuple[int, ...]:
+        """Shape of the int32 handle that dispatch leaves for combine."""

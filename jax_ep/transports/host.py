@@ -10,11 +10,11 @@ from typing import Any
 import jax
 
 from jax_ep.geometry import Geometry
-from jax_ep.operands.calls import CombineOperands, DispatchOperands, DispatchResults
 from jax_ep.processes.exchange import Exchange
 from jax_ep.stats import RankStats
-from jax_ep.transports import cpu_threads, gradients
-from jax_ep.transports.base import FfiConnection, platform_problem
+from jax_ep.transports import cpu_threads
+from jax_ep.transports.base import platform_problem
+from jax_ep.transports.gradients import FfiConnection
 from jax_ep.xla_ffi import extension
 
 # Frames from a warning to the user's code.
@@ -113,14 +113,6 @@ class HostConnection(FfiConnection):
         routed = geometry.routed_coordinates(geometry.local_coordinates)
         counts = [load.stats(geometry.key, each.replica, each.rank) for each in routed]
         return RankStats.of_devices(geometry, counts)
-
-    def dispatch(self, operands: DispatchOperands) -> DispatchResults:
-        """One custom call."""
-        return gradients.dispatch(self, operands)
-
-    def combine(self, operands: CombineOperands) -> jax.Array:
-        """One custom call."""
-        return gradients.combine(self, operands)
 
     def handle_shape(self, n_tokens: int) -> tuple[int, ...]:
         """`dst_rows`, `[T, N]`: each choice's row at its destination, -1 = none."""

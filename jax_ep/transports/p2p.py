@@ -10,12 +10,13 @@ import jax
 import numpy as np
 
 from jax_ep.geometry import Geometry
-from jax_ep.operands.calls import CombineOperands, DispatchOperands, DispatchResults
+from jax_ep.operands.calls import CombineOperands, DispatchOperands
 from jax_ep.operands.checks import VECTOR_BYTES
 from jax_ep.processes.exchange import Exchange
 from jax_ep.stats import RankStats
 from jax_ep.transports import bootstrap, gradients
-from jax_ep.transports.base import FfiConnection, platform_problem
+from jax_ep.transports.base import platform_problem
+from jax_ep.transports.gradients import FfiConnection
 from jax_ep.xla_ffi import extension
 from jax_ep.xla_ffi.async_calls import InFlightCombine, InFlightDispatch
 
@@ -116,14 +117,6 @@ class P2pConnection(FfiConnection):
         routed = self.geometry.routed
         n_messages = routed.n_ranks * self.geometry.max_routed_tokens
         return (routed.n_ranks + n_messages * (1 + routed.n_choices),)
-
-    def dispatch(self, operands: DispatchOperands) -> DispatchResults:
-        """One custom call."""
-        return gradients.dispatch(self, operands)
-
-    def combine(self, operands: CombineOperands) -> jax.Array:
-        """One custom call."""
-        return gradients.combine(self, operands)
 
     def start(self, operands: DispatchOperands | CombineOperands) -> Any:
         """Starts a call; gradients flow to `operands` in `finish`."""
