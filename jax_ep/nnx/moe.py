@@ -1,5 +1,6 @@
 """MoE: a Flax NNX module of a Mixture-of-Experts layer with its experts spread over a group."""
 
+from dataclasses import fields
 from typing import Any
 
 import jax
@@ -166,17 +167,7 @@ class MoE(nnx.Module):
         by_token: Any = P(self.token_axes)
         everywhere: Any = P()
         self._check_call(tokens, mask)
-        forward = Forward(
-            group=group,
-            router=self.router_config,
-            token_axes=self.token_axes,
-            fsdp_axes=self.fsdp_axes,
-            balance_per_sequence=self.balance_per_sequence,
-            capacity_factor=self.capacity_factor,
-            fp8_matmuls=self.fp8_matmuls,
-            interleaved=self.interleaved,
-            clamp=self.clamp,
-        )
+        forward = Forward(**{each.name: getattr(self, each.name) for each in fields(Forward)})
         weights = self._weights()
         specs = {name: P() for name in weights}
         specs["gate_up"] = P(group.axis_name, self.fsdp_axes or None)

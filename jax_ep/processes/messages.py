@@ -59,7 +59,7 @@ class Message:
 
 def _header(data: bytes) -> tuple[str, str, dict[str, str]]:
     def is_header(x: Any) -> bool:
-        return has_types(x, str, str, dict) and has_types([*x[2].values()], *[str] * len(x[2]))
+        return has_types(x, str, str, dict) and all(isinstance(v, str) for v in x[2].values())
 
     group, step, facts = parse_json(data, is_header, "its header")
     return group, step, facts
