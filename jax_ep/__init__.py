@@ -30,13 +30,13 @@ from jax_ep.ops import combine_wait as combine_wait
 from jax_ep.ops import dispatch as dispatch
 from jax_ep.ops import dispatch_async as dispatch_async
 from jax_ep.ops import dispatch_wait as dispatch_wait
+from jax_ep.ops import redispatch as redispatch
 from jax_ep.plot import plot_traffic as plot_traffic
-from jax_ep.redispatch import redispatch as redispatch
 from jax_ep.results import Dispatched as Dispatched
 from jax_ep.results import InFlight as InFlight
 from jax_ep.stats import RankStats as RankStats
-from jax_ep.xla_ffi.export import disabled_checks as disabled_checks
 from jax_ep.xla_ffi.extension import register_what_is_here as _register_what_is_here
+from jax_ep.xla_ffi.lowering import disabled_checks as disabled_checks
 
 __version__ = "0.1.0"
 

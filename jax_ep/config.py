@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ep.formats import BF16, TokenFormat
-from jax_ep.formats.plain import as_dtype
+from jax_ep.formats.base import check_is_format
+from jax_ep.formats.plain import FLOATS, as_dtype
 from jax_ep.unpickling import CheckedDataclass
 
-_COMBINE_DTYPES = tuple(np.dtype(each) for each in (jnp.bfloat16, jnp.float16, jnp.float32))
 _ROW_ALIGNMENTS = (1, 4, 16, 32, 64, 128, 256)
 _INT32_MAX = 2**31 - 1
 _MAX_TIMEOUT_S = 1e6
@@ -138,15 +138,11 @@ class EPConfig(CheckedDataclass):
         for name in ("recv_capacity", "n_gpus_per_node", "n_nodes", "n_sms"):
             if getattr(self, name) is not None:
                 self._set(name, check_count(name, getattr(self, name)))
-        if not isinstance(self.token_format, TokenFormat):
-            raise ValueError(
-                "token_format must be a token format such as jax_ep.BF16(); got "
-                f"{self.token_format!r}."
-            )
+        check_is_format(self.token_format)
         self.token_format.check_hidden_size(self.hidden_size)
         self._check_alignment()
         dtype = as_dtype(self.combine_dtype)
-        if dtype not in _COMBINE_DTYPES:
+        if dtype not in FLOATS:
             got = self.combine_dtype if dtype is None else dtype.name
             raise ValueError(f"combine_dtype must be bfloat16, float16 or float32; got {got}.")
         self._set("combine_dtype", dtype)
@@ -210,11 +206,7 @@ class EPConfig(CheckedDataclass):
         return per_node, n_ranks // per_node
 
     def routed(self, n_ranks: int, within_nodes: bool = False) -> RoutedSizes:
-        """The sizes that transports route by.
-
-        Raises:
-            ValueError: they do not fit in int32, or nodes do not partition the ranks.
-        """
+        """The sizes that transports route by; ValueError if they do not fit in int32."""
         n_shared = int(self.fused_shared_expert)
         per_node, n_nodes = (1, 1) if self.skip_a2a else self.nodes(n_ranks)
         n_source_nodes = n_nodes if within_nodes else 1
@@ -234,10 +226,6 @@ class EPConfig(CheckedDataclass):
 
     def max_recv_tokens(self, n_ranks: int) -> int:
         """Rows of the output of dispatch (C): `recv_capacity`, at most the worst case.
-
-        In the worst case, each token has `min(K, L)` rows on a rank: with K <= L, it cannot have
-        more; with K > L, only if it repeats an expert. The shared expert's rows and those that pad
-        groups come on top.
 
         Raises:
             ValueError: a size does not fit in 32 bits.

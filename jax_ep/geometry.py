@@ -145,11 +145,7 @@ class Geometry:
         return tuple(c for c in self.coordinates if c.device.process_index == process)
 
     def routed_coordinates(self, coordinates: Iterable[MeshCoordinate]) -> list[MeshCoordinate]:
-        """The coordinates of the same devices among the ranks that exchange tokens.
-
-        With `skip_a2a`, each device is a replica of its own; within nodes, each node is; otherwise
-        nothing changes.
-        """
+        """Among ranks that exchange tokens; each node, or device with `skip_a2a`, is a replica."""
         size = self.routed.n_ranks
         each = self.n_ranks // size
         return [

@@ -1,4 +1,4 @@
-"""dispatch and combine: the public calls, inside `jax.shard_map` over the group's mesh.
+"""dispatch, combine and redispatch: the public calls, inside `jax.shard_map` over the group's mesh.
 
 Arrays are this rank's shard. R ranks, E experts, L = E / R local experts, K = top_k, T <= M tokens
 in this call, H = hidden_size, C = max_recv_tokens, or the call's own `recv_capacity`. `[..., H]` is
@@ -12,8 +12,12 @@ import jax
 
 from jax_ep.formats import Quantized
 from jax_ep.group import EPGroup, check_group
-from jax_ep.operands.calls import CombineOperands, DispatchOperands
+from jax_ep.operands.calls import CombineOperands, DispatchOperands, check_values
+from jax_ep.operands.checks import as_arrays
+from jax_ep.operands.limbs import from_limbs, is_integer
+from jax_ep.operands.rows import in_use, keep
 from jax_ep.results import Dispatched, InFlight, check_dispatched, check_in_flight
+from jax_ep.transports import gradients
 
 
 def dispatch(
@@ -198,12 +202,7 @@ def combine_async(
 
 
 def combine_wait(group: EPGroup, in_flight: InFlight, *, after: Any = None) -> jax.Array:
-    """Waits for a combine that `combine_async` started.
-
-    Args:
-        group: the group of `combine_async`.
-        in_flight: the result of `combine_async`.
-        after: as for `dispatch_wait`.
+    """Waits for a combine that `combine_async` started, as `dispatch_wait` does for a dispatch.
 
     Returns:
         What `combine` would have returned.
@@ -217,6 +216,44 @@ def combine_wait(group: EPGroup, in_flight: InFlight, *, after: Any = None) -> j
     operands = in_flight.operands
     out = group._connection.finish(in_flight.call, operands, after)
     return _shape(group, operands, out)
+
+
+def redispatch(group: EPGroup, values: jax.Array, dispatched: Dispatched) -> jax.Array:
+    """Sends another array along the routing of an earlier dispatch.
+
+    Row i of the result belongs to row i of `dispatched.tokens`. Neither ids nor weights travel, and
+    no rows are assigned. It is the transpose of a `combine` without weights, which is its backward
+    in turn. For policies of `jax.checkpoint`, the result has the name `DISPATCH_NAME`.
+
+    32-bit integers, such as ids or positions, arrive bit by bit on every transport. They travel as
+    float32 numbers of 16 bits each, because values pass through arithmetic on the way, which does
+    not keep the bits of NaNs.
+
+    Args:
+        group: the group of the dispatch.
+        values: `[..., H]` in `config.combine_dtype`, with the leading dimensions of the dispatch's
+            tokens; or fewer elements that take a multiple of 16 bytes. They are not quantized. Or
+            `[..., W]`, int32 or uint32, of any W up to `hidden_size * itemsize / 8`, itemsize being
+            that of `combine_dtype`.
+        dispatched: the result of dispatch.
+
+    Returns:
+        `[C, H]` in `config.combine_dtype`, or `[C, W]` integers: zeros in padding rows; rows that
+        are not in use are unspecified, unless `config.zero_unused_rows`.
+
+    Raises:
+        TypeError: as for `combine`.
+        ValueError: as for `dispatch`.
+        jax.errors.JaxRuntimeError: as for `dispatch`.
+    """
+    call = check_group("redispatch", group)
+    check_dispatched(call, dispatched, group)
+    (values,) = as_arrays(call, values=values)
+    sent, routing = check_values(call, group.geometry, values, dispatched.routing)
+    rows = gradients.redispatch(group._connection, sent, routing)
+    if group.config.zero_unused_rows:
+        rows = keep(rows, in_use(routing.row_offsets, rows.shape[0]))
+    return from_limbs(rows, values.shape[-1], values.dtype) if is_integer(values) else rows
 
 
 def _shape(group: EPGroup, operands: CombineOperands, out: jax.Array) -> jax.Array:

@@ -130,9 +130,7 @@ class Dispatched:
     @property
     def routing(self) -> Routing:
         """Maps choices to rows."""
-        return Routing.make(
-            self.group.geometry, self.topk_ids, self.handle, self.row_offsets, self.src_info
-        )
+        return Routing.of(self.group.geometry, self)
 
     def combine_operands(
         self, operation: str, expert_out: Any, topk_weights: Any, residual: Any, reduce: Any
@@ -160,25 +158,23 @@ class Dispatched:
         config = group.config
         if operands.is_packed:
             results = _unpacked(config, operands, results)
-        fields = results._asdict()
+        src_info = results.src_info
         if config.fused_shared_expert:  # its rows belong to no choice of the router
-            is_shared = results.src_info[:, 1:] == config.top_k
-            fields["src_info"] = jnp.where(
-                is_shared & jnp.array([False, True]), -1, results.src_info
-            )
+            is_shared = src_info[:, 1:] == config.top_k
+            src_info = jnp.where(is_shared & jnp.array([False, True]), -1, src_info)
+            results = results._replace(src_info=src_info)
         if config.zero_unused_rows:
-            fields |= _without_unused_rows(config, DispatchResults(**fields))
+            results = _without_unused_rows(config, results)
         has_source = isinstance(operands.token_format, QuantizedFormat)
         if has_source:
-            codes = fields["tokens"], fields["scales"]
-            fixed = jax.lax.stop_gradient(codes)
+            fixed: Any = jax.lax.stop_gradient((results.tokens, results.scales))
             call = group.geometry.call("dispatch")
-            codes = without_gradient(call, operands.tokens, *fixed)
-            fields["tokens"], fields["scales"] = codes
+            tokens, scales = without_gradient(call, operands.tokens, *fixed)
+            results = results._replace(tokens=tokens, scales=scales)
         n_tokens = math.prod(topk_ids.shape[:-1])
         n_groups = group.geometry.routed.n_local_groups
         return cls(
-            **fields,
+            **results._asdict(),
             expert_ids=jnp.arange(n_groups, dtype=jnp.int32),
             topk_ids=topk_ids,
             scales_offsets=config.token_format.layout.offsets(results.row_offsets),
@@ -199,25 +195,21 @@ def _unpacked(
     return results._replace(tokens=rows.codes, scales=rows.scales)
 
 
-def _without_unused_rows(config: EPConfig, results: DispatchResults) -> dict[str, jax.Array]:
+def _without_unused_rows(config: EPConfig, results: DispatchResults) -> DispatchResults:
     """The arrays that have rows, zero in rows that are not in use; -1 in `src_info`."""
     row_offsets = jax.lax.stop_gradient(results.row_offsets)
     kept = in_use(row_offsets, results.src_info.shape[0])
     tokens, scales, weights = results.tokens, results.scales, results.row_weights
-    src_info = jax.lax.stop_gradient(results.src_info)
-    fields = {"src_info": jnp.where(kept, src_info, -1)}
+    src_info = jnp.where(kept, jax.lax.stop_gradient(results.src_info), -1)
     if scales is None:
-        fields["tokens"] = keep(tokens, kept)
+        tokens = keep(tokens, kept)
     else:  # their gradient flows through `dequantize`
         tokens, scales = jax.lax.stop_gradient((tokens, scales))
-        layout = config.token_format.layout
-        fields |= {
-            "tokens": keep(tokens, kept),
-            "scales": keep(scales, layout.in_use(scales, row_offsets)),
-        }
+        tokens = keep(tokens, kept)
+        scales = keep(scales, config.token_format.layout.in_use(scales, row_offsets))
     if weights is not None:
-        fields["row_weights"] = keep(weights, kept[:, 0])
-    return fields
+        weights = keep(weights, kept[:, 0])
+    return results._replace(tokens=tokens, src_info=src_info, row_weights=weights, scales=scales)
 
 
 @jax.tree_util.register_dataclass
@@ -283,11 +275,8 @@ def check_dispatched(operation: str, dispatched: Any, group: EPGroup | None = No
             f"{operation}: dispatched must be the result of dispatch; got "
             f"{type(dispatched).__name__}."
         )
-    if group is not None and dispatched.group != group:
-        raise ValueError(
-            f"{operation}: dispatched must come from this group, {group.key}; it comes from "
-            f"{dispatched.group.key}."
-        )
+    if group is not None:
+        _check_same_group(operation, "dispatched", dispatched.group, group)
 
 
 def check_in_flight(operation: str, in_flight: Any, group: EPGroup) -> None:
@@ -298,8 +287,12 @@ def check_in_flight(operation: str, in_flight: Any, group: EPGroup) -> None:
         if isinstance(in_flight, InFlight):
             got = f"that of {in_flight.operation}_async"
         raise TypeError(f"{wait}: in_flight must be the result of {operation}_async; got {got}.")
-    if in_flight.group != group:
+    _check_same_group(wait, "in_flight", in_flight.group, group)
+
+
+def _check_same_group(operation: str, name: str, theirs: EPGroup, group: EPGroup) -> None:
+    if theirs != group:
         raise ValueError(
-            f"{wait}: in_flight must come from this group, {group.key}; it comes from "
-            f"{in_flight.group.key}."
+            f"{operation}: {name} must come from this group, {group.key}; it comes from "
+            f"{theirs.key}."
         )

@@ -58,8 +58,7 @@ class RouterConfig(_CheckedDataclass):
         for name, allowed in (("scores", _SCORES), ("group_scores", _GROUP_SCORES)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {allowed}; got {getattr(self, name)!r}.")
-        if not isinstance(self.normalize, bool):
-            raise ValueError(f"normalize must be True or False; got {self.normalize!r}.")
+        checks.check_flags("", normalize=self.normalize)
         if not checks.is_finite(self.scaling):
             raise ValueError(f"scaling must be a finite number; got {self.scaling!r}.")
         for name in ("n_expert_groups", "topk_expert_groups"):
@@ -227,10 +226,8 @@ def z_loss(
 
     Args:
         logits: `[..., E]`, as given to `route`, of any floating-point dtype; computed in float32.
-        topk_ids: `int32[..., K]`, from `route`. Tokens without a choice (all ids negative), such as
-            padding, do not count. None: all tokens count.
-        axis_name: inside `jax.shard_map`, the mesh axes that tokens are sharded over; all shards
-            get the loss of all tokens.
+        topk_ids: as for `balance_loss`; None: all tokens count.
+        axis_name: as for `balance_loss`.
 
     Raises:
         ValueError: a shape or dtype does not fit. While tracing.

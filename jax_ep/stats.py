@@ -60,6 +60,12 @@ class RankStats:
     longest_wait_s: np.ndarray
 
     @classmethod
+    def of_devices(cls, geometry: Geometry, counts: Sequence[dict[str, Any]]) -> list[Self]:
+        """One for each device of this process, from their counts in mesh order."""
+        pairs = zip(geometry.local_coordinates, counts, strict=True)
+        return [cls.from_counts(geometry, *pair) for pair in pairs]
+
+    @classmethod
     def from_counts(
         cls, geometry: Geometry, coordinate: MeshCoordinate, counts: dict[str, Any]
     ) -> Self:

@@ -49,19 +49,13 @@ def check_fields(name: str, value: Any) -> None:
 def find_mesh(platform: Any, ids: Any, axes: Any) -> jax.sharding.Mesh:
     """The mesh of a pickled group, on this program's devices.
 
-    Args:
-        platform: of the devices.
-        ids: theirs, in mesh order.
-        axes: (shape, axis names, axis types).
-
-    Raises:
-        TypeError: one of the arguments is of a wrong type.
-        ValueError: they do not make a mesh, or this program has no such devices.
+    From the devices' platform; their ids, in mesh order; (shape, axis names, axis types). Raises
+    TypeError if one is of a wrong type, ValueError if they make no mesh that this program has.
     """
     if not isinstance(platform, str):
         raise TypeError(f"A pickled EPGroup's platform must be a str; got {platform!r}.")
     _check_integers("ids", ids)
-    shape, names, types = _check_tuple("axes", axes, 3)
+    shape, names, types = check_tuple("axes", axes, 3)
     _check_integers("axes", shape)
     if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
         raise TypeError(f"A pickled EPGroup's axes must have names; got {names!r}.")
@@ -85,12 +79,8 @@ def find_mesh(platform: Any, ids: Any, axes: Any) -> jax.sharding.Mesh:
         raise ValueError(f"A pickled EPGroup's axes must be those of a mesh: {error}") from None
 
 
-def check_arguments(arguments: Any) -> tuple[Any, Any, Any]:
-    """`(axis_name, config, transport)`, which `ep_init` checks further."""
-    return _check_tuple("arguments", arguments, 3)
-
-
-def _check_tuple(name: str, value: Any, length: int) -> Any:
+def check_tuple(name: str, value: Any, length: int) -> Any:
+    """Requires a tuple in a pickled group."""
     if not isinstance(value, tuple) or len(value) != length:
         raise TypeError(
             f"A pickled EPGroup's {name} must be a tuple of {length}; got {type(value).__name__}."

@@ -58,7 +58,7 @@ def bench(
             with _progress(n_calls(repeats, expert_size)) as tick:
                 timings = measure(mesh, group, repeats, expert_size, tick)
         except (MemoryError, JaxRuntimeError) as error:
-            if not _is_out_of_memory(error):
+            if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             raise click.ClickException(
                 f"tokens, rows and their copies must fit in memory: {str(error).rstrip('.')}. "
@@ -85,10 +85,6 @@ def _progress(n_calls: int) -> Iterator[Tick]:
         yield lambda name: progress.update(
             task, advance=1, description=f"{name:16}", refresh=not is_hidden
         )
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
 
 
 def _table(

@@ -82,7 +82,9 @@ def device_table(found: Sequence[jax.Device]) -> Table:
 
 def link_table(gpus: Sequence[jax.Device]) -> Table:
     """GB/s from each GPU to each other one."""
-    cells = {(link.source, link.target): _cell(link) for link in facts.measured_links(gpus)}
+    stars = {True: "*", False: "", None: "?"}
+    links = facts.measured_links(gpus)
+    cells = {(x.source, x.target): f"{x.gb_per_s:.0f}{stars[x.direct]}" for x in links}
     table = Table("from \\ to", title="Copies, GB/s (*: loads and stores, too)")
     for gpu in gpus:
         table.add_column(str(gpu.id), justify="right")
@@ -90,11 +92,6 @@ def link_table(gpus: Sequence[jax.Device]) -> Table:
         row = [cells.get((source.id, target.id), "-") for target in gpus]
         table.add_row(str(source.id), *row)
     return table
-
-
-def _cell(link: facts.Link) -> str:
-    star = {True: "*", False: "", None: "?"}[link.direct]
-    return f"{link.gb_per_s:.0f}{star}"
 
 
 def transport_table(verdicts: Sequence[probe.Verdict], n_ranks: int) -> Table:

@@ -64,15 +64,10 @@ def nvshmem() -> dict[str, str | None]:
 
 def devices(found: Sequence[jax.Device]) -> list[Device]:
     """In rank order."""
+    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in found]
     return [
-        Device(
-            rank,
-            device.id,
-            device.platform,
-            device.device_kind,
-            (device.memory_stats() or {}).get("bytes_limit"),
-        )
-        for rank, device in enumerate(found)
+        Device(rank, each.id, each.platform, each.device_kind, limit)
+        for rank, (each, limit) in enumerate(zip(found, limits, strict=True))
     ]
 
 

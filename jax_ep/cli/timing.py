@@ -64,20 +64,15 @@ def measure(
     tick: Tick,
 ) -> list[Timing]:
     """Times both calls with random inputs and, given F, a layer without and with its gradients."""
-    tokens, choices = _inputs(mesh, group)
+    config = group.config
+    random = workload.random_choices(config, group.n_ranks, seed=0)
+    shape, dtype = (*random.shape[:2], config.hidden_size), config.token_format.token_dtypes[0]
+    numbers = np.random.default_rng(1).standard_normal(shape, np.float32).astype(dtype)
+    tokens, choices = workload.place(mesh, numbers), workload.place(mesh, random)
     programs = _exchange(mesh, group, tokens, choices)
     if expert_size is not None:
         programs += _layer(mesh, group, tokens, choices, expert_size)
     return [program.time(repeats, tick) for program in programs]
-
-
-def _inputs(mesh: jax.sharding.Mesh, group: jax_ep.EPGroup) -> tuple[jax.Array, jax.Array]:
-    config = group.config
-    choices = workload.random_choices(config, group.n_ranks, seed=0)
-    shape = (*choices.shape[:2], config.hidden_size)
-    dtype = config.token_format.token_dtypes[0]
-    tokens = np.random.default_rng(1).standard_normal(shape, np.float32).astype(dtype)
-    return workload.place(mesh, tokens), workload.place(mesh, choices)
 
 
 def _exchange(

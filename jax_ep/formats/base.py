@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 import functools
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +62,14 @@ class TokenFormat(CheckedDataclass, abc.ABC):
         return
 
 
+def check_is_format(value: Any, where: str = "") -> None:
+    """Requires a token format."""
+    if not isinstance(value, TokenFormat):
+        raise ValueError(
+            f"{where}token_format must be a token format such as jax_ep.BF16(); got {value!r}."
+        )
+
+
 class Quantized(NamedTuple):
     """Quantized tokens.
 
@@ -87,7 +95,8 @@ class QuantizedFormat(TokenFormat):
     infinity is dead: its elements count as 0. Other blocks are not affected.
 
     Attributes:
-        scales_layout: name of one of `scales_layouts`.
+        scales_layout: name of one of `scales_layouts`: `"atoms"`, the 128 x 4 tiles that matrix
+            units read, or `"row_major"`; `BlockwiseFP8` has others.
         block_size: elements that share a scale (V).
         element: `"e4m3"` or `"e2m1"`: how an element is encoded.
         packed: whether codes are stored two per byte.

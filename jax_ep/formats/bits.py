@@ -17,6 +17,11 @@ _IMPLICIT_BIT = 1 << 23
 _N_EXTRA = 3  # guard bits that a significand keeps below those of the result
 
 
+def as_integers(x: jax.Array) -> jax.Array:
+    """The bits of numbers of any dtype, as unsigned integers of their size."""
+    return lax.bitcast_convert_type(x, np.dtype(f"uint{8 * x.dtype.itemsize}"))
+
+
 def to_bits(x: jax.Array) -> jax.Array:
     """The patterns of bfloat16 or float32 numbers as float32."""
     if x.dtype == jnp.bfloat16:

@@ -43,9 +43,6 @@ class MXFP8(_MXFormat):
 
     `scale = amax * (1 / 448)` rounded up to a power of two, so that nothing saturates; `code =
     e4m3(x / scale)`, `x ~ code * scale`.
-
-    Attributes:
-        scales_layout: `"atoms"`, the 128 x 4 tiles that matrix units read, or `"row_major"`.
     """
 
     name = "mxfp8"
@@ -67,9 +64,6 @@ class MXFP4(_MXFormat):
 
     `scale` is 2^-2 times the power of two below `amax`, after rounding `amax` in "even mode": from
     1.75 times a power of two on, the next power of two counts. `code = e2m1(x / scale)`, at most 6.
-
-    Attributes:
-        scales_layout: `"atoms"`, the 128 x 4 tiles that matrix units read, or `"row_major"`.
     """
 
     name = "mxfp4"

@@ -18,9 +18,6 @@ class NVFP4(QuantizedFormat):
     With the `input_scale` s of dispatch, 1 by default (the divisor, so the reciprocal of a
     checkpoint's input scale): `scale = e4m3(s * (amax * (1 / 6)))`, `code = e2m1(x * (1 / (scale *
     (1 / s))))`, at most 6, and `x ~ code * scale / s`.
-
-    Attributes:
-        scales_layout: `"atoms"`, the 128 x 4 tiles that matrix units read, or `"row_major"`.
     """
 
     name = "nvfp4"

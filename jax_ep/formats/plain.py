@@ -8,7 +8,7 @@ import numpy as np
 
 from jax_ep.formats.base import TokenFormat
 
-_DTYPES = tuple(np.dtype(t) for t in (jnp.bfloat16, jnp.float16, jnp.float32))
+FLOATS = tuple(np.dtype(t) for t in (jnp.bfloat16, jnp.float16, jnp.float32))
 
 
 def as_dtype(value: Any) -> np.dtype | None:
@@ -34,7 +34,7 @@ class Plain(TokenFormat):
 
     def __post_init__(self) -> None:
         dtype = as_dtype(self.dtype)
-        if dtype not in _DTYPES:
+        if dtype not in FLOATS:
             got = self.dtype if dtype is None else dtype.name
             raise ValueError(
                 f"Plain carries bfloat16, float16 or float32; got dtype={got}. Cast the tokens, or "

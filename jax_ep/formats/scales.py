@@ -5,7 +5,8 @@ C rows in L groups, S scales per row. Group i is the rows `row_offsets[i]` to `r
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+
+from jax_ep.formats.bits import as_integers
 
 _ATOM_ROWS = 128
 _ATOM_SCALES = 4
@@ -110,7 +111,8 @@ class _Atoms(ScalesLayout):
         row = first_row[:, None] + jnp.arange(_ATOM_ROWS, dtype=jnp.int32)
         row = jnp.where(row < starts[group + 1][:, None], row, n_rows)
         padding = shape[1] * _ATOM_SCALES - n_scales
-        integers = jnp.pad(_as_integers(scales), ((0, 0), (0, padding)))
+        # As integers: XLA converts small floats to larger ones to gather them.
+        integers = jnp.pad(as_integers(scales), ((0, 0), (0, padding)))
         taken = integers.at[row].get(mode="fill", fill_value=0)
         tiles = taken.reshape(shape[0], shape[3], shape[2], shape[1], shape[4])
         atoms = jnp.transpose(tiles, (0, 3, 2, 1, 4))
@@ -122,7 +124,7 @@ class _Atoms(ScalesLayout):
         row = jnp.arange(n_rows, dtype=jnp.int32)
         first_blocks, starts = _first_blocks(row_offsets), row_offsets.astype(jnp.int32)
         group = group_of(starts, n_rows)
-        tiles = _as_integers(array).transpose(0, 3, 2, 1, 4)
+        tiles = as_integers(array).transpose(0, 3, 2, 1, 4)
         rows = tiles.reshape(array.shape[0] * _ATOM_ROWS, -1)
         index = first_blocks[group] * _ATOM_ROWS + row - starts[group]
         by_row = rows.at[index].get(mode="fill", fill_value=0)[:, :n_scales]
@@ -150,12 +152,6 @@ def group_of(starts: jax.Array, n: int) -> jax.Array:
     ends_here = jnp.zeros(n, jnp.int32).at[starts[1:]].add(1, mode="drop")
     n_ended = jnp.cumsum(ends_here, dtype=jnp.int32)
     return jnp.minimum(n_ended, starts.shape[0] - 2)
-
-
-def _as_integers(scales: jax.Array) -> jax.Array:
-    """Bitcasts to integers: XLA converts small floats to larger ones to gather them."""
-    integer = np.dtype(f"uint{8 * scales.dtype.itemsize}")
-    return jax.lax.bitcast_convert_type(scales, integer)
 
 
 NO_SCALES = _NoScales()

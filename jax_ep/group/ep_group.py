@@ -228,7 +228,7 @@ def _open_pickled(
 ) -> EPGroup:
     """The group of a pickle; `memory_config` is that of the group whose memory it uses."""
     mesh = unpickling.find_mesh(platform, ids, axes)
-    axis_name, config, transport = unpickling.check_arguments(arguments)
+    axis_name, config, transport = unpickling.check_tuple("arguments", arguments, 3)
     if memory_config is None:
         return ep_init(mesh, axis_name, config, transport)
     with ep_init(mesh, axis_name, memory_config, transport) as memory_of:
@@ -236,11 +236,7 @@ def _open_pickled(
 
 
 def check_group(operation: str, group: EPGroup) -> str:
-    """Requires an open group, and a `jax.shard_map` over its mesh around the call.
-
-    Returns:
-        The call as messages name it.
-    """
+    """Requires an open group, and a `jax.shard_map` over its mesh; returns the call's name."""
     check_is_group(operation, group)
     if group.closed:
         raise ValueError(f"{operation}: group {group.key} is closed. Make a new one with ep_init.")

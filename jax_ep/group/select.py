@@ -43,8 +43,7 @@ NAMES = tuple(dict.fromkeys(each.name for each in (*_FASTEST_FIRST, *_ON_REQUEST
 def connect(requested: Geometry, exchange: Exchange) -> Connection:
     """Opens a connection of the requested transport, or for `"auto"` of the fastest.
 
-    Raises what `ep_init` does; then nothing is open, and the other processes learn why, if they
-    can.
+    Raises what `ep_init` does; then nothing is open, and the others learn why, if they can.
     """
     try:
         connection = _select(requested, exchange)
@@ -140,7 +139,7 @@ def _log_choice(geometry: Geometry, by_nodes: bool, refused: dict[str, str]) -> 
 
     A warning where GPUs, or CPUs for lack of the extension, are left with plain collectives.
     """
-    platform = _platform(geometry)
+    platform = geometry.mesh.devices.flat[0].platform
     could_be_faster = platform == "gpu" or (platform == "cpu" and not extension.has_host())
     is_slow = geometry.transport == "xla" and could_be_faster
     shape = ", ".join(f"{name}={size}" for name, size in geometry.mesh.shape.items())
@@ -154,7 +153,3 @@ def _log_choice(geometry: Geometry, by_nodes: bool, refused: dict[str, str]) -> 
         *(f"{name!r} cannot: {reason}" for name, reason in refused.items()),
     ]
     _log_once(logging.WARNING if is_slow else logging.INFO, " ".join(lines))
-
-
-def _platform(geometry: Geometry) -> str:
-    return geometry.mesh.devices.flat[0].platform

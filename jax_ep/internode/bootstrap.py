@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from jax_ep.processes import interrupts
 from jax_ep.processes.exchange import Exchange
-from jax_ep.processes.messages import parse_json
+from jax_ep.processes.messages import has_types, sent_json
 from jax_ep.xla_ffi import extension
 
 T = TypeVar("T")
@@ -123,7 +123,7 @@ def find_heap(nvshmem: ModuleType, exchange: Exchange, key: str, n_bytes: int) -
         return json.dumps([kept, nvshmem.free(n_bytes)]).encode()
 
     answers = exchange.gather("heaps", offer)
-    offers = [_checked_offer(i, answer) for i, answer in enumerate(answers)]
+    offers = [sent_json(i, each, _is_offer, "its list of heaps") for i, each in enumerate(answers)]
     common = set.intersection(*({*kept, *free} for kept, free in offers))
     pinned = common & {number for kept, _ in offers for number in kept}
     if common:
@@ -143,21 +143,9 @@ def find_heap(nvshmem: ModuleType, exchange: Exchange, key: str, n_bytes: int) -
     return int(numbers[0])
 
 
-def _checked_offer(index: int, answer: bytes) -> tuple[list[int], list[int]]:
+def _is_offer(x: Any) -> bool:
     """The heaps that a process has kept for a key, and those that are free."""
-
-    def is_offer(x: Any) -> bool:
-        return (
-            isinstance(x, list)
-            and [type(each) for each in x] == [list, list]
-            and all(type(number) is int for each in x for number in each)
-        )
-
-    try:
-        kept, free = parse_json(answer, is_offer, "its list of heaps")
-    except ValueError as error:
-        raise RuntimeError(f"process {index}: {error}") from None
-    return kept, free
+    return has_types(x, list, list) and all(type(number) is int for each in x for number in each)
 
 
 def _limit_s(exchange: Exchange) -> float:

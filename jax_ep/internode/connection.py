@@ -37,26 +37,11 @@ from jax_ep.operands.calls import (
 from jax_ep.processes.exchange import Exchange
 from jax_ep.stats import RankStats
 from jax_ep.transports import bootstrap
-from jax_ep.transports.base import Connection, FfiConnection
+from jax_ep.transports.base import Connection
+from jax_ep.transports.gradients import FfiConnection
 from jax_ep.transports.host import HostConnection
 from jax_ep.transports.p2p import P2pConnection
 from jax_ep.transports.rounding import in_float32
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class NodeHandle:
-    """The handle of a dispatch: the routing of all nodes' tokens inside this node."""
-
-    group_ids: jax.Array  # int32[N * T, N_c]
-    handle: jax.Array  # of the transport inside
-    row_offsets: jax.Array  # uint32[n_local_groups * N + 1]
-    src_info: jax.Array  # int32[C, 2]
-
-    def routing(self) -> Routing:
-        """The same as operands of the transport inside."""
-        leading = (self.group_ids.shape[0],)
-        return Routing(self.group_ids, self.handle, self.row_offsets, self.src_info, leading)
 
 
 @jax.tree_util.register_dataclass
@@ -136,10 +121,9 @@ class NodesConnection(Connection):
     def dispatch(self, operands: DispatchOperands) -> DispatchResults:
         """Gathers the tokens of all nodes; dispatches them inside the node, maybe as they come."""
         rails = overlapped.overlapping(self.rails, operands.group_ids.shape[0])
+        within = self._gather(operands, with_tokens=rails is None)
         if rails is None:
-            within = self._gather(operands)
             return self._results(within, self.inner.dispatch(within))
-        within = self._gather_choices(operands)
         results = overlapped.spread_and_dispatch(rails, self.inner, within, operands.group_ids)
         return self._results(within, results)
 
@@ -157,9 +141,8 @@ class NodesConnection(Connection):
     def send_along(self, values: jax.Array, routing: Routing) -> jax.Array:
         """The values of all nodes, sent along the routing inside the node."""
         handle: Any = routing.handle
-        ids = routing.group_ids, handle.group_ids
-        spread = gradients.spread_tokens(self.rails, values, *ids)
-        return self.inner.send_along(spread, handle.routing())
+        spread = gradients.spread_tokens(self.rails, values, routing.group_ids, handle.group_ids)
+        return self.inner.send_along(spread, handle)
 
     def start(self, operands: DispatchOperands | CombineOperands) -> NodeCall:
         """Gathers what the call needs, and starts it inside the node."""
@@ -176,41 +159,29 @@ class NodesConnection(Connection):
             return self._results(call.operands, result)
         return self._return(operands, call.shared_rows, result)
 
-    def _gather(self, operands: DispatchOperands) -> DispatchOperands:
-        """The operands of the dispatch inside the node."""
-        gathered = gradients.gather(
-            self.rails, self._tokens(operands), operands.group_ids, operands.topk_weights
-        )
-        tokens, ids, weights = gathered
-        return dataclasses.replace(
-            operands, tokens=tokens, group_ids=lax.stop_gradient(ids), topk_weights=weights
-        )
-
-    def _gather_choices(self, operands: DispatchOperands) -> DispatchOperands:
-        """The operands of the dispatch inside the node, but with the tokens of this rank."""
-        choices = operands.group_ids, operands.topk_weights
-        ids, weights = gradients.gather_choices(self.rails, *choices)
-        return dataclasses.replace(
-            operands,
-            tokens=self._tokens(operands),
-            group_ids=lax.stop_gradient(ids),
-            topk_weights=weights,
-        )
-
-    def _tokens(self, operands: DispatchOperands) -> jax.Array:
-        """The tokens that travel; those to be quantized get their gradient from `dequantize`."""
-        quantizes = isinstance(self.geometry.config.token_format, QuantizedFormat)
-        return lax.stop_gradient(operands.tokens) if quantizes else operands.tokens
+    def _gather(self, operands: DispatchOperands, with_tokens: bool = True) -> DispatchOperands:
+        """The operands of the dispatch inside the node; without tokens, with those of this rank."""
+        tokens, ids, weights = operands.tokens, operands.group_ids, operands.topk_weights
+        if isinstance(self.geometry.config.token_format, QuantizedFormat):
+            tokens = lax.stop_gradient(tokens)  # their gradient comes from `dequantize`
+        if with_tokens:
+            tokens, ids, weights = gradients.gather(self.rails, tokens, ids, weights)
+        else:
+            ids, weights = gradients.gather_choices(self.rails, ids, weights)
+        ids = lax.stop_gradient(ids)
+        return dataclasses.replace(operands, tokens=tokens, group_ids=ids, topk_weights=weights)
 
     def _results(self, within: Any, results: DispatchResults) -> DispatchResults:
         """The results of dispatch, from those of the dispatch inside the node."""
         n_nodes = self.geometry.routed.n_nodes
         n_tokens = within.group_ids.shape[0] // n_nodes
-        handle = NodeHandle(within.group_ids, results.handle, results.row_offsets, results.src_info)
-        token, k = results.src_info[:, 0], results.src_info[:, 1]
+        # What combine needs: the routing of all nodes' tokens inside this node.
+        ids, row_offsets, src_info = within.group_ids, results.row_offsets, results.src_info
+        handle = Routing(ids, results.handle, row_offsets, src_info, ids.shape[:1])
+        token, k = src_info[:, 0], src_info[:, 1]
         token = jnp.where(token >= 0, token % n_tokens, token)
         return results._replace(
-            row_offsets=results.row_offsets[::n_nodes],
+            row_offsets=row_offsets[::n_nodes],
             src_info=jnp.stack([token, k], axis=1),
             handle=handle,
         ).named()
@@ -229,11 +200,7 @@ class NodesConnection(Connection):
         if operands.adds_shared_expert and n_shared > 0:
             expert_out, shared_rows = _split_shared(n_shared, expert_out)
         within = dataclasses.replace(
-            operands,
-            expert_out=expert_out,
-            routing=handle.routing(),
-            topk_weights=weights,
-            residual=None,
+            operands, expert_out=expert_out, routing=handle, topk_weights=weights, residual=None
         )
         return within, shared_rows
 
@@ -250,8 +217,10 @@ class NodesConnection(Connection):
         return self._finish_sums(sums, shared_rows)
 
     def _finish_sums(self, sums: jax.Array, shared_rows: jax.Array | None) -> jax.Array:
-        if shared_rows is not None:
-            sums = _add_shared(sums, shared_rows)
+        if shared_rows is not None:  # of the first tokens
+            n = shared_rows.shape[0]
+            total = in_float32(sums[:n]) + in_float32(shared_rows)
+            sums = jnp.concatenate([total.astype(sums.dtype), sums[n:]])
         return checkpoint_name(sums, COMBINE_NAME)
 
 
@@ -272,16 +241,10 @@ def _split_shared(n: int, expert_out: jax.Array) -> tuple[jax.Array, jax.Array]:
     return _with_first(expert_out, jnp.zeros_like(shared)), shared
 
 
-def _split_shared_fwd(n: int, expert_out: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
-    return _split_shared(n, expert_out), None
-
-
-def _split_shared_bwd(n: int, _: None, cotangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array]:
-    rest, shared = cotangents
-    return (_with_first(rest, shared),)
-
-
-_split_shared.defvjp(_split_shared_fwd, _split_shared_bwd)
+_split_shared.defvjp(
+    lambda n, expert_out: (_split_shared(n, expert_out), None),
+    lambda n, _, cotangents: (_with_first(*cotangents),),
+)
 
 
 def _with_first(x: jax.Array, first: jax.Array) -> jax.Array:
@@ -291,13 +254,6 @@ def _with_first(x: jax.Array, first: jax.Array) -> jax.Array:
     """
     n = first.shape[0]
     return first if n == x.shape[0] else jnp.concatenate([first, x[n:]])
-
-
-def _add_shared(sums: jax.Array, shared_rows: jax.Array) -> jax.Array:
-    """`sums` `[T, H]` plus the shared expert's row of each of the first tokens."""
-    n = shared_rows.shape[0]
-    total = in_float32(sums[:n]) + in_float32(shared_rows)
-    return jnp.concatenate([total.astype(sums.dtype), sums[n:]])
 
 
 class HostByNodes(NodesConnection):

@@ -7,13 +7,16 @@ derivatives, so the rules below are made of functions that have rules. Where a f
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_ep.internode.rails import Rails, as_integers
+from jax_ep.formats.bits import as_integers
+from jax_ep.internode.rails import Rails
 from jax_ep.internode.routing import choices_of_nodes, needs, node_of
 from jax_ep.operands.calls import DISPATCH_NAME
 
@@ -32,20 +35,14 @@ def gather(
     return all_tokens, node_ids, all_weights
 
 
-def _gather_fwd(
-    rails: Rails, tokens: jax.Array, group_ids: jax.Array, weights: jax.Array | None
-) -> tuple[tuple[jax.Array, jax.Array, jax.Array | None], tuple[jax.Array, jax.Array]]:
+def _gather_fwd(rails: Rails, tokens: Any, group_ids: Any, weights: Any) -> Any:
     all_tokens, node_ids, all_weights = gather(rails, tokens, group_ids, weights)
     # Named here, where policies of `jax.checkpoint` see it: the backward need not gather again.
     node_ids = checkpoint_name(node_ids, DISPATCH_NAME)
     return (all_tokens, node_ids, all_weights), (group_ids, node_ids)
 
 
-def _gather_bwd(
-    rails: Rails,
-    ids: tuple[jax.Array, jax.Array],
-    cotangents: tuple[jax.Array, jax.Array, jax.Array | None],
-) -> tuple[jax.Array, None, jax.Array | None]:
+def _gather_bwd(rails: Rails, ids: Any, cotangents: Any) -> Any:
     tokens, _, weights = cotangents
     weights = None if weights is None else collect_rows(rails, weights, *ids)
     return collect_sums(rails, tokens, None, *ids), None, weights
@@ -70,18 +67,14 @@ def _gather_choices(
     return rails.gather(group_ids, weights, None)[:2]
 
 
-def _gather_choices_fwd(
-    rails: Rails, group_ids: jax.Array, weights: jax.Array | None
-) -> tuple[tuple[jax.Array, jax.Array | None], tuple[jax.Array, jax.Array]]:
+def _gather_choices_fwd(rails: Rails, group_ids: Any, weights: Any) -> Any:
     node_ids, all_weights = _gather_choices(rails, group_ids, weights)
     node_ids = checkpoint_name(node_ids, DISPATCH_NAME)
     return (node_ids, all_weights), (group_ids, node_ids)
 
 
-def _gather_choices_bwd(
-    rails: Rails, ids: tuple[jax.Array, jax.Array], cotangents: tuple[jax.Array, jax.Array | None]
-) -> tuple[None, jax.Array | None]:
-    _, weights = cotangents
+def _gather_choices_bwd(rails: Rails, ids: Any, cotangents: Any) -> Any:
+    weights = cotangents[1]
     return None, None if weights is None else collect_rows(rails, weights, *ids)
 
 
@@ -89,6 +82,47 @@ _gather_choices.defvjp(_gather_choices_fwd, _gather_choices_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def collect_sums(
+    rails: Rails,
+    node_sums: jax.Array,
+    residual: jax.Array | None,
+    group_ids: jax.Array,
+    node_ids: jax.Array,
+) -> jax.Array:
+    """`Rails.add_up`."""
+    return rails.add_up(node_sums, residual, node_ids)
+
+
+def _collect_sums_bwd(rails: Rails, saved: Any, cotangent: Any) -> Any:
+    has_residual, *ids = saved
+    spread = spread_tokens(rails, cotangent, *ids)
+    return spread, cotangent if has_residual else None, None, None
+
+
+collect_sums.defvjp(
+    lambda rails, sums, residual, *ids: (
+        collect_sums(rails, sums, residual, *ids),
+        (residual is not None, *ids),
+    ),
+    _collect_sums_bwd,
+)
+
+
+def _with_transpose(transpose: Callable[..., jax.Array]) -> Callable[..., Callable[..., Any]]:
+    """Gives `f(rails, x, group_ids, node_ids)`, linear in x, a backward: `transpose`, alike."""
+
+    def decorate(f: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        linear = jax.custom_vjp(f, nondiff_argnums=(0,))
+        linear.defvjp(
+            lambda rails, x, *ids: (linear(rails, x, *ids), ids),
+            lambda rails, ids, cotangent: (transpose(rails, cotangent, *ids), None, None),
+        )
+        return linear
+
+    return decorate
+
+
+@_with_transpose(lambda rails, cotangent, *ids: collect_sums(rails, cotangent, None, *ids))
 def spread_tokens(
     rails: Rails, tokens: jax.Array, group_ids: jax.Array, node_ids: jax.Array
 ) -> jax.Array:
@@ -99,22 +133,11 @@ def spread_tokens(
     return rails.spread(tokens, needs(rails.geometry, group_ids))
 
 
-def _spread_tokens_fwd(
-    rails: Rails, tokens: jax.Array, group_ids: jax.Array, node_ids: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return spread_tokens(rails, tokens, group_ids, node_ids), (group_ids, node_ids)
+def _choose(rails: Rails, cotangent: jax.Array, *ids: jax.Array) -> jax.Array:
+    return collect_rows(rails, cotangent, *ids)
 
 
-def _spread_tokens_bwd(
-    rails: Rails, ids: tuple[jax.Array, jax.Array], cotangent: jax.Array
-) -> tuple[jax.Array, None, None]:
-    return collect_sums(rails, cotangent, None, *ids), None, None
-
-
-spread_tokens.defvjp(_spread_tokens_fwd, _spread_tokens_bwd)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@_with_transpose(_choose)
 def spread_weights(
     rails: Rails, weights: jax.Array, group_ids: jax.Array, node_ids: jax.Array
 ) -> jax.Array:
@@ -127,95 +150,16 @@ def spread_weights(
     return rails.spread(weights, choices_of_nodes(rails.geometry, group_ids) if is_row else None)
 
 
-def _spread_weights_fwd(
-    rails: Rails, weights: jax.Array, group_ids: jax.Array, node_ids: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return spread_weights(rails, weights, group_ids, node_ids), (group_ids, node_ids)
-
-
-def _spread_weights_bwd(
-    rails: Rails, ids: tuple[jax.Array, jax.Array], cotangent: jax.Array
-) -> tuple[jax.Array, None, None]:
-    return collect_rows(rails, cotangent, *ids), None, None
-
-
-spread_weights.defvjp(_spread_weights_fwd, _spread_weights_bwd)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def collect_sums(
-    rails: Rails,
-    node_sums: jax.Array,
-    residual: jax.Array | None,
-    group_ids: jax.Array,
-    node_ids: jax.Array,
-) -> jax.Array:
-    """The sum of each token's node sums, in node order, then the residual; rounded once.
-
-    Args:
-        rails: of the group.
-        node_sums: `[N * T, H]`, this node's sums for the tokens of all nodes.
-        residual: `[T, H]` or None, in the same dtype.
-        group_ids: see the head of this file.
-        node_ids: the same.
-
-    Returns:
-        `[T, H]` in that dtype.
-    """
-    return rails.add_up(node_sums, residual, node_ids)
-
-
-def _collect_sums_fwd(
-    rails: Rails,
-    node_sums: jax.Array,
-    residual: jax.Array | None,
-    group_ids: jax.Array,
-    node_ids: jax.Array,
-) -> tuple[jax.Array, tuple[bool, tuple[jax.Array, jax.Array]]]:
-    sums = collect_sums(rails, node_sums, residual, group_ids, node_ids)
-    return sums, (residual is not None, (group_ids, node_ids))
-
-
-def _collect_sums_bwd(
-    rails: Rails, residuals: tuple[bool, tuple[jax.Array, jax.Array]], cotangent: jax.Array
-) -> tuple[jax.Array, jax.Array | None, None, None]:
-    has_residual, ids = residuals
-    spread = spread_tokens(rails, cotangent, *ids)
-    return spread, cotangent if has_residual else None, None, None
-
-
-collect_sums.defvjp(_collect_sums_fwd, _collect_sums_bwd)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@_with_transpose(spread_weights)
 def collect_rows(
     rails: Rails, rows: jax.Array, group_ids: jax.Array, node_ids: jax.Array
 ) -> jax.Array:
     """What each choice of this rank has, `[T, N_c, ...]`, from the node that has its group.
 
-    Args:
-        rails: of the group.
-        rows: `[N * T, N_c, ...]`, of all nodes' choices; zero for those of other nodes.
-        group_ids: see the head of this file.
-        node_ids: the same.
+    From `[N * T, N_c, ...]`, of all nodes' choices; zero for those of other nodes.
     """
     parts = rails.collect(rows, node_ids >= 0 if rows.ndim > 2 else None)
     owners = jnp.clip(node_of(rails.geometry, group_ids), 0, rails.geometry.routed.n_nodes - 1)
     index = owners.reshape(1, *owners.shape, *[1] * (parts.ndim - 3))
     integers = jnp.take_along_axis(as_integers(parts), index, axis=0)[0]
     return lax.bitcast_convert_type(integers, parts.dtype)
-
-
-def _collect_rows_fwd(
-    rails: Rails, rows: jax.Array, group_ids: jax.Array, node_ids: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return collect_rows(rails, rows, group_ids, node_ids), (group_ids, node_ids)
-
-
-def _collect_rows_bwd(
-    rails: Rails, ids: tuple[jax.Array, jax.Array], cotangent: jax.Array
-) -> tuple[jax.Array, None, None]:
-    return spread_weights(rails, cotangent, *ids), None, None
-
-
-collect_rows.defvjp(_collect_rows_fwd, _collect_rows_bwd)

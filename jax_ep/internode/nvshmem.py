@@ -1,25 +1,23 @@
 """Transport `nvshmem`: `p2p` inside each node, NVSHMEM between the nodes."""
 
 import math
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
 
 from jax_ep.geometry import Geometry
 from jax_ep.internode import bootstrap as nvshmem_bootstrap
+from jax_ep.internode import primitives
 from jax_ep.internode.connection import P2pByNodes
-from jax_ep.internode.primitives import (
-    bind_rail,
-    bind_rail_combine,
-    bind_rail_dispatch,
-    bind_rail_gather,
-    bind_rail_sum,
-)
 from jax_ep.internode.rails import OverlappingRails, Rails
 from jax_ep.operands.calls import CombineOperands, DispatchOperands, DispatchResults
 from jax_ep.processes.exchange import Exchange
 from jax_ep.transports import bootstrap
-from jax_ep.transports.base import FfiConnection
+from jax_ep.transports.gradients import FfiConnection
 from jax_ep.xla_ffi import extension
+from jax_ep.xla_ffi.primitives import combine_call, coordinate, dispatch_call, present
 
 # How long close() waits for a peer, which may be dead, after `p2p` has waited for it.
 _MAX_CLOSE_S = 2.0
@@ -35,47 +33,63 @@ class NvshmemRails(OverlappingRails):
     def spread(self, rows: jax.Array, is_sent: jax.Array | None) -> jax.Array:
         """One kernel."""
         flat = rows if is_sent is None else _flat(rows, is_sent.ndim - 1)
-        spread = bind_rail(self._within, flat, by_node=False, is_sent=_mask(is_sent))
-        return spread.reshape(-1, *rows.shape[1:])
+        return self._send(flat, is_sent, by_node=False).reshape(-1, *rows.shape[1:])
 
     def collect(self, rows: jax.Array, is_sent: jax.Array | None) -> jax.Array:
         """One kernel."""
         flat = _flat(rows, 1 if is_sent is None else is_sent.ndim)
-        parts = bind_rail(self._within, flat, by_node=True, is_sent=_mask(is_sent))
+        parts = self._send(flat, is_sent, by_node=True)
         return parts.reshape(self.geometry.routed.n_nodes, -1, *rows.shape[1:])
+
+    def _send(self, rows: jax.Array, is_sent: jax.Array | None, by_node: bool) -> jax.Array:
+        """`[N * n, W]`, rows of all nodes by the node that they come from.
+
+        Sends `[n, W]` to every node; or `by_node`, `[N * n, W]`, n for each. `is_sent` has N * n
+        elements; None: all are sent. Those for this node always are; rows that were not sent are
+        undefined, or zero if `by_node`. A row takes a multiple of 4 bytes.
+        """
+        mask = None if is_sent is None else is_sent.reshape(-1).astype(jnp.uint8)
+        flags = dict(has_mask=mask is not None, by_node=by_node)
+        return self._bind(primitives.rail_p, mask, rows, **flags)[0]
+
+    def _bind(self, primitive: Primitive, *operands: jax.Array | None, **flags: bool) -> Any:
+        geometry = self._within
+        return primitive.bind(coordinate(geometry), *present(*operands), geometry=geometry, **flags)
 
     def gather(
         self, group_ids: jax.Array, weights: jax.Array | None, tokens: jax.Array | None
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
         """One kernel."""
-        return bind_rail_gather(self._within, group_ids, weights, tokens)
+        flags = dict(has_weights=weights is not None, has_tokens=tokens is not None)
+        node_ids, *rest = self._bind(primitives.rail_gather_p, group_ids, weights, tokens, **flags)
+        all_weights = None if weights is None else rest.pop(0)
+        return node_ids, all_weights, None if tokens is None else rest.pop(0)
 
     def add_up(
         self, node_sums: jax.Array, residual: jax.Array | None, node_ids: jax.Array
     ) -> jax.Array:
         """One kernel."""
-        return bind_rail_sum(self._within, node_sums, residual, node_ids)
+        operands = node_ids, node_sums, residual
+        return self._bind(primitives.rail_sum_p, *operands, has_residual=residual is not None)[0]
 
     def dispatch(
         self, inner: FfiConnection, operands: DispatchOperands, group_ids: jax.Array
     ) -> DispatchResults:
         """One custom call, of two kernels."""
         handle_shape = inner.handle_shape(operands.group_ids.shape[0])
-        return bind_rail_dispatch(self._within, operands, group_ids, handle_shape)
+        arrays, params = dispatch_call(self._within, operands, handle_shape)
+        results = primitives.rail_dispatch_p.bind(*arrays, group_ids, **params)[:-2]
+        return DispatchResults.of(results, params["has_weights"])
 
     def combine(self, inner: FfiConnection, operands: CombineOperands) -> list[jax.Array]:
         """One custom call, of two kernels."""
-        return bind_rail_combine(self._within, operands)
-
-
-def _mask(is_sent: jax.Array | None) -> jax.Array | None:
-    return None if is_sent is None else is_sent.reshape(-1)
+        arrays, params = combine_call(self._within, operands)
+        return primitives.rail_combine_p.bind(*arrays, **params)
 
 
 def _flat(rows: jax.Array, n_leading: int) -> jax.Array:
     """`[n, W]`; the leading dimensions count rows."""
-    n_rows = math.prod(rows.shape[:n_leading])
-    return rows.reshape(n_rows, -1)
+    return rows.reshape(math.prod(rows.shape[:n_leading]), -1)
 
 
 class NvshmemByNodes(P2pByNodes):

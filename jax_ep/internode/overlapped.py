@@ -5,6 +5,7 @@ gradients.py and the calls inside the node.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 
@@ -12,15 +13,8 @@ from jax_ep.formats import QuantizedFormat
 from jax_ep.internode.gradients import spread_tokens
 from jax_ep.internode.rails import OverlappingRails, Rails
 from jax_ep.operands.calls import CombineOperands, DispatchOperands, DispatchResults
-from jax_ep.transports.base import FfiConnection
-from jax_ep.transports.gradients import (
-    SavedCombine,
-    SavedDispatch,
-    combine_gradients,
-    dispatch_gradients,
-    save_combine,
-    save_dispatch,
-)
+from jax_ep.transports import gradients as one_node
+from jax_ep.transports.gradients import FfiConnection
 
 # Tokens of a rank from which on calls overlap. Ids and weights then travel ahead, which takes
 # 10 us. The same in all processes. Tests lower it.
@@ -43,29 +37,24 @@ spread_and_dispatch = jax.custom_vjp(_spread_and_dispatch, nondiff_argnums=(0, 1
 
 
 def _spread_and_dispatch_fwd(
-    rails: OverlappingRails, inner: FfiConnection, operands: DispatchOperands, group_ids: jax.Array
-) -> tuple[DispatchResults, tuple[SavedDispatch, jax.Array]]:
+    rails: OverlappingRails, inner: FfiConnection, operands: Any, group_ids: Any
+) -> Any:
     results = _spread_and_dispatch(rails, inner, operands, group_ids)
-    return results, (save_dispatch(operands, results), group_ids)
+    return results, (one_node.save_dispatch(operands, results), group_ids)
 
 
 def _spread_and_dispatch_bwd(
-    rails: OverlappingRails,
-    inner: FfiConnection,
-    residuals: tuple[SavedDispatch, jax.Array],
-    cotangents: DispatchResults,
+    rails: OverlappingRails, inner: FfiConnection, residuals: Any, cotangents: DispatchResults
 ) -> tuple[DispatchOperands, None]:
     saved, group_ids = residuals
     if isinstance(inner.geometry.config.token_format, QuantizedFormat):
-        gradients, *_ = dispatch_gradients(inner, saved, cotangents)
+        gradients, *_ = one_node.dispatch_gradients(inner, saved, cotangents)
         zeros = gradients.tokens[: group_ids.shape[0]]
         return dataclasses.replace(gradients, tokens=zeros), None
     plain_sum = CombineOperands(
         cotangents.tokens, saved.routing, row_scalars=cotangents.row_weights
     )
-    tokens, *weights = rails.combine(inner, plain_sum)
-    topk_weights = weights[0] if weights else None
-    return dataclasses.replace(saved.like, tokens=tokens, topk_weights=topk_weights), None
+    return saved.like.replace(rails.combine(inner, plain_sum)), None
 
 
 spread_and_dispatch.defvjp(_spread_and_dispatch_fwd, _spread_and_dispatch_bwd)
@@ -81,24 +70,20 @@ def _combine_and_collect(
 combine_and_collect = jax.custom_vjp(_combine_and_collect, nondiff_argnums=(0, 1))
 
 
-def _combine_and_collect_fwd(
-    rails: OverlappingRails, inner: FfiConnection, operands: CombineOperands, group_ids: jax.Array
-) -> tuple[jax.Array, tuple[SavedCombine, jax.Array]]:
-    result = _combine_and_collect(rails, inner, operands, group_ids)
-    return result, (save_combine(operands), group_ids)
-
-
 def _combine_and_collect_bwd(
-    rails: OverlappingRails,
-    inner: FfiConnection,
-    residuals: tuple[SavedCombine, jax.Array],
-    cotangent: jax.Array,
+    rails: OverlappingRails, inner: FfiConnection, residuals: Any, cotangent: jax.Array
 ) -> tuple[CombineOperands, None]:
     saved, group_ids = residuals
     spread = spread_tokens(rails, cotangent, group_ids, saved.operands.routing.group_ids)
-    gradients, *_ = combine_gradients(inner, saved, spread)
+    gradients, *_ = one_node.combine_gradients(inner, saved, spread)
     residual = cotangent if saved.has_residual else None
     return dataclasses.replace(gradients, residual=residual), None
 
 
-combine_and_collect.defvjp(_combine_and_collect_fwd, _combine_and_collect_bwd)
+combine_and_collect.defvjp(
+    lambda rails, inner, operands, group_ids: (
+        _combine_and_collect(rails, inner, operands, group_ids),
+        (one_node.save_combine(operands), group_ids),
+    ),
+    _combine_and_collect_bwd,
+)

@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_ep.formats.bits import as_integers
 from jax_ep.geometry import Geometry
 from jax_ep.internode.routing import needs, route_within
 from jax_ep.operands.calls import CombineOperands, DispatchOperands, DispatchResults
-from jax_ep.transports.base import FfiConnection
+from jax_ep.transports.gradients import FfiConnection
 from jax_ep.transports.rounding import in_float32
 
 
@@ -67,11 +68,18 @@ class Rails(abc.ABC):
             The ids of `route_within`, `int32[N * T, N_c]`; `float32[N * T, N_c]` if there are
             weights; and `[N * T, H]` if there are tokens, undefined where this node needs none.
         """
-        all_choices = self.spread(_pack(group_ids, weights), None)
-        choices = _unpack(self.geometry, all_choices, group_ids.shape[1])
+        n_choices, choices = group_ids.shape[1], group_ids
+        if weights is not None:  # as one array of integers
+            bits = lax.bitcast_convert_type(weights, jnp.int32)
+            choices = jnp.concatenate([group_ids, bits], axis=1)
+        all_choices = self.spread(choices, None)
+        node_ids = route_within(self.geometry, all_choices[:, :n_choices])
+        all_weights = None
+        if weights is not None:
+            all_weights = lax.bitcast_convert_type(all_choices[:, n_choices:], jnp.float32)
         if tokens is None:
-            return *choices, None
-        return *choices, self.spread(tokens, needs(self.geometry, group_ids))
+            return node_ids, all_weights, None
+        return node_ids, all_weights, self.spread(tokens, needs(self.geometry, group_ids))
 
     def add_up(
         self, node_sums: jax.Array, residual: jax.Array | None, node_ids: jax.Array
@@ -87,7 +95,12 @@ class Rails(abc.ABC):
         Returns:
             `[T, H]` in the dtype of the sums.
         """
-        total = sum_nodes(self.collect(node_sums, (node_ids >= 0).any(axis=1)))
+        parts = self.collect(node_sums, (node_ids >= 0).any(axis=1))
+        total = parts[0].astype(jnp.float32)
+        for part in parts[1:]:
+            total = total + part.astype(jnp.float32)
+        # XLA drops "0 +". A sum that starts at +0 is never -0.
+        total = total + jnp.where(total == 0, -total, jnp.zeros_like(total))
         if residual is not None:
             total = total + in_float32(residual)
         return total.astype(node_sums.dtype)
@@ -167,34 +180,3 @@ class XlaRails(Rails):
             return jnp.moveaxis(exchange(jnp.moveaxis(parts, 0, -1)), -1, 0), True
 
         return exchange(parts)
-
-
-def as_integers(x: jax.Array) -> jax.Array:
-    """The bits of `x`."""
-    return lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
-
-
-def sum_nodes(parts: jax.Array) -> jax.Array:
-    """float32 `[T, H]`: the sum of `[N, T, H]` in node order, starting from +0."""
-    total = parts[0].astype(jnp.float32)
-    for part in parts[1:]:
-        total = total + part.astype(jnp.float32)
-    # XLA drops "0 +". A sum that starts at +0 is never -0.
-    return total + jnp.where(total == 0, -total, jnp.zeros_like(total))
-
-
-def _pack(group_ids: jax.Array, weights: jax.Array | None) -> jax.Array:
-    """Ids, and weights if there are any, as one array of integers."""
-    if weights is None:
-        return group_ids
-    return jnp.concatenate([group_ids, lax.bitcast_convert_type(weights, jnp.int32)], axis=1)
-
-
-def _unpack(
-    geometry: Geometry, all_choices: jax.Array, n_choices: int
-) -> tuple[jax.Array, jax.Array | None]:
-    """The ids of `route_within`, and the weights, from what `_pack` gave on all nodes."""
-    node_ids = route_within(geometry, all_choices[:, :n_choices])
-    if all_choices.shape[1] == n_choices:
-        return node_ids, None
-    return node_ids, lax.bitcast_convert_type(all_choices[:, n_choices:], jnp.float32)

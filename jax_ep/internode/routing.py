@@ -39,9 +39,6 @@ def route_within(geometry: Geometry, all_ids: jax.Array) -> jax.Array:
     -1 for choices of other nodes' experts. Invalid ids stay invalid at their own node, which counts
     them.
 
-    Args:
-        geometry: of all nodes.
-        all_ids: `int32[N * T, N_c]`, group ids of all nodes' tokens.
     """
     routed, node = geometry.routed, _node(geometry)
     n_local, per_node, n_nodes = routed.n_local_groups, routed.n_ranks_per_node, routed.n_nodes

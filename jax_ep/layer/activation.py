@@ -102,36 +102,26 @@ def _result_types(x: Any, row_offsets: Any, *_: Any, activation: Activation) -> 
     return types
 
 
-def _clear_unused(rows: jax.Array, in_use: jax.Array) -> jax.Array:
-    """Zeroes unused rows, which hold garbage."""
-    return jnp.where(in_use[:, None], rows, jnp.zeros((), rows.dtype))
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def activate_rows(activation: Activation, x: jax.Array, row_offsets: jax.Array) -> jax.Array:
     """The activation in a format that does not quantize."""
     return fused_silu_p.bind(x, row_offsets, activation=activation)[0]
 
 
-def _fused_silu_fwd(
-    activation: Activation, x: jax.Array, row_offsets: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return activate_rows(activation, x, row_offsets), (x, row_offsets)
-
-
-def _fused_silu_bwd(
-    activation: Activation, saved: tuple[jax.Array, jax.Array], cotangent: jax.Array
-) -> tuple[jax.Array, None]:
+def _activate_rows_bwd(activation: Activation, saved: Any, cotangent: Any) -> Any:
     x, row_offsets = saved
-    row = jnp.arange(x.shape[0], dtype=jnp.uint32)
-    in_use = row < row_offsets[-1]
+    in_use = jnp.arange(x.shape[0], dtype=jnp.uint32) < row_offsets[-1]
     # Both are masked: unused rows may be NaN, and NaN * 0 is NaN.
-    x, cotangent = _clear_unused(x, in_use), _clear_unused(cotangent, in_use)
+    x, cotangent = (
+        jnp.where(in_use[:, None], each, jnp.zeros((), each.dtype)) for each in (x, cotangent)
+    )
     _, pull = jax.vjp(lambda x: activate(x, activation), x)
     return *pull(cotangent.astype(jnp.float32)), None
 
 
-activate_rows.defvjp(_fused_silu_fwd, _fused_silu_bwd)
+activate_rows.defvjp(
+    lambda activation, *args: (activate_rows(activation, *args), args), _activate_rows_bwd
+)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

@@ -74,8 +74,7 @@ def expert_mlp(
     check_dispatched("expert_mlp", dispatched)
     call = call_name(dispatched)
     clamp = check_activation(call, interleaved, clamp)
-    if not isinstance(transposed, bool):
-        raise ValueError(f"{call}: transposed must be True or False; got {transposed!r}.")
+    checks.check_flags(call, transposed=transposed)
     if isinstance(dispatched.group.config.token_format, QuantizedFormat):
         check_group("expert_mlp", dispatched.group)  # for `dequantize`
     weights = ExpertWeights(gate_up, down, gate_up_bias, down_bias)

@@ -5,10 +5,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from jax_ep.formats import QuantizedFormat
+from jax_ep.formats.plain import FLOATS
 from jax_ep.operands import checks
 from jax_ep.results import Dispatched
-
-_FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
 class ExpertWeights(NamedTuple):
@@ -22,37 +21,40 @@ class ExpertWeights(NamedTuple):
 
 def check_arrays(dispatched: Dispatched, weights: ExpertWeights, transposed: bool) -> None:
     """Requires `[L, H, 2 F]` and `[L, F, H]`, or both transposed, in the rows' dtype."""
+    is_quantized = isinstance(dispatched.group.config.token_format, QuantizedFormat)
+    dtypes = FLOATS if is_quantized else (dispatched.tokens.dtype,)
+    _check(dispatched, weights, transposed, dtypes)
+
+
+def check_codes(dispatched: Dispatched, weights: ExpertWeights) -> None:
+    """Requires the codes of `[L, H, 2 F]` and `[L, F, H]`, which are transposed."""
+    codes = weights._replace(gate_up=weights.gate_up.codes, down=weights.down.codes)
+    _check(dispatched, codes, True, (jnp.float8_e4m3fn,), ".codes", jnp.bfloat16)
+
+
+def _check(
+    dispatched: Dispatched,
+    weights: ExpertWeights,
+    transposed: bool,
+    dtypes: tuple[Any, ...],
+    suffix: str = "",
+    bias_dtype: Any = None,
+) -> None:
     n_groups, hidden_size = _sizes(dispatched)
     call = call_name(dispatched)
-    is_quantized = isinstance(dispatched.group.config.token_format, QuantizedFormat)
-    dtypes = _FLOATS if is_quantized else (dispatched.tokens.dtype,)
 
-    def check(name: str, x: Any, n_in: int | None, letters: tuple[str, str], *dtypes: Any) -> None:
+    def check(name: str, x: Any, n_in: int | None, letters: str, *dtypes: Any) -> None:
         sizes = (None, n_in) if transposed else (n_in, None)
-        named = " ".join(("L", *(letters[::-1] if transposed else letters)))
-        checks.check_array(call, name, x, (n_groups, *sizes), named, *dtypes)
+        checks.check_array(call, name + suffix, x, (n_groups, *sizes), letters, *dtypes)
 
     gate_up, down, *_ = weights
     _check_own_experts(dispatched, n_groups, gate_up=gate_up, down=down)
     inner, out = (2, 1) if transposed else (1, 2)
-    check("gate_up", gate_up, hidden_size, ("H", "2F"), *dtypes)
-    check("down", down, None, ("F", "H"), gate_up.dtype)
+    check("gate_up", gate_up, hidden_size, "L 2F H" if transposed else "L H 2F", *dtypes)
+    check("down", down, None, "L H F" if transposed else "L F H", gate_up.dtype)
     _check_expert_size(call, gate_up.shape[out], down.shape[inner])
-    _check_biases(call, weights, n_groups, (gate_up.shape[out], down.shape[out]), gate_up.dtype)
-
-
-def check_codes(dispatched: Dispatched, weights: ExpertWeights) -> None:
-    """Requires the codes of `[L, H, 2 F]` and `[L, F, H]`."""
-    n_groups, hidden_size = _sizes(dispatched)
-    call = call_name(dispatched)
-    gate_up, down = weights.gate_up.codes, weights.down.codes
-    dtype = jnp.float8_e4m3fn
-    _check_own_experts(dispatched, n_groups, gate_up=gate_up, down=down)
-    shape = n_groups, None, hidden_size
-    checks.check_array(call, "gate_up.codes", gate_up, shape, "L 2F H", dtype)
-    checks.check_array(call, "down.codes", down, (n_groups, None, None), "L H F", dtype)
-    _check_expert_size(call, gate_up.shape[1], down.shape[2])
-    _check_biases(call, weights, n_groups, (gate_up.shape[1], down.shape[1]), jnp.bfloat16)
+    sizes = gate_up.shape[out], down.shape[out]
+    _check_biases(call, weights, n_groups, sizes, bias_dtype or gate_up.dtype)
 
 
 def _check_own_experts(dispatched: Dispatched, n_groups: int, **weights: Any) -> None:

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep.formats import BF16, QuantizedFormat, TokenFormat
+from jax_ep.formats.base import check_is_format
+from jax_ep.formats.plain import FLOATS
 from jax_ep.layer.activation import Activation, activate_rows, quantize_activated
 from jax_ep.operands import checks
 
-_FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
 _FLOAT32_MAX = float(jnp.finfo(jnp.float32).max)
 
 
@@ -99,28 +100,28 @@ def activate_and_quantize(
 
 
 def _check(x: Any, row_offsets: Any, token_format: Any) -> None:
-    if not isinstance(token_format, TokenFormat):
-        raise ValueError(
-            "fused_silu: token_format must be a token format such as jax_ep.BF16(); got "
-            f"{token_format!r}."
-        )
-    checks.check_array("fused_silu", "x", x, (None, None), "C 2F", *_FLOATS)
+    check_is_format(token_format, "fused_silu: ")
+    checks.check_array("fused_silu", "x", x, (None, None), "C 2F", *FLOATS)
     if x.shape[1] % 2:
         raise ValueError(
             f"fused_silu: x must have as many gate columns as up columns; got {x.shape[1]} columns."
         )
-    checks.check_array("fused_silu", "row_offsets", row_offsets, (None,), "L+1", jnp.uint32)
+    check_offsets("fused_silu", row_offsets)
+    token_format.check_hidden_size(x.shape[1] // 2)
+
+
+def check_offsets(operation: str, row_offsets: Any) -> None:
+    """Requires `uint32[G + 1]`."""
+    checks.check_array(operation, "row_offsets", row_offsets, (None,), "L+1", jnp.uint32)
     if not row_offsets.shape[0]:
         raise ValueError(
-            "fused_silu: row_offsets must have one more entry than there are groups; got none."
+            f"{operation}: row_offsets must have one more entry than there are groups; got none."
         )
-    token_format.check_hidden_size(x.shape[1] // 2)
 
 
 def check_activation(operation: str, interleaved: Any, clamp: Any) -> tuple[float, float] | None:
     """The clamp as numbers."""
-    if not isinstance(interleaved, bool):
-        raise ValueError(f"{operation}: interleaved must be True or False; got {interleaved!r}.")
+    checks.check_flags(operation, interleaved=interleaved)
     if clamp is None:
         return None
     try:

@@ -1,5 +1,6 @@
 """grouped_matmul: every group of rows times the weights of its expert."""
 
+import functools
 from typing import Any
 
 import jax
@@ -8,16 +9,14 @@ import numpy as np
 from jax import lax
 
 from jax_ep.formats import BlockwiseFP8
-from jax_ep.formats.plain import as_dtype
+from jax_ep.formats.plain import FLOATS, as_dtype
 from jax_ep.formats.scales import ROW_MAJOR
 from jax_ep.layer import matmul_gradients
-from jax_ep.layer.fused_silu import QuantizedRows
+from jax_ep.layer.fused_silu import QuantizedRows, check_offsets
 from jax_ep.layer.matmul import SCALE_BLOCK, Matmul, MatmulForm
 from jax_ep.layer.matmul_gradients import ScaledOperands, Sources
 from jax_ep.layer.quantize_weights import QuantizedWeights
 from jax_ep.operands import checks
-
-_FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
 def grouped_matmul(
@@ -73,13 +72,11 @@ def _multiply_numbers(
     rows, weights, row_offsets = checks.as_arrays(
         "grouped_matmul", rows=rows, weights=weights, row_offsets=row_offsets
     )
-    checks.check_array("grouped_matmul", "rows", rows, (None, None), "C H", *_FLOATS)
-    _check_offsets(row_offsets)
+    checks.check_array("grouped_matmul", "rows", rows, (None, None), "C H", *FLOATS)
+    check_offsets("grouped_matmul", row_offsets)
     n_groups, hidden_size = row_offsets.shape[0] - 1, rows.shape[1]
-    shape: tuple[int | None, ...] = (n_groups, hidden_size, None)
-    letters = "L H N"
-    if transposed:
-        shape, letters = (n_groups, None, hidden_size), "L N H"
+    shape = (n_groups, None, hidden_size) if transposed else (n_groups, hidden_size, None)
+    letters = "L N H" if transposed else "L H N"
     checks.check_array("grouped_matmul", "weights", weights, shape, letters, rows.dtype)
     return multiply_arrays(rows, weights, row_offsets, transposed, _result_dtype(dtype, rows.dtype))
 
@@ -147,11 +144,10 @@ def _multiply_codes(
 def _check_codes(
     rows: QuantizedRows, weights: QuantizedWeights, row_offsets: Any, token_format: BlockwiseFP8
 ) -> None:
-    def check(name: str, x: Any, shape: tuple[int | None, ...], letters: str, dtype: Any) -> None:
-        checks.check_array("grouped_matmul", name, x, shape, letters, dtype)
+    check = functools.partial(checks.check_array, "grouped_matmul")
 
     check("rows.tokens", rows.tokens, (None, None), "C H", jnp.float8_e4m3fn)
-    _check_offsets(row_offsets)
+    check_offsets("grouped_matmul", row_offsets)
     n_rows, hidden_size = rows.tokens.shape
     token_format.check_hidden_size(hidden_size)
     n_groups, n_scales = row_offsets.shape[0] - 1, hidden_size // SCALE_BLOCK
@@ -164,14 +160,6 @@ def _check_codes(
     if token_format.layout is ROW_MAJOR:
         shape, letters = (n_rows, n_scales), "C H/128"
     check("rows.scales", rows.scales, shape, letters, jnp.float32)
-
-
-def _check_offsets(row_offsets: Any) -> None:
-    checks.check_array("grouped_matmul", "row_offsets", row_offsets, (None,), "L+1", jnp.uint32)
-    if not row_offsets.shape[0]:
-        raise ValueError(
-            "grouped_matmul: row_offsets must have one more entry than there are groups; got none."
-        )
 
 
 def _form(transposed: bool) -> MatmulForm:

@@ -36,17 +36,11 @@ class MatmulForm(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Matmul:
-    """The parameters of a grouped matmul.
+    """The parameters of a grouped matmul."""
 
-    Attributes:
-        form: what is multiplied.
-        dtype: of the result, rounded once from a sum in float32.
-        zeroes_unused: whether rows of the result that are not in use are zero, not unspecified.
-    """
-
-    form: MatmulForm
-    dtype: np.dtype
-    zeroes_unused: bool = False
+    form: MatmulForm  # what is multiplied
+    dtype: np.dtype  # of the result, rounded once from a sum in float32
+    zeroes_unused: bool = False  # whether unused rows of the result are zero, not unspecified
 
 
 def multiply_groups(
@@ -81,7 +75,7 @@ def _lower_cuda(ctx: mlir.LoweringRuleContext, *operands: Any, matmul: Matmul) -
     if not _has_kernel(ctx.avals_in, ctx.avals_out[0], matmul):
         return _lower_dense(ctx, *operands, matmul=matmul)
     row_offsets: Any = ctx.avals_in[2]
-    n_bytes = _workspace_bytes(row_offsets.shape[0] - 1)
+    n_bytes = 256 * 4 * 128 + 256 * (row_offsets.shape[0] - 1) + 4096  # MatmulWorkspaceBytes in C++
     workspace = like(ctx.avals_out[0], (n_bytes,), np.uint8)
     call = custom_call(_TARGET)
     product, _ = call(
@@ -135,11 +129,6 @@ def _compute_capability() -> int:
     except RuntimeError:
         return _HOPPER
     return int(device.compute_capability.split(".")[0])
-
-
-def _workspace_bytes(n_groups: int) -> int:
-    """As `MatmulWorkspaceBytes` in core/matmul_call.h."""
-    return 256 * 4 * 128 + 256 * n_groups + 4096
 
 
 def _dequantized(codes_dtype: Any, operands: Any) -> Any:

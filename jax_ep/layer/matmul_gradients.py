@@ -44,15 +44,7 @@ def grouped_matmul(
     return multiply_groups(matmul, lhs, rhs, row_offsets)
 
 
-def _fwd(
-    matmul: Matmul, lhs: jax.Array, rhs: jax.Array, row_offsets: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    return grouped_matmul(matmul, lhs, rhs, row_offsets), (lhs, rhs, row_offsets)
-
-
-def _bwd(
-    matmul: Matmul, saved: tuple[jax.Array, ...], cotangent: jax.Array
-) -> tuple[jax.Array, jax.Array, None]:
+def _bwd(matmul: Matmul, saved: Any, cotangent: Any) -> tuple[jax.Array, jax.Array, None]:
     lhs, rhs, row_offsets = saved
     cotangent = cotangent.astype(lhs.dtype)
 
@@ -68,7 +60,7 @@ def _bwd(
     return grad_lhs, multiply(MatmulForm.ROWS, *factors, rhs.dtype), _NO_GRADIENT
 
 
-grouped_matmul.defvjp(_fwd, _bwd)
+grouped_matmul.defvjp(lambda matmul, *args: (grouped_matmul(matmul, *args), args), _bwd)
 
 
 @jax.custom_vjp
@@ -82,12 +74,6 @@ def add_bias(rows: jax.Array, bias: jax.Array, row_offsets: jax.Array) -> jax.Ar
     return rows + bias.at[groups].get(mode="clip")  # beyond the last group: not in use
 
 
-def _add_bias_fwd(
-    rows: jax.Array, bias: jax.Array, row_offsets: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    return add_bias(rows, bias, row_offsets), row_offsets
-
-
 def _add_bias_bwd(
     row_offsets: jax.Array, cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array, None]:
@@ -97,7 +83,7 @@ def _add_bias_bwd(
     return cotangent, sums[:, 0], _NO_GRADIENT
 
 
-add_bias.defvjp(_add_bias_fwd, _add_bias_bwd)
+add_bias.defvjp(lambda *args: (add_bias(*args), args[2]), _add_bias_bwd)
 
 
 class ScaledOperands(NamedTuple):
@@ -139,16 +125,10 @@ class _Saved(NamedTuple):
     row_offsets: jax.Array
 
 
-def _scaled_fwd(
-    source: Matmul, sources: Sources, operands: ScaledOperands, row_offsets: jax.Array
-) -> tuple[jax.Array, _Saved]:
+def _scaled_fwd(source: Matmul, sources: Sources, operands: Any, row_offsets: Any) -> Any:
     product = scaled_matmul(source, sources, operands, row_offsets)
     like = Sources(*(None if x is None else jnp.zeros(0, x.dtype) for x in sources))
     return product, _Saved(like, sources.weights, operands, row_offsets)
-
-
-def _scaled_bwd(source: Matmul, saved: _Saved, cotangent: jax.Array) -> tuple[Sources, None, None]:
-    return _straight_through(source, saved, cotangent), _NO_GRADIENT, _NO_GRADIENT
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -180,4 +160,11 @@ def _no_second_derivative(source: Matmul, *_: Any) -> Any:
     )
 
 
-scaled_matmul.defvjp(_scaled_fwd, _scaled_bwd)
+scaled_matmul.defvjp(
+    _scaled_fwd,
+    lambda source, saved, cotangent: (
+        _straight_through(source, saved, cotangent),
+        _NO_GRADIENT,
+        _NO_GRADIENT,
+    ),
+)

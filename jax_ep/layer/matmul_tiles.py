@@ -20,17 +20,10 @@ from jax_ep.operands.checks import vary_alike
 def rows_by_weights(
     rows: jax.Array, weights: jax.Array, row_offsets: jax.Array, *, transposed: bool, dtype: Any
 ) -> jax.Array:
-    """Multiplies the rows of each group by the group's weights.
+    """`[C, N]`: the rows of each group, `[C, K]`, times its weights, `[L, K, N]`; zero if unused.
 
-    Args:
-        rows: `[C, K]`, floating point. Unused rows may hold NaN.
-        weights: `[L, K, N]`; `[L, N, K]` if `transposed`.
-        row_offsets: `uint32[L + 1]`, non-decreasing, at most C.
-        transposed: whether the weights are stored transposed.
-        dtype: of the result, accumulated in float32 and rounded once.
-
-    Returns:
-        `[C, N]`; zero in unused rows.
+    With `transposed`, weights are `[L, N, K]`. Accumulated in float32 and rounded once, to `dtype`.
+    `row_offsets`, `uint32[L + 1]`, do not decrease and are at most C. Unused rows may hold NaN.
     """
     n_rows, n_groups = rows.shape[0], weights.shape[0]
     out = jnp.zeros((n_rows, weights.shape[1 if transposed else 2]), dtype)
@@ -67,16 +60,9 @@ def rows_by_weights(
 def rows_by_rows(
     lhs: jax.Array, rhs: jax.Array, row_offsets: jax.Array, *, dtype: Any
 ) -> jax.Array:
-    """Multiplies, for each group, its rows of `lhs`, transposed, by its rows of `rhs`.
+    """`[L, K, N]`: for each group, its rows of `lhs`, `[C, K]`, transposed, times those of `rhs`.
 
-    Args:
-        lhs: `[C, K]`, floating point. Unused rows may hold NaN.
-        rhs: `[C, N]`, like `lhs`.
-        row_offsets: `uint32[L + 1]`, non-decreasing, at most C.
-        dtype: of the result, accumulated in float32 and rounded once.
-
-    Returns:
-        `[L, K, N]`; zero for groups without rows.
+    `rhs` is `[C, N]`; all else as in `rows_by_weights`. Zero for groups without rows.
     """
     n_rows, n_groups = lhs.shape[0], row_offsets.shape[0] - 1
     out = jnp.zeros((n_groups, lhs.shape[1], rhs.shape[1]), dtype)

@@ -17,13 +17,6 @@ from jax_ep.router import RouterConfig
 Axes = str | tuple[str, ...] | None
 
 
-def check_flags(**flags: Any) -> None:
-    """Requires True or False."""
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise ValueError(f"{name} must be True or False; got {value!r}.")
-
-
 def check_router(group: EPGroup, given: RouterConfig | None) -> RouterConfig:
     """The given router, or the default one, which must fit the group's experts."""
     router = RouterConfig() if given is None else given

@@ -43,10 +43,10 @@ class MoEReport(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Forward:
-    """The layer on one rank; static parameters here, arrays in the call."""
+    """The layer on one rank; static parameters here, those of `MoE`; arrays in the call."""
 
     group: EPGroup
-    router: RouterConfig
+    router_config: RouterConfig
     token_axes: tuple[str, ...]
     fsdp_axes: tuple[str, ...]
     balance_per_sequence: bool
@@ -59,18 +59,12 @@ class Forward:
     def __call__(
         self, weights: dict[str, jax.Array], tokens: jax.Array, mask: jax.Array | None
     ) -> tuple[jax.Array, MoEReport]:
-        """Returns the output and the report.
-
-        Args:
-            weights: by the names of `MoE`'s attributes; the device's shards.
-            tokens: `[..., H]`, the rank's own.
-            mask: `bool[...]`, or None.
-        """
+        """The output and the report, from the device's shards: weights by `MoE`'s names."""
         group, config = self.group, self.group.config
         logits = tokens.astype(jnp.float32) @ weights["router"]
         if "logit_bias" in weights:
             logits += weights["logit_bias"]
-        routes = route(self.router, logits, config.top_k, weights.get("router_bias"))
+        routes = route(self.router_config, logits, config.top_k, weights.get("router_bias"))
         ids = routes.topk_ids if mask is None else jnp.where(mask[..., None], routes.topk_ids, -1)
 
         kept = self._limit(ids)

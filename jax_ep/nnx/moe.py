@@ -1,6 +1,7 @@
 """MoE: a Flax NNX module of a Mixture-of-Experts layer with its experts spread over a group."""
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from jax_ep.nnx import checks
 from jax_ep.nnx.checks import Axes
 from jax_ep.nnx.forward import Forward, MoEReport
 from jax_ep.nnx.parameters import Parameters
+from jax_ep.operands.checks import check_flags
 from jax_ep.router import RouterConfig, update_bias
 
 # Parameters by the dtype that a call uses them in: float32, and that of the experts' matmuls.
@@ -50,10 +52,8 @@ class MoE(nnx.Module):
             after each step.
         logit_bias: whether the router's logits have a trainable bias, zero at first.
         expert_bias: whether both matmuls of the routed experts have biases, zero at first.
-        interleaved: whether gate and up columns alternate, as in `jax_ep.expert_mlp`; of the
-            shared expert, too.
-        clamp: `(alpha, limit)` of the clamped activation, as in `jax_ep.expert_mlp`; of the
-            shared expert, too.
+        interleaved: as in `jax_ep.expert_mlp`; of the shared expert, too.
+        clamp: as in `jax_ep.expert_mlp`; of the shared expert, too.
         balance_per_sequence: see `jax_ep.router.balance_loss`.
         capacity_factor: limits each expert to so many times its even share of the choices of
             each rank's T tokens: `ceil(factor * T * K / E)` choices, padding included in T.
@@ -122,7 +122,8 @@ class MoE(nnx.Module):
         check_is_group("nnx.MoE", group)
         expert_size = check_count("expert_size", expert_size)
         n_shared = checks.check_shared_size(group, shared_size, expert_size)
-        checks.check_flags(
+        check_flags(
+            "",
             router_bias=router_bias,
             logit_bias=logit_bias,
             expert_bias=expert_bias,
@@ -183,18 +184,7 @@ class MoE(nnx.Module):
         by_token: Any = P(self.token_axes)
         everywhere: Any = P()
         self._check_call(tokens, mask)
-        forward = Forward(
-            group=group,
-            router=self.router_config,
-            token_axes=self.token_axes,
-            fsdp_axes=self.fsdp_axes,
-            balance_per_sequence=self.balance_per_sequence,
-            capacity_factor=self.capacity_factor,
-            expert_fn=self.expert_fn,
-            fp8_matmuls=self.fp8_matmuls,
-            interleaved=self.interleaved,
-            clamp=self.clamp,
-        )
+        forward = Forward(**{each.name: getattr(self, each.name) for each in fields(Forward)})
         weights = self._weights()
         specs = {name: P() for name in weights}
         specs["gate_up"] = P(group.axis_name, self.fsdp_axes or None)

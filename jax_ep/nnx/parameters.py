@@ -13,14 +13,7 @@ from jax_ep.nnx.checks import Axes
 
 @dataclasses.dataclass(frozen=True)
 class Parameters:
-    """Makes parameters with sharding metadata: the axes given for their dimensions.
-
-    Attributes:
-        mesh: where they are.
-        kernel_init: initializer of every matrix `[n_in, n_out]`; None is `lecun_normal`.
-        dtype: of the parameters.
-        rngs: the stream `params` is used.
-    """
+    """Makes parameters with sharding metadata: the axes given for their dimensions."""
 
     mesh: jax.sharding.Mesh
     kernel_init: nnx.Initializer | None

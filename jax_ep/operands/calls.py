@@ -104,15 +104,11 @@ class DispatchOperands:
         return self.hidden_size != self.tokens.shape[1]
 
 
-def _check_topk_weights(
-    operation: str, geometry: Geometry, topk_weights: Any, leading: tuple[int, ...]
-) -> jax.Array:
+def _check_topk_weights(call: str, geometry: Geometry, weights: Any, leading: Any) -> jax.Array:
     """`float32[..., K]`."""
-    size = geometry.config.top_k
-    checks.check_per_token(
-        operation, "topk_weights", topk_weights, leading, size, "K", jnp.floating
-    )
-    return checks.as_float32(topk_weights)
+    top_k = geometry.config.top_k
+    checks.check_per_token(call, "topk_weights", weights, leading, top_k, "K", jnp.floating)
+    return checks.as_float32(weights)
 
 
 def _by_token(x: Any) -> Any:
@@ -176,21 +172,13 @@ class Routing:
         return math.prod(self.leading)
 
     @classmethod
-    def make(
-        cls,
-        geometry: Geometry,
-        topk_ids: jax.Array,
-        handle: Any,
-        row_offsets: jax.Array,
-        src_info: jax.Array,
-    ) -> Self:
-        """From the fields of a `Dispatched`."""
+    def of(cls, geometry: Geometry, dispatched: Any) -> Self:
+        """That of a `Dispatched`."""
+        topk_ids, handle = dispatched.topk_ids, dispatched.handle
         group_ids = _never_empty(route_ids(geometry, _by_token(topk_ids)), NO_GROUP)
         # Even integers have tangents, whose types JAX gets wrong under a vmap with spmd_axis_name.
-        fixed = lax.stop_gradient((group_ids, handle, row_offsets, src_info))
-        leaves, treedef = jax.tree.flatten(fixed)
-        leaves = checks.vary_alike(geometry.axis_names, *leaves)
-        group_ids, handle, row_offsets, src_info = jax.tree.unflatten(treedef, leaves)
+        fixed = lax.stop_gradient((group_ids, handle, dispatched.row_offsets, dispatched.src_info))
+        group_ids, handle, row_offsets, src_info = checks.vary_alike(geometry.axis_names, *fixed)
         return cls(group_ids, handle, row_offsets, src_info, topk_ids.shape[:-1])
 
 
@@ -282,9 +270,7 @@ class CombineOperands:
             reduce=reduce,
             adds_shared_expert=config.fused_shared_expert and reduce,
         )
-        leaves, treedef = jax.tree.flatten(operands)
-        leaves = checks.vary_alike(geometry.axis_names, *leaves)
-        return jax.tree.unflatten(treedef, leaves)
+        return checks.vary_alike(geometry.axis_names, operands)[0]
 
 
 def check_values(
@@ -297,9 +283,7 @@ def check_values(
     else:
         dtypes = limbs.INTEGERS
         _check_rows(operation, geometry.config, "values", values, routing.leading, "H", *dtypes)
-    leaves, treedef = jax.tree.flatten((_never_empty(_by_token(values), 0), routing))
-    leaves = checks.vary_alike(geometry.axis_names, *leaves)
-    return jax.tree.unflatten(treedef, leaves)
+    return checks.vary_alike(geometry.axis_names, _never_empty(_by_token(values), 0), routing)
 
 
 def _check_integers(
@@ -350,8 +334,7 @@ def _check_weights(
         raise ValueError(
             f"{operation}: topk_weights must be given to dispatch or to combine, not to both."
         )
-    if not isinstance(reduce, bool):
-        raise ValueError(f"{operation}: reduce must be True or False; got {reduce!r}.")
+    checks.check_flags(operation, reduce=reduce)
     if reduce:
         return
     given = dict(topk_weights=topk_weights, residual=residual, row_weights=row_weights)

@@ -61,7 +61,8 @@ def check_array(
             for letter, size in zip(named, shape, strict=True)
         )
         raise ValueError(f"{operation}: {name} must have the shape [{expected}]; got {x.shape}.")
-    if not any(_is_of(x.dtype, dtype) for dtype in dtypes):
+    is_of = (jnp.issubdtype(x.dtype, t) if t in _KINDS else x.dtype == np.dtype(t) for t in dtypes)
+    if not any(is_of):
         names = " or ".join(_KINDS.get(dtype) or np.dtype(dtype).name for dtype in dtypes)
         raise ValueError(
             f"{operation}: {name} must be {names}; got {x.dtype.name}.{advise(x.dtype, *dtypes)}"
@@ -113,10 +114,6 @@ def check_not_swapped(operation: str, topk_ids: Any, topk_weights: Any) -> None:
             f"{operation}: topk_ids must be integers and topk_weights floating-point numbers; got "
             f"{topk_ids.dtype.name} and {topk_weights.dtype.name}, so they seem to be swapped."
         )
-
-
-def _is_of(dtype: Any, wanted: Any) -> bool:
-    return jnp.issubdtype(dtype, wanted) if wanted in _KINDS else dtype == np.dtype(wanted)
 
 
 def check_per_token(
@@ -243,20 +240,21 @@ def check_flags(operation: str, **flags: Any) -> None:
     """Requires True or False."""
     for name, value in flags.items():
         if not isinstance(value, bool):
-            raise ValueError(f"{operation}: {name} must be True or False; got {value!r}.")
+            where = f"{operation}: " if operation else ""
+            raise ValueError(f"{where}{name} must be True or False; got {value!r}.")
 
 
-def vary_alike(axis_names: Sequence[str], *arrays: Any) -> list[Any]:
-    """Types all arrays as varying over the same mesh axes, `axis_names` among them.
+def vary_alike(axis_names: Sequence[str], *trees: Any) -> Any:
+    """Types all arrays of pytrees as varying over the same mesh axes, `axis_names` among them.
 
     `jax.shard_map` with `check_vma` requires the operands of a primitive to agree. The gradient of
     the conversion is the sum that an unvarying operand needs.
     """
-    present = [x for x in arrays if x is not None]
-    axes = set(axis_names).union(*(jax.typeof(x).mat.varying for x in present))
+    leaves = jax.tree.leaves(trees)
+    axes = set(axis_names).union(*(jax.typeof(x).mat.varying for x in leaves))
 
     def vary(x: Any) -> Any:
         missing = tuple(sorted(axes - jax.typeof(x).mat.varying))
         return lax.pcast(x, missing, to="varying") if missing else x
 
-    return [None if x is None else vary(x) for x in arrays]
+    return jax.tree.map(vary, trees)

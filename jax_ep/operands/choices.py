@@ -42,8 +42,8 @@ def limit_choices(topk_ids: jax.Array, n_experts: int, capacity: int) -> jax.Arr
     An expert then gets at most `R * capacity` rows.
 
     Args:
-        topk_ids: `[..., K]`, global experts: integers of any dtype.
-        n_experts: experts over all ranks (E).
+        topk_ids: `[..., K]`, as for `count_choices`.
+        n_experts: likewise (E).
         capacity: choices that an expert keeps; static.
 
     Returns:

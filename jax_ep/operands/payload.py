@@ -62,15 +62,9 @@ class Payload:
         size = 2 * n_codes if token_format.packed else n_codes
         if size < config.hidden_size:
             _check_narrow(operation, token_format, "tokens.codes", size)
-        checks.check_per_token(
-            operation,
-            "tokens.scales",
-            scales,
-            codes.shape[:-1],
-            token_format.n_scales(size),
-            "S",
-            token_format.scale_dtype,
-        )
+        leading, n_scales = codes.shape[:-1], token_format.n_scales(size)
+        dtype = token_format.scale_dtype
+        checks.check_per_token(operation, "tokens.scales", scales, leading, n_scales, "S", dtype)
         words = lax.stop_gradient(_pack(codes, scales))
         return cls(words, _WORDS, size)._limited(operation, config)
 
@@ -93,14 +87,7 @@ class Payload:
 def unpack(
     token_format: QuantizedFormat, words: jax.Array, hidden_size: int, row_offsets: jax.Array
 ) -> Quantized:
-    """Codes and scales of the rows that arrived, the scales in the format's layout.
-
-    Args:
-        token_format: of the group.
-        words: `[C, W]`.
-        hidden_size: elements of a token (H).
-        row_offsets: `uint32[L + 1]`.
-    """
+    """Codes and scales of rows that arrived as words `[C, W]`; scales in the format's layout."""
     n_codes, n_scales = token_format.row_size(hidden_size), token_format.n_scales(hidden_size)
     data = _as_bytes(lax.stop_gradient(words))
     end = n_codes * token_format.row_dtype.itemsize

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_ep.formats.bits import as_integers
 from jax_ep.formats.scales import group_of
 from jax_ep.geometry import Geometry
 
@@ -60,8 +61,8 @@ def keep(x: jax.Array, kept: jax.Array) -> jax.Array:
 
     Integers are moved: XLA:CPU handles bfloat16 as float32, which changes NaNs.
     """
-    integer = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
-    bits = jnp.where(kept, lax.bitcast_convert_type(x, integer), jnp.zeros((), integer))
+    integers = as_integers(x)
+    bits = jnp.where(kept, integers, jnp.zeros((), integers.dtype))
     return lax.bitcast_convert_type(bits, x.dtype)
 
 

@@ -50,6 +50,8 @@ class Exchange:
     client: Any = None  # of that runtime; None uses JAX's collectives
     facts: Mapping[str, str] = dataclasses.field(default_factory=dict)  # what the group is
     label: str = ""  # of the keys for `custom`; "" = the name
+    # Those that were begun without a meeting.
+    _steps: list[str] = dataclasses.field(default_factory=list, init=False, compare=False)
 
     @classmethod
     def over(
@@ -92,11 +94,6 @@ class Exchange:
             return None
         member = _member(self.client, self.process)
         return Meeting(member, self.processes, self.name, self.facts)
-
-    @functools.cached_property
-    def _steps(self) -> list[str]:
-        """The steps that were begun without a meeting."""
-        return []
 
     def __call__(self, step: str, payload: bytes, timeout_s: float | None = None) -> list[bytes]:
         """The payloads of all processes, by index.
@@ -186,12 +183,7 @@ class Exchange:
         return [answer[1:] for answer in answers]
 
     def agree(self, step: str, reason: str | None) -> str | None:
-        """The first process's reason, the same in all of them; None if none has any.
-
-        Args:
-            step: as for a call.
-            reason: why this process cannot take part, or None.
-        """
+        """The first process's reason why it cannot take part, the same in all; None if none has."""
         if self.is_alone:
             return reason
         answers = self(step, _OK if reason is None else _FAILED + reason.encode())
@@ -201,18 +193,15 @@ class Exchange:
         return None
 
     def _through_custom(self, exchange: ExchangeFn, step: str, message: bytes) -> list[bytes]:
-        answers = exchange(f"{self.label or self.name}/{step}", message)
-        if not isinstance(answers, list | tuple):
+        answers: Any = exchange(f"{self.label or self.name}/{step}", message)
+        wrong = None if isinstance(answers, list | tuple) else type(answers).__name__
+        for process, answer in zip(self.processes, () if wrong else answers, strict=False):
+            if not wrong and not isinstance(answer, bytes | bytearray | memoryview):
+                wrong = f"{type(answer).__name__} for process {process}"
+        if wrong:
             raise TypeError(
-                "exchange must return a list or tuple with the bytes of each process; got "
-                f"{type(answers).__name__}."
+                f"exchange must return a list or tuple with the bytes of each process; got {wrong}."
             )
-        for process, answer in zip(self.processes, answers, strict=False):
-            if not isinstance(answer, bytes | bytearray | memoryview):
-                raise TypeError(
-                    "exchange must return a list or tuple with the bytes of each process; got "
-                    f"{type(answer).__name__} for process {process}."
-                )
         got = f"{len(answers)} payloads"
         if len(answers) == len(self.processes):
             if answers[self.processes.index(self.process)] == message:

@@ -4,7 +4,7 @@ import contextlib
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 # Those entered and not left, the innermost last. Only the main thread handles signals.
@@ -32,12 +32,7 @@ class deferred:  # noqa: N801 (used like a function)
             _active.append(self)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self.handler is not None:
             _active.remove(self)
             signal.signal(signal.SIGINT, self.handler)

@@ -58,11 +58,7 @@ _HINT = (
 
 
 class OtherGroupError(ValueError):
-    """Processes that should open a group together open different ones.
-
-    Attributes:
-        group: that of the other process.
-    """
+    """Processes that should open a group together open others; `group`: the other process's."""
 
     def __init__(self, text: str, group: str = "") -> None:
         super().__init__(text)
@@ -148,11 +144,6 @@ class Meeting:
         self.is_open = False
         self.is_abandoned = False  # open for others, which have not been told
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether a step was made."""
-        return self._number is not None
-
     def step(self, name: str, payload: bytes, limit_s: float) -> list[bytes]:
         """The payloads of all processes; raises the same kind of error in all, or in none."""
         if self._number is None:
@@ -174,13 +165,14 @@ class Meeting:
             self._owed = None if isinstance(error, TimeoutError) else error
         else:
             self._n_complete += 1
-        if self._n_complete == 1:
-            self._clean_up()
+        if self._n_complete == 1 and self.member.process == self.processes[0]:
+            assert self._number is not None
+            self._forget(self._number - 1)  # everyone has left the meetings before this one
         return answers
 
     def open(self, limit_s: float) -> None:
         """The last step; the group is open if it raises nothing."""
-        if self.has_begun:
+        if self._number is not None:
             self.step("open", b"", limit_s)
             self.is_open = True
             self._raise_owed()
@@ -355,12 +347,6 @@ class Meeting:
         owed, self._owed = self._owed, None
         if owed is not None:
             raise owed
-
-    def _clean_up(self) -> None:
-        """Removes the keys of the meetings before this one, which everyone has left."""
-        assert self._number is not None
-        if self.member.process == self.processes[0]:
-            self._forget(self._number - 1)
 
     def _forget(self, number: int) -> None:
         """Removes the keys of a meeting and of those before it."""

@@ -59,14 +59,23 @@ class Message:
 
 def _header(data: bytes) -> tuple[str, str, dict[str, str]]:
     def is_header(x: Any) -> bool:
-        return (
-            isinstance(x, list)
-            and [type(each) for each in x] == [str, str, dict]
-            and all(isinstance(value, str) for value in x[2].values())
-        )
+        return has_types(x, str, str, dict) and all(isinstance(v, str) for v in x[2].values())
 
     group, step, facts = parse_json(data, is_header, "its header")
     return group, step, facts
+
+
+def has_types(x: Any, *types: Any) -> bool:
+    """Whether a value is a list with elements of these types."""
+    return isinstance(x, list) and len(x) == len(types) and all(map(isinstance, x, types))
+
+
+def sent_json(process: int, data: bytes, is_valid: Callable[[Any], bool], what: str) -> Any:
+    """`parse_json` of what a process has sent; raises RuntimeError, which names it."""
+    try:
+        return parse_json(data, is_valid, what)
+    except ValueError as error:
+        raise RuntimeError(f"process {process}: {error}") from None
 
 
 def parse_json(data: bytes, is_valid: Callable[[Any], bool], what: str) -> Any:

@@ -19,7 +19,6 @@ from jax_ep.operands.calls import (
 )
 from jax_ep.processes.exchange import Exchange
 from jax_ep.stats import RankStats
-from jax_ep.xla_ffi.primitives import bind_combine_grad
 
 
 class Connection(abc.ABC):
@@ -109,23 +108,11 @@ class Connection(abc.ABC):
         return 1
 
 
-class FfiConnection(Connection):
-    """One custom call each for dispatch, combine and its backward; see gradients.py.
-
-    Attributes:
-        min_row_elements: elements of the shortest float32 row that combine carries.
-    """
-
-    min_row_elements: ClassVar[int]
-
-    def send_along(self, values: jax.Array, routing: Routing) -> jax.Array:
-        """By the custom call for the gradients of combine."""
-        operands = CombineOperands.unweighted(self.geometry, None, routing)
-        return bind_combine_grad(self.geometry, operands, values)[0]
-
-    @abc.abstractmethod
-    def handle_shape(self, n_tokens: int) -> tuple[int, ...]:
-        """Shape of the int32 handle that dispatch leaves for combine."""
+def platform_problem(geometry: Geometry, wanted: str, shown: str) -> str | None:
+    """Why a transport for one platform cannot serve the mesh; None if it can."""
+    found = sorted({device.platform for device in geometry.mesh.devices.flat})
+    fits = found == [wanted]
+    return None if fits else f"it serves {shown} devices; the mesh has {', '.join(found)}."
 
 
 @jax.tree_util.register_dataclass

@@ -10,7 +10,7 @@ from jax_ep.config import EPConfig
 from jax_ep.geometry import Geometry, MeshCoordinate
 from jax_ep.operands.checks import VECTOR_BYTES
 from jax_ep.processes.exchange import Exchange
-from jax_ep.processes.messages import parse_json
+from jax_ep.processes.messages import has_types, sent_json
 from jax_ep.xla_ffi import extension
 
 # How long close() waits for a peer, which may be dead.
@@ -46,30 +46,16 @@ def unsupported_reason(geometry: Geometry, exchange: Exchange) -> str | None:
         return reason
     step = "choice within nodes" if geometry.within_nodes else "choice"
     records = exchange(step, json.dumps([host, reason]).encode())
-    pairs = zip(exchange.processes, records, strict=True)
-    answers = {process: _checked_record(process, record) for process, record in pairs}
+    answers = {
+        process: sent_json(
+            process, record, lambda x: has_types(x, str, str | None), "what it says of its host"
+        )
+        for process, record in zip(exchange.processes, records, strict=True)
+    }
     for process, (_, reason) in answers.items():
         if reason is not None:
             return f"process {process}: {reason}"
     return _split_replica(geometry, {process: host for process, (host, _) in answers.items()})
-
-
-def _checked_record(process: int, record: bytes) -> tuple[str, str | None]:
-    """The host of a process, and what keeps it from taking part."""
-
-    def is_record(x: Any) -> bool:
-        return (
-            isinstance(x, list)
-            and len(x) == 2
-            and isinstance(x[0], str)
-            and isinstance(x[1], str | None)
-        )
-
-    try:
-        host, reason = parse_json(record, is_record, "what it says of its host")
-    except ValueError as error:
-        raise RuntimeError(f"process {process}: {error}") from None
-    return host, reason
 
 
 def _host_and_reason(geometry: Geometry) -> tuple[str, str | None]:

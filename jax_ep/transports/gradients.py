@@ -1,4 +1,4 @@
-"""The differentiation rules of dispatch, combine and redispatch.
+"""Dispatch, combine and redispatch by custom calls, and their differentiation rules.
 
 The backward of dispatch is a combine: the cotangents of a token's rows are returned and summed, and
 those of its weights return beside them. The backward of combine sends each token's cotangent to the
@@ -8,9 +8,10 @@ If work overlaps with an asynchronous call, its backward is asynchronous as well
 the `places` that the rules take.
 """
 
+import abc
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -27,25 +28,17 @@ from jax_ep.operands.calls import (
     Routing,
     Weighting,
 )
-from jax_ep.transports.base import Connection, FfiConnection
+from jax_ep.transports.base import Connection
+from jax_ep.xla_ffi import primitives
 from jax_ep.xla_ffi.async_calls import finished
 from jax_ep.xla_ffi.async_primitives import combine_grad_start_p, dispatch_grad_start_p
 from jax_ep.xla_ffi.overlap import Places, call_in_backward
-from jax_ep.xla_ffi.primitives import (
-    bind_combine,
-    bind_dispatch,
-    combine_call,
-    combine_grad_call,
-    combine_grad_p,
-    combine_p,
-    present,
-)
 
 _NO_GRADIENT: Any = None  # what custom_vjp expects for integers
 
 
 def _dispatch(
-    connection: FfiConnection,
+    connection: "FfiConnection",
     operands: DispatchOperands,
     results: tuple[jax.Array, ...] | None = None,
     places: Places | None = None,
@@ -53,9 +46,9 @@ def _dispatch(
     """A dispatch by custom call; with `results`, a completed one."""
     if results is None:
         handle_shape = connection.handle_shape(operands.group_ids.shape[0])
-        found = bind_dispatch(connection.geometry, operands, handle_shape)
+        found = primitives.bind_dispatch(connection.geometry, operands, handle_shape)
     else:
-        given = present(operands.tokens, operands.topk_weights)
+        given = primitives.present(operands.tokens, operands.topk_weights)
         has_weights = operands.topk_weights is not None
         found = DispatchResults.of(finished(results, given), has_weights)
     return found.named()
@@ -87,50 +80,43 @@ def save_dispatch(
     return SavedDispatch(routing, like, places)
 
 
-def _dispatch_fwd(
-    connection: FfiConnection,
-    operands: DispatchOperands,
-    results: tuple[jax.Array, ...] | None,
-    places: Places | None,
-) -> tuple[DispatchResults, SavedDispatch]:
+def _dispatch_fwd(connection: "FfiConnection", operands: Any, results: Any, places: Any) -> Any:
     named = _dispatch(connection, operands, results)
     return named, save_dispatch(operands, named, places)
 
 
 def dispatch_gradients(
-    connection: FfiConnection, saved: SavedDispatch, cotangents: DispatchResults
+    connection: "FfiConnection", saved: SavedDispatch, cotangents: DispatchResults
 ) -> tuple[DispatchOperands, None, Places | None]:
     """The backward of dispatch."""
     routing, like, places = saved.routing, saved.like, saved.places
-    grad_weights = None
     token_format, of_weights = connection.geometry.config.token_format, cotangents.row_weights
     if not isinstance(token_format, QuantizedFormat):
         plain_sum = CombineOperands(cotangents.tokens, routing, row_scalars=of_weights)
-        call = combine_call(connection.geometry, plain_sum)
-        grads, places = call_in_backward(places, combine_p, dispatch_grad_start_p, *call)
-        grad_tokens, grad_weights = grads[0], grads[1] if len(grads) > 1 else None
+        call = primitives.combine_call(connection.geometry, plain_sum)
+        grads, places = call_in_backward(places, primitives.combine_p, dispatch_grad_start_p, *call)
     else:  # see straight_through
         shape = routing.n_tokens, like.tokens.shape[1]
-        grad_tokens = _zeros(shape, like.tokens.dtype, routing.group_ids[:, :1])
+        grads = [_zeros(shape, like.tokens.dtype, routing.group_ids[:, :1])]
         if of_weights is not None:
-            grad_weights = _return_scalars(connection, of_weights, routing)
-    return dataclasses.replace(like, tokens=grad_tokens, topk_weights=grad_weights), None, places
+            grads.append(_return_scalars(connection, of_weights, routing))
+    return like.replace(grads), None, places
 
 
 dispatch.defvjp(_dispatch_fwd, dispatch_gradients)
 
 
 def _combine(
-    connection: FfiConnection,
+    connection: "FfiConnection",
     operands: CombineOperands,
     result: jax.Array | None = None,
     places: Places | None = None,
 ) -> jax.Array:
     """A combine by custom call; with `result`, a completed one."""
     if result is None:
-        (result,) = bind_combine(connection.geometry, operands)
+        (result,) = primitives.bind_combine(connection.geometry, operands)
     else:
-        given = present(operands.expert_out, operands.weights, operands.residual)
+        given = primitives.present(operands.expert_out, operands.weights, operands.residual)
         (result,) = finished([result], given)
     return checkpoint_name(result, COMBINE_NAME)
 
@@ -156,36 +142,29 @@ def save_combine(operands: CombineOperands, places: Places | None = None) -> Sav
     return SavedCombine(saved, places, operands.residual is not None)
 
 
-def _combine_fwd(
-    connection: FfiConnection,
-    operands: CombineOperands,
-    result: jax.Array | None,
-    places: Places | None,
-) -> tuple[jax.Array, SavedCombine]:
-    return _combine(connection, operands, result), save_combine(operands, places)
-
-
 def combine_gradients(
-    connection: FfiConnection, saved: SavedCombine, cotangent: jax.Array
+    connection: "FfiConnection", saved: SavedCombine, cotangent: jax.Array
 ) -> tuple[CombineOperands, None, Places | None]:
     """The backward of combine."""
     operands = saved.operands
-    call = combine_grad_call(connection.geometry, operands, cotangent)
-    grads, places = call_in_backward(saved.places, combine_grad_p, combine_grad_start_p, *call)
-    grad_expert_out, grad_weights = grads[0], grads[1] if len(grads) > 1 else None
-    at_source = operands.weighting == Weighting.SOURCE
+    call = primitives.combine_grad_call(connection.geometry, operands, cotangent)
+    grads, places = call_in_backward(
+        saved.places, primitives.combine_grad_p, combine_grad_start_p, *call
+    )
+    residual = cotangent if saved.has_residual else None
     gradients = dataclasses.replace(
-        operands,
-        expert_out=grad_expert_out,
-        routing=_NO_GRADIENT,
-        topk_weights=grad_weights if at_source else None,
-        row_weights=None if at_source else grad_weights,
-        residual=cotangent if saved.has_residual else None,
+        operands.replace(grads), routing=_NO_GRADIENT, residual=residual
     )
     return gradients, None, places
 
 
-combine.defvjp(_combine_fwd, combine_gradients)
+combine.defvjp(
+    lambda connection, operands, result, places: (
+        _combine(connection, operands, result),
+        save_combine(operands, places),
+    ),
+    combine_gradients,
+)
 
 
 def _redispatch(connection: Connection, values: jax.Array, routing: Routing) -> jax.Array:
@@ -195,12 +174,6 @@ def _redispatch(connection: Connection, values: jax.Array, routing: Routing) -> 
 redispatch = jax.custom_vjp(_redispatch, nondiff_argnums=(0,))
 
 
-def _redispatch_fwd(
-    connection: Connection, values: jax.Array, routing: Routing
-) -> tuple[jax.Array, Routing]:
-    return _redispatch(connection, values, routing), routing
-
-
 def _redispatch_bwd(
     connection: Connection, routing: Routing, cotangent: jax.Array
 ) -> tuple[jax.Array, None]:
@@ -208,15 +181,18 @@ def _redispatch_bwd(
     return connection.combine(operands), _NO_GRADIENT
 
 
-redispatch.defvjp(_redispatch_fwd, _redispatch_bwd)
+redispatch.defvjp(
+    lambda connection, values, routing: (_redispatch(connection, values, routing), routing),
+    _redispatch_bwd,
+)
 
 
-def _return_scalars(connection: FfiConnection, scalars: jax.Array, routing: Routing) -> jax.Array:
+def _return_scalars(connection: "FfiConnection", scalars: jax.Array, routing: Routing) -> jax.Array:
     """Sends one number per row to its choice: `[C]` to `[T, N]`, 0 for choices without a row."""
     shape = scalars.shape[0], connection.min_row_elements
     rows = jnp.broadcast_to(scalars[:, None], shape)
     unreduced = CombineOperands(rows, routing, reduce=False)
-    (returned,) = bind_combine(connection.geometry, unreduced)
+    (returned,) = primitives.bind_combine(connection.geometry, unreduced)
     return returned[..., 0]
 
 
@@ -238,19 +214,10 @@ def straight_through(
     return rows
 
 
-def _straight_through_fwd(
-    connection: Connection, source_tokens: jax.Array, rows: jax.Array, routing: Routing
-) -> tuple[jax.Array, Routing]:
-    return rows, routing
-
-
-def _straight_through_bwd(
-    connection: Connection, routing: Routing, cotangent: jax.Array
-) -> tuple[jax.Array, None, None]:
-    return connection.pull_back(cotangent, routing), None, None
-
-
-straight_through.defvjp(_straight_through_fwd, _straight_through_bwd)
+straight_through.defvjp(
+    lambda connection, source_tokens, rows, routing: (rows, routing),
+    lambda connection, routing, cotangent: (connection.pull_back(cotangent, routing), None, None),
+)
 
 
 def without_gradient(
@@ -265,19 +232,11 @@ def without_gradient(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _identity(
-    call: str, source_tokens: jax.Array, codes: jax.Array, scales: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def _identity(call: str, source_tokens: Any, codes: Any, scales: Any) -> Any:
     return codes, scales
 
 
-def _without_gradient_fwd(
-    call: str, source_tokens: Any, codes: Any, scales: Any
-) -> tuple[tuple[jax.Array, jax.Array], None]:
-    return (codes.value, scales.value), None
-
-
-def _without_gradient_bwd(call: str, saved: None, cotangents: Any) -> tuple[None, None, None]:
+def _no_gradient(call: str, _: None, cotangents: Any) -> tuple[None, None, None]:
     def is_zero(cotangent: Any) -> bool:
         is_symbolic = isinstance(cotangent, SymbolicZero)
         return is_symbolic or getattr(cotangent, "dtype", None) == jax.dtypes.float0
@@ -291,6 +250,34 @@ def _without_gradient_bwd(call: str, saved: None, cotangents: Any) -> tuple[None
     )
 
 
-_identity.defvjp(_without_gradient_fwd, _without_gradient_bwd, symbolic_zeros=True)
+_identity.defvjp(
+    lambda call, source_tokens, codes, scales: ((codes.value, scales.value), None),
+    _no_gradient,
+    symbolic_zeros=True,
+)
 # Under a jit, since a jax.shard_map that runs eagerly has no symbolic zeros.
 _codes_and_scales = jax.jit(_identity, static_argnums=0, inline=True)
+
+
+class FfiConnection(Connection):
+    """One custom call each for dispatch, combine and its backward."""
+
+    min_row_elements: ClassVar[int]  # of the shortest float32 row that combine carries
+
+    def dispatch(self, operands: DispatchOperands) -> DispatchResults:
+        """One custom call."""
+        return dispatch(self, operands)
+
+    def combine(self, operands: CombineOperands) -> jax.Array:
+        """One custom call."""
+        return combine(self, operands)
+
+    def send_along(self, values: jax.Array, routing: Routing) -> jax.Array:
+        """By the custom call for the gradients of combine."""
+        operands = CombineOperands.unweighted(self.geometry, None, routing)
+        arrays, params = primitives.combine_grad_call(self.geometry, operands, values)
+        return primitives.combine_grad_p.bind(*arrays, **params)[0]
+
+    @abc.abstractmethod
+    def handle_shape(self, n_tokens: int) -> tuple[int, ...]:
+        """Shape of the int32 handle that dispatch leaves for combine."""

@@ -10,11 +10,11 @@ from typing import Any
 import jax
 
 from jax_ep.geometry import Geometry
-from jax_ep.operands.calls import CombineOperands, DispatchOperands, DispatchResults
 from jax_ep.processes.exchange import Exchange
 from jax_ep.stats import RankStats
-from jax_ep.transports import cpu_threads, gradients
-from jax_ep.transports.base import FfiConnection
+from jax_ep.transports import cpu_threads
+from jax_ep.transports.base import platform_problem
+from jax_ep.transports.gradients import FfiConnection
 from jax_ep.xla_ffi import extension
 
 # Frames from a warning to the user's code.
@@ -34,9 +34,9 @@ class HostConnection(FfiConnection):
     @classmethod
     def unsupported_reason(cls, geometry: Geometry, exchange: Exchange) -> str | None:
         """Requires CPU devices, each replica in one process, and the extension."""
-        platforms = sorted({device.platform for device in geometry.mesh.devices.flat})
-        if platforms != ["cpu"]:
-            return f"it serves CPU devices; the mesh has {', '.join(platforms)}."
+        reason = platform_problem(geometry, "cpu", "CPU")
+        if reason is not None:
+            return reason
         for replica in geometry.routed_replicas:
             if len({each.device.process_index for each in replica}) > 1:
                 return f"all {geometry.peers} must belong to one process; use transport='xla'."
@@ -89,17 +89,14 @@ class HostConnection(FfiConnection):
         pending = [x for x in jax.live_arrays("cpu") if not _is_ready(x)]
         progress, waited = None, 0.0
         while pending:
-            before, progress = progress, (len(pending), self._n_calls())
+            calls = [each.dispatch_calls + each.combine_calls for each in self.stats()]
+            before, progress = progress, (len(pending), sum(calls))
             if progress != before:
                 waited = 0.0
             if waited > self.geometry.config.timeout_s + _GRACE_S:
                 return self._warn_of_pending_results(waited)
             waited += _sleep(min(max(waited / 10, _MIN_POLL_S), _MAX_POLL_S))
             pending = [x for x in pending if not _is_ready(x)]
-
-    def _n_calls(self) -> int:
-        """Calls that this process's ranks have completed."""
-        return sum(each.dispatch_calls + each.combine_calls for each in self.stats())
 
     def _warn_of_pending_results(self, seconds: float) -> None:
         warnings.warn(
@@ -113,18 +110,9 @@ class HostConnection(FfiConnection):
     def stats(self) -> list[RankStats]:
         """See `EPGroup.stats`."""
         geometry, load = self.geometry, extension.load_host()
-        here = geometry.local_coordinates
-        routed = geometry.routed_coordinates(here)
+        routed = geometry.routed_coordinates(geometry.local_coordinates)
         counts = [load.stats(geometry.key, each.replica, each.rank) for each in routed]
-        return [RankStats.from_counts(geometry, *pair) for pair in zip(here, counts, strict=True)]
-
-    def dispatch(self, operands: DispatchOperands) -> DispatchResults:
-        """One custom call."""
-        return gradients.dispatch(self, operands)
-
-    def combine(self, operands: CombineOperands) -> jax.Array:
-        """One custom call."""
-        return gradients.combine(self, operands)
+        return RankStats.of_devices(geometry, counts)
 
     def handle_shape(self, n_tokens: int) -> tuple[int, ...]:
         """`dst_rows`, `[T, N]`: each choice's row at its destination, -1 = none."""

@@ -12,11 +12,7 @@ from jax_ep.transports import bootstrap
 
 
 def check(geometry: Geometry) -> Geometry:
-    """The geometry; without `memory_of` if that is an equal group, which needs no other memory.
-
-    Raises:
-        ValueError: the group does not fit into the memory.
-    """
+    """The geometry, without `memory_of` if that is an equal group; or ValueError: no fit."""
     memory = geometry.memory_of
     if memory is None:
         return geometry

@@ -10,12 +10,13 @@ import jax
 import numpy as np
 
 from jax_ep.geometry import Geometry
-from jax_ep.operands.calls import CombineOperands, DispatchOperands, DispatchResults
+from jax_ep.operands.calls import CombineOperands, DispatchOperands
 from jax_ep.operands.checks import VECTOR_BYTES
 from jax_ep.processes.exchange import Exchange
 from jax_ep.stats import RankStats
 from jax_ep.transports import bootstrap, gradients
-from jax_ep.transports.base import FfiConnection
+from jax_ep.transports.base import platform_problem
+from jax_ep.transports.gradients import FfiConnection
 from jax_ep.xla_ffi import extension
 from jax_ep.xla_ffi.async_calls import InFlightCombine, InFlightDispatch
 
@@ -38,16 +39,14 @@ class P2pConnection(FfiConnection):
     @classmethod
     def unsupported_reason(cls, geometry: Geometry, exchange: Exchange) -> str | None:
         """Requires CUDA devices, each replica on one host, sizes that fit, and the extension."""
-        platforms = sorted({device.platform for device in geometry.mesh.devices.flat})
-        if platforms != ["gpu"]:
-            return f"it serves CUDA devices; the mesh has {', '.join(platforms)}."
-        return _unsupported_size(geometry) or bootstrap.unsupported_reason(geometry, exchange)
+        return (
+            platform_problem(geometry, "gpu", "CUDA")
+            or _unsupported_size(geometry)
+            or bootstrap.unsupported_reason(geometry, exchange)
+        )
 
     def open(self, exchange: Exchange) -> None:
-        """Allocates and connects the buffers, and loads the kernels on every device.
-
-        If buffers of the memory key are open, uses these.
-        """
+        """Allocates and connects the buffers, unless open ones have the memory key."""
         extension.register_cuda()
         exchange.gather("failures", self._require_no_failure)
         if bootstrap.share_buffers(self.geometry):
@@ -98,8 +97,7 @@ class P2pConnection(FfiConnection):
     def stats(self) -> list[RankStats]:
         """See `EPGroup.stats`."""
         counts = self._of_each_device(extension.load_cuda().stats)
-        pairs = zip(self.geometry.local_coordinates, counts, strict=True)
-        return [RankStats.from_counts(self.geometry, *pair) for pair in pairs]
+        return RankStats.of_devices(self.geometry, counts)
 
     def memory(self) -> int:
         """See `EPGroup.memory`."""
@@ -119,14 +117,6 @@ class P2pConnection(FfiConnection):
         routed = self.geometry.routed
         n_messages = routed.n_ranks * self.geometry.max_routed_tokens
         return (routed.n_ranks + n_messages * (1 + routed.n_choices),)
-
-    def dispatch(self, operands: DispatchOperands) -> DispatchResults:
-        """One custom call."""
-        return gradients.dispatch(self, operands)
-
-    def combine(self, operands: CombineOperands) -> jax.Array:
-        """One custom call."""
-        return gradients.combine(self, operands)
 
     def start(self, operands: DispatchOperands | CombineOperands) -> Any:
         """Starts a call; gradients flow to `operands` in `finish`."""

@@ -15,6 +15,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep.formats import QuantizedFormat
+from jax_ep.formats.bits import as_integers
 from jax_ep.formats.scales import group_of
 from jax_ep.geometry import Geometry
 from jax_ep.operands.calls import COMBINE_NAME, CombineOperands, DispatchOperands, DispatchResults
@@ -117,9 +118,7 @@ def _move_bits(move: Callable[..., jax.Array], x: jax.Array, *where: jax.Array) 
     XLA:CPU handles bfloat16 as float32, which changes NaNs. So integers are moved; the derivative
     moves floats.
     """
-    integer = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
-    moved = move(lax.bitcast_convert_type(x, integer), *where)
-    return lax.bitcast_convert_type(moved, x.dtype)
+    return lax.bitcast_convert_type(move(as_integers(x), *where), x.dtype)
 
 
 @_move_bits.defjvp

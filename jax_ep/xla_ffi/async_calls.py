@@ -14,8 +14,7 @@ from jax_ep.geometry import Geometry
 from jax_ep.operands.calls import COMBINE_NAME, DISPATCH_NAME, CombineOperands, DispatchOperands
 from jax_ep.xla_ffi.async_primitives import async_done_p, combine_start_p, dispatch_start_p
 from jax_ep.xla_ffi.lowering import expect_async_calls
-from jax_ep.xla_ffi.ordering import after_start, order_after, start_call, wait_started
-from jax_ep.xla_ffi.overlap import Overlap
+from jax_ep.xla_ffi.overlap import Overlap, after_start, order_after, start_call, wait_started
 from jax_ep.xla_ffi.primitives import bind_combine, dispatch_call
 
 
@@ -26,8 +25,6 @@ class InFlightDispatch:
     function that started the call, such as a loop carry, is valid. Until then, nothing but the call
     may touch the results: see async_primitives.py.
 
-    Attributes:
-        overlap: the work that overlaps with the call; None once it has left its function.
     """
 
     def __init__(
@@ -38,7 +35,7 @@ class InFlightDispatch:
         overlap: Overlap | None,
     ) -> None:
         self._ticket, self._ready, self._results = ticket, ready, results
-        self.overlap = overlap
+        self.overlap = overlap  # None once the call has left its function
 
     @classmethod
     def start(
@@ -93,8 +90,6 @@ class InFlightCombine:
     If it is passed to another function, `then` waits there for the device's last asynchronous call
     instead, if there is one.
 
-    Attributes:
-        overlap: as in `InFlightDispatch`.
     """
 
     def __init__(self, out: jax.Array, ready: jax.Array, overlap: Overlap | None) -> None:
@@ -147,15 +142,10 @@ _finished_p = Primitive("jax_ep_finished")
 _finished_p.multiple_results = True
 
 
-@_finished_p.def_impl
-@_finished_p.def_abstract_eval
-def _first_operands(*operands: Any, n_results: int) -> list[Any]:
-    return list(operands[:n_results])
-
-
-def _batch_finished(operands: Any, dims: Any, n_results: int) -> Any:
-    return list(operands[:n_results]), list(dims[:n_results])
-
-
-batching.primitive_batchers[_finished_p] = _batch_finished
+_finished_p.def_impl(lambda *operands, n_results: list(operands[:n_results]))
+_finished_p.def_abstract_eval(lambda *operands, n_results: list(operands[:n_results]))
+batching.primitive_batchers[_finished_p] = lambda operands, dims, n_results: (
+    list(operands[:n_results]),
+    list(dims[:n_results]),
+)
 mlir.register_lowering(_finished_p, lambda _, *operands, n_results: operands[:n_results])

@@ -194,11 +194,10 @@ combine_grad_start_p = _make_start(
 )
 
 
-def _batch_done(operands: Any, dims: Any) -> Any:
-    return list(operands[2:]), list(dims[2:])
-
-
-batching.primitive_batchers[async_done_p] = _batch_done
+batching.primitive_batchers[async_done_p] = lambda operands, dims: (
+    list(operands[2:]),
+    list(dims[2:]),
+)
 
 
 def _partially_evaluate_done(trace: Any, ticket: Any, any_time: Any, *results: Any) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.export import DisabledSafetyCheck
 from jax.extend.core import Primitive
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import batching, mlir
@@ -47,6 +48,23 @@ TARGETS = (
     "jax_ep_rail_sum",
     "jax_ep_wait_started",
 )
+
+
+def disabled_checks() -> list[DisabledSafetyCheck]:
+    """Allows `jax.export` to export every custom call of this package, on any platform.
+
+    `jax.export` refuses custom calls that it does not know. Ours may be exported: programs name
+    their group by a key, which follows from the mesh's shape, its device ids and the arguments of
+    `ep_init`. The process that runs the program must have an equal group open (docs/sharp_bits.md).
+
+        checks = jax_ep.disabled_checks()
+        exported = jax.export.export(jax.jit(layer), disabled_checks=checks)(*shapes)
+
+    Returns:
+        The argument `disabled_checks` of `jax.export.export`. Targets that a program does not call
+        have no effect; add your own to the list.
+    """
+    return [DisabledSafetyCheck.custom_call(target) for target in TARGETS]
 
 
 def custom_call(target: str, **options: Any) -> Lowering:
@@ -140,6 +158,18 @@ def fusion_barrier(results: Sequence[Any]) -> list[Any]:
     with a copy of the call; the call then runs twice.
     """
     return list(stablehlo.OptimizationBarrierOp(list(results)).results)
+
+
+def call_primitive(
+    target: str, attributes: Attributes, types: Callable[..., list[Any]], on_cpu: bool = True
+) -> Primitive:
+    """One custom call on GPUs and, if `on_cpu`, on CPUs; `types` are those of its results."""
+    lowerings = {"cuda": synchronous_cuda_call(target, attributes)}
+    if on_cpu:
+        lowerings["cpu"] = host_call(target, attributes)
+    primitive = make_primitive(target, **lowerings)
+    primitive.def_abstract_eval(types)
+    return primitive
 
 
 def make_primitive(name: str, **lowerings: Lowering) -> Primitive:

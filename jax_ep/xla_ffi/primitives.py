@@ -11,7 +11,10 @@ from jax.extend.core import Primitive
 from jax_ep.formats import TokenFormat
 from jax_ep.geometry import Geometry
 from jax_ep.operands.calls import CombineOperands, DispatchOperands, DispatchResults, Weighting
-from jax_ep.xla_ffi.lowering import host_call, like, make_primitive, synchronous_cuda_call
+from jax_ep.xla_ffi.lowering import call_primitive, like
+
+# Operands and parameters of a primitive.
+Call = tuple[list[jax.Array], dict[str, Any]]
 
 
 def bind_dispatch(
@@ -24,7 +27,7 @@ def bind_dispatch(
 
 def dispatch_call(
     geometry: Geometry, operands: DispatchOperands, handle_shape: tuple[int, ...]
-) -> tuple[list[jax.Array], dict[str, Any]]:
+) -> Call:
     """Operands and parameters of `dispatch_p`."""
     token_format = operands.token_format
     scale = operands.input_scale if token_format.takes_input_scale else None
@@ -51,9 +54,7 @@ def bind_combine(
     return (primitive or combine_p).bind(*arrays, **params)
 
 
-def combine_call(
-    geometry: Geometry, operands: CombineOperands
-) -> tuple[list[jax.Array], dict[str, Any]]:
+def combine_call(geometry: Geometry, operands: CombineOperands) -> Call:
     """Operands and parameters of `combine_p`."""
     routing, scalars = operands.routing, operands.row_scalars
     optional = present(operands.weights, scalars, operands.residual)
@@ -62,22 +63,11 @@ def combine_call(
     return [coordinate(geometry), *arrays], params
 
 
-def bind_combine_grad(
-    geometry: Geometry, operands: CombineOperands, cotangent: jax.Array
-) -> tuple[jax.Array, jax.Array | None]:
-    """The custom call for the gradients of combine: of `expert_out` and of the weights.
+def combine_grad_call(geometry: Geometry, operands: CombineOperands, cotangent: jax.Array) -> Call:
+    """Operands and parameters of `combine_grad_p`, the gradients of `expert_out` and weights.
 
     Without weights, `expert_out` is not read, and may be None.
     """
-    arrays, params = combine_grad_call(geometry, operands, cotangent)
-    grads = combine_grad_p.bind(*arrays, **params)
-    return grads[0], None if operands.weights is None else grads[1]
-
-
-def combine_grad_call(
-    geometry: Geometry, operands: CombineOperands, cotangent: jax.Array
-) -> tuple[list[jax.Array], dict[str, Any]]:
-    """Operands and parameters of `combine_grad_p`."""
     routing, weights = operands.routing, operands.weights
     arrays = [cotangent, routing.row_offsets, routing.src_info, routing.group_ids, routing.handle]
     if weights is not None:
@@ -127,24 +117,6 @@ def combine_attributes(
     )
 
 
-dispatch_p = make_primitive(
-    "jax_ep_dispatch",
-    cpu=host_call("jax_ep_dispatch", dispatch_attributes),
-    cuda=synchronous_cuda_call("jax_ep_dispatch", dispatch_attributes),
-)
-combine_p = make_primitive(
-    "jax_ep_combine",
-    cpu=host_call("jax_ep_combine", combine_attributes),
-    cuda=synchronous_cuda_call("jax_ep_combine", combine_attributes),
-)
-combine_grad_p = make_primitive(
-    "jax_ep_combine_grad",
-    cpu=host_call("jax_ep_combine_grad", combine_attributes),
-    cuda=synchronous_cuda_call("jax_ep_combine_grad", combine_attributes),
-)
-
-
-@dispatch_p.def_abstract_eval
 def dispatch_types(
     coordinate: Any,
     tokens: Any,
@@ -176,15 +148,8 @@ def dispatch_types(
     return [like(tokens, shape, dtype) for shape, dtype in types]
 
 
-@combine_p.def_abstract_eval
 def combine_types(
-    coordinate: Any,
-    expert_out: Any,
-    group_ids: Any,
-    *_: Any,
-    reduce: bool,
-    has_scalars: bool,
-    **__: Any,
+    _: Any, expert_out: Any, group_ids: Any, *__: Any, reduce: bool, has_scalars: bool, **___: Any
 ) -> list[Any]:
     """Types of the results of a combine."""
     leading = group_ids.shape[:1] if reduce else group_ids.shape
@@ -192,10 +157,14 @@ def combine_types(
     return [*types, like(expert_out, group_ids.shape, jnp.float32)] if has_scalars else types
 
 
-@combine_grad_p.def_abstract_eval
 def combine_grad_types(*operands: Any, **_: Any) -> list[Any]:
     """Types of the gradients."""
     _coordinate, cotangent, _offsets, src_info, _ids, _handle, *weighted = operands
     shape = src_info.shape[0], cotangent.shape[-1]
     types = [like(cotangent, shape, cotangent.dtype)]
     return [*types, *(like(cotangent, x.shape, x.dtype) for x in weighted[1:])]
+
+
+dispatch_p = call_primitive("jax_ep_dispatch", dispatch_attributes, dispatch_types)
+combine_p = call_primitive("jax_ep_combine", combine_attributes, combine_types)
+combine_grad_p = call_primitive("jax_ep_combine_grad", combine_attributes, combine_grad_types)
