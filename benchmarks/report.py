@@ -1,4 +1,4 @@
-"""Turns a run into Markdown tables: those of README.md, and all figures."""
+"""Turns a run into Markdown tables: those of docs/speed.md, and all figures."""
 
 from typing import Any
 
@@ -64,7 +64,7 @@ class Report:
         return f"{case['n_tokens']}, {case['hidden_size']}{capacity}"
 
     def markdown(self) -> str:
-        """Returns all tables that have rows, those of README.md first, and the link's rates."""
+        """Returns all tables that have rows, those of docs/speed.md first, and the link's rates."""
         parts = [self._periods(operation) for operation in ROUND_TRIPS]
         if self.on_gpu:
             parts += [self._kernels(), self._formats(), self._link(), self._overlaps()]

@@ -11,6 +11,7 @@ BENCHMARKS = ROOT / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
 import records  # noqa: E402
+import report  # noqa: E402
 
 FILES = sorted((BENCHMARKS / "results").glob("*.jsonl"))
 PAGES = [ROOT / "README.md", BENCHMARKS / "README.md", *(ROOT / "docs").glob("**/*.md")]
@@ -41,6 +42,22 @@ def test_pages_and_results_files_name_each_other() -> None:
     kept = {path.name for path in (BENCHMARKS / "results").iterdir()}
     assert cited >= kept
     assert {name for name in cited if name.startswith(("gpu_", "cpu_", "p2p_"))} <= kept
+
+
+def cells_of_speed(page: pathlib.Path) -> list[tuple[str, ...]]:
+    """T, our round trip, the best `jax.lax` and its ratio, of each row that compares them."""
+    row = r"^\| (\d+) \| ([\d.]+) \|(?: [\d.]+ \|)? ([\d.]+) (?:\(|\| )([\d.]+×)"
+    return re.findall(row, page.read_text(), re.MULTILINE)
+
+
+def test_speeds_on_two_gpus_are_those_of_the_data() -> None:
+    (run,) = records.read(BENCHMARKS / "results" / "gpu_nvidia-h200-x2.jsonl")
+    tables = report.Report(run).markdown()
+    readme, page = map(cells_of_speed, [ROOT / "README.md", ROOT / "docs" / "speed.md"])
+    assert (len(readme), len(page)) == (5, 12)
+    for n_tokens, ours, best, ratio in readme + page:
+        figures = rf"\| {n_tokens} \| {ours} \| [\d.]+ \| {best} \({ratio}\) \|"
+        assert re.search(figures, tables), (n_tokens, ours, best, ratio)
 
 
 def test_the_page_lists_every_table() -> None:

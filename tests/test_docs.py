@@ -1,4 +1,4 @@
-"""The pages of docs/: their code runs, and the reference names everything that is public."""
+"""The README and docs/: their code runs, and the reference names everything that is public."""
 
 import os
 import pathlib
@@ -12,7 +12,8 @@ import jax_ep.nnx
 import jax_ep.router
 from processes import child_environment
 
-DOCS = pathlib.Path(__file__).parent.parent / "docs"
+ROOT = pathlib.Path(__file__).parent.parent
+DOCS = ROOT / "docs"
 BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 
 
@@ -38,6 +39,51 @@ def test_every_block_of_the_quickstart_runs(tmp_path):
             pattern = ".*".join(map(re.escape, text.split("…")))
             assert re.fullmatch(pattern, output), output
     assert output.startswith("rank 0, row 0")
+
+
+def run_python(text: str) -> list[str]:
+    """The lines that a program prints, in a process of its own with CPU devices."""
+    environment = child_environment() | {"JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", text]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()
+
+
+def python_blocks(page: pathlib.Path) -> list[str]:
+    return [text for language, _, text in BLOCK.findall(page.read_text()) if language == "python"]
+
+
+def test_both_snippets_of_the_readme_run_as_pasted():
+    """One after the other into one program; each has at most 10 lines of code."""
+    blocks = python_blocks(ROOT / "README.md")
+    assert len(blocks) == 2
+    assert all(len(list(filter(None, block.split("\n")))) <= 10 for block in blocks)
+    show = "print(output.shape, output.dtype)\n"
+    assert run_python(f"{blocks[0]}{show}{blocks[1]}{show}") == [
+        "(8, 16, 64) float32",
+        "(256, 64) bfloat16",
+    ]
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+def test_stacked_layers_of_the_page_run_as_pasted():
+    """They do what the loop over the layers does."""
+    setup, *_ = python_blocks(ROOT / "README.md")
+    (stacked,) = [block for block in python_blocks(DOCS / "layers.md") if "nnx.scan" in block]
+    check = """
+wanted = jax.numpy.ones((8, 16, 64))
+for i in range(n_layers):
+    graph, state = nnx.split(layers)
+    output, _ = nnx.jit(nnx.merge(graph, jax.tree.map(lambda a: a[i], state)))(wanted)
+    wanted += output
+print(reports.n_dropped, bool(jax.numpy.abs(x - wanted).max() < 0.05 * jax.numpy.abs(x).max()))
+"""
+    begin = "n_layers, x = 3, jax.numpy.ones((8, 16, 64))\n"
+    assert run_python(f"{setup}{begin}{stacked}{check}") == ["[0 0 0] True"]
 
 
 def public_names(module: types.ModuleType) -> set[str]:

@@ -27,12 +27,9 @@ class Row:
 
 
 def read_table() -> list[Row]:
-    cells = [
-        [cell.strip() for cell in line.strip("|\n").split(" | ")]
-        for line in TABLE.read_text().splitlines()
-        if re.match(r"\| [a-z-]+ \|", line) and not line.startswith("| id")
-    ]
-    return [Row(c[0], c[2], c[3], c[4].strip("` |")) for c in cells]
+    row = r'^\| <a id="([a-z-]+)"></a>`(.+?)` \| .+ \| (\w+) \| (\w+) \|$'
+    found = re.findall(row, TABLE.read_text(), re.MULTILINE)
+    return [Row(id, when, error_type, text) for id, text, when, error_type in found]
 
 
 def test_each_row_of_the_table_has_a_trigger():
