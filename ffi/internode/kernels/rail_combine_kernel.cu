@@ -7,8 +7,8 @@
 #include "cuda/combine/combine_receive.cuh"
 #include "internode/device/copy_rows.cuh"
 #include "internode/device/gpu_block.cuh"
-#include "internode/device/sum_tiles.cuh"
 #include "internode/kernels/define_kernel.cuh"
+#include "internode/kernels/sum_tiles.cuh"
 #include "internode/plan/rail_combine_call.h"
 #include "internode/steps/receive_sums.h"
 

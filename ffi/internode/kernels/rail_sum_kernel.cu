@@ -4,8 +4,8 @@
 #include <cstdint>
 
 #include "internode/device/gpu_block.cuh"
-#include "internode/device/sum_tiles.cuh"
 #include "internode/kernels/define_kernel.cuh"
+#include "internode/kernels/sum_tiles.cuh"
 #include "internode/plan/rail_sum_call.h"
 #include "internode/steps/receive_sums.h"
 

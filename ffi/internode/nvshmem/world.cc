@@ -4,8 +4,8 @@
 
 #include "cuda/call/cuda_status.h"
 #include "cuda/call/scoped_device.h"
-#include "internode/kernels/launch.h"
 #include "internode/nvshmem/fatbin.h"
+#include "internode/nvshmem/launch.h"
 
 namespace jax_ep::rail {
 namespace {

@@ -8,7 +8,7 @@
 #include <functional>
 #include <string>
 
-#include "internode/kernels/launch.h"
+#include "internode/nvshmem/launch.h"
 #include "internode/plan/rail_call.h"
 #include "internode/plan/rail_combine_call.h"
 #include "tests/p2p/p2p_fixture.h"
