@@ -120,7 +120,7 @@ class MoE(nnx.Module):
         rngs: nnx.Rngs,
     ) -> None:
         check_is_group("nnx.MoE", group)
-        expert_size = check_count("expert_size", expert_size)
+        self.expert_size = expert_size = check_count("expert_size", expert_size)
         n_shared = checks.check_shared_size(group, shared_size, expert_size)
         check_flags(
             "",
@@ -139,7 +139,6 @@ class MoE(nnx.Module):
         self.capacity_factor = checks.check_factor(capacity_factor)
         self.token_axes = checks.check_token_axes(group, token_axes)
         self.fsdp_axes = checks.check_fsdp_axes(group, self.token_axes, fsdp_axis)
-        self.expert_size = expert_size
         self.expert_fn = checks.check_callable("expert_fn", expert_fn) or expert_mlp
         self.fp8_matmuls = fp8_matmuls
         self.interleaved = interleaved
@@ -156,8 +155,7 @@ class MoE(nnx.Module):
         sizes = 2 * expert_size, size
         biases = [create.bias((n_experts, n), axis, None) if expert_bias else None for n in sizes]
         self.gate_up_bias, self.down_bias = biases
-        self.gate_up_scales: ExpertCodes | None = nnx.data(None)
-        self.down_scales: ExpertCodes | None = nnx.data(None)
+        self.gate_up_scales = self.down_scales = nnx.data(None)
         self.router_bias = RouterBias(create.zeros((n_experts,), None)) if router_bias else None
 
     def __call__(
