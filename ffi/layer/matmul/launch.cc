@@ -1,11 +1,16 @@
 // Selects the kernels for the current device.
 
+#include "layer/matmul/hopper_elements.h"
 #include "layer/matmul/kernels.h"
 
 namespace jax_ep::p2p {
 
 #ifndef JAX_EP_MATMUL_HOPPER  // built for other architectures only
 cudaError_t LaunchHopperMatmul(const MatmulCall& call, cudaStream_t stream) {
+  return LaunchAmpereMatmul(call, stream);
+}
+
+cudaError_t hopper::LaunchBFloat16(const MatmulCall& call, cudaStream_t stream, Swap) {
   return LaunchAmpereMatmul(call, stream);
 }
 #endif
