@@ -8,13 +8,12 @@
 
 #include "cuda/device/ptx.cuh"
 #include "layer/matmul/cutlass_kernels.cuh"
+#include "layer/matmul/kernel_choice.cuh"
 #include "layer/matmul/matmul_call.h"
 #include "layer/matmul/row_range.cuh"
+#include "layer/matmul/swapped_tables.cuh"
 
 namespace jax_ep::matmul::hopper {
-
-// How many rows the groups have, on average: which schedule is the fastest.
-enum class RowCount : uint32_t { kFew, kSome, kMany };
 
 // An entry per group in each table.
 template <class Kernel>
@@ -34,7 +33,7 @@ struct GroupTables {
   const float** lhs_scales;
   const float** rhs_scales;
   LhsScales* lhs_scales_layouts;
-  RowCount* row_count;  // one word
+  Choice* choice;  // one
 };
 
 // The stride that is not 1: elements from one row to the next, or from one column to the next.
@@ -80,35 +79,32 @@ __device__ void FillEntry(const MatmulCall& call, const GroupTables<Kernel>& tab
   }
 }
 
-// Few: a tile of 64 x 256 takes 12/13 of the time of one of 128 x 256, and pays if it has all rows
-// of most groups. Many: tiles of 128 x 128 in turns hide the time of storing them, and pay from
-// about 512 rows per group on; below, they read the weights from the L2 cache too often.
-__device__ inline RowCount Classify(int n_groups, int n_small_tiles, int n_large_tiles) {
-  if (12 * int64_t{n_small_tiles} < 13 * int64_t{n_large_tiles}) return RowCount::kFew;
-  return n_large_tiles < 4 * int64_t{n_groups} ? RowCount::kSome : RowCount::kMany;
-}
-
 constexpr int kTableThreads = 256;
 
 // The first block fills the tables. All of them zero what the matmul does not write.
 template <MatmulForm kForm, class Kernel>
 __global__ void __launch_bounds__(kTableThreads)
     FillTables(const __grid_constant__ MatmulCall call,
-               const __grid_constant__ GroupTables<Kernel> tables) {
+               const __grid_constant__ GroupTables<Kernel> tables,
+               const __grid_constant__ SwappedTables swapped) {
   p2p::griddepcontrol_wait();
   if (blockIdx.x == 0) {
-    __shared__ int sums[3];
-    if (threadIdx.x < 3) sums[threadIdx.x] = 0;
+    __shared__ GroupSums sums;
+    if (threadIdx.x == 0) sums = {};
     __syncthreads();
+    GroupSums own{};
     for (int64_t group = threadIdx.x; group < call.n_groups; group += kTableThreads) {
       const RowRange rows = RowRange::Of(call, group);
       FillEntry<kForm>(call, tables, group, rows);
-      atomicAdd(&sums[0], rows.size > 0);
-      atomicAdd(&sums[1], static_cast<int>((rows.size + 63) / 64));
-      atomicAdd(&sums[2], static_cast<int>((rows.size + 127) / 128));
+      own.Add(rows.size);
     }
+    if (threadIdx.x / 32 * 32 < call.n_groups) own.AddTo(sums);
     __syncthreads();
-    if (threadIdx.x == 0) *tables.row_count = Classify(sums[0], sums[1], sums[2]);
+    const Choice choice = swapped.Choose(sums);
+    if (threadIdx.x == 0) *tables.choice = choice;
+    if (choice.kernel == KernelChoice::kSwapped) {
+      FillSwappedTable(call, swapped.tiles, choice.max_tile_rows);
+    }
   }
   ZeroUnwritten(call);
 }

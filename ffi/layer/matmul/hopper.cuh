@@ -1,5 +1,5 @@
-// Launches one of up to three CUTLASS kernels for Hopper: the device chooses, since only it knows
-// how many rows the groups have.
+// Launches one of up to three CUTLASS kernels for Hopper, or the one with swapped operands. They
+// are one kernel, so that those that are not chosen cost no launch.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,7 +13,9 @@
 #include "cuda/call/launch.h"
 #include "layer/matmul/cutlass_kernels.cuh"
 #include "layer/matmul/group_tables.cuh"
+#include "layer/matmul/hopper_swapped.cuh"
 #include "layer/matmul/kernels.h"
+#include "layer/matmul/swapped_tables.cuh"
 
 namespace jax_ep::matmul::hopper {
 
@@ -59,8 +61,22 @@ GroupTables<Kernel> TakeTables(const MatmulCall& call, Workspace& workspace) {
   tables.lhs_scales = workspace.Take<const float*>(n_scaled);
   tables.rhs_scales = workspace.Take<const float*>(n_scaled);
   tables.lhs_scales_layouts = workspace.Take<LhsScales>(n_scaled);
-  tables.row_count = workspace.Take<RowCount>(1);
+  tables.choice = workspace.Take<Choice>(1);
   return tables;
+}
+
+// In the place of a kernel with swapped operands.
+struct NoKernel {
+  struct Params {};
+};
+
+// None if the kernel with swapped operands is not to be chosen.
+template <class Swapped>
+SwappedTables TakeSwappedTables(const MatmulCall& call, Swap swap, Workspace& workspace) {
+  if (swap == Swap::kByRows && !MaySwap(call)) swap = Swap::kNever;
+  if (std::is_same_v<Swapped, NoKernel> || swap == Swap::kNever) return {{}, Swap::kNever};
+  const auto n = static_cast<size_t>(call.n_groups);
+  return {{workspace.Take<uint32_t>(n), workspace.Take<MatmulSpan>(n)}, swap};
 }
 
 template <class Kernel>
@@ -87,34 +103,49 @@ typename Kernel::Arguments MakeArguments(const MatmulCall& call, const GroupTabl
   return arguments;
 }
 
-// Kernels for many, some and few rows per group, of which any may be the same. All have as many
-// threads, and clusters of the same shape.
-template <class Many, class Some, class Few>
+// Kernels for many, some and few rows per group, of which any may be the same, and one with swapped
+// operands or NoKernel. All have as many threads, and clusters of the same shape.
+template <class Many, class Some, class Few, class Swapped>
 struct KernelSet {
+  static constexpr bool kHasSwapped = !std::is_same_v<Swapped, NoKernel>;
+  using Any = std::conditional_t<kHasSwapped, Swapped, Many>;
   static constexpr int kNumThreads = Many::MaxThreadsPerBlock;
   static constexpr size_t kSmemBytes =
-      std::max<size_t>({Many::SharedStorageSize, Some::SharedStorageSize, Few::SharedStorageSize});
-  static_assert(kNumThreads == Some::MaxThreadsPerBlock && kNumThreads == Few::MaxThreadsPerBlock);
+      std::max<size_t>({Many::SharedStorageSize, Some::SharedStorageSize, Few::SharedStorageSize,
+                        Any::SharedStorageSize});
+  static_assert(kNumThreads == Some::MaxThreadsPerBlock && kNumThreads == Few::MaxThreadsPerBlock &&
+                kNumThreads == Any::MaxThreadsPerBlock);
   using Cluster = typename Many::ClusterShape;
   static_assert(std::is_same_v<Cluster, typename Some::ClusterShape> &&
-                std::is_same_v<Cluster, typename Few::ClusterShape>);
+                std::is_same_v<Cluster, typename Few::ClusterShape> &&
+                std::is_same_v<Cluster, typename Any::ClusterShape>);
 };
 
-template <class Many, class Some, class Few>
-__global__ void __launch_bounds__(KernelSet<Many, Some, Few>::kNumThreads, 1)
+template <class Many, class Some, class Few, class Swapped>
+__global__ void __launch_bounds__(KernelSet<Many, Some, Few, Swapped>::kNumThreads, 1)
     MultiplyGroups(const __grid_constant__ typename Many::Params many,
                    const __grid_constant__ typename Some::Params some,
-                   const __grid_constant__ typename Few::Params few, const RowCount* row_count) {
+                   const __grid_constant__ typename Few::Params few,
+                   const __grid_constant__ typename Swapped::Params swapped, const Choice* choice) {
   extern __shared__ char smem[];
   p2p::griddepcontrol_wait();
+  // A comparison for equality puts the code, which is long, behind that of kMany and kSome. Where
+  // it came first, CUTLASS's kernels took 1 to 5 us longer: probably, the hardware loads the
+  // beginning of a kernel's code ahead.
+  if constexpr (KernelSet<Many, Some, Few, Swapped>::kHasSwapped) {
+    if (choice->kernel == KernelChoice::kSwapped) {
+      Swapped{}(swapped, choice->max_tile_rows, smem);
+      return;
+    }
+  }
   if constexpr (!std::is_same_v<Few, Some>) {
-    if (*row_count == RowCount::kFew) {
+    if (choice->kernel == KernelChoice::kFew) {
       Few{}(few, smem);
       return;
     }
   }
   if constexpr (!std::is_same_v<Some, Many>) {
-    if (*row_count != RowCount::kMany) {
+    if (choice->kernel != KernelChoice::kMany) {
       Some{}(some, smem);
       return;
     }
@@ -139,14 +170,16 @@ typename Kernel::Params MakeParams(const MatmulCall& call, const OtherTables& ta
   return Kernel::to_underlying_arguments(MakeArguments<Kernel>(call, own, n_sms), tensor_maps);
 }
 
-template <MatmulForm kForm, class Many, class Some = Many, class Few = Some>
-cudaError_t Launch(const MatmulCall& call, cudaStream_t stream) {
+template <MatmulForm kForm, class Many, class Some = Many, class Few = Some,
+          class Swapped = NoKernel>
+cudaError_t Launch(const MatmulCall& call, cudaStream_t stream, Swap swap = Swap::kNever) {
   int n_sms = 0;
   cudaError_t error = p2p::CountSms(&n_sms);
   if (error != cudaSuccess) return error;
 
   Workspace workspace(call);
   const auto tables = TakeTables<Many>(call, workspace);
+  const SwappedTables swapped_tables = TakeSwappedTables<Swapped>(call, swap, workspace);
   char* const maps = workspace.Take<char>(  // only one kernel of the set uses them
       std::max(
           {TensorMapBytes<Many>(n_sms), TensorMapBytes<Some>(n_sms), TensorMapBytes<Few>(n_sms)}));
@@ -154,13 +187,20 @@ cudaError_t Launch(const MatmulCall& call, cudaStream_t stream) {
 
   p2p::LaunchShape shape{dim3(NumZeroBlocks(call, n_sms)), kTableThreads, 0, stream};
   shape.starts_early = true;
-  error = p2p::LaunchKernel(FillTables<kForm, Many>, shape, call, tables);
+  error = p2p::LaunchKernel(FillTables<kForm, Many>, shape, call, tables, swapped_tables);
   if (error != cudaSuccess) return error;
-  using Set = KernelSet<Many, Some, Few>;
-  const auto kernel = MultiplyGroups<Many, Some, Few>;
+  using Set = KernelSet<Many, Some, Few, Swapped>;
+  const auto kernel = MultiplyGroups<Many, Some, Few, Swapped>;
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                static_cast<int>(Set::kSmemBytes));
   if (error != cudaSuccess) return error;
+  typename Swapped::Params swapped_params{};
+  if constexpr (Set::kHasSwapped) {
+    if (swapped_tables.swap != Swap::kNever) {
+      error = swapped::MakeParams(call, swapped_tables.tiles, swapped_params);
+    }
+    if (error != cudaSuccess) return error;
+  }
   const auto many = MakeParams<Many>(call, tables, n_sms, maps);
   using Cluster = typename Set::Cluster;
   shape.grid = Many::get_grid_shape(many);
@@ -168,22 +208,30 @@ cudaError_t Launch(const MatmulCall& call, cudaStream_t stream) {
   shape.n_threads = Set::kNumThreads;
   shape.smem_bytes = Set::kSmemBytes;
   return p2p::LaunchKernel(kernel, shape, many, MakeParams<Some>(call, tables, n_sms, maps),
-                           MakeParams<Few>(call, tables, n_sms, maps), tables.row_count);
+                           MakeParams<Few>(call, tables, n_sms, maps), swapped_params,
+                           tables.choice);
 }
 
-template <MatmulForm kForm, class In, class Out>
-cudaError_t LaunchByRowCount(const MatmulCall& call, cudaStream_t stream) {
+template <MatmulForm kForm, class In, class Out, class Swapped = NoKernel>
+cudaError_t LaunchByRowCount(const MatmulCall& call, cudaStream_t stream,
+                             Swap swap = Swap::kNever) {
   return Launch<kForm, typename PlainKernel<In, Out, kForm, ManyRows>::Type,
                 typename PlainKernel<In, Out, kForm, SomeRows>::Type,
-                typename PlainKernel<In, Out, kForm, FewRows>::Type>(call, stream);
+                typename PlainKernel<In, Out, kForm, FewRows>::Type, Swapped>(call, stream, swap);
 }
 
+// There is one for bfloat16 rows and weights.
 template <class In, class Out>
-cudaError_t LaunchByForm(const MatmulCall& call, cudaStream_t stream) {
+using SwappedKernel = std::conditional_t<std::is_same_v<In, cutlass::bfloat16_t> &&
+                                             std::is_same_v<Out, cutlass::bfloat16_t>,
+                                         swapped::Kernel, NoKernel>;
+
+template <class In, class Out>
+cudaError_t LaunchByForm(const MatmulCall& call, cudaStream_t stream, Swap swap) {
   using Form = MatmulForm;
   switch (call.form) {
     case Form::kWeights:
-      return LaunchByRowCount<Form::kWeights, In, Out>(call, stream);
+      return LaunchByRowCount<Form::kWeights, In, Out, SwappedKernel<In, Out>>(call, stream, swap);
     case Form::kTransposedWeights:
       return LaunchByRowCount<Form::kTransposedWeights, In, Out>(call, stream);
     case Form::kRows:
@@ -195,9 +243,9 @@ cudaError_t LaunchByForm(const MatmulCall& call, cudaStream_t stream) {
 
 // The matmuls of operands of type In, which results have, too, or float32.
 template <class In, RowType kIn>
-cudaError_t LaunchPlain(const MatmulCall& call, cudaStream_t stream) {
-  if (call.out_type == kIn) return LaunchByForm<In, In>(call, stream);
-  if (call.out_type == RowType::kFloat32) return LaunchByForm<In, float>(call, stream);
+cudaError_t LaunchPlain(const MatmulCall& call, cudaStream_t stream, Swap swap = Swap::kNever) {
+  if (call.out_type == kIn) return LaunchByForm<In, In>(call, stream, swap);
+  if (call.out_type == RowType::kFloat32) return LaunchByForm<In, float>(call, stream, swap);
   return cudaErrorInvalidValue;
 }
 

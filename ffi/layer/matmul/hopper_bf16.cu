@@ -4,8 +4,8 @@
 
 namespace jax_ep::matmul::hopper {
 
-cudaError_t LaunchBFloat16(const MatmulCall& call, cudaStream_t stream) {
-  return LaunchPlain<cutlass::bfloat16_t, RowType::kBFloat16>(call, stream);
+cudaError_t LaunchBFloat16(const MatmulCall& call, cudaStream_t stream, Swap swap) {
+  return LaunchPlain<cutlass::bfloat16_t, RowType::kBFloat16>(call, stream, swap);
 }
 
 }  // namespace jax_ep::matmul::hopper

@@ -1,33 +1,31 @@
-// What the probe of the grouped matmul with swapped operands measures.
+// What the probe of the grouped matmuls for Hopper measures.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include <string>
 
+#include "layer/matmul/kernels.h"
 #include "layer/matmul/matmul_call.h"
-#include "tests/swapped/hopper_swapped.h"
 
 namespace jax_ep::matmul {
 
-// The kernels in use: as LaunchHopperMatmul, for bfloat16 in the form kWeights alone.
-cudaError_t LaunchBaselineMatmul(const MatmulCall& call, cudaStream_t stream);
+// CUTLASS's kernels alone, without the code of the one with swapped operands: as
+// hopper::LaunchBFloat16, for the form kWeights.
+cudaError_t LaunchCutlass(const MatmulCall& call);
 
-struct ProbedVariant {
-  SwappedVariant variant;
+struct Probed {
+  hopper::Swap swap;
   const char* name;
 };
-constexpr ProbedVariant kProbedVariants[] = {{SwappedVariant::k256, "256"},
-                                             {SwappedVariant::k256Lead, "256 lead"},
-                                             {SwappedVariant::k192Lead, "192 lead"},
-                                             {SwappedVariant::k128Lead, "128 lead"}};
+constexpr Probed kProbed[] = {{hopper::Swap::kNever, "never"},
+                              {hopper::Swap::kByRows, "by rule"},
+                              {hopper::Swap::kSmallTiles, "192"},
+                              {hopper::Swap::kLargeTiles, "256"}};
 
-// LaunchSwappedMatmul. Waits that do not end are reported when the program aborts.
-cudaError_t LaunchProbedMatmul(const MatmulCall& call, SwappedVariant variant);
-
-// Prints a line per case: all variants, the baseline, one dense matmul, and how long the bytes take
-// at the rate of a copy. `cublas_dir`: where libcublas is; if empty, the dense matmul is the
-// baseline's with one group.
+// Prints a line per case: CUTLASS's kernels, the others, one dense matmul, and how long the bytes
+// take at the rate of a copy. `cublas_dir`: where libcublas is; if empty, the dense matmul is
+// CUTLASS's with one group.
 void TimeMatmuls(const std::string& cublas_dir);
 
 }  // namespace jax_ep::matmul

@@ -109,18 +109,29 @@ class DeviceCase {
   }
 
   void Run(const Backend& backend, const std::string& name) {
-    for (const Buffer* const out : {&out_, &again_}) {
-      call_.out = out->As<void>();
-      ExpectSuccess(name, backend.launch(call_, nullptr));
-      ExpectSuccess(name, cudaDeviceSynchronize());
-    }
+    Launch(backend, out_, name);
+    Launch(backend, again_, name);
     Check(name);
     ExpectSame(name + ": two runs", out_.As<uint8_t>(), again_.As<uint8_t>(), out_.size());
     ExpectSame(name + ": past the end of the result", out_.guard(), nullptr, kGuardBytes);
     ExpectSame(name + ": past the end of the workspace", workspace_.guard(), nullptr, kGuardBytes);
   }
 
+  // After Run: the other backend gives the same bits.
+  void ExpectSameBits(const Backend& other, const std::string& name) {
+    Launch(other, again_, name);
+    ExpectSame(name + ": bits of " + other.name, out_.As<uint8_t>(), again_.As<uint8_t>(),
+               out_.size());
+  }
+
  private:
+  void Launch(const Backend& backend, const Buffer& out, const std::string& name) {
+    call_.out = out.As<void>();
+    ExpectSuccess(name, cudaMemset(call_.out, kCanary, out.size()));
+    ExpectSuccess(name, backend.launch(call_, nullptr));
+    ExpectSuccess(name, cudaDeviceSynchronize());
+  }
+
   static MatmulCall MakeCall(const Shape& shape, const Variant& variant) {
     MatmulCall call{};
     call.form = variant.form, call.element = variant.element;

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "layer/matmul/matmul_tiles.h"
 #include "tests/unit/check.h"
 
 namespace jax_ep::matmul {
@@ -20,24 +21,37 @@ struct Groups {
   std::vector<uint32_t> row_offsets;
   uint32_t n_rows, n_columns;
 
-  std::vector<uint16_t> Order() const {
-    const MatmulTileShape shape = Shape();
-    std::vector<uint8_t> units(shape.n_groups);
-    for (uint32_t group = 0; group < shape.n_groups; ++group) {
-      const uint32_t rows = MatmulGroup::Of(shape, group).tile_rows;
-      units[group] = static_cast<uint8_t>(rows / kMatmulRowUnit);
-    }
-    std::vector<uint16_t> order(shape.n_groups);
-    for (uint32_t group = 0; group < shape.n_groups; ++group) {
-      order[MatmulGroupPlace(units.data(), shape.n_groups, group)] = static_cast<uint16_t>(group);
-    }
-    return order;
-  }
-
   MatmulTileShape Shape() const {
     const auto n_groups = static_cast<uint32_t>(row_offsets.size()) - 1;
-    return {row_offsets.data(), n_rows, n_groups, n_columns, kMaxTileRows};
+    return {row_offsets.data(), n_rows, n_groups, kMaxTileRows};
   }
+};
+
+// The table of the groups, as the device fills it.
+class Table {
+ public:
+  explicit Table(const Groups& groups) : groups_(groups), n_groups_(groups.Shape().n_groups) {
+    const MatmulTileShape shape = groups.Shape();
+    std::vector<uint32_t> keys(n_groups_);
+    for (uint32_t group = 0; group < n_groups_; ++group) {
+      keys[group] = MatmulTileKey(MatmulGroup::Of(shape, group));
+    }
+    ends_.resize(n_groups_), spans_.resize(n_groups_);
+    for (uint32_t group = 0; group < n_groups_; ++group) {
+      EnterMatmulGroup({ends_.data(), spans_.data()}, MatmulGroup::Of(shape, group), keys.data(),
+                       n_groups_, group);
+    }
+  }
+
+  MatmulTiles Tiles(uint32_t worker, uint32_t n_workers) {
+    return {{ends_.data(), spans_.data()}, n_groups_, groups_.n_columns, worker, n_workers};
+  }
+
+ private:
+  const Groups& groups_;
+  const uint32_t n_groups_;
+  std::vector<uint32_t> ends_;
+  std::vector<MatmulSpan> spans_;
 };
 
 Groups MakeGroups(const std::vector<uint32_t>& sizes, uint32_t n_columns) {
@@ -74,12 +88,13 @@ void CheckTile(const MatmulTileShape& shape, const MatmulTile& tile) {
 }
 
 // Each row has each column of tiles once, from whichever worker.
-void ExpectCovered(const Groups& groups, const uint16_t* order, uint32_t n_workers) {
+void ExpectCovered(const Groups& groups, uint32_t n_workers) {
+  Table table(groups);
   const MatmulTileShape shape = groups.Shape();
   const uint32_t n_column_tiles = (groups.n_columns + kMatmulTileColumns - 1) / kMatmulTileColumns;
   std::vector<int> taken(size_t{groups.n_rows} * n_column_tiles);
   for (uint32_t worker = 0; worker < n_workers; ++worker) {
-    MatmulTiles tiles(shape, order, worker, n_workers);
+    MatmulTiles tiles = table.Tiles(worker, n_workers);
     MatmulTile tile;
     while (tiles.Next(tile)) {
       CheckTile(shape, tile);
@@ -113,11 +128,7 @@ TEST(TilesCoverEachRowOnce) {
   beyond.row_offsets.back() = 4000000000;
   cases.push_back(beyond);
   for (const Groups& groups : cases) {
-    const std::vector<uint16_t> order = groups.Order();
-    for (const uint32_t n_workers : {1u, 7u, kWorkers}) {
-      ExpectCovered(groups, nullptr, n_workers);
-      ExpectCovered(groups, order.data(), n_workers);
-    }
+    for (const uint32_t n_workers : {1u, 7u, kWorkers}) ExpectCovered(groups, n_workers);
   }
 }
 
@@ -127,11 +138,11 @@ struct Load {
 };
 
 Load Measure(const Groups& groups) {
-  const std::vector<uint16_t> order = groups.Order();
+  Table table(groups);
   Load load;
   for (uint32_t worker = 0; worker < kWorkers; ++worker) {
     uint64_t own = 0;
-    MatmulTiles tiles(groups.Shape(), order.data(), worker, kWorkers);
+    MatmulTiles tiles = table.Tiles(worker, kWorkers);
     MatmulTile tile;
     while (tiles.Next(tile)) {
       own += (tile.n_rows + kMatmulRowUnit - 1) / kMatmulRowUnit * kMatmulRowUnit;
@@ -167,7 +178,8 @@ TEST(LoadsAreBalanced) {
 
 TEST(TilesOfTheSameWeightsFollowEachOther) {
   const Groups groups = MakeGroups({1000, 300}, 1024);
-  MatmulTiles tiles(groups.Shape(), nullptr, 0, 1);
+  Table table(groups);
+  MatmulTiles tiles = table.Tiles(0, 1);
   MatmulTile tile, last{};
   uint32_t n_changes = 0;
   for (; tiles.Next(tile); last = tile) {

@@ -85,6 +85,23 @@ __device__ __forceinline__ uint32_t cluster_ctarank() {
   return rank;
 }
 
+// The number of the block's cluster in a grid of one or two dimensions.
+__device__ __forceinline__ uint32_t clusterid() {
+  uint32_t x, y, n_x;
+  asm volatile("mov.u32 %0, %%clusterid.x;" : "=r"(x));
+  asm volatile("mov.u32 %0, %%clusterid.y;" : "=r"(y));
+  asm volatile("mov.u32 %0, %%nclusterid.x;" : "=r"(n_x));
+  return y * n_x + x;
+}
+
+// The clusters of such a grid.
+__device__ __forceinline__ uint32_t nclusterid() {
+  uint32_t n_x, n_y;
+  asm volatile("mov.u32 %0, %%nclusterid.x;" : "=r"(n_x));
+  asm volatile("mov.u32 %0, %%nclusterid.y;" : "=r"(n_y));
+  return n_x * n_y;
+}
+
 // All threads of the cluster, in whole warps.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile(
@@ -93,8 +110,15 @@ __device__ __forceinline__ void cluster_sync() {
           : "memory");
 }
 
-__device__ __forceinline__ void griddepcontrol_launch_dependents() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+// Takes or gives back registers, so that each thread of the warp group has so many.
+template <int kRegisters>
+__device__ __forceinline__ void setmaxnreg_inc() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void setmaxnreg_dec() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
 __device__ __forceinline__ void barrier_arrive(int id, int n_threads) {

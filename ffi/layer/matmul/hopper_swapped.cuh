@@ -1,0 +1,328 @@
+// A grouped matmul of bfloat16 rows and weights for Hopper, with the operands swapped: the weights'
+// columns are the instructions' 64 rows, and the rows of a group are their columns, of which there
+// may be any multiple of 8. A tile of 129 rows so takes 136 / 256 of the time of one of 256.
+//
+// Two blocks form a cluster, which works on 256 columns of a tile. Each block loads the weights of
+// its own 128 columns and half of the rows, which both blocks get. In each block, one thread loads,
+// and two groups of four warps multiply, for 64 columns each. The first group is ahead of the
+// second by a stage, so that one multiplies while the other stores.
+#pragma once
+
+#include <cuda.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "cute/tensor.hpp"
+#include "layer/matmul/hopper_swapped.h"
+#include "layer/matmul/matmul_tiles.h"
+#include "layer/matmul/tma.cuh"
+#include "layer/matmul/wgmma.cuh"
+
+namespace jax_ep::matmul::swapped {
+
+constexpr uint32_t kWarpGroups = 2;  // that multiply
+constexpr uint32_t kGroupThreads = 128;
+constexpr uint32_t kBlockColumns = kWarpGroups * kGroupColumns;
+constexpr uint32_t kRowUnit = kMatmulRowUnit;
+constexpr uint32_t kLineBytes = 128;  // of kDepth terms of a row, or kGroupColumns of one term
+constexpr uint32_t kLead = 1;         // stages that the first warp group is ahead
+constexpr uint32_t kStoreRows = 48;   // that a warp group rearranges at a time
+static_assert(kBlocks * kBlockColumns == kMatmulTileColumns);
+static_assert(kLargeTileRows % (kBlocks * kRowUnit) == 0 && kStoreRows % 16 == 0);
+
+// A stage has the lines of a tile's rows, then those of the weights, by warp group. Lines are
+// swizzled: blocks of eight are aligned.
+constexpr uint32_t kWeightBytes = kDepth * kLineBytes;  // of a warp group
+__host__ __device__ constexpr uint32_t StageBytes(uint32_t tile_rows) {
+  return tile_rows * kLineBytes + kWarpGroups * kWeightBytes;
+}
+// Smaller tiles leave room for one more stage.
+__host__ __device__ constexpr uint32_t NumStages(uint32_t tile_rows) {
+  return tile_rows == kLargeTileRows ? 4 : 5;
+}
+constexpr uint32_t kMaxStages = 5;
+constexpr uint32_t TotalBytes(uint32_t tile_rows) {
+  return NumStages(tile_rows) * StageBytes(tile_rows);
+}
+
+// In shared memory, whose use is by addresses.
+struct Smem {
+  uint8_t stages[std::max(TotalBytes(kLargeTileRows), TotalBytes(kSmallTileRows))];
+  uint8_t results[kWarpGroups][2][kStoreRows * kLineBytes];
+  uint64_t full[kMaxStages];   // the loads into this block
+  uint64_t empty[kMaxStages];  // the warps of both blocks that have read both blocks' stage
+};
+constexpr uint32_t kSmemAlignment = 1024;
+constexpr size_t kSmemBytes = sizeof(Smem) + kSmemAlignment;
+static_assert(kSmemBytes <= 227 * 1024);
+static_assert(StageBytes(kSmallTileRows) % kSmemAlignment == 0);
+static_assert(StageBytes(kLargeTileRows) % kSmemAlignment == 0);
+
+#ifndef JAX_EP_MATMUL_WAIT_CYCLES
+#define JAX_EP_MATMUL_WAIT_CYCLES 0
+#endif
+constexpr int64_t kWaitCycles = JAX_EP_MATMUL_WAIT_CYCLES;  // 0 = wait for ever
+
+// Waits until the phase of this parity has completed.
+__device__ __forceinline__ void Wait(uint32_t barrier, uint32_t parity) {
+  const int64_t start = kWaitCycles > 0 ? clock64() : 0;
+  while (!mbarrier_try_wait_parity(barrier, parity)) {
+    if (kWaitCycles > 0 && clock64() - start > kWaitCycles) __trap();
+  }
+}
+
+// The ring of stages, and a place in it.
+class Ring {
+ public:
+  __device__ Ring(uint32_t smem, uint32_t tile_rows)
+      : smem_(smem), tile_rows_(tile_rows), rows_(smem) {}
+
+  __device__ void Advance() {
+    rows_ += StageBytes(tile_rows_);
+    if (++stage_ < n_stages()) return;
+    stage_ = 0, rows_ = smem_;
+    parity_ ^= 1;
+  }
+
+  __device__ uint32_t n_stages() const { return NumStages(tile_rows_); }
+  __device__ uint32_t stage() const { return stage_; }
+  __device__ uint32_t rows() const { return rows_; }
+  __device__ uint32_t weights(uint32_t warp_group) const {
+    return rows_ + tile_rows_ * kLineBytes + warp_group * kWeightBytes;
+  }
+  __device__ uint32_t full() const { return smem_ + offsetof(Smem, full) + stage_ * 8; }
+  __device__ uint32_t empty(uint32_t stage) const {
+    return smem_ + offsetof(Smem, empty) + stage * 8;
+  }
+
+  __device__ void WaitFull() const { Wait(full(), parity_); }
+  __device__ void WaitEmpty() const { Wait(empty(stage_), parity_ ^ 1); }
+
+ private:
+  const uint32_t smem_, tile_rows_;
+  uint32_t rows_;  // of the stage
+  uint32_t stage_ = 0, parity_ = 0;
+};
+
+__device__ __forceinline__ MatmulTiles TilesOfCluster(const Params& params) {
+  return {params.tiles, params.n_groups, params.n_columns, clusterid(), nclusterid()};
+}
+
+// Called by one thread: loads what the tiles need, stage by stage.
+__device__ __forceinline__ void Load(const Params& params, Ring ring) {
+  const uint32_t rank = cluster_ctarank();
+  MatmulTiles tiles = TilesOfCluster(params);
+  MatmulTile tile;
+  while (tiles.Next(tile)) {
+    const uint32_t half = (tile.n_rows + kBlocks * kRowUnit - 1) / (kBlocks * kRowUnit) * kRowUnit;
+    const CUtensorMap* const rows = &params.rows[half / kRowUnit - 1];
+    const uint32_t bytes = (kWarpGroups * kDepth + kBlocks * half) * kLineBytes;
+    const uint64_t policy = tile.is_alone ? kEvictFirst : kEvictNormal;
+    const auto row = static_cast<int>(tile.row + rank * half);
+    const auto column = static_cast<int>(tile.column + rank * kBlockColumns);
+    for (uint32_t k_block = 0; k_block < params.n_k_blocks; ++k_block, ring.Advance()) {
+      const auto k = static_cast<int>(k_block * kDepth);
+      ring.WaitEmpty();
+      mbarrier_arrive_expect_tx(ring.full(), bytes);
+      cp_async_bulk_tensor_multicast(ring.rows() + rank * half * kLineBytes, rows, k, row,
+                                     ring.full(), (1 << kBlocks) - 1, kEvictNormal);
+      for (uint32_t i = 0; i < kWarpGroups; ++i) {
+        cp_async_bulk_tensor(ring.weights(i), &params.weights,
+                             column + static_cast<int>(i * kGroupColumns), k,
+                             static_cast<int>(tile.group), ring.full(), policy);
+      }
+    }
+  }
+}
+
+// A warp group, and what it carries from tile to tile.
+struct Consumer {
+  const Params& params;
+  uint32_t index;    // of the warp group
+  uint32_t thread;   // in the warp group
+  uint32_t rank;     // of the block
+  uint32_t results;  // of the warp group, in shared memory
+  bool keeps_lead;   // whether tiles are long enough for the first warp group to be ahead
+  Ring ring;
+  uint32_t buffer = 0;  // of the results, for the next rows
+
+  // Lets both blocks load into the stage. Called by a warp that has read it.
+  __device__ void Release(uint32_t stage) const {
+    const uint32_t lane = thread % 32;
+    if (lane < kBlocks) mbarrier_arrive_cluster(ring.empty(stage), lane);
+  }
+};
+
+constexpr int kLeadBarrier = 1 + kWarpGroups;
+
+template <int kN>
+__device__ __forceinline__ void Multiply(Consumer& self, float (&sums)[kN / 2]) {
+  const bool leads = self.keeps_lead && self.index == 0;
+  if (self.keeps_lead && self.index > 0) {
+    barrier_sync(kLeadBarrier, kWarpGroups * kGroupThreads);
+  }
+  uint32_t previous = 0;
+#pragma unroll 1
+  for (uint32_t k_block = 0; k_block < self.params.n_k_blocks; ++k_block) {
+    const WgmmaOperand weights(self.ring.weights(self.index)), rows(self.ring.rows());
+    self.ring.WaitFull();
+    wgmma_fence();
+#pragma unroll
+    for (uint32_t i = 0; i < kDepth / 16; ++i) {
+      Wgmma<kN>::Issue(sums, weights + i * 16 * kLineBytes, rows + i * 32);
+    }
+    wgmma_commit_group();
+    if (k_block > 0) {
+      wgmma_wait_group<1>();
+      self.Release(previous);
+    }
+    if (leads && k_block == kLead) {
+      barrier_arrive(kLeadBarrier, kWarpGroups * kGroupThreads);
+    }
+    previous = self.ring.stage();
+    self.ring.Advance();
+  }
+  wgmma_wait_group<0>();
+  FenceSums(sums);
+  self.Release(previous);
+}
+
+// Rearranges rows `kFirst` to kFirst + kStoreRows of the sums, so that each has its columns in a
+// line of `buffer`.
+template <int kFirst, int kN>
+__device__ __forceinline__ void WriteLines(uint32_t thread, uint32_t buffer,
+                                           const float (&sums)[kN / 2]) {
+  const uint32_t lane = thread % 32, warp = thread / 32;
+  const uint32_t line = lane % 8;
+  const uint32_t vector = (2 * warp + lane / 8 % 2) ^ line;  // swizzled: no bank conflicts
+  const uint32_t address = buffer + (lane / 16 * 8 + line) * kLineBytes + vector * 16;
+  constexpr int kEnd = std::min<int>(kFirst + kStoreRows, kN);
+  const auto pack = [&](int i) { return cvt_rn_bf16x2_f32(sums[i + 1], sums[i]); };
+#pragma unroll
+  for (int row = kFirst; row < kEnd; row += 16) {
+    const int i = row / 2;  // the sums of eight rows are four
+    const uint32_t to = address + (row - kFirst) * kLineBytes;
+    if (row + 8 < kEnd) {
+      stmatrix_x4_trans(to, pack(i), pack(i + 2), pack(i + 4), pack(i + 6));
+    } else {
+      stmatrix_x2_trans(to, pack(i), pack(i + 2));
+    }
+  }
+}
+
+// Stores the lines of `buffer` that are rows of the tile from `first` on.
+__device__ __forceinline__ void StoreLines(const Consumer& self, uint32_t buffer,
+                                           const MatmulTile& tile, uint32_t first) {
+  constexpr uint32_t kVectors = kLineBytes / 16;
+  constexpr uint32_t kStep = kGroupThreads / kVectors;
+  const uint32_t n_columns = self.params.n_columns;
+  const uint32_t vector = self.thread % kVectors, line = self.thread / kVectors;
+  const uint32_t column =
+      tile.column + self.rank * kBlockColumns + self.index * kGroupColumns + vector * 8;
+  const uint32_t from = buffer + line * kLineBytes + (vector ^ line % 8) * 16;
+  int4 values[kStoreRows / kStep];
+#pragma unroll
+  for (uint32_t i = 0; i < kStoreRows / kStep; ++i) {
+    values[i] = ld_shared_v4(from + i * kStep * kLineBytes);
+  }
+  if (column >= n_columns) return;
+  const int64_t element = int64_t{tile.row + first + line} * n_columns + column;
+  char* const out = static_cast<char*>(self.params.out) + element * 2;
+#pragma unroll
+  for (uint32_t i = 0; i < kStoreRows / kStep; ++i) {
+    if (first + line + i * kStep >= tile.n_rows) return;
+    st_global(out + int64_t{i * kStep} * n_columns * 2, values[i]);
+  }
+}
+
+// Two buffers: when all threads have written to one, all have read the lines of the other.
+template <int kFirst, int kN>
+__device__ __forceinline__ void Store(Consumer& self, const MatmulTile& tile,
+                                      const float (&sums)[kN / 2]) {
+  if constexpr (kFirst < kN) {
+    const uint32_t buffer = self.results + self.buffer * kStoreRows * kLineBytes;
+    self.buffer ^= 1;
+    WriteLines<kFirst, kN>(self.thread, buffer, sums);
+    barrier_sync(1 + static_cast<int>(self.index), kGroupThreads);
+    StoreLines(self, buffer, tile, kFirst);
+    Store<kFirst + static_cast<int>(kStoreRows), kN>(self, tile, sums);
+  }
+}
+
+// Runs the code for the tile's rows in units, which are between kLow and kHigh.
+template <int kLow, int kHigh>
+__device__ __forceinline__ void ComputeTile(Consumer& self, const MatmulTile& tile,
+                                            uint32_t units) {
+  if constexpr (kLow == kHigh) {
+    constexpr int kN = kLow * kRowUnit;
+    float sums[kN / 2] = {};
+    Multiply<kN>(self, sums);
+    Store<0, kN>(self, tile, sums);
+  } else {
+    constexpr int kMiddle = (kLow + kHigh) / 2;
+    if (units <= kMiddle) {
+      ComputeTile<kLow, kMiddle>(self, tile, units);
+    } else {
+      ComputeTile<kMiddle + 1, kHigh>(self, tile, units);
+    }
+  }
+}
+
+__device__ __forceinline__ void Compute(const Params& params, uint32_t smem, const Ring& ring) {
+  const uint32_t index = threadIdx.x / kGroupThreads;
+  const uint32_t results = smem + offsetof(Smem, results) + index * sizeof(Smem::results[0]);
+  const bool keeps_lead = params.n_k_blocks > ring.n_stages();
+  Consumer self{params,     index, threadIdx.x % kGroupThreads, cluster_ctarank(), results,
+                keeps_lead, ring};
+  MatmulTiles tiles = TilesOfCluster(params);
+  MatmulTile tile;
+  while (tiles.Next(tile)) {
+    const uint32_t units = (tile.n_rows + kRowUnit - 1) / kRowUnit;
+    ComputeTile<1, kLargeTileRows / kRowUnit>(self, tile, units);
+  }
+}
+
+__device__ inline void InitBarriers(uint32_t smem) {
+  constexpr uint32_t kReadingWarps = kBlocks * kWarpGroups * kGroupThreads / 32;
+  for (uint32_t i = 0; i < kMaxStages; ++i) {
+    mbarrier_init(smem + offsetof(Smem, full) + i * 8, 1);
+    mbarrier_init(smem + offsetof(Smem, empty) + i * 8, kReadingWarps);
+  }
+  fence_mbarrier_init();
+}
+
+// Like a kernel of CUTLASS, of which any may run instead.
+struct Kernel {
+  using Params = swapped::Params;
+  using ClusterShape = cute::Shape<cute::_1, cute::Int<kBlocks>, cute::_1>;
+  static constexpr uint32_t MaxThreadsPerBlock = (kWarpGroups + 1) * kGroupThreads;
+  static constexpr int SharedStorageSize = static_cast<int>(kSmemBytes);
+
+  __device__ __forceinline__ void operator()(const Params& params, uint32_t tile_rows,
+                                             char* unaligned) const {
+    uint32_t address = cvta_shared(unaligned);
+    address += (-address) % kSmemAlignment;
+    opaque(address);
+    if (threadIdx.x == 0) InitBarriers(address);
+    if (threadIdx.x == kWarpGroups * kGroupThreads) prefetch_tensormap(&params.weights);
+    cluster_sync();
+    const Ring ring(address, tile_rows);
+    if (threadIdx.x < kWarpGroups * kGroupThreads) {
+      setmaxnreg_inc<kComputeRegisters>();
+      Compute(params, address, ring);
+    } else {
+      setmaxnreg_dec<kLoadRegisters>();
+      if (threadIdx.x == kWarpGroups * kGroupThreads) Load(params, ring);
+    }
+    __syncwarp();
+    cluster_sync();  // the other block may still release stages here
+  }
+
+ private:
+  // Of a thread; together as many as all threads have at the start, 168 each.
+  static constexpr int kComputeRegisters = 232, kLoadRegisters = 40;
+};
+
+}  // namespace jax_ep::matmul::swapped

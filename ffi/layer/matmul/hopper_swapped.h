@@ -1,0 +1,31 @@
+// The parameters of the grouped matmul with swapped operands (hopper_swapped.cuh).
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "layer/matmul/matmul_call.h"
+#include "layer/matmul/matmul_tiles.h"
+
+namespace jax_ep::matmul::swapped {
+
+constexpr uint32_t kSmallTileRows = 192, kLargeTileRows = 256;  // the most rows of a tile
+constexpr uint32_t kBlocks = 2;                                 // of a cluster
+constexpr uint32_t kGroupColumns = 64;                          // of a warp group
+constexpr uint32_t kDepth = 64;                                 // terms of a stage
+constexpr uint32_t kMaxHalves = kLargeTileRows / (kBlocks * kMatmulRowUnit);
+
+struct Params {
+  CUtensorMap weights;           // boxes of kDepth x kGroupColumns
+  CUtensorMap rows[kMaxHalves];  // boxes of 8, 16, ... rows x kDepth
+  MatmulTileTable tiles;
+  uint32_t n_groups, n_columns, n_k_blocks;
+  void* out;
+};
+
+// Of a call in the form kWeights, of bfloat16 to bfloat16.
+cudaError_t MakeParams(const MatmulCall& call, const MatmulTileTable& tiles, Params& params);
+
+}  // namespace jax_ep::matmul::swapped

@@ -1,0 +1,72 @@
+// Which kernel multiplies: the device chooses, since only it knows how many rows the groups have.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "layer/matmul/hopper_swapped.h"
+
+namespace jax_ep::matmul::hopper {
+
+// One of CUTLASS's, for few, some or many rows per group on average, or the one with swapped
+// operands.
+enum class KernelChoice : uint32_t { kFew, kSome, kMany, kSwapped };
+
+struct Choice {
+  KernelChoice kernel;
+  uint32_t max_tile_rows;  // of kSwapped
+};
+
+// Sums over the groups.
+struct GroupSums {
+  int n_used;                        // groups that have rows
+  int n_8;                           // units of 8 rows
+  int n_64, n_128;                   // tiles of that many rows
+  int n_swapped_192, n_swapped_256;  // tiles of up to that many rows
+
+  __device__ void Add(int64_t n_rows) {
+    const auto count = [&](int size) { return static_cast<int>((n_rows + size - 1) / size); };
+    n_used += n_rows > 0;
+    n_8 += count(8);
+    n_64 += count(64);
+    n_128 += count(128);
+    n_swapped_192 += count(192);
+    n_swapped_256 += count(256);
+  }
+
+  // Called by whole warps. `total` is in shared memory.
+  __device__ void AddTo(GroupSums& total) const {
+    const auto add = [](int own, int& sum) {
+      const int of_warp = __reduce_add_sync(~0u, own);
+      if (threadIdx.x % 32 == 0) atomicAdd(&sum, of_warp);
+    };
+    add(n_used, total.n_used);
+    add(n_8, total.n_8);
+    add(n_64, total.n_64);
+    add(n_128, total.n_128);
+    add(n_swapped_192, total.n_swapped_192);
+    add(n_swapped_256, total.n_swapped_256);
+  }
+};
+
+// Few: a tile of 64 x 256 takes 12/13 of the time of one of 128 x 256, and pays if it has all rows
+// of most groups. Many: tiles of 128 x 128 in turns hide the time of storing them, and pay from
+// about 512 rows per group on; below, they read the weights from the L2 cache too often.
+__device__ inline Choice ChooseOfCutlass(const GroupSums& sums) {
+  if (12 * int64_t{sums.n_64} < 13 * int64_t{sums.n_128}) return {KernelChoice::kFew, 0};
+  return {sums.n_128 < 4 * int64_t{sums.n_used} ? KernelChoice::kSome : KernelChoice::kMany, 0};
+}
+
+// A row takes 9 % longer with swapped operands, of which there are fewer. With few rows, all
+// kernels wait for the weights. Smaller tiles are better where they are as few.
+__device__ inline Choice ChooseOfAll(const GroupSums& sums) {
+  const int64_t n_rows = 8 * int64_t{sums.n_8}, n_padded = 128 * int64_t{sums.n_128};
+  if (n_rows <= 72 * int64_t{sums.n_used} || 13 * n_rows > 12 * n_padded) {
+    return ChooseOfCutlass(sums);
+  }
+  const bool is_small = 8 * int64_t{sums.n_swapped_192} <= 9 * int64_t{sums.n_swapped_256};
+  return {KernelChoice::kSwapped, is_small ? swapped::kSmallTileRows : swapped::kLargeTileRows};
+}
+
+}  // namespace jax_ep::matmul::hopper

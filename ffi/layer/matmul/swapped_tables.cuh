@@ -1,0 +1,54 @@
+// The table that the kernel with swapped operands reads, and how it is filled.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "layer/matmul/hopper_swapped.h"
+#include "layer/matmul/kernel_choice.cuh"
+#include "layer/matmul/kernels.h"
+#include "layer/matmul/matmul_call.h"
+#include "layer/matmul/matmul_tiles.h"
+
+namespace jax_ep::matmul::hopper {
+
+constexpr int kMaxSwappedGroups = 512;
+
+// In device memory, filled if the kernel is chosen.
+struct SwappedTables {
+  MatmulTileTable tiles;
+  Swap swap;  // kNever: there is no table
+
+  __device__ Choice Choose(const GroupSums& sums) const {
+    if (swap == Swap::kSmallTiles) return {KernelChoice::kSwapped, swapped::kSmallTileRows};
+    if (swap == Swap::kLargeTiles) return {KernelChoice::kSwapped, swapped::kLargeTileRows};
+    return swap == Swap::kNever ? ChooseOfCutlass(sums) : ChooseOfAll(sums);
+  }
+};
+
+// Whether the kernel with swapped operands may be the fastest. With smaller weights and k, it gains
+// little; its parameters take the host some microseconds.
+inline bool MaySwap(const MatmulCall& call) {
+  constexpr int64_t kFewestRows = 64, kSmallestK = 1024, kFewestWeights = 100'000'000;
+  return call.n_groups <= kMaxSwappedGroups && call.n_rows > kFewestRows * call.n_groups &&
+         call.k >= kSmallestK && call.n_groups * call.k * call.n >= kFewestWeights;
+}
+
+// Called by all threads of a block.
+__device__ inline void FillSwappedTable(const MatmulCall& call, const MatmulTileTable& table,
+                                        uint32_t tile_rows) {
+  __shared__ uint32_t keys[kMaxSwappedGroups];
+  const auto n_groups = static_cast<uint32_t>(call.n_groups);
+  const MatmulTileShape shape = {call.row_offsets, static_cast<uint32_t>(call.n_rows), n_groups,
+                                 tile_rows};
+  for (uint32_t group = threadIdx.x; group < n_groups; group += blockDim.x) {
+    keys[group] = MatmulTileKey(MatmulGroup::Of(shape, group));
+  }
+  __syncthreads();
+  for (uint32_t group = threadIdx.x; group < n_groups; group += blockDim.x) {
+    EnterMatmulGroup(table, MatmulGroup::Of(shape, group), keys, n_groups, group);
+  }
+}
+
+}  // namespace jax_ep::matmul::hopper
