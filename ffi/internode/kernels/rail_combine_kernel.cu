@@ -51,7 +51,7 @@ __device__ bool SendSums(GpuBlock& block, const RailCombineCall& call, const p2p
 // Makes the sums of a failed call NaN in a tile, and the scalars of its tokens.
 __device__ void LeaveTileNan(GpuBlock& block, const RailCombineCall& call, int64_t tile) {
   const RailCall& rail = call.rail;
-  LeaveSumsNan(block, rail, tile, call.combine.out);
+  LeaveSumsNan(block, rail, tile, p2p::Bytes(call.combine.out));
   if (call.combine.choice_scalars == nullptr) return;
   const int64_t n_choices = call.combine.call.n_choices;
   float* const scalars = call.combine.choice_scalars +
@@ -86,7 +86,7 @@ __device__ void Combine(const RailCombineCall& call) {
     const auto own_sum = [&](int row, Slice slice) {
       return WaitForReturned(args, smem, first + row, slice);
     };
-    return AddUpTile<T>(rail, tile, sent, own_sum, args.residual, args.out);
+    return AddUpTile<T>(rail, tile, sent, own_sum, p2p::Bytes(args.residual), p2p::Bytes(args.out));
   };
   ExchangeSums(block, rail, channel, /*is_open=*/!smem.failed, masks, send, add_up,
                [&](int64_t tile) { LeaveTileNan(block, call, tile); });

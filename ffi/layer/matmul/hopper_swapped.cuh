@@ -22,6 +22,12 @@
 
 namespace jax_ep::matmul::swapped {
 
+using p2p::barrier_sync;
+using p2p::cvt_rn_bf16x2_f32;
+using p2p::cvta_shared;
+using p2p::opaque;
+using p2p::st_global;
+
 constexpr uint32_t kWarpGroups = 2;  // that multiply
 constexpr uint32_t kGroupThreads = 128;
 constexpr uint32_t kBlockColumns = kWarpGroups * kGroupColumns;

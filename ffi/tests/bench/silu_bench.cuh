@@ -15,6 +15,9 @@
 
 namespace jax_ep::silu {
 
+using p2p::DeviceArray;
+using p2p::OnDevice;
+
 static __global__ void FillBFloat16(uint16_t* values, int64_t size) {
   for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < size;
        i += int64_t{gridDim.x} * blockDim.x) {
