@@ -1,4 +1,4 @@
-"""What calls add to a program: the gaps between their kernels in a chain.
+"""The time that calls add to a program: the gaps between their kernels in a chain.
 
 They are measured in two ways: in a trace of a chain of round trips, which the profiler may
 make longer, and as the part of the period in a chain that is not in the traced kernels.

@@ -1,4 +1,4 @@
-"""What is compared: one interface to the package, on each transport, and to the baselines.
+"""The compared implementations: an interface to the package, per transport, and to the baselines.
 
 Programs are built from `dispatch` and `combine` in the same way for all implementations, inside
 `jax.shard_map`.

@@ -67,7 +67,7 @@ def _git(*args: str) -> str | None:
 
 
 def _output(command: list[str]) -> str | None:
-    """What a command prints; None if it fails or is not there."""
+    """The output of a command; None if it fails or is not there."""
     try:
         done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True)
     except OSError:

@@ -111,7 +111,7 @@ def dense(operation: str, program: Program, x: Operands) -> Program:
 
 
 def n_bytes(program: Program, offsets: np.ndarray) -> tuple[int, int]:
-    """What a program reads and writes, if it touches each byte once."""
+    """The bytes that a program reads and writes, if it touches each byte once."""
     function, arrays = program
     result = jax.eval_shape(function, offsets, *arrays)
     return sum(x.nbytes for x in jax.tree.leaves(arrays)), result.size * result.dtype.itemsize
@@ -148,7 +148,7 @@ def _check(operation: str, program: Program, x: Operands, sizes: np.ndarray) -> 
 
 
 def make_programs(item: Item, x: Operands, sizes: np.ndarray) -> dict[tuple[str, str], Program]:
-    """What is timed, by operation and implementation."""
+    """The timed programs, by operation and implementation."""
     found: dict[tuple[str, str], Program] = {}
     for operation in item.chains:
         program = ours(operation, x)

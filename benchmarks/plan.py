@@ -1,4 +1,4 @@
-"""What is measured, in order of importance."""
+"""The measured items, in order of importance."""
 
 import dataclasses
 import functools
@@ -106,7 +106,7 @@ MODELS = {
     "Mixtral 8x7B": (4096, 14336, 8, 2),
     "GPT-OSS-120B": (2880, 2880, 128, 4),
 }
-# What is measured of grouped matmuls alone, and whose.
+# The measured kinds of grouped matmuls alone, and their implementations.
 MATMULS = ("bfloat16", "FP8", "gradient of weights")
 OURS_ALONE, RAGGED_DOT, TOKAMAX = "jax_ep", "lax.ragged_dot", "tokamax"
 _NODES_TOKENS = (4096, 8, 128, 1024, 16, 32)

@@ -13,7 +13,7 @@ import numpy as np
 
 from timing import Call
 
-# What the names of the package's kernels contain. Few tokens have kernels of their own.
+# Patterns of the names of the package's kernels. Few tokens have kernels of their own.
 KERNELS = {
     "dispatch": re.compile("Dispatch(Lines)?Kernel"),
     "combine": re.compile("Combine(Lines)?Kernel"),

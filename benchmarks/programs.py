@@ -32,7 +32,7 @@ def hide(tree: Any, passes: jax.Array, on_gpu: bool) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What a chain repeats.
+    """A step of a chain, which repeats it.
 
     Attributes:
         next: takes `(state, ids, weights, parameters, hide)`; returns the next state and further

@@ -22,7 +22,7 @@ TABLES: dict[str, dict[str, str]] = _SCHEMA
 
 @dataclasses.dataclass
 class Run:
-    """What one command measured on one machine.
+    """The measurements of one command on one machine.
 
     Attributes:
         facts: what `FACTS` names.

@@ -1,4 +1,4 @@
-"""What every implementation must compute, in NumPy: rows, counts and sums."""
+"""The expected results of every implementation, in NumPy: rows, counts and sums."""
 
 import numpy as np
 
@@ -45,5 +45,5 @@ class Truth:
 
 
 def _expert_factor(ids: np.ndarray) -> np.ndarray:
-    """What an expert multiplies its rows by; has few bits, so that products round little."""
+    """The factor of an expert's rows; has few bits, so that products round little."""
     return 0.5 + ids % 4

@@ -96,7 +96,7 @@ def make_step(group, optimizer):
 
 @dataclasses.dataclass
 class History:
-    """What each step did."""
+    """The error, balance, drops and waits of each step."""
 
     errors: list[float] = dataclasses.field(default_factory=list)
     imbalance: list[np.ndarray] = dataclasses.field(default_factory=list)  # [N_LAYERS]

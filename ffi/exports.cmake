@@ -1,7 +1,7 @@
 # The extensions export PyInit_* alone.
 #
-# Some compilers link libstdc++ statically, so that an extension has one of its own beside that of
-# the process. The loader binds unique symbols (STB_GNU_UNIQUE; the ids of a locale's facets, for
+# Some compilers link libstdc++ statically, so that an extension has its own copy beside the
+# process's. The loader binds unique symbols (STB_GNU_UNIQUE; the ids of a locale's facets, for
 # example) to the first definition in the process, even of libraries opened with RTLD_LOCAL. The
 # extension's streams would then look up facets by the ids of the other libstdc++: texts break off
 # at a number, or the process crashes. Local symbols are bound to the extension's own definitions.

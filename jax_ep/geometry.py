@@ -36,11 +36,11 @@ class Geometry:
     axis_name: str | tuple[str, ...]  # one or more axes along which ranks are counted, in order
     config: EPConfig
     transport: str  # name of the transport
-    # Ranks exchange tokens with those of their node, on behalf of the ranks of their index on all
-    # nodes: the geometry of a transport inside nodes; see internode/connection.py.
+    # The geometry of a transport inside nodes: ranks exchange tokens with the ranks of their node,
+    # on behalf of the ranks of their index on all nodes; see internode/connection.py.
     within_nodes: bool = False
-    # The group whose memory this one uses, which is its own; None: this one has its own, too. What
-    # the two must have in common: transports/memory.py.
+    # The group whose memory this group uses; None: its own. transports/memory.py says what the two
+    # groups must have in common.
     memory_of: "Geometry | None" = None
 
     def __post_init__(self) -> None:
@@ -51,7 +51,7 @@ class Geometry:
                 "axis_name must be the name of one axis of the mesh, or a tuple of different ones; "
                 f"got {self.axis_name!r}, the mesh has {self.mesh.axis_names}."
             )
-        # One axis is the same group, however it is given, and by whatever kind of string.
+        # A tuple of one axis, or a subclass of str, makes the same group.
         names = tuple(self.mesh.axis_names[self.mesh.axis_names.index(name)] for name in names)
         object.__setattr__(self, "axis_name", names[0] if len(names) == 1 else names)
         self.config.n_local_experts(self.n_ranks)

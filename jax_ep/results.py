@@ -1,4 +1,4 @@
-"""What dispatch returns, and a call that is in flight."""
+"""The results of dispatch, and calls in flight."""
 
 import dataclasses
 import math

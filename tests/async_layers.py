@@ -72,7 +72,7 @@ def matmul_layer(group, tokens, topk_ids, matrix):
 
 
 def layer_with_work(group, tokens, topk_ids, matrix):
-    """The same by `overlap`: also in the backward."""
+    """The asynchronous layer by `overlap`: also in the backward."""
 
     def work(x):
         return jnp.tanh(x @ matrix)

@@ -15,7 +15,7 @@ N_NODES = int(os.environ.get("JAX_EP_TEST_N_NODES", "1"))
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """What tests build their inputs and their `EPConfig` from."""
+    """A test case: tests build their inputs and their `EPConfig` from it."""
 
     n_ranks: int
     n_experts: int

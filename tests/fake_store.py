@@ -10,7 +10,7 @@ from jax_ep.processes.meeting import Member
 
 
 class FakeClient:
-    """What jax_ep uses of `DistributedRuntimeClient`; as there, each operation is atomic.
+    """The part of `DistributedRuntimeClient` that jax_ep uses; each operation is atomic, too.
 
     Attributes:
         values: what the store holds.

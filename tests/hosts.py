@@ -14,7 +14,7 @@ from processes import Host
 
 _RIGS = pathlib.Path(__file__).parent / "rigs"
 _AS_HOST = (sys.executable, str(_RIGS / "as_host.py"))
-# What NVSHMEM's UCX transport opens, and what UCX opens to copy memory of GPUs.
+# The libraries that NVSHMEM's UCX transport opens, and that UCX opens to copy memory of GPUs.
 UCX_LIBRARIES = ("libucp.so.0", "libuct.so.0", "libucs.so.0", "libucm.so.0", "ucx/libuct_cuda.so.0")
 _SHARED_MEMORY = pathlib.Path("/dev/shm")
 
@@ -92,7 +92,7 @@ def why_no_names() -> str | None:
 
 
 def why_no_nvshmem(n_bytes: int) -> str | None:
-    """What `for_nvshmem` lacks for heaps of `n_bytes` in all; None if nothing."""
+    """The requirement of `for_nvshmem` that is missing for heaps of `n_bytes` in all, or None."""
     if not _ucx_folder():
         return "needs the folder of UCX's libraries in JAX_EP_TEST_UCX: libucx/lib of libucx-cu13"
     missing = [name for name in UCX_LIBRARIES if not pathlib.Path(_ucx_folder(), name).exists()]

@@ -1,4 +1,4 @@
-"""What the processes of a job on several hosts run; `hosts.py` says how one machine has several.
+"""Checks that run in a job on several hosts; `hosts.py` says how one machine has several.
 
 Each `check_*` is a target of `processes.run_processes`; `test_hosts.py` starts them. Two nodes.
 """

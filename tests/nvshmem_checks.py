@@ -1,4 +1,4 @@
-"""What the processes of a job on GPUs run with transport `nvshmem`, each node of half of them.
+"""Checks that run in a job on GPUs with transport `nvshmem`; each node has half the processes.
 
 Each `check_*` is a target of `processes.run_processes`; `test_nvshmem.py` starts them.
 """

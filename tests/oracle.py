@@ -1,4 +1,4 @@
-"""What dispatch and combine must compute, in plain NumPy.
+"""The expected results of dispatch and combine, in plain NumPy.
 
 Written from the contract alone: nothing here imports `jax_ep` or JAX, and no transport shares this
 code. Arrays of all ranks are lists with one entry per rank.

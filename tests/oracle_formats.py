@@ -1,4 +1,4 @@
-"""What quantized token formats must contain, in plain NumPy: bits and layouts.
+"""The expected bits and layouts of quantized token formats, in plain NumPy.
 
 Written from the formulas in docs/formats.md alone; shares no code with `jax_ep`. float32 is IEEE's:
 every product and quotient is rounded once, subnormals are kept.

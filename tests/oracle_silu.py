@@ -1,4 +1,4 @@
-"""What fused_silu computes before it rounds to a format, in plain NumPy, to the last bit.
+"""The results of fused_silu before it rounds to a format, in plain NumPy, to the last bit.
 
 Written from docs/formats.md alone. float32 is IEEE's: each operation rounds once, subnormals are
 kept; `fma` counts as one operation.

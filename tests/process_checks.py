@@ -1,4 +1,4 @@
-"""What the processes of a job on GPUs run: ranks that succeed, and ranks that fail.
+"""Checks that run in a job on GPUs: ranks that succeed, and ranks that fail.
 
 Each `check_*` is a target of `processes.run_processes`; `test_p2p_processes.py` starts them.
 """

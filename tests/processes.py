@@ -29,7 +29,7 @@ FAREWELL_S = 3.0  # how much longer than the others process 0, which serves the 
 
 @dataclasses.dataclass(frozen=True)
 class Host:
-    """What puts a process on a host that is not really there; see hosts.py."""
+    """The launcher and environment of a process on a simulated host; see hosts.py."""
 
     launcher: tuple[str, ...] = ()  # before the command of the process
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -153,7 +153,7 @@ def reserved_port() -> Iterator[int]:
 
 
 def visible_gpus() -> list[str]:
-    """What CUDA_VISIBLE_DEVICES may name; does not start CUDA in this process."""
+    """The GPUs that CUDA_VISIBLE_DEVICES may name; does not start CUDA in this process."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is not None:
         return [name for name in given.split(",") if name]

@@ -1,4 +1,4 @@
-"""What XLA gets for asynchronous calls on GPUs; needs no GPU."""
+"""The program that XLA gets for asynchronous calls on GPUs; needs no GPU."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What `EPGroup.close` does to calls that were enqueued before it, on `host`."""
+"""The effect of `EPGroup.close` on calls that were enqueued before it, on `host`."""
 
 import time
 

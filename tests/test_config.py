@@ -1,4 +1,4 @@
-"""What `EPConfig` and `ep_init` accept, reject and compute."""
+"""Values that `EPConfig` and `ep_init` accept, reject and compute."""
 
 import copy
 import dataclasses

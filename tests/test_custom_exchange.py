@@ -1,4 +1,4 @@
-"""What an `exchange` that a user gives to `ep_init` gets, and what it may return."""
+"""The arguments and results of an `exchange` that a user gives to `ep_init`."""
 
 import itertools
 import os

@@ -118,7 +118,7 @@ def test_stats_match_the_oracle(transport):
 
 
 def totals_of_call(case, inputs: suite.Inputs, rank: int) -> dict:
-    """What one dispatch adds to the totals of a rank."""
+    """The counts that one dispatch adds to the totals of a rank."""
     routed, ids = inputs.routed, inputs.topk_ids[rank]
     sent = routed.destinations[rank][..., 0]
     to_rank = np.array([(sent == r).any(axis=1).sum() for r in range(case.n_ranks)])

@@ -87,7 +87,7 @@ print(reports.n_dropped, bool(jax.numpy.abs(x - wanted).max() < 0.05 * jax.numpy
 
 
 def public_names(module: types.ModuleType) -> set[str]:
-    """What users take from a module: not submodules, nor what it imports for itself."""
+    """The names that users take from a module: not submodules, nor what it imports for itself."""
     return {
         name
         for name, value in vars(module).items()

@@ -97,7 +97,7 @@ def test_moe_layer_equals_a_dense_layer(run, request) -> None:
 
 
 def assert_equal_to_a_last_digit(output, wanted) -> None:
-    """The same text, in which whole numbers may differ by 1."""
+    """Requires equal texts, but for whole numbers, which may differ by 1."""
     number = re.compile(r"\d+")
     assert number.sub("", output) == number.sub("", wanted)
     pairs = zip(number.findall(output), number.findall(wanted), strict=True)

@@ -1,4 +1,4 @@
-"""What processes exchange to open a group, also if one of them fails or never answers.
+"""The messages by which processes open a group, also if one of them fails or never answers.
 
 The steps of `p2p` run here with a fake CUDA extension that records which groups are open.
 """

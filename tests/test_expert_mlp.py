@@ -85,7 +85,7 @@ def dense(tokens, ids, weights, gate_up, down, gate_up_bias=0.0, down_bias=0.0, 
 
 
 def make_biases(dtype):
-    """Those of all experts, for gate_up and down."""
+    """The biases of all experts, for gate_up and down."""
     rng = np.random.default_rng(1)
     return [rng.standard_normal((E, n)).astype(np.dtype(dtype)) for n in (2 * F, H)]
 
@@ -106,7 +106,7 @@ def value_and_gradients(layer, mesh, dtype, biases=()):
 
 
 def dense_value_and_gradients(dtype, biases=(), **options):
-    """The same by the dense layer."""
+    """The results of the dense layer."""
     tokens, ids, *params = arrays(dtype)
 
     def f(tokens, *params):

@@ -1,4 +1,4 @@
-"""What the extensions export: the function that Python calls, and nothing else.
+"""The extensions' exports: the function that Python calls, and nothing else.
 
 The loader would bind any other symbol to the definition of another library, or another library's
 to ours; unique symbols even across dlopen's RTLD_LOCAL. ffi/exports.cmake says what that breaks.

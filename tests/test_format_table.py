@@ -27,7 +27,7 @@ ELEMENT_BITS = {"e4m3": 8, "e2m1": 4}
 
 
 def facts_of(token_format: TokenFormat) -> dict:
-    """What `token_formats()` of an extension must say about a format."""
+    """The entry of a format that `token_formats()` of an extension must have."""
     scale_dtype = token_format.scale_dtype
     facts = {
         "name": token_format.name,

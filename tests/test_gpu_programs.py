@@ -27,7 +27,7 @@ from jax_ep.transports.p2p import P2pConnection
 from jax_ep.xla_ffi.extension import register_cuda
 
 CASE = test_transforms.CASE
-# What the compiler knows about an H100 (SXM).
+# The compiler's description of an H100 (SXM).
 TARGET = """
 gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152

@@ -222,7 +222,7 @@ def layer(group, weights: str):
 
 
 def dense_layer(tokens, topk_ids, topk_weights, scale, weights: str):
-    """The same layer without expert parallelism: the experts are where the tokens are."""
+    """The layer without expert parallelism: the experts are where the tokens are."""
     valid = (topk_ids >= 0) & (topk_ids < len(scale))
     used_scale = scale[jnp.where(valid, topk_ids, 0)]
     rows = jnp.tanh(tokens[..., None, :] * used_scale[..., None])

@@ -239,7 +239,7 @@ def test_lowering_for_gpus_without_kernels_warns_and_uses_ragged_dot(monkeypatch
 
 
 def test_the_portable_lowering_matches_float64():
-    """What GPUs without kernels and other platforms run."""
+    """The fallback of GPUs without kernels and of other platforms."""
     rows, weights, offsets = make_operands([3, 0, 140, 64, 1], "float32")
     used = int(offsets[-1])
     for form, pair in {

@@ -46,7 +46,7 @@ def test_an_unknown_launcher_is_an_error():
 
 
 def environments(launcher: str, n: int) -> list[dict[str, str]]:
-    """What the launcher sets in each of n processes on this machine."""
+    """The variables that the launcher sets in each of n processes on this machine."""
     number = str(random.randrange(1, 1 << 20))
     if launcher == "slurm":
         return [

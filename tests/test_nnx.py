@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("one_process", "float32_matmuls")
 V2 = RouterConfig(normalize=False, scaling=16.0, n_expert_groups=4, topk_expert_groups=2)
 # The limit of the clamp is lower than GPT-OSS's, so that some values are beyond it.
 GPT_OSS = {"expert_bias": True, "logit_bias": True, "interleaved": True, "clamp": (1.702, 1.0)}
-# What a layer adds to the plain one: options of the module, of the config, and of the mesh.
+# The additions to the plain layer: options of the module, of the config, and of the mesh.
 VARIANTS = {
     "plain": {},
     "switch": {"router": RouterConfig(normalize=False)},

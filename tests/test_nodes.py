@@ -33,7 +33,7 @@ SHARED = cases.FLAGS["shared"]
 
 
 def with_nodes(all_cases) -> list:
-    """Those with an even number of ranks that exchange tokens, on two nodes."""
+    """The cases with an even number of ranks that exchange tokens, on two nodes."""
     chosen = [case for case in all_cases if case.n_ranks % 2 == 0 and not case.skip_a2a]
     return [case.replace(n_nodes=2, n_tokens=case.n_tokens) for case in chosen]
 
@@ -85,7 +85,7 @@ def test_nodes_are_served_by_themselves(by_nodes):
 
 @pytest.mark.usefixtures("one_process")
 def test_nodes_of_one_process_are_served_together(transport):
-    """That is faster; on CPUs and on a host with GPUs."""
+    """One node is faster; on CPUs and on a host with GPUs."""
     with harness.each_node_by_itself(False), group_of(TWO, transport) as group:
         assert not isinstance(group._connection, NodesConnection)
 
@@ -247,7 +247,7 @@ def test_a_residual_and_weights_at_zero_keep_their_signs(by_nodes):
 
 
 def carried(case, inputs: suite.Inputs, rank: int) -> dict:
-    """What one dispatch adds to the totals of a rank.
+    """The counts that one dispatch adds to the totals of a rank.
 
     It carries the tokens of the ranks of its index on all nodes to the ranks of its node.
     """

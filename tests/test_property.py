@@ -29,7 +29,7 @@ POOL = [
     Case(weights="none", **_NODES),
     Case(weights="row", **_NODES, **_SHARED),
 ]
-# The same sums, with weights given to either call.
+# Cases whose sums are equal with weights given to either call.
 SUMS = [
     Case(n_ranks=1, n_experts=3, top_k=3, max_tokens=4),
     Case(n_ranks=4, n_experts=8, top_k=5, max_tokens=3, recv_capacity=9),

@@ -183,7 +183,7 @@ def test_cotangents_that_travel_in_slices_give_the_same_bits(monkeypatch):
 
 
 def expected_values(case, inputs) -> list[np.ndarray]:
-    """What `dequantize` returns: bfloat16[C, H], zero in rows without a token."""
+    """The result of `dequantize`: bfloat16[C, H], zero in rows without a token."""
     quantized = [formats.quantize(case.token_format, x) for x in inputs.tokens]
     values = [formats.dequantize(case.token_format, each) for each in quantized]
     result = []

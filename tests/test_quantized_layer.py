@@ -41,7 +41,7 @@ def make_layer(group):
 
 
 def dense_layer(inputs, gate_up, down, rounded) -> list[np.ndarray]:
-    """The same sum, expert by expert; `rounded` is applied to the operands of matmuls."""
+    """The layer's sum, expert by expert; `rounded` is applied to the operands of matmuls."""
     results = []
     for tokens, ids, weights in zip(
         inputs.tokens, inputs.topk_ids, inputs.topk_weights, strict=True

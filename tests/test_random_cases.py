@@ -20,7 +20,7 @@ def pytest_generate_tests(metafunc) -> None:
 
 
 def numbers_of_ranks() -> tuple[int, ...]:
-    """What the devices allow; in a job of several processes, a mesh has all devices."""
+    """The numbers of ranks that the devices allow; a job of several processes uses all devices."""
     n_devices = len(jax.devices())
     if jax.process_count() > 1:
         return (n_devices,)

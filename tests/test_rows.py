@@ -1,4 +1,4 @@
-"""What `Dispatched` says about each row: its expert, and the rank that its token is from."""
+"""Facts of `Dispatched` about each row: its expert, and the rank that its token is from."""
 
 import functools
 

@@ -26,7 +26,7 @@ N_RANKS = 4
 
 @dataclasses.dataclass(frozen=True)
 class FakeGpu:
-    """What the selection looks at."""
+    """The facts of a device that the selection looks at."""
 
     id: int
     process_index: int

@@ -151,7 +151,7 @@ def test_without_matplotlib_the_error_names_the_extra(group, monkeypatch):
 
 
 def counts_of(n_ranks: int, n_groups: int) -> dict:
-    """What an extension returns, with all numbers different."""
+    """Statistics as an extension returns them, with all numbers different."""
     numbers = iter(range(1, 1000))
 
     def take(n: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""What uses the results of asynchronous calls before they are written; needs no GPU."""
+"""Programs that use the results of asynchronous calls too early; needs no GPU."""
 
 import re
 

@@ -46,7 +46,7 @@ CASES = {name: case.replace(weights="row") for name, case in CASES.items()}
 
 
 def poisoned(results, layout):
-    """What a transport's dispatch returns, with all bits set in whatever no row in use has."""
+    """The results of a transport's dispatch, with all bits set outside of the rows in use."""
     n_rows = results.src_info.shape[0]
     used = jnp.arange(n_rows, dtype=jnp.uint32) < results.row_offsets[-1]
     poison = functools.partial(set_all_bits_unless, used)
@@ -302,7 +302,7 @@ def test_zeros_compose_with_vmap_with_spmd_axis_name(check_vma, transport, open_
 
 
 def test_groups_that_zero_are_other_groups(transport):
-    """What is compiled for one must not serve the other."""
+    """A program compiled for one config must not serve the other."""
     config = config_of(CASES["plain"])
     assert config.zero_unused_rows is False
     changed = dataclasses.replace(config, zero_unused_rows=True)

@@ -56,7 +56,7 @@ class Driver:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What compiles the kernels, if anything does. `message`: one line for the user."""
+    """The compiler of the kernels, if there is one. `message`: one line for the user."""
 
     compiler: Literal["none", "nvcc", "wheels"]
     message: str
@@ -109,7 +109,7 @@ def decide(mode: str, nvcc: Nvcc | None, driver: Driver | None) -> Plan:
 
 
 def requirements(config_settings: Mapping[str, Any] | None = None) -> list[str]:
-    """What the build requires beyond pyproject.toml's list, to compile the kernels."""
+    """The requirements of the build beyond pyproject.toml's list, to compile the kernels."""
     found = plan(config_settings)
     if found.cuda is None:
         return []

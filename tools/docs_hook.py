@@ -71,7 +71,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
 
 def _file(config: MkDocsConfig, path: Path, uri: str) -> File:
-    """What the site has in place of a file or folder of the repository."""
+    """The page that stands for a file or folder of the repository."""
     if path.is_dir():
         return File.generated(config, f"{uri}/index.md", content=_index(path, uri))
     if path.suffix in _LANGUAGES:

@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def cuda_requirements(option: str, mode: str = "") -> list[str]:
-    """What --cuda or --cuda-toolkit prints."""
+    """The requirements that --cuda or --cuda-toolkit prints."""
     settings = {"cmake.define.JAX_EP_CUDA": mode or "AUTO"}
     needed = cuda_compiler.requirements(settings)
     toolkit = cuda_compiler.dependency_group("cuda-toolkit")

@@ -104,7 +104,7 @@ def check_architectures(expected: set[str]) -> None:
 
 
 def listed_architectures(listing: str) -> set[str]:
-    """Those of the machine code in what cuobjdump prints."""
+    """The architectures of the machine code in the output of cuobjdump."""
     # Not --list-elf, which prints 100 for 100f.
     return set(re.findall(r"Fatbin elf code:\n=+\narch = sm_(\w+)", listing))
 

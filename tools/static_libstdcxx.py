@@ -94,7 +94,7 @@ def check_exceptions(call: Callable[[], object]) -> None:
 
 
 def check_failure_text(cuda: ModuleType) -> None:
-    """What a rank of p2p says of a peer that does not answer, which has a float in it."""
+    """The error of a rank of p2p whose peer does not answer, which has a float in it."""
     config = cuda.GroupConfig(
         n_ranks=4,
         n_ranks_per_node=4,
@@ -113,7 +113,7 @@ def check_failure_text(cuda: ModuleType) -> None:
 
 
 def check_wrong_attributes(target: str) -> None:
-    """What the code of XLA's headers in the extension says, with its streams."""
+    """The error that XLA's headers in the extension print by streams."""
     call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((), jnp.int32))
     attributes = dict(one=np.int32(1), two=np.int32(2))
     try:

@@ -21,7 +21,7 @@ GRAD_TOLERANCES = 1e-3, 1e-1  # relative
 
 @dataclasses.dataclass
 class Comparison:
-    """What the same steps gave without expert parallelism."""
+    """The results of the same steps without expert parallelism."""
 
     losses: list[float] = dataclasses.field(default_factory=list)  # nats per byte
     grad_errors: list[float] = dataclasses.field(default_factory=list)  # relative

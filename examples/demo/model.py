@@ -28,7 +28,7 @@ class ModelConfig:
 
 
 class Routing(NamedTuple):
-    """What one MoE layer reports besides its output."""
+    """The reports of one MoE layer besides its output."""
 
     topk_ids: jax.Array  # int32[N, K]
     balance_loss: jax.Array  # float32[]; 1 if all experts get the same share

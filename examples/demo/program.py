@@ -19,14 +19,14 @@ TEMPERATURE = 0.5  # of sampling
 
 
 class State(NamedTuple):
-    """What a training step updates."""
+    """The state that a training step updates."""
 
     params: Any
     opt_state: Any
 
 
 class Metrics(NamedTuple):
-    """What a training step reports."""
+    """The report of a training step."""
 
     loss: jax.Array  # float32[]; nats per byte, excluding the load-balancing loss
     n_dropped: jax.Array  # int32[]; over all ranks and layers

@@ -20,7 +20,7 @@ HELD_OUT_EVERY = 50  # steps between evaluations on part of the held-out text
 
 @dataclasses.dataclass
 class History:
-    """What the steps reported."""
+    """The reports of the steps."""
 
     losses: list[float] = dataclasses.field(default_factory=list)  # nats per byte
     seconds: list[float] = dataclasses.field(default_factory=list)

@@ -68,7 +68,7 @@ def moe_mlp_ep_local(
 
 
 def moe_mlp(x, selected_experts, combine_weights, token_valid, w13, w2, *, activation_fn, group):
-    """The same for arrays of the whole mesh."""
+    """The layer for arrays of the whole mesh."""
     local = functools.partial(
         moe_mlp_ep_local,
         activation_fn=activation_fn,

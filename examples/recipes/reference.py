@@ -1,4 +1,4 @@
-"""What the recipes are compared with: a dense layer, on one device, without `jax_ep`."""
+"""The reference of the recipes: a dense layer, on one device, without `jax_ep`."""
 
 import jax
 import jax.numpy as jnp

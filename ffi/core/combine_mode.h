@@ -1,4 +1,4 @@
-// What a combine adds up. The values are those of the attributes that Python sets.
+// The terms of a combine's sum. Values equal those of the attributes that Python sets.
 #pragma once
 
 #include <cstdint>

@@ -31,7 +31,7 @@ struct GroupSizes {
   constexpr int64_t n_padded_groups() const { return n_local_groups() / n_source_nodes; }
 };
 
-// What dispatch leaves for combine, int32.
+// The arrays that dispatch leaves for combine, int32.
 enum class Handle {
   // dst_rows [T, N]: the row of each choice on its destination rank, kNoRow = none.
   kDstRows,

@@ -47,7 +47,7 @@ JAX_EP_HOST_DEVICE inline BlockScale<uint8_t> MxBlockScale(uint32_t byte, float 
   return {static_cast<uint8_t>(byte), amax == 0.0f ? 0.0f : FloatFromBits(reciprocal)};
 }
 
-// The same for bytes from 1 to 253 and blocks that are not all zeros.
+// MxBlockScale for bytes from 1 to 253 and blocks that are not all zeros.
 JAX_EP_HOST_DEVICE JAX_EP_ALWAYS_INLINE BlockScale<uint8_t> MxBlockScaleFast(uint32_t byte) {
   return {static_cast<uint8_t>(byte), FloatFromBits((254 - byte) << 23)};
 }

@@ -1,4 +1,4 @@
-// What one rank has counted since its group was opened. jax_ep/stats.py documents each total.
+// The counters of one rank since its group was opened. jax_ep/stats.py documents each total.
 #pragma once
 
 #include <cstdint>

@@ -86,7 +86,7 @@ struct Workspace {
   Region scalars;   // word[M, N]        combine: bits of a row's scalar, where its choice is
   Region dots;      // word[M, N]        the same in the backward of combine
 
-  // The same of calls in lines; F = max_line_tokens.
+  // Regions of calls in lines; F = max_line_tokens.
   Region choice_lines;  // Line[R, F, N]               group id and bits of the weight
   Region token_lines;   // Line[R, F, lines_of_token]  scales and payload
   Region row_lines;     // Line[F, N, lines_of_row]

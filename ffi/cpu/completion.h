@@ -15,7 +15,7 @@ namespace jax_ep::host {
 // Why a run failed, shared by its ranks; null = it did not.
 using Failure = std::shared_ptr<const Status>;
 
-// What follows the name of the call and the rank.
+// The part of a message after the name of the call and the rank.
 constexpr const char* kOutOfMemory =
     "out of memory. Give the process more host memory, or dispatch fewer tokens per call";
 
@@ -60,7 +60,7 @@ class Completion {
 // them, as it has none of XLA's.
 class CompletionThreads {
  public:
-  // Those of this process. Never destroyed: a late thread may still use them.
+  // The threads of this process. Never destroyed: a late thread may still use them.
   static CompletionThreads& Instance();
 
   // Creates threads until there are `count`. Throws std::system_error if the system refuses one.

@@ -31,10 +31,10 @@ struct DispatchArgs : RankArgs, DispatchOperands {
 // Sets up the encoder and the placing of scales, from the operands.
 void PrepareEncoding(DispatchArgs& args);
 
-// What a rank can do before the others have arrived.
+// The part of dispatch that a rank computes before the others have arrived.
 void CountOwnChoices(DispatchArgs& args);
 
-// The rest, once all ranks have arrived; `arrivals` by rank.
+// The remaining part, once all ranks have arrived; `arrivals` by rank.
 void DispatchAll(const Pool& pool, const std::vector<Arrival>& arrivals);
 
 }  // namespace jax_ep::host

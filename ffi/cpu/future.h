@@ -18,7 +18,7 @@ struct Runtime {
   const XLA_FFI_Api* api;
 };
 
-// What an asynchronous handler returns: a future, or an error at once.
+// The result of an asynchronous handler: a future, or an error at once.
 struct FutureOrError {
   XLA_FFI_Future* future;
   XLA_FFI_Error* error;  // null with a future

@@ -64,8 +64,8 @@ class HostGroup {
   const std::string& CallName(Operation operation) const {
     return call_names_[static_cast<size_t>(operation)];
   }
-  // What a rank's call ends with for want of memory; made beforehand. Null if the device is not in
-  // the group.
+  // The failure of a rank's call that runs out of memory, allocated in advance. Null if the device
+  // is not in the group.
   Failure OutOfMemory(Operation operation, int64_t ordinal) const;
 
   // Adds to the totals of a rank; `add` runs under the group's lock.

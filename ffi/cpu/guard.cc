@@ -13,10 +13,10 @@
 namespace jax_ep::host {
 namespace {
 
-// Fits every text but that of an exception with a long one.
+// Fits every message except those of exceptions with long texts.
 using Text = char[512];
 
-// What is known of the call of a frame.
+// The call of a frame, as far as it is known.
 struct FailedCall {
   std::optional<ffi::RunId> run;  // nothing where none is executed
   int32_t ordinal = -1;

@@ -9,7 +9,7 @@
 
 namespace jax_ep::host {
 
-// What a handler serves, for messages.
+// The operation of a handler, as messages name it.
 struct HandlerName {
   HandlerName(Operation of_group) : text(Name(of_group)), operation(of_group) {}  // NOLINT
   HandlerName(const char* name) : text(name) {}                                   // NOLINT

@@ -44,7 +44,7 @@ void CompleteOnPool(const Call& call, std::unique_ptr<Completion> completion) no
   }
 }
 
-// What the last rank does for all.
+// The work of the last rank to arrive, which computes for all.
 void FinishCall(const Call& call, const CallInfo& info, Work work, int64_t rank,
                 std::vector<Arrival>& arrivals) noexcept {
   const Failure failure = DoWork(call, info, work, rank, arrivals);

@@ -20,7 +20,8 @@
 
 namespace jax_ep::host {
 
-// What XLA tells a handler besides its buffers and attributes. Lives as long as the handler runs.
+// The context that XLA gives a handler besides its buffers and attributes. Lives as long as the
+// handler runs.
 struct Call {
   Operation operation;
   Runtime runtime;

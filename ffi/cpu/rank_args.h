@@ -1,4 +1,4 @@
-// What one rank brings to a call. Each operation adds its operands.
+// The arguments of one rank's call. Each operation adds its operands.
 #pragma once
 
 #include <cstdint>

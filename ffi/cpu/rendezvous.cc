@@ -208,8 +208,8 @@ void Rendezvous::WatchCalls() {
   }
 }
 
-// Adds the time since the last look to that which calls have waited. If this thread did not run in
-// that time, nor did the process (a debugger, SIGSTOP): no more than two slices count.
+// Adds the time since the last look to the time that calls have waited, but at most two slices: if
+// this thread did not run for longer, nor did the process (a debugger, SIGSTOP).
 void Rendezvous::CountWaiting(Clock::time_point now) {
   for (auto& [key, call] : calls_) {
     call.waited += std::min(now - call.begin, 2 * SliceOf(call.info));

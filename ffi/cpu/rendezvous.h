@@ -55,7 +55,7 @@ struct CallKey {
   }
 };
 
-// What it refers to lives as long as the arguments of each rank: they hold the group.
+// The facts of a call. They refer to the group, which each rank's arguments keep alive.
 struct CallInfo {
   std::string_view name;  // for messages: "dispatch of group ..."
   int64_t n_ranks;

@@ -38,7 +38,7 @@ class BufferList {
 
   // Splits off the last `n` buffers; n is at most size().
   BufferList TakeLast(size_t n);
-  // Puts another buffer in the place of one that there is.
+  // Replaces a buffer.
   void Replace(size_t index, const ffi::AnyBuffer& buffer) { buffers_[index].emplace(buffer); }
 
  private:

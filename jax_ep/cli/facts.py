@@ -1,4 +1,4 @@
-"""What `python -m jax_ep doctor` finds out, as plain data.
+"""The findings of `python -m jax_ep doctor`, as plain data.
 
 `report` is its JSON. Its keys are documented in docs/gpus.md; scripts read them, so they stay.
 """

@@ -1,4 +1,4 @@
-"""What `python -m jax_ep bench` measures: calls, each as a program of its own."""
+"""The measurements of `python -m jax_ep bench`: calls, each as a program of its own."""
 
 import statistics
 import time

@@ -35,7 +35,7 @@ def devices(platform: str | None, n_ranks: int | None) -> list[jax.Device]:
 
 
 def advice(found: Sequence[jax.Device]) -> str | None:
-    """What to do if there is only one CPU device, with which nothing is exchanged."""
+    """Advice if there is only one CPU device, with which nothing is exchanged."""
     if len(found) > 1 or found[0].platform != "cpu":
         return None
     return "One CPU device; --ranks 8 makes virtual ones."

@@ -15,7 +15,7 @@ from jax_ep.unpickling import CheckedDataclass
 
 
 class TokenFormat(CheckedDataclass, abc.ABC):
-    """What `dispatch` takes and what it returns for the experts; frozen and hashable."""
+    """The form in which `dispatch` takes tokens and returns rows; frozen and hashable."""
 
     takes_input_scale: ClassVar[bool] = False
     scale_dtype: ClassVar[np.dtype | None] = None

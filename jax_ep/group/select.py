@@ -19,7 +19,7 @@ from jax_ep.xla_ffi import extension
 
 _log = logging.getLogger("jax_ep")
 
-# What "auto" chooses from. Those by nodes come right after the transports that they have inside.
+# The choices of "auto". A transport by nodes comes right after the one that it has inside.
 _FASTEST_FIRST: tuple[type[Connection], ...] = (
     P2pConnection,
     P2pByNodes,
@@ -81,7 +81,7 @@ def _select(requested: Geometry, exchange: Exchange) -> Connection:
         raise ValueError(
             f"transport must be 'auto' or one of {known}; got {requested.transport!r}."
         )
-    refused: dict[str, str] = {}  # why those that come first cannot serve
+    refused: dict[str, str] = {}  # why the transports tried before cannot serve
     is_auto = requested.transport == "auto"
     for transport in _FASTEST_FIRST if is_auto else (*_FASTEST_FIRST, *_ON_REQUEST):
         if not is_auto and transport.name != requested.transport:

@@ -23,11 +23,11 @@ T = TypeVar("T")
 
 # In place of the job's id, from a process that has joined.
 _JOINED = b"joined"
-# The first version whose layout of IBGDA's queues differs from that of the kernels.
+# The first version whose layout of IBGDA's queues differs from the kernels'.
 _NEW_IBGDA = (3, 5, 19)
 # NVSHMEM's collectives, which would use these, are not used.
 _ENVIRONMENT = {"NVSHMEM_DISABLE_NCCL": "1", "NVSHMEM_DISABLE_NVLS": "1"}
-# What every step of NVSHMEM's may take at least, in seconds. The first one loads its libraries.
+# The least time limit of NVSHMEM's steps, in seconds. The first step loads its libraries.
 # Tests lower it.
 min_step_s = 60.0
 # Why a step has not ended, if so.

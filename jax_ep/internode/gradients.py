@@ -25,7 +25,7 @@ from jax_ep.operands.calls import DISPATCH_NAME
 def gather(
     rails: Rails, tokens: jax.Array, group_ids: jax.Array, weights: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """What a dispatch needs of all nodes: tokens, ids of `route_within`, and weights.
+    """The operands of a dispatch from all nodes: tokens, ids of `route_within`, and weights.
 
     `[N * T, H]`, `int32[N * T, N_c]` and `float32[N * T, N_c]`, from `[T, H]` and `[T, N_c]`. The
     gradients are those of `spread_tokens` and `spread_weights`.
@@ -141,7 +141,7 @@ def _choose(rails: Rails, cotangent: jax.Array, *ids: jax.Array) -> jax.Array:
 def spread_weights(
     rails: Rails, weights: jax.Array, group_ids: jax.Array, node_ids: jax.Array
 ) -> jax.Array:
-    """What each choice of all nodes has, `[N * T, N_c, ...]`, from `[T, N_c, ...]`.
+    """The values of all nodes' choices, `[N * T, N_c, ...]`, from `[T, N_c, ...]`.
 
     A weight, or a row; rows are undefined for choices of other nodes. The gradient of a choice
     comes from the node that has its group.
@@ -154,7 +154,7 @@ def spread_weights(
 def collect_rows(
     rails: Rails, rows: jax.Array, group_ids: jax.Array, node_ids: jax.Array
 ) -> jax.Array:
-    """What each choice of this rank has, `[T, N_c, ...]`, from the node that has its group.
+    """The values of this rank's choices, `[T, N_c, ...]`, each from the node that has its group.
 
     From `[N * T, N_c, ...]`, of all nodes' choices; zero for those of other nodes.
     """

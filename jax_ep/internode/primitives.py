@@ -37,7 +37,7 @@ def _rail_sum_types(
 def _rail_dispatch_types(
     coordinate: Any, tokens: Any, *operands: Any, geometry: Geometry, **params: Any
 ) -> list[Any]:
-    """Those of a dispatch, then memory for the tokens of all nodes and for a word of each tile."""
+    """Types of a dispatch, then of memory for all nodes' tokens and for a word of each tile."""
     types = primitives.dispatch_types(coordinate, tokens, *operands, geometry=geometry, **params)
     all_tokens = _of_all_nodes(geometry, tokens)
     return [*types, all_tokens, like(tokens, all_tokens.shape[:1], jnp.uint32)]

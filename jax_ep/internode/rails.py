@@ -57,7 +57,7 @@ class Rails(abc.ABC):
     def gather(
         self, group_ids: jax.Array, weights: jax.Array | None, tokens: jax.Array | None
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-        """What a dispatch inside the node needs of all nodes.
+        """The operands of a dispatch inside the node, from all nodes.
 
         Args:
             group_ids: `int32[T, N_c]` of this rank's tokens.

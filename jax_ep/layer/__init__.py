@@ -1,1 +1,1 @@
-"""What a layer computes between dispatch and combine, on rows grouped by expert."""
+"""The computations of a layer between dispatch and combine, on rows grouped by expert."""

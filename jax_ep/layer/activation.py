@@ -22,7 +22,7 @@ _TARGET = "jax_ep_fused_silu"
 
 @dataclasses.dataclass(frozen=True)
 class Activation:
-    """What `fused_silu` computes, and the format of its result."""
+    """The parameters of `fused_silu`, and the format of its result."""
 
     token_format: TokenFormat
     interleaved: bool  # whether gate and up columns alternate

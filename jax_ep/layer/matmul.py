@@ -27,7 +27,7 @@ _SCALED_DTYPE = np.dtype(jnp.bfloat16)  # of the results of the kernel for codes
 
 
 class MatmulForm(enum.IntEnum):
-    """What is multiplied, group by group. The same values as in C++."""
+    """The factors of a matmul, group by group. Values equal those in C++."""
 
     WEIGHTS = 0  # rows [C, k] x weights [L, k, n] -> [C, n]
     TRANSPOSED_WEIGHTS = 1  # rows [C, k] x weights [L, n, k], transposed -> [C, n]

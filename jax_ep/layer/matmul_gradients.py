@@ -32,7 +32,7 @@ _MIN_COLUMNS = 8  # of an operand that the kernels take
 def _factors(
     form: MatmulForm, rows: jax.Array, cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """What the gradient of the weights is the product of, in the form `ROWS`."""
+    """The factors whose product in the form `ROWS` is the gradient of the weights."""
     return (rows, cotangent) if form == MatmulForm.WEIGHTS else (cotangent, rows)
 
 
@@ -117,7 +117,7 @@ def scaled_matmul(
 
 
 class _Saved(NamedTuple):
-    """What the backward of `scaled_matmul` needs."""
+    """The residuals of the backward of `scaled_matmul`."""
 
     like: Sources  # empty arrays of the sources' dtypes
     source_weights: jax.Array | None

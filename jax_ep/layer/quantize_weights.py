@@ -34,7 +34,7 @@ class QuantizedWeights:
 
 @dataclasses.dataclass(frozen=True)
 class _Blocks(BlockwiseFP8):
-    """The same arithmetic, with a scale per block of 128 x 128."""
+    """The format's arithmetic, with a scale per block of 128 x 128."""
 
     block_size: ClassVar[int] = SCALE_BLOCK**2
 

@@ -1,4 +1,4 @@
-"""What each rank of an MoE layer computes, inside `jax.shard_map`."""
+"""The computation of each rank of an MoE layer, inside `jax.shard_map`."""
 
 import dataclasses
 import math
@@ -20,7 +20,7 @@ from jax_ep.router import RouterConfig, balance_loss, expert_load, route, z_loss
 
 
 class MoEReport(NamedTuple):
-    """What a layer reports besides its output.
+    """A layer's reports besides its output.
 
     Attributes:
         balance_loss: `float32[]`, see `jax_ep.router.balance_loss`.

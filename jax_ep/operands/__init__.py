@@ -1,1 +1,1 @@
-"""What dispatch and combine take, checked and routed, and what their rows are."""
+"""The operands of dispatch and combine, checked and routed, and the facts of their rows."""

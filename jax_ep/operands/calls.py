@@ -46,7 +46,7 @@ class DispatchOperands:
     topk_weights: jax.Array | None  # float32[T, N]
     input_scale: jax.Array | None  # float32[]
     max_recv_tokens: int = dataclasses.field(metadata={"static": True})  # C
-    # What travels: the group's format, or that of the words.
+    # The format of the payload: the group's format, or that of the words.
     token_format: TokenFormat = dataclasses.field(metadata={"static": True})
     hidden_size: int = dataclasses.field(metadata={"static": True})  # H, of this call
 
@@ -139,7 +139,7 @@ class DispatchResults(NamedTuple):
         return cls(*fields, *[None] * (len(cls._fields) - len(fields)))
 
     def named(self) -> Self:
-        """The same results, named for `jax.checkpoint` policies.
+        """These results, named for `jax.checkpoint` policies.
 
         Float8 arrays as bytes: JAX applies `reduce_precision` to what a policy saves by name, which
         turns e4m3 numbers from 256 on into NaNs.
@@ -232,7 +232,7 @@ class CombineOperands:
 
     @classmethod
     def unweighted(cls, geometry: Geometry, rows: jax.Array | None, routing: Routing) -> Self:
-        """Those of a sum without weights or a residual; its backward needs no rows."""
+        """Operands of a sum without weights or a residual; its backward needs no rows."""
         has_shared_expert = geometry.config.fused_shared_expert
         return cls(rows, routing, adds_shared_expert=has_shared_expert)
 

@@ -70,7 +70,7 @@ def check_array(
 
 
 def advise(dtype: Any, *wanted: Any) -> str:
-    """What to do with an array of the wrong dtype. A cast, only if it keeps what numbers mean.
+    """Advice for an array of the wrong dtype. A cast, only if it keeps the meaning of numbers.
 
     Ids cast to weights, weights cast to ids, and codes cast to numbers give wrong results.
     """

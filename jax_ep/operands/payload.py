@@ -1,4 +1,4 @@
-"""What travels per token: the tokens, or codes and scales that the caller has made.
+"""The payload of a token: the token, or codes and scales that the caller has made.
 
 Codes and scales travel as words of a format that does not quantize, and are codes and scales again
 in the rows that arrive.

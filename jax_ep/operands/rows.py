@@ -1,4 +1,4 @@
-"""What each row of the output of dispatch is: in use or not, of which group, from which rank.
+"""Facts of each row of dispatch's output: in use or not, of which group, from which rank.
 
 Rows are ordered by group, then source rank, then token, then k; padding rows end their group. All
 of it follows from `row_offsets`, and source ranks also from how many rows each rank sends.

@@ -43,7 +43,7 @@ class Exchange:
     """All-gathers bytes between processes, step by step, to open and then close one group."""
 
     name: str  # the group's key
-    processes: tuple[int, ...]  # indices of those that take part, ascending
+    processes: tuple[int, ...]  # indices of the processes that take part, ascending
     process: int  # index of this one
     timeout_s: float  # to wait for the others in a step
     custom: ExchangeFn | None = None  # the user's; None uses JAX's distributed runtime
@@ -89,7 +89,7 @@ class Exchange:
 
     @functools.cached_property
     def _meeting(self) -> Meeting | None:
-        """What the steps are part of; None without the key-value store."""
+        """The meeting that the steps are part of; None without the key-value store."""
         if self.is_alone or self.custom is not None or self.client is None:
             return None
         member = _member(self.client, self.process)
@@ -213,7 +213,7 @@ class Exchange:
         )
 
     def _payload(self, process: int, data: bytes, step: str) -> bytes:
-        """What a process has sent without a meeting."""
+        """The message that a process has sent without a meeting."""
         try:
             message = Message.decode(data)
         except ValueError as error:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, Self
 
-# Those entered and not left, the innermost last. Only the main thread handles signals.
+# The contexts entered and not left, the innermost last. Only the main thread handles signals.
 _active: list["deferred"] = []
 
 

@@ -101,7 +101,7 @@ class _Ending:
         return cls(message.group, kind, process, message.payload.decode(errors="replace"), other)
 
     def error(self, process: int | None = None) -> Exception:
-        """What others raise; `process`: for one that comes late."""
+        """The error that others raise; `process`: for one that comes late."""
         text = f"process {self.process} gave up on group {self.group}: {self.reason}"
         if self.kind in (_TIMEOUT, _OTHER_GROUP):
             text = self.reason  # names them
@@ -112,7 +112,7 @@ class _Ending:
 
 
 class _Patience:
-    """What is left of a time limit."""
+    """The rest of a time limit."""
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = self.left_s = limit_s
@@ -212,7 +212,7 @@ class Meeting:
 
     @property
     def _folder(self) -> str:
-        """That of the current step."""
+        """The key of the current step."""
         return f"{self._root}/open/{self._number}/{self._n_complete}"
 
     def _join(self) -> None:

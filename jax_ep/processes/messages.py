@@ -1,4 +1,4 @@
-"""What a process sends in a step: a payload, and what it is about. Checked when it is read."""
+"""The message of a process in a step: a payload and its subject. Checked when it is read."""
 
 import dataclasses
 import hashlib

@@ -1,1 +1,1 @@
-"""What carries tokens between ranks: one module per transport."""
+"""Transports, which carry tokens between ranks: one module per transport."""

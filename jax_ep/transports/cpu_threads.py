@@ -21,7 +21,7 @@ _warned = False
 
 
 def how_to_run_ahead(mesh: jax.sharding.Mesh) -> str | None:
-    """What programs on the mesh need, and what to do; None if XLA has enough threads."""
+    """The threads that programs on the mesh need, and advice; None if XLA has enough threads."""
     n_devices = len(mesh.local_devices)
     if n_devices <= 1 or _starts_on_own_threads():
         return None

@@ -60,10 +60,10 @@ dispatch = jax.custom_vjp(_dispatch, nondiff_argnums=(0,))
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SavedDispatch:
-    """What the backward of dispatch needs."""
+    """The residuals of dispatch's backward."""
 
     routing: Routing
-    like: DispatchOperands  # without what it does not read
+    like: DispatchOperands  # without the arrays that it does not read
     places: Places | None
 
 
@@ -127,7 +127,7 @@ combine = jax.custom_vjp(_combine, nondiff_argnums=(0,))
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SavedCombine:
-    """What the backward of combine needs: the operands, without those that it does not read."""
+    """The residuals of combine's backward: the operands, without those that it does not read."""
 
     operands: CombineOperands
     places: Places | None

@@ -1,4 +1,4 @@
-"""What a group must have in common with the group whose memory it uses, on every transport.
+"""The parameters that a group must share with the group whose memory it uses, on any transport.
 
 docs/protocol.md, "Groups that share workspaces", says why this suffices.
 """

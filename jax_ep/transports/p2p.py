@@ -25,8 +25,8 @@ _MAX_PRODUCT = 2**32
 # Choices of a token, one per lane of a warp.
 _MAX_CHOICES = 32
 
-# The exchange that opened the buffers of each memory key. Equal groups share buffers, and so do
-# those with `memory_of`.
+# The exchange that opened the workspaces of each memory key. Equal groups share them, and so do
+# groups with `memory_of`.
 _exchanges: dict[str, Exchange] = {}
 
 

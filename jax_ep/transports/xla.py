@@ -107,7 +107,7 @@ def _take(x: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def _index(rows: jax.Array, of: jax.Array) -> jax.Array:
-    """The same rows, but out of the range of `of` in place of -1, which would be the last row."""
+    """`rows`, but out of the range of `of` in place of -1, which would be the last row."""
     return jnp.where(rows >= 0, rows, of.shape[0])
 
 

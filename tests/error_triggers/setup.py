@@ -34,7 +34,7 @@ def set_up(**changes: Any) -> None:
 
 
 def set_up_with(other: bytes, when: str = "0/1") -> None:
-    """The same, with what process 1 has written to JAX's store; `when`: step and name of the key"""
+    """Sets up with a value from process 1 in JAX's store; `when`: step and name of the key."""
     client = FakeClient()
     client.values[f"jax_ep/0-1/open/0/{when}"] = other
     set_up(client=client)

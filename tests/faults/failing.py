@@ -51,7 +51,7 @@ class Failing:
 
     @contextlib.contextmanager
     def thread(self, number: int, *, and_later: bool = False) -> Iterator[None]:
-        """The same for the creation of threads."""
+        """Creation `number` of a thread fails, from 1, and later ones if `and_later`."""
         self._library.FailingCallsSetThreads(number, and_later)
         try:
             yield
@@ -60,10 +60,10 @@ class Failing:
 
     @property
     def n_allocations(self) -> int:
-        """That the extension asked for in the last `with` statement."""
+        """Allocations that the extension asked for in the last `with` statement."""
         return self._library.FailingCallsCountAllocations()
 
     @property
     def n_threads(self) -> int:
-        """The same for threads."""
+        """Threads that the extension asked for in the last `with` statement."""
         return self._library.FailingCallsCountThreads()

@@ -116,7 +116,7 @@ void* Address(Function* function) {
   return reinterpret_cast<void*>(function);
 }
 
-// What stands in for a function; null: nothing.
+// The replacement of a function; null: none.
 void* Replacement(const char* name, bool checks_caller) {
   const auto is = [name](const char* other) { return std::strcmp(name, other) == 0; };
   if (is("_Znwm") || is("_Znam")) return checks_caller ? Address(New<true>) : Address(New<false>);
@@ -228,7 +228,7 @@ void FailingCallsSetAllocations(int64_t first, int and_later) {
   is_armed = true;
 }
 
-// The same for threads.
+// The `first` creation of a thread from now on fails, and later ones if `and_later`.
 void FailingCallsSetThreads(int64_t first, int and_later) {
   threads.Set(first, and_later != 0);
   is_armed = true;

@@ -82,7 +82,7 @@ def add_all(call: str, argument: str, values: dict[str, Any], use: Callable[...,
         add(call, argument, f"{argument}={what}", functools.partial(use, **{argument: value}))
 
 
-# What is no array of numbers in the right shape, for any argument that must be one.
+# Values that are no array of numbers in the right shape, for any argument that must be one.
 def wrong_arrays(*shape: int, dtype: Any) -> dict[str, Any]:
     return {
         "None": None,

@@ -239,7 +239,7 @@ def interrupts_at_any_time(job: Job) -> None:
 
 
 def job_outcomes(job: Job, i: int, is_opened: bool) -> list[bool]:
-    """What became of the group in each process."""
+    """Whether each process has opened the group."""
     job.client.key_value_set_bytes(f"test/outcome/{job.me}/{i}", bytes([is_opened]))
     keys = [f"test/outcome/{p}/{i}" for p in range(job.n)]
     return [job.client.blocking_key_value_get_bytes(k, BARRIER_MS) == b"\1" for k in keys]

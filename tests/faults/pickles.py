@@ -129,7 +129,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "arguments empty": group(3, ()),
     "memory_of smaller": group(4, dataclasses.replace(CONFIG, max_tokens_per_rank=1)),
 }
-# What loads, and equals a config that is made from the same fields.
+# Pickles that load, and equal a config that is made from the same fields.
 VALID = {
     "name missing": config(without="name"),
     "zero_unused_rows missing": config(without="zero_unused_rows"),

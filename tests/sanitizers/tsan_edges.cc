@@ -211,8 +211,8 @@ constexpr std::array<Deleter, sizeof...(kIndices)> Deletes(std::index_sequence<k
   return {Delete<kIndices>...};
 }
 
-// The same type, but with a deleter that acquires what calls have released; null if there are too
-// many.
+// The type, but with a deleter that acquires what calls have released; null if there are too many
+// types.
 const XLA_FFI_TypeInfo* WrapType(const XLA_FFI_TypeInfo* info) {
   static constexpr auto kDeletes = Deletes(std::make_index_sequence<kMaxTypes>());
   if (num_types == kMaxTypes) return nullptr;

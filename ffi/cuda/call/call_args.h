@@ -18,7 +18,7 @@ constexpr int kServedThreads = kWorkerThreads + kWarpSize;
 
 constexpr int kMaxChoices = kWarpSize;  // one lane per choice
 
-// What a warp moves at once in calls in lines: as many vectors as make a line per lane.
+// The vectors that a warp moves at once in calls in lines: they make one line per lane.
 constexpr int kPieceVectors = kWarpSize * kLineDataBytes / kVectorBytes;
 constexpr int kPieceBytes = kPieceVectors * kVectorBytes;
 constexpr size_t kPieceBuffersBytes = kWorkerWarps * kPieceBytes;

@@ -5,7 +5,7 @@
 //
 // Returned rows are stored on the token's rank, at [token, k]. A sum, and the word that publishes
 // all of a message's rows, are at the token's first choice on the sending rank. The word's value is
-// a mask of the choices that have rows: those that dispatch dropped have none. A shared expert's
+// a mask of the choices that have rows; choices that dispatch dropped have none. A shared expert's
 // row does not travel, because it is on the token's own rank; [token, k] holds its index instead.
 
 #include <algorithm>

@@ -63,8 +63,8 @@ __device__ inline void SendCotangent(const CombineGradArgs& args, const CallSmem
   Signal(messages.signal.word, smem.epoch, messages.signal.token);
 }
 
-// The same through a stage. The copies are still in flight on return; see SendTokenInBulk. Called
-// by one warp.
+// Sends a cotangent through a stage. The copies are still in flight on return; see
+// SendTokenInBulk. Called by one warp.
 __device__ inline void SendCotangentInBulk(const CombineGradArgs& args, const CallSmem& smem,
                                            Stage& stage, InFlightMessages& in_flight, int token) {
   const uint32_t row_bytes = args.row_bytes();

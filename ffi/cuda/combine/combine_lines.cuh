@@ -30,13 +30,13 @@ __device__ inline MessageToSum ReadMessageToSum(const CombineArgs& args, int ite
   // All are loaded at once: the row of a message that does not exist may hold anything.
   const int32_t n_messages = __ldg(args.handle + slot.source);
   const ReceivedMessage message = ReadMessage(args, slot);
-  // After a dispatch that has failed, the counts may hold anything, too. A wait may have left the
-  // lanes apart, which must agree.
+  // After a failed dispatch, the counts are undefined. All lanes must agree, but only some may have
+  // seen a wait fail.
   const bool failed = __any_sync(kAllLanes, HasFailed(call));
   const bool is_count = IsMessageCount(call, n_messages);
   if (failed || (is_count && slot.slot >= n_messages)) return {-1, {0, kNotHere}};
   if (!is_count) FailHandle(call, Phase::kChangedHandle, slot.source);
-  // All ranks have as many tokens, and there are lines for no more.
+  // All ranks have call.n_tokens tokens, and there are lines for no more.
   if (!is_count || !IsIntact(args, slot.source, message, call.n_tokens)) {
     return {-1, {0, kNotHere}};
   }

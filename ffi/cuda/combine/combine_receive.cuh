@@ -265,7 +265,7 @@ __device__ void ReceiveTokensInRing(const CombineArgs& args, const CallSmem& sme
   ring.Close();
 }
 
-// The same through registers. Called by a warp group.
+// Receives tokens through registers. Called by a warp group.
 template <class T, bool kByNode>
 __device__ void ReceiveTokensInRegisters(const CombineArgs& args, const CallSmem& smem,
                                          const StridedItems& tokens, Slice slice) {

@@ -18,8 +18,8 @@ __device__ __forceinline__ bool IsIntact(const CombineArgs& args, int source,
                   __any_sync(kAllLanes, message.row != kNotHere));
 }
 
-// What is returned for a message: its rows, added up or one by one, and the word that publishes
-// them. No word: there is no message.
+// The return of a message: its rows, added up or one by one, and the word that publishes them. No
+// word: there is no message.
 struct ReturnPlan {
   RowGather<PeerPtr> rows;
   PeerWord word;
@@ -218,7 +218,7 @@ __device__ void ReturnMessagesInRing(const CombineArgs& args, const MessageCount
   ring.Close();
 }
 
-// The same through registers; the next message is read ahead. Called by a warp group.
+// Returns messages through registers; reads the next one ahead. Called by a warp group.
 template <class T>
 __device__ void ReturnMessagesInRegisters(const CombineArgs& args, const MessageCountsSmem& smem,
                                           const MessagesToReturn<false>& messages,

@@ -1,6 +1,6 @@
 // The handle of a dispatch, as combine and its backward take it. It is an operand, so a program may
-// have changed it, or have taken that of another dispatch. Then the call fails, and uses no index
-// that lies outside of its buffers. What is inside of them cannot be told from a right index.
+// have changed it, or may pass the handle of another dispatch. An index outside of the buffers is
+// never used, and fails the call. A wrong index inside of them is not detected.
 #pragma once
 
 #include <cstdint>

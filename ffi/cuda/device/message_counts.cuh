@@ -1,5 +1,5 @@
-// What a block of the kernels of combine, and of its backward, keeps in shared memory: its view of
-// the call, and how many messages this rank received in dispatch.
+// The shared memory that all blocks of combine and of its backward have: the view of the call, and
+// how many messages this rank received in dispatch.
 #pragma once
 
 #include "core/message.h"

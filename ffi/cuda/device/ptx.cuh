@@ -177,7 +177,7 @@ __device__ __forceinline__ void cp_async_bulk_global_shared(void* to, const void
       cuda::ptx::cp_async_bulk(cuda::ptx::space_global, cuda::ptx::space_shared, to, from, bytes));
 }
 
-// The same two with an L2 policy.
+// These two copies with an L2 policy.
 __device__ __forceinline__ void cp_async_bulk_shared_global(void* to, const void* from,
                                                             uint32_t bytes, uint64_t* barrier,
                                                             uint64_t policy) {

@@ -34,7 +34,7 @@ class Stage {
     mbarrier_arrive_expect_tx(barrier_, bytes);
     cp_async_bulk_shared_global(to, from, bytes, barrier_);
   }
-  // The same with a policy for the L2 cache.
+  // Starts a load with a policy for the L2 cache.
   __device__ void StartLoad(uint8_t* to, const void* from, uint32_t bytes, uint64_t policy) {
     mbarrier_arrive_expect_tx(barrier_, bytes);
     cp_async_bulk_shared_global(to, from, bytes, barrier_, policy);

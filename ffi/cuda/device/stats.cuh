@@ -126,8 +126,8 @@ struct EndedWait {
 template <int kWords>
 class WaitClock {
  public:
-  // `kind`: StatsWords::kDispatch or kCombine. Word i of the thread is that of rank `first_peer +
-  // i`, if there is such a rank. Without `is_on`, nothing is measured.
+  // `kind`: StatsWords::kDispatch or kCombine. Word i of the thread is rank
+  // `first_peer + i`'s, if there is such a rank. Without `is_on`, nothing is measured.
   __device__ WaitClock(const CallArgs& call, size_t kind, int first_peer, bool is_on)
       : call_(call),
         kind_(kind),

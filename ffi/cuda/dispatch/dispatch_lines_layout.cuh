@@ -1,5 +1,5 @@
 // The row layout of a dispatch in lines. Every rank sends all its choices to every rank; every
-// block counts those of its own rank, and lays out the rows.
+// block counts the choices of its own rank, and lays out the rows.
 #pragma once
 
 #include <algorithm>

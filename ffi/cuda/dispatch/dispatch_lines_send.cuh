@@ -1,5 +1,5 @@
 // The sending half of a dispatch in lines: puts the choices of a token to all ranks, and the token
-// to those that hold one of its choices.
+// to the ranks that hold one of its choices.
 #pragma once
 
 #include <algorithm>

@@ -195,8 +195,8 @@ __device__ inline bool ReceiveMessage(const DispatchArgs& args, const DispatchSm
   return true;
 }
 
-// The same through a stage: one bulk copy reads the payload, one per row writes it. The writes may
-// still be in flight on return. Called by one warp.
+// Receives a message through a stage: one bulk copy reads the payload, one per row writes it. The
+// writes may still be in flight on return. Called by one warp.
 template <bool kQuantizes>
 __device__ inline bool ReceiveMessageInBulk(const DispatchArgs& args, const DispatchSmem& smem,
                                             Stage& stage, uint64_t policy,
@@ -260,7 +260,7 @@ __device__ inline void ReceiveMessages(const DispatchArgs& args, const DispatchS
   });
 }
 
-// The same role with bulk copies; each of the first warps has a stage.
+// Receives messages by bulk copies; each of the first warps has a stage.
 template <bool kQuantizes>
 __device__ inline void ReceiveMessagesInBulk(const DispatchArgs& args, const DispatchSmem& smem,
                                              uint8_t* stages) {

@@ -138,9 +138,9 @@ __device__ inline void SendToken(const DispatchArgs& args, const DispatchSmem& s
   Signal(signal.word, smem.call.epoch, signal.token);
 }
 
-// The same through a stage: token and choices leave together, in one bulk copy per rank. They are
-// still in flight on return, and are finished while the next token is being loaded. Called by one
-// warp.
+// Sends a token through a stage: token and choices leave together, in one bulk copy per rank. The
+// copies are still in flight on return, and complete while the next token is being loaded. Called
+// by one warp.
 template <class Encoder>
 __device__ inline void SendTokenInBulk(const DispatchArgs& args, const DispatchSmem& smem,
                                        const TileNumbers& numbers, Stage& stage,
@@ -197,7 +197,7 @@ __device__ inline void SendTokens(const DispatchArgs& args, const DispatchSmem& 
   }
 }
 
-// The same role with bulk copies; each of the first warps has a stage.
+// Sends tokens by bulk copies; each of the first warps has a stage.
 template <class Encoder>
 __device__ inline void SendTokensInBulk(const DispatchArgs& args, const DispatchSmem& smem,
                                         const TokenTiles& tiles, uint8_t* stages) {

@@ -1,4 +1,4 @@
-// What a block of the dispatch kernel keeps in shared memory.
+// The shared memory of a block of the dispatch kernel.
 #pragma once
 
 #include "core/message.h"

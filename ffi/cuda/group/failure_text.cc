@@ -8,7 +8,7 @@
 namespace jax_ep::p2p {
 namespace {
 
-// What did not arrive, or was changed.
+// Names the data that did not arrive, or that were changed.
 const char* Describe(Phase phase) {
   switch (phase) {
     case Phase::kNone:

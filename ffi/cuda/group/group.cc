@@ -84,7 +84,7 @@ Status RankGroup::AllocateRank(int index, const std::vector<OtherKernels>& other
   return status.ok() ? ClearRank(index) : status;
 }
 
-// What the device offers. The rank's device is current.
+// Reads the device's resources. The rank's device is current.
 Status RankGroup::FindResources(int index) {
   Rank& rank = ranks_[index];
   int max_smem = 0, compute_capability = 0;

@@ -1,6 +1,6 @@
 // The ranks of one replica of the EP group that reach each other by loads and stores: the
-// workspaces of those in this process, mappings of the others', and what calls need besides their
-// buffers. Opening a group sets everything up; calls only launch.
+// workspaces of this process's ranks, mappings of the others', and the state that calls need beside
+// their buffers. Opening a group sets everything up; calls only launch.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -42,19 +42,19 @@ class RankGroup {
   RankGroup(const RankGroup&) = delete;
   RankGroup& operator=(const RankGroup&) = delete;
 
-  // What other processes need to map the workspace of a rank of this process.
+  // The address by which other processes map the workspace of a rank of this process.
   Status Address(int rank, std::string* address) const;
   // Maps the workspaces of all ranks. Calls are possible from now on.
   Status Connect(const std::vector<std::string>& addresses);
-  // After Disconnect, resets the group to its state after Allocate, in the same memory. Peers must
-  // no longer write to it.
+  // After Disconnect, resets the group to its state after Allocate, in the same workspaces. Peers
+  // must no longer write to them.
   Status Reopen();
   // Waits until the calls of this process have ended, and unmaps the workspaces of other processes.
-  // Those may write to this process's workspaces until they have disconnected, too.
+  // Other processes may write to this process's workspaces until they have disconnected, too.
   void Disconnect();
 
   // Fills the arguments of a call of `rank` with `n_tokens` tokens, including its launch plan.
-  // `config` is that of the group that the call belongs to: this one's, or one that fits
+  // `config` is that of the call's group: this group's, or one that fits its workspaces
   // (CheckFits). See plan.h for `size`, which tells what is called, and `is_async`.
   template <class Size>
   Status PlanCall(const GroupConfig& config, int rank, int64_t n_tokens, const Size& size,
@@ -83,7 +83,7 @@ class RankGroup {
   // buffers are null, because nothing is staged in device memory on its way out.
   std::vector<uint64_t> BufferAddresses(int rank) const;
 
-  // What the workspaces are planned for.
+  // The config that the workspaces were planned for.
   const GroupConfig& config() const { return config_; }
   size_t workspace_bytes() const { return map_.bytes; }
 

@@ -10,7 +10,7 @@
 namespace jax_ep::p2p {
 namespace {
 
-// Copies on a stream of its own, since the default stream would wait for other work of the device.
+// Copies on a separate stream, since the default stream would wait for other work of the device.
 Status Read(const void* from, std::vector<uint64_t>* words) {
   cudaStream_t stream;
   Status status = ToStatus(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking),

@@ -21,7 +21,7 @@ Status CheckPeerAccess(int from, int to);
 
 bool IsSame(const cudaUUID_t& a, const cudaUUID_t& b);
 
-// What another process needs to map a workspace. Sent as bytes.
+// The address by which another process maps a workspace. Sent as bytes.
 struct PeerAddress {
   static constexpr uint32_t kVersion = 1;  // of this struct and of the protocol
 

@@ -20,7 +20,7 @@ constexpr int32_t kMinSmsBesideOther = 32;
 // With fewer rows in flight, plain stores are faster than bulk copies.
 constexpr int32_t kMinStages = 4;
 
-// The largest number of warps per item with which every item has warps of its own.
+// The largest number of warps per item such that every item gets its own warps.
 int32_t WarpsPerItem(int64_t n_items, int64_t n_blocks) {
   int32_t warps = kWorkerWarps;
   while (warps > 1 && n_blocks * (kWorkerWarps / warps) < n_items) warps /= 2;
@@ -48,7 +48,7 @@ LaunchPlan SpreadBlocks(int64_t n_send_items, int64_t n_receive_items, int32_t n
 
 // A call in lines that sends the rows of the rank's tokens, or receives them, and the rows of the
 // messages of all ranks. Each row is cut into slices of a piece per worker warp, and each slice
-// has a block of its own, if there are as many; one more block keeps the books.
+// has its own block, if there are enough blocks; one more block keeps the books.
 LaunchPlan SpreadLines(const CallArgs& call, int32_t row_vectors, bool pads, int32_t n_sms) {
   LaunchPlan plan{};
   plan.in_lines = true;

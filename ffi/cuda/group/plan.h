@@ -17,7 +17,7 @@ namespace jax_ep::p2p {
 // Blocks of an asynchronous call when the user does not set n_sms.
 constexpr int32_t kAsyncBlocks = 24;
 
-// What calls of a rank may use of its device.
+// The resources of its device that a rank's calls may use.
 struct RankResources {
   int32_t n_blocks = 0;        // resident together with those of other ranks on the device
   int32_t n_async_blocks = 0;  // the same for an asynchronous call

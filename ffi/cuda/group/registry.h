@@ -69,7 +69,7 @@ class Registry {
   };
   Place FindPlace(std::string_view memory, int64_t ordinal) const;
 
-  // The same of an open group; `group` is null if it is not open.
+  // The rank of a device in an open group; `group` is null if that is not open.
   struct Member : Place {
     std::string memory;  // the key of its workspaces
     GroupConfig config{};
@@ -88,9 +88,9 @@ class Registry {
   // `ordinals`: of each rank, by replica; kElsewhere in other processes.
   Status AllocateReplicas(const std::string& key, const GroupConfig& config,
                           const std::map<int64_t, std::vector<int>>& ordinals, Replicas* replicas);
-  // The same as FindPlace. The caller holds the mutex.
+  // Implements FindPlace. The caller holds the mutex.
   Place PlaceOf(std::string_view memory, int64_t ordinal) const;
-  // Keeps those that graphs refer to. The caller holds the mutex.
+  // Keeps the workspaces that graphs refer to. The caller holds the mutex.
   void Keep(const std::string& key, Replicas* replicas);
 
   // Held for look-ups only, never while waiting for a device: a call that the device waits for may

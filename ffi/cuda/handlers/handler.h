@@ -38,7 +38,7 @@ struct Caller {
 // Finds the group of the caller. Also fails if an earlier call of the group has failed: its ranks
 // no longer agree on how many calls there were.
 Status FindCaller(int32_t ordinal, Caller& caller);
-// The same for a call on `stream`, which may be capturing a graph.
+// Finds the caller of a call on `stream`, which may be capturing a graph.
 Status FindCaller(int32_t ordinal, cudaStream_t stream, Caller& caller);
 
 // The error of a call whose operands do not fit.
@@ -88,8 +88,8 @@ inline auto BindGroupCall() {
       .RemainingArgs();
 }
 
-// That of starts whose last operands are the results (async_handlers.cc). Not captured: XLA would
-// put start and done of a captured call into one graph, in sequence.
+// The binding of starts whose last operands are the results (async_handlers.cc). Not captured: XLA
+// would put start and done of a captured call into one graph, in sequence.
 inline auto BindStart() { return BindGroupCall().Ret<ffi::BufferR1<ffi::F32>>(); }
 
 // Splits the results off the operands of such a start; the ticket has one element for each.

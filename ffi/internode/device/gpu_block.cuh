@@ -72,7 +72,7 @@ class GpuBlock : public BlockCopies {
     return true;
   }
 
-  // Memory to fill: this rank's, and that of a peer that loads and stores reach.
+  // Memory to fill: this rank's, or a peer's that loads and stores reach.
   __device__ Place Staged(size_t offset) const { return RankHeap(call_.heap).Address(offset); }
   __device__ static Place Mapped(const Peer& peer, size_t offset) {
     return RankHeap(peer.heap).Address(offset);
@@ -100,7 +100,7 @@ class GpuBlock : public BlockCopies {
   __device__ void AddCredits(const Peer& peer, size_t offset, uint64_t n) const {
     AddToWord(OwnWord(offset), n, peer.pe);
   }
-  // The same for a kernel of this rank, which reads what all have written.
+  // Publishes to a kernel of this rank, which reads what all threads have written.
   __device__ static void Tell(uint32_t* word) {
     p2p::DeviceWord(*word).store(1, cuda::memory_order_release);
   }

@@ -8,7 +8,7 @@
 
 namespace jax_ep::rail {
 
-// What is added up for a token of this rank.
+// The terms of the sum for a token of this rank.
 struct NodeSums {
   int own;                  // node of this rank
   int n_nodes;              // N
@@ -17,7 +17,7 @@ struct NodeSums {
 
   // Whether the own node's sum is no more than a row, which need not be rounded.
   __device__ bool OwnIsRow() const { return __popc(addends.lanes) <= 1; }
-  // That row, or null if there is none. Called by one warp, converged.
+  // The own node's row, or null if there is none. Called by one warp, converged.
   __device__ const uint8_t* OwnRow() const {
     if (addends.lanes == 0) return nullptr;
     return p2p::ShuffleAddress(addends.row, __ffs(addends.lanes) - 1);
@@ -65,7 +65,7 @@ __device__ void AddUp(Rows rows, int first, int end,
   }
 }
 
-// The same where the own node's sum has several rows, and is rounded before it is added.
+// Adds up where the own node's sum has several rows, and is rounded before it is added.
 template <class T, int kUnroll, class SumOf>
 __device__ void AddUpRounded(const NodeSums& sums, const SumOf& sum_of, int first, int end,
                              float (&total)[kUnroll][p2p::Elements<T>::kSize]) {

@@ -1,6 +1,6 @@
-// The handler of a combine on several nodes: p2p's kernel returns the rows inside the node, and
-// another one at the same time adds them up, exchanges the sums with the other nodes and adds
-// those.
+// The handler of a combine on several nodes: p2p's kernel returns the rows inside the node;
+// a second kernel, which runs at the same time, sums them, exchanges the sums with the other nodes,
+// and sums again.
 
 #include "cuda/combine/combine.h"
 #include "cuda/handlers/combine_call.h"

@@ -1,13 +1,12 @@
-// How a dispatch inside a node shares out the tokens that an exchange between nodes brings
-// meanwhile.
+// How a dispatch inside a node distributes tokens while an exchange between nodes brings them.
 #pragma once
 
 #include <cstdint>
 
 namespace jax_ep::rail {
 
-// Blocks that send in such a dispatch: enough for the link inside a node. As the ranges of tokens
-// that the ranks bring each other in turn, the same on all.
+// Blocks that send in such a dispatch: enough for the link inside a node. Equal on
+// all ranks, as are the ranges of tokens that ranks send each other round robin.
 constexpr int64_t kSendBlocks = 16;
 
 // The ranges of tokens of a node: a block sends each.

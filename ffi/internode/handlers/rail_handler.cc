@@ -10,7 +10,7 @@ namespace jax_ep::rail {
 struct RailAttributes {
   std::string_view group;
   bool has_mask;  // the first operand says which rows are sent
-  bool by_node;   // the rows have a part for each node; those that were not sent are zero then
+  bool by_node;   // the rows have a part for each node; then rows that were not sent are zero
   p2p::StreamOrder stream_order;
 };
 

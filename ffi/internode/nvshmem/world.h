@@ -38,7 +38,7 @@ class World {
   Status Load(const std::string& path);
   const std::optional<Version>& version() const { return version_; }
 
-  // What all processes need to join, made by one of them.
+  // The id by which all processes join, made by one of them.
   Status MakeId(std::string* id);
   // Joins, or finds that another library of this process has. Waits for all processes.
   Status Join(const std::string& id, int pe, int n_pes, int device);
@@ -58,11 +58,11 @@ class World {
   cudaError_t Launch(const RailCombineCall& call, cudaStream_t stream) const;
   cudaError_t Launch(const RailSumCall& call, cudaStream_t stream) const;
 
-  // Whether a kernel may wait for the exchange's kernel while both run. Not where processes run
-  // kernels on the GPU at the same time: theirs could keep this process's exchange off it.
+  // Whether a kernel may wait for the exchange's kernel while both run. Not where other
+  // processes run kernels on the GPU at the same time, which could keep this exchange off it.
   bool can_overlap() const { return can_overlap_; }
-  // Calls launch(side): the kernels that it launches on `side` run beside those that it launches on
-  // `stream`. They follow what has been launched on `stream`, and what comes later follows both.
+  // Calls launch(side), whose kernels on `side` run beside its kernels on `stream`. They all follow
+  // earlier work on `stream`, and later work on `stream` follows all of them.
   cudaError_t Fork(cudaStream_t stream, const std::function<cudaError_t(cudaStream_t)>& launch);
 
  private:

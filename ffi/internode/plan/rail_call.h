@@ -38,7 +38,7 @@ struct RailChoices {
   const float* weights;  // [n_rows, n] or null
   int32_t n;             // per token
   NodeGroups groups;
-  // All choices travel with the rows, whatever node needs them, if these are given.
+  // If given, all choices travel with the rows, also to nodes that do not need them.
   int32_t* all_ids;    // [N, n_rows, n]: routed inside this node
   float* all_weights;  // [N, n_rows, n], if there are weights
 

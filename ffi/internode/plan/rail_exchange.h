@@ -54,7 +54,7 @@ struct RailTiles {
 struct RailExchange {
   static constexpr int64_t kChannels = 32;
   static constexpr int64_t kDepth = 2;  // places of a stream: one is filled while one is emptied
-  // Of the places that other nodes write to, and again of those that a rank sends from.
+  // In all, of the places that other nodes write to; as much again of places to send from.
   static constexpr int64_t kPlacesBytes = int64_t{64} << 20;
   static constexpr int64_t kMaxPlaceBytes = int64_t{256} << 10;
 

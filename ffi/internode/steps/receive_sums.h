@@ -1,4 +1,4 @@
-// The blocks of an exchange of nodes' sums: those that receive add them up, tile by tile.
+// The blocks of an exchange of nodes' sums. Receiving blocks add the sums up, tile by tile.
 #pragma once
 
 #include <cstdint>

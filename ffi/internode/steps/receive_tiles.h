@@ -1,5 +1,5 @@
-// The blocks of an exchange of rows: those that send, and those that put what arrives where the
-// caller wants it.
+// The blocks of an exchange of rows. Some blocks send; the others copy arriving rows to where the
+// caller wants them.
 #pragma once
 
 #include <cstdint>
@@ -39,7 +39,7 @@ JAX_EP_DEVICE void TellTaken(Block& block, const RailCall& call, const Channel& 
   ReturnCredit(block, call, channel, link, item);
 }
 
-// What the own node has of the tile, which does not travel.
+// Copies the own node's part of the tile, which does not travel.
 template <class Block>
 JAX_EP_DEVICE void KeepTile(Block& block, const RailCall& call, int64_t tile) {
   const auto choices = OwnChoices(block, call, tile);
@@ -75,7 +75,7 @@ JAX_EP_DEVICE void LeaveNan(Block& block, const RailCall& call, int64_t tile) {
   }
 }
 
-// What a block of the kernel does.
+// The work of a block of the kernel.
 template <class Block>
 JAX_EP_DEVICE void ExchangeRows(Block& block, const RailCall& call) {
   const Channel channel = Channel::OfBlock(call, block.index());

@@ -169,7 +169,7 @@ JAX_EP_DEVICE void CountItems(Block& block, const RailCall& call, const Channel&
   call.state->n_items[channel.index] = channel.first_item + channel.Tiles(call);
 }
 
-// What all threads do first in a call. False: the rank has failed.
+// Begins a call, in all threads. False: the rank has failed.
 template <class Block>
 JAX_EP_DEVICE bool BeginCall(Block& block, const RailCall& call, const Channel& channel) {
   // All threads must agree, and all must have read the state before CountItems.

@@ -52,7 +52,7 @@ JAX_EP_DEVICE inline int CountTravelling(const RailCall& call, int64_t tile) {
   return call.choices.all_ids == nullptr ? 0 : call.tiles.Rows(tile) * call.choices.n;
 }
 
-// Those of this rank's tile.
+// The choices of this rank's tile.
 template <class Block>
 JAX_EP_DEVICE TileChoices<Block> OwnChoices(const Block& block, const RailCall& call,
                                             int64_t tile) {
@@ -83,7 +83,7 @@ JAX_EP_DEVICE TileChoices<Block> ChoicesInPlace(const Block& block, const RailCa
           has_weights ? reinterpret_cast<const float*>(place) + n : nullptr, n};
 }
 
-// Gives those of a tile from `node` to the caller, routed inside this node.
+// Gives the choices of a tile from `node` to the caller, routed inside this node.
 template <class Block>
 JAX_EP_DEVICE void StoreRouted(const RailCall& call, int64_t node, int64_t tile,
                                const TileChoices<Block>& choices) {
@@ -95,7 +95,7 @@ JAX_EP_DEVICE void StoreRouted(const RailCall& call, int64_t node, int64_t tile,
   });
 }
 
-// Makes those that a tile from `node` would have brought none, and their weights NaN.
+// Sets the choices that a tile from `node` would have brought to none, and their weights to NaN.
 template <class Block>
 JAX_EP_DEVICE void StoreNone(Block& block, const RailCall& call, int64_t node, int64_t tile) {
   static_assert(kNoGroup == -1, "all bits are set");

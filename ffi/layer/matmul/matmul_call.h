@@ -8,7 +8,7 @@
 
 namespace jax_ep::matmul {
 
-// What is multiplied, group by group. The values are those of the attribute that Python sets.
+// The factors of a matmul, group by group. Values equal those of the attribute that Python sets.
 enum class MatmulForm : int32_t {
   kWeights = 0,            // rows [C, k] x weights [L, k, n] -> [C, n]
   kTransposedWeights = 1,  // rows [C, k] x weights [L, n, k], transposed -> [C, n]

@@ -9,7 +9,7 @@
 
 namespace jax_ep::matmul {
 
-// Inside the C rows, whatever the offsets are.
+// The rows of a group, clamped to the C rows for any offsets.
 struct RowRange {
   int64_t first, size;
 

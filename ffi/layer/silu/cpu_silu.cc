@@ -44,7 +44,7 @@ void Activate(const SiluCall& call, const T* x, float* out) {
 }
 
 #if defined(__x86_64__)
-// The same, compiled for processors with fused multiply-add, which not every x86-64 has.
+// Activates rows on processors with fused multiply-add, which not every x86-64 has.
 template <class T>
 __attribute__((target("avx2,fma"))) void ActivateWithFma(const SiluCall& call, const T* x,
                                                          float* out) {

@@ -20,8 +20,8 @@ class GateTable {
   // As bits of bfloat16.
   static constexpr uint32_t kFirst = (127 - 20) << 7, kEnd = (127 + 7) << 7;
   static constexpr uint32_t kMagnitudes = kEnd - kFirst;
-  // For each magnitude, the entry of the positive gate, then that of the negative one. The last two
-  // entries are read for gates that the table lacks, and discarded.
+  // For each magnitude, the entries of the positive and of the negative gate. The last two entries
+  // are read for gates that the table lacks, and discarded.
   static constexpr uint32_t kSize = 2 * (kMagnitudes + 1);
 
   __device__ explicit GateTable(float* entries)

@@ -104,7 +104,7 @@ class SiluBench {
     double copy_us;
   };
 
-  // Microseconds of one of many copies in a row, each of bytes of its own.
+  // Microseconds per copy, of many consecutive copies of different bytes.
   double MeasureCopies(Copier copier, int64_t bytes) {
     bytes = bytes / 16 * 16;
     const int64_t n_windows = out_.size() / bytes;

@@ -1,4 +1,4 @@
-// What a simulation of the exchange between nodes runs: the calls of all ranks, and the mistake
+// The job of a simulation of the exchange between nodes: the calls of all ranks, and the mistake
 // that it makes on purpose.
 #pragma once
 
@@ -32,7 +32,7 @@ enum class Fault {
 // Rows to send: by the choices, or all if there are none; or by a mask.
 enum class Mask { kAbsent, kRandom, kEmpty, kFull, kCount };
 
-// The same on all ranks.
+// The shape of a call, equal on all ranks.
 struct CallShape {
   int64_t n_rows, row_bytes;
   bool adds_up, by_node, fills;  // adds_up: the results are sums over all nodes
@@ -88,7 +88,7 @@ inline CallShape RandomCall(int64_t max_rows, int64_t max_row_bytes, std::mt1993
   return call;
 }
 
-// The same map with smaller places.
+// The map of a job with smaller places.
 inline RailExchange WithPlaces(RailExchange map, int64_t place_bytes) {
   const int64_t n_places = map.places.bytes / map.place_bytes;
   map.place_bytes = place_bytes;

@@ -19,7 +19,7 @@
 
 namespace jax_ep::rail {
 
-// What a put does to its word.
+// The operation of a put on its word.
 enum class WordOp { kSet, kAdd };
 
 struct Put {
@@ -100,7 +100,7 @@ class Network {
     if (!violation_.empty()) return;
     violation_ = "rank " + std::to_string(rank) + " " + what + " " + std::to_string(number);
   }
-  // What has gone wrong first; empty so far.
+  // The first violation; empty if there was none.
   const std::string& violation() const { return violation_; }
 
  private:

@@ -1,4 +1,4 @@
-// What the ranks bring to a call, and what each of them must get, by the definition of the exchange
+// The operands of all ranks, and the result that each must get by the definition of the exchange
 // alone.
 #pragma once
 
@@ -30,7 +30,7 @@ struct Tokens {
   }
 };
 
-// What a rank brings: of n_rows tokens, or of N * n_rows, by node.
+// The operands of a rank: n_rows tokens, or N * n_rows, by node.
 inline Tokens MakeOperands(const CallShape& call, int64_t n_nodes, std::mt19937& random) {
   const int64_t n_all = n_nodes * call.n_rows, n = call.by_node ? n_all : call.n_rows;
   Tokens tokens;
@@ -59,7 +59,7 @@ inline Tokens Filled(const CallShape& call, int64_t n_nodes, uint8_t byte) {
           std::vector<float>(call.has_weights ? n_ids : 0, byte)};
 }
 
-// Whether the token at `index`, the `row`-th, gets from its rank to another one.
+// Whether the token at `index`, the `row`-th, travels from its rank to another rank.
 inline bool IsSent(const CallShape& call, const Tokens& from, int to, int64_t row, int64_t index) {
   if (!from.mask.empty()) return from.mask[to * call.n_rows + row] != 0;
   if (from.ids.empty()) return true;
@@ -76,7 +76,7 @@ inline int32_t IdAt(int node, int from, int32_t id, int n_nodes) {
   return !is_valid && id != kNoGroup && from == node ? kInvalidGroup : kNoGroup;
 }
 
-// What a rank must get, in memory that was filled with `byte` before.
+// The result that a rank must get, in memory that was filled with `byte` before.
 inline Tokens Wanted(const CallShape& call, const std::vector<Tokens>& operands, int rank,
                      uint8_t byte) {
   const int n_nodes = static_cast<int>(operands.size());

@@ -162,8 +162,8 @@ class Simulation {
     }
   }
 
-  // What internode/kernels/rail_combine_kernel.cu does: the rows that are sent, and those of the
-  // own node, come meanwhile from another kernel, which no other rank keeps waiting.
+  // Simulates internode/kernels/rail_combine_kernel.cu: another kernel, which no other rank keeps
+  // waiting, meanwhile returns the rows that are sent and those of the own node.
   void RunSums(SimulatedBlock& block, const RailCall& rail) {
     const Channel channel = Channel::OfBlock(rail, block.index());
     const bool is_open = rail::BeginCall(block, rail, channel);
@@ -197,7 +197,7 @@ class Simulation {
     }
     return true;
   }
-  // What the other kernel returns for a row; null if nothing has come yet, unless the block waits.
+  // The row that the other kernel returns; null if none has come yet, unless the block waits.
   const uint8_t* Returned(SimulatedBlock& block, const RailCall& rail, int64_t node, int64_t tile,
                           int64_t row, bool waits) {
     while (world_.random() % 2 == 0) {
@@ -250,7 +250,7 @@ class Simulation {
   bool IsDead(int rank) const {
     return rank == job_.dead_rank && outcome_.n_steps >= job_.dead_after;
   }
-  // That has not ended its call.
+  // Runs `work` for each actor that has not ended its call.
   template <class Work>
   void ForEachActor(const Work& work) {
     for (const auto& rank : ranks_) {

@@ -1,6 +1,6 @@
 // The kernels of transport `nvshmem` on one GPU, for benchmarks: this rank is node 0 of 2, and its
-// own heap stands for that of node 1. What it sends to node 1 then comes back as if from there,
-// over the GPU's own memory instead of a link. NVSHMEM is not needed: stores reach all peers.
+// own heap stands for node 1's. Data that it sends to node 1 then comes back as if from there, over
+// the GPU's own memory instead of a link. NVSHMEM is not needed: stores reach all peers.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -39,7 +39,7 @@ class RailLoopback {
   Mode mode() const { return mode_; }
   // Tokens of each node.
   int n_tokens() const { return n_tokens_; }
-  // What an exchange that runs by itself brings: the tokens of all nodes, or the sums.
+  // The results of an exchange that runs by itself: the tokens of all nodes, or the sums.
   DeviceArray<uint8_t>& all() { return all_; }
 
  private:

@@ -1,5 +1,5 @@
-// Checks calls in loopback, in bits: the tokens of node 1 must be those of this rank again, and
-// what is added up of its sums those that this rank has made for node 1.
+// Checks the bits of calls in loopback: the tokens that arrive from node 1 must equal this rank's
+// own, and node 1's sums must equal the sums that this rank has sent to node 1.
 #pragma once
 
 #include <algorithm>

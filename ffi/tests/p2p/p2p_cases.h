@@ -65,7 +65,7 @@ class Case {
     n_combines_ += calls_.Combine(mode, has_residual, has_scalars, name_);
   }
 
-  // What all calls so far must have counted, other than waits.
+  // The totals that all calls so far must have counted, other than waits.
   RankStats ExpectedStats(int rank) const {
     const int n = n_dispatches_;
     const CaseSizes& sizes = fixture_.sizes;
@@ -128,7 +128,7 @@ class Case {
   int n_dispatches_ = 0, n_combines_ = 0;
 };
 
-// What groups of rows are padded to a multiple of: often 1, and less where padding would be long.
+// The alignment that groups of rows are padded to: often 1, and less where padding would be long.
 inline int PickAlignment(const CaseSizes& sizes, int row_bytes, std::mt19937& random) {
   constexpr int64_t kMaxPaddingBytes = 4 << 20;  // of a rank
   int alignment = random() % 2 ? 1 : 1 << random() % 9;

@@ -1,4 +1,4 @@
-// What the backward of combine must give, computed the straightforward way.
+// The reference of the backward of combine, computed the straightforward way.
 #pragma once
 
 #include <cmath>

@@ -1,4 +1,4 @@
-// What dispatch and combine must give, computed the straightforward way, independently of the
+// The reference of dispatch and combine, computed the straightforward way, independently of the
 // library.
 #pragma once
 

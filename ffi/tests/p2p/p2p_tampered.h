@@ -17,11 +17,11 @@
 
 namespace jax_ep::p2p {
 
-// What is changed: the handle, and other fields that combine or its backward read.
+// The field that is changed: of the handle, or another one that combine or its backward reads.
 enum class Field { kCounts, kToken, kRow, kGroupIds, kOffsets, kSrcInfo };
 constexpr Field kFields[] = {Field::kCounts,   Field::kToken,   Field::kRow,
                              Field::kGroupIds, Field::kOffsets, Field::kSrcInfo};
-// To what: numbers that nothing has, or another one that there is.
+// The value that it is changed to: a number that nothing has, or another one that exists.
 enum class Change { kNegative, kLowest, kFirstBeyond, kHighest, kRandom, kOther };
 constexpr Change kChanges[] = {Change::kNegative, Change::kLowest, Change::kFirstBeyond,
                                Change::kHighest,  Change::kRandom, Change::kOther};

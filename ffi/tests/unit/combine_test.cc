@@ -21,7 +21,7 @@ namespace {
 
 constexpr int64_t kRanks = 4, kTokens = 2, kChoices = 3, kRows = 3;
 
-// What each rank brings to a combine of rows of one bfloat16 number. Only rank 0 has tokens:
+// The operands of each rank in a combine of rows of one bfloat16 number. Only rank 0 has tokens:
 //
 //   token 0   two rows on rank 0: 1 and 2^-9; one on rank 2: 2^-8
 //   token 1   a row on rank 0: 1; on rank 1: 2^-9; on rank 2: 2^-8

@@ -132,7 +132,7 @@ TEST(TilesCoverEachRowOnce) {
   }
 }
 
-// Rows, in units of instructions, of the busiest worker and of all, and those that exist.
+// Rows that the busiest worker and all workers multiply, and rows in use, in units of instructions.
 struct Load {
   uint64_t most = 0, all = 0, useful = 0;
 };

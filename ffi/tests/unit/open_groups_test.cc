@@ -79,7 +79,7 @@ WorkspaceShape ShapeOf(const GroupConfig& c) {
           c.uses_lines};
 }
 
-// What calls of a group index, by its own M and N and the sizes of messages and lines in the map,
+// Every index of a group's calls, by its own M and N and the map's sizes of messages and lines,
 // must lie in the regions of the map.
 void CheckRoom(const GroupConfig& c, const Workspace& map) {
   const size_t n_ranks = c.n_ranks, max_tokens = c.max_tokens_per_rank, n_choices = c.n_choices;

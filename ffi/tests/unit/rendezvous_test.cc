@@ -87,7 +87,7 @@ TEST(MissingRankEndsTheWait) {
   CHECK_CONTAINS(late.get_future().get().message, "for rank 1");
 }
 
-// Two ranks of a group of three wait in one call, the third in another one, with more tokens.
+// Two ranks of a group of three wait in one call, the third in another call with more tokens.
 TEST(ErrorSaysWhereMissingRanksWait) {
   struct Args : RankArgs {
     explicit Args(int64_t n) : n_tokens(n) {}

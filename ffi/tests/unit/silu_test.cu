@@ -114,7 +114,7 @@ void Run(const Case& test) {
   CHECK_EQ(test.name + ": scales differ at " + std::to_string(at - scales.begin()), "");
 }
 
-// Numbers of all magnitudes; of those that occur in practice; every bfloat16 as a gate.
+// Numbers of all magnitudes; of magnitudes that occur in practice; every bfloat16 as a gate.
 enum class Numbers { kBits, kPractical, kEveryGate };
 
 uint32_t DrawBits(std::mt19937& random, Numbers numbers, bool is_gate, uint32_t index) {
