@@ -39,7 +39,7 @@ struct LaunchPlan {
   int32_t warps_per_receive;  // the same on the receiving side
   int32_t n_stages;       // dispatch: stages per block, see device/stage.cuh; 0 = no bulk copies
   bool receives_in_bulk;  // dispatch: blocks that only receive use stages, too
-  int32_t ring_slots;     // combine: slots of each warp's ring, see device/ring.cuh; 0 = no ring
+  int32_t ring_slots;     // combine: slots of each warp's ring, see combine/ring.cuh; 0 = no ring
   int32_t n_turns;        // combine in rings: ranges of messages that take turns; 0 = one
   bool in_clusters;       // clusters of 2 blocks, which leave pairs of SMs to other clusters
   bool in_lines;          // everything travels in lines; the same on all ranks. Of the rest of the

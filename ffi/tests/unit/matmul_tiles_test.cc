@@ -1,7 +1,5 @@
 // Tests of the order of a grouped matmul's tiles, run by host_test.
 
-#include "tests/swapped/matmul_tiles.h"
-
 #include <algorithm>
 #include <cstdint>
 #include <random>
