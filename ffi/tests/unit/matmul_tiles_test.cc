@@ -1,12 +1,13 @@
 // Tests of the order of a grouped matmul's tiles, run by host_test.
 
+#include "layer/matmul/matmul_tiles.h"
+
 #include <algorithm>
 #include <cstdint>
 #include <random>
 #include <string>
 #include <vector>
 
-#include "layer/matmul/matmul_tiles.h"
 #include "tests/unit/check.h"
 
 namespace jax_ep::matmul {
