@@ -15,8 +15,8 @@ from timing import Call
 
 # Patterns of the names of the package's kernels. Few tokens have kernels of their own.
 KERNELS = {
-    "dispatch": re.compile("Dispatch(Lines)?Kernel"),
-    "combine": re.compile("Combine(Lines)?Kernel"),
+    "dispatch": re.compile("Dispatch(LL)?Kernel"),
+    "combine": re.compile("Combine(LL)?Kernel"),
 }
 
 _N_CALLS = 5

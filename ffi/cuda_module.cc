@@ -63,9 +63,10 @@ GroupConfig MakeConfig(int64_t n_ranks, int64_t n_ranks_per_node, int64_t n_grou
   return config;
 }
 
-bool ShareGroup(const std::string& key, const std::string& memory, const GroupConfig& config) {
+bool ShareGroup(const std::string& key, const std::string& workspace_key,
+                const GroupConfig& config) {
   bool is_open = false;
-  Raise(Registry::Instance().Share(key, memory, config, &is_open));
+  Raise(Registry::Instance().Share(key, workspace_key, config, &is_open));
   return is_open;
 }
 
@@ -100,19 +101,21 @@ void ConnectGroup(const std::string& key, const std::vector<PeerTuple>& peers) {
   Raise(status);
 }
 
-Registry::Place FindPlace(const std::string& memory, int64_t ordinal) {
-  Registry::Place place = Registry::Instance().FindPlace(memory, ordinal);
-  if (place.group == nullptr) throw std::invalid_argument("group " + memory + " is not open");
-  return place;
+Registry::RankHandle FindRank(const std::string& workspace_key, int64_t ordinal) {
+  Registry::RankHandle handle = Registry::Instance().FindRank(workspace_key, ordinal);
+  if (handle.group == nullptr) {
+    throw std::invalid_argument("group " + workspace_key + " is not open");
+  }
+  return handle;
 }
 
-nb::dict Stats(const std::string& memory, int64_t ordinal) {
-  const Registry::Place place = FindPlace(memory, ordinal);
+nb::dict Stats(const std::string& workspace_key, int64_t ordinal) {
+  const Registry::RankHandle handle = FindRank(workspace_key, ordinal);
   RankStats stats;
   Status status;
   {
     nb::gil_scoped_release release;
-    status = place.group->Stats(place.rank, &stats);
+    status = handle.group->Stats(handle.rank, &stats);
   }
   Raise(status);
   return ToDict(stats);
@@ -137,9 +140,10 @@ void DefineSetup(nb::module_& module) {
            nb::arg("n_sms"), nb::arg("timeout_s"),
            "row_bytes is the size of the longest token or row that travels, in either direction; "
            "n_sms is 0 for the default.");
-  module.def("share_group", &ShareGroup, nb::arg("key"), nb::arg("memory"), nb::arg("config"),
-             "Adds a user to a group in the workspaces of the key `memory`, and opens it if need "
-             "be. False: there are no such workspaces.");
+  module.def(
+      "share_group", &ShareGroup, nb::arg("key"), nb::arg("workspace_key"), nb::arg("config"),
+      "Adds a user to a group in the workspaces of the key `workspace_key`, and opens it if need "
+      "be. False: there are no such workspaces.");
   module.def("allocate_group", &AllocateGroup, nb::arg("key"), nb::arg("config"),
              nb::arg("devices"),
              "The first step of opening a group in workspaces of its own. devices are (ordinal, "
@@ -153,8 +157,9 @@ void DefineSetup(nb::module_& module) {
       "Removes a user. True: it was the last one of all groups in the workspaces, all calls have "
       "ended, and the workspaces stay until free_group.");
   module.def(
-      "free_group", [](const std::string& memory) { Registry::Instance().Free(memory); },
-      nb::arg("memory"), nb::call_guard<nb::gil_scoped_release>(),
+      "free_group",
+      [](const std::string& workspace_key) { Registry::Instance().Free(workspace_key); },
+      nb::arg("workspace_key"), nb::call_guard<nb::gil_scoped_release>(),
       "Frees the workspaces, except those that captured graphs refer to.");
 }
 
@@ -162,33 +167,34 @@ void DefineSetup(nb::module_& module) {
 void DefineQueries(nb::module_& module) {
   module.def(
       "is_captured",
-      [](const std::string& memory, int64_t ordinal) {
-        return FindPlace(memory, ordinal).group->is_captured();
+      [](const std::string& workspace_key, int64_t ordinal) {
+        return FindRank(workspace_key, ordinal).group->is_captured();
       },
-      nb::arg("memory"), nb::arg("ordinal"), "Whether a call in the workspaces has been captured.");
+      nb::arg("workspace_key"), nb::arg("ordinal"),
+      "Whether a call in the workspaces has been captured.");
   module.def(
       "dev_ptrs",
-      [](const std::string& memory, int64_t ordinal) {
-        const Registry::Place place = FindPlace(memory, ordinal);
-        return place.group->BufferAddresses(place.rank);
+      [](const std::string& workspace_key, int64_t ordinal) {
+        const Registry::RankHandle handle = FindRank(workspace_key, ordinal);
+        return handle.group->BufferAddresses(handle.rank);
       },
-      nb::arg("memory"), nb::arg("ordinal"),
+      nb::arg("workspace_key"), nb::arg("ordinal"),
       "Addresses of a device's buffers: (dispatch, combine) x (send, recv, recv_count).");
   module.def(
       "workspace_bytes",
-      [](const std::string& memory, int64_t ordinal) {
-        return FindPlace(memory, ordinal).group->workspace_bytes();
+      [](const std::string& workspace_key, int64_t ordinal) {
+        return FindRank(workspace_key, ordinal).group->workspace_bytes();
       },
-      nb::arg("memory"), nb::arg("ordinal"), "Bytes of a device's workspace.");
-  module.def("stats", &Stats, nb::arg("memory"), nb::arg("ordinal"),
+      nb::arg("workspace_key"), nb::arg("ordinal"), "Bytes of a device's workspace.");
+  module.def("stats", &Stats, nb::arg("workspace_key"), nb::arg("ordinal"),
              "The totals of a device's calls in the workspaces that have ended.");
   module.def(
       "failure",
-      [](const std::string& memory, int64_t ordinal) {
-        const Registry::Place place = FindPlace(memory, ordinal);
-        return place.group->CheckFailure(place.rank).message;
+      [](const std::string& workspace_key, int64_t ordinal) {
+        const Registry::RankHandle handle = FindRank(workspace_key, ordinal);
+        return handle.group->CheckFailure(handle.rank).message;
       },
-      nb::arg("memory"), nb::arg("ordinal"),
+      nb::arg("workspace_key"), nb::arg("ordinal"),
       "Why a call of the device in the workspaces has failed, or ''.");
   module.def(
       "failure_text",

@@ -98,7 +98,7 @@ class EPConfig(CheckedDataclass):
             transport serves each node by itself, and XLA's collectives connect them
             (docs/concepts.md#several-nodes).
         n_sms: streaming multiprocessors that a call may use on a GPU. None: all of them, or 24 for
-            asynchronous calls (docs/overlap.md). The exchange between nodes of `nvshmem` takes up
+            asynchronous calls (docs/overlap.md). The inter-node exchange of `nvshmem` takes up
             to 64, whatever this says.
         timeout_s: how long a rank waits for another in one call, in seconds; at most 1e6.
         name: of the group, such as `"decode"`, for its errors: at most 32 letters, digits and
@@ -205,13 +205,13 @@ class EPConfig(CheckedDataclass):
             )
         return per_node, n_ranks // per_node
 
-    def routed(self, n_ranks: int, within_nodes: bool = False) -> RoutedSizes:
+    def routed(self, n_ranks: int, intra_node: bool = False) -> RoutedSizes:
         """The sizes that transports route by; ValueError if they do not fit in int32."""
         n_shared = int(self.fused_shared_expert)
         per_node, n_nodes = (1, 1) if self.skip_a2a else self.nodes(n_ranks)
-        n_source_nodes = n_nodes if within_nodes else 1
+        n_source_nodes = n_nodes if intra_node else 1
         sizes = RoutedSizes(
-            n_ranks=1 if self.skip_a2a else per_node if within_nodes else n_ranks,
+            n_ranks=1 if self.skip_a2a else per_node if intra_node else n_ranks,
             n_ranks_per_node=per_node,
             n_source_nodes=n_source_nodes,
             n_local_groups=(self.n_local_experts(n_ranks) + n_shared) * n_source_nodes,

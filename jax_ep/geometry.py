@@ -38,7 +38,7 @@ class Geometry:
     transport: str  # name of the transport
     # The geometry of a transport inside nodes: ranks exchange tokens with the ranks of their node,
     # on behalf of the ranks of their index on all nodes; see internode/connection.py.
-    within_nodes: bool = False
+    intra_node: bool = False
     # The group whose memory this group uses; None: its own. transports/memory.py says what the two
     # groups must have in common.
     memory_of: "Geometry | None" = None
@@ -68,7 +68,7 @@ class Geometry:
         key = (
             f"{'' if name is None else f'{name}-'}{self.transport}-ep{self.n_ranks}-{self._digest}"
         )
-        return f"{key}-within-nodes" if self.within_nodes else key
+        return f"{key}-intra-node" if self.intra_node else key
 
     def call(self, operation: str) -> str:
         """A call of the group, for messages: with the group's name, if it has one."""
@@ -118,7 +118,7 @@ class Geometry:
     @functools.cached_property
     def routed(self) -> RoutedSizes:
         """The sizes that transports route by."""
-        return self.config.routed(self.n_ranks, self.within_nodes)
+        return self.config.routed(self.n_ranks, self.intra_node)
 
     @property
     def max_routed_tokens(self) -> int:
@@ -166,7 +166,7 @@ class Geometry:
     @property
     def peers(self) -> str:
         """The devices that exchange tokens, for messages."""
-        if not self.within_nodes:
+        if not self.intra_node:
             return f"devices along the axis {self.axis_name!r}"
         n_ranks = self.routed.n_ranks
         return f"devices of a node, {n_ranks} consecutive ranks along the axis {self.axis_name!r},"

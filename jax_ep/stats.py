@@ -88,7 +88,7 @@ class RankStats:
             waits = fields.pop(f"{name}_ns").reshape(2, n_ranks) * 1e-9
             fields[f"{name}_s"] = _by_rank(waits.T, geometry, coordinate).T
         for name in ("tokens_to_rank", "bytes_to_rank"):
-            is_counted = n_ranks == geometry.n_ranks or geometry.within_nodes
+            is_counted = n_ranks == geometry.n_ranks or geometry.intra_node
             counted = fields[name] if is_counted else np.zeros_like(fields[name])
             fields[name] = _by_rank(counted, geometry, coordinate)
         replica, rank = coordinate.replica, coordinate.rank

@@ -54,7 +54,7 @@ def for_nvshmem(
         n_processes: of the job.
         n_hosts: of the job.
         shims: the folder of `build_shims`.
-        heap_bytes: of the symmetric memory of each process, all of it in /dev/shm.
+        heap_bytes: of the symmetric heap of each process, all of it in /dev/shm.
     """
     folders = [_ucx_folder(), str(shims), os.environ.get("LD_LIBRARY_PATH", "")]
     environment = {

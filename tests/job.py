@@ -24,8 +24,8 @@ HEARTBEAT_S = 30
 _POLL_S = 1.0
 _KEY = "jax_ep_tests/failure"
 
-# Launchers that set a process's place in the job: JAX's name of each; the variables of the number
-# of processes and of the index.
+# Launchers that set a process's position in the job: JAX's name of each; the variables of the
+# number of processes and of the index.
 LAUNCHERS = {
     "slurm": ("slurm", "SLURM_NTASKS", "SLURM_PROCID"),
     "openmpi": ("ompi", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
@@ -34,7 +34,7 @@ LAUNCHERS = {
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """This process's place in a job."""
+    """This process's position in a job."""
 
     n_processes: int
     process_id: int
@@ -62,8 +62,8 @@ class Job:
     def join(self) -> None:
         """Joins the job; with one process and no coordinator, there is none."""
         if self.coordinator:
-            place = (self.coordinator, self.n_processes, self.process_id)
-            jax.distributed.initialize(*place, heartbeat_timeout_seconds=HEARTBEAT_S)
+            position = (self.coordinator, self.n_processes, self.process_id)
+            jax.distributed.initialize(*position, heartbeat_timeout_seconds=HEARTBEAT_S)
         elif self.launcher != "flags":
             method = LAUNCHERS[self.launcher][0]
             jax.distributed.initialize(

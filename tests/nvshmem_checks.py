@@ -188,13 +188,13 @@ def check_a_skipped_call(make_function=dispatch_where, results: list | None = No
 
 def check_a_skipped_dispatch() -> None:
     """The last rank has sent its ids, but not its tokens, which a dispatch waits for."""
-    check_a_skipped_overlapped_call("spread_and_dispatch", lambda group, rows: rows.tokens)
+    check_a_skipped_overlapped_call("all_gather_and_dispatch", lambda group, rows: rows.tokens)
 
 
 def check_a_skipped_combine() -> None:
     """The last rank returns no rows and no sums; those of its rail are NaN."""
     result = check_a_skipped_overlapped_call(
-        "combine_and_collect", lambda group, rows: jax_ep.combine(group, rows.tokens, rows)
+        "combine_and_reduce_scatter", lambda group, rows: jax_ep.combine(group, rows.tokens, rows)
     )
     n_ranks = len(jax.devices())
     if jax.process_index() == n_ranks // 2 - 1:

@@ -167,7 +167,7 @@ def test_every_call_has_the_attributes_that_its_handler_reads(case, platform, wa
 
 @pytest.mark.parametrize("least", [1, 1000])
 @pytest.mark.parametrize("weights", ["none", "row", "source"])
-def test_an_exchange_between_nodes_has_the_attributes_that_its_handler_reads(
+def test_an_inter_node_exchange_has_the_attributes_that_its_handler_reads(
     weights, least, monkeypatch
 ):
     monkeypatch.setattr(overlapped, "min_tokens", least)

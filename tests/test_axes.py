@@ -66,12 +66,12 @@ def run(group, body, operands):
     out = jax.jit(jax.shard_map(on_rank, mesh=group.mesh, in_specs=spec, out_specs=spec))(*operands)
     leaves, treedef = jax.tree.flatten(out)
     by_rank = {}
-    for device, place in ranks_of(group).items():
+    for device, rank in ranks_of(group).items():
         if device.process_index != jax.process_index():
             continue
         shards = ([s.data for s in x.addressable_shards if s.device == device] for x in leaves)
         local = [np.asarray(data)[0] for (data,) in shards]
-        by_rank[place] = jax.tree.unflatten(treedef, local)
+        by_rank[rank] = jax.tree.unflatten(treedef, local)
     return by_rank
 
 

@@ -42,7 +42,7 @@ def fake_trace(n_steps: int) -> list[list[profiler.Event]]:
             ns += 1e6
             events.append(profiler.Event("first", ns - 500, 1e-7))
             for step in range(n_steps):
-                for name in ("DispatchLinesKernel", "CombineKernel"):
+                for name in ("DispatchLLKernel", "CombineKernel"):
                     us = 10 if step else 50
                     events.append(profiler.Event(f"void {name}(x)", ns, us * 1e-6))
                     ns += us * 1e3 + 1e3

@@ -42,8 +42,8 @@ def emulated_ragged_all_to_all(
     everyones = (operand, input_offsets, send_sizes, output_offsets)
     everyones = [lax.all_gather(x, axis_name) for x in everyones]
     for source in range(n_ranks):
-        rows, starts, sizes, places = (x[source] for x in everyones)
-        i = jnp.arange(output.shape[0]) - places[rank]
+        rows, starts, sizes, positions = (x[source] for x in everyones)
+        i = jnp.arange(output.shape[0]) - positions[rank]
         is_sent = (i >= 0) & (i < sizes[rank])
         moved = rows[jnp.clip(starts[rank] + i, 0, rows.shape[0] - 1)]
         output = jnp.where(is_sent[:, None], moved, output)

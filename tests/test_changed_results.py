@@ -37,7 +37,7 @@ def set_at(x: jax.Array, i: int, value: int) -> jax.Array:
 
 @pytest.fixture(params=[1, 2])
 def case(request):
-    """Formats that pad groups have the padding's places in row_offsets."""
+    """Formats that pad groups count their padding in row_offsets."""
     return cases.SMALL[request.param].replace(row_alignment=4, weights="source")
 
 

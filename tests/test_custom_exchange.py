@@ -92,10 +92,10 @@ def check_files() -> None:
     exchange = Exchange.over(mesh, "files", 30.0, exchange_files)
     geometry = geometry_of(mesh)
     assert bootstrap.unsupported_reason(geometry, exchange) is None
-    bootstrap.open_buffers(geometry, exchange)
+    bootstrap.open_workspaces(geometry, exchange)
     assert [peer[1] for peer in fake.peers] == [0, 1]
     assert bootstrap.disconnect(geometry.key)
-    bootstrap.free_buffers(geometry.key, exchange)
+    bootstrap.free_workspaces(geometry.key, exchange)
     n_files = len(list(pathlib.Path(os.environ[BOARD_VARIABLE]).iterdir()))
     assert n_files == 2 * 4  # of 2 processes: choice, workspaces, connected, closed
 

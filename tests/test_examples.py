@@ -199,11 +199,11 @@ def test_two_processes_equal_a_dense_layer(run) -> None:
 def test_a_layer_on_several_hosts_equals_a_dense_layer() -> None:
     """Two processes stand for two hosts."""
     python = pathlib.Path(sys.executable).parent
-    place = {"PATH": f"{python}{os.pathsep}{os.environ['PATH']}"}
+    environment = {"PATH": f"{python}{os.pathsep}{os.environ['PATH']}"}
     with reserved_port() as port:
         script = [str(EXAMPLES / "multi_host" / "plain.sh"), f"localhost:{port}", "2"]
         commands = [[*script, str(i), "--cpus", "2"] for i in range(2)]
-        logs = run_commands(commands, "equal to a dense layer", 120.0, [place] * 2)
+        logs = run_commands(commands, "equal to a dense layer", 120.0, [environment] * 2)
     for i, log in enumerate(logs):
         assert f"process {i} of 2: ranks ({2 * i}, {2 * i + 1}) of 4, transport host\n" in log
 

@@ -252,9 +252,9 @@ def check_buffers() -> None:
         exchange = exchange_of_all("buffers")
         if error:
             with pytest.raises(RuntimeError, match=f"^process 1: {error}$"):
-                bootstrap.open_buffers(geometry, exchange)
+                bootstrap.open_workspaces(geometry, exchange)
         else:
-            bootstrap.open_buffers(geometry, exchange)
+            bootstrap.open_workspaces(geometry, exchange)
             check_open_buffers(geometry, exchange, fake)
         assert not fake.n_users
         assert not fake.allocated
@@ -270,7 +270,7 @@ def check_open_buffers(geometry: Geometry, exchange: Exchange, fake: FakeExtensi
     assert not bootstrap.disconnect(key)
     assert fake.allocated
     assert bootstrap.disconnect(key)
-    bootstrap.free_buffers(key, exchange)
+    bootstrap.free_workspaces(key, exchange)
 
 
 def check_shared_memory() -> None:
@@ -324,14 +324,14 @@ def check_close_without_the_others() -> None:
     fake = FakeExtension()
     use(fake)
     exchange = exchange_of_all("left", timeout_s=60.0)
-    bootstrap.open_buffers(geometry, exchange)
+    bootstrap.open_workspaces(geometry, exchange)
     exchange.open()
     if jax.process_index() == 0:
         begin = time.monotonic()
         bootstrap._MAX_CLOSE_S = SHORT_TIMEOUT_S
         with pytest.warns(RuntimeWarning, match="waited 2 s for process 1, 2"):
             assert bootstrap.disconnect(geometry.key)
-            bootstrap.free_buffers(geometry.key, exchange)
+            bootstrap.free_workspaces(geometry.key, exchange)
         assert time.monotonic() - begin < SHORT_TIMEOUT_S + 5
         assert not fake.allocated
     exchange_of_all("the end")("step", b"")

@@ -161,7 +161,7 @@ def test_a_handler_of_the_user_s_is_called_once_and_may_go_on():
     assert calls == [1, 1]
 
 
-def test_a_device_twice_in_a_mesh_is_named_with_both_places():
+def test_a_device_twice_in_a_mesh_is_named_with_both_coordinates():
     devices = np.array([jax.devices()[i] for i in (0, 1, 2, 0)]).reshape(2, 2)
     mesh = jax.sharding.Mesh(devices, ("data", AXIS))
     wanted = r"device 0 is at \(0, 0\) and at \(1, 1\) of the mesh .*'data': 2"

@@ -70,18 +70,20 @@ def environments(launcher: str, n: int) -> list[dict[str, str]]:
     ]
 
 
-def run(which: str, *flags: str, places: list[dict[str, str]], timeout_s: float = 120) -> list[str]:
-    """Runs one of the samples in a process for each of `places`."""
+def run(
+    which: str, *flags: str, positions: list[dict[str, str]], timeout_s: float = 120
+) -> list[str]:
+    """Runs one of the samples in a process for each of `positions`."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--color=no", str(SAMPLES)]
     command += ["--n-devices=4", "-k", which, *flags]
-    added = [place | {"JAX_EP_TEST_WANTED": str(len(places))} for place in places]
-    return run_commands([command] * len(places), " passed", timeout_s, added)
+    added = [position | {"JAX_EP_TEST_WANTED": str(len(positions))} for position in positions]
+    return run_commands([command] * len(positions), " passed", timeout_s, added)
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("launcher", job.LAUNCHERS)
 def test_a_launchers_processes_join_one_job(launcher):
-    logs = run("passes", f"--launcher={launcher}", places=environments(launcher, 2))
+    logs = run("passes", f"--launcher={launcher}", positions=environments(launcher, 2))
     for i, log in enumerate(logs):
         assert f"job: process {i} of 2 on " in log
         assert f"launched by {launcher}" in log
@@ -92,12 +94,12 @@ def run_by_flags(which: str) -> str:
     with reserved_port() as port:
         names = ("COORDINATOR", "N_PROCESSES", "PROCESS_ID")
         values = [(f"localhost:{port}", "2", str(i)) for i in range(2)]
-        places = [
+        positions = [
             {f"JAX_EP_TEST_{name}": value for name, value in zip(names, each, strict=True)}
             for each in values
         ]
         with pytest.raises(AssertionError) as caught:
-            run(which, places=places)
+            run(which, positions=positions)
     return str(caught.value)
 
 

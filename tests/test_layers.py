@@ -54,10 +54,10 @@ def test_every_folder_of_the_table_exists():
         ("cuda/group/group.cc", "layer/silu/cuda_silu.h"),
         ("cuda/group/plan.h", "cuda/handlers/handler.h"),
         ("cuda/handlers/handler.h", "internode/handlers/read_rail.h"),
-        ("layer/silu/silu.h", "internode/plan/stream.h"),
-        ("internode/plan/stream.h", "internode/steps/streams.h"),
+        ("layer/silu/silu.h", "internode/plan/credit_fifo.h"),
+        ("internode/plan/credit_fifo.h", "internode/steps/credit_fifo.h"),
         ("internode/handlers/read_rail.h", "cpu/group.h"),
-        ("core/line.h", "target_dict.h"),
+        ("core/ll_packet.h", "target_dict.h"),
         ("target_dict.h", "cpu/group.h"),
     ],
 )
@@ -97,7 +97,7 @@ def test_a_folder_without_a_layer_is_found(tmp_path):
         ("cuda_module.cc", "internode/nvshmem/world.h"),
         ("tests/unit/check.h", "layer/silu/silu.h"),
         ("layer/silu/cuda_silu.cu", "cuda/device/copy.cuh"),
-        ("internode/plan/rail_call.h", "core/line.h"),
+        ("internode/plan/rail_call.h", "core/ll_packet.h"),
     ],
 )
 def test_what_the_table_allows_is_no_problem(seed, name, included):

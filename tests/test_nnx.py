@@ -184,7 +184,7 @@ def test_choices_beyond_the_capacity_are_reported():
     output, report = call(layer, tokens)
     assert report.n_limited == K * B * LENGTH - is_kept(report.topk_ids, layer).sum()
     assert report.expert_load.sum() == K * B * LENGTH
-    # Padding takes no places, although it counts in T.
+    # Padding takes no capacity, although it counts in T.
     _, masked = call(layer, tokens, mask)
     capacity = -(-K * B * LENGTH // 4 // E)
     ids = np.asarray(masked.topk_ids).reshape(4, -1)

@@ -157,19 +157,19 @@ def test_gradients_have_the_bits_of_one_call_for_all_nodes(weights, by_nodes):
 class ThriftyRails(XlaRails):
     """Loses what the masks say is not needed, as `nvshmem` does not send it."""
 
-    def spread(self, rows, is_sent):
-        spread = super().spread(rows, is_sent)
+    def all_gather(self, rows, is_sent):
+        gathered = super().all_gather(rows, is_sent)
         if is_sent is not None:
-            of_all = super().spread(is_sent[None].astype(jnp.uint8), None) > 0  # by source
+            of_all = super().all_gather(is_sent[None].astype(jnp.uint8), None) > 0  # by source
             arrives = jnp.take(of_all, self._node(), axis=1).at[self._node()].set(True)
-            spread = _where(arrives.reshape(-1, *is_sent.shape[2:]), spread, jnp.nan)
-        return spread
+            gathered = _where(arrives.reshape(-1, *is_sent.shape[2:]), gathered, jnp.nan)
+        return gathered
 
-    def collect(self, rows, is_sent):
+    def all_to_all(self, rows, is_sent):
         if is_sent is not None:
             by_node = is_sent.reshape(self.geometry.routed.n_nodes, -1, *is_sent.shape[1:])
             rows = _where(by_node.at[self._node()].set(True).reshape(is_sent.shape), rows, 0)
-        return super().collect(rows, is_sent)
+        return super().all_to_all(rows, is_sent)
 
     def _node(self):
         return jax.lax.axis_index(AXIS) // self.geometry.routed.n_ranks_per_node
@@ -213,7 +213,7 @@ def test_gradients_of_a_layer_match_the_dense_layer(weights, by_nodes):
 
 
 def test_second_derivatives_are_refused(by_nodes):
-    """They are on one node; the collectives between nodes must not make them zero."""
+    """They are on one node; the inter-node collectives must not make them zero."""
     if by_nodes == "xla":
         pytest.skip("xla has second derivatives")
     group = group_of(TWO, by_nodes)
@@ -345,11 +345,11 @@ def test_a_mesh_with_other_ranks_is_refused(by_nodes):
 
 def test_a_node_is_a_replica_of_the_transport_inside():
     mesh = make_mesh(4, 2)
-    geometry = Geometry(mesh, AXIS, config_of(TWO), "host", within_nodes=True)
+    geometry = Geometry(mesh, AXIS, config_of(TWO), "host", intra_node=True)
     where = [(at.replica, at.rank) for at in geometry.routed_coordinates(geometry.coordinates)]
     assert where == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1)]
     assert [len(replica) for replica in geometry.routed_replicas] == [2] * 4
     assert geometry.max_routed_tokens == 2 * TWO.max_tokens
     assert geometry.routed.n_padded_groups == 4
     assert geometry.routed.n_groups == TWO.n_experts
-    assert geometry.key != dataclasses.replace(geometry, within_nodes=False).key
+    assert geometry.key != dataclasses.replace(geometry, intra_node=False).key

@@ -29,7 +29,7 @@ class ThriftyOverlappingRails(ThriftyRails, OverlappingRails):
 
     def dispatch(self, inner, operands, group_ids):
         bound.append("dispatch")
-        tokens = self.spread(operands.tokens, needs(self.geometry, group_ids))
+        tokens = self.all_gather(operands.tokens, needs(self.geometry, group_ids))
         handle_shape = inner.handle_shape(operands.group_ids.shape[0])
         within = dataclasses.replace(operands, tokens=tokens)
         return bind_dispatch(inner.geometry, within, handle_shape)
@@ -38,7 +38,7 @@ class ThriftyOverlappingRails(ThriftyRails, OverlappingRails):
         bound.append("combine")
         within = dataclasses.replace(operands, residual=None)
         sums, *scalars = bind_combine(inner.geometry, within)
-        return [self.add_up(sums, operands.residual, operands.routing.group_ids), *scalars]
+        return [self.reduce_scatter(sums, operands.residual, operands.routing.group_ids), *scalars]
 
 
 class OverlappingHost(HostByNodes):

@@ -45,14 +45,14 @@ def test_the_sources_obey():
 )
 def test_an_access_elsewhere_is_found(line, belongs, tmp_path):
     belongs = belongs or "ffi/cuda/device/peer.cuh"
-    for name in (belongs, "ffi/cuda/combine/combine.cu", "ffi/internode/steps/streams.h"):
+    for name in (belongs, "ffi/cuda/combine/combine.cu", "ffi/internode/steps/credit_fifo.h"):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"// {line}\n\n{line}\n")
     status, output = check(tmp_path)
     assert status == 1
     places = [each.split(":")[:2] for each in output.splitlines()]
-    wanted = [["ffi/cuda/combine/combine.cu", "3"], ["ffi/internode/steps/streams.h", "3"]]
+    wanted = [["ffi/cuda/combine/combine.cu", "3"], ["ffi/internode/steps/credit_fifo.h", "3"]]
     assert places == wanted
     assert all(each.endswith(f"it belongs into {belongs}") for each in output.splitlines())
 

@@ -46,11 +46,11 @@ def quantized_operands(layout="transposed", n=200, h=256):
     codes, scales = token_format.quantize(jnp.nan_to_num(rows))
     scales = scales.at[offsets[-1] :].set(jnp.nan)
     values = token_format.dequantize(jax_ep.Quantized(codes, scales))
-    placed = token_format.layout.place(scales, offsets)
+    laid_out = token_format.layout.place(scales, offsets)
     quantized = jax_ep.quantize_weights(weights, transposed=True)
     by_element = np.repeat(np.repeat(quantized.scales, 128, 1)[:, :n], 128, 2)
     numbers = np.asarray(quantized.codes, np.float64) * by_element
-    return jax_ep.QuantizedRows(codes, placed, None), quantized, offsets, (values, numbers)
+    return jax_ep.QuantizedRows(codes, laid_out, None), quantized, offsets, (values, numbers)
 
 
 @pytest.mark.parametrize("n", [200, 16, 136])

@@ -1,4 +1,4 @@
-"""Builds and runs the C++ tests of the exchange between nodes: of its plan, and its simulation."""
+"""Builds and runs the C++ tests of the inter-node exchange: of its plan, and its simulation."""
 
 import pathlib
 import re

@@ -219,7 +219,7 @@ def test_gpus_of_different_nodes_need_not_reach_each_other(selection):
 
 
 @pytest.mark.parametrize("layout", ["row_major", "atoms"])
-def test_p2p_has_every_layout_of_scales_inside_nodes(layout, selection):
+def test_p2p_has_every_layout_of_scales_intra_node(layout, selection):
     options = {"token_format": jax_ep.MXFP8(layout), "hidden_size": 128, "n_nodes": 2}
     assert selection(gpu_mesh([[0, 0, 1, 1]]), row_alignment=32, **options) == "p2p"
 

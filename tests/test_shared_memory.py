@@ -157,11 +157,11 @@ def test_equal_groups_are_one_group(transport):
 def test_inside_nodes_the_memory_is_that_of_the_transport_inside():
     mesh = make_mesh(4)
     config = config_of(SMALL, n_nodes=2)
-    large = Geometry(mesh, AXIS, config, "p2p", within_nodes=True)
+    large = Geometry(mesh, AXIS, config, "p2p", intra_node=True)
     small = Geometry(mesh, AXIS, config_of(OTHER, n_nodes=2), "p2p", True, memory_of=large)
     assert large.memory_key == large.key == small.memory_key
     outside = Geometry(mesh, AXIS, config_of(OTHER, n_nodes=2), "p2p", memory_of=large)
-    assert small.key == f"{outside.key}-within-nodes"
+    assert small.key == f"{outside.key}-intra-node"
 
 
 def call_of(group, case):
@@ -258,8 +258,8 @@ def test_memory_of_another_mesh_or_transport_is_refused(transport):
             group.mesh.devices.reshape(2, 2), ("dp", AXIS)
         ),
     }
-    for places, mesh in meshes.items():
-        message = f"memory_of must be a group of the same mesh and axis; got Mesh.*{places}"
+    for described, mesh in meshes.items():
+        message = f"memory_of must be a group of the same mesh and axis; got Mesh.*{described}"
         with pytest.raises(ValueError, match=message):
             jax_ep.ep_init(mesh, AXIS, config, memory_of=group)
     if transport != "xla":

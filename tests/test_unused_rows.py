@@ -81,13 +81,13 @@ def set_all_bits_unless(used, x, axis=0):
 def open_group(transport, monkeypatch):
     """A function that opens a group of a case, whose calls leave poison in unused rows."""
 
-    def call_in_backward(places, call_p, start_p, arrays, params):
-        results, places = original(places, call_p, start_p, arrays, params)
+    def call_in_backward(slots, call_p, start_p, arrays, params):
+        results, slots = original(slots, call_p, start_p, arrays, params)
         if call_p is not combine_grad_p:
-            return results, places
+            return results, slots
         (rows, *weights), row_offsets = results, arrays[2]
         used = jnp.arange(len(rows), dtype=jnp.uint32) < row_offsets[-1]
-        return [set_all_bits_unless(used, rows), *weights], places
+        return [set_all_bits_unless(used, rows), *weights], slots
 
     original = gradients.call_in_backward
     monkeypatch.setattr(gradients, "call_in_backward", call_in_backward)

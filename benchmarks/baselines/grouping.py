@@ -127,18 +127,18 @@ def _merge(shapes: Shapes, topk_ids: jax.Array) -> Grouping:
     ids, n_local = topk_ids.reshape(-1), shapes.n_local_experts
     experts = jnp.where((ids >= 0) & (ids < n_experts), ids, n_experts)
     keys, start = _sort(experts, n_experts)
-    place = invert(keys % n, n)  # of each choice in the sorted list
-    message = lax.all_gather(jnp.concatenate([experts, place, start]), shapes.axis_name)
-    experts, place, start = jnp.split(message, [n, 2 * n], axis=1)  # [R, ...]
+    position = invert(keys % n, n)  # of each choice in the sorted list
+    message = lax.all_gather(jnp.concatenate([experts, position, start]), shapes.axis_name)
+    experts, position, start = jnp.split(message, [n, 2 * n], axis=1)  # [R, ...]
 
     first_expert = lax.axis_index(shapes.axis_name) * n_local
     start = lax.dynamic_slice_in_dim(start, first_expert, n_local + 1, axis=1)
     counts = jnp.diff(start, axis=1)  # [R, L]
     ends = jnp.cumsum(counts.T.reshape(-1)).reshape(n_local, -1)  # in row order
-    shifts = ends.T - counts - start[:, :-1]  # [R, L], from place to row
+    shifts = ends.T - counts - start[:, :-1]  # [R, L], from position to row
     row = jnp.full_like(experts, capacity)  # of other ranks' experts
     for i in range(n_local):
-        row = jnp.where(experts - first_expert == i, place + shifts[:, i, None], row)
+        row = jnp.where(experts - first_expert == i, position + shifts[:, i, None], row)
     row = jnp.minimum(row, capacity).reshape(-1)
     first_rows = jnp.concatenate([jnp.zeros(1, I32), ends[:, -1]])
     return Grouping(invert(row, capacity), row, first_rows)

@@ -57,12 +57,12 @@ def _plan(shapes: Shapes, topk_ids: jax.Array, grouping: Grouping) -> Route:
     to = jnp.where(is_expert, ids // n_local, n_ranks)
     goes = to[:, :, None] == jnp.arange(n_ranks)  # [source, choice, receiver]
     sizes = goes.sum(axis=1, dtype=I32)
-    place = jnp.cumsum(goes, axis=1, dtype=I32) - 1  # in the slab
+    position = jnp.cumsum(goes, axis=1, dtype=I32) - 1  # in the slab
     first_out = jnp.cumsum(sizes, axis=1) - sizes
     first_in = jnp.cumsum(sizes, axis=0) - sizes
-    out = jnp.where(goes, first_out[:, None] + place, 0)[rank].sum(axis=1)
+    out = jnp.where(goes, first_out[:, None] + position, 0)[rank].sum(axis=1)
     out_of_choice = jnp.where(is_expert[rank], out, n)
-    arrives = (first_in[:, None] + place)[:, :, rank].reshape(-1)
+    arrives = (first_in[:, None] + position)[:, :, rank].reshape(-1)
     in_of_row = take(arrives, grouping.choice_of_row)
     in_use = jnp.arange(shapes.capacity) < grouping.first_rows[-1]
     return Route(

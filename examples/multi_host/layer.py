@@ -67,8 +67,8 @@ def main() -> None:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", options.cpus)
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    place = options.coordinator, options.n_processes, options.process_id
-    jax.distributed.initialize(*place, cluster_detection_method=options.launcher)
+    job = options.coordinator, options.n_processes, options.process_id
+    jax.distributed.initialize(*job, cluster_detection_method=options.launcher)
 
     mesh = jax.sharding.Mesh(jax.devices(), ("ep",))  # the devices of all processes
     config = jax_ep.EPConfig(

@@ -68,10 +68,10 @@ def loss(layer, arrays):
 shapes = [(128, 64), (64, 8), (8, 64, 2, 96), (8, 96, 64)]
 arrays = dict(zip(SPECS, normal(*shapes), strict=True))
 arrays["gate_up"] /= 4  # `normal` takes axis -2 for the one that is summed over
-placed = {n: jax.device_put(x, jax.NamedSharding(mesh, SPECS[n])) for n, x in arrays.items()}
+sharded = {n: jax.device_put(x, jax.NamedSharding(mesh, SPECS[n])) for n, x in arrays.items()}
 step = jax.jit(jax.value_and_grad(loss, argnums=1), static_argnums=0)
-got = step(moe_layer, placed)
+got = step(moe_layer, sharded)
 assert_close(got, step(dense_layer, arrays))
 for name, grad in got[1].items():  # as the parameters: no device holds more of a gradient
-    assert grad.sharding.is_equivalent_to(placed[name].sharding, grad.ndim), name
+    assert grad.sharding.is_equivalent_to(sharded[name].sharding, grad.ndim), name
 print(f"loss and gradients equal on {mesh.size} devices, transport {group.transport}")

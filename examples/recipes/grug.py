@@ -108,8 +108,8 @@ run = functools.partial(moe_mlp, activation_fn=jax.nn.silu, group=group)
 step = jax.jit(jax.grad(layer, argnums=(1, 2), has_aux=True), static_argnums=0)
 with jax.set_mesh(mesh):
     specs = {"router": P(), "w13": P("expert", "data"), "w2": P("expert", None, "data")}
-    placed = {name: reshard(each, specs[name]) for name, each in params.items()}
-    grads, (output, drops) = step(run, placed, reshard(x, P(BATCH)), reshard(is_token, P(BATCH)))
+    sharded = {name: reshard(each, specs[name]) for name, each in params.items()}
+    grads, (output, drops) = step(run, sharded, reshard(x, P(BATCH)), reshard(is_token, P(BATCH)))
 wanted, (dense_output, _) = step(dense_mlp, params, x, is_token)
 assert_close((grads, output), (wanted, dense_output))
 assert drops == (0, 0)

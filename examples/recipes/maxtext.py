@@ -75,10 +75,10 @@ config = jax_ep.EPConfig(
 moe = RoutedMoE(mesh, config)
 arrays = normal((16, 16, 64), (64, 8), (8, 64, 96), (8, 64, 96), (8, 96, 64))
 up, down = P("expert", "fsdp"), P("expert", None, "fsdp")  # gathered over "fsdp" by XLA
-placed = [
+sharded = [
     jax.device_put(array, jax.NamedSharding(mesh, spec))
     for array, spec in zip(arrays, (P(BATCH), P(), up, up, down), strict=True)
 ]
 step = jax.jit(jax.value_and_grad(loss, argnums=(1, 2, 3, 4, 5)), static_argnums=0)
-assert_close(step(moe.sparse_matmul, *placed), step(dense_matmul, *arrays))
+assert_close(step(moe.sparse_matmul, *sharded), step(dense_matmul, *arrays))
 print(f"loss and gradients equal on {mesh.size} devices, transport {moe.group.transport}")

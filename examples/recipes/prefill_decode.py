@@ -58,30 +58,30 @@ def model(experts, params, x, cache, is_active):
     return x, (totals[:, -1], lengths[:, -1])
 
 
-def generate(prompt_experts, step_experts, prompt_place, step_place, params, prompts):
+def generate(prompt_experts, step_experts, shard_prompt, shard_step, params, prompts):
     """Outputs of `N_STEPS` steps after the prompts; slot i is free from step i on."""
     run = jax.jit(model, static_argnums=0)
     cache = jnp.zeros((N_SLOTS, SIZE)), jnp.zeros(N_SLOTS, jnp.int32)
-    args = prompt_place((prompts, cache, jnp.ones(N_SLOTS, bool)))
-    x, cache = run(prompt_experts, prompt_place(params, SPECS), *args)
+    args = shard_prompt((prompts, cache, jnp.ones(N_SLOTS, bool)))
+    x, cache = run(prompt_experts, shard_prompt(params, SPECS), *args)
 
-    params, (x, cache) = step_place(params, SPECS), step_place((x[:, -1:], cache))
+    params, (x, cache) = shard_step(params, SPECS), shard_step((x[:, -1:], cache))
     outputs = []
     for step in range(N_STEPS):
         is_active = jnp.arange(N_SLOTS) > step
-        x, cache = run(step_experts, params, x, cache, step_place(is_active))
+        x, cache = run(step_experts, params, x, cache, shard_step(is_active))
         outputs.append(np.asarray(x))  # waits
     return np.stack(outputs)
 
 
-def placer(group):
+def sharder(group):
     """A function that puts a tree on a group's mesh, sharded over ranks unless `specs` say else."""
 
-    def place(tree, specs=BY_RANK):
+    def shard(tree, specs=BY_RANK):
         shardings = jax.tree.map(lambda spec: jax.NamedSharding(group.mesh, spec), specs)
         return jax.device_put(tree, shardings)
 
-    return place
+    return shard
 
 
 # A decode group has few tokens, and room for the worst case. In prefill, the worst case is large
@@ -91,14 +91,14 @@ decode = make_group(jax.devices()[4:8], 4)
 shapes = [(SIZE, SIZE), (SIZE, 16), (16, SIZE, 2 * 48), (16, 48, SIZE)]
 *arrays, prompts = normal(*shapes, (N_SLOTS, PROMPT, SIZE))
 params = dict(zip(SPECS, arrays, strict=True))
-groups = experts_of(prefill), experts_of(decode), placer(prefill), placer(decode)
+groups = experts_of(prefill), experts_of(decode), sharder(prefill), sharder(decode)
 one_device = (dense_experts, dense_experts, *[lambda tree, specs=None: tree] * 2)
 outputs = generate(*groups, params, prompts)
 assert_close(outputs, generate(*one_device, params, prompts))
 
 # On the devices of prefill, a decode group needs no memory of its own: calls take turns.
 decode_here = make_group(jax.devices()[:4], 4, memory_of=prefill)
-groups = experts_of(prefill), experts_of(decode_here), placer(prefill), placer(decode_here)
+groups = experts_of(prefill), experts_of(decode_here), sharder(prefill), sharder(decode_here)
 np.testing.assert_array_equal(generate(*groups, params, prompts), outputs)
 assert decode_here.memory == prefill.memory
 print(f"{N_STEPS} steps equal: prefill into {prefill.max_recv_tokens} rows,", end=" ")

@@ -10,7 +10,7 @@
 #include <cstdint>
 
 #include "core/host_device.h"
-#include "core/line.h"
+#include "core/ll_packet.h"
 #include "core/message.h"
 #include "core/stats_words.h"
 
@@ -23,7 +23,7 @@ struct WorkspaceShape {
   int64_t max_tokens_per_rank;  // M
   int64_t token_bytes;          // scales and payload of a token on the wire, in dispatch
   int64_t row_bytes;            // a row on the wire, in combine
-  bool uses_lines = true;       // calls with few tokens go in lines
+  bool uses_ll = true;          // calls with few tokens go in LL packets
 };
 
 // Bytes [offset, offset + n_buffers * bytes) of the workspace.
@@ -39,22 +39,22 @@ struct Region {
   }
 };
 
-// Calls with few tokens go in lines: all that travels, payload included, carries the epoch, so that
-// nothing is waited for twice. That takes a third more bytes, and every block looks at all choices
-// of all ranks.
-constexpr size_t kMaxLineTokens = 64;         // per rank
-constexpr size_t kMaxLineChoices = 2048;      // of all ranks
-constexpr size_t kMaxLineCounts = 16 * 1024;  // of (group, 32 choices of a rank)
+// Calls with few tokens go in LL packets: all that travels, payload included, carries the epoch, so
+// that nothing is waited for twice. That takes a third more bytes, and every block looks at all
+// choices of all ranks.
+constexpr size_t kMaxLLTokens = 64;         // per rank
+constexpr size_t kMaxLLChoices = 2048;      // of all ranks
+constexpr size_t kMaxLLCounts = 16 * 1024;  // of (group, 32 choices of a rank)
 
-// Tokens per rank up to which calls may go in lines.
-constexpr size_t MaxLineTokens(const WorkspaceShape& s) {
-  if (!s.uses_lines) return 0;
+// Tokens per rank up to which calls may go in LL packets.
+constexpr size_t MaxLLTokens(const WorkspaceShape& s) {
+  if (!s.uses_ll) return 0;
   const size_t n_choices = s.n_choices, n_ranks = s.n_ranks;
   const size_t n_groups = n_ranks * static_cast<size_t>(s.n_local_groups);
   const auto min = [](size_t a, size_t b) { return a < b ? a : b; };
-  const size_t by_counts = kMaxLineCounts / n_groups * 32 / n_choices;
-  return min(min(s.max_tokens_per_rank, kMaxLineTokens),
-             min(kMaxLineChoices / (n_ranks * n_choices), by_counts));
+  const size_t by_counts = kMaxLLCounts / n_groups * 32 / n_choices;
+  return min(min(s.max_tokens_per_rank, kMaxLLTokens),
+             min(kMaxLLChoices / (n_ranks * n_choices), by_counts));
 }
 
 // Progress of one kind of call (dispatch or combine) on one rank.
@@ -86,14 +86,14 @@ struct Workspace {
   Region scalars;   // word[M, N]        combine: bits of a row's scalar, where its choice is
   Region dots;      // word[M, N]        the same in the backward of combine
 
-  // Regions of calls in lines; F = max_line_tokens.
-  Region choice_lines;  // Line[R, F, N]               group id and bits of the weight
-  Region token_lines;   // Line[R, F, lines_of_token]  scales and payload
-  Region row_lines;     // Line[F, N, lines_of_row]
+  // Regions of LL calls; F = max_ll_tokens.
+  Region choice_packets;  // LLPacket[R, F, N]                 group id and bits of the weight
+  Region token_packets;   // LLPacket[R, F, packets_of_token]  scales and payload
+  Region row_packets;     // LLPacket[F, N, packets_of_row]
 
   size_t message_bytes;
-  size_t max_line_tokens;
-  size_t lines_of_token, lines_of_row;
+  size_t max_ll_tokens;
+  size_t packets_of_token, packets_of_row;
   size_t bytes;  // of the whole workspace
 
   static constexpr Workspace Plan(const WorkspaceShape& s) {
@@ -102,9 +102,9 @@ struct Workspace {
     const StatsWords stats{n_ranks, static_cast<size_t>(s.n_local_groups)};
     Workspace w{};
     w.message_bytes = MessageBytes(s.token_bytes, s.n_choices);
-    w.lines_of_token = LinesOf(s.token_bytes);
-    w.lines_of_row = LinesOf(s.row_bytes);
-    w.max_line_tokens = MaxLineTokens(s);
+    w.packets_of_token = PacketsOf(s.token_bytes);
+    w.packets_of_row = PacketsOf(s.row_bytes);
+    w.max_ll_tokens = MaxLLTokens(s);
     w.dispatch_state = After(0, sizeof(CallState));
     w.combine_state = After(w.dispatch_state.end(), sizeof(CallState));
     w.failed = After(w.combine_state.end(), sizeof(uint32_t));
@@ -117,12 +117,13 @@ struct Workspace {
     w.weights = After(w.returned.end(), n_ranks * max_choices * word, kBuffers);
     w.scalars = After(w.weights.end(), max_choices * word, kBuffers);
     w.dots = After(w.scalars.end(), max_choices * word, kBuffers);
-    const size_t n_tokens = n_ranks * w.max_line_tokens, line = sizeof(Line);
-    const size_t n_choices = w.max_line_tokens * s.n_choices;
-    w.choice_lines = After(w.dots.end(), n_ranks * n_choices * line, kBuffers);
-    w.token_lines = After(w.choice_lines.end(), n_tokens * w.lines_of_token * line, kBuffers);
-    w.row_lines = After(w.token_lines.end(), n_choices * w.lines_of_row * line, kBuffers);
-    w.messages = After(w.row_lines.end(), n_ranks * max_tokens * w.message_bytes, kBuffers);
+    const size_t n_tokens = n_ranks * w.max_ll_tokens, packet = sizeof(LLPacket);
+    const size_t n_choices = w.max_ll_tokens * s.n_choices;
+    w.choice_packets = After(w.dots.end(), n_ranks * n_choices * packet, kBuffers);
+    w.token_packets =
+        After(w.choice_packets.end(), n_tokens * w.packets_of_token * packet, kBuffers);
+    w.row_packets = After(w.token_packets.end(), n_choices * w.packets_of_row * packet, kBuffers);
+    w.messages = After(w.row_packets.end(), n_ranks * max_tokens * w.message_bytes, kBuffers);
     w.rows = After(w.messages.end(), max_choices * s.row_bytes, kBuffers);
     w.bytes = w.rows.end();
     return w;

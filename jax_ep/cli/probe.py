@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_ep
-from jax_ep.cli.workload import AXIS, make_mesh, on_mesh, place, random_choices
+from jax_ep.cli.workload import AXIS, make_mesh, on_mesh, random_choices, shard
 from jax_ep.group.select import NAMES
 
 _TOP_K = 2
@@ -55,7 +55,7 @@ def _round_trip(mesh: jax.sharding.Mesh, group: jax_ep.EPGroup) -> str | None:
         rows = jax_ep.dispatch(group, tokens.astype(jnp.bfloat16), topk_ids)
         return jax_ep.combine(group, rows.tokens, rows)
 
-    out = on_mesh(mesh, layer)(place(mesh, tokens), place(mesh, choices))
+    out = on_mesh(mesh, layer)(shard(mesh, tokens), shard(mesh, choices))
     n_wrong = int((np.asarray(out, np.float32) != _TOP_K * tokens).sum())
     group.check()
     return f"{n_wrong} of {tokens.size} numbers came back wrong" if n_wrong else None

@@ -68,7 +68,7 @@ def measure(
     random = workload.random_choices(config, group.n_ranks, seed=0)
     shape, dtype = (*random.shape[:2], config.hidden_size), config.token_format.token_dtypes[0]
     numbers = np.random.default_rng(1).standard_normal(shape, np.float32).astype(dtype)
-    tokens, choices = workload.place(mesh, numbers), workload.place(mesh, random)
+    tokens, choices = workload.shard(mesh, numbers), workload.shard(mesh, random)
     programs = _exchange(mesh, group, tokens, choices)
     if expert_size is not None:
         programs += _layer(mesh, group, tokens, choices, expert_size)
@@ -127,7 +127,7 @@ def _layer(
         out, backward = jax.vjp(lambda w, x: layer(w, x, ids), weights, tokens)
         return backward(out)
 
-    ranks = workload.place(mesh, np.arange(group.n_ranks))
+    ranks = workload.shard(mesh, np.arange(group.n_ranks))
     operands = workload.on_mesh(mesh, new_weights)(ranks), tokens, choices
     return [
         Program("layer", workload.on_mesh(mesh, layer), operands),

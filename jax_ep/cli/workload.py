@@ -57,7 +57,7 @@ def on_mesh(mesh: jax.sharding.Mesh, body: Callable[..., Any]) -> Callable[..., 
     return jax.jit(jax.shard_map(of_rank, mesh=mesh, in_specs=spec, out_specs=spec))
 
 
-def place(mesh: jax.sharding.Mesh, array: np.ndarray) -> jax.Array:
+def shard(mesh: jax.sharding.Mesh, array: np.ndarray) -> jax.Array:
     """Puts `array[rank]` on the device of each rank."""
     return jax.device_put(array, jax.NamedSharding(mesh, jax.P(AXIS)))
 

@@ -372,11 +372,11 @@ def _check_mesh(mesh: Any) -> None:
         )
     if not isinstance(mesh, jax.sharding.Mesh):
         raise TypeError(f"mesh must be a jax.sharding.Mesh; got {type(mesh).__name__}.")
-    places: dict[jax.Device, tuple[int, ...]] = {}
-    for place, device in np.ndenumerate(mesh.devices):
-        if device in places:
+    coords: dict[jax.Device, tuple[int, ...]] = {}
+    for coord, device in np.ndenumerate(mesh.devices):
+        if device in coords:
             raise ValueError(
-                f"each device must be in the mesh once; device {device.id} is at {places[device]} "
-                f"and at {place} of the mesh {dict(mesh.shape)}."
+                f"each device must be in the mesh once; device {device.id} is at {coords[device]} "
+                f"and at {coord} of the mesh {dict(mesh.shape)}."
             )
-        places[device] = place
+        coords[device] = coord

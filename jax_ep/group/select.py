@@ -109,11 +109,11 @@ def _select(requested: Geometry, exchange: Exchange) -> Connection:
 
 
 def _must_leave_nodes_apart(transport: type[Connection], geometry: Geometry) -> bool:
-    is_inside_nodes = any(
+    is_intra_node = any(
         issubclass(each, NodesConnection) and each.inner_type is transport
         for each in _FASTEST_FIRST
     )
-    return _serves_nodes_apart and is_inside_nodes and geometry.routed.n_nodes > 1
+    return _serves_nodes_apart and is_intra_node and geometry.routed.n_nodes > 1
 
 
 def _with_nodes(

@@ -1,1 +1,1 @@
-"""Exchanges between nodes, and the transports that consist of one and of calls inside nodes."""
+"""Inter-node exchanges, and the transports that consist of one and of intra-node calls."""

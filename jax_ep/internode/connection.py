@@ -6,7 +6,7 @@ its index on all nodes, which it has gathered, and the choices that name experts
 * The rows of an expert are a group of rows per node that tokens come from, in node order. So the
   transport, which orders them by group, rank on the node, token and k, gives them in the order of
   local expert, source rank, token and k, as on one node.
-* combine inside the node gives the node's sum for every such token, rounded to `combine_dtype`. The
+* intra-node combine gives the node's sum for every such token, rounded to `combine_dtype`. The
   sums return to their tokens' ranks, which add them in node order.
 
 So results have the bits of the other transports with the same `n_nodes`.
@@ -47,7 +47,7 @@ from jax_ep.transports.rounding import in_float32
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class NodeCall:
-    """A call in flight inside the node."""
+    """An intra-node call in flight."""
 
     call: Any  # of the transport inside
     operands: DispatchOperands | CombineOperands  # of the call inside
@@ -69,7 +69,7 @@ class NodesConnection(Connection):
 
     def __init__(self, geometry: Geometry) -> None:
         super().__init__(geometry)
-        self.inner = self.inner_type(within_nodes(geometry))
+        self.inner = self.inner_type(intra_node(geometry))
         self.rails = self.make_rails()
 
     def make_rails(self) -> Rails:
@@ -79,7 +79,7 @@ class NodesConnection(Connection):
     @classmethod
     def unsupported_reason(cls, geometry: Geometry, exchange: Exchange) -> str | None:
         """Requires that the transport can serve each node."""
-        return cls.inner_type.unsupported_reason(within_nodes(geometry), exchange)
+        return cls.inner_type.unsupported_reason(intra_node(geometry), exchange)
 
     @classmethod
     def find_nodes(cls, geometry: Geometry, exchange: Exchange) -> int:
@@ -124,7 +124,7 @@ class NodesConnection(Connection):
         within = self._gather(operands, with_tokens=rails is None)
         if rails is None:
             return self._results(within, self.inner.dispatch(within))
-        results = overlapped.spread_and_dispatch(rails, self.inner, within, operands.group_ids)
+        results = overlapped.all_gather_and_dispatch(rails, self.inner, within, operands.group_ids)
         return self._results(within, results)
 
     def combine(self, operands: CombineOperands) -> jax.Array:
@@ -135,14 +135,16 @@ class NodesConnection(Connection):
         if rails is None or not operands.reduce:
             return self._return(operands, shared_rows, self.inner.combine(within))
         within = dataclasses.replace(within, residual=operands.residual)
-        sums = overlapped.combine_and_collect(rails, self.inner, within, group_ids)
+        sums = overlapped.combine_and_reduce_scatter(rails, self.inner, within, group_ids)
         return self._finish_sums(sums, shared_rows)
 
     def send_along(self, values: jax.Array, routing: Routing) -> jax.Array:
-        """The values of all nodes, sent along the routing inside the node."""
+        """The values of all nodes, sent along the intra-node routing."""
         handle: Any = routing.handle
-        spread = gradients.spread_tokens(self.rails, values, routing.group_ids, handle.group_ids)
-        return self.inner.send_along(spread, handle)
+        gathered = gradients.all_gather_tokens(
+            self.rails, values, routing.group_ids, handle.group_ids
+        )
+        return self.inner.send_along(gathered, handle)
 
     def start(self, operands: DispatchOperands | CombineOperands) -> NodeCall:
         """Gathers what the call needs, and starts it inside the node."""
@@ -153,14 +155,14 @@ class NodesConnection(Connection):
         return NodeCall(self.inner.start(within), within, shared_rows)
 
     def finish(self, call: NodeCall, operands: Any, after: Any) -> Any:
-        """Waits for the call inside the node, then returns sums to their tokens' ranks."""
+        """Waits for the intra-node call, then returns sums to their tokens' ranks."""
         result = self.inner.finish(call.call, call.operands, after)
         if isinstance(operands, DispatchOperands):
             return self._results(call.operands, result)
         return self._return(operands, call.shared_rows, result)
 
     def _gather(self, operands: DispatchOperands, with_tokens: bool = True) -> DispatchOperands:
-        """The operands of the dispatch inside the node; without tokens, with those of this rank."""
+        """The operands of the intra-node dispatch; without tokens, with those of this rank."""
         tokens, ids, weights = operands.tokens, operands.group_ids, operands.topk_weights
         if isinstance(self.geometry.config.token_format, QuantizedFormat):
             tokens = lax.stop_gradient(tokens)  # their gradient comes from `dequantize`
@@ -172,7 +174,7 @@ class NodesConnection(Connection):
         return dataclasses.replace(operands, tokens=tokens, group_ids=ids, topk_weights=weights)
 
     def _results(self, within: Any, results: DispatchResults) -> DispatchResults:
-        """The results of dispatch, from those of the dispatch inside the node."""
+        """The results of dispatch, from those of the intra-node dispatch."""
         n_nodes = self.geometry.routed.n_nodes
         n_tokens = within.group_ids.shape[0] // n_nodes
         # What combine needs: the routing of all nodes' tokens inside this node.
@@ -189,12 +191,12 @@ class NodesConnection(Connection):
     def _operands_within(
         self, operands: CombineOperands
     ) -> tuple[CombineOperands, jax.Array | None]:
-        """The operands of the combine inside the node, and this rank's shared expert's rows."""
+        """The operands of the intra-node combine, and this rank's shared expert's rows."""
         handle: Any = operands.routing.handle
         weights = operands.topk_weights
         if weights is not None:
             ids = operands.routing.group_ids, handle.group_ids
-            weights = gradients.spread_weights(self.rails, weights, *ids)
+            weights = gradients.all_gather_weights(self.rails, weights, *ids)
         expert_out, shared_rows = operands.expert_out, None
         n_shared = min(operands.routing.n_tokens, expert_out.shape[0])
         if operands.adds_shared_expert and n_shared > 0:
@@ -207,13 +209,13 @@ class NodesConnection(Connection):
     def _return(
         self, operands: CombineOperands, shared_rows: jax.Array | None, out: jax.Array
     ) -> jax.Array:
-        """The result of combine, from that of the combine inside the node."""
+        """The result of combine, from that of the intra-node combine."""
         handle: Any = operands.routing.handle
         ids = operands.routing.group_ids, handle.group_ids
         if not operands.reduce:
-            rows = gradients.collect_rows(self.rails, out, *ids)
+            rows = gradients.all_to_all_rows(self.rails, out, *ids)
             return checkpoint_name(rows, COMBINE_NAME)
-        sums = gradients.collect_sums(self.rails, out, operands.residual, *ids)
+        sums = gradients.reduce_scatter_sums(self.rails, out, operands.residual, *ids)
         return self._finish_sums(sums, shared_rows)
 
     def _finish_sums(self, sums: jax.Array, shared_rows: jax.Array | None) -> jax.Array:
@@ -224,17 +226,17 @@ class NodesConnection(Connection):
         return checkpoint_name(sums, COMBINE_NAME)
 
 
-def within_nodes(geometry: Geometry) -> Geometry:
+def intra_node(geometry: Geometry) -> Geometry:
     """The geometry of the transport inside."""
-    memory_of = geometry.memory_of and within_nodes(geometry.memory_of)
-    return dataclasses.replace(geometry, within_nodes=True, memory_of=memory_of)
+    memory_of = geometry.memory_of and intra_node(geometry.memory_of)
+    return dataclasses.replace(geometry, intra_node=True, memory_of=memory_of)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _split_shared(n: int, expert_out: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Splits off the first n rows, those of the shared expert, and leaves zeros in their place.
 
-    They are this rank's own tokens, in order. The combine inside the node adds them, zeros by now,
+    They are this rank's own tokens, in order. The intra-node combine adds them, zeros by now,
     to its sums; the rows themselves must be added to the sum over all nodes.
     """
     shared = expert_out[:n]

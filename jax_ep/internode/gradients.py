@@ -1,4 +1,4 @@
-"""The exchange between nodes: what travels over the rails, and gradients with defined bits.
+"""The inter-node exchange: what travels over the rails, and gradients with defined bits.
 
 Each rank brings T tokens; arrays of the tokens of all N nodes are ordered by node. Rails have no
 derivatives, so the rules below are made of functions that have rules. Where a function takes
@@ -28,7 +28,7 @@ def gather(
     """The operands of a dispatch from all nodes: tokens, ids of `route_within`, and weights.
 
     `[N * T, H]`, `int32[N * T, N_c]` and `float32[N * T, N_c]`, from `[T, H]` and `[T, N_c]`. The
-    gradients are those of `spread_tokens` and `spread_weights`.
+    gradients are those of `all_gather_tokens` and `all_gather_weights`.
     """
     node_ids, all_weights, all_tokens = rails.gather(group_ids, weights, tokens)
     assert all_tokens is not None
@@ -44,8 +44,8 @@ def _gather_fwd(rails: Rails, tokens: Any, group_ids: Any, weights: Any) -> Any:
 
 def _gather_bwd(rails: Rails, ids: Any, cotangents: Any) -> Any:
     tokens, _, weights = cotangents
-    weights = None if weights is None else collect_rows(rails, weights, *ids)
-    return collect_sums(rails, tokens, None, *ids), None, weights
+    weights = None if weights is None else all_to_all_rows(rails, weights, *ids)
+    return reduce_scatter_sums(rails, tokens, None, *ids), None, weights
 
 
 gather.defvjp(_gather_fwd, _gather_bwd)
@@ -75,14 +75,14 @@ def _gather_choices_fwd(rails: Rails, group_ids: Any, weights: Any) -> Any:
 
 def _gather_choices_bwd(rails: Rails, ids: Any, cotangents: Any) -> Any:
     weights = cotangents[1]
-    return None, None if weights is None else collect_rows(rails, weights, *ids)
+    return None, None if weights is None else all_to_all_rows(rails, weights, *ids)
 
 
 _gather_choices.defvjp(_gather_choices_fwd, _gather_choices_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def collect_sums(
+def reduce_scatter_sums(
     rails: Rails,
     node_sums: jax.Array,
     residual: jax.Array | None,
@@ -90,21 +90,21 @@ def collect_sums(
     node_ids: jax.Array,
 ) -> jax.Array:
     """`Rails.add_up`."""
-    return rails.add_up(node_sums, residual, node_ids)
+    return rails.reduce_scatter(node_sums, residual, node_ids)
 
 
-def _collect_sums_bwd(rails: Rails, saved: Any, cotangent: Any) -> Any:
+def _reduce_scatter_sums_bwd(rails: Rails, saved: Any, cotangent: Any) -> Any:
     has_residual, *ids = saved
-    spread = spread_tokens(rails, cotangent, *ids)
-    return spread, cotangent if has_residual else None, None, None
+    gathered = all_gather_tokens(rails, cotangent, *ids)
+    return gathered, cotangent if has_residual else None, None, None
 
 
-collect_sums.defvjp(
+reduce_scatter_sums.defvjp(
     lambda rails, sums, residual, *ids: (
-        collect_sums(rails, sums, residual, *ids),
+        reduce_scatter_sums(rails, sums, residual, *ids),
         (residual is not None, *ids),
     ),
-    _collect_sums_bwd,
+    _reduce_scatter_sums_bwd,
 )
 
 
@@ -122,23 +122,23 @@ def _with_transpose(transpose: Callable[..., jax.Array]) -> Callable[..., Callab
     return decorate
 
 
-@_with_transpose(lambda rails, cotangent, *ids: collect_sums(rails, cotangent, None, *ids))
-def spread_tokens(
+@_with_transpose(lambda rails, cotangent, *ids: reduce_scatter_sums(rails, cotangent, None, *ids))
+def all_gather_tokens(
     rails: Rails, tokens: jax.Array, group_ids: jax.Array, node_ids: jax.Array
 ) -> jax.Array:
     """The tokens of all nodes, `[N * T, H]`, from `[T, H]`; undefined where none is for this node.
 
     The gradient is the sum of the nodes' gradients in node order, rounded once.
     """
-    return rails.spread(tokens, needs(rails.geometry, group_ids))
+    return rails.all_gather(tokens, needs(rails.geometry, group_ids))
 
 
 def _choose(rails: Rails, cotangent: jax.Array, *ids: jax.Array) -> jax.Array:
-    return collect_rows(rails, cotangent, *ids)
+    return all_to_all_rows(rails, cotangent, *ids)
 
 
 @_with_transpose(_choose)
-def spread_weights(
+def all_gather_weights(
     rails: Rails, weights: jax.Array, group_ids: jax.Array, node_ids: jax.Array
 ) -> jax.Array:
     """The values of all nodes' choices, `[N * T, N_c, ...]`, from `[T, N_c, ...]`.
@@ -147,18 +147,20 @@ def spread_weights(
     comes from the node that has its group.
     """
     is_row = weights.ndim > 2
-    return rails.spread(weights, choices_of_nodes(rails.geometry, group_ids) if is_row else None)
+    return rails.all_gather(
+        weights, choices_of_nodes(rails.geometry, group_ids) if is_row else None
+    )
 
 
-@_with_transpose(spread_weights)
-def collect_rows(
+@_with_transpose(all_gather_weights)
+def all_to_all_rows(
     rails: Rails, rows: jax.Array, group_ids: jax.Array, node_ids: jax.Array
 ) -> jax.Array:
     """The values of this rank's choices, `[T, N_c, ...]`, each from the node that has its group.
 
     From `[N * T, N_c, ...]`, of all nodes' choices; zero for those of other nodes.
     """
-    parts = rails.collect(rows, node_ids >= 0 if rows.ndim > 2 else None)
+    parts = rails.all_to_all(rows, node_ids >= 0 if rows.ndim > 2 else None)
     owners = jnp.clip(node_of(rails.geometry, group_ids), 0, rails.geometry.routed.n_nodes - 1)
     index = owners.reshape(1, *owners.shape, *[1] * (parts.ndim - 3))
     integers = jnp.take_along_axis(as_integers(parts), index, axis=0)[0]

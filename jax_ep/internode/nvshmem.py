@@ -30,12 +30,12 @@ class NvshmemRails(OverlappingRails):
         super().__init__(geometry)
         self._within = within
 
-    def spread(self, rows: jax.Array, is_sent: jax.Array | None) -> jax.Array:
+    def all_gather(self, rows: jax.Array, is_sent: jax.Array | None) -> jax.Array:
         """One kernel."""
         flat = rows if is_sent is None else _flat(rows, is_sent.ndim - 1)
         return self._send(flat, is_sent, by_node=False).reshape(-1, *rows.shape[1:])
 
-    def collect(self, rows: jax.Array, is_sent: jax.Array | None) -> jax.Array:
+    def all_to_all(self, rows: jax.Array, is_sent: jax.Array | None) -> jax.Array:
         """One kernel."""
         flat = _flat(rows, 1 if is_sent is None else is_sent.ndim)
         parts = self._send(flat, is_sent, by_node=True)
@@ -65,7 +65,7 @@ class NvshmemRails(OverlappingRails):
         all_weights = None if weights is None else rest.pop(0)
         return node_ids, all_weights, None if tokens is None else rest.pop(0)
 
-    def add_up(
+    def reduce_scatter(
         self, node_sums: jax.Array, residual: jax.Array | None, node_ids: jax.Array
     ) -> jax.Array:
         """One kernel."""
@@ -189,7 +189,7 @@ class NvshmemByNodes(P2pByNodes):
 
 
 def _message_bytes(geometry: Geometry) -> int:
-    """Of the longest row between nodes, and the ids and weights that go with it.
+    """Of the longest inter-node row, and the ids and weights that go with it.
 
     Tokens travel as given: formats that quantize do so inside the node.
     """

@@ -1,7 +1,7 @@
-"""Calls inside a node that run while the exchange between nodes does.
+"""Intra-node calls that run while the inter-node exchange does.
 
 Exchange and call are one operation. Its gradients are made of the other ones: the exchanges of
-gradients.py and the calls inside the node.
+gradients.py and the intra-node calls.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from jax_ep.formats import QuantizedFormat
-from jax_ep.internode.gradients import spread_tokens
+from jax_ep.internode.gradients import all_gather_tokens
 from jax_ep.internode.rails import OverlappingRails, Rails
 from jax_ep.operands.calls import CombineOperands, DispatchOperands, DispatchResults
 from jax_ep.transports import gradients as one_node
@@ -26,24 +26,24 @@ def overlapping(rails: Rails, n_tokens: int) -> OverlappingRails | None:
     return rails if isinstance(rails, OverlappingRails) and n_tokens >= min_tokens else None
 
 
-def _spread_and_dispatch(
+def _all_gather_and_dispatch(
     rails: OverlappingRails, inner: FfiConnection, operands: DispatchOperands, group_ids: jax.Array
 ) -> DispatchResults:
     """See `OverlappingRails.dispatch`."""
     return rails.dispatch(inner, operands, group_ids).named()
 
 
-spread_and_dispatch = jax.custom_vjp(_spread_and_dispatch, nondiff_argnums=(0, 1))
+all_gather_and_dispatch = jax.custom_vjp(_all_gather_and_dispatch, nondiff_argnums=(0, 1))
 
 
-def _spread_and_dispatch_fwd(
+def _all_gather_and_dispatch_fwd(
     rails: OverlappingRails, inner: FfiConnection, operands: Any, group_ids: Any
 ) -> Any:
-    results = _spread_and_dispatch(rails, inner, operands, group_ids)
+    results = _all_gather_and_dispatch(rails, inner, operands, group_ids)
     return results, (one_node.save_dispatch(operands, results), group_ids)
 
 
-def _spread_and_dispatch_bwd(
+def _all_gather_and_dispatch_bwd(
     rails: OverlappingRails, inner: FfiConnection, residuals: Any, cotangents: DispatchResults
 ) -> tuple[DispatchOperands, None]:
     saved, group_ids = residuals
@@ -57,33 +57,33 @@ def _spread_and_dispatch_bwd(
     return saved.like.replace(rails.combine(inner, plain_sum)), None
 
 
-spread_and_dispatch.defvjp(_spread_and_dispatch_fwd, _spread_and_dispatch_bwd)
+all_gather_and_dispatch.defvjp(_all_gather_and_dispatch_fwd, _all_gather_and_dispatch_bwd)
 
 
-def _combine_and_collect(
+def _combine_and_reduce_scatter(
     rails: OverlappingRails, inner: FfiConnection, operands: CombineOperands, group_ids: jax.Array
 ) -> jax.Array:
     """See `OverlappingRails.combine`; `group_ids` are `int32[T, N_c]`, of this rank's choices."""
     return rails.combine(inner, operands)[0]
 
 
-combine_and_collect = jax.custom_vjp(_combine_and_collect, nondiff_argnums=(0, 1))
+combine_and_reduce_scatter = jax.custom_vjp(_combine_and_reduce_scatter, nondiff_argnums=(0, 1))
 
 
-def _combine_and_collect_bwd(
+def _combine_and_reduce_scatter_bwd(
     rails: OverlappingRails, inner: FfiConnection, residuals: Any, cotangent: jax.Array
 ) -> tuple[CombineOperands, None]:
     saved, group_ids = residuals
-    spread = spread_tokens(rails, cotangent, group_ids, saved.operands.routing.group_ids)
-    gradients, *_ = one_node.combine_gradients(inner, saved, spread)
+    gathered = all_gather_tokens(rails, cotangent, group_ids, saved.operands.routing.group_ids)
+    gradients, *_ = one_node.combine_gradients(inner, saved, gathered)
     residual = cotangent if saved.has_residual else None
     return dataclasses.replace(gradients, residual=residual), None
 
 
-combine_and_collect.defvjp(
+combine_and_reduce_scatter.defvjp(
     lambda rails, inner, operands, group_ids: (
-        _combine_and_collect(rails, inner, operands, group_ids),
+        _combine_and_reduce_scatter(rails, inner, operands, group_ids),
         (one_node.save_combine(operands), group_ids),
     ),
-    _combine_and_collect_bwd,
+    _combine_and_reduce_scatter_bwd,
 )

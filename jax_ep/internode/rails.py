@@ -29,7 +29,7 @@ class Rails(abc.ABC):
         self.geometry = geometry
 
     @abc.abstractmethod
-    def spread(self, rows: jax.Array, is_sent: jax.Array | None) -> jax.Array:
+    def all_gather(self, rows: jax.Array, is_sent: jax.Array | None) -> jax.Array:
         """Gives this rank's rows to every node of its rail.
 
         Args:
@@ -42,7 +42,7 @@ class Rails(abc.ABC):
         """
 
     @abc.abstractmethod
-    def collect(self, rows: jax.Array, is_sent: jax.Array | None) -> jax.Array:
+    def all_to_all(self, rows: jax.Array, is_sent: jax.Array | None) -> jax.Array:
         """Gives each node of its rail the part of this rank's rows that is for it.
 
         Args:
@@ -57,7 +57,7 @@ class Rails(abc.ABC):
     def gather(
         self, group_ids: jax.Array, weights: jax.Array | None, tokens: jax.Array | None
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-        """The operands of a dispatch inside the node, from all nodes.
+        """The operands of an intra-node dispatch, from all nodes.
 
         Args:
             group_ids: `int32[T, N_c]` of this rank's tokens.
@@ -72,16 +72,16 @@ class Rails(abc.ABC):
         if weights is not None:  # as one array of integers
             bits = lax.bitcast_convert_type(weights, jnp.int32)
             choices = jnp.concatenate([group_ids, bits], axis=1)
-        all_choices = self.spread(choices, None)
+        all_choices = self.all_gather(choices, None)
         node_ids = route_within(self.geometry, all_choices[:, :n_choices])
         all_weights = None
         if weights is not None:
             all_weights = lax.bitcast_convert_type(all_choices[:, n_choices:], jnp.float32)
         if tokens is None:
             return node_ids, all_weights, None
-        return node_ids, all_weights, self.spread(tokens, needs(self.geometry, group_ids))
+        return node_ids, all_weights, self.all_gather(tokens, needs(self.geometry, group_ids))
 
-    def add_up(
+    def reduce_scatter(
         self, node_sums: jax.Array, residual: jax.Array | None, node_ids: jax.Array
     ) -> jax.Array:
         """The nodes' sums of this rank's tokens, in node order, then the residual; rounded once.
@@ -95,7 +95,7 @@ class Rails(abc.ABC):
         Returns:
             `[T, H]` in the dtype of the sums.
         """
-        parts = self.collect(node_sums, (node_ids >= 0).any(axis=1))
+        parts = self.all_to_all(node_sums, (node_ids >= 0).any(axis=1))
         total = parts[0].astype(jnp.float32)
         for part in parts[1:]:
             total = total + part.astype(jnp.float32)
@@ -113,7 +113,7 @@ class Rails(abc.ABC):
 
 
 class OverlappingRails(Rails):
-    """Rails whose exchange runs beside the call inside the node, as one operation."""
+    """Rails whose exchange runs beside the intra-node call, as one operation."""
 
     @abc.abstractmethod
     def dispatch(
@@ -122,8 +122,8 @@ class OverlappingRails(Rails):
         """Sends this rank's tokens to the nodes that need them, and dispatches all in this node.
 
         Args:
-            inner: the transport inside the node.
-            operands: of the dispatch inside the node, but with the tokens of this rank, `[T, H]`.
+            inner: the intra-node transport.
+            operands: of the intra-node dispatch, but with the tokens of this rank, `[T, H]`.
             group_ids: `int32[T, N_c]`, this rank's choices, which say what nodes need a token.
         """
 
@@ -135,8 +135,8 @@ class OverlappingRails(Rails):
         choices of all nodes' tokens have in this node.
 
         Args:
-            inner: the transport inside the node.
-            operands: of the combine inside the node, but with the residual of this rank, `[T, H]`.
+            inner: the intra-node transport.
+            operands: of the intra-node combine, but with the residual of this rank, `[T, H]`.
         """
 
 
@@ -147,13 +147,13 @@ class XlaRails(Rails):
     NaNs.
     """
 
-    def spread(self, rows: jax.Array, is_sent: jax.Array | None) -> jax.Array:
+    def all_gather(self, rows: jax.Array, is_sent: jax.Array | None) -> jax.Array:
         """One collective."""
         axis_name = self.geometry.axis_name
         integers = lax.all_gather(as_integers(rows), axis_name, axis_index_groups=self._groups())
         return lax.bitcast_convert_type(integers, rows.dtype).reshape(-1, *rows.shape[1:])
 
-    def collect(self, rows: jax.Array, is_sent: jax.Array | None) -> jax.Array:
+    def all_to_all(self, rows: jax.Array, is_sent: jax.Array | None) -> jax.Array:
         """One collective."""
         parts = as_integers(rows).reshape(self.geometry.routed.n_nodes, -1, *rows.shape[1:])
         return lax.bitcast_convert_type(self._all_to_all(parts), rows.dtype)

@@ -230,11 +230,11 @@ class MoE(nnx.Module):
         """
         checks.check_quantizable(self)
         dtype, sharding = self.group.config.combine_dtype, P(self.group.axis_name)
-        place = jax.sharding.NamedSharding(self.group.mesh, sharding)
+        placement = jax.sharding.NamedSharding(self.group.mesh, sharding)
         for name in ("gate_up", "down"):
             quantized = jax.jit(
                 lambda x: quantize_weights(x.astype(dtype), differentiable=False),
-                out_shardings=place,
+                out_shardings=placement,
             )(getattr(self, name)[...])
             setattr(self, name, ExpertCodes(quantized.codes))
             setattr(self, f"{name}_scales", ExpertCodes(quantized.scales))

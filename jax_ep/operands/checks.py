@@ -103,7 +103,7 @@ def _has_kind(dtypes: Sequence[Any], kind: Any) -> bool:
 
 
 def check_not_swapped(operation: str, topk_ids: Any, topk_weights: Any) -> None:
-    """Requires ids and weights in their places."""
+    """Requires that ids and weights are not swapped."""
     if topk_ids is None or topk_weights is None:
         return
     is_swapped = jnp.issubdtype(topk_ids.dtype, jnp.floating) and jnp.issubdtype(

@@ -1,4 +1,4 @@
-"""The buffers of `p2p`, which all processes of a group open and close together."""
+"""The workspaces of `p2p`, which all processes of a group open and close together."""
 
 import itertools
 import json
@@ -44,7 +44,7 @@ def unsupported_reason(geometry: Geometry, exchange: Exchange) -> str | None:
     host, reason = _host_and_reason(geometry)
     if exchange.is_alone:
         return reason
-    step = "choice within nodes" if geometry.within_nodes else "choice"
+    step = "intra-node choice" if geometry.intra_node else "choice"
     records = exchange(step, json.dumps([host, reason]).encode())
     answers = {
         process: sent_json(
@@ -79,7 +79,7 @@ def _split_replica(geometry: Geometry, hosts: dict[int, str]) -> str | None:
         first, *others = (each.device.process_index for each in replica)
         for process in others:
             if hosts[process] != hosts[first]:
-                has_nodes = geometry.routed.n_nodes > 1 or geometry.within_nodes
+                has_nodes = geometry.routed.n_nodes > 1 or geometry.intra_node
                 hint = "" if has_nodes else "give the number of hosts as EPConfig(n_nodes=...), or "
                 return (
                     f"process {process} is on another host than process {first}, and all "
@@ -118,7 +118,7 @@ def _split(hosts: Sequence[bytes]) -> int:
     return len(runs) if is_even and len(dict(runs)) == len(runs) else 1
 
 
-def share_buffers(geometry: Geometry) -> bool:
+def share_workspaces(geometry: Geometry) -> bool:
     """Opens the group in workspaces of its `memory_key`; False if this process has none.
 
     All processes have them or none has: they open and close groups in the same order.
@@ -127,7 +127,7 @@ def share_buffers(geometry: Geometry) -> bool:
     return load.share_group(geometry.key, geometry.memory_key, _group_config(geometry))
 
 
-def open_buffers(geometry: Geometry, exchange: Exchange) -> None:
+def open_workspaces(geometry: Geometry, exchange: Exchange) -> None:
     """Allocates this process's workspaces and connects them with all others."""
     load, key = extension.load_cuda(), geometry.key
     local = geometry.routed_coordinates(geometry.local_coordinates)
@@ -150,7 +150,7 @@ def open_buffers(geometry: Geometry, exchange: Exchange) -> None:
         exchange.gather("connected", connect)
     except BaseException:
         if disconnect(key):
-            free_buffers(key, exchange)
+            free_workspaces(key, exchange)
         raise
 
 
@@ -189,11 +189,11 @@ def _peers(
 
 
 def disconnect(key: str) -> bool:
-    """Removes a user of a group; True if the workspaces have no other: then call `free_buffers`."""
+    """Removes a user of a group; True if no other is left: then call `free_workspaces`."""
     return extension.load_cuda().disconnect_group(key)
 
 
-def free_buffers(memory_key: str, exchange: Exchange) -> None:
+def free_workspaces(memory_key: str, exchange: Exchange) -> None:
     """Frees the workspaces after waiting a limited time for the others to disconnect.
 
     A process that has not disconnected may still write to them. Memory that CUDA graphs refer to is

@@ -5,7 +5,7 @@ those of its weights return beside them. The backward of combine sends each toke
 token's rows, where it is scaled by their weights.
 
 If work overlaps with an asynchronous call, its backward is asynchronous as well: see overlap.py for
-the `places` that the rules take.
+the `slots` that the rules take.
 """
 
 import abc
@@ -32,7 +32,7 @@ from jax_ep.transports.base import Connection
 from jax_ep.xla_ffi import primitives
 from jax_ep.xla_ffi.async_calls import finished
 from jax_ep.xla_ffi.async_primitives import combine_grad_start_p, dispatch_grad_start_p
-from jax_ep.xla_ffi.overlap import Places, call_in_backward
+from jax_ep.xla_ffi.overlap import CotangentSlots, call_in_backward
 
 _NO_GRADIENT: Any = None  # what custom_vjp expects for integers
 
@@ -41,7 +41,7 @@ def _dispatch(
     connection: "FfiConnection",
     operands: DispatchOperands,
     results: tuple[jax.Array, ...] | None = None,
-    places: Places | None = None,
+    slots: CotangentSlots | None = None,
 ) -> DispatchResults:
     """A dispatch by custom call; with `results`, a completed one."""
     if results is None:
@@ -64,11 +64,11 @@ class SavedDispatch:
 
     routing: Routing
     like: DispatchOperands  # without the arrays that it does not read
-    places: Places | None
+    slots: CotangentSlots | None
 
 
 def save_dispatch(
-    operands: DispatchOperands, named: DispatchResults, places: Places | None = None
+    operands: DispatchOperands, named: DispatchResults, slots: CotangentSlots | None = None
 ) -> SavedDispatch:
     """From the operands and results of a dispatch."""
     ids, tokens = operands.group_ids, operands.tokens
@@ -77,30 +77,30 @@ def save_dispatch(
     like = dataclasses.replace(
         operands, tokens=no_tokens, group_ids=_NO_GRADIENT, topk_weights=None, input_scale=None
     )
-    return SavedDispatch(routing, like, places)
+    return SavedDispatch(routing, like, slots)
 
 
-def _dispatch_fwd(connection: "FfiConnection", operands: Any, results: Any, places: Any) -> Any:
+def _dispatch_fwd(connection: "FfiConnection", operands: Any, results: Any, slots: Any) -> Any:
     named = _dispatch(connection, operands, results)
-    return named, save_dispatch(operands, named, places)
+    return named, save_dispatch(operands, named, slots)
 
 
 def dispatch_gradients(
     connection: "FfiConnection", saved: SavedDispatch, cotangents: DispatchResults
-) -> tuple[DispatchOperands, None, Places | None]:
+) -> tuple[DispatchOperands, None, CotangentSlots | None]:
     """The backward of dispatch."""
-    routing, like, places = saved.routing, saved.like, saved.places
+    routing, like, slots = saved.routing, saved.like, saved.slots
     token_format, of_weights = connection.geometry.config.token_format, cotangents.row_weights
     if not isinstance(token_format, QuantizedFormat):
         plain_sum = CombineOperands(cotangents.tokens, routing, row_scalars=of_weights)
         call = primitives.combine_call(connection.geometry, plain_sum)
-        grads, places = call_in_backward(places, primitives.combine_p, dispatch_grad_start_p, *call)
+        grads, slots = call_in_backward(slots, primitives.combine_p, dispatch_grad_start_p, *call)
     else:  # see straight_through
         shape = routing.n_tokens, like.tokens.shape[1]
         grads = [_zeros(shape, like.tokens.dtype, routing.group_ids[:, :1])]
         if of_weights is not None:
             grads.append(_return_scalars(connection, of_weights, routing))
-    return like.replace(grads), None, places
+    return like.replace(grads), None, slots
 
 
 dispatch.defvjp(_dispatch_fwd, dispatch_gradients)
@@ -110,7 +110,7 @@ def _combine(
     connection: "FfiConnection",
     operands: CombineOperands,
     result: jax.Array | None = None,
-    places: Places | None = None,
+    slots: CotangentSlots | None = None,
 ) -> jax.Array:
     """A combine by custom call; with `result`, a completed one."""
     if result is None:
@@ -130,38 +130,38 @@ class SavedCombine:
     """The residuals of combine's backward: the operands, without those that it does not read."""
 
     operands: CombineOperands
-    places: Places | None
+    slots: CotangentSlots | None
     has_residual: bool = dataclasses.field(metadata={"static": True})
 
 
-def save_combine(operands: CombineOperands, places: Places | None = None) -> SavedCombine:
+def save_combine(operands: CombineOperands, slots: CotangentSlots | None = None) -> SavedCombine:
     """From the operands of a combine."""
     saved = dataclasses.replace(operands, residual=None)
     if operands.weighting == Weighting.NONE:
         saved = dataclasses.replace(saved, expert_out=None)
-    return SavedCombine(saved, places, operands.residual is not None)
+    return SavedCombine(saved, slots, operands.residual is not None)
 
 
 def combine_gradients(
     connection: "FfiConnection", saved: SavedCombine, cotangent: jax.Array
-) -> tuple[CombineOperands, None, Places | None]:
+) -> tuple[CombineOperands, None, CotangentSlots | None]:
     """The backward of combine."""
     operands = saved.operands
     call = primitives.combine_grad_call(connection.geometry, operands, cotangent)
-    grads, places = call_in_backward(
-        saved.places, primitives.combine_grad_p, combine_grad_start_p, *call
+    grads, slots = call_in_backward(
+        saved.slots, primitives.combine_grad_p, combine_grad_start_p, *call
     )
     residual = cotangent if saved.has_residual else None
     gradients = dataclasses.replace(
         operands.replace(grads), routing=_NO_GRADIENT, residual=residual
     )
-    return gradients, None, places
+    return gradients, None, slots
 
 
 combine.defvjp(
-    lambda connection, operands, result, places: (
+    lambda connection, operands, result, slots: (
         _combine(connection, operands, result),
-        save_combine(operands, places),
+        save_combine(operands, slots),
     ),
     combine_gradients,
 )

@@ -40,7 +40,7 @@ class HostConnection(FfiConnection):
         for replica in geometry.routed_replicas:
             if len({each.device.process_index for each in replica}) > 1:
                 return f"all {geometry.peers} must belong to one process; use transport='xla'."
-        step = "choice of host within nodes" if geometry.within_nodes else "choice of host"
+        step = "intra-node choice of host" if geometry.intra_node else "choice of host"
         return exchange.agree(step, _why_not_loaded())
 
     def open(self, exchange: Exchange) -> None:

@@ -20,7 +20,7 @@ def check(geometry: Geometry) -> Geometry:
     if own == memory:
         return own
     if (geometry.mesh, geometry.axis_name) != (memory.mesh, memory.axis_name):
-        new, old = _places(geometry, memory)
+        new, old = _describe_meshes(geometry, memory)
         raise ValueError(
             f"memory_of must be a group of the same mesh and axis; got {new}, it has {old}. "
             "Leave memory_of out for a group with memory of its own."
@@ -41,11 +41,11 @@ def check(geometry: Geometry) -> Geometry:
     return geometry
 
 
-def _places(*geometries: Geometry) -> list[str]:
+def _describe_meshes(*geometries: Geometry) -> list[str]:
     """Mesh and axis of each geometry; with the devices, if only these differ."""
-    places = [f"{each.mesh}, {each.axis_name!r}" for each in geometries]
-    if len(set(places)) == len(places):
-        return places
+    meshes = [f"{each.mesh}, {each.axis_name!r}" for each in geometries]
+    if len(set(meshes)) == len(meshes):
+        return meshes
     return [f"{each.mesh} of devices {each.device_ids}" for each in geometries]
 
 
@@ -60,7 +60,7 @@ def _equal(geometry: Geometry, memory: Geometry) -> Iterator[tuple[str, Any, Any
 
 
 def _limited(geometry: Geometry, memory: Geometry) -> Iterator[tuple[str, int, int]]:
-    """(size, with a place for the number; value; limit) of what may be less."""
+    """(size, with a placeholder for the number; value; limit) of what may be less."""
     for name in ("top_k", "max_tokens_per_rank"):
         yield f"{name}={{}}", getattr(geometry.config, name), getattr(memory.config, name)
     n_bytes = bootstrap.max_message_bytes

@@ -49,17 +49,17 @@ class P2pConnection(FfiConnection):
         """Allocates and connects the buffers, unless open ones have the memory key."""
         extension.register_cuda()
         exchange.gather("failures", self._require_no_failure)
-        if bootstrap.share_buffers(self.geometry):
+        if bootstrap.share_workspaces(self.geometry):
             return
         _exchanges[self.geometry.key] = exchange
         try:
-            bootstrap.open_buffers(self.geometry, exchange)
+            bootstrap.open_workspaces(self.geometry, exchange)
         except BaseException:
             del _exchanges[self.geometry.key]
             raise
 
     def _require_no_failure(self) -> bytes:
-        """Raises if the open buffers that this group would use have failed or are missing."""
+        """Raises if the open workspaces that this group would use have failed or are missing."""
         key = self.geometry.memory_key
         if key not in _exchanges:
             if self.geometry.memory_of is not None:
@@ -83,10 +83,10 @@ class P2pConnection(FfiConnection):
         return [look_up(self.geometry.memory_key, each) for each in ordinals]
 
     def close(self) -> None:
-        """Frees the buffers once no call uses them, unless other groups do."""
+        """Frees the workspaces once no call uses them, unless other groups do."""
         if bootstrap.disconnect(self.geometry.key):
             memory_key = self.geometry.memory_key
-            bootstrap.free_buffers(memory_key, _exchanges.pop(memory_key))
+            bootstrap.free_workspaces(memory_key, _exchanges.pop(memory_key))
 
     def check(self) -> None:
         """See `EPGroup.check`."""
@@ -132,11 +132,11 @@ class P2pConnection(FfiConnection):
         overlapped = None if call.overlap is None else call.overlap.take()
         if overlapped is None:
             return finish(self, operands, result)
-        given, places = overlapped
-        return finish(self, operands.replace(given), result, places)
+        given, slots = overlapped
+        return finish(self, operands.replace(given), result, slots)
 
     def n_slices(self, rows: jax.Array) -> int:
-        """Rows longer than the buffers' take several calls."""
+        """Rows longer than the workspaces' take several calls."""
         row_bytes = rows.shape[1] * rows.dtype.itemsize
         return -(-row_bytes // bootstrap.max_message_bytes(self.geometry.config))
 

@@ -2,7 +2,7 @@
 
 In the forward, barriers order the start of the call, the work and the wait. In the backward, the
 rule of the wait starts a call, and the rules below follow in reverse. What they need for their
-barriers passes from one to the other as cotangents, for which `Places` are made.
+barriers passes from one to the other as cotangents, for which `CotangentSlots` are made.
 
 XLA removes an operand of a barrier if nothing else uses it, so a barrier alone does not order what
 it is given. That is why the wait comes after `started`, too.
@@ -58,7 +58,7 @@ def _order_after_jvp(primals: Any, tangents: Any) -> Any:
     return x, lax.pcast(dx, tuple(sorted(missing)), to="varying") if missing else dx
 
 
-class Places(NamedTuple):
+class CotangentSlots(NamedTuple):
     """Where the backward of a call puts what that of the overlapping work needs: in cotangents.
 
     Attributes:
@@ -81,7 +81,7 @@ class Overlap:
         """`operands`: those whose gradients the backward's call returns, in order; maybe none."""
         self.before_wait: tuple[Any, ...] = ()  # results of the work; that the call has started
         self._operands = tuple(operands)
-        self._places: Places | None = None
+        self._slots: CotangentSlots | None = None
         self._trace = get_opaque_trace_state()
 
     def then(self, x: Any, ready: jax.Array) -> Any:
@@ -104,32 +104,32 @@ class Overlap:
         """The work, whose backward overlaps with that of the call."""
 
         def run(*args: Any) -> Any:
-            if self._places is None:
+            if self._slots is None:
                 ticket = jnp.zeros(len(self._operands), jnp.float32)
-                places = _vary_like(ready, Places(ticket, ticket, (jnp.float32(0),)))
-                self._operands, self._places = _begin(self._operands, places)
-            args, ticket = _enter(_vary_like(ready, args), self._places.ticket)
+                slots = _vary_like(ready, CotangentSlots(ticket, ticket, (jnp.float32(0),)))
+                self._operands, self._slots = _begin(self._operands, slots)
+            args, ticket = _enter(_vary_like(ready, args), self._slots.ticket)
             result = work(*args)
             if jax.__version_info__ < (0, 11):  # whose barriers make gradients vary
                 result = _vary_like(ready, result)
             result, started = _leave(result, _vary_like(ready, jnp.float32(0)))
-            all_started = *self._places.started, started
-            self._places = self._places._replace(ticket=ticket, started=all_started)
+            all_started = *self._slots.started, started
+            self._slots = self._slots._replace(ticket=ticket, started=all_started)
             return result
 
         return run
 
-    def take(self) -> tuple[tuple[jax.Array, ...], Places] | None:
-        """The operands and places for the rule of the wait; None without work, or the second time.
+    def take(self) -> tuple[tuple[jax.Array, ...], CotangentSlots] | None:
+        """The operands and slots for the rule of the wait; None without work, or the second time.
 
         Two waits would add up gradients that are not valid yet. None also in another function,
         which would pass them on, or add them up.
         """
-        if self._places is None or not self._is_in_function():
+        if self._slots is None or not self._is_in_function():
             return None
-        operands, places = self._operands, self._places
-        self._operands, self._places = (), None
-        return operands, places
+        operands, slots = self._operands, self._slots
+        self._operands, self._slots = (), None
+        return operands, slots
 
     def _is_in_function(self) -> bool:
         """Whether the function that started the call is being traced."""
@@ -150,15 +150,15 @@ def _vary_like(ready: jax.Array, tree: Any) -> Any:
 
 
 @jax.custom_vjp
-def _begin(operands: tuple[jax.Array, ...], places: Places) -> Any:
+def _begin(operands: tuple[jax.Array, ...], slots: CotangentSlots) -> Any:
     """The identity. Its backward waits for the backward's call."""
-    return operands, places
+    return operands, slots
 
 
 def _begin_bwd(_: None, cotangents: Any) -> Any:
-    gradients, places = cotangents
-    ticket = order_after(lax.stop_gradient(places.ticket), places.started)
-    return tuple(async_done_p.bind(ticket, places.any_time, *gradients)), places
+    gradients, slots = cotangents
+    ticket = order_after(lax.stop_gradient(slots.ticket), slots.started)
+    return tuple(async_done_p.bind(ticket, slots.any_time, *gradients)), slots
 
 
 _begin.defvjp(lambda *args: (args, None), _begin_bwd)
@@ -210,19 +210,19 @@ def _is_of_integers(cotangent: Any) -> bool:
 
 
 def call_in_backward(
-    places: Places | None,
+    slots: CotangentSlots | None,
     call_p: Primitive,
     start_p: Primitive,
     arrays: Sequence[jax.Array],
     params: dict[str, Any],
-) -> tuple[Sequence[jax.Array], Places | None]:
-    """The results of a backward's call, and the cotangents of `places`.
+) -> tuple[Sequence[jax.Array], CotangentSlots | None]:
+    """The results of a backward's call, and the cotangents of `slots`.
 
-    With places, the call is asynchronous, and the results are not valid yet; see `Places`.
+    With slots, the call is asynchronous, and the results are not valid yet; see `CotangentSlots`.
     """
-    if places is None:
+    if slots is None:
         return call_p.bind(*arrays, **params), None
     ticket, ready, results = start_call(start_p, arrays, params)
     started = lax.bitcast_convert_type(wait_started(ready), jnp.float32)
-    all_started = (_vary_like(ready, started),) * len(places.started)
-    return results, Places(ticket, ticket, all_started)
+    all_started = (_vary_like(ready, started),) * len(slots.started)
+    return results, CotangentSlots(ticket, ticket, all_started)

@@ -128,7 +128,7 @@ def is_open(key: str) -> bool:
     """Whether the extension has a group open."""
     from jax_ep.xla_ffi import extension
 
-    for each in (key, f"{key}-within-nodes"):
+    for each in (key, f"{key}-intra-node"):
         with contextlib.suppress(Exception):
             extension.load_host().stats(each, 0, 0)
             return True

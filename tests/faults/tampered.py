@@ -162,8 +162,8 @@ def operand_faults() -> Iterator[Fault]:
 
     for target, n in N_OPERANDS.items():
         for value in (-(2**31), -1, R, 2**31 - 1):
-            place = f"{NAMES[target]} .* of the group, but .* of the mesh"
-            yield each(target, f"coordinate {value}", place, functools.partial(elsewhere, value))
+            message = f"{NAMES[target]} .* of the group, but .* of the mesh"
+            yield each(target, f"coordinate {value}", message, functools.partial(elsewhere, value))
         must = f"{NAMES[target]} .* must "
         yield each(target, "no operands", must, lambda call, values: [])
         yield each(target, "another operand", must, lambda call, values: values + values[:1])

@@ -18,19 +18,19 @@ constexpr int kServedThreads = kWorkerThreads + kWarpSize;
 
 constexpr int kMaxChoices = kWarpSize;  // one lane per choice
 
-// The vectors that a warp moves at once in calls in lines: they make one line per lane.
-constexpr int kPieceVectors = kWarpSize * kLineDataBytes / kVectorBytes;
+// The vectors that a warp moves at once in LL calls: they make one packet per lane.
+constexpr int kPieceVectors = kWarpSize * kPacketDataBytes / kVectorBytes;
 constexpr int kPieceBytes = kPieceVectors * kVectorBytes;
 constexpr size_t kPieceBuffersBytes = kWorkerWarps * kPieceBytes;
 
 // Into how many slices blocks divide a row of such calls at most: a slice has a piece per worker
 // warp.
-JAX_EP_HOST_DEVICE constexpr int LineSlices(int n_vectors) {
+JAX_EP_HOST_DEVICE constexpr int PacketSlices(int n_vectors) {
   constexpr int kSliceVectors = kWorkerWarps * kPieceVectors;
   return (n_vectors + kSliceVectors - 1) / kSliceVectors;
 }
 
-// How a call spreads over the GPU. Ranks may use different plans, but for in_lines.
+// How a call spreads over the GPU. Ranks may use different plans, but for uses_ll.
 struct LaunchPlan {
   int32_t n_blocks;           // all resident at once, because blocks wait for peers
   int32_t n_elsewhere;        // the last of them, which are another kernel's
@@ -40,10 +40,10 @@ struct LaunchPlan {
   int32_t n_stages;       // dispatch: stages per block, see device/stage.cuh; 0 = no bulk copies
   bool receives_in_bulk;  // dispatch: blocks that only receive use stages, too
   int32_t ring_slots;     // combine: slots of each warp's ring, see combine/ring.cuh; 0 = no ring
-  int32_t n_turns;        // combine in rings: ranges of messages that take turns; 0 = one
+  int32_t n_ranges;       // combine in rings: ranges of messages, served round robin; 0 = one
   bool in_clusters;       // clusters of 2 blocks, which leave pairs of SMs to other clusters
-  bool in_lines;          // everything travels in lines; the same on all ranks. Of the rest of the
-                          // plan, only n_blocks and in_clusters count then
+  bool uses_ll;  // everything travels in LL packets; the same on all ranks. Of the rest of the
+                 // plan, only n_blocks and in_clusters count then
 };
 
 // Why a call failed. Waits that timed out, but for kWrongMesh and those of a changed handle.
@@ -51,8 +51,8 @@ enum class Phase : uint32_t {
   kNone = 0,
   kCounts,           // dispatch: the peer's counts
   kMessage,          // dispatch: a message of the peer
-  kDispatchStarted,  // dispatch in lines: the peer's start of the call
-  kChoices,          // dispatch in lines: the choices of the peer's tokens
+  kDispatchStarted,  // LL dispatch: the peer's start of the call
+  kChoices,          // LL dispatch: the choices of the peer's tokens
   kStarted,          // combine: the peer's start of the call
   kReturned,         // combine: rows that the peer returns
   kWeights,          // combine: the weights of the peer's tokens

@@ -93,7 +93,7 @@ cudaError_t LoadCombineKernels(size_t smem_bytes, size_t ring_bytes, int* max_bl
 }
 
 cudaError_t LaunchCombine(const CombineArgs& args, cudaStream_t stream, cudaEvent_t started) {
-  if (args.call.plan.in_lines) return LaunchCombineInLines(args, stream, started);
+  if (args.call.plan.uses_ll) return LaunchCombineLL(args, stream, started);
   const RowType type = args.row_type;
   const Kernel kernel = UsesRing(args.call)   ? FindKernel<true, false>(type)
                         : HasNodes(args.call) ? FindKernel<false, true>(type)

@@ -25,8 +25,8 @@ cudaError_t LoadCombineKernels(size_t smem_bytes, size_t ring_bytes, int* max_bl
 cudaError_t LaunchCombine(const CombineArgs& args, cudaStream_t stream,
                           cudaEvent_t started = nullptr);
 
-// The same of calls in lines; see LaunchPlan::in_lines.
-cudaError_t LoadCombineLinesKernels(const CallArgs& call, int* max_blocks);
-cudaError_t LaunchCombineInLines(const CombineArgs& args, cudaStream_t stream, cudaEvent_t started);
+// The same of LL calls; see LaunchPlan::uses_ll.
+cudaError_t LoadCombineLLKernels(const CallArgs& call, int* max_blocks);
+cudaError_t LaunchCombineLL(const CombineArgs& args, cudaStream_t stream, cudaEvent_t started);
 
 }  // namespace jax_ep::p2p

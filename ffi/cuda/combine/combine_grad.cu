@@ -1,7 +1,7 @@
 // The kernels for the backward of combine. Blocks that send put each token's cotangent to the ranks
 // that have rows of the token. Blocks that receive go through the messages that this rank received
 // in dispatch, and make the gradients of their rows. The routing is known, so nothing is counted or
-// numbered: a cotangent has its token's place among those of its source.
+// numbered: a cotangent has its token's position among those of its source.
 //
 // The call is one of the dispatch kind: it takes dispatch's epochs and buffers (docs/protocol.md).
 

@@ -12,7 +12,7 @@
 namespace jax_ep::p2p {
 
 // Waits until every rank has started the call. This wait comes before those for rows, which would
-// otherwise hide how long it takes; in lines, beside them. Called by one warp of the grid.
+// otherwise hide how long it takes; in LL calls, beside them. Called by one warp of the grid.
 __device__ inline void WaitForStarts(const CallArgs& call, const CallSmem& smem) {
   const auto count = [&](const EndedWait& wait) { wait.Count(call, StatsWords::kCombine); };
   const bool has_arrived = WaitForStarts(call, smem, StartWords::OfCombine(call), Phase::kStarted,

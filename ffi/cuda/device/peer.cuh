@@ -3,7 +3,7 @@
 //
 //   PeerPtr   an address in a rank's workspace; PutVector, PutScalar and PutBulk store there
 //   PeerWord  a word in a rank's workspace, mostly an epoch word; Signal publishes by it
-//   PeerLine  a line in a rank's workspace; PutLine stores there
+//   PeerPacket  a packet in a rank's workspace; PutPacket stores there
 //   Peers     all ranks as seen by one call: gives addresses and words, puts values, waits
 //   RankHeap  other memory of a rank, by offsets; gives the same
 //
@@ -13,7 +13,7 @@
 //                      after them. The owner waits (acquire) for the word, then reads the data. The
 //                      word's value is free for a few bits about the data.
 //   put a value        The word is all the data (relaxed). ReleaseValues and AcquireValues order
-//                      other memory around such words. A line is the same with three values.
+//                      other memory around such words. A packet is the same with three values.
 //
 // A rank may be its own peer: it has the same view of its own workspace.
 //
@@ -25,7 +25,7 @@
 #include <cuda/atomic>
 
 #include "core/epoch_word.h"
-#include "core/line.h"
+#include "core/ll_packet.h"
 #include "core/message.h"
 #include "cuda/call/call_args.h"
 #include "cuda/device/call_state.cuh"
@@ -107,30 +107,31 @@ class PeerWord {
   uint64_t* word_;
 };
 
-// A line in the workspace of a rank.
-class PeerLine {
+// A packet in the workspace of a rank.
+class PeerPacket {
  public:
-  PeerLine() = default;
+  PeerPacket() = default;
 
-  __device__ __forceinline__ PeerLine operator+(int64_t lines) const {
-    return PeerLine(line_ + lines);
+  __device__ __forceinline__ PeerPacket operator+(int64_t packets) const {
+    return PeerPacket(packet_ + packets);
   }
 
-  // The line that `lane` holds. Called by one warp, converged.
-  __device__ __forceinline__ friend PeerLine ShuffleAddress(PeerLine line, int lane) {
-    return PeerLine(ShuffleAddress(line.line_, lane));
+  // The packet that `lane` holds. Called by one warp, converged.
+  __device__ __forceinline__ friend PeerPacket ShuffleAddress(PeerPacket packet, int lane) {
+    return PeerPacket(ShuffleAddress(packet.packet_, lane));
   }
 
-  // Stores three values as `line`. Relaxed: the line is all the data. Pairs with Peers::LookAt.
-  __device__ __forceinline__ friend void PutLine(PeerLine line, uint32_t epoch, uint3 values) {
-    st_relaxed_sys(line.line_, {values.x, values.y, values.z, epoch});
+  // Stores three values as `packet`. Relaxed: the packet is all the data. Pairs with Peers::LookAt.
+  __device__ __forceinline__ friend void PutPacket(PeerPacket packet, uint32_t epoch,
+                                                   uint3 values) {
+    st_relaxed_sys(packet.packet_, {values.x, values.y, values.z, epoch});
   }
 
  private:
   friend class Peers;
-  __device__ __forceinline__ explicit PeerLine(Line* line) : line_(line) {}
+  __device__ __forceinline__ explicit PeerPacket(LLPacket* packet) : packet_(packet) {}
 
-  Line* line_;
+  LLPacket* packet_;
 };
 
 // Releases what this thread has written or seen so far, to the ranks that receive the values it
@@ -150,8 +151,8 @@ struct IgnorePolls {
   __device__ void operator()(uint32_t) const {}
 };
 
-// A line as a thread has seen it. It need not have arrived.
-struct SeenLine {
+// A packet as a thread has seen it. It need not have arrived.
+struct SeenPacket {
   uint3 values;
   uint32_t epoch;
 };
@@ -236,20 +237,22 @@ class Peers {
     }
   }
 
-  // Line `index` of a region of lines in the workspace of `rank`.
-  __device__ __forceinline__ PeerLine LineAt(int rank, const Region& lines, size_t index) const {
-    return PeerLine(reinterpret_cast<Line*>(BufferOf(rank, lines)) + index);
+  // Packet `index` of a region of packets in the workspace of `rank`.
+  __device__ __forceinline__ PeerPacket PacketAt(int rank, const Region& packets,
+                                                 size_t index) const {
+    return PeerPacket(reinterpret_cast<LLPacket*>(BufferOf(rank, packets)) + index);
   }
 
-  // Line `index` of this rank, which PutLine puts, as it is now. Relaxed.
-  __device__ __forceinline__ SeenLine LookAt(const Region& lines, size_t index) const {
-    const uint4 seen = ld_relaxed_sys(reinterpret_cast<const Line*>(OwnBuffer(lines)) + index);
+  // Packet `index` of this rank, which PutPacket puts, as it is now. Relaxed.
+  __device__ __forceinline__ SeenPacket LookAt(const Region& packets, size_t index) const {
+    const uint4 seen =
+        ld_relaxed_sys(reinterpret_cast<const LLPacket*>(OwnBuffer(packets)) + index);
     return {{seen.x, seen.y, seen.z}, seen.w};
   }
 
-  // Whether a line of this call has been seen.
-  __device__ __forceinline__ bool HasArrived(const SeenLine& line) const {
-    return line.epoch == smem_.epoch;
+  // Whether a packet of this call has been seen.
+  __device__ __forceinline__ bool HasArrived(const SeenPacket& packet) const {
+    return packet.epoch == smem_.epoch;
   }
 
   // Looks at word `index`, which PutValue puts. Returns whether it has arrived. Relaxed.

@@ -23,7 +23,7 @@ __device__ __forceinline__ float ld_shared(uint32_t address) {
   return value;
 }
 
-// Volatile: keeps its place among other such loads.
+// Volatile: keeps its position among other such loads.
 __device__ __forceinline__ int4 ld_global(const void* address) {
   int4 v;
   asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"

@@ -1,5 +1,6 @@
-// The counters of EPGroup.stats. Except in lines, only one thread or one warp of one kind of call
-// adds to a counter; the additions are then atomic only so that nothing waits for the old value.
+// The counters of EPGroup.stats. Except in LL calls, only one thread or one warp of one kind of
+// call adds to a counter; the additions are then atomic only so that nothing waits for the old
+// value.
 #pragma once
 
 #include <cstdint>

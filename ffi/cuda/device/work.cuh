@@ -120,7 +120,7 @@ struct TokenTiles {
   }
 };
 
-// A message of a source rank. A rank takes one message of each source in turn, so that no link
+// A message of a source rank. A rank takes messages of all sources round robin, so that no link
 // idles: slot by slot, or in dispatch by ArrivalOrder.
 struct MessageSlot {
   int source;
@@ -145,28 +145,28 @@ __device__ __forceinline__ int64_t MessageRowsIndex(const CallArgs& call,
 }
 
 // The messages that a warp group returns in combine. Starts with those of the next rank. With
-// kInTurn, the plan's ranges of messages take turns.
-template <bool kInTurn>
+// kRoundRobin, the plan's ranges of messages are sent round robin.
+template <bool kRoundRobin>
 class MessagesToReturn {
  public:
   // `n_messages` [R] of each source; `max_messages` is the largest of them.
   __device__ MessagesToReturn(const CallArgs& call, const int32_t* n_messages, int max_messages,
                               const WarpGroup& warps)
       : items(warps.Items(SendShare(call.plan))),
-        end(kInTurn ? RangeSize(call, max_messages) * n_ranges(call) * call.n_ranks
-                    : max_messages * call.n_ranks),
+        end(kRoundRobin ? RangeSize(call, max_messages) * n_ranges(call) * call.n_ranks
+                        : max_messages * call.n_ranks),
         call_(call),
         n_messages_(n_messages),
-        range_size_(kInTurn ? RangeSize(call, max_messages) : 0) {}
+        range_size_(kRoundRobin ? RangeSize(call, max_messages) : 0) {}
 
   const StridedItems items;
   const int end;
 
   __device__ MessageSlot Slot(int item) const {
-    const MessageSlot turn(item, call_.rank + 1, call_.n_ranks);
-    if (!kInTurn || n_ranges(call_) == 1) return turn;
+    const MessageSlot next(item, call_.rank + 1, call_.n_ranks);
+    if (!kRoundRobin || n_ranges(call_) == 1) return next;
     const int n = n_ranges(call_);
-    return {turn.source, turn.slot % n * range_size_ + turn.slot / n};
+    return {next.source, next.slot % n * range_size_ + next.slot / n};
   }
   // Whether there is such a message: `slot` is Slot(item).
   __device__ bool Exists(int item, const MessageSlot& slot) const {
@@ -174,7 +174,7 @@ class MessagesToReturn {
   }
 
  private:
-  __device__ static int n_ranges(const CallArgs& call) { return max(call.plan.n_turns, 1); }
+  __device__ static int n_ranges(const CallArgs& call) { return max(call.plan.n_ranges, 1); }
   __device__ static int RangeSize(const CallArgs& call, int max_messages) {
     return CeilDiv(max_messages, n_ranges(call));
   }

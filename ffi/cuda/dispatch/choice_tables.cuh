@@ -1,4 +1,4 @@
-// The choices of all ranks, which a block of a dispatch in lines keeps in shared memory.
+// The choices of all ranks, which a block of an LL dispatch keeps in shared memory.
 #pragma once
 
 #include "core/routing.h"

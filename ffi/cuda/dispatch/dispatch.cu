@@ -128,7 +128,7 @@ cudaError_t LoadDispatchKernels(size_t smem_bytes, int* max_blocks) {
 }
 
 cudaError_t LaunchDispatch(const DispatchArgs& args, cudaStream_t stream, cudaEvent_t started) {
-  if (args.call.plan.in_lines) return LaunchDispatchInLines(args, stream, started);
+  if (args.call.plan.uses_ll) return LaunchDispatchLL(args, stream, started);
   const auto kernel =
       args.encoding == Encoding::kNone ? &DispatchKernel<false> : &DispatchKernel<true>;
   return LaunchCall(kernel, args, kServedThreads, DispatchSmemBytes(args.call, args.size), stream,

@@ -65,12 +65,11 @@ cudaError_t LoadDispatchKernels(size_t smem_bytes, int* max_blocks);
 cudaError_t LaunchDispatch(const DispatchArgs& args, cudaStream_t stream,
                            cudaEvent_t started = nullptr);
 
-// The same of calls in lines; see LaunchPlan::in_lines. The limit is what a call may have: every
+// The same of LL calls; see LaunchPlan::uses_ll. The limit is what a call may have: every
 // device has as many bytes, so that all ranks come to the same plan.
-size_t DispatchLinesSmemBytes(const CallArgs& call, const TokenSize& size);
-constexpr size_t kDispatchLinesSmemBytes = 96 << 10;
-cudaError_t LoadDispatchLinesKernels(int* max_blocks);
-cudaError_t LaunchDispatchInLines(const DispatchArgs& args, cudaStream_t stream,
-                                  cudaEvent_t started);
+size_t DispatchLLSmemBytes(const CallArgs& call, const TokenSize& size);
+constexpr size_t kDispatchLLSmemBytes = 96 << 10;
+cudaError_t LoadDispatchLLKernels(int* max_blocks);
+cudaError_t LaunchDispatchLL(const DispatchArgs& args, cudaStream_t stream, cudaEvent_t started);
 
 }  // namespace jax_ep::p2p

@@ -146,9 +146,9 @@ struct Destination {
 };
 
 // Finds the rows of a message, and writes them to message_rows for combine. Called by a warp group.
-__device__ inline Destination PlaceMessage(const DispatchArgs& args, const DispatchSmem& smem,
-                                           Slice slice, const MessageSlot& slot,
-                                           const Incoming& incoming) {
+__device__ inline Destination FindDestination(const DispatchArgs& args, const DispatchSmem& smem,
+                                              Slice slice, const MessageSlot& slot,
+                                              const Incoming& incoming) {
   const CallArgs& call = args.call;
   const int lane = LaneIndex();
   const bool is_choice = lane < call.n_choices;
@@ -188,7 +188,7 @@ __device__ inline bool ReceiveMessage(const DispatchArgs& args, const DispatchSm
                                       Slice slice, const MessageSlot& slot) {
   Incoming incoming;
   if (!WaitForMessage(args, smem, slot, incoming)) return false;
-  const Destination to = PlaceMessage(args, smem, slice, slot, incoming);
+  const Destination to = FindDestination(args, smem, slice, slot, incoming);
   CopyToEach<kReceiveUnroll>(incoming.Payload<kQuantizes>(args, slot.source), RowAt(args, to.row),
                              __ballot_sync(kAllLanes, to.fits), args.size.payload, slice);
   CopyScales<kQuantizes>(args, smem, incoming, to, slice);
@@ -210,7 +210,7 @@ __device__ inline bool ReceiveMessageInBulk(const DispatchArgs& args, const Disp
     fence_proxy_async_global();
     stage.StartLoad(stage.data(), incoming.Payload<kQuantizes>(args, slot.source), bytes, policy);
   }
-  const Destination to = PlaceMessage(args, smem, {0, 1}, slot, incoming);
+  const Destination to = FindDestination(args, smem, {0, 1}, slot, incoming);
   stage.WaitForLoad();
   if (to.fits) cp_async_bulk_global_shared(RowAt(args, to.row), stage.data(), bytes, policy);
   cp_async_bulk_commit_group();
@@ -243,8 +243,8 @@ __device__ __forceinline__ void ForEachMessage(const DispatchArgs& args, const D
   const ArrivalOrder order(call.plan, smem.max_messages);
   const int n_items = order.size() * call.n_ranks;
   for (int i = items.first; i < n_items; i += items.stride) {
-    const MessageSlot turn(i, call.rank, call.n_ranks);
-    const MessageSlot slot(turn.source, order[turn.slot]);
+    const MessageSlot next(i, call.rank, call.n_ranks);
+    const MessageSlot slot(next.source, order[next.slot]);
     if (slot.slot >= smem.n_messages[slot.source]) continue;
     if (!receive(slot)) return LeaveNoRows(args);
   }

@@ -36,7 +36,7 @@ struct DispatchSmem {
   int32_t n_rows;        // including padding, not clipped
   int32_t n_dropped;
   EndedWait waits[kWarpSize];  // of the lanes of the warp that waits for all ranks
-  bool lacks_choices;          // in lines: a rank's choices have not arrived
+  bool lacks_choices;          // LL: a rank's choices have not arrived
   int32_t n_invalid[2];        // of `totals` and of `counts`
   RoutingCounts totals;        // of all tokens
   RoutingCounts counts;        // of all tokens up to the tile numbered last

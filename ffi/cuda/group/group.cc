@@ -23,7 +23,7 @@ constexpr size_t kStaticSmemBytes = 1024;
 
 Workspace PlanWorkspace(const GroupConfig& c) {
   return Workspace::Plan({c.n_ranks, c.n_groups / c.n_ranks, c.n_choices, c.max_tokens_per_rank,
-                          c.token_bytes, c.row_bytes, c.uses_lines});
+                          c.token_bytes, c.row_bytes, c.uses_ll});
 }
 
 }  // namespace
@@ -124,8 +124,8 @@ Status RankGroup::LoadKernels(int index, const std::vector<OtherKernels>& others
   const size_t grad_bytes = std::max(bulk_smem_bytes, CombineGradSmemBytes(call, 0));
   for (const auto& [error, what] : {
            std::pair{LoadDispatchKernels(dispatch_bytes, &max_blocks), "dispatch"},
-           std::pair{LoadDispatchLinesKernels(&max_blocks), "a dispatch in lines"},
-           std::pair{LoadCombineLinesKernels(call, &max_blocks), "a combine in lines"},
+           std::pair{LoadDispatchLLKernels(&max_blocks), "an LL dispatch"},
+           std::pair{LoadCombineLLKernels(call, &max_blocks), "an LL combine"},
            std::pair{LoadCombineKernels(CombineSmemBytes(call), bulk_smem_bytes, &max_blocks),
                      "combine"},
            std::pair{LoadCombineGradKernels(grad_bytes, &max_blocks), "the backward of combine"},

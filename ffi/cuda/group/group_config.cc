@@ -58,7 +58,7 @@ Status CheckFits(const GroupConfig& c, const GroupConfig& memory) {
            equal(&GroupConfig::n_ranks_per_node, "n_ranks_per_node"),
            equal(&GroupConfig::n_groups, "n_groups"),
            equal(&GroupConfig::timeout_s, "timeout_s"),
-           equal(&GroupConfig::uses_lines, "uses_lines"),
+           equal(&GroupConfig::uses_ll, "uses_ll"),
            at_most(&GroupConfig::n_choices, "n_choices"),
            at_most(&GroupConfig::max_tokens_per_rank, "max_tokens_per_rank"),
            at_most(&GroupConfig::token_bytes, "token_bytes"),

@@ -21,7 +21,7 @@ struct GroupConfig {
   int64_t n_sms;                // blocks per rank of a call; 0 = as many as fit, or kAsyncBlocks in
                                 // an asynchronous call
   double timeout_s;
-  bool uses_lines = true;      // few tokens go in lines; needs equal numbers of tokens on all ranks
+  bool uses_ll = true;  // few tokens go in LL packets; needs equal numbers of tokens on all ranks
   int64_t n_source_nodes = 1;  // so many groups of rows are padded as one; see core/routing.h
   int64_t first_rank = 0;      // of a node, among the ranks of all nodes; for messages
 };

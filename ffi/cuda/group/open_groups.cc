@@ -2,19 +2,20 @@
 
 namespace jax_ep::p2p {
 
-void OpenGroups::Add(const std::string& key, const std::string& memory, const GroupConfig& config) {
-  ++groups_.try_emplace(key, Group{memory, config, 0}).first->second.n_users;
+void OpenGroups::Add(const std::string& key, const std::string& workspace_key,
+                     const GroupConfig& config) {
+  ++groups_.try_emplace(key, Group{workspace_key, config, 0}).first->second.n_users;
 }
 
 std::string OpenGroups::Remove(const std::string& key) {
   const auto it = groups_.find(key);
   if (it == groups_.end() || --it->second.n_users > 0) return {};
-  const std::string memory = it->second.memory;
+  const std::string workspace_key = it->second.workspace_key;
   groups_.erase(it);
   for (const auto& [_, group] : groups_) {
-    if (group.memory == memory) return {};
+    if (group.workspace_key == workspace_key) return {};
   }
-  return memory;
+  return workspace_key;
 }
 
 const OpenGroups::Group* OpenGroups::Find(std::string_view key) const {

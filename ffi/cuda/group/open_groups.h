@@ -15,13 +15,13 @@ namespace jax_ep::p2p {
 class OpenGroups {
  public:
   struct Group {
-    std::string memory;  // the key of its workspaces
+    std::string workspace_key;  // the key of its workspaces
     GroupConfig config;
     int64_t n_users;
   };
 
   // Adds a user to a group; the first one opens it.
-  void Add(const std::string& key, const std::string& memory, const GroupConfig& config);
+  void Add(const std::string& key, const std::string& workspace_key, const GroupConfig& config);
   // Removes a user; the last one closes the group. Gives the key of the workspaces if no open group
   // uses them any more, otherwise "".
   std::string Remove(const std::string& key);

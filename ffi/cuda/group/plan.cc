@@ -13,8 +13,8 @@ namespace {
 
 // Calls on at most this many SMs are not limited by the link alone.
 constexpr int32_t kFewSms = 33;
-// Calls in lines need a block for every few rows.
-constexpr size_t kMaxAsyncLineTokens = 16;
+// LL calls need a block for every few rows.
+constexpr size_t kMaxAsyncLLTokens = 16;
 // As many must be left for a call beside a kernel that works on the same tokens.
 constexpr int32_t kMinSmsBesideOther = 32;
 // With fewer rows in flight, plain stores are faster than bulk copies.
@@ -46,13 +46,13 @@ LaunchPlan SpreadBlocks(int64_t n_send_items, int64_t n_receive_items, int32_t n
   return plan;
 }
 
-// A call in lines that sends the rows of the rank's tokens, or receives them, and the rows of the
+// An LL call that sends the rows of the rank's tokens, or receives them, and the rows of the
 // messages of all ranks. Each row is cut into slices of a piece per worker warp, and each slice
 // has its own block, if there are enough blocks; one more block keeps the books.
-LaunchPlan SpreadLines(const CallArgs& call, int32_t row_vectors, bool pads, int32_t n_sms) {
+LaunchPlan PlanLL(const CallArgs& call, int32_t row_vectors, bool pads, int32_t n_sms) {
   LaunchPlan plan{};
-  plan.in_lines = true;
-  const int64_t n_slices = LineSlices(row_vectors);
+  plan.uses_ll = true;
+  const int64_t n_slices = PacketSlices(row_vectors);
   const int64_t n_blocks = int64_t{call.n_tokens} * call.n_ranks * n_slices + 1;
   // Padding can be much longer than the rows.
   plan.n_blocks = pads ? n_sms : static_cast<int32_t>(std::min<int64_t>(n_sms, n_blocks));
@@ -60,10 +60,11 @@ LaunchPlan SpreadLines(const CallArgs& call, int32_t row_vectors, bool pads, int
   return plan;
 }
 
-// Whether the call has few enough tokens to go in lines. All ranks must come to the same result.
-bool FitsLines(const CallArgs& call, bool is_async) {
+// Whether the call has few enough tokens to go in LL packets. All ranks must come to the same
+// result.
+bool FitsLL(const CallArgs& call, bool is_async) {
   const size_t max_tokens =
-      std::min<size_t>(call.map.max_line_tokens, is_async ? kMaxAsyncLineTokens : SIZE_MAX);
+      std::min<size_t>(call.map.max_ll_tokens, is_async ? kMaxAsyncLLTokens : SIZE_MAX);
   return max_tokens > 0 && static_cast<size_t>(call.n_tokens) <= max_tokens;
 }
 
@@ -105,9 +106,8 @@ void PlanCall(const RankResources& resources, const TokenSize& size, bool is_asy
     const double send_share = quantizes || n_sms <= kFewSms ? 0.34 : 0.2;
     plan =
         SpreadBlocks(call->n_tokens, MaxMessages(*call), n_sms, call->n_tokens >= 256, send_share);
-    if (FitsLines(*call, is_async) &&
-        DispatchLinesSmemBytes(*call, size) <= kDispatchLinesSmemBytes) {
-      plan = SpreadLines(*call, size.given, /*pads=*/quantizes, n_sms);
+    if (FitsLL(*call, is_async) && DispatchLLSmemBytes(*call, size) <= kDispatchLLSmemBytes) {
+      plan = PlanLL(*call, size.given, /*pads=*/quantizes, n_sms);
     } else {
       AddStages(MaxDispatchStages(*call, size, resources.bulk_smem_bytes), plan);
     }
@@ -122,8 +122,8 @@ void PlanCall(const RankResources& resources, const ReturnSize& size, bool is_as
     plan = SpreadBlocks(n_messages, call->n_tokens, n_sms, call->n_tokens >= 2048,
                         /*send_share=*/0.75);
     if (HasNodes(*call)) return;
-    if (FitsLines(*call, is_async) && size.reduce && !size.has_scalars) {
-      plan = SpreadLines(*call, size.row_vectors, /*pads=*/false, n_sms);
+    if (FitsLL(*call, is_async) && size.reduce && !size.has_scalars) {
+      plan = PlanLL(*call, size.row_vectors, /*pads=*/false, n_sms);
     } else if (WantsRing(plan, n_messages, size.reduce)) {
       plan.ring_slots = MaxRingSlots(*call, resources.bulk_smem_bytes);
       if (plan.ring_slots > 0) plan.warps_per_receive = 1;
@@ -154,7 +154,7 @@ bool PlanDispatchOfArriving(const RankResources& resources, const TokenSize& siz
 }
 
 bool PlanCombineSend(const RankResources& resources, const ReturnSize& size, int32_t n_taken,
-                     int32_t n_turns, CallArgs* call) {
+                     int32_t n_ranges, CallArgs* call) {
   const int32_t n_left = std::min(resources.n_blocks, resources.n_sms - n_taken);
   const bool can_overlap = n_left >= kMinSmsBesideOther;
   const int64_t n_messages = MaxMessages(*call);
@@ -162,7 +162,7 @@ bool PlanCombineSend(const RankResources& resources, const ReturnSize& size, int
   plan.n_send_blocks = can_overlap ? n_left : resources.n_blocks;
   plan.n_elsewhere = n_taken;
   plan.n_blocks = plan.n_send_blocks + plan.n_elsewhere;
-  plan.n_turns = n_turns;
+  plan.n_ranges = n_ranges;
   plan.warps_per_send = WarpsPerItem(n_messages, plan.n_send_blocks);
   plan.warps_per_receive = 1;
   if (WantsRing(plan, n_messages, size.reduce)) {

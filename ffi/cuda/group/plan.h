@@ -1,6 +1,6 @@
 // Launch plans: how a call spreads its work over the GPU.
 //
-// Very few tokens: everything travels in lines, by kernels of their own. Few tokens: every
+// Very few tokens: everything travels in LL packets, by kernels of their own. Few tokens: every
 // block sends and then receives, and several warps share a row. Many tokens: some blocks send,
 // enough to fill the link, while the others receive. Once the link is full, stores to peers stall
 // the SM that they come from, so the two jobs do not share SMs.
@@ -46,14 +46,14 @@ void PlanCall(const RankResources& resources, const ReturnSize& size, bool is_as
               CallArgs* call);
 void PlanCall(const RankResources& resources, const GradSize& size, bool is_async, CallArgs* call);
 // Plans a dispatch anew for ArrivingTokens. The kernel that brings them takes `n_taken` SMs; it
-// brings those of each of `n_ranges` ranges in turn, and a block sends each. False: too few SMs are
+// brings those of `n_ranges` ranges round robin, and a block sends each. False: too few SMs are
 // left to run both at once, and the plan is as before; then the tokens must come first.
 bool PlanDispatchOfArriving(const RankResources& resources, const TokenSize& size, int32_t n_taken,
                             int32_t n_ranges, CallArgs* call);
 // Plans the sending half of a combine whose other half is a kernel that takes `n_taken` SMs and has
-// as many blocks. In rings, `n_turns` ranges of messages take turns. False: too few SMs are left to
-// run both at once; then the other kernel must come afterwards.
+// as many blocks. In rings, `n_ranges` ranges of messages are sent round robin. False: too few SMs
+// are left to run both at once; then the other kernel must come afterwards.
 bool PlanCombineSend(const RankResources& resources, const ReturnSize& size, int32_t n_taken,
-                     int32_t n_turns, CallArgs* call);
+                     int32_t n_ranges, CallArgs* call);
 
 }  // namespace jax_ep::p2p

@@ -17,14 +17,14 @@ void Registry::LoadWithGroups(const OtherKernels& kernels) {
   others_.push_back(kernels);
 }
 
-Status Registry::Share(const std::string& key, const std::string& memory, const GroupConfig& config,
-                       bool* is_open) {
+Status Registry::Share(const std::string& key, const std::string& workspace_key,
+                       const GroupConfig& config, bool* is_open) {
   std::lock_guard lock(mutex_);
-  const auto it = workspaces_.find(memory);
+  const auto it = workspaces_.find(workspace_key);
   *is_open = it != workspaces_.end();
   if (!*is_open) return {};
   const Status status = CheckFits(config, it->second.config);
-  if (status.ok()) groups_.Add(key, memory, config);
+  if (status.ok()) groups_.Add(key, workspace_key, config);
   return status;
 }
 
@@ -103,20 +103,20 @@ Status Registry::Connect(const std::string& key, const std::vector<RankAddress>&
   std::lock_guard lock(mutex_);
   Workspaces& workspaces = workspaces_[key];
   for (const auto& [ordinal, coordinate] : workspaces.devices) {
-    workspaces.places[ordinal] = {replicas[coordinate.replica], static_cast<int>(coordinate.rank),
-                                  static_cast<int>(coordinate.replica)};
+    workspaces.handles[ordinal] = {replicas[coordinate.replica], static_cast<int>(coordinate.rank),
+                                   static_cast<int>(coordinate.replica)};
   }
   return {};
 }
 
 bool Registry::Disconnect(const std::string& key) {
-  std::string memory;
+  std::string workspace_key;
   Replicas replicas;
   {
     std::lock_guard lock(mutex_);
-    memory = groups_.Remove(key);
-    if (memory.empty()) return false;
-    const auto it = workspaces_.find(memory);
+    workspace_key = groups_.Remove(key);
+    if (workspace_key.empty()) return false;
+    const auto it = workspaces_.find(workspace_key);
     replicas = std::move(it->second.replicas);
     workspaces_.erase(it);
   }
@@ -127,18 +127,18 @@ bool Registry::Disconnect(const std::string& key) {
     group->Disconnect();
   }
   std::lock_guard lock(mutex_);
-  disconnected_[memory] = std::move(replicas);
+  disconnected_[workspace_key] = std::move(replicas);
   return true;
 }
 
-void Registry::Free(const std::string& memory) {
+void Registry::Free(const std::string& workspace_key) {
   Replicas replicas;
   std::lock_guard lock(mutex_);
-  const auto it = disconnected_.find(memory);
+  const auto it = disconnected_.find(workspace_key);
   if (it == disconnected_.end()) return;
   replicas = std::move(it->second);
   disconnected_.erase(it);
-  Keep(memory, &replicas);
+  Keep(workspace_key, &replicas);
 }
 
 void Registry::Keep(const std::string& key, Replicas* replicas) {
@@ -147,23 +147,23 @@ void Registry::Keep(const std::string& key, Replicas* replicas) {
   }
 }
 
-Registry::Place Registry::FindPlace(std::string_view memory, int64_t ordinal) const {
+Registry::RankHandle Registry::FindRank(std::string_view workspace_key, int64_t ordinal) const {
   std::lock_guard lock(mutex_);
-  return PlaceOf(memory, ordinal);
+  return RankOf(workspace_key, ordinal);
 }
 
 Registry::Member Registry::Find(std::string_view key, int64_t ordinal) const {
   std::lock_guard lock(mutex_);
   const OpenGroups::Group* const group = groups_.Find(key);
   if (group == nullptr) return {};
-  return {PlaceOf(group->memory, ordinal), group->memory, group->config};
+  return {RankOf(group->workspace_key, ordinal), group->workspace_key, group->config};
 }
 
-Registry::Place Registry::PlaceOf(std::string_view memory, int64_t ordinal) const {
-  const auto it = workspaces_.find(memory);
+Registry::RankHandle Registry::RankOf(std::string_view workspace_key, int64_t ordinal) const {
+  const auto it = workspaces_.find(workspace_key);
   if (it == workspaces_.end()) return {};
-  const auto place = it->second.places.find(ordinal);
-  return place == it->second.places.end() ? Place{} : place->second;
+  const auto handle = it->second.handles.find(ordinal);
+  return handle == it->second.handles.end() ? RankHandle{} : handle->second;
 }
 
 }  // namespace jax_ep::p2p

@@ -29,8 +29,8 @@ struct RankAddress {
 
 // Groups with equal keys are one group: the first user allocates and connects its workspaces, later
 // users share it. Other groups may share the workspaces. They go by the key of the group that they
-// were allocated for, `memory`, also once that group is closed. The caller opens and closes groups
-// from one thread at a time; handlers look keys up meanwhile.
+// were allocated for, `workspace_key`, also once that group is closed. The caller opens and closes
+// groups from one thread at a time; handlers look keys up meanwhile.
 class Registry {
  public:
   static Registry& Instance();
@@ -42,7 +42,7 @@ class Registry {
   // Adds a user to a group in connected workspaces, which opens it if it is closed. `is_open` tells
   // whether there are such workspaces; if not, they must be allocated and connected. Fails if the
   // group does not fit into them.
-  Status Share(const std::string& key, const std::string& memory, const GroupConfig& config,
+  Status Share(const std::string& key, const std::string& workspace_key, const GroupConfig& config,
                bool* is_open);
 
   // Opens a group in workspaces of its own: allocates those of this process and gives the address
@@ -59,19 +59,19 @@ class Registry {
   bool Disconnect(const std::string& key);
   // Frees workspaces, except those that captured graphs refer to. These are kept for the next group
   // that allocates workspaces of this key. The graphs then run calls in them.
-  void Free(const std::string& memory);
+  void Free(const std::string& workspace_key);
 
   // The rank of a device in workspaces; `group` is null if there is none.
-  struct Place {
+  struct RankHandle {
     std::shared_ptr<RankGroup> group;
     int rank = 0;
     int replica = 0;
   };
-  Place FindPlace(std::string_view memory, int64_t ordinal) const;
+  RankHandle FindRank(std::string_view workspace_key, int64_t ordinal) const;
 
   // The rank of a device in an open group; `group` is null if that is not open.
-  struct Member : Place {
-    std::string memory;  // the key of its workspaces
+  struct Member : RankHandle {
+    std::string workspace_key;  // the key of its workspaces
     GroupConfig config{};
   };
   Member Find(std::string_view key, int64_t ordinal) const;
@@ -82,14 +82,14 @@ class Registry {
     GroupConfig config;
     std::vector<LocalDevice> devices;
     Replicas replicas;
-    std::map<int64_t, Place> places;  // by ordinal; empty before Connect
+    std::map<int64_t, RankHandle> handles;  // by ordinal; empty before Connect
   };
 
   // `ordinals`: of each rank, by replica; kElsewhere in other processes.
   Status AllocateReplicas(const std::string& key, const GroupConfig& config,
                           const std::map<int64_t, std::vector<int>>& ordinals, Replicas* replicas);
-  // Implements FindPlace. The caller holds the mutex.
-  Place PlaceOf(std::string_view memory, int64_t ordinal) const;
+  // Implements FindRank. The caller holds the mutex.
+  RankHandle RankOf(std::string_view workspace_key, int64_t ordinal) const;
   // Keeps the workspaces that graphs refer to. The caller holds the mutex.
   void Keep(const std::string& key, Replicas* replicas);
 
@@ -98,7 +98,7 @@ class Registry {
   mutable std::mutex mutex_;
   std::vector<OtherKernels> others_;
   OpenGroups groups_;
-  // All by `memory`.
+  // All by `workspace_key`.
   std::map<std::string, Workspaces, std::less<>> workspaces_;
   std::map<std::string, Replicas> disconnected_;
   std::map<std::string, Replicas> kept_;

@@ -15,7 +15,7 @@ struct Part {
   int64_t begin, end;
 };
 
-// Whether rows of an array can be accessed 16 bytes at a time; otherwise 4 bytes. Those of a place
+// Whether rows of an array can be accessed 16 bytes at a time; otherwise 4 bytes. Those of a slot
 // can, if of another array they can.
 __device__ inline bool IsVectors(const void* array, int64_t row_bytes) {
   return (reinterpret_cast<uintptr_t>(array) | row_bytes) % kVectorBytes == 0;
@@ -68,9 +68,9 @@ struct BlockCopies {
     ForEachPart(1, bytes, [&](int, Part part) { CopyPart(to, from, part, is_vectors); });
   }
 
-  // The rows of the mask, to a place, one after the other.
-  template <class Place>
-  __device__ static void Pack(Place to, const uint8_t* from, int64_t bytes, uint32_t mask) {
+  // The rows of the mask, to a slot, one after the other.
+  template <class Slot>
+  __device__ static void Pack(Slot to, const uint8_t* from, int64_t bytes, uint32_t mask) {
     const bool is_vectors = IsVectors(from, bytes);
     ForEachPart(__popc(mask), bytes, [&](int n, Part part) {
       CopyPart(to + n * bytes, from + BitIndex(mask, n) * bytes, part, is_vectors);

@@ -1,6 +1,6 @@
-// A block of a kernel on the GPU, as the steps of an exchange between nodes (streams.h) use it: how
-// its threads synchronize, and how they reach memory and the network. All threads of a block call
-// its functions, unless they say otherwise.
+// A block of a kernel on the GPU, as the steps of an inter-node exchange (credit_fifo.h) use it:
+// how its threads synchronize, and how they reach memory and the network. All threads of a block
+// call its functions, unless they say otherwise.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ using p2p::RankHeap;
 
 class GpuBlock : public BlockCopies {
  public:
-  using Place = p2p::PeerPtr;
+  using Slot = p2p::PeerPtr;
   static constexpr int kThreads = rail::kThreads;
 
   __device__ explicit GpuBlock(const RailCall& call) : call_(call) {}
@@ -73,12 +73,12 @@ class GpuBlock : public BlockCopies {
   }
 
   // Memory to fill: this rank's, or a peer's that loads and stores reach.
-  __device__ Place Staged(size_t offset) const { return RankHeap(call_.heap).Address(offset); }
-  __device__ static Place Mapped(const Peer& peer, size_t offset) {
+  __device__ Slot Staged(size_t offset) const { return RankHeap(call_.heap).Address(offset); }
+  __device__ static Slot Mapped(const Peer& peer, size_t offset) {
     return RankHeap(peer.heap).Address(offset);
   }
   template <class T>
-  __device__ static void Store(Place to, const T& value) {
+  __device__ static void Store(Slot to, const T& value) {
     PutScalar(to, value);
   }
 

@@ -1,4 +1,4 @@
-// The XLA FFI handlers of exchanges between nodes. They only launch, and may be captured into
+// The XLA FFI handlers of inter-node exchanges. They only launch, and may be captured into
 // command buffers.
 #pragma once
 

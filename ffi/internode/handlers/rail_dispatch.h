@@ -1,11 +1,11 @@
-// How a dispatch inside a node distributes tokens while an exchange between nodes brings them.
+// How an intra-node dispatch distributes tokens while an inter-node exchange brings them.
 #pragma once
 
 #include <cstdint>
 
 namespace jax_ep::rail {
 
-// Blocks that send in such a dispatch: enough for the link inside a node. Equal on
+// Blocks that send in such a dispatch: enough for the intra-node link. Equal on
 // all ranks, as are the ranges of tokens that ranks send each other round robin.
 constexpr int64_t kSendBlocks = 16;
 

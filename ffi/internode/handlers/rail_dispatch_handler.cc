@@ -1,5 +1,5 @@
-// The handler of a dispatch inside a node that brings the tokens of the other nodes itself. The
-// exchange between nodes and the dispatch are two kernels that run at once: a block sends a token
+// The handler of an intra-node dispatch that brings the tokens of the other nodes itself. The
+// inter-node exchange and the dispatch are two kernels that run at once: a block sends a token
 // inside the node as soon as the tile that it is in has come.
 
 #include "cuda/dispatch/dispatch.h"
@@ -63,7 +63,7 @@ struct RailDispatch : RailHandler<RailDispatchCall> {
     const ffi::AnyBuffer& all = *scratch.Find(0);
     const int64_t n_all = scratch_reader.Dim(0, 0), n_rows = n_all / rail.n_nodes;
     rail.tiles.n_rows = n_rows;
-    rail.tiles.n_turns = RangesPerNode(rail.n_nodes);
+    rail.tiles.n_ranges = RangesPerNode(rail.n_nodes);
     status = ReadRows(&own, &all, /*by_node=*/false, &rail);
     if (!status.ok()) return status;
     SetChoices(caller, reader.Next<int32_t>("group_ids", {n_rows, caller.sizes().n_choices}),

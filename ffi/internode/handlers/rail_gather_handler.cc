@@ -1,5 +1,5 @@
 // The handler that gives a rank the choices of all nodes' tokens, and the tokens that its node
-// needs, before a dispatch inside the node.
+// needs, before an intra-node dispatch.
 
 #include "internode/handlers/read_rail.h"
 
@@ -18,7 +18,7 @@ struct Gather : RailHandler<RailCall> {
   using Attributes = RailGatherAttributes;
   static constexpr const char* kOperation = "dispatch";
 
-  // Operands: the program's coordinate, which the calls inside the node check; group_ids; and the
+  // Operands: the program's coordinate, which the intra-node calls check; group_ids; and the
   // weights and tokens that there are. Results: the same of all nodes.
   Status Read(const p2p::Caller& caller, const Attributes& attributes, const BufferList& operands,
               const BufferList& results) {

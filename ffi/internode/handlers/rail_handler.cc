@@ -1,4 +1,4 @@
-// The handler of an exchange of rows between nodes.
+// The handler of an inter-node exchange of rows.
 
 #include <string>
 
@@ -6,7 +6,7 @@
 
 namespace jax_ep::rail {
 
-// Flags of an exchange of rows between nodes.
+// Flags of an inter-node exchange of rows.
 struct RailAttributes {
   std::string_view group;
   bool has_mask;  // the first operand says which rows are sent
@@ -29,9 +29,9 @@ Status ReadMask(const ffi::AnyBuffer* mask, RailCall* call) {
 
 struct Exchange : RailHandler<RailCall> {
   using Attributes = RailAttributes;
-  static constexpr const char* kOperation = "an exchange between nodes";
+  static constexpr const char* kOperation = "an inter-node exchange";
 
-  // The program's coordinate comes first among the operands; the calls inside the node check it.
+  // The program's coordinate comes first among the operands; the intra-node calls check it.
   Status Read(const p2p::Caller&, const Attributes& attributes, const BufferList& operands,
               const BufferList& results) {
     Status status;

@@ -1,4 +1,4 @@
-// The handler that adds up the nodes' sums of each token, after a combine inside each node.
+// The handler that adds up the nodes' sums of each token, after an intra-node combine.
 
 #include <optional>
 #include <string>
@@ -20,7 +20,7 @@ struct Sum : RailHandler<RailSumCall> {
   using Attributes = RailSumAttributes;
   static constexpr const char* kOperation = "combine";
 
-  // Operands: the program's coordinate, which the calls inside the node check; the group ids of all
+  // Operands: the program's coordinate, which the intra-node calls check; the group ids of all
   // nodes' tokens inside this one, int32[N * T, N_c]; this node's sums for them, [N * T, H]; and
   // the residual, [T, H]. The result: [T, H].
   Status Read(const p2p::Caller& caller, const Attributes& attributes, const BufferList& operands,

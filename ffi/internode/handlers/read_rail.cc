@@ -15,11 +15,11 @@ int64_t RowBytes(const ffi::AnyBuffer& buffer) {
 }  // namespace
 
 Status FindRail(const p2p::Caller& caller, RailCall* call) {
-  if (!Rails::Instance().Fill(caller.member.memory, call)) {
+  if (!Rails::Instance().Fill(caller.member.workspace_key, call)) {
     return FailedPrecondition("the group has no rail.");
   }
   call->failures = caller.member.group->Failures(caller.member.rank);
-  call->tiles.n_turns = 1;
+  call->tiles.n_ranges = 1;
   return {};
 }
 
@@ -62,7 +62,7 @@ Status CutRows(RailCall* call) {
   }
   if (bytes > 0) {
     call->tiles =
-        call->map.Cut(call->tiles.n_rows, call->rows.bytes, choice_bytes, call->tiles.n_turns);
+        call->map.Cut(call->tiles.n_rows, call->rows.bytes, choice_bytes, call->tiles.n_ranges);
   }
   return {};
 }

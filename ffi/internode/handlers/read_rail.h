@@ -1,4 +1,4 @@
-// XLA FFI -> RailCall: what the handlers of exchanges between nodes share.
+// XLA FFI -> RailCall: what the handlers of inter-node exchanges share.
 #pragma once
 
 #include <string_view>
@@ -13,7 +13,7 @@
 
 namespace jax_ep::rail {
 
-// The caller's rail, as the first fields of `call`. Its tiles do not take turns.
+// The caller's rail, as the first fields of `call`. Its tiles are sent in order, not round robin.
 Status FindRail(const p2p::Caller& caller, RailCall* call);
 
 // What its calls may use.

@@ -33,7 +33,7 @@ __device__ bool SendSums(GpuBlock& block, const RailCombineCall& call, const p2p
                          const Channel& channel, const Link& link, int64_t item, int64_t tile,
                          uint32_t mask) {
   const RailCall& rail = call.rail;
-  const p2p::PeerPtr to = PlaceToFill(block, rail, channel, link, item);
+  const p2p::PeerPtr to = SlotToFill(block, rail, channel, link, item);
   const int first = link.node * rail.tiles.n_rows + rail.tiles.Begin(tile);
   bool has_come = true;
   ForEachSlice(CountBits(mask), [&](int n, Slice slice) {
@@ -44,7 +44,7 @@ __device__ bool SendSums(GpuBlock& block, const RailCombineCall& call, const p2p
                                             call.combine.row_vectors, slice);
   });
   if (!block.All(has_come)) return false;
-  SendPlace(block, rail, channel, link, item, mask);
+  SendSlot(block, rail, channel, link, item, mask);
   return true;
 }
 

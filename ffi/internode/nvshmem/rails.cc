@@ -14,7 +14,7 @@ using p2p::ToStatus;
 
 // Clears what tells items apart; their data need no clearing.
 Status Clear(const Heap& heap, const RailExchange& map) {
-  Status status = ToStatus(cudaMemset(heap.memory, 0, map.places.offset), "clearing a rail");
+  Status status = ToStatus(cudaMemset(heap.base, 0, map.slots.offset), "clearing a rail");
   if (!status.ok()) return status;
   return ToStatus(cudaMemset(heap.state, 0, sizeof(RailState)), "clearing a rail");
 }
@@ -88,7 +88,7 @@ Status Rails::Open(const std::string& key, const RailConfig& config, int64_t num
                                      [](const Peer& peer) { return peer.heap != nullptr; });
   Rail rail{number, {}, is_mapped};
   rail.call.map = RailExchange::Plan(n_nodes, config.message_bytes);
-  rail.call.heap = heap.memory;
+  rail.call.heap = heap.base;
   rail.call.peers = heap.peers;
   rail.call.state = heap.state;
   rail.call.node = static_cast<int32_t>(config.node);

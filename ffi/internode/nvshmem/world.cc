@@ -114,7 +114,7 @@ Status World::CheckDevice() const {
       ToStatus(cudaDeviceGetAttribute(&n_sms, cudaDevAttrMultiProcessorCount, device_),
                "querying device " + std::to_string(device_));
   if (!status.ok() || n_sms >= kBlocks) return status;
-  return FailedPrecondition("an exchange between nodes needs " + std::to_string(kBlocks) +
+  return FailedPrecondition("an inter-node exchange needs " + std::to_string(kBlocks) +
                             " multiprocessors; device " + std::to_string(device_) + " has " +
                             std::to_string(n_sms) + ". Use transport='p2p'.");
 }
@@ -140,7 +140,7 @@ Status World::LoadKernel() {
 Status World::Allocate(size_t bytes, size_t* number) {
   const ScopedDevice scoped(device_);
   Heap heap{static_cast<uint8_t*>(library_.malloc(bytes)), bytes, nullptr, nullptr};
-  if (heap.memory == nullptr) {
+  if (heap.base == nullptr) {
     return Internal(
         "NVSHMEM has no " + std::to_string(bytes) +
         " bytes left. They are not part of the memory that JAX preallocates: lower "
@@ -160,7 +160,7 @@ Status World::Allocate(size_t bytes, size_t* number) {
 }
 
 uint8_t* World::Map(const Heap& heap, int pe) const {
-  return static_cast<uint8_t*>(library_.ptr(heap.memory, pe));
+  return static_cast<uint8_t*>(library_.ptr(heap.base, pe));
 }
 
 cudaError_t World::Launch(const RailCall& call, cudaStream_t stream) const {

@@ -1,4 +1,4 @@
-// NVSHMEM in this process: all processes of the job, one GPU each; its symmetric memory; and the
+// NVSHMEM in this process: all processes of the job, one GPU each; its symmetric heaps; and the
 // kernels that use it. Several of these steps wait for the other processes, without a time limit:
 // callers first make sure that all are there.
 #pragma once
@@ -22,7 +22,7 @@ namespace jax_ep::rail {
 // Memory of the same number on all processes: that which the network writes to, and what belongs to
 // it in ordinary device memory. It is never freed, because freeing waits for all processes.
 struct Heap {
-  uint8_t* memory;
+  uint8_t* base;
   size_t bytes;
   RailState* state;
   Peer* peers;  // [kMaxNodes]

@@ -1,4 +1,4 @@
-// A call of the exchange between nodes, as the kernel takes it.
+// A call of the inter-node exchange, as the kernel takes it.
 #pragma once
 
 #include <cstdint>

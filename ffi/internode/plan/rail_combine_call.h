@@ -11,7 +11,7 @@ struct RailCombineCall {
   // The exchange of the nodes' sums. `rows` has only the bytes of a row; the mask says which tokens
   // have rows on this node.
   RailCall rail;
-  // The combine inside the node, of the tokens of all nodes. Its other half is p2p's kernel. But
+  // The intra-node combine, of the tokens of all nodes. Its other half is p2p's kernel. But
   // `residual` and `out` are `[n_rows, row_vectors]`, of the tokens of this rank.
   p2p::CombineArgs combine;
 };

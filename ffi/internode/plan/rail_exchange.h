@@ -3,8 +3,8 @@
 //
 // A call gives every rank of the rail rows from every other one. Rows are cut into tiles; tile i
 // goes through channel i % kChannels. A channel has a block that sends and one that receives, and
-// for each node a stream (internode/plan/stream.h) of its own, so that its items are taken in order
-// and no block waits for another of its rank. docs/scale.md has the protocol.
+// for each node a credit FIFO (internode/plan/credit_fifo.h) of its own, so that its items are
+// taken in order and no block waits for another of its rank. docs/scale.md has the protocol.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@
 #include "core/host_device.h"
 #include "core/message.h"
 #include "core/workspace.h"
-#include "internode/plan/stream.h"
+#include "internode/plan/credit_fifo.h"
 
 namespace jax_ep::rail {
 
@@ -35,12 +35,12 @@ struct RailTiles {
   int64_t tile_rows;    // of a tile
   int64_t n_tiles;      // for each node
   int64_t extra_bytes;  // of a tile, before its rows
-  int64_t n_turns;      // ranges of tiles that take turns to be sent
+  int64_t n_ranges;     // ranges of tiles, which are sent round robin
 
   // The tile that is sent as number `i`, from 0. Ranges are of equal size, or one tile shorter.
-  JAX_EP_HOST_DEVICE constexpr int64_t InTurn(int64_t i) const {
-    const int64_t range = i % n_turns, n_longer = n_tiles % n_turns;
-    return range * (n_tiles / n_turns) + (range < n_longer ? range : n_longer) + i / n_turns;
+  JAX_EP_HOST_DEVICE constexpr int64_t RoundRobin(int64_t i) const {
+    const int64_t range = i % n_ranges, n_longer = n_tiles % n_ranges;
+    return range * (n_tiles / n_ranges) + (range < n_longer ? range : n_longer) + i / n_ranges;
   }
 
   JAX_EP_HOST_DEVICE constexpr int64_t Begin(int64_t tile) const { return tile * tile_rows; }
@@ -53,58 +53,58 @@ struct RailTiles {
 // The memory that a rank has for a rail, in the network's heap; the same map on all ranks.
 struct RailExchange {
   static constexpr int64_t kChannels = 32;
-  static constexpr int64_t kDepth = 2;  // places of a stream: one is filled while one is emptied
-  // In all, of the places that other nodes write to; as much again of places to send from.
-  static constexpr int64_t kPlacesBytes = int64_t{64} << 20;
-  static constexpr int64_t kMaxPlaceBytes = int64_t{256} << 10;
+  static constexpr int64_t kDepth = 2;  // slots of a FIFO: one is filled while one is emptied
+  // In all, of the slots that other nodes write to; as much again of slots to send from.
+  static constexpr int64_t kSlotsBytes = int64_t{64} << 20;
+  static constexpr int64_t kMaxSlotBytes = int64_t{256} << 10;
 
   int64_t n_nodes;
-  int64_t place_bytes;  // room for the rows of a tile
+  int64_t slot_bytes;  // room for the rows of a tile
   // Written by the rail. [node] is an index over the other nodes: OtherNode.
   Region words;    // word[node, channel, kDepth]    a tile has arrived; value: mask of its rows
   Region credits;  // uint64[node, channel]          tiles that the node has taken
-  Region places;   // place[node, channel, kDepth]   valid once the word is
-  Region staged;   // place[node, channel, kDepth]   what this rank sends from
+  Region slots;    // slot[node, channel, kDepth]   valid once the word is
+  Region staged;   // slot[node, channel, kDepth]   what this rank sends from
   size_t bytes;
 
   // `message_bytes`: of the longest row and what travels with it.
   static constexpr RailExchange Plan(int64_t n_nodes, int64_t message_bytes) {
-    const int64_t n_streams = (n_nodes - 1) * kChannels, n_places = n_streams * kDepth;
+    const int64_t n_fifos = (n_nodes - 1) * kChannels, n_slots = n_fifos * kDepth;
     const auto max = [](int64_t a, int64_t b) { return a > b ? a : b; };
     const auto min = [](int64_t a, int64_t b) { return a < b ? a : b; };
-    const int64_t share = min(kPlacesBytes / n_places, kMaxPlaceBytes);
+    const int64_t share = min(kSlotsBytes / n_slots, kMaxSlotBytes);
     RailExchange map{};
     map.n_nodes = n_nodes;
     const int64_t least = message_bytes + kMessageAlignment;  // choices are padded
-    map.place_bytes = AlignUp(max(share, least), kMessageAlignment);
-    map.words = After(0, n_places * sizeof(uint64_t));
-    map.credits = After(map.words.end(), n_streams * sizeof(uint64_t));
-    map.places = After(map.credits.end(), n_places * map.place_bytes);
-    map.staged = After(map.places.end(), n_places * map.place_bytes);
+    map.slot_bytes = AlignUp(max(share, least), kMessageAlignment);
+    map.words = After(0, n_slots * sizeof(uint64_t));
+    map.credits = After(map.words.end(), n_fifos * sizeof(uint64_t));
+    map.slots = After(map.credits.end(), n_slots * map.slot_bytes);
+    map.staged = After(map.slots.end(), n_slots * map.slot_bytes);
     map.bytes = map.staged.end();
     return map;
   }
 
-  // Cuts `n_rows` rows of `row_bytes` with `extra_bytes` each; tiles fit into places. With few
+  // Cuts `n_rows` rows of `row_bytes` with `extra_bytes` each; tiles fit into slots. With few
   // rows, every channel has some.
   constexpr RailTiles Cut(int64_t n_rows, int64_t row_bytes, int64_t extra_bytes,
-                          int64_t n_turns = 1) const {
+                          int64_t n_ranges = 1) const {
     const auto min = [](int64_t a, int64_t b) { return a < b ? a : b; };
-    const int64_t fit = (place_bytes - kMessageAlignment) / (row_bytes + extra_bytes);
+    const int64_t fit = (slot_bytes - kMessageAlignment) / (row_bytes + extra_bytes);
     const int64_t for_all_channels = (n_rows + kChannels - 1) / kChannels;
     int64_t rows = min(min(kMaxTileRows, fit), for_all_channels);
     if (rows > kWarps) rows -= rows % kWarps;  // each warp copies as many
     if (rows < 1) rows = 1;
     return {n_rows, rows, (n_rows + rows - 1) / rows,
-            static_cast<int64_t>(AlignUp(rows * extra_bytes, kMessageAlignment)), n_turns};
+            static_cast<int64_t>(AlignUp(rows * extra_bytes, kMessageAlignment)), n_ranges};
   }
-  constexpr int64_t max_message_bytes() const { return place_bytes - kMessageAlignment; }
+  constexpr int64_t max_message_bytes() const { return slot_bytes - kMessageAlignment; }
 
   // The index of `other` among the nodes other than `own`.
   JAX_EP_HOST_DEVICE static constexpr int64_t OtherNode(int64_t own, int64_t other) {
     return other < own ? other : other - 1;
   }
-  JAX_EP_HOST_DEVICE static constexpr Stream stream() { return {kDepth}; }
+  JAX_EP_HOST_DEVICE static constexpr CreditFifo fifo() { return {kDepth}; }
 
   // Offsets in the memory of a rank, `node` by OtherNode.
   JAX_EP_HOST_DEVICE constexpr size_t Word(int64_t node, int64_t channel, int64_t item) const {
@@ -113,18 +113,18 @@ struct RailExchange {
   JAX_EP_HOST_DEVICE constexpr size_t Credit(int64_t node, int64_t channel) const {
     return credits.offset + (node * kChannels + channel) * sizeof(uint64_t);
   }
-  JAX_EP_HOST_DEVICE constexpr size_t Place(int64_t node, int64_t channel, int64_t item) const {
-    return places.offset + Index(node, channel, item) * place_bytes;
+  JAX_EP_HOST_DEVICE constexpr size_t Slot(int64_t node, int64_t channel, int64_t item) const {
+    return slots.offset + Index(node, channel, item) * slot_bytes;
   }
   JAX_EP_HOST_DEVICE constexpr size_t Staged(int64_t node, int64_t channel, int64_t item) const {
-    return staged.offset + Index(node, channel, item) * place_bytes;
+    return staged.offset + Index(node, channel, item) * slot_bytes;
   }
 
  private:
   static constexpr int64_t kWarps = 16;
 
   JAX_EP_HOST_DEVICE constexpr size_t Index(int64_t node, int64_t channel, int64_t item) const {
-    return (node * kChannels + channel) * kDepth + stream().Place(item);
+    return (node * kChannels + channel) * kDepth + fifo().Slot(item);
   }
   static constexpr Region After(size_t end, size_t bytes) {
     return {AlignUp(end, Workspace::kAlignment), AlignUp(bytes, Workspace::kAlignment), 1};

@@ -5,7 +5,7 @@
 
 #include "core/host_device.h"
 #include "internode/plan/rail_call.h"
-#include "internode/steps/streams.h"
+#include "internode/steps/credit_fifo.h"
 #include "internode/steps/tile_choices.h"
 
 namespace jax_ep::rail {
@@ -16,15 +16,15 @@ JAX_EP_DEVICE inline const uint8_t* RowsOfTile(const RailCall& call, int64_t nod
   return call.rows.from + first * call.rows.bytes;
 }
 
-// Sends a tile as item `item` of the stream: its choices, then the rows in the mask.
+// Sends a tile as item `item` of the FIFO: its choices, then the rows in the mask.
 template <class Block>
 JAX_EP_DEVICE void SendTile(Block& block, const RailCall& call, const Channel& channel,
                             const Link& link, int64_t item, int64_t tile, uint32_t mask) {
-  const auto to = PlaceToFill(block, call, channel, link, item);
+  const auto to = SlotToFill(block, call, channel, link, item);
   const auto choices = OwnChoices(block, call, tile);
   block.Pack(to + call.tiles.extra_bytes, RowsOfTile(call, link.node, tile), call.rows.bytes, mask);
-  StoreInPlace(block, call, tile, choices, to);
-  SendPlace(block, call, channel, link, item, mask);
+  StoreInSlot(block, call, tile, choices, to);
+  SendSlot(block, call, channel, link, item, mask);
 }
 
 // Sends the channel's tiles to all nodes by send(link, item, tile, mask), until that or a wait

@@ -5,8 +5,8 @@
 
 #include "core/host_device.h"
 #include "internode/plan/rail_call.h"
+#include "internode/steps/credit_fifo.h"
 #include "internode/steps/exchange_tiles.h"
-#include "internode/steps/streams.h"
 
 namespace jax_ep::rail {
 
@@ -21,7 +21,7 @@ struct SentSums {
   JAX_EP_DEVICE const uint8_t* Find(int node, int row) const {
     if ((masks[node] >> row & 1) == 0) return nullptr;
     const int64_t other = RailExchange::OtherNode(call.node, node);
-    return call.heap + call.map.Place(other, channel.index, item) +
+    return call.heap + call.map.Slot(other, channel.index, item) +
            CountBits(masks[node] & ((1u << row) - 1)) * call.rows.bytes;
   }
 };

@@ -6,8 +6,8 @@
 
 #include "core/host_device.h"
 #include "internode/plan/rail_call.h"
+#include "internode/steps/credit_fifo.h"
 #include "internode/steps/exchange_tiles.h"
-#include "internode/steps/streams.h"
 #include "internode/steps/tile_choices.h"
 
 namespace jax_ep::rail {
@@ -21,15 +21,15 @@ JAX_EP_DEVICE inline uint8_t* To(const RailCall& call, int64_t node, int64_t til
 // and its choices.
 template <class Block>
 JAX_EP_DEVICE void TakeTile(Block& block, const RailCall& call, int64_t node, int64_t tile,
-                            const uint8_t* place, uint32_t mask) {
-  const auto choices = ChoicesInPlace(block, call, tile, place);
+                            const uint8_t* slot, uint32_t mask) {
+  const auto choices = ChoicesInSlot(block, call, tile, slot);
   uint8_t* const to = To(call, node, tile);
-  block.Unpack(to, place + call.tiles.extra_bytes, call.rows.bytes, mask);
+  block.Unpack(to, slot + call.tiles.extra_bytes, call.rows.bytes, mask);
   if (call.fills) block.Zero(to, call.rows.bytes, mask, call.tiles.Rows(tile));
   StoreRouted(call, node, tile, choices);
 }
 
-// Tells both the sender and a kernel of this rank. All threads have read the tile's place.
+// Tells both the sender and a kernel of this rank. All threads have read the tile's slot.
 template <class Block>
 JAX_EP_DEVICE void TellTaken(Block& block, const RailCall& call, const Channel& channel,
                              const Link& link, int64_t item, int64_t tile) {
@@ -57,8 +57,8 @@ JAX_EP_DEVICE bool ReceiveTile(Block& block, const RailCall& call, const Channel
   const Link link(call, node);
   uint32_t mask;
   if (!WaitForTile(block, call, channel, link, item, &mask)) return false;
-  const uint8_t* const place = call.heap + call.map.Place(link.here, channel.index, item);
-  TakeTile(block, call, link.node, tile, place, mask);
+  const uint8_t* const slot = call.heap + call.map.Slot(link.here, channel.index, item);
+  TakeTile(block, call, link.node, tile, slot, mask);
   TellTaken(block, call, channel, link, item, tile);
   return true;
 }

@@ -63,24 +63,24 @@ JAX_EP_DEVICE TileChoices<Block> OwnChoices(const Block& block, const RailCall& 
           CountTravelling(call, tile)};
 }
 
-// In a place: the ids, then the weights.
+// In a slot: the ids, then the weights.
 template <class Block>
-JAX_EP_DEVICE void StoreInPlace(Block& block, const RailCall& call, int64_t tile,
-                                const TileChoices<Block>& choices, typename Block::Place place) {
+JAX_EP_DEVICE void StoreInSlot(Block& block, const RailCall& call, int64_t tile,
+                               const TileChoices<Block>& choices, typename Block::Slot slot) {
   const int64_t ids_bytes = CountTravelling(call, tile) * int64_t{sizeof(int32_t)};
   choices.ForEach([&](int i, const int32_t& id, const float& weight) {
     const int64_t offset = i * int64_t{sizeof(id)};
-    block.Store(place + offset, id);
-    if (call.choices.weights != nullptr) block.Store(place + (ids_bytes + offset), weight);
+    block.Store(slot + offset, id);
+    if (call.choices.weights != nullptr) block.Store(slot + (ids_bytes + offset), weight);
   });
 }
 template <class Block>
-JAX_EP_DEVICE TileChoices<Block> ChoicesInPlace(const Block& block, const RailCall& call,
-                                                int64_t tile, const uint8_t* place) {
+JAX_EP_DEVICE TileChoices<Block> ChoicesInSlot(const Block& block, const RailCall& call,
+                                               int64_t tile, const uint8_t* slot) {
   const int n = CountTravelling(call, tile);
   const bool has_weights = call.choices.weights != nullptr;
-  return {block, reinterpret_cast<const int32_t*>(place),
-          has_weights ? reinterpret_cast<const float*>(place) + n : nullptr, n};
+  return {block, reinterpret_cast<const int32_t*>(slot),
+          has_weights ? reinterpret_cast<const float*>(slot) + n : nullptr, n};
 }
 
 // Gives the choices of a tile from `node` to the caller, routed inside this node.

@@ -22,13 +22,13 @@ using ProblemShape = cutlass::gemm::GroupProblemShape<cute::Shape<int, int, int>
 
 // Tiles, clusters and how the warps of a block share the work: the fastest ones of those that were
 // tried (docs/tried.md).
-template <int kM, int kN, int kClusterM, int kClusterN, bool kTakesTurns>
+template <int kM, int kN, int kClusterM, int kClusterN, bool kPingPong>
 struct Schedule {
   template <int kK>
   using Tile = cute::Shape<cute::Int<kM>, cute::Int<kN>, cute::Int<kK>>;
   using Cluster = cute::Shape<cute::Int<kClusterM>, cute::Int<kClusterN>, cute::_1>;
-  // Two groups of warps work on a tile each, in turns ("ping-pong"), or on one tile together.
-  static constexpr bool takes_turns = kTakesTurns;
+  // Two groups of warps work on a tile each ("ping-pong"), or on one tile together.
+  static constexpr bool is_ping_pong = kPingPong;
 };
 using ManyRows = Schedule<128, 128, 1, 2, true>;
 using SomeRows = Schedule<128, 256, 1, 2, false>;
@@ -37,9 +37,9 @@ using AlongRows = Schedule<128, 128, 2, 1, true>;
 using ScaledSomeRows = Schedule<128, 128, 1, 2, false>;
 using ScaledFewRows = Schedule<64, 128, 1, 2, true>;
 
-// The first type if the warps take turns.
-template <class Schedule, class InTurns, class Together>
-using ByTurns = std::conditional_t<Schedule::takes_turns, InTurns, Together>;
+// The first type if the schedule is ping-pong.
+template <class Schedule, class PingPong, class Together>
+using IfPingPong = std::conditional_t<Schedule::is_ping_pong, PingPong, Together>;
 
 // Writes the float32 sums, converted to Out. There is no third operand.
 template <class Out, class Schedule, class Tile>
@@ -47,8 +47,8 @@ using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
     cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, typename Schedule::Cluster,
     cutlass::epilogue::collective::EpilogueTileAuto, float, float, void, RowMajor*,
     16 / sizeof(Out), Out, RowMajor*, 16 / sizeof(Out),
-    ByTurns<Schedule, cutlass::epilogue::PtrArrayTmaWarpSpecializedPingpong,
-            cutlass::epilogue::PtrArrayTmaWarpSpecializedCooperative>,
+    IfPingPong<Schedule, cutlass::epilogue::PtrArrayTmaWarpSpecializedPingpong,
+               cutlass::epilogue::PtrArrayTmaWarpSpecializedCooperative>,
     cutlass::epilogue::fusion::LinearCombination<Out, float, void, float>>::CollectiveOp;
 
 template <class In, class LhsLayout, class RhsLayout, class Schedule, class Tile, class Epilogue,
@@ -67,8 +67,9 @@ struct PlainKernel {
   using LhsLayout = std::conditional_t<kForm == MatmulForm::kRows, ColumnMajor, RowMajor>;
   using RhsLayout =
       std::conditional_t<kForm == MatmulForm::kTransposedWeights, ColumnMajor, RowMajor>;
-  using KernelSchedule = ByTurns<Schedule, cutlass::gemm::KernelPtrArrayTmaWarpSpecializedPingpong,
-                                 cutlass::gemm::KernelPtrArrayTmaWarpSpecializedCooperative>;
+  using KernelSchedule =
+      IfPingPong<Schedule, cutlass::gemm::KernelPtrArrayTmaWarpSpecializedPingpong,
+                 cutlass::gemm::KernelPtrArrayTmaWarpSpecializedCooperative>;
   using Store = Epilogue<Out, Schedule, Tile>;
   using Type = cutlass::gemm::kernel::GemmUniversal<
       ProblemShape, Mainloop<In, LhsLayout*, RhsLayout*, Schedule, Tile, Store, KernelSchedule>,
@@ -112,8 +113,8 @@ struct ScaledKernel {
   using In = cutlass::float_e4m3_t;
   using Tile = typename Schedule::template Tile<kMatmulScaleBlock>;
   using KernelSchedule =
-      ByTurns<Schedule, cutlass::gemm::KernelPtrArrayTmaWarpSpecializedPingpongFP8Blockwise,
-              cutlass::gemm::KernelPtrArrayTmaWarpSpecializedCooperativeFP8Blockwise>;
+      IfPingPong<Schedule, cutlass::gemm::KernelPtrArrayTmaWarpSpecializedPingpongFP8Blockwise,
+                 cutlass::gemm::KernelPtrArrayTmaWarpSpecializedCooperativeFP8Blockwise>;
   using Store = Epilogue<Out, Schedule, Tile>;
   using Type = cutlass::gemm::kernel::GemmUniversal<
       ProblemShape,

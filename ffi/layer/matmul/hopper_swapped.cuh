@@ -79,7 +79,7 @@ __device__ __forceinline__ void Wait(uint32_t barrier, uint32_t parity) {
   }
 }
 
-// The ring of stages, and a place in it.
+// The ring of stages, and a position in it.
 class Ring {
  public:
   __device__ Ring(uint32_t smem, uint32_t tile_rows)

@@ -51,7 +51,7 @@ struct GroupSums {
 };
 
 // Few: a tile of 64 x 256 takes 12/13 of the time of one of 128 x 256, and pays if it has all rows
-// of most groups. Many: tiles of 128 x 128 in turns hide the time of storing them, and pay from
+// of most groups. Many: ping-pong tiles of 128 x 128 hide the time of storing them, and pay from
 // about 512 rows per group on; below, they read the weights from the L2 cache too often.
 __device__ inline Choice ChooseOfCutlass(const GroupSums& sums) {
   if (12 * int64_t{sums.n_64} < 13 * int64_t{sums.n_128}) return {KernelChoice::kFew, 0};

@@ -72,15 +72,15 @@ JAX_EP_HOST_DEVICE inline void EnterMatmulGroup(const MatmulTileTable& table,
                                                 const MatmulGroup& rows, const uint32_t* keys,
                                                 uint32_t n_groups, uint32_t group) {
   const uint32_t own = keys[group];
-  uint32_t place = 0, first_tile = 0;
+  uint32_t position = 0, first_tile = 0;
   for (uint32_t other = 0; other < n_groups; ++other) {
     const uint32_t key = keys[other];
     const bool is_before = key > own || (key == own && other < group);
-    place += is_before;
+    position += is_before;
     first_tile += is_before ? key & 0x3ffffff : 0;
   }
-  table.ends[place] = first_tile + rows.n_tiles;
-  table.spans[place] = {rows, group, first_tile, {}};
+  table.ends[position] = first_tile + rows.n_tiles;
+  table.spans[position] = {rows, group, first_tile, {}};
 }
 
 // The tiles of one worker of several. Tiles are numbered group by group. Workers take them in
@@ -103,9 +103,9 @@ class MatmulTiles {
   JAX_EP_HOST_DEVICE bool Next(MatmulTile& tile) {
     if (index_ >= end_) return false;
     while (index_ >= span_end_) {  // tables are short, and the words of `ends` close to each other
-      span_end_ = table_.ends[place_++] * n_column_tiles_;
+      span_end_ = table_.ends[position_++] * n_column_tiles_;
     }
-    const MatmulSpan& span = table_.spans[place_ - 1];
+    const MatmulSpan& span = table_.spans[position_ - 1];
     tile = Locate(span, index_ - span.first_tile * n_column_tiles_);
     index_ += step_;
     const uint32_t step = step_;
@@ -139,7 +139,7 @@ class MatmulTiles {
   const uint32_t end_;         // of all tiles
   uint32_t index_;             // of the next tile
   uint32_t step_, next_step_;  // from it to the ones after it
-  uint32_t place_ = 0, span_end_ = 0;
+  uint32_t position_ = 0, span_end_ = 0;
 };
 
 }  // namespace jax_ep::matmul

@@ -27,7 +27,7 @@ __device__ __forceinline__ void cp_async_bulk_tensor(uint32_t to, const CUtensor
       : "memory");
 }
 
-// To the same place in each block of the cluster whose bit is set, and its barrier.
+// To the same address in each block of the cluster whose bit is set, and its barrier.
 __device__ __forceinline__ void cp_async_bulk_tensor_multicast(uint32_t to, const CUtensorMap* map,
                                                                int x, int y, uint32_t barrier,
                                                                uint16_t blocks, uint64_t policy) {
@@ -67,7 +67,7 @@ __device__ __forceinline__ bool mbarrier_try_wait_parity(uint32_t barrier, uint3
   return done != 0;
 }
 
-// On the barrier at this place in a block of the cluster.
+// On the barrier at this address in a block of the cluster.
 __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier, uint32_t block) {
   asm volatile(
       "{\n\t"

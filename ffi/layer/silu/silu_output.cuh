@@ -21,7 +21,7 @@ using p2p::LaneCodes;
 using p2p::LaneIndex;
 using p2p::Pack;
 
-// A row, and its place in its group if groups matter.
+// A row, and its position in its group if groups matter.
 struct SiluRow {
   uint32_t index;
   uint32_t in_group;

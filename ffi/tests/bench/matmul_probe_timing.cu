@@ -19,7 +19,7 @@
 namespace jax_ep::matmul {
 namespace {
 
-constexpr int kSets = 2;       // of operands and results, used in turns, so that caches do not help
+constexpr int kSets = 2;  // of operands and results, used round robin, so that caches do not help
 constexpr int kLaunches = 10;  // of a chain
 constexpr int kRounds = 15;    // chains of each matmul
 
@@ -122,7 +122,7 @@ double TimeChain(const std::function<void(int set)>& launch) {
 }
 
 // The median of each, from rounds in random orders, since the power limit slows what follows.
-std::vector<double> TimeInTurns(const std::vector<std::function<void(int set)>>& launches) {
+std::vector<double> TimeRoundRobin(const std::vector<std::function<void(int set)>>& launches) {
   std::vector<std::vector<double>> times(launches.size());
   std::vector<size_t> order(launches.size());
   std::iota(order.begin(), order.end(), size_t{0});
@@ -222,7 +222,7 @@ void TimeCase(const Operands& operands, uint32_t mean, bool is_drawn, const Dens
       ExpectSuccess("swapped", hopper::LaunchBFloat16(call(set), nullptr, swap));
     });
   }
-  const std::vector<double> ms = TimeInTurns(launches);
+  const std::vector<double> ms = TimeRoundRobin(launches);
   PrintCase(operands.Call(0, row_offsets, workspace, n_rows), mean, is_drawn, ms, copy_rate);
   std::printf(" | %s | differ %.4f\n", model.name, difference);
   std::fflush(stdout);

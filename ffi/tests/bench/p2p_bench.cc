@@ -13,7 +13,7 @@
 //   ring      slots of combine's rings; 0 = no rings, but their plan of one warp per row
 //   op        dispatch, combine or grad (the backward of combine); default: all
 //   weights   given to dispatch (default) or to combine
-//   lines=0   few tokens travel as many do
+//   ll=0      few tokens travel as many do
 //   format    of dispatch, for example mxfp8
 //   zipf=1    skewed routing
 //   absent    percent of the choices that name no group, as of tokens that came from other nodes
@@ -23,7 +23,7 @@
 //             both nodes; with absent=50, half of the choices are on the node that is not there.
 //             Results of plain rows are checked first. The plan is that of the kernel inside the
 //             node; that of a combine beside the exchange does not follow `blocks`
-//   serial=1  of rail: the exchange and the call inside the node one after the other. Combine then
+//   serial=1  of rail: the exchange and the intra-node call one after the other. Combine then
 //             ends with the sums of each node: adding them up is XLA's part, and not timed
 //   only=1    of rail: the exchange alone; that of combine is the one that serial=1 has
 //   trace=1   also prints when the blocks of rank 0 finish each step: first, median, last
@@ -104,7 +104,7 @@ class Bench {
       : options_(options),
         fixture_(MakeSizes(options, n_tokens), Spread(options.n_ranks, options.n_devices),
                  /*timeout_s=*/2.0, /*n_sms=*/0, options.format(),
-                 options.values.count("lines") == 0) {
+                 options.values.count("ll") == 0) {
     SetPlans();
     const size_t token_bytes = n_tokens * fixture_.sizes.hidden * sizeof(T);
     n_calls_ = n_tokens >= 1024 ? 10 : 40;
@@ -336,7 +336,7 @@ class Bench {
   Fixture<T> fixture_;
   LaunchPlan plan_{};  // of the last launch
   int n_calls_ = 0;    // of a replay
-  int n_sets_ = 0;     // of buffers, which the calls take in turn
+  int n_sets_ = 0;     // of buffers, which the calls take round robin
   double n_logical_ = 0, n_physical_ = 0;
   std::vector<RankBuffers<T>> buffers_;
   std::vector<DeviceArray<uint8_t>> flush_;

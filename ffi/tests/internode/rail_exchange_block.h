@@ -1,5 +1,5 @@
-// A block of the kernels in a simulation: what internode/steps/streams.h calls `Block`. It has one
-// thread, which may stop wherever other blocks or the network could do something that matters.
+// A block of the kernels in a simulation: what internode/steps/credit_fifo.h calls `Block`. It has
+// one thread, which may stop wherever other blocks or the network could do something that matters.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "internode/plan/rail_call.h"
-#include "internode/steps/streams.h"
+#include "internode/steps/credit_fifo.h"
 #include "tests/internode/fiber.h"
 #include "tests/internode/rail_exchange_job.h"
 #include "tests/internode/rail_exchange_network.h"
@@ -56,7 +56,7 @@ struct SimulatedWorld {
 
 class SimulatedBlock {
  public:
-  using Place = uint8_t*;
+  using Slot = uint8_t*;
   static constexpr int kThreads = 1;
 
   SimulatedBlock(SimulatedWorld& world, const RankCall& call, int index)
@@ -91,7 +91,7 @@ class SimulatedBlock {
       return has_arrived(*word);
     });
     if (!has_come) return false;
-    network().CheckPlace(own(), TakenPlace(peer), item_);
+    network().CheckSlot(own(), TakenSlot(peer), item_);
     if (CreditsEarly()) {
       is_early_ = true;
       ReturnCredit(*this, call_, Channel{channel(), 0}, Link(call_, peer.pe), item_);
@@ -100,16 +100,16 @@ class SimulatedBlock {
     return true;
   }
 
-  Place Staged(size_t offset) {
-    network().CheckStaged(own(), StagedPlace(offset), item_);
-    return call_.heap + StagedPlace(offset);
+  Slot Staged(size_t offset) {
+    network().CheckStaged(own(), StagedSlot(offset), item_);
+    return call_.heap + StagedSlot(offset);
   }
-  Place Mapped(const Peer& peer, size_t offset) {
-    network().BeginPlace(peer.pe, SentPlace(offset), item_);
-    return network().heap(peer.pe) + SentPlace(offset);
+  Slot Mapped(const Peer& peer, size_t offset) {
+    network().BeginSlot(peer.pe, SentSlot(offset), item_);
+    return network().heap(peer.pe) + SentSlot(offset);
   }
   template <class T>
-  void Store(Place to, const T& value) {
+  void Store(Slot to, const T& value) {
     std::memcpy(to, &value, sizeof(value));
   }
   void StoreWord(const Peer& peer, size_t offset, uint64_t value) {
@@ -118,11 +118,11 @@ class SimulatedBlock {
   }
   void Put(const Peer& peer, size_t to, size_t from, int64_t bytes, size_t word, uint64_t value) {
     Sync();
-    if (bytes > map_.place_bytes) network().Report(own(), "sends too long an item", item_);
+    if (bytes > map_.slot_bytes) network().Report(own(), "sends too long an item", item_);
     rail::Put put{own(), peer.pe, word, SentWord(value)};
     put.item = item_;
-    put.source = StagedPlace(from);
-    put.target = SentPlace(to);
+    put.source = StagedSlot(from);
+    put.target = SentSlot(to);
     put.n_bytes = bytes;
     put.word_first = Has(Fault::kWordBeforeData);
     network().Send(put);
@@ -191,10 +191,10 @@ class SimulatedBlock {
     return Has(rank_call_.shape->adds_up ? Fault::kCreditBeforeSum : Fault::kCreditBeforeCopy);
   }
 
-  // Frees the place of the item; false if its credit has been returned before.
+  // Frees the slot of the item; false if its credit has been returned before.
   bool Credits(const Peer& peer) {
     if (is_early_) return true;
-    network().FreePlace(own(), TakenPlace(peer));
+    network().FreeSlot(own(), TakenSlot(peer));
     return !CreditsEarly();
   }
 
@@ -207,22 +207,22 @@ class SimulatedBlock {
     return true;
   }
 
-  static int64_t PlaceOf(int64_t item) { return RailExchange::stream().Place(item); }
+  static int64_t SlotOf(int64_t item) { return RailExchange::fifo().Slot(item); }
   static uint64_t WithLapOf(int64_t item, uint64_t word) {
-    return RailExchange::stream().Word(item, EpochWordValue(word));
+    return RailExchange::fifo().Word(item, EpochWordValue(word));
   }
   int64_t channel() const { return index_ % RailExchange::kChannels; }
-  // The place of the item that this block takes.
-  size_t TakenPlace(const Peer& peer) const {
-    return map_.Place(RailExchange::OtherNode(own(), peer.pe), channel(), item_);
+  // The slot of the item that this block takes.
+  size_t TakenSlot(const Peer& peer) const {
+    return map_.Slot(RailExchange::OtherNode(own(), peer.pe), channel(), item_);
   }
   // Where this block sends the item from and to, and what its word becomes.
-  size_t StagedPlace(size_t offset) const {
-    return Has(Fault::kOneStagedPlace) ? offset - PlaceOf(item_) * map_.place_bytes : offset;
+  size_t StagedSlot(size_t offset) const {
+    return Has(Fault::kOneStagedSlot) ? offset - SlotOf(item_) * map_.slot_bytes : offset;
   }
-  size_t SentPlace(size_t offset) const {
-    if (!Has(Fault::kWrongPlace) || item_ / RailExchange::kDepth % 2 == 0) return offset;
-    return offset + (PlaceOf(item_ + 1) - PlaceOf(item_)) * map_.place_bytes;
+  size_t SentSlot(size_t offset) const {
+    if (!Has(Fault::kWrongSlot) || item_ / RailExchange::kDepth % 2 == 0) return offset;
+    return offset + (SlotOf(item_ + 1) - SlotOf(item_)) * map_.slot_bytes;
   }
   uint64_t SentWord(uint64_t value) const {
     return Has(Fault::kWordWithoutLap) ? WithLapOf(0, value) : value;

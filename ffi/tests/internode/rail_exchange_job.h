@@ -1,4 +1,4 @@
-// The job of a simulation of the exchange between nodes: the calls of all ranks, and the mistake
+// The job of a simulation of the inter-node exchange: the calls of all ranks, and the mistake
 // that it makes on purpose.
 #pragma once
 
@@ -19,8 +19,8 @@ enum class Fault {
   kCreditBeforeCopy,   // a receiver returns the credit before it has copied the tile
   kWordBeforeData,     // a word may arrive before its tile
   kWordWithoutLap,     // words have the same lap in every lap
-  kWrongPlace,         // in every other lap, a tile goes to the place after its own
-  kOneStagedPlace,     // all tiles of a stream are sent from the same memory
+  kWrongSlot,          // in every other lap, a tile goes to the slot after its own
+  kOneStagedSlot,      // all tiles of a FIFO are sent from the same memory
   kUncountedItems,     // a call does not count its items
   kNodeByNode,         // a receiver takes all tiles of a node before those of the next one
   kArrivedBeforeCopy,  // a tile is said to have arrived before its rows are in place
@@ -40,7 +40,7 @@ struct CallShape {
   int32_t n_choices = 0;       // of a row; 0: none are given
   bool sends_choices = false;  // to all ranks
   bool has_weights = false;
-  int64_t n_turns = 1;
+  int64_t n_ranges = 1;
   bool skips_own = false;
   bool tells_arrival = false;  // another kernel of the rank reads tiles as they arrive
 
@@ -58,7 +58,7 @@ struct Job {
   int64_t dead_after = 0;  // steps of all ranks
 
   RailTiles Tiles(const CallShape& call) const {
-    return map.Cut(call.n_rows, call.row_bytes, call.choice_bytes(), call.n_turns);
+    return map.Cut(call.n_rows, call.row_bytes, call.choice_bytes(), call.n_ranges);
   }
 };
 
@@ -76,7 +76,7 @@ inline CallShape RandomCall(int64_t max_rows, int64_t max_row_bytes, std::mt1993
   call.by_node = call.adds_up || maybe();
   if (maybe()) call.mask = static_cast<Mask>(random() % static_cast<int>(Mask::kCount));
   if (random() % 3 != 0) call.n_choices = Between(1, 6, random);
-  if (random() % 4 != 0) call.n_turns = Between(1, 20, random);
+  if (random() % 4 != 0) call.n_ranges = Between(1, 20, random);
   if (call.adds_up) return call;
   call.fills = maybe();
   call.skips_own = maybe();
@@ -88,34 +88,34 @@ inline CallShape RandomCall(int64_t max_rows, int64_t max_row_bytes, std::mt1993
   return call;
 }
 
-// The map of a job with smaller places.
-inline RailExchange WithPlaces(RailExchange map, int64_t place_bytes) {
-  const int64_t n_places = map.places.bytes / map.place_bytes;
-  map.place_bytes = place_bytes;
-  map.places.bytes = map.staged.bytes = AlignUp(n_places * place_bytes, Workspace::kAlignment);
-  map.staged.offset = map.places.end();
+// The map of a job with smaller slots.
+inline RailExchange WithSlots(RailExchange map, int64_t slot_bytes) {
+  const int64_t n_slots = map.slots.bytes / map.slot_bytes;
+  map.slot_bytes = slot_bytes;
+  map.slots.bytes = map.staged.bytes = AlignUp(n_slots * slot_bytes, Workspace::kAlignment);
+  map.staged.offset = map.slots.end();
   map.bytes = map.staged.end();
   return map;
 }
 
-// A job with rings that its calls go round more than once. The plan's places are so large that this
+// A job with rings that its calls go round more than once. The plan's slots are so large that this
 // would take many rows; most jobs have smaller ones.
 inline Job RandomJob(std::mt19937& random) {
   constexpr int64_t kRing = RailExchange::kChannels * RailExchange::kDepth;
   Job job{};
   const int64_t n_nodes = Between(2, 6, random);
-  const bool has_small_places = random() % 8 != 0;
-  const int64_t max_rows = has_small_places ? 3 * kRing : 2 * kRing * kMaxTileRows;
-  const int64_t n_calls = has_small_places ? Between(1, 5, random) : 2;
+  const bool has_small_slots = random() % 8 != 0;
+  const int64_t max_rows = has_small_slots ? 3 * kRing : 2 * kRing * kMaxTileRows;
+  const int64_t n_calls = has_small_slots ? Between(1, 5, random) : 2;
   int64_t message_bytes = 0;
   for (int64_t i = 0; i < n_calls; ++i) {
     job.calls.push_back(RandomCall(max_rows, /*max_row_bytes=*/64, random));
     message_bytes = std::max(message_bytes, job.calls.back().message_bytes());
   }
   job.map = RailExchange::Plan(n_nodes, message_bytes);
-  if (has_small_places) {
+  if (has_small_slots) {
     const int64_t bytes = AlignUp(message_bytes * Between(1, 4, random), kMessageAlignment);
-    job.map = WithPlaces(job.map, bytes + kMessageAlignment);  // see max_message_bytes
+    job.map = WithSlots(job.map, bytes + kMessageAlignment);  // see max_message_bytes
   }
   constexpr int kMapped[] = {0, 0, 50, 100};
   job.mapped_percent = kMapped[random() % 4];

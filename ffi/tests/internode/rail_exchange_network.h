@@ -27,7 +27,7 @@ struct Put {
   size_t word;  // offset
   uint64_t value;
   WordOp op = WordOp::kSet;
-  int64_t item = -1;                           // of its stream; -1: without a place
+  int64_t item = -1;                           // of its FIFO; -1: without a slot
   size_t source = 0, target = 0, n_bytes = 0;  // offsets
   bool word_first = false;                     // a fault
   size_t n_delivered = 0;
@@ -67,7 +67,7 @@ class Network {
     std::swap(puts_[random_() % puts_.size()], puts_.back());
     Put& put = puts_.back();
     if (put.item >= 0 && !std::exchange(put.has_begun, true)) {
-      BeginPlace(put.to, put.target, put.item);
+      BeginSlot(put.to, put.target, put.item);
     }
     if (put.n_delivered < put.n_bytes && (!put.word_first || put.has_word)) {
       DeliverData(put);
@@ -79,22 +79,22 @@ class Network {
   }
   size_t n_in_flight() const { return puts_.size(); }
 
-  // A rank begins to write an item to a place; or to read it; or needs the place no longer.
-  void BeginPlace(int rank, size_t place, int64_t item) {
-    if (places_.insert({{rank, place}, item}).second) return;
-    Report(rank, "has a place overwritten that is still in use, by item", item);
+  // A rank begins to write an item to a slot; or to read it; or needs the slot no longer.
+  void BeginSlot(int rank, size_t slot, int64_t item) {
+    if (slots_.insert({{rank, slot}, item}).second) return;
+    Report(rank, "has a slot overwritten that is still in use, by item", item);
   }
-  void CheckPlace(int rank, size_t place, int64_t item) {
-    const auto it = places_.find({rank, place});
-    if (it != places_.end() && it->second == item) return;
-    Report(rank, "takes from a place that does not hold it item", item);
+  void CheckSlot(int rank, size_t slot, int64_t item) {
+    const auto it = slots_.find({rank, slot});
+    if (it != slots_.end() && it->second == item) return;
+    Report(rank, "takes from a slot that does not hold it item", item);
   }
-  void FreePlace(int rank, size_t place) { places_.erase({rank, place}); }
+  void FreeSlot(int rank, size_t slot) { slots_.erase({rank, slot}); }
   // A rank is about to write to memory that it sends from.
   void CheckStaged(int rank, size_t offset, int64_t item) {
     if (staged_.count({rank, offset}) > 0) Report(rank, "overwrites what it sends by item", item);
   }
-  bool all_is_taken() const { return places_.empty(); }
+  bool all_is_taken() const { return slots_.empty(); }
 
   void Report(int rank, const std::string& what, int64_t number) {
     if (!violation_.empty()) return;
@@ -119,8 +119,8 @@ class Network {
   std::mt19937& random_;
   std::vector<std::unique_ptr<uint8_t, decltype(&std::free)>> heaps_;
   std::vector<Put> puts_;
-  std::map<Address, int64_t> places_;  // items that are written, or lie there
-  std::map<Address, int> staged_;      // puts that read from there
+  std::map<Address, int64_t> slots_;  // items that are written, or lie there
+  std::map<Address, int> staged_;     // puts that read from there
   std::string violation_;
 };
 

@@ -168,13 +168,13 @@ class Simulation {
     const Channel channel = Channel::OfBlock(rail, block.index());
     const bool is_open = rail::BeginCall(block, rail, channel);
     const auto send = [&](const Link& link, int64_t item, int64_t tile, uint32_t mask) {
-      uint8_t* const to = PlaceToFill(block, rail, channel, link, item);
+      uint8_t* const to = SlotToFill(block, rail, channel, link, item);
       block.ForEachRow(mask, [&](int n, int row) {
         const bool waits = job_.fault != Fault::kIgnoredReturns;
         const uint8_t* const from = Returned(block, rail, link.node, tile, row, waits);
         if (from != nullptr) block.Copy(to + n * rail.rows.bytes, from, rail.rows.bytes);
       });
-      SendPlace(block, rail, channel, link, item, mask);
+      SendSlot(block, rail, channel, link, item, mask);
       return true;
     };
     const auto add_up = [&](int64_t tile, const SentSums& sums) {

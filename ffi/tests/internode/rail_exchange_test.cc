@@ -1,4 +1,4 @@
-// The exchange of rows between nodes in simulation: the blocks of all ranks, which do what the
+// The inter-node exchange of rows in simulation: the blocks of all ranks, which do what the
 // kernels do and step in a random order, and a network that delivers in any order.
 //
 // Usage: rail_exchange_test [JOBS [SEED]]: random jobs in each test, 100 by default; the first

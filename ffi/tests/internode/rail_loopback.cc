@@ -74,7 +74,7 @@ LaunchPlan RailLoopback::Launch(DispatchArgs args) {
 
 LaunchPlan RailLoopback::Launch(CombineArgs args) {
   const int64_t row_bytes = args.row_vectors * int64_t{kVectorBytes};
-  RailCall rail = MakeCall(row_bytes, /*n_turns=*/1);
+  RailCall rail = MakeCall(row_bytes, /*n_ranges=*/1);
   rail.rows = {static_cast<const uint8_t*>(args.out), all_.get(), row_bytes, /*by_node=*/true};
   if (mode_ == Mode::kOverlapped) {
     LaunchOverlapped(rail, &args);
@@ -86,10 +86,10 @@ LaunchPlan RailLoopback::Launch(CombineArgs args) {
   return mode_ == Mode::kSerial ? args.call.plan : LaunchPlan{};
 }
 
-RailCall RailLoopback::MakeCall(int64_t row_bytes, int64_t n_turns) const {
+RailCall RailLoopback::MakeCall(int64_t row_bytes, int64_t n_ranges) const {
   RailCall call{};
   call.map = map_;
-  call.tiles = map_.Cut(n_tokens_, row_bytes, /*extra_bytes=*/0, n_turns);
+  call.tiles = map_.Cut(n_tokens_, row_bytes, /*extra_bytes=*/0, n_ranges);
   call.heap = heap_.get();
   call.peers = peers_.get();
   call.state = state_.get();

@@ -18,7 +18,7 @@ namespace jax_ep::p2p {
 class RailLoopback {
  public:
   enum class Mode {
-    kOverlapped,  // the exchange beside the call inside the node, as the transport does
+    kOverlapped,  // the exchange beside the intra-node call, as the transport does
     kSerial,      // one after the other
     kExchange,    // the exchange alone
   };
@@ -31,7 +31,7 @@ class RailLoopback {
   RailLoopback& operator=(const RailLoopback&) = delete;
 
   // Launch a call on both nodes' tokens, of which this rank has the first half; give the plan of
-  // the part inside the node. The result of combine is `out` [T, H], or the first part of `all` if
+  // the intra-node part. The result of combine is `out` [T, H], or the first part of `all` if
   // the two do not run at once.
   LaunchPlan Launch(DispatchArgs args);
   LaunchPlan Launch(CombineArgs args);
@@ -43,8 +43,8 @@ class RailLoopback {
   DeviceArray<uint8_t>& all() { return all_; }
 
  private:
-  // `row_bytes`: of the rows that are exchanged, in so many ranges that take turns.
-  rail::RailCall MakeCall(int64_t row_bytes, int64_t n_turns) const;
+  // `row_bytes`: of the rows that are exchanged, in so many ranges, sent round robin.
+  rail::RailCall MakeCall(int64_t row_bytes, int64_t n_ranges) const;
   void PlanSending(CombineArgs* args) const;
   void LaunchOverlapped(rail::RailCall rail, DispatchArgs* args);
   void LaunchOverlapped(rail::RailCall rail, CombineArgs* args);

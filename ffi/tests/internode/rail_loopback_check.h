@@ -85,7 +85,7 @@ class RailLoopbackCheck {
     return n_bad;
   }
 
-  // `sums` [N * T, H]: those of a combine inside the node.
+  // `sums` [N * T, H]: those of an intra-node combine.
   int CountBadSums(const std::vector<T>& sums) const {
     const int n_tokens = loopback_.n_tokens();
     const auto of_node = [&](const T* all, int node, int token) {

@@ -1,4 +1,4 @@
-// The plan of the exchange of rows between nodes, internode/plan/rail_exchange.h.
+// The plan of the inter-node exchange of rows, internode/plan/rail_exchange.h.
 //
 // Usage: rail_plan_test. Prints the table of docs/scale.md.
 
@@ -20,8 +20,8 @@ namespace {
 
 using rail::Between;
 
-// In any plan, every row is in one tile, and every tile fits into a place, if a row does.
-void TestTilesFitIntoPlaces() {
+// In any plan, every row is in one tile, and every tile fits into a slot, if a row does.
+void TestTilesFitIntoSlots() {
   std::mt19937 random(1);
   for (int i = 0; i < 1000; ++i) {
     const int64_t longest = Between(1, 40000, random);
@@ -32,7 +32,7 @@ void TestTilesFitIntoPlaces() {
     const int64_t row_bytes = message_bytes - extra_bytes;
     const RailTiles tiles = map.Cut(Between(0, 5000, random), row_bytes, extra_bytes);
     CHECK_EQ(tiles.extra_bytes >= tiles.tile_rows * extra_bytes, true);
-    CHECK_EQ(tiles.extra_bytes + tiles.tile_rows * row_bytes <= map.place_bytes, true);
+    CHECK_EQ(tiles.extra_bytes + tiles.tile_rows * row_bytes <= map.slot_bytes, true);
     CHECK_EQ(tiles.tile_rows >= 1 && tiles.tile_rows <= kMaxTileRows, true);
     int64_t n_rows = 0;
     for (int64_t tile = 0; tile < tiles.n_tiles; ++tile) {
@@ -45,25 +45,25 @@ void TestTilesFitIntoPlaces() {
 }
 
 // Each tile is sent once, and ranges of tiles that have any left advance together.
-void TestTilesTakeTurns() {
+void TestTilesAreSentRoundRobin() {
   std::mt19937 random(1);
   for (int i = 0; i < 1000; ++i) {
-    const int64_t n_tiles = Between(0, 100, random), n_turns = Between(1, 20, random);
-    const RailTiles tiles{n_tiles, 1, n_tiles, 0, n_turns};
+    const int64_t n_tiles = Between(0, 100, random), n_ranges = Between(1, 20, random);
+    const RailTiles tiles{n_tiles, 1, n_tiles, 0, n_ranges};
     // By their definition: of equal size, or one tile shorter.
-    std::vector<int64_t> ends(n_turns), n_sent(n_turns);
-    for (int64_t range = 0, end = 0; range < n_turns; ++range) {
-      ends[range] = end += n_tiles / n_turns + (range < n_tiles % n_turns);
+    std::vector<int64_t> ends(n_ranges), n_sent(n_ranges);
+    for (int64_t range = 0, end = 0; range < n_ranges; ++range) {
+      ends[range] = end += n_tiles / n_ranges + (range < n_tiles % n_ranges);
     }
     std::set<int64_t> sent;
     for (int64_t n = 0; n < n_tiles; ++n) {
-      const int64_t tile = tiles.InTurn(n);
+      const int64_t tile = tiles.RoundRobin(n);
       CHECK_EQ(tile >= 0 && tile < n_tiles && sent.insert(tile).second, true);
       const int64_t range = std::upper_bound(ends.begin(), ends.end(), tile) - ends.begin();
       CHECK_EQ(tile, (range == 0 ? 0 : ends[range - 1]) + n_sent[range]);  // in order
       ++n_sent[range];
       int64_t least = n_tiles, most = 0;  // of the ranges that have tiles left
-      for (int64_t other = 0; other < n_turns; ++other) {
+      for (int64_t other = 0; other < n_ranges; ++other) {
         if (n_sent[other] == ends[other] - (other == 0 ? 0 : ends[other - 1])) continue;
         least = std::min(least, n_sent[other]);
         most = std::max(most, n_sent[other]);
@@ -73,8 +73,8 @@ void TestTilesTakeTurns() {
   }
 }
 
-// Words, credits and places of all streams lie apart from each other, inside the heap.
-void TestPlacesAreApart() {
+// Words, credits and slots of all FIFOs lie apart from each other, inside the heap.
+void TestSlotsAreApart() {
   for (const int64_t n_nodes : {2, 3, 32}) {
     const RailExchange map = RailExchange::Plan(n_nodes, 14400);
     std::map<size_t, size_t> ends;  // by beginning
@@ -84,17 +84,17 @@ void TestPlacesAreApart() {
         for (int64_t item = 0; item < RailExchange::kDepth; ++item) {
           const size_t word = map.Word(node, channel, item);
           ends[word] = word + sizeof(uint64_t);
-          for (const size_t place :
-               {map.Place(node, channel, item), map.Staged(node, channel, item)}) {
-            CHECK_EQ(place % kMessageAlignment, 0u);
-            ends[place] = place + map.place_bytes;
+          for (const size_t slot :
+               {map.Slot(node, channel, item), map.Staged(node, channel, item)}) {
+            CHECK_EQ(slot % kMessageAlignment, 0u);
+            ends[slot] = slot + map.slot_bytes;
           }
         }
       }
     }
-    const int64_t n_of_stream = 1 + 3 * RailExchange::kDepth;
+    const int64_t n_of_fifo = 1 + 3 * RailExchange::kDepth;
     CHECK_EQ(static_cast<int64_t>(ends.size()),
-             (n_nodes - 1) * RailExchange::kChannels * n_of_stream);
+             (n_nodes - 1) * RailExchange::kChannels * n_of_fifo);
     size_t end = 0;
     for (const auto& [begin, end_of_this] : ends) {
       CHECK_EQ(begin >= end, true);
@@ -107,14 +107,14 @@ void TestPlacesAreApart() {
 // The table of docs/scale.md: the memory of a rank, for 7168 bfloat16 and 8 ids and weights a row.
 void PrintMemory() {
   constexpr int64_t kRowBytes = 7168 * 2, kChoicesBytes = 8 * 8;
-  constexpr int64_t kPlacesPerNode = RailExchange::kChannels * RailExchange::kDepth;
+  constexpr int64_t kSlotsPerNode = RailExchange::kChannels * RailExchange::kDepth;
   for (const int64_t n_nodes : {2, 4, 8, 16, 32}) {
     const RailExchange map = RailExchange::Plan(n_nodes, kRowBytes + kChoicesBytes);
     const int64_t tile_rows = map.Cut(4096, kRowBytes, kChoicesBytes).tile_rows;
     std::printf("| %d | %d | %.0f | %d | %d | %.1f | %.0f |\n", static_cast<int>(n_nodes),
-                static_cast<int>((n_nodes - 1) * kPlacesPerNode), map.place_bytes / 1024.0,
-                static_cast<int>(tile_rows), static_cast<int>(tile_rows * kPlacesPerNode),
-                map.places.offset / 1024.0, map.bytes / 1048576.0);
+                static_cast<int>((n_nodes - 1) * kSlotsPerNode), map.slot_bytes / 1024.0,
+                static_cast<int>(tile_rows), static_cast<int>(tile_rows * kSlotsPerNode),
+                map.slots.offset / 1024.0, map.bytes / 1048576.0);
   }
 }
 
@@ -122,9 +122,9 @@ void PrintMemory() {
 }  // namespace jax_ep::rail
 
 int main() {
-  jax_ep::rail::TestTilesFitIntoPlaces();
-  jax_ep::rail::TestTilesTakeTurns();
-  jax_ep::rail::TestPlacesAreApart();
+  jax_ep::rail::TestTilesFitIntoSlots();
+  jax_ep::rail::TestTilesAreSentRoundRobin();
+  jax_ep::rail::TestSlotsAreApart();
   jax_ep::rail::PrintMemory();
   std::cout << "rail_plan_test: all passed" << std::endl;
 }

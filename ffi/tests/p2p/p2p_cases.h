@@ -184,25 +184,25 @@ void RunCase(int n_ranks, const std::vector<int>& devices, int index, std::mt199
   const int unit = quantizes ? 4 : sizes.row_alignment;
   sizes.max_recv_tokens = (capacity + unit - 1) / unit * unit;
   const int n_sms = random() % 3 == 0 ? 1 + random() % 8 : 0;
-  // No program of JAX is ragged, and only calls that are not can go in lines.
-  const bool uses_lines = !is_ragged && random() % 2 == 0;
+  // No program of JAX is ragged, and only calls that are not can go in LL packets.
+  const bool uses_ll = !is_ragged && random() % 2 == 0;
   const bool is_roomy = !quantizes && random() % 3 == 0;
   char name[280];
   std::snprintf(name, sizeof(name),
                 "case %d: %s layout=%d R=%d nodes=%d G=%d N=%d H=%d M=%d T=%d C=%d alignment=%d "
-                "pattern=%d element=%zu n_sms=%d shared=%d lines=%d roomy=%d",
+                "pattern=%d element=%zu n_sms=%d shared=%d ll=%d roomy=%d",
                 index, quantizes ? format.format->name.data() : "plain",
                 static_cast<int>(format.scales_layout), n_ranks, sizes.n_nodes, sizes.n_groups,
                 sizes.n_choices, sizes.hidden, sizes.max_tokens, is_ragged ? -1 : n_tokens,
                 sizes.max_recv_tokens, sizes.row_alignment, static_cast<int>(pattern), sizeof(T),
-                n_sms, adds_shared_expert, uses_lines, is_roomy);
+                n_sms, adds_shared_expert, uses_ll, is_roomy);
   const int errors_before = n_errors;
   running = name;
-  Fixture<T> fixture(sizes, devices, TimeoutSeconds(), n_sms, format, uses_lines, is_roomy);
+  Fixture<T> fixture(sizes, devices, TimeoutSeconds(), n_sms, format, uses_ll, is_roomy);
   Case<T> one(fixture, std::move(ids), adds_shared_expert, random, name);
   one.Run();
   for (const bool receives_in_bulk : {false, true}) {
-    if (n_sms != 0 || uses_lines) break;
+    if (n_sms != 0 || uses_ll) break;
     fixture.SplitBlocks(receives_in_bulk, receives_in_bulk ? 1 + index % 4 : -1);
     one.Run();
   }

@@ -114,8 +114,9 @@ struct PlanOverride {
     if (n_stages) plan->n_stages = std::max(n_stages, 0);
     if (ring_slots) plan->ring_slots = std::max(ring_slots, 0);
     if (receives_in_bulk) plan->receives_in_bulk = receives_in_bulk > 0;
-    if (plan->n_stages == 0 || plan->n_send_blocks == plan->n_blocks)
+    if (plan->n_stages == 0 || plan->n_send_blocks == plan->n_blocks) {
       plan->receives_in_bulk = false;
+    }
   }
 };
 
@@ -125,7 +126,7 @@ class Fixture {
   // `format`: of dispatched rows; null: tokens travel as they are. `is_roomy`: the calls are those
   // of a group in larger workspaces.
   Fixture(const CaseSizes& sizes, const std::vector<int>& devices, double timeout_s, int n_sms = 0,
-          const RowFormat& format = {}, bool uses_lines = true, bool is_roomy = false)
+          const RowFormat& format = {}, bool uses_ll = true, bool is_roomy = false)
       : sizes(sizes),
         devices(devices),
         format(format),
@@ -139,7 +140,7 @@ class Fixture {
                /*row_bytes=*/static_cast<int64_t>(sizes.hidden * sizeof(T)),
                n_sms,
                timeout_s,
-               uses_lines} {
+               uses_ll} {
     const GroupConfig memory = is_roomy ? MakeRoom(config) : config;
     Check(CheckFits(config, memory));
     Open(memory);

@@ -18,19 +18,19 @@ namespace jax_ep::p2p {
 struct MissingOptions {
   enum Call { kDispatch, kCombine, kCombineGrad } call = kDispatch;  // which one the rank misses
   Weighting weighting = Weighting::kNone;
-  bool in_lines = false;  // calls in lines
-  bool in_ring = false;   // combine with rings
-  bool exits = false;     // its process exits
+  bool uses_ll = false;  // LL calls
+  bool in_ring = false;  // combine with rings
+  bool exits = false;    // its process exits
 };
 
 constexpr MissingOptions kMissingOptions[] = {
     {MissingOptions::kDispatch},
-    {MissingOptions::kDispatch, Weighting::kNone, /*in_lines=*/true},
+    {MissingOptions::kDispatch, Weighting::kNone, /*uses_ll=*/true},
     {MissingOptions::kCombine},
-    {MissingOptions::kCombine, Weighting::kNone, /*in_lines=*/false, /*in_ring=*/true},
-    {MissingOptions::kCombine, Weighting::kNone, /*in_lines=*/true},
+    {MissingOptions::kCombine, Weighting::kNone, /*uses_ll=*/false, /*in_ring=*/true},
+    {MissingOptions::kCombine, Weighting::kNone, /*uses_ll=*/true},
     {MissingOptions::kCombine, Weighting::kSource},
-    {MissingOptions::kCombine, Weighting::kSource, /*in_lines=*/true},
+    {MissingOptions::kCombine, Weighting::kSource, /*uses_ll=*/true},
     {MissingOptions::kCombineGrad, Weighting::kSource},
 };
 
@@ -44,7 +44,7 @@ class MissingRank {
         missing_(n_ranks - 1),
         random_(3),
         fixture_({n_ranks, n_ranks * 4, 4, kTokens, 64, kTokens * n_ranks * 4}, devices, limit_s_,
-                 /*n_sms=*/0, /*format=*/{}, options.in_lines),
+                 /*n_sms=*/0, /*format=*/{}, options.uses_ll),
         calls_(fixture_, MakeAllIds(fixture_.sizes, Pattern::kUniform, kTokens, random_), random_,
                {/*returns_rows=*/true}) {
     if (options.in_ring) fixture_.combine_plan = {3, 2, 1, 1, 0, 0, /*ring_slots=*/2};

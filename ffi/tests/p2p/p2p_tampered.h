@@ -30,7 +30,7 @@ struct TamperedCall {
   const char* name;
   CombineMode mode;
   bool is_grad = false;
-  bool in_lines = false;
+  bool uses_ll = false;
   bool splits_blocks = false;  // with rings or bulk copies
   bool is_async = false;
   bool has_scalars = false;
@@ -38,23 +38,23 @@ struct TamperedCall {
 
 inline std::vector<TamperedCall> TamperedCalls() {
   constexpr auto kNone = Weighting::kNone, kSource = Weighting::kSource, kRow = Weighting::kRow;
-  constexpr bool kGrad = true, kLines = true, kSplit = true, kAsync = true, kScalars = true;
+  constexpr bool kGrad = true, kLL = true, kSplit = true, kAsync = true, kScalars = true;
   return {
       {"combine", {kSource, true, false}},
       {"combine, shared expert", {kRow, true, true}},
-      {"combine, scalars", {kNone, true, false}, !kGrad, !kLines, !kSplit, !kAsync, kScalars},
+      {"combine, scalars", {kNone, true, false}, !kGrad, !kLL, !kSplit, !kAsync, kScalars},
       {"combine, choices", {kNone, false, false}},
-      {"combine, choices in rings", {kNone, false, false}, !kGrad, !kLines, kSplit},
-      {"combine in rings", {kRow, true, true}, !kGrad, !kLines, kSplit},
-      {"combine in lines", {kSource, true, false}, !kGrad, kLines},
-      {"combine in lines, shared expert", {kRow, true, true}, !kGrad, kLines},
-      {"combine_async", {kNone, true, false}, !kGrad, !kLines, !kSplit, kAsync},
-      {"combine_async in lines", {kNone, true, false}, !kGrad, kLines, !kSplit, kAsync},
+      {"combine, choices in rings", {kNone, false, false}, !kGrad, !kLL, kSplit},
+      {"combine in rings", {kRow, true, true}, !kGrad, !kLL, kSplit},
+      {"LL combine", {kSource, true, false}, !kGrad, kLL},
+      {"LL combine, shared expert", {kRow, true, true}, !kGrad, kLL},
+      {"combine_async", {kNone, true, false}, !kGrad, !kLL, !kSplit, kAsync},
+      {"combine_async in LL packets", {kNone, true, false}, !kGrad, kLL, !kSplit, kAsync},
       {"backward", {kSource, true, false}, kGrad},
       {"backward, shared expert", {kRow, true, true}, kGrad},
       {"backward, choices", {kNone, false, false}, kGrad},
-      {"backward in bulk", {kSource, true, false}, kGrad, !kLines, kSplit},
-      {"backward, async", {kRow, true, false}, kGrad, !kLines, !kSplit, kAsync},
+      {"backward in bulk", {kSource, true, false}, kGrad, !kLL, kSplit},
+      {"backward, async", {kRow, true, false}, kGrad, !kLL, !kSplit, kAsync},
   };
 }
 
@@ -67,7 +67,7 @@ class Tampered {
         limit_s_(limit_s),
         random_(seed),
         rank_(static_cast<int>(random_() % n_ranks)),
-        fixture_(SizesOf(n_ranks), devices, limit_s, /*n_sms=*/0, /*format=*/{}, call.in_lines),
+        fixture_(SizesOf(n_ranks), devices, limit_s, /*n_sms=*/0, /*format=*/{}, call.uses_ll),
         calls_(fixture_, MakeSharedIds(), random_,
                {/*returns_rows=*/true, call.mode.adds_shared_expert, /*has_choices=*/true,
                 /*guard=*/8192}) {
@@ -106,8 +106,8 @@ class Tampered {
   }
 
  private:
-  static constexpr int kTokens = 8;       // few enough for asynchronous calls in lines
-  static constexpr int kMaxTokens = 100;  // more than can go in lines
+  static constexpr int kTokens = 8;       // few enough for asynchronous LL calls
+  static constexpr int kMaxTokens = 100;  // more than can go in LL packets
 
   static CaseSizes SizesOf(int n_ranks) {
     CaseSizes sizes{n_ranks, n_ranks * 4, 4, kMaxTokens, 64, kTokens * n_ranks * 4 + 16};
@@ -154,7 +154,7 @@ class Tampered {
         ChangeAt(b.message_counts, random_() % sizes.n_ranks, change, kMaxTokens + 1);
         return !is_other;
       case Field::kToken:
-        ChangeAt(b.message_rows, FindMessage(), change, call_.in_lines ? kTokens : kMaxTokens);
+        ChangeAt(b.message_rows, FindMessage(), change, call_.uses_ll ? kTokens : kMaxTokens);
         return !is_other;
       case Field::kRow:
         ChangeAt(b.message_rows, FindRow(), change, n_rows, kDropped);
@@ -183,7 +183,7 @@ class Tampered {
     array.Write(values);
   }
 
-  // The place of a message in message_rows.
+  // The position of a message in message_rows.
   size_t FindMessage() {
     const CaseSizes& sizes = fixture_.sizes;
     const std::vector<int32_t> counts = calls_.buffers(rank_).message_counts.Read();
@@ -193,7 +193,7 @@ class Tampered {
     return (size_t{1} * source * sizes.max_tokens + slot) * (1 + sizes.n_choices);
   }
 
-  // The place of a message's row there.
+  // The position of a message's row there.
   size_t FindRow() {
     const size_t message = FindMessage(), n_choices = fixture_.sizes.n_choices;
     const std::vector<int32_t> rows =

@@ -33,7 +33,7 @@ TEST(TheLastUserGivesTheWorkspaces) {
   CHECK_EQ(groups.Find("large")->n_users, 1);
   CHECK_EQ(groups.Remove("large"), "");
   CHECK_EQ(groups.Find("large") == nullptr, true);
-  CHECK_EQ(groups.Find("small")->memory, "large");
+  CHECK_EQ(groups.Find("small")->workspace_key, "large");
   CHECK_EQ(groups.Remove("other"), "other");
   CHECK_EQ(groups.Remove("small"), "large");
   CHECK_EQ(groups.Remove("small"), "");
@@ -76,10 +76,10 @@ WorkspaceShape ShapeOf(const GroupConfig& c) {
   return {c.n_ranks,     c.n_groups / c.n_ranks,
           c.n_choices,   c.max_tokens_per_rank,
           c.token_bytes, c.row_bytes,
-          c.uses_lines};
+          c.uses_ll};
 }
 
-// Every index of a group's calls, by its own M and N and the map's sizes of messages and lines,
+// Every index of a group's calls, by its own M and N and the map's sizes of messages and packets,
 // must lie in the regions of the map.
 void CheckRoom(const GroupConfig& c, const Workspace& map) {
   const size_t n_ranks = c.n_ranks, max_tokens = c.max_tokens_per_rank, n_choices = c.n_choices;
@@ -95,15 +95,15 @@ void CheckRoom(const GroupConfig& c, const Workspace& map) {
   check(max_choices * word, map.dots);
   check(n_ranks * max_choices * word, map.weights);
   check(max_choices * c.row_bytes, map.rows);
-  const size_t n_tokens = std::min(map.max_line_tokens, max_tokens), line = sizeof(Line);
-  const size_t last = (n_ranks - 1) * map.max_line_tokens + n_tokens;  // by source, then token
-  check(last * n_choices * line, map.choice_lines);
-  check(last * map.lines_of_token * line, map.token_lines);
-  check(n_tokens * n_choices * map.lines_of_row * line, map.row_lines);
-  CHECK_EQ(LinesOf(c.token_bytes) <= map.lines_of_token, true);
-  CHECK_EQ(LinesOf(c.row_bytes) <= map.lines_of_row, true);
-  // The tables of a call in lines, for which the limit is made.
-  CHECK_EQ(n_ranks * n_tokens * n_choices <= kMaxLineChoices, true);
+  const size_t n_tokens = std::min(map.max_ll_tokens, max_tokens), packet = sizeof(LLPacket);
+  const size_t last = (n_ranks - 1) * map.max_ll_tokens + n_tokens;  // by source, then token
+  check(last * n_choices * packet, map.choice_packets);
+  check(last * map.packets_of_token * packet, map.token_packets);
+  check(n_tokens * n_choices * map.packets_of_row * packet, map.row_packets);
+  CHECK_EQ(PacketsOf(c.token_bytes) <= map.packets_of_token, true);
+  CHECK_EQ(PacketsOf(c.row_bytes) <= map.packets_of_row, true);
+  // The tables of an LL call, for which the limit is made.
+  CHECK_EQ(n_ranks * n_tokens * n_choices <= kMaxLLChoices, true);
 }
 
 TEST(EachRegionHasRoomForGroupsThatFit) {

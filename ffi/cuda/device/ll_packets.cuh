@@ -1,7 +1,7 @@
-// Rows in lines (core/line.h), and how the blocks of a call in lines share them. Nothing has to be
-// fenced by the sender, and the receiver waits once, for the data themselves.
+// Rows in LL packets (core/ll_packet.h), and how the blocks of an LL call share them. Nothing has
+// to be fenced by the sender, and the receiver waits once, for the data themselves.
 //
-// A warp moves a piece at once: 24 vectors of 16 bytes, which make 32 lines. In between, a piece
+// A warp moves a piece at once: 24 vectors of 16 bytes, which make 32 packets. In between, a piece
 // passes through shared memory.
 #pragma once
 
@@ -15,9 +15,9 @@
 
 namespace jax_ep::p2p {
 
-// Lines of a row of `n_vectors`.
-__device__ __forceinline__ int LinesOfVectors(int n_vectors) { return (n_vectors * 4 + 2) / 3; }
-static_assert(kVectorBytes * 3 == kLineDataBytes * 4, "three vectors make four lines");
+// Packets of a row of `n_vectors`.
+__device__ __forceinline__ int PacketsOfVectors(int n_vectors) { return (n_vectors * 4 + 2) / 3; }
+static_assert(kVectorBytes * 3 == kPacketDataBytes * 4, "three vectors make four packets");
 
 // The shared memory through which a warp's pieces pass.
 class PieceBuffer {
@@ -25,9 +25,9 @@ class PieceBuffer {
   // `buffers` has kPieceBytes for each worker warp.
   __device__ explicit PieceBuffer(uint8_t* buffers) : bytes_(buffers + WarpIndex() * kPieceBytes) {}
 
-  // Lane i < kPieceVectors gives vector i of a piece; lane i gets the values of its i-th line.
+  // Lane i < kPieceVectors gives vector i of a piece; lane i gets the values of its i-th packet.
   // Called by one warp, converged.
-  __device__ __forceinline__ uint3 ToLines(int4 vector) const {
+  __device__ __forceinline__ uint3 ToPackets(int4 vector) const {
     if (LaneIndex() < kPieceVectors) reinterpret_cast<int4*>(bytes_)[LaneIndex()] = vector;
     __syncwarp();
     const uint32_t* const words = reinterpret_cast<const uint32_t*>(bytes_) + 3 * LaneIndex();
@@ -51,10 +51,10 @@ class PieceBuffer {
   uint8_t* const bytes_;
 };
 
-// The block that keeps the books of a call in lines. It moves rows only if it is alone.
+// The block that keeps the books of an LL call. It moves rows only if it is alone.
 __device__ __forceinline__ bool Records() { return blockIdx.x == gridDim.x - 1; }
 
-// How the other blocks share the rows of a call in lines. Each row is cut into slices; a block
+// How the other blocks share the rows of an LL call. Each row is cut into slices; a block
 // takes slice `index` of the rows first, first + stride, ... A slice has one piece per worker warp;
 // if the row is longer than all slices, each warp goes on with the piece one round later.
 struct RowSlices {
@@ -66,7 +66,7 @@ struct RowSlices {
   __device__ RowSlices(int n_rows, int n_vectors) {
     const int n_blocks = max(static_cast<int>(gridDim.x) - 1, 1);
     const int block = blockIdx.x;
-    n_slices = max(min(n_blocks / max(n_rows, 1), LineSlices(n_vectors)), 1);
+    n_slices = max(min(n_blocks / max(n_rows, 1), PacketSlices(n_vectors)), 1);
     stride = n_blocks / n_slices;
     first = block % stride;
     index = block / stride;
@@ -82,15 +82,15 @@ struct RowSlices {
 struct PieceShare {
   int vector;
   bool has_vector;
-  int line;
-  bool has_line;
+  int packet;
+  bool has_packet;
 
   __device__ PieceShare(int begin, int n_vectors)
       : vector(begin + LaneIndex()),
         has_vector(LaneIndex() < kPieceVectors && vector < n_vectors),
-        line(begin / 3 * 4 + LaneIndex()),
-        has_line(line < LinesOfVectors(n_vectors)) {}
+        packet(begin / 3 * 4 + LaneIndex()),
+        has_packet(packet < PacketsOfVectors(n_vectors)) {}
 };
-static_assert(kPieceVectors % 3 == 0, "a piece has whole lines");
+static_assert(kPieceVectors % 3 == 0, "a piece has whole packets");
 
 }  // namespace jax_ep::p2p

@@ -1,4 +1,4 @@
-// The kernel of a dispatch in lines, for few tokens; docs/protocol.md says how it differs from the
+// The kernel of an LL dispatch, for few tokens; docs/protocol.md says how it differs from the
 // other one. The workers of all blocks but the last send and then receive; the last block records
 // the call, and does all if it is alone.
 
@@ -7,9 +7,9 @@
 #include "cuda/device/start_barrier.cuh"
 #include "cuda/device/trace.cuh"
 #include "cuda/dispatch/dispatch.h"
-#include "cuda/dispatch/dispatch_lines_layout.cuh"
-#include "cuda/dispatch/dispatch_lines_receive.cuh"
-#include "cuda/dispatch/dispatch_lines_send.cuh"
+#include "cuda/dispatch/dispatch_ll_layout.cuh"
+#include "cuda/dispatch/dispatch_ll_receive.cuh"
+#include "cuda/dispatch/dispatch_ll_send.cuh"
 
 namespace jax_ep::p2p {
 namespace {
@@ -105,7 +105,7 @@ __device__ void Serve(const DispatchArgs& args, DispatchSmem& smem, const Choice
 
 template <bool kQuantizes>
 __global__ void __launch_bounds__(kServedThreads, 1)
-    DispatchLinesKernel(const __grid_constant__ DispatchArgs args) {
+    DispatchLLKernel(const __grid_constant__ DispatchArgs args) {
   extern __shared__ __align__(128) uint8_t tables[];
   __shared__ DispatchSmem smem;
   const CallArgs& call = args.call;
@@ -135,30 +135,29 @@ __global__ void __launch_bounds__(kServedThreads, 1)
 using Kernel = void (*)(DispatchArgs);
 
 Kernel FindKernel(bool quantizes) {
-  return quantizes ? DispatchLinesKernel<true> : DispatchLinesKernel<false>;
+  return quantizes ? DispatchLLKernel<true> : DispatchLLKernel<false>;
 }
 
 }  // namespace
 
-size_t DispatchLinesSmemBytes(const CallArgs& call, const TokenSize& size) {
+size_t DispatchLLSmemBytes(const CallArgs& call, const TokenSize& size) {
   const ChoiceTables choices(call, nullptr);
   return kPieceBuffersBytes + EncodedBytes(size) + PeerTable::Bytes(call.n_ranks) +
          reinterpret_cast<size_t>(choices.end) + LayoutBytes(call);
 }
 
-cudaError_t LoadDispatchLinesKernels(int* max_blocks) {
+cudaError_t LoadDispatchLLKernels(int* max_blocks) {
   for (const bool quantizes : {false, true}) {
     const cudaError_t error = LoadKernel(reinterpret_cast<const void*>(FindKernel(quantizes)),
-                                         kServedThreads, kDispatchLinesSmemBytes, max_blocks);
+                                         kServedThreads, kDispatchLLSmemBytes, max_blocks);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
 }
 
-cudaError_t LaunchDispatchInLines(const DispatchArgs& args, cudaStream_t stream,
-                                  cudaEvent_t started) {
+cudaError_t LaunchDispatchLL(const DispatchArgs& args, cudaStream_t stream, cudaEvent_t started) {
   return LaunchCall(FindKernel(args.encoding != Encoding::kNone), args, kServedThreads,
-                    DispatchLinesSmemBytes(args.call, args.size), stream, started);
+                    DispatchLLSmemBytes(args.call, args.size), stream, started);
 }
 
 }  // namespace jax_ep::p2p

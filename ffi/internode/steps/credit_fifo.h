@@ -1,5 +1,5 @@
-// The streams between the nodes of a rail, as the blocks of its kernels use them: a block of a
-// channel waits for room, fills a place and sends it; or waits for a tile, takes it and returns the
+// The credit FIFOs between the nodes of a rail, as the blocks of its kernels use them: a block of a
+// channel waits for room, fills a slot and sends it; or waits for a tile, takes it and returns the
 // credit. See internode/plan/rail_exchange.h.
 //
 // This and the files on top of it (exchange_tiles.h, receive_tiles.h, receive_sums.h,
@@ -24,7 +24,7 @@ using p2p::Phase;
 // One block's part in a call: the channel, and the items before it.
 struct Channel {
   int64_t index;
-  int64_t first_item;  // in every stream of the channel
+  int64_t first_item;  // in every FIFO of the channel
 
   // Of the n-th block of a kernel: the first blocks send, the others receive.
   JAX_EP_DEVICE static bool Sends(int n) { return n < RailExchange::kChannels; }
@@ -41,7 +41,7 @@ struct Channel {
   template <class Work>
   JAX_EP_DEVICE bool ForEachTile(const RailCall& call, const Work& work) const {
     for (int64_t i = 0; i < Tiles(call); ++i) {
-      if (!work(first_item + i, call.tiles.InTurn(index + i * RailExchange::kChannels))) {
+      if (!work(first_item + i, call.tiles.RoundRobin(index + i * RailExchange::kChannels))) {
         return false;
       }
     }
@@ -89,7 +89,7 @@ JAX_EP_DEVICE bool IsFor(const Block& block, const RailCall& call, int64_t node,
   return is_for;
 }
 
-// Waits until the tile before the last has been taken from the stream over `link`; gives the mask
+// Waits until the tile before the last has been taken from the FIFO over `link`; gives the mask
 // of the rows of `tile`, which is item `item`. Called by all threads; so are the following.
 template <class Block>
 JAX_EP_DEVICE bool WaitForRoom(Block& block, const RailCall& call, const Channel& channel,
@@ -97,7 +97,7 @@ JAX_EP_DEVICE bool WaitForRoom(Block& block, const RailCall& call, const Channel
   const Failure failure{Phase::kPartTaken, static_cast<uint32_t>(link.node),
                         static_cast<uint32_t>(item)};
   const auto has_room = [&](uint64_t n_taken) {
-    return RailExchange::stream().HasRoom(item, static_cast<int64_t>(n_taken));
+    return RailExchange::fifo().HasRoom(item, static_cast<int64_t>(n_taken));
   };
   const auto is_for = [&](int bit) {
     const int64_t row = call.tiles.Begin(tile) + bit;
@@ -108,36 +108,36 @@ JAX_EP_DEVICE bool WaitForRoom(Block& block, const RailCall& call, const Channel
                               mask);
 }
 
-// The memory to fill with what item `item` of the stream carries: the peer's, where stores reach
+// The memory to fill with what item `item` of the FIFO carries: the peer's, where stores reach
 // it.
 template <class Block>
-JAX_EP_DEVICE typename Block::Place PlaceToFill(Block& block, const RailCall& call,
-                                                const Channel& channel, const Link& link,
-                                                int64_t item) {
+JAX_EP_DEVICE typename Block::Slot SlotToFill(Block& block, const RailCall& call,
+                                              const Channel& channel, const Link& link,
+                                              int64_t item) {
   if (!link.peer.is_mapped()) return block.Staged(call.map.Staged(link.here, channel.index, item));
-  return block.Mapped(link.peer, call.map.Place(link.there, channel.index, item));
+  return block.Mapped(link.peer, call.map.Slot(link.there, channel.index, item));
 }
 
 // Sends what all threads have filled, a tile with the rows of the mask.
 template <class Block>
-JAX_EP_DEVICE void SendPlace(Block& block, const RailCall& call, const Channel& channel,
-                             const Link& link, int64_t item, uint32_t mask) {
+JAX_EP_DEVICE void SendSlot(Block& block, const RailCall& call, const Channel& channel,
+                            const Link& link, int64_t item, uint32_t mask) {
   const size_t word = call.map.Word(link.there, channel.index, item);
-  const uint64_t value = RailExchange::stream().Word(item, mask);
+  const uint64_t value = RailExchange::fifo().Word(item, mask);
   if (link.peer.is_mapped()) return block.StoreWord(link.peer, word, value);
   const int64_t bytes = call.tiles.extra_bytes + CountBits(mask) * call.rows.bytes;
-  block.Put(link.peer, call.map.Place(link.there, channel.index, item),
+  block.Put(link.peer, call.map.Slot(link.there, channel.index, item),
             call.map.Staged(link.here, channel.index, item), bytes, word, value);
 }
 
-// Waits for item `item` of the stream over `link`; gives the mask of its rows.
+// Waits for item `item` of the FIFO over `link`; gives the mask of its rows.
 template <class Block>
 JAX_EP_DEVICE bool WaitForTile(Block& block, const RailCall& call, const Channel& channel,
                                const Link& link, int64_t item, uint32_t* mask) {
   const Failure failure{Phase::kPart, static_cast<uint32_t>(link.node),
                         static_cast<uint32_t>(item)};
   const auto has_arrived = [&](uint64_t word) {
-    return RailExchange::stream().HasArrived(word, item);
+    return RailExchange::fifo().HasArrived(word, item);
   };
   uint64_t word;
   if (!block.WaitForWord(link.peer, call.map.Word(link.here, channel.index, item), failure,

@@ -1,18 +1,18 @@
-// The two halves of a combine in lines, which only sums: a rank returns its sum of each message in
-// lines, and the token's rank adds these up in rank order.
+// The two halves of an LL combine, which only sums: a rank returns its sum of each message in LL
+// packets, and the token's rank adds these up in rank order.
 #pragma once
 
 #include <algorithm>
 
 #include "cuda/combine/combine_receive.cuh"
 #include "cuda/combine/combine_send.cuh"
-#include "cuda/device/lines.cuh"
+#include "cuda/device/ll_packets.cuh"
 
 namespace jax_ep::p2p {
 
-// Index in row_lines of the row of a token's choice.
-__device__ __forceinline__ size_t RowLine(const CallArgs& call, size_t choice) {
-  return choice * call.map.lines_of_row;
+// Index in row_packets of the row of a token's choice.
+__device__ __forceinline__ size_t RowPacket(const CallArgs& call, size_t choice) {
+  return choice * call.map.packets_of_row;
 }
 
 // A message whose sum this rank returns, or none. Each lane has one choice.
@@ -21,7 +21,7 @@ struct MessageToSum {
   ReceivedMessage message;
 };
 
-// The messages of all ranks, one of each source in turn, beginning with the next rank. Called by
+// The messages of all ranks, round robin, beginning with the next rank. Called by
 // one warp.
 __device__ inline MessageToSum ReadMessageToSum(const CombineArgs& args, int item) {
   const CallArgs& call = args.call;
@@ -36,7 +36,7 @@ __device__ inline MessageToSum ReadMessageToSum(const CombineArgs& args, int ite
   const bool is_count = IsMessageCount(call, n_messages);
   if (failed || (is_count && slot.slot >= n_messages)) return {-1, {0, kNotHere}};
   if (!is_count) FailHandle(call, Phase::kChangedHandle, slot.source);
-  // All ranks have call.n_tokens tokens, and there are lines for no more.
+  // All ranks have call.n_tokens tokens, and there are packets for no more.
   if (!is_count || !IsIntact(args, slot.source, message, call.n_tokens)) {
     return {-1, {0, kNotHere}};
   }
@@ -131,8 +131,8 @@ class SumSender {
     }
     if (lanes_ == 0) return;
     const float weight = Weight(smem);
-    const PeerLine to =
-        peers.LineAt(next_.source, call.map.row_lines, RowLine(call, first + first_choice));
+    const PeerPacket to =
+        peers.PacketAt(next_.source, call.map.row_packets, RowPacket(call, first + first_choice));
     for (int begin = slices_.Begin(); begin < args_.row_vectors; begin += slices_.Step()) {
       uint32_t lanes = lanes_;
       if (begin != slices_.Begin()) LoadRows(args_, row, lanes, begin, rows_);
@@ -143,8 +143,8 @@ class SumSender {
         LoadRows(args_, row, lanes, begin, rows_);
       }
       const PieceShare share(begin, args_.row_vectors);
-      const uint3 values = buffer_.ToLines(Pack(sum[0], T{}));
-      if (share.has_line) PutLine(to + share.line, smem.epoch, values);
+      const uint3 values = buffer_.ToPackets(Pack(sum[0], T{}));
+      if (share.has_packet) PutPacket(to + share.packet, smem.epoch, values);
     }
   }
 
@@ -210,7 +210,7 @@ class SumReceiver {
     float sum[1][Elements<T>::kSize] = {};
     uint32_t present = 0;
     for (int i = 0; i < n_ranks_; i += kSumsInFlight) {
-      if (!AddSums(smem, first_choice, share.line, share.has_line, i, present, sum)) return;
+      if (!AddSums(smem, first_choice, share.packet, share.has_packet, i, present, sum)) return;
     }
     if (args_.residual != nullptr) AddVectors<T, true>(residual, 1.0f, sum);
     *result = Pack(sum[0], T{});
@@ -218,11 +218,11 @@ class SumReceiver {
     AddSharedExpert(smem, first_choice, share.vector, result);
   }
 
-  // Waits for this lane's line of the sums of up to kSumsInFlight ranks, from the token's i-th on,
-  // and adds the sums. Adds the choices that have rows to `present`. False if a wait has failed.
-  // Called by one warp, converged.
-  __device__ bool AddSums(const CallSmem& smem, size_t first_choice, int line, bool has_line, int i,
-                          uint32_t& present, float (&sum)[1][Elements<T>::kSize]) {
+  // Waits for this lane's packet of the sums of up to kSumsInFlight ranks, from the token's i-th
+  // on, and adds the sums. Adds the choices that have rows to `present`. False if a wait has
+  // failed. Called by one warp, converged.
+  __device__ bool AddSums(const CallSmem& smem, size_t first_choice, int packet, bool has_packet,
+                          int i, uint32_t& present, float (&sum)[1][Elements<T>::kSize]) {
     const CallArgs& call = args_.call;
     const Peers peers(call, smem);
     const int n = min(n_ranks_ - i, kSumsInFlight);
@@ -234,7 +234,7 @@ class SumReceiver {
       choices[j] = first_choice + __shfl_sync(kAllLanes, choice_, i + j);
       ranks[j] = __shfl_sync(kAllLanes, rank_, i + j);
     }
-    SeenLine lines[kSumsInFlight];
+    SeenPacket packets[kSumsInFlight];
     uint32_t masks[kSumsInFlight];
     int missing = 0;
     const auto have_arrived = [&] {
@@ -242,15 +242,17 @@ class SumReceiver {
 #pragma unroll
       for (int j = 0; j < kSumsInFlight; ++j) {
         if (j >= n) continue;
-        if (has_line) lines[j] = peers.LookAt(call.map.row_lines, RowLine(call, choices[j]) + line);
+        if (has_packet) {
+          packets[j] = peers.LookAt(call.map.row_packets, RowPacket(call, choices[j]) + packet);
+        }
         has_mask[j] = peers.HasValue(call.map.returned, choices[j], &masks[j]);
       }
 #pragma unroll
       for (int j = 0; j < kSumsInFlight; ++j) {
         if (j >= n) continue;
         // A rank that had to drop all rows of the token returns no sum.
-        const bool needs_line = has_line && (masks[j] & ~shared_expert) != 0;
-        if (has_mask[j] && (!needs_line || peers.HasArrived(lines[j]))) continue;
+        const bool needs_packet = has_packet && (masks[j] & ~shared_expert) != 0;
+        if (has_mask[j] && (!needs_packet || peers.HasArrived(packets[j]))) continue;
         all = false, missing = ranks[j];
       }
       return all;
@@ -263,7 +265,7 @@ class SumReceiver {
       if (j >= n) continue;
       present |= masks[j];
       if ((masks[j] & ~shared_expert) == 0) continue;
-      const int4 row[1] = {buffer_.ToVectors(lines[j].values)};
+      const int4 row[1] = {buffer_.ToVectors(packets[j].values)};
       AddVectors<T, true>(row, 1.0f, sum);
     }
     return true;

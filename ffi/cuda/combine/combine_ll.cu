@@ -1,10 +1,10 @@
-// The kernels of a combine in lines, for few tokens; docs/protocol.md says how it differs from the
+// The kernels of an LL combine, for few tokens; docs/protocol.md says how it differs from the
 // others. The workers of all blocks but the last send and then receive; the last block records the
 // call, and does all if it is alone.
 
 #include "cuda/call/launch.h"
 #include "cuda/call/load_kernel.h"
-#include "cuda/combine/combine_lines.cuh"
+#include "cuda/combine/combine_ll.cuh"
 #include "cuda/combine/combine_start.cuh"
 #include "cuda/device/trace.cuh"
 
@@ -17,7 +17,7 @@ size_t SmemBytes(const CallArgs& call) {
 
 template <class T>
 __global__ void __launch_bounds__(kServedThreads, 1)
-    CombineLinesKernel(const __grid_constant__ CombineArgs args) {
+    CombineLLKernel(const __grid_constant__ CombineArgs args) {
   extern __shared__ __align__(128) uint8_t buffers[];
   __shared__ CallSmem smem;
   const CallArgs& call = args.call;
@@ -51,17 +51,16 @@ __global__ void __launch_bounds__(kServedThreads, 1)
 using Kernel = void (*)(CombineArgs);
 
 Kernel FindKernel(RowType type) {
-  return VisitRowType(type, [](auto t) -> Kernel { return CombineLinesKernel<decltype(t)>; });
+  return VisitRowType(type, [](auto t) -> Kernel { return CombineLLKernel<decltype(t)>; });
 }
 
 }  // namespace
 
-cudaError_t LoadCombineLinesKernels(const CallArgs& call, int* max_blocks) {
+cudaError_t LoadCombineLLKernels(const CallArgs& call, int* max_blocks) {
   return LoadKernels(FindKernel, kServedThreads, SmemBytes(call), max_blocks);
 }
 
-cudaError_t LaunchCombineInLines(const CombineArgs& args, cudaStream_t stream,
-                                 cudaEvent_t started) {
+cudaError_t LaunchCombineLL(const CombineArgs& args, cudaStream_t stream, cudaEvent_t started) {
   return LaunchCall(FindKernel(args.row_type), args, kServedThreads, SmemBytes(args.call), stream,
                     started);
 }

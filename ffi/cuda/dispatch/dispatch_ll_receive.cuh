@@ -1,11 +1,11 @@
-// The receiving half of a dispatch in lines: copies each token to its rows as it arrives.
+// The receiving half of an LL dispatch: copies each token to its rows as it arrives.
 #pragma once
 
 #include "core/routing.h"
-#include "cuda/device/lines.cuh"
+#include "cuda/device/ll_packets.cuh"
 #include "cuda/device/peer.cuh"
 #include "cuda/dispatch/choice_tables.cuh"
-#include "cuda/dispatch/dispatch_lines_layout.cuh"
+#include "cuda/dispatch/dispatch_ll_layout.cuh"
 #include "cuda/dispatch/dispatch_receive.cuh"
 #include "cuda/dispatch/row_groups.cuh"
 
@@ -51,7 +51,7 @@ struct IncomingToken {
   int source;
   int token;
 
-  // The tokens of all ranks, one of each rank in turn.
+  // The tokens of all ranks, round robin.
   __device__ IncomingToken(const CallArgs& call, int i)
       : source((call.rank + i) % call.n_ranks), token(i / call.n_ranks) {}
 };
@@ -99,22 +99,22 @@ class TokenReceiver {
   __device__ void Look(const IncomingToken& from, int begin) {
     const PieceShare share(begin, args_.size.sent());
     if (!IsLocal(from)) {
-      if (share.has_line) seen_ = LookAtLine(from, share.line);
+      if (share.has_packet) seen_ = LookAtPacket(from, share.packet);
     } else if (share.has_vector) {
       local_ = ld_global_no_allocate(Vector(TokenAt(args_, from.token), share.vector));
     }
   }
 
-  __device__ SeenLine LookAtLine(const IncomingToken& from, int line) const {
-    const size_t first = TokenLine(args_.call, from.source, from.token);
-    return peers_.LookAt(args_.call.map.token_lines, first + line);
+  __device__ SeenPacket LookAtPacket(const IncomingToken& from, int packet) const {
+    const size_t first = TokenPacket(args_.call, from.source, from.token);
+    return peers_.LookAt(args_.call.map.token_packets, first + packet);
   }
 
-  // Waits for this lane's line, which has been looked at before.
-  __device__ bool WaitForLine(const IncomingToken& from, int line, SeenLine& seen) const {
+  // Waits for this lane's packet, which has been looked at before.
+  __device__ bool WaitForPacket(const IncomingToken& from, int packet, SeenPacket& seen) const {
     if (peers_.HasArrived(seen)) return true;
     const auto look = [&] {
-      seen = LookAtLine(from, line);
+      seen = LookAtPacket(from, packet);
       return peers_.HasArrived(seen);
     };
     return peers_.WaitUntil(Phase::kMessage, look, [&] { return from.source; });
@@ -131,7 +131,7 @@ class TokenReceiver {
       has_looked = false;
       const PieceShare share(begin, n_vectors);
       const bool has_arrived =
-          IsLocal(from) || !share.has_line || WaitForLine(from, share.line, seen_);
+          IsLocal(from) || !share.has_packet || WaitForPacket(from, share.packet, seen_);
       if (!__all_sync(kAllLanes, has_arrived)) return false;
       const int4 vector = IsLocal(from) ? local_ : buffer_.ToVectors(seen_.values);
       for (uint32_t left = lanes; left != 0; left &= left - 1) {
@@ -151,8 +151,8 @@ class TokenReceiver {
     bool has_arrived = true;
     const auto load = [&](int first_byte, int n_bytes) {
       const int word = first_byte / static_cast<int>(sizeof(uint32_t));
-      SeenLine seen = LookAtLine(from, word / 3);
-      has_arrived &= WaitForLine(from, word / 3, seen);
+      SeenPacket seen = LookAtPacket(from, word / 3);
+      has_arrived &= WaitForPacket(from, word / 3, seen);
       const uint3 values = seen.values;
       const uint32_t value = word % 3 == 0 ? values.x : word % 3 == 1 ? values.y : values.z;
       const uint32_t shifted = value >> 8 * (first_byte % sizeof(uint32_t));
@@ -169,7 +169,7 @@ class TokenReceiver {
   const int n_tokens_;  // of all ranks
   const RowSlices slices_;
   const PieceBuffer buffer_;
-  SeenLine seen_{};
+  SeenPacket seen_{};
   int4 local_{};
 };
 

@@ -1,4 +1,4 @@
-// The row layout of a dispatch in lines. Every rank sends all its choices to every rank; every
+// The row layout of an LL dispatch. Every rank sends all its choices to every rank; every
 // block counts the choices of its own rank, and lays out the rows.
 #pragma once
 
@@ -12,14 +12,14 @@
 
 namespace jax_ep::p2p {
 
-// Index of a source's choice in choice_lines.
-__device__ __forceinline__ size_t ChoiceLine(const CallArgs& call, int source, int choice) {
-  return source * call.map.max_line_tokens * call.n_choices + choice;
+// Index of a source's choice in choice_packets.
+__device__ __forceinline__ size_t ChoicePacket(const CallArgs& call, int source, int choice) {
+  return source * call.map.max_ll_tokens * call.n_choices + choice;
 }
 
-// Index of a source's token in token_lines.
-__device__ __forceinline__ size_t TokenLine(const CallArgs& call, int source, int token) {
-  return (source * call.map.max_line_tokens + token) * call.map.lines_of_token;
+// Index of a source's token in token_packets.
+__device__ __forceinline__ size_t TokenPacket(const CallArgs& call, int source, int token) {
+  return (source * call.map.max_ll_tokens + token) * call.map.packets_of_token;
 }
 
 // Clears what ReceiveChoices adds to. Called by the workers of a block; a barrier must follow.
@@ -40,9 +40,9 @@ __device__ inline void ReceiveChoices(const DispatchArgs& args, DispatchSmem& sm
     const int source = chunk / choices.n_chunks;
     const int i = (chunk - source * choices.n_chunks) * kWarpSize + lane;
     const bool is_choice = i < choices.n_ids;
-    SeenLine seen{};
+    SeenPacket seen{};
     const auto look = [&] {
-      seen = peers.LookAt(call.map.choice_lines, ChoiceLine(call, source, i));
+      seen = peers.LookAt(call.map.choice_packets, ChoicePacket(call, source, i));
       return peers.HasArrived(seen);
     };
     const bool has_arrived =

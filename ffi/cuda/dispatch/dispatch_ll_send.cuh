@@ -1,14 +1,14 @@
-// The sending half of a dispatch in lines: puts the choices of a token to all ranks, and the token
+// The sending half of an LL dispatch: puts the choices of a token to all ranks, and the token
 // to the ranks that hold one of its choices.
 #pragma once
 
 #include <algorithm>
 
 #include "core/routing.h"
-#include "cuda/device/lines.cuh"
+#include "cuda/device/ll_packets.cuh"
 #include "cuda/device/peer.cuh"
 #include "cuda/device/stats.cuh"
-#include "cuda/dispatch/dispatch_lines_layout.cuh"
+#include "cuda/dispatch/dispatch_ll_layout.cuh"
 #include "cuda/dispatch/encode.cuh"
 
 namespace jax_ep::p2p {
@@ -36,10 +36,10 @@ __device__ inline void PutChoices(const CallArgs& call, const CallSmem& smem, in
                                   const SentChoice& choice) {
   const Peers peers(call, smem);
   if (LaneIndex() >= call.n_choices) return;
-  const size_t line = ChoiceLine(call, call.rank, token * call.n_choices + LaneIndex());
+  const size_t packet = ChoicePacket(call, call.rank, token * call.n_choices + LaneIndex());
   for (int rank = WarpIndex(); rank < call.n_ranks; rank += kWorkerWarps) {
-    PutLine(peers.LineAt(rank, call.map.choice_lines, line), smem.epoch,
-            {static_cast<uint32_t>(choice.id), __float_as_uint(choice.weight), 0});
+    PutPacket(peers.PacketAt(rank, call.map.choice_packets, packet), smem.epoch,
+              {static_cast<uint32_t>(choice.id), __float_as_uint(choice.weight), 0});
   }
 }
 
@@ -104,9 +104,9 @@ class TokenSender {
     if (slices_.index == 0) PutChoices(call, smem, token, choice_);
     const uint32_t first_choices = FirstChoices(choice_);
     const uint32_t own = __ballot_sync(kAllLanes, choice_.rank == call.rank);
-    const PeerLine to =
-        Peers(call, smem)
-            .LineAt(max(choice_.rank, 0), call.map.token_lines, TokenLine(call, call.rank, token));
+    const PeerPacket to = Peers(call, smem)
+                              .PacketAt(max(choice_.rank, 0), call.map.token_packets,
+                                        TokenPacket(call, call.rank, token));
     if constexpr (kQuantizes) {
       PutEncoded(smem.epoch, to, first_choices);
     } else {
@@ -116,15 +116,15 @@ class TokenSender {
     if (slices_.index == 0 && WarpIndex() == 0) CountSentToken(args_, choice_, first_choices);
   }
 
-  // Puts this block's slice of a token to the lines `to` of the lanes in `lanes`.
-  __device__ void PutToken(uint32_t epoch, int token, PeerLine to, uint32_t lanes) {
+  // Puts this block's slice of a token to the packets `to` of the lanes in `lanes`.
+  __device__ void PutToken(uint32_t epoch, int token, PeerPacket to, uint32_t lanes) {
     const int n_vectors = args_.size.given;
     for (int begin = slices_.Begin(); begin < n_vectors; begin += slices_.Step()) {
       const PieceShare share(begin, n_vectors);
-      const uint3 values = buffer_.ToLines(vector_);
+      const uint3 values = buffer_.ToPackets(vector_);
       for (uint32_t left = lanes; left != 0; left &= left - 1) {
-        const PeerLine lines = ShuffleAddress(to, __ffs(left) - 1);
-        if (share.has_line) PutLine(lines + share.line, epoch, values);
+        const PeerPacket packets = ShuffleAddress(to, __ffs(left) - 1);
+        if (share.has_packet) PutPacket(packets + share.packet, epoch, values);
       }
       vector_ = LoadVector(token, begin + slices_.Step());
     }
@@ -137,16 +137,16 @@ class TokenSender {
     });
   }
 
-  // Puts the token that has been encoded to the lines `to` of the lanes in `lanes`.
-  __device__ void PutEncoded(uint32_t epoch, PeerLine to, uint32_t lanes) {
+  // Puts the token that has been encoded to the packets `to` of the lanes in `lanes`.
+  __device__ void PutEncoded(uint32_t epoch, PeerPacket to, uint32_t lanes) {
     SyncWorkers();
-    const int n_lines = LinesOfVectors(args_.size.sent());
-    for (int first = WarpIndex() * kWarpSize; first < n_lines; first += kWorkerThreads) {
-      const int line = first + LaneIndex();
-      const uint32_t* const words = reinterpret_cast<const uint32_t*>(encoded_) + 3 * line;
+    const int n_packets = PacketsOfVectors(args_.size.sent());
+    for (int first = WarpIndex() * kWarpSize; first < n_packets; first += kWorkerThreads) {
+      const int packet = first + LaneIndex();
+      const uint32_t* const words = reinterpret_cast<const uint32_t*>(encoded_) + 3 * packet;
       for (uint32_t left = lanes; left != 0; left &= left - 1) {
-        const PeerLine lines = ShuffleAddress(to, __ffs(left) - 1);
-        if (line < n_lines) PutLine(lines + line, epoch, {words[0], words[1], words[2]});
+        const PeerPacket packets = ShuffleAddress(to, __ffs(left) - 1);
+        if (packet < n_packets) PutPacket(packets + packet, epoch, {words[0], words[1], words[2]});
       }
     }
     SyncWorkers();

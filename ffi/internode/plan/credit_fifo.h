@@ -1,7 +1,7 @@
-// Streams: the items that one rank sends to another in all calls of a kind, through a ring of
-// `depth` places.
+// Credit FIFOs: the items that one rank sends to another in all calls of a kind, through a ring of
+// `depth` slots.
 //
-// Item i, counted from the first call on, goes to place i % depth. The word of that place is an
+// Item i, counted from the first call on, goes to slot i % depth. The word of that slot is an
 // epoch word with the item's lap, i / depth + 1, as its epoch. So nothing is cleared between laps
 // or between calls, and no call has to wait until another one has ended.
 //
@@ -17,10 +17,10 @@
 
 namespace jax_ep::rail {
 
-struct Stream {
+struct CreditFifo {
   int64_t depth;
 
-  JAX_EP_HOST_DEVICE constexpr int64_t Place(int64_t item) const { return item % depth; }
+  JAX_EP_HOST_DEVICE constexpr int64_t Slot(int64_t item) const { return item % depth; }
 
   JAX_EP_HOST_DEVICE constexpr uint64_t Word(int64_t item, uint32_t value) const {
     return MakeEpochWord(Lap(item), value);
@@ -35,7 +35,7 @@ struct Stream {
   }
 
  private:
-  // 32 bits without 0, which is the lap of places that nothing was sent to.
+  // 32 bits without 0, which is the lap of slots that nothing was sent to.
   JAX_EP_HOST_DEVICE constexpr uint32_t Lap(int64_t item) const {
     return static_cast<uint32_t>(item / depth % 0xffffffff) + 1;
   }
