@@ -5,7 +5,6 @@ Usage: python pretrain_reference.py EXAMPLE_FOLDER EXPERTS
 
 import sys
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -27,9 +26,12 @@ def main() -> None:
     options = {"dtype": jnp.float32, "remat": False, "loss_chunks": 2}
     model = Transformer(TINY, mesh, create_moe, nnx.Rngs(0), **options)
     rng = np.random.default_rng(0)
-    for _, module in nnx.iter_modules(model):
-        if isinstance(module, nnx.RMSNorm):
-            module.scale[...] = jnp.asarray(rng.uniform(0.5, 2, module.scale.shape), jnp.float32)
+    for _, param in nnx.iter_graph(model):
+        # Larger than at first, so that every part matters.
+        if isinstance(param, nnx.Param) and param is not model.embedding.kernel:
+            shape = param.shape
+            values = rng.uniform(0.5, 2, shape) if len(shape) == 1 else rng.normal(0, 0.2, shape)
+            param[...] = jnp.asarray(values, jnp.float32)
     windows = rng.integers(TINY.vocabulary, size=(2, LENGTH + 1))
     loss, _ = nnx.jit(lambda model, windows: model(windows))(model, jnp.asarray(windows))
     print(float(loss), np.mean([loss_of(model, window) for window in windows]))
@@ -43,7 +45,9 @@ def loss_of(model, window) -> float:
         tokens = normalize(x, block.moe_norm)
         x = x + np.stack([experts(block.moe, token) for token in tokens])
     logits = normalize(x, model.norm) @ of(model.head.kernel)
-    return float(np.mean([-np.log(softmax(row)[i]) for row, i in zip(logits, window[1:])]))
+    return float(
+        np.mean([-np.log(softmax(row)[i]) for row, i in zip(logits, window[1:], strict=True)])
+    )
 
 
 def attention(layer, x):  # [S, H]
