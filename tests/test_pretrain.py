@@ -19,24 +19,28 @@ from processes import child_environment
 
 EXAMPLE = pathlib.Path(__file__).parent.parent / "examples" / "pretrain"
 N_STEPS = 30
-TINY = ["--tiny", "--steps", N_STEPS, "--data-parallel", 2]
 
 
 class Pretrain:
     """Runs the example in a process of its own."""
 
-    def __init__(self, folder: pathlib.Path, platforms: str):
+    def __init__(self, folder: pathlib.Path, on_gpu: bool):
         self.folder = folder
+        n_data = 1 if on_gpu and len(jax.devices()) == 1 else 2
+        self.options = ["--tiny", "--steps", N_STEPS, "--data-parallel", n_data]
         self._environment = child_environment() | {
-            "JAX_PLATFORMS": platforms,
+            "JAX_PLATFORMS": "cuda,cpu" if on_gpu else "cpu",
+            "JAX_DEFAULT_MATMUL_PRECISION": "float32",
             "COLUMNS": "100",
             "JAX_COMPILATION_CACHE_DIR": str(folder / "programs"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
         }
 
     def python(self, *arguments) -> subprocess.CompletedProcess:
+        """Runs Python with warnings as errors, but where Orbax may warn."""
+        warnings = "default" if "--checkpoints" in arguments else "error"
         return subprocess.run(
-            [sys.executable, "-W", "error", *map(str, arguments)],
+            [sys.executable, "-W", warnings, *map(str, arguments)],
             cwd=self.folder,
             env=self._environment,
             capture_output=True,
@@ -49,17 +53,14 @@ class Pretrain:
 
     def __call__(self, name, *options) -> dict:
         """The results of a run that goes well."""
-        result = self.start(*TINY, *options, "--out", name)
+        result = self.start(*self.options, *options, "--out", name)
         assert result.returncode == 0, result.stdout + result.stderr
         return json.loads((self.folder / name / "results.json").read_text())
 
 
 @pytest.fixture(scope="module")
 def pretrain(tmp_path_factory, request) -> Pretrain:
-    if request.config.option.gpu and len(jax.devices()) == 1:
-        pytest.skip("needs 2 devices, found 1")
-    platforms = "cuda,cpu" if request.config.option.gpu else "cpu"
-    return Pretrain(tmp_path_factory.mktemp("pretrain"), platforms)
+    return Pretrain(tmp_path_factory.mktemp("pretrain"), request.config.option.gpu)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +100,9 @@ def test_figures_show_loss_and_balance(whole, pretrain) -> None:
 
 
 def test_losses_with_ragged_dot_are_the_same(whole, pretrain) -> None:
-    assert_same_losses(whole, pretrain("lax", "--experts", "lax", "--stop-at", 8))
+    """Also with layers that are computed twice, and with all logits at once."""
+    options = "--experts", "lax", "--remat", "--loss-chunks", 1, "--no-plots"
+    assert_same_losses(whole, pretrain("lax", *options, "--stop-at", 8))
 
 
 def test_losses_with_tokamax_are_the_same_where_it_is_installed(whole, pretrain) -> None:
@@ -107,7 +110,7 @@ def test_losses_with_tokamax_are_the_same_where_it_is_installed(whole, pretrain)
     if importlib.util.find_spec("tokamax"):
         assert_same_losses(whole, pretrain("tokamax", *options))
         return
-    result = pretrain.start(*TINY, *options)
+    result = pretrain.start(*pretrain.options, *options)
     assert result.returncode == 1 and "Traceback" not in result.stderr
     assert "pip install tokamax" in result.stderr
 
@@ -120,14 +123,16 @@ def assert_same_losses(whole, other) -> None:
         np.testing.assert_allclose(got, wanted[: len(got)], rtol=1e-4, err_msg=name)
 
 
-def test_a_resumed_run_has_the_losses_of_an_unbroken_one(whole, pretrain) -> None:
+def test_a_resumed_run_has_the_losses_of_an_unbroken_one(whole, pretrain, request) -> None:
     options = "--checkpoints", "checkpoints", "--save-every", 2, "--no-plots"
     first = pretrain("first", *options, "--stop-at", 3)["steps"]
     rest = pretrain("rest", *options, "--stop-at", 6)["steps"]
     assert first["first_step"] == 0 and rest["first_step"] == 3
-    assert first["loss"] + rest["loss"] == whole["steps"]["loss"][:6]
+    tolerance = 1e-4 if request.config.option.gpu else 0  # GPUs add in any order
+    losses = first["loss"] + rest["loss"]
+    np.testing.assert_allclose(losses, whole["steps"]["loss"][:6], rtol=tolerance)
     assert {path.name for path in (pretrain.folder / "checkpoints").iterdir()} == {"4", "6"}
-    result = pretrain.start(*TINY, *options, "--stop-at", 6)
+    result = pretrain.start(*pretrain.options, *options, "--stop-at", 6)
     assert result.returncode == 1 and "before step 6; got 6" in result.stderr
 
 
@@ -165,7 +170,7 @@ def test_sizes_are_those_of_the_model_card() -> None:
     sizes = runpy.run_path(str(EXAMPLE / "sizes.py"))["QWEN3_30B_A3B"]
     assert round(sizes.n_params / 1e9, 1) == 30.5
     n_active = sizes.n_multiplied + sizes.vocabulary * sizes.hidden_size
-    assert round(n_active / 1e9, 1) in (3.3, 3.4)
+    assert 3.3e9 < n_active < 3.4e9
     attention = 12 * 48 * 32 * 128 * 4096 / 2
     assert sizes.flops_per_token(4096) == 6 * sizes.n_multiplied + attention
 

@@ -39,6 +39,7 @@ from sizes import QWEN3_30B_A3B, TINY, Sizes
 from train import History, Loop
 
 positive = click.IntRange(min=1)
+FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 option = functools.partial(click.option, show_default=True)
 
 
@@ -63,12 +64,12 @@ option = functools.partial(click.option, show_default=True)
 )
 @option("--remat", is_flag=True, help="Recompute each layer in the backward pass.")
 @option("--loss-chunks", type=positive, default=4, help="Parts that a sequence's logits come in.")
-@option("--text", type=click.Path(exists=True, dir_okay=False, path_type=Path), multiple=True)
-@option("--seed", type=int, default=0)
+@option("--text", type=FILE, multiple=True, help="File whose bytes are the data, or several.")
+@option("--seed", type=int, default=0, help="Of data and initial parameters.")
 @option("--checkpoints", type=Path, help="Folder to resume from and save to.  [default: none]")
 @option("--save-every", type=positive, help="Steps between checkpoints.  [default: the last only]")
 @option("--out", type=Path, default=Path("pretrain_out"), help="Folder for results and figures.")
-@option("--plots/--no-plots", default=True)
+@option("--plots/--no-plots", default=True, help="Whether to draw the figures.")
 @option("--profile", type=Path, help="Folder for a trace of the last two steps.  [default: none]")
 def main(**options: Any) -> None:
     try:

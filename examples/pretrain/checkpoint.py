@@ -7,11 +7,17 @@ import jax
 
 
 class Checkpoints:
-    """The newest two checkpoints in a folder, by the number of steps that led to them."""
+    """The newest two checkpoints in a folder, by the number of steps that led to them.
+
+    Raises:
+        ValueError: Orbax is not installed.
+    """
 
     def __init__(self, folder: Path):
-        import orbax.checkpoint as ocp
-
+        try:
+            import orbax.checkpoint as ocp
+        except ImportError as error:
+            raise ValueError("--checkpoints needs Orbax: pip install orbax-checkpoint.") from error
         self._args = ocp.args
         options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
         self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
