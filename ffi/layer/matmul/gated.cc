@@ -11,11 +11,10 @@ namespace {
 #ifdef JAX_EP_MATMUL_HOPPER
 // Whether one kernel can do the work.
 bool MayGate(const MatmulCall& call) {
-  constexpr int64_t kMostGroups = 512;  // hopper::kMaxSwappedGroups
   const int64_t largest = std::max({call.n_rows, call.n_groups, call.k, call.n});
   const int64_t least = std::min({call.n_rows, call.n_groups, call.k, call.n});
-  return IsHopper() && call.k % 8 == 0 && call.n % 16 == 0 && call.n_groups <= kMostGroups &&
-         least > 0 && largest <= INT32_MAX;
+  return IsHopper() && call.k % 8 == 0 && call.n % 16 == 0 &&
+         call.n_groups <= hopper::kMaxGatedGroups && least > 0 && largest <= INT32_MAX;
 }
 
 // Whether it is faster with any rows. The activation takes as long as some hundred terms of a

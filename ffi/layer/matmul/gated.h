@@ -4,6 +4,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstdint>
+
 #include "layer/matmul/kernels.h"
 #include "layer/matmul/matmul_call.h"
 #include "layer/silu/silu.h"
@@ -29,7 +31,9 @@ silu::SiluCall ActivationOf(const MatmulCall& call, const Gate& gate);
 
 namespace hopper {
 
-// By one kernel, with k a multiple of 8, n of 16, and at most kMaxSwappedGroups groups; nothing is
+constexpr int64_t kMaxGatedGroups = 512;
+
+// By one kernel, with k a multiple of 8, n of 16, and at most kMaxGatedGroups groups; nothing is
 // empty. `swap` is not kNever; kByRows: the device chooses the size of tiles.
 cudaError_t LaunchGatedBFloat16(const MatmulCall& call, const Gate& gate, cudaStream_t stream,
                                 Swap swap);

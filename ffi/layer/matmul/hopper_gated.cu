@@ -15,6 +15,7 @@ namespace jax_ep::matmul::hopper {
 namespace {
 
 constexpr int kTableThreads = 256;
+static_assert(kMaxGatedGroups <= kMaxSwappedGroups);
 
 // Parts of the workspace.
 struct GatedTables {
