@@ -34,13 +34,14 @@ pytestmark = pytest.mark.usefixtures("one_process", "float32_matmuls")
 V2 = RouterConfig(normalize=False, scaling=16.0, n_expert_groups=4, topk_expert_groups=2)
 # The limit of the clamp is lower than GPT-OSS's, so that some values are beyond it.
 GPT_OSS = {"expert_bias": True, "logit_bias": True, "interleaved": True, "clamp": (1.702, 1.0)}
+V3_LAYER = {"router": V3, "router_bias": True, "shared_size": S, "balance_per_sequence": True}
 # The additions to the plain layer: options of the module, of the config, and of the mesh.
 VARIANTS = {
     "plain": {},
     "switch": {"router": RouterConfig(normalize=False)},
     "sigmoid": {"router": RouterConfig(scores="sigmoid", scaling=0.5)},
     "v2": {"router": V2, "shared_size": S},
-    "v3": {"router": V3, "router_bias": True, "shared_size": S, "balance_per_sequence": True},
+    "v3": V3_LAYER,
     "fused_shared_expert": {"config": {"fused_shared_expert": True}},
     "skip_a2a": {"config": {"skip_a2a": True}, "shared_size": S},
     "skip_a2a_fused": {"config": {"skip_a2a": True, "fused_shared_expert": True}},
@@ -54,6 +55,28 @@ VARIANTS = {
     "capacity": {"capacity_factor": 1.0, "shared_size": S},
     "capacity_skip_a2a": {"capacity_factor": 1.0, "config": {"skip_a2a": True}},
     "two_axes": {"axes": {"x": 2, "y": 2, "dp": 2}, "group_axes": ("x", "y")},
+    # Sequences are sharded: over the group's axis, over another one, over one of the group's two.
+    "sequence": {"axes": {"dp": 4, "ep": 2}, "token_axes": P("dp", "ep"), "shared_size": S},
+    "sequence_v3": V3_LAYER | {"axes": {"ep": 4, "sp": 2}, "token_axes": P("ep", "sp")},
+    "sequence_fsdp": {
+        "axes": {"data": 2, "fsdp": 2, "ep": 2},
+        "token_axes": P(("data", "fsdp"), "ep"),
+        "fsdp_axis": "fsdp",
+        "capacity_factor": 1.0,
+    },
+    "sequence_alone": V3_LAYER | {"axes": {"ep": 2}, "token_axes": P(None, "ep", None)},
+    "sequence_two_axes": {
+        "axes": {"x": 2, "y": 2},
+        "group_axes": ("x", "y"),
+        "token_axes": P("y", "x"),
+        "expert_bias": True,
+    },
+    "sequence_skip_a2a": {
+        "axes": {"dp": 2, "ep": 2, "sp": 2},
+        "token_axes": P("dp", "sp"),
+        "config": {"skip_a2a": True},
+        "shared_size": S,
+    },
 }
 
 
@@ -80,8 +103,9 @@ def test_outputs_and_gradients_match_a_dense_layer(name, transport):
     for param, grad in got.items():
         assert_close(grad, wanted[param], error)
     if layer.fsdp_axes:  # as the parameters: no device holds more of a gradient
-        assert got["gate_up"].sharding.spec == P("ep", "dp")
-        assert got["down"].sharding.spec == P("ep", None, "dp")
+        (axis,) = layer.fsdp_axes
+        assert got["gate_up"].sharding.spec == P("ep", axis)
+        assert got["down"].sharding.spec == P("ep", None, axis)
     jax.tree.map(assert_close, losses_of(report), losses)
     np.testing.assert_array_equal(report.expert_load, load)
     assert (report.n_limited > 0) == (layer.capacity_factor is not None)

@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import P, lax
 
 from jax_ep.formats import Plain
 from jax_ep.group import EPGroup
 from jax_ep.layer.fused_silu import fused_silu
 from jax_ep.layer.quantize_weights import QuantizedWeights, quantize_weights
+from jax_ep.nnx.token_axes import axes_of, axes_of_dimension
 from jax_ep.operands.choices import limit_choices
 from jax_ep.ops import combine, dispatch
 from jax_ep.results import Dispatched
@@ -47,7 +48,7 @@ class Forward:
 
     group: EPGroup
     router_config: RouterConfig
-    token_axes: tuple[str, ...]
+    token_axes: P  # of each dimension of the tokens
     fsdp_axes: tuple[str, ...]
     balance_per_sequence: bool
     capacity_factor: float | None
@@ -77,11 +78,15 @@ class Forward:
         if "shared_down" in weights and not config.fused_shared_expert:
             output += self._shared_expert(tokens.astype(output.dtype), weights)
 
-        axes, per_sequence = self.token_axes, self.balance_per_sequence
+        axes, per_sequence = axes_of(self.token_axes), self.balance_per_sequence
         all_axes = tuple(dict.fromkeys((*axes, *group.geometry.axis_names)))
         report = MoEReport(
             balance_loss=balance_loss(
-                routes.scores, ids, per_sequence=per_sequence, axis_name=axes
+                routes.scores,
+                ids,
+                per_sequence=per_sequence,
+                axis_name=axes,
+                sequence_axis_name=axes_of_dimension(self.token_axes, tokens.ndim - 2),
             ),
             z_loss=z_loss(logits, ids, axis_name=axes),
             expert_load=expert_load(ids, config.n_experts, axes),

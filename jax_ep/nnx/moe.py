@@ -15,9 +15,9 @@ from jax_ep.layer.expert_mlp import expert_mlp
 from jax_ep.layer.fused_silu import check_activation
 from jax_ep.layer.quantize_weights import quantize_weights
 from jax_ep.nnx import checks
-from jax_ep.nnx.checks import Axes
 from jax_ep.nnx.forward import Forward, MoEReport
 from jax_ep.nnx.parameters import Parameters
+from jax_ep.nnx.token_axes import Axes, check_sharded_alike, check_token_axes, spec_of_call
 from jax_ep.operands.checks import check_flags
 from jax_ep.router import RouterConfig, update_bias
 
@@ -62,8 +62,11 @@ class MoE(nnx.Module):
         shared_size: hidden size of a shared expert (S), which processes every token; None: no
             shared expert, or with `config.fused_shared_expert`, one of `expert_size`.
         token_axes: the mesh axis, or a tuple of axes, that the first dimension of the tokens is
-            sharded over; None: all axes of the mesh, or with `config.skip_a2a`, all but the
-            group's. Along axes left out, all devices do the same work.
+            sharded over; or a `jax.P` with the axes of each dimension before H, such as
+            `jax.P("data", "expert")` for `[B, S, H]`. The group's axes must be among them, unless
+            `config.skip_a2a`; then none may be. Along axes left out, all devices do the same work.
+            None: all axes of the mesh, or with `config.skip_a2a`, all but the group's; on a mesh
+            with explicit axes, those that the tokens of each call are sharded over.
         fsdp_axis: a mesh axis, or a tuple of axes, that the experts' matrices are sharded over
             in addition, along H. They are gathered for each use, in the dtype of the
             matmuls, and their gradients reduce-scattered. Of `token_axes`, not the group's.
@@ -111,7 +114,7 @@ class MoE(nnx.Module):
         balance_per_sequence: bool = False,
         capacity_factor: float | None = None,
         shared_size: int | None = None,
-        token_axes: Axes = None,
+        token_axes: Axes | P = None,
         fsdp_axis: Axes = None,
         fp8_matmuls: bool = False,
         expert_fn: Callable[..., jax.Array] | None = None,
@@ -137,15 +140,28 @@ class MoE(nnx.Module):
         self.router_config = checks.check_router(group, router)
         self.balance_per_sequence = balance_per_sequence
         self.capacity_factor = checks.check_factor(capacity_factor)
-        self.token_axes = checks.check_token_axes(group, token_axes)
+        self.token_axes = check_token_axes(group, token_axes)
+        self.follows_tokens = token_axes is None
         self.fsdp_axes = checks.check_fsdp_axes(group, self.token_axes, fsdp_axis)
         self.expert_fn = checks.check_callable("expert_fn", expert_fn) or expert_mlp
         self.fp8_matmuls = fp8_matmuls
         self.interleaved = interleaved
         self.clamp = check_activation("nnx.MoE", interleaved, clamp)
         create = Parameters(group.mesh, kernel_init, param_dtype, rngs)
-        n_experts, size = group.config.n_experts, group.config.hidden_size
-        axis, fsdp = group.axis_name, self.fsdp_axes or None
+        self._create_parameters(create, n_shared, router_bias, logit_bias, expert_bias)
+
+    def _create_parameters(
+        self,
+        create: Parameters,
+        n_shared: int,
+        router_bias: bool,
+        logit_bias: bool,
+        expert_bias: bool,
+    ) -> None:
+        """Those of the routed experts are sharded along the group's axes, the others replicated."""
+        config, expert_size = self.group.config, self.expert_size
+        n_experts, size = config.n_experts, config.hidden_size
+        axis, fsdp = self.group.axis_name, self.fsdp_axes or None
         self.router = create.matrix((size, n_experts), None, None)
         self.gate_up = create.matrix((n_experts, size, 2 * expert_size), axis, fsdp, None)
         self.down = create.matrix((n_experts, expert_size, size), axis, None, fsdp)
@@ -164,7 +180,7 @@ class MoE(nnx.Module):
         """Applies the layer; to arrays of the whole mesh, outside of `jax.shard_map`.
 
         Args:
-            tokens: `[..., H]`, the first dimension a multiple of the number of shards that
+            tokens: `[..., H]`, each dimension a multiple of the number of shards that its
                 `token_axes` make; at most `max_tokens_per_rank` tokens in each. Converted to a
                 dtype that the token format takes, if they have another.
             mask: `bool[...]`, False for tokens that are padding: they go to no routed expert and
@@ -179,10 +195,10 @@ class MoE(nnx.Module):
                 the call is inside `jax.shard_map`. While tracing.
         """
         group = self.group
-        by_token: Any = P(self.token_axes)
         everywhere: Any = P()
-        self._check_call(tokens, mask)
-        forward = Forward(**{each.name: getattr(self, each.name) for each in fields(Forward)})
+        by_token: Any = self._check_call(tokens, mask)
+        options = {each.name: getattr(self, each.name) for each in fields(Forward)}
+        forward = Forward(**options | {"token_axes": by_token})
         weights = self._weights()
         specs = {name: P() for name in weights}
         specs["gate_up"] = P(group.axis_name, self.fsdp_axes or None)
@@ -239,29 +255,34 @@ class MoE(nnx.Module):
             setattr(self, name, ExpertCodes(quantized.codes))
             setattr(self, f"{name}_scales", ExpertCodes(quantized.scales))
 
-    def _check_call(self, tokens: jax.Array, mask: jax.Array | None) -> None:
-        """Requires a group that the parameters fit, and tokens that the mesh's shards divide."""
+    def _check_call(self, tokens: jax.Array, mask: jax.Array | None) -> P:
+        """How tokens are sharded; requires a group that the parameters fit, and such tokens."""
         checks.check_outside_shard_map()
-        check_is_group("nnx.MoE", self.group)
         self._check_group()
-        n_shards = checks.count_shards(self.group, self.token_axes)
-        checks.check_tokens(tokens, self.group.config.hidden_size, self.token_axes, n_shards)
+        checks.check_tokens(self.group, tokens)
         if mask is not None:
-            checks.check_mask(mask, tokens.shape[:-1])
+            checks.check_mask(self.group, mask, tokens.shape[:-1])
+        spec = spec_of_call(self.group, self.token_axes, self.follows_tokens, tokens)
+        if mask is not None:
+            check_sharded_alike(self.group, spec, mask)
+        checks.check_fsdp_axes(self.group, spec, self.fsdp_axes)
+        return spec
 
     def _check_group(self) -> None:
         """Requires a group that the parameters fit: it may not be the one they were made with."""
-        config = self.group.config
+        check_is_group("nnx.MoE", self.group)
+        config, call = self.group.config, self.group.geometry.call("nnx.MoE")
         shape = config.hidden_size, config.n_experts
         if self.router.shape != shape:
             raise ValueError(
-                f"nnx.MoE: the group must have the layer's experts: [H, E] = "
+                f"{call}: the group must have the layer's experts: [H, E] = "
                 f"{list(self.router.shape)}; got {list(shape)}."
             )
-        checks.check_token_axes(self.group, self.token_axes)
+        check_token_axes(self.group, self.token_axes)
         expert_size, shared = self.expert_size, self.shared_down
         if config.fused_shared_expert:
-            checks.check_fused_size(expert_size, None if shared is None else shared.shape[0])
+            n_shared = None if shared is None else shared.shape[0]
+            checks.check_fused_size(self.group, expert_size, n_shared)
         checks.check_formats(self.group, expert_size if self.fp8_matmuls else None)
 
     def _weights(self) -> dict[str, jax.Array]:

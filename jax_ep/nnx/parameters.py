@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_ep.nnx.checks import Axes
+from jax_ep.nnx.token_axes import Axes
 
 
 @dataclasses.dataclass(frozen=True)

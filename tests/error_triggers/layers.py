@@ -24,6 +24,18 @@ def reassigned(layer: MoE, **changes: Any) -> MoE:
     return layer
 
 
+def on_explicit_axes(shape: tuple[int, int], *specs: jax.P) -> None:
+    """A call with tokens, or tokens and a mask, with shardings that their types say."""
+    mesh = jax.make_mesh(
+        (R,), ("ep",), (jax.sharding.AxisType.Explicit,), devices=jax.devices()[:R]
+    )
+    arrays = jnp.ones(shape), jnp.ones(shape[:1], bool)
+    puts = [
+        jax.device_put(x, jax.NamedSharding(mesh, s)) for x, s in zip(arrays, specs, strict=False)
+    ]
+    layer(init(mesh))(*puts)
+
+
 def multiply(weights: Any, **options: Any) -> None:
     jax_ep.grouped_matmul(np.ones((2, 8), np.float32), weights, np.uint32([0, 2]), **options)
 
@@ -128,6 +140,13 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "router-shape": lambda: balance_loss(jnp.ones((T, E)), jnp.zeros((T + 1, K), jnp.int32)),
     "router-dtype": lambda: route(RouterConfig(), jnp.ones((T, E), jnp.int32), K),
     "layer-axes": lambda: layer(init(), token_axes=()),
+    "layer-shards": lambda: layer(init(make_mesh(jax.devices()[:4], (2, 2), ("dp", "ep"))))(
+        jnp.ones((2, 2, H))
+    ),
+    "layer-dimensions": lambda: layer(init(), token_axes=jax.P(None, "ep"))(jnp.ones((R, H))),
+    "layer-explicit": lambda: on_explicit_axes((R, H), jax.P()),
+    "layer-explicit-hidden": lambda: on_explicit_axes((R, H), jax.P(None, "ep")),
+    "layer-explicit-mask": lambda: on_explicit_axes((R, H), jax.P("ep"), jax.P()),
     "layer-fsdp": lambda: layer(init(), fsdp_axis="ep"),
     "layer-fsdp-size": lambda: layer(
         init(make_mesh(jax.devices()[:6], (3, 2), ("dp", "ep"))), fsdp_axis="dp"
