@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 import jax_ep
 from jax_ep.nnx import MoE
-from jax_ep.nnx.token_axes import axes_of_dimension
+from jax_ep.nnx.token_axes import axes_of, axes_of_dimension
 from jax_ep.router import RouterConfig, balance_loss, expert_load, route
 
 E, K, H, F, S = 16, 3, 128, 128, 64
@@ -75,9 +75,13 @@ def from_shards(x, layer):
 
 
 def is_kept(topk_ids, layer):
-    """`bool[..., K]`: choices within the capacity of their expert, which counts rank by rank."""
+    """`bool[..., K]`: choices within the capacity of their expert, which counts rank by rank.
+
+    Or over the ranks along `capacity_axes`, which are all that tokens are sharded over, in order.
+    """
     shards = by_shard(topk_ids, layer)
-    choices = jax.nn.one_hot(shards.reshape(len(shards), -1), E)
+    assert layer.capacity_axes in ((), axes_of(layer.token_axes))
+    choices = jax.nn.one_hot(shards.reshape(1 if layer.capacity_axes else len(shards), -1), E)
     capacity = np.ceil(layer.capacity_factor * choices.shape[1] / E)
     earlier = jnp.cumsum(choices, axis=1) - choices  # choices of the same expert
     kept = (earlier * choices).sum(axis=-1) < capacity

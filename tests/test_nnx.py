@@ -54,6 +54,19 @@ VARIANTS = {
     "biases_fused": {"expert_bias": True, "config": {"fused_shared_expert": True}},
     "capacity": {"capacity_factor": 1.0, "shared_size": S},
     "capacity_skip_a2a": {"capacity_factor": 1.0, "config": {"skip_a2a": True}},
+    "capacity_of_all": {"capacity_factor": 1.0, "capacity_axis": "ep"},
+    "capacity_of_blocks": {
+        "axes": {"dp": 2, "ep": 2},
+        "token_axes": P("dp", "ep"),
+        "capacity_factor": 0.5,
+        "capacity_axis": ("dp", "ep"),
+    },
+    "capacity_skip_a2a_of_all": {
+        "axes": {"dp": 2, "ep": 2},
+        "config": {"skip_a2a": True},
+        "capacity_factor": 1.0,
+        "capacity_axis": "dp",
+    },
     "two_axes": {"axes": {"x": 2, "y": 2, "dp": 2}, "group_axes": ("x", "y")},
     # Sequences are sharded: over the group's axis, over another one, over one of the group's two.
     "sequence": {"axes": {"dp": 4, "ep": 2}, "token_axes": P("dp", "ep"), "shared_size": S},

@@ -91,6 +91,17 @@ def check_fsdp_axes(group: EPGroup, token_spec: P, given: Axes) -> tuple[str, ..
     return axes
 
 
+def check_capacity_axes(token_spec: P, given: Axes) -> tuple[str, ...]:
+    """The axes over whose ranks a capacity counts; none if not given."""
+    axes, token_axes = as_tuple(given), axes_of(token_spec)
+    if not set(axes) <= set(token_axes) or len(set(axes)) < len(axes):
+        raise ValueError(
+            "capacity_axis must be one or several different axes that tokens are sharded over; got "
+            f"{axes}, tokens are sharded over {token_axes}."
+        )
+    return axes
+
+
 def check_shared_size(group: EPGroup, given: int | None, expert_size: int) -> int:
     """Hidden size of the shared expert; 0 if there is none."""
     if not group.config.fused_shared_expert:

@@ -1,6 +1,7 @@
 """The computation of each rank of an MoE layer, inside `jax.shard_map`."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,8 +14,9 @@ from jax_ep.formats import Plain
 from jax_ep.group import EPGroup
 from jax_ep.layer.fused_silu import fused_silu
 from jax_ep.layer.quantize_weights import QuantizedWeights, quantize_weights
-from jax_ep.nnx.token_axes import axes_of, axes_of_dimension
+from jax_ep.nnx.token_axes import axes_of, axes_of_dimension, count_shards
 from jax_ep.operands.choices import limit_choices
+from jax_ep.operands.drops import raise_on_drops
 from jax_ep.ops import combine, dispatch
 from jax_ep.results import Dispatched
 from jax_ep.router import RouterConfig, balance_loss, expert_load, route, z_loss
@@ -52,6 +54,8 @@ class Forward:
     fsdp_axes: tuple[str, ...]
     balance_per_sequence: bool
     capacity_factor: float | None
+    capacity_axes: tuple[str, ...]
+    on_limit: str
     expert_fn: Callable[..., jax.Array]
     fp8_matmuls: bool
     interleaved: bool
@@ -68,7 +72,7 @@ class Forward:
         routes = route(self.router_config, logits, config.top_k, weights.get("router_bias"))
         ids = routes.topk_ids if mask is None else jnp.where(mask[..., None], routes.topk_ids, -1)
 
-        kept = self._limit(ids)
+        kept, n_limited = self._limit(ids)
         dtypes = config.token_format.token_dtypes
         sent = tokens if tokens.dtype in dtypes else tokens.astype(dtypes[0])
         rows = dispatch(group, sent, kept, routes.topk_weights)
@@ -90,19 +94,37 @@ class Forward:
             ),
             z_loss=z_loss(logits, ids, axis_name=axes),
             expert_load=expert_load(ids, config.n_experts, axes),
-            n_limited=lax.psum(jnp.sum(kept != ids, dtype=jnp.int32), axes),
+            n_limited=lax.psum(n_limited, axes),
             n_dropped=lax.psum(rows.n_dropped, all_axes),
             topk_ids=ids,
         )
         return output.astype(tokens.dtype), report
 
-    def _limit(self, topk_ids: jax.Array) -> jax.Array:
-        """The choices that experts keep, of this rank's tokens; -1 in place of others."""
+    def _limit(self, topk_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The choices that experts keep, -1 in place of others; how many of this rank's those are.
+
+        With `on_limit="raise"`, the program fails where it uses the former, if there are any.
+        """
         if self.capacity_factor is None:
-            return topk_ids
-        n_experts = self.group.config.n_experts
-        capacity = math.ceil(self.capacity_factor * topk_ids.size / n_experts)
-        return limit_choices(topk_ids, n_experts, capacity)
+            return topk_ids, jnp.zeros((), jnp.int32)
+        group, axes, n_experts = self.group, self.capacity_axes, self.group.config.n_experts
+        n_choices = topk_ids.size * count_shards(group, axes)
+        capacity = math.ceil(self.capacity_factor * n_choices / n_experts)
+        kept = limit_choices(topk_ids, n_experts, capacity, axis_name=axes)
+        n_limited = jnp.sum(kept != topk_ids, dtype=jnp.int32)
+        if self.on_limit == "raise":
+            message = functools.partial(self._describe_limit, capacity)
+            kept += raise_on_drops(group.geometry, n_limited, message)
+        return kept, n_limited
+
+    def _describe_limit(self, capacity: int, where: str, _: int) -> str:
+        name, factor = self.group.geometry.call("nnx.MoE"), self.capacity_factor
+        of = f"the ranks along {self.capacity_axes}" if self.capacity_axes else "a rank"
+        return (
+            f"{name}: choices must fit into capacity_factor={factor}, {capacity} of each expert by "
+            f"the tokens of {of}; {where}. Raise capacity_factor, or balance the experts; with "
+            'on_limit="count", they are only counted.'
+        )
 
     def _run_experts(self, rows: Dispatched, weights: dict[str, jax.Array]) -> jax.Array:
         """The results of this rank's groups of rows; the shared expert's come first."""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import P
 
-from jax_ep.config import check_count
+from jax_ep.config import check_count, check_on_drop
 from jax_ep.group import EPGroup, check_is_group
 from jax_ep.layer.expert_mlp import expert_mlp
 from jax_ep.layer.fused_silu import check_activation
@@ -59,6 +59,11 @@ class MoE(nnx.Module):
             each rank's T tokens: `ceil(factor * T * K / E)` choices, padding included in T.
             Those of later tokens are dropped (`jax_ep.limit_choices`): they add nothing to the
             output. None: no limit.
+        capacity_axis: a mesh axis, or a tuple of axes, over whose ranks `capacity_factor` counts: T
+            is then their tokens together, and those of later ranks are dropped first. Of
+            `token_axes`. None: each rank counts its own.
+        on_limit: `"count"`: the report says how many choices were dropped. `"raise"`: if any was,
+            the call fails, like a dispatch with `EPConfig.on_drop`, which is for `recv_capacity`.
         shared_size: hidden size of a shared expert (S), which processes every token; None: no
             shared expert, or with `config.fused_shared_expert`, one of `expert_size`.
         token_axes: the mesh axis, or a tuple of axes, that the first dimension of the tokens is
@@ -113,6 +118,8 @@ class MoE(nnx.Module):
         clamp: tuple[float, float] | None = None,
         balance_per_sequence: bool = False,
         capacity_factor: float | None = None,
+        capacity_axis: Axes = None,
+        on_limit: str = "count",
         shared_size: int | None = None,
         token_axes: Axes | P = None,
         fsdp_axis: Axes = None,
@@ -140,7 +147,9 @@ class MoE(nnx.Module):
         self.router_config = checks.check_router(group, router)
         self.balance_per_sequence = balance_per_sequence
         self.capacity_factor = checks.check_factor(capacity_factor)
+        self.on_limit = check_on_drop("on_limit", on_limit)
         self.token_axes = check_token_axes(group, token_axes)
+        self.capacity_axes = checks.check_capacity_axes(self.token_axes, capacity_axis)
         self.follows_tokens = token_axes is None
         self.fsdp_axes = checks.check_fsdp_axes(group, self.token_axes, fsdp_axis)
         self.expert_fn = checks.check_callable("expert_fn", expert_fn) or expert_mlp
@@ -266,6 +275,7 @@ class MoE(nnx.Module):
         if mask is not None:
             check_sharded_alike(self.group, spec, mask)
         checks.check_fsdp_axes(self.group, spec, self.fsdp_axes)
+        checks.check_capacity_axes(spec, self.capacity_axes)
         return spec
 
     def _check_group(self) -> None:
