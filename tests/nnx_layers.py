@@ -101,6 +101,9 @@ def activate(hidden, layer):
 
 def dense(weights, tokens, layer):
     """Output, losses and load, on one device."""
+    if layer.transposed:
+        matrices = ("gate_up", "down", "shared_gate_up", "shared_down")
+        weights = {k: x.swapaxes(-1, -2) if k in matrices else x for k, x in weights.items()}
     config, bias = layer.router_config, weights.get("router_bias")
     logits = tokens @ weights["router"] + weights.get("logit_bias", 0)
     routes = route(config, logits, K, bias)

@@ -217,6 +217,7 @@ def test_meshes_with_explicit_axes_work():
         ({"capacity_axis": "dp", "token_axes": "ep"}, r"capacity_axis must be .* got \('dp',\)"),
         ({"on_limit": "drop"}, 'on_limit must be "count" or "raise"; got \'drop\''),
         ({"clamp": (1.702, -7.0)}, r"nnx.MoE: clamp must be \(alpha, limit\)"),
+        ({"transposed": 1}, "transposed must be True or False; got 1"),
         ({"interleaved": 1}, "nnx.MoE: interleaved must be True or False; got 1"),
         (
             {

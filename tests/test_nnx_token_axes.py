@@ -153,10 +153,10 @@ def test_a_mask_is_sharded_as_the_tokens_are():
             None,
             (4, 6, H),
             r"dimension 0 of tokens must be a multiple of 8, the shards along \('dp', 'ep'\); got "
-            r".* pass the axes of each: token_axes=P\('dp', 'ep'\) would fit. Otherwise: Pad",
+            r".* Pad .* make the layer with the axes of each: token_axes=P\('dp', 'ep'\) would fit",
         ),
-        (None, (4, 5, H), r"got \(4, 5, 128\). Pad the tokens, with a mask"),
-        (None, (4, H), r"got \(4, 128\). Pad the tokens, with a mask"),
+        (None, (4, 5, H), r"got \(4, 5, 128\). Pad the tokens, .* padding\.$"),
+        (None, (4, H), r"got \(4, 128\). Pad the tokens, .* padding\.$"),
         (BOTH, (4, 5, H), r"dimension 1 of tokens must be a multiple of 2, the shards along "),
         (BOTH, (8, H), r"dimensions that token_axes=P\('dp', 'ep'\) shards, 2 before H; got \(8, "),
     ],

@@ -11,7 +11,7 @@ from jax_ep.config import check_count
 from jax_ep.formats import BlockwiseFP8, Plain
 from jax_ep.formats.plain import as_dtype
 from jax_ep.group import EPGroup
-from jax_ep.nnx.token_axes import Axes, as_tuple, axes_of, count_shards
+from jax_ep.nnx.token_axes import Axes, are_different_axes, as_tuple, axes_of, count_shards
 from jax_ep.operands.checks import advise, is_code, is_finite
 from jax_ep.router import RouterConfig
 
@@ -75,8 +75,8 @@ def check_factor(factor: Any) -> float | None:
 def check_fsdp_axes(group: EPGroup, token_spec: P, given: Axes) -> tuple[str, ...]:
     """The axes that experts' parameters are sharded over along H; none if not given."""
     axes, token_axes, hidden_size = as_tuple(given), axes_of(token_spec), group.config.hidden_size
-    fits = set(axes) <= set(token_axes) - set(group.geometry.axis_names)
-    if not fits or len(set(axes)) < len(axes):
+    allowed = [name for name in token_axes if name not in group.geometry.axis_names]
+    if not are_different_axes(axes, allowed):
         raise ValueError(
             "fsdp_axis must be one or several different axes that tokens are sharded over, and not "
             f"the group's; got {axes}, tokens are sharded over {token_axes}, the group has "
@@ -94,7 +94,7 @@ def check_fsdp_axes(group: EPGroup, token_spec: P, given: Axes) -> tuple[str, ..
 def check_capacity_axes(token_spec: P, given: Axes) -> tuple[str, ...]:
     """The axes over whose ranks a capacity counts; none if not given."""
     axes, token_axes = as_tuple(given), axes_of(token_spec)
-    if not set(axes) <= set(token_axes) or len(set(axes)) < len(axes):
+    if not are_different_axes(axes, token_axes):
         raise ValueError(
             "capacity_axis must be one or several different axes that tokens are sharded over; got "
             f"{axes}, tokens are sharded over {token_axes}."

@@ -14,6 +14,7 @@ from jax_ep.formats import Plain
 from jax_ep.group import EPGroup
 from jax_ep.layer.fused_silu import fused_silu
 from jax_ep.layer.quantize_weights import QuantizedWeights, quantize_weights
+from jax_ep.nnx.parameters import hidden_axis
 from jax_ep.nnx.token_axes import axes_of, axes_of_dimension, count_shards
 from jax_ep.operands.choices import limit_choices
 from jax_ep.operands.drops import raise_on_drops
@@ -58,6 +59,7 @@ class Forward:
     on_limit: str
     expert_fn: Callable[..., jax.Array]
     fp8_matmuls: bool
+    transposed: bool
     interleaved: bool
     clamp: tuple[float, float] | None
 
@@ -129,8 +131,11 @@ class Forward:
     def _run_experts(self, rows: Dispatched, weights: dict[str, jax.Array]) -> jax.Array:
         """The results of this rank's groups of rows; the shared expert's come first."""
         matrices, (of_gate_up, of_down) = self._expert_weights(weights)
+        options = self._activation
+        if self.transposed and not self.fp8_matmuls:  # codes know
+            options |= {"transposed": True}
         return self.expert_fn(
-            rows, *matrices, gate_up_bias=of_gate_up, down_bias=of_down, **self._activation
+            rows, *matrices, gate_up_bias=of_gate_up, down_bias=of_down, **options
         )
 
     def _expert_weights(self, weights: dict[str, jax.Array]) -> tuple[list[Any], list[Any]]:
@@ -139,30 +144,34 @@ class Forward:
         if "gate_up_scales" in weights:
             stored = [(weights[name], weights[f"{name}_scales"]) for name in ("gate_up", "down")]
             return [QuantizedWeights(*each, None, transposed=False) for each in stored], biases
-        gate_up, down = self._gather(weights["gate_up"], 1), self._gather(weights["down"], 2)
+        gate_up, down = [self._gather(name, weights[name]) for name in ("gate_up", "down")]
         if self.group.config.fused_shared_expert:
             gate_up = jnp.concatenate([weights["shared_gate_up"][None], gate_up])
             down = jnp.concatenate([weights["shared_down"][None], down])
             biases = [None if x is None else jnp.pad(x, ((1, 0), (0, 0))) for x in biases]
         matrices: list[Any] = [gate_up, down]
         if self.fp8_matmuls:
-            matrices = [quantize_weights(each) for each in matrices]
+            matrices = [quantize_weights(each, transposed=self.transposed) for each in matrices]
         return matrices, biases
 
     def _shared_expert(self, tokens: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
         """Of all of this rank's tokens; its result has their shape."""
         flat = tokens.reshape(-1, tokens.shape[-1])
-        hidden, all_rows = flat @ weights["shared_gate_up"], jnp.array([0, len(flat)], jnp.uint32)
+        gate_up, down = weights["shared_gate_up"], weights["shared_down"]
+        if self.transposed:
+            gate_up, down = gate_up.T, down.T
+        hidden, all_rows = flat @ gate_up, jnp.array([0, len(flat)], jnp.uint32)
         values = fused_silu(hidden, all_rows, Plain(hidden.dtype), **self._activation)
         assert isinstance(values, jax.Array)
-        return (values @ weights["shared_down"]).reshape(tokens.shape)
+        return (values @ down).reshape(tokens.shape)
 
     @property
     def _activation(self) -> dict[str, Any]:
         return {"interleaved": self.interleaved, "clamp": self.clamp}
 
-    def _gather(self, matrices: jax.Array, axis: int) -> jax.Array:
+    def _gather(self, name: str, matrices: jax.Array) -> jax.Array:
         """The shards along H; the gradient is a reduce-scatter."""
         if not self.fsdp_axes:
             return matrices
+        axis = hidden_axis(name, self.transposed)
         return lax.all_gather(matrices, self.fsdp_axes, axis=axis, tiled=True)

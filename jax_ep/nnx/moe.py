@@ -1,5 +1,6 @@
 """MoE: a Flax NNX module of a Mixture-of-Experts layer with its experts spread over a group."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -16,7 +17,7 @@ from jax_ep.layer.fused_silu import check_activation
 from jax_ep.layer.quantize_weights import quantize_weights
 from jax_ep.nnx import checks
 from jax_ep.nnx.forward import Forward, MoEReport
-from jax_ep.nnx.parameters import Parameters
+from jax_ep.nnx.parameters import Parameters, hidden_axis
 from jax_ep.nnx.token_axes import Axes, check_sharded_alike, check_token_axes, spec_of_call
 from jax_ep.operands.checks import check_flags
 from jax_ep.router import RouterConfig, update_bias
@@ -52,6 +53,8 @@ class MoE(nnx.Module):
             after each step.
         logit_bias: whether the router's logits have a trainable bias, zero at first.
         expert_bias: whether both matmuls of the routed experts have biases, zero at first.
+        transposed: whether the experts' matrices are `[n_out, n_in]`, as in checkpoints of PyTorch;
+            of the shared expert, too. The router's is `[H, E]` in any case.
         interleaved: as in `jax_ep.expert_mlp`; of the shared expert, too.
         clamp: as in `jax_ep.expert_mlp`; of the shared expert, too.
         balance_per_sequence: see `jax_ep.router.balance_loss`.
@@ -79,8 +82,10 @@ class MoE(nnx.Module):
             Each call quantizes the weights, unless `quantize_experts` has done it once.
         expert_fn: what a rank calls in place of `jax_ep.expert_mlp` (None), with the same
             arguments: `(dispatched, gate_up, down, *, gate_up_bias, down_bias, interleaved,
-            clamp)` to the results `[C, H]`, inside `jax.shard_map`.
-        kernel_init: initializer of every matrix `[n_in, n_out]`; None is `lecun_normal`.
+            clamp)` to the results `[C, H]`, inside `jax.shard_map`. Also `transposed=True` if the
+            layer is and the weights are arrays.
+        kernel_init: initializer of every matrix `[n_in, n_out]`, transposed or not; None is
+            `lecun_normal`.
         param_dtype: dtype of the parameters. Experts multiply in `config.combine_dtype`, the
             router in float32.
         rngs: the stream `params` is used.
@@ -93,13 +98,14 @@ class MoE(nnx.Module):
     Attributes:
         router: `nnx.Param`, `[H, E]`.
         logit_bias: `nnx.Param`, `[E]`, or None.
-        gate_up: `nnx.Param`, `[E, H, 2 F]`, all gate columns first unless `interleaved`.
-        down: `nnx.Param`, `[E, F, H]`.
+        gate_up: `nnx.Param`, `[E, H, 2 F]`, all gate columns first unless `interleaved`; or
+            `[E, 2 F, H]` if `transposed`.
+        down: `nnx.Param`, `[E, F, H]`, or `[E, H, F]`.
         gate_up_bias: `nnx.Param`, `[E, 2 F]`, or None.
         down_bias: `nnx.Param`, `[E, H]`, or None.
         gate_up_scales, down_scales: None, or after `quantize_experts`, `ExpertCodes`.
-        shared_gate_up: `nnx.Param`, `[H, 2 S]`, of the shared expert, or None.
-        shared_down: `nnx.Param`, `[S, H]`, or None.
+        shared_gate_up: `nnx.Param`, `[H, 2 S]` or `[2 S, H]`, of the shared expert, or None.
+        shared_down: `nnx.Param`, `[S, H]` or `[H, S]`, or None.
         router_bias: `RouterBias`, `float32[E]`, or None.
         group: the group that calls use. Assign another one, with equal experts, to run the same
             parameters with another bound on tokens, such as in inference.
@@ -114,6 +120,7 @@ class MoE(nnx.Module):
         router_bias: bool = False,
         logit_bias: bool = False,
         expert_bias: bool = False,
+        transposed: bool = False,
         interleaved: bool = False,
         clamp: tuple[float, float] | None = None,
         balance_per_sequence: bool = False,
@@ -138,6 +145,7 @@ class MoE(nnx.Module):
             logit_bias=logit_bias,
             expert_bias=expert_bias,
             balance_per_sequence=balance_per_sequence,
+            transposed=transposed,
             fp8_matmuls=fp8_matmuls,
         )
         checks.check_param_dtype(param_dtype)
@@ -154,6 +162,7 @@ class MoE(nnx.Module):
         self.fsdp_axes = checks.check_fsdp_axes(group, self.token_axes, fsdp_axis)
         self.expert_fn = checks.check_callable("expert_fn", expert_fn) or expert_mlp
         self.fp8_matmuls = fp8_matmuls
+        self.transposed = transposed
         self.interleaved = interleaved
         self.clamp = check_activation("nnx.MoE", interleaved, clamp)
         create = Parameters(group.mesh, kernel_init, param_dtype, rngs)
@@ -171,11 +180,12 @@ class MoE(nnx.Module):
         config, expert_size = self.group.config, self.expert_size
         n_experts, size = config.n_experts, config.hidden_size
         axis, fsdp = self.group.axis_name, self.fsdp_axes or None
+        matrix = functools.partial(create.matrix, transposed=self.transposed)
         self.router = create.matrix((size, n_experts), None, None)
-        self.gate_up = create.matrix((n_experts, size, 2 * expert_size), axis, fsdp, None)
-        self.down = create.matrix((n_experts, expert_size, size), axis, None, fsdp)
-        self.shared_gate_up = create.matrix((size, 2 * n_shared), None, None) if n_shared else None
-        self.shared_down = create.matrix((n_shared, size), None, None) if n_shared else None
+        self.gate_up = matrix((n_experts, size, 2 * expert_size), axis, fsdp, None)
+        self.down = matrix((n_experts, expert_size, size), axis, None, fsdp)
+        self.shared_gate_up = matrix((size, 2 * n_shared), None, None) if n_shared else None
+        self.shared_down = matrix((n_shared, size), None, None) if n_shared else None
         self.logit_bias = create.bias((n_experts,), None) if logit_bias else None
         sizes = 2 * expert_size, size
         biases = [create.bias((n_experts, n), axis, None) if expert_bias else None for n in sizes]
@@ -210,8 +220,9 @@ class MoE(nnx.Module):
         forward = Forward(**options | {"token_axes": by_token})
         weights = self._weights()
         specs = {name: P() for name in weights}
-        specs["gate_up"] = P(group.axis_name, self.fsdp_axes or None)
-        specs["down"] = P(group.axis_name, None, self.fsdp_axes or None)
+        for name in ("gate_up", "down"):
+            before_hidden = [None] * (hidden_axis(name, self.transposed) - 1)
+            specs[name] = P(group.axis_name, *before_hidden, self.fsdp_axes or None)
         names = "gate_up_bias", "down_bias", "gate_up_scales", "down_scales"
         by_expert = {name: P(group.axis_name) for name in names}
         specs |= {name: spec for name, spec in by_expert.items() if name in weights}
@@ -258,7 +269,9 @@ class MoE(nnx.Module):
         placement = jax.sharding.NamedSharding(self.group.mesh, sharding)
         for name in ("gate_up", "down"):
             quantized = jax.jit(
-                lambda x: quantize_weights(x.astype(dtype), differentiable=False),
+                lambda x: quantize_weights(
+                    x.astype(dtype), transposed=self.transposed, differentiable=False
+                ),
                 out_shardings=placement,
             )(getattr(self, name)[...])
             setattr(self, name, ExpertCodes(quantized.codes))
@@ -291,7 +304,7 @@ class MoE(nnx.Module):
         check_token_axes(self.group, self.token_axes)
         expert_size, shared = self.expert_size, self.shared_down
         if config.fused_shared_expert:
-            n_shared = None if shared is None else shared.shape[0]
+            n_shared = None if shared is None else shared.shape[1 if self.transposed else 0]
             checks.check_fused_size(self.group, expert_size, n_shared)
         checks.check_formats(self.group, expert_size if self.fp8_matmuls else None)
 

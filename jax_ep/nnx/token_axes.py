@@ -20,9 +20,8 @@ def check_token_axes(group: EPGroup, given: Axes | P) -> P:
         return _as_spec([tuple(name for name in names if not (skip and name in own))])
     dimensions = [as_tuple(each) for each in (given if isinstance(given, P) else (given,))]
     axes = tuple(name for each in dimensions for name in each)
-    fits = not own & set(axes) if skip else own <= set(axes)
-    known, repeated = set(axes) <= set(group.mesh.axis_names), len(set(axes)) < len(axes)
-    if not fits or not known or repeated:
+    are_axes = are_different_axes(axes, group.mesh.axis_names)
+    if not are_axes or not (own.isdisjoint(axes) if skip else own.issubset(axes)):
         which = "none of the group's, because of skip_a2a" if skip else "all of the group's"
         raise ValueError(
             f"token_axes must be different axes of the mesh, {which}; got {axes}, the group has "
@@ -30,6 +29,11 @@ def check_token_axes(group: EPGroup, given: Axes | P) -> P:
             "of the tokens are sharded, pass the axes of each, as in jax.P('data', 'expert')."
         )
     return _as_spec(dimensions)
+
+
+def are_different_axes(axes: tuple[Any, ...], allowed: Sequence[str]) -> bool:
+    """Whether axes as given by the user are some of those allowed, each once."""
+    return all(name in tuple(allowed) for name in axes) and len(set(axes)) == len(axes)
 
 
 def axes_of(spec: P) -> tuple[str, ...]:
@@ -97,8 +101,8 @@ def _check_divides(group: EPGroup, spec: P, shape: tuple[int, ...]) -> None:
         if size % n_shards:
             raise ValueError(
                 f"{call}: dimension {i} of tokens must be a multiple of {n_shards}, the shards "
-                f"along {axes}; got {shape}.{_advise(group, spec, shape)} Pad the tokens, with a "
-                "mask that is False for the padding."
+                f"along {axes}; got {shape}. Pad the tokens, with a mask that is False for the "
+                f"padding{_advise(group, spec, shape)}."
             )
 
 
@@ -110,8 +114,8 @@ def _advise(group: EPGroup, spec: P, shape: tuple[int, ...]) -> str:
         n_shards = [count_shards(group, each) for each in split]
         if len(shape) > 2 and not any(a % b for a, b in zip(shape[:2], n_shards, strict=True)):
             return (
-                " If the tokens are sharded over several dimensions, pass the axes of each: "
-                f"token_axes={_as_spec(split)} would fit. Otherwise:"
+                ", or if they are sharded over several dimensions, make the layer with the axes of "
+                f"each: token_axes={_as_spec(split)} would fit"
             )
     return ""
 

@@ -32,10 +32,9 @@ def raise_on_drops(
     check = functools.partial(_check, geometry, describe)
 
     def call(counts: jax.Array) -> jax.Array:
-        zero = jax.ShapeDtypeStruct((), jnp.int32)
-        return vary_alike(names, jax.pure_callback(check, zero, counts, vmap_method="sequential"))[
-            0
-        ]
+        shape = jax.ShapeDtypeStruct((), jnp.int32)
+        zero = jax.pure_callback(check, shape, counts, vmap_method="sequential")
+        return vary_alike(names, zero)[0]
 
     n_dropped = lax.stop_gradient(n_dropped)
     counts = lax.all_gather(vary_alike(names, n_dropped)[0], names)
