@@ -168,5 +168,5 @@ gpu-bench:  ## on a machine with GPUs: build with its python3, measure p2p; file
 
 .PHONY: clean
 clean:  ## remove everything that the other targets created
-	rm -rf $(VENV) $(VENV)-docs .venv-matrix build dist demo_out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-docs .venv-matrix build dist demo_out pretrain_out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -9,7 +9,7 @@ from records import TABLES, Row, Run
 
 ROUND_TRIPS = ("round trip", "round trip + grad")
 # Tables that have no report of their own.
-_PLAIN = ("kernels", "steps", "silu", "tests")
+_PLAIN = ("kernels", "steps", "silu", "tests", "training", "training_parts")
 _NONE = "–"
 _MODEL_SIZES = ("hidden_size", "expert_size", "n_experts", "top_k")
 

@@ -77,6 +77,7 @@ def test_every_example_is_tested_here() -> None:
         "multi_host",
         "nnx_layer.py",
         "overlap.py",
+        "pretrain",  # by test_pretrain.py
         "quantized_layer.py",
         "recipes",
         "tensor_parallel.py",

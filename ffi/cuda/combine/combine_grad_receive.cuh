@@ -162,7 +162,7 @@ __device__ __forceinline__ void ReceiveCotangent(const CombineGradArgs& args, co
                              nullptr};
   const int n_tokens = slot.source == call.rank ? call.n_tokens : call.max_tokens;
   if (!__any_sync(kAllLanes, received.row != kNotHere) ||
-      !IsIntact(args, Phase::kGradHandle, slot.source, received, n_tokens)) {
+      !IsIntact(args, Phase::kGradHandle, slot.source, received, n_tokens, [] { return true; })) {
     return;
   }
   if (smem.failed || !WaitForCotangent(args, smem, received)) return LeaveNanRows(args, received);

@@ -15,7 +15,7 @@ namespace jax_ep::p2p {
 __device__ __forceinline__ bool IsIntact(const CombineArgs& args, int source,
                                          const ReceivedMessage& message, int n_tokens) {
   return IsIntact(args, Phase::kChangedHandle, source, message, n_tokens,
-                  __any_sync(kAllLanes, message.row != kNotHere));
+                  [&] { return __any_sync(kAllLanes, message.row != kNotHere); });
 }
 
 // The return of a message: its rows, added up or one by one, and the word that publishes them. No

@@ -29,31 +29,26 @@ struct StartWords {
 __device__ inline void AnnounceStart(const CallArgs& call, const CallSmem& smem,
                                      const StartWords& start) {
   const Peers peers(call, smem);
-  ReleaseValues();
   for (int rank = LaneIndex(); rank < call.n_ranks; rank += kWarpSize) {
-    peers.PutValue(rank, start.words, start.first + call.rank, 0);
+    Signal(peers.Word(rank, start.words, start.first + call.rank), smem.epoch, 0);
   }
 }
 
 // Waits until every rank has started the call; false if that fails. If `is_measured`, calls
-// on_wait(EndedWait), of some ranks each. Called by one warp of the grid, converged.
+// on_wait(EndedWait), of one rank each. Called by one warp of the grid, converged.
 template <class OnWait>
 __device__ inline bool WaitForStarts(const CallArgs& call, const CallSmem& smem,
                                      const StartWords& start, Phase phase, bool is_measured,
                                      const OnWait& on_wait) {
-  constexpr int kRanks = 4;  // per lane, in flight together
   const Peers peers(call, smem);
   bool has_arrived = true;
-  for (int base = 0; has_arrived && base < call.n_ranks; base += kRanks * kWarpSize) {
-    const int first = base + LaneIndex() * kRanks;
-    uint32_t values[kRanks];
-    WaitClock<kRanks> clock(call, start.kind, first, is_measured);
-    has_arrived = peers.WaitForValues(
-        phase, start.words, start.first + first, call.n_ranks - first,
-        [&](int i) { return first + i; }, values, [&](uint32_t seen) { clock.OnPoll(seen); });
+  for (int rank = LaneIndex(); has_arrived && rank < call.n_ranks; rank += kWarpSize) {
+    uint32_t value;
+    WaitClock<1> clock(call, start.kind, rank, is_measured);
+    has_arrived = peers.Wait(phase, start.words, start.first + rank, rank, &value,
+                             [&](uint32_t arrived) { clock.OnPoll(arrived); });
     if (is_measured && has_arrived) on_wait(clock.ended());
   }
-  AcquireValues();
   return __all_sync(kAllLanes, has_arrived);
 }
 

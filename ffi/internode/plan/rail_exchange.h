@@ -77,11 +77,12 @@ struct RailExchange {
     map.n_nodes = n_nodes;
     const int64_t least = message_bytes + kMessageAlignment;  // choices are padded
     map.slot_bytes = AlignUp(max(share, least), kMessageAlignment);
-    map.words = After(0, n_slots * sizeof(uint64_t));
-    map.credits = After(map.words.end(), n_fifos * sizeof(uint64_t));
-    map.slots = After(map.credits.end(), n_slots * map.slot_bytes);
-    map.staged = After(map.slots.end(), n_slots * map.slot_bytes);
-    map.bytes = map.staged.end();
+    Regions regions;
+    map.words = regions.Take(n_slots * sizeof(uint64_t));
+    map.credits = regions.Take(n_fifos * sizeof(uint64_t));
+    map.slots = regions.Take(n_slots * map.slot_bytes);
+    map.staged = regions.Take(n_slots * map.slot_bytes);
+    map.bytes = regions.end();
     return map;
   }
 
@@ -125,9 +126,6 @@ struct RailExchange {
 
   JAX_EP_HOST_DEVICE constexpr size_t Index(int64_t node, int64_t channel, int64_t item) const {
     return (node * kChannels + channel) * kDepth + fifo().Slot(item);
-  }
-  static constexpr Region After(size_t end, size_t bytes) {
-    return {AlignUp(end, Workspace::kAlignment), AlignUp(bytes, Workspace::kAlignment), 1};
   }
 };
 

@@ -92,7 +92,7 @@ inline CallShape RandomCall(int64_t max_rows, int64_t max_row_bytes, std::mt1993
 inline RailExchange WithSlots(RailExchange map, int64_t slot_bytes) {
   const int64_t n_slots = map.slots.bytes / map.slot_bytes;
   map.slot_bytes = slot_bytes;
-  map.slots.bytes = map.staged.bytes = AlignUp(n_slots * slot_bytes, Workspace::kAlignment);
+  map.slots.bytes = map.staged.bytes = AlignUp(n_slots * slot_bytes, Regions::kAlignment);
   map.staged.offset = map.slots.end();
   map.bytes = map.staged.end();
   return map;

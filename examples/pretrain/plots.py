@@ -1,0 +1,48 @@
+"""The figures: loss, and balance of the experts' loads."""
+
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from train import History
+
+
+def plot_loss(path: Path, history: History, entropy: float | None) -> None:
+    """Draws the loss by step."""
+    losses = history.column("loss")
+    steps = history.first_step + np.arange(1, len(losses) + 1)
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(steps, losses, color="#4477aa", label="training batch")
+    if entropy is not None:
+        axes.axhline(entropy, color="gray", ls="--", label="entropy of the data")
+    axes.set(xlabel="training step", ylabel="loss (nats per token)", ylim=(0, None))
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def plot_balance(path: Path, history: History) -> None:
+    """Draws the load of each layer's busiest expert by step, and all loads of the last step."""
+    busiest, load = history.busiest, history.metrics[-1].expert_load
+    steps = history.first_step + np.arange(1, len(busiest) + 1)
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    by_step, last = figure.subplots(1, 2, width_ratios=(2, 3))
+    shades = np.linspace(0.9, 0.2, busiest.shape[1])
+    for layer, of_layer in enumerate(busiest.T):
+        color = (*(shades[layer] * np.array([0.4, 0.7, 1.0])),)
+        by_step.plot(steps, of_layer, color=color, label=f"layer {layer + 1}")
+    by_step.axhline(1, color="gray", ls="--", label="even")
+    by_step.set(xlabel="training step", ylabel="busiest expert / mean", ylim=(0, None))
+    by_step.spines[["top", "right"]].set_visible(False)
+    if busiest.shape[1] <= 8:
+        by_step.legend(frameon=False)
+    image = last.imshow(
+        load / load.mean(axis=1, keepdims=True), aspect="auto", cmap="Blues", vmin=0
+    )
+    last.set(xlabel="expert", ylabel="layer", title="Load / mean in the last step")
+    last.set_yticks(range(len(load)), [str(layer + 1) for layer in range(len(load))])
+    figure.colorbar(image, ax=last)
+    figure.savefig(path, dpi=150)
