@@ -89,6 +89,11 @@ class EPConfig(CheckedDataclass):
             `ceil(M / R)`), plus the padding of groups. If K <= L, no routing needs more. If K > L,
             no routing does in which each token names an expert at most once; a token that repeats
             experts may have up to K rows on a rank, so with such tokens, rows may be dropped.
+        on_drop: `"count"`: rows beyond `recv_capacity` are dropped and counted. `"raise"`: a
+            dispatch that drops a row on any device of the mesh fails on all of them, with an error
+            that says how many and where; nothing after it runs. For tests, and to find a
+            sufficient `recv_capacity`: costs an all-gather of one number per device in each
+            dispatch, and is a callback of Python, which `jax.export` does not take.
         n_gpus_per_node: ranks that reach each other by loads and stores: rank r is on node
             `r // n_gpus_per_node`. None: all ranks divided by `n_nodes`.
         n_nodes: number of nodes. None: all ranks divided by `n_gpus_per_node`, or one; for `p2p` on
@@ -121,6 +126,7 @@ class EPConfig(CheckedDataclass):
     row_alignment: int = 1
     zero_unused_rows: bool = False
     recv_capacity: int | None = None
+    on_drop: str = "count"
     n_gpus_per_node: int | None = None
     n_nodes: int | None = None
     n_sms: int | None = None
@@ -151,6 +157,7 @@ class EPConfig(CheckedDataclass):
             if not isinstance(getattr(self, name), bool | np.bool_):
                 raise ValueError(f"{name} must be True or False; got {getattr(self, name)!r}.")
             self._set(name, bool(getattr(self, name)))
+        self._set("on_drop", check_on_drop("on_drop", self.on_drop))
         self._set("name", _check_name(self.name))
 
     def _set(self, name: str, value: Any) -> None:
@@ -267,6 +274,13 @@ def check_count(name: str, value: Any) -> int:
     if value > _INT32_MAX:
         raise ValueError(f"{name} must fit in int32; got {value}.")
     return value
+
+
+def check_on_drop(name: str, value: Any) -> str:
+    """Requires what `EPConfig.on_drop` may be, and returns it as a plain str."""
+    if isinstance(value, str) and value in ("count", "raise"):
+        return str.__str__(value)
+    raise ValueError(f'{name} must be "count" or "raise"; got {value!r}.')
 
 
 def _seconds(name: str, value: Any) -> float:

@@ -13,6 +13,7 @@ from jax_ep.formats import QuantizedFormat
 from jax_ep.group import EPGroup, check_group
 from jax_ep.operands.calls import CombineOperands, DispatchOperands, DispatchResults, Routing
 from jax_ep.operands.choices import count_choices
+from jax_ep.operands.drops import raise_on_drops
 from jax_ep.operands.payload import unpack
 from jax_ep.operands.rows import in_use, keep, keep_gradient, row_groups, row_sources
 from jax_ep.transports.gradients import without_gradient
@@ -156,6 +157,8 @@ class Dispatched:
     ) -> Self:
         """From a transport's results; `topk_ids` as the user passed them."""
         config = group.config
+        if config.on_drop == "raise":
+            topk_ids, results = _raise_on_drops(group, topk_ids, operands, results)
         if operands.is_packed:
             results = _unpacked(config, operands, results)
         src_info = results.src_info
@@ -182,6 +185,37 @@ class Dispatched:
             input_scale=operands.input_scale,
             group=group,
         )
+
+
+def _raise_on_drops(
+    group: EPGroup, topk_ids: jax.Array, operands: DispatchOperands, results: DispatchResults
+) -> tuple[jax.Array, DispatchResults]:
+    """The same values; what is computed from them, such as combine, does not run if rows drop."""
+    call, capacity = group.geometry.call("dispatch"), operands.max_recv_tokens
+
+    def describe(where: str, n_most: int) -> str:
+        return (
+            f"{call}: rows must fit into recv_capacity={capacity}; {where}. Raise recv_capacity to "
+            f'{capacity + n_most} or more, or balance the experts; with on_drop="count", they are '
+            "only counted (docs/observe.md)."
+        )
+
+    zero = raise_on_drops(group.geometry, results.n_dropped, describe)
+
+    def gate(x: Any) -> Any:  # its gradient, too
+        return None if x is None else jnp.where(zero == 0, x, jnp.zeros((), x.dtype))
+
+    def add(x: jax.Array) -> jax.Array:
+        return x + zero.astype(x.dtype)
+
+    results = results._replace(
+        tokens=gate(results.tokens),
+        row_weights=gate(results.row_weights),
+        row_offsets=add(results.row_offsets),
+        n_dropped=add(results.n_dropped),
+        handle=jax.tree.map(add, results.handle),
+    )
+    return add(topk_ids), results
 
 
 def _unpacked(

@@ -174,7 +174,12 @@ def expert_load(topk_ids: jax.Array, n_experts: int, axis_name: Any = ()) -> jax
 
 
 def balance_loss(
-    scores: jax.Array, topk_ids: jax.Array, *, per_sequence: bool = False, axis_name: Any = ()
+    scores: jax.Array,
+    topk_ids: jax.Array,
+    *,
+    per_sequence: bool = False,
+    axis_name: Any = (),
+    sequence_axis_name: Any = (),
 ) -> jax.Array:
     """`float32[]`, E · Σ over experts i of f_i · P_i; 1 if all experts get the same share.
 
@@ -194,7 +199,9 @@ def balance_loss(
         per_sequence: takes axis -2 for the tokens of a sequence and returns the mean of the
             sequences' losses. Otherwise all tokens are one batch.
         axis_name: inside `jax.shard_map`, the mesh axes that tokens are sharded over; all shards
-            get the loss of all tokens. With `per_sequence`, each shard must hold whole sequences.
+            get the loss of all tokens.
+        sequence_axis_name: those of them that sequences are sharded over, along axis -2; for
+            `per_sequence`. With (), each shard must hold whole sequences.
 
     Raises:
         ValueError: a shape or dtype does not fit. While tracing.
@@ -209,10 +216,13 @@ def balance_loss(
     shares = scores / (scores.sum(axis=-1, keepdims=True) + _TINY)
     shares = jnp.where(is_token, shares.reshape(n_sequences, length, n_experts), 0)
     sums = _count(ids, n_experts).astype(jnp.float32), shares.sum(axis=1), is_token.sum(axis=1)
-    chosen, share, n_tokens = sums if per_sequence else lax.psum(sums, axis_name)
+    chosen, share, n_tokens = lax.psum(sums, sequence_axis_name if per_sequence else axis_name)
     n_tokens = jnp.maximum(n_tokens, 1).astype(jnp.float32)
     losses = n_experts * (chosen / (n_tokens * top_k) * share / n_tokens).sum(axis=-1)
-    return lax.pmean(losses.mean(), axis_name) if per_sequence else losses[0]
+    if not per_sequence:
+        return losses[0]
+    sharded = _axes(sequence_axis_name)
+    return lax.pmean(losses.mean(), tuple(x for x in _axes(axis_name) if x not in sharded))
 
 
 def z_loss(
@@ -265,6 +275,10 @@ def update_bias(bias: jax.Array, load: jax.Array, rate: float = 1e-3) -> jax.Arr
     checks.check_array("update_bias", "load", load, bias.shape, letters, jnp.integer, jnp.floating)
     load = load.astype(jnp.float32)
     return bias + rate * jnp.sign(load.mean(axis=-1, keepdims=True) - load)
+
+
+def _axes(axis_name: Any) -> tuple[Any, ...]:
+    return tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
 
 
 def _count(topk_ids: jax.Array, n_experts: int) -> jax.Array:

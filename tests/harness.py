@@ -63,6 +63,18 @@ def skip_rows_of_no_vectors(case, transport: str) -> None:
         pytest.skip(f"transport p2p: a row must be a multiple of 16 bytes, has {row_bytes}")
 
 
+def succeed_in_callbacks() -> None:
+    """Makes a callback on every device, so that JAX forgets one that has failed there."""
+    mesh = Mesh(np.array(jax.local_devices()), (AXIS,))
+
+    def call(x):
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return jax.pure_callback(np.asarray, shape, x)
+
+    mapped = jax.shard_map(call, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False)
+    jax.block_until_ready(jax.jit(mapped)(jnp.zeros(mesh.size)))
+
+
 def coordinates(mesh: Mesh) -> list[tuple[int, int]]:
     """(replica, rank) of each device, in mesh order."""
     axis = mesh.axis_names.index(AXIS)

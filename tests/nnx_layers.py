@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 import jax_ep
 from jax_ep.nnx import MoE
+from jax_ep.nnx.token_axes import axes_of, axes_of_dimension
 from jax_ep.router import RouterConfig, balance_loss, expert_load, route
 
 E, K, H, F, S = 16, 3, 128, 128, 64
@@ -58,13 +59,33 @@ def make_tokens(shape=(B, LENGTH, H), dtype=jnp.float32):
     return jax.random.normal(jax.random.key(1), shape, dtype)
 
 
+def by_shard(x, layer):
+    """`[n_shards, ...]`: the part of `[B, LENGTH, ...]` that each shard of the tokens has."""
+    sizes = [axes_of_dimension(layer.token_axes, i) for i in range(2)]
+    n, m = (int(np.prod([layer.group.mesh.shape[name] for name in axes])) for axes in sizes)
+    x = x.reshape(n, B // n, m, LENGTH // m, *x.shape[2:])
+    return x.swapaxes(1, 2).reshape(n * m, B // n, LENGTH // m, *x.shape[4:])
+
+
+def from_shards(x, layer):
+    """The inverse of `by_shard`."""
+    sizes = x.shape[1:3]
+    x = x.reshape(B // sizes[0], LENGTH // sizes[1], *x.shape[1:])
+    return x.swapaxes(1, 2).reshape(B, LENGTH, *x.shape[4:])
+
+
 def is_kept(topk_ids, layer):
-    """`bool[..., K]`: choices within the capacity of their expert, which counts rank by rank."""
-    n_ranks = int(np.prod([layer.group.mesh.shape[name] for name in layer.token_axes]))
-    choices = jax.nn.one_hot(topk_ids.reshape(n_ranks, -1), E)
+    """`bool[..., K]`: choices within the capacity of their expert, which counts rank by rank.
+
+    Or over the ranks along `capacity_axes`, which are all that tokens are sharded over, in order.
+    """
+    shards = by_shard(topk_ids, layer)
+    assert layer.capacity_axes in ((), axes_of(layer.token_axes))
+    choices = jax.nn.one_hot(shards.reshape(1 if layer.capacity_axes else len(shards), -1), E)
     capacity = np.ceil(layer.capacity_factor * choices.shape[1] / E)
     earlier = jnp.cumsum(choices, axis=1) - choices  # choices of the same expert
-    return ((earlier * choices).sum(axis=-1) < capacity).reshape(topk_ids.shape)
+    kept = (earlier * choices).sum(axis=-1) < capacity
+    return from_shards(kept.reshape(shards.shape), layer)
 
 
 def activate(hidden, layer):
@@ -80,6 +101,9 @@ def activate(hidden, layer):
 
 def dense(weights, tokens, layer):
     """Output, losses and load, on one device."""
+    if layer.transposed:
+        matrices = ("gate_up", "down", "shared_gate_up", "shared_down")
+        weights = {k: x.swapaxes(-1, -2) if k in matrices else x for k, x in weights.items()}
     config, bias = layer.router_config, weights.get("router_bias")
     logits = tokens @ weights["router"] + weights.get("logit_bias", 0)
     routes = route(config, logits, K, bias)

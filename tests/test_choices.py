@@ -96,3 +96,85 @@ def test_every_rank_sees_the_counts_of_all(flags, transport):
     for (_, rank), (counts, limited) in shards(group.mesh, out):
         np.testing.assert_array_equal(counts, wanted, f"rank {rank}")
         np.testing.assert_array_equal(limited, np.minimum(wanted, 2), f"rank {rank}")
+
+
+def keep_first_of_ranks(ids: np.ndarray, capacity: int) -> np.ndarray:
+    """One choice after the other: rank, then token, then k."""
+    return keep_first(ids.reshape(-1, *ids.shape[2:]), capacity).reshape(ids.shape)
+
+
+def test_ranks_before_have_the_first_choices():
+    """By hand: 2 ranks, experts 0 and 1; each keeps 3 of its choices."""
+    ids = np.array([[[0, 1], [0, -1], [1, 0]], [[1, 0], [1, 0], [7, 1]]])
+    wanted = np.array([[[0, 1], [0, -1], [1, 0]], [[1, -1], [-1, -1], [7, -1]]])
+    np.testing.assert_array_equal(keep_first_of_ranks(ids, 3), wanted)
+
+
+def limit_over_ranks(axes, over, ids, capacity, wrap=jax.jit):
+    """`ids`: `[n_devices, ..., K]`, in mesh order; limited on each of these."""
+    n_devices = int(np.prod(list(axes.values())))
+    if len(jax.devices()) < n_devices:
+        pytest.skip(f"needs {n_devices} devices, found {len(jax.devices())}")
+    devices = np.array(jax.devices()[:n_devices]).reshape(*axes.values())
+    mesh = jax.sharding.Mesh(devices, tuple(axes))
+    spec = jax.P(tuple(axes))
+
+    def body(ids):
+        return jax_ep.limit_choices(ids[0], E, capacity, axis_name=over)[None]
+
+    return wrap(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec))(ids)
+
+
+@pytest.mark.xla_collectives
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("capacity", [0, 1, 7, 20, 1000, 2**33])
+@pytest.mark.parametrize("shape", [(10, 3), (2, 5, 4), (0, 2)])
+def test_a_capacity_may_count_over_all_ranks(shape, capacity):
+    ids = make_ids((4, *shape))
+    kept = limit_over_ranks({"ep": 4}, "ep", ids, capacity)
+    np.testing.assert_array_equal(kept, keep_first_of_ranks(ids, capacity))
+
+
+@pytest.mark.xla_collectives
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("over", [("x", "y"), ("y", "x"), "dp", ("dp", "x", "y"), ()])
+def test_ranks_are_counted_in_the_order_of_their_axes(over):
+    """Each group of ranks, at one index of the other axes, has a capacity of its own."""
+    axes, names = {"dp": 2, "x": 2, "y": 2}, ("dp", "x", "y")
+    ids = make_ids((8, 9, 2))
+    kept = limit_over_ranks(axes, over, ids, 5)
+    counted = (over,) if isinstance(over, str) else over
+    order = [name for name in names if name not in counted] + list(counted)
+    permutation = [names.index(name) for name in order]
+    by_axes = ids.reshape(2, 2, 2, 9, 2).transpose(*permutation, 3, 4)
+    groups = by_axes.reshape(-1, 2 ** len(counted), 9, 2)
+    wanted = np.stack([keep_first_of_ranks(each, 5) for each in groups]).reshape(by_axes.shape)
+    wanted = wanted.transpose(*np.argsort(permutation), 3, 4).reshape(ids.shape)
+    np.testing.assert_array_equal(kept, wanted)
+
+
+@pytest.mark.xla_collectives
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("n_nodes", [1, 2])
+def test_an_expert_gets_no_more_rows_than_the_capacity(n_nodes, transport):
+    """So a group needs room for that of its experts only."""
+    case = cases.SMALL[4].replace(routing="zipf", n_nodes=n_nodes)
+    group, inputs = group_of(case, transport), suite.make_inputs(case)
+
+    def body(tokens, topk_ids):
+        kept = jax_ep.limit_choices(topk_ids, case.n_experts, 5, axis_name="ep")
+        return jax_ep.dispatch(group, tokens, kept).expert_counts.sum(axis=0)
+
+    ids = np.stack(inputs.topk_ids)
+    wanted = [min(5, int(np.sum(ids == e))) for e in range(case.n_experts)]
+    assert max(np.sum(ids == e) for e in range(case.n_experts)) > 5
+    out = on_mesh(group.mesh, body)(*put(group.mesh, inputs.tokens, inputs.topk_ids))
+    for _, (counts,) in shards(group.mesh, (out,)):
+        np.testing.assert_array_equal(counts, wanted)
+
+
+def test_choices_of_all_ranks_must_fit_in_int32():
+    """Otherwise counts would be wrong."""
+    ids = jax.ShapeDtypeStruct((4, 2**28, 2), jnp.int32)
+    with pytest.raises(ValueError, match=r"all ranks along axis_name='ep' must fit .* 2147483648"):
+        limit_over_ranks({"ep": 4}, "ep", ids, 3, lambda f: lambda ids: jax.eval_shape(f, ids))

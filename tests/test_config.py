@@ -29,6 +29,7 @@ def test_defaults_are_the_documented_ones():
     assert (defaults.fused_shared_expert, defaults.skip_a2a) == (False, False)
     assert defaults.zero_unused_rows is False
     assert defaults.recv_capacity is None
+    assert defaults.on_drop == "count"
     assert (defaults.n_gpus_per_node, defaults.n_nodes) == (None, None)
     assert defaults.n_sms is None
     assert defaults.timeout_s == 60.0

@@ -86,6 +86,20 @@ print(reports.n_dropped, bool(jax.numpy.abs(x - wanted).max() < 0.05 * jax.numpy
     assert run_python(f"{setup}{begin}{stacked}{check}") == ["[0 0 0] True"]
 
 
+def test_the_page_on_checkpoints_runs_as_pasted():
+    """Each model's block is followed by a check against NumPy, which must be able to fail."""
+    blocks = python_blocks(DOCS / "checkpoints.md")
+    checks = [i for i, block in enumerate(blocks) if "\ncheck(run(layer, " in block]
+    assert len(checks) == 6
+    fails = """
+try:
+    check(run(layer, x), 1.0001 * run(layer, x))
+except AssertionError:
+    print("differs")
+"""
+    assert run_python("".join(blocks) + fails) == ["differs"]
+
+
 def public_names(module: types.ModuleType) -> set[str]:
     """The names that users take from a module: not submodules, nor what it imports for itself."""
     return {

@@ -17,6 +17,8 @@ from nnx_layers import (
     V3,
     B,
     E,
+    F,
+    H,
     K,
     S,
     assert_close,
@@ -34,13 +36,14 @@ pytestmark = pytest.mark.usefixtures("one_process", "float32_matmuls")
 V2 = RouterConfig(normalize=False, scaling=16.0, n_expert_groups=4, topk_expert_groups=2)
 # The limit of the clamp is lower than GPT-OSS's, so that some values are beyond it.
 GPT_OSS = {"expert_bias": True, "logit_bias": True, "interleaved": True, "clamp": (1.702, 1.0)}
+V3_LAYER = {"router": V3, "router_bias": True, "shared_size": S, "balance_per_sequence": True}
 # The additions to the plain layer: options of the module, of the config, and of the mesh.
 VARIANTS = {
     "plain": {},
     "switch": {"router": RouterConfig(normalize=False)},
     "sigmoid": {"router": RouterConfig(scores="sigmoid", scaling=0.5)},
     "v2": {"router": V2, "shared_size": S},
-    "v3": {"router": V3, "router_bias": True, "shared_size": S, "balance_per_sequence": True},
+    "v3": V3_LAYER,
     "fused_shared_expert": {"config": {"fused_shared_expert": True}},
     "skip_a2a": {"config": {"skip_a2a": True}, "shared_size": S},
     "skip_a2a_fused": {"config": {"skip_a2a": True, "fused_shared_expert": True}},
@@ -53,7 +56,46 @@ VARIANTS = {
     "biases_fused": {"expert_bias": True, "config": {"fused_shared_expert": True}},
     "capacity": {"capacity_factor": 1.0, "shared_size": S},
     "capacity_skip_a2a": {"capacity_factor": 1.0, "config": {"skip_a2a": True}},
+    "capacity_of_all": {"capacity_factor": 1.0, "capacity_axis": "ep"},
+    "capacity_of_blocks": {
+        "axes": {"dp": 2, "ep": 2},
+        "token_axes": P("dp", "ep"),
+        "capacity_factor": 0.5,
+        "capacity_axis": ("dp", "ep"),
+    },
+    "capacity_skip_a2a_of_all": {
+        "axes": {"dp": 2, "ep": 2},
+        "config": {"skip_a2a": True},
+        "capacity_factor": 1.0,
+        "capacity_axis": "dp",
+    },
+    "transposed": {"transposed": True, "shared_size": S},
+    "transposed_fsdp": GPT_OSS
+    | {"axes": {"dp": 2, "ep": 4}, "fsdp_axis": "dp", "transposed": True, "shared_size": S},
+    "transposed_fused": {"transposed": True, "config": {"fused_shared_expert": True}},
     "two_axes": {"axes": {"x": 2, "y": 2, "dp": 2}, "group_axes": ("x", "y")},
+    # Sequences are sharded: over the group's axis, over another one, over one of the group's two.
+    "sequence": {"axes": {"dp": 4, "ep": 2}, "token_axes": P("dp", "ep"), "shared_size": S},
+    "sequence_v3": V3_LAYER | {"axes": {"ep": 4, "sp": 2}, "token_axes": P("ep", "sp")},
+    "sequence_fsdp": {
+        "axes": {"data": 2, "fsdp": 2, "ep": 2},
+        "token_axes": P(("data", "fsdp"), "ep"),
+        "fsdp_axis": "fsdp",
+        "capacity_factor": 1.0,
+    },
+    "sequence_alone": V3_LAYER | {"axes": {"ep": 2}, "token_axes": P(None, "ep", None)},
+    "sequence_two_axes": {
+        "axes": {"x": 2, "y": 2},
+        "group_axes": ("x", "y"),
+        "token_axes": P("y", "x"),
+        "expert_bias": True,
+    },
+    "sequence_skip_a2a": {
+        "axes": {"dp": 2, "ep": 2, "sp": 2},
+        "token_axes": P("dp", "sp"),
+        "config": {"skip_a2a": True},
+        "shared_size": S,
+    },
 }
 
 
@@ -80,8 +122,11 @@ def test_outputs_and_gradients_match_a_dense_layer(name, transport):
     for param, grad in got.items():
         assert_close(grad, wanted[param], error)
     if layer.fsdp_axes:  # as the parameters: no device holds more of a gradient
-        assert got["gate_up"].sharding.spec == P("ep", "dp")
-        assert got["down"].sharding.spec == P("ep", None, "dp")
+        (axis,) = layer.fsdp_axes
+        for name, is_first in (("gate_up", True), ("down", False)):
+            spec = P("ep", axis) if is_first != layer.transposed else P("ep", None, axis)
+            sharding = jax.NamedSharding(layer.group.mesh, spec)
+            assert got[name].sharding.is_equivalent_to(sharding, 3)
     jax.tree.map(assert_close, losses_of(report), losses)
     np.testing.assert_array_equal(report.expert_load, load)
     assert (report.n_limited > 0) == (layer.capacity_factor is not None)
@@ -96,6 +141,7 @@ NO_OPTIONS = types.SimpleNamespace(
     balance_per_sequence=False,
     interleaved=False,
     clamp=None,
+    transposed=False,
 )
 # Halves the time of a test that is mostly compilation.
 COMPILE_FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -192,10 +238,13 @@ def test_choices_beyond_the_capacity_are_reported():
     assert masked.n_limited == np.maximum(np.array(loads) - capacity, 0).sum() > 0
 
 
-@pytest.mark.parametrize("fp8_matmuls", [False, True])
-def test_tokens_may_travel_in_fp8(fp8_matmuls, transport):
+@pytest.mark.parametrize(
+    "fp8_matmuls, transposed", [(False, False), (True, False), (False, True), (True, True)]
+)
+def test_tokens_may_travel_in_fp8(fp8_matmuls, transposed, transport):
     config = {"token_format": jax_ep.BlockwiseFP8(), "combine_dtype": jnp.bfloat16}
     options = {"shared_size": S, "fp8_matmuls": fp8_matmuls, "expert_bias": True}
+    options |= {"transposed": transposed}
     layer, tokens = make_layer(transport, config=config, **options), make_tokens()
 
     @nnx.jit
@@ -214,8 +263,9 @@ def test_tokens_may_travel_in_fp8(fp8_matmuls, transport):
         assert_close(grad, wanted[param], 0.15)
 
 
-def test_experts_quantized_once_give_the_same_bits(transport):
-    options = {"fp8_matmuls": True, "expert_bias": True}
+@pytest.mark.parametrize("transposed", [False, True])
+def test_experts_quantized_once_give_the_same_bits(transposed, transport):
+    options = {"fp8_matmuls": True, "expert_bias": True, "transposed": transposed}
     config = {"token_format": jax_ep.BlockwiseFP8(), "combine_dtype": jnp.bfloat16}
     layer = make_layer(transport, config=config, **options)
     run = nnx.jit(lambda layer, tokens: layer(tokens)[0])
@@ -244,3 +294,40 @@ def test_own_experts_take_the_place_of_expert_mlp(transport):
     run = nnx.jit(lambda layer, tokens: layer(tokens)[0])
     np.testing.assert_array_equal(run(own, make_tokens()), 2 * run(layer, make_tokens()))
     assert calls[0].keys() == {"gate_up_bias", "down_bias", "interleaved", "clamp"}
+
+
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+def test_transposed_parameters_are_the_same_numbers(param_dtype):
+    """So they have the scale of their own fan-in, for initializers that are not symmetric, too."""
+    options = {"shared_size": S, "param_dtype": param_dtype}
+    options |= {"axes": {"dp": 2, "ep": 4}, "fsdp_axis": "dp"}
+    plain, other = [make_layer("xla", transposed=each, **options) for each in (False, True)]
+    assert other.gate_up.shape == (E, 2 * F, H) and other.down.shape == (E, H, F)
+    assert other.shared_gate_up.shape == (2 * S, H) and other.shared_down.shape == (H, S)
+    specs = nnx.to_pure_dict(nnx.get_partition_spec(nnx.state(other)))
+    assert (specs["gate_up"], specs["down"]) == (P("ep", None, "dp"), P("ep", "dp", None))
+    weights, transposed = weights_of(plain), weights_of(other)
+    for name, value in weights.items():
+        swapped = value if name == "router" else value.swapaxes(-1, -2)
+        np.testing.assert_array_equal(transposed[name], swapped, name)
+    np.testing.assert_array_equal(
+        nnx.jit(lambda layer, x: layer(x)[1].topk_ids)(plain, make_tokens()),
+        nnx.jit(lambda layer, x: layer(x)[1].topk_ids)(other, make_tokens()),
+    )
+
+
+@pytest.mark.parametrize("fp8_matmuls", [False, True])
+def test_own_experts_know_whether_weights_are_transposed(fp8_matmuls):
+    calls = []
+
+    def experts(dispatched, gate_up, down, **options):
+        calls.append((options.get("transposed", False), type(gate_up)))
+        return jax_ep.expert_mlp(dispatched, gate_up, down, **options)
+
+    config = {"token_format": jax_ep.BlockwiseFP8(), "combine_dtype": jnp.bfloat16}
+    options = {"fp8_matmuls": fp8_matmuls, "config": config, "transposed": True}
+    layer = make_layer("auto", expert_fn=experts, **options)
+    nnx.jit(lambda layer, tokens: layer(tokens)[0])(layer, make_tokens())
+    is_transposed, kind = calls[0]
+    assert is_transposed == (not fp8_matmuls)
+    assert (kind is jax_ep.QuantizedWeights) == fp8_matmuls

@@ -209,7 +209,15 @@ def test_meshes_with_explicit_axes_work():
         ({"capacity_factor": "1"}, "capacity_factor must be .* got '1'"),
         ({"capacity_factor": True}, "capacity_factor must be .* got True"),
         ({"capacity_factor": jnp.float32(1)}, r"capacity_factor must be .* got Array\(1"),
+        (
+            {"capacity_axis": "tp"},
+            r"capacity_axis must be .* got \('tp',\), tokens .* \('dp', 'ep'\)",
+        ),
+        ({"capacity_axis": ("ep", "ep")}, r"capacity_axis must be .* got \('ep', 'ep'\)"),
+        ({"capacity_axis": "dp", "token_axes": "ep"}, r"capacity_axis must be .* got \('dp',\)"),
+        ({"on_limit": "drop"}, 'on_limit must be "count" or "raise"; got \'drop\''),
         ({"clamp": (1.702, -7.0)}, r"nnx.MoE: clamp must be \(alpha, limit\)"),
+        ({"transposed": 1}, "transposed must be True or False; got 1"),
         ({"interleaved": 1}, "nnx.MoE: interleaved must be True or False; got 1"),
         (
             {

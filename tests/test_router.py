@@ -302,3 +302,29 @@ def test_route_takes_a_config_and_a_count():
         route(None, LOGITS, K)
     with pytest.raises(ValueError, match="top_k must be a positive integer; got 2.0"):
         route(RouterConfig(), LOGITS, 2.0)
+
+
+@pytest.mark.xla_collectives
+@pytest.mark.usefixtures("one_process")
+def test_a_loss_per_sequence_adds_up_sequences_over_their_shards():
+    """Sequences of 4 tokens, on 2 shards each; some shards of a sequence are all padding."""
+    mesh = make_mesh(2, 2)
+    rng = np.random.default_rng(6)
+    scores = jax.nn.softmax(jnp.asarray(rng.normal(size=(4, 4, E)), jnp.float32))
+    _, ids = jax.lax.top_k(scores, 2)
+    ids = jnp.where(jnp.arange(4)[:, None] < jnp.array([4, 2, 1, 3])[:, None, None], ids, -1)
+
+    def loss(scores, ids, axis_name=(), sequence_axis_name=()):
+        options = {"axis_name": axis_name, "sequence_axis_name": sequence_axis_name}
+        return balance_loss(scores, ids, per_sequence=True, **options)
+
+    sharded = jax.shard_map(
+        functools.partial(loss, axis_name=("dp", "ep"), sequence_axis_name="ep"),
+        mesh=mesh,
+        in_specs=P("dp", "ep"),
+        out_specs=P(),
+    )
+    got, grads = jax.jit(jax.value_and_grad(sharded))(scores, ids)
+    wanted, of_one = jax.value_and_grad(loss)(scores, ids)
+    np.testing.assert_allclose(got, wanted, rtol=1e-6)
+    np.testing.assert_allclose(grads, of_one, rtol=1e-5, atol=1e-7)

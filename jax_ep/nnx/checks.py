@@ -1,20 +1,19 @@
 """Checks of what `MoE` is made of and called with."""
 
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import P
 
 from jax_ep.config import check_count
 from jax_ep.formats import BlockwiseFP8, Plain
 from jax_ep.formats.plain import as_dtype
 from jax_ep.group import EPGroup
+from jax_ep.nnx.token_axes import Axes, are_different_axes, as_tuple, axes_of, count_shards
 from jax_ep.operands.checks import advise, is_code, is_finite
 from jax_ep.router import RouterConfig
-
-Axes = str | tuple[str, ...] | None
 
 
 def check_router(group: EPGroup, given: RouterConfig | None) -> RouterConfig:
@@ -73,28 +72,11 @@ def check_factor(factor: Any) -> float | None:
     return float(factor)
 
 
-def check_token_axes(group: EPGroup, given: Axes) -> tuple[str, ...]:
-    """The axes that tokens are sharded over."""
-    own, skip = set(group.geometry.axis_names), group.config.skip_a2a
-    if given is None:
-        return tuple(name for name in group.mesh.axis_names if not (skip and name in own))
-    axes = _as_tuple(given)
-    fits = not own & set(axes) if skip else own <= set(axes)
-    known, repeated = set(axes) <= set(group.mesh.axis_names), len(set(axes)) < len(axes)
-    if not fits or not known or repeated:
-        which = "none of the group's, because of skip_a2a" if skip else "all of the group's"
-        raise ValueError(
-            f"token_axes must be different axes of the mesh, {which}; got {axes}, the group has "
-            f"{group.geometry.axis_names}, the mesh {group.mesh.axis_names}."
-        )
-    return axes
-
-
-def check_fsdp_axes(group: EPGroup, token_axes: tuple[str, ...], given: Axes) -> tuple[str, ...]:
+def check_fsdp_axes(group: EPGroup, token_spec: P, given: Axes) -> tuple[str, ...]:
     """The axes that experts' parameters are sharded over along H; none if not given."""
-    axes, hidden_size = _as_tuple(given), group.config.hidden_size
-    fits = set(axes) <= set(token_axes) - set(group.geometry.axis_names)
-    if not fits or len(set(axes)) < len(axes):
+    axes, token_axes, hidden_size = as_tuple(given), axes_of(token_spec), group.config.hidden_size
+    allowed = [name for name in token_axes if name not in group.geometry.axis_names]
+    if not are_different_axes(axes, allowed):
         raise ValueError(
             "fsdp_axis must be one or several different axes that tokens are sharded over, and not "
             f"the group's; got {axes}, tokens are sharded over {token_axes}, the group has "
@@ -109,15 +91,15 @@ def check_fsdp_axes(group: EPGroup, token_axes: tuple[str, ...], given: Axes) ->
     return axes
 
 
-def _as_tuple(axes: Any) -> tuple[Any, ...]:
-    if axes is None:
-        return ()
-    return tuple(axes) if isinstance(axes, tuple | list) else (axes,)
-
-
-def count_shards(group: EPGroup, axes: tuple[str, ...]) -> int:
-    """The shards that axes of the mesh make."""
-    return math.prod(group.mesh.shape[name] for name in axes)
+def check_capacity_axes(token_spec: P, given: Axes) -> tuple[str, ...]:
+    """The axes over whose ranks a capacity counts; none if not given."""
+    axes, token_axes = as_tuple(given), axes_of(token_spec)
+    if not are_different_axes(axes, token_axes):
+        raise ValueError(
+            "capacity_axis must be one or several different axes that tokens are sharded over; got "
+            f"{axes}, tokens are sharded over {token_axes}."
+        )
+    return axes
 
 
 def check_shared_size(group: EPGroup, given: int | None, expert_size: int) -> int:
@@ -136,9 +118,10 @@ def check_shared_size(group: EPGroup, given: int | None, expert_size: int) -> in
 def check_formats(group: EPGroup, fp8_size: int | None) -> None:
     """Requires formats that the experts' matmuls take; `fp8_size`: F, if those are in FP8."""
     token_format, dtype = group.config.token_format, group.config.combine_dtype
+    name = _name(group)
     if isinstance(token_format, Plain) and token_format.row_dtype != dtype:
         raise ValueError(
-            f"nnx.MoE: experts multiply in combine_dtype={dtype.name}, but token_format carries "
+            f"{name}: experts multiply in combine_dtype={dtype.name}, but token_format carries "
             f"{token_format.row_dtype.name}. Change one of them: token_format=Plain({dtype.name}), "
             f"or combine_dtype={token_format.row_dtype.name}."
         )
@@ -146,13 +129,13 @@ def check_formats(group: EPGroup, fp8_size: int | None) -> None:
         return
     if dtype != jnp.bfloat16:
         raise ValueError(
-            "nnx.MoE: fp8_matmuls needs combine_dtype=bfloat16, the dtype of their results; got "
+            f"{name}: fp8_matmuls needs combine_dtype=bfloat16, the dtype of their results; got "
             f"{dtype.name}."
         )
     if not isinstance(token_format, BlockwiseFP8) or fp8_size % token_format.block_size:
         raise ValueError(
-            "nnx.MoE: fp8_matmuls needs the token_format BlockwiseFP8 and an expert_size that is a "
-            f"multiple of {BlockwiseFP8.block_size}; got {token_format.name} and "
+            f"{name}: fp8_matmuls needs the token_format BlockwiseFP8 and an expert_size "
+            f"that is a multiple of {BlockwiseFP8.block_size}; got {token_format.name} and "
             f"expert_size={fp8_size}."
         )
 
@@ -169,51 +152,50 @@ def check_outside_shard_map() -> None:
         )
 
 
-def check_fused_size(expert_size: int, shared_size: int | None) -> None:
+def check_fused_size(group: EPGroup, expert_size: int, shared_size: int | None) -> None:
     """Requires a shared expert that a group with `fused_shared_expert` can process."""
     if shared_size != expert_size:
         raise ValueError(
-            f"nnx.MoE: a group with fused_shared_expert needs a shared expert of "
+            f"{_name(group)}: a group with fused_shared_expert needs a shared expert of "
             f"expert_size={expert_size}; the layer has shared_size={shared_size}. Make the layer "
             "with that shared_size, or the group without fused_shared_expert."
         )
 
 
-def check_tokens(tokens: Any, hidden_size: int, axes: tuple[str, ...], n_shards: int) -> None:
-    """Requires floating-point numbers `[..., H]` that the shards along `axes` divide."""
-    _check_is_array("tokens", tokens)
+def check_tokens(group: EPGroup, tokens: Any) -> None:
+    """Requires floating-point numbers `[..., H]`."""
+    hidden_size = group.config.hidden_size
+    _check_is_array(group, "tokens", tokens)
     if tokens.ndim < 2 or tokens.shape[-1] != hidden_size:
         raise ValueError(
-            f"nnx.MoE: tokens must have the shape [..., H={hidden_size}], with at least one "
+            f"{_name(group)}: tokens must have the shape [..., H={hidden_size}], with at least one "
             f"dimension before H; got {tokens.shape}."
         )
     if not jnp.issubdtype(tokens.dtype, jnp.floating) or is_code(tokens.dtype):
         raise ValueError(
-            f"nnx.MoE: tokens must be floating-point numbers; got {tokens.dtype.name}."
+            f"{_name(group)}: tokens must be floating-point numbers; got {tokens.dtype.name}."
             f"{advise(tokens.dtype, jnp.floating)}"
         )
-    if tokens.shape[0] % n_shards:
-        raise ValueError(
-            f"nnx.MoE: the first dimension of tokens must be a multiple of {n_shards}, the shards "
-            f"along {axes}; got {tokens.shape}. Pad the tokens, with a mask that is False for the "
-            "padding."
-        )
 
 
-def check_mask(mask: Any, shape: tuple[int, ...]) -> None:
+def check_mask(group: EPGroup, mask: Any, shape: tuple[int, ...]) -> None:
     """Requires `bool`, one for each token."""
-    _check_is_array("mask", mask)
+    _check_is_array(group, "mask", mask)
     if mask.shape != shape:
         raise ValueError(
-            "nnx.MoE: mask must have the shape of tokens without their last dimension, "
+            f"{_name(group)}: mask must have the shape of tokens without their last dimension, "
             f"{shape}; got {mask.shape}."
         )
     if mask.dtype != jnp.bool_:
         raise ValueError(
-            f"nnx.MoE: mask must be bool; got {mask.dtype.name}. Pass mask.astype(bool)."
+            f"{_name(group)}: mask must be bool; got {mask.dtype.name}. Pass mask.astype(bool)."
         )
 
 
-def _check_is_array(name: str, x: Any) -> None:
+def _check_is_array(group: EPGroup, name: str, x: Any) -> None:
     if not (hasattr(x, "dtype") and hasattr(x, "shape")):
-        raise TypeError(f"nnx.MoE: {name} must be an array; got {type(x).__name__}.")
+        raise TypeError(f"{_name(group)}: {name} must be an array; got {type(x).__name__}.")
+
+
+def _name(group: EPGroup) -> str:
+    return group.geometry.call("nnx.MoE")

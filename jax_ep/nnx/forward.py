@@ -1,19 +1,23 @@
 """The computation of each rank of an MoE layer, inside `jax.shard_map`."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import P, lax
 
 from jax_ep.formats import Plain
 from jax_ep.group import EPGroup
 from jax_ep.layer.fused_silu import fused_silu
 from jax_ep.layer.quantize_weights import QuantizedWeights, quantize_weights
+from jax_ep.nnx.parameters import hidden_axis
+from jax_ep.nnx.token_axes import axes_of, axes_of_dimension, count_shards
 from jax_ep.operands.choices import limit_choices
+from jax_ep.operands.drops import raise_on_drops
 from jax_ep.ops import combine, dispatch
 from jax_ep.results import Dispatched
 from jax_ep.router import RouterConfig, balance_loss, expert_load, route, z_loss
@@ -47,12 +51,15 @@ class Forward:
 
     group: EPGroup
     router_config: RouterConfig
-    token_axes: tuple[str, ...]
+    token_axes: P  # of each dimension of the tokens
     fsdp_axes: tuple[str, ...]
     balance_per_sequence: bool
     capacity_factor: float | None
+    capacity_axes: tuple[str, ...]
+    on_limit: str
     expert_fn: Callable[..., jax.Array]
     fp8_matmuls: bool
+    transposed: bool
     interleaved: bool
     clamp: tuple[float, float] | None
 
@@ -67,7 +74,7 @@ class Forward:
         routes = route(self.router_config, logits, config.top_k, weights.get("router_bias"))
         ids = routes.topk_ids if mask is None else jnp.where(mask[..., None], routes.topk_ids, -1)
 
-        kept = self._limit(ids)
+        kept, n_limited = self._limit(ids)
         dtypes = config.token_format.token_dtypes
         sent = tokens if tokens.dtype in dtypes else tokens.astype(dtypes[0])
         rows = dispatch(group, sent, kept, routes.topk_weights)
@@ -77,33 +84,58 @@ class Forward:
         if "shared_down" in weights and not config.fused_shared_expert:
             output += self._shared_expert(tokens.astype(output.dtype), weights)
 
-        axes, per_sequence = self.token_axes, self.balance_per_sequence
+        axes, per_sequence = axes_of(self.token_axes), self.balance_per_sequence
         all_axes = tuple(dict.fromkeys((*axes, *group.geometry.axis_names)))
         report = MoEReport(
             balance_loss=balance_loss(
-                routes.scores, ids, per_sequence=per_sequence, axis_name=axes
+                routes.scores,
+                ids,
+                per_sequence=per_sequence,
+                axis_name=axes,
+                sequence_axis_name=axes_of_dimension(self.token_axes, tokens.ndim - 2),
             ),
             z_loss=z_loss(logits, ids, axis_name=axes),
             expert_load=expert_load(ids, config.n_experts, axes),
-            n_limited=lax.psum(jnp.sum(kept != ids, dtype=jnp.int32), axes),
+            n_limited=lax.psum(n_limited, axes),
             n_dropped=lax.psum(rows.n_dropped, all_axes),
             topk_ids=ids,
         )
         return output.astype(tokens.dtype), report
 
-    def _limit(self, topk_ids: jax.Array) -> jax.Array:
-        """The choices that experts keep, of this rank's tokens; -1 in place of others."""
+    def _limit(self, topk_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The choices that experts keep, -1 in place of others; how many of this rank's those are.
+
+        With `on_limit="raise"`, the program fails where it uses the former, if there are any.
+        """
         if self.capacity_factor is None:
-            return topk_ids
-        n_experts = self.group.config.n_experts
-        capacity = math.ceil(self.capacity_factor * topk_ids.size / n_experts)
-        return limit_choices(topk_ids, n_experts, capacity)
+            return topk_ids, jnp.zeros((), jnp.int32)
+        group, axes, n_experts = self.group, self.capacity_axes, self.group.config.n_experts
+        n_choices = topk_ids.size * count_shards(group, axes)
+        capacity = math.ceil(self.capacity_factor * n_choices / n_experts)
+        kept = limit_choices(topk_ids, n_experts, capacity, axis_name=axes)
+        n_limited = jnp.sum(kept != topk_ids, dtype=jnp.int32)
+        if self.on_limit == "raise":
+            message = functools.partial(self._describe_limit, capacity)
+            kept += raise_on_drops(group.geometry, n_limited, message)
+        return kept, n_limited
+
+    def _describe_limit(self, capacity: int, where: str, _: int) -> str:
+        name, factor = self.group.geometry.call("nnx.MoE"), self.capacity_factor
+        of = f"the ranks along {self.capacity_axes}" if self.capacity_axes else "a rank"
+        return (
+            f"{name}: choices must fit into capacity_factor={factor}, {capacity} of each expert by "
+            f"the tokens of {of}; {where}. Raise capacity_factor, or balance the experts; with "
+            'on_limit="count", they are only counted.'
+        )
 
     def _run_experts(self, rows: Dispatched, weights: dict[str, jax.Array]) -> jax.Array:
         """The results of this rank's groups of rows; the shared expert's come first."""
         matrices, (of_gate_up, of_down) = self._expert_weights(weights)
+        options = self._activation
+        if self.transposed and not self.fp8_matmuls:  # codes know
+            options |= {"transposed": True}
         return self.expert_fn(
-            rows, *matrices, gate_up_bias=of_gate_up, down_bias=of_down, **self._activation
+            rows, *matrices, gate_up_bias=of_gate_up, down_bias=of_down, **options
         )
 
     def _expert_weights(self, weights: dict[str, jax.Array]) -> tuple[list[Any], list[Any]]:
@@ -112,30 +144,34 @@ class Forward:
         if "gate_up_scales" in weights:
             stored = [(weights[name], weights[f"{name}_scales"]) for name in ("gate_up", "down")]
             return [QuantizedWeights(*each, None, transposed=False) for each in stored], biases
-        gate_up, down = self._gather(weights["gate_up"], 1), self._gather(weights["down"], 2)
+        gate_up, down = [self._gather(name, weights[name]) for name in ("gate_up", "down")]
         if self.group.config.fused_shared_expert:
             gate_up = jnp.concatenate([weights["shared_gate_up"][None], gate_up])
             down = jnp.concatenate([weights["shared_down"][None], down])
             biases = [None if x is None else jnp.pad(x, ((1, 0), (0, 0))) for x in biases]
         matrices: list[Any] = [gate_up, down]
         if self.fp8_matmuls:
-            matrices = [quantize_weights(each) for each in matrices]
+            matrices = [quantize_weights(each, transposed=self.transposed) for each in matrices]
         return matrices, biases
 
     def _shared_expert(self, tokens: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
         """Of all of this rank's tokens; its result has their shape."""
         flat = tokens.reshape(-1, tokens.shape[-1])
-        hidden, all_rows = flat @ weights["shared_gate_up"], jnp.array([0, len(flat)], jnp.uint32)
+        gate_up, down = weights["shared_gate_up"], weights["shared_down"]
+        if self.transposed:
+            gate_up, down = gate_up.T, down.T
+        hidden, all_rows = flat @ gate_up, jnp.array([0, len(flat)], jnp.uint32)
         values = fused_silu(hidden, all_rows, Plain(hidden.dtype), **self._activation)
         assert isinstance(values, jax.Array)
-        return (values @ weights["shared_down"]).reshape(tokens.shape)
+        return (values @ down).reshape(tokens.shape)
 
     @property
     def _activation(self) -> dict[str, Any]:
         return {"interleaved": self.interleaved, "clamp": self.clamp}
 
-    def _gather(self, matrices: jax.Array, axis: int) -> jax.Array:
+    def _gather(self, name: str, matrices: jax.Array) -> jax.Array:
         """The shards along H; the gradient is a reduce-scatter."""
         if not self.fsdp_axes:
             return matrices
+        axis = hidden_axis(name, self.transposed)
         return lax.all_gather(matrices, self.fsdp_axes, axis=axis, tiled=True)

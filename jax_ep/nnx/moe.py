@@ -1,5 +1,6 @@
 """MoE: a Flax NNX module of a Mixture-of-Experts layer with its experts spread over a group."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -9,15 +10,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import P
 
-from jax_ep.config import check_count
+from jax_ep.config import check_count, check_on_drop
 from jax_ep.group import EPGroup, check_is_group
 from jax_ep.layer.expert_mlp import expert_mlp
 from jax_ep.layer.fused_silu import check_activation
 from jax_ep.layer.quantize_weights import quantize_weights
 from jax_ep.nnx import checks
-from jax_ep.nnx.checks import Axes
 from jax_ep.nnx.forward import Forward, MoEReport
-from jax_ep.nnx.parameters import Parameters
+from jax_ep.nnx.parameters import Parameters, hidden_axis
+from jax_ep.nnx.token_axes import Axes, check_sharded_alike, check_token_axes, spec_of_call
 from jax_ep.operands.checks import check_flags
 from jax_ep.router import RouterConfig, update_bias
 
@@ -52,6 +53,8 @@ class MoE(nnx.Module):
             after each step.
         logit_bias: whether the router's logits have a trainable bias, zero at first.
         expert_bias: whether both matmuls of the routed experts have biases, zero at first.
+        transposed: whether the experts' matrices are `[n_out, n_in]`, as in checkpoints of PyTorch;
+            of the shared expert, too. The router's is `[H, E]` in any case.
         interleaved: as in `jax_ep.expert_mlp`; of the shared expert, too.
         clamp: as in `jax_ep.expert_mlp`; of the shared expert, too.
         balance_per_sequence: see `jax_ep.router.balance_loss`.
@@ -59,11 +62,19 @@ class MoE(nnx.Module):
             each rank's T tokens: `ceil(factor * T * K / E)` choices, padding included in T.
             Those of later tokens are dropped (`jax_ep.limit_choices`): they add nothing to the
             output. None: no limit.
+        capacity_axis: a mesh axis, or a tuple of axes, over whose ranks `capacity_factor` counts: T
+            is then their tokens together, and those of later ranks are dropped first. Of
+            `token_axes`. None: each rank counts its own.
+        on_limit: `"count"`: the report says how many choices were dropped. `"raise"`: if any was,
+            the call fails, like a dispatch with `EPConfig.on_drop`, which is for `recv_capacity`.
         shared_size: hidden size of a shared expert (S), which processes every token; None: no
             shared expert, or with `config.fused_shared_expert`, one of `expert_size`.
         token_axes: the mesh axis, or a tuple of axes, that the first dimension of the tokens is
-            sharded over; None: all axes of the mesh, or with `config.skip_a2a`, all but the
-            group's. Along axes left out, all devices do the same work.
+            sharded over; or a `jax.P` with the axes of each dimension before H, such as
+            `jax.P("data", "expert")` for `[B, S, H]`. The group's axes must be among them, unless
+            `config.skip_a2a`; then none may be. Along axes left out, all devices do the same work.
+            None: all axes of the mesh, or with `config.skip_a2a`, all but the group's; on a mesh
+            with explicit axes, those that the tokens of each call are sharded over.
         fsdp_axis: a mesh axis, or a tuple of axes, that the experts' matrices are sharded over
             in addition, along H. They are gathered for each use, in the dtype of the
             matmuls, and their gradients reduce-scattered. Of `token_axes`, not the group's.
@@ -71,8 +82,10 @@ class MoE(nnx.Module):
             Each call quantizes the weights, unless `quantize_experts` has done it once.
         expert_fn: what a rank calls in place of `jax_ep.expert_mlp` (None), with the same
             arguments: `(dispatched, gate_up, down, *, gate_up_bias, down_bias, interleaved,
-            clamp)` to the results `[C, H]`, inside `jax.shard_map`.
-        kernel_init: initializer of every matrix `[n_in, n_out]`; None is `lecun_normal`.
+            clamp)` to the results `[C, H]`, inside `jax.shard_map`. Also `transposed=True` if the
+            layer is and the weights are arrays.
+        kernel_init: initializer of every matrix `[n_in, n_out]`, transposed or not; None is
+            `lecun_normal`.
         param_dtype: dtype of the parameters. Experts multiply in `config.combine_dtype`, the
             router in float32.
         rngs: the stream `params` is used.
@@ -85,13 +98,14 @@ class MoE(nnx.Module):
     Attributes:
         router: `nnx.Param`, `[H, E]`.
         logit_bias: `nnx.Param`, `[E]`, or None.
-        gate_up: `nnx.Param`, `[E, H, 2 F]`, all gate columns first unless `interleaved`.
-        down: `nnx.Param`, `[E, F, H]`.
+        gate_up: `nnx.Param`, `[E, H, 2 F]`, all gate columns first unless `interleaved`; or
+            `[E, 2 F, H]` if `transposed`.
+        down: `nnx.Param`, `[E, F, H]`, or `[E, H, F]`.
         gate_up_bias: `nnx.Param`, `[E, 2 F]`, or None.
         down_bias: `nnx.Param`, `[E, H]`, or None.
         gate_up_scales, down_scales: None, or after `quantize_experts`, `ExpertCodes`.
-        shared_gate_up: `nnx.Param`, `[H, 2 S]`, of the shared expert, or None.
-        shared_down: `nnx.Param`, `[S, H]`, or None.
+        shared_gate_up: `nnx.Param`, `[H, 2 S]` or `[2 S, H]`, of the shared expert, or None.
+        shared_down: `nnx.Param`, `[S, H]` or `[H, S]`, or None.
         router_bias: `RouterBias`, `float32[E]`, or None.
         group: the group that calls use. Assign another one, with equal experts, to run the same
             parameters with another bound on tokens, such as in inference.
@@ -106,12 +120,15 @@ class MoE(nnx.Module):
         router_bias: bool = False,
         logit_bias: bool = False,
         expert_bias: bool = False,
+        transposed: bool = False,
         interleaved: bool = False,
         clamp: tuple[float, float] | None = None,
         balance_per_sequence: bool = False,
         capacity_factor: float | None = None,
+        capacity_axis: Axes = None,
+        on_limit: str = "count",
         shared_size: int | None = None,
-        token_axes: Axes = None,
+        token_axes: Axes | P = None,
         fsdp_axis: Axes = None,
         fp8_matmuls: bool = False,
         expert_fn: Callable[..., jax.Array] | None = None,
@@ -128,6 +145,7 @@ class MoE(nnx.Module):
             logit_bias=logit_bias,
             expert_bias=expert_bias,
             balance_per_sequence=balance_per_sequence,
+            transposed=transposed,
             fp8_matmuls=fp8_matmuls,
         )
         checks.check_param_dtype(param_dtype)
@@ -137,20 +155,37 @@ class MoE(nnx.Module):
         self.router_config = checks.check_router(group, router)
         self.balance_per_sequence = balance_per_sequence
         self.capacity_factor = checks.check_factor(capacity_factor)
-        self.token_axes = checks.check_token_axes(group, token_axes)
+        self.on_limit = check_on_drop("on_limit", on_limit)
+        self.token_axes = check_token_axes(group, token_axes)
+        self.capacity_axes = checks.check_capacity_axes(self.token_axes, capacity_axis)
+        self.follows_tokens = token_axes is None
         self.fsdp_axes = checks.check_fsdp_axes(group, self.token_axes, fsdp_axis)
         self.expert_fn = checks.check_callable("expert_fn", expert_fn) or expert_mlp
         self.fp8_matmuls = fp8_matmuls
+        self.transposed = transposed
         self.interleaved = interleaved
         self.clamp = check_activation("nnx.MoE", interleaved, clamp)
         create = Parameters(group.mesh, kernel_init, param_dtype, rngs)
-        n_experts, size = group.config.n_experts, group.config.hidden_size
-        axis, fsdp = group.axis_name, self.fsdp_axes or None
+        self._create_parameters(create, n_shared, router_bias, logit_bias, expert_bias)
+
+    def _create_parameters(
+        self,
+        create: Parameters,
+        n_shared: int,
+        router_bias: bool,
+        logit_bias: bool,
+        expert_bias: bool,
+    ) -> None:
+        """Those of the routed experts are sharded along the group's axes, the others replicated."""
+        config, expert_size = self.group.config, self.expert_size
+        n_experts, size = config.n_experts, config.hidden_size
+        axis, fsdp = self.group.axis_name, self.fsdp_axes or None
+        matrix = functools.partial(create.matrix, transposed=self.transposed)
         self.router = create.matrix((size, n_experts), None, None)
-        self.gate_up = create.matrix((n_experts, size, 2 * expert_size), axis, fsdp, None)
-        self.down = create.matrix((n_experts, expert_size, size), axis, None, fsdp)
-        self.shared_gate_up = create.matrix((size, 2 * n_shared), None, None) if n_shared else None
-        self.shared_down = create.matrix((n_shared, size), None, None) if n_shared else None
+        self.gate_up = matrix((n_experts, size, 2 * expert_size), axis, fsdp, None)
+        self.down = matrix((n_experts, expert_size, size), axis, None, fsdp)
+        self.shared_gate_up = matrix((size, 2 * n_shared), None, None) if n_shared else None
+        self.shared_down = matrix((n_shared, size), None, None) if n_shared else None
         self.logit_bias = create.bias((n_experts,), None) if logit_bias else None
         sizes = 2 * expert_size, size
         biases = [create.bias((n_experts, n), axis, None) if expert_bias else None for n in sizes]
@@ -164,7 +199,7 @@ class MoE(nnx.Module):
         """Applies the layer; to arrays of the whole mesh, outside of `jax.shard_map`.
 
         Args:
-            tokens: `[..., H]`, the first dimension a multiple of the number of shards that
+            tokens: `[..., H]`, each dimension a multiple of the number of shards that its
                 `token_axes` make; at most `max_tokens_per_rank` tokens in each. Converted to a
                 dtype that the token format takes, if they have another.
             mask: `bool[...]`, False for tokens that are padding: they go to no routed expert and
@@ -179,14 +214,15 @@ class MoE(nnx.Module):
                 the call is inside `jax.shard_map`. While tracing.
         """
         group = self.group
-        by_token: Any = P(self.token_axes)
         everywhere: Any = P()
-        self._check_call(tokens, mask)
-        forward = Forward(**{each.name: getattr(self, each.name) for each in fields(Forward)})
+        by_token: Any = self._check_call(tokens, mask)
+        options = {each.name: getattr(self, each.name) for each in fields(Forward)}
+        forward = Forward(**options | {"token_axes": by_token})
         weights = self._weights()
         specs = {name: P() for name in weights}
-        specs["gate_up"] = P(group.axis_name, self.fsdp_axes or None)
-        specs["down"] = P(group.axis_name, None, self.fsdp_axes or None)
+        for name in ("gate_up", "down"):
+            before_hidden = [None] * (hidden_axis(name, self.transposed) - 1)
+            specs[name] = P(group.axis_name, *before_hidden, self.fsdp_axes or None)
         names = "gate_up_bias", "down_bias", "gate_up_scales", "down_scales"
         by_expert = {name: P(group.axis_name) for name in names}
         specs |= {name: spec for name, spec in by_expert.items() if name in weights}
@@ -233,35 +269,43 @@ class MoE(nnx.Module):
         placement = jax.sharding.NamedSharding(self.group.mesh, sharding)
         for name in ("gate_up", "down"):
             quantized = jax.jit(
-                lambda x: quantize_weights(x.astype(dtype), differentiable=False),
+                lambda x: quantize_weights(
+                    x.astype(dtype), transposed=self.transposed, differentiable=False
+                ),
                 out_shardings=placement,
             )(getattr(self, name)[...])
             setattr(self, name, ExpertCodes(quantized.codes))
             setattr(self, f"{name}_scales", ExpertCodes(quantized.scales))
 
-    def _check_call(self, tokens: jax.Array, mask: jax.Array | None) -> None:
-        """Requires a group that the parameters fit, and tokens that the mesh's shards divide."""
+    def _check_call(self, tokens: jax.Array, mask: jax.Array | None) -> P:
+        """How tokens are sharded; requires a group that the parameters fit, and such tokens."""
         checks.check_outside_shard_map()
-        check_is_group("nnx.MoE", self.group)
         self._check_group()
-        n_shards = checks.count_shards(self.group, self.token_axes)
-        checks.check_tokens(tokens, self.group.config.hidden_size, self.token_axes, n_shards)
+        checks.check_tokens(self.group, tokens)
         if mask is not None:
-            checks.check_mask(mask, tokens.shape[:-1])
+            checks.check_mask(self.group, mask, tokens.shape[:-1])
+        spec = spec_of_call(self.group, self.token_axes, self.follows_tokens, tokens)
+        if mask is not None:
+            check_sharded_alike(self.group, spec, mask)
+        checks.check_fsdp_axes(self.group, spec, self.fsdp_axes)
+        checks.check_capacity_axes(spec, self.capacity_axes)
+        return spec
 
     def _check_group(self) -> None:
         """Requires a group that the parameters fit: it may not be the one they were made with."""
-        config = self.group.config
+        check_is_group("nnx.MoE", self.group)
+        config, call = self.group.config, self.group.geometry.call("nnx.MoE")
         shape = config.hidden_size, config.n_experts
         if self.router.shape != shape:
             raise ValueError(
-                f"nnx.MoE: the group must have the layer's experts: [H, E] = "
+                f"{call}: the group must have the layer's experts: [H, E] = "
                 f"{list(self.router.shape)}; got {list(shape)}."
             )
-        checks.check_token_axes(self.group, self.token_axes)
+        check_token_axes(self.group, self.token_axes)
         expert_size, shared = self.expert_size, self.shared_down
         if config.fused_shared_expert:
-            checks.check_fused_size(expert_size, None if shared is None else shared.shape[0])
+            n_shared = None if shared is None else shared.shape[1 if self.transposed else 0]
+            checks.check_fused_size(self.group, expert_size, n_shared)
         checks.check_formats(self.group, expert_size if self.fp8_matmuls else None)
 
     def _weights(self) -> dict[str, jax.Array]:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_ep.nnx.checks import Axes
+from jax_ep.nnx.token_axes import Axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,9 +20,11 @@ class Parameters:
     dtype: Any
     rngs: nnx.Rngs
 
-    def matrix(self, shape: tuple[int, ...], *spec: Axes) -> nnx.Param:
-        """A matrix, or one per expert."""
-        init = _by_expert(self.kernel_init or nnx.initializers.lecun_normal())
+    def matrix(self, shape: tuple[int, ...], *spec: Axes, transposed: bool = False) -> nnx.Param:
+        """A matrix `[n_in, n_out]`, or one per expert; `[n_out, n_in]` if `transposed`."""
+        init = _by_expert(self.kernel_init or nnx.initializers.lecun_normal(), transposed)
+        if transposed:
+            shape, spec = _swap(shape), _swap(spec)
         create = nnx.with_partitioning(init, spec, mesh=self.mesh)
         return nnx.Param(create(self.rngs.params(), shape, self.dtype))
 
@@ -36,13 +38,28 @@ class Parameters:
         return nnx.with_partitioning(jnp.zeros, spec, mesh=self.mesh)(shape, jnp.float32)
 
 
-def _by_expert(init: nnx.Initializer) -> Callable[..., jax.Array]:
-    """Initializes each matrix of `[E, n_in, n_out]` by itself."""
+def hidden_axis(name: str, transposed: bool) -> int:
+    """The axis of H in `gate_up` or `down`, which FSDP shards."""
+    return 2 if (name == "down") != transposed else 1
+
+
+def _by_expert(init: nnx.Initializer, transposed: bool) -> Callable[..., jax.Array]:
+    """Initializes each matrix of `[E, n_in, n_out]` by itself; the same numbers if transposed."""
 
     def create(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        if transposed:
+            return create_plain(key, _swap(shape), dtype).swapaxes(-1, -2)
+        return create_plain(key, shape, dtype)
+
+    def create_plain(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
         if len(shape) == 2:
             return init(key, shape, dtype)
         keys = jax.random.split(key, shape[0])
         return jax.vmap(lambda key: init(key, shape[1:], dtype))(keys)
 
     return create
+
+
+def _swap(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """With the last two in each other's place."""
+    return (*values[:-2], values[-1], values[-2])

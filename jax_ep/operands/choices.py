@@ -9,6 +9,8 @@ from jax import lax
 
 from jax_ep.operands.checks import as_arrays, as_int32, check_array
 
+_INT32_MAX = 2**31 - 1
+
 
 def count_choices(topk_ids: jax.Array, n_experts: int) -> jax.Array:
     """The number of choices of each expert.
@@ -29,7 +31,9 @@ def count_choices(topk_ids: jax.Array, n_experts: int) -> jax.Array:
     return _count(experts, is_expert, n_experts)
 
 
-def limit_choices(topk_ids: jax.Array, n_experts: int, capacity: int) -> jax.Array:
+def limit_choices(
+    topk_ids: jax.Array, n_experts: int, capacity: int, *, axis_name: Any = ()
+) -> jax.Array:
     """Drops the choices of each expert beyond the first `capacity`, in the order of token, then k.
 
     The capacity of experts in Switch Transformer (https://arxiv.org/abs/2101.03961), applied to the
@@ -39,30 +43,56 @@ def limit_choices(topk_ids: jax.Array, n_experts: int, capacity: int) -> jax.Arr
         topk_ids = jax_ep.limit_choices(topk_ids, E, capacity)
         rows = jax_ep.dispatch(group, tokens, topk_ids)
 
-    An expert then gets at most `R * capacity` rows.
+    An expert then gets at most `R * capacity` rows. With `axis_name`, the capacity is that of the
+    tokens of all ranks along these axes, in the order of rank, then token, then k. An expert that
+    is popular on one rank and not on others then keeps more choices; it gets at most `capacity`
+    rows, of which earlier ranks have the first:
+
+        capacity = math.ceil(factor * R * T * K / E)
+        topk_ids = jax_ep.limit_choices(topk_ids, E, capacity, axis_name="ep")
 
     Args:
         topk_ids: `[..., K]`, as for `count_choices`.
         n_experts: likewise (E).
         capacity: choices that an expert keeps; static.
+        axis_name: inside `jax.shard_map`, the mesh axis, or a tuple of axes, over whose ranks the
+            capacity counts, in the order of `jax.lax.axis_index`. Communicates: one
+            `jax.lax.all_gather` of `int32[E]`. Not for axes along which the tokens are the same.
+            (): each rank counts its own.
 
     Returns:
         `int32[..., K]`: `topk_ids`, with -1 in place of what is dropped. Ids outside `[0, E)` stay.
 
     Raises:
-        ValueError: `topk_ids` are not integers, or `n_experts` or `capacity` no count. While
-            tracing.
+        ValueError: `topk_ids` are not integers, `n_experts` or `capacity` no count, or the choices
+            of all ranks do not fit in int32. While tracing.
     """
-    capacity = _as_count("limit_choices", "capacity", capacity)
+    capacity = min(_as_count("limit_choices", "capacity", capacity), _INT32_MAX)
     experts, is_expert = _experts("limit_choices", topk_ids, n_experts)
     order = jnp.argsort(experts, stable=True)
     position = jnp.zeros_like(experts).at[order].set(jnp.arange(experts.size, dtype=jnp.int32))
     counts = _count(experts, is_expert, n_experts + 1)
     first = jnp.cumsum(counts, dtype=jnp.int32) - counts  # position of each expert's first choice
-    capacity = min(capacity, experts.size)  # which fits in int32
-    is_dropped = is_expert & (position - first[experts] >= capacity)
+    room = _room(counts, experts.size, capacity, axis_name)
+    is_dropped = is_expert & (position - first[experts] >= room[experts])
     (ids,) = as_arrays("limit_choices", topk_ids=topk_ids)
     return jnp.where(is_dropped.reshape(ids.shape), -1, as_int32(ids))
+
+
+def _room(counts: jax.Array, n_choices: int, capacity: int, axis_name: Any) -> jax.Array:
+    """`int32[E + 1]`, what earlier ranks leave of each expert's capacity; may be negative."""
+    if isinstance(axis_name, tuple | list) and not axis_name:
+        return jnp.full_like(counts, capacity)
+    n_all = n_choices * lax.axis_size(axis_name)
+    if n_all > _INT32_MAX:
+        raise ValueError(
+            f"limit_choices: the choices of all ranks along axis_name={axis_name!r} must fit in "
+            f"int32; got {n_all}. Count over fewer ranks."
+        )
+    by_rank = lax.all_gather(counts, axis_name)
+    is_earlier = jnp.arange(len(by_rank)) < lax.axis_index(axis_name)
+    earlier = jnp.where(is_earlier[:, None], by_rank, 0).sum(axis=0, dtype=jnp.int32)
+    return capacity - earlier
 
 
 def _experts(operation: str, topk_ids: Any, n_experts: int) -> tuple[jax.Array, jax.Array]:

@@ -24,7 +24,7 @@ from error_triggers.base import (
     run,
 )
 from faults import handmade
-from harness import on_mesh
+from harness import on_mesh, succeed_in_callbacks
 from jax_ep.geometry import Geometry
 from jax_ep.group import EPGroup
 from jax_ep.transports.p2p import P2pConnection
@@ -159,6 +159,14 @@ def call_partly_manual() -> None:
     call(init(mesh), mesh=mesh, axis_names={"ep"})
 
 
+def drop_rows() -> None:
+    """All choices are of expert 0."""
+    try:
+        round_trip(init(name="train", recv_capacity=1, on_drop="raise"))
+    finally:
+        succeed_in_callbacks()
+
+
 TRIGGERS: dict[str, Callable[[], Any]] = {
     "group-type": lambda: call("ep"),
     "outside": lambda: jax_ep.dispatch(init(), *operands()),
@@ -181,6 +189,7 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
         lambda r: jax_ep.dispatch(init(), jnp.ones((T, H), jnp.float8_e4m3fn), operands()[1]).tokens
     ),
     "not-codes": dispatch_numbers_as_codes,
+    "drops": drop_rows,
     "too-many-tokens": lambda: call(init(max_tokens_per_rank=T - 1)),
     "input-scale": lambda: run(
         lambda r: jax_ep.dispatch(init(), *operands(), input_scale=jnp.ones(1)).tokens

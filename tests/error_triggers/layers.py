@@ -10,6 +10,7 @@ from flax import nnx
 
 import jax_ep
 from error_triggers.base import E, H, K, R, T, init, make_mesh, operands, round_trip, run
+from harness import succeed_in_callbacks
 from jax_ep.nnx import MoE
 from jax_ep.router import RouterConfig, balance_loss, route
 
@@ -22,6 +23,37 @@ def reassigned(layer: MoE, **changes: Any) -> MoE:
     """The layer with another group."""
     layer.group = init(**changes)
     return layer
+
+
+def on_explicit_axes(shape: tuple[int, int], *specs: jax.P) -> None:
+    """A call with tokens, or tokens and a mask, with shardings that their types say."""
+    mesh = jax.make_mesh(
+        (R,), ("ep",), (jax.sharding.AxisType.Explicit,), devices=jax.devices()[:R]
+    )
+    arrays = jnp.ones(shape), jnp.ones(shape[:1], bool)
+    puts = [
+        jax.device_put(x, jax.NamedSharding(mesh, s)) for x, s in zip(arrays, specs, strict=False)
+    ]
+    layer(init(mesh))(*puts)
+
+
+def fp8_layer(mesh: jax.sharding.Mesh | None = None, **options: Any) -> MoE:
+    group = init(mesh, token_format=jax_ep.BlockwiseFP8(), hidden_size=128)
+    return MoE(group, 128, fp8_matmuls=True, rngs=nnx.Rngs(0), **options)
+
+
+def quantize_twice() -> None:
+    quantized = fp8_layer()
+    quantized.quantize_experts()
+    quantized.quantize_experts()
+
+
+def run_layer(layer: MoE) -> None:
+    """All tokens choose the same experts."""
+    try:
+        jax.block_until_ready(nnx.jit(lambda layer, x: layer(x))(layer, jnp.ones((R * T, H))))
+    finally:
+        succeed_in_callbacks()
 
 
 def multiply(weights: Any, **options: Any) -> None:
@@ -128,6 +160,13 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "router-shape": lambda: balance_loss(jnp.ones((T, E)), jnp.zeros((T + 1, K), jnp.int32)),
     "router-dtype": lambda: route(RouterConfig(), jnp.ones((T, E), jnp.int32), K),
     "layer-axes": lambda: layer(init(), token_axes=()),
+    "layer-shards": lambda: layer(init(make_mesh(jax.devices()[:4], (2, 2), ("dp", "ep"))))(
+        jnp.ones((2, 2, H))
+    ),
+    "layer-dimensions": lambda: layer(init(), token_axes=jax.P(None, "ep"))(jnp.ones((R, H))),
+    "layer-explicit": lambda: on_explicit_axes((R, H), jax.P()),
+    "layer-explicit-hidden": lambda: on_explicit_axes((R, H), jax.P(None, "ep")),
+    "layer-explicit-mask": lambda: on_explicit_axes((R, H), jax.P("ep"), jax.P()),
     "layer-fsdp": lambda: layer(init(), fsdp_axis="ep"),
     "layer-fsdp-size": lambda: layer(
         init(make_mesh(jax.devices()[:6], (3, 2), ("dp", "ep"))), fsdp_axis="dp"
@@ -136,6 +175,30 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "layer-dtype": lambda: layer(init(), param_dtype=jnp.int32),
     "layer-shared": lambda: layer(init(fused_shared_expert=True), shared_size=2 * H),
     "layer-capacity": lambda: layer(init(), capacity_factor=0),
+    "layer-capacity-axis": lambda: layer(
+        init(make_mesh(jax.devices()[:4], (2, 2), ("ep", "tp"))),
+        token_axes="ep",
+        capacity_axis="tp",
+    ),
+    "layer-drops": lambda: run_layer(
+        layer(init(name="train"), capacity_factor=0.5, on_limit="raise")
+    ),
+    "layer-expert-fn": lambda: layer(init(), expert_fn="gelu"),
+    "layer-formats": lambda: layer(init(), fp8_matmuls=True),
+    "layer-quantize": lambda: layer(init()).quantize_experts(),
+    "layer-quantize-fsdp": lambda: fp8_layer(
+        make_mesh(jax.devices()[:4], (2, 2), ("dp", "ep")), fsdp_axis="dp"
+    ).quantize_experts(),
+    "layer-quantize-twice": quantize_twice,
+    "too-many-choices": lambda: jax.eval_shape(
+        jax.shard_map(
+            lambda ids: jax_ep.limit_choices(ids, E, 1, axis_name="ep"),
+            mesh=make_mesh(),
+            in_specs=jax.P("ep"),
+            out_specs=jax.P("ep"),
+        ),
+        jax.ShapeDtypeStruct((2**30, K), jnp.int32),
+    ),
     "layer-tokens": lambda: layer(init())(jnp.ones((R, H + 1))),
     "layer-tokens-dtype": lambda: layer(init())(jnp.ones((R, H), jnp.int32)),
     "layer-mask-dtype": lambda: layer(init())(jnp.ones((R, H)), jnp.ones(R, jnp.int32)),

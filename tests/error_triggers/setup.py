@@ -71,6 +71,7 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "capacity-alignment": lambda: config(
         token_format=jax_ep.BlockwiseFP8(), hidden_size=128, recv_capacity=6
     ),
+    "on-drop": lambda: config(on_drop="ignore"),
     "row-alignment": lambda: config(row_alignment=8),
     "combine-dtype": lambda: config(combine_dtype=jnp.float64),
     "timeout-type": lambda: config(timeout_s="soon"),

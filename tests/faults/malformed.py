@@ -118,6 +118,7 @@ def add_construction() -> None:
         "EPConfig", "combine_dtype", {"int": i32, "fp8": fp8, "None": None, "str": "number"}, config
     )
     add_all("EPConfig", "row_alignment", {"3": 3, "None": None}, config)
+    add_all("EPConfig", "on_drop", {"True": True, "None": None, "str": "ignore"}, config)
     add_all("EPConfig", "name", {"dash": "a-b", "int": 1, "empty": ""}, config)
     add_all("ep_init", "mesh", {"None": None, "devices": jax.devices(), "shape": (4,)}, init)
     axes = {"None": None, "dp": "dp", "empty": (), "twice": ("ep", "ep"), "int": 0, "dict": ({},)}
@@ -142,8 +143,15 @@ def add_layer() -> None:
     add_all("MoE", "rngs", {"int": 0, "None": None}, layer)
     add_all("MoE", "param_dtype", {"int": i32, "str": "number"}, layer)
     add_all("MoE", "capacity_factor", {"0": 0, "nan": NAN, "str": "2"}, layer)
-    add_all("MoE", "token_axes", {"dp": "dp", "empty": ()}, layer)
+    axes = {"dp": "dp", "dict": ({},), "int": 0}
+    specs = {"empty": (), "P": jax.P(), "P of dp": jax.P("dp", "ep"), "P twice": jax.P("ep", "ep")}
+    add_all("MoE", "token_axes", axes | specs, layer)
+    add_all("MoE", "fsdp_axis", axes, layer)
+    add_all("MoE", "capacity_axis", axes, layer)
+    add_all("MoE", "on_limit", {"None": None, "str": "drop"}, layer)
+    add_all("MoE", "expert_fn", {"str": "mlp"}, layer)
     add_all("MoE", "router_bias", {"1": 1}, layer)
+    add_all("MoE", "transposed", {"1": 1}, layer)
     tokens = wrong_arrays(R * T, H, dtype=bf16) | other_dtypes(
         R * T, H, dtypes=(i32, fp8, np.uint8)
     )

@@ -101,6 +101,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "fused_shared_expert 1": config(fused_shared_expert=1),
     "skip_a2a None": config(skip_a2a=None),
     "zero_unused_rows str": config(zero_unused_rows="yes"),
+    "on_drop None": config(on_drop=None),
     "row_alignment 3": config(row_alignment=3),
     "row_alignment 0": config(row_alignment=0),
     "recv_capacity 0": config(recv_capacity=0),
