@@ -15,8 +15,13 @@ from jax_ep.layer.fused_silu import fused_silu
 from jax_ep.layer.quantize_weights import QuantizedWeights, quantize_weights
 from jax_ep.operands.choices import limit_choices
 from jax_ep.ops import combine, dispatch
+from jax_ep.placement.choices import PlacedChoices, place_choices
+from jax_ep.placement.replicate import replicate_experts
 from jax_ep.results import Dispatched
 from jax_ep.router import RouterConfig, balance_loss, expert_load, route, z_loss
+
+# Parameters that each expert has of its own.
+BY_EXPERT = ("gate_up", "down", "gate_up_bias", "down_bias", "gate_up_scales", "down_scales")
 
 
 class MoEReport(NamedTuple):
@@ -29,6 +34,8 @@ class MoEReport(NamedTuple):
         n_limited: `int32[]`, choices beyond `capacity_factor`, over all tokens of the mesh.
         n_dropped: `int32[]`, rows that did not fit into `recv_capacity`, over all ranks.
         topk_ids: `int32[..., K]`, the choices of each token; -1 where the mask is False.
+        n_unserved: `int32[]`, choices whose expert is on ranks that are masked only, over all
+            tokens of the mesh (`ExpertPlacement.mask_ranks`).
 
     Losses, load and `topk_ids` are those of the router: they include choices that are then dropped.
     """
@@ -39,6 +46,7 @@ class MoEReport(NamedTuple):
     n_limited: jax.Array
     n_dropped: jax.Array
     topk_ids: jax.Array
+    n_unserved: jax.Array
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,7 +65,7 @@ class Forward:
     clamp: tuple[float, float] | None
 
     def __call__(
-        self, weights: dict[str, jax.Array], tokens: jax.Array, mask: jax.Array | None
+        self, weights: dict[str, Any], tokens: jax.Array, mask: jax.Array | None
     ) -> tuple[jax.Array, MoEReport]:
         """The output and the report, from the device's shards: weights by `MoE`'s names."""
         group, config = self.group, self.group.config
@@ -67,10 +75,12 @@ class Forward:
         routes = route(self.router_config, logits, config.top_k, weights.get("router_bias"))
         ids = routes.topk_ids if mask is None else jnp.where(mask[..., None], routes.topk_ids, -1)
 
-        kept = self._limit(ids)
+        n_experts = logits.shape[-1]
+        kept = self._limit(ids, n_experts)
+        placed = self._place(kept, weights)
         dtypes = config.token_format.token_dtypes
         sent = tokens if tokens.dtype in dtypes else tokens.astype(dtypes[0])
-        rows = dispatch(group, sent, kept, routes.topk_weights)
+        rows = dispatch(group, sent, placed.topk_ids, routes.topk_weights)
         output = combine(group, self._run_experts(rows, weights), rows)
         if config.skip_a2a:
             output = lax.psum(output, group.axis_name)
@@ -84,23 +94,32 @@ class Forward:
                 routes.scores, ids, per_sequence=per_sequence, axis_name=axes
             ),
             z_loss=z_loss(logits, ids, axis_name=axes),
-            expert_load=expert_load(ids, config.n_experts, axes),
+            expert_load=expert_load(ids, n_experts, axes),
             n_limited=lax.psum(jnp.sum(kept != ids, dtype=jnp.int32), axes),
             n_dropped=lax.psum(rows.n_dropped, all_axes),
             topk_ids=ids,
+            n_unserved=lax.psum(placed.n_unserved, axes),
         )
         return output.astype(tokens.dtype), report
 
-    def _limit(self, topk_ids: jax.Array) -> jax.Array:
+    def _limit(self, topk_ids: jax.Array, n_experts: int) -> jax.Array:
         """The choices that experts keep, of this rank's tokens; -1 in place of others."""
         if self.capacity_factor is None:
             return topk_ids
-        n_experts = self.group.config.n_experts
         capacity = math.ceil(self.capacity_factor * topk_ids.size / n_experts)
         return limit_choices(topk_ids, n_experts, capacity)
 
-    def _run_experts(self, rows: Dispatched, weights: dict[str, jax.Array]) -> jax.Array:
+    def _place(self, topk_ids: jax.Array, weights: dict[str, Any]) -> PlacedChoices:
+        """The physical experts of the choices."""
+        if "placement" not in weights:
+            return PlacedChoices(topk_ids, jnp.zeros_like(topk_ids, shape=()))
+        return place_choices(self.group, topk_ids, weights["placement"])
+
+    def _run_experts(self, rows: Dispatched, weights: dict[str, Any]) -> jax.Array:
         """The results of this rank's groups of rows; the shared expert's come first."""
+        if "placement" in weights:
+            home = {name: weights[name] for name in BY_EXPERT if name in weights}
+            weights = weights | replicate_experts(self.group, home, weights["placement"])
         matrices, (of_gate_up, of_down) = self._expert_weights(weights)
         return self.expert_fn(
             rows, *matrices, gate_up_bias=of_gate_up, down_bias=of_down, **self._activation

@@ -18,7 +18,9 @@ from jax_ep.nnx import checks
 from jax_ep.nnx.checks import Axes
 from jax_ep.nnx.forward import Forward, MoEReport
 from jax_ep.nnx.parameters import Parameters
+from jax_ep.nnx.placement import create_placement
 from jax_ep.operands.checks import check_flags
+from jax_ep.placement.expert_placement import ExpertPlacement, check_placement
 from jax_ep.router import RouterConfig, update_bias
 
 # Parameters by the dtype that a call uses them in: float32, and that of the experts' matmuls.
@@ -72,6 +74,9 @@ class MoE(nnx.Module):
         expert_fn: what a rank calls in place of `jax_ep.expert_mlp` (None), with the same
             arguments: `(dispatched, gate_up, down, *, gate_up_bias, down_bias, interleaved,
             clamp)` to the results `[C, H]`, inside `jax.shard_map`.
+        placement: of logical experts on the physical experts of the group, of which there are
+            `config.n_experts`; E is then the number of logical ones. `layer.placement.set()`
+            replaces it between steps (docs/balance.md). None: both are the same.
         kernel_init: initializer of every matrix `[n_in, n_out]`; None is `lecun_normal`.
         param_dtype: dtype of the parameters. Experts multiply in `config.combine_dtype`, the
             router in float32.
@@ -93,6 +98,7 @@ class MoE(nnx.Module):
         shared_gate_up: `nnx.Param`, `[H, 2 S]`, of the shared expert, or None.
         shared_down: `nnx.Param`, `[S, H]`, or None.
         router_bias: `RouterBias`, `float32[E]`, or None.
+        placement: `Placement`, or None.
         group: the group that calls use. Assign another one, with equal experts, to run the same
             parameters with another bound on tokens, such as in inference.
     """
@@ -115,6 +121,7 @@ class MoE(nnx.Module):
         fsdp_axis: Axes = None,
         fp8_matmuls: bool = False,
         expert_fn: Callable[..., jax.Array] | None = None,
+        placement: ExpertPlacement | None = None,
         kernel_init: nnx.Initializer | None = None,
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
@@ -134,18 +141,17 @@ class MoE(nnx.Module):
         checks.check_rngs(rngs)
         checks.check_formats(group, expert_size if fp8_matmuls else None)
         self.group = group
-        self.router_config = checks.check_router(group, router)
+        self.placement, n_experts = create_placement(group, placement)
+        self.router_config = checks.check_router(group, router, n_experts)
         self.balance_per_sequence = balance_per_sequence
         self.capacity_factor = checks.check_factor(capacity_factor)
         self.token_axes = checks.check_token_axes(group, token_axes)
         self.fsdp_axes = checks.check_fsdp_axes(group, self.token_axes, fsdp_axis)
         self.expert_fn = checks.check_callable("expert_fn", expert_fn) or expert_mlp
-        self.fp8_matmuls = fp8_matmuls
-        self.interleaved = interleaved
+        self.fp8_matmuls, self.interleaved = fp8_matmuls, interleaved
         self.clamp = check_activation("nnx.MoE", interleaved, clamp)
         create = Parameters(group.mesh, kernel_init, param_dtype, rngs)
-        n_experts, size = group.config.n_experts, group.config.hidden_size
-        axis, fsdp = group.axis_name, self.fsdp_axes or None
+        size, axis, fsdp = group.config.hidden_size, group.axis_name, self.fsdp_axes or None
         self.router = create.matrix((size, n_experts), None, None)
         self.gate_up = create.matrix((n_experts, size, 2 * expert_size), axis, fsdp, None)
         self.down = create.matrix((n_experts, expert_size, size), axis, None, fsdp)
@@ -252,7 +258,11 @@ class MoE(nnx.Module):
     def _check_group(self) -> None:
         """Requires a group that the parameters fit: it may not be the one they were made with."""
         config = self.group.config
-        shape = config.hidden_size, config.n_experts
+        n_experts = config.n_experts
+        if self.placement is not None:
+            check_placement("nnx.MoE", self.group, self.placement.get())
+            n_experts = self.router.shape[1]
+        shape = config.hidden_size, n_experts
         if self.router.shape != shape:
             raise ValueError(
                 f"nnx.MoE: the group must have the layer's experts: [H, E] = "
@@ -264,12 +274,12 @@ class MoE(nnx.Module):
             checks.check_fused_size(expert_size, None if shared is None else shared.shape[0])
         checks.check_formats(self.group, expert_size if self.fp8_matmuls else None)
 
-    def _weights(self) -> dict[str, jax.Array]:
+    def _weights(self) -> dict[str, Any]:
         """The arrays that a call uses, in the dtypes that it computes in."""
         dtypes = dict.fromkeys(_EXPERTS, self.group.config.combine_dtype)
         dtypes |= dict.fromkeys(_ROUTER, jnp.float32)
         params = {name: getattr(self, name) for name in dtypes}
-        weights = {
+        weights: dict[str, Any] = {
             name: x[...] if isinstance(x, ExpertCodes) else x[...].astype(dtypes[name])
             for name, x in params.items()
             if x is not None
@@ -277,4 +287,6 @@ class MoE(nnx.Module):
         for name in ("router_bias", "gate_up_scales", "down_scales"):
             if getattr(self, name) is not None:
                 weights[name] = getattr(self, name)[...]
+        if self.placement is not None:
+            weights["placement"] = self.placement.get()
         return weights
