@@ -71,7 +71,7 @@ def rebalance(
     placement = []
     for node, held in enumerate(nodes):
         experts = np.sort(groups[held].reshape(-1))
-        copies = _count_copies(load[experts], n_physical, per_node)
+        copies = _count_copies(load[experts], experts % n_home, n_physical, per_node)
         experts, shares = np.repeat(experts, copies), np.repeat(load[experts] / copies, copies)
         ranks = _pack(shares, experts, n_home, per_node, node * per_node, slack)
         placement += [experts[each] for each in ranks]
@@ -113,16 +113,19 @@ def _check_sizes(
         )
 
 
-def _count_copies(load: np.ndarray, n_physical: int, most: int) -> np.ndarray:
-    """Copies of each expert, at most so many: one by one for the highest load per copy."""
+def _count_copies(load: np.ndarray, turns: np.ndarray, n_physical: int, most: int) -> np.ndarray:
+    """Copies of each expert, at most so many: one by one for the highest load per copy.
+
+    Among equals, for the lowest turn.
+    """
     copies = np.ones(len(load), int)
-    heap = [(-each, expert) for expert, each in enumerate(load)] if most > 1 else []
+    heap = list(zip(-load, turns, range(len(load)), strict=True)) if most > 1 else []
     heapq.heapify(heap)
     for _ in range(n_physical - len(load)):
-        _, expert = heapq.heappop(heap)
+        _, turn, expert = heapq.heappop(heap)
         copies[expert] += 1
         if copies[expert] < most:
-            heapq.heappush(heap, (-load[expert] / copies[expert], expert))
+            heapq.heappush(heap, (-load[expert] / copies[expert], turn, expert))
     return copies
 
 
