@@ -35,6 +35,7 @@ from jax_ep.placement.choices import PlacedChoices as PlacedChoices
 from jax_ep.placement.choices import place_choices as place_choices
 from jax_ep.placement.expert_placement import ExpertPlacement as ExpertPlacement
 from jax_ep.placement.rebalance import rebalance as rebalance
+from jax_ep.placement.replicate import EXPERT_COPIES_NAME as EXPERT_COPIES_NAME
 from jax_ep.placement.replicate import replicate_experts as replicate_experts
 from jax_ep.plot import plot_traffic as plot_traffic
 from jax_ep.results import Dispatched as Dispatched

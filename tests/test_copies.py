@@ -54,8 +54,8 @@ def elementwise_experts(rows, gate_up, down):
     return rows.tokens * factors
 
 
-def on_all_ranks(group, experts, placement, **options):
-    """The layer of all ranks; placement may be None."""
+def on_all_ranks(group, experts, placement, policy=None, **options):
+    """The layer of all ranks; placement may be None, and so may a `jax.checkpoint` policy."""
 
     def layer(tokens, ids, weights, gate_up, down, placement):
         if placement is not None:
@@ -65,7 +65,10 @@ def on_all_ranks(group, experts, placement, **options):
         return jax_ep.combine(group, experts(rows, gate_up, down), rows, **options)
 
     mapped = jax.shard_map(
-        layer, mesh=group.mesh, in_specs=(*[BY_RANK] * 5, EVERYWHERE), out_specs=BY_RANK
+        layer if policy is None else jax.checkpoint(layer, policy=policy),
+        mesh=group.mesh,
+        in_specs=(*[BY_RANK] * 5, EVERYWHERE),
+        out_specs=BY_RANK,
     )
     return lambda *operands: mapped(*operands, placement)
 
@@ -119,6 +122,21 @@ def test_a_placement_in_order_changes_no_bit(transport):
     layers = (on_all_ranks(group, jax_ep.expert_mlp, each) for each in (None, placement))
     wanted, got = (jax.jit(layer)(*operands) for layer in layers)
     assert_same_bits(got, wanted, "output")
+
+
+def test_a_checkpoint_policy_keeps_the_copies_or_brings_them_again():
+    group = open_group("xla", E + 16)
+    placement, (tokens, ids, *others) = make_placement(), make_operands()
+    found = []
+    for names in ([jax_ep.EXPERT_COPIES_NAME], []):
+        policy = jax.checkpoint_policies.save_only_these_names(jax_ep.DISPATCH_NAME, *names)
+        layer = on_all_ranks(group, jax_ep.expert_mlp, placement, policy=policy)
+        grad = jax.grad(lambda *x, layer=layer: jnp.sum(layer(tokens, ids, *x)), argnums=(0, 1, 2))
+        n_loops = str(jax.make_jaxpr(grad)(*others)).count("while[")
+        found.append((n_loops, jax.jit(grad)(*others)))
+    (n_kept, wanted), (n_again, got) = found
+    assert n_again == n_kept + 2  # gate_up and down travel once more
+    jax.tree.map(np.testing.assert_array_equal, got, wanted)
 
 
 def test_two_runs_have_the_same_bits(transport):

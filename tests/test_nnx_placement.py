@@ -121,6 +121,20 @@ def test_a_trained_layer_takes_another_placement_without_compilation():
     assert train_step.jitted_fn._cache_size() == 1
 
 
+def test_a_step_may_mask_ranks_of_its_own_layer():
+    _, layer = make_layers("auto")
+    tokens, everywhere = make_tokens(), placement_of()
+
+    @nnx.jit
+    def step(layer, tokens, mask):
+        layer.placement.set(layer.placement.get().mask_ranks(mask))
+        return layer(tokens)
+
+    n_unserved = [step(layer, tokens, np.arange(R) != rank)[1].n_unserved for rank in (1, R)]
+    assert n_unserved[0] > n_unserved[1] == 0
+    jax.tree.map(np.testing.assert_array_equal, layer.placement.get(), everywhere)
+
+
 def rows_by_rank(group):
     """Since equal groups were opened."""
     return np.array([one.rows_per_expert.sum() for one in group.stats()])

@@ -42,7 +42,9 @@ class Placement(nnx.Module):
         return ExpertPlacement.tree_unflatten((self.n_ranks, self.local_first), tables)
 
     def set(self, placement: ExpertPlacement) -> None:
-        """Replaces the placement; compiled functions that take the layer serve it unchanged.
+        """Replaces the placement; compiled functions that take the layer need no compilation.
+
+        Also inside `nnx.jit`, as by `layer.placement.get().mask_ranks(mask)`.
 
         Args:
             placement: of as many experts and ranks, and of equal `local_first`. Of layers stacked
@@ -61,8 +63,9 @@ class Placement(nnx.Module):
         if is_ != was:
             raise ValueError(f"Placement.set: the placement must have {was}; got {is_}.")
         for name in _TABLES:
-            table = getattr(self, name)
-            table[...] = jax.device_put(getattr(placement, name), table[...].sharding)
+            table, values = getattr(self, name), getattr(placement, name)
+            is_traced = isinstance(table[...], jax.core.Tracer)
+            table[...] = values if is_traced else jax.device_put(values, table[...].sharding)
 
 
 def create_placement(

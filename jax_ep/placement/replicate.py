@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep.group import EPGroup, check_group
 from jax_ep.operands import checks
 from jax_ep.placement.expert_placement import ExpertPlacement, check_placement
 
-_Leaves = tuple[jax.Array, ...]
+# Name of the results of `replicate_experts`, for `jax.checkpoint` policies.
+EXPERT_COPIES_NAME = "jax_ep_expert_copies"
 _NO_GRADIENT: Any = None  # what custom_vjp expects for integers
 
 
@@ -41,6 +43,8 @@ def replicate_experts(group: EPGroup, weights: Any, placement: ExpertPlacement) 
     With n the number of experts with a copy away from home, on the home rank that has the most of
     these, each rank receives `n * (R - 1)` experts, and their gradients in the backward, by
     collectives of XLA; `rebalance` keeps n small. That takes memory for 2 R experts beside results.
+    These have the name `EXPERT_COPIES_NAME`: `jax.checkpoint` keeps them for the backward if its
+    policy says so, and otherwise brings them again.
 
     Args:
         group: of `n_experts` = P; the weights travel along its axes.
@@ -71,7 +75,7 @@ def replicate_experts(group: EPGroup, weights: Any, placement: ExpertPlacement) 
         is_number = jnp.issubdtype(leaf.dtype, jnp.floating)
         return (_replicate if is_number else _move)(group, leaf, rounds)
 
-    return jax.tree.map(move, weights)
+    return checkpoint_name(jax.tree.map(move, weights), EXPERT_COPIES_NAME)
 
 
 def _check_leaf(call: str, leaf: Any, n_home: int) -> jax.Array:
