@@ -1,8 +1,12 @@
 """`rebalance`: placements of few steps' loads, for the rows that later steps bring."""
 
+import pathlib
+import re
+
 import numpy as np
 import pytest
 
+import balance_tables
 import jax_ep
 import oracle_placement as oracle
 
@@ -105,3 +109,18 @@ def test_the_load_of_physical_experts_is_that_of_logical_ones():
     logical = placement.logical_load(load)
     assert logical.dtype == np.int64
     np.testing.assert_array_equal(logical, [[11, 22, 30, 40], [2, 2, 1, 1]])
+
+
+@pytest.mark.parametrize(
+    "row,measure",
+    [
+        ("256, 1.0", lambda: balance_tables.placements(256, 1.0)[[0, 1, 3, 5]]),
+        ("128", lambda: balance_tables.rules(128)),
+    ],
+)
+def test_the_tables_of_the_page_show_what_is_measured(row, measure):
+    """Percentages, up to a tenth, as other versions of NumPy may draw other numbers."""
+    page = (pathlib.Path(__file__).parents[1] / "docs" / "balance.md").read_text()
+    (cells,) = re.findall(rf"^\| {row} \|(.*)\|$", page, re.MULTILINE)
+    shown = [float(number) for number in re.findall(r"([\d.]+) %", cells)]
+    np.testing.assert_allclose(shown, 100 * measure(), rtol=0.1)
