@@ -31,6 +31,9 @@ def test_sampled_rows_of_later_steps_are_balanced(n_experts, exponent, home_slac
     assert len(logical) == n_experts + n_experts // R
     before = oracle.imbalance(rows_by_rank(later, np.arange(n_experts)))
     after = oracle.imbalance(rows_by_rank(later, logical))
+    np.testing.assert_array_equal(
+        balance_tables.rows_by_rank(later, logical), rows_by_rank(later, logical)
+    )
     assert before > 0.3
     assert after < (0.05 if home_slack == 0 else 0.1), (before, after)
 
