@@ -118,16 +118,15 @@ def test_copies_get_equally_many_whichever_tokens_choose_the_expert(step, n_copi
         assert np.abs(counts - len(tokens) / n_copies).max() <= 7, (expert, counts)
 
 
-def move(group, weights, placement, gradients=None):
-    """The copies, and the gradient of the homes if that of the copies is given."""
+def mover(group):
+    """A function to the copies or, if those of the copies are given, the gradients of the homes."""
 
     def body(weights, placement, gradients):
         copies, pull = jax.vjp(lambda w: jax_ep.replicate_experts(group, w, placement), weights)
         return copies if gradients is None else pull(gradients)[0]
 
-    specs = (BY_RANK, jax.P(), BY_RANK)
-    mapped = jax.shard_map(body, mesh=group.mesh, in_specs=specs, out_specs=BY_RANK)
-    return jax.jit(mapped)(weights, placement, gradients)
+    specs = BY_RANK, jax.P(), BY_RANK
+    return jax.jit(jax.shard_map(body, mesh=group.mesh, in_specs=specs, out_specs=BY_RANK))
 
 
 def random_placement(rng, n_ranks, n_home, n_redundant):
@@ -146,17 +145,18 @@ def test_copies_and_gradients_are_those_of_the_oracle(n_ranks, n_home, n_redunda
     rng = np.random.default_rng(n_ranks)
     n_physical = n_ranks * (n_home + n_redundant)
     group = open_group("xla", n_ranks=n_ranks, n_physical=n_physical)
+    move = mover(group)
     for _ in range(3):
         logical = random_placement(rng, n_ranks, n_home, n_redundant)
         placement = jax_ep.ExpertPlacement(logical, n_ranks)
         weights = rng.standard_normal((n_ranks * n_home, 3, 5)).astype(dtype)
         assert_same_bits(
-            move(group, weights, placement), oracle.replicate(weights, logical), "copies"
+            move(weights, placement, None), oracle.replicate(weights, logical), "copies"
         )
         gradients = (rng.standard_normal((n_physical, 3, 5)) * 10 ** rng.uniform(-2, 2)).astype(
             dtype
         )
-        sums = move(group, weights, placement, gradients)
+        sums = move(weights, placement, gradients)
         assert_same_bits(sums, oracle.sum_copies(gradients, logical), "gradients")
 
 
@@ -165,10 +165,10 @@ def test_the_order_of_the_sum_is_that_of_physical_experts():
     group = open_group("xla")
     gradients = np.zeros((len(PLACEMENT), 1), np.float32)
     gradients[[0, 5, 11], 0] = 1e8, 1, -1e8
-    placement = jax_ep.ExpertPlacement(PLACEMENT, R)
-    assert move(group, np.zeros((E, 1), np.float32), placement, gradients)[0, 0] == 0
+    placement, move = jax_ep.ExpertPlacement(PLACEMENT, R), mover(group)
+    assert move(np.zeros((E, 1), np.float32), placement, gradients)[0, 0] == 0
     gradients[[0, 5, 11], 0] = 1e8, -1e8, 1
-    assert move(group, np.zeros((E, 1), np.float32), placement, gradients)[0, 0] == 1
+    assert move(np.zeros((E, 1), np.float32), placement, gradients)[0, 0] == 1
 
 
 def test_codes_biases_and_integers_travel_in_one_pytree():

@@ -1,5 +1,6 @@
 """ExpertPlacement: the logical expert of each physical one, and tables to find copies by."""
 
+import functools
 from typing import Any, Self
 
 import jax
@@ -189,6 +190,7 @@ def _check_logical(given: Any, n_ranks: int) -> np.ndarray:
     return logical.astype(np.int32)
 
 
+@functools.partial(jax.jit, static_argnums=2)
 def _tables(
     logical: jax.Array, is_served: jax.Array, n_experts: int
 ) -> tuple[jax.Array, jax.Array]:
