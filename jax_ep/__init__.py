@@ -31,6 +31,12 @@ from jax_ep.ops import dispatch as dispatch
 from jax_ep.ops import dispatch_async as dispatch_async
 from jax_ep.ops import dispatch_wait as dispatch_wait
 from jax_ep.ops import redispatch as redispatch
+from jax_ep.placement.choices import PlacedChoices as PlacedChoices
+from jax_ep.placement.choices import place_choices as place_choices
+from jax_ep.placement.expert_placement import ExpertPlacement as ExpertPlacement
+from jax_ep.placement.rebalance import rebalance as rebalance
+from jax_ep.placement.replicate import EXPERT_COPIES_NAME as EXPERT_COPIES_NAME
+from jax_ep.placement.replicate import replicate_experts as replicate_experts
 from jax_ep.plot import plot_traffic as plot_traffic
 from jax_ep.results import Dispatched as Dispatched
 from jax_ep.results import InFlight as InFlight

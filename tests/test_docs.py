@@ -100,6 +100,17 @@ except AssertionError:
     assert run_python("".join(blocks) + fails) == ["differs"]
 
 
+def test_the_page_on_balance_is_one_program():
+    """Its `python` blocks; the `text` blocks, but for the example's, are what they print."""
+    blocks = BLOCK.findall((DOCS / "balance.md").read_text())
+    threads = 'import jax\njax.config.update("jax_num_cpu_devices", 16)\n'
+    lines = run_python(threads + "\n".join(text for kind, _, text in blocks if kind == "python"))
+    wanted = [text for kind, _, text in blocks if kind == "text" and "compilation" not in text]
+    assert len(wanted) == 2
+    pattern = ".*".join(map(re.escape, "".join(wanted).split("…")))
+    assert re.fullmatch(pattern, "\n".join(lines) + "\n"), lines
+
+
 def public_names(module: types.ModuleType) -> set[str]:
     """The names that users take from a module: not submodules, nor what it imports for itself."""
     return {

@@ -11,3 +11,5 @@ from jax_ep.nnx.forward import MoEReport as MoEReport
 from jax_ep.nnx.moe import ExpertCodes as ExpertCodes
 from jax_ep.nnx.moe import MoE as MoE
 from jax_ep.nnx.moe import RouterBias as RouterBias
+from jax_ep.nnx.placement import Placement as Placement
+from jax_ep.nnx.placement import PlacementTable as PlacementTable

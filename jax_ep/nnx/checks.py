@@ -16,12 +16,12 @@ from jax_ep.operands.checks import advise, is_code, is_finite
 from jax_ep.router import RouterConfig
 
 
-def check_router(group: EPGroup, given: RouterConfig | None) -> RouterConfig:
-    """The given router, or the default one, which must fit the group's experts."""
+def check_router(group: EPGroup, given: RouterConfig | None, n_experts: int) -> RouterConfig:
+    """The given router, or the default one, which must fit the experts."""
     router = RouterConfig() if given is None else given
     if not isinstance(router, RouterConfig):
         raise TypeError(f"router must be a RouterConfig or None; got {router!r}.")
-    router.check(group.config.n_experts, group.config.top_k)
+    router.check(n_experts, group.config.top_k)
     return router
 
 

@@ -19,8 +19,13 @@ from jax_ep.nnx.token_axes import axes_of, axes_of_dimension, count_shards
 from jax_ep.operands.choices import limit_choices
 from jax_ep.operands.drops import raise_on_drops
 from jax_ep.ops import combine, dispatch
+from jax_ep.placement.choices import PlacedChoices, place_choices
+from jax_ep.placement.replicate import replicate_experts
 from jax_ep.results import Dispatched
 from jax_ep.router import RouterConfig, balance_loss, expert_load, route, z_loss
+
+# Parameters that each expert has of its own.
+BY_EXPERT = ("gate_up", "down", "gate_up_bias", "down_bias", "gate_up_scales", "down_scales")
 
 
 class MoEReport(NamedTuple):
@@ -33,6 +38,8 @@ class MoEReport(NamedTuple):
         n_limited: `int32[]`, choices beyond `capacity_factor`, over all tokens of the mesh.
         n_dropped: `int32[]`, rows that did not fit into `recv_capacity`, over all ranks.
         topk_ids: `int32[..., K]`, the choices of each token; -1 where the mask is False.
+        n_unserved: `int32[]`, choices whose expert is on ranks that are masked only, over all
+            tokens of the mesh (`ExpertPlacement.mask_ranks`).
 
     Losses, load and `topk_ids` are those of the router: they include choices that are then dropped.
     """
@@ -43,6 +50,7 @@ class MoEReport(NamedTuple):
     n_limited: jax.Array
     n_dropped: jax.Array
     topk_ids: jax.Array
+    n_unserved: jax.Array
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,7 +72,7 @@ class Forward:
     clamp: tuple[float, float] | None
 
     def __call__(
-        self, weights: dict[str, jax.Array], tokens: jax.Array, mask: jax.Array | None
+        self, weights: dict[str, Any], tokens: jax.Array, mask: jax.Array | None
     ) -> tuple[jax.Array, MoEReport]:
         """The output and the report, from the device's shards: weights by `MoE`'s names."""
         group, config = self.group, self.group.config
@@ -74,10 +82,12 @@ class Forward:
         routes = route(self.router_config, logits, config.top_k, weights.get("router_bias"))
         ids = routes.topk_ids if mask is None else jnp.where(mask[..., None], routes.topk_ids, -1)
 
-        kept, n_limited = self._limit(ids)
+        n_experts = logits.shape[-1]
+        kept, n_limited = self._limit(ids, n_experts)
+        placed = self._place(kept, weights)
         dtypes = config.token_format.token_dtypes
         sent = tokens if tokens.dtype in dtypes else tokens.astype(dtypes[0])
-        rows = dispatch(group, sent, kept, routes.topk_weights)
+        rows = dispatch(group, sent, placed.topk_ids, routes.topk_weights)
         output = combine(group, self._run_experts(rows, weights), rows)
         if config.skip_a2a:
             output = lax.psum(output, group.axis_name)
@@ -95,21 +105,22 @@ class Forward:
                 sequence_axis_name=axes_of_dimension(self.token_axes, tokens.ndim - 2),
             ),
             z_loss=z_loss(logits, ids, axis_name=axes),
-            expert_load=expert_load(ids, config.n_experts, axes),
+            expert_load=expert_load(ids, n_experts, axes),
             n_limited=lax.psum(n_limited, axes),
             n_dropped=lax.psum(rows.n_dropped, all_axes),
             topk_ids=ids,
+            n_unserved=lax.psum(placed.n_unserved, axes),
         )
         return output.astype(tokens.dtype), report
 
-    def _limit(self, topk_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _limit(self, topk_ids: jax.Array, n_experts: int) -> tuple[jax.Array, jax.Array]:
         """The choices that experts keep, -1 in place of others; how many of this rank's those are.
 
         With `on_limit="raise"`, the program fails where it uses the former, if there are any.
         """
         if self.capacity_factor is None:
             return topk_ids, jnp.zeros((), jnp.int32)
-        group, axes, n_experts = self.group, self.capacity_axes, self.group.config.n_experts
+        group, axes = self.group, self.capacity_axes
         n_choices = topk_ids.size * count_shards(group, axes)
         capacity = math.ceil(self.capacity_factor * n_choices / n_experts)
         kept = limit_choices(topk_ids, n_experts, capacity, axis_name=axes)
@@ -128,8 +139,17 @@ class Forward:
             'on_limit="count", they are only counted.'
         )
 
-    def _run_experts(self, rows: Dispatched, weights: dict[str, jax.Array]) -> jax.Array:
+    def _place(self, topk_ids: jax.Array, weights: dict[str, Any]) -> PlacedChoices:
+        """The physical experts of the choices."""
+        if "placement" not in weights:
+            return PlacedChoices(topk_ids, jnp.zeros_like(topk_ids, shape=()))
+        return place_choices(self.group, topk_ids, weights["placement"])
+
+    def _run_experts(self, rows: Dispatched, weights: dict[str, Any]) -> jax.Array:
         """The results of this rank's groups of rows; the shared expert's come first."""
+        if "placement" in weights:
+            home = {name: weights[name] for name in BY_EXPERT if name in weights}
+            weights = weights | replicate_experts(self.group, home, weights["placement"])
         matrices, (of_gate_up, of_down) = self._expert_weights(weights)
         options = self._activation
         if self.transposed and not self.fp8_matmuls:  # codes know

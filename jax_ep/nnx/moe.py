@@ -18,8 +18,10 @@ from jax_ep.layer.quantize_weights import quantize_weights
 from jax_ep.nnx import checks
 from jax_ep.nnx.forward import Forward, MoEReport
 from jax_ep.nnx.parameters import Parameters, hidden_axis
+from jax_ep.nnx.placement import create_placement
 from jax_ep.nnx.token_axes import Axes, check_sharded_alike, check_token_axes, spec_of_call
 from jax_ep.operands.checks import check_flags
+from jax_ep.placement.expert_placement import ExpertPlacement, check_placement
 from jax_ep.router import RouterConfig, update_bias
 
 # Parameters by the dtype that a call uses them in: float32, and that of the experts' matmuls.
@@ -84,6 +86,9 @@ class MoE(nnx.Module):
             arguments: `(dispatched, gate_up, down, *, gate_up_bias, down_bias, interleaved,
             clamp)` to the results `[C, H]`, inside `jax.shard_map`. Also `transposed=True` if the
             layer is and the weights are arrays.
+        placement: of logical experts on the physical experts of the group, of which there are
+            `config.n_experts`; E is then the number of logical ones. `layer.placement.set()`
+            replaces it between steps (docs/balance.md). None: both are the same.
         kernel_init: initializer of every matrix `[n_in, n_out]`, transposed or not; None is
             `lecun_normal`.
         param_dtype: dtype of the parameters. Experts multiply in `config.combine_dtype`, the
@@ -107,6 +112,7 @@ class MoE(nnx.Module):
         shared_gate_up: `nnx.Param`, `[H, 2 S]` or `[2 S, H]`, of the shared expert, or None.
         shared_down: `nnx.Param`, `[S, H]` or `[H, S]`, or None.
         router_bias: `RouterBias`, `float32[E]`, or None.
+        placement: `Placement`, or None.
         group: the group that calls use. Assign another one, with equal experts, to run the same
             parameters with another bound on tokens, such as in inference.
     """
@@ -132,6 +138,7 @@ class MoE(nnx.Module):
         fsdp_axis: Axes = None,
         fp8_matmuls: bool = False,
         expert_fn: Callable[..., jax.Array] | None = None,
+        placement: ExpertPlacement | None = None,
         kernel_init: nnx.Initializer | None = None,
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
@@ -152,7 +159,8 @@ class MoE(nnx.Module):
         checks.check_rngs(rngs)
         checks.check_formats(group, expert_size if fp8_matmuls else None)
         self.group = group
-        self.router_config = checks.check_router(group, router)
+        self.placement, n_experts = create_placement(group, placement)
+        self.router_config = checks.check_router(group, router, n_experts)
         self.balance_per_sequence = balance_per_sequence
         self.capacity_factor = checks.check_factor(capacity_factor)
         self.on_limit = check_on_drop("on_limit", on_limit)
@@ -166,19 +174,21 @@ class MoE(nnx.Module):
         self.interleaved = interleaved
         self.clamp = check_activation("nnx.MoE", interleaved, clamp)
         create = Parameters(group.mesh, kernel_init, param_dtype, rngs)
-        self._create_parameters(create, n_shared, router_bias, logit_bias, expert_bias)
+        self._create_parameters(
+            create, n_experts, n_shared, router_bias, logit_bias, expert_bias
+        )
 
     def _create_parameters(
         self,
         create: Parameters,
+        n_experts: int,
         n_shared: int,
         router_bias: bool,
         logit_bias: bool,
         expert_bias: bool,
     ) -> None:
         """Those of the routed experts are sharded along the group's axes, the others replicated."""
-        config, expert_size = self.group.config, self.expert_size
-        n_experts, size = config.n_experts, config.hidden_size
+        expert_size, size = self.expert_size, self.group.config.hidden_size
         axis, fsdp = self.group.axis_name, self.fsdp_axes or None
         matrix = functools.partial(create.matrix, transposed=self.transposed)
         self.router = create.matrix((size, n_experts), None, None)
@@ -295,7 +305,11 @@ class MoE(nnx.Module):
         """Requires a group that the parameters fit: it may not be the one they were made with."""
         check_is_group("nnx.MoE", self.group)
         config, call = self.group.config, self.group.geometry.call("nnx.MoE")
-        shape = config.hidden_size, config.n_experts
+        n_experts = config.n_experts
+        if self.placement is not None:
+            check_placement("nnx.MoE", self.group, self.placement.get())
+            n_experts = self.router.shape[1]
+        shape = config.hidden_size, n_experts
         if self.router.shape != shape:
             raise ValueError(
                 f"{call}: the group must have the layer's experts: [H, E] = "
@@ -308,12 +322,12 @@ class MoE(nnx.Module):
             checks.check_fused_size(self.group, expert_size, n_shared)
         checks.check_formats(self.group, expert_size if self.fp8_matmuls else None)
 
-    def _weights(self) -> dict[str, jax.Array]:
+    def _weights(self) -> dict[str, Any]:
         """The arrays that a call uses, in the dtypes that it computes in."""
         dtypes = dict.fromkeys(_EXPERTS, self.group.config.combine_dtype)
         dtypes |= dict.fromkeys(_ROUTER, jnp.float32)
         params = {name: getattr(self, name) for name in dtypes}
-        weights = {
+        weights: dict[str, Any] = {
             name: x[...] if isinstance(x, ExpertCodes) else x[...].astype(dtypes[name])
             for name, x in params.items()
             if x is not None
@@ -321,4 +335,6 @@ class MoE(nnx.Module):
         for name in ("router_bias", "gate_up_scales", "down_scales"):
             if getattr(self, name) is not None:
                 weights[name] = getattr(self, name)[...]
+        if self.placement is not None:
+            weights["placement"] = self.placement.get()
         return weights

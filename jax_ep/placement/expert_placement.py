@@ -1,0 +1,206 @@
+"""ExpertPlacement: the logical expert of each physical one, and tables to find copies by."""
+
+import functools
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_ep.config import check_count
+from jax_ep.group import EPGroup
+from jax_ep.operands import checks
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class ExpertPlacement:
+    """Which logical expert each physical expert is a copy of; a pytree.
+
+    Rank r holds the physical experts from `r * P / R` to `(r + 1) * P / R - 1`, and logical expert
+    e has its home, where its parameters are stored, on rank `e // (E / R)`. Placements of equal
+    sizes are equal to `jax.jit`: a function that takes one as an argument is compiled once.
+
+    Args:
+        physical_to_logical: integers `[P]`, such as `rebalance` returns, with values: not traced.
+            P and E must be multiples of R. Each of the logical experts 0 to E - 1 must be there,
+            at most once on each rank.
+        n_ranks: R.
+        local_first: whether a choice goes to a copy on the token's own rank, if there is one, or
+            else on its node. Static.
+
+    Raises:
+        TypeError: `physical_to_logical` are no numbers, or traced.
+        ValueError: it is not as above, or another argument has a value that it cannot have.
+
+    Attributes:
+        physical_to_logical: `int32[P]`.
+        copies: `int32[P]`, physical experts, ordered by their logical expert, then ascending; last
+            those that no choice may go to.
+        first: `int32[R + 1, E]`, where in `copies` those of each logical expert begin that are on
+            rank r or later; row R: where they end.
+        n_ranks: R.
+        local_first: as given.
+    """
+
+    physical_to_logical: jax.Array
+    copies: jax.Array
+    first: jax.Array
+    n_ranks: int
+    local_first: bool
+
+    def __init__(
+        self, physical_to_logical: Any, n_ranks: int, *, local_first: bool = False
+    ) -> None:
+        n_ranks = check_count("n_ranks", n_ranks)
+        checks.check_flags("ExpertPlacement", local_first=local_first)
+        logical = _check_logical(physical_to_logical, n_ranks)
+        n_experts = int(logical.max()) + 1
+        self.physical_to_logical = jnp.asarray(logical)
+        self.n_ranks, self.local_first = n_ranks, local_first
+        everywhere = jnp.ones(n_ranks, bool)
+        self.copies, self.first = _tables(self.physical_to_logical, everywhere, n_experts)
+
+    @property
+    def n_experts(self) -> int:
+        """Logical experts (E)."""
+        return self.first.shape[-1]
+
+    @property
+    def n_physical(self) -> int:
+        """Physical experts (P), the `n_experts` of the group's config."""
+        return self.physical_to_logical.shape[-1]
+
+    def mask_ranks(self, mask: jax.Array) -> Self:
+        """The same placement, of whose copies choices use only those on some ranks.
+
+        Weights stay where they are, and so do shapes: a function that is compiled for one mask
+        serves them all. The new mask is the only one; earlier ones are forgotten.
+
+        Args:
+            mask: `bool[R]` or integers, False or 0 for ranks that are to get no rows. Its values
+                may be traced.
+
+        Raises:
+            TypeError: `mask` is no array.
+            ValueError: its shape or dtype does not fit.
+        """
+        call = "ExpertPlacement.mask_ranks"
+        (mask,) = checks.as_arrays(call, mask=mask)
+        checks.check_array(call, "mask", mask, (self.n_ranks,), "R", jnp.bool_, jnp.integer)
+        tables = _tables(self.physical_to_logical, mask.astype(bool), self.n_experts)
+        return self.tree_unflatten(
+            (self.n_ranks, self.local_first), (self.physical_to_logical, *tables)
+        )
+
+    def logical_load(self, load: Any) -> np.ndarray:
+        """The load of each logical expert: the sum over its copies; on the host.
+
+        Args:
+            load: `[..., P]`, of physical experts, such as `RankStats.rows_to_expert`.
+
+        Returns:
+            `[..., E]`, for `rebalance`, in the dtype of `load`.
+
+        Raises:
+            ValueError: the last dimension is not P.
+        """
+        load = np.asarray(load)
+        if load.ndim < 1 or load.shape[-1] != self.n_physical:
+            raise ValueError(
+                f"ExpertPlacement.logical_load: load must have the shape [..., "
+                f"P={self.n_physical}]; got {load.shape}."
+            )
+        logical = np.zeros((self.n_experts, *load.shape[:-1]), load.dtype)
+        np.add.at(logical, np.asarray(self.physical_to_logical), np.moveaxis(load, -1, 0))
+        return np.moveaxis(logical, 0, -1)
+
+    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
+        """For JAX."""
+        names = "physical_to_logical", "copies", "first"
+        children = [(jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in names]
+        return children, (self.n_ranks, self.local_first)
+
+    @classmethod
+    def tree_unflatten(cls, static: Any, children: Any) -> Self:
+        """For JAX."""
+        self = object.__new__(cls)
+        self.physical_to_logical, self.copies, self.first = children
+        self.n_ranks, self.local_first = static
+        return self
+
+    def __repr__(self) -> str:
+        return (
+            f"ExpertPlacement({self.physical_to_logical!r}, n_ranks={self.n_ranks}, "
+            f"local_first={self.local_first})"
+        )
+
+
+def check_placement(operation: str, group: EPGroup, placement: Any) -> None:
+    """Requires a placement of the group's experts on its ranks."""
+    if not isinstance(placement, ExpertPlacement):
+        raise TypeError(
+            f"{operation}: placement must be an ExpertPlacement; got {type(placement).__name__}."
+        )
+    sizes = placement.n_physical, placement.n_ranks
+    if sizes != (group.config.n_experts, group.n_ranks):
+        raise ValueError(
+            f"{operation}: the placement must be of the group's experts and ranks: "
+            f"P=n_experts={group.config.n_experts}, R={group.n_ranks}; got P={sizes[0]}, "
+            f"R={sizes[1]}."
+        )
+    if placement.local_first and group.config.skip_a2a:
+        raise ValueError(
+            f"{operation}: a placement with local_first cannot serve a group with skip_a2a: all "
+            "ranks must choose the same copy of an expert for their common tokens."
+        )
+
+
+def _check_logical(given: Any, n_ranks: int) -> np.ndarray:
+    """`int32[P]`, with each expert at least once, and at most once on a rank."""
+    name = "ExpertPlacement: physical_to_logical"
+    if isinstance(given, jax.core.Tracer):
+        raise TypeError(
+            f"{name} must have values; got a traced array. Make the placement outside of jax.jit, "
+            "and pass it as an argument."
+        )
+    logical = np.asarray(given)
+    if logical.ndim != 1 or not np.issubdtype(logical.dtype, np.integer):
+        raise TypeError(f"{name} must be integers [P]; got {logical.dtype.name}{logical.shape}.")
+    if logical.size == 0 or logical.size % n_ranks:
+        raise ValueError(
+            f"{name} must have a multiple of n_ranks={n_ranks} entries; got {logical.size}."
+        )
+    n_experts = int(logical.max()) + 1
+    missing = sorted(set(range(n_experts)) - set(logical.tolist()))
+    if missing or logical.min() < 0:
+        what = f"expert {missing[0]} is missing" if missing else f"got {logical.min()}"
+        raise ValueError(f"{name} must name each of the experts 0 to {n_experts - 1}; {what}.")
+    if n_experts % n_ranks:
+        raise ValueError(
+            f"{name} must name a multiple of n_ranks={n_ranks} experts; got {n_experts}."
+        )
+    for rank, held in enumerate(logical.reshape(n_ranks, -1)):
+        experts, counts = np.unique(held, return_counts=True)
+        if counts.max() > 1:
+            raise ValueError(
+                f"{name} must name an expert at most once on each rank; rank {rank} has "
+                f"{counts.max()} copies of expert {experts[counts.argmax()]}."
+            )
+    return logical.astype(np.int32)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _tables(
+    logical: jax.Array, is_served: jax.Array, n_experts: int
+) -> tuple[jax.Array, jax.Array]:
+    """`copies` and `first`, of the ranks that are served."""
+    n_ranks = is_served.shape[0]
+    served = jnp.repeat(is_served, logical.shape[0] // n_ranks)
+    keys = jnp.where(served, logical, n_experts)
+    experts = lax.broadcasted_iota(jnp.int32, (1, n_experts), 1)
+    held = (keys[:, None] == experts).reshape(n_ranks, -1, n_experts).sum(1, dtype=jnp.int32)
+    totals = held.sum(0)
+    before = jnp.cumsum(totals) - totals  # copies of earlier experts
+    first = before + jnp.concatenate([jnp.zeros_like(held[:1]), jnp.cumsum(held, axis=0)])
+    return jnp.argsort(keys, stable=True).astype(jnp.int32), first.astype(jnp.int32)
