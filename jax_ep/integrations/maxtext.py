@@ -22,7 +22,7 @@ _REQUIRED = {
     "te_moe_block": (False, "Transformer Engine would exchange the tokens"),
     "shard_exp_on_fsdp": (False, "each device would have all experts"),
     "use_2d_fsdp_sharding": (False, "each device would have all experts"),
-    "using_pipeline_parallelism": (False, "the exchange needs a shard_map over the whole mesh"),
+    "using_pipeline_parallelism": (False, "vmap takes an axis of the mesh from the exchange"),
 }
 _Base: Any = object  # MaxText's RoutedMoE, once `install` has combined the two
 

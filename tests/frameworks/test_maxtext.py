@@ -11,8 +11,14 @@ DENSE = "sparse_matmul=False", "capacity_factor=-1"
 CASES = {
     # Three times the mean: drops nothing here.
     "fsdp": ["ici_fsdp_parallelism=2", "ici_expert_parallelism=4", "ragged_buffer_factor=3.0"],
-    "tensor": ["ici_fsdp_parallelism=1", "ici_tensor_parallelism=2"],
+    # Megablox's kernels are interpreted on CPUs.
+    "tensor": ["ici_fsdp_parallelism=1", "ici_tensor_parallelism=2", "megablox=True"],
     "bias": ["check_vma=True", "scan_layers=False", "mlp_bias=True", "prefuse_moe_weights=True"],
+    # Ranks are counted along "context" and "expert". The balancing loss is of parts of sequences.
+    "context": [
+        *["ici_expert_parallelism=2", "ici_context_parallelism=2", "load_balance_loss_weight=0"],
+        "custom_mesh_and_rule=cp-as-ep",
+    ],
     # By default, dense matmuls count the router's bias in the balancing loss, sparse ones do not.
     "deepseek": [
         *["model_name=deepseek3-tiny", "override_model_config=True", "decoder_block=deepseek"],
