@@ -142,6 +142,10 @@ sanitize: $(VENV)/.deps  ## test the host transport under ASan + UBSan, then TSa
 matrix:  ## build wheels, run the fast tests with several versions of Python and JAX
 	PYTHONS="$(PYTHONS)" tools/matrix.sh $(MATRIX)
 
+.PHONY: frameworks
+frameworks: $(VENV)/.package  ## train tiny models with MaxText and with Levanter, with jax_ep in their layers
+	PYTHONS="$(PYTHONS)" tools/frameworks.sh $(VENV) $(PYTEST_ARGS)
+
 .PHONY: wheels
 wheels:  ## build the wheels that users get, with the CUDA kernels, and test them; in dist
 	PYTHONS="$(PYTHONS)" tools/wheels.sh
@@ -168,5 +172,5 @@ gpu-bench:  ## on a machine with GPUs: build with its python3, measure p2p; file
 
 .PHONY: clean
 clean:  ## remove everything that the other targets created
-	rm -rf $(VENV) $(VENV)-docs .venv-matrix build dist demo_out pretrain_out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-docs .venv-matrix .venv-frameworks-* build dist demo_out pretrain_out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

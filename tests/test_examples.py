@@ -15,7 +15,8 @@ from processes import child_environment, reserved_port, run_commands
 
 REPOSITORY = pathlib.Path(__file__).parent.parent
 EXAMPLES = REPOSITORY / "examples"
-RECIPES = ("ep_fsdp_tp", "equinox_layer", "grug", "maxtext", "nested_shard_map", "prefill_decode")
+RECIPES = "ep_fsdp_tp", "equinox_layer", "nested_shard_map", "prefill_decode"
+FRAMEWORKS = "levanter", "maxtext"  # their scripts run by `make frameworks`
 MOE_LAYER_OUTPUT = """\
 moe_layer    loss 77, gradient norms 26, 21, 15, 6
 dense_layer  loss 77, gradient norms 26, 21, 15, 6
@@ -178,16 +179,18 @@ def test_every_recipe_is_tested_and_has_a_page() -> None:
     scripts = {path.stem for path in (EXAMPLES / "recipes").glob("*.py")}
     assert scripts == {*RECIPES, "reference"}
     pages = {path.stem for path in (REPOSITORY / "docs" / "recipes").glob("*.md")}
-    assert pages == {*RECIPES, "README"}
+    assert pages == {*RECIPES, *FRAMEWORKS, "README"}
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_pages_quote_their_recipes_verbatim(name) -> None:
+@pytest.mark.parametrize("name", [*RECIPES, *FRAMEWORKS])
+def test_pages_quote_their_scripts_verbatim(name) -> None:
     page = (REPOSITORY / "docs" / "recipes" / f"{name}.md").read_text()
-    script = (EXAMPLES / "recipes" / f"{name}.py").read_text()
+    is_recipe = name in RECIPES
+    path = f"examples/recipes/{name}.py" if is_recipe else f"tests/frameworks/train_{name}.py"
+    script = (REPOSITORY / path).read_text()
     excerpts = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert excerpts and all(excerpt in script for excerpt in excerpts)
-    assert f"../../examples/recipes/{name}.py" in page
+    assert f"../../{path}" in page
 
 
 def test_layers_page_quotes_nnx_layer_verbatim() -> None:
