@@ -178,16 +178,13 @@ def _enter(args: tuple[Any, ...], ticket: jax.Array) -> tuple[tuple[Any, ...], j
 
 def _enter_bwd(_: None, cotangents: Any) -> tuple[Any, jax.Array]:
     args, ticket = cotangents
-
-    def wait_for(x: Any) -> Any:
-        nonlocal ticket
-        if _is_of_integers(x):
-            return x
-        x, ticket = lax.optimization_barrier((x, ticket))
-        return x
-
-    args = jax.tree.map(wait_for, args)
-    return args, ticket
+    leaves, treedef = jax.tree.flatten(args)
+    floats = [x for x in leaves if not _is_of_integers(x)]
+    # One barrier: of several, XLA may put the first, and so the wait, before the rest of the work.
+    *floats, ticket = lax.optimization_barrier((*floats, ticket))
+    ordered = iter(floats)
+    leaves = [x if _is_of_integers(x) else next(ordered) for x in leaves]
+    return jax.tree.unflatten(treedef, leaves), ticket
 
 
 _enter.defvjp(lambda *args: (args, None), _enter_bwd)
