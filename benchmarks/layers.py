@@ -70,6 +70,15 @@ def _layer(implementation: Implementation) -> Step:
     return Step(next)
 
 
+def _one_call(implementation: Implementation) -> Step:
+    """The layer as one call of the package, with the weights at dispatch."""
+
+    def next(tokens, ids, weights, parameters, hide):
+        return jax_ep.moe(implementation.group, tokens, ids, weights, *parameters), {}
+
+    return Step(next)
+
+
 def _experts_alone(implementation: Implementation, *, with_grad: bool = False) -> Step:
     """The experts' MLP, and its gradients in rows and parameters. The state has dispatched rows."""
 
@@ -110,6 +119,7 @@ def _dense(implementation: Implementation) -> Step:
 STEPS: dict[str, Callable[[Implementation], Step]] = {
     "layer": _layer,
     "layer + grad": lambda implementation: with_gradients(_layer(implementation)),
+    "layer + grad, moe": lambda implementation: with_gradients(_one_call(implementation)),
     "experts": _experts_alone,
     "experts + grad": functools.partial(_experts_alone, with_grad=True),
     "dense matmuls": _dense,

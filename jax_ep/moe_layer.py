@@ -83,7 +83,8 @@ def moe(
         call, group.geometry, tokens, topk_ids, topk_weights, None, None
     )
     given = tuple(operands.with_gradients())
-    routing = dataclasses.replace(operands, tokens=None, topk_weights=None)
+    nothing: Any = None
+    routing = dataclasses.replace(operands, tokens=nothing, topk_weights=None)
     weights, _ = checks.vary_alike((), weights, given)
     return _moe(layer, given, routing, topk_ids, weights)
 

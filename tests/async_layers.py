@@ -125,7 +125,7 @@ def combine_in_a_loop(group, tokens, topk_ids):
 
 
 def gradients_of_moe(group, tokens, topk_ids, n_layers=1, wrap=lambda layer: layer):
-    """Of tokens, choices' weights and experts' weights, of layers in a loop if there are several."""
+    """Of tokens and all weights; several layers are a loop."""
     n_local, size = group.config.n_experts // group.n_ranks, tokens.shape[1]
     factors = jnp.ones((n_layers, n_local, 1, 1), tokens.dtype) * tokens[0, 0]
     gate_up = factors * jnp.ones((size, 2 * size), tokens.dtype)

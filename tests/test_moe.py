@@ -158,9 +158,7 @@ def test_weights_of_choices_may_be_left_out(transport):
         compare(group, without_biases(make_arrays(group)), names, wrap=without_weights)
 
 
-@pytest.mark.parametrize(
-    "names", [("topk_weights",), ("gate_up", "down"), ("tokens", "down_bias")]
-)
+@pytest.mark.parametrize("names", [("topk_weights",), ("gate_up", "down"), ("tokens", "down_bias")])
 def test_any_arguments_may_have_gradients(names, transport):
     with open_group(transport) as group:
         compare(group, make_arrays(group), names)

@@ -21,7 +21,7 @@ def split(function: Callable[..., tuple[Any, Any]], *args: Any) -> tuple[Any, Re
     """
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
     first, second = map(jax.tree.structure, shapes)
-    jaxpr, n = closed.jaxpr, first.num_leaves
+    jaxpr, n = closed.jaxpr, len(jax.tree.leaves(shapes[0]))
     outputs, later_outputs = jaxpr.outvars[:n], jaxpr.outvars[n:]
     now, later = _partition(jaxpr.eqns, outputs)
     made_later = {x for eqn in later for x in eqn.outvars}
