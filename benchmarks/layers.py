@@ -61,8 +61,10 @@ def _experts(implementation: Implementation, rows: Any, weights: Any) -> jax.Arr
     return lax.ragged_dot(jax.nn.silu(gate) * up, weights[1], sizes)
 
 
-def _layer(implementation: Implementation) -> Step:
+def _layer(implementation: Implementation, *, by_moe: bool = False) -> Step:
     def next(tokens, ids, weights, parameters, hide):
+        if by_moe:
+            return jax_ep.moe(implementation.group, tokens, ids, weights, *parameters), {}
         rows = implementation.dispatch(tokens, ids, weights)
         results = _experts(implementation, rows, parameters)
         return implementation.combine(results, rows, weights), {"row_offsets": rows.row_offsets}
@@ -110,6 +112,7 @@ def _dense(implementation: Implementation) -> Step:
 STEPS: dict[str, Callable[[Implementation], Step]] = {
     "layer": _layer,
     "layer + grad": lambda implementation: with_gradients(_layer(implementation)),
+    "layer + grad, moe": lambda ours: with_gradients(_layer(ours, by_moe=True)),
     "experts": _experts_alone,
     "experts + grad": functools.partial(_experts_alone, with_grad=True),
     "dense matmuls": _dense,

@@ -20,6 +20,7 @@ from jax_ep.layer.fused_silu import fused_silu as fused_silu
 from jax_ep.layer.grouped_matmul import grouped_matmul as grouped_matmul
 from jax_ep.layer.quantize_weights import QuantizedWeights as QuantizedWeights
 from jax_ep.layer.quantize_weights import quantize_weights as quantize_weights
+from jax_ep.moe_layer import moe as moe
 from jax_ep.operands.calls import COMBINE_NAME as COMBINE_NAME
 from jax_ep.operands.calls import DISPATCH_NAME as DISPATCH_NAME
 from jax_ep.operands.choices import count_choices as count_choices

@@ -19,6 +19,7 @@ from jax_ep.operands.calls import (
 )
 from jax_ep.processes.exchange import Exchange
 from jax_ep.stats import RankStats
+from jax_ep.xla_ffi.overlap import CotangentSlots
 
 
 class Connection(abc.ABC):
@@ -73,6 +74,17 @@ class Connection(abc.ABC):
     @abc.abstractmethod
     def combine(self, operands: CombineOperands) -> jax.Array:
         """See `jax_ep.combine`."""
+
+    def make_slots(self, operands: DispatchOperands) -> CotangentSlots | None:
+        """Those of a dispatch whose backward is to overlap with work; None if it cannot."""
+        return None
+
+    def dispatch_with(
+        self, operands: DispatchOperands, slots: CotangentSlots | None
+    ) -> DispatchResults:
+        """A dispatch; with slots, of `make_slots`, its backward is asynchronous."""
+        assert slots is None
+        return self.dispatch(operands)
 
     def start(self, operands: DispatchOperands | CombineOperands) -> Any:
         """Starts a dispatch or combine; by default it completes here."""

@@ -9,8 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from jax_ep.formats import QuantizedFormat
 from jax_ep.geometry import Geometry
-from jax_ep.operands.calls import CombineOperands, DispatchOperands
+from jax_ep.operands.calls import CombineOperands, DispatchOperands, DispatchResults
 from jax_ep.operands.checks import VECTOR_BYTES
 from jax_ep.processes.exchange import Exchange
 from jax_ep.stats import RankStats
@@ -19,6 +20,7 @@ from jax_ep.transports.base import platform_problem
 from jax_ep.transports.gradients import FfiConnection
 from jax_ep.xla_ffi import extension
 from jax_ep.xla_ffi.async_calls import InFlightCombine, InFlightDispatch
+from jax_ep.xla_ffi.overlap import CotangentSlots, make_slots
 
 # Groups times groups per rank: kernels divide by multiplication (core/fast_divisor.h).
 _MAX_PRODUCT = 2**32
@@ -117,6 +119,18 @@ class P2pConnection(FfiConnection):
         routed = self.geometry.routed
         n_messages = routed.n_ranks * self.geometry.max_routed_tokens
         return (routed.n_ranks + n_messages * (1 + routed.n_choices),)
+
+    def make_slots(self, operands: DispatchOperands) -> CotangentSlots | None:
+        """Not in a format that quantizes, whose gradient passes through `dequantize`."""
+        if isinstance(self.geometry.config.token_format, QuantizedFormat):
+            return None
+        return make_slots(len(operands.with_gradients()), operands.tokens)
+
+    def dispatch_with(
+        self, operands: DispatchOperands, slots: CotangentSlots | None
+    ) -> DispatchResults:
+        """A dispatch on all multiprocessors."""
+        return gradients.dispatch(self, operands, None, slots)
 
     def start(self, operands: DispatchOperands | CombineOperands) -> Any:
         """Starts a call; gradients flow to `operands` in `finish`."""

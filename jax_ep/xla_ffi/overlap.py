@@ -19,6 +19,7 @@ from jax.extend.core import Primitive, get_opaque_trace_state
 from jax_ep.operands.checks import vary_alike
 from jax_ep.xla_ffi.async_primitives import async_done_p, wait_started_p
 from jax_ep.xla_ffi.lowering import expect_async_calls
+from jax_ep.xla_ffi.split import Rest
 
 
 def start_call(
@@ -74,6 +75,12 @@ class CotangentSlots(NamedTuple):
     started: tuple[jax.Array, ...]
 
 
+def make_slots(n_results: int, like: jax.Array) -> CotangentSlots:
+    """Slots for one piece of work; they vary over the mesh axes that `like` varies over."""
+    ticket = jnp.zeros(n_results, jnp.float32)
+    return _vary_like(like, CotangentSlots(ticket, ticket, (jnp.float32(0),)))
+
+
 class Overlap:
     """The work that overlaps with a call in flight."""
 
@@ -105,8 +112,7 @@ class Overlap:
 
         def run(*args: Any) -> Any:
             if self._slots is None:
-                ticket = jnp.zeros(len(self._operands), jnp.float32)
-                slots = _vary_like(ready, CotangentSlots(ticket, ticket, (jnp.float32(0),)))
+                slots = make_slots(len(self._operands), ready)
                 self._operands, self._slots = _begin(self._operands, slots)
             args, ticket = _enter(_vary_like(ready, args), self._slots.ticket)
             result = work(*args)
@@ -144,9 +150,9 @@ class Overlap:
             )
 
 
-def _vary_like(ready: jax.Array, tree: Any) -> Any:
-    """The arrays of a pytree, varying over the mesh axes that the call's results vary over."""
-    return vary_alike((), tree, ready)[0]
+def _vary_like(like: jax.Array, tree: Any) -> Any:
+    """The arrays of a pytree, varying over the mesh axes that `like` varies over, too."""
+    return vary_alike((), tree, like)[0]
 
 
 @jax.custom_vjp
@@ -170,18 +176,15 @@ def _enter(args: tuple[Any, ...], ticket: jax.Array) -> tuple[tuple[Any, ...], j
     return args, ticket
 
 
-def _enter_bwd(_: None, cotangents: Any) -> tuple[tuple[Any, ...], jax.Array]:
+def _enter_bwd(_: None, cotangents: Any) -> tuple[Any, jax.Array]:
     args, ticket = cotangents
-
-    def wait_for(x: Any) -> Any:
-        nonlocal ticket
-        if _is_of_integers(x):
-            return x
-        x, ticket = lax.optimization_barrier((x, ticket))
-        return x
-
-    args = jax.tree.map(wait_for, args)
-    return args, ticket
+    leaves, treedef = jax.tree.flatten(args)
+    floats = [x for x in leaves if not _is_of_integers(x)]
+    # One barrier: of several, XLA may put the first, and so the wait, before the rest of the work.
+    *floats, ticket = lax.optimization_barrier((*floats, ticket))
+    ordered = iter(floats)
+    leaves = [x if _is_of_integers(x) else next(ordered) for x in leaves]
+    return jax.tree.unflatten(treedef, leaves), ticket
 
 
 _enter.defvjp(lambda *args: (args, None), _enter_bwd)
@@ -226,3 +229,17 @@ def call_in_backward(
     started = lax.bitcast_convert_type(wait_started(ready), jnp.float32)
     all_started = (_vary_like(ready, started),) * len(slots.started)
     return results, CotangentSlots(ticket, ticket, all_started)
+
+
+def finish_beside(
+    gradients: tuple[jax.Array, ...], slots: CotangentSlots, work: Rest
+) -> tuple[tuple[jax.Array, ...], Any]:
+    """The results of a backward's call once they are valid, and those of work that overlaps.
+
+    `gradients` and the cotangents of `slots`, of `make_slots`, are those of the call. For a rule
+    that has both at hand, it orders them as the rules above do.
+    """
+    operands, _ = _leave_bwd(None, (work.operands, slots.started[0]))
+    results, ticket = _enter_bwd(None, (work.run(*operands), slots.ticket))
+    valid, _ = _begin_bwd(None, (gradients, slots._replace(ticket=ticket)))
+    return valid, results

@@ -1,0 +1,59 @@
+"""moe's gradient as XLA compiles it for GPUs; see test_gpu_programs.py."""
+
+import collections
+import functools
+
+import jax
+import pytest
+
+import async_layers
+import jax_ep
+import test_transforms
+from harness import config_of
+from test_gpu_programs import CASE, CHECK, compiled, computations, our_steps, while_in_flight
+from test_gpu_programs import make_group as make_group
+from test_gpu_programs import mesh as mesh
+
+MATMUL, ACTIVATION = "jax_ep_grouped_matmul", "jax_ep_fused_silu"
+# How a layer is checkpointed -> what the backward computes again.
+REPEATED = {
+    "all kept": (lambda layer: layer, []),
+    "two kept": (
+        test_transforms._saving(jax_ep.DISPATCH_NAME, jax_ep.EXPERT_HIDDEN_NAME),
+        [ACTIVATION, MATMUL],
+    ),
+    "none kept": (jax.checkpoint, ["jax_ep_dispatch", MATMUL, ACTIVATION, MATMUL]),
+}
+
+
+@pytest.mark.parametrize("n_layers", [1, 3])
+@pytest.mark.parametrize("kept", REPEATED)
+def test_the_backward_of_moe_computes_gradients_of_weights_beside_the_exchange(
+    mesh, make_group, n_layers, kept
+) -> None:
+    """The two matmuls that nothing waits for, and only these; straight-line, and in a loop."""
+    case, (wrap, repeated) = CASE.replace(hidden_size=128), REPEATED[kept]
+    group = make_group(config_of(case, n_sms=16))
+    gradients = functools.partial(
+        async_layers.gradients_of_moe, group, n_layers=n_layers, wrap=wrap
+    )
+    forward = ["jax_ep_dispatch", MATMUL, ACTIVATION, MATMUL, "jax_ep_combine"]
+    program = compiled(mesh, gradients, case=case)
+    text, found = program.as_text(), computations(program)
+    steps = next(each for each in found if "call-start" in each)
+    (beside,) = while_in_flight(steps)
+    assert our_steps(beside) == ["jax_ep_wait_started", MATMUL, MATMUL], steps
+    start, done = steps.index("call-start"), steps.index("call-done")
+    before, after = our_steps(steps[:start]), our_steps(steps[done:])
+    assert after == ["jax_ep_async_done"], steps
+    backward = ["jax_ep_combine_grad", MATMUL, MATMUL, "jax_ep_async_alloc"]
+    if n_layers == 1:
+        backward = [*forward, *backward]
+    expected = collections.Counter([CHECK, *repeated, *backward])
+    expected.subtract(before)
+    # From 0.11 on, XLA fuses calls in a loop with the slices of stacked arrays that they read.
+    fused = set(expected.elements())
+    assert not fused or (n_layers > 1 and fused <= {MATMUL, "jax_ep_combine_grad"}), steps
+    assert min(expected.values()) >= 0, steps
+    for target, n in ((MATMUL, 6 + repeated.count(MATMUL)), ("jax_ep_combine_grad", 1)):
+        assert text.count(f'custom_call_target="{target}"') == n, target
