@@ -34,6 +34,7 @@ SILU = {
     "alpha": "f32",
     "limit": "f32",
 }
+GATE = {name: SILU[name] for name in ("interleaved", "clamped", "alpha", "limit")}
 CPU = {
     "jax_ep_dispatch": DISPATCH,
     "jax_ep_combine": COMBINE,
@@ -53,6 +54,7 @@ CUDA = {
     "jax_ep_dispatch_grad_start": COMBINE | STREAM,
     "jax_ep_combine_grad_start": COMBINE | STREAM,
     "jax_ep_fused_silu": SILU,
+    "jax_ep_gated_matmul": GATE,
     "jax_ep_grouped_matmul": {"form": "i32", "zeroes_unused": "bool"},
     "jax_ep_rail": STREAM | {"group": "str"} | dict.fromkeys(("has_mask", "by_node"), "bool"),
     "jax_ep_rail_combine": COMBINE | STREAM,
@@ -63,7 +65,7 @@ CUDA = {
     "jax_ep_rail_sum": STREAM | {"group": "str", "has_residual": "bool"},
 }
 # Calls that not every layer makes.
-OTHERS = {"jax_ep_fused_silu", "jax_ep_grouped_matmul"}
+OTHERS = {"jax_ep_fused_silu", "jax_ep_gated_matmul", "jax_ep_grouped_matmul"}
 RAIL = {target for target in CUDA if target.startswith("jax_ep_rail")}
 OTHERS |= RAIL
 # Calls for which formats that quantize have no use.

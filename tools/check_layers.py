@@ -20,7 +20,7 @@ MAY_INCLUDE = {
     "cuda/group": ("core", "cuda/call", "cuda/dispatch", "cuda/combine"),
     "cuda/handlers": ("core", "xla", "cuda/call", "cuda/dispatch", "cuda/combine", "cuda/group"),
     "layer/silu": ("core", "xla", "cpu", "cuda"),
-    "layer/matmul": ("core", "xla", "cuda"),
+    "layer/matmul": ("core", "xla", "cuda", "layer/silu"),
     "internode/plan": ("core", "cuda"),
     "internode/steps": ("core", "cuda", "internode/plan"),
     "internode/device": ("core", "cuda", "internode/plan"),

@@ -14,14 +14,12 @@ from jax_ep.layer.activation import Activation
 from jax_ep.layer.dequantize import to_numbers
 from jax_ep.layer.expert_weights import ExpertWeights, call_name, check_arrays, check_codes
 from jax_ep.layer.fused_silu import QuantizedRows, activate, activate_and_quantize, check_activation
+from jax_ep.layer.gated_matmul import EXPERT_HIDDEN_NAME, may_be_one_call, multiply_and_activate
 from jax_ep.layer.grouped_matmul import multiply_arrays, multiply_rows
 from jax_ep.layer.matmul_gradients import add_bias
 from jax_ep.layer.quantize_weights import QuantizedWeights
 from jax_ep.operands import checks
 from jax_ep.results import Dispatched, check_dispatched
-
-# Name of the result of the first matmul, `[C, 2 F]`, with its bias, for `jax.checkpoint` policies.
-EXPERT_HIDDEN_NAME = "jax_ep_expert_hidden"
 
 
 def expert_mlp(
@@ -93,10 +91,13 @@ def _plain_mlp(
     rows, row_offsets = dispatched.tokens, dispatched.row_offsets
     if isinstance(dispatched.group.config.token_format, QuantizedFormat):
         rows = to_numbers(dispatched, weights.gate_up.dtype)
-    hidden = multiply_arrays(rows, weights.gate_up, row_offsets, transposed)
-    hidden = _add_bias(hidden, weights.gate_up_bias, row_offsets)
-    hidden = checkpoint_name(hidden, EXPERT_HIDDEN_NAME)
-    values = activate(hidden, row_offsets, activation)
+    if weights.gate_up_bias is None and may_be_one_call(rows, weights.gate_up, transposed):
+        values = multiply_and_activate(rows, weights.gate_up, row_offsets, activation)
+    else:
+        hidden = multiply_arrays(rows, weights.gate_up, row_offsets, transposed)
+        hidden = _add_bias(hidden, weights.gate_up_bias, row_offsets)
+        hidden = checkpoint_name(hidden, EXPERT_HIDDEN_NAME)
+        values = activate(hidden, row_offsets, activation)
     results = multiply_arrays(values, weights.down, row_offsets, transposed)
     return _add_bias(results, weights.down_bias, row_offsets)
 

@@ -72,14 +72,11 @@ def dequantize_rows(codes: jax.Array, scales: jax.Array, dtype: Any) -> jax.Arra
 
 
 def _lower_cuda(ctx: mlir.LoweringRuleContext, *operands: Any, matmul: Matmul) -> Any:
-    if not _has_kernel(ctx.avals_in, ctx.avals_out[0], matmul):
+    if not has_kernel(ctx.avals_in, ctx.avals_out[0], matmul):
         return _lower_dense(ctx, *operands, matmul=matmul)
-    row_offsets: Any = ctx.avals_in[2]
-    n_bytes = 256 * 4 * 128 + 256 * (row_offsets.shape[0] - 1) + 4096  # MatmulWorkspaceBytes in C++
-    workspace = like(ctx.avals_out[0], (n_bytes,), np.uint8)
     call = custom_call(_TARGET)
     product, _ = call(
-        ctx.replace(avals_out=[*ctx.avals_out, workspace]),
+        ctx.replace(avals_out=[*ctx.avals_out, workspace(*ctx.avals_in)]),
         *operands,
         form=np.int32(matmul.form),
         zeroes_unused=np.bool_(matmul.zeroes_unused),
@@ -87,7 +84,14 @@ def _lower_cuda(ctx: mlir.LoweringRuleContext, *operands: Any, matmul: Matmul) -
     return fusion_barrier([product])
 
 
-def _has_kernel(operands: Any, result: Any, matmul: Matmul) -> bool:
+def workspace(lhs: Any, rhs: Any, row_offsets: Any, *_: Any) -> Any:
+    """The type of a call's last result, memory that it works in."""
+    n_bytes = 256 * 4 * 128 + 256 * (row_offsets.shape[0] - 1) + 4096  # MatmulWorkspaceBytes in C++
+    return like(lhs, (n_bytes,), np.uint8)
+
+
+def has_kernel(operands: Any, result: Any, matmul: Matmul) -> bool:
+    """Whether the GPUs have a kernel, for the types of operands and result."""
     lhs, n = operands[0], result.shape[-1]
     is_scaled = len(operands) > 3
     dtypes = (_SCALED_DTYPE,) if is_scaled else (lhs.dtype, np.dtype(np.float32))
@@ -96,8 +100,12 @@ def _has_kernel(operands: Any, result: Any, matmul: Matmul) -> bool:
         return False
     if k % (SCALE_BLOCK if is_scaled else 8) or n % 8:
         return False
-    major = _compute_capability()
-    return _is_built() and (major == _HOPPER if is_scaled else major >= _AMPERE)
+    return _is_built() and (is_hopper() if is_scaled else _compute_capability() >= _AMPERE)
+
+
+def is_hopper() -> bool:
+    """Whether the GPUs are Hopper's."""
+    return _compute_capability() == _HOPPER
 
 
 @functools.cache

@@ -40,6 +40,7 @@ TARGETS = (
     "jax_ep_dispatch_grad_start",
     "jax_ep_dispatch_start",
     "jax_ep_fused_silu",
+    "jax_ep_gated_matmul",
     "jax_ep_grouped_matmul",
     "jax_ep_rail",
     "jax_ep_rail_combine",

@@ -25,20 +25,50 @@ cudaError_t FindEncode(Encode& encode) {
   return cudaSuccess;
 }
 
-// A tensor of bfloat16, whose last axis is the first here, read by boxes whose lines are swizzled.
+// A tensor of bfloat16, whose last axis is the first here, read by boxes whose lines, of 64 or 128
+// bytes, are swizzled. `strides`: in bytes, of all axes but the first.
 template <int kRank>
 cudaError_t MakeMap(Encode encode, const void* data, const cuuint64_t (&sizes)[kRank],
-                    const cuuint32_t (&box)[kRank], CUtensorMap* map) {
-  cuuint64_t strides[kRank - 1];
+                    const cuuint64_t (&strides)[kRank - 1], const cuuint32_t (&box)[kRank],
+                    CUtensorMap* map) {
   cuuint32_t steps[kRank];
-  cuuint64_t bytes = 2;
-  for (int i = 0; i + 1 < kRank; ++i) strides[i] = bytes *= sizes[i];
   std::fill_n(steps, kRank, 1);
+  const auto swizzle = box[0] == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
   const CUresult result =
       encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, kRank, const_cast<void*>(data), sizes, strides,
-             box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+             box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+// Of [L, k, n]. Gates and ups that lie apart are an axis of their own.
+cudaError_t MapWeights(Encode encode, const MatmulCall& call, bool are_apart, CUtensorMap* map) {
+  const auto n_groups = static_cast<cuuint64_t>(call.n_groups);
+  const auto k = static_cast<cuuint64_t>(call.k), n = static_cast<cuuint64_t>(call.n);
+  if (are_apart) {
+    return MakeMap<4>(encode, call.rhs, {n / 2, k, 2, n_groups}, {2 * n, n, 2 * n * k},
+                      {kGroupColumns / 2, kDepth, 2, 1}, map);
+  }
+  return MakeMap<3>(encode, call.rhs, {n, k, n_groups}, {2 * n, 2 * n * k},
+                    {kGroupColumns, kDepth, 1}, map);
+}
+
+// All but the weights.
+cudaError_t MakeParams(Encode encode, const MatmulCall& call, const MatmulTileTable& tiles,
+                       void* out, Params& params) {
+  const auto n_rows = static_cast<cuuint64_t>(call.n_rows);
+  const auto k = static_cast<cuuint64_t>(call.k);
+  cudaError_t error = cudaSuccess;
+  for (uint32_t i = 0; i < kMaxHalves && error == cudaSuccess; ++i) {
+    error = MakeMap<2>(encode, call.lhs, {k, n_rows}, {2 * k}, {kDepth, (i + 1) * kMatmulRowUnit},
+                       &params.rows[i]);
+  }
+  params.tiles = tiles;
+  params.n_groups = static_cast<uint32_t>(call.n_groups);
+  params.n_columns = static_cast<uint32_t>(call.n);
+  params.n_k_blocks = static_cast<uint32_t>((k + kDepth - 1) / kDepth);
+  params.out = out;
+  return error;
 }
 
 }  // namespace
@@ -46,22 +76,17 @@ cudaError_t MakeMap(Encode encode, const void* data, const cuuint64_t (&sizes)[k
 cudaError_t MakeParams(const MatmulCall& call, const MatmulTileTable& tiles, Params& params) {
   Encode encode;
   cudaError_t error = FindEncode(encode);
-  if (error != cudaSuccess) return error;
-  const auto n_rows = static_cast<cuuint64_t>(call.n_rows);
-  const auto n_groups = static_cast<cuuint64_t>(call.n_groups);
-  const auto k = static_cast<cuuint64_t>(call.k), n = static_cast<cuuint64_t>(call.n);
-  error =
-      MakeMap<3>(encode, call.rhs, {n, k, n_groups}, {kGroupColumns, kDepth, 1}, &params.weights);
-  for (uint32_t i = 0; i < kMaxHalves && error == cudaSuccess; ++i) {
-    error = MakeMap<2>(encode, call.lhs, {k, n_rows}, {kDepth, (i + 1) * kMatmulRowUnit},
-                       &params.rows[i]);
-  }
-  params.tiles = tiles;
-  params.n_groups = static_cast<uint32_t>(n_groups);
-  params.n_columns = static_cast<uint32_t>(n);
-  params.n_k_blocks = static_cast<uint32_t>((k + kDepth - 1) / kDepth);
-  params.out = call.out;
-  return error;
+  if (error == cudaSuccess) error = MapWeights(encode, call, false, &params.weights);
+  return error == cudaSuccess ? MakeParams(encode, call, tiles, call.out, params) : error;
+}
+
+cudaError_t MakeParams(const MatmulCall& call, const Gate& gate, const MatmulTileTable& tiles,
+                       GatedParams& params) {
+  params.activation = gate.activation;
+  Encode encode;
+  cudaError_t error = FindEncode(encode);
+  if (error == cudaSuccess) error = MapWeights(encode, call, !gate.is_interleaved, &params.weights);
+  return error == cudaSuccess ? MakeParams(encode, call, tiles, gate.values, params) : error;
 }
 
 }  // namespace jax_ep::matmul::swapped

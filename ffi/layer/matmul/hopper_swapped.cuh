@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "cute/tensor.hpp"
 #include "layer/matmul/hopper_swapped.h"
@@ -116,7 +117,20 @@ __device__ __forceinline__ MatmulTiles TilesOfCluster(const Params& params) {
   return {params.tiles, params.n_groups, params.n_columns, clusterid(), nclusterid()};
 }
 
+// Weights as the plain matmul loads them: a line has 64 columns of one term.
+struct WholeLines {
+  using Operand = WgmmaOperand<kLineBytes>;
+
+  // Loads a stage of a warp group's weights.
+  __device__ __forceinline__ static void Load(uint32_t to, const CUtensorMap* weights, int column,
+                                              int k, uint32_t group, uint32_t barrier,
+                                              uint64_t policy) {
+    cp_async_bulk_tensor(to, weights, column, k, static_cast<int>(group), barrier, policy);
+  }
+};
+
 // Called by one thread: loads what the tiles need, stage by stage.
+template <class Weights>
 __device__ __forceinline__ void Load(const Params& params, Ring ring) {
   const uint32_t rank = cluster_ctarank();
   MatmulTiles tiles = TilesOfCluster(params);
@@ -135,9 +149,9 @@ __device__ __forceinline__ void Load(const Params& params, Ring ring) {
       cp_async_bulk_tensor_multicast(ring.rows() + rank * half * kLineBytes, rows, k, row,
                                      ring.full(), (1 << kBlocks) - 1, kEvictNormal);
       for (uint32_t i = 0; i < kWarpGroups; ++i) {
-        cp_async_bulk_tensor(ring.weights(i), &params.weights,
-                             column + static_cast<int>(i * kGroupColumns), k,
-                             static_cast<int>(tile.group), ring.full(), policy);
+        Weights::Load(ring.weights(i), &params.weights,
+                      column + static_cast<int>(i * kGroupColumns), k, tile.group, ring.full(),
+                      policy);
       }
     }
   }
@@ -163,8 +177,9 @@ struct Consumer {
 
 constexpr int kLeadBarrier = 1 + kWarpGroups;
 
-template <int kN>
-__device__ __forceinline__ void Multiply(Consumer& self, float (&sums)[kN / 2]) {
+// Adds the products of a tile of up to kN rows to kN / 2 sums.
+template <class Weights, int kN>
+__device__ __forceinline__ void Multiply(Consumer& self, float* sums) {
   const bool leads = self.keeps_lead && self.index == 0;
   if (self.keeps_lead && self.index > 0) {
     barrier_sync(kLeadBarrier, kWarpGroups * kGroupThreads);
@@ -172,12 +187,13 @@ __device__ __forceinline__ void Multiply(Consumer& self, float (&sums)[kN / 2]) 
   uint32_t previous = 0;
 #pragma unroll 1
   for (uint32_t k_block = 0; k_block < self.params.n_k_blocks; ++k_block) {
-    const WgmmaOperand weights(self.ring.weights(self.index)), rows(self.ring.rows());
+    const typename Weights::Operand weights(self.ring.weights(self.index));
+    const WgmmaOperand<> rows(self.ring.rows());
     self.ring.WaitFull();
     wgmma_fence();
 #pragma unroll
     for (uint32_t i = 0; i < kDepth / 16; ++i) {
-      Wgmma<kN>::Issue(sums, weights + i * 16 * kLineBytes, rows + i * 32);
+      Wgmma<kN>::Issue(sums, weights + i * 16 * Weights::Operand::kLine, rows + i * 32);
     }
     wgmma_commit_group();
     if (k_block > 0) {
@@ -191,15 +207,14 @@ __device__ __forceinline__ void Multiply(Consumer& self, float (&sums)[kN / 2]) 
     self.ring.Advance();
   }
   wgmma_wait_group<0>();
-  FenceSums(sums);
+  FenceSums<kN / 2>(sums);
   self.Release(previous);
 }
 
 // Rearranges rows `kFirst` to kFirst + kStoreRows of the sums, so that each has its columns in a
 // line of `buffer`.
 template <int kFirst, int kN>
-__device__ __forceinline__ void WriteLines(uint32_t thread, uint32_t buffer,
-                                           const float (&sums)[kN / 2]) {
+__device__ __forceinline__ void WriteLines(uint32_t thread, uint32_t buffer, const float* sums) {
   const uint32_t lane = thread % 32, warp = thread / 32;
   const uint32_t line = lane % 8;
   const uint32_t vector = (2 * warp + lane / 8 % 2) ^ line;  // swizzled: no bank conflicts
@@ -245,37 +260,53 @@ __device__ __forceinline__ void StoreLines(const Consumer& self, uint32_t buffer
 
 // Two buffers: when all threads have written to one, all have read the lines of the other.
 template <int kFirst, int kN>
-__device__ __forceinline__ void Store(Consumer& self, const MatmulTile& tile,
-                                      const float (&sums)[kN / 2]) {
+__device__ __forceinline__ uint32_t NextLines(Consumer& self, const float* sums) {
+  const uint32_t buffer = self.results + self.buffer * kStoreRows * kLineBytes;
+  self.buffer ^= 1;
+  WriteLines<kFirst, kN>(self.thread, buffer, sums);
+  barrier_sync(1 + static_cast<int>(self.index), kGroupThreads);
+  return buffer;
+}
+
+template <int kFirst, int kN>
+__device__ __forceinline__ void Store(Consumer& self, const MatmulTile& tile, const float* sums) {
   if constexpr (kFirst < kN) {
-    const uint32_t buffer = self.results + self.buffer * kStoreRows * kLineBytes;
-    self.buffer ^= 1;
-    WriteLines<kFirst, kN>(self.thread, buffer, sums);
-    barrier_sync(1 + static_cast<int>(self.index), kGroupThreads);
-    StoreLines(self, buffer, tile, kFirst);
+    StoreLines(self, NextLines<kFirst, kN>(self, sums), tile, kFirst);
     Store<kFirst + static_cast<int>(kStoreRows), kN>(self, tile, sums);
   }
 }
 
-// Runs the code for the tile's rows in units, which are between kLow and kHigh.
-template <int kLow, int kHigh>
-__device__ __forceinline__ void ComputeTile(Consumer& self, const MatmulTile& tile,
-                                            uint32_t units) {
+// Calls visit(n), with n as a type, for the tile's rows in units, which are between kLow and kHigh.
+template <int kLow, int kHigh, class Visit>
+__device__ __forceinline__ void VisitUnits(uint32_t units, const Visit& visit) {
   if constexpr (kLow == kHigh) {
-    constexpr int kN = kLow * kRowUnit;
-    float sums[kN / 2] = {};
-    Multiply<kN>(self, sums);
-    Store<0, kN>(self, tile, sums);
+    visit(std::integral_constant<int, kLow>{});
   } else {
     constexpr int kMiddle = (kLow + kHigh) / 2;
     if (units <= kMiddle) {
-      ComputeTile<kLow, kMiddle>(self, tile, units);
+      VisitUnits<kLow, kMiddle>(units, visit);
     } else {
-      ComputeTile<kMiddle + 1, kHigh>(self, tile, units);
+      VisitUnits<kMiddle + 1, kHigh>(units, visit);
     }
   }
 }
 
+// The result is the sums as they are.
+struct PlainTiles {
+  using Weights = WholeLines;
+
+  __device__ __forceinline__ static void Compute(Consumer& self, const MatmulTile& tile,
+                                                 uint32_t units) {
+    VisitUnits<1, kLargeTileRows / kRowUnit>(units, [&](auto n) {
+      constexpr int kN = decltype(n)::value * kRowUnit;
+      float sums[kN / 2] = {};
+      Multiply<Weights, kN>(self, sums);
+      Store<0, kN>(self, tile, sums);
+    });
+  }
+};
+
+template <class Tiles>
 __device__ __forceinline__ void Compute(const Params& params, uint32_t smem, const Ring& ring) {
   const uint32_t index = threadIdx.x / kGroupThreads;
   const uint32_t results = smem + offsetof(Smem, results) + index * sizeof(Smem::results[0]);
@@ -286,7 +317,7 @@ __device__ __forceinline__ void Compute(const Params& params, uint32_t smem, con
   MatmulTile tile;
   while (tiles.Next(tile)) {
     const uint32_t units = (tile.n_rows + kRowUnit - 1) / kRowUnit;
-    ComputeTile<1, kLargeTileRows / kRowUnit>(self, tile, units);
+    Tiles::Compute(self, tile, units);
   }
 }
 
@@ -300,7 +331,8 @@ __device__ inline void InitBarriers(uint32_t smem) {
 }
 
 // Like a kernel of CUTLASS, of which any may run instead.
-struct Kernel {
+template <class Tiles>
+struct TileKernel {
   using Params = swapped::Params;
   using ClusterShape = cute::Shape<cute::_1, cute::Int<kBlocks>, cute::_1>;
   static constexpr uint32_t MaxThreadsPerBlock = (kWarpGroups + 1) * kGroupThreads;
@@ -317,10 +349,12 @@ struct Kernel {
     const Ring ring(address, tile_rows);
     if (threadIdx.x < kWarpGroups * kGroupThreads) {
       setmaxnreg_inc<kComputeRegisters>();
-      Compute(params, address, ring);
+      Compute<Tiles>(params, address, ring);
     } else {
       setmaxnreg_dec<kLoadRegisters>();
-      if (threadIdx.x == kWarpGroups * kGroupThreads) Load(params, ring);
+      if (threadIdx.x == kWarpGroups * kGroupThreads) {
+        Load<typename Tiles::Weights>(params, ring);
+      }
     }
     __syncwarp();
     cluster_sync();  // the other block may still release stages here
@@ -330,5 +364,7 @@ struct Kernel {
   // Of a thread; together as many as all threads have at the start, 168 each.
   static constexpr int kComputeRegisters = 232, kLoadRegisters = 40;
 };
+
+using Kernel = TileKernel<PlainTiles>;
 
 }  // namespace jax_ep::matmul::swapped

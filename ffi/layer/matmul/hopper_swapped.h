@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "layer/matmul/gated.h"
 #include "layer/matmul/matmul_call.h"
 #include "layer/matmul/matmul_tiles.h"
 
@@ -18,14 +19,21 @@ constexpr uint32_t kDepth = 64;                                 // terms of a st
 constexpr uint32_t kMaxHalves = kLargeTileRows / (kBlocks * kMatmulRowUnit);
 
 struct Params {
-  CUtensorMap weights;           // boxes of kDepth x kGroupColumns
+  CUtensorMap weights;           // boxes of kDepth x kGroupColumns, or 2 x kDepth x half of them
   CUtensorMap rows[kMaxHalves];  // boxes of 8, 16, ... rows x kDepth
   MatmulTileTable tiles;
   uint32_t n_groups, n_columns, n_k_blocks;
   void* out;
 };
 
+// Of the kernel that also computes the activation; `out` is its values.
+struct GatedParams : Params {
+  silu::Activation activation;
+};
+
 // Of a call in the form kWeights, of bfloat16 to bfloat16.
 cudaError_t MakeParams(const MatmulCall& call, const MatmulTileTable& tiles, Params& params);
+cudaError_t MakeParams(const MatmulCall& call, const Gate& gate, const MatmulTileTable& tiles,
+                       GatedParams& params);
 
 }  // namespace jax_ep::matmul::swapped

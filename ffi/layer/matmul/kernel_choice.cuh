@@ -58,15 +58,20 @@ __device__ inline Choice ChooseOfCutlass(const GroupSums& sums) {
   return {sums.n_128 < 4 * int64_t{sums.n_used} ? KernelChoice::kSome : KernelChoice::kMany, 0};
 }
 
+// Of the kernel with swapped operands: smaller tiles are better where they are as few.
+__device__ inline uint32_t ChooseTileRows(const GroupSums& sums) {
+  const bool is_small = 8 * int64_t{sums.n_swapped_192} <= 9 * int64_t{sums.n_swapped_256};
+  return is_small ? swapped::kSmallTileRows : swapped::kLargeTileRows;
+}
+
 // A row takes 9 % longer with swapped operands, of which there are fewer. With few rows, all
-// kernels wait for the weights. Smaller tiles are better where they are as few.
+// kernels wait for the weights.
 __device__ inline Choice ChooseOfAll(const GroupSums& sums) {
   const int64_t n_rows = 8 * int64_t{sums.n_8}, n_padded = 128 * int64_t{sums.n_128};
   if (n_rows <= 72 * int64_t{sums.n_used} || 13 * n_rows > 12 * n_padded) {
     return ChooseOfCutlass(sums);
   }
-  const bool is_small = 8 * int64_t{sums.n_swapped_192} <= 9 * int64_t{sums.n_swapped_256};
-  return {KernelChoice::kSwapped, is_small ? swapped::kSmallTileRows : swapped::kLargeTileRows};
+  return {KernelChoice::kSwapped, ChooseTileRows(sums)};
 }
 
 }  // namespace jax_ep::matmul::hopper

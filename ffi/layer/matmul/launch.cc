@@ -32,14 +32,17 @@ cudaError_t hopper::LaunchBFloat16(const MatmulCall& call, cudaStream_t stream, 
 }
 #endif
 
-cudaError_t LaunchMatmul(const MatmulCall& call, cudaStream_t stream) {
-  int device = 0, major = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error != cudaSuccess) return error;
-  error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  if (error != cudaSuccess) return error;
+bool IsHopper() {
   constexpr int kHopper = 9;
-  error = major == kHopper ? LaunchHopperMatmul(call, stream) : LaunchAmpereMatmul(call, stream);
+  int device = 0, major = 0;
+  return cudaGetDevice(&device) == cudaSuccess &&
+         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
+         major == kHopper;
+}
+
+cudaError_t LaunchMatmul(const MatmulCall& call, cudaStream_t stream) {
+  const cudaError_t error =
+      IsHopper() ? LaunchHopperMatmul(call, stream) : LaunchAmpereMatmul(call, stream);
   if (error != cudaSuccess) cudaGetLastError();  // clears it: the next launch must not report it
   return error;
 }

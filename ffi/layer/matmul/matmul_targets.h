@@ -1,4 +1,4 @@
-// The XLA FFI handler of grouped matmuls, for CUDA.
+// The XLA FFI handlers of grouped matmuls, for CUDA.
 #pragma once
 
 #include "xla/target.h"
@@ -6,5 +6,6 @@
 namespace jax_ep::matmul {
 
 void AddTargets(Targets* targets);
+void AddGatedTarget(Targets* targets);  // that also computes the activation
 
 }  // namespace jax_ep::matmul

@@ -27,6 +27,16 @@ __device__ __forceinline__ void cp_async_bulk_tensor(uint32_t to, const CUtensor
       : "memory");
 }
 
+__device__ __forceinline__ void cp_async_bulk_tensor(uint32_t to, const CUtensorMap* map, int x,
+                                                     int y, int z, int w, uint32_t barrier,
+                                                     uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(to),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
 // To the same address in each block of the cluster whose bit is set, and its barrier.
 __device__ __forceinline__ void cp_async_bulk_tensor_multicast(uint32_t to, const CUtensorMap* map,
                                                                int x, int y, uint32_t barrier,
@@ -140,6 +150,12 @@ __device__ __forceinline__ void stmatrix_x2_trans(uint32_t address, uint32_t a, 
   asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address),
                "r"(a), "r"(b)
                : "memory");
+}
+
+__device__ __forceinline__ int2 ld_shared_v2(uint32_t address) {
+  int2 v;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
+  return v;
 }
 
 __device__ __forceinline__ int4 ld_shared_v4(uint32_t address) {

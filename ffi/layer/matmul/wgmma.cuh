@@ -9,11 +9,15 @@ namespace jax_ep::matmul {
 // An operand in shared memory, in lines of 128 bytes, swizzled in blocks of eight lines that are
 // aligned to 1024 bytes and follow each other. Stored along columns, a line has 64 columns of one
 // term, and blocks follow along the terms; stored along rows, a line has 64 terms of one row, and
-// blocks follow along the rows.
+// blocks follow along the rows. Lines may also be of 64 bytes, along columns: the other 32 columns
+// are then kOtherBytes further.
+template <uint32_t kLineBytes = 128, uint32_t kOtherBytes = 16>  // of whole lines, it is not used
 class WgmmaOperand {
  public:
+  static constexpr uint32_t kLine = kLineBytes;
+
   __device__ explicit WgmmaOperand(uint32_t shared_address)
-      : low_(kUnused | (shared_address & 0x3ffff) >> 4) {}
+      : low_(kOtherBytes >> 4 << 16 | (shared_address & 0x3ffff) >> 4) {}
 
   // That many bytes further.
   __device__ WgmmaOperand operator+(uint32_t n_bytes) const {
@@ -25,9 +29,10 @@ class WgmmaOperand {
   __device__ uint64_t bits() const { return kHigh | low_; }
 
  private:
-  static constexpr uint32_t kUnused = 1 << 16;  // the stride of several lines side by side
-  static constexpr uint64_t kBlockStride = 1024 >> 4, kSwizzle128 = 1;
-  static constexpr uint64_t kHigh = kSwizzle128 << 62 | kBlockStride << 32;
+  static_assert(kLineBytes == 128 || kLineBytes == 64);
+  static constexpr uint64_t kBlockStride = 8 * kLineBytes >> 4;
+  static constexpr uint64_t kSwizzle = kLineBytes == 128 ? 1 : 2;
+  static constexpr uint64_t kHigh = kSwizzle << 62 | kBlockStride << 32;
 
   uint32_t low_;
 };
@@ -49,23 +54,23 @@ __device__ __forceinline__ void wgmma_wait_group() {
 
 // Keeps the compiler from reading sums before a wait that precedes this.
 template <int kSize>
-__device__ __forceinline__ void FenceSums(float (&sums)[kSize]) {
+__device__ __forceinline__ void FenceSums(float* sums) {
 #pragma unroll
   for (int i = 0; i < kSize; ++i) asm volatile("" : "+f"(sums[i])::"memory");
 }
 
-// Issue() adds the products of [64, 16] and [16, kN]. Thread t of the warp group has, of column
-// 16 (t / 32) + t % 32 / 4, rows 8 i + 2 (t % 4) and the next in sums[4 i] and the next, and of the
-// column eight further in the two after these.
+// Issue() adds the products of [64, 16] and [16, kN] to kN / 2 sums. Thread t of the warp group
+// has, of column 16 (t / 32) + t % 32 / 4, rows 8 i + 2 (t % 4) and the next in sums[4 i] and the
+// next, and of the column eight further in the two after these.
 template <int kN>
 struct Wgmma;
 
 #define JAX_EP_WGMMA(n, registers, a, b, ...)                                                   \
   template <>                                                                                   \
   struct Wgmma<n> {                                                                             \
-    static __device__ __forceinline__ void Issue(float (&sums)[n / 2],                          \
-                                                 const WgmmaOperand& weights,                   \
-                                                 const WgmmaOperand& rows) {                    \
+    template <class Weights>                                                                    \
+    static __device__ __forceinline__ void Issue(float* sums, const Weights& weights,           \
+                                                 const WgmmaOperand<>& rows) {                  \
       asm volatile(                                                                             \
           "{\n\t.reg .pred p;\n\tsetp.eq.u32 p, 0, 0;\n\t"                                      \
           "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" registers "}, " a ", " b \

@@ -7,29 +7,16 @@
 #include <cstdio>
 #include <functional>
 #include <memory>
-#include <numeric>
-#include <random>
 #include <string>
 #include <vector>
 
 #include "tests/bench/dense_matmul.h"
 #include "tests/bench/matmul_probe.h"
+#include "tests/bench/matmul_timing.cuh"
 #include "tests/unit/matmul_case.cuh"
 
 namespace jax_ep::matmul {
 namespace {
-
-constexpr int kSets = 2;  // of operands and results, used round robin, so that caches do not help
-constexpr int kLaunches = 10;  // of a chain
-constexpr int kRounds = 15;    // chains of each matmul
-
-// Normal numbers.
-__global__ void FillNormal(__nv_bfloat16* data, int64_t size, uint32_t seed) {
-  for (int64_t i = ThreadIndex(); i < size; i += NumThreads()) {
-    const float radius = sqrtf(-2 * logf(1 - Uniform(2 * i, seed)));
-    data[i] = __float2bfloat16_rn(radius * cospif(2 * Uniform(2 * i + 1, seed)));
-  }
-}
 
 // The largest difference, as bits of a float that is not negative.
 __global__ void FindDifference(const __nv_bfloat16* a, const __nv_bfloat16* b, int64_t size,
@@ -94,50 +81,6 @@ class Operands {
   const Model model_;
   std::vector<Pointer> rows_, weights_, out_;
 };
-
-std::vector<uint32_t> DrawOffsets(uint32_t n_groups, uint32_t mean, bool is_drawn) {
-  std::vector<uint32_t> sizes(n_groups, is_drawn ? 0 : mean);
-  std::mt19937 random(mean);
-  for (uint32_t i = 0; is_drawn && i < n_groups * mean; ++i) ++sizes[random() % n_groups];
-  std::vector<uint32_t> offsets = {0};
-  for (const uint32_t size : sizes) offsets.push_back(offsets.back() + size);
-  return offsets;
-}
-
-// Milliseconds of one launch, in a chain of them.
-double TimeChain(const std::function<void(int set)>& launch) {
-  cudaEvent_t begin, end;
-  ExpectSuccess("cudaEventCreate", cudaEventCreate(&begin));
-  ExpectSuccess("cudaEventCreate", cudaEventCreate(&end));
-  launch(kSets - 1);  // the chain is queued behind it
-  ExpectSuccess("cudaEventRecord", cudaEventRecord(begin));
-  for (int i = 0; i < kLaunches; ++i) launch(i % kSets);
-  ExpectSuccess("cudaEventRecord", cudaEventRecord(end));
-  ExpectSuccess("a chain of matmuls", cudaEventSynchronize(end));
-  float ms = 0;
-  ExpectSuccess("cudaEventElapsedTime", cudaEventElapsedTime(&ms, begin, end));
-  ExpectSuccess("cudaEventDestroy", cudaEventDestroy(begin));
-  ExpectSuccess("cudaEventDestroy", cudaEventDestroy(end));
-  return ms / kLaunches;
-}
-
-// The median of each, from rounds in random orders, since the power limit slows what follows.
-std::vector<double> TimeRoundRobin(const std::vector<std::function<void(int set)>>& launches) {
-  std::vector<std::vector<double>> times(launches.size());
-  std::vector<size_t> order(launches.size());
-  std::iota(order.begin(), order.end(), size_t{0});
-  std::mt19937 random(1);
-  for (int round = 0; round < kRounds; ++round) {
-    std::shuffle(order.begin(), order.end(), random);
-    for (const size_t i : order) times[i].push_back(TimeChain(launches[i]));
-  }
-  std::vector<double> medians;
-  for (auto& of_one : times) {
-    std::nth_element(of_one.begin(), of_one.begin() + kRounds / 2, of_one.end());
-    medians.push_back(of_one[kRounds / 2]);
-  }
-  return medians;
-}
 
 // Bytes per millisecond of a copy, read and written.
 double CopyRate(const MatmulCall& call) {

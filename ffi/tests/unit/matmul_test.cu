@@ -14,6 +14,7 @@
 
 #include "layer/matmul/kernels.h"
 #include "tests/unit/matmul_case.cuh"
+#include "tests/unit/matmul_gated_cases.cuh"
 #include "tests/unit/matmul_swapped_cases.cuh"
 
 namespace jax_ep::matmul {
@@ -192,8 +193,8 @@ int main(int argc, char** argv) {
   if (major == 9) backends.push_back({"hopper", LaunchHopperMatmul, true});
   const double seconds = argc > 1 ? std::atof(argv[1]) : 20;
   const auto first_seed = static_cast<uint32_t>(argc > 2 ? std::atoll(argv[2]) : 1);
-  const double share = seconds / (major == 9 ? 3 : 1);
-  int n_cases = major == 9 ? TestSwapped(share, first_seed) : 0;
+  const double share = seconds / (major == 9 ? 4 : 1);
+  int n_cases = major == 9 ? TestSwapped(share, first_seed) + TestGated(share, first_seed) : 0;
   for (const Backend& backend : backends) n_cases += TestBackend(backend, share, first_seed);
   std::cout << "matmul_test: all " << n_cases << " cases passed" << std::endl;
 }

@@ -1,0 +1,64 @@
+#include "layer/matmul/gated.h"
+
+#include <algorithm>
+#include <cstdint>
+
+#include "layer/silu/cuda_silu.h"
+
+namespace jax_ep::matmul {
+namespace {
+
+#ifdef JAX_EP_MATMUL_HOPPER
+// Whether one kernel can do the work.
+bool MayGate(const MatmulCall& call) {
+  constexpr int64_t kMostGroups = 512;  // hopper::kMaxSwappedGroups
+  const int64_t largest = std::max({call.n_rows, call.n_groups, call.k, call.n});
+  const int64_t least = std::min({call.n_rows, call.n_groups, call.k, call.n});
+  return IsHopper() && call.k % 8 == 0 && call.n % 16 == 0 && call.n_groups <= kMostGroups &&
+         least > 0 && largest <= INT32_MAX;
+}
+
+// Whether it is faster with any rows. The activation takes as long as some hundred terms of a
+// matmul: beside many, it does not always outweigh that the kernel multiplies more slowly than the
+// best one, unless all wait for the weights. Smaller weights and k were not measured.
+bool ShouldGate(const MatmulCall& call) {
+  constexpr int64_t kSmallestK = 1024, kLargestK = 4096, kFewestWeights = 100'000'000;
+  constexpr int64_t kFewRows = 128;  // of a group, on average
+  return call.k >= kSmallestK && call.n_groups * call.k * call.n >= kFewestWeights &&
+         (call.k <= kLargestK || call.n_rows <= kFewRows * call.n_groups);
+}
+#endif
+
+}  // namespace
+
+silu::SiluCall ActivationOf(const MatmulCall& call, const Gate& gate) {
+  silu::SiluCall silu{};
+  silu.token_format = "plain_bfloat16";
+  silu.scales_layout = ScalesLayout::kNone;
+  silu.is_interleaved = gate.is_interleaved;
+  silu.activation = gate.activation;
+  silu.n_rows = call.n_rows, silu.n_groups = call.n_groups;
+  silu.row_size = call.n / 2;
+  silu.x_type = silu.out_type = RowType::kBFloat16;
+  silu.x = call.out;
+  silu.row_offsets = call.row_offsets;
+  silu.out = gate.values;
+  return silu;
+}
+
+cudaError_t LaunchGated(const MatmulCall& call, const Gate& gate, cudaStream_t stream,
+                        [[maybe_unused]] hopper::Swap swap) {
+#ifdef JAX_EP_MATMUL_HOPPER
+  const bool should =
+      swap == hopper::Swap::kByRows ? ShouldGate(call) : swap != hopper::Swap::kNever;
+  if (should && MayGate(call)) {
+    const cudaError_t error = hopper::LaunchGatedBFloat16(call, gate, stream, swap);
+    if (error != cudaSuccess) cudaGetLastError();  // clears it: the next launch must not report it
+    return error;
+  }
+#endif
+  const cudaError_t error = LaunchMatmul(call, stream);
+  return error == cudaSuccess ? silu::LaunchFusedSilu(ActivationOf(call, gate), stream) : error;
+}
+
+}  // namespace jax_ep::matmul

@@ -1,0 +1,38 @@
+// The first matmul of experts with the activation of its result, in one call: bits are those of the
+// two calls.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "layer/matmul/kernels.h"
+#include "layer/matmul/matmul_call.h"
+#include "layer/silu/silu.h"
+#include "layer/silu/silu_call.h"
+
+namespace jax_ep::matmul {
+
+// What becomes of the result [C, 2 F] of a matmul.
+struct Gate {
+  bool is_interleaved;  // gate and up columns alternate; otherwise all gates come first
+  silu::Activation activation;
+  void* values;  // [C, F], bfloat16; rows that are not in use keep what they hold
+};
+
+// By one kernel where that is faster, or, by tests, as hopper::Swap says. `call` is of bfloat16, in
+// the form kWeights. Its result is written only where two kernels do the work. Errors are those of
+// LaunchMatmul.
+cudaError_t LaunchGated(const MatmulCall& call, const Gate& gate, cudaStream_t stream,
+                        hopper::Swap swap = hopper::Swap::kByRows);
+
+// The activation, as a call of its own.
+silu::SiluCall ActivationOf(const MatmulCall& call, const Gate& gate);
+
+namespace hopper {
+
+// By one kernel, with k a multiple of 8, n of 16, and at most kMaxSwappedGroups groups; nothing is
+// empty. `swap` is not kNever; kByRows: the device chooses the size of tiles.
+cudaError_t LaunchGatedBFloat16(const MatmulCall& call, const Gate& gate, cudaStream_t stream,
+                                Swap swap);
+
+}  // namespace hopper
+}  // namespace jax_ep::matmul

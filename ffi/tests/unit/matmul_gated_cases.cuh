@@ -1,0 +1,130 @@
+// Checks of the matmul that also computes the activation, against the two calls that it stands for.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <iostream>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "layer/matmul/gated.h"
+#include "layer/matmul/kernels.h"
+#include "layer/silu/cuda_silu.h"
+#include "tests/unit/matmul_case.cuh"
+#include "tests/unit/matmul_swapped_cases.cuh"
+
+namespace jax_ep::matmul {
+
+// Two calls: a matmul by CUTLASS, and fused_silu.
+inline cudaError_t LaunchPair(const MatmulCall& call, const Gate& gate, cudaStream_t stream) {
+  const cudaError_t error = hopper::LaunchBFloat16(call, stream, hopper::Swap::kNever);
+  return error == cudaSuccess ? silu::LaunchFusedSilu(ActivationOf(call, gate), stream) : error;
+}
+
+// `shape.n` is 2 F. Rows that are not in use are NaN, and their values must stay as they are.
+class GatedCase {
+ public:
+  GatedCase(const Shape& shape, uint32_t seed)
+      : lhs_(shape.n_rows * shape.k * 2),
+        rhs_(shape.n_groups() * shape.k * shape.n * 2),
+        row_offsets_(shape.row_offsets.size() * sizeof(uint32_t)),
+        hidden_(shape.n_rows * shape.n * 2),
+        wanted_(shape.n_rows * shape.n),
+        got_(shape.n_rows * shape.n),
+        workspace_(MatmulWorkspaceBytes(shape.n_groups())),
+        n_different_(sizeof(unsigned)) {
+    call_.form = MatmulForm::kWeights, call_.element = Element::kBFloat16;
+    call_.out_type = RowType::kBFloat16;
+    call_.n_rows = shape.n_rows, call_.n_groups = shape.n_groups();
+    call_.k = shape.k, call_.n = shape.n;
+    call_.lhs = lhs_.As<void>(), call_.rhs = rhs_.As<void>(), call_.out = hidden_.As<void>();
+    call_.row_offsets = row_offsets_.As<uint32_t>();
+    call_.workspace = workspace_.As<void>(), call_.workspace_bytes = workspace_.size();
+    const int64_t n_weights = call_.n_groups * call_.k * call_.n;
+    FillElements<<<kTestBlocks, kTestThreads>>>(
+        lhs_.As<void>(), call_.element, call_.n_rows * call_.k, shape.n_used() * call_.k, seed);
+    FillElements<<<kTestBlocks, kTestThreads>>>(rhs_.As<void>(), call_.element, n_weights,
+                                                n_weights, seed + 1);
+    ExpectSuccess("cudaMemcpy", cudaMemcpy(row_offsets_.As<void>(), shape.row_offsets.data(),
+                                           row_offsets_.size(), cudaMemcpyHostToDevice));
+  }
+
+  void Expect(Gate gate, const std::string& name) {
+    Run(wanted_, gate, name, [&] { return LaunchPair(call_, gate, nullptr); });
+  }
+
+  // After Expect, of the same gate.
+  void Check(Gate gate, hopper::Swap swap, const std::string& name) {
+    Run(got_, gate, name, [&] { return LaunchGated(call_, gate, nullptr, swap); });
+    ExpectSame(name + ": values", got_.As<uint8_t>(), wanted_.As<uint8_t>(), got_.size());
+    for (const Buffer* buffer : {&got_, &hidden_, &workspace_}) {
+      ExpectSame(name + ": past the end", buffer->guard(), nullptr, kGuardBytes);
+    }
+  }
+
+ private:
+  template <class LaunchCall>
+  void Run(const Buffer& values, Gate& gate, const std::string& name, const LaunchCall& launch) {
+    gate.values = values.As<void>();
+    ExpectSuccess(name, cudaMemset(gate.values, kCanary, values.size()));
+    ExpectSuccess(name, cudaMemset(hidden_.As<void>(), kCanary, hidden_.size()));
+    ExpectSuccess(name, launch());
+    ExpectSuccess(name, cudaDeviceSynchronize());
+  }
+
+  void ExpectSame(const std::string& what, const uint8_t* a, const uint8_t* b, size_t size) {
+    unsigned n_different = 0;
+    auto* const counter = n_different_.As<unsigned>();
+    ExpectSuccess(what, cudaMemset(counter, 0, sizeof(n_different)));
+    CountDifferences<<<kTestBlocks, kTestThreads>>>(a, b, static_cast<int64_t>(size), counter);
+    ExpectSuccess(what, cudaMemcpy(&n_different, counter, sizeof(n_different), cudaMemcpyDefault));
+    CHECK_EQ(what + ": " + std::to_string(n_different) + " bytes differ",
+             what + ": 0 bytes differ");
+  }
+
+  MatmulCall call_{};
+  const Buffer lhs_, rhs_, row_offsets_, hidden_, wanted_, got_, workspace_, n_different_;
+};
+
+// Returns the number of cases.
+inline int CheckGated(const Shape& shape, uint32_t seed) {
+  using Swap = hopper::Swap;
+  GatedCase gated_case(shape, seed);
+  int n_cases = 0;
+  for (const bool is_interleaved : {false, true}) {
+    for (const bool is_clamped : {false, true}) {
+      const Gate gate = {is_interleaved, {is_clamped, 1.702f, 2.0f}, nullptr};
+      const std::string name = "gated, " + shape.name + ", k " + std::to_string(shape.k) + ", n " +
+                               std::to_string(shape.n) + (is_interleaved ? ", interleaved" : "") +
+                               (is_clamped ? ", clamped" : "");
+      gated_case.Expect(gate, name);
+      gated_case.Check(gate, Swap::kByRows, name + ", by rows");
+      gated_case.Check(gate, Swap::kNever, name + ", never");
+      gated_case.Check(gate, Swap::kSmallTiles, name + ", 192");
+      gated_case.Check(gate, Swap::kLargeTiles, name + ", 256");
+      n_cases += 4;
+    }
+  }
+  return n_cases;
+}
+
+// Calls with columns for gates and ups.
+inline Shape WithGates(Shape shape) {
+  shape.n = (shape.n + 15) / 16 * 16;
+  return shape;
+}
+
+inline int TestGated(double seconds, uint32_t first_seed) {
+  using Clock = std::chrono::steady_clock;
+  int n_cases = 0;
+  for (const Shape& shape : SwappedShapes()) n_cases += CheckGated(WithGates(shape), 0);
+  const auto end = Clock::now() + std::chrono::duration<double>(seconds);
+  uint32_t seed = first_seed;
+  for (; Clock::now() < end; ++seed) n_cases += CheckGated(WithGates(DrawSwappedShape(seed)), seed);
+  std::cout << "gated, random from seed " << first_seed << " to before " << seed << ": " << n_cases
+            << " cases with the fixed ones" << std::endl;
+  return n_cases;
+}
+
+}  // namespace jax_ep::matmul
