@@ -150,6 +150,11 @@ frameworks: $(VENV)/.package  ## train tiny models with MaxText and with Levante
 wheels:  ## build the wheels that users get, with the CUDA kernels, and test them; in dist
 	PYTHONS="$(PYTHONS)" tools/wheels.sh
 
+.PHONY: wheel-cpu
+wheel-cpu: $(VENV)/.deps  ## build a wheel for CPUs alone, with the Python of .venv; in dist
+	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist \
+	  --config-settings cmake.define.JAX_EP_CUDA=OFF .
+
 .PHONY: cuda-compile
 cuda-compile:  ## compile all CUDA sources; needs no GPU
 	tools/cuda_compile.sh

@@ -28,6 +28,8 @@ _LANGUAGES = {
     ".toml": "toml",
 }
 _LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)")
+# Of a page at the top of the site: its own style sheets and scripts.
+_ASSET = re.compile(r'<(?:link rel="stylesheet" href|script src)="(?!\w+:|/)([^"?]+)')
 # Python-Markdown would read these as text of the item around them; GitHub reads either.
 _SHALLOW_ITEM = re.compile(r"^ {1,3}(?:[-*+]|\d+\.) ", re.MULTILINE)
 
@@ -37,9 +39,10 @@ _log = logging.getLogger("mkdocs.hooks.docs")
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     """Moves the pages to docs/, and adds README.md and what all of them link to."""
     root = Path(config.config_file_path).resolve().parent
-    own = {Path(file.abs_src_path).resolve() for file in files if file.abs_src_path is not None}
-    site = Files([file for file in files if file.abs_src_path is None])  # the theme's
-    pending, seen = [*sorted(own), root / "README.md"], set()
+    own = [file for file in files if file.src_dir == config.docs_dir]
+    site = Files([file for file in files if file not in own])  # the theme's
+    pages = sorted(Path(file.src_dir or "", file.src_uri).resolve() for file in own)
+    pending, seen = [*pages, root / "README.md"], set()
     while pending:
         path = pending.pop()
         if path in seen:
@@ -68,6 +71,14 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
         return link[1]
 
     return _LINK.sub(mapped, markdown)
+
+
+def on_post_build(*, config: MkDocsConfig) -> None:
+    """Warns of style sheets and scripts that the first page names and the site lacks."""
+    site = Path(config.site_dir)
+    for name in _ASSET.findall((site / "index.html").read_text()):
+        if not (site / name).is_file():
+            _log.warning("index.html needs %s, which the site does not have.", name)
 
 
 def _file(config: MkDocsConfig, path: Path, uri: str) -> File:
