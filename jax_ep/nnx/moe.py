@@ -174,9 +174,7 @@ class MoE(nnx.Module):
         self.interleaved = interleaved
         self.clamp = check_activation("nnx.MoE", interleaved, clamp)
         create = Parameters(group.mesh, kernel_init, param_dtype, rngs)
-        self._create_parameters(
-            create, n_experts, n_shared, router_bias, logit_bias, expert_bias
-        )
+        self._create_parameters(create, n_experts, n_shared, router_bias, logit_bias, expert_bias)
 
     def _create_parameters(
         self,
