@@ -66,7 +66,7 @@ class RaggedMoE(nnx.Module):
         self.down = param(by_expert, (n_experts, width, size), EXPERT, None, DATA)
 
     def __call__(self, tokens: jax.Array) -> tuple[jax.Array, MoEReport]:  # [B, S, H]
-        report = MoEReport(P(), P(), P(), P(), P(), topk_ids=P(ALL))
+        report = MoEReport(*[P()] * len(MoEReport._fields))._replace(topk_ids=P(ALL))
         layer = jax.shard_map(
             functools.partial(apply_experts, self.top_k, self.ragged_dot),
             mesh=self.mesh,
@@ -108,5 +108,6 @@ def apply_experts(
         n_limited=nothing,
         n_dropped=nothing,
         topk_ids=routes.topk_ids,
+        n_unserved=nothing,
     )
     return output.astype(tokens.dtype), report

@@ -93,8 +93,8 @@ inline RailExchange WithSlots(RailExchange map, int64_t slot_bytes) {
   const int64_t n_slots = map.slots.bytes / map.slot_bytes;
   map.slot_bytes = slot_bytes;
   map.slots.bytes = map.staged.bytes = AlignUp(n_slots * slot_bytes, Regions::kAlignment);
-  map.staged.offset = map.slots.end();
-  map.bytes = map.staged.end();
+  map.staged.offset = map.slots.offset + map.slots.bytes;
+  map.bytes = map.staged.offset + map.staged.bytes;
   return map;
 }
 
