@@ -27,7 +27,7 @@ struct WorkspaceShape {
 };
 
 // One or more buffers of the workspace, one after the other. Every kernel has all regions among its
-// arguments, of which each line that it uses costs a launch about 0.3 us: nothing else is here.
+// arguments. Their size counts: a third word here takes 0.2 us of a dispatch of few tokens.
 struct Region {
   size_t offset;
   size_t bytes;  // of one buffer
