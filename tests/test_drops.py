@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import jax_ep
-from harness import succeed_in_callbacks
+from harness import AXIS, make_mesh, on_mesh, put, succeed_in_callbacks
 from jax_ep.nnx import MoE
 from nnx_layers import F, make_layer, make_tokens
 
@@ -158,6 +158,39 @@ def test_the_group_serves_after_the_error(transport):
         with pytest.raises(jax.errors.JaxRuntimeError, match="rows must fit"):
             run(group, np.zeros((R * T, K), np.int32))
         run(group, balanced.reshape(R * T, K).astype(np.int32))
+
+
+def check_every_process_raises() -> None:
+    """A target of `processes.run_processes`, with at least two ranks in all."""
+    transport = "xla" if jax.default_backend() == "cpu" else "p2p"
+    n_ranks = len(jax.devices())
+    config = jax_ep.EPConfig(
+        n_experts=n_ranks * L,
+        top_k=K,
+        hidden_size=H,
+        max_tokens_per_rank=T,
+        recv_capacity=T * K,
+        on_drop="raise",
+        timeout_s=30.0,
+    )
+    mesh = make_mesh(n_ranks)
+    group = jax_ep.ep_init(mesh, AXIS, config, transport)
+
+    def layer(tokens, ids, weights):
+        rows = jax_ep.dispatch(group, tokens, ids, weights)
+        return jax_ep.combine(group, rows.tokens, rows)
+
+    call = on_mesh(mesh, layer)
+    weights = np.full((n_ranks, T, K), 1 / K, np.float32)
+    tokens = np.ones((n_ranks, T, H), jnp.bfloat16)
+    of_rank_0 = np.broadcast_to(np.arange(K, dtype=np.int32), (n_ranks, T, K))
+    balanced = np.arange(n_ranks * T * K, dtype=np.int32).reshape(n_ranks, T, K) % (n_ranks * L)
+    wanted = rf"{(n_ranks - 1) * T * K} were dropped, {(n_ranks - 1) * T * K} on rank 0\."
+    for _ in range(2):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=wanted):
+            jax.block_until_ready(call(*put(mesh, tokens, of_rank_0, weights)))
+        for shard in call(*put(mesh, tokens, balanced, weights)).addressable_shards:
+            np.testing.assert_array_equal(np.asarray(shard.data, np.float32), 1)
 
 
 def test_counting_costs_nothing():

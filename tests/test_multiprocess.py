@@ -27,6 +27,12 @@ def test_groups_may_span_processes_or_not():
     run_processes(2, "test_multiprocess:check_two_axes", n_local_devices=4)
 
 
+@pytest.mark.parametrize(("n_processes", "n_local_devices"), [(2, 2), (3, 1)])
+def test_drops_raise_in_every_process(n_processes, n_local_devices):
+    target = "test_drops:check_every_process_raises"
+    run_processes(n_processes, target, n_local_devices=n_local_devices)
+
+
 def test_auto_selects_a_transport_for_several_processes():
     run_processes(2, "test_multiprocess:check_choice_of_transport")
 

@@ -94,6 +94,15 @@ def test_each_process_has_a_gpu(check, n_processes):
 
 
 @pytest.mark.multigpu
+@pytest.mark.parametrize("n_processes", [2, 4, 8])
+def test_drops_raise_in_every_process(n_processes):
+    """Not where processes share a GPU: the counts are gathered by NCCL, which refuses that."""
+    gpus = needs_gpus(n_processes)
+    target = "test_drops:check_every_process_raises"
+    run_processes(n_processes, target, gpus=gpus, timeout_s=TIMEOUT_S)
+
+
+@pytest.mark.multigpu
 @pytest.mark.parametrize("check", [*CHECKS, "check_two_axes"])
 def test_each_process_has_two_gpus(check):
     gpus = needs_gpus(4)
