@@ -80,8 +80,9 @@ def compare(group, arrays, names=WITHOUT_BIASES, wrap=lambda layer: layer, **opt
         for layer in (parts, jax_ep.moe)
     )
     assert_trees_equal(group.mesh, got, wanted, "moe")
-    for name, gradient in got[1][0].items():
-        assert np.asarray(gradient, np.float32).any(), f"{name} has no gradient"
+    for where, gradients in harness.shards(group.mesh, got[1][0]):
+        for name, gradient in gradients.items():
+            assert gradient.astype(np.float32).any(), f"{name} has no gradient on {where}"
     return got
 
 
