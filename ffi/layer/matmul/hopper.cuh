@@ -74,9 +74,9 @@ struct NoKernel {
 template <class Swapped>
 SwappedTables TakeSwappedTables(const MatmulCall& call, Swap swap, Workspace& workspace) {
   if (swap == Swap::kByRows && !MaySwap(call)) swap = Swap::kNever;
-  if (std::is_same_v<Swapped, NoKernel> || swap == Swap::kNever) return {{}, Swap::kNever};
+  if (std::is_same_v<Swapped, NoKernel> || swap == Swap::kNever) return {{}, Swap::kNever, false};
   const auto n = static_cast<size_t>(call.n_groups);
-  return {{workspace.Take<uint32_t>(n), workspace.Take<MatmulSpan>(n)}, swap};
+  return {{workspace.Take<uint32_t>(n), workspace.Take<MatmulSpan>(n)}, swap, false};
 }
 
 template <class Kernel>
@@ -179,11 +179,15 @@ cudaError_t Launch(const MatmulCall& call, cudaStream_t stream, Swap swap = Swap
 
   Workspace workspace(call);
   const auto tables = TakeTables<Many>(call, workspace);
-  const SwappedTables swapped_tables = TakeSwappedTables<Swapped>(call, swap, workspace);
+  SwappedTables swapped_tables = TakeSwappedTables<Swapped>(call, swap, workspace);
   char* const maps = workspace.Take<char>(  // only one kernel of the set uses them
       std::max(
           {TensorMapBytes<Many>(n_sms), TensorMapBytes<Some>(n_sms), TensorMapBytes<Few>(n_sms)}));
   if (!workspace.fits()) return cudaErrorInvalidValue;
+  if (swapped_tables.swap == Swap::kByRows) {
+    error = swapped::IsMemorySlow(&swapped_tables.is_memory_slow);
+    if (error != cudaSuccess) return error;
+  }
 
   p2p::LaunchShape shape{dim3(NumZeroBlocks(call, n_sms)), kTableThreads, 0, stream};
   shape.starts_early = true;

@@ -27,7 +27,7 @@ struct GatedTables {
     char* const begin = static_cast<char*>(call.workspace);
     const size_t n_bytes = static_cast<size_t>(call.n_groups) * sizeof(MatmulSpan);
     auto* const words = reinterpret_cast<uint32_t*>(begin + kAlignment + n_bytes);
-    return {{{words, reinterpret_cast<MatmulSpan*>(begin + kAlignment)}, swap},
+    return {{{words, reinterpret_cast<MatmulSpan*>(begin + kAlignment)}, swap, false},
             reinterpret_cast<uint32_t*>(begin)};
   }
 };

@@ -7,6 +7,7 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 
 namespace jax_ep::matmul::swapped {
@@ -71,7 +72,37 @@ cudaError_t MakeParams(Encode encode, const MatmulCall& call, const MatmulTileTa
   return error;
 }
 
+// Of the device, from its memory's clock rate and width.
+cudaError_t MemoryBytesPerSecond(int device, int64_t* rate) {
+  int kilohertz = 0, n_bits = 0;
+  cudaError_t error = cudaDeviceGetAttribute(&kilohertz, cudaDevAttrMemoryClockRate, device);
+  if (error != cudaSuccess) return error;
+  error = cudaDeviceGetAttribute(&n_bits, cudaDevAttrGlobalMemoryBusWidth, device);
+  *rate = 2 * 1000 * int64_t{kilohertz} * n_bits / 8;  // two transfers per cycle
+  return error;
+}
+
 }  // namespace
+
+cudaError_t IsMemorySlow(bool* is_slow) {
+  enum Answer : int { kNotAsked, kNo, kYes };
+  constexpr int kMaxDevices = 64;
+  static std::atomic<int> answers[kMaxDevices];  // the driver may take long to answer
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  if (device >= kMaxDevices) return cudaErrorInvalidDevice;
+  int answer = answers[device].load(std::memory_order_relaxed);
+  if (answer == kNotAsked) {
+    int64_t rate = 0;
+    error = MemoryBytesPerSecond(device, &rate);
+    if (error != cudaSuccess) return error;
+    answer = rate < 4'200'000'000'000 ? kYes : kNo;
+    answers[device].store(answer, std::memory_order_relaxed);
+  }
+  *is_slow = answer == kYes;
+  return cudaSuccess;
+}
 
 cudaError_t MakeParams(const MatmulCall& call, const MatmulTileTable& tiles, Params& params) {
   Encode encode;

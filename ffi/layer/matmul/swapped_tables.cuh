@@ -18,12 +18,13 @@ constexpr int kMaxSwappedGroups = 512;
 // In device memory, filled if the kernel is chosen.
 struct SwappedTables {
   MatmulTileTable tiles;
-  Swap swap;  // kNever: there is no table
+  Swap swap;            // kNever: there is no table
+  bool is_memory_slow;  // only looked at for kByRows
 
   __device__ Choice Choose(const GroupSums& sums) const {
     if (swap == Swap::kSmallTiles) return {KernelChoice::kSwapped, swapped::kSmallTileRows};
     if (swap == Swap::kLargeTiles) return {KernelChoice::kSwapped, swapped::kLargeTileRows};
-    return swap == Swap::kNever ? ChooseOfCutlass(sums) : ChooseOfAll(sums);
+    return swap == Swap::kNever ? ChooseOfCutlass(sums) : ChooseOfAll(sums, is_memory_slow);
   }
 };
 
