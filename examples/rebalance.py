@@ -13,12 +13,13 @@ from jax import P
 import jax_ep
 import jax_ep.nnx
 
-N_EXPERTS, N_REDUNDANT, N_TOKENS, H = 64, 16, 128, 64  # N_TOKENS: per rank and step
+N_EXPERTS, N_TOKENS, H = 64, 128, 64  # N_TOKENS: per rank and step
 
 jax.config.update("jax_num_cpu_devices", 16)  # if there is no GPU; 8 would do from jaxlib 0.12 on
 mesh = jax.sharding.Mesh(jax.devices()[:8], ("ep",))
+n_redundant = 16 if mesh.size > 1 else 0  # a rank holds an expert at most once
 config = jax_ep.EPConfig(
-    n_experts=N_EXPERTS + N_REDUNDANT, top_k=2, hidden_size=H, max_tokens_per_rank=N_TOKENS
+    n_experts=N_EXPERTS + n_redundant, top_k=2, hidden_size=H, max_tokens_per_rank=N_TOKENS
 )
 group = jax_ep.ep_init(mesh, "ep", config)
 n_traces = 0
@@ -26,7 +27,7 @@ n_traces = 0
 
 def place(load):
     """The placement for a load of the logical experts."""
-    return jax_ep.ExpertPlacement(jax_ep.rebalance(load, group.n_ranks, N_REDUNDANT), group.n_ranks)
+    return jax_ep.ExpertPlacement(jax_ep.rebalance(load, group.n_ranks, n_redundant), group.n_ranks)
 
 
 @nnx.jit
