@@ -64,7 +64,8 @@ def _experts(implementation: Implementation, rows: Any, weights: Any) -> jax.Arr
 def _layer(implementation: Implementation, *, by_moe: bool = False) -> Step:
     def next(tokens, ids, weights, parameters, hide):
         if by_moe:
-            return jax_ep.moe(implementation.group, tokens, ids, weights, *parameters), {}
+            out = jax_ep.moe(implementation.group, tokens, ids, weights, *parameters, overlap=True)
+            return out, {}
         rows = implementation.dispatch(tokens, ids, weights)
         results = _experts(implementation, rows, parameters)
         return implementation.combine(results, rows, weights), {"row_offsets": rows.row_offsets}

@@ -1,7 +1,7 @@
-"""moe: dispatch, experts and combine as one call, whose backward hides an exchange.
+"""moe: dispatch, experts and combine as one call, whose backward can hide an exchange.
 
-The gradients of the experts' weights need no exchange, and nothing in the backward needs them. So
-they are computed last, while the gradients of the rows return to their tokens.
+The gradients of the experts' weights need no exchange, and nothing in the backward needs them. So,
+with `overlap`, they are computed last, while the gradients of the rows return to their tokens.
 """
 
 import dataclasses
@@ -37,6 +37,7 @@ def moe(
     transposed: bool = False,
     interleaved: bool = False,
     clamp: tuple[float, float] | None = None,
+    overlap: bool = False,
 ) -> jax.Array:
     """The whole layer: `dispatch`, `expert_mlp` and `combine`, with the weights at dispatch.
 
@@ -46,9 +47,8 @@ def moe(
     out = jax_ep.combine(group, results, rows)
     ```
 
-    has the same bits, in gradients too. On `p2p`, the gradients of the experts' weights and biases
-    are computed while those of the tokens return (docs/overlap.md). Names for `jax.checkpoint`
-    policies are those of the three calls, which also count dropped rows.
+    has the same bits, in gradients too. Names for `jax.checkpoint` policies are those of the three
+    calls, which also count dropped rows.
 
     Args:
         group: from `ep_init`.
@@ -62,18 +62,22 @@ def moe(
         transposed: whether the weights are `[L + se, 2 F, H]` and `[L + se, H, F]`.
         interleaved: whether gate and up columns alternate, as in `fused_silu`.
         clamp: `(alpha, limit)`, as in `fused_silu`.
+        overlap: whether the backward on `p2p` computes the gradients of the experts' weights and
+            biases while the gradients of the tokens return, on `config.n_sms` multiprocessors. On
+            two GPUs, that takes more time (docs/overlap.md). Other transports ignore it.
 
     Returns:
         `[..., H]` in `config.combine_dtype`.
 
     Raises:
         TypeError: as for the three calls, whose names messages begin with. While tracing.
-        ValueError: alike.
+        ValueError: alike; and if `overlap` is neither True nor False.
         jax.errors.JaxRuntimeError: as for `dispatch`.
     """
     call = check_group("dispatch", group)
     clamp = check_activation(group.geometry.call("expert_mlp"), interleaved, clamp)
-    layer = _Layer(group, transposed, interleaved, clamp)
+    checks.check_flags("moe", overlap=overlap)
+    layer = _Layer(group, transposed, interleaved, clamp, overlap)
     weights = ExpertWeights(gate_up, down, gate_up_bias, down_bias)
     if _has_codes(group, weights):
         dispatched = dispatch(group, tokens, topk_ids, topk_weights)
@@ -114,6 +118,7 @@ class _Layer:
     transposed: bool
     interleaved: bool
     clamp: tuple[float, float] | None
+    overlap: bool
 
     def start(
         self, operands: DispatchOperands, topk_ids: jax.Array, slots: CotangentSlots | None = None
@@ -154,7 +159,7 @@ class _Saved(NamedTuple):
 
 
 def _moe_fwd(layer: _Layer, given: Any, routing: Any, topk_ids: Any, weights: Any) -> Any:
-    overlaps = _has_gradient(given) and _has_gradient(weights)
+    overlaps = layer.overlap and _has_gradient(given) and _has_gradient(weights)
     given, routing, topk_ids, weights = map(_values, (given, routing, topk_ids, weights))
     slots = layer.group._connection.make_slots(routing.replace(given)) if overlaps else None
 

@@ -134,7 +134,7 @@ def gradients_of_moe(group, tokens, topk_ids, n_layers=1, wrap=lambda layer: lay
 
     @wrap
     def layer(*args):
-        return jax_ep.moe(group, args[0], topk_ids, *args[1:])
+        return jax_ep.moe(group, args[0], topk_ids, *args[1:], overlap=True)
 
     def loss(tokens, weights, gate_up, down):
         if n_layers == 1:

@@ -20,6 +20,9 @@ def parts(group, tokens, ids, weights, gate_up, down, **options):
     return jax_ep.combine(group, jax_ep.expert_mlp(rows, gate_up, down, **options), rows)
 
 
+overlapping = functools.partial(jax_ep.moe, overlap=True)
+
+
 def open_group(transport, mesh=None, dtype="bfloat16", **options):
     options.setdefault("token_format", jax_ep.Plain(dtype))
     config = jax_ep.EPConfig(
@@ -73,11 +76,13 @@ def vjp(layer, group, names=WITHOUT_BIASES, **options):
     return of_arrays
 
 
-def compare(group, arrays, names=WITHOUT_BIASES, wrap=lambda layer: layer, **options):
+def compare(
+    group, arrays, names=WITHOUT_BIASES, wrap=lambda layer: layer, moe=overlapping, **options
+):
     """The bits of `jax_ep.moe`, by device, once they are found to be those of the parts."""
     wanted, got = (
         on_mesh(group.mesh, vjp(wrap(layer), group, names, **options))(*arrays)
-        for layer in (parts, jax_ep.moe)
+        for layer in (parts, moe)
     )
     assert_trees_equal(group.mesh, got, wanted, "moe")
     for where, gradients in harness.shards(group.mesh, got[1][0]):
@@ -115,6 +120,11 @@ def test_the_layer_has_the_bits_of_its_parts(case, transport):
         if case == "drops":
             assert n_dropped(group, *arrays) > 0
         compare(group, arrays, ALL, **options)
+
+
+def test_without_overlap(transport):
+    with open_group(transport) as group:
+        compare(group, without_biases(make_arrays(group)), moe=jax_ep.moe)
 
 
 def n_dropped(group, ids, arrays) -> int:
@@ -214,10 +224,10 @@ def test_policies_of_checkpoint_recompute_what_they_do_of_the_parts(saved, trans
 
         compare(group, arrays, wrap=wrapped)
         of_moe, of_parts = (
-            operations(group, wrapped(each), arrays) for each in (jax_ep.moe, parts)
+            operations(group, wrapped(each), arrays) for each in (overlapping, parts)
         )
         assert of_moe == of_parts and of_moe["jax_ep_grouped_matmul"] >= 7
-        plain = operations(group, jax_ep.moe, arrays)
+        plain = operations(group, overlapping, arrays)
         assert plain["jax_ep_grouped_matmul"] == 6
         if transport != "xla":
             n_dispatches = 1 if POLICIES[saved] else 2
@@ -268,7 +278,7 @@ def test_weights_that_replicas_share_have_their_sum_as_gradient(transport):
             )
             return jax.tree.map(np.asarray, jax.jit(mapped)(ids, arrays))
 
-        jax.tree.map(np.testing.assert_array_equal, run(jax_ep.moe), run(parts))
+        jax.tree.map(np.testing.assert_array_equal, run(overlapping), run(parts))
 
 
 @pytest.mark.usefixtures("one_process")
@@ -290,8 +300,8 @@ def test_vmap_gives_the_bits_of_the_parts(transport):
 def test_without_jit(transport):
     with open_group(transport) as group:
         arrays = without_biases(make_arrays(group, n_tokens=4))
-        wanted = on_mesh(group.mesh, vjp(jax_ep.moe, group))(*arrays)
-        got = on_mesh_eager(group.mesh, vjp(jax_ep.moe, group))(*arrays)
+        wanted = on_mesh(group.mesh, vjp(overlapping, group))(*arrays)
+        got = on_mesh_eager(group.mesh, vjp(overlapping, group))(*arrays)
         assert_trees_equal(group.mesh, got, wanted, "without jit")
 
 
@@ -331,6 +341,7 @@ def test_errors_name_the_part_and_the_argument(changes, message):
         ({"gate_up": None}, ValueError, "expert_mlp: gate_up must be an array; got None"),
         ({"down": "x"}, TypeError, "expert_mlp: down must be an array of numbers; got str"),
         ({"transposed": 1}, ValueError, "expert_mlp: transposed must be True or False; got 1"),
+        ({"overlap": None}, ValueError, "moe: overlap must be True or False; got None"),
         ({"clamp": (1.0, -1.0)}, ValueError, r"expert_mlp: clamp must be \(alpha, limit\)"),
     ],
 )

@@ -27,12 +27,12 @@ def mesh():
     return make_mesh(4)
 
 
-def lowered(group, of=tuple(SIZES), change=lambda layer: layer) -> str:
+def lowered(group, of=tuple(SIZES), change=lambda layer: layer, *, overlap=True) -> str:
     """StableHLO for GPUs of the gradients of the arguments `of`."""
 
     def layer(arrays, ids):
         tokens, weights, *matrices = (arrays[name] for name in SIZES)
-        return jax_ep.moe(group, tokens, ids, weights, *matrices)
+        return jax_ep.moe(group, tokens, ids, weights, *matrices, overlap=overlap)
 
     def gradients(arrays, ids):
         def loss(chosen):
@@ -107,6 +107,10 @@ def test_the_backward_is_synchronous_if_nothing_overlaps(mesh, of, n_combines) -
     text = lowered(closed_group(mesh), of)
     assert "jax_ep_async" not in text
     assert text.count("custom_call @jax_ep_combine(") == n_combines
+
+
+def test_the_backward_is_synchronous_unless_asked(mesh) -> None:
+    assert "jax_ep_async" not in lowered(closed_group(mesh), overlap=False)
 
 
 def test_the_backward_is_synchronous_where_nodes_are_served_by_themselves(mesh) -> None:
