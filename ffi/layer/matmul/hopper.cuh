@@ -224,20 +224,22 @@ cudaError_t LaunchByRowCount(const MatmulCall& call, cudaStream_t stream,
                 typename PlainKernel<In, Out, kForm, FewRows>::Type, Swapped>(call, stream, swap);
 }
 
-// There is one for bfloat16 rows and weights.
-template <class In, class Out>
-using SwappedKernel = std::conditional_t<std::is_same_v<In, cutlass::bfloat16_t> &&
-                                             std::is_same_v<Out, cutlass::bfloat16_t>,
-                                         swapped::Kernel, NoKernel>;
+// Kernels with swapped operands are for bfloat16 rows and weights.
+template <class In, class Out, class Swapped>
+using IfBFloat16 = std::conditional_t<std::is_same_v<In, cutlass::bfloat16_t> &&
+                                          std::is_same_v<Out, cutlass::bfloat16_t>,
+                                      Swapped, NoKernel>;
 
 template <class In, class Out>
 cudaError_t LaunchByForm(const MatmulCall& call, cudaStream_t stream, Swap swap) {
   using Form = MatmulForm;
   switch (call.form) {
     case Form::kWeights:
-      return LaunchByRowCount<Form::kWeights, In, Out, SwappedKernel<In, Out>>(call, stream, swap);
+      return LaunchByRowCount<Form::kWeights, In, Out, IfBFloat16<In, Out, swapped::Kernel>>(
+          call, stream, swap);
     case Form::kTransposedWeights:
-      return LaunchByRowCount<Form::kTransposedWeights, In, Out>(call, stream);
+      return LaunchByRowCount<Form::kTransposedWeights, In, Out,
+                              IfBFloat16<In, Out, swapped::TransposedKernel>>(call, stream, swap);
     case Form::kRows:
       return Launch<Form::kRows, typename PlainKernel<In, Out, Form::kRows, AlongRows>::Type>(
           call, stream);

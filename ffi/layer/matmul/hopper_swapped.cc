@@ -42,13 +42,17 @@ cudaError_t MakeMap(Encode encode, const void* data, const cuuint64_t (&sizes)[k
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-// Of [L, k, n]. Gates and ups that lie apart are an axis of their own.
+// Of [L, k, n] or [L, n, k]. Gates and ups that lie apart are an axis of their own.
 cudaError_t MapWeights(Encode encode, const MatmulCall& call, bool are_apart, CUtensorMap* map) {
   const auto n_groups = static_cast<cuuint64_t>(call.n_groups);
   const auto k = static_cast<cuuint64_t>(call.k), n = static_cast<cuuint64_t>(call.n);
   if (are_apart) {
     return MakeMap<4>(encode, call.rhs, {n / 2, k, 2, n_groups}, {2 * n, n, 2 * n * k},
                       {kGroupColumns / 2, kDepth, 2, 1}, map);
+  }
+  if (call.form == MatmulForm::kTransposedWeights) {
+    return MakeMap<3>(encode, call.rhs, {k, n, n_groups}, {2 * k, 2 * n * k},
+                      {kDepth, kGroupColumns, 1}, map);
   }
   return MakeMap<3>(encode, call.rhs, {n, k, n_groups}, {2 * n, 2 * n * k},
                     {kGroupColumns, kDepth, 1}, map);

@@ -34,8 +34,10 @@ constexpr uint32_t kGroupThreads = 128;
 constexpr uint32_t kBlockColumns = kWarpGroups * kGroupColumns;
 constexpr uint32_t kRowUnit = kMatmulRowUnit;
 constexpr uint32_t kLineBytes = 128;  // of kDepth terms of a row, or kGroupColumns of one term
-constexpr uint32_t kLead = 1;         // stages that the first warp group is ahead
-constexpr uint32_t kStoreRows = 48;   // that a warp group rearranges at a time
+constexpr uint32_t kStepTerms = 16;   // that an instruction multiplies
+constexpr uint32_t kRowStepBytes = kStepTerms * 2;  // from a row's terms to the next ones
+constexpr uint32_t kLead = 1;                       // stages that the first warp group is ahead
+constexpr uint32_t kStoreRows = 48;                 // that a warp group rearranges at a time
 static_assert(kBlocks * kBlockColumns == kMatmulTileColumns);
 static_assert(kLargeTileRows % (kBlocks * kRowUnit) == 0 && kStoreRows % 16 == 0);
 
@@ -119,13 +121,28 @@ __device__ __forceinline__ MatmulTiles TilesOfCluster(const Params& params) {
 
 // Weights as the plain matmul loads them: a line has 64 columns of one term.
 struct WholeLines {
-  using Operand = WgmmaOperand<kLineBytes>;
+  using Operand = WgmmaOperand<>;
+  static constexpr bool kAlongColumns = true;
+  static constexpr uint32_t kStepBytes = kStepTerms * kLineBytes;  // from terms to the next ones
 
   // Loads a stage of a warp group's weights.
   __device__ __forceinline__ static void Load(uint32_t to, const CUtensorMap* weights, int column,
                                               int k, uint32_t group, uint32_t barrier,
                                               uint64_t policy) {
     cp_async_bulk_tensor(to, weights, column, k, static_cast<int>(group), barrier, policy);
+  }
+};
+
+// Transposed weights: a line has 64 terms of one column, like those of rows.
+struct TransposedLines {
+  using Operand = WgmmaOperand<>;
+  static constexpr bool kAlongColumns = false;
+  static constexpr uint32_t kStepBytes = kRowStepBytes;
+
+  __device__ __forceinline__ static void Load(uint32_t to, const CUtensorMap* weights, int column,
+                                              int k, uint32_t group, uint32_t barrier,
+                                              uint64_t policy) {
+    cp_async_bulk_tensor(to, weights, k, column, static_cast<int>(group), barrier, policy);
   }
 };
 
@@ -192,8 +209,9 @@ __device__ __forceinline__ void Multiply(Consumer& self, float* sums) {
     self.ring.WaitFull();
     wgmma_fence();
 #pragma unroll
-    for (uint32_t i = 0; i < kDepth / 16; ++i) {
-      Wgmma<kN>::Issue(sums, weights + i * 16 * Weights::Operand::kLine, rows + i * 32);
+    for (uint32_t i = 0; i < kDepth / kStepTerms; ++i) {
+      Wgmma<kN>::template Issue<Weights::kAlongColumns>(sums, weights + i * Weights::kStepBytes,
+                                                        rows + i * kRowStepBytes);
     }
     wgmma_commit_group();
     if (k_block > 0) {
@@ -292,8 +310,9 @@ __device__ __forceinline__ void VisitUnits(uint32_t units, const Visit& visit) {
 }
 
 // The result is the sums as they are.
+template <class WeightLines>
 struct PlainTiles {
-  using Weights = WholeLines;
+  using Weights = WeightLines;
 
   __device__ __forceinline__ static void Compute(Consumer& self, const MatmulTile& tile,
                                                  uint32_t units) {
@@ -365,6 +384,7 @@ struct TileKernel {
   static constexpr int kComputeRegisters = 232, kLoadRegisters = 40;
 };
 
-using Kernel = TileKernel<PlainTiles>;
+using Kernel = TileKernel<PlainTiles<WholeLines>>;
+using TransposedKernel = TileKernel<PlainTiles<TransposedLines>>;
 
 }  // namespace jax_ep::matmul::swapped

@@ -19,7 +19,7 @@ constexpr uint32_t kDepth = 64;                                 // terms of a st
 constexpr uint32_t kMaxHalves = kLargeTileRows / (kBlocks * kMatmulRowUnit);
 
 struct Params {
-  CUtensorMap weights;           // boxes of kDepth x kGroupColumns, or 2 x kDepth x half of them
+  CUtensorMap weights;           // boxes of kDepth x kGroupColumns, also transposed or in halves
   CUtensorMap rows[kMaxHalves];  // boxes of 8, 16, ... rows x kDepth
   MatmulTileTable tiles;
   uint32_t n_groups, n_columns, n_k_blocks;
@@ -31,7 +31,7 @@ struct GatedParams : Params {
   silu::Activation activation;
 };
 
-// Of a call in the form kWeights, of bfloat16 to bfloat16.
+// Of a call with weights, transposed or not, of bfloat16 to bfloat16.
 cudaError_t MakeParams(const MatmulCall& call, const MatmulTileTable& tiles, Params& params);
 cudaError_t MakeParams(const MatmulCall& call, const Gate& gate, const MatmulTileTable& tiles,
                        GatedParams& params);

@@ -18,6 +18,8 @@ constexpr uint32_t kGroupGates = kGroupColumns / 2;  // of a warp group
 struct LinesApart {
   static constexpr uint32_t kLine = kGroupGates * 2;
   using Operand = WgmmaOperand<kLine, kDepth * kLine>;
+  static constexpr bool kAlongColumns = true;
+  static constexpr uint32_t kStepBytes = kStepTerms * kLine;
 
   __device__ __forceinline__ static void Load(uint32_t to, const CUtensorMap* weights, int column,
                                               int k, uint32_t group, uint32_t barrier,

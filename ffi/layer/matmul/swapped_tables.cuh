@@ -21,10 +21,10 @@ struct SwappedTables {
   Swap swap;            // kNever: there is no table
   bool is_memory_slow;  // only looked at for kByRows
 
-  __device__ Choice Choose(const GroupSums& sums) const {
+  __device__ Choice Choose(const GroupSums& sums, MatmulForm form) const {
     if (swap == Swap::kSmallTiles) return {KernelChoice::kSwapped, swapped::kSmallTileRows};
     if (swap == Swap::kLargeTiles) return {KernelChoice::kSwapped, swapped::kLargeTileRows};
-    return swap == Swap::kNever ? ChooseOfCutlass(sums) : ChooseOfAll(sums, is_memory_slow);
+    return swap == Swap::kNever ? ChooseOfCutlass(sums) : ChooseOfAll(sums, is_memory_slow, form);
   }
 };
 

@@ -1,5 +1,5 @@
-// The matrix instructions of Hopper for bfloat16 with float32 sums: 64 columns of weights, stored
-// along columns, times any multiple of 8 rows up to 256, stored along rows. Needs sm_90a.
+// The matrix instructions of Hopper for bfloat16 with float32 sums: 64 columns of weights, times
+// any multiple of 8 rows up to 256. Needs sm_90a.
 #pragma once
 
 #include <cstdint>
@@ -8,14 +8,12 @@ namespace jax_ep::matmul {
 
 // An operand in shared memory, in lines of 128 bytes, swizzled in blocks of eight lines that are
 // aligned to 1024 bytes and follow each other. Stored along columns, a line has 64 columns of one
-// term, and blocks follow along the terms; stored along rows, a line has 64 terms of one row, and
-// blocks follow along the rows. Lines may also be of 64 bytes, along columns: the other 32 columns
-// are then kOtherBytes further.
+// term, and blocks follow along the terms; stored along terms, a line has 64 terms of one row, or
+// of one column of weights, and blocks follow along the rows or columns. Lines may also be of 64
+// bytes, along columns: the other 32 columns are then kOtherBytes further.
 template <uint32_t kLineBytes = 128, uint32_t kOtherBytes = 16>  // of whole lines, it is not used
 class WgmmaOperand {
  public:
-  static constexpr uint32_t kLine = kLineBytes;
-
   __device__ explicit WgmmaOperand(uint32_t shared_address)
       : low_(kOtherBytes >> 4 << 16 | (shared_address & 0x3ffff) >> 4) {}
 
@@ -59,25 +57,32 @@ __device__ __forceinline__ void FenceSums(float* sums) {
   for (int i = 0; i < kSize; ++i) asm volatile("" : "+f"(sums[i])::"memory");
 }
 
-// Issue() adds the products of [64, 16] and [16, kN] to kN / 2 sums. Thread t of the warp group
-// has, of column 16 (t / 32) + t % 32 / 4, rows 8 i + 2 (t % 4) and the next in sums[4 i] and the
-// next, and of the column eight further in the two after these.
+// Issue() adds the products of [64, 16], stored along columns or along terms, and [16, kN], stored
+// along terms, to kN / 2 sums. Thread t of the warp group has, of column 16 (t / 32) + t % 32 / 4,
+// rows 8 i + 2 (t % 4) and the next in sums[4 i] and the next, and of the column eight further in
+// the two after these.
 template <int kN>
 struct Wgmma;
 
-#define JAX_EP_WGMMA(n, registers, a, b, ...)                                                   \
-  template <>                                                                                   \
-  struct Wgmma<n> {                                                                             \
-    template <class Weights>                                                                    \
-    static __device__ __forceinline__ void Issue(float* sums, const Weights& weights,           \
-                                                 const WgmmaOperand<>& rows) {                  \
-      asm volatile(                                                                             \
-          "{\n\t.reg .pred p;\n\tsetp.eq.u32 p, 0, 0;\n\t"                                      \
-          "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" registers "}, " a ", " b \
-          ", p, 1, 1, 1, 0;\n\t}"                                                               \
-          : __VA_ARGS__                                                                         \
-          : "l"(weights.bits()), "l"(rows.bits()));                                             \
-    }                                                                                           \
+#define JAX_EP_WGMMA_ISSUE(n, registers, a, b, is_along_columns, ...)                       \
+  asm volatile(                                                                             \
+      "{\n\t.reg .pred p;\n\tsetp.eq.u32 p, 0, 0;\n\t"                                      \
+      "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" registers "}, " a ", " b \
+      ", p, 1, 1, " #is_along_columns ", 0;\n\t}"                                           \
+      : __VA_ARGS__                                                                         \
+      : "l"(weights.bits()), "l"(rows.bits()))
+#define JAX_EP_WGMMA(n, registers, a, b, ...)                                         \
+  template <>                                                                         \
+  struct Wgmma<n> {                                                                   \
+    template <bool kAlongColumns, class Weights>                                      \
+    static __device__ __forceinline__ void Issue(float* sums, const Weights& weights, \
+                                                 const WgmmaOperand<>& rows) {        \
+      if constexpr (kAlongColumns) {                                                  \
+        JAX_EP_WGMMA_ISSUE(n, registers, a, b, 1, __VA_ARGS__);                       \
+      } else {                                                                        \
+        JAX_EP_WGMMA_ISSUE(n, registers, a, b, 0, __VA_ARGS__);                       \
+      }                                                                               \
+    }                                                                                 \
   }
 #define JAX_EP_SUMS(i) "+f"(sums[i]), "+f"(sums[i + 1]), "+f"(sums[i + 2]), "+f"(sums[i + 3])
 #define JAX_EP_R8 "%0, %1, %2, %3"
@@ -242,5 +247,6 @@ JAX_EP_WGMMA(256, JAX_EP_R256, "%128", "%129", JAX_EP_S256);
 #undef JAX_EP_S256
 #undef JAX_EP_SUMS
 #undef JAX_EP_WGMMA
+#undef JAX_EP_WGMMA_ISSUE
 
 }  // namespace jax_ep::matmul

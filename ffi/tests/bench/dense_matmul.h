@@ -28,12 +28,14 @@ class DenseMatmul {
     CHECK_EQ(create(&handle_), 0);
   }
 
-  // [m, k] x [k, n] -> [m, n], all row-major, on the default stream.
-  void Run(const void* lhs, const void* rhs, void* out, int m, int k, int n) const {
+  // [m, k] x [k, n], or [n, k] transposed -> [m, n], all row-major, on the default stream.
+  void Run(const void* lhs, const void* rhs, void* out, int m, int k, int n,
+           bool is_transposed) const {
     constexpr int kBFloat16 = 14, kSumsInFloat32 = 68, kDefaultAlgorithm = -1;  // of cuBLAS
     const float alpha = 1, beta = 0;
-    const int status = multiply_(handle_, 0, 0, n, m, k, &alpha, rhs, kBFloat16, n, lhs, kBFloat16,
-                                 k, &beta, out, kBFloat16, n, kSumsInFloat32, kDefaultAlgorithm);
+    const int status =
+        multiply_(handle_, is_transposed, 0, n, m, k, &alpha, rhs, kBFloat16, is_transposed ? k : n,
+                  lhs, kBFloat16, k, &beta, out, kBFloat16, n, kSumsInFloat32, kDefaultAlgorithm);
     CHECK_EQ(status, 0);
   }
 

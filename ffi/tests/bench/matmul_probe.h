@@ -11,7 +11,7 @@
 namespace jax_ep::matmul {
 
 // CUTLASS's kernels alone, without the code of the one with swapped operands: as
-// hopper::LaunchBFloat16, for the form kWeights.
+// hopper::LaunchBFloat16, for weights, transposed or not.
 cudaError_t LaunchCutlass(const MatmulCall& call);
 
 struct Probed {
@@ -25,7 +25,7 @@ constexpr Probed kProbed[] = {{hopper::Swap::kNever, "never"},
 
 // Prints a line per case: CUTLASS's kernels, the others, one dense matmul, and how long the bytes
 // take at the rate of a copy. `cublas_dir`: where libcublas is; if empty, the dense matmul is
-// CUTLASS's with one group.
-void TimeMatmuls(const std::string& cublas_dir);
+// CUTLASS's with one group. With transposed weights, k and n are those of the gradients.
+void TimeMatmuls(const std::string& cublas_dir, MatmulForm form);
 
 }  // namespace jax_ep::matmul

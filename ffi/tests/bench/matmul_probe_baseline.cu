@@ -1,4 +1,4 @@
-// CUTLASS's kernels for Hopper, for the probe: only bfloat16 times weights.
+// CUTLASS's kernels for Hopper, for the probe: only bfloat16 times weights, transposed or not.
 
 #include "layer/matmul/hopper.cuh"
 #include "tests/bench/matmul_probe.h"
@@ -7,7 +7,11 @@ namespace jax_ep::matmul {
 
 cudaError_t LaunchCutlass(const MatmulCall& call) {
   using BFloat16 = cutlass::bfloat16_t;
-  return hopper::LaunchByRowCount<MatmulForm::kWeights, BFloat16, BFloat16>(call, nullptr);
+  using Form = MatmulForm;
+  if (call.form == Form::kWeights) {
+    return hopper::LaunchByRowCount<Form::kWeights, BFloat16, BFloat16>(call, nullptr);
+  }
+  return hopper::LaunchByRowCount<Form::kTransposedWeights, BFloat16, BFloat16>(call, nullptr);
 }
 
 }  // namespace jax_ep::matmul

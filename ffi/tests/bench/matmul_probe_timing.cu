@@ -31,19 +31,23 @@ __global__ void FindDifference(const __nv_bfloat16* a, const __nv_bfloat16* b, i
 struct Model {
   const char* name;
   uint32_t n_groups;
-  int64_t k, n;
+  int64_t k, n;  // of weights that are not transposed
+
+  Model Of(MatmulForm form) const {
+    return form == MatmulForm::kWeights ? *this : Model{name, n_groups, n, k};
+  }
 };
 
-constexpr Model kModels[] = {{"DeepSeek-V3 up", 32, 7168, 4096},
-                             {"DeepSeek-V3 down", 32, 2048, 7168},
-                             {"Qwen3-30B up", 64, 2048, 1536},
-                             {"Qwen3-30B down", 64, 768, 2048}};
+constexpr Model kModels[] = {
+    {"DeepSeek-V3 up", 32, 7168, 4096}, {"DeepSeek-V3 down", 32, 2048, 7168},
+    {"Qwen3-30B up", 64, 2048, 1536},   {"Qwen3-30B down", 64, 768, 2048},
+    {"Mixtral up", 8, 4096, 28672},     {"Mixtral down", 8, 14336, 4096}};
 constexpr uint32_t kMeans[] = {16, 64, 128, 256, 512, 1024};
 
 // Operands of a model with as many rows as any case has.
 class Operands {
  public:
-  explicit Operands(const Model& model) : model_(model) {
+  Operands(const Model& model, MatmulForm form) : model_(model), form_(form) {
     const int64_t n_rows = int64_t{model.n_groups} * kMeans[std::size(kMeans) - 1];
     const int64_t n_weights = int64_t{model.n_groups} * model.k * model.n;
     for (int set = 0; set < kSets; ++set) {
@@ -56,7 +60,7 @@ class Operands {
   MatmulCall Call(int set, const Buffer& row_offsets, const Buffer& workspace,
                   int64_t n_rows) const {
     MatmulCall call{};
-    call.form = MatmulForm::kWeights, call.element = Element::kBFloat16;
+    call.form = form_, call.element = Element::kBFloat16;
     call.out_type = RowType::kBFloat16;
     call.n_rows = n_rows, call.n_groups = model_.n_groups;
     call.k = model_.k, call.n = model_.n;
@@ -79,6 +83,7 @@ class Operands {
   }
 
   const Model model_;
+  const MatmulForm form_;
   std::vector<Pointer> rows_, weights_, out_;
 };
 
@@ -155,7 +160,7 @@ void TimeCase(const Operands& operands, uint32_t mean, bool is_drawn, const Dens
       ExpectSuccess("dense", LaunchCutlass(one));
     } else {
       dense->Run(one.lhs, one.rhs, one.out, static_cast<int>(n_rows), static_cast<int>(one.k),
-                 static_cast<int>(one.n));
+                 static_cast<int>(one.n), one.form == MatmulForm::kTransposedWeights);
     }
   };
   std::vector<std::function<void(int set)>> launches = {
@@ -174,11 +179,11 @@ void TimeCase(const Operands& operands, uint32_t mean, bool is_drawn, const Dens
 
 }  // namespace
 
-void TimeMatmuls(const std::string& cublas_dir) {
+void TimeMatmuls(const std::string& cublas_dir, MatmulForm form) {
   const auto dense = cublas_dir.empty() ? nullptr : std::make_unique<DenseMatmul>(cublas_dir);
   double copy_rate = 0;
   for (const Model& model : kModels) {
-    const Operands operands(model);
+    const Operands operands(model.Of(form), form);
     if (copy_rate == 0) {
       const Buffer none(0);
       copy_rate = CopyRate(operands.Call(0, none, none, 0));

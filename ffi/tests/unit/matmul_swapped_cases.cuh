@@ -83,14 +83,15 @@ inline int CheckSwapped(const Shape& shape, uint32_t seed) {
   for (const Backend& backend : {SwapBackend<hopper::Swap::kByRows>("by rows"),
                                  SwapBackend<hopper::Swap::kSmallTiles>("swapped, 192"),
                                  SwapBackend<hopper::Swap::kLargeTiles>("swapped, 256")}) {
-    for (const bool zeroes_unused : {false, true}) {
-      const Variant variant = {MatmulForm::kWeights, Element::kBFloat16, RowType::kBFloat16,
-                               zeroes_unused};
-      const std::string name = Describe(backend, shape, variant);
-      DeviceCase device_case(shape, variant, seed);
-      device_case.Run(backend, name);
-      device_case.ExpectSameBits(cutlass, name);
-      ++n_cases;
+    for (const MatmulForm form : {MatmulForm::kWeights, MatmulForm::kTransposedWeights}) {
+      for (const bool zeroes_unused : {false, true}) {
+        const Variant variant = {form, Element::kBFloat16, RowType::kBFloat16, zeroes_unused};
+        const std::string name = Describe(backend, shape, variant);
+        DeviceCase device_case(shape, variant, seed);
+        device_case.Run(backend, name);
+        device_case.ExpectSameBits(cutlass, name);
+        ++n_cases;
+      }
     }
   }
   return n_cases;
