@@ -16,7 +16,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 import implementations
-import jax_ep
 import profiler
 import programs
 import timing
@@ -47,17 +46,6 @@ def measure(item: Item, mesh: Mesh, transport: str) -> Iterator[Line]:
                 yield from each.run_in_command_buffers()
 
 
-def _placed(step: programs.Step, group: Any, case: Case) -> programs.Step:
-    """The step with `place_choices` before it: each expert has one copy, in its own place."""
-    placement = jax_ep.ExpertPlacement(np.arange(case.n_experts), case.n_ranks)
-
-    def next(tokens, ids, weights, parameters, hide):
-        ids = jax_ep.place_choices(group, ids, hide(placement)).topk_ids
-        return step.next(tokens, ids, weights, parameters, hide)
-
-    return programs.Step(next)
-
-
 class _Chains:
     """Chains of round trips of one case."""
 
@@ -69,25 +57,18 @@ class _Chains:
 
     def run(self) -> Iterator[Line]:
         """Measures periods, and kernels and gaps in a trace without command buffers."""
-        plain = programs.round_trip(self._ours)
-        placed = _placed(plain, self._ours.group, self._case)
-        pairs = {
-            "period": tuple(self._compile(n, plain) for n in self._lengths),
-            "period, choices placed": tuple(self._compile(n, placed) for n in self._lengths),
-        }
-        for (function, args), _ in pairs.values():
-            self._workload.check_chain(AT_DISPATCH, self._lengths[0], *function(*args))
+        short, long = (self._compile(n) for n in self._lengths)
+        self._workload.check_chain(AT_DISPATCH, self._lengths[0], *short[0](*short[1]))
+        pairs = {AT_DISPATCH: (short, long)}
         samples = timing.period(pairs, self._lengths, self._item.repeats)
-        self._periods = np.array(samples.pop("period"))
+        self._periods = np.array(samples[AT_DISPATCH])
         missing = "failed" if on_gpu(self._mesh) else "not_measured"
         variant = self._item.variant or "traced without command buffers"
-        yield from self._trace(pairs["period"][1], variant, missing)
-        yield from self._times({name: np.array(each) for name, each in samples.items()}, variant)
+        yield from self._trace(long, variant, missing)
 
     def run_in_command_buffers(self) -> Iterator[Line]:
         """Measures kernels and gaps in a trace of command buffers."""
-        step = programs.round_trip(self._ours)
-        long = self._compile(self._lengths[1], step, _IN_COMMAND_BUFFERS)
+        long = self._compile(self._lengths[1], _IN_COMMAND_BUFFERS)
         yield from self._trace(long, "", "not_measured")
 
     def _trace(self, long: timing.Call, variant: str, missing: str) -> Iterator[Line]:
@@ -104,17 +85,12 @@ class _Chains:
         except profiler.TraceError as error:
             where = ", ".join(filter(None, self._where(variant).values()))
             yield {missing: f"{where}: {error}"[:2000]}
-        yield from self._times(figures, variant)
-
-    def _times(self, figures: dict[str, np.ndarray], variant: str) -> Iterator[Line]:
         for operation, seconds in figures.items():
             what = {"operation": operation, "clock": "gaps", "implementation": AT_DISPATCH}
             yield {"times": self._where(variant) | what | timing.summary(seconds)}
 
-    def _compile(
-        self, n: int, step: programs.Step, options: dict[str, Any] | None = None
-    ) -> timing.Call:
-        chain = programs.chain(step, n, on_gpu(self._mesh))
+    def _compile(self, n: int, options: dict[str, Any] | None = None) -> timing.Call:
+        chain = programs.chain(programs.round_trip(self._ours), n, on_gpu(self._mesh))
         return programs.compiled(self._mesh, chain, self._workload.chain_args, options)
 
     def _where(self, variant: str) -> dict[str, str | None]:

@@ -61,14 +61,13 @@ def _experts(implementation: Implementation, rows: Any, weights: Any) -> jax.Arr
     return lax.ragged_dot(jax.nn.silu(gate) * up, weights[1], sizes)
 
 
-def _layer(implementation: Implementation, *, by_moe: bool = False) -> Step:
+def _layer(ours: Implementation, *, by_moe: bool = False) -> Step:
     def next(tokens, ids, weights, parameters, hide):
         if by_moe:
-            out = jax_ep.moe(implementation.group, tokens, ids, weights, *parameters, overlap=True)
-            return out, {}
-        rows = implementation.dispatch(tokens, ids, weights)
-        results = _experts(implementation, rows, parameters)
-        return implementation.combine(results, rows, weights), {"row_offsets": rows.row_offsets}
+            return jax_ep.moe(ours.group, tokens, ids, weights, *parameters, overlap=True), {}
+        rows = ours.dispatch(tokens, ids, weights)
+        results = _experts(ours, rows, parameters)
+        return ours.combine(results, rows, weights), {"row_offsets": rows.row_offsets}
 
     return Step(next)
 

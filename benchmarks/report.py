@@ -161,8 +161,7 @@ class Report:
     def _calls(self) -> str:
         """Gaps between kernels in a chain, and how many kernels of others are in one."""
         rows = []
-        periods, kernels = ("period", "period, choices placed"), ("dispatch", "combine")
-        operations = *periods, *kernels, "gap by period", "gap"
+        operations = "period", "dispatch", "combine", "gap by period", "gap"
         for case, variant in dict.fromkeys(w[:2] for w in self._times if w[3] == "gaps"):
             us = [self.us(case, o, "gaps", AT_DISPATCH, variant) for o in operations]
             others = ", ".join(
@@ -171,7 +170,7 @@ class Report:
                 if (row["case"], row.get("variant", "")) == (case, variant)
             )
             where = ", ".join(filter(None, [case, variant]))
-            rows.append([where, *map(_us, us[:4]), *(_form(x, ".2f") for x in us[4:]), others])
+            rows.append([where, *map(_us, us[:3]), *(_form(x, ".2f") for x in us[3:]), others])
         header = ["", *operations, "other kernels in a gap"]
         return _table("gaps between calls in a chain, µs", header, rows)
 
