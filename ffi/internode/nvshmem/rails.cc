@@ -82,7 +82,7 @@ Status Rails::Open(const std::string& key, const RailConfig& config, int64_t num
         std::to_string(config.device) + ".");
   }
   const ScopedDevice scoped(config.device);
-  const Heap& heap = World::Instance().heap(number);
+  const Heap heap = World::Instance().heap(number);
   const std::vector<Peer> peers = PeersOf(heap, config);
   const bool is_mapped = std::all_of(peers.begin(), peers.end(),
                                      [](const Peer& peer) { return peer.heap != nullptr; });

@@ -154,8 +154,7 @@ Status World::Allocate(size_t bytes, size_t* number) {
                       "allocating");
   }
   if (!status.ok()) return status;
-  *number = heaps_.size();
-  heaps_.push_back(heap);
+  *number = heaps_.Add(heap);
   return {};
 }
 

@@ -9,24 +9,15 @@
 #include <functional>
 #include <optional>
 #include <string>
-#include <vector>
 
 #include "core/status.h"
+#include "internode/nvshmem/heap_list.h"
 #include "internode/nvshmem/library.h"
 #include "internode/plan/rail_call.h"
 #include "internode/plan/rail_combine_call.h"
 #include "internode/plan/rail_sum_call.h"
 
 namespace jax_ep::rail {
-
-// Memory of the same number on all processes: that which the network writes to, and what belongs to
-// it in ordinary device memory. It is never freed, because freeing waits for all processes.
-struct Heap {
-  uint8_t* base;
-  size_t bytes;
-  RailState* state;
-  Peer* peers;  // [kMaxNodes]
-};
 
 class World {
  public:
@@ -49,7 +40,7 @@ class World {
   // Allocates a heap; gives its number, which is the same in all processes if they make the same
   // calls. Waits for all processes.
   Status Allocate(size_t bytes, size_t* number);
-  const Heap& heap(size_t number) const { return heaps_[number]; }
+  Heap heap(size_t number) const { return heaps_.Get(number); }
   // A heap's memory in another process; null if loads and stores do not reach it.
   uint8_t* Map(const Heap& heap, int pe) const;
 
@@ -76,7 +67,7 @@ class World {
   static constexpr int kRowTypes = 3;
   cudaKernel_t kernel_ = nullptr;
   cudaKernel_t combine_kernels_[kRowTypes]{}, sum_kernels_[kRowTypes]{};  // by RowType
-  std::vector<Heap> heaps_;
+  HeapList heaps_;
   bool can_overlap_ = false;
 };
 
