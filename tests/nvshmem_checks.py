@@ -109,7 +109,15 @@ def check_routings_and_gradients() -> None:
     for weights in ("none", "row"):
         suite.check(small().replace(weights=weights, routing="duplicates"), NAME, mesh)
     test_grad.check_closed_forms(small().replace(weights="row"), NAME)
+    check_codes(mesh, 16)
     check_many_tokens(mesh)
+
+
+def check_codes(mesh, n_tokens: int) -> None:
+    """Tokens cross as codes and scales, which the intra-node call sends on."""
+    for name, weights in zip(cases.QUANTIZED_NAMES, ("row", "none") * 2, strict=True):
+        case = small().replace(max_tokens=n_tokens, hidden_size=1024, token_format=name)
+        suite.check(case.replace(weights=weights), NAME, mesh)
 
 
 def check_many_tokens(mesh) -> None:
@@ -117,6 +125,7 @@ def check_many_tokens(mesh) -> None:
     case = small().replace(n_tokens=3000, max_tokens=3000, hidden_size=1024, routing="zipf")
     suite.check(case, NAME, mesh)
     suite.check(case.replace(weights="row"), NAME, mesh)
+    check_codes(mesh, 1200)
 
 
 def check_replicas() -> None:

@@ -162,7 +162,9 @@ class ThriftyRails(XlaRails):
         if is_sent is not None:
             of_all = super().all_gather(is_sent[None].astype(jnp.uint8), None) > 0  # by source
             arrives = jnp.take(of_all, self._node(), axis=1).at[self._node()].set(True)
-            gathered = _where(arrives.reshape(-1, *is_sent.shape[2:]), gathered, jnp.nan)
+            is_float = jnp.issubdtype(gathered.dtype, jnp.floating)
+            lost = jnp.nan if is_float else jnp.iinfo(gathered.dtype).max
+            gathered = _where(arrives.reshape(-1, *is_sent.shape[2:]), gathered, lost)
         return gathered
 
     def all_to_all(self, rows, is_sent):

@@ -6,6 +6,7 @@ transport `host`; what is tested is how they are put together, and their gradien
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 import cases
@@ -19,6 +20,7 @@ from jax_ep.internode.connection import HostByNodes
 from jax_ep.internode.rails import OverlappingRails
 from jax_ep.internode.routing import needs
 from jax_ep.xla_ffi.primitives import bind_combine, bind_dispatch
+from test_codes_between_nodes import layer_results
 from test_nodes import FOUR, SHARED, TWO, ThriftyRails, forget_groups, with_nodes
 
 bound = []  # the operations that have been traced
@@ -82,6 +84,7 @@ CASES = [
     TWO.replace(n_tokens=0),
     *with_nodes(cases.DTYPES)[:2],
     *with_nodes(cases.QUANTIZED_EDGE)[:2],
+    cases.QUANTIZED_SMALL["nvfp4"].replace(n_nodes=2, input_scale=0.3),
 ]
 
 
@@ -123,3 +126,19 @@ def test_gradients_have_the_bits_of_separate_calls(weights, monkeypatch):
 def test_gradients_of_other_dtypes_match_their_closed_forms(dtype):
     case = TWO.replace(weights="row", routing="zipf", combine_dtype=dtype)
     test_grad.check_closed_forms(case, "host")
+
+
+@pytest.mark.parametrize(("name", "weights"), [("mxfp8", "row"), ("nvfp4", "source")])
+def test_layers_of_formats_that_quantize_have_the_bits_of_separate_calls(
+    name, weights, traced, monkeypatch
+):
+    """Codes have no gradient, weights beside them have."""
+    case = cases.QUANTIZED_SMALL[name].replace(n_nodes=2, weights=weights)
+    got = layer_results(case, "host")
+    assert set(traced) == {"dispatch", "combine"}
+    monkeypatch.setattr(overlapped, "min_tokens", 10**6)
+    wanted = layer_results(case, "host", timeout_s=61.0)
+    for one, other in zip(got, wanted, strict=True):
+        for what, x, y in zip(("out", "tokens", "weights", "again"), one, other, strict=True):
+            assert_same_bits(x, y, what)
+            assert np.any(np.asarray(x)), what

@@ -33,6 +33,11 @@ JAX_EP_HOST_DEVICE constexpr size_t AlignUp(size_t size, size_t alignment) {
   return (size + alignment - 1) / alignment * alignment;
 }
 
+// Bytes of a token's scales and payload.
+JAX_EP_HOST_DEVICE constexpr size_t TokenBytes(size_t scale_bytes, size_t payload_bytes) {
+  return AlignUp(scale_bytes, kVectorBytes) + payload_bytes;
+}
+
 // `token_bytes`: scales and payload.
 JAX_EP_HOST_DEVICE constexpr size_t MessageBytes(size_t token_bytes, size_t n_choices) {
   return AlignUp(token_bytes + n_choices * sizeof(MessageChoice), kMessageAlignment);

@@ -55,7 +55,7 @@ struct DispatchOperands {
   int64_t max_recv_tokens;  // C
   const TokenFormat* format;
   ScalesLayout scales_layout;
-  RowType token_type;
+  RowType token_type;   // unless they are encoded
   int64_t token_bytes;  // of a token as it is given
   int64_t row_bytes;    // of a row
   int64_t n_scales;     // of a row
@@ -74,6 +74,9 @@ struct DispatchOperands {
   int32_t* handle;        // see Handle
   float* row_weights;     // [C], null without topk_weights
   uint8_t* scales;        // in scales_layout, or null
+
+  // The tokens are what a message carries of them, scales and codes (core/message.h).
+  bool are_encoded = false;
 };
 
 // The sizes of the rows that combine and its backward work on.

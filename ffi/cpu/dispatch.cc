@@ -136,7 +136,8 @@ void SendTokens(const std::vector<Arrival>& arrivals, int64_t source, int64_t be
 }  // namespace
 
 void PrepareEncoding(DispatchArgs& args) {
-  args.encoder = FindEncoder(*args.format, args.token_type);
+  args.encoder =
+      args.are_encoded ? FindSplitter(*args.format) : FindEncoder(*args.format, args.token_type);
   args.global_scale = InputScale::Make(args.input_scale == nullptr ? 1.0f : *args.input_scale);
   args.scales_out = {args.scales_layout, args.n_scales, args.format->scale_bytes(), args.scales};
 }

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "core/ieee_float.h"
+#include "core/message.h"
 
 namespace jax_ep::host {
 namespace {
@@ -54,7 +55,25 @@ void EncodeToken(const void* token, int64_t hidden_size, InputScale input_scale,
   }
 }
 
+// Takes an encoded token apart.
+template <class Format>
+void SplitToken(const void* token, int64_t hidden_size, InputScale, uint8_t* codes,
+                uint8_t* scales) {
+  const int64_t scale_bytes =
+      hidden_size / Format::kBlockSize * int64_t{sizeof(typename Format::Scale)};
+  const uint8_t* const bytes = static_cast<const uint8_t*>(token);
+  std::memcpy(scales, bytes, scale_bytes);
+  std::memcpy(codes, bytes + TokenBytes(scale_bytes, 0),
+              hidden_size * ElementBits(Format::kElement) / 8);
+}
+
 }  // namespace
+
+Encoder FindSplitter(const TokenFormat& format) {
+  if (format.is_plain()) return nullptr;
+  return VisitFormat(format.encoding,
+                     [](auto arithmetic) -> Encoder { return SplitToken<decltype(arithmetic)>; });
+}
 
 Encoder FindEncoder(const TokenFormat& format, RowType token_type) {
   if (format.is_plain()) return nullptr;

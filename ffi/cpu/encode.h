@@ -14,5 +14,7 @@ using Encoder = void (*)(const void* token, int64_t hidden_size, InputScale inpu
 
 // The encoder of tokens of this type, or null: plain formats have none, and none takes float16.
 Encoder FindEncoder(const TokenFormat& format, RowType token_type);
+// That of tokens that are encoded already, as core/message.h says, or null.
+Encoder FindSplitter(const TokenFormat& format);
 
 }  // namespace jax_ep::host

@@ -4,6 +4,8 @@
 #include <optional>
 #include <string>
 
+#include "core/message.h"
+
 namespace jax_ep {
 namespace {
 
@@ -19,6 +21,9 @@ Status CheckNumTokens(const GroupSizes& sizes, int64_t n_tokens) {
       "; got " + std::to_string(n_tokens));
 }
 
+// The dtype of tokens that are encoded.
+constexpr ffi::DataType kEncoded = ffi::U32;
+
 // Whether dispatch takes tokens of this dtype, and which it is.
 Status ReadTokenType(const TokenFormat& format, ffi::DataType type, RowType* token_type) {
   const std::optional<RowType> row_type = ToRowType(type);
@@ -29,7 +34,7 @@ Status ReadTokenType(const TokenFormat& format, ffi::DataType type, RowType* tok
     return {};
   }
   const std::string expected =
-      format.is_plain() ? std::string(Name(format.element)) : "bfloat16 or float32";
+      format.is_plain() ? std::string(Name(format.element)) : "bfloat16, float32 or uint32";
   return InvalidArgument("tokens must be " + expected + " for " + std::string(format.name) +
                          "; got " + Name(type));
 }
@@ -39,10 +44,14 @@ Status ReadDispatchSizes(const GroupSizes& sizes, const RowFormat& row_format,
                          DispatchOperands* dispatch) {
   const TokenFormat& format = *row_format.format;
   const ffi::DataType token_type = operands.Type(1);
-  Status status = ReadTokenType(format, token_type, &dispatch->token_type);
+  dispatch->are_encoded = !format.is_plain() && token_type == kEncoded;
+  Status status;
+  if (!dispatch->are_encoded) status = ReadTokenType(format, token_type, &dispatch->token_type);
   if (!status.ok()) return status;
   dispatch->n_tokens = operands.Dim(2, 0);
-  const int64_t size = SizeUpTo(sizes.hidden_size, operands.Dim(1, 1));
+  const int64_t size = SizeUpTo(
+      sizes.hidden_size,
+      dispatch->are_encoded ? results.Dim(0, 1) * (format.is_packed ? 2 : 1) : operands.Dim(1, 1));
   if (size != Shape::kAnySize && !format.CanHold(size)) {
     return InvalidArgument("hidden_size must be a multiple of " +
                            std::to_string(format.block_size) + " for " + std::string(format.name) +
@@ -52,20 +61,29 @@ Status ReadDispatchSizes(const GroupSizes& sizes, const RowFormat& row_format,
   dispatch->max_recv_tokens = SizeUpTo(sizes.max_recv_tokens, results.Dim(0, 0));
   dispatch->format = &format;
   dispatch->scales_layout = row_format.scales_layout;
-  dispatch->token_bytes = size * static_cast<int64_t>(ffi::ByteWidth(token_type));
   dispatch->row_bytes = format.payload_bytes(size);
   dispatch->n_scales = format.n_scales(size);
+  dispatch->token_bytes = dispatch->are_encoded
+                              ? static_cast<int64_t>(TokenBytes(
+                                    dispatch->n_scales * format.scale_bytes(), dispatch->row_bytes))
+                              : size * static_cast<int64_t>(ffi::ByteWidth(token_type));
   return CheckNumTokens(sizes, dispatch->n_tokens);
+}
+
+bool TakesInputScale(const DispatchOperands& dispatch) {
+  return dispatch.format->takes_input_scale && !dispatch.are_encoded;
 }
 
 void ReadDispatchOperands(const GroupSizes& sizes, bool has_weights, BufferReader& operands,
                           DispatchOperands* dispatch) {
   const int64_t n_tokens = dispatch->n_tokens;
   const Shape choices = {n_tokens, sizes.n_choices};
-  const bool takes_input_scale = dispatch->format->takes_input_scale;
+  const bool takes_input_scale = TakesInputScale(*dispatch);
+  const int64_t size = dispatch->are_encoded ? dispatch->token_bytes / int64_t{sizeof(uint32_t)}
+                                             : dispatch->hidden_size;
   dispatch->coordinate = operands.Next<int32_t>("coordinate", {});
-  dispatch->tokens = static_cast<const uint8_t*>(
-      operands.Next("tokens", operands.Type(1), {n_tokens, dispatch->hidden_size}));
+  dispatch->tokens =
+      static_cast<const uint8_t*>(operands.Next("tokens", operands.Type(1), {n_tokens, size}));
   dispatch->group_ids = operands.Next<int32_t>("group_ids", choices);
   dispatch->topk_weights = has_weights ? operands.Next<float>("topk_weights", choices) : nullptr;
   dispatch->input_scale = takes_input_scale ? operands.Next<float>("input_scale", {}) : nullptr;
@@ -134,7 +152,7 @@ Status ReadDispatch(const GroupSizes& sizes, Handle handle, const RowFormat& row
   status = ReadDispatchSizes(sizes, row_format, operand_reader, result_reader, dispatch);
   if (!status.ok()) return status;
   // Decided by the count, because the pointer of an empty buffer may be null.
-  const bool has_weights = operands.size() > 3 + size_t{row_format.format->takes_input_scale};
+  const bool has_weights = operands.size() > 3 + size_t{TakesInputScale(*dispatch)};
   ReadDispatchOperands(sizes, has_weights, operand_reader, dispatch);
   ReadDispatchResults(sizes, has_weights, handle, result_reader, dispatch);
   return status.ok() ? CheckDisjoint(operands, results) : status;

@@ -25,7 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep.formats import QuantizedFormat
 from jax_ep.geometry import Geometry
-from jax_ep.internode import gradients, overlapped
+from jax_ep.internode import codes, gradients, overlapped
 from jax_ep.internode.rails import Rails, XlaRails
 from jax_ep.operands.calls import (
     COMBINE_NAME,
@@ -163,6 +163,7 @@ class NodesConnection(Connection):
 
     def _gather(self, operands: DispatchOperands, with_tokens: bool = True) -> DispatchOperands:
         """The operands of the intra-node dispatch; without tokens, with those of this rank."""
+        operands = codes.encode(operands)
         tokens, ids, weights = operands.tokens, operands.group_ids, operands.topk_weights
         if isinstance(self.geometry.config.token_format, QuantizedFormat):
             tokens = lax.stop_gradient(tokens)  # their gradient comes from `dequantize`

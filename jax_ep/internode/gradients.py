@@ -28,7 +28,7 @@ def gather(
     """The operands of a dispatch from all nodes: tokens, ids of `route_within`, and weights.
 
     `[N * T, H]`, `int32[N * T, N_c]` and `float32[N * T, N_c]`, from `[T, H]` and `[T, N_c]`. The
-    gradients are those of `all_gather_tokens` and `all_gather_weights`.
+    gradients are those of `all_gather_tokens` and `all_gather_weights`; encoded tokens have none.
     """
     node_ids, all_weights, all_tokens = rails.gather(group_ids, weights, tokens)
     assert all_tokens is not None
@@ -45,6 +45,8 @@ def _gather_fwd(rails: Rails, tokens: Any, group_ids: Any, weights: Any) -> Any:
 def _gather_bwd(rails: Rails, ids: Any, cotangents: Any) -> Any:
     tokens, _, weights = cotangents
     weights = None if weights is None else all_to_all_rows(rails, weights, *ids)
+    if tokens.dtype == jax.dtypes.float0:  # codes.py
+        return None, None, weights
     return reduce_scatter_sums(rails, tokens, None, *ids), None, weights
 
 

@@ -9,7 +9,7 @@ from jax.extend.core import Primitive
 
 from jax_ep.geometry import Geometry
 from jax_ep.internode import bootstrap as nvshmem_bootstrap
-from jax_ep.internode import primitives
+from jax_ep.internode import codes, primitives
 from jax_ep.internode.connection import P2pByNodes
 from jax_ep.internode.rails import OverlappingRails, Rails
 from jax_ep.operands.calls import CombineOperands, DispatchOperands, DispatchResults
@@ -189,11 +189,8 @@ class NvshmemByNodes(P2pByNodes):
 
 
 def _message_bytes(geometry: Geometry) -> int:
-    """Of the longest inter-node row, and the ids and weights that go with it.
-
-    Tokens travel as given: formats that quantize do so inside the node.
-    """
+    """Of the longest inter-node row, and the ids and weights that go with it."""
     config = geometry.config
-    item_bytes = max(dtype.itemsize for dtype in config.token_format.token_dtypes)
-    row_bytes = max(bootstrap.max_message_bytes(config), config.hidden_size * item_bytes)
+    token_bytes = codes.max_token_bytes(config.token_format, config.hidden_size)
+    row_bytes = max(bootstrap.max_message_bytes(config), token_bytes)
     return row_bytes + 8 * geometry.routed.n_choices

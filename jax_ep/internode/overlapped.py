@@ -49,7 +49,7 @@ def _all_gather_and_dispatch_bwd(
     saved, group_ids = residuals
     if isinstance(inner.geometry.config.token_format, QuantizedFormat):
         gradients, *_ = one_node.dispatch_gradients(inner, saved, cotangents)
-        zeros = gradients.tokens[: group_ids.shape[0]]
+        zeros: Any = None if saved.like.are_encoded else gradients.tokens[: group_ids.shape[0]]
         return dataclasses.replace(gradients, tokens=zeros), None
     plain_sum = CombineOperands(
         cotangents.tokens, saved.routing, row_scalars=cotangents.row_weights

@@ -41,7 +41,9 @@ class Weighting(enum.IntEnum):
 class DispatchOperands:
     """The operands of a dispatch."""
 
-    tokens: jax.Array  # [T, H], or fewer elements; [T, W] words of quantized tokens
+    # [T, H], or fewer elements; [T, W] words of tokens that the caller has quantized; or, between
+    # nodes, uint32[T, W] of internode/codes.py.
+    tokens: jax.Array
     group_ids: jax.Array  # int32[T, N], see routing.py
     topk_weights: jax.Array | None  # float32[T, N]
     input_scale: jax.Array | None  # float32[]
@@ -102,6 +104,16 @@ class DispatchOperands:
     def is_packed(self) -> bool:
         """Whether the caller has quantized the tokens, which travel as words."""
         return self.hidden_size != self.tokens.shape[1]
+
+    @property
+    def are_encoded(self) -> bool:
+        """Whether the tokens are codes and scales, as core/message.h has them, and integers."""
+        return self.tokens.dtype == jnp.uint32
+
+    @property
+    def row_elements(self) -> int:
+        """Elements of the token of a row, or of its words."""
+        return self.hidden_size if self.are_encoded else self.tokens.shape[1]
 
 
 def _check_topk_weights(call: str, geometry: Geometry, weights: Any, leading: Any) -> jax.Array:

@@ -97,7 +97,10 @@ def dispatch_gradients(
         grads, slots = call_in_backward(slots, primitives.combine_p, dispatch_grad_start_p, *call)
     else:  # see straight_through
         shape = routing.n_tokens, like.tokens.shape[1]
-        grads = [_zeros(shape, like.tokens.dtype, routing.group_ids[:, :1])]
+        zeros = _NO_GRADIENT
+        if not like.are_encoded:
+            zeros = _zeros(shape, like.tokens.dtype, routing.group_ids[:, :1])
+        grads = [zeros]
         if of_weights is not None:
             grads.append(_return_scalars(connection, of_weights, routing))
     return like.replace(grads), None, slots

@@ -30,12 +30,14 @@ def dispatch_call(
 ) -> Call:
     """Operands and parameters of `dispatch_p`."""
     token_format = operands.token_format
-    scale = operands.input_scale if token_format.takes_input_scale else None
+    takes_scale = token_format.takes_input_scale and not operands.are_encoded
+    scale = operands.input_scale if takes_scale else None
     optional = present(operands.topk_weights, scale)
     arrays = [coordinate(geometry), operands.tokens, operands.group_ids, *optional]
     params = dict(
         geometry=geometry,
         token_format=token_format,
+        row_elements=operands.row_elements,
         handle_shape=handle_shape,
         max_recv_tokens=operands.max_recv_tokens,
         has_weights=operands.topk_weights is not None,
@@ -123,12 +125,13 @@ def dispatch_types(
     *_: Any,
     geometry: Geometry,
     token_format: TokenFormat,
+    row_elements: int,
     handle_shape: tuple[int, ...],
     max_recv_tokens: int,
     has_weights: bool,
 ) -> list[Any]:
     """Types of the results of a dispatch."""
-    n_rows, hidden_size = max_recv_tokens, tokens.shape[1]
+    n_rows, hidden_size = max_recv_tokens, row_elements
     n_groups = geometry.routed.n_local_groups
     types = [
         ((n_rows, token_format.row_size(hidden_size)), token_format.row_dtype),

@@ -157,7 +157,8 @@ __device__ inline void SendTokenInBulk(const DispatchArgs& args, const DispatchS
   cp_async_bulk_wait_group_read<0>();
   __syncwarp();
   if (lane == 0 && travels) {
-    stage.StartLoad(Vector(stage.data(), args.size.scales), FindToken(args, token),
+    const int first = Encoder::kIsInPlace ? args.size.scales : 0;
+    stage.StartLoad(Vector(stage.data(), first), FindToken(args, token),
                     args.size.given * kVectorBytes);
   }
   const Messages messages = PlanMessages(args, smem, numbers, token, token_in_tile);

@@ -1,6 +1,6 @@
 // Encoders: how a token becomes the scales and payload of its messages, by core/quantize.h. An
-// encoder is a struct that either puts a token to several ranks straight from where it is, or
-// encodes it in place in a stage, from where bulk copies send it.
+// encoder is a struct that puts a token to several ranks straight from where it is. If it is in
+// place, it also encodes a token in a stage, from where bulk copies send it.
 #pragma once
 
 #include <cstdint>
@@ -31,6 +31,34 @@ struct Passthrough {
   __device__ static void PutToEach(const DispatchArgs& args, int token, PeerPtr to, uint32_t lanes,
                                    Slice slice) {
     CopyToEach<kSendUnroll>(FindToken(args, token), to, lanes, args.size.given, slice);
+  }
+};
+
+// Tokens travel as they are, scales and codes, in a call that quantizes others.
+struct Encoded {
+  static constexpr bool kIsInPlace = false;
+  static constexpr bool kSendsToItself = true;
+
+  // As above, but `To` is one of copy.cuh, or in shared memory.
+  template <class To>
+  __device__ static void PutToEach(const DispatchArgs& args, int token, To to, uint32_t lanes,
+                                   Slice slice) {
+    constexpr int kUnroll = 4;  // tokens are short
+    const uint8_t* const from = FindToken(args, token);
+    const int end = slice.End(args.size.sent());
+    for (int first = slice.Begin(args.size.sent()) + LaneIndex(); first - LaneIndex() < end;
+         first += kUnroll * kWarpSize) {
+      int4 data[kUnroll];
+      LoadVectors(from, first, end, data);
+      for (uint32_t left = lanes; left != 0; left &= left - 1) {
+        const To message = ShuffleAddress(to, __ffs(left) - 1);
+#pragma unroll
+        for (int u = 0; u < kUnroll; ++u) {
+          const int vector = first + u * kWarpSize;
+          if (vector < end) PutScalar(message + VectorOffset(vector), data[u]);
+        }
+      }
+    }
   }
 };
 
@@ -141,6 +169,7 @@ __device__ __forceinline__ void VisitEncoder(const DispatchArgs& args, const Vis
         return visit(Quantized<NvFp4, T>{});
     }
   };
+  if (args.are_encoded) return visit(Encoded{});
   if (args.token_type == RowType::kBFloat16) return of_type(BFloat16{});
   of_type(float{});
 }
