@@ -128,6 +128,31 @@ def check_many_tokens(mesh) -> None:
     check_codes(mesh, 1200)
 
 
+def check_sharing() -> None:
+    """Kernels of processes that share a GPU are resident together, with any number of tokens."""
+    mesh = make_mesh(len(jax.devices()))
+    device = jax.local_devices()[0].local_hardware_id
+    assert extension.load_cuda().nvshmem.room(device)[2], "no MPS"
+    for n_tokens in (8, 128, 512, 2048):
+        case = small().replace(max_tokens=n_tokens, hidden_size=1024)
+        for weights in ("none", "row"):
+            suite.check(case.replace(weights=weights), NAME, mesh)
+    for n_tokens in (16, 512):
+        check_codes(mesh, n_tokens)
+    test_grad.check_closed_forms(small().replace(max_tokens=512, weights="row"), NAME)
+
+
+def check_refusal() -> None:
+    """More processes on a GPU than have room there raise alike, and `p2p` serves them."""
+    text = "needs 64 multiprocessors for each rank; processes 0, 1, 2 and 3 share a GPU of"
+    for _ in range(2):
+        with pytest.raises(ValueError, match=text):
+            open_group()
+        meet()
+    case = cases.SMALL[4].replace(n_tokens=128, max_tokens=128)
+    suite.check(case, "p2p", make_mesh(4))
+
+
 def check_replicas() -> None:
     """Two replicas of two nodes, of a rank each."""
     if len(jax.devices()) == 4:

@@ -14,6 +14,7 @@ from harness import AXIS, make_mesh
 from jax_ep.geometry import Geometry
 from jax_ep.internode import bootstrap as nvshmem_bootstrap
 from jax_ep.internode import nvshmem
+from jax_ep.internode.rail_room import Room, unsupported_reason, why_no_room
 from jax_ep.processes import exchange as exchange_module
 from jax_ep.processes.messages import Message
 
@@ -40,6 +41,75 @@ def library(**functions):
     return SimpleNamespace(
         **{name: lambda *_, value=v, **__: value for name, v in functions.items()}
     )
+
+
+def rooms(*processes) -> dict[int, Room]:
+    """By process, from the name of its GPU, its multiprocessors, and whether there is MPS."""
+    return {process: Room(*room) for process, room in enumerate(processes)}
+
+
+@pytest.mark.parametrize(
+    "processes",
+    [
+        [("a", 132, True)],
+        [("a", 64, False), ("b", 64, True)],
+        [("a", 132, True)] * 2,  # of one node or of two
+        [("a", 132, True), ("b", 132, True)] * 2,
+        [("a", 132, False)] * 8,  # they take turns
+        [("a", 192, True)] * 3,
+    ],
+)
+def test_exchanges_that_fit_beside_each_other_are_served(processes):
+    assert why_no_room(rooms(*processes), n_blocks=64) is None
+
+
+@pytest.mark.parametrize(
+    ("processes", "wanted"),
+    [
+        ([("a", 132, True)] * 3, "processes 0, 1 and 2 share a GPU of 132 by MPS. Let at most 2 "),
+        ([("b", 132, True), *[("a", 132, True)] * 3], "processes 1, 2 and 3 share a GPU of 132 "),
+        ([("a", 66, True)] * 2, "processes 0 and 1 share a GPU of 66 by MPS. Let at most 1 "),
+        ([("a", 132, True), ("a", 127, False)], "processes 0 and 1 share a GPU of 127 by MPS."),
+        ([("a", 132, True), ("b", 63, False)], "the GPU of process 1 has 63. Use transport='p2p'."),
+        ([("a", 40, True)] * 2, "the GPU of process 0 has 40. Use transport='p2p'."),
+    ],
+)
+def test_exchanges_that_would_keep_each_other_out_are_refused(processes, wanted):
+    reason = why_no_room(rooms(*processes), n_blocks=64)
+    assert reason.startswith("an inter-node exchange needs 64 multiprocessors for each rank; ")
+    assert wanted in reason
+
+
+def ask_for_room(own, others, process) -> str | None:
+    answers = [json.dumps(each).encode() for each in others]
+    answers.insert(process, json.dumps(own).encode())
+
+    class Others(Answers):
+        processes = tuple(range(len(answers)))
+
+        def __call__(self, step, payload):
+            assert (step, payload) == ("rail room", answers[process])
+            return answers
+
+    fake = SimpleNamespace(n_blocks=64, room=lambda device: own if device == 5 else None)
+    return unsupported_reason(fake, Others(), device=5)
+
+
+def test_all_processes_refuse_alike():
+    """Also the one whose own GPU has room."""
+    every = [["a", 132, True], ["b", 100, True], ["b", 100, True]]
+    reasons = {ask_for_room(own, every[:i] + every[i + 1 :], i) for i, own in enumerate(every)}
+    (reason,) = reasons
+    assert "processes 1 and 2 share a GPU of 100 by MPS" in reason
+    assert ask_for_room(every[0], every[1:2], 0) is None
+
+
+@pytest.mark.parametrize(
+    "other", [["a", 132], ["a", True, True], ["a", 0, True], [1, 132, True], {}]
+)
+def test_room_of_another_form_is_refused(other):
+    with pytest.raises(RuntimeError, match="process 1: what its GPU has room for"):
+        ask_for_room(["a", 132, True], [other], 0)
 
 
 def test_processes_that_have_joined_make_one_step():

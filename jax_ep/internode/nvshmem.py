@@ -9,7 +9,7 @@ from jax.extend.core import Primitive
 
 from jax_ep.geometry import Geometry
 from jax_ep.internode import bootstrap as nvshmem_bootstrap
-from jax_ep.internode import codes, primitives
+from jax_ep.internode import codes, primitives, rail_room
 from jax_ep.internode.connection import P2pByNodes
 from jax_ep.internode.rails import OverlappingRails, Rails
 from jax_ep.operands.calls import CombineOperands, DispatchOperands, DispatchResults
@@ -107,7 +107,10 @@ class NvshmemByNodes(P2pByNodes):
 
     @classmethod
     def unsupported_reason(cls, geometry: Geometry, exchange: Exchange) -> str | None:
-        """Requires what `p2p` does of each node, NVSHMEM, and all processes with one GPU each."""
+        """Requires what `p2p` does of each node, NVSHMEM, and all processes with one GPU each.
+
+        And that the GPUs have room for the exchange's kernels.
+        """
         reason = super().unsupported_reason(geometry, exchange)
         if reason is not None:
             return reason
@@ -118,7 +121,12 @@ class NvshmemByNodes(P2pByNodes):
             < geometry.mesh.size
         ):
             return "each process must have one device of the mesh."
-        return exchange.agree("nvshmem", nvshmem_bootstrap.why_missing())
+        reason = exchange.agree("nvshmem", nvshmem_bootstrap.why_missing())
+        if reason is not None:
+            return reason
+        (local,) = geometry.local_coordinates
+        nvshmem = nvshmem_bootstrap.load()
+        return rail_room.unsupported_reason(nvshmem, exchange, bootstrap.ordinal(local))
 
     def open(self, exchange: Exchange) -> None:
         """Opens `p2p` inside, then this rank's rail."""

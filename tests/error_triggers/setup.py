@@ -1,5 +1,6 @@
 """Misuses of configs, of meshes and of groups that open."""
 
+import json
 import types
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,8 @@ import jax_ep
 from error_triggers.base import E, R, T, closed_group, config, init, make_mesh
 from fake_store import FakeClient
 from jax_ep.geometry import Geometry, MeshCoordinate
+from jax_ep.internode import rail_room
+from jax_ep.internode.nvshmem import NvshmemByNodes
 from jax_ep.processes.exchange import Exchange
 from jax_ep.processes.meeting import _Ending
 from jax_ep.processes.messages import Message
@@ -57,6 +60,19 @@ def init_host_of_two_processes() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Geometry, "routed_replicas", [replica])
         jax_ep.ep_init(make_mesh(), "ep", config(), transport="host")
+
+
+def init_nvshmem_of_three_processes_on_a_gpu() -> None:
+    """Pretends that they share it by MPS."""
+    room = ["uuid", 132, True]
+    library = types.SimpleNamespace(n_blocks=64, room=lambda _: room)
+    answers = [json.dumps(room).encode()] * 3
+    exchange = Exchange("group", (0, 1, 2), 0, 0.1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Exchange, "__call__", lambda *_: answers)
+        reason = rail_room.unsupported_reason(library, exchange, 0)
+        patch.setattr(NvshmemByNodes, "unsupported_reason", classmethod(lambda *_: reason))
+        init(transport="nvshmem", n_nodes=2)
 
 
 TRIGGERS: dict[str, Callable[[], Any]] = {
@@ -110,4 +126,5 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "setup-exchange-type": lambda: set_up(custom=lambda *_: None),
     "setup-exchange-garbage": lambda: set_up(custom=lambda _, mine: [mine, b"garbage"]),
     "gpu-platform": lambda: init(transport="p2p"),
+    "rail-room": init_nvshmem_of_three_processes_on_a_gpu,
 }

@@ -171,7 +171,8 @@ Status RankGroup::Address(int rank, std::string* address) const {
   return status;
 }
 
-Status RankGroup::Connect(const std::vector<std::string>& addresses) {
+Status RankGroup::Connect(const std::vector<std::string>& addresses,
+                          const std::vector<std::string>& others) {
   if (static_cast<int64_t>(addresses.size()) != config_.n_ranks) {
     return InvalidArgument("there must be one address per rank, " +
                            std::to_string(config_.n_ranks) + "; got " +
@@ -185,18 +186,26 @@ Status RankGroup::Connect(const std::vector<std::string>& addresses) {
   }
   for (int rank = 0; status.ok() && rank < config_.n_ranks; ++rank) {
     if (!IsLocal(rank)) continue;
-    status = ShareDevice(rank, peers);
+    status = ShareDevice(rank, peers, others);
     if (status.ok()) status = ConnectRank(rank, peers);
   }
   return status;
 }
 
-// Divides the SMs of a device among the ranks that share it: their blocks must fit together.
-Status RankGroup::ShareDevice(int index, const std::vector<PeerAddress>& addresses) {
+// Divides the SMs of a device among the ranks that share it: their blocks must fit together. Ranks
+// of other replicas, which other nodes are, do not wait for these, but their blocks may be waiting
+// for a rank whose blocks find no room here.
+Status RankGroup::ShareDevice(int index, const std::vector<PeerAddress>& addresses,
+                              const std::vector<std::string>& others) {
   Rank& rank = ranks_[index];
-  const int n_sharing = static_cast<int>(std::count_if(
-      addresses.begin(), addresses.end(),
-      [&](const PeerAddress& address) { return IsSame(address.device, addresses[index].device); }));
+  const cudaUUID_t& device = addresses[index].device;
+  const auto n_of_these =
+      std::count_if(addresses.begin(), addresses.end(),
+                    [&](const PeerAddress& address) { return IsSame(address.device, device); });
+  const auto n_of_others =
+      std::count_if(others.begin(), others.end(),
+                    [&](const std::string& bytes) { return PeerAddress::IsOn(device, bytes); });
+  const int n_sharing = static_cast<int>(n_of_these + n_of_others);
   const int32_t n_blocks = rank.n_sms / n_sharing;
   if (n_blocks < 1) {
     return InvalidArgument("a device must have an SM for each of its ranks; got " +

@@ -34,7 +34,7 @@ constexpr int kElsewhere = -1;
 class RankGroup {
  public:
   // Allocates and clears the workspaces of this process. `devices` has the device of each rank, or
-  // kElsewhere. Ranks on one device share its SMs. Loads the group's kernels, and `others`.
+  // kElsewhere. Loads the group's kernels, and `others`.
   static Status Allocate(const GroupConfig& config, const std::vector<int>& devices,
                          const std::vector<OtherKernels>& others,
                          std::unique_ptr<RankGroup>* group);
@@ -44,8 +44,10 @@ class RankGroup {
 
   // The address by which other processes map the workspace of a rank of this process.
   Status Address(int rank, std::string* address) const;
-  // Maps the workspaces of all ranks. Calls are possible from now on.
-  Status Connect(const std::vector<std::string>& addresses);
+  // Maps the workspaces of all ranks. Calls are possible from now on. Ranks on one device share its
+  // SMs, also with those of other replicas, whose addresses are `others`.
+  Status Connect(const std::vector<std::string>& addresses,
+                 const std::vector<std::string>& others = {});
   // After Disconnect, resets the group to its state after Allocate, in the same workspaces. Peers
   // must no longer write to them.
   Status Reopen();
@@ -104,7 +106,8 @@ class RankGroup {
   Status FindResources(int rank);
   Status LoadKernels(int rank, const std::vector<OtherKernels>& others);
   Status ClearRank(int rank);
-  Status ShareDevice(int rank, const std::vector<PeerAddress>& addresses);
+  Status ShareDevice(int rank, const std::vector<PeerAddress>& addresses,
+                     const std::vector<std::string>& others);
   Status ConnectRank(int rank, const std::vector<PeerAddress>& addresses);
   Status MapPeer(int rank, int peer, const PeerAddress& address, uint8_t** workspace);
   Status FillCall(const GroupConfig& config, int rank, int64_t n_tokens, CallArgs* call) const;

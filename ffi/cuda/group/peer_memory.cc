@@ -11,14 +11,6 @@
 namespace jax_ep::p2p {
 namespace {
 
-Status DeviceUuid(int device, cudaUUID_t* uuid) {
-  cudaDeviceProp properties;
-  const Status status = ToStatus(cudaGetDeviceProperties(&properties, device),
-                                 "querying device " + std::to_string(device));
-  if (status.ok()) *uuid = properties.uuid;
-  return status;
-}
-
 // This process's ordinal of the device; -1 = the process does not see it.
 int FindDevice(const cudaUUID_t& uuid) {
   int n_devices = 0;
@@ -34,6 +26,14 @@ int FindDevice(const cudaUUID_t& uuid) {
 
 bool IsSame(const cudaUUID_t& a, const cudaUUID_t& b) {
   return std::memcmp(a.bytes, b.bytes, sizeof(a.bytes)) == 0;
+}
+
+Status DeviceUuid(int device, cudaUUID_t* uuid) {
+  cudaDeviceProp properties;
+  const Status status = ToStatus(cudaGetDeviceProperties(&properties, device),
+                                 "querying device " + std::to_string(device));
+  if (status.ok()) *uuid = properties.uuid;
+  return status;
 }
 
 Status CheckPeerAccess(int from, int to) {
@@ -58,6 +58,13 @@ std::string HostIdentity() {
 
 std::string PeerAddress::ToBytes() const {
   return {reinterpret_cast<const char*>(this), sizeof(*this)};
+}
+
+bool PeerAddress::IsOn(const cudaUUID_t& device, const std::string& bytes) {
+  PeerAddress address;
+  if (bytes.size() != sizeof(address)) return false;
+  std::memcpy(&address, bytes.data(), sizeof(address));
+  return IsSame(address.device, device);
 }
 
 Status PeerAddress::FromBytes(const std::string& bytes, uint64_t workspace_bytes,

@@ -20,6 +20,7 @@ std::string HostIdentity();
 Status CheckPeerAccess(int from, int to);
 
 bool IsSame(const cudaUUID_t& a, const cudaUUID_t& b);
+Status DeviceUuid(int device, cudaUUID_t* uuid);
 
 // The address by which another process maps a workspace. Sent as bytes.
 struct PeerAddress {
@@ -35,6 +36,8 @@ struct PeerAddress {
   std::string ToBytes() const;
   // Fails if the bytes are from another version or host, or describe a workspace of another size.
   static Status FromBytes(const std::string& bytes, uint64_t workspace_bytes, PeerAddress* address);
+  // Whether bytes, also from another host, are of a workspace on the device.
+  static bool IsOn(const cudaUUID_t& device, const std::string& bytes);
 };
 
 // IPC shares whole blocks of the driver. An allocation that is a multiple of this shares nothing

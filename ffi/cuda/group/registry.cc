@@ -93,11 +93,15 @@ Status Registry::Connect(const std::string& key, const std::vector<RankAddress>&
     replicas = it->second.replicas;
   }
   for (const auto& [replica, group] : replicas) {
-    std::vector<std::string> ranks(group->config().n_ranks);
+    std::vector<std::string> ranks(group->config().n_ranks), others;
     for (const RankAddress& peer : addresses) {
-      if (peer.coordinate.replica == replica) ranks.at(peer.coordinate.rank) = peer.address;
+      if (peer.coordinate.replica == replica) {
+        ranks.at(peer.coordinate.rank) = peer.address;
+      } else {
+        others.push_back(peer.address);
+      }
     }
-    const Status status = group->Connect(ranks);
+    const Status status = group->Connect(ranks, others);
     if (!status.ok()) return status;
   }
   std::lock_guard lock(mutex_);

@@ -45,6 +45,7 @@ struct RailDispatch : RailHandler<RailDispatchCall> {
     };
     if (!PlanOverlap(caller)) {
       call.rail.arrived = nullptr;
+      PlanWithoutLL(caller);
       return launch(stream);
     }
     const size_t n_words = call.rail.n_nodes * call.rail.tiles.n_tiles;
@@ -54,6 +55,15 @@ struct RailDispatch : RailHandler<RailDispatchCall> {
   }
 
  private:
+  // Plans to run one kernel after the other. A node's ranks must agree on LL packets, and those of
+  // them that run both kernels at once, which depends on their GPUs, take none.
+  void PlanWithoutLL(const p2p::Caller& caller) {
+    p2p::DispatchArgs& dispatch = call.dispatch;
+    if (!dispatch.call.plan.uses_ll) return;
+    dispatch.call.map.max_ll_tokens = 0;
+    p2p::PlanCall(ResourcesOf(caller), dispatch.size, /*is_async=*/false, &dispatch.call);
+  }
+
   // `scratch`: the tokens of all nodes, and the words of their tiles.
   Status ReadExchange(const p2p::Caller& caller, const ffi::AnyBuffer& own,
                       const BufferList& choices, const BufferList& scratch) {

@@ -1,9 +1,11 @@
 #include "internode/nvshmem/bindings.h"
 
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <stdexcept>
+#include <tuple>
 
 #include "internode/nvshmem/rails.h"
 #include "internode/nvshmem/world.h"
@@ -51,7 +53,17 @@ void Open(const std::string& key, int64_t heap, int64_t node, const std::vector<
   RunStep([&] { return Rails::Instance().Open(key, config, heap); });
 }
 
+std::tuple<std::string, int, bool> Room(int device) {
+  GpuRoom room{};
+  Raise(FindRoom(device, &room));
+  return {room.uuid, room.n_sms, room.has_mps};
+}
+
 void DefineWorld(nb::module_& module) {
+  module.attr("n_blocks") = kBlocks;  // of the exchange's kernels, all of which run at once
+  module.def("room", &Room, nb::arg("device"),
+             "A GPU's UUID, its multiprocessors, and whether processes run kernels on it at the "
+             "same time, by MPS.");
   module.def(
       "load",
       [](const std::string& path) {

@@ -4,6 +4,7 @@
 
 #include "cuda/call/cuda_status.h"
 #include "cuda/call/scoped_device.h"
+#include "cuda/group/peer_memory.h"
 #include "internode/nvshmem/fatbin.h"
 #include "internode/nvshmem/launch.h"
 
@@ -46,6 +47,19 @@ struct SideOfThread {
 
 }  // namespace
 
+Status FindRoom(int device, GpuRoom* room) {
+  cudaUUID_t uuid;
+  Status status = p2p::DeviceUuid(device, &uuid);
+  if (!status.ok()) return status;
+  constexpr char kDigits[] = "0123456789abcdef";
+  for (const char byte : uuid.bytes) {
+    room->uuid += {kDigits[static_cast<uint8_t>(byte) >> 4], kDigits[byte & 15]};
+  }
+  room->has_mps = HasMps(device);
+  return ToStatus(cudaDeviceGetAttribute(&room->n_sms, cudaDevAttrMultiProcessorCount, device),
+                  "querying device " + std::to_string(device));
+}
+
 World& World::Instance() {
   static World* const instance = new World;
   return *instance;
@@ -81,9 +95,8 @@ Status World::Join(const std::string& id, int pe, int n_pes, int device) {
                               std::to_string(pe) + " of " + std::to_string(n_pes) +
                               ", as in jax.distributed.");
   }
-  status = CheckDevice();
   can_overlap_ = !HasMps(device_);
-  return status.ok() ? LoadKernel() : status;
+  return LoadKernel();
 }
 
 Status World::Initialize(const std::string& id, int pe, int n_pes) {
@@ -105,18 +118,6 @@ Status World::Initialize(const std::string& id, int pe, int n_pes) {
         "it tried.");
   }
   return {};
-}
-
-// The blocks of a call wait for each other's peers, so all must run at once, one on each SM.
-Status World::CheckDevice() const {
-  int n_sms = 0;
-  const Status status =
-      ToStatus(cudaDeviceGetAttribute(&n_sms, cudaDevAttrMultiProcessorCount, device_),
-               "querying device " + std::to_string(device_));
-  if (!status.ok() || n_sms >= kBlocks) return status;
-  return FailedPrecondition("an inter-node exchange needs " + std::to_string(kBlocks) +
-                            " multiprocessors; device " + std::to_string(device_) + " has " +
-                            std::to_string(n_sms) + ". Use transport='p2p'.");
 }
 
 Status World::LoadKernel() {

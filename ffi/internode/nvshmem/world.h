@@ -19,6 +19,18 @@
 
 namespace jax_ep::rail {
 
+// What decides whether the exchange's kernels of several processes fit on a GPU at once.
+struct GpuRoom {
+  std::string uuid;  // hexadecimal
+  int n_sms;         // that this process sees
+  // Whether processes run kernels on it at the same time, by MPS; otherwise they take turns. True
+  // if the driver is too old to say.
+  bool has_mps;
+};
+
+// The room of a device.
+Status FindRoom(int device, GpuRoom* room);
+
 class World {
  public:
   static constexpr int kMaxNodes = 1024;
@@ -58,7 +70,6 @@ class World {
 
  private:
   Status Initialize(const std::string& id, int pe, int n_pes);
-  Status CheckDevice() const;
   Status LoadKernel();
 
   Library library_{};
