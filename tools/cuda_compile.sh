@@ -52,7 +52,7 @@ compile() {
   local flags=(-std=c++17 -O3 -DNDEBUG -I ffi -isystem "$cutlass" --expt-relaxed-constexpr
     -Xcompiler -Wall,-Wextra,-Werror -Werror all-warnings)
   case $source in
-    */matmul/hopper* | */matmul_probe_baseline.cu)
+    */matmul/hopper* | */weight_gradient*.cu | */matmul_probe_baseline.cu)
       [[ " $archs" == *" 90"* ]] || return 0
       archs=90a
       ;;

@@ -3,70 +3,42 @@
 #include "layer/matmul/hopper_swapped.h"
 
 #include <cuda.h>
-#include <cudaTypedefs.h>
 #include <cuda_runtime_api.h>
 
-#include <algorithm>
 #include <atomic>
 #include <cstdint>
+
+#include "layer/matmul/tensor_maps.h"
 
 namespace jax_ep::matmul::swapped {
 namespace {
 
-using Encode = PFN_cuTensorMapEncodeTiled_v12000;
-
-cudaError_t FindEncode(Encode& encode) {
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult result;
-  const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
-                                                             12000, cudaEnableDefault, &result);
-  if (error != cudaSuccess) return error;
-  if (result != cudaDriverEntryPointSuccess) return cudaErrorNotSupported;
-  encode = reinterpret_cast<Encode>(function);
-  return cudaSuccess;
-}
-
-// A tensor of bfloat16, whose last axis is the first here, read by boxes whose lines, of 64 or 128
-// bytes, are swizzled. `strides`: in bytes, of all axes but the first.
-template <int kRank>
-cudaError_t MakeMap(Encode encode, const void* data, const cuuint64_t (&sizes)[kRank],
-                    const cuuint64_t (&strides)[kRank - 1], const cuuint32_t (&box)[kRank],
-                    CUtensorMap* map) {
-  cuuint32_t steps[kRank];
-  std::fill_n(steps, kRank, 1);
-  const auto swizzle = box[0] == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
-  const CUresult result =
-      encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, kRank, const_cast<void*>(data), sizes, strides,
-             box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
-}
-
 // Of [L, k, n] or [L, n, k]. Gates and ups that lie apart are an axis of their own.
-cudaError_t MapWeights(Encode encode, const MatmulCall& call, bool are_apart, CUtensorMap* map) {
+cudaError_t MapWeights(EncodeTensorMap encode, const MatmulCall& call, bool are_apart,
+                       CUtensorMap* map) {
   const auto n_groups = static_cast<cuuint64_t>(call.n_groups);
   const auto k = static_cast<cuuint64_t>(call.k), n = static_cast<cuuint64_t>(call.n);
   if (are_apart) {
-    return MakeMap<4>(encode, call.rhs, {n / 2, k, 2, n_groups}, {2 * n, n, 2 * n * k},
-                      {kGroupColumns / 2, kDepth, 2, 1}, map);
+    return MakeTensorMap<4>(encode, call.rhs, {n / 2, k, 2, n_groups}, {2 * n, n, 2 * n * k},
+                            {kGroupColumns / 2, kDepth, 2, 1}, map);
   }
   if (call.form == MatmulForm::kTransposedWeights) {
-    return MakeMap<3>(encode, call.rhs, {k, n, n_groups}, {2 * k, 2 * n * k},
-                      {kDepth, kGroupColumns, 1}, map);
+    return MakeTensorMap<3>(encode, call.rhs, {k, n, n_groups}, {2 * k, 2 * n * k},
+                            {kDepth, kGroupColumns, 1}, map);
   }
-  return MakeMap<3>(encode, call.rhs, {n, k, n_groups}, {2 * n, 2 * n * k},
-                    {kGroupColumns, kDepth, 1}, map);
+  return MakeTensorMap<3>(encode, call.rhs, {n, k, n_groups}, {2 * n, 2 * n * k},
+                          {kGroupColumns, kDepth, 1}, map);
 }
 
 // All but the weights.
-cudaError_t MakeParams(Encode encode, const MatmulCall& call, const MatmulTileTable& tiles,
+cudaError_t MakeParams(EncodeTensorMap encode, const MatmulCall& call, const MatmulTileTable& tiles,
                        void* out, Params& params) {
   const auto n_rows = static_cast<cuuint64_t>(call.n_rows);
   const auto k = static_cast<cuuint64_t>(call.k);
   cudaError_t error = cudaSuccess;
   for (uint32_t i = 0; i < kMaxHalves && error == cudaSuccess; ++i) {
-    error = MakeMap<2>(encode, call.lhs, {k, n_rows}, {2 * k}, {kDepth, (i + 1) * kMatmulRowUnit},
-                       &params.rows[i]);
+    error = MakeTensorMap<2>(encode, call.lhs, {k, n_rows}, {2 * k},
+                             {kDepth, (i + 1) * kMatmulRowUnit}, &params.rows[i]);
   }
   params.tiles = tiles;
   params.n_groups = static_cast<uint32_t>(call.n_groups);
@@ -109,8 +81,8 @@ cudaError_t IsMemorySlow(bool* is_slow) {
 }
 
 cudaError_t MakeParams(const MatmulCall& call, const MatmulTileTable& tiles, Params& params) {
-  Encode encode;
-  cudaError_t error = FindEncode(encode);
+  EncodeTensorMap encode;
+  cudaError_t error = FindEncodeTensorMap(encode);
   if (error == cudaSuccess) error = MapWeights(encode, call, false, &params.weights);
   return error == cudaSuccess ? MakeParams(encode, call, tiles, call.out, params) : error;
 }
@@ -118,8 +90,8 @@ cudaError_t MakeParams(const MatmulCall& call, const MatmulTileTable& tiles, Par
 cudaError_t MakeParams(const MatmulCall& call, const Gate& gate, const MatmulTileTable& tiles,
                        GatedParams& params) {
   params.activation = gate.activation;
-  Encode encode;
-  cudaError_t error = FindEncode(encode);
+  EncodeTensorMap encode;
+  cudaError_t error = FindEncodeTensorMap(encode);
   if (error == cudaSuccess) error = MapWeights(encode, call, !gate.is_interleaved, &params.weights);
   return error == cudaSuccess ? MakeParams(encode, call, tiles, gate.values, params) : error;
 }

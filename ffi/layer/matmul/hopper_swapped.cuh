@@ -69,19 +69,6 @@ static_assert(kSmemBytes <= 227 * 1024);
 static_assert(StageBytes(kSmallTileRows) % kSmemAlignment == 0);
 static_assert(StageBytes(kLargeTileRows) % kSmemAlignment == 0);
 
-#ifndef JAX_EP_MATMUL_WAIT_CYCLES
-#define JAX_EP_MATMUL_WAIT_CYCLES 0
-#endif
-constexpr int64_t kWaitCycles = JAX_EP_MATMUL_WAIT_CYCLES;  // 0 = wait for ever
-
-// Waits until the phase of this parity has completed.
-__device__ __forceinline__ void Wait(uint32_t barrier, uint32_t parity) {
-  const int64_t start = kWaitCycles > 0 ? clock64() : 0;
-  while (!mbarrier_try_wait_parity(barrier, parity)) {
-    if (kWaitCycles > 0 && clock64() - start > kWaitCycles) __trap();
-  }
-}
-
 // The ring of stages, and a position in it.
 class Ring {
  public:

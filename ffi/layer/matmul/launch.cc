@@ -30,6 +30,10 @@ cudaError_t LaunchHopperMatmul(const MatmulCall& call, cudaStream_t stream) {
 cudaError_t hopper::LaunchBFloat16(const MatmulCall& call, cudaStream_t stream, Swap) {
   return LaunchAmpereMatmul(call, stream);
 }
+
+cudaError_t hopper::LaunchWeightGradient(const MatmulCall& call, cudaStream_t stream) {
+  return LaunchAmpereMatmul(call, stream);
+}
 #endif
 
 bool IsHopper() {

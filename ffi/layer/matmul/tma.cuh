@@ -37,6 +37,15 @@ __device__ __forceinline__ void cp_async_bulk_tensor(uint32_t to, const CUtensor
       : "memory");
 }
 
+__device__ __forceinline__ void cp_async_bulk_tensor(uint32_t to, const CUtensorMap* map, int x,
+                                                     int y, uint32_t barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
+      "l"(map), "r"(x), "r"(y), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
 // To the same address in each block of the cluster whose bit is set, and its barrier.
 __device__ __forceinline__ void cp_async_bulk_tensor_multicast(uint32_t to, const CUtensorMap* map,
                                                                int x, int y, uint32_t barrier,
@@ -63,6 +72,10 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, uint
                : "memory");
 }
 
+__device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
 __device__ __forceinline__ bool mbarrier_try_wait_parity(uint32_t barrier, uint32_t parity) {
   uint32_t done;
   asm volatile(
@@ -75,6 +88,19 @@ __device__ __forceinline__ bool mbarrier_try_wait_parity(uint32_t barrier, uint3
       : "r"(barrier), "r"(parity)
       : "memory");
   return done != 0;
+}
+
+#ifndef JAX_EP_MATMUL_WAIT_CYCLES
+#define JAX_EP_MATMUL_WAIT_CYCLES 0
+#endif
+constexpr int64_t kWaitCycles = JAX_EP_MATMUL_WAIT_CYCLES;  // 0 = wait for ever
+
+// Waits until the phase of this parity has completed.
+__device__ __forceinline__ void Wait(uint32_t barrier, uint32_t parity) {
+  const int64_t start = kWaitCycles > 0 ? clock64() : 0;
+  while (!mbarrier_try_wait_parity(barrier, parity)) {
+    if (kWaitCycles > 0 && clock64() - start > kWaitCycles) __trap();
+  }
 }
 
 // On the barrier at this address in a block of the cluster.
@@ -120,6 +146,33 @@ __device__ __forceinline__ void cluster_sync() {
           : "memory");
 }
 
+// The address that this one of the own shared memory has in a block of the cluster.
+__device__ __forceinline__ uint32_t mapa(uint32_t address, uint32_t block) {
+  uint32_t mapped;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(block));
+  return mapped;
+}
+
+// Stores 16 bytes in the block of the cluster that has both the address and the barrier, which
+// counts them.
+__device__ __forceinline__ void st_async(uint32_t to, uint4 v, uint32_t barrier) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, "
+      "[%5];" ::"r"(to),
+      "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(barrier)
+      : "memory");
+}
+
+// From shared memory, in this thread's bulk group. What is outside of the tensor is left out.
+__device__ __forceinline__ void cp_async_bulk_tensor_store(const CUtensorMap* map, int x, int y,
+                                                           int z, uint32_t from, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group.L2::cache_hint "
+      "[%0, {%1, %2, %3}], [%4], %5;" ::"l"(map),
+      "r"(x), "r"(y), "r"(z), "r"(from), "l"(policy)
+      : "memory");
+}
+
 // Takes or gives back registers, so that each thread of the warp group has so many.
 template <int kRegisters>
 __device__ __forceinline__ void setmaxnreg_inc() {
@@ -133,6 +186,15 @@ __device__ __forceinline__ void setmaxnreg_dec() {
 
 __device__ __forceinline__ void barrier_arrive(int id, int n_threads) {
   asm volatile("barrier.arrive %0, %1;" ::"r"(id), "r"(n_threads) : "memory");
+}
+
+// Stores four matrices of 8 x 8: lane l gives the address of a line of 16 bytes of matrix l / 8,
+// and has, of line l / 4, elements 2 (l % 4) and the next.
+__device__ __forceinline__ void stmatrix_x4(uint32_t address, uint32_t a, uint32_t b, uint32_t c,
+                                            uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+               "r"(a), "r"(b), "r"(c), "r"(d)
+               : "memory");
 }
 
 // Stores two pairs of matrices of 8 x 8, transposed: lane l gives the address of a line of 16 bytes
@@ -165,6 +227,10 @@ __device__ __forceinline__ int4 ld_shared_v4(uint32_t address) {
                : "r"(address)
                : "memory");
   return v;
+}
+
+__device__ __forceinline__ void st_shared_zero_v4(uint32_t address) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory");
 }
 
 }  // namespace jax_ep::matmul

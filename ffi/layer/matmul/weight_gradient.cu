@@ -1,0 +1,101 @@
+// The gradient of the weights of grouped matmuls of bfloat16, for Hopper.
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "cuda/call/launch.h"
+#include "layer/matmul/kernels.h"
+#include "layer/matmul/row_range.cuh"
+#include "layer/matmul/weight_gradient.cuh"
+
+namespace jax_ep::matmul::hopper {
+namespace {
+
+using namespace weight_gradient;
+
+constexpr int kTableThreads = 256;
+
+// Enters the group, behind those that have more rows. The largest are taken first, so that clusters
+// end at about the same time.
+__device__ void Enter(const MatmulCall& call, const Table& table, int64_t group) {
+  const RowRange rows = RowRange::Of(call, group);
+  uint32_t position = 0, n_spans = 0;
+  for (int64_t other = 0; other < call.n_groups; ++other) {
+    const int64_t size = RowRange::Of(call, other).size;
+    n_spans += size > 0;
+    position += size > rows.size || (size == rows.size && other < group);
+  }
+  if (group == 0) *table.n_spans = n_spans, *table.n_taken = 0;
+  if (rows.size == 0) return;
+  table.spans[position] = {static_cast<uint32_t>(rows.first), static_cast<uint32_t>(rows.size),
+                           static_cast<uint32_t>(group), 0};
+}
+
+// Fills the table, and zeroes the matrices of groups without rows.
+__global__ void __launch_bounds__(kTableThreads)
+    FillTable(const __grid_constant__ MatmulCall call, const __grid_constant__ Table table) {
+  asm volatile("griddepcontrol.launch_dependents;");  // the matmul may start, and waits
+  p2p::griddepcontrol_wait();
+  const int64_t step = int64_t{gridDim.x} * kTableThreads;
+  for (int64_t group = int64_t{blockIdx.x} * kTableThreads + threadIdx.x; group < call.n_groups;
+       group += step) {
+    Enter(call, table, group);
+  }
+  ZeroUnwritten(call);
+}
+
+__global__ void __launch_bounds__(kThreads, 1)
+    MultiplyAlongRows(const __grid_constant__ Params params) {
+  // Of a thread; together as many as all threads have at the start, 168 each.
+  constexpr int kComputeRegisters = 224, kLoadRegisters = 56;
+  extern __shared__ char unaligned[];
+  uint32_t smem = p2p::cvta_shared(unaligned);
+  smem += (-smem) % kSmemAlignment;
+  p2p::opaque(smem);
+  if (threadIdx.x == 0) InitBarriers(smem);
+  if (threadIdx.x == kWarpGroups * kGroupThreads) {
+    prefetch_tensormap(&params.lhs);
+    prefetch_tensormap(&params.rhs);
+    prefetch_tensormap(&params.out);
+  }
+  cluster_sync();
+  p2p::griddepcontrol_wait();
+  if (threadIdx.x < kWarpGroups * kGroupThreads) {
+    setmaxnreg_inc<kComputeRegisters>();
+    Compute(smem);
+  } else {
+    setmaxnreg_dec<kLoadRegisters>();
+    const uint32_t thread = threadIdx.x - kWarpGroups * kGroupThreads;
+    if (thread == 0) Load(params, smem);
+    if (thread % 32 == 0 && thread / 32 - 1 < kWarpGroups) Store(params, smem, thread / 32 - 1);
+  }
+  __syncwarp();
+  cluster_sync();  // the other block may still release stages here
+}
+
+}  // namespace
+
+cudaError_t LaunchWeightGradient(const MatmulCall& call, cudaStream_t stream) {
+  int n_sms = 0;
+  cudaError_t error = p2p::CountSms(&n_sms);
+  if (error != cudaSuccess) return error;
+  Params params;
+  error = MakeParams(call, params);
+  if (error != cudaSuccess) return error;
+  p2p::LaunchShape shape{dim3(NumZeroBlocks(call, n_sms)), kTableThreads, 0, stream};
+  shape.starts_early = true;
+  error = p2p::LaunchKernel(FillTable, shape, call, params.table);
+  if (error != cudaSuccess) return error;
+  error = cudaFuncSetAttribute(MultiplyAlongRows, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               static_cast<int>(kSmemBytes));
+  if (error != cudaSuccess) return error;
+  shape.grid = dim3(static_cast<unsigned>(n_sms) / kBlocks * kBlocks);
+  shape.cluster = dim3(kBlocks);
+  shape.n_threads = kThreads;
+  shape.smem_bytes = kSmemBytes;
+  return p2p::LaunchKernel(MultiplyAlongRows, shape, params);
+}
+
+}  // namespace jax_ep::matmul::hopper

@@ -1,0 +1,221 @@
+// A grouped matmul along the rows of groups, the gradient of weights, of bfloat16 for Hopper. A
+// cluster of two blocks works on a tile of 256 x 256 of a group's matrix. Each block has half of
+// its rows, for which it loads the columns of `lhs`, and loads half of the columns of `rhs`, which
+// both blocks get. In a block, two groups of four warps multiply, for 64 rows of the tile each. Of
+// the other warps, two store results, and one loads.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+
+#include "cuda/device/ptx.cuh"
+#include "cute/arch/mma_sm90_gmma.hpp"
+#include "layer/matmul/tma.cuh"
+#include "layer/matmul/weight_gradient.h"
+#include "layer/matmul/weight_gradient_tiles.cuh"
+#include "layer/matmul/wgmma.cuh"
+
+namespace jax_ep::matmul::weight_gradient {
+
+using p2p::barrier_sync;
+using p2p::cp_async_bulk_commit_group;
+using p2p::cp_async_bulk_wait_group;
+using p2p::cp_async_bulk_wait_group_read;
+using p2p::cvt_rn_bf16x2_f32;
+using p2p::fence_proxy_async_shared;
+
+// Called by one thread: loads what the tiles need, stage by stage.
+__device__ __forceinline__ void Load(const Params& params, uint32_t smem) {
+  constexpr uint32_t kOwnChunks = kChunks / kBlocks;
+  const uint32_t rank = cluster_ctarank();
+  Ring ring(smem);
+  Tiles tiles(smem);
+  Source source(params, smem);
+  if (rank == 0) {
+    source.Take();
+    source.Send();
+  }
+  Tile tile;
+  while (tiles.Expect(), tiles.Next(tile)) {
+    if (rank == 0) source.Take();
+    const auto lhs_column = static_cast<int>(tile.row + rank * kBlockRows);
+    const auto rhs_column = static_cast<int>(tile.column + rank * kOwnChunks * kLineColumns);
+    const uint32_t n_stages = tile.n_stages();
+    for (uint32_t i = 0; i < n_stages; ++i, ring.Advance()) {
+      if (rank == 0 && i + 1 == n_stages) source.Send();
+      const auto row = static_cast<int>(tile.first_row + i * kDepth);
+      ring.WaitEmpty();
+      mbarrier_arrive_expect_tx(ring.full(), kStageBytes);
+#pragma unroll
+      for (uint32_t j = 0; j < kOwnChunks; ++j) {
+        cp_async_bulk_tensor_multicast(ring.rhs(rank * kOwnChunks + j), &params.rhs,
+                                       rhs_column + static_cast<int>(j * kLineColumns), row,
+                                       ring.full(), (1 << kBlocks) - 1, kEvictNormal);
+      }
+#pragma unroll
+      for (uint32_t j = 0; j < kWarpGroups; ++j) {
+        cp_async_bulk_tensor(ring.lhs(j), &params.lhs,
+                             lhs_column + static_cast<int>(j * kGroupRows), row, ring.full(),
+                             kEvictNormal);
+      }
+    }
+  }
+}
+
+// Called by one thread per warp group that multiplies: stores its results.
+__device__ __forceinline__ void Store(const Params& params, uint32_t smem, uint32_t warp_group) {
+  const uint32_t row_in_tile = cluster_ctarank() * kBlockRows + warp_group * kGroupRows;
+  Tiles tiles(smem);
+  Buffers written(smem, warp_group), stored(smem, warp_group);
+  uint32_t n_pending = 0;
+  Tile tile;
+  while (tiles.Next(tile)) {
+    const uint32_t row = tile.row + row_in_tile;
+    uint32_t column = tile.column;
+    for (uint32_t i = 0; i < kChunks; ++i, column += kLineColumns, written.Advance()) {
+      written.WaitWritten();
+      if (row < params.n_rows && column < params.n_columns) {
+        cp_async_bulk_tensor_store(&params.out, static_cast<int>(column), static_cast<int>(row),
+                                   static_cast<int>(tile.group), written.results(), kEvictFirst);
+      }
+      cp_async_bulk_commit_group();
+      if (++n_pending < kBuffers) continue;
+      cp_async_bulk_wait_group_read<kBuffers - 1>();
+      mbarrier_arrive(stored.stored());
+      stored.Advance();
+    }
+  }
+  cp_async_bulk_wait_group<0>();
+}
+
+// A warp group, and what it carries from tile to tile.
+struct Consumer {
+  uint32_t index;   // of the warp group
+  uint32_t thread;  // in the warp group
+  Ring ring;
+  Buffers buffers;
+
+  // Lets both blocks load into the stage. Called by a warp that has read it.
+  __device__ void Release(uint32_t stage) const {
+    const uint32_t lane = thread % 32;
+    if (lane < kBlocks) mbarrier_arrive_cluster(ring.empty(stage), lane);
+  }
+
+  __device__ void Sync() const { barrier_sync(1 + static_cast<int>(index), kGroupThreads); }
+};
+
+constexpr uint32_t kStep = 16;  // terms of an instruction
+constexpr uint32_t kSums = kGroupRows * kTileColumns / kGroupThreads;
+
+using LhsOperand = WgmmaOperand<kLineBytes>;
+using RhsOperand = WgmmaOperand<kLineBytes, kChunkBytes>;
+
+// Adds the products of kStep terms to the sums, or sets these.
+template <size_t... kIndices>
+__device__ __forceinline__ void MultiplyStep(std::index_sequence<kIndices...>,
+                                             const LhsOperand& lhs, const RhsOperand& rhs,
+                                             float* sums, bool adds) {
+  namespace gmma = cute::SM90::GMMA;
+  using Instruction = gmma::MMA_64x256x16_F32BF16BF16_SS<gmma::Major::MN, gmma::Major::MN>;
+  Instruction::fma(lhs.bits(), rhs.bits(), sums[kIndices]...,
+                   adds ? gmma::ScaleOut::One : gmma::ScaleOut::Zero);
+}
+
+// Zeroes the lines of a stage from `n_terms` on, which belong to no row of the group, up to the end
+// of a step: they may be NaN. Both warp groups write the same zeros to what they share.
+__device__ __forceinline__ void ZeroRest(const Consumer& self, uint32_t n_terms) {
+  const uint32_t line = n_terms + self.thread / 8;
+  if (line < (n_terms + kStep - 1) / kStep * kStep) {
+    const uint32_t offset = line * kLineBytes + self.thread % 8 * 16;
+    st_shared_zero_v4(self.ring.lhs(self.index) + offset);
+#pragma unroll
+    for (uint32_t i = 0; i < kChunks; ++i) st_shared_zero_v4(self.ring.rhs(i) + offset);
+  }
+  fence_proxy_async_shared();
+  self.Sync();
+}
+
+// Issues the products of a stage, in steps of a group each if it is not full.
+__device__ __forceinline__ void MultiplyStage(const Consumer& self, uint32_t n_terms, bool is_first,
+                                              float* sums) {
+  const LhsOperand lhs(self.ring.lhs(self.index));
+  const RhsOperand rhs(self.ring.rhs(0));
+  constexpr auto kAll = std::make_index_sequence<kSums>();
+  if (n_terms >= kDepth) {
+    wgmma_fence();
+#pragma unroll
+    for (uint32_t first = 0; first < kDepth; first += kStep) {
+      MultiplyStep(kAll, lhs + first * kLineBytes, rhs + first * kLineBytes, sums,
+                   !is_first || first > 0);
+    }
+    wgmma_commit_group();
+    return;
+  }
+  if (n_terms % kStep != 0) ZeroRest(self, n_terms);
+#pragma unroll 1
+  for (uint32_t first = 0; first < n_terms; first += kStep) {
+    wgmma_fence();
+    MultiplyStep(kAll, lhs + first * kLineBytes, rhs + first * kLineBytes, sums,
+                 !is_first || first > 0);
+    wgmma_commit_group();
+  }
+}
+
+// Sums the products of a tile.
+__device__ __forceinline__ void Multiply(Consumer& self, const Tile& tile, float* sums) {
+  const uint32_t n_stages = tile.n_stages();
+  uint32_t previous = 0;
+#pragma unroll 1
+  for (uint32_t i = 0; i < n_stages; ++i) {
+    self.ring.WaitFull();
+    MultiplyStage(self, tile.n_rows - i * kDepth, i == 0, sums);
+    if (i > 0) {
+      wgmma_wait_group<1>();
+      self.Release(previous);
+    }
+    previous = self.ring.stage();
+    self.ring.Advance();
+  }
+  wgmma_wait_group<0>();
+  FenceSums<kSums>(sums);
+  self.Release(previous);
+}
+
+// Writes the sums to buffers, chunk by chunk. A line of a chunk has kLineColumns of a row.
+__device__ __forceinline__ void WriteResults(Consumer& self, const float* sums) {
+  const uint32_t lane = self.thread % 32, warp = self.thread / 32;
+  const uint32_t row = warp * 16 + lane % 16;
+  const auto pack = [&](uint32_t i) { return cvt_rn_bf16x2_f32(sums[i + 1], sums[i]); };
+#pragma unroll
+  for (uint32_t chunk = 0; chunk < kChunks; ++chunk, self.buffers.Advance()) {
+    const uint32_t line = self.buffers.results() + row * kLineBytes;
+    self.buffers.WaitStored();
+#pragma unroll
+    for (uint32_t column = 0; column < kLineColumns; column += 16) {
+      const uint32_t vector = (column / 8 + lane / 16) ^ row % 8;  // swizzled
+      const uint32_t i = (chunk * kLineColumns + column) / 2;      // of eight columns are four
+      stmatrix_x4(line + vector * 16, pack(i), pack(i + 2), pack(i + 4), pack(i + 6));
+    }
+    fence_proxy_async_shared();
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(self.buffers.written());
+  }
+}
+
+__device__ __forceinline__ void Compute(uint32_t smem) {
+  const uint32_t index = threadIdx.x / kGroupThreads;
+  Consumer self{index, threadIdx.x % kGroupThreads, Ring(smem), Buffers(smem, index)};
+  Tiles tiles(smem);
+  Tile tile;
+  while (tiles.Next(tile)) {
+    tile.n_rows = __shfl_sync(~0u, tile.n_rows, 0);  // so the compiler knows that warps agree
+    float sums[kSums];
+    Multiply(self, tile, sums);
+    WriteResults(self, sums);
+  }
+}
+
+}  // namespace jax_ep::matmul::weight_gradient

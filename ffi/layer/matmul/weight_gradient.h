@@ -1,0 +1,46 @@
+// The parameters of the grouped matmul along rows (weight_gradient.cuh).
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "layer/matmul/matmul_call.h"
+
+namespace jax_ep::matmul::weight_gradient {
+
+constexpr uint32_t kGroupRows = 64;    // of a matrix, of a warp group
+constexpr uint32_t kLineColumns = 64;  // of a line in shared memory
+constexpr uint32_t kDepth = 32;        // of a stage, in terms, which are rows of a group
+
+// A group that has rows.
+struct Span {
+  uint32_t first_row, n_rows, group, unused;
+};
+
+// In the workspace.
+struct Table {
+  Span* spans;  // the largest first
+  uint32_t* n_spans;
+  uint32_t* n_taken;  // tiles, of all groups
+
+  static Table In(const MatmulCall& call) {
+    constexpr size_t kAlignment = 128;
+    auto* const words = static_cast<uint32_t*>(call.workspace);
+    return {reinterpret_cast<Span*>(static_cast<char*>(call.workspace) + kAlignment), words,
+            words + 1};
+  }
+};
+
+struct Params {
+  CUtensorMap lhs, rhs;  // boxes of kDepth x kLineColumns
+  CUtensorMap out;       // boxes of kGroupRows x kLineColumns
+  Table table;
+  uint32_t n_rows, n_columns;  // of a matrix
+};
+
+// Of a call in the form kRows, of bfloat16 to bfloat16.
+cudaError_t MakeParams(const MatmulCall& call, Params& params);
+
+}  // namespace jax_ep::matmul::weight_gradient
