@@ -25,21 +25,11 @@ from jax_ep.internode import connection as nodes
 from jax_ep.internode.nvshmem import NvshmemByNodes
 from jax_ep.transports import bootstrap
 from test_nodes import SHARED, ThriftyRails, forget_groups
+from test_nodes import by_nodes as by_nodes
 
 SCALE_MD = pathlib.Path(__file__).parents[1] / "docs" / "scale.md"
 NAMES = cases.QUANTIZED_NAMES
 TWO = {name: case.replace(n_nodes=2) for name, case in cases.QUANTIZED_SMALL.items()}
-
-
-@pytest.fixture(scope="module")
-def by_nodes(request):
-    """The fast transport of the platform inside nodes; or `nvshmem`, if asked for."""
-    option = request.config.option
-    fast = "p2p" if option.gpu else "host"
-    forget_groups()
-    with harness.each_node_by_itself():
-        yield "nvshmem" if option.transports == "nvshmem" else fast
-    forget_groups()
 
 
 def special_tokens(case) -> list:
