@@ -224,11 +224,13 @@ cudaError_t LaunchByRowCount(const MatmulCall& call, cudaStream_t stream,
                 typename PlainKernel<In, Out, kForm, FewRows>::Type, Swapped>(call, stream, swap);
 }
 
-// Kernels with swapped operands are for bfloat16 rows and weights.
+// There are kernels of our own for bfloat16 rows and weights.
+template <class In, class Out>
+constexpr bool kIsBFloat16 =
+    std::is_same_v<In, cutlass::bfloat16_t> && std::is_same_v<Out, cutlass::bfloat16_t>;
+
 template <class In, class Out, class Swapped>
-using IfBFloat16 = std::conditional_t<std::is_same_v<In, cutlass::bfloat16_t> &&
-                                          std::is_same_v<Out, cutlass::bfloat16_t>,
-                                      Swapped, NoKernel>;
+using IfBFloat16 = std::conditional_t<kIsBFloat16<In, Out>, Swapped, NoKernel>;
 
 template <class In, class Out>
 cudaError_t LaunchByForm(const MatmulCall& call, cudaStream_t stream, Swap swap) {
@@ -241,8 +243,12 @@ cudaError_t LaunchByForm(const MatmulCall& call, cudaStream_t stream, Swap swap)
       return LaunchByRowCount<Form::kTransposedWeights, In, Out,
                               IfBFloat16<In, Out, swapped::TransposedKernel>>(call, stream, swap);
     case Form::kRows:
-      return Launch<Form::kRows, typename PlainKernel<In, Out, Form::kRows, AlongRows>::Type>(
-          call, stream);
+      if constexpr (kIsBFloat16<In, Out>) {
+        return LaunchWeightGradient(call, stream);
+      } else {
+        return Launch<Form::kRows, typename PlainKernel<In, Out, Form::kRows, AlongRows>::Type>(
+            call, stream);
+      }
   }
   return cudaErrorInvalidValue;
 }

@@ -24,7 +24,7 @@ namespace hopper {  // the same by the operands' type, each compiled on its own
 enum class Swap { kByRows, kNever, kSmallTiles, kLargeTiles };
 
 cudaError_t LaunchBFloat16(const MatmulCall& call, cudaStream_t stream, Swap swap = Swap::kByRows);
-// Of bfloat16 to bfloat16 in the form kRows. Only tests call it so far: docs/tried.md says why.
+// Of bfloat16 to bfloat16 in the form kRows, for LaunchBFloat16.
 cudaError_t LaunchWeightGradient(const MatmulCall& call, cudaStream_t stream);
 cudaError_t LaunchFloat16(const MatmulCall& call, cudaStream_t stream);
 cudaError_t LaunchE4m3(const MatmulCall& call, cudaStream_t stream);
