@@ -212,12 +212,12 @@ def _matmul_items(model: str, sizes: tuple, means: tuple, more: tuple) -> list[I
 
 def _layers() -> list[Item]:
     """Layers of all models and their parts; then with the matmuls of others, which are slow."""
-    items = [
-        item
-        for n_tokens in _LAYER_TOKENS
-        for h, f, e, k in MODELS.values()
-        for item in _layer_items(Case(n_tokens, h, e, k, capacity=1.5, expert_size=f))
-    ]
+    sizes = [(n, *model) for n in _LAYER_TOKENS for model in MODELS.values()]
+    # Groups as large as DeepSeek-V3's on eight GPUs; long sequences.
+    sizes += [(4096, 7168, 2048, 64, 8), (16384, *MODELS["Qwen3-30B-A3B"])]
+    items = []
+    for n, h, f, e, k in sizes:
+        items += _layer_items(Case(n, h, e, k, capacity=1.5, expert_size=f))
     return sorted(items, key=lambda item: item.implementations != (AT_DISPATCH,))
 
 
