@@ -76,7 +76,9 @@ SwappedTables TakeSwappedTables(const MatmulCall& call, Swap swap, Workspace& wo
   if (swap == Swap::kByRows && !MaySwap(call)) swap = Swap::kNever;
   if (std::is_same_v<Swapped, NoKernel> || swap == Swap::kNever) return {{}, Swap::kNever, false};
   const auto n = static_cast<size_t>(call.n_groups);
-  return {{workspace.Take<uint32_t>(n), workspace.Take<MatmulSpan>(n)}, swap, false};
+  return {{workspace.Take<uint32_t>(n), workspace.Take<MatmulSpan>(n), workspace.Take<uint32_t>(1)},
+          swap,
+          false};
 }
 
 template <class Kernel>

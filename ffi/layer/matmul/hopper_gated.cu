@@ -26,9 +26,10 @@ struct GatedTables {
     constexpr size_t kAlignment = 128;
     char* const begin = static_cast<char*>(call.workspace);
     const size_t n_bytes = static_cast<size_t>(call.n_groups) * sizeof(MatmulSpan);
-    auto* const words = reinterpret_cast<uint32_t*>(begin + kAlignment + n_bytes);
-    return {{{words, reinterpret_cast<MatmulSpan*>(begin + kAlignment)}, swap, false},
-            reinterpret_cast<uint32_t*>(begin)};
+    auto* const words = reinterpret_cast<uint32_t*>(begin);
+    auto* const ends = reinterpret_cast<uint32_t*>(begin + kAlignment + n_bytes);
+    auto* const spans = reinterpret_cast<MatmulSpan*>(begin + kAlignment);
+    return {{{ends, spans, words + 1}, swap, false}, words};
   }
 };
 

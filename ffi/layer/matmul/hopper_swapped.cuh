@@ -18,6 +18,7 @@
 #include "cute/tensor.hpp"
 #include "layer/matmul/hopper_swapped.h"
 #include "layer/matmul/matmul_tiles.h"
+#include "layer/matmul/tile_ring.cuh"
 #include "layer/matmul/tma.cuh"
 #include "layer/matmul/wgmma.cuh"
 
@@ -38,7 +39,7 @@ constexpr uint32_t kStepTerms = 16;   // that an instruction multiplies
 constexpr uint32_t kRowStepBytes = kStepTerms * 2;  // from a row's terms to the next ones
 constexpr uint32_t kLead = 1;                       // stages that the first warp group is ahead
 constexpr uint32_t kStoreRows = 48;                 // that a warp group rearranges at a time
-static_assert(kBlocks * kBlockColumns == kMatmulTileColumns);
+static_assert(kBlocks == kRingBlocks && kBlocks * kBlockColumns == kMatmulTileColumns);
 static_assert(kLargeTileRows % (kBlocks * kRowUnit) == 0 && kStoreRows % 16 == 0);
 
 // A stage has the lines of a tile's rows, then those of the weights, by warp group. Lines are
@@ -56,10 +57,16 @@ constexpr uint32_t TotalBytes(uint32_t tile_rows) {
   return NumStages(tile_rows) * StageBytes(tile_rows);
 }
 
+// More than tiles that any thread of the cluster may be behind another: each tile has a stage.
+constexpr uint32_t kTileSlots = 8;
+static_assert(kTileSlots >= kMaxStages + 2);
+using SentTiles = TileRing<MatmulTile, kTileSlots>;
+
 // In shared memory, whose use is by addresses.
 struct Smem {
   uint8_t stages[std::max(TotalBytes(kLargeTileRows), TotalBytes(kSmallTileRows))];
   uint8_t results[kWarpGroups][2][kStoreRows * kLineBytes];
+  TileSlots<MatmulTile, kTileSlots> tiles;
   uint64_t full[kMaxStages];   // the loads into this block
   uint64_t empty[kMaxStages];  // the warps of both blocks that have read both blocks' stage
 };
@@ -102,10 +109,6 @@ class Ring {
   uint32_t stage_ = 0, parity_ = 0;
 };
 
-__device__ __forceinline__ MatmulTiles TilesOfCluster(const Params& params) {
-  return {params.tiles, params.n_groups, params.n_columns, clusterid(), nclusterid()};
-}
-
 // Weights as the plain matmul loads them: a line has 64 columns of one term.
 struct WholeLines {
   using Operand = WgmmaOperand<>;
@@ -133,20 +136,31 @@ struct TransposedLines {
   }
 };
 
-// Called by one thread: loads what the tiles need, stage by stage.
+// Called by one thread: loads what the tiles need, stage by stage. The next tile is taken a little
+// before the last stage: late, so that clusters end at about the same time, but not so late that
+// loads wait for it.
 template <class Weights>
-__device__ __forceinline__ void Load(const Params& params, Ring ring) {
-  const uint32_t rank = cluster_ctarank();
-  MatmulTiles tiles = TilesOfCluster(params);
+__device__ __forceinline__ void Load(const Params& params, uint32_t slots, Ring ring) {
+  constexpr uint32_t kStagesAhead = 4;
+  const uint32_t rank = cluster_ctarank(), n_k_blocks = params.n_k_blocks;
+  const uint32_t takes_at = n_k_blocks - 1 - min(n_k_blocks - 1, kStagesAhead);
+  SentTiles tiles(slots);
+  MatmulTiles order(params.tiles, params.n_groups, params.n_columns);
+  uint32_t taken = 0;
+  const auto take = [&] { taken = atomicAdd(params.tiles.n_taken, 1); };
+  if (rank == 0) take(), tiles.Send(order.Find(taken));
   MatmulTile tile;
-  while (tiles.Next(tile)) {
+  while (tiles.Expect(), tiles.Next(tile)) {
     const uint32_t half = (tile.n_rows + kBlocks * kRowUnit - 1) / (kBlocks * kRowUnit) * kRowUnit;
     const CUtensorMap* const rows = &params.rows[half / kRowUnit - 1];
     const uint32_t bytes = (kWarpGroups * kDepth + kBlocks * half) * kLineBytes;
-    const uint64_t policy = tile.is_alone ? kEvictFirst : kEvictNormal;
+    const uint64_t policy = tile.is_alone() ? kEvictFirst : kEvictNormal;
+    const uint32_t group = tile.group();
     const auto row = static_cast<int>(tile.row + rank * half);
     const auto column = static_cast<int>(tile.column + rank * kBlockColumns);
-    for (uint32_t k_block = 0; k_block < params.n_k_blocks; ++k_block, ring.Advance()) {
+    for (uint32_t k_block = 0; k_block < n_k_blocks; ++k_block, ring.Advance()) {
+      if (rank == 0 && k_block == takes_at) take();
+      if (rank == 0 && k_block + 1 == n_k_blocks) tiles.Send(order.Find(taken));
       const auto k = static_cast<int>(k_block * kDepth);
       ring.WaitEmpty();
       mbarrier_arrive_expect_tx(ring.full(), bytes);
@@ -154,8 +168,7 @@ __device__ __forceinline__ void Load(const Params& params, Ring ring) {
                                      ring.full(), (1 << kBlocks) - 1, kEvictNormal);
       for (uint32_t i = 0; i < kWarpGroups; ++i) {
         Weights::Load(ring.weights(i), &params.weights,
-                      column + static_cast<int>(i * kGroupColumns), k, tile.group, ring.full(),
-                      policy);
+                      column + static_cast<int>(i * kGroupColumns), k, group, ring.full(), policy);
       }
     }
   }
@@ -319,9 +332,10 @@ __device__ __forceinline__ void Compute(const Params& params, uint32_t smem, con
   const bool keeps_lead = params.n_k_blocks > ring.n_stages();
   Consumer self{params,     index, threadIdx.x % kGroupThreads, cluster_ctarank(), results,
                 keeps_lead, ring};
-  MatmulTiles tiles = TilesOfCluster(params);
+  SentTiles tiles(smem + offsetof(Smem, tiles));
   MatmulTile tile;
   while (tiles.Next(tile)) {
+    tile.n_rows = __shfl_sync(~0u, tile.n_rows, 0);  // so the compiler knows that warps agree
     const uint32_t units = (tile.n_rows + kRowUnit - 1) / kRowUnit;
     Tiles::Compute(self, tile, units);
   }
@@ -329,6 +343,7 @@ __device__ __forceinline__ void Compute(const Params& params, uint32_t smem, con
 
 __device__ inline void InitBarriers(uint32_t smem) {
   constexpr uint32_t kReadingWarps = kBlocks * kWarpGroups * kGroupThreads / 32;
+  SentTiles::InitBarriers(smem + offsetof(Smem, tiles));
   for (uint32_t i = 0; i < kMaxStages; ++i) {
     mbarrier_init(smem + offsetof(Smem, full) + i * 8, 1);
     mbarrier_init(smem + offsetof(Smem, empty) + i * 8, kReadingWarps);
@@ -359,7 +374,7 @@ struct TileKernel {
     } else {
       setmaxnreg_dec<kLoadRegisters>();
       if (threadIdx.x == kWarpGroups * kGroupThreads) {
-        Load<typename Tiles::Weights>(params, ring);
+        Load<typename Tiles::Weights>(params, address + offsetof(Smem, tiles), ring);
       }
     }
     __syncwarp();
@@ -368,7 +383,7 @@ struct TileKernel {
 
  private:
   // Of a thread; together as many as all threads have at the start, 168 each.
-  static constexpr int kComputeRegisters = 232, kLoadRegisters = 40;
+  static constexpr int kComputeRegisters = 224, kLoadRegisters = 56;
 };
 
 using Kernel = TileKernel<PlainTiles<WholeLines>>;

@@ -1,6 +1,5 @@
-// The order of tiles in a grouped matmul of rows and weights, computed from the row offsets by
-// whoever works on tiles. The rows of a group are divided evenly: 257 rows are two tiles of up to
-// 136 rows, not of 256.
+// The order of tiles in a grouped matmul of rows and weights, computed from the row offsets. The
+// rows of a group are divided evenly: 257 rows are two tiles of up to 136 rows, not of 256.
 #pragma once
 
 #include <cstdint>
@@ -13,12 +12,17 @@ constexpr uint32_t kMatmulTileColumns = 256;
 constexpr uint32_t kMatmulRowUnit =
     8;  // rows of tiles are multiples of it, before they are clipped
 
+// Sixteen bytes, which workers send each other.
 struct MatmulTile {
-  uint32_t group;
-  uint32_t row, n_rows;  // n_rows: 1 to max_tile_rows, all in the group
+  uint32_t row, n_rows;  // n_rows: 1 to max_tile_rows, all in the group; 0 if there is no tile
   uint32_t column;       // the first of kMatmulTileColumns, some of which may not exist
-  bool is_alone;         // whether no other tile has the same weights
+  uint32_t weights;      // see below
+
+  JAX_EP_HOST_DEVICE uint32_t group() const { return weights / 2; }
+  // Whether no other tile has the same weights.
+  JAX_EP_HOST_DEVICE bool is_alone() const { return weights % 2 != 0; }
 };
+static_assert(sizeof(MatmulTile) == 16);
 
 // Operands as the order needs them. Offsets beyond the rows are taken for their end.
 struct MatmulTileShape {
@@ -60,6 +64,7 @@ struct MatmulSpan {
 struct MatmulTileTable {
   uint32_t* ends;     // the tiles up to the end of each group, in one column of tiles
   MatmulSpan* spans;  // read only for groups that have tiles
+  uint32_t* n_taken;  // the tiles that workers have taken
 };
 
 // By what groups are sorted, in decreasing order: the rows of their tiles, then how many there are.
@@ -83,34 +88,26 @@ JAX_EP_HOST_DEVICE inline void EnterMatmulGroup(const MatmulTileTable& table,
   table.spans[position] = {rows, group, first_tile, {}};
 }
 
-// The tiles of one worker of several. Tiles are numbered group by group. Workers take them in
-// turns, and in every other round in the reverse order, so that the first one does not always take
-// the largest. In a group, tiles of the same weights follow each other, so that workers read them
-// at about the same time, and from memory once. Large groups are divided into blocks of rows that,
-// with some of the weights, fit in the L2 cache.
+// All tiles, which are numbered group by group. In a group, tiles of the same weights follow each
+// other, so that workers, which take them in turns, read them at about the same time, and from
+// memory once. Large groups are divided into blocks of rows that, with some of the weights, fit in
+// the L2 cache.
 class MatmulTiles {
  public:
   JAX_EP_HOST_DEVICE MatmulTiles(const MatmulTileTable& table, uint32_t n_groups,
-                                 uint32_t n_columns, uint32_t worker, uint32_t n_workers)
+                                 uint32_t n_columns)
       : table_(table),
-        n_column_tiles_(MatmulGroup::CeilDiv(n_columns, kMatmulTileColumns)),
-        end_(n_groups > 0 ? table.ends[n_groups - 1] * n_column_tiles_ : 0),
-        index_(worker),
-        step_(2 * (n_workers - worker) - 1),
-        next_step_(2 * worker + 1) {}
+        n_groups_(n_groups),
+        n_column_tiles_(MatmulGroup::CeilDiv(n_columns, kMatmulTileColumns)) {}
 
-  // False at the end.
-  JAX_EP_HOST_DEVICE bool Next(MatmulTile& tile) {
-    if (index_ >= end_) return false;
-    while (index_ >= span_end_) {  // tables are short, and the words of `ends` close to each other
+  // The tile with this number, which must be larger than at the calls before.
+  JAX_EP_HOST_DEVICE MatmulTile Find(uint32_t number) {
+    if (n_groups_ == 0 || number >= table_.ends[n_groups_ - 1] * n_column_tiles_) return {};
+    while (number >= span_end_) {  // tables are short, and the words of `ends` close to each other
       span_end_ = table_.ends[position_++] * n_column_tiles_;
     }
     const MatmulSpan& span = table_.spans[position_ - 1];
-    tile = Locate(span, index_ - span.first_tile * n_column_tiles_);
-    index_ += step_;
-    const uint32_t step = step_;
-    step_ = next_step_, next_step_ = step;
-    return true;
+    return Locate(span, number - span.first_tile * n_column_tiles_);
   }
 
  private:
@@ -129,16 +126,12 @@ class MatmulTiles {
     }
     const uint32_t column_tile = n_tiles == 1 ? index : index / n_tiles;
     const uint32_t first = (first_tile + index - column_tile * n_tiles) * rows.tile_rows;
-    return {span.group, rows.first_row + first,
-            MatmulGroup::Min(rows.tile_rows, rows.n_rows - first), column_tile * kMatmulTileColumns,
-            rows.n_tiles == 1};
+    return {rows.first_row + first, MatmulGroup::Min(rows.tile_rows, rows.n_rows - first),
+            column_tile * kMatmulTileColumns, 2 * span.group + (rows.n_tiles == 1)};
   }
 
   const MatmulTileTable table_;
-  const uint32_t n_column_tiles_;
-  const uint32_t end_;         // of all tiles
-  uint32_t index_;             // of the next tile
-  uint32_t step_, next_step_;  // from it to the ones after it
+  const uint32_t n_groups_, n_column_tiles_;
   uint32_t position_ = 0, span_end_ = 0;
 };
 

@@ -43,6 +43,7 @@ __device__ inline void FillSwappedTable(const MatmulCall& call, const MatmulTile
   const auto n_groups = static_cast<uint32_t>(call.n_groups);
   const MatmulTileShape shape = {call.row_offsets, static_cast<uint32_t>(call.n_rows), n_groups,
                                  tile_rows};
+  if (threadIdx.x == 0) *table.n_taken = 0;
   for (uint32_t group = threadIdx.x; group < n_groups; group += blockDim.x) {
     keys[group] = MatmulTileKey(MatmulGroup::Of(shape, group));
   }

@@ -121,23 +121,6 @@ __device__ __forceinline__ uint32_t cluster_ctarank() {
   return rank;
 }
 
-// The number of the block's cluster in a grid of one or two dimensions.
-__device__ __forceinline__ uint32_t clusterid() {
-  uint32_t x, y, n_x;
-  asm volatile("mov.u32 %0, %%clusterid.x;" : "=r"(x));
-  asm volatile("mov.u32 %0, %%clusterid.y;" : "=r"(y));
-  asm volatile("mov.u32 %0, %%nclusterid.x;" : "=r"(n_x));
-  return y * n_x + x;
-}
-
-// The clusters of such a grid.
-__device__ __forceinline__ uint32_t nclusterid() {
-  uint32_t n_x, n_y;
-  asm volatile("mov.u32 %0, %%nclusterid.x;" : "=r"(n_x));
-  asm volatile("mov.u32 %0, %%nclusterid.y;" : "=r"(n_y));
-  return n_x * n_y;
-}
-
 // All threads of the cluster, in whole warps.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile(

@@ -32,20 +32,19 @@ __device__ __forceinline__ void Load(const Params& params, uint32_t smem) {
   constexpr uint32_t kOwnChunks = kChunks / kBlocks;
   const uint32_t rank = cluster_ctarank();
   Ring ring(smem);
-  Tiles tiles(smem);
-  Source source(params, smem);
-  if (rank == 0) {
-    source.Take();
-    source.Send();
-  }
+  Tiles tiles(smem + offsetof(Smem, tiles));
+  const Order order(params);
+  uint32_t taken = 0;
+  const auto take = [&] { taken = atomicAdd(params.table.n_taken, 1); };
+  if (rank == 0) take(), tiles.Send(order.Find(taken));
   Tile tile;
   while (tiles.Expect(), tiles.Next(tile)) {
-    if (rank == 0) source.Take();
+    if (rank == 0) take();
     const auto lhs_column = static_cast<int>(tile.row + rank * kBlockRows);
     const auto rhs_column = static_cast<int>(tile.column + rank * kOwnChunks * kLineColumns);
     const uint32_t n_stages = tile.n_stages();
     for (uint32_t i = 0; i < n_stages; ++i, ring.Advance()) {
-      if (rank == 0 && i + 1 == n_stages) source.Send();
+      if (rank == 0 && i + 1 == n_stages) tiles.Send(order.Find(taken));
       const auto row = static_cast<int>(tile.first_row + i * kDepth);
       ring.WaitEmpty();
       mbarrier_arrive_expect_tx(ring.full(), kStageBytes);
@@ -68,7 +67,7 @@ __device__ __forceinline__ void Load(const Params& params, uint32_t smem) {
 // Called by one thread per warp group that multiplies: stores its results.
 __device__ __forceinline__ void Store(const Params& params, uint32_t smem, uint32_t warp_group) {
   const uint32_t row_in_tile = cluster_ctarank() * kBlockRows + warp_group * kGroupRows;
-  Tiles tiles(smem);
+  Tiles tiles(smem + offsetof(Smem, tiles));
   Buffers written(smem, warp_group), stored(smem, warp_group);
   uint32_t n_pending = 0;
   Tile tile;
@@ -208,7 +207,7 @@ __device__ __forceinline__ void WriteResults(Consumer& self, const float* sums) 
 __device__ __forceinline__ void Compute(uint32_t smem) {
   const uint32_t index = threadIdx.x / kGroupThreads;
   Consumer self{index, threadIdx.x % kGroupThreads, Ring(smem), Buffers(smem, index)};
-  Tiles tiles(smem);
+  Tiles tiles(smem + offsetof(Smem, tiles));
   Tile tile;
   while (tiles.Next(tile)) {
     tile.n_rows = __shfl_sync(~0u, tile.n_rows, 0);  // so the compiler knows that warps agree

@@ -4,13 +4,14 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "layer/matmul/tile_ring.cuh"
 #include "layer/matmul/tma.cuh"
 #include "layer/matmul/weight_gradient.h"
 
 namespace jax_ep::matmul::weight_gradient {
 
-constexpr uint32_t kBlocks = 2;      // of a cluster, below each other in a tile
-constexpr uint32_t kWarpGroups = 2;  // of a block that multiply, below each other
+constexpr uint32_t kBlocks = kRingBlocks;  // of a cluster, below each other in a tile
+constexpr uint32_t kWarpGroups = 2;        // of a block that multiply, below each other
 constexpr uint32_t kGroupThreads = 128;
 constexpr uint32_t kThreads = (kWarpGroups + 1) * kGroupThreads;
 constexpr uint32_t kBlockRows = kWarpGroups * kGroupRows;
@@ -42,14 +43,15 @@ struct Tile {
   __device__ uint32_t n_stages() const { return (n_rows + kDepth - 1) / kDepth; }
 };
 
+using Tiles = TileRing<Tile, kTileSlots>;
+
 // In shared memory, whose use is by addresses.
 struct Smem {
   uint8_t stages[kStages][kStageBytes];
   uint8_t results[kWarpGroups][kBuffers][kResultBytes];
-  Tile tiles[kTileSlots];
-  uint64_t sent[kTileSlots];  // the tile, to this block
-  uint64_t full[kStages];     // the loads into this block
-  uint64_t empty[kStages];    // the warps of both blocks that have read both blocks' stage
+  TileSlots<Tile, kTileSlots> tiles;
+  uint64_t full[kStages];   // the loads into this block
+  uint64_t empty[kStages];  // the warps of both blocks that have read both blocks' stage
   uint64_t written[kWarpGroups][kBuffers];  // by the warps of the group
   uint64_t stored[kWarpGroups][kBuffers];   // by the thread that does so
 };
@@ -64,7 +66,7 @@ __device__ inline void InitBarriers(uint32_t smem) {
   const auto init = [&](size_t offset, uint32_t size, uint32_t n_arrivals) {
     for (uint32_t i = 0; i < size; ++i) mbarrier_init(smem + offset + i * 8, n_arrivals);
   };
-  init(offsetof(Smem, sent), kTileSlots, 1);
+  Tiles::InitBarriers(smem + offsetof(Smem, tiles));
   init(offsetof(Smem, full), kStages, 1);
   init(offsetof(Smem, empty), kStages, kBlocks * kWarpGroups * kGroupWarps);
   init(offsetof(Smem, written), kWarpGroups * kBuffers, kGroupWarps);
@@ -108,78 +110,31 @@ class Ring {
   Position<kStages> at_;
 };
 
-// The ring of tiles that the first block sends.
-class Tiles {
+// Of the tiles. Groups have the same number of them each, which follow each other along the
+// columns, in bands of columns that, with the rows that meet them at about the same time, fit in
+// the L2 cache.
+class Order {
  public:
-  __device__ explicit Tiles(uint32_t smem) : smem_(smem) {}
-
-  // Waits for the next tile. False if there is none.
-  __device__ __forceinline__ bool Next(Tile& tile) {
-    Wait(sent(), at_.parity);
-    const int4 words = ld_shared_v4(slot());
-    const int2 corner = ld_shared_v2(slot() + 16);
-    tile = {static_cast<uint32_t>(words.x),  static_cast<uint32_t>(words.y),
-            static_cast<uint32_t>(words.z),  static_cast<uint32_t>(words.w),
-            static_cast<uint32_t>(corner.x), {}};
-    at_.Advance();
-    return tile.n_rows > 0;
-  }
-
-  // Before Next(), by one thread of the block.
-  __device__ void Expect() const { mbarrier_arrive_expect_tx(sent(), sizeof(Tile)); }
-
-  // To both blocks.
-  __device__ void Send(const Tile& tile) {
-    const uint4 words = {tile.first_row, tile.n_rows, tile.group, tile.row};
-#pragma unroll
-    for (uint32_t block = 0; block < kBlocks; ++block) {
-      const uint32_t to = mapa(slot(), block), barrier = mapa(sent(), block);
-      st_async(to, words, barrier);
-      st_async(to + 16, uint4{tile.column, 0, 0, 0}, barrier);
-    }
-    at_.Advance();
-  }
-
- private:
-  __device__ uint32_t slot() const {
-    return smem_ + offsetof(Smem, tiles) + at_.index * sizeof(Tile);
-  }
-  __device__ uint32_t sent() const { return smem_ + offsetof(Smem, sent) + at_.index * 8; }
-
-  const uint32_t smem_;
-  Position<kTileSlots> at_;
-};
-
-// Takes tiles, in the first block, and sends them. No cluster has tiles of its own, since some may
-// start late. Groups have the same number of tiles each, which follow each other along the columns,
-// in bands of columns that, with the rows that meet them at about the same time, fit in the L2
-// cache.
-class Source {
- public:
-  __device__ Source(const Params& params, uint32_t smem)
-      : table_(params.table),
+  __device__ explicit Order(const Params& params)
+      : spans_(params.table.spans),
         n_across_((params.n_columns + kTileColumns - 1) / kTileColumns),
         n_down_((params.n_rows + kTileRows - 1) / kTileRows),
-        n_spans_(*params.table.n_spans),
-        sent_(smem) {
+        n_spans_(*params.table.n_spans) {
     constexpr uint32_t kMostColumns = 4096;
     const uint32_t n_bands = (params.n_columns + kMostColumns - 1) / kMostColumns;
     band_width_ = (n_across_ + n_bands - 1) / n_bands;
   }
 
-  __device__ void Take() { index_ = atomicAdd(table_.n_taken, 1); }
-
-  // The tile that was taken last.
-  __device__ void Send() {
+  __device__ Tile Find(uint32_t number) const {
     const uint32_t per_group = n_across_ * n_down_;
-    const uint32_t position = index_ / per_group;
+    const uint32_t position = number / per_group;
     Tile tile{};
     if (position < n_spans_) {
-      const Span span = table_.spans[position];
+      const Span span = spans_[position];
       tile = {span.first_row, span.n_rows, span.group, 0, 0, {}};
-      Locate(index_ - position * per_group, tile);
+      Locate(number - position * per_group, tile);
     }
-    sent_.Send(tile);
+    return tile;
   }
 
  private:
@@ -192,11 +147,9 @@ class Source {
     tile.column = (first + index - row * width) * kTileColumns;
   }
 
-  const Table table_;
+  const Span* const spans_;
   const uint32_t n_across_, n_down_, n_spans_;
   uint32_t band_width_;
-  uint32_t index_ = 0;
-  Tiles sent_;
 };
 
 // The ring of buffers of a warp group's results.

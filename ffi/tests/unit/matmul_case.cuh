@@ -46,6 +46,19 @@ class Buffer {
   void* data_ = nullptr;
 };
 
+// `b` null: all of `a` are canaries.
+inline void ExpectSameBytes(const std::string& what, const uint8_t* a, const uint8_t* b,
+                            size_t size) {
+  const Buffer counter(sizeof(unsigned));
+  unsigned n_different = 0;
+  ExpectSuccess(what, cudaMemset(counter.As<void>(), 0, sizeof(n_different)));
+  CountDifferences<<<kTestBlocks, kTestThreads>>>(a, b, static_cast<int64_t>(size),
+                                                  counter.As<unsigned>());
+  ExpectSuccess(
+      what, cudaMemcpy(&n_different, counter.As<void>(), sizeof(n_different), cudaMemcpyDefault));
+  CHECK_EQ(what + ": " + std::to_string(n_different) + " bytes differ", what + ": 0 bytes differ");
+}
+
 struct Backend {
   std::string name;
   cudaError_t (*launch)(const MatmulCall&, cudaStream_t);
@@ -112,16 +125,17 @@ class DeviceCase {
     Launch(backend, out_, name);
     Launch(backend, again_, name);
     Check(name);
-    ExpectSame(name + ": two runs", out_.As<uint8_t>(), again_.As<uint8_t>(), out_.size());
-    ExpectSame(name + ": past the end of the result", out_.guard(), nullptr, kGuardBytes);
-    ExpectSame(name + ": past the end of the workspace", workspace_.guard(), nullptr, kGuardBytes);
+    ExpectSameBytes(name + ": two runs", out_.As<uint8_t>(), again_.As<uint8_t>(), out_.size());
+    ExpectSameBytes(name + ": past the end of the result", out_.guard(), nullptr, kGuardBytes);
+    ExpectSameBytes(name + ": past the end of the workspace", workspace_.guard(), nullptr,
+                    kGuardBytes);
   }
 
   // After Run: the other backend gives the same bits.
   void ExpectSameBits(const Backend& other, const std::string& name) {
     Launch(other, again_, name);
-    ExpectSame(name + ": bits of " + other.name, out_.As<uint8_t>(), again_.As<uint8_t>(),
-               out_.size());
+    ExpectSameBytes(name + ": bits of " + other.name, out_.As<uint8_t>(), again_.As<uint8_t>(),
+                    out_.size());
   }
 
  private:
@@ -189,16 +203,6 @@ class DeviceCase {
               << finding.bits << std::dec << "), expected " << finding.low << " to " << finding.high
               << std::endl;
     CHECK_EQ(finding.n_wrong, 0u);
-  }
-
-  void ExpectSame(const std::string& what, const uint8_t* a, const uint8_t* b, size_t size) {
-    unsigned n_different = 0;
-    auto* const counter = finding_.As<unsigned>();
-    ExpectSuccess(what, cudaMemset(counter, 0, sizeof(n_different)));
-    CountDifferences<<<kTestBlocks, kTestThreads>>>(a, b, static_cast<int64_t>(size), counter);
-    ExpectSuccess(what, cudaMemcpy(&n_different, counter, sizeof(n_different), cudaMemcpyDefault));
-    CHECK_EQ(what + ": " + std::to_string(n_different) + " bytes differ",
-             what + ": 0 bytes differ");
   }
 
   MatmulCall call_;

@@ -32,8 +32,7 @@ class GatedCase {
         hidden_(shape.n_rows * shape.n * 2),
         wanted_(shape.n_rows * shape.n),
         got_(shape.n_rows * shape.n),
-        workspace_(MatmulWorkspaceBytes(shape.n_groups())),
-        n_different_(sizeof(unsigned)) {
+        workspace_(MatmulWorkspaceBytes(shape.n_groups())) {
     call_.form = MatmulForm::kWeights, call_.element = Element::kBFloat16;
     call_.out_type = RowType::kBFloat16;
     call_.n_rows = shape.n_rows, call_.n_groups = shape.n_groups();
@@ -57,9 +56,9 @@ class GatedCase {
   // After Expect, of the same gate.
   void Check(Gate gate, hopper::Swap swap, const std::string& name) {
     Run(got_, gate, name, [&] { return LaunchGated(call_, gate, nullptr, swap); });
-    ExpectSame(name + ": values", got_.As<uint8_t>(), wanted_.As<uint8_t>(), got_.size());
+    ExpectSameBytes(name + ": values", got_.As<uint8_t>(), wanted_.As<uint8_t>(), got_.size());
     for (const Buffer* buffer : {&got_, &hidden_, &workspace_}) {
-      ExpectSame(name + ": past the end", buffer->guard(), nullptr, kGuardBytes);
+      ExpectSameBytes(name + ": past the end", buffer->guard(), nullptr, kGuardBytes);
     }
   }
 
@@ -73,18 +72,8 @@ class GatedCase {
     ExpectSuccess(name, cudaDeviceSynchronize());
   }
 
-  void ExpectSame(const std::string& what, const uint8_t* a, const uint8_t* b, size_t size) {
-    unsigned n_different = 0;
-    auto* const counter = n_different_.As<unsigned>();
-    ExpectSuccess(what, cudaMemset(counter, 0, sizeof(n_different)));
-    CountDifferences<<<kTestBlocks, kTestThreads>>>(a, b, static_cast<int64_t>(size), counter);
-    ExpectSuccess(what, cudaMemcpy(&n_different, counter, sizeof(n_different), cudaMemcpyDefault));
-    CHECK_EQ(what + ": " + std::to_string(n_different) + " bytes differ",
-             what + ": 0 bytes differ");
-  }
-
   MatmulCall call_{};
-  const Buffer lhs_, rhs_, row_offsets_, hidden_, wanted_, got_, workspace_, n_different_;
+  const Buffer lhs_, rhs_, row_offsets_, hidden_, wanted_, got_, workspace_;
 };
 
 // Returns the number of cases.

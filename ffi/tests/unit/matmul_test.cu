@@ -15,6 +15,7 @@
 #include "layer/matmul/kernels.h"
 #include "tests/unit/matmul_case.cuh"
 #include "tests/unit/matmul_gated_cases.cuh"
+#include "tests/unit/matmul_shared_cases.cuh"
 #include "tests/unit/matmul_swapped_cases.cuh"
 #include "tests/unit/matmul_weight_gradient_cases.cuh"
 
@@ -198,7 +199,7 @@ int main(int argc, char** argv) {
   int n_cases = 0;
   if (major == 9) {
     n_cases += TestSwapped(share, first_seed) + TestGated(share, first_seed);
-    n_cases += TestWeightGradient(share, first_seed);
+    n_cases += TestWeightGradient(share, first_seed) + TestShared(seconds > 0);
   }
   for (const Backend& backend : backends) n_cases += TestBackend(backend, share, first_seed);
   std::cout << "matmul_test: all " << n_cases << " cases passed" << std::endl;

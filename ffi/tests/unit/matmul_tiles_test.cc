@@ -37,13 +37,14 @@ class Table {
     }
     ends_.resize(n_groups_), spans_.resize(n_groups_);
     for (uint32_t group = 0; group < n_groups_; ++group) {
-      EnterMatmulGroup({ends_.data(), spans_.data()}, MatmulGroup::Of(shape, group), keys.data(),
-                       n_groups_, group);
+      EnterMatmulGroup({ends_.data(), spans_.data(), nullptr}, MatmulGroup::Of(shape, group),
+                       keys.data(), n_groups_, group);
     }
   }
 
-  MatmulTiles Tiles(uint32_t worker, uint32_t n_workers) {
-    return {{ends_.data(), spans_.data()}, n_groups_, groups_.n_columns, worker, n_workers};
+  // As one worker sees them.
+  MatmulTiles Tiles() {
+    return {{ends_.data(), spans_.data(), nullptr}, n_groups_, groups_.n_columns};
   }
 
  private:
@@ -78,24 +79,25 @@ std::vector<uint32_t> ZipfSizes(uint32_t n_groups, uint32_t n_rows) {
 }
 
 void CheckTile(const MatmulTileShape& shape, const MatmulTile& tile) {
-  CHECK_EQ(tile.group < shape.n_groups, true);
+  CHECK_EQ(tile.group() < shape.n_groups, true);
   CHECK_EQ(tile.n_rows >= 1 && tile.n_rows <= shape.max_tile_rows, true);
-  CHECK_EQ(tile.row >= shape.row_offsets[tile.group], true);
-  CHECK_EQ(tile.row + tile.n_rows <= std::min(shape.row_offsets[tile.group + 1], shape.n_rows),
+  CHECK_EQ(tile.row >= shape.row_offsets[tile.group()], true);
+  CHECK_EQ(tile.row + tile.n_rows <= std::min(shape.row_offsets[tile.group() + 1], shape.n_rows),
            true);
   CHECK_EQ(tile.column % kMatmulTileColumns, 0u);
 }
 
-// Each row has each column of tiles once, from whichever worker.
+// Each row has each column of tiles once, from whichever worker: each sees some of the tiles.
 void ExpectCovered(const Groups& groups, uint32_t n_workers) {
   Table table(groups);
   const MatmulTileShape shape = groups.Shape();
   const uint32_t n_column_tiles = (groups.n_columns + kMatmulTileColumns - 1) / kMatmulTileColumns;
   std::vector<int> taken(size_t{groups.n_rows} * n_column_tiles);
   for (uint32_t worker = 0; worker < n_workers; ++worker) {
-    MatmulTiles tiles = table.Tiles(worker, n_workers);
-    MatmulTile tile;
-    while (tiles.Next(tile)) {
+    MatmulTiles tiles = table.Tiles();
+    for (uint32_t number = worker;; number += n_workers) {
+      const MatmulTile tile = tiles.Find(number);
+      if (tile.n_rows == 0) break;
       CheckTile(shape, tile);
       for (uint32_t row = tile.row; row < tile.row + tile.n_rows; ++row) {
         ++taken[size_t{row} * n_column_tiles + tile.column / kMatmulTileColumns];
@@ -136,20 +138,21 @@ struct Load {
   uint64_t most = 0, all = 0, useful = 0;
 };
 
+// Workers take tiles when they have done theirs.
 Load Measure(const Groups& groups) {
   Table table(groups);
+  MatmulTiles tiles = table.Tiles();
   Load load;
-  for (uint32_t worker = 0; worker < kWorkers; ++worker) {
-    uint64_t own = 0;
-    MatmulTiles tiles = table.Tiles(worker, kWorkers);
-    MatmulTile tile;
-    while (tiles.Next(tile)) {
-      own += (tile.n_rows + kMatmulRowUnit - 1) / kMatmulRowUnit * kMatmulRowUnit;
-      load.useful += tile.n_rows;
-    }
-    load.most = std::max(load.most, own);
-    load.all += own;
+  std::vector<uint64_t> ends(kWorkers);
+  for (uint32_t number = 0;; ++number) {
+    const MatmulTile tile = tiles.Find(number);
+    if (tile.n_rows == 0) break;
+    const uint64_t rows = (tile.n_rows + kMatmulRowUnit - 1) / kMatmulRowUnit * kMatmulRowUnit;
+    *std::min_element(ends.begin(), ends.end()) += rows;
+    load.useful += tile.n_rows;
+    load.all += rows;
   }
+  load.most = *std::max_element(ends.begin(), ends.end());
   return load;
 }
 
@@ -178,11 +181,12 @@ TEST(LoadsAreBalanced) {
 TEST(TilesOfTheSameWeightsFollowEachOther) {
   const Groups groups = MakeGroups({1000, 300}, 1024);
   Table table(groups);
-  MatmulTiles tiles = table.Tiles(0, 1);
-  MatmulTile tile, last{};
-  uint32_t n_changes = 0;
-  for (; tiles.Next(tile); last = tile) {
-    n_changes += tile.group != last.group || tile.column != last.column;
+  MatmulTiles tiles = table.Tiles();
+  uint32_t n_changes = 0, number = 0;
+  MatmulTile last{};
+  for (MatmulTile tile = tiles.Find(0); tile.n_rows > 0; tile = tiles.Find(++number)) {
+    n_changes += tile.group() != last.group() || tile.column != last.column;
+    last = tile;
   }
   CHECK_EQ(n_changes, 2 * 4 - 1u);
 }
