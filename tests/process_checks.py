@@ -20,8 +20,10 @@ import test_async
 import test_grad
 import test_graphs
 import test_independent_calls
+import test_placement
 from harness import AXIS, config_of, make_mesh, on_mesh, put
 from jax_ep._jax_compat import distributed_client
+from jax_ep.integrations.groups import group_of, groups
 from jax_ep.processes.exchange import Exchange
 from processes import leave
 
@@ -35,6 +37,8 @@ def check_the_suite() -> None:
         check_gradients,
         check_independent_calls,
         check_asynchronous_calls,
+        check_placed_choices,
+        check_a_group_that_opens_while_jax_traces,
         check_groups_come_and_go,
         check_groups_take_turns_in_one_memory,
         check_a_group_that_is_too_large,
@@ -90,6 +94,27 @@ def check_asynchronous_calls() -> None:
         order = test_async.ORDERS[2]
         test_async.test_asynchronous_calls_in_any_order_match_synchronous_ones(order, "p2p")
         test_async.test_asynchronous_calls_may_be_in_a_loop("p2p")
+
+
+def check_placed_choices() -> None:
+    """Choices go to the same copies as on CPUs."""
+    test_placement.check_choices_of_every_process()
+
+
+def check_a_group_that_opens_while_jax_traces() -> None:
+    """As those of `jax_ep.integrations` do: all processes open it, each while it traces."""
+    mesh = make_mesh(len(jax.devices()))
+    case = cases.SMALL[mesh.size].replace(weights="none")
+    config = config_of(case, timeout_s=44.0)
+
+    def body(tokens, topk_ids):
+        return jax_ep.dispatch(group_of(mesh, AXIS, config, "p2p"), tokens, topk_ids).tokens
+
+    operands = put(mesh, *suite.make_inputs(case).arrays()[:2])
+    assert_rows(on_mesh(mesh, body)(*operands), expected_rows(case))
+    (group,) = groups()
+    group.check()
+    group.close()
 
 
 def check_two_axes() -> None:

@@ -19,7 +19,7 @@ from jax_ep.integrations.groups import groups
 from processes import child_environment
 
 pytestmark = pytest.mark.usefixtures("one_process", "float32_matmuls")
-R, E, K, H, F, T = 4, 8, 2, 16, 24, 32  # T: tokens of all ranks
+R, E, K, H, F, T = 2, 8, 2, 16, 24, 32  # T: tokens of all ranks; R: also on two GPUs
 FRAMEWORKS = "maxtext", "levanter", "haliax", "equinox", "flax"
 FITTING = {
     "use_ring_of_experts": False,
@@ -169,7 +169,7 @@ def test_a_maxtext_layer_reports_overflow_by_rank(moe):
     logits = jnp.zeros((R, T // R, E)).at[..., :K].set(1.0)  # all tokens to rank 0
     layer.sparse_matmul(x, logits, gate_up, down)
     flags = np.asarray(layer.sown["moe_has_overflow"])
-    assert flags.shape == (R, 1, 1) and flags.ravel().tolist() == [True, False, False, False]
+    assert flags.shape == (R, 1, 1) and flags.ravel().tolist() == [True, False]
 
 
 def test_grug_experts_equal_dense_ones():

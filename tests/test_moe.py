@@ -118,7 +118,8 @@ def test_the_layer_has_the_bits_of_its_parts(case, transport):
     with open_group(transport, **config) as group:
         arrays = make_arrays(group, transposed=options.get("transposed", False))
         if case == "drops":
-            assert n_dropped(group, *arrays) > 0
+            ids, capacity = arrays[0], config["recv_capacity"]
+            assert np.bincount(ids[ids >= 0] // (E // R)).max() > capacity
         compare(group, arrays, ALL, **options)
 
 
@@ -127,11 +128,7 @@ def test_without_overlap(transport):
         compare(group, without_biases(make_arrays(group)), moe=jax_ep.moe)
 
 
-def n_dropped(group, ids, arrays) -> int:
-    dispatched = on_mesh(group.mesh, lambda x, i: jax_ep.dispatch(group, x, i).n_dropped)
-    return sum(int(x) for _, x in harness.shards(group.mesh, dispatched(arrays["tokens"], ids)))
-
-
+@pytest.mark.xla_collectives
 def test_each_node_may_be_served_by_itself(transport):
     if transport == "xla":
         pytest.skip("xla serves all nodes at once")
@@ -259,6 +256,8 @@ def test_a_scan_over_layers(saved, transport):
         compare(group, without_biases(make_arrays(group)), wrap=layers)
 
 
+@pytest.mark.xla_collectives
+@pytest.mark.usefixtures("one_process")
 def test_weights_that_replicas_share_have_their_sum_as_gradient(transport):
     """The gradient of what does not vary over a mesh axis is the sum along it."""
     with open_group(transport, make_mesh(R, dp=2)) as group:

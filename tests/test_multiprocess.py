@@ -33,6 +33,12 @@ def test_drops_raise_in_every_process(n_processes, n_local_devices):
     run_processes(n_processes, target, n_local_devices=n_local_devices)
 
 
+@pytest.mark.parametrize(("n_processes", "n_local_devices"), [(2, 2), (3, 1)])
+def test_placements_serve_every_process(n_processes, n_local_devices):
+    target = "test_placement:check_every_process"
+    run_processes(n_processes, target, n_local_devices=n_local_devices)
+
+
 def test_auto_selects_a_transport_for_several_processes():
     run_processes(2, "test_multiprocess:check_choice_of_transport")
 

@@ -77,6 +77,11 @@ def test_files_of_the_suite_run_in_several_processes(files, n_processes):
     run_files(files, n_processes, "-m", "not xla_collectives")
 
 
+def test_files_with_four_ranks_run_in_four_processes():
+    """Here, no test has eight."""
+    run_files(["moe"], 4, "-m", "not xla_collectives")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("n_processes", [2, 4, 8])
 def test_random_cases_in_several_processes(n_processes, request):
@@ -99,6 +104,15 @@ def test_drops_raise_in_every_process(n_processes):
     """Not where processes share a GPU: the counts are gathered by NCCL, which refuses that."""
     gpus = needs_gpus(n_processes)
     target = "test_drops:check_every_process_raises"
+    run_processes(n_processes, target, gpus=gpus, timeout_s=TIMEOUT_S)
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("n_processes", [2, 4, 8])
+def test_placements_serve_every_process(n_processes):
+    """Not where processes share a GPU: copies of weights travel by NCCL."""
+    gpus = needs_gpus(n_processes)
+    target = "test_placement:check_every_process"
     run_processes(n_processes, target, gpus=gpus, timeout_s=TIMEOUT_S)
 
 

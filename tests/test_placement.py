@@ -41,6 +41,12 @@ def place(group, ids, placement):
     return jax.jit(mapped)(ids, placement)
 
 
+def assert_shards(got, wanted, what):
+    """Compares those of this process."""
+    for shard in got.addressable_shards:
+        assert_same_bits(shard.data, wanted[shard.index], what)
+
+
 @pytest.mark.parametrize("n_nodes", [1, 2])
 @pytest.mark.parametrize("local_first", [False, True])
 @pytest.mark.parametrize("mask", [None, [1, 1, 1, 0], [0, 1, 0, 1], [0, 0, 0, 0]], ids=str)
@@ -56,6 +62,22 @@ def test_choices_go_where_the_oracle_says(mask, local_first, n_nodes):
     np.testing.assert_array_equal(placed, wanted[0])
     np.testing.assert_array_equal(unserved, wanted[1])
     assert (np.sum(unserved) > 0) == (mask is not None and mask[0] == 0)
+
+
+def check_choices_of_every_process() -> None:
+    """A target of `processes.run_processes`; the processes may share a GPU."""
+    n_ranks = len(jax.devices())
+    logical = random_placement(np.random.default_rng(0), n_ranks, 3, 1)
+    group = open_group("auto", n_ranks=n_ranks, n_physical=len(logical))
+    ids, mask = make_ids(n_ranks=n_ranks, n_experts=3 * n_ranks), np.arange(n_ranks) > 0
+    for local_first in (False, True):
+        placement = jax_ep.ExpertPlacement(logical, n_ranks, local_first=local_first)
+        got = place(group, ids, placement.mask_ranks(mask))
+        wanted = oracle.place(ids, logical, mask=mask, local_first=local_first)
+        assert wanted[1].any()
+        for one, other, what in zip(got, wanted, ("choices", "unserved choices"), strict=True):
+            assert_shards(one, other.astype(np.int32), what)
+    group.close()
 
 
 def test_the_oracle_places_an_example_by_hand():
@@ -139,25 +161,34 @@ def random_placement(rng, n_ranks, n_home, n_redundant):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize(
-    "n_ranks,n_home,n_redundant", [(4, 2, 1), (8, 4, 1), (8, 3, 5), (2, 3, 0), (1, 4, 0)]
+    "n_ranks,n_home,n_redundant", [(4, 2, 1), (8, 4, 1), (8, 3, 5), (2, 3, 2), (2, 3, 0), (1, 4, 0)]
 )
 def test_copies_and_gradients_are_those_of_the_oracle(n_ranks, n_home, n_redundant, dtype):
+    check_copies("xla", n_ranks, n_home, n_redundant, dtype)
+
+
+def check_copies(transport, n_ranks, n_home, n_redundant, dtype):
     rng = np.random.default_rng(n_ranks)
     n_physical = n_ranks * (n_home + n_redundant)
-    group = open_group("xla", n_ranks=n_ranks, n_physical=n_physical)
+    group = open_group(transport, n_ranks=n_ranks, n_physical=n_physical)
     move = mover(group)
     for _ in range(3):
         logical = random_placement(rng, n_ranks, n_home, n_redundant)
         placement = jax_ep.ExpertPlacement(logical, n_ranks)
         weights = rng.standard_normal((n_ranks * n_home, 3, 5)).astype(dtype)
-        assert_same_bits(
-            move(weights, placement, None), oracle.replicate(weights, logical), "copies"
-        )
+        assert_shards(move(weights, placement, None), oracle.replicate(weights, logical), "copies")
         gradients = (rng.standard_normal((n_physical, 3, 5)) * 10 ** rng.uniform(-2, 2)).astype(
             dtype
         )
         sums = move(weights, placement, gradients)
-        assert_same_bits(sums, oracle.sum_copies(gradients, logical), "gradients")
+        assert_shards(sums, oracle.sum_copies(gradients, logical), "gradients")
+
+
+def check_every_process() -> None:
+    """A target of `processes.run_processes`: choices, copies and gradients; with a GPU each."""
+    check_choices_of_every_process()
+    for dtype in ("float32", "bfloat16"):
+        check_copies("auto", len(jax.devices()), 3, 1, dtype)
 
 
 def test_the_order_of_the_sum_is_that_of_physical_experts():

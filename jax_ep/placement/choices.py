@@ -58,11 +58,13 @@ def place_choices(group: EPGroup, topk_ids: jax.Array, placement: ExpertPlacemen
     begin, end = _ranges(group, placement)
     is_expert = (ids >= 0) & (ids < placement.n_experts)
     experts = jnp.where(is_expert, ids, 0)
+    # Of all ranks: then XLA makes one GPU kernel of all this, whatever `_ranges` looks up.
+    has_copy = (placement.first[-1] > placement.first[0])[experts]
     n_copies = (end - begin)[experts]
     position = begin[experts] + _spread(group, experts, n_copies)
-    placed = jnp.where(n_copies > 0, placement.copies.at[position].get(mode="clip"), -1)
+    placed = jnp.where(has_copy, placement.copies.at[position].get(mode="clip"), -1)
     others = jnp.where(ids == -1, -1, placement.n_physical)
-    is_unserved = is_expert & (n_copies == 0)
+    is_unserved = is_expert & ~has_copy
     return PlacedChoices(jnp.where(is_expert, placed, others), is_unserved.sum(dtype=jnp.int32))
 
 

@@ -17,6 +17,10 @@ TIMEOUT_S = 600
 # of rows: by some 1e-7 in a step, of which the later steps make up to 1e-6. Experts that lose a
 # few rows change losses by more than 1e-3.
 TOLERANCE = 1e-5
+# Of results that have another one. For a tiny DeepSeek-V3, MaxText without jax_ep has gradient
+# norms that differ by 2e-5 between XLA's code for AVX2 and for SSE 4.2 (`--xla_cpu_max_isa`), and
+# losses that differ by 6e-6.
+TOLERANCES = {"raw_grad_norm": 1e-4}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,4 +68,5 @@ def assert_equal_losses(with_jax_ep: Run, unmodified: Run) -> None:
     assert with_jax_ep.calls_jax_ep and not unmodified.calls_jax_ep
     assert with_jax_ep.steps.keys() == unmodified.steps.keys()
     for name, values in with_jax_ep.steps.items():
-        np.testing.assert_allclose(values, unmodified.steps[name], rtol=TOLERANCE, err_msg=name)
+        tolerance = TOLERANCES.get(name, TOLERANCE)
+        np.testing.assert_allclose(values, unmodified.steps[name], rtol=tolerance, err_msg=name)
