@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kTableThreads)
     }
     if (threadIdx.x / 32 * 32 < call.n_groups) own.AddTo(sums);
     __syncthreads();
-    const Choice choice = swapped.Choose(sums, kForm);
+    const Choice choice = swapped.Choose(sums);
     if (threadIdx.x == 0) *tables.choice = choice;
     if (choice.kernel == KernelChoice::kSwapped) {
       FillSwappedTable(call, swapped.tiles, choice.max_tile_rows);

@@ -74,11 +74,11 @@ struct NoKernel {
 template <class Swapped>
 SwappedTables TakeSwappedTables(const MatmulCall& call, Swap swap, Workspace& workspace) {
   if (swap == Swap::kByRows && !MaySwap(call)) swap = Swap::kNever;
-  if (std::is_same_v<Swapped, NoKernel> || swap == Swap::kNever) return {{}, Swap::kNever, false};
+  if (std::is_same_v<Swapped, NoKernel> || swap == Swap::kNever) return {{}, Swap::kNever, 0};
   const auto n = static_cast<size_t>(call.n_groups);
   return {{workspace.Take<uint32_t>(n), workspace.Take<MatmulSpan>(n), workspace.Take<uint32_t>(1)},
           swap,
-          false};
+          0};
 }
 
 template <class Kernel>
@@ -187,7 +187,7 @@ cudaError_t Launch(const MatmulCall& call, cudaStream_t stream, Swap swap = Swap
           {TensorMapBytes<Many>(n_sms), TensorMapBytes<Some>(n_sms), TensorMapBytes<Few>(n_sms)}));
   if (!workspace.fits()) return cudaErrorInvalidValue;
   if (swapped_tables.swap == Swap::kByRows) {
-    error = swapped::IsMemorySlow(&swapped_tables.is_memory_slow);
+    error = FindManyRows(call, &swapped_tables.many_rows);
     if (error != cudaSuccess) return error;
   }
 

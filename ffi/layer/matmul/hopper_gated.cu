@@ -29,7 +29,7 @@ struct GatedTables {
     auto* const words = reinterpret_cast<uint32_t*>(begin);
     auto* const ends = reinterpret_cast<uint32_t*>(begin + kAlignment + n_bytes);
     auto* const spans = reinterpret_cast<MatmulSpan*>(begin + kAlignment);
-    return {{{ends, spans, words + 1}, swap, false}, words};
+    return {{{ends, spans, words + 1}, swap, 0}, words};
   }
 };
 
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kTableThreads)
   __syncthreads();
   const bool is_forced = tables.swapped.swap != Swap::kByRows;
   const uint32_t rows =
-      is_forced ? tables.swapped.Choose(sums, call.form).max_tile_rows : ChooseTileRows(sums);
+      is_forced ? tables.swapped.Choose(sums).max_tile_rows : ChooseTileRows(sums);
   if (threadIdx.x == 0) *tables.tile_rows = rows;
   FillSwappedTable(call, tables.swapped.tiles, rows);
 }

@@ -66,16 +66,14 @@ __device__ inline uint32_t ChooseTileRows(const GroupSums& sums) {
 }
 
 // A row takes 9 % longer with swapped operands, but fewer rows are padding. With few rows, all
-// kernels wait for the weights. If memory is slow, CUTLASS's wait for it with many rows, too: they
-// read weights and rows more often. With transposed weights, they then take longer with any rows.
-__device__ inline Choice ChooseOfAll(const GroupSums& sums, bool is_memory_slow, MatmulForm form) {
-  constexpr int64_t kFewRows = 72, kManyRows = 160;  // of a group, on average
+// kernels wait for the weights. With more than `many_rows` in a group, on average, the kernel is
+// the fastest whatever the padding.
+__device__ inline Choice ChooseOfAll(const GroupSums& sums, int64_t many_rows) {
+  constexpr int64_t kFewRows = 72;  // of a group, on average
   const int64_t n_rows = 8 * int64_t{sums.n_8}, n_padded = 128 * int64_t{sums.n_128};
   const int64_t n_used = sums.n_used;
   const bool saves_padding = n_rows > kFewRows * n_used && 13 * n_rows <= 12 * n_padded;
-  const int64_t many_rows = form == MatmulForm::kTransposedWeights ? 0 : kManyRows;
-  const bool saves_memory = is_memory_slow && n_rows > many_rows * n_used;
-  if (!saves_padding && !saves_memory) return ChooseOfCutlass(sums);
+  if (!saves_padding && n_rows <= many_rows * n_used) return ChooseOfCutlass(sums);
   return {KernelChoice::kSwapped, ChooseTileRows(sums)};
 }
 

@@ -18,22 +18,33 @@ constexpr int kMaxSwappedGroups = 512;
 // In device memory, filled if the kernel is chosen.
 struct SwappedTables {
   MatmulTileTable tiles;
-  Swap swap;            // kNever: there is no table
-  bool is_memory_slow;  // only looked at for kByRows
+  Swap swap;          // kNever: there is no table
+  int64_t many_rows;  // as in ChooseOfAll; only looked at for kByRows
 
-  __device__ Choice Choose(const GroupSums& sums, MatmulForm form) const {
+  __device__ Choice Choose(const GroupSums& sums) const {
     if (swap == Swap::kSmallTiles) return {KernelChoice::kSwapped, swapped::kSmallTileRows};
     if (swap == Swap::kLargeTiles) return {KernelChoice::kSwapped, swapped::kLargeTileRows};
-    return swap == Swap::kNever ? ChooseOfCutlass(sums) : ChooseOfAll(sums, is_memory_slow, form);
+    return swap == Swap::kNever ? ChooseOfCutlass(sums) : ChooseOfAll(sums, many_rows);
   }
 };
 
 // Whether the kernel with swapped operands may be the fastest. With smaller weights and k, it gains
 // little; its parameters take the host some microseconds.
 inline bool MaySwap(const MatmulCall& call) {
-  constexpr int64_t kFewestRows = 64, kSmallestK = 1024, kFewestWeights = 100'000'000;
+  constexpr int64_t kFewestRows = 64, kSmallestK = 768, kFewestWeights = 100'000'000;
   return call.n_groups <= kMaxSwappedGroups && call.n_rows > kFewestRows * call.n_groups &&
          call.k >= kSmallestK && call.n_groups * call.k * call.n >= kFewestWeights;
+}
+
+// For ChooseOfAll. If memory is slow, CUTLASS's kernels wait for it: they read weights and rows
+// more often. Only with few rows, they read a large matrix faster, if it is not transposed.
+inline cudaError_t FindManyRows(const MatmulCall& call, int64_t* many_rows) {
+  constexpr int64_t kLargeMatrix = 1 << 26, kManyRows = 160;
+  bool is_memory_slow = false;
+  const cudaError_t error = swapped::IsMemorySlow(&is_memory_slow);
+  const bool is_large = call.form == MatmulForm::kWeights && call.k * call.n >= kLargeMatrix;
+  *many_rows = !is_memory_slow ? INT32_MAX : is_large ? kManyRows : 0;
+  return error;
 }
 
 // Called by all threads of a block.
