@@ -67,14 +67,14 @@ cudaError_t IsMemorySlow(bool* is_slow) {
   int device = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error != cudaSuccess) return error;
-  if (device >= kMaxDevices) return cudaErrorInvalidDevice;
-  int answer = answers[device].load(std::memory_order_relaxed);
+  std::atomic<int>* const known = device < kMaxDevices ? &answers[device] : nullptr;
+  int answer = known == nullptr ? kNotAsked : known->load(std::memory_order_relaxed);
   if (answer == kNotAsked) {
     int64_t rate = 0;
     error = MemoryBytesPerSecond(device, &rate);
     if (error != cudaSuccess) return error;
     answer = rate < 4'200'000'000'000 ? kYes : kNo;
-    answers[device].store(answer, std::memory_order_relaxed);
+    if (known != nullptr) known->store(answer, std::memory_order_relaxed);
   }
   *is_slow = answer == kYes;
   return cudaSuccess;
