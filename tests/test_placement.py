@@ -170,18 +170,18 @@ def test_copies_and_gradients_are_those_of_the_oracle(n_ranks, n_home, n_redunda
 def check_copies(transport, n_ranks, n_home, n_redundant, dtype):
     rng = np.random.default_rng(n_ranks)
     n_physical = n_ranks * (n_home + n_redundant)
-    group = open_group(transport, n_ranks=n_ranks, n_physical=n_physical)
-    move = mover(group)
-    for _ in range(3):
-        logical = random_placement(rng, n_ranks, n_home, n_redundant)
-        placement = jax_ep.ExpertPlacement(logical, n_ranks)
-        weights = rng.standard_normal((n_ranks * n_home, 3, 5)).astype(dtype)
-        assert_shards(move(weights, placement, None), oracle.replicate(weights, logical), "copies")
-        gradients = (rng.standard_normal((n_physical, 3, 5)) * 10 ** rng.uniform(-2, 2)).astype(
-            dtype
-        )
-        sums = move(weights, placement, gradients)
-        assert_shards(sums, oracle.sum_copies(gradients, logical), "gradients")
+    with open_group(transport, n_ranks=n_ranks, n_physical=n_physical) as group:
+        move = mover(group)
+        for _ in range(3):
+            logical = random_placement(rng, n_ranks, n_home, n_redundant)
+            placement = jax_ep.ExpertPlacement(logical, n_ranks)
+            weights = rng.standard_normal((n_ranks * n_home, 3, 5)).astype(dtype)
+            copies = move(weights, placement, None)
+            assert_shards(copies, oracle.replicate(weights, logical), "copies")
+            gradients = rng.standard_normal((n_physical, 3, 5)) * 10 ** rng.uniform(-2, 2)
+            gradients = gradients.astype(dtype)
+            sums = move(weights, placement, gradients)
+            assert_shards(sums, oracle.sum_copies(gradients, logical), "gradients")
 
 
 def check_every_process() -> None:

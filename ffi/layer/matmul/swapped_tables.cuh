@@ -37,7 +37,7 @@ inline bool MaySwap(const MatmulCall& call) {
 }
 
 // For ChooseOfAll. If memory is slow, CUTLASS's kernels wait for it: they read weights and rows
-// more often. Only with few rows, they read a large matrix faster, if it is not transposed.
+// more often. But with few rows, they read a large matrix faster, unless it is transposed.
 inline cudaError_t FindManyRows(const MatmulCall& call, int64_t* many_rows) {
   constexpr int64_t kLargeMatrix = 1 << 26, kManyRows = 160;
   bool is_memory_slow = false;
