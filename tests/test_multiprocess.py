@@ -28,14 +28,14 @@ def test_groups_may_span_processes_or_not():
 
 
 @pytest.mark.parametrize(("n_processes", "n_local_devices"), [(2, 2), (3, 1)])
-def test_drops_raise_in_every_process(n_processes, n_local_devices):
-    target = "test_drops:check_every_process_raises"
-    run_processes(n_processes, target, n_local_devices=n_local_devices)
-
-
-@pytest.mark.parametrize(("n_processes", "n_local_devices"), [(2, 2), (3, 1)])
-def test_placements_serve_every_process(n_processes, n_local_devices):
-    target = "test_placement:check_every_process"
+@pytest.mark.parametrize(
+    "target",
+    [
+        pytest.param("test_drops:check_every_process_raises", id="drops_raise"),
+        pytest.param("test_placement:check_every_process", id="placements"),
+    ],
+)
+def test_collectives_of_xla_beside_calls(target, n_processes, n_local_devices):
     run_processes(n_processes, target, n_local_devices=n_local_devices)
 
 

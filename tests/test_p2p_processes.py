@@ -98,21 +98,19 @@ def test_each_process_has_a_gpu(check, n_processes):
     run(check, needs_gpus(n_processes))
 
 
+# Not where processes share a GPU: NCCL, which refuses that, gathers the counts of drops and carries
+# copies of weights.
 @pytest.mark.multigpu
 @pytest.mark.parametrize("n_processes", [2, 4, 8])
-def test_drops_raise_in_every_process(n_processes):
-    """Not where processes share a GPU: the counts are gathered by NCCL, which refuses that."""
+@pytest.mark.parametrize(
+    "target",
+    [
+        pytest.param("test_drops:check_every_process_raises", id="drops_raise"),
+        pytest.param("test_placement:check_every_process", id="placements"),
+    ],
+)
+def test_collectives_of_xla_beside_calls(target, n_processes):
     gpus = needs_gpus(n_processes)
-    target = "test_drops:check_every_process_raises"
-    run_processes(n_processes, target, gpus=gpus, timeout_s=TIMEOUT_S)
-
-
-@pytest.mark.multigpu
-@pytest.mark.parametrize("n_processes", [2, 4, 8])
-def test_placements_serve_every_process(n_processes):
-    """Not where processes share a GPU: copies of weights travel by NCCL."""
-    gpus = needs_gpus(n_processes)
-    target = "test_placement:check_every_process"
     run_processes(n_processes, target, gpus=gpus, timeout_s=TIMEOUT_S)
 
 
