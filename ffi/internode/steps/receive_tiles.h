@@ -24,8 +24,10 @@ JAX_EP_DEVICE void TakeTile(Block& block, const RailCall& call, int64_t node, in
                             const uint8_t* slot, uint32_t mask) {
   const auto choices = ChoicesInSlot(block, call, tile, slot);
   uint8_t* const to = To(call, node, tile);
-  block.Unpack(to, slot + call.tiles.extra_bytes, call.rows.bytes, mask);
-  if (call.fills) block.Zero(to, call.rows.bytes, mask, call.tiles.Rows(tile));
+  if (call.rows.bytes > 0) {
+    block.Unpack(to, slot + call.tiles.extra_bytes, call.rows.bytes, mask);
+    if (call.fills) block.Zero(to, call.rows.bytes, mask, call.tiles.Rows(tile));
+  }
   StoreRouted(call, node, tile, choices);
 }
 
