@@ -16,7 +16,7 @@ from jax_ep.operands.calls import CombineOperands, DispatchOperands, DispatchRes
 from jax_ep.transports import gradients as one_node
 from jax_ep.transports.gradients import FfiConnection
 
-# Tokens of a rank from which on calls overlap. Ids and weights then travel ahead, which takes
+# Tokens of a rank from which on a dispatch overlaps. Ids and weights then travel ahead, which takes
 # 10 us. The same in all processes. Tests lower it.
 min_tokens = 1024
 # The same of a combine, in which nothing travels ahead.

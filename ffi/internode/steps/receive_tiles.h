@@ -81,7 +81,7 @@ JAX_EP_DEVICE void LeaveNan(Block& block, const RailCall& call, int64_t tile) {
 template <class Block>
 JAX_EP_DEVICE void ExchangeRows(Block& block, const RailCall& call) {
   const Channel channel = Channel::OfBlock(call, block.index());
-  const bool is_open = BeginCall(block, call, channel);
+  const bool is_open = BeginCall(block);
   const auto send = [&](const Link& link, int64_t item, int64_t tile, uint32_t mask) {
     SendTile(block, call, channel, link, item, tile, mask);
     return true;
