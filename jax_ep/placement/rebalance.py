@@ -26,8 +26,8 @@ def rebalance(
     has room and no copy of the expert. Unlike in EPLB, an expert may stay on its home rank at the
     price of some balance, since experts that stay need not travel (`replicate_experts`).
 
-    With several nodes, groups of consecutive experts first go to nodes in the same way, E /
-    `n_nodes` experts to each. All copies of an expert are then on one node, so that tokens of a
+    With several nodes, groups of consecutive experts first go to nodes in the same way,
+    E / `n_nodes` experts to each. All copies of an expert are then on one node, so that tokens of a
     router that limits groups go to few nodes.
 
     Equal arguments give equal placements, so processes that know the same load need not exchange

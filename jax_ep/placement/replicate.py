@@ -48,9 +48,9 @@ def replicate_experts(group: EPGroup, weights: Any, placement: ExpertPlacement) 
 
     Args:
         group: of `n_experts` = P; the weights travel along its axes.
-        weights: a pytree of arrays `[E / R, ...]`: the weights of the logical experts from `rank *
-            E / R` on, in any dtype. Integers, and numbers of fewer than 16 bits such as the codes
-            of `quantize_weights`, have no gradient.
+        weights: a pytree of arrays `[E / R, ...]`: the weights of the logical experts from
+            `rank * E / R` on, in any dtype. Integers, and numbers of fewer than 16 bits such as the
+            codes of `quantize_weights`, have no gradient.
         placement: which expert is where; the same on all ranks.
 
     Returns:
