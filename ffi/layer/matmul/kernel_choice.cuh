@@ -61,7 +61,7 @@ __device__ inline Choice ChooseOfCutlass(const GroupSums& sums) {
 
 // Of the kernel with swapped operands: smaller tiles are better where they are as few.
 __device__ inline uint32_t ChooseTileRows(const GroupSums& sums) {
-  const bool is_small = 8 * int64_t{sums.n_swapped_192} <= 9 * int64_t{sums.n_swapped_256};
+  const bool is_small = 4 * int64_t{sums.n_swapped_192} <= 5 * int64_t{sums.n_swapped_256};
   return is_small ? swapped::kSmallTileRows : swapped::kLargeTileRows;
 }
 
