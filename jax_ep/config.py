@@ -81,8 +81,9 @@ class EPConfig(CheckedDataclass):
             `Dispatched` says.
         zero_unused_rows: rows that are not in use hold zeros in all arrays of `Dispatched` that
             have rows (-1 in `src_info`), and in the gradient of `expert_out`. Otherwise they are
-            unspecified. For experts that reduce over all rows, or have gradients and mask nothing.
-            Costs a pass over all C rows in dispatch, and one in the backward of combine.
+            unspecified. Needed by experts that reduce over all rows, or that have gradients and
+            mask nothing. Costs a pass over all C rows in dispatch, and one in the backward of
+            combine.
         recv_capacity: rows of the output of dispatch (C). Rows beyond it are dropped and counted.
             None, and any larger number, stands for the worst case: `M * R * min(K, L)` (with
             `skip_a2a`: `M * min(K, L)`), plus M for a shared expert (with `skip_a2a`:

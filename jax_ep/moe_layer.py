@@ -41,14 +41,16 @@ def moe(
 ) -> jax.Array:
     """The whole layer: `dispatch`, `expert_mlp` and `combine`, with the weights at dispatch.
 
+    The following three calls give the same bits, in gradients too:
+
     ```python
     rows = jax_ep.dispatch(group, tokens, topk_ids, topk_weights)
     results = jax_ep.expert_mlp(rows, gate_up, down)
     out = jax_ep.combine(group, results, rows)
     ```
 
-    has the same bits, in gradients too. Names for `jax.checkpoint` policies are those of the three
-    calls, which also count dropped rows.
+    Inside `moe`, results have the same names for policies of `jax.checkpoint`. Only the three calls
+    tell how many rows were dropped.
 
     Args:
         group: from `ep_init`.
@@ -71,7 +73,7 @@ def moe(
 
     Raises:
         TypeError: as for the three calls, whose names messages begin with. While tracing.
-        ValueError: alike; and if `overlap` is neither True nor False.
+        ValueError: as for the three calls; or `overlap` is neither True nor False.
         jax.errors.JaxRuntimeError: as for `dispatch`.
     """
     call = check_group("dispatch", group)

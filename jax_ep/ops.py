@@ -38,14 +38,14 @@ def dispatch(
 
     Args:
         group: from `ep_init`.
-        tokens: `[..., H]`, T at most M: bfloat16 or float32 for formats that quantize, otherwise
-            the format's dtype. Or with fewer elements per token, of which the tokens, and the rows
-            that they become, take a multiple of 16 bytes each; then H stands for their number. Or
-            `Quantized` tokens, in a format that quantizes: codes `[..., H]`, in packed formats
-            `[..., H / 2]`, and scales `[..., S]` row by row, as `token_format.quantize` gives them.
-            These travel as they are, and have no gradient.
-        topk_ids: `[..., K]`, global experts: integers of any dtype. Unsigned ones cannot be -1:
-            their largest value is invalid like others.
+        tokens: `[..., H]`, at most M tokens (T): bfloat16 or float32 for formats that quantize,
+            otherwise the format's dtype. Tokens may have fewer elements than `hidden_size` if a
+            token, and the row that it becomes, take a multiple of 16 bytes each; H then stands for
+            their number. Or, in a format that quantizes, `Quantized` tokens: codes `[..., H]`, in
+            packed formats `[..., H / 2]`, and scales `[..., S]` row by row, as
+            `token_format.quantize` returns them. These travel as they are, and have no gradient.
+        topk_ids: `[..., K]`, global experts: integers of any dtype. Unsigned integers cannot be -1;
+            their largest value is an invalid id.
         topk_weights: `[..., K]` of any floating-point dtype, or None. If given, they travel with
             the tokens as float32 and come out as `row_weights`, and combine applies them.
         input_scale: `float32[]` or `float32[1]`, the same on all ranks, for formats with a global
@@ -151,16 +151,16 @@ def combine(
     Args:
         group: the group of the dispatch.
         expert_out: `[C, H]` in `config.combine_dtype`; row i belongs to row i of
-            `dispatched.tokens`. Unused rows are ignored. Rows may have fewer elements, which take a
-            multiple of 16 bytes, whatever those of the dispatch had; then H stands for their
-            number.
+            `dispatched.tokens`. Unused rows are ignored. Rows may have fewer elements than
+            `hidden_size`, independently of the dispatch, if they take a multiple of 16 bytes; H
+            then stands for their number.
         dispatched: the result of dispatch.
-        topk_weights: `[..., K]` of any floating-point dtype, converted to float32, or None; not
-            both here and in the dispatch.
+        topk_weights: `[..., K]` of any floating-point dtype, converted to float32; None if the
+            dispatch got the weights, or for a sum without weights.
         residual: `[..., H]` in `config.combine_dtype` or None; added in float32 before the (first)
             cast.
-        reduce: False returns each choice's row, unweighted; zero for choices without one. A shared
-            expert's rows belong to no choice and are left out.
+        reduce: False returns each choice's row, unweighted, and zeros for choices without a row. A
+            shared expert's rows belong to no choice and are left out.
 
     Returns:
         `[..., H]`, or `[..., K, H]` if not `reduce`, in `config.combine_dtype`.
@@ -232,9 +232,9 @@ def redispatch(group: EPGroup, values: jax.Array, dispatched: Dispatched) -> jax
     Args:
         group: the group of the dispatch.
         values: `[..., H]` in `config.combine_dtype`, with the leading dimensions of the dispatch's
-            tokens; or fewer elements that take a multiple of 16 bytes. They are not quantized. Or
-            `[..., W]`, int32 or uint32, of any W up to `hidden_size * itemsize / 8`, itemsize being
-            that of `combine_dtype`.
+            tokens; or with fewer elements, which take a multiple of 16 bytes. They are not
+            quantized. Or `[..., W]`, int32 or uint32, with W at most `hidden_size * itemsize / 8`,
+            where `itemsize` is that of `combine_dtype`.
         dispatched: the result of dispatch.
 
     Returns:

@@ -32,7 +32,7 @@ class Dispatched:
     `config.row_alignment` or the format may pad groups: `BlockwiseFP8` pads them to multiples of 4
     rows. Padding rows are at the end of their group, count as in use, and hold zeros.
 
-    H is that of the tokens given to dispatch, C its capacity.
+    H is the size of the tokens given to dispatch, C the capacity of the call.
 
     Attributes:
         tokens: `[C, H]`, received rows in the token format's `row_dtype`; `[C, H / 2]` for packed
@@ -45,8 +45,8 @@ class Dispatched:
             also if tokens have several leading dimensions.
         n_dropped: `int32[]`, rows of tokens beyond the capacity.
         n_invalid: `int32[]`, ids in this rank's `topk_ids` outside `[-1, E)`; they sent nothing.
-        topk_ids: `int32[..., K]`, the leading dimensions as given to dispatch. Ids that do not fit
-            in int32 are its limits.
+        topk_ids: `int32[..., K]`, with the leading dimensions given to dispatch. Ids beyond the
+            range of int32 are clipped to it.
         handle: the transport's own, for combine.
         row_weights: `float32[C]`, the `topk_weights` that traveled with the tokens, or None. 1 for
             a shared expert's rows; combine ignores those.
@@ -98,9 +98,10 @@ class Dispatched:
     def row_source_ranks(self) -> jax.Array:
         """`int32[C]`, the rank that each row's token is from; -1 for rows without a token.
 
-        Those are padding rows and rows not in use. With `src_info`, it says which token a row is.
-        Communicates, on each use: one `jax.lax.all_to_all` of `int32[R, L + se]`, so all ranks must
-        use it alike. With `skip_a2a` it does not: the rank is this one.
+        Rows without a token are padding rows and rows not in use. With `src_info`, this says which
+        token a row belongs to. Communicates, on each use: one `jax.lax.all_to_all` of
+        `int32[R, L + se]`, so all ranks must use it alike. With `skip_a2a` nothing travels: the
+        rank is this one.
 
         Raises:
             ValueError: the group is closed, or this is outside `jax.shard_map`. While tracing.
@@ -114,9 +115,9 @@ class Dispatched:
     def expert_counts(self) -> jax.Array:
         """`int32[R, E]`, how many choices of each rank's tokens name each expert, dropped or not.
 
-        The sum over ranks is the experts' load. Communicates, on each use: one
-        `jax.lax.all_gather` of `int32[E]`, so all ranks must use it alike. With `skip_a2a` it does
-        not: all ranks have the same tokens.
+        The sum over ranks is the experts' load. Communicates, on each use: one `jax.lax.all_gather`
+        of `int32[E]`, so all ranks must use it alike. With `skip_a2a` nothing travels: all ranks
+        have the same tokens.
 
         Raises:
             ValueError: the group is closed, or this is outside `jax.shard_map`. While tracing.
@@ -280,10 +281,10 @@ class InFlight:
     def overlap(self, work: Callable[..., Any], *args: Any) -> Any:
         """Runs work that overlaps with the call, and its backward with that of the call.
 
-        In the forward, like `y = work(*in_flight.then(args))` and a wait after `y`. In the
-        backward, the same in reverse: the call's is asynchronous as well, that of `work` comes
-        after its start, and the gradients of the call's operands are waited for once those of
-        `args` are computed. For use before the wait, in the function that started the call;
+        The forward is like `y = work(*in_flight.then(args))` and a wait after `y`. The backward is
+        the same in reverse: the backward of the call starts, also asynchronously; then that of
+        `work` runs; and the wait for the gradients of the call's operands comes after the gradients
+        of `args` are computed. For use before the wait, in the function that started the call;
         elsewhere, and for a dispatch in a format that quantizes, the call's backward is
         synchronous.
 

@@ -35,9 +35,9 @@ class RouterConfig(_CheckedDataclass):
         scores: `"softmax"` over all experts, or `"sigmoid"` of each logit.
         normalize: whether the weights of a token's K choices are divided by their sum.
         scaling: factor of all weights, after that division.
-        n_expert_groups: consecutive experts form so many groups of equal size. 1: no groups.
-        topk_expert_groups: a token chooses experts from so many groups only, those with the highest
-            group scores.
+        n_expert_groups: number of groups of equal size that consecutive experts form. 1: no groups.
+        topk_expert_groups: number of groups that a token may choose experts from: those with the
+            highest group scores.
         group_scores: the score of a group: `"max"`, its highest score (DeepSeek-V2,
             https://arxiv.org/abs/2405.04434, section 2.2.2), or `"top2"`, the sum of its two
             highest (DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 2.1.2). With a bias,
@@ -112,9 +112,9 @@ def route(
 ) -> Routes:
     """Chooses the `top_k` experts of each token.
 
-    With scores s and bias b, the choices are those of the highest s + b; the weights are s of the
-    choices, divided by their sum if `config.normalize`, times `config.scaling`. Differentiable in
-    `logits` through weights and scores; no gradient flows into `bias`.
+    With scores s and bias b, a token chooses the experts with the highest s + b. The weights are
+    the s of these experts, divided by their sum if `config.normalize`, times `config.scaling`.
+    Differentiable in `logits` through weights and scores; no gradient flows into `bias`.
 
     Args:
         config: the kind of router.
@@ -183,8 +183,8 @@ def balance_loss(
 ) -> jax.Array:
     """`float32[]`, E · Σ over experts i of f_i · P_i; 1 if all experts get the same share.
 
-    f_i is the fraction of the choices that are expert i, P_i the mean over tokens of i's share of
-    the token's scores. Only P_i has a gradient. Add it to the loss, times a small factor.
+    f_i is the fraction of the choices that name expert i, P_i the mean over tokens of i's share of
+    the token's scores. Only P_i has a gradient. Add the loss to the model's, times a small factor.
 
     Source: Switch Transformer, https://arxiv.org/abs/2101.03961, section 2.2, for K = 1. With K
     choices it is the expert-level loss of DeepSeek-V2, https://arxiv.org/abs/2405.04434, section
@@ -200,8 +200,8 @@ def balance_loss(
             sequences' losses. Otherwise all tokens are one batch.
         axis_name: inside `jax.shard_map`, the mesh axes that tokens are sharded over; all shards
             get the loss of all tokens.
-        sequence_axis_name: those of them that sequences are sharded over, along axis -2; for
-            `per_sequence`. With (), each shard must hold whole sequences.
+        sequence_axis_name: the axes of `axis_name` that sequences are sharded over, along axis -2;
+            for `per_sequence`. With (), each shard must hold whole sequences.
 
     Raises:
         ValueError: a shape or dtype does not fit. While tracing.
@@ -230,7 +230,7 @@ def z_loss(
 ) -> jax.Array:
     """`float32[]`, the mean over tokens of logsumexp(logits)²; keeps logits small, and thus exact.
 
-    Add it to the loss, times a small factor: 1e-3 in the source.
+    Add it to the model's loss, times a small factor: 1e-3 in the source.
 
     Source: the router z-loss of ST-MoE, https://arxiv.org/abs/2202.08906, section 3.3, equation 5.
 

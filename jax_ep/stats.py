@@ -14,9 +14,10 @@ class RankStats:
     """Totals of one device of this process, over all completed calls of a group.
 
     With several nodes and XLA's collectives between them, `p2p` and `host` count what they carry: a
-    rank sends the tokens of the ranks of its index on all nodes, to the ranks of its own node. So
-    its `tokens_to_rank`, `bytes_to_rank` and `rows_to_expert` are totals over those source ranks,
-    and they and the waits are zero for other nodes. Totals over all ranks are those of one node.
+    rank sends to the ranks of its own node, and sends the tokens of all ranks that have its index
+    within their nodes. So its `tokens_to_rank`, `bytes_to_rank` and `rows_to_expert` are totals
+    over these source ranks; for other nodes, they and the waits are zero. Totals over all ranks are
+    those of one node.
 
     The backward of `dispatch` counts as a combine: as two if tokens are quantized and
     `topk_weights` have a gradient. The backward of `combine` is not counted.

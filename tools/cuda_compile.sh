@@ -1,6 +1,10 @@
 #!/usr/bin/env bash
-# Compiles every CUDA source to an object with nvcc, for the architectures in CUDA_ARCHS, two at a
-# time. Needs no GPU. Takes nvcc from CUDACXX, PATH or CUDA_HOME; if there is none, installs the CUDA
+# Compiles the CUDA sources in some folders to objects with nvcc, for the architectures in CUDA_ARCHS,
+# two at a time.
+#
+# Usage: tools/cuda_compile.sh [FOLDER...]        default: ffi
+#
+# Needs no GPU. Takes nvcc from CUDACXX, PATH or CUDA_HOME; if there is none, installs the CUDA
 # toolkit's wheels from the package index into build/cuda-venv. Takes the headers of CUTLASS and of
 # NVSHMEM from JAX_EP_CUTLASS_INCLUDE_DIR and JAX_EP_NVSHMEM_DIR, or .venv, or installs them into
 # build/cuda-headers.
@@ -8,7 +12,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 # In reverse order, those that take longest come early.
-mapfile -t sources < <(find ffi -name '*.cu' | sort -r)
+mapfile -t sources < <(find "${@:-ffi}" -name '*.cu' | sort -r)
 if [[ ${#sources[@]} -eq 0 ]]; then
   echo "cuda-compile: there are no CUDA sources"
   exit 0

@@ -38,7 +38,7 @@ def plot_balance(path: Path, history: History) -> None:
     by_step.set(xlabel="training step", ylabel="busiest expert / mean", ylim=(0, None))
     by_step.spines[["top", "right"]].set_visible(False)
     if busiest.shape[1] <= 8:
-        by_step.legend(frameon=False)
+        by_step.legend(frameon=False, ncols=3, loc="lower left", bbox_to_anchor=(0, 1))
     image = last.imshow(
         load / load.mean(axis=1, keepdims=True), aspect="auto", cmap="Blues", vmin=0
     )

@@ -15,9 +15,9 @@ from jax_ep.formats.base import QuantizedFormat
 class NVFP4(QuantizedFormat):
     """e2m1, two per byte, with one e4m3 scale per 1 x 16 block.
 
-    With the `input_scale` s of dispatch, 1 by default (the divisor, so the reciprocal of a
-    checkpoint's input scale): `scale = e4m3(s * (amax * (1 / 6)))`, `code = e2m1(x * (1 / (scale *
-    (1 / s))))`, at most 6, and `x ~ code * scale / s`.
+    `scale = e4m3(s * (amax * (1 / 6)))`, `code = e2m1(x * (1 / (scale * (1 / s))))`, at most 6, and
+    `x ~ code * scale / s`. Here, s is the `input_scale` of dispatch, by default 1; a checkpoint's
+    input scale is the reciprocal of s.
     """
 
     name = "nvfp4"

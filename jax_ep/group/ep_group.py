@@ -268,9 +268,9 @@ def ep_init(
     Args:
         mesh: devices. Each replica, the devices along `axis_name` at one index of the other axes,
             is an expert-parallel group of its own.
-        axis_name: the axis along which experts are spread. Of several, such as `("context",
-            "expert")`, the ranks are the product, in this order, the last varying fastest, as
-            `jax.lax.axis_index` and `jax.P` count them; so rank r's experts are shard r of
+        axis_name: the axis along which experts are spread, or a tuple of several axes, such as
+            `("context", "expert")`. Ranks are then counted along all of them, the last varying
+            fastest, as `jax.lax.axis_index` and `jax.P` count; so rank r's experts are shard r of
             `jax.P(axis_name)`.
         config: the static parameters.
         transport: `"auto"` takes the fastest that can serve, and logs which one that is and what
@@ -303,8 +303,8 @@ def ep_init(
         The group, for functions under `jax.shard_map` to close over.
 
     Raises:
-        TypeError: `mesh` is not a mesh, `config` not an `EPConfig`, `exchange` not a function, or
-            returns something else than bytes, or `memory_of` not an `EPGroup`.
+        TypeError: `mesh` is not a mesh, `config` not an `EPConfig`, `exchange` not a function or
+            returns something other than bytes, or `memory_of` not an `EPGroup`.
         ValueError: a device is in the mesh twice, the config does not fit the mesh or the memory of
             `memory_of`, the transport cannot serve it, or `memory_of` is closed; the message says
             why. Or a process opens another group: all raise it at once, and it says what differs.

@@ -9,7 +9,7 @@ _groups: dict[tuple[jax.sharding.Mesh, str | tuple[str, ...], EPConfig, str], EP
 
 
 def groups() -> list[EPGroup]:
-    """Those that are open: to call their `stats` and `check`, or to `close` them."""
+    """Returns the open groups: to call their `stats` and `check`, or to `close` them."""
     return [group for group in _groups.values() if not group.closed]
 
 

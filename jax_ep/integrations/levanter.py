@@ -50,8 +50,8 @@ def expert_mlp(
     Raises:
         ImportError: Levanter is not installed.
         TypeError: the mesh has no devices, or `experts` is not a `MoEExpertMlp`.
-        ValueError: a field of `experts` does not fit; names it. Or, when they are called, tokens
-            are not sharded over "expert".
+        ValueError: a field of `experts` does not fit; the message names it. Or, when they are
+            called, tokens are not sharded over "expert".
     """
     try:
         grug_moe = importlib.import_module("levanter.grug.grug_moe")

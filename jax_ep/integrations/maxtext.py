@@ -41,7 +41,8 @@ def install(transport: str = "auto", **options: Any) -> None:
 
     Raises:
         ImportError: MaxText is not installed.
-        ValueError: when a model is created whose configuration does not fit; names the option.
+        ValueError: the configuration of a model that is created later does not fit; the message
+            names the option.
     """
     try:
         moe = importlib.import_module("maxtext.layers.moe")

@@ -29,8 +29,8 @@ def dequantize(dispatched: Dispatched, dtype: jax.typing.DTypeLike | None = None
 
     Raises:
         TypeError: `dispatched` is not the result of dispatch. While tracing.
-        ValueError: the group is closed, the call is outside `jax.shard_map`, or `dtype` is not that
-            of floating-point numbers. While tracing.
+        ValueError: the group is closed, the call is outside `jax.shard_map`, or `dtype` is not a
+            floating-point dtype. While tracing.
     """
     check_dispatched("dequantize", dispatched)
     check_group("dequantize", dispatched.group)

@@ -36,11 +36,11 @@ def expert_mlp(
     """`(silu(x @ gate) * (x @ up)) @ down` of every row x, with its expert's weights.
 
     Two grouped matmuls and `fused_silu`; a bias is added to the result of its matmul.
-    Differentiable. With `QuantizedWeights`, both matmuls are in FP8, and gradients are
-    straight-through: in bfloat16, to the tokens given to dispatch and to the weights given to
-    `quantize_weights`.
+    Differentiable. With `QuantizedWeights`, both matmuls are in FP8. Gradients are then
+    straight-through: computed in bfloat16, for the tokens given to dispatch and the weights given
+    to `quantize_weights`.
 
-    For a gradient, JAX keeps the rows, the first matmul's result and that of the activation, or
+    For a gradient, JAX keeps the rows and the results of the first matmul and of the activation, or
     recomputes what a `jax.checkpoint` policy leaves out. The first matmul's result has the name
     `EXPERT_HIDDEN_NAME`.
 
@@ -49,13 +49,13 @@ def expert_mlp(
             weights' dtype, unless both weights are `QuantizedWeights`; then the format must be
             `BlockwiseFP8`.
         gate_up: `[L + se, H, 2 F]`, all gate columns first: bfloat16, float16 or float32, in the
-            rows' dtype; or `QuantizedWeights`, of an F that is a multiple of 128.
-        down: `[L + se, F, H]`, alike.
+            rows' dtype; or `QuantizedWeights`, for which F must be a multiple of 128.
+        down: `[L + se, F, H]`, likewise.
         gate_up_bias: `[L + se, 2 F]` or None, its columns ordered like those of `gate_up`; in the
             weights' dtype, bfloat16 with `QuantizedWeights`.
-        down_bias: `[L + se, H]` or None, alike.
-        transposed: whether the weights are `[L + se, 2 F, H]` and `[L + se, H, F]`; not for
-            `QuantizedWeights`, which know.
+        down_bias: `[L + se, H]` or None, likewise.
+        transposed: whether the weights are `[L + se, 2 F, H]` and `[L + se, H, F]`. Must be False
+            with `QuantizedWeights`, which have their own `transposed`.
         interleaved: whether gate and up columns alternate, as in `fused_silu`.
         clamp: `(alpha, limit)`, as in `fused_silu`; `(1.702, 7.0)` in GPT-OSS.
 
@@ -67,7 +67,7 @@ def expert_mlp(
         TypeError: `dispatched` is not the result of dispatch, or one of the weights is quantized
             and the other is not. While tracing.
         ValueError: a shape, dtype or format does not fit; or the rows are quantized, and the group
-            is closed or the call outside `jax.shard_map`. While tracing.
+            is closed or the call is outside `jax.shard_map`. While tracing.
     """
     check_dispatched("expert_mlp", dispatched)
     call = call_name(dispatched)

@@ -30,34 +30,37 @@ def grouped_matmul(
 ) -> jax.Array:
     """Multiplies row i by the weights of the group that it belongs to.
 
-    Groups may have any number of rows, and none. Sums are in float32 and rounded once; a GPU gives
+    Groups may have any number of rows, or none. Sums are in float32 and rounded once; a GPU gives
     the same bits in every run. Differentiable, any number of times, in rows and weights; the
-    weights of a group without rows have the gradient zero. Of codes, only the weights given to
-    `quantize_weights` have a gradient, and no second one; `expert_mlp` also returns that of the
-    tokens. May be called outside `jax.shard_map`, with arrays that are not sharded.
+    weights of a group without rows have the gradient zero. With codes, only the weights given to
+    `quantize_weights` have a gradient, and only a first one; the tokens have one too if
+    `expert_mlp` multiplies them. May be called outside `jax.shard_map`, with arrays that are not
+    sharded.
 
-    On Hopper GPUs, bfloat16, float16 and FP8 run on CUTLASS's kernels; on other GPUs from compute
-    capability 8.0 on, bfloat16 and float16 do, and FP8 is dequantized to bfloat16 first. H and N
-    must be multiples of 8 for that. Other calls on GPUs, float32 among them, are
+    On Hopper GPUs, bfloat16, float16 and FP8 run on this package's kernels; on other GPUs from
+    compute capability 8.0 on, bfloat16 and float16 do, and FP8 is dequantized to bfloat16 first. H
+    and N must be multiples of 8 for that. Other calls on GPUs, float32 among them, use
     `jax.lax.ragged_dot`, which multiplies every row by the weights of all groups.
 
     Args:
         rows: `[C, H]`, or codes as `dispatch` and `fused_silu` give them for `BlockwiseFP8`.
         weights: `[L, H, N]`, in the dtype of `rows`; or `quantize_weights(...)` for codes.
         row_offsets: `uint32[L + 1]`, as in `Dispatched`: non-decreasing, at most C; otherwise, the
-            result is unspecified. For the groups from i to j alone, such as those that have an
+            result is unspecified. To multiply only groups i to j - 1, such as those that have an
             adapter, pass `row_offsets[i : j + 1]` and weights `[j - i, ...]`.
-        transposed: whether `weights` is `[L, N, H]`; not for `QuantizedWeights`, which knows.
-        dtype: of the result: the dtype of `rows` (None) or float32; of codes, bfloat16. The
-            gradient multiplies in the dtype of `rows`, to which it rounds the cotangent.
-        token_format: of codes; None is `BlockwiseFP8()`.
+        transposed: whether `weights` is `[L, N, H]`. Must be False with `QuantizedWeights`, which
+            have their own `transposed`.
+        dtype: of the result: float32 or the dtype of `rows`, which None stands for; with codes,
+            bfloat16. The gradient rounds the cotangent to the dtype of `rows`, and multiplies in
+            that dtype.
+        token_format: of `rows`, if they are codes; None is `BlockwiseFP8()`.
 
     Returns:
         `[C, N]`. Rows before `row_offsets[0]` and from `row_offsets[-1]` on are unspecified, and
         zero in gradients.
 
     Raises:
-        TypeError: codes are multiplied by numbers, or numbers by codes. While tracing.
+        TypeError: only one of `rows` and `weights` is quantized. While tracing.
         ValueError: a shape or dtype does not fit. While tracing.
     """
     if isinstance(weights, QuantizedWeights) or isinstance(rows, QuantizedRows):

@@ -29,7 +29,7 @@ BY_EXPERT = ("gate_up", "down", "gate_up_bias", "down_bias", "gate_up_scales", "
 
 
 class MoEReport(NamedTuple):
-    """A layer's reports besides its output.
+    """What a layer reports besides its output.
 
     Attributes:
         balance_loss: `float32[]`, see `jax_ep.router.balance_loss`.
@@ -38,10 +38,10 @@ class MoEReport(NamedTuple):
         n_limited: `int32[]`, choices beyond `capacity_factor`, over all tokens of the mesh.
         n_dropped: `int32[]`, rows that did not fit into `recv_capacity`, over all ranks.
         topk_ids: `int32[..., K]`, the choices of each token; -1 where the mask is False.
-        n_unserved: `int32[]`, choices whose expert is on ranks that are masked only, over all
-            tokens of the mesh (`ExpertPlacement.mask_ranks`).
+        n_unserved: `int32[]`, choices whose expert has copies on masked ranks only
+            (`ExpertPlacement.mask_ranks`), over all tokens of the mesh.
 
-    Losses, load and `topk_ids` are those of the router: they include choices that are then dropped.
+    Losses, load and `topk_ids` are the router's: they include choices that are dropped afterwards.
     """
 
     balance_loss: jax.Array

@@ -55,20 +55,20 @@ class MoE(nnx.Module):
             after each step.
         logit_bias: whether the router's logits have a trainable bias, zero at first.
         expert_bias: whether both matmuls of the routed experts have biases, zero at first.
-        transposed: whether the experts' matrices are `[n_out, n_in]`, as in checkpoints of PyTorch;
-            of the shared expert, too. The router's is `[H, E]` in any case.
-        interleaved: as in `jax_ep.expert_mlp`; of the shared expert, too.
-        clamp: as in `jax_ep.expert_mlp`; of the shared expert, too.
+        transposed: whether the experts' matrices, the shared expert's included, are
+            `[n_out, n_in]`, as in checkpoints of PyTorch. The router's is `[H, E]` in any case.
+        interleaved: as in `jax_ep.expert_mlp`; also for the shared expert.
+        clamp: as in `jax_ep.expert_mlp`; also for the shared expert.
         balance_per_sequence: see `jax_ep.router.balance_loss`.
-        capacity_factor: limits each expert to so many times its even share of the choices of
-            each rank's T tokens: `ceil(factor * T * K / E)` choices, padding included in T.
-            Those of later tokens are dropped (`jax_ep.limit_choices`): they add nothing to the
-            output. None: no limit.
-        capacity_axis: a mesh axis, or a tuple of axes, over whose ranks `capacity_factor` counts: T
-            is then their tokens together, and those of later ranks are dropped first. Of
-            `token_axes`. None: each rank counts its own.
-        on_limit: `"count"`: the report says how many choices were dropped. `"raise"`: if any was,
-            the call fails, like a dispatch with `EPConfig.on_drop`, which is for `recv_capacity`.
+        capacity_factor: limits each expert to so many times its even share of the choices of each
+            rank's T tokens: `ceil(factor * T * K / E)` choices, padding included in T. Later
+            tokens' choices beyond that are dropped (`jax_ep.limit_choices`): they add nothing to
+            the output. None: no limit.
+        capacity_axis: a mesh axis, or a tuple of axes, out of `token_axes`, over whose ranks
+            `capacity_factor` counts: T is then the number of their tokens together, and choices on
+            later ranks are dropped first. None: each rank counts its own.
+        on_limit: `"count"`: the report says how many choices were dropped. `"raise"`: if any was
+            dropped, the call fails. For rows beyond `recv_capacity`, see `EPConfig.on_drop`.
         shared_size: hidden size of a shared expert (S), which processes every token; None: no
             shared expert, or with `config.fused_shared_expert`, one of `expert_size`.
         token_axes: the mesh axis, or a tuple of axes, that the first dimension of the tokens is
@@ -77,9 +77,9 @@ class MoE(nnx.Module):
             `config.skip_a2a`; then none may be. Along axes left out, all devices do the same work.
             None: all axes of the mesh, or with `config.skip_a2a`, all but the group's; on a mesh
             with explicit axes, those that the tokens of each call are sharded over.
-        fsdp_axis: a mesh axis, or a tuple of axes, that the experts' matrices are sharded over
-            in addition, along H. They are gathered for each use, in the dtype of the
-            matmuls, and their gradients reduce-scattered. Of `token_axes`, not the group's.
+        fsdp_axis: a mesh axis, or a tuple of axes, that the experts' matrices are sharded over in
+            addition, along H; out of `token_axes`, but not the group's. The matrices are gathered
+            for each use, in the dtype of the matmuls, and their gradients reduce-scattered.
         fp8_matmuls: whether experts multiply in FP8; needs the token format `BlockwiseFP8`.
             Each call quantizes the weights, unless `quantize_experts` has done it once.
         expert_fn: what a rank calls in place of `jax_ep.expert_mlp` (None), with the same
@@ -87,8 +87,8 @@ class MoE(nnx.Module):
             clamp)` to the results `[C, H]`, inside `jax.shard_map`. Also `transposed=True` if the
             layer is and the weights are arrays.
         placement: of logical experts on the physical experts of the group, of which there are
-            `config.n_experts`; E is then the number of logical ones. `layer.placement.set()`
-            replaces it between steps (docs/balance.md). None: both are the same.
+            `config.n_experts`; E is then the number of logical experts. `layer.placement.set()`
+            replaces it between steps (docs/balance.md). None: every expert is one physical expert.
         kernel_init: initializer of every matrix `[n_in, n_out]`, transposed or not; None is
             `lecun_normal`.
         param_dtype: dtype of the parameters. Experts multiply in `config.combine_dtype`, the
@@ -96,9 +96,9 @@ class MoE(nnx.Module):
         rngs: the stream `params` is used.
 
     Raises:
-        TypeError: `group`, `router`, `expert_fn` or `rngs` is something else.
-        ValueError: the router does not fit the experts, `shared_size` not the fused shared
-            expert, or axes not the group; or another argument has a value that it cannot have.
+        TypeError: `group`, `router`, `expert_fn` or `rngs` has another type.
+        ValueError: the router does not fit the experts, `shared_size` does not fit the fused shared
+            expert, the axes do not fit the group, or another argument is invalid.
 
     Attributes:
         router: `nnx.Param`, `[H, E]`.
@@ -217,7 +217,8 @@ class MoE(nnx.Module):
             The output, in the shape and dtype of `tokens`, and the report.
 
         Raises:
-            TypeError: `tokens` or `mask` is no array, or `self.group` no group. While tracing.
+            TypeError: `tokens` or `mask` is not an array, or `self.group` is not a group. While
+                tracing.
             ValueError: a shape or dtype does not fit, `self.group` does not fit the parameters, or
                 the call is inside `jax.shard_map`. While tracing.
         """
@@ -247,9 +248,9 @@ class MoE(nnx.Module):
         """Moves the bias towards equal loads: `jax_ep.router.update_bias`.
 
         Args:
-            expert_load: `[E]`, that of the reports of a step, added up; `[n_layers, E]` for layers
-                stacked by `nnx.vmap`.
-            rate: how far.
+            expert_load: `[E]`, the sum of the reports' `expert_load` over a step; `[n_layers, E]`
+                for layers stacked by `nnx.vmap`.
+            rate: as for `jax_ep.router.update_bias`.
 
         Raises:
             ValueError: the layer has no bias.

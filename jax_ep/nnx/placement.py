@@ -37,22 +37,22 @@ class Placement(nnx.Module):
             setattr(self, name, PlacementTable(create(getattr(placement, name))))
 
     def get(self) -> ExpertPlacement:
-        """The placement; of layers stacked by `nnx.vmap`, its arrays have an axis of layers."""
+        """The placement; in layers stacked by `nnx.vmap`, its arrays have an axis of layers."""
         tables = [getattr(self, name)[...] for name in _TABLES]
         return ExpertPlacement.tree_unflatten((self.n_ranks, self.local_first), tables)
 
     def set(self, placement: ExpertPlacement) -> None:
         """Replaces the placement; compiled functions that take the layer need no compilation.
 
-        Also inside `nnx.jit`, as by `layer.placement.get().mask_ranks(mask)`.
+        May be called inside `nnx.jit`, such as with `layer.placement.get().mask_ranks(mask)`.
 
         Args:
-            placement: of as many experts and ranks, and of equal `local_first`. Of layers stacked
-                by `nnx.vmap`: placements stacked by `jax.tree.map`.
+            placement: has the same numbers of experts and ranks, and the same `local_first`. For
+                layers stacked by `nnx.vmap`, placements stacked by `jax.tree.map`.
 
         Raises:
-            TypeError: it is no `ExpertPlacement`.
-            ValueError: it has other sizes.
+            TypeError: `placement` is not an `ExpertPlacement`.
+            ValueError: `placement` has other sizes.
         """
         if not isinstance(placement, ExpertPlacement):
             raise TypeError(

@@ -21,8 +21,8 @@ def count_choices(topk_ids: jax.Array, n_experts: int) -> jax.Array:
         n_experts: experts over all ranks (E).
 
     Returns:
-        `int32[E]`, of these tokens: those of this rank under `jax.shard_map`. The experts' load is
-        the sum over ranks, by `jax.lax.psum`.
+        `int32[E]`, over the given tokens: under `jax.shard_map`, those of this rank. The experts'
+        load is the sum over ranks, by `jax.lax.psum`.
 
     Raises:
         ValueError: `topk_ids` are not integers, or `n_experts` is no count. While tracing.
@@ -36,29 +36,30 @@ def limit_choices(
 ) -> jax.Array:
     """Drops the choices of each expert beyond the first `capacity`, in the order of token, then k.
 
-    The capacity of experts in Switch Transformer (https://arxiv.org/abs/2101.03961), applied to the
-    tokens of each rank; with K > 1, first choices have no priority over others, unlike in GShard:
+    This is the expert capacity of Switch Transformer (https://arxiv.org/abs/2101.03961), applied to
+    the tokens of each rank. With K > 1, first choices have no priority over others, unlike in
+    GShard:
 
         capacity = math.ceil(factor * T * K / E)
         topk_ids = jax_ep.limit_choices(topk_ids, E, capacity)
         rows = jax_ep.dispatch(group, tokens, topk_ids)
 
-    An expert then gets at most `R * capacity` rows. With `axis_name`, the capacity is that of the
-    tokens of all ranks along these axes, in the order of rank, then token, then k. An expert that
-    is popular on one rank and not on others then keeps more choices; it gets at most `capacity`
-    rows, of which earlier ranks have the first:
+    An expert then gets at most `R * capacity` rows. With `axis_name`, the capacity counts the
+    choices of all ranks along these axes together, in the order of rank, then token, then k. An
+    expert that is popular on one rank only then keeps more choices. It gets at most `capacity`
+    rows, and earlier ranks come first:
 
         capacity = math.ceil(factor * R * T * K / E)
         topk_ids = jax_ep.limit_choices(topk_ids, E, capacity, axis_name="ep")
 
     Args:
         topk_ids: `[..., K]`, as for `count_choices`.
-        n_experts: likewise (E).
+        n_experts: as for `count_choices` (E).
         capacity: choices that an expert keeps; static.
         axis_name: inside `jax.shard_map`, the mesh axis, or a tuple of axes, over whose ranks the
             capacity counts, in the order of `jax.lax.axis_index`. Communicates: one
-            `jax.lax.all_gather` of `int32[E]`. Not for axes along which the tokens are the same.
-            (): each rank counts its own.
+            `jax.lax.all_gather` of `int32[E]`. Leave out axes along which the tokens are the same.
+            (): each rank counts its own choices.
 
     Returns:
         `int32[..., K]`: `topk_ids`, with -1 in place of what is dropped. Ids outside `[0, E)` stay.

@@ -20,8 +20,8 @@ class PlacedChoices(NamedTuple):
 
     Attributes:
         topk_ids: `int32[..., K]`, physical experts, for `dispatch`.
-        n_unserved: `int32[]`, choices of this rank's tokens whose expert has no copy on a rank that
-            is served (`ExpertPlacement.mask_ranks`); their id is -1.
+        n_unserved: `int32[]`, choices of this rank's tokens whose expert has copies on masked ranks
+            only (`ExpertPlacement.mask_ranks`); their id is -1.
     """
 
     topk_ids: jax.Array
@@ -32,10 +32,11 @@ def place_choices(group: EPGroup, topk_ids: jax.Array, placement: ExpertPlacemen
     """Chooses a physical expert for each choice of a logical one; inside `jax.shard_map`.
 
     The copy depends on the rank, the token's index and the expert alone. Consecutive tokens take
-    copies as multiples of the golden ratio fall into equal parts of [0, 1): whichever tokens choose
-    an expert, also every second one, say, they spread over its copies evenly. With
-    `config.skip_a2a`, all ranks choose alike. With `local_first`, tokens of a rank or a node that
-    has copies take these, so that their rows travel less, but balance is left to the placement.
+    copies as multiples of the golden ratio fall into equal parts of [0, 1). So the tokens that
+    choose an expert spread evenly over its copies, even if, say, only every second token chooses
+    it. With `config.skip_a2a`, all ranks choose alike. With `local_first`, tokens take copies on
+    their own rank or node if there are any: fewer rows travel, but balance then depends on the
+    placement alone.
 
     Args:
         group: the group of the dispatch, of `n_experts` = P.
@@ -44,10 +45,10 @@ def place_choices(group: EPGroup, topk_ids: jax.Array, placement: ExpertPlacemen
         placement: from logical to physical experts.
 
     Raises:
-        TypeError: `group` is not a group, or `placement` no `ExpertPlacement`. While tracing.
+        TypeError: `group` is not a group, or `placement` not an `ExpertPlacement`. While tracing.
         ValueError: `topk_ids` are not integers; the placement does not fit the group, or has
-            `local_first` in one with `skip_a2a`; the group is closed, or the call outside
-            `jax.shard_map`. While tracing.
+            `local_first` while the group has `skip_a2a`; the group is closed, or the call is
+            outside `jax.shard_map`. While tracing.
     """
     call = check_group("place_choices", group)
     check_placement(call, group, placement)

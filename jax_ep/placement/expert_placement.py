@@ -22,23 +22,24 @@ class ExpertPlacement:
     sizes are equal to `jax.jit`: a function that takes one as an argument is compiled once.
 
     Args:
-        physical_to_logical: integers `[P]`, such as `rebalance` returns, with values: not traced.
-            P and E must be multiples of R. Each of the logical experts 0 to E - 1 must be there,
-            at most once on each rank.
+        physical_to_logical: integers `[P]`, such as `rebalance` returns; concrete, not traced. P
+            and E must be multiples of R. Each logical expert from 0 to E - 1 must have a copy, and
+            at most one on each rank.
         n_ranks: R.
-        local_first: whether a choice goes to a copy on the token's own rank, if there is one, or
-            else on its node. Static.
+        local_first: whether a choice prefers a copy on the token's own rank, then one on its node.
+            Static.
 
     Raises:
-        TypeError: `physical_to_logical` are no numbers, or traced.
-        ValueError: it is not as above, or another argument has a value that it cannot have.
+        TypeError: `physical_to_logical` is not an array of numbers, or is traced.
+        ValueError: `physical_to_logical` breaks a rule above, or another argument is invalid.
 
     Attributes:
         physical_to_logical: `int32[P]`.
-        copies: `int32[P]`, physical experts, ordered by their logical expert, then ascending; last
-            those that no choice may go to.
-        first: `int32[R + 1, E]`, where in `copies` those of each logical expert begin that are on
-            rank r or later; row R: where they end.
+        copies: `int32[P]`, physical experts, ordered by their logical expert, then ascending; those
+            that no choice may go to come last.
+        first: `int32[R + 1, E]`; the entry for rank r and logical expert e is the index in `copies`
+            of the first copy of e on rank r or later. Row R has the ends: the index after the last
+            copy of each expert.
         n_ranks: R.
         local_first: as given.
     """
@@ -72,17 +73,17 @@ class ExpertPlacement:
         return self.physical_to_logical.shape[-1]
 
     def mask_ranks(self, mask: jax.Array) -> Self:
-        """The same placement, of whose copies choices use only those on some ranks.
+        """The same placement, in which choices use only the copies on some ranks.
 
         Weights stay where they are, and so do shapes: a function that is compiled for one mask
-        serves them all. The new mask is the only one; earlier ones are forgotten.
+        serves them all. The new mask replaces any earlier one.
 
         Args:
             mask: `bool[R]` or integers, False or 0 for ranks that are to get no rows. Its values
                 may be traced.
 
         Raises:
-            TypeError: `mask` is no array.
+            TypeError: `mask` is not an array.
             ValueError: its shape or dtype does not fit.
         """
         call = "ExpertPlacement.mask_ranks"

@@ -20,30 +20,32 @@ def rebalance(
 ) -> np.ndarray:
     """Places physical experts so that ranks get equally many rows; on the host.
 
-    The heuristics of DeepSeek's EPLB (https://github.com/deepseek-ai/EPLB). The expert with the
-    highest load per copy gets one more copy, until there are P = E + `n_redundant`. Then copies go
-    to ranks, P / R to each: the one with the highest load first, to the rank with the least load
-    that has room and no copy of the expert. Unlike there, an expert may stay on its home rank at
-    the price of some balance, since experts that stay need not travel (`replicate_experts`).
+    Uses the heuristics of DeepSeek's EPLB (https://github.com/deepseek-ai/EPLB). The expert with
+    the highest load per copy gets one more copy, until there are P = E + `n_redundant`. Then copies
+    go to ranks, P / R to each: the copy with the highest load first, to the least loaded rank that
+    has room and no copy of the expert. Unlike in EPLB, an expert may stay on its home rank at the
+    price of some balance, since experts that stay need not travel (`replicate_experts`).
 
-    With several nodes, groups of consecutive experts first go to nodes, E / `n_nodes` experts to
-    each, in the same way; copies of an expert are then on one node, so that tokens of a router that
-    limits groups go to few nodes.
+    With several nodes, groups of consecutive experts first go to nodes in the same way,
+    E / `n_nodes` experts to each. All copies of an expert are then on one node, so that tokens of a
+    router that limits groups go to few nodes.
 
-    Equal arguments give equal placements, so processes that know the same load need not send any.
+    Equal arguments give equal placements, so processes that know the same load need not exchange
+    placements.
 
     Args:
-        load: `[E]` or `[steps, E]`, rows or choices of each logical expert, which are added up:
-            numbers of 0 or more. With processes of their own, the load over all of them.
+        load: `[E]` or `[steps, E]`, numbers of 0 or more: the rows or choices of each logical
+            expert; steps are added up. With several processes, pass the total over all of them.
         n_ranks: R; E must be a multiple.
-        n_redundant: physical experts beyond E; a multiple of R, at most `E / n_nodes - E / R` for
-            each rank.
+        n_redundant: physical experts beyond E: a multiple of R, at most `E / n_nodes - E / R` per
+            rank.
         n_nodes: nodes of `R / n_nodes` consecutive ranks each.
-        n_expert_groups: with several nodes, groups of consecutive experts that stay together, a
-            multiple of `n_nodes`; those of the router. None: each expert is a group.
-        home_slack: how far the load of an expert's home rank may be above that of the rank with the
-            least load, as a fraction of the mean over ranks, for a copy to go there. 0: balance is
-            all that counts, as in EPLB.
+        n_expert_groups: with several nodes, the number of groups of consecutive experts that stay
+            together: a multiple of `n_nodes`, usually the number of the router's groups. None: each
+            expert is a group of its own.
+        home_slack: a copy goes to its expert's home rank if the load there exceeds that of the
+            least loaded rank by at most this fraction of the mean load per rank. 0: only balance
+            counts, as in EPLB.
 
     Returns:
         `int32[P]`, for `ExpertPlacement`; each rank's experts in ascending order.

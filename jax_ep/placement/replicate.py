@@ -40,27 +40,28 @@ def replicate_experts(group: EPGroup, weights: Any, placement: ExpertPlacement) 
     gradients in ascending order of physical experts, in float32 (float64 for float64),
     rounded once. It has the same bits in every run.
 
-    With n the number of experts with a copy away from home, on the home rank that has the most of
-    these, each rank receives `n * (R - 1)` experts, and their gradients in the backward, by
-    collectives of XLA; `rebalance` keeps n small. That takes memory for 2 R experts beside results.
-    These have the name `EXPERT_COPIES_NAME`: `jax.checkpoint` keeps them for the backward if its
-    policy says so, and otherwise brings them again.
+    Let n be the number of experts with a copy away from home, on the home rank that has the most of
+    them. Each rank receives `n * (R - 1)` experts, and in the backward their gradients, by
+    collectives of XLA; `rebalance` keeps n small. Beside the results, that takes memory for 2 R
+    experts. The results have the name `EXPERT_COPIES_NAME`: `jax.checkpoint` keeps them for the
+    backward if its policy says so, and otherwise the weights travel again.
 
     Args:
         group: of `n_experts` = P; the weights travel along its axes.
-        weights: a pytree of arrays `[E / R, ...]`: those of the logical experts from
-            `rank * E / R` on, in any dtype. Those of fewer than 16 bits, such as the codes of
-            `quantize_weights`, and integers have no gradient.
+        weights: a pytree of arrays `[E / R, ...]`: the weights of the logical experts from
+            `rank * E / R` on, in any dtype. Integers, and numbers of fewer than 16 bits such as the
+            codes of `quantize_weights`, have no gradient.
         placement: which expert is where; the same on all ranks.
 
     Returns:
-        `[P / R, ...]`: those of this rank's physical experts, as `expert_mlp` takes them.
+        `[P / R, ...]`: the weights of this rank's physical experts, as `expert_mlp` takes them.
 
     Raises:
-        TypeError: `group` is not a group, `placement` no `ExpertPlacement`, or a leaf of `weights`
-            no array. While tracing.
-        ValueError: `weights` are not those of E / R experts; the placement does not fit the group;
-            the group is closed, or the call outside `jax.shard_map`. While tracing.
+        TypeError: `group` is not a group, `placement` not an `ExpertPlacement`, or a leaf of
+            `weights` not an array. While tracing.
+        ValueError: the leading dimension of a leaf of `weights` is not E / R; the placement does
+            not fit the group; the group is closed, or the call is outside `jax.shard_map`. While
+            tracing.
     """
     call = check_group("replicate_experts", group)
     check_placement(call, group, placement)

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "layer/matmul/hopper_swapped.h"
 #include "layer/silu/cuda_silu.h"
 
 namespace jax_ep::matmul {
@@ -19,12 +20,15 @@ bool MayGate(const MatmulCall& call) {
 
 // Whether it is faster with any rows. The activation takes as long as some hundred terms of a
 // matmul: beside many, it does not always outweigh that the kernel multiplies more slowly than the
-// best one, unless all wait for the weights. Smaller weights and k were not measured.
-bool ShouldGate(const MatmulCall& call) {
-  constexpr int64_t kSmallestK = 1024, kLargestK = 4096, kFewestWeights = 100'000'000;
+// best one, unless all wait for memory. Smaller weights and k were not measured.
+cudaError_t ShouldGate(const MatmulCall& call, bool* should) {
+  constexpr int64_t kSmallestK = 1024, kLargestK = 4096, kFewestWeights = 50'000'000;
   constexpr int64_t kFewRows = 128;  // of a group, on average
-  return call.k >= kSmallestK && call.n_groups * call.k * call.n >= kFewestWeights &&
-         (call.k <= kLargestK || call.n_rows <= kFewRows * call.n_groups);
+  bool is_memory_slow = false;
+  const cudaError_t error = swapped::IsMemorySlow(&is_memory_slow);
+  *should = call.k >= kSmallestK && call.n_groups * call.k * call.n >= kFewestWeights &&
+            (is_memory_slow || call.k <= kLargestK || call.n_rows <= kFewRows * call.n_groups);
+  return error;
 }
 #endif
 
@@ -48,8 +52,11 @@ silu::SiluCall ActivationOf(const MatmulCall& call, const Gate& gate) {
 cudaError_t LaunchGated(const MatmulCall& call, const Gate& gate, cudaStream_t stream,
                         [[maybe_unused]] hopper::Swap swap) {
 #ifdef JAX_EP_MATMUL_HOPPER
-  const bool should =
-      swap == hopper::Swap::kByRows ? ShouldGate(call) : swap != hopper::Swap::kNever;
+  bool should = swap != hopper::Swap::kNever;
+  if (swap == hopper::Swap::kByRows) {
+    const cudaError_t error = ShouldGate(call, &should);
+    if (error != cudaSuccess) return error;
+  }
   if (should && MayGate(call)) {
     const cudaError_t error = hopper::LaunchGatedBFloat16(call, gate, stream, swap);
     if (error != cudaSuccess) cudaGetLastError();  // clears it: the next launch must not report it

@@ -72,13 +72,14 @@ struct NoKernel {
 
 // None if the kernel with swapped operands is not to be chosen.
 template <class Swapped>
-SwappedTables TakeSwappedTables(const MatmulCall& call, Swap swap, Workspace& workspace) {
-  if (swap == Swap::kByRows && !MaySwap(call)) swap = Swap::kNever;
+SwappedTables TakeSwappedTables(const MatmulCall& call, Swap swap, bool is_memory_slow,
+                                Workspace& workspace) {
+  if (swap == Swap::kByRows && !MaySwap(call, is_memory_slow)) swap = Swap::kNever;
   if (std::is_same_v<Swapped, NoKernel> || swap == Swap::kNever) return {{}, Swap::kNever, 0};
   const auto n = static_cast<size_t>(call.n_groups);
   return {{workspace.Take<uint32_t>(n), workspace.Take<MatmulSpan>(n), workspace.Take<uint32_t>(1)},
           swap,
-          0};
+          ManyRowsOf(call, is_memory_slow)};
 }
 
 template <class Kernel>
@@ -178,18 +179,17 @@ cudaError_t Launch(const MatmulCall& call, cudaStream_t stream, Swap swap = Swap
   int n_sms = 0;
   cudaError_t error = p2p::CountSms(&n_sms);
   if (error != cudaSuccess) return error;
+  bool is_memory_slow = false;
+  error = swapped::IsMemorySlow(&is_memory_slow);
+  if (error != cudaSuccess) return error;
 
   Workspace workspace(call);
   const auto tables = TakeTables<Many>(call, workspace);
-  SwappedTables swapped_tables = TakeSwappedTables<Swapped>(call, swap, workspace);
+  const auto swapped_tables = TakeSwappedTables<Swapped>(call, swap, is_memory_slow, workspace);
   char* const maps = workspace.Take<char>(  // only one kernel of the set uses them
       std::max(
           {TensorMapBytes<Many>(n_sms), TensorMapBytes<Some>(n_sms), TensorMapBytes<Few>(n_sms)}));
   if (!workspace.fits()) return cudaErrorInvalidValue;
-  if (swapped_tables.swap == Swap::kByRows) {
-    error = FindManyRows(call, &swapped_tables.many_rows);
-    if (error != cudaSuccess) return error;
-  }
 
   p2p::LaunchShape shape{dim3(NumZeroBlocks(call, n_sms)), kTableThreads, 0, stream};
   shape.starts_early = true;

@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kTableThreads)
   __syncthreads();
   const bool is_forced = tables.swapped.swap != Swap::kByRows;
   const uint32_t rows =
-      is_forced ? tables.swapped.Choose(sums).max_tile_rows : ChooseTileRows(sums);
+      is_forced ? tables.swapped.Choose(sums).max_tile_rows : ChooseTileRows(sums, kGatedPercent);
   if (threadIdx.x == 0) *tables.tile_rows = rows;
   FillSwappedTable(call, tables.swapped.tiles, rows);
 }

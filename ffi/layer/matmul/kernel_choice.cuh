@@ -59,9 +59,11 @@ __device__ inline Choice ChooseOfCutlass(const GroupSums& sums) {
   return {sums.n_128 < 4 * int64_t{sums.n_used} ? KernelChoice::kSome : KernelChoice::kMany, 0};
 }
 
-// Of the kernel with swapped operands: smaller tiles are better where they are as few.
-__device__ inline uint32_t ChooseTileRows(const GroupSums& sums) {
-  const bool is_small = 8 * int64_t{sums.n_swapped_192} <= 9 * int64_t{sums.n_swapped_256};
+// Of the kernels with swapped operands: smaller tiles are better where their number is at most
+// `percent` % of that of larger ones.
+constexpr int64_t kPlainPercent = 125, kGatedPercent = 112;
+__device__ inline uint32_t ChooseTileRows(const GroupSums& sums, int64_t percent) {
+  const bool is_small = 100 * int64_t{sums.n_swapped_192} <= percent * sums.n_swapped_256;
   return is_small ? swapped::kSmallTileRows : swapped::kLargeTileRows;
 }
 
@@ -74,7 +76,7 @@ __device__ inline Choice ChooseOfAll(const GroupSums& sums, int64_t many_rows) {
   const int64_t n_used = sums.n_used;
   const bool saves_padding = n_rows > kFewRows * n_used && 13 * n_rows <= 12 * n_padded;
   if (!saves_padding && n_rows <= many_rows * n_used) return ChooseOfCutlass(sums);
-  return {KernelChoice::kSwapped, ChooseTileRows(sums)};
+  return {KernelChoice::kSwapped, ChooseTileRows(sums, kPlainPercent)};
 }
 
 }  // namespace jax_ep::matmul::hopper

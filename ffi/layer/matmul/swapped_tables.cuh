@@ -28,23 +28,21 @@ struct SwappedTables {
   }
 };
 
-// Whether the kernel with swapped operands may be the fastest. With smaller weights and k, it gains
-// little; its parameters take the host some microseconds.
-inline bool MaySwap(const MatmulCall& call) {
-  constexpr int64_t kFewestRows = 64, kSmallestK = 768, kFewestWeights = 100'000'000;
-  return call.n_groups <= kMaxSwappedGroups && call.n_rows > kFewestRows * call.n_groups &&
-         call.k >= kSmallestK && call.n_groups * call.k * call.n >= kFewestWeights;
+// Whether the kernel with swapped operands may be the fastest. Its parameters take the host some
+// microseconds. If memory is fast, it gains little with few rows or weights.
+inline bool MaySwap(const MatmulCall& call, bool is_memory_slow) {
+  constexpr int64_t kSmallestK = 768, kFewestRows = 64, kFewestWeights = 100'000'000;
+  if (call.n_groups > kMaxSwappedGroups || call.k < kSmallestK) return false;
+  return is_memory_slow || (call.n_rows > kFewestRows * call.n_groups &&
+                            call.n_groups * call.k * call.n >= kFewestWeights);
 }
 
 // For ChooseOfAll. If memory is slow, CUTLASS's kernels wait for it: they read weights and rows
 // more often. But with few rows, they read a large matrix faster, unless it is transposed.
-inline cudaError_t FindManyRows(const MatmulCall& call, int64_t* many_rows) {
+inline int64_t ManyRowsOf(const MatmulCall& call, bool is_memory_slow) {
   constexpr int64_t kLargeMatrix = 1 << 26, kManyRows = 160;
-  bool is_memory_slow = false;
-  const cudaError_t error = swapped::IsMemorySlow(&is_memory_slow);
   const bool is_large = call.form == MatmulForm::kWeights && call.k * call.n >= kLargeMatrix;
-  *many_rows = !is_memory_slow ? INT32_MAX : is_large ? kManyRows : 0;
-  return error;
+  return !is_memory_slow ? INT32_MAX : is_large ? kManyRows : 0;
 }
 
 // Called by all threads of a block.

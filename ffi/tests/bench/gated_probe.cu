@@ -22,8 +22,10 @@ struct Model {
   int64_t k, n;  // n: 2 F
 };
 
-constexpr Model kModels[] = {
-    {"DeepSeek-V3", 32, 7168, 4096}, {"Qwen3-30B", 64, 2048, 1536}, {"Mixtral", 4, 4096, 28672}};
+constexpr Model kModels[] = {{"DeepSeek-V3", 32, 7168, 4096},
+                             {"Qwen3-30B", 64, 2048, 1536},
+                             {"Qwen3-30B", 16, 2048, 1536},
+                             {"Mixtral", 4, 4096, 28672}};
 constexpr uint32_t kMeans[] = {16, 64, 128, 256, 512, 1024};
 
 struct Set {
@@ -83,10 +85,12 @@ void TimeCase(const Model& model, const std::vector<Set*>& sets, uint32_t mean, 
   }
   const std::vector<double> ms = TimeRoundRobin(launches);
   std::printf(
-      "{\"model\": \"%s\", \"mean\": %u, \"groups\": \"%s\", \"matmul_ms\": %.4f, "
+      "{\"model\": \"%s\", \"n_groups\": %u, \"mean\": %u, \"groups\": \"%s\", \"matmul_ms\": "
+      "%.4f, "
       "\"pair_ms\": %.4f, \"chosen_ms\": %.4f, \"tiles192_ms\": %.4f, "
       "\"tiles256_ms\": %.4f}\n",
-      model.name, mean, is_drawn ? "random" : "equal", ms[0], ms[1], ms[2], ms[3], ms[4]);
+      model.name, model.n_groups, mean, is_drawn ? "random" : "equal", ms[0], ms[1], ms[2], ms[3],
+      ms[4]);
   std::fflush(stdout);
 }
 

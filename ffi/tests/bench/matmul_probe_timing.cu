@@ -41,6 +41,7 @@ struct Model {
 constexpr Model kModels[] = {
     {"DeepSeek-V3 up", 32, 7168, 4096}, {"DeepSeek-V3 down", 32, 2048, 7168},
     {"Qwen3-30B up", 64, 2048, 1536},   {"Qwen3-30B down", 64, 768, 2048},
+    {"Qwen3-30B up", 16, 2048, 1536},   {"Qwen3-30B down", 16, 768, 2048},
     {"Mixtral up", 8, 4096, 28672},     {"Mixtral down", 8, 14336, 4096}};
 constexpr uint32_t kMeans[] = {16, 64, 128, 256, 512, 1024};
 
