@@ -120,7 +120,7 @@ class NodesConnection(Connection):
 
     def dispatch(self, operands: DispatchOperands) -> DispatchResults:
         """Gathers the tokens of all nodes; dispatches them inside the node, maybe as they come."""
-        rails = overlapped.overlapping(self.rails, operands.group_ids.shape[0])
+        rails = overlapped.overlaps_dispatch(self.rails, operands.group_ids.shape[0])
         within = self._gather(operands, with_tokens=rails is None)
         if rails is None:
             return self._results(within, self.inner.dispatch(within))
@@ -131,7 +131,7 @@ class NodesConnection(Connection):
         """Combines inside the node; returns sums, maybe as they are made, or rows."""
         within, shared_rows = self._operands_within(operands)
         group_ids = operands.routing.group_ids
-        rails = overlapped.overlapping(self.rails, group_ids.shape[0])
+        rails = overlapped.overlaps_combine(self.rails, group_ids.shape[0])
         if rails is None or not operands.reduce:
             return self._return(operands, shared_rows, self.inner.combine(within))
         within = dataclasses.replace(within, residual=operands.residual)

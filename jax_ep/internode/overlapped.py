@@ -16,14 +16,22 @@ from jax_ep.operands.calls import CombineOperands, DispatchOperands, DispatchRes
 from jax_ep.transports import gradients as one_node
 from jax_ep.transports.gradients import FfiConnection
 
-# Tokens of a rank from which on calls overlap. Ids and weights then travel ahead, which takes
+# Tokens of a rank from which on a dispatch overlaps. Ids and weights then travel ahead, which takes
 # 10 us. The same in all processes. Tests lower it.
 min_tokens = 1024
+# The same of a combine, in which nothing travels ahead.
+min_combine_tokens = 512
 
 
-def overlapping(rails: Rails, n_tokens: int) -> OverlappingRails | None:
-    """The rails, if a call with so many tokens per rank overlaps with its exchange."""
+def overlaps_dispatch(rails: Rails, n_tokens: int) -> OverlappingRails | None:
+    """The rails, if a dispatch of so many tokens per rank overlaps with its exchange."""
     return rails if isinstance(rails, OverlappingRails) and n_tokens >= min_tokens else None
+
+
+def overlaps_combine(rails: Rails, n_tokens: int) -> OverlappingRails | None:
+    """The same of a combine. Where a dispatch overlaps, its combine does, too."""
+    least = min(min_tokens, min_combine_tokens)
+    return rails if isinstance(rails, OverlappingRails) and n_tokens >= least else None
 
 
 def _all_gather_and_dispatch(

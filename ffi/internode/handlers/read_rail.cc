@@ -61,8 +61,8 @@ Status CutRows(RailCall* call) {
                            std::to_string(most) + " bytes; got " + std::to_string(bytes) + ".");
   }
   if (bytes > 0) {
-    call->tiles =
-        call->map.Cut(call->tiles.n_rows, call->rows.bytes, choice_bytes, call->tiles.n_ranges);
+    call->tiles = call->map.Cut(call->tiles.n_rows, call->rows.bytes, call->choices.n, choice_bytes,
+                                call->tiles.n_ranges);
   }
   return {};
 }

@@ -74,10 +74,7 @@ __device__ void Combine(const RailCombineCall& call) {
     StartCall(args.call, p2p::CombineState(args.call), smem, tables);
   }
   block.Sync();
-  if (block.IsLast()) {
-    CountItems(block, rail, channel);
-    CountCall(args.call.plan, p2p::CombineState(args.call), smem);
-  }
+  if (block.IsLast()) CountCall(args.call.plan, p2p::CombineState(args.call), smem);
   const auto send = [&](const Link& link, int64_t item, int64_t tile, uint32_t mask) {
     return SendSums<T>(block, call, smem, channel, link, item, tile, mask);
   };

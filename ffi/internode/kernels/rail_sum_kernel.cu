@@ -18,7 +18,7 @@ __device__ void Sum(const RailSumCall& call) {
   const RailCall& rail = call.rail;
   GpuBlock block(rail);
   const Channel channel = Channel::OfBlock(rail, block.index());
-  const bool is_open = BeginCall(block, rail, channel);
+  const bool is_open = BeginCall(block);
   const auto send = [&](const Link& link, int64_t item, int64_t tile, uint32_t mask) {
     SendTile(block, rail, channel, link, item, tile, mask);
     return true;

@@ -19,6 +19,8 @@ namespace jax_ep::rail {
 
 // Rows of a tile: the value of its word has a bit for each.
 constexpr int64_t kMaxTileRows = 32;
+// Choices of a tile: enough for as many tokens, or of more tokens if no rows travel with them.
+constexpr int64_t kMaxTileChoices = 1024;
 
 // The number of rows in a mask.
 JAX_EP_HOST_DEVICE inline int CountBits(uint32_t mask) {
@@ -86,14 +88,15 @@ struct RailExchange {
     return map;
   }
 
-  // Cuts `n_rows` rows of `row_bytes` with `extra_bytes` each; tiles fit into slots. With few
-  // rows, every channel has some.
-  constexpr RailTiles Cut(int64_t n_rows, int64_t row_bytes, int64_t extra_bytes,
+  // Cuts `n_rows` rows of `row_bytes`, with `n_choices` choices of `extra_bytes` in all for each;
+  // tiles fit into slots. With few rows, every channel has some.
+  constexpr RailTiles Cut(int64_t n_rows, int64_t row_bytes, int64_t n_choices, int64_t extra_bytes,
                           int64_t n_ranges = 1) const {
     const auto min = [](int64_t a, int64_t b) { return a < b ? a : b; };
+    const int64_t most = row_bytes > 0 ? kMaxTileRows : kMaxTileChoices / n_choices;
     const int64_t fit = (slot_bytes - kMessageAlignment) / (row_bytes + extra_bytes);
     const int64_t for_all_channels = (n_rows + kChannels - 1) / kChannels;
-    int64_t rows = min(min(kMaxTileRows, fit), for_all_channels);
+    int64_t rows = min(min(most, fit), for_all_channels);
     if (rows > kWarps) rows -= rows % kWarps;  // each warp copies as many
     if (rows < 1) rows = 1;
     return {n_rows, rows, (n_rows + rows - 1) / rows,
@@ -132,9 +135,10 @@ struct RailExchange {
 namespace rail_exchange_test {
 constexpr RailExchange kTwo = RailExchange::Plan(2, 14336 + 64);
 static_assert(kTwo.bytes >> 20 == 32, "two nodes: 16 MiB to receive, 16 MiB to send from");
-static_assert(kTwo.Cut(4096, 14336, 64).tile_rows == 16, "a row per warp");
-static_assert(kTwo.Cut(4096, 64, 0).tile_rows == 32, "a bit in the word per row");
-static_assert(kTwo.Cut(8, 14336, 64).n_tiles == 8, "few rows: as many channels as possible");
+static_assert(kTwo.Cut(4096, 14336, 8, 64).tile_rows == 16, "a row per warp");
+static_assert(kTwo.Cut(4096, 64, 0, 0).tile_rows == 32, "a bit in the word per row");
+static_assert(kTwo.Cut(4096, 0, 8, 64).n_tiles == 32, "choices alone: one tile per channel");
+static_assert(kTwo.Cut(8, 14336, 8, 64).n_tiles == 8, "few rows: as many channels as possible");
 static_assert(RailExchange::Plan(32, 14400).bytes >> 20 <= 128, "many nodes: smaller tiles");
 }  // namespace rail_exchange_test
 

@@ -37,6 +37,10 @@ struct Channel {
     const int64_t left = call.tiles.n_tiles - index;
     return left <= 0 ? 0 : (left + RailExchange::kChannels - 1) / RailExchange::kChannels;
   }
+  // Whether the item is the last one of the call.
+  JAX_EP_DEVICE bool IsLast(const RailCall& call, int64_t item) const {
+    return item + 1 == first_item + Tiles(call);
+  }
   // work(item, tile) for each tile, until one returns false. Whether none did.
   template <class Work>
   JAX_EP_DEVICE bool ForEachTile(const RailCall& call, const Work& work) const {
@@ -151,13 +155,32 @@ JAX_EP_DEVICE bool WaitForTile(Block& block, const RailCall& call, const Channel
 // Tells the sender that the item has been taken. Only this block writes the sender's word, so it
 // may be stored where stores are in order. Called by one thread.
 template <class Block>
-JAX_EP_DEVICE void ReturnCredit(Block& block, const RailCall& call, const Channel& channel,
-                                const Link& link, int64_t item) {
+JAX_EP_DEVICE void SendCredit(Block& block, const RailCall& call, const Channel& channel,
+                              const Link& link, int64_t item) {
   const size_t credits = call.map.Credit(link.there, channel.index);
   if (link.peer.is_mapped()) {
     block.StoreCredits(link.peer, credits, item + 1);
   } else {
     block.AddCredits(link.peer, credits, 1);
+  }
+}
+
+// Returns the credit for an item that has been taken, unless it is the last one of the call: the
+// call would end only once that credit has arrived, and the sender needs it only for the second
+// item after this one. Called by one thread.
+template <class Block>
+JAX_EP_DEVICE void ReturnCredit(Block& block, const RailCall& call, const Channel& channel,
+                                const Link& link, int64_t item) {
+  if (!channel.IsLast(call, item)) SendCredit(block, call, channel, link, item);
+}
+
+// Returns the credits that the previous call has kept. Called by one thread of a block that
+// receives, before the block takes an item.
+template <class Block>
+JAX_EP_DEVICE void ReturnKeptCredits(Block& block, const RailCall& call, const Channel& channel) {
+  if (channel.first_item == 0 || channel.Tiles(call) == 0) return;
+  for (int64_t d = 1; d < call.n_nodes; ++d) {
+    SendCredit(block, call, channel, Link(call, NodeBefore(call, d)), channel.first_item - 1);
   }
 }
 
@@ -171,11 +194,9 @@ JAX_EP_DEVICE void CountItems(Block& block, const RailCall& call, const Channel&
 
 // Begins a call, in all threads. False: the rank has failed.
 template <class Block>
-JAX_EP_DEVICE bool BeginCall(Block& block, const RailCall& call, const Channel& channel) {
+JAX_EP_DEVICE bool BeginCall(Block& block) {
   // All threads must agree, and all must have read the state before CountItems.
-  const bool failed = block.Any(block.IsFirst() && block.HasFailed());
-  if (block.IsLast()) CountItems(block, call, channel);
-  return !failed;
+  return !block.Any(block.IsFirst() && block.HasFailed());
 }
 
 }  // namespace jax_ep::rail

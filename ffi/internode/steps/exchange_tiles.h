@@ -45,14 +45,20 @@ JAX_EP_DEVICE void SendTiles(Block& block, const RailCall& call, const Channel& 
 
 // What a block does: sends (see SendTiles), or receives by receive(item, tile) until that returns
 // false, because a wait has failed. Unless the rank has failed before: `is_open`. leave_nan(tile),
-// for all of the channel's tiles, makes results of a failed call NaN.
+// for all of the channel's tiles, makes results of a failed call NaN. Follows a barrier after which
+// no thread reads the state.
 template <class Block, class Send, class Receive, class LeaveNan>
 JAX_EP_DEVICE void ExchangeTiles(Block& block, const RailCall& call, const Channel& channel,
                                  bool is_open, const Send& send, const Receive& receive,
                                  const LeaveNan& leave_nan) {
   if (Channel::Sends(block.index())) {
     if (is_open) SendTiles(block, call, channel, send);
-  } else if (!is_open || !channel.ForEachTile(call, receive)) {
+    if (block.IsLast()) CountItems(block, call, channel);  // last: nothing waits for it
+    return;
+  }
+  if (block.IsLast()) CountItems(block, call, channel);  // first: tiles are still on their way
+  if (is_open && block.IsFirst()) ReturnKeptCredits(block, call, channel);
+  if (!is_open || !channel.ForEachTile(call, receive)) {
     channel.ForEachTile(call, [&](int64_t, int64_t tile) {
       leave_nan(tile);
       return true;

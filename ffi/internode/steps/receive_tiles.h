@@ -24,8 +24,10 @@ JAX_EP_DEVICE void TakeTile(Block& block, const RailCall& call, int64_t node, in
                             const uint8_t* slot, uint32_t mask) {
   const auto choices = ChoicesInSlot(block, call, tile, slot);
   uint8_t* const to = To(call, node, tile);
-  block.Unpack(to, slot + call.tiles.extra_bytes, call.rows.bytes, mask);
-  if (call.fills) block.Zero(to, call.rows.bytes, mask, call.tiles.Rows(tile));
+  if (call.rows.bytes > 0) {
+    block.Unpack(to, slot + call.tiles.extra_bytes, call.rows.bytes, mask);
+    if (call.fills) block.Zero(to, call.rows.bytes, mask, call.tiles.Rows(tile));
+  }
   StoreRouted(call, node, tile, choices);
 }
 
@@ -79,7 +81,7 @@ JAX_EP_DEVICE void LeaveNan(Block& block, const RailCall& call, int64_t tile) {
 template <class Block>
 JAX_EP_DEVICE void ExchangeRows(Block& block, const RailCall& call) {
   const Channel channel = Channel::OfBlock(call, block.index());
-  const bool is_open = BeginCall(block, call, channel);
+  const bool is_open = BeginCall(block);
   const auto send = [&](const Link& link, int64_t item, int64_t tile, uint32_t mask) {
     SendTile(block, call, channel, link, item, tile, mask);
     return true;

@@ -14,9 +14,9 @@ namespace jax_ep::rail {
 // Used by all threads of a block.
 template <class Block>
 class TileChoices {
- public:
-  static constexpr int kMax = kMaxTileRows * p2p::kMaxChoices;
+  static_assert(kMaxTileRows * p2p::kMaxChoices <= kMaxTileChoices, "a tile has room for them");
 
+ public:
   // `ids` and `weights`, or null: those of the tile's tokens, one after the other.
   JAX_EP_DEVICE TileChoices(const Block& block, const int32_t* ids, const float* weights, int n)
       : n_(n), thread_(block.thread()) {
@@ -40,7 +40,7 @@ class TileChoices {
   }
 
  private:
-  static constexpr int kPerThread = (kMax + Block::kThreads - 1) / Block::kThreads;
+  static constexpr int kPerThread = (kMaxTileChoices + Block::kThreads - 1) / Block::kThreads;
 
   int n_, thread_;
   int32_t ids_[kPerThread];

@@ -60,7 +60,13 @@ class SimulatedBlock {
   static constexpr int kThreads = 1;
 
   SimulatedBlock(SimulatedWorld& world, const RankCall& call, int index)
-      : world_(world), rank_call_(call), call_(call.rail), map_(call_.map), index_(index) {}
+      : world_(world),
+        rank_call_(call),
+        call_(call.rail),
+        map_(call_.map),
+        index_(index),
+        first_item_(call_.state->n_items[channel()]),
+        item_(first_item_ - 1) {}
 
   int index() const { return index_; }
   int thread() const { return 0; }
@@ -94,7 +100,8 @@ class SimulatedBlock {
     network().CheckSlot(own(), TakenSlot(peer), item_);
     if (CreditsEarly()) {
       is_early_ = true;
-      ReturnCredit(*this, call_, Channel{channel(), 0}, Link(call_, peer.pe), item_);
+      const Channel of_call{channel(), first_item_};
+      ReturnCredit(*this, call_, of_call, Link(call_, peer.pe), item_);
       is_early_ = false;
     }
     return true;
@@ -195,7 +202,7 @@ class SimulatedBlock {
   bool Credits(const Peer& peer) {
     if (is_early_) return true;
     network().FreeSlot(own(), TakenSlot(peer));
-    return !CreditsEarly();
+    return !CreditsEarly() || item_ < first_item_;
   }
 
   template <class HasCome>
@@ -233,7 +240,8 @@ class SimulatedBlock {
   const RailCall& call_;
   const RailExchange& map_;
   const int index_;
-  int64_t item_ = 0;                 // that this block has waited with last
+  const int64_t first_item_;         // of the call
+  int64_t item_;                     // that this block, or its channel, has waited with last
   bool is_early_ = false;            // by a mistake, returns a credit for what it has not read
   std::function<void()> late_copy_;  // by a mistake, after the tile is said to have arrived
 };

@@ -58,7 +58,7 @@ struct Job {
   int64_t dead_after = 0;  // steps of all ranks
 
   RailTiles Tiles(const CallShape& call) const {
-    return map.Cut(call.n_rows, call.row_bytes, call.choice_bytes(), call.n_ranges);
+    return map.Cut(call.n_rows, call.row_bytes, call.n_choices, call.choice_bytes(), call.n_ranges);
   }
 };
 

@@ -94,7 +94,7 @@ class Network {
   void CheckStaged(int rank, size_t offset, int64_t item) {
     if (staged_.count({rank, offset}) > 0) Report(rank, "overwrites what it sends by item", item);
   }
-  bool all_is_taken() const { return slots_.empty(); }
+  size_t n_slots_in_use() const { return slots_.size(); }
 
   void Report(int rank, const std::string& what, int64_t number) {
     if (!violation_.empty()) return;

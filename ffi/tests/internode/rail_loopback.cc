@@ -89,7 +89,7 @@ LaunchPlan RailLoopback::Launch(CombineArgs args) {
 RailCall RailLoopback::MakeCall(int64_t row_bytes, int64_t n_ranges) const {
   RailCall call{};
   call.map = map_;
-  call.tiles = map_.Cut(n_tokens_, row_bytes, /*extra_bytes=*/0, n_ranges);
+  call.tiles = map_.Cut(n_tokens_, row_bytes, /*n_choices=*/0, /*extra_bytes=*/0, n_ranges);
   call.heap = heap_.get();
   call.peers = peers_.get();
   call.state = state_.get();

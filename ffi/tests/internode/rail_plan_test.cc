@@ -28,12 +28,17 @@ void TestTilesFitIntoSlots() {
     const RailExchange map = RailExchange::Plan(Between(2, 200, random), longest);
     CHECK_EQ(map.max_message_bytes() >= longest, true);
     const int64_t message_bytes = Between(1, map.max_message_bytes(), random);
-    const int64_t extra_bytes = Between(0, std::min<int64_t>(message_bytes, 200), random);
-    const int64_t row_bytes = message_bytes - extra_bytes;
-    const RailTiles tiles = map.Cut(Between(0, 5000, random), row_bytes, extra_bytes);
+    const bool has_rows = random() % 4 != 0 || message_bytes < 8;
+    const int64_t most = std::min<int64_t>(message_bytes / 8, 32);
+    const int64_t n_choices = Between(has_rows ? 0 : 1, most, random);
+    const int64_t extra_bytes = 8 * n_choices,
+                  row_bytes = has_rows ? message_bytes - extra_bytes : 0;
+    const RailTiles tiles = map.Cut(Between(0, 5000, random), row_bytes, n_choices, extra_bytes);
     CHECK_EQ(tiles.extra_bytes >= tiles.tile_rows * extra_bytes, true);
     CHECK_EQ(tiles.extra_bytes + tiles.tile_rows * row_bytes <= map.slot_bytes, true);
-    CHECK_EQ(tiles.tile_rows >= 1 && tiles.tile_rows <= kMaxTileRows, true);
+    CHECK_EQ(tiles.tile_rows >= 1, true);
+    CHECK_EQ(tiles.tile_rows <= kMaxTileRows || row_bytes == 0, true);
+    CHECK_EQ(tiles.tile_rows * n_choices <= kMaxTileChoices, true);
     int64_t n_rows = 0;
     for (int64_t tile = 0; tile < tiles.n_tiles; ++tile) {
       CHECK_EQ(tiles.Begin(tile), n_rows);
@@ -110,7 +115,7 @@ void PrintMemory() {
   constexpr int64_t kSlotsPerNode = RailExchange::kChannels * RailExchange::kDepth;
   for (const int64_t n_nodes : {2, 4, 8, 16, 32}) {
     const RailExchange map = RailExchange::Plan(n_nodes, kRowBytes + kChoicesBytes);
-    const int64_t tile_rows = map.Cut(4096, kRowBytes, kChoicesBytes).tile_rows;
+    const int64_t tile_rows = map.Cut(4096, kRowBytes, 8, kChoicesBytes).tile_rows;
     std::printf("| %d | %d | %.0f | %d | %d | %.1f | %.0f |\n", static_cast<int>(n_nodes),
                 static_cast<int>((n_nodes - 1) * kSlotsPerNode), map.slot_bytes / 1024.0,
                 static_cast<int>(tile_rows), static_cast<int>(tile_rows * kSlotsPerNode),
