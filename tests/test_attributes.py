@@ -54,7 +54,9 @@ CUDA = {
     "jax_ep_dispatch_grad_start": COMBINE | STREAM,
     "jax_ep_combine_grad_start": COMBINE | STREAM,
     "jax_ep_fused_silu": SILU,
+    "jax_ep_fused_silu_grad": GATE,
     "jax_ep_gated_matmul": GATE,
+    "jax_ep_gated_matmul_grad": GATE,
     "jax_ep_grouped_matmul": {"form": "i32", "zeroes_unused": "bool"},
     "jax_ep_rail": STREAM | {"group": "str"} | dict.fromkeys(("has_mask", "by_node"), "bool"),
     "jax_ep_rail_combine": COMBINE | STREAM,
@@ -65,7 +67,8 @@ CUDA = {
     "jax_ep_rail_sum": STREAM | {"group": "str", "has_residual": "bool"},
 }
 # Calls that not every layer makes.
-OTHERS = {"jax_ep_fused_silu", "jax_ep_gated_matmul", "jax_ep_grouped_matmul"}
+OTHERS = {target for target in CUDA if target.endswith(("_matmul", "_matmul_grad"))}
+OTHERS |= {"jax_ep_fused_silu", "jax_ep_fused_silu_grad"}
 RAIL = {target for target in CUDA if target.startswith("jax_ep_rail")}
 OTHERS |= RAIL
 # Calls for which formats that quantize have no use.

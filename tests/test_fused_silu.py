@@ -235,6 +235,26 @@ def test_gradients_match_finite_differences(options):
     assert not np.asarray(grad)[5:].any()
 
 
+@pytest.mark.parametrize("row_size", [F, 12])
+@pytest.mark.parametrize("options", VARIANTS, ids=VARIANT_IDS)
+def test_gradients_of_bfloat16_are_those_of_float32_rounded(options, row_size):
+    """At the limits, too, where half of a gradient passes."""
+    x, offsets = make_inputs(1, "bfloat16", row_size=row_size)
+    used = int(offsets[-1])
+    x[:used:7, ::3], x[1:used:7, ::5] = CLAMP[1], -CLAMP[1]
+    cotangent = np.cos(np.arange(used * row_size)).reshape(used, row_size).astype(x.dtype)
+    cotangent = np.pad(cotangent, ((0, len(x) - used), (0, 0)), constant_values=np.nan)
+
+    def gradient(x, cotangent, token_format):
+        _, pull = jax.vjp(lambda x: jax_ep.fused_silu(x, offsets, token_format, **options), x)
+        return np.asarray(jax.jit(pull)(cotangent)[0], np.float32)
+
+    got = gradient(x, cotangent, jax_ep.BF16())
+    wanted = gradient(x.astype(np.float32), cotangent.astype(np.float32), FLOAT32)
+    np.testing.assert_allclose(got, wanted, 2**-8, 1e-6)
+    assert not got[used:].any()
+
+
 def test_fused_silu_runs_under_vmap_and_eagerly():
     x, offsets = make_inputs(1)
     used = int(offsets[-1])

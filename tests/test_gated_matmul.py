@@ -1,4 +1,4 @@
-"""The first matmul of experts and the activation, in one call: the bits of the two calls."""
+"""The matmuls of experts, with the activation or its gradient in them: bits of separate calls."""
 
 import functools
 
@@ -16,6 +16,7 @@ from jax_ep.layer.activation import Activation
 from test_attributes import CASES, GATE, attributes_by_target, closed_group, lowered
 
 GATED, MATMUL, SILU = "jax_ep_gated_matmul", "jax_ep_grouped_matmul", "jax_ep_fused_silu"
+GATED_GRAD, SILU_GRAD = "jax_ep_gated_matmul_grad", "jax_ep_fused_silu_grad"
 VARIANTS = {
     "plain": Activation(jax_ep.BF16(), False, None),
     "interleaved, clamped": Activation(jax_ep.BF16(), True, (1.702, 1.0)),
@@ -23,65 +24,90 @@ VARIANTS = {
 
 
 def make_operands(sizes, h, f, spare=5):
-    """Rows, of which the last `spare` are NaN, weights `[L, h, 2 f]` and row_offsets."""
+    """Rows, of which the last `spare` are NaN, both weights and row_offsets."""
     offsets = np.cumsum([0, *sizes]).astype(np.uint32)
-    keys = jax.random.split(jax.random.key(0), 2)
+    keys = jax.random.split(jax.random.key(0), 3)
     rows = jax.random.normal(keys[0], (int(offsets[-1]) + spare, h), jnp.bfloat16)
     rows = rows.at[int(offsets[-1]) :].set(jnp.nan)
-    weights = jax.random.normal(keys[1], (len(sizes), h, 2 * f), jnp.bfloat16) * h**-0.5
-    return rows, weights, offsets
+    gate_up = jax.random.normal(keys[1], (len(sizes), h, 2 * f), jnp.bfloat16) * h**-0.5
+    down = jax.random.normal(keys[2], (len(sizes), f, h), jnp.bfloat16) * f**-0.5
+    return rows, gate_up, down, offsets
 
 
-def one_call(activation, *operands):
-    return gated_matmul.multiply_and_activate(*operands, activation)
+def by_public_calls(activation, rows, gate_up, down, offsets):
+    """The three calls that `expert_mlp` is short for."""
+    options = {"interleaved": activation.interleaved, "clamp": activation.clamp}
+    hidden = jax_ep.grouped_matmul(rows, gate_up, offsets)
+    values = jax_ep.fused_silu(hidden, offsets, **options)
+    return jax_ep.grouped_matmul(values, down, offsets)
 
 
 def bits(arrays, n_used):
-    """The values of rows in use, or a gradient of rows and of weights."""
+    """Results, or gradients, of rows in use, and the gradients of weights."""
     return [np.asarray(x[:n_used] if x.ndim == 2 else x).view(np.uint16) for x in arrays]
 
 
-def value_and_gradients(function, rows, weights, offsets):
-    def run(rows, weights):
-        values, pull = jax.vjp(lambda *x: function(*x, offsets), rows, weights)
-        return values, *pull(jnp.cos(values.astype(jnp.float32)).astype(values.dtype))
+def value_and_gradients(function, *operands):
+    *arrays, offsets = operands
 
-    return bits(jax.jit(run)(rows, weights), int(offsets[-1]))
+    def run(*arrays):
+        results, pull = jax.vjp(lambda *x: function(*x, offsets), *arrays)
+        return results, *pull(jnp.cos(results.astype(jnp.float32)).astype(results.dtype))
+
+    return bits(jax.jit(run)(*arrays), int(offsets[-1]))
 
 
 def assert_same_bits(activation, sizes, h, f):
-    rows, weights, offsets = make_operands(sizes, h, f)
-    pair = functools.partial(gated_matmul.activate_product, activation)
-    one = functools.partial(one_call, activation)
-    wanted = value_and_gradients(pair, rows, weights, offsets)
-    (alone,) = bits([jax.jit(one)(rows, weights, offsets)], int(offsets[-1]))
+    operands = make_operands(sizes, h, f)
+    three = functools.partial(by_public_calls, activation)
+    mlp = functools.partial(gated_matmul.gated_mlp, activation)
+    wanted = value_and_gradients(three, *operands)
+    (alone,) = bits([jax.jit(mlp)(*operands)], int(operands[-1][-1]))
     np.testing.assert_array_equal(alone, wanted[0])
-    jax.tree.map(
-        np.testing.assert_array_equal, value_and_gradients(one, rows, weights, offsets), wanted
-    )
+    jax.tree.map(np.testing.assert_array_equal, value_and_gradients(mlp, *operands), wanted)
 
 
 @pytest.mark.parametrize("activation", VARIANTS.values(), ids=VARIANTS)
 @pytest.mark.parametrize("sizes", [[3, 0, 140, 1], [0, 0]], ids=["mixed", "empty"])
-def test_bits_are_those_of_two_calls(sizes, activation):
+def test_bits_are_those_of_separate_calls(sizes, activation):
     assert_same_bits(activation, sizes, 64, 40)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("activation", VARIANTS.values(), ids=VARIANTS)
-@pytest.mark.parametrize("f", [3200, 3208])
-def test_bits_are_those_of_two_calls_where_one_kernel_does_both(f, activation):
+@pytest.mark.parametrize("f", [6400, 6408])
+def test_bits_are_those_of_separate_calls_where_one_kernel_does_two(f, activation):
     """Large enough weights and rows, and groups that do not fill CUTLASS's tiles."""
-    assert_same_bits(activation, [100, 0, 131, 9, 300, 129, 77, 140], 2048, f)
+    assert_same_bits(activation, [1000, 0, 2100, 1100], 4096, f)
 
 
-def test_one_call_may_be_mapped():
-    rows, weights, offsets = make_operands([5, 0, 9], 16, 8)
-    one = functools.partial(one_call, VARIANTS["plain"])
-    got = jax.jit(jax.vmap(one, (0, None, None)))(jnp.stack([rows, -rows]), weights, offsets)
-    wanted = [one(x, weights, offsets) for x in (rows, -rows)]
-    for mapped, alone in zip(got, wanted, strict=True):
-        jax.tree.map(np.testing.assert_array_equal, bits([mapped], 14), bits([alone], 14))
+@pytest.mark.parametrize("activation", VARIANTS.values(), ids=VARIANTS)
+def test_gradients_have_gradients(activation):
+    rows, gate_up, down, offsets = make_operands([5, 0, 9], 16, 8)
+
+    def squares(function):
+        def loss(rows):
+            results = function(activation, rows, gate_up, down, offsets)
+            return jnp.sum(results[:14].astype(jnp.float32) ** 2)
+
+        def of_gradient(rows):
+            return jnp.sum(jax.grad(loss)(rows)[:14].astype(jnp.float32) ** 2)
+
+        return bits([jax.jit(jax.grad(of_gradient))(rows)], 14)
+
+    wanted = squares(by_public_calls)
+    assert np.any(wanted[0])
+    np.testing.assert_array_equal(squares(gated_matmul.gated_mlp), wanted)
+
+
+def test_the_experts_may_be_mapped():
+    rows, *weights, offsets = make_operands([5, 0, 9], 16, 8)
+    mlp = functools.partial(gated_matmul.gated_mlp, VARIANTS["plain"])
+    mapped = jax.jit(jax.vmap(mlp, (0, None, None, None)))
+    got = mapped(jnp.stack([rows, -rows]), *weights, offsets)
+    wanted = [mlp(x, *weights, offsets) for x in (rows, -rows)]
+    for each, alone in zip(got, wanted, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, bits([each], 14), bits([alone], 14))
 
 
 def targets(monkeypatch, function, *operands):
@@ -92,23 +118,37 @@ def targets(monkeypatch, function, *operands):
     return attributes_by_target(lowered(jax.jit(function), "cuda", *operands))
 
 
-def test_a_gradient_takes_two_calls(monkeypatch):
-    rows, weights, offsets = make_operands([5, 9], 16, 8)
-    one = functools.partial(one_call, VARIANTS["plain"])
-    assert targets(monkeypatch, one, rows, weights, offsets) == {GATED: [GATE]}
-
-    def gradients(rows, weights, offsets):
-        values, pull = jax.vjp(lambda *x: one(*x, offsets), rows, weights)
-        return pull(values)
-
-    found = targets(monkeypatch, gradients, rows, weights, offsets)
-    assert {name: len(calls) for name, calls in found.items()} == {MATMUL: 3, SILU: 1}
+def count_calls(monkeypatch, function, *operands):
+    found = targets(monkeypatch, function, *operands)
+    return {name: len(calls) for name, calls in found.items()}
 
 
-def test_sizes_without_a_kernel_take_two_calls(monkeypatch):
+def gradients_of(function):
+    def gradients(*operands):
+        *arrays, offsets = operands
+        results, pull = jax.vjp(lambda *x: function(*x, offsets), *arrays)
+        return pull(results)
+
+    return gradients
+
+
+def test_a_gradient_differentiates_the_activation_in_a_matmul(monkeypatch):
+    operands = make_operands([5, 9], 16, 8)
+    mlp = functools.partial(gated_matmul.gated_mlp, VARIANTS["plain"])
+    assert targets(monkeypatch, mlp, *operands)[GATED] == [GATE]
+    assert count_calls(monkeypatch, mlp, *operands) == {GATED: 1, MATMUL: 1}
+    wanted = {MATMUL: 5, SILU: 1, GATED_GRAD: 1}
+    assert count_calls(monkeypatch, gradients_of(mlp), *operands) == wanted
+    three = functools.partial(by_public_calls, VARIANTS["plain"])
+    wanted = {MATMUL: 6, SILU: 1, SILU_GRAD: 1}
+    assert count_calls(monkeypatch, gradients_of(three), *operands) == wanted
+
+
+def test_sizes_without_a_kernel_take_separate_calls(monkeypatch):
     operands = make_operands([5, 9], 16, 12)  # F is not a multiple of 8
-    found = targets(monkeypatch, functools.partial(one_call, VARIANTS["plain"]), *operands)
-    assert set(found) == {MATMUL, SILU}
+    mlp = functools.partial(gated_matmul.gated_mlp, VARIANTS["plain"])
+    assert set(targets(monkeypatch, mlp, *operands)) == {MATMUL, SILU}
+    assert set(targets(monkeypatch, gradients_of(mlp), *operands)) == {MATMUL, SILU}
 
 
 @pytest.mark.parametrize(

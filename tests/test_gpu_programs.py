@@ -198,7 +198,7 @@ def test_a_layer_is_four_kernels_and_three_times_as_many_matmuls_with_gradients(
     (steps,) = computations(compiled(mesh, lambda *x: layer(*x, *weights()), case=case))
     assert our_steps(steps) == [CHECK, "jax_ep_dispatch", *experts, "jax_ep_combine"]
     (steps,) = computations(compiled(mesh, gradients, case=case))
-    assert our_steps(steps).count(matmul) == 6
+    assert sum("matmul" in step for step in our_steps(steps)) == 6
 
 
 def test_unused_calls_are_dropped_and_no_call_runs_twice(mesh, make_group) -> None:

@@ -1,4 +1,4 @@
-"""The primitive behind `fused_silu` and its derivative: C++ on CPUs, CUDA on GPUs, `jnp` elsewhere.
+"""The primitive behind `fused_silu`: C++ on CPUs, CUDA on GPUs, `jnp` elsewhere.
 
 It belongs to no group and works inside and outside `jax.shard_map`.
 """
@@ -44,6 +44,17 @@ def activate(x: jax.Array, activation: Activation) -> jax.Array:
     return (up + 1) * (gate * jax.nn.sigmoid(alpha * gate))
 
 
+def gate_attributes(activation: Activation) -> dict[str, Any]:
+    """The attributes of a custom call that say what it computes, without the format."""
+    alpha, limit = activation.clamp or (0.0, 0.0)
+    return dict(
+        interleaved=np.bool_(activation.interleaved),
+        clamped=np.bool_(activation.clamp is not None),
+        alpha=np.float32(alpha),
+        limit=np.float32(limit),
+    )
+
+
 def _by_jnp(
     x: jax.Array, row_offsets: jax.Array, *input_scales: jax.Array, activation: Activation
 ) -> list[jax.Array]:
@@ -66,16 +77,12 @@ def _lower(
         extension.register_cuda() if is_cuda else extension.register_host()
     except ImportError:
         return _lower_jnp(ctx, *operands, activation=activation)
-    alpha, limit = activation.clamp or (0.0, 0.0)
     results = custom_call(_TARGET)(
         ctx,
         *operands,
         token_format=activation.token_format.name,
         scales_layout=activation.token_format.layout.name,
-        interleaved=np.bool_(activation.interleaved),
-        clamped=np.bool_(activation.clamp is not None),
-        alpha=np.float32(alpha),
-        limit=np.float32(limit),
+        **gate_attributes(activation),
     )
     return fusion_barrier(results) if is_cuda else results
 
@@ -100,28 +107,6 @@ def _result_types(x: Any, row_offsets: Any, *_: Any, activation: Activation) -> 
         shape = token_format.layout.shape(n_rows, n_scales, n_groups)
         types.append(like(x, shape, token_format.scale_dtype))
     return types
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def activate_rows(activation: Activation, x: jax.Array, row_offsets: jax.Array) -> jax.Array:
-    """The activation in a format that does not quantize."""
-    return fused_silu_p.bind(x, row_offsets, activation=activation)[0]
-
-
-def _activate_rows_bwd(activation: Activation, saved: Any, cotangent: Any) -> Any:
-    x, row_offsets = saved
-    in_use = jnp.arange(x.shape[0], dtype=jnp.uint32) < row_offsets[-1]
-    # Both are masked: unused rows may be NaN, and NaN * 0 is NaN.
-    x, cotangent = (
-        jnp.where(in_use[:, None], each, jnp.zeros((), each.dtype)) for each in (x, cotangent)
-    )
-    _, pull = jax.vjp(lambda x: activate(x, activation), x)
-    return *pull(cotangent.astype(jnp.float32)), None
-
-
-activate_rows.defvjp(
-    lambda activation, *args: (activate_rows(activation, *args), args), _activate_rows_bwd
-)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

@@ -1,7 +1,8 @@
-"""The first matmul of experts and the activation of its result, in one call on Hopper GPUs.
+"""The matmuls of experts and the activation between them, which is no call of its own on Hopper.
 
-The bits are those of the two calls. A function that is differentiated makes two, since its gradient
-needs the result of the first.
+The bits are those of three calls. A function that is not differentiated activates the result of the
+first matmul in the same call. A gradient needs that result, and differentiates the activation in
+the call that gives the gradient of the second matmul's rows.
 """
 
 import functools
@@ -14,9 +15,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import mlir
 
-from jax_ep.layer.activation import Activation, fused_silu_p
-from jax_ep.layer.fused_silu import activate
-from jax_ep.layer.grouped_matmul import multiply_arrays
+from jax_ep.layer.activation import Activation, fused_silu_p, gate_attributes
+from jax_ep.layer.gated_gradient import activate_and_multiply
 from jax_ep.layer.matmul import (
     Matmul,
     MatmulForm,
@@ -25,6 +25,7 @@ from jax_ep.layer.matmul import (
     multiply_groups,
     workspace,
 )
+from jax_ep.layer.matmul_gradients import grouped_matmul
 from jax_ep.operands import checks
 from jax_ep.xla_ffi.lowering import custom_call, fusion_barrier, like, make_primitive
 
@@ -35,43 +36,55 @@ _TARGET = "jax_ep_gated_matmul"
 _MATMUL = Matmul(MatmulForm.WEIGHTS, np.dtype(jnp.bfloat16))
 
 
-def may_be_one_call(rows: jax.Array, weights: jax.Array, transposed: bool) -> bool:
-    """Whether `multiply_and_activate` takes these arrays, `[C, H]` and `[L, H, 2 F]`."""
+def may_fuse(rows: jax.Array, weights: jax.Array, transposed: bool) -> bool:
+    """Whether the functions below take these arrays, `[C, H]` and `[L, H, 2 F]`."""
     is_empty = 0 in (*rows.shape, *weights.shape)
     return rows.dtype == jnp.bfloat16 and not transposed and not is_empty
 
 
-def multiply_and_activate(
-    rows: jax.Array, weights: jax.Array, row_offsets: jax.Array, activation: Activation
+def gated_mlp(
+    activation: Activation,
+    rows: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    row_offsets: jax.Array,
 ) -> jax.Array:
-    """`bfloat16[C, F]`: the activation of each row times the weights of its group."""
-    operands = rows, weights, lax.stop_gradient(row_offsets)
-    return _gated_matmul(activation, *checks.vary_alike((), *operands))
+    """`bfloat16[C, H]`: both matmuls of each row by the weights of its group, with no biases."""
+    operands = rows, gate_up, down, lax.stop_gradient(row_offsets)
+    return _gated_mlp(activation, *checks.vary_alike((), *operands))
 
 
-def activate_product(
-    activation: Activation, rows: jax.Array, weights: jax.Array, row_offsets: jax.Array
+def second_half(
+    activation: Activation, hidden: jax.Array, down: jax.Array, row_offsets: jax.Array
 ) -> jax.Array:
-    """The same by two calls, with the name of the first one's result."""
-    hidden = multiply_arrays(rows, weights, row_offsets, transposed=False)
-    return activate(checkpoint_name(hidden, EXPERT_HIDDEN_NAME), row_offsets, activation)
+    """`bfloat16[C, H]`: the same of the first matmul's result, which may have a bias."""
+    operands = hidden, down, lax.stop_gradient(row_offsets)
+    return activate_and_multiply(activation, *checks.vary_alike((), *operands))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gated_matmul(activation: Activation, *operands: jax.Array) -> jax.Array:
-    return gated_matmul_p.bind(*operands, activation=activation)[0]
+def _gated_mlp(activation: Activation, *operands: jax.Array) -> jax.Array:
+    rows, gate_up, down, row_offsets = operands
+    (values,) = gated_matmul_p.bind(rows, gate_up, row_offsets, activation=activation)
+    return multiply_groups(_MATMUL, values, down, row_offsets)
 
 
 def _fwd(
-    activation: Activation, rows: jax.Array, weights: jax.Array, row_offsets: jax.Array
+    activation: Activation,
+    rows: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    row_offsets: jax.Array,
 ) -> tuple[jax.Array, Any]:
-    def product(rows: jax.Array, weights: jax.Array) -> jax.Array:
-        return activate_product(activation, rows, weights, row_offsets)
+    def product(rows: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
+        hidden = grouped_matmul(_MATMUL, rows, gate_up, row_offsets)
+        hidden = checkpoint_name(hidden, EXPERT_HIDDEN_NAME)
+        return activate_and_multiply(activation, hidden, down, row_offsets)
 
-    return jax.vjp(product, rows, weights)
+    return jax.vjp(product, rows, gate_up, down)
 
 
-_gated_matmul.defvjp(_fwd, lambda activation, pull, cotangent: (*pull(cotangent), None))
+_gated_mlp.defvjp(_fwd, lambda activation, pull, cotangent: (*pull(cotangent), None))
 
 
 def _by_two_calls(
@@ -87,15 +100,11 @@ def _lower_cuda(ctx: mlir.LoweringRuleContext, *operands: Any, activation: Activ
     hidden = like(values, (n_rows, 2 * row_size), values.dtype)
     if row_size % 8 or not (is_hopper() and has_kernel(ctx.avals_in, hidden, _MATMUL)):
         return _lower_as_two(ctx, *operands, activation=activation)
-    alpha, limit = activation.clamp or (0.0, 0.0)
     call = custom_call(_TARGET)
     values, *_ = call(
         ctx.replace(avals_out=[values, hidden, workspace(*ctx.avals_in)]),
         *operands,
-        interleaved=np.bool_(activation.interleaved),
-        clamped=np.bool_(activation.clamp is not None),
-        alpha=np.float32(alpha),
-        limit=np.float32(limit),
+        **gate_attributes(activation),
     )
     return fusion_barrier([values])
 

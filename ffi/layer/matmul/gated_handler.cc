@@ -1,4 +1,4 @@
-// XLA FFI -> LaunchGated.
+// XLA FFI -> LaunchGated and LaunchGatedGradient.
 
 #include "cuda/handlers/handler.h"
 #include "layer/matmul/gated.h"
@@ -9,13 +9,23 @@ namespace jax_ep::matmul {
 namespace {
 
 ffi::Error GatedImpl(cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingRets results,
-                     const GateAttributes& attributes) {
+                     const silu::GateAttributes& attributes) {
   MatmulCall call{};
   Gate gate{};
   const Status status =
       ReadGated(attributes, BufferList(operands), BufferList(results), &call, &gate);
   if (!status.ok()) return ToError(status);
   return p2p::ToError(LaunchGated(call, gate, stream), "gated_matmul");
+}
+
+ffi::Error GatedGradientImpl(cudaStream_t stream, ffi::RemainingArgs operands,
+                             ffi::RemainingRets results, const silu::GateAttributes& attributes) {
+  MatmulCall call{};
+  GatedGradient gradient{};
+  const Status status =
+      ReadGatedGradient(attributes, BufferList(operands), BufferList(results), &call, &gradient);
+  if (!status.ok()) return ToError(status);
+  return p2p::ToError(LaunchGatedGradient(call, gradient, stream), "gated_matmul's gradient");
 }
 
 }  // namespace
@@ -26,13 +36,22 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaGatedMatmul, jax_ep::matmul::GatedImpl,
                                   .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
                                   .RemainingArgs()
                                   .RemainingRets()
-                                  .Attrs<jax_ep::matmul::GateAttributes>(),
+                                  .Attrs<jax_ep::silu::GateAttributes>(),
+                              {xla::ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaGatedGradient, jax_ep::matmul::GatedGradientImpl,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attrs<jax_ep::silu::GateAttributes>(),
                               {xla::ffi::Traits::kCmdBufferCompatible});
 
 namespace jax_ep::matmul {
 
 void AddGatedTarget(Targets* targets) {
   targets->push_back({"jax_ep_gated_matmul", CudaGatedMatmul});
+  targets->push_back({"jax_ep_gated_matmul_grad", CudaGatedGradient});
 }
 
 }  // namespace jax_ep::matmul

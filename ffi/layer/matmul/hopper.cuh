@@ -190,6 +190,9 @@ cudaError_t Launch(const MatmulCall& call, cudaStream_t stream, Swap swap = Swap
       std::max(
           {TensorMapBytes<Many>(n_sms), TensorMapBytes<Some>(n_sms), TensorMapBytes<Few>(n_sms)}));
   if (!workspace.fits()) return cudaErrorInvalidValue;
+  if (swapped_tables.swap != Swap::kNever && call.n_groups > kMaxSwappedGroups) {
+    return cudaErrorInvalidValue;
+  }
 
   p2p::LaunchShape shape{dim3(NumZeroBlocks(call, n_sms)), kTableThreads, 0, stream};
   shape.starts_early = true;

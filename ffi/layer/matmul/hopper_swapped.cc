@@ -30,12 +30,13 @@ cudaError_t MapWeights(EncodeTensorMap encode, const MatmulCall& call, bool are_
                           {kGroupColumns, kDepth, 1}, map);
 }
 
-// All but the weights.
-cudaError_t MakeParams(EncodeTensorMap encode, const MatmulCall& call, const MatmulTileTable& tiles,
+cudaError_t MakeParams(const MatmulCall& call, const MatmulTileTable& tiles, bool are_apart,
                        void* out, Params& params) {
   const auto n_rows = static_cast<cuuint64_t>(call.n_rows);
   const auto k = static_cast<cuuint64_t>(call.k);
-  cudaError_t error = cudaSuccess;
+  EncodeTensorMap encode;
+  cudaError_t error = FindEncodeTensorMap(encode);
+  if (error == cudaSuccess) error = MapWeights(encode, call, are_apart, &params.weights);
   for (uint32_t i = 0; i < kMaxHalves && error == cudaSuccess; ++i) {
     error = MakeTensorMap<2>(encode, call.lhs, {k, n_rows}, {2 * k},
                              {kDepth, (i + 1) * kMatmulRowUnit}, &params.rows[i]);
@@ -81,19 +82,20 @@ cudaError_t IsMemorySlow(bool* is_slow) {
 }
 
 cudaError_t MakeParams(const MatmulCall& call, const MatmulTileTable& tiles, Params& params) {
-  EncodeTensorMap encode;
-  cudaError_t error = FindEncodeTensorMap(encode);
-  if (error == cudaSuccess) error = MapWeights(encode, call, false, &params.weights);
-  return error == cudaSuccess ? MakeParams(encode, call, tiles, call.out, params) : error;
+  return MakeParams(call, tiles, /*are_apart=*/false, call.out, params);
 }
 
 cudaError_t MakeParams(const MatmulCall& call, const Gate& gate, const MatmulTileTable& tiles,
                        GatedParams& params) {
   params.activation = gate.activation;
-  EncodeTensorMap encode;
-  cudaError_t error = FindEncodeTensorMap(encode);
-  if (error == cudaSuccess) error = MapWeights(encode, call, !gate.is_interleaved, &params.weights);
-  return error == cudaSuccess ? MakeParams(encode, call, tiles, gate.values, params) : error;
+  return MakeParams(call, tiles, /*are_apart=*/!gate.is_interleaved, gate.values, params);
+}
+
+cudaError_t MakeParams(const MatmulCall& call, const GatedGradient& gradient,
+                       const MatmulTileTable& tiles, GatedGradientParams& params) {
+  params.activation = gradient.activation;
+  params.hidden = gradient.hidden;
+  return MakeParams(call, tiles, /*are_apart=*/false, gradient.of_hidden, params);
 }
 
 }  // namespace jax_ep::matmul::swapped

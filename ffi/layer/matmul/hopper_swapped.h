@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "layer/matmul/gated.h"
+#include "layer/matmul/gated_gradient.h"
 #include "layer/matmul/matmul_call.h"
 #include "layer/matmul/matmul_tiles.h"
 
@@ -31,10 +32,18 @@ struct GatedParams : Params {
   silu::Activation activation;
 };
 
+// Of the kernel that also computes the activation's gradient; `out` is that of `hidden`.
+struct GatedGradientParams : Params {
+  silu::Activation activation;
+  const void* hidden;
+};
+
 // Of a call with weights, transposed or not, of bfloat16 to bfloat16.
 cudaError_t MakeParams(const MatmulCall& call, const MatmulTileTable& tiles, Params& params);
 cudaError_t MakeParams(const MatmulCall& call, const Gate& gate, const MatmulTileTable& tiles,
                        GatedParams& params);
+cudaError_t MakeParams(const MatmulCall& call, const GatedGradient& gradient,
+                       const MatmulTileTable& tiles, GatedGradientParams& params);
 
 // Whether the current device reads its memory at less than 4.2 TB/s: an H100 reads 3.35, an H200
 // 4.9.

@@ -20,7 +20,7 @@ cudaError_t LaunchHopperMatmul(const MatmulCall& call, cudaStream_t stream);
 namespace hopper {  // the same by the operands' type, each compiled on its own
 
 // When the kernel with swapped operands is used: where it is the fastest, or, by tests, in tiles of
-// up to 192 or 256 rows wherever there are no more than kMaxSwappedGroups groups.
+// up to 192 or 256 rows always, with cudaErrorInvalidValue for more than kMaxSwappedGroups groups.
 enum class Swap { kByRows, kNever, kSmallTiles, kLargeTiles };
 
 cudaError_t LaunchBFloat16(const MatmulCall& call, cudaStream_t stream, Swap swap = Swap::kByRows);

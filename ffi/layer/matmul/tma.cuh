@@ -17,6 +17,11 @@ __device__ __forceinline__ void prefetch_tensormap(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
+// The line of an address.
+__device__ __forceinline__ void prefetch_l2(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
 __device__ __forceinline__ void cp_async_bulk_tensor(uint32_t to, const CUtensorMap* map, int x,
                                                      int y, int z, uint32_t barrier,
                                                      uint64_t policy) {

@@ -189,7 +189,7 @@ cudaError_t LoadSiluKernels() {
       if (error != cudaSuccess) return error;
     }
   }
-  return cudaSuccess;
+  return LoadSiluGradientKernels();
 }
 
 cudaError_t LaunchFusedSilu(const SiluCall& call, cudaStream_t stream) {

@@ -1,4 +1,4 @@
-// XLA FFI -> LaunchFusedSilu.
+// XLA FFI -> LaunchFusedSilu and LaunchSiluGradient.
 
 #include <string>
 
@@ -23,6 +23,15 @@ ffi::Error FusedSiluImpl(cudaStream_t stream, ffi::RemainingArgs operands,
   return p2p::ToError(LaunchFusedSilu(call, stream), "fused_silu");
 }
 
+ffi::Error SiluGradientImpl(cudaStream_t stream, ffi::RemainingArgs operands,
+                            ffi::RemainingRets results, const GateAttributes& attributes) {
+  GradientCall call{};
+  const Status status =
+      ReadSiluGradient(attributes, BufferList(operands), BufferList(results), &call);
+  if (!status.ok()) return ToError(status);
+  return p2p::ToError(LaunchSiluGradient(call, stream), "fused_silu's gradient");
+}
+
 }  // namespace
 }  // namespace jax_ep::silu
 
@@ -32,8 +41,19 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         xla::ffi::Ffi::Bind().Ctx<xla::ffi::PlatformStream<cudaStream_t>>()),
     {xla::ffi::Traits::kCmdBufferCompatible});
 
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaSiluGradient, jax_ep::silu::SiluGradientImpl,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attrs<jax_ep::silu::GateAttributes>(),
+                              {xla::ffi::Traits::kCmdBufferCompatible});
+
 namespace jax_ep::silu {
 
-void AddCudaTargets(Targets* targets) { targets->push_back({"jax_ep_fused_silu", CudaFusedSilu}); }
+void AddCudaTargets(Targets* targets) {
+  targets->push_back({"jax_ep_fused_silu", CudaFusedSilu});
+  targets->push_back({"jax_ep_fused_silu_grad", CudaSiluGradient});
+}
 
 }  // namespace jax_ep::silu

@@ -84,4 +84,29 @@ Status ReadSilu(const SiluAttributes& attributes, const BufferList& operands,
   return status;
 }
 
+Status ReadSiluGradient(const GateAttributes& attributes, const BufferList& operands,
+                        const BufferList& results, GradientCall* call) {
+  Status status;
+  BufferReader operand_reader(operands, status), result_reader(results, status);
+  SiluCall sizes{};
+  status = ReadSizes(operand_reader, &sizes);
+  if (status.ok()) {
+    call->is_interleaved = attributes.interleaved;
+    call->activation = attributes.activation();
+    call->n_rows = sizes.n_rows, call->n_groups = sizes.n_groups;
+    call->row_size = sizes.row_size;
+    const Shape shape = {call->n_rows, 2 * call->row_size};
+    call->x = operand_reader.Next("x", ffi::BF16, shape);
+    call->row_offsets = operand_reader.Next<uint32_t>("row_offsets", {call->n_groups + 1});
+    call->of_values =
+        operand_reader.Next("the result's gradient", ffi::BF16, {call->n_rows, call->row_size});
+    operand_reader.ExpectEnd("operands");
+    call->of_x = result_reader.Next("the gradient", ffi::BF16, shape);
+    result_reader.ExpectEnd("results");
+  }
+  if (status.ok()) status = CheckDisjoint(operands, results);
+  if (!status.ok()) status.message = "fused_silu's gradient: " + status.message;
+  return status;
+}
+
 }  // namespace jax_ep::silu

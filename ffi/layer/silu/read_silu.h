@@ -23,10 +23,25 @@ struct SiluAttributes {
   Activation activation() const { return {clamped, alpha, limit}; }
 };
 
+// Of calls that do not quantize, by the names that Python sets.
+struct GateAttributes {
+  bool interleaved;
+  bool clamped;
+  float alpha;
+  float limit;
+
+  Activation activation() const { return {clamped, alpha, limit}; }
+};
+
 // Operands: x [C, 2 F], row_offsets [L + 1], input_scales? [L]. Results: the rows, scales?.
 // `attributes` must outlive the call.
 Status ReadSilu(const SiluAttributes& attributes, const BufferList& operands,
                 const BufferList& results, SiluCall* call);
+
+// Operands: x [C, 2 F], row_offsets [L + 1], the result's gradient [C, F]. Result: that of x. All
+// of bfloat16.
+Status ReadSiluGradient(const GateAttributes& attributes, const BufferList& operands,
+                        const BufferList& results, GradientCall* call);
 
 // Adds what follows the context in every binding.
 template <class Binding>
@@ -39,6 +54,10 @@ auto WithSiluOperands(Binding binding) {
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_ep::silu::SiluAttributes,
                                       StructMember<std::string_view>("token_format"),
                                       StructMember<std::string_view>("scales_layout"),
+                                      StructMember<bool>("interleaved"),
+                                      StructMember<bool>("clamped"), StructMember<float>("alpha"),
+                                      StructMember<float>("limit"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_ep::silu::GateAttributes,
                                       StructMember<bool>("interleaved"),
                                       StructMember<bool>("clamped"), StructMember<float>("alpha"),
                                       StructMember<float>("limit"));

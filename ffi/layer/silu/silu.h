@@ -42,6 +42,11 @@ JAX_EP_HOST_DEVICE JAX_EP_ALWAYS_INLINE float Sigmoid(float z) {
   return z < -kMaxZ ? 0.0f : sigmoid;
 }
 
+// The gradients of a gate and of its up.
+struct GateGradients {
+  float gate, up;
+};
+
 // The activation between the two matmuls of an expert.
 struct Activation {
   // false: silu(gate) * up. true: (up' + 1) * gate' * sigmoid(alpha * gate'), with gate' = gate
@@ -63,7 +68,36 @@ struct Activation {
 
   JAX_EP_HOST_DEVICE JAX_EP_ALWAYS_INLINE float TimesUp(float of_gate, float up) const {
     if (!is_clamped) return MultiplyRn(of_gate, up);
-    return MultiplyRn(of_gate, MinNan(limit, MaxNan(-limit, up)) + 1.0f);
+    return MultiplyRn(of_gate, ClampedUp(up));
+  }
+
+  // `of_value`: the gradient of the result. A number equal to a limit passes half of its gradient,
+  // as in jnp.minimum.
+  JAX_EP_HOST_DEVICE JAX_EP_ALWAYS_INLINE GateGradients Gradients(float gate, float up,
+                                                                  float of_value) const {
+    const float clamped = is_clamped ? MinNan(limit, gate) : gate;
+    const float z = is_clamped ? MultiplyRn(alpha, clamped) : gate;
+    const float sigmoid = Sigmoid(z);
+    const float of_gate = MultiplyRn(clamped, sigmoid);
+    // The derivative of of_gate is sigmoid + z sigmoid (1 - sigmoid).
+    const float z_sigmoid = is_clamped ? MultiplyRn(z, sigmoid) : of_gate;
+    const float slope = FmaRn(z_sigmoid, 1.0f - sigmoid, sigmoid);
+    const float factor = is_clamped ? ClampedUp(up) : up;
+    const GateGradients gradients = {MultiplyRn(MultiplyRn(of_value, factor), slope),
+                                     MultiplyRn(of_value, of_gate)};
+    if (!is_clamped) return gradients;
+    return {MultiplyRn(gradients.gate, Passed(gate, limit)),
+            MultiplyRn(gradients.up, MultiplyRn(Passed(-up, limit), Passed(up, limit)))};
+  }
+
+ private:
+  JAX_EP_HOST_DEVICE JAX_EP_ALWAYS_INLINE float ClampedUp(float up) const {
+    return MinNan(limit, MaxNan(-limit, up)) + 1.0f;
+  }
+
+  // How much of a gradient min(x, limit) passes to x.
+  JAX_EP_HOST_DEVICE JAX_EP_ALWAYS_INLINE static float Passed(float x, float limit) {
+    return x < limit ? 1.0f : x == limit ? 0.5f : 0.0f;
   }
 };
 

@@ -31,4 +31,18 @@ struct SiluCall {
   void* scales;  // in scales_layout; null: none
 };
 
+// The gradient of such a call, of bfloat16 to bfloat16.
+struct GradientCall {
+  bool is_interleaved;
+  Activation activation;
+
+  int64_t n_rows, n_groups;  // C, L
+  int64_t row_size;          // F, a multiple of 8
+
+  const void* x;                // [C, 2 F]
+  const uint32_t* row_offsets;  // [L + 1]
+  const void* of_values;        // [C, F], the gradient of the result
+  void* of_x;                   // [C, 2 F], zero in rows that are not in use
+};
+
 }  // namespace jax_ep::silu

@@ -56,7 +56,7 @@ class Timer {
   // Milliseconds. All is queued behind a kernel, so that the host's time does not count.
   double Time(Swap swap, unsigned n_held, double held_ms) {
     constexpr uint64_t kQueueNanoseconds = 300'000;
-    Spin<<<1, 1, 0, stream_>>>(kQueueNanoseconds, nullptr);
+    Spin<<<1, 1, 0, stream_>>>(kQueueNanoseconds, nullptr, nullptr);
     ExpectSuccess("cudaEventRecord", cudaEventRecord(begin_, stream_));
     if (n_held > 0) {
       ExpectSuccess("cudaStreamWaitEvent", cudaStreamWaitEvent(held_.stream(), begin_));

@@ -3,8 +3,11 @@
 
 #include <cuda_runtime_api.h>
 
+#include <chrono>
 #include <cstdint>
+#include <thread>
 
+#include "tests/unit/check.h"
 #include "tests/unit/matmul_case.cuh"
 
 namespace jax_ep::matmul {
@@ -15,10 +18,15 @@ static __device__ uint64_t Nanoseconds() {
   return now;
 }
 
-static __global__ void Spin(uint64_t nanoseconds, unsigned* n_started) {
+// Ends when the host sets `is_released`, or after that time.
+static __global__ void Spin(uint64_t nanoseconds, unsigned* n_started,
+                            const volatile bool* is_released) {
   if (n_started != nullptr) atomicAdd(n_started, 1);
   const uint64_t start = Nanoseconds();
-  while (Nanoseconds() - start < nanoseconds) __nanosleep(200);
+  while (Nanoseconds() - start < nanoseconds) {
+    if (is_released != nullptr && *is_released) return;
+    __nanosleep(200);
+  }
 }
 
 static __global__ void WaitUntilStarted(const volatile unsigned* n_started, unsigned n) {
@@ -33,20 +41,40 @@ class HeldMultiprocessors {
  public:
   HeldMultiprocessors() {
     ExpectSuccess("cudaStreamCreate", cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
+    ExpectSuccess("cudaEventCreate", cudaEventCreate(&held_));
+    ExpectSuccess("cudaMallocHost",
+                  cudaMallocHost(const_cast<bool**>(&is_released_), sizeof(bool)));
     ExpectSuccess("cudaMemset", cudaMemset(n_started_.As<void>(), 0, n_started_.size()));
     ExpectSuccess("cudaFuncSetAttribute",
                   cudaFuncSetAttribute(Spin, cudaFuncAttributeMaxDynamicSharedMemorySize, kAll));
     ExpectSuccess("cudaDeviceSynchronize", cudaDeviceSynchronize());
   }
-  ~HeldMultiprocessors() { cudaStreamDestroy(stream_); }
+  ~HeldMultiprocessors() {
+    cudaStreamDestroy(stream_);
+    cudaEventDestroy(held_);
+    cudaFreeHost(const_cast<bool*>(is_released_));
+  }
   HeldMultiprocessors(const HeldMultiprocessors&) = delete;
 
-  // Holds `n` of them. What is launched on `stream` from now on starts when they are held.
+  // Holds `n` of them for a time, or until Release, after which all must end before the next call.
+  // What is launched on `stream` from now on starts when they are held.
   void Hold(unsigned n, uint64_t nanoseconds, cudaStream_t stream) {
-    Spin<<<n, 1, kAll, stream_>>>(nanoseconds, n_started_.As<unsigned>());
+    *is_released_ = false;
+    Spin<<<n, 1, kAll, stream_>>>(nanoseconds, n_started_.As<unsigned>(), is_released_);
     n_expected_ += n;
     WaitUntilStarted<<<1, 1, 0, stream>>>(n_started_.As<unsigned>(), n_expected_);
     ExpectSuccess("Hold", cudaGetLastError());
+    ExpectSuccess("cudaEventRecord", cudaEventRecord(held_, stream));
+  }
+
+  // Releases them when what was launched after Hold has had `nanoseconds` beside them.
+  void Release(uint64_t nanoseconds) {
+    ExpectSuccess("cudaEventSynchronize", cudaEventSynchronize(held_));
+    std::this_thread::sleep_for(std::chrono::nanoseconds(nanoseconds));
+    const cudaError_t error = cudaStreamQuery(stream_);
+    cudaGetLastError();  // not an error
+    *is_released_ = true;
+    CHECK_EQ(error, cudaErrorNotReady);
   }
 
   cudaStream_t stream() const { return stream_; }
@@ -55,6 +83,8 @@ class HeldMultiprocessors {
   static constexpr int kAll = 227 * 1024;  // of a multiprocessor's shared memory
 
   cudaStream_t stream_ = nullptr;
+  cudaEvent_t held_ = nullptr;
+  volatile bool* is_released_ = nullptr;  // read by the device
   const Buffer n_started_{sizeof(unsigned)};
   unsigned n_expected_ = 0;
 };

@@ -131,6 +131,14 @@ class DeviceCase {
                     kGuardBytes);
   }
 
+  void ExpectError(const Backend& backend, cudaError_t error, const std::string& name) {
+    call_.out = out_.As<void>();
+    CHECK_EQ(name + ": " + cudaGetErrorString(backend.launch(call_, nullptr)),
+             name + ": " + cudaGetErrorString(error));
+    ExpectSuccess(name, cudaDeviceSynchronize());
+    ExpectSameBytes(name + ": the result", out_.As<uint8_t>(), nullptr, out_.size());
+  }
+
   // After Run: the other backend gives the same bits.
   void ExpectSameBits(const Backend& other, const std::string& name) {
     Launch(other, again_, name);

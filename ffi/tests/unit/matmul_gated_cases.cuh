@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <iostream>
 #include <random>
 #include <string>
@@ -53,9 +54,15 @@ class GatedCase {
     Run(wanted_, gate, name, [&] { return LaunchPair(call_, gate, nullptr); });
   }
 
-  // After Expect, of the same gate.
-  void Check(Gate gate, hopper::Swap swap, const std::string& name) {
-    Run(got_, gate, name, [&] { return LaunchGated(call_, gate, nullptr, swap); });
+  // After Expect, of the same gate. `release` is called when all is launched.
+  void Check(
+      Gate gate, hopper::Swap swap, const std::string& name,
+      const std::function<void()>& release = [] {}) {
+    Run(got_, gate, name, [&] {
+      const cudaError_t error = LaunchGated(call_, gate, nullptr, swap);
+      release();
+      return error;
+    });
     ExpectSameBytes(name + ": values", got_.As<uint8_t>(), wanted_.As<uint8_t>(), got_.size());
     for (const Buffer* buffer : {&got_, &hidden_, &workspace_}) {
       ExpectSameBytes(name + ": past the end", buffer->guard(), nullptr, kGuardBytes);

@@ -14,11 +14,13 @@
 #include "tests/unit/held_multiprocessors.cuh"
 #include "tests/unit/matmul_case.cuh"
 #include "tests/unit/matmul_gated_cases.cuh"
+#include "tests/unit/matmul_gated_gradient_cases.cuh"
 #include "tests/unit/matmul_swapped_cases.cuh"
 
 namespace jax_ep::matmul {
 
-constexpr uint64_t kHeldNanoseconds = 200'000;
+constexpr uint64_t kHeldNanoseconds = 200'000;         // after which they are released
+constexpr uint64_t kMostNanoseconds = 10'000'000'000;  // and end if they are not
 
 inline unsigned HalfOfMultiprocessors() {
   int n = 0;
@@ -31,8 +33,9 @@ inline unsigned HalfOfMultiprocessors() {
 template <hopper::Swap kSwap>
 cudaError_t LaunchBeside(const MatmulCall& call, cudaStream_t stream) {
   HeldMultiprocessors held;
-  held.Hold(HalfOfMultiprocessors(), kHeldNanoseconds, stream);
+  held.Hold(HalfOfMultiprocessors(), kMostNanoseconds, stream);
   const cudaError_t error = hopper::LaunchBFloat16(call, stream, kSwap);
+  held.Release(kHeldNanoseconds);
   return error == cudaSuccess ? cudaDeviceSynchronize() : error;
 }
 
@@ -67,13 +70,41 @@ cudaError_t LaunchAtOnce(const MatmulCall& call, cudaStream_t) {
   return cudaSuccess;
 }
 
+// Before and after the gradient of weights, on one stream in one workspace, of which each call uses
+// parts that others left behind.
+template <hopper::Swap kSwap>
+cudaError_t LaunchInTurn(const MatmulCall& call, cudaStream_t stream) {
+  const size_t n_bytes = call.out_elements() * 2;
+  const size_t n_weight_bytes = call.n_groups * call.k * call.n * 2;
+  const Buffer first(n_bytes), gradient(n_weight_bytes), wanted(n_weight_bytes);
+  const Buffer workspace(call.workspace_bytes);
+  MatmulCall before = call, between = call;
+  before.out = first.As<void>();
+  between.form = MatmulForm::kRows;
+  between.rhs = first.As<void>(), between.out = gradient.As<void>();
+  cudaError_t error = hopper::LaunchBFloat16(before, stream, kSwap);
+  if (error == cudaSuccess) error = hopper::LaunchWeightGradient(between, stream);
+  if (error == cudaSuccess) error = hopper::LaunchBFloat16(call, stream, kSwap);
+  ExpectSuccess("cudaDeviceSynchronize", cudaDeviceSynchronize());
+  if (error != cudaSuccess) return error;
+  between.out = wanted.As<void>(), between.workspace = workspace.As<void>();
+  ExpectSuccess("LaunchWeightGradient", hopper::LaunchWeightGradient(between, stream));
+  ExpectSameBytes("gradient between matmuls", gradient.As<uint8_t>(), wanted.As<uint8_t>(),
+                  n_weight_bytes);
+  ExpectSameBytes("matmul before a gradient", first.As<uint8_t>(), static_cast<uint8_t*>(call.out),
+                  n_bytes);
+  return cudaSuccess;
+}
+
 inline int CheckShared(const Shape& shape) {
   using hopper::Swap;
   const Backend backends[] = {
       {"swapped, 192, beside another kernel", LaunchBeside<Swap::kSmallTiles>, false},
       {"swapped, 256, beside another kernel", LaunchBeside<Swap::kLargeTiles>, false},
       {"swapped, 192, two at once", LaunchAtOnce<Swap::kSmallTiles>, false},
-      {"swapped, 256, two at once", LaunchAtOnce<Swap::kLargeTiles>, false}};
+      {"swapped, 256, two at once", LaunchAtOnce<Swap::kLargeTiles>, false},
+      {"swapped, 192, around a gradient", LaunchInTurn<Swap::kSmallTiles>, false},
+      {"swapped, 256, around a gradient", LaunchInTurn<Swap::kLargeTiles>, false}};
   int n_cases = 0;
   for (const MatmulForm form : {MatmulForm::kWeights, MatmulForm::kTransposedWeights}) {
     const Variant variant = {form, Element::kBFloat16, RowType::kBFloat16, false};
@@ -89,16 +120,20 @@ inline int CheckShared(const Shape& shape) {
 }
 
 inline int CheckGatedBeside(const Shape& shape) {
-  const Gate gate = {false, {false, 0.0f, 0.0f}, nullptr};
   const std::string name = "gated beside another kernel, " + shape.name;
   GatedCase gated_case(shape, 0);
+  GatedGradientCase gradient_case(shape, 0);
   HeldMultiprocessors held;
-  gated_case.Expect(gate, name);
+  gated_case.Expect({}, name);
+  gradient_case.Expect({}, name);
+  const auto release = [&] { held.Release(kHeldNanoseconds); };
   for (const hopper::Swap swap : {hopper::Swap::kSmallTiles, hopper::Swap::kLargeTiles}) {
-    held.Hold(HalfOfMultiprocessors(), kHeldNanoseconds, nullptr);
-    gated_case.Check(gate, swap, name);
+    held.Hold(HalfOfMultiprocessors(), kMostNanoseconds, nullptr);
+    gated_case.Check({}, swap, name, release);
   }
-  return 2;
+  held.Hold(HalfOfMultiprocessors(), kMostNanoseconds, nullptr);
+  gradient_case.Check({}, hopper::Swap::kSmallTiles, name, release);
+  return 3;
 }
 
 // The small shapes end while the multiprocessors are held, the large one, which is left out under

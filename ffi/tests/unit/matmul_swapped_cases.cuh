@@ -98,10 +98,23 @@ inline int CheckSwapped(const Shape& shape, uint32_t seed) {
   return n_cases;
 }
 
+// More groups than the table has room for.
+inline void CheckTooManyGroups() {
+  const Shape shape = MakeShape("too many groups", std::vector<uint32_t>(513, 1), 0, 72, 136);
+  const Variant variant = {MatmulForm::kWeights, Element::kBFloat16, RowType::kBFloat16, false};
+  DeviceCase device_case(shape, variant, 0);
+  for (const Backend& backend : {SwapBackend<hopper::Swap::kSmallTiles>("swapped, 192"),
+                                 SwapBackend<hopper::Swap::kLargeTiles>("swapped, 256")}) {
+    device_case.ExpectError(backend, cudaErrorInvalidValue, Describe(backend, shape, variant));
+  }
+  device_case.Run(SwapBackend<hopper::Swap::kByRows>("by rows"), shape.name);
+}
+
 inline int TestSwapped(double seconds, uint32_t first_seed) {
   using Clock = std::chrono::steady_clock;
   int n_cases = 0;
   for (const Shape& shape : SwappedShapes()) n_cases += CheckSwapped(shape, 0);
+  CheckTooManyGroups();
   const auto end = Clock::now() + std::chrono::duration<double>(seconds);
   uint32_t seed = first_seed;
   for (; Clock::now() < end; ++seed) n_cases += CheckSwapped(DrawSwappedShape(seed), seed);

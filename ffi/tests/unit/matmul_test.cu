@@ -15,6 +15,7 @@
 #include "layer/matmul/kernels.h"
 #include "tests/unit/matmul_case.cuh"
 #include "tests/unit/matmul_gated_cases.cuh"
+#include "tests/unit/matmul_gated_gradient_cases.cuh"
 #include "tests/unit/matmul_shared_cases.cuh"
 #include "tests/unit/matmul_swapped_cases.cuh"
 #include "tests/unit/matmul_weight_gradient_cases.cuh"
@@ -184,6 +185,8 @@ int TestBackend(const Backend& backend, double seconds, uint32_t first_seed) {
 
 int main(int argc, char** argv) {
   using namespace jax_ep::matmul;
+  // Otherwise CUDA may load a kernel only when those that hold multiprocessors have ended.
+  setenv("CUDA_MODULE_LOADING", "EAGER", 1);
   int n_devices = 0, major = 0;
   if (cudaGetDeviceCount(&n_devices) != cudaSuccess || n_devices == 0) {
     std::cout << "matmul_test: no GPU" << std::endl;
@@ -195,10 +198,11 @@ int main(int argc, char** argv) {
   if (major == 9) backends.push_back({"hopper", LaunchHopperMatmul, true});
   const double seconds = argc > 1 ? std::atof(argv[1]) : 20;
   const auto first_seed = static_cast<uint32_t>(argc > 2 ? std::atoll(argv[2]) : 1);
-  const double share = seconds / (major == 9 ? 5 : 1);
+  const double share = seconds / (major == 9 ? 6 : 1);
   int n_cases = 0;
   if (major == 9) {
     n_cases += TestSwapped(share, first_seed) + TestGated(share, first_seed);
+    n_cases += TestGatedGradient(share, first_seed);
     n_cases += TestWeightGradient(share, first_seed) + TestShared(seconds > 0);
   }
   for (const Backend& backend : backends) n_cases += TestBackend(backend, share, first_seed);
