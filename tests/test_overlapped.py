@@ -101,6 +101,17 @@ def test_few_tokens_do_not_overlap(traced, monkeypatch):
 
 
 @pytest.mark.parametrize("weights", test_grad.MODES)
+def test_a_combine_overlaps_from_fewer_tokens_on_than_a_dispatch(weights, traced, monkeypatch):
+    monkeypatch.setattr(overlapped, "min_tokens", TWO.max_tokens + 1)
+    monkeypatch.setattr(overlapped, "min_combine_tokens", TWO.max_tokens)
+    forget_groups()
+    case = TWO.replace(weights=weights, routing="duplicates")
+    test_grad.check_closed_forms(case, "host")
+    forget_groups()
+    assert set(traced) == {"combine"}
+
+
+@pytest.mark.parametrize("weights", test_grad.MODES)
 @pytest.mark.parametrize("flags", [{}, SHARED], ids=["plain", "shared"])
 def test_gradients_match_their_closed_forms(weights, flags, traced):
     for routing in ("duplicates", "out_of_range"):
