@@ -67,9 +67,10 @@ def test_gradients_of_weights_come_between_start_and_done(mesh, rematerializes) 
     change = jax.checkpoint if rematerializes else lambda layer: layer
     steps = steps_of(lines_of(lowered(closed_group(mesh), change=change)))
     assert steps.count("jax_ep_async") == 1
-    # Rows' gradients of both matmuls, then the call.
+    # Rows' gradients of both matmuls, the second one's with that of the activation, then the call.
     combine_grad, alloc = (steps.index(f"jax_ep_{x}") for x in ("combine_grad", "async_alloc"))
-    assert steps[combine_grad:alloc].count("matmul") == 2
+    of_rows = [step for step in steps[combine_grad + 1 : alloc] if step != BARRIER]
+    assert of_rows == ["jax_ep_gated_matmul_grad", "matmul"]
     start, done = steps.index("jax_ep_wait_started"), steps.index("jax_ep_async_done")
     in_flight = steps[start + 1 : done]
     # Barriers before: what the matmuls read. After: their results, and that the call has started.
