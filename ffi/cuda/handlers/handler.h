@@ -88,6 +88,16 @@ inline auto BindGroupCall() {
       .RemainingArgs();
 }
 
+// The binding of calls that belong to no group.
+template <class Attributes>
+auto BindLayerCall() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .RemainingArgs()
+      .RemainingRets()
+      .Attrs<Attributes>();
+}
+
 // The binding of starts whose last operands are the results (async_handlers.cc). Not captured: XLA
 // would put start and done of a captured call into one graph, in sequence.
 inline auto BindStart() { return BindGroupCall().Ret<ffi::BufferR1<ffi::F32>>(); }

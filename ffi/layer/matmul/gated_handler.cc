@@ -32,19 +32,11 @@ ffi::Error GatedGradientImpl(cudaStream_t stream, ffi::RemainingArgs operands,
 }  // namespace jax_ep::matmul
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaGatedMatmul, jax_ep::matmul::GatedImpl,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attrs<jax_ep::silu::GateAttributes>(),
+                              jax_ep::p2p::BindLayerCall<jax_ep::silu::GateAttributes>(),
                               {xla::ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaGatedGradient, jax_ep::matmul::GatedGradientImpl,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attrs<jax_ep::silu::GateAttributes>(),
+                              jax_ep::p2p::BindLayerCall<jax_ep::silu::GateAttributes>(),
                               {xla::ffi::Traits::kCmdBufferCompatible});
 
 namespace jax_ep::matmul {

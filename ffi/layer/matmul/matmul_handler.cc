@@ -20,11 +20,7 @@ ffi::Error MatmulImpl(cudaStream_t stream, ffi::RemainingArgs operands, ffi::Rem
 }  // namespace jax_ep::matmul
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaMatmul, jax_ep::matmul::MatmulImpl,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attrs<jax_ep::matmul::MatmulAttributes>(),
+                              jax_ep::p2p::BindLayerCall<jax_ep::matmul::MatmulAttributes>(),
                               {xla::ffi::Traits::kCmdBufferCompatible});
 
 namespace jax_ep::matmul {

@@ -42,11 +42,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
     {xla::ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaSiluGradient, jax_ep::silu::SiluGradientImpl,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attrs<jax_ep::silu::GateAttributes>(),
+                              jax_ep::p2p::BindLayerCall<jax_ep::silu::GateAttributes>(),
                               {xla::ffi::Traits::kCmdBufferCompatible});
 
 namespace jax_ep::silu {
