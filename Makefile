@@ -69,7 +69,7 @@ demo: $(VENV)/.package  ## train a small mixture-of-experts model, on GPUs if th
 
 .PHONY: test
 test: $(VENV)/.package  ## run the test suite; print why tests were skipped
-	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --max-worker-restart 0 $(PYTEST_ARGS)
 
 .PHONY: bench
 bench: $(VENV)/.package  ## run the benchmark, on GPUs if there are any, otherwise on the CPU

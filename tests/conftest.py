@@ -34,6 +34,7 @@ from job import Job, Watch
 CPU_TRANSPORTS = ("xla", "host")
 GPU_TRANSPORTS = ("xla", "p2p")
 ONE_PROCESS_TRANSPORTS = ("host",)
+MANY_MAPPINGS = 20_000
 
 
 def pytest_addoption(parser) -> None:
@@ -122,6 +123,22 @@ def overlap_as_asked(request):
     from jax_ep.internode import overlapped
 
     overlapped.min_tokens = request.config.option.min_overlapped_tokens
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_mappings():
+    """Frees all compiled programs after a file's tests if the process has many memory mappings.
+
+    XLA:CPU maps dozens of regions per program. Linux allows a process 65,530 (vm.max_map_count);
+    once they are used up, compiling crashes. The file with the most programs maps 15,000.
+    """
+    yield
+    import harness
+
+    maps = pathlib.Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MANY_MAPPINGS:
+        harness.SharedJit.forget_programs()
+        jax.clear_caches()
 
 
 @pytest.fixture(scope="session")

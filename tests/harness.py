@@ -7,6 +7,7 @@ same code serves one process and several.
 
 import hashlib
 import math
+import weakref
 from typing import ClassVar
 
 import jax
@@ -101,8 +102,10 @@ class SharedJit:
     """
 
     _programs: ClassVar[dict] = {}  # the most recently used
+    _instances: ClassVar[weakref.WeakSet] = weakref.WeakSet()
 
     def __init__(self, mesh: Mesh, fn, **jit_options) -> None:
+        self._instances.add(self)
         self._mesh, self._options = mesh, tuple(jit_options.items())
         self._jitted = jax.jit(fn, **jit_options)
         self._compiled = {}  # by the types of the operands
@@ -127,6 +130,13 @@ class SharedJit:
         if len(self._programs) > 50:
             del self._programs[next(iter(self._programs))]
         return compiled
+
+    @classmethod
+    def forget_programs(cls) -> None:
+        """Frees all compiled programs; those that are still wanted are compiled again."""
+        cls._programs.clear()
+        for instance in cls._instances:
+            instance._compiled.clear()
 
 
 def on_mesh(mesh: Mesh, fn, *, check_vma: bool = True, **jit_options) -> SharedJit:
