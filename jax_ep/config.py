@@ -238,7 +238,7 @@ class EPConfig(CheckedDataclass):
         Raises:
             ValueError: a size does not fit in 32 bits.
         """
-        rows = self._worst_case(n_ranks)
+        rows = self.worst_case_rows(n_ranks)
         if self.recv_capacity is not None:
             rows = min(rows, self.recv_capacity)
         n_choices = self.max_tokens_per_rank * self.routed(n_ranks).n_choices
@@ -249,7 +249,8 @@ class EPConfig(CheckedDataclass):
             )
         return rows
 
-    def _worst_case(self, n_ranks: int) -> int:
+    def worst_case_rows(self, n_ranks: int) -> int:
+        """The most rows of a rank if each token names an expert at most once."""
         n_local, routed = self.n_local_experts(n_ranks), self.routed(n_ranks)
         max_tokens = self.max_tokens_per_rank
         rows = max_tokens * routed.n_ranks * min(self.top_k, n_local)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jax_ep.config import EPConfig
 from jax_ep.formats import QuantizedFormat
+from jax_ep.geometry import Geometry
 from jax_ep.group import EPGroup, check_group
 from jax_ep.operands.calls import CombineOperands, DispatchOperands, DispatchResults, Routing
 from jax_ep.operands.choices import count_choices
@@ -196,9 +197,9 @@ def _raise_on_drops(
 
     def describe(where: str, n_most: int) -> str:
         return (
-            f"{call}: rows must fit into recv_capacity={capacity}; {where}. Raise recv_capacity to "
-            f'{capacity + n_most} or more, or balance the experts; with on_drop="count", they are '
-            "only counted (docs/observe.md)."
+            f"{call}: rows must fit into recv_capacity={capacity}; {where}. "
+            f"{_advise(group.geometry, capacity, n_most)}, or balance the experts; with "
+            'on_drop="count", they are only counted (docs/observe.md).'
         )
 
     zero = raise_on_drops(group.geometry, results.n_dropped, describe)
@@ -217,6 +218,18 @@ def _raise_on_drops(
         handle=jax.tree.map(add, results.handle),
     )
     return add(topk_ids), results
+
+
+def _advise(geometry: Geometry, capacity: int, n_dropped: int) -> str:
+    """What makes room for so many rows, and for the padding of their groups."""
+    config = geometry.config
+    largest, alignment = config.worst_case_rows(geometry.n_ranks), config.group_alignment
+    if capacity >= largest:
+        return "It cannot be larger; let each token name an expert at most once"
+    # Each row that is dropped may begin a block of `alignment` rows, or be the last of its group.
+    padded = n_dropped + geometry.routed.n_local_groups * (alignment - 1)
+    needed = min(n_dropped * alignment, -(-padded // alignment) * alignment)
+    return f"Raise recv_capacity to {min(capacity + needed, largest)} or more"
 
 
 def _unpacked(

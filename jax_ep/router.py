@@ -9,6 +9,7 @@ training loss, keeps logits small.
 """
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -209,8 +210,8 @@ def balance_loss(
     scores = _by_expert("balance_loss", "scores", scores, 2 if per_sequence else 1)
     topk_ids = _ids("balance_loss", topk_ids, scores.shape[:-1])
     n_experts, top_k = scores.shape[-1], topk_ids.shape[-1]
-    length = scores.shape[-2] if per_sequence else -1
-    n_sequences = scores.size // (n_experts * length) if per_sequence else 1
+    *sequences, length = scores.shape[:-1] if per_sequence else (scores.size // n_experts,)
+    n_sequences = math.prod(sequences)
     ids = topk_ids.reshape(n_sequences, length, top_k)
     is_token = (ids >= 0).any(axis=-1, keepdims=True)
     shares = scores / (scores.sum(axis=-1, keepdims=True) + _TINY)
@@ -222,7 +223,8 @@ def balance_loss(
     if not per_sequence:
         return losses[0]
     sharded = _axes(sequence_axis_name)
-    return lax.pmean(losses.mean(), tuple(x for x in _axes(axis_name) if x not in sharded))
+    mean = losses.sum() / max(n_sequences, 1)
+    return lax.pmean(mean, tuple(x for x in _axes(axis_name) if x not in sharded))
 
 
 def z_loss(

@@ -99,6 +99,19 @@ def test_properties_of_rows_have_the_rows_of_the_call(transport):
     assert [x.shape[:2] for x in out] == [(4, 60)] * 3
 
 
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("capacity", [10**6, np.int64(10**6), np.int64(2**40), 2**40])
+def test_a_larger_capacity_is_the_groups(capacity, transport):
+    group = group_of(SMALL, transport)
+
+    def body(tokens, topk_ids):
+        return jax_ep.dispatch(group, tokens, topk_ids, recv_capacity=capacity).tokens
+
+    inputs = suite.make_inputs(SMALL)
+    out = jax.eval_shape(on_mesh(group.mesh, body), inputs.tokens, inputs.topk_ids)
+    assert out.shape[1] == group.max_recv_tokens
+
+
 def call(group, *, tokens=64, rows=None, residual=None, capacity=None, dtype=jnp.bfloat16):
     """Traces a dispatch and a combine of arrays with so many elements per row."""
 

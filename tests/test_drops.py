@@ -116,6 +116,24 @@ def test_the_error_says_how_many_each_rank_dropped(n_replicas, wrap, transport):
     run(open_group(transport, n_replicas, recv_capacity=numbers[2]), ids, wrap=WRAPS[wrap])
 
 
+@pytest.mark.parametrize("name", GROUPS)
+def test_the_capacity_that_the_error_advises_has_room_for_padding(name, transport):
+    options = GROUPS[name] | {"row_alignment": 4}
+    ids = make_ids()
+    with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+        run(open_group(transport, recv_capacity=4, **options), ids)
+    found = re.search(r"Raise recv_capacity to (\d+) or more", str(caught.value))
+    assert found is not None, caught.value
+    run(open_group(transport, recv_capacity=int(found[1]), **options), ids)
+
+
+def test_no_capacity_is_advised_where_none_is_larger(transport):
+    group = open_group(transport, top_k=4)
+    ids = np.zeros((R * T, 4), np.int32)  # four times the same expert, of two on a rank
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"cannot be larger; let each token name"):
+        run(group, ids)
+
+
 @pytest.mark.parametrize("token_format", FORMATS)
 @pytest.mark.parametrize("name", GROUPS)
 def test_without_drops_the_bits_are_those_of_counting(name, token_format, transport):

@@ -307,6 +307,26 @@ def test_without_jit(transport):
         assert_trees_equal(group.mesh, got, wanted, "without jit")
 
 
+@pytest.mark.usefixtures("program_cache")
+def test_without_jit_and_gradients(transport):
+    with open_group(transport) as group:
+        ids, arrays = without_biases(make_arrays(group, n_tokens=4))
+
+        def run(ids, arrays):
+            return jax_ep.moe(group, arrays["tokens"], ids, **arrays_but_tokens(arrays))
+
+        wanted = on_mesh(group.mesh, run)(ids, arrays)
+        got = on_mesh_eager(group.mesh, run)(ids, arrays)
+        assert_trees_equal(group.mesh, got, wanted, "without jit")
+        with jax.disable_jit():
+            got = on_mesh_eager(group.mesh, run)(ids, arrays)
+        assert_trees_equal(group.mesh, got, wanted, "with jit disabled")
+
+
+def arrays_but_tokens(arrays):
+    return {name: x for name, x in arrays.items() if name != "tokens"}
+
+
 def test_without_gradients_the_program_is_that_of_the_parts(transport):
     with open_group(transport) as group:
         ids, arrays = without_biases(make_arrays(group))

@@ -161,6 +161,15 @@ def test_tokens_without_a_choice_do_not_count(per_sequence):
     assert empty == 0
 
 
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0), (0, 0)])
+@pytest.mark.parametrize("per_sequence", [False, True])
+def test_the_balance_loss_of_no_tokens_is_zero(per_sequence, shape):
+    scores, ids = np.zeros((*shape, E), np.float32), np.zeros((*shape, K), np.int32)
+    loss = functools.partial(balance_loss, per_sequence=per_sequence)
+    value, gradient = jax.value_and_grad(loss)(jnp.asarray(scores), ids)
+    assert value == 0 and gradient.shape == scores.shape
+
+
 def dense_z_loss(logits):
     """The router z-loss of ST-MoE, equation 5."""
     return jnp.mean(jnp.log(jnp.sum(jnp.exp(logits), axis=-1)) ** 2)

@@ -1,7 +1,9 @@
 """Checks of arguments while JAX traces the public calls."""
 
+import contextlib
 import dataclasses
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -148,8 +150,9 @@ def check_capacity(operation: str, geometry: Geometry, recv_capacity: Any) -> in
     """The rows of a dispatch (C): the given capacity, or the group's if that is None or less."""
     if recv_capacity is None:
         return geometry.max_recv_tokens
-    if isinstance(recv_capacity, int) and recv_capacity >= geometry.max_recv_tokens:
-        return geometry.max_recv_tokens
+    with contextlib.suppress(TypeError):  # the config says what is wrong
+        if operator.index(recv_capacity) >= geometry.max_recv_tokens and recv_capacity is not True:
+            return geometry.max_recv_tokens
     try:
         config = dataclasses.replace(geometry.config, recv_capacity=recv_capacity)
     except ValueError as error:
