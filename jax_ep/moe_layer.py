@@ -92,8 +92,11 @@ def moe(
     nothing: Any = None
     routing = dataclasses.replace(operands, tokens=nothing, topk_weights=None)
     weights, _ = checks.vary_alike((), weights, given)
+    # Under a jit, since a jax.shard_map that runs eagerly has no symbolic zeros; under one of its
+    # own, since a former trace may be of an equal group that is closed by now.
+    run = jax.jit(functools.partial(_moe, layer), inline=True)
     with jax.disable_jit(False):
-        return _jitted_moe(layer, given, routing, topk_ids, weights)
+        return run(given, routing, topk_ids, weights)
 
 
 def _has_codes(group: EPGroup, weights: ExpertWeights) -> bool:
@@ -189,8 +192,6 @@ def _moe_bwd(layer: _Layer, saved: _Saved, cotangent: jax.Array) -> Any:
 
 # With symbolic zeros, the rules know which arguments have gradients.
 _moe.defvjp(_moe_fwd, _moe_bwd, symbolic_zeros=True)
-# Under a jit, since a jax.shard_map that runs eagerly has no symbolic zeros.
-_jitted_moe = jax.jit(_moe, static_argnums=0, inline=True)
 
 
 def _has_gradient(tree: Any) -> bool:
