@@ -173,7 +173,8 @@ def _check_logical(given: Any, n_ranks: int) -> np.ndarray:
             f"{name} must have a multiple of n_ranks={n_ranks} entries; got {logical.size}."
         )
     n_experts = int(logical.max()) + 1
-    missing = sorted(set(range(n_experts)) - set(logical.tolist()))
+    # Of more experts than entries, an expert below the number of entries is missing.
+    missing = sorted(set(range(min(n_experts, logical.size))) - set(logical.tolist()))
     if missing or logical.min() < 0:
         what = f"expert {missing[0]} is missing" if missing else f"got {logical.min()}"
         raise ValueError(f"{name} must name each of the experts 0 to {n_experts - 1}; {what}.")
