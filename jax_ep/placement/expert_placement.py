@@ -204,5 +204,5 @@ def _tables(
     held = (keys[:, None] == experts).reshape(n_ranks, -1, n_experts).sum(1, dtype=jnp.int32)
     totals = held.sum(0)
     before = jnp.cumsum(totals) - totals  # copies of earlier experts
-    first = before + jnp.concatenate([jnp.zeros_like(held[:1]), jnp.cumsum(held, axis=0)])
+    first = before[None] + jnp.concatenate([jnp.zeros_like(held[:1]), jnp.cumsum(held, axis=0)])
     return jnp.argsort(keys, stable=True).astype(jnp.int32), first.astype(jnp.int32)
