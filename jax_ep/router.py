@@ -58,7 +58,8 @@ class RouterConfig(_CheckedDataclass):
         for name, allowed in (("scores", _SCORES), ("group_scores", _GROUP_SCORES)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {allowed}; got {getattr(self, name)!r}.")
-        checks.check_flags("", normalize=self.normalize)
+        (normalize,) = checks.check_flags("", normalize=self.normalize)
+        object.__setattr__(self, "normalize", normalize)
         if not checks.is_finite(self.scaling):
             raise ValueError(f"scaling must be a finite number; got {self.scaling!r}.")
         for name in ("n_expert_groups", "topk_expert_groups"):
