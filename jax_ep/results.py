@@ -166,7 +166,7 @@ class Dispatched:
         src_info = results.src_info
         if config.fused_shared_expert:  # its rows belong to no choice of the router
             is_shared = src_info[:, 1:] == config.top_k
-            src_info = jnp.where(is_shared & jnp.array([False, True]), -1, src_info)
+            src_info = jnp.where(is_shared & jnp.array([[False, True]]), -1, src_info)
             results = results._replace(src_info=src_info)
         if config.zero_unused_rows:
             results = _without_unused_rows(config, results)

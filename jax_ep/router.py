@@ -59,7 +59,8 @@ class RouterConfig(_CheckedDataclass):
         for name, allowed in (("scores", _SCORES), ("group_scores", _GROUP_SCORES)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {allowed}; got {getattr(self, name)!r}.")
-        checks.check_flags("", normalize=self.normalize)
+        (normalize,) = checks.check_flags("", normalize=self.normalize)
+        object.__setattr__(self, "normalize", normalize)
         if not checks.is_finite(self.scaling):
             raise ValueError(f"scaling must be a finite number; got {self.scaling!r}.")
         for name in ("n_expert_groups", "topk_expert_groups"):
@@ -138,7 +139,8 @@ def route(
     logits = logits.astype(jnp.float32)
     softmax = config.scores == "softmax"
     scores = jax.nn.softmax(logits) if softmax else jax.nn.sigmoid(logits)
-    ranking = lax.stop_gradient(scores if bias is None else scores + bias)
+    biased = scores if bias is None else scores + jnp.broadcast_to(bias, scores.shape)
+    ranking = lax.stop_gradient(biased)
     if config.n_expert_groups > 1:
         ranking = _mask_groups(config, ranking)
     _, topk_ids = lax.top_k(ranking, top_k)
@@ -154,7 +156,7 @@ def _mask_groups(config: RouterConfig, ranking: jax.Array) -> jax.Array:
     grouped = ranking.reshape(*ranking.shape[:-1], n_groups, -1)
     best, _ = lax.top_k(grouped, 2 if config.group_scores == "top2" else 1)
     _, chosen = lax.top_k(best.sum(axis=-1), config.topk_expert_groups)
-    is_chosen = (chosen[..., None] == jnp.arange(n_groups)).any(axis=-2)
+    is_chosen = jax.nn.one_hot(chosen, n_groups, dtype=bool).any(axis=-2)
     return jnp.where(is_chosen[..., None], grouped, -jnp.inf).reshape(ranking.shape)
 
 

@@ -137,7 +137,7 @@ def test_a_capacity_may_count_over_all_ranks(shape, capacity):
 
 @pytest.mark.xla_collectives
 @pytest.mark.usefixtures("one_process")
-@pytest.mark.parametrize("over", [("x", "y"), ("y", "x"), "dp", ("dp", "x", "y"), ()])
+@pytest.mark.parametrize("over", [["x", "y"], ("y", "x"), "dp", ("dp", "x", "y"), ()])
 def test_ranks_are_counted_in_the_order_of_their_axes(over):
     """Each group of ranks, at one index of the other axes, has a capacity of its own."""
     axes, names = {"dp": 2, "x": 2, "y": 2}, ("dp", "x", "y")
@@ -171,6 +171,12 @@ def test_an_expert_gets_no_more_rows_than_the_capacity(n_nodes, transport):
     out = on_mesh(group.mesh, body)(*put(group.mesh, inputs.tokens, inputs.topk_ids))
     for _, (counts,) in shards(group.mesh, (out,)):
         np.testing.assert_array_equal(counts, wanted)
+
+
+@pytest.mark.parametrize("axis_name", [None, "ep", ("ep", [])], ids=str)
+def test_other_axes_are_refused(axis_name):
+    with pytest.raises(ValueError, match="limit_choices: axis_name must be an axis, or a tuple of"):
+        jax_ep.limit_choices(make_ids((4, 2)), E, 3, axis_name=axis_name)
 
 
 def test_choices_of_all_ranks_must_fit_in_int32():

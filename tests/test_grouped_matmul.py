@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import jax.test_util
 import numpy as np
@@ -237,6 +238,24 @@ def test_lowering_for_gpus_without_kernels_warns_and_uses_ragged_dot(monkeypatch
     with pytest.warns(UserWarning, match="built without CUTLASS"):
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "jax_ep_grouped_matmul" not in text
+
+
+def test_an_exported_call_takes_any_number_of_rows():
+    def loss(*operands):
+        return jnp.sum(jax_ep.grouped_matmul(*operands) ** 2)
+
+    (n_rows,) = jax.export.symbolic_shape("c")
+    step = jax.jit(jax.grad(loss, argnums=(0, 1)))
+    exported = None
+    for n in (1, 7, 300):
+        rows, weights, offsets = map(np.asarray, make_operands([n, 0, n], "float32"))
+        if exported is None:
+            types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (rows, weights, offsets)]
+            types[0] = types[0].update(shape=(n_rows, rows.shape[1]))
+            exported = jax.export.export(step, platforms=["cpu"])(*types)
+        with jax.default_device(jax.devices("cpu")[0]):
+            got, wanted = (f(rows, weights, offsets) for f in (exported.call, step))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-4, 1e-3), got, wanted)
 
 
 def test_the_portable_lowering_matches_float64():

@@ -25,6 +25,7 @@ from harness import (
     put,
     shards,
 )
+from jax_ep.router import RouterConfig
 
 CASE = cases.SMALL[4].replace(routing="out_of_range")
 LEADING = [(2, 12), (2, 3, 4), (1, 1, 1, 24)]
@@ -293,6 +294,30 @@ def test_wide_numpy_ids_need_no_x64(dtype, transport):
     ranks = np.zeros(CASE.n_ranks)
     got, wanted = (run(group, functools.partial(body, each), (ranks,)) for each in (ids, plain_ids))
     assert_trees_equal(group.mesh, got, wanted, dtype)
+
+
+def test_flags_may_be_those_of_numpy(transport):
+    group = group_of(CASE, transport)
+
+    def body(tokens, topk_ids):
+        rows = jax_ep.dispatch(group, tokens, topk_ids)
+        flags = False, np.False_, True, np.True_
+        return [jax_ep.combine(group, rows.tokens, rows, reduce=flag) for flag in flags]
+
+    outs = run(group, body, operands_of(CASE)[:2])
+    assert_trees_equal(group.mesh, outs[1::2], outs[::2], "reduce")
+    assert RouterConfig(normalize=np.False_).normalize is False
+    assert jax_ep.ExpertPlacement(np.arange(4), 2, local_first=np.True_).local_first is True
+
+
+def test_python_ids_beyond_int32_are_counted_as_invalid(transport):
+    group = group_of(CASE, transport)
+    ids = [[2**40, *range(1, K)]] * T
+
+    def body(tokens):
+        return dispatch_and_return(group, tokens, ids)[2][None]
+
+    assert (np.asarray(run(group, body, operands_of(CASE)[:1])) == T).all()
 
 
 @pytest.mark.parametrize(

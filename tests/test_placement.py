@@ -96,6 +96,12 @@ def test_the_oracle_sums_copies_by_hand():
     assert oracle.replicate(np.array([3, 4]), np.array([0, 1, 0, 0])).tolist() == [3, 4, 3, 3]
 
 
+def test_a_huge_id_needs_no_memory():
+    logical = np.array([*range(E - 1), 2**32 - 1], np.uint32)
+    with pytest.raises(ValueError, match=r"each of the experts 0 to 4294967295; expert 7 is miss"):
+        jax_ep.ExpertPlacement(logical, R)
+
+
 def test_a_mask_replaces_an_earlier_one_also_in_jit():
     placement = jax_ep.ExpertPlacement(PLACEMENT, R)
     again = jax.jit(lambda p, mask: p.mask_ranks(mask))(

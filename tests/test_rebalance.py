@@ -3,6 +3,7 @@
 import pathlib
 import re
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -60,6 +61,12 @@ def test_an_example_by_hand():
     # Both ranks have 55 when expert 2 comes, so it goes home, to rank 1.
     np.testing.assert_array_equal(logical, [0, 1, 3, 0, 1, 2])
     assert logical.dtype == np.int32
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "uint8"])
+def test_loads_may_have_any_dtype_of_real_numbers(dtype):
+    load = jnp.array([90, 20, 9, 8], dtype)
+    np.testing.assert_array_equal(jax_ep.rebalance(load, 2, 2, home_slack=0), [0, 1, 3, 0, 1, 2])
 
 
 def test_loads_of_steps_add_up():

@@ -70,6 +70,12 @@ def check_is_format(value: Any, where: str = "") -> None:
         )
 
 
+def check_is_array(where: str, name: str, x: Any) -> None:
+    """Requires an array, or what JAX traces in place of one."""
+    if not (hasattr(x, "dtype") and hasattr(x, "shape")):
+        raise TypeError(f"{where}: {name} must be an array; got {type(x).__name__}.")
+
+
 class Quantized(NamedTuple):
     """Quantized tokens.
 
@@ -181,8 +187,12 @@ class QuantizedFormat(TokenFormat):
             Codes, and scales row by row, whatever `scales_layout` is.
 
         Raises:
+            TypeError: `tokens` is not an array.
             ValueError: H is not a multiple of the block size, or another dtype.
         """
+        check_is_array(self.name, "tokens", tokens)
+        if not tokens.shape:
+            raise ValueError(f"{self.name}: tokens must have the shape [..., H]; got ().")
         if tokens.dtype not in self.token_dtypes:
             raise ValueError(
                 f"{self.name}: tokens must be bfloat16 or float32; got {tokens.dtype.name}."
@@ -199,7 +209,12 @@ class QuantizedFormat(TokenFormat):
         """The numbers that `quantize` encoded, given the same `input_scale`.
 
         `[..., H]` in `dtype`, computed in float32, where XLA may flush subnormals to zero.
+
+        Raises:
+            TypeError: `quantized` is not `Quantized`.
+            ValueError: codes and scales have other dtypes, or do not fit each other.
         """
+        _check_quantized(self, quantized)
         return _dequantize(self, quantized, _input_scale_bits(input_scale), dtype)
 
     def dequantize_rows(
@@ -228,6 +243,34 @@ class QuantizedFormat(TokenFormat):
             input_scale = input_scale[group_of(starts, n_rows)]
         rows = self.dequantize(Quantized(codes, by_row), input_scale, dtype)
         return jnp.where((row < starts[-1])[:, None], rows, jnp.zeros((), dtype))
+
+
+def _check_quantized(token_format: QuantizedFormat, quantized: Any) -> None:
+    """Requires codes `[..., H]` or `[..., H / 2]`, and the scales of their blocks."""
+    name = token_format.name
+    if not isinstance(quantized, Quantized):
+        raise TypeError(
+            f"{name}: quantized must be jax_ep.Quantized(codes, scales), as quantize() returns it; "
+            f"got {type(quantized).__name__}."
+        )
+    codes, scales = quantized
+    wanted = {"codes": token_format.row_dtype, "scales": token_format.scale_dtype}
+    for field, dtype in wanted.items():
+        x = getattr(quantized, field)
+        check_is_array(name, f"quantized.{field}", x)
+        if x.dtype != dtype:
+            raise ValueError(f"{name}: quantized.{field} must be {dtype}; got {x.dtype.name}.")
+    if not codes.shape:
+        raise ValueError(f"{name}: quantized.codes must have the shape [..., H]; got ().")
+    size = codes.shape[-1] * (2 if token_format.packed else 1)
+    token_format.check_hidden_size(size)
+    shape = (*codes.shape[:-1], token_format.n_scales(size))
+    if scales.shape != shape:
+        raise ValueError(
+            f"{name}: quantized.scales must be one per {token_format.block_size} elements, "
+            f"{shape}; got {scales.shape}. Those in the rows of a dispatch may be in another "
+            "layout: jax_ep.dequantize() takes them."
+        )
 
 
 def _input_scale_bits(input_scale: jax.Array | None) -> jax.Array:

@@ -45,4 +45,4 @@ class NVFP4(QuantizedFormat):
     def decode_scales(self, scales: jax.Array, input_scale: jax.Array) -> jax.Array:
         """`scale * (1 / s)`."""
         inverse = jnp.where(input_scale > 0, 1 / input_scale, jnp.float32(0))
-        return scales.astype(jnp.float32) * inverse[..., None]
+        return scales.astype(jnp.float32) * jnp.broadcast_to(inverse[..., None], scales.shape)

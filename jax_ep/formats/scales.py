@@ -108,7 +108,7 @@ class _Atoms(ScalesLayout):
         first_blocks, starts = _first_blocks(row_offsets), row_offsets.astype(jnp.int32)
         group = group_of(first_blocks, shape[0])
         first_row = starts[group] + (block - first_blocks[group]) * _ATOM_ROWS
-        row = first_row[:, None] + jnp.arange(_ATOM_ROWS, dtype=jnp.int32)
+        row = first_row[:, None] + jnp.arange(_ATOM_ROWS, dtype=jnp.int32)[None]
         row = jnp.where(row < starts[group + 1][:, None], row, n_rows)
         padding = shape[1] * _ATOM_SCALES - n_scales
         # As integers: XLA converts small floats to larger ones to gather them.

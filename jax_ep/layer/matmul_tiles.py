@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import min_dim
 
 from jax_ep.operands.checks import vary_alike
 
@@ -111,10 +112,14 @@ def _loop_over_groups(
 
 
 def _tile_sizes(n_rows: int, n_groups: int) -> tuple[int, int]:
-    """Rows of a tile, and of a tile that ends a group: near the mean group, and a quarter of it."""
-    large = 1 << (-(-n_rows // n_groups) - 1).bit_length()
-    large = min(max(large, 16), 256)
-    return min(large, n_rows), min(max(large // 4, 8), n_rows)
+    """Rows of a tile, and of a tile that ends a group: near the mean group, and a quarter of it.
+
+    `jax.export` may leave the number of rows open: tiles are then as large as any.
+    """
+    large = 256
+    if isinstance(n_rows, int):
+        large = min(max(1 << (-(-n_rows // n_groups) - 1).bit_length(), 16), large)
+    return min_dim(large, n_rows), min_dim(max(large // 4, 8), n_rows)
 
 
 def _tile(first: jax.Array, end: jax.Array, size: int, n_rows: int) -> tuple[jax.Array, jax.Array]:

@@ -59,7 +59,9 @@ def quantize_weights(
         ValueError: a shape or dtype does not fit. While tracing.
     """
     name = "quantize_weights"
-    checks.check_flags(name, transposed=transposed, differentiable=differentiable)
+    transposed, differentiable = checks.check_flags(
+        name, transposed=transposed, differentiable=differentiable
+    )
     (weights,) = checks.as_arrays(name, weights=weights)
     letters = "L N H" if transposed else "L H N"
     checks.check_array(name, "weights", weights, (None,) * 3, letters, jnp.bfloat16, jnp.float32)

@@ -9,6 +9,7 @@ from jax import P
 
 from jax_ep.config import check_count
 from jax_ep.formats import BlockwiseFP8, Plain
+from jax_ep.formats.base import check_is_array
 from jax_ep.formats.plain import as_dtype
 from jax_ep.group import EPGroup
 from jax_ep.nnx.token_axes import Axes, are_different_axes, as_tuple, axes_of, count_shards
@@ -165,7 +166,7 @@ def check_fused_size(group: EPGroup, expert_size: int, shared_size: int | None) 
 def check_tokens(group: EPGroup, tokens: Any) -> None:
     """Requires floating-point numbers `[..., H]`."""
     hidden_size = group.config.hidden_size
-    _check_is_array(group, "tokens", tokens)
+    check_is_array(_name(group), "tokens", tokens)
     if tokens.ndim < 2 or tokens.shape[-1] != hidden_size:
         raise ValueError(
             f"{_name(group)}: tokens must have the shape [..., H={hidden_size}], with at least one "
@@ -180,7 +181,7 @@ def check_tokens(group: EPGroup, tokens: Any) -> None:
 
 def check_mask(group: EPGroup, mask: Any, shape: tuple[int, ...]) -> None:
     """Requires `bool`, one for each token."""
-    _check_is_array(group, "mask", mask)
+    check_is_array(_name(group), "mask", mask)
     if mask.shape != shape:
         raise ValueError(
             f"{_name(group)}: mask must have the shape of tokens without their last dimension, "
@@ -190,11 +191,6 @@ def check_mask(group: EPGroup, mask: Any, shape: tuple[int, ...]) -> None:
         raise ValueError(
             f"{_name(group)}: mask must be bool; got {mask.dtype.name}. Pass mask.astype(bool)."
         )
-
-
-def _check_is_array(group: EPGroup, name: str, x: Any) -> None:
-    if not (hasattr(x, "dtype") and hasattr(x, "shape")):
-        raise TypeError(f"{_name(group)}: {name} must be an array; got {type(x).__name__}.")
 
 
 def _name(group: EPGroup) -> str:

@@ -78,7 +78,7 @@ class Forward:
         group, config = self.group, self.group.config
         logits = tokens.astype(jnp.float32) @ weights["router"]
         if "logit_bias" in weights:
-            logits += weights["logit_bias"]
+            logits += jnp.broadcast_to(weights["logit_bias"], logits.shape)
         routes = route(self.router_config, logits, config.top_k, weights.get("router_bias"))
         ids = routes.topk_ids if mask is None else jnp.where(mask[..., None], routes.topk_ids, -1)
 

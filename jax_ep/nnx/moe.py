@@ -96,7 +96,7 @@ class MoE(nnx.Module):
         rngs: the stream `params` is used.
 
     Raises:
-        TypeError: `group`, `router`, `expert_fn` or `rngs` has another type.
+        TypeError: `group`, `router`, `expert_fn`, `kernel_init` or `rngs` has another type.
         ValueError: the router does not fit the experts, `shared_size` does not fit the fused shared
             expert, the axes do not fit the group, or another argument is invalid.
 
@@ -161,7 +161,7 @@ class MoE(nnx.Module):
         self.group = group
         self.placement, n_experts = create_placement(group, placement)
         self.router_config = checks.check_router(group, router, n_experts)
-        self.balance_per_sequence = balance_per_sequence
+        self.balance_per_sequence = bool(balance_per_sequence)
         self.capacity_factor = checks.check_factor(capacity_factor)
         self.on_limit = check_on_drop("on_limit", on_limit)
         self.token_axes = check_token_axes(group, token_axes)
@@ -169,10 +169,11 @@ class MoE(nnx.Module):
         self.follows_tokens = token_axes is None
         self.fsdp_axes = checks.check_fsdp_axes(group, self.token_axes, fsdp_axis)
         self.expert_fn = checks.check_callable("expert_fn", expert_fn) or expert_mlp
-        self.fp8_matmuls = fp8_matmuls
-        self.transposed = transposed
-        self.interleaved = interleaved
+        self.fp8_matmuls = bool(fp8_matmuls)
+        self.transposed = bool(transposed)
+        self.interleaved = bool(interleaved)
         self.clamp = check_activation("nnx.MoE", interleaved, clamp)
+        kernel_init = checks.check_callable("kernel_init", kernel_init)
         create = Parameters(group.mesh, kernel_init, param_dtype, rngs)
         self._create_parameters(create, n_experts, n_shared, router_bias, logit_bias, expert_bias)
 

@@ -261,6 +261,7 @@ class CombineOperands:
         reduce: bool,
     ) -> Self:
         """Checks and routes the user's arguments."""
+        (reduce,) = checks.check_flags(operation, reduce=reduce)
         _check_weights(operation, topk_weights, row_weights, residual, reduce)
         config = geometry.config
         expert_out, topk_weights, residual = checks.as_arrays(
@@ -302,8 +303,7 @@ def _check_integers(
     operation: str, config: EPConfig, values: jax.Array, leading: tuple[int, ...]
 ) -> None:
     """Requires `[*leading, W]`, of a W that fits into rows of the group."""
-    size = values.shape[-1] if values.ndim else None
-    checks.check_array(operation, "values", values, (*leading, size), "W", *limbs.INTEGERS)
+    checks.check_array(operation, "values", values, (*leading, None), "W", *limbs.INTEGERS)
     limit = config.hidden_size * config.combine_dtype.itemsize // limbs.BYTES_PER_INTEGER
     if not 0 < values.shape[-1] <= limit:
         raise ValueError(
@@ -346,7 +346,6 @@ def _check_weights(
         raise ValueError(
             f"{operation}: topk_weights must be given to dispatch or to combine, not to both."
         )
-    checks.check_flags(operation, reduce=reduce)
     if reduce:
         return
     given = dict(topk_weights=topk_weights, residual=residual, row_weights=row_weights)

@@ -76,6 +76,8 @@ def advise(dtype: Any, *wanted: Any) -> str:
 
     Ids cast to weights, weights cast to ids, and codes cast to numbers give wrong results.
     """
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return " This is a key for random numbers: draw them with jax.random."
     if is_code(dtype):
         return (
             " These seem to be codes of a quantized format, which need their scales: take the "
@@ -86,6 +88,8 @@ def advise(dtype: Any, *wanted: Any) -> str:
     same = (jnp.integer, jnp.floating)
     if any(jnp.issubdtype(dtype, kind) and _has_kind(wanted, kind) for kind in same):
         return " Cast it with .astype()."
+    if any(each not in _KINDS and np.dtype(each) == np.bool_ for each in wanted):
+        return " Cast it with .astype(bool)."
     if jnp.issubdtype(dtype, jnp.floating) and _has_kind(wanted, jnp.integer):
         return " Are these weights in place of ids?"
     if jnp.issubdtype(dtype, jnp.integer) and _has_kind(wanted, jnp.floating):
@@ -222,7 +226,10 @@ def is_finite(value: Any) -> bool:
 
 
 def as_arrays(operation: str, **arrays: Any) -> list[Any]:
-    """JAX arrays; None and 64-bit NumPy arrays stay as they are, for `check_array` to reject."""
+    """JAX arrays; None and 64-bit NumPy arrays stay as they are, for `check_array` to reject.
+
+    Python integers beyond 32 bits become such a NumPy array.
+    """
 
     def convert(name: str, x: Any) -> Any:
         if x is None or (isinstance(x, np.ndarray | np.generic) and x.dtype.itemsize == 8):
@@ -231,6 +238,8 @@ def as_arrays(operation: str, **arrays: Any) -> list[Any]:
             if isinstance(x, str | bytes):
                 raise TypeError
             return jnp.asarray(x)
+        except OverflowError:
+            return np.asarray(x)
         except (TypeError, ValueError):
             raise TypeError(
                 f"{operation}: {name} must be an array of numbers; got {type(x).__name__}."
@@ -239,12 +248,23 @@ def as_arrays(operation: str, **arrays: Any) -> list[Any]:
     return [convert(name, x) for name, x in arrays.items()]
 
 
-def check_flags(operation: str, **flags: Any) -> None:
-    """Requires True or False."""
+def check_flags(operation: str, **flags: Any) -> list[bool]:
+    """Requires True or False, of Python or NumPy; returns them as Python's."""
     for name, value in flags.items():
-        if not isinstance(value, bool):
+        if not isinstance(value, bool | np.bool_):
             where = f"{operation}: " if operation else ""
             raise ValueError(f"{where}{name} must be True or False; got {value!r}.")
+    return [bool(value) for value in flags.values()]
+
+
+def as_values(operation: str, name: str, x: Any, advice: str) -> np.ndarray:
+    """A NumPy array; requires values that are known, not traced."""
+    try:
+        return np.asarray(x)
+    except jax.errors.TracerArrayConversionError:
+        raise TypeError(
+            f"{operation}: {name} must have values; got a traced array. {advice}"
+        ) from None
 
 
 def vary_alike(axis_names: Sequence[str], *trees: Any) -> Any:

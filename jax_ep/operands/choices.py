@@ -65,8 +65,9 @@ def limit_choices(
         `int32[..., K]`: `topk_ids`, with -1 in place of what is dropped. Ids outside `[0, E)` stay.
 
     Raises:
-        ValueError: `topk_ids` are not integers, `n_experts` or `capacity` no count, or the choices
-            of all ranks do not fit in int32. While tracing.
+        ValueError: `topk_ids` are not integers, `n_experts` or `capacity` no count, `axis_name` no
+            axis of the `jax.shard_map`, or the choices of all ranks do not fit in int32. While
+            tracing.
     """
     capacity = min(_as_count("limit_choices", "capacity", capacity), _INT32_MAX)
     experts, is_expert = _experts("limit_choices", topk_ids, n_experts)
@@ -82,9 +83,16 @@ def limit_choices(
 
 def _room(counts: jax.Array, n_choices: int, capacity: int, axis_name: Any) -> jax.Array:
     """`int32[E + 1]`, what earlier ranks leave of each expert's capacity; may be negative."""
-    if isinstance(axis_name, tuple | list) and not axis_name:
+    axis_name = tuple(axis_name) if isinstance(axis_name, list) else axis_name
+    if axis_name == ():
         return jnp.full_like(counts, capacity)
-    n_all = n_choices * lax.axis_size(axis_name)
+    try:
+        n_all = n_choices * lax.axis_size(axis_name)
+    except (NameError, TypeError):
+        raise ValueError(
+            "limit_choices: axis_name must be an axis, or a tuple of axes, of the jax.shard_map "
+            f"around the call; got {axis_name!r}. Leave it out to count the choices of each rank."
+        ) from None
     if n_all > _INT32_MAX:
         raise ValueError(
             f"limit_choices: the choices of all ranks along axis_name={axis_name!r} must fit in "

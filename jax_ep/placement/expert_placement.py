@@ -54,7 +54,7 @@ class ExpertPlacement:
         self, physical_to_logical: Any, n_ranks: int, *, local_first: bool = False
     ) -> None:
         n_ranks = check_count("n_ranks", n_ranks)
-        checks.check_flags("ExpertPlacement", local_first=local_first)
+        (local_first,) = checks.check_flags("ExpertPlacement", local_first=local_first)
         logical = _check_logical(physical_to_logical, n_ranks)
         n_experts = int(logical.max()) + 1
         self.physical_to_logical = jnp.asarray(logical)
@@ -104,13 +104,14 @@ class ExpertPlacement:
             `[..., E]`, for `rebalance`, in the dtype of `load`.
 
         Raises:
+            TypeError: `load` is traced.
             ValueError: the last dimension is not P.
         """
-        load = np.asarray(load)
+        call = "ExpertPlacement.logical_load"
+        load = checks.as_values(call, "load", load, "Call it outside of jax.jit.")
         if load.ndim < 1 or load.shape[-1] != self.n_physical:
             raise ValueError(
-                f"ExpertPlacement.logical_load: load must have the shape [..., "
-                f"P={self.n_physical}]; got {load.shape}."
+                f"{call}: load must have the shape [..., P={self.n_physical}]; got {load.shape}."
             )
         logical = np.zeros((self.n_experts, *load.shape[:-1]), load.dtype)
         np.add.at(logical, np.asarray(self.physical_to_logical), np.moveaxis(load, -1, 0))
@@ -160,12 +161,8 @@ def check_placement(operation: str, group: EPGroup, placement: Any) -> None:
 def _check_logical(given: Any, n_ranks: int) -> np.ndarray:
     """`int32[P]`, with each expert at least once, and at most once on a rank."""
     name = "ExpertPlacement: physical_to_logical"
-    if isinstance(given, jax.core.Tracer):
-        raise TypeError(
-            f"{name} must have values; got a traced array. Make the placement outside of jax.jit, "
-            "and pass it as an argument."
-        )
-    logical = np.asarray(given)
+    advice = "Make the placement outside of jax.jit, and pass it as an argument."
+    logical = checks.as_values("ExpertPlacement", "physical_to_logical", given, advice)
     if logical.ndim != 1 or not np.issubdtype(logical.dtype, np.integer):
         raise TypeError(f"{name} must be integers [P]; got {logical.dtype.name}{logical.shape}.")
     if logical.size == 0 or logical.size % n_ranks:
@@ -173,7 +170,8 @@ def _check_logical(given: Any, n_ranks: int) -> np.ndarray:
             f"{name} must have a multiple of n_ranks={n_ranks} entries; got {logical.size}."
         )
     n_experts = int(logical.max()) + 1
-    missing = sorted(set(range(n_experts)) - set(logical.tolist()))
+    # Of more experts than entries, an expert below the number of entries is missing.
+    missing = sorted(set(range(min(n_experts, logical.size))) - set(logical.tolist()))
     if missing or logical.min() < 0:
         what = f"expert {missing[0]} is missing" if missing else f"got {logical.min()}"
         raise ValueError(f"{name} must name each of the experts 0 to {n_experts - 1}; {what}.")
@@ -203,5 +201,5 @@ def _tables(
     held = (keys[:, None] == experts).reshape(n_ranks, -1, n_experts).sum(1, dtype=jnp.int32)
     totals = held.sum(0)
     before = jnp.cumsum(totals) - totals  # copies of earlier experts
-    first = before + jnp.concatenate([jnp.zeros_like(held[:1]), jnp.cumsum(held, axis=0)])
+    first = before[None] + jnp.concatenate([jnp.zeros_like(held[:1]), jnp.cumsum(held, axis=0)])
     return jnp.argsort(keys, stable=True).astype(jnp.int32), first.astype(jnp.int32)

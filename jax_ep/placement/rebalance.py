@@ -3,10 +3,11 @@
 import heapq
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from jax_ep.config import check_count
-from jax_ep.operands.checks import is_finite
+from jax_ep.operands.checks import as_values, is_finite
 
 
 def rebalance(
@@ -51,6 +52,7 @@ def rebalance(
         `int32[P]`, for `ExpertPlacement`; each rank's experts in ascending order.
 
     Raises:
+        TypeError: `load` is traced.
         ValueError: an argument is not as above.
     """
     load = _check_load(load)
@@ -82,8 +84,8 @@ def rebalance(
 
 def _check_load(given: Any) -> np.ndarray:
     """`float64[E]`, summed over steps."""
-    load = np.asarray(given)
-    is_number = np.issubdtype(load.dtype, np.number) and not np.iscomplexobj(load)
+    load = as_values("rebalance", "load", given, "Call it outside of jax.jit.")
+    is_number = any(jnp.issubdtype(load.dtype, kind) for kind in (jnp.integer, jnp.floating))
     if load.ndim not in (1, 2) or not load.shape[-1] or not is_number:
         raise ValueError(
             f"rebalance: load must be numbers [E] or [steps, E]; got {load.dtype.name}{load.shape}."

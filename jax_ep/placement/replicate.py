@@ -92,7 +92,7 @@ def _plan(group: EPGroup, placement: ExpertPlacement) -> _Rounds:
     n_home, n_local = n_experts // n_ranks, group.n_local_experts
     logical = placement.physical_to_logical.reshape(n_ranks, n_local)
     ranks = lax.broadcasted_iota(jnp.int32, logical.shape, 0)
-    experts = lax.iota(jnp.int32, n_experts)
+    experts = lax.broadcasted_iota(jnp.int32, (1, n_experts), 1)
     is_away = (logical // n_home != ranks).reshape(-1, 1)
     travels = (is_away & (logical.reshape(-1, 1) == experts)).any(0).reshape(n_ranks, n_home)
     n_offered = travels.sum(1, dtype=jnp.int32)

@@ -181,6 +181,7 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "values-dtype": lambda: send_along(jnp.zeros((T, H), jnp.float32)),
     "values-integers": lambda: send_along(jnp.zeros((T, 5), jnp.int32)),
     "integer-ids": lambda: dispatch_ids(np.zeros((T, K), np.float32)),
+    "random-key": lambda: dispatch_ids(jax.random.split(jax.random.key(0), (T, K))),
     "float-weights": lambda: round_trip(init(), topk_weights=np.ones((T, K), np.int32)),
     "swapped": lambda: run(
         lambda r: jax_ep.dispatch(init(), operands()[0], jnp.ones((T, K)), operands()[1]).tokens

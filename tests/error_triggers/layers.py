@@ -15,6 +15,10 @@ from jax_ep.nnx import MoE
 from jax_ep.router import RouterConfig, balance_loss, route
 
 
+def quantized(**changes: jax.Array) -> jax_ep.Quantized:
+    return jax_ep.MXFP8().quantize(jnp.ones((T, 128)))._replace(**changes)
+
+
 def layer(group, **options: Any) -> MoE:
     return MoE(group, H, rngs=nnx.Rngs(0), **options)
 
@@ -100,6 +104,13 @@ def differentiate_codes() -> None:
 
 TRIGGERS: dict[str, Callable[[], Any]] = {
     "quantize-dtype": lambda: jax_ep.MXFP8().quantize(jnp.ones((T, 128), jnp.int32)),
+    "quantize-type": lambda: jax_ep.MXFP8().quantize([[1.0] * 128]),
+    "quantize-shape": lambda: jax_ep.MXFP8().quantize(jnp.ones(())),
+    "codes-type": lambda: jax_ep.MXFP8().dequantize(*quantized()),
+    "codes-dtype": lambda: jax_ep.MXFP8().dequantize(quantized(codes=jnp.ones((T, 128)))),
+    "codes-scales": lambda: jax_ep.MXFP8().dequantize(
+        quantized(scales=jnp.ones((T, 8), jnp.float8_e8m0fnu))
+    ),
     "dequantize-dtype": lambda: round_trip(init(), lambda d: jax_ep.dequantize(d, jnp.int32)),
     "dequantize-type": lambda: round_trip(init(), lambda d: jax_ep.dequantize(d.tokens)),
     "silu-columns": lambda: jax_ep.fused_silu(jnp.ones((2, 3)), np.uint32([0, 2])),
@@ -184,12 +195,17 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
         layer(init(name="train"), capacity_factor=0.5, on_limit="raise")
     ),
     "layer-expert-fn": lambda: layer(init(), expert_fn="gelu"),
+    "layer-kernel-init": lambda: layer(init(), kernel_init=0.02),
+    "layer-key": lambda: layer(init())(jax.random.split(jax.random.key(0), (R, H))),
     "layer-formats": lambda: layer(init(), fp8_matmuls=True),
     "layer-quantize": lambda: layer(init()).quantize_experts(),
     "layer-quantize-fsdp": lambda: fp8_layer(
         make_mesh(jax.devices()[:4], (2, 2), ("dp", "ep")), fsdp_axis="dp"
     ).quantize_experts(),
     "layer-quantize-twice": quantize_twice,
+    "choices-axis": lambda: run(
+        lambda rank: jax_ep.limit_choices(operands()[1], E, 1, axis_name="dp")
+    ),
     "too-many-choices": lambda: jax.eval_shape(
         jax.shard_map(
             lambda ids: jax_ep.limit_choices(ids, E, 1, axis_name="ep"),
