@@ -226,7 +226,8 @@ def _advise(geometry: Geometry, capacity: int, n_dropped: int) -> str:
     largest, alignment = config.worst_case_rows(geometry.n_ranks), config.group_alignment
     if capacity >= largest:
         return "It cannot be larger; let each token name an expert at most once"
-    # Each row that is dropped may begin a block of `alignment` rows, or be the last of its group.
+    # Each block of `alignment` rows beyond the capacity has a dropped row; each group has less
+    # padding than a block.
     padded = n_dropped + geometry.routed.n_local_groups * (alignment - 1)
     needed = min(n_dropped * alignment, -(-padded // alignment) * alignment)
     return f"Raise recv_capacity to {min(capacity + needed, largest)} or more"

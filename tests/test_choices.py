@@ -137,7 +137,7 @@ def test_a_capacity_may_count_over_all_ranks(shape, capacity):
 
 @pytest.mark.xla_collectives
 @pytest.mark.usefixtures("one_process")
-@pytest.mark.parametrize("over", [["x", "y"], ("y", "x"), "dp", ("dp", "x", "y"), ()])
+@pytest.mark.parametrize("over", [("x", "y"), ["x", "y"], ("y", "x"), "dp", ("dp", "x", "y"), ()])
 def test_ranks_are_counted_in_the_order_of_their_axes(over):
     """Each group of ranks, at one index of the other axes, has a capacity of its own."""
     axes, names = {"dp": 2, "x": 2, "y": 2}, ("dp", "x", "y")

@@ -1,6 +1,7 @@
 """The program that XLA gets for moe's gradient on GPUs; needs no GPU."""
 
 import dataclasses
+import importlib.util
 import re
 
 import jax
@@ -65,12 +66,11 @@ def steps_of(lines: list[str]) -> list[str]:
 @pytest.mark.parametrize("rematerializes", [False, True])
 def test_gradients_of_weights_come_between_start_and_done(mesh, rematerializes) -> None:
     change = jax.checkpoint if rematerializes else lambda layer: layer
-    program = lowered(closed_group(mesh), change=change)
-    steps = steps_of(lines_of(program))
+    steps = steps_of(lines_of(lowered(closed_group(mesh), change=change)))
     assert steps.count("jax_ep_async") == 1
     # Rows' gradients of both matmuls, the second one's with that of the activation if there are
     # kernels, then the call.
-    has_kernels = "@jax_ep_grouped_matmul" in program
+    has_kernels = importlib.util.find_spec("jax_ep._ffi_cuda") is not None
     combine_grad, alloc = (steps.index(f"jax_ep_{x}") for x in ("combine_grad", "async_alloc"))
     of_rows = [step for step in steps[combine_grad + 1 : alloc] if step != BARRIER]
     assert of_rows == ["jax_ep_gated_matmul_grad" if has_kernels else "matmul", "matmul"]

@@ -143,13 +143,16 @@ def test_cpus_without_the_extension_are_left_to_xla_with_a_warning(selection, lo
     assert selection(mesh) == "host"
     assert selection(mesh, n_nodes=2) == "host"
 
+    error = ModuleNotFoundError("No module named 'jax_ep._ffi'")
+
     def find_nothing():
-        raise ModuleNotFoundError("No module named 'jax_ep._ffi'")
+        raise error
 
     monkeypatch.setattr(extension, "load_host", find_nothing)
     assert selection(mesh) == "xla"
     assert [record.levelname for record in log.records] == ["INFO", "INFO", "WARNING"]
     assert "'host' cannot: the extension jax_ep._ffi cannot be loaded" in log.text
+    assert extension.why_missing("_ffi", error) in log.text  # with what to do among the sources
 
 
 def test_a_process_without_devices_asks_nobody(selection, monkeypatch):
