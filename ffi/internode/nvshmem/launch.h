@@ -38,7 +38,8 @@ inline cudaError_t LaunchKernel(cudaKernel_t kernel, const void* call, size_t sm
   return error;
 }
 
-// A stream for kernels beside those of another one. Its blocks take precedence. Never destroyed.
+// A stream for kernels beside those of another one. Its blocks take precedence. Never destroyed:
+// CUDA may have ended before.
 struct Side {
   cudaStream_t stream = nullptr;
   cudaEvent_t fork = nullptr, join = nullptr;
@@ -49,8 +50,15 @@ struct Side {
     for (cudaEvent_t* event : {&fork, &join}) {
       if (error == cudaSuccess) error = cudaEventCreateWithFlags(event, cudaEventDisableTiming);
     }
-    if (error != cudaSuccess) return error;
-    return cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, greatest);
+    if (error == cudaSuccess) {
+      error = cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, greatest);
+    }
+    if (error == cudaSuccess) return error;
+    for (const cudaEvent_t event : {fork, join}) {
+      if (event != nullptr) cudaEventDestroy(event);
+    }
+    cudaGetLastError();
+    return error;
   }
 
   // Calls launch(side stream); see World::Fork.

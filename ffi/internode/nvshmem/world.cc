@@ -1,6 +1,9 @@
 #include "internode/nvshmem/world.h"
 
 #include <cstring>
+#include <mutex>
+#include <optional>
+#include <vector>
 
 #include "cuda/call/cuda_status.h"
 #include "cuda/call/scoped_device.h"
@@ -25,24 +28,64 @@ bool HasMps(int device) {
   return error != cudaSuccess || has_mps != 0;
 }
 
-// The calling thread's, which may be capturing while others launch: that could forbid it to make
-// streams. Never destroyed: CUDA may have ended before the thread does.
-struct SideOfThread {
-  Side side;
-  cudaError_t error;
-
-  SideOfThread() {
-    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-    error = cudaThreadExchangeStreamCaptureMode(&mode);
-    if (error != cudaSuccess) return;
-    error = side.Make();
-    cudaThreadExchangeStreamCaptureMode(&mode);
-  }
-
-  static const SideOfThread& Instance() {
-    thread_local const SideOfThread* const instance = new SideOfThread;
+// Sides that ended threads have left.
+class IdleSides {
+ public:
+  // Never destroyed: threads may end, and leave theirs, after static objects.
+  static IdleSides& Instance() {
+    static IdleSides* const instance = new IdleSides;
     return *instance;
   }
+
+  void Leave(const Side& side) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    sides_.push_back(side);
+  }
+
+  std::optional<Side> Take() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (sides_.empty()) return std::nullopt;
+    const Side side = sides_.back();
+    sides_.pop_back();
+    return side;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<Side> sides_;
+};
+
+// The calling thread's, which may be capturing while others launch: that could forbid it to make
+// streams.
+class SideOfThread {
+ public:
+  static cudaError_t Find(Side* side) {
+    thread_local SideOfThread own;
+    if (!own.side_) own.side_ = IdleSides::Instance().Take();
+    const cudaError_t error = own.side_ ? cudaSuccess : own.Make();
+    if (error == cudaSuccess) *side = *own.side_;
+    return error;
+  }
+
+  ~SideOfThread() {
+    if (side_) IdleSides::Instance().Leave(*side_);
+  }
+
+ private:
+  SideOfThread() = default;
+
+  cudaError_t Make() {
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    cudaError_t error = cudaThreadExchangeStreamCaptureMode(&mode);
+    if (error != cudaSuccess) return error;
+    Side side;
+    error = side.Make();
+    if (error == cudaSuccess) side_ = side;
+    cudaThreadExchangeStreamCaptureMode(&mode);
+    return error;
+  }
+
+  std::optional<Side> side_;
 };
 
 }  // namespace
@@ -181,8 +224,9 @@ cudaError_t World::Launch(const RailSumCall& call, cudaStream_t stream) const {
 
 cudaError_t World::Fork(cudaStream_t stream,
                         const std::function<cudaError_t(cudaStream_t)>& launch) {
-  const SideOfThread& own = SideOfThread::Instance();
-  return own.error == cudaSuccess ? own.side.Fork(stream, launch) : own.error;
+  Side side;
+  const cudaError_t error = SideOfThread::Find(&side);
+  return error == cudaSuccess ? side.Fork(stream, launch) : error;
 }
 
 }  // namespace jax_ep::rail
