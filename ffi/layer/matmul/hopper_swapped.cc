@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <optional>
 
 #include "layer/matmul/tensor_maps.h"
 
@@ -49,14 +50,18 @@ cudaError_t MakeParams(const MatmulCall& call, const MatmulTileTable& tiles, boo
   return error;
 }
 
-// Of the device, from its memory's clock rate and width.
-cudaError_t MemoryBytesPerSecond(int device, int64_t* rate) {
+// Of the device, from its memory's clock rate and width. A driver may hide these.
+std::optional<int64_t> MemoryBytesPerSecond(int device) {
   int kilohertz = 0, n_bits = 0;
   cudaError_t error = cudaDeviceGetAttribute(&kilohertz, cudaDevAttrMemoryClockRate, device);
-  if (error != cudaSuccess) return error;
-  error = cudaDeviceGetAttribute(&n_bits, cudaDevAttrGlobalMemoryBusWidth, device);
-  *rate = 2 * 1000 * int64_t{kilohertz} * n_bits / 8;  // two transfers per cycle
-  return error;
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&n_bits, cudaDevAttrGlobalMemoryBusWidth, device);
+  }
+  if (error != cudaSuccess) {
+    cudaGetLastError();
+    return std::nullopt;
+  }
+  return 2 * 1000 * int64_t{kilohertz} * n_bits / 8;  // two transfers per cycle
 }
 
 }  // namespace
@@ -66,15 +71,13 @@ cudaError_t IsMemorySlow(bool* is_slow) {
   constexpr int kMaxDevices = 64;
   static std::atomic<int> answers[kMaxDevices];  // the driver may take long to answer
   int device = 0;
-  cudaError_t error = cudaGetDevice(&device);
+  const cudaError_t error = cudaGetDevice(&device);
   if (error != cudaSuccess) return error;
   std::atomic<int>* const known = device < kMaxDevices ? &answers[device] : nullptr;
   int answer = known == nullptr ? kNotAsked : known->load(std::memory_order_relaxed);
   if (answer == kNotAsked) {
-    int64_t rate = 0;
-    error = MemoryBytesPerSecond(device, &rate);
-    if (error != cudaSuccess) return error;
-    answer = rate < 4'200'000'000'000 ? kYes : kNo;
+    const std::optional<int64_t> rate = MemoryBytesPerSecond(device);
+    answer = rate && *rate < 4'200'000'000'000 ? kYes : kNo;
     if (known != nullptr) known->store(answer, std::memory_order_relaxed);
   }
   *is_slow = answer == kYes;

@@ -46,7 +46,7 @@ cudaError_t MakeParams(const MatmulCall& call, const GatedGradient& gradient,
                        const MatmulTileTable& tiles, GatedGradientParams& params);
 
 // Whether the current device reads its memory at less than 4.2 TB/s: an H100 reads 3.35, an H200
-// 4.9.
+// 4.9. Not if the driver does not tell.
 cudaError_t IsMemorySlow(bool* is_slow);
 
 }  // namespace jax_ep::matmul::swapped
