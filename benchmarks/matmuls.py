@@ -128,7 +128,8 @@ def memory(n_read: int, n_written: int) -> Program:
         rest = jnp.arange(n_rest // _PASS_WORDS * _PASS_WORDS, dtype=jnp.uint32)
         arrays = (both, rest.reshape(-1, _PASS_WORDS)) if rest.size else (both,)
         return lambda _, both, *rest: (both ^ 1, [x.max(axis=1) for x in rest]), arrays
-    return lambda _, both: (both ^ 1, jnp.full(n_rest + 1, both[0])), (both,)
+    n_rest = max(n_rest, 1) + -max(n_rest, 1) % 4  # XLA stores vectors only if they fit
+    return lambda _, both: (both ^ 1, jnp.full(n_rest, both[0])), (both,)
 
 
 def _check(operation: str, program: Program, x: Operands, sizes: np.ndarray) -> None:
