@@ -28,21 +28,27 @@ struct SwappedTables {
   }
 };
 
+// Whether all matrices together are small. Then CUTLASS's kernels gain nothing from fast memory.
+inline bool HasFewWeights(const MatmulCall& call) {
+  constexpr int64_t kFewWeights = 1 << 27;
+  return call.n_groups * call.k * call.n < kFewWeights;
+}
+
 // Whether the kernel with swapped operands may be the fastest. Its parameters take the host some
-// microseconds. If memory is fast, it gains little with few rows or weights.
+// microseconds. If memory is fast, it gains little with few rows of many weights.
 inline bool MaySwap(const MatmulCall& call, bool is_memory_slow) {
-  constexpr int64_t kSmallestK = 768, kFewestRows = 64, kFewestWeights = 100'000'000;
+  constexpr int64_t kSmallestK = 768, kFewestRows = 64;
   if (call.n_groups > kMaxSwappedGroups || call.k < kSmallestK) return false;
-  return is_memory_slow || (call.n_rows > kFewestRows * call.n_groups &&
-                            call.n_groups * call.k * call.n >= kFewestWeights);
+  return is_memory_slow || HasFewWeights(call) || call.n_rows > kFewestRows * call.n_groups;
 }
 
 // For ChooseOfAll. If memory is slow, CUTLASS's kernels wait for it: they read weights and rows
 // more often. But with few rows, they read a large matrix faster, unless it is transposed.
 inline int64_t ManyRowsOf(const MatmulCall& call, bool is_memory_slow) {
   constexpr int64_t kLargeMatrix = 1 << 26, kManyRows = 160;
+  if (!is_memory_slow) return HasFewWeights(call) ? 0 : INT32_MAX;
   const bool is_large = call.form == MatmulForm::kWeights && call.k * call.n >= kLargeMatrix;
-  return !is_memory_slow ? INT32_MAX : is_large ? kManyRows : 0;
+  return is_large ? kManyRows : 0;
 }
 
 // Called by all threads of a block.
