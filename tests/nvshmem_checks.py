@@ -22,6 +22,7 @@ import test_graphs
 from harness import AXIS, config_of, make_mesh, on_mesh, put
 from jax_ep.internode import overlapped
 from jax_ep.internode.connection import NodesConnection
+from jax_ep.internode.nvshmem import NvshmemRails
 from jax_ep.xla_ffi import extension
 from process_checks import (
     SHORT_TIMEOUT_S,
@@ -236,8 +237,20 @@ def check_a_skipped_combine() -> None:
         assert np.isnan(np.asarray(shard.data, np.float32)).all()
 
 
-def check_a_skipped_overlapped_call(name: str, finish) -> jax.Array:
-    """Like `check_a_skipped_call`, with `overlapped.<name>`; returns the result of the failed call.
+def check_a_skipped_backward() -> None:
+    """The last rank sends no cotangents, which the backward of a combine waits for."""
+
+    def finish(group, rows):
+        def loss(tokens):
+            return jnp.sum(jax_ep.combine(group, tokens, rows).astype(jnp.float32))
+
+        return jax.grad(loss)(rows.tokens)
+
+    check_a_skipped_overlapped_call("combine_grads", finish, NvshmemRails)
+
+
+def check_a_skipped_overlapped_call(name: str, finish, owner=overlapped) -> jax.Array:
+    """Like `check_a_skipped_call`, with `<owner>.<name>`; returns the result of the failed call.
 
     All ranks make the calls before it and, by finish(group, rows), those after.
     """
@@ -246,7 +259,7 @@ def check_a_skipped_overlapped_call(name: str, finish) -> jax.Array:
 
     def layer_where(group):
         def body(tokens, topk_ids, calls):
-            with skipping(name, calls):
+            with skipping(owner, name, calls):
                 return finish(group, jax_ep.dispatch(group, tokens, topk_ids))
 
         return on_mesh(group.mesh, body)
@@ -256,9 +269,9 @@ def check_a_skipped_overlapped_call(name: str, finish) -> jax.Array:
 
 
 @contextlib.contextmanager
-def skipping(name: str, calls: jax.Array):
-    """Replaces `overlapped.<name>`: the ranks without `calls` get zeros."""
-    original = getattr(overlapped, name)
+def skipping(owner, name: str, calls: jax.Array):
+    """Replaces `<owner>.<name>`: the ranks without `calls` get zeros."""
+    original = getattr(owner, name)
 
     def where(*args):
         def call():
@@ -272,7 +285,7 @@ def skipping(name: str, calls: jax.Array):
 
         return jax.lax.cond(calls, call, zeros)
 
-    with unittest.mock.patch.object(overlapped, name, where):
+    with unittest.mock.patch.object(owner, name, where):
         yield
 
 

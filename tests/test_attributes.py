@@ -60,6 +60,7 @@ CUDA = {
     "jax_ep_grouped_matmul": {"form": "i32", "zeroes_unused": "bool"},
     "jax_ep_rail": STREAM | {"group": "str"} | dict.fromkeys(("has_mask", "by_node"), "bool"),
     "jax_ep_rail_combine": COMBINE | STREAM,
+    "jax_ep_rail_combine_grad": COMBINE | STREAM,
     "jax_ep_rail_dispatch": DISPATCH | STREAM,
     "jax_ep_rail_gather": STREAM
     | {"group": "str"}
@@ -185,9 +186,13 @@ def test_an_inter_node_exchange_has_the_attributes_that_its_handler_reads(
     found = attributes_by_target(text)
     overlaps = least == 1
     wanted = {"jax_ep_rail_gather"}
-    wanted |= {"jax_ep_rail_dispatch", "jax_ep_rail_combine"} if overlaps else {"jax_ep_rail_sum"}
+    if overlaps:
+        wanted |= {f"jax_ep_rail_{call}" for call in ("dispatch", "combine", "combine_grad")}
+    else:
+        wanted |= {"jax_ep_rail_sum"}
     # Cotangents; and what only weights have: gradients, or a way to all nodes for combine.
-    wanted |= {"jax_ep_rail"}
+    if not overlaps or weights == "source":
+        wanted |= {"jax_ep_rail"}
     assert set(found) & RAIL == wanted
     for target in wanted:
         assert found[target] == [CUDA[target]] * len(found[target])

@@ -49,6 +49,7 @@ def mps(monkeypatch):
         "check_a_skipped_call",
         "check_a_skipped_dispatch",
         "check_a_skipped_combine",
+        "check_a_skipped_backward",
         "check_a_changed_handle",
         "check_a_process_that_exits",
     ],

@@ -19,7 +19,7 @@ from jax_ep.internode import overlapped
 from jax_ep.internode.connection import HostByNodes
 from jax_ep.internode.rails import OverlappingRails
 from jax_ep.internode.routing import needs
-from jax_ep.xla_ffi.primitives import bind_combine, bind_dispatch
+from jax_ep.xla_ffi.primitives import bind_combine, bind_dispatch, combine_grad_call, combine_grad_p
 from test_codes_between_nodes import layer_results
 from test_nodes import FOUR, SHARED, TWO, ThriftyRails, forget_groups, with_nodes
 
@@ -41,6 +41,12 @@ class ThriftyOverlappingRails(ThriftyRails, OverlappingRails):
         within = dataclasses.replace(operands, residual=None)
         sums, *scalars = bind_combine(inner.geometry, within)
         return [self.reduce_scatter(sums, operands.residual, operands.routing.group_ids), *scalars]
+
+    def combine_grads(self, inner, operands, cotangent, group_ids):
+        bound.append("combine_grads")
+        gathered = self.all_gather(cotangent, needs(self.geometry, group_ids))
+        arrays, params = combine_grad_call(inner.geometry, operands, gathered)
+        return combine_grad_p.bind(*arrays, **params)
 
 
 class OverlappingHost(HostByNodes):
@@ -116,7 +122,7 @@ def test_a_combine_overlaps_from_fewer_tokens_on_than_a_dispatch(weights, traced
 def test_gradients_match_their_closed_forms(weights, flags, traced):
     for routing in ("duplicates", "out_of_range"):
         test_grad.check_closed_forms(TWO.replace(weights=weights, routing=routing, **flags), "host")
-    assert set(traced) == {"dispatch", "combine"}
+    assert set(traced) == {"dispatch", "combine", "combine_grads"}
 
 
 @pytest.mark.parametrize("weights", test_grad.MODES)
@@ -146,7 +152,7 @@ def test_layers_of_formats_that_quantize_have_the_bits_of_separate_calls(
     """Codes have no gradient, weights beside them have."""
     case = cases.QUANTIZED_SMALL[name].replace(n_nodes=2, weights=weights)
     got = layer_results(case, "host")
-    assert set(traced) == {"dispatch", "combine"}
+    assert set(traced) == {"dispatch", "combine", "combine_grads"}
     monkeypatch.setattr(overlapped, "min_tokens", 10**6)
     wanted = layer_results(case, "host", timeout_s=61.0)
     for one, other in zip(got, wanted, strict=True):

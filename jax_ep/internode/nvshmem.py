@@ -17,7 +17,13 @@ from jax_ep.processes.exchange import Exchange
 from jax_ep.transports import bootstrap
 from jax_ep.transports.gradients import FfiConnection
 from jax_ep.xla_ffi import extension
-from jax_ep.xla_ffi.primitives import combine_call, coordinate, dispatch_call, present
+from jax_ep.xla_ffi.primitives import (
+    combine_call,
+    combine_grad_call,
+    coordinate,
+    dispatch_call,
+    present,
+)
 
 # How long close() waits for a peer, which may be dead, after `p2p` has waited for it.
 _MAX_CLOSE_S = 2.0
@@ -85,6 +91,17 @@ class NvshmemRails(OverlappingRails):
         """One custom call, of two kernels."""
         arrays, params = combine_call(self._within, operands)
         return primitives.rail_combine_p.bind(*arrays, **params)
+
+    def combine_grads(
+        self,
+        inner: FfiConnection,
+        operands: CombineOperands,
+        cotangent: jax.Array,
+        group_ids: jax.Array,
+    ) -> list[jax.Array]:
+        """One custom call, of two kernels."""
+        arrays, params = combine_grad_call(self._within, operands, cotangent)
+        return primitives.rail_combine_grad_p.bind(*arrays, group_ids, **params)[:-2]
 
 
 def _flat(rows: jax.Array, n_leading: int) -> jax.Array:

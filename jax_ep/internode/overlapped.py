@@ -16,8 +16,8 @@ from jax_ep.operands.calls import CombineOperands, DispatchOperands, DispatchRes
 from jax_ep.transports import gradients as one_node
 from jax_ep.transports.gradients import FfiConnection
 
-# Tokens of a rank from which on a dispatch overlaps. Ids and weights then travel ahead, which takes
-# 10 us. The same in all processes. Tests lower it.
+# Tokens of a rank from which on a dispatch overlaps, and the backward of a combine. Ids and weights
+# of a dispatch then travel ahead, which takes 10 us. The same in all processes. Tests lower it.
 min_tokens = 1024
 # The same of a combine, in which nothing travels ahead.
 min_combine_tokens = 512
@@ -82,8 +82,13 @@ def _combine_and_reduce_scatter_bwd(
     rails: OverlappingRails, inner: FfiConnection, residuals: Any, cotangent: jax.Array
 ) -> tuple[CombineOperands, None]:
     saved, group_ids = residuals
-    gathered = all_gather_tokens(rails, cotangent, group_ids, saved.operands.routing.group_ids)
-    gradients, *_ = one_node.combine_gradients(inner, saved, gathered)
+    operands = saved.operands
+    if overlaps_dispatch(rails, group_ids.shape[0]) is None:
+        gathered = all_gather_tokens(rails, cotangent, group_ids, operands.routing.group_ids)
+        gradients, *_ = one_node.combine_gradients(inner, saved, gathered)
+    else:
+        grads = rails.combine_grads(inner, operands, cotangent, group_ids)
+        gradients = one_node.gradients_of_combine(operands, grads)
     residual = cotangent if saved.has_residual else None
     return dataclasses.replace(gradients, residual=residual), None
 

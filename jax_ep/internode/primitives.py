@@ -39,13 +39,25 @@ def _rail_dispatch_types(
 ) -> list[Any]:
     """Types of a dispatch, then of memory for all nodes' tokens and for a word of each tile."""
     types = primitives.dispatch_types(coordinate, tokens, *operands, geometry=geometry, **params)
-    all_tokens = _of_all_nodes(geometry, tokens)
-    return [*types, all_tokens, like(tokens, all_tokens.shape[:1], jnp.uint32)]
+    return [*types, *_arriving_types(geometry, tokens)]
 
 
 def _rail_combine_types(*operands: Any, geometry: Geometry, **params: Any) -> list[Any]:
     sums, *scalars = primitives.combine_types(*operands, geometry=geometry, **params)
     return [_of_own_tokens(geometry, sums), *scalars]
+
+
+def _rail_combine_grad_types(
+    coordinate: Any, cotangent: Any, *operands: Any, geometry: Geometry, **_: Any
+) -> list[Any]:
+    """Types of the gradients, then of the same memory as a dispatch's, for cotangents."""
+    types = primitives.combine_grad_types(coordinate, cotangent, *operands[:-1])
+    return [*types, *_arriving_types(geometry, cotangent)]
+
+
+def _arriving_types(geometry: Geometry, rows: Any) -> list[Any]:
+    all_rows = _of_all_nodes(geometry, rows)
+    return [all_rows, like(rows, all_rows.shape[:1], jnp.uint32)]
 
 
 def _of_all_nodes(geometry: Geometry, x: Any) -> Any:
@@ -66,3 +78,6 @@ rail_dispatch_p = _on_gpus(
     "jax_ep_rail_dispatch", primitives.dispatch_attributes, _rail_dispatch_types
 )
 rail_combine_p = _on_gpus("jax_ep_rail_combine", primitives.combine_attributes, _rail_combine_types)
+rail_combine_grad_p = _on_gpus(
+    "jax_ep_rail_combine_grad", primitives.combine_attributes, _rail_combine_grad_types
+)

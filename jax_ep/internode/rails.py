@@ -139,6 +139,26 @@ class OverlappingRails(Rails):
             operands: of the intra-node combine, but with the residual of this rank, `[T, H]`.
         """
 
+    @abc.abstractmethod
+    def combine_grads(
+        self,
+        inner: FfiConnection,
+        operands: CombineOperands,
+        cotangent: jax.Array,
+        group_ids: jax.Array,
+    ) -> list[jax.Array]:
+        """Sends this rank's cotangents to the nodes that need them, and all inside this node.
+
+        Returns the gradients of `expert_out` and of weights, as the backward of the intra-node
+        combine does.
+
+        Args:
+            inner: the intra-node transport.
+            operands: of the intra-node combine.
+            cotangent: of `combine`'s sums, `[T, H]`.
+            group_ids: `int32[T, N_c]`, this rank's choices, which say what nodes need a cotangent.
+        """
+
 
 class XlaRails(Rails):
     """XLA's collectives, which send all rows.

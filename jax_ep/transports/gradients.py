@@ -11,6 +11,7 @@ the `slots` that the rules take.
 import abc
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -155,10 +156,13 @@ def combine_gradients(
         saved.slots, primitives.combine_grad_p, combine_grad_start_p, *call
     )
     residual = cotangent if saved.has_residual else None
-    gradients = dataclasses.replace(
-        operands.replace(grads), routing=_NO_GRADIENT, residual=residual
-    )
+    gradients = dataclasses.replace(gradients_of_combine(operands, grads), residual=residual)
     return gradients, None, slots
+
+
+def gradients_of_combine(operands: CombineOperands, grads: Sequence[jax.Array]) -> CombineOperands:
+    """The gradients of a combine's operands, of which those of rows and weights are given."""
+    return dataclasses.replace(operands.replace(grads), routing=_NO_GRADIENT)
 
 
 combine.defvjp(

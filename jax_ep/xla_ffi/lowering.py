@@ -46,6 +46,7 @@ TARGETS = (
     "jax_ep_grouped_matmul",
     "jax_ep_rail",
     "jax_ep_rail_combine",
+    "jax_ep_rail_combine_grad",
     "jax_ep_rail_dispatch",
     "jax_ep_rail_gather",
     "jax_ep_rail_sum",

@@ -18,9 +18,9 @@
 namespace jax_ep::p2p {
 namespace {
 
-template <class T>
+template <class T, class Args>
 __global__ void __launch_bounds__(kWorkerThreads, 1)
-    CombineGradKernel(const __grid_constant__ CombineGradArgs args) {
+    CombineGradKernel(const __grid_constant__ Args args) {
   extern __shared__ __align__(128) uint8_t tables[];
   __shared__ MessageCountsSmem smem;
   const CallArgs& call = args.call;
@@ -51,10 +51,19 @@ __global__ void __launch_bounds__(kWorkerThreads, 1)
   if (threadIdx.x == 0) Trace(call, kReceived);
 }
 
-using Kernel = void (*)(CombineGradArgs);
+template <class Args>
+using Kernel = void (*)(Args);
 
-Kernel FindKernel(RowType type) {
-  return VisitRowType(type, [](auto t) -> Kernel { return CombineGradKernel<decltype(t)>; });
+template <class Args>
+Kernel<Args> FindKernel(RowType type) {
+  return VisitRowType(type,
+                      [](auto t) -> Kernel<Args> { return CombineGradKernel<decltype(t), Args>; });
+}
+
+template <class Args>
+cudaError_t Launch(const Args& args, cudaStream_t stream, cudaEvent_t started) {
+  return LaunchCall(FindKernel<Args>(args.row_type), args, kWorkerThreads,
+                    CombineGradSmemBytes(args.call, args.row_vectors), stream, started);
 }
 
 }  // namespace
@@ -70,13 +79,19 @@ int32_t MaxCombineGradStages(const CallArgs& call, int32_t row_vectors, size_t m
 }
 
 cudaError_t LoadCombineGradKernels(size_t smem_bytes, int* max_blocks) {
-  return LoadKernels(FindKernel, kWorkerThreads, smem_bytes, max_blocks);
+  const cudaError_t error =
+      LoadKernels(FindKernel<CombineGradArgs>, kWorkerThreads, smem_bytes, max_blocks);
+  if (error != cudaSuccess) return error;
+  return LoadKernels(FindKernel<ArrivingGradArgs>, kWorkerThreads, smem_bytes, max_blocks);
 }
 
 cudaError_t LaunchCombineGrad(const CombineGradArgs& args, cudaStream_t stream,
                               cudaEvent_t started) {
-  return LaunchCall(FindKernel(args.row_type), args, kWorkerThreads,
-                    CombineGradSmemBytes(args.call, args.row_vectors), stream, started);
+  return Launch(args, stream, started);
+}
+
+cudaError_t LaunchCombineGrad(const ArrivingGradArgs& args, cudaStream_t stream) {
+  return Launch(args, stream, nullptr);
 }
 
 }  // namespace jax_ep::p2p

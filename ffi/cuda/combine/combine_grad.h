@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "cuda/call/arriving_tokens.h"
 #include "cuda/combine/rows_call.h"
 
 namespace jax_ep::p2p {
@@ -19,6 +20,11 @@ struct CombineGradArgs : RowsCall, CombineGradOperands {
 
 constexpr int32_t kAllChoices = -1;
 
+// Another kernel brings the cotangents of other origins; those of this one are not in `cotangent`.
+struct ArrivingGradArgs : CombineGradArgs {
+  ArrivingTokens arriving;
+};
+
 size_t CombineGradSmemBytes(const CallArgs& call, int32_t row_vectors);
 
 // Number of stages that fit into `max_smem_bytes` of a block.
@@ -30,5 +36,6 @@ cudaError_t LoadCombineGradKernels(size_t smem_bytes, int* max_blocks);
 // `started`: see LaunchShape.
 cudaError_t LaunchCombineGrad(const CombineGradArgs& args, cudaStream_t stream,
                               cudaEvent_t started = nullptr);
+cudaError_t LaunchCombineGrad(const ArrivingGradArgs& args, cudaStream_t stream);
 
 }  // namespace jax_ep::p2p

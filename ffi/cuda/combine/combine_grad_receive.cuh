@@ -23,13 +23,15 @@ struct ReceivedCotangent : ReceivedMessage {
 
 // Waits for the cotangent; false if the wait has failed. This rank's own tokens do not travel: they
 // are read where they are given. Called by one warp, converged.
-__device__ inline bool WaitForCotangent(const CombineGradArgs& args, const CallSmem& smem,
+template <class Args>
+__device__ inline bool WaitForCotangent(const Args& args, const CallSmem& smem,
                                         ReceivedCotangent& received) {
   const CallArgs& call = args.call;
   const Peers peers(call, smem);
   const size_t index = CotangentIndex(call, received.source, received.token);
   const float* weights = args.topk_weights;  // of the token's choices
   if (received.source == call.rank) {
+    if (!WaitForGiven(args, received.token)) return false;
     received.cotangent = CotangentAt(args, received.token);
     if (weights != nullptr) weights += static_cast<int64_t>(received.token) * call.n_choices;
   } else {
@@ -154,8 +156,8 @@ __device__ inline void LeaveNanRows(const CombineGradArgs& args,
 
 // Receives one message: calls make(received) once its cotangent has arrived. Called by one warp,
 // converged.
-template <class Make>
-__device__ __forceinline__ void ReceiveCotangent(const CombineGradArgs& args, const CallSmem& smem,
+template <class Args, class Make>
+__device__ __forceinline__ void ReceiveCotangent(const Args& args, const CallSmem& smem,
                                                  const MessageSlot& slot, const Make& make) {
   const CallArgs& call = args.call;
   ReceivedCotangent received{ReadMessage(args, slot, ServedLanes(args)), slot.source, 0.0f,
@@ -170,15 +172,17 @@ __device__ __forceinline__ void ReceiveCotangent(const CombineGradArgs& args, co
 }
 
 // Calls receive(slot) for each of `items` that is a message. Starts with this rank's own.
-template <class Receive>
-__device__ __forceinline__ void ForEachCotangent(const CombineGradArgs& args,
-                                                 const MessageCountsSmem& smem,
+template <class Args, class Receive>
+__device__ __forceinline__ void ForEachCotangent(const Args& args, const MessageCountsSmem& smem,
                                                  const StridedItems& items,
                                                  const Receive& receive) {
   const CallArgs& call = args.call;
   for (int i = items.first; i < smem.max_messages * call.n_ranks; i += items.stride) {
-    const MessageSlot slot(i, call.rank, call.n_ranks);
-    if (slot.slot < smem.n_messages[slot.source]) receive(slot);
+    MessageSlot slot(i, call.rank, call.n_ranks);
+    const int n = smem.n_messages[slot.source];
+    if (slot.slot >= n) continue;
+    slot.slot = OwnFirst(args, slot.slot, n);
+    receive(slot);
   }
 }
 
@@ -204,8 +208,8 @@ __device__ inline void ClearPaddingRows(const CombineGradArgs& args, int warp, i
 }
 
 // Role: makes this block's share of the rows.
-template <class T>
-__device__ void ReceiveCotangents(const CombineGradArgs& args, const MessageCountsSmem& smem,
+template <class T, class Args>
+__device__ void ReceiveCotangents(const Args& args, const MessageCountsSmem& smem,
                                   uint8_t* stages) {
   const LaunchPlan& plan = args.call.plan;
   const BlockShare share = ReceiveShare(plan);

@@ -44,9 +44,11 @@ __device__ inline CotangentMessages PlanCotangents(const CombineGradArgs& args,
   return messages;
 }
 
-// Sends one token's cotangent. Called by a warp group.
-__device__ inline void SendCotangent(const CombineGradArgs& args, const CallSmem& smem,
-                                     const WarpGroup& warps, int token) {
+// Sends one token's cotangent, unless it has not arrived. Called by a warp group.
+template <class Args>
+__device__ inline void SendCotangent(const Args& args, const CallSmem& smem, const WarpGroup& warps,
+                                     int token) {
+  if (!WaitForGiven(args, token)) return;
   const CotangentMessages messages = PlanCotangents(args, smem, token);
   if (warps.slice.index == 0 && args.topk_weights != nullptr) {
     for (uint32_t left = messages.lanes; left != 0; left &= left - 1) {
@@ -65,8 +67,10 @@ __device__ inline void SendCotangent(const CombineGradArgs& args, const CallSmem
 
 // Sends a cotangent through a stage. The copies are still in flight on return; see
 // SendTokenInBulk. Called by one warp.
-__device__ inline void SendCotangentInBulk(const CombineGradArgs& args, const CallSmem& smem,
-                                           Stage& stage, InFlightMessages& in_flight, int token) {
+template <class Args>
+__device__ inline void SendCotangentInBulk(const Args& args, const CallSmem& smem, Stage& stage,
+                                           InFlightMessages& in_flight, int token) {
+  if (!WaitForGiven(args, token)) return;
   const uint32_t row_bytes = args.row_bytes();
   cp_async_bulk_wait_group_read<0>();
   __syncwarp();
@@ -88,14 +92,14 @@ __device__ inline void SendCotangentInBulk(const CombineGradArgs& args, const Ca
 }
 
 // Role: sends the block's tokens.
-__device__ inline void SendCotangents(const CombineGradArgs& args, const CallSmem& smem,
-                                      uint8_t* stages) {
+template <class Args>
+__device__ inline void SendCotangents(const Args& args, const CallSmem& smem, uint8_t* stages) {
   const LaunchPlan& plan = args.call.plan;
   if (plan.n_stages == 0) {
     const WarpGroup warps(plan.warps_per_send);
     const StridedItems tokens = warps.Items(SendShare(plan));
-    for (int token = tokens.first; token < args.call.n_tokens; token += tokens.stride) {
-      SendCotangent(args, smem, warps, token);
+    for (int i = tokens.first; i < args.call.n_tokens; i += tokens.stride) {
+      SendCotangent(args, smem, warps, OwnFirst(args, i, args.call.n_tokens));
     }
     return;
   }
@@ -103,9 +107,9 @@ __device__ inline void SendCotangents(const CombineGradArgs& args, const CallSme
   const BlockShare share = SendShare(plan);
   Stage stage(stages + WarpIndex() * CotangentStageBytes(args.call, args.row_vectors), true);
   InFlightMessages in_flight;
-  for (int token = WarpIndex() * share.n_blocks + share.index; token < args.call.n_tokens;
-       token += plan.n_stages * share.n_blocks) {
-    SendCotangentInBulk(args, smem, stage, in_flight, token);
+  for (int i = WarpIndex() * share.n_blocks + share.index; i < args.call.n_tokens;
+       i += plan.n_stages * share.n_blocks) {
+    SendCotangentInBulk(args, smem, stage, in_flight, OwnFirst(args, i, args.call.n_tokens));
   }
   in_flight.Finish(smem.epoch);
 }

@@ -3,8 +3,11 @@
 // float[N].
 #pragma once
 
+#include <type_traits>
+
 #include "core/message.h"
 #include "cuda/combine/combine_grad.h"
+#include "cuda/device/arriving.cuh"
 #include "cuda/device/copy.cuh"
 #include "cuda/device/message_counts.cuh"
 #include "cuda/device/stage.cuh"
@@ -20,8 +23,38 @@ __host__ __device__ inline size_t CotangentStageBytes(const CallArgs& call, int3
   return Stage::Bytes(row_vectors * kVectorBytes + WeightBytes(call));
 }
 
+// Templates take CombineGradArgs, or ArrivingGradArgs where cotangents arrive while the call runs.
+template <class Args>
+constexpr bool kArrive = std::is_same_v<Args, ArrivingGradArgs>;
+
+// Waits until a token's cotangent is there; false if the wait has failed. Called by one warp,
+// converged.
+template <class Args>
+__device__ __forceinline__ bool WaitForGiven(const Args& args, int token) {
+  if constexpr (kArrive<Args>) {
+    if (!WaitForArriving(args, token)) return false;
+    fence_proxy_async_global();  // bulk copies read what the other kernel has stored
+  }
+  return true;
+}
+
+// The i-th of the tokens, or of their messages: first those of this origin, which need not arrive.
+template <class Args>
+__device__ __forceinline__ int OwnFirst(const Args& args, int i, int n) {
+  if constexpr (kArrive<Args>) {
+    const int first = static_cast<int>(int64_t{n} * args.arriving.first_own() / args.call.n_tokens);
+    return i < n - first ? i + first : i - (n - first);
+  }
+  return i;
+}
+
 // The cotangent that this rank sends for a token.
-__device__ __forceinline__ const uint8_t* CotangentAt(const CombineGradArgs& args, int64_t token) {
+template <class Args>
+__device__ __forceinline__ const uint8_t* CotangentAt(const Args& args, int64_t token) {
+  if constexpr (kArrive<Args>) {
+    const int64_t own = token - args.arriving.first_own();
+    if (own >= 0 && own < args.arriving.n_tokens) return args.arriving.own + own * args.row_bytes();
+  }
   const int64_t row =
       args.choice == kAllChoices ? token : token * args.call.n_choices + args.choice;
   return Bytes(args.cotangent) + row * args.row_bytes();

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "core/operands.h"
+#include "cuda/call/arriving_tokens.h"
 #include "cuda/call/call_args.h"
 
 namespace jax_ep::p2p {
@@ -20,19 +21,6 @@ struct TokenSize {
   JAX_EP_HOST_DEVICE int32_t sent() const { return scales + payload; }
   // In a stage, where the token is encoded in place.
   JAX_EP_HOST_DEVICE size_t staged_bytes() const { return (scales + given) * kVectorBytes; }
-};
-
-// Tokens that another kernel brings in parts while the call runs. They come from several origins,
-// as many from each; this rank is one of them. All zero: there are none.
-struct ArrivingTokens {
-  const uint32_t* words;  // [origin, part]: nonzero once the part's tokens are there; null: all are
-  const uint8_t* own;     // [n_tokens, size.given]: this rank's, which are not in `tokens`
-  int32_t own_origin;     // this rank
-  int32_t n_tokens;       // of an origin
-  int32_t part_tokens;    // of a part
-  int32_t n_parts;        // of an origin
-
-  JAX_EP_HOST_DEVICE int32_t first_own() const { return own_origin * n_tokens; }
 };
 
 struct DispatchArgs : DispatchOperands {

@@ -89,6 +89,12 @@ void AddStages(int32_t max_stages, LaunchPlan& plan) {
   plan.receives_in_bulk = plan.warps_per_receive == 1;
 }
 
+void PlanGrad(const RankResources& resources, const GradSize& size, int32_t n_sms, CallArgs* call) {
+  call->plan = SpreadBlocks(call->n_tokens, MaxMessages(*call), n_sms, call->n_tokens >= 256,
+                            /*send_share=*/0.1);
+  AddStages(MaxCombineGradStages(*call, size.row_vectors, resources.bulk_smem_bytes), call->plan);
+}
+
 // Plans by plan(n_sms), for the SMs that a call may use.
 template <class Plan>
 void PlanBlocks(const RankResources& resources, bool is_async, CallArgs* call, const Plan& plan) {
@@ -132,11 +138,16 @@ void PlanCall(const RankResources& resources, const ReturnSize& size, bool is_as
 }
 
 void PlanCall(const RankResources& resources, const GradSize& size, bool is_async, CallArgs* call) {
-  PlanBlocks(resources, is_async, call, [&](int32_t n_sms) {
-    call->plan = SpreadBlocks(call->n_tokens, MaxMessages(*call), n_sms, call->n_tokens >= 256,
-                              /*send_share=*/0.1);
-    AddStages(MaxCombineGradStages(*call, size.row_vectors, resources.bulk_smem_bytes), call->plan);
-  });
+  PlanBlocks(resources, is_async, call,
+             [&](int32_t n_sms) { PlanGrad(resources, size, n_sms, call); });
+}
+
+bool PlanGradOfArriving(const RankResources& resources, const GradSize& size, int32_t n_taken,
+                        CallArgs* call) {
+  const int32_t n_blocks = std::min(resources.n_blocks, resources.n_sms - n_taken);
+  if (n_blocks < kMinSmsBesideOther) return false;
+  PlanGrad(resources, size, n_blocks, call);
+  return true;
 }
 
 bool PlanDispatchOfArriving(const RankResources& resources, const TokenSize& size, int32_t n_taken,

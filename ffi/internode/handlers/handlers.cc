@@ -6,6 +6,7 @@ void AddTargets(Targets* targets) {
   const Target all[] = {
       {"jax_ep_rail", CudaRail},
       {"jax_ep_rail_combine", CudaRailCombine},
+      {"jax_ep_rail_combine_grad", CudaRailCombineGrad},
       {"jax_ep_rail_dispatch", CudaRailDispatch},
       {"jax_ep_rail_gather", CudaRailGather},
       {"jax_ep_rail_sum", CudaRailSum},

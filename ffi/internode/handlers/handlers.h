@@ -8,6 +8,7 @@
 extern "C" {
 XLA_FFI_Error* CudaRail(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* CudaRailCombine(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* CudaRailCombineGrad(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* CudaRailDispatch(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* CudaRailGather(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* CudaRailSum(XLA_FFI_CallFrame* call_frame);

@@ -30,7 +30,9 @@ struct RailDispatch : RailHandler<RailDispatchCall> {
       return InvalidArgument("there must be operands and results of an exchange.");
     }
     const BufferList choices = operands.TakeLast(1), scratch = results.TakeLast(2);
-    const Status status = ReadExchange(caller, *operands.Find(kTokens), choices, scratch);
+    call.rail.tiles.n_ranges = RangesPerNode(call.rail.n_nodes);
+    const Status status =
+        ReadArriving(caller, *operands.Find(kTokens), choices, scratch, &call.rail);
     if (!status.ok()) return status;
     operands.Replace(kTokens, *scratch.Find(0));
     return ReadDispatchCall(caller, attributes.dispatch, /*is_async=*/false, operands, results,
@@ -38,20 +40,10 @@ struct RailDispatch : RailHandler<RailDispatchCall> {
   }
 
   cudaError_t Launch(const p2p::Caller& caller, cudaStream_t stream) {
-    World& world = World::Instance();
-    const auto launch = [&](cudaStream_t rail_stream) {
-      const cudaError_t error = world.Launch(call.rail, rail_stream);
-      return error == cudaSuccess ? LaunchDispatch(call.dispatch, stream) : error;
-    };
-    if (!PlanOverlap(caller)) {
-      call.rail.arrived = nullptr;
-      PlanWithoutLL(caller);
-      return launch(stream);
-    }
-    const size_t n_words = call.rail.n_nodes * call.rail.tiles.n_tiles;
-    const cudaError_t error =
-        cudaMemsetAsync(call.rail.arrived, 0, n_words * sizeof(uint32_t), stream);
-    return error == cudaSuccess ? world.Fork(stream, launch) : error;
+    const bool overlaps = PlanOverlap(caller);
+    if (!overlaps) PlanWithoutLL(caller);
+    return LaunchArriving(&call.rail, overlaps, stream,
+                          [&] { return LaunchDispatch(call.dispatch, stream); });
   }
 
  private:
@@ -64,44 +56,18 @@ struct RailDispatch : RailHandler<RailDispatchCall> {
     p2p::PlanCall(ResourcesOf(caller), dispatch.size, /*is_async=*/false, &dispatch.call);
   }
 
-  // `scratch`: the tokens of all nodes, and the words of their tiles.
-  Status ReadExchange(const p2p::Caller& caller, const ffi::AnyBuffer& own,
-                      const BufferList& choices, const BufferList& scratch) {
-    RailCall& rail = call.rail;
-    Status status;
-    BufferReader reader(choices, status), scratch_reader(scratch, status);
-    const ffi::AnyBuffer& all = *scratch.Find(0);
-    const int64_t n_all = scratch_reader.Dim(0, 0), n_rows = n_all / rail.n_nodes;
-    rail.tiles.n_rows = n_rows;
-    rail.tiles.n_ranges = RangesPerNode(rail.n_nodes);
-    status = ReadRows(&own, &all, /*by_node=*/false, &rail);
-    if (!status.ok()) return status;
-    SetChoices(caller, reader.Next<int32_t>("group_ids", {n_rows, caller.sizes().n_choices}),
-               &rail);
-    scratch_reader.Next("the tokens of all nodes", all.element_type(), {n_all, Shape::kAnySize});
-    rail.arrived = scratch_reader.Next<uint32_t>("the words of tiles", {n_all});
-    return status;
-  }
-
   // Plans to run both kernels at once. False: one runs after the other.
   bool PlanOverlap(const p2p::Caller& caller) {
     RailCall& rail = call.rail;
     p2p::DispatchArgs& dispatch = call.dispatch;
-    const auto as_int = [](int64_t n) { return static_cast<int32_t>(n); };
     const int64_t n_ranges = rail.n_nodes * RangesPerNode(rail.n_nodes);
     if (!World::Instance().can_overlap() ||
-        !p2p::PlanDispatchOfArriving(ResourcesOf(caller), dispatch.size, kBlocks, as_int(n_ranges),
-                                     &dispatch.call)) {
+        !p2p::PlanDispatchOfArriving(ResourcesOf(caller), dispatch.size, kBlocks,
+                                     static_cast<int32_t>(n_ranges), &dispatch.call)) {
       return false;
     }
-    rail.skips_own = true;
     dispatch.call.timeout_ns *= 2;  // the exchange, which knows who is missing, fails first
-    dispatch.arriving = {rail.arrived,
-                         rail.rows.from,
-                         rail.node,
-                         as_int(rail.tiles.n_rows),
-                         as_int(rail.tiles.tile_rows),
-                         as_int(rail.tiles.n_tiles)};
+    dispatch.arriving = ArrivingOf(rail);
     return true;
   }
 };

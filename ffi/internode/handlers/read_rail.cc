@@ -46,6 +46,48 @@ Status ReadRows(const ffi::AnyBuffer* from, const ffi::AnyBuffer* to, bool by_no
   return {};
 }
 
+Status ReadArriving(const p2p::Caller& caller, const ffi::AnyBuffer& own, const BufferList& choices,
+                    const BufferList& scratch, RailCall* call) {
+  Status status;
+  BufferReader reader(choices, status), scratch_reader(scratch, status);
+  const ffi::AnyBuffer& all = *scratch.Find(0);
+  const int64_t n_all = scratch_reader.Dim(0, 0), n_rows = n_all / call->n_nodes;
+  call->tiles.n_rows = n_rows;
+  status = ReadRows(&own, &all, /*by_node=*/false, call);
+  if (!status.ok()) return status;
+  SetChoices(caller, reader.Next<int32_t>("group_ids", {n_rows, caller.sizes().n_choices}), call);
+  scratch_reader.Next("the rows of all nodes", all.element_type(), {n_all, Shape::kAnySize});
+  call->arrived = scratch_reader.Next<uint32_t>("the words of tiles", {n_all});
+  return status;
+}
+
+p2p::ArrivingTokens ArrivingOf(const RailCall& call) {
+  const auto as_int = [](int64_t n) { return static_cast<int32_t>(n); };
+  return {call.arrived,
+          call.rows.from,
+          call.node,
+          as_int(call.tiles.n_rows),
+          as_int(call.tiles.tile_rows),
+          as_int(call.tiles.n_tiles)};
+}
+
+cudaError_t LaunchArriving(RailCall* call, bool overlaps, cudaStream_t stream,
+                           const std::function<cudaError_t()>& launch) {
+  World& world = World::Instance();
+  const auto launch_both = [&](cudaStream_t rail_stream) {
+    const cudaError_t error = world.Launch(*call, rail_stream);
+    return error == cudaSuccess ? launch() : error;
+  };
+  if (!overlaps) {
+    call->arrived = nullptr;
+    return launch_both(stream);
+  }
+  call->skips_own = true;
+  const size_t n_words = call->n_nodes * call->tiles.n_tiles;
+  const cudaError_t error = cudaMemsetAsync(call->arrived, 0, n_words * sizeof(uint32_t), stream);
+  return error == cudaSuccess ? world.Fork(stream, launch_both) : error;
+}
+
 void SetChoices(const p2p::Caller& caller, const int32_t* ids, RailCall* call) {
   const GroupSizes sizes = caller.sizes();
   call->choices.ids = ids;

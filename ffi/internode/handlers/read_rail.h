@@ -1,10 +1,12 @@
 // XLA FFI -> RailCall: what the handlers of inter-node exchanges share.
 #pragma once
 
+#include <functional>
 #include <string_view>
 #include <type_traits>
 
 #include "core/status.h"
+#include "cuda/call/arriving_tokens.h"
 #include "cuda/handlers/handler.h"
 #include "internode/handlers/handlers.h"
 #include "internode/nvshmem/world.h"
@@ -24,6 +26,20 @@ inline p2p::RankResources ResourcesOf(const p2p::Caller& caller) {
 // Reads rows: an operand `[n_rows, ...]`, or `[N * n_rows, ...]` if it has a part for each node,
 // and its result `[N * n_rows, ...]`. `call` has the number of rows.
 Status ReadRows(const ffi::AnyBuffer* from, const ffi::AnyBuffer* to, bool by_node, RailCall* call);
+
+// Reads an exchange whose rows a call inside the node takes as they come: this rank's, `[T, W]`;
+// their choices, `int32[T, N_c]`; and memory that nothing else uses, for the rows of all nodes,
+// `[N * T, W]`, and for a word of each tile, `uint32[N * T]`.
+Status ReadArriving(const p2p::Caller& caller, const ffi::AnyBuffer& own, const BufferList& choices,
+                    const BufferList& scratch, RailCall* call);
+
+// What that call takes, once CutRows has cut the rows.
+p2p::ArrivingTokens ArrivingOf(const RailCall& call);
+
+// Launches the exchange, then launch() on `stream`: both at once if the call `overlaps`, and else
+// one after the other.
+cudaError_t LaunchArriving(RailCall* call, bool overlaps, cudaStream_t stream,
+                           const std::function<cudaError_t()>& launch);
 
 // Choices that say which rows are sent: of tokens of this rank, or of all nodes, as `rows` are.
 void SetChoices(const p2p::Caller& caller, const int32_t* ids, RailCall* call);

@@ -1,0 +1,60 @@
+// The handler of the backward of a combine on several nodes: the exchange brings the cotangents of
+// the other nodes' tokens, and p2p's kernel sends each inside the node as soon as it has come.
+
+#include "cuda/combine/combine_grad.h"
+#include "cuda/handlers/combine_call.h"
+#include "internode/handlers/read_rail.h"
+
+namespace jax_ep::rail {
+namespace {
+
+struct RailCombineGradCall {
+  RailCall rail;
+  p2p::ArrivingGradArgs grad;
+};
+
+constexpr size_t kCotangent = 1;  // among the operands of the backward of combine
+
+// Operands: those of the backward of a combine of all nodes' tokens, but with the cotangents of
+// this rank's, `[T, H]`, and their choices, `int32[T, N_c]`. Results: those of the backward, and
+// the memory of ReadArriving.
+struct RailCombineGrad : RailHandler<RailCombineGradCall> {
+  using Attributes = p2p::StreamCombineAttributes;
+  static constexpr const char* kOperation = "the backward of combine";
+
+  Status Read(const p2p::Caller& caller, const Attributes& attributes, BufferList operands,
+              BufferList results) {
+    if (operands.size() < 3 || results.size() < 3) {
+      return InvalidArgument("there must be operands and results of an exchange.");
+    }
+    if (!attributes.combine.reduce) return InvalidArgument("the combine's result must be a sum.");
+    const BufferList choices = operands.TakeLast(1), scratch = results.TakeLast(2);
+    const Status status =
+        ReadArriving(caller, *operands.Find(kCotangent), choices, scratch, &call.rail);
+    if (!status.ok()) return status;
+    operands.Replace(kCotangent, *scratch.Find(0));
+    call.grad.choice = p2p::kAllChoices;
+    return ReadCombineGradCall(caller, attributes.combine.mode(), /*is_async=*/false, operands,
+                               results, call.grad);
+  }
+
+  cudaError_t Launch(const p2p::Caller& caller, cudaStream_t stream) {
+    p2p::ArrivingGradArgs& grad = call.grad;
+    const bool overlaps =
+        World::Instance().can_overlap() &&
+        p2p::PlanGradOfArriving(ResourcesOf(caller), {grad.row_vectors}, kBlocks, &grad.call);
+    if (overlaps) {
+      grad.call.timeout_ns *= 2;  // the exchange, which knows who is missing, fails first
+      grad.arriving = ArrivingOf(call.rail);
+    }
+    return LaunchArriving(&call.rail, overlaps, stream, [&] {
+      const p2p::CombineGradArgs& all_there = grad;
+      return overlaps ? LaunchCombineGrad(grad, stream) : LaunchCombineGrad(all_there, stream);
+    });
+  }
+};
+
+}  // namespace
+}  // namespace jax_ep::rail
+
+JAX_EP_RAIL_HANDLER(CudaRailCombineGrad, jax_ep::rail::RailCombineGrad);
