@@ -136,7 +136,7 @@ def test_a_limited_network_carries_what_the_plan_says(n_processes, shims):
         hosts=hosts.for_nvshmem(
             n_processes, 2, shims=shims, heap_bytes=HEAP_BYTES, counts_sent=True
         ),
-        timeout_s=TIMEOUT_S,
+        timeout_s=75.0,
     )
     rows = network_checks.rows_of(logs)
     print(network_checks.table(rows))
