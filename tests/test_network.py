@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 import hosts
+import network_checks
 import rail_traffic
+from processes import Host, run_processes
 
 SENDERS = pathlib.Path(__file__).parent / "rigs" / "tcp_senders.py"
 N_BYTES = 2_000_000
@@ -50,6 +52,10 @@ def test_a_socket_that_does_not_block_finds_its_edges(shims):
     check_rate(shims, "edges", n_connections=1)
 
 
+def test_a_process_sends_at_its_rate_while_it_receives(shims):
+    check_rate(shims, "both", n_connections=1)
+
+
 def test_connections_share_the_rate(shims):
     check_rate(shims, "two", n_connections=2)
 
@@ -68,6 +74,23 @@ def check_rate(shims, way, n_connections):
 def test_only_tcp_is_counted_and_limited(shims):
     ((seconds, n_bytes),) = send(shims, "elsewhere", 1e3)
     assert n_bytes == 0 and seconds < 5.0
+
+
+@pytest.mark.multiprocess
+def test_collectives_between_nodes_take_the_time_of_their_bytes(shims):
+    """On CPUs: the measurement itself, without GPUs. Gloo may take twice as long as it must.
+
+    Its thread does not always receive while it has something to send.
+    """
+    host = Host(environment={"LD_PRELOAD": str(shims / hosts.RATE_SHIM)})
+    target = "network_checks:measure_collectives"
+    logs = run_processes(2, target, n_local_devices=2, hosts=[host, host])
+    rows = network_checks.rows_of(logs)
+    assert {row.call for row in rows} == {"dispatch", "combine", "round trip"}
+    network_checks.check(rows)
+    for row in rows:
+        if row.rate:
+            assert min(row.seconds) < 2.2 * row.planned_bytes / row.rate, row
 
 
 # --- the plan -------------------------------------------------------------------------------

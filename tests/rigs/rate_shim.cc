@@ -7,12 +7,14 @@
 // JAX_EP_TEST_SEND_RATE is the rate in bytes per second; 0 or none: no limit. The process itself
 // may ask and change it by the functions jax_ep_* at the end.
 //
-// A call that must wait sleeps in its own thread, then goes on. It never says EAGAIN or sends less
-// where the kernel would not: who waits for edges of epoll would then wait for ever.
+// A socket that does not block takes what there are tokens for, and otherwise says EAGAIN; it still
+// polls as ready. Who waits for edges of epoll would then wait for ever, so there the call sleeps,
+// and so it does on a socket that blocks.
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <netinet/in.h>
+#include <sys/epoll.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 #include <time.h>
@@ -28,10 +30,11 @@
 
 namespace {
 
-// Of one call of the kernel. Bytes leave once their last one may, so a message is late by less.
+// Of one call of the kernel.
 constexpr size_t kPieceBytes = 16 << 10;
-// What may be sent at once after a pause. Also makes up for sleeps that last too long.
-constexpr double kDepthBytes = 64 << 10;
+// What may be sent at once after a pause: while its thread does other things, a process loses no
+// time that a network adapter would use. tests/network_checks.py knows it, too.
+constexpr double kDepthBytes = 256 << 10;
 // The end of a wait, which is too short to sleep.
 constexpr double kSpinS = 100e-6;
 
@@ -69,6 +72,18 @@ class Bucket {
       until = since_ = std::max(since_, Now() - kDepthBytes / rate_) + bytes / rate_;
     }
     WaitUntil(until);
+  }
+  // Takes tokens that are there: for all bytes, or at least for `least` of them; otherwise none.
+  size_t TryToTake(size_t bytes, size_t least) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (rate_ <= 0) return bytes;
+    const double now = Now();
+    since_ = std::max(since_, now - kDepthBytes / rate_);
+    const double there = std::max(0.0, (now - since_) * rate_);
+    const size_t taken = std::min(bytes, static_cast<size_t>(there));
+    if (taken < std::min(bytes, least)) return 0;
+    since_ += taken / rate_;
+    return taken;
   }
   void Return(size_t bytes) {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -115,44 +130,67 @@ bool IsTcp(int fd) {
   return is_socket && protocol == IPPROTO_TCP;
 }
 
-// The part of a message that begins at byte `first`, at most kPieceBytes of it.
-size_t Piece(const msghdr& message, size_t first, std::vector<iovec>* parts) {
+// Whether somebody waits for edges of the file.
+constexpr int kMaxFiles = 1 << 16;
+std::atomic<bool> has_edges[kMaxFiles];
+
+bool Sleeps(int fd, int flags) {
+  if (fd < kMaxFiles && has_edges[fd]) return true;
+  return (flags & MSG_DONTWAIT) == 0 && (fcntl(fd, F_GETFL) & O_NONBLOCK) == 0;
+}
+
+// The parts of a message from byte `first` on, `n_bytes` of them.
+void FindParts(const msghdr& message, size_t first, size_t n_bytes, std::vector<iovec>* parts) {
   parts->clear();
-  size_t taken = 0;
-  for (size_t i = 0; i < message.msg_iovlen && taken < kPieceBytes; ++i) {
+  for (size_t i = 0; i < message.msg_iovlen && n_bytes > 0; ++i) {
     const iovec& part = message.msg_iov[i];
     const size_t skipped = std::min(first, part.iov_len);
     first -= skipped;
-    const size_t n = std::min(part.iov_len - skipped, kPieceBytes - taken);
+    const size_t n = std::min(part.iov_len - skipped, n_bytes);
     if (n > 0) parts->push_back({static_cast<uint8_t*>(part.iov_base) + skipped, n});
-    taken += n;
+    n_bytes -= n;
   }
-  return taken;
 }
 
-// What sendmsg does on a TCP socket: sends all, or as much as the kernel takes if the socket does
-// not block.
+size_t Size(const msghdr& message) {
+  size_t n_bytes = 0;
+  for (size_t i = 0; i < message.msg_iovlen; ++i) n_bytes += message.msg_iov[i].iov_len;
+  return n_bytes;
+}
+
+// Tokens for a piece of `left` bytes; 0: none are there.
+size_t TakeForPiece(Bucket& bucket, size_t left, bool sleeps) {
+  const size_t n = std::min(left, kPieceBytes);
+  if (!sleeps) return bucket.TryToTake(n, kPieceBytes / 4);
+  bucket.Take(n);
+  return n;
+}
+
+// What sendmsg does on a TCP socket.
 ssize_t SendLimited(int fd, const msghdr* message, int flags) {
   Limit& limit = Limit::Instance();
+  const bool sleeps = Sleeps(fd, flags);
+  const size_t n_bytes = Size(*message);
+  if (n_bytes == 0) return SendNow(fd, message, flags);
   std::vector<iovec> parts;
   msghdr piece = *message;
   size_t n_sent = 0;
-  for (;;) {
-    const size_t n = Piece(*message, n_sent, &parts);
-    if (n == 0 && n_sent > 0) return n_sent;
+  while (n_sent < n_bytes) {
+    const size_t n = TakeForPiece(limit.bucket, n_bytes - n_sent, sleeps);
+    FindParts(*message, n_sent, n, &parts);
     piece.msg_iov = parts.data();
     piece.msg_iovlen = parts.size();
-    limit.bucket.Take(n);
-    const ssize_t result = SendNow(fd, &piece, flags);
+    if (n == 0) errno = EAGAIN;
+    const ssize_t result = n == 0 ? -1 : SendNow(fd, &piece, flags);
     const size_t taken = result > 0 ? result : 0;
     limit.bucket.Return(n - taken);
     limit.n_sent += taken;
     n_sent += taken;
     if (result < 0) return n_sent > 0 ? n_sent : result;
-    if (taken == 0) return n_sent;
     piece.msg_control = nullptr;  // has gone with the first piece
     piece.msg_controllen = 0;
   }
+  return n_sent;
 }
 
 ssize_t SendBytes(int fd, const void* data, size_t bytes, int flags) {
@@ -167,6 +205,14 @@ ssize_t SendBytes(int fd, const void* data, size_t bytes, int flags) {
 
 extern "C" ssize_t sendmsg(int fd, const msghdr* message, int flags) {
   return IsTcp(fd) ? SendLimited(fd, message, flags) : SendNow(fd, message, flags);
+}
+
+extern "C" int epoll_ctl(int epoll, int operation, int fd, epoll_event* event) noexcept {
+  static auto* const next = Next(&epoll_ctl, "epoll_ctl");
+  if (fd >= 0 && fd < kMaxFiles) {
+    has_edges[fd] = operation != EPOLL_CTL_DEL && (event->events & EPOLLET) != 0;
+  }
+  return next(epoll, operation, fd, event);
 }
 
 extern "C" ssize_t send(int fd, const void* data, size_t bytes, int flags) {

@@ -4,6 +4,7 @@ For each rate, in bytes per second, prints the seconds that sending took and the
 has counted. All of them have arrived, unchanged.
 """
 
+import contextlib
 import ctypes
 import os
 import select
@@ -66,20 +67,46 @@ def _send_all(connection: socket.socket, data: bytes, way: str) -> None:
 
 
 def _send_by_edges(connection: socket.socket, data: bytes, _: str) -> None:
-    """Without blocking. Waits for an edge where a call sends less than it is given."""
+    """Without blocking. Sends until the socket takes no more, then waits for an edge."""
     connection.setblocking(False)
     edges = select.epoll()
     edges.register(connection, select.EPOLLOUT | select.EPOLLET)
     left = memoryview(data)
     while left:
-        given = left[:_PIECE]
         try:
-            n_sent = connection.send(given)
+            left = left[connection.send(left[:_PIECE]) :]
         except BlockingIOError:
-            n_sent = 0
-        left = left[n_sent:]
-        if n_sent < len(given):
             assert edges.poll(20.0), "no edge has come"
+
+
+def _send_and_receive(connection: socket.socket, data: bytes) -> bool:
+    """In one thread, whenever the socket is ready for either. Returns whether all came back."""
+    connection.setblocking(False)
+    levels = select.epoll()
+    levels.register(connection, select.EPOLLIN | select.EPOLLOUT)
+    left, got = memoryview(data), bytearray()
+    while left or len(got) < len(data):
+        ((_, events),) = levels.poll(20.0)
+        if events & select.EPOLLIN:
+            got += connection.recv(1 << 16)
+        if events & select.EPOLLOUT:
+            with contextlib.suppress(BlockingIOError):
+                left = left[connection.send(left[:_PIECE]) :]
+        if not left:
+            levels.modify(connection, select.EPOLLIN)
+    return got == data
+
+
+def _time_of_both_ways(pair: tuple, data: bytes) -> float:
+    """The time of sending the data while another process, of the same rate, sends them back."""
+    begin = time.monotonic()
+    child = os.fork()
+    is_right = _send_and_receive(pair[child == 0], data)
+    if child == 0:
+        os._exit(0 if is_right else 1)
+    seconds = time.monotonic() - begin
+    assert is_right and os.waitpid(child, 0)[1] == 0
+    return seconds
 
 
 def _receive(connection: socket.socket, expected: bytes, wrong: list[int]) -> None:
@@ -142,6 +169,8 @@ def main() -> None:
             begin = time.monotonic()
             _send_elsewhere()
             seconds = time.monotonic() - begin
+        elif way == "both":
+            seconds = _time_of_both_ways(pairs[0], data)
         else:
             seconds = _time(pairs, data, "send" if way == "two" else way)
         print(seconds, _FUNCTIONS.jax_ep_sent_bytes() - before)
