@@ -127,3 +127,42 @@ def _hit(n_experts: int, n_parts: int, top_k: int) -> float:
 
 def _align(n_bytes: int) -> int:
     return -(-n_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+# --- the model of docs/scale.md ---------------------------------------------------------------
+
+# Bytes per second that leave a GPU: the line rate of its network adapter; and what calls reach
+# inside a node (docs/speed.md), in dispatch and in combine.
+NETWORK_RATE, DISPATCH_RATE, COMBINE_RATE = 50e9, 334e9, 328e9
+N_TOKENS, N_RANKS_PER_NODE, N_EXPERTS, TOP_K, HIDDEN_SIZE = 4096, 8, 256, 8, 7168
+FP8_BYTES = 7392  # that travel of a token in BlockwiseFP8
+
+
+def seconds(sent: Sent, rails: Rails, row_bytes: int, rate_in_node: float) -> tuple[float, float]:
+    """The times that a call needs the network and the links inside the node."""
+    n = rails.n_ranks_per_node
+    in_node = N_TOKENS * rails.ranks() * (n - 1) / n * row_bytes
+    return sent.n_bytes / NETWORK_RATE, in_node / rate_in_node
+
+
+def model() -> str:
+    """The table: bytes and times of a dispatch, of one in FP8, and of a combine, by nodes."""
+    lines = []
+    for n_nodes in (2, 4, 8, 16, 32):
+        sizes = N_RANKS_PER_NODE, N_EXPERTS, TOP_K, HIDDEN_SIZE
+        plain = Rails(n_nodes, *sizes, 2 * HIDDEN_SIZE)
+        fp8 = dataclasses.replace(plain, token_bytes=FP8_BYTES)
+        dispatched, combined = plain.expected(N_TOKENS)
+        calls = [
+            (dispatched, plain, 2 * HIDDEN_SIZE, DISPATCH_RATE),
+            (fp8.expected(N_TOKENS)[0], fp8, FP8_BYTES, DISPATCH_RATE),
+            (combined, plain, 2 * HIDDEN_SIZE, COMBINE_RATE),
+        ]
+        cells = [f"{n_nodes}", f"{plain.other_nodes():.2f}"]
+        for sent, *of_node in calls:
+            network, in_node = seconds(sent, *of_node)
+            cells.append(f"{sent.n_bytes / 1e6:.0f}")
+            cells.append(f"**{1e3 * network:.2f}** / {1e3 * in_node:.2f}")
+        cells.append(f"{dispatched.n_tiles / seconds(*calls[0])[0] / 1e6:.1f}")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)

@@ -140,3 +140,8 @@ def test_means_are_those_of_random_choices():
     assert combined == pytest.approx(of_combine.n_bytes, rel=0.01)
     n_ranks = np.mean([len(set(choices // 4)) for choices in ids.reshape(-1, 4)])
     assert rails.ranks() == pytest.approx(n_ranks, rel=0.01)
+
+
+def test_the_documentation_has_the_predictions():
+    page = pathlib.Path(__file__).parent.parent / "docs" / "scale.md"
+    assert rail_traffic.model() in page.read_text()
