@@ -16,6 +16,7 @@ _RIGS = pathlib.Path(__file__).parent / "rigs"
 _AS_HOST = (sys.executable, str(_RIGS / "as_host.py"))
 # The libraries that NVSHMEM's UCX transport opens, and that UCX opens to copy memory of GPUs.
 UCX_LIBRARIES = ("libucp.so.0", "libuct.so.0", "libucs.so.0", "libucm.so.0", "ucx/libuct_cuda.so.0")
+RATE_SHIM = "librate_shim.so"  # counts and limits what a process sends
 _SHARED_MEMORY = pathlib.Path("/dev/shm")
 
 
@@ -46,7 +47,12 @@ def for_nccl(n_processes: int, n_hosts: int) -> list[Host]:
 
 
 def for_nvshmem(
-    n_processes: int, n_hosts: int, *, shims: pathlib.Path, heap_bytes: int
+    n_processes: int,
+    n_hosts: int,
+    *,
+    shims: pathlib.Path,
+    heap_bytes: int,
+    counts_sent: bool = False,
 ) -> list[Host]:
     """Hosts for NVSHMEM, which then connects them by UCX, over TCP.
 
@@ -55,11 +61,13 @@ def for_nvshmem(
         n_hosts: of the job.
         shims: the folder of `build_shims`.
         heap_bytes: of the symmetric heap of each process, all of it in /dev/shm.
+        counts_sent: whether processes count what they send, and can limit its rate: network.py.
     """
     folders = [_ucx_folder(), str(shims), os.environ.get("LD_LIBRARY_PATH", "")]
+    preloaded = ["libucx_shim.so", *([RATE_SHIM] if counts_sent else [])]
     environment = {
         "LD_LIBRARY_PATH": os.pathsep.join(filter(None, folders)),
-        "LD_PRELOAD": str(shims / "libucx_shim.so"),
+        "LD_PRELOAD": os.pathsep.join(str(shims / library) for library in preloaded),
         "NVSHMEM_REMOTE_TRANSPORT": "ucx",
         "NVSHMEM_HEAP_KIND": "SYSMEM",
         "NVSHMEM_SYMMETRIC_SIZE": str(heap_bytes),
@@ -72,7 +80,8 @@ def for_nvshmem(
 def build_shims(folder: pathlib.Path) -> None:
     """Compiles what NVSHMEM's hosts load in place of a library, or before it."""
     compiler = [os.environ.get("CXX", "c++"), "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror"]
-    for source, library in (("ucx_shim", "libucx_shim.so"), ("gdrapi_shim", "libgdrapi.so.2")):
+    libraries = {"ucx_shim": "libucx_shim.so", "gdrapi_shim": "libgdrapi.so.2"}
+    for source, library in (libraries | {"rate_shim": RATE_SHIM}).items():
         target = ["-o", str(folder / library), f"-Wl,-soname,{library}"]
         command = [*compiler, "-shared", "-fPIC", *target, str(_RIGS / f"{source}.cc"), "-ldl"]
         subprocess.run(command, check=True, timeout=60)

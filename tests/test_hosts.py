@@ -13,6 +13,7 @@ import sys
 import pytest
 
 import hosts
+import network_checks
 from node_files import TIMEOUT_S, check_files, gpus_of
 from processes import child_environment, run_processes
 
@@ -120,3 +121,23 @@ def test_nvshmem_connects_hosts(target, n_processes, shims):
 def test_files_of_the_suite_with_nvshmem_between_hosts(n_processes, files, least, shims):
     on = hosts.for_nvshmem(n_processes, 2, shims=shims, heap_bytes=HEAP_BYTES)
     check_files("nvshmem", n_processes, files, least, hosts=on)
+
+
+@pytest.mark.parametrize("n_processes", [2, 4])
+@pytest.mark.gpu
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_a_limited_network_carries_what_the_plan_says(n_processes, shims):
+    """Processes of a node share a GPU, by MPS if that runs. Prints times and bytes."""
+    logs = run_processes(
+        n_processes,
+        "network_checks:measure",
+        gpus=gpus_of(n_processes),
+        hosts=hosts.for_nvshmem(
+            n_processes, 2, shims=shims, heap_bytes=HEAP_BYTES, counts_sent=True
+        ),
+        timeout_s=75.0,
+    )
+    rows = network_checks.rows_of(logs)
+    print(network_checks.table(rows))
+    network_checks.check(rows)

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+import rail_traffic
+
 REPOSITORY = pathlib.Path(__file__).parent.parent
 
 
@@ -39,6 +41,18 @@ def test_the_plan_is_right_and_the_documentation_has_its_table(programs):
     table = re.findall(r"^\|.*\|$", output, flags=re.MULTILINE)
     assert len(table) == 5
     assert "\n".join(table) in (REPOSITORY / "docs" / "scale.md").read_text()
+
+
+def test_tiles_are_cut_as_in_cpp(programs):
+    output = run([programs / "rail_plan_test", 2000])
+    found = re.findall(r"^cut ([\d ]+) to ([\d ]+)$", output, flags=re.MULTILINE)
+    assert len(found) == 2000
+    for given, cut in found:
+        n_nodes, message_bytes, *of_call = map(int, given.split())
+        slot = rail_traffic.slot_bytes(n_nodes, message_bytes)
+        tiles = rail_traffic.cut(slot, *of_call)
+        got = slot, tiles.tile_rows, tiles.n_tiles, tiles.extra_bytes
+        assert got == tuple(map(int, cut.split())), (given, cut)
 
 
 def test_the_protocol_is_right_in_simulation_and_mistakes_are_found(programs):

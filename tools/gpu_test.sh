@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Builds the package on a machine with GPUs and runs the tests of transport p2p.
 #
-# Usage: tools/gpu_test.sh LOG_FOLDER [CUDA_ARCHITECTURE [PART...]]   default: 90, all but soak
+# Usage: tools/gpu_test.sh LOG_FOLDER [CUDA_ARCHITECTURE [PART...]]
+#   default: 90, all but network and soak
 #
 #   build       only builds
 #   quantize    the formats' arithmetic on the device, compared with the host's and the definitions
@@ -13,6 +14,7 @@
 #   nvshmem     transport nvshmem, with processes of this machine as nodes
 #   hosts       nodes on several hosts, which are this machine: NVSHMEM through UCX, XLA's collectives
 #               through sockets
+#   network     bytes and times between such nodes where UCX's rate is limited
 #   graphs      parts of the suite with all calls in CUDA graphs, and with none; programs that
 #               another process compiled
 #   xla         transport xla on the GPUs, compared bitwise with the oracle
@@ -34,7 +36,7 @@
 #   GPU_WHEEL             a wheel that `make wheels` built, for python3; default: part wheel does not
 #                         run
 #   JAX_EP_TEST_UCX       the folder of UCX's libraries, such as libucx/lib of the wheel libucx-cu13;
-#                         default: part hosts tests XLA's collectives only
+#                         default: part hosts tests XLA's collectives only, network nothing
 #   SOAK_CASES            random cases of the kernels, for each number of ranks; default: 10000
 #   SOAK_RANKS            the numbers of ranks; default: "2 4 8"
 #   SOAK_WORKERS          processes that share these cases; default: half as many as CPUs
@@ -171,6 +173,11 @@ run_hosts() {
   lines=40 step hosts_xla 400 "${tests[@]}" -k "not nvshmem"
 }
 
+run_network() {
+  lines=90 step network 200 python3 -m pytest -p no:cacheprovider --gpu -m slow -rP \
+    tests/test_hosts.py -k limited
+}
+
 run_graphs() {
   local calls=(tests/test_transforms.py tests/test_independent_calls.py)
   XLA_FLAGS=--xla_gpu_graph_min_graph_size=1 \
@@ -301,7 +308,7 @@ soak_jax() {
 
 for part in "${parts[@]}"; do
   [[ $(type -t "run_$part") == function ]] || {
-    echo "gpu_test: no part $part; there are build ${default_parts[*]} soak" >&2
+    echo "gpu_test: no part $part; there are build ${default_parts[*]} network soak" >&2
     exit 2
   }
 done

@@ -59,6 +59,7 @@ class Network {
   }
 
   void Send(const Put& put) {
+    n_sent_bytes_ += put.n_bytes;
     if (put.n_bytes > 0) ++staged_[{put.from, put.source}];
     puts_.push_back(put);
   }
@@ -78,6 +79,8 @@ class Network {
     if (put.has_word && put.n_delivered == put.n_bytes) puts_.pop_back();
   }
   size_t n_in_flight() const { return puts_.size(); }
+  // Of all puts, without their words.
+  size_t n_sent_bytes() const { return n_sent_bytes_; }
 
   // A rank begins to write an item to a slot; or to read it; or needs the slot no longer.
   void BeginSlot(int rank, size_t slot, int64_t item) {
@@ -122,6 +125,7 @@ class Network {
   std::map<Address, int64_t> slots_;  // items that are written, or lie there
   std::map<Address, int> staged_;     // puts that read from there
   std::string violation_;
+  size_t n_sent_bytes_ = 0;
 };
 
 }  // namespace jax_ep::rail

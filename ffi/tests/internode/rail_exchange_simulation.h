@@ -286,6 +286,28 @@ class Simulation {
     if (world_.network.n_slots_in_use() != n_kept) {
       world_.network.Report(0, "or others have tiles left", 0);
     }
+    CheckTraffic();
+  }
+  // Where all data goes through the network: each row once, and only to ranks that get it.
+  void CheckTraffic() {
+    if (job_.mapped_percent > 0) return;
+    int64_t n_bytes = 0;
+    for (size_t i = 0; i < job_.calls.size(); ++i) {
+      const CallShape& call = job_.calls[i];
+      const RailTiles tiles = job_.Tiles(call);
+      n_bytes += n_nodes_ * (n_nodes_ - 1) * tiles.n_tiles * tiles.extra_bytes;
+      for (int from = 0; from < n_nodes_; ++from) {
+        for (int to = 0; to < n_nodes_; ++to) {
+          for (int64_t row = 0; to != from && row < call.n_rows; ++row) {
+            const int64_t index = (call.by_node ? to * call.n_rows : 0) + row;
+            n_bytes += IsSent(call, operands_[i][from], to, row, index) * call.row_bytes;
+          }
+        }
+      }
+    }
+    if (static_cast<int64_t>(world_.network.n_sent_bytes()) != n_bytes) {
+      world_.network.Report(0, "and others should send so many bytes:", n_bytes);
+    }
   }
 
   const Job& job_;

@@ -1,10 +1,11 @@
 // The plan of the inter-node exchange of rows, internode/plan/rail_exchange.h.
 //
-// Usage: rail_plan_test. Prints the table of docs/scale.md.
+// Usage: rail_plan_test [CUTS]. Prints the table of docs/scale.md, and how random calls are cut.
 
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <iostream>
 #include <map>
 #include <random>
@@ -123,13 +124,34 @@ void PrintMemory() {
   }
 }
 
+// Random calls, and how they are cut, for tests/rail_traffic.py.
+void PrintCuts(int n) {
+  std::mt19937 random(2);
+  for (int i = 0; i < n; ++i) {
+    const auto between = [&](int low, int high) {
+      return static_cast<int>(Between(low, high, random));
+    };
+    const int n_nodes = between(2, 40), n_choices = between(1, 16), n_rows = between(1, 9000);
+    const int row_bytes = between(0, 3) == 0 ? 0 : 4 * between(1, 8192);
+    const int choice_bytes = row_bytes > 0 && between(0, 1) == 0 ? 0 : 8 * n_choices;
+    const int message_bytes = std::max(row_bytes, between(1, 40000)) + 8 * n_choices;
+    const RailExchange map = RailExchange::Plan(n_nodes, message_bytes);
+    const RailTiles tiles = map.Cut(n_rows, row_bytes, n_choices, choice_bytes);
+    const auto as_int = [](int64_t x) { return static_cast<int>(x); };
+    std::printf("cut %d %d %d %d %d %d to %d %d %d %d\n", n_nodes, message_bytes, n_rows, row_bytes,
+                n_choices, choice_bytes, as_int(map.slot_bytes), as_int(tiles.tile_rows),
+                as_int(tiles.n_tiles), as_int(tiles.extra_bytes));
+  }
+}
+
 }  // namespace
 }  // namespace jax_ep::rail
 
-int main() {
+int main(int argc, char** argv) {
   jax_ep::rail::TestTilesFitIntoSlots();
   jax_ep::rail::TestTilesAreSentRoundRobin();
   jax_ep::rail::TestSlotsAreApart();
   jax_ep::rail::PrintMemory();
+  jax_ep::rail::PrintCuts(argc > 1 ? std::atoi(argv[1]) : 0);
   std::cout << "rail_plan_test: all passed" << std::endl;
 }
