@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "layer/matmul/hopper_swapped.h"
 #include "layer/silu/cuda_silu.h"
 
 namespace jax_ep::matmul {
@@ -18,17 +17,10 @@ bool MayGate(const MatmulCall& call) {
          call.n_groups <= hopper::kMaxGatedGroups && least > 0 && largest <= INT32_MAX;
 }
 
-// Whether it is faster with any rows. The activation takes as long as some hundred terms of a
-// matmul: beside many, it does not always outweigh that the kernel multiplies more slowly than the
-// best one, unless all wait for memory. Smaller weights and k were not measured.
-cudaError_t ShouldGate(const MatmulCall& call, bool* should) {
-  constexpr int64_t kSmallestK = 1024, kLargestK = 4096, kFewestWeights = 50'000'000;
-  constexpr int64_t kFewRows = 128;  // of a group, on average
-  bool is_memory_slow = false;
-  const cudaError_t error = swapped::IsMemorySlow(&is_memory_slow);
-  *should = call.k >= kSmallestK && call.n_groups * call.k * call.n >= kFewestWeights &&
-            (is_memory_slow || call.k <= kLargestK || call.n_rows <= kFewRows * call.n_groups);
-  return error;
+// Whether it is faster with any rows. Smaller weights and k were not measured.
+bool ShouldGate(const MatmulCall& call) {
+  constexpr int64_t kSmallestK = 1024, kFewestWeights = 50'000'000;
+  return call.k >= kSmallestK && call.n_groups * call.k * call.n >= kFewestWeights;
 }
 #endif
 
@@ -52,11 +44,8 @@ silu::SiluCall ActivationOf(const MatmulCall& call, const Gate& gate) {
 cudaError_t LaunchGated(const MatmulCall& call, const Gate& gate, cudaStream_t stream,
                         [[maybe_unused]] hopper::Swap swap) {
 #ifdef JAX_EP_MATMUL_HOPPER
-  bool should = swap != hopper::Swap::kNever;
-  if (swap == hopper::Swap::kByRows) {
-    const cudaError_t error = ShouldGate(call, &should);
-    if (error != cudaSuccess) return error;
-  }
+  using hopper::Swap;
+  const bool should = swap == Swap::kByRows ? ShouldGate(call) : swap != Swap::kNever;
   if (should && MayGate(call)) {
     const cudaError_t error = hopper::LaunchGatedBFloat16(call, gate, stream, swap);
     if (error != cudaSuccess) cudaGetLastError();  // clears it: the next launch must not report it
