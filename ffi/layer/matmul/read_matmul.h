@@ -15,8 +15,9 @@ struct MatmulAttributes {
   bool zeroes_unused;
 };
 
-// Operands: lhs, rhs, row_offsets [L + 1], and for e4m3 lhs_scales, rhs_scales. Results: the
-// product, the workspace.
+// Operands: lhs, rhs, row_offsets [L + 1], and for e4m3 lhs_scales, rhs_scales; in the form kRows,
+// there may be an accumulator, which is the same memory as the first result. Results: the product,
+// the workspace.
 Status ReadMatmul(const MatmulAttributes& attributes, const BufferList& operands,
                   const BufferList& results, MatmulCall* call);
 
