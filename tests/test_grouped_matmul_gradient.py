@@ -14,6 +14,7 @@ from harness import AXIS, make_mesh
 from jax_ep.layer import accumulate
 from jax_ep.layer import matmul as matmul_primitive
 from oracle_matmul import H, N, accumulated, assert_close, make_operands
+from test_docs import DOCS, python_blocks
 from test_grouped_matmul import SIZES
 
 UNUSUAL_BITS = np.uint32([0x80000000, 0x7FC01234, 0xFF812345, 0x00000001, 0xFF800000, 0x3F800001])
@@ -140,6 +141,32 @@ def test_a_scan_over_microbatches_adds_their_gradients():
         got = add_all(accumulator, rows, cotangent, offsets)
     assert got.unsafe_buffer_pointer() == address
     np.testing.assert_allclose(got, wanted, 1e-6, 1e-6)
+
+
+def test_the_example_of_the_page_adds_gradients_of_microbatches():
+    (block,) = [text for text in python_blocks(DOCS / "experts.md") if "def backward" in text]
+    names = {"jax": jax, "jax_ep": jax_ep, "functools": functools}
+
+    def loss_by(multiply):
+        def loss(sums, weights, batch):
+            rows, target, offsets = batch
+            product = multiply(rows, weights, offsets, sums)
+            in_use = jnp.arange(len(rows), dtype=jnp.uint32) < offsets[-1]
+            return jnp.sum(jnp.where(in_use[:, None], jnp.sin(product) * target, 0))
+
+        return loss
+
+    exec(block, names)
+    names["loss"] = loss_by(names["multiply"])
+    batches = [make(sizes, "float32", spare=4) for sizes in ([3, 0, 50], [0, 0, 53], [20, 30, 3])]
+    stacked = [jnp.stack(x) for x in list(zip(*batches, strict=True))[:3]]
+    sums, weights = batches[0][3], batches[1][3] * 0.01
+    plain = loss_by(lambda rows, weights, offsets, _: jax_ep.grouped_matmul(rows, weights, offsets))
+    with jax.default_matmul_precision("float32"):
+        gradients = [jax.grad(plain, 1)(None, weights, batch[:3]) for batch in batches]
+        wanted = np.asarray(sums) + sum(gradients)
+        got = names["add_gradients"](sums, weights, stacked)
+    np.testing.assert_allclose(got, wanted, 1e-5, 1e-4)
 
 
 def test_vmap_agrees_with_separate_calls():
