@@ -83,7 +83,7 @@ const void* ReadBuffers(BufferReader& operands, BufferReader& results, MatmulCal
 }  // namespace
 
 Status ReadMatmul(const MatmulAttributes& attributes, const BufferList& operands,
-                  const BufferList& results, MatmulCall* call) {
+                  const BufferList& results, MatmulCall* call, const void** accumulator) {
   Status status;
   BufferReader operand_reader(operands, status), result_reader(results, status);
   call->form = attributes.form;
@@ -93,13 +93,12 @@ Status ReadMatmul(const MatmulAttributes& attributes, const BufferList& operands
   call->accumulates = call->form == MatmulForm::kRows && call->element != Element::kE4m3 &&
                       operands.size() > kMinOperands;
   if (status.ok()) status = ReadSizes(operand_reader, call);
-  const void* accumulator = nullptr;
-  if (status.ok()) accumulator = ReadBuffers(operand_reader, result_reader, call);
-  if (status.ok() && call->accumulates && accumulator != call->out) {
-    status = InvalidArgument("the accumulator and the result must share their memory; they do not");
-  }
+  *accumulator = nullptr;
+  if (status.ok()) *accumulator = ReadBuffers(operand_reader, result_reader, call);
   BufferList read_only = operands;
-  if (call->accumulates) read_only.TakeLast(operands.size() - kMinOperands);
+  if (call->accumulates && *accumulator == call->out) {
+    read_only.TakeLast(operands.size() - kMinOperands);
+  }
   if (status.ok()) status = CheckDisjoint(read_only, results);
   if (!status.ok()) status.message = "grouped_matmul: " + status.message;
   return status;
