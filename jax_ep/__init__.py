@@ -18,6 +18,7 @@ from jax_ep.layer.expert_mlp import expert_mlp as expert_mlp
 from jax_ep.layer.fused_silu import QuantizedRows as QuantizedRows
 from jax_ep.layer.fused_silu import fused_silu as fused_silu
 from jax_ep.layer.grouped_matmul import grouped_matmul as grouped_matmul
+from jax_ep.layer.grouped_matmul import grouped_matmul_gradient as grouped_matmul_gradient
 from jax_ep.layer.quantize_weights import QuantizedWeights as QuantizedWeights
 from jax_ep.layer.quantize_weights import quantize_weights as quantize_weights
 from jax_ep.moe_layer import moe as moe

@@ -31,6 +31,18 @@ def reference(rows, weights, offsets, transposed=False):
     return [np.concatenate(parts) for parts in zip(*blocks, strict=True)]
 
 
+def accumulated(lhs, rhs, offsets, accumulator):
+    """Per group, the accumulator plus the product of rows by rows, and the sum of magnitudes."""
+    lhs, rhs = np.asarray(lhs, np.float64), np.asarray(rhs, np.float64)
+    sums = np.asarray(accumulator).astype(np.float64)
+    magnitudes = abs(sums)
+    for group, (first, end) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
+        left, right = lhs[first:end].T, rhs[first:end]
+        sums[group] += left @ right
+        magnitudes[group] += abs(left) @ abs(right)
+    return sums, magnitudes
+
+
 def assert_close(got, wanted, magnitudes, dtype) -> None:
     got = np.asarray(got, np.float64)
     assert got.shape == wanted.shape

@@ -232,7 +232,8 @@ def matmuls(rows, weights, codes, offsets):
     quantized = jax_ep.QuantizedRows(codes, by_row.T, None)
     matrices = jax_ep.quantize_weights(jnp.ones((1, 128, 8)))
     product, pull = jax.vjp(lambda *x: jax_ep.grouped_matmul(*x, offsets), rows, weights)
-    return jax_ep.grouped_matmul(quantized, matrices, offsets), pull(product)
+    sums = jax_ep.grouped_matmul_gradient(rows, product, offsets, jnp.zeros((1, 8, 16)))
+    return jax_ep.grouped_matmul(quantized, matrices, offsets), pull(product), sums
 
 
 def test_grouped_matmul_has_the_attributes_that_its_handler_reads(monkeypatch):
@@ -240,7 +241,7 @@ def test_grouped_matmul_has_the_attributes_that_its_handler_reads(monkeypatch):
     operands = [np.ones(shape, jnp.bfloat16) for shape in ((4, 8), (1, 8, 16), (4, 128))]
     text = lowered(jax.jit(matmuls), "cuda", *operands, np.uint32([0, 4]))
     found = attributes_by_target(text)
-    assert found == {"jax_ep_grouped_matmul": [CUDA["jax_ep_grouped_matmul"]] * 4}
+    assert found == {"jax_ep_grouped_matmul": [CUDA["jax_ep_grouped_matmul"]] * 5}
 
 
 def experts(rows, weights, offsets):

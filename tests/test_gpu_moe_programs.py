@@ -1,16 +1,18 @@
-"""moe's gradient as XLA compiles it for GPUs; see test_gpu_programs.py."""
+"""Gradients of experts as XLA compiles them for GPUs; see test_gpu_programs.py."""
 
 import collections
 import functools
+import re
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import async_layers
 import jax_ep
 import test_transforms
 from harness import config_of
-from test_gpu_programs import CASE, CHECK, compiled, computations, our_steps, while_in_flight
+from test_gpu_programs import CASE, CHECK, FREE, compiled, computations, our_steps, while_in_flight
 from test_gpu_programs import make_group as make_group
 from test_gpu_programs import mesh as mesh
 
@@ -60,3 +62,25 @@ def test_the_backward_of_moe_computes_gradients_of_weights_beside_the_exchange(
     once = "jax_ep_combine_grad", GATED_GRAD
     for target, n in ((MATMUL, 5 + repeated.count(MATMUL)), *((target, 1) for target in once)):
         assert text.count(f'custom_call_target="{target}"') == n, target
+
+
+@pytest.mark.parametrize("n_microbatches", [1, 3])
+def test_gradients_of_weights_are_added_in_place(mesh, n_microbatches) -> None:
+    """In a loop over microbatches, nothing but the call makes an array of their type."""
+
+    def add(sums, batch):
+        return jax_ep.grouped_matmul_gradient(*batch, sums), None
+
+    shapes = {(256, 64): jnp.bfloat16, (256, 128): jnp.bfloat16, (5,): jnp.uint32}
+    sharding = jax.NamedSharding(mesh, jax.P())
+    typed = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
+    batches = [typed((n_microbatches, *shape), dtype) for shape, dtype in shapes.items()]
+    loop = jax.jit(lambda sums, *x: jax.lax.scan(add, sums, x)[0], donate_argnums=0)
+    lowered = loop.lower(typed((4, 64, 128), jnp.float32), *batches)
+    program = lowered.compile(compiler_options={"xla_gpu_autotune_level": "0"})
+    text = program.as_text()
+    assert text.count(f'custom_call_target="{MATMUL}"') == 1
+    makes = re.findall(r"= \(?f32\[4,64,128\]\S* .*?([a-z\-]+)\(", text)
+    assert {"custom-call", "parameter"} <= set(makes) <= {*FREE, "custom-call", "fusion"}, makes
+    fusions = [line for line in text.splitlines() if " fusion(" in line and "f32[4,64,128]" in line]
+    assert all("dynamic-slice-fusion" in line for line in fusions), fusions  # around the call

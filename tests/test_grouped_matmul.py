@@ -271,7 +271,7 @@ def test_the_portable_lowering_matches_float64():
             matmul_primitive.MatmulForm[form], np.dtype("float32"), zeroes_unused=True
         )
         with jax.default_matmul_precision("float32"):
-            (got,) = jax.jit(functools.partial(matmul_primitive._by_ragged_dot, matmul=parameters))(
+            (got,) = jax.jit(functools.partial(matmul_primitive.by_ragged_dot, matmul=parameters))(
                 *pair, offsets
             )
         if form == "ROWS":

@@ -134,8 +134,8 @@ run_silu() {
 
 run_matmul() {
   build_programs && lines=30 step matmul 120 "$bin/matmul_test" 20
-  run_tests test_matmul 300 tests/test_grouped_matmul.py tests/test_quantized_matmul.py \
-    tests/test_expert_mlp.py tests/test_gated_matmul.py
+  run_tests test_matmul 300 tests/test_grouped_matmul.py tests/test_grouped_matmul_gradient.py \
+    tests/test_quantized_matmul.py tests/test_expert_mlp.py tests/test_gated_matmul.py
 }
 
 run_suite() {

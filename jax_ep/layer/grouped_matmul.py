@@ -1,4 +1,4 @@
-"""grouped_matmul: every group of rows times the weights of its expert."""
+"""grouped_matmul: every group of rows times the weights of its expert, and its gradient."""
 
 import functools
 from typing import Any
@@ -66,6 +66,60 @@ def grouped_matmul(
     if isinstance(weights, QuantizedWeights) or isinstance(rows, QuantizedRows):
         return _multiply_codes(rows, weights, row_offsets, transposed, dtype, token_format)
     return _multiply_numbers(rows, weights, row_offsets, transposed, dtype)
+
+
+def grouped_matmul_gradient(
+    rows: jax.Array,
+    cotangent: jax.Array,
+    row_offsets: jax.Array,
+    accumulator: jax.Array,
+    *,
+    transposed: bool = False,
+) -> jax.Array:
+    """Adds the gradient of the weights of a `grouped_matmul` to an accumulator.
+
+    For group l, whose rows are x and whose rows of the cotangent are y, the result is
+    `accumulator[l] + x.T @ y`. The sum over the rows is in float32, as in `grouped_matmul`, and is
+    not rounded to another dtype; one float32 addition then adds it. Groups without rows keep the
+    bits of the accumulator. A GPU gives the same bits in every run. Differentiable, any number of
+    times. May be called outside `jax.shard_map`, with arrays that are not sharded.
+
+    On GPUs from compute capability 8.0 on, kernels add bfloat16 and float16 products to the
+    accumulator in place, if H and N are multiples of 8. XLA copies the accumulator before that if
+    it is still needed: donate it to `jax.jit`, or carry it through `jax.lax.scan`.
+
+    Args:
+        rows: `[C, H]`, as given to `grouped_matmul`: bfloat16, float16 or float32.
+        cotangent: `[C, N]`, the gradient of its result, in the dtype of `rows`.
+        row_offsets: `uint32[L + 1]`, as given to it. Rows of no group may hold NaN.
+        accumulator: `float32[L, H, N]`.
+        transposed: whether the weights and the accumulator are `[L, N, H]`; their gradient is then
+            `y.T @ x`.
+
+    Returns:
+        `float32[L, H, N]`, or `[L, N, H]`.
+
+    Raises:
+        TypeError: an argument is not an array of numbers. While tracing.
+        ValueError: a shape or dtype does not fit. While tracing.
+    """
+    name = "grouped_matmul_gradient"
+    checks.check_flags(name, transposed=transposed)
+    rows, cotangent, row_offsets, accumulator = checks.as_arrays(
+        name, rows=rows, cotangent=cotangent, row_offsets=row_offsets, accumulator=accumulator
+    )
+    checks.check_array(name, "rows", rows, (None, None), "C H", *FLOATS)
+    checks.check_array(name, "cotangent", cotangent, (rows.shape[0], None), "C N", rows.dtype)
+    check_offsets(name, row_offsets)
+    lhs, rhs, letters = rows, cotangent, "L H N"
+    if transposed:
+        lhs, rhs, letters = cotangent, rows, "L N H"
+    shape = (row_offsets.shape[0] - 1, lhs.shape[1], rhs.shape[1])
+    checks.check_array(name, "accumulator", accumulator, shape, letters, jnp.float32)
+    operands = checks.vary_alike((), lhs, rhs, lax.stop_gradient(row_offsets), accumulator)
+    if 0 in (*lhs.shape, *shape):
+        return operands[-1]
+    return matmul_gradients.add_products(*operands)
 
 
 def _multiply_numbers(

@@ -74,7 +74,17 @@ def dequantize_rows(codes: jax.Array, scales: jax.Array, dtype: Any) -> jax.Arra
 def _lower_cuda(ctx: mlir.LoweringRuleContext, *operands: Any, matmul: Matmul) -> Any:
     if not has_kernel(ctx.avals_in, ctx.avals_out[0], matmul):
         return _lower_dense(ctx, *operands, matmul=matmul)
-    call = custom_call(_TARGET)
+    return call_kernel(ctx, *operands, matmul=matmul)
+
+
+def call_kernel(
+    ctx: mlir.LoweringRuleContext,
+    *operands: Any,
+    matmul: Matmul,
+    aliases: dict[int, int] | None = None,
+) -> Any:
+    """The custom call; `aliases`: results by the operands that are the same memory."""
+    call = custom_call(_TARGET, operand_output_aliases=aliases)
     product, _ = call(
         ctx.replace(avals_out=[*ctx.avals_out, workspace(*ctx.avals_in)]),
         *operands,
@@ -151,14 +161,14 @@ def _dequantized(codes_dtype: Any, operands: Any) -> Any:
     )
 
 
-def _inside(row_offsets: jax.Array, rows: jax.Array) -> jax.Array:
+def inside(row_offsets: jax.Array, rows: jax.Array) -> jax.Array:
     """Offsets of rows that exist, as the kernels take them."""
     return jnp.minimum(row_offsets, jnp.uint32(rows.shape[0]))
 
 
 def _by_tiles(*operands: jax.Array, matmul: Matmul) -> list[jax.Array]:
     lhs, rhs, row_offsets = _dequantized(jnp.float32, operands)
-    row_offsets = _inside(row_offsets, lhs)
+    row_offsets = inside(row_offsets, lhs)
     if matmul.form == MatmulForm.ROWS:
         return [matmul_tiles.rows_by_rows(lhs, rhs, row_offsets, dtype=matmul.dtype)]
     transposed = matmul.form == MatmulForm.TRANSPOSED_WEIGHTS
@@ -168,10 +178,10 @@ def _by_tiles(*operands: jax.Array, matmul: Matmul) -> list[jax.Array]:
     return [rows]
 
 
-def _by_ragged_dot(*operands: jax.Array, matmul: Matmul) -> list[jax.Array]:
+def by_ragged_dot(*operands: jax.Array, matmul: Matmul) -> list[jax.Array]:
     """`jax.lax`'s own, which takes no account of rows that are not in use."""
     lhs, rhs, row_offsets = _dequantized(jnp.bfloat16, operands)
-    row_offsets = _inside(row_offsets, lhs)
+    row_offsets = inside(row_offsets, lhs)
     rows = jnp.arange(lhs.shape[0], dtype=jnp.uint32)
     in_use = ((rows >= row_offsets[0]) & (rows < row_offsets[-1]))[:, None]
     # Rows before the first group count as its own, and are zero.
@@ -200,7 +210,7 @@ def _by_ragged_dot(*operands: jax.Array, matmul: Matmul) -> list[jax.Array]:
     return [product.astype(matmul.dtype)]
 
 
-_lower_dense = mlir.lower_fun(_by_ragged_dot, multiple_results=True)
+_lower_dense = mlir.lower_fun(by_ragged_dot, multiple_results=True)
 grouped_matmul_p = make_primitive(
     _TARGET, cpu=mlir.lower_fun(_by_tiles, multiple_results=True), cuda=_lower_cuda
 )

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_ep.layer import accumulate
 from jax_ep.layer.matmul import (
     Matmul,
     MatmulForm,
@@ -61,6 +62,20 @@ def _bwd(matmul: Matmul, saved: Any, cotangent: Any) -> tuple[jax.Array, jax.Arr
 
 
 grouped_matmul.defvjp(lambda matmul, *args: (grouped_matmul(matmul, *args), args), _bwd)
+
+
+@jax.custom_vjp
+def add_products(
+    lhs: jax.Array, rhs: jax.Array, row_offsets: jax.Array, accumulator: jax.Array
+) -> jax.Array:
+    """A grouped matmul of rows by rows that adds to an accumulator."""
+    return accumulate.add_products(lhs, rhs, row_offsets, accumulator)
+
+
+add_products.defvjp(
+    lambda *operands: (add_products(*operands), operands[:3]),
+    lambda saved, cotangent: (*_bwd(accumulate.PRODUCTS, saved, cotangent), cotangent),
+)
 
 
 @jax.custom_vjp

@@ -59,14 +59,22 @@ def rows_by_weights(
 
 
 def rows_by_rows(
-    lhs: jax.Array, rhs: jax.Array, row_offsets: jax.Array, *, dtype: Any
+    lhs: jax.Array,
+    rhs: jax.Array,
+    row_offsets: jax.Array,
+    *,
+    dtype: Any,
+    accumulator: jax.Array | None = None,
 ) -> jax.Array:
     """`[L, K, N]`: for each group, its rows of `lhs`, `[C, K]`, transposed, times those of `rhs`.
 
-    `rhs` is `[C, N]`; all else as in `rows_by_weights`. Zero for groups without rows.
+    `rhs` is `[C, N]`; all else as in `rows_by_weights`. Zero for groups without rows. An
+    `accumulator`, of float32, is what the products are added to, of groups that have rows.
     """
     n_rows, n_groups = lhs.shape[0], row_offsets.shape[0] - 1
-    out = jnp.zeros((n_groups, lhs.shape[1], rhs.shape[1]), dtype)
+    out = accumulator
+    if out is None:
+        out = jnp.zeros((n_groups, lhs.shape[1], rhs.shape[1]), dtype)
     if n_rows == 0 or n_groups == 0:
         return out
     lhs, rhs, row_offsets, out = vary_alike((), lhs, rhs, row_offsets, out)
@@ -91,6 +99,8 @@ def rows_by_rows(
             return first, carry[1] + product
 
         _, total = lax.while_loop(lambda carry: carry[0] < end, add_tile, next_tile(begin))
+        if accumulator is not None:
+            total = lax.dynamic_index_in_dim(out, group, 0, keepdims=False) + total
         return lax.dynamic_update_index_in_dim(out, _bits(total.astype(dtype)), group, 0)
 
     return _from_bits(_loop_over_groups(row_offsets, add_group, _bits(out)), dtype)

@@ -64,6 +64,12 @@ def multiply(weights: Any, **options: Any) -> None:
     jax_ep.grouped_matmul(np.ones((2, 8), np.float32), weights, np.uint32([0, 2]), **options)
 
 
+def add_gradient(n_rows: int = 2, n: int = 4, dtype: Any = np.float32) -> None:
+    rows, cotangent = np.ones((2, 8), np.float32), np.ones((n_rows, 4), np.float32)
+    accumulator = jnp.zeros((1, 8, n), dtype)
+    jax_ep.grouped_matmul_gradient(rows, cotangent, np.uint32([0, 2]), accumulator)
+
+
 def quantized_weights(n: int) -> jax_ep.QuantizedWeights:
     return jax_ep.quantize_weights(np.ones((1, 128, n), np.float32))
 
@@ -144,6 +150,9 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "matmul-format": lambda: multiply_codes(token_format=jax_ep.MXFP8()),
     "matmul-options": lambda: multiply_codes(transposed=True),
     "matmul-flag": lambda: multiply(np.ones((1, 8, 4), np.float32), transposed=None),
+    "sums-shape": lambda: add_gradient(n=5),
+    "sums-dtype": lambda: add_gradient(dtype=jnp.bfloat16),
+    "sums-rows": lambda: add_gradient(n_rows=3),
     "weights-block": lambda: jax_ep.quantize_weights(np.ones((1, 8, 4), np.float32)),
     "mlp-type": lambda: jax_ep.expert_mlp(jnp.ones((2, 8)), None, None),
     "mlp-weights": lambda: run_experts(jax_ep.BF16(), quantized_weights(128), jnp.ones(3)),

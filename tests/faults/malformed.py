@@ -41,7 +41,7 @@ from malformed_base import (
     wrong_arrays,
 )
 from malformed_calls import add_calls, combine, dispatch
-from malformed_experts import add_experts, dequantize, matmul, mlp, quantize, silu
+from malformed_experts import add_experts, dequantize, matmul, matmul_gradient, mlp, quantize, silu
 
 try:
     from flax import nnx
@@ -170,7 +170,8 @@ def check(name: str, error: BaseException | None, result: Any) -> str | None:
 
 def works() -> None:
     """Right calls of all kinds."""
-    for right in (dispatch, combine, matmul, silu, mlp, quantize, dequantize, route):
+    others = mlp, quantize, dequantize, route
+    for right in (dispatch, combine, matmul, matmul_gradient, silu, *others):
         right()
     if nnx is not None:
         call_layer()

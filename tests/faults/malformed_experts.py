@@ -47,6 +47,16 @@ def matmul(**changes: Any) -> Any:
     return jax.block_until_ready(jax_ep.grouped_matmul(**(given | changes)))
 
 
+def matmul_gradient(**changes: Any) -> Any:
+    given = dict(
+        rows=ones(4, 16),
+        cotangent=ones(4, 8),
+        row_offsets=np.uint32([0, 2, 4]),
+        accumulator=ones(2, 16, 8, dtype=f32),
+    )
+    return jax.block_until_ready(jax_ep.grouped_matmul_gradient(**(given | changes)))
+
+
 def silu(**changes: Any) -> Any:
     given = dict(x=ones(4, 256), row_offsets=np.uint32([0, 2, 4]))
     return jax.block_until_ready(jax_ep.fused_silu(**(given | changes)))
@@ -90,6 +100,17 @@ def add_grouped_matmul() -> None:
     add_all(name, "transposed", {"1": 1, "None": None, "str": "no"}, matmul)
     quantized = jax_ep.quantize_weights(ones(2, 128, 128))
     add(name, "rows weights", "codes of weights alone", lambda: matmul(weights=quantized))
+
+
+def add_grouped_matmul_gradient() -> None:
+    name = "grouped_matmul_gradient"
+    arrays = {"rows": (4, 16), "cotangent": (4, 8), "accumulator": (2, 16, 8)}
+    for argument, shape in arrays.items():
+        dtype, other = (f32, bf16) if argument == "accumulator" else (bf16, f32)
+        wrong = wrong_arrays(*shape, dtype=dtype) | other_dtypes(*shape, dtypes=(other, fp8, i32))
+        add_all(name, argument, wrong, matmul_gradient)
+    add_all(name, "row_offsets", OFFSETS, matmul_gradient)
+    add_all(name, "transposed", {"1": 1, "None": None}, matmul_gradient)
 
 
 def add_fused_silu() -> None:
@@ -142,6 +163,7 @@ def add_dequantize() -> None:
 def add_experts() -> None:
     for add_some in (
         add_grouped_matmul,
+        add_grouped_matmul_gradient,
         add_fused_silu,
         add_expert_mlp,
         add_quantize_weights,

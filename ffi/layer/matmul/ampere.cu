@@ -64,7 +64,7 @@ __device__ void FillEntry(const MatmulCall& call, const GroupTables& tables, int
   const int k = static_cast<int>(call.k), n = static_cast<int>(call.n);
   const int m = static_cast<int>(rows.size);
   GemmCoord size = is_rows ? GemmCoord(k, n, m) : GemmCoord(m, n, k);
-  // Without rows there is nothing to visit, and ZeroUnwritten writes the result of kRows.
+  // Without rows there is nothing to visit: ZeroUnwritten does what is left to do.
   if (m == 0) size = GemmCoord(0, 0, 0);
   tables.sizes[group] = size;
 }
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kTableThreads)
   ZeroUnwritten(call);
 }
 
-template <MatmulForm form, class Input, class Output>
+template <MatmulForm form, class Input, class Output, bool accumulates>
 using Gemm = typename cutlass::gemm::kernel::DefaultGemmGrouped<
     Input,
     std::conditional_t<form == MatmulForm::kRows, cutlass::layout::ColumnMajor,
@@ -91,8 +91,10 @@ using Gemm = typename cutlass::gemm::kernel::DefaultGemmGrouped<
     cutlass::ComplexTransform::kNone, kAlignment, Output, cutlass::layout::RowMajor, float,
     cutlass::arch::OpClassTensorOp, cutlass::arch::Sm80, cutlass::gemm::GemmShape<128, 128, 32>,
     cutlass::gemm::GemmShape<64, 64, 32>, cutlass::gemm::GemmShape<16, 8, 16>,
-    cutlass::epilogue::thread::LinearCombination<Output, 16 / sizeof(Output), float, float,
-                                                 cutlass::epilogue::thread::ScaleType::Nothing>,
+    cutlass::epilogue::thread::LinearCombination<
+        Output, 16 / sizeof(Output), float, float,
+        accumulates ? cutlass::epilogue::thread::ScaleType::NoBetaScaling
+                    : cutlass::epilogue::thread::ScaleType::Nothing>,
     cutlass::gemm::threadblock::GemmBatchedIdentityThreadblockSwizzle, /*Stages=*/4,
     cutlass::gemm::kernel::GroupScheduleMode::kDeviceOnly>::GemmKernel;
 
@@ -103,10 +105,11 @@ __global__ void __launch_bounds__(Gemm::kThreadCount)
   Gemm()(params, *reinterpret_cast<typename Gemm::SharedStorage*>(smem));
 }
 
-template <MatmulForm form, class Input, class Output>
+// With `accumulates`, CUTLASS's third operand is what `out` holds.
+template <MatmulForm form, class Input, class Output, bool accumulates = false>
 cudaError_t LaunchGemm(const MatmulCall& call, const GroupTables& tables, int n_sms,
                        cudaStream_t stream) {
-  using Gemm = matmul::Gemm<form, Input, Output>;
+  using Gemm = matmul::Gemm<form, Input, Output, accumulates>;
   constexpr int kSmemBytes = sizeof(typename Gemm::SharedStorage);
   auto* const kernel = GemmKernel<Gemm>;
   cudaError_t error =
@@ -152,6 +155,12 @@ Launcher FindLauncher(const MatmulCall& call) {
   using BFloat16 = cutlass::bfloat16_t;
   using Float16 = cutlass::half_t;
   const bool is_float32 = call.out_type == RowType::kFloat32;
+  if (call.accumulates) {
+    constexpr auto kForm = MatmulForm::kRows;
+    if (call.form != kForm || !is_float32) return nullptr;
+    if (call.element == Element::kBFloat16) return LaunchGemm<kForm, BFloat16, float, true>;
+    return call.element == Element::kFloat16 ? LaunchGemm<kForm, Float16, float, true> : nullptr;
+  }
   if (call.element == Element::kBFloat16) {
     if (is_float32) return FindLauncher<BFloat16, float>(call.form);
     if (call.out_type == RowType::kBFloat16) return FindLauncher<BFloat16, BFloat16>(call.form);

@@ -24,7 +24,7 @@ namespace hopper {  // the same by the operands' type, each compiled on its own
 enum class Swap { kByRows, kNever, kSmallTiles, kLargeTiles };
 
 cudaError_t LaunchBFloat16(const MatmulCall& call, cudaStream_t stream, Swap swap = Swap::kByRows);
-// Of bfloat16 to bfloat16 in the form kRows, for LaunchBFloat16.
+// In the form kRows: of bfloat16 to bfloat16, for LaunchBFloat16, and all that accumulate.
 cudaError_t LaunchWeightGradient(const MatmulCall& call, cudaStream_t stream);
 cudaError_t LaunchFloat16(const MatmulCall& call, cudaStream_t stream);
 cudaError_t LaunchE4m3(const MatmulCall& call, cudaStream_t stream);
@@ -32,6 +32,7 @@ cudaError_t LaunchE4m3(const MatmulCall& call, cudaStream_t stream);
 
 // The result of a call that sums nothing.
 inline cudaError_t ZeroResult(const MatmulCall& call, cudaStream_t stream) {
+  if (call.accumulates) return cudaSuccess;
   const auto n_bytes = static_cast<size_t>(call.out_elements() * ElementBytes(call.out_type));
   return cudaMemsetAsync(call.out, 0, n_bytes, stream);
 }

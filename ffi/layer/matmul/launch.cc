@@ -17,6 +17,7 @@ cudaError_t LaunchHopperMatmul(const MatmulCall& call, cudaStream_t stream) {
   }
   if (call.n_groups == 0 || call.out_elements() == 0) return cudaSuccess;
   if (call.k == 0 || call.n_rows == 0) return ZeroResult(call, stream);
+  if (call.accumulates) return hopper::LaunchWeightGradient(call, stream);
   if (is_e4m3) return hopper::LaunchE4m3(call, stream);
   if (call.element == Element::kBFloat16) return hopper::LaunchBFloat16(call, stream);
   if (call.element == Element::kFloat16) return hopper::LaunchFloat16(call, stream);

@@ -23,6 +23,7 @@ struct MatmulCall {
   Element element;  // of both operands: bfloat16, float16 or e4m3
   RowType out_type;
   bool zeroes_unused;  // writes zeros to the rows of the result that are not in use
+  bool accumulates;    // adds to what `out` holds, in the form kRows; needs float32
 
   int64_t n_rows;    // C
   int64_t n_groups;  // L

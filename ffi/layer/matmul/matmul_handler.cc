@@ -11,8 +11,16 @@ namespace {
 ffi::Error MatmulImpl(cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingRets results,
                       const MatmulAttributes& attributes) {
   MatmulCall call{};
-  const Status status = ReadMatmul(attributes, BufferList(operands), BufferList(results), &call);
+  const void* accumulator = nullptr;
+  const Status status =
+      ReadMatmul(attributes, BufferList(operands), BufferList(results), &call, &accumulator);
   if (!status.ok()) return ToError(status);
+  if (call.accumulates && accumulator != call.out) {
+    const auto n_bytes = static_cast<size_t>(call.out_elements() * ElementBytes(call.out_type));
+    const cudaError_t error =
+        cudaMemcpyAsync(call.out, accumulator, n_bytes, cudaMemcpyDeviceToDevice, stream);
+    if (error != cudaSuccess) return p2p::ToError(error, "grouped_matmul");
+  }
   return p2p::ToError(LaunchMatmul(call, stream), "grouped_matmul");
 }
 

@@ -53,7 +53,8 @@ Shape RhsShape(const MatmulCall& call) {
   return {};
 }
 
-void ReadBuffers(BufferReader& operands, BufferReader& results, MatmulCall* call) {
+// Returns the accumulator, if there is one.
+const void* ReadBuffers(BufferReader& operands, BufferReader& results, MatmulCall* call) {
   const ffi::DataType type = ToDataType(call->element, /*is_packed=*/false);
   const bool is_rows = call->form == MatmulForm::kRows;
   call->lhs = operands.Next("lhs", type, {call->n_rows, call->k});
@@ -66,28 +67,39 @@ void ReadBuffers(BufferReader& operands, BufferReader& results, MatmulCall* call
     call->lhs_scales = operands.Next<float>("lhs_scales", {k_blocks, call->n_rows});
     call->rhs_scales = operands.Next<float>("rhs_scales", {call->n_groups, n_blocks, k_blocks});
   }
-  operands.ExpectEnd("operands");
   const Shape out_shape =
       is_rows ? Shape{call->n_groups, call->k, call->n} : Shape{call->n_rows, call->n};
-  call->out = results.Next("the result", results.Type(0), out_shape);
+  const void* const accumulator =
+      call->accumulates ? operands.Next<float>("accumulator", out_shape) : nullptr;
+  operands.ExpectEnd("operands");
+  call->out = results.Next("the result", call->accumulates ? ffi::F32 : results.Type(0), out_shape);
   call->workspace_bytes = MatmulWorkspaceBytes(call->n_groups);
   call->workspace =
       results.Next("workspace", ffi::U8, {static_cast<int64_t>(call->workspace_bytes)});
   results.ExpectEnd("results");
+  return accumulator;
 }
 
 }  // namespace
 
 Status ReadMatmul(const MatmulAttributes& attributes, const BufferList& operands,
-                  const BufferList& results, MatmulCall* call) {
+                  const BufferList& results, MatmulCall* call, const void** accumulator) {
   Status status;
   BufferReader operand_reader(operands, status), result_reader(results, status);
   call->form = attributes.form;
   call->zeroes_unused = attributes.zeroes_unused;
   status = ReadTypes(operand_reader, result_reader, call);
+  constexpr size_t kMinOperands = 3;
+  call->accumulates = call->form == MatmulForm::kRows && call->element != Element::kE4m3 &&
+                      operands.size() > kMinOperands;
   if (status.ok()) status = ReadSizes(operand_reader, call);
-  if (status.ok()) ReadBuffers(operand_reader, result_reader, call);
-  if (status.ok()) status = CheckDisjoint(operands, results);
+  *accumulator = nullptr;
+  if (status.ok()) *accumulator = ReadBuffers(operand_reader, result_reader, call);
+  BufferList read_only = operands;
+  if (call->accumulates && *accumulator == call->out) {
+    read_only.TakeLast(operands.size() - kMinOperands);
+  }
+  if (status.ok()) status = CheckDisjoint(read_only, results);
   if (!status.ok()) status.message = "grouped_matmul: " + status.message;
   return status;
 }

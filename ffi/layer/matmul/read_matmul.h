@@ -15,10 +15,12 @@ struct MatmulAttributes {
   bool zeroes_unused;
 };
 
-// Operands: lhs, rhs, row_offsets [L + 1], and for e4m3 lhs_scales, rhs_scales. Results: the
-// product, the workspace.
+// Operands: lhs, rhs, row_offsets [L + 1], and for e4m3 lhs_scales, rhs_scales; in the form kRows,
+// there may be an accumulator. Results: the product, the workspace. `*accumulator` is null if there
+// is none. XLA gives it the memory of the product, unless it makes the call work on slices of
+// larger arrays: the caller then copies it there.
 Status ReadMatmul(const MatmulAttributes& attributes, const BufferList& operands,
-                  const BufferList& results, MatmulCall* call);
+                  const BufferList& results, MatmulCall* call, const void** accumulator);
 
 }  // namespace jax_ep::matmul
 

@@ -29,12 +29,14 @@ __device__ inline void Zero(void* begin, int64_t n_bytes) {
   }
 }
 
-// Zeroes the matrices of groups without rows in the form kRows and, if the call asks for it, the
-// rows that are not in use in the other forms. With all threads of the grid.
+// Zeroes the matrices of groups without rows in the form kRows, unless the call adds to them, and,
+// if the call asks for it, the rows that are not in use in the other forms. With all threads of the
+// grid.
 __device__ inline void ZeroUnwritten(const MatmulCall& call) {
   auto* const out = static_cast<char*>(call.out);
   const int64_t row_bytes = call.n * ElementBytes(call.out_type);
   if (call.form == MatmulForm::kRows) {
+    if (call.accumulates) return;
     bool sees_empty = false;
     for (int64_t group = threadIdx.x; group < call.n_groups; group += blockDim.x) {
       sees_empty = sees_empty || RowRange::Of(call, group).size == 0;

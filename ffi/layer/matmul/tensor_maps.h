@@ -22,18 +22,21 @@ inline cudaError_t FindEncodeTensorMap(EncodeTensorMap& encode) {
   return cudaSuccess;
 }
 
-// A tensor of bfloat16, whose last axis is the first here, copied in boxes whose lines, of 64 or
-// 128 bytes, are swizzled. `strides`: in bytes, of all axes but the first.
+// A tensor of 16-bit floats, or of float32, whose last axis is the first here, copied in boxes
+// whose lines, of 64 or 128 bytes, are swizzled. `strides`: in bytes, of all axes but the first.
 template <int kRank>
 cudaError_t MakeTensorMap(EncodeTensorMap encode, const void* data,
                           const cuuint64_t (&sizes)[kRank], const cuuint64_t (&strides)[kRank - 1],
-                          const cuuint32_t (&box)[kRank], CUtensorMap* map) {
+                          const cuuint32_t (&box)[kRank], CUtensorMap* map,
+                          bool is_float32 = false) {
+  const auto type = is_float32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  const cuuint32_t line_bytes = box[0] * (is_float32 ? 4 : 2);
   cuuint32_t steps[kRank];
   std::fill_n(steps, kRank, 1);
-  const auto swizzle = box[0] == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
+  const auto swizzle = line_bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
   const CUresult result =
-      encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, kRank, const_cast<void*>(data), sizes, strides,
-             box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      encode(map, type, kRank, const_cast<void*>(data), sizes, strides, box, steps,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }

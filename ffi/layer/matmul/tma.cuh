@@ -161,6 +161,17 @@ __device__ __forceinline__ void cp_async_bulk_tensor_store(const CUtensorMap* ma
       : "memory");
 }
 
+// Adds float32 to those in the tensor; else the same.
+__device__ __forceinline__ void cp_reduce_async_bulk_tensor_add(const CUtensorMap* map, int x,
+                                                                int y, int z, uint32_t from,
+                                                                uint64_t policy) {
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.bulk_group.L2::cache_hint "
+      "[%0, {%1, %2, %3}], [%4], %5;" ::"l"(map),
+      "r"(x), "r"(y), "r"(z), "r"(from), "l"(policy)
+      : "memory");
+}
+
 // Takes or gives back registers, so that each thread of the warp group has so many.
 template <int kRegisters>
 __device__ __forceinline__ void setmaxnreg_inc() {
@@ -215,6 +226,10 @@ __device__ __forceinline__ int4 ld_shared_v4(uint32_t address) {
                : "r"(address)
                : "memory");
   return v;
+}
+
+__device__ __forceinline__ void st_shared_v2(uint32_t address, float a, float b) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
 }
 
 __device__ __forceinline__ void st_shared_zero_v4(uint32_t address) {

@@ -27,8 +27,10 @@ cudaError_t MakeParams(const MatmulCall& call, Params& params) {
   params.table = Table::In(call);
   params.n_rows = static_cast<uint32_t>(k);
   params.n_columns = static_cast<uint32_t>(n);
-  return MakeTensorMap<3>(encode, call.out, {n, k, n_groups}, {2 * n, 2 * n * k},
-                          {kLineColumns, kGroupRows, 1}, &params.out);
+  const auto out_bytes = static_cast<cuuint32_t>(ElementBytes(call.out_type));
+  return MakeTensorMap<3>(encode, call.out, {n, k, n_groups}, {out_bytes * n, out_bytes * n * k},
+                          {kLineBytes / out_bytes, kGroupRows, 1}, &params.out,
+                          call.out_type == RowType::kFloat32);
 }
 
 }  // namespace jax_ep::matmul::weight_gradient

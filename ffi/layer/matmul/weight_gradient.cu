@@ -1,4 +1,4 @@
-// The gradient of the weights of grouped matmuls of bfloat16, for Hopper.
+// The gradient of the weights of grouped matmuls, for Hopper.
 
 #include <cuda_runtime.h>
 
@@ -33,7 +33,7 @@ __device__ void Enter(const MatmulCall& call, const Table& table, int64_t group)
                            static_cast<uint32_t>(group), 0};
 }
 
-// Fills the table, and zeroes the matrices of groups without rows.
+// Fills the table, and zeroes the matrices of groups without rows, unless the call adds to them.
 __global__ void __launch_bounds__(kTableThreads)
     FillTable(const __grid_constant__ MatmulCall call, const __grid_constant__ Table table) {
   asm volatile("griddepcontrol.launch_dependents;");  // the matmul may start, and waits
@@ -46,6 +46,7 @@ __global__ void __launch_bounds__(kTableThreads)
   ZeroUnwritten(call);
 }
 
+template <class Terms, class Result>
 __global__ void __launch_bounds__(kThreads, 1)
     MultiplyAlongRows(const __grid_constant__ Params params) {
   // Of a thread; together as many as all threads have at the start, 168 each.
@@ -64,20 +65,36 @@ __global__ void __launch_bounds__(kThreads, 1)
   p2p::griddepcontrol_wait();
   if (threadIdx.x < kWarpGroups * kGroupThreads) {
     setmaxnreg_inc<kComputeRegisters>();
-    Compute(smem);
+    Compute<Terms, Result>(smem);
   } else {
     setmaxnreg_dec<kLoadRegisters>();
     const uint32_t thread = threadIdx.x - kWarpGroups * kGroupThreads;
     if (thread == 0) Load(params, smem);
-    if (thread % 32 == 0 && thread / 32 - 1 < kWarpGroups) Store(params, smem, thread / 32 - 1);
+    if (thread % 32 == 0 && thread / 32 - 1 < kWarpGroups) {
+      Store<Result>(params, smem, thread / 32 - 1);
+    }
   }
   __syncwarp();
   cluster_sync();  // the other block may still release stages here
 }
 
+// Null if there is no such kernel.
+auto FindKernel(const MatmulCall& call) -> void (*)(Params) {
+  if (call.accumulates && call.out_type == RowType::kFloat32) {
+    if (call.element == Element::kBFloat16) return MultiplyAlongRows<BFloat16Terms, Add>;
+    if (call.element == Element::kFloat16) return MultiplyAlongRows<Float16Terms, Add>;
+    return nullptr;
+  }
+  const bool is_bfloat16 =
+      call.element == Element::kBFloat16 && call.out_type == RowType::kBFloat16;
+  return is_bfloat16 && !call.accumulates ? MultiplyAlongRows<BFloat16Terms, Replace> : nullptr;
+}
+
 }  // namespace
 
 cudaError_t LaunchWeightGradient(const MatmulCall& call, cudaStream_t stream) {
+  const auto kernel = FindKernel(call);
+  if (kernel == nullptr || call.form != MatmulForm::kRows) return cudaErrorInvalidValue;
   int n_sms = 0;
   cudaError_t error = p2p::CountSms(&n_sms);
   if (error != cudaSuccess) return error;
@@ -88,14 +105,14 @@ cudaError_t LaunchWeightGradient(const MatmulCall& call, cudaStream_t stream) {
   shape.starts_early = true;
   error = p2p::LaunchKernel(FillTable, shape, call, params.table);
   if (error != cudaSuccess) return error;
-  error = cudaFuncSetAttribute(MultiplyAlongRows, cudaFuncAttributeMaxDynamicSharedMemorySize,
+  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                static_cast<int>(kSmemBytes));
   if (error != cudaSuccess) return error;
   shape.grid = dim3(static_cast<unsigned>(n_sms) / kBlocks * kBlocks);
   shape.cluster = dim3(kBlocks);
   shape.n_threads = kThreads;
   shape.smem_bytes = kSmemBytes;
-  return p2p::LaunchKernel(MultiplyAlongRows, shape, params);
+  return p2p::LaunchKernel(kernel, shape, params);
 }
 
 }  // namespace jax_ep::matmul::hopper

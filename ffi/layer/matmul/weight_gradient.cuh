@@ -1,8 +1,8 @@
-// A grouped matmul along the rows of groups, the gradient of weights, of bfloat16 for Hopper. A
-// cluster of two blocks works on a tile of 256 x 256 of a group's matrix. Each block has half of
-// its rows, for which it loads the columns of `lhs`, and loads half of the columns of `rhs`, which
-// both blocks get. In a block, two groups of four warps multiply, for 64 rows of the tile each. Of
-// the other warps, two store results, and one loads.
+// A grouped matmul along the rows of groups, the gradient of weights, for Hopper. A cluster of two
+// blocks works on a tile of 256 x 256 of a group's matrix. Each block has half of its rows, for
+// which it loads the columns of `lhs`, and loads half of the columns of `rhs`, which both blocks
+// get. In a block, two groups of four warps multiply, for 64 rows of the tile each. Of the other
+// warps, two store results, and one loads.
 #pragma once
 
 #include <cuda.h>
@@ -64,7 +64,51 @@ __device__ __forceinline__ void Load(const Params& params, uint32_t smem) {
   }
 }
 
+// What becomes of the sums: bfloat16, which replace the matrices, or float32, which are added.
+struct Replace {
+  static constexpr uint32_t kColumns = kLineColumns;  // of a chunk
+
+  __device__ static void Store(const CUtensorMap* map, int column, int row, int group,
+                               uint32_t results) {
+    cp_async_bulk_tensor_store(map, column, row, group, results, kEvictFirst);
+  }
+
+  // Writes the sums of kColumns columns to a chunk. `results`: the first line of the warp.
+  __device__ static void Write(uint32_t results, uint32_t lane, const float* sums) {
+    const auto pack = [&](uint32_t i) { return cvt_rn_bf16x2_f32(sums[i + 1], sums[i]); };
+    const uint32_t row = lane % 16, line = results + row * kLineBytes;
+#pragma unroll
+    for (uint32_t column = 0; column < kColumns; column += 16) {
+      const uint32_t vector = (column / 8 + lane / 16) ^ row % 8;  // swizzled
+      const uint32_t i = column / 2;                               // of eight columns are four
+      stmatrix_x4(line + vector * 16, pack(i), pack(i + 2), pack(i + 4), pack(i + 6));
+    }
+  }
+};
+
+struct Add {
+  static constexpr uint32_t kColumns = kLineBytes / sizeof(float);
+
+  __device__ static void Store(const CUtensorMap* map, int column, int row, int group,
+                               uint32_t results) {
+    cp_reduce_async_bulk_tensor_add(map, column, row, group, results, kEvictFirst);
+  }
+
+  // Of eight columns, a lane has two of a row, then two of the row eight below.
+  __device__ static void Write(uint32_t results, uint32_t lane, const float* sums) {
+    const uint32_t row = lane / 4, line = results + row * kLineBytes + lane % 2 * 8;
+#pragma unroll
+    for (uint32_t column = 0; column < kColumns; column += 8) {
+      const uint32_t vector = (column / 4 + lane % 4 / 2) ^ row;  // swizzled
+      const uint32_t address = line + vector * 16, i = column / 2;
+      st_shared_v2(address, sums[i], sums[i + 1]);
+      st_shared_v2(address + 8 * kLineBytes, sums[i + 2], sums[i + 3]);
+    }
+  }
+};
+
 // Called by one thread per warp group that multiplies: stores its results.
+template <class Result>
 __device__ __forceinline__ void Store(const Params& params, uint32_t smem, uint32_t warp_group) {
   const uint32_t row_in_tile = cluster_ctarank() * kBlockRows + warp_group * kGroupRows;
   Tiles tiles(smem + offsetof(Smem, tiles));
@@ -74,12 +118,13 @@ __device__ __forceinline__ void Store(const Params& params, uint32_t smem, uint3
   while (tiles.Next(tile)) {
     const uint32_t row = tile.row + row_in_tile;
     uint32_t column = tile.column;
-    for (uint32_t i = 0; i < kChunks; ++i, column += kLineColumns, written.Advance()) {
+    for (uint32_t i = 0; i < kTileColumns / Result::kColumns; ++i, written.Advance()) {
       written.WaitWritten();
       if (row < params.n_rows && column < params.n_columns) {
-        cp_async_bulk_tensor_store(&params.out, static_cast<int>(column), static_cast<int>(row),
-                                   static_cast<int>(tile.group), written.results(), kEvictFirst);
+        Result::Store(&params.out, static_cast<int>(column), static_cast<int>(row),
+                      static_cast<int>(tile.group), written.results());
       }
+      column += Result::kColumns;
       cp_async_bulk_commit_group();
       if (++n_pending < kBuffers) continue;
       cp_async_bulk_wait_group_read<kBuffers - 1>();
@@ -112,15 +157,17 @@ constexpr uint32_t kSums = kGroupRows * kTileColumns / kGroupThreads;
 using LhsOperand = WgmmaOperand<kLineBytes>;
 using RhsOperand = WgmmaOperand<kLineBytes, kChunkBytes>;
 
+namespace gmma = cute::SM90::GMMA;
+using BFloat16Terms = gmma::MMA_64x256x16_F32BF16BF16_SS<gmma::Major::MN, gmma::Major::MN>;
+using Float16Terms = gmma::MMA_64x256x16_F32F16F16_SS<gmma::Major::MN, gmma::Major::MN>;
+
 // Adds the products of kStep terms to the sums, or sets these.
-template <size_t... kIndices>
+template <class Terms, size_t... kIndices>
 __device__ __forceinline__ void MultiplyStep(std::index_sequence<kIndices...>,
                                              const LhsOperand& lhs, const RhsOperand& rhs,
                                              float* sums, bool adds) {
-  namespace gmma = cute::SM90::GMMA;
-  using Instruction = gmma::MMA_64x256x16_F32BF16BF16_SS<gmma::Major::MN, gmma::Major::MN>;
-  Instruction::fma(lhs.bits(), rhs.bits(), sums[kIndices]...,
-                   adds ? gmma::ScaleOut::One : gmma::ScaleOut::Zero);
+  Terms::fma(lhs.bits(), rhs.bits(), sums[kIndices]...,
+             adds ? gmma::ScaleOut::One : gmma::ScaleOut::Zero);
 }
 
 // Zeroes the lines of a stage from `n_terms` on, which belong to no row of the group, up to the end
@@ -138,6 +185,7 @@ __device__ __forceinline__ void ZeroRest(const Consumer& self, uint32_t n_terms)
 }
 
 // Issues the products of a stage, in steps of a group each if it is not full.
+template <class Terms>
 __device__ __forceinline__ void MultiplyStage(const Consumer& self, uint32_t n_terms, bool is_first,
                                               float* sums) {
   const LhsOperand lhs(self.ring.lhs(self.index));
@@ -147,8 +195,8 @@ __device__ __forceinline__ void MultiplyStage(const Consumer& self, uint32_t n_t
     wgmma_fence();
 #pragma unroll
     for (uint32_t first = 0; first < kDepth; first += kStep) {
-      MultiplyStep(kAll, lhs + first * kLineBytes, rhs + first * kLineBytes, sums,
-                   !is_first || first > 0);
+      MultiplyStep<Terms>(kAll, lhs + first * kLineBytes, rhs + first * kLineBytes, sums,
+                          !is_first || first > 0);
     }
     wgmma_commit_group();
     return;
@@ -157,20 +205,21 @@ __device__ __forceinline__ void MultiplyStage(const Consumer& self, uint32_t n_t
 #pragma unroll 1
   for (uint32_t first = 0; first < n_terms; first += kStep) {
     wgmma_fence();
-    MultiplyStep(kAll, lhs + first * kLineBytes, rhs + first * kLineBytes, sums,
-                 !is_first || first > 0);
+    MultiplyStep<Terms>(kAll, lhs + first * kLineBytes, rhs + first * kLineBytes, sums,
+                        !is_first || first > 0);
     wgmma_commit_group();
   }
 }
 
 // Sums the products of a tile.
+template <class Terms>
 __device__ __forceinline__ void Multiply(Consumer& self, const Tile& tile, float* sums) {
   const uint32_t n_stages = tile.n_stages();
   uint32_t previous = 0;
 #pragma unroll 1
   for (uint32_t i = 0; i < n_stages; ++i) {
     self.ring.WaitFull();
-    MultiplyStage(self, tile.n_rows - i * kDepth, i == 0, sums);
+    MultiplyStage<Terms>(self, tile.n_rows - i * kDepth, i == 0, sums);
     if (i > 0) {
       wgmma_wait_group<1>();
       self.Release(previous);
@@ -183,27 +232,23 @@ __device__ __forceinline__ void Multiply(Consumer& self, const Tile& tile, float
   self.Release(previous);
 }
 
-// Writes the sums to buffers, chunk by chunk. A line of a chunk has kLineColumns of a row.
+// Writes the sums to buffers, chunk by chunk. A line of a chunk is of a row.
+template <class Result>
 __device__ __forceinline__ void WriteResults(Consumer& self, const float* sums) {
+  constexpr uint32_t kWarpRows = 16;
   const uint32_t lane = self.thread % 32, warp = self.thread / 32;
-  const uint32_t row = warp * 16 + lane % 16;
-  const auto pack = [&](uint32_t i) { return cvt_rn_bf16x2_f32(sums[i + 1], sums[i]); };
 #pragma unroll
-  for (uint32_t chunk = 0; chunk < kChunks; ++chunk, self.buffers.Advance()) {
-    const uint32_t line = self.buffers.results() + row * kLineBytes;
+  for (uint32_t column = 0; column < kTileColumns; column += Result::kColumns) {
     self.buffers.WaitStored();
-#pragma unroll
-    for (uint32_t column = 0; column < kLineColumns; column += 16) {
-      const uint32_t vector = (column / 8 + lane / 16) ^ row % 8;  // swizzled
-      const uint32_t i = (chunk * kLineColumns + column) / 2;      // of eight columns are four
-      stmatrix_x4(line + vector * 16, pack(i), pack(i + 2), pack(i + 4), pack(i + 6));
-    }
+    Result::Write(self.buffers.results() + warp * kWarpRows * kLineBytes, lane, sums + column / 2);
     fence_proxy_async_shared();
     __syncwarp();
     if (lane == 0) mbarrier_arrive(self.buffers.written());
+    self.buffers.Advance();
   }
 }
 
+template <class Terms, class Result>
 __device__ __forceinline__ void Compute(uint32_t smem) {
   const uint32_t index = threadIdx.x / kGroupThreads;
   Consumer self{index, threadIdx.x % kGroupThreads, Ring(smem), Buffers(smem, index)};
@@ -212,8 +257,8 @@ __device__ __forceinline__ void Compute(uint32_t smem) {
   while (tiles.Next(tile)) {
     tile.n_rows = __shfl_sync(~0u, tile.n_rows, 0);  // so the compiler knows that warps agree
     float sums[kSums];
-    Multiply(self, tile, sums);
-    WriteResults(self, sums);
+    Multiply<Terms>(self, tile, sums);
+    WriteResults<Result>(self, sums);
   }
 }
 

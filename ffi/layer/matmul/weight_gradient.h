@@ -11,7 +11,8 @@
 namespace jax_ep::matmul::weight_gradient {
 
 constexpr uint32_t kGroupRows = 64;    // of a matrix, of a warp group
-constexpr uint32_t kLineColumns = 64;  // of a line in shared memory
+constexpr uint32_t kLineBytes = 128;   // in shared memory
+constexpr uint32_t kLineColumns = 64;  // of a line of 16-bit floats
 constexpr uint32_t kDepth = 32;        // of a stage, in terms, which are rows of a group
 
 // A group that has rows.
@@ -34,13 +35,13 @@ struct Table {
 };
 
 struct Params {
-  CUtensorMap lhs, rhs;  // boxes of kDepth x kLineColumns
-  CUtensorMap out;       // boxes of kGroupRows x kLineColumns
+  CUtensorMap lhs, rhs;  // boxes of kDepth lines
+  CUtensorMap out;       // boxes of kGroupRows lines
   Table table;
   uint32_t n_rows, n_columns;  // of a matrix
 };
 
-// Of a call in the form kRows, of bfloat16 to bfloat16.
+// Of a call in the form kRows.
 cudaError_t MakeParams(const MatmulCall& call, Params& params);
 
 }  // namespace jax_ep::matmul::weight_gradient

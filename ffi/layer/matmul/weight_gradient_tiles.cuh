@@ -20,12 +20,12 @@ constexpr uint32_t kTileRows = kBlocks * kBlockRows, kTileColumns = 256;
 // A stage has a chunk of lines of `lhs` per warp group, then those of `rhs`. A line has 64 columns
 // of a term, swizzled: blocks of eight are aligned.
 constexpr uint32_t kStages = 8;
-constexpr uint32_t kLineBytes = kLineColumns * 2;
+static_assert(kLineBytes == kLineColumns * 2);
 constexpr uint32_t kChunks = kTileColumns / kLineColumns;
 constexpr uint32_t kChunkBytes = kDepth * kLineBytes;
 constexpr uint32_t kStageBytes = (kWarpGroups + kChunks) * kChunkBytes;
 
-// A warp group stores chunks of its results, which pass through some buffers.
+// A warp group stores chunks of lines of its results, which pass through some buffers.
 constexpr uint32_t kBuffers = 2;
 constexpr uint32_t kResultBytes = kGroupRows * kLineBytes;
 

@@ -87,13 +87,15 @@ struct Variant {
   Element element;
   RowType out_type;
   bool zeroes_unused;
+  bool accumulates = false;
 };
 
 inline std::string Describe(const Backend& backend, const Shape& shape, const Variant& variant) {
   std::ostringstream text;
   text << backend.name << ", " << shape.name << ": form " << static_cast<int>(variant.form) << ", "
        << Name(variant.element) << " to type " << static_cast<int>(variant.out_type)
-       << (variant.zeroes_unused ? ", zeroes unused" : "") << ", C " << shape.n_rows << ", L "
+       << (variant.zeroes_unused ? ", zeroes unused" : "")
+       << (variant.accumulates ? ", accumulates" : "") << ", C " << shape.n_rows << ", L "
        << shape.n_groups() << ", k " << shape.k << ", n " << shape.n;
   return text.str();
 }
@@ -150,6 +152,9 @@ class DeviceCase {
   void Launch(const Backend& backend, const Buffer& out, const std::string& name) {
     call_.out = out.As<void>();
     ExpectSuccess(name, cudaMemset(call_.out, kCanary, out.size()));
+    if (call_.accumulates) {
+      FillAccumulator<<<kTestBlocks, kTestThreads>>>(call_, call_.out_elements());
+    }
     ExpectSuccess(name, backend.launch(call_, nullptr));
     ExpectSuccess(name, cudaDeviceSynchronize());
   }
@@ -158,6 +163,7 @@ class DeviceCase {
     MatmulCall call{};
     call.form = variant.form, call.element = variant.element;
     call.out_type = variant.out_type, call.zeroes_unused = variant.zeroes_unused;
+    call.accumulates = variant.accumulates;
     call.n_rows = shape.n_rows, call.n_groups = shape.n_groups();
     call.k = shape.k, call.n = shape.n;
     return call;

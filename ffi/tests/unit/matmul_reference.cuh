@@ -137,6 +137,21 @@ static __device__ double SumError(const MatmulCall& call, const Sum& sum) {
   return 1e-6 * fmax(1.0, sqrt(n_terms / 1024)) * sum.magnitude;
 }
 
+// What a call adds to: numbers from -4 to 4, or any bits, which are kept, where a group has no
+// rows.
+static __device__ uint32_t AccumulatorBits(const MatmulCall& call, int64_t index) {
+  constexpr uint32_t kSeed = 99;
+  const int64_t group = index / (call.k * call.n);
+  const bool has_rows = ClampedOffset(call, group) < ClampedOffset(call, group + 1);
+  return has_rows ? FloatBits(8 * Uniform(index, kSeed) - 4) : Hash(index, kSeed);
+}
+
+static __global__ void FillAccumulator(const MatmulCall call, int64_t size) {
+  for (int64_t i = ThreadIndex(); i < size; i += NumThreads()) {
+    static_cast<uint32_t*>(call.out)[i] = AccumulatorBits(call, i);
+  }
+}
+
 // How many elements are wrong, and one of them.
 struct Finding {
   unsigned n_wrong;
@@ -145,8 +160,9 @@ struct Finding {
   float got, low, high;
 };
 
-// Checks every element of `out`: sums that are correct before they are rounded to nearest, zeros
-// for empty sums, and zeros or canaries where there is no group.
+// Checks every element of `out`: sums that are correct before they are rounded to nearest, and once
+// more where they were added to it; for empty sums, zeros or what it held; zeros or canaries where
+// there is no group.
 static __global__ void CheckElements(const MatmulCall call, int64_t size, Finding* finding) {
   for (int64_t i = ThreadIndex(); i < size; i += NumThreads()) {
     uint32_t bits;
@@ -162,11 +178,13 @@ static __global__ void CheckElements(const MatmulCall call, int64_t size, Findin
     }
     const Sum sum = SumOf(call, i);
     const double error = SumError(call, sum);  // unused if there are no terms
-    const float low = RoundTo(call.out_type, sum.value - error);
-    const float high = RoundTo(call.out_type, sum.value + error);
+    float low = RoundTo(call.out_type, sum.value - error);
+    float high = RoundTo(call.out_type, sum.value + error);
+    const uint32_t added_to = call.accumulates ? AccumulatorBits(call, i) : 0;
+    if (call.accumulates) low += FloatFromBits(added_to), high += FloatFromBits(added_to);
     const uint32_t canaries = kCanary * (call.out_type == RowType::kFloat32 ? 0x01010101u : 0x101u);
     bool is_right = low <= got && got <= high;
-    if (sum.n_terms == 0) is_right = bits == 0;
+    if (sum.n_terms == 0) is_right = bits == added_to;
     if (!sum.is_used && !call.zeroes_unused) is_right = bits == canaries || call.k == 0;
     if (is_right || atomicAdd(&finding->n_wrong, 1) > 0) continue;
     finding->index = i, finding->bits = bits;

@@ -35,6 +35,9 @@ std::vector<Variant> PlainVariants() {
       variants.push_back({form, Element::kFloat16, RowType::kFloat32, zeroes_unused});
     }
   }
+  for (const Element element : {Element::kBFloat16, Element::kFloat16}) {
+    variants.push_back({MatmulForm::kRows, element, RowType::kFloat32, false, true});
+  }
   return variants;
 }
 

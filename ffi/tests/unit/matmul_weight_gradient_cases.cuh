@@ -34,13 +34,40 @@ inline cudaError_t LaunchRounded(const MatmulCall& call, cudaStream_t stream) {
   return error == cudaSuccess ? cudaStreamSynchronize(stream) : error;
 }
 
+static __global__ void AddSums(const MatmulCall call, const float* sums, int64_t size) {
+  for (int64_t i = ThreadIndex(); i < size; i += NumThreads()) {
+    const int64_t group = i / (call.k * call.n);
+    if (ClampedOffset(call, group) == ClampedOffset(call, group + 1)) continue;
+    static_cast<float*>(call.out)[i] += sums[i];
+  }
+}
+
+// By a kernel of CUTLASS, whose sums another kernel adds.
+inline cudaError_t LaunchThenAdd(const MatmulCall& call, cudaStream_t stream) {
+  const Buffer sums(call.out_elements() * sizeof(float));
+  MatmulCall product = call;
+  product.out = sums.As<void>(), product.accumulates = false;
+  cudaError_t error = LaunchHopperMatmul(product, stream);
+  if (error != cudaSuccess) return error;
+  AddSums<<<kTestBlocks, kTestThreads, 0, stream>>>(call, sums.As<float>(), call.out_elements());
+  error = cudaGetLastError();
+  return error == cudaSuccess ? cudaStreamSynchronize(stream) : error;
+}
+
 inline void CheckWeightGradient(const Shape& shape, uint32_t seed) {
-  const Backend own = {"weight gradient", hopper::LaunchWeightGradient, false};
-  const Variant variant = {MatmulForm::kRows, Element::kBFloat16, RowType::kBFloat16, false};
-  const std::string name = Describe(own, shape, variant);
-  DeviceCase device_case(shape, variant, seed);
-  device_case.Run(own, name);
-  device_case.ExpectSameBits({"CUTLASS", LaunchRounded, false}, name);
+  constexpr auto kForm = MatmulForm::kRows;
+  const auto check = [&](const Variant& variant, const Backend& cutlass) {
+    const Backend own = {"weight gradient", hopper::LaunchWeightGradient, false};
+    const std::string name = Describe(own, shape, variant);
+    DeviceCase device_case(shape, variant, seed);
+    device_case.Run(own, name);
+    device_case.ExpectSameBits(cutlass, name);
+  };
+  check({kForm, Element::kBFloat16, RowType::kBFloat16, false}, {"CUTLASS", LaunchRounded, false});
+  for (const Element element : {Element::kBFloat16, Element::kFloat16}) {
+    check({kForm, element, RowType::kFloat32, false, true},
+          {"CUTLASS, then a sum", LaunchThenAdd, false});
+  }
 }
 
 inline std::vector<Shape> WeightGradientShapes() {
