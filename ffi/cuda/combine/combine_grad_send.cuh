@@ -44,11 +44,11 @@ __device__ inline CotangentMessages PlanCotangents(const CombineGradArgs& args,
   return messages;
 }
 
-// Sends one token's cotangent, unless it has not arrived. Called by a warp group.
+// Sends one token's cotangent, unless it has not arrived in time. Called by a warp group.
 template <class Args>
 __device__ inline void SendCotangent(const Args& args, const CallSmem& smem, const WarpGroup& warps,
                                      int token) {
-  if (!WaitForGiven(args, token)) return;
+  WaitForGiven(args, token);  // HasFailed below tells if it came
   const CotangentMessages messages = PlanCotangents(args, smem, token);
   if (warps.slice.index == 0 && args.topk_weights != nullptr) {
     for (uint32_t left = messages.lanes; left != 0; left &= left - 1) {
@@ -61,6 +61,7 @@ __device__ inline void SendCotangent(const Args& args, const CallSmem& smem, con
   CopyToEach<kCotangentUnroll>(CotangentAt(args, token), messages.to, messages.lanes,
                                args.row_vectors, warps.slice);
   warps.Sync();
+  if (kArrive<Args> && HasFailed(args.call)) return;  // a warp may lack the cotangent
   if (warps.slice.index != 0 || !messages.signal.word.exists()) return;
   Signal(messages.signal.word, smem.epoch, messages.signal.token);
 }
@@ -70,6 +71,7 @@ __device__ inline void SendCotangent(const Args& args, const CallSmem& smem, con
 template <class Args>
 __device__ inline void SendCotangentInBulk(const Args& args, const CallSmem& smem, Stage& stage,
                                            InFlightMessages& in_flight, int token) {
+  if constexpr (kArrive<Args>) in_flight.Finish(smem.epoch);  // the next may take its time
   if (!WaitForGiven(args, token)) return;
   const uint32_t row_bytes = args.row_bytes();
   cp_async_bulk_wait_group_read<0>();
