@@ -61,16 +61,16 @@ def test_connections_share_the_rate(shims):
 
 
 def check_rate(shims, way, n_connections):
-    """Never more than 5 % above the rate. Sends go on at it, if the machine has time for them.
+    """Never above the rate. Sends go on at it, if the machine has time for them.
 
-    A third of the rate, in the best of three trials, shows that no wake-up is lost.
+    Half of the rate, in the best of three trials, shows that no wake-up is lost.
     """
     limited, unlimited, *again = send(shims, way, RATE, 0, RATE, RATE)
     wanted = n_connections * N_BYTES / RATE
     trials = [limited, *again]
     assert {n_bytes for _, n_bytes in [*trials, unlimited]} == {n_connections * N_BYTES}
     fastest = min(seconds for seconds, _ in trials)
-    assert 0.95 * wanted < fastest < 3 * wanted, (trials, wanted)
+    assert wanted <= fastest < 2 * wanted, (trials, wanted)
     assert unlimited[0] < wanted
 
 

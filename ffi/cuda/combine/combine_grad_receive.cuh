@@ -151,6 +151,9 @@ __device__ inline void LeaveNanRows(const CombineGradArgs& args,
     for (int v = LaneIndex(); v < args.row_vectors; v += kWarpSize) {
       st_global(Vector(args.grad_expert_out, row * args.row_vectors + v), {-1, -1, -1, -1});
     }
+    if (args.grad_row_weights != nullptr && LaneIndex() == 0) {
+      args.grad_row_weights[row] = __uint_as_float(kAllLanes);
+    }
   }
 }
 
@@ -177,12 +180,12 @@ __device__ __forceinline__ void ForEachCotangent(const Args& args, const Message
                                                  const StridedItems& items,
                                                  const Receive& receive) {
   const CallArgs& call = args.call;
-  for (int i = items.first; i < smem.max_messages * call.n_ranks; i += items.stride) {
+  const int end = (smem.max_messages + CountOrigins(args)) * call.n_ranks;
+  for (int i = items.first; i < end; i += items.stride) {
     MessageSlot slot(i, call.rank, call.n_ranks);
-    const int n = smem.n_messages[slot.source];
-    if (slot.slot >= n) continue;
-    slot.slot = OwnFirst(args, slot.slot, n);
-    receive(slot);
+    const int n_messages = smem.n_messages[slot.source];
+    slot.slot = OwnFirst(args, slot.slot, n_messages);
+    if (slot.slot < n_messages) receive(slot);
   }
 }
 

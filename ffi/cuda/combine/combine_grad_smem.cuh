@@ -27,6 +27,13 @@ __host__ __device__ inline size_t CotangentStageBytes(const CallArgs& call, int3
 template <class Args>
 constexpr bool kArrive = std::is_same_v<Args, ArrivingGradArgs>;
 
+// 0: none arrive.
+template <class Args>
+__device__ __forceinline__ int CountOrigins(const Args& args) {
+  if constexpr (kArrive<Args>) return args.call.n_tokens / args.arriving.n_tokens;
+  return 0;
+}
+
 // Waits until a token's cotangent is there; false if the wait has failed. Called by one warp,
 // converged.
 template <class Args>
@@ -38,12 +45,21 @@ __device__ __forceinline__ bool WaitForGiven(const Args& args, int token) {
   return true;
 }
 
-// The i-th of the tokens, or of their messages: first those of this origin, which need not arrive.
+// The i-th of n tokens, or of messages in the order of their tokens: first those of this origin,
+// which need not arrive, then those of the others in turn, as they arrive. n: there is none. All
+// have come up once i has reached n + CountOrigins(args).
 template <class Args>
 __device__ __forceinline__ int OwnFirst(const Args& args, int i, int n) {
   if constexpr (kArrive<Args>) {
-    const int first = static_cast<int>(int64_t{n} * args.arriving.first_own() / args.call.n_tokens);
-    return i < n - first ? i + first : i - (n - first);
+    const int n_origins = CountOrigins(args), origin = args.arriving.own_origin;
+    const auto begin = [&](int64_t origin) { return static_cast<int>(n * origin / n_origins); };
+    const int first = begin(origin), n_own = begin(origin + 1) - first;
+    if (i < n_own) return first + i;
+    const int n_parts = n_origins - 1, part_size = CeilDiv(n - n_own, n_parts);
+    const int part = (i - n_own) % n_parts, in_part = (i - n_own) / n_parts;
+    const int after = n_own + part * part_size + in_part;  // in the order that begins with `first`
+    if (in_part >= part_size || after >= n) return n;
+    return after < n - first ? first + after : after - (n - first);
   }
   return i;
 }
