@@ -24,7 +24,10 @@ min_combine_tokens = 512
 
 
 def overlaps_dispatch(rails: Rails, n_tokens: int) -> OverlappingRails | None:
-    """The rails, if a dispatch of so many tokens per rank overlaps with its exchange."""
+    """The rails, if a dispatch of so many tokens per rank overlaps with its exchange.
+
+    So does the backward of a combine of as many.
+    """
     return rails if isinstance(rails, OverlappingRails) and n_tokens >= min_tokens else None
 
 

@@ -11,7 +11,7 @@ namespace jax_ep::p2p {
 // there are none.
 struct ArrivingTokens {
   const uint32_t* words;  // [origin, part]: nonzero once the part's tokens are there; null: all are
-  const uint8_t* own;     // [n_tokens, size.given]: this rank's, which are not in `tokens`
+  const uint8_t* own;     // [n_tokens], rows of this rank's: not where the others arrive
   int32_t own_origin;     // this rank
   int32_t n_tokens;       // of an origin
   int32_t part_tokens;    // of a part
