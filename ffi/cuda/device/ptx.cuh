@@ -117,6 +117,13 @@ __device__ __forceinline__ void griddepcontrol_wait() {
 #endif
 }
 
+// Lets the next kernel of the stream start early, once all blocks have called this or ended.
+__device__ __forceinline__ void griddepcontrol_launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // Bulk copies, from sm_90 on. Code for older devices never reaches them, since no plan has stages
 // or rings there.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900

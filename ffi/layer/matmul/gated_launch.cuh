@@ -22,14 +22,14 @@ struct GatedTables {
   SwappedTables swapped;
   uint32_t* tile_rows;  // one
 
-  static GatedTables In(const MatmulCall& call, Swap swap) {
+  static GatedTables In(const MatmulCall& call, Swap swap, int n_sms) {
     constexpr size_t kAlignment = 128;
     char* const begin = static_cast<char*>(call.workspace);
     const size_t n_bytes = static_cast<size_t>(call.n_groups) * sizeof(MatmulSpan);
     auto* const words = reinterpret_cast<uint32_t*>(begin);
     auto* const ends = reinterpret_cast<uint32_t*>(begin + kAlignment + n_bytes);
     auto* const spans = reinterpret_cast<MatmulSpan*>(begin + kAlignment);
-    return {{{ends, spans, words + 1}, swap, 0}, words};
+    return {{{ends, spans, words + 1}, swap, GridOf(call, n_sms), 0}, words};
   }
 };
 
@@ -38,6 +38,7 @@ static __global__ void __launch_bounds__(kGatedTableThreads)
     FillGatedTables(const __grid_constant__ MatmulCall call,
                     const __grid_constant__ GatedTables tables) {
   __shared__ GroupSums sums;
+  p2p::griddepcontrol_launch_dependents();  // the matmul may start, and waits
   if (threadIdx.x == 0) sums = {};
   __syncthreads();
   p2p::griddepcontrol_wait();
@@ -48,8 +49,8 @@ static __global__ void __launch_bounds__(kGatedTableThreads)
   if (threadIdx.x / 32 * 32 < call.n_groups) own.AddTo(sums);
   __syncthreads();
   const bool is_forced = tables.swapped.swap != Swap::kByRows;
-  const uint32_t rows =
-      is_forced ? tables.swapped.Choose(sums).max_tile_rows : ChooseTileRows(sums, kGatedPercent);
+  const uint32_t rows = is_forced ? tables.swapped.Choose(sums).max_tile_rows
+                                  : ChooseTileRows(sums, kGatedPercent, tables.swapped.grid);
   if (threadIdx.x == 0) *tables.tile_rows = rows;
   FillSwappedTable(call, tables.swapped.tiles, rows);
 }
@@ -62,7 +63,7 @@ cudaError_t LaunchTiles(void (*kernel)(Params, const uint32_t*), const MatmulCal
   int n_sms = 0;
   cudaError_t error = p2p::CountSms(&n_sms);
   if (error != cudaSuccess) return error;
-  const GatedTables tables = GatedTables::In(call, swap);
+  const GatedTables tables = GatedTables::In(call, swap, n_sms);
   p2p::LaunchShape shape{dim3(1), kGatedTableThreads, 0, stream};
   shape.starts_early = true;
   error = p2p::LaunchKernel(FillGatedTables, shape, call, tables);

@@ -87,6 +87,7 @@ __global__ void __launch_bounds__(kTableThreads)
     FillTables(const __grid_constant__ MatmulCall call,
                const __grid_constant__ GroupTables<Kernel> tables,
                const __grid_constant__ SwappedTables swapped) {
+  p2p::griddepcontrol_launch_dependents();  // the matmul may start, and waits
   p2p::griddepcontrol_wait();
   if (blockIdx.x == 0) {
     __shared__ GroupSums sums;

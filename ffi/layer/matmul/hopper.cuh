@@ -72,13 +72,14 @@ struct NoKernel {
 
 // None if the kernel with swapped operands is not to be chosen.
 template <class Swapped>
-SwappedTables TakeSwappedTables(const MatmulCall& call, Swap swap, bool is_memory_slow,
+SwappedTables TakeSwappedTables(const MatmulCall& call, Swap swap, bool is_memory_slow, int n_sms,
                                 Workspace& workspace) {
   if (swap == Swap::kByRows && !MaySwap(call, is_memory_slow)) swap = Swap::kNever;
-  if (std::is_same_v<Swapped, NoKernel> || swap == Swap::kNever) return {{}, Swap::kNever, 0};
+  if (std::is_same_v<Swapped, NoKernel> || swap == Swap::kNever) return {{}, Swap::kNever, {}, 0};
   const auto n = static_cast<size_t>(call.n_groups);
   return {{workspace.Take<uint32_t>(n), workspace.Take<MatmulSpan>(n), workspace.Take<uint32_t>(1)},
           swap,
+          GridOf(call, n_sms),
           ManyRowsOf(call, is_memory_slow)};
 }
 
@@ -137,7 +138,7 @@ __global__ void __launch_bounds__(KernelSet<Many, Some, Few, Swapped>::kNumThrea
   // beginning of a kernel's code ahead.
   if constexpr (KernelSet<Many, Some, Few, Swapped>::kHasSwapped) {
     if (choice->kernel == KernelChoice::kSwapped) {
-      Swapped{}(swapped, choice->max_tile_rows, smem);
+      Swapped{}(swapped, &choice->max_tile_rows, smem);
       return;
     }
   }
@@ -185,7 +186,8 @@ cudaError_t Launch(const MatmulCall& call, cudaStream_t stream, Swap swap = Swap
 
   Workspace workspace(call);
   const auto tables = TakeTables<Many>(call, workspace);
-  const auto swapped_tables = TakeSwappedTables<Swapped>(call, swap, is_memory_slow, workspace);
+  const auto swapped_tables =
+      TakeSwappedTables<Swapped>(call, swap, is_memory_slow, n_sms, workspace);
   char* const maps = workspace.Take<char>(  // only one kernel of the set uses them
       std::max(
           {TensorMapBytes<Many>(n_sms), TensorMapBytes<Some>(n_sms), TensorMapBytes<Few>(n_sms)}));

@@ -17,8 +17,7 @@ __global__ void __launch_bounds__(GatedKernel<kIsInterleaved>::MaxThreadsPerBloc
     MultiplyAndActivate(const __grid_constant__ swapped::GatedParams params,
                         const uint32_t* tile_rows) {
   extern __shared__ char smem[];
-  p2p::griddepcontrol_wait();
-  GatedKernel<kIsInterleaved>{}(params, *tile_rows, smem);
+  GatedKernel<kIsInterleaved>{}(params, tile_rows, smem);
 }
 
 }  // namespace

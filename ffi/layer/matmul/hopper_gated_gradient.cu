@@ -14,7 +14,6 @@ __global__ void __launch_bounds__(swapped::Kernel::MaxThreadsPerBlock, 1)
     MultiplyAndDifferentiate(const __grid_constant__ swapped::GatedGradientParams params,
                              const uint32_t*) {
   extern __shared__ char smem[];
-  p2p::griddepcontrol_wait();
   swapped::GatedGradientKernel<kIsInterleaved>{}(params, smem);
 }
 

@@ -4,8 +4,8 @@
 //
 // Two blocks form a cluster, which works on 256 columns of a tile. Each block loads the weights of
 // its own 128 columns and half of the rows, which both blocks get. In each block, one thread loads,
-// and two groups of four warps multiply, for 64 columns each. The first group is ahead of the
-// second by a stage, so that one multiplies while the other stores.
+// and two groups of four warps multiply, for 64 columns each. In large tiles, the first group is
+// ahead of the second by a stage.
 #pragma once
 
 #include <cuda.h>
@@ -40,7 +40,7 @@ constexpr uint32_t kRowStepBytes = kStepTerms * 2;  // from a row's terms to the
 constexpr uint32_t kLead = 1;                       // stages that the first warp group is ahead
 constexpr uint32_t kStoreRows = 48;                 // that a warp group rearranges at a time
 static_assert(kBlocks == kRingBlocks && kBlocks * kBlockColumns == kMatmulTileColumns);
-static_assert(kLargeTileRows % (kBlocks * kRowUnit) == 0 && kStoreRows % 16 == 0);
+static_assert(kStoreRows % 16 == 0);
 
 // A stage has the lines of a tile's rows, then those of the weights, by warp group. Lines are
 // swizzled: blocks of eight are aligned.
@@ -48,23 +48,21 @@ constexpr uint32_t kWeightBytes = kDepth * kLineBytes;  // of a warp group
 __host__ __device__ constexpr uint32_t StageBytes(uint32_t tile_rows) {
   return tile_rows * kLineBytes + kWarpGroups * kWeightBytes;
 }
-// Smaller tiles leave room for one more stage.
+// The smaller the tiles, the more stages there is room for.
+constexpr uint32_t kStagesBytes = 5 * StageBytes(kSmallTileRows);
 __host__ __device__ constexpr uint32_t NumStages(uint32_t tile_rows) {
-  return tile_rows == kLargeTileRows ? 4 : 5;
+  return kStagesBytes / StageBytes(tile_rows);
 }
-constexpr uint32_t kMaxStages = 5;
-constexpr uint32_t TotalBytes(uint32_t tile_rows) {
-  return NumStages(tile_rows) * StageBytes(tile_rows);
-}
+constexpr uint32_t kMaxStages = NumStages(kTinyTileRows);
 
 // More than tiles that any thread of the cluster may be behind another: each tile has a stage.
-constexpr uint32_t kTileSlots = 8;
+constexpr uint32_t kTileSlots = 16;
 static_assert(kTileSlots >= kMaxStages + 2);
 using SentTiles = TileRing<MatmulTile, kTileSlots>;
 
 // In shared memory, whose use is by addresses.
 struct Smem {
-  uint8_t stages[std::max(TotalBytes(kLargeTileRows), TotalBytes(kSmallTileRows))];
+  uint8_t stages[kStagesBytes];
   uint8_t results[kWarpGroups][2][kStoreRows * kLineBytes];
   TileSlots<MatmulTile, kTileSlots> tiles;
   uint64_t full[kMaxStages];   // the loads into this block
@@ -73,23 +71,23 @@ struct Smem {
 constexpr uint32_t kSmemAlignment = 1024;
 constexpr size_t kSmemBytes = sizeof(Smem) + kSmemAlignment;
 static_assert(kSmemBytes <= 227 * 1024);
-static_assert(StageBytes(kSmallTileRows) % kSmemAlignment == 0);
-static_assert(StageBytes(kLargeTileRows) % kSmemAlignment == 0);
+static_assert(StageBytes(kRowUnit) % kSmemAlignment == 0);
 
 // The ring of stages, and a position in it.
 class Ring {
  public:
   __device__ Ring(uint32_t smem, uint32_t tile_rows)
-      : smem_(smem), tile_rows_(tile_rows), rows_(smem) {}
+      : smem_(smem), tile_rows_(tile_rows), n_stages_(NumStages(tile_rows)), rows_(smem) {}
 
   __device__ void Advance() {
     rows_ += StageBytes(tile_rows_);
-    if (++stage_ < n_stages()) return;
+    if (++stage_ < n_stages_) return;
     stage_ = 0, rows_ = smem_;
     parity_ ^= 1;
   }
 
-  __device__ uint32_t n_stages() const { return NumStages(tile_rows_); }
+  __device__ uint32_t tile_rows() const { return tile_rows_; }
+  __device__ uint32_t n_stages() const { return n_stages_; }
   __device__ uint32_t stage() const { return stage_; }
   __device__ uint32_t rows() const { return rows_; }
   __device__ uint32_t weights(uint32_t warp_group) const {
@@ -104,7 +102,7 @@ class Ring {
   __device__ void WaitEmpty() const { Wait(empty(stage_), parity_ ^ 1); }
 
  private:
-  const uint32_t smem_, tile_rows_;
+  const uint32_t smem_, tile_rows_, n_stages_;
   uint32_t rows_;  // of the stage
   uint32_t stage_ = 0, parity_ = 0;
 };
@@ -172,6 +170,7 @@ __device__ __forceinline__ void Load(const Params& params, uint32_t slots, Ring 
       }
     }
   }
+  p2p::griddepcontrol_launch_dependents();
 }
 
 // A warp group, and what it carries from tile to tile.
@@ -181,7 +180,7 @@ struct Consumer {
   uint32_t thread;   // in the warp group
   uint32_t rank;     // of the block
   uint32_t results;  // of the warp group, in shared memory
-  bool keeps_lead;   // whether tiles are long enough for the first warp group to be ahead
+  bool keeps_lead;   // whether the first warp group is ahead: in large tiles, if they are long
   Ring ring;
   uint32_t buffer = 0;  // of the results, for the next rows
 
@@ -329,7 +328,7 @@ template <class Tiles>
 __device__ __forceinline__ void Compute(const Params& params, uint32_t smem, const Ring& ring) {
   const uint32_t index = threadIdx.x / kGroupThreads;
   const uint32_t results = smem + offsetof(Smem, results) + index * sizeof(Smem::results[0]);
-  const bool keeps_lead = params.n_k_blocks > ring.n_stages();
+  const bool keeps_lead = ring.tile_rows() == kLargeTileRows && params.n_k_blocks > ring.n_stages();
   Consumer self{params,     index, threadIdx.x % kGroupThreads, cluster_ctarank(), results,
                 keeps_lead, ring};
   SentTiles tiles(smem + offsetof(Smem, tiles));
@@ -359,7 +358,8 @@ struct TileKernel {
   static constexpr uint32_t MaxThreadsPerBlock = (kWarpGroups + 1) * kGroupThreads;
   static constexpr int SharedStorageSize = static_cast<int>(kSmemBytes);
 
-  __device__ __forceinline__ void operator()(const Params& params, uint32_t tile_rows,
+  // `tile_rows`: the most rows of a tile, for which the kernel before has chosen.
+  __device__ __forceinline__ void operator()(const Params& params, const uint32_t* tile_rows,
                                              char* unaligned) const {
     uint32_t address = cvta_shared(unaligned);
     address += (-address) % kSmemAlignment;
@@ -367,7 +367,8 @@ struct TileKernel {
     if (threadIdx.x == 0) InitBarriers(address);
     if (threadIdx.x == kWarpGroups * kGroupThreads) prefetch_tensormap(&params.weights);
     cluster_sync();
-    const Ring ring(address, tile_rows);
+    p2p::griddepcontrol_wait();
+    const Ring ring(address, *tile_rows);
     if (threadIdx.x < kWarpGroups * kGroupThreads) {
       setmaxnreg_inc<kComputeRegisters>();
       Compute<Tiles>(params, address, ring);

@@ -13,7 +13,9 @@
 
 namespace jax_ep::matmul::swapped {
 
-constexpr uint32_t kSmallTileRows = 192, kLargeTileRows = 256;  // the most rows of a tile
+// The most rows of a tile: less, where no group has more, so that a stage is smaller.
+constexpr uint32_t kTinyTileRows = 96, kHalfTileRows = 128;
+constexpr uint32_t kSmallTileRows = 192, kLargeTileRows = 256;  // all are multiples of 16
 constexpr uint32_t kBlocks = 2;                                 // of a cluster
 constexpr uint32_t kGroupColumns = 64;                          // of a warp group
 constexpr uint32_t kDepth = 64;                                 // terms of a stage

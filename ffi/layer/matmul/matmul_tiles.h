@@ -72,20 +72,31 @@ JAX_EP_HOST_DEVICE inline uint32_t MatmulTileKey(const MatmulGroup& group) {
   return group.tile_rows / kMatmulRowUnit << 26 | group.n_tiles;
 }
 
-// Enters a group into the table. `keys`: MatmulTileKey of each group.
-JAX_EP_HOST_DEVICE inline void EnterMatmulGroup(const MatmulTileTable& table,
-                                                const MatmulGroup& rows, const uint32_t* keys,
-                                                uint32_t n_groups, uint32_t group) {
-  const uint32_t own = keys[group];
-  uint32_t position = 0, first_tile = 0;
-  for (uint32_t other = 0; other < n_groups; ++other) {
-    const uint32_t key = keys[other];
-    const bool is_before = key > own || (key == own && other < group);
-    position += is_before;
-    first_tile += is_before ? key & 0x3ffffff : 0;
+// The groups that are before one in this order, and their tiles.
+struct MatmulPlace {
+  uint32_t position, first_tile;
+
+  // Among every `step`-th group from `first` on. `keys`: MatmulTileKey of each group.
+  JAX_EP_HOST_DEVICE static MatmulPlace Among(const uint32_t* keys, uint32_t n_groups,
+                                              uint32_t group, uint32_t first, uint32_t step) {
+    const uint32_t own = group < n_groups ? keys[group] : 0;
+    MatmulPlace place{};
+    for (uint32_t other = first; other < n_groups; other += step) {
+      const uint32_t key = keys[other];
+      const bool is_before = key > own || (key == own && other < group);
+      place.position += is_before;
+      place.first_tile += is_before ? key & 0x3ffffff : 0;
+    }
+    return place;
   }
-  table.ends[position] = first_tile + rows.n_tiles;
-  table.spans[position] = {rows, group, first_tile, {}};
+};
+
+// Enters a group into the table.
+JAX_EP_HOST_DEVICE inline void EnterMatmulGroup(const MatmulTileTable& table,
+                                                const MatmulGroup& rows, const MatmulPlace& place,
+                                                uint32_t group) {
+  table.ends[place.position] = place.first_tile + rows.n_tiles;
+  table.spans[place.position] = {rows, group, place.first_tile, {}};
 }
 
 // All tiles, which are numbered group by group. In a group, tiles of the same weights follow each

@@ -179,6 +179,7 @@ struct GatedGradientKernel {
     if (threadIdx.x == 0) InitBarriers(address);
     if (threadIdx.x == kFirstLoader) prefetch_tensormap(&params.weights);
     cluster_sync();
+    p2p::griddepcontrol_wait();
     const Ring ring(address, kStageRows);
     if (threadIdx.x < kFirstLoader) {
       setmaxnreg_inc<kComputeRegisters>();

@@ -19,12 +19,13 @@ constexpr int kMaxSwappedGroups = 512;
 struct SwappedTables {
   MatmulTileTable tiles;
   Swap swap;          // kNever: there is no table
-  int64_t many_rows;  // as in ChooseOfAll; only looked at for kByRows
+  TileGrid grid;      // only looked at for kByRows
+  int64_t many_rows;  // the same; as in ChooseOfAll
 
   __device__ Choice Choose(const GroupSums& sums) const {
-    if (swap == Swap::kSmallTiles) return {KernelChoice::kSwapped, swapped::kSmallTileRows};
+    if (swap == Swap::kSmallTiles) return {KernelChoice::kSwapped, ChooseSmallTileRows(sums)};
     if (swap == Swap::kLargeTiles) return {KernelChoice::kSwapped, swapped::kLargeTileRows};
-    return swap == Swap::kNever ? ChooseOfCutlass(sums) : ChooseOfAll(sums, many_rows);
+    return swap == Swap::kNever ? ChooseOfCutlass(sums) : ChooseOfAll(sums, many_rows, grid);
   }
 };
 
@@ -51,6 +52,11 @@ inline int64_t ManyRowsOf(const MatmulCall& call, bool is_memory_slow) {
   return is_large ? kManyRows : 0;
 }
 
+inline TileGrid GridOf(const MatmulCall& call, int n_sms) {
+  return {MatmulGroup::CeilDiv(static_cast<uint32_t>(call.n), kMatmulTileColumns),
+          static_cast<uint32_t>(n_sms) / swapped::kBlocks};
+}
+
 // Called by all threads of a block.
 __device__ inline void FillSwappedTable(const MatmulCall& call, const MatmulTileTable& table,
                                         uint32_t tile_rows) {
@@ -63,8 +69,18 @@ __device__ inline void FillSwappedTable(const MatmulCall& call, const MatmulTile
     keys[group] = MatmulTileKey(MatmulGroup::Of(shape, group));
   }
   __syncthreads();
-  for (uint32_t group = threadIdx.x; group < n_groups; group += blockDim.x) {
-    EnterMatmulGroup(table, MatmulGroup::Of(shape, group), keys, n_groups, group);
+  constexpr uint32_t kSharers = 4;  // threads that compare a group with the others
+  const uint32_t sharer = threadIdx.x % kSharers;
+  for (uint32_t first = 0; first < n_groups; first += blockDim.x / kSharers) {
+    const uint32_t group = first + threadIdx.x / kSharers;
+    MatmulPlace place = MatmulPlace::Among(keys, n_groups, group, sharer, kSharers);
+    for (uint32_t i = 1; i < kSharers; i *= 2) {
+      place.position += __shfl_xor_sync(~0u, place.position, i);
+      place.first_tile += __shfl_xor_sync(~0u, place.first_tile, i);
+    }
+    if (sharer == 0 && group < n_groups) {
+      EnterMatmulGroup(table, MatmulGroup::Of(shape, group), place, group);
+    }
   }
 }
 

@@ -36,7 +36,7 @@ __device__ void Enter(const MatmulCall& call, const Table& table, int64_t group)
 // Fills the table, and zeroes the matrices of groups without rows, unless the call adds to them.
 __global__ void __launch_bounds__(kTableThreads)
     FillTable(const __grid_constant__ MatmulCall call, const __grid_constant__ Table table) {
-  asm volatile("griddepcontrol.launch_dependents;");  // the matmul may start, and waits
+  p2p::griddepcontrol_launch_dependents();  // the matmul may start, and waits
   p2p::griddepcontrol_wait();
   const int64_t step = int64_t{gridDim.x} * kTableThreads;
   for (int64_t group = int64_t{blockIdx.x} * kTableThreads + threadIdx.x; group < call.n_groups;

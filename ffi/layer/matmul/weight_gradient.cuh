@@ -62,6 +62,7 @@ __device__ __forceinline__ void Load(const Params& params, uint32_t smem) {
       }
     }
   }
+  p2p::griddepcontrol_launch_dependents();
 }
 
 // What becomes of the sums: bfloat16, which replace the matrices, or float32, which are added.

@@ -39,6 +39,10 @@ inline std::vector<Shape> SwappedShapes() {
       MakeShape("one row", {1}, 3, 8, 8),
       MakeShape("one unit", {8}, 0, 64, 128),
       MakeShape("one tile", {256}, 0, 256, 256),
+      // Tiles of up to 96 rows and of up to 128, whose stages are smaller.
+      MakeShape("few rows", {1, 96, 0, 8, 95, 88, 9, 64, 33}, 20, 840, 648),
+      MakeShape("half of a tile's rows", {1, 128, 0, 97, 96, 120, 121, 9}, 20, 840, 648),
+      MakeShape("few rows of many groups", Multinomial(64, 64 * 20, 3), 9, 776, 1544),
       MakeShape("edges", kEdges, 77, 264, 392),
       MakeShape("edges, one stage", kEdges, 5, 64, 264),
       MakeShape("edges, smallest k", kEdges, 5, 8, 264),

@@ -38,8 +38,15 @@ class Table {
     ends_.resize(n_groups_), spans_.resize(n_groups_);
     for (uint32_t group = 0; group < n_groups_; ++group) {
       EnterMatmulGroup({ends_.data(), spans_.data(), nullptr}, MatmulGroup::Of(shape, group),
-                       keys.data(), n_groups_, group);
+                       PlaceOf(keys, group), group);
     }
+  }
+
+  // Two threads that each compare the group with half of the groups.
+  MatmulPlace PlaceOf(const std::vector<uint32_t>& keys, uint32_t group) const {
+    const auto even = MatmulPlace::Among(keys.data(), n_groups_, group, 0, 2);
+    const auto odd = MatmulPlace::Among(keys.data(), n_groups_, group, 1, 2);
+    return {even.position + odd.position, even.first_tile + odd.first_tile};
   }
 
   // As one worker sees them.
