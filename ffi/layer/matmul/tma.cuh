@@ -172,6 +172,14 @@ __device__ __forceinline__ void cp_reduce_async_bulk_tensor_add(const CUtensorMa
       : "memory");
 }
 
+// Fetches what the two above store to into the L2 cache.
+__device__ __forceinline__ void cp_async_bulk_prefetch_tensor(const CUtensorMap* map, int x, int y,
+                                                              int z) {
+  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];" ::"l"(map), "r"(x),
+               "r"(y), "r"(z)
+               : "memory");
+}
+
 // Takes or gives back registers, so that each thread of the warp group has so many.
 template <int kRegisters>
 __device__ __forceinline__ void setmaxnreg_inc() {

@@ -69,6 +69,8 @@ __device__ __forceinline__ void Load(const Params& params, uint32_t smem) {
 struct Replace {
   static constexpr uint32_t kColumns = kLineColumns;  // of a chunk
 
+  __device__ static void Prefetch(const Params&, const Tile&, uint32_t) {}
+
   __device__ static void Store(const CUtensorMap* map, int column, int row, int group,
                                uint32_t results) {
     cp_async_bulk_tensor_store(map, column, row, group, results, kEvictFirst);
@@ -89,6 +91,18 @@ struct Replace {
 
 struct Add {
   static constexpr uint32_t kColumns = kLineBytes / sizeof(float);
+
+  // Fetches what a warp group will add to, from `row` of the matrix on: where the L2 cache does not
+  // have it, additions are slow. With more rows in the group, there is time for them all the same.
+  __device__ static void Prefetch(const Params& params, const Tile& tile, uint32_t row) {
+    constexpr uint32_t kManyRows = 640;
+    if (tile.n_rows > kManyRows || row >= params.n_rows) return;
+    const uint32_t end = min(tile.column + kTileColumns, params.n_columns);
+    for (uint32_t column = tile.column; column < end; column += kColumns) {
+      cp_async_bulk_prefetch_tensor(&params.out, static_cast<int>(column), static_cast<int>(row),
+                                    static_cast<int>(tile.group));
+    }
+  }
 
   __device__ static void Store(const CUtensorMap* map, int column, int row, int group,
                                uint32_t results) {
@@ -119,6 +133,7 @@ __device__ __forceinline__ void Store(const Params& params, uint32_t smem, uint3
   while (tiles.Next(tile)) {
     const uint32_t row = tile.row + row_in_tile;
     uint32_t column = tile.column;
+    Result::Prefetch(params, tile, row);
     for (uint32_t i = 0; i < kTileColumns / Result::kColumns; ++i, written.Advance()) {
       written.WaitWritten();
       if (row < params.n_rows && column < params.n_columns) {
