@@ -14,7 +14,7 @@ namespace jax_ep::matmul {
 class DenseMatmul {
  public:
   // Loads the libraries of a folder, for CUDA 13 or 12.
-  explicit DenseMatmul(const std::string& dir) {
+  DenseMatmul(const std::string& dir, cudaStream_t stream) {
     void* library = nullptr;
     for (const char* const version : {".so.13", ".so.12"}) {
       if (library != nullptr) break;
@@ -24,11 +24,14 @@ class DenseMatmul {
     CHECK_EQ(library != nullptr, true);
     const auto create = reinterpret_cast<int (*)(void**)>(dlsym(library, "cublasCreate_v2"));
     multiply_ = reinterpret_cast<Multiply*>(dlsym(library, "cublasGemmEx"));
-    CHECK_EQ(create != nullptr && multiply_ != nullptr, true);
+    const auto set_stream =
+        reinterpret_cast<int (*)(void*, cudaStream_t)>(dlsym(library, "cublasSetStream_v2"));
+    CHECK_EQ(create != nullptr && multiply_ != nullptr && set_stream != nullptr, true);
     CHECK_EQ(create(&handle_), 0);
+    CHECK_EQ(set_stream(handle_, stream), 0);
   }
 
-  // [m, k] x [k, n], or [n, k] transposed -> [m, n], all row-major, on the default stream.
+  // [m, k] x [k, n], or [n, k] transposed -> [m, n], all row-major.
   void Run(const void* lhs, const void* rhs, void* out, int m, int k, int n,
            bool is_transposed) const {
     constexpr int kBFloat16 = 14, kSumsInFloat32 = 68, kDefaultAlgorithm = -1;  // of cuBLAS

@@ -18,10 +18,10 @@ struct Backward {
                     row_offsets, n_rows);
   }
   static cudaError_t LaunchOther(const MatmulCall& call, const GatedBuffers& set) {
-    return silu::LaunchSiluGradient(ActivationGradientOf(call, GradientOf(set)), nullptr);
+    return silu::LaunchSiluGradient(ActivationGradientOf(call, GradientOf(set)), kTimedStream);
   }
   static cudaError_t LaunchOne(const MatmulCall& call, const GatedBuffers& set, hopper::Swap swap) {
-    return LaunchGatedGradient(call, GradientOf(set), nullptr, swap);
+    return LaunchGatedGradient(call, GradientOf(set), kTimedStream, swap);
   }
 
  private:

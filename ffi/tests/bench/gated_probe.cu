@@ -17,10 +17,10 @@ struct Forward {
                     n_rows);
   }
   static cudaError_t LaunchOther(const MatmulCall& call, const GatedBuffers& set) {
-    return silu::LaunchFusedSilu(ActivationOf(call, GateOf(set)), nullptr);
+    return silu::LaunchFusedSilu(ActivationOf(call, GateOf(set)), kTimedStream);
   }
   static cudaError_t LaunchOne(const MatmulCall& call, const GatedBuffers& set, hopper::Swap swap) {
-    return LaunchGated(call, GateOf(set), nullptr, swap);
+    return LaunchGated(call, GateOf(set), kTimedStream, swap);
   }
 
  private:

@@ -73,7 +73,7 @@ void TimeGatedCase(const GatedModel& model, const std::vector<const GatedBuffers
                                          cudaMemcpyDefault));
   const auto call = [&](int i) { return Work::Call(*sets[i], model, row_offsets, offsets.back()); };
   const auto multiply = [&](int i) {
-    ExpectSuccess("matmul", hopper::LaunchBFloat16(call(i), nullptr));
+    ExpectSuccess("matmul", hopper::LaunchBFloat16(call(i), kTimedStream));
   };
   const auto pair = [&](int i) {
     multiply(i);

@@ -12,7 +12,7 @@ namespace jax_ep::matmul {
 
 // CUTLASS's kernels alone, without the code of the one with swapped operands: as
 // hopper::LaunchBFloat16, for weights, transposed or not.
-cudaError_t LaunchCutlass(const MatmulCall& call);
+cudaError_t LaunchCutlass(const MatmulCall& call, cudaStream_t stream);
 
 struct Probed {
   hopper::Swap swap;

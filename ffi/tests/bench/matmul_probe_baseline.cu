@@ -5,13 +5,13 @@
 
 namespace jax_ep::matmul {
 
-cudaError_t LaunchCutlass(const MatmulCall& call) {
+cudaError_t LaunchCutlass(const MatmulCall& call, cudaStream_t stream) {
   using BFloat16 = cutlass::bfloat16_t;
   using Form = MatmulForm;
   if (call.form == Form::kWeights) {
-    return hopper::LaunchByRowCount<Form::kWeights, BFloat16, BFloat16>(call, nullptr);
+    return hopper::LaunchByRowCount<Form::kWeights, BFloat16, BFloat16>(call, stream);
   }
-  return hopper::LaunchByRowCount<Form::kTransposedWeights, BFloat16, BFloat16>(call, nullptr);
+  return hopper::LaunchByRowCount<Form::kTransposedWeights, BFloat16, BFloat16>(call, stream);
 }
 
 }  // namespace jax_ep::matmul

@@ -106,8 +106,8 @@ double Difference(const MatmulCall& call, hopper::Swap swap) {
   cutlass.out = other.As<void>();
   ExpectSuccess("cudaMemset", cudaMemset(call.out, kCanary, other.size()));
   ExpectSuccess("cudaMemset", cudaMemset(largest.As<void>(), 0, sizeof(unsigned)));
-  ExpectSuccess("swapped", hopper::LaunchBFloat16(call, nullptr, swap));
-  ExpectSuccess("CUTLASS", LaunchCutlass(cutlass));
+  ExpectSuccess("swapped", hopper::LaunchBFloat16(call, kTimedStream, swap));
+  ExpectSuccess("CUTLASS", LaunchCutlass(cutlass, kTimedStream));
   FindDifference<<<kTestBlocks, kTestThreads>>>(static_cast<__nv_bfloat16*>(call.out),
                                                 other.As<__nv_bfloat16>(), call.out_elements(),
                                                 largest.As<unsigned>());
@@ -158,17 +158,18 @@ void TimeCase(const Operands& operands, uint32_t mean, bool is_drawn, const Dens
     MatmulCall one = operands.Call(set, one_group, workspace, n_rows);
     one.n_groups = 1;
     if (dense == nullptr) {
-      ExpectSuccess("dense", LaunchCutlass(one));
+      ExpectSuccess("dense", LaunchCutlass(one, kTimedStream));
     } else {
       dense->Run(one.lhs, one.rhs, one.out, static_cast<int>(n_rows), static_cast<int>(one.k),
                  static_cast<int>(one.n), one.form == MatmulForm::kTransposedWeights);
     }
   };
   std::vector<std::function<void(int set)>> launches = {
-      multiply_dense, [&](int set) { ExpectSuccess("CUTLASS", LaunchCutlass(call(set))); }};
+      multiply_dense,
+      [&](int set) { ExpectSuccess("CUTLASS", LaunchCutlass(call(set), kTimedStream)); }};
   for (const Probed& probed : kProbed) {
     launches.push_back([&call, swap = probed.swap](int set) {
-      ExpectSuccess("swapped", hopper::LaunchBFloat16(call(set), nullptr, swap));
+      ExpectSuccess("swapped", hopper::LaunchBFloat16(call(set), kTimedStream, swap));
     });
   }
   const std::vector<double> ms = TimeRoundRobin(launches);
@@ -181,7 +182,8 @@ void TimeCase(const Operands& operands, uint32_t mean, bool is_drawn, const Dens
 }  // namespace
 
 void TimeMatmuls(const std::string& cublas_dir, MatmulForm form) {
-  const auto dense = cublas_dir.empty() ? nullptr : std::make_unique<DenseMatmul>(cublas_dir);
+  const auto dense =
+      cublas_dir.empty() ? nullptr : std::make_unique<DenseMatmul>(cublas_dir, kTimedStream);
   double copy_rate = 0;
   for (const Model& model : kModels) {
     const Operands operands(model.Of(form), form);

@@ -1,5 +1,5 @@
 // Times the kernel for the gradients of weights (layer/matmul/weight_gradient.cuh) beside CUTLASS's
-// and one dense matmul of cuBLAS with as many operations.
+// and one dense matmul of cuBLAS with as many operations. "adds": to float32, instead of bfloat16.
 //
 //   weight_gradient_probe FOLDER_OF_LIBCUBLAS
 
@@ -38,14 +38,17 @@ cudaError_t LaunchCutlass(const MatmulCall& call) {
   using BFloat16 = cutlass::bfloat16_t;
   constexpr auto kForm = MatmulForm::kRows;
   return hopper::Launch<kForm, hopper::PlainKernel<BFloat16, BFloat16, kForm, AlongRows>::Type>(
-      call, nullptr);
+      call, kTimedStream);
 }
 
 // Operands of a model with as many rows as any case has. `rhs` and `out` also serve a dense matmul.
 struct Operands {
   using Pointer = std::unique_ptr<Buffer>;
 
-  explicit Operands(const Model& model) : workspace(MatmulWorkspaceBytes(model.n_groups)) {
+  explicit Operands(const Model& model)
+      : sums(4 * model.n_groups * model.k * model.n),
+        workspace(MatmulWorkspaceBytes(model.n_groups)) {
+    ExpectSuccess("cudaMemset", cudaMemset(sums.As<void>(), 0, sums.size()));
     const int64_t n_rows = int64_t{model.n_groups} * kMeans[std::size(kMeans) - 1];
     const int64_t matrix = model.k * model.n;
     for (uint32_t set = 0; set < kSets; ++set) {
@@ -64,7 +67,7 @@ struct Operands {
   }
 
   std::vector<Pointer> lhs, rhs, out;
-  const Buffer workspace;
+  const Buffer sums, workspace;
 };
 
 // Bytes per millisecond of a copy, read and written.
@@ -102,18 +105,28 @@ void TimeCase(const Model& model, const Operands& operands, uint32_t mean, bool 
                    static_cast<int>(one.n), /*is_transposed=*/false);
        },
        [&](int set) { ExpectSuccess("CUTLASS", LaunchCutlass(call(set))); },
-       [&](int set) { ExpectSuccess("own", hopper::LaunchWeightGradient(call(set), nullptr)); }});
+       [&](int set) {
+         ExpectSuccess("own", hopper::LaunchWeightGradient(call(set), kTimedStream));
+       },
+       [&](int set) {
+         MatmulCall one = call(set);
+         one.accumulates = true, one.out_type = RowType::kFloat32;
+         one.out = operands.sums.As<void>();
+         ExpectSuccess("adds", hopper::LaunchWeightGradient(one, kTimedStream));
+       }});
   const int64_t n_elements = model.n_groups * model.k * model.n + n_rows * (model.k + model.n);
   const double bytes_ms = 2 * static_cast<double>(n_elements) / copy_rate;
   const double limit = std::max(bytes_ms, ms[0]);
-  std::printf("%-16s %4u %-11s bytes %6.3f dense %6.3f | CUTLASS %6.3f %.2f | own %6.3f %.2f\n",
-              model.name, mean, is_drawn ? "multinomial" : "equal", bytes_ms, ms[0], ms[1],
-              ms[1] / limit, ms[2], ms[2] / limit);
+  std::printf(
+      "%-16s %4u %-11s bytes %6.3f dense %6.3f | CUTLASS %6.3f %.2f | own %6.3f %.2f | adds "
+      "%6.3f\n",
+      model.name, mean, is_drawn ? "multinomial" : "equal", bytes_ms, ms[0], ms[1], ms[1] / limit,
+      ms[2], ms[2] / limit, ms[3]);
   std::fflush(stdout);
 }
 
 void TimeAll(const char* cublas_dir) {
-  const DenseMatmul dense(cublas_dir);
+  const DenseMatmul dense(cublas_dir, kTimedStream);
   double copy_rate = 0;
   for (const Model& model : kModels) {
     const Operands operands(model);
