@@ -184,7 +184,7 @@ __device__ __forceinline__ void ForEachCotangent(const Args& args, const Message
   for (int i = items.first; i < end; i += items.stride) {
     MessageSlot slot(i, call.rank, call.n_ranks);
     const int n_messages = smem.n_messages[slot.source];
-    slot.slot = OwnFirst(args, slot.slot, n_messages);
+    slot.slot = InOrder(args, slot.slot, n_messages);
     if (slot.slot < n_messages) receive(slot);
   }
 }

@@ -101,7 +101,7 @@ __device__ inline void SendCotangents(const Args& args, const CallSmem& smem, ui
     const WarpGroup warps(plan.warps_per_send);
     const StridedItems tokens = warps.Items(SendShare(plan));
     for (int i = tokens.first; i < args.call.n_tokens; i += tokens.stride) {
-      SendCotangent(args, smem, warps, OwnFirst(args, i, args.call.n_tokens));
+      SendCotangent(args, smem, warps, InOrder(args, i, args.call.n_tokens));
     }
     return;
   }
@@ -111,7 +111,7 @@ __device__ inline void SendCotangents(const Args& args, const CallSmem& smem, ui
   InFlightMessages in_flight;
   for (int i = WarpIndex() * share.n_blocks + share.index; i < args.call.n_tokens;
        i += plan.n_stages * share.n_blocks) {
-    SendCotangentInBulk(args, smem, stage, in_flight, OwnFirst(args, i, args.call.n_tokens));
+    SendCotangentInBulk(args, smem, stage, in_flight, InOrder(args, i, args.call.n_tokens));
   }
   in_flight.Finish(smem.epoch);
 }

@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "core/message.h"
+#include "cuda/call/own_first.h"
 #include "cuda/combine/combine_grad.h"
 #include "cuda/device/arriving.cuh"
 #include "cuda/device/copy.cuh"
@@ -45,22 +46,12 @@ __device__ __forceinline__ bool WaitForGiven(const Args& args, int token) {
   return true;
 }
 
-// The i-th of n tokens, or of messages in the order of their tokens: first those of this origin,
-// which need not arrive, then those of the others in turn, as they arrive. n: there is none. All
-// have come up once i has reached n + CountOrigins(args).
+// The i-th of n tokens, or of messages in the order of their tokens; n: there is none. All have
+// come up once i has reached n + CountOrigins(args).
 template <class Args>
-__device__ __forceinline__ int OwnFirst(const Args& args, int i, int n) {
-  if constexpr (kArrive<Args>) {
-    const int n_origins = CountOrigins(args), origin = args.arriving.own_origin;
-    const auto begin = [&](int64_t origin) { return static_cast<int>(n * origin / n_origins); };
-    const int first = begin(origin), n_own = begin(origin + 1) - first;
-    if (i < n_own) return first + i;
-    const int n_parts = n_origins - 1, part_size = CeilDiv(n - n_own, n_parts);
-    const int part = (i - n_own) % n_parts, in_part = (i - n_own) / n_parts;
-    const int after = n_own + part * part_size + in_part;  // in the order that begins with `first`
-    if (in_part >= part_size || after >= n) return n;
-    return after < n - first ? first + after : after - (n - first);
-  }
+__device__ __forceinline__ int InOrder(const Args& args, int i, int n) {
+  if constexpr (kArrive<Args>)
+    return OwnFirst{CountOrigins(args), args.arriving.own_origin}.At(i, n);
   return i;
 }
 
