@@ -15,24 +15,17 @@ struct RailCombineGradCall {
 
 constexpr size_t kCotangent = 1;  // among the operands of the backward of combine
 
-// Operands: those of the backward of a combine of all nodes' tokens, but with the cotangents of
-// this rank's, `[T, H]`, and their choices, `int32[T, N_c]`. Results: those of the backward, and
-// the memory of ReadArriving.
+// The operands and results are those of the backward of a combine of all nodes' tokens, and those
+// of ReadArriving.
 struct RailCombineGrad : RailHandler<RailCombineGradCall> {
   using Attributes = p2p::StreamCombineAttributes;
   static constexpr const char* kOperation = "the backward of combine";
 
   Status Read(const p2p::Caller& caller, const Attributes& attributes, BufferList operands,
               BufferList results) {
-    if (operands.size() < 3 || results.size() < 3) {
-      return InvalidArgument("there must be operands and results of an exchange.");
-    }
     if (!attributes.combine.reduce) return InvalidArgument("the combine's result must be a sum.");
-    const BufferList choices = operands.TakeLast(1), scratch = results.TakeLast(2);
-    const Status status =
-        ReadArriving(caller, *operands.Find(kCotangent), choices, scratch, &call.rail);
+    const Status status = ReadArriving(caller, kCotangent, &operands, &results, &call.rail);
     if (!status.ok()) return status;
-    operands.Replace(kCotangent, *scratch.Find(0));
     call.grad.choice = p2p::kAllChoices;
     return ReadCombineGradCall(caller, attributes.combine.mode(), /*is_async=*/false, operands,
                                results, call.grad);

@@ -17,24 +17,16 @@ struct RailDispatchCall {
 
 constexpr size_t kTokens = 1;  // among the operands of a dispatch
 
-// Operands: those of a dispatch, with the tokens of this rank, `[T, W]`, and their choices,
-// `int32[T, N_c]`. Results: those of a dispatch, and memory that nothing else uses: the tokens of
-// all nodes, `[N * T, W]`, and a word for each of their tiles, `uint32[N * T]`.
+// The operands and results are those of a dispatch of all nodes' tokens, and those of ReadArriving.
 struct RailDispatch : RailHandler<RailDispatchCall> {
   using Attributes = p2p::StreamDispatchAttributes;
   static constexpr const char* kOperation = "dispatch";
 
   Status Read(const p2p::Caller& caller, const Attributes& attributes, BufferList operands,
               BufferList results) {
-    if (operands.size() < 3 || results.size() < 2) {
-      return InvalidArgument("there must be operands and results of an exchange.");
-    }
-    const BufferList choices = operands.TakeLast(1), scratch = results.TakeLast(2);
     call.rail.tiles.n_ranges = RangesPerNode(call.rail.n_nodes);
-    const Status status =
-        ReadArriving(caller, *operands.Find(kTokens), choices, scratch, &call.rail);
+    const Status status = ReadArriving(caller, kTokens, &operands, &results, &call.rail);
     if (!status.ok()) return status;
-    operands.Replace(kTokens, *scratch.Find(0));
     return ReadDispatchCall(caller, attributes.dispatch, /*is_async=*/false, operands, results,
                             call.dispatch);
   }

@@ -46,18 +46,23 @@ Status ReadRows(const ffi::AnyBuffer* from, const ffi::AnyBuffer* to, bool by_no
   return {};
 }
 
-Status ReadArriving(const p2p::Caller& caller, const ffi::AnyBuffer& own, const BufferList& choices,
-                    const BufferList& scratch, RailCall* call) {
+Status ReadArriving(const p2p::Caller& caller, size_t index, BufferList* operands,
+                    BufferList* results, RailCall* call) {
+  if (operands->size() < index + 2 || results->size() < 2) {
+    return InvalidArgument("there must be operands and results of an exchange.");
+  }
+  const BufferList choices = operands->TakeLast(1), scratch = results->TakeLast(2);
   Status status;
   BufferReader reader(choices, status), scratch_reader(scratch, status);
   const ffi::AnyBuffer& all = *scratch.Find(0);
   const int64_t n_all = scratch_reader.Dim(0, 0), n_rows = n_all / call->n_nodes;
   call->tiles.n_rows = n_rows;
-  status = ReadRows(&own, &all, /*by_node=*/false, call);
+  status = ReadRows(operands->Find(index), &all, /*by_node=*/false, call);
   if (!status.ok()) return status;
   SetChoices(caller, reader.Next<int32_t>("group_ids", {n_rows, caller.sizes().n_choices}), call);
   scratch_reader.Next("the rows of all nodes", all.element_type(), {n_all, Shape::kAnySize});
   call->arrived = scratch_reader.Next<uint32_t>("the words of tiles", {n_all});
+  operands->Replace(index, all);
   return status;
 }
 

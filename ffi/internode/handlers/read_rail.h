@@ -27,11 +27,13 @@ inline p2p::RankResources ResourcesOf(const p2p::Caller& caller) {
 // and its result `[N * n_rows, ...]`. `call` has the number of rows.
 Status ReadRows(const ffi::AnyBuffer* from, const ffi::AnyBuffer* to, bool by_node, RailCall* call);
 
-// Reads an exchange whose rows a call inside the node takes as they come: this rank's, `[T, W]`;
-// their choices, `int32[T, N_c]`; and memory that nothing else uses, for the rows of all nodes,
-// `[N * T, W]`, and for a word of each tile, `uint32[N * T]`.
-Status ReadArriving(const p2p::Caller& caller, const ffi::AnyBuffer& own, const BufferList& choices,
-                    const BufferList& scratch, RailCall* call);
+// Reads an exchange whose rows a call inside the node takes as they come. Operand `index` are this
+// rank's rows, `[T, W]`, and the last one, their choices, `int32[T, N_c]`. The last two results are
+// memory that nothing else uses, for the rows of all nodes, `[N * T, W]`, and for a word of each
+// tile, `uint32[N * T]`. Leaves the operands and results of the call: the rows are those of all
+// nodes.
+Status ReadArriving(const p2p::Caller& caller, size_t index, BufferList* operands,
+                    BufferList* results, RailCall* call);
 
 // What that call takes, once CutRows has cut the rows.
 p2p::ArrivingTokens ArrivingOf(const RailCall& call);
