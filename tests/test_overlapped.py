@@ -29,23 +29,23 @@ bound = []  # the operations that have been traced
 class ThriftyOverlappingRails(ThriftyRails, OverlappingRails):
     """Rails that send no more than they must, then call `host`."""
 
-    def dispatch(self, inner, operands, group_ids):
+    def dispatch(self, operands, group_ids):
         bound.append("dispatch")
         tokens = self.all_gather(operands.tokens, needs(self.geometry, group_ids))
-        handle_shape = inner.handle_shape(operands.group_ids.shape[0])
+        handle_shape = self.inner.handle_shape(operands.group_ids.shape[0])
         within = dataclasses.replace(operands, tokens=tokens)
-        return bind_dispatch(inner.geometry, within, handle_shape)
+        return bind_dispatch(self.inner.geometry, within, handle_shape)
 
-    def combine(self, inner, operands):
+    def combine(self, operands):
         bound.append("combine")
         within = dataclasses.replace(operands, residual=None)
-        sums, *scalars = bind_combine(inner.geometry, within)
+        sums, *scalars = bind_combine(self.inner.geometry, within)
         return [self.reduce_scatter(sums, operands.residual, operands.routing.group_ids), *scalars]
 
-    def combine_grads(self, inner, operands, cotangent, group_ids):
+    def combine_grads(self, operands, cotangent, group_ids):
         bound.append("combine_grads")
         gathered = self.all_gather(cotangent, needs(self.geometry, group_ids))
-        arrays, params = combine_grad_call(inner.geometry, operands, gathered)
+        arrays, params = combine_grad_call(self.inner.geometry, operands, gathered)
         return combine_grad_p.bind(*arrays, **params)
 
 
@@ -53,7 +53,7 @@ class OverlappingHost(HostByNodes):
     """`host` inside nodes, such rails between them."""
 
     def make_rails(self):
-        return ThriftyOverlappingRails(self.geometry)
+        return ThriftyOverlappingRails(self.geometry, self.inner)
 
 
 @pytest.fixture(scope="module", autouse=True)

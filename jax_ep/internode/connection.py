@@ -124,7 +124,7 @@ class NodesConnection(Connection):
         within = self._gather(operands, with_tokens=rails is None)
         if rails is None:
             return self._results(within, self.inner.dispatch(within))
-        results = overlapped.all_gather_and_dispatch(rails, self.inner, within, operands.group_ids)
+        results = overlapped.all_gather_and_dispatch(rails, within, operands.group_ids)
         return self._results(within, results)
 
     def combine(self, operands: CombineOperands) -> jax.Array:
@@ -135,7 +135,7 @@ class NodesConnection(Connection):
         if rails is None or not operands.reduce:
             return self._return(operands, shared_rows, self.inner.combine(within))
         within = dataclasses.replace(within, residual=operands.residual)
-        sums = overlapped.combine_and_reduce_scatter(rails, self.inner, within, group_ids)
+        sums = overlapped.combine_and_reduce_scatter(rails, within, group_ids)
         return self._finish_sums(sums, shared_rows)
 
     def send_along(self, values: jax.Array, routing: Routing) -> jax.Array:

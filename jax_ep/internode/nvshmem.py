@@ -15,10 +15,9 @@ from jax_ep.internode.rails import OverlappingRails, Rails
 from jax_ep.operands.calls import CombineOperands, DispatchOperands, DispatchResults
 from jax_ep.processes.exchange import Exchange
 from jax_ep.transports import bootstrap
-from jax_ep.transports.gradients import FfiConnection
 from jax_ep.xla_ffi import extension
 from jax_ep.xla_ffi.primitives import (
-    combine_call,
+    bind_combine,
     combine_grad_call,
     coordinate,
     dispatch_call,
@@ -31,10 +30,6 @@ _MAX_CLOSE_S = 2.0
 
 class NvshmemRails(OverlappingRails):
     """NVSHMEM's puts and signals, from kernels. Rows that no one needs do not travel."""
-
-    def __init__(self, geometry: Geometry, within: Geometry) -> None:
-        super().__init__(geometry)
-        self._within = within
 
     def all_gather(self, rows: jax.Array, is_sent: jax.Array | None) -> jax.Array:
         """One kernel."""
@@ -59,7 +54,7 @@ class NvshmemRails(OverlappingRails):
         return self._bind(primitives.rail_p, mask, rows, **flags)[0]
 
     def _bind(self, primitive: Primitive, *operands: jax.Array | None, **flags: bool) -> Any:
-        geometry = self._within
+        geometry = self.inner.geometry
         return primitive.bind(coordinate(geometry), *present(*operands), geometry=geometry, **flags)
 
     def gather(
@@ -78,29 +73,22 @@ class NvshmemRails(OverlappingRails):
         operands = node_ids, node_sums, residual
         return self._bind(primitives.rail_sum_p, *operands, has_residual=residual is not None)[0]
 
-    def dispatch(
-        self, inner: FfiConnection, operands: DispatchOperands, group_ids: jax.Array
-    ) -> DispatchResults:
+    def dispatch(self, operands: DispatchOperands, group_ids: jax.Array) -> DispatchResults:
         """One custom call, of two kernels."""
-        handle_shape = inner.handle_shape(operands.group_ids.shape[0])
-        arrays, params = dispatch_call(self._within, operands, handle_shape)
+        handle_shape = self.inner.handle_shape(operands.group_ids.shape[0])
+        arrays, params = dispatch_call(self.inner.geometry, operands, handle_shape)
         results = primitives.rail_dispatch_p.bind(*arrays, group_ids, **params)[:-2]
         return DispatchResults.of(results, params["has_weights"])
 
-    def combine(self, inner: FfiConnection, operands: CombineOperands) -> list[jax.Array]:
+    def combine(self, operands: CombineOperands) -> list[jax.Array]:
         """One custom call, of two kernels."""
-        arrays, params = combine_call(self._within, operands)
-        return primitives.rail_combine_p.bind(*arrays, **params)
+        return bind_combine(self.inner.geometry, operands, primitives.rail_combine_p)
 
     def combine_grads(
-        self,
-        inner: FfiConnection,
-        operands: CombineOperands,
-        cotangent: jax.Array,
-        group_ids: jax.Array,
+        self, operands: CombineOperands, cotangent: jax.Array, group_ids: jax.Array
     ) -> list[jax.Array]:
         """One custom call, of two kernels."""
-        arrays, params = combine_grad_call(self._within, operands, cotangent)
+        arrays, params = combine_grad_call(self.inner.geometry, operands, cotangent)
         return primitives.rail_combine_grad_p.bind(*arrays, group_ids, **params)[:-2]
 
 
@@ -120,7 +108,7 @@ class NvshmemByNodes(P2pByNodes):
 
     def make_rails(self) -> Rails:
         """Kernels that put and signal."""
-        return NvshmemRails(self.geometry, self.inner.geometry)
+        return NvshmemRails(self.geometry, self.inner)
 
     @classmethod
     def unsupported_reason(cls, geometry: Geometry, exchange: Exchange) -> str | None:

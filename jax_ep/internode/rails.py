@@ -115,37 +115,34 @@ class Rails(abc.ABC):
 class OverlappingRails(Rails):
     """Rails whose exchange runs beside the intra-node call, as one operation."""
 
+    def __init__(self, geometry: Geometry, inner: FfiConnection) -> None:
+        """`inner`: the intra-node transport."""
+        super().__init__(geometry)
+        self.inner = inner
+
     @abc.abstractmethod
-    def dispatch(
-        self, inner: FfiConnection, operands: DispatchOperands, group_ids: jax.Array
-    ) -> DispatchResults:
+    def dispatch(self, operands: DispatchOperands, group_ids: jax.Array) -> DispatchResults:
         """Sends this rank's tokens to the nodes that need them, and dispatches all in this node.
 
         Args:
-            inner: the intra-node transport.
             operands: of the intra-node dispatch, but with the tokens of this rank, `[T, H]`.
             group_ids: `int32[T, N_c]`, this rank's choices, which say what nodes need a token.
         """
 
     @abc.abstractmethod
-    def combine(self, inner: FfiConnection, operands: CombineOperands) -> list[jax.Array]:
+    def combine(self, operands: CombineOperands) -> list[jax.Array]:
         """Combines inside this node, and adds the sums of all nodes: `[T, H]`.
 
         The second result, if there are `row_scalars`, is `float32[N * T, N_c]`: those that the
         choices of all nodes' tokens have in this node.
 
         Args:
-            inner: the intra-node transport.
             operands: of the intra-node combine, but with the residual of this rank, `[T, H]`.
         """
 
     @abc.abstractmethod
     def combine_grads(
-        self,
-        inner: FfiConnection,
-        operands: CombineOperands,
-        cotangent: jax.Array,
-        group_ids: jax.Array,
+        self, operands: CombineOperands, cotangent: jax.Array, group_ids: jax.Array
     ) -> list[jax.Array]:
         """Sends this rank's cotangents to the nodes that need them, and all inside this node.
 
@@ -153,7 +150,6 @@ class OverlappingRails(Rails):
         combine does.
 
         Args:
-            inner: the intra-node transport.
             operands: of the intra-node combine.
             cotangent: of `combine`'s sums, `[T, H]`.
             group_ids: `int32[T, N_c]`, this rank's choices, which say what nodes need a cotangent.
