@@ -257,7 +257,9 @@ def check_a_skipped_backward() -> None:
         assert np.isnan(np.asarray(shard.data, np.float32)).any()
 
 
-def check_a_skipped_overlapped_call(name: str, finish, owner=overlapped) -> jax.Array:
+def check_a_skipped_overlapped_call(
+    name: str, finish, owner=overlapped, is_async: bool = False
+) -> jax.Array:
     """Like `check_a_skipped_call`, with `<owner>.<name>`; returns the result of the failed call.
 
     All ranks make the calls before it and, by finish(group, rows), those after.
@@ -268,7 +270,8 @@ def check_a_skipped_overlapped_call(name: str, finish, owner=overlapped) -> jax.
     def layer_where(group):
         def body(tokens, topk_ids, calls):
             with skipping(owner, name, calls):
-                return finish(group, jax_ep.dispatch(group, tokens, topk_ids))
+                rows = suite.dispatch(group, tokens, topk_ids, is_async=is_async)
+                return finish(group, rows)
 
         return on_mesh(group.mesh, body)
 

@@ -61,7 +61,11 @@ CUDA = {
     "jax_ep_rail": STREAM | {"group": "str"} | dict.fromkeys(("has_mask", "by_node"), "bool"),
     "jax_ep_rail_combine": COMBINE | STREAM,
     "jax_ep_rail_combine_grad": COMBINE | STREAM,
+    "jax_ep_rail_combine_grad_start": COMBINE | STREAM,
+    "jax_ep_rail_combine_start": COMBINE | STREAM,
     "jax_ep_rail_dispatch": DISPATCH | STREAM,
+    "jax_ep_rail_dispatch_grad_start": COMBINE | STREAM,
+    "jax_ep_rail_dispatch_start": DISPATCH | STREAM,
     "jax_ep_rail_gather": STREAM
     | {"group": "str"}
     | dict.fromkeys(("has_weights", "has_tokens"), "bool"),
@@ -171,23 +175,32 @@ def test_every_call_has_the_attributes_that_its_handler_reads(case, platform, wa
         assert calls == [wanted[target]] * len(calls), target
 
 
+# Of each form, the calls that are exchanges as well where these overlap.
+OVERLAPPED = {
+    "synchronous": ("dispatch", "combine", "combine_grad"),
+    "asynchronous": ("dispatch_start", "combine_start", "combine", "combine_grad"),
+    "overlapping": ("dispatch_start", "combine_start", "dispatch_grad_start", "combine_grad_start"),
+}
+
+
 @pytest.mark.parametrize("least", [1, 1000])
 @pytest.mark.parametrize("weights", ["none", "row", "source"])
+@pytest.mark.parametrize("form", FORMS)
 def test_an_inter_node_exchange_has_the_attributes_that_its_handler_reads(
-    weights, least, monkeypatch
+    form, weights, least, monkeypatch
 ):
     monkeypatch.setattr(overlapped, "min_tokens", least)
     case = CASES["plain"].replace(weights=weights, n_nodes=2)
     geometry = Geometry(make_mesh(case.n_ranks), AXIS, config_of(case), "nvshmem")
     group = EPGroup(NvshmemByNodes(geometry))
     operands = [np.stack(each) for each in suite.make_inputs(case).arrays()]
-    function = functools.partial(value_and_gradients, group, case, "synchronous")
+    function = functools.partial(value_and_gradients, group, case, form)
     text = lowered(on_mesh(group.mesh, function), "cuda", *operands)
     found = attributes_by_target(text)
     overlaps = least == 1
     wanted = {"jax_ep_rail_gather"}
     if overlaps:
-        wanted |= {f"jax_ep_rail_{call}" for call in ("dispatch", "combine", "combine_grad")}
+        wanted |= {f"jax_ep_rail_{call}" for call in OVERLAPPED[form]}
     else:
         wanted |= {"jax_ep_rail_sum"}
     # Cotangents; and what only weights have: gradients, or a way to all nodes for combine.

@@ -21,8 +21,6 @@ import test_transforms
 from harness import AXIS, QUANTIZED_FORMATS, config_of, on_mesh
 from jax_ep.geometry import Geometry
 from jax_ep.group import EPGroup
-from jax_ep.internode import overlapped
-from jax_ep.internode.nvshmem import NvshmemByNodes
 from jax_ep.transports.p2p import P2pConnection
 from jax_ep.xla_ffi.extension import register_cuda
 
@@ -244,11 +242,15 @@ def test_no_overlapped_work_runs_before_its_call(mesh, make_group, program, shar
     """It overlaps with the call, wherever operands, buffers and check come from."""
     case = CASE.replace(fused_shared_expert=shared)
     group = make_group(config_of(case, n_sms=16))
-    text = compiled(mesh, functools.partial(program, group), case=case)
+    check_overlap(compiled(mesh, functools.partial(program, group), case=case), program)
+
+
+def check_overlap(compiled_program, program) -> None:
+    """Requires that work overlaps with each asynchronous call, and does not precede it."""
     # docs/overlap.md, "Versions".
     is_exception = jax.__version_info__ >= (0, 12) and program in async_layers.GRADIENTS_OF_LOOPS
     n_found = 0
-    for steps in computations(text):
+    for steps in computations(compiled_program):
         for found in while_in_flight(steps):
             assert found[0] == "jax_ep_wait_started" or is_exception, steps
             assert any(s == "fusion" or s.startswith("__cublas") for s in found), steps
@@ -368,33 +370,3 @@ def test_redispatch_is_one_kernel_and_fills_no_rows(mesh, make_group) -> None:
     (steps,) = computations(program)
     assert our_steps(steps) == [CHECK, "jax_ep_dispatch", "jax_ep_combine_grad"]
     assert "broadcast" not in program.as_text()
-
-
-@pytest.mark.parametrize("overlaps", [False, True])
-def test_nvshmem_exchanges_once_per_call(overlaps, mesh, monkeypatch) -> None:
-    """A backward gathers nothing that a policy saves. Few tokens have ids and weights with them."""
-    monkeypatch.setattr(overlapped, "min_tokens", 1 if overlaps else 10**6)
-    config = config_of(CASE, n_nodes=2)
-    group = EPGroup(NvshmemByNodes(Geometry(mesh, AXIS, config, "nvshmem")))
-
-    def layer(tokens, topk_ids, topk_weights):
-        rows = jax_ep.dispatch(group, tokens, topk_ids, topk_weights)
-        return jax_ep.combine(group, jnp.tanh(rows.tokens), rows)
-
-    (steps,) = computations(compiled(mesh, layer, n_operands=3))
-    gather, total = "jax_ep_rail_gather", "jax_ep_rail_sum"
-    forward = [gather, "jax_ep_dispatch", "jax_ep_combine", total]
-    backward = ["jax_ep_rail", "jax_ep_combine_grad", "jax_ep_combine", total]
-    if overlaps:
-        forward = [gather, "jax_ep_rail_dispatch", "jax_ep_rail_combine"]
-        backward = ["jax_ep_rail_combine_grad", "jax_ep_rail_combine"]
-    assert our_steps(steps) == [CHECK, *forward]
-
-    save = jax.checkpoint_policies.save_only_these_names(jax_ep.DISPATCH_NAME, jax_ep.COMBINE_NAME)
-    for function in (layer, jax.checkpoint(layer, policy=save)):
-
-        def loss(*operands, function=function):
-            return jnp.sum(function(*operands).astype(jnp.float32) ** 2)
-
-        (steps,) = computations(compiled(mesh, jax.grad(loss), n_operands=3))
-        assert our_steps(steps) == [CHECK, *forward, *backward]

@@ -61,15 +61,36 @@ def test_jobs(check, n_processes):
     run_processes(n_processes, target, gpus=gpus_of(n_processes), timeout_s=TIMEOUT_S)
 
 
+@pytest.mark.parametrize("n_processes", [2, 4])
+@pytest.mark.parametrize(
+    "check",
+    [
+        "check_async",
+        "check_a_skipped_asynchronous_call",
+        "check_a_skipped_asynchronous_dispatch",
+        "check_a_skipped_asynchronous_combine",
+        "check_a_skipped_unreduced_combine",
+    ],
+)
+@pytest.mark.gpu
+@pytest.mark.multiprocess
+def test_jobs_with_asynchronous_calls_and_unreduced_combines(check, n_processes):
+    target = f"nvshmem_async_checks:{check}"
+    run_processes(n_processes, target, gpus=gpus_of(n_processes), timeout_s=TIMEOUT_S)
+
+
+FILES = ["nodes", "async", "overlap", "independent_calls", "redispatch", "call_sizes"]
+
+
 @pytest.mark.parametrize(
     ("n_processes", "n_nodes", "files", "least", "overlaps"),
     [
         (2, 2, ["nodes"], 6, False),
         (2, 2, ["nodes"], 6, True),
-        (4, 2, ["nodes", "async", "independent_calls", "redispatch", "call_sizes"], 100, False),
-        (4, 2, ["nodes", "async", "independent_calls", "redispatch", "call_sizes"], 100, True),
-        (4, 4, ["independent_calls", "async"], 9, False),
-        (4, 4, ["independent_calls", "async"], 9, True),
+        (4, 2, FILES, 100, False),
+        (4, 2, FILES, 100, True),
+        (4, 4, ["independent_calls", "async", "overlap"], 23, False),
+        (4, 4, ["independent_calls", "async", "overlap"], 23, True),
     ],
 )
 @pytest.mark.gpu

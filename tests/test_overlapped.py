@@ -5,25 +5,43 @@ transport `host`; what is tested is how they are put together, and their gradien
 """
 
 import dataclasses
+import functools
 
+import jax
 import numpy as np
 import pytest
 
 import cases
 import harness
 import suite
+import test_async
 import test_grad
-from harness import assert_same_bits, make_mesh, params
+from harness import assert_same_bits, assert_trees_equal, group_of, make_mesh, on_mesh, params, put
 from jax_ep.group import select
 from jax_ep.internode import overlapped
 from jax_ep.internode.connection import HostByNodes
 from jax_ep.internode.rails import OverlappingRails
 from jax_ep.internode.routing import needs
-from jax_ep.xla_ffi.primitives import bind_combine, bind_dispatch, combine_grad_call, combine_grad_p
+from jax_ep.xla_ffi.async_calls import InFlightCombine, InFlightDispatch
+from jax_ep.xla_ffi.primitives import (
+    bind_combine,
+    bind_dispatch,
+    combine_grad_call,
+    combine_grad_p,
+    present,
+)
 from test_codes_between_nodes import layer_results
 from test_nodes import FOUR, SHARED, TWO, ThriftyRails, forget_groups, with_nodes
 
 bound = []  # the operations that have been traced
+FORWARD, BACKWARD = {"dispatch", "combine"}, {"dispatch_grads", "combine_grads"}
+
+
+class Completed(InFlightCombine):
+    """A combine that was complete when it was started."""
+
+    def then(self, x):
+        return x
 
 
 class ThriftyOverlappingRails(ThriftyRails, OverlappingRails):
@@ -38,15 +56,34 @@ class ThriftyOverlappingRails(ThriftyRails, OverlappingRails):
 
     def combine(self, operands):
         bound.append("combine")
+        return self._combine(operands)[0]
+
+    def _combine(self, operands):
         within = dataclasses.replace(operands, residual=None)
         sums, *scalars = bind_combine(self.inner.geometry, within)
         return [self.reduce_scatter(sums, operands.residual, operands.routing.group_ids), *scalars]
 
-    def combine_grads(self, operands, cotangent, group_ids):
+    def start_dispatch(self, operands, group_ids):
+        bound.append("start_dispatch")
+        results = self.dispatch(jax.lax.stop_gradient(operands), group_ids)
+        bound.pop()
+        return InFlightDispatch(None, None, tuple(present(*results)), None)
+
+    def start_combine(self, operands):
+        bound.append("start_combine")
+        return Completed(self._combine(jax.lax.stop_gradient(operands))[0], None, None)
+
+    def dispatch_grads(self, operands, slots):
+        bound.append("dispatch_grads")
+        assert slots is None
+        return self._combine(operands), None
+
+    def combine_grads(self, operands, cotangent, group_ids, slots):
         bound.append("combine_grads")
+        assert slots is None
         gathered = self.all_gather(cotangent, needs(self.geometry, group_ids))
         arrays, params = combine_grad_call(self.inner.geometry, operands, gathered)
-        return combine_grad_p.bind(*arrays, **params)
+        return combine_grad_p.bind(*arrays, **params), None
 
 
 class OverlappingHost(HostByNodes):
@@ -97,12 +134,19 @@ CASES = [
 @pytest.mark.parametrize("case", params(CASES))
 def test_calls_match_the_oracle(case, traced):
     suite.check(case, "host", make_mesh(case.n_ranks))
-    assert set(traced) == {"dispatch", "combine"}
+    assert set(traced) == FORWARD
+
+
+@pytest.mark.parametrize("case", params(CASES))
+def test_asynchronous_calls_match_the_oracle(case, traced):
+    suite.check(case, "host", make_mesh(case.n_ranks), is_async=True)
+    assert set(traced) == {"start_dispatch", "start_combine"}
 
 
 def test_few_tokens_do_not_overlap(traced, monkeypatch):
     monkeypatch.setattr(overlapped, "min_tokens", TWO.max_tokens + 1)
     suite.check(TWO.replace(weights="none", seed=7, hidden_size=256), "host", make_mesh(4))
+    suite.check(TWO.replace(weights="none", seed=8), "host", make_mesh(4), is_async=True)
     assert traced == []
 
 
@@ -122,7 +166,7 @@ def test_a_combine_overlaps_from_fewer_tokens_on_than_a_dispatch(weights, traced
 def test_gradients_match_their_closed_forms(weights, flags, traced):
     for routing in ("duplicates", "out_of_range"):
         test_grad.check_closed_forms(TWO.replace(weights=weights, routing=routing, **flags), "host")
-    assert set(traced) == {"dispatch", "combine", "combine_grads"}
+    assert set(traced) == FORWARD | BACKWARD
 
 
 @pytest.mark.parametrize("weights", test_grad.MODES)
@@ -139,6 +183,22 @@ def test_gradients_have_the_bits_of_separate_calls(weights, monkeypatch):
             assert_same_bits(got[where][name], array, f"{name} of {where}")
 
 
+@pytest.mark.parametrize("weights", ["row", "source"])
+def test_gradients_of_asynchronous_calls_have_the_bits_of_synchronous_ones(weights, traced):
+    case = TWO.replace(routing="duplicates")
+    group, inputs = group_of(case, "host"), suite.make_inputs(case)
+    operands = (np.nan_to_num(x)[:, None] for x in inputs.arrays()[:3])  # of one call
+    operands = put(group.mesh, *operands)
+    got, wanted = (
+        on_mesh(group.mesh, functools.partial(test_async.gradients, group, weights, is_async))(
+            *operands
+        )
+        for is_async in (True, False)
+    )
+    assert_trees_equal(group.mesh, got, wanted, "gradients")
+    assert set(traced) == {"start_dispatch", "start_combine"} | FORWARD | BACKWARD
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_gradients_of_other_dtypes_match_their_closed_forms(dtype):
     case = TWO.replace(weights="row", routing="zipf", combine_dtype=dtype)
@@ -152,7 +212,7 @@ def test_layers_of_formats_that_quantize_have_the_bits_of_separate_calls(
     """Codes have no gradient, weights beside them have."""
     case = cases.QUANTIZED_SMALL[name].replace(n_nodes=2, weights=weights)
     got = layer_results(case, "host")
-    assert set(traced) == {"dispatch", "combine", "combine_grads"}
+    assert set(traced) == {*FORWARD, "combine_grads"}
     monkeypatch.setattr(overlapped, "min_tokens", 10**6)
     wanted = layer_results(case, "host", timeout_s=61.0)
     for one, other in zip(got, wanted, strict=True):

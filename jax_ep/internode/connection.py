@@ -47,10 +47,10 @@ from jax_ep.transports.rounding import in_float32
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class NodeCall:
-    """An intra-node call in flight."""
+    """A call in flight: inside a node, or with its exchange."""
 
-    call: Any  # of the transport inside
-    operands: DispatchOperands | CombineOperands  # of the call inside
+    call: Any  # of the transport inside, or of the rails
+    operands: Any  # of that call
     shared_rows: jax.Array | None  # of combine, see _split_shared
 
     def then(self, x: Any) -> Any:
@@ -129,12 +129,11 @@ class NodesConnection(Connection):
 
     def combine(self, operands: CombineOperands) -> jax.Array:
         """Combines inside the node; returns sums, maybe as they are made, or rows."""
-        within, shared_rows = self._operands_within(operands)
-        group_ids = operands.routing.group_ids
-        rails = overlapped.overlaps_combine(self.rails, group_ids.shape[0])
-        if rails is None or not operands.reduce:
+        rails = overlapped.overlaps_combine(self.rails, operands)
+        within, shared_rows = self._operands_within(operands, with_residual=rails is not None)
+        if rails is None:
             return self._return(operands, shared_rows, self.inner.combine(within))
-        within = dataclasses.replace(within, residual=operands.residual)
+        group_ids = operands.routing.group_ids
         sums = overlapped.combine_and_reduce_scatter(rails, within, group_ids)
         return self._finish_sums(sums, shared_rows)
 
@@ -147,19 +146,39 @@ class NodesConnection(Connection):
         return self.inner.send_along(gathered, handle)
 
     def start(self, operands: DispatchOperands | CombineOperands) -> NodeCall:
-        """Gathers what the call needs, and starts it inside the node."""
+        """Starts the call with its exchange, or gathers what it needs and starts it in the node."""
         if isinstance(operands, DispatchOperands):
-            gathered = self._gather(operands)
-            return NodeCall(self.inner.start(gathered), gathered, None)
-        within, shared_rows = self._operands_within(operands)
-        return NodeCall(self.inner.start(within), within, shared_rows)
+            group_ids = operands.group_ids
+            rails = overlapped.overlaps_dispatch(self.rails, group_ids.shape[0])
+            gathered = self._gather(operands, with_tokens=rails is None)
+            if rails is None:
+                return NodeCall(self.inner.start(gathered), gathered, None)
+            return NodeCall(rails.start_dispatch(gathered, group_ids), gathered, None)
+        rails = overlapped.overlaps_combine(self.rails, operands)
+        within, shared_rows = self._operands_within(operands, with_residual=rails is not None)
+        started = self.inner.start(within) if rails is None else rails.start_combine(within)
+        return NodeCall(started, within, shared_rows)
 
     def finish(self, call: NodeCall, operands: Any, after: Any) -> Any:
-        """Waits for the intra-node call, then returns sums to their tokens' ranks."""
-        result = self.inner.finish(call.call, call.operands, after)
+        """Waits for the call; returns sums to their tokens' ranks if it has not."""
         if isinstance(operands, DispatchOperands):
-            return self._results(call.operands, result)
-        return self._return(operands, call.shared_rows, result)
+            return self._results(call.operands, self._finish_dispatch(call, operands, after))
+        rails = overlapped.overlaps_combine(self.rails, operands)
+        if rails is None:
+            result = self.inner.finish(call.call, call.operands, after)
+            return self._return(operands, call.shared_rows, result)
+        group_ids = operands.routing.group_ids
+        sums = overlapped.finish_combine(rails, call.call, call.operands, group_ids, after)
+        return self._finish_sums(sums, call.shared_rows)
+
+    def _finish_dispatch(
+        self, call: NodeCall, operands: DispatchOperands, after: Any
+    ) -> DispatchResults:
+        group_ids = operands.group_ids
+        rails = overlapped.overlaps_dispatch(self.rails, group_ids.shape[0])
+        if rails is None:
+            return self.inner.finish(call.call, call.operands, after)
+        return overlapped.finish_dispatch(rails, call.call, call.operands, group_ids, after)
 
     def _gather(self, operands: DispatchOperands, with_tokens: bool = True) -> DispatchOperands:
         """The operands of the intra-node dispatch; without tokens, with those of this rank."""
@@ -190,9 +209,12 @@ class NodesConnection(Connection):
         ).named()
 
     def _operands_within(
-        self, operands: CombineOperands
+        self, operands: CombineOperands, with_residual: bool
     ) -> tuple[CombineOperands, jax.Array | None]:
-        """The operands of the intra-node combine, and this rank's shared expert's rows."""
+        """The operands of the intra-node combine, and this rank's shared expert's rows.
+
+        `with_residual`: that of this rank.
+        """
         handle: Any = operands.routing.handle
         weights = operands.topk_weights
         if weights is not None:
@@ -202,8 +224,9 @@ class NodesConnection(Connection):
         n_shared = min(operands.routing.n_tokens, expert_out.shape[0])
         if operands.adds_shared_expert and n_shared > 0:
             expert_out, shared_rows = _split_shared(n_shared, expert_out)
+        residual = operands.residual if with_residual else None
         within = dataclasses.replace(
-            operands, expert_out=expert_out, routing=handle, topk_weights=weights, residual=None
+            operands, expert_out=expert_out, routing=handle, topk_weights=weights, residual=residual
         )
         return within, shared_rows
 

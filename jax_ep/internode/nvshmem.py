@@ -1,6 +1,7 @@
 """Transport `nvshmem`: `p2p` inside each node, NVSHMEM between the nodes."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,8 +17,11 @@ from jax_ep.operands.calls import CombineOperands, DispatchOperands, DispatchRes
 from jax_ep.processes.exchange import Exchange
 from jax_ep.transports import bootstrap
 from jax_ep.xla_ffi import extension
+from jax_ep.xla_ffi.async_calls import InFlightCombine, InFlightDispatch
+from jax_ep.xla_ffi.overlap import CotangentSlots, call_in_backward
 from jax_ep.xla_ffi.primitives import (
     bind_combine,
+    combine_call,
     combine_grad_call,
     coordinate,
     dispatch_call,
@@ -80,16 +84,42 @@ class NvshmemRails(OverlappingRails):
         results = primitives.rail_dispatch_p.bind(*arrays, group_ids, **params)[:-2]
         return DispatchResults.of(results, params["has_weights"])
 
-    def combine(self, operands: CombineOperands) -> list[jax.Array]:
+    def combine(self, operands: CombineOperands) -> jax.Array:
         """One custom call, of two kernels."""
-        return bind_combine(self.inner.geometry, operands, primitives.rail_combine_p)
+        return bind_combine(self.inner.geometry, operands, primitives.rail_combine_p)[0]
+
+    def start_dispatch(self, operands: DispatchOperands, group_ids: jax.Array) -> InFlightDispatch:
+        """One custom call, of two kernels."""
+        handle_shape = self.inner.handle_shape(operands.group_ids.shape[0])
+        start_p = primitives.rail_dispatch_start_p
+        geometry = self.inner.geometry
+        return InFlightDispatch.start(geometry, operands, handle_shape, start_p, group_ids)
+
+    def start_combine(self, operands: CombineOperands) -> InFlightCombine:
+        """One custom call, of two kernels."""
+        start_p = primitives.rail_combine_start_p
+        return InFlightCombine.start(self.inner.geometry, operands, start_p)
+
+    def dispatch_grads(
+        self, operands: CombineOperands, slots: CotangentSlots | None
+    ) -> tuple[Sequence[jax.Array], CotangentSlots | None]:
+        """One custom call, of two kernels."""
+        call = combine_call(self.inner.geometry, operands)
+        both = primitives.rail_combine_p, primitives.rail_dispatch_grad_start_p
+        return call_in_backward(slots, *both, *call)
 
     def combine_grads(
-        self, operands: CombineOperands, cotangent: jax.Array, group_ids: jax.Array
-    ) -> list[jax.Array]:
+        self,
+        operands: CombineOperands,
+        cotangent: jax.Array,
+        group_ids: jax.Array,
+        slots: CotangentSlots | None,
+    ) -> tuple[Sequence[jax.Array], CotangentSlots | None]:
         """One custom call, of two kernels."""
         arrays, params = combine_grad_call(self.inner.geometry, operands, cotangent)
-        return primitives.rail_combine_grad_p.bind(*arrays, group_ids, **params)[:-2]
+        both = primitives.rail_combine_grad_p, primitives.rail_combine_grad_start_p
+        grads, slots = call_in_backward(slots, *both, [*arrays, group_ids], params)
+        return grads[: 1 if operands.weights is None else 2], slots  # without scratch memory
 
 
 def _flat(rows: jax.Array, n_leading: int) -> jax.Array:

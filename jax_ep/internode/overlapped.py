@@ -14,6 +14,8 @@ from jax_ep.internode.gradients import all_gather_tokens
 from jax_ep.internode.rails import OverlappingRails, Rails
 from jax_ep.operands.calls import CombineOperands, DispatchOperands, DispatchResults
 from jax_ep.transports import gradients as one_node
+from jax_ep.xla_ffi.async_calls import InFlightCombine, InFlightDispatch, finish
+from jax_ep.xla_ffi.overlap import CotangentSlots
 
 # Tokens of a rank from which on a dispatch overlaps, and the backward of a combine. Ids and weights
 # of a dispatch then travel ahead, which takes 10 us. The same in all processes. Tests lower it.
@@ -30,49 +32,69 @@ def overlaps_dispatch(rails: Rails, n_tokens: int) -> OverlappingRails | None:
     return rails if isinstance(rails, OverlappingRails) and n_tokens >= min_tokens else None
 
 
-def overlaps_combine(rails: Rails, n_tokens: int) -> OverlappingRails | None:
-    """The same of a combine. Where a dispatch overlaps, its combine does, too."""
+def overlaps_combine(rails: Rails, operands: CombineOperands) -> OverlappingRails | None:
+    """The same of a combine that sums. Where a dispatch overlaps, its combine does, too."""
+    if not isinstance(rails, OverlappingRails) or not operands.reduce:
+        return None
     least = min(min_tokens, min_combine_tokens)
-    return rails if isinstance(rails, OverlappingRails) and n_tokens >= least else None
+    return rails if operands.routing.group_ids.shape[0] >= least else None
 
 
 def _all_gather_and_dispatch(
-    rails: OverlappingRails, operands: DispatchOperands, group_ids: jax.Array
+    rails: OverlappingRails,
+    operands: DispatchOperands,
+    group_ids: jax.Array,
+    results: tuple[jax.Array, ...] | None = None,
+    slots: CotangentSlots | None = None,
 ) -> DispatchResults:
-    """See `OverlappingRails.dispatch`."""
-    return rails.dispatch(operands, group_ids).named()
+    """See `OverlappingRails.dispatch`; with `results`, a completed one."""
+    if results is None:
+        return rails.dispatch(operands, group_ids).named()
+    return one_node.finished_dispatch(operands, results).named()
 
 
 all_gather_and_dispatch = jax.custom_vjp(_all_gather_and_dispatch, nondiff_argnums=(0,))
 
 
-def _all_gather_and_dispatch_fwd(rails: OverlappingRails, operands: Any, group_ids: Any) -> Any:
-    results = _all_gather_and_dispatch(rails, operands, group_ids)
-    return results, (one_node.save_dispatch(operands, results), group_ids)
+def _all_gather_and_dispatch_fwd(
+    rails: OverlappingRails, operands: Any, group_ids: Any, results: Any, slots: Any
+) -> Any:
+    named = _all_gather_and_dispatch(rails, operands, group_ids, results)
+    return named, (one_node.save_dispatch(operands, named, slots), group_ids)
 
 
 def _all_gather_and_dispatch_bwd(
     rails: OverlappingRails, residuals: Any, cotangents: DispatchResults
-) -> tuple[DispatchOperands, None]:
+) -> tuple[DispatchOperands, None, None, CotangentSlots | None]:
     saved, group_ids = residuals
     if isinstance(rails.geometry.config.token_format, QuantizedFormat):
         gradients, *_ = one_node.dispatch_gradients(rails.inner, saved, cotangents)
         zeros: Any = None if saved.like.are_encoded else gradients.tokens[: group_ids.shape[0]]
-        return dataclasses.replace(gradients, tokens=zeros), None
+        return dataclasses.replace(gradients, tokens=zeros), None, None, None
     plain_sum = CombineOperands(
         cotangents.tokens, saved.routing, row_scalars=cotangents.row_weights
     )
-    return saved.like.replace(rails.combine(plain_sum)), None
+    grads, slots = rails.dispatch_grads(plain_sum, saved.slots)
+    return saved.like.replace(grads), None, None, slots
 
 
 all_gather_and_dispatch.defvjp(_all_gather_and_dispatch_fwd, _all_gather_and_dispatch_bwd)
 
 
 def _combine_and_reduce_scatter(
-    rails: OverlappingRails, operands: CombineOperands, group_ids: jax.Array
+    rails: OverlappingRails,
+    operands: CombineOperands,
+    group_ids: jax.Array,
+    result: jax.Array | None = None,
+    slots: CotangentSlots | None = None,
 ) -> jax.Array:
-    """See `OverlappingRails.combine`; `group_ids` are `int32[T, N_c]`, of this rank's choices."""
-    return rails.combine(operands)[0]
+    """See `OverlappingRails.combine`; `group_ids` are `int32[T, N_c]`, of this rank's choices.
+
+    With `result`, a completed one.
+    """
+    if result is None:
+        return rails.combine(operands)
+    return one_node.finished_combine(operands, result)
 
 
 combine_and_reduce_scatter = jax.custom_vjp(_combine_and_reduce_scatter, nondiff_argnums=(0,))
@@ -80,23 +102,53 @@ combine_and_reduce_scatter = jax.custom_vjp(_combine_and_reduce_scatter, nondiff
 
 def _combine_and_reduce_scatter_bwd(
     rails: OverlappingRails, residuals: Any, cotangent: jax.Array
-) -> tuple[CombineOperands, None]:
+) -> tuple[CombineOperands, None, None, CotangentSlots | None]:
     saved, group_ids = residuals
     operands = saved.operands
     if overlaps_dispatch(rails, group_ids.shape[0]) is None:
         gathered = all_gather_tokens(rails, cotangent, group_ids, operands.routing.group_ids)
-        gradients, *_ = one_node.combine_gradients(rails.inner, saved, gathered)
+        gradients, _, slots = one_node.combine_gradients(rails.inner, saved, gathered)
     else:
-        grads = rails.combine_grads(operands, cotangent, group_ids)
+        grads, slots = rails.combine_grads(operands, cotangent, group_ids, saved.slots)
         gradients = one_node.gradients_of_combine(operands, grads)
     residual = cotangent if saved.has_residual else None
-    return dataclasses.replace(gradients, residual=residual), None
+    return dataclasses.replace(gradients, residual=residual), None, None, slots
 
 
 combine_and_reduce_scatter.defvjp(
-    lambda rails, operands, group_ids: (
-        _combine_and_reduce_scatter(rails, operands, group_ids),
-        (one_node.save_combine(operands), group_ids),
+    lambda rails, operands, group_ids, result, slots: (
+        _combine_and_reduce_scatter(rails, operands, group_ids, result),
+        (one_node.save_combine(operands, slots), group_ids),
     ),
     _combine_and_reduce_scatter_bwd,
 )
+
+
+def finish_dispatch(
+    rails: OverlappingRails,
+    call: InFlightDispatch,
+    operands: DispatchOperands,
+    group_ids: jax.Array,
+    after: Any,
+) -> DispatchResults:
+    """Waits for a dispatch that the rails have started with these operands."""
+
+    def rule(operands: Any, results: Any, slots: Any) -> DispatchResults:
+        return all_gather_and_dispatch(rails, operands, group_ids, results, slots)
+
+    return finish(call, operands, after, rule)
+
+
+def finish_combine(
+    rails: OverlappingRails,
+    call: InFlightCombine,
+    operands: CombineOperands,
+    group_ids: jax.Array,
+    after: Any,
+) -> jax.Array:
+    """The same of a combine."""
+
+    def rule(operands: Any, result: Any, slots: Any) -> jax.Array:
+        return combine_and_reduce_scatter(rails, operands, group_ids, result, slots)
+
+    return finish(call, operands, after, rule)

@@ -11,6 +11,7 @@ import numpy as np
 
 from jax_ep.geometry import Geometry
 from jax_ep.xla_ffi import primitives
+from jax_ep.xla_ffi.async_primitives import make_combine_start, make_start
 from jax_ep.xla_ffi.lowering import call_primitive, like
 
 
@@ -34,12 +35,9 @@ def _rail_sum_types(
     return [_of_own_tokens(geometry, node_sums)]
 
 
-def _rail_dispatch_types(
-    coordinate: Any, tokens: Any, *operands: Any, geometry: Geometry, **params: Any
-) -> list[Any]:
-    """Types of a dispatch, then of memory for all nodes' tokens and for a word of each tile."""
-    types = primitives.dispatch_types(coordinate, tokens, *operands, geometry=geometry, **params)
-    return [*types, *_arriving_types(geometry, tokens)]
+def _rail_dispatch_types(*operands: Any, **params: Any) -> list[Any]:
+    """Types of a dispatch, then of scratch memory."""
+    return [*primitives.dispatch_types(*operands, **params), *_arriving_types(*operands, **params)]
 
 
 def _rail_combine_types(*operands: Any, geometry: Geometry, **params: Any) -> list[Any]:
@@ -47,15 +45,18 @@ def _rail_combine_types(*operands: Any, geometry: Geometry, **params: Any) -> li
     return [_of_own_tokens(geometry, sums), *scalars]
 
 
-def _rail_combine_grad_types(
-    coordinate: Any, cotangent: Any, *operands: Any, geometry: Geometry, **_: Any
-) -> list[Any]:
-    """Types of the gradients, then of the same memory as a dispatch's, for cotangents."""
-    types = primitives.combine_grad_types(coordinate, cotangent, *operands[:-1])
-    return [*types, *_arriving_types(geometry, cotangent)]
+def _grad_types(*operands: Any, **params: Any) -> list[Any]:
+    """Types of the gradients; the last operand are choices."""
+    return primitives.combine_grad_types(*operands[:-1], **params)
 
 
-def _arriving_types(geometry: Geometry, rows: Any) -> list[Any]:
+def _rail_combine_grad_types(*operands: Any, **params: Any) -> list[Any]:
+    """Types of the gradients, then of scratch memory."""
+    return [*_grad_types(*operands, **params), *_arriving_types(*operands, **params)]
+
+
+def _arriving_types(_: Any, rows: Any, *__: Any, geometry: Geometry, **___: Any) -> list[Any]:
+    """Types of memory for all nodes' tokens, or cotangents, and for a word of each tile."""
     all_rows = _of_all_nodes(geometry, rows)
     return [all_rows, like(rows, all_rows.shape[:1], jnp.uint32)]
 
@@ -80,4 +81,18 @@ rail_dispatch_p = _on_gpus(
 rail_combine_p = _on_gpus("jax_ep_rail_combine", primitives.combine_attributes, _rail_combine_types)
 rail_combine_grad_p = _on_gpus(
     "jax_ep_rail_combine_grad", primitives.combine_attributes, _rail_combine_grad_types
+)
+# The same, asynchronous. The backward of dispatch is a combine that may have `row_scalars`.
+rail_dispatch_start_p = make_start(
+    "jax_ep_rail_dispatch_start",
+    primitives.dispatch_attributes,
+    primitives.dispatch_types,
+    _arriving_types,
+)
+rail_combine_start_p = make_combine_start("jax_ep_rail_combine_start", _rail_combine_types)
+rail_dispatch_grad_start_p = make_start(
+    "jax_ep_rail_dispatch_grad_start", primitives.combine_attributes, _rail_combine_types
+)
+rail_combine_grad_start_p = make_start(
+    "jax_ep_rail_combine_grad_start", primitives.combine_attributes, _grad_types, _arriving_types
 )

@@ -5,6 +5,7 @@ are ordered by node. `XlaRails` are XLA's collectives; see nvshmem.py for others
 """
 
 import abc
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,6 +18,8 @@ from jax_ep.internode.routing import needs, route_within
 from jax_ep.operands.calls import CombineOperands, DispatchOperands, DispatchResults
 from jax_ep.transports.gradients import FfiConnection
 from jax_ep.transports.rounding import in_float32
+from jax_ep.xla_ffi.async_calls import InFlightCombine, InFlightDispatch
+from jax_ep.xla_ffi.overlap import CotangentSlots
 
 
 class Rails(abc.ABC):
@@ -130,29 +133,49 @@ class OverlappingRails(Rails):
         """
 
     @abc.abstractmethod
-    def combine(self, operands: CombineOperands) -> list[jax.Array]:
+    def combine(self, operands: CombineOperands) -> jax.Array:
         """Combines inside this node, and adds the sums of all nodes: `[T, H]`.
-
-        The second result, if there are `row_scalars`, is `float32[N * T, N_c]`: those that the
-        choices of all nodes' tokens have in this node.
 
         Args:
             operands: of the intra-node combine, but with the residual of this rank, `[T, H]`.
         """
 
     @abc.abstractmethod
+    def start_dispatch(self, operands: DispatchOperands, group_ids: jax.Array) -> InFlightDispatch:
+        """Starts what `dispatch` does."""
+
+    @abc.abstractmethod
+    def start_combine(self, operands: CombineOperands) -> InFlightCombine:
+        """Starts what `combine` does."""
+
+    @abc.abstractmethod
+    def dispatch_grads(
+        self, operands: CombineOperands, slots: CotangentSlots | None
+    ) -> tuple[Sequence[jax.Array], CotangentSlots | None]:
+        """The backward of dispatch: a combine, and the cotangents of `slots`.
+
+        The second gradient, if there are `row_scalars`, is `float32[N * T, N_c]`: those that the
+        choices of all nodes' tokens have in this node. With slots, see `call_in_backward`.
+        """
+
+    @abc.abstractmethod
     def combine_grads(
-        self, operands: CombineOperands, cotangent: jax.Array, group_ids: jax.Array
-    ) -> list[jax.Array]:
+        self,
+        operands: CombineOperands,
+        cotangent: jax.Array,
+        group_ids: jax.Array,
+        slots: CotangentSlots | None,
+    ) -> tuple[Sequence[jax.Array], CotangentSlots | None]:
         """Sends this rank's cotangents to the nodes that need them, and all inside this node.
 
         Returns the gradients of `expert_out` and of weights, as the backward of the intra-node
-        combine does.
+        combine does, and the cotangents of `slots`.
 
         Args:
             operands: of the intra-node combine.
             cotangent: of `combine`'s sums, `[T, H]`.
             group_ids: `int32[T, N_c]`, this rank's choices, which say what nodes need a cotangent.
+            slots: see `call_in_backward`.
         """
 
 

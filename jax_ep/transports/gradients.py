@@ -49,10 +49,16 @@ def _dispatch(
         handle_shape = connection.handle_shape(operands.group_ids.shape[0])
         found = primitives.bind_dispatch(connection.geometry, operands, handle_shape)
     else:
-        given = primitives.present(operands.tokens, operands.topk_weights)
-        has_weights = operands.topk_weights is not None
-        found = DispatchResults.of(finished(results, given), has_weights)
+        found = finished_dispatch(operands, results)
     return found.named()
+
+
+def finished_dispatch(
+    operands: DispatchOperands, results: tuple[jax.Array, ...]
+) -> DispatchResults:
+    """The results of a completed dispatch of these operands."""
+    given = operands.with_gradients()
+    return DispatchResults.of(finished(results, given), operands.topk_weights is not None)
 
 
 dispatch = jax.custom_vjp(_dispatch, nondiff_argnums=(0,))
@@ -120,9 +126,14 @@ def _combine(
     if result is None:
         (result,) = primitives.bind_combine(connection.geometry, operands)
     else:
-        given = primitives.present(operands.expert_out, operands.weights, operands.residual)
-        (result,) = finished([result], given)
+        result = finished_combine(operands, result)
     return checkpoint_name(result, COMBINE_NAME)
+
+
+def finished_combine(operands: CombineOperands, result: jax.Array) -> jax.Array:
+    """The result of a completed combine of these operands."""
+    given = primitives.present(operands.expert_out, operands.weights, operands.residual)
+    return finished([result], given)[0]
 
 
 combine = jax.custom_vjp(_combine, nondiff_argnums=(0,))

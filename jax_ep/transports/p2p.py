@@ -3,6 +3,7 @@
 In any number of processes. Devices that exchange tokens must be on one host.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ from jax_ep.transports import bootstrap, gradients
 from jax_ep.transports.base import platform_problem
 from jax_ep.transports.gradients import FfiConnection
 from jax_ep.xla_ffi import extension
-from jax_ep.xla_ffi.async_calls import InFlightCombine, InFlightDispatch
+from jax_ep.xla_ffi.async_calls import InFlightCombine, InFlightDispatch, finish
 from jax_ep.xla_ffi.overlap import CotangentSlots, make_slots
 
 # Groups times groups per rank: kernels divide by multiplication (core/fast_divisor.h).
@@ -141,13 +142,8 @@ class P2pConnection(FfiConnection):
 
     def finish(self, call: Any, operands: Any, after: Any) -> Any:
         """Waits for a call."""
-        finish = gradients.dispatch if isinstance(call, InFlightDispatch) else gradients.combine
-        result = call.done(after)
-        overlapped = None if call.overlap is None else call.overlap.take()
-        if overlapped is None:
-            return finish(self, operands, result)
-        given, slots = overlapped
-        return finish(self, operands.replace(given), result, slots)
+        rule = gradients.dispatch if isinstance(call, InFlightDispatch) else gradients.combine
+        return finish(call, operands, after, functools.partial(rule, self))
 
     def n_slices(self, rows: jax.Array) -> int:
         """Rows longer than the workspaces' take several calls."""

@@ -39,11 +39,19 @@ class InFlightDispatch:
 
     @classmethod
     def start(
-        cls, geometry: Geometry, operands: DispatchOperands, handle_shape: tuple[int, ...]
+        cls,
+        geometry: Geometry,
+        operands: DispatchOperands,
+        handle_shape: tuple[int, ...],
+        start_p: Primitive = dispatch_start_p,
+        *further: jax.Array,
     ) -> Self:
-        """Starts a dispatch; the arguments are those of `bind_dispatch`."""
-        call = dispatch_call(geometry, lax.stop_gradient(operands), handle_shape)
-        ticket, ready, results = start_call(dispatch_start_p, *call)
+        """Starts a dispatch; the first arguments are those of `bind_dispatch`.
+
+        `start_p` takes `further` operands.
+        """
+        arrays, params = dispatch_call(geometry, lax.stop_gradient(operands), handle_shape)
+        ticket, ready, results = start_call(start_p, [*arrays, *further], params)
         # Named, so that under a policy that saves the results, `then` does not rerun the call.
         ready = checkpoint_name(ready, DISPATCH_NAME)
         # Quantized tokens get their gradients from another call: transports/gradients.py.
@@ -96,11 +104,13 @@ class InFlightCombine:
         self._out, self._ready, self.overlap = out, ready, overlap
 
     @classmethod
-    def start(cls, geometry: Geometry, operands: CombineOperands) -> Self:
+    def start(
+        cls, geometry: Geometry, operands: CombineOperands, start_p: Primitive = combine_start_p
+    ) -> Self:
         """Starts a combine."""
         expect_async_calls()
         fixed = lax.stop_gradient(operands)
-        out, ready = bind_combine(geometry, fixed, combine_start_p)
+        out, ready = bind_combine(geometry, fixed, start_p)
         ready = checkpoint_name(ready, COMBINE_NAME)
         return cls(out, ready, Overlap(operands.with_gradients()))
 
@@ -127,6 +137,21 @@ jax.tree_util.register_pytree_node(
     lambda call: ((call._out, call._ready), None),
     lambda _, children: InFlightCombine(*children, overlap=None),
 )
+
+
+def finish(
+    call: InFlightDispatch | InFlightCombine, operands: Any, after: Any, rule: Callable[..., Any]
+) -> Any:
+    """Waits for a call, once `after` has been computed.
+
+    rule(operands, result, slots) gives the result with a derivative in the call's operands.
+    """
+    result = call.done(after)
+    overlapped = None if call.overlap is None else call.overlap.take()
+    if overlapped is None:
+        return rule(operands, result, None)
+    given, slots = overlapped
+    return rule(operands.replace(given), result, slots)
 
 
 def finished(results: Sequence[jax.Array], given: Sequence[jax.Array]) -> Any:

@@ -24,6 +24,9 @@ from jax_ep.geometry import Geometry
 from jax_ep.xla_ffi import lowering, primitives
 from jax_ep.xla_ffi.lowering import StreamOrder
 
+# (*types of operands, **parameters) -> the types of what a call writes.
+Types = Callable[..., list[Any]]
+
 
 def _on_collective_stream(ctx: mlir.LoweringRuleContext, operands: Any, emit: Any) -> list[Any]:
     """Emits `emit(*operands)` on the stream for collectives.
@@ -81,23 +84,26 @@ def _hide_constants(
     return tuple(map(hide, range(len(operands)), operands, ctx.avals_in))
 
 
-def _lower_start(target: str, attributes: lowering.Attributes) -> lowering.Lowering:
-    """Allocates the results, and starts a call that writes into them."""
+def _lower_start(
+    target: str, attributes: lowering.Attributes, scratch_types: Types
+) -> lowering.Lowering:
+    """Allocates the results and the scratch memory, and starts a call that writes into them."""
     start = lowering.cuda_call(target, attributes, StreamOrder.ASYNC, has_side_effect=True)
 
     def lower(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
         ticket, ready, *results = ctx.avals_out
         alloc = lowering.custom_call("jax_ep_async_alloc", has_side_effect=True)
-        outer = ctx.replace(avals_in=ctx.avals_in[:1], avals_out=[ready, *results])
+        written = [*results, *scratch_types(*ctx.avals_in, **params)]
+        outer = ctx.replace(avals_in=ctx.avals_in[:1], avals_out=[ready, *written])
         allocated, *buffers = alloc(outer, operands[0])
-        inner = ctx.replace(avals_in=[*ctx.avals_in, *results], avals_out=[ticket])
+        inner = ctx.replace(avals_in=[*ctx.avals_in, *written], avals_out=[ticket])
         operands = _hide_constants(ctx, operands, params["geometry"])
         # `allocated` keeps XLA from scheduling the allocation after the gate.
         gate = _gate(ctx, [*operands, allocated, *buffers], params)
         tickets = _on_collective_stream(
             ctx, [gate, *operands, *buffers], lambda *x: start(inner, *x, **params)
         )
-        return [*tickets, gate, *buffers]
+        return [*tickets, gate, *buffers[: len(results)]]
 
     return lower
 
@@ -115,24 +121,9 @@ def _lower_done(ctx: mlir.LoweringRuleContext, ticket: Any, _: Any, *results: An
     return lowering.fusion_barrier(rule(ctx, ticket, *results))
 
 
-def _lower_combine_start(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
-    call = lowering.cuda_call(
-        "jax_ep_combine_start", primitives.combine_attributes, StreamOrder.ASYNC
-    )
-    operands = _hide_constants(ctx, operands, params["geometry"])
-    gate = _gate(ctx, operands, params)
-    inner = ctx.replace(avals_out=ctx.avals_out[:1])
-    # No fusion barrier: XLA does not fuse asynchronous calls, and would wait for it at once.
-    out = _on_collective_stream(ctx, [gate, *operands], lambda *x: call(inner, *x, **params))
-    return [*out, gate]
-
-
 # The ticket of a start, available once the call is to be waited for; the same ticket, available at
 # any time; results of the start -> those results.
 async_done_p = lowering.make_primitive("jax_ep_async_done", cuda=_lower_done)
-# Operands of `combine_p` without `row_scalars` -> its result; an int32[] of undefined value,
-# available once the call has all its operands.
-combine_start_p = lowering.make_primitive("jax_ep_combine_start", cuda=_lower_combine_start)
 # An int32[] -> an undefined int32[], available once the last asynchronous call of the device is
 # resident on the GPU.
 wait_started_p = lowering.make_primitive("jax_ep_wait_started", cuda=_lower_wait_started)
@@ -141,23 +132,44 @@ wait_started_p.def_abstract_eval(lambda operand: [operand])
 async_done_p.def_abstract_eval(lambda ticket, any_time, *results: list(results))
 
 
-@combine_start_p.def_abstract_eval
-def _combine_start_types(*operands: Any, **params: Any) -> list[Any]:
-    return [
-        *primitives.combine_types(*operands, **params),
-        lowering.like(operands[1], (), jnp.int32),
-    ]
+def make_combine_start(target: str, types: Types) -> Primitive:
+    """The start of a combine with a result of this type.
+
+    Operands of the combine, without `row_scalars` -> its result; an int32[] of undefined value,
+    available once the call has all its operands.
+    """
+    call = lowering.cuda_call(target, primitives.combine_attributes, StreamOrder.ASYNC)
+
+    def lower(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
+        operands = _hide_constants(ctx, operands, params["geometry"])
+        gate = _gate(ctx, operands, params)
+        inner = ctx.replace(avals_out=ctx.avals_out[:1])
+        # No fusion barrier: XLA does not fuse asynchronous calls, and would wait for it at once.
+        out = _on_collective_stream(ctx, [gate, *operands], lambda *x: call(inner, *x, **params))
+        return [*out, gate]
+
+    start_p = lowering.make_primitive(target, cuda=lower)
+
+    @start_p.def_abstract_eval
+    def start_types(*operands: Any, **params: Any) -> list[Any]:
+        return [*types(*operands, **params), lowering.like(operands[1], (), jnp.int32)]
+
+    return start_p
 
 
-def _make_start(
-    target: str, attributes: lowering.Attributes, types: Callable[..., list[Any]]
+def _no_types(*_: Any, **__: Any) -> list[Any]:
+    return []
+
+
+def make_start(
+    target: str, attributes: lowering.Attributes, types: Types, scratch_types: Types = _no_types
 ) -> Primitive:
     """The start of a call with results of these types.
 
-    Operands of the call -> a ticket; an int32[] as for `combine_start_p`; the results of the call,
-    valid after `async_done_p`.
+    Operands of the call -> a ticket; an int32[] as of `make_combine_start`; the results of the
+    call, valid after `async_done_p`. The handler also gets scratch memory, after the results.
     """
-    start_p = lowering.make_primitive(target, cuda=_lower_start(target, attributes))
+    start_p = lowering.make_primitive(target, cuda=_lower_start(target, attributes, scratch_types))
 
     @start_p.def_abstract_eval
     def start_types(*operands: Any, **params: Any) -> list[Any]:
@@ -182,14 +194,15 @@ def _make_start(
     return start_p
 
 
-dispatch_start_p = _make_start(
+combine_start_p = make_combine_start("jax_ep_combine_start", primitives.combine_types)
+dispatch_start_p = make_start(
     "jax_ep_dispatch_start", primitives.dispatch_attributes, primitives.dispatch_types
 )
 # The backward of dispatch: a combine that may have `row_scalars`.
-dispatch_grad_start_p = _make_start(
+dispatch_grad_start_p = make_start(
     "jax_ep_dispatch_grad_start", primitives.combine_attributes, primitives.combine_types
 )
-combine_grad_start_p = _make_start(
+combine_grad_start_p = make_start(
     "jax_ep_combine_grad_start", primitives.combine_attributes, primitives.combine_grad_types
 )
 

@@ -90,8 +90,9 @@ cudaError_t LaunchCombineGrad(const CombineGradArgs& args, cudaStream_t stream,
   return Launch(args, stream, started);
 }
 
-cudaError_t LaunchCombineGrad(const ArrivingGradArgs& args, cudaStream_t stream) {
-  return Launch(args, stream, nullptr);
+cudaError_t LaunchCombineGrad(const ArrivingGradArgs& args, cudaStream_t stream,
+                              cudaEvent_t started) {
+  return Launch(args, stream, started);
 }
 
 }  // namespace jax_ep::p2p

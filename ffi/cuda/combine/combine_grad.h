@@ -36,6 +36,7 @@ cudaError_t LoadCombineGradKernels(size_t smem_bytes, int* max_blocks);
 // `started`: see LaunchShape.
 cudaError_t LaunchCombineGrad(const CombineGradArgs& args, cudaStream_t stream,
                               cudaEvent_t started = nullptr);
-cudaError_t LaunchCombineGrad(const ArrivingGradArgs& args, cudaStream_t stream);
+cudaError_t LaunchCombineGrad(const ArrivingGradArgs& args, cudaStream_t stream,
+                              cudaEvent_t started = nullptr);
 
 }  // namespace jax_ep::p2p

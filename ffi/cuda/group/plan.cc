@@ -95,11 +95,29 @@ void PlanGrad(const RankResources& resources, const GradSize& size, int32_t n_sm
   AddStages(MaxCombineGradStages(*call, size.row_vectors, resources.bulk_smem_bytes), call->plan);
 }
 
+int32_t MaxBlocks(const RankResources& resources, bool is_async) {
+  return is_async ? resources.n_async_blocks : resources.n_blocks;
+}
+
+void SetClusters(const RankResources& resources, bool is_async, CallArgs* call) {
+  LaunchPlan& plan = call->plan;
+  const bool are_pairs = (plan.n_blocks - plan.n_elsewhere) % 2 == 0;
+  plan.in_clusters = is_async && resources.has_clusters && are_pairs;
+}
+
 // Plans by plan(n_sms), for the SMs that a call may use.
 template <class Plan>
 void PlanBlocks(const RankResources& resources, bool is_async, CallArgs* call, const Plan& plan) {
-  plan(is_async ? resources.n_async_blocks : resources.n_blocks);
-  call->plan.in_clusters = is_async && resources.has_clusters && call->plan.n_blocks % 2 == 0;
+  plan(MaxBlocks(resources, is_async));
+  SetClusters(resources, is_async, call);
+}
+
+// The blocks of a call beside a kernel that takes `n_taken` SMs; 0: too few SMs are left. An
+// asynchronous call has few anyway.
+int32_t BlocksBesideOther(const RankResources& resources, bool is_async, int32_t n_taken) {
+  const int32_t n_left = resources.n_sms - n_taken;
+  const int32_t n_blocks = std::min(MaxBlocks(resources, is_async), n_left);
+  return (is_async ? n_left : n_blocks) < kMinSmsBesideOther ? 0 : n_blocks;
 }
 
 }  // namespace
@@ -142,18 +160,19 @@ void PlanCall(const RankResources& resources, const GradSize& size, bool is_asyn
              [&](int32_t n_sms) { PlanGrad(resources, size, n_sms, call); });
 }
 
-bool PlanGradOfArriving(const RankResources& resources, const GradSize& size, int32_t n_taken,
-                        CallArgs* call) {
-  const int32_t n_blocks = std::min(resources.n_blocks, resources.n_sms - n_taken);
-  if (n_blocks < kMinSmsBesideOther) return false;
+bool PlanGradOfArriving(const RankResources& resources, const GradSize& size, bool is_async,
+                        int32_t n_taken, CallArgs* call) {
+  const int32_t n_blocks = BlocksBesideOther(resources, is_async, n_taken);
+  if (n_blocks == 0) return false;
   PlanGrad(resources, size, n_blocks, call);
+  SetClusters(resources, is_async, call);
   return true;
 }
 
-bool PlanDispatchOfArriving(const RankResources& resources, const TokenSize& size, int32_t n_taken,
-                            int32_t n_ranges, CallArgs* call) {
-  const int32_t n_blocks = std::min(resources.n_blocks, resources.n_sms - n_taken);
-  if (n_blocks < kMinSmsBesideOther || n_ranges > n_blocks / 2) return false;
+bool PlanDispatchOfArriving(const RankResources& resources, const TokenSize& size, bool is_async,
+                            int32_t n_taken, int32_t n_ranges, CallArgs* call) {
+  const int32_t n_blocks = BlocksBesideOther(resources, is_async, n_taken);
+  if (n_ranges > n_blocks / 2) return false;
   LaunchPlan plan{};
   plan.n_blocks = n_blocks;
   plan.n_send_blocks = n_ranges;
@@ -161,16 +180,16 @@ bool PlanDispatchOfArriving(const RankResources& resources, const TokenSize& siz
   plan.warps_per_receive = WarpsPerItem(MaxMessages(*call), plan.n_blocks);
   call->plan = plan;
   AddStages(MaxDispatchStages(*call, size, resources.bulk_smem_bytes), call->plan);
+  SetClusters(resources, is_async, call);
   return true;
 }
 
-bool PlanCombineSend(const RankResources& resources, const ReturnSize& size, int32_t n_taken,
-                     int32_t n_ranges, CallArgs* call) {
-  const int32_t n_left = std::min(resources.n_blocks, resources.n_sms - n_taken);
-  const bool can_overlap = n_left >= kMinSmsBesideOther;
+bool PlanCombineSend(const RankResources& resources, const ReturnSize& size, bool is_async,
+                     int32_t n_taken, int32_t n_ranges, CallArgs* call) {
+  const int32_t n_beside = BlocksBesideOther(resources, is_async, n_taken);
   const int64_t n_messages = MaxMessages(*call);
   LaunchPlan plan{};
-  plan.n_send_blocks = can_overlap ? n_left : resources.n_blocks;
+  plan.n_send_blocks = n_beside > 0 ? n_beside : MaxBlocks(resources, is_async);
   plan.n_elsewhere = n_taken;
   plan.n_blocks = plan.n_send_blocks + plan.n_elsewhere;
   plan.n_ranges = n_ranges;
@@ -180,7 +199,8 @@ bool PlanCombineSend(const RankResources& resources, const ReturnSize& size, int
     plan.ring_slots = MaxRingSlots(*call, resources.bulk_smem_bytes);
   }
   call->plan = plan;
-  return can_overlap;
+  SetClusters(resources, is_async, call);
+  return n_beside > 0;
 }
 
 }  // namespace jax_ep::p2p

@@ -48,15 +48,15 @@ void PlanCall(const RankResources& resources, const GradSize& size, bool is_asyn
 // Plans a dispatch anew for ArrivingTokens. The kernel that brings them takes `n_taken` SMs; it
 // brings those of `n_ranges` ranges round robin, and a block sends each. False: too few SMs are
 // left to run both at once, and the plan is as before; then the tokens must come first.
-bool PlanDispatchOfArriving(const RankResources& resources, const TokenSize& size, int32_t n_taken,
-                            int32_t n_ranges, CallArgs* call);
+bool PlanDispatchOfArriving(const RankResources& resources, const TokenSize& size, bool is_async,
+                            int32_t n_taken, int32_t n_ranges, CallArgs* call);
 // The same of the backward of a combine; the order in which cotangents come does not matter.
-bool PlanGradOfArriving(const RankResources& resources, const GradSize& size, int32_t n_taken,
-                        CallArgs* call);
+bool PlanGradOfArriving(const RankResources& resources, const GradSize& size, bool is_async,
+                        int32_t n_taken, CallArgs* call);
 // Plans the sending half of a combine whose other half is a kernel that takes `n_taken` SMs and has
 // as many blocks. In rings, `n_ranges` ranges of messages are sent round robin. False: too few SMs
 // are left to run both at once; then the other kernel must come afterwards.
-bool PlanCombineSend(const RankResources& resources, const ReturnSize& size, int32_t n_taken,
-                     int32_t n_ranges, CallArgs* call);
+bool PlanCombineSend(const RankResources& resources, const ReturnSize& size, bool is_async,
+                     int32_t n_taken, int32_t n_ranges, CallArgs* call);
 
 }  // namespace jax_ep::p2p

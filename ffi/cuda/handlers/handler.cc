@@ -48,8 +48,8 @@ ffi::Error InvalidOperands(const Caller& caller, const Status& status) {
 }
 
 Status TakeResults(const char* operation, ffi::ResultBufferR1<ffi::F32> ticket,
-                   BufferList* operands, BufferList* results) {
-  const size_t n_results = ticket->element_count();
+                   BufferList* operands, BufferList* results, size_t n_scratch) {
+  const size_t n_results = ticket->element_count() + n_scratch;
   if (n_results > operands->size()) {
     return InvalidArgument(std::string(operation) +
                            ": the operands must include the results; got " +

@@ -102,9 +102,10 @@ auto BindLayerCall() {
 // would put start and done of a captured call into one graph, in sequence.
 inline auto BindStart() { return BindGroupCall().Ret<ffi::BufferR1<ffi::F32>>(); }
 
-// Splits the results off the operands of such a start; the ticket has one element for each.
+// Splits the results off the operands of such a start; the ticket has one element for each of them
+// but the last `n_scratch`, which are memory for the call.
 Status TakeResults(const char* operation, ffi::ResultBufferR1<ffi::F32> ticket,
-                   BufferList* operands, BufferList* results);
+                   BufferList* operands, BufferList* results, size_t n_scratch = 0);
 
 }  // namespace jax_ep::p2p
 

@@ -20,6 +20,7 @@ constexpr size_t kCotangent = 1;  // among the operands of the backward of combi
 struct RailCombineGrad : RailHandler<RailCombineGradCall> {
   using Attributes = p2p::StreamCombineAttributes;
   static constexpr const char* kOperation = "the backward of combine";
+  static constexpr size_t kScratch = kArrivingScratch;
 
   Status Read(const p2p::Caller& caller, const Attributes& attributes, BufferList operands,
               BufferList results) {
@@ -27,22 +28,23 @@ struct RailCombineGrad : RailHandler<RailCombineGradCall> {
     const Status status = ReadArriving(caller, kCotangent, &operands, &results, &call.rail);
     if (!status.ok()) return status;
     call.grad.choice = p2p::kAllChoices;
-    return ReadCombineGradCall(caller, attributes.combine.mode(), /*is_async=*/false, operands,
-                               results, call.grad);
+    return ReadCombineGradCall(caller, attributes.combine.mode(), is_async, operands, results,
+                               call.grad);
   }
 
-  cudaError_t Launch(const p2p::Caller& caller, cudaStream_t stream) {
+  cudaError_t Launch(const p2p::Caller& caller, cudaStream_t stream, cudaEvent_t started) {
     p2p::ArrivingGradArgs& grad = call.grad;
-    const bool overlaps =
-        World::Instance().can_overlap() &&
-        p2p::PlanGradOfArriving(ResourcesOf(caller), {grad.row_vectors}, kBlocks, &grad.call);
+    const bool overlaps = World::Instance().can_overlap() &&
+                          p2p::PlanGradOfArriving(ResourcesOf(caller), {grad.row_vectors}, is_async,
+                                                  kBlocks, &grad.call);
     if (overlaps) {
       grad.call.timeout_ns *= 2;  // the exchange, which knows who is missing, fails first
       grad.arriving = ArrivingOf(call.rail);
     }
-    return LaunchArriving(&call.rail, overlaps, stream, [&] {
+    return LaunchArriving(&call.rail, overlaps, stream, started, [&] {
       const p2p::CombineGradArgs& all_there = grad;
-      return overlaps ? LaunchCombineGrad(grad, stream) : LaunchCombineGrad(all_there, stream);
+      return overlaps ? LaunchCombineGrad(grad, stream, started)
+                      : LaunchCombineGrad(all_there, stream, started);
     });
   }
 };
@@ -51,3 +53,4 @@ struct RailCombineGrad : RailHandler<RailCombineGradCall> {
 }  // namespace jax_ep::rail
 
 JAX_EP_RAIL_HANDLER(CudaRailCombineGrad, jax_ep::rail::RailCombineGrad);
+JAX_EP_RAIL_START(CudaRailCombineGradStart, jax_ep::rail::RailCombineGrad);

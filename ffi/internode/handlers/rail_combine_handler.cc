@@ -21,8 +21,8 @@ struct RailCombine : RailHandler<RailCombineCall> {
     RailCall& rail = call.rail;
     p2p::CombineArgs& combine = call.combine;
     if (!attributes.combine.reduce) return InvalidArgument("the result must be a sum.");
-    const Status status = ReadCombineCall(caller, attributes.combine.mode(), /*is_async=*/false,
-                                          rail.n_nodes, operands, results, combine);
+    const Status status = ReadCombineCall(caller, attributes.combine.mode(), is_async, rail.n_nodes,
+                                          operands, results, combine);
     if (!status.ok()) return status;
     if (combine.call.n_tokens % rail.n_nodes != 0) {
       return InvalidArgument("the number of tokens must be a multiple of the nodes'.");
@@ -34,7 +34,7 @@ struct RailCombine : RailHandler<RailCombineCall> {
     return {};
   }
 
-  cudaError_t Launch(const p2p::Caller& caller, cudaStream_t stream) {
+  cudaError_t Launch(const p2p::Caller& caller, cudaStream_t stream, cudaEvent_t started) {
     p2p::CombineArgs& combine = call.combine;
     if (combine.choice_scalars != nullptr) {  // tokens without rows here get none
       const size_t n_choices = int64_t{combine.call.n_tokens} * combine.call.n_choices;
@@ -43,19 +43,28 @@ struct RailCombine : RailHandler<RailCombineCall> {
       if (error != cudaSuccess) return error;
     }
     World& world = World::Instance();
-    const auto launch = [&](cudaStream_t rail_stream) {
-      const cudaError_t error = LaunchCombine(combine, stream);
-      return error == cudaSuccess ? world.Launch(call, rail_stream) : error;
-    };
     const p2p::ReturnSize size{combine.row_vectors, /*reduce=*/true,
                                combine.row_scalars != nullptr};
-    const bool fits =
-        p2p::PlanCombineSend(ResourcesOf(caller), size, kBlocks, call.rail.n_nodes, &combine.call);
-    return fits && world.can_overlap() ? world.Fork(stream, launch) : launch(stream);
+    const bool fits = p2p::PlanCombineSend(ResourcesOf(caller), size, is_async, kBlocks,
+                                           call.rail.n_nodes, &combine.call);
+    const auto launch_rows = [&] { return LaunchCombine(combine, stream, started); };
+    const auto launch = [&](cudaStream_t rail_stream) {
+      const cudaError_t error = launch_rows();
+      return error == cudaSuccess ? world.Launch(call, rail_stream) : error;
+    };
+    if (!fits || !world.can_overlap()) return launch(stream);
+    return is_async ? LaunchBeside(call, stream, started, launch_rows) : world.Fork(stream, launch);
   }
+};
+
+// The backward of a dispatch: a combine that may also return scalars.
+struct RailDispatchGrad : RailCombine {
+  static constexpr const char* kOperation = "the backward of dispatch";
 };
 
 }  // namespace
 }  // namespace jax_ep::rail
 
 JAX_EP_RAIL_HANDLER(CudaRailCombine, jax_ep::rail::RailCombine);
+JAX_EP_RAIL_START_OF_ONE_RESULT(CudaRailCombineStart, jax_ep::rail::RailCombine);
+JAX_EP_RAIL_START(CudaRailDispatchGradStart, jax_ep::rail::RailDispatchGrad);

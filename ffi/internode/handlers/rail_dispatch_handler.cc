@@ -21,21 +21,22 @@ constexpr size_t kTokens = 1;  // among the operands of a dispatch
 struct RailDispatch : RailHandler<RailDispatchCall> {
   using Attributes = p2p::StreamDispatchAttributes;
   static constexpr const char* kOperation = "dispatch";
+  static constexpr size_t kScratch = kArrivingScratch;
 
   Status Read(const p2p::Caller& caller, const Attributes& attributes, BufferList operands,
               BufferList results) {
-    call.rail.tiles.n_ranges = RangesPerNode(call.rail.n_nodes);
+    call.rail.tiles.n_ranges = RangesPerNode(call.rail.n_nodes, is_async);
     const Status status = ReadArriving(caller, kTokens, &operands, &results, &call.rail);
     if (!status.ok()) return status;
-    return ReadDispatchCall(caller, attributes.dispatch, /*is_async=*/false, operands, results,
+    return ReadDispatchCall(caller, attributes.dispatch, is_async, operands, results,
                             call.dispatch);
   }
 
-  cudaError_t Launch(const p2p::Caller& caller, cudaStream_t stream) {
+  cudaError_t Launch(const p2p::Caller& caller, cudaStream_t stream, cudaEvent_t started) {
     const bool overlaps = PlanOverlap(caller);
     if (!overlaps) PlanWithoutLL(caller);
-    return LaunchArriving(&call.rail, overlaps, stream,
-                          [&] { return LaunchDispatch(call.dispatch, stream); });
+    return LaunchArriving(&call.rail, overlaps, stream, started,
+                          [&] { return LaunchDispatch(call.dispatch, stream, started); });
   }
 
  private:
@@ -45,16 +46,16 @@ struct RailDispatch : RailHandler<RailDispatchCall> {
     p2p::DispatchArgs& dispatch = call.dispatch;
     if (!dispatch.call.plan.uses_ll) return;
     dispatch.call.map.max_ll_tokens = 0;
-    p2p::PlanCall(ResourcesOf(caller), dispatch.size, /*is_async=*/false, &dispatch.call);
+    p2p::PlanCall(ResourcesOf(caller), dispatch.size, is_async, &dispatch.call);
   }
 
   // Plans to run both kernels at once. False: one runs after the other.
   bool PlanOverlap(const p2p::Caller& caller) {
     RailCall& rail = call.rail;
     p2p::DispatchArgs& dispatch = call.dispatch;
-    const int64_t n_ranges = rail.n_nodes * RangesPerNode(rail.n_nodes);
+    const int64_t n_ranges = rail.n_nodes * rail.tiles.n_ranges;
     if (!World::Instance().can_overlap() ||
-        !p2p::PlanDispatchOfArriving(ResourcesOf(caller), dispatch.size, kBlocks,
+        !p2p::PlanDispatchOfArriving(ResourcesOf(caller), dispatch.size, is_async, kBlocks,
                                      static_cast<int32_t>(n_ranges), &dispatch.call)) {
       return false;
     }
@@ -68,3 +69,4 @@ struct RailDispatch : RailHandler<RailDispatchCall> {
 }  // namespace jax_ep::rail
 
 JAX_EP_RAIL_HANDLER(CudaRailDispatch, jax_ep::rail::RailDispatch);
+JAX_EP_RAIL_START(CudaRailDispatchStart, jax_ep::rail::RailDispatch);

@@ -48,10 +48,10 @@ Status ReadRows(const ffi::AnyBuffer* from, const ffi::AnyBuffer* to, bool by_no
 
 Status ReadArriving(const p2p::Caller& caller, size_t index, BufferList* operands,
                     BufferList* results, RailCall* call) {
-  if (operands->size() < index + 2 || results->size() < 2) {
+  if (operands->size() < index + 2 || results->size() < kArrivingScratch) {
     return InvalidArgument("there must be operands and results of an exchange.");
   }
-  const BufferList choices = operands->TakeLast(1), scratch = results->TakeLast(2);
+  const BufferList choices = operands->TakeLast(1), scratch = results->TakeLast(kArrivingScratch);
   Status status;
   BufferReader reader(choices, status), scratch_reader(scratch, status);
   const ffi::AnyBuffer& all = *scratch.Find(0);
@@ -76,21 +76,17 @@ p2p::ArrivingTokens ArrivingOf(const RailCall& call) {
           as_int(call.tiles.n_tiles)};
 }
 
-cudaError_t LaunchArriving(RailCall* call, bool overlaps, cudaStream_t stream,
+cudaError_t LaunchArriving(RailCall* call, bool overlaps, cudaStream_t stream, cudaEvent_t started,
                            const std::function<cudaError_t()>& launch) {
-  World& world = World::Instance();
-  const auto launch_both = [&](cudaStream_t rail_stream) {
-    const cudaError_t error = world.Launch(*call, rail_stream);
-    return error == cudaSuccess ? launch() : error;
-  };
   if (!overlaps) {
     call->arrived = nullptr;
-    return launch_both(stream);
+    const cudaError_t error = World::Instance().Launch(*call, stream);
+    return error == cudaSuccess ? launch() : error;
   }
   call->skips_own = true;
   const size_t n_words = call->n_nodes * call->tiles.n_tiles;
   const cudaError_t error = cudaMemsetAsync(call->arrived, 0, n_words * sizeof(uint32_t), stream);
-  return error == cudaSuccess ? world.Fork(stream, launch_both) : error;
+  return error == cudaSuccess ? LaunchBeside(*call, stream, started, launch) : error;
 }
 
 void SetChoices(const p2p::Caller& caller, const int32_t* ids, RailCall* call) {

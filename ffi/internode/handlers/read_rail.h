@@ -32,6 +32,7 @@ Status ReadRows(const ffi::AnyBuffer* from, const ffi::AnyBuffer* to, bool by_no
 // memory that nothing else uses, for the rows of all nodes, `[N * T, W]`, and for a word of each
 // tile, `uint32[N * T]`. Leaves the operands and results of the call: the rows are those of all
 // nodes.
+constexpr size_t kArrivingScratch = 2;
 Status ReadArriving(const p2p::Caller& caller, size_t index, BufferList* operands,
                     BufferList* results, RailCall* call);
 
@@ -39,9 +40,23 @@ Status ReadArriving(const p2p::Caller& caller, size_t index, BufferList* operand
 p2p::ArrivingTokens ArrivingOf(const RailCall& call);
 
 // Launches the exchange, then launch() on `stream`: both at once if the call `overlaps`, and else
-// one after the other.
-cudaError_t LaunchArriving(RailCall* call, bool overlaps, cudaStream_t stream,
+// one after the other. `started`: see LaunchBeside.
+cudaError_t LaunchArriving(RailCall* call, bool overlaps, cudaStream_t stream, cudaEvent_t started,
                            const std::function<cudaError_t()>& launch);
+
+// Launches the exchange's kernel on a side stream, then launch() on `stream`. `started`: null, or
+// an event that launch() completes; by then the exchange's blocks, which come first, run, too.
+template <class Call>
+cudaError_t LaunchBeside(const Call& call, cudaStream_t stream, cudaEvent_t started,
+                         const std::function<cudaError_t()>& launch) {
+  World& world = World::Instance();
+  return world.Fork(stream, [&](cudaStream_t side) {
+    cudaError_t error = started == nullptr ? cudaSuccess : cudaEventRecord(started, side);
+    if (error == cudaSuccess) error = world.Launch(call, side);
+    if (error == cudaSuccess && started != nullptr) error = cudaStreamWaitEvent(stream, started);
+    return error == cudaSuccess ? launch() : error;
+  });
+}
 
 // Choices that say which rows are sent: of tokens of this rank, or of all nodes, as `rows` are.
 void SetChoices(const p2p::Caller& caller, const int32_t* ids, RailCall* call);
@@ -53,10 +68,14 @@ Status CutRows(RailCall* call);
 //   Attributes   of the custom call
 //   kOperation   what errors call it
 //   Read(caller, attributes, operands, results) -> Status
-// and may have a Launch of their own.
+// and may have a Launch of their own, whose `started` is that of LaunchInOrder.
 template <class T>
 struct RailHandler {
+  // Of the results, how many are memory for the call.
+  static constexpr size_t kScratch = 0;
+
   T call{};
+  bool is_async = false;
 
   RailCall& rail() {
     if constexpr (std::is_same_v<T, RailCall>) {
@@ -65,7 +84,7 @@ struct RailHandler {
       return call.rail;
     }
   }
-  cudaError_t Launch(const p2p::Caller&, cudaStream_t stream) {
+  cudaError_t Launch(const p2p::Caller&, cudaStream_t stream, cudaEvent_t) {
     return World::Instance().Launch(call, stream);
   }
 };
@@ -82,29 +101,58 @@ inline std::string_view GroupOf(const p2p::StreamCombineAttributes& attributes) 
 }
 
 template <class Handler>
-ffi::Error RunRailHandler(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi::S32>,
-                          ffi::RemainingArgs args, ffi::RemainingRets rets,
-                          const typename Handler::Attributes& attributes) {
+ffi::Error RunRail(cudaStream_t stream, int32_t ordinal, const BufferList& operands,
+                   const BufferList& results, const typename Handler::Attributes& attributes) {
   Handler handler;
+  handler.is_async = attributes.stream_order == p2p::StreamOrder::kAsync;
   const auto read = [&](const p2p::Caller& caller) {
-    const BufferList operands(args), results(rets);
     Status status = CheckDisjoint(operands, results);
     if (status.ok()) status = FindRail(caller, &handler.rail());
     if (status.ok()) status = handler.Read(caller, attributes, operands, results);
     return status.ok() ? CutRows(&handler.rail()) : status;
   };
-  const auto launch = [&](const p2p::Caller& caller, cudaEvent_t) {
-    return handler.Launch(caller, stream);
+  const auto launch = [&](const p2p::Caller& caller, cudaEvent_t started) {
+    return handler.Launch(caller, stream, started);
   };
   return p2p::RunCall({Handler::kOperation, GroupOf(attributes)}, stream, ordinal,
                       attributes.stream_order, read, launch);
 }
 
+template <class Handler>
+ffi::Error RunRailNow(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi::S32>,
+                      ffi::RemainingArgs operands, ffi::RemainingRets results,
+                      const typename Handler::Attributes& attributes) {
+  return RunRail<Handler>(stream, ordinal, BufferList(operands), BufferList(results), attributes);
+}
+
+// The start of an asynchronous call, whose last operands are the results.
+template <class Handler>
+ffi::Error StartRail(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi::S32>,
+                     ffi::RemainingArgs buffers, ffi::ResultBufferR1<ffi::F32> ticket,
+                     const typename Handler::Attributes& attributes) {
+  BufferList operands(buffers), results;
+  const Status status =
+      p2p::TakeResults(Handler::kOperation, ticket, &operands, &results, Handler::kScratch);
+  if (!status.ok()) return ToError(status);
+  return RunRail<Handler>(stream, ordinal, operands, results, attributes);
+}
+
+template <class Handler>
+auto BindRailNow() {
+  return p2p::BindGroupCall().RemainingRets().template Attrs<typename Handler::Attributes>();
+}
+
 }  // namespace jax_ep::rail
 
-// Defines the XLA FFI handler `symbol` that runs a `Handler`.
-#define JAX_EP_RAIL_HANDLER(symbol, Handler)                                     \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(                                                 \
-      symbol, jax_ep::rail::RunRailHandler<Handler>,                             \
-      jax_ep::p2p::BindGroupCall().RemainingRets().Attrs<Handler::Attributes>(), \
-      {xla::ffi::Traits::kCmdBufferCompatible})
+// Define the XLA FFI handler `symbol` that runs a `Handler`; the latter two are asynchronous, and
+// not captured (see BindStart). That of one result has it as a result.
+#define JAX_EP_RAIL_HANDLER(symbol, Handler)                               \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(symbol, jax_ep::rail::RunRailNow<Handler>, \
+                                jax_ep::rail::BindRailNow<Handler>(),      \
+                                {xla::ffi::Traits::kCmdBufferCompatible})
+#define JAX_EP_RAIL_START_OF_ONE_RESULT(symbol, Handler)                   \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(symbol, jax_ep::rail::RunRailNow<Handler>, \
+                                jax_ep::rail::BindRailNow<Handler>())
+#define JAX_EP_RAIL_START(symbol, Handler)                                \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(symbol, jax_ep::rail::StartRail<Handler>, \
+                                jax_ep::p2p::BindStart().Attrs<Handler::Attributes>())

@@ -52,7 +52,8 @@ RailLoopback::~RailLoopback() {
 LaunchPlan RailLoopback::Launch(DispatchArgs args) {
   const bool is_serial = mode_ == Mode::kSerial;
   const int64_t row_bytes = args.size.given * int64_t{kVectorBytes};
-  RailCall rail = MakeCall(row_bytes, is_serial ? 1 : rail::RangesPerNode(kNodes));
+  RailCall rail =
+      MakeCall(row_bytes, is_serial ? 1 : rail::RangesPerNode(kNodes, /*is_async=*/false));
   rail.rows = {args.tokens, all_.get(), row_bytes, /*by_node=*/false};
   args.tokens = all_.get();
   cudaStream_t stream = fixture_.streams[kRank];
@@ -102,8 +103,8 @@ RailCall RailLoopback::MakeCall(int64_t row_bytes, int64_t n_ranges) const {
 
 void RailLoopback::LaunchOverlapped(RailCall rail, DispatchArgs* args) {
   const bool fits = PlanDispatchOfArriving(
-      fixture_.group->ResourcesOf(fixture_.config, kRank), args->size, rail::kBlocks,
-      static_cast<int32_t>(kNodes * rail::RangesPerNode(kNodes)), &args->call);
+      fixture_.group->ResourcesOf(fixture_.config, kRank), args->size, /*is_async=*/false,
+      rail::kBlocks, static_cast<int32_t>(rail.tiles.n_ranges * kNodes), &args->call);
   CHECK_EQ(fits, true);
   fixture_.dispatch_plan.Apply(&args->call.plan);
   args->arriving = {rail.arrived,
@@ -131,7 +132,7 @@ void RailLoopback::LaunchOverlapped(RailCall rail, CombineArgs* args) {
 void RailLoopback::PlanSending(CombineArgs* args) const {
   const ReturnSize size{args->row_vectors, /*reduce=*/true, /*has_scalars=*/false};
   const bool fits = PlanCombineSend(fixture_.group->ResourcesOf(fixture_.config, kRank), size,
-                                    rail::kBlocks, kNodes, &args->call);
+                                    /*is_async=*/false, rail::kBlocks, kNodes, &args->call);
   CHECK_EQ(fits, true);
   LaunchPlan& plan = args->call.plan;
   PlanOverride override = fixture_.combine_plan;
