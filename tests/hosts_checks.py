@@ -12,13 +12,16 @@ import harness
 import jax_ep
 import suite
 import test_grad
-import test_graphs
 from harness import AXIS, config_of, make_mesh
 from jax_ep.internode.connection import P2pByNodes
 from jax_ep.processes.exchange import Exchange
-from jax_ep.xla_ffi.extension import load_cuda
-from nvshmem_checks import check_replicas, free_heaps, small
-from process_checks import meet
+from nvshmem_checks import (
+    check_a_captured_call_that_fails,
+    check_captured_calls,
+    check_replicas,
+    free_heaps,
+    small,
+)
 
 
 def check_names() -> None:
@@ -40,15 +43,20 @@ def check_collectives() -> None:
 
 
 def check_network() -> None:
-    """NVSHMEM maps no peer of another host, and gives no heap to a network twice."""
+    """NVSHMEM maps no peer of another host; a heap serves again once all has been delivered."""
     config = config_of(small(), timeout_s=31.0)
+    heaps = []
     for _ in range(2):
         with jax_ep.ep_init(make_mesh(len(jax.devices())), AXIS, config, "nvshmem") as group:
             assert group.transport == "nvshmem"
-        assert free_heaps(group) == []
+            assert free_heaps(group) == []
+        heaps += free_heaps(group)
+    assert len(heaps) == 2
+    assert heaps[0] == heaps[1]
     check_results("nvshmem")
     check_replicas()
     check_captured_calls()
+    check_a_captured_call_that_fails()
 
 
 def check_results(transport: str) -> None:
@@ -68,18 +76,3 @@ def check_results(transport: str) -> None:
     for each in several:
         suite.check(each, transport, mesh)
     test_grad.check_closed_forms(case.replace(weights="row"), transport)
-
-
-def check_captured_calls() -> None:
-    """A program that XLA replays as a graph gives the same bits."""
-    config = config_of(small(), timeout_s=32.0)
-    with jax_ep.ep_init(make_mesh(len(jax.devices())), AXIS, config, "nvshmem") as group:
-        run = test_graphs.Chain(group)
-        wanted = run()
-        for _ in range(3):
-            meet()
-            assert run() == wanted
-        group.check()
-        inner = group._connection.inner.geometry
-        (local,) = group.geometry.local_coordinates
-        assert load_cuda().is_captured(inner.key, local.device.local_hardware_id)

@@ -77,6 +77,7 @@ def check_groups() -> None:
     check_replicas()
     check_shared_memory()
     check_captured_calls()
+    check_a_captured_call_that_fails()
     check_many_tokens(make_mesh(n_ranks))
 
 
@@ -89,6 +90,8 @@ def map_no_peers() -> None:
 def check_puts() -> None:
     """All puts go through NVSHMEM, as to peers that only a network reaches."""
     map_no_peers()
+    check_captured_calls()
+    check_a_captured_call_that_fails()
     check_routings_and_gradients()
 
 
@@ -188,24 +191,59 @@ def check_shared_memory() -> None:
 
 
 def check_captured_calls() -> None:
-    """A program that XLA replays as a graph gives the same bits, also in the next equal group."""
-    config = config_of(small(), timeout_s=32.0)
-    group = jax_ep.ep_init(make_mesh(len(jax.devices())), AXIS, config, NAME)
+    """A program that XLA replays as a graph gives the same bits, also in the next equal group.
+
+    There, a process replays it beside others that have compiled the program anew.
+    """
+    group, run, wanted = open_captured(timeout_s=32.0)
+    for _ in range(2):
+        meet()
+        assert run() == wanted
+    for process in range(2):
+        group = open_again(group)
+        meet()
+        assert run() == wanted
+        if jax.process_index() == process:
+            run = test_graphs.Chain(group)
+        for _ in range(2):
+            meet()
+            assert run() == wanted
+        group.check()
+    group.close()
+
+
+def check_a_captured_call_that_fails() -> None:
+    """The last rank does not replay the graph, which works again in the next equal group."""
+    group, run, wanted = open_captured(SHORT_TIMEOUT_S + 1)
+    missing = group.n_ranks - 1
+    meet()
+    if group.ranks != (missing,):
+        error_of_a_missing_rank(group, lambda _: run(), missing)
+    meet()
+    group = open_again(group)
+    for _ in range(2):
+        meet()
+        assert run() == wanted
+    group.check()
+    group.close()
+
+
+def open_captured(timeout_s: float):
+    """A group, a program that XLA has captured there, and what it gives."""
+    group = open_group(timeout_s)
     run = test_graphs.Chain(group)
     wanted = run()
-    for _ in range(3):
-        meet()
-        assert run() == wanted
-    connection = group._connection
-    (local,) = group.geometry.local_coordinates
-    key = connection.inner.geometry.key
-    assert extension.load_cuda().is_captured(key, local.device.local_hardware_id)
+    meet()
+    assert run() == wanted
+    assert test_graphs.is_captured(group._connection.inner)
+    return group, run, wanted
+
+
+def open_again(group: jax_ep.EPGroup) -> jax_ep.EPGroup:
+    """Closes the group, whose heap the next equal one gets, and opens that."""
     group.close()
-    assert extension.load_cuda().nvshmem.pinned(key) >= 0
-    with jax_ep.ep_init(make_mesh(len(jax.devices())), AXIS, config, NAME) as again:
-        meet()
-        assert run() == wanted
-        again.check()
+    assert extension.load_cuda().nvshmem.pinned(group._connection.inner.geometry.key) >= 0
+    return open_group(group.config.timeout_s)
 
 
 def check_a_skipped_call(make_function=dispatch_where, results: list | None = None) -> None:

@@ -227,6 +227,38 @@ def test_a_rail_that_some_processes_did_not_open_is_closed(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("failing", "wanted"),
+    [
+        (None, ["rail closed", "drain", "rail drained", "release"]),
+        ("rail closed", ["rail closed"]),
+        ("drain", ["rail closed", "drain"]),
+        ("rail drained", ["rail closed", "drain", "rail drained"]),
+    ],
+)
+def test_a_heap_is_released_once_all_processes_have_drained_theirs(failing, wanted, monkeypatch):
+    steps = []
+
+    def close(step, limit_s):
+        steps.append(step)
+        if step == failing:
+            raise TimeoutError("process 1")
+
+    fake = SimpleNamespace(
+        close=lambda key: True,
+        drain=lambda key, limit_s: steps.append("drain") or failing != "drain",
+        release=lambda key, is_captured: steps.append("release"),
+    )
+    monkeypatch.setattr(nvshmem_bootstrap, "load", lambda: fake)
+    monkeypatch.setattr(nvshmem.extension, "load_cuda", lambda: library(is_captured=False))
+    config = jax_ep.EPConfig(n_experts=2, top_k=1, hidden_size=64, max_tokens_per_rank=8)
+    connection = nvshmem.NvshmemByNodes(Geometry(make_mesh(1), AXIS, config, "nvshmem"))
+    monkeypatch.setattr(connection.inner, "close", lambda: None)
+    connection._exchange = SimpleNamespace(close=close)
+    connection.close()
+    assert steps == wanted
+
+
+@pytest.mark.parametrize(
     "other", [b"", b"[[]]", b'[["1"], []]', b"{}", b"[[], [true]]", b"[" * 9999]
 )
 def test_a_list_of_heaps_that_is_none_is_refused(other):

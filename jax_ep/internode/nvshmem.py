@@ -28,7 +28,8 @@ from jax_ep.xla_ffi.primitives import (
     present,
 )
 
-# How long close() waits for a peer, which may be dead, after `p2p` has waited for it.
+# How long close() waits for a peer, which may be dead, after `p2p` has waited for it; then, for the
+# network.
 _MAX_CLOSE_S = 2.0
 
 
@@ -202,7 +203,11 @@ class NvshmemByNodes(P2pByNodes):
             raise
 
     def close(self) -> None:
-        """Closes `p2p` inside, then the rail."""
+        """Closes `p2p` inside, then the rail.
+
+        Its heap serves later groups if all processes have come to an end with it: no call of theirs
+        writes to it any more, and the network has delivered what they have sent.
+        """
         key = self.inner.geometry.memory_key
         (local,) = self.geometry.local_coordinates
         is_captured = extension.load_cuda().is_captured(key, bootstrap.ordinal(local))
@@ -213,6 +218,9 @@ class NvshmemByNodes(P2pByNodes):
         assert self._exchange is not None
         try:
             self._exchange.close("rail closed", _MAX_CLOSE_S)
+            if not nvshmem.drain(key, _MAX_CLOSE_S):
+                return
+            self._exchange.close("rail drained", _MAX_CLOSE_S)
         except Exception:  # `inner` has warned: another process may still write to the heap
             return
         nvshmem.release(key, is_captured)

@@ -24,6 +24,10 @@ __device__ inline void AddToWord(uint64_t* word, uint64_t value, int pe) {
   nvshmemx_signal_op(word, value, NVSHMEM_SIGNAL_ADD, pe);
 }
 
+// Waits until all that this rank has put or added to, in any kernel, has arrived. Called by one
+// thread.
+__device__ inline void WaitUntilDelivered() { nvshmem_quiet(); }
+
 // Makes the bytes visible that came before `word`, which this thread has seen. A network adapter
 // may deliver them through another path than the word.
 __device__ inline void MakeVisible(uint64_t* word) { nvshmem_uint64_test(word, NVSHMEM_CMP_NE, 0); }

@@ -99,12 +99,18 @@ void DefineOpenRails(nb::module_& module) {
              "puts go through NVSHMEM, also where loads and stores reach.");
   module.def(
       "close", [](const std::string& key) { return Rails::Instance().Close(key); }, nb::arg("key"),
-      "Removes a user. True: it was the last one; then call release.");
+      "Removes a user. True: it was the last one; then call drain and release.");
+  module.def(
+      "drain",
+      [](const std::string& key, double limit_s) { return Rails::Instance().Drain(key, limit_s); },
+      nb::arg("key"), nb::arg("limit_s"), nb::call_guard<nb::gil_scoped_release>(),
+      "Waits until what this process has sent over the closed rail has arrived. False: it has not "
+      "within the limit.");
   module.def(
       "release",
       [](const std::string& key, bool is_captured) { Rails::Instance().Release(key, is_captured); },
       nb::arg("key"), nb::arg("is_captured"),
-      "Gives back the heap of a closed rail, to which no other process writes any more.");
+      "Gives back the heap of a closed rail, which all processes have drained.");
 }
 
 }  // namespace

@@ -108,19 +108,29 @@ bool Rails::Close(const std::string& key) {
   std::lock_guard lock(mutex_);
   const auto it = rails_.find(key);
   if (it == rails_.end() || --it->second.n_users > 0) return false;
-  if (it->second.is_mapped) closed_[key] = it->second.heap;
+  closed_[key] = {it->second.heap, it->second.is_mapped};
   rails_.erase(it);
   return true;
+}
+
+bool Rails::Drain(const std::string& key, double limit_s) {
+  {
+    std::lock_guard lock(mutex_);
+    const auto it = closed_.find(key);
+    if (it == closed_.end() || it->second.is_mapped) return true;
+  }
+  return World::Instance().Drain(World::Duration(limit_s));
 }
 
 void Rails::Release(const std::string& key, bool is_captured) {
   std::lock_guard lock(mutex_);
   const auto it = closed_.find(key);
   if (it == closed_.end()) return;
+  const int64_t heap = it->second.heap;
   if (is_captured) {
-    pinned_[key] = it->second;
+    pinned_[key] = heap;
   } else {
-    free_[it->second] = World::Instance().heap(it->second).bytes;
+    free_[heap] = World::Instance().heap(heap).bytes;
   }
   closed_.erase(it);
 }

@@ -41,9 +41,11 @@ class Rails {
   Status Open(const std::string& key, const RailConfig& config, int64_t heap);
   // Removes a user. True: it was the last one. No call of the rail may be running or be launched.
   bool Close(const std::string& key);
-  // Gives back the heap of a closed rail, once no other process writes to it: for other rails, or
-  // if graphs refer to it for the next one of this key. A heap that a network writes to is not used
-  // again, since an adapter may deliver a credit after all calls have ended.
+  // Waits until what this process has sent over a closed rail has arrived: a network may deliver a
+  // credit after all calls have ended. False: it has not within `limit_s`.
+  bool Drain(const std::string& key, double limit_s);
+  // Gives back the heap of a closed rail, once all processes have drained theirs: for other rails,
+  // or if graphs refer to it for the next one of this key.
   void Release(const std::string& key, bool is_captured);
 
   // The parts of a call that depend on the rail. False: it is not open.
@@ -56,10 +58,14 @@ class Rails {
     bool is_mapped;  // loads and stores reach all peers
     int64_t n_users = 1;
   };
+  struct ClosedRail {
+    int64_t heap;
+    bool is_mapped;
+  };
 
   mutable std::mutex mutex_;
   std::map<std::string, Rail, std::less<>> rails_;
-  std::map<std::string, int64_t> closed_;  // heaps that are not released yet
+  std::map<std::string, ClosedRail> closed_;  // whose heaps are not released yet
   std::map<std::string, int64_t> pinned_;
   std::map<int64_t, size_t> free_;  // bytes by number
 };

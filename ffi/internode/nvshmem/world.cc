@@ -3,6 +3,7 @@
 #include <cstring>
 #include <mutex>
 #include <optional>
+#include <thread>
 #include <vector>
 
 #include "cuda/call/cuda_status.h"
@@ -26,6 +27,17 @@ bool HasMps(int device) {
   const cudaError_t error = cudaDeviceGetAttribute(&has_mps, cudaDevAttrMpsEnabled, device);
   if (error != cudaSuccess) cudaGetLastError();
   return error != cudaSuccess || has_mps != 0;
+}
+
+// cudaErrorNotReady: the stream has work left after the limit.
+cudaError_t Wait(cudaStream_t stream, World::Duration limit) {
+  const auto end = std::chrono::steady_clock::now() + limit;
+  cudaError_t error = cudaStreamQuery(stream);
+  while (error == cudaErrorNotReady && std::chrono::steady_clock::now() < end) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    error = cudaStreamQuery(stream);
+  }
+  return error;
 }
 
 // Sides that ended threads have left.
@@ -178,7 +190,8 @@ Status World::LoadKernel() {
     if (status.ok()) status = FindKernel(code, kSumKernels[i], &sum_kernels_[i]);
     if (!status.ok()) return status;
   }
-  return FindKernel(code, kExchangeKernel, &kernel_);
+  status = FindKernel(code, kDrainKernel, &drain_kernel_);
+  return status.ok() ? FindKernel(code, kExchangeKernel, &kernel_) : status;
 }
 
 Status World::Allocate(size_t bytes, size_t* number) {
@@ -204,6 +217,22 @@ Status World::Allocate(size_t bytes, size_t* number) {
 
 uint8_t* World::Map(const Heap& heap, int pe) const {
   return static_cast<uint8_t*>(library_.ptr(heap.base, pe));
+}
+
+bool World::Drain(Duration limit) const {
+  const ScopedDevice scoped(device_);
+  cudaStream_t stream;
+  cudaError_t error = cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
+  if (error == cudaSuccess) {
+    cudaLaunchConfig_t config{};
+    config.gridDim = config.blockDim = dim3(1);
+    config.stream = stream;
+    error = cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(drain_kernel_), nullptr);
+    if (error == cudaSuccess) error = Wait(stream, limit);
+    cudaStreamDestroy(stream);  // a kernel that still waits keeps it
+  }
+  if (error != cudaSuccess) cudaGetLastError();
+  return error == cudaSuccess;
 }
 
 cudaError_t World::Launch(const RailCall& call, cudaStream_t stream) const {

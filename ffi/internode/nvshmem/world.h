@@ -5,6 +5,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <optional>
@@ -34,6 +35,7 @@ Status FindRoom(int device, GpuRoom* room);
 class World {
  public:
   static constexpr int kMaxNodes = 1024;
+  using Duration = std::chrono::duration<double>;
 
   static World& Instance();
 
@@ -56,6 +58,10 @@ class World {
   // A heap's memory in another process; null if loads and stores do not reach it.
   uint8_t* Map(const Heap& heap, int pe) const;
 
+  // Waits until the network has delivered what kernels of this process, which have ended, have
+  // sent. False: it has not within the limit, or there is an error.
+  bool Drain(Duration limit) const;
+
   // Calls without tiles launch nothing, but for a combine, whose other kernel counts its blocks.
   cudaError_t Launch(const RailCall& call, cudaStream_t stream) const;
   cudaError_t Launch(const RailCombineCall& call, cudaStream_t stream) const;
@@ -76,7 +82,7 @@ class World {
   std::optional<Version> version_;
   int device_ = 0;
   static constexpr int kRowTypes = 3;
-  cudaKernel_t kernel_ = nullptr;
+  cudaKernel_t kernel_ = nullptr, drain_kernel_ = nullptr;
   cudaKernel_t combine_kernels_[kRowTypes]{}, sum_kernels_[kRowTypes]{};  // by RowType
   HeapList heaps_;
   bool can_overlap_ = false;

@@ -56,6 +56,7 @@ struct RailState {
 
 // The kernels, of a RailCall and, by the type of the rows, of a RailSumCall and a RailCombineCall.
 constexpr const char* kExchangeKernel = "jax_ep_rail_exchange";
+constexpr const char* kDrainKernel = "jax_ep_rail_drain";  // of none
 constexpr const char* kSumKernels[] = {"jax_ep_rail_sum_bf16", "jax_ep_rail_sum_f16",
                                        "jax_ep_rail_sum_f32"};
 constexpr const char* kCombineKernels[] = {"jax_ep_rail_combine_bf16", "jax_ep_rail_combine_f16",
