@@ -20,6 +20,7 @@
 #include "token_format_dicts.h"
 
 #ifdef JAX_EP_CUTLASS
+#include "layer/matmul/load_matmuls.h"
 #include "layer/matmul/matmul_targets.h"
 #endif
 
@@ -206,6 +207,13 @@ void DefineQueries(nb::module_& module) {
       "Test hook: what `failure` says of a word that a kernel of the rank has left.");
 }
 
+#ifdef JAX_EP_CUTLASS
+cudaError_t LoadUsedMatmuls() {
+  matmul::MatmulLoader::Instance().AddDevice();
+  return cudaSuccess;
+}
+#endif
+
 NB_MODULE(_ffi_cuda, module) {
   module.doc() = "XLA FFI handlers of jax_ep for CUDA devices";
   module.def("targets", &MakeTargets, "FFI targets: name -> handler.");
@@ -221,6 +229,13 @@ NB_MODULE(_ffi_cuda, module) {
   Registry::Instance().LoadWithGroups({"fused_silu", silu::LoadSiluKernels});
   DefineSetup(module);
   DefineQueries(module);
+#ifdef JAX_EP_CUTLASS
+  Registry::Instance().LoadWithGroups({"grouped_matmul", LoadUsedMatmuls});
+  module.def(
+      "are_matmuls_loaded",
+      [](int ordinal) { return matmul::MatmulLoader::Instance().IsLoaded(ordinal); },
+      nb::arg("ordinal"), "Test hook: whether the kernels of matmuls were loaded on a device.");
+#endif
 #ifdef JAX_EP_NVSHMEM
   rail::DefineRails(module);
 #endif

@@ -115,7 +115,7 @@ build_programs() {
     "-DCMAKE_CUDA_ARCHITECTURES=$arch" \
     "-DPython_EXECUTABLE=$(python3 -c 'import sys; print(sys.executable)')" &&
     step build_programs 300 cmake --build "$bin" --parallel 8 --target \
-      p2p_test peer_memory_test quantize_test silu_test matmul_test &&
+      p2p_test peer_memory_test quantize_test silu_test matmul_load_test matmul_test &&
     programs_built=1
 }
 
@@ -133,9 +133,11 @@ run_silu() {
 }
 
 run_matmul() {
-  build_programs && lines=30 step matmul 120 "$bin/matmul_test" 20
+  build_programs && step matmul_load 30 "$bin/matmul_load_test" &&
+    lines=30 step matmul 120 "$bin/matmul_test" 20
   run_tests test_matmul 300 tests/test_grouped_matmul.py tests/test_grouped_matmul_gradient.py \
-    tests/test_quantized_matmul.py tests/test_expert_mlp.py tests/test_gated_matmul.py
+    tests/test_quantized_matmul.py tests/test_expert_mlp.py tests/test_gated_matmul.py \
+    tests/test_matmul_loading.py
 }
 
 run_suite() {

@@ -108,10 +108,11 @@ __global__ void __launch_bounds__(Gemm::kThreadCount)
 // With `accumulates`, CUTLASS's third operand is what `out` holds.
 template <MatmulForm form, class Input, class Output, bool accumulates = false>
 cudaError_t LaunchGemm(const MatmulCall& call, const GroupTables& tables, int n_sms,
-                       cudaStream_t stream) {
+                       LaunchMode mode) {
   using Gemm = matmul::Gemm<form, Input, Output, accumulates>;
   constexpr int kSmemBytes = sizeof(typename Gemm::SharedStorage);
   auto* const kernel = GemmKernel<Gemm>;
+  if (mode.only_loads()) return LoadAhead(FillTables, kernel);
   cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmemBytes);
   if (error != cudaSuccess) return error;
@@ -130,12 +131,12 @@ cudaError_t LaunchGemm(const MatmulCall& call, const GroupTables& tables, int n_
   const typename Gemm::Arguments arguments(tables.sizes, static_cast<int>(call.n_groups), n_blocks,
                                            {}, inputs, weights, out, out, tables.k_strides,
                                            rhs_strides, tables.n_strides, tables.n_strides);
-  GemmKernel<Gemm>
-      <<<n_blocks, Gemm::kThreadCount, kSmemBytes, stream>>>(typename Gemm::Params(arguments));
+  GemmKernel<Gemm><<<n_blocks, Gemm::kThreadCount, kSmemBytes, mode.stream()>>>(
+      typename Gemm::Params(arguments));
   return cudaGetLastError();
 }
 
-using Launcher = cudaError_t (*)(const MatmulCall&, const GroupTables&, int, cudaStream_t);
+using Launcher = cudaError_t (*)(const MatmulCall&, const GroupTables&, int, LaunchMode);
 
 template <class Input, class Output>
 Launcher FindLauncher(MatmulForm form) {
@@ -180,19 +181,21 @@ bool IsSupported(const MatmulCall& call) {
 
 }  // namespace
 
-cudaError_t LaunchAmpereMatmul(const MatmulCall& call, cudaStream_t stream) {
+cudaError_t LaunchAmpereMatmul(const MatmulCall& call, LaunchMode mode) {
   const Launcher launch = FindLauncher(call);
   if (launch == nullptr || !IsSupported(call)) return cudaErrorInvalidValue;
   if (call.n_groups == 0 || call.out_elements() == 0) return cudaSuccess;
-  if (call.k == 0 || call.n_rows == 0) return ZeroResult(call, stream);
+  if (call.k == 0 || call.n_rows == 0) return ZeroResult(call, mode);
   int n_sms = 0;
   cudaError_t error = p2p::CountSms(&n_sms);
   if (error != cudaSuccess) return error;
   const GroupTables tables = GroupTables::In(call.workspace, call.n_groups);
-  FillTables<<<NumZeroBlocks(call, n_sms), kTableThreads, 0, stream>>>(call, tables);
-  error = cudaGetLastError();
+  if (!mode.only_loads()) {
+    FillTables<<<NumZeroBlocks(call, n_sms), kTableThreads, 0, mode.stream()>>>(call, tables);
+    error = cudaGetLastError();
+  }
   if (error != cudaSuccess) return error;
-  return launch(call, tables, n_sms, stream);
+  return launch(call, tables, n_sms, mode);
 }
 
 }  // namespace jax_ep::matmul

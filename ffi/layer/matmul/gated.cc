@@ -41,19 +41,20 @@ silu::SiluCall ActivationOf(const MatmulCall& call, const Gate& gate) {
   return silu;
 }
 
-cudaError_t LaunchGated(const MatmulCall& call, const Gate& gate, cudaStream_t stream,
+cudaError_t LaunchGated(const MatmulCall& call, const Gate& gate, LaunchMode mode,
                         [[maybe_unused]] hopper::Swap swap) {
 #ifdef JAX_EP_MATMUL_HOPPER
   using hopper::Swap;
   const bool should = swap == Swap::kByRows ? ShouldGate(call) : swap != Swap::kNever;
   if (should && MayGate(call)) {
-    const cudaError_t error = hopper::LaunchGatedBFloat16(call, gate, stream, swap);
+    const cudaError_t error = hopper::LaunchGatedBFloat16(call, gate, mode, swap);
     if (error != cudaSuccess) cudaGetLastError();  // clears it: the next launch must not report it
     return error;
   }
 #endif
-  const cudaError_t error = LaunchMatmul(call, stream);
-  return error == cudaSuccess ? silu::LaunchFusedSilu(ActivationOf(call, gate), stream) : error;
+  const cudaError_t error = LaunchMatmul(call, mode);
+  if (error != cudaSuccess || mode.only_loads()) return error;
+  return silu::LaunchFusedSilu(ActivationOf(call, gate), mode.stream());
 }
 
 }  // namespace jax_ep::matmul

@@ -23,7 +23,7 @@ struct Gate {
 // By one kernel where that is faster, or, by tests, as hopper::Swap says. `call` is of bfloat16, in
 // the form kWeights. Its result is written only where two kernels do the work. Errors are those of
 // LaunchMatmul.
-cudaError_t LaunchGated(const MatmulCall& call, const Gate& gate, cudaStream_t stream,
+cudaError_t LaunchGated(const MatmulCall& call, const Gate& gate, LaunchMode mode,
                         hopper::Swap swap = hopper::Swap::kByRows);
 
 // The activation, as a call of its own.
@@ -35,7 +35,7 @@ constexpr int64_t kMaxGatedGroups = 512;
 
 // By one kernel, with k a multiple of 8, n of 16, and at most kMaxGatedGroups groups; nothing is
 // empty. `swap` is not kNever; kByRows: the device chooses the size of tiles.
-cudaError_t LaunchGatedBFloat16(const MatmulCall& call, const Gate& gate, cudaStream_t stream,
+cudaError_t LaunchGatedBFloat16(const MatmulCall& call, const Gate& gate, LaunchMode mode,
                                 Swap swap);
 
 }  // namespace hopper

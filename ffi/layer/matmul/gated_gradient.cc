@@ -44,19 +44,19 @@ silu::GradientCall ActivationGradientOf(const MatmulCall& call, const GatedGradi
 }
 
 cudaError_t LaunchGatedGradient(const MatmulCall& call, const GatedGradient& gradient,
-                                cudaStream_t stream, [[maybe_unused]] hopper::Swap swap) {
+                                LaunchMode mode, [[maybe_unused]] hopper::Swap swap) {
 #ifdef JAX_EP_MATMUL_HOPPER
   const bool should =
       swap == hopper::Swap::kByRows ? ShouldFuse(call) : swap != hopper::Swap::kNever;
   if (should && MayFuse(call)) {
-    const cudaError_t error = hopper::LaunchGatedGradientBFloat16(call, gradient, stream);
+    const cudaError_t error = hopper::LaunchGatedGradientBFloat16(call, gradient, mode);
     if (error != cudaSuccess) cudaGetLastError();  // clears it: the next launch must not report it
     return error;
   }
 #endif
-  const cudaError_t error = LaunchMatmul(call, stream);
-  if (error != cudaSuccess) return error;
-  return silu::LaunchSiluGradient(ActivationGradientOf(call, gradient), stream);
+  const cudaError_t error = LaunchMatmul(call, mode);
+  if (error != cudaSuccess || mode.only_loads()) return error;
+  return silu::LaunchSiluGradient(ActivationGradientOf(call, gradient), mode.stream());
 }
 
 }  // namespace jax_ep::matmul

@@ -25,7 +25,7 @@ struct GatedGradient {
 // rows. `call` is of bfloat16, in the form kTransposedWeights. Its result is written only where two
 // kernels do the work. Errors are those of LaunchMatmul.
 cudaError_t LaunchGatedGradient(const MatmulCall& call, const GatedGradient& gradient,
-                                cudaStream_t stream, hopper::Swap swap = hopper::Swap::kByRows);
+                                LaunchMode mode, hopper::Swap swap = hopper::Swap::kByRows);
 
 // The gradient of the activation, as a call of its own.
 silu::GradientCall ActivationGradientOf(const MatmulCall& call, const GatedGradient& gradient);
@@ -34,7 +34,7 @@ namespace hopper {
 
 // By one kernel, with k and n multiples of 8, and at most kMaxGatedGroups groups; nothing is empty.
 cudaError_t LaunchGatedGradientBFloat16(const MatmulCall& call, const GatedGradient& gradient,
-                                        cudaStream_t stream);
+                                        LaunchMode mode);
 
 }  // namespace hopper
 }  // namespace jax_ep::matmul

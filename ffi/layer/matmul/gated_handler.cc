@@ -42,8 +42,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaGatedGradient, jax_ep::matmul::GatedGradientIm
 namespace jax_ep::matmul {
 
 void AddGatedTarget(Targets* targets) {
-  targets->push_back({"jax_ep_gated_matmul", CudaGatedMatmul});
-  targets->push_back({"jax_ep_gated_matmul_grad", CudaGatedGradient});
+  targets->push_back({"jax_ep_gated_matmul", CudaGatedMatmul, CudaUseMatmuls});
+  targets->push_back({"jax_ep_gated_matmul_grad", CudaGatedGradient, CudaUseMatmuls});
 }
 
 }  // namespace jax_ep::matmul

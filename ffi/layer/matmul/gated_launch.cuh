@@ -59,12 +59,13 @@ static __global__ void __launch_bounds__(kGatedTableThreads)
 // address of the number of rows of tiles, for which the device has chosen.
 template <class Params, class Work>
 cudaError_t LaunchTiles(void (*kernel)(Params, const uint32_t*), const MatmulCall& call,
-                        const Work& work, cudaStream_t stream, Swap swap) {
+                        const Work& work, LaunchMode mode, Swap swap) {
+  if (mode.only_loads()) return LoadAhead(FillGatedTables, kernel);
   int n_sms = 0;
   cudaError_t error = p2p::CountSms(&n_sms);
   if (error != cudaSuccess) return error;
   const GatedTables tables = GatedTables::In(call, swap, n_sms);
-  p2p::LaunchShape shape{dim3(1), kGatedTableThreads, 0, stream};
+  p2p::LaunchShape shape{dim3(1), kGatedTableThreads, 0, mode.stream()};
   shape.starts_early = true;
   error = p2p::LaunchKernel(FillGatedTables, shape, call, tables);
   if (error != cudaSuccess) return error;

@@ -176,7 +176,10 @@ typename Kernel::Params MakeParams(const MatmulCall& call, const OtherTables& ta
 
 template <MatmulForm kForm, class Many, class Some = Many, class Few = Some,
           class Swapped = NoKernel>
-cudaError_t Launch(const MatmulCall& call, cudaStream_t stream, Swap swap = Swap::kNever) {
+cudaError_t Launch(const MatmulCall& call, LaunchMode mode, Swap swap = Swap::kNever) {
+  using Set = KernelSet<Many, Some, Few, Swapped>;
+  const auto kernel = MultiplyGroups<Many, Some, Few, Swapped>;
+  if (mode.only_loads()) return LoadAhead(FillTables<kForm, Many>, kernel);
   int n_sms = 0;
   cudaError_t error = p2p::CountSms(&n_sms);
   if (error != cudaSuccess) return error;
@@ -196,12 +199,10 @@ cudaError_t Launch(const MatmulCall& call, cudaStream_t stream, Swap swap = Swap
     return cudaErrorInvalidValue;
   }
 
-  p2p::LaunchShape shape{dim3(NumZeroBlocks(call, n_sms)), kTableThreads, 0, stream};
+  p2p::LaunchShape shape{dim3(NumZeroBlocks(call, n_sms)), kTableThreads, 0, mode.stream()};
   shape.starts_early = true;
   error = p2p::LaunchKernel(FillTables<kForm, Many>, shape, call, tables, swapped_tables);
   if (error != cudaSuccess) return error;
-  using Set = KernelSet<Many, Some, Few, Swapped>;
-  const auto kernel = MultiplyGroups<Many, Some, Few, Swapped>;
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                static_cast<int>(Set::kSmemBytes));
   if (error != cudaSuccess) return error;
@@ -224,11 +225,10 @@ cudaError_t Launch(const MatmulCall& call, cudaStream_t stream, Swap swap = Swap
 }
 
 template <MatmulForm kForm, class In, class Out, class Swapped = NoKernel>
-cudaError_t LaunchByRowCount(const MatmulCall& call, cudaStream_t stream,
-                             Swap swap = Swap::kNever) {
+cudaError_t LaunchByRowCount(const MatmulCall& call, LaunchMode mode, Swap swap = Swap::kNever) {
   return Launch<kForm, typename PlainKernel<In, Out, kForm, ManyRows>::Type,
                 typename PlainKernel<In, Out, kForm, SomeRows>::Type,
-                typename PlainKernel<In, Out, kForm, FewRows>::Type, Swapped>(call, stream, swap);
+                typename PlainKernel<In, Out, kForm, FewRows>::Type, Swapped>(call, mode, swap);
 }
 
 // There are kernels of our own for bfloat16 rows and weights.
@@ -240,21 +240,21 @@ template <class In, class Out, class Swapped>
 using IfBFloat16 = std::conditional_t<kIsBFloat16<In, Out>, Swapped, NoKernel>;
 
 template <class In, class Out>
-cudaError_t LaunchByForm(const MatmulCall& call, cudaStream_t stream, Swap swap) {
+cudaError_t LaunchByForm(const MatmulCall& call, LaunchMode mode, Swap swap) {
   using Form = MatmulForm;
   switch (call.form) {
     case Form::kWeights:
       return LaunchByRowCount<Form::kWeights, In, Out, IfBFloat16<In, Out, swapped::Kernel>>(
-          call, stream, swap);
+          call, mode, swap);
     case Form::kTransposedWeights:
       return LaunchByRowCount<Form::kTransposedWeights, In, Out,
-                              IfBFloat16<In, Out, swapped::TransposedKernel>>(call, stream, swap);
+                              IfBFloat16<In, Out, swapped::TransposedKernel>>(call, mode, swap);
     case Form::kRows:
       if constexpr (kIsBFloat16<In, Out>) {
-        return LaunchWeightGradient(call, stream);
+        return LaunchWeightGradient(call, mode);
       } else {
         return Launch<Form::kRows, typename PlainKernel<In, Out, Form::kRows, AlongRows>::Type>(
-            call, stream);
+            call, mode);
       }
   }
   return cudaErrorInvalidValue;
@@ -262,9 +262,9 @@ cudaError_t LaunchByForm(const MatmulCall& call, cudaStream_t stream, Swap swap)
 
 // The matmuls of operands of type In, which results have, too, or float32.
 template <class In, RowType kIn>
-cudaError_t LaunchPlain(const MatmulCall& call, cudaStream_t stream, Swap swap = Swap::kNever) {
-  if (call.out_type == kIn) return LaunchByForm<In, In>(call, stream, swap);
-  if (call.out_type == RowType::kFloat32) return LaunchByForm<In, float>(call, stream, swap);
+cudaError_t LaunchPlain(const MatmulCall& call, LaunchMode mode, Swap swap = Swap::kNever) {
+  if (call.out_type == kIn) return LaunchByForm<In, In>(call, mode, swap);
+  if (call.out_type == RowType::kFloat32) return LaunchByForm<In, float>(call, mode, swap);
   return cudaErrorInvalidValue;
 }
 

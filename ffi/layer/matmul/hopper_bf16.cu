@@ -4,8 +4,8 @@
 
 namespace jax_ep::matmul::hopper {
 
-cudaError_t LaunchBFloat16(const MatmulCall& call, cudaStream_t stream, Swap swap) {
-  return LaunchPlain<cutlass::bfloat16_t, RowType::kBFloat16>(call, stream, swap);
+cudaError_t LaunchBFloat16(const MatmulCall& call, LaunchMode mode, Swap swap) {
+  return LaunchPlain<cutlass::bfloat16_t, RowType::kBFloat16>(call, mode, swap);
 }
 
 }  // namespace jax_ep::matmul::hopper

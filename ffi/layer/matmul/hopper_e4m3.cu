@@ -4,13 +4,13 @@
 
 namespace jax_ep::matmul::hopper {
 
-cudaError_t LaunchE4m3(const MatmulCall& call, cudaStream_t stream) {
+cudaError_t LaunchE4m3(const MatmulCall& call, LaunchMode mode) {
   using Out = cutlass::bfloat16_t;
   constexpr MatmulForm kForm = MatmulForm::kTransposedWeights;
   if (call.form != kForm || call.out_type != RowType::kBFloat16) return cudaErrorInvalidValue;
   using Some = typename ScaledKernel<Out, ScaledSomeRows>::Type;
-  return Launch<kForm, /*Many=*/Some, Some, typename ScaledKernel<Out, ScaledFewRows>::Type>(
-      call, stream);
+  return Launch<kForm, /*Many=*/Some, Some, typename ScaledKernel<Out, ScaledFewRows>::Type>(call,
+                                                                                             mode);
 }
 
 }  // namespace jax_ep::matmul::hopper

@@ -4,8 +4,8 @@
 
 namespace jax_ep::matmul::hopper {
 
-cudaError_t LaunchFloat16(const MatmulCall& call, cudaStream_t stream) {
-  return LaunchPlain<cutlass::half_t, RowType::kFloat16>(call, stream);
+cudaError_t LaunchFloat16(const MatmulCall& call, LaunchMode mode) {
+  return LaunchPlain<cutlass::half_t, RowType::kFloat16>(call, mode);
 }
 
 }  // namespace jax_ep::matmul::hopper

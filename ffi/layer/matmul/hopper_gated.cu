@@ -22,10 +22,10 @@ __global__ void __launch_bounds__(GatedKernel<kIsInterleaved>::MaxThreadsPerBloc
 
 }  // namespace
 
-cudaError_t LaunchGatedBFloat16(const MatmulCall& call, const Gate& gate, cudaStream_t stream,
+cudaError_t LaunchGatedBFloat16(const MatmulCall& call, const Gate& gate, LaunchMode mode,
                                 Swap swap) {
   const auto kernel = gate.is_interleaved ? MultiplyAndActivate<true> : MultiplyAndActivate<false>;
-  return LaunchTiles(kernel, call, gate, stream, swap);
+  return LaunchTiles(kernel, call, gate, mode, swap);
 }
 
 }  // namespace jax_ep::matmul::hopper

@@ -20,10 +20,10 @@ __global__ void __launch_bounds__(swapped::Kernel::MaxThreadsPerBlock, 1)
 }  // namespace
 
 cudaError_t LaunchGatedGradientBFloat16(const MatmulCall& call, const GatedGradient& gradient,
-                                        cudaStream_t stream) {
+                                        LaunchMode mode) {
   const auto kernel =
       gradient.is_interleaved ? MultiplyAndDifferentiate<true> : MultiplyAndDifferentiate<false>;
-  return LaunchTiles(kernel, call, gradient, stream, Swap::kSmallTiles);
+  return LaunchTiles(kernel, call, gradient, mode, Swap::kSmallTiles);
 }
 
 }  // namespace jax_ep::matmul::hopper

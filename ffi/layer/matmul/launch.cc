@@ -8,7 +8,7 @@
 namespace jax_ep::matmul {
 
 #ifdef JAX_EP_MATMUL_HOPPER
-cudaError_t LaunchHopperMatmul(const MatmulCall& call, cudaStream_t stream) {
+cudaError_t LaunchHopperMatmul(const MatmulCall& call, LaunchMode mode) {
   const bool is_e4m3 = call.element == Element::kE4m3;
   const int64_t k_multiple = is_e4m3 ? kMatmulScaleBlock : 8;  // blocks, or 16 bytes
   const int64_t largest = std::max({call.n_rows, call.n_groups, call.k, call.n});
@@ -16,24 +16,24 @@ cudaError_t LaunchHopperMatmul(const MatmulCall& call, cudaStream_t stream) {
     return cudaErrorInvalidValue;
   }
   if (call.n_groups == 0 || call.out_elements() == 0) return cudaSuccess;
-  if (call.k == 0 || call.n_rows == 0) return ZeroResult(call, stream);
-  if (call.accumulates) return hopper::LaunchWeightGradient(call, stream);
-  if (is_e4m3) return hopper::LaunchE4m3(call, stream);
-  if (call.element == Element::kBFloat16) return hopper::LaunchBFloat16(call, stream);
-  if (call.element == Element::kFloat16) return hopper::LaunchFloat16(call, stream);
+  if (call.k == 0 || call.n_rows == 0) return ZeroResult(call, mode);
+  if (call.accumulates) return hopper::LaunchWeightGradient(call, mode);
+  if (is_e4m3) return hopper::LaunchE4m3(call, mode);
+  if (call.element == Element::kBFloat16) return hopper::LaunchBFloat16(call, mode);
+  if (call.element == Element::kFloat16) return hopper::LaunchFloat16(call, mode);
   return cudaErrorInvalidValue;
 }
 #else  // built for other architectures only
-cudaError_t LaunchHopperMatmul(const MatmulCall& call, cudaStream_t stream) {
-  return LaunchAmpereMatmul(call, stream);
+cudaError_t LaunchHopperMatmul(const MatmulCall& call, LaunchMode mode) {
+  return LaunchAmpereMatmul(call, mode);
 }
 
-cudaError_t hopper::LaunchBFloat16(const MatmulCall& call, cudaStream_t stream, Swap) {
-  return LaunchAmpereMatmul(call, stream);
+cudaError_t hopper::LaunchBFloat16(const MatmulCall& call, LaunchMode mode, Swap) {
+  return LaunchAmpereMatmul(call, mode);
 }
 
-cudaError_t hopper::LaunchWeightGradient(const MatmulCall& call, cudaStream_t stream) {
-  return LaunchAmpereMatmul(call, stream);
+cudaError_t hopper::LaunchWeightGradient(const MatmulCall& call, LaunchMode mode) {
+  return LaunchAmpereMatmul(call, mode);
 }
 #endif
 
@@ -45,9 +45,9 @@ bool IsHopper() {
          major == kHopper;
 }
 
-cudaError_t LaunchMatmul(const MatmulCall& call, cudaStream_t stream) {
+cudaError_t LaunchMatmul(const MatmulCall& call, LaunchMode mode) {
   const cudaError_t error =
-      IsHopper() ? LaunchHopperMatmul(call, stream) : LaunchAmpereMatmul(call, stream);
+      IsHopper() ? LaunchHopperMatmul(call, mode) : LaunchAmpereMatmul(call, mode);
   if (error != cudaSuccess) cudaGetLastError();  // clears it: the next launch must not report it
   return error;
 }

@@ -2,6 +2,7 @@
 
 #include "cuda/handlers/handler.h"
 #include "layer/matmul/kernels.h"
+#include "layer/matmul/load_matmuls.h"
 #include "layer/matmul/matmul_targets.h"
 #include "layer/matmul/read_matmul.h"
 
@@ -24,6 +25,11 @@ ffi::Error MatmulImpl(cudaStream_t stream, ffi::RemainingArgs operands, ffi::Rem
   return p2p::ToError(LaunchMatmul(call, stream), "grouped_matmul");
 }
 
+ffi::Error UseMatmuls(ffi::Dictionary) {
+  MatmulLoader::Instance().Use();
+  return ffi::Error::Success();
+}
+
 }  // namespace
 }  // namespace jax_ep::matmul
 
@@ -33,6 +39,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaMatmul, jax_ep::matmul::MatmulImpl,
 
 namespace jax_ep::matmul {
 
-void AddTargets(Targets* targets) { targets->push_back({"jax_ep_grouped_matmul", CudaMatmul}); }
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaUseMatmuls, UseMatmuls, ffi::Ffi::BindInstantiate().Attrs());
+
+void AddTargets(Targets* targets) {
+  targets->push_back({"jax_ep_grouped_matmul", CudaMatmul, CudaUseMatmuls});
+}
 
 }  // namespace jax_ep::matmul

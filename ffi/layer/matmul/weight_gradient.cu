@@ -92,16 +92,17 @@ auto FindKernel(const MatmulCall& call) -> void (*)(Params) {
 
 }  // namespace
 
-cudaError_t LaunchWeightGradient(const MatmulCall& call, cudaStream_t stream) {
+cudaError_t LaunchWeightGradient(const MatmulCall& call, LaunchMode mode) {
   const auto kernel = FindKernel(call);
   if (kernel == nullptr || call.form != MatmulForm::kRows) return cudaErrorInvalidValue;
+  if (mode.only_loads()) return LoadAhead(FillTable, kernel);
   int n_sms = 0;
   cudaError_t error = p2p::CountSms(&n_sms);
   if (error != cudaSuccess) return error;
   Params params;
   error = MakeParams(call, params);
   if (error != cudaSuccess) return error;
-  p2p::LaunchShape shape{dim3(NumZeroBlocks(call, n_sms)), kTableThreads, 0, stream};
+  p2p::LaunchShape shape{dim3(NumZeroBlocks(call, n_sms)), kTableThreads, 0, mode.stream()};
   shape.starts_early = true;
   error = p2p::LaunchKernel(FillTable, shape, call, params.table);
   if (error != cudaSuccess) return error;

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "layer/matmul/launch_mode.h"
 #include "layer/matmul/matmul_call.h"
 #include "tests/unit/check.h"
 #include "tests/unit/matmul_reference.cuh"
@@ -57,6 +58,12 @@ inline void ExpectSameBytes(const std::string& what, const uint8_t* a, const uin
   ExpectSuccess(
       what, cudaMemcpy(&n_different, counter.As<void>(), sizeof(n_different), cudaMemcpyDefault));
   CHECK_EQ(what + ": " + std::to_string(n_different) + " bytes differ", what + ": 0 bytes differ");
+}
+
+// A launch of kernels.h as a backend.
+template <cudaError_t (*kLaunch)(const MatmulCall&, LaunchMode)>
+cudaError_t OnStream(const MatmulCall& call, cudaStream_t stream) {
+  return kLaunch(call, stream);
 }
 
 struct Backend {

@@ -197,8 +197,8 @@ int main(int argc, char** argv) {
   }
   ExpectSuccess("cudaDeviceGetAttribute",
                 cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
-  std::vector<Backend> backends = {{"ampere", LaunchAmpereMatmul, false}};
-  if (major == 9) backends.push_back({"hopper", LaunchHopperMatmul, true});
+  std::vector<Backend> backends = {{"ampere", OnStream<LaunchAmpereMatmul>, false}};
+  if (major == 9) backends.push_back({"hopper", OnStream<LaunchHopperMatmul>, true});
   const double seconds = argc > 1 ? std::atof(argv[1]) : 20;
   const auto first_seed = static_cast<uint32_t>(argc > 2 ? std::atoll(argv[2]) : 1);
   const double share = seconds / (major == 9 ? 6 : 1);

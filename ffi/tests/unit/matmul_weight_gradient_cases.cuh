@@ -57,7 +57,7 @@ inline cudaError_t LaunchThenAdd(const MatmulCall& call, cudaStream_t stream) {
 inline void CheckWeightGradient(const Shape& shape, uint32_t seed) {
   constexpr auto kForm = MatmulForm::kRows;
   const auto check = [&](const Variant& variant, const Backend& cutlass) {
-    const Backend own = {"weight gradient", hopper::LaunchWeightGradient, false};
+    const Backend own = {"weight gradient", OnStream<hopper::LaunchWeightGradient>, false};
     const std::string name = Describe(own, shape, variant);
     DeviceCase device_case(shape, variant, seed);
     device_case.Run(own, name);
