@@ -19,14 +19,8 @@ from harness import assert_trees_equal, make_mesh, on_mesh, put
 from jax_ep.internode import overlapped
 from jax_ep.internode.connection import NodesConnection
 from jax_ep.internode.nvshmem import NvshmemRails
-from nvshmem_checks import (
-    NAME,
-    check_a_skipped_call,
-    check_a_skipped_overlapped_call,
-    map_no_peers,
-    open_group,
-    small,
-)
+from nvshmem_checks import check_a_skipped_call, check_a_skipped_overlapped_call
+from nvshmem_groups import NAME, map_no_peers, open_group, small
 
 MANY = 10**6
 # Of groups; each has its own.

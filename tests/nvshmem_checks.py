@@ -5,7 +5,6 @@ Each `check_*` is a target of `processes.run_processes`; `test_nvshmem.py` start
 
 import contextlib
 import dataclasses
-import functools
 import re
 import unittest.mock
 
@@ -24,6 +23,15 @@ from jax_ep.internode import overlapped
 from jax_ep.internode.connection import NodesConnection
 from jax_ep.internode.nvshmem import NvshmemRails
 from jax_ep.xla_ffi import extension
+from nvshmem_groups import (
+    NAME,
+    free_heaps,
+    map_no_peers,
+    open_again,
+    open_captured,
+    open_group,
+    small,
+)
 from process_checks import (
     SHORT_TIMEOUT_S,
     assert_rows,
@@ -33,23 +41,6 @@ from process_checks import (
     meet,
 )
 from processes import leave
-
-NAME = "nvshmem"
-
-
-def small() -> cases.Case:
-    return cases.SMALL[len(jax.devices())].replace(n_nodes=2)
-
-
-def open_group(timeout_s: float = 30.0, case: cases.Case | None = None) -> jax_ep.EPGroup:
-    case = case or small()
-    return jax_ep.ep_init(make_mesh(case.n_ranks), AXIS, config_of(case, timeout_s=timeout_s), NAME)
-
-
-def free_heaps(group: jax_ep.EPGroup) -> list[int]:
-    """The heaps that nothing uses, of the size of the group's, which may be closed."""
-    n_bytes = group._connection.memory_of_rail()
-    return extension.load_cuda().nvshmem.free(n_bytes)
 
 
 def check_groups() -> None:
@@ -79,12 +70,6 @@ def check_groups() -> None:
     check_captured_calls()
     check_a_captured_call_that_fails()
     check_many_tokens(make_mesh(n_ranks))
-
-
-def map_no_peers() -> None:
-    """From now on, rails put through NVSHMEM also to the peers that stores reach."""
-    library = extension.load_cuda().nvshmem
-    library.open = functools.partial(library.open, maps_peers=False)
 
 
 def check_puts() -> None:
@@ -226,24 +211,6 @@ def check_a_captured_call_that_fails() -> None:
         assert run() == wanted
     group.check()
     group.close()
-
-
-def open_captured(timeout_s: float):
-    """A group, a program that XLA has captured there, and what it gives."""
-    group = open_group(timeout_s)
-    run = test_graphs.Chain(group)
-    wanted = run()
-    meet()
-    assert run() == wanted
-    assert test_graphs.is_captured(group._connection.inner)
-    return group, run, wanted
-
-
-def open_again(group: jax_ep.EPGroup) -> jax_ep.EPGroup:
-    """Closes the group, whose heap the next equal one gets, and opens that."""
-    group.close()
-    assert extension.load_cuda().nvshmem.pinned(group._connection.inner.geometry.key) >= 0
-    return open_group(group.config.timeout_s)
 
 
 def check_a_skipped_call(make_function=dispatch_where, results: list | None = None) -> None:
