@@ -215,6 +215,14 @@ def test_meshes_with_explicit_axes_work():
         ),
         ({"capacity_axis": ("ep", "ep")}, r"capacity_axis must be .* got \('ep', 'ep'\)"),
         ({"capacity_axis": "dp", "token_axes": "ep"}, r"capacity_axis must be .* got \('dp',\)"),
+        (
+            {"capacity_axis": "dp", "token_axes": ("dp", "ep")},
+            r"capacity_factor must be given with .*; got None, capacity_axis=\('dp',\)",
+        ),
+        (
+            {"on_limit": "raise"},
+            "capacity_factor must be given with .*; got None, on_limit='raise'",
+        ),
         ({"on_limit": "drop"}, 'on_limit must be "count" or "raise"; got \'drop\''),
         ({"clamp": (1.702, -7.0)}, r"nnx.MoE: clamp must be \(alpha, limit\)"),
         ({"transposed": 1}, "transposed must be True or False; got 1"),

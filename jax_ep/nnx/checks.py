@@ -103,6 +103,17 @@ def check_capacity_axes(token_spec: P, given: Axes) -> tuple[str, ...]:
     return axes
 
 
+def check_has_factor(factor: float | None, capacity_axes: tuple[str, ...], on_limit: str) -> None:
+    """Requires a `capacity_factor` if other arguments say what it counts, or what it does."""
+    if factor is None and (capacity_axes or on_limit == "raise"):
+        given = f"capacity_axis={capacity_axes}" if capacity_axes else f"on_limit={on_limit!r}"
+        raise ValueError(
+            'capacity_factor must be given with capacity_axis or on_limit="raise": without it, '
+            f"choices have no limit; got None, {given}. For rows beyond recv_capacity, set "
+            'EPConfig(on_drop="raise").'
+        )
+
+
 def check_shared_size(group: EPGroup, given: int | None, expert_size: int) -> int:
     """Hidden size of the shared expert; 0 if there is none."""
     if not group.config.fused_shared_expert:

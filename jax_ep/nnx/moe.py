@@ -68,7 +68,8 @@ class MoE(nnx.Module):
             `capacity_factor` counts: T is then the number of their tokens together, and choices on
             later ranks are dropped first. None: each rank counts its own.
         on_limit: `"count"`: the report says how many choices were dropped. `"raise"`: if any was
-            dropped, the call fails. For rows beyond `recv_capacity`, see `EPConfig.on_drop`.
+            dropped, the call fails; needs a `capacity_factor`, as `capacity_axis` does. For rows
+            beyond `recv_capacity`, see `EPConfig.on_drop`.
         shared_size: hidden size of a shared expert (S), which processes every token; None: no
             shared expert, or with `config.fused_shared_expert`, one of `expert_size`.
         token_axes: the mesh axis, or a tuple of axes, that the first dimension of the tokens is
@@ -166,6 +167,7 @@ class MoE(nnx.Module):
         self.on_limit = check_on_drop("on_limit", on_limit)
         self.token_axes = check_token_axes(group, token_axes)
         self.capacity_axes = checks.check_capacity_axes(self.token_axes, capacity_axis)
+        checks.check_has_factor(self.capacity_factor, self.capacity_axes, self.on_limit)
         self.follows_tokens = token_axes is None
         self.fsdp_axes = checks.check_fsdp_axes(group, self.token_axes, fsdp_axis)
         self.expert_fn = checks.check_callable("expert_fn", expert_fn) or expert_mlp

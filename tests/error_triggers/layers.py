@@ -200,6 +200,7 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
         token_axes="ep",
         capacity_axis="tp",
     ),
+    "layer-no-capacity": lambda: layer(init(), on_limit="raise"),
     "layer-drops": lambda: run_layer(
         layer(init(name="train"), capacity_factor=0.5, on_limit="raise")
     ),

@@ -148,7 +148,7 @@ def add_layer() -> None:
     add_all("MoE", "token_axes", axes | specs, layer)
     add_all("MoE", "fsdp_axis", axes, layer)
     add_all("MoE", "capacity_axis", axes, layer)
-    add_all("MoE", "on_limit", {"None": None, "str": "drop"}, layer)
+    add_all("MoE", "on_limit", {"None": None, "str": "drop", "alone": "raise"}, layer)
     add_all("MoE", "expert_fn", {"str": "mlp"}, layer)
     add_all("MoE", "router_bias", {"1": 1}, layer)
     add_all("MoE", "transposed", {"1": 1}, layer)
