@@ -111,7 +111,19 @@ def describe_drops(geometry: Geometry, stats: Sequence[RankStats]) -> str | None
         f"Group {geometry.key} has dropped {n_rows} rows, on ranks {ranks}, in up to "
         f"{max(one.dispatch_calls for one in dropping)} dispatches: more came than the capacity, "
         f"{geometry.max_recv_tokens} rows unless a dispatch has its own. Their tokens lack what "
-        "these experts add. Raise recv_capacity, or balance the experts (docs/observe.md)."
+        f"these experts add. {_advise(geometry)} (docs/observe.md)."
+    )
+
+
+def _advise(geometry: Geometry) -> str:
+    """What makes room for rows that were dropped."""
+    if geometry.max_recv_tokens < geometry.config.worst_case_rows(geometry.n_ranks):
+        return "Raise recv_capacity, or balance the experts"
+    if geometry.config.top_k <= geometry.n_local_experts:  # only a dispatch's own drops rows
+        return "Raise the recv_capacity of the dispatch, or balance the experts"
+    return (
+        "The group's capacity cannot be larger: let each token name an expert at most once, or "
+        "raise the recv_capacity of a dispatch that has its own"
     )
 
 

@@ -32,15 +32,15 @@ def group(one_process):
         yield group
 
 
-def run_layer(group, topk_ids: np.ndarray) -> None:
+def run_layer(group, topk_ids: np.ndarray, recv_capacity: int | None = None) -> None:
     def layer(tokens: jax.Array, ids: jax.Array) -> jax.Array:
-        dispatched = jax_ep.dispatch(group, tokens, ids)
+        dispatched = jax_ep.dispatch(group, tokens, ids, recv_capacity=recv_capacity)
         return jax_ep.combine(group, dispatched.tokens, dispatched)
 
     spec = jax.P(("dp", "ep"))
     mapped = jax.shard_map(layer, mesh=group.mesh, in_specs=spec, out_specs=spec)
     tokens = jnp.ones((DP * R * T, H), jnp.bfloat16)
-    jax.block_until_ready(jax.jit(mapped)(tokens, topk_ids.reshape(-1, K)))
+    jax.block_until_ready(jax.jit(mapped)(tokens, topk_ids.reshape(-1, group.config.top_k)))
 
 
 def count(ids: np.ndarray) -> dict[str, np.ndarray]:
@@ -224,3 +224,22 @@ def test_a_group_warns_once_of_dropped_rows(group, caplog):
     assert "Group other-host-ep4-" in caplog.records[-1].message
     other.close()
     assert len(caplog.records) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "of_call", "advice"),
+    [
+        ({"recv_capacity": R * T * L - 1}, None, "Raise recv_capacity, or balance the experts"),
+        ({"top_k": L}, 4, "Raise the recv_capacity of the dispatch, or balance the experts"),
+        ({}, None, "cannot be larger: let each token name an expert at most once, or raise the"),
+        ({"recv_capacity": R * T * L}, 4, "raise the recv_capacity of a dispatch that has its own"),
+    ],
+    ids=["small", "own", "largest", "given"],
+)
+def test_the_warning_of_drops_says_what_helps(options, of_call, advice, group, caplog):
+    """Of two experts on a rank, each token names one K times."""
+    defaults = {"recv_capacity": None, "name": "other"}
+    config = dataclasses.replace(group.config, **defaults | options)
+    with jax_ep.ep_init(group.mesh, "ep", config, transport="host") as other:
+        run_layer(other, np.zeros((DP, R, T, config.top_k), np.int32), of_call)
+    assert advice in caplog.records[-1].message
