@@ -1,6 +1,7 @@
 """EPGroup: a geometry, and the connection that a transport opened for it."""
 
 import logging
+import os
 from typing import Any, Self
 
 import jax
@@ -31,6 +32,7 @@ class EPGroup:
     def __init__(self, connection: Connection) -> None:
         """Use `ep_init`."""
         self._connection = connection
+        self._process = os.getpid()
         self._closed = False
         self._has_warned_of_drops = False
 
@@ -159,10 +161,14 @@ class EPGroup:
         most 10 s for the others, or 12 s on `nvshmem`. Buffers that CUDA graphs refer to are kept
         for the next equal group. Memory that other groups use (`memory_of`) stays until the last of
         them is closed, in any order. Warns of dropped rows like `stats`, for the calls that are
-        complete.
+        complete. In a fork of the process that opened the group, frees nothing.
         """
         if not self._closed:
             self._closed = True
+            if (
+                os.getpid() != self._process
+            ):  # it is the parent's, and so are the threads of its calls
+                return
             try:
                 self._check_drops()
             finally:
@@ -240,6 +246,11 @@ def check_group(operation: str, group: EPGroup) -> str:
     check_is_group(operation, group)
     if group.closed:
         raise ValueError(f"{operation}: group {group.key} is closed. Make a new one with ep_init.")
+    if os.getpid() != group._process:
+        raise ValueError(
+            f"{operation}: group {group.key} must be used in the process that opened it; this one "
+            "is a fork, which has none of JAX's threads. Start processes that use JAX by spawn."
+        )
     check_manual(operation, group.geometry)
     return group.geometry.call(operation)
 

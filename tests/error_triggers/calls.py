@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -167,12 +168,19 @@ def drop_rows() -> None:
         succeed_in_callbacks()
 
 
+def call_in_fork():
+    """As if another process had opened the group."""
+    with init(timeout_s=38) as group, mock.patch.object(group, "_process", 0):
+        call(group)
+
+
 TRIGGERS: dict[str, Callable[[], Any]] = {
     "group-type": lambda: call("ep"),
     "outside": lambda: jax_ep.dispatch(init(), *operands()),
     "partly-manual": call_partly_manual,
     "other-mesh": lambda: call(init(), mesh=make_mesh(shape=(2, 2), names=("dp", "ep"))),
     "closed": lambda: call(closed_group()),
+    "forked": call_in_fork,
     "shape": lambda: call(init(), ids=(T, K + 1)),
     "dtype": lambda: round_trip(init(), dtype=jnp.float32),
     "none": lambda: dispatch_ids(None),
