@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -289,6 +289,19 @@ class MoE(nnx.Module):
             )(getattr(self, name)[...])
             setattr(self, name, ExpertCodes(quantized.codes))
             setattr(self, f"{name}_scales", ExpertCodes(quantized.scales))
+
+    def __copy__(self) -> Self:
+        copied = object.__new__(type(self))
+        vars(copied).update(vars(self))
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raises TypeError: pickle cannot store the mesh, which the variables' metadata has."""
+        raise TypeError(
+            "nnx.MoE must be saved as arrays; got pickle, which cannot store the devices of the "
+            "mesh in its variables' metadata. Pickle nnx.to_pure_dict(nnx.state(model)), and put "
+            "the arrays into a new model (docs/layers.md)."
+        )
 
     def _check_call(self, tokens: jax.Array, mask: jax.Array | None) -> P:
         """How tokens are sharded; requires a group that the parameters fit, and such tokens."""

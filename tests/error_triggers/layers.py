@@ -1,5 +1,6 @@
 """Misuses of what a layer does with rows: formats, experts, routers, nnx.MoE."""
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -200,6 +201,7 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
         token_axes="ep",
         capacity_axis="tp",
     ),
+    "layer-pickle": lambda: pickle.dumps(layer(init())),
     "layer-no-capacity": lambda: layer(init(), on_limit="raise"),
     "layer-drops": lambda: run_layer(
         layer(init(name="train"), capacity_factor=0.5, on_limit="raise")
