@@ -4,14 +4,16 @@ import copy
 import pickle
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx, serialization
 from jax import P
 
+import jax_ep
 from jax_ep.nnx import MoE
-from nnx_layers import F, S, make_layer, make_tokens, open_group
+from nnx_layers import F, S, make_layer, make_mesh, make_tokens, open_group
 
 pytestmark = pytest.mark.usefixtures("one_process", "float32_matmuls")
 OPTIONS = {"router_bias": True, "shared_size": S}
@@ -49,6 +51,26 @@ def test_arrays_are_restored_on_another_mesh(name):
     moments = nnx.state(optimizer, lambda path, _: path[-1] == "gate_up")
     assert [x.sharding.spec[0] for x in jax.tree.leaves(moments)] == ["ep", "ep"]
     np.testing.assert_allclose(outputs(layer), outputs(saved), rtol=1e-5, atol=1e-5)
+
+
+def test_codes_of_experts_are_restored_on_the_devices_that_hold_them():
+    config = {"token_format": jax_ep.BlockwiseFP8(), "combine_dtype": jnp.bfloat16}
+
+    def create(n_ranks):
+        layer = make_layer("auto", axes={"ep": n_ranks}, config=config, fp8_matmuls=True)
+        layer.quantize_experts()
+        return layer
+
+    saved = create(4)
+    arrays = nnx.to_pure_dict(nnx.state(saved))
+    graph, target = nnx.get_abstract_model(lambda: create(2), make_mesh({"ep": 2}))
+    shardings = jax.tree.map(lambda x: x.sharding, nnx.to_pure_dict(target))
+    for name in ("gate_up", "down", "gate_up_scales", "down_scales"):
+        assert shardings[name].spec[0] == "ep", name
+    nnx.replace_by_pure_dict(target, jax.device_put(jax.tree.map(np.asarray, arrays), shardings))
+    restored = nnx.merge(graph, target)
+    error = np.abs(outputs(restored) - outputs(saved)).max()
+    assert error < 0.02 * np.abs(outputs(saved)).max()
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, nnx.clone])

@@ -287,8 +287,10 @@ class MoE(nnx.Module):
                 ),
                 out_shardings=placement,
             )(getattr(self, name)[...])
-            setattr(self, name, ExpertCodes(quantized.codes))
-            setattr(self, f"{name}_scales", ExpertCodes(quantized.scales))
+            for suffix, array in (("", quantized.codes), ("_scales", quantized.scales)):
+                spec = self.group.axis_name, None, None
+                create = nnx.with_partitioning(lambda x: x, spec, mesh=self.group.mesh)
+                setattr(self, name + suffix, ExpertCodes(create(array)))
 
     def __copy__(self) -> Self:
         copied = object.__new__(type(self))
