@@ -108,7 +108,16 @@ def add_grouped_matmul_gradient() -> None:
     for argument, shape in arrays.items():
         dtype, other = (f32, bf16) if argument == "accumulator" else (bf16, f32)
         wrong = wrong_arrays(*shape, dtype=dtype) | other_dtypes(*shape, dtypes=(other, fp8, i32))
+        if argument != "accumulator":  # others must fit, see below
+            del wrong["too long"]
+        if argument == "rows":
+            del wrong["float32"]
         add_all(name, argument, wrong, matmul_gradient)
+    longer, wider = ones(4, 17), ones(4, 9)
+    add(name, "accumulator", "rows too long", lambda: matmul_gradient(rows=longer))
+    add(name, "accumulator", "cotangent too long", lambda: matmul_gradient(cotangent=wider))
+    floats = ones(4, 16, dtype=f32)
+    add(name, "cotangent", "rows in float32", lambda: matmul_gradient(rows=floats))
     add_all(name, "row_offsets", OFFSETS, matmul_gradient)
     add_all(name, "transposed", {"1": 1, "None": None}, matmul_gradient)
 
