@@ -278,6 +278,8 @@ def test_layers_raise_where_choices_exceed_their_capacity(name):
 def test_layers_raise_where_rows_do_not_fit(name):
     config = {"recv_capacity": 8, "on_drop": "raise", "name": "layers"}
     options = LAYERS[name] | {"config": config | LAYERS[name].get("config", {})}
+    if "capacity_axis" in options:
+        options["capacity_factor"] = 16.0  # enough for all choices
     layer, tokens = make_layer("auto", **options), make_tokens()
     with pytest.raises(jax.errors.JaxRuntimeError, match="of group layers: rows must fit into"):
         jax.block_until_ready(run_layer(layer, tokens))
