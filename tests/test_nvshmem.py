@@ -39,10 +39,9 @@ def mps(monkeypatch):
             subprocess.run([control], input="quit -t 5\n", text=True, timeout=60, check=False)
 
 
-@pytest.mark.parametrize("n_processes", [2, 4])
-@pytest.mark.parametrize(
-    "check",
-    [
+# By the module that has them.
+CHECKS = {
+    "nvshmem_checks": [
         "check_groups",
         "check_puts",
         "check_overlap",
@@ -53,29 +52,23 @@ def mps(monkeypatch):
         "check_a_changed_handle",
         "check_a_process_that_exits",
     ],
-)
-@pytest.mark.gpu
-@pytest.mark.multiprocess
-def test_jobs(check, n_processes):
-    target = f"nvshmem_checks:{check}"
-    run_processes(n_processes, target, gpus=gpus_of(n_processes), timeout_s=TIMEOUT_S)
-
-
-@pytest.mark.parametrize("n_processes", [2, 4])
-@pytest.mark.parametrize(
-    "check",
-    [
+    "nvshmem_async_checks": [
         "check_async",
         "check_a_skipped_asynchronous_call",
         "check_a_skipped_asynchronous_dispatch",
         "check_a_skipped_asynchronous_combine",
         "check_a_skipped_unreduced_combine",
     ],
+}
+
+
+@pytest.mark.parametrize("n_processes", [2, 4])
+@pytest.mark.parametrize(
+    "target", [f"{module}:{check}" for module, checks in CHECKS.items() for check in checks]
 )
 @pytest.mark.gpu
 @pytest.mark.multiprocess
-def test_jobs_with_asynchronous_calls_and_unreduced_combines(check, n_processes):
-    target = f"nvshmem_async_checks:{check}"
+def test_jobs(target, n_processes):
     run_processes(n_processes, target, gpus=gpus_of(n_processes), timeout_s=TIMEOUT_S)
 
 

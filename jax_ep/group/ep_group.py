@@ -165,9 +165,7 @@ class EPGroup:
         """
         if not self._closed:
             self._closed = True
-            if (
-                os.getpid() != self._process
-            ):  # it is the parent's, and so are the threads of its calls
+            if os.getpid() != self._process:  # the threads of its calls are in the parent
                 return
             try:
                 self._check_drops()
