@@ -1,15 +1,17 @@
 """The steps in which processes open a rail of `nvshmem`, without NVSHMEM or GPUs."""
 
+import itertools
 import json
 import queue
 import threading
 import time
+import warnings
 from types import SimpleNamespace
 
 import pytest
 
 import jax_ep
-from fake_store import FakeClient
+from fake_store import FakeClient, in_threads
 from harness import AXIS, make_mesh
 from jax_ep.geometry import Geometry
 from jax_ep.internode import bootstrap as nvshmem_bootstrap
@@ -17,6 +19,7 @@ from jax_ep.internode import nvshmem
 from jax_ep.internode.rail_room import Room, unsupported_reason, why_no_room
 from jax_ep.processes import exchange as exchange_module
 from jax_ep.processes.messages import Message
+from jax_ep.xla_ffi import extension
 
 
 class Answers:
@@ -226,36 +229,105 @@ def test_a_rail_that_some_processes_did_not_open_is_closed(monkeypatch):
     assert closed == [connection.inner.geometry.memory_key]
 
 
+def open_connection(monkeypatch, exchange, steps, is_captured=False, drain=lambda _: True):
+    """A connection whose inner one closes at once; `steps` gets what the extension is asked."""
+    fake = SimpleNamespace(
+        close=lambda key: steps.append("close") or True,
+        drain=lambda key, limit_s: steps.append("drain") or drain(limit_s),
+        release=lambda key, is_captured: steps.append("release"),
+        heap_bytes=lambda n_nodes, message_bytes: 32 << 20,
+    )
+    cuda = SimpleNamespace(nvshmem=fake, is_captured=lambda key, device: is_captured)
+    monkeypatch.setattr(nvshmem_bootstrap, "_unfinished", None)
+    monkeypatch.setattr(extension, "load_cuda", lambda: cuda)
+    config = jax_ep.EPConfig(n_experts=2, top_k=1, hidden_size=64, max_tokens_per_rank=8)
+    connection = nvshmem.NvshmemByNodes(Geometry(make_mesh(1), AXIS, config, "nvshmem"))
+    monkeypatch.setattr(connection.inner, "close", lambda: None)
+    connection._exchange = exchange
+    return connection
+
+
+ALL_STEPS = ["close", "rail closed", "drain", "rail drained"]
+NOT_CONFIRMED = "NVSHMEM has not confirmed within 2 s that what this process sent"
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
 @pytest.mark.parametrize(
-    ("failing", "wanted"),
+    ("failing", "wanted", "reason"),
     [
-        (None, ["rail closed", "drain", "rail drained", "release"]),
-        ("rail closed", ["rail closed"]),
-        ("drain", ["rail closed", "drain"]),
-        ("rail drained", ["rail closed", "drain", "rail drained"]),
+        ([], [*ALL_STEPS, "release"], None),
+        (["rail closed"], ALL_STEPS[:2], "another process may still write to them: process 1"),
+        (["drain"], ALL_STEPS, NOT_CONFIRMED),
+        (["rail drained"], ALL_STEPS, "another process may still write to them: process 1"),
+        (["drain", "rail drained"], ALL_STEPS, NOT_CONFIRMED),
     ],
 )
-def test_a_heap_is_released_once_all_processes_have_drained_theirs(failing, wanted, monkeypatch):
+def test_a_heap_is_released_once_all_processes_have_drained_theirs(
+    failing, wanted, reason, is_captured, monkeypatch
+):
     steps = []
 
     def close(step, limit_s):
         steps.append(step)
-        if step == failing:
+        if step in failing:
             raise TimeoutError("process 1")
 
-    fake = SimpleNamespace(
-        close=lambda key: True,
-        drain=lambda key, limit_s: steps.append("drain") or failing != "drain",
-        release=lambda key, is_captured: steps.append("release"),
-    )
-    monkeypatch.setattr(nvshmem_bootstrap, "load", lambda: fake)
-    monkeypatch.setattr(nvshmem.extension, "load_cuda", lambda: library(is_captured=False))
-    config = jax_ep.EPConfig(n_experts=2, top_k=1, hidden_size=64, max_tokens_per_rank=8)
-    connection = nvshmem.NvshmemByNodes(Geometry(make_mesh(1), AXIS, config, "nvshmem"))
-    monkeypatch.setattr(connection.inner, "close", lambda: None)
-    connection._exchange = SimpleNamespace(close=close)
-    connection.close()
+    exchange = SimpleNamespace(close=close)
+    drain = lambda _: "drain" not in failing  # noqa: E731
+    connection = open_connection(monkeypatch, exchange, steps, is_captured, drain)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        connection.close()
     assert steps == wanted
+    assert [each.category for each in caught] == [RuntimeWarning] * (reason is not None)
+    for each in caught:
+        text = str(each.message)
+        assert f"the 32 MiB that other nodes write to stay unused: {reason}" in text
+        assert ("compile their programs again" in text) == is_captured
+
+
+def test_nvshmem_is_refused_once_the_network_is_late(monkeypatch):
+    exchange = SimpleNamespace(close=lambda step, limit_s: None)
+    connection = open_connection(monkeypatch, exchange, [], drain=lambda _: False)
+    with pytest.warns(RuntimeWarning, match=NOT_CONFIRMED):
+        connection.close()
+    assert nvshmem_bootstrap.why_missing().startswith(NOT_CONFIRMED)
+
+
+def test_a_process_whose_network_is_late_keeps_no_other_waiting(monkeypatch):
+    """Two processes, of which one waits for its network as long as it may, in vain."""
+    monkeypatch.setattr(nvshmem, "_MAX_CLOSE_S", 0.3)
+    client, n_drained = FakeClient(), itertools.count()
+
+    def drain(limit_s):
+        if next(n_drained) == 0:
+            return True
+        time.sleep(limit_s)
+        return False
+
+    connections = []
+    for process in range(2):
+        exchange = exchange_module.Exchange("group", (0, 1), process, 60.0, client=client)
+        connections.append(open_connection(monkeypatch, exchange, [], drain=drain))
+
+    def close(process):
+        connections[process]._exchange("one", b"")
+        connections[process]._exchange.open()
+        return connections[process]._why_in_use("key")
+
+    in_time, late = sorted(in_threads(2, close), key=lambda reason: reason is not None)
+    assert in_time is None
+    assert late.startswith("NVSHMEM has not confirmed within 0.3 s")
+
+
+def test_a_rail_is_closed_when_close_is_interrupted(monkeypatch):
+    """And not released: other processes may still write to it."""
+    steps = []
+    connection = open_connection(monkeypatch, None, steps)
+    monkeypatch.setattr(connection.inner, "close", raising_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        connection.close()
+    assert steps == ["close"]
 
 
 @pytest.mark.parametrize(

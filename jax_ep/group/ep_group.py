@@ -158,7 +158,7 @@ class EPGroup:
         do calls whose results the program has dropped. `p2p` and `nvshmem` wait for what has been
         launched on the process's devices; calls that XLA launches later raise, so first wait for
         the results (`jax.block_until_ready`). All processes of a group must close it; each waits at
-        most 10 s for the others, or 12 s on `nvshmem`. Buffers that CUDA graphs refer to are kept
+        most 10 s for the others, or 16 s on `nvshmem`. Buffers that CUDA graphs refer to are kept
         for the next equal group. Memory that other groups use (`memory_of`) stays until the last of
         them is closed, in any order. Warns of dropped rows like `stats`, for the calls that are
         complete. In a fork of the process that opened the group, frees nothing.

@@ -30,7 +30,7 @@ _ENVIRONMENT = {"NVSHMEM_DISABLE_NCCL": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 # The least time limit of NVSHMEM's steps, in seconds. The first step loads its libraries.
 # Tests lower it.
 min_step_s = 60.0
-# Why a step has not ended, if so.
+# Why NVSHMEM is of no use to this process any more, if so.
 _unfinished: str | None = None
 
 
@@ -141,6 +141,22 @@ def find_heap(nvshmem: ModuleType, exchange: Exchange, key: str, n_bytes: int) -
             "ep_init must have failed in some of them only; restart the job."
         )
     return int(numbers[0])
+
+
+def drain(key: str, limit_s: float) -> str | None:
+    """Waits until what this process has sent over a closed rail has arrived; else the reason.
+
+    NVSHMEM's own wait, in a kernel, has no time limit, and whatever waits for the device may wait
+    for that kernel. So NVSHMEM is then of no use to this process.
+    """
+    global _unfinished
+    if load().drain(key, limit_s):
+        return None
+    _unfinished = (
+        f"NVSHMEM has not confirmed within {limit_s:g} s that what this process sent before it "
+        "closed a group has arrived. Restart the job."
+    )
+    return _unfinished
 
 
 def _is_offer(x: Any) -> bool:

@@ -1,6 +1,8 @@
 """Transport `nvshmem`: `p2p` inside each node, NVSHMEM between the nodes."""
 
 import math
+import time
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,8 +30,8 @@ from jax_ep.xla_ffi.primitives import (
     present,
 )
 
-# How long close() waits for a peer, which may be dead, after `p2p` has waited for it; then, for the
-# network.
+# How long close() waits for a peer, which may be dead, after `p2p` has waited for it; then for the
+# network; and then for the peers' networks.
 _MAX_CLOSE_S = 2.0
 
 
@@ -206,24 +208,50 @@ class NvshmemByNodes(P2pByNodes):
         """Closes `p2p` inside, then the rail.
 
         Its heap serves later groups if all processes have come to an end with it: no call of theirs
-        writes to it any more, and the network has delivered what they have sent.
+        writes to it any more, and the network has delivered what they have sent. Otherwise warns.
         """
         key = self.inner.geometry.memory_key
         (local,) = self.geometry.local_coordinates
         is_captured = extension.load_cuda().is_captured(key, bootstrap.ordinal(local))
-        self.inner.close()
         nvshmem = nvshmem_bootstrap.load()
-        if not nvshmem.close(key):
+        try:
+            self.inner.close()
+        finally:  # also after Ctrl-C: all processes have the rail of the next equal group, or none
+            is_last = nvshmem.close(key)
+        if not is_last:
             return
+        reason = self._why_in_use(key)
+        if reason is None:
+            nvshmem.release(key, is_captured)
+            return
+        advice = (
+            " Calls that XLA has captured may time out in an equal group: compile their programs "
+            "again (jax.clear_caches())."
+        )
+        warnings.warn(
+            f"Group {self.geometry.key} is closed, but the {self.memory_of_rail() / 2**20:.0f} MiB "
+            f"that other nodes write to stay unused: {reason}{advice if is_captured else ''}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+    def _why_in_use(self, key: str) -> str | None:
+        """Waits until nothing arrives in the heap of the closed rail any more; else the reason.
+
+        A process whose network is late takes the last step, too, so that the others need not wait.
+        The heap that they release serves no group as long as this process has not released it.
+        """
         assert self._exchange is not None
+        late = None
         try:
             self._exchange.close("rail closed", _MAX_CLOSE_S)
-            if not nvshmem.drain(key, _MAX_CLOSE_S):
-                return
-            self._exchange.close("rail drained", _MAX_CLOSE_S)
-        except Exception:  # `inner` has warned: another process may still write to the heap
-            return
-        nvshmem.release(key, is_captured)
+            # Of both waits: others may wait for their networks when this process is done.
+            end = time.monotonic() + 2 * _MAX_CLOSE_S
+            late = nvshmem_bootstrap.drain(key, _MAX_CLOSE_S)
+            self._exchange.close("rail drained", max(end - time.monotonic(), _MAX_CLOSE_S))
+        except Exception as error:
+            return late or f"another process may still write to them: {error}"
+        return late
 
     def abandon(self) -> None:
         """Closes both; the rail's heap, too, only once all processes have."""

@@ -59,7 +59,8 @@ class World {
   uint8_t* Map(const Heap& heap, int pe) const;
 
   // Waits until the network has delivered what kernels of this process, which have ended, have
-  // sent. False: it has not within the limit, or there is an error.
+  // sent. False: it has not within the limit, or there is an error. The kernel that waits has no
+  // limit: what waits for the device afterwards waits for it, too.
   bool Drain(Duration limit) const;
 
   // Calls without tiles launch nothing, but for a combine, whose other kernel counts its blocks.
