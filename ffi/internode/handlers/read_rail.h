@@ -45,7 +45,8 @@ cudaError_t LaunchArriving(RailCall* call, bool overlaps, cudaStream_t stream, c
                            const std::function<cudaError_t()>& launch);
 
 // Launches the exchange's kernel on a side stream, then launch() on `stream`. `started`: null, or
-// an event that launch() completes; by then the exchange's blocks, which come first, run, too.
+// an event that launch() completes; by then the exchange's blocks, which come first, have been
+// offered multiprocessors, too.
 template <class Call>
 cudaError_t LaunchBeside(const Call& call, cudaStream_t stream, cudaEvent_t started,
                          const std::function<cudaError_t()>& launch) {
