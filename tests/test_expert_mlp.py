@@ -237,7 +237,8 @@ def count_matmuls(layer, mesh) -> int:
 
     gradient = jax.grad(loss, argnums=(0, 1, 2, 3))
     text = str(jax.make_jaxpr(gradient)(tokens, weights, by_rank(gate_up), by_rank(down)))
-    return sum(text.count(f"jax_ep_{name}[") for name in ("grouped_matmul", "gated_matmul_grad"))
+    names = "grouped_matmul", "gated_matmul", "gated_matmul_grad"
+    return sum(text.count(f"jax_ep_{name}[") for name in names)
 
 
 def test_a_shared_expert_has_the_first_weights(transport):

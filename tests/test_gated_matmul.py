@@ -1,5 +1,6 @@
 """The matmuls of experts, with the activation or its gradient in them: bits of separate calls."""
 
+import collections
 import functools
 
 import jax
@@ -135,13 +136,36 @@ def gradients_of(function):
 def test_a_gradient_differentiates_the_activation_in_a_matmul(monkeypatch):
     operands = make_operands([5, 9], 16, 8)
     mlp = functools.partial(gated_matmul.gated_mlp, VARIANTS["plain"])
-    assert targets(monkeypatch, mlp, *operands)[GATED] == [GATE]
+    assert targets(monkeypatch, mlp, *operands)[GATED] == [GATE | {"keeps_hidden": "bool"}]
     assert count_calls(monkeypatch, mlp, *operands) == {GATED: 1, MATMUL: 1}
-    wanted = {MATMUL: 5, SILU: 1, GATED_GRAD: 1}
+    wanted = {GATED: 1, MATMUL: 4, GATED_GRAD: 1}
     assert count_calls(monkeypatch, gradients_of(mlp), *operands) == wanted
     three = functools.partial(by_public_calls, VARIANTS["plain"])
     wanted = {MATMUL: 6, SILU: 1, SILU_GRAD: 1}
     assert count_calls(monkeypatch, gradients_of(three), *operands) == wanted
+
+
+@pytest.mark.parametrize(
+    ("policy", "again"),
+    [
+        (None, {GATED: 1}),
+        (jax.checkpoint_policies.save_only_these_names(jax_ep.EXPERT_HIDDEN_NAME), {SILU: 1}),
+        (jax.checkpoint_policies.everything_saveable, {}),
+    ],
+    ids=["nothing kept", "hidden rows kept", "all kept"],
+)
+def test_kept_hidden_rows_are_activated_again_and_not_multiplied(policy, again, monkeypatch):
+    operands = make_operands([5, 9], 16, 8)
+    mlp = functools.partial(gated_matmul.gated_mlp, VARIANTS["plain"])
+    checkpointed = jax.checkpoint(mlp, policy=policy)
+    calls = count_calls(monkeypatch, gradients_of(checkpointed), *operands)
+    results = calls.pop(MATMUL)
+    once = count_calls(monkeypatch, gradients_of(mlp), *operands)
+    assert results == once.pop(MATMUL)
+    assert collections.Counter(calls) == collections.Counter(once) + collections.Counter(again)
+    wanted = value_and_gradients(mlp, *operands)
+    got = value_and_gradients(checkpointed, *operands)
+    jax.tree.map(np.testing.assert_array_equal, got, wanted)
 
 
 def test_sizes_without_a_kernel_take_separate_calls(monkeypatch):

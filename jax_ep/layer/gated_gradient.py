@@ -1,4 +1,4 @@
-"""The activation and the second matmul of experts, whose gradients are one call on Hopper GPUs.
+"""The second matmul of experts, whose gradient is one call with the activation's on Hopper GPUs.
 
 The bits are those of the two calls: the matmul's gradient of its rows, then the activation's.
 """
@@ -12,6 +12,7 @@ import numpy as np
 from jax.interpreters import mlir
 
 from jax_ep.layer.activation import Activation, gate_attributes
+from jax_ep.layer.known_values import known_values
 from jax_ep.layer.matmul import (
     Matmul,
     MatmulForm,
@@ -21,7 +22,7 @@ from jax_ep.layer.matmul import (
     workspace,
 )
 from jax_ep.layer.matmul_gradients import grouped_matmul
-from jax_ep.layer.silu_gradient import activate_rows, fused_silu_grad_p, pull_back
+from jax_ep.layer.silu_gradient import fused_silu_grad_p, pull_back
 from jax_ep.xla_ffi.lowering import custom_call, fusion_barrier, like, make_primitive
 
 _TARGET = "jax_ep_gated_matmul_grad"
@@ -31,18 +32,23 @@ _BACKWARD = Matmul(MatmulForm.TRANSPOSED_WEIGHTS, _DTYPE)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def activate_and_multiply(
-    activation: Activation, hidden: jax.Array, weights: jax.Array, row_offsets: jax.Array
-) -> jax.Array:
-    """`bfloat16[C, H]`: the activation of hidden rows, `[C, 2 F]`, times weights, `[L, F, H]`."""
-    values = activate_rows(activation, hidden, row_offsets)
-    return grouped_matmul(_FORWARD, values, weights, row_offsets)
+def multiply_activated(activation: Activation, *operands: jax.Array) -> jax.Array:
+    """`bfloat16[C, H]`: values `[C, F]`, the activation of hidden rows, times weights `[L, F, H]`.
+
+    Operands: hidden rows `[C, 2 F]`, values, weights, row_offsets. The activation's gradient goes
+    to the hidden rows, none to the values.
+    """
+    return _fwd(activation, *operands)[0]
 
 
 def _fwd(
-    activation: Activation, hidden: jax.Array, weights: jax.Array, row_offsets: jax.Array
+    activation: Activation,
+    hidden: jax.Array,
+    values: jax.Array,
+    weights: jax.Array,
+    row_offsets: jax.Array,
 ) -> tuple[jax.Array, Any]:
-    values = activate_rows(activation, hidden, row_offsets)
+    values = known_values(activation, hidden, values, row_offsets)
     results = grouped_matmul(_FORWARD, values, weights, row_offsets)
     return results, (hidden, values, weights, row_offsets)
 
@@ -51,10 +57,10 @@ def _bwd(activation: Activation, saved: Any, cotangent: jax.Array) -> Any:
     hidden, values, weights, row_offsets = saved
     of_hidden = _pull_back(activation, cotangent, weights, hidden, row_offsets)
     of_weights = grouped_matmul(Matmul(MatmulForm.ROWS, _DTYPE), values, cotangent, row_offsets)
-    return of_hidden, of_weights, None
+    return of_hidden, None, of_weights, None
 
 
-activate_and_multiply.defvjp(_fwd, _bwd)
+multiply_activated.defvjp(_fwd, _bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

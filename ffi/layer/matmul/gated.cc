@@ -17,10 +17,13 @@ bool MayGate(const MatmulCall& call) {
          call.n_groups <= hopper::kMaxGatedGroups && least > 0 && largest <= INT32_MAX;
 }
 
-// Whether it is faster with any rows. Smaller weights and k were not measured.
-bool ShouldGate(const MatmulCall& call) {
+// Whether it is faster, with any rows unless hidden rows are kept. Then, with large k and few rows,
+// it is not: what fused_silu would read is little. Smaller weights and k were not measured.
+bool ShouldGate(const MatmulCall& call, const Gate& gate) {
   constexpr int64_t kSmallestK = 1024, kFewestWeights = 50'000'000;
-  return call.k >= kSmallestK && call.n_groups * call.k * call.n >= kFewestWeights;
+  constexpr int64_t kLargeK = 4096, kFewRows = 128;  // of a group, on average
+  if (call.k < kSmallestK || call.n_groups * call.k * call.n < kFewestWeights) return false;
+  return !gate.keeps_hidden || call.k < kLargeK || call.n_rows >= kFewRows * call.n_groups;
 }
 #endif
 
@@ -45,7 +48,7 @@ cudaError_t LaunchGated(const MatmulCall& call, const Gate& gate, LaunchMode mod
                         [[maybe_unused]] hopper::Swap swap) {
 #ifdef JAX_EP_MATMUL_HOPPER
   using hopper::Swap;
-  const bool should = swap == Swap::kByRows ? ShouldGate(call) : swap != Swap::kNever;
+  const bool should = swap == Swap::kByRows ? ShouldGate(call, gate) : swap != Swap::kNever;
   if (should && MayGate(call)) {
     const cudaError_t error = hopper::LaunchGatedBFloat16(call, gate, mode, swap);
     if (error != cudaSuccess) cudaGetLastError();  // clears it: the next launch must not report it

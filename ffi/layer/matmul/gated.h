@@ -17,12 +17,13 @@ namespace jax_ep::matmul {
 struct Gate {
   bool is_interleaved;  // gate and up columns alternate; otherwise all gates come first
   silu::Activation activation;
-  void* values;  // [C, F], bfloat16; rows that are not in use keep what they hold
+  void* values;       // [C, F], bfloat16; rows that are not in use keep what they hold
+  bool keeps_hidden;  // whether the result itself is written, too
 };
 
 // By one kernel where that is faster, or, by tests, as hopper::Swap says. `call` is of bfloat16, in
-// the form kWeights. Its result is written only where two kernels do the work. Errors are those of
-// LaunchMatmul.
+// the form kWeights. Unless it is kept, its result is written only where two kernels do the work.
+// Errors are those of LaunchMatmul.
 cudaError_t LaunchGated(const MatmulCall& call, const Gate& gate, LaunchMode mode,
                         hopper::Swap swap = hopper::Swap::kByRows);
 

@@ -9,7 +9,7 @@ namespace jax_ep::matmul {
 namespace {
 
 ffi::Error GatedImpl(cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingRets results,
-                     const silu::GateAttributes& attributes) {
+                     const GatedAttributes& attributes) {
   MatmulCall call{};
   Gate gate{};
   const Status status =
@@ -32,7 +32,7 @@ ffi::Error GatedGradientImpl(cudaStream_t stream, ffi::RemainingArgs operands,
 }  // namespace jax_ep::matmul
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaGatedMatmul, jax_ep::matmul::GatedImpl,
-                              jax_ep::p2p::BindLayerCall<jax_ep::silu::GateAttributes>(),
+                              jax_ep::p2p::BindLayerCall<jax_ep::matmul::GatedAttributes>(),
                               {xla::ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaGatedGradient, jax_ep::matmul::GatedGradientImpl,

@@ -91,6 +91,7 @@ cudaError_t MakeParams(const MatmulCall& call, const MatmulTileTable& tiles, Par
 cudaError_t MakeParams(const MatmulCall& call, const Gate& gate, const MatmulTileTable& tiles,
                        GatedParams& params) {
   params.activation = gate.activation;
+  params.hidden = gate.keeps_hidden ? call.out : nullptr;
   return MakeParams(call, tiles, /*are_apart=*/!gate.is_interleaved, gate.values, params);
 }
 

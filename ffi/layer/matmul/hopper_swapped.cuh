@@ -4,8 +4,8 @@
 //
 // Two blocks form a cluster, which works on 256 columns of a tile. Each block loads the weights of
 // its own 128 columns and half of the rows, which both blocks get. In each block, one thread loads,
-// and two groups of four warps multiply, for 64 columns each. In large tiles, the first group is
-// ahead of the second by a stage.
+// and two groups of four warps multiply, for 64 columns each. Where stages are those of large
+// tiles, the first group is ahead of the second by a stage.
 #pragma once
 
 #include <cuda.h>
@@ -180,7 +180,7 @@ struct Consumer {
   uint32_t thread;   // in the warp group
   uint32_t rank;     // of the block
   uint32_t results;  // of the warp group, in shared memory
-  bool keeps_lead;   // whether the first warp group is ahead: in large tiles, if they are long
+  bool keeps_lead;   // whether the first warp group is ahead: in long tiles with large stages
   Ring ring;
   uint32_t buffer = 0;  // of the results, for the next rows
 
@@ -250,15 +250,23 @@ __device__ __forceinline__ void WriteLines(uint32_t thread, uint32_t buffer, con
   }
 }
 
-// Stores the lines of `buffer` that are rows of the tile from `first` on.
+// A thread stores one vector of each line.
+constexpr uint32_t kLineVectors = kLineBytes / 16;
+
+// The first column that the thread stores.
+__device__ __forceinline__ uint32_t ColumnOf(const Consumer& self, const MatmulTile& tile) {
+  const uint32_t group = self.rank * kWarpGroups + self.index;
+  return tile.column + group * kGroupColumns + self.thread % kLineVectors * 8;
+}
+
+// Stores the lines of `buffer` that are rows of the tile from `first` on, to the thread's `column`
+// of the rows `to`, if there is such a column.
 __device__ __forceinline__ void StoreLines(const Consumer& self, uint32_t buffer,
-                                           const MatmulTile& tile, uint32_t first) {
-  constexpr uint32_t kVectors = kLineBytes / 16;
-  constexpr uint32_t kStep = kGroupThreads / kVectors;
+                                           const MatmulTile& tile, uint32_t first, void* to,
+                                           uint32_t column) {
+  constexpr uint32_t kStep = kGroupThreads / kLineVectors;
   const uint32_t n_columns = self.params.n_columns;
-  const uint32_t vector = self.thread % kVectors, line = self.thread / kVectors;
-  const uint32_t column =
-      tile.column + self.rank * kBlockColumns + self.index * kGroupColumns + vector * 8;
+  const uint32_t vector = self.thread % kLineVectors, line = self.thread / kLineVectors;
   const uint32_t from = buffer + line * kLineBytes + (vector ^ line % 8) * 16;
   int4 values[kStoreRows / kStep];
 #pragma unroll
@@ -267,7 +275,7 @@ __device__ __forceinline__ void StoreLines(const Consumer& self, uint32_t buffer
   }
   if (column >= n_columns) return;
   const int64_t element = int64_t{tile.row + first + line} * n_columns + column;
-  char* const out = static_cast<char*>(self.params.out) + element * 2;
+  char* const out = static_cast<char*>(to) + element * 2;
 #pragma unroll
   for (uint32_t i = 0; i < kStoreRows / kStep; ++i) {
     if (first + line + i * kStep >= tile.n_rows) return;
@@ -288,7 +296,8 @@ __device__ __forceinline__ uint32_t NextLines(Consumer& self, const float* sums)
 template <int kFirst, int kN>
 __device__ __forceinline__ void Store(Consumer& self, const MatmulTile& tile, const float* sums) {
   if constexpr (kFirst < kN) {
-    StoreLines(self, NextLines<kFirst, kN>(self, sums), tile, kFirst);
+    const uint32_t buffer = NextLines<kFirst, kN>(self, sums);
+    StoreLines(self, buffer, tile, kFirst, self.params.out, ColumnOf(self, tile));
     Store<kFirst + static_cast<int>(kStoreRows), kN>(self, tile, sums);
   }
 }

@@ -13,7 +13,7 @@
 
 namespace jax_ep::matmul::swapped {
 
-// The most rows of a tile: less, where no group has more, so that a stage is smaller.
+// The most rows of a tile: less, where that makes no more tiles, so that a stage is smaller.
 constexpr uint32_t kTinyTileRows = 96, kHalfTileRows = 128;
 constexpr uint32_t kSmallTileRows = 192, kLargeTileRows = 256;  // all are multiples of 16
 constexpr uint32_t kBlocks = 2;                                 // of a cluster
@@ -32,6 +32,7 @@ struct Params {
 // Of the kernel that also computes the activation; `out` is its values.
 struct GatedParams : Params {
   silu::Activation activation;
+  void* hidden;  // what is activated; null: not kept
 };
 
 // Of the kernel that also computes the activation's gradient; `out` is that of `hidden`.

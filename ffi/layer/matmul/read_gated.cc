@@ -61,12 +61,13 @@ void ReadBuffers(BufferReader& operands, BufferReader& results, MatmulCall* call
 
 }  // namespace
 
-Status ReadGated(const silu::GateAttributes& attributes, const BufferList& operands,
+Status ReadGated(const GatedAttributes& attributes, const BufferList& operands,
                  const BufferList& results, MatmulCall* call, Gate* gate) {
   Status status;
   BufferReader operand_reader(operands, status), result_reader(results, status);
   gate->is_interleaved = attributes.interleaved;
   gate->activation = attributes.activation();
+  gate->keeps_hidden = attributes.keeps_hidden;
   status = ReadGateSizes(operand_reader, call);
   if (status.ok()) ReadBuffers(operand_reader, result_reader, call, gate);
   if (status.ok()) status = CheckDisjoint(operands, results);

@@ -10,9 +10,20 @@
 
 namespace jax_ep::matmul {
 
+// By the names that Python sets.
+struct GatedAttributes {
+  bool interleaved;
+  bool clamped;
+  float alpha;
+  float limit;
+  bool keeps_hidden;
+
+  silu::Activation activation() const { return {clamped, alpha, limit}; }
+};
+
 // Operands, of bfloat16: rows [C, k], weights [L, k, 2 F], row_offsets [L + 1]. Results: values
-// [C, F], room for the matmul's result [C, 2 F], the workspace.
-Status ReadGated(const silu::GateAttributes& attributes, const BufferList& operands,
+// [C, F], the matmul's result [C, 2 F] or room for it, the workspace.
+Status ReadGated(const GatedAttributes& attributes, const BufferList& operands,
                  const BufferList& results, MatmulCall* call, Gate* gate);
 
 // Operands, of bfloat16: the gradient of the second matmul's result [C, k], its weights [L, F, k],
@@ -22,3 +33,9 @@ Status ReadGatedGradient(const silu::GateAttributes& attributes, const BufferLis
                          const BufferList& results, MatmulCall* call, GatedGradient* gradient);
 
 }  // namespace jax_ep::matmul
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_ep::matmul::GatedAttributes,
+                                      StructMember<bool>("interleaved"),
+                                      StructMember<bool>("clamped"), StructMember<float>("alpha"),
+                                      StructMember<float>("limit"),
+                                      StructMember<bool>("keeps_hidden"));

@@ -1,5 +1,5 @@
 // The tiles of hopper_swapped.cuh with the activation of the result. A warp group's 64 columns are
-// 32 gates and their ups, so that it needs no other: while one activates, the other multiplies.
+// 32 gates and their ups, so that it needs no other.
 #pragma once
 
 #include <cstdint>
@@ -55,6 +55,19 @@ __device__ __forceinline__ void LoadGates(uint32_t line, uint32_t swizzle, uint3
     ToFloats(ld_shared_v2(line + (vector ^ swizzle) * 16 + half), gates);
     ToFloats(ld_shared_v2(line + ((vector + kGateVectors) ^ swizzle) * 16 + half), ups);
   }
+}
+
+// The first column of hidden rows that the thread stores: a line has eight vectors of interleaved
+// columns, or four of gates and four of ups.
+template <bool kIsInterleaved>
+__device__ __forceinline__ uint32_t HiddenColumn(const Consumer& self, const MatmulTile& tile) {
+  if constexpr (kIsInterleaved) return ColumnOf(self, tile);
+  constexpr uint32_t kGateVectors = kLineVectors / 2;
+  const uint32_t row_size = self.params.n_columns / 2, vector = self.thread % kLineVectors;
+  const uint32_t group = self.rank * kWarpGroups + self.index;
+  const uint32_t gate = tile.column / 2 + group * kGroupGates + vector % kGateVectors * 8;
+  if (gate >= row_size) return self.params.n_columns;
+  return vector < kGateVectors ? gate : row_size + gate;
 }
 
 // Activates the lines of `buffer` that are rows of the tile from `first` on, and stores the values.
@@ -113,6 +126,11 @@ struct GatedTiles {
     if constexpr (kFirst < kEnd) {
       if (kFirst >= tile.n_rows) return;
       const uint32_t buffer = NextLines<kFirst, kEnd>(self, sums);
+      void* const hidden = static_cast<const GatedParams&>(self.params).hidden;
+      if (hidden != nullptr) {
+        const uint32_t column = HiddenColumn<kIsInterleaved>(self, tile);
+        StoreLines(self, buffer, tile, kFirst, hidden, column);
+      }
       StoreActivated<kIsInterleaved>(self, buffer, tile, kFirst);
       Store<kFirst + static_cast<int>(kStoreRows)>(self, tile, sums);
     }

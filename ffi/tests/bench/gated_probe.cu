@@ -1,7 +1,10 @@
 // Times a matmul that also computes the activation (layer/matmul/gated.h) beside the two calls that
 // it stands for: the matmul, with the kernel that is chosen, and fused_silu.
 //
-//   gated_probe
+//   gated_probe           the values only, as without gradients
+//   gated_probe hidden    the hidden rows, too, as for a gradient
+
+#include <string_view>
 
 #include "layer/matmul/gated.h"
 #include "layer/silu/cuda_silu.h"
@@ -11,6 +14,8 @@ namespace jax_ep::matmul {
 namespace {
 
 struct Forward {
+  static inline bool keeps_hidden = false;
+
   static MatmulCall Call(const GatedBuffers& set, const GatedModel& model,
                          const Buffer& row_offsets, int64_t n_rows) {
     return set.Call(MatmulForm::kWeights, model, 2 * model.expert_size, set.hidden, row_offsets,
@@ -24,10 +29,16 @@ struct Forward {
   }
 
  private:
-  static Gate GateOf(const GatedBuffers& set) { return {false, {}, set.values.As<void>()}; }
+  static Gate GateOf(const GatedBuffers& set) {
+    return {false, {}, set.values.As<void>(), keeps_hidden};
+  }
 };
 
 }  // namespace
 }  // namespace jax_ep::matmul
 
-int main() { jax_ep::matmul::TimeGated<jax_ep::matmul::Forward>(); }
+int main(int n_args, char** args) {
+  using jax_ep::matmul::Forward;
+  Forward::keeps_hidden = n_args > 1 && std::string_view(args[1]) == "hidden";
+  jax_ep::matmul::TimeGated<Forward>();
+}

@@ -30,7 +30,8 @@ class GatedCase {
       : lhs_(shape.n_rows * shape.k * 2),
         rhs_(shape.n_groups() * shape.k * shape.n * 2),
         row_offsets_(shape.row_offsets.size() * sizeof(uint32_t)),
-        hidden_(shape.n_rows * shape.n * 2),
+        wanted_hidden_(shape.n_rows * shape.n * 2),
+        got_hidden_(wanted_hidden_.size()),
         wanted_(shape.n_rows * shape.n),
         got_(shape.n_rows * shape.n),
         workspace_(MatmulWorkspaceBytes(shape.n_groups())) {
@@ -38,7 +39,7 @@ class GatedCase {
     call_.out_type = RowType::kBFloat16;
     call_.n_rows = shape.n_rows, call_.n_groups = shape.n_groups();
     call_.k = shape.k, call_.n = shape.n;
-    call_.lhs = lhs_.As<void>(), call_.rhs = rhs_.As<void>(), call_.out = hidden_.As<void>();
+    call_.lhs = lhs_.As<void>(), call_.rhs = rhs_.As<void>();
     call_.row_offsets = row_offsets_.As<uint32_t>();
     call_.workspace = workspace_.As<void>(), call_.workspace_bytes = workspace_.size();
     const int64_t n_weights = call_.n_groups * call_.k * call_.n;
@@ -51,36 +52,42 @@ class GatedCase {
   }
 
   void Expect(Gate gate, const std::string& name) {
-    Run(wanted_, gate, name, [&] { return LaunchPair(call_, gate, nullptr); });
+    Run(wanted_, wanted_hidden_, gate, name, [&] { return LaunchPair(call_, gate, nullptr); });
   }
 
   // After Expect, of the same gate. `release` is called when all is launched.
   void Check(
       Gate gate, hopper::Swap swap, const std::string& name,
       const std::function<void()>& release = [] {}) {
-    Run(got_, gate, name, [&] {
+    Run(got_, got_hidden_, gate, name, [&] {
       const cudaError_t error = LaunchGated(call_, gate, nullptr, swap);
       release();
       return error;
     });
     ExpectSameBytes(name + ": values", got_.As<uint8_t>(), wanted_.As<uint8_t>(), got_.size());
-    for (const Buffer* buffer : {&got_, &hidden_, &workspace_}) {
+    if (gate.keeps_hidden) {
+      ExpectSameBytes(name + ": hidden", got_hidden_.As<uint8_t>(), wanted_hidden_.As<uint8_t>(),
+                      got_hidden_.size());
+    }
+    for (const Buffer* buffer : {&got_, &got_hidden_, &workspace_}) {
       ExpectSameBytes(name + ": past the end", buffer->guard(), nullptr, kGuardBytes);
     }
   }
 
  private:
   template <class LaunchCall>
-  void Run(const Buffer& values, Gate& gate, const std::string& name, const LaunchCall& launch) {
-    gate.values = values.As<void>();
-    ExpectSuccess(name, cudaMemset(gate.values, kCanary, values.size()));
-    ExpectSuccess(name, cudaMemset(hidden_.As<void>(), kCanary, hidden_.size()));
+  void Run(const Buffer& values, const Buffer& hidden, Gate& gate, const std::string& name,
+           const LaunchCall& launch) {
+    gate.values = values.As<void>(), call_.out = hidden.As<void>();
+    for (const Buffer* buffer : {&values, &hidden}) {
+      ExpectSuccess(name, cudaMemset(buffer->As<void>(), kCanary, buffer->size()));
+    }
     ExpectSuccess(name, launch());
     ExpectSuccess(name, cudaDeviceSynchronize());
   }
 
   MatmulCall call_{};
-  const Buffer lhs_, rhs_, row_offsets_, hidden_, wanted_, got_, workspace_;
+  const Buffer lhs_, rhs_, row_offsets_, wanted_hidden_, got_hidden_, wanted_, got_, workspace_;
 };
 
 // Returns the number of cases.
@@ -90,7 +97,7 @@ inline int CheckGated(const Shape& shape, uint32_t seed) {
   int n_cases = 0;
   for (const bool is_interleaved : {false, true}) {
     for (const bool is_clamped : {false, true}) {
-      const Gate gate = {is_interleaved, {is_clamped, 1.702f, 2.0f}, nullptr};
+      Gate gate = {is_interleaved, {is_clamped, 1.702f, 2.0f}, nullptr, /*keeps_hidden=*/false};
       const std::string name = "gated, " + shape.name + ", k " + std::to_string(shape.k) + ", n " +
                                std::to_string(shape.n) + (is_interleaved ? ", interleaved" : "") +
                                (is_clamped ? ", clamped" : "");
@@ -99,7 +106,11 @@ inline int CheckGated(const Shape& shape, uint32_t seed) {
       gated_case.Check(gate, Swap::kNever, name + ", never");
       gated_case.Check(gate, Swap::kSmallTiles, name + ", 192");
       gated_case.Check(gate, Swap::kLargeTiles, name + ", 256");
-      n_cases += 4;
+      gate.keeps_hidden = true;
+      gated_case.Check(gate, Swap::kByRows, name + ", with hidden rows, by rows");
+      gated_case.Check(gate, Swap::kSmallTiles, name + ", with hidden rows, 192");
+      gated_case.Check(gate, Swap::kLargeTiles, name + ", with hidden rows, 256");
+      n_cases += 7;
     }
   }
   return n_cases;
