@@ -208,10 +208,7 @@ void DefineQueries(nb::module_& module) {
 }
 
 #ifdef JAX_EP_CUTLASS
-cudaError_t LoadUsedMatmuls() {
-  matmul::MatmulLoader::Instance().AddDevice();
-  return cudaSuccess;
-}
+cudaError_t LoadUsedMatmuls() { return matmul::MatmulLoader::Instance().AddDevice(); }
 #endif
 
 NB_MODULE(_ffi_cuda, module) {

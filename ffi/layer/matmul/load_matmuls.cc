@@ -23,41 +23,56 @@ MatmulCall MakeCall(MatmulForm form, Element element, RowType out_type) {
   return call;
 }
 
-void LoadPlain() {
+// Of loading several kernels. Whatever is not a lack of memory means that there is no such kernel.
+class LoadStatus {
+ public:
+  void Add(cudaError_t error) {
+    if (error == cudaErrorMemoryAllocation) error_ = error;
+  }
+  cudaError_t error() const { return error_; }
+
+ private:
+  cudaError_t error_ = cudaSuccess;
+};
+
+void LoadPlain(LoadStatus& status) {
   for (const MatmulForm form : kForms) {
     for (const Element element : kElements) {
       for (const RowType out_type : kRowTypes) {
         MatmulCall call = MakeCall(form, element, out_type);
         for (const bool accumulates : {false, true}) {
           call.accumulates = accumulates;
-          LaunchMatmul(call, LaunchMode::OnlyLoad());  // an error: there is no such kernel
+          status.Add(LaunchMatmul(call, LaunchMode::OnlyLoad()));
         }
       }
     }
   }
 }
 
-void LoadGated() {
+void LoadGated(LoadStatus& status) {
   constexpr auto kAlways = hopper::Swap::kSmallTiles;
+  const LaunchMode mode = LaunchMode::OnlyLoad();
   const auto make_call = [](MatmulForm form) {
     return MakeCall(form, Element::kBFloat16, RowType::kBFloat16);
   };
   for (const bool is_interleaved : {false, true}) {
     Gate gate{};
     gate.is_interleaved = is_interleaved;
-    LaunchGated(make_call(MatmulForm::kWeights), gate, LaunchMode::OnlyLoad(), kAlways);
+    status.Add(LaunchGated(make_call(MatmulForm::kWeights), gate, mode, kAlways));
     GatedGradient gradient{};
     gradient.is_interleaved = is_interleaved;
-    LaunchGatedGradient(make_call(MatmulForm::kTransposedWeights), gradient, LaunchMode::OnlyLoad(),
-                        kAlways);
+    const MatmulCall call = make_call(MatmulForm::kTransposedWeights);
+    status.Add(LaunchGatedGradient(call, gradient, mode, kAlways));
   }
 }
 
 }  // namespace
 
-void LoadMatmuls() {
-  LoadPlain();
-  LoadGated();
+cudaError_t LoadMatmuls() {
+  LoadStatus status;
+  LoadPlain(status);
+  LoadGated(status);
+  return status.error();
 }
 
 // Never destroyed: XLA may compile until the process has ended.
@@ -66,21 +81,27 @@ MatmulLoader& MatmulLoader::Instance() {
   return *instance;
 }
 
-void MatmulLoader::AddDevice() {
+cudaError_t MatmulLoader::AddDevice() {
   int device = 0;
-  if (cudaGetDevice(&device) != cudaSuccess) return;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
   const std::lock_guard lock(mutex_);
-  if (devices_.insert(device).second && are_used_) LoadMatmuls();
+  if (devices_.count(device) > 0) return error;
+  if (are_used_) error = LoadMatmuls();
+  if (error == cudaSuccess) devices_.insert(device);
+  return error;
 }
 
-void MatmulLoader::Use() {
+cudaError_t MatmulLoader::Use() {
   const std::lock_guard lock(mutex_);
-  if (are_used_) return;
-  are_used_ = true;
+  if (are_used_) return cudaSuccess;
   for (const int device : devices_) {
     const p2p::ScopedDevice scoped(device);
-    LoadMatmuls();
+    const cudaError_t error = LoadMatmuls();
+    if (error != cudaSuccess) return error;
   }
+  are_used_ = true;
+  return cudaSuccess;
 }
 
 bool MatmulLoader::IsLoaded(int device) const {

@@ -1,21 +1,23 @@
 // Loads the kernels of grouped matmuls ahead of their first launch.
 #pragma once
 
+#include <cuda_runtime_api.h>
+
 #include <mutex>
 #include <set>
 
 namespace jax_ep::matmul {
 
 // All of them, on every device of a group, as soon as a program of the process multiplies. Others
-// do not pay for the kernels.
+// do not pay for the kernels. After an error, the next call tries again.
 class MatmulLoader {
  public:
   static MatmulLoader& Instance();
 
   // A group opens on the current device. The device stays when the group is closed.
-  void AddDevice();
+  cudaError_t AddDevice();
   // A program multiplies. It has not run yet.
-  void Use();
+  cudaError_t Use();
 
   bool IsLoaded(int device) const;
 
@@ -25,7 +27,8 @@ class MatmulLoader {
   bool are_used_ = false;
 };
 
-// Loads them on the current device. Those that it lacks are none of its errors: calls report them.
-void LoadMatmuls();
+// Loads them on the current device. Its only error is cudaErrorMemoryAllocation: calls report
+// kernels that the device lacks.
+cudaError_t LoadMatmuls();
 
 }  // namespace jax_ep::matmul

@@ -26,8 +26,7 @@ ffi::Error MatmulImpl(cudaStream_t stream, ffi::RemainingArgs operands, ffi::Rem
 }
 
 ffi::Error UseMatmuls(ffi::Dictionary) {
-  MatmulLoader::Instance().Use();
-  return ffi::Error::Success();
+  return p2p::ToError(MatmulLoader::Instance().Use(), "loading the kernels of matmuls");
 }
 
 }  // namespace

@@ -73,11 +73,11 @@ size_t FreeBytes() {
 // Loads once a program multiplies and a group is open.
 void Load() {
   MatmulLoader& loader = MatmulLoader::Instance();
-  loader.AddDevice();
+  ExpectSuccess("AddDevice", loader.AddDevice());
   CHECK_EQ(loader.IsLoaded(0), false);
   const size_t n_free = FreeBytes();
   const auto begin = std::chrono::steady_clock::now();
-  loader.Use();
+  ExpectSuccess("Use", loader.Use());
   const std::chrono::duration<double, std::milli> time = std::chrono::steady_clock::now() - begin;
   CHECK_EQ(loader.IsLoaded(0), true);
   CHECK_EQ(loader.IsLoaded(1), false);
