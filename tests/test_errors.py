@@ -1,5 +1,7 @@
 """Callers' mistakes raise while tracing; if a rank is missing, the error names it."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -75,6 +77,20 @@ def test_dispatch_rejects_more_than_max_tokens_per_rank(transport):
     tokens, ids = jnp.zeros((T + 1, H), BF16), jnp.zeros((T + 1, K), I32)
     with pytest.raises(ValueError, match="max_tokens_per_rank"):
         trace(group, lambda: jax_ep.dispatch(group, tokens, ids).tokens)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_the_group_that_an_error_advises_takes_the_tokens(dtype, transport):
+    group, tokens = make_group(transport), jnp.zeros((T, H), dtype)
+
+    def body():
+        return jax_ep.dispatch(group, tokens, valid("topk_ids", group)).tokens
+
+    with pytest.raises(ValueError, match="tokens must be bfloat16") as caught:
+        trace(group, body)
+    (advice,) = re.findall(r"EPConfig\(\.\.\., (.*)\)\.$", str(caught.value))
+    group = make_group(transport, **eval(f"dict({advice})", {"jax_ep": jax_ep}))
+    trace(group, body)
 
 
 INVALID_FOR_COMBINE = [

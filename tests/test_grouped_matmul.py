@@ -295,7 +295,17 @@ OFFSETS = np.uint32([0, 2, 6])
         ((ROWS.astype(jnp.int32), WEIGHTS, OFFSETS), {}, "rows must be bfloat16 or float16"),
         ((ROWS, WEIGHTS[:1], OFFSETS), {}, r"weights must have the shape \[L=2, H=16, N\]"),
         ((ROWS, WEIGHTS, OFFSETS), {"transposed": True}, r"\[L=2, N, H=16\]"),
-        ((ROWS, WEIGHTS.astype(jnp.float32), OFFSETS), {}, "weights must be bfloat16; got float32"),
+        ((ROWS, WEIGHTS.astype(jnp.int32), OFFSETS), {}, "weights must be bfloat16 or float16"),
+        (
+            (ROWS, WEIGHTS.astype(jnp.float32), OFFSETS),
+            {},
+            r"rows and weights .* got bfloat16 rows and float32 weights.*jax_ep.Plain\('float32'\)",
+        ),
+        (
+            (ROWS.astype(jnp.float32), WEIGHTS, OFFSETS),
+            {},
+            r"got float32 rows and bfloat16 weights. Cast one of them with .astype\(\).$",
+        ),
         ((ROWS, WEIGHTS, OFFSETS.astype(np.int32)), {}, "row_offsets must be uint32"),
         ((ROWS, WEIGHTS, OFFSETS[:0]), {}, "one more entry than there are groups"),
         ((ROWS, WEIGHTS, OFFSETS), {"dtype": jnp.float16}, "dtype must be bfloat16, .* float32"),

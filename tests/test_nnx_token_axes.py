@@ -123,7 +123,17 @@ def test_the_default_follows_explicit_axes(spec):
 @pytest.mark.parametrize(
     "options, spec, message",
     [
-        ({}, P("dp"), r"say P\('dp',?\). Reshard them with jax.reshard\.$"),
+        (
+            {},
+            P("dp"),
+            r"over the group's axis 'ep'; .* say P\('dp',?\). Reshard them: "
+            r"jax.reshard\(tokens, jax.P\(\('dp', 'ep'\),?\)\)\.$",
+        ),
+        (
+            {"token_axes": BOTH},
+            P("dp"),
+            r"as token_axes says, P\('dp', 'ep'\); .* Reshard them with jax.reshard\.$",
+        ),
         ({}, P("dp", None, "ep"), r"H, must not be sharded; .* P\('dp', None, 'ep'\)"),
         (
             {"token_axes": ("dp", "ep")},

@@ -134,8 +134,24 @@ def _multiply_numbers(
     n_groups, hidden_size = row_offsets.shape[0] - 1, rows.shape[1]
     shape = (n_groups, None, hidden_size) if transposed else (n_groups, hidden_size, None)
     letters = "L N H" if transposed else "L H N"
-    checks.check_array("grouped_matmul", "weights", weights, shape, letters, rows.dtype)
+    checks.check_array("grouped_matmul", "weights", weights, shape, letters, *FLOATS)
+    _check_same_dtype(rows.dtype, weights.dtype)
     return multiply_arrays(rows, weights, row_offsets, transposed, _result_dtype(dtype, rows.dtype))
+
+
+def _check_same_dtype(rows: np.dtype, weights: np.dtype) -> None:
+    if rows == weights:
+        return
+    advice = ""
+    if rows == jnp.bfloat16:
+        advice = (
+            " If rows come from fused_silu, which returns bfloat16 unless it is given a "
+            f"token_format, pass jax_ep.Plain({weights.name!r}) to it."
+        )
+    raise ValueError(
+        f"grouped_matmul: rows and weights must have the same dtype; got {rows.name} rows and "
+        f"{weights.name} weights. Cast one of them with .astype().{advice}"
+    )
 
 
 def multiply_arrays(

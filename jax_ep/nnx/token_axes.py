@@ -64,13 +64,28 @@ def spec_of_call(group: EPGroup, spec: P, follows: bool, tokens: jax.Array) -> P
         if follows and fits:
             spec = found
         if found != spec:
+            says = f"their axes are explicit and say {found}"
+            if follows:
+                raise ValueError(
+                    f"{call}: tokens must {_describe_axes(group)}; {says}. Reshard them: "
+                    f"jax.reshard(tokens, jax.{spec})."
+                )
             advice = f", or make the layer with token_axes={found}" if fits else ""
             raise ValueError(
-                f"{call}: tokens must be sharded as token_axes says, {spec}; their axes are "
-                f"explicit and say {found}. Reshard them with jax.reshard{advice}."
+                f"{call}: tokens must be sharded as token_axes says, {spec}; {says}. Reshard them "
+                f"with jax.reshard{advice}."
             )
     _check_divides(group, spec, tokens.shape)
     return spec
+
+
+def _describe_axes(group: EPGroup) -> str:
+    """What a layer without `token_axes` requires of explicit axes."""
+    own = group.geometry.axis_names
+    axes = f"axis {own[0]!r}" if len(own) == 1 else f"axes {own}"
+    if group.config.skip_a2a:
+        return f"not be sharded over the group's {axes}, because of skip_a2a"
+    return f"be sharded over the group's {axes}"
 
 
 def check_sharded_alike(group: EPGroup, spec: P, mask: jax.Array) -> None:

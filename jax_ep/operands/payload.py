@@ -14,6 +14,7 @@ from jax import lax
 
 from jax_ep.config import EPConfig
 from jax_ep.formats import Plain, Quantized, QuantizedFormat, TokenFormat
+from jax_ep.formats.plain import FLOATS
 from jax_ep.operands import checks
 from jax_ep.operands.rows import in_use
 
@@ -41,6 +42,7 @@ class Payload:
             return cls._from_codes(operation, config, tokens)
         (tokens,) = checks.as_arrays(operation, tokens=tokens)
         size = checks.row_size(tokens, config.hidden_size)
+        _check_plain_dtype(operation, config.token_format, tokens)
         _check_shape(operation, "tokens", tokens, size, "H", config.token_format.token_dtypes)
         if size < config.hidden_size:
             token_bytes = size * tokens.dtype.itemsize
@@ -74,7 +76,8 @@ class Payload:
         if n_tokens > config.max_tokens_per_rank:
             raise ValueError(
                 f"{operation}: there must be at most "
-                f"max_tokens_per_rank={config.max_tokens_per_rank} tokens; got {n_tokens}."
+                f"max_tokens_per_rank={config.max_tokens_per_rank} tokens on each rank; got "
+                f"{n_tokens} on each. Raise EPConfig.max_tokens_per_rank, or pass fewer tokens."
             )
         return self
 
@@ -118,6 +121,19 @@ def _from_bytes(data: jax.Array, dtype: Any) -> jax.Array:
     if size > 1:
         data = data.reshape(*data.shape[:-1], data.shape[-1] // size, size)
     return lax.bitcast_convert_type(data, dtype)
+
+
+def _check_plain_dtype(operation: str, token_format: TokenFormat, tokens: Any) -> None:
+    """Requires tokens in the dtype of a plain format, if another plain format takes theirs."""
+    if tokens is None or isinstance(token_format, QuantizedFormat) or tokens.dtype not in FLOATS:
+        return
+    name = tokens.dtype.name
+    if tokens.dtype not in token_format.token_dtypes:
+        raise ValueError(
+            f"{operation}: tokens must be {token_format.token_dtypes[0].name}; got {name}. Cast "
+            "them with .astype(), or make the group with EPConfig(..., "
+            f"token_format=jax_ep.Plain({name!r}), combine_dtype={name!r})."
+        )
 
 
 def _check_shape(

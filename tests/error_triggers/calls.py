@@ -183,6 +183,9 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "forked": call_in_fork,
     "shape": lambda: call(init(), ids=(T, K + 1)),
     "dtype": lambda: round_trip(init(), dtype=jnp.float32),
+    "tokens-dtype": lambda: run(
+        lambda r: jax_ep.dispatch(init(), jnp.ones((T, H)), operands()[1]).tokens
+    ),
     "none": lambda: dispatch_ids(None),
     "not-array": lambda: dispatch_ids("ids"),
     "leading": lambda: dispatch_ids(np.zeros((2, T // 2, K), np.int32)),

@@ -30,7 +30,7 @@ def reassigned(layer: MoE, **changes: Any) -> MoE:
     return layer
 
 
-def on_explicit_axes(shape: tuple[int, int], *specs: jax.P) -> None:
+def on_explicit_axes(shape: tuple[int, int], *specs: jax.P, **options: Any) -> None:
     """A call with tokens, or tokens and a mask, with shardings that their types say."""
     mesh = jax.make_mesh(
         (R,), ("ep",), (jax.sharding.AxisType.Explicit,), devices=jax.devices()[:R]
@@ -39,7 +39,7 @@ def on_explicit_axes(shape: tuple[int, int], *specs: jax.P) -> None:
     puts = [
         jax.device_put(x, jax.NamedSharding(mesh, s)) for x, s in zip(arrays, specs, strict=False)
     ]
-    layer(init(mesh))(*puts)
+    layer(init(mesh), **options)(*puts)
 
 
 def fp8_layer(mesh: jax.sharding.Mesh | None = None, **options: Any) -> MoE:
@@ -63,6 +63,13 @@ def run_layer(layer: MoE) -> None:
 
 def multiply(weights: Any, **options: Any) -> None:
     jax_ep.grouped_matmul(np.ones((2, 8), np.float32), weights, np.uint32([0, 2]), **options)
+
+
+def multiply_activated() -> None:
+    """Numbers in float32, but without the token format that keeps them so."""
+    offsets = np.uint32([0, 2])
+    values = jax_ep.fused_silu(jnp.ones((2, 16)), offsets)
+    jax_ep.grouped_matmul(values, jnp.ones((1, 8, 4)), offsets)
 
 
 def add_gradient(n_rows: int = 2, n: int = 4, dtype: Any = np.float32) -> None:
@@ -145,6 +152,7 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     ),
     "matmul-shape": lambda: multiply(np.ones((2, 8, 4), np.float32)),
     "matmul-dtype": lambda: multiply(np.ones((1, 8, 4), jnp.bfloat16)),
+    "matmul-silu": multiply_activated,
     "matmul-result": lambda: multiply(np.ones((1, 8, 4), np.float32), dtype=jnp.bfloat16),
     "matmul-groups": lambda: jax_ep.grouped_matmul(jnp.ones((2, 8)), [], np.uint32([])),
     "matmul-codes": lambda: multiply(quantized_weights(8)),
@@ -186,6 +194,7 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     ),
     "layer-dimensions": lambda: layer(init(), token_axes=jax.P(None, "ep"))(jnp.ones((R, H))),
     "layer-explicit": lambda: on_explicit_axes((R, H), jax.P()),
+    "layer-explicit-axes": lambda: on_explicit_axes((R, H), jax.P(), token_axes="ep"),
     "layer-explicit-hidden": lambda: on_explicit_axes((R, H), jax.P(None, "ep")),
     "layer-explicit-mask": lambda: on_explicit_axes((R, H), jax.P("ep"), jax.P()),
     "layer-fsdp": lambda: layer(init(), fsdp_axis="ep"),
