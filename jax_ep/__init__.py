@@ -1,50 +1,91 @@
 """Mixture-of-Experts expert parallelism for JAX: dispatch and combine."""
 
-from jax_ep.config import EPConfig as EPConfig
-from jax_ep.formats import BF16 as BF16
-from jax_ep.formats import MXFP4 as MXFP4
-from jax_ep.formats import MXFP8 as MXFP8
-from jax_ep.formats import NVFP4 as NVFP4
-from jax_ep.formats import BlockwiseFP8 as BlockwiseFP8
-from jax_ep.formats import Plain as Plain
-from jax_ep.formats import Quantized as Quantized
-from jax_ep.formats import QuantizedFormat as QuantizedFormat
-from jax_ep.formats import TokenFormat as TokenFormat
-from jax_ep.group import EPGroup as EPGroup
-from jax_ep.group import ep_init as ep_init
-from jax_ep.layer.dequantize import dequantize as dequantize
-from jax_ep.layer.expert_mlp import EXPERT_HIDDEN_NAME as EXPERT_HIDDEN_NAME
-from jax_ep.layer.expert_mlp import expert_mlp as expert_mlp
-from jax_ep.layer.fused_silu import QuantizedRows as QuantizedRows
-from jax_ep.layer.fused_silu import fused_silu as fused_silu
-from jax_ep.layer.grouped_matmul import grouped_matmul as grouped_matmul
-from jax_ep.layer.grouped_matmul import grouped_matmul_gradient as grouped_matmul_gradient
-from jax_ep.layer.quantize_weights import QuantizedWeights as QuantizedWeights
-from jax_ep.layer.quantize_weights import quantize_weights as quantize_weights
-from jax_ep.moe_layer import moe as moe
-from jax_ep.operands.calls import COMBINE_NAME as COMBINE_NAME
-from jax_ep.operands.calls import DISPATCH_NAME as DISPATCH_NAME
-from jax_ep.operands.choices import count_choices as count_choices
-from jax_ep.operands.choices import limit_choices as limit_choices
-from jax_ep.ops import combine as combine
-from jax_ep.ops import combine_async as combine_async
-from jax_ep.ops import combine_wait as combine_wait
-from jax_ep.ops import dispatch as dispatch
-from jax_ep.ops import dispatch_async as dispatch_async
-from jax_ep.ops import dispatch_wait as dispatch_wait
-from jax_ep.ops import redispatch as redispatch
-from jax_ep.placement.choices import PlacedChoices as PlacedChoices
-from jax_ep.placement.choices import place_choices as place_choices
-from jax_ep.placement.expert_placement import ExpertPlacement as ExpertPlacement
-from jax_ep.placement.rebalance import rebalance as rebalance
-from jax_ep.placement.replicate import EXPERT_COPIES_NAME as EXPERT_COPIES_NAME
-from jax_ep.placement.replicate import replicate_experts as replicate_experts
-from jax_ep.plot import plot_traffic as plot_traffic
-from jax_ep.results import Dispatched as Dispatched
-from jax_ep.results import InFlight as InFlight
-from jax_ep.stats import RankStats as RankStats
+from jax_ep.config import EPConfig
+from jax_ep.formats import (
+    BF16,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    BlockwiseFP8,
+    Plain,
+    Quantized,
+    QuantizedFormat,
+    TokenFormat,
+)
+from jax_ep.group import EPGroup, ep_init
+from jax_ep.layer.dequantize import dequantize
+from jax_ep.layer.expert_mlp import EXPERT_HIDDEN_NAME, expert_mlp
+from jax_ep.layer.fused_silu import QuantizedRows, fused_silu
+from jax_ep.layer.grouped_matmul import grouped_matmul, grouped_matmul_gradient
+from jax_ep.layer.quantize_weights import QuantizedWeights, quantize_weights
+from jax_ep.moe_layer import moe
+from jax_ep.operands.calls import COMBINE_NAME, DISPATCH_NAME
+from jax_ep.operands.choices import count_choices, limit_choices
+from jax_ep.ops import (
+    combine,
+    combine_async,
+    combine_wait,
+    dispatch,
+    dispatch_async,
+    dispatch_wait,
+    redispatch,
+)
+from jax_ep.placement.choices import PlacedChoices, place_choices
+from jax_ep.placement.expert_placement import ExpertPlacement
+from jax_ep.placement.rebalance import rebalance
+from jax_ep.placement.replicate import EXPERT_COPIES_NAME, replicate_experts
+from jax_ep.plot import plot_traffic
+from jax_ep.results import Dispatched, InFlight
+from jax_ep.stats import RankStats
 from jax_ep.xla_ffi.extension import register_what_is_here as _register_what_is_here
-from jax_ep.xla_ffi.lowering import disabled_checks as disabled_checks
+from jax_ep.xla_ffi.lowering import disabled_checks
+
+__all__ = [
+    "BF16",
+    "BlockwiseFP8",
+    "COMBINE_NAME",
+    "DISPATCH_NAME",
+    "Dispatched",
+    "EPConfig",
+    "EPGroup",
+    "EXPERT_COPIES_NAME",
+    "EXPERT_HIDDEN_NAME",
+    "ExpertPlacement",
+    "InFlight",
+    "MXFP4",
+    "MXFP8",
+    "NVFP4",
+    "PlacedChoices",
+    "Plain",
+    "Quantized",
+    "QuantizedFormat",
+    "QuantizedRows",
+    "QuantizedWeights",
+    "RankStats",
+    "TokenFormat",
+    "combine",
+    "combine_async",
+    "combine_wait",
+    "count_choices",
+    "dequantize",
+    "disabled_checks",
+    "dispatch",
+    "dispatch_async",
+    "dispatch_wait",
+    "ep_init",
+    "expert_mlp",
+    "fused_silu",
+    "grouped_matmul",
+    "grouped_matmul_gradient",
+    "limit_choices",
+    "moe",
+    "place_choices",
+    "plot_traffic",
+    "quantize_weights",
+    "rebalance",
+    "redispatch",
+    "replicate_experts",
+]
 
 __version__ = "0.1.0"
 

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import pydoc
 import re
 import subprocess
 import sys
@@ -120,6 +121,20 @@ def public_names(module: types.ModuleType) -> set[str]:
         and not isinstance(value, types.ModuleType)
         and getattr(value, "__module__", "jax_ep").startswith("jax_ep")
     }
+
+
+def test_all_lists_what_is_public():
+    for module in (jax_ep, jax_ep.nnx):
+        assert module.__all__ == sorted(public_names(module))
+    taken: dict[str, object] = {}
+    exec("from jax_ep import *", taken)
+    assert taken["dispatch"] is jax_ep.dispatch and set(jax_ep.__all__) <= set(taken)
+
+
+def test_help_shows_functions_and_classes():
+    text = pydoc.render_doc(jax_ep, renderer=pydoc.plaintext)
+    assert "\n    dispatch(" in text
+    assert "\n    class EPConfig(" in text
 
 
 def test_the_api_pages_name_everything_public():

@@ -7,9 +7,8 @@ except ImportError as error:
 else:
     del _flax_nnx
 
-from jax_ep.nnx.forward import MoEReport as MoEReport
-from jax_ep.nnx.moe import ExpertCodes as ExpertCodes
-from jax_ep.nnx.moe import MoE as MoE
-from jax_ep.nnx.moe import RouterBias as RouterBias
-from jax_ep.nnx.placement import Placement as Placement
-from jax_ep.nnx.placement import PlacementTable as PlacementTable
+from jax_ep.nnx.forward import MoEReport
+from jax_ep.nnx.moe import ExpertCodes, MoE, RouterBias
+from jax_ep.nnx.placement import Placement, PlacementTable
+
+__all__ = ["ExpertCodes", "MoE", "MoEReport", "Placement", "PlacementTable", "RouterBias"]
