@@ -71,6 +71,53 @@ def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
+def test_the_first_block_on_layers_runs_as_pasted():
+    """With lines of its own for the devices and the data, as the example has them."""
+    devices = 'import jax\njax.config.update("jax_num_cpu_devices", 16)\n'
+    steps = """
+model, optimizer = create()
+x = jax.random.normal(jax.random.key(1), (64, 8, 64))
+batch = jax.device_put((x, jnp.sin(x)), jax.NamedSharding(mesh, jax.P("ep")))
+errors = [float(train_step(model, optimizer, *batch)[0]) for _ in range(8)]
+print(errors[-1] < 0.5 * errors[0])
+"""
+    assert run_python(devices + python_blocks(DOCS / "layers.md")[0] + steps) == ["True"]
+
+
+def test_expert_mlp_is_short_for_the_calls_of_the_page():
+    """With the same bits, in each dtype."""
+    blocks = python_blocks(DOCS / "experts.md")
+    (calls,) = [block for block in blocks if "fused_silu" in block]
+    check = f"""
+@jax.shard_map(mesh=mesh, in_specs=jax.P("ep"), out_specs=jax.P("ep"))
+def both(tokens, ids, gate_up, down):
+    rows = jax_ep.dispatch(group, tokens, ids)
+    names = dict(jax_ep=jax_ep, rows=rows, gate_up=gate_up, down=down)
+    exec({calls!r}, names)
+    results = names["results"], jax_ep.expert_mlp(rows, gate_up, down)
+    return tuple(jax_ep.combine(group, each, rows) for each in results)
+
+ids = jax.numpy.arange(64).reshape(32, 2) % 8
+for dtype in ("bfloat16", "float16", "float32"):
+    token_format, sizes = jax_ep.Plain(dtype), dict(n_experts=8, top_k=2, hidden_size=16)
+    config = jax_ep.EPConfig(
+        **sizes, max_tokens_per_rank=8, token_format=token_format, combine_dtype=dtype
+    )
+    group = jax_ep.ep_init(mesh, "ep", config)
+    shapes = (32, 16), (8, 16, 16), (8, 8, 16)
+    keys = jax.random.split(jax.random.key(0), 3)
+    tokens, *weights = [jax.random.normal(*each, dtype) for each in zip(keys, shapes)]
+    a, b = jax.jit(both)(tokens, ids, *weights)
+    print(a.dtype, bool((a == b).all() and a.any()))
+"""
+    setup = """
+import jax, jax_ep
+jax.config.update("jax_num_cpu_devices", 8)
+mesh = jax.sharding.Mesh(jax.devices()[:4], ("ep",))
+"""
+    assert run_python(setup + check) == ["bfloat16 True", "float16 True", "float32 True"]
+
+
 def test_stacked_layers_of_the_page_run_as_pasted():
     """They do what the loop over the layers does."""
     setup, *_ = python_blocks(ROOT / "README.md")
