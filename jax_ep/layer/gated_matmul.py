@@ -60,8 +60,8 @@ def second_half(
     """`bfloat16[C, H]`: the same of the first matmul's result, which may have a bias."""
     operands = hidden, down, lax.stop_gradient(row_offsets)
     hidden, down, row_offsets = checks.vary_alike((), *operands)
-    operands = lax.stop_gradient(hidden), row_offsets
-    (values,) = fused_silu_p.bind(*operands, activation=activation)
+    fixed = lax.stop_gradient(hidden)  # known_values differentiates
+    (values,) = fused_silu_p.bind(fixed, row_offsets, activation=activation)
     return multiply_activated(activation, hidden, values, down, row_offsets)
 
 

@@ -4,6 +4,7 @@ Its derivative is that of the activation. Where `jax.checkpoint` keeps the hidde
 values, it is the activation: the call that gave both need not run again.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -48,7 +49,9 @@ def _jvp(primals: Any, tangents: Any, *, activation: Activation) -> Any:
 ad.primitive_jvps[known_values_p] = _jvp
 
 
-def _partial_eval(saveable: Any, unknown: list[bool], recomputed: list[bool], eqn: Any) -> Any:
+def _partial_eval(
+    saveable: Any, unknown: Sequence[bool], recomputed: Sequence[bool], eqn: Any
+) -> Any:
     """What `jax.checkpoint` keeps and computes again: as of any primitive, but for one case.
 
     Returns the equations of the forward and of the backward; whether the result is unknown in the

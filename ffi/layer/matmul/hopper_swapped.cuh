@@ -35,7 +35,8 @@ constexpr uint32_t kGroupThreads = 128;
 constexpr uint32_t kBlockColumns = kWarpGroups * kGroupColumns;
 constexpr uint32_t kRowUnit = kMatmulRowUnit;
 constexpr uint32_t kLineBytes = 128;  // of kDepth terms of a row, or kGroupColumns of one term
-constexpr uint32_t kStepTerms = 16;   // that an instruction multiplies
+constexpr uint32_t kLineVectors = kLineBytes / 16;  // a thread stores one
+constexpr uint32_t kStepTerms = 16;                 // that an instruction multiplies
 constexpr uint32_t kRowStepBytes = kStepTerms * 2;  // from a row's terms to the next ones
 constexpr uint32_t kLead = 1;                       // stages that the first warp group is ahead
 constexpr uint32_t kStoreRows = 48;                 // that a warp group rearranges at a time
@@ -249,9 +250,6 @@ __device__ __forceinline__ void WriteLines(uint32_t thread, uint32_t buffer, con
     }
   }
 }
-
-// A thread stores one vector of each line.
-constexpr uint32_t kLineVectors = kLineBytes / 16;
 
 // The first column that the thread stores.
 __device__ __forceinline__ uint32_t ColumnOf(const Consumer& self, const MatmulTile& tile) {
