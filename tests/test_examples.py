@@ -195,9 +195,11 @@ def test_pages_quote_their_scripts_verbatim(name) -> None:
 
 def test_layers_page_quotes_nnx_layer_verbatim() -> None:
     page = (REPOSITORY / "docs" / "layers.md").read_text()
-    excerpt = re.search(r"```python\n(.*?)```", page, re.DOTALL)[1]
+    imports, excerpt = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[:2]
     assert "def train_step" in excerpt
-    assert excerpt in (EXAMPLES / "nnx_layer.py").read_text()
+    example = (EXAMPLES / "nnx_layer.py").read_text()
+    assert excerpt in example
+    assert all(line in example.splitlines() for line in imports.splitlines())
 
 
 @pytest.mark.multiprocess

@@ -168,7 +168,11 @@ SCALES = ((12, 8), jnp.float8_e8m0fnu)
         (CODES, ((11, 8), SCALES[1]), r"tokens.scales must have the shape \[T=12, S=8\]; got"),
         (CODES, ((12, 8), jnp.float32), "tokens.scales must be float8_e8m0fnu; got float32"),
         (((12, 48), CODES[1]), ((12, 1), SCALES[1]), "must be a multiple of 32 for mxfp8"),
-        (((13, 256), CODES[1]), ((13, 8), SCALES[1]), "there must be at most .*=12 tokens; got 13"),
+        (
+            ((13, 256), CODES[1]),
+            ((13, 8), SCALES[1]),
+            "there must be at most .*=12 tokens on each rank; got 13 on each",
+        ),
     ],
 )
 def test_other_shapes_and_dtypes_are_refused(codes, scales, message, transport):
