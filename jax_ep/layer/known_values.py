@@ -4,11 +4,13 @@ Its derivative is that of the activation. Where `jax.checkpoint` keeps the hidde
 values, it is the activation: the call that gave both need not run again.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.ad_checkpoint import Saveable
+from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 from jax.interpreters import partial_eval as pe
 
@@ -33,9 +35,9 @@ def _result_types(hidden: Any, values: Any, row_offsets: Any, *, activation: Act
     return [values]
 
 
-def _jvp(primals: Any, tangents: Any, *, activation: Activation) -> Any:
-    hidden, _, row_offsets = primals
-    results = known_values_p.bind(*primals, activation=activation)
+def _jvp(primitive: Primitive, primals: Any, tangents: Any, *, activation: Activation) -> Any:
+    hidden, *_, row_offsets = primals
+    results = primitive.bind(*primals, activation=activation)
     of_hidden = tangents[0]
     if type(of_hidden) is ad.Zero:
         return results, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in results]
@@ -46,7 +48,9 @@ def _jvp(primals: Any, tangents: Any, *, activation: Activation) -> Any:
     return results, [jax.jvp(activate, (hidden,), (of_hidden,))[1]]
 
 
-ad.primitive_jvps[known_values_p] = _jvp
+# The second is what `_partial_eval` makes of the first.
+for _primitive in (known_values_p, fused_silu_p):
+    ad.primitive_jvps[_primitive] = functools.partial(_jvp, _primitive)
 
 
 def _partial_eval(
