@@ -4,18 +4,16 @@ Its derivative is that of the activation. Where `jax.checkpoint` keeps the hidde
 values, it is the activation: the call that gave both need not run again.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.ad_checkpoint import Saveable
-from jax.extend.core import Primitive
-from jax.interpreters import ad, mlir
+from jax.interpreters import mlir
 from jax.interpreters import partial_eval as pe
 
 from jax_ep.layer.activation import Activation, fused_silu_p
-from jax_ep.layer.silu_gradient import activate_rows
+from jax_ep.layer.silu_gradient import differentiate_as_activation
 from jax_ep.xla_ffi.lowering import make_primitive
 
 
@@ -35,22 +33,7 @@ def _result_types(hidden: Any, values: Any, row_offsets: Any, *, activation: Act
     return [values]
 
 
-def _jvp(primitive: Primitive, primals: Any, tangents: Any, *, activation: Activation) -> Any:
-    hidden, *_, row_offsets = primals
-    results = primitive.bind(*primals, activation=activation)
-    of_hidden = tangents[0]
-    if type(of_hidden) is ad.Zero:
-        return results, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in results]
-
-    def activate(hidden: jax.Array) -> jax.Array:
-        return activate_rows(activation, hidden, row_offsets)
-
-    return results, [jax.jvp(activate, (hidden,), (of_hidden,))[1]]
-
-
-# The second is what `_partial_eval` makes of the first.
-for _primitive in (known_values_p, fused_silu_p):
-    ad.primitive_jvps[_primitive] = functools.partial(_jvp, _primitive)
+differentiate_as_activation(known_values_p)
 
 
 def _partial_eval(

@@ -5,7 +5,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.interpreters import mlir
+from jax.extend.core import Primitive
+from jax.interpreters import ad, mlir
 
 from jax_ep.layer.activation import Activation, activate, fused_silu_p, gate_attributes
 from jax_ep.xla_ffi import extension
@@ -49,6 +50,30 @@ activate_rows.defvjp(
     lambda activation, *args: (activate_rows(activation, *args), args),
     lambda activation, saved, cotangent: (pull_back(activation, *saved, cotangent), None),
 )
+
+
+def differentiate_as_activation(primitive: Primitive) -> None:
+    """For a primitive whose operands are hidden rows first and `row_offsets` last, with one result.
+
+    The activation of the former, which passes the gradient to them alone.
+    """
+
+    def jvp(primals: Any, tangents: Any, *, activation: Activation) -> Any:
+        hidden, *_, row_offsets = primals
+        of_hidden = tangents[0]
+        results = primitive.bind(*primals, activation=activation)
+        if type(of_hidden) is ad.Zero:
+            return results, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in results]
+
+        def activate(hidden: jax.Array) -> jax.Array:
+            return activate_rows(activation, hidden, row_offsets)
+
+        return results, [jax.jvp(activate, (hidden,), (of_hidden,))[1]]
+
+    ad.primitive_jvps[primitive] = jvp
+
+
+differentiate_as_activation(fused_silu_p)  # bare where a checkpoint recomputes known values
 
 
 def _by_jnp(
