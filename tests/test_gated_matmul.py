@@ -1,4 +1,7 @@
-"""The matmuls of experts, with the activation or its gradient in them: bits of separate calls."""
+"""The matmuls of experts, with a bias and the activation or its gradient in them.
+
+The bits are those of separate calls.
+"""
 
 import collections
 import functools
@@ -14,6 +17,7 @@ from harness import on_mesh
 from jax_ep.layer import gated_matmul
 from jax_ep.layer import matmul as matmul_primitive
 from jax_ep.layer.activation import Activation
+from jax_ep.layer.matmul_gradients import add_bias
 from test_attributes import CASES, GATE, attributes_by_target, closed_group, lowered
 
 GATED, MATMUL, SILU = "jax_ep_gated_matmul", "jax_ep_grouped_matmul", "jax_ep_fused_silu"
@@ -24,28 +28,42 @@ VARIANTS = {
 }
 
 
-def make_operands(sizes, h, f, spare=5):
-    """Rows, of which the last `spare` are NaN, both weights and row_offsets."""
+WITH_BIAS = pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
+
+
+def make_operands(sizes, h, f, spare=5, has_bias=False):
+    """Rows, of which the last `spare` are NaN, both weights, perhaps a bias, and row_offsets."""
     offsets = np.cumsum([0, *sizes]).astype(np.uint32)
-    keys = jax.random.split(jax.random.key(0), 3)
+    keys = jax.random.split(jax.random.key(0), 4)
     rows = jax.random.normal(keys[0], (int(offsets[-1]) + spare, h), jnp.bfloat16)
     rows = rows.at[int(offsets[-1]) :].set(jnp.nan)
     gate_up = jax.random.normal(keys[1], (len(sizes), h, 2 * f), jnp.bfloat16) * h**-0.5
     down = jax.random.normal(keys[2], (len(sizes), f, h), jnp.bfloat16) * f**-0.5
-    return rows, gate_up, down, offsets
+    bias = jax.random.normal(keys[3], (len(sizes), 2 * f), jnp.bfloat16)
+    return rows, gate_up, down, *([bias] if has_bias else []), offsets
 
 
-def by_public_calls(activation, rows, gate_up, down, offsets):
-    """The three calls that `expert_mlp` is short for."""
+def experts(activation, rows, gate_up, down, *rest):
+    """`gated_mlp` of the operands above."""
+    *biases, offsets = rest
+    return gated_matmul.gated_mlp(activation, rows, gate_up, down, offsets, *biases)
+
+
+def by_separate_calls(activation, rows, gate_up, down, *rest):
+    """The calls that `expert_mlp` is short for."""
+    *biases, offsets = rest
     options = {"interleaved": activation.interleaved, "clamp": activation.clamp}
     hidden = jax_ep.grouped_matmul(rows, gate_up, offsets)
+    for bias in biases:
+        hidden = add_bias(hidden, bias, offsets)
     values = jax_ep.fused_silu(hidden, offsets, **options)
     return jax_ep.grouped_matmul(values, down, offsets)
 
 
 def bits(arrays, n_used):
-    """Results, or gradients, of rows in use, and the gradients of weights."""
-    return [np.asarray(x[:n_used] if x.ndim == 2 else x).view(np.uint16) for x in arrays]
+    """Results, or gradients, of rows in use, and the gradients of weights and biases."""
+    n_rows = len(arrays[0])
+    return [np.asarray(x[:n_used] if len(x) == n_rows else x).view(np.uint16) for x in arrays]
 
 
 def value_and_gradients(function, *operands):
@@ -58,11 +76,12 @@ def value_and_gradients(function, *operands):
     return bits(jax.jit(run)(*arrays), int(offsets[-1]))
 
 
-def assert_same_bits(activation, sizes, h, f):
-    operands = make_operands(sizes, h, f)
-    three = functools.partial(by_public_calls, activation)
-    mlp = functools.partial(gated_matmul.gated_mlp, activation)
-    wanted = value_and_gradients(three, *operands)
+def assert_same_bits(activation, sizes, h, f, has_bias):
+    operands = make_operands(sizes, h, f, has_bias=has_bias)
+    separate = functools.partial(by_separate_calls, activation)
+    mlp = functools.partial(experts, activation)
+    wanted = value_and_gradients(separate, *operands)
+    assert len(wanted) == len(operands)
     (alone,) = bits([jax.jit(mlp)(*operands)], int(operands[-1][-1]))
     np.testing.assert_array_equal(alone, wanted[0])
     jax.tree.map(np.testing.assert_array_equal, value_and_gradients(mlp, *operands), wanted)
@@ -70,16 +89,26 @@ def assert_same_bits(activation, sizes, h, f):
 
 @pytest.mark.parametrize("activation", VARIANTS.values(), ids=VARIANTS)
 @pytest.mark.parametrize("sizes", [[3, 0, 140, 1], [0, 0]], ids=["mixed", "empty"])
-def test_bits_are_those_of_separate_calls(sizes, activation):
-    assert_same_bits(activation, sizes, 64, 40)
+@WITH_BIAS
+def test_bits_are_those_of_separate_calls(has_bias, sizes, activation):
+    assert_same_bits(activation, sizes, 64, 40, has_bias)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("activation", VARIANTS.values(), ids=VARIANTS)
 @pytest.mark.parametrize("f", [6400, 6408])
-def test_bits_are_those_of_separate_calls_where_one_kernel_does_two(f, activation):
+@WITH_BIAS
+def test_bits_are_those_of_separate_calls_where_one_kernel_does_two(has_bias, f, activation):
     """Large enough weights and rows, and groups that do not fill CUTLASS's tiles."""
-    assert_same_bits(activation, [1000, 0, 2100, 1100], 4096, f)
+    assert_same_bits(activation, [1000, 0, 2100, 1100], 4096, f, has_bias)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n_groups", [5, 512, 513])
+def test_biases_of_few_and_of_many_groups(n_groups):
+    """With small weights, and with more groups than one kernel takes."""
+    sizes = np.random.default_rng(0).integers(0, 20, n_groups)
+    assert_same_bits(VARIANTS["interleaved, clamped"], sizes, 72, 40, has_bias=True)
 
 
 # By what the backward has of the forward. (If it has nothing, JAX adds up second derivatives in
@@ -95,12 +124,13 @@ CHECKPOINTS = {
 
 @pytest.mark.parametrize("kept", CHECKPOINTS)
 @pytest.mark.parametrize("activation", VARIANTS.values(), ids=VARIANTS)
-def test_gradients_have_gradients(activation, kept):
-    rows, gate_up, down, offsets = make_operands([5, 0, 9], 16, 8)
+@WITH_BIAS
+def test_gradients_have_gradients(has_bias, activation, kept):
+    rows, *others = make_operands([5, 0, 9], 16, 8, has_bias=has_bias)
 
     def squares(function):
         def loss(rows):
-            results = function(rows, gate_up, down, offsets)
+            results = function(rows, *others)
             return jnp.sum(results[:14].astype(jnp.float32) ** 2)
 
         def of_gradient(rows):
@@ -108,18 +138,40 @@ def test_gradients_have_gradients(activation, kept):
 
         return bits([jax.jit(jax.grad(of_gradient))(rows)], 14)
 
-    wanted = squares(functools.partial(by_public_calls, activation))
+    wanted = squares(functools.partial(by_separate_calls, activation))
     assert np.any(wanted[0])
-    mlp = functools.partial(gated_matmul.gated_mlp, activation)
+    mlp = functools.partial(experts, activation)
     np.testing.assert_array_equal(squares(CHECKPOINTS[kept](mlp)), wanted)
 
 
-def test_the_experts_may_be_mapped():
-    rows, *weights, offsets = make_operands([5, 0, 9], 16, 8)
-    mlp = functools.partial(gated_matmul.gated_mlp, VARIANTS["plain"])
-    mapped = jax.jit(jax.vmap(mlp, (0, None, None, None)))
-    got = mapped(jnp.stack([rows, -rows]), *weights, offsets)
-    wanted = [mlp(x, *weights, offsets) for x in (rows, -rows)]
+def test_gradients_of_biases_have_gradients():
+    """Of the bias's, by rows, and of the rows', by the bias."""
+    rows, gate_up, down, bias, offsets = make_operands([5, 0, 9], 16, 8, has_bias=True)
+
+    def mixed(function):
+        def loss(rows, bias):
+            results = function(VARIANTS["plain"], rows, gate_up, down, bias, offsets)
+            return jnp.sum(results[:14].astype(jnp.float32) ** 2)
+
+        def of_gradient(rows, bias, of):
+            return jnp.sum(jax.grad(loss, of)(rows, bias)[:14].astype(jnp.float32) ** 2)
+
+        by_rows = jax.jit(jax.grad(of_gradient, 0), static_argnums=2)(rows, bias, 1)
+        by_bias = jax.jit(jax.grad(of_gradient, 1), static_argnums=2)(rows, bias, 0)
+        return bits([by_rows, by_bias], 14)
+
+    wanted = mixed(by_separate_calls)
+    assert all(map(np.any, wanted))
+    jax.tree.map(np.testing.assert_array_equal, mixed(experts), wanted)
+
+
+@WITH_BIAS
+def test_the_experts_may_be_mapped(has_bias):
+    rows, *others = make_operands([5, 0, 9], 16, 8, has_bias=has_bias)
+    mlp = functools.partial(experts, VARIANTS["plain"])
+    mapped = jax.jit(jax.vmap(mlp, (0, *[None] * len(others))))
+    got = mapped(jnp.stack([rows, -rows]), *others)
+    wanted = [mlp(x, *others) for x in (rows, -rows)]
     for each, alone in zip(got, wanted, strict=True):
         jax.tree.map(np.testing.assert_array_equal, bits([each], 14), bits([alone], 14))
 
@@ -146,16 +198,17 @@ def gradients_of(function):
     return gradients
 
 
-def test_a_gradient_differentiates_the_activation_in_a_matmul(monkeypatch):
-    operands = make_operands([5, 9], 16, 8)
-    mlp = functools.partial(gated_matmul.gated_mlp, VARIANTS["plain"])
+@WITH_BIAS
+def test_a_gradient_differentiates_the_activation_in_a_matmul(has_bias, monkeypatch):
+    operands = make_operands([5, 9], 16, 8, has_bias=has_bias)
+    mlp = functools.partial(experts, VARIANTS["plain"])
     assert targets(monkeypatch, mlp, *operands)[GATED] == [GATE | {"keeps_hidden": "bool"}]
     assert count_calls(monkeypatch, mlp, *operands) == {GATED: 1, MATMUL: 1}
-    wanted = {GATED: 1, MATMUL: 4, GATED_GRAD: 1}
+    wanted = {GATED: 1, MATMUL: 4 + has_bias, GATED_GRAD: 1}
     assert count_calls(monkeypatch, gradients_of(mlp), *operands) == wanted
-    three = functools.partial(by_public_calls, VARIANTS["plain"])
-    wanted = {MATMUL: 6, SILU: 1, SILU_GRAD: 1}
-    assert count_calls(monkeypatch, gradients_of(three), *operands) == wanted
+    separate = functools.partial(by_separate_calls, VARIANTS["plain"])
+    wanted = {MATMUL: 6 + has_bias, SILU: 1, SILU_GRAD: 1}
+    assert count_calls(monkeypatch, gradients_of(separate), *operands) == wanted
 
 
 @pytest.mark.parametrize(
@@ -167,9 +220,12 @@ def test_a_gradient_differentiates_the_activation_in_a_matmul(monkeypatch):
     ],
     ids=["nothing kept", "hidden rows kept", "all kept"],
 )
-def test_kept_hidden_rows_are_activated_again_and_not_multiplied(policy, again, monkeypatch):
-    operands = make_operands([5, 9], 16, 8)
-    mlp = functools.partial(gated_matmul.gated_mlp, VARIANTS["plain"])
+@WITH_BIAS
+def test_kept_hidden_rows_are_activated_again_and_not_multiplied(
+    has_bias, policy, again, monkeypatch
+):
+    operands = make_operands([5, 9], 16, 8, has_bias=has_bias)
+    mlp = functools.partial(experts, VARIANTS["plain"])
     checkpointed = jax.checkpoint(mlp, policy=policy)
     calls = count_calls(monkeypatch, gradients_of(checkpointed), *operands)
     results = calls.pop(MATMUL)
@@ -181,11 +237,22 @@ def test_kept_hidden_rows_are_activated_again_and_not_multiplied(policy, again, 
     jax.tree.map(np.testing.assert_array_equal, got, wanted)
 
 
-def test_sizes_without_a_kernel_take_separate_calls(monkeypatch):
-    operands = make_operands([5, 9], 16, 12)  # F is not a multiple of 8
-    mlp = functools.partial(gated_matmul.gated_mlp, VARIANTS["plain"])
+@WITH_BIAS
+def test_sizes_without_a_kernel_take_separate_calls(has_bias, monkeypatch):
+    operands = make_operands([5, 9], 16, 12, has_bias=has_bias)  # F is not a multiple of 8
+    mlp = functools.partial(experts, VARIANTS["plain"])
     assert set(targets(monkeypatch, mlp, *operands)) == {MATMUL, SILU}
     assert set(targets(monkeypatch, gradients_of(mlp), *operands)) == {MATMUL, SILU}
+
+
+@pytest.mark.parametrize(
+    ("n_groups", "has_bias", "calls"),
+    [(512, True, {GATED, MATMUL}), (513, True, {MATMUL, SILU}), (513, False, {GATED, MATMUL})],
+)
+def test_a_bias_of_too_many_groups_takes_separate_calls(n_groups, has_bias, calls, monkeypatch):
+    operands = make_operands([1] * n_groups, 16, 8, has_bias=has_bias)
+    mlp = functools.partial(experts, VARIANTS["plain"])
+    assert set(targets(monkeypatch, mlp, *operands)) == calls
 
 
 @pytest.mark.parametrize(
@@ -194,12 +261,12 @@ def test_sizes_without_a_kernel_take_separate_calls(monkeypatch):
         ({}, [GATED, MATMUL]),
         ({"interleaved": True, "clamp": (1.0, 2.0)}, [GATED, MATMUL]),
         ({"down_bias": (128,)}, [GATED, MATMUL]),
-        ({"gate_up_bias": (128,)}, [SILU, MATMUL, MATMUL]),
+        ({"gate_up_bias": (128,)}, [GATED, MATMUL]),
         ({"transposed": True}, [SILU, MATMUL, MATMUL]),
     ],
     ids=str,
 )
-def test_experts_without_bias_or_transposed_weights_are_two_calls(options, calls, monkeypatch):
+def test_experts_without_transposed_weights_are_two_calls(options, calls, monkeypatch):
     case = CASES["plain"]
     group, n_local = closed_group(case, "cuda"), case.n_experts // case.n_ranks
 
@@ -214,5 +281,5 @@ def test_experts_without_bias_or_transposed_weights_are_two_calls(options, calls
 
     operands = [np.stack(each) for each in suite.make_inputs(case).arrays()[:2]]
     found = targets(monkeypatch, on_mesh(group.mesh, layer), *operands)
-    experts = [name for name, each in found.items() for _ in each if name in (GATED, MATMUL, SILU)]
-    assert sorted(experts) == sorted(calls)
+    names = [name for name, each in found.items() for _ in each if name in (GATED, MATMUL, SILU)]
+    assert sorted(names) == sorted(calls)

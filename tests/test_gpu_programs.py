@@ -199,6 +199,34 @@ def test_a_layer_is_four_kernels_and_three_times_as_many_matmuls_with_gradients(
     assert sum("matmul" in step for step in our_steps(steps)) == 6
 
 
+def test_the_bias_of_the_first_matmul_needs_no_pass(mesh, make_group) -> None:
+    """Unlike that of the second one, which a fusion adds."""
+    case = CASE.replace(hidden_size=128)
+    group, n_local = make_group(config_of(case)), case.n_experts // case.n_ranks
+    sizes = {"gate_up": (128, 256), "gate_up_bias": (256,), "down": (128, 128), "down_bias": (128,)}
+    rng = np.random.default_rng(0)  # XLA would make arrays of ones in fusions
+    arrays = {
+        name: rng.standard_normal((n_local, *shape)).astype(jnp.bfloat16)
+        for name, shape in sizes.items()
+    }
+
+    def steps_with(*biases):
+        def layer(tokens, topk_ids):
+            rows = jax_ep.dispatch(group, tokens, topk_ids)
+            given = {name: arrays[name] for name in ("gate_up", "down", *biases)}
+            return jax_ep.combine(group, jax_ep.expert_mlp(rows, **given), rows)
+
+        (steps,) = computations(compiled(mesh, layer, case=case))
+        return our_steps(steps), steps.count("fusion")
+
+    calls, n_fusions = steps_with()
+    assert "jax_ep_gated_matmul" in calls
+    assert steps_with("gate_up_bias") == (calls, n_fusions)
+    of_second = steps_with("down_bias")
+    assert of_second[1] > n_fusions
+    assert steps_with("gate_up_bias", "down_bias") == of_second
+
+
 def test_unused_calls_are_dropped_and_no_call_runs_twice(mesh, make_group) -> None:
     group = make_group(config_of(CASE))
 

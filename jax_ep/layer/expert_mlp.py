@@ -14,7 +14,7 @@ from jax_ep.layer.activation import Activation
 from jax_ep.layer.dequantize import to_numbers
 from jax_ep.layer.expert_weights import ExpertWeights, call_name, check_arrays, check_codes
 from jax_ep.layer.fused_silu import QuantizedRows, activate, activate_and_quantize, check_activation
-from jax_ep.layer.gated_matmul import EXPERT_HIDDEN_NAME, gated_mlp, may_fuse, second_half
+from jax_ep.layer.gated_matmul import EXPERT_HIDDEN_NAME, gated_mlp, may_fuse
 from jax_ep.layer.grouped_matmul import multiply_arrays, multiply_rows
 from jax_ep.layer.matmul_gradients import add_bias
 from jax_ep.layer.quantize_weights import QuantizedWeights
@@ -91,17 +91,15 @@ def _plain_mlp(
     rows, row_offsets = dispatched.tokens, dispatched.row_offsets
     if isinstance(dispatched.group.config.token_format, QuantizedFormat):
         rows = to_numbers(dispatched, weights.gate_up.dtype)
-    if may_fuse(rows, weights.gate_up, transposed) and weights.gate_up_bias is None:
-        results = gated_mlp(activation, rows, weights.gate_up, weights.down, row_offsets)
+    gate_up, down, bias, _ = weights
+    if may_fuse(rows, gate_up, transposed):
+        results = gated_mlp(activation, rows, gate_up, down, row_offsets, bias)
         return _add_bias(results, weights.down_bias, row_offsets)
-    hidden = multiply_arrays(rows, weights.gate_up, row_offsets, transposed)
-    hidden = _add_bias(hidden, weights.gate_up_bias, row_offsets)
+    hidden = multiply_arrays(rows, gate_up, row_offsets, transposed)
+    hidden = _add_bias(hidden, bias, row_offsets)
     hidden = checkpoint_name(hidden, EXPERT_HIDDEN_NAME)
-    if may_fuse(rows, weights.gate_up, transposed):
-        results = second_half(activation, hidden, weights.down, row_offsets)
-    else:
-        values = activate(hidden, row_offsets, activation)
-        results = multiply_arrays(values, weights.down, row_offsets, transposed)
+    values = activate(hidden, row_offsets, activation)
+    results = multiply_arrays(values, down, row_offsets, transposed)
     return _add_bias(results, weights.down_bias, row_offsets)
 
 

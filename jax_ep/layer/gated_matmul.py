@@ -1,8 +1,8 @@
 """The matmuls of experts and the activation between them, which is no call of its own on Hopper.
 
-The bits are those of three calls. One call is the first matmul and the activation, and also stores
-the former's result for a gradient. A gradient differentiates the activation in the call that gives
-the gradient of the second matmul's rows.
+The bits are those of separate calls. One call is the first matmul, the addition of a bias and the
+activation, and also stores what is activated, the hidden rows, for a gradient. A gradient
+differentiates the activation in the call that gives the gradient of the second matmul's rows.
 """
 
 import functools
@@ -25,7 +25,7 @@ from jax_ep.layer.matmul import (
     multiply_groups,
     workspace,
 )
-from jax_ep.layer.matmul_gradients import grouped_matmul
+from jax_ep.layer.matmul_gradients import add_bias, grouped_matmul
 from jax_ep.operands import checks
 from jax_ep.xla_ffi.lowering import custom_call, fusion_barrier, like, make_primitive
 
@@ -33,6 +33,7 @@ from jax_ep.xla_ffi.lowering import custom_call, fusion_barrier, like, make_prim
 EXPERT_HIDDEN_NAME = "jax_ep_expert_hidden"
 
 _TARGET = "jax_ep_gated_matmul"
+_MAX_GROUPS_WITH_BIAS = 512  # more would take two kernels, which add none: kMaxGatedGroups in C++
 _MATMUL = Matmul(MatmulForm.WEIGHTS, np.dtype(jnp.bfloat16))
 
 
@@ -48,66 +49,62 @@ def gated_mlp(
     gate_up: jax.Array,
     down: jax.Array,
     row_offsets: jax.Array,
+    bias: jax.Array | None = None,
 ) -> jax.Array:
-    """`bfloat16[C, H]`: both matmuls of each row by the weights of its group, with no biases."""
-    operands = rows, gate_up, down, lax.stop_gradient(row_offsets)
+    """`bfloat16[C, H]`: both matmuls of each row by the weights of its group.
+
+    `bias`: `bfloat16[L, 2 F]`, which is added to the first matmul's result.
+    """
+    operands = rows, gate_up, bias, down, lax.stop_gradient(row_offsets)
     return _gated_mlp(activation, *checks.vary_alike((), *operands))
 
 
-def second_half(
-    activation: Activation, hidden: jax.Array, down: jax.Array, row_offsets: jax.Array
-) -> jax.Array:
-    """`bfloat16[C, H]`: the same of the first matmul's result, which may have a bias."""
-    operands = hidden, down, lax.stop_gradient(row_offsets)
-    hidden, down, row_offsets = checks.vary_alike((), *operands)
-    fixed = lax.stop_gradient(hidden)  # known_values differentiates
-    (values,) = fused_silu_p.bind(fixed, row_offsets, activation=activation)
-    return multiply_activated(activation, hidden, values, down, row_offsets)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gated_mlp(activation: Activation, *operands: jax.Array) -> jax.Array:
-    rows, gate_up, down, row_offsets = operands
-    operands = rows, gate_up, row_offsets
+def _gated_mlp(activation: Activation, *operands: Any) -> jax.Array:
+    rows, gate_up, bias, down, row_offsets = operands
+    operands = rows, gate_up, row_offsets, *_present(bias)
     (values,) = gated_matmul_p.bind(*operands, activation=activation, keeps_hidden=False)
     return multiply_groups(_MATMUL, values, down, row_offsets)
 
 
-def _fwd(
-    activation: Activation,
-    rows: jax.Array,
-    gate_up: jax.Array,
-    down: jax.Array,
-    row_offsets: jax.Array,
-) -> tuple[jax.Array, Any]:
-    def product(rows: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
-        hidden, values = _multiply_and_activate(activation, rows, gate_up, row_offsets)
+def _present(bias: jax.Array | None) -> tuple[jax.Array, ...]:
+    return () if bias is None else (bias,)
+
+
+def _fwd(activation: Activation, *operands: Any) -> tuple[jax.Array, Any]:
+    *arrays, row_offsets = operands
+
+    def product(rows: Any, gate_up: Any, bias: Any, down: Any) -> jax.Array:
+        hidden, values = _multiply_and_activate(activation, rows, gate_up, bias, row_offsets)
         hidden = checkpoint_name(hidden, EXPERT_HIDDEN_NAME)
         return multiply_activated(activation, hidden, values, down, row_offsets)
 
-    return jax.vjp(product, rows, gate_up, down)
+    return jax.vjp(product, *arrays)
 
 
 _gated_mlp.defvjp(_fwd, lambda activation, pull, cotangent: (*pull(cotangent), None))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _multiply_and_activate(
-    activation: Activation, *operands: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """The first matmul's result and its activation, which passes no gradient on.
+def _multiply_and_activate(activation: Activation, *operands: Any) -> tuple[jax.Array, jax.Array]:
+    """The hidden rows and their activation, which passes no gradient on.
 
     `multiply_activated` differentiates the activation by the former.
     """
+    rows, weights, bias, row_offsets = operands
+    operands = rows, weights, row_offsets, *_present(bias)
     values, hidden = gated_matmul_p.bind(*operands, activation=activation, keeps_hidden=True)
     return hidden, values
 
 
-def _multiply_and_activate_fwd(activation: Activation, *operands: jax.Array) -> tuple[Any, Any]:
-    def multiply(rows: jax.Array, weights: jax.Array) -> jax.Array:
-        return grouped_matmul(_MATMUL, rows, weights, operands[2])
+def _multiply_and_activate_fwd(activation: Activation, *operands: Any) -> tuple[Any, Any]:
+    *arrays, row_offsets = operands
 
-    return _multiply_and_activate(activation, *operands), jax.vjp(multiply, *operands[:2])[1]
+    def multiply(rows: jax.Array, weights: jax.Array, bias: jax.Array | None) -> jax.Array:
+        product = grouped_matmul(_MATMUL, rows, weights, row_offsets)
+        return product if bias is None else add_bias(product, bias, row_offsets)
+
+    return _multiply_and_activate(activation, *operands), jax.vjp(multiply, *arrays)[1]
 
 
 _multiply_and_activate.defvjp(
@@ -119,11 +116,13 @@ def _by_two_calls(
     rows: jax.Array,
     weights: jax.Array,
     row_offsets: jax.Array,
-    *,
+    *biases: jax.Array,
     activation: Activation,
     keeps_hidden: bool,
 ) -> list[jax.Array]:
     hidden = multiply_groups(_MATMUL, rows, weights, row_offsets)
+    for bias in biases:
+        hidden = add_bias(hidden, bias, row_offsets)
     values = fused_silu_p.bind(hidden, row_offsets, activation=activation)
     return [*values, hidden] if keeps_hidden else values
 
@@ -134,7 +133,7 @@ def _lower_cuda(
     values: Any = ctx.avals_out[0]
     n_rows, row_size = values.shape
     hidden = like(values, (n_rows, 2 * row_size), values.dtype)
-    if row_size % 8 or not (is_hopper() and has_kernel(ctx.avals_in, hidden, _MATMUL)):
+    if not _has_kernel(ctx.avals_in, hidden):
         return _lower_as_two(ctx, *operands, activation=activation, keeps_hidden=keeps_hidden)
     call = custom_call(_TARGET)
     results = call(
@@ -146,6 +145,14 @@ def _lower_cuda(
     return fusion_barrier(results[: len(ctx.avals_out)])
 
 
+def _has_kernel(operands: Any, hidden: Any) -> bool:
+    """Whether the custom call takes such operands."""
+    n_groups, n_columns = operands[1].shape[0], hidden.shape[1]
+    if n_columns % 16 or (len(operands) > 3 and n_groups > _MAX_GROUPS_WITH_BIAS):
+        return False
+    return is_hopper() and has_kernel(operands[:3], hidden, _MATMUL)
+
+
 _lower_as_two = mlir.lower_fun(_by_two_calls, multiple_results=True)
 gated_matmul_p = make_primitive(_TARGET, cuda=_lower_cuda)
 mlir.register_lowering(gated_matmul_p, _lower_as_two)
@@ -153,7 +160,7 @@ mlir.register_lowering(gated_matmul_p, _lower_as_two)
 
 @gated_matmul_p.def_abstract_eval
 def _result_types(
-    rows: Any, weights: Any, row_offsets: Any, *, activation: Activation, keeps_hidden: bool
+    rows: Any, weights: Any, *_: Any, activation: Activation, keeps_hidden: bool
 ) -> Any:
     n_rows, n_columns = rows.shape[0], weights.shape[2]
     values = like(rows, (n_rows, n_columns // 2), activation.token_format.row_dtype)

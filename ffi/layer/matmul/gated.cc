@@ -18,8 +18,10 @@ bool MayGate(const MatmulCall& call) {
 }
 
 // Whether it is faster, with any rows unless hidden rows are kept. Then, with large k and few rows,
-// it is not: what fused_silu would read is little. Smaller weights and k were not measured.
+// it is not: what fused_silu would read is little. Smaller weights and k were not measured. Where
+// there is a bias, nothing else adds it.
 bool ShouldGate(const MatmulCall& call, const Gate& gate) {
+  if (gate.bias != nullptr) return true;
   constexpr int64_t kSmallestK = 1024, kFewestWeights = 50'000'000;
   constexpr int64_t kLargeK = 4096, kFewRows = 128;  // of a group, on average
   if (call.k < kSmallestK || call.n_groups * call.k * call.n < kFewestWeights) return false;
@@ -55,6 +57,7 @@ cudaError_t LaunchGated(const MatmulCall& call, const Gate& gate, LaunchMode mod
     return error;
   }
 #endif
+  if (gate.bias != nullptr) return cudaErrorInvalidValue;
   const cudaError_t error = LaunchMatmul(call, mode);
   if (error != cudaSuccess || mode.only_loads()) return error;
   return silu::LaunchFusedSilu(ActivationOf(call, gate), mode.stream());

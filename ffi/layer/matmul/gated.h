@@ -13,17 +13,19 @@
 
 namespace jax_ep::matmul {
 
-// What becomes of the result [C, 2 F] of a matmul.
+// What becomes of the result [C, 2 F] of a matmul, rounded to bfloat16.
 struct Gate {
   bool is_interleaved;  // gate and up columns alternate; otherwise all gates come first
   silu::Activation activation;
   void* values;       // [C, F], bfloat16; rows that are not in use keep what they hold
   bool keeps_hidden;  // whether the result itself is written, too
+  const void* bias;   // [L, 2 F], bfloat16, added to the result; null: none
 };
 
 // By one kernel where that is faster, or, by tests, as hopper::Swap says. `call` is of bfloat16, in
 // the form kWeights. Unless it is kept, its result is written only where two kernels do the work.
-// Errors are those of LaunchMatmul.
+// With a bias, one kernel does, or the error is cudaErrorInvalidValue. Other errors are those of
+// LaunchMatmul.
 cudaError_t LaunchGated(const MatmulCall& call, const Gate& gate, LaunchMode mode,
                         hopper::Swap swap = hopper::Swap::kByRows);
 

@@ -92,6 +92,7 @@ cudaError_t MakeParams(const MatmulCall& call, const Gate& gate, const MatmulTil
                        GatedParams& params) {
   params.activation = gate.activation;
   params.hidden = gate.keeps_hidden ? call.out : nullptr;
+  params.bias = gate.bias;
   return MakeParams(call, tiles, /*are_apart=*/!gate.is_interleaved, gate.values, params);
 }
 

@@ -25,7 +25,6 @@
 namespace jax_ep::matmul::swapped {
 
 using p2p::barrier_sync;
-using p2p::cvt_rn_bf16x2_f32;
 using p2p::cvta_shared;
 using p2p::opaque;
 using p2p::st_global;
@@ -230,23 +229,23 @@ __device__ __forceinline__ void Multiply(Consumer& self, float* sums) {
 }
 
 // Rearranges rows `kFirst` to kFirst + kStoreRows of the sums, so that each has its columns in a
-// line of `buffer`.
-template <int kFirst, int kN>
-__device__ __forceinline__ void WriteLines(uint32_t thread, uint32_t buffer, const float* sums) {
+// line of `buffer`. `pack` makes bfloat16 of a thread's sums i and i + 1.
+template <int kFirst, int kN, class Pack = RoundedPairs>
+__device__ __forceinline__ void WriteLines(uint32_t thread, uint32_t buffer, const float* sums,
+                                           const Pack& pack = {}) {
   const uint32_t lane = thread % 32, warp = thread / 32;
   const uint32_t line = lane % 8;
   const uint32_t vector = (2 * warp + lane / 8 % 2) ^ line;  // swizzled: no bank conflicts
   const uint32_t address = buffer + (lane / 16 * 8 + line) * kLineBytes + vector * 16;
   constexpr int kEnd = std::min<int>(kFirst + kStoreRows, kN);
-  const auto pack = [&](int i) { return cvt_rn_bf16x2_f32(sums[i + 1], sums[i]); };
 #pragma unroll
   for (int row = kFirst; row < kEnd; row += 16) {
     const int i = row / 2;  // the sums of eight rows are four
     const uint32_t to = address + (row - kFirst) * kLineBytes;
     if (row + 8 < kEnd) {
-      stmatrix_x4_trans(to, pack(i), pack(i + 2), pack(i + 4), pack(i + 6));
+      stmatrix_x4_trans(to, pack(sums, i), pack(sums, i + 2), pack(sums, i + 4), pack(sums, i + 6));
     } else {
-      stmatrix_x2_trans(to, pack(i), pack(i + 2));
+      stmatrix_x2_trans(to, pack(sums, i), pack(sums, i + 2));
     }
   }
 }
@@ -282,11 +281,12 @@ __device__ __forceinline__ void StoreLines(const Consumer& self, uint32_t buffer
 }
 
 // Two buffers: when all threads have written to one, all have read the lines of the other.
-template <int kFirst, int kN>
-__device__ __forceinline__ uint32_t NextLines(Consumer& self, const float* sums) {
+template <int kFirst, int kN, class Pack = RoundedPairs>
+__device__ __forceinline__ uint32_t NextLines(Consumer& self, const float* sums,
+                                              const Pack& pack = {}) {
   const uint32_t buffer = self.results + self.buffer * kStoreRows * kLineBytes;
   self.buffer ^= 1;
-  WriteLines<kFirst, kN>(self.thread, buffer, sums);
+  WriteLines<kFirst, kN>(self.thread, buffer, sums, pack);
   barrier_sync(1 + static_cast<int>(self.index), kGroupThreads);
   return buffer;
 }

@@ -32,7 +32,8 @@ struct Params {
 // Of the kernel that also computes the activation; `out` is its values.
 struct GatedParams : Params {
   silu::Activation activation;
-  void* hidden;  // what is activated; null: not kept
+  void* hidden;      // what is activated; null: not kept
+  const void* bias;  // as in Gate
 };
 
 // Of the kernel that also computes the activation's gradient; `out` is that of `hidden`.

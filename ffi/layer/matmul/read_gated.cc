@@ -36,10 +36,12 @@ void ReadWorkspace(BufferReader& results, MatmulCall* call) {
   results.ExpectEnd("results");
 }
 
-void ReadBuffers(BufferReader& operands, BufferReader& results, MatmulCall* call, Gate* gate) {
+void ReadBuffers(bool has_bias, BufferReader& operands, BufferReader& results, MatmulCall* call,
+                 Gate* gate) {
   call->lhs = operands.Next("rows", ffi::BF16, {call->n_rows, call->k});
   call->rhs = operands.Next("weights", ffi::BF16, {call->n_groups, call->k, call->n});
   call->row_offsets = operands.Next<uint32_t>("row_offsets", {call->n_groups + 1});
+  gate->bias = has_bias ? operands.Next("bias", ffi::BF16, {call->n_groups, call->n}) : nullptr;
   operands.ExpectEnd("operands");
   gate->values = results.Next("the result", ffi::BF16, {call->n_rows, call->n / 2});
   call->out = results.Next("the matmul's result", ffi::BF16, {call->n_rows, call->n});
@@ -69,7 +71,9 @@ Status ReadGated(const GatedAttributes& attributes, const BufferList& operands,
   gate->activation = attributes.activation();
   gate->keeps_hidden = attributes.keeps_hidden;
   status = ReadGateSizes(operand_reader, call);
-  if (status.ok()) ReadBuffers(operand_reader, result_reader, call, gate);
+  if (status.ok()) {
+    ReadBuffers(operands.size() > 3, operand_reader, result_reader, call, gate);
+  }
   if (status.ok()) status = CheckDisjoint(operands, results);
   if (!status.ok()) status.message = "gated_matmul: " + status.message;
   return status;

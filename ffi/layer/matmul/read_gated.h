@@ -21,8 +21,9 @@ struct GatedAttributes {
   silu::Activation activation() const { return {clamped, alpha, limit}; }
 };
 
-// Operands, of bfloat16: rows [C, k], weights [L, k, 2 F], row_offsets [L + 1]. Results: values
-// [C, F], the matmul's result [C, 2 F] or room for it, the workspace.
+// Operands, of bfloat16: rows [C, k], weights [L, k, 2 F], row_offsets [L + 1] and, if there is
+// one, the bias [L, 2 F]. Results: values [C, F], the matmul's result [C, 2 F], with the bias, or
+// room for it, the workspace.
 Status ReadGated(const GatedAttributes& attributes, const BufferList& operands,
                  const BufferList& results, MatmulCall* call, Gate* gate);
 

@@ -57,17 +57,32 @@ __device__ __forceinline__ void LoadGates(uint32_t line, uint32_t swizzle, uint3
   }
 }
 
-// The first column of hidden rows that the thread stores: a line has eight vectors of interleaved
-// columns, or four of gates and four of ups.
+// One of a warp group's 64 columns, by its place in the lines: of 32 gates and 32 ups that lie
+// apart, or of whole lines. At least n_columns: there is none.
 template <bool kIsInterleaved>
-__device__ __forceinline__ uint32_t HiddenColumn(const Consumer& self, const MatmulTile& tile) {
-  if constexpr (kIsInterleaved) return ColumnOf(self, tile);
-  constexpr uint32_t kGateVectors = kLineVectors / 2;
-  const uint32_t row_size = self.params.n_columns / 2, vector = self.thread % kLineVectors;
+__device__ __forceinline__ uint32_t ColumnAt(const Consumer& self, const MatmulTile& tile,
+                                             uint32_t at) {
   const uint32_t group = self.rank * kWarpGroups + self.index;
-  const uint32_t gate = tile.column / 2 + group * kGroupGates + vector % kGateVectors * 8;
+  if constexpr (kIsInterleaved) return tile.column + group * kGroupColumns + at;
+  const uint32_t row_size = self.params.n_columns / 2;
+  const uint32_t gate = tile.column / 2 + group * kGroupGates + at % kGroupGates;
   if (gate >= row_size) return self.params.n_columns;
-  return vector < kGateVectors ? gate : row_size + gate;
+  return at < kGroupGates ? gate : row_size + gate;
+}
+
+// What gives the sums their bias. Without one, it is -0, to which any number can be added without a
+// change of its bits.
+template <bool kIsInterleaved>
+__device__ __forceinline__ BiasedPairs LoadBiases(const Consumer& self, const MatmulTile& tile) {
+  const auto& params = static_cast<const GatedParams&>(self.params);
+  const auto* const bias = static_cast<const uint16_t*>(params.bias);
+  const uint32_t first = self.thread / 32 * 16 + self.thread % 32 / 4;
+  const auto load = [&](uint32_t at) -> uint32_t {
+    const uint32_t column = ColumnAt<kIsInterleaved>(self, tile, at);
+    if (bias == nullptr || column >= params.n_columns) return 0x8000;
+    return __ldg(bias + int64_t{tile.group()} * params.n_columns + column);
+  };
+  return {{load(first), load(first + 8)}};
 }
 
 // Activates the lines of `buffer` that are rows of the tile from `first` on, and stores the values.
@@ -101,7 +116,8 @@ __device__ __forceinline__ void StoreActivated(const Consumer& self, uint32_t bu
   silu::VisitKnown(static_cast<const GatedParams&>(self.params).activation, store);
 }
 
-// The result is the activation of the sums, which are first rounded to bfloat16.
+// The result is the activation of the sums, which are first rounded to bfloat16, and once more with
+// the bias.
 template <bool kIsInterleaved>
 struct GatedTiles {
   using Weights = std::conditional_t<kIsInterleaved, WholeLines, LinesApart>;
@@ -110,29 +126,31 @@ struct GatedTiles {
   // instruction cache.
   __device__ __forceinline__ static void Compute(Consumer& self, const MatmulTile& tile,
                                                  uint32_t units) {
+    const BiasedPairs pack = LoadBiases<kIsInterleaved>(self, tile);  // while others still load
     float sums[kLargeTileRows / 2] = {};
     VisitUnits<1, kLargeTileRows / kRowUnit>(units, [&](auto n) {
       constexpr int kN = decltype(n)::value * kRowUnit;
       Multiply<Weights, kN>(self, sums);
     });
-    Store<0>(self, tile, sums);
+    Store<0>(self, tile, sums, pack);
   }
 
  private:
   template <int kFirst>
   __device__ __forceinline__ static void Store(Consumer& self, const MatmulTile& tile,
-                                               const float* sums) {
+                                               const float* sums, const BiasedPairs& pack) {
     constexpr int kEnd = kLargeTileRows;
     if constexpr (kFirst < kEnd) {
       if (kFirst >= tile.n_rows) return;
-      const uint32_t buffer = NextLines<kFirst, kEnd>(self, sums);
+      const uint32_t buffer = NextLines<kFirst, kEnd>(self, sums, pack);
       void* const hidden = static_cast<const GatedParams&>(self.params).hidden;
       if (hidden != nullptr) {
-        const uint32_t column = HiddenColumn<kIsInterleaved>(self, tile);
+        const uint32_t at = self.thread % kLineVectors * 8;
+        const uint32_t column = ColumnAt<kIsInterleaved>(self, tile, at);
         StoreLines(self, buffer, tile, kFirst, hidden, column);
       }
       StoreActivated<kIsInterleaved>(self, buffer, tile, kFirst);
-      Store<kFirst + static_cast<int>(kStoreRows)>(self, tile, sums);
+      Store<kFirst + static_cast<int>(kStoreRows)>(self, tile, sums, pack);
     }
   }
 };

@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "cuda/device/ptx.cuh"
+
 namespace jax_ep::matmul {
 
 // An operand in shared memory, in lines of 128 bytes, swizzled in blocks of eight lines that are
@@ -50,6 +52,13 @@ __device__ __forceinline__ void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
+// Of each half.
+__device__ __forceinline__ uint32_t add_rn_bf16x2(uint32_t a, uint32_t b) {
+  uint32_t sums;
+  asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(sums) : "r"(a), "r"(b));
+  return sums;
+}
+
 // Keeps the compiler from reading sums before a wait that precedes this.
 template <int kSize>
 __device__ __forceinline__ void FenceSums(float* sums) {
@@ -63,6 +72,22 @@ __device__ __forceinline__ void FenceSums(float* sums) {
 // the two after these.
 template <int kN>
 struct Wgmma;
+
+// Sums i and i + 1, of one column, rounded; i is even.
+struct RoundedPairs {
+  __device__ __forceinline__ uint32_t operator()(const float* sums, int i) const {
+    return p2p::cvt_rn_bf16x2_f32(sums[i + 1], sums[i]);
+  }
+};
+
+// The same, plus numbers in bfloat16: the sum of the two is rounded once more.
+struct BiasedPairs {
+  uint32_t biases[2];  // of the thread's two columns
+
+  __device__ __forceinline__ uint32_t operator()(const float* sums, int i) const {
+    return add_rn_bf16x2(RoundedPairs{}(sums, i), 0x10001u * biases[i / 2 % 2]);
+  }
+};
 
 #define JAX_EP_WGMMA_ISSUE(n, registers, a, b, is_along_columns, ...)                       \
   asm volatile(                                                                             \

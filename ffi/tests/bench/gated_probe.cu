@@ -30,7 +30,7 @@ struct Forward {
 
  private:
   static Gate GateOf(const GatedBuffers& set) {
-    return {false, {}, set.values.As<void>(), keeps_hidden};
+    return {false, {}, set.values.As<void>(), keeps_hidden, nullptr};
   }
 };
 

@@ -17,10 +17,24 @@
 
 namespace jax_ep::matmul {
 
-// Two calls: a matmul by CUTLASS, and fused_silu.
-inline cudaError_t LaunchPair(const MatmulCall& call, const Gate& gate, cudaStream_t stream) {
+// Adds each group's bias to its rows of a result in bfloat16, rounding once.
+static __global__ void AddBias(const MatmulCall call, const void* bias) {
+  const int64_t size = ClampedOffset(call, call.n_groups) * call.n;
+  for (int64_t i = ThreadIndex(); i < size; i += NumThreads()) {
+    int64_t group = 0;
+    while (i / call.n >= ClampedOffset(call, group + 1)) ++group;
+    auto* const out = static_cast<__nv_bfloat16*>(call.out) + i;
+    const auto* const added = static_cast<const __nv_bfloat16*>(bias) + group * call.n + i % call.n;
+    *out = __float2bfloat16_rn(__bfloat162float(*out) + __bfloat162float(*added));
+  }
+}
+
+// Separate calls: a matmul by CUTLASS, the addition of a bias, if there is one, and fused_silu.
+inline cudaError_t LaunchSeparate(const MatmulCall& call, const Gate& gate, cudaStream_t stream) {
   const cudaError_t error = hopper::LaunchBFloat16(call, stream, hopper::Swap::kNever);
-  return error == cudaSuccess ? silu::LaunchFusedSilu(ActivationOf(call, gate), stream) : error;
+  if (error != cudaSuccess) return error;
+  if (gate.bias != nullptr) AddBias<<<kTestBlocks, kTestThreads, 0, stream>>>(call, gate.bias);
+  return silu::LaunchFusedSilu(ActivationOf(call, gate), stream);
 }
 
 // `shape.n` is 2 F. Rows that are not in use are NaN, and their values must stay as they are.
@@ -29,6 +43,7 @@ class GatedCase {
   GatedCase(const Shape& shape, uint32_t seed)
       : lhs_(shape.n_rows * shape.k * 2),
         rhs_(shape.n_groups() * shape.k * shape.n * 2),
+        bias_(shape.n_groups() * shape.n * 2),
         row_offsets_(shape.row_offsets.size() * sizeof(uint32_t)),
         wanted_hidden_(shape.n_rows * shape.n * 2),
         got_hidden_(wanted_hidden_.size()),
@@ -47,12 +62,15 @@ class GatedCase {
         lhs_.As<void>(), call_.element, call_.n_rows * call_.k, shape.n_used() * call_.k, seed);
     FillElements<<<kTestBlocks, kTestThreads>>>(rhs_.As<void>(), call_.element, n_weights,
                                                 n_weights, seed + 1);
+    const int64_t n_biases = call_.n_groups * call_.n;
+    FillElements<<<kTestBlocks, kTestThreads>>>(bias_.As<void>(), call_.element, n_biases, n_biases,
+                                                seed + 2);
     ExpectSuccess("cudaMemcpy", cudaMemcpy(row_offsets_.As<void>(), shape.row_offsets.data(),
                                            row_offsets_.size(), cudaMemcpyHostToDevice));
   }
 
   void Expect(Gate gate, const std::string& name) {
-    Run(wanted_, wanted_hidden_, gate, name, [&] { return LaunchPair(call_, gate, nullptr); });
+    Run(wanted_, wanted_hidden_, gate, name, [&] { return LaunchSeparate(call_, gate, nullptr); });
   }
 
   // After Expect, of the same gate. `release` is called when all is launched.
@@ -74,6 +92,21 @@ class GatedCase {
     }
   }
 
+  void ExpectError(Gate gate, hopper::Swap swap, const std::string& name) {
+    cudaError_t error = cudaSuccess;
+    Run(got_, got_hidden_, gate, name, [&] {
+      error = LaunchGated(call_, gate, nullptr, swap);
+      return cudaSuccess;
+    });
+    CHECK_EQ(name + ": " + cudaGetErrorString(error),
+             name + ": " + cudaGetErrorString(cudaErrorInvalidValue));
+    for (const Buffer* buffer : {&got_, &got_hidden_}) {
+      ExpectSameBytes(name + ": results", buffer->As<uint8_t>(), nullptr, buffer->size());
+    }
+  }
+
+  const void* bias() const { return bias_.As<void>(); }
+
  private:
   template <class LaunchCall>
   void Run(const Buffer& values, const Buffer& hidden, Gate& gate, const std::string& name,
@@ -87,33 +120,60 @@ class GatedCase {
   }
 
   MatmulCall call_{};
-  const Buffer lhs_, rhs_, row_offsets_, wanted_hidden_, got_hidden_, wanted_, got_, workspace_;
+  const Buffer lhs_, rhs_, bias_, row_offsets_, wanted_hidden_, got_hidden_, wanted_, got_,
+      workspace_;
 };
 
-// Returns the number of cases.
-inline int CheckGated(const Shape& shape, uint32_t seed) {
+// Each function returns the number of cases.
+inline int CheckGate(GatedCase& gated_case, Gate gate, const std::string& name) {
   using Swap = hopper::Swap;
+  gated_case.Expect(gate, name);
+  gated_case.Check(gate, Swap::kByRows, name + ", by rows");
+  gated_case.Check(gate, Swap::kSmallTiles, name + ", 192");
+  gated_case.Check(gate, Swap::kLargeTiles, name + ", 256");
+  if (gate.bias == nullptr) {
+    gated_case.Check(gate, Swap::kNever, name + ", never");
+  } else {
+    gated_case.ExpectError(gate, Swap::kNever, name + ", never");
+  }
+  gate.keeps_hidden = true;
+  gated_case.Check(gate, Swap::kByRows, name + ", with hidden rows, by rows");
+  gated_case.Check(gate, Swap::kSmallTiles, name + ", with hidden rows, 192");
+  gated_case.Check(gate, Swap::kLargeTiles, name + ", with hidden rows, 256");
+  return 7;
+}
+
+inline int CheckGated(const Shape& shape, uint32_t seed) {
   GatedCase gated_case(shape, seed);
   int n_cases = 0;
   for (const bool is_interleaved : {false, true}) {
     for (const bool is_clamped : {false, true}) {
-      Gate gate = {is_interleaved, {is_clamped, 1.702f, 2.0f}, nullptr, /*keeps_hidden=*/false};
+      Gate gate = {is_interleaved,
+                   {is_clamped, 1.702f, 2.0f},
+                   nullptr,
+                   /*keeps_hidden=*/false,
+                   /*bias=*/nullptr};
       const std::string name = "gated, " + shape.name + ", k " + std::to_string(shape.k) + ", n " +
                                std::to_string(shape.n) + (is_interleaved ? ", interleaved" : "") +
                                (is_clamped ? ", clamped" : "");
-      gated_case.Expect(gate, name);
-      gated_case.Check(gate, Swap::kByRows, name + ", by rows");
-      gated_case.Check(gate, Swap::kNever, name + ", never");
-      gated_case.Check(gate, Swap::kSmallTiles, name + ", 192");
-      gated_case.Check(gate, Swap::kLargeTiles, name + ", 256");
-      gate.keeps_hidden = true;
-      gated_case.Check(gate, Swap::kByRows, name + ", with hidden rows, by rows");
-      gated_case.Check(gate, Swap::kSmallTiles, name + ", with hidden rows, 192");
-      gated_case.Check(gate, Swap::kLargeTiles, name + ", with hidden rows, 256");
-      n_cases += 7;
+      n_cases += CheckGate(gated_case, gate, name);
+      if (shape.n_rows == 0) continue;  // no kernel is needed, and none adds a bias
+      gate.bias = gated_case.bias();
+      n_cases += CheckGate(gated_case, gate, name + ", with a bias");
     }
   }
   return n_cases;
+}
+
+// More groups than the kernel takes, and nothing else adds a bias.
+inline void CheckTooManyBiases() {
+  const std::vector<uint32_t> sizes(hopper::kMaxGatedGroups + 1, 1);
+  GatedCase gated_case(MakeShape("too many groups", sizes, 0, 72, 144), 0);
+  Gate gate{};
+  gated_case.Expect(gate, "gated, too many groups");
+  gated_case.Check(gate, hopper::Swap::kByRows, "gated, too many groups");
+  gate.bias = gated_case.bias();
+  gated_case.ExpectError(gate, hopper::Swap::kByRows, "gated, too many groups, with a bias");
 }
 
 // Calls with columns for gates and ups.
@@ -126,6 +186,7 @@ inline int TestGated(double seconds, uint32_t first_seed) {
   using Clock = std::chrono::steady_clock;
   int n_cases = 0;
   for (const Shape& shape : SwappedShapes()) n_cases += CheckGated(WithGates(shape), 0);
+  CheckTooManyBiases();
   const auto end = Clock::now() + std::chrono::duration<double>(seconds);
   uint32_t seed = first_seed;
   for (; Clock::now() < end; ++seed) n_cases += CheckGated(WithGates(DrawSwappedShape(seed)), seed);
