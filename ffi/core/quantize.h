@@ -92,16 +92,21 @@ struct BlockwiseFp8 {
   }
   JAX_EP_HOST_DEVICE static float ScaleElement(float value, float factor) {
 #if defined(__CUDA_ARCH__)
-    // The quotient, corrected by its exact remainder. It is correctly rounded wherever the code is
-    // not 0, because the factor and its reciprocal are normal numbers. The signs are chosen to keep
-    // -0.
-    const float reciprocal = ReciprocalRn(factor), quotient = __fmul_rn(value, reciprocal);
-    const float excess = __fmaf_rn(quotient, factor, -value);
-    return __fmaf_rn(excess, -reciprocal, quotient);
+    return ScaleElement(value, factor, ReciprocalRn(factor));
 #else
     return DivideRn(value, factor);
 #endif
   }
+#if defined(__CUDACC__)
+  // The quotient, corrected by its exact remainder. It is correctly rounded wherever the code is
+  // not 0, because the factor and its reciprocal are normal numbers. The signs are chosen to keep
+  // -0.
+  __device__ static float ScaleElement(float value, float factor, float reciprocal) {
+    const float quotient = __fmul_rn(value, reciprocal);
+    const float excess = __fmaf_rn(quotient, factor, -value);
+    return __fmaf_rn(excess, -reciprocal, quotient);
+  }
+#endif
 
  private:
   static constexpr float kMinAmax = 1e-4f;

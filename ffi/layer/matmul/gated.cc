@@ -9,11 +9,11 @@ namespace jax_ep::matmul {
 namespace {
 
 #ifdef JAX_EP_MATMUL_HOPPER
-// Whether one kernel can do the work.
-bool MayGate(const MatmulCall& call) {
+// Whether one kernel can do the work, with k and n such multiples.
+bool MayGate(const MatmulCall& call, int64_t k_multiple, int64_t n_multiple) {
   const int64_t largest = std::max({call.n_rows, call.n_groups, call.k, call.n});
   const int64_t least = std::min({call.n_rows, call.n_groups, call.k, call.n});
-  return IsHopper() && call.k % 8 == 0 && call.n % 16 == 0 &&
+  return IsHopper() && call.k % k_multiple == 0 && call.n % n_multiple == 0 &&
          call.n_groups <= hopper::kMaxGatedGroups && least > 0 && largest <= INT32_MAX;
 }
 
@@ -33,8 +33,10 @@ bool ShouldGate(const MatmulCall& call, const Gate& gate) {
 
 silu::SiluCall ActivationOf(const MatmulCall& call, const Gate& gate) {
   silu::SiluCall silu{};
-  silu.token_format = "plain_bfloat16";
-  silu.scales_layout = ScalesLayout::kNone;
+  const bool is_e4m3 = call.element == Element::kE4m3;
+  silu.token_format = is_e4m3 ? "blockwise_fp8" : "plain_bfloat16";
+  silu.scales_layout = is_e4m3 ? ScalesLayout::kTransposed : ScalesLayout::kNone;
+  silu.n_scales = is_e4m3 ? call.n / 2 / kMatmulScaleBlock : 0;
   silu.is_interleaved = gate.is_interleaved;
   silu.activation = gate.activation;
   silu.n_rows = call.n_rows, silu.n_groups = call.n_groups;
@@ -43,6 +45,7 @@ silu::SiluCall ActivationOf(const MatmulCall& call, const Gate& gate) {
   silu.x = call.out;
   silu.row_offsets = call.row_offsets;
   silu.out = gate.values;
+  silu.scales = gate.scales;
   return silu;
 }
 
@@ -51,7 +54,7 @@ cudaError_t LaunchGated(const MatmulCall& call, const Gate& gate, LaunchMode mod
 #ifdef JAX_EP_MATMUL_HOPPER
   using hopper::Swap;
   const bool should = swap == Swap::kByRows ? ShouldGate(call, gate) : swap != Swap::kNever;
-  if (should && MayGate(call)) {
+  if (should && MayGate(call, 8, 16)) {
     const cudaError_t error = hopper::LaunchGatedBFloat16(call, gate, mode, swap);
     if (error != cudaSuccess) cudaGetLastError();  // clears it: the next launch must not report it
     return error;
@@ -61,6 +64,18 @@ cudaError_t LaunchGated(const MatmulCall& call, const Gate& gate, LaunchMode mod
   const cudaError_t error = LaunchMatmul(call, mode);
   if (error != cudaSuccess || mode.only_loads()) return error;
   return silu::LaunchFusedSilu(ActivationOf(call, gate), mode.stream());
+}
+
+cudaError_t LaunchGatedScaled(const MatmulCall& call, const Gate& gate, LaunchMode mode) {
+#ifdef JAX_EP_MATMUL_HOPPER
+  if (std::min({call.n_rows, call.n_groups, call.n}) == 0) return cudaSuccess;
+  if (MayGate(call, kMatmulScaleBlock, 2 * kMatmulScaleBlock)) {
+    const cudaError_t error = hopper::LaunchGatedE4m3(call, gate, mode);
+    if (error != cudaSuccess) cudaGetLastError();
+    return error;
+  }
+#endif
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace jax_ep::matmul

@@ -17,9 +17,10 @@ namespace jax_ep::matmul {
 struct Gate {
   bool is_interleaved;  // gate and up columns alternate; otherwise all gates come first
   silu::Activation activation;
-  void* values;       // [C, F], bfloat16; rows that are not in use keep what they hold
+  void* values;       // [C, F], bfloat16 or e4m3; rows that are not in use keep what they hold
   bool keeps_hidden;  // whether the result itself is written, too
   const void* bias;   // [L, 2 F], bfloat16, added to the result; null: none
+  float* scales;      // of e4m3: [F / 128, C], with unused rows like those of values
 };
 
 // By one kernel where that is faster, or, by tests, as hopper::Swap says. `call` is of bfloat16, in
@@ -28,6 +29,11 @@ struct Gate {
 // LaunchMatmul.
 cudaError_t LaunchGated(const MatmulCall& call, const Gate& gate, LaunchMode mode,
                         hopper::Swap swap = hopper::Swap::kByRows);
+
+// Of e4m3 with scales, in the form kTransposedWeights, to e4m3 with scales, by one kernel; the
+// result itself is not written. cudaErrorInvalidValue: the device has no such kernel, or k is not a
+// multiple of 128 or n of 256, or there are more than hopper::kMaxGatedGroups groups.
+cudaError_t LaunchGatedScaled(const MatmulCall& call, const Gate& gate, LaunchMode mode);
 
 // The activation, as a call of its own.
 silu::SiluCall ActivationOf(const MatmulCall& call, const Gate& gate);
@@ -40,6 +46,8 @@ constexpr int64_t kMaxGatedGroups = 512;
 // empty. `swap` is not kNever; kByRows: the device chooses the size of tiles.
 cudaError_t LaunchGatedBFloat16(const MatmulCall& call, const Gate& gate, LaunchMode mode,
                                 Swap swap);
+// For LaunchGatedScaled.
+cudaError_t LaunchGatedE4m3(const MatmulCall& call, const Gate& gate, LaunchMode mode);
 
 }  // namespace hopper
 }  // namespace jax_ep::matmul

@@ -1,4 +1,4 @@
-// XLA FFI -> LaunchGated and LaunchGatedGradient.
+// XLA FFI -> LaunchGated, LaunchGatedScaled and LaunchGatedGradient.
 
 #include "cuda/handlers/handler.h"
 #include "layer/matmul/gated.h"
@@ -18,6 +18,16 @@ ffi::Error GatedImpl(cudaStream_t stream, ffi::RemainingArgs operands, ffi::Rema
   return p2p::ToError(LaunchGated(call, gate, stream), "gated_matmul");
 }
 
+ffi::Error GatedScaledImpl(cudaStream_t stream, ffi::RemainingArgs operands,
+                           ffi::RemainingRets results, const silu::GateAttributes& attributes) {
+  MatmulCall call{};
+  Gate gate{};
+  const Status status =
+      ReadGatedScaled(attributes, BufferList(operands), BufferList(results), &call, &gate);
+  if (!status.ok()) return ToError(status);
+  return p2p::ToError(LaunchGatedScaled(call, gate, stream), "gated_scaled_matmul");
+}
+
 ffi::Error GatedGradientImpl(cudaStream_t stream, ffi::RemainingArgs operands,
                              ffi::RemainingRets results, const silu::GateAttributes& attributes) {
   MatmulCall call{};
@@ -35,6 +45,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaGatedMatmul, jax_ep::matmul::GatedImpl,
                               jax_ep::p2p::BindLayerCall<jax_ep::matmul::GatedAttributes>(),
                               {xla::ffi::Traits::kCmdBufferCompatible});
 
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaGatedScaled, jax_ep::matmul::GatedScaledImpl,
+                              jax_ep::p2p::BindLayerCall<jax_ep::silu::GateAttributes>(),
+                              {xla::ffi::Traits::kCmdBufferCompatible});
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaGatedGradient, jax_ep::matmul::GatedGradientImpl,
                               jax_ep::p2p::BindLayerCall<jax_ep::silu::GateAttributes>(),
                               {xla::ffi::Traits::kCmdBufferCompatible});
@@ -43,6 +57,9 @@ namespace jax_ep::matmul {
 
 void AddGatedTarget(Targets* targets) {
   targets->push_back({"jax_ep_gated_matmul", CudaGatedMatmul, CudaUseMatmuls});
+#ifdef JAX_EP_MATMUL_HOPPER  // otherwise, nothing does this in one call
+  targets->push_back({"jax_ep_gated_scaled_matmul", CudaGatedScaled, CudaUseMatmuls});
+#endif
   targets->push_back({"jax_ep_gated_matmul_grad", CudaGatedGradient, CudaUseMatmuls});
 }
 

@@ -3,8 +3,8 @@
 #include <cuda_runtime.h>
 
 #include "layer/matmul/gated.h"
-#include "layer/matmul/gated_launch.cuh"
 #include "layer/matmul/swapped_gated.cuh"
+#include "layer/matmul/tile_launch.cuh"
 
 namespace jax_ep::matmul::hopper {
 namespace {
@@ -25,7 +25,9 @@ __global__ void __launch_bounds__(GatedKernel<kIsInterleaved>::MaxThreadsPerBloc
 cudaError_t LaunchGatedBFloat16(const MatmulCall& call, const Gate& gate, LaunchMode mode,
                                 Swap swap) {
   const auto kernel = gate.is_interleaved ? MultiplyAndActivate<true> : MultiplyAndActivate<false>;
-  return LaunchTiles(kernel, call, gate, mode, swap);
+  const int n_threads = swapped::Kernel::MaxThreadsPerBlock;
+  return LaunchTiles(TileKernel<swapped::GatedParams>{kernel, n_threads, swapped::kSmemBytes}, call,
+                     mode, swap, gate);
 }
 
 }  // namespace jax_ep::matmul::hopper

@@ -3,8 +3,8 @@
 #include <cuda_runtime.h>
 
 #include "layer/matmul/gated_gradient.h"
-#include "layer/matmul/gated_launch.cuh"
 #include "layer/matmul/swapped_gated_gradient.cuh"
+#include "layer/matmul/tile_launch.cuh"
 
 namespace jax_ep::matmul::hopper {
 namespace {
@@ -23,7 +23,10 @@ cudaError_t LaunchGatedGradientBFloat16(const MatmulCall& call, const GatedGradi
                                         LaunchMode mode) {
   const auto kernel =
       gradient.is_interleaved ? MultiplyAndDifferentiate<true> : MultiplyAndDifferentiate<false>;
-  return LaunchTiles(kernel, call, gradient, mode, Swap::kSmallTiles);
+  const int n_threads = swapped::Kernel::MaxThreadsPerBlock;
+  return LaunchTiles(
+      TileKernel<swapped::GatedGradientParams>{kernel, n_threads, swapped::kSmemBytes}, call, mode,
+      Swap::kSmallTiles, gradient);
 }
 
 }  // namespace jax_ep::matmul::hopper

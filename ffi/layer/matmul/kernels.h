@@ -28,7 +28,9 @@ cudaError_t LaunchBFloat16(const MatmulCall& call, LaunchMode mode, Swap swap = 
 // In the form kRows: of bfloat16 to bfloat16, for LaunchBFloat16, and all that accumulate.
 cudaError_t LaunchWeightGradient(const MatmulCall& call, LaunchMode mode);
 cudaError_t LaunchFloat16(const MatmulCall& call, LaunchMode mode);
-cudaError_t LaunchE4m3(const MatmulCall& call, LaunchMode mode);
+// By LaunchScaled unless there are more than kMaxSwappedGroups groups, or `swap` is kNever.
+cudaError_t LaunchE4m3(const MatmulCall& call, LaunchMode mode, Swap swap = Swap::kByRows);
+cudaError_t LaunchScaled(const MatmulCall& call, LaunchMode mode);
 }  // namespace hopper
 
 // The result of a call that sums nothing.

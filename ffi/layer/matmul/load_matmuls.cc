@@ -64,6 +64,9 @@ void LoadGated(LoadStatus& status) {
     const MatmulCall call = make_call(MatmulForm::kTransposedWeights);
     status.Add(LaunchGatedGradient(call, gradient, mode, kAlways));
   }
+  MatmulCall call = MakeCall(MatmulForm::kTransposedWeights, Element::kE4m3, RowType::kBFloat16);
+  call.n = 2 * kMatmulScaleBlock;
+  status.Add(LaunchGatedScaled(call, Gate{}, mode));
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
 // The order of tiles in a grouped matmul of rows and weights, computed from the row offsets. The
-// rows of a group are divided evenly: 257 rows are two tiles of up to 136 rows, not of 256.
+// rows of a group may be divided evenly: 257 rows are then two tiles of up to 136 rows, not of 256.
 #pragma once
 
 #include <cstdint>
@@ -29,6 +29,7 @@ struct MatmulTileShape {
   const uint32_t* row_offsets;  // [n_groups + 1]
   uint32_t n_rows, n_groups;
   uint32_t max_tile_rows;  // a multiple of kMatmulRowUnit
+  bool divides_evenly;     // otherwise, all tiles but the last one of a group have the most rows
 };
 
 // The rows of a group, and how they are divided.
@@ -43,7 +44,8 @@ struct MatmulGroup {
     if (result.n_rows == 0) return result;
     result.n_tiles = CeilDiv(result.n_rows, shape.max_tile_rows);
     const uint32_t most = CeilDiv(result.n_rows, result.n_tiles);
-    result.tile_rows = CeilDiv(most, kMatmulRowUnit) * kMatmulRowUnit;
+    const uint32_t even = CeilDiv(most, kMatmulRowUnit) * kMatmulRowUnit;
+    result.tile_rows = shape.divides_evenly ? even : shape.max_tile_rows;
     return result;
   }
 

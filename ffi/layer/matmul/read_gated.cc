@@ -48,6 +48,21 @@ void ReadBuffers(bool has_bias, BufferReader& operands, BufferReader& results, M
   ReadWorkspace(results, call);
 }
 
+void ReadScaledBuffers(bool has_bias, BufferReader& operands, BufferReader& results,
+                       MatmulCall* call, Gate* gate) {
+  const int64_t k_blocks = call->k / kMatmulScaleBlock, n_blocks = call->n / kMatmulScaleBlock;
+  call->lhs = operands.Next("rows", ffi::F8E4M3FN, {call->n_rows, call->k});
+  call->rhs = operands.Next("weights", ffi::F8E4M3FN, {call->n_groups, call->n, call->k});
+  call->row_offsets = operands.Next<uint32_t>("row_offsets", {call->n_groups + 1});
+  call->lhs_scales = operands.Next<float>("row_scales", {k_blocks, call->n_rows});
+  call->rhs_scales = operands.Next<float>("weight_scales", {call->n_groups, n_blocks, k_blocks});
+  gate->bias = has_bias ? operands.Next("bias", ffi::BF16, {call->n_groups, call->n}) : nullptr;
+  operands.ExpectEnd("operands");
+  gate->values = results.Next("codes", ffi::F8E4M3FN, {call->n_rows, call->n / 2});
+  gate->scales = results.Next<float>("scales", {n_blocks / 2, call->n_rows});
+  ReadWorkspace(results, call);
+}
+
 void ReadBuffers(BufferReader& operands, BufferReader& results, MatmulCall* call,
                  GatedGradient* gradient) {
   const Shape hidden_shape = {call->n_rows, 2 * call->n};
@@ -76,6 +91,27 @@ Status ReadGated(const GatedAttributes& attributes, const BufferList& operands,
   }
   if (status.ok()) status = CheckDisjoint(operands, results);
   if (!status.ok()) status.message = "gated_matmul: " + status.message;
+  return status;
+}
+
+Status ReadGatedScaled(const silu::GateAttributes& attributes, const BufferList& operands,
+                       const BufferList& results, MatmulCall* call, Gate* gate) {
+  constexpr size_t kMinOperands = 5;
+  Status status;
+  BufferReader operand_reader(operands, status), result_reader(results, status);
+  gate->is_interleaved = attributes.interleaved;
+  gate->activation = attributes.activation();
+  status = ReadSizes(operand_reader, MatmulForm::kTransposedWeights, 1, 2, call);
+  call->element = Element::kE4m3;
+  if (status.ok() && (call->k % kMatmulScaleBlock != 0 || call->n % (2 * kMatmulScaleBlock) != 0)) {
+    status = InvalidArgument("k must be a multiple of 128, and n of 256; got k = " +
+                             std::to_string(call->k) + " and n = " + std::to_string(call->n));
+  }
+  if (status.ok()) {
+    ReadScaledBuffers(operands.size() > kMinOperands, operand_reader, result_reader, call, gate);
+  }
+  if (status.ok()) status = CheckDisjoint(operands, results);
+  if (!status.ok()) status.message = "gated_scaled_matmul: " + status.message;
   return status;
 }
 

@@ -27,6 +27,12 @@ struct GatedAttributes {
 Status ReadGated(const GatedAttributes& attributes, const BufferList& operands,
                  const BufferList& results, MatmulCall* call, Gate* gate);
 
+// Operands: rows [C, k] and weights [L, 2 F, k] of e4m3, row_offsets [L + 1], the scales of rows
+// [k / 128, C] and of weights [L, 2 F / 128, k / 128], biases? [L, 2 F] of bfloat16. Results: codes
+// [C, F], their scales [F / 128, C], the workspace. F is a multiple of 128.
+Status ReadGatedScaled(const silu::GateAttributes& attributes, const BufferList& operands,
+                       const BufferList& results, MatmulCall* call, Gate* gate);
+
 // Operands, of bfloat16: the gradient of the second matmul's result [C, k], its weights [L, F, k],
 // hidden rows [C, 2 F], row_offsets [L + 1]. Results: the gradient of the hidden rows, room for
 // that of the activation's result [C, F], the workspace.

@@ -59,11 +59,11 @@ inline TileGrid GridOf(const MatmulCall& call, int n_sms) {
 
 // Called by all threads of a block.
 __device__ inline void FillSwappedTable(const MatmulCall& call, const MatmulTileTable& table,
-                                        uint32_t tile_rows) {
+                                        uint32_t tile_rows, bool divides_evenly = true) {
   __shared__ uint32_t keys[kMaxSwappedGroups];
   const auto n_groups = static_cast<uint32_t>(call.n_groups);
   const MatmulTileShape shape = {call.row_offsets, static_cast<uint32_t>(call.n_rows), n_groups,
-                                 tile_rows};
+                                 tile_rows, divides_evenly};
   if (threadIdx.x == 0) *table.n_taken = 0;
   for (uint32_t group = threadIdx.x; group < n_groups; group += blockDim.x) {
     keys[group] = MatmulTileKey(MatmulGroup::Of(shape, group));

@@ -1,5 +1,5 @@
-// The matrix instructions of Hopper for bfloat16 with float32 sums: 64 columns of weights, times
-// any multiple of 8 rows up to 256. Needs sm_90a.
+// The matrix instructions of Hopper for bfloat16 and e4m3 with float32 sums: 64 columns of weights,
+// times any multiple of 8 rows up to 256. Needs sm_90a.
 #pragma once
 
 #include <cstdint>
@@ -206,6 +206,19 @@ JAX_EP_WGMMA(232, JAX_EP_R232, "%116", "%117", JAX_EP_S232);
 JAX_EP_WGMMA(240, JAX_EP_R240, "%120", "%121", JAX_EP_S240);
 JAX_EP_WGMMA(248, JAX_EP_R248, "%124", "%125", JAX_EP_S248);
 JAX_EP_WGMMA(256, JAX_EP_R256, "%128", "%129", JAX_EP_S256);
+
+// The same for e4m3: [64, 32] and [32, 128], both stored along terms. Unless it accumulates, the
+// old sums do not count.
+__device__ __forceinline__ void IssueE4m3(float* sums, const WgmmaOperand<>& lhs,
+                                          const WgmmaOperand<>& rhs, bool accumulates) {
+  asm volatile(
+      "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %66, 0;\n\t"
+      "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" JAX_EP_R128
+      "}, %64, %65, p, 1, 1;\n\t}"
+      : JAX_EP_S128
+      : "l"(lhs.bits()), "l"(rhs.bits()), "r"(int{accumulates}));
+}
+
 #undef JAX_EP_R8
 #undef JAX_EP_S8
 #undef JAX_EP_R16

@@ -30,7 +30,10 @@ struct Forward {
 
  private:
   static Gate GateOf(const GatedBuffers& set) {
-    return {false, {}, set.values.As<void>(), keeps_hidden, nullptr};
+    Gate gate{};
+    gate.values = set.values.As<void>();
+    gate.keeps_hidden = keeps_hidden;
+    return gate;
   }
 };
 

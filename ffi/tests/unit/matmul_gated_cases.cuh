@@ -148,11 +148,9 @@ inline int CheckGated(const Shape& shape, uint32_t seed) {
   int n_cases = 0;
   for (const bool is_interleaved : {false, true}) {
     for (const bool is_clamped : {false, true}) {
-      Gate gate = {is_interleaved,
-                   {is_clamped, 1.702f, 2.0f},
-                   nullptr,
-                   /*keeps_hidden=*/false,
-                   /*bias=*/nullptr};
+      Gate gate{};
+      gate.is_interleaved = is_interleaved;
+      gate.activation = {is_clamped, 1.702f, 2.0f};
       const std::string name = "gated, " + shape.name + ", k " + std::to_string(shape.k) + ", n " +
                                std::to_string(shape.n) + (is_interleaved ? ", interleaved" : "") +
                                (is_clamped ? ", clamped" : "");

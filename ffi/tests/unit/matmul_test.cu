@@ -16,6 +16,7 @@
 #include "tests/unit/matmul_case.cuh"
 #include "tests/unit/matmul_gated_cases.cuh"
 #include "tests/unit/matmul_gated_gradient_cases.cuh"
+#include "tests/unit/matmul_scaled_cases.cuh"
 #include "tests/unit/matmul_shared_cases.cuh"
 #include "tests/unit/matmul_swapped_cases.cuh"
 #include "tests/unit/matmul_weight_gradient_cases.cuh"
@@ -201,11 +202,11 @@ int main(int argc, char** argv) {
   if (major == 9) backends.push_back({"hopper", OnStream<LaunchHopperMatmul>, true});
   const double seconds = argc > 1 ? std::atof(argv[1]) : 20;
   const auto first_seed = static_cast<uint32_t>(argc > 2 ? std::atoll(argv[2]) : 1);
-  const double share = seconds / (major == 9 ? 6 : 1);
+  const double share = seconds / (major == 9 ? 7 : 1);
   int n_cases = 0;
   if (major == 9) {
     n_cases += TestSwapped(share, first_seed) + TestGated(share, first_seed);
-    n_cases += TestGatedGradient(share, first_seed);
+    n_cases += TestGatedGradient(share, first_seed) + TestScaled(share, first_seed);
     n_cases += TestWeightGradient(share, first_seed) + TestShared(seconds > 0);
   }
   for (const Backend& backend : backends) n_cases += TestBackend(backend, share, first_seed);

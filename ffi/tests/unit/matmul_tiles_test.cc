@@ -19,10 +19,11 @@ constexpr uint32_t kWorkers = 66;  // clusters of two of a GPU's 132 multiproces
 struct Groups {
   std::vector<uint32_t> row_offsets;
   uint32_t n_rows, n_columns;
+  bool divides_evenly = true;
 
   MatmulTileShape Shape() const {
     const auto n_groups = static_cast<uint32_t>(row_offsets.size()) - 1;
-    return {row_offsets.data(), n_rows, n_groups, kMaxTileRows};
+    return {row_offsets.data(), n_rows, n_groups, kMaxTileRows, divides_evenly};
   }
 };
 
@@ -62,7 +63,7 @@ class Table {
 };
 
 Groups MakeGroups(const std::vector<uint32_t>& sizes, uint32_t n_columns) {
-  Groups groups{{0}, 0, n_columns};
+  Groups groups{{0}, 0, n_columns, true};
   for (const uint32_t size : sizes) groups.row_offsets.push_back(groups.row_offsets.back() + size);
   groups.n_rows = groups.row_offsets.back() + 5;
   return groups;
@@ -135,9 +136,32 @@ TEST(TilesCoverEachRowOnce) {
   beyond.n_rows = 100;
   beyond.row_offsets.back() = 4000000000;
   cases.push_back(beyond);
-  for (const Groups& groups : cases) {
-    for (const uint32_t n_workers : {1u, 7u, kWorkers}) ExpectCovered(groups, n_workers);
+  for (Groups groups : cases) {
+    for (const bool divides_evenly : {true, false}) {
+      groups.divides_evenly = divides_evenly;
+      for (const uint32_t n_workers : {1u, 7u, kWorkers}) ExpectCovered(groups, n_workers);
+    }
   }
+}
+
+// The rows of a group's tiles, of which there is one column.
+std::vector<uint32_t> TileRows(uint32_t n_rows, bool divides_evenly) {
+  Groups groups = MakeGroups({n_rows}, kMatmulTileColumns);
+  groups.divides_evenly = divides_evenly;
+  Table table(groups);
+  MatmulTiles tiles = table.Tiles();
+  std::vector<uint32_t> rows;
+  for (MatmulTile tile = tiles.Find(0); tile.n_rows > 0; tile = tiles.Find(rows.size())) {
+    rows.push_back(tile.n_rows);
+  }
+  return rows;
+}
+
+TEST(GroupsAreDividedEvenlyIfAsked) {
+  CHECK_EQ(TileRows(257, true) == (std::vector<uint32_t>{136, 121}), true);
+  CHECK_EQ(TileRows(257, false) == (std::vector<uint32_t>{256, 1}), true);
+  CHECK_EQ(TileRows(512, false) == (std::vector<uint32_t>{256, 256}), true);
+  CHECK_EQ(TileRows(9, false) == (std::vector<uint32_t>{9}), true);
 }
 
 // Rows that the busiest worker and all workers multiply, and rows in use, in units of instructions.
