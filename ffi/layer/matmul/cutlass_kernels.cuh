@@ -34,8 +34,7 @@ using ManyRows = Schedule<128, 128, 1, 2, true>;
 using SomeRows = Schedule<128, 256, 1, 2, false>;
 using FewRows = Schedule<64, 256, 1, 2, true>;
 using AlongRows = Schedule<128, 128, 2, 1, true>;
-using ScaledSomeRows = Schedule<128, 128, 1, 2, false>;
-using ScaledFewRows = Schedule<64, 128, 1, 2, true>;
+using ScaledRows = Schedule<128, 128, 1, 2, false>;
 
 // The first type if the schedule is ping-pong.
 template <class Schedule, class PingPong, class Together>

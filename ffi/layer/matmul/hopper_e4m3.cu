@@ -1,18 +1,15 @@
-// Grouped matmuls of e4m3 with scales for Hopper, by CUTLASS, where the kernel of our own has no room
-// for the groups.
+// Grouped matmuls of e4m3 with scales for Hopper, by CUTLASS, where the kernel of our own has no
+// room for the groups.
 
 #include "layer/matmul/hopper.cuh"
 
 namespace jax_ep::matmul::hopper {
 
 cudaError_t LaunchE4m3(const MatmulCall& call, LaunchMode mode, Swap swap) {
-  using Out = cutlass::bfloat16_t;
   constexpr MatmulForm kForm = MatmulForm::kTransposedWeights;
   if (call.form != kForm || call.out_type != RowType::kBFloat16) return cudaErrorInvalidValue;
   if (swap != Swap::kNever && call.n_groups <= kMaxSwappedGroups) return LaunchScaled(call, mode);
-  using Some = typename ScaledKernel<Out, ScaledSomeRows>::Type;
-  return Launch<kForm, /*Many=*/Some, Some, typename ScaledKernel<Out, ScaledFewRows>::Type>(call,
-                                                                                             mode);
+  return Launch<kForm, typename ScaledKernel<cutlass::bfloat16_t, ScaledRows>::Type>(call, mode);
 }
 
 }  // namespace jax_ep::matmul::hopper
