@@ -79,8 +79,9 @@ def check_cuda_extension() -> None:
     """The CUDA extension loads, which needs no GPU, and has the grouped matmuls."""
     extension = importlib.import_module("jax_ep._ffi_cuda")
     targets = extension.targets()
-    if "jax_ep_grouped_matmul" not in targets:
-        raise SystemExit(f"The CUDA extension must have grouped matmuls; has {sorted(targets)}.")
+    missing = {"jax_ep_grouped_matmul", "jax_ep_gated_scaled_matmul"} - set(targets)
+    if missing:
+        raise SystemExit(f"The CUDA extension must have {missing}; has {sorted(targets)}.")
     print(f"CUDA extension: {len(targets)} targets; versions: {extension.cuda_versions()}")
 
 

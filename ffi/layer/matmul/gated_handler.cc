@@ -57,9 +57,9 @@ namespace jax_ep::matmul {
 
 void AddGatedTarget(Targets* targets) {
   targets->push_back({"jax_ep_gated_matmul", CudaGatedMatmul, CudaUseMatmuls});
-#ifdef JAX_EP_MATMUL_HOPPER  // otherwise, nothing does this in one call
-  targets->push_back({"jax_ep_gated_scaled_matmul", CudaGatedScaled, CudaUseMatmuls});
-#endif
+  if (HasHopperKernels()) {  // otherwise, nothing does this in one call
+    targets->push_back({"jax_ep_gated_scaled_matmul", CudaGatedScaled, CudaUseMatmuls});
+  }
   targets->push_back({"jax_ep_gated_matmul_grad", CudaGatedGradient, CudaUseMatmuls});
 }
 

@@ -12,34 +12,34 @@
 namespace jax_ep::matmul::scaled {
 namespace {
 
-// Two codes are copied as one number of 16 bits.
-constexpr cuuint32_t kBoxPairs = kScaleBlock / 2;
+// Two codes are copied as one word of 16 bits.
+constexpr cuuint32_t kBoxWords = kScaleBlock / 2;
 
-// Of [L, n, k], with the columns as pairs, of which `pair_size` is 1, or 2 for gates and ups: axes
-// k, the pair, which of it, the group.
-cudaError_t MapWeights(EncodeTensorMap encode, const MatmulCall& call, uint32_t pair_size,
+// Of [L, n, k]: axes k, column of a half, half, group. There are two halves, gates and ups, or one
+// of all columns.
+cudaError_t MapWeights(EncodeTensorMap encode, const MatmulCall& call, uint32_t n_halves,
                        bool is_interleaved, CUtensorMap* map) {
   const auto n_groups = static_cast<cuuint64_t>(call.n_groups);
   const auto k = static_cast<cuuint64_t>(call.k), n = static_cast<cuuint64_t>(call.n);
-  const cuuint64_t n_pairs = n / pair_size;
-  const cuuint64_t to_pair = is_interleaved ? pair_size * k : k;
-  const cuuint64_t to_other = is_interleaved ? k : n_pairs * k;
-  return MakeTensorMap<4>(encode, call.rhs, {k / 2, n_pairs, pair_size, n_groups},
-                          {to_pair, to_other, n * k}, {kBoxPairs, kBlockColumns, 1, 1}, map);
+  const cuuint64_t half = n / n_halves;
+  const cuuint64_t to_column = is_interleaved ? n_halves * k : k;
+  const cuuint64_t to_half = is_interleaved ? k : half * k;
+  return MakeTensorMap<4>(encode, call.rhs, {k / 2, half, n_halves, n_groups},
+                          {to_column, to_half, n * k}, {kBoxWords, kBlockColumns, 1, 1}, map);
 }
 
-cudaError_t MakeParams(const MatmulCall& call, const MatmulTileTable& tiles, uint32_t pair_size,
+cudaError_t MakeParams(const MatmulCall& call, const MatmulTileTable& tiles, uint32_t n_halves,
                        bool is_interleaved, void* out, Params& params) {
   const auto n_rows = static_cast<cuuint64_t>(call.n_rows);
   const auto k = static_cast<cuuint64_t>(call.k);
   EncodeTensorMap encode;
   cudaError_t error = FindEncodeTensorMap(encode);
   if (error == cudaSuccess) {
-    error = MapWeights(encode, call, pair_size, is_interleaved, &params.weights);
+    error = MapWeights(encode, call, n_halves, is_interleaved, &params.weights);
   }
   for (uint32_t i = 0; i < 2 && error == cudaSuccess; ++i) {
     error = MakeTensorMap<2>(encode, call.lhs, {k / 2, n_rows}, {k},
-                             {kBoxPairs, i == 0 ? kGroupRows : kBlockRows}, &params.rows[i]);
+                             {kBoxWords, i == 0 ? kGroupRows : kBlockRows}, &params.rows[i]);
   }
   params.tiles = tiles;
   params.n_rows = static_cast<uint32_t>(call.n_rows);
@@ -55,7 +55,7 @@ cudaError_t MakeParams(const MatmulCall& call, const MatmulTileTable& tiles, uin
 }  // namespace
 
 cudaError_t MakeParams(const MatmulCall& call, const MatmulTileTable& tiles, Params& params) {
-  return MakeParams(call, tiles, /*pair_size=*/1, /*is_interleaved=*/false, call.out, params);
+  return MakeParams(call, tiles, /*n_halves=*/1, /*is_interleaved=*/false, call.out, params);
 }
 
 cudaError_t MakeParams(const MatmulCall& call, const Gate& gate, const MatmulTileTable& tiles,
@@ -64,7 +64,7 @@ cudaError_t MakeParams(const MatmulCall& call, const Gate& gate, const MatmulTil
   params.activation = gate.activation;
   params.bias = static_cast<const uint16_t*>(gate.bias);
   params.scales = gate.scales;
-  return MakeParams(call, tiles, /*pair_size=*/2, gate.is_interleaved, gate.values, params);
+  return MakeParams(call, tiles, /*n_halves=*/2, gate.is_interleaved, gate.values, params);
 }
 
 }  // namespace jax_ep::matmul::scaled

@@ -23,7 +23,7 @@ constexpr TileKernel<typename Tiles::Params> kKernel = {MultiplyScaled<Tiles>, s
                                                         /*divides_evenly=*/false};
 
 constexpr Swap kTiles = Swap::kLargeTiles;
-static_assert(scaled::kTileRows == swapped::kLargeTileRows);
+static_assert(scaled::kTileRows == swapped::kLargeTileRows && scaled::kBlocks == swapped::kBlocks);
 
 }  // namespace
 

@@ -45,15 +45,19 @@ constexpr uint32_t kWeightBytes = kMatmulTileColumns * kLineBytes;
 constexpr uint32_t kStageBytes = kRowsBytes + kWeightBytes;
 constexpr uint32_t kStages = 4;
 
-constexpr uint32_t kTileSlots = 8;  // more than tiles that any thread may be behind another
-static_assert(kTileSlots >= kStages + 2);
+constexpr uint32_t kScaleWarps = 3;  // that load scales, in turns
+
+// More than tiles that any thread may be behind another: a tile has a stage at least, and a warp
+// that loads scales may still have to look at the tiles of the stages of its two neighbors.
+constexpr uint32_t kTileSlots = 8;
+static_assert(kTileSlots >= kStages + kScaleWarps + 1);
 using SentTiles = TileRing<MatmulTile, kTileSlots>;
 
 // In shared memory, whose use is by addresses.
 struct Smem {
   uint8_t stages[kStages][kStageBytes];
   uint8_t results[24 << 10];
-  // Of rows, times those of the weights of each half of the columns; but see ColumnBlocks.
+  // Of rows, times those of the weights of two blocks of columns (ColumnBlocks).
   float scales[kStages][kHalves][kBlockRows];
   TileSlots<MatmulTile, kTileSlots> tiles;
   uint64_t full[kStages];   // the loads into this block, and its scales
@@ -102,9 +106,10 @@ class Ring {
   uint32_t stage_ = 0, parity_ = 0;
 };
 
-// What a block loads: 128 neighbors on the axes of the weights' tensor map.
+// Where on the axes of the weights' tensor map the 128 columns that a block loads begin. `half`:
+// gates or ups, if there are such.
 struct LoadedColumns {
-  int pair, of_pair;
+  int first, half;
 };
 
 // The blocks of 128 columns whose scales the halves of a tile's columns have, or, where gates and
@@ -117,7 +122,7 @@ struct ColumnBlocks {
 // before the last stage; see swapped::Load.
 template <class Tiles>
 __device__ __forceinline__ void Load(const Params& params, uint32_t slots, Ring ring) {
-  constexpr uint32_t kStagesAhead = 4, kPairs = kScaleBlock / 2;
+  constexpr uint32_t kStagesAhead = 4, kWords = kScaleBlock / 2;  // words of two codes
   const uint32_t rank = cluster_ctarank(), n_k_blocks = params.n_k_blocks;
   const uint32_t takes_at = n_k_blocks - 1 - min(n_k_blocks - 1, kStagesAhead);
   SentTiles tiles(slots);
@@ -136,11 +141,11 @@ __device__ __forceinline__ void Load(const Params& params, uint32_t slots, Ring 
     for (uint32_t k_block = 0; k_block < n_k_blocks; ++k_block, ring.Advance()) {
       if (rank == 0 && k_block == takes_at) take();
       if (rank == 0 && k_block + 1 == n_k_blocks) tiles.Send(order.Find(taken));
-      const auto k = static_cast<int>(k_block * kPairs);
+      const auto k = static_cast<int>(k_block * kWords);
       ring.WaitEmpty();
       mbarrier_arrive_expect_tx(ring.full(), kWeightBytes + row_bytes);
       cp_async_bulk_tensor_multicast(ring.weights() + rank * kWeightBytes / kBlocks,
-                                     &params.weights, k, columns.pair, columns.of_pair, group,
+                                     &params.weights, k, columns.first, columns.half, group,
                                      ring.full(), (1 << kBlocks) - 1, policy);
       if (row_bytes > 0) {
         cp_async_bulk_tensor(ring.rows(), &params.rows[is_whole], k, row, ring.full(),
@@ -150,8 +155,6 @@ __device__ __forceinline__ void Load(const Params& params, uint32_t slots, Ring 
   }
   p2p::griddepcontrol_launch_dependents();
 }
-
-constexpr uint32_t kScaleWarps = 3;
 
 // Called by each of these warps, which take stages in turns. A lane has four neighboring rows.
 template <class Tiles>
@@ -264,8 +267,8 @@ __device__ __forceinline__ void Multiply(Consumer<Tiles>& self, uint32_t first_r
         IssueE4m3(products, rows + step, weights + step, step > 0);
       }
       wgmma_commit_group();
-      const RowScales of_columns[2] = {Tiles::Of(self, scales, half + i, 0),
-                                       Tiles::Of(self, scales, half + i, 1)};
+      const RowScales of_columns[2] = {Tiles::ScalesOf(self, scales, half + i, 0),
+                                       Tiles::ScalesOf(self, scales, half + i, 1)};
       wgmma_wait_group<0>();
       FenceSums<kSums>(products);
       AddScaled(of_columns, products, sums[i]);

@@ -12,8 +12,9 @@ namespace jax_ep::matmul {
 // the call, whose k must be a multiple of 8 (128 for e4m3) and n of 8.
 cudaError_t LaunchMatmul(const MatmulCall& call, LaunchMode mode);
 
-// Whether the current device is one for which there are the kernels below.
+// Whether the current device is Hopper's, and whether the kernels for it, below, were built.
 bool IsHopper();
+bool HasHopperKernels();
 
 // Hopper (9.0): bfloat16, float16, and e4m3 with scales in the form kTransposedWeights.
 cudaError_t LaunchHopperMatmul(const MatmulCall& call, LaunchMode mode);

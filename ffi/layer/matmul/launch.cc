@@ -37,6 +37,14 @@ cudaError_t hopper::LaunchWeightGradient(const MatmulCall& call, LaunchMode mode
 }
 #endif
 
+bool HasHopperKernels() {
+#ifdef JAX_EP_MATMUL_HOPPER
+  return true;
+#else
+  return false;
+#endif
+}
+
 bool IsHopper() {
   constexpr int kHopper = 9;
   int device = 0, major = 0;

@@ -15,7 +15,7 @@ namespace jax_ep::matmul::scaled {
 static_assert(BlockwiseFp8::kBlockSize == kScaleBlock);
 
 // Two neighboring columns of a row, rounded to bfloat16.
-__device__ __forceinline__ uint32_t Pair(const float* sums, uint32_t i) {
+__device__ __forceinline__ uint32_t Rounded(const float* sums, uint32_t i) {
   return p2p::PackPair(sums[i], sums[i + 1], BFloat16{});
 }
 
@@ -59,7 +59,7 @@ __device__ __forceinline__ void Activate(const GatedParams& params, const BlockT
   silu::VisitKnown(params.activation, [&](const silu::Activation& activation) {
 #pragma unroll
     for (uint32_t i = 0; i < kSums; i += 2) {
-      const uint32_t gate_pair = add_rn_bf16x2(Pair(gates, i), biases.gates[i / 4]);
+      const uint32_t gate_pair = add_rn_bf16x2(Rounded(gates, i), biases.gates[i / 4]);
       const float2 gate = p2p::UnpackPair(gate_pair, BFloat16{});
       const float2 up = p2p::UnpackPair(add_rn_bf16x2(ups(i), biases.ups[i / 4]), BFloat16{});
       gates[i] = activation.Apply(gate.x, up.x);
@@ -116,16 +116,16 @@ struct GatedTiles {
     if (params.is_interleaved) return {first, first + 1};
     return {first / 2, (params.n_columns / kScaleBlock + first) / 2};
   }
-  __device__ __forceinline__ static RowScales Of(const Self& self,
-                                                 const RowScales (&scales)[kHalves], uint32_t half,
-                                                 uint32_t half_of_half) {
+  __device__ __forceinline__ static RowScales ScalesOf(const Self& self,
+                                                       const RowScales (&scales)[kHalves],
+                                                       uint32_t half, uint32_t half_of_half) {
     const uint32_t block = self.params.is_interleaved ? half_of_half : half;
     return block == 0 ? scales[0] : scales[1];
   }
 
   __device__ __forceinline__ static void Store(const Self& self, const BlockTile& tile,
                                                float (&sums)[kHalves][kSums]) {
-    Activate(self.params, tile, sums[0], [&](uint32_t i) { return Pair(sums[1], i); });
+    Activate(self.params, tile, sums[0], [&](uint32_t i) { return Rounded(sums[1], i); });
     StoreCodes(self, tile, self.index * kGroupRows, sums[0]);
   }
 
@@ -133,12 +133,12 @@ struct GatedTiles {
   __device__ __forceinline__ static void StoreHalf(const Self& self, const BlockTile& tile,
                                                    float (&sums)[kHalves][kSums]) {
     constexpr int kComputing = kWarpGroups * kGroupThreads;
-    constexpr uint32_t kStep = kGroupThreads * sizeof(uint32_t);
-    const uint32_t results = self.smem + offsetof(Smem, results);
-    const uint32_t ups = results + kGroupCodes + self.thread * sizeof(uint32_t);
+    constexpr uint32_t kStep = 32 * sizeof(uint32_t);
+    const uint32_t ups = LinesOf(self, 1) + self.lane() * sizeof(uint32_t);
     if (self.index > 0) {
+      __syncwarp();  // what the warp's lines held has been read
 #pragma unroll
-      for (uint32_t i = 0; i < kSums; i += 2) st_shared(ups + i / 2 * kStep, Pair(sums[0], i));
+      for (uint32_t i = 0; i < kSums; i += 2) st_shared(ups + i / 2 * kStep, Rounded(sums[0], i));
     }
     barrier_sync(kUpsAreThere, kComputing);
     if (self.index == 0) {
@@ -152,16 +152,22 @@ struct GatedTiles {
  private:
   static constexpr uint32_t kWarpRows = 16;
   static constexpr uint32_t kLinesBytes = kWarpRows * kScaleBlock;  // of a warp's codes
-  static constexpr uint32_t kGroupCodes = 4 * kLinesBytes;
-  static constexpr int kUpsAreThere = 1, kUpsAreRead = 2;  // barriers
-  static_assert(kGroupCodes + kSums / 2 * kGroupThreads * 4 <= sizeof(Smem::results));
+  static constexpr uint32_t kUpsBytes = 32 * kSums * 2;             // of a warp
+  static constexpr int kUpsAreThere = 1, kUpsAreRead = 2;           // barriers
+  static_assert(kUpsBytes >= kLinesBytes && 4 * (kLinesBytes + kUpsBytes) <= sizeof(Smem::results));
+
+  // Where a warp of the warp group with this index has its lines of codes, or ups in their place.
+  __device__ __forceinline__ static uint32_t LinesOf(const Self& self, uint32_t index) {
+    const uint32_t results = self.smem + offsetof(Smem, results);
+    if (index == 0) return results + self.warp() * kLinesBytes;
+    return results + 4 * kLinesBytes + self.warp() * kUpsBytes;
+  }
 
   // Of 64 rows, from `first_row` of the block's on.
   __device__ __forceinline__ static void StoreCodes(const Self& self, const BlockTile& tile,
                                                     uint32_t first_row, const float* values) {
     const RowEncoder first(values, 0), second(values, 2);
-    const uint32_t lines =
-        self.smem + offsetof(Smem, results) + self.index * kGroupCodes + self.warp() * kLinesBytes;
+    const uint32_t lines = LinesOf(self, self.index);
     __syncwarp();  // what the lines held has been read
     WriteLines(lines, self.lane(), values, first, second);
     __syncwarp();

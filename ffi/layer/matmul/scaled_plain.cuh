@@ -18,8 +18,9 @@ struct PlainTiles {
     const uint32_t first = tile.column / kScaleBlock;
     return {first, first + 1};
   }
-  __device__ __forceinline__ static RowScales Of(const Self&, const RowScales (&scales)[kHalves],
-                                                 uint32_t half, uint32_t) {
+  __device__ __forceinline__ static RowScales ScalesOf(const Self&,
+                                                       const RowScales (&scales)[kHalves],
+                                                       uint32_t half, uint32_t) {
     return half == 0 ? scales[0] : scales[1];
   }
 

@@ -44,12 +44,14 @@ static __global__ void __launch_bounds__(kTileTableThreads)
   __syncthreads();
   p2p::griddepcontrol_wait();
   if (blockIdx.x == 0) {
-    GroupSums own{};
-    for (int64_t group = threadIdx.x; group < call.n_groups; group += kTileTableThreads) {
-      own.Add(RowRange::Of(call, group).size);
+    if (tables.swapped.swap != Swap::kLargeTiles) {  // otherwise, there is no choice
+      GroupSums own{};
+      for (int64_t group = threadIdx.x; group < call.n_groups; group += kTileTableThreads) {
+        own.Add(RowRange::Of(call, group).size);
+      }
+      if (threadIdx.x / 32 * 32 < call.n_groups) own.AddTo(sums);
+      __syncthreads();
     }
-    if (threadIdx.x / 32 * 32 < call.n_groups) own.AddTo(sums);
-    __syncthreads();
     const bool is_forced = tables.swapped.swap != Swap::kByRows;
     const uint32_t rows = is_forced ? tables.swapped.Choose(sums).max_tile_rows
                                     : ChooseTileRows(sums, kGatedPercent, tables.swapped.grid);

@@ -1,5 +1,5 @@
-// Copies of tiles to shared memory by tensor maps, barriers and clusters, as the matmul of
-// hopper_swapped.cuh uses them. Names mirror PTX.
+// Copies of tiles to shared memory by tensor maps, barriers and clusters, as our own matmuls
+// use them. Names mirror PTX.
 #pragma once
 
 #include <cuda.h>

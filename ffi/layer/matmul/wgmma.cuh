@@ -1,5 +1,5 @@
-// The matrix instructions of Hopper for bfloat16 and e4m3 with float32 sums: 64 columns of weights,
-// times any multiple of 8 rows up to 256. Needs sm_90a.
+// The matrix instructions of Hopper with float32 sums: for bfloat16, 64 columns of weights times
+// any multiple of 8 rows up to 256; for e4m3, 64 rows times 128 columns of weights. Needs sm_90a.
 #pragma once
 
 #include <cstdint>

@@ -19,14 +19,21 @@ namespace {
 // A small product, whose operands are zeros.
 class Product {
  public:
-  Product(MatmulForm form, Element element, RowType out_type) {
+  Product(MatmulForm form, Element element, RowType out_type, int64_t n_groups = 1)
+      : rhs_(n_groups * kSize * kSize * 2),
+        row_offsets_((n_groups + 1) * sizeof(uint32_t)),
+        rhs_scales_(n_groups * sizeof(float)),
+        workspace_(MatmulWorkspaceBytes(n_groups)) {
     call_.form = form, call_.element = element, call_.out_type = out_type;
-    call_.n_rows = kSize, call_.n_groups = 1, call_.k = kSize, call_.n = kSize;
+    call_.n_rows = kSize, call_.n_groups = n_groups, call_.k = kSize, call_.n = kSize;
+    if (element == Element::kE4m3) {
+      call_.lhs_scales = lhs_scales_.As<float>(), call_.rhs_scales = rhs_scales_.As<float>();
+    }
     call_.lhs = lhs_.As<void>(), call_.rhs = rhs_.As<void>();
     call_.row_offsets = row_offsets_.As<uint32_t>();
     call_.out = out_.As<void>();
     call_.workspace = workspace_.As<void>(), call_.workspace_bytes = workspace_.size();
-    for (const Buffer* const buffer : {&lhs_, &rhs_, &row_offsets_}) {
+    for (const Buffer* const buffer : {&lhs_, &lhs_scales_, &rhs_, &rhs_scales_, &row_offsets_}) {
       ExpectSuccess("cudaMemset", cudaMemset(buffer->As<void>(), 0, buffer->size()));
     }
     ExpectSuccess("cudaDeviceSynchronize", cudaDeviceSynchronize());
@@ -56,12 +63,12 @@ class Product {
   }
 
  private:
-  static constexpr int kSize = 64;
+  static constexpr int kSize = kMatmulScaleBlock;
 
   MatmulCall call_{};
-  const Buffer lhs_{kSize * kSize * 2}, rhs_{kSize * kSize * 2};
-  const Buffer row_offsets_{2 * sizeof(uint32_t)};
-  const Buffer out_{kSize * kSize * 4}, workspace_{MatmulWorkspaceBytes(1)};
+  const Buffer lhs_{kSize * kSize * 2}, lhs_scales_{kSize * sizeof(float)};
+  const Buffer rhs_, row_offsets_, rhs_scales_;
+  const Buffer out_{kSize * kSize * 4}, workspace_;
 };
 
 size_t FreeBytes() {
@@ -97,6 +104,11 @@ void Test() {
   }
   const Product rows(MatmulForm::kRows, Element::kBFloat16, RowType::kBFloat16);
   CHECK_EQ(rows.EndsMeanwhile("loaded"), true);
+  for (const int64_t n_groups : {1, 513}) {  // by a kernel of our own, and by CUTLASS's
+    const Product codes(MatmulForm::kTransposedWeights, Element::kE4m3, RowType::kBFloat16,
+                        n_groups);
+    CHECK_EQ(codes.EndsMeanwhile("loaded"), true);
+  }
 }
 
 }  // namespace

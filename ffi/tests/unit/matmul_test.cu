@@ -123,10 +123,16 @@ int RunLarge(const Backend& backend) {
   for (const Variant& variant : PlainVariants()) {
     if (variant.out_type == RowType::kBFloat16) variants.push_back(variant);
   }
-  return RunShapes(backend,
-                   {MakeShape("more than 2^31 elements of rows", sizes, 100, 8192, 8),
-                    MakeShape("more than 2^31 elements of columns", sizes, 100, 8, 8192)},
-                   variants);
+  const int n_cases =
+      RunShapes(backend,
+                {MakeShape("more than 2^31 elements of rows", sizes, 100, 8192, 8),
+                 MakeShape("more than 2^31 elements of columns", sizes, 100, 8, 8192)},
+                variants);
+  if (!backend.takes_e4m3) return n_cases;
+  return n_cases + RunShapes(backend,
+                             {MakeShape("more than 2^31 codes of rows", sizes, 100, 8192, 8),
+                              MakeShape("more than 2^31 results", sizes, 100, 128, 8192)},
+                             E4m3Variants());
 }
 
 std::vector<uint32_t> DrawSizes(std::mt19937& random) {
