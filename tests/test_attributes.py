@@ -251,6 +251,7 @@ def matmuls(rows, weights, codes, offsets):
 
 def test_grouped_matmul_has_the_attributes_that_its_handler_reads(monkeypatch):
     monkeypatch.setattr(matmul, "_is_built", lambda: True)
+    monkeypatch.setattr(matmul, "_is_built_for_hopper", lambda: True)
     operands = [np.ones(shape, jnp.bfloat16) for shape in ((4, 8), (1, 8, 16), (4, 128))]
     text = lowered(jax.jit(matmuls), "cuda", *operands, np.uint32([0, 4]))
     found = attributes_by_target(text)

@@ -176,9 +176,10 @@ def test_the_experts_may_be_mapped(has_bias):
         jax.tree.map(np.testing.assert_array_equal, bits([each], 14), bits([alone], 14))
 
 
-def targets(monkeypatch, function, *operands):
-    """How often a program for Hopper GPUs has each call."""
+def targets(monkeypatch, function, *operands, for_hopper=True):
+    """The calls of a program for Hopper GPUs; `for_hopper`: as is the extension."""
     monkeypatch.setattr(matmul_primitive, "_is_built", lambda: True)
+    monkeypatch.setattr(matmul_primitive, "_is_built_for_hopper", lambda: for_hopper)
     monkeypatch.setattr(matmul_primitive, "_compute_capability", lambda: 9)
     monkeypatch.setattr("jax_ep.xla_ffi.extension.register_cuda", lambda: None)
     return attributes_by_target(lowered(jax.jit(function), "cuda", *operands))
@@ -253,6 +254,16 @@ def test_a_bias_of_too_many_groups_takes_separate_calls(n_groups, has_bias, call
     operands = make_operands([1] * n_groups, 16, 8, has_bias=has_bias)
     mlp = functools.partial(experts, VARIANTS["plain"])
     assert set(targets(monkeypatch, mlp, *operands)) == calls
+
+
+@pytest.mark.parametrize(
+    ("has_bias", "calls"), [(True, {MATMUL, SILU}), (False, {GATED, MATMUL})], ids=["bias", ""]
+)
+def test_without_kernels_for_hopper_a_bias_takes_separate_calls(has_bias, calls, monkeypatch):
+    """Kernels for older GPUs multiply, but add no bias."""
+    operands = make_operands([5, 9], 16, 8, has_bias=has_bias)
+    mlp = functools.partial(experts, VARIANTS["plain"])
+    assert set(targets(monkeypatch, mlp, *operands, for_hopper=False)) == calls
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from jax_ep.layer.gated_gradient import multiply_activated
 from jax_ep.layer.matmul import (
     Matmul,
     MatmulForm,
+    has_hopper_kernels,
     has_kernel,
     is_hopper,
     multiply_groups,
@@ -32,8 +33,9 @@ from jax_ep.xla_ffi.lowering import custom_call, fusion_barrier, like, make_prim
 # Name of the result of the first matmul, `[C, 2 F]`, with its bias, for `jax.checkpoint` policies.
 EXPERT_HIDDEN_NAME = "jax_ep_expert_hidden"
 
+MAX_GROUPS = 512  # that one kernel multiplies and activates: kMaxGatedGroups in C++
+
 _TARGET = "jax_ep_gated_matmul"
-_MAX_GROUPS_WITH_BIAS = 512  # more would take two kernels, which add none: kMaxGatedGroups in C++
 _MATMUL = Matmul(MatmulForm.WEIGHTS, np.dtype(jnp.bfloat16))
 
 
@@ -62,12 +64,13 @@ def gated_mlp(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gated_mlp(activation: Activation, *operands: Any) -> jax.Array:
     rows, gate_up, bias, down, row_offsets = operands
-    operands = rows, gate_up, row_offsets, *_present(bias)
+    operands = rows, gate_up, row_offsets, *present(bias)
     (values,) = gated_matmul_p.bind(*operands, activation=activation, keeps_hidden=False)
     return multiply_groups(_MATMUL, values, down, row_offsets)
 
 
-def _present(bias: jax.Array | None) -> tuple[jax.Array, ...]:
+def present(bias: jax.Array | None) -> tuple[jax.Array, ...]:
+    """The bias as operands of a call, if there is one."""
     return () if bias is None else (bias,)
 
 
@@ -92,7 +95,7 @@ def _multiply_and_activate(activation: Activation, *operands: Any) -> tuple[jax.
     `multiply_activated` differentiates the activation by the former.
     """
     rows, weights, bias, row_offsets = operands
-    operands = rows, weights, row_offsets, *_present(bias)
+    operands = rows, weights, row_offsets, *present(bias)
     values, hidden = gated_matmul_p.bind(*operands, activation=activation, keeps_hidden=True)
     return hidden, values
 
@@ -120,11 +123,19 @@ def _by_two_calls(
     activation: Activation,
     keeps_hidden: bool,
 ) -> list[jax.Array]:
-    hidden = multiply_groups(_MATMUL, rows, weights, row_offsets)
+    product = multiply_groups(_MATMUL, rows, weights, row_offsets)
+    hidden, values = add_and_activate(activation, product, row_offsets, *biases)
+    return [*values, hidden] if keeps_hidden else values
+
+
+def add_and_activate(
+    activation: Activation, product: jax.Array, row_offsets: jax.Array, *biases: jax.Array
+) -> tuple[jax.Array, list[jax.Array]]:
+    """The hidden rows, and the results of `fused_silu`, from the first matmul's product."""
+    hidden = product
     for bias in biases:
         hidden = add_bias(hidden, bias, row_offsets)
-    values = fused_silu_p.bind(hidden, row_offsets, activation=activation)
-    return [*values, hidden] if keeps_hidden else values
+    return hidden, fused_silu_p.bind(hidden, row_offsets, activation=activation)
 
 
 def _lower_cuda(
@@ -148,7 +159,8 @@ def _lower_cuda(
 def _has_kernel(operands: Any, hidden: Any) -> bool:
     """Whether the custom call takes such operands."""
     n_groups, n_columns = operands[1].shape[0], hidden.shape[1]
-    if n_columns % 16 or (len(operands) > 3 and n_groups > _MAX_GROUPS_WITH_BIAS):
+    has_bias = len(operands) > 3  # which nothing but one kernel for Hopper adds
+    if n_columns % 16 or (has_bias and not (n_groups <= MAX_GROUPS and has_hopper_kernels())):
         return False
     return is_hopper() and has_kernel(operands[:3], hidden, _MATMUL)
 

@@ -23,6 +23,7 @@ _TARGET = "jax_ep_grouped_matmul"
 _HALVES = (jnp.bfloat16, jnp.float16)
 SCALE_BLOCK = 128  # elements that share a scale, along each axis that has scales
 _AMPERE, _HOPPER = 8, 9  # major compute capabilities
+_HOPPER_TARGET = "jax_ep_gated_scaled_matmul"  # only a build for Hopper has it
 _SCALED_DTYPE = np.dtype(jnp.bfloat16)  # of the results of the kernel for codes with scales
 
 
@@ -110,12 +111,24 @@ def has_kernel(operands: Any, result: Any, matmul: Matmul) -> bool:
         return False
     if k % (SCALE_BLOCK if is_scaled else 8) or n % 8:
         return False
-    return _is_built() and (is_hopper() if is_scaled else _compute_capability() >= _AMPERE)
+    if is_scaled:
+        return has_hopper_kernels()
+    return _is_built() and _compute_capability() >= _AMPERE
 
 
 def is_hopper() -> bool:
     """Whether the GPUs are Hopper's."""
     return _compute_capability() == _HOPPER
+
+
+def has_hopper_kernels() -> bool:
+    """Whether the GPUs are Hopper's, and the extension has the kernels that only these run."""
+    return _is_built() and is_hopper() and _is_built_for_hopper()
+
+
+@functools.cache
+def _is_built_for_hopper() -> bool:
+    return _HOPPER_TARGET in extension.load_cuda().targets()
 
 
 @functools.cache
