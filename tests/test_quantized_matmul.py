@@ -98,6 +98,30 @@ def test_codes_have_no_second_derivative():
         jax.grad(lambda weights: jnp.sum(jax.grad(loss)(weights) ** 2))(weights)
 
 
+@pytest.mark.parametrize("keeps", ["nothing", "everything"])
+def test_codes_that_a_checkpoint_keeps_have_the_same_bits(keeps):
+    """Also from 256 on, in e4m3."""
+    policy = getattr(jax.checkpoint_policies, f"{keeps}_saveable")
+    hidden, _, offsets = make_operands([4, 0, 60], h=256, n=8)
+    weights = np.random.default_rng(3).standard_normal((3, 128, 64), np.float32)
+
+    def results(weights, hidden):
+        rows = jax_ep.fused_silu(hidden, offsets, jax_ep.BlockwiseFP8())
+        return jax_ep.grouped_matmul(rows, jax_ep.quantize_weights(weights), offsets)
+
+    def run(function):
+        def both(weights, hidden):
+            products, pull = jax.vjp(lambda weights: function(weights, hidden), weights)
+            return products[: offsets[-1]], pull(products)[0]
+
+        return jax.jit(both)(weights, hidden)
+
+    wanted = run(results)
+    assert not any(np.isnan(np.asarray(x, np.float32)).any() for x in wanted)
+    got = run(jax.checkpoint(results, policy=policy))
+    jax.tree.map(np.testing.assert_array_equal, got, wanted)
+
+
 def test_weights_without_elements_are_quantized():
     for shape in ((0, 128, 8), (2, 128, 0)):
         quantized = jax_ep.quantize_weights(jnp.zeros(shape))

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.lax import bitcast_convert_type
 
 from jax_ep.layer import accumulate
 from jax_ep.layer.matmul import (
@@ -136,20 +137,32 @@ class _Saved(NamedTuple):
 
     like: Sources  # empty arrays of the sources' dtypes
     source_weights: jax.Array | None
-    operands: ScaledOperands
+    operands: ScaledOperands  # codes as bytes, see _view_codes
     row_offsets: jax.Array
 
 
 def _scaled_fwd(source: Matmul, sources: Sources, operands: Any, row_offsets: Any) -> Any:
     product = scaled_matmul(source, sources, operands, row_offsets)
     like = Sources(*(None if x is None else jnp.zeros(0, x.dtype) for x in sources))
-    return product, _Saved(like, sources.weights, operands, row_offsets)
+    as_bytes = _view_codes(operands, jnp.uint8)
+    return product, _Saved(like, sources.weights, as_bytes, row_offsets)
+
+
+def _view_codes(operands: ScaledOperands, dtype: Any) -> ScaledOperands:
+    """Codes as bytes, or back.
+
+    JAX applies `reduce_precision` to floats that a `jax.checkpoint` policy keeps, which turns e4m3
+    numbers from 256 on into NaNs.
+    """
+    rows, weights = (bitcast_convert_type(x, dtype) for x in operands[:2])
+    return operands._replace(rows=rows, weights=weights)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _straight_through(source: Matmul, saved: _Saved, cotangent: jax.Array) -> Sources:
     """The gradients of the sources, from the numbers that the codes stand for."""
     like, weights, operands, row_offsets = saved
+    operands = _view_codes(operands, jnp.float8_e4m3fn)
     grads = Sources(None, None)
     if like.rows is not None:
         form = source.form
