@@ -57,6 +57,7 @@ CUDA = {
     "jax_ep_fused_silu_grad": GATE,
     "jax_ep_gated_matmul": GATE | {"keeps_hidden": "bool"},
     "jax_ep_gated_matmul_grad": GATE,
+    "jax_ep_gated_scaled_matmul": GATE,
     "jax_ep_grouped_matmul": {"form": "i32", "zeroes_unused": "bool"},
     "jax_ep_rail": STREAM | {"group": "str"} | dict.fromkeys(("has_mask", "by_node"), "bool"),
     "jax_ep_rail_combine": COMBINE | STREAM,

@@ -6,6 +6,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import async_layers
@@ -18,6 +19,7 @@ from test_gpu_programs import mesh as mesh
 
 MATMUL, ACTIVATION = "jax_ep_grouped_matmul", "jax_ep_fused_silu"
 GATED = "jax_ep_gated_matmul"  # the first matmul and the activation
+SCALED = "jax_ep_gated_scaled_matmul"  # the same in FP8, for no gradient
 GATED_GRAD = "jax_ep_gated_matmul_grad"  # of the second matmul's rows, and of the activation
 # How a layer is checkpointed -> what the backward computes again.
 REPEATED = {
@@ -64,6 +66,43 @@ def test_the_backward_of_moe_computes_gradients_of_weights_beside_the_exchange(
     wanted |= {GATED: 1 + repeated.count(GATED), ACTIVATION: repeated.count(ACTIVATION)}
     for target, n in wanted.items():
         assert text.count(f'custom_call_target="{target}"') == n, target
+
+
+@pytest.mark.parametrize("layout", ["transposed", "row_major"])
+@pytest.mark.parametrize("differentiates", [False, True])
+def test_experts_in_fp8_are_two_calls_where_nothing_is_differentiated(
+    mesh, make_group, differentiates, layout
+) -> None:
+    """Nothing else runs, such as what the tokens' gradient needs; but scales are transposed."""
+    case = CASE.replace(hidden_size=256, token_format="blockwise_fp8", scales_layout=layout)
+    group, n_local = make_group(config_of(case)), case.n_experts // case.n_ranks
+    rng = np.random.default_rng(0)  # XLA would make arrays of ones in fusions
+
+    def codes(n, k):
+        numbers = rng.standard_normal((n_local, n, k))
+        scales = rng.random((n_local, n // 128, k // 128), np.float32)
+        return numbers.astype(jnp.float8_e4m3fn), scales, numbers.astype(jnp.bfloat16)
+
+    matrices = codes(256, 256), codes(256, 128)
+
+    def layer(tokens, topk_ids):
+        rows = jax_ep.dispatch(group, tokens, topk_ids)
+        weights = [jax_ep.QuantizedWeights(*each, transposed=True) for each in matrices]
+        return jax_ep.combine(group, jax_ep.expert_mlp(rows, *weights), rows)
+
+    def gradient(tokens, topk_ids):
+        results, pull = jax.vjp(lambda x: layer(x, topk_ids), tokens)
+        return pull(results)
+
+    body = gradient if differentiates else layer
+    (steps,) = computations(compiled(mesh, body, case=case))
+    calls = our_steps(steps)
+    if differentiates:
+        assert SCALED not in calls and calls.count(MATMUL) == 4 and calls.count(ACTIVATION) == 1
+        return
+    assert calls == [CHECK, "jax_ep_dispatch", SCALED, MATMUL, "jax_ep_combine"]
+    own_rank, transposition = 1, int(layout == "row_major")
+    assert steps.count("fusion") == own_rank + transposition, steps
 
 
 @pytest.mark.parametrize("n_microbatches", [1, 3])

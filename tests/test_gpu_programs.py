@@ -191,8 +191,7 @@ def test_a_layer_is_four_kernels_and_three_times_as_many_matmuls_with_gradients(
         return pull(out)
 
     matmul = "jax_ep_grouped_matmul"
-    first = [matmul, "jax_ep_fused_silu"] if quantizes else ["jax_ep_gated_matmul"]
-    experts = [*first, matmul]
+    experts = ["jax_ep_gated_scaled_matmul" if quantizes else "jax_ep_gated_matmul", matmul]
     (steps,) = computations(compiled(mesh, lambda *x: layer(*x, *weights()), case=case))
     assert our_steps(steps) == [CHECK, "jax_ep_dispatch", *experts, "jax_ep_combine"]
     (steps,) = computations(compiled(mesh, gradients, case=case))

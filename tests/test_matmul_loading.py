@@ -14,7 +14,12 @@ from jax_ep.xla_ffi import extension
 from processes import child_environment
 from test_gated_matmul import make_operands
 
-MATMULS = ("jax_ep_gated_matmul", "jax_ep_gated_matmul_grad", "jax_ep_grouped_matmul")
+MATMULS = (
+    "jax_ep_gated_matmul",
+    "jax_ep_gated_matmul_grad",
+    "jax_ep_gated_scaled_matmul",
+    "jax_ep_grouped_matmul",
+)
 
 
 def test_matmuls_alone_are_instantiated():

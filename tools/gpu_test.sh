@@ -137,7 +137,7 @@ run_matmul() {
     lines=30 step matmul 120 "$bin/matmul_test" 20
   run_tests test_matmul 300 tests/test_grouped_matmul.py tests/test_grouped_matmul_gradient.py \
     tests/test_quantized_matmul.py tests/test_expert_mlp.py tests/test_gated_matmul.py \
-    tests/test_matmul_loading.py
+    tests/test_gated_scaled_matmul.py tests/test_matmul_loading.py
 }
 
 run_suite() {

@@ -1,6 +1,5 @@
 """expert_mlp: the gated feed-forward network of every expert, applied to its rows."""
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -13,9 +12,10 @@ from jax_ep.group import check_group
 from jax_ep.layer.activation import Activation
 from jax_ep.layer.dequantize import to_numbers
 from jax_ep.layer.expert_weights import ExpertWeights, call_name, check_arrays, check_codes
-from jax_ep.layer.fused_silu import QuantizedRows, activate, activate_and_quantize, check_activation
+from jax_ep.layer.fused_silu import QuantizedRows, activate, check_activation
 from jax_ep.layer.gated_matmul import EXPERT_HIDDEN_NAME, gated_mlp, may_fuse
-from jax_ep.layer.grouped_matmul import multiply_arrays, multiply_rows
+from jax_ep.layer.gated_scaled_matmul import scaled_mlp
+from jax_ep.layer.grouped_matmul import multiply_arrays, transposed_scales
 from jax_ep.layer.matmul_gradients import add_bias
 from jax_ep.layer.quantize_weights import QuantizedWeights
 from jax_ep.operands import checks
@@ -136,14 +136,9 @@ def _quantized_mlp(
     row_offsets, scales = dispatched.row_offsets, dispatched.scales
     assert scales is not None
     rows = QuantizedRows(dispatched.tokens, scales, dispatched.scales_offsets)
+    rows = transposed_scales(rows, token_format)
     tokens = to_numbers(dispatched, jnp.bfloat16)  # for the gradient only, otherwise XLA drops it
-    hidden = multiply_rows(rows, weights.gate_up, row_offsets, token_format, tokens)
-    hidden = _add_bias(hidden, weights.gate_up_bias, row_offsets)
-    hidden = checkpoint_name(hidden, EXPERT_HIDDEN_NAME)
-    values = activate(hidden, row_offsets, activation)  # for the gradient only, too
-    quantized = dataclasses.replace(activation, token_format=BlockwiseFP8())
-    codes = activate_and_quantize(lax.stop_gradient(hidden), row_offsets, quantized)
-    results = multiply_rows(codes, weights.down, row_offsets, BlockwiseFP8(), values)
+    results = scaled_mlp(activation, rows, tokens, weights, row_offsets)
     return _add_bias(results, weights.down_bias, row_offsets)
 
 

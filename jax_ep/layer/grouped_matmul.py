@@ -171,16 +171,23 @@ def multiply_arrays(
     return matmul_gradients.grouped_matmul(matmul, rows, weights, row_offsets)
 
 
+def transposed_scales(rows: QuantizedRows, token_format: BlockwiseFP8) -> QuantizedRows:
+    """Codes with their scales in the layout of `BlockwiseFP8()`, `[H / 128, C]`."""
+    scales = rows.scales.T if token_format.layout is ROW_MAJOR else rows.scales
+    return QuantizedRows(rows.tokens, scales, None)
+
+
 def multiply_rows(
     rows: QuantizedRows,
     weights: QuantizedWeights,
     row_offsets: jax.Array,
-    token_format: BlockwiseFP8,
     source_rows: jax.Array | None = None,
 ) -> jax.Array:
-    """`grouped_matmul` of codes that fit; `source_rows`, which they encode, get the gradient."""
-    row_scales = rows.scales.T if token_format.layout is ROW_MAJOR else rows.scales
-    fixed = map(lax.stop_gradient, (rows.tokens, weights.codes, row_scales, weights.scales))
+    """`grouped_matmul` of codes that fit; `source_rows`, which they encode, get the gradient.
+
+    The scales of rows are transposed.
+    """
+    fixed = map(lax.stop_gradient, (rows.tokens, weights.codes, rows.scales, weights.scales))
     operands: Any = (*fixed, lax.stop_gradient(row_offsets), source_rows, weights.source)
     *codes, row_offsets, source_rows, source_weights = checks.vary_alike((), *operands)
     source = Matmul(_form(weights.transposed), np.dtype(jnp.bfloat16))
@@ -211,7 +218,7 @@ def _multiply_codes(
         )
     (row_offsets,) = checks.as_arrays("grouped_matmul", row_offsets=row_offsets)
     _check_codes(rows, weights, row_offsets, token_format)
-    return multiply_rows(rows, weights, row_offsets, token_format)
+    return multiply_rows(transposed_scales(rows, token_format), weights, row_offsets)
 
 
 def _check_codes(

@@ -43,6 +43,7 @@ TARGETS = (
     "jax_ep_fused_silu_grad",
     "jax_ep_gated_matmul",
     "jax_ep_gated_matmul_grad",
+    "jax_ep_gated_scaled_matmul",
     "jax_ep_grouped_matmul",
     "jax_ep_rail",
     "jax_ep_rail_combine",
