@@ -163,7 +163,7 @@ def test_bits_are_those_of_separate_calls_with_many_rows(has_bias, f, activation
 def test_bits_with_few_and_with_many_groups(has_bias, n_groups):
     """Up to more than one kernel takes."""
     sizes = np.random.default_rng(0).integers(0, 20, n_groups)
-    operands = make_operands(sizes, has_bias=has_bias)
+    operands = make_operands(sizes, spare=64 * n_groups, has_bias=has_bias)
     assert_same_bits(VARIANTS["interleaved, clamped"], operands)
 
 
@@ -250,7 +250,7 @@ def gradients_of(function, of=None):
 
 @WITH_BIAS
 def test_only_what_is_not_differentiated_is_one_call(has_bias, monkeypatch):
-    operands = shapes_of([5, 9], has_bias=has_bias)
+    operands = shapes_of([50, 90], has_bias=has_bias)
     mlp = functools.partial(experts, VARIANTS["plain"])
     assert targets(monkeypatch, mlp, *operands)[SCALED] == [GATE]
     assert count_calls(monkeypatch, mlp, *operands) == {SCALED: 1, MATMUL: 1}
@@ -262,7 +262,7 @@ def test_only_what_is_not_differentiated_is_one_call(has_bias, monkeypatch):
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_checkpoints_compute_again_what_they_do_in_separate_calls(name, monkeypatch):
-    operands = shapes_of([5, 9], has_bias=True)
+    operands = shapes_of([50, 90], has_bias=True)
     calls = [
         count_calls(
             monkeypatch,
@@ -277,13 +277,13 @@ def test_checkpoints_compute_again_what_they_do_in_separate_calls(name, monkeypa
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_a_gradient_keeps_what_it_does_in_separate_calls(name):
-    rows, *arrays, offsets = shapes_of([5, 9], has_bias=True)
+    rows, *arrays, offsets = shapes_of([50, 90], has_bias=True)
 
     def kept(function):
         wrapped = CHECKPOINTS[name](functools.partial(function, VARIANTS["plain"]))
 
         def residuals(rows, *arrays):
-            return jax.vjp(lambda *x: wrapped(rows, *x, np.uint32([0, 5, 14])), *arrays)[1]
+            return jax.vjp(lambda *x: wrapped(rows, *x, np.uint32([0, 50, 140])), *arrays)[1]
 
         found = jax.tree.leaves(jax.eval_shape(residuals, rows, *arrays))
         return sorted((x.shape, x.dtype.name) for x in found if x.size > 100)
@@ -294,14 +294,25 @@ def test_a_gradient_keeps_what_it_does_in_separate_calls(name):
 @pytest.mark.parametrize(("n_groups", "calls"), [(512, {SCALED, MATMUL}), (513, {MATMUL, SILU})])
 @WITH_BIAS
 def test_too_many_groups_take_separate_calls(has_bias, n_groups, calls, monkeypatch):
-    operands = shapes_of([1] * n_groups, has_bias=has_bias)
+    operands = shapes_of([64] * n_groups, has_bias=has_bias)
     mlp = functools.partial(experts, VARIANTS["plain"])
+    assert set(targets(monkeypatch, mlp, *operands)) == calls
+
+
+@pytest.mark.parametrize(
+    ("k", "n_rows", "fuses"), [(3968, 127, False), (3968, 128, True), (4096, 1, True)]
+)
+def test_small_k_and_few_rows_take_separate_calls(k, n_rows, fuses, monkeypatch):
+    """If there is capacity for fewer than 64 rows per group."""
+    operands = shapes_of([0, 0], k, spare=n_rows)
+    mlp = functools.partial(experts, VARIANTS["plain"])
+    calls = {SCALED, MATMUL} if fuses else {MATMUL, SILU}
     assert set(targets(monkeypatch, mlp, *operands)) == calls
 
 
 def test_a_build_without_kernels_for_hopper_multiplies_numbers(monkeypatch):
     """None of its kernels multiplies codes."""
-    operands = shapes_of([5, 9], has_bias=True)
+    operands = shapes_of([50, 90], has_bias=True)
     mlp = functools.partial(experts, VARIANTS["plain"])
     assert set(targets(monkeypatch, mlp, *operands, for_hopper=False)) == {SILU}
 
@@ -321,7 +332,7 @@ def test_the_targets_say_what_is_built(names, monkeypatch):
 @pytest.mark.parametrize("layout", ["transposed", "row_major"])
 @pytest.mark.parametrize("differentiable", [True, False])
 def test_experts_of_a_layer_are_two_calls(differentiable, layout, monkeypatch):
-    case = CASES["transposed"]
+    case = CASES["transposed"].replace(max_tokens=64)
     group, n_local = closed_group(case, "cuda"), case.n_experts // case.n_ranks
     quantize = functools.partial(jax_ep.quantize_weights, differentiable=differentiable)
     given = {"gate_up_bias": jnp.ones((n_local, 256)), "down_bias": jnp.ones((n_local, 128))}

@@ -29,6 +29,7 @@ from jax_ep.xla_ffi.lowering import custom_call, fusion_barrier, like, make_prim
 
 _TARGET = "jax_ep_gated_scaled_matmul"
 _MATMUL = Matmul(MatmulForm.TRANSPOSED_WEIGHTS, np.dtype(jnp.bfloat16))
+_LARGE_K, _MANY_ROWS = 4096, 64  # of a group on average; with neither, separate calls are faster
 
 
 class _Sources(NamedTuple):
@@ -119,18 +120,25 @@ def _by_three_calls(
 
 
 def _lower_cuda(ctx: mlir.LoweringRuleContext, *operands: Any, activation: Activation) -> Any:
-    types: Any = ctx.avals_in
-    rows, weights = types[:2]
-    hidden = like(rows, (rows.shape[0], weights.shape[1]), _MATMUL.dtype)
-    if weights.shape[0] > MAX_GROUPS or not has_kernel(types[:5], hidden, _MATMUL):
+    if not _should_fuse(ctx.avals_in):
         return _lower_as_three(ctx, *operands, activation=activation)
     call = custom_call(_TARGET)
     *quantized, _ = call(
-        ctx.replace(avals_out=[*ctx.avals_out, workspace(*types)]),
+        ctx.replace(avals_out=[*ctx.avals_out, workspace(*ctx.avals_in)]),
         *operands,
         **gate_attributes(activation),
     )
     return fusion_barrier(quantized)
+
+
+def _should_fuse(operands: Any) -> bool:
+    """Whether the custom call takes such operands, and is faster."""
+    rows, weights = operands[:2]
+    n_groups, n_columns, k = weights.shape
+    if n_groups > MAX_GROUPS or (k < _LARGE_K and rows.shape[0] < _MANY_ROWS * n_groups):
+        return False
+    hidden = like(rows, (rows.shape[0], n_columns), _MATMUL.dtype)
+    return has_kernel(operands[:5], hidden, _MATMUL)
 
 
 _lower_as_three = mlir.lower_fun(_by_three_calls, multiple_results=True)
