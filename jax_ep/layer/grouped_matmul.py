@@ -38,9 +38,9 @@ def grouped_matmul(
     sharded.
 
     On Hopper GPUs, bfloat16, float16 and FP8 run on this package's kernels; on other GPUs from
-    compute capability 8.0 on, bfloat16 and float16 do, and FP8 is dequantized to bfloat16 first. H
-    and N must be multiples of 8 for that. Other calls on GPUs, float32 among them, use
-    `jax.lax.ragged_dot`, which multiplies every row by the weights of all groups.
+    compute capability 8.0 on, bfloat16 and float16 do. H and N must be multiples of 8 for that.
+    Other calls on GPUs, such as those of float32, use `jax.lax.ragged_dot`, which multiplies every
+    row by the weights of all groups; FP8 is dequantized to bfloat16 first.
 
     Args:
         rows: `[C, H]`, or codes as `dispatch` and `fused_silu` give them for `BlockwiseFP8`.
