@@ -22,8 +22,9 @@ inline cudaError_t FindEncodeTensorMap(EncodeTensorMap& encode) {
   return cudaSuccess;
 }
 
-// A tensor of 16-bit floats, of pairs of codes, or of float32, whose last axis is the first here, copied in boxes
-// whose lines, of 64 or 128 bytes, are swizzled. `strides`: in bytes, of all axes but the first.
+// A tensor of 16-bit floats, of pairs of codes, or of float32, whose last axis is the first here,
+// copied in boxes whose lines, of 64 or 128 bytes, are swizzled. `strides`: in bytes, of all axes
+// but the first.
 template <int kRank>
 cudaError_t MakeTensorMap(EncodeTensorMap encode, const void* data,
                           const cuuint64_t (&sizes)[kRank], const cuuint64_t (&strides)[kRank - 1],
