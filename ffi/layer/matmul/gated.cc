@@ -66,7 +66,8 @@ cudaError_t LaunchGated(const MatmulCall& call, const Gate& gate, LaunchMode mod
   return silu::LaunchFusedSilu(ActivationOf(call, gate), mode.stream());
 }
 
-cudaError_t LaunchGatedScaled(const MatmulCall& call, const Gate& gate, LaunchMode mode) {
+cudaError_t LaunchGatedScaled([[maybe_unused]] const MatmulCall& call,
+                              [[maybe_unused]] const Gate& gate, [[maybe_unused]] LaunchMode mode) {
 #ifdef JAX_EP_MATMUL_HOPPER
   if (std::min({call.n_rows, call.n_groups, call.n}) == 0) return cudaSuccess;
   if (MayGate(call, kMatmulScaleBlock, 2 * kMatmulScaleBlock)) {
