@@ -14,6 +14,9 @@ namespace jax_ep::matmul::scaled {
 
 static_assert(BlockwiseFp8::kBlockSize == kScaleBlock);
 
+// For __byte_perm: the lower or the upper halves of two words.
+constexpr uint32_t kLowerHalves = 0x5410, kUpperHalves = 0x7632;
+
 // Two neighboring columns of a row, rounded to bfloat16.
 __device__ __forceinline__ uint32_t Rounded(const float* sums, uint32_t i) {
   return p2p::PackPair(sums[i], sums[i + 1], BFloat16{});
@@ -44,7 +47,8 @@ struct Biases {
 #pragma unroll
       for (uint32_t i = 0; i < kUnits; ++i) {
         const uint32_t pair = load(2 * (first + i * 8)), next = load(2 * (first + i * 8) + 2);
-        gates[i] = __byte_perm(pair, next, 0x5410), ups[i] = __byte_perm(pair, next, 0x7632);
+        gates[i] = __byte_perm(pair, next, kLowerHalves);
+        ups[i] = __byte_perm(pair, next, kUpperHalves);
       }
     }
   }
@@ -198,13 +202,12 @@ struct GatedTiles {
 
   // Sixteen codes in order.
   __device__ __forceinline__ static int4 InOrder(const int4& codes) {
-    constexpr uint32_t kLow = 0x5410, kHigh = 0x7632;
     const auto of = [](int a, int b, uint32_t halves) {
       return static_cast<int>(
           __byte_perm(static_cast<uint32_t>(a), static_cast<uint32_t>(b), halves));
     };
-    return {of(codes.x, codes.y, kLow), of(codes.z, codes.w, kLow), of(codes.x, codes.y, kHigh),
-            of(codes.z, codes.w, kHigh)};
+    return {of(codes.x, codes.y, kLowerHalves), of(codes.z, codes.w, kLowerHalves),
+            of(codes.x, codes.y, kUpperHalves), of(codes.z, codes.w, kUpperHalves)};
   }
 
   __device__ __forceinline__ static void StoreLines(const Self& self, const BlockTile& tile,
