@@ -1,5 +1,6 @@
 """expert_mlp between dispatch and combine, against a dense layer."""
 
+import dataclasses
 import functools
 
 import jax
@@ -349,3 +350,22 @@ def test_errors_name_the_codes_that_do_not_fit():
             match="^expert_mlp: gate_up must have .* 2F=256, for the F=128 rows of down; got 128",
         ):
             run(lambda a, b: (quantize(a[:, :, :128]), quantize(b)))
+        with pytest.raises(
+            ValueError,
+            match=r"^expert_mlp: gate_up.scales .* \[L=3, 2F/128=2, H/128=1\]; got \(1, 2, 1\)",
+        ):
+            run(
+                lambda a, b: (changed(quantize(a), lambda q: {"scales": q.scales[:1]}), quantize(b))
+            )
+        with pytest.raises(ValueError, match=r"^expert_mlp: down.scales must be float32; got bfl"):
+            run(lambda a, b: (quantize(a), changed(quantize(b), half_scales)))
+        with pytest.raises(ValueError, match=r"^expert_mlp: gate_up.source .* \[L=3, 2F=256, H="):
+            run(lambda a, b: (changed(quantize(a), lambda q: {"transposed": True}), quantize(b)))
+
+
+def changed(quantized, fields):
+    return dataclasses.replace(quantized, **fields(quantized))
+
+
+def half_scales(quantized):
+    return {"scales": quantized.scales.astype(jnp.bfloat16)}

@@ -6,6 +6,8 @@ import jax.numpy as jnp
 
 from jax_ep.formats import QuantizedFormat
 from jax_ep.formats.plain import FLOATS
+from jax_ep.layer.matmul import SCALE_BLOCK
+from jax_ep.layer.quantize_weights import QuantizedWeights
 from jax_ep.operands import checks
 from jax_ep.results import Dispatched
 
@@ -27,9 +29,35 @@ def check_arrays(dispatched: Dispatched, weights: ExpertWeights, transposed: boo
 
 
 def check_codes(dispatched: Dispatched, weights: ExpertWeights) -> None:
-    """Requires the codes of `[L, H, 2 F]` and `[L, F, H]`, which are transposed."""
+    """Requires codes, with scales, of `[L, H, 2 F]` and `[L, F, H]`, which are transposed."""
     codes = weights._replace(gate_up=weights.gate_up.codes, down=weights.down.codes)
     _check(dispatched, codes, True, (jnp.float8_e4m3fn,), ".codes", jnp.bfloat16)
+    call, expert_size = call_name(dispatched), weights.down.codes.shape[2]
+    if expert_size % SCALE_BLOCK:
+        raise ValueError(
+            f"{call}: F must be a multiple of {SCALE_BLOCK}, the size of a block that shares a "
+            f"scale, with QuantizedWeights; got {expert_size}."
+        )
+    _check_quantized(call, "gate_up", weights.gate_up, ("2F", "H"))
+    _check_quantized(call, "down", weights.down, ("H", "F"))
+
+
+def _check_quantized(
+    call: str, name: str, weights: QuantizedWeights, letters: tuple[str, str]
+) -> None:
+    """Requires scales and a source that fit the codes, `[L, N, K]`, which do."""
+    (n, k), (n_groups, *sizes) = letters, weights.codes.shape
+    shape = n_groups, *(-(-size // SCALE_BLOCK) for size in sizes)
+    blocks = f"L {n}/{SCALE_BLOCK} {k}/{SCALE_BLOCK}"
+    checks.check_array(call, f"{name}.scales", weights.scales, shape, blocks, jnp.float32)
+    if weights.source is None:
+        return
+    if not weights.transposed:
+        sizes, (n, k) = sizes[::-1], (k, n)
+    dtypes = jnp.bfloat16, jnp.float32
+    checks.check_array(
+        call, f"{name}.source", weights.source, (n_groups, *sizes), f"L {n} {k}", *dtypes
+    )
 
 
 def _check(

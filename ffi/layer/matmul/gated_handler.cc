@@ -1,5 +1,7 @@
 // XLA FFI -> LaunchGated, LaunchGatedScaled and LaunchGatedGradient.
 
+#include <string>
+
 #include "cuda/handlers/handler.h"
 #include "layer/matmul/gated.h"
 #include "layer/matmul/matmul_targets.h"
@@ -8,12 +10,20 @@
 namespace jax_ep::matmul {
 namespace {
 
+// For work that only kernels for Hopper do. A program may have been compiled for others.
+Status ExpectHopper(const char* what) {
+  if (IsHopper()) return {};
+  return InvalidArgument(std::string(what) +
+                         " must run on a Hopper GPU, for which this program was compiled; got "
+                         "another GPU. Compile or export it where JAX sees the GPUs that run it");
+}
+
 ffi::Error GatedImpl(cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingRets results,
                      const GatedAttributes& attributes) {
   MatmulCall call{};
   Gate gate{};
-  const Status status =
-      ReadGated(attributes, BufferList(operands), BufferList(results), &call, &gate);
+  Status status = ReadGated(attributes, BufferList(operands), BufferList(results), &call, &gate);
+  if (status.ok() && gate.bias != nullptr) status = ExpectHopper("gated_matmul: with a bias, it");
   if (!status.ok()) return ToError(status);
   return p2p::ToError(LaunchGated(call, gate, stream), "gated_matmul");
 }
@@ -22,8 +32,9 @@ ffi::Error GatedScaledImpl(cudaStream_t stream, ffi::RemainingArgs operands,
                            ffi::RemainingRets results, const silu::GateAttributes& attributes) {
   MatmulCall call{};
   Gate gate{};
-  const Status status =
+  Status status =
       ReadGatedScaled(attributes, BufferList(operands), BufferList(results), &call, &gate);
+  if (status.ok()) status = ExpectHopper("gated_scaled_matmul: it");
   if (!status.ok()) return ToError(status);
   return p2p::ToError(LaunchGatedScaled(call, gate, stream), "gated_scaled_matmul");
 }
