@@ -100,7 +100,7 @@ class Dispatched:
         """`int32[C]`, the rank that each row's token is from; -1 for rows without a token.
 
         Rows without a token are padding rows and rows not in use. With `src_info`, this says which
-        token a row belongs to. Communicates, on each use: one `jax.lax.all_to_all` of
+        token a row belongs to. Communicates, on each use: an all-to-all of
         `int32[R, L + se]`, so all ranks must use it alike. With `skip_a2a` nothing travels: the
         rank is this one.
 
@@ -110,14 +110,15 @@ class Dispatched:
         check_group("row_source_ranks", self.group)
         geometry, routing = self.group.geometry, self.routing
         n_rows = self.src_info.shape[0]
-        return row_sources(geometry, routing.group_ids, routing.row_offsets, n_rows)
+        all_to_all = self.group._connection.all_to_all
+        return row_sources(geometry, routing.group_ids, routing.row_offsets, n_rows, all_to_all)
 
     @property
     def expert_counts(self) -> jax.Array:
         """`int32[R, E]`, how many choices of each rank's tokens name each expert, dropped or not.
 
-        The sum over ranks is the experts' load. Communicates, on each use: one `jax.lax.all_gather`
-        of `int32[E]`, so all ranks must use it alike. With `skip_a2a` nothing travels: all ranks
+        The sum over ranks is the experts' load. Communicates, on each use: an all-gather of
+        `int32[E]`, so all ranks must use it alike. With `skip_a2a` nothing travels: all ranks
         have the same tokens.
 
         Raises:
@@ -128,7 +129,7 @@ class Dispatched:
         counts = count_choices(self.topk_ids, config.n_experts)
         if config.skip_a2a:
             return jnp.broadcast_to(counts, (n_ranks, config.n_experts))
-        return jax.lax.all_gather(counts, self.group.axis_name)
+        return self.group._connection.all_gather(counts)
 
     @property
     def routing(self) -> Routing:
@@ -202,7 +203,8 @@ def _raise_on_drops(
             'on_drop="count", they are only counted (docs/observe.md).'
         )
 
-    zero = raise_on_drops(group.geometry, results.n_dropped, describe)
+    all_gather = group._connection.all_gather
+    zero = raise_on_drops(group.geometry, results.n_dropped, describe, all_gather)
 
     def gate(x: Any) -> Any:  # its gradient, too
         return None if x is None else jnp.where(zero == 0, x, jnp.zeros((), x.dtype))

@@ -39,6 +39,7 @@ CPU = {
     "jax_ep_dispatch": DISPATCH,
     "jax_ep_combine": COMBINE,
     "jax_ep_combine_grad": COMBINE,
+    "jax_ep_exchange": {"group": "str", "splits": "bool"},
     "jax_ep_fused_silu": SILU,
 }
 CUDA = {
@@ -74,7 +75,7 @@ CUDA = {
 }
 # Calls that not every layer makes.
 OTHERS = {target for target in CUDA if target.endswith(("_matmul", "_matmul_grad"))}
-OTHERS |= {"jax_ep_fused_silu", "jax_ep_fused_silu_grad"}
+OTHERS |= {"jax_ep_fused_silu", "jax_ep_fused_silu_grad", "jax_ep_exchange"}
 RAIL = {target for target in CUDA if target.startswith("jax_ep_rail")}
 OTHERS |= RAIL
 # Calls for which formats that quantize have no use.
@@ -174,6 +175,19 @@ def test_every_call_has_the_attributes_that_its_handler_reads(case, platform, wa
     assert set(found) == set(wanted) - OTHERS - (NOT_QUANTIZED if quantizes else set())
     for target, calls in found.items():
         assert calls == [wanted[target]] * len(calls), target
+
+
+def test_an_exchange_has_the_attributes_that_its_handler_reads():
+    case = CASES["plain"]
+    group = closed_group(case, "cpu")
+
+    def counts(tokens, topk_ids):
+        rows = jax_ep.dispatch(group, tokens, topk_ids)
+        return rows.expert_counts, rows.row_source_ranks
+
+    operands = [np.stack(each) for each in suite.make_inputs(case).arrays()[:2]]
+    found = attributes_by_target(lowered(on_mesh(group.mesh, counts), "cpu", *operands))
+    assert found["jax_ep_exchange"] == [CPU["jax_ep_exchange"]] * 2
 
 
 # Of each form, the calls that are exchanges as well where these overlap.

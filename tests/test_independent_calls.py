@@ -9,13 +9,24 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import cases
 import jax_ep
 import oracle
 import suite
-from harness import AXIS, assert_same_bits, assert_trees_equal, group_of, on_mesh, put, shards
+from harness import (
+    AXIS,
+    assert_same_bits,
+    assert_trees_equal,
+    config_of,
+    group_of,
+    make_mesh,
+    on_mesh,
+    put,
+    shards,
+)
 
 N_CALLS = 8
 N_TOKENS, HIDDEN_SIZE = 256, 256
@@ -133,3 +144,65 @@ def test_queued_runs_do_not_mix_their_data(n_runs, transport):
         for (_, rank), (got, _) in shards(group.mesh, out):
             wanted = (rows[rank].astype("float32") * 2.0**i).astype(rows[rank].dtype)
             assert_same_bits(got[: len(wanted)], wanted, f"run {i}, rank {rank}")
+
+
+def labels(rows):
+    """What a result tells only once ranks have asked each other."""
+    return rows.expert_counts, rows.row_source_ranks
+
+
+@pytest.mark.usefixtures("one_process")
+def test_ranks_of_host_share_nothing_by_collectives_of_xla():
+    """XLA:CPU may start these in different orders, if one is in a branch that waits for a call."""
+    case = cases.SMALL[4]
+    config = config_of(case, on_drop="raise")
+    placement = jax_ep.ExpertPlacement(np.arange(case.n_experts), case.n_ranks)
+    with jax_ep.ep_init(make_mesh(case.n_ranks), AXIS, config, transport="host") as group:
+
+        def body(tokens, topk_ids, weights):
+            def total(weights):
+                copies = jax_ep.replicate_experts(group, weights, placement)
+                return copies.sum(), labels(jax_ep.dispatch(group, tokens, topk_ids))
+
+            return jax.value_and_grad(total, has_aux=True)(weights)
+
+        weights = np.ones((case.n_ranks, case.n_experts // case.n_ranks, 3), np.float32)
+        operands = put(group.mesh, *suite.make_inputs(case).arrays()[:2], weights)
+        text = on_mesh(group.mesh, body).lower(*operands).as_text()
+    assert text.count("@jax_ep_exchange(") == 5
+    for collective in ("all_gather", "all_to_all", "all_reduce", "collective_permute"):
+        assert f"stablehlo.{collective}" not in text
+
+
+def test_labels_of_calls_in_a_branch_and_outside_of_it(transport):
+    """Ranks that reach the calls at different times ask each other in any order."""
+    inside, outside = big_case(4, 3), big_case(4, 4)
+    group = group_of(inside, transport)
+
+    def body(operands, others):
+        def branch(scale):
+            rows = jax_ep.dispatch(group, operands[0] * scale, operands[1])
+            return labels(rows), rows.row_expert_ids, jax_ep.combine(group, rows.tokens, rows)
+
+        def loss(tokens):
+            rows = jax_ep.dispatch(group, tokens, others[1])
+            has_token = rows.row_source_ranks[:, None] >= 0
+            out = jax_ep.combine(group, jnp.where(has_token, rows.tokens, 0), rows)
+            return jnp.sum(jnp.square(out.astype(jnp.float32))), labels(rows)
+
+        with_dispatch, other = (functools.partial(branch, jnp.bfloat16(x)) for x in (1, 2))
+        is_true = jax.lax.psum(jnp.int32(1), AXIS) > 0
+        return jax.lax.cond(is_true, with_dispatch, other)[0], jax.grad(loss, has_aux=True)(
+            others[0]
+        )[1]
+
+    made = [suite.make_inputs(case) for case in (inside, outside)]
+    operands = [put(group.mesh, *inputs.arrays()[:2]) for inputs in made]
+    run = on_mesh(group.mesh, body)
+    for _ in range(5):
+        for (_, rank), results in shards(group.mesh, run(*operands)):
+            for inputs, (counts, sources) in zip(made, results, strict=True):
+                wanted = [np.bincount(ids.ravel(), minlength=8) for ids in inputs.topk_ids]
+                np.testing.assert_array_equal(counts, wanted)
+                n_rows = sum(int(each[2 * rank : 2 * rank + 2].sum()) for each in wanted)
+                assert np.count_nonzero(sources >= 0) == n_rows

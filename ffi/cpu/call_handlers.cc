@@ -8,6 +8,7 @@
 #include "core/routing.h"
 #include "cpu/combine.h"
 #include "cpu/dispatch.h"
+#include "cpu/exchange.h"
 #include "cpu/handler.h"
 #include "cpu/handlers.h"
 #include "xla/read_operands.h"
@@ -62,12 +63,29 @@ Status Read(const CallSite& site, const BufferList& operands, const BufferList& 
   return ReadCombineGrad(args.sizes(), Handle::kDstRows, site.mode, operands, results, &args);
 }
 
+Status Read(const CallSite& site, const BufferList& operands, const BufferList& results,
+            ExchangeArgs& args) {
+  Status status;
+  BufferReader reader(operands, status), result_reader(results, status);
+  const int64_t n_ranks = args.sizes().n_ranks, n_bytes = result_reader.Dim(0, 1);
+  args.part_bytes = n_bytes;
+  args.splits = site.splits;
+  const Shape all = {n_ranks, n_bytes}, sent = site.splits ? all : Shape{n_bytes};
+  args.coordinate = reader.Next<int32_t>("coordinate", {});
+  args.sent = static_cast<const uint8_t*>(reader.Next("sent", ffi::U8, sent));
+  reader.ExpectEnd("operands");
+  args.received = static_cast<uint8_t*>(result_reader.Next("received", ffi::U8, all));
+  result_reader.ExpectEnd("results");
+  return status.ok() ? CheckDisjoint(operands, results) : status;
+}
+
 // Checks the values of operands, and does what a rank can do before the others have arrived.
 Status Prepare(DispatchArgs& args) {
   PrepareEncoding(args);
   CountOwnChoices(args);
   return {};
 }
+Status Prepare(const ExchangeArgs&) { return {}; }
 Status Prepare(const CombineArgs& args) { return CheckDstRows(args); }
 Status Prepare(const CombineGradArgs& args) {
   const Status status = CheckDstRows(args);
@@ -89,6 +107,7 @@ FutureOrError Run(Runtime runtime, CallSite* site, ffi::RunId run, int32_t ordin
 
 constexpr auto& kRunDispatch = Run<Operation::kDispatch, DispatchArgs, DispatchAll>;
 constexpr auto& kRunCombine = Run<Operation::kCombine, CombineArgs, CombineAll>;
+constexpr auto& kRunExchange = Run<Operation::kExchange, ExchangeArgs, ExchangeAll>;
 constexpr auto& kRunGrad = Run<Operation::kCombineGrad, CombineGradArgs, CombineGradAll>;
 
 auto Bind() {
@@ -106,6 +125,7 @@ auto Bind() {
 
 JAX_EP_DEFINE_HANDLER_SYMBOL(HostDispatch, Operation::kDispatch, kRunDispatch, Bind());
 JAX_EP_DEFINE_HANDLER_SYMBOL(HostCombine, Operation::kCombine, kRunCombine, Bind());
+JAX_EP_DEFINE_HANDLER_SYMBOL(HostExchange, Operation::kExchange, kRunExchange, Bind());
 JAX_EP_DEFINE_HANDLER_SYMBOL(HostCombineGrad, Operation::kCombineGrad, kRunGrad, Bind());
 
 }  // namespace jax_ep::host

@@ -33,6 +33,13 @@ ffi::ErrorOr<std::unique_ptr<CallSite>> MakeCombineSite(const CombineAttributes&
   return site;
 }
 
+ffi::ErrorOr<std::unique_ptr<CallSite>> MakeExchangeSite(const ExchangeAttributes& attributes) {
+  auto site = std::make_unique<CallSite>();
+  site->group = std::string(attributes.group);
+  site->splits = attributes.splits;
+  return site;
+}
+
 }  // namespace
 
 JAX_EP_DEFINE_HANDLER_SYMBOL(HostInstantiateDispatch, "dispatch", MakeDispatchSite,
@@ -40,5 +47,8 @@ JAX_EP_DEFINE_HANDLER_SYMBOL(HostInstantiateDispatch, "dispatch", MakeDispatchSi
 
 JAX_EP_DEFINE_HANDLER_SYMBOL(HostInstantiateCombine, "combine", MakeCombineSite,
                              ffi::Ffi::BindInstantiate().Attrs<CombineAttributes>());
+
+JAX_EP_DEFINE_HANDLER_SYMBOL(HostInstantiateExchange, "exchange", MakeExchangeSite,
+                             ffi::Ffi::BindInstantiate().Attrs<ExchangeAttributes>());
 
 }  // namespace jax_ep::host

@@ -19,6 +19,7 @@ struct CallSite {
   std::string group;     // key of the group
   RowFormat row_format;  // of a dispatch
   CombineMode mode{};    // of a combine or its backward
+  bool splits = false;   // of an exchange, see ExchangeAttributes
 };
 
 }  // namespace jax_ep::host

@@ -27,11 +27,12 @@ struct Device {
 };
 
 // The calls of a group.
-enum class Operation { kDispatch, kCombine, kCombineGrad };
-constexpr size_t kNumOperations = 3;
+enum class Operation { kDispatch, kCombine, kCombineGrad, kExchange };
+constexpr size_t kNumOperations = 4;
 
 constexpr const char* Name(Operation operation) {
-  constexpr const char* kNames[kNumOperations] = {"dispatch", "combine", "the backward of combine"};
+  constexpr const char* kNames[kNumOperations] = {"dispatch", "combine", "the backward of combine",
+                                                  "an exchange"};
   return kNames[static_cast<size_t>(operation)];
 }
 

@@ -27,9 +27,11 @@ XLA_FFI_Error* WithCallSiteType(XLA_FFI_CallFrame* frame) {
 void AddTargets(Targets* targets) {
   XLA_FFI_Handler* const instantiate_dispatch = WithCallSiteType<HostInstantiateDispatch>;
   XLA_FFI_Handler* const instantiate_combine = WithCallSiteType<HostInstantiateCombine>;
+  XLA_FFI_Handler* const instantiate_exchange = WithCallSiteType<HostInstantiateExchange>;
   targets->push_back({"jax_ep_dispatch", HostDispatch, instantiate_dispatch});
   targets->push_back({"jax_ep_combine", HostCombine, instantiate_combine});
   targets->push_back({"jax_ep_combine_grad", HostCombineGrad, instantiate_combine});
+  targets->push_back({"jax_ep_exchange", HostExchange, instantiate_exchange});
 }
 
 }  // namespace jax_ep::host

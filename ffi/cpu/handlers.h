@@ -8,9 +8,11 @@ namespace jax_ep::host {
 
 XLA_FFI_DECLARE_HANDLER_SYMBOL(HostInstantiateDispatch);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(HostInstantiateCombine);  // and the backward of combine
+XLA_FFI_DECLARE_HANDLER_SYMBOL(HostInstantiateExchange);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(HostDispatch);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(HostCombine);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(HostCombineGrad);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(HostExchange);
 
 void AddTargets(Targets* targets);
 

@@ -31,6 +31,13 @@ struct CombineAttributes {
   CombineMode mode() const { return {weighting, reduce, adds_shared_expert}; }
 };
 
+// Of an exchange of `host`: every rank gets the array of each rank or, if it splits, its own part of
+// each.
+struct ExchangeAttributes {
+  std::string_view group;  // key of the group
+  bool splits;
+};
+
 // Finds the format and the layout of the scales by their names. Fails if this build does not know
 // one of them, or if the format does not have the layout.
 Status FindRowFormat(std::string_view token_format, std::string_view scales_layout,
@@ -48,3 +55,6 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_ep::CombineAttributes,
                                       StructMember<::jax_ep::Weighting>("weighting"),
                                       StructMember<bool>("reduce"),
                                       StructMember<bool>("adds_shared_expert"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_ep::ExchangeAttributes,
+                                      StructMember<std::string_view>("group"),
+                                      StructMember<bool>("splits"));

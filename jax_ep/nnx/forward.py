@@ -127,7 +127,8 @@ class Forward:
         n_limited = jnp.sum(kept != topk_ids, dtype=jnp.int32)
         if self.on_limit == "raise":
             message = functools.partial(self._describe_limit, capacity)
-            kept += raise_on_drops(group.geometry, n_limited, message)
+            all_gather = group._connection.all_gather
+            kept += raise_on_drops(group.geometry, n_limited, message, all_gather)
         return kept, n_limited
 
     def _describe_limit(self, capacity: int, where: str, _: int) -> str:

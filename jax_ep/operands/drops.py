@@ -1,7 +1,7 @@
 """Errors in place of drops: `EPConfig(on_drop="raise")`, and such options of layers."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,7 +16,10 @@ _MAX_RANKS = 8  # that a message lists
 
 
 def raise_on_drops(
-    geometry: Geometry, n_dropped: jax.Array, describe: Callable[[str, int], str]
+    geometry: Geometry,
+    n_dropped: jax.Array,
+    describe: Callable[[str, int], str],
+    all_gather: Callable[[jax.Array], jax.Array],
 ) -> jax.Array:
     """`int32[]`, zero; if any device of the mesh drops something, all fail where it is used.
 
@@ -27,9 +30,10 @@ def raise_on_drops(
         geometry: of the group.
         n_dropped: `int32[]`, of this device.
         describe: the message, from the text that says how many each rank dropped, and the most.
+        all_gather: over the ranks of the group; replicas are asked by XLA's.
     """
     names = geometry.mesh.axis_names
-    check = functools.partial(_check, geometry, describe)
+    check = functools.partial(_check, describe)
 
     def call(counts: jax.Array) -> jax.Array:
         shape = jax.ShapeDtypeStruct((), jnp.int32)
@@ -37,30 +41,31 @@ def raise_on_drops(
         return vary_alike(names, zero)[0]
 
     n_dropped = lax.stop_gradient(n_dropped)
-    counts = lax.all_gather(vary_alike(names, n_dropped)[0], names)
-    zero = lax.cond((counts > 0).any(), call, lambda counts: counts[0], counts)
+    counts = all_gather(vary_alike(names, n_dropped)[0])
+    others = tuple(name for name in names if name not in geometry.axis_names)
+    counts = lax.all_gather(counts, others) if others else counts[None]  # [replicas, R]
+    zero = lax.cond((counts > 0).any(), call, lambda counts: counts[0, 0], counts)
     # Where devices do the same work, their results have to remain the same by type.
     same = jax.typeof(zero).mat.varying - jax.typeof(n_dropped).mat.varying
     return lax.pmax(zero, tuple(sorted(same))) if same else zero
 
 
-def _check(geometry: Geometry, describe: Callable[[str, int], str], counts: Any) -> np.ndarray:
+def _check(describe: Callable[[str, int], str], counts: Any) -> np.ndarray:
     """Runs on the host, for each device."""
-    found = np.asarray(counts).reshape(-1)
+    found = np.asarray(counts)
     if not found.any():
         return np.zeros((), np.int32)
-    raise RuntimeError(describe(_by_rank(geometry, found.tolist()), int(found.max())))
+    raise RuntimeError(describe(_by_rank(found), int(found.max())))
 
 
-def _by_rank(geometry: Geometry, counts: Sequence[int]) -> str:
-    """Such as `37 were dropped, 30 on rank 2, 7 on rank 3`."""
-    where = [(n, each) for n, each in zip(counts, geometry.coordinates, strict=True) if n]
-    where.sort(key=lambda pair: (pair[1].replica, pair[1].rank))
-    n_replicas = len({each.replica for each in geometry.coordinates})
+def _by_rank(counts: np.ndarray) -> str:
+    """Such as `37 were dropped, 30 on rank 2, 7 on rank 3`, of `[replicas, R]`."""
+    where = np.argwhere(counts).tolist()
     named = [
-        f"{n} on rank {each.rank}{f' of replica {each.replica}' if n_replicas > 1 else ''}"
-        for n, each in where[:_MAX_RANKS]
+        f"{counts[replica, rank]} on rank {rank}"
+        + (f" of replica {replica}" if len(counts) > 1 else "")
+        for replica, rank in where[:_MAX_RANKS]
     ]
     if len(where) > _MAX_RANKS:
         named.append(f"others on {len(where) - _MAX_RANKS} more ranks")
-    return f"{sum(counts)} were dropped, {', '.join(named)}"
+    return f"{counts.sum()} were dropped, {', '.join(named)}"

@@ -4,6 +4,7 @@ Rows are ordered by group, then source rank, then token, then k; padding rows en
 of it follows from `row_offsets`, and source ranks also from how many rows each rank sends.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,7 +25,11 @@ def row_groups(row_offsets: jax.Array, n_rows: int) -> jax.Array:
 
 
 def row_sources(
-    geometry: Geometry, group_ids: jax.Array, row_offsets: jax.Array, n_rows: int
+    geometry: Geometry,
+    group_ids: jax.Array,
+    row_offsets: jax.Array,
+    n_rows: int,
+    all_to_all: Callable[[jax.Array], jax.Array],
 ) -> jax.Array:
     """`int32[C]`: the rank that each row comes from, -1 for rows without a token.
 
@@ -37,7 +42,7 @@ def row_sources(
     counts = jnp.zeros(routed.n_groups, jnp.int32).at[ids].add(1, mode="drop")
     by_rank = counts.reshape(routed.n_ranks, routed.n_local_groups)
     if not geometry.config.skip_a2a:
-        by_rank = lax.all_to_all(by_rank, geometry.axis_name, 0, 0)
+        by_rank = all_to_all(by_rank)
     # In each group: where the rows of each rank begin, then the padding rows.
     ends = jnp.cumsum(by_rank.T, axis=1, dtype=jnp.int32)
     begins = row_offsets.astype(jnp.int32)

@@ -128,7 +128,7 @@ def _move(group: EPGroup, weights: jax.Array, rounds: _Rounds) -> jax.Array:
     def exchange(i: jax.Array, copies: jax.Array) -> jax.Array:
         offered, local = _offers(group, rounds, i)
         mine = weights.at[offered[rank]].get(mode="clip")
-        theirs = lax.all_gather(mine, group.axis_name)
+        theirs = group._connection.all_gather(mine)
         local = jnp.where(local < len(rounds.homes), local, beyond)
         return copies.at[local].set(theirs, mode="drop", unique_indices=True)
 
@@ -148,7 +148,7 @@ def _add_up(group: EPGroup, gradients: jax.Array, rounds: _Rounds) -> jax.Array:
 
     def exchange(i: jax.Array, sums: jax.Array) -> jax.Array:
         offered, local = _offers(group, rounds, i)
-        of_ranks = lax.all_to_all(take(local), group.axis_name, 0, 0)
+        of_ranks = group._connection.all_to_all(take(local))
         return sums.at[offered[rank]].set(_sum_in_order(of_ranks), mode="drop")
 
     at_home = lax.dynamic_slice_in_dim(rounds.copies, rank * n_home, n_home)

@@ -96,6 +96,18 @@ class Connection(abc.ABC):
         """The result of a started call, for use once `after` is computed."""
         return call.result
 
+    def all_gather(self, x: jax.Array) -> jax.Array:
+        """`[R, ...]`, the `x` of all ranks, for what the library shares besides tokens.
+
+        A transport whose calls are asynchronous on CPUs has an exchange of its own: XLA:CPU may
+        start its collectives in different orders on different ranks (docs/sharp_bits.md).
+        """
+        return jax.lax.all_gather(x, self.geometry.axis_name)
+
+    def all_to_all(self, x: jax.Array) -> jax.Array:
+        """`[R, ...]` by destination to `[R, ...]` by source; otherwise like `all_gather`."""
+        return jax.lax.all_to_all(x, self.geometry.axis_name, 0, 0)
+
     def send_along(self, values: jax.Array, routing: Routing) -> jax.Array:
         """See `jax_ep.redispatch`; the derivative is in gradients.py.
 

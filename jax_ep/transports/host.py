@@ -15,7 +15,7 @@ from jax_ep.stats import RankStats
 from jax_ep.transports import cpu_threads
 from jax_ep.transports.base import platform_problem
 from jax_ep.transports.gradients import FfiConnection
-from jax_ep.xla_ffi import extension
+from jax_ep.xla_ffi import extension, primitives
 
 # Frames from a warning to the user's code.
 _LEVEL_OF_EP_INIT_CALL = 4  # open, connect, ep_init
@@ -113,6 +113,18 @@ class HostConnection(FfiConnection):
         routed = geometry.routed_coordinates(geometry.local_coordinates)
         counts = [load.stats(geometry.key, each.replica, each.rank) for each in routed]
         return RankStats.of_devices(geometry, counts)
+
+    def all_gather(self, x: jax.Array) -> jax.Array:
+        """One custom call; with `skip_a2a`, where ranks do not meet, XLA's."""
+        if self.geometry.config.skip_a2a:
+            return super().all_gather(x)
+        return primitives.exchange(self.geometry, x, splits=False)
+
+    def all_to_all(self, x: jax.Array) -> jax.Array:
+        """As `all_gather`."""
+        if self.geometry.config.skip_a2a:
+            return super().all_to_all(x)
+        return primitives.exchange(self.geometry, x, splits=True)
 
     def handle_shape(self, n_tokens: int) -> tuple[int, ...]:
         """`dst_rows`, `[T, N]`: each choice's row at its destination, -1 = none."""

@@ -39,6 +39,7 @@ TARGETS = (
     "jax_ep_dispatch",
     "jax_ep_dispatch_grad_start",
     "jax_ep_dispatch_start",
+    "jax_ep_exchange",
     "jax_ep_fused_silu",
     "jax_ep_fused_silu_grad",
     "jax_ep_gated_matmul",

@@ -1,5 +1,6 @@
 """The primitives behind `host` and `p2p`: how they are bound, typed and lowered."""
 
+import math
 from typing import Any
 
 import jax
@@ -11,7 +12,8 @@ from jax.extend.core import Primitive
 from jax_ep.formats import TokenFormat
 from jax_ep.geometry import Geometry
 from jax_ep.operands.calls import CombineOperands, DispatchOperands, DispatchResults, Weighting
-from jax_ep.xla_ffi.lowering import call_primitive, like
+from jax_ep.operands.checks import vary_alike
+from jax_ep.xla_ffi.lowering import call_primitive, host_call, like, make_primitive
 
 # Operands and parameters of a primitive.
 Call = tuple[list[jax.Array], dict[str, Any]]
@@ -77,6 +79,21 @@ def combine_grad_call(geometry: Geometry, operands: CombineOperands, cotangent: 
     return [coordinate(geometry), *arrays], _combine_params(geometry, operands)
 
 
+def exchange(geometry: Geometry, x: jax.Array, *, splits: bool) -> jax.Array:
+    """`[R, ...]`: of every rank its `x`, or if it `splits` its part `x[rank]` for this rank.
+
+    Bit by bit, without gradients; on CPUs only.
+    """
+    shape = x.shape[1:] if splits else x.shape
+    data = lax.bitcast_convert_type(lax.stop_gradient(x), jnp.uint8)
+    n_bytes = math.prod(shape) * x.dtype.itemsize
+    data = data.reshape((geometry.n_ranks, n_bytes) if splits else n_bytes)
+    operands = vary_alike(geometry.axis_names, coordinate(geometry), data)
+    (received,) = exchange_p.bind(*operands, geometry=geometry, splits=splits)
+    width = () if x.dtype.itemsize == 1 else (x.dtype.itemsize,)
+    return lax.bitcast_convert_type(received.reshape(geometry.n_ranks, *shape, *width), x.dtype)
+
+
 def _combine_params(geometry: Geometry, operands: CombineOperands) -> dict[str, Any]:
     return dict(
         geometry=geometry,
@@ -117,6 +134,11 @@ def combine_attributes(
         reduce=np.bool_(reduce),
         adds_shared_expert=np.bool_(adds_shared_expert),
     )
+
+
+def exchange_attributes(geometry: Geometry, splits: bool) -> dict[str, Any]:
+    """The attributes that the handler of an exchange reads."""
+    return dict(group=geometry.key, splits=np.bool_(splits))
 
 
 def dispatch_types(
@@ -168,6 +190,14 @@ def combine_grad_types(*operands: Any, **_: Any) -> list[Any]:
     return [*types, *(like(cotangent, x.shape, x.dtype) for x in weighted[1:])]
 
 
+def exchange_types(_: Any, sent: Any, *, geometry: Geometry, **__: Any) -> list[Any]:
+    """Type of what is received: bytes of every rank."""
+    return [like(sent, (geometry.n_ranks, sent.shape[-1]), sent.dtype)]
+
+
 dispatch_p = call_primitive("jax_ep_dispatch", dispatch_attributes, dispatch_types)
 combine_p = call_primitive("jax_ep_combine", combine_attributes, combine_types)
 combine_grad_p = call_primitive("jax_ep_combine_grad", combine_attributes, combine_grad_types)
+exchange_on_cpu = host_call("jax_ep_exchange", exchange_attributes)
+exchange_p = make_primitive("jax_ep_exchange", cpu=exchange_on_cpu)
+exchange_p.def_abstract_eval(exchange_types)
