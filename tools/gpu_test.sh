@@ -202,6 +202,7 @@ run_kernels() {
   # Blocks that share a GPU have several messages each.
   step kernels_fail_8 60 "$program" fail 8 "$gpus"
   step kernels_tampered 300 "$program" tampered 4 "$gpus"
+  step kernels_changing 300 "$program" changing 4 "$gpus"
   step kernels_cases 120 "$program" cases 4 "$gpus" 20
   step kernels_formats 120 "$program" formats 4 "$gpus" 60
   step kernels_2_processes_on_one_gpu 120 "$program" processes 2 1 2 10

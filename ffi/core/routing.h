@@ -29,11 +29,16 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "core/read_once.h"
+
 namespace jax_ep {
 
 constexpr int32_t kNoGroup = -1;
 constexpr int32_t kInvalidGroup = -2;  // any other id outside [0, n_groups) is invalid, too
 constexpr int32_t kNoRow = -1;
+
+// Whether an id names one of `n_groups` groups.
+constexpr bool IsGroup(int32_t id, int64_t n_groups) { return id >= 0 && id < n_groups; }
 
 struct ChoiceCounts {
   int64_t n_valid;    // choices that name a group
@@ -46,8 +51,8 @@ inline ChoiceCounts CountChoices(const int32_t* group_ids, int64_t n_ids, int64_
                                  int32_t* counts, int32_t* position) {
   ChoiceCounts total{0, 0};
   for (int64_t i = 0; i < n_ids; ++i) {
-    const int32_t group = group_ids[i];
-    if (group >= 0 && group < n_groups) {
+    const int32_t group = ReadOnce(group_ids[i]);
+    if (IsGroup(group, n_groups)) {
       position[i] = counts[group]++;
       ++total.n_valid;
     } else {

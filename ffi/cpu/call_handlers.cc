@@ -22,7 +22,7 @@ template <class Args>
 Status CheckDstRows(const Args& args) {
   for (int64_t i = 0; i < args.n_tokens * args.sizes().n_choices; ++i) {
     const int32_t group = args.group_ids[i], row = args.handle[i];
-    const bool has_group = group >= 0 && group < args.sizes().n_groups;
+    const bool has_group = IsGroup(group, args.sizes().n_groups);
     const bool has_row = row >= 0 && row < args.max_recv_tokens;
     if (row == kNoRow || (has_group && has_row)) continue;
     return InvalidArgument(

@@ -23,12 +23,12 @@ struct Choice {
 
 // The summed choices of `token` that have a row, in order.
 void FindChoices(const CombineArgs& args, int64_t token, std::vector<Choice>& choices) {
-  const int64_t n_choices = args.sizes().n_choices, n_local = args.sizes().n_local_groups();
+  const int64_t n_choices = args.sizes().n_choices;
+  const RowFinder rows(args);
   choices.clear();
   for (int64_t k = 0; k < args.mode.n_summed(n_choices); ++k) {
-    const int64_t choice = token * n_choices + k;
-    const int32_t row = args.handle[choice];
-    if (row != kNoRow) choices.push_back({k, args.group_ids[choice] / n_local, row});
+    const auto [rank, row] = rows.Find(token * n_choices + k);
+    if (row != kNoRow) choices.push_back({k, rank, row});
   }
 }
 
@@ -135,7 +135,7 @@ class TokenCombiner {
 
   // The shared expert's row is the last choice's, and on this rank.
   void AddSharedExpert(int64_t token, T* out) const {
-    const int64_t row = args_.handle[(token + 1) * n_choices_ - 1];
+    const int64_t row = RowFinder(args_).Find((token + 1) * n_choices_ - 1).row;
     if (row == kNoRow) return;
     AddToRow(out, static_cast<const T*>(args_.expert_out) + row * size_, size_);
   }

@@ -13,11 +13,11 @@ namespace {
 
 constexpr auto& At = ArgsAt<const CombineGradArgs>;
 
-// Writes the cotangent of a choice's token (of the choice itself, if not reduced) to its row.
+// Writes the cotangent of a choice's token (of the choice itself, if not reduced) to its `row`.
 template <class T>
 void SendCotangent(const CombineGradArgs& from, int64_t choice, const CombineGradArgs& to,
-                   bool is_summed) {
-  const int64_t size = from.row_size, row = from.handle[choice];
+                   int64_t row, bool is_summed) {
+  const int64_t size = from.row_size;
   const int64_t of_cotangent = from.mode.reduce ? choice / from.sizes().n_choices : choice;
   const T* const cotangent = static_cast<const T*>(from.cotangent) + of_cotangent * size;
   T* const grad = static_cast<T*>(to.grad_expert_out) + row * size;
@@ -35,13 +35,15 @@ void SendCotangent(const CombineGradArgs& from, int64_t choice, const CombineGra
 template <class T>
 void SendCotangents(const std::vector<Arrival>& arrivals, int64_t source, int64_t token) {
   const CombineGradArgs& from = At(arrivals, source);
-  const int64_t n_choices = from.sizes().n_choices, n_local = from.sizes().n_local_groups();
+  const int64_t n_choices = from.sizes().n_choices;
+  const RowFinder rows(from);
   for (int64_t k = 0; k < n_choices; ++k) {
     const int64_t choice = token * n_choices + k;
     if (from.grad_topk_weights != nullptr) from.grad_topk_weights[choice] = 0.0f;
-    if (from.handle[choice] == kNoRow) continue;
-    const CombineGradArgs& to = At(arrivals, from.group_ids[choice] / n_local);
-    SendCotangent<T>(from, choice, to, /*is_summed=*/k < from.mode.n_summed(n_choices));
+    const auto [rank, row] = rows.Find(choice);
+    if (row == kNoRow) continue;
+    const bool is_summed = k < from.mode.n_summed(n_choices);
+    SendCotangent<T>(from, choice, At(arrivals, rank), row, is_summed);
   }
 }
 
@@ -50,7 +52,8 @@ void SendCotangents(const std::vector<Arrival>& arrivals, int64_t source, int64_
 void ClearPadding(const CombineGradArgs& args, int64_t row_bytes) {
   const int64_t max_padding = args.group->config().row_alignment - 1;
   for (int64_t group = 0; group < args.sizes().n_local_groups(); ++group) {
-    const int64_t begin = args.row_offsets[group], end = args.row_offsets[group + 1];
+    const int64_t begin = ReadOnce(args.row_offsets[group]);
+    const int64_t end = ReadOnce(args.row_offsets[group + 1]);
     const int64_t row = std::max(begin, end - max_padding);
     if (row >= end || end > args.max_recv_tokens) continue;
     std::memset(static_cast<uint8_t*>(args.grad_expert_out) + row * row_bytes, 0,
@@ -65,7 +68,7 @@ void ClearPadding(const CombineGradArgs& args, int64_t row_bytes) {
 // relies on them should fail here, too.
 void PoisonUnusedRows(const CombineGradArgs& args, int64_t row_bytes) {
   constexpr int64_t kMaxRows = 64;
-  const int64_t begin = args.row_offsets[args.sizes().n_local_groups()];
+  const int64_t begin = ReadOnce(args.row_offsets[args.sizes().n_local_groups()]);
   const int64_t end = std::min(begin + kMaxRows, args.max_recv_tokens);
   if (begin >= end) return;
   std::memset(static_cast<uint8_t*>(args.grad_expert_out) + begin * row_bytes, 0xff,

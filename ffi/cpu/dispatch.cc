@@ -4,6 +4,7 @@
 #include <cstring>
 #include <numeric>
 
+#include "core/read_once.h"
 #include "core/routing.h"
 #include "cpu/chunks.h"
 #include "cpu/memory.h"
@@ -19,8 +20,8 @@ void CountTokensToRanks(const DispatchArgs& args, std::vector<int64_t>& tokens_t
   const GroupSizes& sizes = args.sizes();
   std::vector<int64_t> last_token(sizes.n_ranks, -1);
   for (int64_t choice = 0; choice < args.n_tokens * sizes.n_choices; ++choice) {
-    const int32_t group = args.group_ids[choice];
-    if (group < 0 || group >= sizes.n_groups) continue;
+    const int32_t group = ReadOnce(args.group_ids[choice]);
+    if (!IsGroup(group, sizes.n_groups)) continue;
     const int64_t rank = group / sizes.n_local_groups();
     const int64_t token = choice / sizes.n_choices;
     tokens_to_rank[rank] += last_token[rank] != token;
@@ -37,17 +38,19 @@ void LayOutRows(const std::vector<Arrival>& arrivals, int64_t rank) {
   const auto counts = [&](int64_t source, int64_t group) {
     return At(arrivals, source).counts[rank * n_local + group];
   };
+  std::vector<uint32_t> row_offsets(n_local + 1);
   *args.n_dropped = static_cast<int32_t>(ComputeRowOffsets(
       counts, n_local, sizes.n_ranks, args.max_recv_tokens, args.group->config().row_alignment,
-      args.first_row.data(), args.n_rows.data(), args.row_offsets, sizes.n_source_nodes));
+      args.first_row.data(), args.n_rows.data(), row_offsets.data(), sizes.n_source_nodes));
+  std::copy(row_offsets.begin(), row_offsets.end(), args.row_offsets);
   args.padded_offsets.clear();
   for (int64_t group = 0; group <= n_local; group += sizes.n_source_nodes) {
-    args.padded_offsets.push_back(args.row_offsets[group]);
+    args.padded_offsets.push_back(row_offsets[group]);
   }
   if (args.encoder != nullptr) {
     args.scales_out.LayOut(args.padded_offsets.data(), sizes.n_padded_groups());
   }
-  AdviseHugePages(args.rows, args.row_offsets[n_local] * args.row_bytes,
+  AdviseHugePages(args.rows, row_offsets[n_local] * args.row_bytes,
                   args.max_recv_tokens * args.row_bytes);
   args.group->UpdateStats(args.device.coordinate, [&](RankStats& stats) {
     ++stats.dispatch_calls;
@@ -112,11 +115,15 @@ void SendTokens(const std::vector<Arrival>& arrivals, int64_t source, int64_t be
   const int64_t n_choices = sizes.n_choices, n_local = sizes.n_local_groups();
   EncodedToken encoded(from);
   for (int64_t choice = begin * n_choices; choice < end * n_choices; ++choice) {
-    if (from.handle[choice] == kNoRow) continue;
-    const int64_t group = from.group_ids[choice] % n_local;
-    DispatchArgs& to = At(arrivals, from.group_ids[choice] / n_local);
     // Until now the handle holds the choice's position among the rank's choices of the same group.
-    const int64_t row = to.first_row[group * sizes.n_ranks + source] + from.handle[choice];
+    const int32_t id = ReadOnce(from.group_ids[choice]), position = ReadOnce(from.handle[choice]);
+    if (!IsGroup(id, sizes.n_groups) || position < 0) {
+      from.handle[choice] = kNoRow;
+      continue;
+    }
+    const int64_t group = id % n_local;
+    DispatchArgs& to = At(arrivals, id / n_local);
+    const int64_t row = to.first_row[group * sizes.n_ranks + source] + position;
     const bool fits = row < to.max_recv_tokens;
     from.handle[choice] = fits ? static_cast<int32_t>(row) : kNoRow;
     if (!fits) continue;

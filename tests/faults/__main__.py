@@ -24,6 +24,7 @@ SCRIPTS = {
     "pauses": 300,
     "opening": 400,
     "tampered": 300,
+    "changing": 300,
     "malformed": 600,
     "pickles": 120,
 }

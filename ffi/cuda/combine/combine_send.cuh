@@ -233,10 +233,12 @@ __device__ void ReturnMessagesInRegisters(const CombineArgs& args, const Message
     const MessageSlot slot = messages.Slot(i);
     const ReceivedMessage message = next;
     next = read(i + items.stride);
-    if (!messages.Exists(i, slot) || !IsIntact(args, slot.source, message, args.call.max_tokens)) {
-      continue;
+    if (!messages.Exists(i, slot)) continue;
+    if (IsIntact(args, slot.source, message, args.call.max_tokens)) {
+      ReturnMessage<T>(args, smem.call, warps, slot.source, message);
+    } else {
+      warps.Sync();  // with warps that may have read the message before it was changed
     }
-    ReturnMessage<T>(args, smem.call, warps, slot.source, message);
   }
 }
 

@@ -1,5 +1,9 @@
 // Numbers the choices and messages of a rank by prefix sums over group_ids: the device side of
 // core/routing.h. No atomic decides an order; atomics only add up integers.
+//
+// A call reads group_ids several times, and who shares their memory may write it in between. So
+// each id is checked where it is used, and whatever the ids become, slots are less than the number
+// of tokens, and positions are not negative. Ranks may then wait in vain, up to the time limit.
 #pragma once
 
 #include <cstdint>
@@ -121,8 +125,8 @@ __device__ inline void CountTokens(const CallArgs& call, const int32_t* group_id
 }
 
 // Writes to `positions` [tokens, N] each choice's position among the rank's choices of its group,
-// in (token, k) order, or kNoRow. Starts from `counts` and advances them. Called by one warp,
-// converged.
+// in (token, k) order; 0 where it names no group. Starts from `counts` and advances them. Called by
+// one warp, converged.
 __device__ inline void NumberChoices(const CallArgs& call, const int32_t* group_ids,
                                      TokenRange tokens, const RoutingCounts& counts,
                                      int32_t* positions) {
@@ -140,7 +144,7 @@ __device__ inline void NumberChoices(const CallArgs& call, const int32_t* group_
     const int32_t count = is_group ? counts.groups[id] : 0;
     __syncwarp();
     if (is_group && before == 0) counts.groups[id] = count + __popc(equals);
-    if (i < n_ids) positions[i] = is_group ? count + __popc(before) : kNoRow;
+    if (i < n_ids) positions[i] = is_group ? count + __popc(before) : 0;
     __syncwarp();
   }
 }

@@ -57,16 +57,19 @@ inline TileGrid GridOf(const MatmulCall& call, int n_sms) {
           static_cast<uint32_t>(n_sms) / swapped::kBlocks};
 }
 
-// Called by all threads of a block.
+// Called by all threads of a block. Reads the row offsets once: if they change meanwhile, the table
+// is still that of some groups of the rows there are.
 __device__ inline void FillSwappedTable(const MatmulCall& call, const MatmulTileTable& table,
                                         uint32_t tile_rows, bool divides_evenly = true) {
+  __shared__ MatmulGroup groups[kMaxSwappedGroups];
   __shared__ uint32_t keys[kMaxSwappedGroups];
   const auto n_groups = static_cast<uint32_t>(call.n_groups);
   const MatmulTileShape shape = {call.row_offsets, static_cast<uint32_t>(call.n_rows), n_groups,
                                  tile_rows, divides_evenly};
   if (threadIdx.x == 0) *table.n_taken = 0;
   for (uint32_t group = threadIdx.x; group < n_groups; group += blockDim.x) {
-    keys[group] = MatmulTileKey(MatmulGroup::Of(shape, group));
+    groups[group] = MatmulGroup::Of(shape, group);
+    keys[group] = MatmulTileKey(groups[group]);
   }
   __syncthreads();
   constexpr uint32_t kSharers = 4;  // threads that compare a group with the others
@@ -79,7 +82,7 @@ __device__ inline void FillSwappedTable(const MatmulCall& call, const MatmulTile
       place.first_tile += __shfl_xor_sync(~0u, place.first_tile, i);
     }
     if (sharer == 0 && group < n_groups) {
-      EnterMatmulGroup(table, MatmulGroup::Of(shape, group), place, group);
+      EnterMatmulGroup(table, groups[group], place, group);
     }
   }
 }

@@ -18,31 +18,43 @@ using namespace weight_gradient;
 constexpr int kTableThreads = 256;
 
 // Enters the group, behind those that have more rows. The largest are taken first, so that clusters
-// end at about the same time.
-__device__ void Enter(const MatmulCall& call, const Table& table, int64_t group) {
-  const RowRange rows = RowRange::Of(call, group);
+// end at about the same time. `rows` [n_groups]: see Table.
+__device__ void Enter(const uint2* rows, int64_t n_groups, const Table& table, int64_t group) {
+  const auto [first, size] = rows[group];
   uint32_t position = 0, n_spans = 0;
-  for (int64_t other = 0; other < call.n_groups; ++other) {
-    const int64_t size = RowRange::Of(call, other).size;
-    n_spans += size > 0;
-    position += size > rows.size || (size == rows.size && other < group);
+  for (int64_t other = 0; other < n_groups; ++other) {
+    const uint32_t other_size = rows[other].y;
+    n_spans += other_size > 0;
+    position += other_size > size || (other_size == size && other < group);
   }
   if (group == 0) *table.n_spans = n_spans, *table.n_taken = 0;
-  if (rows.size == 0) return;
-  table.spans[position] = {static_cast<uint32_t>(rows.first), static_cast<uint32_t>(rows.size),
-                           static_cast<uint32_t>(group), 0};
+  if (size > 0) table.spans[position] = {first, size, static_cast<uint32_t>(group), 0};
 }
 
-// Fills the table, and zeroes the matrices of groups without rows, unless the call adds to them.
+// Called by all threads of a block. Reads the row offsets once, since they may change meanwhile,
+// and the groups would not get a position each.
+__device__ void EnterAll(const MatmulCall& call, const Table& table) {
+  constexpr int64_t kFewGroups = 512;
+  __shared__ uint2 few[kFewGroups];
+  uint2* const rows = call.n_groups <= kFewGroups ? few : table.rows;
+  const auto for_each_group = [&](const auto& work) {
+    for (int64_t group = threadIdx.x; group < call.n_groups; group += kTableThreads) work(group);
+  };
+  for_each_group([&](int64_t group) {
+    const RowRange range = RowRange::Of(call, group);
+    rows[group] = {static_cast<uint32_t>(range.first), static_cast<uint32_t>(range.size)};
+  });
+  __syncthreads();
+  for_each_group([&](int64_t group) { Enter(rows, call.n_groups, table, group); });
+}
+
+// The first block fills the table. All of them zero the matrices of groups without rows, unless the
+// call adds to them.
 __global__ void __launch_bounds__(kTableThreads)
     FillTable(const __grid_constant__ MatmulCall call, const __grid_constant__ Table table) {
   p2p::griddepcontrol_launch_dependents();  // the matmul may start, and waits
   p2p::griddepcontrol_wait();
-  const int64_t step = int64_t{gridDim.x} * kTableThreads;
-  for (int64_t group = int64_t{blockIdx.x} * kTableThreads + threadIdx.x; group < call.n_groups;
-       group += step) {
-    Enter(call, table, group);
-  }
+  if (blockIdx.x == 0) EnterAll(call, table);
   ZeroUnwritten(call);
 }
 

@@ -23,14 +23,15 @@ struct Span {
 // In the workspace.
 struct Table {
   Span* spans;  // the largest first
+  uint2* rows;  // of each group, in their order: the first, and how many; see FillTable
   uint32_t* n_spans;
   uint32_t* n_taken;  // tiles, of all groups
 
   static Table In(const MatmulCall& call) {
     constexpr size_t kAlignment = 128;
     auto* const words = static_cast<uint32_t*>(call.workspace);
-    return {reinterpret_cast<Span*>(static_cast<char*>(call.workspace) + kAlignment), words,
-            words + 1};
+    auto* const spans = reinterpret_cast<Span*>(static_cast<char*>(call.workspace) + kAlignment);
+    return {spans, reinterpret_cast<uint2*>(spans + call.n_groups), words, words + 1};
   }
 };
 

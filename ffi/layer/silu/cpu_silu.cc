@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "core/read_once.h"
 #include "cpu/chunks.h"
 #include "cpu/encode.h"
 #include "cpu/rows.h"
@@ -150,7 +151,10 @@ void ForRows(const Pool& pool, const SiluCall& call, const Body& body) {
 
 }  // namespace
 
-Status FusedSilu(const Pool& pool, const SiluCall& call) {
+Status FusedSilu(const Pool& pool, const SiluCall& given) {
+  const std::vector<uint32_t> row_offsets = ReadOnce(given.row_offsets, given.n_groups + 1);
+  SiluCall call = given;
+  call.row_offsets = row_offsets.data();
   const Status status = CheckOffsets(call);
   if (!status.ok()) return status;
   if (call.scales_layout == ScalesLayout::kNone) {

@@ -38,33 +38,36 @@ struct GroupTable {
     return (n_groups + 1) * (sizeof(InputScale) + 2 * sizeof(uint32_t));
   }
 
-  // Fills `starts` and `input_scales`. Returns whether the row_offsets that this thread has read
-  // rise from 0. Called by all threads of the block; a barrier must follow.
-  __device__ bool Load(const SiluCall& call) const {
+  // Fills `starts`, with row_offsets as they are, and `input_scales`. Called by all threads of the
+  // block; a barrier must follow.
+  __device__ void Load(const SiluCall& call) const {
     const int n_groups = static_cast<int>(call.n_groups);
-    bool rises = true;
     for (int group = threadIdx.x; group <= n_groups; group += blockDim.x) {
-      const uint32_t start = call.row_offsets[group];
-      rises &= group == 0 ? start == 0 : call.row_offsets[group - 1] <= start;
-      // Clipped to the rows there are, so that no scales are written beyond theirs.
-      starts[group] = min(start, static_cast<uint32_t>(call.n_rows));
+      starts[group] = call.row_offsets[group];
       const bool has_scale = call.input_scales != nullptr && group < n_groups;
       input_scales[group] = InputScale::Make(has_scale ? call.input_scales[group] : 1.0f);
     }
-    return rises;
   }
 
-  // Fills `blocks`. Called by one warp, converged; a barrier must follow.
-  __device__ void NumberBlocks(const SiluCall& call) const {
+  // Fills `blocks`, and clips `starts` to the rows there are, so that no scales are written beyond
+  // theirs. Returns whether those that this lane has seen rise from 0. Called by one warp,
+  // converged; a barrier must follow.
+  __device__ bool NumberBlocks(const SiluCall& call) const {
     const int n_groups = static_cast<int>(call.n_groups);
+    const auto limit = static_cast<uint32_t>(call.n_rows);
+    bool rises = true;
     int32_t n_blocks = 0;
 #pragma unroll 1
     for (int first = 0; first <= n_groups; first += kWarpSize) {
       const int group = first + LaneIndex();
-      const uint32_t n_rows = group < n_groups ? starts[group + 1] - starts[group] : 0;
+      const uint32_t start = starts[min(group, n_groups)], next = starts[min(group + 1, n_groups)];
+      rises &= start <= next && (group > 0 || start == 0);
+      const uint32_t n_rows = min(next, limit) - min(start, limit);
       const int32_t block = ExclusiveScan(static_cast<int32_t>(BlocksOfRows(n_rows)), &n_blocks);
-      if (group <= n_groups) blocks[group] = block;
+      __syncwarp();  // all have read their neighbors
+      if (group <= n_groups) starts[group] = min(start, limit), blocks[group] = block;
     }
+    return rises;
   }
 };
 

@@ -83,17 +83,16 @@ class TileInput {
 };
 
 // Loads the group table if groups matter, and the gate table. Returns false, for all threads, if
-// row_offsets do not rise from 0: the scales of such groups could be written anywhere. `rises` is
-// from GroupTable::Load. Called by all threads of the block.
+// row_offsets do not rise from 0: the scales of such groups could be written anywhere. Follows
+// GroupTable::Load. Called by all threads of the block.
 template <bool kHasTable>
 __device__ __forceinline__ bool FillTables(const SiluCall& call, const GroupTable& groups,
-                                           const GateTable& table, bool needs_groups, bool rises) {
-  if (needs_groups && !__syncthreads_and(rises)) return false;
+                                           const GateTable& table, bool needs_groups) {
+  if (needs_groups) __syncthreads();
   const bool numbers = needs_groups && WarpIndex() == 0;
-  if (numbers) groups.NumberBlocks(call);
+  const bool rises = !numbers || groups.NumberBlocks(call);
   if (kHasTable && !numbers) table.Fill(call.activation, needs_groups ? kWarpSize : 0);
-  __syncthreads();
-  return true;
+  return __syncthreads_and(rises);
 }
 
 // Computes and stores chunk `i` of `tile`, and starts to load the same chunk of `next`, if it has
@@ -129,7 +128,7 @@ __device__ __forceinline__ void RunRows(const SiluCall& call, const GroupTable& 
 
   griddepcontrol_wait();  // no operand is read before
   const uint32_t n_used = UsedRows(call);
-  const bool rises = !needs_groups || groups.Load(call);
+  if (needs_groups) groups.Load(call);
   TileScheduler<kTileChunks, ThisWarp> scheduler(n_used, row_tiles);
   Tile next = scheduler.tile();
   input.MoveTo(next);
@@ -138,7 +137,9 @@ __device__ __forceinline__ void RunRows(const SiluCall& call, const GroupTable& 
     if (i < next.n_chunks) input.Load(next, i);
   }
   // The first rows are in flight meanwhile.
-  if (!FillTables<kHasTable>(call, groups, table, needs_groups, rises)) return;
+  if (!FillTables<kHasTable>(call, groups, table, needs_groups)) return;
+  // The groups end earlier if row_offsets have changed between the two reads.
+  if (needs_groups && groups.starts[call.n_groups] < n_used) return;
   GroupCursor cursor(call, groups);
   Output output(call, lane);
   while (next.n_chunks > 0) {

@@ -134,7 +134,7 @@ class Calls {
     give(RandomWeights(b.row_scalars.size(), random), b.row_scalars, row_scalars_);
     b.group_ids.Write(routing_.ids[rank]);
     b.input_scale.Write({input_scale});
-    b.scales = DeviceArray<uint8_t>(fixture_.scales_bytes());
+    b.scales = DeviceArray<uint8_t>(fixture_.scales_bytes(), options_.guard);
     if (!options_.returns_rows) {
       b.expert_out = DeviceArray<T>(b.rows.size());
       b.expert_out.Poison();

@@ -60,7 +60,7 @@ struct RankBuffers {
   DeviceArray<float> grad_topk_weights, grad_row_weights;
   DeviceArray<uint8_t> scales;  // of formats that have any
 
-  // `out_rows`: of combine; `guard`: elements beside each result of combine and its backward.
+  // `out_rows`: of combine; `guard`: elements beside each result, but for those of one per group.
   RankBuffers(const CaseSizes& s, int n_tokens, size_t out_rows, size_t guard = 0)
       : n_tokens(n_tokens) {
     const size_t n = n_tokens, n_choices = n * s.n_choices, n_rows = s.max_recv_tokens;
@@ -68,17 +68,17 @@ struct RankBuffers {
       ((arrays = std::decay_t<decltype(arrays)>(size, guard)), ...);
     };
     make(0, n * s.hidden, tokens, residual);
-    make(0, n_rows * s.hidden, rows);
     make(0, out_rows * s.hidden, cotangent);
     make(0, n_choices, group_ids, topk_weights);
-    make(0, n_rows, row_weights, row_scalars);
-    make(0, n_rows * 2, src_info);
+    make(0, n_rows, row_scalars);
     make(0, 1, n_dropped, n_invalid, input_scale);
     make(0, s.n_ranks, message_counts);
-    make(0, size_t{1} * s.n_ranks * s.max_tokens * (1 + s.n_choices), message_rows);
     make(0, s.n_local_groups() + 1, row_offsets);
+    make(guard, size_t{1} * s.n_ranks * s.max_tokens * (1 + s.n_choices), message_rows);
+    make(guard, n_rows * 2, src_info);
+    make(guard, n_rows, row_weights);
     make(guard, out_rows * s.hidden, out);
-    make(guard, n_rows * s.hidden, grad_expert_out);
+    make(guard, n_rows * s.hidden, rows, grad_expert_out);
     make(guard, n_choices, choice_scalars, grad_topk_weights);
     make(guard, n_rows, grad_row_weights);
     input_scale.Write({1.0f});
@@ -92,7 +92,9 @@ struct RankBuffers {
   // Whether nothing was written beside the guarded results.
   bool AreGuardsIntact() const {
     return out.IsIntact() && choice_scalars.IsIntact() && grad_expert_out.IsIntact() &&
-           grad_topk_weights.IsIntact() && grad_row_weights.IsIntact();
+           grad_topk_weights.IsIntact() && grad_row_weights.IsIntact() && rows.IsIntact() &&
+           scales.IsIntact() && src_info.IsIntact() && row_weights.IsIntact() &&
+           message_rows.IsIntact();
   }
 };
 

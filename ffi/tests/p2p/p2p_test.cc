@@ -12,6 +12,8 @@
 //       a rank stays away
 //   p2p_test tampered RANKS DEVICES [LIMIT_MS [STRIDE]]
 //       results of dispatch that are changed before combine; the calls' time limit; every so many
+//   p2p_test changing RANKS DEVICES [LIMIT_MS [ROUNDS]]
+//       operands that another stream writes during calls; the calls' time limit
 //   p2p_test processes RANKS DEVICES PROCESSES N_CASES [SEED]
 //       `cases` and `fail` with ranks in several processes; then one of them exits
 //
@@ -25,6 +27,7 @@
 
 #include "tests/p2p/p2p_calls.h"
 #include "tests/p2p/p2p_cases.h"
+#include "tests/p2p/p2p_changing.h"
 #include "tests/p2p/p2p_missing.h"
 #include "tests/p2p/p2p_replay.h"
 #include "tests/p2p/p2p_tampered.h"
@@ -65,6 +68,14 @@ void RunTamperedCases(int n_ranks, const std::vector<int>& devices, int limit_ms
   std::printf("tampered: then a case, %d errors\n", n_errors);
 }
 
+// Operands that change; afterwards a new group works.
+void RunChangingCases(int n_ranks, const std::vector<int>& devices, int limit_ms, int n_rounds) {
+  RunChanging(n_ranks, devices, limit_ms / 1e3, n_rounds);
+  std::mt19937 random(3);
+  RunCase<float>(n_ranks, devices, 0, random);
+  std::printf("changing: then a case, %d errors\n", n_errors);
+}
+
 int RunProcesses(int n_ranks, const std::vector<int>& devices, int n_processes, int n_cases,
                  unsigned seed) {
   constexpr unsigned kLimitSeconds = 300;
@@ -100,12 +111,14 @@ int Main(int argc, char** argv) {
     RunFail(n_ranks, devices);
   } else if (what == "tampered") {
     RunTamperedCases(n_ranks, devices, number(4, 200), number(5, 1));
+  } else if (what == "changing") {
+    RunChangingCases(n_ranks, devices, number(4, 200), number(5, 10));
   } else if (what == "processes") {
     n_errors = RunProcesses(n_ranks, devices, number(4, 2), number(5, 20), number(6, 1));
   } else {
     std::fprintf(stderr,
-                 "usage: p2p_test cases|formats|large|replay|fail|tampered|processes RANKS DEVICES "
-                 "[N...] [SEED] [SECONDS]\n");
+                 "usage: p2p_test cases|formats|large|replay|fail|tampered|changing|processes "
+                 "RANKS DEVICES [N...] [SEED] [SECONDS]\n");
     return 2;
   }
   std::fflush(stdout);
