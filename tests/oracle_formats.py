@@ -19,6 +19,9 @@ E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], F32)
 
 BLOCK_SIZE = {"blockwise_fp8": 128, "mxfp8": 32, "mxfp4": 32, "nvfp4": 16}
 SCALE_DTYPE = {"blockwise_fp8": F32, "mxfp8": E8M0, "mxfp4": E8M0, "nvfp4": E4M3}
+# Numbers beyond these count as these.
+LARGEST = {"blockwise_fp8": 1.9921875, "mxfp8": 1.875, "mxfp4": 1.5, "nvfp4": 1.625}
+LARGEST = {name: F32(x * 2.0**127) for name, x in LARGEST.items()}
 PACKED = ("mxfp4", "nvfp4")
 # The default layout of each format; groups of rows begin at multiples of ROW_ALIGNMENT rows.
 LAYOUT = {name: "atoms" for name in BLOCK_SIZE} | {"blockwise_fp8": "transposed"}
@@ -41,6 +44,7 @@ def quantize(name: str, x: np.ndarray, input_scale: float = 1.0) -> Quantized:
     blocks = np.asarray(x).astype(F32).reshape(*x.shape[:-1], n_scales, size)
     is_dead = ~np.isfinite(blocks).all(-1)
     blocks = np.where(is_dead[..., None], F32(0), blocks)
+    blocks = np.clip(blocks, -LARGEST[name], LARGEST[name])
     amax = np.abs(blocks).max(-1)
     with np.errstate(all="ignore"):
         y, scales = _SCALED[name](blocks, amax, F32(input_scale))
@@ -125,7 +129,9 @@ def dequantize(name: str, quantized: Quantized, input_scale: float = 1.0):
         values = codes.view(E4M3).astype(F32)
     scales = quantized.scales.astype(F32)
     if name == "nvfp4":
-        scales = scales * (F32(1) / F32(input_scale))
+        with np.errstate(all="ignore"):
+            inverse = F32(1) / F32(input_scale)
+        scales = scales * (inverse if np.isfinite(inverse) else F32(0))
     return values * np.repeat(scales, BLOCK_SIZE[name], axis=-1)
 
 

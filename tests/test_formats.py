@@ -139,7 +139,7 @@ def test_dequantized_numbers_match_the_oracle(name):
 
 
 # The largest error of an element, relative to the maximum of its block.
-MAX_ERROR = {"blockwise_fp8": 1 / 16, "mxfp8": 1 / 16, "mxfp4": 1 / 3, "nvfp4": 0.2}
+MAX_ERROR = {"blockwise_fp8": 1 / 16, "mxfp8": 1 / 16, "mxfp4": 0.2, "nvfp4": 0.2}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -152,6 +152,61 @@ def test_dequantized_numbers_are_close_to_the_tokens(name):
     largest = np.abs(tokens).reshape(-1, *blocks[1:]).max(-1, keepdims=True)
     assert (error / largest).max() <= MAX_ERROR[name]
     assert (error / largest).max() > MAX_ERROR[name] / 8
+
+
+# What adds to that error: the last place of small numbers. XLA:CPU flushes the scale 2^-127. For
+# NVFP4, times the reciprocal of the input scale.
+FLOOR = {"blockwise_fp8": 2.2e-10, "mxfp8": 2.64e-36, "mxfp4": 4.2e-38, "nvfp4": 6 * 2.0**-10}
+
+
+def near_the_ends() -> np.ndarray:
+    """Positive float32: from zero to 2^-100, and from 2^120 to the largest, also of bfloat16."""
+    low = np.linspace(0, 27 << 23, 4001).astype(np.uint32).view(np.float32)
+    top = np.linspace(247 << 23, 0x7F7FFFFF, 4001).astype(np.uint32).view(np.float32)
+    edges = np.array([1.5, 1.625, 1.75, 1.875, 1.9375, 1.9921875, 1.99609375]) * 2.0**127
+    edges = edges.astype(np.float32)
+    return np.concatenate([low, top, edges, np.nextafter(edges, np.float32(0))])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_finite_numbers_stay_finite_up_to_both_ends_of_the_range(name):
+    """In float32 and in bfloat16, within the documented error of a block's maximum."""
+    numbers = every_bfloat16().astype(np.float32)
+    maxima = np.concatenate([numbers[np.isfinite(numbers)], near_the_ends()])
+    tokens = with_block_maximum(name, maxima)
+    bounded = np.clip(tokens, -oracle.LARGEST[name], oracle.LARGEST[name]).astype(np.float64)
+    largest = np.abs(bounded).max(-1, keepdims=True)
+    # Of NVFP4: the usual ones for tokens of up to 1 and of up to 2^128, and a smaller one.
+    for input_scale in [448 * 6, 448 * 6 / 2.0**128, 1e-38] if name == "nvfp4" else [1.0]:
+        scale = input_scale_of(name, input_scale)
+        fits = largest[:, 0] <= (448 * 6 / input_scale if name == "nvfp4" else np.inf)
+        allowed = MAX_ERROR[name] * largest + FLOOR[name] / input_scale
+        quantized = jitted(name, "quantize")(tokens, scale)
+        for dtype in (np.float32, ml_dtypes.bfloat16):
+            got = np.asarray(FORMATS[name].dequantize(quantized, scale, dtype)).astype(np.float64)
+            assert np.isfinite(got).all(), f"{name}, {input_scale}, {dtype}"
+            assert (np.abs(got - bounded) <= allowed)[fits].all(), f"{name}, {input_scale}"
+
+
+@pytest.mark.parametrize("input_scale", [1.0, 1e-38, 2.0**-140, 3e38])
+def test_nvfp4_with_any_input_scale_gives_finite_numbers(input_scale):
+    tokens = with_block_maximum("nvfp4", every_bfloat16())
+    scale = np.float32(input_scale)
+    got = FORMATS["nvfp4"].dequantize(jitted("nvfp4", "quantize")(tokens, scale), scale)
+    assert np.isfinite(np.asarray(got)).all()
+
+
+def test_the_largest_numbers_match_examples_by_hand():
+    def largest(name, x, input_scale=1.0):
+        tokens = np.full((1, oracle.BLOCK_SIZE[name]), x, np.float32)
+        return float(oracle.dequantize(name, oracle.quantize(name, tokens, input_scale))[0, 0])
+
+    assert largest("mxfp8", 3.38e38) == 240 * 2.0**120
+    assert largest("mxfp8", -3.4e38) == -240 * 2.0**120
+    assert largest("mxfp8", 1.75 * 2.0**127) == 448 * 2.0**119
+    assert largest("mxfp4", 3.38e38) == 6 * 2.0**125
+    assert largest("mxfp4", 1.5 * 2.0**127) == 6 * 2.0**125
+    assert largest("blockwise_fp8", 3.4e38) == pytest.approx(1.9921875 * 2.0**127, rel=1e-6)
 
 
 def test_e2m1_ties_go_to_even():

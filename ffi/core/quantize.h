@@ -31,6 +31,16 @@ struct InputScale {
   }
 };
 
+// A number, or the largest one of its sign that the format can represent. Formats that quantize
+// bound all numbers, so that codes near the end of float32's range stand for finite numbers, in
+// bfloat16, too. Elements are bounded before they are scaled, and so is the largest magnitude of
+// their block; the fast paths below take smaller numbers only.
+template <class Format>
+JAX_EP_HOST_DEVICE JAX_EP_ALWAYS_INLINE float Bounded(float value) {
+  const bool is_beyond = MagnitudeBits(value) > FloatBits(Format::kLargest);
+  return is_beyond ? __builtin_copysignf(Format::kLargest, value) : value;
+}
+
 // The scale of a block as it travels, and the factor for the block's elements. Both follow from the
 // block's largest magnitude. A block that holds a NaN or an infinity is dead: it is encoded as a
 // block of zeros.
@@ -61,7 +71,7 @@ JAX_EP_HOST_DEVICE JAX_EP_ALWAYS_INLINE bool IsModerate(float amax) {
 
 // Each format computes a block's scale in two ways:
 //
-//   EncodeScale(amax, input_scale)      exact for every block
+//   EncodeScale(amax, input_scale)      exact for every block; amax is at most kLargest
 //   EncodeScaleFast(amax, input_scale)  fewer steps; the same bits where IsFastPathExact(amax, the
 //                                       result) holds
 //
@@ -74,6 +84,7 @@ struct BlockwiseFp8 {
   static constexpr bool kIsPacked = false;  // two elements per byte
   static constexpr ScaleType kScaleType = ScaleType::kFloat32;
   static constexpr bool kTakesInputScale = false;
+  static constexpr float kLargest = 0x1.fep127f;  // of bfloat16
   using Scale = float;
 
   JAX_EP_HOST_DEVICE static BlockScale<Scale> EncodeScale(float amax, InputScale) {
@@ -118,6 +129,7 @@ struct MxFp8 {
   static constexpr bool kIsPacked = false;
   static constexpr ScaleType kScaleType = ScaleType::kE8m0;
   static constexpr bool kTakesInputScale = false;
+  static constexpr float kLargest = 0x1.ep127f;  // 240 * 2^120; the next number is 2^128
   using Scale = uint8_t;
 
   // amax / 448, rounded up to a power of two.
@@ -145,6 +157,7 @@ struct MxFp4 {
   static constexpr bool kIsPacked = true;
   static constexpr ScaleType kScaleType = ScaleType::kE8m0;
   static constexpr bool kTakesInputScale = false;
+  static constexpr float kLargest = 0x1.8p127f;  // 6 * 2^125; the next number is 2^128
   using Scale = uint8_t;
 
   // "Even mode": an amax of at least 1.75 times a power of two counts as the next power.
@@ -169,6 +182,7 @@ struct NvFp4 {
   static constexpr bool kIsPacked = true;
   static constexpr ScaleType kScaleType = ScaleType::kE4m3;
   static constexpr bool kTakesInputScale = true;
+  static constexpr float kLargest = 0x1.ap127f;  // codes are rounded up by a fifth at most
   using Scale = uint8_t;
 
   JAX_EP_HOST_DEVICE static BlockScale<Scale> EncodeScale(float amax, InputScale input_scale) {

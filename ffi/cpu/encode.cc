@@ -49,7 +49,11 @@ void EncodeToken(const void* token, int64_t hidden_size, InputScale input_scale,
       std::fill_n(values, kSize, 0.0f);
       largest = 0;
     }
-    const auto encoded = Format::EncodeScale(FloatFromBits(largest), input_scale);
+    if (largest > FloatBits(Format::kLargest)) {
+      for (float& value : values) value = Bounded<Format>(value);
+    }
+    const float amax = Bounded<Format>(FloatFromBits(largest));
+    const auto encoded = Format::EncodeScale(amax, input_scale);
     std::memcpy(scales + block * sizeof(encoded.scale), &encoded.scale, sizeof(encoded.scale));
     EncodeBlock<Format>(values, encoded.factor, codes + block * kCodeBytes);
   }

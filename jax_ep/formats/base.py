@@ -98,7 +98,8 @@ class QuantizedFormat(TokenFormat):
     """A format in which `block_size` elements share a scale.
 
     Arithmetic is in float32, each operation rounded once, subnormals kept. A block with a NaN or an
-    infinity is dead: its elements count as 0. Other blocks are not affected.
+    infinity is dead: its elements count as 0. Other blocks are not affected. A number beyond
+    `largest` counts as `largest`, with its sign.
 
     Attributes:
         scales_layout: name of one of `scales_layouts`: `"atoms"`, the 128 x 4 tiles that matrix
@@ -106,6 +107,8 @@ class QuantizedFormat(TokenFormat):
         block_size: elements that share a scale (V).
         element: `"e4m3"` or `"e2m1"`: how an element is encoded.
         packed: whether codes are stored two per byte.
+        largest: bound on magnitudes. Codes of finite numbers stand for finite numbers, also once
+            these are rounded to bfloat16.
         scales_layouts: the layouts to choose from.
     """
 
@@ -114,6 +117,7 @@ class QuantizedFormat(TokenFormat):
     block_size: ClassVar[int]
     element: ClassVar[str]
     packed: ClassVar[bool]
+    largest: ClassVar[float]
     scales_layouts: ClassVar[tuple[ScalesLayout, ...]] = (ATOMS, ROW_MAJOR)
 
     def __post_init__(self) -> None:
@@ -289,6 +293,7 @@ def _quantize(
     patterns = _split_last(bits.to_bits(tokens), token_format.block_size)
     magnitudes = patterns & np.uint32(bits.SIGN - 1)
     is_dead = (magnitudes >= bits.INFINITY).any(axis=-1, keepdims=True)
+    magnitudes = jnp.minimum(magnitudes, bits.constant(token_format.largest))
     magnitudes = jnp.where(is_dead, np.uint32(0), magnitudes)
     scales, factor = token_format.encode_scales(magnitudes.max(axis=-1), input_scale)
     magnitudes = token_format.scale_elements(magnitudes, factor[..., None])

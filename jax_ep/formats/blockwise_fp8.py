@@ -32,6 +32,7 @@ class BlockwiseFP8(QuantizedFormat):
     block_size = 128
     element = "e4m3"
     packed = False
+    largest = float.fromhex("0x1.fep127")  # of bfloat16
     scale_dtype = np.dtype(jnp.float32)
     scales_layouts = (TRANSPOSED, ROW_MAJOR)
 

@@ -48,6 +48,7 @@ class MXFP8(_MXFormat):
     name = "mxfp8"
     element = "e4m3"
     packed = False
+    largest = 1.875 * 2.0**127  # 240 * 2^120; the next number is 2^128
 
     def scale_exponents(self, amax: jax.Array) -> jax.Array:
         """The exponent of the smallest power of two that is at least amax / 448."""
@@ -69,6 +70,7 @@ class MXFP4(_MXFormat):
     name = "mxfp4"
     element = "e2m1"
     packed = True
+    largest = 1.5 * 2.0**127  # 6 * 2^125; the next number is 2^128
 
     def scale_exponents(self, amax: jax.Array) -> jax.Array:
         """The exponent of amax + a quarter of its binade, minus 2, at least 0."""

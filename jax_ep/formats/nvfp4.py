@@ -24,6 +24,7 @@ class NVFP4(QuantizedFormat):
     block_size = 16
     element = "e2m1"
     packed = True
+    largest = float.fromhex("0x1.ap127")  # codes are rounded up by a fifth at most
     scale_dtype = np.dtype(jnp.float8_e4m3fn)
     takes_input_scale = True
 
@@ -34,15 +35,17 @@ class NVFP4(QuantizedFormat):
         raw = bits.multiply(input_scale, bits.multiply(amax, sixth))
         code = bits.to_e4m3(raw).astype(jnp.uint8)
         scales = lax.bitcast_convert_type(code, self.scale_dtype)
-        inverse = bits.reciprocal(input_scale)
-        is_usable = inverse < bits.INFINITY
-        total = bits.multiply(
-            bits.to_bits(scales.astype(jnp.float32)), jnp.where(is_usable, inverse, np.uint32(0))
-        )
-        factor = bits.reciprocal(total)
-        return scales, jnp.where(factor < bits.INFINITY, factor, np.uint32(0))
+        inverse = _finite_reciprocal(input_scale)
+        total = bits.multiply(bits.to_bits(scales.astype(jnp.float32)), inverse)
+        return scales, _finite_reciprocal(total)
 
     def decode_scales(self, scales: jax.Array, input_scale: jax.Array) -> jax.Array:
         """`scale * (1 / s)`."""
-        inverse = jnp.where(input_scale > 0, 1 / input_scale, jnp.float32(0))
+        inverse = bits.to_float(_finite_reciprocal(bits.to_bits(input_scale)))
         return scales.astype(jnp.float32) * jnp.broadcast_to(inverse[..., None], scales.shape)
+
+
+def _finite_reciprocal(pattern: jax.Array) -> jax.Array:
+    """`1 / x`, and 0 where that is infinite; bit patterns."""
+    inverse = bits.reciprocal(pattern)
+    return jnp.where(inverse < bits.INFINITY, inverse, np.uint32(0))

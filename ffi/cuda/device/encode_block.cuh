@@ -67,7 +67,8 @@ __device__ __forceinline__ typename LaneCodes<Format>::Words SlowWords(
   uint64_t codes = 0;
 #pragma unroll 1
   for (int i = 0; i < kLaneElements; ++i) {
-    const float scaled = Format::ScaleElement(is_dead ? 0.0f : values[0], block.factor);
+    const float value = is_dead ? 0.0f : Bounded<Format>(values[0]);
+    const float scaled = Format::ScaleElement(value, block.factor);
     const uint64_t code = Format::kIsPacked ? ToE2m1(scaled) : ToE4m3(scaled);
     codes |= code << kBits * i;
     // Rotates the values, because registers cannot be indexed.
@@ -91,7 +92,7 @@ __device__ __forceinline__ LaneCodes<Format> EncodeBlock(float (&values)[kLaneEl
     return {FastWords<Format>(values, block), block.scale};
   }
   const bool is_dead = !(FloatBits(largest) < kFloatInfinity);
-  block = Format::EncodeScale(is_dead ? 0.0f : largest, input_scale);
+  block = Format::EncodeScale(is_dead ? 0.0f : Bounded<Format>(largest), input_scale);
   return {SlowWords<Format>(values, block, is_dead), block.scale};
 }
 

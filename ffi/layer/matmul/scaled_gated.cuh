@@ -86,7 +86,7 @@ class RowEncoder {
     largest = max(largest, __shfl_xor_sync(~0u, largest, 1));
     largest = max(largest, __shfl_xor_sync(~0u, largest, 2));
     is_dead_ = largest >= kFloatInfinity;
-    const float amax = is_dead_ ? 0.0f : __uint_as_float(largest);
+    const float amax = is_dead_ ? 0.0f : Bounded<BlockwiseFp8>(__uint_as_float(largest));
     scale_ = BlockwiseFp8::EncodeScale(amax, InputScale{}).scale;
     reciprocal_ = ReciprocalRn(scale_);
   }

@@ -43,10 +43,11 @@ __global__ void Encode(const float* values, int64_t n_blocks, InputScale input_s
     largest = magnitude > largest ? magnitude : largest;
   }
   const bool is_dead = largest >= kFloatInfinity;
-  const auto encoded = Format::EncodeScale(FloatFromBits(is_dead ? 0 : largest), input_scale);
+  const float amax = is_dead ? 0.0f : Bounded<Format>(FloatFromBits(largest));
+  const auto encoded = Format::EncodeScale(amax, input_scale);
   scales[block] = encoded.scale;
   const auto scaled = [&](int i) {
-    return Format::ScaleElement(is_dead ? 0.0f : mine[i], encoded.factor);
+    return Format::ScaleElement(is_dead ? 0.0f : Bounded<Format>(mine[i]), encoded.factor);
   };
   for (int i = 0; i < Format::kBlockSize; i += 2) {
     uint8_t* const two = codes + block * Format::kBlockSize + i;
