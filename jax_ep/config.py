@@ -11,7 +11,7 @@ import numpy as np
 
 from jax_ep.formats import BF16, TokenFormat
 from jax_ep.formats.base import check_is_format
-from jax_ep.formats.plain import FLOATS, as_dtype
+from jax_ep.formats.plain import FLOATS, as_dtype, sum_dtype
 from jax_ep.unpickling import CheckedDataclass
 
 _ROW_ALIGNMENTS = (1, 4, 16, 32, 64, 128, 256)
@@ -66,15 +66,16 @@ class EPConfig(CheckedDataclass):
         max_tokens_per_rank: upper bound on the tokens that a rank dispatches in one call (M).
         token_format: what travels per token.
         combine_dtype: dtype of `expert_out` and of the result of `combine`: bfloat16, float16 or
-            float32. A sum beyond float16's range, 65504, is infinite.
+            float32. The ranks' sums of a token, and those of nodes, travel in `sum_dtype`. A total
+            beyond float16's range, 65504, is infinite.
         fused_shared_expert: every rank also has a shared expert that processes all of the rank's
             own tokens. They form the first group in the output of dispatch, in order and in the
-            token format. combine casts the weighted sum, adds the shared expert's row unweighted,
-            and casts again.
+            token format. combine casts the weighted sum to `combine_dtype`, adds the shared
+            expert's row unweighted, and casts again.
         skip_a2a: all ranks hold the same tokens, as after tensor-parallel attention, so nothing
             travels. dispatch selects the rows for this rank's experts; combine returns their
-            contribution to each token, and the caller sums over ranks with `jax.lax.psum`. The
-            shared expert's tokens are split over the ranks.
+            contribution to each token, in `combine_dtype`, and the caller sums over ranks with
+            `jax.lax.psum`. The shared expert's tokens are split over the ranks.
         row_alignment: each group of rows starts at a multiple of this many rows: 1, 4, 16, 32, 64,
             128 or 256, for grouped matmuls that want such groups. A format may need more
             (`group_alignment`, of which `recv_capacity` must be a multiple). Groups are padded as
@@ -185,6 +186,14 @@ class EPConfig(CheckedDataclass):
         Both are powers of 2.
         """
         return max(self.row_alignment, self.token_format.layout.row_alignment)
+
+    @property
+    def sum_dtype(self) -> np.dtype:
+        """The dtype that the ranks' sums of a token are rounded to, and travel in.
+
+        `combine_dtype`; float32 if that is float16.
+        """
+        return sum_dtype(self.combine_dtype)
 
     def n_local_experts(self, n_ranks: int) -> int:
         """Experts per rank (L); raises ValueError if `n_experts` is not a multiple of `n_ranks`."""

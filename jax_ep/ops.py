@@ -6,15 +6,17 @@ in this call, H = hidden_size, C = max_recv_tokens, or the call's own `recv_capa
 arguments of a dispatch and its combine.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
 
-from jax_ep.formats import Quantized
+from jax_ep.formats import Quantized, QuantizedFormat
 from jax_ep.group import EPGroup, check_group
-from jax_ep.operands.calls import CombineOperands, DispatchOperands, check_values
+from jax_ep.operands.calls import DispatchOperands, DispatchResults, check_values
 from jax_ep.operands.checks import as_arrays
 from jax_ep.operands.limbs import from_limbs, is_integer
+from jax_ep.operands.rounding import from_sum_dtype
 from jax_ep.operands.rows import in_use, keep
 from jax_ep.results import Dispatched, InFlight, check_dispatched, check_in_flight
 from jax_ep.transports import gradients
@@ -71,7 +73,7 @@ def dispatch(
         call, group.geometry, tokens, topk_ids, topk_weights, input_scale, recv_capacity
     )
     results = group._connection.dispatch(operands)
-    return Dispatched.make(group, topk_ids, operands, results)
+    return _dispatched(group, topk_ids, operands, results)
 
 
 def dispatch_async(
@@ -121,7 +123,7 @@ def dispatch_wait(group: EPGroup, in_flight: InFlight, *, after: Any = None) -> 
     check_in_flight("dispatch", in_flight, group)
     operands = in_flight.operands
     results = group._connection.finish(in_flight.call, operands, after)
-    return Dispatched.make(group, in_flight.topk_ids, operands, results)
+    return _dispatched(group, in_flight.topk_ids, operands, results)
 
 
 def combine(
@@ -136,13 +138,13 @@ def combine(
     """Returns the experts' rows to their tokens and sums them.
 
     The sum has the same bits whether `topk_weights` were given to dispatch or are given here. Each
-    rank adds its own rows of a token in k order and rounds to `combine_dtype`; with several nodes
-    (`config.n_nodes`), each node adds its ranks' sums in rank order and rounds as well; the token's
-    rank adds the sums of ranks, or of nodes, in their order, then `residual`, and casts. All in
-    float32, from +0; products and sums are rounded separately. A choice without a row adds nothing.
-    A fused shared expert's row is added to the result unweighted, in float32, and cast once more.
-    To add all choices in k order without roundings in between, take `reduce=False` and add its
-    result in float32.
+    rank adds its own rows of a token in k order and rounds to `config.sum_dtype`; with several
+    nodes (`config.n_nodes`), each node adds its ranks' sums in rank order and rounds as well; the
+    token's rank adds the sums of ranks, or of nodes, in their order, then `residual`, and casts to
+    `combine_dtype`. All in float32, from +0; products and sums are rounded separately. A choice
+    without a row adds nothing. A fused shared expert's row is added to the result unweighted, in
+    float32, and cast once more. To add all choices in k order without roundings in between, take
+    `reduce=False` and add its result in float32.
 
     Differentiable in `expert_out`, `topk_weights`, `row_weights` and `residual`; the backward
     sends each token's cotangent to its rows. The gradient of `expert_out` is unspecified in rows
@@ -152,8 +154,8 @@ def combine(
         group: the group of the dispatch.
         expert_out: `[C, H]` in `config.combine_dtype`; row i belongs to row i of
             `dispatched.tokens`. Unused rows are ignored. Rows may have fewer elements than
-            `hidden_size`, independently of the dispatch, if they take a multiple of 16 bytes; H
-            then stands for their number.
+            `hidden_size`, independently of the dispatch, if they take a multiple of 16 bytes in
+            `config.sum_dtype`; H then stands for their number.
         dispatched: the result of dispatch.
         topk_weights: `[..., K]` of any floating-point dtype, converted to float32; None if the
             dispatch got the weights, or for a sum without weights.
@@ -175,7 +177,7 @@ def combine(
     call = check_group("combine", group)
     check_dispatched(call, dispatched, group)
     operands = dispatched.combine_operands(call, expert_out, topk_weights, residual, reduce)
-    return _shape(group, operands, group._connection.combine(operands))
+    return operands.finish(group.config, group._connection.combine(operands))
 
 
 def combine_async(
@@ -215,7 +217,7 @@ def combine_wait(group: EPGroup, in_flight: InFlight, *, after: Any = None) -> j
     check_in_flight("combine", in_flight, group)
     operands = in_flight.operands
     out = group._connection.finish(in_flight.call, operands, after)
-    return _shape(group, operands, out)
+    return operands.finish(group.config, out)
 
 
 def redispatch(group: EPGroup, values: jax.Array, dispatched: Dispatched) -> jax.Array:
@@ -232,9 +234,9 @@ def redispatch(group: EPGroup, values: jax.Array, dispatched: Dispatched) -> jax
     Args:
         group: the group of the dispatch.
         values: `[..., H]` in `config.combine_dtype`, with the leading dimensions of the dispatch's
-            tokens; or with fewer elements, which take a multiple of 16 bytes. They are not
-            quantized. Or `[..., W]`, int32 or uint32, with W at most `hidden_size * itemsize / 8`,
-            where `itemsize` is that of `combine_dtype`.
+            tokens; or with fewer elements, which take a multiple of 16 bytes in `sum_dtype`. They
+            are not quantized. Or `[..., W]`, int32 or uint32, with W at most
+            `hidden_size * itemsize / 8`, where `itemsize` is that of `sum_dtype`.
         dispatched: the result of dispatch.
 
     Returns:
@@ -253,15 +255,20 @@ def redispatch(group: EPGroup, values: jax.Array, dispatched: Dispatched) -> jax
     rows = gradients.redispatch(group._connection, sent, routing)
     if group.config.zero_unused_rows:
         rows = keep(rows, in_use(routing.row_offsets, rows.shape[0]))
-    return from_limbs(rows, values.shape[-1], values.dtype) if is_integer(values) else rows
+    if is_integer(values):
+        return from_limbs(rows, values.shape[-1], values.dtype)
+    return from_sum_dtype(rows, values.dtype)
 
 
-def _shape(group: EPGroup, operands: CombineOperands, out: jax.Array) -> jax.Array:
-    """The result in the tokens' leading dimensions.
-
-    Drops the padding token of T = 0 and, without a sum, the shared expert's choice.
-    """
-    routing = operands.routing
-    n_tokens = routing.n_tokens
-    out = out[:n_tokens] if operands.reduce else out[:n_tokens, : group.config.top_k]
-    return out if len(routing.leading) == 1 else out.reshape(*routing.leading, *out.shape[1:])
+def _dispatched(
+    group: EPGroup, topk_ids: jax.Array, operands: DispatchOperands, results: DispatchResults
+) -> Dispatched:
+    """The results of a dispatch; float16 rows with their gradient."""
+    dispatched = Dispatched.make(group, topk_ids, operands, results)
+    token_format, connection = group.config.token_format, group._connection
+    if token_format.returns_gradient or isinstance(token_format, QuantizedFormat):
+        return dispatched  # see `dequantize` for the latter
+    routing = dispatched.routing
+    source_tokens = operands.tokens[: routing.n_tokens]
+    rows = gradients.straight_through(connection, source_tokens, dispatched.tokens, routing)
+    return dataclasses.replace(dispatched, tokens=rows)

@@ -301,8 +301,8 @@ class InFlight:
         the same in reverse: the backward of the call starts, also asynchronously; then that of
         `work` runs; and the wait for the gradients of the call's operands comes after the gradients
         of `args` are computed. For use before the wait, in the function that started the call;
-        elsewhere, and for a dispatch in a format that quantizes, the call's backward is
-        synchronous.
+        elsewhere, and for a dispatch of float16 or in a format that quantizes, the call's backward
+        is synchronous.
 
         Args:
             work: a function of `args`; it may close over other arrays, such as weights.

@@ -312,11 +312,11 @@ def _sum_by_k(destinations, expert_out: Arrays, weights) -> np.ndarray:
 def _sum_by_node(destinations, expert_out: Arrays, weights, n_nodes: int) -> np.ndarray:
     """float32[T, H]: the sum of every token's rows.
 
-    Each rank adds its own rows of a token in k order and rounds the sum to the rows' dtype. Each
-    node adds its ranks' sums in rank order and, if there are several nodes, rounds as well. The
-    source adds the nodes' sums in node order.
+    Each rank adds its own rows of a token in k order and rounds the sum to the rows' dtype, unless
+    that is float16. Each node adds its ranks' sums in rank order and, if there are several nodes,
+    rounds as well. The source adds the nodes' sums in node order.
     """
-    dtype = expert_out[0].dtype
+    dtype = F32 if expert_out[0].dtype == np.float16 else expert_out[0].dtype
     ranks_per_node = len(expert_out) // n_nodes
     node_sums = []
     for node in range(n_nodes):

@@ -121,7 +121,8 @@ def test_gradients_match_their_closed_forms_for_every_pair_of_dtypes(case, trans
 @pytest.mark.parametrize(("n_ranks", "n_nodes"), [(4, 2), (8, 2), (8, 4)])
 def test_gradients_on_several_nodes_match_their_closed_forms(n_ranks, n_nodes, dtype, transport):
     """The backward of dispatch rounds the sums of ranks and nodes as combine does."""
-    case = cases.SMALL[n_ranks].replace(n_nodes=n_nodes, token_dtype=dtype, **cases.FLAGS["shared"])
+    dtypes = {"token_dtype": dtype, "combine_dtype": dtype}
+    case = cases.SMALL[n_ranks].replace(n_nodes=n_nodes, **dtypes, **cases.FLAGS["shared"])
     check_closed_forms(case.replace(routing="duplicates"), transport)
 
 

@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -35,6 +36,8 @@ VARIANTS = [
     OF_FOUR.replace(**cases.FLAGS["skip_a2a"]),
     OF_FOUR.replace(**cases.FLAGS["both"]),
     OF_FOUR.replace(combine_dtype="float16", **cases.FLAGS["both"]),
+    OF_FOUR.replace(combine_dtype="float16", **cases.FLAGS["shared"]),
+    OF_FOUR.replace(combine_dtype="float16", recv_capacity=5, **cases.FLAGS["shared"]),
 ]
 
 
@@ -146,3 +149,58 @@ def test_operands_are_rounded_where_they_are_computed(dtype, flags, by_nodes, tr
     stored = on_mesh(mesh, operands)(*arrays)
     wanted = on_mesh(mesh, combine)(*arrays[:3], *stored)
     assert_trees_equal(mesh, on_mesh(mesh, fused)(*arrays), wanted, case.name)
+
+
+SIGNS = np.array([1, 1, -1], np.float32)  # of a token's rows
+LARGE = 40000  # the sum of the first two is beyond float16's range
+
+
+@pytest.mark.parametrize(
+    ("n_ranks", "n_nodes", "by_nodes"), [(1, 1, 0), (2, 1, 0), (4, 2, 0), (4, 2, 1)]
+)
+@pytest.mark.parametrize("token_format", ["plain", "blockwise_fp8"])
+def test_a_part_of_a_float16_sum_may_exceed_its_range(
+    token_format, n_ranks, n_nodes, by_nodes, transport
+):
+    """On however many ranks and nodes the parts are, in combine and in all gradients."""
+    case = cases.Case(
+        n_ranks=n_ranks, n_experts=4, top_k=3, hidden_size=128, max_tokens=4, n_nodes=n_nodes
+    )
+    case = case.replace(token_format=token_format, combine_dtype="float16")
+    case = case.replace(token_dtype="float16" if token_format == "plain" else "bfloat16")
+    with each_node_by_itself(bool(by_nodes)):
+        group = group_of(case, transport)
+    half = jnp.float16
+    ids, signs = jnp.tile(jnp.arange(3), (4, 1)), jnp.tile(jnp.asarray(SIGNS), (4, 1))
+
+    def body(values):
+        def rows_of(tokens):
+            return jax_ep.dequantize(jax_ep.dispatch(group, tokens, ids), half)
+
+        tokens = values.astype(case.token_dtype)
+        plain, pull_rows = jax_ep.dispatch(group, tokens, ids), jax.vjp(rows_of, tokens)[1]
+        weighted = jax_ep.dispatch(group, tokens, ids, signs)
+        large, k = jnp.full(plain.src_info.shape[:1], LARGE, half), plain.src_info[:, 1]
+        signed = jnp.where(k == 2, -large, large)[:, None] * jnp.ones((1, 128), half)
+        equal = large[:, None] * jnp.ones((1, 128), half)
+        _, pull_values = jax.vjp(lambda x: jax_ep.redispatch(group, x, plain), values)
+        two = jax_ep.combine(group, equal, plain, jnp.where(ids < 2, signs, 0), residual=-values)
+        in_flight = jax_ep.combine_async(group, signed, plain)
+        return {
+            "without weights": jax_ep.combine(group, signed, plain),
+            "weights at combine": jax_ep.combine(group, equal, plain, signs),
+            "weights at dispatch": jax_ep.combine(group, equal, weighted),
+            "residual": two,
+            "async": jax_ep.combine_wait(group, in_flight),
+            "backward of dispatch": pull_rows(signed)[0],
+            "backward of redispatch": pull_values(signed)[0],
+            "beyond the range": jax_ep.combine(group, equal, plain),
+        }
+
+    values = np.full((4, 128), LARGE, np.float16)
+    out = on_mesh(group.mesh, body)(*put(group.mesh, [values] * n_ranks))
+    for (_, rank), results in shards(group.mesh, out):
+        assert np.isposinf(results.pop("beyond the range")).all()
+        for name, got in results.items():
+            wanted = values.astype(got.dtype)
+            assert_same_bits(got, wanted, f"{name}, {transport}, rank {rank}")

@@ -8,18 +8,26 @@
 
 namespace jax_ep {
 
-// Rows that combine sums, and tokens of the plain formats.
-enum class RowType : int32_t { kBFloat16, kFloat16, kFloat32 };
-constexpr RowType kRowTypes[] = {RowType::kBFloat16, RowType::kFloat16, RowType::kFloat32};
+// Rows, and tokens of the plain formats. combine takes rows of the first types only: those of
+// float16, whose range a part of a sum may exceed, travel as float32.
+enum class RowType : int32_t { kBFloat16, kFloat32, kFloat16 };
+constexpr RowType kRowTypes[] = {RowType::kBFloat16, RowType::kFloat32, RowType::kFloat16};
+constexpr RowType kSumTypes[] = {RowType::kBFloat16, RowType::kFloat32};
 
 constexpr int64_t ElementBytes(RowType type) { return type == RowType::kFloat32 ? 4 : 2; }
 
-// Calls visitor(T{}) with the C++ type of `type`.
+// Calls visitor(T{}) with the C++ type of `type`, one of kSumTypes.
+template <class Visitor>
+auto VisitSumType(RowType type, const Visitor& visitor) {
+  if (type == RowType::kBFloat16) return visitor(BFloat16{});
+  return visitor(float{});
+}
+
+// The same of any row type.
 template <class Visitor>
 auto VisitRowType(RowType type, const Visitor& visitor) {
-  if (type == RowType::kBFloat16) return visitor(BFloat16{});
   if (type == RowType::kFloat16) return visitor(Float16{});
-  return visitor(float{});
+  return VisitSumType(type, visitor);
 }
 
 // The type of a token's elements on the wire.

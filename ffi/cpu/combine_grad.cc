@@ -83,7 +83,7 @@ void PoisonUnusedRows(const CombineGradArgs& args, int64_t row_bytes) {
 void CombineGradAll(const Pool& pool, const std::vector<Arrival>& arrivals) {
   const CombineGradArgs& first = At(arrivals, 0);
   const int64_t n_ranks = static_cast<int64_t>(arrivals.size());
-  VisitRowType(first.row_type, [&](auto type) {
+  VisitSumType(first.row_type, [&](auto type) {
     using T = decltype(type);
     const int64_t row_bytes = first.row_size * static_cast<int64_t>(sizeof(T));
     for (int64_t rank = 0; rank < n_ranks; ++rank) {

@@ -73,6 +73,10 @@ std::optional<RowType> ToRowType(ffi::DataType type) {
   return std::nullopt;
 }
 
+std::optional<RowType> ToSumType(ffi::DataType type) {
+  return type == ffi::F16 ? std::nullopt : ToRowType(type);
+}
+
 ffi::DataType ToDataType(Element element, bool is_packed) {
   if (is_packed) return ffi::U8;
   switch (element) {

@@ -115,10 +115,9 @@ void ReadDispatchResults(const GroupSizes& sizes, bool has_weights, Handle handl
 
 // The row type, from an operand that has it.
 Status ReadRowType(const char* name, ffi::DataType type, RowSizes* rows) {
-  const std::optional<RowType> row_type = ToRowType(type);
+  const std::optional<RowType> row_type = ToSumType(type);
   if (!row_type.has_value()) {
-    return InvalidArgument(std::string(name) + " must be bfloat16, float16 or float32; got " +
-                           Name(type));
+    return InvalidArgument(std::string(name) + " must be bfloat16 or float32; got " + Name(type));
   }
   rows->row_type = *row_type;
   return {};

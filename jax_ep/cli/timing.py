@@ -91,7 +91,7 @@ def _exchange(
     expert_out = workload.on_mesh(mesh, experts)(dispatched)
     n_choices = config.max_tokens_per_rank * config.top_k
     sent = n_choices * config.token_format.token_bytes(config.hidden_size)
-    returned = n_choices * config.hidden_size * np.dtype(config.combine_dtype).itemsize
+    returned = n_choices * config.hidden_size * config.sum_dtype.itemsize
     return [
         Program("dispatch", dispatch, (tokens, choices), sent),
         Program("combine", combine, (expert_out, dispatched), returned),

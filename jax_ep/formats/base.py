@@ -36,6 +36,14 @@ class TokenFormat(CheckedDataclass, abc.ABC):
         """Dtype of the rows that `dispatch` returns."""
 
     @property
+    def returns_gradient(self) -> bool:
+        """Whether the backward of dispatch returns the gradient of the tokens.
+
+        If not, another call does: that of `straight_through` in transports/gradients.py.
+        """
+        return False
+
+    @property
     def layout(self) -> ScalesLayout:
         """Where the scales of the rows are."""
         return NO_SCALES

@@ -19,6 +19,14 @@ def as_dtype(value: Any) -> np.dtype | None:
         return None
 
 
+def sum_dtype(dtype: np.dtype) -> np.dtype:
+    """The dtype in which sums of numbers of `dtype` travel between ranks.
+
+    float16 becomes float32: part of a sum may exceed float16's range, although the sum does not.
+    """
+    return np.dtype(np.float32) if dtype == np.float16 else np.dtype(dtype)
+
+
 @dataclasses.dataclass(frozen=True)
 class Plain(TokenFormat):
     """Tokens travel unquantized.
@@ -56,6 +64,11 @@ class Plain(TokenFormat):
     def row_dtype(self) -> np.dtype:
         """The dtype itself."""
         return self.dtype
+
+    @property
+    def returns_gradient(self) -> bool:
+        """Unless sums of the dtype travel in another."""
+        return sum_dtype(self.dtype) == self.dtype
 
 
 def BF16() -> Plain:  # noqa: N802 (named like the other formats)

@@ -6,7 +6,7 @@ its index on all nodes, which it has gathered, and the choices that name experts
 * The rows of an expert are a group of rows per node that tokens come from, in node order. So the
   transport, which orders them by group, rank on the node, token and k, gives them in the order of
   local expert, source rank, token and k, as on one node.
-* intra-node combine gives the node's sum for every such token, rounded to `combine_dtype`. The
+* intra-node combine gives the node's sum for every such token, rounded to `sum_dtype`. The
   sums return to their tokens' ranks, which add them in node order.
 
 So results have the bits of the other transports with the same `n_nodes`.
@@ -23,7 +23,6 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_ep.formats import QuantizedFormat
 from jax_ep.geometry import Geometry
 from jax_ep.internode import codes, gradients, overlapped
 from jax_ep.internode.rails import Rails, XlaRails
@@ -34,6 +33,7 @@ from jax_ep.operands.calls import (
     DispatchResults,
     Routing,
 )
+from jax_ep.operands.rounding import in_float32
 from jax_ep.processes.exchange import Exchange
 from jax_ep.stats import RankStats
 from jax_ep.transports import bootstrap
@@ -41,7 +41,6 @@ from jax_ep.transports.base import Connection
 from jax_ep.transports.gradients import FfiConnection
 from jax_ep.transports.host import HostConnection
 from jax_ep.transports.p2p import P2pConnection
-from jax_ep.transports.rounding import in_float32
 
 
 @jax.tree_util.register_dataclass
@@ -184,8 +183,8 @@ class NodesConnection(Connection):
         """The operands of the intra-node dispatch; without tokens, with those of this rank."""
         operands = codes.encode(operands)
         tokens, ids, weights = operands.tokens, operands.group_ids, operands.topk_weights
-        if isinstance(self.geometry.config.token_format, QuantizedFormat):
-            tokens = lax.stop_gradient(tokens)  # their gradient comes from `dequantize`
+        if not self.geometry.config.token_format.returns_gradient:
+            tokens = lax.stop_gradient(tokens)
         if with_tokens:
             tokens, ids, weights = gradients.gather(self.rails, tokens, ids, weights)
         else:

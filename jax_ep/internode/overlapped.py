@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 
-from jax_ep.formats import QuantizedFormat
 from jax_ep.internode.gradients import all_gather_tokens
 from jax_ep.internode.rails import OverlappingRails, Rails
 from jax_ep.operands.calls import CombineOperands, DispatchOperands, DispatchResults
@@ -67,7 +66,7 @@ def _all_gather_and_dispatch_bwd(
     rails: OverlappingRails, residuals: Any, cotangents: DispatchResults
 ) -> tuple[DispatchOperands, None, None, CotangentSlots | None]:
     saved, group_ids = residuals
-    if isinstance(rails.geometry.config.token_format, QuantizedFormat):
+    if not rails.geometry.config.token_format.returns_gradient:
         gradients, *_ = one_node.dispatch_gradients(rails.inner, saved, cotangents)
         zeros: Any = None if saved.like.are_encoded else gradients.tokens[: group_ids.shape[0]]
         return dataclasses.replace(gradients, tokens=zeros), None, None, None

@@ -16,8 +16,8 @@ from jax_ep.formats.bits import as_integers
 from jax_ep.geometry import Geometry
 from jax_ep.internode.routing import needs, route_within
 from jax_ep.operands.calls import CombineOperands, DispatchOperands, DispatchResults
+from jax_ep.operands.rounding import in_float32
 from jax_ep.transports.gradients import FfiConnection
-from jax_ep.transports.rounding import in_float32
 from jax_ep.xla_ffi.async_calls import InFlightCombine, InFlightDispatch
 from jax_ep.xla_ffi.overlap import CotangentSlots
 

@@ -21,7 +21,9 @@ from jax_ep.formats import TokenFormat
 from jax_ep.geometry import Geometry
 from jax_ep.operands import checks, limbs
 from jax_ep.operands.payload import Payload
+from jax_ep.operands.rounding import from_sum_dtype, round_to, to_sum_dtype
 from jax_ep.operands.routing import NO_GROUP, route_ids, route_weights
+from jax_ep.operands.shared_rows import split_shared
 
 # Names of the results for `jax.checkpoint` policies.
 DISPATCH_NAME = "jax_ep_dispatch"
@@ -202,6 +204,9 @@ class CombineOperands:
     With `adds_shared_expert`, the last choice is the shared expert's, whose row is added
     unweighted, after the cast. Otherwise it is a choice like any other, as in the backward pass of
     dispatch.
+
+    The result of the call has the dtype of `expert_out`: bfloat16 or float32. `finish` makes that
+    of the user from it.
     """
 
     # [C, H], or fewer elements. None in the backward of a sum without weights, which has no need.
@@ -211,6 +216,7 @@ class CombineOperands:
     row_weights: jax.Array | None = None  # float32[C]; not both
     row_scalars: jax.Array | None = None  # float32[C], return to their choices beside the rows
     residual: jax.Array | None = None  # [T, H]
+    shared_rows: jax.Array | None = None  # [T, H], for `finish`; see shared_rows.py
     reduce: bool = dataclasses.field(default=True, metadata={"static": True})
     adds_shared_expert: bool = dataclasses.field(default=False, metadata={"static": True})
 
@@ -274,29 +280,52 @@ class CombineOperands:
             topk_weights = _check_topk_weights(operation, geometry, topk_weights, leading)
         if residual is not None:
             checks.check_per_token(operation, "residual", residual, leading, size, "H", dtype)
+        if residual is not None:
+            residual = to_sum_dtype(_never_empty(_by_token(residual), 0))
+        adds_shared_expert = config.fused_shared_expert and reduce
         operands = cls(
-            expert_out,
+            to_sum_dtype(expert_out),
             routing,
             _never_empty(route_weights(geometry, _by_token(topk_weights)), 0),
             row_weights,
-            residual=_never_empty(_by_token(residual), 0),
+            residual=residual,
             reduce=reduce,
-            adds_shared_expert=config.fused_shared_expert and reduce,
+            adds_shared_expert=adds_shared_expert,
         )
-        return checks.vary_alike(geometry.axis_names, operands)[0]
+        operands = checks.vary_alike(geometry.axis_names, operands)[0]
+        if not adds_shared_expert or config.sum_dtype == dtype:
+            return operands
+        rows, shared_rows = split_shared(operands.expert_out, routing.group_ids)
+        return dataclasses.replace(operands, expert_out=rows, shared_rows=shared_rows)
+
+    def finish(self, config: EPConfig, out: jax.Array) -> jax.Array:
+        """The user's result from that of the call: `[T, H]`, or `[T, K, H]` of all choices.
+
+        Drops the padding token of T = 0 and, without a sum, the shared expert's choice.
+        """
+        routing, dtype = self.routing, config.combine_dtype
+        if self.shared_rows is not None:
+            out = round_to(out, dtype) + self.shared_rows
+        out = from_sum_dtype(out, dtype)[: routing.n_tokens]
+        out = out if self.reduce else out[:, : config.top_k]
+        return out.reshape(*routing.leading, *out.shape[1:]) if len(routing.leading) > 1 else out
 
 
 def check_values(
     operation: str, geometry: Geometry, values: Any, routing: Routing
 ) -> tuple[jax.Array, Routing]:
-    """The operands of `redispatch`, checked: `[T, H]`, integers as limbs, and its routing."""
+    """The operands of `redispatch`, checked, and its routing.
+
+    `[T, H]`, integers as limbs, in the dtype in which they travel.
+    """
     if limbs.is_integer(values):
         _check_integers(operation, geometry.config, values, routing.leading)
         values = limbs.to_limbs(values)
     else:
         dtypes = limbs.INTEGERS
         _check_rows(operation, geometry.config, "values", values, routing.leading, "H", *dtypes)
-    return checks.vary_alike(geometry.axis_names, _never_empty(_by_token(values), 0), routing)
+    values = to_sum_dtype(_never_empty(_by_token(values), 0))
+    return checks.vary_alike(geometry.axis_names, values, routing)
 
 
 def _check_integers(
@@ -304,12 +333,12 @@ def _check_integers(
 ) -> None:
     """Requires `[*leading, W]`, of a W that fits into rows of the group."""
     checks.check_array(operation, "values", values, (*leading, None), "W", *limbs.INTEGERS)
-    limit = config.hidden_size * config.combine_dtype.itemsize // limbs.BYTES_PER_INTEGER
+    limit = config.hidden_size * config.sum_dtype.itemsize // limbs.BYTES_PER_INTEGER
     if not 0 < values.shape[-1] <= limit:
         raise ValueError(
             f"{operation}: values must have from 1 to {limit} integers per token, which travel in "
             f"{limbs.BYTES_PER_INTEGER} bytes each, in rows of hidden_size={config.hidden_size} "
-            f"elements of combine_dtype; got {values.shape[-1]}."
+            f"elements of {config.sum_dtype.name}; got {values.shape[-1]}."
         )
 
 
@@ -335,7 +364,7 @@ def _check_rows(
     size, dtype = checks.row_size(rows, config.hidden_size), config.combine_dtype
     checks.check_array(operation, name, rows, (*leading, size), letters, dtype, *other_dtypes)
     if size < config.hidden_size:
-        checks.check_narrow_rows(operation, name, size, size * dtype.itemsize)
+        checks.check_narrow_rows(operation, name, size, size * config.sum_dtype.itemsize)
     return size
 
 

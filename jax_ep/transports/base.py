@@ -17,6 +17,7 @@ from jax_ep.operands.calls import (
     Routing,
     empty_rows,
 )
+from jax_ep.operands.rounding import from_sum_dtype, to_sum_dtype
 from jax_ep.processes.exchange import Exchange
 from jax_ep.stats import RankStats
 from jax_ep.xla_ffi.overlap import CotangentSlots
@@ -123,9 +124,10 @@ class Connection(abc.ABC):
 
     def pull_back(self, rows: jax.Array, routing: Routing) -> jax.Array:
         """`[T, H]`: the plain sum of each token's rows, in the rows' dtype."""
-        slices = jnp.split(rows, self.n_slices(rows), axis=1)
+        terms = to_sum_dtype(rows)
+        slices = jnp.split(terms, self.n_slices(terms), axis=1)
         sums = [self.combine(CombineOperands(x, routing)) for x in slices]
-        return jnp.concatenate(sums, axis=1)[: routing.n_tokens]
+        return from_sum_dtype(jnp.concatenate(sums, axis=1), rows.dtype)[: routing.n_tokens]
 
     def n_slices(self, rows: jax.Array) -> int:
         """Number of combines for rows longer than the experts', as cotangents may be."""

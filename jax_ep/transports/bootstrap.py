@@ -26,7 +26,7 @@ def row_bytes(config: EPConfig) -> tuple[int, int]:
     """Bytes of a row that dispatch returns, and of one that combine takes."""
     return (
         config.token_format.payload_bytes(config.hidden_size),
-        config.hidden_size * config.combine_dtype.itemsize,
+        config.hidden_size * config.sum_dtype.itemsize,
     )
 
 

@@ -19,7 +19,6 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from jax_ep.formats import QuantizedFormat
 from jax_ep.operands.calls import (
     COMBINE_NAME,
     DISPATCH_NAME,
@@ -98,11 +97,11 @@ def dispatch_gradients(
     """The backward of dispatch."""
     routing, like, slots = saved.routing, saved.like, saved.slots
     token_format, of_weights = connection.geometry.config.token_format, cotangents.row_weights
-    if not isinstance(token_format, QuantizedFormat):
+    if token_format.returns_gradient:
         plain_sum = CombineOperands(cotangents.tokens, routing, row_scalars=of_weights)
         call = primitives.combine_call(connection.geometry, plain_sum)
         grads, slots = call_in_backward(slots, primitives.combine_p, dispatch_grad_start_p, *call)
-    else:  # see straight_through
+    else:
         shape = routing.n_tokens, like.tokens.shape[1]
         zeros = _NO_GRADIENT
         if not like.are_encoded:
@@ -151,7 +150,7 @@ class SavedCombine:
 
 def save_combine(operands: CombineOperands, slots: CotangentSlots | None = None) -> SavedCombine:
     """From the operands of a combine."""
-    saved = dataclasses.replace(operands, residual=None)
+    saved = dataclasses.replace(operands, residual=None, shared_rows=None)
     if operands.weighting == Weighting.NONE:
         saved = dataclasses.replace(saved, expert_out=None)
     return SavedCombine(saved, slots, operands.residual is not None)
@@ -228,7 +227,10 @@ def _zeros(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> jax.Array:
 def straight_through(
     connection: Connection, source_tokens: jax.Array, rows: jax.Array, routing: Routing
 ) -> jax.Array:
-    """`rows`, as if they were the unquantized rows of `source_tokens`, which get the gradient."""
+    """`rows`, as if they were the unquantized rows of `source_tokens`, which get the gradient.
+
+    For formats that quantize, and for float16, whose sums travel in another dtype.
+    """
     return rows
 
 

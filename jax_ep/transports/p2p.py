@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_ep.formats import QuantizedFormat
 from jax_ep.geometry import Geometry
 from jax_ep.operands.calls import CombineOperands, DispatchOperands, DispatchResults
 from jax_ep.operands.checks import VECTOR_BYTES
@@ -122,8 +121,8 @@ class P2pConnection(FfiConnection):
         return (routed.n_ranks + n_messages * (1 + routed.n_choices),)
 
     def make_slots(self, operands: DispatchOperands) -> CotangentSlots | None:
-        """Not in a format that quantizes, whose gradient passes through `dequantize`."""
-        if isinstance(self.geometry.config.token_format, QuantizedFormat):
+        """None if another call returns the gradient."""
+        if not self.geometry.config.token_format.returns_gradient:
             return None
         return make_slots(len(operands.with_gradients()), operands.tokens)
 

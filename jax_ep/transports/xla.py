@@ -20,9 +20,9 @@ from jax_ep.formats.scales import group_of
 from jax_ep.geometry import Geometry
 from jax_ep.operands.calls import COMBINE_NAME, CombineOperands, DispatchOperands, DispatchResults
 from jax_ep.operands.checks import vary_alike
+from jax_ep.operands.rounding import in_float32, round_to
 from jax_ep.processes.exchange import Exchange
 from jax_ep.transports.base import Connection
-from jax_ep.transports.rounding import in_float32, round_to
 
 _NO_ROW = -1
 
@@ -136,11 +136,11 @@ def _take_rows(
     def take(x: jax.Array, index: jax.Array) -> jax.Array:
         return _take(_all_gather(x, geometry).reshape(-1, *x.shape[1:]), index)
 
-    token_format = operands.token_format
+    token_format, tokens = operands.token_format, operands.tokens
+    if not token_format.returns_gradient:
+        tokens = lax.stop_gradient(tokens)
     if not isinstance(token_format, QuantizedFormat):
-        return _move_bits(take, operands.tokens, sources), None
-    # The gradient flows through `dequantize`.
-    tokens = lax.stop_gradient(operands.tokens)
+        return _move_bits(take, tokens, sources), None
     codes, scales = token_format.quantize(tokens, operands.input_scale)
     codes, scales = (_move_bits(take, x, sources) for x in (codes, scales))
     return codes, token_format.layout.place(scales, row_offsets)

@@ -9,7 +9,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from jax_ep.formats import QuantizedFormat
 from jax_ep.geometry import Geometry
 from jax_ep.operands.calls import COMBINE_NAME, DISPATCH_NAME, CombineOperands, DispatchOperands
 from jax_ep.xla_ffi.async_primitives import async_done_p, combine_start_p, dispatch_start_p
@@ -54,9 +53,8 @@ class InFlightDispatch:
         ticket, ready, results = start_call(start_p, [*arrays, *further], params)
         # Named, so that under a policy that saves the results, `then` does not rerun the call.
         ready = checkpoint_name(ready, DISPATCH_NAME)
-        # Quantized tokens get their gradients from another call: transports/gradients.py.
-        quantizes = isinstance(geometry.config.token_format, QuantizedFormat)
-        overlap = Overlap([] if quantizes else operands.with_gradients())
+        returns_gradient = geometry.config.token_format.returns_gradient
+        overlap = Overlap(operands.with_gradients() if returns_gradient else [])
         return cls(ticket, ready, results, overlap)
 
     def then(self, x: Any) -> Any:

@@ -28,11 +28,11 @@ inline cudaError_t LoadKernel(const void* kernel, int n_threads, size_t smem_byt
   return error;
 }
 
-// The same for the kernels find(type) of all row types.
+// The same for the kernels find(type) of all types of sums.
 template <class Find>
 cudaError_t LoadKernels(const Find& find, int n_threads, size_t smem_bytes, int* max_blocks) {
   cudaError_t error = cudaSuccess;
-  for (const RowType type : kRowTypes) {
+  for (const RowType type : kSumTypes) {
     const auto kernel = reinterpret_cast<const void*>(find(type));
     if (error == cudaSuccess) error = LoadKernel(kernel, n_threads, smem_bytes, max_blocks);
   }

@@ -62,7 +62,7 @@ using Kernel = void (*)(CombineArgs);
 
 template <bool kInRing, bool kByNode>
 Kernel FindKernel(RowType type) {
-  return VisitRowType(
+  return VisitSumType(
       type, [](auto t) -> Kernel { return CombineKernel<decltype(t), kInRing, kByNode>; });
 }
 

@@ -56,7 +56,7 @@ using Kernel = void (*)(Args);
 
 template <class Args>
 Kernel<Args> FindKernel(RowType type) {
-  return VisitRowType(type,
+  return VisitSumType(type,
                       [](auto t) -> Kernel<Args> { return CombineGradKernel<decltype(t), Args>; });
 }
 

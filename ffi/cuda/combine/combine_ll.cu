@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kServedThreads, 1)
 using Kernel = void (*)(CombineArgs);
 
 Kernel FindKernel(RowType type) {
-  return VisitRowType(type, [](auto t) -> Kernel { return CombineLLKernel<decltype(t)>; });
+  return VisitSumType(type, [](auto t) -> Kernel { return CombineLLKernel<decltype(t)>; });
 }
 
 }  // namespace

@@ -28,10 +28,9 @@ struct Sum : RailHandler<RailSumCall> {
     Status status;
     BufferReader reader(operands, status), result_reader(results, status);
     const ffi::DataType type = reader.Type(2);
-    const std::optional<RowType> row_type = ToRowType(type);
+    const std::optional<RowType> row_type = ToSumType(type);
     if (!row_type.has_value()) {
-      return InvalidArgument(std::string("sums must be bfloat16, float16 or float32; got ") +
-                             Name(type));
+      return InvalidArgument(std::string("sums must be bfloat16 or float32; got ") + Name(type));
     }
     call.row_type = *row_type;
     RailCall& rail = call.rail;

@@ -12,8 +12,7 @@
     run(call);                                              \
   }
 
-// One for each type of rows: run<T>(call).
+// One for each of kSumTypes: run<T>(call).
 #define JAX_EP_RAIL_KERNELS(name, Call, run)           \
   JAX_EP_RAIL_KERNEL(name##_bf16, Call, run<BFloat16>) \
-  JAX_EP_RAIL_KERNEL(name##_f16, Call, run<Float16>)   \
   JAX_EP_RAIL_KERNEL(name##_f32, Call, run<float>)

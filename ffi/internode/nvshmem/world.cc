@@ -185,7 +185,7 @@ Status World::LoadKernel() {
   if (error != 0) {
     return Internal("NVSHMEM does not accept the kernels: error " + std::to_string(error));
   }
-  for (int i = 0; i < kRowTypes; ++i) {
+  for (size_t i = 0; i < kNumSumTypes; ++i) {
     status = FindKernel(code, kCombineKernels[i], &combine_kernels_[i]);
     if (status.ok()) status = FindKernel(code, kSumKernels[i], &sum_kernels_[i]);
     if (!status.ok()) return status;

@@ -8,9 +8,11 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <iterator>
 #include <optional>
 #include <string>
 
+#include "core/element_types.h"
 #include "core/status.h"
 #include "internode/nvshmem/heap_list.h"
 #include "internode/nvshmem/library.h"
@@ -82,9 +84,9 @@ class World {
   Library library_{};
   std::optional<Version> version_;
   int device_ = 0;
-  static constexpr int kRowTypes = 3;
+  static constexpr size_t kNumSumTypes = std::size(kSumTypes);
   cudaKernel_t kernel_ = nullptr, drain_kernel_ = nullptr;
-  cudaKernel_t combine_kernels_[kRowTypes]{}, sum_kernels_[kRowTypes]{};  // by RowType
+  cudaKernel_t combine_kernels_[kNumSumTypes]{}, sum_kernels_[kNumSumTypes]{};  // by RowType
   HeapList heaps_;
   bool can_overlap_ = false;
 };

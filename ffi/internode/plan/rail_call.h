@@ -54,13 +54,12 @@ struct RailState {
   uint32_t n_blocks_done[RailExchange::kChannels];
 };
 
-// The kernels, of a RailCall and, by the type of the rows, of a RailSumCall and a RailCombineCall.
+// The kernels, of a RailCall and, in the order of kSumTypes, of a RailSumCall and a
+// RailCombineCall.
 constexpr const char* kExchangeKernel = "jax_ep_rail_exchange";
 constexpr const char* kDrainKernel = "jax_ep_rail_drain";  // of none
-constexpr const char* kSumKernels[] = {"jax_ep_rail_sum_bf16", "jax_ep_rail_sum_f16",
-                                       "jax_ep_rail_sum_f32"};
-constexpr const char* kCombineKernels[] = {"jax_ep_rail_combine_bf16", "jax_ep_rail_combine_f16",
-                                           "jax_ep_rail_combine_f32"};
+constexpr const char* kSumKernels[] = {"jax_ep_rail_sum_bf16", "jax_ep_rail_sum_f32"};
+constexpr const char* kCombineKernels[] = {"jax_ep_rail_combine_bf16", "jax_ep_rail_combine_f32"};
 
 struct RailCall {
   RailExchange map;

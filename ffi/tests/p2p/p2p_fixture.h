@@ -36,8 +36,6 @@ template <class T>
 constexpr RowType kRowType = RowType::kFloat32;
 template <>
 constexpr RowType kRowType<BFloat16> = RowType::kBFloat16;
-template <>
-constexpr RowType kRowType<Float16> = RowType::kFloat16;
 
 // The config of a larger group, whose workspaces have room for calls of `config`.
 inline GroupConfig MakeRoom(GroupConfig config) {

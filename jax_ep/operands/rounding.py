@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_ep.formats.plain import sum_dtype
+
 
 def in_float32(x: jax.Array) -> jax.Array:
     """The numbers of `x` as float32, rounded to the dtype of `x` however they were computed."""
@@ -21,6 +23,16 @@ def round_to(numbers: jax.Array, dtype: Any) -> jax.Array:
     if dtype == jnp.bfloat16:
         return lax.reduce_precision(numbers, exponent_bits=8, mantissa_bits=7)
     return _round_to_float16(numbers) if dtype == jnp.float16 else numbers
+
+
+def to_sum_dtype(x: jax.Array) -> jax.Array:
+    """Numbers to add or to send along a routing, in the dtype in which they travel: exact."""
+    return x if sum_dtype(x.dtype) == x.dtype else in_float32(x)
+
+
+def from_sum_dtype(sums: jax.Array, dtype: Any) -> jax.Array:
+    """What has traveled for numbers of `dtype`, rounded to it."""
+    return sums if sums.dtype == dtype else round_to(sums, dtype).astype(dtype)
 
 
 @jax.custom_jvp
