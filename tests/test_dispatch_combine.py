@@ -260,6 +260,16 @@ def test_combine_of_all_magnitudes_matches_the_oracle(n_nodes, weights, dtype, t
         suite.check(case, transport, make_mesh(4), change=change)
 
 
+def test_float16_sums_that_round_to_negative_zero_match_the_oracle(transport):
+    """A token without a row of the shared expert keeps its -0."""
+    case = cases.SMALL[4].replace(weights="source", combine_dtype="float16", **cases.FLAGS["both"])
+    change = functools.partial(with_all_magnitudes, -30, -14, -1, -1, 0)
+    outs = suite.expected(case, change(suite.make_inputs(case)))
+    is_negative_zero = [np.signbit(x["combined"]) & (x["combined"] == 0) for x in outs]
+    assert np.mean(is_negative_zero) > 0.01
+    suite.check(case, transport, make_mesh(4), change=change)
+
+
 def with_all_magnitudes(
     low: int, high: int, high_weight: int, high_residual: int, high_negative: int, inputs
 ) -> suite.Inputs:
