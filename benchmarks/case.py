@@ -1,6 +1,7 @@
 """A case: sizes, capacity, token format, and a routing of tokens to experts."""
 
 import dataclasses
+from fractions import Fraction
 
 import numpy as np
 
@@ -45,7 +46,7 @@ class Case:
         if self.capacity is None:
             return worst
         mean = self.n_tokens * self.top_k
-        return min(worst, max(int(self.capacity * mean), mean + _SPARE_ROWS))
+        return min(worst, max(int(Fraction(str(self.capacity)) * mean), mean + _SPARE_ROWS))
 
     @property
     def is_quantized(self) -> bool:

@@ -2,6 +2,9 @@
 token.
 """
 
+import math
+from fractions import Fraction
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -82,7 +85,7 @@ def is_kept(topk_ids, layer):
     shards = by_shard(topk_ids, layer)
     assert layer.capacity_axes in ((), axes_of(layer.token_axes))
     choices = jax.nn.one_hot(shards.reshape(1 if layer.capacity_axes else len(shards), -1), E)
-    capacity = np.ceil(layer.capacity_factor * choices.shape[1] / E)
+    capacity = math.ceil(Fraction(str(layer.capacity_factor)) * choices.shape[1] / E)
     earlier = jnp.cumsum(choices, axis=1) - choices  # choices of the same expert
     kept = (earlier * choices).sum(axis=-1) < capacity
     return from_shards(kept.reshape(shards.shape), layer)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import jax.numpy as jnp
@@ -33,7 +34,7 @@ def make_group(
         capacity: rows of a device, in terms of their mean; None has room for any routing.
         transport: of `jax_ep.ep_init`.
     """
-    rows = None if capacity is None else math.ceil(capacity * n_tokens * sizes.top_k)
+    rows = None if capacity is None else math.ceil(Fraction(str(capacity)) * n_tokens * sizes.top_k)
     config = jax_ep.EPConfig(
         n_experts=sizes.n_experts,
         top_k=sizes.top_k,

@@ -7,6 +7,7 @@ as they call grug's own, such as through `QBRoutedMoE`.
 import functools
 import importlib
 import math
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import jax
@@ -134,7 +135,7 @@ def _on_each_rank(
         top_k=ids.shape[-1],
         hidden_size=x.shape[-1],
         max_tokens_per_rank=len(x),
-        recv_capacity=max(len(down), math.ceil(experts.capacity_factor * ids.size)),
+        recv_capacity=max(len(down), math.ceil(Fraction(str(experts.capacity_factor)) * ids.size)),
         token_format=jax_ep.Plain(x.dtype),
         combine_dtype=x.dtype,
         **dict(options),

@@ -8,6 +8,7 @@ returns. All else stays MaxText's: routing, losses, weights, matmuls, biases, ch
 import importlib
 import sys
 import types
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -131,7 +132,7 @@ class Exchange(_Base):
         axis = self._expert_parallelism_name
         group = group_of(self.mesh, axis, config, self.transport)
         factor = self.get_ragged_buffer_factor()
-        capacity = int(factor * ids.size) if factor > 0 else None
+        capacity = int(Fraction(str(factor)) * ids.size) if factor > 0 else None
         return jax_ep.dispatch(group, tokens, ids, weights, recv_capacity=capacity)
 
     def unpermute(

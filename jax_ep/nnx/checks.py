@@ -63,14 +63,14 @@ def check_param_dtype(given: Any) -> None:
 
 
 def check_factor(factor: Any) -> float | None:
-    """`capacity_factor` as a float."""
+    """`capacity_factor` as a float that prints like it."""
     if factor is None:
         return None
     if not is_finite(factor) or factor <= 0:
         raise ValueError(
             f"capacity_factor must be a number, positive and finite, or None; got {factor!r}."
         )
-    return float(factor)
+    return float(str(factor))  # np.float32(1.1) is 1.1 to the user
 
 
 def check_fsdp_axes(group: EPGroup, token_spec: P, given: Axes) -> tuple[str, ...]:

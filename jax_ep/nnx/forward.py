@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import jax
@@ -122,7 +123,7 @@ class Forward:
             return topk_ids, jnp.zeros((), jnp.int32)
         group, axes = self.group, self.capacity_axes
         n_choices = topk_ids.size * count_shards(group, axes)
-        capacity = math.ceil(self.capacity_factor * n_choices / n_experts)
+        capacity = math.ceil(Fraction(str(self.capacity_factor)) * n_choices / n_experts)
         kept = limit_choices(topk_ids, n_experts, capacity, axis_name=axes)
         n_limited = jnp.sum(kept != topk_ids, dtype=jnp.int32)
         if self.on_limit == "raise":

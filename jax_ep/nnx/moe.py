@@ -61,9 +61,10 @@ class MoE(nnx.Module):
         clamp: as in `jax_ep.expert_mlp`; also for the shared expert.
         balance_per_sequence: see `jax_ep.router.balance_loss`.
         capacity_factor: limits each expert to so many times its even share of the choices of each
-            rank's T tokens: `ceil(factor * T * K / E)` choices, padding included in T. Later
-            tokens' choices beyond that are dropped (`jax_ep.limit_choices`): they add nothing to
-            the output. None: no limit.
+            rank's T tokens: `ceil(factor * T * K / E)` choices, padding included in T, exactly
+            so for the decimal number that the factor prints as. Later tokens' choices beyond that
+            are dropped (`jax_ep.limit_choices`): they add nothing to the output. From E / K on,
+            nothing is dropped. None: no limit.
         capacity_axis: a mesh axis, or a tuple of axes, out of `token_axes`, over whose ranks
             `capacity_factor` counts: T is then the number of their tokens together, and choices on
             later ranks are dropped first. None: each rank counts its own.

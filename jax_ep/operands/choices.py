@@ -40,16 +40,18 @@ def limit_choices(
     the tokens of each rank. With K > 1, first choices have no priority over others, unlike in
     GShard:
 
-        capacity = math.ceil(factor * T * K / E)
+        capacity = math.ceil(Fraction(str(factor)) * T * K / E)
         topk_ids = jax_ep.limit_choices(topk_ids, E, capacity)
         rows = jax_ep.dispatch(group, tokens, topk_ids)
 
-    An expert then gets at most `R * capacity` rows. With `axis_name`, the capacity counts the
-    choices of all ranks along these axes together, in the order of rank, then token, then k. An
-    expert that is popular on one rank only then keeps more choices. It gets at most `capacity`
-    rows, and earlier ranks come first:
+    An expert then gets at most `R * capacity` rows. `fractions.Fraction` is exact, and takes the
+    factor for the decimal number that it prints as; in floating point, 1.1 * 100 / 2 is above 55.
 
-        capacity = math.ceil(factor * R * T * K / E)
+    With `axis_name`, the capacity counts the choices of all ranks along these axes together, in the
+    order of rank, then token, then k. An expert that is popular on one rank only then keeps more
+    choices. It gets at most `capacity` rows, and earlier ranks come first:
+
+        capacity = math.ceil(Fraction(str(factor)) * R * T * K / E)
         topk_ids = jax_ep.limit_choices(topk_ids, E, capacity, axis_name="ep")
 
     Args:
