@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import P, lax
+from jax.tree_util import SequenceKey, register_pytree_with_keys
 
 from jax_ep.formats import Plain
 from jax_ep.group import EPGroup
@@ -52,6 +53,21 @@ class MoEReport(NamedTuple):
     n_dropped: jax.Array
     topk_ids: jax.Array
     n_unserved: jax.Array
+
+
+class _Field(SequenceKey):
+    """The key of a field in paths: the position, as `nnx.tabulate` needs, printed as the name."""
+
+    def __str__(self) -> str:
+        return f".{MoEReport._fields[self.idx]}"
+
+
+register_pytree_with_keys(
+    MoEReport,
+    lambda report: ([(_Field(i), x) for i, x in enumerate(report)], None),
+    lambda _, children: MoEReport(*children),
+    lambda report: (tuple(report), None),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
