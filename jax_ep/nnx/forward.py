@@ -93,6 +93,8 @@ class Forward:
     ) -> tuple[jax.Array, MoEReport]:
         """The output and the report, from the device's shards: weights by `MoE`'s names."""
         group, config = self.group, self.group.config
+        if mask is not None:  # zeros times anything that padding holds would not be zero
+            tokens = jnp.where(mask[..., None], tokens, 0)
         logits = tokens.astype(jnp.float32) @ weights["router"]
         if "logit_bias" in weights:
             logits += jnp.broadcast_to(weights["logit_bias"], logits.shape)

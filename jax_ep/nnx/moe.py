@@ -215,8 +215,8 @@ class MoE(nnx.Module):
                 `token_axes` make; at most `max_tokens_per_rank` tokens in each. Converted to a
                 dtype that the token format takes, if they have another.
             mask: `bool[...]`, False for tokens that are padding: they go to no routed expert and
-                count for nothing in the report. They must be finite all the same: gradients of
-                weights multiply them by zero. None: all True.
+                count for nothing in the report. What they hold never matters, be it NaN: the layer
+                takes them for zeros, and their output and their gradient are zero. None: all True.
 
         Returns:
             The output, in the shape and dtype of `tokens`, and the report.
