@@ -17,12 +17,12 @@ from jax_ep.layer.fused_silu import check_activation
 from jax_ep.layer.quantize_weights import quantize_weights
 from jax_ep.nnx import checks
 from jax_ep.nnx.forward import Forward, MoEReport
-from jax_ep.nnx.parameters import Parameters, hidden_axis
+from jax_ep.nnx.parameters import Parameters, hidden_axis, move_bias
 from jax_ep.nnx.placement import create_placement
 from jax_ep.nnx.token_axes import Axes, check_sharded_alike, check_token_axes, spec_of_call
 from jax_ep.operands.checks import check_flags
 from jax_ep.placement.expert_placement import ExpertPlacement, check_placement
-from jax_ep.router import RouterConfig, update_bias
+from jax_ep.router import RouterConfig
 
 # Parameters by the dtype that a call uses them in: float32, and that of the experts' matmuls.
 _ROUTER = ("router", "logit_bias")
@@ -252,6 +252,9 @@ class MoE(nnx.Module):
     def update_bias(self, expert_load: jax.Array, rate: float = 1e-3) -> None:
         """Moves the bias towards equal loads: `jax_ep.router.update_bias`.
 
+        Inside `jax.jit` or not; for a load on the devices, also under
+        `jax.transfer_guard("disallow")`.
+
         Args:
             expert_load: `[E]`, the sum of the reports' `expert_load` over a step; `[n_layers, E]`
                 for layers stacked by `nnx.vmap`.
@@ -264,7 +267,8 @@ class MoE(nnx.Module):
             raise ValueError(
                 "update_bias: the layer must have a bias; create it with router_bias=True."
             )
-        self.router_bias[...] = update_bias(self.router_bias[...], expert_load, rate)
+        bias = self.router_bias[...]
+        self.router_bias[...] = move_bias(self.group.mesh, bias, expert_load, rate)
 
     def quantize_experts(self) -> None:
         """Replaces the experts' matrices by codes, for inference with `fp8_matmuls`.

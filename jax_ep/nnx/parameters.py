@@ -1,4 +1,4 @@
-"""Creates the parameters of a layer, each shard on its device."""
+"""Creates the parameters of a layer, each shard on its device, and moves its bias."""
 
 import dataclasses
 from collections.abc import Callable
@@ -6,9 +6,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax import P
 
 from jax_ep.nnx.token_axes import Axes
+from jax_ep.router import update_bias
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +44,20 @@ class Parameters:
 def hidden_axis(name: str, transposed: bool) -> int:
     """The axis of H in `gate_up` or `down`, which FSDP shards."""
     return 2 if (name == "down") != transposed else 1
+
+
+def move_bias(mesh: jax.sharding.Mesh, bias: jax.Array, load: Any, rate: Any) -> jax.Array:
+    """`update_bias`; between steps as one program, whose operands no transfer guard stops."""
+    if isinstance(bias, jax.core.Tracer) or not isinstance(load, jax.Array):
+        return update_bias(bias, load, rate)
+    if not isinstance(rate, jax.Array):
+        everywhere = jax.NamedSharding(mesh, P())
+        puts = [jax.device_put(np.float32(rate), each) for each in everywhere.addressable_devices]
+        rate = jax.make_array_from_single_device_arrays((), everywhere, puts)
+    return _update_bias(bias, load, rate)
+
+
+_update_bias = jax.jit(update_bias)
 
 
 def _by_expert(init: nnx.Initializer, transposed: bool) -> Callable[..., jax.Array]:

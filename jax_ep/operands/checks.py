@@ -259,8 +259,8 @@ def check_flags(operation: str, **flags: Any) -> list[bool]:
 
 def as_values(operation: str, name: str, x: Any, advice: str) -> np.ndarray:
     """A NumPy array; requires values that are known, not traced."""
-    try:
-        return np.asarray(x)
+    try:  # explicitly: no `jax.transfer_guard("disallow")` stops it
+        return np.asarray(jax.device_get(x) if isinstance(x, jax.Array) else x)
     except jax.errors.TracerArrayConversionError:
         raise TypeError(
             f"{operation}: {name} must have values; got a traced array. {advice}"

@@ -57,9 +57,9 @@ class ExpertPlacement:
         (local_first,) = checks.check_flags("ExpertPlacement", local_first=local_first)
         logical = _check_logical(physical_to_logical, n_ranks)
         n_experts = int(logical.max()) + 1
-        self.physical_to_logical = jnp.asarray(logical)
         self.n_ranks, self.local_first = n_ranks, local_first
-        everywhere = jnp.ones(n_ranks, bool)
+        # Explicit transfers: no `jax.transfer_guard("disallow")` stops them.
+        self.physical_to_logical, everywhere = jax.device_put((logical, np.ones(n_ranks, bool)))
         self.copies, self.first = _tables(self.physical_to_logical, everywhere, n_experts)
 
     @property
@@ -114,7 +114,7 @@ class ExpertPlacement:
                 f"{call}: load must have the shape [..., P={self.n_physical}]; got {load.shape}."
             )
         logical = np.zeros((self.n_experts, *load.shape[:-1]), load.dtype)
-        np.add.at(logical, np.asarray(self.physical_to_logical), np.moveaxis(load, -1, 0))
+        np.add.at(logical, jax.device_get(self.physical_to_logical), np.moveaxis(load, -1, 0))
         return np.moveaxis(logical, 0, -1)
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
