@@ -33,23 +33,25 @@ class RouterConfig(_CheckedDataclass):
     docs/layers.md lists what well-known models set.
 
     Attributes:
-        scores: `"softmax"` over all experts, or `"sigmoid"` of each logit.
-        normalize: whether the weights of a token's K choices are divided by their sum.
-        scaling: factor of all weights, after that division.
+        scores: `"softmax"` over all experts, which is 1 if there is one expert; or `"sigmoid"` of
+            each logit.
+        normalize: whether the weights of a token's K choices are divided by their sum. None: if
+            K > 1. With K = 1, the only weight would be 1, and no gradient would reach the router.
+        scaling: factor of all weights, after that division; not 0.
         n_expert_groups: number of groups of equal size that consecutive experts form. 1: no groups.
         topk_expert_groups: number of groups that a token may choose experts from: those with the
-            highest group scores.
+            highest group scores. With `n_expert_groups`, groups restrict nothing.
         group_scores: the score of a group: `"max"`, its highest score (DeepSeek-V2,
             https://arxiv.org/abs/2405.04434, section 2.2.2), or `"top2"`, the sum of its two
             highest (DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 2.1.2). With a bias,
-            scores include it here.
+            scores include it here. With one group, of no effect.
 
     Raises:
         ValueError: a value is out of range. At construction.
     """
 
     scores: str = "softmax"
-    normalize: bool = True
+    normalize: bool | None = None
     scaling: float = 1.0
     n_expert_groups: int = 1
     topk_expert_groups: int = 1
@@ -59,10 +61,13 @@ class RouterConfig(_CheckedDataclass):
         for name, allowed in (("scores", _SCORES), ("group_scores", _GROUP_SCORES)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {allowed}; got {getattr(self, name)!r}.")
-        (normalize,) = checks.check_flags("", normalize=self.normalize)
-        object.__setattr__(self, "normalize", normalize)
-        if not checks.is_finite(self.scaling):
-            raise ValueError(f"scaling must be a finite number; got {self.scaling!r}.")
+        if self.normalize is not None:
+            (normalize,) = checks.check_flags("", normalize=self.normalize)
+            object.__setattr__(self, "normalize", normalize)
+        if not _is_factor(self.scaling):
+            raise ValueError(
+                f"scaling must be a finite number, and not 0 in float32; got {self.scaling!r}."
+            )
         for name in ("n_expert_groups", "topk_expert_groups"):
             _check_count(name, getattr(self, name))
         if not 1 <= self.topk_expert_groups <= self.n_expert_groups:
@@ -73,8 +78,16 @@ class RouterConfig(_CheckedDataclass):
             )
 
     def check(self, n_experts: int, top_k: int) -> None:
-        """Raises ValueError if the groups do not divide the experts, or leave too few to choose."""
+        """Raises ValueError if the groups do not divide the experts, or leave too few to choose.
+
+        Also if `normalize` is True with `top_k` = 1.
+        """
         top_k = _check_count("top_k", top_k)
+        if self.normalize and top_k == 1:
+            raise ValueError(
+                "normalize must be None or False with top_k=1, so that the weight is the score of "
+                "the chosen expert; got True, which makes it 1, and no gradient reaches the router."
+            )
         n_groups = self.n_expert_groups
         if n_experts % n_groups:
             raise ValueError(
@@ -93,6 +106,10 @@ class RouterConfig(_CheckedDataclass):
                 f"top_k must be at most the number of experts in topk_expert_groups="
                 f"{self.topk_expert_groups} groups, {n_candidates}; got top_k={top_k}."
             )
+
+    def normalizes(self, top_k: int) -> bool:
+        """Whether weights are divided by their sum: `normalize`, or its default for `top_k`."""
+        return top_k > 1 if self.normalize is None else self.normalize
 
 
 class Routes(NamedTuple):
@@ -115,7 +132,7 @@ def route(
     """Chooses the `top_k` experts of each token.
 
     With scores s and bias b, a token chooses the experts with the highest s + b. The weights are
-    the s of these experts, divided by their sum if `config.normalize`, times `config.scaling`.
+    the s of these experts, divided by their sum if `config.normalizes(K)`, times `config.scaling`.
     Differentiable in `logits` through weights and scores; no gradient flows into `bias`.
 
     Args:
@@ -145,7 +162,7 @@ def route(
         ranking = _mask_groups(config, ranking)
     _, topk_ids = lax.top_k(ranking, top_k)
     weights = jnp.take_along_axis(scores, topk_ids, axis=-1)
-    if config.normalize:
+    if config.normalizes(top_k):
         weights = weights / (weights.sum(axis=-1, keepdims=True) + _TINY)
     return Routes(topk_ids, weights * config.scaling, scores)
 
@@ -279,6 +296,12 @@ def update_bias(bias: jax.Array, load: jax.Array, rate: float = 1e-3) -> jax.Arr
     checks.check_array("update_bias", "load", load, bias.shape, letters, jnp.integer, jnp.floating)
     load = load.astype(jnp.float32)
     return bias + rate * jnp.sign(load.mean(axis=-1, keepdims=True) - load)
+
+
+def _is_factor(value: Any) -> bool:
+    """Whether a product with it in float32 is neither always 0 nor always infinite."""
+    limits = jnp.finfo(jnp.float32)
+    return checks.is_finite(value) and limits.tiny.item() <= abs(value) <= limits.max.item()
 
 
 def _axes(axis_name: Any) -> tuple[Any, ...]:

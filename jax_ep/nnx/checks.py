@@ -17,12 +17,20 @@ from jax_ep.operands.checks import advise, is_code, is_finite
 from jax_ep.router import RouterConfig
 
 
-def check_router(group: EPGroup, given: RouterConfig | None, n_experts: int) -> RouterConfig:
+def check_router(
+    group: EPGroup, given: RouterConfig | None, n_experts: int, router_bias: bool
+) -> RouterConfig:
     """The given router, or the default one, which must fit the experts."""
     router = RouterConfig() if given is None else given
     if not isinstance(router, RouterConfig):
         raise TypeError(f"router must be a RouterConfig or None; got {router!r}.")
     router.check(n_experts, group.config.top_k)
+    if router_bias and group.config.top_k == n_experts:
+        raise ValueError(
+            f"router_bias must be False with top_k=n_experts={n_experts}: it only selects experts, "
+            "and every token chooses all of them; got True. For a bias with a gradient, set "
+            "logit_bias=True."
+        )
     return router
 
 
@@ -53,12 +61,13 @@ def check_quantizable(layer: Any) -> None:
 
 
 def check_param_dtype(given: Any) -> None:
-    """Requires a floating-point dtype."""
+    """Requires a floating-point dtype that is not one of codes."""
     dtype = as_dtype(given)
-    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating) or is_code(dtype):
         got = repr(given) if dtype is None else dtype.name
         raise ValueError(
-            f"param_dtype must be a floating-point dtype, such as jnp.float32; got {got}."
+            "param_dtype must be a floating-point dtype of 16 bits or more, such as jnp.float32; "
+            f"got {got}."
         )
 
 
@@ -117,7 +126,7 @@ def check_has_factor(factor: float | None, capacity_axes: tuple[str, ...], on_li
 def check_shared_size(group: EPGroup, given: int | None, expert_size: int) -> int:
     """Hidden size of the shared expert; 0 if there is none."""
     if not group.config.fused_shared_expert:
-        return check_count("shared_size", given) if given else 0
+        return 0 if given in (None, 0) else check_count("shared_size", given)
     if given not in (None, expert_size):
         raise ValueError(
             "shared_size must be expert_size with fused_shared_expert; got "

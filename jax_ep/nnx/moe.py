@@ -52,14 +52,14 @@ class MoE(nnx.Module):
         expert_size: hidden size of an expert (F).
         router: the kind of router; None is `RouterConfig()`.
         router_bias: whether there is a bias for selection, zero at first; call `update_bias`
-            after each step.
+            after each step, as nothing else changes it. Not with K = E, where it selects nothing.
         logit_bias: whether the router's logits have a trainable bias, zero at first.
         expert_bias: whether both matmuls of the routed experts have biases, zero at first.
         transposed: whether the experts' matrices, the shared expert's included, are
             `[n_out, n_in]`, as in checkpoints of PyTorch. The router's is `[H, E]` in any case.
         interleaved: as in `jax_ep.expert_mlp`; also for the shared expert.
         clamp: as in `jax_ep.expert_mlp`; also for the shared expert.
-        balance_per_sequence: see `jax_ep.router.balance_loss`.
+        balance_per_sequence: see `jax_ep.router.balance_loss`. Tokens `[T, H]` are one sequence.
         capacity_factor: limits each expert to so many times its even share of the choices of each
             rank's T tokens: `ceil(factor * T * K / E)` choices, padding included in T, exactly
             so for the decimal number that the factor prints as. Later tokens' choices beyond that
@@ -71,8 +71,8 @@ class MoE(nnx.Module):
         on_limit: `"count"`: the report says how many choices were dropped. `"raise"`: if any was
             dropped, the call fails; needs a `capacity_factor`, as `capacity_axis` does. For rows
             beyond `recv_capacity`, see `EPConfig.on_drop`.
-        shared_size: hidden size of a shared expert (S), which processes every token; None: no
-            shared expert, or with `config.fused_shared_expert`, one of `expert_size`.
+        shared_size: hidden size of a shared expert (S), which processes every token. None: no
+            shared expert, or with `config.fused_shared_expert`, one of `expert_size`. 0: none.
         token_axes: the mesh axis, or a tuple of axes, that the first dimension of the tokens is
             sharded over; or a `jax.P` with the axes of each dimension before H, such as
             `jax.P("data", "expert")` for `[B, S, H]`. The group's axes must be among them, unless
@@ -93,8 +93,8 @@ class MoE(nnx.Module):
             replaces it between steps (docs/balance.md). None: every expert is one physical expert.
         kernel_init: initializer of every matrix `[n_in, n_out]`, transposed or not; None is
             `lecun_normal`.
-        param_dtype: dtype of the parameters. Experts multiply in `config.combine_dtype`, the
-            router in float32.
+        param_dtype: dtype of the parameters, of 16 bits or more. Experts multiply in
+            `config.combine_dtype`, the router in float32.
         rngs: the stream `params` is used.
 
     Raises:
@@ -162,7 +162,7 @@ class MoE(nnx.Module):
         checks.check_formats(group, expert_size if fp8_matmuls else None)
         self.group = group
         self.placement, n_experts = create_placement(group, placement)
-        self.router_config = checks.check_router(group, router, n_experts)
+        self.router_config = checks.check_router(group, router, n_experts, router_bias)
         self.balance_per_sequence = bool(balance_per_sequence)
         self.capacity_factor = checks.check_factor(capacity_factor)
         self.on_limit = check_on_drop("on_limit", on_limit)

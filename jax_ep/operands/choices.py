@@ -57,7 +57,7 @@ def limit_choices(
     Args:
         topk_ids: `[..., K]`, as for `count_choices`.
         n_experts: as for `count_choices` (E).
-        capacity: choices that an expert keeps; static.
+        capacity: choices that an expert keeps, 0 for none; static.
         axis_name: inside `jax.shard_map`, the mesh axis, or a tuple of axes, over whose ranks the
             capacity counts, in the order of `jax.lax.axis_index`. Communicates: one
             `jax.lax.all_gather` of `int32[E]`. Leave out axes along which the tokens are the same.

@@ -185,6 +185,7 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     ),
     "router-choices": lambda: route(RouterConfig(n_expert_groups=E), jnp.ones((T, E)), K),
     "router-scaling": lambda: RouterConfig(scaling=float("inf")),
+    "router-normalize": lambda: route(RouterConfig(normalize=True), jnp.ones((T, E)), 1),
     "router-type": lambda: route(None, jnp.ones((T, E)), K),
     "router-shape": lambda: balance_loss(jnp.ones((T, E)), jnp.zeros((T + 1, K), jnp.int32)),
     "router-dtype": lambda: route(RouterConfig(), jnp.ones((T, E), jnp.int32), K),
@@ -203,6 +204,7 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     ),
     "layer-arguments": lambda: layer(init(), router="softmax"),
     "layer-dtype": lambda: layer(init(), param_dtype=jnp.int32),
+    "layer-selection": lambda: layer(init(top_k=E), router_bias=True),
     "layer-shared": lambda: layer(init(fused_shared_expert=True), shared_size=2 * H),
     "layer-capacity": lambda: layer(init(), capacity_factor=0),
     "layer-capacity-axis": lambda: layer(

@@ -92,7 +92,7 @@ def add_router() -> None:
     add_all("route", "bias", bias, route)
     settings = {
         "scores": {"relu": "relu", "None": None},
-        "normalize": {"1": 1, "None": None},
+        "normalize": {"1": 1},
         "scaling": {"nan": NAN, "inf": INF, "str": "1", "None": None},
         "n_expert_groups": {"0": 0, "float": 1.5},
         "topk_expert_groups": {"2": 2, "None": None},
