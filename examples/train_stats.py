@@ -61,7 +61,7 @@ def batch(step: int) -> tuple[jax.Array, jax.Array]:
 
 def moe_layer(group, tokens, params):
     """One rank's tokens after one layer; its load, summed over the ranks."""
-    scores = jax.nn.softmax(tokens @ params["router"])
+    scores = jax.nn.softmax(jnp.matmul(tokens, params["router"], precision="highest"))
     weights, ids = jax.lax.top_k(scores, config.top_k)
     rows = jax_ep.dispatch(group, tokens, ids, weights)
     results = jax_ep.expert_mlp(rows, params["gate_up"], params["down"])

@@ -27,9 +27,15 @@ N_LOCAL_DEVICES = 4
 TIME_LIMIT_S = 180
 
 
+def route(tokens, router, top_k):
+    """The weights and ids of each token's experts, computed in float32, also on GPUs."""
+    logits = jnp.matmul(tokens, router, precision="highest")
+    return jax.lax.top_k(jax.nn.softmax(logits), top_k)
+
+
 def moe_layer(group, tokens, router, up, down):
     """The layer on one rank: its tokens [T, H], its experts [L, ...]."""
-    weights, ids = jax.lax.top_k(jax.nn.softmax(tokens @ router), group.config.top_k)
+    weights, ids = route(tokens, router, group.config.top_k)
     rows = jax_ep.dispatch(group, tokens, ids)
     hidden = jax.nn.silu(jax_ep.grouped_matmul(rows.tokens, up, rows.row_offsets))
     results = jax_ep.grouped_matmul(hidden, down, rows.row_offsets)
@@ -38,7 +44,7 @@ def moe_layer(group, tokens, router, up, down):
 
 def dense_layer(top_k, tokens, router, up, down):
     """The reference: every expert on every token; jax.jit partitions it."""
-    weights, ids = jax.lax.top_k(jax.nn.softmax(tokens @ router), top_k)
+    weights, ids = route(tokens, router, top_k)
     gates = jnp.einsum("tk,tke->te", weights, jax.nn.one_hot(ids, len(up)))
     hidden = jax.nn.silu(jnp.einsum("th,ehf->tef", tokens, up))
     return jnp.einsum("te,tef,efh->th", gates, hidden, down)

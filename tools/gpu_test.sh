@@ -147,6 +147,7 @@ run_suite() {
     tests/test_independent_calls.py tests/test_async.py tests/test_overlap.py
   run_tests test_shared_expert_sums 180 tests/test_shared_expert.py tests/test_sums.py
   run_tests test_changed_results 90 tests/test_changed_results.py
+  run_tests test_router_precision 90 tests/test_router_precision.py
   run_tests test_quantized_errors_cli 150 tests/test_quantized.py tests/test_quantized_grad.py \
     tests/test_quantized_transforms.py tests/test_errors.py tests/test_format_table.py \
     tests/test_cli.py::test_bench_prints_times_and_the_rate_of_the_median

@@ -15,9 +15,15 @@ from jax import P
 import jax_ep
 
 
+def route(tokens, router, top_k):
+    """The weights and ids of each token's experts, computed in float32, also on GPUs."""
+    logits = jnp.matmul(tokens, router, precision="highest")
+    return jax.lax.top_k(jax.nn.softmax(logits), top_k)
+
+
 def moe_layer(group, tokens, router, up, down):
     """The layer on one rank: its tokens [T, H], its experts [L, ...]."""
-    weights, ids = jax.lax.top_k(jax.nn.softmax(tokens @ router), group.config.top_k)
+    weights, ids = route(tokens, router, group.config.top_k)
     rows = jax_ep.dispatch(group, tokens, ids, weights)
     hidden = jax.nn.silu(jax_ep.grouped_matmul(rows.tokens, up, rows.row_offsets))
     return jax_ep.combine(group, jax_ep.grouped_matmul(hidden, down, rows.row_offsets), rows)
@@ -25,7 +31,7 @@ def moe_layer(group, tokens, router, up, down):
 
 def dense_layer(top_k, tokens, router, up, down):
     """The reference: every expert on every token; jax.jit partitions it."""
-    weights, ids = jax.lax.top_k(jax.nn.softmax(tokens @ router), top_k)
+    weights, ids = route(tokens, router, top_k)
     gates = jnp.einsum("tk,tke->te", weights, jax.nn.one_hot(ids, len(up)))
     hidden = jax.nn.silu(jnp.einsum("th,ehf->tef", tokens, up))
     return jnp.einsum("te,tef,efh->th", gates, hidden, down)

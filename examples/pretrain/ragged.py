@@ -88,7 +88,7 @@ def apply_experts(
 ) -> tuple[jax.Array, MoEReport]:
     """The layer on one device, inside `jax.shard_map`."""
     n_experts = router.shape[1]
-    logits = tokens.astype(jnp.float32) @ router
+    logits = jnp.matmul(tokens.astype(jnp.float32), router, precision="highest")
     routes = route(RouterConfig(), logits, top_k)
     order = jnp.argsort(routes.topk_ids.reshape(-1))  # of choices, by expert
     rows = tokens.reshape(-1, tokens.shape[-1])[order // top_k]
@@ -99,7 +99,8 @@ def apply_experts(
     results = ragged_dot(jax.nn.silu(gate) * up, down, group_sizes)
 
     by_choice = results[jnp.argsort(order)].reshape(*routes.topk_ids.shape, -1)
-    output = jnp.einsum("bskh,bsk->bsh", by_choice.astype(jnp.float32), routes.topk_weights)
+    operands = by_choice.astype(jnp.float32), routes.topk_weights
+    output = jnp.einsum("bskh,bsk->bsh", *operands, precision="highest")
     nothing = jnp.int32(0)
     report = MoEReport(
         balance_loss=balance_loss(routes.scores, routes.topk_ids, axis_name=ALL),

@@ -95,7 +95,7 @@ class Forward:
         group, config = self.group, self.group.config
         if mask is not None:  # zeros times anything that padding holds would not be zero
             tokens = jnp.where(mask[..., None], tokens, 0)
-        logits = tokens.astype(jnp.float32) @ weights["router"]
+        logits = jnp.matmul(tokens.astype(jnp.float32), weights["router"], precision="highest")
         if "logit_bias" in weights:
             logits += jnp.broadcast_to(weights["logit_bias"], logits.shape)
         routes = route(self.router_config, logits, config.top_k, weights.get("router_bias"))
