@@ -277,14 +277,15 @@ def update_bias(bias: jax.Array, load: jax.Array, rate: float = 1e-3) -> jax.Arr
     """`float32[..., E]`, the bias for the next step: b + rate · sign(mean(load) - load).
 
     Experts that were chosen more often than the mean get a lower bias, the others a higher one. The
-    load must be that of all tokens of the step, on all devices.
+    load must be that of all tokens of the step, on all devices. Integers are compared exactly.
 
     Source: auxiliary-loss-free balancing, https://arxiv.org/abs/2408.15664, algorithm 1, as in
     DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 2.1.2.
 
     Args:
         bias: `float32[..., E]`; leading dimensions may be layers.
-        load: `[..., E]`, in the shape of the bias, from `expert_load`.
+        load: `[..., E]`, in the shape of the bias, from `expert_load`: integers, 0 or more, or
+            floating-point numbers, which are compared in float32.
         rate: the step, 1e-3 in DeepSeek-V3.
 
     Raises:
@@ -294,6 +295,8 @@ def update_bias(bias: jax.Array, load: jax.Array, rate: float = 1e-3) -> jax.Arr
     (load,) = checks.as_arrays("update_bias", load=load)
     letters = "E" if bias.ndim == 1 else "layers E"
     checks.check_array("update_bias", "load", load, bias.shape, letters, jnp.integer, jnp.floating)
+    if jnp.issubdtype(load.dtype, jnp.integer):
+        return bias + rate * _compare_with_mean(load)
     load = load.astype(jnp.float32)
     return bias + rate * jnp.sign(load.mean(axis=-1, keepdims=True) - load)
 
@@ -302,6 +305,17 @@ def _is_factor(value: Any) -> bool:
     """Whether a product with it in float32 is neither always 0 nor always infinite."""
     limits = jnp.finfo(jnp.float32)
     return checks.is_finite(value) and limits.tiny.item() <= abs(value) <= limits.max.item()
+
+
+def _compare_with_mean(load: Any) -> jax.Array:
+    """`float32[..., E]`, sign(mean(load) - load), exact for E up to 65536: no sum overflows."""
+    if load.dtype.itemsize < 8:  # NumPy's integers of 64 bits stay NumPy's
+        load = load.astype(jnp.uint32)
+    n_experts = load.shape[-1]
+    rest = (load % n_experts).sum(axis=-1, keepdims=True, dtype=load.dtype)
+    mean = (load // n_experts).sum(axis=-1, keepdims=True, dtype=load.dtype) + rest // n_experts
+    is_below = (load < mean) | ((load == mean) & (rest % n_experts > 0))
+    return jnp.asarray(is_below, jnp.float32) - jnp.asarray(load > mean, jnp.float32)
 
 
 def _axes(axis_name: Any) -> tuple[Any, ...]:
