@@ -9,6 +9,7 @@ training loss, keeps logits small.
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from jax_ep.unpickling import CheckedDataclass as _CheckedDataclass
 
 _SCORES = ("softmax", "sigmoid")
 _GROUP_SCORES = ("max", "top2")
-_TINY = 1e-20  # as in DeepSeek-V3's code: if all chosen scores are zero, so are the weights
+_LEAST = 2.0**-30  # least sum of scores that scores are divided by as they are
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,7 +117,8 @@ class Routes(NamedTuple):
     """Where tokens go.
 
     Attributes:
-        topk_ids: `int32[..., K]`, different experts in descending order of (biased) score.
+        topk_ids: `int32[..., K]`, different experts in descending order of s + b, or of logits if
+            there is no bias; of equal ones, the lower id comes first.
         topk_weights: `float32[..., K]`, for `dispatch` or `combine`.
         scores: `float32[..., E]`, of all experts, without bias; for `balance_loss`.
     """
@@ -131,13 +133,19 @@ def route(
 ) -> Routes:
     """Chooses the `top_k` experts of each token.
 
-    With scores s and bias b, a token chooses the experts with the highest s + b. The weights are
-    the s of these experts, divided by their sum if `config.normalizes(K)`, times `config.scaling`.
-    Differentiable in `logits` through weights and scores; no gradient flows into `bias`.
+    With scores s and bias b, a token chooses the experts with the highest s + b, a float32 sum.
+    Without a bias, these are the experts with the highest logits, which differ where scores round
+    to the same number, as those of a sigmoid do above a logit of 17. The weights are the s of these
+    experts, divided by their sum if `config.normalizes(K)`, also where s underflows, times
+    `config.scaling`. Differentiable in `logits` through weights and scores; no gradient flows into
+    `bias`.
 
     Args:
         config: the kind of router.
-        logits: `[..., E]`, of any floating-point dtype; computed in float32.
+        logits: `[..., E]`, of any floating-point dtype; computed in float32. Minus infinity gives
+            an expert score and weight 0; a softmax needs a finite logit. To compute logits in
+            float32, ask for `jax.lax.Precision.HIGHEST` in the matmul: JAX's default on GPUs is
+            TF32, with 10 bits of mantissa.
         top_k: experts per token (K).
         bias: `float32[E]`, or None: see `update_bias`.
 
@@ -154,27 +162,54 @@ def route(
         checks.check_array("route", "bias", bias, logits.shape[-1:], "E", jnp.floating)
     config.check(logits.shape[-1], top_k)
     logits = logits.astype(jnp.float32)
-    softmax = config.scores == "softmax"
-    scores = jax.nn.softmax(logits) if softmax else jax.nn.sigmoid(logits)
-    biased = scores if bias is None else scores + jnp.broadcast_to(bias, scores.shape)
-    ranking = lax.stop_gradient(biased)
+    scores = jax.nn.softmax(logits) if config.scores == "softmax" else jax.nn.sigmoid(logits)
+    if bias is None:
+        ranking = jnp.where(logits == 0, 0, logits)  # top_k takes +0 for more than -0
+    else:
+        ranking = scores + jnp.broadcast_to(bias, scores.shape)
+    ranking = lax.stop_gradient(ranking)
     if config.n_expert_groups > 1:
-        ranking = _mask_groups(config, ranking)
+        ranking = _mask_groups(config, ranking, of_logits=bias is None)
     _, topk_ids = lax.top_k(ranking, top_k)
     weights = jnp.take_along_axis(scores, topk_ids, axis=-1)
     if config.normalizes(top_k):
-        weights = weights / (weights.sum(axis=-1, keepdims=True) + _TINY)
+        chosen = jnp.take_along_axis(logits, topk_ids, axis=-1)
+        weights = _normalize(weights, _log_scores(config, chosen))
     return Routes(topk_ids, weights * config.scaling, scores)
 
 
-def _mask_groups(config: RouterConfig, ranking: jax.Array) -> jax.Array:
-    """Minus infinity for experts outside of the token's best groups."""
-    n_groups = config.n_expert_groups
-    grouped = ranking.reshape(*ranking.shape[:-1], n_groups, -1)
-    best, _ = lax.top_k(grouped, 2 if config.group_scores == "top2" else 1)
-    _, chosen = lax.top_k(best.sum(axis=-1), config.topk_expert_groups)
-    is_chosen = jax.nn.one_hot(chosen, n_groups, dtype=bool).any(axis=-2)
+def _mask_groups(config: RouterConfig, ranking: jax.Array, of_logits: bool) -> jax.Array:
+    """Minus infinity for experts outside of the token's best groups, and for no others."""
+    grouped = ranking.reshape(*ranking.shape[:-1], config.n_expert_groups, -1)
+    if config.group_scores == "max":
+        group_scores = grouped.max(axis=-1)
+    else:
+        best, _ = lax.top_k(grouped, 2)
+        group_scores = _rank_sums(config, best) if of_logits else best.sum(axis=-1)
+    _, chosen = lax.top_k(group_scores, config.topk_expert_groups)
+    is_chosen = jax.nn.one_hot(chosen, config.n_expert_groups, dtype=bool).any(axis=-2)
+    grouped = jnp.maximum(grouped, jnp.finfo(grouped.dtype).min)
     return jnp.where(is_chosen[..., None], grouped, -jnp.inf).reshape(ranking.shape)
+
+
+def _rank_sums(config: RouterConfig, logits: jax.Array) -> jax.Array:
+    """Numbers in the order of the scores' sums over axis -1, also if scores round to 0 or 1."""
+    log_sum = jax.nn.logsumexp(_log_scores(config, logits), axis=-1)
+    if config.scores == "softmax":
+        return log_sum
+    return log_sum - jax.nn.logsumexp(_log_scores(config, -logits), axis=-1)  # of 1 - s
+
+
+def _log_scores(config: RouterConfig, logits: jax.Array) -> jax.Array:
+    """Logarithms of the scores, up to a term per token."""
+    return logits if config.scores == "softmax" else jax.nn.log_sigmoid(logits)
+
+
+def _normalize(scores: jax.Array, log_scores: jax.Array) -> jax.Array:
+    """Scores divided by their sum over axis -1; all zero if the scores are, not by underflow."""
+    total = scores.sum(axis=-1, keepdims=True)
+    exact = jax.nn.softmax(log_scores, where=log_scores != -jnp.inf)
+    return jnp.where(total > _LEAST, scores / jnp.maximum(total, _LEAST), exact)
 
 
 def expert_load(topk_ids: jax.Array, n_experts: int, axis_name: Any = ()) -> jax.Array:
@@ -213,11 +248,13 @@ def balance_loss(
     algorithm 1, counts first choices only and is smaller by a factor of E².
 
     Args:
-        scores: `float32[..., E]`, from `route`. Sigmoid scores are divided by their sum over E.
+        scores: `float32[..., E]`, from `route`. Sigmoid scores are divided by their sum over E;
+            tokens whose scores all underflow have the share 0 of every expert.
         topk_ids: `int32[..., K]`, from `route`. Tokens without a choice (all ids negative), such as
-            padding, do not count.
-        per_sequence: takes axis -2 for the tokens of a sequence and returns the mean of the
-            sequences' losses. Otherwise all tokens are one batch.
+            padding, do not count, whatever their scores are, NaN included.
+        per_sequence: takes axis -2 for the tokens of a sequence and returns the mean of the losses
+            of the sequences that have tokens. Otherwise all tokens are one batch. Without tokens,
+            the loss is 0.
         axis_name: inside `jax.shard_map`, the mesh axes that tokens are sharded over; all shards
             get the loss of all tokens.
         sequence_axis_name: the axes of `axis_name` that sequences are sharded over, along axis -2;
@@ -233,17 +270,29 @@ def balance_loss(
     n_sequences = math.prod(sequences)
     ids = topk_ids.reshape(n_sequences, length, top_k)
     is_token = (ids >= 0).any(axis=-1, keepdims=True)
-    shares = scores / (scores.sum(axis=-1, keepdims=True) + _TINY)
-    shares = jnp.where(is_token, shares.reshape(n_sequences, length, n_experts), 0)
-    sums = _count(ids, n_experts).astype(jnp.float32), shares.sum(axis=1), is_token.sum(axis=1)
+    scores = scores.astype(jnp.float32).reshape(n_sequences, length, n_experts)
+    shares = _shares(jnp.where(is_token, scores, 0))
+    counts = jax.vmap(functools.partial(count_choices, n_experts=n_experts))(ids)
+    sums = counts.astype(jnp.float32), shares.sum(axis=1), is_token.sum(axis=1)
     chosen, share, n_tokens = lax.psum(sums, sequence_axis_name if per_sequence else axis_name)
-    n_tokens = jnp.maximum(n_tokens, 1).astype(jnp.float32)
-    losses = n_experts * (chosen / (n_tokens * top_k) * share / n_tokens).sum(axis=-1)
+    n_least = jnp.maximum(n_tokens, 1).astype(jnp.float32)
+    losses = n_experts * (chosen / (n_least * top_k) * share / n_least).sum(axis=-1)
     if not per_sequence:
         return losses[0]
     sharded = _axes(sequence_axis_name)
-    mean = losses.sum() / max(n_sequences, 1)
-    return lax.pmean(mean, tuple(x for x in _axes(axis_name) if x not in sharded))
+    both = jnp.stack([losses.sum(), (n_tokens > 0).sum().astype(jnp.float32)])
+    total, n_real = lax.psum(both, tuple(x for x in _axes(axis_name) if x not in sharded))
+    return total / jnp.maximum(n_real, 1)
+
+
+def _shares(scores: jax.Array) -> jax.Array:
+    """Scores divided by their sum over axis -1; with small sums, times a power of two before.
+
+    The derivative of a quotient has the square of the sum, which would underflow.
+    """
+    total = scores.sum(axis=-1, keepdims=True)
+    factor = jnp.where(total < _LEAST, 2.0**90, 1.0)
+    return scores * factor / jnp.maximum(total * factor, _LEAST)
 
 
 def z_loss(
@@ -266,8 +315,10 @@ def z_loss(
     logits = _by_expert("z_loss", "logits", logits)
     if topk_ids is not None:
         topk_ids = _ids("z_loss", topk_ids, logits.shape[:-1])
-    squares = jnp.square(jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1))
-    is_token = jnp.ones(squares.shape, bool) if topk_ids is None else (topk_ids >= 0).any(axis=-1)
+    shape = logits.shape[:-1]
+    is_token = jnp.ones(shape, bool) if topk_ids is None else (topk_ids >= 0).any(axis=-1)
+    logits = jnp.where(is_token[..., None], logits.astype(jnp.float32), 0)
+    squares = jnp.square(jax.nn.logsumexp(logits, axis=-1))
     sums = jnp.where(is_token, squares, 0).sum(), is_token.sum().astype(jnp.float32)
     total, n_tokens = lax.psum(sums, axis_name)
     return total / jnp.maximum(n_tokens, 1)
@@ -320,11 +371,6 @@ def _compare_with_mean(load: Any) -> jax.Array:
 
 def _axes(axis_name: Any) -> tuple[Any, ...]:
     return tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
-
-
-def _count(topk_ids: jax.Array, n_experts: int) -> jax.Array:
-    """`int32[B, E]`, how often each expert occurs in `[B, S, K]`."""
-    return jax.nn.one_hot(topk_ids, n_experts, dtype=jnp.int32).sum(axis=(1, 2))
 
 
 def _by_expert(operation: str, name: str, x: Any, least: int = 1) -> Any:

@@ -115,12 +115,6 @@ def test_gradients_of_weights_match_finite_differences(name):
     np.testing.assert_allclose(got, wanted / (2 * step), atol=1e-3 * config.scaling)
 
 
-def test_weights_of_hopeless_tokens_are_zero_not_nan():
-    logits = np.full((2, E), -200.0, np.float32)
-    routes = route(RouterConfig(scores="sigmoid"), logits, K)
-    assert not np.any(routes.topk_weights)
-
-
 @pytest.mark.parametrize("name", ["softmax", "DeepSeek-V3"])
 @pytest.mark.parametrize("per_sequence", [False, True])
 def test_balance_loss_matches_its_formula(name, per_sequence):
@@ -316,12 +310,12 @@ def test_route_takes_a_config_and_a_count():
 @pytest.mark.xla_collectives
 @pytest.mark.usefixtures("one_process")
 def test_a_loss_per_sequence_adds_up_sequences_over_their_shards():
-    """Sequences of 4 tokens, on 2 shards each; some shards of a sequence are all padding."""
+    """Sequences of 4 tokens, on 2 shards each; some shards, and a sequence, are all padding."""
     mesh = make_mesh(2, 2)
     rng = np.random.default_rng(6)
     scores = jax.nn.softmax(jnp.asarray(rng.normal(size=(4, 4, E)), jnp.float32))
     _, ids = jax.lax.top_k(scores, 2)
-    ids = jnp.where(jnp.arange(4)[:, None] < jnp.array([4, 2, 1, 3])[:, None, None], ids, -1)
+    ids = jnp.where(jnp.arange(4)[:, None] < jnp.array([4, 2, 0, 3])[:, None, None], ids, -1)
 
     def loss(scores, ids, axis_name=(), sequence_axis_name=()):
         options = {"axis_name": axis_name, "sequence_axis_name": sequence_axis_name}
