@@ -15,7 +15,7 @@ import jax_ep
 from jax_ep.nnx import MoE
 from nnx_layers import make_mesh
 
-T, H, E, K = 512, 4096, 256, 8
+T, H, E, K = 2048, 4096, 256, 8
 MAX_ERROR = 1e-5
 
 pytestmark = pytest.mark.usefixtures("one_process")
