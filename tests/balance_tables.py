@@ -15,20 +15,11 @@ def copy_tables(logical):
 
 
 def rows_by_rank(ids, logical):
-    """Of `[R, T, K]` choices, placed by the package's rule: that of `oracle.spread`."""
-    counts, first, order = copy_tables(logical)
-    numbers = np.arange(ids[..., 0].size).reshape(*ids.shape[:-1], 1) * 0x9E3779B9
-    mixed = (numbers + ids.astype(np.int64) * 0x85EBCA6B) % 2**32 // 2**16
-    copies = order[first[ids] + mixed * counts[ids] // 2**16]
-    return np.bincount(copies.reshape(-1) * R // len(logical), minlength=R)
-
-
-def rows_if_counted(ids, logical):
-    """Of choices that take the copies of their expert in turn, on each rank by itself."""
+    """Of `[R, T, K]` choices, which take the copies of their expert in turn on each rank."""
     counts, first, order = copy_tables(logical)
     rows = np.zeros(R, int)
     for rank, of_rank in enumerate(ids):
-        turns = np.full(len(counts), rank)
+        turns = [oracle.first_turn(rank, expert, n) for expert, n in enumerate(counts)]
         for expert in of_rank.reshape(-1):
             rows[order[first[expert] + turns[expert] % counts[expert]] * R // len(logical)] += 1
             turns[expert] += 1
@@ -58,16 +49,14 @@ def placements(n_experts, exponent, n_draws=5):
 
 
 def rules(n_tokens, n_draws=20):
-    """A row of the second table: imbalance in order, by the package's rule, and if counted."""
+    """A row of the second table: imbalance in order, and with copies."""
     past = oracle.zipf_choices(9, 65536, 256, K, 1.1)
     logical = jax_ep.rebalance(np.bincount(past.reshape(-1), minlength=256), R, 32, home_slack=0)
     figures = []
     for seed in range(100, 100 + n_draws):
         ids = oracle.zipf_choices(seed, R * n_tokens, 256, K, 1.1).reshape(R, n_tokens, K)
         rows = rows_by_rank(ids, np.arange(256)), rows_by_rank(ids, logical)
-        figures.append(
-            [*map(oracle.imbalance, rows), oracle.imbalance(rows_if_counted(ids, logical))]
-        )
+        figures.append([*map(oracle.imbalance, rows)])
     return np.mean(figures, axis=0)
 
 

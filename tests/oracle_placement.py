@@ -16,9 +16,9 @@ def copies_of(placement: np.ndarray, expert: int, n_ranks: int, mask=None) -> li
     ]
 
 
-def spread(rank: int, token: int, expert: int, n_tokens: int, n_copies: int) -> int:
-    """Which of the copies: a multiple of the golden ratio, modulo 1, as a fraction of them."""
-    number = (rank * n_tokens + token) * 0x9E3779B9 + int(expert) * 0x85EBCA6B
+def first_turn(rank: int, expert: int, n_copies: int) -> int:
+    """Which copy comes first: a multiple of the golden ratio, modulo 1, as a fraction of them."""
+    number = rank * 0x9E3779B9 + int(expert) * 0x85EBCA6B
     return (number % 2**32 // 2**16) * n_copies // 2**16
 
 
@@ -26,10 +26,11 @@ def place(
     ids: np.ndarray, placement: np.ndarray, *, mask=None, local_first=False, n_nodes=1
 ) -> tuple[np.ndarray, np.ndarray]:
     """Physical ids of `[R, T, K]` logical ones, and how many choices of each rank have no copy."""
-    n_ranks, n_tokens, _ = ids.shape
+    n_ranks = len(ids)
     n_local, per_node = len(placement) // n_ranks, n_ranks // n_nodes
     all_copies = [copies_of(placement, e, n_ranks, mask) for e in range(max(placement) + 1)]
     placed, unserved = ids.copy(), np.zeros(n_ranks, int)
+    turns = np.zeros((n_ranks, len(all_copies)), int)
     for (rank, token, k), expert in np.ndenumerate(ids):
         if not 0 <= expert < len(all_copies):
             placed[rank, token, k] = -1 if expert == -1 else len(placement)
@@ -40,8 +41,9 @@ def place(
             near = [p for p in copies if p // n_local // per_node == rank // per_node]
             copies = own or near or copies
         unserved[rank] += not copies
-        chosen = copies and copies[spread(rank, token, expert, n_tokens, len(copies))]
-        placed[rank, token, k] = chosen if copies else -1
+        turn = copies and first_turn(rank, expert, len(copies)) + turns[rank, expert]
+        placed[rank, token, k] = copies[turn % len(copies)] if copies else -1
+        turns[rank, expert] += 1
     return placed, unserved
 
 

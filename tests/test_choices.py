@@ -9,6 +9,7 @@ import cases
 import jax_ep
 import suite
 from harness import group_of, on_mesh, put, shards
+from jax_ep.operands.positions import order_of
 
 E = 6
 
@@ -38,12 +39,20 @@ def test_counts_are_those_of_numpy(shape, wrap):
 
 
 @pytest.mark.parametrize("capacity", [0, 1, 3, 1000, 2**33])
-@pytest.mark.parametrize("shape", [(40, 3), (2, 5, 4), (0, 2)])
+@pytest.mark.parametrize("shape", [(40, 3), (2, 5, 4), (0, 2), (512, 2), (1025, 1), (700, 4)])
 def test_the_first_choices_of_each_expert_are_kept(shape, capacity):
     ids = make_ids(shape)
     kept = jax.jit(lambda ids: jax_ep.limit_choices(ids, E, capacity))(ids)
     np.testing.assert_array_equal(kept, keep_first(ids, capacity))
     assert int(jax_ep.count_choices(kept, E).max(initial=0)) <= capacity
+
+
+@pytest.mark.parametrize("n", [0, 1, 5])
+def test_the_order_of_keys_is_that_of_numpy(n):
+    keys = np.random.default_rng(0).integers(0, 3, (20, n))
+    order = order_of(jnp.asarray(keys), 3)
+    np.testing.assert_array_equal(order, np.argsort(keys, axis=-1, kind="stable"))
+    assert order.dtype == jnp.int32
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "int64", "uint64"])

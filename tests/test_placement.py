@@ -81,11 +81,13 @@ def check_choices_of_every_process() -> None:
 
 
 def test_the_oracle_places_an_example_by_hand():
-    """Expert 0 has the copies 0, 5 and 11; 0.6180 of a turn from token to token."""
+    """Expert 0 has the copies 0, 5 and 11; 0.6180 of a turn from rank to rank, then in turn."""
     ids = np.zeros((R, 2, 1), np.int32)
+    ids[1, 0] = 3  # none of expert 0
     placed, unserved = oracle.place(ids, PLACEMENT)
-    turns = np.arange(2 * R) * 0.6180339887 % 1
-    assert placed.reshape(-1).tolist() == [[0, 5, 11][int(3 * turn)] for turn in turns]
+    turns = (np.arange(R) * 0.6180339887 % 1 * 3).astype(int)
+    assert turns.tolist() == [0, 1, 0, 2]
+    assert placed[..., 0].tolist() == [[0, 5], [4, 5], [0, 5], [11, 0]]
     assert not unserved.any()
 
 
@@ -135,15 +137,41 @@ def test_tokens_may_have_any_leading_dimensions(leading):
     np.testing.assert_array_equal(placed, oracle.place(flat, PLACEMENT)[0].reshape(ids.shape))
 
 
-@pytest.mark.parametrize("n_copies", [2, 3, 5, 8])
-@pytest.mark.parametrize("step", [1, 2, 3, 4, 6, 8, 16])
-def test_copies_get_equally_many_whichever_tokens_choose_the_expert(step, n_copies):
-    """Every so many-th token: no copy is off the mean by more than 7 choices of up to 4096."""
-    tokens = np.arange(0, 4096, step)
-    for expert in range(10):
-        chosen = [oracle.spread(0, int(token), expert, 4096, n_copies) for token in tokens]
-        counts = np.bincount(chosen, minlength=n_copies)
-        assert np.abs(counts - len(tokens) / n_copies).max() <= 7, (expert, counts)
+def test_copies_get_equally_many_choices_whichever_tokens_choose_the_expert():
+    """Every k-th token for all k, from any first one, and tokens drawn at random; 2 to 8 copies."""
+    n_ranks, n_tokens, n_copies = 8, 4096, np.arange(2, 9)
+    experts = np.repeat(np.arange(8), [*n_copies, 5])  # the last one fills up
+    logical = experts.reshape(5, n_ranks).T.reshape(-1)
+    group = open_group("xla", None, n_ranks, 40, top_k=7, max_tokens_per_rank=n_tokens)
+    mapped = jax.shard_map(
+        lambda ids, placement: jax_ep.place_choices(group, ids, placement).topk_ids,
+        mesh=group.mesh,
+        in_specs=(BY_RANK, jax.P()),
+        out_specs=BY_RANK,
+    )
+    run, placement = jax.jit(mapped), jax_ep.ExpertPlacement(logical, n_ranks)
+    rng, tokens = np.random.default_rng(0), np.arange(n_tokens)
+    chosen = [tokens % k == rng.integers(k) for k in range(1, n_tokens + 1)]
+    chosen += [rng.random(n_tokens) < rng.random() for _ in range(8 * n_ranks)]
+    for chooses in np.stack(chosen).reshape(-1, n_ranks * n_tokens, 1):
+        placed = run(np.where(chooses, np.arange(7), -1).astype(np.int32), placement)
+        for of_rank in np.asarray(placed).reshape(n_ranks, -1):
+            counts = np.bincount(of_rank[of_rank >= 0], minlength=40)
+            for expert in range(7):
+                assert np.ptp(counts[logical == expert]) <= 1, (expert, counts)
+
+
+@pytest.mark.parametrize("n_copies", range(2, 9))
+def test_ranks_with_equally_many_choices_spread_them(n_copies):
+    """Of up to 256 ranks together, no copy is off the mean by 3 choices."""
+    ranks = np.arange(256)
+    for expert in range(64):
+        first = np.array([oracle.first_turn(rank, expert, n_copies) for rank in ranks])
+        taken = np.zeros((256, n_copies))
+        for n_choices in range(1, n_copies):
+            taken[ranks, (first + n_choices - 1) % n_copies] += 1
+            mean = n_choices / n_copies * (ranks[:, None] + 1)
+            assert np.abs(taken.cumsum(0) - mean).max() < 3
 
 
 def mover(group):

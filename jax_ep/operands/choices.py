@@ -8,6 +8,7 @@ import numpy as np
 from jax import lax
 
 from jax_ep.operands.checks import as_arrays, as_int32, check_array
+from jax_ep.operands.positions import positions
 
 _INT32_MAX = 2**31 - 1
 
@@ -73,12 +74,9 @@ def limit_choices(
     """
     capacity = min(_as_count("limit_choices", "capacity", capacity), _INT32_MAX)
     experts, is_expert = _experts("limit_choices", topk_ids, n_experts)
-    order = jnp.argsort(experts, stable=True)
-    position = jnp.zeros_like(experts).at[order].set(jnp.arange(experts.size, dtype=jnp.int32))
     counts = _count(experts, is_expert, n_experts + 1)
-    first = jnp.cumsum(counts, dtype=jnp.int32) - counts  # position of each expert's first choice
     room = _room(counts, experts.size, capacity, axis_name)
-    is_dropped = is_expert & (position - first[experts] >= room[experts])
+    is_dropped = is_expert & (positions(experts, n_experts + 1) >= room[experts])
     (ids,) = as_arrays("limit_choices", topk_ids=topk_ids)
     return jnp.where(is_dropped.reshape(ids.shape), -1, as_int32(ids))
 

@@ -1,6 +1,5 @@
 """place_choices: which copy of its expert each choice goes to."""
 
-import math
 from typing import NamedTuple
 
 import jax
@@ -9,10 +8,11 @@ from jax import lax
 
 from jax_ep.group import EPGroup, check_group
 from jax_ep.operands import checks
+from jax_ep.operands.positions import positions
 from jax_ep.placement.expert_placement import ExpertPlacement, check_placement
 
 # 2^32 divided by the golden ratio; and an odd number that sets experts apart.
-_BY_TOKEN, _BY_EXPERT = 0x9E3779B9, 0x85EBCA6B
+_BY_RANK, _BY_EXPERT = 0x9E3779B9, 0x85EBCA6B
 
 
 class PlacedChoices(NamedTuple):
@@ -31,12 +31,11 @@ class PlacedChoices(NamedTuple):
 def place_choices(group: EPGroup, topk_ids: jax.Array, placement: ExpertPlacement) -> PlacedChoices:
     """Chooses a physical expert for each choice of a logical one; inside `jax.shard_map`.
 
-    The copy depends on the rank, the token's index and the expert alone. Consecutive tokens take
-    copies as multiples of the golden ratio fall into equal parts of [0, 1). So the tokens that
-    choose an expert spread evenly over its copies, even if, say, only every second token chooses
-    it. With `config.skip_a2a`, all ranks choose alike. With `local_first`, tokens take copies on
-    their own rank or node if there are any: fewer rows travel, but balance then depends on the
-    placement alone.
+    The choices of an expert, in the order of this rank's tokens, take its copies in turn: whichever
+    tokens choose it, the copies get equally many choices of this rank, up to one. The rank and the
+    expert decide which copy is first. With `config.skip_a2a`, all ranks choose alike. With
+    `local_first`, tokens take copies on their own rank or node if there are any: fewer rows travel,
+    but balance then depends on the placement alone.
 
     Args:
         group: the group of the dispatch, of `n_experts` = P.
@@ -59,11 +58,13 @@ def place_choices(group: EPGroup, topk_ids: jax.Array, placement: ExpertPlacemen
     begin, end = _ranges(group, placement)
     is_expert = (ids >= 0) & (ids < placement.n_experts)
     experts = jnp.where(is_expert, ids, 0)
-    # Of all ranks: then XLA makes one GPU kernel of all this, whatever `_ranges` looks up.
+    # Of all ranks: then XLA makes one GPU kernel of all but the positions, even with `_ranges`.
     has_copy = (placement.first[-1] > placement.first[0])[experts]
     n_copies = (end - begin)[experts]
-    position = begin[experts] + _spread(group, experts, n_copies)
-    placed = jnp.where(has_copy, placement.copies.at[position].get(mode="clip"), -1)
+    turns = positions(ids.reshape(-1), placement.n_experts).reshape(ids.shape)
+    turn = (_first_turn(group, experts, n_copies) + turns) % jnp.maximum(n_copies, 1)
+    placed = placement.copies.at[begin[experts] + turn].get(mode="clip")
+    placed = jnp.where(has_copy, placed, -1)
     others = jnp.where(ids == -1, -1, placement.n_physical)
     is_unserved = is_expert & ~has_copy
     return PlacedChoices(jnp.where(is_expert, placed, others), is_unserved.sum(dtype=jnp.int32))
@@ -87,12 +88,13 @@ def _ranges(group: EPGroup, placement: ExpertPlacement) -> tuple[jax.Array, jax.
     return begin, end
 
 
-def _spread(group: EPGroup, experts: jax.Array, n_copies: jax.Array) -> jax.Array:
-    """`int32[..., K]`, from 0 to `n_copies` - 1: which of the copies each choice takes."""
-    leading = experts.shape[:-1]
-    tokens = lax.iota(jnp.uint32, math.prod(leading)).reshape(*leading, 1)
+def _first_turn(group: EPGroup, experts: jax.Array, n_copies: jax.Array) -> jax.Array:
+    """From 0 to `n_copies` - 1: which copy the first choice of an expert takes on this rank.
+
+    Multiples of the golden ratio, modulo 1, as fractions of the copies: ranks spread over them.
+    """
+    mixed = experts.astype(jnp.uint32) * jnp.uint32(_BY_EXPERT)
     if not group.config.skip_a2a:
         rank = lax.axis_index(group.axis_name).astype(jnp.uint32)
-        tokens += rank * jnp.uint32(math.prod(leading))
-    mixed = tokens * jnp.uint32(_BY_TOKEN) + experts.astype(jnp.uint32) * jnp.uint32(_BY_EXPERT)
+        mixed += rank * jnp.uint32(_BY_RANK)
     return ((mixed >> 16) * n_copies.astype(jnp.uint32) >> 16).astype(jnp.int32)
