@@ -18,6 +18,7 @@ import cases
 import jax_ep
 import suite
 from harness import config_of, make_mesh, put, shards
+from jax_ep.router import RouterConfig, route
 from processes import child_environment
 
 CASE = cases.SMALL[4].replace(weights="row", routing="with_minus_one")
@@ -141,6 +142,50 @@ def run_without_group(path: str) -> None:
         jax.block_until_ready(run(*operands))
     except jax.errors.JaxRuntimeError as error:
         print(error)
+
+
+def test_programs_compile_without_the_partitioner_shardy(transport):
+    """XLA's former partitioner aborts at a sort of several operands if one result is unused."""
+    make_mesh(CASE.n_ranks)
+    assert run_fresh("check_without_shardy", transport).split() == ["1"]
+
+
+def check_without_shardy(transport: str) -> None:
+    """Every call that sorts or counts, and a loop right behind; the same bits as with Shardy."""
+    n, t, k, h = CASE.n_ranks, 16, 2, 32
+    mesh = make_mesh(n)
+    config = jax_ep.EPConfig(n_experts=3 * n, top_k=k, hidden_size=h, max_tokens_per_rank=t)
+    group = jax_ep.ep_init(mesh, "ep", config, transport)
+    placement = jax_ep.ExpertPlacement(np.arange(3 * n) % (2 * n), n)
+    router = RouterConfig(n_expert_groups=n, topk_expert_groups=n - 1)
+
+    def layer(tokens, logits, gate_up, down, placement, mask):
+        def loss(tokens, logits, *weights):
+            routes = route(router, logits, k)
+            ids = jax_ep.limit_choices(routes.topk_ids, 2 * n, 3 * t, axis_name="ep")
+            experts = placement.mask_ranks(mask)
+            copies = jax_ep.replicate_experts(group, weights, experts)
+            placed = jax_ep.place_choices(group, ids, experts).topk_ids
+            rows = jax_ep.dispatch(group, tokens, placed, routes.topk_weights)
+            out = jax_ep.combine(group, jax_ep.expert_mlp(rows, *copies), rows)
+            both = jax.numpy.stack([ids, placed, routes.topk_ids])
+            start = jax.lax.axis_index("ep") * 0
+            total = jax.lax.fori_loop(0, t, lambda i, x: x + both[:, i].sum(), start)
+            return jax.numpy.sum(out.astype("float32") ** 2), total[None]
+
+        return jax.grad(loss, (0, 1, 2, 3), has_aux=True)(tokens, logits, gate_up, down)
+
+    rng = np.random.default_rng(0)
+    shapes = (n * t, h), (n * t, 2 * n), (2 * n, h, 32), (2 * n, 16, h)
+    operands = [rng.standard_normal(shape).astype("bfloat16") for shape in shapes]
+    specs = (*[jax.P("ep")] * 4, jax.P(), jax.P())
+    results = []
+    for shardy in (False, True):
+        jax.config.update("jax_use_shardy_partitioner", shardy)
+        mapped = jax.shard_map(layer, mesh=mesh, in_specs=specs, out_specs=jax.P("ep"))
+        results.append(jax.jit(mapped)(*operands, placement, np.arange(n) > 0))
+    same = jax.tree.map(lambda *pair: np.array_equal(*pair), *results)
+    print(int(all(jax.tree.leaves(same))))
 
 
 def test_the_import_starts_no_backend():

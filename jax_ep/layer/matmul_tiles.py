@@ -16,6 +16,7 @@ from jax import lax
 from jax.core import min_dim
 
 from jax_ep.operands.checks import vary_alike
+from jax_ep.operands.positions import order_of
 
 
 def rows_by_weights(
@@ -112,7 +113,7 @@ def _loop_over_groups(
     """`out` after `add_group(group, first row, end, out)` for each group that has rows."""
     row_offsets = row_offsets.astype(jnp.int32)
     has_rows = row_offsets[1:] > row_offsets[:-1]
-    groups = jnp.argsort(~has_rows, stable=True).astype(jnp.int32)
+    groups = order_of(~has_rows, 2)
 
     def body(i: jax.Array, out: jax.Array) -> jax.Array:
         group = groups[i]

@@ -11,6 +11,7 @@ from jax import lax
 from jax_ep.config import check_count
 from jax_ep.group import EPGroup
 from jax_ep.operands import checks
+from jax_ep.operands.positions import order_of
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -202,4 +203,4 @@ def _tables(
     totals = held.sum(0)
     before = jnp.cumsum(totals) - totals  # copies of earlier experts
     first = before[None] + jnp.concatenate([jnp.zeros_like(held[:1]), jnp.cumsum(held, axis=0)])
-    return jnp.argsort(keys, stable=True).astype(jnp.int32), first.astype(jnp.int32)
+    return order_of(keys, n_experts + 1), first.astype(jnp.int32)

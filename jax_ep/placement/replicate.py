@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep.group import EPGroup, check_group
 from jax_ep.operands import checks
+from jax_ep.operands.positions import order_of
 from jax_ep.placement.expert_placement import ExpertPlacement, check_placement
 
 # Name of the results of `replicate_experts`, for `jax.checkpoint` policies.
@@ -100,7 +101,7 @@ def _plan(group: EPGroup, placement: ExpertPlacement) -> _Rounds:
     is_copy = held[:, None] == experts
     return _Rounds(
         n_rounds=n_offered.max(),
-        offered=jnp.argsort(~travels, axis=1, stable=True).astype(jnp.int32),
+        offered=order_of(~travels, 2),
         n_offered=n_offered,
         copies=jnp.where(is_copy.any(0), is_copy.argmax(0), n_local).astype(jnp.int32),
         homes=held % n_home,
