@@ -15,7 +15,7 @@ from fake_store import FakeClient, in_threads, members_of
 from jax_ep.processes import meeting as meeting_module
 from jax_ep.processes.key_value_store import KeyValueStore
 from jax_ep.processes.meeting import Meeting, Member, OtherGroupError
-from jax_ep.processes.messages import MAX_BYTES, Message
+from jax_ep.processes.messages import MAX_BYTES, Message, sent_json
 
 LONG_S, SHORT_S = 60.0, 0.3
 
@@ -226,6 +226,11 @@ def test_a_process_that_was_started_anew_meets_the_others():
     open_in_all(members, "C")
 
 
+def of_header(header: bytes) -> bytes:
+    """A message whose sizes and checksum are right."""
+    return struct.pack("<8sIII", b"jax_ep 1", len(header), 0, zlib.crc32(header)) + header
+
+
 GARBAGE = [
     b"",
     b"x" * 11,
@@ -234,6 +239,17 @@ GARBAGE = [
     Message("X", "first", b"ok").encode()[:-1] + b"?",
     b"jax_ep 1" + b"\xff" * 100,
     Message("X", "open", b"").encode(),
+    Message("\ud800", "first").encode(),
+    Message("X", "\udfff").encode(),
+    Message("X", "first", b"", {"a": "\ud800"}).encode(),
+    Message("X", "first", b"", {"\ud800": "a"}).encode(),
+    Message("X", "end", b"\xff", {"kind": "\ud800", "process": "1", "other": ""}).encode(),
+    Message("X", "end", b"", {"kind": "timeout", "process": "9" * 5000, "other": ""}).encode(),
+    *map(
+        of_header,
+        [b"[" * 100_000, b"\xff", b"NaN", b"1e999", b"9" * 5000, b'["X", "\xed\xa0\x80", {}]'],
+    ),
+    of_header('["\ud800", "first", {}]'.encode("utf-16", "surrogatepass")),
 ]
 
 
@@ -260,10 +276,31 @@ def test_planted_keys_are_named_and_do_no_harm(garbage, key):
 
 
 def test_a_header_cannot_exhaust_the_stack():
-    header = b"[" * 100_000
-    data = struct.pack("<8sIII", b"jax_ep 1", len(header), 0, zlib.crc32(header)) + header
     with pytest.raises(ValueError, match="not JSON"):
-        Message.decode(data)
+        Message.decode(of_header(b"[" * 100_000))
+
+
+@pytest.mark.parametrize("data", [b'["\\ud800", null]', b"[NaN, 1]", b"[-Infinity]", b"[[1e999]]"])
+def test_what_a_process_sends_is_json_of_text_and_finite_numbers(data):
+    with pytest.raises(RuntimeError, match="process 3: its host is not JSON: "):
+        sent_json(3, data, lambda value: True, "its host")
+
+
+@pytest.mark.parametrize("text", ["no file \udcff.so", "\ud800" * 10_000, "é" * 10_000])
+def test_any_text_of_an_error_reaches_the_others(text):
+    members = members_of(FakeClient(), 2)
+
+    def run(process):
+        meeting = meeting_of(members, process)
+        if process == 1:
+            meeting.give_up(OSError(text))
+            return None
+        return meeting.step("first", b"", LONG_S)
+
+    error, _ = in_threads(2, run)
+    assert isinstance(error, RuntimeError)
+    shown = text.encode(errors="backslashreplace").decode()[:5000]
+    assert f"process 1 gave up on group X: {shown}" in str(error)
 
 
 def test_a_message_that_is_too_long_is_not_sent():

@@ -22,7 +22,7 @@ from jax_ep.geometry import Geometry
 from jax_ep.processes import interrupts
 from jax_ep.processes.key_value_store import KeyValueStore
 from jax_ep.processes.meeting import Meeting, Member, OtherGroupError, check_group
-from jax_ep.processes.messages import MAX_BYTES, Message, reason_of, shorten
+from jax_ep.processes.messages import MAX_BYTES, Message, encodable, reason_of, shorten
 
 # (key, this process's payload) -> the payloads of all processes that take part, in order of process
 # index.
@@ -186,7 +186,7 @@ class Exchange:
         """The first process's reason why it cannot take part, the same in all; None if none has."""
         if self.is_alone:
             return reason
-        answers = self(step, _OK if reason is None else _FAILED + reason.encode())
+        answers = self(step, _OK if reason is None else _FAILED + encodable(reason).encode())
         for process, answer in zip(self.processes, answers, strict=True):
             if answer.startswith(_FAILED):
                 return f"process {process}: {answer[1:].decode(errors='replace')}"

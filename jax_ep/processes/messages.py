@@ -79,9 +79,13 @@ def sent_json(process: int, data: bytes, is_valid: Callable[[Any], bool], what: 
 
 
 def parse_json(data: bytes, is_valid: Callable[[Any], bool], what: str) -> Any:
-    """The value; raises ValueError, which begins with `what`, if it is not valid."""
+    """The value; raises ValueError, which begins with `what`, if it is not valid.
+
+    JSON as RFC 8259 defines it, of text that has a UTF-8 encoding: no NaN, no lone surrogates.
+    """
     try:
         value = json.loads(data)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{what} is not JSON: {error}") from None
     if not is_valid(value):
@@ -91,11 +95,16 @@ def parse_json(data: bytes, is_valid: Callable[[Any], bool], what: str) -> Any:
 
 
 def reason_of(error: BaseException) -> str:
-    """The text of an error, of limited length."""
-    text = str(error) or type(error).__name__
-    if len(text.encode()) <= MAX_REASON_BYTES:
-        return text
-    return text.encode()[:MAX_REASON_BYTES].decode(errors="ignore") + " [cut]"
+    """The text of an error, of limited length, with a UTF-8 encoding."""
+    data = encodable(str(error) or type(error).__name__).encode()
+    if len(data) <= MAX_REASON_BYTES:
+        return data.decode()
+    return data[:MAX_REASON_BYTES].decode(errors="ignore") + " [cut]"
+
+
+def encodable(text: str) -> str:
+    """The text, with lone surrogates escaped, as in a path that is not UTF-8."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def difference(

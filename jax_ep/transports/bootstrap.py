@@ -10,7 +10,7 @@ from jax_ep.config import EPConfig
 from jax_ep.geometry import Geometry, MeshCoordinate
 from jax_ep.operands.checks import VECTOR_BYTES
 from jax_ep.processes.exchange import Exchange
-from jax_ep.processes.messages import has_types, sent_json
+from jax_ep.processes.messages import encodable, has_types, sent_json
 from jax_ep.xla_ffi import extension
 
 # How long close() waits for a peer, which may be dead.
@@ -45,7 +45,7 @@ def unsupported_reason(geometry: Geometry, exchange: Exchange) -> str | None:
     if exchange.is_alone:
         return reason
     step = "intra-node choice" if geometry.intra_node else "choice"
-    records = exchange(step, json.dumps([host, reason]).encode())
+    records = exchange(step, json.dumps([host, reason and encodable(reason)]).encode())
     answers = {
         process: sent_json(
             process, record, lambda x: has_types(x, str, str | None), "what it says of its host"
