@@ -120,10 +120,9 @@ lint-sizes: $(VENV)/.deps
 
 # Needs neither the package nor what it needs: sources are read, not imported.
 DOCS_BIN := $(VENV)-docs/bin
-$(VENV)-docs/.deps: pyproject.toml tools/requirements.py
+$(VENV)-docs/.deps: tools/locks/docs.txt
 	$(call create_venv,$(VENV)-docs)
-	$(PYTHON) tools/requirements.py --group docs > $(VENV)-docs/requirements.txt
-	$(DOCS_BIN)/pip install --quiet -r $(VENV)-docs/requirements.txt
+	$(DOCS_BIN)/pip install --quiet --require-hashes -r tools/locks/docs.txt
 	touch $@
 
 # Without --quiet, which hides warnings from --strict.

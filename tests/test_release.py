@@ -7,6 +7,7 @@ import tomllib
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 ROOT = pathlib.Path(__file__).parents[1]
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
@@ -62,6 +63,94 @@ def test_only_publishing_and_deploying_may_write(path):
     }
     expected = {("wheels", "publish"): {"id-token"}, ("docs", "deploy"): {"contents"}}
     assert writing == {job: what for job, what in expected.items() if job[0] == path.stem}
+
+
+def steps_of(path) -> list[tuple[dict, dict]]:
+    """The steps of a workflow, each with its job."""
+    jobs = yaml.safe_load(path.read_text())["jobs"].values()
+    return [(job, step) for job in jobs for step in job["steps"]]
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_who_may_write_runs_git_and_actions_alone(path):
+    """Nothing installed, and nothing of the repository, runs with rights or credentials."""
+    for job, step in steps_of(path):
+        may_write = grants(job.get("permissions", {}))
+        if may_write:
+            assert re.match(r"git (fetch|push) ", step.get("run", "git push ")), step
+        if step.get("uses", "").startswith("actions/checkout@"):
+            persists = step.get("with", {}).get("persist-credentials", True)
+            assert persists is ("contents" in may_write), step
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflows_install_what_has_hashes(path):
+    """jax.yml tests the newest of everything, without rights."""
+    for _, step in steps_of(path):
+        for line in step.get("run", "").splitlines():
+            if re.search(r"\b(pip|pipx|uv|npm|apt-get|apt|curl|wget)\b", line):
+                assert re.fullmatch(
+                    r"build/release/bin/pip install --require-hashes -r tools/locks/\w+\.txt", line
+                )
+            for target in re.findall(r"\bmake ([\w-]+)", line):
+                assert target == "docs"
+            scripts = re.findall(r"tools/(\w+)\.(?:sh|py)", line)
+            assert set(scripts) <= {"release", "deploy_docs", *["matrix"] * (path.stem == "jax")}
+
+
+def test_make_docs_and_cibuildwheel_install_what_has_hashes():
+    installs = re.findall(r"^\t\$\(DOCS_BIN\)/pip (.*)$", (ROOT / "Makefile").read_text(), re.M)
+    assert installs == ["install --quiet --require-hashes -r tools/locks/docs.txt"]
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["cibuildwheel"]
+    for step, lock in (("before-build", "build"), ("before-test", "smoke")):
+        wanted = f"pip install --require-hashes -r {{project}}/tools/locks/{lock}.txt"
+        assert tool[step] == wanted
+    assert tool["build-frontend"] == {"name": "build", "args": ["--no-isolation"]}
+    assert "test-requires" not in tool
+
+
+def pins(name: str) -> dict[str, list[Requirement]]:
+    """The requirements of a lock, which all have a version and hashes."""
+    text = (ROOT / f"tools/locks/{name}.txt").read_text()
+    assert "http" not in text
+    found = {}
+    for entry in re.split(r"^(?=[\w.-]+==)", text, flags=re.MULTILINE)[1:]:
+        requirement, *hashes = entry.replace("\\\n", "").split(" --hash=")
+        assert hashes and all(re.fullmatch(r"sha256:[0-9a-f]{64}\s*", each) for each in hashes)
+        found.setdefault(normal(requirement), []).append(Requirement(requirement.strip()))
+    return found
+
+
+def normal(requirement: str) -> str:
+    return re.sub("[-_.]+", "-", Requirement(requirement.strip()).name).lower()
+
+
+def locked() -> dict[str, list[str]]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    groups, build = project["dependency-groups"], project["build-system"]["requires"]
+    kernels = groups["cuda-build"] + groups["cuda-toolkit"] + groups["nvshmem-cu13"]
+    package = project["project"]["dependencies"]
+    package = package + project["project"]["optional-dependencies"]["cli"]
+    return {
+        "docs": groups["docs"],
+        "release": groups["release"],
+        "build": [*build, *kernels, "ninja"],
+        "smoke": package + groups["smoke"],
+    }
+
+
+@pytest.mark.parametrize("name", ["docs", "release", "build", "smoke"])
+def test_the_locks_are_those_of_pyproject(name):
+    """tools/lock.sh makes them."""
+    found = pins(name)
+    for requirement in locked()[name]:
+        for pin in found[normal(requirement)]:
+            (version,) = pin.specifier
+            assert version.operator == "=="
+            assert Requirement(requirement).specifier.contains(version.version), requirement
+    for requirements in found.values():
+        for pin in requirements:
+            assert [each.operator for each in pin.specifier] == ["=="], pin
 
 
 def test_only_a_pushed_tag_is_published_after_its_wheels_and_sources():

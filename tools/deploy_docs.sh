@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Commits the documentation of a release to the branch gh-pages, beside that of earlier ones.
 #
-# Usage: tools/deploy_docs.sh TAG [--push]        after `make docs`
+# Usage: tools/deploy_docs.sh TAG        after `make docs`
 #
-# Without --push, the commit stays in this clone: `.venv-docs/bin/mike serve` shows it.
+# Pushes nothing: `.venv-docs/bin/mike serve` shows the branch of this clone.
 #
 # Environment variables:
 #   DOCS_URL  where the site will be; pages then link to themselves there (mkdocs.yml)
@@ -14,6 +14,6 @@ tag=$1
 
 read -ra tags <<< "$(git tag --list 'v*' | tr '\n' ' ')"
 read -ra arguments <<< "$(python3 tools/release.py docs "$tag" "${tags[@]}")"
-mike deploy "${@:2}" --update-aliases "${arguments[@]}"
+mike deploy --update-aliases "${arguments[@]}"
 # The site's first page leads to the newest release, even before there is one.
-mike set-default "${@:2}" --allow-undefined latest
+mike set-default --allow-undefined latest

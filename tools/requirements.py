@@ -2,15 +2,12 @@
 """Prints what pip must install before the package is built without isolation.
 
 Usage: python tools/requirements.py EXTRA...
-       python tools/requirements.py --group NAME
        python tools/requirements.py --cuda [JAX_EP_CUDA]
        python tools/requirements.py --cuda-toolkit [JAX_EP_CUDA]
 
 These are the build requirements, the package's dependencies and those of the extras, from
 pyproject.toml. The build requirement on jaxlib is left out, so the extension is built against the
 jaxlib that it runs with. (Wheels are built with isolation, against the oldest supported jaxlib.)
-
-With --group, instead a dependency group alone, such as `docs`.
 
 The CUDA kernels also need what --cuda prints, to be installed without its dependencies, and what
 --cuda-toolkit prints, with them. Both print nothing if the kernels are not built on this machine,
@@ -29,9 +26,6 @@ def main() -> None:
     """Prints one requirement per line."""
     text = (Path(__file__).parent.parent / "pyproject.toml").read_text()
     pyproject = tomllib.loads(text)
-    if sys.argv[1] == "--group":
-        print(*pyproject["dependency-groups"][sys.argv[2]], sep="\n")
-        return
     if sys.argv[1].startswith("--"):
         print(*cuda_requirements(*sys.argv[1:]), sep="\n")
         return
