@@ -31,8 +31,8 @@ struct CombineAttributes {
   CombineMode mode() const { return {weighting, reduce, adds_shared_expert}; }
 };
 
-// Of an exchange of `host`: every rank gets the array of each rank or, if it splits, its own part of
-// each.
+// Of an exchange of `host`: every rank gets the array of each rank or, if it splits, its own part
+// of each.
 struct ExchangeAttributes {
   std::string_view group;  // key of the group
   bool splits;
