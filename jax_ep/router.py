@@ -266,23 +266,30 @@ def balance_loss(
     scores = _by_expert("balance_loss", "scores", scores, 2 if per_sequence else 1)
     topk_ids = _ids("balance_loss", topk_ids, scores.shape[:-1])
     n_experts, top_k = scores.shape[-1], topk_ids.shape[-1]
-    *sequences, length = scores.shape[:-1] if per_sequence else (scores.size // n_experts,)
-    n_sequences = math.prod(sequences)
-    ids = topk_ids.reshape(n_sequences, length, top_k)
-    is_token = (ids >= 0).any(axis=-1, keepdims=True)
-    scores = scores.astype(jnp.float32).reshape(n_sequences, length, n_experts)
-    shares = _shares(jnp.where(is_token, scores, 0))
-    counts = jax.vmap(functools.partial(count_choices, n_experts=n_experts))(ids)
-    sums = counts.astype(jnp.float32), shares.sum(axis=1), is_token.sum(axis=1)
+    add_up = functools.partial(_add_up, n_experts)
+    if per_sequence:
+        add_up = jax.vmap(add_up)
+    shape = (math.prod(scores.shape[:-2]), scores.shape[-2]) if per_sequence else (-1,)
+    sums = add_up(scores.reshape(*shape, n_experts), topk_ids.reshape(*shape, top_k))
     chosen, share, n_tokens = lax.psum(sums, sequence_axis_name if per_sequence else axis_name)
-    n_least = jnp.maximum(n_tokens, 1).astype(jnp.float32)
+    n_least = jnp.maximum(n_tokens, 1).astype(jnp.float32)[..., None]
     losses = n_experts * (chosen / (n_least * top_k) * share / n_least).sum(axis=-1)
     if not per_sequence:
-        return losses[0]
+        return losses
     sharded = _axes(sequence_axis_name)
     both = jnp.stack([losses.sum(), (n_tokens > 0).sum().astype(jnp.float32)])
     total, n_real = lax.psum(both, tuple(x for x in _axes(axis_name) if x not in sharded))
     return total / jnp.maximum(n_real, 1)
+
+
+def _add_up(
+    n_experts: int, scores: jax.Array, topk_ids: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Choices and shares of each expert, `float32[E]`, and the number of tokens, of `[T, E]`."""
+    is_token = (topk_ids >= 0).any(axis=-1, keepdims=True)
+    shares = _shares(jnp.where(is_token, scores.astype(jnp.float32), 0))
+    chosen = count_choices(topk_ids, n_experts).astype(jnp.float32)
+    return chosen, shares.sum(axis=0), is_token.sum()
 
 
 def _shares(scores: jax.Array) -> jax.Array:
