@@ -67,3 +67,20 @@ def test_every_bfloat16_matches_the_oracle(name, transport):
         weights="none",
     )
     suite.check(case, transport, make_mesh(1), tokens=[tokens])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_float32_up_to_the_largest_match_the_oracle(name, transport):
+    """Of each block, the maximum is in the last four binades, or beyond what bfloat16 has."""
+    rng = np.random.default_rng(5)
+    exponents = np.repeat(rng.integers(251, 255, 64), 128) << 23
+    signs = rng.integers(0, 2, exponents.size) << 31
+    patterns = signs | exponents | rng.integers(0, 1 << 23, exponents.size)
+    patterns[:1024] |= 254 << 23 | 0x7F8000
+    tokens = patterns.astype(np.uint32).view(np.float32).reshape(-1, 1024)
+    input_scale = 1e-37 if name == "nvfp4" else None
+    case = cases.QUANTIZED_SMALL[name].replace(
+        n_ranks=1, n_experts=2, top_k=2, hidden_size=1024, max_tokens=len(tokens), weights="none"
+    )
+    case = case.replace(token_dtype="float32", input_scale=input_scale)
+    suite.check(case, transport, make_mesh(1), tokens=[tokens])
