@@ -6,14 +6,13 @@ in this call, H = hidden_size, C = max_recv_tokens, or the call's own `recv_capa
 arguments of a dispatch and its combine.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
 
-from jax_ep.formats import Quantized, QuantizedFormat
+from jax_ep.formats import Quantized
 from jax_ep.group import EPGroup, check_group
-from jax_ep.operands.calls import DispatchOperands, DispatchResults, check_values
+from jax_ep.operands.calls import DispatchOperands, check_values
 from jax_ep.operands.checks import as_arrays
 from jax_ep.operands.limbs import from_limbs, is_integer
 from jax_ep.operands.rounding import from_sum_dtype
@@ -73,7 +72,7 @@ def dispatch(
         call, group.geometry, tokens, topk_ids, topk_weights, input_scale, recv_capacity
     )
     results = group._connection.dispatch(operands)
-    return _dispatched(group, topk_ids, operands, results)
+    return Dispatched.make(group, topk_ids, operands, results)
 
 
 def dispatch_async(
@@ -123,7 +122,7 @@ def dispatch_wait(group: EPGroup, in_flight: InFlight, *, after: Any = None) -> 
     check_in_flight("dispatch", in_flight, group)
     operands = in_flight.operands
     results = group._connection.finish(in_flight.call, operands, after)
-    return _dispatched(group, in_flight.topk_ids, operands, results)
+    return Dispatched.make(group, in_flight.topk_ids, operands, results)
 
 
 def combine(
@@ -258,17 +257,3 @@ def redispatch(group: EPGroup, values: jax.Array, dispatched: Dispatched) -> jax
     if is_integer(values):
         return from_limbs(rows, values.shape[-1], values.dtype)
     return from_sum_dtype(rows, values.dtype)
-
-
-def _dispatched(
-    group: EPGroup, topk_ids: jax.Array, operands: DispatchOperands, results: DispatchResults
-) -> Dispatched:
-    """The results of a dispatch; float16 rows with their gradient."""
-    dispatched = Dispatched.make(group, topk_ids, operands, results)
-    token_format, connection = group.config.token_format, group._connection
-    if token_format.returns_gradient or isinstance(token_format, QuantizedFormat):
-        return dispatched  # see `dequantize` for the latter
-    routing = dispatched.routing
-    source_tokens = operands.tokens[: routing.n_tokens]
-    rows = gradients.straight_through(connection, source_tokens, dispatched.tokens, routing)
-    return dataclasses.replace(dispatched, tokens=rows)

@@ -17,7 +17,7 @@ from jax_ep.operands.choices import count_choices
 from jax_ep.operands.drops import raise_on_drops
 from jax_ep.operands.payload import unpack
 from jax_ep.operands.rows import in_use, keep, keep_gradient, row_groups, row_sources
-from jax_ep.transports.gradients import without_gradient
+from jax_ep.transports.gradients import straight_through, without_gradient
 
 
 @jax.tree_util.register_dataclass
@@ -179,7 +179,7 @@ class Dispatched:
             results = results._replace(tokens=tokens, scales=scales)
         n_tokens = math.prod(topk_ids.shape[:-1])
         n_groups = group.geometry.routed.n_local_groups
-        return cls(
+        dispatched = cls(
             **results._asdict(),
             expert_ids=jnp.arange(n_groups, dtype=jnp.int32),
             topk_ids=topk_ids,
@@ -188,6 +188,12 @@ class Dispatched:
             input_scale=operands.input_scale,
             group=group,
         )
+        if has_source or config.token_format.returns_gradient:
+            return dispatched
+        # Another call returns the gradient of float16 rows.
+        source_tokens, routing = operands.tokens[:n_tokens], dispatched.routing
+        rows = straight_through(group._connection, source_tokens, dispatched.tokens, routing)
+        return dataclasses.replace(dispatched, tokens=rows)
 
 
 def _raise_on_drops(

@@ -100,6 +100,7 @@ def without_biases(arrays):
 CASES = {
     "plain": ({}, {}),
     "float32": ({"dtype": "float32"}, {}),
+    "float16": ({"dtype": "float16"}, {}),
     "transposed": ({}, {"transposed": True}),
     "as GPT-OSS": ({"row_alignment": 16}, {"interleaved": True, "clamp": CLAMP}),
     "drops": ({"recv_capacity": T * K // 2}, {}),
