@@ -343,7 +343,7 @@ def update_bias(bias: jax.Array, load: jax.Array, rate: float = 1e-3) -> jax.Arr
     Args:
         bias: `float32[..., E]`; leading dimensions may be layers.
         load: `[..., E]`, in the shape of the bias, from `expert_load`: integers, 0 or more, or
-            floating-point numbers, which are compared in float32.
+            floating-point numbers, whose differences are compared in float32.
         rate: the step, 1e-3 in DeepSeek-V3.
 
     Raises:
@@ -355,8 +355,8 @@ def update_bias(bias: jax.Array, load: jax.Array, rate: float = 1e-3) -> jax.Arr
     checks.check_array("update_bias", "load", load, bias.shape, letters, jnp.integer, jnp.floating)
     if jnp.issubdtype(load.dtype, jnp.integer):
         return bias + rate * _compare_with_mean(load)
-    load = load.astype(jnp.float32)
-    return bias + rate * jnp.sign(load.mean(axis=-1, keepdims=True) - load)
+    above = (load - load[..., :1]).astype(jnp.float32)  # of close numbers, exact
+    return bias + rate * jnp.sign(above.mean(axis=-1, keepdims=True) - above)
 
 
 def _is_factor(value: Any) -> bool:

@@ -161,6 +161,19 @@ PADDED = {
 }
 
 
+@pytest.mark.usefixtures("one_process")
+def test_padding_stays_zero_whatever_experts_make_of_zeros():
+    config = PADDED["fused shared expert"]
+
+    def ones(dispatched, gate_up, down, **options):
+        return jnp.ones_like(dispatched.tokens)
+
+    layer = make({}, config, {"expert_fn": ones})
+    mask = jnp.arange(T) < 5
+    output, _ = nnx.jit(layer)(tokens_of(), mask)
+    assert output[mask].all() and not output[~mask].any()
+
+
 @pytest.mark.parametrize("name", PADDED)
 def test_padding_may_hold_anything(name):
     """Of masked tokens: outputs and gradients are zero, and those of all else as with zeros."""
@@ -220,6 +233,8 @@ def test_a_transfer_guard_allows_what_happens_between_steps():
             layer.update_bias(report.expert_load, rate)
             logical = jax_ep.rebalance(report.expert_load, 2, 0)
             layer.placement.set(jax_ep.ExpertPlacement(logical, 2))
+        masked = jax_ep.ExpertPlacement(logical, 2).mask_ranks(np.array([True, False]))
+        layer.placement.set(masked)
         run(layer, x, mask)
     assert set(np.abs(np.asarray(layer.router_bias[...]))) <= {0, 0.25, 0.5, 0.75}
     assert np.asarray(layer.router_bias[...]).any()

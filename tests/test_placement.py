@@ -236,14 +236,17 @@ def test_the_order_of_the_sum_is_that_of_physical_experts():
     assert move(np.zeros((E, 1), np.float32), placement, gradients)[0, 0] == 1
 
 
-def test_codes_biases_and_integers_travel_in_one_pytree():
-    group = open_group("xla")
+def test_codes_biases_and_integers_travel_in_one_pytree(transport):
+    group = open_group(transport)
     rng = np.random.default_rng(0)
     weights = {
         "codes": jnp.asarray(rng.standard_normal((E, 4, 4)), jnp.float8_e4m3fn),
         "bias": rng.standard_normal(E).astype(jnp.bfloat16),
         "bytes": rng.integers(0, 256, (E, 2)).astype(np.uint8),
         "numbers": rng.integers(-9, 9, (E, 2, 1, 3)).astype(np.int32),
+        "halves of bytes": rng.integers(-8, 8, (E, 3)).astype(jnp.int4),
+        "codes of 4 bits": rng.integers(-4, 5, (E, 4)).astype(jnp.float4_e2m1fn),
+        "nothing": np.zeros((E, 0), np.float32),
     }
     mapped = jax.shard_map(
         lambda w, p: jax_ep.replicate_experts(group, w, p),

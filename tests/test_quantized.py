@@ -84,3 +84,17 @@ def test_float32_up_to_the_largest_match_the_oracle(name, transport):
     )
     case = case.replace(token_dtype="float32", input_scale=input_scale)
     suite.check(case, transport, make_mesh(1), tokens=[tokens])
+
+
+@pytest.mark.parametrize("input_scale", [1e-38, 3e38])
+def test_an_input_scale_that_is_or_has_a_subnormal_reciprocal_matches_the_oracle(
+    input_scale, transport
+):
+    """XLA's threads flush subnormal numbers; ours must not."""
+    case = cases.QUANTIZED_SMALL["nvfp4"].replace(
+        n_ranks=1, n_experts=2, top_k=2, hidden_size=64, max_tokens=4, weights="none"
+    )
+    case = case.replace(token_dtype="float32", input_scale=input_scale)
+    size = np.float32(1e38 if input_scale < 1 else 1e-35)
+    tokens = np.random.default_rng(1).standard_normal((4, 64)).astype(np.float32) * size
+    suite.check(case, transport, make_mesh(1), tokens=[tokens])

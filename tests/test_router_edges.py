@@ -286,6 +286,14 @@ def test_loads_of_other_dtypes():
         np.testing.assert_array_equal(got, [1, 1, -1])
 
 
+def test_differences_of_large_floats_are_kept():
+    top = 2.0**24
+    for load in (np.float32([top, top - 1, top - 1, top - 2]), 2.0**25 + np.array([1, 0, 0, -1.0])):
+        np.testing.assert_array_equal(update_bias(np.zeros(4), load, 1.0), [-1, 0, 0, 1])
+    huge = np.float32([3e38, 3e38, 3e38, 1])
+    np.testing.assert_array_equal(update_bias(np.zeros(4), huge, 1.0), [-1, -1, -1, 1])
+
+
 def test_the_load_leaves_out_ids_that_are_no_expert():
     ids = np.array([[-1, 0], [E, 2**30], [-(2**31), 0]])
     np.testing.assert_array_equal(expert_load(ids.astype(np.int32), E), [2] + [0] * (E - 1))

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <numeric>
 
+#include "core/ieee_float.h"
 #include "core/read_once.h"
 #include "core/routing.h"
 #include "cpu/chunks.h"
@@ -145,6 +146,7 @@ void SendTokens(const std::vector<Arrival>& arrivals, int64_t source, int64_t be
 void PrepareEncoding(DispatchArgs& args) {
   args.encoder =
       args.are_encoded ? FindSplitter(*args.format) : FindEncoder(*args.format, args.token_type);
+  const ScopedIeeeFloat ieee;  // the scale or its reciprocal may be subnormal
   args.global_scale = InputScale::Make(args.input_scale == nullptr ? 1.0f : *args.input_scale);
   args.scales_out = {args.scales_layout, args.n_scales, args.format->scale_bytes(), args.scales};
 }

@@ -6,6 +6,8 @@ operands and results are uint32 bit patterns of nonnegative numbers, none of the
 gives infinity.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +22,27 @@ _N_EXTRA = 3  # guard bits that a significand keeps below those of the result
 def as_integers(x: jax.Array) -> jax.Array:
     """The bits of numbers of any dtype, as unsigned integers of their size."""
     return lax.bitcast_convert_type(x, np.dtype(f"uint{8 * x.dtype.itemsize}"))
+
+
+def to_bytes(x: jax.Array) -> jax.Array:
+    """The bytes of numbers, along a last axis unless each takes one; of small ones, one each."""
+    width = _n_bits(x.dtype)
+    if width >= 8:
+        return lax.bitcast_convert_type(x, jnp.uint8)
+    return lax.bitcast_convert_type(x, getattr(jnp, f"uint{width}")).astype(jnp.uint8)
+
+
+def from_bytes(data: jax.Array, dtype: Any) -> jax.Array:
+    """The numbers of `to_bytes`."""
+    width = _n_bits(dtype)
+    if width < 8:
+        data = data.astype(getattr(jnp, f"uint{width}"))
+    return lax.bitcast_convert_type(data, dtype)
+
+
+def _n_bits(dtype: Any) -> int:
+    is_integer = jnp.issubdtype(dtype, jnp.integer)
+    return int((jnp.iinfo if is_integer else jnp.finfo)(dtype).bits)
 
 
 def to_bits(x: jax.Array) -> jax.Array:

@@ -110,6 +110,8 @@ class Forward:
         output = combine(group, self._run_experts(rows, weights), rows)
         if config.skip_a2a:
             output = lax.psum(output, group.axis_name)
+        if mask is not None and config.fused_shared_expert:  # `expert_fn` may make zeros nonzero
+            output = jnp.where(mask[..., None], output, 0)
         if "shared_down" in weights and not config.fused_shared_expert:
             output += self._shared_expert(tokens.astype(output.dtype), weights)
 

@@ -73,7 +73,7 @@ class ExpertPlacement:
         """Physical experts (P), the `n_experts` of the group's config."""
         return self.physical_to_logical.shape[-1]
 
-    def mask_ranks(self, mask: jax.Array) -> Self:
+    def mask_ranks(self, mask: jax.Array | np.ndarray) -> Self:
         """The same placement, in which choices use only the copies on some ranks.
 
         Weights stay where they are, and so do shapes: a function that is compiled for one mask
@@ -88,6 +88,8 @@ class ExpertPlacement:
             ValueError: its shape or dtype does not fit.
         """
         call = "ExpertPlacement.mask_ranks"
+        if isinstance(mask, np.ndarray) and mask.dtype.itemsize < 8:
+            mask = jax.device_put(mask)  # explicitly, see __init__
         (mask,) = checks.as_arrays(call, mask=mask)
         checks.check_array(call, "mask", mask, (self.n_ranks,), "R", jnp.bool_, jnp.integer)
         tables = _tables(self.physical_to_logical, mask.astype(bool), self.n_experts)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jax_ep.formats.bits import from_bytes, to_bytes
 from jax_ep.group import EPGroup, check_group
 from jax_ep.operands import checks
 from jax_ep.operands.positions import order_of
@@ -72,8 +73,8 @@ def replicate_experts(group: EPGroup, weights: Any, placement: ExpertPlacement) 
         leaf = _check_leaf(call, leaf, placement.n_experts // group.n_ranks)
         (leaf,) = checks.vary_alike(group.geometry.axis_names, leaf)
         if checks.is_code(leaf.dtype) and leaf.dtype != jnp.uint8:  # collectives may not know it
-            codes = lax.bitcast_convert_type(lax.stop_gradient(leaf), jnp.uint8)
-            return lax.bitcast_convert_type(_move(group, codes, rounds), leaf.dtype)
+            codes = to_bytes(lax.stop_gradient(leaf))
+            return from_bytes(_move(group, codes, rounds), leaf.dtype)
         is_number = jnp.issubdtype(leaf.dtype, jnp.floating)
         return (_replicate if is_number else _move)(group, leaf, rounds)
 

@@ -10,6 +10,7 @@ from jax import lax
 from jax.extend.core import Primitive
 
 from jax_ep.formats import TokenFormat
+from jax_ep.formats.bits import from_bytes, to_bytes
 from jax_ep.geometry import Geometry
 from jax_ep.operands.calls import CombineOperands, DispatchOperands, DispatchResults, Weighting
 from jax_ep.operands.checks import vary_alike
@@ -85,13 +86,13 @@ def exchange(geometry: Geometry, x: jax.Array, *, splits: bool) -> jax.Array:
     Bit by bit, without gradients; on CPUs only.
     """
     shape = x.shape[1:] if splits else x.shape
-    data = lax.bitcast_convert_type(lax.stop_gradient(x), jnp.uint8)
+    data = to_bytes(lax.stop_gradient(x))
     n_bytes = math.prod(shape) * x.dtype.itemsize
     data = data.reshape((geometry.n_ranks, n_bytes) if splits else n_bytes)
-    operands = vary_alike(geometry.axis_names, coordinate(geometry), data)
-    (received,) = exchange_p.bind(*operands, geometry=geometry, splits=splits)
+    (data,) = vary_alike(geometry.axis_names, data)
+    (received,) = exchange_p.bind(coordinate(geometry), data, geometry=geometry, splits=splits)
     width = () if x.dtype.itemsize == 1 else (x.dtype.itemsize,)
-    return lax.bitcast_convert_type(received.reshape(geometry.n_ranks, *shape, *width), x.dtype)
+    return from_bytes(received.reshape(geometry.n_ranks, *shape, *width), x.dtype)
 
 
 def _combine_params(geometry: Geometry, operands: CombineOperands) -> dict[str, Any]:
