@@ -35,9 +35,11 @@ def positions(experts: jax.Array, n_experts: int) -> jax.Array:
 def order_of(keys: jax.Array, n_keys: int) -> jax.Array:
     """`int32[..., n]`: `jnp.argsort(keys, stable=True)`, of integers in `[0, n_keys)`.
 
-    `n_keys * n` must be below 2^31. A sort of one operand: where the sorted keys of `jnp.argsort`
-    are unused, XLA may not know their sharding, and aborts (`jax_use_shardy_partitioner=False`).
+    A sort of one operand, if that fits in int32: where the sorted keys of `jnp.argsort` are unused,
+    XLA may not know their sharding, and aborts (`jax_use_shardy_partitioner=False`).
     """
     n = keys.shape[-1]
+    if n_keys * n >= 2**31:
+        return jnp.argsort(keys, axis=-1, stable=True).astype(jnp.int32)
     index = lax.broadcasted_iota(jnp.int32, keys.shape, keys.ndim - 1)
     return jnp.sort(keys.astype(jnp.int32) * n + index) % max(n, 1)
