@@ -20,7 +20,7 @@ def positions(experts: jax.Array, n_experts: int) -> jax.Array:
     blocks = jnp.pad(experts, (0, n_blocks * size - n_choices), constant_values=n_experts)
     blocks = blocks.reshape(n_blocks, size)
     index = lax.iota(jnp.int32, size)
-    is_earlier = index[:, None] > index
+    is_earlier = index[None, :, None] > index[None, None, :]
     is_same = blocks[:, :, None] == blocks[:, None, :]
     found = (is_same & is_earlier).sum(-1, dtype=jnp.int32)
     if n_blocks > 1:
