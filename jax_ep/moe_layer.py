@@ -66,8 +66,8 @@ def moe(
         clamp: `(alpha, limit)`, as in `fused_silu`.
         overlap: whether the backward on `p2p` computes the gradients of the experts' weights and
             biases while the gradients of the tokens return, on `config.n_sms` multiprocessors. On
-            two GPUs, that takes more time (docs/overlap.md). Other transports ignore it, as do rows
-            and weights that are quantized.
+            two GPUs, that takes more time (docs/overlap.md). Ignored on other transports, and for
+            float16 rows and for rows or weights that are quantized.
 
     Returns:
         `[..., H]` in `config.combine_dtype`.

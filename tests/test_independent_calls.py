@@ -175,6 +175,33 @@ def test_ranks_of_host_share_nothing_by_collectives_of_xla():
         assert f"stablehlo.{collective}" not in text
 
 
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="says what transport host does")
+@pytest.mark.parametrize(
+    ("splits", "sent", "received", "message"),
+    [
+        (False, (3,), (2, 4), "sent must have the shape"),
+        (True, (2, 4), (2, 3), "sent must have the shape"),
+        (True, (6,), (2, 3), "sent must have the shape"),
+        (False, (3,), (3, 3), "received must have the shape"),
+        (False, (3,), (6,), "received must have the shape"),
+    ],
+)
+def test_an_exchange_whose_buffers_do_not_fit_is_refused(splits, sent, received, message):
+    """Such as in a program that was changed by hand."""
+    with group_of(cases.SMALL[2], "host") as group:
+
+        def body(x):
+            result = jax.ShapeDtypeStruct(received, jnp.uint8)
+            call = jax.ffi.ffi_call("jax_ep_exchange", result)
+            rank = jax.lax.axis_index(AXIS)
+            return call(rank, x, group=group.geometry.key, splits=np.bool_(splits))
+
+        operands = put(group.mesh, np.ones((2, *sent), np.uint8))
+        with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+            jax.block_until_ready(on_mesh(group.mesh, body)(*operands))
+
+
 def test_labels_of_calls_in_a_branch_and_outside_of_it(transport):
     """Ranks that reach the calls at different times ask each other in any order."""
     inside, outside = big_case(4, 3), big_case(4, 4)

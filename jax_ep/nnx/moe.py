@@ -61,8 +61,8 @@ class MoE(nnx.Module):
         clamp: as in `jax_ep.expert_mlp`; also for the shared expert.
         balance_per_sequence: see `jax_ep.router.balance_loss`. Tokens `[T, H]` are one sequence.
         capacity_factor: limits each expert to so many times its even share of the choices of each
-            rank's T tokens: `ceil(factor * T * K / E)` choices, padding included in T, exactly
-            so for the decimal number that the factor prints as. Later tokens' choices beyond that
+            rank's T tokens: `ceil(factor * T * K / E)` choices, padding included in T; the product
+            is exact, with the factor as it is printed. Later tokens' choices beyond that
             are dropped (`jax_ep.limit_choices`): they add nothing to the output. From E / K on,
             nothing is dropped. None: no limit.
         capacity_axis: a mesh axis, or a tuple of axes, out of `token_axes`, over whose ranks
@@ -215,8 +215,8 @@ class MoE(nnx.Module):
                 `token_axes` make; at most `max_tokens_per_rank` tokens in each. Converted to a
                 dtype that the token format takes, if they have another.
             mask: `bool[...]`, False for tokens that are padding: they go to no routed expert and
-                count for nothing in the report. What they hold never matters, be it NaN: the layer
-                takes them for zeros, and their output and their gradient are zero. None: all True.
+                count for nothing in the report. The layer treats them as zeros, whatever they
+                hold, even NaN; their output and their gradient are zero. None: all True.
 
         Returns:
             The output, in the shape and dtype of `tokens`, and the report.

@@ -43,10 +43,11 @@ def replicate_experts(group: EPGroup, weights: Any, placement: ExpertPlacement) 
     rounded once. It has the same bits in every run.
 
     Let n be the number of experts with a copy away from home, on the home rank that has the most of
-    them. Each rank receives `n * (R - 1)` experts, and in the backward their gradients, by
-    collectives of XLA; `rebalance` keeps n small. Beside the results, that takes memory for 2 R
-    experts. The results have the name `EXPERT_COPIES_NAME`: `jax.checkpoint` keeps them for the
-    backward if its policy says so, and otherwise the weights travel again.
+    them. Each rank receives `n * (R - 1)` experts, and in the backward their gradients; `rebalance`
+    keeps n small. Beside the results, that takes memory for 2 R experts. They travel by collectives
+    of XLA or, on `host`, by calls of the group. The results have the name `EXPERT_COPIES_NAME`:
+    `jax.checkpoint` keeps them for the backward if its policy says so, and otherwise the weights
+    travel again.
 
     Args:
         group: of `n_experts` = P; the weights travel along its axes.

@@ -199,6 +199,7 @@ def exchange_types(_: Any, sent: Any, *, geometry: Geometry, **__: Any) -> list[
 dispatch_p = call_primitive("jax_ep_dispatch", dispatch_attributes, dispatch_types)
 combine_p = call_primitive("jax_ep_combine", combine_attributes, combine_types)
 combine_grad_p = call_primitive("jax_ep_combine_grad", combine_attributes, combine_grad_types)
-exchange_on_cpu = host_call("jax_ep_exchange", exchange_attributes)
-exchange_p = make_primitive("jax_ep_exchange", cpu=exchange_on_cpu)
+exchange_p = make_primitive(
+    "jax_ep_exchange", cpu=host_call("jax_ep_exchange", exchange_attributes)
+)
 exchange_p.def_abstract_eval(exchange_types)

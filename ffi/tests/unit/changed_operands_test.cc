@@ -14,9 +14,9 @@
 #include "cpu/dispatch.h"
 #include "cpu/group.h"
 #include "cpu/rendezvous.h"
-#include "layer/silu/cpu_silu.h"
 #include "tests/unit/check.h"
 #include "tests/unit/host_rank.h"
+#include "tests/unit/silu_atoms.h"
 
 namespace jax_ep::host {
 namespace {
@@ -149,30 +149,15 @@ TEST(ChoicesWhoseGroupIsGoneHaveNoRow) {
 
 // The results of a fused_silu whose row offsets change, if at all, once it shares out the rows.
 std::vector<uint8_t> ActivateRows(bool changes) {
-  constexpr int64_t kRows = 300, kRowSize = 128;
-  const std::vector<float> x(kRows * 2 * kRowSize, 1.0f);
-  std::vector<uint32_t> row_offsets = {0, 5, 140, 290};
-  std::vector<uint8_t> out(kRows * kRowSize), scales(MaxBlocks(kRows, 3) * kAtomBytes, 0xee);
-  silu::SiluCall call{};
-  call.token_format = "mxfp8";
-  call.scales_layout = ScalesLayout::kAtoms;
-  call.n_rows = kRows;
-  call.n_groups = 3;
-  call.row_size = kRowSize;
-  call.n_scales = 4;
-  call.x_type = RowType::kFloat32;
-  call.x = x.data();
-  call.row_offsets = row_offsets.data();
-  call.out = out.data();
-  call.scales = scales.data();
+  SiluAtoms atoms{/*n_rows=*/300, /*row_size=*/128, /*row_offsets=*/{0, 5, 140, 290}};
   int n_changes = 0;
   const auto change = [&](const auto&) {  // in place of a task for another thread
-    if (changes && n_changes++ == 0) Overwrite(row_offsets, 5);
+    if (changes && n_changes++ == 0) Overwrite(atoms.row_offsets, 5);
   };
-  CHECK_EQ(silu::FusedSilu(Pool{change, /*n_threads=*/2}, call).message, "");
+  CHECK_EQ(silu::FusedSilu(Pool{change, /*n_threads=*/2}, atoms.Call()).message, "");
   CHECK_EQ(n_changes > 0, changes && std::thread::hardware_concurrency() > 1);
-  out.insert(out.end(), scales.begin(), scales.end());
-  return out;
+  atoms.out.insert(atoms.out.end(), atoms.scales.begin(), atoms.scales.end());
+  return atoms.out;
 }
 
 TEST(ActivationFollowsTheOffsetsThatItHasChecked) {

@@ -10,10 +10,10 @@
 #include "core/routing.h"
 #include "cpu/dispatch.h"
 #include "cpu/encode.h"
-#include "layer/silu/cpu_silu.h"
 #include "tests/unit/check.h"
 #include "tests/unit/fast_paths.h"
 #include "tests/unit/host_rank.h"
+#include "tests/unit/silu_atoms.h"
 #include "tests/unit/thread_pool.h"
 
 namespace jax_ep::host {
@@ -171,29 +171,15 @@ TEST(ScalesOnTheFastPathAreExact) {
 }
 
 TEST(ActivationTouchesRowsInUseAlone) {
-  constexpr int64_t kRows = 200, kRowSize = 32, kUsed = 131;
-  constexpr uint8_t kUntouched = 0xee;
-  const std::vector<float> x(kRows * 2 * kRowSize, 1.0f);
-  const std::vector<uint32_t> row_offsets = {0, 1, kUsed};
-  std::vector<uint8_t> out(kRows * kRowSize, kUntouched);
-  silu::SiluCall call{};
-  call.token_format = "mxfp8";
-  call.scales_layout = ScalesLayout::kAtoms;
-  call.n_rows = kRows;
-  call.n_groups = 2;
-  call.row_size = kRowSize;
-  call.n_scales = 1;
-  call.x_type = RowType::kFloat32;
-  call.x = x.data();
-  call.row_offsets = row_offsets.data();
-  call.out = out.data();
-  std::vector<uint8_t> scales(MaxBlocks(kRows, 2) * kAtomBytes, kUntouched);
-  call.scales = scales.data();
+  constexpr int64_t kUsed = 131;
+  SiluAtoms atoms{/*n_rows=*/200, /*row_size=*/32, /*row_offsets=*/{0, 1, kUsed}};
   TestPool threads(3);
-  CHECK_EQ(silu::FusedSilu(threads.pool(), call).message, "");
-  for (int64_t i = 0; i < kRows * kRowSize; ++i) {
-    CHECK_EQ(out[i] == kUntouched, i >= kUsed * kRowSize);
+  CHECK_EQ(silu::FusedSilu(threads.pool(), atoms.Call()).message, "");
+  constexpr uint8_t kUntouched = SiluAtoms::kUntouched;
+  for (int64_t i = 0; i < atoms.n_rows * atoms.row_size; ++i) {
+    CHECK_EQ(atoms.out[i] == kUntouched, i >= kUsed * atoms.row_size);
   }
+  const std::vector<uint8_t>& scales = atoms.scales;
   // One row in the block of the first group, 130 in the two blocks of the second.
   for (int64_t row = 0; row < static_cast<int64_t>(scales.size()) / kAtomScales; ++row) {
     const int64_t block = row / kAtomRows, at = block * kAtomBytes + AtomOffset(row % kAtomRows, 1);
