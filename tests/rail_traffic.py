@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-# As in ffi/internode/plan/rail_exchange.h.
+# As in ffi/nvshmem/plan/rail_exchange.h.
 _CHANNELS, _DEPTH, _WARPS = 32, 2, 16
 _SLOTS_BYTES, _MAX_SLOT_BYTES, _ALIGNMENT = 64 << 20, 256 << 10, 128
 _MAX_TILE_ROWS, _MAX_TILE_CHOICES = 32, 1024

@@ -44,21 +44,23 @@ def test_every_folder_of_the_table_exists():
 @pytest.mark.parametrize(
     ("name", "included"),
     [
-        ("core/routing.h", "cpu/group.h"),
+        ("core/routing.h", "host/group.h"),
         ("xla/attributes.h", "layer/matmul/matmul_call.h"),
-        ("cpu/group.h", "cuda/call/call_args.h"),
-        ("cuda/call/launch.h", "cuda/device/peer.cuh"),
-        ("cuda/device/peer.cuh", "cuda/dispatch/dispatch.h"),
-        ("cuda/dispatch/dispatch.cu", "cuda/combine/combine.h"),
-        ("cuda/combine/combine.cu", "cuda/group/plan.h"),
-        ("cuda/group/group.cc", "layer/silu/cuda_silu.h"),
-        ("cuda/group/plan.h", "cuda/handlers/handler.h"),
-        ("cuda/handlers/handler.h", "internode/handlers/read_rail.h"),
-        ("layer/silu/silu.h", "internode/plan/credit_fifo.h"),
-        ("internode/plan/credit_fifo.h", "internode/steps/credit_fifo.h"),
-        ("internode/handlers/read_rail.h", "cpu/group.h"),
-        ("core/ll_packet.h", "target_dict.h"),
-        ("target_dict.h", "cpu/group.h"),
+        ("host/group.h", "p2p/launch/call_args.h"),
+        ("p2p/launch/launch.h", "p2p/device/peer.cuh"),
+        ("p2p/device/peer.cuh", "p2p/dispatch/dispatch.h"),
+        ("p2p/dispatch/dispatch.cu", "p2p/combine/combine.h"),
+        ("p2p/combine/combine.cu", "p2p/open/plan.h"),
+        ("p2p/open/group.cc", "layer/activation/cuda_silu.h"),
+        ("p2p/open/plan.h", "p2p/call/handler.h"),
+        ("layer/matmul/kernels.h", "layer/matmul/hopper/tensor_maps.h"),
+        ("layer/matmul/hopper/tensor_maps.h", "layer/matmul/call/load_matmuls.h"),
+        ("p2p/call/handler.h", "nvshmem/call/read_rail.h"),
+        ("layer/activation/silu.h", "nvshmem/plan/credit_fifo.h"),
+        ("nvshmem/plan/credit_fifo.h", "nvshmem/steps/credit_fifo.h"),
+        ("nvshmem/call/read_rail.h", "host/group.h"),
+        ("core/ll_packet.h", "modules/target_dict.h"),
+        ("modules/target_dict.h", "host/group.h"),
     ],
 )
 def test_an_include_of_a_higher_layer_is_found(seed, name, included):
@@ -70,11 +72,11 @@ def test_an_include_of_a_higher_layer_is_found(seed, name, included):
 @pytest.mark.parametrize(
     ("name", "line", "feature"),
     [
-        ("cuda/group/plan.cc", "constexpr int kMinSmsBesideRail = 32;", "internode"),
-        ("cuda/call/call_args.h", "// Of transport `nvshmem`.", "internode"),
-        ("cpu/group.h", "// See internode/plan/.", "internode"),
-        ("layer/silu/silu.h", "struct Rail;", "internode"),
-        ("cuda/group/group.cc", "cudaError_t LoadSiluKernels();", "layer"),
+        ("p2p/open/plan.cc", "constexpr int kMinSmsBesideRail = 32;", "nvshmem"),
+        ("p2p/launch/call_args.h", "// Of transport `nvshmem`.", "nvshmem"),
+        ("host/group.h", "// See nvshmem/plan/.", "nvshmem"),
+        ("layer/activation/silu.h", "struct Rail;", "nvshmem"),
+        ("p2p/open/group.cc", "cudaError_t LoadSiluKernels();", "layer"),
         ("xla/attributes.h", "struct MatmulAttributes;", "layer"),
     ],
 )
@@ -85,19 +87,19 @@ def test_the_name_of_a_feature_elsewhere_is_found(seed, name, line, feature):
 
 
 def test_a_folder_without_a_layer_is_found(tmp_path):
-    (tmp_path / "cuda" / "new").mkdir(parents=True)
-    (tmp_path / "cuda" / "new" / "new.h").write_text("#pragma once\n")
+    (tmp_path / "p2p" / "new").mkdir(parents=True)
+    (tmp_path / "p2p" / "new" / "new.h").write_text("#pragma once\n")
     (problem,) = find_problems(tmp_path)
-    assert problem.startswith("ffi/cuda/new/new.h:1: cuda/new/ has no layer")
+    assert problem.startswith("ffi/p2p/new/new.h:1: p2p/new/ has no layer")
 
 
 @pytest.mark.parametrize(
     ("name", "included"),
     [
-        ("cuda_module.cc", "internode/nvshmem/world.h"),
-        ("tests/unit/check.h", "layer/silu/silu.h"),
-        ("layer/silu/cuda_silu.cu", "cuda/device/copy.cuh"),
-        ("internode/plan/rail_call.h", "core/ll_packet.h"),
+        ("modules/cuda.cc", "nvshmem/world/world.h"),
+        ("tests/unit/check.h", "layer/activation/silu.h"),
+        ("layer/activation/cuda_silu.cu", "p2p/device/copy.cuh"),
+        ("nvshmem/plan/rail_call.h", "core/ll_packet.h"),
     ],
 )
 def test_what_the_table_allows_is_no_problem(seed, name, included):
@@ -105,4 +107,4 @@ def test_what_the_table_allows_is_no_problem(seed, name, included):
 
 
 def test_an_include_of_a_library_is_no_problem(seed):
-    assert seed("layer/matmul/launch.cc", '#include "cutlass/cutlass.h"') == []
+    assert seed("layer/matmul/call/launch.cc", '#include "cutlass/cutlass.h"') == []

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 REPOSITORY = pathlib.Path(__file__).parent.parent
-NETWORK = "ffi/internode/device/network.cuh"
+NETWORK = "ffi/nvshmem/kernels/network.cuh"
 
 
 def check(root):
@@ -44,15 +44,15 @@ def test_the_sources_obey():
     ],
 )
 def test_an_access_elsewhere_is_found(line, belongs, tmp_path):
-    belongs = belongs or "ffi/cuda/device/peer.cuh"
-    for name in (belongs, "ffi/cuda/combine/combine.cu", "ffi/internode/steps/credit_fifo.h"):
+    belongs = belongs or "ffi/p2p/device/peer.cuh"
+    for name in (belongs, "ffi/p2p/combine/combine.cu", "ffi/nvshmem/steps/credit_fifo.h"):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"// {line}\n\n{line}\n")
     status, output = check(tmp_path)
     assert status == 1
     places = [each.split(":")[:2] for each in output.splitlines()]
-    wanted = [["ffi/cuda/combine/combine.cu", "3"], ["ffi/internode/steps/credit_fifo.h", "3"]]
+    wanted = [["ffi/p2p/combine/combine.cu", "3"], ["ffi/nvshmem/steps/credit_fifo.h", "3"]]
     assert places == wanted
     assert all(each.endswith(f"it belongs into {belongs}") for each in output.splitlines())
 

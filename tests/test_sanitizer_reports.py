@@ -11,7 +11,7 @@ _SPEC.loader.exec_module(our_reports)
 REPORT = """==================
 WARNING: ThreadSanitizer: data race (pid=1)
   Write of size 8 at 0x7fe78d6b1000 by thread T30 (mutexes: write M222):
-    #0 Encode ffi/cpu/encode.cc:23 (_ffi.so+0x99dde)
+    #0 Encode ffi/host/encode.cc:23 (_ffi.so+0x99dde)
 
   Previous write of size 8 at 0x7fe78d6b1000 by thread T23 (mutexes: write M215):
     #0 memset ../sanitizer_common_interceptors.inc:799 (libtsan.so+0x5cbc4)
@@ -26,12 +26,12 @@ def test_reports_about_code_that_xla_compiled_are_left_out() -> None:
 
 
 def test_a_report_about_our_own_memset_is_shown() -> None:
-    text = REPORT.format(caller="Zero ffi/cpu/memory.cc:86")
+    text = REPORT.format(caller="Zero ffi/host/memory.cc:86")
     assert len(our_reports.ours(text)) == 1
     both = text + REPORT.format(caller="<null> <null>")
     assert len(our_reports.ours(both)) == 1
 
 
 def test_a_report_with_an_unknown_caller_further_up_is_shown() -> None:
-    caller = "Zero ffi/cpu/memory.cc:86\n    #3 <null> <null>"
+    caller = "Zero ffi/host/memory.cc:86\n    #3 <null> <null>"
     assert len(our_reports.ours(REPORT.format(caller=caller))) == 1

@@ -8,19 +8,19 @@ import pathlib
 import re
 import sys
 
-_PEER = "ffi/cuda/device/peer.cuh"
-_NETWORK = "ffi/internode/device/network.cuh"
+_PEER = "ffi/p2p/device/peer.cuh"
+_NETWORK = "ffi/nvshmem/kernels/network.cuh"
 # Patterns, and the files and folders that may have them; others belong into the first one.
 _RULES = {
     "access of system scope": (
         r"thread_scope_system|\w_system\s*\(|\b(?:st|ld|red|atom|fence)[._][\w.:]*[._]sys\b",
         # Also: a word in host memory; the instructions themselves; the fence before a put.
-        (_PEER, "ffi/cuda/device/failure.cuh", "ffi/cuda/device/ptx.cuh", _NETWORK),
+        (_PEER, "ffi/p2p/device/failure.cuh", "ffi/p2p/device/ptx.cuh", _NETWORK),
     ),
     "volatile access": (r"\b(?:st|ld)\.(?:volatile|mmio)\b|(?<!asm )\bvolatile\b", (_PEER,)),
     "multicast": (r"\bmultimem\b", (_PEER,)),
     "address in a peer's memory": (r"\bpeers?(?:\[[^]]*\])?\.heap\s*[+\[]", (_PEER,)),
-    "call of NVSHMEM": (r"\bnvshmemx?_\w|<nvshmemx?\.h>", (_NETWORK, "ffi/internode/nvshmem/")),
+    "call of NVSHMEM": (r"\bnvshmemx?_\w|<nvshmemx?\.h>", (_NETWORK, "ffi/nvshmem/world/")),
 }
 
 

@@ -60,7 +60,7 @@ compile() {
       [[ " $archs" == *" 90"* ]] || return 0
       archs=90a
       ;;
-    */internode/*) flags+=(-rdc=true -isystem "$nvshmem/include") ;;
+    */nvshmem/*) flags+=(-rdc=true -isystem "$nvshmem/include") ;;
     */matmul/*) archs=$(tr ' ' '\n' <<< "$archs" | grep -v ^90) || archs=90 ;;
   esac
   for arch in $archs; do

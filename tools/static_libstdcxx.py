@@ -107,7 +107,7 @@ def check_failure_text(cuda: ModuleType) -> None:
         n_sms=0,
         timeout_s=0.5,
     )
-    phase, peer, epoch = 1, 3, 7  # Failure in ffi/cuda/call/call_args.h
+    phase, peer, epoch = 1, 3, 7  # Failure in ffi/p2p/launch/call_args.h
     text = cuda.failure_text(config=config, rank=2, word=epoch << 32 | peer << 8 | phase)
     expect(text, r"rank 2 waited 0\.5 s for rank 3 \(dispatch: its counts, epoch 7\)")
 

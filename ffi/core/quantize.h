@@ -76,7 +76,7 @@ JAX_EP_HOST_DEVICE JAX_EP_ALWAYS_INLINE bool IsModerate(float amax) {
 //                                       result) holds
 //
 // On the fast path, codes take fewer steps as well: see core/e2m1.h and
-// cuda/device/encode_block.cuh.
+// p2p/device/encode_block.cuh.
 
 struct BlockwiseFp8 {
   static constexpr int kBlockSize = 128;

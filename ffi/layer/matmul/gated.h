@@ -6,10 +6,10 @@
 
 #include <cstdint>
 
+#include "layer/activation/silu.h"
+#include "layer/activation/silu_call.h"
 #include "layer/matmul/kernels.h"
 #include "layer/matmul/matmul_call.h"
-#include "layer/silu/silu.h"
-#include "layer/silu/silu_call.h"
 
 namespace jax_ep::matmul {
 

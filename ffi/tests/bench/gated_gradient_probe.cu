@@ -4,8 +4,8 @@
 //
 //   gated_gradient_probe
 
+#include "layer/activation/cuda_silu.h"
 #include "layer/matmul/gated_gradient.h"
-#include "layer/silu/cuda_silu.h"
 #include "tests/bench/gated_timing.cuh"
 
 namespace jax_ep::matmul {

@@ -6,8 +6,8 @@
 
 #include <string_view>
 
+#include "layer/activation/cuda_silu.h"
 #include "layer/matmul/gated.h"
-#include "layer/silu/cuda_silu.h"
 #include "tests/bench/gated_timing.cuh"
 
 namespace jax_ep::matmul {

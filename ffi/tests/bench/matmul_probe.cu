@@ -1,4 +1,5 @@
-// Times the grouped matmul with swapped operands (layer/matmul/hopper_swapped.h) beside CUTLASS's.
+// Times the grouped matmul with swapped operands (layer/matmul/hopper/hopper_swapped.h) beside
+// CUTLASS's.
 //
 //   matmul_probe [seconds of random checks before] [folder of libcublas] [gradients]
 //

@@ -1,6 +1,6 @@
 // CUTLASS's kernels for Hopper, for the probe: only bfloat16 times weights, transposed or not.
 
-#include "layer/matmul/hopper.cuh"
+#include "layer/matmul/hopper/hopper.cuh"
 #include "tests/bench/matmul_probe.h"
 
 namespace jax_ep::matmul {

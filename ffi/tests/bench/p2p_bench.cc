@@ -18,7 +18,7 @@
 //   zipf=1    skewed routing
 //   absent    percent of the choices that name no group, as of tokens that came from other nodes
 //   rail      path of rail.fatbin: dispatch and combine on 2 nodes, with the kernels of transport
-//             `nvshmem` in loopback (tests/internode/rail_loopback.h). The build folder of the
+//             `nvshmem` in loopback (tests/nvshmem/rail_loopback.h). The build folder of the
 //             extension has the file, if NVSHMEM was found. RANKS must be 1; TOKENS are those of
 //             both nodes; with absent=50, half of the choices are on the node that is not there.
 //             Results of plain rows are checked first. The plan is that of the kernel inside the
@@ -40,8 +40,8 @@
 #include <vector>
 
 #include "core/routing.h"
-#include "tests/internode/rail_loopback.h"
-#include "tests/internode/rail_loopback_check.h"
+#include "tests/nvshmem/rail_loopback.h"
+#include "tests/nvshmem/rail_loopback_check.h"
 #include "tests/p2p/p2p_fixture.h"
 #include "tests/p2p/p2p_routings.h"
 

@@ -1,6 +1,6 @@
-// Times the matmul of e4m3 with scales (layer/matmul/hopper_scaled.h) beside CUTLASS's and the one
-// of bfloat16, and the same with the activation of its result beside the two calls that it stands
-// for.
+// Times the matmul of e4m3 with scales (layer/matmul/hopper/hopper_scaled.h) beside CUTLASS's and
+// the one of bfloat16, and the same with the activation of its result beside the two calls that it
+// stands for.
 //
 //   scaled_probe ["K7168 N4096": of this shape only]
 
@@ -10,9 +10,9 @@
 #include <string_view>
 #include <vector>
 
+#include "layer/activation/cuda_silu.h"
 #include "layer/matmul/gated.h"
 #include "layer/matmul/kernels.h"
-#include "layer/silu/cuda_silu.h"
 #include "tests/bench/matmul_timing.cuh"
 #include "tests/unit/matmul_case.cuh"
 

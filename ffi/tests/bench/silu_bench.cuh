@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "core/formats.h"
-#include "layer/silu/cuda_silu.h"
+#include "layer/activation/cuda_silu.h"
 #include "tests/p2p/p2p_memory.h"
 
 namespace jax_ep::silu {

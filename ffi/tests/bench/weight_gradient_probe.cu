@@ -1,5 +1,6 @@
-// Times the kernel for the gradients of weights (layer/matmul/weight_gradient.cuh) beside CUTLASS's
-// and one dense matmul of cuBLAS with as many operations. "adds": to float32, instead of bfloat16.
+// Times the kernel for the gradients of weights (layer/matmul/hopper/weight_gradient.cuh) beside
+// CUTLASS's and one dense matmul of cuBLAS with as many operations. "adds": to float32, instead of
+// bfloat16.
 //
 //   weight_gradient_probe FOLDER_OF_LIBCUBLAS
 
@@ -13,7 +14,7 @@
 #include <memory>
 #include <vector>
 
-#include "layer/matmul/hopper.cuh"
+#include "layer/matmul/hopper/hopper.cuh"
 #include "tests/bench/dense_matmul.h"
 #include "tests/bench/matmul_timing.cuh"
 #include "tests/unit/matmul_case.cuh"

@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "core/formats.h"
-#include "cpu/encode.h"
-#include "cpu/scales.h"
+#include "host/encode.h"
+#include "host/scales.h"
 #include "tests/p2p/p2p_reference.h"
 
 namespace jax_ep::p2p {

@@ -11,10 +11,10 @@
 #include <vector>
 
 #include "core/formats.h"
-#include "cuda/combine/combine.h"
-#include "cuda/combine/combine_grad.h"
-#include "cuda/dispatch/dispatch.h"
-#include "cuda/group/group.h"
+#include "p2p/combine/combine.h"
+#include "p2p/combine_grad/combine_grad.h"
+#include "p2p/dispatch/dispatch.h"
+#include "p2p/open/group.h"
 #include "tests/p2p/p2p_memory.h"
 #include "tests/p2p/p2p_processes.h"
 #include "tests/p2p/p2p_reference.h"

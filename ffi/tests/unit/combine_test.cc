@@ -1,6 +1,6 @@
 // Tests of the sums of combine, run by host_test.
 
-#include "cpu/combine.h"
+#include "host/combine.h"
 
 #include <algorithm>
 #include <array>
@@ -11,8 +11,8 @@
 
 #include "core/float_types.h"
 #include "core/routing.h"
-#include "cpu/group.h"
-#include "cpu/rendezvous.h"
+#include "host/group.h"
+#include "host/rendezvous.h"
 #include "tests/unit/check.h"
 #include "tests/unit/host_rank.h"
 

@@ -1,10 +1,10 @@
 // Tests of the errors of calls that have failed; run by host_test.
 
-#include "cuda/group/failure_text.h"
+#include "p2p/open/failure_text.h"
 
 #include <string>
 
-#include "cuda/call/call_args.h"
+#include "p2p/launch/call_args.h"
 #include "tests/unit/check.h"
 namespace jax_ep::p2p {
 namespace {

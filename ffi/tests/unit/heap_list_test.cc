@@ -1,7 +1,7 @@
 // Tests of the list of symmetric heaps, which threads share; run by host_test, also under
 // ThreadSanitizer.
 
-#include "internode/nvshmem/heap_list.h"
+#include "nvshmem/world/heap_list.h"
 
 #include <atomic>
 #include <set>

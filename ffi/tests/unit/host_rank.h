@@ -8,10 +8,10 @@
 #include <vector>
 
 #include "core/formats.h"
-#include "cpu/combine.h"
-#include "cpu/dispatch.h"
-#include "cpu/group.h"
-#include "cpu/scales.h"
+#include "host/combine.h"
+#include "host/dispatch.h"
+#include "host/group.h"
+#include "host/scales.h"
 
 namespace jax_ep::host {
 

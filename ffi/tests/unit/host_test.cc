@@ -11,9 +11,9 @@
 
 #include "core/float_types.h"
 #include "core/routing.h"
-#include "cpu/group.h"
-#include "cpu/parallel.h"
-#include "cpu/rendezvous.h"
+#include "host/group.h"
+#include "host/parallel.h"
+#include "host/rendezvous.h"
 #include "tests/unit/check.h"
 #include "tests/unit/thread_pool.h"
 

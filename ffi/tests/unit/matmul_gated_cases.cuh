@@ -9,9 +9,9 @@
 #include <string>
 #include <vector>
 
+#include "layer/activation/cuda_silu.h"
 #include "layer/matmul/gated.h"
 #include "layer/matmul/kernels.h"
-#include "layer/silu/cuda_silu.h"
 #include "tests/unit/matmul_case.cuh"
 #include "tests/unit/matmul_swapped_cases.cuh"
 

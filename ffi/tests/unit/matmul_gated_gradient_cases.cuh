@@ -13,9 +13,9 @@
 #include <vector>
 
 #include "core/float_types.h"
+#include "layer/activation/cuda_silu.h"
 #include "layer/matmul/gated_gradient.h"
 #include "layer/matmul/kernels.h"
-#include "layer/silu/cuda_silu.h"
 #include "tests/unit/matmul_case.cuh"
 #include "tests/unit/matmul_swapped_cases.cuh"
 

@@ -8,8 +8,8 @@
 #include <iostream>
 #include <string>
 
+#include "layer/matmul/call/load_matmuls.h"
 #include "layer/matmul/kernels.h"
-#include "layer/matmul/load_matmuls.h"
 #include "tests/unit/held_multiprocessors.cuh"
 #include "tests/unit/matmul_case.cuh"
 

@@ -1,5 +1,5 @@
-// Checks of the matmul of e4m3 with scales (layer/matmul/hopper_scaled.h) where it is slower than
-// CUTLASS's, too, and of the same with the activation of its result.
+// Checks of the matmul of e4m3 with scales (layer/matmul/hopper/hopper_scaled.h) where it is slower
+// than CUTLASS's, too, and of the same with the activation of its result.
 #pragma once
 
 #include <chrono>
@@ -10,9 +10,9 @@
 #include <string>
 #include <vector>
 
+#include "layer/activation/cuda_silu.h"
 #include "layer/matmul/gated.h"
 #include "layer/matmul/kernels.h"
-#include "layer/silu/cuda_silu.h"
 #include "tests/unit/matmul_case.cuh"
 #include "tests/unit/matmul_gated_cases.cuh"
 #include "tests/unit/matmul_swapped_cases.cuh"

@@ -1,6 +1,6 @@
 // Tests of the order of a grouped matmul's tiles, run by host_test.
 
-#include "layer/matmul/matmul_tiles.h"
+#include "layer/matmul/hopper/matmul_tiles.h"
 
 #include <algorithm>
 #include <cstdint>

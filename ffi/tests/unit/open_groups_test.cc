@@ -1,6 +1,6 @@
 // Tests of p2p groups in the workspaces of others, as far as they need no GPU; run by host_test.
 
-#include "cuda/group/open_groups.h"
+#include "p2p/open/open_groups.h"
 
 #include <algorithm>
 #include <random>

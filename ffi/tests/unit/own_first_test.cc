@@ -1,6 +1,6 @@
 // Tests of the order in which a call takes what arrives from several origins, run by host_test.
 
-#include "cuda/call/own_first.h"
+#include "p2p/launch/own_first.h"
 
 #include <algorithm>
 #include <cstdint>

@@ -1,6 +1,6 @@
 // Tests of the checks on addresses of workspaces. Needs no GPU.
 
-#include "cuda/group/peer_memory.h"
+#include "p2p/open/peer_memory.h"
 
 #include <string>
 

@@ -5,7 +5,7 @@
 #include <memory>
 
 #include "core/status.h"
-#include "cpu/completion.h"
+#include "host/completion.h"
 
 namespace jax_ep::host {
 

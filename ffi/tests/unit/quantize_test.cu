@@ -22,7 +22,7 @@
 #include <vector>
 
 #include "core/quantize.h"
-#include "cpu/encode.h"
+#include "host/encode.h"
 #include "tests/p2p/p2p_memory.h"
 #include "tests/unit/check.h"
 #include "tests/unit/fast_paths.h"

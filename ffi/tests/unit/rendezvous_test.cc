@@ -1,6 +1,6 @@
 // Tests of the rendezvous of ranks, run by host_test.
 
-#include "cpu/rendezvous.h"
+#include "host/rendezvous.h"
 
 #include <chrono>
 #include <future>

@@ -6,7 +6,7 @@
 
 #include "core/formats.h"
 #include "core/scales_layout.h"
-#include "layer/silu/cpu_silu.h"
+#include "layer/activation/cpu_silu.h"
 
 namespace jax_ep::host {
 

@@ -5,7 +5,7 @@
 #include <iostream>
 #include <limits>
 
-#include "layer/silu/silu.h"
+#include "layer/activation/silu.h"
 #include "tests/unit/check.h"
 
 namespace jax_ep::silu {

@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "core/formats.h"
-#include "layer/silu/cpu_silu.h"
-#include "layer/silu/cuda_silu.h"
+#include "layer/activation/cpu_silu.h"
+#include "layer/activation/cuda_silu.h"
 #include "tests/bench/silu_bench.cuh"
 #include "tests/p2p/p2p_memory.h"
 #include "tests/unit/check.h"

@@ -1,6 +1,6 @@
 // Tests of the tile scheduler of fused_silu, run by host_test.
 
-#include "layer/silu/silu_tiles.h"
+#include "layer/activation/silu_tiles.h"
 
 #include <cstdint>
 #include <vector>

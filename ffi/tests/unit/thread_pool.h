@@ -8,7 +8,7 @@
 #include <thread>
 #include <vector>
 
-#include "cpu/parallel.h"
+#include "host/parallel.h"
 
 namespace jax_ep::host {
 
