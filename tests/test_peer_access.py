@@ -52,13 +52,13 @@ def test_an_access_elsewhere_is_found(line, belongs, tmp_path):
     status, output = check(tmp_path)
     assert status == 1
     places = [each.split(":")[:2] for each in output.splitlines()]
-    wanted = [["ffi/p2p/combine/combine.cu", "3"], ["ffi/nvshmem/steps/credit_fifo.h", "3"]]
+    wanted = [["ffi/nvshmem/steps/credit_fifo.h", "3"], ["ffi/p2p/combine/combine.cu", "3"]]
     assert places == wanted
     assert all(each.endswith(f"it belongs into {belongs}") for each in output.splitlines())
 
 
 def test_what_kernels_do_with_their_own_memory_is_not_found(tmp_path):
-    path = tmp_path / "ffi" / "cuda" / "own.cuh"
+    path = tmp_path / "ffi" / "p2p" / "own.cuh"
     path.parent.mkdir(parents=True)
     path.write_text(
         'asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" :: "l"(to));\n'
