@@ -1,6 +1,10 @@
 """Mixture-of-Experts expert parallelism for JAX: dispatch and combine."""
 
 from jax_ep.config import EPConfig
+from jax_ep.exchange.choices import count_choices, limit_choices
+from jax_ep.exchange.operands import COMBINE_NAME, DISPATCH_NAME
+from jax_ep.ffi.extension import register_what_is_here as _register_what_is_here
+from jax_ep.ffi.lowering import disabled_checks
 from jax_ep.formats import (
     BF16,
     MXFP4,
@@ -19,8 +23,6 @@ from jax_ep.layer.fused_silu import QuantizedRows, fused_silu
 from jax_ep.layer.grouped_matmul import grouped_matmul, grouped_matmul_gradient
 from jax_ep.layer.quantize_weights import QuantizedWeights, quantize_weights
 from jax_ep.moe_layer import moe
-from jax_ep.operands.calls import COMBINE_NAME, DISPATCH_NAME
-from jax_ep.operands.choices import count_choices, limit_choices
 from jax_ep.ops import (
     combine,
     combine_async,
@@ -37,8 +39,6 @@ from jax_ep.placement.replicate import EXPERT_COPIES_NAME, replicate_experts
 from jax_ep.plot import plot_traffic
 from jax_ep.results import Dispatched, InFlight
 from jax_ep.stats import RankStats
-from jax_ep.xla_ffi.extension import register_what_is_here as _register_what_is_here
-from jax_ep.xla_ffi.lowering import disabled_checks
 
 __all__ = [
     "BF16",

@@ -21,7 +21,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,31}")
 
 
 class RoutedSizes(NamedTuple):
-    """The sizes that transports route by; jax_ep/operands/routing.py makes ids to match.
+    """The sizes that transports route by; jax_ep/exchange/routing.py makes ids to match.
 
     A shared expert counts as one more group of rows on each rank and one more choice of each token.
     With `skip_a2a`, every rank exchanges tokens with itself alone.

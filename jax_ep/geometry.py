@@ -37,7 +37,7 @@ class Geometry:
     config: EPConfig
     transport: str  # name of the transport
     # The geometry of a transport inside nodes: ranks exchange tokens with the ranks of their node,
-    # on behalf of the ranks of their index on all nodes; see internode/connection.py.
+    # on behalf of the ranks of their index on all nodes; see nodes/connection.py.
     intra_node: bool = False
     # The group whose memory this group uses; None: its own. transports/memory.py says what the two
     # groups must have in common.

@@ -10,18 +10,18 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jax_ep.exchange import checks
+from jax_ep.exchange.operands import DispatchOperands
+from jax_ep.exchange.overlap import CotangentSlots, finish_beside
+from jax_ep.exchange.split import split
 from jax_ep.formats import Quantized, QuantizedFormat
 from jax_ep.group import EPGroup, check_group
 from jax_ep.layer.expert_mlp import expert_mlp
 from jax_ep.layer.expert_weights import ExpertWeights
 from jax_ep.layer.fused_silu import check_activation
 from jax_ep.layer.quantize_weights import QuantizedWeights
-from jax_ep.operands import checks
-from jax_ep.operands.calls import DispatchOperands
 from jax_ep.ops import combine, dispatch
 from jax_ep.results import Dispatched
-from jax_ep.xla_ffi.overlap import CotangentSlots, finish_beside
-from jax_ep.xla_ffi.split import split
 
 
 def moe(

@@ -10,15 +10,15 @@ from typing import Any
 
 import jax
 
+from jax_ep.exchange import rules as gradients
+from jax_ep.exchange.checks import as_arrays
+from jax_ep.exchange.limbs import from_limbs, is_integer
+from jax_ep.exchange.operands import DispatchOperands, check_values
+from jax_ep.exchange.rounding import from_sum_dtype
+from jax_ep.exchange.rows import in_use, keep
 from jax_ep.formats import Quantized
 from jax_ep.group import EPGroup, check_group
-from jax_ep.operands.calls import DispatchOperands, check_values
-from jax_ep.operands.checks import as_arrays
-from jax_ep.operands.limbs import from_limbs, is_integer
-from jax_ep.operands.rounding import from_sum_dtype
-from jax_ep.operands.rows import in_use, keep
 from jax_ep.results import Dispatched, InFlight, check_dispatched, check_in_flight
-from jax_ep.transports import gradients
 
 
 def dispatch(

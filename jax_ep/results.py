@@ -9,15 +9,15 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep.config import EPConfig
+from jax_ep.exchange.choices import count_choices
+from jax_ep.exchange.drops import raise_on_drops
+from jax_ep.exchange.operands import CombineOperands, DispatchOperands, DispatchResults, Routing
+from jax_ep.exchange.payload import unpack
+from jax_ep.exchange.rows import in_use, keep, keep_gradient, row_groups, row_sources
+from jax_ep.exchange.rules import straight_through, without_gradient
 from jax_ep.formats import QuantizedFormat
 from jax_ep.geometry import Geometry
 from jax_ep.group import EPGroup, check_group
-from jax_ep.operands.calls import CombineOperands, DispatchOperands, DispatchResults, Routing
-from jax_ep.operands.choices import count_choices
-from jax_ep.operands.drops import raise_on_drops
-from jax_ep.operands.payload import unpack
-from jax_ep.operands.rows import in_use, keep, keep_gradient, row_groups, row_sources
-from jax_ep.transports.gradients import straight_through, without_gradient
 
 
 @jax.tree_util.register_dataclass

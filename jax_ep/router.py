@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep.config import check_count as _check_count  # public names are documented
-from jax_ep.operands import checks
-from jax_ep.operands.choices import count_choices
+from jax_ep.exchange import checks
+from jax_ep.exchange.choices import count_choices
 from jax_ep.unpickling import CheckedDataclass as _CheckedDataclass
 
 _SCORES = ("softmax", "sigmoid")

@@ -120,7 +120,7 @@ def by_nodes_as_asked(request):
 @pytest.fixture(scope="session", autouse=True)
 def overlap_as_asked(request):
     """Inter-node exchanges overlap with calls of so many tokens."""
-    from jax_ep.internode import overlapped
+    from jax_ep.nodes import overlapped
 
     overlapped.min_tokens = request.config.option.min_overlapped_tokens
 

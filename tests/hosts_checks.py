@@ -13,7 +13,7 @@ import jax_ep
 import suite
 import test_grad
 from harness import AXIS, config_of, make_mesh
-from jax_ep.internode.connection import P2pByNodes
+from jax_ep.nodes.connection import P2pByNodes
 from jax_ep.processes.exchange import Exchange
 from nvshmem_checks import check_a_captured_call_that_fails, check_captured_calls, check_replicas
 from nvshmem_groups import free_heaps, small

@@ -16,9 +16,9 @@ import jax_ep
 import suite
 import test_overlap
 from harness import assert_trees_equal, make_mesh, on_mesh, put
-from jax_ep.internode import overlapped
-from jax_ep.internode.connection import NodesConnection
-from jax_ep.internode.nvshmem import NvshmemRails
+from jax_ep.nodes import overlapped
+from jax_ep.nodes.connection import NodesConnection
+from jax_ep.nodes.nvshmem.connection import NvshmemRails
 from nvshmem_checks import check_a_skipped_call, check_a_skipped_overlapped_call
 from nvshmem_groups import NAME, map_no_peers, open_group, small
 

@@ -19,10 +19,10 @@ import suite
 import test_grad
 import test_graphs
 from harness import AXIS, config_of, make_mesh, on_mesh, put
-from jax_ep.internode import overlapped
-from jax_ep.internode.connection import NodesConnection
-from jax_ep.internode.nvshmem import NvshmemRails
-from jax_ep.xla_ffi import extension
+from jax_ep.ffi import extension
+from jax_ep.nodes import overlapped
+from jax_ep.nodes.connection import NodesConnection
+from jax_ep.nodes.nvshmem.connection import NvshmemRails
 from nvshmem_groups import (
     NAME,
     free_heaps,

@@ -8,7 +8,7 @@ import cases
 import jax_ep
 import test_graphs
 from harness import AXIS, config_of, make_mesh
-from jax_ep.xla_ffi import extension
+from jax_ep.ffi import extension
 from process_checks import meet
 
 NAME = "nvshmem"

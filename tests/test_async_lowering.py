@@ -10,7 +10,7 @@ import pytest
 import jax_ep
 from async_layers import CONFIG, H, K, T, closed_group, lower, overlapped_layer
 from harness import AXIS, make_mesh, on_mesh
-from jax_ep.xla_ffi import lowering
+from jax_ep.ffi import lowering
 
 CHECK, BARRIER = "@jax_ep_check", "stablehlo.optimization_barrier"
 

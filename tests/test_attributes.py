@@ -13,15 +13,15 @@ import cases
 import jax_ep
 import suite
 from harness import AXIS, config_of, make_mesh, on_mesh
+from jax_ep.ffi import extension
 from jax_ep.formats import QuantizedFormat
 from jax_ep.geometry import Geometry
 from jax_ep.group import EPGroup
-from jax_ep.internode import overlapped
-from jax_ep.internode.nvshmem import NvshmemByNodes
 from jax_ep.layer import matmul as matmul
+from jax_ep.nodes import overlapped
+from jax_ep.nodes.nvshmem.connection import NvshmemByNodes
 from jax_ep.transports.host import HostConnection
 from jax_ep.transports.p2p import P2pConnection
-from jax_ep.xla_ffi import extension
 
 DISPATCH = {"group": "str", "token_format": "str", "scales_layout": "str"}
 COMBINE = {"group": "str", "weighting": "i32", "reduce": "bool", "adds_shared_expert": "bool"}

@@ -14,8 +14,8 @@ from jax.errors import JaxRuntimeError
 
 import jax_ep
 from jax_ep.cli import bench, doctor, facts, links, main, probe
-from jax_ep.xla_ffi import extension
-from jax_ep.xla_ffi.extension import why_missing
+from jax_ep.ffi import extension
+from jax_ep.ffi.extension import why_missing
 from processes import child_environment
 
 BENCH_LINE = r"{}\D+(\d+)\D+(\d+)\D+(\d+)\D+(\d+\.\d\d)\b"

@@ -20,9 +20,9 @@ from harness import AXIS, assert_same_bits, group_of, make_mesh, on_mesh, params
 from jax_ep.formats import FORMATS, QUANTIZED, Plain
 from jax_ep.geometry import Geometry
 from jax_ep.group import EPGroup
-from jax_ep.internode import codes
-from jax_ep.internode import connection as nodes
-from jax_ep.internode.nvshmem import NvshmemByNodes
+from jax_ep.nodes import codes
+from jax_ep.nodes import connection as nodes
+from jax_ep.nodes.nvshmem.connection import NvshmemByNodes
 from jax_ep.transports import bootstrap
 from test_nodes import SHARED, ThriftyRails, forget_groups
 from test_nodes import by_nodes as by_nodes
@@ -268,7 +268,7 @@ def test_nvshmem_sends_words_of_codes(name, monkeypatch):
     case = TWO[name]
     config = harness.config_of(case)
     for min_tokens, target in ((10**6, "jax_ep_rail_gather"), (1, "jax_ep_rail_dispatch")):
-        monkeypatch.setattr("jax_ep.internode.overlapped.min_tokens", min_tokens)
+        monkeypatch.setattr("jax_ep.nodes.overlapped.min_tokens", min_tokens)
         geometry = Geometry(make_mesh(4), AXIS, config, "nvshmem")
         group = EPGroup(NvshmemByNodes(geometry))
         tokens = jax.ShapeDtypeStruct((4, case.n_tokens, case.hidden_size), jnp.bfloat16)

@@ -11,10 +11,10 @@ import pytest
 
 from harness import make_mesh
 from jax_ep._jax_compat import distributed_client
+from jax_ep.ffi import extension
 from jax_ep.processes.exchange import Exchange
 from jax_ep.processes.messages import Message
 from jax_ep.transports import bootstrap
-from jax_ep.xla_ffi import extension
 from processes import run_processes
 from test_exchange import FakeExtension, geometry_of, use
 

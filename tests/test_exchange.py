@@ -13,11 +13,11 @@ import pytest
 import cases
 import jax_ep
 from harness import AXIS, config_of, make_mesh
+from jax_ep.ffi import extension
 from jax_ep.geometry import Geometry
 from jax_ep.processes.exchange import Exchange
 from jax_ep.transports import bootstrap, p2p
 from jax_ep.transports.p2p import P2pConnection
-from jax_ep.xla_ffi import extension
 from processes import run_processes
 
 N_PROCESSES = 3

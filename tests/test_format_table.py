@@ -12,8 +12,8 @@ import pytest
 
 import jax_ep
 from harness import QUANTIZED_FORMATS
+from jax_ep.ffi import extension
 from jax_ep.formats import QuantizedFormat, TokenFormat
-from jax_ep.xla_ffi import extension
 
 DTYPES = [jnp.bfloat16, jnp.float16, jnp.float32]
 FORMATS = [*map(jax_ep.Plain, DTYPES), *(each() for each in QUANTIZED_FORMATS.values())]

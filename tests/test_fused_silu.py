@@ -13,7 +13,7 @@ import jax_ep
 import oracle_formats as oracle
 import oracle_silu
 from harness import AXIS, QUANTIZED_FORMATS, assert_same_bits, make_mesh
-from jax_ep.xla_ffi import extension
+from jax_ep.ffi import extension
 
 SIZES = [3, 0, 140, 9, 0]
 F = 256

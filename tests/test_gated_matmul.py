@@ -183,7 +183,7 @@ def targets(monkeypatch, function, *operands, for_hopper=True):
     monkeypatch.setattr(matmul_primitive, "_is_built", lambda: True)
     monkeypatch.setattr(matmul_primitive, "_is_built_for_hopper", lambda: for_hopper)
     monkeypatch.setattr(matmul_primitive, "_compute_capability", lambda: 9)
-    monkeypatch.setattr("jax_ep.xla_ffi.extension.register_cuda", lambda: None)
+    monkeypatch.setattr("jax_ep.ffi.extension.register_cuda", lambda: None)
     return attributes_by_target(lowered(jax.jit(function), "cuda", *operands))
 
 

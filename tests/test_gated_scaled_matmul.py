@@ -15,12 +15,12 @@ from jax.ad_checkpoint import checkpoint_name
 import jax_ep
 import suite
 from harness import AXIS, make_mesh, on_mesh
+from jax_ep.exchange import checks
 from jax_ep.layer import matmul as matmul_primitive
 from jax_ep.layer.expert_weights import ExpertWeights
 from jax_ep.layer.gated_scaled_matmul import scaled_mlp
 from jax_ep.layer.grouped_matmul import multiply_rows
 from jax_ep.layer.matmul_gradients import add_bias
-from jax_ep.operands import checks
 from test_attributes import CASES, GATE, closed_group
 from test_gated_matmul import MATMUL, SILU, SILU_GRAD, VARIANTS, WITH_BIAS, count_calls, targets
 

@@ -11,8 +11,8 @@ import jax_ep
 from harness import AXIS, config_of
 from jax_ep.geometry import Geometry
 from jax_ep.group import EPGroup
-from jax_ep.internode import overlapped
-from jax_ep.internode.nvshmem import NvshmemByNodes
+from jax_ep.nodes import overlapped
+from jax_ep.nodes.nvshmem.connection import NvshmemByNodes
 from test_gpu_programs import CASE, CHECK, check_overlap, compiled, computations, our_steps
 from test_gpu_programs import mesh as mesh
 

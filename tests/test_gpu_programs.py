@@ -19,10 +19,10 @@ import jax_ep
 import suite
 import test_transforms
 from harness import AXIS, QUANTIZED_FORMATS, config_of, on_mesh
+from jax_ep.ffi.extension import register_cuda
 from jax_ep.geometry import Geometry
 from jax_ep.group import EPGroup
 from jax_ep.transports.p2p import P2pConnection
-from jax_ep.xla_ffi.extension import register_cuda
 
 CASE = test_transforms.CASE
 # The compiler's description of an H100 (SXM).

@@ -11,8 +11,8 @@ import cases
 import jax_ep
 import suite
 from harness import AXIS, config_of, make_mesh, on_mesh, put
+from jax_ep.ffi.extension import load_cuda
 from jax_ep.transports.bootstrap import ordinal
-from jax_ep.xla_ffi.extension import load_cuda
 
 pytestmark = pytest.mark.gpu
 N_PAIRS = 4

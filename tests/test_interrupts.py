@@ -15,11 +15,11 @@ import pytest
 import cases
 import jax_ep
 from harness import AXIS, config_of, make_mesh
+from jax_ep.ffi import extension
 from jax_ep.processes import interrupts
 from jax_ep.processes.exchange import Exchange
 from jax_ep.transports import p2p
 from jax_ep.transports.p2p import P2pConnection
-from jax_ep.xla_ffi import extension
 from test_exchange import FakeExtension
 
 pytestmark = pytest.mark.usefixtures("one_process")

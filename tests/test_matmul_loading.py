@@ -10,7 +10,7 @@ import pytest
 
 import jax_ep
 from harness import AXIS, make_mesh
-from jax_ep.xla_ffi import extension
+from jax_ep.ffi import extension
 from processes import child_environment
 from test_gated_matmul import make_operands
 

@@ -9,8 +9,8 @@ import pytest
 from jax.interpreters import mlir
 
 from harness import make_mesh, on_mesh
+from jax_ep.ffi.lowering import like, make_primitive
 from jax_ep.layer import matmul_tiles
-from jax_ep.xla_ffi.lowering import like, make_primitive
 
 K, N = 24, 40
 DTYPES = ["float32", "bfloat16", "float16"]

@@ -13,7 +13,7 @@ from async_layers import CONFIG, H, K, T, closed_group
 from harness import AXIS, make_mesh, on_mesh
 from jax_ep.geometry import Geometry
 from jax_ep.group import EPGroup
-from jax_ep.internode.connection import P2pByNodes
+from jax_ep.nodes.connection import P2pByNodes
 
 pytestmark = pytest.mark.filterwarnings("ignore:grouped_matmul")
 

@@ -20,10 +20,10 @@ import test_grad
 import test_sums
 from harness import AXIS, assert_same_bits, config_of, group_of, make_mesh, on_mesh, params, put
 from jax_ep.geometry import Geometry
-from jax_ep.internode import connection as nodes
-from jax_ep.internode import overlapped
-from jax_ep.internode.connection import NodesConnection
-from jax_ep.internode.rails import XlaRails
+from jax_ep.nodes import connection as nodes
+from jax_ep.nodes import overlapped
+from jax_ep.nodes.connection import NodesConnection
+from jax_ep.nodes.rails import XlaRails
 
 CACHES = (suite.compiled, test_grad.compiled_vjps, test_sums.compiled_sums)
 

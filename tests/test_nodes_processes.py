@@ -11,7 +11,7 @@ import jax_ep
 import suite
 import test_grad
 from harness import AXIS, config_of, make_mesh, n_replicas
-from jax_ep.internode.connection import NodesConnection
+from jax_ep.nodes.connection import NodesConnection
 from processes import run_processes, run_pytest
 from test_nodes import FOUR, SHARED, TWO
 

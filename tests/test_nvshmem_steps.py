@@ -13,13 +13,13 @@ import pytest
 import jax_ep
 from fake_store import FakeClient, in_threads
 from harness import AXIS, make_mesh
+from jax_ep.ffi import extension
 from jax_ep.geometry import Geometry
-from jax_ep.internode import bootstrap as nvshmem_bootstrap
-from jax_ep.internode import nvshmem
-from jax_ep.internode.rail_room import Room, unsupported_reason, why_no_room
+from jax_ep.nodes.nvshmem import bootstrap as nvshmem_bootstrap
+from jax_ep.nodes.nvshmem import connection as nvshmem
+from jax_ep.nodes.nvshmem.rail_room import Room, unsupported_reason, why_no_room
 from jax_ep.processes import exchange as exchange_module
 from jax_ep.processes.messages import Message
-from jax_ep.xla_ffi import extension
 
 
 class Answers:

@@ -1,4 +1,4 @@
-"""Exchange and call as one operation (internode/overlapped.py), on CPUs.
+"""Exchange and call as one operation (nodes/overlapped.py), on CPUs.
 
 Transport `nvshmem` has such operations, which need GPUs. Here they are made of the others, of
 transport `host`; what is tested is how they are put together, and their gradients.
@@ -17,19 +17,19 @@ import suite
 import test_async
 import test_grad
 from harness import assert_same_bits, assert_trees_equal, group_of, make_mesh, on_mesh, params, put
-from jax_ep.group import select
-from jax_ep.internode import overlapped
-from jax_ep.internode.connection import HostByNodes
-from jax_ep.internode.rails import OverlappingRails
-from jax_ep.internode.routing import needs
-from jax_ep.xla_ffi.async_calls import InFlightCombine, InFlightDispatch
-from jax_ep.xla_ffi.primitives import (
+from jax_ep.exchange.async_calls import InFlightCombine, InFlightDispatch
+from jax_ep.exchange.calls import (
     bind_combine,
     bind_dispatch,
     combine_grad_call,
     combine_grad_p,
     present,
 )
+from jax_ep.group import select
+from jax_ep.nodes import overlapped
+from jax_ep.nodes.connection import HostByNodes
+from jax_ep.nodes.rails import OverlappingRails
+from jax_ep.nodes.routing import needs
 from test_codes_between_nodes import layer_results
 from test_nodes import FOUR, SHARED, TWO, ThriftyRails, forget_groups, with_nodes
 

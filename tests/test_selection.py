@@ -15,11 +15,11 @@ import pytest
 import cases
 import jax_ep
 from harness import AXIS, config_of
+from jax_ep.ffi import extension
 from jax_ep.geometry import Geometry
 from jax_ep.group import select
 from jax_ep.processes.exchange import Exchange
 from jax_ep.processes.messages import Message
-from jax_ep.xla_ffi import extension
 
 N_RANKS = 4
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ep.xla_ffi.split import split
+from jax_ep.exchange.split import split
 
 
 def primitives_of(function, *args) -> list[str]:

@@ -26,8 +26,8 @@ from harness import (
     put,
     shards,
 )
-from jax_ep.transports import gradients
-from jax_ep.xla_ffi.primitives import combine_grad_p
+from jax_ep.exchange import rules as gradients
+from jax_ep.exchange.calls import combine_grad_p
 from test_grad import assert_close
 
 CASES = {

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 import smoke_test
 
-from jax_ep.xla_ffi import extension
+from jax_ep.ffi import extension
 
 _PROJECT = Path(__file__).parent.parent
 

@@ -9,7 +9,7 @@
 //   n_choices       N  choices per token: top_k, then one for a fused shared expert
 //
 // A group id is rank * n_local_groups + local group. Python maps experts to group ids
-// (jax_ep/operands/routing.py); nothing below it knows E, L or K. T, M, H and C are the user's.
+// (jax_ep/exchange/routing.py); nothing below it knows E, L or K. T, M, H and C are the user's.
 //
 // Rows are ordered by local group, then source rank, then token, then k (the index of the choice).
 // The row of a choice therefore follows from counts alone:
@@ -20,7 +20,7 @@
 // where first_row is the exclusive prefix sum of the counts over (local group, source). Token
 // formats that need it pad each group to a multiple of row_alignment rows.
 //
-// Where a rank also brings the tokens of ranks on other nodes (jax_ep/internode/connection.py), the
+// Where a rank also brings the tokens of ranks on other nodes (jax_ep/nodes/connection.py), the
 // rows of one expert are n_source_nodes consecutive groups, one for each node that tokens come
 // from: row order is then by expert, node, rank on the node, token and k. Such a set of groups is
 // padded as one, after its last row.

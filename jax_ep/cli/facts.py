@@ -12,8 +12,8 @@ import jax
 
 import jax_ep
 from jax_ep.cli import links, probe
-from jax_ep.internode import bootstrap as nvshmem_bootstrap
-from jax_ep.xla_ffi import extension
+from jax_ep.ffi import extension
+from jax_ep.nodes.nvshmem import bootstrap as nvshmem_bootstrap
 
 
 class Device(NamedTuple):

@@ -6,7 +6,7 @@ import time
 import jax
 import numpy as np
 
-from jax_ep.xla_ffi import extension
+from jax_ep.ffi import extension
 
 _BYTES = 1 << 27
 _COPIES, _REPEATS = 8, 5

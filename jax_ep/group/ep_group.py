@@ -9,9 +9,9 @@ import numpy as np
 
 from jax_ep import unpickling
 from jax_ep.config import EPConfig
+from jax_ep.exchange.checks import check_manual
 from jax_ep.geometry import Geometry
 from jax_ep.group.select import connect
-from jax_ep.operands.checks import check_manual
 from jax_ep.processes import interrupts
 from jax_ep.processes.exchange import Exchange, ExchangeFn, facts_of
 from jax_ep.stats import RankStats, describe_drops

@@ -6,16 +6,16 @@ import functools
 import logging
 from collections.abc import Iterator
 
+from jax_ep.ffi import extension
 from jax_ep.geometry import Geometry
-from jax_ep.internode.connection import HostByNodes, NodesConnection, P2pByNodes
-from jax_ep.internode.nvshmem import NvshmemByNodes
+from jax_ep.nodes.connection import HostByNodes, NodesConnection, P2pByNodes
+from jax_ep.nodes.nvshmem.connection import NvshmemByNodes
 from jax_ep.processes.exchange import Exchange
 from jax_ep.transports import memory
 from jax_ep.transports.base import Connection
 from jax_ep.transports.host import HostConnection
 from jax_ep.transports.p2p import P2pConnection
 from jax_ep.transports.xla import XlaConnection
-from jax_ep.xla_ffi import extension
 
 _log = logging.getLogger("jax_ep")
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import mlir
 
+from jax_ep.ffi.lowering import like, make_primitive
 from jax_ep.layer import matmul_tiles
 from jax_ep.layer.matmul import Matmul, MatmulForm, by_ragged_dot, call_kernel, has_kernel, inside
-from jax_ep.xla_ffi.lowering import like, make_primitive
 
 PRODUCTS = Matmul(MatmulForm.ROWS, np.dtype(np.float32))
 _ACCUMULATOR = 3  # the operand

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import mlir
 
+from jax_ep.ffi import extension
+from jax_ep.ffi.lowering import custom_call, fusion_barrier, like, make_primitive
 from jax_ep.formats import QuantizedFormat, TokenFormat
 from jax_ep.formats.scales import group_of
-from jax_ep.xla_ffi import extension
-from jax_ep.xla_ffi.lowering import custom_call, fusion_barrier, like, make_primitive
 
 _TARGET = "jax_ep_fused_silu"
 

@@ -5,12 +5,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_ep.exchange.rows import in_use
+from jax_ep.exchange.rules import straight_through
 from jax_ep.formats import QuantizedFormat
 from jax_ep.formats.plain import as_dtype
 from jax_ep.group import check_group
-from jax_ep.operands.rows import in_use
 from jax_ep.results import Dispatched, check_dispatched
-from jax_ep.transports.gradients import straight_through
 
 
 def dequantize(dispatched: Dispatched, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:

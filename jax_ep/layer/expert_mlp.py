@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jax_ep.exchange import checks
 from jax_ep.formats import BF16, BlockwiseFP8, Plain, QuantizedFormat
 from jax_ep.group import check_group
 from jax_ep.layer.activation import Activation
@@ -18,7 +19,6 @@ from jax_ep.layer.gated_scaled_matmul import scaled_mlp
 from jax_ep.layer.grouped_matmul import multiply_arrays, transposed_scales
 from jax_ep.layer.matmul_gradients import add_bias
 from jax_ep.layer.quantize_weights import QuantizedWeights
-from jax_ep.operands import checks
 from jax_ep.results import Dispatched, check_dispatched
 
 

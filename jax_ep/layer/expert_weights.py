@@ -4,11 +4,11 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from jax_ep.exchange import checks
 from jax_ep.formats import QuantizedFormat
 from jax_ep.formats.plain import FLOATS
 from jax_ep.layer.matmul import SCALE_BLOCK
 from jax_ep.layer.quantize_weights import QuantizedWeights
-from jax_ep.operands import checks
 from jax_ep.results import Dispatched
 
 

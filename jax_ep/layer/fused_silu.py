@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_ep.exchange import checks
 from jax_ep.formats import BF16, QuantizedFormat, TokenFormat
 from jax_ep.formats.base import check_is_format
 from jax_ep.formats.plain import FLOATS
 from jax_ep.layer.activation import Activation, quantize_activated
 from jax_ep.layer.silu_gradient import activate_rows
-from jax_ep.operands import checks
 
 _FLOAT32_MAX = float(jnp.finfo(jnp.float32).max)
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import mlir
 
+from jax_ep.ffi.lowering import custom_call, fusion_barrier, like, make_primitive
 from jax_ep.layer.activation import Activation, gate_attributes
 from jax_ep.layer.known_values import known_values
 from jax_ep.layer.matmul import (
@@ -23,7 +24,6 @@ from jax_ep.layer.matmul import (
 )
 from jax_ep.layer.matmul_gradients import grouped_matmul
 from jax_ep.layer.silu_gradient import fused_silu_grad_p, pull_back
-from jax_ep.xla_ffi.lowering import custom_call, fusion_barrier, like, make_primitive
 
 _TARGET = "jax_ep_gated_matmul_grad"
 _DTYPE = np.dtype(jnp.bfloat16)

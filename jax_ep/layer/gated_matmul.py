@@ -15,6 +15,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import mlir
 
+from jax_ep.exchange import checks
+from jax_ep.ffi.lowering import custom_call, fusion_barrier, like, make_primitive
 from jax_ep.layer.activation import Activation, fused_silu_p, gate_attributes
 from jax_ep.layer.gated_gradient import multiply_activated
 from jax_ep.layer.matmul import (
@@ -27,8 +29,6 @@ from jax_ep.layer.matmul import (
     workspace,
 )
 from jax_ep.layer.matmul_gradients import add_bias, grouped_matmul
-from jax_ep.operands import checks
-from jax_ep.xla_ffi.lowering import custom_call, fusion_barrier, like, make_primitive
 
 # Name of the result of the first matmul, `[C, 2 F]`, with its bias, for `jax.checkpoint` policies.
 EXPERT_HIDDEN_NAME = "jax_ep_expert_hidden"

@@ -15,6 +15,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import mlir
 
+from jax_ep.exchange import checks
+from jax_ep.ffi.lowering import custom_call, fusion_barrier, like, make_primitive
 from jax_ep.formats import BlockwiseFP8
 from jax_ep.layer.activation import Activation, gate_attributes
 from jax_ep.layer.expert_weights import ExpertWeights
@@ -24,8 +26,6 @@ from jax_ep.layer.grouped_matmul import multiply_rows
 from jax_ep.layer.matmul import Matmul, MatmulForm, has_kernel, multiply_groups, workspace
 from jax_ep.layer.matmul_gradients import add_bias
 from jax_ep.layer.quantize_weights import QuantizedWeights
-from jax_ep.operands import checks
-from jax_ep.xla_ffi.lowering import custom_call, fusion_barrier, like, make_primitive
 
 _TARGET = "jax_ep_gated_scaled_matmul"
 _MATMUL = Matmul(MatmulForm.TRANSPOSED_WEIGHTS, np.dtype(jnp.bfloat16))

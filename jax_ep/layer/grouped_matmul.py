@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_ep.exchange import checks
 from jax_ep.formats import BlockwiseFP8
 from jax_ep.formats.plain import FLOATS, as_dtype
 from jax_ep.formats.scales import ROW_MAJOR
@@ -16,7 +17,6 @@ from jax_ep.layer.fused_silu import QuantizedRows, check_offsets
 from jax_ep.layer.matmul import SCALE_BLOCK, Matmul, MatmulForm
 from jax_ep.layer.matmul_gradients import ScaledOperands, Sources
 from jax_ep.layer.quantize_weights import QuantizedWeights
-from jax_ep.operands import checks
 
 
 def grouped_matmul(

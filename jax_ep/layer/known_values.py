@@ -12,9 +12,9 @@ from jax.ad_checkpoint import Saveable
 from jax.interpreters import mlir
 from jax.interpreters import partial_eval as pe
 
+from jax_ep.ffi.lowering import make_primitive
 from jax_ep.layer.activation import Activation, fused_silu_p
 from jax_ep.layer.silu_gradient import differentiate_as_activation
-from jax_ep.xla_ffi.lowering import make_primitive
 
 
 def known_values(

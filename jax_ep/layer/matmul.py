@@ -15,9 +15,9 @@ import numpy as np
 from jax import lax
 from jax.interpreters import mlir
 
+from jax_ep.ffi import extension
+from jax_ep.ffi.lowering import custom_call, fusion_barrier, like, make_primitive
 from jax_ep.layer import matmul_tiles
-from jax_ep.xla_ffi import extension
-from jax_ep.xla_ffi.lowering import custom_call, fusion_barrier, like, make_primitive
 
 _TARGET = "jax_ep_grouped_matmul"
 _HALVES = (jnp.bfloat16, jnp.float16)

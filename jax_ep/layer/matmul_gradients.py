@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.lax import bitcast_convert_type
 
+from jax_ep.exchange.checks import vary_alike
+from jax_ep.exchange.rows import row_groups
 from jax_ep.layer import accumulate
 from jax_ep.layer.matmul import (
     Matmul,
@@ -20,8 +22,6 @@ from jax_ep.layer.matmul import (
     dequantize_weights,
     multiply_groups,
 )
-from jax_ep.operands.checks import vary_alike
-from jax_ep.operands.rows import row_groups
 
 _NO_GRADIENT: Any = None  # what custom_vjp expects for integers and codes
 _FLIPPED = {

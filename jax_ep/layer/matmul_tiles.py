@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import min_dim
 
-from jax_ep.operands.checks import vary_alike
-from jax_ep.operands.positions import order_of
+from jax_ep.exchange.checks import vary_alike
+from jax_ep.exchange.positions import order_of
 
 
 def rows_by_weights(

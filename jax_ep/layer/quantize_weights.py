@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_ep.exchange import checks
 from jax_ep.formats import BlockwiseFP8
 from jax_ep.layer.matmul import SCALE_BLOCK
-from jax_ep.operands import checks
 
 
 @jax.tree_util.register_dataclass

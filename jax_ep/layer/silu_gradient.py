@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
+from jax_ep.ffi import extension
+from jax_ep.ffi.lowering import custom_call, fusion_barrier, like, make_primitive
 from jax_ep.layer.activation import Activation, activate, fused_silu_p, gate_attributes
-from jax_ep.xla_ffi import extension
-from jax_ep.xla_ffi.lowering import custom_call, fusion_barrier, like, make_primitive
 
 _TARGET = "jax_ep_fused_silu_grad"
 _LANE_ELEMENTS = 8  # columns that a thread of the kernel takes

@@ -8,12 +8,12 @@ from flax import nnx
 from jax import P
 
 from jax_ep.config import check_count
+from jax_ep.exchange.checks import advise, is_code, is_finite
 from jax_ep.formats import BlockwiseFP8, Plain
 from jax_ep.formats.base import check_is_array
 from jax_ep.formats.plain import as_dtype
 from jax_ep.group import EPGroup
 from jax_ep.nnx.token_axes import Axes, are_different_axes, as_tuple, axes_of, count_shards
-from jax_ep.operands.checks import advise, is_code, is_finite
 from jax_ep.router import RouterConfig
 
 

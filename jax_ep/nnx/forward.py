@@ -12,14 +12,14 @@ import jax.numpy as jnp
 from jax import P, lax
 from jax.tree_util import SequenceKey, register_pytree_with_keys
 
+from jax_ep.exchange.choices import limit_choices
+from jax_ep.exchange.drops import raise_on_drops
 from jax_ep.formats import Plain
 from jax_ep.group import EPGroup
 from jax_ep.layer.fused_silu import fused_silu
 from jax_ep.layer.quantize_weights import QuantizedWeights, quantize_weights
 from jax_ep.nnx.parameters import hidden_axis
 from jax_ep.nnx.token_axes import axes_of, axes_of_dimension, count_shards
-from jax_ep.operands.choices import limit_choices
-from jax_ep.operands.drops import raise_on_drops
 from jax_ep.ops import combine, dispatch
 from jax_ep.placement.choices import PlacedChoices, place_choices
 from jax_ep.placement.replicate import replicate_experts

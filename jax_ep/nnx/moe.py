@@ -11,6 +11,7 @@ from flax import nnx
 from jax import P
 
 from jax_ep.config import check_count, check_on_drop
+from jax_ep.exchange.checks import check_flags
 from jax_ep.group import EPGroup, check_is_group
 from jax_ep.layer.expert_mlp import expert_mlp
 from jax_ep.layer.fused_silu import check_activation
@@ -20,7 +21,6 @@ from jax_ep.nnx.forward import Forward, MoEReport
 from jax_ep.nnx.parameters import Parameters, hidden_axis, move_bias
 from jax_ep.nnx.placement import create_placement
 from jax_ep.nnx.token_axes import Axes, check_sharded_alike, check_token_axes, spec_of_call
-from jax_ep.operands.checks import check_flags
 from jax_ep.placement.expert_placement import ExpertPlacement, check_placement
 from jax_ep.router import RouterConfig
 

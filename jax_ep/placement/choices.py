@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_ep.exchange import checks
+from jax_ep.exchange.positions import positions
 from jax_ep.group import EPGroup, check_group
-from jax_ep.operands import checks
-from jax_ep.operands.positions import positions
 from jax_ep.placement.expert_placement import ExpertPlacement, check_placement
 
 # 2^32 divided by the golden ratio; and an odd number that sets experts apart.

@@ -9,9 +9,9 @@ import numpy as np
 from jax import lax
 
 from jax_ep.config import check_count
+from jax_ep.exchange import checks
+from jax_ep.exchange.positions import order_of
 from jax_ep.group import EPGroup
-from jax_ep.operands import checks
-from jax_ep.operands.positions import order_of
 
 
 @jax.tree_util.register_pytree_with_keys_class

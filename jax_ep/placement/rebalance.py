@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ep.config import check_count
-from jax_ep.operands.checks import as_values, is_finite
+from jax_ep.exchange.checks import as_values, is_finite
 
 
 def rebalance(

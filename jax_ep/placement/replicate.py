@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jax_ep.exchange import checks
+from jax_ep.exchange.positions import order_of
 from jax_ep.formats.bits import from_bytes, to_bytes
 from jax_ep.group import EPGroup, check_group
-from jax_ep.operands import checks
-from jax_ep.operands.positions import order_of
 from jax_ep.placement.expert_placement import ExpertPlacement, check_placement
 
 # Name of the results of `replicate_experts`, for `jax.checkpoint` policies.

@@ -9,18 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ep.geometry import Geometry
-from jax_ep.operands.calls import (
+from jax_ep.exchange.operands import (
     CombineOperands,
     DispatchOperands,
     DispatchResults,
     Routing,
     empty_rows,
 )
-from jax_ep.operands.rounding import from_sum_dtype, to_sum_dtype
+from jax_ep.exchange.overlap import CotangentSlots
+from jax_ep.exchange.rounding import from_sum_dtype, to_sum_dtype
+from jax_ep.geometry import Geometry
 from jax_ep.processes.exchange import Exchange
 from jax_ep.stats import RankStats
-from jax_ep.xla_ffi.overlap import CotangentSlots
 
 
 class Connection(abc.ABC):

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax_ep.config import EPConfig
+from jax_ep.exchange.checks import VECTOR_BYTES
+from jax_ep.ffi import extension
 from jax_ep.geometry import Geometry, MeshCoordinate
-from jax_ep.operands.checks import VECTOR_BYTES
 from jax_ep.processes.exchange import Exchange
 from jax_ep.processes.messages import encodable, has_types, sent_json
-from jax_ep.xla_ffi import extension
 
 # How long close() waits for a peer, which may be dead.
 _MAX_CLOSE_S = 10.0

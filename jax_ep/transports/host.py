@@ -9,13 +9,14 @@ from typing import Any
 
 import jax
 
+from jax_ep.exchange import calls as primitives
+from jax_ep.exchange.rules import FfiConnection
+from jax_ep.ffi import extension
 from jax_ep.geometry import Geometry
 from jax_ep.processes.exchange import Exchange
 from jax_ep.stats import RankStats
 from jax_ep.transports import cpu_threads
 from jax_ep.transports.base import platform_problem
-from jax_ep.transports.gradients import FfiConnection
-from jax_ep.xla_ffi import extension, primitives
 
 # Frames from a warning to the user's code.
 _LEVEL_OF_EP_INIT_CALL = 4  # open, connect, ep_init

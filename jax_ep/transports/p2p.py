@@ -10,17 +10,18 @@ from typing import Any
 import jax
 import numpy as np
 
+from jax_ep.exchange import rules as gradients
+from jax_ep.exchange.async_calls import InFlightCombine, InFlightDispatch, finish
+from jax_ep.exchange.checks import VECTOR_BYTES
+from jax_ep.exchange.operands import CombineOperands, DispatchOperands, DispatchResults
+from jax_ep.exchange.overlap import CotangentSlots, make_slots
+from jax_ep.exchange.rules import FfiConnection
+from jax_ep.ffi import extension
 from jax_ep.geometry import Geometry
-from jax_ep.operands.calls import CombineOperands, DispatchOperands, DispatchResults
-from jax_ep.operands.checks import VECTOR_BYTES
 from jax_ep.processes.exchange import Exchange
 from jax_ep.stats import RankStats
-from jax_ep.transports import bootstrap, gradients
+from jax_ep.transports import bootstrap
 from jax_ep.transports.base import platform_problem
-from jax_ep.transports.gradients import FfiConnection
-from jax_ep.xla_ffi import extension
-from jax_ep.xla_ffi.async_calls import InFlightCombine, InFlightDispatch, finish
-from jax_ep.xla_ffi.overlap import CotangentSlots, make_slots
 
 # Groups times groups per rank: kernels divide by multiplication (core/fast_divisor.h).
 _MAX_PRODUCT = 2**32

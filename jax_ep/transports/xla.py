@@ -14,13 +14,18 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jax_ep.exchange.checks import vary_alike
+from jax_ep.exchange.operands import (
+    COMBINE_NAME,
+    CombineOperands,
+    DispatchOperands,
+    DispatchResults,
+)
+from jax_ep.exchange.rounding import in_float32, round_to
 from jax_ep.formats import QuantizedFormat
 from jax_ep.formats.bits import as_integers
 from jax_ep.formats.scales import group_of
 from jax_ep.geometry import Geometry
-from jax_ep.operands.calls import COMBINE_NAME, CombineOperands, DispatchOperands, DispatchResults
-from jax_ep.operands.checks import vary_alike
-from jax_ep.operands.rounding import in_float32, round_to
 from jax_ep.processes.exchange import Exchange
 from jax_ep.transports.base import Connection
 

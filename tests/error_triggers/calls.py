@@ -26,10 +26,10 @@ from error_triggers.base import (
 )
 from faults import handmade
 from harness import on_mesh, succeed_in_callbacks
+from jax_ep.ffi import extension
 from jax_ep.geometry import Geometry
 from jax_ep.group import EPGroup
 from jax_ep.transports.p2p import P2pConnection
-from jax_ep.xla_ffi import extension
 
 
 def call(group, *, ids=(T, K), mesh=None, **options: Any) -> Any:

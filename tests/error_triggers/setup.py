@@ -13,8 +13,8 @@ import jax_ep
 from error_triggers.base import E, R, T, closed_group, config, init, make_mesh
 from fake_store import FakeClient
 from jax_ep.geometry import Geometry, MeshCoordinate
-from jax_ep.internode import rail_room
-from jax_ep.internode.nvshmem import NvshmemByNodes
+from jax_ep.nodes.nvshmem import rail_room
+from jax_ep.nodes.nvshmem.connection import NvshmemByNodes
 from jax_ep.processes.exchange import Exchange
 from jax_ep.processes.meeting import _Ending
 from jax_ep.processes.messages import Message

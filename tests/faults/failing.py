@@ -8,7 +8,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 
-from jax_ep.xla_ffi import extension
+from jax_ep.ffi import extension
 
 _SOURCE = pathlib.Path(__file__).with_name("failing_calls.cc")
 

@@ -126,7 +126,7 @@ def keys_of(text: str) -> list[str]:
 
 def is_open(key: str) -> bool:
     """Whether the extension has a group open."""
-    from jax_ep.xla_ffi import extension
+    from jax_ep.ffi import extension
 
     for each in (key, f"{key}-intra-node"):
         with contextlib.suppress(Exception):

@@ -17,7 +17,7 @@ import jax
 import child
 import edges  # noqa: F401
 from failing import Failing
-from jax_ep.xla_ffi import extension
+from jax_ep.ffi import extension
 from layer import AXIS, Layer, R, assert_equal, outcome, use_devices
 
 NO_THREAD = r"needs a thread per CPU device.* refused to create one: Resource temporarily unav"

@@ -1,5 +1,5 @@
 // Which groups of rows a node has, and what they are called inside it. The same in Python:
-// jax_ep/internode/routing.py.
+// jax_ep/nodes/routing.py.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // XLA FFI: what an asynchronous call with several results needs around its start. XLA makes a call
-// asynchronous only if it has one result (jax_ep/xla_ffi/async_primitives.py). So CudaAsyncAlloc
+// asynchronous only if it has one result (jax_ep/exchange/async_primitives.py). So CudaAsyncAlloc
 // allocates the results, the start takes them as operands and returns a ticket, and CudaAsyncDone
 // takes ticket and results and returns the results.
 

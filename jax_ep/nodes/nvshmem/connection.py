@@ -10,18 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 
-from jax_ep.geometry import Geometry
-from jax_ep.internode import bootstrap as nvshmem_bootstrap
-from jax_ep.internode import codes, primitives, rail_room
-from jax_ep.internode.connection import P2pByNodes
-from jax_ep.internode.rails import OverlappingRails, Rails
-from jax_ep.operands.calls import CombineOperands, DispatchOperands, DispatchResults
-from jax_ep.processes.exchange import Exchange
-from jax_ep.transports import bootstrap
-from jax_ep.xla_ffi import extension
-from jax_ep.xla_ffi.async_calls import InFlightCombine, InFlightDispatch
-from jax_ep.xla_ffi.overlap import CotangentSlots, call_in_backward
-from jax_ep.xla_ffi.primitives import (
+from jax_ep.exchange.async_calls import InFlightCombine, InFlightDispatch
+from jax_ep.exchange.calls import (
     bind_combine,
     combine_call,
     combine_grad_call,
@@ -29,6 +19,18 @@ from jax_ep.xla_ffi.primitives import (
     dispatch_call,
     present,
 )
+from jax_ep.exchange.operands import CombineOperands, DispatchOperands, DispatchResults
+from jax_ep.exchange.overlap import CotangentSlots, call_in_backward
+from jax_ep.ffi import extension
+from jax_ep.geometry import Geometry
+from jax_ep.nodes import calls as primitives
+from jax_ep.nodes import codes
+from jax_ep.nodes.connection import P2pByNodes
+from jax_ep.nodes.nvshmem import bootstrap as nvshmem_bootstrap
+from jax_ep.nodes.nvshmem import rail_room
+from jax_ep.nodes.rails import OverlappingRails, Rails
+from jax_ep.processes.exchange import Exchange
+from jax_ep.transports import bootstrap
 
 # How long close() waits for a peer, which may be dead, after `p2p` has waited for it; then for the
 # network; and then for the peers' networks.

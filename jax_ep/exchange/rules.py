@@ -19,7 +19,10 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from jax_ep.operands.calls import (
+from jax_ep.exchange import calls as primitives
+from jax_ep.exchange.async_calls import finished
+from jax_ep.exchange.async_primitives import combine_grad_start_p, dispatch_grad_start_p
+from jax_ep.exchange.operands import (
     COMBINE_NAME,
     DISPATCH_NAME,
     CombineOperands,
@@ -28,11 +31,8 @@ from jax_ep.operands.calls import (
     Routing,
     Weighting,
 )
+from jax_ep.exchange.overlap import CotangentSlots, call_in_backward
 from jax_ep.transports.base import Connection
-from jax_ep.xla_ffi import primitives
-from jax_ep.xla_ffi.async_calls import finished
-from jax_ep.xla_ffi.async_primitives import combine_grad_start_p, dispatch_grad_start_p
-from jax_ep.xla_ffi.overlap import CotangentSlots, call_in_backward
 
 _NO_GRADIENT: Any = None  # what custom_vjp expects for integers
 

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, TypeVar
 
+from jax_ep.ffi import extension
 from jax_ep.processes import interrupts
 from jax_ep.processes.exchange import Exchange
 from jax_ep.processes.messages import has_types, sent_json
-from jax_ep.xla_ffi import extension
 
 T = TypeVar("T")
 

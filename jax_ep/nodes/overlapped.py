@@ -9,12 +9,12 @@ from typing import Any
 
 import jax
 
-from jax_ep.internode.gradients import all_gather_tokens
-from jax_ep.internode.rails import OverlappingRails, Rails
-from jax_ep.operands.calls import CombineOperands, DispatchOperands, DispatchResults
-from jax_ep.transports import gradients as one_node
-from jax_ep.xla_ffi.async_calls import InFlightCombine, InFlightDispatch, finish
-from jax_ep.xla_ffi.overlap import CotangentSlots
+from jax_ep.exchange import rules as one_node
+from jax_ep.exchange.async_calls import InFlightCombine, InFlightDispatch, finish
+from jax_ep.exchange.operands import CombineOperands, DispatchOperands, DispatchResults
+from jax_ep.exchange.overlap import CotangentSlots
+from jax_ep.nodes.rails import OverlappingRails, Rails
+from jax_ep.nodes.rules import all_gather_tokens
 
 # Tokens of a rank from which on a dispatch overlaps, and the backward of a combine. Ids and weights
 # of a dispatch then travel ahead, which takes 10 us. The same in all processes. Tests lower it.

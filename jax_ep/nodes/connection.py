@@ -23,22 +23,23 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_ep.geometry import Geometry
-from jax_ep.internode import codes, gradients, overlapped
-from jax_ep.internode.rails import Rails, XlaRails
-from jax_ep.operands.calls import (
+from jax_ep.exchange.operands import (
     COMBINE_NAME,
     CombineOperands,
     DispatchOperands,
     DispatchResults,
     Routing,
 )
-from jax_ep.operands.rounding import in_float32
+from jax_ep.exchange.rounding import in_float32
+from jax_ep.exchange.rules import FfiConnection
+from jax_ep.geometry import Geometry
+from jax_ep.nodes import codes, overlapped
+from jax_ep.nodes import rules as gradients
+from jax_ep.nodes.rails import Rails, XlaRails
 from jax_ep.processes.exchange import Exchange
 from jax_ep.stats import RankStats
 from jax_ep.transports import bootstrap
 from jax_ep.transports.base import Connection
-from jax_ep.transports.gradients import FfiConnection
 from jax_ep.transports.host import HostConnection
 from jax_ep.transports.p2p import P2pConnection
 

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive, get_opaque_trace_state
 
-from jax_ep.operands.checks import vary_alike
-from jax_ep.xla_ffi.async_primitives import async_done_p, wait_started_p
-from jax_ep.xla_ffi.lowering import expect_async_calls
-from jax_ep.xla_ffi.split import Rest
+from jax_ep.exchange.async_primitives import async_done_p, wait_started_p
+from jax_ep.exchange.checks import vary_alike
+from jax_ep.exchange.split import Rest
+from jax_ep.ffi.lowering import expect_async_calls
 
 
 def start_call(

@@ -17,13 +17,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.lax import bitcast_convert_type
 
 from jax_ep.config import EPConfig
+from jax_ep.exchange import checks, limbs
+from jax_ep.exchange.payload import Payload
+from jax_ep.exchange.rounding import from_sum_dtype, round_to, to_sum_dtype
+from jax_ep.exchange.routing import NO_GROUP, route_ids, route_weights
+from jax_ep.exchange.shared_rows import split_shared
 from jax_ep.formats import TokenFormat
 from jax_ep.geometry import Geometry
-from jax_ep.operands import checks, limbs
-from jax_ep.operands.payload import Payload
-from jax_ep.operands.rounding import from_sum_dtype, round_to, to_sum_dtype
-from jax_ep.operands.routing import NO_GROUP, route_ids, route_weights
-from jax_ep.operands.shared_rows import split_shared
 
 # Names of the results for `jax.checkpoint` policies.
 DISPATCH_NAME = "jax_ep_dispatch"
@@ -44,7 +44,7 @@ class DispatchOperands:
     """The operands of a dispatch."""
 
     # [T, H], or fewer elements; [T, W] words of tokens that the caller has quantized; or, between
-    # nodes, uint32[T, W] of internode/codes.py.
+    # nodes, uint32[T, W] of nodes/codes.py.
     tokens: jax.Array
     group_ids: jax.Array  # int32[T, N], see routing.py
     topk_weights: jax.Array | None  # float32[T, N]

@@ -20,9 +20,10 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import func
 from jax.interpreters import batching, mlir, partial_eval
 
+from jax_ep.exchange import calls as primitives
+from jax_ep.ffi import lowering
+from jax_ep.ffi.lowering import StreamOrder
 from jax_ep.geometry import Geometry
-from jax_ep.xla_ffi import lowering, primitives
-from jax_ep.xla_ffi.lowering import StreamOrder
 
 # (*types of operands, **parameters) -> the types of what a call writes.
 Types = Callable[..., list[Any]]

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep.operands.checks import VECTOR_BYTES
+from jax_ep.exchange.checks import VECTOR_BYTES
 
 INTEGERS = (jnp.int32, jnp.uint32)
 BYTES_PER_INTEGER = 8  # as limbs

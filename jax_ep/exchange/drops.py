@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_ep.exchange.checks import vary_alike
 from jax_ep.geometry import Geometry
-from jax_ep.operands.checks import vary_alike
 
 _MAX_RANKS = 8  # that a message lists
 

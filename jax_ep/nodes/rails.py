@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_ep.exchange.async_calls import InFlightCombine, InFlightDispatch
+from jax_ep.exchange.operands import CombineOperands, DispatchOperands, DispatchResults
+from jax_ep.exchange.overlap import CotangentSlots
+from jax_ep.exchange.rounding import in_float32
+from jax_ep.exchange.rules import FfiConnection
 from jax_ep.formats.bits import as_integers
 from jax_ep.geometry import Geometry
-from jax_ep.internode.routing import needs, route_within
-from jax_ep.operands.calls import CombineOperands, DispatchOperands, DispatchResults
-from jax_ep.operands.rounding import in_float32
-from jax_ep.transports.gradients import FfiConnection
-from jax_ep.xla_ffi.async_calls import InFlightCombine, InFlightDispatch
-from jax_ep.xla_ffi.overlap import CotangentSlots
+from jax_ep.nodes.routing import needs, route_within
 
 
 class Rails(abc.ABC):

@@ -9,10 +9,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jax_ep.exchange import calls as primitives
+from jax_ep.exchange.async_primitives import make_combine_start, make_start
+from jax_ep.ffi.lowering import call_primitive, like
 from jax_ep.geometry import Geometry
-from jax_ep.xla_ffi import primitives
-from jax_ep.xla_ffi.async_primitives import make_combine_start, make_start
-from jax_ep.xla_ffi.lowering import call_primitive, like
 
 
 def _attributes(geometry: Geometry, **flags: bool) -> dict[str, Any]:

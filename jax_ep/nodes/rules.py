@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jax_ep.exchange.operands import DISPATCH_NAME
 from jax_ep.formats.bits import as_integers
-from jax_ep.internode.rails import Rails
-from jax_ep.internode.routing import choices_of_nodes, needs, node_of
-from jax_ep.operands.calls import DISPATCH_NAME
+from jax_ep.nodes.rails import Rails
+from jax_ep.nodes.routing import choices_of_nodes, needs, node_of
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

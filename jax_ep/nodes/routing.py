@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_ep.exchange.routing import INVALID, NO_GROUP
 from jax_ep.geometry import Geometry
-from jax_ep.operands.routing import INVALID, NO_GROUP
 
 
 def _node(geometry: Geometry) -> jax.Array:

@@ -9,12 +9,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
+from jax_ep.exchange.async_primitives import async_done_p, combine_start_p, dispatch_start_p
+from jax_ep.exchange.calls import bind_combine, dispatch_call
+from jax_ep.exchange.operands import COMBINE_NAME, DISPATCH_NAME, CombineOperands, DispatchOperands
+from jax_ep.exchange.overlap import Overlap, after_start, order_after, start_call, wait_started
+from jax_ep.ffi.lowering import expect_async_calls
 from jax_ep.geometry import Geometry
-from jax_ep.operands.calls import COMBINE_NAME, DISPATCH_NAME, CombineOperands, DispatchOperands
-from jax_ep.xla_ffi.async_primitives import async_done_p, combine_start_p, dispatch_start_p
-from jax_ep.xla_ffi.lowering import expect_async_calls
-from jax_ep.xla_ffi.overlap import Overlap, after_start, order_after, start_call, wait_started
-from jax_ep.xla_ffi.primitives import bind_combine, dispatch_call
 
 
 class InFlightDispatch:
@@ -155,7 +155,7 @@ def finish(
 def finished(results: Sequence[jax.Array], given: Sequence[jax.Array]) -> Any:
     """`results` of a call that was started with `given`, its differentiable operands.
 
-    Has no derivative: the rules of transports/gradients.py wrap it, so only second derivatives
+    Has no derivative: the rules of exchange/rules.py wrap it, so only second derivatives
     would need one.
     """
     return _finished_p.bind(*results, *given, n_results=len(results))

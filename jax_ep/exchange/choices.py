@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_ep.operands.checks import as_arrays, as_int32, check_array
-from jax_ep.operands.positions import positions
+from jax_ep.exchange.checks import as_arrays, as_int32, check_array
+from jax_ep.exchange.positions import positions
 
 _INT32_MAX = 2**31 - 1
 

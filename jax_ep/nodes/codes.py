@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_ep.exchange.checks import VECTOR_BYTES
+from jax_ep.exchange.operands import DispatchOperands
 from jax_ep.formats import QuantizedFormat, TokenFormat
-from jax_ep.operands.calls import DispatchOperands
-from jax_ep.operands.checks import VECTOR_BYTES
 
 _WORD_BYTES = 4
 

@@ -9,12 +9,12 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 
+from jax_ep.exchange.checks import vary_alike
+from jax_ep.exchange.operands import CombineOperands, DispatchOperands, DispatchResults, Weighting
+from jax_ep.ffi.lowering import call_primitive, host_call, like, make_primitive
 from jax_ep.formats import TokenFormat
 from jax_ep.formats.bits import from_bytes, to_bytes
 from jax_ep.geometry import Geometry
-from jax_ep.operands.calls import CombineOperands, DispatchOperands, DispatchResults, Weighting
-from jax_ep.operands.checks import vary_alike
-from jax_ep.xla_ffi.lowering import call_primitive, host_call, like, make_primitive
 
 # Operands and parameters of a primitive.
 Call = tuple[list[jax.Array], dict[str, Any]]

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep.config import EPConfig
+from jax_ep.exchange import checks
+from jax_ep.exchange.rows import in_use
 from jax_ep.formats import Plain, Quantized, QuantizedFormat, TokenFormat
 from jax_ep.formats.plain import FLOATS
-from jax_ep.operands import checks
-from jax_ep.operands.rows import in_use
 
 # Words are numbers that nothing computes with. XLA:CPU converts bfloat16, but not float32.
 _WORDS = Plain(jnp.float32)

@@ -1,0 +1,1 @@
+"""Transport `nvshmem`: rails over NVSHMEM, imported on demand."""
