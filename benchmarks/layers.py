@@ -61,10 +61,8 @@ def _experts(implementation: Implementation, rows: Any, weights: Any) -> jax.Arr
     return lax.ragged_dot(jax.nn.silu(gate) * up, weights[1], sizes)
 
 
-def _layer(ours: Implementation, *, by_moe: bool = False) -> Step:
+def _layer(ours: Implementation) -> Step:
     def next(tokens, ids, weights, parameters, hide):
-        if by_moe:
-            return jax_ep.moe(ours.group, tokens, ids, weights, *parameters, overlap=True), {}
         rows = ours.dispatch(tokens, ids, weights)
         results = _experts(ours, rows, parameters)
         return ours.combine(results, rows, weights), {"row_offsets": rows.row_offsets}
@@ -112,7 +110,6 @@ def _dense(implementation: Implementation) -> Step:
 STEPS: dict[str, Callable[[Implementation], Step]] = {
     "layer": _layer,
     "layer + grad": lambda implementation: with_gradients(_layer(implementation)),
-    "layer + grad, moe": lambda ours: with_gradients(_layer(ours, by_moe=True)),
     "experts": _experts_alone,
     "experts + grad": functools.partial(_experts_alone, with_grad=True),
     "dense matmuls": _dense,

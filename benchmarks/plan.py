@@ -112,7 +112,7 @@ OURS_ALONE, RAGGED_DOT, TOKAMAX = "jax_ep", "lax.ragged_dot", "tokamax"
 _NODES_TOKENS = (4096, 8, 128, 1024, 16, 32)
 _LAYER_TOKENS = (4096, 8, 128, 8192)
 _LAYER = ("layer", "experts", "dense matmuls", _ROUND_TRIP)
-_LAYER_GRAD = ("layer + grad", "layer + grad, moe", "experts + grad", _WITH_GRAD)
+_LAYER_GRAD = ("layer + grad", "experts + grad", _WITH_GRAD)
 
 
 def _gpu() -> list[Item]:

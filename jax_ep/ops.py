@@ -10,14 +10,13 @@ from typing import Any
 
 import jax
 
-from jax_ep.exchange import rules as gradients
 from jax_ep.exchange.checks import as_arrays
 from jax_ep.exchange.limbs import from_limbs, is_integer
 from jax_ep.exchange.operands import DispatchOperands, check_values
 from jax_ep.exchange.rounding import from_sum_dtype
 from jax_ep.exchange.rows import in_use, keep
 from jax_ep.formats import Quantized
-from jax_ep.group import EPGroup, check_group
+from jax_ep.group import EPGroup, calls_of, check_group
 from jax_ep.results import Dispatched, InFlight, check_dispatched, check_in_flight
 
 
@@ -71,7 +70,7 @@ def dispatch(
     operands, topk_ids = DispatchOperands.make(
         call, group.geometry, tokens, topk_ids, topk_weights, input_scale, recv_capacity
     )
-    results = group._connection.dispatch(operands)
+    results = calls_of(group).dispatch(operands)
     return Dispatched.make(group, topk_ids, operands, results)
 
 
@@ -97,7 +96,7 @@ def dispatch_async(
     operands, topk_ids = DispatchOperands.make(
         call, group.geometry, tokens, topk_ids, topk_weights, input_scale, recv_capacity
     )
-    started = group._connection.start(operands)
+    started = calls_of(group).start(operands)
     return InFlight(started, operands, topk_ids, group)
 
 
@@ -121,7 +120,7 @@ def dispatch_wait(group: EPGroup, in_flight: InFlight, *, after: Any = None) -> 
     check_group("dispatch_wait", group)
     check_in_flight("dispatch", in_flight, group)
     operands = in_flight.operands
-    results = group._connection.finish(in_flight.call, operands, after)
+    results = calls_of(group).finish(in_flight.call, operands, after)
     return Dispatched.make(group, in_flight.topk_ids, operands, results)
 
 
@@ -176,7 +175,7 @@ def combine(
     call = check_group("combine", group)
     check_dispatched(call, dispatched, group)
     operands = dispatched.combine_operands(call, expert_out, topk_weights, residual, reduce)
-    return operands.finish(group.config, group._connection.combine(operands))
+    return operands.finish(group.config, calls_of(group).combine(operands))
 
 
 def combine_async(
@@ -198,7 +197,7 @@ def combine_async(
     call = check_group("combine_async", group)
     check_dispatched(call, dispatched, group)
     operands = dispatched.combine_operands(call, expert_out, topk_weights, residual, reduce)
-    started = group._connection.start(operands)
+    started = calls_of(group).start(operands)
     return InFlight(started, operands, None, group)
 
 
@@ -215,7 +214,7 @@ def combine_wait(group: EPGroup, in_flight: InFlight, *, after: Any = None) -> j
     check_group("combine_wait", group)
     check_in_flight("combine", in_flight, group)
     operands = in_flight.operands
-    out = group._connection.finish(in_flight.call, operands, after)
+    out = calls_of(group).finish(in_flight.call, operands, after)
     return operands.finish(group.config, out)
 
 
@@ -251,7 +250,7 @@ def redispatch(group: EPGroup, values: jax.Array, dispatched: Dispatched) -> jax
     check_dispatched(call, dispatched, group)
     (values,) = as_arrays(call, values=values)
     sent, routing = check_values(call, group.geometry, values, dispatched.routing)
-    rows = gradients.redispatch(group._connection, sent, routing)
+    rows = calls_of(group).redispatch(sent, routing)
     if group.config.zero_unused_rows:
         rows = keep(rows, in_use(routing.row_offsets, rows.shape[0]))
     if is_integer(values):

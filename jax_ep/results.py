@@ -9,15 +9,15 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep.config import EPConfig
+from jax_ep.exchange.base import straight_through, without_gradient
 from jax_ep.exchange.choices import count_choices
 from jax_ep.exchange.drops import raise_on_drops
 from jax_ep.exchange.operands import CombineOperands, DispatchOperands, DispatchResults, Routing
 from jax_ep.exchange.payload import unpack
 from jax_ep.exchange.rows import in_use, keep, keep_gradient, row_groups, row_sources
-from jax_ep.exchange.rules import straight_through, without_gradient
 from jax_ep.formats import QuantizedFormat
 from jax_ep.geometry import Geometry
-from jax_ep.group import EPGroup, check_group
+from jax_ep.group import EPGroup, calls_of, check_group
 
 
 @jax.tree_util.register_dataclass
@@ -110,7 +110,7 @@ class Dispatched:
         check_group("row_source_ranks", self.group)
         geometry, routing = self.group.geometry, self.routing
         n_rows = self.src_info.shape[0]
-        all_to_all = self.group._connection.all_to_all
+        all_to_all = calls_of(self.group).all_to_all
         return row_sources(geometry, routing.group_ids, routing.row_offsets, n_rows, all_to_all)
 
     @property
@@ -129,7 +129,7 @@ class Dispatched:
         counts = count_choices(self.topk_ids, config.n_experts)
         if config.skip_a2a:
             return jnp.broadcast_to(counts, (n_ranks, config.n_experts))
-        return self.group._connection.all_gather(counts)
+        return calls_of(self.group).all_gather(counts)
 
     @property
     def routing(self) -> Routing:
@@ -192,7 +192,7 @@ class Dispatched:
             return dispatched
         # Another call returns the gradient of float16 rows.
         source_tokens, routing = operands.tokens[:n_tokens], dispatched.routing
-        rows = straight_through(group._connection, source_tokens, dispatched.tokens, routing)
+        rows = straight_through(calls_of(group), source_tokens, dispatched.tokens, routing)
         return dataclasses.replace(dispatched, tokens=rows)
 
 
@@ -209,7 +209,7 @@ def _raise_on_drops(
             'on_drop="count", they are only counted (docs/observe.md).'
         )
 
-    all_gather = group._connection.all_gather
+    all_gather = calls_of(group).all_gather
     zero = raise_on_drops(group.geometry, results.n_dropped, describe, all_gather)
 
     def gate(x: Any) -> Any:  # its gradient, too

@@ -124,32 +124,6 @@ def combine_in_a_loop(group, tokens, topk_ids):
     return jax.lax.scan(step, tokens, length=3)[0]
 
 
-def gradients_of_moe(group, tokens, topk_ids, n_layers=1, wrap=lambda layer: layer):
-    """Of tokens and all weights; several layers are a loop."""
-    n_local, size = group.config.n_experts // group.n_ranks, tokens.shape[1]
-    factors = jnp.ones((n_layers, n_local, 1, 1), tokens.dtype) * tokens[0, 0]
-    gate_up = factors * jnp.ones((size, 2 * size), tokens.dtype)
-    down = factors * jnp.ones((size, size), tokens.dtype)
-    weights = jnp.ones(topk_ids.shape) * tokens[0, 0].astype(jnp.float32)
-
-    @wrap
-    def layer(*args):
-        return jax_ep.moe(group, args[0], topk_ids, *args[1:], overlap=True)
-
-    def loss(tokens, weights, gate_up, down):
-        if n_layers == 1:
-            out = layer(tokens, weights, gate_up[0], down[0])
-        else:
-
-            def step(x, matrices):
-                return layer(x, weights, *matrices), None
-
-            out = jax.lax.scan(step, tokens, (gate_up, down))[0]
-        return jnp.sum(out.astype(jnp.float32) ** 2)
-
-    return jax.grad(loss, argnums=(0, 1, 2, 3))(tokens, weights, gate_up, down)
-
-
 # The asynchronous calls in each program's code, those of the backward among them.
 N_CALLS = {
     independent_work: 2,

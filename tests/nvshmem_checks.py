@@ -22,7 +22,8 @@ from harness import AXIS, config_of, make_mesh, on_mesh, put
 from jax_ep.ffi import extension
 from jax_ep.nodes import overlapped
 from jax_ep.nodes.connection import NodesConnection
-from jax_ep.nodes.nvshmem.connection import NvshmemRails
+from jax_ep.nodes.nvshmem.rails import NvshmemRails
+from jax_ep.transports.p2p import P2pConnection
 from nvshmem_groups import (
     NAME,
     free_heaps,
@@ -56,7 +57,7 @@ def check_groups() -> None:
         assert group.transport == NAME
         assert isinstance(group._connection, NodesConnection)
         assert not free_heaps(group)
-        assert group.memory > group._connection.inner.memory() > 0
+        assert group.memory > P2pConnection.memory(group._connection) > 0
         equal.close()
         for each in (group, other):
             run = dispatch_where(each)

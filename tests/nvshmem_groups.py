@@ -42,12 +42,12 @@ def open_captured(timeout_s: float):
     wanted = run()
     meet()
     assert run() == wanted
-    assert test_graphs.is_captured(group._connection.inner)
+    assert test_graphs.is_captured(group._connection)
     return group, run, wanted
 
 
 def open_again(group: jax_ep.EPGroup) -> jax_ep.EPGroup:
     """Closes the group, whose heap the next equal one gets, and opens that."""
     group.close()
-    assert extension.load_cuda().nvshmem.pinned(group._connection.inner.geometry.key) >= 0
+    assert extension.load_cuda().nvshmem.pinned(group._connection.geometry.key) >= 0
     return open_group(group.config.timeout_s)

@@ -80,7 +80,7 @@ def test_nodes_are_served_by_themselves(by_nodes):
         assert isinstance(group._connection, NodesConnection)
         assert group.transport == by_nodes
         assert (group.n_ranks, group.config.n_nodes) == (4, 2)
-        assert group._connection.inner.geometry.routed.n_ranks == 2
+        assert group._connection.geometry.routed.n_ranks == 2
 
 
 @pytest.mark.usefixtures("one_process")
@@ -326,7 +326,7 @@ def test_errors_name_the_rank_of_all_nodes(rank, by_nodes):
         run = on_mesh(group.mesh, body)
         operands = put(group.mesh, *suite.make_inputs(case).arrays()[:2])
         jax.block_until_ready(run(*operands))
-        key = group._connection.inner.geometry.key
+        key = group._connection.geometry.key
         _ffi.fail_next_call(key, group.mesh.devices.flat[rank].id, "on purpose")
         with pytest.raises(jax.errors.JaxRuntimeError, match=rf"rank {rank}: on purpose"):
             jax.block_until_ready(run(*operands))

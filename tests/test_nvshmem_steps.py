@@ -20,6 +20,7 @@ from jax_ep.nodes.nvshmem import connection as nvshmem
 from jax_ep.nodes.nvshmem.rail_room import Room, unsupported_reason, why_no_room
 from jax_ep.processes import exchange as exchange_module
 from jax_ep.processes.messages import Message
+from jax_ep.transports.p2p import P2pConnection
 
 
 class Answers:
@@ -226,7 +227,7 @@ def test_a_rail_that_some_processes_did_not_open_is_closed(monkeypatch):
     exchange = Answers(nvshmem_id=b"joined", heaps=b"[[], [3]]", rail=TimeoutError("process 1"))
     with pytest.raises(TimeoutError):
         connection._open_rail(exchange)
-    assert closed == [connection.inner.geometry.memory_key]
+    assert closed == [connection.geometry.memory_key]
 
 
 def open_connection(monkeypatch, exchange, steps, is_captured=False, drain=lambda _: True):
@@ -242,7 +243,7 @@ def open_connection(monkeypatch, exchange, steps, is_captured=False, drain=lambd
     monkeypatch.setattr(extension, "load_cuda", lambda: cuda)
     config = jax_ep.EPConfig(n_experts=2, top_k=1, hidden_size=64, max_tokens_per_rank=8)
     connection = nvshmem.NvshmemByNodes(Geometry(make_mesh(1), AXIS, config, "nvshmem"))
-    monkeypatch.setattr(connection.inner, "close", lambda: None)
+    monkeypatch.setattr(P2pConnection, "close", lambda self: None)
     connection._exchange = exchange
     return connection
 
@@ -324,7 +325,7 @@ def test_a_rail_is_closed_when_close_is_interrupted(monkeypatch):
     """And not released: other processes may still write to it."""
     steps = []
     connection = open_connection(monkeypatch, None, steps)
-    monkeypatch.setattr(connection.inner, "close", raising_interrupt)
+    monkeypatch.setattr(P2pConnection, "close", raising_interrupt)
     with pytest.raises(KeyboardInterrupt):
         connection.close()
     assert steps == ["close"]

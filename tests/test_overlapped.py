@@ -89,8 +89,8 @@ class ThriftyOverlappingRails(ThriftyRails, OverlappingRails):
 class OverlappingHost(HostByNodes):
     """`host` inside nodes, such rails between them."""
 
-    def make_rails(self):
-        return ThriftyOverlappingRails(self.geometry, self.inner)
+    def make_rails(self, geometry, inner):
+        return ThriftyOverlappingRails(geometry, inner)
 
 
 @pytest.fixture(scope="module", autouse=True)

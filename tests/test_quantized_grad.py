@@ -175,7 +175,7 @@ def test_cotangents_that_travel_in_slices_give_the_same_bits(monkeypatch):
         shapes.append(rows.shape)
         return 2
 
-    monkeypatch.setattr(group._connection, "n_slices", n_slices)
+    monkeypatch.setattr(group._connection.calls, "n_slices", n_slices)
     in_slices = on_mesh(group.mesh, lambda *args: body(*args))(*operands)
     assert shapes
     assert np.asarray(whole).any()

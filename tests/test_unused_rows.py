@@ -26,7 +26,7 @@ from harness import (
     put,
     shards,
 )
-from jax_ep.exchange import rules as gradients
+from jax_ep.exchange import rules
 from jax_ep.exchange.calls import combine_grad_p
 from test_grad import assert_close
 
@@ -89,22 +89,22 @@ def open_group(transport, monkeypatch):
         used = jnp.arange(len(rows), dtype=jnp.uint32) < row_offsets[-1]
         return [set_all_bits_unless(used, rows), *weights], slots
 
-    original = gradients.call_in_backward
-    monkeypatch.setattr(gradients, "call_in_backward", call_in_backward)
+    original = rules.call_in_backward
+    monkeypatch.setattr(rules, "call_in_backward", call_in_backward)
 
     def open_group(case, is_poisoned=True, dp=1, **changes):
         group = group_of(case, transport, make_mesh(case.n_ranks, dp), **changes)
-        connection = group._connection
-        dispatch, finish = connection.dispatch, connection.finish
+        calls = group._connection.calls
+        dispatch, finish = calls.dispatch, calls.finish
 
         def poison(results):
             is_dispatch = hasattr(results, "src_info")
             return poisoned(results, suite.layout_of(case)) if is_dispatch else results
 
         if is_poisoned:
-            connection.dispatch = lambda operands: poison(dispatch(operands))
+            calls.dispatch = lambda operands: poison(dispatch(operands))
             if transport == "p2p":  # elsewhere, `start` calls `dispatch`
-                connection.finish = lambda *args: poison(finish(*args))
+                calls.finish = lambda *args: poison(finish(*args))
         return group
 
     return open_group

@@ -18,7 +18,6 @@ from jax.extend.core import Primitive, get_opaque_trace_state
 
 from jax_ep.exchange.async_primitives import async_done_p, wait_started_p
 from jax_ep.exchange.checks import vary_alike
-from jax_ep.exchange.split import Rest
 from jax_ep.ffi.lowering import expect_async_calls
 
 
@@ -229,17 +228,3 @@ def call_in_backward(
     started = lax.bitcast_convert_type(wait_started(ready), jnp.float32)
     all_started = (_vary_like(ready, started),) * len(slots.started)
     return results, CotangentSlots(ticket, ticket, all_started)
-
-
-def finish_beside(
-    gradients: tuple[jax.Array, ...], slots: CotangentSlots, work: Rest
-) -> tuple[tuple[jax.Array, ...], Any]:
-    """The results of a backward's call once they are valid, and those of work that overlaps.
-
-    `gradients` and the cotangents of `slots`, of `make_slots`, are those of the call. For a rule
-    that has both at hand, it orders them as the rules above do.
-    """
-    operands, _ = _leave_bwd(None, (work.operands, slots.started[0]))
-    results, ticket = _enter_bwd(None, (work.run(*operands), slots.ticket))
-    valid, _ = _begin_bwd(None, (gradients, slots._replace(ticket=ticket)))
-    return valid, results

@@ -1,30 +1,36 @@
-"""Dispatch, combine and redispatch by custom calls, and their differentiation rules.
+"""Dispatch, combine and redispatch by custom calls, and their derivatives.
 
 The backward of dispatch is a combine: the cotangents of a token's rows are returned and summed, and
 those of its weights return beside them. The backward of combine sends each token's cotangent to the
 token's rows, where it is scaled by their weights.
 
-If work overlaps with an asynchronous call, its backward is asynchronous as well: see overlap.py for
-the `slots` that the rules take.
+If work overlaps with an asynchronous call, its backward is asynchronous as well: overlap.py says
+what the `slots` are that the rules take.
 """
 
-import abc
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import SymbolicZero
 
-from jax_ep.exchange import calls as primitives
-from jax_ep.exchange.async_calls import finished
+from jax_ep.exchange.async_calls import InFlightCombine, InFlightDispatch, finish, finished
 from jax_ep.exchange.async_primitives import combine_grad_start_p, dispatch_grad_start_p
+from jax_ep.exchange.base import Calls
+from jax_ep.exchange.calls import (
+    bind_combine,
+    bind_dispatch,
+    combine_call,
+    combine_grad_call,
+    combine_grad_p,
+    combine_p,
+    present,
+)
 from jax_ep.exchange.operands import (
     COMBINE_NAME,
-    DISPATCH_NAME,
     CombineOperands,
     DispatchOperands,
     DispatchResults,
@@ -32,21 +38,21 @@ from jax_ep.exchange.operands import (
     Weighting,
 )
 from jax_ep.exchange.overlap import CotangentSlots, call_in_backward
-from jax_ep.transports.base import Connection
+from jax_ep.geometry import Geometry
 
 _NO_GRADIENT: Any = None  # what custom_vjp expects for integers
 
 
 def _dispatch(
-    connection: "FfiConnection",
+    calls: "CustomCalls",
     operands: DispatchOperands,
     results: tuple[jax.Array, ...] | None = None,
     slots: CotangentSlots | None = None,
 ) -> DispatchResults:
     """A dispatch by custom call; with `results`, a completed one."""
     if results is None:
-        handle_shape = connection.handle_shape(operands.group_ids.shape[0])
-        found = primitives.bind_dispatch(connection.geometry, operands, handle_shape)
+        handle_shape = calls.handle_shape(operands.group_ids.shape[0])
+        found = bind_dispatch(calls.geometry, operands, handle_shape)
     else:
         found = finished_dispatch(operands, results)
     return found.named()
@@ -86,21 +92,21 @@ def save_dispatch(
     return SavedDispatch(routing, like, slots)
 
 
-def _dispatch_fwd(connection: "FfiConnection", operands: Any, results: Any, slots: Any) -> Any:
-    named = _dispatch(connection, operands, results)
+def _dispatch_fwd(calls: "CustomCalls", operands: Any, results: Any, slots: Any) -> Any:
+    named = _dispatch(calls, operands, results)
     return named, save_dispatch(operands, named, slots)
 
 
 def dispatch_gradients(
-    connection: "FfiConnection", saved: SavedDispatch, cotangents: DispatchResults
+    calls: "CustomCalls", saved: SavedDispatch, cotangents: DispatchResults
 ) -> tuple[DispatchOperands, None, CotangentSlots | None]:
     """The backward of dispatch."""
     routing, like, slots = saved.routing, saved.like, saved.slots
-    token_format, of_weights = connection.geometry.config.token_format, cotangents.row_weights
+    token_format, of_weights = calls.geometry.config.token_format, cotangents.row_weights
     if token_format.returns_gradient:
         plain_sum = CombineOperands(cotangents.tokens, routing, row_scalars=of_weights)
-        call = primitives.combine_call(connection.geometry, plain_sum)
-        grads, slots = call_in_backward(slots, primitives.combine_p, dispatch_grad_start_p, *call)
+        call = combine_call(calls.geometry, plain_sum)
+        grads, slots = call_in_backward(slots, combine_p, dispatch_grad_start_p, *call)
     else:
         shape = routing.n_tokens, like.tokens.shape[1]
         zeros = _NO_GRADIENT
@@ -108,7 +114,7 @@ def dispatch_gradients(
             zeros = _zeros(shape, like.tokens.dtype, routing.group_ids[:, :1])
         grads = [zeros]
         if of_weights is not None:
-            grads.append(_return_scalars(connection, of_weights, routing))
+            grads.append(_return_scalars(calls, of_weights, routing))
     return like.replace(grads), None, slots
 
 
@@ -116,14 +122,14 @@ dispatch.defvjp(_dispatch_fwd, dispatch_gradients)
 
 
 def _combine(
-    connection: "FfiConnection",
+    calls: "CustomCalls",
     operands: CombineOperands,
     result: jax.Array | None = None,
     slots: CotangentSlots | None = None,
 ) -> jax.Array:
     """A combine by custom call; with `result`, a completed one."""
     if result is None:
-        (result,) = primitives.bind_combine(connection.geometry, operands)
+        (result,) = bind_combine(calls.geometry, operands)
     else:
         result = finished_combine(operands, result)
     return checkpoint_name(result, COMBINE_NAME)
@@ -131,7 +137,7 @@ def _combine(
 
 def finished_combine(operands: CombineOperands, result: jax.Array) -> jax.Array:
     """The result of a completed combine of these operands."""
-    given = primitives.present(operands.expert_out, operands.weights, operands.residual)
+    given = present(operands.expert_out, operands.weights, operands.residual)
     return finished([result], given)[0]
 
 
@@ -157,14 +163,12 @@ def save_combine(operands: CombineOperands, slots: CotangentSlots | None = None)
 
 
 def combine_gradients(
-    connection: "FfiConnection", saved: SavedCombine, cotangent: jax.Array
+    calls: "CustomCalls", saved: SavedCombine, cotangent: jax.Array
 ) -> tuple[CombineOperands, None, CotangentSlots | None]:
     """The backward of combine."""
     operands = saved.operands
-    call = primitives.combine_grad_call(connection.geometry, operands, cotangent)
-    grads, slots = call_in_backward(
-        saved.slots, primitives.combine_grad_p, combine_grad_start_p, *call
-    )
+    call = combine_grad_call(calls.geometry, operands, cotangent)
+    grads, slots = call_in_backward(saved.slots, combine_grad_p, combine_grad_start_p, *call)
     residual = cotangent if saved.has_residual else None
     gradients = dataclasses.replace(gradients_of_combine(operands, grads), residual=residual)
     return gradients, None, slots
@@ -176,40 +180,20 @@ def gradients_of_combine(operands: CombineOperands, grads: Sequence[jax.Array]) 
 
 
 combine.defvjp(
-    lambda connection, operands, result, slots: (
-        _combine(connection, operands, result),
+    lambda calls, operands, result, slots: (
+        _combine(calls, operands, result),
         save_combine(operands, slots),
     ),
     combine_gradients,
 )
 
 
-def _redispatch(connection: Connection, values: jax.Array, routing: Routing) -> jax.Array:
-    return checkpoint_name(connection.send_along(values, routing), DISPATCH_NAME)
-
-
-redispatch = jax.custom_vjp(_redispatch, nondiff_argnums=(0,))
-
-
-def _redispatch_bwd(
-    connection: Connection, routing: Routing, cotangent: jax.Array
-) -> tuple[jax.Array, None]:
-    operands = CombineOperands.unweighted(connection.geometry, cotangent, routing)
-    return connection.combine(operands), _NO_GRADIENT
-
-
-redispatch.defvjp(
-    lambda connection, values, routing: (_redispatch(connection, values, routing), routing),
-    _redispatch_bwd,
-)
-
-
-def _return_scalars(connection: "FfiConnection", scalars: jax.Array, routing: Routing) -> jax.Array:
+def _return_scalars(calls: "CustomCalls", scalars: jax.Array, routing: Routing) -> jax.Array:
     """Sends one number per row to its choice: `[C]` to `[T, N]`, 0 for choices without a row."""
-    shape = scalars.shape[0], connection.min_row_elements
+    shape = scalars.shape[0], calls.min_row_elements
     rows = jnp.broadcast_to(scalars[:, None], shape)
     unreduced = CombineOperands(rows, routing, reduce=False)
-    (returned,) = primitives.bind_combine(connection.geometry, unreduced)
+    (returned,) = bind_combine(calls.geometry, unreduced)
     return returned[..., 0]
 
 
@@ -223,66 +207,31 @@ def _zeros(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> jax.Array:
     return jnp.broadcast_to(jnp.where(like == like, zero, zero), shape)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def straight_through(
-    connection: Connection, source_tokens: jax.Array, rows: jax.Array, routing: Routing
-) -> jax.Array:
-    """`rows`, as if they were the unquantized rows of `source_tokens`, which get the gradient.
-
-    For formats that quantize, and for float16, whose sums travel in another dtype.
-    """
-    return rows
-
-
-straight_through.defvjp(
-    lambda connection, source_tokens, rows, routing: (rows, routing),
-    lambda connection, routing, cotangent: (connection.pull_back(cotangent, routing), None, None),
-)
-
-
-def without_gradient(
-    call: str, source_tokens: jax.Array, codes: jax.Array, scales: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Codes and scales that `source_tokens` became; raises where a gradient reaches them.
-
-    It would be dropped: `dequantize` has a rule of its own, which takes the gradient past them.
-    """
-    with jax.disable_jit(False):
-        return _codes_and_scales(call, source_tokens, codes, scales)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _identity(call: str, source_tokens: Any, codes: Any, scales: Any) -> Any:
-    return codes, scales
-
-
-def _no_gradient(call: str, _: None, cotangents: Any) -> tuple[None, None, None]:
-    def is_zero(cotangent: Any) -> bool:
-        is_symbolic = isinstance(cotangent, SymbolicZero)
-        return is_symbolic or getattr(cotangent, "dtype", None) == jax.dtypes.float0
-
-    if all(map(is_zero, cotangents)):
-        return None, None, None
-    raise NotImplementedError(
-        f"{call}: tokens and scales of its result are codes, which have no gradient. Take the rows "
-        "from jax_ep.dequantize() or call jax_ep.expert_mlp(), whose gradients pass straight "
-        "through the rounding; or pass both through jax.lax.stop_gradient()."
-    )
-
-
-_identity.defvjp(
-    lambda call, source_tokens, codes, scales: ((codes.value, scales.value), None),
-    _no_gradient,
-    symbolic_zeros=True,
-)
-# Under a jit, since a jax.shard_map that runs eagerly has no symbolic zeros.
-_codes_and_scales = jax.jit(_identity, static_argnums=0, inline=True)
-
-
-class FfiConnection(Connection):
+class CustomCalls(Calls):
     """One custom call each for dispatch, combine and its backward."""
 
-    min_row_elements: ClassVar[int]  # of the shortest float32 row that combine carries
+    def __init__(
+        self,
+        geometry: Geometry,
+        handle_shape: Callable[[int], tuple[int, ...]],
+        min_row_elements: int,
+        max_row_bytes: int | None = None,
+        *,
+        are_async: bool,
+    ) -> None:
+        """For the transport of a geometry.
+
+        Args:
+            geometry: names the group whose handlers serve.
+            handle_shape: of a number of tokens, the shape of the int32 handle that dispatch leaves
+                for combine.
+            min_row_elements: of the shortest float32 row that combine carries.
+            max_row_bytes: of the longest row; None: any.
+            are_async: whether calls may overlap with other work.
+        """
+        super().__init__(geometry)
+        self.handle_shape, self.min_row_elements = handle_shape, min_row_elements
+        self._max_row_bytes, self._are_async = max_row_bytes, are_async
 
     def dispatch(self, operands: DispatchOperands) -> DispatchResults:
         """One custom call."""
@@ -293,11 +242,29 @@ class FfiConnection(Connection):
         return combine(self, operands)
 
     def send_along(self, values: jax.Array, routing: Routing) -> jax.Array:
-        """By the custom call for the gradients of combine."""
+        """The custom call for the gradients of combine."""
         operands = CombineOperands.unweighted(self.geometry, None, routing)
-        arrays, params = primitives.combine_grad_call(self.geometry, operands, values)
-        return primitives.combine_grad_p.bind(*arrays, **params)[0]
+        arrays, params = combine_grad_call(self.geometry, operands, values)
+        return combine_grad_p.bind(*arrays, **params)[0]
 
-    @abc.abstractmethod
-    def handle_shape(self, n_tokens: int) -> tuple[int, ...]:
-        """Shape of the int32 handle that dispatch leaves for combine."""
+    def start(self, operands: DispatchOperands | CombineOperands) -> Any:
+        """Starts a call; gradients flow to `operands` in `finish`."""
+        if not self._are_async:
+            return super().start(operands)
+        if isinstance(operands, CombineOperands):
+            return InFlightCombine.start(self.geometry, operands)
+        handle_shape = self.handle_shape(operands.group_ids.shape[0])
+        return InFlightDispatch.start(self.geometry, operands, handle_shape)
+
+    def finish(self, call: Any, operands: Any, after: Any) -> Any:
+        """Waits for a call."""
+        if not self._are_async:
+            return super().finish(call, operands, after)
+        rule = dispatch if isinstance(call, InFlightDispatch) else combine
+        return finish(call, operands, after, functools.partial(rule, self))
+
+    def n_slices(self, rows: jax.Array) -> int:
+        """Rows that are too long take several calls."""
+        if self._max_row_bytes is None:
+            return 1
+        return -(-rows.shape[1] * rows.dtype.itemsize // self._max_row_bytes)

@@ -9,6 +9,7 @@ import numpy as np
 
 from jax_ep import unpickling
 from jax_ep.config import EPConfig
+from jax_ep.exchange.base import Calls
 from jax_ep.exchange.checks import check_manual
 from jax_ep.geometry import Geometry
 from jax_ep.group.select import connect
@@ -39,7 +40,7 @@ class EPGroup:
     @property
     def geometry(self) -> Geometry:
         """Mesh, ranks and sizes."""
-        return self._connection.geometry
+        return self._connection.calls.geometry
 
     @property
     def mesh(self) -> jax.sharding.Mesh:
@@ -251,6 +252,11 @@ def check_group(operation: str, group: EPGroup) -> str:
         )
     check_manual(operation, group.geometry)
     return group.geometry.call(operation)
+
+
+def calls_of(group: EPGroup) -> Calls:
+    """What the group does inside traced functions."""
+    return group._connection.calls
 
 
 def check_is_group(operation: str, group: Any) -> None:

@@ -5,11 +5,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_ep.exchange.base import straight_through
 from jax_ep.exchange.rows import in_use
-from jax_ep.exchange.rules import straight_through
 from jax_ep.formats import QuantizedFormat
 from jax_ep.formats.plain import as_dtype
-from jax_ep.group import check_group
+from jax_ep.group import calls_of, check_group
 from jax_ep.results import Dispatched, check_dispatched
 
 
@@ -55,7 +55,7 @@ def to_numbers(dispatched: Dispatched, dtype: Any = None) -> jax.Array:
         return token_format.dequantize_rows(*fixed, dtype or jnp.bfloat16)
     source_tokens = source_tokens.astype(dtype or source_tokens.dtype)
     rows = token_format.dequantize_rows(*fixed, source_tokens.dtype)
-    return straight_through(group._connection, source_tokens, rows, dispatched.routing)
+    return straight_through(calls_of(group), source_tokens, rows, dispatched.routing)
 
 
 def _check_dtype(operation: str, given: Any) -> None:

@@ -15,7 +15,7 @@ from jax.tree_util import SequenceKey, register_pytree_with_keys
 from jax_ep.exchange.choices import limit_choices
 from jax_ep.exchange.drops import raise_on_drops
 from jax_ep.formats import Plain
-from jax_ep.group import EPGroup
+from jax_ep.group import EPGroup, calls_of
 from jax_ep.layer.fused_silu import fused_silu
 from jax_ep.layer.quantize_weights import QuantizedWeights, quantize_weights
 from jax_ep.nnx.parameters import hidden_axis
@@ -148,7 +148,7 @@ class Forward:
         n_limited = jnp.sum(kept != topk_ids, dtype=jnp.int32)
         if self.on_limit == "raise":
             message = functools.partial(self._describe_limit, capacity)
-            all_gather = group._connection.all_gather
+            all_gather = calls_of(group).all_gather
             kept += raise_on_drops(group.geometry, n_limited, message, all_gather)
         return kept, n_limited
 

@@ -1,7 +1,7 @@
 """Rails: how the ranks of one index, one on each node, exchange arrays.
 
 N nodes of P ranks: rank `n * P + g` is rank g of node n, and belongs to rail g. Arrays of all nodes
-are ordered by node. `XlaRails` are XLA's collectives; see nvshmem.py for others.
+are ordered by node. `XlaRails` are XLA's collectives; nvshmem/ has others.
 """
 
 import abc
@@ -16,7 +16,7 @@ from jax_ep.exchange.async_calls import InFlightCombine, InFlightDispatch
 from jax_ep.exchange.operands import CombineOperands, DispatchOperands, DispatchResults
 from jax_ep.exchange.overlap import CotangentSlots
 from jax_ep.exchange.rounding import in_float32
-from jax_ep.exchange.rules import FfiConnection
+from jax_ep.exchange.rules import CustomCalls
 from jax_ep.formats.bits import as_integers
 from jax_ep.geometry import Geometry
 from jax_ep.nodes.routing import needs, route_within
@@ -25,7 +25,7 @@ from jax_ep.nodes.routing import needs, route_within
 class Rails(abc.ABC):
     """The rails of a group. Immutable and hashable: a static parameter of traced calls.
 
-    No function has a derivative; gradients.py defines those of what is made of them.
+    No function has a derivative; rules.py defines those of what is made of them.
     """
 
     def __init__(self, geometry: Geometry) -> None:
@@ -118,8 +118,8 @@ class Rails(abc.ABC):
 class OverlappingRails(Rails):
     """Rails whose exchange runs beside the intra-node call, as one operation."""
 
-    def __init__(self, geometry: Geometry, inner: FfiConnection) -> None:
-        """`inner`: the intra-node transport."""
+    def __init__(self, geometry: Geometry, inner: CustomCalls) -> None:
+        """`inner`: the intra-node calls."""
         super().__init__(geometry)
         self.inner = inner
 

@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax_ep.exchange import checks
 from jax_ep.exchange.positions import order_of
 from jax_ep.formats.bits import from_bytes, to_bytes
-from jax_ep.group import EPGroup, check_group
+from jax_ep.group import EPGroup, calls_of, check_group
 from jax_ep.placement.expert_placement import ExpertPlacement, check_placement
 
 # Name of the results of `replicate_experts`, for `jax.checkpoint` policies.
@@ -131,7 +131,7 @@ def _move(group: EPGroup, weights: jax.Array, rounds: _Rounds) -> jax.Array:
     def exchange(i: jax.Array, copies: jax.Array) -> jax.Array:
         offered, local = _offers(group, rounds, i)
         mine = weights.at[offered[rank]].get(mode="clip")
-        theirs = group._connection.all_gather(mine)
+        theirs = calls_of(group).all_gather(mine)
         local = jnp.where(local < len(rounds.homes), local, beyond)
         return copies.at[local].set(theirs, mode="drop", unique_indices=True)
 
@@ -151,7 +151,7 @@ def _add_up(group: EPGroup, gradients: jax.Array, rounds: _Rounds) -> jax.Array:
 
     def exchange(i: jax.Array, sums: jax.Array) -> jax.Array:
         offered, local = _offers(group, rounds, i)
-        of_ranks = group._connection.all_to_all(take(local))
+        of_ranks = calls_of(group).all_to_all(take(local))
         return sums.at[offered[rank]].set(_sum_in_order(of_ranks), mode="drop")
 
     at_home = lax.dynamic_slice_in_dim(rounds.copies, rank * n_home, n_home)

@@ -3,20 +3,21 @@
 Devices that exchange tokens must be of one process.
 """
 
+import functools
 import time
 import warnings
 from typing import Any
 
 import jax
 
-from jax_ep.exchange import calls as primitives
-from jax_ep.exchange.rules import FfiConnection
+from jax_ep.exchange.calls import exchange
+from jax_ep.exchange.rules import CustomCalls
 from jax_ep.ffi import extension
 from jax_ep.geometry import Geometry
 from jax_ep.processes.exchange import Exchange
 from jax_ep.stats import RankStats
 from jax_ep.transports import cpu_threads
-from jax_ep.transports.base import platform_problem
+from jax_ep.transports.base import Connection, platform_problem
 
 # Frames from a warning to the user's code.
 _LEVEL_OF_EP_INIT_CALL = 4  # open, connect, ep_init
@@ -26,11 +27,14 @@ _MIN_POLL_S, _MAX_POLL_S = 1e-3, 0.1
 _GRACE_S = 1.0  # for a program to end whose call has timed out
 
 
-class HostConnection(FfiConnection):
+class HostConnection(Connection):
     """C++ handlers on CPU devices."""
 
     name = "host"
-    min_row_elements = 1
+
+    def __init__(self, geometry: Geometry) -> None:
+        super().__init__(geometry)
+        self.calls = HostCalls(geometry)
 
     @classmethod
     def unsupported_reason(cls, geometry: Geometry, exchange: Exchange) -> str | None:
@@ -109,27 +113,35 @@ class HostConnection(FfiConnection):
         )
 
     def stats(self) -> list[RankStats]:
-        """See `EPGroup.stats`."""
+        """`EPGroup.stats`."""
         geometry, load = self.geometry, extension.load_host()
         routed = geometry.routed_coordinates(geometry.local_coordinates)
         counts = [load.stats(geometry.key, each.replica, each.rank) for each in routed]
         return RankStats.of_devices(geometry, counts)
 
+
+class HostCalls(CustomCalls):
+    """Custom calls, also for what the library shares besides tokens."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        super().__init__(geometry, functools.partial(_handle_shape, geometry), 1, are_async=False)
+
     def all_gather(self, x: jax.Array) -> jax.Array:
         """One custom call; with `skip_a2a`, where ranks do not meet, XLA's."""
         if self.geometry.config.skip_a2a:
             return super().all_gather(x)
-        return primitives.exchange(self.geometry, x, splits=False)
+        return exchange(self.geometry, x, splits=False)
 
     def all_to_all(self, x: jax.Array) -> jax.Array:
         """As `all_gather`."""
         if self.geometry.config.skip_a2a:
             return super().all_to_all(x)
-        return primitives.exchange(self.geometry, x, splits=True)
+        return exchange(self.geometry, x, splits=True)
 
-    def handle_shape(self, n_tokens: int) -> tuple[int, ...]:
-        """`dst_rows`, `[T, N]`: each choice's row at its destination, -1 = none."""
-        return (n_tokens, self.geometry.routed.n_choices)
+
+def _handle_shape(geometry: Geometry, n_tokens: int) -> tuple[int, ...]:
+    """`dst_rows`, `[T, N]`: each choice's row at its destination, -1 = none."""
+    return (n_tokens, geometry.routed.n_choices)
 
 
 def _why_not_loaded() -> str | None:

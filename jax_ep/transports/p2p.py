@@ -10,18 +10,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_ep.exchange import rules as gradients
-from jax_ep.exchange.async_calls import InFlightCombine, InFlightDispatch, finish
 from jax_ep.exchange.checks import VECTOR_BYTES
-from jax_ep.exchange.operands import CombineOperands, DispatchOperands, DispatchResults
-from jax_ep.exchange.overlap import CotangentSlots, make_slots
-from jax_ep.exchange.rules import FfiConnection
+from jax_ep.exchange.rules import CustomCalls
 from jax_ep.ffi import extension
 from jax_ep.geometry import Geometry
 from jax_ep.processes.exchange import Exchange
 from jax_ep.stats import RankStats
 from jax_ep.transports import bootstrap
-from jax_ep.transports.base import platform_problem
+from jax_ep.transports.base import Connection, platform_problem
 
 # Groups times groups per rank: kernels divide by multiplication (core/fast_divisor.h).
 _MAX_PRODUCT = 2**32
@@ -33,11 +29,20 @@ _MAX_CHOICES = 32
 _exchanges: dict[str, Exchange] = {}
 
 
-class P2pConnection(FfiConnection):
+class P2pConnection(Connection):
     """CUDA kernels that store into the memory of the host's other GPUs."""
 
     name = "p2p"
-    min_row_elements = VECTOR_BYTES // 4
+
+    def __init__(self, geometry: Geometry) -> None:
+        super().__init__(geometry)
+        self.calls = CustomCalls(
+            geometry,
+            functools.partial(_handle_shape, geometry),
+            min_row_elements=VECTOR_BYTES // 4,
+            max_row_bytes=bootstrap.max_message_bytes(geometry.config),
+            are_async=True,
+        )
 
     @classmethod
     def unsupported_reason(cls, geometry: Geometry, exchange: Exchange) -> str | None:
@@ -92,63 +97,35 @@ class P2pConnection(FfiConnection):
             bootstrap.free_workspaces(memory_key, _exchanges.pop(memory_key))
 
     def check(self) -> None:
-        """See `EPGroup.check`."""
+        """`EPGroup.check`."""
         message = self._failure()
         if message:
             raise jax.errors.JaxRuntimeError(f"Group {self.geometry.key}: {message}")
 
     def stats(self) -> list[RankStats]:
-        """See `EPGroup.stats`."""
+        """`EPGroup.stats`."""
         counts = self._of_each_device(extension.load_cuda().stats)
         return RankStats.of_devices(self.geometry, counts)
 
     def memory(self) -> int:
-        """See `EPGroup.memory`."""
+        """`EPGroup.memory`."""
         return max(self._of_each_device(extension.load_cuda().workspace_bytes))
 
     def dev_ptrs(self) -> np.ndarray:
-        """See `EPGroup.dev_ptrs`."""
+        """`EPGroup.dev_ptrs`."""
         pointers = self._of_each_device(extension.load_cuda().dev_ptrs)
         return np.asarray(pointers, np.uint64).reshape(-1, 2, 3)
 
-    def handle_shape(self, n_tokens: int) -> tuple[int, ...]:
-        """`message_rows`, `[R + R M (1 + N)]`, at the rows' rank.
 
-        The number of messages from each source rank; then, for each message that may have arrived,
-        its token and the row of each choice.
-        """
-        routed = self.geometry.routed
-        n_messages = routed.n_ranks * self.geometry.max_routed_tokens
-        return (routed.n_ranks + n_messages * (1 + routed.n_choices),)
+def _handle_shape(geometry: Geometry, n_tokens: int) -> tuple[int, ...]:
+    """`message_rows`, `[R + R M (1 + N)]`, at the rows' rank.
 
-    def make_slots(self, operands: DispatchOperands) -> CotangentSlots | None:
-        """None if another call returns the gradient."""
-        if not self.geometry.config.token_format.returns_gradient:
-            return None
-        return make_slots(len(operands.with_gradients()), operands.tokens)
-
-    def dispatch_with(
-        self, operands: DispatchOperands, slots: CotangentSlots | None
-    ) -> DispatchResults:
-        """A dispatch on all multiprocessors."""
-        return gradients.dispatch(self, operands, None, slots)
-
-    def start(self, operands: DispatchOperands | CombineOperands) -> Any:
-        """Starts a call; gradients flow to `operands` in `finish`."""
-        if isinstance(operands, CombineOperands):
-            return InFlightCombine.start(self.geometry, operands)
-        handle_shape = self.handle_shape(operands.group_ids.shape[0])
-        return InFlightDispatch.start(self.geometry, operands, handle_shape)
-
-    def finish(self, call: Any, operands: Any, after: Any) -> Any:
-        """Waits for a call."""
-        rule = gradients.dispatch if isinstance(call, InFlightDispatch) else gradients.combine
-        return finish(call, operands, after, functools.partial(rule, self))
-
-    def n_slices(self, rows: jax.Array) -> int:
-        """Rows longer than the workspaces' take several calls."""
-        row_bytes = rows.shape[1] * rows.dtype.itemsize
-        return -(-row_bytes // bootstrap.max_message_bytes(self.geometry.config))
+    The number of messages from each source rank; then, for each message that may have arrived, its
+    token and the row of each choice.
+    """
+    routed = geometry.routed
+    n_messages = routed.n_ranks * geometry.max_routed_tokens
+    return (routed.n_ranks + n_messages * (1 + routed.n_choices),)
 
 
 def _unsupported_size(geometry: Geometry) -> str | None:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jax_ep.exchange.base import Calls
 from jax_ep.exchange.checks import vary_alike
 from jax_ep.exchange.operands import (
     COMBINE_NAME,
@@ -37,10 +38,18 @@ class XlaConnection(Connection):
 
     name = "xla"
 
+    def __init__(self, geometry: Geometry) -> None:
+        super().__init__(geometry)
+        self.calls = XlaCalls(geometry)
+
     @classmethod
     def unsupported_reason(cls, geometry: Geometry, exchange: Exchange) -> str | None:
         """Serves every mesh."""
         return None
+
+
+class XlaCalls(Calls):
+    """Plain collectives, which JAX differentiates."""
 
     def dispatch(self, operands: DispatchOperands) -> DispatchResults:
         """Gathers all tokens, already quantized; selects the local experts' rows."""
