@@ -11,9 +11,8 @@ from typing import Any
 import jax
 
 from jax_ep.exchange.checks import as_arrays
-from jax_ep.exchange.limbs import from_limbs, is_integer
+from jax_ep.exchange.numbers import from_limbs, from_sum_dtype, is_integer
 from jax_ep.exchange.operands import DispatchOperands, check_values
-from jax_ep.exchange.rounding import from_sum_dtype
 from jax_ep.exchange.rows import in_use, keep
 from jax_ep.formats import Quantized
 from jax_ep.group import EPGroup, calls_of, check_group

@@ -9,7 +9,7 @@ import cases
 import jax_ep
 import suite
 from harness import group_of, on_mesh, put, shards
-from jax_ep.exchange.positions import order_of
+from jax_ep.exchange.choices import order_of
 
 E = 6
 

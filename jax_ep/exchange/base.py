@@ -12,6 +12,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
+from jax_ep.exchange.numbers import from_sum_dtype, to_sum_dtype
 from jax_ep.exchange.operands import (
     DISPATCH_NAME,
     CombineOperands,
@@ -20,7 +21,6 @@ from jax_ep.exchange.operands import (
     Routing,
     empty_rows,
 )
-from jax_ep.exchange.rounding import from_sum_dtype, to_sum_dtype
 from jax_ep.geometry import Geometry
 
 

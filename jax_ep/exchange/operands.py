@@ -17,11 +17,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.lax import bitcast_convert_type
 
 from jax_ep.config import EPConfig
-from jax_ep.exchange import checks, limbs
+from jax_ep.exchange import checks, numbers
+from jax_ep.exchange.numbers import from_sum_dtype, round_to, to_sum_dtype
 from jax_ep.exchange.payload import Payload
-from jax_ep.exchange.rounding import from_sum_dtype, round_to, to_sum_dtype
-from jax_ep.exchange.routing import NO_GROUP, route_ids, route_weights
-from jax_ep.exchange.shared_rows import split_shared
+from jax_ep.exchange.routing import NO_GROUP, route_ids, route_weights, split_shared
 from jax_ep.formats import TokenFormat
 from jax_ep.geometry import Geometry
 
@@ -216,7 +215,7 @@ class CombineOperands:
     row_weights: jax.Array | None = None  # float32[C]; not both
     row_scalars: jax.Array | None = None  # float32[C], return to their choices beside the rows
     residual: jax.Array | None = None  # [T, H]
-    shared_rows: jax.Array | None = None  # [T, H], for `finish`; see shared_rows.py
+    shared_rows: jax.Array | None = None  # [T, H], for `finish`; see `split_shared`
     reduce: bool = dataclasses.field(default=True, metadata={"static": True})
     adds_shared_expert: bool = dataclasses.field(default=False, metadata={"static": True})
 
@@ -318,11 +317,11 @@ def check_values(
 
     `[T, H]`, integers as limbs, in the dtype in which they travel.
     """
-    if limbs.is_integer(values):
+    if numbers.is_integer(values):
         _check_integers(operation, geometry.config, values, routing.leading)
-        values = limbs.to_limbs(values)
+        values = numbers.to_limbs(values)
     else:
-        dtypes = limbs.INTEGERS
+        dtypes = numbers.INTEGERS
         _check_rows(operation, geometry.config, "values", values, routing.leading, "H", *dtypes)
     values = to_sum_dtype(_never_empty(_by_token(values), 0))
     return checks.vary_alike(geometry.axis_names, values, routing)
@@ -332,12 +331,12 @@ def _check_integers(
     operation: str, config: EPConfig, values: jax.Array, leading: tuple[int, ...]
 ) -> None:
     """Requires `[*leading, W]`, of a W that fits into rows of the group."""
-    checks.check_array(operation, "values", values, (*leading, None), "W", *limbs.INTEGERS)
-    limit = config.hidden_size * config.sum_dtype.itemsize // limbs.BYTES_PER_INTEGER
+    checks.check_array(operation, "values", values, (*leading, None), "W", *numbers.INTEGERS)
+    limit = config.hidden_size * config.sum_dtype.itemsize // numbers.BYTES_PER_INTEGER
     if not 0 < values.shape[-1] <= limit:
         raise ValueError(
             f"{operation}: values must have from 1 to {limit} integers per token, which travel in "
-            f"{limbs.BYTES_PER_INTEGER} bytes each, in rows of hidden_size={config.hidden_size} "
+            f"{numbers.BYTES_PER_INTEGER} bytes each, in rows of hidden_size={config.hidden_size} "
             f"elements of {config.sum_dtype.name}; got {values.shape[-1]}."
         )
 

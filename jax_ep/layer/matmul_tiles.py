@@ -16,7 +16,7 @@ from jax import lax
 from jax.core import min_dim
 
 from jax_ep.exchange.checks import vary_alike
-from jax_ep.exchange.positions import order_of
+from jax_ep.exchange.choices import order_of
 
 
 def rows_by_weights(

@@ -23,6 +23,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep.exchange.base import Calls
+from jax_ep.exchange.numbers import in_float32
 from jax_ep.exchange.operands import (
     COMBINE_NAME,
     CombineOperands,
@@ -30,7 +31,6 @@ from jax_ep.exchange.operands import (
     DispatchResults,
     Routing,
 )
-from jax_ep.exchange.rounding import in_float32
 from jax_ep.exchange.rules import CustomCalls
 from jax_ep.geometry import Geometry
 from jax_ep.nodes import codes, overlapped, rules

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep.exchange.async_calls import InFlightCombine, InFlightDispatch
+from jax_ep.exchange.numbers import in_float32
 from jax_ep.exchange.operands import CombineOperands, DispatchOperands, DispatchResults
 from jax_ep.exchange.overlap import CotangentSlots
-from jax_ep.exchange.rounding import in_float32
 from jax_ep.exchange.rules import CustomCalls
 from jax_ep.formats.bits import as_integers
 from jax_ep.geometry import Geometry

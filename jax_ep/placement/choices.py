@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep.exchange import checks
-from jax_ep.exchange.positions import positions
+from jax_ep.exchange.choices import positions
 from jax_ep.group import EPGroup, check_group
 from jax_ep.placement.expert_placement import ExpertPlacement, check_placement
 

@@ -10,7 +10,7 @@ from jax import lax
 
 from jax_ep.config import check_count
 from jax_ep.exchange import checks
-from jax_ep.exchange.positions import order_of
+from jax_ep.exchange.choices import order_of
 from jax_ep.group import EPGroup
 
 

@@ -15,7 +15,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep.exchange import checks
-from jax_ep.exchange.positions import order_of
+from jax_ep.exchange.choices import order_of
 from jax_ep.formats.bits import from_bytes, to_bytes
 from jax_ep.group import EPGroup, calls_of, check_group
 from jax_ep.placement.expert_placement import ExpertPlacement, check_placement

@@ -16,13 +16,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep.exchange.base import Calls
 from jax_ep.exchange.checks import vary_alike
+from jax_ep.exchange.numbers import in_float32, round_to
 from jax_ep.exchange.operands import (
     COMBINE_NAME,
     CombineOperands,
     DispatchOperands,
     DispatchResults,
 )
-from jax_ep.exchange.rounding import in_float32, round_to
 from jax_ep.formats import QuantizedFormat
 from jax_ep.formats.bits import as_integers
 from jax_ep.formats.scales import group_of
