@@ -211,19 +211,10 @@ def _is_of_integers(cotangent: Any) -> bool:
     return cotangent.dtype == jax.dtypes.float0
 
 
-def call_in_backward(
-    slots: CotangentSlots | None,
-    call_p: Primitive,
-    start_p: Primitive,
-    arrays: Sequence[jax.Array],
-    params: dict[str, Any],
-) -> tuple[Sequence[jax.Array], CotangentSlots | None]:
-    """The results of a backward's call, and the cotangents of `slots`.
-
-    With slots, the call is asynchronous, and the results are not valid yet; see `CotangentSlots`.
-    """
-    if slots is None:
-        return call_p.bind(*arrays, **params), None
+def start_in_backward(
+    start_p: Primitive, arrays: Sequence[jax.Array], params: dict[str, Any], slots: CotangentSlots
+) -> tuple[Sequence[jax.Array], CotangentSlots]:
+    """Results of a backward's call that are not valid yet, and the cotangents of `slots`."""
     ticket, ready, results = start_call(start_p, arrays, params)
     started = lax.bitcast_convert_type(wait_started(ready), jnp.float32)
     all_started = (_vary_like(ready, started),) * len(slots.started)

@@ -18,7 +18,8 @@ from jax_ep.exchange.calls import (
     present,
 )
 from jax_ep.exchange.operands import CombineOperands, DispatchOperands, DispatchResults
-from jax_ep.exchange.overlap import CotangentSlots, call_in_backward
+from jax_ep.exchange.overlap import CotangentSlots
+from jax_ep.exchange.rules import call_in_backward
 from jax_ep.nodes.nvshmem import calls
 from jax_ep.nodes.rails import OverlappingRails
 
