@@ -8,10 +8,10 @@ import socket
 import jax
 
 import cases
+import closed_forms
 import harness
 import jax_ep
 import suite
-import test_grad
 from harness import AXIS, config_of, make_mesh
 from jax_ep.nodes.connection import P2pByNodes
 from jax_ep.processes.exchange import Exchange
@@ -70,4 +70,4 @@ def check_results(transport: str) -> None:
     )
     for each in several:
         suite.check(each, transport, mesh)
-    test_grad.check_closed_forms(case.replace(weights="row"), transport)
+    closed_forms.check_closed_forms(case.replace(weights="row"), transport)

@@ -13,12 +13,12 @@ import numpy as np
 
 import cases
 import jax_ep
+import overlapping_layers
 import suite
-import test_overlap
 from harness import assert_trees_equal, make_mesh, on_mesh, put
 from jax_ep.nodes import overlapped
 from jax_ep.nodes.connection import NodesConnection
-from jax_ep.nodes.nvshmem.connection import NvshmemRails
+from jax_ep.nodes.nvshmem.rails import NvshmemRails
 from nvshmem_checks import check_a_skipped_call, check_a_skipped_overlapped_call
 from nvshmem_groups import NAME, map_no_peers, open_group, small
 
@@ -37,7 +37,7 @@ def check_async() -> None:
     """Results match the oracle, and gradients have the bits of synchronous calls."""
     many = small().replace(n_tokens=3000, max_tokens=3000, hidden_size=1024, routing="zipf")
     check_results(many, 1, MANY)
-    forms = test_overlap.FORMS
+    forms = overlapping_layers.FORMS
     check_gradients(small().replace(weights="source"), forms, in_layer, in_weighted_rows)
     check_gradients(many, ("sync", "overlap"), in_layer)
     map_no_peers()
@@ -57,8 +57,8 @@ def check_results(many: cases.Case, *least: int) -> None:
             suite.check(case, NAME, mesh, **options)
 
 
-in_layer = functools.partial(test_overlap.gradient, function=test_overlap.layer)
-in_weighted_rows = test_overlap.gradient_of_weighted_rows
+in_layer = functools.partial(overlapping_layers.gradient, function=overlapping_layers.layer)
+in_weighted_rows = overlapping_layers.gradient_of_weighted_rows
 
 
 def check_gradients(case: cases.Case, forms: tuple[str, ...], *functions) -> None:

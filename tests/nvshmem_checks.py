@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import captured_graphs
 import cases
+import closed_forms
 import jax_ep
 import suite
-import test_grad
-import test_graphs
 from harness import AXIS, config_of, make_mesh, on_mesh, put
 from jax_ep.ffi import extension
 from jax_ep.nodes import overlapped
@@ -105,7 +105,7 @@ def check_few_tokens(case: cases.Case) -> None:
         suite.check(each, NAME, mesh)
     for weights in ("none", "row"):
         suite.check(case.replace(weights=weights, routing="duplicates"), NAME, mesh)
-    test_grad.check_closed_forms(case.replace(weights="row"), NAME)
+    closed_forms.check_closed_forms(case.replace(weights="row"), NAME)
 
 
 def check_codes(mesh, n_tokens: int) -> None:
@@ -134,7 +134,7 @@ def check_sharing() -> None:
             suite.check(case.replace(weights=weights), NAME, mesh)
     for n_tokens in (16, 512):
         check_codes(mesh, n_tokens)
-    test_grad.check_closed_forms(small().replace(max_tokens=512, weights="row"), NAME)
+    closed_forms.check_closed_forms(small().replace(max_tokens=512, weights="row"), NAME)
 
 
 def check_refusal() -> None:
@@ -190,7 +190,7 @@ def check_captured_calls() -> None:
         meet()
         assert run() == wanted
         if jax.process_index() == process:
-            run = test_graphs.Chain(group)
+            run = captured_graphs.Chain(group)
         for _ in range(2):
             meet()
             assert run() == wanted

@@ -4,9 +4,9 @@ import functools
 
 import jax
 
+import captured_graphs
 import cases
 import jax_ep
-import test_graphs
 from harness import AXIS, config_of, make_mesh
 from jax_ep.ffi import extension
 from process_checks import meet
@@ -38,11 +38,11 @@ def map_no_peers() -> None:
 def open_captured(timeout_s: float):
     """A group, a program that XLA has captured there, and what it gives."""
     group = open_group(timeout_s)
-    run = test_graphs.Chain(group)
+    run = captured_graphs.Chain(group)
     wanted = run()
     meet()
     assert run() == wanted
-    assert test_graphs.is_captured(group._connection)
+    assert captured_graphs.is_captured(group._connection)
     return group, run, wanted
 
 

@@ -48,3 +48,12 @@ def assert_close(got, wanted, magnitudes, dtype) -> None:
     assert got.shape == wanted.shape
     error = abs(got - wanted) / np.maximum(magnitudes, 1e-30)
     assert error.size == 0 or error.max() <= TOLERANCE[dtype]
+
+
+SIZES = {
+    "mixed": [3, 0, 140, 64, 1],
+    "one group": [33],
+    "one row": [0, 0, 1, 0],
+    "empty": [0, 0, 0],
+    "many groups": [i % 7 for i in range(70)],
+}

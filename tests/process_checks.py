@@ -12,15 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import async_calls
+import captured_graphs
 import cases
+import closed_forms
+import independent_calls
 import jax_ep
 import oracle
+import placed_choices
 import suite
-import test_async
-import test_grad
-import test_graphs
-import test_independent_calls
-import test_placement
 from harness import AXIS, config_of, make_mesh, on_mesh, put
 from jax_ep._jax_compat import distributed_client
 from jax_ep.integrations.groups import group_of, groups
@@ -76,29 +76,29 @@ def check_all_modes() -> None:
 def check_gradients() -> None:
     """Gradients match their closed forms: in all modes with 4 ranks, otherwise in one mode."""
     if len(jax.devices()) == 4:
-        for weights in test_grad.MODES:
-            test_grad.test_gradients_match_their_closed_forms(weights, None, True, "p2p")
+        for weights in closed_forms.MODES:
+            closed_forms.check_gradients_match_their_closed_forms(weights, None, True, "p2p")
     else:
-        test_grad.check_closed_forms(cases.SMALL[len(jax.devices())], "p2p")
+        closed_forms.check_closed_forms(cases.SMALL[len(jax.devices())], "p2p")
 
 
 def check_independent_calls() -> None:
     """Calls in any order and number, on realistic sizes."""
     n_ranks = len(jax.devices())
-    test_independent_calls.test_independent_calls_do_not_mix_their_data(n_ranks, 4, False, "p2p")
+    independent_calls.check_independent_calls_do_not_mix_their_data(n_ranks, 4, False, "p2p")
 
 
 def check_asynchronous_calls() -> None:
     """Asynchronous calls with others in between; only with 4 ranks, as the tests need."""
     if len(jax.devices()) == 4:
-        order = test_async.ORDERS[2]
-        test_async.test_asynchronous_calls_in_any_order_match_synchronous_ones(order, "p2p")
-        test_async.test_asynchronous_calls_may_be_in_a_loop("p2p")
+        order = async_calls.ORDERS[2]
+        async_calls.check_asynchronous_calls_in_any_order_match_synchronous_ones(order, "p2p")
+        async_calls.check_asynchronous_calls_may_be_in_a_loop("p2p")
 
 
 def check_placed_choices() -> None:
     """Choices go to the same copies as on CPUs."""
-    test_placement.check_choices_of_every_process()
+    placed_choices.check_choices_of_every_process()
 
 
 def check_a_group_that_opens_while_jax_traces() -> None:
@@ -297,11 +297,11 @@ def check_a_skipped_graph() -> None:
     config = config_of(cases.SMALL[n_ranks], timeout_s=3 * SHORT_TIMEOUT_S)
     meet()
     group = jax_ep.ep_init(mesh, AXIS, config, transport="p2p")
-    run = test_graphs.Chain(group)
+    run = captured_graphs.Chain(group)
     for _ in range(2):
         meet()
         wanted = run()
-    assert test_graphs.is_captured(group)
+    assert captured_graphs.is_captured(group)
     meet()
     is_missing = jax.process_index() == jax.process_count() - 1
     if not is_missing:
@@ -310,7 +310,7 @@ def check_a_skipped_graph() -> None:
             run()
     meet()
     group.close()
-    with test_graphs.group_of_equal_size(mesh, config):  # would take the memory if it were free
+    with captured_graphs.group_of_equal_size(mesh, config):  # would take the memory if it were free
         meet()
         group = jax_ep.ep_init(mesh, AXIS, config, transport="p2p")
         meet()

@@ -335,3 +335,19 @@ def check_two_runs_agree(case, transport: str, mesh) -> None:
         used = len(inputs[replica].routed.rows[rank])
         one = {k: v[:used] if k in ROW_FIELDS else v for k, v in one.items()}
         assert_rank_matches(two, one, inputs[replica].routed.n_rows, f"rank {rank}")
+
+
+def totals_of_call(case, inputs: Inputs, rank: int) -> dict:
+    """The counts that one dispatch adds to the totals of a rank."""
+    routed, ids = inputs.routed, inputs.topk_ids[rank]
+    sent = routed.destinations[rank][..., 0]
+    to_rank = np.array([(sent == r).any(axis=1).sum() for r in range(case.n_ranks)])
+    token_bytes = case.hidden_size * jnp.dtype(case.token_dtype).itemsize
+    return {
+        "invalid_ids": routed.n_invalid[rank],
+        "dropped_rows": routed.n_dropped[rank],
+        "tokens_to_rank": to_rank,
+        "bytes_to_rank": token_bytes * to_rank,
+        "rows_to_expert": [(ids == expert).sum() for expert in range(case.n_experts)],
+        "rows_per_expert": np.diff(routed.row_offsets[rank].astype(int)),
+    }

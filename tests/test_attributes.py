@@ -9,9 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import cases
 import jax_ep
 import suite
+from call_attributes import (
+    CASES,
+    CONNECTIONS,
+    GATE,
+    SILU,
+    attributes_by_target,
+    closed_group,
+    lowered,
+)
 from harness import AXIS, config_of, make_mesh, on_mesh
 from jax_ep.ffi import extension
 from jax_ep.formats import QuantizedFormat
@@ -20,21 +28,10 @@ from jax_ep.group import EPGroup
 from jax_ep.layer import matmul as matmul
 from jax_ep.nodes import overlapped
 from jax_ep.nodes.nvshmem.connection import NvshmemByNodes
-from jax_ep.transports.host import HostConnection
-from jax_ep.transports.p2p import P2pConnection
 
 DISPATCH = {"group": "str", "token_format": "str", "scales_layout": "str"}
 COMBINE = {"group": "str", "weighting": "i32", "reduce": "bool", "adds_shared_expert": "bool"}
 STREAM = {"stream_order": "i32"}
-SILU = {
-    "token_format": "str",
-    "scales_layout": "str",
-    "interleaved": "bool",
-    "clamped": "bool",
-    "alpha": "f32",
-    "limit": "f32",
-}
-GATE = {name: SILU[name] for name in ("interleaved", "clamped", "alpha", "limit")}
 CPU = {
     "jax_ep_dispatch": DISPATCH,
     "jax_ep_combine": COMBINE,
@@ -80,24 +77,6 @@ RAIL = {target for target in CUDA if target.startswith("jax_ep_rail")}
 OTHERS |= RAIL
 # Calls for which formats that quantize have no use.
 NOT_QUANTIZED = {"jax_ep_dispatch_grad_start"}
-CONNECTIONS = {"cpu": HostConnection, "cuda": P2pConnection}
-SMALL = {"hidden_size": 128, "max_tokens": 4}
-CASES = {
-    "plain": cases.SMALL[2].replace(**SMALL),
-    "row weights": cases.SMALL[2].replace(weights="row", **SMALL),
-    "unweighted": cases.SMALL[2].replace(weights="none", **SMALL),
-    "shared": cases.SMALL[2].replace(fused_shared_expert=True, **SMALL),
-    "skip_a2a": cases.SMALL[2].replace(skip_a2a=True, **SMALL),
-    "transposed": cases.SMALL[2].replace(token_format="blockwise_fp8", **SMALL),
-    "input scale": cases.SMALL[2].replace(token_format="nvfp4", input_scale=0.3, **SMALL),
-}
-
-
-def closed_group(case, platform: str) -> EPGroup:
-    """A group that is not open: enough to lower its calls, for any platform."""
-    connection = CONNECTIONS[platform]
-    geometry = Geometry(make_mesh(case.n_ranks), AXIS, config_of(case), connection.name)
-    return EPGroup(connection(geometry))
 
 
 FORMS = ("synchronous", "asynchronous", "overlapping")
@@ -136,27 +115,6 @@ def silu(x, offsets):
         jax_ep.fused_silu(x, offsets, jax_ep.MXFP8(), interleaved=True),
         jax_ep.fused_silu(x, offsets, jax_ep.MXFP4(), clamp=(1.702, 7.0)),
     ]
-
-
-def lowered(function, platform: str, *operands) -> str:
-    return function.trace(*operands).lower(lowering_platforms=(platform,)).as_text()
-
-
-def attributes_by_target(text: str) -> dict[str, list[dict[str, str]]]:
-    """For each custom call of ours, the types of its attributes by name."""
-    found: dict[str, list] = {}
-    for target, config in re.findall(
-        r"custom_call @(jax_ep_\w+)\(.*?(?:mhlo\.)?backend_config = \{(.*?)\}", text
-    ):
-        attributes = re.findall(r'(\w+) = ("[^"]*"|[^,]+)', config)
-        found.setdefault(target, []).append({name: type_of(value) for name, value in attributes})
-    return found
-
-
-def type_of(value: str) -> str:
-    if value.startswith('"'):
-        return "str"
-    return "bool" if value in ("true", "false") else value.split(" : ")[1]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import cases
 import harness
 import jax_ep
 import suite
-from harness import AXIS, assert_same_bits, group_of, make_mesh, on_mesh, params, put, shards
+from harness import AXIS, assert_same_bits, group_of, make_mesh, on_mesh, params
 from jax_ep.formats import FORMATS, QUANTIZED, Plain
 from jax_ep.geometry import Geometry
 from jax_ep.group import EPGroup
@@ -24,8 +24,8 @@ from jax_ep.nodes import codes
 from jax_ep.nodes import connection as nodes
 from jax_ep.nodes.nvshmem.connection import NvshmemByNodes
 from jax_ep.transports import bootstrap
-from test_nodes import SHARED, ThriftyRails, forget_groups
-from test_nodes import by_nodes as by_nodes
+from node_groups import SHARED, ThriftyRails, forget_groups, layer_results
+from node_groups import by_nodes as by_nodes
 
 SCALE_MD = pathlib.Path(__file__).parents[1] / "docs" / "scale.md"
 NAMES = cases.QUANTIZED_NAMES
@@ -112,31 +112,6 @@ def test_codes_that_need_not_travel_are_not_needed(name, by_nodes, monkeypatch):
     for routing in ("duplicates", "out_of_range"):
         suite.check(TWO[name].replace(routing=routing, top_k=2), by_nodes, make_mesh(4))
     forget_groups()
-
-
-def layer_results(case, transport: str, **changes) -> list:
-    """For each rank: a layer's result, its gradients, and values that are sent along again."""
-    inputs = suite.make_inputs(case)
-    with group_of(case, transport, **changes) as group:
-
-        def body(tokens, topk_ids, topk_weights, residual):
-            at_row, at_source = suite.weights_for(case.weights, topk_weights)
-
-            def layer(tokens, topk_weights):
-                at_row, at_source = suite.weights_for(case.weights, topk_weights)
-                rows = jax_ep.dispatch(group, tokens, topk_ids, *at_row)
-                out = jnp.tanh(jax_ep.dequantize(rows, jnp.bfloat16))
-                return jax_ep.combine(group, out, rows, *at_source)
-
-            out, pull = jax.vjp(layer, tokens, topk_weights)
-            rows = jax_ep.dispatch(group, tokens, topk_ids)
-            again = jax_ep.redispatch(group, residual, rows)
-            return out, *pull(residual), suite.clear_unused(again, rows.row_offsets)
-
-        weights = [np.nan_to_num(each) for each in inputs.topk_weights]
-        operands = inputs.tokens, inputs.topk_ids, weights, inputs.residual
-        out = on_mesh(group.mesh, body)(*put(group.mesh, *operands))
-        return [results for _, results in shards(group.mesh, out)]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from fake_extension import FakeExtension, geometry_of, use
 from harness import make_mesh
 from jax_ep._jax_compat import distributed_client
 from jax_ep.ffi import extension
@@ -16,7 +17,6 @@ from jax_ep.processes.exchange import Exchange
 from jax_ep.processes.messages import Message
 from jax_ep.transports import bootstrap
 from processes import run_processes
-from test_exchange import FakeExtension, geometry_of, use
 
 
 def test_a_custom_exchange_gets_keys_and_must_return_all_payloads():

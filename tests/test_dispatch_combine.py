@@ -23,6 +23,7 @@ from harness import (
     skip_by_nodes,
     skip_if_xla_crashes,
 )
+from suite import totals_of_call
 
 N_RANKS = sorted(cases.SMALL)
 MODES = ["none", "source", "row"]
@@ -115,22 +116,6 @@ def test_stats_match_the_oracle(transport):
         assert totals.combine_calls == 6  # with and without a residual
         for name, expected in totals_of_call(case, inputs, totals.rank).items():
             np.testing.assert_array_equal(getattr(totals, name), np.multiply(3, expected), name)
-
-
-def totals_of_call(case, inputs: suite.Inputs, rank: int) -> dict:
-    """The counts that one dispatch adds to the totals of a rank."""
-    routed, ids = inputs.routed, inputs.topk_ids[rank]
-    sent = routed.destinations[rank][..., 0]
-    to_rank = np.array([(sent == r).any(axis=1).sum() for r in range(case.n_ranks)])
-    token_bytes = case.hidden_size * jnp.dtype(case.token_dtype).itemsize
-    return {
-        "invalid_ids": routed.n_invalid[rank],
-        "dropped_rows": routed.n_dropped[rank],
-        "tokens_to_rank": to_rank,
-        "bytes_to_rank": token_bytes * to_rank,
-        "rows_to_expert": [(ids == expert).sum() for expert in range(case.n_experts)],
-        "rows_per_expert": np.diff(routed.row_offsets[rank].astype(int)),
-    }
 
 
 def test_wait_times_name_the_late_rank(transport):

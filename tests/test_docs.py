@@ -11,11 +11,8 @@ import types
 import jax_ep
 import jax_ep.nnx
 import jax_ep.router
+from doc_pages import BLOCK, DOCS, ROOT, python_blocks
 from processes import child_environment
-
-ROOT = pathlib.Path(__file__).parent.parent
-DOCS = ROOT / "docs"
-BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 
 
 def test_every_block_of_the_quickstart_runs(tmp_path):
@@ -49,10 +46,6 @@ def run_python(text: str) -> list[str]:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.splitlines()
-
-
-def python_blocks(page: pathlib.Path) -> list[str]:
-    return [text for language, _, text in BLOCK.findall(page.read_text()) if language == "python"]
 
 
 def test_both_snippets_of_the_readme_run_as_pasted():

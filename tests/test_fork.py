@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from harness import on_mesh
-from test_close import make_tokens, open_group, round_trip
+from host_calls import make_tokens, open_group, round_trip
 
 pytestmark = pytest.mark.usefixtures("one_process")
 

@@ -14,34 +14,22 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jax_ep
 import suite
+from call_attributes import CASES, GATE, closed_group
+from gated_matmuls import (
+    GATED,
+    GATED_GRAD,
+    MATMUL,
+    SILU,
+    SILU_GRAD,
+    VARIANTS,
+    WITH_BIAS,
+    count_calls,
+    make_operands,
+    targets,
+)
 from harness import on_mesh
 from jax_ep.layer import gated_matmul
-from jax_ep.layer import matmul as matmul_primitive
-from jax_ep.layer.activation import Activation
 from jax_ep.layer.matmul_gradients import add_bias
-from test_attributes import CASES, GATE, attributes_by_target, closed_group, lowered
-
-GATED, MATMUL, SILU = "jax_ep_gated_matmul", "jax_ep_grouped_matmul", "jax_ep_fused_silu"
-GATED_GRAD, SILU_GRAD = "jax_ep_gated_matmul_grad", "jax_ep_fused_silu_grad"
-VARIANTS = {
-    "plain": Activation(jax_ep.BF16(), False, None),
-    "interleaved, clamped": Activation(jax_ep.BF16(), True, (1.702, 1.0)),
-}
-
-
-WITH_BIAS = pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
-
-
-def make_operands(sizes, h, f, spare=5, has_bias=False):
-    """Rows, of which the last `spare` are NaN, both weights, perhaps a bias, and row_offsets."""
-    offsets = np.cumsum([0, *sizes]).astype(np.uint32)
-    keys = jax.random.split(jax.random.key(0), 4)
-    rows = jax.random.normal(keys[0], (int(offsets[-1]) + spare, h), jnp.bfloat16)
-    rows = rows.at[int(offsets[-1]) :].set(jnp.nan)
-    gate_up = jax.random.normal(keys[1], (len(sizes), h, 2 * f), jnp.bfloat16) * h**-0.5
-    down = jax.random.normal(keys[2], (len(sizes), f, h), jnp.bfloat16) * f**-0.5
-    bias = jax.random.normal(keys[3], (len(sizes), 2 * f), jnp.bfloat16)
-    return rows, gate_up, down, *([bias] if has_bias else []), offsets
 
 
 def experts(activation, rows, gate_up, down, *rest):
@@ -176,20 +164,6 @@ def test_the_experts_may_be_mapped(has_bias):
     wanted = [mlp(x, *others) for x in (rows, -rows)]
     for each, alone in zip(got, wanted, strict=True):
         jax.tree.map(np.testing.assert_array_equal, bits([each], 14), bits([alone], 14))
-
-
-def targets(monkeypatch, function, *operands, for_hopper=True):
-    """The calls of a program for Hopper GPUs; `for_hopper`: as is the extension."""
-    monkeypatch.setattr(matmul_primitive, "_is_built", lambda: True)
-    monkeypatch.setattr(matmul_primitive, "_is_built_for_hopper", lambda: for_hopper)
-    monkeypatch.setattr(matmul_primitive, "_compute_capability", lambda: 9)
-    monkeypatch.setattr("jax_ep.ffi.extension.register_cuda", lambda: None)
-    return attributes_by_target(lowered(jax.jit(function), "cuda", *operands))
-
-
-def count_calls(monkeypatch, function, *operands):
-    found = targets(monkeypatch, function, *operands)
-    return {name: len(calls) for name, calls in found.items()}
 
 
 def gradients_of(function):

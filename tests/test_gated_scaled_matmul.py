@@ -14,6 +14,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jax_ep
 import suite
+from call_attributes import CASES, GATE, closed_group
+from gated_matmuls import MATMUL, SILU, SILU_GRAD, VARIANTS, WITH_BIAS, count_calls, targets
 from harness import AXIS, make_mesh, on_mesh
 from jax_ep.exchange import checks
 from jax_ep.layer import matmul as matmul_primitive
@@ -21,8 +23,6 @@ from jax_ep.layer.expert_weights import ExpertWeights
 from jax_ep.layer.gated_scaled_matmul import scaled_mlp
 from jax_ep.layer.grouped_matmul import multiply_rows
 from jax_ep.layer.matmul_gradients import add_bias
-from test_attributes import CASES, GATE, closed_group
-from test_gated_matmul import MATMUL, SILU, SILU_GRAD, VARIANTS, WITH_BIAS, count_calls, targets
 
 SCALED = "jax_ep_gated_scaled_matmul"
 OF_VARIANTS = pytest.mark.parametrize("activation", VARIANTS.values(), ids=VARIANTS)

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import jax_ep
+from gpu_compiler import CASE, CHECK, FREE, compiled, computations, our_steps
+from gpu_compiler import make_group as make_group
+from gpu_compiler import mesh as mesh
 from harness import config_of
-from test_gpu_programs import CASE, CHECK, FREE, compiled, computations, our_steps
-from test_gpu_programs import make_group as make_group
-from test_gpu_programs import mesh as mesh
 
 MATMUL, ACTIVATION = "jax_ep_grouped_matmul", "jax_ep_fused_silu"
 SCALED = "jax_ep_gated_scaled_matmul"  # the same in FP8, for no gradient

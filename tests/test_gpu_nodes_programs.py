@@ -8,13 +8,13 @@ import pytest
 
 import async_layers
 import jax_ep
+from gpu_compiler import CASE, CHECK, check_overlap, compiled, computations, our_steps
+from gpu_compiler import mesh as mesh
 from harness import AXIS, config_of
 from jax_ep.geometry import Geometry
 from jax_ep.group import EPGroup
 from jax_ep.nodes import overlapped
 from jax_ep.nodes.nvshmem.connection import NvshmemByNodes
-from test_gpu_programs import CASE, CHECK, check_overlap, compiled, computations, our_steps
-from test_gpu_programs import mesh as mesh
 
 # Of each asynchronous call that overlaps with its exchange, the start.
 STARTS = {f"jax_ep_rail_{call}_start" for call in ("dispatch", "combine")}

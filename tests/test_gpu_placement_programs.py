@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import jax_ep
+from gpu_compiler import FREE, group_of
+from gpu_compiler import mesh as mesh
 from harness import AXIS
-from test_gpu_programs import FREE, group_of
-from test_gpu_programs import mesh as mesh
 
 R, E, N_REDUNDANT, K = 4, 256, 32, 8
 

@@ -10,12 +10,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
+from doc_pages import DOCS, python_blocks
 from harness import AXIS, make_mesh
 from jax_ep.layer import accumulate
 from jax_ep.layer import matmul as matmul_primitive
-from oracle_matmul import H, N, accumulated, assert_close, make_operands
-from test_docs import DOCS, python_blocks
-from test_grouped_matmul import SIZES
+from oracle_matmul import SIZES, H, N, accumulated, assert_close, make_operands
 
 UNUSUAL_BITS = np.uint32([0x80000000, 0x7FC01234, 0xFF812345, 0x00000001, 0xFF800000, 0x3F800001])
 

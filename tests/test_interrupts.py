@@ -14,13 +14,13 @@ import pytest
 
 import cases
 import jax_ep
+from fake_extension import FakeExtension
 from harness import AXIS, config_of, make_mesh
 from jax_ep.ffi import extension
 from jax_ep.processes import interrupts
 from jax_ep.processes.exchange import Exchange
 from jax_ep.transports import p2p
 from jax_ep.transports.p2p import P2pConnection
-from test_exchange import FakeExtension
 
 pytestmark = pytest.mark.usefixtures("one_process")
 SOURCES = str(pathlib.Path(jax_ep.__file__).parent)

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import jax_ep
+from gated_matmuls import make_operands
 from harness import AXIS, make_mesh
 from jax_ep.ffi import extension
 from processes import child_environment
-from test_gated_matmul import make_operands
 
 MATMULS = (
     "jax_ep_gated_matmul",

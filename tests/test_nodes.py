@@ -13,30 +13,17 @@ import numpy as np
 import pytest
 
 import cases
+import closed_forms
 import harness
 import jax_ep
 import suite
-import test_grad
-import test_sums
 from harness import AXIS, assert_same_bits, config_of, group_of, make_mesh, on_mesh, params, put
 from jax_ep.geometry import Geometry
 from jax_ep.nodes import connection as nodes
 from jax_ep.nodes import overlapped
 from jax_ep.nodes.connection import NodesConnection
-from jax_ep.nodes.rails import XlaRails
-
-CACHES = (suite.compiled, test_grad.compiled_vjps, test_sums.compiled_sums)
-
-TWO = cases.SMALL[4].replace(n_nodes=2)
-FOUR = cases.SMALL[8].replace(n_nodes=4)
-SHARED = cases.FLAGS["shared"]
-
-
-def with_nodes(all_cases) -> list:
-    """The cases with an even number of ranks that exchange tokens, on two nodes."""
-    chosen = [case for case in all_cases if case.n_ranks % 2 == 0 and not case.skip_a2a]
-    return [case.replace(n_nodes=2, n_tokens=case.n_tokens) for case in chosen]
-
+from node_groups import FOUR, SHARED, TWO, ThriftyRails, forget_groups, with_nodes
+from node_groups import by_nodes as by_nodes
 
 CASES = [
     *(TWO.replace(weights=weights) for weights in ("none", "row")),
@@ -55,23 +42,6 @@ CASES = [
     TWO.replace(row_alignment=128, **SHARED),
     TWO.replace(row_alignment=64, token_format="blockwise_fp8", hidden_size=256),
 ]
-
-
-def forget_groups() -> None:
-    """Makes the tests open their groups anew."""
-    for cache in CACHES:
-        cache.cache_clear()
-
-
-@pytest.fixture(scope="module")
-def by_nodes(request):
-    """The fast transport of the platform, inside nodes; or `nvshmem`, if asked for."""
-    option = request.config.option
-    fast = "p2p" if option.gpu else "host"
-    forget_groups()
-    with harness.each_node_by_itself():
-        yield "nvshmem" if option.transports == "nvshmem" else fast
-    forget_groups()
 
 
 def test_nodes_are_served_by_themselves(by_nodes):
@@ -113,73 +83,45 @@ def test_replicas_have_nodes_of_their_own(check_vma, by_nodes):
     suite.check(TWO.replace(routing="zipf"), by_nodes, make_mesh(4, 2), check_vma=check_vma)
 
 
-@pytest.mark.parametrize("capacity", test_grad.CAPACITIES)
-@pytest.mark.parametrize("weights", test_grad.MODES)
+@pytest.mark.parametrize("capacity", closed_forms.CAPACITIES)
+@pytest.mark.parametrize("weights", closed_forms.MODES)
 def test_gradients_match_their_closed_forms(weights, capacity, by_nodes):
-    for routing in test_grad.ROUTINGS:
+    for routing in closed_forms.ROUTINGS:
         case = TWO.replace(weights=weights, recv_capacity=capacity, routing=routing)
-        test_grad.check_closed_forms(case, by_nodes)
+        closed_forms.check_closed_forms(case, by_nodes)
 
 
-@pytest.mark.parametrize("weights", test_grad.MODES)
+@pytest.mark.parametrize("weights", closed_forms.MODES)
 def test_gradients_of_padded_groups_match_their_closed_forms(weights, by_nodes):
-    test_grad.check_closed_forms(TWO.replace(weights=weights, row_alignment=16), by_nodes)
+    closed_forms.check_closed_forms(TWO.replace(weights=weights, row_alignment=16), by_nodes)
 
 
 @pytest.mark.parametrize(("n_ranks", "n_nodes"), [(2, 2), (8, 2), (8, 4)])
-@pytest.mark.parametrize("weights", test_grad.MODES)
+@pytest.mark.parametrize("weights", closed_forms.MODES)
 def test_gradients_with_a_shared_expert_match_their_closed_forms(
     weights, n_ranks, n_nodes, by_nodes
 ):
     case = cases.SMALL[n_ranks].replace(weights=weights, n_nodes=n_nodes, **SHARED)
-    test_grad.check_closed_forms(case.replace(routing="duplicates"), by_nodes)
+    closed_forms.check_closed_forms(case.replace(routing="duplicates"), by_nodes)
 
 
 @pytest.mark.parametrize("case", params(with_nodes(cases.DTYPES)))
 def test_gradients_of_every_pair_of_dtypes_match_their_closed_forms(case, by_nodes):
-    test_grad.check_closed_forms(case, by_nodes)
+    closed_forms.check_closed_forms(case, by_nodes)
 
 
-@pytest.mark.parametrize("weights", test_grad.MODES)
+@pytest.mark.parametrize("weights", closed_forms.MODES)
 def test_gradients_have_the_bits_of_one_call_for_all_nodes(weights, by_nodes):
     """Those of weights, too, which the oracle only knows within rounding."""
     case = TWO.replace(weights=weights, routing="duplicates", **SHARED)
-    got = test_grad.gradients(case, by_nodes)[-1]
+    got = closed_forms.gradients(case, by_nodes)[-1]
     forget_groups()
     with harness.each_node_by_itself(False):
-        wanted = test_grad.gradients(case, by_nodes)[-1]
+        wanted = closed_forms.gradients(case, by_nodes)[-1]
     forget_groups()
     for where, results in wanted.items():
         for name, array in results.items():
             assert_same_bits(got[where][name], array, f"{name} of {where}")
-
-
-class ThriftyRails(XlaRails):
-    """Loses what the masks say is not needed, as `nvshmem` does not send it."""
-
-    def all_gather(self, rows, is_sent):
-        gathered = super().all_gather(rows, is_sent)
-        if is_sent is not None:
-            of_all = super().all_gather(is_sent[None].astype(jnp.uint8), None) > 0  # by source
-            arrives = jnp.take(of_all, self._node(), axis=1).at[self._node()].set(True)
-            is_float = jnp.issubdtype(gathered.dtype, jnp.floating)
-            lost = jnp.nan if is_float else jnp.iinfo(gathered.dtype).max
-            gathered = _where(arrives.reshape(-1, *is_sent.shape[2:]), gathered, lost)
-        return gathered
-
-    def all_to_all(self, rows, is_sent):
-        if is_sent is not None:
-            by_node = is_sent.reshape(self.geometry.routed.n_nodes, -1, *is_sent.shape[1:])
-            rows = _where(by_node.at[self._node()].set(True).reshape(is_sent.shape), rows, 0)
-        return super().all_to_all(rows, is_sent)
-
-    def _node(self):
-        return jax.lax.axis_index(AXIS) // self.geometry.routed.n_ranks_per_node
-
-
-def _where(mask, rows, other):
-    mask = mask.reshape(*mask.shape, *[1] * (rows.ndim - mask.ndim))
-    return jnp.where(mask, rows, jnp.array(other, rows.dtype))
 
 
 @pytest.fixture
@@ -199,19 +141,19 @@ def test_what_need_not_travel_is_not_needed(weights, thrifty):
     for routing in ("uniform", "out_of_range", "duplicates"):
         case = FOUR.replace(weights=weights, routing=routing, top_k=2)
         suite.check(case, thrifty, make_mesh(8))
-        test_grad.check_closed_forms(case, thrifty)
+        closed_forms.check_closed_forms(case, thrifty)
     suite.check(TWO.replace(weights=weights, recv_capacity=33, **SHARED), thrifty, make_mesh(4))
-    test_grad.test_gradients_of_unreduced_rows_return_to_their_rows(thrifty)
+    closed_forms.check_gradients_of_unreduced_rows_return_to_their_rows(thrifty)
 
 
 def test_gradients_of_unreduced_rows_return_to_their_rows(by_nodes):
-    test_grad.test_gradients_of_unreduced_rows_return_to_their_rows(by_nodes)
+    closed_forms.check_gradients_of_unreduced_rows_return_to_their_rows(by_nodes)
 
 
-@pytest.mark.parametrize("weights", test_grad.MODES)
+@pytest.mark.parametrize("weights", closed_forms.MODES)
 @pytest.mark.usefixtures("one_process")
 def test_gradients_of_a_layer_match_the_dense_layer(weights, by_nodes):
-    test_grad.test_gradients_of_a_layer_match_the_dense_layer(weights, 2, True, by_nodes)
+    closed_forms.check_gradients_of_a_layer_match_the_dense_layer(weights, 2, True, by_nodes)
 
 
 def test_second_derivatives_are_refused(by_nodes):

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 import cases
+import closed_forms
 import jax_ep
 import suite
-import test_grad
 from harness import AXIS, config_of, make_mesh, n_replicas
 from jax_ep.nodes.connection import NodesConnection
+from node_groups import FOUR, SHARED, TWO
 from processes import run_processes, run_pytest
-from test_nodes import FOUR, SHARED, TWO
 
 pytestmark = pytest.mark.multiprocess
 
@@ -54,7 +54,7 @@ def check_a_node_per_process() -> None:
         suite.check(small.replace(weights=weights, routing="duplicates", **SHARED), "host", mesh)
     for name in ("blockwise_fp8", "nvfp4"):
         suite.check(small.replace(token_format=name, recv_capacity=40), "host", mesh)
-    test_grad.check_closed_forms(small.replace(weights="row", **SHARED), "host")
+    closed_forms.check_closed_forms(small.replace(weights="row", **SHARED), "host")
 
 
 def test_a_process_may_have_several_nodes():
@@ -69,7 +69,7 @@ def check_nodes_of_processes() -> None:
             assert group.transport == "host"
             assert isinstance(group._connection, NodesConnection)
         suite.check(case, "host", mesh)
-        test_grad.check_closed_forms(case, "host")
+        closed_forms.check_closed_forms(case, "host")
     across = jax.sharding.Mesh(
         np.array(jax.devices()).reshape(2, 2, 2).transpose(1, 0, 2).reshape(2, 4), ("dp", AXIS)
     )

@@ -11,11 +11,11 @@ import jax
 import numpy as np
 import pytest
 
+import async_calls
 import cases
+import closed_forms
 import harness
 import suite
-import test_async
-import test_grad
 from harness import assert_same_bits, assert_trees_equal, group_of, make_mesh, on_mesh, params, put
 from jax_ep.exchange.async_calls import InFlightCombine, InFlightDispatch
 from jax_ep.exchange.calls import (
@@ -30,8 +30,7 @@ from jax_ep.nodes import overlapped
 from jax_ep.nodes.connection import HostByNodes
 from jax_ep.nodes.rails import OverlappingRails
 from jax_ep.nodes.routing import needs
-from test_codes_between_nodes import layer_results
-from test_nodes import FOUR, SHARED, TWO, ThriftyRails, forget_groups, with_nodes
+from node_groups import FOUR, SHARED, TWO, ThriftyRails, forget_groups, layer_results, with_nodes
 
 bound = []  # the operations that have been traced
 FORWARD, BACKWARD = {"dispatch", "combine"}, {"dispatch_grads", "combine_grads"}
@@ -150,33 +149,35 @@ def test_few_tokens_do_not_overlap(traced, monkeypatch):
     assert traced == []
 
 
-@pytest.mark.parametrize("weights", test_grad.MODES)
+@pytest.mark.parametrize("weights", closed_forms.MODES)
 def test_a_combine_overlaps_from_fewer_tokens_on_than_a_dispatch(weights, traced, monkeypatch):
     monkeypatch.setattr(overlapped, "min_tokens", TWO.max_tokens + 1)
     monkeypatch.setattr(overlapped, "min_combine_tokens", TWO.max_tokens)
     forget_groups()
     case = TWO.replace(weights=weights, routing="duplicates")
-    test_grad.check_closed_forms(case, "host")
+    closed_forms.check_closed_forms(case, "host")
     forget_groups()
     assert set(traced) == {"combine"}
 
 
-@pytest.mark.parametrize("weights", test_grad.MODES)
+@pytest.mark.parametrize("weights", closed_forms.MODES)
 @pytest.mark.parametrize("flags", [{}, SHARED], ids=["plain", "shared"])
 def test_gradients_match_their_closed_forms(weights, flags, traced):
     for routing in ("duplicates", "out_of_range"):
-        test_grad.check_closed_forms(TWO.replace(weights=weights, routing=routing, **flags), "host")
+        closed_forms.check_closed_forms(
+            TWO.replace(weights=weights, routing=routing, **flags), "host"
+        )
     assert set(traced) == FORWARD | BACKWARD
 
 
-@pytest.mark.parametrize("weights", test_grad.MODES)
+@pytest.mark.parametrize("weights", closed_forms.MODES)
 def test_gradients_have_the_bits_of_separate_calls(weights, monkeypatch):
     """Those of weights, too, which the oracle only knows within rounding."""
     case = TWO.replace(weights=weights, routing="duplicates", recv_capacity=40)
-    got = test_grad.gradients(case, "host")[-1]
+    got = closed_forms.gradients(case, "host")[-1]
     forget_groups()
     monkeypatch.setattr(overlapped, "min_tokens", 10**6)
-    wanted = test_grad.gradients(case, "host")[-1]
+    wanted = closed_forms.gradients(case, "host")[-1]
     forget_groups()
     for where, results in wanted.items():
         for name, array in results.items():
@@ -190,7 +191,7 @@ def test_gradients_of_asynchronous_calls_have_the_bits_of_synchronous_ones(weigh
     operands = (np.nan_to_num(x)[:, None] for x in inputs.arrays()[:3])  # of one call
     operands = put(group.mesh, *operands)
     got, wanted = (
-        on_mesh(group.mesh, functools.partial(test_async.gradients, group, weights, is_async))(
+        on_mesh(group.mesh, functools.partial(async_calls.gradients, group, weights, is_async))(
             *operands
         )
         for is_async in (True, False)
@@ -202,7 +203,7 @@ def test_gradients_of_asynchronous_calls_have_the_bits_of_synchronous_ones(weigh
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_gradients_of_other_dtypes_match_their_closed_forms(dtype):
     case = TWO.replace(weights="row", routing="zipf", combine_dtype=dtype)
-    test_grad.check_closed_forms(case, "host")
+    closed_forms.check_closed_forms(case, "host")
 
 
 @pytest.mark.parametrize(("name", "weights"), [("mxfp8", "row"), ("nvfp4", "source")])

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import suite
 from cases import Case
+from combine_sums import check_sums
 from harness import make_mesh
-from test_sums import check_sums
 
 _SMALL_CAPACITY = {"recv_capacity": 5, "weights": "row", "combine_dtype": "float32"}
 _SHARED = {"recv_capacity": 9, "fused_shared_expert": True}

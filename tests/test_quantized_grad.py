@@ -13,8 +13,8 @@ import jax_ep
 import oracle
 import oracle_formats as formats
 import suite
+from closed_forms import assert_gradient, dense_layer
 from harness import assert_same_bits, group_of, on_mesh, put, shards
-from test_grad import assert_gradient, dense_layer
 
 NAMES = list(cases.QUANTIZED_SMALL)
 

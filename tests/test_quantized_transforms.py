@@ -10,7 +10,13 @@ import pytest
 import cases
 import jax_ep
 from harness import assert_trees_equal, group_of, on_mesh, on_mesh_eager, shards
-from test_transforms import CHECKPOINTED, both_signs_looped, both_signs_mapped, n_calls, operands_of
+from transformed_calls import (
+    CHECKPOINTED,
+    both_signs_looped,
+    both_signs_mapped,
+    n_calls,
+    operands_of,
+)
 
 N_LAYERS = 2
 # One format with padding and float scales, one packed with atoms and an input scale.

@@ -12,6 +12,7 @@ import cases
 import jax_ep
 import oracle
 import suite
+from closed_forms import assert_gradient
 from harness import (
     assert_same_bits,
     each_node_by_itself,
@@ -22,7 +23,6 @@ from harness import (
     shards,
     skip_if_xla_crashes,
 )
-from test_grad import assert_gradient
 
 CALL = "@jax_ep_combine_grad("
 SMALL = cases.SMALL[4].replace(routing="out_of_range")

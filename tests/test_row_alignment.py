@@ -8,8 +8,8 @@ import pytest
 import cases
 import jax_ep
 import suite
+from closed_forms import check_closed_forms
 from harness import config_of, group_of, make_mesh, on_mesh, params, put, shards
-from test_grad import check_closed_forms
 
 
 @pytest.mark.parametrize("case", params(cases.ALIGNED))

@@ -14,8 +14,8 @@ import pytest
 import cases
 import jax_ep
 import suite
+from closed_forms import assert_equal
 from harness import group_of, on_mesh_eager, put
-from test_unused_rows import assert_equal
 
 CASES = {
     "plain": cases.SMALL[4],

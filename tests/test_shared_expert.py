@@ -11,6 +11,7 @@ import cases
 import jax_ep
 import oracle
 import suite
+from closed_forms import assert_gradient, check_closed_forms, unreduced_inputs, unreduced_vjp
 from harness import (
     AXIS,
     assert_same_bits,
@@ -23,8 +24,7 @@ from harness import (
     skip_by_nodes,
     skip_if_xla_crashes,
 )
-from test_dispatch_combine import totals_of_call
-from test_grad import assert_gradient, check_closed_forms, unreduced_inputs, unreduced_vjp
+from suite import totals_of_call
 
 
 @pytest.mark.parametrize("case", params(cases.FLAGS_SMALL))

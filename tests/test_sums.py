@@ -1,7 +1,5 @@
 """The sum of combine: the same bits wherever the weights are given, on any number of nodes."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +9,7 @@ import cases
 import jax_ep
 import oracle
 import suite
+from combine_sums import check_sums
 from harness import (
     assert_same_bits,
     assert_trees_equal,
@@ -39,60 +38,6 @@ VARIANTS = [
     OF_FOUR.replace(combine_dtype="float16", **cases.FLAGS["shared"]),
     OF_FOUR.replace(combine_dtype="float16", recv_capacity=5, **cases.FLAGS["shared"]),
 ]
-
-
-@functools.cache
-def compiled_sums(case, transport):
-    """The mesh, and a jitted function that makes the same sums in every way."""
-    group = group_of(case, transport)
-
-    def body(tokens, topk_ids, topk_weights, expert_out, residual):
-        plain = suite.poison(jax_ep.dispatch(group, tokens, topk_ids))
-        weighted = suite.poison(jax_ep.dispatch(group, tokens, topk_ids, topk_weights))
-        ones = jnp.ones_like(topk_weights)
-
-        def sums(*arguments):
-            call = functools.partial(jax_ep.combine, group, expert_out, *arguments)
-            return {"alone": call(), "with residual": call(residual=residual)}
-
-        return {
-            "at dispatch": sums(weighted),
-            "at combine": sums(plain, topk_weights),
-            "nowhere": sums(plain),
-            "of 1": sums(plain, ones),
-        }
-
-    return group.mesh, on_mesh(group.mesh, body, keep_unused=True)
-
-
-def check_sums(case, transport: str, topk_ids=None) -> None:
-    """All ways give the oracle's bits; `topk_ids`, if given, replace the case's own."""
-    program_case = case.replace(routing="uniform", seed=0)  # neither changes the program
-    mesh, run = compiled_sums(program_case, transport)
-    inputs = suite.make_inputs(case, topk_ids)
-    wanted = expected_sums(case, inputs)
-    for (_, rank), got in shards(mesh, run(*put(mesh, *inputs.arrays()))):
-        for way, sums in got.items():
-            is_weighted = way in ("at dispatch", "at combine")
-            for name, out in sums.items():
-                what = f"{case.name} on {transport}, weights {way}, {name}, rank {rank}"
-                assert_same_bits(out, wanted[is_weighted][name][rank], what)
-
-
-def expected_sums(case, inputs: suite.Inputs) -> list[dict]:
-    """The oracle's sums of all ranks: unweighted and weighted."""
-    results = []
-    for weights in (None, inputs.topk_weights):
-        combine = functools.partial(
-            oracle.combine,
-            inputs.routed,
-            inputs.expert_out,
-            topk_weights=weights,
-            n_nodes=case.n_nodes,
-        )
-        residual = inputs.residual
-        results.append({"alone": combine(), "with residual": combine(residual=residual)})
-    return results
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from harness import on_mesh
+from host_calls import make_tokens, open_group, round_trip
 from processes import PYTHON, child_environment
-from test_close import make_tokens, open_group, round_trip
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -45,7 +45,7 @@ PROGRAM = """
 import jax
 jax.config.update("jax_num_cpu_devices", 8)
 from harness import on_mesh
-from test_close import make_tokens, open_group, round_trip, without_rank_3
+from host_calls import make_tokens, open_group, round_trip, without_rank_3
 
 group, body = open_group(timeout_s=0.4), {body}
 step = on_mesh(group.mesh, lambda x: body(group, x))

@@ -5,29 +5,23 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import cases
 import jax_ep
 import suite
-from harness import AXIS, assert_trees_equal, group_of, make_mesh, on_mesh, on_mesh_eager, put
-
-CASE = cases.SMALL[4]
-N_LAYERS = 3
-
-
-def moe(group, tokens, topk_ids, topk_weights):
-    """A layer whose experts double their rows, with a residual connection."""
-    dispatched = jax_ep.dispatch(group, tokens, topk_ids)
-    rows = dispatched.tokens * jnp.bfloat16(2)
-    return jax_ep.combine(group, rows, dispatched, topk_weights, residual=tokens)
-
-
-def operands_of(mesh, case=CASE) -> list[jax.Array]:
-    """Tokens, ids and weights of all ranks; weights without NaN."""
-    tokens, topk_ids, topk_weights = suite.make_inputs(case).arrays()[:3]
-    return put(mesh, tokens, topk_ids, [np.nan_to_num(w) for w in topk_weights])
+from harness import AXIS, assert_trees_equal, group_of, make_mesh, on_mesh, on_mesh_eager
+from transformed_calls import (
+    CASE,
+    CHECKPOINTED,
+    N_LAYERS,
+    both_signs_looped,
+    both_signs_mapped,
+    layers,
+    moe,
+    n_calls,
+    operands_of,
+)
 
 
 @pytest.fixture
@@ -45,14 +39,6 @@ def operands(group):
     return operands_of(group.mesh)
 
 
-def n_calls(compiled) -> int:
-    """Calls that move data in a compiled program: ours, or XLA's collectives."""
-    ours = r'custom_call_target="[^"]*(?:jax_ep_(?!check)|dispatch|combine)[^"]*"'
-    xla = r"= \S+ (?:all-to-all|all-gather|collective-permute|all-reduce)(?:-start)?\("
-    text = compiled.as_text()
-    return len(re.findall(ours, text)) or len(re.findall(xla, text))
-
-
 @pytest.mark.usefixtures("program_cache")
 def test_calls_without_jit_give_the_same_bits(transport):
     """Every operation runs by itself, as in a debugger."""
@@ -63,33 +49,6 @@ def test_calls_without_jit_give_the_same_bits(transport):
     wanted = on_mesh(group.mesh, layer)(*operands)
     got = on_mesh_eager(group.mesh, layer)(*operands)
     assert_trees_equal(group.mesh, got, wanted, "without jit")
-
-
-def layers(group, wrap=lambda layer: layer):
-    """The value and the gradients of a loss of `N_LAYERS` layers."""
-    layer = wrap(functools.partial(moe, group))
-
-    def loss(tokens, topk_ids, topk_weights):
-        for _ in range(N_LAYERS):
-            # The factor is exact, however XLA fuses it.
-            tokens = layer(tokens, topk_ids, topk_weights) * jnp.bfloat16(0.25)
-        return jnp.sum(tokens.astype(jnp.float32))
-
-    return jax.value_and_grad(loss, argnums=(0, 2))
-
-
-def _saving(*names):
-    policy = jax.checkpoint_policies.save_only_these_names(*names)
-    return functools.partial(jax.checkpoint, policy=policy)
-
-
-# How a layer is checkpointed.
-CHECKPOINTED = {
-    "plain": lambda layer: layer,
-    "nothing saved": jax.checkpoint,
-    "dispatch saved": _saving(jax_ep.DISPATCH_NAME),
-    "both saved": _saving(jax_ep.DISPATCH_NAME, jax_ep.COMBINE_NAME),
-}
 
 
 def test_rematerialization_gives_the_same_bits_and_policies_save_calls(transport, group, operands):
@@ -191,16 +150,6 @@ def test_donated_tokens_are_consumed_and_the_result_is_the_same(group, layer):
         got = run(*operands)
         assert operands[0].is_deleted()
         assert_trees_equal(group.mesh, got, wanted, "donated")
-
-
-def both_signs_mapped(layer, tokens, topk_ids, topk_weights):
-    """`vmap` of a layer over the tokens and their negatives."""
-    both = jnp.stack([tokens, -tokens])
-    return jax.vmap(layer, in_axes=(0, None, None))(both, topk_ids, topk_weights)
-
-
-def both_signs_looped(layer, tokens, topk_ids, topk_weights):
-    return jnp.stack([layer(x, topk_ids, topk_weights) for x in (tokens, -tokens)])
 
 
 def test_vmap_works_or_says_that_it_does_not(group, layer, operands):

@@ -14,10 +14,10 @@ import pytest
 import cases
 import jax_ep
 import suite
+from closed_forms import assert_equal
 from harness import (
     AXIS,
     assert_same_bits,
-    assert_trees_equal,
     bits,
     config_of,
     group_of,
@@ -28,7 +28,6 @@ from harness import (
 )
 from jax_ep.exchange import rules
 from jax_ep.exchange.calls import combine_grad_p
-from test_grad import assert_close
 
 CASES = {
     "plain": cases.SMALL[4],
@@ -170,17 +169,6 @@ def value_and_gradients(group, weights_at, is_masked, *operands, wrap=lambda f: 
 def arrays_of(case) -> list:
     tokens, topk_ids, topk_weights = suite.make_inputs(case).arrays()[:3]
     return [tokens, topk_ids, [np.nan_to_num(each) for each in topk_weights]]
-
-
-def assert_equal(group, got, wanted, what: str) -> None:
-    """Compares bitwise; on `xla`, within roundings to bfloat16, which XLA may leave out."""
-    if group.transport != "xla":
-        return assert_trees_equal(group.mesh, got, wanted, what)
-    pairs = zip(shards(group.mesh, got), shards(group.mesh, wanted), strict=True)
-    for (where, one), (_, other) in pairs:
-        for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-            assert x.dtype == y.dtype
-            assert_close(x, y, jnp.bfloat16, f"{what}, {where}")
 
 
 @pytest.mark.parametrize(
