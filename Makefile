@@ -95,8 +95,10 @@ lint-cpp: $(VENV)/.deps
 lint-types: $(VENV)/.deps
 	$(BIN)/mypy
 
+# Files of tests share what is in tests/support alone.
 lint-imports: $(VENV)/.deps
 	$(BIN)/lint-imports
+	! grep -rnE --include='*.py' '\b(from|import) +test_' tests
 
 # The folders of ffi/ follow their layers; kernels and ffi/core do not depend on XLA or Python.
 lint-includes: lint-streams lint-peers

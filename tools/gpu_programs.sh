@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# Compiles programs with XLA's compiler for GPUs and checks them (tests/test_gpu*_programs.py). Needs
-# no GPU.
+# Compiles programs with XLA's compiler for GPUs and checks them (tests/gpu_programs). Needs no GPU.
 #
 # Usage: tools/gpu_programs.sh VENV [PYTEST_OPTION...]
 #
@@ -23,4 +22,4 @@ if [[ ! -e $folder/.done ]]; then
 fi
 # PYTHONSAFEPATH: import the installed package, not the sources in this folder.
 export PYTHONPATH=$folder PYTHONSAFEPATH=1 JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 JAX_EP_TEST_GPU_PROGRAMS=1
-exec "$python" -m pytest -p no:cacheprovider tests/test_gpu{,_moe,_nodes,_placement}_programs.py "${@:2}"
+exec "$python" -m pytest -p no:cacheprovider tests/gpu_programs "${@:2}"

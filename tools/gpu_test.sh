@@ -129,48 +129,55 @@ run_quantize() {
 
 run_silu() {
   build_programs && lines=90 step silu 120 "$bin/silu_test"
-  run_tests test_fused_silu 120 tests/test_fused_silu.py
+  run_tests test_fused_silu 120 tests/layer/test_fused_silu.py
 }
 
 run_matmul() {
   build_programs && step matmul_load 30 "$bin/matmul_load_test" &&
     lines=30 step matmul 120 "$bin/matmul_test" 20
-  run_tests test_matmul 300 tests/test_grouped_matmul.py tests/test_grouped_matmul_gradient.py \
-    tests/test_quantized_matmul.py tests/test_expert_mlp.py tests/test_gated_matmul.py \
-    tests/test_gated_scaled_matmul.py tests/test_matmul_loading.py
+  run_tests test_matmul 300 tests/layer/test_grouped_matmul.py \
+    tests/layer/test_grouped_matmul_gradient.py tests/layer/test_quantized_matmul.py \
+    tests/layer/test_expert_mlp.py tests/layer/test_gated_matmul.py \
+    tests/layer/test_gated_scaled_matmul.py tests/layer/test_matmul_loading.py
 }
 
 run_suite() {
-  run_tests test_dispatch_combine_graphs 150 tests/test_dispatch_combine.py tests/test_graphs.py
-  run_tests test_grad 120 tests/test_grad.py
-  run_tests test_transforms_independent_async_overlap 120 tests/test_transforms.py \
-    tests/test_independent_calls.py tests/test_async.py tests/test_overlap.py
-  run_tests test_shared_expert_sums 180 tests/test_shared_expert.py tests/test_sums.py
-  run_tests test_changed_results 90 tests/test_changed_results.py
-  run_tests test_router_precision 90 tests/test_router_precision.py
-  run_tests test_quantized_errors_cli 150 tests/test_quantized.py tests/test_quantized_grad.py \
-    tests/test_quantized_transforms.py tests/test_errors.py tests/test_format_table.py \
-    tests/test_cli.py::test_bench_prints_times_and_the_rate_of_the_median
+  run_tests test_dispatch_combine_graphs 150 tests/exchange/test_dispatch_combine.py \
+    tests/exchange/test_graphs.py
+  run_tests test_grad 120 tests/exchange/test_grad.py
+  run_tests test_transforms_independent_async_overlap 120 tests/exchange/test_transforms.py \
+    tests/exchange/test_independent_calls.py tests/exchange/test_async.py \
+    tests/exchange/test_overlap.py
+  run_tests test_shared_expert_sums 180 tests/layer/test_shared_expert.py \
+    tests/exchange/test_sums.py
+  run_tests test_changed_results 90 tests/exchange/test_changed_results.py
+  run_tests test_router_precision 90 tests/layer/test_router_precision.py
+  run_tests test_quantized_errors_cli 150 tests/formats/test_quantized.py \
+    tests/formats/test_quantized_grad.py tests/formats/test_quantized_transforms.py \
+    tests/exchange/test_errors.py tests/formats/test_format_table.py \
+    tests/tools/test_cli.py::test_bench_prints_times_and_the_rate_of_the_median
 }
 
 run_forms() {
-  run_tests forms_of_inputs 200 tests/test_input_forms.py tests/test_axes.py tests/test_rows.py \
-    tests/test_unused_rows.py tests/test_choices.py tests/test_several_maps.py
-  run_tests sizes_of_calls 200 tests/test_call_sizes.py tests/test_row_alignment.py \
-    tests/test_redispatch.py tests/test_quantized_tokens.py
+  run_tests forms_of_inputs 200 tests/exchange/test_input_forms.py tests/exchange/test_axes.py \
+    tests/exchange/test_rows.py tests/exchange/test_unused_rows.py tests/exchange/test_choices.py \
+    tests/exchange/test_several_maps.py
+  run_tests sizes_of_calls 200 tests/exchange/test_call_sizes.py \
+    tests/exchange/test_row_alignment.py tests/exchange/test_redispatch.py \
+    tests/formats/test_quantized_tokens.py
 }
 
 run_nodes() {
-  run_tests test_nodes 300 tests/test_nodes.py
+  run_tests test_nodes 300 tests/nodes/test_nodes.py
 }
 
 run_nvshmem() {
-  step test_nvshmem 700 python3 -m pytest -p no:cacheprovider --gpu tests/test_nvshmem.py \
+  step test_nvshmem 700 python3 -m pytest -p no:cacheprovider --gpu tests/nodes/test_nvshmem.py \
     --durations=10
 }
 
 run_hosts() {
-  local tests=(python3 -m pytest -p no:cacheprovider --gpu tests/test_hosts.py --verbose
+  local tests=(python3 -m pytest -p no:cacheprovider --gpu tests/nodes/test_hosts.py --verbose
     --durations=15)
   lines=40 step hosts_nvshmem 500 "${tests[@]}" -k nvshmem
   lines=40 step hosts_xla 400 "${tests[@]}" -k "not nvshmem"
@@ -178,20 +185,20 @@ run_hosts() {
 
 run_network() {
   lines=90 step network 200 python3 -m pytest -p no:cacheprovider --gpu -m slow -rP \
-    tests/test_hosts.py -k limited
+    tests/nodes/test_hosts.py -k limited
 }
 
 run_graphs() {
-  local calls=(tests/test_transforms.py tests/test_independent_calls.py)
+  local calls=(tests/exchange/test_transforms.py tests/exchange/test_independent_calls.py)
   XLA_FLAGS=--xla_gpu_graph_min_graph_size=1 \
-    run_tests graphs_of_all 120 tests/test_graphs.py "${calls[@]}"
+    run_tests graphs_of_all 120 tests/exchange/test_graphs.py "${calls[@]}"
   XLA_FLAGS=--xla_gpu_enable_command_buffer= run_tests graphs_of_none 120 "${calls[@]}"
-  run_tests test_fresh_process 200 tests/test_fresh_process.py
+  run_tests test_fresh_process 200 tests/exchange/test_fresh_process.py
 }
 
 run_xla() {
-  run_tests transport_xla 300 --transports xla tests/test_dispatch_combine.py \
-    tests/test_quantized.py tests/test_sums.py
+  run_tests transport_xla 300 --transports xla tests/exchange/test_dispatch_combine.py \
+    tests/formats/test_quantized.py tests/exchange/test_sums.py
 }
 
 run_kernels() {
@@ -215,21 +222,21 @@ run_kernels() {
 }
 
 run_processes() {
-  run_tests processes_on_one_gpu 500 tests/test_p2p_processes.py --verbose --durations=10 \
-    -k "share_a_gpu or span_processes"
+  run_tests processes_on_one_gpu 500 tests/processes/test_p2p_processes.py --verbose \
+    --durations=10 -k "share_a_gpu or span_processes"
 }
 
 run_gpus() {
-  run_tests processes_on_all_gpus 500 tests/test_p2p_processes.py --verbose --durations=10 \
-    -k "not share_a_gpu and not span_processes and not files"
+  run_tests processes_on_all_gpus 500 tests/processes/test_p2p_processes.py --verbose \
+    --durations=10 -k "not share_a_gpu and not span_processes and not files"
 }
 
 run_files() {
-  lines=300 run_tests files_on_shared_gpus 800 tests/test_p2p_processes.py -raP -k files
+  lines=300 run_tests files_on_shared_gpus 800 tests/processes/test_p2p_processes.py -raP -k files
 }
 
 run_examples() {
-  run_tests examples 400 tests/test_examples.py --durations=10
+  run_tests examples 400 tests/tools/test_examples.py --durations=10
 }
 
 run_doctor() {
@@ -300,9 +307,9 @@ soak_count() {
 
 # soak_jax GPUS CASES: in one process, or on a single GPU in 2, 4 and 8 that share it.
 soak_jax() {
-  local n_cases=$2 options=(tests/test_random_cases.py)
+  local n_cases=$2 options=(tests/exchange/test_random_cases.py)
   if (($1 == 1)); then
-    options=(tests/test_p2p_processes.py -m slow -k random -raP)
+    options=(tests/processes/test_p2p_processes.py -m slow -k random -raP)
     n_cases=$((($2 + 2) / 3))
   fi
   run_tests soak_jax 920 "${options[@]}" "--random-cases=$n_cases" \

@@ -27,7 +27,7 @@ if [[ ${#matrix[@]} -eq 0 ]]; then
 fi
 # It has nightly builds alone: JAX's other index may offer a release in their place.
 nightlies=${JAX_NIGHTLIES:-https://us-python.pkg.dev/ml-oss-artifacts-published/jax-public-nightly-artifacts-registry/simple/}
-tests=(-n 2 --dist loadfile --ignore=tests/test_examples.py
+tests=(-n 2 --dist loadfile --ignore=tests/tools/test_examples.py
   -m "not slow and not multiprocess and not gpu and not multigpu")
 if [[ -n ${MATRIX_TESTS:-} ]]; then
   read -ra tests <<< "$MATRIX_TESTS"

@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "support"))
 
 import edges  # noqa: E402, F401
 import processes  # noqa: E402

@@ -33,7 +33,7 @@ namespace {
 // Of one call of the kernel.
 constexpr size_t kPieceBytes = 16 << 10;
 // What may be sent at once after a pause: while its thread does other things, a process loses no
-// time that a network adapter would use. tests/network_checks.py knows it, too.
+// time that a network adapter would use. tests/support/network_checks.py knows it, too.
 constexpr double kDepthBytes = 256 << 10;
 // The end of a wait, which is too short to sleep.
 constexpr double kSpinS = 100e-6;

@@ -21,7 +21,7 @@ shift
 pytest_options=(-k "host and not fresh_process and not test_cpp"
   -m "not multiprocess and not slow and not gpu and not multigpu")
 # Whole layers make the same calls, but with sanitizers their programs take minutes to compile.
-for file in tests/test_{drops,integrations,moe,nnx*,placement,split,transformer_engine*}.py; do
+for file in tests/*/test_{drops,integrations,moe,nnx*,placement,split,transformer_engine*}.py; do
   pytest_options+=("--ignore=$file")
 done
 pytest_options+=("$@")

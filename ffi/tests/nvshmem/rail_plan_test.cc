@@ -124,7 +124,7 @@ void PrintMemory() {
   }
 }
 
-// Random calls, and how they are cut, for tests/rail_traffic.py.
+// Random calls, and how they are cut, for tests/support/rail_traffic.py.
 void PrintCuts(int n) {
   std::mt19937 random(2);
   for (int i = 0; i < n; ++i) {
