@@ -58,7 +58,7 @@ class InFlightDispatch:
         return cls(ticket, ready, results, overlap)
 
     def then(self, x: Any) -> Any:
-        """See `InFlight.then`; `x` itself if the call has completed."""
+        """`InFlight.then`; `x` itself if the call has completed."""
         # `ready`, not the results: XLA copies a buffer that two instructions use if it cannot order
         # them, possibly before the call has written it.
         if self._ready is None or self.overlap is None:
@@ -66,7 +66,7 @@ class InFlightDispatch:
         return self.overlap.then(x, self._ready)
 
     def run(self, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """See `InFlight.overlap`; only the work if the call has completed."""
+        """`InFlight.overlap`; only the work if the call has completed."""
         if self._ready is None or self.overlap is None:
             return work(*args)
         return self.overlap.run(work, args, self._ready)
@@ -113,13 +113,13 @@ class InFlightCombine:
         return cls(out, ready, Overlap(operands.with_gradients()))
 
     def then(self, x: Any) -> Any:
-        """See `InFlight.then`."""
+        """`InFlight.then`."""
         if self.overlap is None:
             return after_start(x, wait_started(self._ready), self._ready)
         return self.overlap.then(x, self._ready)
 
     def run(self, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """See `InFlight.overlap`."""
+        """`InFlight.overlap`."""
         if self.overlap is None:
             return work(*self.then(args))
         return self.overlap.run(work, args, self._ready)

@@ -96,7 +96,7 @@ class DispatchOperands:
         return [x for x in (self.tokens, self.topk_weights) if x is not None]
 
     def replace(self, arrays: Sequence[jax.Array]) -> Self:
-        """The same with other arrays in place of these."""
+        """These operands with other arrays in place of `with_gradients()`."""
         tokens, *weights = arrays
         topk_weights = weights[0] if weights else None
         return dataclasses.replace(self, tokens=tokens, topk_weights=topk_weights)
@@ -236,7 +236,7 @@ class CombineOperands:
         return [x for x in (self.expert_out, self.weights) if x is not None]
 
     def replace(self, arrays: Sequence[jax.Array]) -> Self:
-        """The same with other arrays in place of these."""
+        """These operands with other arrays in place of `with_gradients()`."""
         expert_out, *rest = arrays
         weights = rest[0] if rest else None
         at_source = self.weighting == Weighting.SOURCE

@@ -91,14 +91,14 @@ class Overlap:
         self._trace = get_opaque_trace_state()
 
     def then(self, x: Any, ready: jax.Array) -> Any:
-        """See `InFlight.then`; `ready` is that of the call."""
+        """`InFlight.then`; `ready` is that of the call."""
         started = wait_started(ready)
         if self._is_in_function():
             self.before_wait += (started,)
         return after_start(x, started, ready)
 
     def run(self, work: Callable[..., Any], args: tuple[Any, ...], ready: jax.Array) -> Any:
-        """See `InFlight.overlap`."""
+        """`InFlight.overlap`."""
         self.check_function("in_flight.overlap")
         if self._operands:
             work = self._with_backward(work, ready)

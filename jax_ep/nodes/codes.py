@@ -42,7 +42,7 @@ def token_bytes(token_format: TokenFormat, hidden_size: int, dtype: Any) -> int:
 
 
 def max_token_bytes(token_format: TokenFormat, hidden_size: int) -> int:
-    """The same for whatever dtype the format takes."""
+    """`token_bytes` of the dtype, among those that the format takes, that needs most."""
     return max(token_bytes(token_format, hidden_size, each) for each in token_format.token_dtypes)
 
 

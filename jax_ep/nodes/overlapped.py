@@ -1,7 +1,7 @@
 """Intra-node calls that run while the inter-node exchange does.
 
 Exchange and call are one operation. Its gradients are made of the other ones: the exchanges of
-gradients.py and the intra-node calls.
+rules.py and the intra-node calls.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from jax_ep.nodes.rules import all_gather_tokens
 # Tokens of a rank from which on a dispatch overlaps, and the backward of a combine. Ids and weights
 # of a dispatch then travel ahead, which takes 10 us. The same in all processes. Tests lower it.
 min_tokens = 1024
-# The same of a combine, in which nothing travels ahead.
+# For a combine, in which nothing travels ahead.
 min_combine_tokens = 512
 
 
@@ -32,7 +32,7 @@ def overlaps_dispatch(rails: Rails, n_tokens: int) -> OverlappingRails | None:
 
 
 def overlaps_combine(rails: Rails, operands: CombineOperands) -> OverlappingRails | None:
-    """The same of a combine that sums. Where a dispatch overlaps, its combine does, too."""
+    """The rails, if a combine overlaps, which it does only if it sums; as its dispatch does."""
     if not isinstance(rails, OverlappingRails) or not operands.reduce:
         return None
     least = min(min_tokens, min_combine_tokens)
@@ -46,7 +46,7 @@ def _all_gather_and_dispatch(
     results: tuple[jax.Array, ...] | None = None,
     slots: CotangentSlots | None = None,
 ) -> DispatchResults:
-    """See `OverlappingRails.dispatch`; with `results`, a completed one."""
+    """`OverlappingRails.dispatch`; with `results`, a completed one."""
     if results is None:
         return rails.dispatch(operands, group_ids).named()
     return one_node.finished_dispatch(operands, results).named()
@@ -87,7 +87,7 @@ def _combine_and_reduce_scatter(
     result: jax.Array | None = None,
     slots: CotangentSlots | None = None,
 ) -> jax.Array:
-    """See `OverlappingRails.combine`; `group_ids` are `int32[T, N_c]`, of this rank's choices.
+    """`OverlappingRails.combine`; `group_ids` are `int32[T, N_c]`, of this rank's choices.
 
     With `result`, a completed one.
     """
@@ -145,7 +145,7 @@ def finish_combine(
     group_ids: jax.Array,
     after: Any,
 ) -> jax.Array:
-    """The same of a combine."""
+    """Waits for a combine that the rails have started with these operands."""
 
     def rule(operands: Any, result: Any, slots: Any) -> jax.Array:
         return combine_and_reduce_scatter(rails, operands, group_ids, result, slots)
