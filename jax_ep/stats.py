@@ -70,7 +70,7 @@ class RankStats:
     def from_counts(
         cls, geometry: Geometry, coordinate: MeshCoordinate, counts: dict[str, Any]
     ) -> Self:
-        """From an extension's counts, whose names are in `ffi/modules/rank_stats_dict.h`.
+        """From an extension's counts, whose names are in `ffi/modules/dicts.h`.
 
         They cover the ranks that exchange tokens, which is one with `skip_a2a`, and all groups of
         rows; a shared expert's, the first of each rank, are left out.

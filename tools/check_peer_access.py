@@ -15,7 +15,7 @@ _RULES = {
     "access of system scope": (
         r"thread_scope_system|\w_system\s*\(|\b(?:st|ld|red|atom|fence)[._][\w.:]*[._]sys\b",
         # Also: a word in host memory; the instructions themselves; the fence before a put.
-        (_PEER, "ffi/p2p/device/failure.cuh", "ffi/p2p/device/ptx.cuh", _NETWORK),
+        (_PEER, "ffi/p2p/device/call_state.cuh", "ffi/p2p/device/ptx.cuh", _NETWORK),
     ),
     "volatile access": (r"\b(?:st|ld)\.(?:volatile|mmio)\b|(?<!asm )\bvolatile\b", (_PEER,)),
     "multicast": (r"\bmultimem\b", (_PEER,)),

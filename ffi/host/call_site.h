@@ -5,8 +5,8 @@
 
 #include <string>
 
-#include "core/combine_mode.h"
 #include "core/formats.h"
+#include "core/operands.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_ep::host {

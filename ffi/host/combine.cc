@@ -93,7 +93,7 @@ class TokenCombiner {
     }
   }
 
-  // Adds the rows of choices_ to sum_, in the order that core/combine_mode.h states.
+  // Adds the rows of choices_ to sum_, in the order that CombineMode states.
   void SumChoices(int64_t token) {
     std::sort(choices_.begin(), choices_.end(), [](const Choice& a, const Choice& b) {
       return a.rank != b.rank ? a.rank < b.rank : a.k < b.k;

@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "core/operands.h"
-#include "core/read_once.h"
 #include "core/routing.h"
 #include "host/parallel.h"
 #include "host/rank_args.h"

@@ -4,8 +4,7 @@
 #include <cstring>
 #include <numeric>
 
-#include "core/ieee_float.h"
-#include "core/read_once.h"
+#include "core/float_types.h"
 #include "core/routing.h"
 #include "host/chunks.h"
 #include "host/memory.h"

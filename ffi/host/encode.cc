@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "core/ieee_float.h"
+#include "core/float_types.h"
 #include "core/message.h"
 
 namespace jax_ep::host {

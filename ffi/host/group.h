@@ -13,9 +13,8 @@
 #include <utility>
 #include <vector>
 
-#include "core/mesh_coordinate.h"
 #include "core/operands.h"
-#include "core/rank_stats.h"
+#include "core/rank.h"
 #include "core/status.h"
 #include "host/completion.h"
 

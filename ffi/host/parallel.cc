@@ -7,7 +7,7 @@
 #include <thread>
 #include <utility>
 
-#include "core/ieee_float.h"
+#include "core/float_types.h"
 
 namespace jax_ep::host {
 namespace {

@@ -12,10 +12,9 @@
 
 #include "layer/activation/cuda_silu.h"
 #include "layer/activation/silu_targets.h"
-#include "modules/rank_stats_dict.h"
-#include "modules/target_dict.h"
+#include "modules/dicts.h"
 #include "modules/token_format_dicts.h"
-#include "p2p/call/handlers.h"
+#include "p2p/call/handler.h"
 #include "p2p/open/failure_text.h"
 #include "p2p/open/registry.h"
 

@@ -13,8 +13,7 @@
 #include "host/group.h"
 #include "host/handlers.h"
 #include "layer/activation/silu_targets.h"
-#include "modules/rank_stats_dict.h"
-#include "modules/target_dict.h"
+#include "modules/dicts.h"
 #include "modules/token_format_dicts.h"
 
 namespace nb = nanobind;

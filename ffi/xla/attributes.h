@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <string_view>
 
-#include "core/combine_mode.h"
 #include "core/formats.h"
+#include "core/operands.h"
 #include "core/status.h"
 #include "xla/enum_attribute.h"
 #include "xla/ffi/api/ffi.h"

@@ -19,7 +19,7 @@ from jax_ep.stats import RankStats
 from jax_ep.transports import bootstrap
 from jax_ep.transports.base import Connection, platform_problem
 
-# Groups times groups per rank: kernels divide by multiplication (core/fast_divisor.h).
+# Groups times groups per rank: kernels divide by multiplication (FastDivisor).
 _MAX_PRODUCT = 2**32
 # Choices of a token, one per lane of a warp.
 _MAX_CHOICES = 32

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "core/read_once.h"
+#include "core/routing.h"
 #include "host/chunks.h"
 #include "host/encode.h"
 #include "host/rows.h"

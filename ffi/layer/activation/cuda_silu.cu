@@ -11,7 +11,6 @@
 #include "layer/activation/silu_output.cuh"
 #include "layer/activation/silu_rows.cuh"
 #include "p2p/launch/launch.h"
-#include "p2p/launch/load_kernel.h"
 
 namespace jax_ep::silu {
 namespace {

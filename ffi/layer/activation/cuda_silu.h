@@ -10,7 +10,7 @@ namespace jax_ep::silu {
 // The most groups whose tables fit into the kernels' shared memory.
 constexpr int64_t kMaxSiluGroups = 4096;
 
-// Loads the kernels on the current device, those of the gradient last; see load_kernel.h.
+// Loads the kernels on the current device, those of the gradient last; see launch.h.
 cudaError_t LoadSiluKernels();
 cudaError_t LoadSiluGradientKernels();
 

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <string_view>
 
-#include "core/combine_mode.h"
+#include "core/operands.h"
 #include "core/scales_layout.h"
 #include "layer/activation/silu.h"
 

@@ -6,7 +6,6 @@
 #include "layer/activation/cuda_silu.h"
 #include "layer/activation/gate_gradients.cuh"
 #include "p2p/launch/launch.h"
-#include "p2p/launch/load_kernel.h"
 
 namespace jax_ep::silu {
 namespace {

@@ -8,7 +8,6 @@
 #include "core/scales_layout.h"
 #include "layer/activation/silu_call.h"
 #include "layer/activation/silu_output.cuh"
-#include "p2p/device/scan.cuh"
 #include "p2p/device/warp.cuh"
 
 namespace jax_ep::silu {

@@ -2,7 +2,7 @@
 // the other nodes' tokens, and p2p's kernel sends each inside the node as soon as it has come.
 
 #include "nvshmem/call/read_rail.h"
-#include "p2p/call/combine_call.h"
+#include "p2p/call/handler.h"
 #include "p2p/combine_grad/combine_grad.h"
 
 namespace jax_ep::rail {

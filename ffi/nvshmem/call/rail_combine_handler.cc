@@ -4,7 +4,7 @@
 
 #include "nvshmem/call/read_rail.h"
 #include "nvshmem/plan/rail_combine_call.h"
-#include "p2p/call/combine_call.h"
+#include "p2p/call/handler.h"
 #include "p2p/combine/combine.h"
 
 namespace jax_ep::rail {

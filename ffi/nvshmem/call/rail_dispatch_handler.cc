@@ -4,7 +4,7 @@
 
 #include "nvshmem/call/rail_dispatch.h"
 #include "nvshmem/call/read_rail.h"
-#include "p2p/call/dispatch_call.h"
+#include "p2p/call/handler.h"
 #include "p2p/dispatch/dispatch.h"
 
 namespace jax_ep::rail {

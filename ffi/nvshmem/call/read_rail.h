@@ -10,7 +10,7 @@
 #include "nvshmem/plan/rail_call.h"
 #include "nvshmem/world/world.h"
 #include "p2p/call/handler.h"
-#include "p2p/launch/arriving_tokens.h"
+#include "p2p/launch/call_args.h"
 #include "xla/buffers.h"
 
 namespace jax_ep::rail {

@@ -8,7 +8,7 @@
 #include "nvshmem/kernels/copy_rows.cuh"
 #include "nvshmem/kernels/network.cuh"
 #include "nvshmem/plan/rail_call.h"
-#include "p2p/device/failure.cuh"
+#include "p2p/device/call_state.cuh"
 #include "p2p/device/peer.cuh"
 #include "p2p/device/warp.cuh"
 #include "p2p/launch/call_args.h"

@@ -12,8 +12,8 @@
 
 #include <cstdint>
 
-#include "core/epoch_word.h"
 #include "core/host_device.h"
+#include "core/message.h"
 
 namespace jax_ep::rail {
 

@@ -9,7 +9,6 @@
 #include "nvshmem/world/fatbin.h"
 #include "nvshmem/world/launch.h"
 #include "p2p/launch/cuda_status.h"
-#include "p2p/launch/scoped_device.h"
 #include "p2p/open/peer_memory.h"
 
 namespace jax_ep::rail {

@@ -9,6 +9,9 @@
 
 #include "core/operands.h"
 #include "core/status.h"
+#include "p2p/combine/combine.h"
+#include "p2p/combine_grad/combine_grad.h"
+#include "p2p/dispatch/dispatch.h"
 #include "p2p/launch/stream_order.h"
 #include "p2p/open/registry.h"
 #include "xla/attributes.h"
@@ -16,6 +19,7 @@
 #include "xla/enum_attribute.h"
 #include "xla/error.h"
 #include "xla/ffi/api/ffi.h"
+#include "xla/target.h"
 
 namespace jax_ep::p2p {
 
@@ -98,7 +102,7 @@ auto BindLayerCall() {
       .Attrs<Attributes>();
 }
 
-// The binding of starts whose last operands are the results (async_handlers.cc). Not captured: XLA
+// The binding of starts whose last operands are the results (see CudaAsyncAlloc). Not captured: XLA
 // would put start and done of a captured call into one graph, in sequence.
 inline auto BindStart() { return BindGroupCall().Ret<ffi::BufferR1<ffi::F32>>(); }
 
@@ -106,6 +110,24 @@ inline auto BindStart() { return BindGroupCall().Ret<ffi::BufferR1<ffi::F32>>();
 // but the last `n_scratch`, which are memory for the call.
 Status TakeResults(const char* operation, ffi::ResultBufferR1<ffi::F32> ticket,
                    BufferList* operands, BufferList* results, size_t n_scratch = 0);
+
+// Reads and plans a dispatch of the caller. `buffers`: its operands.
+Status ReadDispatchCall(const Caller& caller, const DispatchAttributes& attributes, bool is_async,
+                        const BufferList& buffers, const BufferList& results, DispatchArgs& args);
+
+// Reads and plans a combine of the caller. `buffers`: its operands. The result and
+// the residual are those of one of `n_parts` equal parts of the tokens.
+Status ReadCombineCall(const Caller& caller, const CombineMode& mode, bool is_async,
+                       int64_t n_parts, const BufferList& buffers, const BufferList& results,
+                       CombineArgs& args);
+
+// The same for the backward of a combine in that mode.
+Status ReadCombineGradCall(const Caller& caller, const CombineMode& mode, bool is_async,
+                           const BufferList& buffers, const BufferList& results,
+                           CombineGradArgs& args);
+
+// The handlers, by the names that Python calls them by.
+void AddTargets(Targets* targets);
 
 }  // namespace jax_ep::p2p
 

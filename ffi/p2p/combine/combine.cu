@@ -13,10 +13,8 @@
 #include "p2p/combine/combine.h"
 #include "p2p/combine/combine_receive.cuh"
 #include "p2p/combine/combine_send.cuh"
-#include "p2p/combine/combine_start.cuh"
 #include "p2p/device/trace.cuh"
 #include "p2p/launch/launch.h"
-#include "p2p/launch/load_kernel.h"
 
 namespace jax_ep::p2p {
 namespace {

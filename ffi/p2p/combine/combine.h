@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "p2p/launch/rows_call.h"
+#include "p2p/launch/call_args.h"
 
 namespace jax_ep::p2p {
 
@@ -17,7 +17,7 @@ size_t CombineSmemBytes(const CallArgs& call);
 // Slots per warp of the rings that fit into `max_smem_bytes` of a block; 0 = too few for a ring.
 int32_t MaxRingSlots(const CallArgs& call, size_t max_smem_bytes);
 
-// Loads the kernels of all row types on the current device; see load_kernel.h. Calls with a ring
+// Loads the kernels of all row types on the current device; see launch.h. Calls with a ring
 // may use up to max(smem_bytes, ring_bytes), others up to smem_bytes.
 cudaError_t LoadCombineKernels(size_t smem_bytes, size_t ring_bytes, int* max_blocks);
 

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "core/routing.h"
-#include "p2p/combine/combine_smem.cuh"
+#include "p2p/combine/ring.cuh"
 #include "p2p/device/copy.cuh"
 #include "p2p/device/handle.cuh"
 #include "p2p/device/peer.cuh"

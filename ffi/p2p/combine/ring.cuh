@@ -6,7 +6,9 @@
 #include <cstdint>
 
 #include "core/message.h"
+#include "p2p/combine/combine.h"
 #include "p2p/device/copy.cuh"
+#include "p2p/device/handle.cuh"
 #include "p2p/device/ptx.cuh"
 #include "p2p/device/reduce.cuh"
 #include "p2p/device/warp.cuh"
@@ -241,6 +243,25 @@ __device__ __forceinline__ void PassRows(PieceRing& ring, const RowGather<To>& r
       if (lane == 0) on_store();
     }
   }
+}
+
+// The rings of the combine kernels, and what else both of their halves use.
+
+constexpr int kCopyUnroll = 4;
+constexpr int kSumUnroll = 4;
+
+// Whether rows pass through rings rather than registers: only when every warp works alone, and not
+// in sums by node.
+inline bool UsesRing(const CallArgs& call) {
+  const LaunchPlan& plan = call.plan;
+  return plan.ring_slots > 0 && plan.warps_per_send == 1 && plan.warps_per_receive == 1 &&
+         !HasNodes(call);
+}
+
+// Makes this warp's ring. It must be closed before the warp makes another.
+__device__ inline PieceRing MakeRing(const CombineArgs& args) {
+  extern __shared__ __align__(128) uint8_t tables[];
+  return {tables + MessageTableBytes(args.call), args.call.plan.ring_slots, args.row_vectors};
 }
 
 }  // namespace jax_ep::p2p

@@ -7,8 +7,7 @@
 
 #include <cstdint>
 
-#include "p2p/launch/arriving_tokens.h"
-#include "p2p/launch/rows_call.h"
+#include "p2p/launch/call_args.h"
 
 namespace jax_ep::p2p {
 
@@ -30,7 +29,7 @@ size_t CombineGradSmemBytes(const CallArgs& call, int32_t row_vectors);
 // Number of stages that fit into `max_smem_bytes` of a block.
 int32_t MaxCombineGradStages(const CallArgs& call, int32_t row_vectors, size_t max_smem_bytes);
 
-// Loads the kernels on the current device; see load_kernel.h.
+// Loads the kernels on the current device; see launch.h.
 cudaError_t LoadCombineGradKernels(size_t smem_bytes, int* max_blocks);
 
 // `started`: see LaunchShape.

@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "core/e2m1.h"
 #include "core/quantize.h"
 #include "p2p/device/warp.cuh"
 

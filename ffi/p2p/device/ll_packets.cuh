@@ -1,4 +1,4 @@
-// Rows in LL packets (core/ll_packet.h), and how the blocks of an LL call share them. Nothing has
+// Rows in LL packets (core/message.h), and how the blocks of an LL call share them. Nothing has
 // to be fenced by the sender, and the receiver waits once, for the data themselves.
 //
 // A warp moves a piece at once: 24 vectors of 16 bytes, which make 32 packets. In between, a piece

@@ -24,11 +24,8 @@
 #include <cstdint>
 #include <cuda/atomic>
 
-#include "core/epoch_word.h"
-#include "core/ll_packet.h"
 #include "core/message.h"
 #include "p2p/device/call_state.cuh"
-#include "p2p/device/failure.cuh"
 #include "p2p/device/ptx.cuh"
 #include "p2p/device/warp.cuh"
 #include "p2p/launch/call_args.h"

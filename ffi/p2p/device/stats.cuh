@@ -5,8 +5,8 @@
 
 #include <cstdint>
 
-#include "core/stats_words.h"
-#include "p2p/device/failure.cuh"
+#include "core/workspace.h"
+#include "p2p/device/call_state.cuh"
 #include "p2p/device/numbering.cuh"
 #include "p2p/device/warp.cuh"
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cub/warp/warp_scan.cuh>
 
 #include "p2p/device/ptx.cuh"
 #include "p2p/launch/call_args.h"
@@ -44,6 +45,18 @@ __device__ __forceinline__ void SyncWorkers() { barrier_sync(kWorkersBarrier, kW
 // Barrier of all warps of the block, called from different places of the code.
 __device__ __forceinline__ void SyncRoles() {
   barrier_sync(kRolesBarrier, static_cast<int>(blockDim.x));
+}
+
+// Exclusive prefix sum over the lanes, starting at `*carry`, which the sum of all lanes is then
+// added to. Called by one warp, converged.
+__device__ __forceinline__ int32_t ExclusiveScan(int32_t value, int32_t* carry) {
+  using WarpScan = cub::WarpScan<int32_t>;
+  WarpScan::TempStorage unused;  // whole warps are scanned by shuffles
+  int32_t before = 0, sum = 0;
+  WarpScan(unused).ExclusiveSum(value, before, sum);
+  const int32_t result = *carry + before;
+  *carry += sum;
+  return result;
 }
 
 }  // namespace jax_ep::p2p

@@ -7,7 +7,6 @@
 #include <cstdint>
 
 #include "core/operands.h"
-#include "p2p/launch/arriving_tokens.h"
 #include "p2p/launch/call_args.h"
 
 namespace jax_ep::p2p {
@@ -46,7 +45,7 @@ int32_t MaxDispatchStages(const CallArgs& call, const TokenSize& size, size_t ma
 // Major compute capability that the kernels on the current device were compiled for.
 cudaError_t DispatchCodeCapability(int* major);
 
-// Loads the kernels on the current device; see load_kernel.h.
+// Loads the kernels on the current device; see launch.h.
 cudaError_t LoadDispatchKernels(size_t smem_bytes, int* max_blocks);
 
 // `started`: see LaunchShape.

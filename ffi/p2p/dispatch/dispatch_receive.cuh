@@ -7,9 +7,8 @@
 #include "core/routing.h"
 #include "p2p/device/copy.cuh"
 #include "p2p/device/peer.cuh"
-#include "p2p/device/scan.cuh"
 #include "p2p/device/stats.cuh"
-#include "p2p/dispatch/arriving_tokens.cuh"
+#include "p2p/device/warp.cuh"
 #include "p2p/dispatch/dispatch_smem.cuh"
 #include "p2p/dispatch/row_groups.cuh"
 

@@ -1,4 +1,4 @@
-// The shared memory of a block of the dispatch kernel.
+// The shared memory of a block of the dispatch kernel, and where its tokens and rows are.
 #pragma once
 
 #include "core/message.h"
@@ -72,6 +72,19 @@ __device__ inline void CarveSmem(const CallArgs& call, uint8_t* bytes, DispatchS
   smem.first_block = take(call.n_local_groups());
   const int n_ids = TokenTiles::kMaxTokens * call.n_choices;
   for (TileNumbers& numbers : smem.numbers) numbers = {take(n_ids), take(n_ids)};
+}
+
+// A token, which may be one of this rank's beside those that arrive.
+__device__ __forceinline__ const uint8_t* FindToken(const DispatchArgs& args, int token) {
+  const int own = token - args.arriving.first_own();
+  const bool is_own = static_cast<uint32_t>(own) < static_cast<uint32_t>(args.arriving.n_tokens);
+  return Vector(is_own ? args.arriving.own : args.tokens,
+                static_cast<int64_t>(is_own ? own : token) * args.size.given);
+}
+
+// Whether there are tokens to wait for.
+__device__ __forceinline__ bool HasArriving(const DispatchArgs& args) {
+  return args.arriving.words != nullptr;
 }
 
 }  // namespace jax_ep::p2p

@@ -13,7 +13,6 @@
 #include "p2p/device/peer.cuh"
 #include "p2p/device/reduce.cuh"
 #include "p2p/device/work.cuh"
-#include "p2p/dispatch/arriving_tokens.cuh"
 #include "p2p/dispatch/dispatch_smem.cuh"
 
 namespace jax_ep::p2p {

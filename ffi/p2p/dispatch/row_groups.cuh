@@ -10,7 +10,6 @@
 
 #include "core/scales_layout.h"
 #include "p2p/device/copy.cuh"
-#include "p2p/device/scan.cuh"
 #include "p2p/device/warp.cuh"
 #include "p2p/device/work.cuh"
 #include "p2p/dispatch/dispatch_smem.cuh"

@@ -1,12 +1,41 @@
-// Kernel arguments that dispatch and combine share: the calling rank, its workspace, the group's
-// sizes and the launch plan. Passed to kernels by value.
+// Kernel arguments that calls share: the calling rank, its workspace, the group's sizes, the launch
+// plan, and tokens that another kernel brings. Passed to kernels by value.
 #pragma once
 
 #include <cstdint>
 
-#include "core/fast_divisor.h"
 #include "core/host_device.h"
+#include "core/operands.h"
 #include "core/workspace.h"
+
+namespace jax_ep {
+
+// Division by a number that is known on the host, as one multiplication on the device.
+//
+// Exact for dividends n < 2^32 / d: with the multiplier m = ceil(2^32 / d) = (2^32 + e) / d, e < d,
+// the error n * e / (d * 2^32) stays below 1 / d.
+class FastDivisor {
+ public:
+  FastDivisor() = default;
+  explicit FastDivisor(uint32_t divisor)
+      : divisor_(divisor), multiplier_(((uint64_t{1} << 32) + divisor - 1) / divisor) {}
+
+  JAX_EP_HOST_DEVICE uint32_t divisor() const { return divisor_; }
+  JAX_EP_HOST_DEVICE uint32_t Divide(uint32_t dividend) const {
+    return static_cast<uint32_t>((dividend * multiplier_) >> 32);
+  }
+
+  // Whether division by `divisor` is exact for all dividends below `dividend_limit`.
+  static bool IsExactBelow(uint64_t dividend_limit, uint32_t divisor) {
+    return dividend_limit * divisor <= uint64_t{1} << 32;
+  }
+
+ private:
+  uint32_t divisor_ = 1;
+  uint64_t multiplier_ = uint64_t{1} << 32;
+};
+
+}  // namespace jax_ep
 
 namespace jax_ep::p2p {
 
@@ -83,8 +112,8 @@ struct Failure {
   }
 };
 
-// Where a rank's kernels report that a call has failed (device/failure.cuh), and the time limit of
-// their waits: for kernels without CallArgs.
+// Where a rank's kernels report that a call has failed (device/call_state.cuh), and the time limit
+// of their waits: for kernels without CallArgs.
 struct FailureWords {
   uint32_t* failed;   // in device memory; nonzero: calls do nothing from now on
   uint64_t* failure;  // Failure::ToWord() in mapped host memory
@@ -137,5 +166,61 @@ enum TraceStep : int { kEntered, kPrepared, kLaidOut, kSent, kReceived, kTraceSt
 // choices the row, or one of these:
 constexpr int32_t kNotHere = -1;  // the choice names no group of this rank
 constexpr int32_t kDropped = -2;  // it does, but its row lies beyond max_recv_tokens
+
+// What the kernels of combine and of its backward take besides their operands.
+struct RowsCall {
+  CallArgs call;
+  int32_t row_vectors;  // size of a row in units of kVectorBytes
+  CombineMode mode;
+  const int32_t* message_rows;  // [R, M, 1 + N]  of the handle, which begins with message_counts
+
+  JAX_EP_HOST_DEVICE size_t row_bytes() const { return row_vectors * kVectorBytes; }
+  // Mask of the lane that has the shared expert's choice; 0 = none.
+  JAX_EP_HOST_DEVICE uint32_t shared_expert_lane() const {
+    return mode.adds_shared_expert ? 1u << (call.n_choices - 1) : 0;
+  }
+};
+
+// Tokens, or their cotangents, that another kernel brings while a call runs.
+//
+// They come in parts, from several origins, as many from each; this rank is one of them. All zero:
+// there are none.
+struct ArrivingTokens {
+  const uint32_t* words;  // [origin, part]: nonzero once the part's tokens are there; null: all are
+  const uint8_t* own;     // [n_tokens], rows of this rank's: not where the others arrive
+  int32_t own_origin;     // this rank
+  int32_t n_tokens;       // of an origin
+  int32_t part_tokens;    // of a part
+  int32_t n_parts;        // of an origin
+
+  JAX_EP_HOST_DEVICE int32_t first_own() const { return own_origin * n_tokens; }
+};
+
+// The order in which a call takes items of several origins while another kernel brings them.
+//
+// n items in the order of their origins, about as many of each. First those of `own`, which need
+// not arrive; then those of the others in turn, beginning with the next origin, as they arrive.
+// `n_origins`: at least 2.
+struct OwnFirst {
+  int32_t n_origins;
+  int32_t own;
+
+  // The i-th item; n: there is none. All have come up once i has reached n + n_origins, or n if
+  // each origin has as many.
+  JAX_EP_HOST_DEVICE constexpr int32_t At(int32_t i, int32_t n) const {
+    const int32_t first = Begin(own, n), n_own = Begin(own + 1, n) - first;
+    if (i < n_own) return first + i;
+    const int32_t n_parts = n_origins - 1, part_size = (n - n_own + n_parts - 1) / n_parts;
+    const int32_t part = (i - n_own) % n_parts, in_part = (i - n_own) / n_parts;
+    const int32_t after = n_own + part * part_size + in_part;  // in the order from `first` on
+    if (in_part >= part_size || after >= n) return n;
+    return after < n - first ? first + after : after - (n - first);
+  }
+
+  // The first of an origin's items.
+  JAX_EP_HOST_DEVICE constexpr int32_t Begin(int64_t origin, int32_t n) const {
+    return static_cast<int32_t>(n * origin / n_origins);
+  }
+};
 
 }  // namespace jax_ep::p2p

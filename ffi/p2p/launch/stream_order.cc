@@ -4,7 +4,6 @@
 #include <mutex>
 
 #include "p2p/launch/cuda_status.h"
-#include "p2p/launch/scoped_device.h"
 
 namespace jax_ep::p2p {
 namespace {

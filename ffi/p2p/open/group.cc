@@ -10,7 +10,6 @@
 #include "p2p/combine_grad/combine_grad.h"
 #include "p2p/dispatch/dispatch.h"
 #include "p2p/launch/cuda_status.h"
-#include "p2p/launch/scoped_device.h"
 #include "p2p/launch/stream_order.h"
 
 namespace jax_ep::p2p {

@@ -11,11 +11,11 @@
 #include <string>
 #include <vector>
 
-#include "core/rank_stats.h"
+#include "core/rank.h"
 #include "core/status.h"
 #include "p2p/dispatch/dispatch.h"
 #include "p2p/launch/call_args.h"
-#include "p2p/launch/load_kernel.h"
+#include "p2p/launch/launch.h"
 #include "p2p/open/group_config.h"
 #include "p2p/open/peer_memory.h"
 #include "p2p/open/plan.h"

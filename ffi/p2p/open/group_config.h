@@ -1,8 +1,11 @@
-// The sizes and limits of a p2p group, and which groups fit into the workspaces of another. Needs
-// no CUDA.
+// The sizes and limits of p2p groups, and which groups are open in this process, in whose
+// workspaces. Needs no CUDA.
 #pragma once
 
 #include <cstdint>
+#include <map>
+#include <string>
+#include <string_view>
 
 #include "core/status.h"
 
@@ -32,5 +35,27 @@ Status CheckConfig(const GroupConfig& config);
 // Fails unless calls of a group of `config` may use workspaces that were planned for `memory`.
 // docs/protocol.md, "Groups that share workspaces", says why these conditions suffice.
 Status CheckFits(const GroupConfig& config, const GroupConfig& memory);
+
+// Groups go by their keys; workspaces by the key of the group that they were allocated for, which
+// other groups may outlive.
+class OpenGroups {
+ public:
+  struct Group {
+    std::string workspace_key;  // the key of its workspaces
+    GroupConfig config;
+    int64_t n_users;
+  };
+
+  // Adds a user to a group; the first one opens it.
+  void Add(const std::string& key, const std::string& workspace_key, const GroupConfig& config);
+  // Removes a user; the last one closes the group. Gives the key of the workspaces if no open group
+  // uses them any more, otherwise "".
+  std::string Remove(const std::string& key);
+  // Null if the group is not open.
+  const Group* Find(std::string_view key) const;
+
+ private:
+  std::map<std::string, Group, std::less<>> groups_;
+};
 
 }  // namespace jax_ep::p2p

@@ -10,9 +10,9 @@
 #include <string_view>
 #include <vector>
 
-#include "core/mesh_coordinate.h"
+#include "core/rank.h"
 #include "p2p/open/group.h"
-#include "p2p/open/open_groups.h"
+#include "p2p/open/group_config.h"
 
 namespace jax_ep::p2p {
 

@@ -7,8 +7,8 @@
 #include <utility>
 #include <vector>
 
-#include "core/combine_mode.h"
 #include "core/float_types.h"
+#include "core/operands.h"
 
 namespace jax_ep::p2p {
 

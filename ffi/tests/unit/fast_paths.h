@@ -5,7 +5,6 @@
 #include <cmath>
 #include <cstdint>
 
-#include "core/e2m1.h"
 #include "core/host_device.h"
 #include "core/quantize.h"
 

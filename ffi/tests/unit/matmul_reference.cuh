@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#include "core/small_floats.h"
+#include "core/float_types.h"
 #include "layer/matmul/matmul_call.h"
 
 namespace jax_ep::matmul {

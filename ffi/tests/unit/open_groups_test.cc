@@ -1,12 +1,11 @@
 // Tests of p2p groups in the workspaces of others, as far as they need no GPU; run by host_test.
 
-#include "p2p/open/open_groups.h"
-
 #include <algorithm>
 #include <random>
 #include <string>
 
 #include "core/workspace.h"
+#include "p2p/open/group_config.h"
 #include "tests/unit/check.h"
 namespace jax_ep::p2p {
 namespace {

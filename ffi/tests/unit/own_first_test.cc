@@ -1,11 +1,10 @@
 // Tests of the order in which a call takes what arrives from several origins, run by host_test.
 
-#include "p2p/launch/own_first.h"
-
 #include <algorithm>
 #include <cstdint>
 #include <vector>
 
+#include "p2p/launch/call_args.h"
 #include "tests/unit/check.h"
 
 namespace jax_ep::p2p {

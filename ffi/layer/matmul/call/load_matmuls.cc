@@ -5,7 +5,7 @@
 #include "layer/matmul/gated.h"
 #include "layer/matmul/gated_gradient.h"
 #include "layer/matmul/kernels.h"
-#include "p2p/launch/scoped_device.h"
+#include "p2p/launch/cuda_status.h"
 
 namespace jax_ep::matmul {
 namespace {

@@ -1,10 +1,19 @@
-// The counters of one rank since its group was opened. jax_ep/stats.py documents each total.
+// A rank of an open group: where its device is in the mesh, and what it has counted.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
 namespace jax_ep {
+
+// A device's position in the mesh.
+
+struct MeshCoordinate {
+  int64_t replica;  // of the EP group: the index along all other axes of the mesh
+  int64_t rank;     // along the EP axis
+};
+
+// The counters of one rank since its group was opened. jax_ep/stats.py documents each total.
 
 struct RankStats {
   int64_t dispatch_calls = 0;
