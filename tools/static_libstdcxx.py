@@ -98,7 +98,7 @@ def check_failure_text(cuda: ModuleType) -> None:
     config = cuda.GroupConfig(
         n_ranks=4,
         n_ranks_per_node=4,
-        n_groups=8,
+        n_local_groups=2,
         n_choices=2,
         max_tokens_per_rank=16,
         row_alignment=1,

@@ -1,5 +1,5 @@
 // The table of token formats: every fact about a format that is not arithmetic. Handlers, encoders,
-// kernels' launchers, tests and Python (token_formats() of the extension modules) read it here.
+// kernels' launchers, tests and Python (token_formats() of the host extension) read it here.
 //
 // The facts of a format that quantizes come from its struct in core/quantize.h.
 #pragma once

@@ -11,6 +11,7 @@
 
 #include "core/host_device.h"
 #include "core/message.h"
+#include "core/operands.h"
 
 namespace jax_ep {
 
@@ -70,16 +71,6 @@ struct StatsWords {
   JAX_EP_HOST_DEVICE constexpr size_t n_words() const { return pending() + n_pending(); }
 };
 
-struct WorkspaceShape {
-  int64_t n_ranks;              // R
-  int64_t n_local_groups;       // G/R
-  int64_t n_choices;            // N
-  int64_t max_tokens_per_rank;  // M
-  int64_t token_bytes;          // scales and payload of a token on the wire, in dispatch
-  int64_t row_bytes;            // a row on the wire, in combine
-  bool uses_ll = true;          // calls with few tokens go in LL packets
-};
-
 // One or more buffers of the workspace, one after the other. Every kernel has all regions among its
 // arguments. Their size counts: a third word here takes 0.2 us of a dispatch of few tokens.
 struct Region {
@@ -116,10 +107,8 @@ constexpr size_t kMaxLLChoices = 2048;      // of all ranks
 constexpr size_t kMaxLLCounts = 16 * 1024;  // of (group, 32 choices of a rank)
 
 // Tokens per rank up to which calls may go in LL packets.
-constexpr size_t MaxLLTokens(const WorkspaceShape& s) {
-  if (!s.uses_ll) return 0;
-  const size_t n_choices = s.n_choices, n_ranks = s.n_ranks;
-  const size_t n_groups = n_ranks * static_cast<size_t>(s.n_local_groups);
+constexpr size_t MaxLLTokens(const GroupSizes& s) {
+  const size_t n_choices = s.n_choices, n_ranks = s.n_ranks, n_groups = s.n_groups;
   const auto min = [](size_t a, size_t b) { return a < b ? a : b; };
   const size_t by_counts = kMaxLLCounts / n_groups * 32 / n_choices;
   return min(min(s.max_tokens_per_rank, kMaxLLTokens),
@@ -164,14 +153,16 @@ struct Workspace {
   size_t packets_of_token, packets_of_row;
   size_t bytes;  // of the whole workspace
 
-  static constexpr Workspace Plan(const WorkspaceShape& s) {
+  // `token_bytes`: scales and payload of a token on the wire, in dispatch; `row_bytes`: a row on
+  // the wire, in combine.
+  static constexpr Workspace Plan(const GroupSizes& s, int64_t token_bytes, int64_t row_bytes) {
     const size_t n_ranks = s.n_ranks, max_tokens = s.max_tokens_per_rank;
     const size_t max_choices = max_tokens * s.n_choices, word = sizeof(uint64_t);
-    const StatsWords stats{n_ranks, static_cast<size_t>(s.n_local_groups)};
+    const StatsWords stats{n_ranks, static_cast<size_t>(s.n_local_groups())};
     Workspace w{};
-    w.message_bytes = MessageBytes(s.token_bytes, s.n_choices);
-    w.packets_of_token = PacketsOf(s.token_bytes);
-    w.packets_of_row = PacketsOf(s.row_bytes);
+    w.message_bytes = MessageBytes(token_bytes, s.n_choices);
+    w.packets_of_token = PacketsOf(token_bytes);
+    w.packets_of_row = PacketsOf(row_bytes);
     w.max_ll_tokens = MaxLLTokens(s);
     Regions regions;
     w.dispatch_state = regions.Take(sizeof(CallState));
@@ -179,7 +170,7 @@ struct Workspace {
     w.failed = regions.Take(sizeof(uint32_t));
     w.peers = regions.Take(n_ranks * sizeof(void*));
     w.stats = regions.Take(stats.n_words() * word);
-    w.counts = regions.Take(n_ranks * (s.n_local_groups + 1) * word, kBuffers);
+    w.counts = regions.Take(n_ranks * (s.n_local_groups() + 1) * word, kBuffers);
     w.arrived = regions.Take(n_ranks * max_tokens * word, kBuffers);
     w.started = regions.Take(n_ranks * word, kBuffers);
     w.returned = regions.Take(max_choices * word, kBuffers);
@@ -192,14 +183,14 @@ struct Workspace {
     w.token_packets = regions.Take(n_tokens * w.packets_of_token * packet, kBuffers);
     w.row_packets = regions.Take(n_choices * w.packets_of_row * packet, kBuffers);
     w.messages = regions.Take(n_ranks * max_tokens * w.message_bytes, kBuffers);
-    w.rows = regions.Take(max_choices * s.row_bytes, kBuffers);
+    w.rows = regions.Take(max_choices * row_bytes, kBuffers);
     w.bytes = regions.end();
     return w;
   }
 };
 
 namespace workspace_test {
-constexpr Workspace kExample = Workspace::Plan({4, 64, 8, 4096, 14336, 14336});
+constexpr Workspace kExample = Workspace::Plan({4, 256, 8, 4096}, 14336, 14336);
 static_assert(kExample.message_bytes == 14336 + 128, "the token and its 8 choices");
 static_assert(kExample.messages.bytes == size_t{4} * 4096 * (14336 + 128),
               "a slab per source rank");

@@ -13,7 +13,6 @@
 #include "layer/activation/cuda_silu.h"
 #include "layer/activation/silu_targets.h"
 #include "modules/dicts.h"
-#include "modules/token_format_dicts.h"
 #include "p2p/call/handler.h"
 #include "p2p/open/failure_text.h"
 #include "p2p/open/registry.h"
@@ -54,13 +53,19 @@ nb::dict MakeTargets() {
   return ToDict(targets);
 }
 
-GroupConfig MakeConfig(int64_t n_ranks, int64_t n_ranks_per_node, int64_t n_groups,
-                       int64_t n_choices, int64_t max_tokens_per_rank, int64_t row_alignment,
-                       int64_t n_source_nodes, int64_t row_bytes, int64_t n_sms, double timeout_s) {
-  GroupConfig config{
-      n_ranks,       n_ranks_per_node,          n_groups,  n_choices, max_tokens_per_rank,
-      row_alignment, /*token_bytes=*/row_bytes, row_bytes, n_sms,     timeout_s};
-  config.n_source_nodes = n_source_nodes;
+GroupConfig ReadConfig(const nb::kwargs& fields) {
+  const auto size = [&](const char* name) { return nb::cast<int64_t>(fields[name]); };
+  GroupConfig config{};
+  config.n_ranks = size("n_ranks");
+  config.n_ranks_per_node = size("n_ranks_per_node");
+  config.n_source_nodes = size("n_source_nodes");
+  config.n_groups = config.n_ranks * size("n_local_groups");
+  config.n_choices = size("n_choices");
+  config.max_tokens_per_rank = size("max_tokens_per_rank");
+  config.row_alignment = size("row_alignment");
+  config.token_bytes = config.row_bytes = size("row_bytes");
+  config.n_sms = size("n_sms");
+  config.timeout_s = nb::cast<double>(fields["timeout_s"]);
   return config;
 }
 
@@ -135,12 +140,11 @@ nb::dict CudaVersions() {
 // Opening and closing a group, each in steps.
 void DefineSetup(nb::module_& module) {
   nb::class_<GroupConfig>(module, "GroupConfig", "The sizes and limits of a group.")
-      .def(nb::new_(&MakeConfig), nb::kw_only(), nb::arg("n_ranks"), nb::arg("n_ranks_per_node"),
-           nb::arg("n_groups"), nb::arg("n_choices"), nb::arg("max_tokens_per_rank"),
-           nb::arg("row_alignment"), nb::arg("n_source_nodes"), nb::arg("row_bytes"),
-           nb::arg("n_sms"), nb::arg("timeout_s"),
-           "row_bytes is the size of the longest token or row that travels, in either direction; "
-           "n_sms is 0 for the default.");
+      .def(
+          nb::new_(&ReadConfig),
+          "The fields of jax_ep.config.RoutedSizes, max_tokens_per_rank, row_alignment, row_bytes, "
+          "n_sms and timeout_s. row_bytes is the size of the longest token or row that travels, in "
+          "either direction; n_sms is 0 for the default.");
   module.def(
       "share_group", &ShareGroup, nb::arg("key"), nb::arg("workspace_key"), nb::arg("config"),
       "Adds a user to a group in the workspaces of the key `workspace_key`, and opens it if need "
@@ -213,7 +217,6 @@ cudaError_t LoadUsedMatmuls() { return matmul::MatmulLoader::Instance().AddDevic
 NB_MODULE(_ffi_cuda, module) {
   module.doc() = "XLA FFI handlers of jax_ep for CUDA devices";
   module.def("targets", &MakeTargets, "FFI targets: name -> handler.");
-  module.def("token_formats", &TokenFormatDicts, "The table of token formats, a dict per format.");
   module.def(
       "peer_access_problem",
       [](const std::vector<int>& devices) { return CheckPeerAccess(devices).message; },

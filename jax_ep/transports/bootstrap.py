@@ -156,15 +156,11 @@ def open_workspaces(geometry: Geometry, exchange: Exchange) -> None:
 
 def _group_config(geometry: Geometry) -> Any:
     """The group's sizes and limits, for the extension."""
-    config, routed = geometry.config, geometry.routed
+    config = geometry.config
     return extension.load_cuda().GroupConfig(
-        n_ranks=routed.n_ranks,
-        n_ranks_per_node=routed.n_ranks_per_node,
-        n_groups=routed.n_groups,
-        n_choices=routed.n_choices,
+        **geometry.routed._asdict(),
         max_tokens_per_rank=geometry.max_routed_tokens,
         row_alignment=config.group_alignment,
-        n_source_nodes=routed.n_source_nodes,
         row_bytes=max_message_bytes(config),
         n_sms=config.n_sms or 0,
         timeout_s=config.timeout_s,

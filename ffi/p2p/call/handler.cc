@@ -12,13 +12,6 @@ ffi::Error ToError(cudaError_t error, const char* what) {
                     std::string(what) + " was not launched: " + cudaGetErrorString(error));
 }
 
-GroupSizes Caller::sizes() const {
-  const GroupConfig& c = config();
-  GroupSizes sizes{c.n_ranks, c.n_groups, c.n_choices, c.max_tokens_per_rank};
-  sizes.n_source_nodes = c.n_source_nodes;
-  return sizes;
-}
-
 std::string Caller::Name() const {
   return std::string(operation) + " of group " + std::string(key);
 }

@@ -35,7 +35,7 @@ struct Caller {
   Registry::Member member{};
 
   const GroupConfig& config() const { return member.config; }
-  GroupSizes sizes() const;
+  const GroupSizes& sizes() const { return member.config; }
   std::string Name() const;
 };
 

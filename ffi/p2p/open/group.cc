@@ -20,11 +20,6 @@ constexpr int kBulkCopyCapability = 9;
 // An upper bound of a kernel's static shared memory.
 constexpr size_t kStaticSmemBytes = 1024;
 
-Workspace PlanWorkspace(const GroupConfig& c) {
-  return Workspace::Plan({c.n_ranks, c.n_groups / c.n_ranks, c.n_choices, c.max_tokens_per_rank,
-                          c.token_bytes, c.row_bytes, c.uses_ll});
-}
-
 }  // namespace
 
 Status CheckPeerAccess(const std::vector<int>& devices) {
@@ -38,7 +33,9 @@ Status CheckPeerAccess(const std::vector<int>& devices) {
 }
 
 RankGroup::RankGroup(const GroupConfig& config, const std::vector<int>& devices)
-    : config_(config), map_(PlanWorkspace(config)), ranks_(config.n_ranks) {
+    : config_(config),
+      map_(Workspace::Plan(config, config.token_bytes, config.row_bytes)),
+      ranks_(config.n_ranks) {
   for (int rank = 0; rank < config.n_ranks; ++rank) ranks_[rank].device = devices[rank];
 }
 

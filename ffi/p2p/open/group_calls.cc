@@ -42,7 +42,7 @@ Status RankGroup::Stats(int rank, RankStats* stats) const {
   Status status = CheckLocal(rank);
   if (!status.ok()) return status;
   const StatsWords at{static_cast<size_t>(config_.n_ranks),
-                      static_cast<size_t>(config_.n_groups / config_.n_ranks)};
+                      static_cast<size_t>(config_.n_local_groups())};
   std::vector<uint64_t> words(at.n_words());
   const ScopedDevice scoped(ranks_[rank].device);
   status = Read(ranks_[rank].workspace + map_.stats.offset, &words);
@@ -96,7 +96,7 @@ Status RankGroup::FillCall(const GroupConfig& config, int rank, int64_t n_tokens
   call->n_ranks = static_cast<int32_t>(config.n_ranks);
   call->n_ranks_per_node = static_cast<int32_t>(config.n_ranks_per_node);
   call->n_groups = static_cast<int32_t>(config.n_groups);
-  call->local_groups = FastDivisor(static_cast<uint32_t>(config.n_groups / config.n_ranks));
+  call->local_groups = FastDivisor(static_cast<uint32_t>(config.n_local_groups()));
   call->n_choices = static_cast<int32_t>(config.n_choices);
   call->max_tokens = static_cast<int32_t>(config.max_tokens_per_rank);
   call->n_tokens = static_cast<int32_t>(n_tokens);

@@ -7,26 +7,20 @@
 #include <string>
 #include <string_view>
 
+#include "core/operands.h"
 #include "core/status.h"
 
 namespace jax_ep::p2p {
 
-// core/routing.h defines R, G and N.
-struct GroupConfig {
-  int64_t n_ranks;              // R
-  int64_t n_ranks_per_node;     // divides R; ranks are numbered node by node
-  int64_t n_groups;             // G
-  int64_t n_choices;            // N
-  int64_t max_tokens_per_rank;  // M
-  int64_t row_alignment;        // each group of rows starts at a multiple of it; a power of 2
-  int64_t token_bytes;          // of the longest token on the wire; a multiple of kVectorBytes
-  int64_t row_bytes;            // of the longest row of combine; a multiple of kVectorBytes
-  int64_t n_sms;                // blocks per rank of a call; 0 = as many as fit, or kAsyncBlocks in
-                                // an asynchronous call
+struct GroupConfig : GroupSizes {
+  int64_t n_ranks_per_node;  // divides R; ranks are numbered node by node
+  int64_t row_alignment;     // each group of rows starts at a multiple of it; a power of 2
+  int64_t token_bytes;       // of the longest token on the wire; a multiple of kVectorBytes
+  int64_t row_bytes;         // of the longest row of combine; a multiple of kVectorBytes
+  int64_t n_sms;             // blocks per rank of a call; 0 = as many as fit, or kAsyncBlocks in an
+                             // asynchronous call
   double timeout_s;
-  bool uses_ll = true;  // few tokens go in LL packets; needs equal numbers of tokens on all ranks
-  int64_t n_source_nodes = 1;  // so many groups of rows are padded as one; see core/routing.h
-  int64_t first_rank = 0;      // of a node, among the ranks of all nodes; for messages
+  int64_t first_rank = 0;  // of a node, among the ranks of all nodes; for messages
 };
 
 // Fails unless the values are in range.

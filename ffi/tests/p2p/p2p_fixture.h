@@ -123,24 +123,22 @@ struct PlanOverride {
 template <class T>
 class Fixture {
  public:
-  // `format`: of dispatched rows; null: tokens travel as they are. `is_roomy`: the calls are those
-  // of a group in larger workspaces.
+  // `format`: of dispatched rows; null: tokens travel as they are. `uses_ll`: few tokens go in LL
+  // packets, for which all ranks must have as many. `is_roomy`: the calls are those of a group in
+  // larger workspaces.
   Fixture(const CaseSizes& sizes, const std::vector<int>& devices, double timeout_s, int n_sms = 0,
           const RowFormat& format = {}, bool uses_ll = true, bool is_roomy = false)
       : sizes(sizes),
         devices(devices),
         format(format),
-        config{sizes.n_ranks,
+        config{{sizes.n_ranks, sizes.n_groups, sizes.n_choices, sizes.max_tokens},
                sizes.n_ranks_per_node(),
-               sizes.n_groups,
-               sizes.n_choices,
-               sizes.max_tokens,
                row_alignment(),
                /*token_bytes=*/static_cast<int64_t>(sizes.hidden * sizeof(T)),
                /*row_bytes=*/static_cast<int64_t>(sizes.hidden * sizeof(T)),
                n_sms,
-               timeout_s,
-               uses_ll} {
+               timeout_s},
+        uses_ll_(uses_ll) {
     const GroupConfig memory = is_roomy ? MakeRoom(config) : config;
     Check(CheckFits(config, memory));
     Open(memory);
@@ -225,7 +223,7 @@ class Fixture {
       args.scale_bytes = static_cast<int32_t>(format.format->scale_bytes());
     }
     args.input_scale = b.input_scale.get();
-    Check(group->PlanCall(config, rank, b.n_tokens, args.size, &args.call));
+    Plan(rank, b.n_tokens, args.size, /*is_async=*/false, &args.call);
     dispatch_plan.Apply(&args.call.plan);
     args.max_recv_tokens = sizes.max_recv_tokens;
     args.tokens = reinterpret_cast<const uint8_t*>(b.tokens.get());
@@ -248,7 +246,7 @@ class Fixture {
     CombineArgs args{};
     args.row_vectors = static_cast<int32_t>(sizes.hidden * sizeof(T) / kVectorBytes);
     const ReturnSize size{args.row_vectors, mode.reduce, has_scalars};
-    Check(group->PlanCall(config, rank, b.n_tokens, size, &args.call, is_async));
+    Plan(rank, b.n_tokens, size, is_async, &args.call);
     combine_plan.Apply(&args.call.plan);
     args.row_type = kRowType<T>;
     args.max_recv_tokens = sizes.max_recv_tokens;
@@ -272,8 +270,7 @@ class Fixture {
                                 const CombineMode& mode, int choice = kAllChoices) const {
     CombineGradArgs args{};
     args.row_vectors = static_cast<int32_t>(sizes.hidden * sizeof(T) / kVectorBytes);
-    Check(group->PlanCall(config, rank, b.n_tokens, GradSize{args.row_vectors}, &args.call,
-                          is_async));
+    Plan(rank, b.n_tokens, GradSize{args.row_vectors}, is_async, &args.call);
     dispatch_plan.Apply(&args.call.plan);
     args.row_type = kRowType<T>;
     args.mode = mode;
@@ -347,6 +344,14 @@ class Fixture {
   bool is_async = false;  // combine and its backward, as combine_start makes them
 
  private:
+  template <class Size>
+  void Plan(int rank, int n_tokens, const Size& size, bool is_async, CallArgs* call) const {
+    Check(group->PlanCall(config, rank, n_tokens, size, call, is_async));
+    if (uses_ll_ || !call->plan.uses_ll) return;
+    call->map.max_ll_tokens = 0;
+    PlanCall(group->ResourcesOf(config, rank), size, is_async, call);
+  }
+
   // The stream of a rank, whose device becomes the current one.
   cudaStream_t UseStream(int rank) const {
     CHECK_CUDA(cudaSetDevice(devices[rank]));
@@ -378,6 +383,7 @@ class Fixture {
     if (!exchange.Meet()) Check(DeadlineExceeded("a process did not connect"));
   }
 
+  const bool uses_ll_;
   std::vector<cudaEvent_t> events_;
 };
 

@@ -10,11 +10,9 @@
 namespace jax_ep::p2p {
 namespace {
 
-constexpr GroupConfig kLarge{/*n_ranks=*/4,
+constexpr GroupConfig kLarge{{/*n_ranks=*/4, /*n_groups=*/32, /*n_choices=*/8,
+                              /*max_tokens_per_rank=*/4096},
                              /*n_ranks_per_node=*/2,
-                             /*n_groups=*/32,
-                             /*n_choices=*/8,
-                             /*max_tokens_per_rank=*/4096,
                              /*row_alignment=*/128,
                              /*token_bytes=*/1024,
                              /*row_bytes=*/2048,
@@ -71,13 +69,6 @@ TEST(GroupsThatDoNotFitAreRefused) {
   CHECK_CONTAINS(CheckFits(patient, kLarge).message, "its timeout_s");
 }
 
-WorkspaceShape ShapeOf(const GroupConfig& c) {
-  return {c.n_ranks,     c.n_groups / c.n_ranks,
-          c.n_choices,   c.max_tokens_per_rank,
-          c.token_bytes, c.row_bytes,
-          c.uses_ll};
-}
-
 // Every index of a group's calls, by its own M and N and the map's sizes of messages and packets,
 // must lie in the regions of the map.
 void CheckRoom(const GroupConfig& c, const Workspace& map) {
@@ -123,7 +114,7 @@ TEST(EachRegionHasRoomForGroupsThatFit) {
     small.row_alignment = 1 << random() % 9;
     small.n_sms = random() % 8;
     CHECK_EQ(CheckFits(small, memory).message, "");
-    CheckRoom(small, Workspace::Plan(ShapeOf(memory)));
+    CheckRoom(small, Workspace::Plan(memory, memory.token_bytes, memory.row_bytes));
   }
 }
 
