@@ -17,10 +17,10 @@ from jax_ep.formats import (
     TokenFormat,
 )
 from jax_ep.group import EPGroup, ep_init
+from jax_ep.layer.activation.api import QuantizedRows, fused_silu
 from jax_ep.layer.dequantize import dequantize
 from jax_ep.layer.expert_mlp import EXPERT_HIDDEN_NAME, expert_mlp
-from jax_ep.layer.fused_silu import QuantizedRows, fused_silu
-from jax_ep.layer.grouped_matmul import grouped_matmul, grouped_matmul_gradient
+from jax_ep.layer.matmul.api import grouped_matmul, grouped_matmul_gradient
 from jax_ep.layer.quantize_weights import QuantizedWeights, quantize_weights
 from jax_ep.moe_layer import moe
 from jax_ep.ops import (

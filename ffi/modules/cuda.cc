@@ -45,7 +45,7 @@ nb::dict MakeTargets() {
   silu::AddCudaTargets(&targets);
 #ifdef JAX_EP_CUTLASS
   matmul::AddTargets(&targets);
-  matmul::AddGatedTarget(&targets);
+  matmul::AddGatedTargets(&targets);
 #endif
 #ifdef JAX_EP_NVSHMEM
   rail::AddTargets(&targets);

@@ -10,14 +10,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jax_ep.exchange import checks
 from jax_ep.formats import BF16, BlockwiseFP8, Plain, QuantizedFormat
 from jax_ep.group import check_group
-from jax_ep.layer.activation import Activation
+from jax_ep.layer.activation.api import QuantizedRows, activate, check_activation
+from jax_ep.layer.activation.calls import Activation
 from jax_ep.layer.dequantize import to_numbers
 from jax_ep.layer.expert_weights import ExpertWeights, call_name, check_arrays, check_codes
-from jax_ep.layer.fused_silu import QuantizedRows, activate, check_activation
-from jax_ep.layer.gated_matmul import EXPERT_HIDDEN_NAME, gated_mlp, may_fuse
-from jax_ep.layer.gated_scaled_matmul import scaled_mlp
-from jax_ep.layer.grouped_matmul import multiply_arrays, transposed_scales
-from jax_ep.layer.matmul_gradients import add_bias
+from jax_ep.layer.matmul.api import multiply_arrays, transposed_scales
+from jax_ep.layer.matmul.gated import EXPERT_HIDDEN_NAME, gated_mlp, takes
+from jax_ep.layer.matmul.gated_scaled import scaled_mlp
+from jax_ep.layer.matmul.rules import add_bias
 from jax_ep.layer.quantize_weights import QuantizedWeights
 from jax_ep.results import Dispatched, check_dispatched
 
@@ -93,7 +93,7 @@ def _plain_mlp(
     if isinstance(dispatched.group.config.token_format, QuantizedFormat):
         rows = to_numbers(dispatched, weights.gate_up.dtype)
     gate_up, down, bias, _ = weights
-    if may_fuse(rows, gate_up, transposed):
+    if takes(rows, gate_up, transposed):
         results = gated_mlp(activation, rows, gate_up, down, row_offsets, bias)
         return _add_bias(results, weights.down_bias, row_offsets)
     hidden = multiply_arrays(rows, gate_up, row_offsets, transposed)

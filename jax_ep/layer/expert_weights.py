@@ -7,8 +7,7 @@ import jax.numpy as jnp
 from jax_ep.exchange import checks
 from jax_ep.formats import QuantizedFormat
 from jax_ep.formats.plain import FLOATS
-from jax_ep.layer.matmul import SCALE_BLOCK
-from jax_ep.layer.quantize_weights import QuantizedWeights
+from jax_ep.layer.quantize_weights import SCALE_BLOCK, QuantizedWeights
 from jax_ep.results import Dispatched
 
 

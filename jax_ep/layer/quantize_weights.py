@@ -9,7 +9,8 @@ from jax import lax
 
 from jax_ep.exchange import checks
 from jax_ep.formats import BlockwiseFP8
-from jax_ep.layer.matmul import SCALE_BLOCK
+
+SCALE_BLOCK = 128  # elements that share a scale, along each axis that has scales
 
 
 @jax.tree_util.register_dataclass

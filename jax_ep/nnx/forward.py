@@ -16,7 +16,7 @@ from jax_ep.exchange.choices import limit_choices
 from jax_ep.exchange.drops import raise_on_drops
 from jax_ep.formats import Plain
 from jax_ep.group import EPGroup, calls_of
-from jax_ep.layer.fused_silu import fused_silu
+from jax_ep.layer.activation.api import fused_silu
 from jax_ep.layer.quantize_weights import QuantizedWeights, quantize_weights
 from jax_ep.nnx.parameters import hidden_axis
 from jax_ep.nnx.token_axes import axes_of, axes_of_dimension, count_shards

@@ -13,8 +13,8 @@ from jax import P
 from jax_ep.config import check_count, check_on_drop
 from jax_ep.exchange.checks import check_flags
 from jax_ep.group import EPGroup, check_is_group
+from jax_ep.layer.activation.api import check_activation
 from jax_ep.layer.expert_mlp import expert_mlp
-from jax_ep.layer.fused_silu import check_activation
 from jax_ep.layer.quantize_weights import quantize_weights
 from jax_ep.nnx import checks
 from jax_ep.nnx.forward import Forward, MoEReport

@@ -20,12 +20,13 @@ from call_attributes import (
     closed_group,
     lowered,
 )
+from gated_matmuls import lower_for
 from harness import AXIS, config_of, make_mesh, on_mesh
 from jax_ep.ffi import extension
 from jax_ep.formats import QuantizedFormat
 from jax_ep.geometry import Geometry
 from jax_ep.group import EPGroup
-from jax_ep.layer import matmul as matmul
+from jax_ep.layer.matmul.choose import Kernels
 from jax_ep.nodes import overlapped
 from jax_ep.nodes.nvshmem.connection import NvshmemByNodes
 
@@ -223,8 +224,7 @@ def matmuls(rows, weights, codes, offsets):
 
 
 def test_grouped_matmul_has_the_attributes_that_its_handler_reads(monkeypatch):
-    monkeypatch.setattr(matmul, "_is_built", lambda: True)
-    monkeypatch.setattr(matmul, "_is_built_for_hopper", lambda: True)
+    lower_for(monkeypatch, Kernels.HOPPER)
     operands = [np.ones(shape, jnp.bfloat16) for shape in ((4, 8), (1, 8, 16), (4, 128))]
     text = lowered(jax.jit(matmuls), "cuda", *operands, np.uint32([0, 4]))
     found = attributes_by_target(text)
@@ -243,8 +243,7 @@ def test_disabled_checks_let_jax_export_every_call(platform, form, monkeypatch):
     group = closed_group(case, platform)
     layer = on_mesh(group.mesh, functools.partial(value_and_gradients, group, case, form))
     operands = [np.stack(each) for each in suite.make_inputs(case).arrays()]
-    monkeypatch.setattr(matmul, "_is_built", lambda: True)
-    monkeypatch.setattr(extension, "register_cuda", lambda: None)
+    lower_for(monkeypatch, Kernels.HOPPER)
     rows, weights = (np.ones(shape, jnp.bfloat16) for shape in ((4, 8), (1, 8, 16)))
     programs = ((layer, operands), (jax.jit(experts), (rows, weights, np.uint32([0, 4]))))
     for function, arguments in programs:

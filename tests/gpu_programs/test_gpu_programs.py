@@ -86,12 +86,12 @@ def test_a_layer_is_four_kernels_and_three_times_as_many_matmuls_with_gradients(
     mesh, make_group, name
 ) -> None:
     """XLA drops what `expert_mlp` computes for the gradients of codes only."""
-    case = CASE.replace(hidden_size=128, token_format=name)
+    case = CASE.replace(hidden_size=1024, token_format=name)
     group, n_local = make_group(config_of(case)), case.n_experts // case.n_ranks
     quantizes = case.token_format in QUANTIZED_FORMATS
 
     def weights():
-        shapes = (n_local, 128, 256), (n_local, 128, 128)
+        shapes = (n_local, 1024, 12800), (n_local, 6400, 1024)
         matrices = [jnp.ones(shape, jnp.bfloat16) for shape in shapes]
         return [jax_ep.quantize_weights(x) for x in matrices] if quantizes else matrices
 
@@ -137,12 +137,12 @@ def test_the_bias_of_the_first_matmul_needs_no_pass(mesh, make_group) -> None:
         (steps,) = computations(compiled(mesh, layer, case=case))
         return our_steps(steps), steps.count("fusion")
 
-    calls, n_fusions = steps_with()
-    assert "jax_ep_gated_matmul" in calls
-    assert steps_with("gate_up_bias") == (calls, n_fusions)
-    of_second = steps_with("down_bias")
-    assert of_second[1] > n_fusions
-    assert steps_with("gate_up_bias", "down_bias") == of_second
+    _, n_fusions = steps_with()
+    calls, n_with_first = steps_with("gate_up_bias")
+    assert "jax_ep_gated_matmul" in calls and n_with_first == n_fusions
+    _, n_with_second = steps_with("down_bias")
+    assert n_with_second > n_fusions
+    assert steps_with("gate_up_bias", "down_bias")[1] == n_with_second
 
 
 def test_unused_calls_are_dropped_and_no_call_runs_twice(mesh, make_group) -> None:

@@ -24,18 +24,19 @@ from gated_matmuls import (
     VARIANTS,
     WITH_BIAS,
     count_calls,
+    large_types,
     make_operands,
     targets,
 )
 from harness import on_mesh
-from jax_ep.layer import gated_matmul
-from jax_ep.layer.matmul_gradients import add_bias
+from jax_ep.layer.matmul import gated
+from jax_ep.layer.matmul.rules import add_bias
 
 
 def experts(activation, rows, gate_up, down, *rest):
     """`gated_mlp` of the operands above."""
     *biases, offsets = rest
-    return gated_matmul.gated_mlp(activation, rows, gate_up, down, offsets, *biases)
+    return gated.gated_mlp(activation, rows, gate_up, down, offsets, *biases)
 
 
 def by_separate_calls(activation, rows, gate_up, down, *rest):
@@ -177,7 +178,7 @@ def gradients_of(function):
 
 @WITH_BIAS
 def test_a_gradient_differentiates_the_activation_in_a_matmul(has_bias, monkeypatch):
-    operands = make_operands([5, 9], 16, 8, has_bias=has_bias)
+    operands = large_types(has_bias)
     mlp = functools.partial(experts, VARIANTS["plain"])
     assert targets(monkeypatch, mlp, *operands)[GATED] == [GATE | {"keeps_hidden": "bool"}]
     assert count_calls(monkeypatch, mlp, *operands) == {GATED: 1, MATMUL: 1}
@@ -201,14 +202,15 @@ def test_a_gradient_differentiates_the_activation_in_a_matmul(has_bias, monkeypa
 def test_kept_hidden_rows_are_activated_again_and_not_multiplied(
     has_bias, policy, again, monkeypatch
 ):
-    operands = make_operands([5, 9], 16, 8, has_bias=has_bias)
     mlp = functools.partial(experts, VARIANTS["plain"])
     checkpointed = jax.checkpoint(mlp, policy=policy)
-    calls = count_calls(monkeypatch, gradients_of(checkpointed), *operands)
-    results = calls.pop(MATMUL)
-    once = count_calls(monkeypatch, gradients_of(mlp), *operands)
-    assert results == once.pop(MATMUL)
+    calls, once = (
+        count_calls(monkeypatch, gradients_of(function), *large_types(has_bias))
+        for function in (checkpointed, mlp)
+    )
+    assert calls.pop(MATMUL) == once.pop(MATMUL)
     assert collections.Counter(calls) == collections.Counter(once) + collections.Counter(again)
+    operands = make_operands([5, 9], 16, 8, has_bias=has_bias)
     wanted = value_and_gradients(mlp, *operands)
     got = value_and_gradients(checkpointed, *operands)
     if has_bias:  # XLA for CPUs may keep the sum with a bias in float32, unless a policy keeps it
@@ -223,55 +225,30 @@ def assert_close(got, wanted):
     np.testing.assert_allclose(got, wanted, rtol=0, atol=0.02 * np.abs(wanted).max())
 
 
-@WITH_BIAS
-def test_sizes_without_a_kernel_take_separate_calls(has_bias, monkeypatch):
-    operands = make_operands([5, 9], 16, 12, has_bias=has_bias)  # F is not a multiple of 8
-    mlp = functools.partial(experts, VARIANTS["plain"])
-    assert set(targets(monkeypatch, mlp, *operands)) == {MATMUL, SILU}
-    assert set(targets(monkeypatch, gradients_of(mlp), *operands)) == {MATMUL, SILU}
-
-
-@pytest.mark.parametrize(
-    ("n_groups", "has_bias", "calls"),
-    [(512, True, {GATED, MATMUL}), (513, True, {MATMUL, SILU}), (513, False, {GATED, MATMUL})],
-)
-def test_a_bias_of_too_many_groups_takes_separate_calls(n_groups, has_bias, calls, monkeypatch):
-    operands = make_operands([1] * n_groups, 16, 8, has_bias=has_bias)
-    mlp = functools.partial(experts, VARIANTS["plain"])
-    assert set(targets(monkeypatch, mlp, *operands)) == calls
-
-
-@pytest.mark.parametrize(
-    ("has_bias", "calls"), [(True, {MATMUL, SILU}), (False, {GATED, MATMUL})], ids=["bias", ""]
-)
-def test_without_kernels_for_hopper_a_bias_takes_separate_calls(has_bias, calls, monkeypatch):
-    """Kernels for older GPUs multiply, but add no bias."""
-    operands = make_operands([5, 9], 16, 8, has_bias=has_bias)
-    mlp = functools.partial(experts, VARIANTS["plain"])
-    assert set(targets(monkeypatch, mlp, *operands, for_hopper=False)) == calls
-
-
 @pytest.mark.parametrize(
     ("options", "calls"),
     [
         ({}, [GATED, MATMUL]),
         ({"interleaved": True, "clamp": (1.0, 2.0)}, [GATED, MATMUL]),
-        ({"down_bias": (128,)}, [GATED, MATMUL]),
-        ({"gate_up_bias": (128,)}, [GATED, MATMUL]),
+        ({"down_bias": (1024,)}, [GATED, MATMUL]),
+        ({"gate_up_bias": (8192,)}, [GATED, MATMUL]),
         ({"transposed": True}, [SILU, MATMUL, MATMUL]),
     ],
     ids=str,
 )
 def test_experts_without_transposed_weights_are_two_calls(options, calls, monkeypatch):
-    case = CASES["plain"]
+    case = CASES["plain"].replace(hidden_size=1024)
     group, n_local = closed_group(case, "cuda"), case.n_experts // case.n_ranks
+    assert n_local * 1024 * 8192 > 50_000_000  # enough numbers for one kernel
 
     def ones(*shape):
         return jnp.ones((n_local, *shape), jnp.bfloat16)
 
     def layer(tokens, topk_ids):
         rows = jax_ep.dispatch(group, tokens, topk_ids)
-        shapes = ((128, 128), (128, 64)) if "transposed" in options else ((128, 128), (64, 128))
+        shapes = (1024, 8192), (4096, 1024)
+        if "transposed" in options:
+            shapes = [shape[::-1] for shape in shapes]
         given = {k: ones(*v) if k.endswith("bias") else v for k, v in options.items()}
         return jax_ep.expert_mlp(rows, *(ones(*shape) for shape in shapes), **given)
 

@@ -18,11 +18,10 @@ from call_attributes import CASES, GATE, closed_group
 from gated_matmuls import MATMUL, SILU, SILU_GRAD, VARIANTS, WITH_BIAS, count_calls, targets
 from harness import AXIS, make_mesh, on_mesh
 from jax_ep.exchange import checks
-from jax_ep.layer import matmul as matmul_primitive
 from jax_ep.layer.expert_weights import ExpertWeights
-from jax_ep.layer.gated_scaled_matmul import scaled_mlp
-from jax_ep.layer.grouped_matmul import multiply_rows
-from jax_ep.layer.matmul_gradients import add_bias
+from jax_ep.layer.matmul.api import multiply_rows
+from jax_ep.layer.matmul.gated_scaled import scaled_mlp
+from jax_ep.layer.matmul.rules import add_bias
 
 SCALED = "jax_ep_gated_scaled_matmul"
 OF_VARIANTS = pytest.mark.parametrize("activation", VARIANTS.values(), ids=VARIANTS)
@@ -290,44 +289,6 @@ def test_a_gradient_keeps_what_it_does_in_separate_calls(name):
         return sorted((x.shape, x.dtype.name) for x in found if x.size > 100)
 
     assert kept(experts) == kept(by_differentiable_calls)
-
-
-@pytest.mark.parametrize(("n_groups", "calls"), [(512, {SCALED, MATMUL}), (513, {MATMUL, SILU})])
-@WITH_BIAS
-def test_too_many_groups_take_separate_calls(has_bias, n_groups, calls, monkeypatch):
-    operands = shapes_of([64] * n_groups, has_bias=has_bias)
-    mlp = functools.partial(experts, VARIANTS["plain"])
-    assert set(targets(monkeypatch, mlp, *operands)) == calls
-
-
-@pytest.mark.parametrize(
-    ("k", "n_rows", "fuses"), [(3968, 127, False), (3968, 128, True), (4096, 1, True)]
-)
-def test_small_k_and_few_rows_take_separate_calls(k, n_rows, fuses, monkeypatch):
-    """If there is capacity for fewer than 64 rows per group."""
-    operands = shapes_of([0, 0], k, spare=n_rows)
-    mlp = functools.partial(experts, VARIANTS["plain"])
-    calls = {SCALED, MATMUL} if fuses else {MATMUL, SILU}
-    assert set(targets(monkeypatch, mlp, *operands)) == calls
-
-
-def test_a_build_without_kernels_for_hopper_multiplies_numbers(monkeypatch):
-    """None of its kernels multiplies codes."""
-    operands = shapes_of([50, 90], has_bias=True)
-    mlp = functools.partial(experts, VARIANTS["plain"])
-    assert set(targets(monkeypatch, mlp, *operands, for_hopper=False)) == {SILU}
-
-
-@pytest.mark.parametrize("names", [(MATMUL,), (MATMUL, SCALED)], ids=["", "for Hopper"])
-def test_the_targets_say_what_is_built(names, monkeypatch):
-    module = type("module", (), {"targets": staticmethod(lambda: dict.fromkeys(names))})
-    monkeypatch.setattr(matmul_primitive.extension, "register_cuda", lambda: None)
-    monkeypatch.setattr(matmul_primitive.extension, "load_cuda", lambda: module)
-    for name in ("_is_built", "_is_built_for_hopper"):
-        monkeypatch.setattr(matmul_primitive, name, getattr(matmul_primitive, name).__wrapped__)
-    for capability in (8, 9, 10):
-        monkeypatch.setattr(matmul_primitive, "_compute_capability", lambda x=capability: x)
-        assert matmul_primitive.has_hopper_kernels() == (capability == 9 and SCALED in names)
 
 
 @pytest.mark.parametrize("layout", ["transposed", "row_major"])

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ep
 from harness import AXIS, make_mesh
-from jax_ep.layer import matmul as matmul_primitive
+from jax_ep.layer.matmul import calls, choose
 from oracle_matmul import SIZES, N, assert_close, make_operands, reference
 
 
@@ -221,10 +221,10 @@ def test_offsets_beyond_the_rows_end_at_the_last_row():
 
 
 def test_lowering_for_gpus_without_kernels_warns_and_uses_ragged_dot(monkeypatch):
-    monkeypatch.setattr(matmul_primitive, "_is_built", matmul_primitive._is_built.__wrapped__)
-    monkeypatch.setattr(matmul_primitive.extension, "register_cuda", lambda: None)
+    monkeypatch.setattr(choose, "kernels", choose.kernels.__wrapped__)
+    monkeypatch.setattr(choose.extension, "register_cuda", lambda: None)
     module = type("module", (), {"targets": staticmethod(lambda: {})})
-    monkeypatch.setattr(matmul_primitive.extension, "load_cuda", lambda: module)
+    monkeypatch.setattr(choose.extension, "load_cuda", lambda: module)
     rows, weights, offsets = make_operands([3, 5])
     traced = jax.jit(jax_ep.grouped_matmul).trace(rows, weights, offsets)
     with pytest.warns(UserWarning, match="built without CUTLASS"):
@@ -259,11 +259,9 @@ def test_the_portable_lowering_matches_float64():
         "TRANSPOSED_WEIGHTS": (rows, weights.swapaxes(1, 2)),
         "ROWS": (rows, rows[:, :N]),
     }.items():
-        parameters = matmul_primitive.Matmul(
-            matmul_primitive.MatmulForm[form], np.dtype("float32"), zeroes_unused=True
-        )
+        parameters = calls.Matmul(calls.MatmulForm[form], np.dtype("float32"), zeroes_unused=True)
         with jax.default_matmul_precision("float32"):
-            (got,) = jax.jit(functools.partial(matmul_primitive.by_ragged_dot, matmul=parameters))(
+            (got,) = jax.jit(functools.partial(calls.by_ragged_dot, matmul=parameters))(
                 *pair, offsets
             )
         if form == "ROWS":

@@ -10,7 +10,7 @@ from jax.interpreters import mlir
 
 from harness import make_mesh, on_mesh
 from jax_ep.ffi.lowering import like, make_primitive
-from jax_ep.layer import matmul_tiles
+from jax_ep.layer.matmul import tiles
 
 K, N = 24, 40
 DTYPES = ["float32", "bfloat16", "float16"]
@@ -69,11 +69,11 @@ def assert_near(actual, expected, dtype) -> None:
 
 
 def by_weights(transposed, dtype):
-    return functools.partial(matmul_tiles.rows_by_weights, transposed=transposed, dtype=dtype)
+    return functools.partial(tiles.rows_by_weights, transposed=transposed, dtype=dtype)
 
 
 def by_rows(dtype):
-    return functools.partial(matmul_tiles.rows_by_rows, dtype=dtype)
+    return functools.partial(tiles.rows_by_rows, dtype=dtype)
 
 
 def check(sizes, capacity, dtype, out_dtype, transposed=False) -> None:

@@ -6,7 +6,6 @@ import cases
 from harness import AXIS, config_of, make_mesh
 from jax_ep.geometry import Geometry
 from jax_ep.group import EPGroup
-from jax_ep.layer import matmul as matmul
 from jax_ep.transports.host import HostConnection
 from jax_ep.transports.p2p import P2pConnection
 

@@ -7,8 +7,8 @@ import pytest
 
 import jax_ep
 from call_attributes import attributes_by_target, lowered
-from jax_ep.layer import matmul as matmul_primitive
-from jax_ep.layer.activation import Activation
+from jax_ep.layer.activation.calls import Activation
+from jax_ep.layer.matmul import choose
 
 GATED, MATMUL, SILU = "jax_ep_gated_matmul", "jax_ep_grouped_matmul", "jax_ep_fused_silu"
 GATED_GRAD, SILU_GRAD = "jax_ep_gated_matmul_grad", "jax_ep_fused_silu_grad"
@@ -31,12 +31,23 @@ def make_operands(sizes, h, f, spare=5, has_bias=False):
     return rows, gate_up, down, *([bias] if has_bias else []), offsets
 
 
-def targets(monkeypatch, function, *operands, for_hopper=True):
-    """The calls of a program for Hopper GPUs; `for_hopper`: as is the extension."""
-    monkeypatch.setattr(matmul_primitive, "_is_built", lambda: True)
-    monkeypatch.setattr(matmul_primitive, "_is_built_for_hopper", lambda: for_hopper)
-    monkeypatch.setattr(matmul_primitive, "_compute_capability", lambda: 9)
+def large_types(has_bias):
+    """The types of such operands, so large that one kernel does the work of two."""
+    n_groups, n_rows, h, f = 4, 4096, 4096, 6400
+    shapes = (n_rows, h), (n_groups, h, 2 * f), (n_groups, f, h), *([(n_groups, 2 * f)] * has_bias)
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    return *arrays, jax.ShapeDtypeStruct((n_groups + 1,), jnp.uint32)
+
+
+def lower_for(monkeypatch, kernels):
+    """Programs are lowered for GPUs that run these kernels."""
+    monkeypatch.setattr(choose, "kernels", lambda: kernels)
     monkeypatch.setattr("jax_ep.ffi.extension.register_cuda", lambda: None)
+
+
+def targets(monkeypatch, function, *operands):
+    """The calls of a program for Hopper GPUs."""
+    lower_for(monkeypatch, choose.Kernels.HOPPER)
     return attributes_by_target(lowered(jax.jit(function), "cuda", *operands))
 
 

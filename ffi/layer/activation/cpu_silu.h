@@ -3,7 +3,7 @@
 
 #include "core/status.h"
 #include "host/parallel.h"
-#include "layer/activation/silu_call.h"
+#include "layer/activation/silu.h"
 
 namespace jax_ep::silu {
 

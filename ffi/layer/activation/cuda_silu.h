@@ -3,7 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include "layer/activation/silu_call.h"
+#include "layer/activation/silu.h"
 
 namespace jax_ep::silu {
 

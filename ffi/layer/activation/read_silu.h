@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "core/status.h"
-#include "layer/activation/silu_call.h"
+#include "layer/activation/silu.h"
 #include "xla/buffers.h"
 #include "xla/ffi/api/ffi.h"
 

@@ -1,53 +1,47 @@
-// The first matmul of experts with the activation of its result, in one call: bits are those of the
-// two calls.
+// The matmuls of experts with the activation between them, or its gradient, in one call: bits are
+// those of separate calls.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
-#include <cstdint>
-
 #include "layer/activation/silu.h"
-#include "layer/activation/silu_call.h"
 #include "layer/matmul/kernels.h"
 #include "layer/matmul/matmul_call.h"
 
 namespace jax_ep::matmul {
 
-// What becomes of the result [C, 2 F] of a matmul, rounded to bfloat16.
+// What becomes of the result [C, 2 F] of the first matmul, rounded to bfloat16.
 struct Gate {
   bool is_interleaved;  // gate and up columns alternate; otherwise all gates come first
   silu::Activation activation;
-  void* values;       // [C, F], bfloat16 or e4m3; rows that are not in use keep what they hold
+  void* values;       // [C, F], bfloat16 or codes; rows that are not in use keep what they hold
   bool keeps_hidden;  // whether the result itself is written, too
   const void* bias;   // [L, 2 F], bfloat16, added to the result; null: none
-  float* scales;      // of e4m3: [F / 128, C], with unused rows like those of values
+  float* scales;      // of codes: [F / 128, C], with unused rows like those of values
 };
 
-// By one kernel where that is faster, or, by tests, as hopper::Swap says. `call` is of bfloat16, in
-// the form kWeights. Unless it is kept, its result is written only where two kernels do the work.
-// With a bias, one kernel does, or the error is cudaErrorInvalidValue. Other errors are those of
-// LaunchMatmul.
-cudaError_t LaunchGated(const MatmulCall& call, const Gate& gate, LaunchMode mode,
-                        hopper::Swap swap = hopper::Swap::kByRows);
+// What becomes of the gradient [C, F] of the second matmul's rows, the activation's result.
+struct GatedGradient {
+  bool is_interleaved;  // gate and up columns alternate; otherwise all gates come first
+  silu::Activation activation;
+  const void* hidden;  // [C, 2 F], bfloat16: what was activated
+  void* of_hidden;     // [C, 2 F], its gradient; rows that are not in use are unspecified
+};
 
-// Of e4m3 with scales, in the form kTransposedWeights, to e4m3 with scales, by one kernel; the
-// result itself is not written. cudaErrorInvalidValue: the device has no such kernel, or k is not a
-// multiple of 128 or n of 256, or there are more than hopper::kMaxGatedGroups groups.
-cudaError_t LaunchGatedScaled(const MatmulCall& call, const Gate& gate, LaunchMode mode);
-
-// The activation, as a call of its own.
-silu::SiluCall ActivationOf(const MatmulCall& call, const Gate& gate);
-
+// By one kernel each, with at most kMaxTiledGroups groups; nothing is empty.
 namespace hopper {
 
-constexpr int64_t kMaxGatedGroups = 512;
-
-// By one kernel, with k a multiple of 8, n of 16, and at most kMaxGatedGroups groups; nothing is
-// empty. `swap` is not kNever; kByRows: the device chooses the size of tiles.
-cudaError_t LaunchGatedBFloat16(const MatmulCall& call, const Gate& gate, LaunchMode mode,
-                                Swap swap);
-// For LaunchGatedScaled.
-cudaError_t LaunchGatedE4m3(const MatmulCall& call, const Gate& gate, LaunchMode mode);
+// Of bfloat16, in the form kWeights, with k a multiple of 8 and n of 16. `swap` is not kNever;
+// kByRows: the device chooses the size of tiles.
+cudaError_t LaunchGated(const MatmulCall& call, const Gate& gate, LaunchMode mode,
+                        Swap swap = Swap::kByRows);
+// Of codes with scales, in the form kTransposedWeights, to codes with scales, with k a multiple of
+// 128 and n of 256. The matmul's result is not written.
+cudaError_t LaunchGatedScaled(const MatmulCall& call, const Gate& gate, LaunchMode mode);
+// Of bfloat16, in the form kTransposedWeights, with k and n multiples of 8. The matmul's result is
+// not written.
+cudaError_t LaunchGatedGradient(const MatmulCall& call, const GatedGradient& gradient,
+                                LaunchMode mode);
 
 }  // namespace hopper
 }  // namespace jax_ep::matmul

@@ -1,12 +1,13 @@
 // Times the gradient of rows that also computes that of the activation before them
-// (layer/matmul/gated_gradient.h) beside the two calls that it stands for: the matmul, with the
+// (layer/matmul/gated.h) beside the two calls that it stands for: the matmul, with the
 // kernel that is chosen, and the gradient of fused_silu.
 //
 //   gated_gradient_probe
 
 #include "layer/activation/cuda_silu.h"
-#include "layer/matmul/gated_gradient.h"
+#include "layer/matmul/gated.h"
 #include "tests/bench/gated_timing.cuh"
+#include "tests/unit/separate_calls.h"
 
 namespace jax_ep::matmul {
 namespace {
@@ -20,8 +21,8 @@ struct Backward {
   static cudaError_t LaunchOther(const MatmulCall& call, const GatedBuffers& set) {
     return silu::LaunchSiluGradient(ActivationGradientOf(call, GradientOf(set)), kTimedStream);
   }
-  static cudaError_t LaunchOne(const MatmulCall& call, const GatedBuffers& set, hopper::Swap swap) {
-    return LaunchGatedGradient(call, GradientOf(set), kTimedStream, swap);
+  static cudaError_t LaunchOne(const MatmulCall& call, const GatedBuffers& set, hopper::Swap) {
+    return hopper::LaunchGatedGradient(call, GradientOf(set), kTimedStream);
   }
 
  private:

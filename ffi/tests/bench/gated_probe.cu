@@ -9,6 +9,7 @@
 #include "layer/activation/cuda_silu.h"
 #include "layer/matmul/gated.h"
 #include "tests/bench/gated_timing.cuh"
+#include "tests/unit/separate_calls.h"
 
 namespace jax_ep::matmul {
 namespace {
@@ -25,7 +26,7 @@ struct Forward {
     return silu::LaunchFusedSilu(ActivationOf(call, GateOf(set)), kTimedStream);
   }
   static cudaError_t LaunchOne(const MatmulCall& call, const GatedBuffers& set, hopper::Swap swap) {
-    return LaunchGated(call, GateOf(set), kTimedStream, swap);
+    return hopper::LaunchGated(call, GateOf(set), kTimedStream, swap);
   }
 
  private:

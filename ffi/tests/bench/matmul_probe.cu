@@ -1,4 +1,4 @@
-// Times the grouped matmul with swapped operands (layer/matmul/hopper/hopper_swapped.h) beside
+// Times the grouped matmul with swapped operands (layer/matmul/hopper/hopper_swapped.cuh) beside
 // CUTLASS's.
 //
 //   matmul_probe [seconds of random checks before] [folder of libcublas] [gradients]

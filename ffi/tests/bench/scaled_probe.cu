@@ -1,4 +1,4 @@
-// Times the matmul of e4m3 with scales (layer/matmul/hopper/hopper_scaled.h) beside CUTLASS's and
+// Times the matmul with scales (layer/matmul/hopper/hopper_scaled.cuh) beside CUTLASS's and
 // the one of bfloat16, and the same with the activation of its result beside the two calls that it
 // stands for.
 //
@@ -15,6 +15,7 @@
 #include "layer/matmul/kernels.h"
 #include "tests/bench/matmul_timing.cuh"
 #include "tests/unit/matmul_case.cuh"
+#include "tests/unit/separate_calls.h"
 
 namespace jax_ep::matmul {
 namespace {
@@ -98,30 +99,27 @@ struct Operands {
 
 void TimeCase(const Model& model, const std::vector<const Operands*>& sets, uint32_t mean,
               bool is_drawn) {
-  using hopper::Swap;
   const std::vector<uint32_t> offsets = DrawOffsets(model.n_groups, mean, is_drawn);
   const Buffer row_offsets(offsets.size() * sizeof(uint32_t));
   ExpectSuccess("cudaMemcpy", cudaMemcpy(row_offsets.As<void>(), offsets.data(), row_offsets.size(),
                                          cudaMemcpyDefault));
   const auto call = [&](int i) { return sets[i]->Call(model, row_offsets, offsets.back()); };
-  const auto scaled = [&](Swap swap) {
-    return [&call, swap](int i) {
-      ExpectSuccess("e4m3", hopper::LaunchE4m3(call(i), kTimedStream, swap));
-    };
-  };
   const std::vector<std::function<void(int)>> launches = {
       [&](int i) {
         const MatmulCall of_set = sets[i]->BFloat16Call(model, row_offsets, offsets.back());
         ExpectSuccess("bfloat16", hopper::LaunchBFloat16(of_set, kTimedStream));
       },
-      scaled(Swap::kNever), scaled(Swap::kByRows),
       [&](int i) {
-        ExpectSuccess("e4m3", hopper::LaunchE4m3(call(i), kTimedStream));
+        ExpectSuccess("CUTLASS", hopper::LaunchScaledByCutlass(call(i), kTimedStream));
+      },
+      [&](int i) { ExpectSuccess("scaled", hopper::LaunchScaled(call(i), kTimedStream)); },
+      [&](int i) {
+        ExpectSuccess("scaled", hopper::LaunchScaled(call(i), kTimedStream));
         const silu::SiluCall activation = ActivationOf(call(i), sets[i]->GateOf());
         ExpectSuccess("fused_silu", silu::LaunchFusedSilu(activation, kTimedStream));
       },
       [&](int i) {
-        ExpectSuccess("gated", LaunchGatedScaled(call(i), sets[i]->GateOf(), kTimedStream));
+        ExpectSuccess("gated", hopper::LaunchGatedScaled(call(i), sets[i]->GateOf(), kTimedStream));
       }};
   const std::vector<double> ms = TimeRoundRobin(launches);
   std::printf(

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "layer/matmul/launch_mode.h"
+#include "layer/matmul/kernels.h"
 #include "layer/matmul/matmul_call.h"
 #include "tests/unit/check.h"
 #include "tests/unit/matmul_reference.cuh"

@@ -132,7 +132,7 @@ inline int CheckGatedBeside(const Shape& shape) {
     gated_case.Check({}, swap, name, release);
   }
   held.Hold(HalfOfMultiprocessors(), kMostNanoseconds, nullptr);
-  gradient_case.Check({}, hopper::Swap::kSmallTiles, name, release);
+  gradient_case.Check({}, name, release);
   return 3;
 }
 

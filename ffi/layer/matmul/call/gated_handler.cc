@@ -1,42 +1,215 @@
-// XLA FFI -> LaunchGated, LaunchGatedScaled and LaunchGatedGradient.
+// XLA FFI -> the kernels of gated.h, for which Python has chosen them.
 
+#include <algorithm>
+#include <cstdint>
 #include <string>
 
+#include "core/status.h"
+#include "layer/activation/read_silu.h"
 #include "layer/matmul/call/matmul_targets.h"
-#include "layer/matmul/call/read_gated.h"
 #include "layer/matmul/gated.h"
+#include "layer/matmul/matmul_call.h"
 #include "p2p/call/handler.h"
+#include "xla/buffers.h"
+
+namespace jax_ep::matmul {
+
+// By the names that Python sets.
+struct GatedAttributes {
+  bool interleaved;
+  bool clamped;
+  float alpha;
+  float limit;
+  bool keeps_hidden;
+
+  silu::Activation activation() const { return {clamped, alpha, limit}; }
+};
+
+}  // namespace jax_ep::matmul
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_ep::matmul::GatedAttributes,
+                                      StructMember<bool>("interleaved"),
+                                      StructMember<bool>("clamped"), StructMember<float>("alpha"),
+                                      StructMember<float>("limit"),
+                                      StructMember<bool>("keeps_hidden"));
 
 namespace jax_ep::matmul {
 namespace {
 
-// For work that only kernels for Hopper do. A program may have been compiled for others.
-Status ExpectHopper(const char* what) {
-  if (IsHopper()) return {};
-  return InvalidArgument(std::string(what) +
-                         " must run on a Hopper GPU, for which this program was compiled; got "
-                         "another GPU. Compile or export it where JAX sees the GPUs that run it");
+// `n_axis` is of the weights; `offsets`, the operand with the row offsets.
+Status ReadSizes(const BufferReader& operands, MatmulForm form, size_t n_axis, size_t offsets,
+                 MatmulCall* call) {
+  call->form = form;
+  call->element = Element::kBFloat16;
+  call->out_type = RowType::kBFloat16;
+  call->n_rows = operands.Dim(0, 0);
+  call->k = operands.Dim(0, 1);
+  call->n = operands.Dim(1, n_axis);
+  call->n_groups = operands.Dim(offsets, 0) - 1;
+  if (call->n_groups >= 0) return {};
+  return InvalidArgument("row_offsets must have one more entry than there are groups; got none");
+}
+
+void ReadWorkspace(BufferReader& results, MatmulCall* call) {
+  call->workspace_bytes = MatmulWorkspaceBytes(call->n_groups);
+  call->workspace =
+      results.Next("workspace", ffi::U8, {static_cast<int64_t>(call->workspace_bytes)});
+  results.ExpectEnd("results");
+}
+
+void ReadBuffers(bool has_bias, bool has_hidden, BufferReader& operands, BufferReader& results,
+                 MatmulCall* call, Gate* gate) {
+  call->lhs = operands.Next("rows", ffi::BF16, {call->n_rows, call->k});
+  call->rhs = operands.Next("weights", ffi::BF16, {call->n_groups, call->k, call->n});
+  call->row_offsets = operands.Next<uint32_t>("row_offsets", {call->n_groups + 1});
+  gate->bias = has_bias ? operands.Next("bias", ffi::BF16, {call->n_groups, call->n}) : nullptr;
+  operands.ExpectEnd("operands");
+  gate->values = results.Next("the result", ffi::BF16, {call->n_rows, call->n / 2});
+  if (has_hidden) {
+    call->out = results.Next("the matmul's result", ffi::BF16, {call->n_rows, call->n});
+  }
+  ReadWorkspace(results, call);
+}
+
+void ReadScaledBuffers(bool has_bias, BufferReader& operands, BufferReader& results,
+                       MatmulCall* call, Gate* gate) {
+  const int64_t k_blocks = call->k / kMatmulScaleBlock, n_blocks = call->n / kMatmulScaleBlock;
+  call->lhs = operands.Next("rows", ffi::F8E4M3FN, {call->n_rows, call->k});
+  call->rhs = operands.Next("weights", ffi::F8E4M3FN, {call->n_groups, call->n, call->k});
+  call->row_offsets = operands.Next<uint32_t>("row_offsets", {call->n_groups + 1});
+  call->lhs_scales = operands.Next<float>("row_scales", {k_blocks, call->n_rows});
+  call->rhs_scales = operands.Next<float>("weight_scales", {call->n_groups, n_blocks, k_blocks});
+  gate->bias = has_bias ? operands.Next("bias", ffi::BF16, {call->n_groups, call->n}) : nullptr;
+  operands.ExpectEnd("operands");
+  gate->values = results.Next("codes", ffi::F8E4M3FN, {call->n_rows, call->n / 2});
+  gate->scales = results.Next<float>("scales", {n_blocks / 2, call->n_rows});
+  ReadWorkspace(results, call);
+}
+
+void ReadBuffers(bool has_room, BufferReader& operands, BufferReader& results, MatmulCall* call,
+                 GatedGradient* gradient) {
+  const Shape hidden_shape = {call->n_rows, 2 * call->n};
+  call->lhs = operands.Next("the result's gradient", ffi::BF16, {call->n_rows, call->k});
+  call->rhs = operands.Next("weights", ffi::BF16, {call->n_groups, call->n, call->k});
+  gradient->hidden = operands.Next("hidden", ffi::BF16, hidden_shape);
+  call->row_offsets = operands.Next<uint32_t>("row_offsets", {call->n_groups + 1});
+  operands.ExpectEnd("operands");
+  gradient->of_hidden = results.Next("the gradient", ffi::BF16, hidden_shape);
+  if (has_room) results.Next("the values' gradient", ffi::BF16, {call->n_rows, call->n});
+  ReadWorkspace(results, call);
+}
+
+// Operands, of bfloat16: rows [C, k], weights [L, k, 2 F], row_offsets [L + 1] and, if there is
+// one, the bias [L, 2 F]. Results: values [C, F]; the matmul's result [C, 2 F], with the bias, if
+// it is kept; the workspace. Programs of earlier versions have room for that result where it is not
+// kept.
+Status ReadGated(const GatedAttributes& attributes, const BufferList& operands,
+                 const BufferList& results, MatmulCall* call, Gate* gate) {
+  Status status;
+  BufferReader operand_reader(operands, status), result_reader(results, status);
+  gate->is_interleaved = attributes.interleaved;
+  gate->activation = attributes.activation();
+  gate->keeps_hidden = attributes.keeps_hidden;
+  status = ReadSizes(operand_reader, MatmulForm::kWeights, 2, 2, call);
+  const bool has_hidden = gate->keeps_hidden || results.size() > 2;
+  if (status.ok()) {
+    ReadBuffers(operands.size() > 3, has_hidden, operand_reader, result_reader, call, gate);
+  }
+  if (status.ok()) status = CheckDisjoint(operands, results);
+  return status;
+}
+
+// Operands: codes of rows [C, k] and of weights [L, 2 F, k], row_offsets [L + 1], the scales of
+// rows [k / 128, C] and of weights [L, 2 F / 128, k / 128], biases? [L, 2 F] of bfloat16. Results:
+// codes [C, F], their scales [F / 128, C], the workspace. F is a multiple of 128.
+Status ReadGatedScaled(const silu::GateAttributes& attributes, const BufferList& operands,
+                       const BufferList& results, MatmulCall* call, Gate* gate) {
+  constexpr size_t kMinOperands = 5;
+  Status status;
+  BufferReader operand_reader(operands, status), result_reader(results, status);
+  gate->is_interleaved = attributes.interleaved;
+  gate->activation = attributes.activation();
+  status = ReadSizes(operand_reader, MatmulForm::kTransposedWeights, 1, 2, call);
+  call->element = Element::kE4m3;
+  if (status.ok()) {
+    ReadScaledBuffers(operands.size() > kMinOperands, operand_reader, result_reader, call, gate);
+  }
+  if (status.ok()) status = CheckDisjoint(operands, results);
+  return status;
+}
+
+// Operands, of bfloat16: the gradient of the second matmul's result [C, k], its weights [L, F, k],
+// hidden rows [C, 2 F], row_offsets [L + 1]. Results: the gradient of the hidden rows, the
+// workspace. Programs of earlier versions have room for that of the activation's result [C, F]
+// between these.
+Status ReadGatedGradient(const silu::GateAttributes& attributes, const BufferList& operands,
+                         const BufferList& results, MatmulCall* call, GatedGradient* gradient) {
+  Status status;
+  BufferReader operand_reader(operands, status), result_reader(results, status);
+  gradient->is_interleaved = attributes.interleaved;
+  gradient->activation = attributes.activation();
+  status = ReadSizes(operand_reader, MatmulForm::kTransposedWeights, 1, 3, call);
+  if (status.ok()) {
+    ReadBuffers(results.size() > 2, operand_reader, result_reader, call, gradient);
+  }
+  if (status.ok()) status = CheckDisjoint(operands, results);
+  return status;
+}
+
+// Multiples of which k and n must be.
+struct Units {
+  int64_t k, n;
+};
+
+// A program may have been compiled for another GPU, or by an earlier version, whose handlers chose.
+Status ExpectKernel(const MatmulCall& call, const Units& units) {
+  if (!IsHopper()) {
+    return InvalidArgument(
+        "it must run on a Hopper GPU, for which this program was compiled; got another GPU. "
+        "Compile or export it where JAX sees the GPUs that run it");
+  }
+  const int64_t largest = std::max({call.n_rows, call.k, 2 * call.n});
+  if (call.k > 0 && call.k % units.k == 0 && call.n % units.n == 0 && largest <= INT32_MAX &&
+      call.n_groups <= hopper::kMaxTiledGroups) {
+    return {};
+  }
+  return InvalidArgument("no kernel takes so many groups, or columns; got " +
+                         std::to_string(call.n_groups) + " groups, k = " + std::to_string(call.k) +
+                         " and n = " + std::to_string(call.n) + ". Compile the program again");
+}
+
+template <class Launch>
+ffi::Error Run(const char* name, Status status, const MatmulCall& call, const Units& units,
+               const Launch& launch) {
+  const bool is_empty = std::min({call.n_rows, call.n_groups, call.n}) == 0;
+  if (status.ok() && !is_empty) status = ExpectKernel(call, units);
+  if (!status.ok()) {
+    status.message = std::string(name) + ": " + status.message;
+    return ToError(status);
+  }
+  const cudaError_t error = is_empty ? cudaSuccess : launch();
+  if (error != cudaSuccess) cudaGetLastError();  // clears it: the next launch must not report it
+  return p2p::ToError(error, name);
 }
 
 ffi::Error GatedImpl(cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingRets results,
                      const GatedAttributes& attributes) {
   MatmulCall call{};
   Gate gate{};
-  Status status = ReadGated(attributes, BufferList(operands), BufferList(results), &call, &gate);
-  if (status.ok() && gate.bias != nullptr) status = ExpectHopper("gated_matmul: with a bias, it");
-  if (!status.ok()) return ToError(status);
-  return p2p::ToError(LaunchGated(call, gate, stream), "gated_matmul");
+  const Status status =
+      ReadGated(attributes, BufferList(operands), BufferList(results), &call, &gate);
+  return Run("gated_matmul", status, call, {8, 16},
+             [&] { return hopper::LaunchGated(call, gate, stream); });
 }
 
 ffi::Error GatedScaledImpl(cudaStream_t stream, ffi::RemainingArgs operands,
                            ffi::RemainingRets results, const silu::GateAttributes& attributes) {
   MatmulCall call{};
   Gate gate{};
-  Status status =
+  const Status status =
       ReadGatedScaled(attributes, BufferList(operands), BufferList(results), &call, &gate);
-  if (status.ok()) status = ExpectHopper("gated_scaled_matmul: it");
-  if (!status.ok()) return ToError(status);
-  return p2p::ToError(LaunchGatedScaled(call, gate, stream), "gated_scaled_matmul");
+  return Run("gated_scaled_matmul", status, call, {kMatmulScaleBlock, 2 * kMatmulScaleBlock},
+             [&] { return hopper::LaunchGatedScaled(call, gate, stream); });
 }
 
 ffi::Error GatedGradientImpl(cudaStream_t stream, ffi::RemainingArgs operands,
@@ -45,8 +218,8 @@ ffi::Error GatedGradientImpl(cudaStream_t stream, ffi::RemainingArgs operands,
   GatedGradient gradient{};
   const Status status =
       ReadGatedGradient(attributes, BufferList(operands), BufferList(results), &call, &gradient);
-  if (!status.ok()) return ToError(status);
-  return p2p::ToError(LaunchGatedGradient(call, gradient, stream), "gated_matmul's gradient");
+  return Run("gated_matmul's gradient", status, call, {8, 8},
+             [&] { return hopper::LaunchGatedGradient(call, gradient, stream); });
 }
 
 }  // namespace
@@ -66,11 +239,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaGatedGradient, jax_ep::matmul::GatedGradientIm
 
 namespace jax_ep::matmul {
 
-void AddGatedTarget(Targets* targets) {
+void AddGatedTargets(Targets* targets) {
+  if (!HasHopperKernels()) return;
   targets->push_back({"jax_ep_gated_matmul", CudaGatedMatmul, CudaUseMatmuls});
-  if (HasHopperKernels()) {  // otherwise, nothing does this in one call
-    targets->push_back({"jax_ep_gated_scaled_matmul", CudaGatedScaled, CudaUseMatmuls});
-  }
+  targets->push_back({"jax_ep_gated_scaled_matmul", CudaGatedScaled, CudaUseMatmuls});
   targets->push_back({"jax_ep_gated_matmul_grad", CudaGatedGradient, CudaUseMatmuls});
 }
 

@@ -3,14 +3,31 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "layer/matmul/gated.h"
 #include "layer/matmul/kernels.h"
 
 namespace jax_ep::matmul {
 
 #ifdef JAX_EP_MATMUL_HOPPER
+namespace {
+
+// By the kernel of our own, if it has room for the groups.
+cudaError_t LaunchAnyScaled(const MatmulCall& call, LaunchMode mode) {
+  if (call.form != MatmulForm::kTransposedWeights || call.out_type != RowType::kBFloat16) {
+    return cudaErrorInvalidValue;
+  }
+  if (mode.only_loads() || call.n_groups <= hopper::kMaxTiledGroups) {
+    const cudaError_t error = hopper::LaunchScaled(call, mode);
+    if (error != cudaSuccess || !mode.only_loads()) return error;
+  }
+  return hopper::LaunchScaledByCutlass(call, mode);
+}
+
+}  // namespace
+
 cudaError_t LaunchHopperMatmul(const MatmulCall& call, LaunchMode mode) {
-  const bool is_e4m3 = call.element == Element::kE4m3;
-  const int64_t k_multiple = is_e4m3 ? kMatmulScaleBlock : 8;  // blocks, or 16 bytes
+  const bool is_scaled = call.element == Element::kE4m3;
+  const int64_t k_multiple = is_scaled ? kMatmulScaleBlock : 8;  // blocks, or 16 bytes
   const int64_t largest = std::max({call.n_rows, call.n_groups, call.k, call.n});
   if (call.k % k_multiple != 0 || call.n % 8 != 0 || largest > INT32_MAX) {
     return cudaErrorInvalidValue;
@@ -18,7 +35,7 @@ cudaError_t LaunchHopperMatmul(const MatmulCall& call, LaunchMode mode) {
   if (call.n_groups == 0 || call.out_elements() == 0) return cudaSuccess;
   if (call.k == 0 || call.n_rows == 0) return ZeroResult(call, mode);
   if (call.accumulates) return hopper::LaunchWeightGradient(call, mode);
-  if (is_e4m3) return hopper::LaunchE4m3(call, mode);
+  if (is_scaled) return LaunchAnyScaled(call, mode);
   if (call.element == Element::kBFloat16) return hopper::LaunchBFloat16(call, mode);
   if (call.element == Element::kFloat16) return hopper::LaunchFloat16(call, mode);
   return cudaErrorInvalidValue;
@@ -28,13 +45,29 @@ cudaError_t LaunchHopperMatmul(const MatmulCall& call, LaunchMode mode) {
   return LaunchAmpereMatmul(call, mode);
 }
 
-cudaError_t hopper::LaunchBFloat16(const MatmulCall& call, LaunchMode mode, Swap) {
+namespace hopper {
+
+cudaError_t LaunchBFloat16(const MatmulCall& call, LaunchMode mode, Swap) {
   return LaunchAmpereMatmul(call, mode);
 }
 
-cudaError_t hopper::LaunchWeightGradient(const MatmulCall& call, LaunchMode mode) {
+cudaError_t LaunchWeightGradient(const MatmulCall& call, LaunchMode mode) {
   return LaunchAmpereMatmul(call, mode);
 }
+
+cudaError_t LaunchGated(const MatmulCall&, const Gate&, LaunchMode, Swap) {
+  return cudaErrorInvalidValue;
+}
+
+cudaError_t LaunchGatedScaled(const MatmulCall&, const Gate&, LaunchMode) {
+  return cudaErrorInvalidValue;
+}
+
+cudaError_t LaunchGatedGradient(const MatmulCall&, const GatedGradient&, LaunchMode) {
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace hopper
 #endif
 
 bool HasHopperKernels() {

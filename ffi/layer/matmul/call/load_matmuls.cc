@@ -3,7 +3,6 @@
 #include <cuda_runtime_api.h>
 
 #include "layer/matmul/gated.h"
-#include "layer/matmul/gated_gradient.h"
 #include "layer/matmul/kernels.h"
 #include "p2p/launch/cuda_status.h"
 
@@ -28,6 +27,7 @@ class LoadStatus {
  public:
   void Add(cudaError_t error) {
     if (error == cudaErrorMemoryAllocation) error_ = error;
+    cudaGetLastError();  // clears it: the next launch must not report it
   }
   cudaError_t error() const { return error_; }
 
@@ -50,23 +50,17 @@ void LoadPlain(LoadStatus& status) {
 }
 
 void LoadGated(LoadStatus& status) {
-  constexpr auto kAlways = hopper::Swap::kSmallTiles;
   const LaunchMode mode = LaunchMode::OnlyLoad();
-  const auto make_call = [](MatmulForm form) {
-    return MakeCall(form, Element::kBFloat16, RowType::kBFloat16);
-  };
+  const MatmulCall call{};
   for (const bool is_interleaved : {false, true}) {
     Gate gate{};
     gate.is_interleaved = is_interleaved;
-    status.Add(LaunchGated(make_call(MatmulForm::kWeights), gate, mode, kAlways));
+    status.Add(hopper::LaunchGated(call, gate, mode));
     GatedGradient gradient{};
     gradient.is_interleaved = is_interleaved;
-    const MatmulCall call = make_call(MatmulForm::kTransposedWeights);
-    status.Add(LaunchGatedGradient(call, gradient, mode, kAlways));
+    status.Add(hopper::LaunchGatedGradient(call, gradient, mode));
   }
-  MatmulCall call = MakeCall(MatmulForm::kTransposedWeights, Element::kE4m3, RowType::kBFloat16);
-  call.n = 2 * kMatmulScaleBlock;
-  status.Add(LaunchGatedScaled(call, Gate{}, mode));
+  status.Add(hopper::LaunchGatedScaled(call, Gate{}, mode));
 }
 
 }  // namespace
@@ -74,7 +68,7 @@ void LoadGated(LoadStatus& status) {
 cudaError_t LoadMatmuls() {
   LoadStatus status;
   LoadPlain(status);
-  LoadGated(status);
+  if (IsHopper()) LoadGated(status);
   return status.error();
 }
 

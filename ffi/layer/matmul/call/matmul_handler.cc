@@ -1,13 +1,135 @@
 // XLA FFI -> LaunchMatmul.
 
+#include <optional>
+#include <string>
+
+#include "core/status.h"
 #include "layer/matmul/call/load_matmuls.h"
 #include "layer/matmul/call/matmul_targets.h"
-#include "layer/matmul/call/read_matmul.h"
 #include "layer/matmul/kernels.h"
+#include "layer/matmul/matmul_call.h"
 #include "p2p/call/handler.h"
+#include "xla/buffers.h"
+#include "xla/enum_attribute.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_ep::matmul {
+
+// By the names that Python sets.
+struct MatmulAttributes {
+  MatmulForm form;
+  bool zeroes_unused;
+};
+
+}  // namespace jax_ep::matmul
+
+JAX_EP_REGISTER_ENUM_ATTRIBUTE(::jax_ep::matmul::MatmulForm, "grouped_matmul: form", 3);
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_ep::matmul::MatmulAttributes,
+                                      StructMember<::jax_ep::matmul::MatmulForm>("form"),
+                                      StructMember<bool>("zeroes_unused"));
 
 namespace jax_ep::matmul {
 namespace {
+
+std::optional<Element> ToElement(ffi::DataType type) {
+  if (type == ffi::BF16) return Element::kBFloat16;
+  if (type == ffi::F16) return Element::kFloat16;
+  if (type == ffi::F8E4M3FN) return Element::kE4m3;
+  return std::nullopt;
+}
+
+Status ReadTypes(const BufferReader& operands, const BufferReader& results, MatmulCall* call) {
+  const std::optional<Element> element = ToElement(operands.Type(0));
+  if (!element.has_value()) {
+    return InvalidArgument(std::string("lhs must be bfloat16, float16 or float8_e4m3fn; got ") +
+                           Name(operands.Type(0)));
+  }
+  const std::optional<RowType> out_type = ToRowType(results.Type(0));
+  if (!out_type.has_value()) {
+    return InvalidArgument(std::string("the result must be bfloat16, float16 or float32; got ") +
+                           Name(results.Type(0)));
+  }
+  call->element = *element;
+  call->out_type = *out_type;
+  return {};
+}
+
+Status ReadSizes(const BufferReader& operands, MatmulCall* call) {
+  call->n_rows = operands.Dim(0, 0);
+  call->k = operands.Dim(0, 1);
+  call->n_groups = operands.Dim(2, 0) - 1;
+  const size_t n_axis = call->form == MatmulForm::kWeights ? 2 : 1;
+  call->n = operands.Dim(1, n_axis);
+  if (call->n_groups < 0) {
+    return InvalidArgument("row_offsets must have one more entry than there are groups; got none");
+  }
+  return {};
+}
+
+Shape RhsShape(const MatmulCall& call) {
+  switch (call.form) {
+    case MatmulForm::kWeights:
+      return {call.n_groups, call.k, call.n};
+    case MatmulForm::kTransposedWeights:
+      return {call.n_groups, call.n, call.k};
+    case MatmulForm::kRows:
+      return {call.n_rows, call.n};
+  }
+  return {};
+}
+
+// Returns the accumulator, if there is one.
+const void* ReadBuffers(BufferReader& operands, BufferReader& results, MatmulCall* call) {
+  const ffi::DataType type = ToDataType(call->element, /*is_packed=*/false);
+  const bool is_rows = call->form == MatmulForm::kRows;
+  call->lhs = operands.Next("lhs", type, {call->n_rows, call->k});
+  call->rhs = operands.Next("rhs", type, RhsShape(*call));
+  call->row_offsets = operands.Next<uint32_t>("row_offsets", {call->n_groups + 1});
+  call->lhs_scales = call->rhs_scales = nullptr;
+  if (call->element == Element::kE4m3) {
+    const int64_t k_blocks = call->k / kMatmulScaleBlock;
+    const int64_t n_blocks = (call->n + kMatmulScaleBlock - 1) / kMatmulScaleBlock;
+    call->lhs_scales = operands.Next<float>("lhs_scales", {k_blocks, call->n_rows});
+    call->rhs_scales = operands.Next<float>("rhs_scales", {call->n_groups, n_blocks, k_blocks});
+  }
+  const Shape out_shape =
+      is_rows ? Shape{call->n_groups, call->k, call->n} : Shape{call->n_rows, call->n};
+  const void* const accumulator =
+      call->accumulates ? operands.Next<float>("accumulator", out_shape) : nullptr;
+  operands.ExpectEnd("operands");
+  call->out = results.Next("the result", call->accumulates ? ffi::F32 : results.Type(0), out_shape);
+  call->workspace_bytes = MatmulWorkspaceBytes(call->n_groups);
+  call->workspace =
+      results.Next("workspace", ffi::U8, {static_cast<int64_t>(call->workspace_bytes)});
+  results.ExpectEnd("results");
+  return accumulator;
+}
+
+// Operands: lhs, rhs, row_offsets [L + 1], and for e4m3 lhs_scales, rhs_scales; in the form kRows,
+// there may be an accumulator. Results: the product, the workspace. `*accumulator` is null if there
+// is none. XLA gives it the memory of the product, unless it makes the call work on slices of
+// larger arrays: the caller then copies it there.
+Status ReadMatmul(const MatmulAttributes& attributes, const BufferList& operands,
+                  const BufferList& results, MatmulCall* call, const void** accumulator) {
+  Status status;
+  BufferReader operand_reader(operands, status), result_reader(results, status);
+  call->form = attributes.form;
+  call->zeroes_unused = attributes.zeroes_unused;
+  status = ReadTypes(operand_reader, result_reader, call);
+  constexpr size_t kMinOperands = 3;
+  call->accumulates = call->form == MatmulForm::kRows && call->element != Element::kE4m3 &&
+                      operands.size() > kMinOperands;
+  if (status.ok()) status = ReadSizes(operand_reader, call);
+  *accumulator = nullptr;
+  if (status.ok()) *accumulator = ReadBuffers(operand_reader, result_reader, call);
+  BufferList read_only = operands;
+  if (call->accumulates && *accumulator == call->out) {
+    read_only.TakeLast(operands.size() - kMinOperands);
+  }
+  if (status.ok()) status = CheckDisjoint(read_only, results);
+  if (!status.ok()) status.message = "grouped_matmul: " + status.message;
+  return status;
+}
 
 ffi::Error MatmulImpl(cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingRets results,
                       const MatmulAttributes& attributes) {

@@ -12,6 +12,6 @@ namespace jax_ep::matmul {
 extern "C" XLA_FFI_Error* CudaUseMatmuls(XLA_FFI_CallFrame* call_frame);
 
 void AddTargets(Targets* targets);
-void AddGatedTarget(Targets* targets);  // that also computes the activation
+void AddGatedTargets(Targets* targets);  // with the activation; none without kernels for Hopper
 
 }  // namespace jax_ep::matmul

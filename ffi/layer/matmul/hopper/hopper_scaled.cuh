@@ -15,8 +15,8 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "layer/matmul/hopper/hopper_scaled.h"
 #include "layer/matmul/hopper/matmul_tiles.h"
+#include "layer/matmul/hopper/params.h"
 #include "layer/matmul/hopper/tile_ring.cuh"
 #include "layer/matmul/hopper/tma.cuh"
 #include "layer/matmul/hopper/wgmma.cuh"

@@ -16,8 +16,8 @@
 #include <type_traits>
 
 #include "cute/tensor.hpp"
-#include "layer/matmul/hopper/hopper_swapped.h"
 #include "layer/matmul/hopper/matmul_tiles.h"
+#include "layer/matmul/hopper/params.h"
 #include "layer/matmul/hopper/tile_ring.cuh"
 #include "layer/matmul/hopper/tma.cuh"
 #include "layer/matmul/hopper/wgmma.cuh"

@@ -6,16 +6,14 @@
 #include <cstdint>
 
 #include "layer/matmul/gated.h"
-#include "layer/matmul/hopper/hopper_swapped.h"
 #include "layer/matmul/hopper/kernel_choice.cuh"
-#include "layer/matmul/hopper/swapped_tables.cuh"
+#include "layer/matmul/hopper/params.h"
 #include "layer/matmul/row_range.cuh"
 #include "p2p/launch/launch.h"
 
 namespace jax_ep::matmul::hopper {
 
 constexpr int kTileTableThreads = 256;
-static_assert(kMaxGatedGroups <= kMaxSwappedGroups);
 
 // Parts of the workspace.
 struct TileTables {

@@ -12,8 +12,8 @@
 #include <utility>
 
 #include "cute/arch/mma_sm90_gmma.hpp"
+#include "layer/matmul/hopper/params.h"
 #include "layer/matmul/hopper/tma.cuh"
-#include "layer/matmul/hopper/weight_gradient.h"
 #include "layer/matmul/hopper/weight_gradient_tiles.cuh"
 #include "layer/matmul/hopper/wgmma.cuh"
 #include "p2p/device/ptx.cuh"

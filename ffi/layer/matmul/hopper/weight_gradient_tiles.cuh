@@ -4,9 +4,9 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "layer/matmul/hopper/params.h"
 #include "layer/matmul/hopper/tile_ring.cuh"
 #include "layer/matmul/hopper/tma.cuh"
-#include "layer/matmul/hopper/weight_gradient.h"
 
 namespace jax_ep::matmul::weight_gradient {
 

@@ -12,11 +12,11 @@ from jax_ep.exchange import checks
 from jax_ep.formats import BlockwiseFP8
 from jax_ep.formats.plain import FLOATS, as_dtype
 from jax_ep.formats.scales import ROW_MAJOR
-from jax_ep.layer import matmul_gradients
-from jax_ep.layer.fused_silu import QuantizedRows, check_offsets
-from jax_ep.layer.matmul import SCALE_BLOCK, Matmul, MatmulForm
-from jax_ep.layer.matmul_gradients import ScaledOperands, Sources
-from jax_ep.layer.quantize_weights import QuantizedWeights
+from jax_ep.layer.activation.api import QuantizedRows, check_offsets
+from jax_ep.layer.matmul import rules
+from jax_ep.layer.matmul.calls import Matmul, MatmulForm
+from jax_ep.layer.matmul.rules import ScaledOperands, Sources
+from jax_ep.layer.quantize_weights import SCALE_BLOCK, QuantizedWeights
 
 
 def grouped_matmul(
@@ -119,7 +119,7 @@ def grouped_matmul_gradient(
     operands = checks.vary_alike((), lhs, rhs, lax.stop_gradient(row_offsets), accumulator)
     if 0 in (*lhs.shape, *shape):
         return operands[-1]
-    return matmul_gradients.add_products(*operands)
+    return rules.add_products(*operands)
 
 
 def _multiply_numbers(
@@ -168,7 +168,7 @@ def multiply_arrays(
     if 0 in (*rows.shape, weights.shape[0]):
         product = jnp.zeros((rows.shape[0], weights.shape[1 if transposed else 2]), matmul.dtype)
         return checks.vary_alike((), product, rows, weights, row_offsets)[0]
-    return matmul_gradients.grouped_matmul(matmul, rows, weights, row_offsets)
+    return rules.grouped_matmul(matmul, rows, weights, row_offsets)
 
 
 def transposed_scales(rows: QuantizedRows, token_format: BlockwiseFP8) -> QuantizedRows:
@@ -191,7 +191,7 @@ def multiply_rows(
     operands: Any = (*fixed, lax.stop_gradient(row_offsets), source_rows, weights.source)
     *codes, row_offsets, source_rows, source_weights = checks.vary_alike((), *operands)
     source = Matmul(_form(weights.transposed), np.dtype(jnp.bfloat16))
-    return matmul_gradients.scaled_matmul(
+    return rules.scaled_matmul(
         source, Sources(source_rows, source_weights), ScaledOperands(*codes), row_offsets
     )
 

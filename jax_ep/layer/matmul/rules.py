@@ -14,8 +14,9 @@ from jax.lax import bitcast_convert_type
 
 from jax_ep.exchange.checks import vary_alike
 from jax_ep.exchange.rows import row_groups
-from jax_ep.layer import accumulate
-from jax_ep.layer.matmul import (
+from jax_ep.layer.matmul import calls
+from jax_ep.layer.matmul.calls import (
+    PRODUCTS,
     Matmul,
     MatmulForm,
     dequantize_rows,
@@ -70,12 +71,12 @@ def add_products(
     lhs: jax.Array, rhs: jax.Array, row_offsets: jax.Array, accumulator: jax.Array
 ) -> jax.Array:
     """A grouped matmul of rows by rows that adds to an accumulator."""
-    return accumulate.add_products(lhs, rhs, row_offsets, accumulator)
+    return calls.add_products(lhs, rhs, row_offsets, accumulator)
 
 
 add_products.defvjp(
     lambda *operands: (add_products(*operands), operands[:3]),
-    lambda saved, cotangent: (*_bwd(accumulate.PRODUCTS, saved, cotangent), cotangent),
+    lambda saved, cotangent: (*_bwd(PRODUCTS, saved, cotangent), cotangent),
 )
 
 

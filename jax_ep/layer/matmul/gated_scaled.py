@@ -16,20 +16,20 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import mlir
 
 from jax_ep.exchange import checks
-from jax_ep.ffi.lowering import custom_call, fusion_barrier, like, make_primitive
+from jax_ep.ffi.lowering import like, make_primitive
 from jax_ep.formats import BlockwiseFP8
-from jax_ep.layer.activation import Activation, gate_attributes
+from jax_ep.layer.activation.api import QuantizedRows, activate, activate_and_quantize
+from jax_ep.layer.activation.calls import Activation, gate_attributes
 from jax_ep.layer.expert_weights import ExpertWeights
-from jax_ep.layer.fused_silu import QuantizedRows, activate, activate_and_quantize
-from jax_ep.layer.gated_matmul import EXPERT_HIDDEN_NAME, MAX_GROUPS, add_and_activate, present
-from jax_ep.layer.grouped_matmul import multiply_rows
-from jax_ep.layer.matmul import Matmul, MatmulForm, has_kernel, multiply_groups, workspace
-from jax_ep.layer.matmul_gradients import add_bias
+from jax_ep.layer.matmul.api import multiply_rows
+from jax_ep.layer.matmul.calls import Matmul, MatmulForm, call_kernel, multiply_groups, work_of
+from jax_ep.layer.matmul.choose import Implementation, Operation, choose
+from jax_ep.layer.matmul.gated import EXPERT_HIDDEN_NAME, add_and_activate, present
+from jax_ep.layer.matmul.rules import add_bias
 from jax_ep.layer.quantize_weights import QuantizedWeights
 
 _TARGET = "jax_ep_gated_scaled_matmul"
 _MATMUL = Matmul(MatmulForm.TRANSPOSED_WEIGHTS, np.dtype(jnp.bfloat16))
-_LARGE_K, _MANY_ROWS = 4096, 64  # of a group on average; with neither, separate calls are faster
 
 
 class _Sources(NamedTuple):
@@ -120,25 +120,12 @@ def _by_three_calls(
 
 
 def _lower_cuda(ctx: mlir.LoweringRuleContext, *operands: Any, activation: Activation) -> Any:
-    if not _should_fuse(ctx.avals_in):
+    options = dict(is_scaled=True, has_bias=len(operands) > 5)
+    work = work_of(_MATMUL, ctx.avals_in, Operation.ACTIVATE, **options)
+    if choose(work, "cuda") != Implementation.KERNEL:
         return _lower_as_three(ctx, *operands, activation=activation)
-    call = custom_call(_TARGET)
-    *quantized, _ = call(
-        ctx.replace(avals_out=[*ctx.avals_out, workspace(*ctx.avals_in)]),
-        *operands,
-        **gate_attributes(activation),
-    )
-    return fusion_barrier(quantized)
-
-
-def _should_fuse(operands: Any) -> bool:
-    """Whether the custom call takes such operands, and is faster."""
-    rows, weights = operands[:2]
-    n_groups, n_columns, k = weights.shape
-    if n_groups > MAX_GROUPS or (k < _LARGE_K and rows.shape[0] < _MANY_ROWS * n_groups):
-        return False
-    hidden = like(rows, (rows.shape[0], n_columns), _MATMUL.dtype)
-    return has_kernel(operands[:5], hidden, _MATMUL)
+    attributes = gate_attributes(activation)
+    return call_kernel(ctx, _TARGET, *operands, n_groups=work.n_groups, **attributes)
 
 
 _lower_as_three = mlir.lower_fun(_by_three_calls, multiple_results=True)

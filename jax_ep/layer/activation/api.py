@@ -11,8 +11,8 @@ from jax_ep.exchange import checks
 from jax_ep.formats import BF16, QuantizedFormat, TokenFormat
 from jax_ep.formats.base import check_is_format
 from jax_ep.formats.plain import FLOATS
-from jax_ep.layer.activation import Activation, quantize_activated
-from jax_ep.layer.silu_gradient import activate_rows
+from jax_ep.layer.activation.calls import Activation
+from jax_ep.layer.activation.rules import activate_rows, quantize_activated
 
 _FLOAT32_MAX = float(jnp.finfo(jnp.float32).max)
 

@@ -1,6 +1,7 @@
-"""The primitive behind `fused_silu`: C++ on CPUs, CUDA on GPUs, `jnp` elsewhere.
+"""The primitives behind `fused_silu` and its gradient.
 
-It belongs to no group and works inside and outside `jax.shard_map`.
+They belong to no group and work inside and outside `jax.shard_map`. The activation is C++ on CPUs
+and CUDA on GPUs, its gradient CUDA for bfloat16; `jnp` computes the rest.
 """
 
 import dataclasses
@@ -18,6 +19,8 @@ from jax_ep.formats import QuantizedFormat, TokenFormat
 from jax_ep.formats.scales import group_of
 
 _TARGET = "jax_ep_fused_silu"
+_GRADIENT_TARGET = "jax_ep_fused_silu_grad"
+_LANE_ELEMENTS = 8  # columns that a thread of the gradient's kernel takes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,15 +112,40 @@ def _result_types(x: Any, row_offsets: Any, *_: Any, activation: Activation) -> 
     return types
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def quantize_activated(activation: Activation, *operands: jax.Array) -> list[jax.Array]:
-    """The activation in a format that quantizes; it has no derivative."""
-    return fused_silu_p.bind(*operands, activation=activation)
-
-
-@quantize_activated.defjvp
-def _no_derivative(activation: Activation, *_: Any) -> Any:
-    raise NotImplementedError(
-        f"fused_silu: {activation.token_format.name} quantizes, so it has no derivative. Use "
-        "BF16(), or pass jax.lax.stop_gradient(x)."
+def gradient_by_jnp(
+    x: jax.Array, row_offsets: jax.Array, cotangent: jax.Array, *, activation: Activation
+) -> list[jax.Array]:
+    """The gradient of `x`, up to rounding."""
+    in_use = jnp.arange(x.shape[0], dtype=jnp.uint32) < row_offsets[-1]
+    # Both are masked: unused rows may be NaN, and NaN * 0 is NaN.
+    x, cotangent = (
+        jnp.where(in_use[:, None], each, jnp.zeros((), each.dtype)) for each in (x, cotangent)
     )
+    _, pull = jax.vjp(lambda x: activate(x, activation), x)
+    return list(pull(cotangent.astype(jnp.float32)))
+
+
+def _lower_gradient_cuda(
+    ctx: mlir.LoweringRuleContext, *operands: Any, activation: Activation
+) -> Any:
+    types: Any = ctx.avals_in
+    x, _, cotangent = types
+    if not (x.dtype == cotangent.dtype == jnp.bfloat16) or cotangent.shape[1] % _LANE_ELEMENTS:
+        return _lower_gradient_jnp(ctx, *operands, activation=activation)
+    try:
+        extension.register_cuda()
+    except ImportError:
+        return _lower_gradient_jnp(ctx, *operands, activation=activation)
+    return fusion_barrier(
+        custom_call(_GRADIENT_TARGET)(ctx, *operands, **gate_attributes(activation))
+    )
+
+
+_lower_gradient_jnp = mlir.lower_fun(gradient_by_jnp, multiple_results=True)
+fused_silu_grad_p = make_primitive(_GRADIENT_TARGET, cuda=_lower_gradient_cuda)
+mlir.register_lowering(fused_silu_grad_p, _lower_gradient_jnp)
+
+
+@fused_silu_grad_p.def_abstract_eval
+def _gradient_types(x: Any, row_offsets: Any, cotangent: Any, *, activation: Activation) -> Any:
+    return [like(x, x.shape, x.dtype)]

@@ -1,0 +1,210 @@
+"""The primitive behind grouped matmuls: CUTLASS on GPUs, tiles on CPUs, `lax.ragged_dot` elsewhere.
+
+It belongs to no group and works inside and outside `jax.shard_map`.
+"""
+
+import dataclasses
+import enum
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.interpreters import mlir
+
+from jax_ep.ffi.lowering import custom_call, fusion_barrier, like, make_primitive
+from jax_ep.layer.matmul import tiles
+from jax_ep.layer.matmul.choose import Implementation, Operation, Work, choose
+from jax_ep.layer.quantize_weights import SCALE_BLOCK
+
+_TARGET = "jax_ep_grouped_matmul"
+_ACCUMULATOR = 3  # the operand
+
+
+class MatmulForm(enum.IntEnum):
+    """The factors of a matmul, group by group. Values equal those in C++."""
+
+    WEIGHTS = 0  # rows [C, k] x weights [L, k, n] -> [C, n]
+    TRANSPOSED_WEIGHTS = 1  # rows [C, k] x weights [L, n, k], transposed -> [C, n]
+    ROWS = 2  # rows [C, k], transposed, x rows [C, n] -> [L, k, n]
+
+
+@dataclasses.dataclass(frozen=True)
+class Matmul:
+    """The parameters of a grouped matmul."""
+
+    form: MatmulForm  # what is multiplied
+    dtype: np.dtype  # of the result, rounded once from a sum in float32
+    zeroes_unused: bool = False  # whether unused rows of the result are zero, not unspecified
+    accumulates: bool = False  # whether the products, in the form ROWS, are added to an operand
+
+
+PRODUCTS = Matmul(MatmulForm.ROWS, np.dtype(np.float32), accumulates=True)
+
+
+def multiply_groups(
+    matmul: Matmul,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    row_offsets: jax.Array,
+    scales: tuple[jax.Array, jax.Array] | None = None,
+) -> jax.Array:
+    """Binds the primitive.
+
+    `scales`, with e4m3 operands and transposed weights: `float32[k / 128, C]` of blocks of 128
+    elements of a row and `float32[L, ceil(n / 128), k / 128]` of blocks of 128 x 128 weights.
+    """
+    return grouped_matmul_p.bind(lhs, rhs, row_offsets, *(scales or ()), matmul=matmul)[0]
+
+
+def add_products(
+    lhs: jax.Array, rhs: jax.Array, row_offsets: jax.Array, accumulator: jax.Array
+) -> jax.Array:
+    """`float32[L, K, N]`: of each group, the accumulator plus its rows of `lhs.T` times `rhs`.
+
+    One float32 addition per element, after the sum over the rows; none for groups without rows. On
+    GPUs, in place.
+    """
+    return grouped_matmul_p.bind(lhs, rhs, row_offsets, accumulator, matmul=PRODUCTS)[0]
+
+
+def dequantize_weights(codes: jax.Array, scales: jax.Array, dtype: Any) -> jax.Array:
+    """`[L, n, k]` from codes and the scales of blocks of 128 x 128."""
+    rows = jnp.repeat(scales, SCALE_BLOCK, axis=1)[:, : codes.shape[1]]
+    by_element = jnp.repeat(rows, SCALE_BLOCK, axis=2)
+    return (codes.astype(jnp.float32) * by_element).astype(dtype)
+
+
+def dequantize_rows(codes: jax.Array, scales: jax.Array, dtype: Any) -> jax.Array:
+    """`[C, k]` from codes and `[k / 128, C]` scales."""
+    by_element = jnp.repeat(scales.T, SCALE_BLOCK, axis=1)
+    return (codes.astype(jnp.float32) * by_element).astype(dtype)
+
+
+def work_of(
+    matmul: Matmul, operands: Any, operation: Operation = Operation.MULTIPLY, **options: Any
+) -> Work:
+    """What is to be chosen for, from the types of a matmul's operands."""
+    lhs, rhs, row_offsets, *_ = operands
+    n = rhs.shape[1] if matmul.form == MatmulForm.TRANSPOSED_WEIGHTS else rhs.shape[-1]
+    sizes = lhs.shape[0], row_offsets.shape[0] - 1, lhs.shape[1], n
+    return Work(operation, *sizes, lhs.dtype, matmul.dtype, **options)
+
+
+def call_kernel(
+    ctx: mlir.LoweringRuleContext,
+    target: str,
+    *operands: Any,
+    n_groups: int,
+    aliases: dict[int, int] | None = None,
+    **attributes: Any,
+) -> Any:
+    """A custom call whose last result, which is not returned, is memory that it works in.
+
+    `aliases`: results by the operands that are the same memory.
+    """
+    n_bytes = 256 * 4 * 128 + 256 * n_groups + 4096  # MatmulWorkspaceBytes in C++
+    workspace = like(ctx.avals_in[0], (n_bytes,), np.uint8)
+    call = custom_call(target, operand_output_aliases=aliases)
+    inner = ctx.replace(avals_out=[*ctx.avals_out, workspace])
+    *results, _ = call(inner, *operands, **attributes)
+    return fusion_barrier(results)
+
+
+def _lower(
+    ctx: mlir.LoweringRuleContext, *operands: Any, matmul: Matmul, platform: str = "other"
+) -> Any:
+    work = work_of(matmul, ctx.avals_in, is_scaled=len(operands) > _ACCUMULATOR + 1)
+    implementation = choose(work, platform)
+    if implementation != Implementation.KERNEL:
+        return _BY_JAX[implementation](ctx, *operands, matmul=matmul)
+    return call_kernel(
+        ctx,
+        _TARGET,
+        *operands,
+        n_groups=work.n_groups,
+        aliases={_ACCUMULATOR: 0} if matmul.accumulates else None,
+        form=np.int32(matmul.form),
+        zeroes_unused=np.bool_(matmul.zeroes_unused),
+    )
+
+
+def _numbers(dtype: Any, operands: Any) -> Any:
+    """Rows, the other factor and `row_offsets`, with codes as numbers of a dtype; the rest."""
+    lhs, rhs, row_offsets, *rest = operands
+    if len(rest) == 2:
+        lhs, rhs = dequantize_rows(lhs, rest[0], dtype), dequantize_weights(rhs, rest[1], dtype)
+    # Offsets of rows that exist, as the kernels take them.
+    row_offsets = jnp.minimum(row_offsets, jnp.uint32(lhs.shape[0]))
+    return lhs, rhs, row_offsets, rest
+
+
+def _by_tiles(*operands: jax.Array, matmul: Matmul) -> list[jax.Array]:
+    lhs, rhs, row_offsets, rest = _numbers(jnp.float32, operands)
+    if matmul.form == MatmulForm.ROWS:
+        accumulator = rest[0] if matmul.accumulates else None
+        return [
+            tiles.rows_by_rows(lhs, rhs, row_offsets, dtype=matmul.dtype, accumulator=accumulator)
+        ]
+    transposed = matmul.form == MatmulForm.TRANSPOSED_WEIGHTS
+    return [tiles.rows_by_weights(lhs, rhs, row_offsets, transposed=transposed, dtype=matmul.dtype)]
+
+
+def by_ragged_dot(*operands: jax.Array, matmul: Matmul) -> list[jax.Array]:
+    """`jax.lax`'s own, which takes no account of rows that are not in use."""
+    lhs, rhs, row_offsets, rest = _numbers(jnp.bfloat16, operands)
+    rows = jnp.arange(lhs.shape[0], dtype=jnp.uint32)
+    in_use = ((rows >= row_offsets[0]) & (rows < row_offsets[-1]))[:, None]
+    # Rows before the first group count as its own, and are zero.
+    sizes = jnp.diff(row_offsets.astype(jnp.int32).at[0].set(0))
+    lhs = jnp.where(in_use, lhs, jnp.zeros((), lhs.dtype))
+    if matmul.form == MatmulForm.ROWS:
+        rhs = jnp.where(in_use, rhs, jnp.zeros((), rhs.dtype))
+        contracting: Any = ((0,), (0,))
+        group_axes: Any = ()
+    else:
+        rhs_axis = 1 if matmul.form == MatmulForm.WEIGHTS else 2
+        contracting, group_axes = ((1,), (rhs_axis,)), (0,)
+    product = lax.ragged_dot_general(
+        lhs,
+        rhs,
+        sizes,
+        lax.RaggedDotDimensionNumbers(
+            dot_dimension_numbers=(contracting, ((), ())),
+            lhs_ragged_dimensions=(0,),
+            rhs_group_dimensions=group_axes,
+        ),
+        preferred_element_type=jnp.float32,
+    )
+    if matmul.zeroes_unused and matmul.form != MatmulForm.ROWS:
+        product = jnp.where(in_use, product, 0.0)
+    if matmul.accumulates:
+        has_rows = (row_offsets[1:] > row_offsets[:-1])[:, None, None]
+        return [jnp.where(has_rows, rest[0] + product, rest[0])]
+    return [product.astype(matmul.dtype)]
+
+
+_BY_JAX = {
+    Implementation.TILES: mlir.lower_fun(_by_tiles, multiple_results=True),
+    Implementation.RAGGED_DOT: mlir.lower_fun(by_ragged_dot, multiple_results=True),
+}
+grouped_matmul_p = make_primitive(
+    _TARGET,
+    cpu=functools.partial(_lower, platform="cpu"),
+    cuda=functools.partial(_lower, platform="cuda"),
+)
+mlir.register_lowering(grouped_matmul_p, _lower)
+
+
+@grouped_matmul_p.def_abstract_eval
+def _result_types(lhs: Any, rhs: Any, row_offsets: Any, *_: Any, matmul: Matmul) -> Any:
+    n_rows, k = lhs.shape
+    n_groups = row_offsets.shape[0] - 1
+    shapes = {
+        MatmulForm.WEIGHTS: (n_rows, rhs.shape[-1]),
+        MatmulForm.TRANSPOSED_WEIGHTS: (n_rows, rhs.shape[1]),
+        MatmulForm.ROWS: (n_groups, k, rhs.shape[-1]),
+    }
+    return [like(lhs, shapes[matmul.form], matmul.dtype)]
