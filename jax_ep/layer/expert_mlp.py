@@ -79,7 +79,7 @@ def expert_mlp(
     weights = ExpertWeights(gate_up, down, gate_up_bias, down_bias)
     if isinstance(gate_up, QuantizedWeights) or isinstance(down, QuantizedWeights):
         weights = _check_quantized(dispatched, weights, transposed)
-        return _quantized_mlp(dispatched, weights, Activation(BF16(), interleaved, clamp))
+        return _scaled_mlp(dispatched, weights, Activation(BF16(), interleaved, clamp))
     weights = ExpertWeights(*checks.as_arrays(call, **weights._asdict()))
     check_arrays(dispatched, weights, transposed)
     activation = Activation(Plain(weights.gate_up.dtype), interleaved, clamp)
@@ -130,7 +130,7 @@ def _check_quantized(
     return weights
 
 
-def _quantized_mlp(
+def _scaled_mlp(
     dispatched: Dispatched, weights: ExpertWeights, activation: Activation
 ) -> jax.Array:
     token_format: Any = dispatched.group.config.token_format

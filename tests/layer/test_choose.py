@@ -103,7 +103,7 @@ def test_platforms_and_kernels_choose(work, wanted, monkeypatch):
 
 @pytest.mark.parametrize("is_for_hopper", [False, True], ids=["", "for Hopper"])
 def test_the_extension_and_the_gpus_say_which_kernels_run(is_for_hopper, monkeypatch):
-    names = ["jax_ep_grouped_matmul", *["jax_ep_gated_scaled_matmul"] * is_for_hopper]
+    names = ["jax_ep_grouped_matmul", *["jax_ep_gated_matmul"] * is_for_hopper]
     module = type("module", (), {"targets": staticmethod(lambda: dict.fromkeys(names))})
     monkeypatch.setattr(choose.extension, "register_cuda", lambda: None)
     monkeypatch.setattr(choose.extension, "load_cuda", lambda: module)

@@ -19,7 +19,7 @@ from gated_matmuls import MATMUL, SILU, SILU_GRAD, VARIANTS, WITH_BIAS, count_ca
 from harness import AXIS, make_mesh, on_mesh
 from jax_ep.exchange import checks
 from jax_ep.layer.expert_weights import ExpertWeights
-from jax_ep.layer.matmul.api import multiply_rows
+from jax_ep.layer.matmul.api import multiply_scaled
 from jax_ep.layer.matmul.gated_scaled import scaled_mlp
 from jax_ep.layer.matmul.rules import add_bias
 
@@ -87,7 +87,7 @@ def by_differentiable_calls(activation, rows, tokens, gate_up, down, *rest):
     """The same, with gradients that pass straight through the rounding to codes."""
     *biases, offsets = rest
     gate_up, down = quantized(gate_up, down)
-    hidden = multiply_rows(rows, gate_up, offsets, tokens)
+    hidden = multiply_scaled(rows, gate_up, offsets, tokens)
     for bias in biases:
         hidden = add_bias(*checks.vary_alike((), hidden, bias, offsets))
     hidden = checkpoint_name(hidden, jax_ep.EXPERT_HIDDEN_NAME)
@@ -95,7 +95,7 @@ def by_differentiable_calls(activation, rows, tokens, gate_up, down, *rest):
     values = jax_ep.fused_silu(hidden, offsets, **options)
     fixed = lax.stop_gradient(hidden)
     codes = jax_ep.fused_silu(fixed, offsets, jax_ep.BlockwiseFP8(), **options)
-    return multiply_rows(codes, down, offsets, values)
+    return multiply_scaled(codes, down, offsets, values)
 
 
 def bits(x, n_used=None):

@@ -20,7 +20,7 @@ constexpr int64_t kMatmulScaleBlock = 128;
 
 struct MatmulCall {
   MatmulForm form;
-  Element element;  // of both operands: bfloat16, float16 or e4m3
+  Element element;  // of both operands: bfloat16, float16, or e4m3, codes
   RowType out_type;
   bool zeroes_unused;  // writes zeros to the rows of the result that are not in use
   bool accumulates;    // adds to what `out` holds, in the form kRows; needs float32
@@ -32,8 +32,8 @@ struct MatmulCall {
   const void* lhs;              // [C, k]
   const void* rhs;              // [L, k, n], [L, n, k] or [C, n]
   const uint32_t* row_offsets;  // [L + 1]
-  const float* lhs_scales;      // of e4m3: [k / 128, C]
-  const float* rhs_scales;      // of e4m3: [L, ceil(n / 128), k / 128]
+  const float* lhs_scales;      // of codes: [k / 128, C]
+  const float* rhs_scales;      // of codes: [L, ceil(n / 128), k / 128]
 
   void* out;        // [C, n] or [L, k, n]; rows that are not in use keep what they hold
   void* workspace;  // aligned to 128 bytes

@@ -14,7 +14,7 @@ from jax_ep.formats.plain import FLOATS, as_dtype
 from jax_ep.formats.scales import ROW_MAJOR
 from jax_ep.layer.activation.api import QuantizedRows, check_offsets
 from jax_ep.layer.matmul import rules
-from jax_ep.layer.matmul.calls import Matmul, MatmulForm
+from jax_ep.layer.matmul.calls import PRODUCTS, Matmul, MatmulForm
 from jax_ep.layer.matmul.rules import ScaledOperands, Sources
 from jax_ep.layer.quantize_weights import SCALE_BLOCK, QuantizedWeights
 
@@ -64,7 +64,7 @@ def grouped_matmul(
         ValueError: a shape or dtype does not fit. While tracing.
     """
     if isinstance(weights, QuantizedWeights) or isinstance(rows, QuantizedRows):
-        return _multiply_codes(rows, weights, row_offsets, transposed, dtype, token_format)
+        return _multiply_scaled(rows, weights, row_offsets, transposed, dtype, token_format)
     return _multiply_numbers(rows, weights, row_offsets, transposed, dtype)
 
 
@@ -119,7 +119,7 @@ def grouped_matmul_gradient(
     operands = checks.vary_alike((), lhs, rhs, lax.stop_gradient(row_offsets), accumulator)
     if 0 in (*lhs.shape, *shape):
         return operands[-1]
-    return rules.add_products(*operands)
+    return rules.grouped_matmul(PRODUCTS, *operands)
 
 
 def _multiply_numbers(
@@ -177,7 +177,7 @@ def transposed_scales(rows: QuantizedRows, token_format: BlockwiseFP8) -> Quanti
     return QuantizedRows(rows.tokens, scales, None)
 
 
-def multiply_rows(
+def multiply_scaled(
     rows: QuantizedRows,
     weights: QuantizedWeights,
     row_offsets: jax.Array,
@@ -196,7 +196,7 @@ def multiply_rows(
     )
 
 
-def _multiply_codes(
+def _multiply_scaled(
     rows: Any, weights: Any, row_offsets: Any, transposed: bool, dtype: Any, token_format: Any
 ) -> jax.Array:
     token_format = BlockwiseFP8() if token_format is None else token_format
@@ -218,7 +218,7 @@ def _multiply_codes(
         )
     (row_offsets,) = checks.as_arrays("grouped_matmul", row_offsets=row_offsets)
     _check_codes(rows, weights, row_offsets, token_format)
-    return multiply_rows(transposed_scales(rows, token_format), weights, row_offsets)
+    return multiply_scaled(transposed_scales(rows, token_format), weights, row_offsets)
 
 
 def _check_codes(

@@ -44,30 +44,16 @@ class Matmul:
 PRODUCTS = Matmul(MatmulForm.ROWS, np.dtype(np.float32), accumulates=True)
 
 
-def multiply_groups(
-    matmul: Matmul,
-    lhs: jax.Array,
-    rhs: jax.Array,
-    row_offsets: jax.Array,
-    scales: tuple[jax.Array, jax.Array] | None = None,
-) -> jax.Array:
-    """Binds the primitive.
+def multiply_groups(matmul: Matmul, *operands: jax.Array) -> jax.Array:
+    """Binds the primitive. Operands: the factors, and `row_offsets`.
 
-    `scales`, with e4m3 operands and transposed weights: `float32[k / 128, C]` of blocks of 128
+    With codes and transposed weights, scales follow: `float32[k / 128, C]` of blocks of 128
     elements of a row and `float32[L, ceil(n / 128), k / 128]` of blocks of 128 x 128 weights.
+
+    If the matmul accumulates, `float32[L, k, n]` follows, to which each group's sum over its rows
+    is added in one float32 addition; none for groups without rows. On GPUs, this is in place.
     """
-    return grouped_matmul_p.bind(lhs, rhs, row_offsets, *(scales or ()), matmul=matmul)[0]
-
-
-def add_products(
-    lhs: jax.Array, rhs: jax.Array, row_offsets: jax.Array, accumulator: jax.Array
-) -> jax.Array:
-    """`float32[L, K, N]`: of each group, the accumulator plus its rows of `lhs.T` times `rhs`.
-
-    One float32 addition per element, after the sum over the rows; none for groups without rows. On
-    GPUs, in place.
-    """
-    return grouped_matmul_p.bind(lhs, rhs, row_offsets, accumulator, matmul=PRODUCTS)[0]
+    return grouped_matmul_p.bind(*operands, matmul=matmul)[0]
 
 
 def dequantize_weights(codes: jax.Array, scales: jax.Array, dtype: Any) -> jax.Array:

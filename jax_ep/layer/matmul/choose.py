@@ -18,10 +18,9 @@ import numpy as np
 from jax_ep.ffi import extension
 from jax_ep.layer.quantize_weights import SCALE_BLOCK
 
-MAX_GROUPS = 512  # that one kernel multiplies and activates: kMaxGatedGroups in C++
+_MAX_GROUPS = 512  # that a kernel which does more than multiply takes: kMaxTiledGroups in C++
 
 _HALVES = (jnp.bfloat16, jnp.float16)
-_HOPPER_TARGET = "jax_ep_gated_scaled_matmul"  # only a build for Hopper has it
 
 
 class Operation(enum.Enum):
@@ -91,7 +90,7 @@ def _activates(work: Work) -> bool:
     If hidden rows are kept, with large k and few rows, two kernels are faster: what `fused_silu`
     reads is little.
     """
-    if not _multiplies(work) or work.n % 16 or work.n_groups > MAX_GROUPS:
+    if not _multiplies(work) or work.n % 16 or work.n_groups > _MAX_GROUPS:
         return False
     is_large = work.k >= 1024 and work.n_weights >= 50_000_000
     return work.has_bias or (
@@ -101,7 +100,7 @@ def _activates(work: Work) -> bool:
 
 def _activates_scaled(work: Work) -> bool:
     is_large = work.k >= 4096 or work.has_rows(64)
-    return _multiplies_scaled(work) and work.n_groups <= MAX_GROUPS and is_large
+    return _multiplies_scaled(work) and work.n_groups <= _MAX_GROUPS and is_large
 
 
 def _differentiates(work: Work) -> bool:
@@ -110,7 +109,7 @@ def _differentiates(work: Work) -> bool:
     With few rows, tiles of other sizes, in two kernels, are faster.
     """
     is_large = work.k >= 4096 and work.n_weights >= 100_000_000 and work.has_rows(1024)
-    return _multiplies(work) and work.n_groups <= MAX_GROUPS and is_large
+    return _multiplies(work) and work.n_groups <= _MAX_GROUPS and is_large
 
 
 class _Row(NamedTuple):
@@ -153,7 +152,10 @@ def kernels() -> Kernels:
         extension.register_cuda()
         targets = extension.load_cuda().targets()
         if "jax_ep_grouped_matmul" in targets:
-            return _newest(_compute_capability(), _HOPPER_TARGET in targets)
+            capability = _compute_capability()
+            if capability == Kernels.HOPPER and "jax_ep_gated_matmul" in targets:
+                return Kernels.HOPPER
+            return Kernels.AMPERE if capability >= Kernels.AMPERE else Kernels.NONE
         why = (
             "the CUDA extension was built without CUTLASS. Install nvidia-cutlass where jax_ep is "
             "built, and build it again"
@@ -166,12 +168,6 @@ def kernels() -> Kernels:
         stacklevel=2,
     )
     return Kernels.NONE
-
-
-def _newest(capability: int, has_hopper: bool) -> Kernels:
-    if has_hopper and capability == Kernels.HOPPER:
-        return Kernels.HOPPER
-    return Kernels.AMPERE if capability >= Kernels.AMPERE else Kernels.NONE
 
 
 def _compute_capability() -> int:

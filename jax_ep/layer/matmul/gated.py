@@ -17,12 +17,7 @@ from jax.interpreters import mlir
 
 from jax_ep.exchange import checks
 from jax_ep.ffi.lowering import like, make_primitive
-from jax_ep.layer.activation.calls import (
-    Activation,
-    fused_silu_grad_p,
-    fused_silu_p,
-    gate_attributes,
-)
+from jax_ep.layer.activation.calls import Activation, fused_silu_p, gate_attributes
 from jax_ep.layer.activation.rules import known_values, pull_back
 from jax_ep.layer.matmul.calls import Matmul, MatmulForm, call_kernel, multiply_groups, work_of
 from jax_ep.layer.matmul.choose import Implementation, Operation, choose
@@ -200,18 +195,14 @@ def _pull_back(activation: Activation, *operands: jax.Array) -> jax.Array:
     return gated_matmul_grad_p.bind(*operands, activation=activation)[0]
 
 
-def _pull_back_fwd(
-    activation: Activation,
-    cotangent: jax.Array,
-    weights: jax.Array,
-    hidden: jax.Array,
-    row_offsets: jax.Array,
-) -> tuple[jax.Array, Any]:
-    def by_two_calls(cotangent: jax.Array, weights: jax.Array, hidden: jax.Array) -> jax.Array:
-        of_values = grouped_matmul(_BACKWARD, cotangent, weights, row_offsets)
-        return pull_back(activation, hidden, row_offsets, of_values)
+def _pull_back_fwd(activation: Activation, *operands: jax.Array) -> tuple[jax.Array, Any]:
+    *arrays, row_offsets = operands
 
-    return jax.vjp(by_two_calls, cotangent, weights, hidden)
+    def by_two_calls(cotangent: jax.Array, weights: jax.Array, hidden: jax.Array) -> jax.Array:
+        operands = cotangent, weights, hidden, row_offsets
+        return _differentiate_by_two(*operands, activation=activation)[0]
+
+    return jax.vjp(by_two_calls, *arrays)
 
 
 _pull_back.defvjp(_pull_back_fwd, lambda activation, pull, cotangent: (*pull(cotangent), None))
@@ -225,8 +216,8 @@ def _differentiate_by_two(
     *,
     activation: Activation,
 ) -> list[jax.Array]:
-    of_values = multiply_groups(_BACKWARD, cotangent, weights, row_offsets)
-    return fused_silu_grad_p.bind(hidden, row_offsets, of_values, activation=activation)
+    of_values = grouped_matmul(_BACKWARD, cotangent, weights, row_offsets)
+    return [pull_back(activation, hidden, row_offsets, of_values)]
 
 
 def _lower_gradient_cuda(

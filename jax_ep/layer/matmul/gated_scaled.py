@@ -21,7 +21,7 @@ from jax_ep.formats import BlockwiseFP8
 from jax_ep.layer.activation.api import QuantizedRows, activate, activate_and_quantize
 from jax_ep.layer.activation.calls import Activation, gate_attributes
 from jax_ep.layer.expert_weights import ExpertWeights
-from jax_ep.layer.matmul.api import multiply_rows
+from jax_ep.layer.matmul.api import multiply_scaled
 from jax_ep.layer.matmul.calls import Matmul, MatmulForm, call_kernel, multiply_groups, work_of
 from jax_ep.layer.matmul.choose import Implementation, Operation, choose
 from jax_ep.layer.matmul.gated import EXPERT_HIDDEN_NAME, add_and_activate, present
@@ -75,14 +75,14 @@ def _by_separate_calls(activation: Activation, sources: _Sources, codes: _Codes)
     row_offsets = codes.row_offsets
     gate_up = dataclasses.replace(codes.gate_up, source=sources.gate_up)
     down = dataclasses.replace(codes.down, source=sources.down)
-    hidden = multiply_rows(codes.rows, gate_up, row_offsets, sources.tokens)
+    hidden = multiply_scaled(codes.rows, gate_up, row_offsets, sources.tokens)
     for bias in present(sources.bias):
         hidden = add_bias(hidden, bias, row_offsets)
     hidden = checkpoint_name(hidden, EXPERT_HIDDEN_NAME)
     values = activate(hidden, row_offsets, activation)  # for the gradient only
     quantizes = _quantizing(activation)
     quantized = activate_and_quantize(lax.stop_gradient(hidden), row_offsets, quantizes)
-    return multiply_rows(quantized, down, row_offsets, values)
+    return multiply_scaled(quantized, down, row_offsets, values)
 
 
 def _quantizing(activation: Activation) -> Activation:
@@ -96,7 +96,7 @@ def _scaled_mlp(activation: Activation, sources: _Sources, codes: _Codes) -> jax
     tokens, scales = gated_scaled_matmul_p.bind(
         *matmul, *present(sources.bias), activation=_quantizing(activation)
     )
-    return multiply_rows(QuantizedRows(tokens, scales, None), down, row_offsets)
+    return multiply_scaled(QuantizedRows(tokens, scales, None), down, row_offsets)
 
 
 def _fwd(activation: Activation, sources: _Sources, codes: _Codes) -> tuple[jax.Array, Any]:
@@ -115,7 +115,7 @@ def _by_three_calls(
     *biases: jax.Array,
     activation: Activation,
 ) -> list[jax.Array]:
-    product = multiply_groups(_MATMUL, rows, weights, row_offsets, (row_scales, weight_scales))
+    product = multiply_groups(_MATMUL, rows, weights, row_offsets, row_scales, weight_scales)
     return add_and_activate(activation, product, row_offsets, *biases)[1]
 
 

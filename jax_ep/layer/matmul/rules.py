@@ -14,9 +14,7 @@ from jax.lax import bitcast_convert_type
 
 from jax_ep.exchange.checks import vary_alike
 from jax_ep.exchange.rows import row_groups
-from jax_ep.layer.matmul import calls
 from jax_ep.layer.matmul.calls import (
-    PRODUCTS,
     Matmul,
     MatmulForm,
     dequantize_rows,
@@ -40,16 +38,14 @@ def _factors(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def grouped_matmul(
-    matmul: Matmul, lhs: jax.Array, rhs: jax.Array, row_offsets: jax.Array
-) -> jax.Array:
-    """A grouped matmul of numbers."""
-    return multiply_groups(matmul, lhs, rhs, row_offsets)
+def grouped_matmul(matmul: Matmul, *operands: jax.Array) -> jax.Array:
+    """A grouped matmul of numbers, perhaps added to an accumulator."""
+    return multiply_groups(matmul, *operands)
 
 
-def _bwd(matmul: Matmul, saved: Any, cotangent: Any) -> tuple[jax.Array, jax.Array, None]:
+def _bwd(matmul: Matmul, saved: Any, of_product: jax.Array) -> tuple[jax.Array | None, ...]:
     lhs, rhs, row_offsets = saved
-    cotangent = cotangent.astype(lhs.dtype)
+    cotangent = of_product.astype(lhs.dtype)
 
     def multiply(form: MatmulForm, a: jax.Array, b: jax.Array, dtype: np.dtype) -> jax.Array:
         return grouped_matmul(Matmul(form, dtype, zeroes_unused=True), a, b, row_offsets)
@@ -57,27 +53,14 @@ def _bwd(matmul: Matmul, saved: Any, cotangent: Any) -> tuple[jax.Array, jax.Arr
     if matmul.form == MatmulForm.ROWS:
         grad_lhs = multiply(MatmulForm.TRANSPOSED_WEIGHTS, rhs, cotangent, lhs.dtype)
         grad_rhs = multiply(MatmulForm.WEIGHTS, lhs, cotangent, rhs.dtype)
-        return grad_lhs, grad_rhs, _NO_GRADIENT
+        of_accumulator = (of_product,) if matmul.accumulates else ()
+        return grad_lhs, grad_rhs, _NO_GRADIENT, *of_accumulator
     grad_lhs = multiply(_FLIPPED[matmul.form], cotangent, rhs, lhs.dtype)
     factors = _factors(matmul.form, lhs, cotangent)
     return grad_lhs, multiply(MatmulForm.ROWS, *factors, rhs.dtype), _NO_GRADIENT
 
 
-grouped_matmul.defvjp(lambda matmul, *args: (grouped_matmul(matmul, *args), args), _bwd)
-
-
-@jax.custom_vjp
-def add_products(
-    lhs: jax.Array, rhs: jax.Array, row_offsets: jax.Array, accumulator: jax.Array
-) -> jax.Array:
-    """A grouped matmul of rows by rows that adds to an accumulator."""
-    return calls.add_products(lhs, rhs, row_offsets, accumulator)
-
-
-add_products.defvjp(
-    lambda *operands: (add_products(*operands), operands[:3]),
-    lambda saved, cotangent: (*_bwd(PRODUCTS, saved, cotangent), cotangent),
-)
+grouped_matmul.defvjp(lambda matmul, *args: (grouped_matmul(matmul, *args), args[:3]), _bwd)
 
 
 @jax.custom_vjp
@@ -129,8 +112,8 @@ def scaled_matmul(
     dtypes matter here: the sources themselves are not read, so that XLA need not compute them.
     """
     matmul = Matmul(MatmulForm.TRANSPOSED_WEIGHTS, source.dtype)
-    scales = operands.row_scales, operands.weight_scales
-    return multiply_groups(matmul, operands.rows, operands.weights, row_offsets, scales)
+    rows, weights, *scales = operands
+    return multiply_groups(matmul, rows, weights, row_offsets, *scales)
 
 
 class _Saved(NamedTuple):

@@ -105,7 +105,7 @@ const void* ReadBuffers(BufferReader& operands, BufferReader& results, MatmulCal
   return accumulator;
 }
 
-// Operands: lhs, rhs, row_offsets [L + 1], and for e4m3 lhs_scales, rhs_scales; in the form kRows,
+// Operands: lhs, rhs, row_offsets [L + 1], and for codes lhs_scales, rhs_scales; in the form kRows,
 // there may be an accumulator. Results: the product, the workspace. `*accumulator` is null if there
 // is none. XLA gives it the memory of the product, unless it makes the call work on slices of
 // larger arrays: the caller then copies it there.

@@ -36,7 +36,7 @@ struct GroupTables {
   LhsStride* lhs_strides;
   RhsStride* rhs_strides;
   OutStride* out_strides;
-  // Of e4m3.
+  // Of codes.
   const float** lhs_scales;
   const float** rhs_scales;
   LhsScales* lhs_scales_layouts;

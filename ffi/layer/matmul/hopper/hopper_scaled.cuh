@@ -1,4 +1,4 @@
-// A grouped matmul of e4m3 rows and weights with scales for Hopper.
+// A grouped matmul of codes with scales, rows and weights of e4m3, for Hopper.
 //
 // A stage has the 128 terms that share scales. Their products are summed by the tensor cores,
 // scaled, and added up in float32. These sums take as many registers again, so that a warp group
