@@ -1,4 +1,4 @@
-"""`python -m jax_ep`: commands that look at this machine; see jax_ep/cli."""
+"""`python -m jax_ep`: the command line of jax_ep/cli."""
 
 import sys
 

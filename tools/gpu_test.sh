@@ -241,7 +241,6 @@ run_examples() {
 
 run_doctor() {
   lines=60 step doctor 60 python3 -m jax_ep doctor
-  lines=20 step cli_bench 60 python3 -m jax_ep bench --tokens 4096 --hidden 7168 --experts 256
 }
 
 run_wheel() {

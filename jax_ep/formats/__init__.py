@@ -19,7 +19,7 @@ from jax_ep.formats.scales import ScalesLayout as ScalesLayout
 QUANTIZED: dict[str, type[QuantizedFormat]] = {
     each.name: each for each in (BlockwiseFP8, MXFP8, MXFP4, NVFP4)
 }
-# Constructors of all formats, by the name that commands take; formats that quantize have defaults.
+# Constructors of all formats, by name; formats that quantize have defaults.
 FORMATS: dict[str, Callable[[], TokenFormat]] = {
     "bf16": BF16,
     "f16": lambda: Plain(jnp.float16),

@@ -10,15 +10,13 @@ import types
 import jax
 import pytest
 from click.testing import CliRunner
-from jax.errors import JaxRuntimeError
 
 import jax_ep
-from jax_ep.cli import bench, doctor, facts, links, main, probe
+from jax_ep import cli
+from jax_ep.cli import facts, main
 from jax_ep.ffi import extension
 from jax_ep.ffi.extension import why_missing
 from processes import child_environment
-
-BENCH_LINE = r"{}\D+(\d+)\D+(\d+)\D+(\d+)\D+(\d+\.\d\d)\b"
 
 
 @pytest.fixture(autouse=True)
@@ -43,8 +41,8 @@ def test_doctor_shows_versions_devices_and_transports():
 
 
 def test_doctor_fails_if_no_transport_works(monkeypatch):
-    verdicts = [probe.Verdict("xla", "it [never] works")]
-    monkeypatch.setattr(probe, "try_transports", lambda found: verdicts)
+    verdicts = [facts.Verdict("xla", "it [never] works")]
+    monkeypatch.setattr(facts, "try_transports", lambda found: verdicts)
     result = invoke("doctor", "--ranks", "2", "--platform", "cpu")
     assert result.exit_code == 1
     assert "no: it [never] works" in result.output
@@ -80,8 +78,8 @@ def test_the_json_of_doctor_has_the_documented_keys(monkeypatch):
 
 
 def test_the_json_of_doctor_comes_alone_and_with_the_exit_status(monkeypatch):
-    verdicts = [probe.Verdict("xla", "it never works")]
-    monkeypatch.setattr(probe, "try_transports", lambda found: verdicts)
+    verdicts = [facts.Verdict("xla", "it never works")]
+    monkeypatch.setattr(facts, "try_transports", lambda found: verdicts)
     result = invoke("doctor", "--ranks", "2", "--platform", "cpu", "--json")
     assert result.exit_code == 1
     report = json.loads(result.stdout)
@@ -127,21 +125,21 @@ def test_a_transport_that_raises_or_returns_wrong_numbers_does_not_work(monkeypa
 
     dispatch, ranks = jax_ep.dispatch, jax.devices("cpu")[:2]
     monkeypatch.setattr(jax_ep, "dispatch", dispatch_wrong_tokens)
-    reasons = {v.transport: v.reason for v in probe.try_transports(ranks)}
+    reasons = {v.transport: v.reason for v in facts.try_transports(ranks)}
     # One number on each rank.
     assert reasons["host"] == reasons["xla"]
     assert reasons["xla"] == "2 of 2048 numbers came back wrong"
     monkeypatch.setattr(jax_ep, "dispatch", fail)
-    reasons = {v.transport: v.reason for v in probe.try_transports(ranks)}
+    reasons = {v.transport: v.reason for v in facts.try_transports(ranks)}
     assert reasons["host"] == reasons["xla"] == "RuntimeError: a cable is loose"
 
 
 def test_the_link_table_shows_each_pair_of_devices_in_both_directions(monkeypatch):
     found = jax.devices("cpu")[:3]
     rates = {(a.id, b.id): 10.0 * a.id + b.id for a in found for b in found}
-    monkeypatch.setattr(links, "gb_per_s", lambda a, b: rates[a.id, b.id])
-    monkeypatch.setattr(links, "reaches", lambda a, b: a.id < b.id)
-    table = doctor.link_table(found)
+    monkeypatch.setattr(facts, "gb_per_s", lambda a, b: rates[a.id, b.id])
+    monkeypatch.setattr(facts, "reaches", lambda a, b: a.id < b.id)
+    table = cli.link_table(found)
     cells = [list(column.cells) for column in table.columns]
     assert cells[0] == [str(device.id) for device in found]
     for i, a in enumerate(found):
@@ -153,97 +151,7 @@ def test_the_link_table_shows_each_pair_of_devices_in_both_directions(monkeypatc
 
 def test_a_copy_between_devices_has_a_rate():
     first, second = jax.devices("cpu")[:2]
-    assert links.gb_per_s(first, second, n_bytes=1 << 20) > 0
-
-
-@pytest.mark.parametrize("token_format", ["bf16", "f32"])
-def test_bench_prints_times_and_the_rate_of_the_median(token_format, transport):
-    n_ranks = min(4, len(jax.devices()))
-    shape = "--tokens 8 --hidden 128 --experts 8 --top-k 2 --repeats 5"
-    choice = ["--format", token_format, "--transport", transport]
-    result = invoke("bench", *shape.split(), "--ranks", str(n_ranks), *choice)
-    assert result.exit_code == 0, result.output
-    assert f"{transport}, {n_ranks} x " in result.output
-    title = " ".join(result.output.split())  # which wraps after a long name of the device
-    assert "T=8 H=128 E=8 K=2" in title
-    for call in ("dispatch", "combine"):
-        numbers = re.search(BENCH_LINE.format(call), result.output)
-        median, smallest, largest, _ = map(float, numbers.groups())
-        assert 0 < smallest <= median <= largest
-
-
-def test_bench_takes_every_format():
-    for token_format in bench.FORMATS:
-        shape = "--tokens 4 --hidden 128 --experts 2 --top-k 1 --ranks 2 --repeats 1"
-        options = ["--platform", "cpu", "--format", token_format]
-        result = invoke("bench", *shape.split(), *options)
-        assert result.exit_code == 0, result.output
-        assert f"{token_format}: T=4" in result.output
-
-
-def test_the_rate_belongs_to_the_median():
-    timing = bench.Timing("dispatch", [4e-6, 1e-6, 2e-6], n_bytes=5000)
-    assert timing.cells() == ["dispatch", "2", "1", "4", "2.50"]
-
-
-def test_bench_times_a_layer_and_its_gradients():
-    for token_format in ("bf16", "f32", "mxfp8"):
-        shape = "--tokens 8 --hidden 128 --experts 4 --top-k 2 --ranks 2 --repeats 2"
-        options = ["--platform", "cpu", "--expert-size", "32", "--format", token_format]
-        result = invoke("bench", *shape.split(), *options)
-        assert result.exit_code == 0, result.output
-        assert "K=2 F=32" in result.output
-        for name in ("layer", "layer, gradients"):
-            assert re.search(rf"{name} \D+\d+\D+\d+\D+\d+\W+$", result.output, re.MULTILINE)
-
-
-def test_bench_says_how_far_it_is_to_a_person_only(monkeypatch):
-    shape = "--tokens 4 --hidden 64 --experts 2 --top-k 1 --ranks 2 --repeats 2".split()
-    quiet = invoke("bench", *shape, "--platform", "cpu")
-    assert quiet.stderr == ""
-    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes the stream for a terminal
-    watched = invoke("bench", *shape, "--platform", "cpu")
-    assert "combine" in watched.stderr and "100%" in watched.stderr
-    assert "combine" in watched.stdout and "100%" not in watched.stdout
-
-
-@pytest.mark.parametrize(
-    ("args", "text"),
-    [
-        ("--ranks 3 --experts 8", "n_experts must be a multiple of n_ranks"),
-        ("--ranks 2 --transport pigeon", "transport must be 'auto' or one of"),
-        ("--ranks 1000000", "1000000 ranks need as many devices"),
-        ("--ranks 2 --experts 4 --top-k 8", "top_k must be at most n_experts"),
-        ("--ranks 2 --hidden 100 --format nvfp4", "hidden_size"),
-    ],
-)
-def test_bench_says_which_argument_is_invalid(args, text):
-    result = invoke("bench", "--platform", "cpu", *args.split())
-    assert result.exit_code == 1
-    assert text in result.output
-
-
-@pytest.mark.parametrize(
-    "error", [MemoryError("4 TiB"), JaxRuntimeError("RESOURCE_EXHAUSTED: 4 TiB")]
-)
-def test_bench_says_that_memory_ran_out(monkeypatch, error):
-    def measure(*_):
-        raise error
-
-    monkeypatch.setattr(bench, "measure", measure)
-    result = invoke("bench", "--platform", "cpu", "--tokens", "8")
-    assert result.exit_code == 1
-    assert "must fit in memory" in result.output and "4 TiB" in result.output
-    assert "Take fewer --tokens" in " ".join(result.output.split())
-
-
-def test_bench_hides_no_other_error(monkeypatch):
-    def measure(*_):
-        raise JaxRuntimeError("INTERNAL: wrong")
-
-    monkeypatch.setattr(bench, "measure", measure)
-    result = invoke("bench", "--platform", "cpu", "--tokens", "8")
-    assert isinstance(result.exception, JaxRuntimeError)
+    assert facts.gb_per_s(first, second, n_bytes=1 << 20) > 0
 
 
 def run_module(*args: str, code: str = "") -> subprocess.CompletedProcess:
@@ -258,21 +166,15 @@ def run_module(*args: str, code: str = "") -> subprocess.CompletedProcess:
 
 
 def test_a_fresh_process_creates_the_virtual_devices_that_it_needs():
-    shape = "--tokens 4 --hidden 64 --experts 6 --top-k 2 --repeats 1".split()
-    done = run_module("bench", "--platform", "cpu", "--ranks", "3", *shape)
+    done = run_module("doctor", "--platform", "cpu", "--ranks", "3")
     assert done.returncode == 0, done.stderr
-    assert "3 x cpu" in done.stdout
+    assert "serves 3 ranks" in done.stdout
 
 
-def test_bench_says_how_to_have_more_than_one_cpu_device():
-    shape = "--tokens 4 --hidden 64 --experts 6 --top-k 2 --repeats 1".split()
-    alone = run_module("bench", "--platform", "cpu", *shape)
-    assert alone.returncode == 0, alone.stderr
-    assert "1 x cpu" in alone.stdout
-    assert alone.stdout.endswith("One CPU device; --ranks 8 makes virtual ones.\n")
-    chosen = run_module("bench", "--platform", "cpu", "--ranks", "1", *shape)
-    assert chosen.returncode == 0, chosen.stderr
-    assert "One CPU device" not in chosen.stdout
+def test_doctor_says_which_argument_is_invalid():
+    result = invoke("doctor", "--platform", "cpu", "--ranks", "1000000")
+    assert result.exit_code == 1
+    assert "1000000 ranks need as many devices" in result.output
 
 
 def test_without_click_the_error_names_the_extra():
