@@ -32,13 +32,11 @@ from jax_ep.ops import (
     dispatch_wait,
     redispatch,
 )
-from jax_ep.placement.choices import PlacedChoices, place_choices
-from jax_ep.placement.expert_placement import ExpertPlacement
+from jax_ep.placement.expert_placement import ExpertPlacement, PlacedChoices, place_choices
 from jax_ep.placement.rebalance import rebalance
 from jax_ep.placement.replicate import EXPERT_COPIES_NAME, replicate_experts
-from jax_ep.plot import plot_traffic
 from jax_ep.results import Dispatched, InFlight
-from jax_ep.stats import RankStats
+from jax_ep.stats import RankStats, plot_traffic
 
 __all__ = [
     "BF16",

@@ -6,7 +6,7 @@ from typing import Any
 def distributed_client() -> Any | None:
     """The client of JAX's distributed runtime; None if the process has not joined it.
 
-    key_value_store.py has what it is used for.
+    processes/messages.py has what it is used for.
     """
     try:
         from jax._src.distributed import global_state

@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ep.formats import BF16, TokenFormat
-from jax_ep.formats.base import check_is_format
+from jax_ep.formats.base import CheckedDataclass, check_is_format
 from jax_ep.formats.plain import FLOATS, as_dtype, sum_dtype
-from jax_ep.unpickling import CheckedDataclass
 
 _ROW_ALIGNMENTS = (1, 4, 16, 32, 64, 128, 256)
 _INT32_MAX = 2**31 - 1

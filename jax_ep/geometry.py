@@ -39,8 +39,7 @@ class Geometry:
     # The geometry of a transport inside nodes: ranks exchange tokens with the ranks of their node,
     # on behalf of the ranks of their index on all nodes; see nodes/connection.py.
     intra_node: bool = False
-    # The group whose memory this group uses; None: its own. transports/memory.py says what the two
-    # groups must have in common.
+    # The group whose memory this group uses; None: its own. group/select.py checks that it fits.
     memory_of: "Geometry | None" = None
 
     def __post_init__(self) -> None:
@@ -176,3 +175,23 @@ class Geometry:
 
     def __hash__(self) -> int:
         return hash(self.key)
+
+
+def check_mesh(mesh: Any) -> None:
+    """Requires a mesh that has devices, each once."""
+    if isinstance(mesh, jax.sharding.AbstractMesh):
+        raise TypeError(
+            "mesh must be a jax.sharding.Mesh, which has devices; got an AbstractMesh, which is "
+            "all that JAX knows while it traces. Call ep_init outside of jax.jit, with the mesh "
+            "itself or jax.sharding.get_mesh(), and let the traced function close over the group."
+        )
+    if not isinstance(mesh, jax.sharding.Mesh):
+        raise TypeError(f"mesh must be a jax.sharding.Mesh; got {type(mesh).__name__}.")
+    coords: dict[jax.Device, tuple[int, ...]] = {}
+    for coord, device in np.ndenumerate(mesh.devices):
+        if device in coords:
+            raise ValueError(
+                f"each device must be in the mesh once; device {device.id} is at {coords[device]} "
+                f"and at {coord} of the mesh {dict(mesh.shape)}."
+            )
+        coords[device] = coord

@@ -20,7 +20,7 @@ from jax import lax
 from jax_ep.config import check_count as _check_count  # public names are documented
 from jax_ep.exchange import checks
 from jax_ep.exchange.choices import count_choices
-from jax_ep.unpickling import CheckedDataclass as _CheckedDataclass
+from jax_ep.formats.base import CheckedDataclass as _CheckedDataclass
 
 _SCORES = ("softmax", "sigmoid")
 _GROUP_SCORES = ("max", "top2")

@@ -11,7 +11,28 @@ import numpy as np
 
 from jax_ep.formats import bits
 from jax_ep.formats.scales import ATOMS, NO_SCALES, ROW_MAJOR, ScalesLayout, group_of
-from jax_ep.unpickling import CheckedDataclass
+
+
+class CheckedDataclass:
+    """A base of frozen dataclasses whose unpickled fields go through `__post_init__`.
+
+    Fields that a pickle of an earlier version lacks get their defaults.
+    """
+
+    def __setstate__(self, state: Any) -> None:
+        """Initializes the object again, with the fields of the pickle."""
+        name = type(self).__name__
+        if not isinstance(state, dict):
+            raise TypeError(
+                f"A pickled {name} must hold a dict of its fields; got {type(state).__name__}."
+            )
+        fields: Any = dataclasses.fields(self)  # type: ignore[arg-type]
+        for key in state.keys() - {each.name for each in fields}:
+            raise ValueError(
+                f"A pickled {name} has a field {key!r}, which this version of jax_ep does not "
+                "know. Make the object again."
+            )
+        self.__init__(**state)  # type: ignore[misc]
 
 
 class TokenFormat(CheckedDataclass, abc.ABC):

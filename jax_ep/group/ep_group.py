@@ -7,11 +7,10 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from jax_ep import unpickling
 from jax_ep.config import EPConfig
 from jax_ep.exchange.base import Calls
 from jax_ep.exchange.checks import check_manual
-from jax_ep.geometry import Geometry
+from jax_ep.geometry import Geometry, check_mesh
 from jax_ep.group.select import connect
 from jax_ep.processes import interrupts
 from jax_ep.processes.exchange import Exchange, ExchangeFn, facts_of
@@ -225,15 +224,22 @@ class EPGroup:
 
 
 def _open_pickled(
-    platform: str,
-    ids: list[int],
-    axes: tuple[Any, ...],
-    arguments: tuple[Any, ...],
-    memory_config: EPConfig | None,
+    platform: Any, ids: Any, axes: Any, arguments: Any, memory_config: EPConfig | None
 ) -> EPGroup:
     """The group of a pickle; `memory_config` is that of the group whose memory it uses."""
-    mesh = unpickling.find_mesh(platform, ids, axes)
-    axis_name, config, transport = unpickling.check_tuple("arguments", arguments, 3)
+    try:
+        by_id = {device.id: device for device in jax.devices(platform)}
+        devices = [by_id.pop(each) for each in ids]  # each once
+        shape, names, types = axes
+        mesh = jax.sharding.Mesh(np.array(devices).reshape(shape), names, axis_types=types)
+        axis_name, config, transport = arguments
+    except Exception as error:  # whatever damaged data raises
+        raise ValueError(
+            "A pickled EPGroup must hold the platform, the device ids and the axes of a mesh that "
+            f"this program can make, and the arguments of ep_init; got {platform!r}, {ids!r}, "
+            f"{axes!r} and {arguments!r}. Unpickle it where JAX has these devices, or make a group "
+            "for this machine's with ep_init."
+        ) from error
     if memory_config is None:
         return ep_init(mesh, axis_name, config, transport)
     with ep_init(mesh, axis_name, memory_config, transport) as memory_of:
@@ -338,10 +344,14 @@ def ep_init(
     connection = None
     try:
         with interrupts.deferred():
-            _check_mesh(mesh)
+            check_mesh(mesh)
             if not isinstance(config, EPConfig):
                 raise TypeError(f"config must be an EPConfig; got {type(config).__name__}.")
-            unpickling.check_fields("config", config)
+            if not hasattr(config, "n_experts"):
+                raise ValueError(
+                    "config must have a field 'n_experts'; this EPConfig has none. Was it "
+                    "unpickled from damaged data?"
+                )
             if exchange is not None and not callable(exchange):
                 raise TypeError(
                     f"exchange must be a function or None; got {type(exchange).__name__}."
@@ -376,22 +386,3 @@ def _memory_of(group: Any) -> Geometry | None:
             "the memory."
         )
     return group.geometry.memory_of or group.geometry
-
-
-def _check_mesh(mesh: Any) -> None:
-    if isinstance(mesh, jax.sharding.AbstractMesh):
-        raise TypeError(
-            "mesh must be a jax.sharding.Mesh, which has devices; got an AbstractMesh, which is "
-            "all that JAX knows while it traces. Call ep_init outside of jax.jit, with the mesh "
-            "itself or jax.sharding.get_mesh(), and let the traced function close over the group."
-        )
-    if not isinstance(mesh, jax.sharding.Mesh):
-        raise TypeError(f"mesh must be a jax.sharding.Mesh; got {type(mesh).__name__}.")
-    coords: dict[jax.Device, tuple[int, ...]] = {}
-    for coord, device in np.ndenumerate(mesh.devices):
-        if device in coords:
-            raise ValueError(
-                f"each device must be in the mesh once; device {device.id} is at {coords[device]} "
-                f"and at {coord} of the mesh {dict(mesh.shape)}."
-            )
-        coords[device] = coord

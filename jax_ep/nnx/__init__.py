@@ -9,6 +9,6 @@ else:
 
 from jax_ep.nnx.forward import MoEReport
 from jax_ep.nnx.moe import ExpertCodes, MoE, RouterBias
-from jax_ep.nnx.placement import Placement, PlacementTable
+from jax_ep.nnx.state import Placement, PlacementTable
 
 __all__ = ["ExpertCodes", "MoE", "MoEReport", "Placement", "PlacementTable", "RouterBias"]

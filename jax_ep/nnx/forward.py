@@ -18,10 +18,10 @@ from jax_ep.formats import Plain
 from jax_ep.group import EPGroup, calls_of
 from jax_ep.layer.activation.api import fused_silu
 from jax_ep.layer.quantize_weights import QuantizedWeights, quantize_weights
-from jax_ep.nnx.parameters import hidden_axis
+from jax_ep.nnx.state import hidden_axis
 from jax_ep.nnx.token_axes import axes_of, axes_of_dimension, count_shards
 from jax_ep.ops import combine, dispatch
-from jax_ep.placement.choices import PlacedChoices, place_choices
+from jax_ep.placement.expert_placement import PlacedChoices, place_choices
 from jax_ep.placement.replicate import replicate_experts
 from jax_ep.results import Dispatched
 from jax_ep.router import RouterConfig, balance_loss, expert_load, route, z_loss

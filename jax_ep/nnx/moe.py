@@ -18,8 +18,7 @@ from jax_ep.layer.expert_mlp import expert_mlp
 from jax_ep.layer.quantize_weights import quantize_weights
 from jax_ep.nnx import checks
 from jax_ep.nnx.forward import Forward, MoEReport
-from jax_ep.nnx.parameters import Parameters, hidden_axis, move_bias
-from jax_ep.nnx.placement import create_placement
+from jax_ep.nnx.state import Parameters, create_placement, hidden_axis, move_bias
 from jax_ep.nnx.token_axes import Axes, check_sharded_alike, check_token_axes, spec_of_call
 from jax_ep.placement.expert_placement import ExpertPlacement, check_placement
 from jax_ep.router import RouterConfig

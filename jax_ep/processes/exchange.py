@@ -20,9 +20,15 @@ import numpy as np
 from jax_ep._jax_compat import distributed_client
 from jax_ep.geometry import Geometry
 from jax_ep.processes import interrupts
-from jax_ep.processes.key_value_store import KeyValueStore
 from jax_ep.processes.meeting import Meeting, Member, OtherGroupError, check_group
-from jax_ep.processes.messages import MAX_BYTES, Message, encodable, reason_of, shorten
+from jax_ep.processes.messages import (
+    MAX_BYTES,
+    KeyValueStore,
+    Message,
+    encodable,
+    reason_of,
+    shorten,
+)
 
 # (key, this process's payload) -> the payloads of all processes that take part, in order of process
 # index.

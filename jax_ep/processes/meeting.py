@@ -41,8 +41,7 @@ from collections.abc import Mapping, Sequence
 from typing import Self
 
 from jax_ep.processes import interrupts
-from jax_ep.processes.key_value_store import KeyValueStore
-from jax_ep.processes.messages import Message, difference, reason_of
+from jax_ep.processes.messages import KeyValueStore, Message, difference, reason_of
 
 # Of a wait, in seconds: the first slice, and the longest.
 _MIN_SLICE_S, _MAX_SLICE_S = 0.02, 0.5

@@ -1,4 +1,4 @@
-"""The message of a process in a step: a payload and its subject. Checked when it is read."""
+"""The message of a process in a step, and the key-value store that messages travel through."""
 
 import dataclasses
 import hashlib
@@ -7,6 +7,8 @@ import struct
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, Self
+
+import jax
 
 # The most that a message may have. Payloads are addresses and reasons, far below it.
 MAX_BYTES = 1 << 20
@@ -19,7 +21,7 @@ _HEAD = struct.Struct("<8sIII")  # magic, bytes of the header, bytes of the payl
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """A payload with its header."""
+    """A payload and its subject; checked when it is read."""
 
     group: str  # key of the group that is opened or closed
     step: str
@@ -138,3 +140,62 @@ def shorten(fact: str) -> str:
     if len(fact) <= 1000:
         return fact
     return f"{fact[:1000]}... ({hashlib.sha256(fact.encode()).hexdigest()[:12]})"
+
+
+class KeyValueStore:
+    """Bytes by key, in the store of JAX's distributed runtime, through the runtime's client.
+
+    Each operation is atomic. Process 0 serves all who reach its port (docs/multi_host.md).
+    """
+
+    def __init__(self, client: Any) -> None:
+        self.client = client
+
+    def put(self, key: str, value: bytes) -> None:
+        """Sets a key, whatever it holds."""
+        self.client.key_value_set_bytes(key, value, allow_overwrite=True)
+
+    def create(self, key: str, value: bytes) -> bytes:
+        """Sets a key unless it has a value, and returns the one that it has then."""
+        while True:
+            try:
+                self.client.key_value_set_bytes(key, value)
+                return value
+            except jax.errors.JaxRuntimeError as error:
+                if not _has_status(error, "ALREADY_EXISTS"):
+                    raise
+            there = self.get(key)
+            if there is not None:  # not deleted meanwhile
+                return there
+
+    def get(self, key: str) -> bytes | None:
+        """The value, or None."""
+        try:
+            return self.client.key_value_try_get_bytes(key)
+        except jax.errors.JaxRuntimeError as error:
+            if not _has_status(error, "NOT_FOUND"):
+                raise
+            return None
+
+    def wait(self, key: str, seconds: float) -> bytes | None:
+        """The value, as soon as there is one; None if there is none for so long."""
+        try:
+            return self.client.blocking_key_value_get_bytes(key, max(1, round(1000 * seconds)))
+        except jax.errors.JaxRuntimeError as error:
+            if not _has_status(error, "DEADLINE_EXCEEDED"):
+                raise
+            return None
+
+    def list(self, folder: str) -> dict[str, bytes]:
+        """The values below a folder, by the rest of their keys."""
+        prefix = f"{folder}/"
+        pairs = self.client.key_value_dir_get_bytes(prefix)
+        return {key.removeprefix(prefix): value for key, value in pairs}
+
+    def delete(self, folder: str) -> None:
+        """Removes everything below a folder."""
+        self.client.key_value_delete(f"{folder}/")
+
+
+def _has_status(error: Exception, status: str) -> bool:
+    return status in str(error)

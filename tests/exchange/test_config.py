@@ -110,7 +110,7 @@ def test_a_pickle_of_an_earlier_version_may_lack_fields_that_have_defaults():
     old = object.__new__(jax_ep.EPConfig)
     old.__setstate__(VALID)
     assert old == config()
-    with pytest.raises(ValueError, match="A pickled EPConfig lacks the field 'top_k'"):
+    with pytest.raises(TypeError, match=r"EPConfig.*missing 3 required .*'top_k'"):
         old.__setstate__({"n_experts": 4})
 
 
@@ -288,19 +288,16 @@ def test_a_pickled_group_needs_its_devices(transport, monkeypatch):
         data = pickle.dumps(group)
     devices = jax.devices()
     monkeypatch.setattr(jax, "devices", lambda *_: devices[:1])
-    missing = f"this program has no device {devices[1].id}. Unpickle it where JAX has these devices"
+    missing = "A pickled EPGroup must hold .* Unpickle it where JAX has these devices"
     with pytest.raises(ValueError, match=missing):
         pickle.loads(data)
 
 
 def test_a_pickled_group_needs_its_platform(transport):
     with group_of(cases.SMALL[2], transport) as group:
-        platform, ids = group.mesh.devices.flat[0].platform, group.geometry.device_ids
+        platform = group.mesh.devices.flat[0].platform
         data = pickle.dumps(group).replace(platform.encode(), b"x" * len(platform))
-    message = (
-        rf"A pickled EPGroup needs the x+ devices \{ids} of its mesh; this program has devices of "
-        r"\w+ only\. Unpickle it where JAX has the platform x+, or make a group"
-    )
+    message = "A pickled EPGroup must hold the platform, .* got 'x+', .* or make a group"
     with pytest.raises(ValueError, match=message):
         pickle.loads(data)
 

@@ -13,9 +13,8 @@ import pytest
 
 from fake_store import FakeClient, in_threads, members_of
 from jax_ep.processes import meeting as meeting_module
-from jax_ep.processes.key_value_store import KeyValueStore
 from jax_ep.processes.meeting import Meeting, Member, OtherGroupError
-from jax_ep.processes.messages import MAX_BYTES, Message, sent_json
+from jax_ep.processes.messages import MAX_BYTES, KeyValueStore, Message, sent_json
 
 LONG_S, SHORT_S = 60.0, 0.3
 

@@ -10,8 +10,8 @@ import pytest
 
 from fake_store import FakeClient, in_threads
 from jax_ep.processes import meeting as meeting_module
-from jax_ep.processes.key_value_store import KeyValueStore
 from jax_ep.processes.meeting import Meeting, Member
+from jax_ep.processes.messages import KeyValueStore
 
 
 class Interrupt(Exception):

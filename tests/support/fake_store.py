@@ -5,8 +5,8 @@ import time
 
 import jax
 
-from jax_ep.processes.key_value_store import KeyValueStore
 from jax_ep.processes.meeting import Member
+from jax_ep.processes.messages import KeyValueStore
 
 
 class FakeClient:
