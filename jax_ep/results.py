@@ -199,7 +199,7 @@ class Dispatched:
 def _raise_on_drops(
     group: EPGroup, topk_ids: jax.Array, operands: DispatchOperands, results: DispatchResults
 ) -> tuple[jax.Array, DispatchResults]:
-    """The same values; what is computed from them, such as combine, does not run if rows drop."""
+    """The values as given; nothing computed from them, such as combine, runs if rows drop."""
     call, capacity = group.geometry.call("dispatch"), operands.max_recv_tokens
 
     def describe(where: str, n_most: int) -> str:

@@ -20,7 +20,7 @@ from jax_ep.ffi import extension
 from jax_ep.group.select import NAMES
 from jax_ep.nodes.nvshmem import bootstrap as nvshmem_bootstrap
 
-# Of the copies whose rate is measured: bytes of each, how many at a time, and how often.
+# Copies whose rate is measured: bytes of each, how many at a time, and how often.
 _BYTES, _COPIES, _REPEATS = 1 << 27, 8, 5
 _TOP_K = 2
 
@@ -74,7 +74,7 @@ def find_devices(backend: str | None, n_ranks: int | None) -> list[jax.Device]:
 
 
 def versions(found: Sequence[jax.Device]) -> dict[str, str]:
-    """Of Python, of packages, and of the backend of the devices."""
+    """Versions of Python, of packages, and of the backend of the devices."""
     packages = {name: metadata.version(name) for name in ("jax", "jaxlib", "numpy")}
     backend = found[0].client.platform_version.replace("\n", ", ")
     own = {"python": platform.python_version(), "jax_ep": jax_ep.__version__}
@@ -82,7 +82,7 @@ def versions(found: Sequence[jax.Device]) -> dict[str, str]:
 
 
 def cuda_versions() -> dict[str, str | None] | None:
-    """Of CUDA's driver and runtime; None where there is none, and without the extension."""
+    """Versions of CUDA's driver and runtime; None where there is none, or no extension."""
     try:
         numbers = extension.load_cuda().cuda_versions()
     except ImportError:

@@ -248,7 +248,7 @@ def _open_pickled(
 
 def check_group(operation: str, group: EPGroup) -> str:
     """Requires an open group, and a `jax.shard_map` over its mesh; returns the call's name."""
-    check_is_group(operation, group)
+    check_is_group(f"{operation}: group", group)
     if group.closed:
         raise ValueError(f"{operation}: group {group.key} is closed. Make a new one with ep_init.")
     if os.getpid() != group._process:
@@ -265,12 +265,10 @@ def calls_of(group: EPGroup) -> Calls:
     return group._connection.calls
 
 
-def check_is_group(operation: str, group: Any) -> None:
+def check_is_group(name: str, group: Any) -> None:
     """Requires a group, open or closed."""
     if not isinstance(group, EPGroup):
-        raise TypeError(
-            f"{operation}: group must be an EPGroup made by ep_init; got {type(group).__name__}."
-        )
+        raise TypeError(f"{name} must be an EPGroup made by ep_init; got {type(group).__name__}.")
 
 
 def ep_init(
@@ -376,10 +374,7 @@ def _memory_of(group: Any) -> Geometry | None:
     """The geometry that the memory of an open group was set up for."""
     if group is None:
         return None
-    if not isinstance(group, EPGroup):
-        raise TypeError(
-            f"memory_of must be an EPGroup made by ep_init; got {type(group).__name__}."
-        )
+    check_is_group("memory_of", group)
     if group.closed:
         raise ValueError(
             f"memory_of must be open; group {group.key} is closed. Pass any open group that uses "

@@ -34,10 +34,9 @@ _ON_REQUEST: tuple[type[Connection], ...] = (NvshmemByNodes,)
 _ONE_NODE = "it serves several nodes, and the ranks form one; see EPConfig.n_nodes."
 _NO_TRAVEL = "it serves several nodes, and with skip_a2a nothing travels between ranks."
 
-# See `each_node_by_itself`.
-_serves_nodes_apart = False
+_serves_nodes_apart = False  # by `each_node_by_itself`
 
-# Of all transports, the fastest first.
+# Names of all transports, the fastest first.
 NAMES = tuple(dict.fromkeys(each.name for each in (*_FASTEST_FIRST, *_ON_REQUEST)))
 
 
@@ -147,18 +146,20 @@ def _check_memory(geometry: Geometry) -> Geometry:
             f"memory_of must be a group of the same mesh and axis; got {new}, it has {old}. "
             "Leave memory_of out for a group with memory of its own."
         )
-    for name, got, wanted in _equal(geometry, memory):
-        if got != wanted:
+    got = _shared(geometry)
+    for name, wanted in _shared(memory).items():
+        if got[name] != wanted:
             raise ValueError(
-                f"memory_of must be a group with the same {name}; got {got!r}, it has {wanted!r}. "
-                "Leave memory_of out for a group with memory of its own."
+                f"memory_of must be a group with the same {name}; got {got[name]!r}, it has "
+                f"{wanted!r}. Leave memory_of out for a group with memory of its own."
             )
-    for size, got, limit in _limited(geometry, memory):
-        if got > limit:
+    sizes = _sizes(geometry)
+    for size, limit in _sizes(memory).items():
+        if sizes[size] > limit:
             raise ValueError(
-                f"memory_of must be a group with room for {size.format(got)}; it has room for "
-                f"{size.format(limit)}. First make a group with the largest sizes of all, for its "
-                "memory."
+                f"memory_of must be a group with room for {size.format(sizes[size])}; it has room "
+                f"for {size.format(limit)}. First make a group with the largest sizes of all, for "
+                "its memory."
             )
     return geometry
 
@@ -171,22 +172,24 @@ def _describe_meshes(*geometries: Geometry) -> list[str]:
     return [f"{each.mesh} of devices {each.device_ids}" for each in geometries]
 
 
-def _equal(geometry: Geometry, memory: Geometry) -> Iterator[tuple[str, Any, Any]]:
-    """(name, value, value of the memory) of what must be equal."""
-    yield "transport", geometry.transport, memory.transport
-    for name in ("n_experts", "fused_shared_expert", "skip_a2a", "timeout_s"):
-        yield name, getattr(geometry.config, name), getattr(memory.config, name)
-    n_ranks = geometry.n_ranks
-    nodes = geometry.config.nodes(n_ranks), memory.config.nodes(n_ranks)
-    yield "(n_gpus_per_node, n_nodes)", nodes[0], nodes[1]
+def _shared(geometry: Geometry) -> dict[str, Any]:
+    """What groups in one memory must have in common."""
+    config, names = geometry.config, ("n_experts", "fused_shared_expert", "skip_a2a", "timeout_s")
+    return {
+        "transport": geometry.transport,
+        **{name: getattr(config, name) for name in names},
+        "(n_gpus_per_node, n_nodes)": config.nodes(geometry.n_ranks),
+    }
 
 
-def _limited(geometry: Geometry, memory: Geometry) -> Iterator[tuple[str, int, int]]:
-    """(size, with a placeholder for the number; value; limit) of what may be less."""
-    for name in ("top_k", "max_tokens_per_rank"):
-        yield f"{name}={{}}", getattr(geometry.config, name), getattr(memory.config, name)
-    n_bytes = bootstrap.max_message_bytes
-    yield "{} bytes per token or row", n_bytes(geometry.config), n_bytes(memory.config)
+def _sizes(geometry: Geometry) -> dict[str, int]:
+    """What a group may have less of than its memory has room for."""
+    config = geometry.config
+    return {
+        "top_k={}": config.top_k,
+        "max_tokens_per_rank={}": config.max_tokens_per_rank,
+        "{} bytes per token or row": bootstrap.max_message_bytes(config),
+    }
 
 
 @functools.cache

@@ -1,7 +1,6 @@
 """The computation of each rank of an MoE layer, inside `jax.shard_map`."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from fractions import Fraction
@@ -103,7 +102,9 @@ class Forward:
 
         n_experts = logits.shape[-1]
         kept, n_limited = self._limit(ids, n_experts)
-        placed = self._place(kept, weights)
+        placed = PlacedChoices(kept, jnp.zeros_like(kept, shape=()))
+        if "placement" in weights:
+            placed = place_choices(group, kept, weights["placement"])
         dtypes = config.token_format.token_dtypes
         sent = tokens if tokens.dtype in dtypes else tokens.astype(dtypes[0])
         rows = dispatch(group, sent, placed.topk_ids, routes.topk_weights)
@@ -139,33 +140,27 @@ class Forward:
 
         With `on_limit="raise"`, the program fails where it uses the former, if there are any.
         """
-        if self.capacity_factor is None:
+        group, axes, factor = self.group, self.capacity_axes, self.capacity_factor
+        if factor is None:
             return topk_ids, jnp.zeros((), jnp.int32)
-        group, axes = self.group, self.capacity_axes
         n_choices = topk_ids.size * count_shards(group, axes)
-        capacity = math.ceil(Fraction(str(self.capacity_factor)) * n_choices / n_experts)
+        capacity = math.ceil(Fraction(str(factor)) * n_choices / n_experts)
         kept = limit_choices(topk_ids, n_experts, capacity, axis_name=axes)
         n_limited = jnp.sum(kept != topk_ids, dtype=jnp.int32)
         if self.on_limit == "raise":
-            message = functools.partial(self._describe_limit, capacity)
+            of = f"the ranks along {axes}" if axes else "a rank"
+
+            def describe(where: str, _: int) -> str:
+                return (
+                    f"{group.geometry.call('nnx.MoE')}: choices must fit into capacity_factor="
+                    f"{factor}, {capacity} of each expert by the tokens of {of}; {where}. Raise "
+                    'capacity_factor, or balance the experts; with on_limit="count", they are '
+                    "only counted."
+                )
+
             all_gather = calls_of(group).all_gather
-            kept += raise_on_drops(group.geometry, n_limited, message, all_gather)
+            kept += raise_on_drops(group.geometry, n_limited, describe, all_gather)
         return kept, n_limited
-
-    def _describe_limit(self, capacity: int, where: str, _: int) -> str:
-        name, factor = self.group.geometry.call("nnx.MoE"), self.capacity_factor
-        of = f"the ranks along {self.capacity_axes}" if self.capacity_axes else "a rank"
-        return (
-            f"{name}: choices must fit into capacity_factor={factor}, {capacity} of each expert by "
-            f"the tokens of {of}; {where}. Raise capacity_factor, or balance the experts; with "
-            'on_limit="count", they are only counted.'
-        )
-
-    def _place(self, topk_ids: jax.Array, weights: dict[str, Any]) -> PlacedChoices:
-        """The physical experts of the choices."""
-        if "placement" not in weights:
-            return PlacedChoices(topk_ids, jnp.zeros_like(topk_ids, shape=()))
-        return place_choices(self.group, topk_ids, weights["placement"])
 
     def _run_experts(self, rows: Dispatched, weights: dict[str, Any]) -> jax.Array:
         """The results of this rank's groups of rows; the shared expert's come first."""
@@ -197,7 +192,7 @@ class Forward:
         return matrices, biases
 
     def _shared_expert(self, tokens: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
-        """Of all of this rank's tokens; its result has their shape."""
+        """The results for all of this rank's tokens, in their shape."""
         flat = tokens.reshape(-1, tokens.shape[-1])
         gate_up, down = weights["shared_gate_up"], weights["shared_down"]
         if self.transposed:

@@ -17,7 +17,7 @@ from jax_ep.layer.activation.api import check_activation
 from jax_ep.layer.expert_mlp import expert_mlp
 from jax_ep.layer.quantize_weights import quantize_weights
 from jax_ep.nnx import checks
-from jax_ep.nnx.forward import Forward, MoEReport
+from jax_ep.nnx.forward import BY_EXPERT, Forward, MoEReport
 from jax_ep.nnx.state import Parameters, create_placement, hidden_axis, move_bias
 from jax_ep.nnx.token_axes import Axes, check_sharded_alike, check_token_axes, spec_of_call
 from jax_ep.placement.expert_placement import ExpertPlacement, check_placement
@@ -144,14 +144,13 @@ class MoE(nnx.Module):
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ) -> None:
-        check_is_group("nnx.MoE", group)
+        check_is_group("nnx.MoE: group", group)
         self.expert_size = expert_size = check_count("expert_size", expert_size)
         n_shared = checks.check_shared_size(group, shared_size, expert_size)
-        check_flags(
+        flags = {"router_bias": router_bias, "logit_bias": logit_bias, "expert_bias": expert_bias}
+        check_flags("", **flags)
+        self.balance_per_sequence, self.transposed, self.fp8_matmuls = check_flags(
             "",
-            router_bias=router_bias,
-            logit_bias=logit_bias,
-            expert_bias=expert_bias,
             balance_per_sequence=balance_per_sequence,
             transposed=transposed,
             fp8_matmuls=fp8_matmuls,
@@ -162,7 +161,6 @@ class MoE(nnx.Module):
         self.group = group
         self.placement, n_experts = create_placement(group, placement)
         self.router_config = checks.check_router(group, router, n_experts, router_bias)
-        self.balance_per_sequence = bool(balance_per_sequence)
         self.capacity_factor = checks.check_factor(capacity_factor)
         self.on_limit = check_on_drop("on_limit", on_limit)
         self.token_axes = check_token_axes(group, token_axes)
@@ -171,13 +169,11 @@ class MoE(nnx.Module):
         self.follows_tokens = token_axes is None
         self.fsdp_axes = checks.check_fsdp_axes(group, self.token_axes, fsdp_axis)
         self.expert_fn = checks.check_callable("expert_fn", expert_fn) or expert_mlp
-        self.fp8_matmuls = bool(fp8_matmuls)
-        self.transposed = bool(transposed)
         self.interleaved = bool(interleaved)
         self.clamp = check_activation("nnx.MoE", interleaved, clamp)
         kernel_init = checks.check_callable("kernel_init", kernel_init)
         create = Parameters(group.mesh, kernel_init, param_dtype, rngs)
-        self._create_parameters(create, n_experts, n_shared, router_bias, logit_bias, expert_bias)
+        self._create_parameters(create, n_experts, n_shared, **flags)
 
     def _create_parameters(
         self,
@@ -188,7 +184,7 @@ class MoE(nnx.Module):
         logit_bias: bool,
         expert_bias: bool,
     ) -> None:
-        """Those of the routed experts are sharded along the group's axes, the others replicated."""
+        """Routed experts' are sharded along the group's axes, the others replicated."""
         expert_size, size = self.expert_size, self.group.config.hidden_size
         axis, fsdp = self.group.axis_name, self.fsdp_axes or None
         matrix = functools.partial(create.matrix, transposed=self.transposed)
@@ -232,13 +228,10 @@ class MoE(nnx.Module):
         options = {each.name: getattr(self, each.name) for each in fields(Forward)}
         forward = Forward(**options | {"token_axes": by_token})
         weights = self._weights()
-        specs = {name: P() for name in weights}
+        specs = {name: P(group.axis_name) if name in BY_EXPERT else P() for name in weights}
         for name in ("gate_up", "down"):
             before_hidden = [None] * (hidden_axis(name, self.transposed) - 1)
             specs[name] = P(group.axis_name, *before_hidden, self.fsdp_axes or None)
-        names = "gate_up_bias", "down_bias", "gate_up_scales", "down_scales"
-        by_expert = {name: P(group.axis_name) for name in names}
-        specs |= {name: spec for name, spec in by_expert.items() if name in weights}
         report = MoEReport(*[everywhere] * len(MoEReport._fields))
         layer = jax.shard_map(
             forward,
@@ -325,7 +318,7 @@ class MoE(nnx.Module):
 
     def _check_group(self) -> None:
         """Requires a group that the parameters fit: it may not be the one they were made with."""
-        check_is_group("nnx.MoE", self.group)
+        check_is_group("nnx.MoE: group", self.group)
         config, call = self.group.config, self.group.geometry.call("nnx.MoE")
         n_experts = config.n_experts
         if self.placement is not None:
@@ -348,15 +341,12 @@ class MoE(nnx.Module):
         """The arrays that a call uses, in the dtypes that it computes in."""
         dtypes = dict.fromkeys(_EXPERTS, self.group.config.combine_dtype)
         dtypes |= dict.fromkeys(_ROUTER, jnp.float32)
-        params = {name: getattr(self, name) for name in dtypes}
-        weights: dict[str, Any] = {
-            name: x[...] if isinstance(x, ExpertCodes) else x[...].astype(dtypes[name])
-            for name, x in params.items()
-            if x is not None
-        }
-        for name in ("router_bias", "gate_up_scales", "down_scales"):
-            if getattr(self, name) is not None:
-                weights[name] = getattr(self, name)[...]
+        weights: dict[str, Any] = {}
+        for name in (*dtypes, "router_bias", "gate_up_scales", "down_scales"):
+            x = getattr(self, name)
+            if x is not None:
+                is_param = isinstance(x, nnx.Param)
+                weights[name] = x[...].astype(dtypes[name]) if is_param else x[...]
         if self.placement is not None:
             weights["placement"] = self.placement.get()
         return weights

@@ -12,7 +12,7 @@ from jax import P
 
 from jax_ep.group import EPGroup
 from jax_ep.nnx.token_axes import Axes
-from jax_ep.placement.expert_placement import ExpertPlacement, check_placement
+from jax_ep.placement.expert_placement import ExpertPlacement, check_is_placement, check_placement
 from jax_ep.router import update_bias
 
 _TABLES = ("physical_to_logical", "copies", "first")  # of an ExpertPlacement
@@ -129,11 +129,7 @@ class Placement(nnx.Module):
             TypeError: `placement` is not an `ExpertPlacement`.
             ValueError: `placement` has other sizes.
         """
-        if not isinstance(placement, ExpertPlacement):
-            raise TypeError(
-                "Placement.set: placement must be an ExpertPlacement; got "
-                f"{type(placement).__name__}."
-            )
+        check_is_placement("Placement.set", placement)
         is_, was = _sizes(placement), _sizes(self.get())
         if is_ != was:
             raise ValueError(f"Placement.set: the placement must have {was}; got {is_}.")

@@ -77,7 +77,7 @@ class ExpertPlacement:
         return self.physical_to_logical.shape[-1]
 
     def mask_ranks(self, mask: jax.Array | np.ndarray) -> Self:
-        """The same placement, in which choices use only the copies on some ranks.
+        """A placement like this one, in which choices use only the copies on some ranks.
 
         Weights stay where they are, and so do shapes: a function that is compiled for one mask
         serves them all. The new mask replaces any earlier one.
@@ -144,12 +144,17 @@ class ExpertPlacement:
         )
 
 
-def check_placement(operation: str, group: EPGroup, placement: Any) -> None:
-    """Requires a placement of the group's experts on its ranks."""
+def check_is_placement(operation: str, placement: Any) -> None:
+    """Requires a placement."""
     if not isinstance(placement, ExpertPlacement):
         raise TypeError(
             f"{operation}: placement must be an ExpertPlacement; got {type(placement).__name__}."
         )
+
+
+def check_placement(operation: str, group: EPGroup, placement: Any) -> None:
+    """Requires a placement of the group's experts on its ranks."""
+    check_is_placement(operation, placement)
     sizes = placement.n_physical, placement.n_ranks
     if sizes != (group.config.n_experts, group.n_ranks):
         raise ValueError(
@@ -176,7 +181,7 @@ def _check_logical(given: Any, n_ranks: int) -> np.ndarray:
             f"{name} must have a multiple of n_ranks={n_ranks} entries; got {logical.size}."
         )
     n_experts = int(logical.max()) + 1
-    # Of more experts than entries, an expert below the number of entries is missing.
+    # If there are more experts than entries, one below the number of entries is missing.
     missing = sorted(set(range(min(n_experts, logical.size))) - set(logical.tolist()))
     if missing or logical.min() < 0:
         what = f"expert {missing[0]} is missing" if missing else f"got {logical.min()}"
@@ -254,7 +259,7 @@ def place_choices(group: EPGroup, topk_ids: jax.Array, placement: ExpertPlacemen
     begin, end = _ranges(group, placement)
     is_expert = (ids >= 0) & (ids < placement.n_experts)
     experts = jnp.where(is_expert, ids, 0)
-    # Of all ranks: then XLA makes one GPU kernel of all but the positions, even with `_ranges`.
+    # Copies on all ranks: then XLA makes one GPU kernel of all but the positions.
     has_copy = (placement.first[-1] > placement.first[0])[experts]
     n_copies = (end - begin)[experts]
     turns = positions(ids.reshape(-1), placement.n_experts).reshape(ids.shape)

@@ -111,7 +111,7 @@ def _plan(group: EPGroup, placement: ExpertPlacement) -> _Rounds:
 
 
 def _offers(group: EPGroup, rounds: _Rounds, i: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Of round i, for each rank: the home expert that it offers, this rank's copy of it.
+    """For each rank in round i: the home expert that it offers, this rank's copy of it.
 
     Both are one beyond the last if it offers none, the latter also if this rank has no copy.
     """

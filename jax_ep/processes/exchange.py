@@ -20,7 +20,7 @@ import numpy as np
 from jax_ep._jax_compat import distributed_client
 from jax_ep.geometry import Geometry
 from jax_ep.processes import interrupts
-from jax_ep.processes.meeting import Meeting, Member, OtherGroupError, check_group
+from jax_ep.processes.meeting import Meeting, Member, OtherGroupError, check_same_group
 from jax_ep.processes.messages import (
     MAX_BYTES,
     KeyValueStore,
@@ -56,7 +56,7 @@ class Exchange:
     client: Any = None  # of that runtime; None uses JAX's collectives
     facts: Mapping[str, str] = dataclasses.field(default_factory=dict)  # what the group is
     label: str = ""  # of the keys for `custom`; "" = the name
-    # Those that were begun without a meeting.
+    # Steps that were begun without a meeting.
     _steps: list[str] = dataclasses.field(default_factory=list, init=False, compare=False)
 
     @classmethod
@@ -227,7 +227,7 @@ class Exchange:
                 f"exchange must return what process {process} has passed to it in step {step!r} of "
                 f"group {self.name}; of what it returned, {error}."
             ) from None
-        check_group(self.process, (self.name, self.facts), process, message)
+        check_same_group(self.process, (self.name, self.facts), process, message)
         if message.step != step:
             raise ValueError(
                 f"exchange must return the payloads of step {step!r} of group {self.name}; that of "

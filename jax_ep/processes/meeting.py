@@ -43,7 +43,7 @@ from typing import Self
 from jax_ep.processes import interrupts
 from jax_ep.processes.messages import KeyValueStore, Message, difference, reason_of
 
-# Of a wait, in seconds: the first slice, and the longest.
+# Slices of a wait, in seconds: the first, and the longest.
 _MIN_SLICE_S, _MAX_SLICE_S = 0.02, 0.5
 # Given-up meetings kept for late processes; meetings looked through, more than the protocol leaves.
 _N_KEPT, _N_SCANNED = 8, 64
@@ -314,7 +314,7 @@ class Meeting:
                 f"what process {process} has sent to open group {self.group} ({folder}/{process}) "
                 f"must be a message of this version of jax_ep: {error}."
             ) from None
-        check_group(self.member.process, (self.group, self.facts), process, message)
+        check_same_group(self.member.process, (self.group, self.facts), process, message)
         if message.step != name:
             raise RuntimeError(
                 f"process {process} is at step {message.step!r} of opening group {self.group}, "
@@ -366,7 +366,7 @@ class Meeting:
                 store.delete(folder)
 
 
-def check_group(
+def check_same_group(
     process: int, mine: tuple[str, Mapping[str, str]], other: int, message: Message
 ) -> None:
     """Raises OtherGroupError if another process's message is about another group."""

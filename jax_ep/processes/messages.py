@@ -12,7 +12,7 @@ import jax
 
 # The most that a message may have. Payloads are addresses and reasons, far below it.
 MAX_BYTES = 1 << 20
-# Of a reason, which may hold an error message of any length.
+# The most of a reason, which may hold an error message of any length.
 MAX_REASON_BYTES = 1 << 14
 
 _MAGIC = b"jax_ep 1"
