@@ -96,9 +96,8 @@ class EPGroup:
         """Bytes that the open group holds on each device, beside the arrays of its calls.
 
         On `p2p`, the workspace that peers write to, which grows with R, M, K and H. On `nvshmem`,
-        also the heap that other nodes write to. Equal groups share them, and so do groups that were
-        made with `memory_of`: each of them says the bytes of the whole, so count these once. 0 on
-        `xla` and `host`, which hold none.
+        also the heap that other nodes write to. Groups that share them, as equal ones do, each say
+        the bytes of the whole, so count these once. 0 on `xla` and `host`.
 
         Raises:
             ValueError: the group is closed.
@@ -119,9 +118,9 @@ class EPGroup:
         """Totals since the group was opened, one entry per device of this process.
 
         Equal groups that are open at the same time share them; on `p2p` and `nvshmem`, so do groups
-        that share memory, and the totals are those of all of them. Does not wait for calls: to
-        count those that are running, first wait for their results (`jax.block_until_ready`). If
-        rows were dropped, logs a warning (logger `jax_ep`), once per group.
+        that share memory. Counts no running calls: first wait for their results
+        (`jax.block_until_ready`). If rows were dropped, logs a warning (logger `jax_ep`), once per
+        group.
 
         Raises:
             NotImplementedError: the transport keeps no totals (`xla`).
@@ -294,13 +293,11 @@ def ep_init(
         config: the static parameters.
         transport: `"auto"` takes the fastest that can serve, and logs which one that is and what
             kept faster ones out (logger `jax_ep`, level INFO; WARNING if GPUs are left with
-            `"xla"`, or CPUs because the extension is missing). `"host"`: CPU devices, each replica
-            in one process; `"p2p"`: CUDA devices, in any number of processes, the devices of each
-            replica on one host and in reach of each other; `"xla"`: plain `jax.lax` collectives,
-            everywhere. With several nodes (`config.n_nodes`), what `"host"` and `"p2p"` need of
-            each replica, they need of each node only, and XLA's collectives connect the nodes.
-            `"nvshmem"`: `p2p` inside each node and NVSHMEM between them, one process per GPU; never
-            taken by `"auto"`.
+            `"xla"`, or CPUs because the extension is missing). `"host"`: CPU devices, each replica,
+            or each node (`config.n_nodes`), in one process; `"p2p"`: CUDA devices, in any number of
+            processes, those of each replica, or node, on one host and in reach of each other;
+            `"xla"`: plain `jax.lax` collectives, everywhere. `"nvshmem"`: `p2p` inside each node
+            and NVSHMEM between them, one process per GPU; never taken by `"auto"`.
         exchange: how processes send each other their buffers' addresses, in place of JAX's
             distributed runtime: `exchange(key, payload)` gets a `str` and at most 1 MiB of `bytes`
             and returns the payloads of all processes that hold devices of the mesh, unchanged, in
@@ -314,9 +311,9 @@ def ep_init(
             once all groups that use it are closed. The new group needs the same `n_experts`,
             `fused_shared_expert`, `skip_a2a`, nodes and `timeout_s`, and at most the `top_k`, the
             `max_tokens_per_rank` and the bytes per token and row of the group that the memory was
-            set up for; all else may differ. Results have the bits that they have without it. A
-            call that fails fails all groups in the memory. `xla` and `host` hold no memory; the
-            same rules apply there, so that programs run on all transports.
+            set up for; all else may differ, and results have the same bits. A call that fails
+            fails all groups in the memory. The rules are the same on `xla` and `host`, which hold
+            none.
 
     Returns:
         The group, for functions under `jax.shard_map` to close over.

@@ -130,10 +130,7 @@ def _with_nodes(
 
 
 def _check_memory(geometry: Geometry) -> Geometry:
-    """The geometry, without `memory_of` if that is an equal group; ValueError if it does not fit.
-
-    docs/protocol.md, "Groups that share workspaces", says why these checks suffice.
-    """
+    """The geometry, without `memory_of` if that is an equal group; ValueError if it does not fit."""
     memory = geometry.memory_of
     if memory is None:
         return geometry
@@ -198,10 +195,7 @@ def _log_once(level: int, message: str) -> None:
 
 
 def _log_choice(geometry: Geometry, by_nodes: bool, refused: dict[str, str]) -> None:
-    """Says which transport `"auto"` took, and why no faster one; once for each such choice.
-
-    A warning where GPUs, or CPUs for lack of the extension, are left with plain collectives.
-    """
+    """Says which transport `"auto"` took, and why no faster one; once for each such choice."""
     platform = geometry.mesh.devices.flat[0].platform
     could_be_faster = platform == "gpu" or (platform == "cpu" and not extension.has_host())
     is_slow = geometry.transport == "xla" and could_be_faster

@@ -1,10 +1,9 @@
 """All-gather of bytes between processes, to open and close groups.
 
-All processes take part in every step, in the same order. Every wait has a time limit. Through JAX's
-key-value store, a group opens in all processes or in none (meeting.py). A user's `exchange` and
-JAX's collectives cannot do that: a process that fails between two steps leaves the others waiting,
-with the time limits of these; one that is interrupted may leave them with an open group; and calls
-that fail in some processes only are not lined up again.
+All processes take part in every step, in the same order. Through JAX's key-value store, a group
+opens in all processes or in none (meeting.py). With a user's `exchange` or JAX's collectives, a
+process that fails between two steps leaves the others waiting, until their own time limit; one that
+is interrupted may leave an open group; and calls that fail in some processes are not lined up again.
 """
 
 import collections
@@ -258,10 +257,7 @@ def _member(client: Any, process: int) -> Member:
 
 
 def _through_collectives(processes: tuple[int, ...], message: bytes) -> list[bytes]:
-    """Through collectives on the devices, without JAX's distributed runtime.
-
-    The time limit is that of XLA's collectives.
-    """
+    """Through collectives on the devices, without JAX's distributed runtime; with XLA's limit."""
     from jax.experimental import multihost_utils
 
     if processes != tuple(range(jax.process_count())):
