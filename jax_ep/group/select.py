@@ -130,7 +130,7 @@ def _with_nodes(
 
 
 def _check_memory(geometry: Geometry) -> Geometry:
-    """The geometry, without `memory_of` if that is an equal group; ValueError if it does not fit."""
+    """The geometry, without `memory_of` if that is an equal group; ValueError: no fit."""
     memory = geometry.memory_of
     if memory is None:
         return geometry

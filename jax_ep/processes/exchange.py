@@ -2,8 +2,8 @@
 
 All processes take part in every step, in the same order. Through JAX's key-value store, a group
 opens in all processes or in none (meeting.py). With a user's `exchange` or JAX's collectives, a
-process that fails between two steps leaves the others waiting, until their own time limit; one that
-is interrupted may leave an open group; and calls that fail in some processes are not lined up again.
+process that fails between two steps leaves the others waiting, for the time limits of these; one
+that is interrupted may leave an open group; calls that fail in some processes stay out of step.
 """
 
 import collections
