@@ -91,7 +91,7 @@ class Selection:
         config = config_of(cases.SMALL[N_RANKS], **({"n_nodes": None} | changes))
         exchange = Exchange("selection", self.processes, 0, 1.0, self.exchange)
         connection = select._select(Geometry(mesh, AXIS, config, transport), exchange)
-        self.n_nodes = connection.geometry.routed.n_nodes
+        self.n_nodes = connection.calls.geometry.routed.n_nodes
         return connection.name
 
 
