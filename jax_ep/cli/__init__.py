@@ -4,10 +4,10 @@ Needs the extra `cli`.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import click
-import jax
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -37,75 +37,77 @@ def doctor(ranks: int | None, backend: str | None, with_links: bool, as_json: bo
         found = facts.find_devices(backend, ranks)
     except RuntimeError as error:
         raise click.ClickException(str(error)) from error
-    if not (_print_json if as_json else _print_tables)(found, with_links):
+    console, report = Console(), {}
+    for key, value in facts.findings(found, with_links):
+        report[key] = value
+        if not as_json and key in _TABLES:
+            for each in _TABLES[key](report):
+                console.print(each)
+    if as_json:
+        click.echo(json.dumps(report, indent=2))
+    if not any(each["works"] for each in report["transports"]):
         raise click.ClickException("no transport works on these devices.")
 
 
-def _print_json(found: Sequence[jax.Device], with_links: bool) -> bool:
-    """Returns whether a transport works."""
-    report = facts.report(found, with_links)
-    click.echo(json.dumps(report, indent=2))
-    return any(each["works"] for each in report["transports"])
-
-
-def _print_tables(found: Sequence[jax.Device], with_links: bool) -> bool:
-    """Prints each table as soon as its facts are known; returns whether a transport works."""
-    console = Console()
-    console.print(version_table(found))
-    console.print(device_table(found))
-    gpus = [device for device in found if device.platform == "gpu"]
-    if with_links and len(gpus) > 1:
-        console.print(link_table(gpus))
-    if len(found) == 1 and found[0].platform == "cpu":  # nothing is exchanged
-        console.print("One CPU device; --ranks 8 makes virtual ones.")
-    verdicts = facts.try_transports(found)
-    console.print(transport_table(verdicts, len(found)))
-    return any(verdict.reason is None for verdict in verdicts)
-
-
-def version_table(found: Sequence[jax.Device]) -> Table:
+def _versions(report: dict[str, Any]) -> Iterator[Table]:
     """Versions of Python, jax_ep, JAX and CUDA."""
     table = Table("", "version", title="Versions")
-    for name, version in facts.versions(found).items():
+    for name, version in report["versions"].items():
         table.add_row(name, version)
-    cuda = facts.cuda_versions()
+    cuda, found_nvshmem = report["cuda"], report["nvshmem"]
     if cuda is None:
         table.add_row("jax_ep._ffi_cuda", "not built: no CUDA kernels")
-    for name, number in (cuda or {}).items():
-        table.add_row(f"CUDA {name}", number or "none")
-    if cuda is not None:
-        found_nvshmem = facts.nvshmem()
+    else:
+        for name, number in cuda.items():
+            table.add_row(f"CUDA {name}", number or "none")
         table.add_row("NVSHMEM", found_nvshmem["version"] or f"none: {found_nvshmem['reason']}")
-    return table
+    yield table
 
 
-def device_table(found: Sequence[jax.Device]) -> Table:
+def _devices(report: dict[str, Any]) -> Iterator[Table]:
     """One line per device, in rank order."""
     table = Table("rank", "device", "platform", "kind", "memory", title="Devices of this process")
-    for rank, number, platform, kind, n_bytes in facts.devices(found):
+    for each in report["devices"]:
+        n_bytes = each["memory_bytes"]
         memory = "" if n_bytes is None else f"{n_bytes / _GIB:.1f} GiB for JAX"
-        table.add_row(str(rank), str(number), platform, kind, memory)
-    return table
+        table.add_row(str(each["rank"]), str(each["id"]), each["platform"], each["kind"], memory)
+    yield table
 
 
-def link_table(gpus: Sequence[jax.Device]) -> Table:
-    """GB/s from each GPU to each other one."""
+def _links(report: dict[str, Any]) -> Iterator[Table | str]:
+    """GB/s from each GPU to each other one; advice if nothing is exchanged."""
     stars = {True: "*", False: "", None: "?"}
-    links = facts.measured_links(gpus)
-    cells = {(x.source, x.target): f"{x.gb_per_s:.0f}{stars[x.direct]}" for x in links}
-    table = Table("from \\ to", title="Copies, GB/s (*: loads and stores, too)")
-    for gpu in gpus:
-        table.add_column(str(gpu.id), justify="right")
-    for source in gpus:
-        row = [cells.get((source.id, target.id), "-") for target in gpus]
-        table.add_row(str(source.id), *row)
-    return table
+    cells = {
+        (each["source"], each["target"]): f"{each['gb_per_s']:.0f}{stars[each['direct']]}"
+        for each in report["links"]
+    }
+    if cells:
+        gpus = list(dict.fromkeys(source for source, _ in cells))
+        table = Table("from \\ to", title="Copies, GB/s (*: loads and stores, too)")
+        for gpu in gpus:
+            table.add_column(str(gpu), justify="right")
+        for source in gpus:
+            table.add_row(str(source), *(cells.get((source, gpu), "-") for gpu in gpus))
+        yield table
+    if [each["platform"] for each in report["devices"]] == ["cpu"]:
+        yield "One CPU device; --ranks 8 makes virtual ones."
 
 
-def transport_table(verdicts: Sequence[facts.Verdict], n_ranks: int) -> Table:
+def _transports(report: dict[str, Any]) -> Iterator[Table]:
     """Which transports work, and why the others do not."""
+    n_ranks = len(report["devices"])
     ranks = "1 rank" if n_ranks == 1 else f"{n_ranks} ranks"
     table = Table("transport", f"serves {ranks}", title="Transports")
-    for name, reason in verdicts:
-        table.add_row(name, "[green]yes[/]" if reason is None else f"[red]no[/]: {escape(reason)}")
-    return table
+    for each in report["transports"]:
+        answer = "[green]yes[/]" if each["works"] else f"[red]no[/]: {escape(each['reason'])}"
+        table.add_row(each["name"], answer)
+    yield table
+
+
+# What is printed once a fact is known.
+_TABLES: dict[str, Callable[[dict[str, Any]], Iterator[Table | str]]] = {
+    "nvshmem": _versions,
+    "devices": _devices,
+    "links": _links,
+    "transports": _transports,
+}

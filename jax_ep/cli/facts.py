@@ -1,15 +1,16 @@
-"""The findings of `python -m jax_ep doctor`, as plain data.
+"""The findings of `python -m jax_ep doctor`, as plain data: what `--json` prints.
 
-`report` is its JSON. Its keys are documented in docs/gpus.md; scripts read them, so they stay.
+The keys are documented in docs/gpus.md; scripts read them, so they stay.
 """
 
 import contextlib
+import itertools
 import platform
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import metadata
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,32 +24,6 @@ from jax_ep.nodes.nvshmem import bootstrap as nvshmem_bootstrap
 # Copies whose rate is measured: bytes of each, how many at a time, and how often.
 _BYTES, _COPIES, _REPEATS = 1 << 27, 8, 5
 _TOP_K = 2
-
-
-class Device(NamedTuple):
-    """A device of this process."""
-
-    rank: int
-    id: int
-    platform: str
-    kind: str
-    memory_bytes: int | None  # that JAX may use; None: no limit is known
-
-
-class Link(NamedTuple):
-    """Copies from one GPU to another."""
-
-    source: int  # device id
-    target: int
-    gb_per_s: float
-    direct: bool | None  # whether the source can load and store there; None: not known
-
-
-class Verdict(NamedTuple):
-    """Whether a transport works: the reason why not, or None."""
-
-    transport: str
-    reason: str | None
 
 
 def find_devices(backend: str | None, n_ranks: int | None) -> list[jax.Device]:
@@ -100,22 +75,30 @@ def nvshmem() -> dict[str, str | None]:
     return {"version": version, "reason": reason}
 
 
-def devices(found: Sequence[jax.Device]) -> list[Device]:
-    """In rank order."""
-    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in found]
+def devices(found: Sequence[jax.Device]) -> list[dict[str, Any]]:
+    """The devices of this process in rank order; bytes that JAX may use, or None if not known."""
     return [
-        Device(rank, each.id, each.platform, each.device_kind, limit)
-        for rank, (each, limit) in enumerate(zip(found, limits, strict=True))
+        {
+            "rank": rank,
+            "id": each.id,
+            "platform": each.platform,
+            "kind": each.device_kind,
+            "memory_bytes": (each.memory_stats() or {}).get("bytes_limit"),
+        }
+        for rank, each in enumerate(found)
     ]
 
 
-def measured_links(found: Sequence[jax.Device]) -> list[Link]:
-    """From each device to each other one."""
+def measured_links(found: Sequence[jax.Device]) -> list[dict[str, Any]]:
+    """Copies from each device to each other one, and whether it can load and store there."""
     return [
-        Link(source.id, target.id, gb_per_s(source, target), reaches(source, target))
-        for source in found
-        for target in found
-        if source != target
+        {
+            "source": source.id,
+            "target": target.id,
+            "gb_per_s": gb_per_s(source, target),
+            "direct": reaches(source, target),
+        }
+        for source, target in itertools.permutations(found, 2)
     ]
 
 
@@ -141,9 +124,10 @@ def gb_per_s(source: jax.Device, target: jax.Device, n_bytes: int = _BYTES) -> f
     return _COPIES * n_bytes / statistics.median(seconds[1:]) * 1e-9  # the first one allocates
 
 
-def try_transports(ranks: Sequence[jax.Device]) -> list[Verdict]:
+def try_transports(ranks: Sequence[jax.Device]) -> list[dict[str, Any]]:
     """Sends a few tokens there and back over each transport, one rank per device."""
-    return [Verdict(name, _try(name, ranks)) for name in NAMES]
+    reasons = {name: _try(name, ranks) for name in NAMES}
+    return [{"name": name, "works": why is None, "reason": why} for name, why in reasons.items()]
 
 
 def _try(name: str, ranks: Sequence[jax.Device]) -> str | None:
@@ -182,17 +166,12 @@ def _round_trip(group: jax_ep.EPGroup) -> str | None:
     return f"{n_wrong} of {tokens.size} numbers came back wrong" if n_wrong else None
 
 
-def report(found: Sequence[jax.Device], with_links: bool) -> dict[str, Any]:
-    """All facts, as JSON has them."""
+def findings(found: Sequence[jax.Device], with_links: bool) -> Iterator[tuple[str, Any]]:
+    """All facts by their key, each as soon as it is known."""
+    yield "versions", versions(found)
+    yield "cuda", cuda_versions()
+    yield "nvshmem", nvshmem()
+    yield "devices", devices(found)
     gpus = [device for device in found if device.platform == "gpu"] if with_links else []
-    return {
-        "versions": versions(found),
-        "cuda": cuda_versions(),
-        "nvshmem": nvshmem(),
-        "devices": [each._asdict() for each in devices(found)],
-        "links": [each._asdict() for each in measured_links(gpus)],
-        "transports": [
-            {"name": name, "works": reason is None, "reason": reason}
-            for name, reason in try_transports(found)
-        ],
-    }
+    yield "links", measured_links(gpus)
+    yield "transports", try_transports(found)

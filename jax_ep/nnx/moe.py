@@ -305,7 +305,7 @@ class MoE(nnx.Module):
     def _check_call(self, tokens: jax.Array, mask: jax.Array | None) -> P:
         """How tokens are sharded; requires a group that the parameters fit, and such tokens."""
         checks.check_outside_shard_map()
-        self._check_group()
+        self._check_fits()
         checks.check_tokens(self.group, tokens)
         if mask is not None:
             checks.check_mask(self.group, mask, tokens.shape[:-1])
@@ -316,7 +316,7 @@ class MoE(nnx.Module):
         checks.check_capacity_axes(spec, self.capacity_axes)
         return spec
 
-    def _check_group(self) -> None:
+    def _check_fits(self) -> None:
         """Requires a group that the parameters fit: it may not be the one they were made with."""
         check_is_group("nnx.MoE: group", self.group)
         config, call = self.group.config, self.group.geometry.call("nnx.MoE")
