@@ -18,7 +18,7 @@ from jax_ep.layer.expert_mlp import expert_mlp
 from jax_ep.layer.quantize_weights import quantize_weights
 from jax_ep.nnx import checks
 from jax_ep.nnx.forward import BY_EXPERT, Forward, MoEReport
-from jax_ep.nnx.state import Parameters, create_placement, hidden_axis, move_bias
+from jax_ep.nnx.state import Parameters, Placement, hidden_axis, move_bias
 from jax_ep.nnx.token_axes import Axes, check_sharded_alike, check_token_axes, spec_of_call
 from jax_ep.placement.expert_placement import ExpertPlacement, check_placement
 from jax_ep.router import RouterConfig
@@ -159,7 +159,8 @@ class MoE(nnx.Module):
         checks.check_rngs(rngs)
         checks.check_formats(group, expert_size if fp8_matmuls else None)
         self.group = group
-        self.placement, n_experts = create_placement(group, placement)
+        self.placement = None if placement is None else Placement(group, placement)
+        n_experts = (group.config if placement is None else placement).n_experts
         self.router_config = checks.check_router(group, router, n_experts, router_bias)
         self.capacity_factor = checks.check_factor(capacity_factor)
         self.on_limit = check_on_drop("on_limit", on_limit)

@@ -139,16 +139,6 @@ class Placement(nnx.Module):
             table[...] = values if is_traced else jax.device_put(values, table[...].sharding)
 
 
-def create_placement(
-    group: EPGroup, placement: ExpertPlacement | None
-) -> tuple[Placement | None, int]:
-    """The state, if there is a placement, and the number of logical experts (E)."""
-    if placement is None:
-        return None, group.config.n_experts
-    state = Placement(group, placement)
-    return state, placement.n_experts
-
-
 def _sizes(placement: ExpertPlacement) -> str:
     """What a program is compiled for."""
     shape = placement.physical_to_logical.shape
