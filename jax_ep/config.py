@@ -22,9 +22,6 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,31}")
 class RoutedSizes(NamedTuple):
     """The sizes that transports route by; jax_ep/exchange/routing.py makes ids to match.
 
-    A shared expert counts as one more group of rows on each rank and one more choice of each token.
-    With `skip_a2a`, every rank exchanges tokens with itself alone.
-
     Within nodes, ranks exchange tokens with those of their node, and each brings the tokens of the
     ranks of its index on all nodes. The rows of each expert are then a group per node that tokens
     come from, in node order; such groups are padded as one.

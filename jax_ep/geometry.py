@@ -36,9 +36,7 @@ class Geometry:
     axis_name: str | tuple[str, ...]  # one or more axes along which ranks are counted, in order
     config: EPConfig
     transport: str  # name of the transport
-    # The geometry of a transport inside nodes: ranks exchange tokens with the ranks of their node,
-    # on behalf of the ranks of their index on all nodes; see nodes/connection.py.
-    intra_node: bool = False
+    intra_node: bool = False  # of a transport inside nodes: see RoutedSizes, nodes/connection.py
     # The group whose memory this group uses; None: its own. group/select.py checks that it fits.
     memory_of: "Geometry | None" = None
 
@@ -59,10 +57,7 @@ class Geometry:
 
     @functools.cached_property
     def key(self) -> str:
-        """Names the group in compiled programs.
-
-        Programs outlive processes, so equal ids, axis and config give the same key everywhere.
-        """
+        """Names the group in compiled programs, which outlive processes: it is the same in all."""
         name = self.config.name
         key = (
             f"{'' if name is None else f'{name}-'}{self.transport}-ep{self.n_ranks}-{self._digest}"

@@ -3,9 +3,8 @@
 Plain functions of JAX arrays, for any framework; nothing here needs a group. E experts, K = top_k;
 `[..., E]` is `[T, E]`, or has more leading dimensions, such as `[B, S, E]`.
 
-Two ways of balancing the experts' loads: `balance_loss`, a term of the training loss, and a bias
-that `update_bias` moves after each step and that only selects. `z_loss`, another term of the
-training loss, keeps logits small.
+Experts' loads are balanced by `balance_loss`, a term of the training loss, or by a bias that only
+selects and that `update_bias` moves after each step.
 """
 
 import dataclasses
@@ -79,10 +78,7 @@ class RouterConfig(_CheckedDataclass):
             )
 
     def check(self, n_experts: int, top_k: int) -> None:
-        """Raises ValueError if the groups do not divide the experts, or leave too few to choose.
-
-        Also if `normalize` is True with `top_k` = 1.
-        """
+        """Raises ValueError if the config does not fit so many experts and choices."""
         top_k = _check_count("top_k", top_k)
         if self.normalize and top_k == 1:
             raise ValueError(

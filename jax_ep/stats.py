@@ -20,10 +20,10 @@ class RankStats:
     """Totals of one device of this process, over all completed calls of a group.
 
     With several nodes and XLA's collectives between them, `p2p` and `host` count what they carry: a
-    rank sends to the ranks of its own node, and sends the tokens of all ranks that have its index
-    within their nodes. So its `tokens_to_rank`, `bytes_to_rank` and `rows_to_expert` are totals
-    over these source ranks; for other nodes, they and the waits are zero. Totals over all ranks are
-    those of one node.
+    rank sends the tokens of all ranks that have its index within their nodes, to the ranks of its
+    own node. So its `tokens_to_rank`, `bytes_to_rank` and `rows_to_expert` are totals over these
+    source ranks; for other nodes, they and the waits are zero. Totals over all ranks are those of
+    one node.
 
     The backward of `dispatch` counts as a combine: as two if tokens are quantized and
     `topk_weights` have a gradient. The backward of `combine` is not counted.
@@ -76,10 +76,9 @@ class RankStats:
     def from_counts(
         cls, geometry: Geometry, coordinate: MeshCoordinate, counts: dict[str, Any]
     ) -> Self:
-        """From an extension's counts, whose names are in `ffi/modules/dicts.h`.
+        """From an extension's counts (`ffi/modules/dicts.h`), without a shared expert's.
 
-        They cover the ranks that exchange tokens, which is one with `skip_a2a`, and all groups of
-        rows; a shared expert's, the first of each rank, are left out.
+        They cover the ranks that exchange tokens, which is one with `skip_a2a`.
         """
         fields: dict[str, Any] = {
             name: np.asarray(value, np.int64) if isinstance(value, list) else value
@@ -134,10 +133,7 @@ def _advise(geometry: Geometry) -> str:
 
 
 def _by_rank(values: np.ndarray, geometry: Geometry, coordinate: MeshCoordinate) -> np.ndarray:
-    """`[R, ...]`: values of the ranks that this one exchanges tokens with, zeros elsewhere.
-
-    Those are all ranks; the ranks of its node; or, with `skip_a2a`, this rank alone.
-    """
+    """`[R, ...]`: values of the ranks that this one exchanges tokens with, zeros elsewhere."""
     n_ranks = len(values)
     result = np.zeros((geometry.n_ranks, *values.shape[1:]), values.dtype)
     first = coordinate.rank // n_ranks * n_ranks

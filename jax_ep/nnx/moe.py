@@ -107,8 +107,7 @@ class MoE(nnx.Module):
         gate_up: `nnx.Param`, `[E, H, 2 F]`, all gate columns first unless `interleaved`; or
             `[E, 2 F, H]` if `transposed`.
         down: `nnx.Param`, `[E, F, H]`, or `[E, H, F]`.
-        gate_up_bias: `nnx.Param`, `[E, 2 F]`, or None.
-        down_bias: `nnx.Param`, `[E, H]`, or None.
+        gate_up_bias, down_bias: `nnx.Param`, `[E, 2 F]` and `[E, H]`, or None.
         gate_up_scales, down_scales: None, or after `quantize_experts`, `ExpertCodes`.
         shared_gate_up: `nnx.Param`, `[H, 2 S]` or `[2 S, H]`, of the shared expert, or None.
         shared_down: `nnx.Param`, `[S, H]` or `[H, S]`, or None.
@@ -209,7 +208,7 @@ class MoE(nnx.Module):
         Args:
             tokens: `[..., H]`, each dimension a multiple of the number of shards that its
                 `token_axes` make; at most `max_tokens_per_rank` tokens in each. Converted to a
-                dtype that the token format takes, if they have another.
+                dtype that the token format takes.
             mask: `bool[...]`, False for tokens that are padding: they go to no routed expert and
                 count for nothing in the report. The layer treats them as zeros, whatever they
                 hold, even NaN; their output and their gradient are zero. None: all True.

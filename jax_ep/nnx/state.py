@@ -94,9 +94,7 @@ class Placement(nnx.Module):
     """The `ExpertPlacement` of a layer, replicated on the group's mesh.
 
     Attributes:
-        physical_to_logical: `PlacementTable`, as in `ExpertPlacement`.
-        copies: likewise.
-        first: likewise.
+        physical_to_logical, copies, first: `PlacementTable`, as in `ExpertPlacement`.
     """
 
     def __init__(self, group: EPGroup, placement: ExpertPlacement) -> None:

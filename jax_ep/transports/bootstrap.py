@@ -89,10 +89,9 @@ def _split_replica(geometry: Geometry, hosts: dict[int, str]) -> str | None:
 
 
 def n_hosts(geometry: Geometry, exchange: Exchange) -> int:
-    """Hosts that the ranks of each replica are on, the same in all processes.
+    """Hosts that the ranks of each replica are on, the same in all processes that have ranks.
 
     1 if they do not split the ranks into as many nodes: consecutive ranks, equally many on each.
-    Also 1 in a process without a device of the mesh, which takes no part.
     """
     if not geometry.local_coordinates:
         return 1
@@ -119,10 +118,7 @@ def _split(hosts: Sequence[bytes]) -> int:
 
 
 def share_workspaces(geometry: Geometry) -> bool:
-    """Opens the group in workspaces of its `memory_key`; False if this process has none.
-
-    All processes have them or none has: they open and close groups in the same order.
-    """
+    """Opens the group in workspaces of its `memory_key`; False if there are none."""
     load = extension.load_cuda()
     return load.share_group(geometry.key, geometry.memory_key, _group_config(geometry))
 
