@@ -98,9 +98,12 @@ def _start_backend_that_compiles_faster() -> None:
     Compiling takes most of the suite's time, and emitters make it 40 % longer. Child processes, and
     so jobs of several processes, which compare transports with the oracle too, use the emitters.
     """
-    if jax.__version_info__ >= (0, 11) or "XLA_FLAGS" in os.environ:
+    if "XLA_FLAGS" in os.environ:
         return
-    os.environ["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false"
+    flags = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
+    if jax.__version_info__ < (0, 11):
+        flags.append("--xla_cpu_use_fusion_emitters=false")
+    os.environ["XLA_FLAGS"] = " ".join(flags)
     jax.devices()  # reads the flags
     del os.environ["XLA_FLAGS"]
 
