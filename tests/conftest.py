@@ -13,6 +13,7 @@ variable, for jobs that cannot pass flags:
     --n-nodes       JAX_EP_TEST_N_NODES       nodes of cases that do not say: 1
     --random-cases  JAX_EP_TEST_RANDOM_CASES  cases of test_random_cases.py, each transport: 30
     --random-seed   JAX_EP_TEST_RANDOM_SEED   the seed of their first shape: 0
+    --quick         JAX_EP_TEST_QUICK=1       no combinations of parameters (tests/support/quick.py)
 
 In a job of several processes, run the same files with the same options in every process. Such a job
 skips tests whose mesh does not span all devices, and tests for one process.
@@ -30,6 +31,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from job import Job, Watch
+from quick import without_combinations
 
 CPU_TRANSPORTS = ("xla", "host")
 GPU_TRANSPORTS = ("xla", "p2p")
@@ -41,6 +43,7 @@ def pytest_addoption(parser) -> None:
     env = os.environ.get
     group = parser.getgroup("jax_ep")
     group.addoption("--gpu", action="store_true", default=env("JAX_EP_TEST_GPU", "0") == "1")
+    group.addoption("--quick", action="store_true", default=env("JAX_EP_TEST_QUICK", "0") == "1")
     group.addoption("--transports", default=env("JAX_EP_TEST_TRANSPORTS"))
     group.addoption("--coordinator", default=env("JAX_EP_TEST_COORDINATOR"))
     group.addoption("--launcher", default=env("JAX_EP_TEST_LAUNCHER"))
@@ -93,16 +96,18 @@ def _use_own_temporary_folder(config) -> None:
 
 
 def _start_backend_that_compiles_faster() -> None:
-    """Turns XLA:CPU's fusion emitters off; jax 0.11 has no other way to generate code.
+    """Turns off LLVM's optimizations and XLA:CPU's fusion emitters, which jax 0.11 cannot do without.
 
-    Compiling takes most of the suite's time, and emitters make it 40 % longer. Child processes, and
-    so jobs of several processes, which compare transports with the oracle too, use the emitters.
+    Compiling takes most of the suite's time, and these double it. Child processes, and so jobs of
+    several processes, which compare transports with the oracle too, use them. XLA_FLAGS, if set,
+    stay as they are.
     """
     if "XLA_FLAGS" in os.environ:
         return
     flags = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
     if jax.__version_info__ < (0, 11):
         flags.append("--xla_cpu_use_fusion_emitters=false")
+        flags.append("--xla_cpu_parallel_codegen_split_count=1")
     os.environ["XLA_FLAGS"] = " ".join(flags)
     jax.devices()  # reads the flags
     del os.environ["XLA_FLAGS"]
@@ -199,11 +204,20 @@ def pytest_generate_tests(metafunc) -> None:
         metafunc.parametrize("transport", transports(metafunc.config.option))
 
 
+@pytest.hookimpl(trylast=True)  # after -k and -m
 def pytest_collection_modifyitems(config, items) -> None:
+    runnable = []
     for item in items:
         # Not item.keywords: these hold the names of folders, too.
         marks = {mark.name for mark in item.iter_markers()}
         if not config.option.gpu and {"gpu", "multigpu"} & marks:
             item.add_marker(pytest.mark.skip(reason="needs a GPU: run with --gpu"))
-        if "slow" in marks and "slow" not in config.option.markexpr:
+        elif "slow" in marks and "slow" not in config.option.markexpr:
             item.add_marker(pytest.mark.skip(reason="slow: run with -m slow"))
+        else:
+            runnable.append(item)
+    if config.option.quick:
+        chosen = without_combinations(runnable)
+        left_out = set(runnable) - chosen
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=list(left_out))
