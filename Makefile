@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 # Further options for pytest: make test PYTEST_ARGS="-k combine -x"
 PYTEST_ARGS ?=
-# Processes that `make test` runs test files in; 0: none beside pytest's own, as --pdb needs.
+# Processes that `make test` and `make test-all` run test files in; 0: none beside pytest's own, as --pdb needs.
 TEST_JOBS ?= 2
 # The extra of jax to install: cuda13 if there is an NVIDIA GPU, otherwise none.
 JAX_EXTRA ?= $(if $(shell nvidia-smi -L 2>/dev/null),cuda13)
@@ -67,9 +67,14 @@ setup: $(VENV)/.package  ## create .venv with the package and all tools
 demo: $(VENV)/.package  ## train a small mixture-of-experts model, on GPUs if there are any
 	$(BIN)/python examples/demo $(DEMO_ARGS)
 
+PYTEST := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --max-worker-restart 0
 .PHONY: test
-test: $(VENV)/.package  ## run the test suite; print why tests were skipped
-	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --max-worker-restart 0 $(PYTEST_ARGS)
+test: $(VENV)/.package  ## run the tests, without combinations of what they test, in ten minutes
+	$(PYTEST) --quick $(PYTEST_ARGS)
+
+.PHONY: test-all
+test-all: $(VENV)/.package  ## run all tests, in half an hour
+	$(PYTEST) $(PYTEST_ARGS)
 
 .PHONY: bench
 bench: $(VENV)/.package  ## run the benchmark, on GPUs if there are any, otherwise on the CPU
