@@ -13,7 +13,7 @@ variable, for jobs that cannot pass flags:
     --n-nodes       JAX_EP_TEST_N_NODES       nodes of cases that do not say: 1
     --random-cases  JAX_EP_TEST_RANDOM_CASES  cases of test_random_cases.py, each transport: 30
     --random-seed   JAX_EP_TEST_RANDOM_SEED   the seed of their first shape: 0
-    --quick         JAX_EP_TEST_QUICK=1       no combinations of parameters (tests/support/quick.py)
+    --quick         JAX_EP_TEST_QUICK=1       a selection (tests/support/quick.py), not optimized
 
 In a job of several processes, run the same files with the same options in every process. Such a job
 skips tests whose mesh does not span all devices, and tests for one process.
@@ -75,7 +75,7 @@ def pytest_configure(config) -> None:
             )
         jax.config.update("jax_num_cpu_devices", n_local)
         if option.n_processes == 1:
-            _start_backend_that_compiles_faster()
+            _start_backend_that_compiles_faster(option.quick)
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     if job.n_processes > 1:
         _use_own_temporary_folder(config)
@@ -95,19 +95,21 @@ def _use_own_temporary_folder(config) -> None:
         config.option.basetemp = pathlib.Path(folder.name, "pytest")
 
 
-def _start_backend_that_compiles_faster() -> None:
-    """Turns off LLVM's optimizations and XLA:CPU's fusion emitters, which jax 0.11 cannot do without.
+def _start_backend_that_compiles_faster(quick: bool) -> None:
+    """Turns XLA:CPU's fusion emitters off; jax 0.11 has no other way to generate code.
 
-    Compiling takes most of the suite's time, and these double it. Child processes, and so jobs of
-    several processes, which compare transports with the oracle too, use them. XLA_FLAGS, if set,
-    stay as they are.
+    Compiling takes most of the suite's time. Emitters make it 40 % longer, and splitting programs
+    into parts, for idle cores, 10 %. LLVM's optimizations double it: --quick does without, although
+    they alone may round otherwise, such as once in place of twice. Child processes, and so jobs of
+    several processes, which compare transports with the oracle too, use all of these.
     """
     if "XLA_FLAGS" in os.environ:
         return
-    flags = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
+    flags = []
+    if quick:
+        flags += ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
     if jax.__version_info__ < (0, 11):
-        flags.append("--xla_cpu_use_fusion_emitters=false")
-        flags.append("--xla_cpu_parallel_codegen_split_count=1")
+        flags += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
     os.environ["XLA_FLAGS"] = " ".join(flags)
     jax.devices()  # reads the flags
     del os.environ["XLA_FLAGS"]

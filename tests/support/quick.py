@@ -1,13 +1,15 @@
 """The tests of --quick: each value of each parameter once, in place of all combinations."""
 
 import collections
+import zlib
+
+import pytest
 
 
 def without_combinations(items) -> set:
-    """The tests to run: none that is `thorough`, and of each function with parameters, a sample.
+    """The tests to run: those that are not `thorough`, but of a function with parameters, a sample.
 
-    Every value of every parameter is in the sample. Values that go along with many others, such as
-    the transports, alternate.
+    Each value of each parameter is in the sample; so transports alternate from case to case.
     """
     by_function = collections.defaultdict(list)
     chosen = set()
@@ -33,15 +35,23 @@ def _covering(variants) -> list:
     missing = {value for values in values_of.values() for value in values}
     chosen = []
     while missing:
-        # Most new values first, then those that occur least so far, then the order of the file.
+        # Most new values first, then those that occur least so far, then any, but always the same:
+        # in the order of the file, parameters that have equal values would have equal ones always.
         best = max(
             variants,
             key=lambda item: (
                 len(missing & values_of[item]),
                 -sum(counts[value] for value in values_of[item]),
+                zlib.crc32(item.nodeid.encode()),
             ),
         )
         chosen.append(best)
         missing -= values_of[best]
         counts.update(values_of[best])
     return chosen
+
+
+def params(names, chosen) -> list:
+    """Pytest parameters: all names, of which those that are not chosen are `thorough`."""
+    thorough = pytest.mark.thorough
+    return [pytest.param(name, marks=[thorough] * (name not in chosen)) for name in names]
