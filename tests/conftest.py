@@ -99,20 +99,21 @@ def _start_backend_that_compiles_faster(quick: bool) -> None:
     """Turns XLA:CPU's fusion emitters off; jax 0.11 has no other way to generate code.
 
     Compiling takes most of the suite's time. Emitters make it 40 % longer, and splitting programs
-    into parts, for idle cores, 10 %. LLVM's optimizations double it: --quick does without, although
-    they alone may round otherwise, such as once in place of twice. Child processes, and so jobs of
-    several processes, which compare transports with the oracle too, use all of these.
+    into parts, for idle cores, 10 %. Child processes, and so jobs of several processes, which
+    compare transports with the oracle too, use both. LLVM's optimizations double it: --quick does
+    without, in child processes too, although they alone round once in place of twice.
     """
     if "XLA_FLAGS" in os.environ:
         return
     flags = []
-    if quick:
-        flags += ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
     if jax.__version_info__ < (0, 11):
         flags += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
+    if quick:
+        flags += ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
     os.environ["XLA_FLAGS"] = " ".join(flags)
     jax.devices()  # reads the flags
-    del os.environ["XLA_FLAGS"]
+    if not quick:
+        del os.environ["XLA_FLAGS"]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -18,6 +18,7 @@ from processes import run_processes, run_pytest
 pytestmark = pytest.mark.multiprocess
 
 
+@pytest.mark.thorough
 def test_files_of_the_suite_run_on_two_nodes_of_a_process_each():
     """`host` in each process, XLA's collectives between them; all cases on all devices."""
     names = ["dispatch_combine", "sums", "transforms", "async", "independent_calls"]
