@@ -132,12 +132,14 @@ CASES = [
 
 @pytest.mark.parametrize("case", params(CASES))
 def test_calls_match_the_oracle(case, traced):
+    harness.skip_if_xla_crashes(case)
     suite.check(case, "host", make_mesh(case.n_ranks))
     assert set(traced) == FORWARD
 
 
 @pytest.mark.parametrize("case", params(CASES))
 def test_asynchronous_calls_match_the_oracle(case, traced):
+    harness.skip_if_xla_crashes(case)
     suite.check(case, "host", make_mesh(case.n_ranks), is_async=True)
     assert set(traced) == {"start_dispatch", "start_combine"}
 
