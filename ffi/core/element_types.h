@@ -23,7 +23,7 @@ auto VisitSumType(RowType type, const Visitor& visitor) {
   return visitor(float{});
 }
 
-// The same of any row type.
+// Calls visitor(T{}) with the C++ type of any row type.
 template <class Visitor>
 auto VisitRowType(RowType type, const Visitor& visitor) {
   if (type == RowType::kFloat16) return visitor(Float16{});

@@ -110,7 +110,7 @@ struct RowSizes {
   RowType row_type;
 };
 
-// What both take.
+// Operands of combine and of its backward.
 struct RowOperands : RowSizes {
   const int32_t* coordinate;  // []
   const void* expert_out;     // [C, row_size]; in the backward null without weights

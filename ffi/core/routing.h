@@ -87,7 +87,7 @@ inline ChoiceCounts CountChoices(const int32_t* group_ids, int64_t n_ids, int64_
 //   row_offsets  [n_local_groups + 1]        first row of each group; includes padding, clipped to
 //                                            max_recv_tokens
 //
-// Of every n_source_nodes groups, the last one is padded.
+// The last of every n_source_nodes groups is padded.
 template <class Counts>
 int64_t ComputeRowOffsets(const Counts& counts, int64_t n_local_groups, int64_t n_ranks,
                           int64_t max_recv_tokens, int64_t row_alignment, int64_t* first_row,

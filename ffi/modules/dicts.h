@@ -1,4 +1,4 @@
-// What both extension modules give to Python as dicts.
+// Targets and counters as dicts, which both extension modules give to Python.
 #pragma once
 
 #include <nanobind/nanobind.h>

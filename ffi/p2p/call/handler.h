@@ -115,13 +115,13 @@ Status TakeResults(const char* operation, ffi::ResultBufferR1<ffi::F32> ticket,
 Status ReadDispatchCall(const Caller& caller, const DispatchAttributes& attributes, bool is_async,
                         const BufferList& buffers, const BufferList& results, DispatchArgs& args);
 
-// Reads and plans a combine of the caller. `buffers`: its operands. The result and
-// the residual are those of one of `n_parts` equal parts of the tokens.
+// Reads and plans a combine of the caller. `buffers`: its operands. The result and the residual are
+// those of one of `n_parts` equal parts of the tokens.
 Status ReadCombineCall(const Caller& caller, const CombineMode& mode, bool is_async,
                        int64_t n_parts, const BufferList& buffers, const BufferList& results,
                        CombineArgs& args);
 
-// The same for the backward of a combine in that mode.
+// Reads and plans the backward of a combine in that mode.
 Status ReadCombineGradCall(const Caller& caller, const CombineMode& mode, bool is_async,
                            const BufferList& buffers, const BufferList& results,
                            CombineGradArgs& args);

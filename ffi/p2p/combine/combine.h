@@ -25,7 +25,7 @@ cudaError_t LoadCombineKernels(size_t smem_bytes, size_t ring_bytes, int* max_bl
 cudaError_t LaunchCombine(const CombineArgs& args, cudaStream_t stream,
                           cudaEvent_t started = nullptr);
 
-// The same of LL calls; see LaunchPlan::uses_ll.
+// LL calls; see LaunchPlan::uses_ll.
 cudaError_t LoadCombineLLKernels(const CallArgs& call, int* max_blocks);
 cudaError_t LaunchCombineLL(const CombineArgs& args, cudaStream_t stream, cudaEvent_t started);
 

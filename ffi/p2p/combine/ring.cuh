@@ -57,7 +57,7 @@ class PieceRing {
   static constexpr uint32_t kPieceBytes = kVectors * kWarpSize * kVectorBytes;
   static constexpr int kOutSlots = 3;
 
-  // Of the rings of all warps of a block, with `n_slots` in slots each.
+  // Bytes of the rings of all warps of a block, with `n_slots` in slots each.
   __host__ __device__ static constexpr size_t BlockBytes(int n_slots) {
     return kWorkerWarps *
            ((n_slots + kOutSlots) * size_t{kPieceBytes} + n_slots * sizeof(uint64_t));

@@ -19,7 +19,7 @@ struct StartWords {
   __device__ static StartWords OfCombine(const CallArgs& call) {
     return {call.map.started, 0, StatsWords::kCombine};
   }
-  // Of calls of the dispatch kind: those of the numbers of messages.
+  // The words of the numbers of messages, in calls of the dispatch kind.
   __device__ static StartWords OfDispatch(const CallArgs& call) {
     return {call.map.counts, call.n_local_groups() * call.n_ranks, StatsWords::kDispatch};
   }

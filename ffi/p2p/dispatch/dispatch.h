@@ -52,8 +52,8 @@ cudaError_t LoadDispatchKernels(size_t smem_bytes, int* max_blocks);
 cudaError_t LaunchDispatch(const DispatchArgs& args, cudaStream_t stream,
                            cudaEvent_t started = nullptr);
 
-// The same of LL calls; see LaunchPlan::uses_ll. The limit is what a call may have: every
-// device has as many bytes, so that all ranks come to the same plan.
+// LL calls; see LaunchPlan::uses_ll. The limit is what a call may have: every device has as many
+// bytes, so that all ranks come to the same plan.
 size_t DispatchLLSmemBytes(const CallArgs& call, const TokenSize& size);
 constexpr size_t kDispatchLLSmemBytes = 96 << 10;
 cudaError_t LoadDispatchLLKernels(int* max_blocks);

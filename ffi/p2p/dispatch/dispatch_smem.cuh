@@ -43,7 +43,7 @@ struct DispatchSmem {
   TileNumbers numbers[2];      // of the tile being sent, and of the next
   int32_t* n_messages;         // [R]       from each source
   int32_t* first_row;          // [G/R, R]  see core/routing.h
-  // Of each set of groups, only if they have padding or scales; see row_groups.cuh. At most G/R.
+  // Sets of groups (row_groups.cuh), at most G/R, only if they have padding or scales.
   int32_t* set_end;      // first row after the set: without padding, not clipped
   int32_t* first_block;  // of the set's scales
 };

@@ -38,7 +38,7 @@ struct Encoded {
   static constexpr bool kIsInPlace = false;
   static constexpr bool kSendsToItself = true;
 
-  // As above, but `To` is one of copy.cuh, or in shared memory.
+  // Puts a token likewise; `To` is one of copy.cuh, or in shared memory.
   template <class To>
   __device__ static void PutToEach(const DispatchArgs& args, int token, To to, uint32_t lanes,
                                    Slice slice) {

@@ -1,7 +1,7 @@
 // Layout of row groups that are padded or whose rows have scales: where rows and scales begin, how
 // a row's scales are copied, and the zeroing of padding. The device side of core/scales_layout.h.
 //
-// Of every `n_source_nodes` groups, the rows are padded, and have scales, as one: such groups are a
+// The rows of every `n_source_nodes` groups are padded, and have scales, as one: such groups are a
 // set. Mostly, a set is one group.
 #pragma once
 

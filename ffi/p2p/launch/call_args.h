@@ -42,7 +42,8 @@ namespace jax_ep::p2p {
 constexpr int kWarpSize = 32;
 constexpr int kWorkerWarps = 16;  // warps of a block that move tokens and rows
 constexpr int kWorkerThreads = kWorkerWarps * kWarpSize;
-// Of kernels that have a service warp beside the workers: it starts the call, and waits for counts.
+// Threads of kernels with a service warp beside the workers: it starts the call, and waits for
+// counts.
 constexpr int kServedThreads = kWorkerThreads + kWarpSize;
 
 constexpr int kMaxChoices = kWarpSize;  // one lane per choice
@@ -167,7 +168,7 @@ enum TraceStep : int { kEntered, kPrepared, kLaidOut, kSent, kReceived, kTraceSt
 constexpr int32_t kNotHere = -1;  // the choice names no group of this rank
 constexpr int32_t kDropped = -2;  // it does, but its row lies beyond max_recv_tokens
 
-// What the kernels of combine and of its backward take besides their operands.
+// Arguments of the kernels of combine and of its backward besides their operands.
 struct RowsCall {
   CallArgs call;
   int32_t row_vectors;  // size of a row in units of kVectorBytes

@@ -30,7 +30,7 @@ inline cudaError_t LoadKernel(const void* kernel, int n_threads, size_t smem_byt
   return error;
 }
 
-// The same for the kernels find(type) of all types of sums.
+// Loads the kernels find(type) of all types of sums likewise.
 template <class Find>
 cudaError_t LoadKernels(const Find& find, int n_threads, size_t smem_bytes, int* max_blocks) {
   cudaError_t error = cudaSuccess;

@@ -65,7 +65,7 @@ class RankGroup {
     if (status.ok()) p2p::PlanCall(ResourcesOf(config, rank), size, is_async, call);
     return status;
   }
-  // What such a call may use, to plan it anew.
+  // The resources of such a call, to plan it anew.
   RankResources ResourcesOf(const GroupConfig& config, int rank) const;
 
   // Notes that a call is being captured: from now on graphs refer to the workspaces.

@@ -15,7 +15,7 @@ namespace {
 constexpr int32_t kFewSms = 33;
 // LL calls need a block for every few rows.
 constexpr size_t kMaxAsyncLLTokens = 16;
-// As many must be left for a call beside a kernel that works on the same tokens.
+// SMs that must be left for a call beside a kernel that works on the same tokens.
 constexpr int32_t kMinSmsBesideOther = 32;
 // With fewer rows in flight, plain stores are faster than bulk copies.
 constexpr int32_t kMinStages = 4;

@@ -50,7 +50,8 @@ void PlanCall(const RankResources& resources, const GradSize& size, bool is_asyn
 // left to run both at once, and the plan is as before; then the tokens must come first.
 bool PlanDispatchOfArriving(const RankResources& resources, const TokenSize& size, bool is_async,
                             int32_t n_taken, int32_t n_ranges, CallArgs* call);
-// The same of the backward of a combine; the order in which cotangents come does not matter.
+// Plans the backward of a combine anew likewise; the order in which cotangents come does not
+// matter.
 bool PlanGradOfArriving(const RankResources& resources, const GradSize& size, bool is_async,
                         int32_t n_taken, CallArgs* call);
 // Plans the sending half of a combine whose other half is a kernel that takes `n_taken` SMs and has

@@ -148,7 +148,7 @@ class Bench {
     }
   }
 
-  // Of the rank whose device is current.
+  // Makes the buffers of the rank whose device is current.
   void MakeBuffers(int n_tokens, std::mt19937& random) {
     const CaseSizes& sizes = fixture_.sizes;
     const Pattern pattern = options_.Int("zipf") ? Pattern::kZipf : Pattern::kUniform;

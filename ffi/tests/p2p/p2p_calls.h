@@ -59,7 +59,7 @@ class Calls {
     fixture_.Launch(rank,
                     fixture_.CombineGradOf(rank, buffers_[rank], ExpertOutOn(rank), mode, choice));
   }
-  // Of all ranks, and of all choices if there is no sum.
+  // Launches on all ranks, for all choices if there is no sum.
   void LaunchGrads(const CombineMode& mode) const {
     for (int choice = 0; choice < (mode.reduce ? 1 : sizes_.n_choices); ++choice) {
       fixture_.ForLocalRanks(
@@ -116,7 +116,7 @@ class Calls {
   }
 
  private:
-  // Of the rank whose device is current.
+  // Makes the buffers of the rank whose device is current.
   void MakeBuffers(int rank, float input_scale, std::mt19937& random) {
     const int n_tokens = routing_.n_tokens(rank);
     const size_t n_out = options_.has_choices ? routing_.ids[rank].size() : n_tokens;

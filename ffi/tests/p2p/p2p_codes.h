@@ -57,7 +57,7 @@ class CodesReference {
     }
   }
 
-  // Of a row.
+  // Bytes of a row.
   size_t code_bytes() const { return format_.format->payload_bytes(routing_.sizes.hidden); }
   size_t scale_bytes() const {
     return format_.format->n_scales(routing_.sizes.hidden) * format_.format->scale_bytes();

@@ -82,7 +82,7 @@ struct RankBuffers {
     input_scale.Write({1.0f});
   }
 
-  // Those of dispatch.
+  // Poisons the results of dispatch.
   void PoisonResults() {
     rows.Poison(), src_info.Poison(), n_dropped.Poison(), n_invalid.Poison(), scales.Poison();
     message_counts.Poison(), message_rows.Poison(), row_offsets.Poison(), row_weights.Poison();
@@ -175,7 +175,7 @@ class Fixture {
     }
   }
 
-  // The same for the ranks of this process.
+  // Calls body(rank) for the ranks of this process.
   template <class Body>
   void ForLocalRanks(const Body& body) const {
     ForRanks([&](int rank) {

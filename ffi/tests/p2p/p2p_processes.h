@@ -23,7 +23,7 @@ class Exchange {
  public:
   static constexpr int kMaxProcesses = 32;
 
-  // Of a process that is alone.
+  // The exchange of a process that is alone.
   Exchange() = default;
 
   int process() const { return process_; }

@@ -16,7 +16,7 @@ JAX_EP_HOST_DEVICE inline unsigned CountWrongCodes(uint32_t word, const float (&
   return n_wrong;
 }
 
-// Of eight numbers, none of them NaN, that are converted at once.
+// Counts the wrong codes of eight numbers, none of them NaN, that are converted at once.
 JAX_EP_HOST_DEVICE inline unsigned CountWrongWords(const float (&values)[8]) {
   float largest = 0, scaled[8];
   for (const float value : values) largest = fmaxf(largest, fabsf(value));

@@ -50,7 +50,7 @@ TEST(EveryItemComesUpOnce) {
   });
 }
 
-// Of n tokens, the same number of each origin: no i up to n is without a token.
+// n tokens, the same number of each origin: no i up to n is without a token.
 TEST(TokensComeUpOriginByOrigin) {
   ForEachOrder([](const OwnFirst& order, int32_t n) {
     if (n % order.n_origins != 0) return;
@@ -63,7 +63,7 @@ TEST(TokensComeUpOriginByOrigin) {
   });
 }
 
-// Of n messages, whose origins are not known: the own part first, in order. Then each turn takes
+// n messages, whose origins are not known: the own part first, in order. Then each turn takes
 // one of each other part; turns follow each other without a gap, and parts differ by one turn.
 TEST(MessagesComeUpInTurn) {
   ForEachOrder([](const OwnFirst& order, int32_t n) {
