@@ -15,7 +15,8 @@ from jax_ep.layer.activation.calls import Activation
 from jax_ep.layer.dequantize import to_numbers
 from jax_ep.layer.expert_weights import ExpertWeights, call_name, check_arrays, check_codes
 from jax_ep.layer.matmul.api import multiply_arrays, transposed_scales
-from jax_ep.layer.matmul.gated import EXPERT_HIDDEN_NAME, gated_mlp, takes
+from jax_ep.layer.matmul.choose import is_gated
+from jax_ep.layer.matmul.gated import EXPERT_HIDDEN_NAME, gated_mlp
 from jax_ep.layer.matmul.gated_scaled import scaled_mlp
 from jax_ep.layer.matmul.rules import add_bias
 from jax_ep.layer.quantize_weights import QuantizedWeights
@@ -93,7 +94,7 @@ def _plain_mlp(
     if isinstance(dispatched.group.config.token_format, QuantizedFormat):
         rows = to_numbers(dispatched, weights.gate_up.dtype)
     gate_up, down, bias, _ = weights
-    if takes(rows, gate_up, transposed):
+    if is_gated(rows, gate_up, transposed):
         results = gated_mlp(activation, rows, gate_up, down, row_offsets, bias)
         return _add_bias(results, weights.down_bias, row_offsets)
     hidden = multiply_arrays(rows, gate_up, row_offsets, transposed)

@@ -29,7 +29,7 @@ from gated_matmuls import (
     targets,
 )
 from harness import on_mesh
-from jax_ep.layer.matmul import gated
+from jax_ep.layer.matmul import choose, gated
 from jax_ep.layer.matmul.rules import add_bias
 
 
@@ -100,6 +100,52 @@ def test_biases_of_few_and_of_many_groups(n_groups):
     """With small weights, and with more groups than one kernel takes."""
     sizes = np.random.default_rng(0).integers(0, 20, n_groups)
     assert_same_bits(VARIANTS["interleaved, clamped"], sizes, 72, 40, has_bias=True)
+
+
+def call_as_before(target, operands, results, n_groups, **attributes):
+    """A call as programs of earlier versions make it: all results, then memory to work in."""
+    workspace = jax.ShapeDtypeStruct((256 * 4 * 128 + 256 * n_groups + 4096,), jnp.uint8)
+    types = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in results]
+    gate = dict(interleaved=np.bool_(False), clamped=np.bool_(False))
+    numbers = dict(alpha=np.float32(0), limit=np.float32(0))
+    call = jax.ffi.ffi_call(target, [*types, workspace])
+    return jax.jit(functools.partial(call, **gate, **numbers, **attributes))(*operands)[0]
+
+
+@pytest.fixture
+def hopper():
+    if choose.kernels() != choose.Kernels.HOPPER:
+        pytest.skip("needs a Hopper GPU")
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+def test_programs_of_earlier_versions_have_room_for_what_is_not_written():
+    """For the hidden rows, and for the gradient of their activation."""
+    rows, gate_up, down, offsets = make_operands([5, 0, 140], 64, 40)
+    c, used = len(rows), int(offsets[-1])
+    hidden = jax_ep.grouped_matmul(rows, gate_up, offsets)
+    wanted, pull = jax.vjp(lambda x: jax_ep.fused_silu(x, offsets), hidden)
+    results = (c, 40), (c, 80)
+    operands = rows, gate_up, offsets
+    got = call_as_before(GATED, operands, results, 3, keeps_hidden=np.bool_(False))
+    np.testing.assert_array_equal(*bits([got[:used], wanted[:used]], used))
+    of_values = jax_ep.grouped_matmul(rows, down, offsets, transposed=True)
+    got = call_as_before(GATED_GRAD, (rows, down, hidden, offsets), results[::-1], 3)
+    np.testing.assert_array_equal(*bits([got[:used], pull(of_values)[0][:used]], used))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+def test_more_groups_than_a_kernel_takes_are_an_error():
+    """In programs of earlier versions, whose handlers chose another kernel."""
+    rows, gate_up, _, offsets = make_operands([1] * 513, 64, 40)
+    results = (len(rows), 40), (len(rows), 80)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="513 groups.*Compile the program again"):
+        operands = rows, gate_up, offsets
+        keeps_hidden = np.bool_(False)
+        got = call_as_before(GATED, operands, results, 513, keeps_hidden=keeps_hidden)
+        jax.block_until_ready(got)
 
 
 # By what the backward has of the forward. (If it has nothing, JAX adds up second derivatives in

@@ -133,6 +133,12 @@ _TABLE = (
 )
 
 
+def is_gated(rows: jax.Array, gate_up: jax.Array, transposed: bool) -> bool:
+    """Whether `Operation.ACTIVATE` takes these arrays, `[C, H]` and `[L, H, 2 F]`, as traced."""
+    is_empty = 0 in (*rows.shape, *gate_up.shape)
+    return rows.dtype == jnp.bfloat16 and not transposed and not is_empty
+
+
 def choose(work: Work, platform: str) -> Implementation:
     """The first implementation that applies."""
     return next(

@@ -33,12 +33,6 @@ _FORWARD = Matmul(MatmulForm.WEIGHTS, _DTYPE)
 _BACKWARD = Matmul(MatmulForm.TRANSPOSED_WEIGHTS, _DTYPE)
 
 
-def takes(rows: jax.Array, weights: jax.Array, transposed: bool) -> bool:
-    """Whether the functions below take these arrays, `[C, H]` and `[L, H, 2 F]`."""
-    is_empty = 0 in (*rows.shape, *weights.shape)
-    return rows.dtype == jnp.bfloat16 and not transposed and not is_empty
-
-
 def gated_mlp(
     activation: Activation,
     rows: jax.Array,
