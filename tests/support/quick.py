@@ -1,6 +1,7 @@
 """The tests of --quick: each value of each parameter once, in place of all combinations."""
 
 import collections
+import dataclasses
 import zlib
 
 import pytest
@@ -9,7 +10,8 @@ import pytest
 def without_combinations(items) -> set:
     """The tests to run: those that are not `thorough`, but of a function with parameters, a sample.
 
-    Each value of each parameter is in the sample; so transports alternate from case to case.
+    Each value of each parameter, and of each field of a case, is in the sample; so transports
+    alternate.
     """
     by_function = collections.defaultdict(list)
     chosen = set()
@@ -25,12 +27,19 @@ def without_combinations(items) -> set:
     return chosen
 
 
+def _values(params):
+    """Yields what identifies each parameter's value; of a case, the values of its fields."""
+    for name, value in params.items():
+        if dataclasses.is_dataclass(value):
+            fields = dataclasses.asdict(value).items()
+            yield from ((name, field, repr(each)) for field, each in fields if field != "seed")
+        else:
+            yield name, repr(value)
+
+
 def _covering(variants) -> list:
     """A few of a function's variants, in which each of its parameters' values occurs."""
-    values_of = {
-        item: {(name, repr(value)) for name, value in item.callspec.params.items()}
-        for item in variants
-    }
+    values_of = {item: set(_values(item.callspec.params)) for item in variants}
     counts = collections.Counter()
     missing = {value for values in values_of.values() for value in values}
     chosen = []
