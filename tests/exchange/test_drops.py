@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 import jax_ep
+import quick
 from harness import AXIS, make_mesh, on_mesh, put, succeed_in_callbacks
 from jax_ep.nnx import MoE
 from nnx_layers import F, make_layer, make_tokens
@@ -249,7 +250,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", quick.params(LAYERS, {"same_tokens", "capacity_of_all"}))
 def test_layers_raise_where_choices_exceed_their_capacity(name):
     options = LAYERS[name] | {"capacity_factor": 0.5, "on_limit": "raise"}
     tokens = make_tokens()
