@@ -69,11 +69,11 @@ demo: $(VENV)/.package  ## train a small mixture-of-experts model, on GPUs if th
 
 PYTEST := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --max-worker-restart 0
 .PHONY: test
-test: $(VENV)/.package  ## run the tests, without combinations of what they test, in ten minutes
+test: $(VENV)/.package  ## run each test, but not with all combinations of parameters, in ten minutes
 	$(PYTEST) --quick $(PYTEST_ARGS)
 
 .PHONY: test-all
-test-all: $(VENV)/.package  ## run all tests, in half an hour
+test-all: $(VENV)/.package  ## run all tests, in up to an hour; print why tests were skipped
 	$(PYTEST) $(PYTEST_ARGS)
 
 .PHONY: bench
