@@ -4,7 +4,7 @@ A slab holds the rows that one rank sends to another, in order of token and k. S
 of all slabs: out slots at the sender, in slots at the receiver. Combine sends the rows back through
 the same slots and sums them at the source. The capacity must hold all rows.
 
-Forward only: `all_gather` is 4 to 41 times as fast on four H200s (docs/performance.md).
+Forward only: `all_gather` is 4 to 41 times as fast on four H200s (docs/dev/performance.md).
 """
 
 from typing import NamedTuple

@@ -3,7 +3,7 @@
 // from the same line.
 //
 // Regions that calls exchange data through are double-buffered: calls alternate between two
-// buffers, so a call writes to its peers without waiting for them. docs/protocol.md has the proof.
+// buffers, so a call writes to its peers without waiting for them (proof: docs/dev/protocol.md).
 #pragma once
 
 #include <cstddef>

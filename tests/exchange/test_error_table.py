@@ -1,4 +1,4 @@
-"""Every row of docs/errors.md: the misuse raises an error of that type with that text."""
+"""Every item of docs/errors.md: the misuse raises an error of that type with that text."""
 
 import dataclasses
 import pathlib
@@ -13,33 +13,38 @@ from error_triggers.base import T, init
 from error_triggers.calls import call
 
 pytestmark = pytest.mark.usefixtures("one_process")
-TABLE = pathlib.Path(__file__).parents[2] / "docs" / "errors.md"
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "errors.md"
 
 
 @dataclasses.dataclass
 class Row:
-    """A row of docs/errors.md."""
+    """An item of docs/errors.md."""
 
     id: str
-    when: str
-    error_type: str
     text: str
+    error_type: str
+    when: str
 
 
-def read_table() -> list[Row]:
-    row = r'^\| <a id="([a-z-]+)"></a>`(.+?)` \| .+ \| (\w+) \| (\w+) \|$'
-    found = re.findall(row, TABLE.read_text(), re.MULTILINE)
-    return [Row(id, when, error_type, text) for id, text, when, error_type in found]
+def read_page() -> list[Row]:
+    """The items of each section, whose first line says what they raise and when."""
+    item = r'^\* <a id="([a-z-]+)"></a>`(.+?)`(?: \(.+\))?(?:: (\w+), (\w+))?$'
+    rows = []
+    for section in re.split(r"^## ", PAGE.read_text(), flags=re.MULTILINE):
+        usual = re.search(r"^\*\*(\w+), (\w+)\*\*", section, re.MULTILINE)
+        for id, text, error_type, when in re.findall(item, section, re.MULTILINE):
+            rows.append(Row(id, text, error_type or usual[1], when or usual[2]))
+    return rows
 
 
-def test_each_row_of_the_table_has_a_trigger():
-    ids = [row.id for row in read_table()]
-    assert len(ids) > 30
+def test_each_item_of_the_page_has_a_trigger():
+    ids = [row.id for row in read_page()]
+    assert len(ids) > 200
     assert sorted(ids) == sorted(TRIGGERS)
 
 
-@pytest.mark.parametrize("row", read_table(), ids=lambda row: row.id)
-def test_misuse_raises_what_the_table_says(row):
+@pytest.mark.parametrize("row", read_page(), ids=lambda row: row.id)
+def test_misuse_raises_what_the_page_says(row):
     with pytest.raises(Exception) as caught:  # noqa: PT011 (type and text follow)
         TRIGGERS[row.id]()
     assert type(caught.value).__name__ == row.error_type, caught.value

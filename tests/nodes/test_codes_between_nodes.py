@@ -27,7 +27,7 @@ from jax_ep.transports import bootstrap
 from node_groups import SHARED, ThriftyRails, forget_groups, layer_results
 from node_groups import by_nodes as by_nodes
 
-SCALE_MD = pathlib.Path(__file__).parents[2] / "docs" / "scale.md"
+SCALE_MD = pathlib.Path(__file__).parents[2] / "docs" / "dev" / "scale.md"
 NAMES = cases.QUANTIZED_NAMES
 TWO = {name: case.replace(n_nodes=2) for name, case in cases.QUANTIZED_SMALL.items()}
 

@@ -146,5 +146,5 @@ def test_means_are_those_of_random_choices():
 
 
 def test_the_documentation_has_the_predictions():
-    page = pathlib.Path(__file__).parents[2] / "docs" / "scale.md"
+    page = pathlib.Path(__file__).parents[2] / "docs" / "dev" / "scale.md"
     assert rail_traffic.model() in page.read_text()

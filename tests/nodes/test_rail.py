@@ -40,7 +40,7 @@ def test_the_plan_is_right_and_the_documentation_has_its_table(programs):
     assert "all passed" in output
     table = re.findall(r"^\|.*\|$", output, flags=re.MULTILINE)
     assert len(table) == 5
-    assert "\n".join(table) in (REPOSITORY / "docs" / "scale.md").read_text()
+    assert "\n".join(table) in (REPOSITORY / "docs" / "dev" / "scale.md").read_text()
 
 
 def test_tiles_are_cut_as_in_cpp(programs):

@@ -1,4 +1,4 @@
-"""What a rank of transport `nvshmem` sends to other nodes, by the plan of docs/scale.md.
+"""What a rank of transport `nvshmem` sends to other nodes, by the plan of docs/dev/scale.md.
 
 Bytes are those of rows, ids and weights as they lie in slots. What a network adds to them, such as
 headers, and the words and credits of tiles are not counted.
@@ -62,7 +62,7 @@ class Rails:
     n_experts: int
     top_k: int
     hidden_size: int
-    token_bytes: int  # that travel of a token: docs/scale.md#bytes-of-a-token
+    token_bytes: int  # that travel of a token: docs/dev/scale.md#bytes-of-a-token
     min_overlapped: int = 1024  # tokens from which on the choices of a dispatch travel ahead
 
     @property
@@ -129,7 +129,7 @@ def _align(n_bytes: int) -> int:
     return -(-n_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-# --- the model of docs/scale.md ---------------------------------------------------------------
+# --- the model of docs/dev/scale.md ---------------------------------------------------------------
 
 # Bytes per second that leave a GPU: the line rate of its network adapter; and what calls reach
 # inside a node (docs/speed.md), in dispatch and in combine.

@@ -64,17 +64,23 @@ def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
-def test_the_first_block_on_layers_runs_as_pasted():
+def test_the_first_blocks_on_layers_run_as_pasted():
     """With lines of its own for the devices and the data, as the example has them."""
-    devices = 'import jax\njax.config.update("jax_num_cpu_devices", 16)\n'
-    steps = """
-model, optimizer = create()
+    short, imports, model = python_blocks(DOCS / "layers.md")[:3]
+    setup = """
+import jax
+jax.config.update("jax_num_cpu_devices", 16)
+mesh = jax.sharding.Mesh(jax.devices()[:8], ("ep",))
 x = jax.random.normal(jax.random.key(1), (64, 8, 64))
+"""
+    steps = """
+print(output.shape == x.shape, int(report.n_dropped))
+model, optimizer = create()
 batch = jax.device_put((x, jnp.sin(x)), jax.NamedSharding(mesh, jax.P("ep")))
 errors = [float(train_step(model, optimizer, *batch)[0]) for _ in range(8)]
 print(errors[-1] < 0.5 * errors[0])
 """
-    assert run_python(devices + "".join(python_blocks(DOCS / "layers.md")[:2]) + steps) == ["True"]
+    assert run_python(setup + imports + short + model + steps) == ["True 0", "True"]
 
 
 def test_expert_mlp_is_short_for_the_calls_of_the_page():

@@ -1,4 +1,4 @@
-"""docs/seed_map.md: everything that it refers to exists."""
+"""docs/dev/seed_map.md: everything that it refers to exists."""
 
 import pathlib
 import re
@@ -11,7 +11,7 @@ NONE = "none needed"
 
 
 def read_rows() -> list[list[str]]:
-    lines = (ROOT / "docs" / "seed_map.md").read_text().splitlines()
+    lines = (ROOT / "docs" / "dev" / "seed_map.md").read_text().splitlines()
     rows = [line for line in lines if line.startswith("|")]
     cells = [[c.strip() for c in row.removesuffix("|")[1:].split("|")] for row in rows]
     return [c for c in cells if c[0] != "name" and set(c[0]) != {"-"}]

@@ -4,7 +4,7 @@
 // A call gives every rank of the rail rows from every other one. Rows are cut into tiles; tile i
 // goes through channel i % kChannels. A channel has a block that sends and one that receives, and
 // for each node a credit FIFO (nvshmem/plan/credit_fifo.h) of its own, so that its items are
-// taken in order and no block waits for another of its rank. docs/scale.md has the protocol.
+// taken in order and no block waits for another of its rank. docs/dev/scale.md has the protocol.
 #pragma once
 
 #include <cstddef>

@@ -3,7 +3,7 @@
 // in dispatch, and make the gradients of their rows. The routing is known, so nothing is counted or
 // numbered: a cotangent has its token's position among those of its source.
 //
-// The call is one of the dispatch kind: it takes dispatch's epochs and buffers (docs/protocol.md).
+// The call is of the dispatch kind: it takes dispatch's epochs and buffers (docs/dev/protocol.md).
 
 #include <algorithm>
 

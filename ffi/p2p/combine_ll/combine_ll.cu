@@ -1,4 +1,4 @@
-// The kernels of an LL combine, for few tokens; docs/protocol.md says how it differs from the
+// The kernels of an LL combine, for few tokens; docs/dev/protocol.md says how it differs from the
 // others. The workers of all blocks but the last send and then receive; the last block records the
 // call, and does all if it is alone.
 

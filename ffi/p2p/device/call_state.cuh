@@ -1,4 +1,6 @@
-// The state of a call on this rank: its epoch, its failure, and what has arrived for it.
+// The state of a call on this rank: its epoch, and with it which of the two buffers it uses, its
+// failure, and what has arrived for it. docs/dev/protocol.md, "Double buffering", proves that peers
+// no longer read that buffer.
 #pragma once
 
 #include <cstdint>
@@ -66,9 +68,6 @@ class Deadline {
   uint32_t n_polls_ = 0;
   uint64_t begin_ = 0;  // ns; 0 = clock not read yet
 };
-
-// The start of a call: its epoch, and with it which of the two buffers it uses. docs/protocol.md,
-// "Double buffering", proves that peers no longer read that buffer.
 
 // The workspaces of all ranks as this rank maps them, copied to shared memory. Only Peers
 // (peer.cuh) reads it.

@@ -1,4 +1,4 @@
-// The kernel of an LL dispatch, for few tokens; docs/protocol.md says how it differs from the
+// The kernel of an LL dispatch, for few tokens; docs/dev/protocol.md says how it differs from the
 // other one. The workers of all blocks but the last send and then receive; the last block records
 // the call, and does all if it is alone.
 

@@ -27,7 +27,7 @@ struct GroupConfig : GroupSizes {
 Status CheckConfig(const GroupConfig& config);
 
 // Fails unless calls of a group of `config` may use workspaces that were planned for `memory`.
-// docs/protocol.md, "Groups that share workspaces", says why these conditions suffice.
+// docs/dev/protocol.md, "Groups that share workspaces", says why these conditions suffice.
 Status CheckFits(const GroupConfig& config, const GroupConfig& memory);
 
 // Groups go by their keys; workspaces by the key of the group that they were allocated for, which

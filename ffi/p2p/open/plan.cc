@@ -1,5 +1,5 @@
 // The token counts and shares below were the fastest on 4 H200, with all of their SMs and with few
-// (docs/performance.md).
+// (docs/dev/performance.md).
 
 #include "p2p/open/plan.h"
 

@@ -1,6 +1,6 @@
 // The plan of the inter-node exchange of rows, nvshmem/plan/rail_exchange.h.
 //
-// Usage: rail_plan_test [CUTS]. Prints the table of docs/scale.md, and how random calls are cut.
+// Usage: rail_plan_test [CUTS]. Prints the table of docs/dev/scale.md and how random calls are cut.
 
 #include <algorithm>
 #include <cstdint>
@@ -110,7 +110,7 @@ void TestSlotsAreApart() {
   }
 }
 
-// The table of docs/scale.md: the memory of a rank, for 7168 bfloat16 and 8 ids and weights a row.
+// The table of docs/dev/scale.md: memory of a rank for 7168 bfloat16 and 8 ids and weights a row.
 void PrintMemory() {
   constexpr int64_t kRowBytes = 7168 * 2, kChoicesBytes = 8 * 8;
   constexpr int64_t kSlotsPerNode = RailExchange::kChannels * RailExchange::kDepth;

@@ -21,7 +21,7 @@ using ColumnMajor = cutlass::layout::ColumnMajor;
 using ProblemShape = cutlass::gemm::GroupProblemShape<cute::Shape<int, int, int>>;  // (m, n, k)
 
 // Tiles, clusters and how the warps of a block share the work: the fastest ones of those that were
-// tried (docs/tried.md).
+// tried (docs/dev/tried.md).
 template <int kM, int kN, int kClusterM, int kClusterN, bool kPingPong>
 struct Schedule {
   template <int kK>
