@@ -4,10 +4,12 @@ Programs are built from `dispatch` and `combine` in the same way for all impleme
 `jax.shard_map`.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import jax
 from jax.sharding import Mesh
@@ -16,7 +18,8 @@ import jax_ep
 from baselines import BASELINES
 from baselines.grouping import Shapes
 from case import Case
-from jax_ep.group.select import each_node_by_itself
+from jax_ep.group import select
+from jax_ep.nodes.connection import NodesConnection
 
 AXIS = "ep"
 
@@ -52,6 +55,12 @@ def on_gpu(mesh: Mesh) -> bool:
     return mesh.devices.flat[0].platform != "cpu"
 
 
+def _nodes_apart() -> contextlib.AbstractContextManager:
+    """Groups opened meanwhile serve each node by itself, even where all could be served at once."""
+    order = sorted(select._FASTEST_FIRST, key=lambda each: not issubclass(each, NodesConnection))
+    return mock.patch.object(select, "_FASTEST_FIRST", order)
+
+
 def make(name: str, mesh: Mesh, case: Case, transport: str) -> Implementation:
     """Returns the implementation with that name; ours use `transport`, unless they name another."""
     if name in BASELINES:
@@ -63,7 +72,7 @@ def make(name: str, mesh: Mesh, case: Case, transport: str) -> Implementation:
     if name in (NVSHMEM, XLA_BETWEEN):
         n_nodes = len({device.process_index for device in mesh.devices.flat})
         config = dataclasses.replace(config, n_nodes=n_nodes)
-    with each_node_by_itself(name == XLA_BETWEEN):
+    with _nodes_apart() if name == XLA_BETWEEN else contextlib.nullcontext():
         group = jax_ep.ep_init(mesh, AXIS, config, "nvshmem" if name == NVSHMEM else transport)
     at_dispatch = name != AT_COMBINE
     return Implementation(

@@ -1,5 +1,6 @@
 # shellcheck shell=bash
-# Sourced by scripts that need the wheels that users get, built against the oldest supported jaxlib.
+# Sourced by scripts that need the wheels that users get, with what tests call besides, built against
+# the oldest supported jaxlib.
 
 wheels=build/matrix/wheels
 
@@ -19,6 +20,7 @@ build_wheel() {
   build/matrix/builder-"$tag"/bin/pip wheel --quiet --no-deps --wheel-dir "$wheels" \
     --config-settings build-dir=build/matrix/"$tag" \
     --config-settings cmake.define.JAX_EP_CUDA=$cuda \
+    --config-settings cmake.define.JAX_EP_TESTING=ON \
     --config-settings cmake.define.CMAKE_CUDA_ARCHITECTURES=90 . || return 1
   mv "$stamp.new" "$stamp"
 }

@@ -14,7 +14,7 @@ _P2P_KERNELS = ("p2p/dispatch", "p2p/combine", "p2p/combine_grad")
 MAY_INCLUDE = {
     "core": (),
     "xla": ("core",),
-    "host": ("core", "xla"),
+    "host": ("core", "xla", "tests"),  # tests/failing_calls.h, in builds for tests
     "p2p/launch": ("core",),
     "p2p/device": ("core", "p2p/launch"),
     "p2p/dispatch": ("core", "p2p/launch", "p2p/device"),

@@ -105,6 +105,7 @@ build_package() {
   step build_package 300 python3 -m pip install --quiet --no-build-isolation --no-deps --upgrade \
     --config-settings "cmake.define.CMAKE_CUDA_ARCHITECTURES=$arch" \
     --config-settings cmake.define.JAX_EP_CUDA=ON \
+    --config-settings cmake.define.JAX_EP_TESTING=ON \
     --target "$site" .
 }
 

@@ -1,20 +1,89 @@
-// XLA FFI -> the calls of a group: their operands are read and checked, before ranks meet.
+// XLA FFI -> the calls of a group: their attributes are decoded once per call site, when XLA loads
+// an executable; their operands are read and checked, before ranks meet.
 
 #include <algorithm>
+#include <cstring>
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "core/routing.h"
 #include "host/combine.h"
 #include "host/dispatch.h"
-#include "host/exchange.h"
 #include "host/handler.h"
-#include "host/handlers.h"
+#include "xla/attributes.h"
+#include "xla/handler.h"
 #include "xla/read_operands.h"
 
 namespace jax_ep::host {
 namespace {
+
+ffi::ErrorOr<std::unique_ptr<CallSite>> MakeDispatchSite(const DispatchAttributes& attributes) {
+  auto site = std::make_unique<CallSite>();
+  site->group = std::string(attributes.group);
+  Status status =
+      FindRowFormat(attributes.token_format, attributes.scales_layout, &site->row_format);
+  if (status.ok()) return site;
+  status.message = "dispatch of group " + site->group + ": " + status.message;
+  return ffi::Unexpected(ToError(status));
+}
+
+ffi::ErrorOr<std::unique_ptr<CallSite>> MakeCombineSite(const CombineAttributes& attributes) {
+  auto site = std::make_unique<CallSite>();
+  site->group = std::string(attributes.group);
+  site->mode = attributes.mode();
+  return site;
+}
+
+ffi::ErrorOr<std::unique_ptr<CallSite>> MakeExchangeSite(const ExchangeAttributes& attributes) {
+  auto site = std::make_unique<CallSite>();
+  site->group = std::string(attributes.group);
+  site->splits = attributes.splits;
+  return site;
+}
+
+// A handler that first registers the type of its state, `CallSite`, when XLA asks for its metadata,
+// as it does when it registers the handler. JAX has calls for both registrations, but before there
+// is a CPU backend it queues them, and makes those of handlers first, which XLA then refuses.
+template <XLA_FFI_Handler* kHandler>
+XLA_FFI_Error* WithCallSiteType(XLA_FFI_CallFrame* frame) {
+  static const XLA_FFI_TypeInfo info = ffi::MakeTypeInfo<CallSite>();
+  const auto* const extension = frame->extension_start;  // its type has several names
+  const bool asks_for_metadata =
+      extension != nullptr && extension->type == XLA_FFI_Extension_Metadata;
+  if (asks_for_metadata) {
+    XLA_FFI_Error* error =
+        ffi::Ffi::RegisterTypeId(frame->api, "jax_ep.CallSite", &CallSite::id, &info);
+    if (error != nullptr) return error;
+  }
+  return kHandler(frame);
+}
+
+// An exchange of bytes between the ranks of a group, for what the library shares besides tokens.
+//
+// XLA:CPU has collectives, but may start two of them in different orders on different ranks if one
+// is inside of a conditional or a loop that waits for a call of the group. It then takes one for
+// the other. Here, ranks meet by call site, in any order.
+struct ExchangeArgs : RankArgs {
+  const int32_t* coordinate;
+  int64_t part_bytes;
+  bool splits;
+  const uint8_t* sent;  // a part for every rank or, unless it splits, one for all
+  uint8_t* received;    // a part of every rank
+};
+
+// Once all ranks have arrived; `arrivals` by rank.
+void ExchangeAll(const Pool& pool, const std::vector<Arrival>& arrivals) {
+  const int64_t n_ranks = static_cast<int64_t>(arrivals.size());
+  ParallelFor(pool, n_ranks * n_ranks, [&](int64_t pair) {
+    const int64_t source = pair / n_ranks, destination = pair % n_ranks;
+    const ExchangeArgs& from = ArgsAt<ExchangeArgs>(arrivals, source);
+    const ExchangeArgs& to = ArgsAt<ExchangeArgs>(arrivals, destination);
+    const uint8_t* const part = from.sent + (from.splits ? destination * from.part_bytes : 0);
+    std::memcpy(to.received + source * from.part_bytes, part, from.part_bytes);
+  });
+}
 
 // Checks that every choice with a row names a group, and that the row exists. Rows of another
 // dispatch would be read, and written, out of bounds.
@@ -123,9 +192,25 @@ auto Bind() {
 
 }  // namespace
 
+JAX_EP_DEFINE_HANDLER_SYMBOL(HostInstantiateDispatch, "dispatch", MakeDispatchSite,
+                             ffi::Ffi::BindInstantiate().Attrs<DispatchAttributes>());
+
+JAX_EP_DEFINE_HANDLER_SYMBOL(HostInstantiateCombine, "combine", MakeCombineSite,
+                             ffi::Ffi::BindInstantiate().Attrs<CombineAttributes>());
+
+JAX_EP_DEFINE_HANDLER_SYMBOL(HostInstantiateExchange, "exchange", MakeExchangeSite,
+                             ffi::Ffi::BindInstantiate().Attrs<ExchangeAttributes>());
+
 JAX_EP_DEFINE_HANDLER_SYMBOL(HostDispatch, Operation::kDispatch, kRunDispatch, Bind());
 JAX_EP_DEFINE_HANDLER_SYMBOL(HostCombine, Operation::kCombine, kRunCombine, Bind());
 JAX_EP_DEFINE_HANDLER_SYMBOL(HostExchange, Operation::kExchange, kRunExchange, Bind());
 JAX_EP_DEFINE_HANDLER_SYMBOL(HostCombineGrad, Operation::kCombineGrad, kRunGrad, Bind());
+
+static const Target kTargets[] = {
+    {"jax_ep_dispatch", HostDispatch, WithCallSiteType<HostInstantiateDispatch>},
+    {"jax_ep_combine", HostCombine, WithCallSiteType<HostInstantiateCombine>},
+    {"jax_ep_combine_grad", HostCombineGrad, WithCallSiteType<HostInstantiateCombine>},
+    {"jax_ep_exchange", HostExchange, WithCallSiteType<HostInstantiateExchange>},
+};
 
 }  // namespace jax_ep::host

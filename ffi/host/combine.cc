@@ -4,10 +4,8 @@
 #include <cstring>
 
 #include "core/routing.h"
-#include "host/chunks.h"
 #include "host/memory.h"
 #include "host/rows.h"
-#include "host/waits.h"
 
 namespace jax_ep::host {
 namespace {

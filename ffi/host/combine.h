@@ -9,7 +9,6 @@
 #include "core/operands.h"
 #include "core/routing.h"
 #include "host/parallel.h"
-#include "host/rank_args.h"
 #include "host/rendezvous.h"
 
 namespace jax_ep::host {

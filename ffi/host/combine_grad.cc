@@ -3,7 +3,6 @@
 #include <limits>
 
 #include "core/routing.h"
-#include "host/chunks.h"
 #include "host/combine.h"
 #include "host/memory.h"
 #include "host/rows.h"

@@ -6,9 +6,7 @@
 
 #include "core/float_types.h"
 #include "core/routing.h"
-#include "host/chunks.h"
 #include "host/memory.h"
-#include "host/waits.h"
 
 namespace jax_ep::host {
 namespace {

@@ -7,16 +7,14 @@
 #include "core/operands.h"
 #include "host/encode.h"
 #include "host/parallel.h"
-#include "host/rank_args.h"
 #include "host/rendezvous.h"
-#include "host/scales.h"
 
 namespace jax_ep::host {
 
 struct DispatchArgs : RankArgs, DispatchOperands {
   int64_t NumTokens() const override { return n_tokens; }
 
-  // See PrepareEncoding.
+  // Set by PrepareEncoding.
   Encoder encoder = nullptr;  // null: tokens travel as they are given
   InputScale global_scale{};  // of formats that take an input_scale; 1 in others
   Scales scales_out;          // where the scales of the rows go

@@ -3,7 +3,7 @@
 #include <cstdio>
 #include <cstdlib>
 
-#include "xla/error.h"
+#include "xla/handler.h"
 
 namespace jax_ep::host {
 namespace {

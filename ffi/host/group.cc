@@ -85,20 +85,6 @@ RankStats HostGroup::Stats(const MeshCoordinate& at) const {
   return stats;
 }
 
-void HostGroup::FailNext(int64_t ordinal, std::string message) {
-  std::lock_guard lock(mutex_);
-  failures_[ordinal] = std::move(message);
-}
-
-std::optional<std::string> HostGroup::TakeFailure(int64_t ordinal) {
-  std::lock_guard lock(mutex_);
-  const auto it = failures_.find(ordinal);
-  if (it == failures_.end()) return std::nullopt;
-  std::string message = std::move(it->second);
-  failures_.erase(it);
-  return message;
-}
-
 HostGroups& HostGroups::Instance() {
   static HostGroups* const instance = new HostGroups;
   return *instance;

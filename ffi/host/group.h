@@ -77,10 +77,6 @@ class HostGroup {
   // Throws std::out_of_range if the group has no such rank.
   RankStats Stats(const MeshCoordinate& at) const;
 
-  // Test hook: makes the next call on `ordinal` fail with `message`.
-  void FailNext(int64_t ordinal, std::string message);
-  std::optional<std::string> TakeFailure(int64_t ordinal);
-
  private:
   using Failures = std::array<Failure, kNumOperations>;
 
@@ -90,7 +86,17 @@ class HostGroup {
   std::map<int64_t, Failures> out_of_memory_;  // by ordinal
   mutable std::mutex mutex_;
   std::map<std::pair<int64_t, int64_t>, RankStats> stats_;  // by (replica, rank)
-  std::map<int64_t, std::string> failures_;                 // by ordinal
+};
+
+// The arguments of one rank's call. Each operation adds its operands.
+struct RankArgs {
+  virtual ~RankArgs() = default;
+
+  std::shared_ptr<HostGroup> group;
+  Device device;
+
+  const GroupSizes& sizes() const { return group->sizes(); }
+  virtual int64_t NumTokens() const { return 0; }  // T, for messages
 };
 
 // The open groups by key. A key may be opened several times: equal groups are one.

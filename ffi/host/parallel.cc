@@ -1,6 +1,5 @@
 #include "host/parallel.h"
 
-#include <algorithm>
 #include <atomic>
 #include <exception>
 #include <memory>

@@ -68,6 +68,23 @@ Failure ToFailure(const CallInfo& info, const Failure& out_of_memory, const Make
 
 }  // namespace
 
+void CountWaits(const std::vector<Arrival>& arrivals, size_t kind) {
+  const size_t n_ranks = arrivals.size();
+  for (const Arrival& own : arrivals) {
+    own.args->group->UpdateStats(own.args->device.coordinate, [&](RankStats& stats) {
+      for (size_t peer = 0; peer < n_ranks; ++peer) {
+        if (arrivals[peer].when <= own.when) continue;
+        const int64_t ns =
+            std::chrono::duration_cast<std::chrono::nanoseconds>(arrivals[peer].when - own.when)
+                .count();
+        stats.wait_ns[kind * n_ranks + peer] += ns;
+        int64_t& longest = stats.longest_wait_ns[kind * n_ranks + peer];
+        longest = std::max(longest, ns);
+      }
+    });
+  }
+}
+
 Rendezvous::Rendezvous()
     : out_of_memory_(std::make_shared<const Status>(
           ResourceExhausted("a call of a jax_ep group: out of memory"))) {}

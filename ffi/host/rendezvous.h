@@ -12,10 +12,12 @@
 #include <array>
 #include <chrono>
 #include <condition_variable>
+#include <cstddef>
 #include <cstdint>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <string_view>
 #include <tuple>
 #include <utility>
@@ -23,7 +25,7 @@
 
 #include "core/status.h"
 #include "host/completion.h"
-#include "host/rank_args.h"
+#include "host/group.h"
 
 namespace jax_ep::host {
 
@@ -40,7 +42,7 @@ Args& ArgsAt(const std::vector<Arrival>& arrivals, int64_t rank) {
   return static_cast<Args&>(*arrivals[rank].args);
 }
 
-// One call of one replica. A call site is a custom call of an executable (see call_site.h). XLA:CPU
+// One call of one replica. A call site is a custom call of an executable (see handler.h). XLA:CPU
 // gives all devices of a launch the same run id, and every launch a new one. A loop uses the same
 // key again, but no rank arrives a second time before all have left: its own call is not complete
 // until then.
@@ -64,6 +66,14 @@ struct CallInfo {
   int64_t first_rank = 0;           // the user's rank of rank 0, for messages
   Failure out_of_memory = {};       // for want of memory for another error; null = a general one
 };
+
+// Rows of RankStats::wait_ns and longest_wait_ns.
+constexpr size_t kDispatchWaits = 0;
+constexpr size_t kCombineWaits = 1;
+
+// Adds to each rank's totals of waits the time from its arrival to every later one; `arrivals` by
+// rank.
+void CountWaits(const std::vector<Arrival>& arrivals, size_t kind);
 
 class Rendezvous {
  public:
@@ -115,7 +125,7 @@ class Rendezvous {
   std::array<std::pair<int64_t, Failure>, 256> failed_runs_;
   size_t n_failed_runs_ = 0;  // ever
 
-  // Of the watchdog.
+  // The watchdog's.
   bool watching_ = false;
   std::condition_variable look_sooner_;
   Clock::duration slice_ = Clock::duration::max();  // from one look to the next; max = it sleeps

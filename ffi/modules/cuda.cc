@@ -11,20 +11,19 @@
 #include <tuple>
 
 #include "layer/activation/cuda_silu.h"
-#include "layer/activation/silu_targets.h"
 #include "modules/dicts.h"
-#include "p2p/call/handler.h"
-#include "p2p/open/failure_text.h"
 #include "p2p/open/registry.h"
+
+#ifdef JAX_EP_TESTING
+#include "p2p/open/failure_text.h"
+#endif
 
 #ifdef JAX_EP_CUTLASS
 #include "layer/matmul/call/load_matmuls.h"
-#include "layer/matmul/call/matmul_targets.h"
 #endif
 
 #ifdef JAX_EP_NVSHMEM
 #include "modules/nvshmem.h"
-#include "nvshmem/call/handlers.h"
 #endif
 
 namespace nb = nanobind;
@@ -37,20 +36,6 @@ using PeerTuple = std::tuple<int64_t, int64_t, nb::bytes>;  // replica, rank, ad
 
 void Raise(const Status& status) {
   if (!status.ok()) throw std::runtime_error(status.message);
-}
-
-nb::dict MakeTargets() {
-  Targets targets;
-  AddTargets(&targets);
-  silu::AddCudaTargets(&targets);
-#ifdef JAX_EP_CUTLASS
-  matmul::AddTargets(&targets);
-  matmul::AddGatedTargets(&targets);
-#endif
-#ifdef JAX_EP_NVSHMEM
-  rail::AddTargets(&targets);
-#endif
-  return ToDict(targets);
 }
 
 GroupConfig ReadConfig(const nb::kwargs& fields) {
@@ -201,13 +186,15 @@ void DefineQueries(nb::module_& module) {
       },
       nb::arg("workspace_key"), nb::arg("ordinal"),
       "Why a call of the device in the workspaces has failed, or ''.");
+#ifdef JAX_EP_TESTING
   module.def(
       "failure_text",
       [](const GroupConfig& config, int rank, uint64_t word) {
         return DescribeFailure(config, rank, word).message;
       },
       nb::arg("config"), nb::arg("rank"), nb::arg("word"),
-      "Test hook: what `failure` says of a word that a kernel of the rank has left.");
+      "What `failure` says of a word that a kernel of the rank has left.");
+#endif
 }
 
 #ifdef JAX_EP_CUTLASS
@@ -216,7 +203,7 @@ cudaError_t LoadUsedMatmuls() { return matmul::MatmulLoader::Instance().AddDevic
 
 NB_MODULE(_ffi_cuda, module) {
   module.doc() = "XLA FFI handlers of jax_ep for CUDA devices";
-  module.def("targets", &MakeTargets, "FFI targets: name -> handler.");
+  module.def("targets", &TargetDict, "FFI targets: name -> handler.");
   module.def(
       "peer_access_problem",
       [](const std::vector<int>& devices) { return CheckPeerAccess(devices).message; },
@@ -230,10 +217,12 @@ NB_MODULE(_ffi_cuda, module) {
   DefineQueries(module);
 #ifdef JAX_EP_CUTLASS
   Registry::Instance().LoadWithGroups({"grouped_matmul", LoadUsedMatmuls});
+#ifdef JAX_EP_TESTING
   module.def(
       "are_matmuls_loaded",
       [](int ordinal) { return matmul::MatmulLoader::Instance().IsLoaded(ordinal); },
-      nb::arg("ordinal"), "Test hook: whether the kernels of matmuls were loaded on a device.");
+      nb::arg("ordinal"), "Whether the kernels of matmuls were loaded on a device.");
+#endif
 #endif
 #ifdef JAX_EP_NVSHMEM
   rail::DefineRails(module);

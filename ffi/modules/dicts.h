@@ -5,32 +5,30 @@
 #include <nanobind/stl/vector.h>
 
 #include "core/rank.h"
-#include "xla/target.h"
+#include "xla/handler.h"
 
 namespace jax_ep {
 
-// Targets as Python gets them: name -> handler, or stage -> handler.
-
-inline nanobind::dict ToDict(const Targets& targets) {
+// The targets of the extension: name -> handler, or stage -> handler.
+inline nanobind::dict TargetDict() {
   const auto capsule = [](XLA_FFI_Handler* handler) {
     return nanobind::capsule(reinterpret_cast<void*>(handler));
   };
   nanobind::dict dict;
-  for (const Target& target : targets) {
-    if (target.instantiate == nullptr) {
-      dict[target.name] = capsule(target.execute);
+  for (const Target* target = Target::first; target != nullptr; target = target->next) {
+    if (target->instantiate == nullptr) {
+      dict[target->name] = capsule(target->execute);
       continue;
     }
     nanobind::dict stages;
-    stages["instantiate"] = capsule(target.instantiate);
-    stages["execute"] = capsule(target.execute);
-    dict[target.name] = stages;
+    stages["instantiate"] = capsule(target->instantiate);
+    stages["execute"] = capsule(target->execute);
+    dict[target->name] = stages;
   }
   return dict;
 }
 
 // Counters as jax_ep/stats.py reads them.
-
 inline nanobind::dict ToDict(const RankStats& stats) {
   nanobind::dict dict;
   dict["dispatch_calls"] = stats.dispatch_calls;

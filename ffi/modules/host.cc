@@ -8,25 +8,21 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <vector>
 
+#include "core/formats.h"
 #include "host/group.h"
-#include "host/handlers.h"
-#include "layer/activation/silu_targets.h"
 #include "modules/dicts.h"
-#include "modules/token_format_dicts.h"
+
+#ifdef JAX_EP_TESTING
+#include "tests/failing_calls.h"
+#endif
 
 namespace nb = nanobind;
 
 namespace jax_ep {
 namespace {
-
-nb::dict MakeTargets() {
-  Targets targets;
-  host::AddTargets(&targets);
-  silu::AddHostTargets(&targets);
-  return ToDict(targets);
-}
 
 // Strings and lists are converted in the functions, not in nanobind's casters: these end the
 // process if memory runs out.
@@ -59,9 +55,42 @@ std::shared_ptr<host::HostGroup> FindGroup(const char* key) {
   return group;
 }
 
+nb::str ToStr(std::string_view text) { return nb::str(text.data(), text.size()); }
+
+nb::dict FormatDict(const TokenFormat& format) {
+  nb::list layouts;
+  nb::dict row_alignment;  // where it is not 1
+  for (const ScalesLayout layout : format.layouts) {
+    if (layout == ScalesLayout::kNone) continue;
+    layouts.append(ToStr(Name(layout)));
+    const int64_t n_rows = format.row_alignment(layout);
+    if (n_rows != 1) row_alignment[ToStr(Name(layout))] = n_rows;
+  }
+  nb::dict dict;
+  dict["name"] = ToStr(format.name);
+  dict["block_size"] = format.block_size;
+  dict["element"] = ToStr(Name(format.element));
+  dict["element_bits"] = format.element_bits();
+  dict["packed"] = format.is_packed;
+  dict["scale_type"] = nb::none();
+  if (!format.is_plain()) dict["scale_type"] = ToStr(Name(format.scale_type));
+  dict["scale_bytes"] = format.scale_bytes();
+  dict["takes_input_scale"] = format.takes_input_scale;
+  dict["scales_layouts"] = layouts;
+  dict["row_alignment"] = row_alignment;
+  return dict;
+}
+
+// The table of token formats, a dict per format, with which Python compares its classes.
+nb::list TokenFormatDicts() {
+  nb::list dicts;
+  for (const TokenFormat& format : kTokenFormats) dicts.append(FormatDict(format));
+  return dicts;
+}
+
 NB_MODULE(_ffi, module) {
   module.doc() = "XLA FFI handlers of jax_ep for CPU devices";
-  module.def("targets", &MakeTargets, "FFI targets: name -> handler, or stage -> handler.");
+  module.def("targets", &TargetDict, "FFI targets: name -> handler, or stage -> handler.");
   module.def("open_group", &OpenGroup, nb::arg("key"), nb::arg("n_ranks"),
              nb::arg("n_ranks_per_node"), nb::arg("n_source_nodes"), nb::arg("n_groups"),
              nb::arg("n_choices"), nb::arg("hidden_size"), nb::arg("max_tokens_per_rank"),
@@ -78,14 +107,16 @@ NB_MODULE(_ffi, module) {
         return ToDict(FindGroup(key)->Stats({replica, rank}));
       },
       nb::arg("key"), nb::arg("replica"), nb::arg("rank"), "The totals of a rank.");
+  module.def("token_formats", &TokenFormatDicts, "The table of token formats, a dict per format.");
+#ifdef JAX_EP_TESTING
   module.def(
       "fail_next_call",
       [](const char* key, int64_t ordinal, const char* message) {
-        FindGroup(key)->FailNext(ordinal, message);
+        host::FailingCalls::Instance().Add(key, ordinal, message);
       },
       nb::arg("key"), nb::arg("ordinal"), nb::arg("message"),
-      "Test hook: the next call on the device ends with an error.");
-  module.def("token_formats", &TokenFormatDicts, "The table of token formats, a dict per format.");
+      "The next call of the group on the device ends with an error.");
+#endif
 }
 
 }  // namespace

@@ -3,12 +3,12 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string_view>
+#include <type_traits>
 
 #include "core/formats.h"
 #include "core/operands.h"
-#include "core/status.h"
-#include "xla/enum_attribute.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_ep {
@@ -21,7 +21,7 @@ struct DispatchAttributes {
   std::string_view scales_layout;  // "none" for plain formats
 };
 
-// Of combine and of its backward.
+// The attributes of combine and of its backward.
 struct CombineAttributes {
   std::string_view group;  // key of the group
   Weighting weighting;
@@ -31,19 +31,42 @@ struct CombineAttributes {
   CombineMode mode() const { return {weighting, reduce, adds_shared_expert}; }
 };
 
-// Of an exchange of `host`: every rank gets the array of each rank or, if it splits, its own part
-// of each.
+// The attributes of an exchange of `host`: every rank gets the array of each rank or, if it splits,
+// its own part of each.
 struct ExchangeAttributes {
   std::string_view group;  // key of the group
   bool splits;
 };
 
-// Finds the format and the layout of the scales by their names. Fails if this build does not know
-// one of them, or if the format does not have the layout.
-Status FindRowFormat(std::string_view token_format, std::string_view scales_layout,
-                     RowFormat* row_format);
+// Decodes an enum: an int32 that must be the number of an enumerator. A program may have been made,
+// or changed, by hand, so it may have any other number: then nothing, and a diagnostic.
+template <class Enum>
+std::optional<Enum> DecodeEnum(const char* name, int32_t n_values, XLA_FFI_AttrType type,
+                               void* attribute, xla::ffi::DiagnosticEngine& diagnostic) {
+  static_assert(std::is_same_v<std::underlying_type_t<Enum>, int32_t>, "attributes are int32");
+  const std::optional<int32_t> value =
+      xla::ffi::AttrDecoding<int32_t>::Decode(type, attribute, diagnostic);
+  if (!value.has_value()) return std::nullopt;
+  if (*value < 0 || *value >= n_values) {
+    return diagnostic.Emit(name) << " must be from 0 to " << n_values - 1 << "; got " << *value;
+  }
+  return static_cast<Enum>(*value);
+}
 
 }  // namespace jax_ep
+
+// Lets handlers take attributes of an enum whose enumerators are 0 to n_values - 1. To be used
+// outside of namespaces.
+#define JAX_EP_REGISTER_ENUM_ATTRIBUTE(T, name, n_values)                          \
+  template <>                                                                      \
+  struct xla::ffi::AttrDecoding<T> {                                               \
+    using Type = T;                                                                \
+    static std::optional<T> Decode(XLA_FFI_AttrType type, void* attribute,         \
+                                   DiagnosticEngine& diagnostic) {                 \
+      return ::jax_ep::DecodeEnum<T>(name, n_values, type, attribute, diagnostic); \
+    }                                                                              \
+  };                                                                               \
+  static_assert(std::is_class_v<::xla::ffi::AttrDecoding<T>>)
 
 JAX_EP_REGISTER_ENUM_ATTRIBUTE(::jax_ep::Weighting, "combine: weighting", 3);
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_ep::DispatchAttributes,

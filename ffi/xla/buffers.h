@@ -56,7 +56,7 @@ Status CheckDisjoint(const BufferList& operands, const BufferList& results);
 
 // The dtypes of rows and of tokens given to dispatch; nothing for other dtypes.
 std::optional<RowType> ToRowType(ffi::DataType type);
-// Those of rows that combine takes.
+// The dtypes of rows that combine takes.
 std::optional<RowType> ToSumType(ffi::DataType type);
 // The dtype of a row of such elements: uint8 if they are packed.
 ffi::DataType ToDataType(Element element, bool is_packed);

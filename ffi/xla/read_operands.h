@@ -5,11 +5,18 @@
 // not fit, what it must be and what it is. On success nothing is allocated: handlers run per call.
 #pragma once
 
+#include <string_view>
+
 #include "core/operands.h"
 #include "core/status.h"
 #include "xla/buffers.h"
 
 namespace jax_ep {
+
+// Finds the format and the layout of the scales by their names. Fails if this build does not know
+// one of them, or if the format does not have the layout.
+Status FindRowFormat(std::string_view token_format, std::string_view scales_layout,
+                     RowFormat* row_format);
 
 // Operands: coordinate, tokens, group_ids, topk_weights?, input_scale?. Results: rows, row_offsets,
 // src_info, n_dropped, n_invalid, the handle, row_weights?, scales?.

@@ -27,37 +27,9 @@ Lowering = Callable[..., Any]
 Attributes = Callable[..., dict[str, Any]]
 
 
-# The targets of all custom calls, on any platform.
-TARGETS = (
-    "jax_ep_async_alloc",
-    "jax_ep_async_done",
-    "jax_ep_check",
-    "jax_ep_combine",
-    "jax_ep_combine_grad",
-    "jax_ep_combine_grad_start",
-    "jax_ep_combine_start",
-    "jax_ep_dispatch",
-    "jax_ep_dispatch_grad_start",
-    "jax_ep_dispatch_start",
-    "jax_ep_exchange",
-    "jax_ep_fused_silu",
-    "jax_ep_fused_silu_grad",
-    "jax_ep_gated_matmul",
-    "jax_ep_gated_matmul_grad",
-    "jax_ep_gated_scaled_matmul",
-    "jax_ep_grouped_matmul",
-    "jax_ep_rail",
-    "jax_ep_rail_combine",
-    "jax_ep_rail_combine_grad",
-    "jax_ep_rail_combine_grad_start",
-    "jax_ep_rail_combine_start",
-    "jax_ep_rail_dispatch",
-    "jax_ep_rail_dispatch_grad_start",
-    "jax_ep_rail_dispatch_start",
-    "jax_ep_rail_gather",
-    "jax_ep_rail_sum",
-    "jax_ep_wait_started",
-)
+# The targets of all custom calls, on any platform: those that no primitive is named after, and, by
+# `make_primitive`, the others. All modules that make one are imported with the package.
+_targets = {"jax_ep_async_alloc", "jax_ep_check"}
 
 
 def disabled_checks() -> list[DisabledSafetyCheck]:
@@ -74,12 +46,12 @@ def disabled_checks() -> list[DisabledSafetyCheck]:
         The argument `disabled_checks` of `jax.export.export`. Targets that a program does not call
         have no effect; add your own to the list.
     """
-    return [DisabledSafetyCheck.custom_call(target) for target in TARGETS]
+    return [DisabledSafetyCheck.custom_call(target) for target in sorted(_targets)]
 
 
 def custom_call(target: str, **options: Any) -> Lowering:
-    """`jax.ffi.ffi_lowering` of one of `TARGETS`."""
-    assert target in TARGETS, target
+    """`jax.ffi.ffi_lowering` of a target that `disabled_checks` names."""
+    assert target in _targets, target
     return jax.ffi.ffi_lowering(target, **options)
 
 
@@ -183,7 +155,12 @@ def call_primitive(
 
 
 def make_primitive(name: str, **lowerings: Lowering) -> Primitive:
-    """A primitive with a list of results, which also runs eagerly; `lowerings` by platform."""
+    """A primitive with a list of results, which also runs eagerly.
+
+    `lowerings`, by platform, are to custom calls whose target is `name`, at least on one platform.
+    """
+    if lowerings:
+        _targets.add(name)
     primitive = Primitive(name)
     primitive.multiple_results = True
 

@@ -1,10 +1,8 @@
 """Selects a transport, checks that the group fits a given memory, and opens a connection."""
 
-import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 from jax_ep.ffi import extension
@@ -34,8 +32,6 @@ _ON_REQUEST: tuple[type[Connection], ...] = (NvshmemByNodes,)
 _ONE_NODE = "it serves several nodes, and the ranks form one; see EPConfig.n_nodes."
 _NO_TRAVEL = "it serves several nodes, and with skip_a2a nothing travels between ranks."
 
-_serves_nodes_apart = False  # by `each_node_by_itself`
-
 # Names of all transports, the fastest first.
 NAMES = tuple(dict.fromkeys(each.name for each in (*_FASTEST_FIRST, *_ON_REQUEST)))
 
@@ -60,21 +56,6 @@ def connect(requested: Geometry, exchange: Exchange) -> Connection:
     return connection
 
 
-@contextlib.contextmanager
-def each_node_by_itself(is_so: bool = True) -> Iterator[None]:
-    """Groups opened meanwhile serve each node by itself, even where all could be served at once.
-
-    For tests and benchmarks, which have one host; in all processes alike. Inside of another such
-    context, `is_so=False` undoes it.
-    """
-    global _serves_nodes_apart
-    before, _serves_nodes_apart = _serves_nodes_apart, is_so
-    try:
-        yield
-    finally:
-        _serves_nodes_apart = before
-
-
 def _select(requested: Geometry, exchange: Exchange) -> Connection:
     if requested.transport not in ("auto", *NAMES):
         known = ", ".join(map(repr, NAMES))
@@ -93,10 +74,7 @@ def _select(requested: Geometry, exchange: Exchange) -> Connection:
                 why = _NO_TRAVEL if geometry.config.skip_a2a else _ONE_NODE
                 refused.setdefault(transport.name, why)
                 continue
-        if _must_leave_nodes_apart(transport, geometry):
-            reason: str | None = "each node is to be served by itself."
-        else:
-            reason = transport.unsupported_reason(geometry, exchange)
+        reason = transport.unsupported_reason(geometry, exchange)
         if reason is None:
             if is_auto:
                 _log_choice(geometry, issubclass(transport, NodesConnection), refused)
@@ -106,14 +84,6 @@ def _select(requested: Geometry, exchange: Exchange) -> Connection:
         refused[transport.name] = reason
     why = refused[requested.transport]
     raise ValueError(f"Transport {requested.transport!r} cannot serve: {why}")
-
-
-def _must_leave_nodes_apart(transport: type[Connection], geometry: Geometry) -> bool:
-    is_intra_node = any(
-        issubclass(each, NodesConnection) and each.inner_type is transport
-        for each in _FASTEST_FIRST
-    )
-    return _serves_nodes_apart and is_intra_node and geometry.routed.n_nodes > 1
 
 
 def _with_nodes(

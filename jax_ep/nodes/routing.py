@@ -1,6 +1,6 @@
 """Routing on several nodes: which nodes need a token, and the groups of its choices inside a node.
 
-The same in C++: ffi/nvshmem/plan/node_groups.h.
+The same in C++: ffi/nvshmem/plan/rail_call.h.
 """
 
 import jax

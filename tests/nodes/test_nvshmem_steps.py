@@ -17,7 +17,7 @@ from jax_ep.ffi import extension
 from jax_ep.geometry import Geometry
 from jax_ep.nodes.nvshmem import bootstrap as nvshmem_bootstrap
 from jax_ep.nodes.nvshmem import connection as nvshmem
-from jax_ep.nodes.nvshmem.rail_room import Room, unsupported_reason, why_no_room
+from jax_ep.nodes.nvshmem.connection import Room, room_problem, why_no_room
 from jax_ep.processes import exchange as exchange_module
 from jax_ep.processes.messages import Message
 from jax_ep.transports.p2p import P2pConnection
@@ -96,7 +96,7 @@ def ask_for_room(own, others, process) -> str | None:
             return answers
 
     fake = SimpleNamespace(n_blocks=64, room=lambda device: own if device == 5 else None)
-    return unsupported_reason(fake, Others(), device=5)
+    return room_problem(fake, Others(), device=5)
 
 
 def test_all_processes_refuse_alike():

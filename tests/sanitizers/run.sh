@@ -47,6 +47,7 @@ build() {
     --config-settings cmake.build-type=Debug \
     --config-settings install.strip=false \
     --config-settings cmake.define.JAX_EP_SANITIZE="$sanitizer" \
+    --config-settings cmake.define.JAX_EP_TESTING=ON \
     --config-settings cmake.define.JAX_EP_CUDA=OFF .
   flags=(-std=c++17 -g -O1 -fPIC -shared -Wall -Wextra -isystem "$include")
   "$CXX" "${flags[@]}" -fsanitize="$sanitizer" -fno-sanitize-recover=all \

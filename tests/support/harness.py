@@ -5,6 +5,7 @@ function sees it without that axis. Only the shards of this process's devices ar
 same code serves one process and several.
 """
 
+import contextlib
 import hashlib
 import math
 import weakref
@@ -20,9 +21,24 @@ from jax.sharding import PartitionSpec as P
 import cases
 import jax_ep
 from jax_ep.formats import QUANTIZED as QUANTIZED_FORMATS
-from jax_ep.group.select import each_node_by_itself as each_node_by_itself
+from jax_ep.group import select
+from jax_ep.nodes.connection import NodesConnection
 
 AXIS = "ep"
+
+_FASTEST_FIRST = select._FASTEST_FIRST
+_BY_NODES_FIRST = sorted(_FASTEST_FIRST, key=lambda each: not issubclass(each, NodesConnection))
+
+
+@contextlib.contextmanager
+def each_node_by_itself(is_so: bool = True):
+    """Groups opened meanwhile serve each node by itself, even where all could be served at once.
+
+    In all processes alike. Inside of another such context, `is_so=False` undoes it.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(select, "_FASTEST_FIRST", _BY_NODES_FIRST if is_so else _FASTEST_FIRST)
+        yield
 
 
 def make_mesh(n_ranks: int, dp: int = 1, *, names=None, reverse=False) -> Mesh:

@@ -5,10 +5,8 @@
 #include <vector>
 
 #include "core/routing.h"
-#include "host/chunks.h"
 #include "host/encode.h"
 #include "host/rows.h"
-#include "host/scales.h"
 
 namespace jax_ep::silu {
 namespace {

@@ -5,12 +5,11 @@
 #include <memory>
 #include <utility>
 
-#include "host/guard.h"
+#include "host/handler.h"
 #include "host/rendezvous.h"
 #include "layer/activation/cpu_silu.h"
 #include "layer/activation/read_silu.h"
-#include "layer/activation/silu_targets.h"
-#include "xla/error.h"
+#include "xla/handler.h"
 
 namespace jax_ep::silu {
 namespace {
@@ -41,6 +40,6 @@ JAX_EP_DEFINE_HANDLER_SYMBOL(
     HostFusedSilu, "fused_silu", FusedSiluImpl,
     WithSiluOperands(ffi::Ffi::Bind().Ctx<ffi::RunId>().Ctx<ffi::ThreadPool>()));
 
-void AddHostTargets(Targets* targets) { targets->push_back({"jax_ep_fused_silu", HostFusedSilu}); }
+static const Target kFusedSilu("jax_ep_fused_silu", HostFusedSilu);
 
 }  // namespace jax_ep::silu

@@ -4,7 +4,6 @@
 
 #include "layer/activation/cuda_silu.h"
 #include "layer/activation/read_silu.h"
-#include "layer/activation/silu_targets.h"
 #include "p2p/call/handler.h"
 
 namespace jax_ep::silu {
@@ -35,21 +34,11 @@ ffi::Error SiluGradientImpl(cudaStream_t stream, ffi::RemainingArgs operands,
 }  // namespace
 }  // namespace jax_ep::silu
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    CudaFusedSilu, jax_ep::silu::FusedSiluImpl,
-    jax_ep::silu::WithSiluOperands(
-        xla::ffi::Ffi::Bind().Ctx<xla::ffi::PlatformStream<cudaStream_t>>()),
-    {xla::ffi::Traits::kCmdBufferCompatible});
+JAX_EP_DEFINE_TARGET("jax_ep_fused_silu", CudaFusedSilu, jax_ep::silu::FusedSiluImpl,
+                     jax_ep::silu::WithSiluOperands(
+                         xla::ffi::Ffi::Bind().Ctx<xla::ffi::PlatformStream<cudaStream_t>>()),
+                     {xla::ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaSiluGradient, jax_ep::silu::SiluGradientImpl,
-                              jax_ep::p2p::BindLayerCall<jax_ep::silu::GateAttributes>(),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
-
-namespace jax_ep::silu {
-
-void AddCudaTargets(Targets* targets) {
-  targets->push_back({"jax_ep_fused_silu", CudaFusedSilu});
-  targets->push_back({"jax_ep_fused_silu_grad", CudaSiluGradient});
-}
-
-}  // namespace jax_ep::silu
+JAX_EP_DEFINE_TARGET("jax_ep_fused_silu_grad", CudaSiluGradient, jax_ep::silu::SiluGradientImpl,
+                     jax_ep::p2p::BindLayerCall<jax_ep::silu::GateAttributes>(),
+                     {xla::ffi::Traits::kCmdBufferCompatible});

@@ -3,7 +3,7 @@
 #include <optional>
 #include <string>
 
-#include "xla/attributes.h"
+#include "xla/read_operands.h"
 
 namespace jax_ep::silu {
 namespace {

@@ -6,7 +6,6 @@
 #include <type_traits>
 
 #include "core/status.h"
-#include "nvshmem/call/handlers.h"
 #include "nvshmem/plan/rail_call.h"
 #include "nvshmem/world/world.h"
 #include "p2p/call/handler.h"
@@ -72,7 +71,7 @@ Status CutRows(RailCall* call);
 // and may have a Launch of their own, whose `started` is that of LaunchInOrder.
 template <class T>
 struct RailHandler {
-  // Of the results, how many are memory for the call.
+  // How many of the results are memory for the call.
   static constexpr size_t kScratch = 0;
 
   T call{};
@@ -145,15 +144,13 @@ auto BindRailNow() {
 
 }  // namespace jax_ep::rail
 
-// Define the XLA FFI handler `symbol` that runs a `Handler`; the latter two are asynchronous, and
-// not captured (see BindStart). That of one result has it as a result.
-#define JAX_EP_RAIL_HANDLER(symbol, Handler)                               \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(symbol, jax_ep::rail::RunRailNow<Handler>, \
-                                jax_ep::rail::BindRailNow<Handler>(),      \
-                                {xla::ffi::Traits::kCmdBufferCompatible})
-#define JAX_EP_RAIL_START_OF_ONE_RESULT(symbol, Handler)                   \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(symbol, jax_ep::rail::RunRailNow<Handler>, \
-                                jax_ep::rail::BindRailNow<Handler>())
-#define JAX_EP_RAIL_START(symbol, Handler)                                \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(symbol, jax_ep::rail::StartRail<Handler>, \
-                                jax_ep::p2p::BindStart().Attrs<Handler::Attributes>())
+// Define the XLA FFI handler `symbol` of target `name`, which runs a `Handler`; the latter two are
+// asynchronous, and not captured (see BindStart). That of one result has it as a result.
+#define JAX_EP_RAIL_HANDLER(name, symbol, Handler)                                \
+  JAX_EP_DEFINE_TARGET(name, symbol, RunRailNow<Handler>, BindRailNow<Handler>(), \
+                       {ffi::Traits::kCmdBufferCompatible})
+#define JAX_EP_RAIL_START_OF_ONE_RESULT(name, symbol, Handler) \
+  JAX_EP_DEFINE_TARGET(name, symbol, RunRailNow<Handler>, BindRailNow<Handler>())
+#define JAX_EP_RAIL_START(name, symbol, Handler)         \
+  JAX_EP_DEFINE_TARGET(name, symbol, StartRail<Handler>, \
+                       p2p::BindStart().Attrs<Handler::Attributes>())

@@ -1,10 +1,11 @@
 // A block of a kernel on the GPU, as the steps of an inter-node exchange (credit_fifo.h) use it:
 // how its threads synchronize, and how they reach memory and the network. All threads of a block
-// call its functions, unless they say otherwise.
+// call its functions, unless they say otherwise. And the definitions of kernels by name.
 #pragma once
 
 #include <cstdint>
 
+#include "core/float_types.h"
 #include "nvshmem/kernels/copy_rows.cuh"
 #include "nvshmem/kernels/network.cuh"
 #include "nvshmem/plan/rail_call.h"
@@ -129,3 +130,16 @@ class GpuBlock : public BlockCopies {
 };
 
 }  // namespace jax_ep::rail
+
+// A kernel that runs run(call), by the name that the host finds it by (nvshmem/plan/rail_call.h).
+// The first blocks send, the others receive: all run at once.
+#define JAX_EP_RAIL_KERNEL(name, Call, run)                 \
+  extern "C" __global__ void __launch_bounds__(kThreads, 1) \
+      name(const __grid_constant__ Call call) {             \
+    run(call);                                              \
+  }
+
+// One for each of kSumTypes: run<T>(call).
+#define JAX_EP_RAIL_KERNELS(name, Call, run)           \
+  JAX_EP_RAIL_KERNEL(name##_bf16, Call, run<BFloat16>) \
+  JAX_EP_RAIL_KERNEL(name##_f32, Call, run<float>)

@@ -5,11 +5,10 @@
 #include <cstdint>
 
 #include "nvshmem/kernels/copy_rows.cuh"
-#include "nvshmem/kernels/define_kernel.cuh"
 #include "nvshmem/kernels/gpu_block.cuh"
 #include "nvshmem/kernels/sum_tiles.cuh"
-#include "nvshmem/plan/rail_combine_call.h"
-#include "nvshmem/steps/receive_sums.h"
+#include "nvshmem/plan/rail_sum_calls.h"
+#include "nvshmem/steps/receive.h"
 #include "p2p/combine/combine_receive.cuh"
 
 namespace jax_ep::rail {

@@ -3,11 +3,10 @@
 
 #include <cstdint>
 
-#include "nvshmem/kernels/define_kernel.cuh"
 #include "nvshmem/kernels/gpu_block.cuh"
 #include "nvshmem/kernels/sum_tiles.cuh"
-#include "nvshmem/plan/rail_sum_call.h"
-#include "nvshmem/steps/receive_sums.h"
+#include "nvshmem/plan/rail_sum_calls.h"
+#include "nvshmem/steps/receive.h"
 
 namespace jax_ep::rail {
 namespace {

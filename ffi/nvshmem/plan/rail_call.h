@@ -3,14 +3,15 @@
 
 #include <cstdint>
 
-#include "nvshmem/plan/node_groups.h"
+#include "core/host_device.h"
+#include "core/routing.h"
 #include "nvshmem/plan/rail_exchange.h"
 #include "p2p/launch/call_args.h"
 
 namespace jax_ep::rail {
 
 constexpr int kThreads = 512;
-// Of each channel, one block sends and one receives.
+// A channel has a block that sends and one that receives.
 constexpr int kBlocks = 2 * RailExchange::kChannels;
 
 // A rank of the rail.
@@ -28,6 +29,26 @@ struct Rows {
   uint8_t* to;          // [N, n_rows], by the node that they come from
   int64_t bytes;        // of a row; a multiple of 4
   bool by_node;         // `from` has a part for each node
+};
+
+// Which groups of rows a node has, and what they are called inside it: node n has the groups from
+// n * n_groups on. Inside it, the rows of an expert are a group for each node that tokens come from
+// (core/routing.h). The same in Python: jax_ep/nodes/routing.py.
+struct NodeGroups {
+  int32_t n_groups;  // of a node
+  int32_t n_nodes;   // N
+
+  JAX_EP_HOST_DEVICE constexpr bool Has(int32_t node, int32_t id) const {
+    const uint32_t first = static_cast<uint32_t>(node) * n_groups;
+    return static_cast<uint32_t>(id) - first < static_cast<uint32_t>(n_groups);
+  }
+  // The group inside `node` of a choice of a token from `source`. Invalid ids stay invalid at their
+  // own node, which counts them; other nodes' groups become none.
+  JAX_EP_HOST_DEVICE constexpr int32_t Within(int32_t node, int32_t source, int32_t id) const {
+    if (Has(node, id)) return (id - node * n_groups) * n_nodes + source;
+    const bool is_group = id >= 0 && id < n_nodes * n_groups;
+    return source == node && !is_group && id != kNoGroup ? kInvalidGroup : kNoGroup;
+  }
 };
 
 // The choices of the tokens whose rows are exchanged: a row goes to the nodes that have a group
@@ -81,5 +102,26 @@ struct RailCall {
   // [N, n_tiles]: set once a tile of another node is in `rows.to`; null: nobody looks meanwhile.
   uint32_t* arrived;
 };
+
+// Blocks that send in an intra-node dispatch while the exchange brings tokens: enough for the
+// intra-node link, or a third of those of an asynchronous call. Equal on all ranks, as are the
+// ranges of tokens that ranks send each other round robin.
+constexpr int64_t SendBlocks(bool is_async) { return is_async ? 8 : 16; }
+
+// The ranges of tokens of a node: a block sends each.
+constexpr int64_t RangesPerNode(int64_t n_nodes, bool is_async) {
+  return n_nodes < SendBlocks(is_async) ? SendBlocks(is_async) / n_nodes : 1;
+}
+
+namespace node_groups_test {
+constexpr NodeGroups kTwo{/*n_groups=*/8, /*n_nodes=*/2};
+static_assert(kTwo.Has(0, 7) && !kTwo.Has(0, 8) && kTwo.Has(1, 8) && !kTwo.Has(1, 16));
+static_assert(!kTwo.Has(0, kNoGroup) && !kTwo.Has(1, kNoGroup));
+static_assert(kTwo.Within(1, 0, 10) == 4 && kTwo.Within(1, 1, 10) == 5, "by source");
+static_assert(kTwo.Within(0, 0, 10) == kNoGroup, "of another node");
+static_assert(kTwo.Within(1, 1, 16) == kInvalidGroup && kTwo.Within(1, 0, 16) == kNoGroup,
+              "counted once");
+static_assert(kTwo.Within(1, 1, kNoGroup) == kNoGroup, "not a group, but valid");
+}  // namespace node_groups_test
 
 }  // namespace jax_ep::rail

@@ -3,8 +3,8 @@
 //
 // A call gives every rank of the rail rows from every other one. Rows are cut into tiles; tile i
 // goes through channel i % kChannels. A channel has a block that sends and one that receives, and
-// for each node a credit FIFO (nvshmem/plan/credit_fifo.h) of its own, so that its items are
-// taken in order and no block waits for another of its rank. docs/dev/scale.md has the protocol.
+// for each node a credit FIFO of its own, so that its items are taken in order and no block waits
+// for another of its rank. docs/dev/scale.md has the protocol.
 #pragma once
 
 #include <cstddef>
@@ -13,9 +13,42 @@
 #include "core/host_device.h"
 #include "core/message.h"
 #include "core/workspace.h"
-#include "nvshmem/plan/credit_fifo.h"
 
 namespace jax_ep::rail {
+
+// Credit FIFOs: the items that one rank sends to another in all calls of a kind, through a ring of
+// `depth` slots.
+//
+// Item i, counted from the first call on, goes to slot i % depth. The word of that slot is an
+// epoch word with the item's lap, i / depth + 1, as its epoch. So nothing is cleared between laps
+// or between calls, and no call has to wait until another one has ended.
+//
+// The receiver returns credits: it counts the items that it has taken in a word of the sender. The
+// sender may send item i once fewer than `depth` items before it have not been taken. Through a
+// network, credits are added, not stored, since it may deliver two puts in either order.
+struct CreditFifo {
+  int64_t depth;
+
+  JAX_EP_HOST_DEVICE constexpr int64_t Slot(int64_t item) const { return item % depth; }
+
+  JAX_EP_HOST_DEVICE constexpr uint64_t Word(int64_t item, uint32_t value) const {
+    return MakeEpochWord(Lap(item), value);
+  }
+  JAX_EP_HOST_DEVICE constexpr bool HasArrived(uint64_t word, int64_t item) const {
+    return IsOfEpoch(word, Lap(item));
+  }
+
+  // Whether the sender may send `item`, by the credits that it has.
+  JAX_EP_HOST_DEVICE constexpr bool HasRoom(int64_t item, int64_t credits) const {
+    return item - credits < depth;
+  }
+
+ private:
+  // 32 bits without 0, which is the lap of slots that nothing was sent to.
+  JAX_EP_HOST_DEVICE constexpr uint32_t Lap(int64_t item) const {
+    return static_cast<uint32_t>(item / depth % 0xffffffff) + 1;
+  }
+};
 
 // Rows of a tile: the value of its word has a bit for each.
 constexpr int64_t kMaxTileRows = 32;
@@ -56,7 +89,7 @@ struct RailTiles {
 struct RailExchange {
   static constexpr int64_t kChannels = 32;
   static constexpr int64_t kDepth = 2;  // slots of a FIFO: one is filled while one is emptied
-  // In all, of the slots that other nodes write to; as much again of slots to send from.
+  // All slots that other nodes write to; as much again of slots to send from.
   static constexpr int64_t kSlotsBytes = int64_t{64} << 20;
   static constexpr int64_t kMaxSlotBytes = int64_t{256} << 10;
 

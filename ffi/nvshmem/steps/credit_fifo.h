@@ -2,11 +2,10 @@
 // channel waits for room, fills a slot and sends it; or waits for a tile, takes it and returns the
 // credit. See nvshmem/plan/rail_exchange.h.
 //
-// This and the files on top of it (exchange_tiles.h, receive_tiles.h, receive_sums.h,
-// tile_choices.h) are what the kernels do, in the hands of all threads of a block. How the block
-// synchronizes, and how it reaches memory and the network, is a `Block`: GpuBlock
-// (kernels/gpu_block.cuh) in a kernel, SimulatedBlock (tests/nvshmem/rail_exchange_block.h) in a
-// simulation, where a block has one thread.
+// This and the files on top of it (exchange_tiles.h, receive.h) are what the kernels do, in the
+// hands of all threads of a block. How the block synchronizes, and how it reaches memory and the
+// network, is a `Block`: GpuBlock (kernels/gpu_block.cuh) in a kernel, SimulatedBlock
+// (tests/nvshmem/rail_exchange_block.h) in a simulation, where a block has one thread.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +25,7 @@ struct Channel {
   int64_t index;
   int64_t first_item;  // in every FIFO of the channel
 
-  // Of the n-th block of a kernel: the first blocks send, the others receive.
+  // The n-th block of a kernel, and its channel: the first blocks send, the others receive.
   JAX_EP_DEVICE static bool Sends(int n) { return n < RailExchange::kChannels; }
   JAX_EP_DEVICE static Channel OfBlock(const RailCall& call, int n) {
     const int64_t index = n % RailExchange::kChannels;

@@ -1,15 +1,29 @@
 #include "nvshmem/world/world.h"
 
+#include <dlfcn.h>
+
 #include <cstring>
 #include <mutex>
 #include <optional>
 #include <thread>
+#include <tuple>
+#include <type_traits>
 #include <vector>
 
-#include "nvshmem/world/fatbin.h"
 #include "nvshmem/world/launch.h"
 #include "p2p/launch/cuda_status.h"
 #include "p2p/open/peer_memory.h"
+
+// The linked kernels that use NVSHMEM, as bytes. CMake links them and says where they are.
+asm(".section .rodata\n"
+    ".balign 64\n"
+    "jax_ep_rail_fatbin:\n"
+    ".incbin \"" JAX_EP_RAIL_FATBIN
+    "\"\n"
+    ".byte 0\n"
+    ".previous\n");
+
+extern "C" __attribute__((visibility("hidden"))) const char jax_ep_rail_fatbin[];
 
 namespace jax_ep::rail {
 namespace {
@@ -19,6 +33,41 @@ using p2p::ToStatus;
 
 // Statuses of nvshmemx_init_status from this one on are of a library that can be used.
 constexpr int kInitialized = NVSHMEM_STATUS_IS_INITIALIZED;
+
+// Opens libnvshmem_host.so.3 at `path`. Fails if it is missing or too old.
+Status LoadLibrary(const std::string& path, Library* library, Version* version) {
+  void* const handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (handle == nullptr) {
+    return FailedPrecondition("NVSHMEM's host library cannot be opened: " + std::string(dlerror()));
+  }
+  std::string missing;
+  const auto find = [&](const char* name, auto& function) {
+    function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(handle, name));
+    if (function == nullptr) missing = name;
+  };
+  find("nvshmemx_vendor_get_version_info", library->vendor_get_version_info);
+  find("nvshmemx_init_status", library->init_status);
+  find("nvshmemx_get_uniqueid", library->get_uniqueid);
+  find("nvshmemx_set_attr_uniqueid_args", library->set_attr_uniqueid_args);
+  find("nvshmemx_hostlib_init_attr", library->hostlib_init_attr);
+  find("nvshmemx_culibrary_init", library->culibrary_init);
+  find("nvshmem_my_pe", library->my_pe);
+  find("nvshmem_n_pes", library->n_pes);
+  find("nvshmem_malloc", library->malloc);
+  find("nvshmem_ptr", library->ptr);
+  if (!missing.empty()) return FailedPrecondition(path + " lacks the function " + missing + ".");
+  library->vendor_get_version_info(&version->major, &version->minor, &version->patch);
+  // Device code runs with host libraries of the same major version that are at least as new.
+  constexpr Version built{NVSHMEM_VENDOR_MAJOR_VERSION, NVSHMEM_VENDOR_MINOR_VERSION,
+                          NVSHMEM_VENDOR_PATCH_VERSION};
+  if (version->major != built.major ||
+      std::tie(version->minor, version->patch) < std::tie(built.minor, built.patch)) {
+    return FailedPrecondition("NVSHMEM must be version " + built.ToString() +
+                              " or a later one of major version " + std::to_string(built.major) +
+                              "; got " + version->ToString() + " (" + path + ").");
+  }
+  return {};
+}
 
 // Whether processes run kernels on the device at the same time. Older drivers cannot say.
 bool HasMps(int device) {
@@ -101,6 +150,10 @@ class SideOfThread {
 
 }  // namespace
 
+std::string Version::ToString() const {
+  return std::to_string(major) + "." + std::to_string(minor) + "." + std::to_string(patch);
+}
+
 Status FindRoom(int device, GpuRoom* room) {
   cudaUUID_t uuid;
   Status status = p2p::DeviceUuid(device, &uuid);
@@ -176,9 +229,9 @@ Status World::Initialize(const std::string& id, int pe, int n_pes) {
 
 Status World::LoadKernel() {
   cudaLibrary_t code;
-  Status status =
-      ToStatus(cudaLibraryLoadData(&code, RailFatbin(), nullptr, nullptr, 0, nullptr, nullptr, 0),
-               "loading the kernels that use NVSHMEM");
+  Status status = ToStatus(
+      cudaLibraryLoadData(&code, jax_ep_rail_fatbin, nullptr, nullptr, 0, nullptr, nullptr, 0),
+      "loading the kernels that use NVSHMEM");
   if (!status.ok()) return status;
   const int error = library_.culibrary_init(reinterpret_cast<CUlibrary>(code));
   if (error != 0) {

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cuda_runtime_api.h>
+#include <nvshmem_host.h>
 
 #include <chrono>
 #include <cstdint>
@@ -15,12 +16,30 @@
 #include "core/element_types.h"
 #include "core/status.h"
 #include "nvshmem/plan/rail_call.h"
-#include "nvshmem/plan/rail_combine_call.h"
-#include "nvshmem/plan/rail_sum_call.h"
+#include "nvshmem/plan/rail_sum_calls.h"
 #include "nvshmem/world/heap_list.h"
-#include "nvshmem/world/library.h"
 
 namespace jax_ep::rail {
+
+// The functions that are called of NVSHMEM's host library, which is found at run time: nothing of
+// it is needed to build or to import jax_ep's extension but its headers.
+struct Library {
+  decltype(&nvshmemx_vendor_get_version_info) vendor_get_version_info;
+  decltype(&nvshmemx_init_status) init_status;
+  decltype(&nvshmemx_get_uniqueid) get_uniqueid;
+  decltype(&nvshmemx_set_attr_uniqueid_args) set_attr_uniqueid_args;
+  decltype(&nvshmemx_hostlib_init_attr) hostlib_init_attr;
+  decltype(&nvshmemx_culibrary_init) culibrary_init;
+  decltype(&nvshmem_my_pe) my_pe;
+  decltype(&nvshmem_n_pes) n_pes;
+  decltype(&nvshmem_malloc) malloc;
+  decltype(&nvshmem_ptr) ptr;
+};
+
+struct Version {
+  int major, minor, patch;
+  std::string ToString() const;
+};
 
 // What decides whether the exchange's kernels of several processes fit on a GPU at once.
 struct GpuRoom {

@@ -1,4 +1,5 @@
-// Shared by the XLA FFI handlers for CUDA: the caller, errors, attributes and bindings.
+// Shared by the XLA FFI handlers for CUDA: the caller, errors, attributes and bindings. They only
+// launch. Handlers of calls that are not asynchronous may be captured into command buffers.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -16,10 +17,8 @@
 #include "p2p/open/registry.h"
 #include "xla/attributes.h"
 #include "xla/buffers.h"
-#include "xla/enum_attribute.h"
-#include "xla/error.h"
 #include "xla/ffi/api/ffi.h"
-#include "xla/target.h"
+#include "xla/handler.h"
 
 namespace jax_ep::p2p {
 
@@ -125,9 +124,6 @@ Status ReadCombineCall(const Caller& caller, const CombineMode& mode, bool is_as
 Status ReadCombineGradCall(const Caller& caller, const CombineMode& mode, bool is_async,
                            const BufferList& buffers, const BufferList& results,
                            CombineGradArgs& args);
-
-// The handlers, by the names that Python calls them by.
-void AddTargets(Targets* targets);
 
 }  // namespace jax_ep::p2p
 

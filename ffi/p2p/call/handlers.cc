@@ -150,67 +150,50 @@ ffi::Error DoneImpl(cudaStream_t stream, ffi::AnyBuffer, ffi::RemainingArgs oper
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaCheck, CheckImpl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::DeviceOrdinal>()
-                                  .Arg<ffi::BufferR0<ffi::S32>>()  // coordinate []
-                                  .Ret<ffi::BufferR0<ffi::S32>>()  // undefined
-                                  .Attr<std::string_view>("group"));
+JAX_EP_DEFINE_TARGET("jax_ep_check", CudaCheck, CheckImpl,
+                     ffi::Ffi::Bind()
+                         .Ctx<ffi::DeviceOrdinal>()
+                         .Arg<ffi::BufferR0<ffi::S32>>()  // coordinate []
+                         .Ret<ffi::BufferR0<ffi::S32>>()  // undefined
+                         .Attr<std::string_view>("group"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaDispatch, RunNow<Dispatch>, BindNow<Dispatch>(),
-                              {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaCombine, RunNow<Combine>, BindNow<Combine>(),
-                              {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaCombineGrad, RunNow<CombineGrad>, BindNow<CombineGrad>(),
-                              {ffi::Traits::kCmdBufferCompatible});
+JAX_EP_DEFINE_TARGET("jax_ep_dispatch", CudaDispatch, RunNow<Dispatch>, BindNow<Dispatch>(),
+                     {ffi::Traits::kCmdBufferCompatible});
+JAX_EP_DEFINE_TARGET("jax_ep_combine", CudaCombine, RunNow<Combine>, BindNow<Combine>(),
+                     {ffi::Traits::kCmdBufferCompatible});
+JAX_EP_DEFINE_TARGET("jax_ep_combine_grad", CudaCombineGrad, RunNow<CombineGrad>,
+                     BindNow<CombineGrad>(), {ffi::Traits::kCmdBufferCompatible});
 
 // Not captured; see BindStart.
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaCombineStart, RunNow<Combine>, BindNow<Combine>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaDispatchStart, Start<Dispatch>,
-                              BindStart().Attrs<Dispatch::Attributes>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaDispatchGradStart, Start<DispatchGrad>,
-                              BindStart().Attrs<DispatchGrad::Attributes>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaCombineGradStart, Start<CombineGrad>,
-                              BindStart().Attrs<CombineGrad::Attributes>());
+JAX_EP_DEFINE_TARGET("jax_ep_combine_start", CudaCombineStart, RunNow<Combine>, BindNow<Combine>());
+JAX_EP_DEFINE_TARGET("jax_ep_dispatch_start", CudaDispatchStart, Start<Dispatch>,
+                     BindStart().Attrs<Dispatch::Attributes>());
+JAX_EP_DEFINE_TARGET("jax_ep_dispatch_grad_start", CudaDispatchGradStart, Start<DispatchGrad>,
+                     BindStart().Attrs<DispatchGrad::Attributes>());
+JAX_EP_DEFINE_TARGET("jax_ep_combine_grad_start", CudaCombineGradStart, Start<CombineGrad>,
+                     BindStart().Attrs<CombineGrad::Attributes>());
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaAsyncAlloc, AllocImpl,
-                              ffi::Ffi::Bind()
-                                  .Arg<ffi::BufferR0<ffi::S32>>()  // coordinate []
-                                  .RemainingRets()  // undefined [], then results of the call
+JAX_EP_DEFINE_TARGET("jax_ep_async_alloc", CudaAsyncAlloc, AllocImpl,
+                     ffi::Ffi::Bind()
+                         .Arg<ffi::BufferR0<ffi::S32>>()  // coordinate []
+                         .RemainingRets()                 // undefined [], then results of the call
 );
 
 // Not captured, because asynchronous calls are not.
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaWaitStarted, WaitStartedImpl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Ctx<ffi::DeviceOrdinal>()
-                                  .Arg<ffi::AnyBuffer>()  // depends on the call's inputs
-                                  .Ret<ffi::AnyBuffer>()  // undefined
+JAX_EP_DEFINE_TARGET("jax_ep_wait_started", CudaWaitStarted, WaitStartedImpl,
+                     ffi::Ffi::Bind()
+                         .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                         .Ctx<ffi::DeviceOrdinal>()
+                         .Arg<ffi::AnyBuffer>()  // depends on the call's inputs
+                         .Ret<ffi::AnyBuffer>()  // undefined
 );
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaAsyncDone, DoneImpl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::AnyBuffer>()  // ticket
-                                  .RemainingArgs()        // results of the call
-                                  .RemainingRets()        // the same
+JAX_EP_DEFINE_TARGET("jax_ep_async_done", CudaAsyncDone, DoneImpl,
+                     ffi::Ffi::Bind()
+                         .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                         .Arg<ffi::AnyBuffer>()  // ticket
+                         .RemainingArgs()        // results of the call
+                         .RemainingRets()        // the same
 );
-
-void AddTargets(Targets* targets) {
-  const Target all[] = {
-      {"jax_ep_dispatch", CudaDispatch},
-      {"jax_ep_combine", CudaCombine},
-      {"jax_ep_combine_grad", CudaCombineGrad},
-      {"jax_ep_check", CudaCheck},
-      {"jax_ep_async_alloc", CudaAsyncAlloc},
-      {"jax_ep_dispatch_start", CudaDispatchStart},
-      {"jax_ep_dispatch_grad_start", CudaDispatchGradStart},
-      {"jax_ep_combine_start", CudaCombineStart},
-      {"jax_ep_combine_grad_start", CudaCombineGradStart},
-      {"jax_ep_wait_started", CudaWaitStarted},
-      {"jax_ep_async_done", CudaAsyncDone},
-  };
-  targets->insert(targets->end(), std::begin(all), std::end(all));
-}
 
 }  // namespace jax_ep::p2p

@@ -79,7 +79,7 @@ class Network {
     if (put.has_word && put.n_delivered == put.n_bytes) puts_.pop_back();
   }
   size_t n_in_flight() const { return puts_.size(); }
-  // Of all puts, without their words.
+  // Bytes of all puts, without their words.
   size_t n_sent_bytes() const { return n_sent_bytes_; }
 
   // A rank begins to write an item to a slot; or to read it; or needs the slot no longer.

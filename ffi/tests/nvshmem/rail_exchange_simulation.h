@@ -9,8 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "nvshmem/steps/receive_sums.h"
-#include "nvshmem/steps/receive_tiles.h"
+#include "nvshmem/steps/receive.h"
 #include "tests/nvshmem/rail_exchange_block.h"
 
 namespace jax_ep::rail {

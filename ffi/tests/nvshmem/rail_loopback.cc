@@ -1,7 +1,6 @@
 #include "tests/nvshmem/rail_loopback.h"
 
-#include "nvshmem/call/rail_dispatch.h"
-#include "nvshmem/plan/rail_sum_call.h"
+#include "nvshmem/plan/rail_sum_calls.h"
 
 namespace jax_ep::p2p {
 namespace {

@@ -9,7 +9,7 @@
 #include <string>
 
 #include "nvshmem/plan/rail_call.h"
-#include "nvshmem/plan/rail_combine_call.h"
+#include "nvshmem/plan/rail_sum_calls.h"
 #include "nvshmem/world/launch.h"
 #include "tests/p2p/p2p_fixture.h"
 

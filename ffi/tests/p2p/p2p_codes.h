@@ -9,7 +9,6 @@
 
 #include "core/formats.h"
 #include "host/encode.h"
-#include "host/scales.h"
 #include "tests/p2p/p2p_reference.h"
 
 namespace jax_ep::p2p {

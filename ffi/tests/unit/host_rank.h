@@ -10,8 +10,8 @@
 #include "core/formats.h"
 #include "host/combine.h"
 #include "host/dispatch.h"
+#include "host/encode.h"
 #include "host/group.h"
-#include "host/scales.h"
 
 namespace jax_ep::host {
 

@@ -1,1 +1,1 @@
-"""Transport `nvshmem`: rails over NVSHMEM, imported on demand."""
+"""Transport `nvshmem`: rails over NVSHMEM."""

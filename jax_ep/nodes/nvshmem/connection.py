@@ -1,7 +1,12 @@
 """Transport `nvshmem`: `p2p` inside each node, NVSHMEM between the nodes."""
 
+import collections
+import dataclasses
+import json
 import time
 import warnings
+from collections.abc import Mapping
+from types import ModuleType
 
 import jax
 
@@ -11,10 +16,10 @@ from jax_ep.geometry import Geometry
 from jax_ep.nodes import codes
 from jax_ep.nodes.connection import P2pByNodes
 from jax_ep.nodes.nvshmem import bootstrap as nvshmem_bootstrap
-from jax_ep.nodes.nvshmem import rail_room
 from jax_ep.nodes.nvshmem.rails import NvshmemRails
 from jax_ep.nodes.rails import Rails
 from jax_ep.processes.exchange import Exchange
+from jax_ep.processes.messages import has_types, sent_json
 from jax_ep.transports import bootstrap
 
 # How long close() waits for a peer, which may be dead, after `p2p` has waited for it; then for the
@@ -56,7 +61,7 @@ class NvshmemByNodes(P2pByNodes):
             return reason
         (local,) = geometry.local_coordinates
         nvshmem = nvshmem_bootstrap.load()
-        return rail_room.unsupported_reason(nvshmem, exchange, bootstrap.ordinal(local))
+        return room_problem(nvshmem, exchange, bootstrap.ordinal(local))
 
     def open(self, exchange: Exchange) -> None:
         """Opens `p2p` inside, then this rank's rail."""
@@ -139,7 +144,7 @@ class NvshmemByNodes(P2pByNodes):
         late = None
         try:
             self._exchange.close("rail closed", _MAX_CLOSE_S)
-            # Of both waits: others may wait for their networks when this process is done.
+            # For both waits: others may wait for their networks when this process is done.
             end = time.monotonic() + 2 * _MAX_CLOSE_S
             late = nvshmem_bootstrap.drain(key, _MAX_CLOSE_S)
             self._exchange.close("rail drained", max(end - time.monotonic(), _MAX_CLOSE_S))
@@ -163,8 +168,62 @@ class NvshmemByNodes(P2pByNodes):
 
 
 def _message_bytes(geometry: Geometry) -> int:
-    """Of the longest inter-node row, and the ids and weights that go with it."""
+    """Bytes of the longest inter-node row, and of the ids and weights that go with it."""
     config = geometry.config
     token_bytes = codes.max_token_bytes(config.token_format, config.hidden_size)
     row_bytes = max(bootstrap.max_message_bytes(config), token_bytes)
     return row_bytes + 8 * geometry.routed.n_choices
+
+
+@dataclasses.dataclass(frozen=True)
+class Room:
+    """What a process says of its GPU, the only one of the mesh that it has."""
+
+    uuid: str
+    n_sms: int  # multiprocessors that the process sees
+    has_mps: bool  # whether processes run kernels on it at the same time
+
+
+def room_problem(nvshmem: ModuleType, exchange: Exchange, device: int) -> str | None:
+    """Why the exchange's kernels do not fit on a GPU, the same in all processes; None if they do.
+
+    The blocks of an exchange wait for those of other ranks, so those of all ranks of a GPU must run
+    at once, beside each other's intra-node calls: each rank has an equal share of the
+    multiprocessors. Where processes take turns on a GPU, each has all of them during its turn.
+
+    Args:
+        nvshmem: the extension's part of that name.
+        exchange: between the processes, all of which have one rank.
+        device: CUDA ordinal of this process's rank.
+    """
+    answers = exchange("rail room", json.dumps(nvshmem.room(device)).encode())
+    rooms = {
+        process: Room(*sent_json(process, answer, _is_room, "what its GPU has room for"))
+        for process, answer in zip(exchange.processes, answers, strict=True)
+    }
+    return why_no_room(rooms, nvshmem.n_blocks)
+
+
+def why_no_room(rooms: Mapping[int, Room], n_blocks: int) -> str | None:
+    """Which ranks have fewer than `n_blocks` multiprocessors; None if none has. By process."""
+    sharing = collections.defaultdict(list)
+    for process, room in rooms.items():
+        sharing[room.uuid].append(process)
+    for processes in sharing.values():
+        there = [rooms[process] for process in processes]
+        n_sms = min(room.n_sms for room in there)
+        most = n_sms // n_blocks
+        needs = f"an inter-node exchange needs {n_blocks} multiprocessors for each rank"
+        if most == 0:
+            return f"{needs}; the GPU of process {processes[0]} has {n_sms}. Use transport='p2p'."
+        if len(processes) > most and any(room.has_mps for room in there):
+            *others, last = map(str, processes)
+            return (
+                f"{needs}; processes {', '.join(others)} and {last} share a GPU of {n_sms} by "
+                f"MPS. Let at most {most} share it, or end MPS: then they take turns."
+            )
+    return None
+
+
+def _is_room(x: object) -> bool:
+    return has_types(x, str, int, bool) and type(x[1]) is int and x[1] > 0  # type: ignore[index]

@@ -13,8 +13,7 @@ import jax_ep
 from error_triggers.base import E, R, T, closed_group, config, init, make_mesh
 from fake_store import FakeClient
 from jax_ep.geometry import Geometry, MeshCoordinate
-from jax_ep.nodes.nvshmem import rail_room
-from jax_ep.nodes.nvshmem.connection import NvshmemByNodes
+from jax_ep.nodes.nvshmem.connection import NvshmemByNodes, room_problem
 from jax_ep.processes.exchange import Exchange
 from jax_ep.processes.meeting import _Ending
 from jax_ep.processes.messages import Message
@@ -70,7 +69,7 @@ def init_nvshmem_of_three_processes_on_a_gpu() -> None:
     exchange = Exchange("group", (0, 1, 2), 0, 0.1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Exchange, "__call__", lambda *_: answers)
-        reason = rail_room.unsupported_reason(library, exchange, 0)
+        reason = room_problem(library, exchange, 0)
         patch.setattr(NvshmemByNodes, "unsupported_reason", classmethod(lambda *_: reason))
         init(transport="nvshmem", n_nodes=2)
 

@@ -2,12 +2,14 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <memory>
 #include <string>
 
 #include "core/status.h"
 #include "layer/activation/read_silu.h"
-#include "layer/matmul/call/matmul_targets.h"
+#include "layer/matmul/call/load_matmuls.h"
 #include "layer/matmul/gated.h"
+#include "layer/matmul/kernels.h"
 #include "layer/matmul/matmul_call.h"
 #include "p2p/call/handler.h"
 #include "xla/buffers.h"
@@ -239,11 +241,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaGatedGradient, jax_ep::matmul::GatedGradientIm
 
 namespace jax_ep::matmul {
 
-void AddGatedTargets(Targets* targets) {
-  if (!HasHopperKernels()) return;
-  targets->push_back({"jax_ep_gated_matmul", CudaGatedMatmul, CudaUseMatmuls});
-  targets->push_back({"jax_ep_gated_scaled_matmul", CudaGatedScaled, CudaUseMatmuls});
-  targets->push_back({"jax_ep_gated_matmul_grad", CudaGatedGradient, CudaUseMatmuls});
-}
+// Calls with the activation. There are none without kernels for Hopper.
+static const struct GatedTargets {
+  Target matmul{"jax_ep_gated_matmul", CudaGatedMatmul, CudaUseMatmuls};
+  Target scaled{"jax_ep_gated_scaled_matmul", CudaGatedScaled, CudaUseMatmuls};
+  Target gradient{"jax_ep_gated_matmul_grad", CudaGatedGradient, CudaUseMatmuls};
+}* const kGatedTargets = HasHopperKernels() ? new GatedTargets : nullptr;
 
 }  // namespace jax_ep::matmul

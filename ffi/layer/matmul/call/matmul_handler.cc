@@ -5,12 +5,11 @@
 
 #include "core/status.h"
 #include "layer/matmul/call/load_matmuls.h"
-#include "layer/matmul/call/matmul_targets.h"
 #include "layer/matmul/kernels.h"
 #include "layer/matmul/matmul_call.h"
 #include "p2p/call/handler.h"
+#include "xla/attributes.h"
 #include "xla/buffers.h"
-#include "xla/enum_attribute.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_ep::matmul {
@@ -162,8 +161,6 @@ namespace jax_ep::matmul {
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaUseMatmuls, UseMatmuls, ffi::Ffi::BindInstantiate().Attrs());
 
-void AddTargets(Targets* targets) {
-  targets->push_back({"jax_ep_grouped_matmul", CudaMatmul, CudaUseMatmuls});
-}
+static const Target kMatmul("jax_ep_grouped_matmul", CudaMatmul, CudaUseMatmuls);
 
 }  // namespace jax_ep::matmul
