@@ -153,10 +153,9 @@ run_suite() {
     tests/exchange/test_sums.py
   run_tests test_changed_results 90 tests/exchange/test_changed_results.py
   run_tests test_router_precision 90 tests/layer/test_router_precision.py
-  run_tests test_quantized_errors_cli 150 tests/formats/test_quantized.py \
+  run_tests test_quantized_errors 150 tests/formats/test_quantized.py \
     tests/formats/test_quantized_grad.py tests/formats/test_quantized_transforms.py \
-    tests/exchange/test_errors.py tests/formats/test_format_table.py \
-    tests/tools/test_cli.py::test_bench_prints_times_and_the_rate_of_the_median
+    tests/exchange/test_errors.py tests/formats/test_format_table.py
 }
 
 run_forms() {
