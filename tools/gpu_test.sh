@@ -24,7 +24,7 @@
 #               GPUs
 #   files       the suite's files in jobs of four and of eight processes that share all GPUs
 #   examples    the examples and the demo
-#   doctor      `python -m jax_ep doctor` and `bench`
+#   doctor      `python -m jax_ep doctor`
 #   wheel       the smoke test of the wheel that GPU_WHEEL names
 #   soak        random cases of the kernels and of the package, and replays of captured graphs, as
 #               many as SOAK_* say
