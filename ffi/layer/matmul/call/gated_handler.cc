@@ -7,7 +7,6 @@
 
 #include "core/status.h"
 #include "layer/activation/read_silu.h"
-#include "layer/matmul/call/load_matmuls.h"
 #include "layer/matmul/gated.h"
 #include "layer/matmul/kernels.h"
 #include "layer/matmul/matmul_call.h"
@@ -240,6 +239,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaGatedGradient, jax_ep::matmul::GatedGradientIm
                               {xla::ffi::Traits::kCmdBufferCompatible});
 
 namespace jax_ep::matmul {
+
+extern "C" XLA_FFI_Error* CudaUseMatmuls(XLA_FFI_CallFrame* call_frame);  // matmul_handler.cc
 
 // Calls with the activation. There are none without kernels for Hopper.
 static const struct GatedTargets {
