@@ -105,9 +105,9 @@ def _start_backend_that_compiles_faster(quick: bool) -> None:
     """
     if "XLA_FLAGS" in os.environ:
         return
-    flags = []
+    flags = ["--xla_cpu_parallel_codegen_split_count=1"]
     if jax.__version_info__ < (0, 11):
-        flags += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
+        flags.append("--xla_cpu_use_fusion_emitters=false")
     if quick:
         flags += ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
     os.environ["XLA_FLAGS"] = " ".join(flags)

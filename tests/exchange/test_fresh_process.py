@@ -4,6 +4,7 @@ A program must contain nothing that belongs to one process: a cached executable 
 module must find the group that a new process opened with the same `ep_init`.
 """
 
+import os
 import pathlib
 import re
 import subprocess
@@ -29,7 +30,8 @@ MISSES = "/jax/compilation_cache/cache_misses"
 def run_fresh(function: str, *args: str) -> str:
     """Calls a function of this module in a new process; returns what it prints."""
     code = (
-        "import sys, test_fresh_process as t\n"
+        f"import importlib, sys; sys.path.append({os.path.dirname(__file__)!r})\n"
+        "t = importlib.import_module('test_fresh_process')\n"
         f"t.use_devices({jax.default_backend()!r})\n"
         f"t.{function}(*sys.argv[1:])"
     )

@@ -33,11 +33,10 @@ from independent_calls import big_case, check_independent_calls_do_not_mix_their
 @pytest.mark.parametrize(
     ("n_ranks", "n_runs", "with_psum"),
     [
-        (8, 12, False),
-        *(
-            pytest.param(*each, True, marks=pytest.mark.xla_collectives)
-            for each in ((4, 12), (8, 12), (32, 3))
-        ),
+        pytest.param(8, 12, False, marks=pytest.mark.thorough),
+        pytest.param(4, 12, True, marks=pytest.mark.xla_collectives),
+        pytest.param(8, 12, True, marks=[pytest.mark.xla_collectives, pytest.mark.thorough]),
+        pytest.param(32, 3, True, marks=pytest.mark.xla_collectives),
     ],
 )
 def test_independent_calls_do_not_mix_their_data(n_ranks, n_runs, with_psum, transport):

@@ -79,6 +79,7 @@ def test_only_tcp_is_counted_and_limited(shims):
     assert n_bytes == 0 and seconds < 5.0
 
 
+@pytest.mark.thorough
 @pytest.mark.multiprocess
 def test_collectives_between_nodes_take_the_time_of_their_bytes(shims):
     """On CPUs: the measurement itself, without GPUs. Gloo may take twice as long as it must.

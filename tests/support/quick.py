@@ -61,6 +61,6 @@ def _covering(variants) -> list:
 
 
 def params(names, chosen) -> list:
-    """Pytest parameters: all names, of which those that are not chosen are `thorough`."""
+    """Pytest parameters: all of `names`, of which those that are not chosen are `thorough`."""
     thorough = pytest.mark.thorough
     return [pytest.param(name, marks=[thorough] * (name not in chosen)) for name in names]

@@ -56,6 +56,7 @@ def test_groups_have_the_mean_by_a_seed(routing, mean) -> None:
         assert sizes.min() >= 1 and sizes.max() > 6 * mean and (sizes < mean).sum() > 16
 
 
+@pytest.mark.thorough
 def test_every_routing_has_the_limits_of_its_operation() -> None:
     rows, keys = measured(make_item(*plan.MATMULS))
     cases = {f"tiny {which}, 4 rows": size for which, size in (("first", 512), ("second", 128))}

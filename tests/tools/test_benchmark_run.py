@@ -174,6 +174,7 @@ def rehearsed(tmp_path, *patterns) -> tuple[records.Run, str]:
     return record, run_benchmarks("--report", tmp_path / "gpu_cpu-x4.jsonl").stdout
 
 
+@pytest.mark.thorough
 def test_a_rehearsal_lacks_only_what_needs_gpus(tmp_path) -> None:
     only = ("link", "T16-H64-uniform", "*-mxfp8", "calls")
     record, shown = rehearsed(tmp_path, *only)
@@ -187,6 +188,7 @@ def test_a_rehearsal_lacks_only_what_needs_gpus(tmp_path) -> None:
     assert "round trip + grad, period in a chain, µs:" in shown
 
 
+@pytest.mark.thorough
 def test_two_processes_rehearse_nodes_without_gpus(tmp_path) -> None:
     record, _ = rehearsed(tmp_path, "*-nodes")
     (row,) = record.rows("times")
