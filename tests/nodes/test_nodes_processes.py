@@ -9,7 +9,6 @@ import pytest
 import cases
 import closed_forms
 import jax_ep
-import quick
 import suite
 from harness import AXIS, config_of, make_mesh, n_replicas
 from jax_ep.nodes.connection import NodesConnection
@@ -36,7 +35,8 @@ def test_files_of_the_suite_run_on_two_nodes_of_a_process_each():
     assert int(re.search(r"=+ (\d+) passed", logs[0]).group(1)) > 60
 
 
-@pytest.mark.parametrize("n_local_devices", quick.params([1, 2], {2}))
+@pytest.mark.thorough
+@pytest.mark.parametrize("n_local_devices", [1, 2])
 def test_four_nodes_of_a_process_each(n_local_devices):
     target = "test_nodes_processes:check_a_node_per_process"
     run_processes(4, target, n_local_devices=n_local_devices, timeout_s=300)

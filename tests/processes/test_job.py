@@ -80,6 +80,7 @@ def run(
     return run_commands([command] * len(positions), " passed", timeout_s, added)
 
 
+@pytest.mark.thorough
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("launcher", job.LAUNCHERS)
 def test_a_launchers_processes_join_one_job(launcher):
@@ -120,6 +121,7 @@ def test_a_test_that_fails_in_one_process_ends_all(monkeypatch):
     assert re.search(r"no progress in \S+test_fails_alone for 2\d s, after .*process 1 of 2", text)
 
 
+@pytest.mark.thorough
 @pytest.mark.multiprocess
 def test_a_process_that_dies_ends_all(monkeypatch):
     monkeypatch.setattr(processes, "GRACE_S", 100.0)

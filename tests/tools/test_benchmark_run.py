@@ -199,6 +199,7 @@ def test_two_processes_rehearse_nodes_without_gpus(tmp_path) -> None:
     assert others[1].startswith("nvshmem: Transport 'nvshmem' cannot serve: it serves CUDA")
 
 
+@pytest.mark.thorough
 def test_matmuls_are_rehearsed(tmp_path) -> None:
     record, shown = rehearsed(tmp_path, "matmuls-tiny")
     assert len(record.rows("matmuls")) == 2 * 3

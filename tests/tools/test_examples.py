@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from matplotlib import image
 
+import quick
 from processes import child_environment, reserved_port, run_commands
 
 REPOSITORY = pathlib.Path(__file__).parents[2]
@@ -113,6 +114,7 @@ def test_layers_with_asynchronous_calls_equal_synchronous_ones(run) -> None:
     assert re.fullmatch(r"\d+ ranks, transport (host|p2p|xla)", lines[1])
 
 
+@pytest.mark.thorough
 def test_quantized_layers_are_close_to_the_layer_in_bfloat16(run) -> None:
     """As close as in tests/formats/test_quantized_layer.py, up to the digits that are printed."""
     output = output_of(run(EXAMPLES / "quantized_layer.py"))
@@ -128,6 +130,7 @@ def test_tensor_parallel_layer_equals_a_dense_layer(run) -> None:
     assert re.fullmatch(r"equal on \d+ ranks of \d+ rows, transport \w+\n", output)
 
 
+@pytest.mark.thorough
 def test_a_training_run_shows_balance_drops_and_waits(run, tmp_path, request) -> None:
     command = [EXAMPLES / "train_stats.py", "--steps", 20, "--out", "stats.png"]
     output = output_of(run(*command))
@@ -167,7 +170,7 @@ def test_a_training_run_rebalances_without_compilation(run) -> None:
     assert re.search(r"^1 compilation, \d+ ranks, ", output, re.MULTILINE)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", quick.params(RECIPES, {"ep_fsdp_tp", "prefill_decode"}))
 def test_recipes_equal_a_dense_layer(run, name) -> None:
     if name == "equinox_layer":
         pytest.importorskip("equinox", reason="needs equinox: pip install 'jax_ep[test]'")
@@ -245,6 +248,7 @@ def test_the_demo_learns_and_draws_figures(run, program_cache, tmp_path) -> None
         assert len(np.unique(pixels[..., 0])) > 50  # shades of red
 
 
+@pytest.mark.thorough
 def test_the_demo_detects_a_wrong_gradient(run, program_cache) -> None:
     demo = ["-c", WITHOUT_ROUTER_GRADIENT, EXAMPLES / "demo"]
     result = run(*demo, added_environment=program_cache)

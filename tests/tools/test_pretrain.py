@@ -99,6 +99,7 @@ def test_figures_show_loss_and_balance(whole, pretrain) -> None:
         assert len(np.unique(pixels[..., 0])) > 50  # shades of red
 
 
+@pytest.mark.thorough
 def test_losses_with_ragged_dot_are_the_same(whole, pretrain) -> None:
     """Also with layers that are computed twice, and with all logits at once."""
     options = "--experts", "lax", "--remat", "--loss-chunks", 1, "--no-plots"
@@ -156,6 +157,7 @@ def test_options_that_do_not_fit_are_named(pretrain) -> None:
         assert re.search(message, result.stderr), result.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["jax_ep", "lax"])
 def test_the_model_follows_its_formulas(pretrain, kind) -> None:
     script = pathlib.Path(__file__).parents[1] / "support" / "pretrain_reference.py"
