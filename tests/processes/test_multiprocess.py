@@ -17,7 +17,9 @@ from processes import run_processes, run_pytest
 pytestmark = pytest.mark.multiprocess
 
 
-@pytest.mark.parametrize(("n_processes", "n_local_devices"), [(2, 4), (4, 1)])
+@pytest.mark.parametrize(
+    ("n_processes", "n_local_devices"), [(2, 4), pytest.param(4, 1, marks=pytest.mark.thorough)]
+)
 def test_several_processes_match_the_oracle(n_processes, n_local_devices):
     target = "test_multiprocess:check_all_modes"
     run_processes(n_processes, target, n_local_devices=n_local_devices)
