@@ -31,6 +31,7 @@ def step(layer, tokens):
     return nnx.grad(loss, argnums=(0, 1), has_aux=True)(layer, tokens)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_promote_no_ranks(name, transport):
     options = dict(LAYERS[name])

@@ -212,6 +212,7 @@ def test_weights_of_the_forms_that_models_have(transport):
         assert_near(got, dense(tokens, ids, weights, gate_up, down, clamp=clamp), 1e-4)
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_policy_keeps_or_recomputes_the_hidden_values(transport):
     names = [jax_ep.DISPATCH_NAME, jax_ep.EXPERT_HIDDEN_NAME]
     with open_group(transport, jax_ep.BF16()) as group:

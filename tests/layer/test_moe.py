@@ -184,6 +184,7 @@ def operations(group, layer, arrays) -> dict[str, int]:
     return {f"jax_ep_{name}": text.count(f"= jax_ep_{name}[") for name in names}
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("program_cache")
 def test_without_jit(transport):
     with open_group(transport) as group:

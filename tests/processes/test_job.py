@@ -104,6 +104,7 @@ def run_by_flags(which: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.thorough
 @pytest.mark.multiprocess
 def test_reports_name_the_process():
     text = run_by_flags("fails_everywhere")
@@ -112,6 +113,7 @@ def test_reports_name_the_process():
     assert "no progress" not in text
 
 
+@pytest.mark.thorough
 @pytest.mark.multiprocess
 def test_a_test_that_fails_in_one_process_ends_all(monkeypatch):
     monkeypatch.setattr(processes, "GRACE_S", 100.0)  # the job must end by itself

@@ -29,7 +29,9 @@ def test_groups_may_span_processes_or_not():
     run_processes(2, "test_multiprocess:check_two_axes", n_local_devices=4)
 
 
-@pytest.mark.parametrize(("n_processes", "n_local_devices"), [(2, 2), (3, 1)])
+@pytest.mark.parametrize(
+    ("n_processes", "n_local_devices"), [(2, 2), pytest.param(3, 1, marks=pytest.mark.thorough)]
+)
 @pytest.mark.parametrize(
     "target",
     [

@@ -10,6 +10,7 @@ import pytest
 REPOSITORY = pathlib.Path(__file__).parents[2]
 
 
+@pytest.mark.thorough
 def test_the_cpp_tests_of_the_host_transport_pass(tmp_path):
     tools = str(pathlib.Path(sys.executable).parent)
     cmake = shutil.which("cmake", path=tools) or shutil.which("cmake")
