@@ -4,7 +4,6 @@ Programs are built from `dispatch` and `combine` in the same way for all impleme
 `jax.shard_map`.
 """
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -55,12 +54,6 @@ def on_gpu(mesh: Mesh) -> bool:
     return mesh.devices.flat[0].platform != "cpu"
 
 
-def _nodes_apart() -> contextlib.AbstractContextManager:
-    """Groups opened meanwhile serve each node by itself, even where all could be served at once."""
-    order = sorted(select._FASTEST_FIRST, key=lambda each: not issubclass(each, NodesConnection))
-    return mock.patch.object(select, "_FASTEST_FIRST", order)
-
-
 def make(name: str, mesh: Mesh, case: Case, transport: str) -> Implementation:
     """Returns the implementation with that name; ours use `transport`, unless they name another."""
     if name in BASELINES:
@@ -72,7 +65,10 @@ def make(name: str, mesh: Mesh, case: Case, transport: str) -> Implementation:
     if name in (NVSHMEM, XLA_BETWEEN):
         n_nodes = len({device.process_index for device in mesh.devices.flat})
         config = dataclasses.replace(config, n_nodes=n_nodes)
-    with _nodes_apart() if name == XLA_BETWEEN else contextlib.nullcontext():
+    transports = select._FASTEST_FIRST
+    if name == XLA_BETWEEN:  # serves each node by itself, even where all could be served at once
+        transports = sorted(transports, key=lambda each: not issubclass(each, NodesConnection))
+    with mock.patch.object(select, "_FASTEST_FIRST", transports):
         group = jax_ep.ep_init(mesh, AXIS, config, "nvshmem" if name == NVSHMEM else transport)
     at_dispatch = name != AT_COMBINE
     return Implementation(
