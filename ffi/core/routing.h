@@ -20,7 +20,7 @@
 // where first_row is the exclusive prefix sum of the counts over (local group, source). Token
 // formats that need it pad each group to a multiple of row_alignment rows.
 //
-// Where a rank also brings the tokens of ranks on other nodes (jax_ep/nodes/connection.py), the
+// Where a rank also brings the tokens of ranks on other nodes (jax_ep/nodes/calls.py), the
 // rows of one expert are n_source_nodes consecutive groups, one for each node that tokens come
 // from: row order is then by expert, node, rank on the node, token and k. Such a set of groups is
 // padded as one, after its last row.

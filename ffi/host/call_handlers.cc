@@ -123,7 +123,7 @@ Status Read(const CallSite& site, const BufferList& operands, const BufferList& 
 Status Read(const CallSite& site, const BufferList& operands, const BufferList& results,
             CombineArgs& args) {
   args.mode = site.mode;
-  return ReadCombine(args.sizes(), Handle::kDstRows, site.mode, /*n_nodes=*/1, operands, results,
+  return ReadCombine(args.sizes(), Handle::kDstRows, site.mode, /*n_parts=*/1, operands, results,
                      &args);
 }
 Status Read(const CallSite& site, const BufferList& operands, const BufferList& results,

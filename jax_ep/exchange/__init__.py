@@ -1,1 +1,1 @@
-"""The operands of dispatch and combine, checked and routed, and the facts of their rows."""
+"""What calls take, their primitives and derivatives, asynchronous calls, and facts of rows."""

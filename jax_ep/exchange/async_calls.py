@@ -23,7 +23,6 @@ class InFlightDispatch:
     A pytree of the completed results: flattening waits for the call. So whatever leaves the
     function that started the call, such as a loop carry, is valid. Until then, nothing but the call
     may touch the results: see async_primitives.py.
-
     """
 
     def __init__(
@@ -95,7 +94,6 @@ class InFlightCombine:
 
     If it is passed to another function, `then` waits there for the device's last asynchronous call
     instead, if there is one.
-
     """
 
     def __init__(self, out: jax.Array, ready: jax.Array, overlap: Overlap | None) -> None:

@@ -60,7 +60,7 @@ def _gate(ctx: mlir.LoweringRuleContext, operands: Any, params: Any) -> Any:
     XLA starts a call after the last of its operands, which it computes in any order. So `then`
     waits for all of them; otherwise the overlapping work could run before the call.
     """
-    checked = lowering.check_group(ctx, operands[0], params["geometry"])
+    checked = lowering.emit_group_check(ctx, operands[0], params["geometry"])
     return lowering.fusion_barrier([*checked, *operands])[0]
 
 

@@ -80,7 +80,7 @@ def combine_grad_call(geometry: Geometry, operands: CombineOperands, cotangent: 
     return [coordinate(geometry), *arrays], _combine_params(geometry, operands)
 
 
-def exchange(geometry: Geometry, x: jax.Array, *, splits: bool) -> jax.Array:
+def exchange_bytes(geometry: Geometry, x: jax.Array, *, splits: bool) -> jax.Array:
     """`[R, ...]`: of every rank its `x`, or if it `splits` its part `x[rank]` for this rank.
 
     Bit by bit, without gradients; on CPUs only.

@@ -1,4 +1,4 @@
-"""Dispatch, combine and redispatch by custom calls, and their derivatives.
+"""Dispatch and combine by custom calls, and their derivatives; base.py has that of redispatch.
 
 The backward of dispatch is a combine: the cotangents of a token's rows are returned and summed, and
 those of its weights return beside them. The backward of combine sends each token's cotangent to the

@@ -1,1 +1,1 @@
-"""Custom calls: primitives, their lowering, and the C++ extensions behind them."""
+"""Custom calls: the lowering that primitives share, and the C++ extensions."""

@@ -76,7 +76,7 @@ def host_call(target: str, attributes: Attributes) -> Lowering:
 def cuda_call(
     target: str, attributes: Attributes, stream_order: StreamOrder, has_side_effect: bool = False
 ) -> Lowering:
-    """One custom call on a GPU; the result of `check_group` precedes its operands."""
+    """One custom call on a GPU; the result of `emit_group_check` precedes its operands."""
 
     def lower(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
         rule = custom_call(target, has_side_effect=has_side_effect)
@@ -91,7 +91,7 @@ def synchronous_cuda_call(target: str, attributes: Attributes) -> Lowering:
     """The group's check, then the custom call, on the main stream."""
 
     def lower(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
-        checked = check_group(ctx, operands[0], params["geometry"])
+        checked = emit_group_check(ctx, operands[0], params["geometry"])
         # An exported program may be called between another's start and wait.
         waits = _AsyncCalls.traced or ctx.module_context.lowering_parameters.for_export
         order = StreamOrder.AFTER_ASYNC if waits else StreamOrder.SERIAL
@@ -119,7 +119,7 @@ def expect_async_calls() -> None:
     _AsyncCalls.traced = True
 
 
-def check_group(
+def emit_group_check(
     ctx: mlir.LoweringRuleContext, coordinate: Any, geometry: Geometry
 ) -> Sequence[Any]:
     """A custom call that fails if the group is closed or a call of it has failed.

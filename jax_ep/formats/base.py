@@ -60,7 +60,7 @@ class TokenFormat(CheckedDataclass, abc.ABC):
     def returns_gradient(self) -> bool:
         """Whether the backward of dispatch returns the gradient of the tokens.
 
-        If not, another call does: that of `straight_through` in exchange/rules.py.
+        If not, another call does: that of `straight_through` in exchange/base.py.
         """
         return False
 

@@ -37,10 +37,10 @@ def expert_mlp(
     """`(silu(x @ gate) * (x @ up)) @ down` of every row x, with its expert's weights.
 
     Two grouped matmuls and `fused_silu`; a bias is added to the result of its matmul.
-    Differentiable. With `QuantizedWeights`, both matmuls are in FP8. If no gradient is taken, one
-    kernel for Hopper GPUs can compute the first one and the activation, so that the result of the
-    former takes no memory. Gradients are straight-through: computed in bfloat16, for the tokens
-    given to dispatch and the weights given to `quantize_weights`.
+    Differentiable. On Hopper GPUs, one kernel can compute the first matmul and the activation, so
+    that the result of the former takes no memory unless a gradient needs it. With
+    `QuantizedWeights`, both matmuls are in FP8, and gradients are straight-through: computed in
+    bfloat16, for the tokens given to dispatch and the weights given to `quantize_weights`.
 
     For a gradient, JAX keeps the rows and the results of the first matmul and of the activation, or
     recomputes what a `jax.checkpoint` policy leaves out. The first matmul's result has the name

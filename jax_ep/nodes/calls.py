@@ -56,7 +56,7 @@ class NodeCall:
 
 
 class NodesCalls(Calls):
-    """The calls of a node's ranks, with exchanges over the rails before or after them."""
+    """The calls of all ranks: those inside nodes, with exchanges over the rails before or after."""
 
     def __init__(self, geometry: Geometry, inner: CustomCalls, rails: Rails) -> None:
         """`inner`: the calls inside this node; `rails`: what connects it with the others."""

@@ -25,7 +25,7 @@ from jax_ep.nodes.routing import needs, route_within
 class Rails(abc.ABC):
     """The rails of a group. Immutable and hashable: a static parameter of traced calls.
 
-    No function has a derivative; rules.py defines those of what is made of them.
+    No function has a derivative; rules.py and overlapped.py define those of what is made of them.
     """
 
     def __init__(self, geometry: Geometry) -> None:

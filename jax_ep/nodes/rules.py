@@ -91,7 +91,7 @@ def reduce_scatter_sums(
     group_ids: jax.Array,
     node_ids: jax.Array,
 ) -> jax.Array:
-    """`Rails.add_up`."""
+    """`Rails.reduce_scatter`."""
     return rails.reduce_scatter(node_sums, residual, node_ids)
 
 

@@ -1,1 +1,1 @@
-"""Transports, which carry tokens between ranks: one module per transport."""
+"""Transports of one node, which carry tokens between its ranks."""

@@ -15,8 +15,8 @@ class Connection(abc.ABC):
     """What connects the ranks of a group, from `open` to `close`.
 
     Attributes:
-        geometry: of the ranks that it connects.
-        calls: what it does inside traced functions.
+        geometry: of the ranks that it connects: between nodes, those of a node.
+        calls: what it does inside traced functions, for all ranks of the group.
     """
 
     name: ClassVar[str]

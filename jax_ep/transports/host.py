@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jax_ep.exchange.calls import exchange
+from jax_ep.exchange.calls import exchange_bytes
 from jax_ep.exchange.rules import CustomCalls
 from jax_ep.ffi import extension
 from jax_ep.geometry import Geometry
@@ -130,13 +130,13 @@ class HostCalls(CustomCalls):
         """One custom call; with `skip_a2a`, where ranks do not meet, XLA's."""
         if self.geometry.config.skip_a2a:
             return super().all_gather(x)
-        return exchange(self.geometry, x, splits=False)
+        return exchange_bytes(self.geometry, x, splits=False)
 
     def all_to_all(self, x: jax.Array) -> jax.Array:
         """As `all_gather`."""
         if self.geometry.config.skip_a2a:
             return super().all_to_all(x)
-        return exchange(self.geometry, x, splits=True)
+        return exchange_bytes(self.geometry, x, splits=True)
 
 
 def _handle_shape(geometry: Geometry, n_tokens: int) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ Status Read(const Caller& caller, const StreamDispatchAttributes& attributes, bo
 }
 Status Read(const Caller& caller, const StreamCombineAttributes& attributes, bool is_async,
             const BufferList& operands, const BufferList& results, CombineArgs& args) {
-  return ReadCombineCall(caller, attributes.combine.mode(), is_async, /*n_nodes=*/1, operands,
+  return ReadCombineCall(caller, attributes.combine.mode(), is_async, /*n_parts=*/1, operands,
                          results, args);
 }
 Status Read(const Caller& caller, const StreamCombineAttributes& attributes, bool is_async,

@@ -1,1 +1,1 @@
-"""fused_silu: the activation between an expert's two matmuls, quantized in one pass."""
+"""fused_silu: its interface, primitives and derivatives."""

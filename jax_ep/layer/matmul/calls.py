@@ -1,4 +1,4 @@
-"""The primitive behind grouped matmuls: CUTLASS on GPUs, tiles on CPUs, `lax.ragged_dot` elsewhere.
+"""The primitive behind grouped matmuls: kernels on GPUs, tiles on CPUs, or `lax.ragged_dot`.
 
 It belongs to no group and works inside and outside `jax.shard_map`.
 """

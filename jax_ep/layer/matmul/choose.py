@@ -1,7 +1,8 @@
 """Which implementation runs: the first row of a table that applies (docs/experts.md).
 
-This is chosen as a program is lowered, from static sizes and the kernels that the GPUs run. The
-GPU itself chooses tiles, since only it knows how many rows the groups have.
+This is chosen as a program is lowered, from static sizes and the kernels that the GPUs run;
+`is_gated` says while tracing which primitive is bound. The GPU itself chooses tiles, since only it
+knows how many rows the groups have.
 """
 
 import dataclasses

@@ -159,10 +159,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaMatmul, jax_ep::matmul::MatmulImpl,
 
 namespace jax_ep::matmul {
 
-// The stage "instantiate" of all of them, which XLA runs as it compiles or loads a program. The
-// stage "initialize", which it runs before each run of a program on a device, would know the types
-// of operands. But where XLA fuses a call with slices of its operands, some versions then look for
-// these among the buffers of the program, by the indices that they have in the fusion.
+// The stage "instantiate" of all targets of matmuls, which XLA runs as it compiles or loads a
+// program. The stage "initialize", which it runs before each run of a program on a device, would
+// know the types of operands. But where XLA fuses a call with slices of its operands, some versions
+// then look for these among the buffers of the program, by the indices that they have in the
+// fusion.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaUseMatmuls, UseMatmuls, ffi::Ffi::BindInstantiate().Attrs());
 
 static const Target kMatmul("jax_ep_grouped_matmul", CudaMatmul, CudaUseMatmuls);

@@ -1,5 +1,5 @@
 // CUTLASS's grouped matmuls for Hopper, as kernel types. One kernel multiplies all groups; it reads
-// their sizes, pointers and strides from tables in device memory (group_tables.cuh).
+// their sizes, pointers and strides from tables in device memory (GroupTables).
 #pragma once
 
 #include <type_traits>
