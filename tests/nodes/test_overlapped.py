@@ -97,9 +97,9 @@ def overlapping(request):
     """Has `host` by nodes take these operations, with any number of tokens."""
     if request.config.option.gpu:
         pytest.skip("on GPUs, test_nvshmem.py has the operations themselves")
-    transports = [OverlappingHost if x is HostByNodes else x for x in select._FASTEST_FIRST]
     forget_groups()
     with pytest.MonkeyPatch.context() as patch, harness.each_node_by_itself():
+        transports = [OverlappingHost if x is HostByNodes else x for x in select._FASTEST_FIRST]
         patch.setattr(select, "_FASTEST_FIRST", tuple(transports))
         patch.setattr(overlapped, "min_tokens", 1)
         yield
