@@ -174,7 +174,7 @@ def combine(
     call = check_group("combine", group)
     check_dispatched(call, dispatched, group)
     operands = dispatched.combine_operands(call, expert_out, topk_weights, residual, reduce)
-    return operands.finish(group.config, calls_of(group).combine(operands))
+    return operands.user_result(group.config, calls_of(group).combine(operands))
 
 
 def combine_async(
@@ -214,7 +214,7 @@ def combine_wait(group: EPGroup, in_flight: InFlight, *, after: Any = None) -> j
     check_in_flight("combine", in_flight, group)
     operands = in_flight.operands
     out = calls_of(group).finish(in_flight.call, operands, after)
-    return operands.finish(group.config, out)
+    return operands.user_result(group.config, out)
 
 
 def redispatch(group: EPGroup, values: jax.Array, dispatched: Dispatched) -> jax.Array:

@@ -53,7 +53,7 @@ class InFlightDispatch:
         # Named, so that under a policy that saves the results, `then` does not rerun the call.
         ready = checkpoint_name(ready, DISPATCH_NAME)
         returns_gradient = geometry.config.token_format.returns_gradient
-        overlap = Overlap(operands.with_gradients() if returns_gradient else [])
+        overlap = Overlap(operands.differentiable() if returns_gradient else [])
         return cls(ticket, ready, results, overlap)
 
     def then(self, x: Any) -> Any:
@@ -108,7 +108,7 @@ class InFlightCombine:
         fixed = lax.stop_gradient(operands)
         out, ready = bind_combine(geometry, fixed, start_p)
         ready = checkpoint_name(ready, COMBINE_NAME)
-        return cls(out, ready, Overlap(operands.with_gradients()))
+        return cls(out, ready, Overlap(operands.differentiable()))
 
     def then(self, x: Any) -> Any:
         """`InFlight.then`."""

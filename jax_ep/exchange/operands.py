@@ -91,12 +91,12 @@ class DispatchOperands:
         static = n_rows, payload.token_format, payload.hidden_size
         return cls(tokens, group_ids, topk_weights, scale, *static), topk_ids
 
-    def with_gradients(self) -> list[jax.Array]:
+    def differentiable(self) -> list[jax.Array]:
         """The operands whose gradients the backward's call returns, in its order."""
         return [x for x in (self.tokens, self.topk_weights) if x is not None]
 
     def replace(self, arrays: Sequence[jax.Array]) -> Self:
-        """These operands with other arrays in place of `with_gradients()`."""
+        """These operands with other arrays in place of `differentiable()`."""
         tokens, *weights = arrays
         topk_weights = weights[0] if weights else None
         return dataclasses.replace(self, tokens=tokens, topk_weights=topk_weights)
@@ -173,7 +173,8 @@ class Routing:
     """Maps choices to rows: the part of a dispatch that combine needs."""
 
     group_ids: jax.Array  # int32[T, N], at the choices' source rank
-    handle: Any  # int32, the transport's own: an array, or a pytree of them
+    # The transport's own: int32 arrays; between nodes, the routing inside this rank's node.
+    handle: Any
     row_offsets: jax.Array  # uint32[n_local_groups + 1], at the rows' rank
     src_info: jax.Array  # int32[C, 2], at the rows' rank
     # Leading dimensions of the dispatch's tokens: (T,), or (B, S) with B * S = T.
@@ -204,8 +205,8 @@ class CombineOperands:
     unweighted, after the cast. Otherwise it is a choice like any other, as in the backward pass of
     dispatch.
 
-    The result of the call has the dtype of `expert_out`: bfloat16 or float32. `finish` makes that
-    of the user from it.
+    The result of the call has the dtype of `expert_out`: bfloat16 or float32. `user_result`
+    makes that of the user from it.
     """
 
     # [C, H], or fewer elements. None in the backward of a sum without weights, which has no need.
@@ -215,7 +216,7 @@ class CombineOperands:
     row_weights: jax.Array | None = None  # float32[C]; not both
     row_scalars: jax.Array | None = None  # float32[C], return to their choices beside the rows
     residual: jax.Array | None = None  # [T, H]
-    shared_rows: jax.Array | None = None  # [T, H], for `finish`; see `split_shared`
+    shared_rows: jax.Array | None = None  # [T, H], for `user_result`; see `split_shared`
     reduce: bool = dataclasses.field(default=True, metadata={"static": True})
     adds_shared_expert: bool = dataclasses.field(default=False, metadata={"static": True})
 
@@ -231,12 +232,12 @@ class CombineOperands:
         """The weights, wherever they are."""
         return self.row_weights if self.topk_weights is None else self.topk_weights
 
-    def with_gradients(self) -> list[jax.Array]:
+    def differentiable(self) -> list[jax.Array]:
         """The operands whose gradients the backward's call returns, in its order."""
         return [x for x in (self.expert_out, self.weights) if x is not None]
 
     def replace(self, arrays: Sequence[jax.Array]) -> Self:
-        """These operands with other arrays in place of `with_gradients()`."""
+        """These operands with other arrays in place of `differentiable()`."""
         expert_out, *rest = arrays
         weights = rest[0] if rest else None
         at_source = self.weighting == Weighting.SOURCE
@@ -297,7 +298,7 @@ class CombineOperands:
         rows, shared_rows = split_shared(operands.expert_out, routing.group_ids)
         return dataclasses.replace(operands, expert_out=rows, shared_rows=shared_rows)
 
-    def finish(self, config: EPConfig, out: jax.Array) -> jax.Array:
+    def user_result(self, config: EPConfig, out: jax.Array) -> jax.Array:
         """The user's result from that of the call: `[T, H]`, or `[T, K, H]` of all choices.
 
         Drops the padding token of T = 0 and, without a sum, the shared expert's choice.

@@ -126,7 +126,7 @@ def finished_dispatch(
     operands: DispatchOperands, results: tuple[jax.Array, ...]
 ) -> DispatchResults:
     """The results of a completed dispatch of these operands."""
-    given = operands.with_gradients()
+    given = operands.differentiable()
     return DispatchResults.of(finished(results, given), operands.topk_weights is not None)
 
 

@@ -69,7 +69,7 @@ class NodesCalls(Calls):
 
     def dispatch(self, operands: DispatchOperands) -> DispatchResults:
         """Gathers the tokens of all nodes; dispatches them inside the node, maybe as they come."""
-        rails = overlapped.overlaps_dispatch(self.rails, operands.group_ids.shape[0])
+        rails = overlapped.rails_beside_dispatch(self.rails, operands.group_ids.shape[0])
         within = self._gather(operands, with_tokens=rails is None)
         if rails is None:
             return self._results(within, self.inner.dispatch(within))
@@ -78,7 +78,7 @@ class NodesCalls(Calls):
 
     def combine(self, operands: CombineOperands) -> jax.Array:
         """Combines inside the node; returns sums, maybe as they are made, or rows."""
-        rails = overlapped.overlaps_combine(self.rails, operands)
+        rails = overlapped.rails_beside_combine(self.rails, operands)
         within, shared_rows = self._operands_within(operands, with_residual=rails is not None)
         if rails is None:
             return self._return(operands, shared_rows, self.inner.combine(within))
@@ -88,20 +88,20 @@ class NodesCalls(Calls):
 
     def send_along(self, values: jax.Array, routing: Routing) -> jax.Array:
         """The values of all nodes, sent along the intra-node routing."""
-        handle: Any = routing.handle
-        gathered = rules.all_gather_tokens(self.rails, values, routing.group_ids, handle.group_ids)
-        return self.inner.send_along(gathered, handle)
+        within: Routing = routing.handle
+        gathered = rules.all_gather_tokens(self.rails, values, routing.group_ids, within.group_ids)
+        return self.inner.send_along(gathered, within)
 
     def start(self, operands: DispatchOperands | CombineOperands) -> NodeCall:
         """Starts the call with its exchange, or gathers what it needs and starts it in the node."""
         if isinstance(operands, DispatchOperands):
             group_ids = operands.group_ids
-            rails = overlapped.overlaps_dispatch(self.rails, group_ids.shape[0])
+            rails = overlapped.rails_beside_dispatch(self.rails, group_ids.shape[0])
             gathered = self._gather(operands, with_tokens=rails is None)
             if rails is None:
                 return NodeCall(self.inner.start(gathered), gathered, None)
             return NodeCall(rails.start_dispatch(gathered, group_ids), gathered, None)
-        rails = overlapped.overlaps_combine(self.rails, operands)
+        rails = overlapped.rails_beside_combine(self.rails, operands)
         within, shared_rows = self._operands_within(operands, with_residual=rails is not None)
         started = self.inner.start(within) if rails is None else rails.start_combine(within)
         return NodeCall(started, within, shared_rows)
@@ -110,7 +110,7 @@ class NodesCalls(Calls):
         """Waits for the call; returns sums to their tokens' ranks if it has not."""
         if isinstance(operands, DispatchOperands):
             return self._results(call.operands, self._finish_dispatch(call, operands, after))
-        rails = overlapped.overlaps_combine(self.rails, operands)
+        rails = overlapped.rails_beside_combine(self.rails, operands)
         if rails is None:
             result = self.inner.finish(call.call, call.operands, after)
             return self._return(operands, call.shared_rows, result)
@@ -122,7 +122,7 @@ class NodesCalls(Calls):
         self, call: NodeCall, operands: DispatchOperands, after: Any
     ) -> DispatchResults:
         group_ids = operands.group_ids
-        rails = overlapped.overlaps_dispatch(self.rails, group_ids.shape[0])
+        rails = overlapped.rails_beside_dispatch(self.rails, group_ids.shape[0])
         if rails is None:
             return self.inner.finish(call.call, call.operands, after)
         return overlapped.finish_dispatch(rails, call.call, call.operands, group_ids, after)
@@ -146,13 +146,13 @@ class NodesCalls(Calls):
         n_tokens = within.group_ids.shape[0] // n_nodes
         # What combine needs: the routing of all nodes' tokens inside this node.
         ids, row_offsets, src_info = within.group_ids, results.row_offsets, results.src_info
-        handle = Routing(ids, results.handle, row_offsets, src_info, ids.shape[:1])
+        within_node = Routing(ids, results.handle, row_offsets, src_info, ids.shape[:1])
         token, k = src_info[:, 0], src_info[:, 1]
         token = jnp.where(token >= 0, token % n_tokens, token)
         return results._replace(
             row_offsets=row_offsets[::n_nodes],
             src_info=jnp.stack([token, k], axis=1),
-            handle=handle,
+            handle=within_node,
         ).named()
 
     def _operands_within(
@@ -162,10 +162,10 @@ class NodesCalls(Calls):
 
         `with_residual`: that of this rank.
         """
-        handle: Any = operands.routing.handle
+        routing: Routing = operands.routing.handle
         weights = operands.topk_weights
         if weights is not None:
-            ids = operands.routing.group_ids, handle.group_ids
+            ids = operands.routing.group_ids, routing.group_ids
             weights = rules.all_gather_weights(self.rails, weights, *ids)
         expert_out, shared_rows = operands.expert_out, None
         n_shared = min(operands.routing.n_tokens, expert_out.shape[0])
@@ -173,7 +173,11 @@ class NodesCalls(Calls):
             expert_out, shared_rows = _split_shared(n_shared, expert_out)
         residual = operands.residual if with_residual else None
         within = dataclasses.replace(
-            operands, expert_out=expert_out, routing=handle, topk_weights=weights, residual=residual
+            operands,
+            expert_out=expert_out,
+            routing=routing,
+            topk_weights=weights,
+            residual=residual,
         )
         return within, shared_rows
 
@@ -181,8 +185,8 @@ class NodesCalls(Calls):
         self, operands: CombineOperands, shared_rows: jax.Array | None, out: jax.Array
     ) -> jax.Array:
         """The result of combine, from that of the intra-node combine."""
-        handle: Any = operands.routing.handle
-        ids = operands.routing.group_ids, handle.group_ids
+        within: Routing = operands.routing.handle
+        ids = operands.routing.group_ids, within.group_ids
         if not operands.reduce:
             rows = rules.all_to_all_rows(self.rails, out, *ids)
             return checkpoint_name(rows, COMBINE_NAME)

@@ -23,7 +23,7 @@ min_tokens = 1024
 min_combine_tokens = 512
 
 
-def overlaps_dispatch(rails: Rails, n_tokens: int) -> OverlappingRails | None:
+def rails_beside_dispatch(rails: Rails, n_tokens: int) -> OverlappingRails | None:
     """The rails, if a dispatch of so many tokens per rank overlaps with its exchange.
 
     So does the backward of a combine of as many.
@@ -31,8 +31,11 @@ def overlaps_dispatch(rails: Rails, n_tokens: int) -> OverlappingRails | None:
     return rails if isinstance(rails, OverlappingRails) and n_tokens >= min_tokens else None
 
 
-def overlaps_combine(rails: Rails, operands: CombineOperands) -> OverlappingRails | None:
-    """The rails, if a combine overlaps, which it does only if it sums; as its dispatch does."""
+def rails_beside_combine(rails: Rails, operands: CombineOperands) -> OverlappingRails | None:
+    """The rails, if a combine overlaps with its exchange; without a sum, none does.
+
+    Where a dispatch overlaps, so does its combine.
+    """
     if not isinstance(rails, OverlappingRails) or not operands.reduce:
         return None
     least = min(min_tokens, min_combine_tokens)
@@ -104,7 +107,7 @@ def _combine_and_reduce_scatter_bwd(
 ) -> tuple[CombineOperands, None, None, CotangentSlots | None]:
     saved, group_ids = residuals
     operands = saved.operands
-    if overlaps_dispatch(rails, group_ids.shape[0]) is None:
+    if rails_beside_dispatch(rails, group_ids.shape[0]) is None:
         gathered = all_gather_tokens(rails, cotangent, group_ids, operands.routing.group_ids)
         gradients, _, slots = one_node.combine_gradients(rails.inner, saved, gathered)
     else:

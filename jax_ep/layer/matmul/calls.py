@@ -6,12 +6,14 @@ It belongs to no group and works inside and outside `jax.shard_map`.
 import dataclasses
 import enum
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from jax_ep.ffi.lowering import custom_call, fusion_barrier, like, make_primitive
@@ -97,6 +99,31 @@ def call_kernel(
     inner = ctx.replace(avals_out=[*ctx.avals_out, workspace])
     *results, _ = call(inner, *operands, **attributes)
     return fusion_barrier(results)
+
+
+def gated_primitive(
+    target: str,
+    describe: Callable[..., Work],
+    attributes: Callable[..., dict[str, Any]],
+    by_separate_calls: Callable[..., list[jax.Array]],
+) -> Primitive:
+    """The primitive of a matmul and what follows it: one kernel, or separate calls.
+
+    `describe(operands, **parameters)` is what the choice depends on, from their types;
+    `attributes(**parameters)`, what the handler of `target` reads.
+    """
+    lower_separately = mlir.lower_fun(by_separate_calls, multiple_results=True)
+
+    def lower_cuda(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
+        work = describe(ctx.avals_in, **params)
+        if choose(work, "cuda") != Implementation.KERNEL:
+            return lower_separately(ctx, *operands, **params)
+        given = attributes(**params)
+        return call_kernel(ctx, target, *operands, n_groups=work.n_groups, **given)
+
+    primitive = make_primitive(target, cuda=lower_cuda)
+    mlir.register_lowering(primitive, lower_separately)
+    return primitive
 
 
 def _lower(

@@ -6,6 +6,7 @@ differentiates the activation in the call that gives the gradient of the second 
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,21 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.interpreters import mlir
 
 from jax_ep.exchange import checks
-from jax_ep.ffi.lowering import like, make_primitive
+from jax_ep.ffi.lowering import like
 from jax_ep.layer.activation.calls import Activation, fused_silu_p, gate_attributes
 from jax_ep.layer.activation.rules import known_values, pull_back
-from jax_ep.layer.matmul.calls import Matmul, MatmulForm, call_kernel, multiply_groups, work_of
-from jax_ep.layer.matmul.choose import Implementation, Operation, choose
+from jax_ep.layer.matmul.calls import Matmul, MatmulForm, gated_primitive, multiply_groups, work_of
+from jax_ep.layer.matmul.choose import Operation, Work
 from jax_ep.layer.matmul.rules import add_bias, grouped_matmul
 
 # Name of the result of the first matmul, `[C, 2 F]`, with its bias, for `jax.checkpoint` policies.
 EXPERT_HIDDEN_NAME = "jax_ep_expert_hidden"
 
-_TARGET = "jax_ep_gated_matmul"
-_GRADIENT_TARGET = "jax_ep_gated_matmul_grad"
 _DTYPE = np.dtype(jnp.bfloat16)
 _FORWARD = Matmul(MatmulForm.WEIGHTS, _DTYPE)
 _BACKWARD = Matmul(MatmulForm.TRANSPOSED_WEIGHTS, _DTYPE)
@@ -126,20 +124,16 @@ def add_and_activate(
     return hidden, fused_silu_p.bind(hidden, row_offsets, activation=activation)
 
 
-def _lower_cuda(
-    ctx: mlir.LoweringRuleContext, *operands: Any, activation: Activation, keeps_hidden: bool
-) -> Any:
+def _describe(operands: Sequence[Any], keeps_hidden: bool, **_: Any) -> Work:
     options = dict(has_bias=len(operands) > 3, keeps_hidden=keeps_hidden)
-    work = work_of(_FORWARD, ctx.avals_in, Operation.ACTIVATE, **options)
-    if choose(work, "cuda") != Implementation.KERNEL:
-        return _lower_as_two(ctx, *operands, activation=activation, keeps_hidden=keeps_hidden)
-    attributes = dict(keeps_hidden=np.bool_(keeps_hidden), **gate_attributes(activation))
-    return call_kernel(ctx, _TARGET, *operands, n_groups=work.n_groups, **attributes)
+    return work_of(_FORWARD, operands, Operation.ACTIVATE, **options)
 
 
-_lower_as_two = mlir.lower_fun(_by_two_calls, multiple_results=True)
-gated_matmul_p = make_primitive(_TARGET, cuda=_lower_cuda)
-mlir.register_lowering(gated_matmul_p, _lower_as_two)
+def _attributes(activation: Activation, keeps_hidden: bool) -> dict[str, Any]:
+    return dict(keeps_hidden=np.bool_(keeps_hidden), **gate_attributes(activation))
+
+
+gated_matmul_p = gated_primitive("jax_ep_gated_matmul", _describe, _attributes, _by_two_calls)
 
 
 @gated_matmul_p.def_abstract_eval
@@ -214,20 +208,14 @@ def _differentiate_by_two(
     return [pull_back(activation, hidden, row_offsets, of_values)]
 
 
-def _lower_gradient_cuda(
-    ctx: mlir.LoweringRuleContext, *operands: Any, activation: Activation
-) -> Any:
-    cotangent, weights, _, row_offsets = ctx.avals_in
-    work = work_of(_BACKWARD, (cotangent, weights, row_offsets), Operation.DIFFERENTIATE)
-    if choose(work, "cuda") != Implementation.KERNEL:
-        return _lower_gradient_as_two(ctx, *operands, activation=activation)
-    attributes = gate_attributes(activation)
-    return call_kernel(ctx, _GRADIENT_TARGET, *operands, n_groups=work.n_groups, **attributes)
+def _describe_gradient(operands: Sequence[Any], **_: Any) -> Work:
+    cotangent, weights, _hidden, row_offsets = operands
+    return work_of(_BACKWARD, (cotangent, weights, row_offsets), Operation.DIFFERENTIATE)
 
 
-_lower_gradient_as_two = mlir.lower_fun(_differentiate_by_two, multiple_results=True)
-gated_matmul_grad_p = make_primitive(_GRADIENT_TARGET, cuda=_lower_gradient_cuda)
-mlir.register_lowering(gated_matmul_grad_p, _lower_gradient_as_two)
+gated_matmul_grad_p = gated_primitive(
+    "jax_ep_gated_matmul_grad", _describe_gradient, gate_attributes, _differentiate_by_two
+)
 
 
 @gated_matmul_grad_p.def_abstract_eval

@@ -6,6 +6,7 @@ the activation and its quantization, so that the hidden rows do not exist.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,22 +14,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.interpreters import mlir
 
 from jax_ep.exchange import checks
-from jax_ep.ffi.lowering import like, make_primitive
+from jax_ep.ffi.lowering import like
 from jax_ep.formats import BlockwiseFP8
 from jax_ep.layer.activation.api import QuantizedRows, activate, activate_and_quantize
 from jax_ep.layer.activation.calls import Activation, gate_attributes
 from jax_ep.layer.expert_weights import ExpertWeights
 from jax_ep.layer.matmul.api import multiply_scaled
-from jax_ep.layer.matmul.calls import Matmul, MatmulForm, call_kernel, multiply_groups, work_of
-from jax_ep.layer.matmul.choose import Implementation, Operation, choose
+from jax_ep.layer.matmul.calls import Matmul, MatmulForm, gated_primitive, multiply_groups, work_of
+from jax_ep.layer.matmul.choose import Operation, Work
 from jax_ep.layer.matmul.gated import EXPERT_HIDDEN_NAME, add_and_activate, present
 from jax_ep.layer.matmul.rules import add_bias
 from jax_ep.layer.quantize_weights import QuantizedWeights
 
-_TARGET = "jax_ep_gated_scaled_matmul"
 _MATMUL = Matmul(MatmulForm.TRANSPOSED_WEIGHTS, np.dtype(jnp.bfloat16))
 
 
@@ -119,18 +118,14 @@ def _by_three_calls(
     return add_and_activate(activation, product, row_offsets, *biases)[1]
 
 
-def _lower_cuda(ctx: mlir.LoweringRuleContext, *operands: Any, activation: Activation) -> Any:
+def _describe(operands: Sequence[Any], **_: Any) -> Work:
     options = dict(is_scaled=True, has_bias=len(operands) > 5)
-    work = work_of(_MATMUL, ctx.avals_in, Operation.ACTIVATE, **options)
-    if choose(work, "cuda") != Implementation.KERNEL:
-        return _lower_as_three(ctx, *operands, activation=activation)
-    attributes = gate_attributes(activation)
-    return call_kernel(ctx, _TARGET, *operands, n_groups=work.n_groups, **attributes)
+    return work_of(_MATMUL, operands, Operation.ACTIVATE, **options)
 
 
-_lower_as_three = mlir.lower_fun(_by_three_calls, multiple_results=True)
-gated_scaled_matmul_p = make_primitive(_TARGET, cuda=_lower_cuda)
-mlir.register_lowering(gated_scaled_matmul_p, _lower_as_three)
+gated_scaled_matmul_p = gated_primitive(
+    "jax_ep_gated_scaled_matmul", _describe, gate_attributes, _by_three_calls
+)
 
 
 @gated_scaled_matmul_p.def_abstract_eval
