@@ -9,7 +9,8 @@
 namespace jax_ep {
 
 // A handler by the name that programs call it by. Where one is defined, it adds itself to those
-// that the extension has; `next` leads from `first` to all of them.
+// that the extension has; `next` leads from `first` to all of them. JAX_EP_DEFINE_TARGET defines
+// both; a target of its own is for a handler that has several, or a stage besides.
 struct Target {
   Target(const char* name, XLA_FFI_Handler* execute, XLA_FFI_Handler* instantiate = nullptr)
       : name(name), execute(execute), instantiate(instantiate), next(std::exchange(first, this)) {}

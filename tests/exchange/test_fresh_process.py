@@ -75,7 +75,9 @@ def check_with_cache(transport: str, folder: str) -> None:
     print("hits", events.count(HITS), "misses", events.count(MISSES))
 
 
-def test_an_exported_program_runs_in_a_fresh_process(transport, tmp_path):
+@pytest.fixture
+def exported_program(transport, tmp_path) -> str:
+    """A file with a serialized program."""
     pytest.importorskip("flatbuffers", reason="jax.export needs flatbuffers")
     mesh = make_mesh(CASE.n_ranks)
     _, run = suite.compiled(mesh, config_of(CASE), transport, CASE.weights)
@@ -83,7 +85,11 @@ def test_an_exported_program_runs_in_a_fresh_process(transport, tmp_path):
     exported = jax.export.export(run, disabled_checks=jax_ep.disabled_checks())(*operands)
     file = tmp_path / "program"
     file.write_bytes(exported.serialize())
-    assert "matches the oracle" in run_fresh("check_exported", transport, str(file))
+    return str(file)
+
+
+def test_an_exported_program_runs_in_a_fresh_process(transport, exported_program):
+    assert "matches the oracle" in run_fresh("check_exported", transport, exported_program)
 
 
 def check_exported(transport: str, file: str) -> None:
@@ -121,16 +127,9 @@ def write_program(transport: str, file: str, n_other_groups: str) -> None:
     pathlib.Path(file).write_text(run.lower(*shapes).as_text())
 
 
-def test_a_program_loads_in_a_process_that_opened_no_group(transport, tmp_path):
+def test_a_program_loads_in_a_process_that_opened_no_group(transport, exported_program):
     """Its custom calls are known from the import on; that the group is missing is what it says."""
-    pytest.importorskip("flatbuffers", reason="jax.export needs flatbuffers")
-    mesh = make_mesh(CASE.n_ranks)
-    _, run = suite.compiled(mesh, config_of(CASE), transport, CASE.weights)
-    operands = put(mesh, *suite.make_inputs(CASE).arrays())
-    exported = jax.export.export(run, disabled_checks=jax_ep.disabled_checks())(*operands)
-    path = tmp_path / "program"
-    path.write_bytes(exported.serialize())
-    said = run_fresh("run_without_group", str(path))
+    said = run_fresh("run_without_group", exported_program)
     assert transport == "xla" or re.search(r"of group \S+: the group is not open", said), said
 
 

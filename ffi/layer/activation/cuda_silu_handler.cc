@@ -4,7 +4,7 @@
 
 #include "layer/activation/cuda_silu.h"
 #include "layer/activation/read_silu.h"
-#include "p2p/call/handler.h"
+#include "p2p/call/read_call.h"
 
 namespace jax_ep::silu {
 namespace {

@@ -3,7 +3,7 @@
 
 #include "nvshmem/call/read_rail.h"
 #include "nvshmem/plan/rail_sum_calls.h"
-#include "p2p/call/handler.h"
+#include "p2p/call/read_call.h"
 #include "p2p/combine/combine.h"
 #include "p2p/combine_grad/combine_grad.h"
 #include "p2p/dispatch/dispatch.h"

@@ -8,7 +8,7 @@
 #include "core/status.h"
 #include "nvshmem/plan/rail_call.h"
 #include "nvshmem/world/world.h"
-#include "p2p/call/handler.h"
+#include "p2p/call/read_call.h"
 #include "p2p/launch/call_args.h"
 #include "xla/buffers.h"
 

@@ -1,6 +1,7 @@
 // The dispatch kernels: one for tokens that travel as they are, one for tokens that are quantized.
 // As the launch plan says, either all blocks send and then receive, or some blocks send while the
-// others receive.
+// others receive. This file has the sending half and the kernel; dispatch_receive.cuh, the
+// receiving half. A call of few tokens goes to dispatch_ll/ instead.
 
 #include <algorithm>
 

@@ -185,7 +185,7 @@ struct RowsCall {
 // Tokens, or their cotangents, that another kernel brings while a call runs.
 //
 // They come in parts, from several origins, as many from each; this rank is one of them. All zero:
-// there are none.
+// there are none. docs/dev/scale.md says who brings them.
 struct ArrivingTokens {
   const uint32_t* words;  // [origin, part]: nonzero once the part's tokens are there; null: all are
   const uint8_t* own;     // [n_tokens], rows of this rank's: not where the others arrive

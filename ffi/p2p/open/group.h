@@ -59,10 +59,10 @@ class RankGroup {
   // `config` is that of the call's group: this group's, or one that fits its workspaces
   // (CheckFits). See plan.h for `size`, which tells what is called, and `is_async`.
   template <class Size>
-  Status PlanCall(const GroupConfig& config, int rank, int64_t n_tokens, const Size& size,
-                  CallArgs* call, bool is_async = false) const {
+  Status PrepareCall(const GroupConfig& config, int rank, int64_t n_tokens, const Size& size,
+                     CallArgs* call, bool is_async = false) const {
     const Status status = FillCall(config, rank, n_tokens, call);
-    if (status.ok()) p2p::PlanCall(ResourcesOf(config, rank), size, is_async, call);
+    if (status.ok()) PlanCall(ResourcesOf(config, rank), size, is_async, call);
     return status;
   }
   // The resources of such a call, to plan it anew.

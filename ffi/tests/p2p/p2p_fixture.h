@@ -346,7 +346,7 @@ class Fixture {
  private:
   template <class Size>
   void Plan(int rank, int n_tokens, const Size& size, bool is_async, CallArgs* call) const {
-    Check(group->PlanCall(config, rank, n_tokens, size, call, is_async));
+    Check(group->PrepareCall(config, rank, n_tokens, size, call, is_async));
     if (uses_ll_ || !call->plan.uses_ll) return;
     call->map.max_ll_tokens = 0;
     PlanCall(group->ResourcesOf(config, rank), size, is_async, call);

@@ -10,7 +10,7 @@
 #include "layer/matmul/gated.h"
 #include "layer/matmul/kernels.h"
 #include "layer/matmul/matmul_call.h"
-#include "p2p/call/handler.h"
+#include "p2p/call/read_call.h"
 #include "xla/buffers.h"
 
 namespace jax_ep::matmul {

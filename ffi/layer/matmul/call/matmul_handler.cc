@@ -7,7 +7,7 @@
 #include "layer/matmul/call/load_matmuls.h"
 #include "layer/matmul/kernels.h"
 #include "layer/matmul/matmul_call.h"
-#include "p2p/call/handler.h"
+#include "p2p/call/read_call.h"
 #include "xla/attributes.h"
 #include "xla/buffers.h"
 #include "xla/ffi/api/ffi.h"

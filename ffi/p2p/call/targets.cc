@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "p2p/call/handler.h"
+#include "p2p/call/read_call.h"
 #include "p2p/launch/stream_order.h"
 
 namespace jax_ep::p2p {

@@ -1,4 +1,4 @@
-#include "p2p/call/handler.h"
+#include "p2p/call/read_call.h"
 
 #include "core/message.h"
 #include "p2p/launch/cuda_status.h"
@@ -95,7 +95,7 @@ Status ReadDispatchCall(const Caller& caller, const DispatchAttributes& attribut
   args.size = {ToVectors(args.token_bytes), ToVectors(args.n_scales * args.scale_bytes),
                ToVectors(args.row_bytes)};
   status = CheckSizes(caller.config(), args, args.size);
-  return status.ok() ? PlanCall(caller, args.size, is_async, args) : status;
+  return status.ok() ? PrepareCall(caller, args.size, is_async, args) : status;
 }
 
 namespace {
@@ -130,7 +130,7 @@ Status ReadCombineCall(const Caller& caller, const CombineMode& mode, bool is_as
   if (status.ok()) status = FillRows(caller, mode, args);
   if (!status.ok()) return status;
   const ReturnSize size{args.row_vectors, mode.reduce, args.row_scalars != nullptr};
-  return PlanCall(caller, size, is_async, args);
+  return PrepareCall(caller, size, is_async, args);
 }
 
 Status ReadCombineGradCall(const Caller& caller, const CombineMode& mode, bool is_async,
@@ -139,7 +139,7 @@ Status ReadCombineGradCall(const Caller& caller, const CombineMode& mode, bool i
   Status status =
       ReadCombineGrad(caller.sizes(), Handle::kMessageRows, mode, buffers, results, &args);
   if (status.ok()) status = FillRows(caller, mode, args);
-  return status.ok() ? PlanCall(caller, GradSize{args.row_vectors}, is_async, args) : status;
+  return status.ok() ? PrepareCall(caller, GradSize{args.row_vectors}, is_async, args) : status;
 }
 
 }  // namespace jax_ep::p2p

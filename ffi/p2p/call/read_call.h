@@ -1,5 +1,5 @@
-// Shared by the XLA FFI handlers for CUDA: the caller, errors, attributes and bindings. They only
-// launch. Handlers of calls that are not asynchronous may be captured into command buffers.
+// Shared by the XLA FFI handlers for CUDA: the caller, errors, attributes, bindings, and how the
+// operands of a call are read and its launch is planned.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -47,13 +47,13 @@ Status FindCaller(int32_t ordinal, cudaStream_t stream, Caller& caller);
 // The error of a call whose operands do not fit.
 ffi::Error InvalidOperands(const Caller& caller, const Status& status);
 
-// Plans a call whose operands have been read; see RankGroup::PlanCall. Lets its kernel compare the
-// caller's mesh coordinate with the program's, which is on the device.
+// Prepares a call whose operands have been read. Lets its kernel compare the caller's mesh
+// coordinate with the program's, which is on the device.
 template <class Size, class Args>
-Status PlanCall(const Caller& caller, const Size& size, bool is_async, Args& args) {
+Status PrepareCall(const Caller& caller, const Size& size, bool is_async, Args& args) {
   const Registry::Member& member = caller.member;
-  const Status status =
-      member.group->PlanCall(member.config, member.rank, args.n_tokens, size, &args.call, is_async);
+  const Status status = member.group->PrepareCall(member.config, member.rank, args.n_tokens, size,
+                                                  &args.call, is_async);
   args.call.coordinate = static_cast<int32_t>(member.replica * member.config.n_ranks + member.rank);
   args.call.program_coordinate = args.coordinate;
   return status;
@@ -101,8 +101,8 @@ auto BindLayerCall() {
       .Attrs<Attributes>();
 }
 
-// The binding of starts whose last operands are the results (see CudaAsyncAlloc). Not captured: XLA
-// would put start and done of a captured call into one graph, in sequence.
+// The binding of starts whose last operands are the results: CudaAsyncAlloc in targets.cc. Not
+// captured: XLA would put start and done of a captured call into one graph, in sequence.
 inline auto BindStart() { return BindGroupCall().Ret<ffi::BufferR1<ffi::F32>>(); }
 
 // Splits the results off the operands of such a start; the ticket has one element for each of them
