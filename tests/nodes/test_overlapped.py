@@ -98,7 +98,7 @@ def overlapping(request):
     if request.config.option.gpu:
         pytest.skip("on GPUs, test_nvshmem.py has the operations themselves")
     forget_groups()
-    with pytest.MonkeyPatch.context() as patch, harness.each_node_by_itself():
+    with harness.each_node_by_itself(), pytest.MonkeyPatch.context() as patch:
         transports = [OverlappingHost if x is HostByNodes else x for x in select._FASTEST_FIRST]
         patch.setattr(select, "_FASTEST_FIRST", tuple(transports))
         patch.setattr(overlapped, "min_tokens", 1)
