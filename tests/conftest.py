@@ -13,7 +13,7 @@ variable, for jobs that cannot pass flags:
     --n-nodes       JAX_EP_TEST_N_NODES       nodes of cases that do not say: 1
     --random-cases  JAX_EP_TEST_RANDOM_CASES  cases of test_random_cases.py, each transport: 30
     --random-seed   JAX_EP_TEST_RANDOM_SEED   the seed of their first shape: 0
-    --quick         JAX_EP_TEST_QUICK=1       a selection (tests/support/quick.py), not optimized
+    --quick         JAX_EP_TEST_QUICK=1       a selection (tests/support/quick.py)
 
 In a job of several processes, run the same files with the same options in every process. Such a job
 skips tests whose mesh does not span all devices, and tests for one process.
@@ -96,20 +96,19 @@ def _use_own_temporary_folder(config) -> None:
 
 
 def _start_backend_that_compiles_faster(quick: bool) -> None:
-    """Turns XLA:CPU's fusion emitters off; jax 0.11 has no other way to generate code.
+    """Turns off LLVM's optimizations and, where jax has another way, XLA:CPU's fusion emitters.
 
-    Compiling takes most of the suite's time. Emitters make it 40 % longer, and splitting programs
-    into parts, for idle cores, 10 %. Child processes, and so jobs of several processes, which
-    compare transports with the oracle too, use both. LLVM's optimizations double it: --quick does
-    without, in child processes too, although they alone round once in place of twice.
+    Compiling takes most of the suite's time: optimizations double it, emitters make it 40 % longer,
+    splitting programs into parts, for idle cores, 10 %. But only optimized programs round once in
+    place of twice. So child processes optimize, unless --quick: jobs of several processes compare
+    all transports with the oracle, too.
     """
     if "XLA_FLAGS" in os.environ:
         return
     flags = ["--xla_cpu_parallel_codegen_split_count=1"]
+    flags += ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
     if jax.__version_info__ < (0, 11):
         flags.append("--xla_cpu_use_fusion_emitters=false")
-    if quick:
-        flags += ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
     os.environ["XLA_FLAGS"] = " ".join(flags)
     jax.devices()  # reads the flags
     if not quick:

@@ -101,6 +101,7 @@ def layer_and_gradients(group, tokens, topk_ids, topk_weights, *_):
     return *grads, ranks
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_gradients_and_source_ranks_are_those_of_one_axis(name, transport):

@@ -40,6 +40,7 @@ WIDTHS = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("case", params(CAPACITIES))
 def test_calls_of_less_capacity_match_the_oracle(case, is_async, transport):

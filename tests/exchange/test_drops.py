@@ -117,6 +117,7 @@ def test_the_error_says_how_many_each_rank_dropped(n_replicas, wrap, transport):
     run(open_group(transport, n_replicas, recv_capacity=numbers[2]), ids, wrap=WRAPS[wrap])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", GROUPS)
 def test_the_capacity_that_the_error_advises_has_room_for_padding(name, transport):
     options = GROUPS[name] | {"row_alignment": 4}
@@ -135,6 +136,7 @@ def test_no_capacity_is_advised_where_none_is_larger(transport):
         run(group, ids)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("token_format", FORMATS)
 @pytest.mark.parametrize("name", GROUPS)
 def test_without_drops_the_bits_are_those_of_counting(name, token_format, transport):
@@ -166,6 +168,7 @@ def test_a_call_has_a_capacity_of_its_own(transport):
         jax.block_until_ready(mapped(tokens, make_ids(), results))
 
 
+@pytest.mark.thorough
 def test_a_call_without_jit_raises():
     with pytest.raises(jax.errors.JaxRuntimeError, match="must fit into recv_capacity=4; "):
         run(open_group("host", recv_capacity=4), make_ids(), wrap=lambda layer: layer)
@@ -250,6 +253,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", quick.params(LAYERS, {"same_tokens", "capacity_of_all"}))
 def test_layers_raise_where_choices_exceed_their_capacity(name):
     options = LAYERS[name] | {"capacity_factor": 0.5, "on_limit": "raise"}
@@ -286,6 +290,7 @@ def test_layers_raise_where_rows_do_not_fit(name):
         jax.block_until_ready(run_layer(layer, tokens))
 
 
+@pytest.mark.thorough
 def test_stacked_layers_and_their_gradients_raise():
     """In `nnx.scan` under `nnx.remat`, one layer after the other."""
     config = {"recv_capacity": 40, "on_drop": "raise"}

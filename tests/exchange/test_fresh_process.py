@@ -107,6 +107,7 @@ def check_exported(transport: str, file: str) -> None:
     print("matches the oracle")
 
 
+@pytest.mark.thorough
 def test_two_processes_lower_to_the_same_program(transport, tmp_path):
     """The text of the program depends only on the arguments of `ep_init`."""
     make_mesh(CASE.n_ranks)
@@ -127,6 +128,7 @@ def write_program(transport: str, file: str, n_other_groups: str) -> None:
     pathlib.Path(file).write_text(run.lower(*shapes).as_text())
 
 
+@pytest.mark.thorough
 def test_a_program_loads_in_a_process_that_opened_no_group(transport, exported_program):
     """Its custom calls are known from the import on; that the group is missing is what it says."""
     said = run_fresh("run_without_group", exported_program)
@@ -145,6 +147,7 @@ def run_without_group(path: str) -> None:
         print(error)
 
 
+@pytest.mark.thorough
 def test_programs_compile_without_the_partitioner_shardy(transport):
     """XLA's former partitioner aborts at a sort of several operands if one result is unused."""
     make_mesh(CASE.n_ranks)

@@ -43,6 +43,7 @@ def test_independent_calls_do_not_mix_their_data(n_ranks, n_runs, with_psum, tra
     check_independent_calls_do_not_mix_their_data(n_ranks, n_runs, with_psum, transport)
 
 
+@pytest.mark.thorough
 def test_a_backward_pass_may_run_with_other_forward_passes(transport):
     """Two layers' gradients in one program equal those of each layer alone, bitwise."""
     first, second = big_case(8, 1), big_case(8, 2)

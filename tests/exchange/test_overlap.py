@@ -51,6 +51,7 @@ def rematerialized(group, form, *arrays):
 FUNCTIONS = [layer, scanned, gradient, gradient_of_weighted_rows, rematerialized]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("form", FORMS[1:])
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_overlapped_work_changes_no_bit(function, form, mesh, group) -> None:

@@ -67,6 +67,7 @@ def test_any_routing_matches_the_oracle(case, transport):
     holds()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", SUMS, ids=lambda case: case.name)
 def test_with_any_routing_the_sum_does_not_depend_on_where_weights_are_given(case, transport):
 

@@ -43,6 +43,7 @@ def test_every_group_begins_at_a_multiple(transport):
         assert np.diff(row_offsets).tolist() == [-(-n // 32) * 32 for n in counts]
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("one_process")
 def test_padding_adds_nothing_to_a_layer(transport):
     """An expert layer and its gradients are those of unpadded groups."""

@@ -155,6 +155,7 @@ def test_unused_labels_cost_nothing(transport):
     assert [sum(map(text.count, exchanges)) for text in texts] == [0, 1]
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("one_process")
 def test_source_ranks_outside_shard_map_raise():
     group = group_of(cases.SMALL[2], "xla")

@@ -51,6 +51,7 @@ def group_in(memory_of: jax_ep.EPGroup, case, **changes) -> jax_ep.EPGroup:
     return jax_ep.ep_init(memory_of.mesh, AXIS, config, memory_of=memory_of)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("case", params(CASES))
 def test_results_match_the_oracle(case, is_async, transport):
@@ -104,6 +105,7 @@ def rounds_in_turns(groups, is_async: bool, operands) -> list:
     return [x, other_x]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("is_async", [False, True])
 def test_calls_and_gradients_of_several_groups_in_turns(is_async, transport):
     mesh = make_mesh(SMALL.n_ranks)

@@ -95,6 +95,7 @@ def test_gradients_of_a_layer_can_be_traced(name, at_dispatch, jits):
     jax.eval_shape(function, *make_arrays(group))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["float32", "mxfp8"])
 def test_gradients_of_a_layer_equal_those_without_vmap(name):
     group = open_group(name, "host")

@@ -39,6 +39,7 @@ def operands(group):
     return operands_of(group.mesh)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("program_cache")
 def test_calls_without_jit_give_the_same_bits(transport):
     """Every operation runs by itself, as in a debugger."""
@@ -185,6 +186,7 @@ def test_one_program_may_use_several_groups(transport, group):
     assert_trees_equal(mesh, got, wanted, "two groups")
 
 
+@pytest.mark.thorough
 def test_one_group_serves_calls_with_different_numbers_of_tokens(transport):
     mesh = make_mesh(4)
     for n_tokens in (1, 5, CASE.max_tokens):

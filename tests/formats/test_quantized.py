@@ -33,6 +33,7 @@ def test_seed_shapes_match_the_oracle(case, transport):
     suite.check(case, transport, make_mesh(case.n_ranks))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("dp", "n_ranks"), [(1, 1), (2, 4), (1, 8)])
 def test_every_mesh_matches_the_oracle(dp, n_ranks, name, transport):

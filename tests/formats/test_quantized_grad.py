@@ -19,6 +19,7 @@ from harness import assert_same_bits, group_of, on_mesh, put, shards
 NAMES = list(cases.QUANTIZED_SMALL)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("weights", ["none", "row"])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_gradient_of_a_row_reaches_its_token(name, weights, transport):

@@ -52,6 +52,7 @@ def gradient(step):
     return jax.grad(loss)
 
 
+@pytest.mark.thorough
 def test_checkpointed_layers_have_the_same_gradients(layer, transport):
     group, step, operands = layer
     names = ("plain", "nothing saved", "dispatch saved")
@@ -67,6 +68,7 @@ def test_checkpointed_layers_have_the_same_gradients(layer, transport):
         assert dispatch_saved == plain
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", cases.QUANTIZED_SMALL.values(), ids=cases.QUANTIZED_SMALL)
 def test_saved_codes_and_scales_keep_their_values(case, transport):
     """Also from 256 on, in e4m3; the backward pass needs them."""
@@ -106,6 +108,7 @@ def test_scan_of_layers_has_the_unrolled_gradients(layer):
     assert_trees_equal(group.mesh, got, wanted, "scan")
 
 
+@pytest.mark.thorough
 def test_vmap_gives_the_bits_of_a_loop(layer):
     group, step, operands = layer
     got, wanted = (
@@ -115,6 +118,7 @@ def test_vmap_gives_the_bits_of_a_loop(layer):
     assert_trees_equal(group.mesh, got, wanted, "vmap")
 
 
+@pytest.mark.thorough
 def test_a_dispatched_result_may_leave_a_jitted_function(layer):
     group, step, operands = layer
 
@@ -130,6 +134,7 @@ def test_a_dispatched_result_may_leave_a_jitted_function(layer):
     assert_trees_equal(group.mesh, got, wanted, "two programs")
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("program_cache")
 def test_calls_without_jit_give_the_same_bits(layer):
     group, step, operands = layer

@@ -157,6 +157,7 @@ def test_biases_are_added_and_have_gradients(dtype, limit, transport):
     assert_only_expert_1_has_no_gradient(got[1][2:])
 
 
+@pytest.mark.thorough
 def test_biases_of_fp8_matmuls(transport):
     def prepare(gate_up, down):
         return jax_ep.quantize_weights(gate_up), jax_ep.quantize_weights(down)
@@ -167,6 +168,7 @@ def test_biases_of_fp8_matmuls(transport):
     assert min(cosines(got, dense_value_and_gradients("bfloat16", biases))) > 0.99
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", QUANTIZED_FORMATS)
 def test_rows_of_every_format_are_dequantized(name, transport):
     with open_group(transport, QUANTIZED_FORMATS[name]()) as group:
@@ -174,6 +176,7 @@ def test_rows_of_every_format_are_dequantized(name, transport):
     assert_near(got, dense_value_and_gradients("bfloat16"), ERRORS[name])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", ["transposed", "row_major"])
 def test_fp8_from_dispatch_to_combine(layout, transport):
     def prepare(gate_up, down):
@@ -192,6 +195,7 @@ def cosines(got, wanted):
         yield a @ b / np.sqrt(a @ a * (b @ b))
 
 
+@pytest.mark.thorough
 def test_weights_of_the_forms_that_models_have(transport):
     """Transposed; alternating gate and up columns with clamped activations."""
     tokens, ids, weights, gate_up, down = arrays("float32")

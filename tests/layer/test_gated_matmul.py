@@ -159,6 +159,7 @@ CHECKPOINTS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kept", CHECKPOINTS)
 @pytest.mark.parametrize("activation", VARIANTS.values(), ids=VARIANTS)
 @WITH_BIAS
@@ -181,6 +182,7 @@ def test_gradients_have_gradients(has_bias, activation, kept):
     np.testing.assert_array_equal(squares(CHECKPOINTS[kept](mlp)), wanted)
 
 
+@pytest.mark.thorough
 def test_gradients_of_biases_have_gradients():
     """Of the bias's, by rows, and of the rows', by the bias."""
     rows, gate_up, down, bias, offsets = make_operands([5, 0, 9], 16, 8, has_bias=True)

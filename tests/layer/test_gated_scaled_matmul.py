@@ -168,12 +168,14 @@ def test_bits_with_few_and_with_many_groups(has_bias, n_groups):
     assert_same_bits(VARIANTS["interleaved, clamped"], operands)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", quick.params(CHECKPOINTS, {"nothing kept", "hidden rows kept"}))
 def test_checkpoints_change_no_bits(name):
     operands = make_operands(MIXED, has_bias=True)
     assert_same_bits(VARIANTS["interleaved, clamped"], operands, CHECKPOINTS[name])
 
 
+@pytest.mark.thorough
 @WITH_BIAS
 def test_the_experts_may_be_mapped(has_bias):
     rows, *others = make_operands([5, 0, 9], has_bias=has_bias)
@@ -188,6 +190,7 @@ def test_the_experts_may_be_mapped(has_bias):
         np.testing.assert_array_equal(bits(each, 14), bits(alone, 14))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("jits", quick.params([True, False], {True}), ids=["jit", "eager"])
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_ranks_may_share_weights_and_biases(check_vma, jits):

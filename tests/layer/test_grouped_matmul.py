@@ -125,6 +125,7 @@ def test_a_slice_of_the_groups_has_their_products_and_gradients(begin, end, dtyp
         assert_close(grad_matrices[i], left.T @ right, abs(left).T @ abs(right), dtype)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("transposed", [False, True], ids=["plain", "transposed"])
 def test_derivatives_match_finite_differences(transposed):
     rows, weights, offsets = make_operands([3, 0, 5], "float32", transposed, spare=0, h=4, n=3)
@@ -174,6 +175,7 @@ def test_every_device_multiplies_its_own_groups(replicated):
     check_shard_map(2, replicated)
 
 
+@pytest.mark.thorough
 def test_a_shard_map_over_virtual_devices():
     for replicated in (False, True):
         check_shard_map(min(4, len(jax.devices())), replicated)

@@ -162,6 +162,7 @@ def test_a_maxtext_layer_equals_a_dense_one(moe, block, factor, drops):
     np.testing.assert_allclose(lb_loss, jnp.mean(ids.astype("float32")), rtol=1e-6)
 
 
+@pytest.mark.thorough
 def test_a_maxtext_layer_reports_overflow_by_rank(moe):
     maxtext.install()
     layer = moe.RoutedMoE(maxtext_config(decoder_block=Decoder("mixtral")), mesh_of(), 1.0)
@@ -172,6 +173,7 @@ def test_a_maxtext_layer_reports_overflow_by_rank(moe):
     assert flags.shape == (R, 1, 1) and flags.ravel().tolist() == [True, False]
 
 
+@pytest.mark.thorough
 def test_grug_experts_equal_dense_ones():
     """On a mesh with explicit axes, with padding; also gradients."""
     mesh = mesh_of(AxisType.Explicit)
@@ -213,6 +215,7 @@ def test_grug_mesh_needs_devices(monkeypatch):
         levanter.expert_mlp(None, mesh_of().abstract_mesh)
 
 
+@pytest.mark.thorough
 def test_layers_of_equal_sizes_share_a_group_until_it_is_closed(moe):
     """It has the further parameters of `install`."""
     maxtext.install(row_alignment=16)

@@ -120,6 +120,7 @@ def test_fp8_matmuls(transport):
         compare(group, arrays, wrap=quantized)
 
 
+@pytest.mark.thorough
 def test_weights_of_choices_may_be_left_out(transport):
     def without_weights(layer):
         def run(group, tokens, ids, weights, gate_up, down):
@@ -196,6 +197,7 @@ def test_without_jit(transport):
         assert_trees_equal(group.mesh, got, wanted, "without jit")
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("program_cache")
 def test_without_jit_and_gradients(transport):
     with open_group(transport) as group:

@@ -140,6 +140,7 @@ def test_balance_loss_is_one_at_balance_and_more_for_a_collapsed_router():
     assert balance_loss(routes.scores, routes.topk_ids) > 0.9 * E / K
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("per_sequence", [False, True])
 def test_tokens_without_a_choice_do_not_count(per_sequence):
     logits, _ = logits_and_bias(shape=(3, 8, E))
@@ -155,6 +156,7 @@ def test_tokens_without_a_choice_do_not_count(per_sequence):
     assert empty == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0), (0, 0)])
 @pytest.mark.parametrize("per_sequence", [False, True])
 def test_the_balance_loss_of_no_tokens_is_zero(per_sequence, shape):
@@ -190,6 +192,7 @@ def test_the_z_loss_leaves_out_tokens_without_a_choice():
     assert z_loss(logits, np.full_like(ids, -1)) == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("per_sequence", [False, True])
 def test_shards_of_a_mesh_get_the_loss_and_load_of_all_tokens(per_sequence, one_process):
     mesh = make_mesh(4, dp=2)

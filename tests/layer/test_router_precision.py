@@ -71,6 +71,7 @@ def errors(wanted, topk_ids, *gradients):
     ]
 
 
+@pytest.mark.thorough
 def test_the_layer_has_the_choices_and_gradients_of_float32(layer, tokens):
     assert jax.config.jax_default_matmul_precision is None
     grad = nnx.jit(nnx.grad(z_loss, argnums=(0, 1), has_aux=True))

@@ -79,6 +79,7 @@ def test_a_layer_equals_a_dense_one(shape, alignment):
     assert total.shape == (4, 1) and (total.sum() == B * S * K) == (alignment == 0)
 
 
+@pytest.mark.thorough
 def test_prepare_counts_as_dispatch_does():
     bootstrap(mesh_of(1, R), 512)
     cfg = te.EpLayerConfig(K, 16)
@@ -90,6 +91,7 @@ def test_prepare_counts_as_dispatch_does():
     assert counts.shape == (R, E // R) and (counts % 16 == 0).all()
 
 
+@pytest.mark.thorough
 def test_prepared_routing_combines():
     """Rows of ones, unweighted: each token is the number of its choices."""
     bootstrap(mesh_of(1, R), 512)
@@ -99,6 +101,7 @@ def test_prepared_routing_combines():
     np.testing.assert_array_equal(output, np.full((B * S, H), K))
 
 
+@pytest.mark.thorough
 def test_overflow_drops_and_counts():
     bootstrap(mesh_of(1, R), 8, drop_on_overflow=True)
     x, _, weights, matrices = operands()
@@ -108,6 +111,7 @@ def test_overflow_drops_and_counts():
     assert (np.abs(output).sum(axis=-1) > 0).sum() == 8
 
 
+@pytest.mark.thorough
 def test_unused_slots_hold_zeros():
     bootstrap(mesh_of(1, R), 512)
     x, ids, weights, _ = operands()

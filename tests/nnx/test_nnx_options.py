@@ -95,6 +95,7 @@ def plain():
     return step(make(), tokens_of())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", quick.params(HARMLESS, {"group scores without groups", "axes of size 1"})
 )
@@ -177,6 +178,7 @@ def test_padding_stays_zero_whatever_experts_make_of_zeros():
     assert output[mask].all() and not output[~mask].any()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", quick.params(PADDED, {"FP8", "fused shared expert"}))
 def test_padding_may_hold_anything(name):
     """Of masked tokens: outputs and gradients are zero, and those of all else as with zeros."""

@@ -66,6 +66,7 @@ def step(layer, tokens):
     return *results, *grads
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", quick.params(CASES, {"biases, shared expert", "fsdp", "fp8"}))
 def test_results_and_gradients_are_those_without_copies(name):
     check_against_no_copies("auto", name)
@@ -177,6 +178,7 @@ def test_the_placement_is_state_that_no_gradient_reaches():
     assert all(set(spec) <= {None} for spec in specs)
 
 
+@pytest.mark.thorough
 def test_stacked_layers_have_placements_of_their_own():
     group = open_group("auto", {"ep": R}, n_experts=E + N_REDUNDANT)
     unsharded = {nnx.PARTITION_NAME: None}
@@ -198,6 +200,7 @@ def test_stacked_layers_have_placements_of_their_own():
     assert_close(nnx.jit(run)(layers, tokens), wanted, 1e-5)
 
 
+@pytest.mark.thorough
 def test_experts_as_codes_travel_too():
     config, options = CASES["fp8"]["config"], CASES["fp8"]["options"]
     _, layer = make_layers("auto", config=config, options=options)

@@ -37,6 +37,7 @@ from processes import child_environment
 pytestmark = pytest.mark.usefixtures("one_process", "float32_matmuls")
 
 
+@pytest.mark.thorough
 def test_layers_stacked_by_scan_and_remat_match_a_loop():
     n_layers, tokens = 3, make_tokens()
     group = open_group("auto", {"dp": 2, "ep": 4})
@@ -86,6 +87,7 @@ def test_layers_stacked_by_scan_and_remat_match_a_loop():
     np.testing.assert_array_equal(layers.router_bias[...], 0.5 * np.sign(error))
 
 
+@pytest.mark.thorough
 @jax.numpy_dtype_promotion("standard")  # optax needs it
 def test_training_moves_parameters_by_gradients_and_the_bias_by_loads():
     layer, tokens = make_layer("auto", router_bias=True), make_tokens()
@@ -137,6 +139,7 @@ def test_parameters_are_created_on_their_devices(jitted):
     assert np.unique(layer.gate_up[:, 0, 0]).size == E  # every expert has its own values
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_is_restored_on_another_mesh(tmp_path):
     axes, options = {"dp": 2, "ep": 4}, {"router_bias": True, "shared_size": S}
     saved = make_layer("xla", axes=axes, **options)

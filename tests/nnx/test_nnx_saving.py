@@ -31,6 +31,7 @@ def with_optimizer(layer):
     return layer, nnx.Optimizer(layer, optax.adam(1e-2), wrt=nnx.Param)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", FORMATS)
 @jax.numpy_dtype_promotion("standard")  # optax needs it
 def test_arrays_are_restored_on_another_mesh(name):
@@ -73,6 +74,7 @@ def test_codes_of_experts_are_restored_on_the_devices_that_hold_them():
     assert error < 0.02 * np.abs(outputs(saved)).max()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("copied", [copy.deepcopy, nnx.clone])
 def test_a_copy_has_the_group_and_parameters_of_its_own(copied):
     layer = make_layer("auto", **OPTIONS)

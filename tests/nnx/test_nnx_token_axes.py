@@ -49,6 +49,7 @@ def masked(layer, tokens, mask):
     return np.where(mask[..., None], output, 0), (balance, z_loss), load
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("token_axes", [("dp", "ep"), BOTH])
 def test_padding_counts_for_nothing_where_sequences_are_sharded(token_axes, transport):
     """Some shards of a sequence are padding, entirely or in part."""
@@ -66,6 +67,7 @@ def test_padding_counts_for_nothing_where_sequences_are_sharded(token_axes, tran
     np.testing.assert_allclose(layer.router_bias[...], moved, rtol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "token_axes", [BOTH, P("dp", "ep", None), P("ep", "dp"), P(None, ("dp", "ep"))]
 )
@@ -90,6 +92,7 @@ def explicit_layer(axes, **options):
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("token_axes", [None, BOTH])
 def test_a_layer_on_explicit_axes_takes_tokens_as_they_are_sharded(token_axes):
     layer, put = explicit_layer(AXES, token_axes=token_axes)

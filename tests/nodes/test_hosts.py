@@ -42,6 +42,7 @@ def host_names():
         pytest.skip(reason)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("host_names")
 @pytest.mark.multiprocess
 def test_processes_have_host_names_of_their_own():

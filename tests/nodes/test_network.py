@@ -43,6 +43,7 @@ def send(shims, way, *rates, environment=None):
     return [(float(seconds), int(n_bytes)) for seconds, n_bytes in lines]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("way", ["send", "sendto", "sendmsg", "sendmmsg", "write", "writev"])
 def test_each_function_that_sends_is_counted_and_limited(shims, way):
     check_rate(shims, way, n_connections=1)

@@ -135,6 +135,7 @@ def thrifty(by_nodes, monkeypatch):
     forget_groups()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("weights", ["none", "row", "source"])
 def test_what_need_not_travel_is_not_needed(weights, thrifty):
     """Forward and backward, rows of choices included."""

@@ -208,6 +208,7 @@ def test_gradients_of_other_dtypes_match_their_closed_forms(dtype):
     closed_forms.check_closed_forms(case, "host")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "weights"), [("mxfp8", "row"), ("nvfp4", "source")])
 def test_layers_of_formats_that_quantize_have_the_bits_of_separate_calls(
     name, weights, traced, monkeypatch

@@ -35,6 +35,7 @@ def run(command, timeout_s=300):
     return result.stdout
 
 
+@pytest.mark.thorough
 def test_the_plan_is_right_and_the_documentation_has_its_table(programs):
     output = run([programs / "rail_plan_test"])
     assert "all passed" in output

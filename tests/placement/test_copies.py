@@ -115,6 +115,7 @@ def test_other_sums_agree_within_rounding(transport):
     np.testing.assert_allclose(jax.jit(copied)(*operands), wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.thorough
 def test_a_placement_in_order_changes_no_bit(transport):
     group = open_group(transport, E)
     placement = jax_ep.ExpertPlacement(np.arange(E), R)
@@ -124,6 +125,7 @@ def test_a_placement_in_order_changes_no_bit(transport):
     assert_same_bits(got, wanted, "output")
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_policy_keeps_the_copies_or_brings_them_again():
     group = open_group("xla", E + 16)
     placement, (tokens, ids, *others) = make_placement(), make_operands()
@@ -139,6 +141,7 @@ def test_a_checkpoint_policy_keeps_the_copies_or_brings_them_again():
     jax.tree.map(np.testing.assert_array_equal, got, wanted)
 
 
+@pytest.mark.thorough
 def test_two_runs_have_the_same_bits(transport):
     _, copied = with_and_without(transport, jax_ep.expert_mlp)
     operands = make_operands()

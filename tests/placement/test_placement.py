@@ -99,6 +99,7 @@ def test_tokens_may_have_any_leading_dimensions(leading):
     np.testing.assert_array_equal(placed, oracle.place(flat, PLACEMENT)[0].reshape(ids.shape))
 
 
+@pytest.mark.thorough
 def test_copies_get_equally_many_choices_whichever_tokens_choose_the_expert():
     """Every k-th token for all k, from any first one, and tokens drawn at random; 2 to 8 copies."""
     n_ranks, n_tokens, n_copies = 8, 4096, np.arange(2, 9)

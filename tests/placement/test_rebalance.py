@@ -121,6 +121,7 @@ def test_the_load_of_physical_experts_is_that_of_logical_ones():
     np.testing.assert_array_equal(logical, [[11, 22, 30, 40], [2, 2, 1, 1]])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "row,measure",
     [

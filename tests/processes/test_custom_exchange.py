@@ -77,6 +77,7 @@ def test_what_a_process_says_of_its_host_is_checked(record, monkeypatch):
 BOARD_VARIABLE = "JAX_EP_TEST_BOARD"
 
 
+@pytest.mark.thorough
 @pytest.mark.multiprocess
 def test_a_custom_exchange_replaces_the_distributed_runtime(tmp_path, monkeypatch):
     monkeypatch.setenv(BOARD_VARIABLE, str(tmp_path))

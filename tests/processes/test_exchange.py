@@ -24,6 +24,7 @@ N_PROCESSES = 3
 SHORT_TIMEOUT_S = 2.0
 
 
+@pytest.mark.thorough
 @pytest.mark.multiprocess
 def test_processes_of_a_job_exchange_payloads():
     run_processes(N_PROCESSES, "test_exchange:check_job", n_local_devices=2, timeout_s=120)

@@ -13,6 +13,7 @@ faults = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(faults)
 
 
+@pytest.mark.thorough
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", quick.params(faults.SCRIPTS, {*faults.SCRIPTS} - {"malformed"}))
 def test_no_fault_crashes_hangs_or_goes_unnoticed(name):

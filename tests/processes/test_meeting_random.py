@@ -110,6 +110,7 @@ class World:
             raise Interrupt
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("seed", range(6))
 def test_simulated_processes_open_all_or_none_and_meet_again(n, seed):

@@ -25,6 +25,7 @@ def test_several_processes_match_the_oracle(n_processes, n_local_devices):
     run_processes(n_processes, target, n_local_devices=n_local_devices)
 
 
+@pytest.mark.thorough
 def test_groups_may_span_processes_or_not():
     run_processes(2, "test_multiprocess:check_two_axes", n_local_devices=4)
 
@@ -64,6 +65,7 @@ def test_a_hanging_process_is_killed_at_the_time_limit():
     assert time.monotonic() - start < 20
 
 
+@pytest.mark.thorough
 def test_the_suite_itself_runs_in_several_processes():
     """As on several hosts: the same files with the same options, all ranks in step."""
     files = ["test_config.py", "test_grad.py", "test_stats.py"]

@@ -95,6 +95,7 @@ def test_calls_are_measured_with_and_without_command_buffers(monkeypatch, varian
     assert all((row["name"], row["per_gap"]) == ("fusion", 2 / 3) for row in found["gap_kernels"])
 
 
+@pytest.mark.thorough
 def test_without_gpus_only_the_trace_is_missing(monkeypatch) -> None:
     found = measured(monkeypatch, ITEM, profiler.trace)
     assert all("shows no GPU" in why for why in found["not_measured"])

@@ -80,6 +80,7 @@ def test_other_implementations_are_measured_beside_ours() -> None:
     assert {name for _, name in found} == {"jax_ep", plan.RAGGED_DOT, "dense", "memory"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", plan.MATMULS)
 def test_a_wrong_matmul_is_noticed(monkeypatch, name) -> None:
     jax.clear_caches()  # of programs with the right one

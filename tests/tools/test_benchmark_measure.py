@@ -110,6 +110,7 @@ def double_rows(function):
     return wrong
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("wrap", "what"),
     [

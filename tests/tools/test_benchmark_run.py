@@ -116,6 +116,7 @@ def test_each_process_of_a_job_has_a_gpu(tmp_path, monkeypatch, gpus, left, why)
     assert all(each.startswith(start) for each, start in zip(found, why, strict=True))
 
 
+@pytest.mark.thorough
 def test_what_fails_in_another_process_is_reported(tmp_path, monkeypatch) -> None:
     """The first waits for it until the time limit."""
     (tmp_path / "__main__.py").write_text(
@@ -155,6 +156,7 @@ def run_benchmarks(*arguments) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.thorough
 def test_the_platform_is_jaxs_unless_it_is_given() -> None:
     names = [
         run_benchmarks(*options, "--list").stdout.splitlines()
@@ -206,6 +208,7 @@ def test_matmuls_are_rehearsed(tmp_path) -> None:
     assert "grouped matmuls, TFLOP/s (time / the larger limit):" in shown
 
 
+@pytest.mark.thorough
 def test_overheads_have_a_figure_for_each_function(tmp_path) -> None:
     options = "--quick", "--platform", "cpu", "--only", "overhead"
     done = run_benchmarks(*options, "--out", tmp_path)

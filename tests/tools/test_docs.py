@@ -8,6 +8,8 @@ import subprocess
 import sys
 import types
 
+import pytest
+
 import jax_ep
 import jax_ep.nnx
 import jax_ep.router
@@ -64,6 +66,7 @@ def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
+@pytest.mark.thorough
 def test_the_first_blocks_on_layers_run_as_pasted():
     """With lines of its own for the devices and the data, as the example has them."""
     short, imports, model = python_blocks(DOCS / "layers.md")[:3]
@@ -83,6 +86,7 @@ print(errors[-1] < 0.5 * errors[0])
     assert run_python(setup + imports + short + model + steps) == ["True 0", "True"]
 
 
+@pytest.mark.thorough
 def test_expert_mlp_is_short_for_the_calls_of_the_page():
     """With the same bits, in each dtype."""
     blocks = python_blocks(DOCS / "experts.md")
@@ -117,6 +121,7 @@ mesh = jax.sharding.Mesh(jax.devices()[:4], ("ep",))
     assert run_python(setup + check) == ["bfloat16 True", "float16 True", "float32 True"]
 
 
+@pytest.mark.thorough
 def test_stacked_layers_of_the_page_run_as_pasted():
     """They do what the loop over the layers does."""
     setup, *_ = python_blocks(ROOT / "README.md")
@@ -133,6 +138,7 @@ print(reports.n_dropped, bool(jax.numpy.abs(x - wanted).max() < 0.05 * jax.numpy
     assert run_python(f"{setup}{begin}{stacked}{check}") == ["[0 0 0] True"]
 
 
+@pytest.mark.thorough
 def test_the_page_on_checkpoints_runs_as_pasted():
     """Each model's block is followed by a check against NumPy, which must be able to fail."""
     blocks = python_blocks(DOCS / "checkpoints.md")
@@ -147,6 +153,7 @@ except AssertionError:
     assert run_python("".join(blocks) + fails) == ["differs"]
 
 
+@pytest.mark.thorough
 def test_the_page_on_balance_is_one_program():
     """Its `python` blocks; the `text` blocks, but for the example's, are what they print."""
     blocks = BLOCK.findall((DOCS / "balance.md").read_text())

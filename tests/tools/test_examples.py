@@ -108,6 +108,7 @@ def assert_equal_to_a_last_digit(output, wanted) -> None:
     assert all(abs(int(a) - int(b)) <= 1 for a, b in pairs), output
 
 
+@pytest.mark.thorough
 def test_layers_with_asynchronous_calls_equal_synchronous_ones(run) -> None:
     lines = output_of(run(EXAMPLES / "overlap.py")).splitlines()
     assert re.fullmatch(r"loss [\d.]+, gradients equal to .*", lines[0])
@@ -125,6 +126,7 @@ def test_quantized_layers_are_close_to_the_layer_in_bfloat16(run) -> None:
         assert minimum <= float(cosines[name]) < 1
 
 
+@pytest.mark.thorough
 def test_tensor_parallel_layer_equals_a_dense_layer(run) -> None:
     output = output_of(run(EXAMPLES / "tensor_parallel.py"))
     assert re.fullmatch(r"equal on \d+ ranks of \d+ rows, transport \w+\n", output)
@@ -160,6 +162,7 @@ def test_nnx_layer_learns_and_balances_its_experts(run) -> None:
     assert busiest[-1] < 0.7 * busiest[0]
 
 
+@pytest.mark.thorough
 def test_a_training_run_rebalances_without_compilation(run) -> None:
     output = output_of(run(EXAMPLES / "rebalance.py"))
     steps = re.findall(r"error ([\d.]+), the busiest rank had ([\d.]+) times the mean", output)
@@ -170,6 +173,7 @@ def test_a_training_run_rebalances_without_compilation(run) -> None:
     assert re.search(r"^1 compilation, \d+ ranks, ", output, re.MULTILINE)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", quick.params(RECIPES, {"ep_fsdp_tp", "prefill_decode"}))
 def test_recipes_equal_a_dense_layer(run, name) -> None:
     if name == "equinox_layer":
@@ -205,6 +209,7 @@ def test_layers_page_quotes_nnx_layer_verbatim() -> None:
     assert all(line in example.splitlines() for line in imports.splitlines())
 
 
+@pytest.mark.thorough
 @pytest.mark.multiprocess
 def test_two_processes_equal_a_dense_layer(run) -> None:
     assert output_of(run(EXAMPLES / "two_processes.py")) == (
@@ -215,6 +220,7 @@ def test_two_processes_equal_a_dense_layer(run) -> None:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.multiprocess
 def test_a_layer_on_several_hosts_equals_a_dense_layer() -> None:
     """Two processes stand for two hosts."""
@@ -235,6 +241,7 @@ def test_scripts_of_launchers_have_no_syntax_errors(name) -> None:
     subprocess.run(["bash", "-n", script], check=True, timeout=20)
 
 
+@pytest.mark.thorough
 def test_the_demo_learns_and_draws_figures(run, program_cache, tmp_path) -> None:
     demo = [EXAMPLES / "demo", "--steps", 50, "--out", "figures"]
     output = output_of(run(*demo, added_environment=program_cache))
@@ -258,6 +265,7 @@ def test_the_demo_detects_a_wrong_gradient(run, program_cache) -> None:
     assert float(losses) < 1e-4 and float(grads) > 0.1
 
 
+@pytest.mark.thorough
 def test_the_demo_says_why_a_transport_cannot_serve(run) -> None:
     result = run(EXAMPLES / "demo", "--transport", "pigeon")
     assert result.returncode == 1

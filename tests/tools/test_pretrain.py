@@ -124,6 +124,7 @@ def assert_same_losses(whole, other) -> None:
         np.testing.assert_allclose(got, wanted[: len(got)], rtol=1e-4, err_msg=name)
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_has_the_losses_of_an_unbroken_one(whole, pretrain, request) -> None:
     options = "--checkpoints", "checkpoints", "--save-every", 2, "--no-plots"
     first = pretrain("first", *options, "--stop-at", 3)["steps"]
@@ -137,6 +138,7 @@ def test_a_resumed_run_has_the_losses_of_an_unbroken_one(whole, pretrain, reques
     assert result.returncode == 1 and "before step 6; got 6" in result.stderr
 
 
+@pytest.mark.thorough
 def test_bytes_of_a_file_in_bfloat16_with_recomputed_layers(pretrain) -> None:
     options = "--text", EXAMPLE / "model.py", "--dtype", "bfloat16", "--remat", "--no-plots"
     results = pretrain("text", *options, "--stop-at", 8, "--z-loss", 1e-3, "--capacity", 1.5)
@@ -145,6 +147,7 @@ def test_bytes_of_a_file_in_bfloat16_with_recomputed_layers(pretrain) -> None:
     assert results["entropy"] is None and results["remat"]
 
 
+@pytest.mark.thorough
 def test_options_that_do_not_fit_are_named(pretrain) -> None:
     for options, message in (
         (["--loss-chunks", 7], "--loss-chunks must divide --sequence 64; got 7"),
