@@ -30,6 +30,7 @@ from harness import (
 from independent_calls import big_case, check_independent_calls_do_not_mix_their_data
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("n_ranks", "n_runs", "with_psum"),
     [

@@ -52,6 +52,7 @@ def test_calls_without_jit_give_the_same_bits(transport):
     assert_trees_equal(group.mesh, got, wanted, "without jit")
 
 
+@pytest.mark.thorough
 def test_rematerialization_gives_the_same_bits_and_policies_save_calls(transport, group, operands):
     programs = {
         name: on_mesh(group.mesh, layers(group, wrap)).compile(*operands)

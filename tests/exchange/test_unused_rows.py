@@ -171,6 +171,7 @@ def arrays_of(case) -> list:
     return [tokens, topk_ids, [np.nan_to_num(each) for each in topk_weights]]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "weights_at"),
     [

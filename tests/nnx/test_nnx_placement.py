@@ -72,6 +72,7 @@ def test_results_and_gradients_are_those_without_copies(name):
     check_against_no_copies("auto", name)
 
 
+@pytest.mark.thorough
 def test_results_are_those_without_copies_on_each_transport(transport):
     check_against_no_copies(transport, "plain")
 

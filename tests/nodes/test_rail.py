@@ -44,6 +44,7 @@ def test_the_plan_is_right_and_the_documentation_has_its_table(programs):
     assert "\n".join(table) in (REPOSITORY / "docs" / "dev" / "scale.md").read_text()
 
 
+@pytest.mark.thorough
 def test_tiles_are_cut_as_in_cpp(programs):
     output = run([programs / "rail_plan_test", 2000])
     found = re.findall(r"^cut ([\d ]+) to ([\d ]+)$", output, flags=re.MULTILINE)

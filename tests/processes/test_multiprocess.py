@@ -30,6 +30,7 @@ def test_groups_may_span_processes_or_not():
     run_processes(2, "test_multiprocess:check_two_axes", n_local_devices=4)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("n_processes", "n_local_devices"), [(2, 2), pytest.param(3, 1, marks=pytest.mark.thorough)]
 )

@@ -100,6 +100,7 @@ def test_the_passes_read_and_write_as_many_bytes(n_read, n_written) -> None:
     assert written == pytest.approx(n_written, abs=n_read / matmuls._PASS_WORDS + 4)
 
 
+@pytest.mark.thorough
 def test_bytes_of_a_matmul_are_those_of_rows_weights_and_results() -> None:
     x = matmuls.make_operands(n_rows=16, n_groups=4, k=128, n=256)
     n_bytes = functools.partial(matmuls.n_bytes, offsets=np.zeros(5, np.uint32))

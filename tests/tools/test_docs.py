@@ -17,6 +17,7 @@ from doc_pages import BLOCK, DOCS, ROOT, python_blocks
 from processes import child_environment
 
 
+@pytest.mark.thorough
 def test_every_block_of_the_quickstart_runs(tmp_path):
     """Titled blocks are files; `bash` runs; `text` is what the last command printed, … anything."""
     python = pathlib.Path(sys.executable).parent
