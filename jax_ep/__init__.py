@@ -2,6 +2,7 @@
 
 from jax_ep.config import EPConfig
 from jax_ep.exchange.choices import count_choices, limit_choices
+from jax_ep.exchange.copies import EXPERT_COPIES_NAME
 from jax_ep.exchange.operands import COMBINE_NAME, DISPATCH_NAME
 from jax_ep.ffi.extension import register_what_is_here as _register_what_is_here
 from jax_ep.ffi.lowering import disabled_checks
@@ -20,6 +21,7 @@ from jax_ep.group import EPGroup, ep_init
 from jax_ep.layer.activation.api import QuantizedRows, fused_silu
 from jax_ep.layer.dequantize import dequantize
 from jax_ep.layer.expert_mlp import EXPERT_HIDDEN_NAME, expert_mlp
+from jax_ep.layer.fetch_experts import fetch_experts
 from jax_ep.layer.matmul.api import grouped_matmul, grouped_matmul_gradient
 from jax_ep.layer.quantize_weights import QuantizedWeights, quantize_weights
 from jax_ep.moe_layer import moe
@@ -34,7 +36,7 @@ from jax_ep.ops import (
 )
 from jax_ep.placement.expert_placement import ExpertPlacement, PlacedChoices, place_choices
 from jax_ep.placement.rebalance import rebalance
-from jax_ep.placement.replicate import EXPERT_COPIES_NAME, replicate_experts
+from jax_ep.placement.replicate import replicate_experts
 from jax_ep.results import Dispatched, InFlight
 from jax_ep.stats import RankStats, plot_traffic
 
@@ -72,6 +74,7 @@ __all__ = [
     "dispatch_wait",
     "ep_init",
     "expert_mlp",
+    "fetch_experts",
     "fused_silu",
     "grouped_matmul",
     "grouped_matmul_gradient",

@@ -30,7 +30,7 @@ class RoutedSizes(NamedTuple):
     n_ranks: int  # that exchange tokens: R; those of a node; or 1 with skip_a2a
     n_ranks_per_node: int  # rank r is on node r // n_ranks_per_node
     n_source_nodes: int  # nodes that the tokens that a rank brings are from; else 1
-    # Groups of rows on a rank: L, plus one for a shared expert; times n_source_nodes.
+    # Groups of rows on a rank: L, plus one for a shared expert, plus B; times n_source_nodes.
     n_local_groups: int
     n_choices: int  # of a token (N): K, plus one for a shared expert
 
@@ -86,12 +86,19 @@ class EPConfig(CheckedDataclass):
             `skip_a2a`: `M * min(K, L)`), plus M for a shared expert (with `skip_a2a`:
             `ceil(M / R)`), plus the padding of groups. If K <= L, no routing needs more. If K > L,
             no routing does in which each token names an expert at most once; a token that repeats
-            experts may have up to K rows on a rank, so with such tokens, rows may be dropped.
+            experts may have up to K rows on a rank, so with such tokens, rows may be dropped. With
+            `expert_copies`, None stands for balanced ranks: `M * K` in place of
+            `M * R * min(K, L)`, or with n nodes `n * M * min(K, E / n)`.
         on_drop: `"count"`: rows beyond `recv_capacity` are dropped and counted. `"raise"`: a
             dispatch that drops a row on any device of the mesh fails on all of them, with an error
             that says how many and where; nothing after it runs. For tests, and to find a
             sufficient `recv_capacity`: costs an all-gather of one number per device in each
             dispatch, and is a callback of Python, which `jax.export` does not take.
+        expert_copies: the most experts of other ranks that a rank takes rows of in one call (B). If
+            not 0, each dispatch balances the ranks of a node exactly: ranks that would get more
+            than the mean lend their largest experts, for this call, to ranks that would get fewer
+            (docs/balance.md). What exceeds these copies stays at home, and is dropped and counted
+            beyond `recv_capacity`; L + R copies always suffice. Not with `skip_a2a`.
         n_gpus_per_node: ranks that reach each other by loads and stores: rank r is on node
             `r // n_gpus_per_node`. None: all ranks divided by `n_nodes`.
         n_nodes: number of nodes. None: all ranks divided by `n_gpus_per_node`, or one; for `p2p` on
@@ -125,6 +132,7 @@ class EPConfig(CheckedDataclass):
     zero_unused_rows: bool = False
     recv_capacity: int | None = None
     on_drop: str = "count"
+    expert_copies: int = 0
     n_gpus_per_node: int | None = None
     n_nodes: int | None = None
     n_sms: int | None = None
@@ -139,6 +147,8 @@ class EPConfig(CheckedDataclass):
                 f"top_k must be at most n_experts; got top_k={self.top_k}, "
                 f"n_experts={self.n_experts}."
             )
+        if self.expert_copies != 0 or isinstance(self.expert_copies, bool):
+            self._set("expert_copies", check_count("expert_copies", self.expert_copies))
         for name in ("recv_capacity", "n_gpus_per_node", "n_nodes", "n_sms"):
             if getattr(self, name) is not None:
                 self._set(name, check_count(name, getattr(self, name)))
@@ -155,6 +165,11 @@ class EPConfig(CheckedDataclass):
             if not isinstance(getattr(self, name), bool | np.bool_):
                 raise ValueError(f"{name} must be True or False; got {getattr(self, name)!r}.")
             self._set(name, bool(getattr(self, name)))
+        if self.skip_a2a and self.expert_copies:
+            raise ValueError(
+                "expert_copies must be 0 with skip_a2a, where no rows travel to be balanced; got "
+                f"{self.expert_copies}."
+            )
         self._set("on_drop", check_on_drop("on_drop", self.on_drop))
         self._set("name", _check_name(self.name))
 
@@ -227,7 +242,8 @@ class EPConfig(CheckedDataclass):
             n_ranks=1 if self.skip_a2a else per_node if intra_node else n_ranks,
             n_ranks_per_node=per_node,
             n_source_nodes=n_source_nodes,
-            n_local_groups=(self.n_local_experts(n_ranks) + n_shared) * n_source_nodes,
+            n_local_groups=(self.n_local_experts(n_ranks) + n_shared + self.expert_copies)
+            * n_source_nodes,
             n_choices=self.top_k + n_shared,
         )
         if sizes.n_groups > _INT32_MAX:
@@ -246,22 +262,41 @@ class EPConfig(CheckedDataclass):
         rows = self.worst_case_rows(n_ranks)
         if self.recv_capacity is not None:
             rows = min(rows, self.recv_capacity)
+        elif self.expert_copies:
+            rows = self._balanced_rows(n_ranks)
         n_choices = self.max_tokens_per_rank * self.routed(n_ranks).n_choices
         if max(rows, n_choices) > _INT32_MAX:
             raise ValueError(
                 f"Row numbers must fit in int32; got max_recv_tokens={rows}, max_tokens_per_rank * "
                 f"top_k={n_choices}. Set recv_capacity, or dispatch fewer tokens per call."
             )
+        if self.expert_copies and self.max_choices(n_ranks) > _INT32_MAX:
+            raise ValueError(
+                "With expert_copies, the choices of all ranks must fit in int32; got "
+                f"{self.max_choices(n_ranks)}. Dispatch fewer tokens per call."
+            )
         return rows
+
+    def max_choices(self, n_ranks: int) -> int:
+        """The most choices of all ranks' tokens, `R * M * K`."""
+        return n_ranks * self.max_tokens_per_rank * self.top_k
 
     def worst_case_rows(self, n_ranks: int) -> int:
         """The most rows of a rank if each token names an expert at most once."""
-        n_local, routed = self.n_local_experts(n_ranks), self.routed(n_ranks)
-        max_tokens = self.max_tokens_per_rank
-        rows = max_tokens * routed.n_ranks * min(self.top_k, n_local)
-        n_groups = min(n_local, rows)
+        n_tokens = self.max_tokens_per_rank * self.routed(n_ranks).n_ranks
+        return self._all_rows(n_ranks, n_tokens * min(self.top_k, self.n_local_experts(n_ranks)))
+
+    def _balanced_rows(self, n_ranks: int) -> int:
+        """The most rows of a rank if `expert_copies` suffice: its share of those of a node."""
+        n_nodes = self.routed(n_ranks).n_nodes
+        of_token = min(self.top_k, self.n_experts // n_nodes)
+        return self._all_rows(n_ranks, self.max_tokens_per_rank * n_nodes * of_token)
+
+    def _all_rows(self, n_ranks: int, rows: int) -> int:
+        """Rows of experts, with those of a shared expert and with padding."""
+        n_groups = min(self.n_local_experts(n_ranks) + self.expert_copies, rows)
         if self.fused_shared_expert:
-            rows += -(-max_tokens // n_ranks) if self.skip_a2a else max_tokens
+            rows += -(-self.max_tokens_per_rank // (n_ranks if self.skip_a2a else 1))
             n_groups += 1
         alignment = self.group_alignment
         rows += (alignment - 1) * n_groups

@@ -65,12 +65,10 @@ def dispatch(
         jax.errors.JaxRuntimeError: a rank failed or did not call within `config.timeout_s`. When
             the result is used.
     """
-    call = check_group("dispatch", group)
-    operands, topk_ids = DispatchOperands.make(
-        call, group.geometry, tokens, topk_ids, topk_weights, input_scale, recv_capacity
-    )
-    results = calls_of(group).dispatch(operands)
-    return Dispatched.make(group, topk_ids, operands, results)
+    call, calls = check_group("dispatch", group), calls_of(group)
+    given = tokens, topk_ids, topk_weights, input_scale, recv_capacity
+    operands, choices = DispatchOperands.make(call, group.geometry, *given, calls.all_gather)
+    return Dispatched.make(group, choices, operands, calls.dispatch(operands))
 
 
 def dispatch_async(
@@ -91,12 +89,10 @@ def dispatch_async(
     Returns:
         The argument of `dispatch_wait`.
     """
-    call = check_group("dispatch_async", group)
-    operands, topk_ids = DispatchOperands.make(
-        call, group.geometry, tokens, topk_ids, topk_weights, input_scale, recv_capacity
-    )
-    started = calls_of(group).start(operands)
-    return InFlight(started, operands, topk_ids, group)
+    call, calls = check_group("dispatch_async", group), calls_of(group)
+    given = tokens, topk_ids, topk_weights, input_scale, recv_capacity
+    operands, choices = DispatchOperands.make(call, group.geometry, *given, calls.all_gather)
+    return InFlight(calls.start(operands), operands, choices, group)
 
 
 def dispatch_wait(group: EPGroup, in_flight: InFlight, *, after: Any = None) -> Dispatched:
@@ -120,7 +116,7 @@ def dispatch_wait(group: EPGroup, in_flight: InFlight, *, after: Any = None) -> 
     check_in_flight("dispatch", in_flight, group)
     operands = in_flight.operands
     results = calls_of(group).finish(in_flight.call, operands, after)
-    return Dispatched.make(group, in_flight.topk_ids, operands, results)
+    return Dispatched.make(group, in_flight.choices, operands, results)
 
 
 def combine(

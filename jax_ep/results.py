@@ -14,6 +14,7 @@ from jax_ep.exchange.choices import count_choices
 from jax_ep.exchange.drops import raise_on_drops
 from jax_ep.exchange.operands import CombineOperands, DispatchOperands, DispatchResults, Routing
 from jax_ep.exchange.payload import unpack
+from jax_ep.exchange.routing import Choices
 from jax_ep.exchange.rows import in_use, keep, keep_gradient, row_groups, row_sources
 from jax_ep.formats import QuantizedFormat
 from jax_ep.geometry import Geometry
@@ -28,7 +29,8 @@ class Dispatched:
     A pytree; `group` is static. Rows are ordered by local expert, then source rank, then token
     index, then k: a function of `topk_ids` alone. Rows from `row_offsets[-1]` on are unspecified,
     unless `config.zero_unused_rows`. se is 1 with a fused shared expert, else 0; its rows, this
-    rank's own tokens in order, are the first group.
+    rank's own tokens in order, are the first group. B = `config.expert_copies` groups come last,
+    those of copies of other ranks' experts.
 
     `config.row_alignment` or the format may pad groups: `BlockwiseFP8` pads them to multiples of 4
     rows. Padding rows are at the end of their group, count as in use, and hold zeros.
@@ -38,9 +40,10 @@ class Dispatched:
     Attributes:
         tokens: `[C, H]`, received rows in the token format's `row_dtype`; `[C, H / 2]` for packed
             formats.
-        row_offsets: `uint32[L + se + 1]`, first row of each group; the last entry is the number of
-            rows in use, padding included.
-        expert_ids: `int32[L + se]`, 0 to L + se - 1: group i is local expert i - se.
+        row_offsets: `uint32[L + se + B + 1]`, first row of each group; the last entry is the number
+            of rows in use, padding included.
+        expert_ids: `int32[L + se + B]`, 0 to L + se + B - 1: group i is local expert i - se or,
+            from L + se on, copy i - L - se.
         src_info: `int32[C, 2]`, (token index on its source rank, k) of each row; (token index, -1)
             for a shared expert's rows, (-1, -1) for padding rows. Token indices are 0 to T - 1,
             also if tokens have several leading dimensions.
@@ -48,13 +51,17 @@ class Dispatched:
         n_invalid: `int32[]`, ids in this rank's `topk_ids` outside `[-1, E)`; they sent nothing.
         topk_ids: `int32[..., K]`, with the leading dimensions given to dispatch. Ids beyond the
             range of int32 are clipped to it.
+        copies: `int32[R, B]`, the global expert that each rank's copies are of, -1 for none; the
+            same on all ranks of a node. None without `config.expert_copies`.
+        group_ids: `int32[T, N]`, the group of each choice, for combine; None where it follows from
+            `topk_ids`.
         handle: the transport's own, for combine.
         row_weights: `float32[C]`, the `topk_weights` that traveled with the tokens, or None. 1 for
             a shared expert's rows; combine ignores those.
         scales: dequantization scales in the token format's layout (docs/formats.md); None for
             unquantized formats.
-        scales_offsets: `uint32[L + se]` for scales in 128 x 4 atoms: the scales of group i begin at
-            block `row_offsets[i] // 128 + scales_offsets[i]`. None for other layouts.
+        scales_offsets: `uint32[L + se + B]` for scales in 128 x 4 atoms: the scales of group i
+            begin at block `row_offsets[i] // 128 + scales_offsets[i]`. None for other layouts.
         source_tokens: `[T, H]`, the tokens given to dispatch, flattened, which receive the gradient
             of `dequantize`; None for unquantized formats, and if they were `Quantized`.
         input_scale: `float32[]`, as given to dispatch, or None.
@@ -68,6 +75,8 @@ class Dispatched:
     n_dropped: jax.Array
     n_invalid: jax.Array
     topk_ids: jax.Array
+    copies: jax.Array | None
+    group_ids: jax.Array | None
     handle: Any
     row_weights: jax.Array | None
     scales: jax.Array | None
@@ -78,7 +87,7 @@ class Dispatched:
 
     @property
     def group_sizes(self) -> jax.Array:
-        """`int32[L + se]`, rows of each group, padding included.
+        """`int32[L + se + B]`, rows of each group, padding included.
 
         The form that `jax.lax.ragged_dot` takes.
         """
@@ -86,12 +95,12 @@ class Dispatched:
 
     @property
     def row_expert_ids(self) -> jax.Array:
-        """`int32[C]`, the entry of `expert_ids` for each row; L + se for rows not in use.
+        """`int32[C]`, the entry of `expert_ids` for each row; L + se + B for rows not in use.
 
         For parameters of which each expert has one, such as a bias: `results +
-        bias[rows.row_expert_ids]`, with `bias` `[L + se, N]`. JAX clamps an index beyond the last
-        expert, and gives it no gradient. Padding rows have the id of their group. Computed from
-        `row_offsets`, on each use.
+        bias[rows.row_expert_ids]`, with `bias` `[L + se + B, N]` (`fetch_experts`). JAX clamps an
+        index beyond the last group, and gives it no gradient. Padding rows have the id of their
+        group. Computed from `row_offsets`, on each use.
         """
         return row_groups(self.row_offsets, self.src_info.shape[0])
 
@@ -101,7 +110,7 @@ class Dispatched:
 
         Rows without a token are padding rows and rows not in use. With `src_info`, this says which
         token a row belongs to. Communicates, on each use: an all-to-all of
-        `int32[R, L + se]`, so all ranks must use it alike. With `skip_a2a` nothing travels: the
+        `int32[R, L + se + B]`, so all ranks must use it alike. With `skip_a2a` nothing travels: the
         rank is this one.
 
         Raises:
@@ -152,14 +161,10 @@ class Dispatched:
 
     @classmethod
     def make(
-        cls,
-        group: EPGroup,
-        topk_ids: jax.Array,
-        operands: DispatchOperands,
-        results: DispatchResults,
+        cls, group: EPGroup, choices: Choices, operands: DispatchOperands, results: DispatchResults
     ) -> Self:
-        """From a transport's results; `topk_ids` as the user passed them."""
-        config = group.config
+        """From a transport's results."""
+        config, topk_ids = group.config, choices.topk_ids
         if config.on_drop == "raise":
             topk_ids, results = _raise_on_drops(group, topk_ids, operands, results)
         if operands.is_packed:
@@ -183,6 +188,8 @@ class Dispatched:
             **results._asdict(),
             expert_ids=jnp.arange(n_groups, dtype=jnp.int32),
             topk_ids=topk_ids,
+            copies=choices.copies,
+            group_ids=None if choices.copies is None else operands.group_ids,
             scales_offsets=config.token_format.layout.offsets(results.row_offsets),
             source_tokens=operands.tokens[:n_tokens] if has_source else None,
             input_scale=operands.input_scale,
@@ -277,13 +284,13 @@ class InFlight:
     Attributes:
         call: the transport's own.
         operands: `DispatchOperands` or `CombineOperands`.
-        topk_ids: `int32[..., K]`, as in `Dispatched`; None for combine.
+        choices: `topk_ids`, as in `Dispatched`, and `copies`; None for combine.
         group: the group of the call; static.
     """
 
     call: Any
     operands: Any
-    topk_ids: Any
+    choices: Any
     group: EPGroup = dataclasses.field(metadata={"static": True})
 
     @property

@@ -40,7 +40,11 @@ class RankStats:
         bytes_to_rank: `int64[R]`, payload and scales of those tokens on the wire.
         rows_to_expert: `int64[E]`, choices of this rank's tokens, by global expert, dropped ones
             included. With `skip_a2a`, only choices of this rank's experts.
+            Those that copies took (`expert_copies`) are in `rows_to_copies` instead.
         rows_per_expert: `int64[L]`, rows that arrived here and fit, by local expert.
+        rows_to_copies: `int64[R]`, choices of this rank's tokens that each rank's copies took.
+        rows_per_copy: `int64[B]`, rows that arrived here and fit, by copy, whichever experts they
+            were of: `Dispatched.copies` says that of a call.
         dropped_rows: rows for this rank's experts that did not fit, a shared expert's included.
         invalid_ids: ids of this rank outside `[-1, E)`.
         wait_s: `float64[2, R]`, seconds that this rank waited for each peer in (dispatch, combine),
@@ -61,6 +65,8 @@ class RankStats:
     bytes_to_rank: np.ndarray
     rows_to_expert: np.ndarray
     rows_per_expert: np.ndarray
+    rows_to_copies: np.ndarray
+    rows_per_copy: np.ndarray
     dropped_rows: int
     invalid_ids: int
     wait_s: np.ndarray
@@ -86,10 +92,14 @@ class RankStats:
         }
         n_ranks, n_nodes = len(fields["tokens_to_rank"]), geometry.routed.n_source_nodes
         per_expert = fields.pop("rows_per_group").reshape(-1, n_nodes).sum(1)
-        n_shared = len(per_expert) - geometry.n_local_experts
-        sent = fields.pop("rows_to_group").reshape(n_ranks, -1, n_nodes).sum(2)[:, n_shared:]
-        fields["rows_to_expert"] = _by_rank(sent, geometry, coordinate).reshape(-1)
-        fields["rows_per_expert"] = per_expert[n_shared:]
+        sent = fields.pop("rows_to_group").reshape(n_ranks, -1, n_nodes).sum(2)
+        end = len(per_expert) - geometry.config.expert_copies
+        first = end - geometry.n_local_experts
+        of_experts = _by_rank(sent[:, first:end], geometry, coordinate)
+        fields["rows_to_expert"] = of_experts.reshape(-1)
+        fields["rows_per_expert"] = per_expert[first:end]
+        fields["rows_to_copies"] = _by_rank(sent[:, end:].sum(1), geometry, coordinate)
+        fields["rows_per_copy"] = per_expert[end:]
         for name in ("wait", "longest_wait"):
             waits = fields.pop(f"{name}_ns").reshape(2, n_ranks) * 1e-9
             fields[f"{name}_s"] = _by_rank(waits.T, geometry, coordinate).T

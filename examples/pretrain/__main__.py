@@ -49,6 +49,7 @@ option = functools.partial(click.option, show_default=True)
 @option("--experts", "kind", type=click.Choice(experts.KINDS), default="jax_ep")
 @option("--transport", default="auto", help="Transport of jax_ep.")
 @option("--capacity", type=float, help="Rows of a device over their mean.  [default: no limit]")
+@option("--expert-copies", type=click.IntRange(min=0), default=0, help="To balance each step.")
 @option("--data-parallel", type=positive, default=1, help="Size of the data axis.")
 @option("--expert-parallel", type=positive, help="Of the expert axis.  [default: all devices]")
 @option("--batch", type=positive, help="Sequences per step.  [default: 2 per device]")
@@ -87,6 +88,7 @@ class Options:
     kind: str
     transport: str
     capacity: float | None
+    expert_copies: int
     data_parallel: int
     expert_parallel: int | None
     batch: int | None
@@ -170,9 +172,8 @@ def make_program(options: Options, mesh: Any, n_tokens: int) -> tuple[Program, s
     """Returns the program and the transport of its group, if it has one."""
     sizes, dtype, group = options.sizes, jnp.dtype(options.dtype), None
     if options.kind == "jax_ep":
-        group = experts.make_group(
-            mesh, sizes, n_tokens, dtype, options.capacity, options.transport
-        )
+        limits = options.capacity, options.expert_copies
+        group = experts.make_group(mesh, sizes, n_tokens, dtype, *limits, options.transport)
     create_model = functools.partial(
         Transformer,
         sizes,
@@ -209,6 +210,7 @@ def describe(
         "flops_per_token": sizes.flops_per_token(options.sequence),
         "mesh": dict(mesh.shape),
         "experts": options.kind,
+        "expert_copies": options.expert_copies,
         "transport": transport,
         "dtype": options.dtype,
         "remat": options.remat,

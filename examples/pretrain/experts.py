@@ -22,7 +22,13 @@ INIT = nnx.initializers.normal(0.02)
 
 
 def make_group(
-    mesh: Mesh, sizes: Sizes, n_tokens: int, dtype: Any, capacity: float | None, transport: str
+    mesh: Mesh,
+    sizes: Sizes,
+    n_tokens: int,
+    dtype: Any,
+    capacity: float | None,
+    expert_copies: int,
+    transport: str,
 ) -> jax_ep.EPGroup:
     """Returns the group of the expert axis, which serves all layers.
 
@@ -32,6 +38,7 @@ def make_group(
         n_tokens: of each device.
         dtype: of tokens and matmuls.
         capacity: rows of a device, in terms of their mean; None has room for any routing.
+        expert_copies: that a device may take to balance each step; 0 for no balance.
         transport: of `jax_ep.ep_init`.
     """
     rows = None if capacity is None else math.ceil(Fraction(str(capacity)) * n_tokens * sizes.top_k)
@@ -43,6 +50,7 @@ def make_group(
         token_format=jax_ep.Plain(dtype),
         combine_dtype=dtype,
         recv_capacity=rows,
+        expert_copies=expert_copies,
     )
     return jax_ep.ep_init(mesh, EXPERT, config, transport)
 

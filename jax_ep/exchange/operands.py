@@ -7,7 +7,7 @@ nowhere: XLA refuses gathers from empty arrays and crashes on custom calls with 
 import dataclasses
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -20,7 +20,7 @@ from jax_ep.config import EPConfig
 from jax_ep.exchange import checks, numbers
 from jax_ep.exchange.numbers import from_sum_dtype, round_to, to_sum_dtype
 from jax_ep.exchange.payload import Payload
-from jax_ep.exchange.routing import NO_GROUP, route_ids, route_weights, split_shared
+from jax_ep.exchange.routing import NO_GROUP, Choices, route, route_ids, route_weights, split_shared
 from jax_ep.formats import TokenFormat
 from jax_ep.geometry import Geometry
 
@@ -63,8 +63,9 @@ class DispatchOperands:
         topk_weights: Any,
         input_scale: Any,
         recv_capacity: Any,
-    ) -> tuple[Self, jax.Array]:
-        """Checks and routes the user's arguments; also returns `topk_ids`, `int32[..., K]`."""
+        all_gather: Callable[[jax.Array], jax.Array],
+    ) -> tuple[Self, Choices]:
+        """Checks the user's arguments and routes by them; also returns the choices."""
         config = geometry.config
         topk_ids, topk_weights = checks.as_arrays(
             operation, topk_ids=topk_ids, topk_weights=topk_weights
@@ -79,17 +80,19 @@ class DispatchOperands:
         if topk_weights is not None:
             topk_weights = _check_topk_weights(operation, geometry, topk_weights, leading)
         scale = checks.check_input_scale(operation, config.token_format, input_scale)
-        topk_ids, tokens, group_ids, topk_weights, scale = checks.vary_alike(
+        n_rows = checks.check_capacity(operation, geometry, recv_capacity)
+        (topk_ids,) = checks.vary_alike(geometry.axis_names, topk_ids)
+        group_ids, copies = route(geometry, _by_token(topk_ids), all_gather)
+        tokens, group_ids, topk_weights, scale = checks.vary_alike(
             geometry.axis_names,
-            topk_ids,
             _never_empty(_by_token(payload.tokens), 0),
-            _never_empty(route_ids(geometry, _by_token(topk_ids)), NO_GROUP),
+            _never_empty(group_ids, NO_GROUP),
             _never_empty(route_weights(geometry, _by_token(topk_weights)), 0),
             scale,
         )
-        n_rows = checks.check_capacity(operation, geometry, recv_capacity)
         static = n_rows, payload.token_format, payload.hidden_size
-        return cls(tokens, group_ids, topk_weights, scale, *static), topk_ids
+        operands = cls(tokens, group_ids, topk_weights, scale, *static)
+        return operands, Choices(topk_ids, copies)
 
     def differentiable(self) -> list[jax.Array]:
         """The operands whose gradients the backward's call returns, in its order."""
@@ -188,8 +191,9 @@ class Routing:
     @classmethod
     def of(cls, geometry: Geometry, dispatched: Any) -> Self:
         """That of a `Dispatched`."""
-        topk_ids, handle = dispatched.topk_ids, dispatched.handle
-        group_ids = _never_empty(route_ids(geometry, _by_token(topk_ids)), NO_GROUP)
+        topk_ids, handle, group_ids = dispatched.topk_ids, dispatched.handle, dispatched.group_ids
+        if group_ids is None:
+            group_ids = _never_empty(route_ids(geometry, _by_token(topk_ids)), NO_GROUP)
         # Even integers have tangents, whose types JAX gets wrong under a vmap with spmd_axis_name.
         fixed = lax.stop_gradient((group_ids, handle, dispatched.row_offsets, dispatched.src_info))
         group_ids, handle, row_offsets, src_info = checks.vary_alike(geometry.axis_names, *fixed)

@@ -1,22 +1,49 @@
 """Turns `topk_ids` into the group ids that transports route by.
 
-A group is the rows of one expert on one rank. Two features are expressed here, so that no transport
-needs a special case for row order, offsets, padding, scales or drops:
+A group is the rows of one expert on one rank. Three features are expressed here, so that no
+transport needs a special case for row order, offsets, padding, scales or drops:
 
 * A fused shared expert is one more group of each rank, the first, and one more choice of each
   token, the last, which names that group on the token's own rank.
 * With `skip_a2a`, each rank exchanges tokens with itself alone, and other ranks' experts have no
   groups.
+* Copies of other ranks' experts (`expert_copies`) are the last groups of each rank; balance.py says
+  which choices go there.
 """
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_ep.exchange.balance import balance
+from jax_ep.exchange.choices import count_choices
 from jax_ep.geometry import Geometry
 
 NO_GROUP = -1
 INVALID = -2
+
+
+class Choices(NamedTuple):
+    """What the tokens of a rank chose, and what balances the ranks."""
+
+    topk_ids: jax.Array  # int32[..., K]
+    copies: jax.Array | None  # int32[R, B]: experts that ranks have copies of, -1 for none
+
+
+def route(
+    geometry: Geometry, topk_ids: jax.Array, all_gather: Callable[[jax.Array], jax.Array]
+) -> tuple[jax.Array, jax.Array | None]:
+    """The group ids of each token's choices, and `Choices.copies`.
+
+    In a group with copies, ranks tell each other how often their tokens chose each expert, by an
+    `all_gather`.
+    """
+    if geometry.config.expert_copies:
+        return _route_balanced(geometry, topk_ids, all_gather)
+    return route_ids(geometry, topk_ids), None
 
 
 def route_ids(geometry: Geometry, topk_ids: jax.Array) -> jax.Array:
@@ -28,21 +55,41 @@ def route_ids(geometry: Geometry, topk_ids: jax.Array) -> jax.Array:
     if not (config.fused_shared_expert or config.skip_a2a):
         return topk_ids
     n_local, n_shared = geometry.n_local_experts, int(config.fused_shared_expert)
-    is_expert = (topk_ids >= 0) & (topk_ids < config.n_experts)
-    ids = jnp.where(is_expert, topk_ids, 0)
-    is_routed = is_expert
-    if config.skip_a2a:
-        rank = lax.axis_index(geometry.axis_name)
-        is_routed = is_expert & (ids // n_local == rank)
-        ids = ids % n_local + n_shared
-    else:
+    is_expert, ids = _experts(geometry, topk_ids)
+    if not config.skip_a2a:
         ids = ids + (ids // n_local + 1) * n_shared
-    is_valid = is_expert | (topk_ids == NO_GROUP)
-    ids = jnp.where(is_routed, ids, jnp.where(is_valid, NO_GROUP, INVALID))
-    if not config.fused_shared_expert:
+        return _group_ids(geometry, topk_ids, is_expert, ids)
+    is_here = is_expert & (ids // n_local == lax.axis_index(geometry.axis_name))
+    return _group_ids(geometry, topk_ids, is_here, ids % n_local + n_shared)
+
+
+def _route_balanced(
+    geometry: Geometry, topk_ids: jax.Array, all_gather: Callable[[jax.Array], jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    config = geometry.config
+    is_expert, ids = _experts(geometry, topk_ids)
+    counts = all_gather(count_choices(topk_ids, config.n_experts))
+    experts = jnp.where(is_expert, ids, config.n_experts).reshape(-1)
+    rank, local, copies = balance(geometry, experts, counts)
+    ids = rank * geometry.routed.n_local_groups + int(config.fused_shared_expert) + local
+    return _group_ids(geometry, topk_ids, is_expert, ids.reshape(topk_ids.shape)), copies
+
+
+def _experts(geometry: Geometry, topk_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Which ids name an expert, and ids that do."""
+    is_expert = (topk_ids >= 0) & (topk_ids < geometry.config.n_experts)
+    return is_expert, jnp.where(is_expert, topk_ids, 0)
+
+
+def _group_ids(
+    geometry: Geometry, topk_ids: jax.Array, has_group: jax.Array, ids: jax.Array
+) -> jax.Array:
+    """The ids where a choice has a group; a shared expert's come last."""
+    is_invalid = (topk_ids < NO_GROUP) | (topk_ids >= geometry.config.n_experts)
+    ids = jnp.where(has_group, ids, jnp.where(is_invalid, INVALID, NO_GROUP))
+    if not geometry.config.fused_shared_expert:
         return ids
-    shared_ids = _shared_group_ids(geometry, topk_ids.shape[0])
-    return jnp.concatenate([ids, shared_ids], axis=1)
+    return jnp.concatenate([ids, _shared_group_ids(geometry, topk_ids.shape[0])], axis=1)
 
 
 def route_weights(geometry: Geometry, topk_weights: jax.Array | None) -> jax.Array | None:

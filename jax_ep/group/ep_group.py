@@ -309,11 +309,11 @@ def ep_init(
         memory_of: an open group of the same mesh and axis, whose memory (`EPGroup.memory`) the new
             group uses in place of memory of its own, on the same transport. The memory is freed
             once all groups that use it are closed. The new group needs the same `n_experts`,
-            `fused_shared_expert`, `skip_a2a`, nodes and `timeout_s`, and at most the `top_k`, the
-            `max_tokens_per_rank` and the bytes per token and row of the group that the memory was
-            set up for; all else may differ, and results have the same bits. A call that fails
-            fails all groups in the memory. The rules are the same on `xla` and `host`, which hold
-            none.
+            `expert_copies`, `fused_shared_expert`, `skip_a2a`, nodes and `timeout_s`, and at most
+            the `top_k`, the `max_tokens_per_rank` and the bytes per token and row of the group
+            that the memory was set up for; all else may differ, and results have the same bits. A
+            call that fails fails all groups in the memory. The rules are the same on `xla` and
+            `host`, which hold none.
 
     Returns:
         The group, for functions under `jax.shard_map` to close over.

@@ -141,7 +141,8 @@ def _describe_meshes(*geometries: Geometry) -> list[str]:
 
 def _shared(geometry: Geometry) -> dict[str, Any]:
     """What groups in one memory must have in common."""
-    config, names = geometry.config, ("n_experts", "fused_shared_expert", "skip_a2a", "timeout_s")
+    config = geometry.config
+    names = "n_experts", "expert_copies", "fused_shared_expert", "skip_a2a", "timeout_s"
     return {
         "transport": geometry.transport,
         **{name: getattr(config, name) for name in names},

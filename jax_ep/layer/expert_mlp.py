@@ -14,6 +14,7 @@ from jax_ep.layer.activation.api import QuantizedRows, activate, check_activatio
 from jax_ep.layer.activation.calls import Activation
 from jax_ep.layer.dequantize import to_numbers
 from jax_ep.layer.expert_weights import ExpertWeights, call_name, check_arrays, check_codes
+from jax_ep.layer.fetch_experts import fetch_experts
 from jax_ep.layer.matmul.api import multiply_arrays, transposed_scales
 from jax_ep.layer.matmul.choose import is_gated
 from jax_ep.layer.matmul.gated import EXPERT_HIDDEN_NAME, gated_mlp
@@ -44,7 +45,7 @@ def expert_mlp(
 
     For a gradient, JAX keeps the rows and the results of the first matmul and of the activation, or
     recomputes what a `jax.checkpoint` policy leaves out. The first matmul's result has the name
-    `EXPERT_HIDDEN_NAME`.
+    `EXPERT_HIDDEN_NAME`. With `config.expert_copies`, `fetch_experts` brings the weights of copies.
 
     Args:
         dispatched: the result of dispatch. Rows in a format that quantizes are dequantized to the
@@ -79,12 +80,17 @@ def expert_mlp(
         check_group("expert_mlp", dispatched.group)  # for `dequantize`
     weights = ExpertWeights(gate_up, down, gate_up_bias, down_bias)
     if isinstance(gate_up, QuantizedWeights) or isinstance(down, QuantizedWeights):
-        weights = _check_quantized(dispatched, weights, transposed)
+        weights = _fetch(dispatched, _check_quantized(dispatched, weights, transposed))
         return _scaled_mlp(dispatched, weights, Activation(BF16(), interleaved, clamp))
     weights = ExpertWeights(*checks.as_arrays(call, **weights._asdict()))
     check_arrays(dispatched, weights, transposed)
+    weights = _fetch(dispatched, weights)
     activation = Activation(Plain(weights.gate_up.dtype), interleaved, clamp)
     return _plain_mlp(dispatched, weights, transposed, activation)
+
+
+def _fetch(dispatched: Dispatched, weights: ExpertWeights) -> ExpertWeights:
+    return weights if dispatched.copies is None else fetch_experts(dispatched, weights)
 
 
 def _plain_mlp(

@@ -113,11 +113,12 @@ def call_name(dispatched: Dispatched) -> str:
 
 
 def _sizes(dispatched: Dispatched) -> tuple[int, int]:
-    """Groups of rows, and elements of a row."""
+    """Groups of rows of this rank's experts, and elements of a row."""
     token_format = dispatched.group.config.token_format
     is_packed = isinstance(token_format, QuantizedFormat) and token_format.packed
     size = dispatched.tokens.shape[1] * (2 if is_packed else 1)
-    return dispatched.row_offsets.shape[0] - 1, size
+    n_groups = dispatched.row_offsets.shape[0] - 1 - dispatched.group.config.expert_copies
+    return n_groups, size
 
 
 def _check_expert_size(call: str, n_columns: int, n_rows: int) -> None:

@@ -35,6 +35,7 @@ class Case:
     n_nodes: int | None = None  # None = N_NODES, or 1
     fused_shared_expert: bool = False
     skip_a2a: bool = False
+    expert_copies: int = 0
     slow: bool = False
     seed: int = 0
 
@@ -58,15 +59,17 @@ class Case:
             *([f"a{self.row_alignment}"] if self.row_alignment > 1 else []),
             *(["shared"] if self.fused_shared_expert else []),
             *(["skip_a2a"] if self.skip_a2a else []),
+            *([f"copies{self.expert_copies}"] if self.expert_copies else []),
             *([f"n{self.n_nodes}"] if self.n_nodes > 1 else []),
             self.routing,
         )
         return "-".join(parts)
 
     @property
-    def flags(self) -> dict[str, bool]:
-        """The flags of `EPConfig` that the oracle takes, too."""
-        names = ("fused_shared_expert", "skip_a2a")
+    def flags(self) -> dict:
+        """The features of `EPConfig` that the oracle takes, too."""
+        names = ["fused_shared_expert", "skip_a2a"]
+        names += ["expert_copies", "n_nodes"] if self.expert_copies else []
         return {name: getattr(self, name) for name in names}
 
     @property

@@ -6,6 +6,7 @@ code. Arrays of all ranks are lists with one entry per rank.
 Symbols: R ranks, E experts, L = E / R local experts, K choices per token, T tokens of a rank,
 H hidden size, C rows of a rank's output. Expert `g` lives on rank `g // L`.
 
+With copies of experts (`oracle_balance.py`), the last B groups of every rank's rows are theirs.
 With a fused shared expert, the first group of every rank's rows is the rank's own tokens, as if all
 of them had chosen it; then se = 1, otherwise se = 0. With `skip_a2a`, all ranks hold the same
 tokens: a rank has rows only for its own experts, and a share of the shared expert's tokens.
@@ -14,6 +15,8 @@ tokens: a rank has rows only for its own experts, and a share of the shared expe
 import dataclasses
 
 import numpy as np
+
+import oracle_balance
 
 Arrays = list[np.ndarray]
 F32 = np.dtype(np.float32)
@@ -31,6 +34,7 @@ class Routed:
     shared_rows: Arrays | None  # per rank int32[T]: row at its shared expert; -1 = no row
     n_dropped: list[int]  # per receiving rank
     n_invalid: list[int]  # per source rank
+    copies: np.ndarray | None  # int32[R, B]: the expert that each copy is of; -1 = none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,14 +60,20 @@ def worst_case_rows(
     *,
     fused_shared_expert: bool = False,
     skip_a2a: bool = False,
+    expert_copies: int = 0,
+    n_nodes: int = 1,
+    is_balanced: bool = False,
 ) -> int:
-    """Rows of the output (C) without a `recv_capacity`.
+    """The most rows of a rank (C).
 
-    Each group that has rows may need up to `alignment` - 1 more.
+    Each group that has rows may need up to `alignment` - 1 more. If copies suffice, a rank has an
+    equal part of the choices that may name experts of its node.
     """
     n_local = n_experts // n_ranks
     rows = max_tokens * (1 if skip_a2a else n_ranks) * min(top_k, n_local)
-    n_groups = min(n_local, rows)
+    if is_balanced:
+        rows = max_tokens * n_nodes * min(top_k, n_experts // n_nodes)
+    n_groups = min(n_local + expert_copies, rows)
     if fused_shared_expert:
         rows += -(-max_tokens // n_ranks) if skip_a2a else max_tokens
         n_groups += 1
@@ -89,13 +99,19 @@ def route(
     *,
     fused_shared_expert: bool = False,
     skip_a2a: bool = False,
+    expert_copies: int = 0,
+    n_nodes: int = 1,
 ) -> Routed:
     """Orders rows by group, source rank, token, k, and drops those from `n_rows` on.
 
-    Groups are the shared expert, if there is one, then the local experts; each group's rows are
-    padded to a multiple of `alignment`.
+    Groups are the shared expert, if there is one, then the local experts, then copies of others;
+    each group's rows are padded to a multiple of `alignment`.
     """
-    n_local = n_experts // n_ranks
+    n_groups = n_experts // n_ranks + expert_copies
+    group_ids, copies = topk_ids, None
+    if expert_copies:
+        copies, routed = oracle_balance.balance(topk_ids, n_experts, expert_copies, n_nodes)
+        group_ids = [np.where(x[..., 0] < 0, -1, x @ [n_groups, 1]) for x in routed]
     destinations = [np.full((*ids.shape, 2), -1, np.int32) for ids in topk_ids]
     shared_rows = [np.full(len(ids), -1, np.int32) for ids in topk_ids]
     rows, offsets, n_dropped = [], [], []
@@ -105,8 +121,8 @@ def route(
             own = shared_tokens(rank, n_ranks, len(topk_ids[rank]), skip_a2a)
             groups.append([(rank, t, SHARED) for t in own])
         sources = [rank] if skip_a2a else range(n_ranks)
-        for expert in range(rank * n_local, (rank + 1) * n_local):
-            groups.append(_choices_of(expert, sources, topk_ids))
+        for group in range(rank * n_groups, (rank + 1) * n_groups):
+            groups.append(_choices_of(group, sources, group_ids))
         order, ends = _concatenate(groups, alignment)
         for row, (source, t, k) in enumerate(order[:n_rows]):
             if source >= 0 and k == SHARED:
@@ -118,13 +134,13 @@ def route(
         n_dropped.append(sum(source >= 0 for source, _, _ in order[n_rows:]))
     n_invalid = [int(np.sum((ids < -1) | (ids >= n_experts))) for ids in topk_ids]
     shared_rows = shared_rows if fused_shared_expert else None
-    return Routed(n_rows, rows, offsets, destinations, shared_rows, n_dropped, n_invalid)
+    return Routed(n_rows, rows, offsets, destinations, shared_rows, n_dropped, n_invalid, copies)
 
 
-def _choices_of(expert: int, sources, topk_ids: Arrays) -> list[tuple[int, int, int]]:
-    """(source, token, k) of each choice of `expert`, in this order."""
+def _choices_of(group: int, sources, group_ids: Arrays) -> list[tuple[int, int, int]]:
+    """(source, token, k) of each choice that goes to `group`, in this order."""
     # argwhere lists (token, k) by token first, then k.
-    return [(s, t, k) for s in sources for t, k in np.argwhere(topk_ids[s] == expert).tolist()]
+    return [(s, t, k) for s in sources for t, k in np.argwhere(group_ids[s] == group).tolist()]
 
 
 def _concatenate(groups: list[list], alignment: int) -> tuple[list, list[int]]:
@@ -145,7 +161,7 @@ def dispatch(
     topk_ids: Arrays,
     topk_weights: Arrays | None = None,
     alignment: int = 1,
-    **flags: bool,
+    **flags,
 ) -> list[Dispatched]:
     """Sends every token to the ranks of its experts: moves bytes and rounds nothing.
 

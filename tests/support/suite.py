@@ -46,9 +46,10 @@ def clear_unused(rows: jax.Array, row_offsets: jax.Array) -> jax.Array:
 
 def n_rows_of(case) -> int:
     """Rows of the output of dispatch (C)."""
-    worst_case = oracle.worst_case_rows(
-        case.n_ranks, case.n_experts, case.top_k, case.max_tokens, alignment_of(case), **case.flags
-    )
+    sizes = case.n_ranks, case.n_experts, case.top_k, case.max_tokens, alignment_of(case)
+    if case.expert_copies and case.recv_capacity is None:
+        return oracle.worst_case_rows(*sizes, **case.flags, is_balanced=True)
+    worst_case = oracle.worst_case_rows(*sizes, **case.flags)
     return min(case.recv_capacity or worst_case, worst_case)
 
 
@@ -123,7 +124,7 @@ def fields(dispatched) -> dict:
         "n_invalid": dispatched.n_invalid,
         "topk_ids": dispatched.topk_ids,
     }
-    for name in ("row_weights", "scales", "scales_offsets"):
+    for name in ("copies", "row_weights", "scales", "scales_offsets"):
         if getattr(dispatched, name) is not None:
             named[name] = getattr(dispatched, name)
     return named
@@ -204,6 +205,8 @@ def expected(case, inputs: Inputs) -> list[dict]:
         named = {k: v for k, v in vars(rows).items() if v is not None}
         named |= quantized[rank] if quantized else {}
         named["topk_ids"] = inputs.topk_ids[rank]
+        if inputs.routed.copies is not None:
+            named["copies"] = inputs.routed.copies
         results.append(named | {name: out[rank] for name, out in outs.items()})
     return results
 

@@ -19,6 +19,7 @@ from processes import child_environment
 
 EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "pretrain"
 N_STEPS = 30
+HOW = "experts", "expert_copies"  # what may differ between runs of equal losses
 
 
 class Pretrain:
@@ -106,6 +107,12 @@ def test_losses_with_ragged_dot_are_the_same(whole, pretrain) -> None:
     assert_same_losses(whole, pretrain("lax", *options, "--stop-at", 8))
 
 
+@pytest.mark.thorough
+def test_losses_with_balanced_devices_are_the_same(whole, pretrain) -> None:
+    options = "--expert-copies", 4, "--no-plots"
+    assert_same_losses(whole, pretrain("balanced", *options, "--stop-at", 8))
+
+
 def test_losses_with_tokamax_are_the_same_where_it_is_installed(whole, pretrain) -> None:
     options = "--experts", "tokamax", "--stop-at", 4
     if importlib.util.find_spec("tokamax"):
@@ -118,7 +125,7 @@ def test_losses_with_tokamax_are_the_same_where_it_is_installed(whole, pretrain)
 
 def assert_same_losses(whole, other) -> None:
     """Within rounding, for as many steps as `other` has."""
-    assert other["experts"] != whole["experts"]
+    assert [other[name] for name in HOW] != [whole[name] for name in HOW]
     for name in ("loss", "balance_loss", "grad_norm"):
         got, wanted = other["steps"][name], whole["steps"][name]
         np.testing.assert_allclose(got, wanted[: len(got)], rtol=1e-4, err_msg=name)

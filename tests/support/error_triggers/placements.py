@@ -29,6 +29,11 @@ def replicate(weights: Any) -> None:
     run(lambda rank: jax_ep.replicate_experts(group, weights, given))
 
 
+def fetch(weights: Any) -> None:
+    group = init(expert_copies=2)
+    run(lambda rank: jax_ep.fetch_experts(jax_ep.dispatch(group, *operands()[:2]), weights))
+
+
 def replace(given: Any) -> None:
     MoE(init(), H, placement=placement(), rngs=nnx.Rngs(0)).placement.set(given)
 
@@ -49,6 +54,7 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "placement-state": lambda: replace(placement(local_first=True)),
     "placement-state-type": lambda: replace(IN_ORDER),
     "replicate-shape": lambda: replicate(jnp.ones((E, H))),
+    "fetch-shape": lambda: fetch(jnp.ones((E, H))),
     "rebalance-load": lambda: jax_ep.rebalance(np.ones((2, 2, E)), R, 0),
     "rebalance-traced": lambda: jax.jit(jax_ep.rebalance, static_argnums=(1, 2))(np.ones(E), R, 0),
     "rebalance-values": lambda: jax_ep.rebalance(-np.ones(E), R, 0),

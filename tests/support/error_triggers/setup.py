@@ -93,6 +93,8 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "timeout": lambda: config(timeout_s=float("inf")),
     "name": lambda: config(name="decode-1"),
     "config-type": lambda: jax_ep.ep_init(make_mesh(), "ep", None),
+    "copies-same": lambda: config(expert_copies=2, skip_a2a=True),
+    "copies-choices": lambda: init(max_tokens_per_rank=2**28, recv_capacity=8, expert_copies=2),
     "flag": lambda: config(skip_a2a=0),
     "config-pickle": lambda: object.__new__(jax_ep.EPConfig).__setstate__({"n_expert": 8}),
     "config-empty": lambda: jax_ep.ep_init(make_mesh(), "ep", object.__new__(jax_ep.EPConfig)),

@@ -1,0 +1,179 @@
+"""Layers in groups with copies of experts: what they compute is what they compute without."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_ep
+import routing
+from harness import AXIS, assert_same_bits, make_mesh
+
+R, E, K, H, F, T = 4, 16, 4, 128, 128, 24
+BY_RANK = jax.P(AXIS)
+
+
+def open_group(transport, n_copies, **options):
+    defaults = {
+        "n_experts": E,
+        "top_k": K,
+        "hidden_size": H,
+        "max_tokens_per_rank": T,
+        "token_format": jax_ep.Plain(jnp.float32),
+        "combine_dtype": jnp.float32,
+        "expert_copies": n_copies,
+    }
+    return jax_ep.ep_init(make_mesh(R), AXIS, jax_ep.EPConfig(**defaults | options), transport)
+
+
+def make_operands(name="zipf", seed=0, n_groups=E, biases=False):
+    """Tokens, ids, weights and the experts' weights: whole numbers, whose sums are exact."""
+    rng = np.random.default_rng(seed)
+    shapes = [(R * T, H), (R * T, K), (n_groups, H, 2 * F), (n_groups, F, H)]
+    shapes += [(n_groups, 2 * F), (n_groups, H)] if biases else []
+    tokens, *others = (np.round(rng.standard_normal(shape)).astype(np.float32) for shape in shapes)
+    ids = routing.make(name, seed, R, T, E, K).reshape(R * T, K)
+    return tokens, ids, *others
+
+
+def linear_experts(rows, gate_up, down, *biases):
+    """Two matmuls with nothing in between, for exact results of whole numbers."""
+    gate_up, down, *biases = jax_ep.fetch_experts(rows, (gate_up, down, *biases))
+    hidden = jax_ep.grouped_matmul(rows.tokens, gate_up[..., :F], rows.row_offsets)
+    results = jax_ep.grouped_matmul(hidden, down, rows.row_offsets)
+    for bias in biases:
+        results += bias[rows.row_expert_ids][:, :H]
+    return results
+
+
+def on_all_ranks(group, experts, wrap=lambda layer: layer):
+    def layer(tokens, ids, weights, *of_experts):
+        rows = jax_ep.dispatch(group, tokens, ids, weights)
+        return jax_ep.combine(group, experts(rows, *of_experts), rows)
+
+    def mapped(*operands):
+        specs = (BY_RANK,) * len(operands)
+        call = jax.shard_map(wrap(layer), mesh=group.mesh, in_specs=specs, out_specs=BY_RANK)
+        return call(*operands)
+
+    return mapped
+
+
+def value_and_gradients(layer):
+    """A jitted function of tokens, ids and all others."""
+
+    def loss(floats, ids):
+        tokens, *others = floats
+        output = layer(tokens, ids, *others)
+        return jnp.sum(output * tokens[:, ::-1]), output
+
+    grad = jax.jit(jax.grad(loss, has_aux=True))
+    return lambda tokens, ids, *others: jax.tree.leaves(grad([tokens, *others], ids))
+
+
+@pytest.mark.parametrize("n_copies", [1, 8])
+def test_whole_numbers_have_the_same_bits_as_without_copies(n_copies, transport):
+    groups = [open_group(transport, n, recv_capacity=R * T * K) for n in (n_copies, 0)]
+    run, plain = (value_and_gradients(on_all_ranks(each, linear_experts)) for each in groups)
+    for name in ("zipf", "one_rank", "one_expert", "duplicates", "nothing"):
+        operands = make_operands(name, biases=True)
+        for i, (got, wanted) in enumerate(zip(run(*operands), plain(*operands), strict=True)):
+            assert np.abs(wanted).max() < 2**24  # exact in float32, as are all partial sums
+            assert np.any(wanted) or name == "nothing"
+            np.testing.assert_array_equal(got, wanted, f"{name}, result {i}")
+
+
+def dense_layer(tokens, ids, weights, gate_up, down):
+    """In float64, every expert for every token."""
+    hidden = jnp.einsum("th,ehf->etf", tokens, gate_up)
+    values = jax.nn.silu(hidden[..., :F]) * hidden[..., F:]
+    results = jnp.einsum("etf,efh->eth", values, down)
+    chosen = ids[:, :, None] == jnp.arange(E, dtype=jnp.int32)
+    return jnp.einsum("tke,tk,eth->th", chosen.astype(jnp.float64), weights, results)
+
+
+def test_gradients_match_the_dense_layer(transport):
+    rng = np.random.default_rng(2)
+    operands = list(make_operands("one_rank"))
+    for i in (0, 2, 3, 4):
+        operands[i] = (rng.standard_normal(operands[i].shape) * 0.1).astype(np.float32)
+    group = open_group(transport, 8)
+    got = value_and_gradients(on_all_ranks(group, jax_ep.expert_mlp))(*operands)
+    with jax.enable_x64(True):
+        exact = [x.astype(np.float64) if x.dtype == np.float32 else x for x in operands]
+        wanted = [np.asarray(x) for x in value_and_gradients(dense_layer)(*exact)]
+    for one, other in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4 * np.abs(other).max())
+
+
+@pytest.mark.thorough
+def test_moe_with_a_shared_expert_and_biases_fetches_by_itself(transport):
+    """The shared expert is the first group, before experts and copies."""
+    tokens, ids, *others = make_operands("one_rank", n_groups=E + R, biases=True)
+    scaled = [x / 8 for x in others]
+
+    def run(n_copies):
+        group = open_group(transport, n_copies, fused_shared_expert=True)
+
+        def layer(tokens, ids, weights, gate_up, down, gate_up_bias, down_bias):
+            biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
+            return jax_ep.moe(group, tokens, ids, weights, gate_up, down, **biases)
+
+        specs = (BY_RANK,) * 7
+        mapped = jax.shard_map(layer, mesh=group.mesh, in_specs=specs, out_specs=BY_RANK)
+        return value_and_gradients(mapped)(tokens, ids, *scaled)
+
+    for one, other in zip(run(8), run(0), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4 * np.abs(other).max())
+
+
+@pytest.mark.thorough
+def test_scan_and_checkpoint_change_no_bit(transport):
+    group = open_group(transport, 4)
+    operands = make_operands("zipf")
+    layer = on_all_ranks(group, linear_experts)
+    wanted = value_and_gradients(layer)(*operands)
+
+    def scanned(tokens, ids, *others):
+        def step(total, _):
+            return total + jax.checkpoint(layer)(tokens, ids, *others), None
+
+        return jax.lax.scan(step, jnp.zeros_like(tokens), length=2)[0] / 2
+
+    for one, other in zip(value_and_gradients(scanned)(*operands), wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_codes_of_weights_travel_bit_by_bit(transport):
+    """FP8 rows and weights, on CPUs and GPUs: a copy computes what its home would."""
+    tokens, ids, weights, gate_up, down = make_operands("one_rank")
+    fp8 = {"token_format": jax_ep.BlockwiseFP8(), "combine_dtype": jnp.bfloat16}
+
+    def run(n_copies):
+        group = open_group(transport, n_copies, **fp8)
+
+        def layer(tokens, ids, gate_up, down):
+            quantized = [jax_ep.quantize_weights(x, differentiable=False) for x in (gate_up, down)]
+            rows = jax_ep.dispatch(group, tokens, ids)
+            return jax_ep.combine(group, jax_ep.expert_mlp(rows, *quantized), rows, reduce=False)
+
+        specs = (BY_RANK,) * 4
+        mapped = jax.shard_map(layer, mesh=group.mesh, in_specs=specs, out_specs=BY_RANK)
+        return jax.jit(mapped)(tokens, ids, gate_up / 16, down / 16)
+
+    assert_same_bits(run(8), run(0), "rows of choices")
+
+
+def test_errors_name_what_must_hold(transport):
+    group = open_group(transport, 2)
+    tokens, ids, weights, gate_up, down = make_operands()
+
+    def run(experts):
+        jax.eval_shape(on_all_ranks(group, experts), tokens, ids, weights, gate_up, down)
+
+    with pytest.raises(ValueError, match=r"weights must have the shape .*L.*=?4"):
+        run(lambda rows, gate_up, down: jax_ep.fetch_experts(rows, gate_up[1:]))
+    with pytest.raises(ValueError, match="gate_up"):
+        run(lambda rows, gate_up, down: jax_ep.expert_mlp(rows, gate_up[1:], down))
+    with pytest.raises(TypeError, match="dispatched must be the result of dispatch"):
+        jax_ep.fetch_experts(gate_up, gate_up)
