@@ -16,6 +16,9 @@ from jax_ep.formats.plain import FLOATS, as_dtype, sum_dtype
 _ROW_ALIGNMENTS = (1, 4, 16, 32, 64, 128, 256)
 _INT32_MAX = 2**31 - 1
 _MAX_TIMEOUT_S = 1e6
+# With `expert_copies`, a rank may take 1/32 more rows than the mean, as what uniform routing varies
+# by is not worth an expert's weights; and there is room for 1/8 more, should copies not suffice.
+SLACK, _ROOM = 32, 8
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,31}")
 
 
@@ -87,18 +90,18 @@ class EPConfig(CheckedDataclass):
             `ceil(M / R)`), plus the padding of groups. If K <= L, no routing needs more. If K > L,
             no routing does in which each token names an expert at most once; a token that repeats
             experts may have up to K rows on a rank, so with such tokens, rows may be dropped. With
-            `expert_copies`, None stands for balanced ranks: `M * K` in place of
-            `M * R * min(K, L)`, or with n nodes `n * M * min(K, E / n)`.
+            `expert_copies`, None stands for balanced ranks: `M * K`, or with n nodes
+            `n * M * min(K, E / n)`, and 1/8 more, in place of `M * R * min(K, L)`.
         on_drop: `"count"`: rows beyond `recv_capacity` are dropped and counted. `"raise"`: a
             dispatch that drops a row on any device of the mesh fails on all of them, with an error
             that says how many and where; nothing after it runs. For tests, and to find a
             sufficient `recv_capacity`: costs an all-gather of one number per device in each
             dispatch, and is a callback of Python, which `jax.export` does not take.
         expert_copies: the most experts of other ranks that a rank takes rows of in one call (B). If
-            not 0, each dispatch balances the ranks of a node exactly: ranks that would get more
-            than the mean lend their largest experts, for this call, to ranks that would get fewer
-            (docs/balance.md). What exceeds these copies stays at home, and is dropped and counted
-            beyond `recv_capacity`; L + R copies always suffice. Not with `skip_a2a`.
+            not 0, each dispatch balances the ranks of a node: those that would get over 1/32 more
+            rows than the mean lend their largest experts, for this call, to those that would get
+            fewer (docs/balance.md). What exceeds these copies stays at home, and is dropped and
+            counted beyond `recv_capacity`; L + R copies always suffice. Not with `skip_a2a`.
         n_gpus_per_node: ranks that reach each other by loads and stores: rank r is on node
             `r // n_gpus_per_node`. None: all ranks divided by `n_nodes`.
         n_nodes: number of nodes. None: all ranks divided by `n_gpus_per_node`, or one; for `p2p` on
@@ -287,10 +290,10 @@ class EPConfig(CheckedDataclass):
         return self._all_rows(n_ranks, n_tokens * min(self.top_k, self.n_local_experts(n_ranks)))
 
     def _balanced_rows(self, n_ranks: int) -> int:
-        """The most rows of a rank if `expert_copies` suffice: its share of those of a node."""
+        """Room for a rank's share of its node's rows."""
         n_nodes = self.routed(n_ranks).n_nodes
-        of_token = min(self.top_k, self.n_experts // n_nodes)
-        return self._all_rows(n_ranks, self.max_tokens_per_rank * n_nodes * of_token)
+        mean = self.max_tokens_per_rank * n_nodes * min(self.top_k, self.n_experts // n_nodes)
+        return self._all_rows(n_ranks, mean + mean // _ROOM)
 
     def _all_rows(self, n_ranks: int, rows: int) -> int:
         """Rows of experts, with those of a shared expert and with padding."""

@@ -1,8 +1,8 @@
-"""Exact balance: which rank takes which choices, so that all ranks of a node get equally many rows.
+"""Balance: which rank takes which choices, so that no rank of a node gets more rows than a quota.
 
-Ranks that would get more rows than the quota, `ceil(rows / ranks)`, give parts of their experts'
-rows to ranks that would get fewer, and lend them these experts. Two lines, laid beside each other,
-say what goes where:
+The quota is 1/32 above the mean. Ranks that would get more give parts of their experts' rows to
+ranks that would get fewer, and lend them these experts. Two lines, laid beside each other, say what
+goes where:
 
 * what is given: homes by surplus, the largest first; of each home its largest experts first, as
   many whole ones as the surplus holds and a part of the next one;
@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_ep.config import SLACK
 from jax_ep.exchange.choices import order_of, positions
 from jax_ep.geometry import Geometry
 
@@ -43,7 +44,8 @@ def make_plan(counts: jax.Array, n_ranks: int, n_slots: int, limit: int) -> Plan
     """
     by_home = counts.reshape(n_ranks, -1)
     loads = by_home.sum(axis=1, dtype=jnp.int32)
-    quota = (loads.sum(dtype=jnp.int32) - 1) // n_ranks + 1
+    mean = (loads.sum(dtype=jnp.int32) - 1) // n_ranks + 1
+    quota = mean + mean // SLACK
     experts, given = _given(by_home, loads, quota, limit)
     takers = order_of(loads, limit + 1)
     beside = _overlap(jnp.maximum(quota - loads[takers], 0), given)

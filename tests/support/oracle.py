@@ -66,13 +66,14 @@ def worst_case_rows(
 ) -> int:
     """The most rows of a rank (C).
 
-    Each group that has rows may need up to `alignment` - 1 more. If copies suffice, a rank has an
-    equal part of the choices that may name experts of its node.
+    Each group that has rows may need up to `alignment` - 1 more. Balanced, a rank has room
+    for its part of the choices that may name experts of its node, and for 1/8 more.
     """
     n_local = n_experts // n_ranks
     rows = max_tokens * (1 if skip_a2a else n_ranks) * min(top_k, n_local)
     if is_balanced:
         rows = max_tokens * n_nodes * min(top_k, n_experts // n_nodes)
+        rows += rows // 8
     n_groups = min(n_local + expert_copies, rows)
     if fused_shared_expert:
         rows += -(-max_tokens // n_ranks) if skip_a2a else max_tokens

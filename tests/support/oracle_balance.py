@@ -1,10 +1,10 @@
-"""Exact balance in NumPy: what ranks give and take, row by row, and where each choice goes.
+"""Balance in NumPy: what ranks give and take, row by row, and where each choice goes.
 
 Written apart from `jax_ep/exchange/balance.py`, by loops. The rule, for the R ranks of a node, its
 experts and the choices of these by all tokens:
 
-1. The quota is q = ceil(choices / R). A rank above q gives its surplus: rows of its largest expert,
-   then of the next one, ties by id, until it has q.
+1. The quota q is m + floor(m / 32), of the mean m = ceil(choices / R). A rank above q gives its
+   surplus: rows of its largest expert, then of the next one, ties by id, until it has q.
 2. Ranks give in the order of surplus, the largest first, ties by rank. What they give goes to the
    rank with the most room below q, ties by rank, until it has q, then to the next one.
 3. A rank has B slots, one for each expert that it is given rows of, in this order. What it has no
@@ -20,11 +20,17 @@ at either end of its room, and one of each of the R - 1 others that a giver cut.
 import numpy as np
 
 
+def quota_of(counts: np.ndarray, n_ranks: int) -> int:
+    """The most rows of a rank, if slots suffice, of the `[E]` choices of a node's experts."""
+    mean = -(-int(counts.sum()) // n_ranks)
+    return mean + mean // 32
+
+
 def give(counts: np.ndarray, n_ranks: int) -> list[tuple[int, int, int]]:
     """(home, expert, rows) that ranks give, in order, of the `[E]` choices of a node's experts."""
     n_local = len(counts) // n_ranks
     loads = counts.reshape(n_ranks, n_local).sum(1)
-    quota = -(-int(counts.sum()) // n_ranks)
+    quota = quota_of(counts, n_ranks)
     given = []
     for home in sorted(range(n_ranks), key=lambda rank: (-loads[rank], rank)):
         surplus = int(loads[home]) - quota
@@ -40,7 +46,7 @@ def give(counts: np.ndarray, n_ranks: int) -> list[tuple[int, int, int]]:
 def plan(counts: np.ndarray, n_ranks: int, n_slots: int) -> tuple[np.ndarray, np.ndarray]:
     """`[R, B]`, the expert of each slot, -1 for none; `[R, E]`, the rows of each a rank takes."""
     loads = counts.reshape(n_ranks, -1).sum(1)
-    quota = -(-int(counts.sum()) // n_ranks)
+    quota = quota_of(counts, n_ranks)
     takers = sorted(range(n_ranks), key=lambda rank: (loads[rank], rank))
     room = {rank: max(quota - int(loads[rank]), 0) for rank in takers}
     rows = np.zeros((n_ranks, len(counts)), np.int64)
