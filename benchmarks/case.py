@@ -92,6 +92,11 @@ def _zipf(rng: np.random.Generator, shape: tuple) -> np.ndarray:
     return rng.gumbel(size=shape) - np.log(1 + rank)
 
 
+def _skewed(rng: np.random.Generator, shape: tuple) -> np.ndarray:
+    """Expert i has weight (i + 1)^-0.6, so that the first of 4 ranks gets twice the mean."""
+    return rng.gumbel(size=shape) - 0.6 * np.log(np.arange(1, shape[-1] + 1.0))
+
+
 def _half_empty(rng: np.random.Generator, shape: tuple) -> np.ndarray:
     """Uniform, but ranks have different numbers of tokens: T / 2 on average."""
     count = rng.integers(0, shape[1] + 1, shape[0])
@@ -107,7 +112,13 @@ def _one_rank(rng: np.random.Generator, shape: tuple) -> np.ndarray:
 
 # Functions that return scores `[R, T, E]`. A token chooses the K experts with the highest scores,
 # but none with a score of -inf.
-ROUTINGS = {"uniform": _uniform, "zipf": _zipf, "half_empty": _half_empty, "one_rank": _one_rank}
+ROUTINGS = {
+    "uniform": _uniform,
+    "zipf": _zipf,
+    "skewed": _skewed,
+    "half_empty": _half_empty,
+    "one_rank": _one_rank,
+}
 
 
 def make_routing(case: Case, seed: int) -> tuple[np.ndarray, np.ndarray]:

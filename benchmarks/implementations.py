@@ -29,6 +29,8 @@ OURS = (AT_DISPATCH, AT_COMBINE)
 # between nodes that are each served by themselves. Weights are given to dispatch.
 ONE_NODE, NVSHMEM, XLA_BETWEEN = "one node", "nvshmem", "XLA between nodes"
 NODES = (ONE_NODE, NVSHMEM, XLA_BETWEEN)
+# The package with ranks that it balances by copies of experts. Weights are given to dispatch.
+BALANCED, _N_COPIES = "jax_ep, balanced", 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Implementation:
     """Dispatch and combine, as functions of one rank's arrays.
 
     Attributes:
-        name: in `OURS`, `NODES` or `BASELINES`.
+        name: in `OURS`, `NODES` or `BASELINES`, or `BALANCED`.
         dispatch: takes `(tokens, topk_ids, topk_weights)`; its result has the fields of the
             contract.
         combine: takes `(rows, dispatched, topk_weights)`.
@@ -62,6 +64,8 @@ def make(name: str, mesh: Mesh, case: Case, transport: str) -> Implementation:
         dispatch, combine = (functools.partial(f, shapes) for f in BASELINES[name])
         return Implementation(name, lambda tokens, ids, _: dispatch(tokens, ids), combine)
     config = case.config()
+    if name == BALANCED:
+        config = dataclasses.replace(config, expert_copies=_N_COPIES, recv_capacity=None)
     if name in (NVSHMEM, XLA_BETWEEN):
         n_nodes = len({device.process_index for device in mesh.devices.flat})
         config = dataclasses.replace(config, n_nodes=n_nodes)

@@ -7,7 +7,7 @@ from typing import Any
 
 from baselines import BASELINES
 from case import Case
-from implementations import AT_COMBINE, AT_DISPATCH, NODES, OURS
+from implementations import AT_COMBINE, AT_DISPATCH, BALANCED, NODES, OURS
 from jax_ep.formats import QUANTIZED
 from timing import Repeats
 
@@ -134,7 +134,7 @@ def _gpu() -> list[Item]:
         for model, (h, f, e, _) in list(MODELS.items())[:3]  # a GPU has at most 32 experts
     ]
     items += [each[0] for each in matmuls]
-    return [*items, *_layers(), *(item for each in matmuls for item in each[1:])]
+    return [*items, *_layers(), *_imbalance(), *(item for each in matmuls for item in each[1:])]
 
 
 def _gpu_quick() -> list[Item]:
@@ -219,6 +219,22 @@ def _layers() -> list[Item]:
     for n, h, f, e, k in sizes:
         items += _layer_items(Case(n, h, e, k, capacity=1.5, expert_size=f))
     return sorted(items, key=lambda item: item.implementations != (AT_DISPATCH,))
+
+
+def _imbalance() -> list[Item]:
+    """Layers whose busiest rank of 4 has twice the mean, and balanced ones: with copies, without.
+
+    The capacity of the latter has room for all rows, so both compute the same.
+    """
+    options = {"implementations": (AT_DISPATCH, BALANCED), "repeats": Repeats(10, 2.0)}
+    options["chains"] = dict.fromkeys(("layer", "layer + grad"), (1, 3))
+    items = []
+    for n, model in ((16384, "Qwen3-30B-A3B"), (4096, "Qwen3-30B-A3B"), (4096, "DeepSeek-V3")):
+        h, f, e, k = MODELS[model]
+        for routing, capacity in (("skewed", 3.0), ("uniform", 2.0)):
+            case = Case(n, h, e, k, routing=routing, capacity=capacity, expert_size=f)
+            items.append(_item(case, "-balanced", **options))
+    return items
 
 
 def _layer_items(case: Case) -> list[Item]:

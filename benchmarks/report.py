@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from implementations import AT_COMBINE, AT_DISPATCH, NODES, OURS
+from implementations import AT_COMBINE, AT_DISPATCH, BALANCED, NODES, OURS
 from jax_ep.formats import FORMATS, QUANTIZED
 from plan import MODELS, OURS_ALONE
 from records import TABLES, Row, Run
@@ -68,7 +68,8 @@ class Report:
         parts = [self._periods(operation) for operation in ROUND_TRIPS]
         if self.on_gpu:
             parts += [self._kernels(), self._formats(), self._link(), self._overlaps()]
-            parts += [self._layers(), self._matmuls(), self._nodes(), self._calls()]
+            parts += [self._layers(), self._imbalance(), self._matmuls()]
+            parts += [self._nodes(), self._calls()]
             parts.append(self._periods("round trip", variant="no command buffers"))
         else:
             parts.insert(0, self._speedups(""))
@@ -194,12 +195,16 @@ class Report:
                     rows += [[label, *_overlap_cells(us, others)]] if all(us) else []
         return _table("an asynchronous call beside a dense layer, µs", header, rows)
 
-    def layers(self) -> list[tuple[str, str]]:
-        """Returns the model and the name of each bfloat16 case with experts, by model and T."""
+    def layers(self, *, balanced: bool = False) -> list[tuple[str, str]]:
+        """Returns the model and the name of each bfloat16 case with experts, by model and T.
+
+        `balanced`: the cases that were also measured with balanced ranks, or the others.
+        """
         found = [
             (list(MODELS.values()).index(sizes), case["n_tokens"], name)
             for name, case in self.by_name.items()
             if case["token_format"] == "bf16"
+            if balanced == (self.layer_us(name, "layer", BALANCED) is not None)
             if (sizes := tuple(case[key] for key in _MODEL_SIZES)) in MODELS.values()
         ]
         return [(list(MODELS)[i], name) for i, _, name in sorted(found)]
@@ -222,6 +227,17 @@ class Report:
             rows.append([model, str(self.by_name[name]["n_tokens"]), *cells])
         header = ["", "T", "layer", "of its parts", "experts, of the dense rate"]
         return _table("expert layers, ms", [*header, "with gradients", "in FP8", "`jax.lax`"], rows)
+
+    def _imbalance(self) -> str:
+        rows = []
+        for model, name in self.layers(balanced=True):
+            case, cells = self.by_name[name], []
+            for operation in ("layer", "layer + grad"):
+                us = [self.layer_us(name, operation, by) for by in (AT_DISPATCH, BALANCED)]
+                cells += [_ms(us[0]), _with_ratio(us[1], *us)]
+            rows.append([model, str(case["n_tokens"]), case["routing"], *cells])
+        header = ["", "T", "routing", "layer", "balanced", "with gradients", "balanced"]
+        return _table("layers with and without balanced ranks, ms", header, rows)
 
     def _matmuls(self) -> str:
         """Grouped matmuls: TFLOP/s, and the time relative to the larger of the limits."""

@@ -97,7 +97,7 @@ class Workload:
             self._check_near(f"{name}: gradient of weights", got, dots, 1)
         self._check_near(f"{name}: tokens after a chain", tokens, scale, n)
 
-    def check_quantized(self, ours: Implementation) -> None:
+    def check_sums(self, ours: Implementation) -> None:
         """Checks that no row is dropped and that the rows' sum is near that of the tokens."""
 
         def run(tokens, ids, weights):

@@ -133,7 +133,8 @@ def describe_drops(geometry: Geometry, stats: Sequence[RankStats]) -> str | None
 def _advise(geometry: Geometry) -> str:
     """What makes room for rows that were dropped."""
     if geometry.max_recv_tokens < geometry.config.worst_case_rows(geometry.n_ranks):
-        return "Raise recv_capacity, or balance the experts"
+        copies = "expert_copies or " if geometry.config.expert_copies else ""
+        return f"Raise {copies}recv_capacity, or balance the experts"
     if geometry.config.top_k <= geometry.n_local_experts:  # only a dispatch's own drops rows
         return "Raise the recv_capacity of the dispatch, or balance the experts"
     return (

@@ -23,7 +23,7 @@ import programs  # noqa: E402
 import timing  # noqa: E402
 from baselines import BASELINES  # noqa: E402
 from case import ROUTINGS, Case, make_routing, remote_messages  # noqa: E402
-from implementations import AT_COMBINE, AT_DISPATCH, AXIS, OURS  # noqa: E402
+from implementations import AT_COMBINE, AT_DISPATCH, AXIS, BALANCED, OURS  # noqa: E402
 from plan import Item  # noqa: E402
 from workload import Workload  # noqa: E402
 
@@ -279,6 +279,15 @@ def test_a_format_whose_rows_are_wrong_is_noticed(mesh, monkeypatch, name) -> No
     monkeypatch.setattr(jax_ep, "dequantize", lambda *args: -right(*args))
     _, (why,) = measured(mesh, (AT_COMBINE,), case)
     assert "rows must be near the tokens" in why
+
+
+def test_layers_are_measured_with_and_without_balanced_ranks(mesh) -> None:
+    case = dataclasses.replace(CASE, routing="skewed", capacity=3.0, expert_size=32)
+    operations = "layer", "layer + grad"
+    names, chains = (AT_DISPATCH, BALANCED), dict.fromkeys(operations, (1, 2))
+    figures, failed = measured(mesh, names, case, chains=chains)
+    assert failed == []
+    assert figures.keys() == {(name, o, "chain") for name in names for o in operations}
 
 
 OVERLAP_OPERATIONS = ("dispatch", "combine", "dense", "dispatch + dense", "combine + dense")
