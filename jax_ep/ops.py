@@ -32,8 +32,9 @@ def dispatch(
 
     Rows arrive ordered by local expert, then source rank, then token, then k; with a fused shared
     expert, this rank's own tokens come first, and with `config.expert_copies`, the rows of other
-    ranks' experts last: the plan of who takes which follows from the ids of all ranks. An id of -1 names no expert; ids outside `[-1, E)`
-    send nothing and are counted. A token may name an expert twice; then it has two rows there.
+    ranks' experts last: the plan of who takes which follows from the ids of all ranks. An id of -1
+    names no expert; ids outside `[-1, E)` send nothing and are counted. A token may name an expert
+    twice; then it has two rows there.
     Differentiable in `tokens` and `topk_weights`; the backward is a combine.
 
     Args:

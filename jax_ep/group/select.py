@@ -10,7 +10,7 @@ from jax_ep.geometry import Geometry
 from jax_ep.nodes.connection import HostByNodes, NodesConnection, P2pByNodes
 from jax_ep.nodes.nvshmem.connection import NvshmemByNodes
 from jax_ep.processes.exchange import Exchange
-from jax_ep.transports import bootstrap
+from jax_ep.transports import workspaces
 from jax_ep.transports.base import Connection
 from jax_ep.transports.host import HostConnection
 from jax_ep.transports.p2p import P2pConnection
@@ -156,7 +156,7 @@ def _sizes(geometry: Geometry) -> dict[str, int]:
     return {
         "top_k={}": config.top_k,
         "max_tokens_per_rank={}": config.max_tokens_per_rank,
-        "{} bytes per token or row": bootstrap.max_message_bytes(config),
+        "{} bytes per token or row": workspaces.max_message_bytes(config),
     }
 
 

@@ -8,7 +8,7 @@ from jax_ep.geometry import Geometry
 from jax_ep.nodes.calls import NodesCalls
 from jax_ep.nodes.rails import Rails, XlaRails
 from jax_ep.processes.exchange import Exchange
-from jax_ep.transports import bootstrap
+from jax_ep.transports import workspaces
 from jax_ep.transports.base import Connection
 from jax_ep.transports.host import HostConnection
 from jax_ep.transports.p2p import P2pConnection
@@ -64,4 +64,4 @@ class P2pByNodes(NodesConnection, P2pConnection):
     def find_nodes(cls, geometry: Geometry, exchange: Exchange) -> int:
         """The hosts that the ranks of each replica are on."""
         is_gpu = {device.platform for device in geometry.mesh.devices.flat} == {"gpu"}
-        return bootstrap.n_hosts(geometry, exchange) if is_gpu else 1
+        return workspaces.n_hosts(geometry, exchange) if is_gpu else 1

@@ -16,7 +16,7 @@ from jax_ep.ffi import extension
 from jax_ep.geometry import Geometry
 from jax_ep.processes.exchange import Exchange
 from jax_ep.stats import RankStats
-from jax_ep.transports import bootstrap
+from jax_ep.transports import workspaces
 from jax_ep.transports.base import Connection, platform_problem
 
 # Groups times groups per rank: kernels divide by multiplication (FastDivisor).
@@ -40,7 +40,7 @@ class P2pConnection(Connection):
             geometry,
             functools.partial(_handle_shape, geometry),
             min_row_elements=VECTOR_BYTES // 4,
-            max_row_bytes=bootstrap.max_message_bytes(geometry.config),
+            max_row_bytes=workspaces.max_message_bytes(geometry.config),
             are_async=True,
         )
 
@@ -50,18 +50,18 @@ class P2pConnection(Connection):
         return (
             platform_problem(geometry, "gpu", "CUDA")
             or _unsupported_size(geometry)
-            or bootstrap.unsupported_reason(geometry, exchange)
+            or workspaces.unsupported_reason(geometry, exchange)
         )
 
     def open(self, exchange: Exchange) -> None:
         """Allocates and connects the buffers, unless open ones have the memory key."""
         extension.register_cuda()
         exchange.gather("failures", self._require_no_failure)
-        if bootstrap.share_workspaces(self.geometry):
+        if workspaces.share_workspaces(self.geometry):
             return
         _exchanges[self.geometry.key] = exchange
         try:
-            bootstrap.open_workspaces(self.geometry, exchange)
+            workspaces.open_workspaces(self.geometry, exchange)
         except BaseException:
             del _exchanges[self.geometry.key]
             raise
@@ -87,14 +87,14 @@ class P2pConnection(Connection):
 
     def _of_each_device(self, look_up: Callable[[str, int], Any]) -> list[Any]:
         """`look_up(memory_key, ordinal)` for each device of this process, in mesh order."""
-        ordinals = map(bootstrap.ordinal, self.geometry.local_coordinates)
+        ordinals = map(workspaces.ordinal, self.geometry.local_coordinates)
         return [look_up(self.geometry.memory_key, each) for each in ordinals]
 
     def close(self) -> None:
         """Frees the workspaces once no call uses them, unless other groups do."""
-        if bootstrap.disconnect(self.geometry.key):
+        if workspaces.disconnect(self.geometry.key):
             memory_key = self.geometry.memory_key
-            bootstrap.free_workspaces(memory_key, _exchanges.pop(memory_key))
+            workspaces.free_workspaces(memory_key, _exchanges.pop(memory_key))
 
     def check(self) -> None:
         """`EPGroup.check`."""
@@ -135,7 +135,7 @@ def _unsupported_size(geometry: Geometry) -> str | None:
     max_top_k = _MAX_CHOICES - int(config.fused_shared_expert)
     if config.top_k > max_top_k:
         return f"top_k must be at most {max_top_k}; got {config.top_k}."
-    for row_bytes in bootstrap.row_bytes(config):
+    for row_bytes in workspaces.row_bytes(config):
         if row_bytes % VECTOR_BYTES:
             return f"a row must be a multiple of {VECTOR_BYTES} bytes; got {row_bytes}."
     return None

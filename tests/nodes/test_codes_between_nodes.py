@@ -23,7 +23,7 @@ from jax_ep.group import EPGroup
 from jax_ep.nodes import codes
 from jax_ep.nodes import connection as nodes
 from jax_ep.nodes.nvshmem.connection import NvshmemByNodes
-from jax_ep.transports import bootstrap
+from jax_ep.transports import workspaces
 from node_groups import SHARED, ThriftyRails, forget_groups, layer_results
 from node_groups import by_nodes as by_nodes
 
@@ -234,7 +234,7 @@ def test_the_documentation_has_the_bytes():
             max_tokens_per_rank=128,
             token_format=token_format,
         )
-        assert int(numbers[2]) == max(bootstrap.max_message_bytes(config), crosses), name
+        assert int(numbers[2]) == max(workspaces.max_message_bytes(config), crosses), name
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -15,7 +15,7 @@ from jax_ep._jax_compat import distributed_client
 from jax_ep.ffi import extension
 from jax_ep.processes.exchange import Exchange
 from jax_ep.processes.messages import Message
-from jax_ep.transports import bootstrap
+from jax_ep.transports import workspaces
 from processes import run_processes
 
 
@@ -71,7 +71,7 @@ def test_what_a_process_says_of_its_host_is_checked(record, monkeypatch):
         "group", (0, 1), 0, 1.0, lambda _, mine: [mine, Message("group", "choice", record).encode()]
     )
     with pytest.raises(RuntimeError, match="process 1: what it says of its host"):
-        bootstrap.unsupported_reason(geometry_of(make_mesh(2)), exchange)
+        workspaces.unsupported_reason(geometry_of(make_mesh(2)), exchange)
 
 
 BOARD_VARIABLE = "JAX_EP_TEST_BOARD"
@@ -92,11 +92,11 @@ def check_files() -> None:
     use(fake)
     exchange = Exchange.over(mesh, "files", 30.0, exchange_files)
     geometry = geometry_of(mesh)
-    assert bootstrap.unsupported_reason(geometry, exchange) is None
-    bootstrap.open_workspaces(geometry, exchange)
+    assert workspaces.unsupported_reason(geometry, exchange) is None
+    workspaces.open_workspaces(geometry, exchange)
     assert [peer[1] for peer in fake.peers] == [0, 1]
-    assert bootstrap.disconnect(geometry.key)
-    bootstrap.free_workspaces(geometry.key, exchange)
+    assert workspaces.disconnect(geometry.key)
+    workspaces.free_workspaces(geometry.key, exchange)
     n_files = len(list(pathlib.Path(os.environ[BOARD_VARIABLE]).iterdir()))
     assert n_files == 2 * 4  # of 2 processes: choice, workspaces, connected, closed
 

@@ -16,7 +16,7 @@ from fake_extension import FakeExtension, geometry_of, use
 from harness import AXIS, config_of, make_mesh
 from jax_ep.geometry import Geometry
 from jax_ep.processes.exchange import Exchange
-from jax_ep.transports import bootstrap, p2p
+from jax_ep.transports import p2p, workspaces
 from jax_ep.transports.p2p import P2pConnection
 from processes import run_processes
 
@@ -160,17 +160,17 @@ def check_choice_of_transport() -> None:
         (FakeExtension(reason="device 0 does not reach"), "process 1: device 0 does not"),
     ):
         use(other if me == 1 else FakeExtension())
-        answer = bootstrap.unsupported_reason(geometry, exchange_of_all("choice"))
+        answer = workspaces.unsupported_reason(geometry, exchange_of_all("choice"))
         assert (answer or "").startswith(reason or ""), answer
         assert (answer is None) == (reason is None)
     use(FakeExtension(host=f"host {me}"))
     for n_ranks, fits in ((2, True), (6, False)):
         mesh = make_mesh(n_ranks, dp=6 // n_ranks)
-        answer = bootstrap.unsupported_reason(geometry_of(mesh), exchange_of_all("replicas"))
+        answer = workspaces.unsupported_reason(geometry_of(mesh), exchange_of_all("replicas"))
         assert (answer is None) == fits, answer
     vars(geometry)["local_coordinates"] = ()  # the cache of the property
     exchange = exchange_of_all("nobody")
-    assert "no device" in bootstrap.unsupported_reason(geometry, exchange)
+    assert "no device" in workspaces.unsupported_reason(geometry, exchange)
 
 
 def check_buffers() -> None:
@@ -183,9 +183,9 @@ def check_buffers() -> None:
         exchange = exchange_of_all("buffers")
         if error:
             with pytest.raises(RuntimeError, match=f"^process 1: {error}$"):
-                bootstrap.open_workspaces(geometry, exchange)
+                workspaces.open_workspaces(geometry, exchange)
         else:
-            bootstrap.open_workspaces(geometry, exchange)
+            workspaces.open_workspaces(geometry, exchange)
             check_open_buffers(geometry, exchange, fake)
         assert not fake.n_users
         assert not fake.allocated
@@ -198,10 +198,10 @@ def check_open_buffers(geometry: Geometry, exchange: Exchange, fake: FakeExtensi
     assert all(a == f"{r}.{k}".encode() for r, k, a in fake.peers)
     key = geometry.key
     fake.n_users[key] += 1
-    assert not bootstrap.disconnect(key)
+    assert not workspaces.disconnect(key)
     assert fake.allocated
-    assert bootstrap.disconnect(key)
-    bootstrap.free_workspaces(key, exchange)
+    assert workspaces.disconnect(key)
+    workspaces.free_workspaces(key, exchange)
 
 
 def check_shared_memory() -> None:
@@ -255,14 +255,14 @@ def check_close_without_the_others() -> None:
     fake = FakeExtension()
     use(fake)
     exchange = exchange_of_all("left", timeout_s=60.0)
-    bootstrap.open_workspaces(geometry, exchange)
+    workspaces.open_workspaces(geometry, exchange)
     exchange.open()
     if jax.process_index() == 0:
         begin = time.monotonic()
-        bootstrap._MAX_CLOSE_S = SHORT_TIMEOUT_S
+        workspaces._MAX_CLOSE_S = SHORT_TIMEOUT_S
         with pytest.warns(RuntimeWarning, match="waited 2 s for process 1, 2"):
-            assert bootstrap.disconnect(geometry.key)
-            bootstrap.free_workspaces(geometry.key, exchange)
+            assert workspaces.disconnect(geometry.key)
+            workspaces.free_workspaces(geometry.key, exchange)
         assert time.monotonic() - begin < SHORT_TIMEOUT_S + 5
         assert not fake.allocated
     exchange_of_all("the end")("step", b"")

@@ -11,7 +11,7 @@ import jax_ep
 import suite
 from harness import AXIS, on_mesh, put
 from jax_ep.ffi.extension import load_cuda
-from jax_ep.transports.bootstrap import ordinal
+from jax_ep.transports.workspaces import ordinal
 
 N_PAIRS = 4
 

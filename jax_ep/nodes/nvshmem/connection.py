@@ -20,7 +20,7 @@ from jax_ep.nodes.nvshmem.rails import NvshmemRails
 from jax_ep.nodes.rails import Rails
 from jax_ep.processes.exchange import Exchange
 from jax_ep.processes.messages import has_types, sent_json
-from jax_ep.transports import bootstrap
+from jax_ep.transports import workspaces
 
 # How long close() waits for a peer, which may be dead, after `p2p` has waited for it; then for the
 # network; and then for the peers' networks.
@@ -61,7 +61,7 @@ class NvshmemByNodes(P2pByNodes):
             return reason
         (local,) = geometry.local_coordinates
         nvshmem = nvshmem_bootstrap.load()
-        return room_problem(nvshmem, exchange, bootstrap.ordinal(local))
+        return room_problem(nvshmem, exchange, workspaces.ordinal(local))
 
     def open(self, exchange: Exchange) -> None:
         """Opens `p2p` inside, then this rank's rail."""
@@ -80,7 +80,7 @@ class NvshmemByNodes(P2pByNodes):
             return
         geometry = self.calls.geometry
         (local,) = geometry.local_coordinates
-        nvshmem_bootstrap.join(nvshmem, exchange, bootstrap.ordinal(local))
+        nvshmem_bootstrap.join(nvshmem, exchange, workspaces.ordinal(local))
         heap = nvshmem_bootstrap.find_heap(nvshmem, exchange, key, self.memory_of_rail())
         n_ranks = geometry.routed.n_ranks_per_node
         peers = geometry.routed_replicas[local.replica][local.rank % n_ranks :: n_ranks]
@@ -92,7 +92,7 @@ class NvshmemByNodes(P2pByNodes):
                 node=local.rank // n_ranks,
                 pes=[each.device.process_index for each in peers],
                 message_bytes=_message_bytes(geometry),
-                device=bootstrap.ordinal(local),
+                device=workspaces.ordinal(local),
             )
             return b""
 
@@ -110,7 +110,7 @@ class NvshmemByNodes(P2pByNodes):
         """
         key = self.geometry.memory_key
         (local,) = self.geometry.local_coordinates
-        is_captured = extension.load_cuda().is_captured(key, bootstrap.ordinal(local))
+        is_captured = extension.load_cuda().is_captured(key, workspaces.ordinal(local))
         nvshmem = nvshmem_bootstrap.load()
         try:
             super().close()
@@ -171,7 +171,7 @@ def _message_bytes(geometry: Geometry) -> int:
     """Bytes of the longest inter-node row, and of the ids and weights that go with it."""
     config = geometry.config
     token_bytes = codes.max_token_bytes(config.token_format, config.hidden_size)
-    row_bytes = max(bootstrap.max_message_bytes(config), token_bytes)
+    row_bytes = max(workspaces.max_message_bytes(config), token_bytes)
     return row_bytes + 8 * geometry.routed.n_choices
 
 
