@@ -50,7 +50,8 @@ def replicate(calls: Calls, weights: Any, held: jax.Array, n_experts: int) -> An
     rounds = _plan(calls, held, n_experts)
 
     def move(leaf: jax.Array) -> jax.Array:
-        (leaf,) = checks.vary_alike(calls.geometry.axis_names, leaf)
+        # Replicas may hold different experts: then their copies of equal weights differ, too.
+        leaf, _ = checks.vary_alike(calls.geometry.axis_names, leaf, held)
         if checks.is_code(leaf.dtype) and leaf.dtype != jnp.uint8:  # collectives may not know it
             codes = to_bytes(lax.stop_gradient(leaf))
             return from_bytes(_move(calls, codes, rounds), leaf.dtype)

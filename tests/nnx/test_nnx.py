@@ -46,7 +46,10 @@ VARIANTS = {
     "v2": {"router": V2, "shared_size": S},
     "v3": V3_LAYER,
     "fused_shared_expert": {"config": {"fused_shared_expert": True}},
-    "expert_copies": {"config": {"expert_copies": 3, "fused_shared_expert": True}},
+    "expert_copies": {
+        "axes": {"dp": 2, "ep": 4},
+        "config": {"expert_copies": 3, "fused_shared_expert": True},
+    },
     "skip_a2a": {"config": {"skip_a2a": True}, "shared_size": S},
     "skip_a2a_fused": {"config": {"skip_a2a": True, "fused_shared_expert": True}},
     "data_parallel": {"axes": {"dp": 2, "ep": 4}},
