@@ -135,6 +135,16 @@ def overlap_as_asked(request):
     overlapped.min_tokens = request.config.option.min_overlapped_tokens
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_warnings_of_drops_in_other_tests():
+    """Groups that tests leave open are not watched: the log may be what a later test looks at."""
+    from jax_ep.group import drop_watch
+
+    drop_watch.interval_s = 1e6
+    yield
+    drop_watch._watched.clear()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def few_mappings():
     """Frees all compiled programs after a file's tests if the process has many memory mappings.

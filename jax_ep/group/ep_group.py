@@ -1,6 +1,5 @@
 """EPGroup: a geometry, and the connection that a transport opened for it."""
 
-import logging
 import os
 from typing import Any, Self
 
@@ -11,13 +10,12 @@ from jax_ep.config import EPConfig
 from jax_ep.exchange.base import Calls
 from jax_ep.exchange.checks import check_manual
 from jax_ep.geometry import Geometry, check_mesh
+from jax_ep.group.drop_watch import DropWatch
 from jax_ep.group.select import connect
 from jax_ep.processes import interrupts
 from jax_ep.processes.exchange import Exchange, ExchangeFn, facts_of
-from jax_ep.stats import RankStats, describe_drops
+from jax_ep.stats import RankStats
 from jax_ep.transports.base import Connection
-
-_log = logging.getLogger("jax_ep")
 
 
 class EPGroup:
@@ -34,7 +32,7 @@ class EPGroup:
         self._connection = connection
         self._process = os.getpid()
         self._closed = False
-        self._has_warned_of_drops = False
+        self._drops = DropWatch(connection)
 
     @property
     def geometry(self) -> Geometry:
@@ -120,7 +118,7 @@ class EPGroup:
         Equal groups that are open at the same time share them; on `p2p` and `nvshmem`, so do groups
         that share memory. Counts no running calls: first wait for their results
         (`jax.block_until_ready`). If rows were dropped, logs a warning (logger `jax_ep`), once per
-        group.
+        group; a thread does so once a minute, and the program when it ends.
 
         Raises:
             NotImplementedError: the transport keeps no totals (`xla`).
@@ -128,7 +126,7 @@ class EPGroup:
         """
         self._check_open()
         stats = self._connection.stats()
-        self._warn_of_drops(stats)
+        self._drops.warn_of(stats)
         return stats
 
     def check(self) -> None:
@@ -167,22 +165,9 @@ class EPGroup:
             if os.getpid() != self._process:  # the threads of its calls are in the parent
                 return
             try:
-                self._check_drops()
+                self._drops.end()
             finally:
                 self._connection.close()
-
-    def _check_drops(self) -> None:
-        """Warns of dropped rows, where they are counted and can be read."""
-        try:
-            self._warn_of_drops(self._connection.stats())
-        except (NotImplementedError, RuntimeError, ValueError):  # no totals, or a failed device
-            return
-
-    def _warn_of_drops(self, stats: list[RankStats]) -> None:
-        text = None if self._has_warned_of_drops else describe_drops(self.geometry, stats)
-        if text is not None:
-            self._has_warned_of_drops = True
-            _log.warning(text)
 
     def _check_open(self) -> None:
         if self._closed:
