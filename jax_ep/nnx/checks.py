@@ -34,6 +34,16 @@ def check_router(
     return router
 
 
+def check_top_k(group: EPGroup, top_k: int) -> None:
+    """Requires a group with as many choices as the layer."""
+    if group.config.top_k != top_k:
+        raise ValueError(
+            f"{_name(group)}: the group must have the layer's top_k={top_k}; got "
+            f"{group.config.top_k}. To choose another number of experts on purpose, set "
+            f"layer.top_k = {group.config.top_k}."
+        )
+
+
 def check_rngs(rngs: Any) -> None:
     """Requires streams of random numbers."""
     if not isinstance(rngs, nnx.Rngs):

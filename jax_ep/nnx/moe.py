@@ -15,10 +15,16 @@ from jax_ep.exchange.checks import check_flags
 from jax_ep.group import EPGroup, check_is_group
 from jax_ep.layer.activation.api import check_activation
 from jax_ep.layer.expert_mlp import expert_mlp
-from jax_ep.layer.quantize_weights import quantize_weights
 from jax_ep.nnx import checks
 from jax_ep.nnx.forward import BY_EXPERT, Forward, MoEReport
-from jax_ep.nnx.state import Parameters, Placement, hidden_axis, move_bias
+from jax_ep.nnx.state import (
+    Parameters,
+    Placement,
+    RouterBias,
+    hidden_axis,
+    move_bias,
+    quantize_experts,
+)
 from jax_ep.nnx.token_axes import Axes, check_sharded_alike, check_token_axes, spec_of_call
 from jax_ep.placement.expert_placement import ExpertPlacement, check_placement
 from jax_ep.router import RouterConfig
@@ -26,14 +32,6 @@ from jax_ep.router import RouterConfig
 # Parameters by the dtype that a call uses them in: float32, and that of the experts' matmuls.
 _ROUTER = ("router", "logit_bias")
 _EXPERTS = ("gate_up", "down", "gate_up_bias", "down_bias", "shared_gate_up", "shared_down")
-
-
-class RouterBias(nnx.Variable):
-    """The bias that only selects experts: state, not a parameter, so no gradient changes it."""
-
-
-class ExpertCodes(nnx.Variable):
-    """Experts' weights as e4m3 codes, or their scales: state, as no gradient reaches them."""
 
 
 class MoE(nnx.Module):
@@ -115,6 +113,10 @@ class MoE(nnx.Module):
         placement: `Placement`, or None.
         group: the group that calls use. Assign another one, with equal experts, to run the same
             parameters with another bound on tokens, such as in inference.
+        top_k: K, which the group of a call must have. To choose more or fewer experts than in
+            training, assign this as well as a group.
+        deterministic: whether choices have no `capacity_factor`; `eval()` sets it, `train()` unsets
+            it, as for `nnx.Dropout`. False at first.
     """
 
     def __init__(
@@ -157,7 +159,7 @@ class MoE(nnx.Module):
         checks.check_param_dtype(param_dtype)
         checks.check_rngs(rngs)
         checks.check_formats(group, expert_size if fp8_matmuls else None)
-        self.group = group
+        self.group, self.top_k, self.deterministic = group, group.config.top_k, False
         self.placement = None if placement is None else Placement(group, placement)
         n_experts = (group.config if placement is None else placement).n_experts
         self.router_config = checks.check_router(group, router, n_experts, router_bias)
@@ -226,7 +228,9 @@ class MoE(nnx.Module):
         everywhere: Any = P()
         by_token: Any = self._check_call(tokens, mask)
         options = {each.name: getattr(self, each.name) for each in fields(Forward)}
-        forward = Forward(**options | {"token_axes": by_token})
+        options["token_axes"] = by_token
+        if self.deterministic:
+            options |= {"capacity_factor": None, "on_limit": "count"}
         weights = self._weights()
         specs = {name: P(group.axis_name) if name in BY_EXPERT else P() for name in weights}
         for name in ("gate_up", "down"):
@@ -234,12 +238,17 @@ class MoE(nnx.Module):
             specs[name] = P(group.axis_name, *before_hidden, self.fsdp_axes or None)
         report = MoEReport(*[everywhere] * len(MoEReport._fields))
         layer = jax.shard_map(
-            forward,
+            Forward(**options),
             mesh=group.mesh,
             in_specs=(specs, by_token, by_token),
             out_specs=(by_token, report._replace(topk_ids=by_token)),
         )
         return layer(weights, tokens, mask)
+
+    def set_view(self, deterministic: bool | None = None) -> None:
+        """Called by `nnx.view`; sets `deterministic`, unless it is None."""
+        if deterministic is not None:
+            self.deterministic = deterministic
 
     def update_bias(self, expert_load: jax.Array, rate: float = 1e-3) -> None:
         """Moves the bias towards equal loads: `jax_ep.router.update_bias`.
@@ -250,7 +259,7 @@ class MoE(nnx.Module):
         Args:
             expert_load: `[E]`, the sum of the reports' `expert_load` over a step; `[n_layers, E]`
                 for layers stacked by `nnx.vmap`.
-            rate: as for `jax_ep.router.update_bias`.
+            rate: as for `jax_ep.router.update_bias`. 0 leaves the bias as it is.
 
         Raises:
             ValueError: the layer has no bias.
@@ -268,26 +277,15 @@ class MoE(nnx.Module):
         `gate_up` becomes `ExpertCodes`, float8_e4m3fn `[E, 2 F, H]`, with `gate_up_scales`,
         `float32[E, 2 F / 128, H / 128]`; `down` alike, `[E, H, F]`: what `jax_ep.quantize_weights`
         makes of them, so that calls give the same bits as before. A quarter of the memory of
-        float32 parameters; no gradient reaches them.
+        float32 parameters; no gradient reaches them. In layers stacked by `nnx.vmap`, all arrays
+        have an axis of layers before E.
 
         Raises:
             ValueError: the layer has no `fp8_matmuls`, has an `fsdp_axis` or a fused shared
                 expert, or its experts are codes already.
         """
         checks.check_quantizable(self)
-        dtype, sharding = self.group.config.combine_dtype, P(self.group.axis_name)
-        placement = jax.sharding.NamedSharding(self.group.mesh, sharding)
-        for name in ("gate_up", "down"):
-            quantized = jax.jit(
-                lambda x: quantize_weights(
-                    x.astype(dtype), transposed=self.transposed, differentiable=False
-                ),
-                out_shardings=placement,
-            )(getattr(self, name)[...])
-            for suffix, array in (("", quantized.codes), ("_scales", quantized.scales)):
-                spec = self.group.axis_name, None, None
-                create = nnx.with_partitioning(lambda x: x, spec, mesh=self.group.mesh)
-                setattr(self, name + suffix, ExpertCodes(create(array)))
+        quantize_experts(self)
 
     def __copy__(self) -> Self:
         copied = object.__new__(type(self))
@@ -330,6 +328,7 @@ class MoE(nnx.Module):
                 f"{call}: the group must have the layer's experts: [H, E] = "
                 f"{list(self.router.shape)}; got {list(shape)}."
             )
+        checks.check_top_k(self.group, self.top_k)
         check_token_axes(self.group, self.token_axes)
         expert_size, shared = self.expert_size, self.shared_down
         if config.fused_shared_expert:

@@ -11,6 +11,7 @@ from flax import nnx
 from jax import P
 
 from jax_ep.group import EPGroup
+from jax_ep.layer.quantize_weights import QuantizedWeights, quantize_weights
 from jax_ep.nnx.token_axes import Axes
 from jax_ep.placement.expert_placement import ExpertPlacement, check_is_placement, check_placement
 from jax_ep.router import update_bias
@@ -50,6 +51,25 @@ def hidden_axis(name: str, transposed: bool) -> int:
     return 2 if (name == "down") != transposed else 1
 
 
+def quantize_experts(layer: Any) -> None:
+    """Replaces the matrices of a layer, or of stacked layers, by codes."""
+    mesh, dtype = layer.group.mesh, layer.group.config.combine_dtype
+    spec = *[None] * (layer.gate_up.ndim - 3), layer.group.axis_name, None, None
+
+    def quantize(weights: jax.Array) -> QuantizedWeights:
+        if weights.ndim > 3:
+            return jax.vmap(quantize)(weights)
+        weights = weights.astype(dtype)
+        return quantize_weights(weights, transposed=layer.transposed, differentiable=False)
+
+    convert = jax.jit(quantize, out_shardings=jax.NamedSharding(mesh, P(*spec)))
+    for name in ("gate_up", "down"):
+        quantized = convert(getattr(layer, name)[...])
+        for suffix, array in (("", quantized.codes), ("_scales", quantized.scales)):
+            create = nnx.with_partitioning(lambda x: x, spec, mesh=mesh)
+            setattr(layer, name + suffix, ExpertCodes(create(array)))
+
+
 def move_bias(mesh: jax.sharding.Mesh, bias: jax.Array, load: Any, rate: Any) -> jax.Array:
     """`update_bias`; between steps as one program, whose operands no transfer guard stops."""
     if isinstance(bias, jax.core.Tracer) or not isinstance(load, jax.Array):
@@ -84,6 +104,14 @@ def _by_expert(init: nnx.Initializer, transposed: bool) -> Callable[..., jax.Arr
 def _swap(values: tuple[Any, ...]) -> tuple[Any, ...]:
     """With the last two in each other's place."""
     return (*values[:-2], values[-1], values[-2])
+
+
+class RouterBias(nnx.Variable):
+    """The bias that only selects experts: state, not a parameter, so no gradient changes it."""
+
+
+class ExpertCodes(nnx.Variable):
+    """Experts' weights as e4m3 codes, or their scales: state, as no gradient reaches them."""
 
 
 class PlacementTable(nnx.Variable):

@@ -245,6 +245,7 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "layer-inside": lambda: run(lambda rank: layer(init())(jnp.ones((R, H)))),
     "layer-mask": lambda: layer(init())(jnp.ones((R, 2, H)), jnp.ones(R, bool)),
     "layer-group": lambda: reassigned(layer(init()), combine_dtype=jnp.float32)(jnp.ones((R, H))),
+    "layer-top-k": lambda: reassigned(layer(init()), top_k=1)(jnp.ones((R, H))),
     "layer-fused": lambda: reassigned(layer(init()), fused_shared_expert=True)(jnp.ones((R, H))),
     "layer-bias": lambda: layer(init()).update_bias(jnp.ones(E)),
 }
