@@ -7,8 +7,8 @@ except ImportError as error:
 else:
     del _flax_nnx
 
-from jax_ep.nnx.forward import MoEReport
 from jax_ep.nnx.moe import MoE
+from jax_ep.nnx.report import MoEReport
 from jax_ep.nnx.state import ExpertCodes, Placement, PlacementTable, RouterBias
 
 __all__ = ["ExpertCodes", "MoE", "MoEReport", "Placement", "PlacementTable", "RouterBias"]

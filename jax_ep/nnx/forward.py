@@ -4,12 +4,11 @@ import dataclasses
 import math
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import P, lax
-from jax.tree_util import SequenceKey, register_pytree_with_keys
 
 from jax_ep.exchange.choices import limit_choices
 from jax_ep.exchange.drops import raise_on_drops
@@ -17,6 +16,7 @@ from jax_ep.formats import Plain
 from jax_ep.group import EPGroup, calls_of
 from jax_ep.layer.activation.api import fused_silu
 from jax_ep.layer.quantize_weights import QuantizedWeights, quantize_weights
+from jax_ep.nnx.report import MoEReport
 from jax_ep.nnx.state import hidden_axis
 from jax_ep.nnx.token_axes import axes_of, axes_of_dimension, count_shards
 from jax_ep.ops import combine, dispatch
@@ -27,46 +27,6 @@ from jax_ep.router import RouterConfig, balance_loss, expert_load, route, z_loss
 
 # Parameters that each expert has of its own.
 BY_EXPERT = ("gate_up", "down", "gate_up_bias", "down_bias", "gate_up_scales", "down_scales")
-
-
-class MoEReport(NamedTuple):
-    """What a layer reports besides its output.
-
-    Attributes:
-        balance_loss: `float32[]`, see `jax_ep.router.balance_loss`.
-        z_loss: `float32[]`, see `jax_ep.router.z_loss`.
-        expert_load: `int32[E]`, how often each expert was chosen, over all tokens of the mesh.
-        n_limited: `int32[]`, choices beyond `capacity_factor`, over all tokens of the mesh.
-        n_dropped: `int32[]`, rows that did not fit into `recv_capacity`, over all ranks.
-        topk_ids: `int32[..., K]`, the choices of each token; -1 where the mask is False.
-        n_unserved: `int32[]`, choices whose expert has copies on masked ranks only
-            (`ExpertPlacement.mask_ranks`), over all tokens of the mesh.
-
-    Losses, load and `topk_ids` are the router's: they include choices that are dropped afterwards.
-    """
-
-    balance_loss: jax.Array
-    z_loss: jax.Array
-    expert_load: jax.Array
-    n_limited: jax.Array
-    n_dropped: jax.Array
-    topk_ids: jax.Array
-    n_unserved: jax.Array
-
-
-class _Field(SequenceKey):
-    """The key of a field in paths: the position, as `nnx.tabulate` needs, printed as the name."""
-
-    def __str__(self) -> str:
-        return f".{MoEReport._fields[self.idx]}"
-
-
-register_pytree_with_keys(
-    MoEReport,
-    lambda report: ([(_Field(i), x) for i, x in enumerate(report)], None),
-    lambda _, children: MoEReport(*children),
-    lambda report: (tuple(report), None),
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,27 +54,34 @@ class Forward:
         group, config = self.group, self.group.config
         if mask is not None:  # zeros times anything that padding holds would not be zero
             tokens = jnp.where(mask[..., None], tokens, 0)
-        logits = jnp.matmul(tokens.astype(jnp.float32), weights["router"], precision="highest")
-        if "logit_bias" in weights:
-            logits += jnp.broadcast_to(weights["logit_bias"], logits.shape)
-        routes = route(self.router_config, logits, config.top_k, weights.get("router_bias"))
-        ids = routes.topk_ids if mask is None else jnp.where(mask[..., None], routes.topk_ids, -1)
-
-        n_experts = logits.shape[-1]
-        kept, n_limited = self._limit(ids, n_experts)
-        placed = PlacedChoices(kept, jnp.zeros_like(kept, shape=()))
-        if "placement" in weights:
-            placed = place_choices(group, kept, weights["placement"])
-        dtypes = config.token_format.token_dtypes
-        sent = tokens if tokens.dtype in dtypes else tokens.astype(dtypes[0])
-        rows = dispatch(group, sent, placed.topk_ids, routes.topk_weights)
-        output = combine(group, self._run_experts(rows, weights), rows)
-        if config.skip_a2a:
-            output = lax.psum(output, group.axis_name)
-        if mask is not None and config.fused_shared_expert:  # `expert_fn` may make zeros nonzero
-            output = jnp.where(mask[..., None], output, 0)
+        with jax.named_scope("router"):
+            logits = jnp.matmul(tokens.astype(jnp.float32), weights["router"], precision="highest")
+            if "logit_bias" in weights:
+                logits += jnp.broadcast_to(weights["logit_bias"], logits.shape)
+            routes = route(self.router_config, logits, config.top_k, weights.get("router_bias"))
+            ids = (
+                routes.topk_ids if mask is None else jnp.where(mask[..., None], routes.topk_ids, -1)
+            )
+            n_experts = logits.shape[-1]
+            kept, n_limited = self._limit(ids, n_experts)
+            placed = PlacedChoices(kept, jnp.zeros_like(kept, shape=()))
+            if "placement" in weights:
+                placed = place_choices(group, kept, weights["placement"])
+        with jax.named_scope("dispatch"):
+            dtypes = config.token_format.token_dtypes
+            sent = tokens if tokens.dtype in dtypes else tokens.astype(dtypes[0])
+            rows = dispatch(group, sent, placed.topk_ids, routes.topk_weights)
+        with jax.named_scope("experts"):
+            results = self._run_experts(rows, weights)
+        with jax.named_scope("combine"):
+            output = combine(group, results, rows)
+            if config.skip_a2a:
+                output = lax.psum(output, group.axis_name)
+            if mask is not None and config.fused_shared_expert:  # `expert_fn` may change zeros
+                output = jnp.where(mask[..., None], output, 0)
         if "shared_down" in weights and not config.fused_shared_expert:
-            output += self._shared_expert(tokens.astype(output.dtype), weights)
+            with jax.named_scope("shared_expert"):
+                output += self._shared_expert(tokens.astype(output.dtype), weights)
 
         axes, per_sequence = axes_of(self.token_axes), self.balance_per_sequence
         all_axes = tuple(dict.fromkeys((*axes, *group.geometry.axis_names)))

@@ -16,7 +16,8 @@ from jax_ep.group import EPGroup, check_is_group
 from jax_ep.layer.activation.api import check_activation
 from jax_ep.layer.expert_mlp import expert_mlp
 from jax_ep.nnx import checks
-from jax_ep.nnx.forward import BY_EXPERT, Forward, MoEReport
+from jax_ep.nnx.forward import BY_EXPERT, Forward
+from jax_ep.nnx.report import MoEReport
 from jax_ep.nnx.state import (
     Parameters,
     Placement,
@@ -202,6 +203,7 @@ class MoE(nnx.Module):
         self.gate_up_scales = self.down_scales = nnx.data(None)
         self.router_bias = RouterBias(create.zeros((n_experts,), None)) if router_bias else None
 
+    @jax.named_scope("moe")
     def __call__(
         self, tokens: jax.Array, mask: jax.Array | None = None
     ) -> tuple[jax.Array, MoEReport]:
