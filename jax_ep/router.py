@@ -110,18 +110,20 @@ class RouterConfig(_CheckedDataclass):
 
 
 class Routes(NamedTuple):
-    """Where tokens go.
+    """Where tokens go: the result of `route`, or of a router of your own (`nnx.MoE`).
 
     Attributes:
-        topk_ids: `int32[..., K]`, different experts in descending order of s + b, or of logits if
-            there is no bias; of equal ones, the lower id comes first.
-        topk_weights: `float32[..., K]`, for `dispatch` or `combine`.
-        scores: `float32[..., E]`, of all experts, without bias; for `balance_loss`.
+        topk_ids: `int32[..., K]`; from `route`, different experts in descending order of s + b, or
+            of logits if there is no bias; of equal ones, the lower id comes first.
+        topk_weights: `float32[..., K]`, for `dispatch` or `combine`; None for sums without weights.
+        scores: `float32[..., E]`, of all experts, without bias; for `balance_loss`, or None.
+        logits: `float32[..., E]`, for `z_loss`, or None.
     """
 
     topk_ids: jax.Array
-    topk_weights: jax.Array
-    scores: jax.Array
+    topk_weights: jax.Array | None
+    scores: jax.Array | None = None
+    logits: jax.Array | None = None
 
 
 def route(
@@ -171,7 +173,7 @@ def route(
     if config.normalizes(top_k):
         chosen = jnp.take_along_axis(logits, topk_ids, axis=-1)
         weights = _normalize(weights, _log_scores(config, chosen))
-    return Routes(topk_ids, weights * config.scaling, scores)
+    return Routes(topk_ids, weights * config.scaling, scores, logits)
 
 
 def _mask_groups(config: RouterConfig, ranking: jax.Array, of_logits: bool) -> jax.Array:

@@ -44,6 +44,27 @@ def check_top_k(group: EPGroup, top_k: int) -> None:
         )
 
 
+def check_weights_on_input(group: EPGroup, weights_on_input: bool) -> None:
+    """Requires one weight per token, and no other rows than those of choices."""
+    config = group.config
+    if weights_on_input and (config.top_k > 1 or config.fused_shared_expert):
+        raise ValueError(
+            f"{_name(group)}: weights_on_input needs top_k=1, so that a token has one weight, and "
+            f"no fused_shared_expert, which would get weighted tokens; got top_k={config.top_k}, "
+            f"fused_shared_expert={config.fused_shared_expert}."
+        )
+
+
+def check_by_expert(group: EPGroup, state: Any, n_experts: int) -> None:
+    """Requires variables of `expert_fn` that each expert has of its own."""
+    for path, x in jax.tree.leaves_with_path(state):
+        if x.shape[:1] != (n_experts,):
+            raise ValueError(
+                f"{_name(group)}: variables of expert_fn must have the shape [E={n_experts}, ...]; "
+                f"got {x.shape} at {jax.tree_util.keystr(path)}."
+            )
+
+
 def check_rngs(rngs: Any) -> None:
     """Requires streams of random numbers."""
     if not isinstance(rngs, nnx.Rngs):

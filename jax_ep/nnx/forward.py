@@ -23,10 +23,24 @@ from jax_ep.ops import combine, dispatch
 from jax_ep.placement.expert_placement import PlacedChoices, place_choices
 from jax_ep.placement.replicate import replicate_experts
 from jax_ep.results import Dispatched
-from jax_ep.router import RouterConfig, balance_loss, expert_load, route, z_loss
+from jax_ep.router import RouterConfig, Routes, balance_loss, expert_load, route, z_loss
 
 # Parameters that each expert has of its own.
-BY_EXPERT = ("gate_up", "down", "gate_up_bias", "down_bias", "gate_up_scales", "down_scales")
+BY_EXPERT = (
+    *("gate_up", "down", "gate_up_bias", "down_bias", "gate_up_scales", "down_scales"),
+    "expert_fn",  # its variables
+)
+
+
+def mask_tokens(tokens: jax.Array, mask: jax.Array) -> jax.Array:
+    """Zeros in place of padding: its product with zero may be NaN."""
+    return jnp.where(mask[..., None], tokens, 0)
+
+
+def router_logits(tokens: jax.Array, router: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """`float32[..., E]`, whatever JAX's settings of precision are."""
+    logits = jnp.matmul(tokens.astype(jnp.float32), router, precision="highest")
+    return logits if bias is None else logits + jnp.broadcast_to(bias, logits.shape)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,74 +49,108 @@ class Forward:
 
     group: EPGroup
     router_config: RouterConfig
+    n_experts: int  # logical ones
     token_axes: P  # of each dimension of the tokens
     fsdp_axes: tuple[str, ...]
     balance_per_sequence: bool
     capacity_factor: float | None
     capacity_axes: tuple[str, ...]
     on_limit: str
-    expert_fn: Callable[..., jax.Array]
+    weights_on_input: bool
+    expert_fn: Callable[..., Any]  # with variables: of these, to what is called
     fp8_matmuls: bool
     transposed: bool
     interleaved: bool
     clamp: tuple[float, float] | None
 
     def __call__(
-        self, weights: dict[str, Any], tokens: jax.Array, mask: jax.Array | None
+        self,
+        weights: dict[str, Any],
+        tokens: jax.Array,
+        mask: jax.Array | None,
+        routes: Routes | None,
     ) -> tuple[jax.Array, MoEReport]:
-        """The output and the report, from the device's shards: weights by `MoE`'s names."""
-        group, config = self.group, self.group.config
-        if mask is not None:  # zeros times anything that padding holds would not be zero
-            tokens = jnp.where(mask[..., None], tokens, 0)
+        """The output and the report, from the device's shards: weights by `MoE`'s names.
+
+        `routes` are those of `router_fn`; None if there is none.
+        """
+        if mask is not None:
+            tokens = mask_tokens(tokens, mask)
         with jax.named_scope("router"):
-            logits = jnp.matmul(tokens.astype(jnp.float32), weights["router"], precision="highest")
-            if "logit_bias" in weights:
-                logits += jnp.broadcast_to(weights["logit_bias"], logits.shape)
-            routes = route(self.router_config, logits, config.top_k, weights.get("router_bias"))
-            ids = (
-                routes.topk_ids if mask is None else jnp.where(mask[..., None], routes.topk_ids, -1)
-            )
-            n_experts = logits.shape[-1]
-            kept, n_limited = self._limit(ids, n_experts)
+            routes = self._route(weights, tokens) if routes is None else routes
+            if mask is not None:
+                ids = jnp.where(mask[..., None], routes.topk_ids, -1)
+                routes = routes._replace(topk_ids=ids)
+            kept, n_limited = self._limit(routes.topk_ids)
             placed = PlacedChoices(kept, jnp.zeros_like(kept, shape=()))
             if "placement" in weights:
-                placed = place_choices(group, kept, weights["placement"])
+                placed = place_choices(self.group, kept, weights["placement"])
         with jax.named_scope("dispatch"):
-            dtypes = config.token_format.token_dtypes
-            sent = tokens if tokens.dtype in dtypes else tokens.astype(dtypes[0])
-            rows = dispatch(group, sent, placed.topk_ids, routes.topk_weights)
+            rows = self._dispatch(tokens, placed.topk_ids, routes.topk_weights)
         with jax.named_scope("experts"):
             results = self._run_experts(rows, weights)
         with jax.named_scope("combine"):
-            output = combine(group, results, rows)
-            if config.skip_a2a:
-                output = lax.psum(output, group.axis_name)
-            if mask is not None and config.fused_shared_expert:  # `expert_fn` may change zeros
-                output = jnp.where(mask[..., None], output, 0)
-        if "shared_down" in weights and not config.fused_shared_expert:
+            output = self._combine(results, rows, mask)
+        if "shared_down" in weights and not self.group.config.fused_shared_expert:
             with jax.named_scope("shared_expert"):
                 output += self._shared_expert(tokens.astype(output.dtype), weights)
-
-        axes, per_sequence = axes_of(self.token_axes), self.balance_per_sequence
-        all_axes = tuple(dict.fromkeys((*axes, *group.geometry.axis_names)))
-        report = MoEReport(
-            balance_loss=balance_loss(
-                routes.scores,
-                ids,
-                per_sequence=per_sequence,
-                axis_name=axes,
-                sequence_axis_name=axes_of_dimension(self.token_axes, tokens.ndim - 2),
-            ),
-            z_loss=z_loss(logits, ids, axis_name=axes),
-            expert_load=expert_load(ids, n_experts, axes),
-            n_limited=lax.psum(n_limited, axes),
-            n_dropped=lax.psum(rows.n_dropped, all_axes),
-            topk_ids=ids,
-            n_unserved=lax.psum(placed.n_unserved, axes),
-        )
+        with jax.named_scope("report"):
+            counts = n_limited, rows.n_dropped, placed.n_unserved
+            report = self._report(routes, tokens.ndim, *counts)
         return output.astype(tokens.dtype), report
 
-    def _limit(self, topk_ids: jax.Array, n_experts: int) -> tuple[jax.Array, jax.Array]:
+    def _route(self, weights: dict[str, Any], tokens: jax.Array) -> Routes:
+        logits = router_logits(tokens, weights["router"], weights.get("logit_bias"))
+        top_k = self.group.config.top_k
+        return route(self.router_config, logits, top_k, weights.get("router_bias"))
+
+    def _dispatch(
+        self, tokens: jax.Array, topk_ids: jax.Array, topk_weights: jax.Array | None
+    ) -> Dispatched:
+        if self.weights_on_input and topk_weights is not None:
+            tokens = (tokens.astype(jnp.float32) * topk_weights).astype(tokens.dtype)  # [..., K=1]
+            topk_weights = None
+        dtypes = self.group.config.token_format.token_dtypes
+        sent = tokens if tokens.dtype in dtypes else tokens.astype(dtypes[0])
+        return dispatch(self.group, sent, topk_ids, topk_weights)
+
+    def _combine(self, results: jax.Array, rows: Dispatched, mask: jax.Array | None) -> jax.Array:
+        config = self.group.config
+        output = combine(self.group, results, rows)
+        if config.skip_a2a:
+            output = lax.psum(output, self.group.axis_name)
+        if mask is not None and config.fused_shared_expert:  # `expert_fn` may make zeros nonzero
+            output = mask_tokens(output, mask)
+        return output
+
+    def _report(
+        self,
+        routes: Routes,
+        n_dims: int,
+        n_limited: jax.Array,
+        n_dropped: jax.Array,
+        n_unserved: jax.Array,
+    ) -> MoEReport:
+        """Sums over all shards; `n_dims` is that of the tokens."""
+        ids, scores, logits = routes.topk_ids, routes.scores, routes.logits
+        axes, none = axes_of(self.token_axes), jnp.zeros((), jnp.float32)
+        all_axes = tuple(dict.fromkeys((*axes, *self.group.geometry.axis_names)))
+        of_balance: dict[str, Any] = {
+            "per_sequence": self.balance_per_sequence,
+            "axis_name": axes,
+            "sequence_axis_name": axes_of_dimension(self.token_axes, n_dims - 2),
+        }
+        return MoEReport(
+            balance_loss=none if scores is None else balance_loss(scores, ids, **of_balance),
+            z_loss=none if logits is None else z_loss(logits, ids, axis_name=axes),
+            expert_load=expert_load(ids, self.n_experts, axes),
+            n_limited=lax.psum(n_limited, axes),
+            n_dropped=lax.psum(n_dropped, all_axes),
+            topk_ids=ids,
+            n_unserved=lax.psum(n_unserved, axes),
+        )
+
+    def _limit(self, topk_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The choices that experts keep, -1 in place of others; how many of this rank's those are.
 
         With `on_limit="raise"`, the program fails where it uses the former, if there are any.
@@ -111,8 +159,8 @@ class Forward:
         if factor is None:
             return topk_ids, jnp.zeros((), jnp.int32)
         n_choices = topk_ids.size * count_shards(group, axes)
-        capacity = math.ceil(Fraction(str(factor)) * n_choices / n_experts)
-        kept = limit_choices(topk_ids, n_experts, capacity, axis_name=axes)
+        capacity = math.ceil(Fraction(str(factor)) * n_choices / self.n_experts)
+        kept = limit_choices(topk_ids, self.n_experts, capacity, axis_name=axes)
         n_limited = jnp.sum(kept != topk_ids, dtype=jnp.int32)
         if self.on_limit == "raise":
             of = f"the ranks along {axes}" if axes else "a rank"
@@ -138,9 +186,9 @@ class Forward:
         options = self._activation
         if self.transposed and not self.fp8_matmuls:  # codes know
             options |= {"transposed": True}
-        return self.expert_fn(
-            rows, *matrices, gate_up_bias=of_gate_up, down_bias=of_down, **options
-        )
+        variables = weights.get("expert_fn")
+        expert_fn = self.expert_fn if variables is None else self.expert_fn(variables)
+        return expert_fn(rows, *matrices, gate_up_bias=of_gate_up, down_bias=of_down, **options)
 
     def _expert_weights(self, weights: dict[str, jax.Array]) -> tuple[list[Any], list[Any]]:
         """The matrices and the biases, or None, of gate_up and down."""

@@ -16,7 +16,8 @@ from jax_ep.group import EPGroup, check_is_group
 from jax_ep.layer.activation.api import check_activation
 from jax_ep.layer.expert_mlp import expert_mlp
 from jax_ep.nnx import checks
-from jax_ep.nnx.forward import BY_EXPERT, Forward
+from jax_ep.nnx.forward import BY_EXPERT, Forward, router_logits
+from jax_ep.nnx.own_router import call_router_fn, route_shards
 from jax_ep.nnx.report import MoEReport
 from jax_ep.nnx.state import (
     Parameters,
@@ -28,7 +29,7 @@ from jax_ep.nnx.state import (
 )
 from jax_ep.nnx.token_axes import Axes, check_sharded_alike, check_token_axes, spec_of_call
 from jax_ep.placement.expert_placement import ExpertPlacement, check_placement
-from jax_ep.router import RouterConfig
+from jax_ep.router import RouterConfig, Routes
 
 # Parameters by the dtype that a call uses them in: float32, and that of the experts' matmuls.
 _ROUTER = ("router", "logit_bias")
@@ -51,6 +52,14 @@ class MoE(nnx.Module):
         router: the kind of router; None is `RouterConfig()`.
         router_bias: whether there is a bias for selection, zero at first; call `update_bias`
             after each step, as nothing else changes it. Not with K = E, where it selects nothing.
+        router_fn: what a call asks for routes, in place of `jax_ep.router.route` (None):
+            `router_fn(layer, tokens, mask, **router_args)` to `Routes`, for tokens `[..., H]` of
+            the whole mesh, outside of `jax.shard_map`; padding is zero, and its routes are ignored.
+            A function, or an `nnx.Module` with parameters of its own. Losses that the routes lack
+            arrays for are 0.
+        weights_on_input: whether a token's weight multiplies the token, before it is sent, rather
+            than the result of its expert (Llama 4). Only with K = 1, and not with
+            `config.fused_shared_expert`.
         logit_bias: whether the router's logits have a trainable bias, zero at first.
         expert_bias: whether both matmuls of the routed experts have biases, zero at first.
         transposed: whether the experts' matrices, the shared expert's included, are
@@ -85,7 +94,8 @@ class MoE(nnx.Module):
         expert_fn: what a rank calls in place of `jax_ep.expert_mlp` (None), with the same
             arguments: `(dispatched, gate_up, down, *, gate_up_bias, down_bias, interleaved,
             clamp)` to the results `[C, H]`, inside `jax.shard_map`. Also `transposed=True` if the
-            layer is and the weights are arrays.
+            layer is and the weights are arrays. A function, or an `nnx.Module` whose variables are
+            `[E, ...]`; each rank calls it with those of its experts, `[L, ...]`.
         placement: of logical experts on the physical experts of the group, of which there are
             `config.n_experts`; E is then the number of logical experts. `layer.placement.set()`
             replaces it between steps (docs/balance.md). None: every expert is one physical expert.
@@ -96,7 +106,8 @@ class MoE(nnx.Module):
         rngs: the stream `params` is used.
 
     Raises:
-        TypeError: `group`, `router`, `expert_fn`, `kernel_init` or `rngs` has another type.
+        TypeError: `group`, `router`, `router_fn`, `expert_fn`, `kernel_init` or `rngs` has another
+            type.
         ValueError: the router does not fit the experts, `shared_size` does not fit the fused shared
             expert, the axes do not fit the group, or another argument is invalid.
 
@@ -127,6 +138,8 @@ class MoE(nnx.Module):
         *,
         router: RouterConfig | None = None,
         router_bias: bool = False,
+        router_fn: Callable[..., Routes] | None = None,
+        weights_on_input: bool = False,
         logit_bias: bool = False,
         expert_bias: bool = False,
         transposed: bool = False,
@@ -151,19 +164,19 @@ class MoE(nnx.Module):
         n_shared = checks.check_shared_size(group, shared_size, expert_size)
         flags = {"router_bias": router_bias, "logit_bias": logit_bias, "expert_bias": expert_bias}
         check_flags("", **flags)
-        self.balance_per_sequence, self.transposed, self.fp8_matmuls = check_flags(
-            "",
-            balance_per_sequence=balance_per_sequence,
-            transposed=transposed,
-            fp8_matmuls=fp8_matmuls,
-        )
+        checked = check_flags("", balance_per_sequence=balance_per_sequence, transposed=transposed)
+        self.balance_per_sequence, self.transposed = checked
+        checked = check_flags("", fp8_matmuls=fp8_matmuls, weights_on_input=weights_on_input)
+        self.fp8_matmuls, self.weights_on_input = checked
         checks.check_param_dtype(param_dtype)
         checks.check_rngs(rngs)
         checks.check_formats(group, expert_size if fp8_matmuls else None)
         self.group, self.top_k, self.deterministic = group, group.config.top_k, False
+        checks.check_weights_on_input(group, self.weights_on_input)
         self.placement = None if placement is None else Placement(group, placement)
-        n_experts = (group.config if placement is None else placement).n_experts
-        self.router_config = checks.check_router(group, router, n_experts, router_bias)
+        self.n_experts = (group.config if placement is None else placement).n_experts
+        self.router_config = checks.check_router(group, router, self.n_experts, router_bias)
+        self.router_fn = checks.check_callable("router_fn", router_fn)
         self.capacity_factor = checks.check_factor(capacity_factor)
         self.on_limit = check_on_drop("on_limit", on_limit)
         self.token_axes = check_token_axes(group, token_axes)
@@ -176,20 +189,20 @@ class MoE(nnx.Module):
         self.clamp = check_activation("nnx.MoE", interleaved, clamp)
         kernel_init = checks.check_callable("kernel_init", kernel_init)
         create = Parameters(group.mesh, kernel_init, param_dtype, rngs)
-        self._create_parameters(create, n_experts, n_shared, **flags)
+        self._create_parameters(create, n_shared, **flags)
 
     def _create_parameters(
         self,
         create: Parameters,
-        n_experts: int,
         n_shared: int,
         router_bias: bool,
         logit_bias: bool,
         expert_bias: bool,
     ) -> None:
         """Routed experts' are sharded along the group's axes, the others replicated."""
-        expert_size, size = self.expert_size, self.group.config.hidden_size
-        axis, fsdp = self.group.axis_name, self.fsdp_axes or None
+        n_experts, expert_size = self.n_experts, self.expert_size
+        size, axis = self.group.config.hidden_size, self.group.axis_name
+        fsdp = self.fsdp_axes or None
         matrix = functools.partial(create.matrix, transposed=self.transposed)
         self.router = create.matrix((size, n_experts), None, None)
         self.gate_up = matrix((n_experts, size, 2 * expert_size), axis, fsdp, None)
@@ -205,7 +218,7 @@ class MoE(nnx.Module):
 
     @jax.named_scope("moe")
     def __call__(
-        self, tokens: jax.Array, mask: jax.Array | None = None
+        self, tokens: jax.Array, mask: jax.Array | None = None, **router_args: Any
     ) -> tuple[jax.Array, MoEReport]:
         """Applies the layer; to arrays of the whole mesh, outside of `jax.shard_map`.
 
@@ -216,36 +229,61 @@ class MoE(nnx.Module):
             mask: `bool[...]`, False for tokens that are padding: they go to no routed expert and
                 count for nothing in the report. The layer treats them as zeros, whatever they
                 hold, even NaN; their output and their gradient are zero. None: all True.
+            **router_args: for `router_fn`, as they are, such as `rngs`.
 
         Returns:
             The output, in the shape and dtype of `tokens`, and the report.
 
         Raises:
-            TypeError: `tokens` or `mask` is not an array, or `self.group` is not a group. While
-                tracing.
-            ValueError: a shape or dtype does not fit, `self.group` does not fit the parameters, or
-                the call is inside `jax.shard_map`. While tracing.
+            TypeError: `tokens` or `mask` is not an array, `self.group` is not a group, `router_fn`
+                does not return `Routes`, or there are `router_args` without it. While tracing.
+            ValueError: a shape or dtype does not fit, also of routes, `self.group` does not fit the
+                parameters, or the call is inside `jax.shard_map`. While tracing.
         """
         group = self.group
-        everywhere: Any = P()
         by_token: Any = self._check_call(tokens, mask)
         options = {each.name: getattr(self, each.name) for each in fields(Forward)}
         options["token_axes"] = by_token
         if self.deterministic:
             options |= {"capacity_factor": None, "on_limit": "count"}
         weights = self._weights()
+        if isinstance(self.expert_fn, nnx.Module):
+            graph, weights["expert_fn"] = nnx.split(self.expert_fn)
+            checks.check_by_expert(group, weights["expert_fn"], self.n_experts)
+            options["expert_fn"] = functools.partial(nnx.merge, graph)
         specs = {name: P(group.axis_name) if name in BY_EXPERT else P() for name in weights}
         for name in ("gate_up", "down"):
             before_hidden = [None] * (hidden_axis(name, self.transposed) - 1)
             specs[name] = P(group.axis_name, *before_hidden, self.fsdp_axes or None)
-        report = MoEReport(*[everywhere] * len(MoEReport._fields))
+        report: Any = MoEReport._make([P()] * len(MoEReport._fields))
         layer = jax.shard_map(
             Forward(**options),
             mesh=group.mesh,
-            in_specs=(specs, by_token, by_token),
+            in_specs=(specs, by_token, by_token, by_token),
             out_specs=(by_token, report._replace(topk_ids=by_token)),
         )
-        return layer(weights, tokens, mask)
+        return layer(weights, tokens, mask, call_router_fn(self, tokens, mask, router_args))
+
+    def router_logits(self, tokens: jax.Array) -> jax.Array:
+        """`float32[..., E]`: `tokens @ router`, in float32, plus `logit_bias`; for a `router_fn`.
+
+        Args:
+            tokens: `[..., H]`, of any floating-point dtype.
+        """
+        bias = None if self.logit_bias is None else self.logit_bias[...].astype(jnp.float32)
+        return router_logits(tokens, self.router[...].astype(jnp.float32), bias)
+
+    def route(self, logits: jax.Array) -> Routes:
+        """`jax_ep.router.route` with the layer's config, K and bias; for a `router_fn`.
+
+        Args:
+            logits: `[..., E]`, for tokens `[..., H]` of the whole mesh.
+
+        Raises:
+            ValueError: a shape or dtype does not fit. While tracing.
+        """
+        bias = None if self.router_bias is None else self.router_bias[...]
+        return route_shards(self, logits, bias)
 
     def set_view(self, deterministic: bool | None = None) -> None:
         """Called by `nnx.view`; sets `deterministic`, unless it is None."""
@@ -331,6 +369,7 @@ class MoE(nnx.Module):
                 f"{list(self.router.shape)}; got {list(shape)}."
             )
         checks.check_top_k(self.group, self.top_k)
+        checks.check_weights_on_input(self.group, self.weights_on_input)
         check_token_axes(self.group, self.token_axes)
         expert_size, shared = self.expert_size, self.shared_down
         if config.fused_shared_expert:

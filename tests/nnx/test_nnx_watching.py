@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import quick
 from jax_ep.nnx import MoEReport
 from routed_layers import F, call, make, make_tokens
 
@@ -69,10 +70,15 @@ def test_a_report_prints_in_one_line():
 
 
 PARTS = ("router", "dispatch", "experts", "combine", "shared_expert")
+KINDS = {
+    "plain": {},
+    "own router": {"router_fn": lambda layer, x, _: layer.route(layer.router_logits(x))},
+}
 
 
-def test_a_profile_names_the_parts_of_a_layer():
-    layer, x = make(shared_size=F), make_tokens()
+@pytest.mark.parametrize("name", quick.params(KINDS, {"plain"}))
+def test_a_profile_names_the_parts_of_a_layer(name):
+    layer, x = make(shared_size=F, **KINDS[name]), make_tokens()
     if layer.group.transport != "host":
         pytest.skip(f"looks at programs of transport host, not {layer.group.transport}")
     graph, state = nnx.split(layer)

@@ -13,7 +13,7 @@ import jax_ep
 from error_triggers.base import E, H, K, R, T, init, make_mesh, operands, round_trip, run
 from harness import succeed_in_callbacks
 from jax_ep.nnx import MoE
-from jax_ep.router import RouterConfig, balance_loss, route
+from jax_ep.router import RouterConfig, Routes, balance_loss, route
 
 
 def quantized(**changes: jax.Array) -> jax_ep.Quantized:
@@ -28,6 +28,11 @@ def reassigned(layer: MoE, **changes: Any) -> MoE:
     """The layer with another group."""
     layer.group = init(**changes)
     return layer
+
+
+def routed(routes: Any) -> None:
+    """A call of a layer whose router returns that."""
+    layer(init(), router_fn=lambda *_: routes)(jnp.ones((R, H)))
 
 
 def on_explicit_axes(shape: tuple[int, int], *specs: jax.P, **options: Any) -> None:
@@ -218,6 +223,13 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
         layer(init(name="train"), capacity_factor=0.5, on_limit="raise")
     ),
     "layer-expert-fn": lambda: layer(init(), expert_fn="gelu"),
+    "layer-by-expert": lambda: layer(init(), expert_fn=nnx.Linear(H, H, rngs=nnx.Rngs(0)))(
+        jnp.ones((R, H))
+    ),
+    "layer-routes": lambda: routed(Routes(jnp.zeros((R, 1), jnp.int32), None)),
+    "layer-routes-type": lambda: routed((jnp.zeros((R, K), jnp.int32), None)),
+    "layer-router-args": lambda: layer(init())(jnp.ones((R, H)), rngs=nnx.Rngs(0)),
+    "layer-weights-on-input": lambda: layer(init(), weights_on_input=True),
     "layer-kernel-init": lambda: layer(init(), kernel_init=0.02),
     "layer-key": lambda: layer(init())(jax.random.split(jax.random.key(0), (R, H))),
     "layer-formats": lambda: layer(init(), fp8_matmuls=True),
