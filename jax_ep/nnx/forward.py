@@ -108,8 +108,8 @@ class Forward:
         self, tokens: jax.Array, topk_ids: jax.Array, topk_weights: jax.Array | None
     ) -> Dispatched:
         if self.weights_on_input and topk_weights is not None:
-            tokens = (tokens.astype(jnp.float32) * topk_weights).astype(tokens.dtype)  # [..., K=1]
-            topk_weights = None
+            weights = topk_weights.astype(jnp.float32)  # [..., K=1]
+            tokens, topk_weights = (tokens.astype(jnp.float32) * weights).astype(tokens.dtype), None
         dtypes = self.group.config.token_format.token_dtypes
         sent = tokens if tokens.dtype in dtypes else tokens.astype(dtypes[0])
         return dispatch(self.group, sent, topk_ids, topk_weights)

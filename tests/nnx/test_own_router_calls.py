@@ -39,6 +39,36 @@ def test_the_layers_own_route_gives_the_same_bits(explicit):
     jax.tree.map(np.testing.assert_array_equal, *results)
 
 
+LAYOUTS = {
+    "same tokens": ({"skip_a2a": True}, {}),
+    "by sequence": ({}, {"token_axes": P("dp", "ep"), "balance_per_sequence": True}),
+    "fused": ({"fused_shared_expert": True}, {}),
+    "other axes": ({}, {"token_axes": "ep"}),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_layers_own_route_follows_the_tokens(name):
+    config, options = LAYOUTS[name]
+    mask = jnp.arange(LENGTH) < jnp.arange(B)[:, None]
+
+    @nnx.jit
+    def step(layer, tokens):
+        def loss(layer, tokens):
+            output, report = layer(tokens, mask)
+            losses = report.balance_loss + report.z_loss
+            return jnp.sum(jnp.sin(output)) + losses, (output, report)
+
+        return nnx.grad(loss, argnums=(0, 1), has_aux=True)(layer, tokens)
+
+    axes = {"dp": 2, "ep": 4}
+    layers = [make(config, axes, router_fn=each, **options) for each in (None, plain_route)]
+    (usual, wanted), (grads, got) = [step(layer, make_tokens()) for layer in layers]
+    jax.tree.map(np.testing.assert_array_equal, got, wanted)
+    jax.tree.map(assert_close, grads, usual)
+
+
 def test_the_layers_own_route_gathers_nothing():
     layer = make(axes={"dp": 2, "ep": 4}, router=V3, router_bias=True, router_fn=plain_route)
     if layer.group.transport != "host":
