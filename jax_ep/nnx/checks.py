@@ -23,7 +23,10 @@ def check_router(
     """The given router, or the default one, which must fit the experts."""
     router = RouterConfig() if given is None else given
     if not isinstance(router, RouterConfig):
-        raise TypeError(f"router must be a RouterConfig or None; got {router!r}.")
+        raise TypeError(
+            f"router must be a RouterConfig or None; got {router!r}. A router of your own is "
+            "router_fn."
+        )
     router.check(n_experts, group.config.top_k)
     if router_bias and group.config.top_k == n_experts:
         raise ValueError(
