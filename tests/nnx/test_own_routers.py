@@ -13,6 +13,7 @@ from flax import nnx
 from jax import lax
 
 import jax_ep
+import quick
 from doc_pages import DOCS, python_blocks
 from jax_ep.nnx import MoE
 from jax_ep.router import RouterConfig, Routes, z_loss
@@ -258,15 +259,28 @@ def lora_gradients(layer, tokens):
     return nnx.to_pure_dict(nnx.jit(nnx.grad(loss, argnums=diff))(layer))["expert_fn"]
 
 
-@pytest.mark.parametrize("copied", [False, True])
-def test_experts_have_low_rank_terms_of_their_own(copied):
-    """With copies of experts, the terms travel with their matrices."""
-    config, options = {}, {}
-    if copied:
-        config = {"n_experts": 12}
-        logical = np.array([0, 1, 5, 2, 3, 5, 4, 5, 0, 6, 7, 2])
-        options["placement"] = jax_ep.ExpertPlacement(logical, 4)
-    layer, tokens = make(config, expert_fn=LoRA(nnx.Rngs(5)), **options), make_tokens()
+class LoRAOfCopies(LoRA):
+    def __call__(self, rows, gate_up, down, **options):
+        own = gate_up, down, self.a[...], self.b[...]
+        gate_up, down, a, b = jax_ep.fetch_experts(rows, own)
+        self.a, self.b = nnx.LoRAParam(a), nnx.LoRAParam(b)  # each call has a module of its own
+        return super().__call__(rows, gate_up, down, **options)
+
+
+PLACEMENT = np.array([0, 1, 5, 2, 3, 5, 4, 5, 0, 6, 7, 2])
+COPIES = {
+    "none": (LoRA, {}),
+    "placed": (LoRA, {"n_experts": len(PLACEMENT)}),
+    "of a call": (LoRAOfCopies, {"expert_copies": 6}),
+}
+
+
+@pytest.mark.parametrize("name", quick.params(COPIES, {"none"}))
+def test_experts_have_low_rank_terms_of_their_own(name):
+    """Where experts have copies, the terms travel with their matrices."""
+    kind, config = COPIES[name]
+    options = {"placement": jax_ep.ExpertPlacement(PLACEMENT, 4)} if name == "placed" else {}
+    layer, tokens = make(config, expert_fn=kind(nnx.Rngs(5)), **options), make_tokens()
     layer.expert_fn.b[...] = 0.1 * jax.random.normal(jax.random.key(2), layer.expert_fn.b.shape)
     weights, terms = weights_of(layer), weights_of(layer.expert_fn)
 
