@@ -38,6 +38,8 @@ CASES = [
     *with_nodes(cases.FLAGS_QUANTIZED),
     *with_nodes(cases.QUANTIZED_EDGE),
     *(TWO.replace(row_alignment=n, routing="zipf") for n in (4, 32)),
+    TWO.replace(expert_copies=2, routing="one_rank", weights="row"),
+    FOUR.replace(expert_copies=1, routing="zipf", **SHARED),
     FOUR.replace(row_alignment=16, weights="row", recv_capacity=96),
     TWO.replace(row_alignment=128, **SHARED),
     TWO.replace(row_alignment=64, token_format="blockwise_fp8", hidden_size=256),

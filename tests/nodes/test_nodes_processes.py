@@ -56,6 +56,7 @@ def check_a_node_per_process() -> None:
         suite.check(small.replace(weights=weights, routing="duplicates", **SHARED), "host", mesh)
     for name in ("blockwise_fp8", "nvfp4"):
         suite.check(small.replace(token_format=name, recv_capacity=40), "host", mesh)
+    suite.check(small.replace(expert_copies=2, routing="zipf"), "host", mesh)
     closed_forms.check_closed_forms(small.replace(weights="row", **SHARED), "host")
 
 

@@ -86,6 +86,7 @@ def check_all_modes() -> None:
     for weights in ("none", "row"):
         suite.check(small.replace(weights=weights, routing="duplicates"), "xla", mesh)
         suite.check(small.replace(weights=weights, n_nodes=2), "xla", mesh)
+    suite.check(small.replace(expert_copies=3, routing="zipf"), "xla", mesh)
     for name in ("blockwise_fp8", "nvfp4"):
         suite.check(small.replace(token_format=name, hidden_size=128), "xla", mesh)
 
