@@ -109,7 +109,7 @@ def test_no_group_of_p2p_stays_open(fake, has_exchange, monkeypatch):
     mesh, config = make_mesh(N_RANKS), config_of(cases.SMALL[N_RANKS])
     if has_exchange:
         monkeypatch.setattr(Exchange, "over", exchange_with_a_second_process)
-        monkeypatch.setattr(p2p.bootstrap, "_peers", lambda *_: [])
+        monkeypatch.setattr(p2p.workspaces, "_peers", lambda *_: [])
     check_every_line(
         lambda: jax_ep.ep_init(mesh, AXIS, config, "p2p"), lambda: assert_nothing_is_left(fake)
     )

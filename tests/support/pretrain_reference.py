@@ -21,7 +21,7 @@ LENGTH = 16
 
 def main() -> None:
     mesh = make_mesh(1, 1)
-    group = make_group(mesh, TINY, 2 * LENGTH, jnp.float32, None, "auto")
+    group = make_group(mesh, TINY, 2 * LENGTH, jnp.float32, None, 0, "auto")
     create_moe = moe_of(sys.argv[2], mesh, TINY, jnp.float32, group)
     options = {"dtype": jnp.float32, "remat": False, "loss_chunks": 2}
     model = Transformer(TINY, mesh, create_moe, nnx.Rngs(0), **options)
