@@ -104,6 +104,7 @@ def check_plan(counts: np.ndarray, n_ranks: int, n_slots: int, is_enough: bool) 
         assert (copies >= 0).sum() <= len(oracle.give(counts, n_ranks)) + n_cut
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("n_ranks", [4, 8, 16])
 def test_four_copies_suffice_for_popularity_by_zipf_s_law(n_ranks):
     """And nothing travels where routing is uniform, on up to 8 ranks of 4096 tokens each."""

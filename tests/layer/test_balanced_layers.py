@@ -144,6 +144,7 @@ def test_scan_and_checkpoint_change_no_bit(transport):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.thorough
 def test_codes_of_weights_travel_bit_by_bit(transport):
     """FP8 rows and weights, on CPUs and GPUs: a copy computes what its home would."""
     tokens, ids, weights, gate_up, down = make_operands("one_rank")

@@ -173,6 +173,7 @@ def test_another_group_runs_the_same_parameters():
         call(layer, make_tokens())
 
 
+@pytest.mark.thorough
 def test_meshes_with_explicit_axes_work():
     names, devices = ("dp", "ep"), make_mesh({"dp": 2, "ep": 4}).devices.flat
     mesh = jax.make_mesh((2, 4), names, (jax.sharding.AxisType.Explicit,) * 2, devices=[*devices])

@@ -79,6 +79,7 @@ def test_gradients_are_accumulated_by_scan():
     np.testing.assert_array_equal(layers.router_bias[...], moved)
 
 
+@pytest.mark.thorough
 @jax.numpy_dtype_promotion("standard")  # optax needs it
 def test_gradients_are_accumulated_by_an_optimizer():
     """The bias moves as often as the parameters do, by the loads of all calls since."""
@@ -149,6 +150,7 @@ def test_a_group_with_another_top_k_is_no_accident():
     assert call(layer, x)[1].topk_ids.shape == (B, LENGTH, 3)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("transposed", [False, True])
 def test_experts_of_stacked_layers_are_quantized_once(transposed):
     """With the bits of quantizing in each call."""

@@ -281,6 +281,7 @@ def test_a_format_whose_rows_are_wrong_is_noticed(mesh, monkeypatch, name) -> No
     assert "rows must be near the tokens" in why
 
 
+@pytest.mark.thorough
 def test_layers_are_measured_with_and_without_balanced_ranks(mesh) -> None:
     case = dataclasses.replace(CASE, routing="skewed", capacity=3.0, expert_size=32)
     operations = "layer", "layer + grad"
