@@ -76,7 +76,7 @@ def planner(n_ranks: int, n_slots: int):
 def test_random_plans_are_those_of_the_oracle(n_slots):
     for n_ranks, n_local in SIZES:
         rng = np.random.default_rng([n_ranks, n_local])
-        for _ in range(50):
+        for _ in range(25):
             counts = draw_counts(rng, n_ranks * n_local)
             check_plan(counts, n_ranks, n_slots or n_local + n_ranks, n_slots is None)
 

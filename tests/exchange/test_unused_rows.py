@@ -242,6 +242,7 @@ WRAPS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", WRAPS)
 def test_zeros_compose_with_transformations(name, open_group):
     case = CASES["plain"].replace(routing="zipf")
@@ -256,6 +257,7 @@ def test_zeros_compose_with_transformations(name, open_group):
     assert_equal(group, got, wanted, name)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_zeros_compose_with_vmap_with_spmd_axis_name(check_vma, transport, open_group):

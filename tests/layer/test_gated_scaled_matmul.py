@@ -134,6 +134,7 @@ def assert_same_bits(activation, operands, wrap=lambda function: function):
     jax.tree.map(np.testing.assert_array_equal, got, wanted)
 
 
+@pytest.mark.thorough
 @OF_VARIANTS
 @pytest.mark.parametrize("sizes", [MIXED, [0, 0]], ids=["mixed", "empty"])
 @WITH_BIAS

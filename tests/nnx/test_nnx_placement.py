@@ -92,6 +92,7 @@ def check_against_no_copies(transport, name):
         np.testing.assert_array_equal(one, other, field)
 
 
+@pytest.mark.thorough
 def test_another_placement_compiles_nothing(transport):
     plain, layer = make_layers(transport)
     tokens = make_tokens()

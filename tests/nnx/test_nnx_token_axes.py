@@ -113,6 +113,7 @@ def test_a_layer_on_explicit_axes_takes_tokens_as_they_are_sharded(token_axes):
         assert_close(grad, of_dense[name])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("spec", [P("ep"), P(("ep", "dp")), P(None, "ep")])
 def test_the_default_follows_explicit_axes(spec):
     """Along axes that the tokens are not sharded over, devices repeat the work."""

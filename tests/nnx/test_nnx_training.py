@@ -50,6 +50,7 @@ def objective(layers, x):
     return jnp.mean(jnp.sin(output)), reports.expert_load
 
 
+@pytest.mark.thorough
 def test_gradients_are_accumulated_by_scan():
     """`copy=True`: variables that no gradient reaches, such as the bias, are of an outer trace."""
     layers = make_stacked(make().group, router_bias=True)

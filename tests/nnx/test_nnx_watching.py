@@ -76,6 +76,7 @@ KINDS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", quick.params(KINDS, {"plain"}))
 def test_a_profile_names_the_parts_of_a_layer(name):
     layer, x = make(shared_size=F, **KINDS[name]), make_tokens()

@@ -162,6 +162,7 @@ def test_a_gate_on_the_input_travels_in_any_format():
     assert_close(call(layer, tokens)[0], wanted, 0.1)
 
 
+@pytest.mark.thorough
 def test_jitter_is_drawn_in_each_call_and_not_in_evaluation():
     layer, tokens, rngs = make(router_fn=with_jitter), make_tokens(), nnx.Rngs(jitter=3)
     key = nnx.Rngs(jitter=3).jitter()
@@ -204,6 +205,7 @@ def test_experts_choose_tokens(masked):
     assert_close(output, jnp.einsum("...e,...eh->...h", gates.reshape(B, LENGTH, E), results))
 
 
+@pytest.mark.thorough
 def test_a_router_has_parameters_and_random_numbers_of_its_own():
     layer, tokens = make(router_fn=NoisyTopK(nnx.Rngs(params=1, noise=2))), make_tokens()
     assert layer.router_fn.scale.kernel.shape == (H, E)

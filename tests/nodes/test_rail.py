@@ -57,6 +57,7 @@ def test_tiles_are_cut_as_in_cpp(programs):
         assert got == tuple(map(int, cut.split())), (given, cut)
 
 
+@pytest.mark.thorough
 def test_the_protocol_is_right_in_simulation_and_mistakes_are_found(programs):
     output = run([programs / "rail_exchange_test", 100])
     assert "all passed" in output

@@ -45,6 +45,7 @@ def test_collectives_of_xla_beside_calls(target, n_processes, n_local_devices):
     run_processes(n_processes, target, n_local_devices=n_local_devices)
 
 
+@pytest.mark.thorough
 def test_auto_selects_a_transport_for_several_processes():
     run_processes(2, "test_multiprocess:check_choice_of_transport")
 

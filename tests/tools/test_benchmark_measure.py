@@ -72,6 +72,7 @@ def measured(mesh, names, case=CASE, **options):
     return figures, failed
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
     [

@@ -154,6 +154,7 @@ def test_a_training_run_shows_balance_drops_and_waits(run, tmp_path, request) ->
     assert len(np.unique(pixels[..., 0])) > 50  # shades of red
 
 
+@pytest.mark.thorough
 def test_nnx_layer_learns_and_balances_its_experts(run) -> None:
     output = output_of(run(EXAMPLES / "nnx_layer.py"))
     steps = re.findall(r"error ([\d.]+), 0 rows dropped, .* ([\d.]+) times", output)

@@ -70,6 +70,7 @@ def whole(pretrain) -> dict:
     return pretrain("whole")
 
 
+@pytest.mark.thorough
 def test_the_loss_falls_towards_the_entropy_of_the_data(whole) -> None:
     losses = whole["steps"]["loss"]
     assert len(losses) == N_STEPS
@@ -78,6 +79,7 @@ def test_the_loss_falls_towards_the_entropy_of_the_data(whole) -> None:
     assert whole["steps"]["n_dropped"] == [0] * N_STEPS
 
 
+@pytest.mark.thorough
 def test_results_say_what_ran_where_and_how_fast(whole, request) -> None:
     assert whole["experts"] == "jax_ep" and whole["transport"] in ("host", "p2p", "xla")
     assert whole["device"] == jax.devices()[0].device_kind
@@ -93,6 +95,7 @@ def test_results_say_what_ran_where_and_how_fast(whole, request) -> None:
         assert whole["peak_tflop_per_s"] is None and whole["mfu"] is None
 
 
+@pytest.mark.thorough
 def test_figures_show_loss_and_balance(whole, pretrain) -> None:
     for name in ("loss.png", "balance.png"):
         pixels = image.imread(pretrain.folder / "whole" / name)
@@ -187,6 +190,7 @@ def test_sizes_are_those_of_the_model_card() -> None:
     assert sizes.flops_per_token(4096) == 6 * sizes.n_multiplied + attention
 
 
+@pytest.mark.thorough
 def test_sizes_count_the_parameters_that_there_are(whole) -> None:
     assert whole["n_params"] == runpy.run_path(str(EXAMPLE / "sizes.py"))["TINY"].n_params
 
