@@ -116,6 +116,7 @@ def test_losses_with_balanced_devices_are_the_same(whole, pretrain) -> None:
     assert_same_losses(whole, pretrain("balanced", *options, "--stop-at", 8))
 
 
+@pytest.mark.thorough
 def test_losses_with_tokamax_are_the_same_where_it_is_installed(whole, pretrain) -> None:
     options = "--experts", "tokamax", "--stop-at", 4
     if importlib.util.find_spec("tokamax"):
