@@ -4,10 +4,11 @@ No call waits for its device to check this. A thread reads the totals once a min
 """
 
 import atexit
+import contextlib
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from jax_ep.geometry import Geometry
 from jax_ep.stats import RankStats, describe_drops
@@ -15,12 +16,23 @@ from jax_ep.transports.base import Connection
 
 _log = logging.getLogger("jax_ep")
 interval_s = 60.0  # tests change it
-_STOP_S = 5.0  # for a check to end before the interpreter does
+stop_s = 5.0  # how long others wait for a check, whose device may hang
 _lock = threading.RLock()  # no group is closed during a check; a handler of the log may close one
 _watched: list["DropWatch"] = []
 _ends = threading.Event()
 _threads: list[threading.Thread] = []
 _process = os.getpid()  # a fork has none of the threads, and perhaps a lock that none releases
+
+
+@contextlib.contextmanager
+def _without_checks() -> Iterator[bool]:
+    """Whether no check of the thread runs meanwhile; one that does not end stops nobody."""
+    is_free = _lock.acquire(timeout=stop_s)
+    try:
+        yield is_free
+    finally:
+        if is_free:
+            _lock.release()
 
 
 class DropWatch:
@@ -31,7 +43,7 @@ class DropWatch:
         self._has_warned = False
         if os.getpid() != _process:
             return
-        with _lock:
+        with _without_checks():
             _watched.append(self)
             if not _threads:
                 _start_thread()
@@ -59,10 +71,11 @@ class DropWatch:
 
     def end(self) -> None:
         """The last check, before the connection is closed."""
-        with _lock:
+        with _without_checks() as is_free:
             if self in _watched:
                 _watched.remove(self)
-            self.check()
+            if is_free:
+                self.check()
 
 
 def _start_thread() -> None:
@@ -92,6 +105,6 @@ def _at_exit() -> None:
     if os.getpid() != _process:
         return
     _ends.set()
-    for thread in _threads:
-        thread.join(_STOP_S)
-    _check_all()
+    with _without_checks() as is_free:
+        if is_free:
+            _check_all()

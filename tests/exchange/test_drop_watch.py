@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -69,6 +70,29 @@ def test_a_closed_group_is_not_watched():
     assert group._drops in drop_watch._watched
     group.close()
     assert group._drops not in drop_watch._watched
+
+
+def test_a_check_that_hangs_stops_nobody(monkeypatch):
+    """As the totals of a device may, whose kernel hangs."""
+    monkeypatch.setattr(drop_watch, "stop_s", 0.1)
+    begun, may_end = threading.Event(), threading.Event()
+
+    def hang():
+        with drop_watch._lock:
+            begun.set()
+            may_end.wait(60)
+
+    thread = threading.Thread(target=hang)
+    thread.start()
+    begun.wait(60)
+    try:
+        open_group(timeout_s=44).close()
+        drop_watch._at_exit()
+        assert thread.is_alive()
+    finally:
+        may_end.set()
+        thread.join()
+        drop_watch._ends.clear()
 
 
 def test_a_group_is_opened_where_the_system_refuses_a_thread(monkeypatch):
