@@ -150,8 +150,7 @@ class EPConfig(CheckedDataclass):
                 f"top_k must be at most n_experts; got top_k={self.top_k}, "
                 f"n_experts={self.n_experts}."
             )
-        if self.expert_copies != 0 or isinstance(self.expert_copies, bool):
-            self._set("expert_copies", check_count("expert_copies", self.expert_copies))
+        self._set("expert_copies", check_count("expert_copies", self.expert_copies, least=0))
         for name in ("recv_capacity", "n_gpus_per_node", "n_nodes", "n_sms"):
             if getattr(self, name) is not None:
                 self._set(name, check_count(name, getattr(self, name)))
@@ -306,16 +305,17 @@ class EPConfig(CheckedDataclass):
         return -(-rows // alignment) * alignment
 
 
-def check_count(name: str, value: Any) -> int:
-    """The value as an int; raises ValueError unless it is from 1 to the largest int32."""
+def check_count(name: str, value: Any, *, least: int = 1) -> int:
+    """The value as an int; raises ValueError unless it is from 1, or 0, to the largest int32."""
     try:
         if isinstance(value, bool):
             raise TypeError
         value = operator.index(value)
     except (TypeError, OverflowError):
-        raise ValueError(f"{name} must be a positive integer; got {value!r}.") from None
-    if value < 1:
-        raise ValueError(f"{name} must be positive; got {value}.")
+        kind = "a positive integer" if least else "an integer, 0 or more"
+        raise ValueError(f"{name} must be {kind}; got {value!r}.") from None
+    if value < least:
+        raise ValueError(f"{name} must be {'positive' if least else '0 or more'}; got {value}.")
     if value > _INT32_MAX:
         raise ValueError(f"{name} must fit in int32; got {value}.")
     return value

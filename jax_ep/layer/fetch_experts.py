@@ -48,7 +48,8 @@ def fetch_experts(dispatched: Dispatched, weights: Any) -> Any:
     held = jnp.concatenate([own, lax.stop_gradient(copies)], axis=1)
     routed = jax.tree.map(lambda x: x[n_shared:], weights)
     fetched = replicate(calls_of(group), routed, held, group.config.n_experts)
-    if not n_shared:
-        return fetched
-    join = lambda shared, others: jnp.concatenate([shared[:n_shared], others])  # noqa: E731
-    return jax.tree.map(join, weights, fetched)
+
+    def after_shared(given: jax.Array, others: jax.Array) -> jax.Array:
+        return jnp.concatenate([given[:n_shared], others])
+
+    return jax.tree.map(after_shared, weights, fetched) if n_shared else fetched

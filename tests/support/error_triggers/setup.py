@@ -93,6 +93,7 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "timeout": lambda: config(timeout_s=float("inf")),
     "name": lambda: config(name="decode-1"),
     "config-type": lambda: jax_ep.ep_init(make_mesh(), "ep", None),
+    "copies": lambda: config(expert_copies=-1),
     "copies-same": lambda: config(expert_copies=2, skip_a2a=True),
     "copies-choices": lambda: init(max_tokens_per_rank=2**28, recv_capacity=8, expert_copies=2),
     "flag": lambda: config(skip_a2a=0),
