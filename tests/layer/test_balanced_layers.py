@@ -7,23 +7,15 @@ import pytest
 
 import jax_ep
 import routing
-from harness import AXIS, assert_same_bits, make_mesh
+from harness import AXIS, assert_same_bits, float32_group, make_mesh
 
 R, E, K, H, F, T = 4, 16, 4, 128, 128, 24
 BY_RANK = jax.P(AXIS)
 
 
 def open_group(transport, n_copies, **options):
-    defaults = {
-        "n_experts": E,
-        "top_k": K,
-        "hidden_size": H,
-        "max_tokens_per_rank": T,
-        "token_format": jax_ep.Plain(jnp.float32),
-        "combine_dtype": jnp.float32,
-        "expert_copies": n_copies,
-    }
-    return jax_ep.ep_init(make_mesh(R), AXIS, jax_ep.EPConfig(**defaults | options), transport)
+    sizes = dict(n_experts=E, top_k=K, hidden_size=H, max_tokens_per_rank=T)
+    return float32_group(make_mesh(R), transport, expert_copies=n_copies, **sizes | options)
 
 
 def make_operands(name="zipf", seed=0, n_groups=E, biases=False):

@@ -25,6 +25,7 @@ from nnx_layers import (
     assert_close,
     dense,
     dense_gradients,
+    host_program,
     is_kept,
     losses_of,
     make_layer,
@@ -52,6 +53,11 @@ VARIANTS = {
     },
     "skip_a2a": {"config": {"skip_a2a": True}, "shared_size": S},
     "skip_a2a_fused": {"config": {"skip_a2a": True, "fused_shared_expert": True}},
+    "expert_copies_fsdp": {
+        "axes": {"dp": 2, "ep": 4},
+        "fsdp_axis": "dp",
+        "config": {"expert_copies": 3},
+    },
     "data_parallel": {"axes": {"dp": 2, "ep": 4}},
     "fsdp": {"axes": {"dp": 2, "ep": 4}, "fsdp_axis": "dp"},
     "replicated_tokens": {"axes": {"ep": 4, "tp": 2}, "token_axes": "ep"},
@@ -198,12 +204,7 @@ def test_tokens_parameters_and_experts_may_each_have_any_dtype(token_dtype, para
 def test_devices_exchange_rows_only():
     """Of XLA's collectives, only sums of the report remain."""
     layer = make_layer("auto", axes={"dp": 2, "ep": 4}, shared_size=S, router_bias=True)
-    if layer.group.transport != "host":
-        pytest.skip(f"looks at programs of transport host, not {layer.group.transport}")
-    tokens = jax.device_put(make_tokens(), jax.NamedSharding(layer.group.mesh, P(("dp", "ep"))))
-    graphdef, state = nnx.split(layer)
-    compiled = jax.jit(lambda *args: nnx.merge(graphdef, args[0])(args[1])).lower(state, tokens)
-    text = compiled.compile().as_text()
+    text = host_program(layer, make_tokens())
     assert text.count('custom_call_target="jax_ep_dispatch"') == 1
     assert text.count('custom_call_target="jax_ep_combine"') == 1
     assert " all-reduce" in text

@@ -12,7 +12,7 @@ import jax_ep
 import quick
 from jax_ep.nnx import MoE
 from jax_ep.router import RouterConfig, route
-from nnx_layers import open_group
+from nnx_layers import masked_step, open_group
 
 pytestmark = pytest.mark.usefixtures("one_process", "float32_matmuls")
 E, K, H, F, T = 4, 2, 16, 8, 12
@@ -187,15 +187,7 @@ def test_padding_may_hold_anything(name):
     x = jax.random.normal(jax.random.key(0), (4, 6, layer.group.config.hidden_size))
     mask = jnp.arange(6) < jnp.array([6, 3, 0, 5])[:, None]
 
-    @nnx.jit
-    def step(layer, x):
-        def loss(layer, x):
-            output, report = layer(x, mask)
-            losses = report.balance_loss + report.z_loss
-            return jnp.sum(jnp.sin(output)) + losses, (output, report)
-
-        return nnx.grad(loss, argnums=(0, 1), has_aux=True)(layer, x)
-
+    step = masked_step(mask)
     zeros, *others = [
         step(layer, jnp.where(mask[..., None], x, value)) for value in (0, jnp.nan, jnp.inf, 1e38)
     ]

@@ -10,7 +10,7 @@ from jax import P
 import jax_ep
 from jax_ep.nnx import MoE
 from jax_ep.router import RouterConfig, Routes
-from nnx_layers import assert_close, make_mesh, open_group
+from nnx_layers import assert_close, host_program, make_mesh, masked_step, open_group
 from routed_layers import LENGTH, SIZES, B, E, F, H, K, call, make, make_tokens
 
 pytestmark = pytest.mark.usefixtures("one_process", "float32_matmuls")
@@ -51,17 +51,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_layers_own_route_follows_the_tokens(name):
     config, options = LAYOUTS[name]
-    mask = jnp.arange(LENGTH) < jnp.arange(B)[:, None]
-
-    @nnx.jit
-    def step(layer, tokens):
-        def loss(layer, tokens):
-            output, report = layer(tokens, mask)
-            losses = report.balance_loss + report.z_loss
-            return jnp.sum(jnp.sin(output)) + losses, (output, report)
-
-        return nnx.grad(loss, argnums=(0, 1), has_aux=True)(layer, tokens)
-
+    step = masked_step(jnp.arange(LENGTH) < jnp.arange(B)[:, None])
     axes = {"dp": 2, "ep": 4}
     layers = [make(config, axes, router_fn=each, **options) for each in (None, plain_route)]
     (usual, wanted), (grads, got) = [step(layer, make_tokens()) for layer in layers]
@@ -71,12 +61,7 @@ def test_the_layers_own_route_follows_the_tokens(name):
 
 def test_the_layers_own_route_gathers_nothing():
     layer = make(axes={"dp": 2, "ep": 4}, router=V3, router_bias=True, router_fn=plain_route)
-    if layer.group.transport != "host":
-        pytest.skip(f"looks at programs of transport host, not {layer.group.transport}")
-    tokens = jax.device_put(make_tokens(), jax.NamedSharding(layer.group.mesh, P(("dp", "ep"))))
-    graph, state = nnx.split(layer)
-    compiled = jax.jit(lambda *args: nnx.merge(graph, args[0])(args[1])).lower(state, tokens)
-    text = compiled.compile().as_text()
+    text = host_program(layer, make_tokens())
     assert " all-reduce" in text  # of the report
     for other in ("all-gather", "all-to-all", "reduce-scatter", "collective-permute"):
         assert other not in text

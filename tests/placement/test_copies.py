@@ -7,22 +7,15 @@ import pytest
 
 import jax_ep
 import oracle_placement as oracle
-from harness import AXIS, assert_same_bits, make_mesh
+from harness import AXIS, assert_same_bits, float32_group, make_mesh
 
 R, E, K, H, F, T = 8, 32, 4, 32, 16, 24
 BY_RANK, EVERYWHERE = jax.P(AXIS), jax.P()
 
 
 def open_group(transport, n_experts, **options):
-    defaults = {
-        "n_experts": n_experts,
-        "top_k": K,
-        "hidden_size": H,
-        "max_tokens_per_rank": T,
-        "token_format": jax_ep.Plain(jnp.float32),
-        "combine_dtype": jnp.float32,
-    }
-    return jax_ep.ep_init(make_mesh(R), AXIS, jax_ep.EPConfig(**defaults | options), transport)
+    sizes = dict(n_experts=n_experts, top_k=K, hidden_size=H, max_tokens_per_rank=T)
+    return float32_group(make_mesh(R), transport, **sizes | options)
 
 
 def make_placement(**options):

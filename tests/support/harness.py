@@ -239,6 +239,12 @@ def group_of(case, transport: str, mesh: Mesh | None = None, **changes) -> jax_e
     return jax_ep.ep_init(mesh, AXIS, config_of(case, **changes), transport)
 
 
+def float32_group(mesh: Mesh, transport: str, axis=AXIS, **fields) -> jax_ep.EPGroup:
+    """An open group with float32 tokens and sums, unless `fields` say otherwise."""
+    defaults = {"token_format": jax_ep.Plain(jnp.float32), "combine_dtype": jnp.float32}
+    return jax_ep.ep_init(mesh, axis, jax_ep.EPConfig(**defaults | fields), transport)
+
+
 def bits(array) -> np.ndarray:
     """The array's bytes as unsigned integers of its elements' size."""
     array = np.ascontiguousarray(array)

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh
 
-import jax_ep
+from harness import float32_group
 from jax_ep.nnx import MoE
 from jax_ep.nnx.token_axes import axes_of, axes_of_dimension
 from jax_ep.router import RouterConfig, balance_loss, expert_load, route
@@ -33,16 +33,8 @@ def make_mesh(axes):
 
 
 def open_group(transport, axes, group_axes="ep", mesh=None, **options):
-    defaults = {
-        "n_experts": E,
-        "top_k": K,
-        "hidden_size": H,
-        "max_tokens_per_rank": B * LENGTH,
-        "token_format": jax_ep.Plain(jnp.float32),
-        "combine_dtype": jnp.float32,
-    }
-    mesh = mesh or make_mesh(axes)
-    return jax_ep.ep_init(mesh, group_axes, jax_ep.EPConfig(**defaults | options), transport)
+    sizes = dict(n_experts=E, top_k=K, hidden_size=H, max_tokens_per_rank=B * LENGTH)
+    return float32_group(mesh or make_mesh(axes), transport, group_axes, **sizes | options)
 
 
 def make_layer(transport, *, axes=None, group_axes="ep", config=None, **options):
@@ -60,6 +52,32 @@ def make_layer(transport, *, axes=None, group_axes="ep", config=None, **options)
 
 def make_tokens(shape=(B, LENGTH, H), dtype=jnp.float32):
     return jax.random.normal(jax.random.key(1), shape, dtype)
+
+
+def masked_step(mask):
+    """A jitted function of a layer and tokens: gradients in both, output and report."""
+
+    @nnx.jit
+    def step(layer, tokens):
+        def loss(layer, tokens):
+            output, report = layer(tokens, mask)
+            losses = report.balance_loss + report.z_loss
+            return jnp.sum(jnp.sin(output)) + losses, (output, report)
+
+        return nnx.grad(loss, argnums=(0, 1), has_aux=True)(layer, tokens)
+
+    return step
+
+
+def host_program(layer, tokens):
+    """What XLA makes of a call of a layer on all axes; skips the test on other transports."""
+    if layer.group.transport != "host":
+        pytest.skip(f"looks at programs of transport host, not {layer.group.transport}")
+    mesh = layer.group.mesh
+    tokens = jax.device_put(tokens, jax.NamedSharding(mesh, jax.P(mesh.axis_names)))
+    graph, state = nnx.split(layer)
+    compiled = jax.jit(lambda *args: nnx.merge(graph, args[0])(args[1])).lower(state, tokens)
+    return compiled.compile().as_text()
 
 
 def by_shard(x, layer):
