@@ -4,11 +4,10 @@ No call waits for its device to check this. A thread reads the totals once a min
 """
 
 import atexit
-import contextlib
 import logging
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from jax_ep.geometry import Geometry
 from jax_ep.stats import RankStats, describe_drops
@@ -16,23 +15,13 @@ from jax_ep.transports.base import Connection
 
 _log = logging.getLogger("jax_ep")
 interval_s = 60.0  # tests change it
-stop_s = 5.0  # how long others wait for a check, whose device may hang
-_lock = threading.RLock()  # no group is closed during a check; a handler of the log may close one
+stop_s = 5.0  # how long others wait for the thread's checks, in which a device may hang
 _watched: list["DropWatch"] = []
 _ends = threading.Event()
+_is_idle = threading.Event()  # the thread checks nothing; no lock, which Ctrl-C could leave taken
+_is_idle.set()
 _threads: list[threading.Thread] = []
-_process = os.getpid()  # a fork has none of the threads, and perhaps a lock that none releases
-
-
-@contextlib.contextmanager
-def _without_checks() -> Iterator[bool]:
-    """Whether no check of the thread runs meanwhile; one that does not end stops nobody."""
-    is_free = _lock.acquire(timeout=stop_s)
-    try:
-        yield is_free
-    finally:
-        if is_free:
-            _lock.release()
+_process = os.getpid()  # a fork has none of the threads
 
 
 class DropWatch:
@@ -43,10 +32,9 @@ class DropWatch:
         self._has_warned = False
         if os.getpid() != _process:
             return
-        with _without_checks():
-            _watched.append(self)
-            if not _threads:
-                _start_thread()
+        _watched.append(self)
+        if not _threads:
+            _start_thread()
 
     @property
     def geometry(self) -> Geometry:
@@ -66,37 +54,45 @@ class DropWatch:
             return
         try:
             self.warn_of(self._connection.stats())
-        except (NotImplementedError, RuntimeError, ValueError):  # no totals, or a failed device
-            return
+        except Exception:  # no totals, a failed device, a group half closed
+            _log.debug("The drops of a group can't be read.", exc_info=True)
 
     def end(self) -> None:
         """The last check, before the connection is closed."""
-        with _without_checks() as is_free:
-            if self in _watched:
-                _watched.remove(self)
-            if is_free:
-                self.check()
+        if self in _watched:
+            _watched.remove(self)
+        if _waited():
+            self.check()
+
+
+def _waited() -> bool:
+    """Whether the thread's checks have ended, so that one may close what they read."""
+    # The thread itself: a handler of its warning may close a group.
+    return threading.current_thread() in _threads or _is_idle.wait(stop_s)
 
 
 def _start_thread() -> None:
     thread = threading.Thread(target=_watch, name="jax_ep drops", daemon=True)
+    _threads.append(thread)
     try:
         thread.start()
     except RuntimeError:  # the system refuses one; `_at_exit` warns
-        return
-    _threads.append(thread)
+        _threads.remove(thread)
 
 
 def _watch() -> None:
     while not _ends.wait(interval_s):
-        _check_all()
+        _is_idle.clear()  # before it looks which groups are watched: see `end`
+        try:
+            _check_all()
+        finally:
+            _is_idle.set()
 
 
 def _check_all() -> None:
-    with _lock:
-        by_key = {each.geometry.key: each for each in _watched}  # equal ones share totals
-        for each in by_key.values():
-            each.check()
+    by_key = {each.geometry.key: each for each in tuple(_watched)}  # equal ones share totals
+    for each in by_key.values():
+        each.check()
 
 
 @atexit.register
@@ -105,6 +101,5 @@ def _at_exit() -> None:
     if os.getpid() != _process:
         return
     _ends.set()
-    with _without_checks() as is_free:
-        if is_free:
-            _check_all()
+    if _waited():
+        _check_all()

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -73,26 +74,30 @@ def test_a_closed_group_is_not_watched():
 
 
 def test_a_check_that_hangs_stops_nobody(monkeypatch):
-    """As the totals of a device may, whose kernel hangs."""
+    """As the totals of a device may, whose kernel hangs: its group closes unread."""
     monkeypatch.setattr(drop_watch, "stop_s", 0.1)
+    monkeypatch.setattr(drop_watch, "interval_s", 0.01)
+    monkeypatch.setattr(drop_watch, "_ends", threading.Event())
     begun, may_end = threading.Event(), threading.Event()
+    group = open_group(timeout_s=44)
 
     def hang():
-        with drop_watch._lock:
-            begun.set()
-            may_end.wait(60)
+        begun.set()
+        may_end.wait(60)
 
-    thread = threading.Thread(target=hang)
+    monkeypatch.setattr(group._drops, "check", hang)
+    thread = threading.Thread(target=drop_watch._watch, daemon=True)
     thread.start()
-    begun.wait(60)
     try:
-        open_group(timeout_s=44).close()
+        assert begun.wait(60)
+        start = time.monotonic()
+        group.close()
         drop_watch._at_exit()
-        assert thread.is_alive()
+        assert time.monotonic() - start < 30 and thread.is_alive()
     finally:
         may_end.set()
-        thread.join()
-        drop_watch._ends.clear()
+        thread.join(60)
+    assert not thread.is_alive() and drop_watch._is_idle.is_set()
 
 
 def test_a_group_is_opened_where_the_system_refuses_a_thread(monkeypatch):
