@@ -30,7 +30,7 @@ OURS = (AT_DISPATCH, AT_COMBINE)
 ONE_NODE, NVSHMEM, XLA_BETWEEN = "one node", "nvshmem", "XLA between nodes"
 NODES = (ONE_NODE, NVSHMEM, XLA_BETWEEN)
 # The package with ranks that it balances by copies of experts. Weights are given to dispatch.
-BALANCED, _N_COPIES = "jax_ep, balanced", 4
+BALANCED = "jax_ep, balanced"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,9 @@ def make(name: str, mesh: Mesh, case: Case, transport: str) -> Implementation:
         return Implementation(name, lambda tokens, ids, _: dispatch(tokens, ids), combine)
     config = case.config()
     if name == BALANCED:
-        config = dataclasses.replace(config, expert_copies=_N_COPIES, recv_capacity=None)
+        config = dataclasses.replace(
+            config, expert_copies=10 if case.n_experts > 128 else 6, recv_capacity=None
+        )
     if name in (NVSHMEM, XLA_BETWEEN):
         n_nodes = len({device.process_index for device in mesh.devices.flat})
         config = dataclasses.replace(config, n_nodes=n_nodes)

@@ -12,6 +12,7 @@
 
 #include "layer/activation/cuda_silu.h"
 #include "modules/dicts.h"
+#include "p2p/copies/copies.h"
 #include "p2p/open/registry.h"
 
 #ifdef JAX_EP_TESTING
@@ -213,6 +214,7 @@ NB_MODULE(_ffi_cuda, module) {
              "CUDA driver and runtime as 1000 * major + 10 * minor; 0 if there is none.");
   module.def("host_identity", &HostIdentity, "A string that identifies this host.");
   Registry::Instance().LoadWithGroups({"fused_silu", silu::LoadSiluKernels});
+  Registry::Instance().LoadWithGroups({"copies of experts", LoadCopies});
   DefineSetup(module);
   DefineQueries(module);
 #ifdef JAX_EP_CUTLASS

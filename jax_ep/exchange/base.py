@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,16 @@ from jax_ep.exchange.operands import (
     empty_rows,
 )
 from jax_ep.geometry import Geometry
+
+
+class Sends(NamedTuple):
+    """Which entries of arrays the ranks send each other, at most U from one to another."""
+
+    entry: jax.Array  # int32[R, U]: of this rank's array, by destination
+    to: jax.Array  # int32[R, U]: the entry of the destination's result
+    is_sent: jax.Array  # bool[R, U]
+    got: jax.Array  # int32[R, U]: the entry of this rank's result, by source
+    is_got: jax.Array  # bool[R, U]
 
 
 class Calls(abc.ABC):
@@ -91,6 +101,36 @@ class Calls(abc.ABC):
     def all_to_all(self, x: jax.Array) -> jax.Array:
         """`[R, ...]` by destination to `[R, ...]` by source; otherwise like `all_gather`."""
         return lax.all_to_all(x, self.geometry.axis_name, 0, 0)
+
+    def pull_copies(self, x: jax.Array, out: jax.Array, entries: jax.Array) -> jax.Array | None:
+        """`copy_calls.pull`; None: the transport has no such call, and collectives serve."""
+        return None
+
+    def add_copies(self, x: jax.Array, own: jax.Array, entries: jax.Array) -> jax.Array | None:
+        """`copy_calls.add`; None as in `pull_copies`."""
+        return None
+
+    def send(self, x: jax.Array, out: jax.Array, sends: Sends) -> jax.Array:
+        """`out`, `[S, ...]`, with the entries of all ranks' `x`, `[N, ...]`, that come here.
+
+        On GPUs, nothing else travels.
+        """
+        if self.geometry.mesh.devices.flat[0].platform == "gpu":
+            return self._send_ragged(x, out, sends)
+        beyond = out.shape[0] + lax.iota(jnp.int32, len(sends.got))  # each but once, none written
+
+        def exchange(i: jax.Array, out: jax.Array) -> jax.Array:
+            parts = self.all_to_all(x.at[sends.entry[:, i]].get(mode="clip"))
+            to = jnp.where(sends.is_got[:, i], sends.got[:, i], beyond)
+            return out.at[to].set(parts, mode="drop", unique_indices=True)
+
+        return lax.fori_loop(0, sends.got.shape[1], exchange, out)
+
+    def _send_ragged(self, x: jax.Array, out: jax.Array, sends: Sends) -> jax.Array:
+        n_sent, n_got = (each.astype(jnp.int32) for each in (sends.is_sent, sends.is_got))
+        first, to = (jnp.where(sends.is_sent, each, 0) for each in (sends.entry, sends.to))
+        numbers = (each.reshape(-1) for each in (first, n_sent, to, n_got))
+        return lax.ragged_all_to_all(x, out, *numbers, axis_name=self.geometry.axis_name)
 
 
 @jax.tree_util.register_dataclass

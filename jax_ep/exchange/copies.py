@@ -1,9 +1,8 @@
 """Weights of experts on ranks that are not their home, and the sums of the gradients of all copies.
 
-Experts travel in rounds. In each, every rank offers one of its home experts to all ranks, by an
-all-gather, and each rank keeps what it has a copy of. So a rank needs memory for R experts at a
-time, not for all E; and only experts that have a copy away from home are offered. The device alone
-knows how many rounds that takes: as many as the rank that has the most such experts needs.
+Weights travel from their home to each rank that holds a copy. Gradients travel back in rounds, in
+each as many experts of a home as `_ROUND_BYTES` has room for, from all ranks. The device alone
+knows how many rounds that takes: as many as the home that has the most experts elsewhere needs.
 """
 
 import functools
@@ -15,23 +14,21 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep.exchange import checks
-from jax_ep.exchange.base import Calls
+from jax_ep.exchange.base import Calls, Sends
 from jax_ep.exchange.choices import order_of
 from jax_ep.formats.bits import from_bytes, to_bytes
 
 # Name of experts' weights that have traveled, for `jax.checkpoint` policies.
 EXPERT_COPIES_NAME = "jax_ep_expert_copies"
 _NO_GRADIENT: Any = None  # what custom_vjp expects for integers
+_ROUND_BYTES = 2**28  # of gradients that a home receives at a time, of one array
 
 
-class _Rounds(NamedTuple):
-    """What travels in which round; slots are those of this rank, 0 to S - 1."""
+class _Home(NamedTuple):
+    """Where a rank's array `[first + n, ...]` has its n experts."""
 
-    n_rounds: jax.Array  # int32[]
-    offered: jax.Array  # int32[R, E / R]: the home expert that each rank offers in each round
-    n_offered: jax.Array  # int32[R]: rounds in which it offers one
-    copies: jax.Array  # int32[E]: this rank's slot that has a copy of each expert; S: none
-    homes: jax.Array  # int32[S]: the position at home of what each slot holds
+    first: int
+    n: int
 
 
 def replicate(calls: Calls, weights: Any, held: jax.Array, n_experts: int) -> Any:
@@ -47,18 +44,51 @@ def replicate(calls: Calls, weights: Any, held: jax.Array, n_experts: int) -> An
             weights are unspecified. A rank holds an expert at most once.
         n_experts: E.
     """
-    rounds = _plan(calls, held, n_experts)
+    home = _Home(0, n_experts // calls.geometry.n_ranks)
 
     def move(leaf: jax.Array) -> jax.Array:
-        # Replicas may hold different experts: then their copies of equal weights differ, too.
-        leaf, _ = checks.vary_alike(calls.geometry.axis_names, leaf, held)
-        if checks.is_code(leaf.dtype) and leaf.dtype != jnp.uint8:  # collectives may not know it
-            codes = to_bytes(lax.stop_gradient(leaf))
-            return from_bytes(_move(calls, codes, rounds), leaf.dtype)
-        is_number = jnp.issubdtype(leaf.dtype, jnp.floating)
-        return (_replicate if is_number else _move)(calls, leaf, rounds)
+        return _of_numbers(calls, leaf, held, functools.partial(_replicate, calls, home))
 
     return checkpoint_name(jax.tree.map(move, weights), EXPERT_COPIES_NAME)
+
+
+def lend(calls: Calls, weights: Any, held: jax.Array, first: int) -> tuple[Any, Any]:
+    """`weights`, and `[S, ...]` of each of its arrays: what this rank's slots hold of other ranks.
+
+    The gradient of an expert is the sum over its home and the ranks that hold it, in their order.
+    `weights` are those given; only with them, the sums need no pass over all experts.
+
+    Args:
+        calls: of the group.
+        weights: a pytree of arrays `[first + E / R, ...]`, with this rank's experts at the end.
+        held: `int32[R, S]`, experts of other ranks, each at most once; -1 for none, whose weights
+            are zero.
+        first: where the experts begin.
+    """
+    n_home = calls.geometry.config.n_experts // calls.geometry.n_ranks
+
+    def move(leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
+        own, copies = _of_numbers(
+            calls, leaf, held, functools.partial(_lend, calls, _Home(first, n_home))
+        )
+        return own, checkpoint_name(copies, EXPERT_COPIES_NAME)
+
+    leaves, tree = jax.tree.flatten(weights)
+    moved = [move(leaf) for leaf in leaves]
+    own, copies = (tree.unflatten([each[i] for each in moved]) for i in (0, 1))
+    return own, copies
+
+
+def _of_numbers(calls: Calls, leaf: jax.Array, held: jax.Array, move: Any) -> Any:
+    """`move(leaf, held)`; of codes, which have no gradient, as bytes where collectives need it."""
+    # Replicas may hold different experts: then their copies of equal weights differ, too.
+    leaf, _ = checks.vary_alike(calls.geometry.axis_names, leaf, held)
+    if jnp.issubdtype(leaf.dtype, jnp.floating) and not checks.is_code(leaf.dtype):
+        return move(leaf, held)
+    leaf = lax.stop_gradient(leaf)
+    if not checks.is_code(leaf.dtype) or leaf.dtype == jnp.uint8:
+        return move(leaf, held)
+    return jax.tree.map(lambda x: from_bytes(x, leaf.dtype), move(to_bytes(leaf), held))
 
 
 def check_leaf(operation: str, leaf: Any, n_experts: int, letters: str) -> jax.Array:
@@ -70,88 +100,166 @@ def check_leaf(operation: str, leaf: Any, n_experts: int, letters: str) -> jax.A
     return leaf
 
 
-def _plan(calls: Calls, held: jax.Array, n_experts: int) -> _Rounds:
-    n_ranks, n_slots = held.shape
-    n_home = n_experts // n_ranks
-    ranks = lax.broadcasted_iota(jnp.int32, held.shape, 0)
-    experts = lax.broadcasted_iota(jnp.int32, (1, n_experts), 1)
-    is_away = (held // n_home != ranks).reshape(-1, 1)
-    travels = (is_away & (held.reshape(-1, 1) == experts)).any(0).reshape(n_ranks, n_home)
-    n_offered = travels.sum(1, dtype=jnp.int32)
-    rank = lax.axis_index(calls.geometry.axis_name)
-    mine = lax.dynamic_index_in_dim(held, rank, keepdims=False)
-    is_copy = mine[:, None] == experts
-    return _Rounds(
-        n_rounds=n_offered.max(),
-        offered=order_of(~travels, 2),
-        n_offered=n_offered,
-        copies=jnp.where(is_copy.any(0), is_copy.argmax(0), n_slots).astype(jnp.int32),
-        homes=mine % n_home,
+def _send_out(
+    calls: Calls, home: _Home, weights: jax.Array, held: jax.Array, out: jax.Array
+) -> jax.Array:
+    """`out`, `[S, ...]`, with what this rank's slots hold of other ranks."""
+    rank, ranks = _ranks(calls)
+    homes = held // home.n
+    is_away = (held >= 0) & (homes != ranks)
+    entries = jnp.where(
+        is_away[rank] & (homes[rank] == ranks), home.first + held[rank] % home.n, -1
     )
+    pulled = calls.pull_copies(weights, out, entries)
+    if pulled is not None:
+        return pulled
+    slots = lax.broadcasted_iota(jnp.int32, held.shape, 1)
+    sends = Sends(
+        entry=home.first + held % home.n,
+        to=slots,
+        is_sent=is_away & (homes == rank),
+        got=slots,
+        is_got=is_away[rank] & (homes[rank] == ranks),
+    )
+    return calls.send(weights, out, sends)
 
 
-def _offers(calls: Calls, rounds: _Rounds, i: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """For each rank in round i: the home expert that it offers, this rank's copy of it.
+def _ranks(calls: Calls) -> tuple[jax.Array, jax.Array]:
+    """This rank, and `int32[R, 1]`, all ranks."""
+    shape = (calls.geometry.n_ranks, 1)
+    return lax.axis_index(calls.geometry.axis_name), lax.broadcasted_iota(jnp.int32, shape, 0)
 
-    Both are one beyond the last if it offers none, the latter also if this rank has no copy.
+
+class _Returns(NamedTuple):
+    """Which experts' gradients travel home, and where they are until then."""
+
+    lent: jax.Array  # int32[R, E / R]: each home's experts, first those that others hold
+    n_lent: jax.Array  # int32[R]
+    slots: jax.Array  # int32[R, E]: the slot of each rank that holds an expert; S: none
+
+
+def _plan(home: _Home, held: jax.Array) -> _Returns:
+    n_ranks, n_slots = held.shape
+    experts = lax.iota(jnp.int32, n_ranks * home.n)
+    is_held = held[:, :, None] == experts
+    slots = jnp.where(is_held.any(1), is_held.argmax(1), n_slots).astype(jnp.int32)
+    is_away = experts // home.n != lax.iota(jnp.int32, n_ranks)[:, None]
+    is_lent = (is_away & (slots < n_slots)).any(0).reshape(n_ranks, home.n)
+    return _Returns(order_of(~is_lent, 2), is_lent.sum(1, dtype=jnp.int32), slots)
+
+
+def _round(
+    calls: Calls, returns: _Returns, n_slots: int, n: int, i: jax.Array
+) -> tuple[jax.Array, Sends]:
+    """What n experts of each home travel in round i.
+
+    Returns:
+        `int32[n]`, those of this rank, E / R for none; and what brings their gradients here: rank
+        r's of the j-th one becomes entry `j * R + r`.
     """
-    n_ranks, n_home = rounds.offered.shape
-    n_local = len(rounds.homes)
-    offered = lax.dynamic_index_in_dim(rounds.offered, i, axis=1, keepdims=False)
-    offers_one = i < rounds.n_offered
-    copies = rounds.copies[lax.iota(jnp.int32, n_ranks) * n_home + offered]
-    return jnp.where(offers_one, offered, n_home), jnp.where(offers_one, copies, n_local)
+    rank, ranks = _ranks(calls)
+    n_ranks, n_home = returns.lent.shape
+    at = i * n + lax.iota(jnp.int32, n)
+    is_lent = at < returns.n_lent[:, None]
+    experts = returns.lent.at[:, at].get(mode="clip")
+    slots = returns.slots[:, ranks * n_home + experts]  # [R, R, n]: of each rank, by home
+    is_moved = is_lent & (slots < n_slots) & (ranks != ranks.T)[:, :, None]
+    entries = n_ranks * lax.iota(jnp.int32, n) + ranks  # [R, n]
+    to = jnp.broadcast_to(entries[rank], entries.shape)
+    sends = Sends(slots[rank], to, is_moved[rank], entries, is_moved[:, rank])
+    return jnp.where(is_lent[rank], experts[rank], n_home), sends
 
 
-def _move(calls: Calls, weights: jax.Array, rounds: _Rounds) -> jax.Array:
-    """`[S, ...]` of `[E / R, ...]`."""
-    rank, n_ranks = lax.axis_index(calls.geometry.axis_name), calls.geometry.n_ranks
-    beyond = len(rounds.homes) + lax.iota(jnp.int32, n_ranks)  # each but once, none written
+def _add_up(
+    calls: Calls, home: _Home, own: jax.Array, gradients: jax.Array, held: jax.Array
+) -> jax.Array:
+    """`own`, `[first + E / R, ...]`, plus what other ranks' slots, `[S, ...]`, hold of its experts.
 
-    def exchange(i: jax.Array, copies: jax.Array) -> jax.Array:
-        offered, local = _offers(calls, rounds, i)
-        mine = weights.at[offered[rank]].get(mode="clip")
-        theirs = calls.all_gather(mine)
-        local = jnp.where(local < len(rounds.homes), local, beyond)
-        return copies.at[local].set(theirs, mode="drop", unique_indices=True)
-
-    # What is not at home here, is overwritten.
-    return lax.fori_loop(0, rounds.n_rounds, exchange, weights[rounds.homes])
-
-
-def _add_up(calls: Calls, gradients: jax.Array, rounds: _Rounds) -> jax.Array:
-    """`[E / R, ...]` of `[S, ...]`: the sums over copies."""
+    Summed in the order of ranks.
+    """
+    returns = _plan(home, held)
+    n_ranks, n_slots = held.shape
     rank = lax.axis_index(calls.geometry.axis_name)
-    n_home = rounds.offered.shape[1]
-    n_local = len(rounds.homes)
+    slots = lax.dynamic_slice_in_dim(returns.slots, rank * home.n, home.n, 1)
+    entries = jnp.where(slots < n_slots, slots, -1)
+    entries = jnp.pad(entries, ((0, 0), (home.first, 0)), constant_values=-1)
+    added = calls.add_copies(gradients, own, entries)
+    if added is not None:
+        return added
+    n = max(1, min(home.n, _ROUND_BYTES * home.n // max(1, own.nbytes * n_ranks)))
+    received = jnp.zeros((n * n_ranks, *own.shape[1:]), own.dtype)
+    (received,) = checks.vary_alike(calls.geometry.axis_names, received)
 
-    def take(local: jax.Array) -> jax.Array:
-        is_here = (local < n_local).reshape(-1, *[1] * (gradients.ndim - 1))
-        return jnp.where(is_here, gradients.at[local].get(mode="clip"), 0)
+    def one_round(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        sums, received = carry
+        experts, sends = _round(calls, returns, n_slots, n, i)
+        received = calls.send(gradients, received, sends)
+        at = home.first + experts
+        parts = received.reshape(n, n_ranks, *own.shape[1:])
+        ones = (1,) * (own.ndim - 1)
 
-    def exchange(i: jax.Array, sums: jax.Array) -> jax.Array:
-        offered, local = _offers(calls, rounds, i)
-        of_ranks = calls.all_to_all(take(local))
-        return sums.at[offered[rank]].set(_sum_in_order(of_ranks), mode="drop")
+        def part(r: int) -> jax.Array:
+            others = jnp.where(sends.is_got[r].reshape(n, *ones), parts[:, r], 0)
+            return jnp.where(rank == r, sums.at[at].get(mode="clip"), others)
 
-    at_home = lax.dynamic_slice_in_dim(rounds.copies, rank * n_home, n_home)
-    return lax.fori_loop(0, rounds.n_rounds, exchange, take(at_home))
+        total = _sum_in_order([part(r) for r in range(n_ranks)])
+        beyond = own.shape[0] + lax.iota(jnp.int32, n)  # each but once, none written
+        at = jnp.where(experts < home.n, at, beyond)
+        return sums.at[at].set(total, mode="drop", unique_indices=True), received
 
-
-def _sum_in_order(values: jax.Array) -> jax.Array:
-    """The sum over the first axis, one after the other; `jnp.sum` may take any order."""
-    dtype = jnp.float64 if values.dtype == jnp.float64 else jnp.float32
-    return functools.reduce(jnp.add, values.astype(dtype)).astype(values.dtype)
+    n_rounds = (returns.n_lent.max() + n - 1) // n
+    return lax.fori_loop(0, n_rounds, one_round, (own, received))[0]
 
 
-# Each is the other's transpose.
-_replicate = jax.custom_vjp(_move, nondiff_argnums=(0,))
-_sum_copies = jax.custom_vjp(_add_up, nondiff_argnums=(0,))
+def _sum_in_order(values: list[jax.Array]) -> jax.Array:
+    """One after the other; `jnp.sum` may take any order."""
+    dtype = jnp.float64 if values[0].dtype == jnp.float64 else jnp.float32
+    return functools.reduce(jnp.add, [x.astype(dtype) for x in values]).astype(values[0].dtype)
+
+
+def _lend_all(
+    calls: Calls, home: _Home, weights: jax.Array, held: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    copies = jnp.zeros((held.shape[1], *weights.shape[1:]), weights.dtype)
+    (copies,) = checks.vary_alike(calls.geometry.axis_names, copies)
+    return weights, _send_out(calls, home, weights, held, copies)
+
+
+def _replicate_all(calls: Calls, home: _Home, weights: jax.Array, held: jax.Array) -> jax.Array:
+    """`[S, ...]` of `[E / R, ...]`."""
+    rank = lax.axis_index(calls.geometry.axis_name)
+    at_home = weights[held[rank] % home.n]  # what is not at home here, is overwritten
+    return _send_out(calls, home, weights, held, at_home)
+
+
+def _sum_all(calls: Calls, home: _Home, gradients: jax.Array, held: jax.Array) -> jax.Array:
+    """`[E / R, ...]` of `[S, ...]`: the sums over copies."""
+    first = lax.axis_index(calls.geometry.axis_name) * home.n
+    mine = lax.dynamic_slice_in_dim(_plan(home, held).slots, first, home.n, 1)
+    own = gradients.at[mine[lax.axis_index(calls.geometry.axis_name)]].get(
+        mode="fill", fill_value=0
+    )
+    return _add_up(calls, home, own, gradients, held)
+
+
+# Each is the transpose of another.
+_lend = jax.custom_vjp(_lend_all, nondiff_argnums=(0, 1))
+_return = jax.custom_vjp(_add_up, nondiff_argnums=(0, 1))
+_replicate = jax.custom_vjp(_replicate_all, nondiff_argnums=(0, 1))
+_sum_copies = jax.custom_vjp(_sum_all, nondiff_argnums=(0, 1))
+_lend.defvjp(
+    lambda calls, home, x, held: (_lend(calls, home, x, held), held),
+    lambda calls, home, held, gradients: (_return(calls, home, *gradients, held), _NO_GRADIENT),
+)
+_return.defvjp(
+    lambda calls, home, own, x, held: (_return(calls, home, own, x, held), held),
+    lambda calls, home, held, gradient: (*_lend(calls, home, gradient, held), _NO_GRADIENT),
+)
 _replicate.defvjp(
-    lambda calls, weights, rounds: (_replicate(calls, weights, rounds), rounds),
-    lambda calls, rounds, gradients: (_sum_copies(calls, gradients, rounds), _NO_GRADIENT),
+    lambda calls, home, x, held: (_replicate(calls, home, x, held), held),
+    lambda calls, home, held, gradients: (_sum_copies(calls, home, gradients, held), _NO_GRADIENT),
 )
 _sum_copies.defvjp(
-    lambda calls, gradients, rounds: (_sum_copies(calls, gradients, rounds), rounds),
-    lambda calls, rounds, weights: (_replicate(calls, weights, rounds), _NO_GRADIENT),
+    lambda calls, home, x, held: (_sum_copies(calls, home, x, held), held),
+    lambda calls, home, held, gradient: (_replicate(calls, home, gradient, held), _NO_GRADIENT),
 )

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 
+from jax_ep.exchange import copy_calls
 from jax_ep.exchange.async_calls import InFlightCombine, InFlightDispatch, finish, finished
 from jax_ep.exchange.async_primitives import combine_grad_start_p, dispatch_grad_start_p
 from jax_ep.exchange.base import Calls
@@ -55,6 +56,7 @@ class CustomCalls(Calls):
         max_row_bytes: int | None = None,
         *,
         are_async: bool,
+        can_pull: bool = False,
     ) -> None:
         """For the transport of a geometry.
 
@@ -65,10 +67,12 @@ class CustomCalls(Calls):
             min_row_elements: of the shortest float32 row that combine carries.
             max_row_bytes: of the longest row; None: any.
             are_async: whether calls may overlap with other work.
+            can_pull: whether ranks of a process read each other's arrays.
         """
         super().__init__(geometry)
         self.handle_shape, self.min_row_elements = handle_shape, min_row_elements
         self._max_row_bytes, self._are_async = max_row_bytes, are_async
+        self._can_pull = can_pull
 
     def dispatch(self, operands: DispatchOperands) -> DispatchResults:
         """One custom call."""
@@ -99,6 +103,19 @@ class CustomCalls(Calls):
             return super().finish(call, operands, after)
         rule = dispatch if isinstance(call, InFlightDispatch) else combine
         return finish(call, operands, after, functools.partial(rule, self))
+
+    def pull_copies(self, x: jax.Array, out: jax.Array, entries: jax.Array) -> jax.Array | None:
+        """One custom call, if it can read the arrays."""
+        if not (self._can_pull and copy_calls.can_pull(self.geometry, x, out.shape[0])):
+            return None
+        return copy_calls.pull(self.geometry, x, out, entries)
+
+    def add_copies(self, x: jax.Array, own: jax.Array, entries: jax.Array) -> jax.Array | None:
+        """As `pull_copies`, if it can add the dtype."""
+        can_pull = self._can_pull and copy_calls.can_pull(self.geometry, x, own.shape[0])
+        if not (can_pull and copy_calls.can_add(x)):
+            return None
+        return copy_calls.add(self.geometry, x, own, entries)
 
     def n_slices(self, rows: jax.Array) -> int:
         """Rows that are too long take several calls."""

@@ -74,12 +74,21 @@ def host_call(target: str, attributes: Attributes) -> Lowering:
 
 
 def cuda_call(
-    target: str, attributes: Attributes, stream_order: StreamOrder, has_side_effect: bool = False
+    target: str,
+    attributes: Attributes,
+    stream_order: StreamOrder,
+    has_side_effect: bool = False,
+    aliases: dict[int, int] | None = None,
 ) -> Lowering:
-    """One custom call on a GPU; the result of `emit_group_check` precedes its operands."""
+    """One custom call on a GPU; the result of `emit_group_check` precedes its operands.
+
+    `aliases`: results by the primitive's operands that are the same memory.
+    """
+    after_check = {i + 1: result for i, result in (aliases or {}).items()}
 
     def lower(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
-        rule = custom_call(target, has_side_effect=has_side_effect)
+        options = dict(operand_output_aliases=after_check) if after_check else {}
+        rule = custom_call(target, has_side_effect=has_side_effect, **options)
         inner = ctx.replace(avals_in=[ctx.avals_in[0], *ctx.avals_in])
         order = np.int32(stream_order)
         return rule(inner, *operands, **attributes(**params), stream_order=order)
@@ -87,7 +96,9 @@ def cuda_call(
     return lower
 
 
-def synchronous_cuda_call(target: str, attributes: Attributes) -> Lowering:
+def synchronous_cuda_call(
+    target: str, attributes: Attributes, aliases: dict[int, int] | None = None
+) -> Lowering:
     """The group's check, then the custom call, on the main stream."""
 
     def lower(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
@@ -95,7 +106,7 @@ def synchronous_cuda_call(target: str, attributes: Attributes) -> Lowering:
         # An exported program may be called between another's start and wait.
         waits = _AsyncCalls.traced or ctx.module_context.lowering_parameters.for_export
         order = StreamOrder.AFTER_ASYNC if waits else StreamOrder.SERIAL
-        call = cuda_call(target, attributes, order)
+        call = cuda_call(target, attributes, order, aliases=aliases)
         return fusion_barrier(call(ctx, *checked, *operands, **params))
 
     return lower

@@ -1,5 +1,6 @@
 """expert_mlp: the gated feed-forward network of every expert, applied to its rows."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -14,8 +15,9 @@ from jax_ep.layer.activation.api import QuantizedRows, activate, check_activatio
 from jax_ep.layer.activation.calls import Activation
 from jax_ep.layer.dequantize import to_numbers
 from jax_ep.layer.expert_weights import ExpertWeights, call_name, check_arrays, check_codes
-from jax_ep.layer.fetch_experts import fetch_experts
+from jax_ep.layer.fetch_experts import fetch_experts, lend_experts
 from jax_ep.layer.matmul.api import multiply_arrays, transposed_scales
+from jax_ep.layer.matmul.calls import flatten_weights
 from jax_ep.layer.matmul.choose import is_gated
 from jax_ep.layer.matmul.gated import EXPERT_HIDDEN_NAME, gated_mlp
 from jax_ep.layer.matmul.gated_scaled import scaled_mlp
@@ -80,27 +82,44 @@ def expert_mlp(
         check_group("expert_mlp", dispatched.group)  # for `dequantize`
     weights = ExpertWeights(gate_up, down, gate_up_bias, down_bias)
     if isinstance(gate_up, QuantizedWeights) or isinstance(down, QuantizedWeights):
-        weights = _fetch(dispatched, _check_quantized(dispatched, weights, transposed))
+        weights = fetch_experts(dispatched, _check_quantized(dispatched, weights, transposed))
         return _scaled_mlp(dispatched, weights, Activation(BF16(), interleaved, clamp))
     weights = ExpertWeights(*checks.as_arrays(call, **weights._asdict()))
     check_arrays(dispatched, weights, transposed)
-    weights = _fetch(dispatched, weights)
     activation = Activation(Plain(weights.gate_up.dtype), interleaved, clamp)
+    if dispatched.copies is not None:
+        dispatched, weights = _with_copies(dispatched, weights)
     return _plain_mlp(dispatched, weights, transposed, activation)
 
 
-def _fetch(dispatched: Dispatched, weights: ExpertWeights) -> ExpertWeights:
-    return weights if dispatched.copies is None else fetch_experts(dispatched, weights)
+def _with_copies(
+    dispatched: Dispatched, weights: ExpertWeights
+) -> tuple[Dispatched, ExpertWeights]:
+    """The matrices in two parts, biases in one.
+
+    All copies come before the first matmul: ranks that wait for others' weights would otherwise
+    wait for their matmuls, too.
+    """
+    own, copies = lend_experts(dispatched, weights)
+    row_offsets, copies = lax.optimization_barrier((dispatched.row_offsets, copies))
+    dispatched = dataclasses.replace(dispatched, row_offsets=row_offsets)
+    gate_up_bias, down_bias = (
+        None if bias is None else jnp.concatenate([bias, of_copies])
+        for bias, of_copies in zip(own[2:], copies[2:], strict=True)
+    )
+    matrices = (own.gate_up, copies.gate_up), (own.down, copies.down)
+    return dispatched, ExpertWeights(*matrices, gate_up_bias, down_bias)
 
 
 def _plain_mlp(
     dispatched: Dispatched, weights: ExpertWeights, transposed: bool, activation: Activation
 ) -> jax.Array:
+    gate_up, down, bias, _ = weights
+    first, _ = flatten_weights(gate_up)
     rows, row_offsets = dispatched.tokens, dispatched.row_offsets
     if isinstance(dispatched.group.config.token_format, QuantizedFormat):
-        rows = to_numbers(dispatched, weights.gate_up.dtype)
-    gate_up, down, bias, _ = weights
-    if is_gated(rows, gate_up, transposed):
+        rows = to_numbers(dispatched, first.dtype)
+    if is_gated(rows, first, transposed):
         results = gated_mlp(activation, rows, gate_up, down, row_offsets, bias)
         return _add_bias(results, weights.down_bias, row_offsets)
     hidden = multiply_arrays(rows, gate_up, row_offsets, transposed)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep.exchange.copies import check_leaf, replicate
+from jax_ep.exchange.copies import check_leaf, lend
 from jax_ep.group import calls_of, check_group
 from jax_ep.results import Dispatched, check_dispatched
 
@@ -37,19 +37,18 @@ def fetch_experts(dispatched: Dispatched, weights: Any) -> Any:
             or the call is outside `jax.shard_map`. While tracing.
     """
     check_dispatched("fetch_experts", dispatched)
-    group, copies = dispatched.group, dispatched.copies
+    group = dispatched.group
     call = check_group("fetch_experts", group)
     n_local, n_shared = group.n_local_experts, int(group.config.fused_shared_expert)
     letters = "L+se" if n_shared else "L"
     weights = jax.tree.map(lambda x: check_leaf(call, x, n_local + n_shared, letters), weights)
-    if copies is None:
+    if dispatched.copies is None:
         return weights
-    own = lax.iota(jnp.int32, group.config.n_experts).reshape(group.n_ranks, n_local)
-    held = jnp.concatenate([own, lax.stop_gradient(copies)], axis=1)
-    routed = jax.tree.map(lambda x: x[n_shared:], weights)
-    fetched = replicate(calls_of(group), routed, held, group.config.n_experts)
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *lend_experts(dispatched, weights))
 
-    def after_shared(given: jax.Array, others: jax.Array) -> jax.Array:
-        return jnp.concatenate([given[:n_shared], others])
 
-    return jax.tree.map(after_shared, weights, fetched) if n_shared else fetched
+def lend_experts(dispatched: Dispatched, weights: Any) -> tuple[Any, Any]:
+    """`weights`, which fit, and `[B, ...]` of the experts that are lent to this rank."""
+    group, copies = dispatched.group, dispatched.copies
+    n_shared = int(group.config.fused_shared_expert)
+    return lend(calls_of(group), weights, lax.stop_gradient(copies), n_shared)

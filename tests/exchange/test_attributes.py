@@ -47,6 +47,8 @@ CUDA = {
     "jax_ep_dispatch": DISPATCH | STREAM,
     "jax_ep_combine": COMBINE | STREAM,
     "jax_ep_combine_grad": COMBINE | STREAM,
+    "jax_ep_pull_copies": STREAM | {"group": "str"},
+    "jax_ep_add_copies": STREAM | {"group": "str"},
     "jax_ep_async_alloc": {},
     "jax_ep_dispatch_start": DISPATCH | STREAM,
     "jax_ep_wait_started": {},

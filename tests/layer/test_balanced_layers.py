@@ -1,5 +1,7 @@
 """Layers in groups with copies of experts: what they compute is what they compute without."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -90,7 +92,8 @@ def test_gradients_match_the_dense_layer(transport):
     for i in (0, 2, 3, 4):
         operands[i] = (rng.standard_normal(operands[i].shape) * 0.1).astype(np.float32)
     group = open_group(transport, 8)
-    got = value_and_gradients(on_all_ranks(group, jax_ep.expert_mlp))(*operands)
+    with jax.default_matmul_precision("highest"):  # not in TF32
+        got = value_and_gradients(on_all_ranks(group, jax_ep.expert_mlp))(*operands)
     with jax.enable_x64(True):
         exact = [x.astype(np.float64) if x.dtype == np.float32 else x for x in operands]
         wanted = [np.asarray(x) for x in value_and_gradients(dense_layer)(*exact)]
@@ -169,3 +172,64 @@ def test_errors_name_what_must_hold(transport):
         run(lambda rows, gate_up, down: jax_ep.expert_mlp(rows, gate_up[1:], down))
     with pytest.raises(TypeError, match="dispatched must be the result of dispatch"):
         jax_ep.fetch_experts(gate_up, gate_up)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(T, H, F), pytest.param((256, 1024, 1024), marks=pytest.mark.gpu)],
+    ids=["few columns", "one kernel with the activation"],
+)
+def test_bfloat16_experts_in_two_parts_compute_what_one_does(shape, transport):
+    """The matmuls of own experts and of copies, each with the activation if a kernel has both.
+
+    Bits are equal but for the gradients of weights, whose rows are added in tiles that depend on
+    the number of groups.
+    """
+    n_tokens, hidden, expert_size = shape
+    rng = np.random.default_rng(5)
+    sizes = dict(n_experts=E, top_k=K, hidden_size=hidden, max_tokens_per_rank=n_tokens)
+    group = jax_ep.ep_init(make_mesh(R), AXIS, jax_ep.EPConfig(**sizes, expert_copies=4), transport)
+    ids = routing.make("zipf", 0, R, n_tokens, E, K).reshape(R * n_tokens, K)
+    shapes = [(R * n_tokens, hidden), (E, hidden, 2 * expert_size), (E, expert_size, hidden)]
+    shapes += [(E, 2 * expert_size), (E, hidden)]
+    arrays = [(rng.standard_normal(each) * 0.1).astype(jnp.bfloat16) for each in shapes]
+
+    def by_separate_calls(rows, *weights):
+        gate_up, down, *biases = jax_ep.fetch_experts(rows, weights)
+        hidden = jax_ep.grouped_matmul(rows.tokens, gate_up, rows.row_offsets)
+        hidden = hidden + biases[0][rows.row_expert_ids] if biases else hidden
+        results = jax_ep.grouped_matmul(
+            jax_ep.fused_silu(hidden, rows.row_offsets), down, rows.row_offsets
+        )
+        return results + biases[1][rows.row_expert_ids] if biases else results
+
+    def in_two_parts(rows, gate_up, down, *biases):
+        named = dict(zip(("gate_up_bias", "down_bias"), biases, strict=False))
+        return jax_ep.expert_mlp(rows, gate_up, down, **named)
+
+    def loss(floats, ids, experts):
+        tokens, *weights = floats
+        rows = jax_ep.dispatch(group, tokens, ids)
+        results = experts(rows, *weights)
+        is_used = jnp.arange(len(results), dtype=jnp.uint32) < rows.row_offsets[-1]
+        results = jnp.where(is_used[:, None], results, 0)
+        return jnp.sum(results.astype(jnp.float32) ** 2), results
+
+    for n_floats, call in ((5, loss), (3, jax.grad(loss, has_aux=True))):
+        found = []
+        for experts in (in_two_parts, by_separate_calls):
+            one_rank = functools.partial(call, experts=experts)
+            mapped = jax.shard_map(
+                lambda *x, one_rank=one_rank: jax.tree.map(jnp.atleast_1d, one_rank(*x)),
+                mesh=group.mesh,
+                in_specs=BY_RANK,
+                out_specs=BY_RANK,
+            )
+            found.append(jax.tree.leaves(jax.jit(mapped)(arrays[:n_floats], ids)))
+        assert np.any(np.asarray(found[0][-1], np.float32))
+        for i, (one, other) in enumerate(zip(*found, strict=True)):
+            if call is loss or i == 0 or i == n_floats:
+                assert_same_bits(one, other, f"{n_floats} operands, result {i}")
+            else:
+                atol = 1e-6 * np.abs(np.asarray(other, np.float32)).max()
+                np.testing.assert_allclose(one, other, rtol=2**-7, atol=atol)

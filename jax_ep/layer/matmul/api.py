@@ -14,7 +14,7 @@ from jax_ep.formats.plain import FLOATS, as_dtype
 from jax_ep.formats.scales import ROW_MAJOR
 from jax_ep.layer.activation.api import QuantizedRows, check_offsets
 from jax_ep.layer.matmul import rules
-from jax_ep.layer.matmul.calls import PRODUCTS, Matmul, MatmulForm
+from jax_ep.layer.matmul.calls import PRODUCTS, Matmul, MatmulForm, Weights, flatten_weights
 from jax_ep.layer.matmul.rules import ScaledOperands, Sources
 from jax_ep.layer.quantize_weights import SCALE_BLOCK, QuantizedWeights
 
@@ -156,17 +156,18 @@ def _check_same_dtype(rows: np.dtype, weights: np.dtype) -> None:
 
 def multiply_arrays(
     rows: jax.Array,
-    weights: jax.Array,
+    weights: Weights,
     row_offsets: jax.Array,
     transposed: bool,
     dtype: np.dtype | None = None,
 ) -> jax.Array:
-    """`grouped_matmul` of arrays that fit."""
+    """`grouped_matmul` of arrays that fit; weights may be in two parts."""
     matmul = Matmul(_form(transposed), dtype or rows.dtype)
     row_offsets = lax.stop_gradient(row_offsets)
     rows, weights, row_offsets = checks.vary_alike((), rows, weights, row_offsets)
-    if 0 in (*rows.shape, weights.shape[0]):
-        product = jnp.zeros((rows.shape[0], weights.shape[1 if transposed else 2]), matmul.dtype)
+    first, _ = flatten_weights(weights)
+    if 0 in (*rows.shape, first.shape[0]):
+        product = jnp.zeros((rows.shape[0], first.shape[1 if transposed else 2]), matmul.dtype)
         return checks.vary_alike((), product, rows, weights, row_offsets)[0]
     return rules.grouped_matmul(matmul, rows, weights, row_offsets)
 

@@ -22,7 +22,7 @@ from jax_ep.layer.matmul.choose import Implementation, Operation, Work, choose
 from jax_ep.layer.quantize_weights import SCALE_BLOCK
 
 _TARGET = "jax_ep_grouped_matmul"
-_ACCUMULATOR = 3  # the operand
+_KEPT = 3  # the operand that the result is added to, or whose other rows it keeps
 
 
 class MatmulForm(enum.IntEnum):
@@ -41,13 +41,18 @@ class Matmul:
     dtype: np.dtype  # of the result, rounded once from a sum in float32
     zeroes_unused: bool = False  # whether unused rows of the result are zero, not unspecified
     accumulates: bool = False  # whether the products, in the form ROWS, are added to an operand
+    continues: bool = False  # whether the result has an operand's rows of other groups
 
 
+# The weights of all groups, or those of the first ones and those of the others.
+Weights = jax.Array | tuple[jax.Array, jax.Array]
 PRODUCTS = Matmul(MatmulForm.ROWS, np.dtype(np.float32), accumulates=True)
 
 
-def multiply_groups(matmul: Matmul, *operands: jax.Array) -> jax.Array:
-    """Binds the primitive. Operands: the factors, and `row_offsets`.
+def multiply_groups(
+    matmul: Matmul, lhs: jax.Array, rhs: Weights, row_offsets: jax.Array, *others: jax.Array
+) -> jax.Array:
+    """Binds the primitive for the factors and `row_offsets`; twice, if weights are in two parts.
 
     With codes and transposed weights, scales follow: `float32[k / 128, C]` of blocks of 128
     elements of a row and `float32[L, ceil(n / 128), k / 128]` of blocks of 128 x 128 weights.
@@ -55,7 +60,25 @@ def multiply_groups(matmul: Matmul, *operands: jax.Array) -> jax.Array:
     If the matmul accumulates, `float32[L, k, n]` follows, to which each group's sum over its rows
     is added in one float32 addition; none for groups without rows. On GPUs, this is in place.
     """
-    return grouped_matmul_p.bind(*operands, matmul=matmul)[0]
+    if not isinstance(rhs, tuple):
+        return grouped_matmul_p.bind(lhs, rhs, row_offsets, *others, matmul=matmul)[0]
+    of_first, of_others = split_offsets(rhs, row_offsets)
+    product = multiply_groups(matmul, lhs, rhs[0], of_first)
+    matmul = dataclasses.replace(matmul, zeroes_unused=False, continues=True)
+    return multiply_groups(matmul, lhs, rhs[1], of_others, product)
+
+
+def split_offsets(weights: Weights, row_offsets: jax.Array) -> tuple[jax.Array, ...]:
+    """The `row_offsets` of each part of the weights."""
+    if not isinstance(weights, tuple):
+        return (row_offsets,)
+    n = weights[0].shape[0]
+    return row_offsets[: n + 1], row_offsets[n:]
+
+
+def flatten_weights(weights: Weights) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """The first part of weights, and the other one, if there is one."""
+    return (weights[0], weights[1:]) if isinstance(weights, tuple) else (weights, ())
 
 
 def dequantize_weights(codes: jax.Array, scales: jax.Array, dtype: Any) -> jax.Array:
@@ -83,8 +106,8 @@ def work_of(
 
 def call_kernel(
     ctx: mlir.LoweringRuleContext,
-    target: str,
     *operands: Any,
+    target: str,
     n_groups: int,
     aliases: dict[int, int] | None = None,
     **attributes: Any,
@@ -106,11 +129,14 @@ def gated_primitive(
     describe: Callable[..., Work],
     attributes: Callable[..., dict[str, Any]],
     by_separate_calls: Callable[..., list[jax.Array]],
+    offsets_at: int,
 ) -> Primitive:
     """The primitive of a matmul and what follows it: one kernel, or separate calls.
 
     `describe(operands, **parameters)` is what the choice depends on, from their types;
-    `attributes(**parameters)`, what the handler of `target` reads.
+    `attributes(**parameters)`, what the handler of `target` reads. The second operand is the
+    weights; `row_offsets` is at `offsets_at`, before what else there is of each group. Weights of
+    other groups may follow: then a second call of the kernel adds their rows to the results.
     """
     lower_separately = mlir.lower_fun(by_separate_calls, multiple_results=True)
 
@@ -118,27 +144,58 @@ def gated_primitive(
         work = describe(ctx.avals_in, **params)
         if choose(work, "cuda") != Implementation.KERNEL:
             return lower_separately(ctx, *operands, **params)
-        given = attributes(**params)
-        return call_kernel(ctx, target, *operands, n_groups=work.n_groups, **given)
+        call = functools.partial(call_kernel, target=target, **attributes(**params))
+        if not has_two_parts(ctx.avals_in[1], ctx.avals_in[offsets_at]):
+            return call(ctx, *operands, n_groups=work.n_groups)
+        split = functools.partial(_split_groups, offsets_at)
+        types = [
+            like(ctx.avals_in[0], x.shape, x.dtype) for x in jax.eval_shape(split, *ctx.avals_in)
+        ]
+        n = len(types) // 2
+        inner = ctx.replace(avals_out=types)
+        values = mlir.lower_fun(split, multiple_results=True)(inner, *operands)
+        n_first = types[1].shape[0]
+        results = call(ctx.replace(avals_in=types[:n]), *values[:n], n_groups=n_first)
+        inner = ctx.replace(avals_in=[*types[n:], *ctx.avals_out])
+        aliases = {n + i: i for i in range(len(results))}
+        n_others = work.n_groups - n_first
+        return call(inner, *values[n:], *results, n_groups=n_others, aliases=aliases)
 
     primitive = make_primitive(target, cuda=lower_cuda)
     mlir.register_lowering(primitive, lower_separately)
     return primitive
 
 
+def has_two_parts(weights: Any, row_offsets: Any) -> bool:
+    """Whether these are the weights of the first groups only."""
+    return weights.shape[0] < row_offsets.shape[0] - 1
+
+
+def _split_groups(offsets_at: int, *operands: jax.Array) -> list[jax.Array]:
+    """The operands of the first groups, then those of the others."""
+    *first, weights = operands
+    n = first[1].shape[0]
+    others = [*first]
+    others[1] = weights
+    first[offsets_at], others[offsets_at] = first[offsets_at][: n + 1], first[offsets_at][n:]
+    for i in range(offsets_at + 1, len(first)):
+        first[i], others[i] = first[i][:n], first[i][n:]
+    return [*first, *others]
+
+
 def _lower(
     ctx: mlir.LoweringRuleContext, *operands: Any, matmul: Matmul, platform: str = "other"
 ) -> Any:
-    work = work_of(matmul, ctx.avals_in, is_scaled=len(operands) > _ACCUMULATOR + 1)
+    work = work_of(matmul, ctx.avals_in, is_scaled=len(operands) > _KEPT + 1)
     implementation = choose(work, platform)
     if implementation != Implementation.KERNEL:
         return _BY_JAX[implementation](ctx, *operands, matmul=matmul)
     return call_kernel(
         ctx,
-        _TARGET,
         *operands,
+        target=_TARGET,
         n_groups=work.n_groups,
-        aliases={_ACCUMULATOR: 0} if matmul.accumulates else None,
+        aliases={_KEPT: 0} if matmul.accumulates or matmul.continues else None,
         form=np.int32(matmul.form),
         zeroes_unused=np.bool_(matmul.zeroes_unused),
     )
@@ -162,7 +219,12 @@ def _by_tiles(*operands: jax.Array, matmul: Matmul) -> list[jax.Array]:
             tiles.rows_by_rows(lhs, rhs, row_offsets, dtype=matmul.dtype, accumulator=accumulator)
         ]
     transposed = matmul.form == MatmulForm.TRANSPOSED_WEIGHTS
-    return [tiles.rows_by_weights(lhs, rhs, row_offsets, transposed=transposed, dtype=matmul.dtype)]
+    kept = rest[0] if matmul.continues else None
+    return [
+        tiles.rows_by_weights(
+            lhs, rhs, row_offsets, transposed=transposed, dtype=matmul.dtype, kept=kept
+        )
+    ]
 
 
 def by_ragged_dot(*operands: jax.Array, matmul: Matmul) -> list[jax.Array]:
@@ -196,7 +258,8 @@ def by_ragged_dot(*operands: jax.Array, matmul: Matmul) -> list[jax.Array]:
     if matmul.accumulates:
         has_rows = (row_offsets[1:] > row_offsets[:-1])[:, None, None]
         return [jnp.where(has_rows, rest[0] + product, rest[0])]
-    return [product.astype(matmul.dtype)]
+    product = product.astype(matmul.dtype)
+    return [jnp.where(in_use, product, rest[0]) if matmul.continues else product]
 
 
 _BY_JAX = {

@@ -19,9 +19,18 @@ from jax_ep.exchange import checks
 from jax_ep.ffi.lowering import like
 from jax_ep.layer.activation.calls import Activation, fused_silu_p, gate_attributes
 from jax_ep.layer.activation.rules import known_values, pull_back
-from jax_ep.layer.matmul.calls import Matmul, MatmulForm, gated_primitive, multiply_groups, work_of
+from jax_ep.layer.matmul.calls import (
+    Matmul,
+    MatmulForm,
+    Weights,
+    flatten_weights,
+    gated_primitive,
+    has_two_parts,
+    multiply_groups,
+    work_of,
+)
 from jax_ep.layer.matmul.choose import Operation, Work
-from jax_ep.layer.matmul.rules import add_bias, grouped_matmul
+from jax_ep.layer.matmul.rules import add_bias, grouped_matmul, weights_gradient
 
 # Name of the result of the first matmul, `[C, 2 F]`, with its bias, for `jax.checkpoint` policies.
 EXPERT_HIDDEN_NAME = "jax_ep_expert_hidden"
@@ -34,8 +43,8 @@ _BACKWARD = Matmul(MatmulForm.TRANSPOSED_WEIGHTS, _DTYPE)
 def gated_mlp(
     activation: Activation,
     rows: jax.Array,
-    gate_up: jax.Array,
-    down: jax.Array,
+    gate_up: Weights,
+    down: Weights,
     row_offsets: jax.Array,
     bias: jax.Array | None = None,
 ) -> jax.Array:
@@ -50,7 +59,8 @@ def gated_mlp(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gated_mlp(activation: Activation, *operands: Any) -> jax.Array:
     rows, gate_up, bias, down, row_offsets = operands
-    operands = rows, gate_up, row_offsets, *present(bias)
+    first, others = flatten_weights(gate_up)
+    operands = rows, first, row_offsets, *present(bias), *others
     (values,) = gated_matmul_p.bind(*operands, activation=activation, keeps_hidden=False)
     return multiply_groups(_FORWARD, values, down, row_offsets)
 
@@ -81,7 +91,8 @@ def _multiply_and_activate(activation: Activation, *operands: Any) -> tuple[jax.
     `_multiply_activated` differentiates the activation by the former.
     """
     rows, weights, bias, row_offsets = operands
-    operands = rows, weights, row_offsets, *present(bias)
+    first, others = flatten_weights(weights)
+    operands = rows, first, row_offsets, *present(bias), *others
     values, hidden = gated_matmul_p.bind(*operands, activation=activation, keeps_hidden=True)
     return hidden, values
 
@@ -89,7 +100,7 @@ def _multiply_and_activate(activation: Activation, *operands: Any) -> tuple[jax.
 def _multiply_and_activate_fwd(activation: Activation, *operands: Any) -> tuple[Any, Any]:
     *arrays, row_offsets = operands
 
-    def multiply(rows: jax.Array, weights: jax.Array, bias: jax.Array | None) -> jax.Array:
+    def multiply(rows: jax.Array, weights: Weights, bias: jax.Array | None) -> jax.Array:
         product = grouped_matmul(_FORWARD, rows, weights, row_offsets)
         return product if bias is None else add_bias(product, bias, row_offsets)
 
@@ -109,7 +120,11 @@ def _by_two_calls(
     activation: Activation,
     keeps_hidden: bool,
 ) -> list[jax.Array]:
-    product = multiply_groups(_FORWARD, rows, weights, row_offsets)
+    all_weights: Weights = weights
+    if has_two_parts(weights, row_offsets):
+        *biases, others = biases
+        all_weights = weights, others
+    product = multiply_groups(_FORWARD, rows, all_weights, row_offsets)
     hidden, values = add_and_activate(activation, product, row_offsets, *biases)
     return [*values, hidden] if keeps_hidden else values
 
@@ -125,7 +140,8 @@ def add_and_activate(
 
 
 def _describe(operands: Sequence[Any], keeps_hidden: bool, **_: Any) -> Work:
-    options = dict(has_bias=len(operands) > 3, keeps_hidden=keeps_hidden)
+    has_bias = len(operands) - has_two_parts(operands[1], operands[2]) > 3
+    options = dict(has_bias=has_bias, keeps_hidden=keeps_hidden)
     return work_of(_FORWARD, operands, Operation.ACTIVATE, **options)
 
 
@@ -133,7 +149,7 @@ def _attributes(activation: Activation, keeps_hidden: bool) -> dict[str, Any]:
     return dict(keeps_hidden=np.bool_(keeps_hidden), **gate_attributes(activation))
 
 
-gated_matmul_p = gated_primitive("jax_ep_gated_matmul", _describe, _attributes, _by_two_calls)
+gated_matmul_p = gated_primitive("jax_ep_gated_matmul", _describe, _attributes, _by_two_calls, 2)
 
 
 @gated_matmul_p.def_abstract_eval
@@ -146,7 +162,7 @@ def _result_types(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _multiply_activated(activation: Activation, *operands: jax.Array) -> jax.Array:
+def _multiply_activated(activation: Activation, *operands: Any) -> jax.Array:
     """`bfloat16[C, H]`: values `[C, F]`, the activation of hidden rows, times weights `[L, F, H]`.
 
     Operands: hidden rows `[C, 2 F]`, values, weights, row_offsets. The activation's gradient goes
@@ -159,7 +175,7 @@ def _multiply_activated_fwd(
     activation: Activation,
     hidden: jax.Array,
     values: jax.Array,
-    weights: jax.Array,
+    weights: Weights,
     row_offsets: jax.Array,
 ) -> tuple[jax.Array, Any]:
     values = known_values(activation, hidden, values, row_offsets)
@@ -170,7 +186,7 @@ def _multiply_activated_fwd(
 def _multiply_activated_bwd(activation: Activation, saved: Any, cotangent: jax.Array) -> Any:
     hidden, values, weights, row_offsets = saved
     of_hidden = _pull_back(activation, cotangent, weights, hidden, row_offsets)
-    of_weights = grouped_matmul(Matmul(MatmulForm.ROWS, _DTYPE), values, cotangent, row_offsets)
+    of_weights = weights_gradient(_FORWARD.form, values, weights, row_offsets, cotangent)
     return of_hidden, None, of_weights, None
 
 
@@ -178,16 +194,20 @@ _multiply_activated.defvjp(_multiply_activated_fwd, _multiply_activated_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _pull_back(activation: Activation, *operands: jax.Array) -> jax.Array:
+def _pull_back(activation: Activation, *operands: Any) -> jax.Array:
     """The gradient of hidden rows; unspecified in rows that are not in use."""
+    cotangent, weights, hidden, row_offsets = operands
+    first, others = flatten_weights(weights)
+    operands = cotangent, first, hidden, row_offsets, *others
     return gated_matmul_grad_p.bind(*operands, activation=activation)[0]
 
 
-def _pull_back_fwd(activation: Activation, *operands: jax.Array) -> tuple[jax.Array, Any]:
+def _pull_back_fwd(activation: Activation, *operands: Any) -> tuple[jax.Array, Any]:
     *arrays, row_offsets = operands
 
-    def by_two_calls(cotangent: jax.Array, weights: jax.Array, hidden: jax.Array) -> jax.Array:
-        operands = cotangent, weights, hidden, row_offsets
+    def by_two_calls(cotangent: jax.Array, weights: Weights, hidden: jax.Array) -> jax.Array:
+        first, others = flatten_weights(weights)
+        operands = cotangent, first, hidden, row_offsets, *others
         return _differentiate_by_two(*operands, activation=activation)[0]
 
     return jax.vjp(by_two_calls, *arrays)
@@ -201,25 +221,27 @@ def _differentiate_by_two(
     weights: jax.Array,
     hidden: jax.Array,
     row_offsets: jax.Array,
-    *,
+    *others: jax.Array,
     activation: Activation,
 ) -> list[jax.Array]:
-    of_values = grouped_matmul(_BACKWARD, cotangent, weights, row_offsets)
+    of_values = grouped_matmul(
+        _BACKWARD, cotangent, (weights, *others) if others else weights, row_offsets
+    )
     return [pull_back(activation, hidden, row_offsets, of_values)]
 
 
 def _describe_gradient(operands: Sequence[Any], **_: Any) -> Work:
-    cotangent, weights, _hidden, row_offsets = operands
+    cotangent, weights, _hidden, row_offsets, *_ = operands
     return work_of(_BACKWARD, (cotangent, weights, row_offsets), Operation.DIFFERENTIATE)
 
 
 gated_matmul_grad_p = gated_primitive(
-    "jax_ep_gated_matmul_grad", _describe_gradient, gate_attributes, _differentiate_by_two
+    "jax_ep_gated_matmul_grad", _describe_gradient, gate_attributes, _differentiate_by_two, 3
 )
 
 
 @gated_matmul_grad_p.def_abstract_eval
 def _gradient_types(
-    cotangent: Any, weights: Any, hidden: Any, row_offsets: Any, *, activation: Activation
+    cotangent: Any, weights: Any, hidden: Any, *_: Any, activation: Activation
 ) -> Any:
     return [like(hidden, hidden.shape, hidden.dtype)]

@@ -124,7 +124,7 @@ def _describe(operands: Sequence[Any], **_: Any) -> Work:
 
 
 gated_scaled_matmul_p = gated_primitive(
-    "jax_ep_gated_scaled_matmul", _describe, gate_attributes, _by_three_calls
+    "jax_ep_gated_scaled_matmul", _describe, gate_attributes, _by_three_calls, 2
 )
 
 

@@ -17,9 +17,11 @@ from jax_ep.exchange.rows import row_groups
 from jax_ep.layer.matmul.calls import (
     Matmul,
     MatmulForm,
+    Weights,
     dequantize_rows,
     dequantize_weights,
     multiply_groups,
+    split_offsets,
 )
 
 _NO_GRADIENT: Any = None  # what custom_vjp expects for integers and codes
@@ -38,16 +40,27 @@ def _factors(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def grouped_matmul(matmul: Matmul, *operands: jax.Array) -> jax.Array:
-    """A grouped matmul of numbers, perhaps added to an accumulator."""
+def grouped_matmul(matmul: Matmul, *operands: Any) -> jax.Array:
+    """A grouped matmul of numbers, perhaps added to an accumulator; weights may be in two parts."""
     return multiply_groups(matmul, *operands)
 
 
-def _bwd(matmul: Matmul, saved: Any, of_product: jax.Array) -> tuple[jax.Array | None, ...]:
+def weights_gradient(
+    form: MatmulForm, rows: jax.Array, weights: Weights, row_offsets: jax.Array, of_product: Any
+) -> Weights:
+    """The gradient of the weights of a matmul in this form, in as many parts."""
+    parts = []
+    for offsets in split_offsets(weights, row_offsets):
+        matmul = Matmul(MatmulForm.ROWS, rows.dtype)
+        parts.append(grouped_matmul(matmul, *_factors(form, rows, of_product), offsets))
+    return tuple(parts) if isinstance(weights, tuple) else parts[0]
+
+
+def _bwd(matmul: Matmul, saved: Any, of_product: jax.Array) -> tuple[Any, ...]:
     lhs, rhs, row_offsets = saved
     cotangent = of_product.astype(lhs.dtype)
 
-    def multiply(form: MatmulForm, a: jax.Array, b: jax.Array, dtype: np.dtype) -> jax.Array:
+    def multiply(form: MatmulForm, a: jax.Array, b: Weights, dtype: np.dtype) -> jax.Array:
         return grouped_matmul(Matmul(form, dtype, zeroes_unused=True), a, b, row_offsets)
 
     if matmul.form == MatmulForm.ROWS:
@@ -56,8 +69,7 @@ def _bwd(matmul: Matmul, saved: Any, of_product: jax.Array) -> tuple[jax.Array |
         of_accumulator = (of_product,) if matmul.accumulates else ()
         return grad_lhs, grad_rhs, _NO_GRADIENT, *of_accumulator
     grad_lhs = multiply(_FLIPPED[matmul.form], cotangent, rhs, lhs.dtype)
-    factors = _factors(matmul.form, lhs, cotangent)
-    return grad_lhs, multiply(MatmulForm.ROWS, *factors, rhs.dtype), _NO_GRADIENT
+    return grad_lhs, weights_gradient(matmul.form, lhs, rhs, row_offsets, cotangent), _NO_GRADIENT
 
 
 grouped_matmul.defvjp(lambda matmul, *args: (grouped_matmul(matmul, *args), args[:3]), _bwd)

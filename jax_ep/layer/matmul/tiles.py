@@ -20,15 +20,24 @@ from jax_ep.exchange.choices import order_of
 
 
 def rows_by_weights(
-    rows: jax.Array, weights: jax.Array, row_offsets: jax.Array, *, transposed: bool, dtype: Any
+    rows: jax.Array,
+    weights: jax.Array,
+    row_offsets: jax.Array,
+    *,
+    transposed: bool,
+    dtype: Any,
+    kept: jax.Array | None = None,
 ) -> jax.Array:
-    """`[C, N]`: the rows of each group, `[C, K]`, times its weights, `[L, K, N]`; zero if unused.
+    """`[C, N]`: the rows of each group, `[C, K]`, times its weights, `[L, K, N]`.
 
     With `transposed`, weights are `[L, N, K]`. Accumulated in float32 and rounded once, to `dtype`.
-    `row_offsets`, `uint32[L + 1]`, do not decrease and are at most C. Unused rows may hold NaN.
+    `row_offsets`, `uint32[L + 1]`, do not decrease and are at most C. Unused rows may hold NaN;
+    those of the result are those of `kept`, or zero.
     """
     n_rows, n_groups = rows.shape[0], weights.shape[0]
-    out = jnp.zeros((n_rows, weights.shape[1 if transposed else 2]), dtype)
+    out = kept
+    if out is None:
+        out = jnp.zeros((n_rows, weights.shape[1 if transposed else 2]), dtype)
     if n_rows == 0 or n_groups == 0:
         return out
     rows, weights, row_offsets, out = vary_alike((), rows, weights, row_offsets, out)

@@ -7,6 +7,7 @@
 
 #include "core/status.h"
 #include "layer/activation/read_silu.h"
+#include "layer/matmul/call/kept.h"
 #include "layer/matmul/gated.h"
 #include "layer/matmul/kernels.h"
 #include "layer/matmul/matmul_call.h"
@@ -37,6 +38,17 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_ep::matmul::GatedAttributes,
 namespace jax_ep::matmul {
 namespace {
 
+// Results of the first groups, to which a call adds the rows of others. Null: there are none.
+struct KeptResults {
+  const void* values;  // or the gradient of hidden rows
+  const void* hidden;
+
+  // Whether the last operands share memory with the results, as they should: see Keep.
+  bool AreResults(const void* out_values, const void* out_hidden) const {
+    return values == out_values && (hidden == nullptr || hidden == out_hidden);
+  }
+};
+
 // `n_axis` is of the weights; `offsets`, the operand with the row offsets.
 Status ReadSizes(const BufferReader& operands, MatmulForm form, size_t n_axis, size_t offsets,
                  MatmulCall* call) {
@@ -58,17 +70,18 @@ void ReadWorkspace(BufferReader& results, MatmulCall* call) {
   results.ExpectEnd("results");
 }
 
-void ReadBuffers(bool has_bias, bool has_hidden, BufferReader& operands, BufferReader& results,
-                 MatmulCall* call, Gate* gate) {
+void ReadBuffers(bool has_bias, bool has_hidden, int n_kept, BufferReader& operands,
+                 BufferReader& results, MatmulCall* call, Gate* gate, KeptResults* kept) {
+  const Shape values_shape = {call->n_rows, call->n / 2}, hidden_shape = {call->n_rows, call->n};
   call->lhs = operands.Next("rows", ffi::BF16, {call->n_rows, call->k});
   call->rhs = operands.Next("weights", ffi::BF16, {call->n_groups, call->k, call->n});
   call->row_offsets = operands.Next<uint32_t>("row_offsets", {call->n_groups + 1});
   gate->bias = has_bias ? operands.Next("bias", ffi::BF16, {call->n_groups, call->n}) : nullptr;
+  if (n_kept > 0) kept->values = operands.Next("the result so far", ffi::BF16, values_shape);
+  if (n_kept > 1) kept->hidden = operands.Next("the hidden rows so far", ffi::BF16, hidden_shape);
   operands.ExpectEnd("operands");
-  gate->values = results.Next("the result", ffi::BF16, {call->n_rows, call->n / 2});
-  if (has_hidden) {
-    call->out = results.Next("the matmul's result", ffi::BF16, {call->n_rows, call->n});
-  }
+  gate->values = results.Next("the result", ffi::BF16, values_shape);
+  if (has_hidden) call->out = results.Next("the matmul's result", ffi::BF16, hidden_shape);
   ReadWorkspace(results, call);
 }
 
@@ -87,25 +100,33 @@ void ReadScaledBuffers(bool has_bias, BufferReader& operands, BufferReader& resu
   ReadWorkspace(results, call);
 }
 
-void ReadBuffers(bool has_room, BufferReader& operands, BufferReader& results, MatmulCall* call,
-                 GatedGradient* gradient) {
+void ReadBuffers(bool has_room, bool has_kept, BufferReader& operands, BufferReader& results,
+                 MatmulCall* call, GatedGradient* gradient, KeptResults* kept) {
   const Shape hidden_shape = {call->n_rows, 2 * call->n};
   call->lhs = operands.Next("the result's gradient", ffi::BF16, {call->n_rows, call->k});
   call->rhs = operands.Next("weights", ffi::BF16, {call->n_groups, call->n, call->k});
   gradient->hidden = operands.Next("hidden", ffi::BF16, hidden_shape);
   call->row_offsets = operands.Next<uint32_t>("row_offsets", {call->n_groups + 1});
+  if (has_kept) kept->values = operands.Next("the gradient so far", ffi::BF16, hidden_shape);
   operands.ExpectEnd("operands");
   gradient->of_hidden = results.Next("the gradient", ffi::BF16, hidden_shape);
   if (has_room) results.Next("the values' gradient", ffi::BF16, {call->n_rows, call->n});
   ReadWorkspace(results, call);
 }
 
-// Operands, of bfloat16: rows [C, k], weights [L, k, 2 F], row_offsets [L + 1] and, if there is
-// one, the bias [L, 2 F]. Results: values [C, F]; the matmul's result [C, 2 F], with the bias, if
-// it is kept; the workspace. Programs of earlier versions have room for that result where it is not
-// kept.
+// That the results share memory with no operand but those that they keep.
+Status ExpectDisjoint(BufferList operands, const BufferList& results, int n_kept,
+                      bool are_results) {
+  if (are_results) operands.TakeLast(static_cast<size_t>(n_kept));
+  return CheckDisjoint(operands, results);
+}
+
+// Operands, of bfloat16: rows [C, k], weights [L, k, 2 F], row_offsets [L + 1]; if there is one,
+// the bias [L, 2 F]; perhaps results with rows of other groups. Results: values [C, F]; the
+// matmul's result [C, 2 F], with the bias, if it is kept; the workspace. Programs of earlier
+// versions have room for that result where it is not kept.
 Status ReadGated(const GatedAttributes& attributes, const BufferList& operands,
-                 const BufferList& results, MatmulCall* call, Gate* gate) {
+                 const BufferList& results, MatmulCall* call, Gate* gate, KeptResults* kept) {
   Status status;
   BufferReader operand_reader(operands, status), result_reader(results, status);
   gate->is_interleaved = attributes.interleaved;
@@ -113,10 +134,19 @@ Status ReadGated(const GatedAttributes& attributes, const BufferList& operands,
   gate->keeps_hidden = attributes.keeps_hidden;
   status = ReadSizes(operand_reader, MatmulForm::kWeights, 2, 2, call);
   const bool has_hidden = gate->keeps_hidden || results.size() > 2;
+  // Values have half as many columns as a bias.
+  const size_t n_results = gate->keeps_hidden ? 2 : 1, n_others = operands.size() - 3;
+  const bool has_kept = operands.size() >= 3 && n_others >= n_results &&
+                        2 * operand_reader.Dim(operands.size() - n_results, 1) == call->n;
+  const int n_kept = has_kept ? static_cast<int>(n_results) : 0;
   if (status.ok()) {
-    ReadBuffers(operands.size() > 3, has_hidden, operand_reader, result_reader, call, gate);
+    ReadBuffers(operands.size() > 3 + n_kept, has_hidden, n_kept, operand_reader, result_reader,
+                call, gate, kept);
   }
-  if (status.ok()) status = CheckDisjoint(operands, results);
+  if (status.ok()) {
+    const bool are_results = kept->AreResults(gate->values, call->out);
+    status = ExpectDisjoint(operands, results, n_kept, are_results);
+  }
   return status;
 }
 
@@ -140,20 +170,25 @@ Status ReadGatedScaled(const silu::GateAttributes& attributes, const BufferList&
 }
 
 // Operands, of bfloat16: the gradient of the second matmul's result [C, k], its weights [L, F, k],
-// hidden rows [C, 2 F], row_offsets [L + 1]. Results: the gradient of the hidden rows, the
-// workspace. Programs of earlier versions have room for that of the activation's result [C, F]
-// between these.
+// hidden rows [C, 2 F], row_offsets [L + 1]; perhaps the result with rows of other groups. Results:
+// the gradient of the hidden rows, the workspace. Programs of earlier versions have room for that
+// of the activation's result [C, F] between these.
 Status ReadGatedGradient(const silu::GateAttributes& attributes, const BufferList& operands,
-                         const BufferList& results, MatmulCall* call, GatedGradient* gradient) {
+                         const BufferList& results, MatmulCall* call, GatedGradient* gradient,
+                         KeptResults* kept) {
   Status status;
   BufferReader operand_reader(operands, status), result_reader(results, status);
   gradient->is_interleaved = attributes.interleaved;
   gradient->activation = attributes.activation();
   status = ReadSizes(operand_reader, MatmulForm::kTransposedWeights, 1, 3, call);
+  const bool has_kept = operands.size() > 4;
   if (status.ok()) {
-    ReadBuffers(results.size() > 2, operand_reader, result_reader, call, gradient);
+    ReadBuffers(results.size() > 2, has_kept, operand_reader, result_reader, call, gradient, kept);
   }
-  if (status.ok()) status = CheckDisjoint(operands, results);
+  if (status.ok()) {
+    const bool are_results = kept->AreResults(gradient->of_hidden, nullptr);
+    status = ExpectDisjoint(operands, results, has_kept, are_results);
+  }
   return status;
 }
 
@@ -197,10 +232,15 @@ ffi::Error GatedImpl(cudaStream_t stream, ffi::RemainingArgs operands, ffi::Rema
                      const GatedAttributes& attributes) {
   MatmulCall call{};
   Gate gate{};
+  KeptResults kept{};
   const Status status =
-      ReadGated(attributes, BufferList(operands), BufferList(results), &call, &gate);
-  return Run("gated_matmul", status, call, {8, 16},
-             [&] { return hopper::LaunchGated(call, gate, stream); });
+      ReadGated(attributes, BufferList(operands), BufferList(results), &call, &gate, &kept);
+  return Run("gated_matmul", status, call, {8, 16}, [&] {
+    const auto n_bytes = static_cast<size_t>(call.n_rows * call.n) * sizeof(uint16_t);
+    cudaError_t error = Keep(kept.values, gate.values, n_bytes / 2, stream);
+    if (error == cudaSuccess) error = Keep(kept.hidden, call.out, n_bytes, stream);
+    return error == cudaSuccess ? hopper::LaunchGated(call, gate, stream) : error;
+  });
 }
 
 ffi::Error GatedScaledImpl(cudaStream_t stream, ffi::RemainingArgs operands,
@@ -217,10 +257,14 @@ ffi::Error GatedGradientImpl(cudaStream_t stream, ffi::RemainingArgs operands,
                              ffi::RemainingRets results, const silu::GateAttributes& attributes) {
   MatmulCall call{};
   GatedGradient gradient{};
-  const Status status =
-      ReadGatedGradient(attributes, BufferList(operands), BufferList(results), &call, &gradient);
-  return Run("gated_matmul's gradient", status, call, {8, 8},
-             [&] { return hopper::LaunchGatedGradient(call, gradient, stream); });
+  KeptResults kept{};
+  const Status status = ReadGatedGradient(attributes, BufferList(operands), BufferList(results),
+                                          &call, &gradient, &kept);
+  return Run("gated_matmul's gradient", status, call, {8, 8}, [&] {
+    const auto n_bytes = static_cast<size_t>(2 * call.n_rows * call.n) * sizeof(uint16_t);
+    const cudaError_t error = Keep(kept.values, gradient.of_hidden, n_bytes, stream);
+    return error == cudaSuccess ? hopper::LaunchGatedGradient(call, gradient, stream) : error;
+  });
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "core/status.h"
+#include "layer/matmul/call/kept.h"
 #include "layer/matmul/call/load_matmuls.h"
 #include "layer/matmul/kernels.h"
 #include "layer/matmul/matmul_call.h"
@@ -77,8 +78,9 @@ Shape RhsShape(const MatmulCall& call) {
   return {};
 }
 
-// Returns the accumulator, if there is one.
-const void* ReadBuffers(BufferReader& operands, BufferReader& results, MatmulCall* call) {
+// Returns what the result holds before the call, if `has_kept`.
+const void* ReadBuffers(bool has_kept, BufferReader& operands, BufferReader& results,
+                        MatmulCall* call) {
   const ffi::DataType type = ToDataType(call->element, /*is_packed=*/false);
   const bool is_rows = call->form == MatmulForm::kRows;
   call->lhs = operands.Next("lhs", type, {call->n_rows, call->k});
@@ -93,38 +95,35 @@ const void* ReadBuffers(BufferReader& operands, BufferReader& results, MatmulCal
   }
   const Shape out_shape =
       is_rows ? Shape{call->n_groups, call->k, call->n} : Shape{call->n_rows, call->n};
-  const void* const accumulator =
-      call->accumulates ? operands.Next<float>("accumulator", out_shape) : nullptr;
+  const ffi::DataType out_type = call->accumulates ? ffi::F32 : results.Type(0);
+  const void* const kept =
+      has_kept ? operands.Next("the result so far", out_type, out_shape) : nullptr;
   operands.ExpectEnd("operands");
-  call->out = results.Next("the result", call->accumulates ? ffi::F32 : results.Type(0), out_shape);
+  call->out = results.Next("the result", out_type, out_shape);
   call->workspace_bytes = MatmulWorkspaceBytes(call->n_groups);
   call->workspace =
       results.Next("workspace", ffi::U8, {static_cast<int64_t>(call->workspace_bytes)});
   results.ExpectEnd("results");
-  return accumulator;
+  return kept;
 }
 
-// Operands: lhs, rhs, row_offsets [L + 1], and for codes lhs_scales, rhs_scales; in the form kRows,
-// there may be an accumulator. Results: the product, the workspace. `*accumulator` is null if there
-// is none. XLA gives it the memory of the product, unless it makes the call work on slices of
-// larger arrays: the caller then copies it there.
+// Operands: lhs, rhs, row_offsets [L + 1], and for codes lhs_scales, rhs_scales; without scales,
+// perhaps what the result holds before: in the form kRows, an accumulator, in the others, rows of
+// other groups. Results: the product, the workspace. `*kept` is null if nothing is kept.
 Status ReadMatmul(const MatmulAttributes& attributes, const BufferList& operands,
-                  const BufferList& results, MatmulCall* call, const void** accumulator) {
+                  const BufferList& results, MatmulCall* call, const void** kept) {
   Status status;
   BufferReader operand_reader(operands, status), result_reader(results, status);
   call->form = attributes.form;
   call->zeroes_unused = attributes.zeroes_unused;
   status = ReadTypes(operand_reader, result_reader, call);
-  constexpr size_t kMinOperands = 3;
-  call->accumulates = call->form == MatmulForm::kRows && call->element != Element::kE4m3 &&
-                      operands.size() > kMinOperands;
+  const bool has_kept = call->element != Element::kE4m3 && operands.size() > 3;
+  call->accumulates = call->form == MatmulForm::kRows && has_kept;
   if (status.ok()) status = ReadSizes(operand_reader, call);
-  *accumulator = nullptr;
-  if (status.ok()) *accumulator = ReadBuffers(operand_reader, result_reader, call);
+  *kept = nullptr;
+  if (status.ok()) *kept = ReadBuffers(has_kept, operand_reader, result_reader, call);
   BufferList read_only = operands;
-  if (call->accumulates && *accumulator == call->out) {
-    read_only.TakeLast(operands.size() - kMinOperands);
-  }
+  if (has_kept && *kept == call->out) read_only.TakeLast(1);
   if (status.ok()) status = CheckDisjoint(read_only, results);
   if (!status.ok()) status.message = "grouped_matmul: " + status.message;
   return status;
@@ -133,17 +132,14 @@ Status ReadMatmul(const MatmulAttributes& attributes, const BufferList& operands
 ffi::Error MatmulImpl(cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingRets results,
                       const MatmulAttributes& attributes) {
   MatmulCall call{};
-  const void* accumulator = nullptr;
+  const void* kept = nullptr;
   const Status status =
-      ReadMatmul(attributes, BufferList(operands), BufferList(results), &call, &accumulator);
+      ReadMatmul(attributes, BufferList(operands), BufferList(results), &call, &kept);
   if (!status.ok()) return ToError(status);
-  if (call.accumulates && accumulator != call.out) {
-    const auto n_bytes = static_cast<size_t>(call.out_elements() * ElementBytes(call.out_type));
-    const cudaError_t error =
-        cudaMemcpyAsync(call.out, accumulator, n_bytes, cudaMemcpyDeviceToDevice, stream);
-    if (error != cudaSuccess) return p2p::ToError(error, "grouped_matmul");
-  }
-  return p2p::ToError(LaunchMatmul(call, stream), "grouped_matmul");
+  const auto n_bytes = static_cast<size_t>(call.out_elements() * ElementBytes(call.out_type));
+  cudaError_t error = Keep(kept, call.out, n_bytes, stream);
+  if (error == cudaSuccess) error = LaunchMatmul(call, stream);
+  return p2p::ToError(error, "grouped_matmul");
 }
 
 ffi::Error UseMatmuls(ffi::Dictionary) {

@@ -1,0 +1,71 @@
+// Where the ranks of a group that are in one process meet, each on a thread of its own.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/status.h"
+
+namespace jax_ep::p2p {
+
+// In each meeting, every rank tells the others a value.
+template <class Value>
+class Meeting {
+ public:
+  explicit Meeting(size_t n_ranks) : has_come_(n_ranks), coming_(n_ranks), values_(n_ranks) {}
+
+  // Waits until every rank has come, and gives the values of all. If one does not come in time, the
+  // others get the same error, and may come again.
+  Status Meet(size_t rank, const Value& own, double timeout_s, std::vector<Value>* values) {
+    std::unique_lock lock(mutex_);
+    coming_[rank] = own;
+    has_come_[rank] = true;
+    if (++n_come_ == coming_.size()) {
+      values_ = coming_;
+      End({});
+    } else {
+      const int64_t n_before = n_meetings_;
+      const auto limit = std::chrono::duration<double>(timeout_s);
+      if (!everyone_.wait_for(lock, limit, [&] { return n_meetings_ != n_before; })) {
+        End(DescribeMissing(timeout_s));
+      }
+    }
+    // These stay until every rank, this one too, comes to the next meeting.
+    if (outcome_.ok()) *values = values_;
+    return outcome_;
+  }
+
+ private:
+  Status DescribeMissing(double timeout_s) const {
+    std::string missing;
+    for (size_t rank = 0; rank < has_come_.size(); ++rank) {
+      if (!has_come_[rank]) missing += (missing.empty() ? "" : ", ") + std::to_string(rank);
+    }
+    return DeadlineExceeded("waited timeout_s = " + std::to_string(timeout_s) + " for ranks " +
+                            missing + ". All ranks must make the same calls in the same order");
+  }
+
+  void End(Status outcome) {
+    outcome_ = std::move(outcome);
+    has_come_.assign(coming_.size(), false);
+    n_come_ = 0;
+    ++n_meetings_;
+    everyone_.notify_all();
+  }
+
+  std::mutex mutex_;
+  std::condition_variable everyone_;
+  std::vector<bool> has_come_;
+  size_t n_come_ = 0;
+  int64_t n_meetings_ = 0;
+  Status outcome_;  // of the last meeting
+  std::vector<Value> coming_, values_;
+};
+
+}  // namespace jax_ep::p2p

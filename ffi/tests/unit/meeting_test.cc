@@ -1,0 +1,55 @@
+// Tests of the meetings of ranks that share their weights; run by host_test.
+
+#include "p2p/copies/meeting.h"
+
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "tests/unit/check.h"
+
+namespace jax_ep::p2p {
+namespace {
+
+// Every rank's threads run `meet(rank)`.
+template <class Meet>
+void OnAllRanks(size_t n_ranks, const Meet& meet) {
+  std::vector<std::thread> threads;
+  for (size_t rank = 0; rank < n_ranks; ++rank) threads.emplace_back([&, rank] { meet(rank); });
+  for (std::thread& thread : threads) thread.join();
+}
+
+TEST(RanksLearnTheValuesOfEachMeeting) {
+  constexpr size_t kRanks = 4;
+  Meeting<size_t> meeting(kRanks);
+  OnAllRanks(kRanks, [&](size_t rank) {
+    for (size_t round = 0; round < 2000; ++round) {
+      std::vector<size_t> values;
+      CHECK_EQ(meeting.Meet(rank, round * kRanks + rank, 60, &values).message, "");
+      for (size_t other = 0; other < kRanks; ++other) {
+        CHECK_EQ(values[other], round * kRanks + other);
+      }
+    }
+  });
+}
+
+TEST(AMeetingNamesTheRanksThatDoNotCome) {
+  constexpr size_t kRanks = 4;
+  Meeting<size_t> meeting(kRanks);
+  OnAllRanks(2, [&](size_t rank) {
+    std::vector<size_t> values;
+    const double timeout_s = rank == 0 ? 1 : 60;
+    const Status status = meeting.Meet(2 * rank, 0, timeout_s, &values);
+    CHECK_EQ(status.code == Code::kDeadlineExceeded, true);
+    CHECK_CONTAINS(status.message, "for ranks 1, 3. All ranks");
+    CHECK_EQ(values.empty(), true);
+  });
+  OnAllRanks(kRanks, [&](size_t rank) {
+    std::vector<size_t> values;
+    CHECK_EQ(meeting.Meet(rank, 10 + rank, 60, &values).message, "");
+    CHECK_EQ(values == std::vector<size_t>({10, 11, 12, 13}), true);
+  });
+}
+
+}  // namespace
+}  // namespace jax_ep::p2p
