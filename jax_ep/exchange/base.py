@@ -25,11 +25,13 @@ from jax_ep.geometry import Geometry
 
 
 class Sends(NamedTuple):
-    """Which entries of arrays the ranks send each other, at most U from one to another."""
+    """Which entries of arrays the ranks send each other, at most U from one to another.
 
+    The i-th ones travel together.
+    """
+
+    n: jax.Array  # int32[]: beyond the n-th ones, none is sent; the same on all ranks
     entry: jax.Array  # int32[R, U]: of this rank's array, by destination
-    to: jax.Array  # int32[R, U]: the entry of the destination's result
-    is_sent: jax.Array  # bool[R, U]
     got: jax.Array  # int32[R, U]: the entry of this rank's result, by source
     is_got: jax.Array  # bool[R, U]
 
@@ -111,12 +113,7 @@ class Calls(abc.ABC):
         return None
 
     def send(self, x: jax.Array, out: jax.Array, sends: Sends) -> jax.Array:
-        """`out`, `[S, ...]`, with the entries of all ranks' `x`, `[N, ...]`, that come here.
-
-        On GPUs, nothing else travels.
-        """
-        if self.geometry.mesh.devices.flat[0].platform == "gpu":
-            return self._send_ragged(x, out, sends)
+        """`out`, `[S, ...]`, with the entries of all ranks' `x`, `[N, ...]`, that come here."""
         beyond = out.shape[0] + lax.iota(jnp.int32, len(sends.got))  # each but once, none written
 
         def exchange(i: jax.Array, out: jax.Array) -> jax.Array:
@@ -124,13 +121,7 @@ class Calls(abc.ABC):
             to = jnp.where(sends.is_got[:, i], sends.got[:, i], beyond)
             return out.at[to].set(parts, mode="drop", unique_indices=True)
 
-        return lax.fori_loop(0, sends.got.shape[1], exchange, out)
-
-    def _send_ragged(self, x: jax.Array, out: jax.Array, sends: Sends) -> jax.Array:
-        n_sent, n_got = (each.astype(jnp.int32) for each in (sends.is_sent, sends.is_got))
-        first, to = (jnp.where(sends.is_sent, each, 0) for each in (sends.entry, sends.to))
-        numbers = (each.reshape(-1) for each in (first, n_sent, to, n_got))
-        return lax.ragged_all_to_all(x, out, *numbers, axis_name=self.geometry.axis_name)
+        return lax.fori_loop(0, sends.n, exchange, out)
 
 
 @jax.tree_util.register_dataclass

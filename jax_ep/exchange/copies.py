@@ -1,8 +1,8 @@
 """Weights of experts on ranks that are not their home, and the sums of the gradients of all copies.
 
-Weights travel from their home to each rank that holds a copy. Gradients travel back in rounds, in
-each as many experts of a home as `_ROUND_BYTES` has room for, from all ranks. The device alone
-knows how many rounds that takes: as many as the home that has the most experts elsewhere needs.
+Where ranks read each other's arrays (copy_calls.py), one call brings all weights, and one adds all
+gradients. Elsewhere, they travel by `Calls.all_to_all`, an expert for each rank at a time; the
+device alone knows how often. Gradients then need memory of about `_ROUND_BYTES`.
 """
 
 import functools
@@ -25,7 +25,7 @@ _ROUND_BYTES = 2**28  # of gradients that a home receives at a time, of one arra
 
 
 class _Home(NamedTuple):
-    """Where a rank's array `[first + n, ...]` has its n experts."""
+    """Where the array of a rank, `[first + n, ...]`, has its n experts."""
 
     first: int
     n: int
@@ -73,10 +73,8 @@ def lend(calls: Calls, weights: Any, held: jax.Array, first: int) -> tuple[Any, 
         )
         return own, checkpoint_name(copies, EXPERT_COPIES_NAME)
 
-    leaves, tree = jax.tree.flatten(weights)
-    moved = [move(leaf) for leaf in leaves]
-    own, copies = (tree.unflatten([each[i] for each in moved]) for i in (0, 1))
-    return own, copies
+    moved = jax.tree.map(move, weights)
+    return jax.tree.transpose(jax.tree.structure(weights), jax.tree.structure((0, 0)), moved)
 
 
 def _of_numbers(calls: Calls, leaf: jax.Array, held: jax.Array, move: Any) -> Any:
@@ -113,13 +111,15 @@ def _send_out(
     pulled = calls.pull_copies(weights, out, entries)
     if pulled is not None:
         return pulled
-    slots = lax.broadcasted_iota(jnp.int32, held.shape, 1)
+    slots = order_of(~is_away, 2)  # of each rank, first those that others fill
+    n_away = is_away.sum(1, dtype=jnp.int32)
+    is_used = lax.iota(jnp.int32, held.shape[1]) < n_away[rank]
+    mine = jnp.broadcast_to(slots[rank], held.shape)
     sends = Sends(
-        entry=home.first + held % home.n,
-        to=slots,
-        is_sent=is_away & (homes == rank),
-        got=slots,
-        is_got=is_away[rank] & (homes[rank] == ranks),
+        n=n_away.max(),
+        entry=home.first + jnp.take_along_axis(held, slots, 1) % home.n,
+        got=mine,
+        is_got=is_used & (homes[rank][slots[rank]] == ranks),
     )
     return calls.send(weights, out, sends)
 
@@ -165,8 +165,8 @@ def _round(
     slots = returns.slots[:, ranks * n_home + experts]  # [R, R, n]: of each rank, by home
     is_moved = is_lent & (slots < n_slots) & (ranks != ranks.T)[:, :, None]
     entries = n_ranks * lax.iota(jnp.int32, n) + ranks  # [R, n]
-    to = jnp.broadcast_to(entries[rank], entries.shape)
-    sends = Sends(slots[rank], to, is_moved[rank], entries, is_moved[:, rank])
+    n_moved = jnp.clip(returns.n_lent.max() - i * n, 0, n)
+    sends = Sends(n_moved, slots[rank], entries, is_moved[:, rank])
     return jnp.where(is_lent[rank], experts[rank], n_home), sends
 
 

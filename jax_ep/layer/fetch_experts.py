@@ -50,5 +50,6 @@ def fetch_experts(dispatched: Dispatched, weights: Any) -> Any:
 def lend_experts(dispatched: Dispatched, weights: Any) -> tuple[Any, Any]:
     """`weights`, which fit, and `[B, ...]` of the experts that are lent to this rank."""
     group, copies = dispatched.group, dispatched.copies
+    assert copies is not None
     n_shared = int(group.config.fused_shared_expert)
     return lend(calls_of(group), weights, lax.stop_gradient(copies), n_shared)

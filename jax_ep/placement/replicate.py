@@ -16,10 +16,10 @@ def replicate_experts(group: EPGroup, weights: Any, placement: ExpertPlacement) 
     gradients in ascending order of physical experts, in float32 (float64 for float64),
     rounded once. It has the same bits in every run.
 
-    Let n be the number of experts with a copy away from home, on the home rank that has the most of
-    them. Each rank receives `n * (R - 1)` experts, and in the backward their gradients; `rebalance`
-    keeps n small. Beside the results, that takes memory for 2 R experts. They travel by collectives
-    of XLA or, on `host`, by calls of the group. The results have the name `EXPERT_COPIES_NAME`:
+    On `p2p`, if all ranks are in one process, each reads what it lacks where it is. Elsewhere,
+    weights travel by collectives of XLA or, on `host`, by calls of the group: in as many rounds as
+    the rank with the most copies from elsewhere has of these, a rank receives R entries each, of
+    which it needs one; `rebalance` keeps them few. The results have the name `EXPERT_COPIES_NAME`:
     `jax.checkpoint` keeps them for the backward if its policy says so, and otherwise the weights
     travel again.
 

@@ -77,7 +77,13 @@ CUDA = {
 }
 # Calls that not every layer makes.
 OTHERS = {target for target in CUDA if target.endswith(("_matmul", "_matmul_grad"))}
-OTHERS |= {"jax_ep_fused_silu", "jax_ep_fused_silu_grad", "jax_ep_exchange"}
+OTHERS |= {
+    "jax_ep_pull_copies",
+    "jax_ep_add_copies",
+    "jax_ep_fused_silu",
+    "jax_ep_fused_silu_grad",
+    "jax_ep_exchange",
+}
 RAIL = {target for target in CUDA if target.startswith("jax_ep_rail")}
 OTHERS |= RAIL
 # Calls for which formats that quantize have no use.

@@ -145,6 +145,7 @@ def test_an_exchange_whose_buffers_do_not_fit_is_refused(splits, sent, received,
             jax.block_until_ready(on_mesh(group.mesh, body)(*operands))
 
 
+@pytest.mark.xla_collectives
 def test_labels_of_calls_in_a_branch_and_outside_of_it(transport):
     """Ranks that reach the calls at different times ask each other in any order."""
     inside, outside = big_case(4, 3), big_case(4, 4)

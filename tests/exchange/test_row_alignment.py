@@ -69,9 +69,7 @@ def test_padding_adds_nothing_to_a_layer(transport):
 
     with jax.default_matmul_precision("highest"):  # not in TF32
         padded, plain = value_and_gradients(64), value_and_gradients(1)
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-4), padded, plain
-    )
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-4), padded, plain)
 
 
 @pytest.mark.parametrize("value", [0, 2, 512, True, 16.0, "16", [16]])

@@ -17,7 +17,7 @@ import overlapping_layers
 import suite
 from harness import assert_trees_equal, make_mesh, on_mesh, put
 from jax_ep.nodes import overlapped
-from jax_ep.nodes.connection import NodesConnection
+from jax_ep.nodes.calls import NodesCalls
 from jax_ep.nodes.nvshmem.rails import NvshmemRails
 from nvshmem_checks import check_a_skipped_call, check_a_skipped_overlapped_call
 from nvshmem_groups import NAME, map_no_peers, open_group, small
@@ -127,4 +127,4 @@ def check_a_skipped_unreduced_combine() -> None:
     def finish(group, rows):
         return jax_ep.combine(group, rows.tokens, rows, reduce=False)
 
-    check_a_skipped_overlapped_call("combine", finish, NodesConnection)
+    check_a_skipped_overlapped_call("combine", finish, NodesCalls)

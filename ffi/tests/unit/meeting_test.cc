@@ -1,6 +1,6 @@
 // Tests of the meetings of ranks that share their weights; run by host_test.
 
-#include "p2p/copies/meeting.h"
+#include "p2p/call/meeting.h"
 
 #include <string>
 #include <thread>

@@ -6,7 +6,7 @@ It belongs to no group and works inside and outside `jax.shard_map`.
 import dataclasses
 import enum
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -45,7 +45,7 @@ class Matmul:
 
 
 # The weights of all groups, or those of the first ones and those of the others.
-Weights = jax.Array | tuple[jax.Array, jax.Array]
+Weights = jax.Array | tuple[jax.Array, ...]
 PRODUCTS = Matmul(MatmulForm.ROWS, np.dtype(np.float32), accumulates=True)
 
 
@@ -106,8 +106,8 @@ def work_of(
 
 def call_kernel(
     ctx: mlir.LoweringRuleContext,
-    *operands: Any,
     target: str,
+    *operands: Any,
     n_groups: int,
     aliases: dict[int, int] | None = None,
     **attributes: Any,
@@ -144,22 +144,10 @@ def gated_primitive(
         work = describe(ctx.avals_in, **params)
         if choose(work, "cuda") != Implementation.KERNEL:
             return lower_separately(ctx, *operands, **params)
-        call = functools.partial(call_kernel, target=target, **attributes(**params))
-        if not has_two_parts(ctx.avals_in[1], ctx.avals_in[offsets_at]):
-            return call(ctx, *operands, n_groups=work.n_groups)
-        split = functools.partial(_split_groups, offsets_at)
-        types = [
-            like(ctx.avals_in[0], x.shape, x.dtype) for x in jax.eval_shape(split, *ctx.avals_in)
-        ]
-        n = len(types) // 2
-        inner = ctx.replace(avals_out=types)
-        values = mlir.lower_fun(split, multiple_results=True)(inner, *operands)
-        n_first = types[1].shape[0]
-        results = call(ctx.replace(avals_in=types[:n]), *values[:n], n_groups=n_first)
-        inner = ctx.replace(avals_in=[*types[n:], *ctx.avals_out])
-        aliases = {n + i: i for i in range(len(results))}
-        n_others = work.n_groups - n_first
-        return call(inner, *values[n:], *results, n_groups=n_others, aliases=aliases)
+        given = attributes(**params)
+        if has_two_parts(ctx.avals_in[1], ctx.avals_in[offsets_at]):
+            return _call_twice(ctx, target, offsets_at, operands, given)
+        return call_kernel(ctx, target, *operands, n_groups=work.n_groups, **given)
 
     primitive = make_primitive(target, cuda=lower_cuda)
     mlir.register_lowering(primitive, lower_separately)
@@ -169,6 +157,27 @@ def gated_primitive(
 def has_two_parts(weights: Any, row_offsets: Any) -> bool:
     """Whether these are the weights of the first groups only."""
     return weights.shape[0] < row_offsets.shape[0] - 1
+
+
+def _call_twice(
+    ctx: mlir.LoweringRuleContext,
+    target: str,
+    offsets_at: int,
+    operands: Sequence[Any],
+    attributes: dict[str, Any],
+) -> Any:
+    """A kernel's calls for the first groups and for the others, with the results of both."""
+    split = functools.partial(_split_groups, offsets_at)
+    shapes = jax.eval_shape(split, *ctx.avals_in)
+    types = [like(ctx.avals_in[0], x.shape, x.dtype) for x in shapes]
+    lower = mlir.lower_fun(split, multiple_results=True)
+    values = list(lower(ctx.replace(avals_out=types), *operands))
+    n, n_first = len(types) // 2, types[1].shape[0]
+    inner = ctx.replace(avals_in=types[:n])
+    results = call_kernel(inner, target, *values[:n], n_groups=n_first, **attributes)
+    inner = ctx.replace(avals_in=[*types[n:], *ctx.avals_out])
+    options = dict(n_groups=types[n + 1].shape[0], aliases={n + i: i for i in range(len(results))})
+    return call_kernel(inner, target, *values[n:], *results, **options, **attributes)
 
 
 def _split_groups(offsets_at: int, *operands: jax.Array) -> list[jax.Array]:
@@ -192,8 +201,8 @@ def _lower(
         return _BY_JAX[implementation](ctx, *operands, matmul=matmul)
     return call_kernel(
         ctx,
+        _TARGET,
         *operands,
-        target=_TARGET,
         n_groups=work.n_groups,
         aliases={_KEPT: 0} if matmul.accumulates or matmul.continues else None,
         form=np.int32(matmul.form),

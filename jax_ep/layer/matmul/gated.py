@@ -116,14 +116,13 @@ def _by_two_calls(
     rows: jax.Array,
     weights: jax.Array,
     row_offsets: jax.Array,
-    *biases: jax.Array,
+    *others: jax.Array,
     activation: Activation,
     keeps_hidden: bool,
 ) -> list[jax.Array]:
-    all_weights: Weights = weights
-    if has_two_parts(weights, row_offsets):
-        *biases, others = biases
-        all_weights = weights, others
+    n_parts = has_two_parts(weights, row_offsets)
+    biases, parts = others[: len(others) - n_parts], others[len(others) - n_parts :]
+    all_weights = (weights, *parts) if parts else weights
     product = multiply_groups(_FORWARD, rows, all_weights, row_offsets)
     hidden, values = add_and_activate(activation, product, row_offsets, *biases)
     return [*values, hidden] if keeps_hidden else values
@@ -231,7 +230,7 @@ def _differentiate_by_two(
 
 
 def _describe_gradient(operands: Sequence[Any], **_: Any) -> Work:
-    cotangent, weights, _hidden, row_offsets, *_ = operands
+    cotangent, weights, _hidden, row_offsets = operands[:4]
     return work_of(_BACKWARD, (cotangent, weights, row_offsets), Operation.DIFFERENTIATE)
 
 

@@ -7,9 +7,9 @@
 #include <string>
 #include <vector>
 
+#include "p2p/call/meeting.h"
 #include "p2p/call/read_call.h"
 #include "p2p/copies/copies.h"
-#include "p2p/copies/meeting.h"
 #include "p2p/launch/cuda_status.h"
 #include "p2p/launch/stream_order.h"
 
