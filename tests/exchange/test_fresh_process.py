@@ -56,6 +56,7 @@ def use_devices(platform: str) -> None:
     jax.config.update("jax_num_cpu_devices", CASE.n_ranks)
 
 
+@pytest.mark.thorough
 def test_a_cached_program_serves_the_next_process(transport, tmp_path):
     make_mesh(CASE.n_ranks)  # skips where that many devices are missing
     first = run_fresh("check_with_cache", transport, str(tmp_path))

@@ -48,6 +48,7 @@ def test_sums_do_not_depend_on_where_weights_are_given(n_ranks, n_nodes, dtype, 
         check_sums(case.replace(routing=routing), transport)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", params(VARIANTS))
 def test_drops_shared_experts_and_empty_calls_change_nothing(case, transport):
     skip_if_xla_crashes(case)

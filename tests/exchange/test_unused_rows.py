@@ -113,6 +113,7 @@ def zeroing(open_group, case, **options):
     return open_group(case, zero_unused_rows=True, **options)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "is_async"), [*((name, False) for name in CASES), ("plain", True), ("mxfp8", True)]
 )

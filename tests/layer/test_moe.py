@@ -107,6 +107,7 @@ def test_the_layer_has_the_bits_of_its_parts(case, transport):
         compare(group, arrays, ALL, **options)
 
 
+@pytest.mark.thorough
 def test_fp8_matmuls(transport):
     def quantized(layer):
         def run(group, tokens, ids, weights, gate_up, down, **options):

@@ -64,6 +64,7 @@ CASES = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", params(CASES))
 def test_every_feature_matches_the_oracle(case, by_nodes):
     harness.skip_rows_of_no_vectors(case, by_nodes)

@@ -60,6 +60,7 @@ def check_a_node_per_process() -> None:
     closed_forms.check_closed_forms(small.replace(weights="row", **SHARED), "host")
 
 
+@pytest.mark.thorough
 def test_a_process_may_have_several_nodes():
     run_processes(2, "test_nodes_processes:check_nodes_of_processes", n_local_devices=4)
 
