@@ -5,6 +5,7 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <cstdio>
 #include <mutex>
 #include <string>
 #include <utility>
@@ -43,12 +44,18 @@ class Meeting {
 
  private:
   Status DescribeMissing(double timeout_s) const {
-    std::string missing;
+    char waited[32];
+    std::snprintf(waited, sizeof(waited), "%g", timeout_s);
+    return DeadlineExceeded("ranks " + List(true) + " waited " + waited + " s for ranks " +
+                            List(false) + ". Every rank must make the call");
+  }
+
+  std::string List(bool has_come) const {
+    std::string ranks;
     for (size_t rank = 0; rank < has_come_.size(); ++rank) {
-      if (!has_come_[rank]) missing += (missing.empty() ? "" : ", ") + std::to_string(rank);
+      if (has_come_[rank] == has_come) ranks += (ranks.empty() ? "" : ", ") + std::to_string(rank);
     }
-    return DeadlineExceeded("waited timeout_s = " + std::to_string(timeout_s) + " for ranks " +
-                            missing + ". All ranks must make the same calls in the same order");
+    return ranks;
   }
 
   void End(Status outcome) {
