@@ -1,4 +1,7 @@
-"""The calls of `p2p` for copies of experts: ranks of a process read each other's arrays."""
+"""The calls of `p2p` for copies of experts: ranks read each other's arrays.
+
+For that, all ranks of a replica must be in one process.
+"""
 
 import math
 from typing import Any
@@ -19,7 +22,8 @@ _KEPT = 2  # the operand whose entries the result keeps
 
 def can_pull(geometry: Geometry, x: jax.Array, n_entries: int) -> bool:
     """Whether the calls take an array `[N, ...]`, and results of so many entries."""
-    is_one_process = len({each.process_index for each in geometry.mesh.devices.flat}) == 1
+    processes = {(each.replica, each.device.process_index) for each in geometry.coordinates}
+    is_one_process = len(processes) * geometry.n_ranks == len(geometry.coordinates)  # a replica
     has_room = n_entries * (geometry.n_ranks + 1) <= _MAX_POINTERS
     n_bytes = math.prod(x.shape[1:]) * x.dtype.itemsize
     is_vectors = n_bytes > 0 and n_bytes % VECTOR_BYTES == 0
