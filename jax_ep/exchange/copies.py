@@ -105,9 +105,8 @@ def _send_out(
     rank, ranks = _ranks(calls)
     homes = held // home.n
     is_away = (held >= 0) & (homes != ranks)
-    entries = jnp.where(
-        is_away[rank] & (homes[rank] == ranks), home.first + held[rank] % home.n, -1
-    )
+    is_mine = is_away[rank][None] & (homes[rank][None] == ranks)
+    entries = jnp.where(is_mine, home.first + held[rank][None] % home.n, -1)
     pulled = calls.pull_copies(weights, out, entries)
     if pulled is not None:
         return pulled
@@ -119,7 +118,7 @@ def _send_out(
         n=n_away.max(),
         entry=home.first + jnp.take_along_axis(held, slots, 1) % home.n,
         got=mine,
-        is_got=is_used & (homes[rank][slots[rank]] == ranks),
+        is_got=is_used[None] & (homes[rank][slots[rank]][None] == ranks),
     )
     return calls.send(weights, out, sends)
 
@@ -141,9 +140,9 @@ class _Returns(NamedTuple):
 def _plan(home: _Home, held: jax.Array) -> _Returns:
     n_ranks, n_slots = held.shape
     experts = lax.iota(jnp.int32, n_ranks * home.n)
-    is_held = held[:, :, None] == experts
+    is_held = held[:, :, None] == experts[None, None]
     slots = jnp.where(is_held.any(1), is_held.argmax(1), n_slots).astype(jnp.int32)
-    is_away = experts // home.n != lax.iota(jnp.int32, n_ranks)[:, None]
+    is_away = (experts // home.n)[None] != lax.iota(jnp.int32, n_ranks)[:, None]
     is_lent = (is_away & (slots < n_slots)).any(0).reshape(n_ranks, home.n)
     return _Returns(order_of(~is_lent, 2), is_lent.sum(1, dtype=jnp.int32), slots)
 
@@ -160,11 +159,11 @@ def _round(
     rank, ranks = _ranks(calls)
     n_ranks, n_home = returns.lent.shape
     at = i * n + lax.iota(jnp.int32, n)
-    is_lent = at < returns.n_lent[:, None]
+    is_lent = at[None] < returns.n_lent[:, None]
     experts = returns.lent.at[:, at].get(mode="clip")
     slots = returns.slots[:, ranks * n_home + experts]  # [R, R, n]: of each rank, by home
-    is_moved = is_lent & (slots < n_slots) & (ranks != ranks.T)[:, :, None]
-    entries = n_ranks * lax.iota(jnp.int32, n) + ranks  # [R, n]
+    is_moved = is_lent[None] & (slots < n_slots) & (ranks != ranks.T)[:, :, None]
+    entries = n_ranks * lax.iota(jnp.int32, n)[None] + ranks  # [R, n]
     n_moved = jnp.clip(returns.n_lent.max() - i * n, 0, n)
     sends = Sends(n_moved, slots[rank], entries, is_moved[:, rank])
     return jnp.where(is_lent[rank], experts[rank], n_home), sends
@@ -188,7 +187,9 @@ def _add_up(
         return added
     n = max(1, min(home.n, _ROUND_BYTES * home.n // max(1, own.nbytes * n_ranks)))
     received = jnp.zeros((n * n_ranks, *own.shape[1:]), own.dtype)
-    (received,) = checks.vary_alike(calls.geometry.axis_names, received)
+    own, gradients, received = checks.vary_alike(
+        calls.geometry.axis_names, own, gradients, received
+    )
 
     def one_round(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         sums, received = carry
@@ -221,7 +222,7 @@ def _lend_all(
     calls: Calls, home: _Home, weights: jax.Array, held: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     copies = jnp.zeros((held.shape[1], *weights.shape[1:]), weights.dtype)
-    (copies,) = checks.vary_alike(calls.geometry.axis_names, copies)
+    copies, weights, held = checks.vary_alike(calls.geometry.axis_names, copies, weights, held)
     return weights, _send_out(calls, home, weights, held, copies)
 
 
