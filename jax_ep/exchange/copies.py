@@ -147,6 +147,11 @@ def _plan(home: _Home, held: jax.Array) -> _Returns:
     return _Returns(order_of(~is_lent, 2), is_lent.sum(1, dtype=jnp.int32), slots)
 
 
+def _slots_of_home(rank: jax.Array, home: _Home, returns: _Returns) -> jax.Array:
+    """`int32[R, E / R]`, the slots of all ranks that hold the experts of this one."""
+    return lax.dynamic_slice_in_dim(returns.slots, rank * home.n, home.n, 1)
+
+
 def _round(
     calls: Calls, returns: _Returns, n_slots: int, n: int, i: jax.Array
 ) -> tuple[jax.Array, Sends]:
@@ -178,8 +183,8 @@ def _add_up(
     """
     returns = _plan(home, held)
     n_ranks, n_slots = held.shape
-    rank = lax.axis_index(calls.geometry.axis_name)
-    slots = lax.dynamic_slice_in_dim(returns.slots, rank * home.n, home.n, 1)
+    rank, _ = _ranks(calls)
+    slots = _slots_of_home(rank, home, returns)
     entries = jnp.where(slots < n_slots, slots, -1)
     entries = jnp.pad(entries, ((0, 0), (home.first, 0)), constant_values=-1)
     added = calls.add_copies(gradients, own, entries)
@@ -235,11 +240,9 @@ def _replicate_all(calls: Calls, home: _Home, weights: jax.Array, held: jax.Arra
 
 def _sum_all(calls: Calls, home: _Home, gradients: jax.Array, held: jax.Array) -> jax.Array:
     """`[E / R, ...]` of `[S, ...]`: the sums over copies."""
-    first = lax.axis_index(calls.geometry.axis_name) * home.n
-    mine = lax.dynamic_slice_in_dim(_plan(home, held).slots, first, home.n, 1)
-    own = gradients.at[mine[lax.axis_index(calls.geometry.axis_name)]].get(
-        mode="fill", fill_value=0
-    )
+    rank, _ = _ranks(calls)
+    mine = _slots_of_home(rank, home, _plan(home, held))[rank]
+    own = gradients.at[mine].get(mode="fill", fill_value=0)
     return _add_up(calls, home, own, gradients, held)
 
 

@@ -16,7 +16,7 @@ from jax_ep.ffi.lowering import like, make_primitive, synchronous_cuda_call
 from jax_ep.geometry import Geometry
 
 _SUM_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
-_MAX_RANKS, _MAX_POINTERS = 16, 6144  # kMaxCopyRanks, kMaxCopiesSmemBytes / 8 in C++
+_MAX_RANKS, _MAX_POINTERS = 16, 6016  # kMaxCopyRanks, kMaxCopiesSmemBytes / 8 in C++
 _KEPT = 2  # the operand whose entries the result keeps
 
 

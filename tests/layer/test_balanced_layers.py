@@ -101,7 +101,6 @@ def test_gradients_match_the_dense_layer(transport):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4 * np.abs(other).max())
 
 
-@pytest.mark.thorough
 def test_moe_with_a_shared_expert_and_biases_fetches_by_itself(transport):
     """The shared expert is the first group, before experts and copies."""
     tokens, ids, *others = make_operands("one_rank", n_groups=E + R, biases=True)

@@ -5,6 +5,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "p2p/call/meeting.h"
@@ -20,6 +21,17 @@ namespace {
 struct Visit {
   const void* array = nullptr;
   cudaEvent_t event = nullptr;
+  // The call that it makes: the same on all ranks.
+  std::string_view operation{};
+  int64_t n = 0, entry_bytes = 0;
+
+  bool IsOfCall(const Visit& other) const {
+    return operation == other.operation && n == other.n && entry_bytes == other.entry_bytes;
+  }
+  std::string Call() const {
+    return std::string(operation) + ", " + std::to_string(n) + " entries of " +
+           std::to_string(entry_bytes) + " bytes";
+  }
 };
 
 // Of a rank; one for each meeting of a call. Never destroyed, as few as there are devices.
@@ -96,7 +108,8 @@ Status Read(const Caller& caller, const BufferList& operands, const BufferList& 
   return {};
 }
 
-// Makes the stream wait for all that the others launch before they come.
+// Makes the stream wait for all that the others launch before they come. If the ranks are in
+// different calls, all get an error.
 Status MeetAndWait(Meeting<Visit>& meeting, const Caller& caller, const Visit& own,
                    cudaStream_t stream, std::vector<Visit>* visits) {
   Status status = ToStatus(cudaEventRecord(own.event, stream), "recording an event");
@@ -104,7 +117,12 @@ Status MeetAndWait(Meeting<Visit>& meeting, const Caller& caller, const Visit& o
     status = meeting.Meet(caller.member.rank, own, caller.config().timeout_s, visits);
   }
   for (size_t rank = 0; status.ok() && rank < visits->size(); ++rank) {
-    status = ToStatus(cudaStreamWaitEvent(stream, (*visits)[rank].event), "waiting for a rank");
+    const Visit& other = (*visits)[rank];
+    if (!other.IsOfCall(own)) {
+      return InvalidArgument("all ranks must make the same call; rank " + std::to_string(rank) +
+                             " makes " + other.Call() + ", this one " + own.Call());
+    }
+    status = ToStatus(cudaStreamWaitEvent(stream, other.event), "waiting for a rank");
   }
   return status;
 }
@@ -125,16 +143,16 @@ Status Run(const Caller& caller, cudaStream_t stream, int32_t ordinal, const Buf
   }
   const auto meeting = Meetings::Instance().Find(caller.member.group);
   std::vector<Visit> visits;
-  if (status.ok()) {
-    status = MeetAndWait(*meeting, caller, {array, events.ready}, stream, &visits);
-  }
+  Visit own{array, events.ready, caller.operation, args.n, args.entry_bytes};
+  if (status.ok()) status = MeetAndWait(*meeting, caller, own, stream, &visits);
   if (!status.ok()) return status;
   for (size_t rank = 0; rank < visits.size(); ++rank) {
     args.arrays[rank] = static_cast<const uint8_t*>(visits[rank].array);
   }
   if (args.n > 0) status = ToStatus(launch(args, stream), "launching the kernel");
   // XLA may give the array to others once no rank reads it.
-  if (status.ok()) status = MeetAndWait(*meeting, caller, {nullptr, events.done}, stream, &visits);
+  own.event = events.done;
+  if (status.ok()) status = MeetAndWait(*meeting, caller, own, stream, &visits);
   return status;
 }
 

@@ -1,3 +1,6 @@
+// The kernels of copies.h. Each block lists what other ranks have for the result; all blocks then
+// take parts of these entries in turn.
+
 #include "p2p/copies/copies.h"
 #include "p2p/device/copy.cuh"
 #include "p2p/device/reduce.cuh"

@@ -28,8 +28,8 @@ struct CopiesArgs {
 constexpr size_t CopiesSmemBytes(int64_t n, int64_t n_ranks) {
   return static_cast<size_t>(n * (n_ranks + 1)) * sizeof(void*);
 }
-// That the launches below have.
-constexpr size_t kMaxCopiesSmemBytes = 48 * 1024;
+// What the launches below may ask for: of the 48 KiB of any block, they need a word for themselves.
+constexpr size_t kMaxCopiesSmemBytes = 47 * 1024;
 
 // Loads the kernels on the current device.
 cudaError_t LoadCopies();
