@@ -104,12 +104,18 @@ class Calls(abc.ABC):
         """`[R, ...]` by destination to `[R, ...]` by source; otherwise like `all_gather`."""
         return lax.all_to_all(x, self.geometry.axis_name, 0, 0)
 
-    def pull_copies(self, x: jax.Array, out: jax.Array, entries: jax.Array) -> jax.Array | None:
-        """`copy_calls.pull`; None: the transport has no such call, and collectives serve."""
+    def send_copies(
+        self, x: jax.Array, entries: jax.Array, kept: jax.Array | None = None
+    ) -> jax.Array | None:
+        """`copy_calls.send`; None: the transport has no such call, and collectives serve."""
         return None
 
+    def receive_copies(self, sent: jax.Array, x: jax.Array) -> jax.Array:
+        """`copy_calls.receive` of what was sent, by that call or by collectives."""
+        return sent
+
     def add_copies(self, x: jax.Array, own: jax.Array, entries: jax.Array) -> jax.Array | None:
-        """`copy_calls.add`; None as in `pull_copies`."""
+        """`copy_calls.add`; None as in `send_copies`."""
         return None
 
     def send(self, x: jax.Array, out: jax.Array, sends: Sends) -> jax.Array:

@@ -47,13 +47,18 @@ def replicate(calls: Calls, weights: Any, held: jax.Array, n_experts: int) -> An
     home = _Home(0, n_experts // calls.geometry.n_ranks)
 
     def move(leaf: jax.Array) -> jax.Array:
-        return _of_numbers(calls, leaf, held, functools.partial(_replicate, calls, home))
+        if not checks.is_code(leaf.dtype):
+            return _of_numbers(calls, leaf, held, functools.partial(_replicate, calls, home))
+        codes, slots = _as_bytes(calls, leaf, held)
+        return from_bytes(_replicate(calls, home, codes, slots), leaf.dtype)
 
     return checkpoint_name(jax.tree.map(move, weights), EXPERT_COPIES_NAME)
 
 
 def lend(calls: Calls, weights: Any, held: jax.Array, first: int) -> tuple[Any, Any]:
-    """`weights`, and `[S, ...]` of each of its arrays: what this rank's slots hold of other ranks.
+    """`weights`, and what becomes `[S, ...]` of each: what this rank's slots hold of other ranks.
+
+    Only `receive` may take the latter: they may be on their way.
 
     The gradient of an expert is the sum over its home and the ranks that hold it, in their order.
     `weights` are those given; only with them, the sums need no pass over all experts.
@@ -62,31 +67,44 @@ def lend(calls: Calls, weights: Any, held: jax.Array, first: int) -> tuple[Any, 
         calls: of the group.
         weights: a pytree of arrays `[first + E / R, ...]`, with this rank's experts at the end.
         held: `int32[R, S]`, experts of other ranks, each at most once; -1 for none, whose weights
-            are zero.
+            are unspecified.
         first: where the experts begin.
     """
     n_home = calls.geometry.config.n_experts // calls.geometry.n_ranks
 
     def move(leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
-        own, copies = _of_numbers(
-            calls, leaf, held, functools.partial(_lend, calls, _Home(first, n_home))
-        )
-        return own, checkpoint_name(copies, EXPERT_COPIES_NAME)
+        lend_numbers = functools.partial(_lend, calls, _Home(first, n_home))
+        if not checks.is_code(leaf.dtype):
+            own, sent = _of_numbers(calls, leaf, held, lend_numbers)
+            return own, checkpoint_name(sent, EXPERT_COPIES_NAME)
+        own, sent = lend_numbers(*_as_bytes(calls, leaf, held))
+        return leaf, from_bytes(_receive(calls, sent, own), leaf.dtype)
 
     moved = jax.tree.map(move, weights)
     return jax.tree.transpose(jax.tree.structure(weights), jax.tree.structure((0, 0)), moved)
 
 
+def receive(calls: Calls, weights: Any, copies: Any) -> Any:
+    """The copies, once they have come; both as `lend` returned them."""
+
+    def wait(leaf: jax.Array, sent: jax.Array) -> jax.Array:
+        return sent if checks.is_code(leaf.dtype) else _receive(calls, sent, leaf)
+
+    return checkpoint_name(jax.tree.map(wait, weights, copies), EXPERT_COPIES_NAME)
+
+
 def _of_numbers(calls: Calls, leaf: jax.Array, held: jax.Array, move: Any) -> Any:
-    """`move(leaf, held)`; of codes, which have no gradient, as bytes where collectives need it."""
+    """`move(leaf, held)`; integers have no gradient."""
     # Replicas may hold different experts: then their copies of equal weights differ, too.
-    leaf, _ = checks.vary_alike(calls.geometry.axis_names, leaf, held)
-    if jnp.issubdtype(leaf.dtype, jnp.floating) and not checks.is_code(leaf.dtype):
-        return move(leaf, held)
-    leaf = lax.stop_gradient(leaf)
-    if not checks.is_code(leaf.dtype) or leaf.dtype == jnp.uint8:
-        return move(leaf, held)
-    return jax.tree.map(lambda x: from_bytes(x, leaf.dtype), move(to_bytes(leaf), held))
+    leaf, held = checks.vary_alike(calls.geometry.axis_names, leaf, held)
+    is_number = jnp.issubdtype(leaf.dtype, jnp.floating)
+    return move(leaf if is_number else lax.stop_gradient(leaf), held)
+
+
+def _as_bytes(calls: Calls, codes: jax.Array, held: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Codes, which collectives may not know and which have no gradient."""
+    codes, held = checks.vary_alike(calls.geometry.axis_names, codes, held)
+    return to_bytes(lax.stop_gradient(codes)), held
 
 
 def check_leaf(operation: str, leaf: Any, n_experts: int, letters: str) -> jax.Array:
@@ -99,17 +117,19 @@ def check_leaf(operation: str, leaf: Any, n_experts: int, letters: str) -> jax.A
 
 
 def _send_out(
-    calls: Calls, home: _Home, weights: jax.Array, held: jax.Array, out: jax.Array
+    calls: Calls, home: _Home, weights: jax.Array, held: jax.Array, kept: jax.Array | None = None
 ) -> jax.Array:
-    """`out`, `[S, ...]`, with what this rank's slots hold of other ranks."""
+    """`[S, ...]`, to which comes what this rank's slots hold of other ranks, if not `kept`."""
     rank, ranks = _ranks(calls)
     homes = held // home.n
     is_away = (held >= 0) & (homes != ranks)
-    is_mine = is_away[rank][None] & (homes[rank][None] == ranks)
-    entries = jnp.where(is_mine, home.first + held[rank][None] % home.n, -1)
-    pulled = calls.pull_copies(weights, out, entries)
-    if pulled is not None:
-        return pulled
+    entries = jnp.where(is_away & (homes == rank), home.first + held % home.n, -1)
+    sent = calls.send_copies(weights, entries, kept)
+    if sent is not None:
+        return sent
+    if kept is None:
+        kept = jnp.zeros((held.shape[1], *weights.shape[1:]), weights.dtype)
+        kept, weights = checks.vary_alike(calls.geometry.axis_names, kept, weights)
     slots = order_of(~is_away, 2)  # of each rank, first those that others fill
     n_away = is_away.sum(1, dtype=jnp.int32)
     is_used = lax.iota(jnp.int32, held.shape[1]) < n_away[rank]
@@ -120,7 +140,7 @@ def _send_out(
         got=mine,
         is_got=is_used[None] & (homes[rank][slots[rank]][None] == ranks),
     )
-    return calls.send(weights, out, sends)
+    return calls.send(weights, kept, sends)
 
 
 def _ranks(calls: Calls) -> tuple[jax.Array, jax.Array]:
@@ -226,16 +246,15 @@ def _sum_in_order(values: list[jax.Array]) -> jax.Array:
 def _lend_all(
     calls: Calls, home: _Home, weights: jax.Array, held: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    copies = jnp.zeros((held.shape[1], *weights.shape[1:]), weights.dtype)
-    copies, weights, held = checks.vary_alike(calls.geometry.axis_names, copies, weights, held)
-    return weights, _send_out(calls, home, weights, held, copies)
+    weights, held = checks.vary_alike(calls.geometry.axis_names, weights, held)
+    return weights, _send_out(calls, home, weights, held)
 
 
 def _replicate_all(calls: Calls, home: _Home, weights: jax.Array, held: jax.Array) -> jax.Array:
     """`[S, ...]` of `[E / R, ...]`."""
     rank = lax.axis_index(calls.geometry.axis_name)
     at_home = weights[held[rank] % home.n]  # what is not at home here, is overwritten
-    return _send_out(calls, home, weights, held, at_home)
+    return calls.receive_copies(_send_out(calls, home, weights, held, at_home), weights)
 
 
 def _sum_all(calls: Calls, home: _Home, gradients: jax.Array, held: jax.Array) -> jax.Array:
@@ -245,6 +264,17 @@ def _sum_all(calls: Calls, home: _Home, gradients: jax.Array, held: jax.Array) -
     own = gradients.at[mine].get(mode="fill", fill_value=0)
     return _add_up(calls, home, own, gradients, held)
 
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _receive(calls: Calls, sent: jax.Array, weights: jax.Array) -> jax.Array:
+    """`sent`, whose gradient is that of the result."""
+    return calls.receive_copies(sent, weights)
+
+
+_receive.defvjp(
+    lambda calls, sent, weights: (_receive(calls, sent, weights), None),
+    lambda calls, _, gradient: (gradient, _NO_GRADIENT),
+)
 
 # Each is the transpose of another.
 _lend = jax.custom_vjp(_lend_all, nondiff_argnums=(0, 1))

@@ -56,7 +56,7 @@ class CustomCalls(Calls):
         max_row_bytes: int | None = None,
         *,
         are_async: bool,
-        can_pull: bool = False,
+        can_reach: bool = False,
     ) -> None:
         """For the transport of a geometry.
 
@@ -67,12 +67,12 @@ class CustomCalls(Calls):
             min_row_elements: of the shortest float32 row that combine carries.
             max_row_bytes: of the longest row; None: any.
             are_async: whether calls may overlap with other work.
-            can_pull: whether ranks of a process read each other's arrays.
+            can_reach: whether ranks of a process reach each other's arrays.
         """
         super().__init__(geometry)
         self.handle_shape, self.min_row_elements = handle_shape, min_row_elements
         self._max_row_bytes, self._are_async = max_row_bytes, are_async
-        self._can_pull = can_pull
+        self._can_reach = can_reach
 
     def dispatch(self, operands: DispatchOperands) -> DispatchResults:
         """One custom call."""
@@ -104,18 +104,27 @@ class CustomCalls(Calls):
         rule = dispatch if isinstance(call, InFlightDispatch) else combine
         return finish(call, operands, after, functools.partial(rule, self))
 
-    def pull_copies(self, x: jax.Array, out: jax.Array, entries: jax.Array) -> jax.Array | None:
-        """One custom call, if it can read the arrays."""
-        if not (self._can_pull and copy_calls.can_pull(self.geometry, x, out.shape[0])):
+    def send_copies(
+        self, x: jax.Array, entries: jax.Array, kept: jax.Array | None = None
+    ) -> jax.Array | None:
+        """One custom call, if the arrays can be reached."""
+        if not self._reaches(x, entries.shape[1]):
             return None
-        return copy_calls.pull(self.geometry, x, out, entries)
+        return copy_calls.send(self.geometry, x, entries, kept)
+
+    def receive_copies(self, sent: jax.Array, x: jax.Array) -> jax.Array:
+        """Another custom call, after that one."""
+        is_sent = self._reaches(x, sent.shape[0])
+        return copy_calls.receive(self.geometry, sent, x) if is_sent else sent
 
     def add_copies(self, x: jax.Array, own: jax.Array, entries: jax.Array) -> jax.Array | None:
-        """As `pull_copies`, if it can add the dtype."""
-        can_pull = self._can_pull and copy_calls.can_pull(self.geometry, x, own.shape[0])
-        if not (can_pull and copy_calls.can_add(x)):
+        """As `send_copies`, if it can add the dtype."""
+        if not (self._reaches(x, own.shape[0]) and copy_calls.can_add(x)):
             return None
         return copy_calls.add(self.geometry, x, own, entries)
+
+    def _reaches(self, x: jax.Array, n_entries: int) -> bool:
+        return self._can_reach and copy_calls.can_reach(self.geometry, x, n_entries)
 
     def n_slices(self, rows: jax.Array) -> int:
         """Rows that are too long take several calls."""

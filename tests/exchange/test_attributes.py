@@ -47,7 +47,8 @@ CUDA = {
     "jax_ep_dispatch": DISPATCH | STREAM,
     "jax_ep_combine": COMBINE | STREAM,
     "jax_ep_combine_grad": COMBINE | STREAM,
-    "jax_ep_pull_copies": STREAM | {"group": "str"},
+    "jax_ep_send_copies": STREAM | {"group": "str"},
+    "jax_ep_receive_copies": STREAM | {"group": "str"},
     "jax_ep_add_copies": STREAM | {"group": "str"},
     "jax_ep_async_alloc": {},
     "jax_ep_dispatch_start": DISPATCH | STREAM,
@@ -78,7 +79,8 @@ CUDA = {
 # Calls that not every layer makes.
 OTHERS = {target for target in CUDA if target.endswith(("_matmul", "_matmul_grad"))}
 OTHERS |= {
-    "jax_ep_pull_copies",
+    "jax_ep_send_copies",
+    "jax_ep_receive_copies",
     "jax_ep_add_copies",
     "jax_ep_fused_silu",
     "jax_ep_fused_silu_grad",

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jax_ep.exchange.copy_calls import can_pull
+from jax_ep.exchange.copy_calls import can_reach
 from jax_ep.geometry import MeshCoordinate
 
 WEIGHTS = np.zeros((4, 3, 8), np.float16)  # 48 bytes each
@@ -37,6 +37,6 @@ def geometry(*replicas):
         ([(0,) * 17], WEIGHTS, 6, False),
     ],
 )
-def test_can_pull(replicas, weights, n_entries, wanted):
+def test_can_reach(replicas, weights, n_entries, wanted):
     """Replicas within processes, entries of whole vectors, lists that fit into shared memory."""
-    assert can_pull(geometry(*replicas), weights, n_entries) is wanted
+    assert can_reach(geometry(*replicas), weights, n_entries) is wanted

@@ -1,4 +1,4 @@
-// The kernels of copies.h. Each block lists what other ranks have for the result; all blocks then
+// The kernel of copies.h. Each block lists what other ranks have for the result; all blocks then
 // take parts of these entries in turn.
 
 #include "p2p/copies/copies.h"
@@ -31,18 +31,20 @@ __device__ Lists MakeLists(const CopiesArgs& args) {
     int32_t n_listed = 0;
     for (int64_t first = 0; first < args.n; first += kWarpSize) {
       const int64_t i = first + LaneIndex();
+      const auto source = [&](int rank) -> const uint8_t* {
+        const int64_t entry = args.entries[rank * args.n + i];
+        const bool has_one = rank != args.rank && entry >= 0 && entry < args.n_from;
+        return has_one ? args.arrays[rank] + entry * args.entry_bytes : nullptr;
+      };
       bool is_listed = false;
       for (int rank = 0; i < args.n && rank < args.n_ranks; ++rank) {
-        is_listed |= rank != args.rank && args.entries[rank * args.n + i] >= 0;
+        is_listed |= source(rank) != nullptr;
       }
       const int at = ExclusiveScan(is_listed, &n_listed);
       if (!is_listed) continue;
       lists.outs[at] = args.out + i * args.entry_bytes;
       for (int rank = 0; rank < args.n_ranks; ++rank) {
-        const int32_t entry = args.entries[rank * args.n + i];
-        const bool has_one = rank != args.rank && entry >= 0;
-        lists.sources[at * args.n_ranks + rank] =
-            has_one ? args.arrays[rank] + entry * args.entry_bytes : nullptr;
+        lists.sources[at * args.n_ranks + rank] = source(rank);
       }
     }
     if (LaneIndex() == 0) size = n_listed;
@@ -85,19 +87,6 @@ __device__ void Store(uint8_t* entry, int64_t first, int64_t n_vectors,
   }
 }
 
-__global__ void __launch_bounds__(kThreads) PullCopies(const CopiesArgs args) {
-  constexpr int kUnroll = 4;
-  const Lists lists = MakeLists(args);
-  const int64_t n_vectors = args.entry_bytes / kVectorBytes;
-  ForEachPart<kUnroll>(lists, n_vectors, [&](int i, int64_t first) {
-    int rank = 0;
-    while (lists.Source(i, args, rank) == nullptr) ++rank;
-    int4 data[kUnroll];
-    Load(lists.Source(i, args, rank), first, n_vectors, data);
-    Store(lists.outs[i], first, n_vectors, data);
-  });
-}
-
 template <class T>
 __global__ void __launch_bounds__(kThreads) AddCopies(const CopiesArgs args) {
   constexpr int kUnroll = 2;
@@ -131,7 +120,7 @@ cudaError_t Launch(void (*kernel)(CopiesArgs), const CopiesArgs& args, cudaStrea
   int n_sms = 0;
   const cudaError_t error = CountSms(&n_sms);
   if (error != cudaSuccess) return error;
-  const size_t smem_bytes = CopiesSmemBytes(args.n, args.n_ranks);
+  const size_t smem_bytes = args.n * (args.n_ranks + 1) * sizeof(void*);
   return LaunchKernel(kernel, {dim3(kBlocksPerSm * n_sms), kThreads, smem_bytes, stream}, args);
 }
 
@@ -139,16 +128,11 @@ cudaError_t Launch(void (*kernel)(CopiesArgs), const CopiesArgs& args, cudaStrea
 
 cudaError_t LoadCopies() {
   cudaError_t error = cudaSuccess;
-  for (const auto kernel :
-       {PullCopies, AddCopies<BFloat16>, AddCopies<Float16>, AddCopies<float>}) {
+  for (const auto kernel : {AddCopies<BFloat16>, AddCopies<Float16>, AddCopies<float>}) {
     cudaFuncAttributes attributes;
     if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, kernel);
   }
   return error;
-}
-
-cudaError_t LaunchPullCopies(const CopiesArgs& args, cudaStream_t stream) {
-  return Launch(PullCopies, args, stream);
 }
 
 cudaError_t LaunchAddCopies(const CopiesArgs& args, RowType type, cudaStream_t stream) {
