@@ -250,7 +250,8 @@ def _sum_by_rank(
     """`[R, T, H]`: each rank's sum of its rows of this rank's tokens, in k order, rounded."""
     terms = in_float32(expert_out)
     if row_weights is not None:
-        terms = terms * row_weights[:, None]
+        # XLA:GPU would otherwise fuse this with the sum, and round only that.
+        terms = lax.optimization_barrier(terms * row_weights[:, None])
 
     def add(sums: jax.Array, rows: jax.Array) -> tuple[jax.Array, None]:
         return sums + _take(terms, _index(rows, terms)), None
