@@ -16,7 +16,7 @@ def replicate_experts(group: EPGroup, weights: Any, placement: ExpertPlacement) 
     gradients in ascending order of physical experts, in float32 (float64 for float64),
     rounded once. It has the same bits in every run.
 
-    On `p2p`, if all ranks are in one process, each reads what it lacks where it is. Elsewhere,
+    On `p2p`, if all ranks are in one process, copy engines send what a rank lacks. Elsewhere,
     weights travel by collectives of XLA or, on `host`, by calls of the group: in as many rounds as
     the rank with the most copies from elsewhere has of these, a rank receives R entries each, of
     which it needs one; `rebalance` keeps them few. The results have the name `EXPERT_COPIES_NAME`:
