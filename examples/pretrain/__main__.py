@@ -136,13 +136,13 @@ def run(options: Options) -> None:
     n_sequences = options.batch or 2 * mesh.size
     if n_sequences % mesh.size:
         raise ValueError(f"--batch must be a multiple of {mesh.size} devices; got {n_sequences}.")
-    program, transport = make_program(options, mesh, n_sequences // mesh.size * sequence)
+    program, group = make_program(options, mesh, n_sequences // mesh.size * sequence)
     source: Data = (
         Text(options.text, options.seed)
         if options.text
         else MarkovChain(sizes.vocabulary, options.seed)
     )
-    described = describe(options, program, mesh, n_sequences, transport)
+    described = describe(options, program, mesh, n_sequences, group and group.transport)
     checkpoints = Checkpoints(options.checkpoints) if options.checkpoints else None
     restored = checkpoints and checkpoints.restore(program.abstract_state)
     first, state = restored or (0, program.new_state())
@@ -166,10 +166,12 @@ def run(options: Options) -> None:
     if checkpoints:
         checkpoints.close()
     report(options, described, history, source, n_sequences // mesh.size * sequence)
+    report_ranks(options, history, group)
+    say("written", str(options.out))
 
 
-def make_program(options: Options, mesh: Any, n_tokens: int) -> tuple[Program, str | None]:
-    """Returns the program and the transport of its group, if it has one."""
+def make_program(options: Options, mesh: Any, n_tokens: int) -> tuple[Program, Any]:
+    """Returns the program and its group, if it has one."""
     sizes, dtype, group = options.sizes, jnp.dtype(options.dtype), None
     if options.kind == "jax_ep":
         limits = options.capacity, options.expert_copies
@@ -191,7 +193,7 @@ def make_program(options: Options, mesh: Any, n_tokens: int) -> tuple[Program, s
         z_weight=options.z_loss,
         seed=options.seed,
     )
-    return program, group and group.transport
+    return program, group
 
 
 def describe(
@@ -242,7 +244,20 @@ def report(
 
         plots.plot_loss(options.out / "loss.png", history, entropy)
         plots.plot_balance(options.out / "balance.png", history)
-    say("written", str(options.out))
+
+
+def report_ranks(options: Options, history: History, group: Any) -> None:
+    """Prints and draws the rows that each rank's experts got, and those that it took."""
+    taken = results.rows_of_ranks(group)
+    if taken is None or taken.size == 1:
+        return
+    chosen = history.column("expert_load").sum(axis=(0, 1)).reshape(taken.size, -1).sum(axis=1)
+    of_experts, of_rank = (f"{rows.max() / rows.mean():.2f}" for rows in (chosen, taken))
+    say("ranks", f"the busiest took {of_rank} x the mean of rows, its experts {of_experts} x")
+    if options.plots:
+        import plots
+
+        plots.plot_ranks(options.out / "ranks.png", chosen, taken)
 
 
 def say(topic: str, message: str) -> None:

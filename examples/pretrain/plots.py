@@ -1,4 +1,4 @@
-"""The figures: loss, and balance of the experts' loads."""
+"""The figures: loss, and balance of the loads of experts and ranks."""
 
 from pathlib import Path
 
@@ -45,4 +45,18 @@ def plot_balance(path: Path, history: History) -> None:
     last.set(xlabel="expert", ylabel="layer", title="Load / mean in the last step")
     last.set_yticks(range(len(load)), [str(layer + 1) for layer in range(len(load))])
     figure.colorbar(image, ax=last)
+    figure.savefig(path, dpi=150)
+
+
+def plot_ranks(path: Path, chosen: np.ndarray, taken: np.ndarray) -> None:
+    """Draws the rows of each rank, over the mean: those chosen of its experts, and those taken."""
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes, ranks = figure.subplots(), np.arange(len(taken))
+    bars = ("of its experts", chosen, "#a3c9f1"), ("that it took", taken, "#4477aa")
+    for offset, (label, rows, color) in zip((-0.2, 0.2), bars, strict=True):
+        axes.bar(ranks + offset, rows / rows.mean(), 0.4, color=color, label=label)
+    axes.axhline(1, color="gray", ls="--")
+    axes.set(xlabel="rank", ylabel="rows / mean, in all steps", xticks=ranks)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, ncols=2, loc="upper right", bbox_to_anchor=(1, 1.1))
     figure.savefig(path, dpi=150)

@@ -52,6 +52,16 @@ def peak_memory_gb() -> float | None:
     return round(max(peaks) / 1e9, 2) if peaks else None
 
 
+def rows_of_ranks(group: Any) -> np.ndarray | None:
+    """Returns the rows that each rank took in all calls; None without a group that counts them."""
+    if group is None or group.transport == "xla":
+        return None
+    rows = np.zeros(group.n_ranks)
+    for one in group.stats():
+        rows[one.rank] += one.rows_per_expert.sum() + one.rows_per_copy.sum()
+    return rows
+
+
 def environment() -> dict[str, Any]:
     """Returns devices, versions, commit and command."""
     names = "jax", "jaxlib", "flax", "optax", "jax_ep"

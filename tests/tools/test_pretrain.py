@@ -101,6 +101,8 @@ def test_figures_show_loss_and_balance(whole, pretrain) -> None:
         pixels = image.imread(pretrain.folder / "whole" / name)
         assert min(pixels.shape[:2]) > 400
         assert len(np.unique(pixels[..., 0])) > 50  # shades of red
+    n_ranks = whole["mesh"]["expert"]
+    assert (pretrain.folder / "whole" / "ranks.png").exists() == (n_ranks > 1)
 
 
 @pytest.mark.thorough
