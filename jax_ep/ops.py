@@ -69,7 +69,7 @@ def dispatch(
     """
     call, calls = check_group("dispatch", group), calls_of(group)
     given = tokens, topk_ids, topk_weights, input_scale, recv_capacity
-    operands, choices = DispatchOperands.make(call, group.geometry, *given, calls.all_gather)
+    operands, choices = DispatchOperands.make(call, group.geometry, *given, calls.balance_choices)
     return Dispatched.make(group, choices, operands, calls.dispatch(operands))
 
 
@@ -93,7 +93,7 @@ def dispatch_async(
     """
     call, calls = check_group("dispatch_async", group), calls_of(group)
     given = tokens, topk_ids, topk_weights, input_scale, recv_capacity
-    operands, choices = DispatchOperands.make(call, group.geometry, *given, calls.all_gather)
+    operands, choices = DispatchOperands.make(call, group.geometry, *given, calls.balance_choices)
     return InFlight(calls.start(operands), operands, choices, group)
 
 

@@ -7,7 +7,7 @@ import pathlib
 import re
 import sys
 
-_P2P_KERNELS = ("p2p/dispatch", "p2p/combine", "p2p/combine_grad", "p2p/copies")
+_P2P_KERNELS = ("p2p/dispatch", "p2p/combine", "p2p/combine_grad", "p2p/copies", "p2p/balance")
 
 # What a folder's files may include, besides those of the folder itself: files of these folders. A
 # folder without a line of its own stands for the folders in it. There are no other folders.
@@ -23,6 +23,7 @@ MAY_INCLUDE = {
     "p2p/combine_ll": ("core", "p2p/launch", "p2p/device", "p2p/combine"),
     "p2p/combine_grad": ("core", "p2p/launch", "p2p/device"),
     "p2p/copies": ("core", "p2p/launch", "p2p/device"),
+    "p2p/balance": ("core", "p2p/launch", "p2p/device"),
     "p2p/open": ("core", "p2p/launch", *_P2P_KERNELS),
     "p2p/call": ("core", "xla", "p2p/launch", *_P2P_KERNELS, "p2p/open"),
     "layer/activation": ("core", "xla", "host", "p2p"),

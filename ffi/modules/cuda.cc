@@ -12,6 +12,7 @@
 
 #include "layer/activation/cuda_silu.h"
 #include "modules/dicts.h"
+#include "p2p/balance/balance.h"
 #include "p2p/copies/copies.h"
 #include "p2p/open/registry.h"
 
@@ -215,6 +216,7 @@ NB_MODULE(_ffi_cuda, module) {
   module.def("host_identity", &HostIdentity, "A string that identifies this host.");
   Registry::Instance().LoadWithGroups({"fused_silu", silu::LoadSiluKernels});
   Registry::Instance().LoadWithGroups({"copies of experts", LoadCopies});
+  Registry::Instance().LoadWithGroups({"balance", LoadBalance});
   DefineSetup(module);
   DefineQueries(module);
 #ifdef JAX_EP_CUTLASS

@@ -21,6 +21,7 @@ from jax_ep.exchange.operands import (
     Routing,
     empty_rows,
 )
+from jax_ep.exchange.routing import balance_choices
 from jax_ep.geometry import Geometry
 
 
@@ -103,6 +104,10 @@ class Calls(abc.ABC):
     def all_to_all(self, x: jax.Array) -> jax.Array:
         """`[R, ...]` by destination to `[R, ...]` by source; otherwise like `all_gather`."""
         return lax.all_to_all(x, self.geometry.axis_name, 0, 0)
+
+    def balance_choices(self, topk_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """`routing.balance_choices`."""
+        return balance_choices(self.geometry, topk_ids, self.all_gather)
 
     def send_copies(
         self, x: jax.Array, entries: jax.Array, kept: jax.Array | None = None

@@ -63,7 +63,7 @@ class DispatchOperands:
         topk_weights: Any,
         input_scale: Any,
         recv_capacity: Any,
-        all_gather: Callable[[jax.Array], jax.Array],
+        balance_choices: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
     ) -> tuple[Self, Choices]:
         """Checks the user's arguments and routes by them; also returns the choices."""
         config = geometry.config
@@ -82,7 +82,7 @@ class DispatchOperands:
         scale = checks.check_input_scale(operation, config.token_format, input_scale)
         n_rows = checks.check_capacity(operation, geometry, recv_capacity)
         (topk_ids,) = checks.vary_alike(geometry.axis_names, topk_ids)
-        group_ids, copies = route(geometry, _by_token(topk_ids), all_gather)
+        group_ids, copies = route(geometry, _by_token(topk_ids), balance_choices)
         tokens, group_ids, topk_weights, scale = checks.vary_alike(
             geometry.axis_names,
             _never_empty(_by_token(payload.tokens), 0),

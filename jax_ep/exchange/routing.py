@@ -34,15 +34,17 @@ class Choices(NamedTuple):
 
 
 def route(
-    geometry: Geometry, topk_ids: jax.Array, all_gather: Callable[[jax.Array], jax.Array]
+    geometry: Geometry,
+    topk_ids: jax.Array,
+    balance_choices: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
 ) -> tuple[jax.Array, jax.Array | None]:
     """The group ids of each token's choices, and `Choices.copies`.
 
-    In a group with copies, ranks tell each other how often their tokens chose each expert, by an
-    `all_gather`.
+    `balance_choices`: as below, by the transport, for groups with copies.
     """
     if geometry.config.expert_copies:
-        return _route_balanced(geometry, topk_ids, all_gather)
+        ids, copies = balance_choices(topk_ids)
+        return _with_shared(geometry, ids), copies
     return route_ids(geometry, topk_ids), None
 
 
@@ -58,14 +60,19 @@ def route_ids(geometry: Geometry, topk_ids: jax.Array) -> jax.Array:
     is_expert, ids = _experts(geometry, topk_ids)
     if not config.skip_a2a:
         ids = ids + (ids // n_local + 1) * n_shared
-        return _group_ids(geometry, topk_ids, is_expert, ids)
+        return _with_shared(geometry, _group_ids(geometry, topk_ids, is_expert, ids))
     is_here = is_expert & (ids // n_local == lax.axis_index(geometry.axis_name))
-    return _group_ids(geometry, topk_ids, is_here, ids % n_local + n_shared)
+    ids = _group_ids(geometry, topk_ids, is_here, ids % n_local + n_shared)
+    return _with_shared(geometry, ids)
 
 
-def _route_balanced(
+def balance_choices(
     geometry: Geometry, topk_ids: jax.Array, all_gather: Callable[[jax.Array], jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
+    """The group ids of choices, `int32[T, K]`, without a shared expert's, and `Choices.copies`.
+
+    Ranks tell each other how often their tokens chose each expert, by an `all_gather`.
+    """
     config = geometry.config
     is_expert, ids = _experts(geometry, topk_ids)
     counts = all_gather(count_choices(topk_ids, config.n_experts))
@@ -84,12 +91,16 @@ def _experts(geometry: Geometry, topk_ids: jax.Array) -> tuple[jax.Array, jax.Ar
 def _group_ids(
     geometry: Geometry, topk_ids: jax.Array, has_group: jax.Array, ids: jax.Array
 ) -> jax.Array:
-    """The ids where a choice has a group; a shared expert's come last."""
+    """The ids where a choice has a group."""
     is_invalid = (topk_ids < NO_GROUP) | (topk_ids >= geometry.config.n_experts)
-    ids = jnp.where(has_group, ids, jnp.where(is_invalid, INVALID, NO_GROUP))
+    return jnp.where(has_group, ids, jnp.where(is_invalid, INVALID, NO_GROUP))
+
+
+def _with_shared(geometry: Geometry, ids: jax.Array) -> jax.Array:
+    """The ids of a token's choices; a shared expert's come last."""
     if not geometry.config.fused_shared_expert:
         return ids
-    return jnp.concatenate([ids, _shared_group_ids(geometry, topk_ids.shape[0])], axis=1)
+    return jnp.concatenate([ids, _shared_group_ids(geometry, ids.shape[0])], axis=1)
 
 
 def route_weights(geometry: Geometry, topk_weights: jax.Array | None) -> jax.Array | None:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 
-from jax_ep.exchange import copy_calls
+from jax_ep.exchange import balance_calls, copy_calls
 from jax_ep.exchange.async_calls import InFlightCombine, InFlightDispatch, finish, finished
 from jax_ep.exchange.async_primitives import combine_grad_start_p, dispatch_grad_start_p
 from jax_ep.exchange.base import Calls
@@ -56,7 +56,7 @@ class CustomCalls(Calls):
         max_row_bytes: int | None = None,
         *,
         are_async: bool,
-        can_reach: bool = False,
+        lends: bool = False,
     ) -> None:
         """For the transport of a geometry.
 
@@ -67,12 +67,12 @@ class CustomCalls(Calls):
             min_row_elements: of the shortest float32 row that combine carries.
             max_row_bytes: of the longest row; None: any.
             are_async: whether calls may overlap with other work.
-            can_reach: whether ranks of a process reach each other's arrays.
+            lends: whether there are calls for copies of experts.
         """
         super().__init__(geometry)
         self.handle_shape, self.min_row_elements = handle_shape, min_row_elements
         self._max_row_bytes, self._are_async = max_row_bytes, are_async
-        self._can_reach = can_reach
+        self._lends = lends
 
     def dispatch(self, operands: DispatchOperands) -> DispatchResults:
         """One custom call."""
@@ -104,6 +104,12 @@ class CustomCalls(Calls):
         rule = dispatch if isinstance(call, InFlightDispatch) else combine
         return finish(call, operands, after, functools.partial(rule, self))
 
+    def balance_choices(self, topk_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Two custom calls, if the plan fits."""
+        if not (self._lends and balance_calls.can_balance(self.geometry)):
+            return super().balance_choices(topk_ids)
+        return balance_calls.balance_choices(self.geometry, topk_ids, self.all_gather)
+
     def send_copies(
         self, x: jax.Array, entries: jax.Array, kept: jax.Array | None = None
     ) -> jax.Array | None:
@@ -124,7 +130,7 @@ class CustomCalls(Calls):
         return copy_calls.add(self.geometry, x, own, entries)
 
     def _reaches(self, x: jax.Array, n_entries: int) -> bool:
-        return self._can_reach and copy_calls.can_reach(self.geometry, x, n_entries)
+        return self._lends and copy_calls.can_reach(self.geometry, x, n_entries)
 
     def n_slices(self, rows: jax.Array) -> int:
         """Rows that are too long take several calls."""

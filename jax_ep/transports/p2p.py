@@ -42,7 +42,7 @@ class P2pConnection(Connection):
             min_row_elements=VECTOR_BYTES // 4,
             max_row_bytes=workspaces.max_message_bytes(geometry.config),
             are_async=True,
-            can_reach=True,
+            lends=True,
         )
 
     @classmethod

@@ -50,6 +50,8 @@ CUDA = {
     "jax_ep_send_copies": STREAM | {"group": "str"},
     "jax_ep_receive_copies": STREAM | {"group": "str"},
     "jax_ep_add_copies": STREAM | {"group": "str"},
+    "jax_ep_count_choices": {},
+    "jax_ep_balance_choices": {"n_ranks_per_node": "i32", "n_shared": "i32"},
     "jax_ep_async_alloc": {},
     "jax_ep_dispatch_start": DISPATCH | STREAM,
     "jax_ep_wait_started": {},
@@ -82,6 +84,8 @@ OTHERS |= {
     "jax_ep_send_copies",
     "jax_ep_receive_copies",
     "jax_ep_add_copies",
+    "jax_ep_count_choices",
+    "jax_ep_balance_choices",
     "jax_ep_fused_silu",
     "jax_ep_fused_silu_grad",
     "jax_ep_exchange",
@@ -159,6 +163,20 @@ def test_an_exchange_has_the_attributes_that_its_handler_reads():
     operands = [np.stack(each) for each in suite.make_inputs(case).arrays()[:2]]
     found = attributes_by_target(lowered(on_mesh(group.mesh, counts), "cpu", *operands))
     assert found["jax_ep_exchange"] == [CPU["jax_ep_exchange"]] * 2
+
+
+def test_a_balanced_dispatch_has_the_attributes_that_its_handlers_read():
+    case = CASES["shared"].replace(expert_copies=1)
+    group = closed_group(case, "cuda")
+
+    def dispatch(tokens, topk_ids):
+        rows = jax_ep.dispatch(group, tokens, topk_ids)
+        return rows.tokens, rows.copies
+
+    operands = [np.stack(each) for each in suite.make_inputs(case).arrays()[:2]]
+    found = attributes_by_target(lowered(on_mesh(group.mesh, dispatch), "cuda", *operands))
+    calls = ("count_choices", "balance_choices", "check", "dispatch")
+    assert found == {f"jax_ep_{call}": [CUDA[f"jax_ep_{call}"]] for call in calls}
 
 
 # Of each form, the calls that are exchanges as well where these overlap.

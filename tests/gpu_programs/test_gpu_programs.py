@@ -59,6 +59,21 @@ def test_all_calls_of_a_program_share_one_check(mesh, make_group) -> None:
     assert calls == [check] * 6
 
 
+def test_balance_is_two_kernels_and_an_exchange_of_counts(mesh, make_group) -> None:
+    """Beside the rank, which a program reads once."""
+    case = CASE.replace(expert_copies=2)
+    group = make_group(config_of(case))
+
+    def dispatch(tokens, topk_ids):
+        rows = jax_ep.dispatch(group, tokens, topk_ids)
+        return rows.tokens, rows.copies
+
+    (steps,) = computations(compiled(mesh, dispatch, case=case))
+    calls = [f"jax_ep_{name}" for name in ("count_choices", "balance_choices", "dispatch")]
+    exchange = ["all-gather-start", "all-gather-done"]
+    assert sorted(steps) == sorted([*calls, *exchange, CHECK, "fusion", "partition-id"])
+
+
 def test_a_loop_checks_in_each_iteration(mesh, make_group) -> None:
     group = make_group(config_of(CASE))
 
