@@ -88,11 +88,15 @@ def _attributes(geometry: Geometry) -> dict[str, Any]:
 
 
 def _make(name: str, kept_at: int) -> Primitive:
-    """Its result has the memory of the operand at `kept_at`, if there is one."""
+    """Its result has the memory of the operand at `kept_at`, if there is one.
+
+    The side effect keeps XLA from merging equal calls: each `receive` needs a `send`.
+    """
 
     def lower(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
         aliases = {kept_at: 0} if len(operands) > kept_at else None
-        return synchronous_cuda_call(name, _attributes, aliases)(ctx, *operands, **params)
+        call = synchronous_cuda_call(name, _attributes, aliases, has_side_effect=True)
+        return call(ctx, *operands, **params)
 
     return make_primitive(name, cuda=lower)
 

@@ -97,7 +97,10 @@ def cuda_call(
 
 
 def synchronous_cuda_call(
-    target: str, attributes: Attributes, aliases: dict[int, int] | None = None
+    target: str,
+    attributes: Attributes,
+    aliases: dict[int, int] | None = None,
+    has_side_effect: bool = False,
 ) -> Lowering:
     """The group's check, then the custom call, on the main stream."""
 
@@ -106,7 +109,7 @@ def synchronous_cuda_call(
         # An exported program may be called between another's start and wait.
         waits = _AsyncCalls.traced or ctx.module_context.lowering_parameters.for_export
         order = StreamOrder.AFTER_ASYNC if waits else StreamOrder.SERIAL
-        call = cuda_call(target, attributes, order, aliases=aliases)
+        call = cuda_call(target, attributes, order, has_side_effect, aliases)
         return fusion_barrier(call(ctx, *checked, *operands, **params))
 
     return lower

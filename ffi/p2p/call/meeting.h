@@ -1,6 +1,7 @@
 // Where the ranks of a group that are in one process meet, each on a thread of its own.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstddef>
@@ -8,6 +9,7 @@
 #include <cstdio>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -33,6 +35,7 @@ class Meeting {
     } else {
       const int64_t n_before = n_meetings_;
       const auto limit = std::chrono::duration<double>(timeout_s);
+      Spin(lock, n_before);
       if (!everyone_.wait_for(lock, limit, [&] { return n_meetings_ != n_before; })) {
         End(DescribeMissing(timeout_s));
       }
@@ -43,6 +46,16 @@ class Meeting {
   }
 
  private:
+  // The others mostly come at once, and a thread that sleeps takes long to wake.
+  void Spin(std::unique_lock<std::mutex>& lock, int64_t n_before) const {
+    const auto end = std::chrono::steady_clock::now() + std::chrono::microseconds(200);
+    lock.unlock();
+    while (n_meetings_ == n_before && std::chrono::steady_clock::now() < end) {
+      std::this_thread::yield();
+    }
+    lock.lock();
+  }
+
   Status DescribeMissing(double timeout_s) const {
     char waited[32];
     std::snprintf(waited, sizeof(waited), "%g", timeout_s);
@@ -70,7 +83,7 @@ class Meeting {
   std::condition_variable everyone_;
   std::vector<bool> has_come_;
   size_t n_come_ = 0;
-  int64_t n_meetings_ = 0;
+  std::atomic<int64_t> n_meetings_ = 0;
   Status outcome_;  // of the last meeting
   std::vector<Value> coming_, values_;
 };
