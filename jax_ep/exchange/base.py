@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -109,18 +109,18 @@ class Calls(abc.ABC):
         """`routing.balance_choices`."""
         return balance_choices(self.geometry, topk_ids, self.all_gather)
 
-    def send_copies(
-        self, x: jax.Array, entries: jax.Array, kept: jax.Array | None = None
-    ) -> jax.Array | None:
-        """`copy_calls.send`; None: the transport has no such call, and collectives serve."""
-        return None
-
-    def receive_copies(self, sent: jax.Array, x: jax.Array) -> jax.Array:
-        """`copy_calls.receive` of what was sent, by that call or by collectives."""
-        return sent
+    def fetch_copies(
+        self,
+        arrays: Sequence[jax.Array],
+        entries: jax.Array,
+        after: jax.Array,
+        kept: Sequence[jax.Array] = (),
+    ) -> tuple[list[jax.Array | None], jax.Array]:
+        """`copy_calls.fetch`; None for arrays that need collectives."""
+        return [None] * len(arrays), after
 
     def add_copies(self, x: jax.Array, own: jax.Array, entries: jax.Array) -> jax.Array | None:
-        """`copy_calls.add`; None as in `send_copies`."""
+        """`copy_calls.add`; None if that needs collectives."""
         return None
 
     def send(self, x: jax.Array, out: jax.Array, sends: Sends) -> jax.Array:

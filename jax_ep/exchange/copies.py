@@ -1,11 +1,12 @@
 """Weights of experts on ranks that are not their home, and the sums of the gradients of all copies.
 
-Where ranks read each other's arrays (copy_calls.py), one call brings all weights, and one adds all
+Where ranks reach each other's arrays (copy_calls.py), one call brings all weights, and one adds all
 gradients. Elsewhere, they travel by `Calls.all_to_all`, an expert for each rank at a time; the
 device alone knows how often. Gradients then need memory of about `_ROUND_BYTES`.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +23,9 @@ from jax_ep.formats.bits import from_bytes, to_bytes
 EXPERT_COPIES_NAME = "jax_ep_expert_copies"
 _NO_GRADIENT: Any = None  # what custom_vjp expects for integers
 _ROUND_BYTES = 2**28  # of gradients that a home receives at a time, of one array
+
+
+Arrays = tuple[jax.Array, ...]
 
 
 class _Home(NamedTuple):
@@ -47,21 +51,23 @@ def replicate(calls: Calls, weights: Any, held: jax.Array, n_experts: int) -> An
     home = _Home(0, n_experts // calls.geometry.n_ranks)
 
     def move(leaf: jax.Array) -> jax.Array:
-        if not checks.is_code(leaf.dtype):
-            return _of_numbers(calls, leaf, held, functools.partial(_replicate, calls, home))
-        codes, slots = _as_bytes(calls, leaf, held)
-        return from_bytes(_replicate(calls, home, codes, slots), leaf.dtype)
+        return _decode(leaf, _replicate(calls, home, _encode(calls, leaf, held), held))
 
     return checkpoint_name(jax.tree.map(move, weights), EXPERT_COPIES_NAME)
 
 
-def lend(calls: Calls, weights: Any, held: jax.Array, first: int) -> tuple[Any, Any]:
-    """`weights`, and what becomes `[S, ...]` of each: what this rank's slots hold of other ranks.
+class Lent(NamedTuple):
+    """What `lend` returns."""
 
-    Only `receive` may take the latter: they may be on their way.
+    own: Any  # the weights given; only with them, sums of gradients need no pass over all experts
+    copies: Any  # `[S, ...]` of each array: what this rank's slots hold of other ranks
+    after: jax.Array  # as given, there once all copies begin to travel
+
+
+def lend(calls: Calls, weights: Any, held: jax.Array, first: int, after: jax.Array) -> Lent:
+    """The weights, and copies of those that other ranks lend this one.
 
     The gradient of an expert is the sum over its home and the ranks that hold it, in their order.
-    `weights` are those given; only with them, the sums need no pass over all experts.
 
     Args:
         calls: of the group.
@@ -69,42 +75,31 @@ def lend(calls: Calls, weights: Any, held: jax.Array, first: int) -> tuple[Any, 
         held: `int32[R, S]`, experts of other ranks, each at most once; -1 for none, whose weights
             are unspecified.
         first: where the experts begin.
+        after: what the device computes before it waits for copies.
     """
-    n_home = calls.geometry.config.n_experts // calls.geometry.n_ranks
-
-    def move(leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
-        lend_numbers = functools.partial(_lend, calls, _Home(first, n_home))
-        if not checks.is_code(leaf.dtype):
-            own, sent = _of_numbers(calls, leaf, held, lend_numbers)
-            return own, checkpoint_name(sent, EXPERT_COPIES_NAME)
-        own, sent = lend_numbers(*_as_bytes(calls, leaf, held))
-        return leaf, from_bytes(_receive(calls, sent, own), leaf.dtype)
-
-    moved = jax.tree.map(move, weights)
-    return jax.tree.transpose(jax.tree.structure(weights), jax.tree.structure((0, 0)), moved)
+    home = _Home(first, calls.geometry.config.n_experts // calls.geometry.n_ranks)
+    leaves, treedef = jax.tree.flatten(weights)
+    codes = tuple(_encode(calls, leaf, held) for leaf in leaves)
+    own, copies, after = _lend(calls, home, codes, held, after)
+    copies, after = checkpoint_name((copies, after), EXPERT_COPIES_NAME)
+    mine, lent = (
+        jax.tree.unflatten(treedef, [*map(_decode, leaves, each)]) for each in (own, copies)
+    )
+    return Lent(mine, lent, after)
 
 
-def receive(calls: Calls, weights: Any, copies: Any) -> Any:
-    """The copies, once they have come; both as `lend` returned them."""
-
-    def wait(leaf: jax.Array, sent: jax.Array) -> jax.Array:
-        return sent if checks.is_code(leaf.dtype) else _receive(calls, sent, leaf)
-
-    return checkpoint_name(jax.tree.map(wait, weights, copies), EXPERT_COPIES_NAME)
-
-
-def _of_numbers(calls: Calls, leaf: jax.Array, held: jax.Array, move: Any) -> Any:
-    """`move(leaf, held)`; integers have no gradient."""
+def _encode(calls: Calls, leaf: jax.Array, held: jax.Array) -> jax.Array:
+    """`leaf` as it travels: codes, which have no gradient, as bytes where collectives need it."""
     # Replicas may hold different experts: then their copies of equal weights differ, too.
-    leaf, held = checks.vary_alike(calls.geometry.axis_names, leaf, held)
-    is_number = jnp.issubdtype(leaf.dtype, jnp.floating)
-    return move(leaf if is_number else lax.stop_gradient(leaf), held)
+    leaf, _ = checks.vary_alike(calls.geometry.axis_names, leaf, held)
+    if jnp.issubdtype(leaf.dtype, jnp.floating) and not checks.is_code(leaf.dtype):
+        return leaf
+    leaf = lax.stop_gradient(leaf)
+    return to_bytes(leaf) if checks.is_code(leaf.dtype) else leaf
 
 
-def _as_bytes(calls: Calls, codes: jax.Array, held: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Codes, which collectives may not know and which have no gradient."""
-    codes, held = checks.vary_alike(calls.geometry.axis_names, codes, held)
-    return to_bytes(lax.stop_gradient(codes)), held
+def _decode(leaf: jax.Array, moved: jax.Array) -> jax.Array:
+    return moved if moved.dtype == leaf.dtype else from_bytes(moved, leaf.dtype)
 
 
 def check_leaf(operation: str, leaf: Any, n_experts: int, letters: str) -> jax.Array:
@@ -116,20 +111,15 @@ def check_leaf(operation: str, leaf: Any, n_experts: int, letters: str) -> jax.A
     return leaf
 
 
-def _send_out(
-    calls: Calls, home: _Home, weights: jax.Array, held: jax.Array, kept: jax.Array | None = None
-) -> jax.Array:
-    """`[S, ...]`, to which comes what this rank's slots hold of other ranks, if not `kept`."""
+def _fetch(
+    calls: Calls, home: _Home, weights: Arrays, held: jax.Array, after: jax.Array, kept: Arrays = ()
+) -> tuple[Sequence[jax.Array], jax.Array]:
+    """`[S, ...]`, what this rank's slots hold of other ranks, else `kept`; and `after`."""
     rank, ranks = _ranks(calls)
     homes = held // home.n
     is_away = (held >= 0) & (homes != ranks)
     entries = jnp.where(is_away & (homes == rank), home.first + held % home.n, -1)
-    sent = calls.send_copies(weights, entries, kept)
-    if sent is not None:
-        return sent
-    if kept is None:
-        kept = jnp.zeros((held.shape[1], *weights.shape[1:]), weights.dtype)
-        kept, weights = checks.vary_alike(calls.geometry.axis_names, kept, weights)
+    fetched, after = calls.fetch_copies(weights, entries, after, kept)
     slots = order_of(~is_away, 2)  # of each rank, first those that others fill
     n_away = is_away.sum(1, dtype=jnp.int32)
     is_used = lax.iota(jnp.int32, held.shape[1]) < n_away[rank]
@@ -140,7 +130,15 @@ def _send_out(
         got=mine,
         is_got=is_used[None] & (homes[rank][slots[rank]][None] == ranks),
     )
-    return calls.send(weights, kept, sends)
+    results = []
+    for i, (each, x) in enumerate(zip(fetched, weights, strict=True)):
+        if each is None:
+            zeros = jnp.zeros((held.shape[1], *x.shape[1:]), x.dtype)
+            operands = x, kept[i] if kept else zeros, held, after
+            x, out, _, after = checks.vary_alike(calls.geometry.axis_names, *operands)
+            each, after = lax.optimization_barrier((calls.send(x, out, sends), after))
+        results.append(each)
+    return results, after
 
 
 def _ranks(calls: Calls) -> tuple[jax.Array, jax.Array]:
@@ -244,17 +242,31 @@ def _sum_in_order(values: list[jax.Array]) -> jax.Array:
 
 
 def _lend_all(
-    calls: Calls, home: _Home, weights: jax.Array, held: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    weights, held = checks.vary_alike(calls.geometry.axis_names, weights, held)
-    return weights, _send_out(calls, home, weights, held)
+    calls: Calls, home: _Home, weights: Arrays, held: jax.Array, after: jax.Array
+) -> tuple[Arrays, Arrays, jax.Array]:
+    copies, after = _fetch(calls, home, weights, held, after)
+    return weights, tuple(copies), after
+
+
+def _lend_bwd(calls: Calls, home: _Home, held: jax.Array, gradients: Any) -> tuple[Any, ...]:
+    def sum_up(own: jax.Array, of_copies: jax.Array) -> Any:
+        has_one = own.dtype != jax.dtypes.float0  # not those of codes
+        return _return(calls, home, own, of_copies, held) if has_one else _NO_GRADIENT
+
+    return tuple(map(sum_up, *gradients[:2])), _NO_GRADIENT, _NO_GRADIENT
+
+
+def _return_bwd(calls: Calls, home: _Home, held: jax.Array, gradient: jax.Array) -> tuple[Any, ...]:
+    (own,), (copies,), _ = _lend(calls, home, (gradient,), held, held)
+    return own, copies, _NO_GRADIENT
 
 
 def _replicate_all(calls: Calls, home: _Home, weights: jax.Array, held: jax.Array) -> jax.Array:
     """`[S, ...]` of `[E / R, ...]`."""
     rank = lax.axis_index(calls.geometry.axis_name)
     at_home = weights[held[rank] % home.n]  # what is not at home here, is overwritten
-    return calls.receive_copies(_send_out(calls, home, weights, held, at_home), weights)
+    ((weights,), _) = _fetch(calls, home, (weights,), held, held, (at_home,))
+    return weights
 
 
 def _sum_all(calls: Calls, home: _Home, gradients: jax.Array, held: jax.Array) -> jax.Array:
@@ -265,29 +277,16 @@ def _sum_all(calls: Calls, home: _Home, gradients: jax.Array, held: jax.Array) -
     return _add_up(calls, home, own, gradients, held)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _receive(calls: Calls, sent: jax.Array, weights: jax.Array) -> jax.Array:
-    """`sent`, whose gradient is that of the result."""
-    return calls.receive_copies(sent, weights)
-
-
-_receive.defvjp(
-    lambda calls, sent, weights: (_receive(calls, sent, weights), None),
-    lambda calls, _, gradient: (gradient, _NO_GRADIENT),
-)
-
 # Each is the transpose of another.
 _lend = jax.custom_vjp(_lend_all, nondiff_argnums=(0, 1))
 _return = jax.custom_vjp(_add_up, nondiff_argnums=(0, 1))
 _replicate = jax.custom_vjp(_replicate_all, nondiff_argnums=(0, 1))
 _sum_copies = jax.custom_vjp(_sum_all, nondiff_argnums=(0, 1))
 _lend.defvjp(
-    lambda calls, home, x, held: (_lend(calls, home, x, held), held),
-    lambda calls, home, held, gradients: (_return(calls, home, *gradients, held), _NO_GRADIENT),
+    lambda calls, home, x, held, after: (_lend(calls, home, x, held, after), held), _lend_bwd
 )
 _return.defvjp(
-    lambda calls, home, own, x, held: (_return(calls, home, own, x, held), held),
-    lambda calls, home, held, gradient: (*_lend(calls, home, gradient, held), _NO_GRADIENT),
+    lambda calls, home, own, x, held: (_return(calls, home, own, x, held), held), _return_bwd
 )
 _replicate.defvjp(
     lambda calls, home, x, held: (_replicate(calls, home, x, held), held),

@@ -3,19 +3,23 @@
 For that, all ranks of a replica must be in one process.
 """
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import mlir
 
 from jax_ep.exchange.calls import coordinate
 from jax_ep.exchange.checks import VECTOR_BYTES, vary_alike
-from jax_ep.ffi.lowering import like, make_primitive, map_calls, synchronous_cuda_call
+from jax_ep.ffi.lowering import (
+    Lowering,
+    fusion_barrier,
+    like,
+    make_primitive,
+    synchronous_cuda_call,
+)
 from jax_ep.geometry import Geometry
 
 _SUM_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
@@ -32,28 +36,34 @@ def can_reach(geometry: Geometry, x: jax.Array, n_entries: int) -> bool:
     return is_one_process and is_vectors and has_room and geometry.n_ranks <= _MAX_RANKS
 
 
-def send(
-    geometry: Geometry, x: jax.Array, entries: jax.Array, kept: jax.Array | None = None
-) -> jax.Array:
-    """Begins to send entries to each rank, and returns where they arrive, `[S, ...]`.
-
-    Only `receive` may take the result. Entries that no rank sends are unspecified.
+def fetch(
+    geometry: Geometry,
+    arrays: Sequence[jax.Array],
+    entries: jax.Array,
+    after: jax.Array,
+    kept: Sequence[jax.Array] = (),
+) -> tuple[list[jax.Array], jax.Array]:
+    """`[S, ...]` of each array: entries from any rank, which travel while the device does more.
 
     Args:
         geometry: of the group.
-        x: `[N, ...]`.
-        entries: `int32[R, S]`, the entry of `x` that becomes each of each rank's result; others
-            than `[0, N)` for none.
-        kept: `[S, ...]`, what no rank sends.
+        arrays: `[N, ...]` each.
+        entries: `int32[R, S]`, the entry of this rank's arrays that becomes each of each rank's
+            results; others than `[0, N)` for none.
+        after: what the device computes before it waits for them.
+        kept: `[S, ...]` for each array, with the entries that no rank sends; (): these are
+            unspecified.
+
+    Returns:
+        What has come; and `after`, there once all entries begin to travel.
     """
-    others = () if kept is None else (_flat(kept),)
-    sent = _bind(send_p, geometry, _flat(x), entries, *others)
-    return sent.reshape(-1, *x.shape[1:])
-
-
-def receive(geometry: Geometry, sent: jax.Array, x: jax.Array) -> jax.Array:
-    """The result of `send`, once it is complete; `x` is no longer read then."""
-    return _bind(receive_p, geometry, _flat(x), _flat(sent)).reshape(sent.shape)
+    flat = map(_flat, [*arrays, *kept])
+    operands = vary_alike(geometry.axis_names, entries, after, *flat)
+    *fetched, after = fetch_p.bind(
+        coordinate(geometry), *operands, geometry=geometry, n_arrays=len(arrays)
+    )
+    shaped = zip(fetched, arrays, strict=True)
+    return [each.reshape(-1, *x.shape[1:]) for each, x in shaped], after
 
 
 def can_add(x: jax.Array) -> bool:
@@ -71,66 +81,63 @@ def add(geometry: Geometry, x: jax.Array, own: jax.Array, entries: jax.Array) ->
         entries: `int32[R, S]`, the entry of each rank's `x` for each of `own`; -1 for none. Those
             of this rank count for nothing.
     """
-    return _bind(add_p, geometry, _flat(x), entries, _flat(own)).reshape(own.shape)
+    operands = vary_alike(geometry.axis_names, _flat(x), entries, _flat(own))
+    (out,) = add_p.bind(coordinate(geometry), *operands, geometry=geometry)
+    return out.reshape(own.shape)
 
 
 def _flat(x: jax.Array) -> jax.Array:
     return x.reshape(x.shape[0], -1)
 
 
-def _bind(primitive: Primitive, geometry: Geometry, *operands: jax.Array) -> jax.Array:
-    operands = vary_alike(geometry.axis_names, *operands)
-    return primitive.bind(coordinate(geometry), *operands, geometry=geometry)[0]
-
-
 def _attributes(geometry: Geometry) -> dict[str, Any]:
     return dict(group=geometry.key)
 
 
-def _make(name: str, kept_at: int) -> Primitive:
-    """Its result has the memory of the operand at `kept_at`, if there is one.
+def _lower_fetch(
+    ctx: mlir.LoweringRuleContext, *operands: Any, geometry: Geometry, n_arrays: int
+) -> Any:
+    """Two custom calls for each array, so that XLA has the device work in between.
 
-    The side effect keeps XLA from merging equal calls: each `receive` needs a `send`.
+    One primitive: JAX might compute one call outside of a loop, or save what has not come. XLA does
+    not merge calls with side effects, nor move a result that the second call alone uses.
     """
-
-    def lower(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
-        aliases = {kept_at: 0} if len(operands) > kept_at else None
-        call = synchronous_cuda_call(name, _attributes, aliases, has_side_effect=True)
-        return call(ctx, *operands, **params)
-
-    return make_primitive(name, cuda=lower)
-
-
-send_p, add_p = _make("jax_ep_send_copies", 3), _make("jax_ep_add_copies", 3)
-receive_p = _make("jax_ep_receive_copies", 2)
-
-
-def _entries_of(_: Any, x: Any, entries: Any, *kept: Any, geometry: Geometry) -> list[Any]:
-    return [like(x, (entries.shape[1], x.shape[1]), x.dtype)]
-
-
-send_p.def_abstract_eval(_entries_of)
-add_p.def_abstract_eval(_entries_of)
-receive_p.def_abstract_eval(lambda _, x, sent, geometry: [sent])
+    at, entries, after, *others = operands
+    at_type, entries_type, after_type, *other_types = ctx.avals_in
+    arrays, kept = others[:n_arrays], others[n_arrays:]
+    send = _side_effect("jax_ep_send_copies", {3: 0} if kept else None)
+    receive = _side_effect("jax_ep_receive_copies", {2: 0})
+    sent = []
+    for i, x in enumerate(arrays):
+        kept_type = other_types[n_arrays + i :][:1]
+        types = [at_type, other_types[i], entries_type, *kept_type]
+        inner = ctx.replace(avals_in=types, avals_out=[ctx.avals_out[i]])
+        sent += send(inner, at, x, entries, *kept[i : i + 1], geometry=geometry)
+    after, *sent = fusion_barrier([after, *sent])
+    fetched = []
+    for i, x in enumerate(arrays):
+        out = ctx.avals_out[i]
+        inner = ctx.replace(avals_in=[at_type, other_types[i], out, after_type], avals_out=[out])
+        fetched += receive(inner, at, x, sent[i], after, geometry=geometry)
+    return [*fetched, after]
 
 
-def _send_and_receive(coordinate: Any, x: Any, *others: Any, geometry: Geometry) -> list[Any]:
-    (sent,) = send_p.bind(coordinate, x, *others, geometry=geometry)
-    return receive_p.bind(coordinate, x, sent, geometry=geometry)
+def _side_effect(target: str, aliases: dict[int, int] | None) -> Lowering:
+    return synchronous_cuda_call(target, _attributes, aliases, has_side_effect=True)
 
 
-def _send_mapped(operands: Any, dims: Sequence[int | None], **params: Any) -> Any:
-    return map_calls(functools.partial(_send_and_receive, **params), operands, dims), [0]
+fetch_p = make_primitive("jax_ep_send_copies", cuda=_lower_fetch)
+add_p = make_primitive(
+    "jax_ep_add_copies", cuda=synchronous_cuda_call("jax_ep_add_copies", _attributes, {3: 0})
+)
 
 
-def _send_eagerly(*operands: jax.Array, **params: Any) -> list[Any]:
-    with jax.disable_jit(False):  # as in make_primitive
-        return jax.jit(functools.partial(_send_and_receive, **params))(*operands)
+@fetch_p.def_abstract_eval
+def _types(
+    _: Any, entries: Any, after: Any, *others: Any, geometry: Geometry, n_arrays: int
+) -> list[Any]:
+    fetched = [like(x, (entries.shape[1], x.shape[1]), x.dtype) for x in others[:n_arrays]]
+    return [*fetched, after]
 
 
-# Without one program around both, or with results that are stacked, XLA would move what is
-# received before it has come. There, nothing is sent that has not come.
-send_p.def_impl(_send_eagerly)
-receive_p.def_impl(lambda _, x, sent, geometry: [sent])
-batching.primitive_batchers[send_p] = _send_mapped
-batching.primitive_batchers[receive_p] = lambda operands, dims, geometry: ([operands[2]], [dims[2]])
+add_p.def_abstract_eval(lambda _, x, entries, own, geometry: [like(own, own.shape, own.dtype)])

@@ -110,21 +110,25 @@ class CustomCalls(Calls):
             return super().balance_choices(topk_ids)
         return balance_calls.balance_choices(self.geometry, topk_ids, self.all_gather)
 
-    def send_copies(
-        self, x: jax.Array, entries: jax.Array, kept: jax.Array | None = None
-    ) -> jax.Array | None:
-        """One custom call, if the arrays can be reached."""
-        if not self._reaches(x, entries.shape[1]):
-            return None
-        return copy_calls.send(self.geometry, x, entries, kept)
-
-    def receive_copies(self, sent: jax.Array, x: jax.Array) -> jax.Array:
-        """Another custom call, after that one."""
-        is_sent = self._reaches(x, sent.shape[0])
-        return copy_calls.receive(self.geometry, sent, x) if is_sent else sent
+    def fetch_copies(
+        self,
+        arrays: Sequence[jax.Array],
+        entries: jax.Array,
+        after: jax.Array,
+        kept: Sequence[jax.Array] = (),
+    ) -> tuple[list[jax.Array | None], jax.Array]:
+        """Two custom calls for each array that can be reached."""
+        fetched: list[jax.Array | None] = [None] * len(arrays)
+        reached = [i for i, x in enumerate(arrays) if self._reaches(x, entries.shape[1])]
+        if reached:
+            xs, kept = ([each[i] for i in reached if each] for each in (arrays, kept))
+            got, after = copy_calls.fetch(self.geometry, xs, entries, after, kept)
+            for i, x in zip(reached, got, strict=True):
+                fetched[i] = x
+        return fetched, after
 
     def add_copies(self, x: jax.Array, own: jax.Array, entries: jax.Array) -> jax.Array | None:
-        """As `send_copies`, if it can add the dtype."""
+        """As `fetch_copies`, if it can add the dtype."""
         if not (self._reaches(x, own.shape[0]) and copy_calls.can_add(x)):
             return None
         return copy_calls.add(self.geometry, x, own, entries)

@@ -29,7 +29,7 @@ Attributes = Callable[..., dict[str, Any]]
 
 # The targets of all custom calls, on any platform: those that no primitive is named after, and, by
 # `make_primitive`, the others. All modules that make one are imported with the package.
-_targets = {"jax_ep_async_alloc", "jax_ep_check"}
+_targets = {"jax_ep_async_alloc", "jax_ep_check", "jax_ep_receive_copies"}
 
 
 def disabled_checks() -> list[DisabledSafetyCheck]:

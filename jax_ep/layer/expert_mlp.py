@@ -9,9 +9,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep.exchange import checks
-from jax_ep.exchange.copies import receive
 from jax_ep.formats import BF16, BlockwiseFP8, Plain, QuantizedFormat
-from jax_ep.group import calls_of, check_group
+from jax_ep.group import check_group
 from jax_ep.layer.activation.api import QuantizedRows, activate, check_activation
 from jax_ep.layer.activation.calls import Activation
 from jax_ep.layer.dequantize import to_numbers
@@ -98,12 +97,11 @@ def _with_copies(
 ) -> tuple[Dispatched, ExpertWeights]:
     """The matrices in two parts, biases in one.
 
-    Copies are sent before the first matmul, and come while it runs.
+    All copies begin to travel before the first matmul: ranks that wait for others' weights would
+    otherwise wait for their matmuls, too.
     """
-    own, copies = lend_experts(dispatched, weights)
-    row_offsets, copies = lax.optimization_barrier((dispatched.row_offsets, copies))
+    own, copies, row_offsets = lend_experts(dispatched, weights)
     dispatched = dataclasses.replace(dispatched, row_offsets=row_offsets)
-    copies = receive(calls_of(dispatched.group), own, copies)
     gate_up_bias, down_bias = (
         None if bias is None else jnp.concatenate([bias, of_copies])
         for bias, of_copies in zip(own[2:], copies[2:], strict=True)

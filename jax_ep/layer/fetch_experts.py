@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep.exchange.copies import check_leaf, lend, receive
+from jax_ep.exchange.copies import Lent, check_leaf, lend
 from jax_ep.group import calls_of, check_group
 from jax_ep.results import Dispatched, check_dispatched
 
@@ -44,14 +44,14 @@ def fetch_experts(dispatched: Dispatched, weights: Any) -> Any:
     weights = jax.tree.map(lambda x: check_leaf(call, x, n_local + n_shared, letters), weights)
     if dispatched.copies is None:
         return weights
-    own, copies = lend_experts(dispatched, weights)
-    copies = receive(calls_of(group), own, copies)
+    own, copies, _ = lend_experts(dispatched, weights)
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), own, copies)
 
 
-def lend_experts(dispatched: Dispatched, weights: Any) -> tuple[Any, Any]:
-    """`weights`, which fit, and what becomes `[B, ...]` of the experts lent to this rank."""
+def lend_experts(dispatched: Dispatched, weights: Any) -> Lent:
+    """`weights`, which fit, and `[B, ...]` of the experts that are lent to this rank."""
     group, copies = dispatched.group, dispatched.copies
     assert copies is not None
     n_shared = int(group.config.fused_shared_expert)
-    return lend(calls_of(group), weights, lax.stop_gradient(copies), n_shared)
+    copies, row_offsets = lax.stop_gradient((copies, dispatched.row_offsets))
+    return lend(calls_of(group), weights, copies, n_shared, after=row_offsets)

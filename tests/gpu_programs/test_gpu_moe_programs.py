@@ -75,3 +75,52 @@ def test_gradients_of_weights_are_added_in_place(mesh, n_microbatches) -> None:
     assert {"custom-call", "parameter"} <= set(makes) <= {*FREE, "custom-call", "fusion"}, makes
     fusions = [line for line in text.splitlines() if " fusion(" in line and "f32[4,64,128]" in line]
     assert all("dynamic-slice-fusion" in line for line in fusions), fusions  # around the call
+
+
+POLICIES = {
+    "all": None,
+    "nothing": jax.checkpoint_policies.nothing_saveable,
+    "copies": jax.checkpoint_policies.save_only_these_names(jax_ep.EXPERT_COPIES_NAME),
+    "not copies": jax.checkpoint_policies.save_anything_except_these_names(
+        jax_ep.EXPERT_COPIES_NAME
+    ),
+}
+
+
+@pytest.mark.parametrize("in_loop", [False, True])
+@pytest.mark.parametrize("saved", POLICIES)
+def test_lent_weights_arrive_where_they_are_used(mesh, make_group, saved, in_loop) -> None:
+    """What is sent stays where it is until it is received, once, beside the first matmul."""
+    case = CASE.replace(hidden_size=128, expert_copies=2, token_format="bf16")
+    group, n_local = make_group(config_of(case)), case.n_experts // case.n_ranks
+    weights = [jnp.ones((n_local, *shape), jnp.bfloat16) for shape in ((128, 256), (128, 128))]
+
+    def layer(tokens, topk_ids, weights):
+        rows = jax_ep.dispatch(group, tokens, topk_ids)
+        return jax_ep.combine(group, jax_ep.expert_mlp(rows, *weights), rows)
+
+    def gradient(tokens, topk_ids):
+        def loss(tokens, weights):
+            call = functools.partial(layer, topk_ids=topk_ids, weights=weights)
+            if POLICIES[saved]:
+                call = jax.checkpoint(call, policy=POLICIES[saved])
+            if not in_loop:
+                return call(tokens).astype(jnp.float32).sum()
+            out, _ = jax.lax.scan(lambda x, _: (call(x), None), tokens, length=3)
+            return out.astype(jnp.float32).sum()
+
+        return jax.grad(loss, argnums=(0, 1))(tokens, weights)
+
+    text = compiled(mesh, gradient, case=case).as_text()
+    received = re.findall(r"custom-call\(([^)]*)\), custom_call_target=\"jax_ep_receive", text)
+    n_passes = 2 if in_loop and saved == "nothing" else 1  # outside of a loop, the first is unused
+    assert len(received) == text.count('"jax_ep_send_copies"') == 2 * n_passes
+    for operands in received:
+        name = operands.split(", ")[3].split()[-1]
+        (definition,) = re.findall(rf"^ *{re.escape(name)} = \S+ (.*)", text, re.MULTILINE)
+        assert definition.startswith("get-tuple-element"), definition
+    for steps in computations(compiled(mesh, gradient, case=case)):
+        if "jax_ep_dispatch" in steps and "jax_ep_receive_copies" in steps:
+            waits = steps.index("jax_ep_receive_copies")
+            assert steps.index("jax_ep_dispatch") < waits
+            assert max(i for i, s in enumerate(steps[:waits]) if s == "jax_ep_send_copies")

@@ -276,6 +276,10 @@ def assert_trees_equal(mesh: Mesh, actual, expected, what: str) -> None:
 
 
 def params(cases) -> list:
-    """Pytest parameters with the cases' names; slow cases are marked."""
-    marks = {True: [pytest.mark.slow], False: []}
-    return [pytest.param(case, id=case.name, marks=marks[case.slow]) for case in cases]
+    """Pytest parameters with the cases' names; slow cases, and those with copies, are marked."""
+
+    def marks(case) -> list:
+        on_gpus = pytest.mark.xla_collectives  # counts of choices travel by them
+        return [pytest.mark.slow] * case.slow + [on_gpus] * (case.expert_copies > 0)
+
+    return [pytest.param(case, id=case.name, marks=marks(case)) for case in cases]
