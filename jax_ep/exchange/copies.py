@@ -1,6 +1,6 @@
 """Weights of experts on ranks that are not their home, and the sums of the gradients of all copies.
 
-Where ranks reach each other's arrays (copy_calls.py), one call brings all weights, and one adds all
+Where ranks reach each other's arrays (copy_calls.py), two calls bring each array, and one adds its
 gradients. Elsewhere, they travel by `Calls.all_to_all`, an expert for each rank at a time; the
 device alone knows how often. Gradients then need memory of about `_ROUND_BYTES`.
 """
@@ -61,7 +61,7 @@ class Lent(NamedTuple):
 
     own: Any  # the weights given; only with them, sums of gradients need no pass over all experts
     copies: Any  # `[S, ...]` of each array: what this rank's slots hold of other ranks
-    after: jax.Array  # as given, there once all copies begin to travel
+    after: jax.Array  # as given, there once all copies can travel
 
 
 def lend(calls: Calls, weights: Any, held: jax.Array, first: int, after: jax.Array) -> Lent:

@@ -55,7 +55,7 @@ def fetch(
             unspecified.
 
     Returns:
-        What has come; and `after`, there once all entries begin to travel.
+        What has come; and `after`, there once all entries can travel.
     """
     flat = map(_flat, [*arrays, *kept])
     operands = vary_alike(geometry.axis_names, entries, after, *flat)
@@ -99,8 +99,9 @@ def _lower_fetch(
 ) -> Any:
     """Two custom calls for each array, so that XLA has the device work in between.
 
-    One primitive: JAX might compute one call outside of a loop, or save what has not come. XLA does
-    not merge calls with side effects, nor move a result that the second call alone uses.
+    It is one primitive: of two, JAX might compute the first outside of a loop, or save what has not
+    come. XLA does not merge calls with side effects, nor move a result that the second call alone
+    uses.
     """
     at, entries, after, *others = operands
     at_type, entries_type, after_type, *other_types = ctx.avals_in

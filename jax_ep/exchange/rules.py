@@ -106,7 +106,8 @@ class CustomCalls(Calls):
 
     def balance_choices(self, topk_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Two custom calls, if the plan fits."""
-        if not (self._lends and balance_calls.can_balance(self.geometry)):
+        can_balance = self._lends and balance_calls.can_balance(self.geometry)
+        if not can_balance or 0 in topk_ids.shape:  # XLA may crash on empty operands of calls
             return super().balance_choices(topk_ids)
         return balance_calls.balance_choices(self.geometry, topk_ids, self.all_gather)
 

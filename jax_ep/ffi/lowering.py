@@ -3,7 +3,7 @@
 The primitives have no JAX effect: effects disable jit's fast dispatch path and keep results alive
 under `jax.checkpoint`. On CPUs, where each rank runs its own program, calls are lowered with
 `has_side_effect`, so that XLA neither merges nor drops them. On GPUs XLA may do both, since all
-ranks run the same program.
+ranks run the same program; but not with calls that come in pairs.
 """
 
 import enum

@@ -97,7 +97,7 @@ def _with_copies(
 ) -> tuple[Dispatched, ExpertWeights]:
     """The matrices in two parts, biases in one.
 
-    All copies begin to travel before the first matmul: ranks that wait for others' weights would
+    All copies can travel before the first matmul: ranks that wait for others' weights would
     otherwise wait for their matmuls, too.
     """
     own, copies, row_offsets = lend_experts(dispatched, weights)

@@ -45,7 +45,14 @@ def fetch_experts(dispatched: Dispatched, weights: Any) -> Any:
     if dispatched.copies is None:
         return weights
     own, copies, _ = lend_experts(dispatched, weights)
-    return jax.tree.map(lambda *parts: jnp.concatenate(parts), own, copies)
+    is_lent = dispatched.copies[lax.axis_index(group.axis_name)] >= 0
+
+    def join(own: jax.Array, copies: jax.Array) -> jax.Array:
+        has_one = is_lent.reshape(-1, *(1,) * (copies.ndim - 1))
+        # Others may be NaN, which `lax.ragged_dot` multiplies also for groups without rows.
+        return jnp.concatenate([own, jnp.where(has_one, copies, jnp.zeros((), copies.dtype))])
+
+    return jax.tree.map(join, own, copies)
 
 
 def lend_experts(dispatched: Dispatched, weights: Any) -> Lent:

@@ -275,6 +275,20 @@ def test_the_portable_lowering_matches_float64():
             assert not np.asarray(got[used:]).any()
 
 
+def test_the_portable_lowering_ignores_weights_of_groups_without_rows():
+    """Of copies that no expert was lent to."""
+    rows, weights, offsets = make_operands([3, 0, 140, 64, 1], "float32")
+    matmul = calls.Matmul(calls.MatmulForm.WEIGHTS, np.dtype("float32"), continues=True)
+    kept = jnp.full((rows.shape[0], N), 7, jnp.float32)
+    for first in (0, 1):  # the other rows are of groups before
+        operands = rows, weights.at[1].set(jnp.nan)[first:], offsets[first:], kept
+        with jax.default_matmul_precision("float32"):
+            (got,) = jax.jit(functools.partial(calls.by_ragged_dot, matmul=matmul))(*operands)
+        wanted = reference(rows, weights, offsets)[0].copy()
+        wanted[: offsets[first]] = 7
+        np.testing.assert_allclose(got[: offsets[-1]], wanted, 1e-4, 1e-4)
+
+
 ROWS = jnp.ones((6, 16), jnp.bfloat16)
 WEIGHTS = jnp.ones((2, 16, 8), jnp.bfloat16)
 OFFSETS = np.uint32([0, 2, 6])

@@ -3,12 +3,14 @@
 // order what they then launch. Copy engines bring weights while kernels run; a kernel adds
 // gradients.
 
+#include <chrono>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <thread>
 #include <vector>
 
 #include "p2p/call/meeting.h"
@@ -20,7 +22,7 @@
 namespace jax_ep::p2p {
 namespace {
 
-// What a rank tells the others: where its array is, and what they wait for before they use that.
+// What a rank tells the others: where its array is, and what they wait for before they use it.
 struct Visit {
   void* array = nullptr;
   cudaEvent_t event = nullptr;
@@ -39,14 +41,14 @@ struct Visit {
 
 // What a call needs while it is in flight: events, and the host's copy of what is sent.
 struct Resources {
-  cudaEvent_t ready = nullptr, read = nullptr, done = nullptr;
+  cudaEvent_t ready = nullptr, done = nullptr;
   int32_t* entries = nullptr;  // [kMaxCopyEntries], page-locked
 
   // On the current device.
   Status Create() {
     Status status =
         ToStatus(cudaMallocHost(&entries, kMaxCopyEntries * sizeof(int32_t)), "allocating memory");
-    for (cudaEvent_t* const event : {&ready, &read, &done}) {
+    for (cudaEvent_t* const event : {&ready, &done}) {
       if (!status.ok()) break;
       status =
           ToStatus(cudaEventCreateWithFlags(event, cudaEventDisableTiming), "creating an event");
@@ -55,11 +57,11 @@ struct Resources {
   }
 };
 
-// A call that has begun to send.
-struct Sending {
-  Resources own;
+// What a rank has for the others, from the call that reads the plan to the one that sends.
+struct Offer {
+  Resources resources;
+  CopiesArgs args{};
   const uint8_t* array = nullptr;
-  std::vector<Visit> visits;
 };
 
 // Of a device: the stream of its copies to others, which run beside what XLA runs, and the calls in
@@ -67,33 +69,43 @@ struct Sending {
 class CopyEngine {
  public:
   Status Open() {
+    std::lock_guard lock(mutex_);
     if (stream_ != nullptr) return {};
     return ToStatus(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking),
                     "creating a stream for copies of experts");
   }
   cudaStream_t stream() const { return stream_; }
 
-  // Until they are given back.
+  // Until they are given back; not after an error, since others may wait for the events.
   Status Take(Resources* resources) {
+    std::lock_guard lock(mutex_);
     if (free_.empty()) return resources->Create();
     *resources = free_.back();
     free_.pop_back();
     return {};
   }
-  void GiveBack(const Resources& resources) { free_.push_back(resources); }
+  void GiveBack(const Resources& resources) {
+    std::lock_guard lock(mutex_);
+    free_.push_back(resources);
+  }
 
-  // Keeps what a call has begun to send, by the memory that it receives in.
-  void Begin(const void* out, Sending sending) { sendings_[out] = std::move(sending); }
-  // None: no call has begun.
-  std::optional<Sending> End(const void* out) {
-    const auto node = sendings_.extract(out);
-    return node.empty() ? std::nullopt : std::optional(std::move(node.mapped()));
+  // Keeps an offer, by the memory in which its call receives those of others.
+  void Keep(const void* out, const Offer& offer) {
+    std::lock_guard lock(mutex_);
+    offers_[out] = offer;
+  }
+  // None: no call has made one.
+  std::optional<Offer> Find(const void* out) {
+    std::lock_guard lock(mutex_);
+    const auto node = offers_.extract(out);
+    return node.empty() ? std::nullopt : std::optional(node.mapped());
   }
 
  private:
+  std::mutex mutex_;
   cudaStream_t stream_ = nullptr;
   std::vector<Resources> free_;
-  std::map<const void*, Sending> sendings_;
+  std::map<const void*, Offer> offers_;
 };
 
 // The meetings of the open groups, and the devices' copy engines.
@@ -116,7 +128,6 @@ class Meetings {
     return made;
   }
 
-  // Its calls come one after the other.
   CopyEngine& EngineOf(int device) {
     std::lock_guard lock(mutex_);
     return engines_[device];
@@ -134,17 +145,15 @@ struct CopiesCall {
   cudaStream_t stream;
   CopyEngine& engine;
   Meeting<Visit>& meeting;
-  CopiesArgs args;
-  uint8_t* array;  // [args.n_from, args.entry_bytes]
+  CopiesArgs args{};
+  uint8_t* array = nullptr;  // [args.n_from, args.entry_bytes]
+  std::optional<RowType> type{};
 
-  // Tells the others where `array` is, and an event: `of` has done what it has to do by now. If the
-  // ranks are in different calls, all get an error.
-  Status Meet(void* array, cudaEvent_t event, cudaStream_t of, std::vector<Visit>* visits) const {
+  // Tells the others where `array` is, and the event that they wait for. If the ranks are in
+  // different calls, all get an error.
+  Status Meet(void* array, cudaEvent_t event, std::vector<Visit>* visits) const {
     const Visit own = {array, event, caller.operation, args.n, args.entry_bytes};
-    Status status = ToStatus(cudaEventRecord(event, of), "recording an event");
-    if (status.ok()) {
-      status = meeting.Meet(caller.member.rank, own, caller.config().timeout_s, visits);
-    }
+    Status status = meeting.Meet(caller.member.rank, own, caller.config().timeout_s, visits);
     for (size_t rank = 0; status.ok() && rank < visits->size(); ++rank) {
       const Visit& other = (*visits)[rank];
       if (other.IsOfCall(own)) continue;
@@ -154,6 +163,10 @@ struct CopiesCall {
     return status;
   }
 };
+
+Status Record(cudaEvent_t event, cudaStream_t stream) {
+  return ToStatus(cudaEventRecord(event, stream), "recording an event");
+}
 
 Status WaitFor(const std::vector<Visit>& visits, cudaStream_t stream) {
   Status status;
@@ -176,6 +189,7 @@ Status Read(const BufferList& operands, const BufferList& results, CopiesCall& c
   args.n = operand_reader.Dim(2, 1);
   const ffi::DataType type = operand_reader.Type(1);
   const int64_t width = operand_reader.Dim(1, 1);
+  call.type = ToRowType(type);
   operand_reader.Next<int32_t>("coordinate", {});
   call.array = static_cast<uint8_t*>(operand_reader.Next("the array", type, {args.n_from, width}));
   args.entries = operand_reader.Next<int32_t>("entries", {args.n_ranks, args.n});
@@ -202,172 +216,167 @@ Status Read(const BufferList& operands, const BufferList& results, CopiesCall& c
                   "copying the result so far");
 }
 
-// Operands: the coordinate, an array [*, w] that was sent, what is received [n, w], and one that
-// stands for the order of calls. Result: what is received.
+// Operands: the coordinate, the array that is sent, what is received, and one that stands for the
+// order of calls. Result: what is received.
 Status ReadReceived(const BufferList& operands, const BufferList& results, CopiesCall& call) {
-  Status status;
-  BufferReader operand_reader(operands, status), result_reader(results, status);
-  CopiesArgs& args = call.args;
-  const ffi::DataType type = operand_reader.Type(1);
-  const int64_t width = operand_reader.Dim(1, 1);
-  args.n_ranks = static_cast<int32_t>(call.caller.config().n_ranks);
-  args.n_from = operand_reader.Dim(1, 0);
-  args.n = operand_reader.Dim(2, 0);
-  args.entry_bytes = width * static_cast<int64_t>(ffi::ByteWidth(type));
-  operand_reader.Next<int32_t>("coordinate", {});
-  call.array = static_cast<uint8_t*>(operand_reader.Next("the array", type, {args.n_from, width}));
-  const void* const begun = operand_reader.Next("what is received", type, {args.n, width});
-  args.out = static_cast<uint8_t*>(result_reader.Next("the result", type, {args.n, width}));
-  result_reader.ExpectEnd("results");
-  if (status.ok() && begun != args.out) status = Internal("XLA has moved what is received");
-  return status;
+  const ffi::AnyBuffer *const array = operands.Find(1), *const received = operands.Find(2);
+  const ffi::AnyBuffer* const out = results.Find(0);
+  if (array == nullptr || received == nullptr || out == nullptr) {
+    return InvalidArgument("there must be an array, and what is received");
+  }
+  call.array = static_cast<uint8_t*>(array->untyped_data());
+  call.args.out = static_cast<uint8_t*>(out->untyped_data());
+  const bool is_in_place = received->untyped_data() == out->untyped_data();
+  return is_in_place ? Status{} : Internal("XLA has moved what is received");
 }
 
-// Copies that the engines of a device start together.
-struct Copies {
+// Starts copies that the engines of a device make together.
+Status StartCopies(std::vector<void*>& to, std::vector<const void*>& from,
+                   std::vector<size_t>& bytes, cudaStream_t stream) {
+  cudaError_t error = cudaSuccess;
+#if CUDART_VERSION >= 13000
+  if (to.empty()) return {};
+  cudaMemcpyAttributes attributes{};
+  attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
+  attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;
+  size_t first = 0;
+  error = cudaMemcpyBatchAsync(to.data(), from.data(), bytes.data(), to.size(), &attributes, &first,
+                               1, stream);
+#else
+  for (size_t i = 0; error == cudaSuccess && i < to.size(); ++i) {
+    error = cudaMemcpyAsync(to[i], from[i], bytes[i], cudaMemcpyDefault, stream);
+  }
+#endif
+  return ToStatus(error, "starting copies of experts");
+}
+
+// Sends entries to the results of the others, whose order differs from rank to rank.
+Status StartSending(const Offer& offer, const std::vector<Visit>& visits, cudaStream_t stream) {
+  const CopiesArgs& args = offer.args;
   std::vector<void*> to;
   std::vector<const void*> from;
-  std::vector<size_t> bytes;
-
-  Status Start(cudaStream_t stream) {
-    cudaError_t error = cudaSuccess;
-#if CUDART_VERSION >= 13000
-    if (to.empty()) return {};
-    cudaMemcpyAttributes attributes{};
-    attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
-    attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;
-    size_t first = 0;
-    error = cudaMemcpyBatchAsync(to.data(), from.data(), bytes.data(), to.size(), &attributes,
-                                 &first, 1, stream);
-#else
-    for (size_t i = 0; error == cudaSuccess && i < to.size(); ++i) {
-      error = cudaMemcpyAsync(to[i], from[i], bytes[i], cudaMemcpyDefault, stream);
+  for (int32_t step = 1; step <= args.n_ranks; ++step) {
+    const int32_t rank = (args.rank + step) % args.n_ranks;
+    auto* const out = static_cast<uint8_t*>(visits[static_cast<size_t>(rank)].array);
+    for (int64_t i = 0; i < args.n; ++i) {
+      const int64_t entry = offer.resources.entries[rank * args.n + i];
+      if (entry < 0 || entry >= args.n_from) continue;
+      to.push_back(out + i * args.entry_bytes);
+      from.push_back(offer.array + entry * args.entry_bytes);
     }
-#endif
-    return ToStatus(error, "starting copies of experts");
   }
-};
-
-// What this rank sends, none beyond its array.
-Copies ListCopies(const Sending& sending, const CopiesArgs& args) {
-  Copies copies;
-  for (int64_t i = 0; i < args.n_ranks * args.n; ++i) {
-    const int64_t entry = sending.own.entries[i];
-    if (entry < 0 || entry >= args.n_from) continue;
-    auto* const out = static_cast<uint8_t*>(sending.visits[i / args.n].array);
-    copies.to.push_back(out + i % args.n * args.entry_bytes);
-    copies.from.push_back(sending.array + entry * args.entry_bytes);
-    copies.bytes.push_back(static_cast<size_t>(args.entry_bytes));
-  }
-  return copies;
+  std::vector<size_t> bytes(to.size(), static_cast<size_t>(args.entry_bytes));
+  return StartCopies(to, from, bytes, stream);
 }
 
-// Begins to send entries of the array to each rank's result.
+// Reads the plan: which entries of the array go to each of each rank's result.
 Status Send(CopiesCall& call) {
   const CopiesArgs& args = call.args;
-  Sending sending;
-  sending.array = call.array;
+  Offer offer{{}, args, call.array};
+  Resources& resources = offer.resources;
   const size_t n_bytes = args.n_ranks * args.n * sizeof(int32_t);
-  Status status = call.engine.Take(&sending.own);
-  if (status.ok()) status = call.Meet(args.out, sending.own.ready, call.stream, &sending.visits);
+  Status status = call.engine.Take(&resources);
   if (status.ok()) {
-    status = ToStatus(cudaMemcpyAsync(sending.own.entries, args.entries, n_bytes,
+    status = ToStatus(cudaMemcpyAsync(resources.entries, args.entries, n_bytes,
                                       cudaMemcpyDeviceToHost, call.stream),
                       "reading which experts are lent");
   }
-  if (status.ok()) {
-    status = ToStatus(cudaEventRecord(sending.own.read, call.stream), "recording an event");
-  }
-  if (status.ok()) call.engine.Begin(args.out, std::move(sending));
+  if (status.ok()) status = Record(resources.ready, call.stream);
+  if (status.ok()) call.engine.Keep(args.out, offer);
   return status;
 }
 
-// Starts the copies that a call of Send has begun, as soon as the host knows them, and makes the
-// stream wait for all ranks' copies.
-Status Receive(CopiesCall& call) {
-  const CopiesArgs& args = call.args;
-  std::optional<Sending> sending = call.engine.End(args.out);
-  if (!sending.has_value() || sending->array != call.array) {
-    return Internal("XLA has moved what was sent, or nothing was");
+// Waits until the device has done what comes before the event.
+Status WaitOnHost(const Caller& caller, cudaEvent_t event) {
+  const std::chrono::duration<double> limit(caller.config().timeout_s);
+  const auto begin = std::chrono::steady_clock::now();
+  cudaError_t error = cudaSuccess;
+  while ((error = cudaEventQuery(event)) == cudaErrorNotReady) {
+    cudaGetLastError();  // which this is not
+    if (std::chrono::steady_clock::now() - begin > limit) {
+      return DeadlineExceeded("the device of rank " + std::to_string(caller.member.rank) +
+                              " has not come to the call within the group's timeout_s");
+    }
+    std::this_thread::yield();
   }
-  const Resources& resources = sending->own;
+  return ToStatus(error, "waiting for the plan");
+}
+
+// Sends what has been offered once the host knows it, and makes the stream wait for what comes.
+Status Receive(CopiesCall& call) {
+  const std::optional<Offer> offer = call.engine.Find(call.args.out);
+  if (!offer.has_value()) return Internal("nothing is sent to the memory of what is received");
+  if (offer->array != call.array) return Internal("XLA has moved the weights that are sent");
+  call.args = offer->args;
+  const Resources& resources = offer->resources;
   const cudaStream_t engine = call.engine.stream();
-  Status status = ToStatus(cudaEventSynchronize(resources.read), "waiting for the plan");
-  if (status.ok()) status = WaitFor(sending->visits, engine);
-  if (status.ok()) status = ListCopies(*sending, args).Start(engine);
   std::vector<Visit> visits;
-  if (status.ok()) status = call.Meet(nullptr, resources.done, engine, &visits);
+  Status status = WaitOnHost(call.caller, resources.ready);
+  if (status.ok()) status = call.Meet(call.args.out, resources.ready, &visits);
+  if (status.ok()) status = WaitFor(visits, engine);
+  if (!status.ok()) return status;
+  status = StartSending(*offer, visits, engine);
+  const Status recorded = Record(resources.done, engine);
+  if (status.ok()) status = recorded;
+  // The engine reads the array until then, whatever becomes of the others.
+  cudaStreamWaitEvent(call.stream, resources.done);
+  if (status.ok()) status = call.Meet(nullptr, resources.done, &visits);
   if (status.ok()) status = WaitFor(visits, call.stream);
   if (status.ok()) call.engine.GiveBack(resources);
   return status;
 }
 
-Status Add(CopiesCall& call, RowType type) {
+Status Add(CopiesCall& call) {
+  if (!call.type.has_value()) return InvalidArgument("the array must be of floats");
   Resources resources;
   std::vector<Visit> visits;
   Status status = call.engine.Take(&resources);
-  if (status.ok()) status = call.Meet(call.array, resources.ready, call.stream, &visits);
+  if (status.ok()) status = Record(resources.ready, call.stream);
+  if (status.ok()) status = call.Meet(call.array, resources.ready, &visits);
   if (status.ok()) status = WaitFor(visits, call.stream);
   if (!status.ok()) return status;
   for (size_t rank = 0; rank < visits.size(); ++rank) {
     call.args.arrays[rank] = static_cast<const uint8_t*>(visits[rank].array);
   }
   if (call.args.n > 0) {
-    status = ToStatus(LaunchAddCopies(call.args, type, call.stream), "launching the kernel");
+    status = ToStatus(LaunchAddCopies(call.args, *call.type, call.stream), "launching the kernel");
   }
   // XLA may give the array to others once no rank reads it.
-  if (status.ok()) status = call.Meet(nullptr, resources.done, call.stream, &visits);
+  if (status.ok()) status = Record(resources.done, call.stream);
+  if (status.ok()) status = call.Meet(nullptr, resources.done, &visits);
   if (status.ok()) status = WaitFor(visits, call.stream);
   if (status.ok()) call.engine.GiveBack(resources);
   return status;
 }
 
-// Makes a call in the stream's order, once read(operands, results, call) has filled its arguments.
-template <class Read, class Run>
-ffi::Error RunInOrder(const char* operation, std::string_view group, cudaStream_t stream,
-                      int32_t ordinal, StreamOrder order, ffi::RemainingArgs operands,
-                      ffi::RemainingRets results, const Read& read, const Run& run) {
-  Caller caller{operation, group};
+struct Operation {
+  const char* name;
+  Status (*read)(const BufferList& operands, const BufferList& results, CopiesCall& call);
+  Status (*run)(CopiesCall& call);
+};
+constexpr Operation kSend = {"sending copies of experts", Read, Send};
+constexpr Operation kReceive = {"receiving copies of experts", ReadReceived, Receive};
+constexpr Operation kAdd = {"adding gradients of copies of experts", Read, Add};
+
+// Makes a call in the stream's order.
+template <const Operation& kOperation>
+ffi::Error RunInOrder(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi::S32>,
+                      ffi::RemainingArgs operands, ffi::RemainingRets results,
+                      std::string_view group, StreamOrder order) {
+  Caller caller{kOperation.name, group};
   Status status = FindCaller(ordinal, caller);
   if (!status.ok()) return ToError(status);
   CopyEngine& engine = Meetings::Instance().EngineOf(ordinal);
   const auto meeting = Meetings::Instance().Find(caller.member.group);
-  CopiesCall call{caller, stream, engine, *meeting, {}, nullptr};
+  CopiesCall call{caller, stream, engine, *meeting};
   const cudaError_t error = LaunchInOrder(ordinal, stream, order, [&](cudaEvent_t) {
     status = engine.Open();
-    if (status.ok()) status = read(BufferList(operands), BufferList(results), call);
-    if (status.ok()) status = run(call);
+    if (status.ok()) status = kOperation.read(BufferList(operands), BufferList(results), call);
+    if (status.ok()) status = kOperation.run(call);
     return cudaSuccess;
   });
   if (!status.ok()) return InvalidOperands(caller, status);
-  return ToError(error, operation);
-}
-
-ffi::Error SendImpl(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi::S32>,
-                    ffi::RemainingArgs operands, ffi::RemainingRets results, std::string_view group,
-                    StreamOrder order) {
-  return RunInOrder("sending copies of experts", group, stream, ordinal, order, operands, results,
-                    Read, Send);
-}
-
-ffi::Error ReceiveImpl(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi::S32>,
-                       ffi::RemainingArgs operands, ffi::RemainingRets results,
-                       std::string_view group, StreamOrder order) {
-  return RunInOrder("receiving copies of experts", group, stream, ordinal, order, operands, results,
-                    ReadReceived, Receive);
-}
-
-ffi::Error AddImpl(cudaStream_t stream, int32_t ordinal, ffi::BufferR0<ffi::S32>,
-                   ffi::RemainingArgs operands, ffi::RemainingRets results, std::string_view group,
-                   StreamOrder order) {
-  const BufferList buffers(operands);
-  const ffi::AnyBuffer* const array = buffers.Find(1);
-  const auto type = array == nullptr ? std::nullopt : ToRowType(array->element_type());
-  return RunInOrder("adding gradients of copies of experts", group, stream, ordinal, order,
-                    operands, results, Read, [&](CopiesCall& call) {
-                      return type.has_value() ? Add(call, *type)
-                                              : InvalidArgument("the array must be of floats");
-                    });
+  return ToError(error, kOperation.name);
 }
 
 auto Bind() {
@@ -378,8 +387,8 @@ auto Bind() {
 }  // namespace
 
 // Not captured: ranks meet on the host in every run.
-JAX_EP_DEFINE_TARGET("jax_ep_send_copies", CudaSendCopies, SendImpl, Bind());
-JAX_EP_DEFINE_TARGET("jax_ep_receive_copies", CudaReceiveCopies, ReceiveImpl, Bind());
-JAX_EP_DEFINE_TARGET("jax_ep_add_copies", CudaAddCopies, AddImpl, Bind());
+JAX_EP_DEFINE_TARGET("jax_ep_send_copies", CudaSendCopies, RunInOrder<kSend>, Bind());
+JAX_EP_DEFINE_TARGET("jax_ep_receive_copies", CudaReceiveCopies, RunInOrder<kReceive>, Bind());
+JAX_EP_DEFINE_TARGET("jax_ep_add_copies", CudaAddCopies, RunInOrder<kAdd>, Bind());
 
 }  // namespace jax_ep::p2p

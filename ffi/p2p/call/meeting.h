@@ -27,6 +27,10 @@ class Meeting {
   // others get the same error, and may come again.
   Status Meet(size_t rank, const Value& own, double timeout_s, std::vector<Value>* values) {
     std::unique_lock lock(mutex_);
+    if (has_come_[rank]) {
+      return FailedPrecondition("rank " + std::to_string(rank) +
+                                " is in another call of the group. Calls must not run at once");
+    }
     coming_[rank] = own;
     has_come_[rank] = true;
     if (++n_come_ == coming_.size()) {
@@ -40,7 +44,7 @@ class Meeting {
         End(DescribeMissing(timeout_s));
       }
     }
-    // These stay until every rank, this one too, comes to the next meeting.
+    // These stay until the next meeting ends, which needs this rank, or another limit to pass.
     if (outcome_.ok()) *values = values_;
     return outcome_;
   }

@@ -10,9 +10,9 @@
 
 namespace jax_ep::p2p {
 
-// Ranks of a process that reach each other's memory, and n (R + 1) of a call: lists of so many
-// entries fit in the shared memory of any block.
+// Ranks of a process that reach each other's memory.
 constexpr int kMaxCopyRanks = 16;
+// n (R + 1) of a call: lists of so many entries fit in the shared memory of any block.
 constexpr int64_t kMaxCopyEntries = 6016;
 
 // Entry i of `out` gets the sum with entry entries[r, i] of the array of each rank r that has one.

@@ -2,6 +2,7 @@
 
 #include "p2p/call/meeting.h"
 
+#include <atomic>
 #include <string>
 #include <thread>
 #include <vector>
@@ -49,6 +50,27 @@ TEST(AMeetingNamesTheRanksThatDoNotCome) {
     CHECK_EQ(meeting.Meet(rank, 10 + rank, 60, &values).message, "");
     CHECK_EQ(values == std::vector<size_t>({10, 11, 12, 13}), true);
   });
+}
+
+TEST(ARankIsInOneMeetingAtATime) {
+  Meeting<size_t> meeting(2);
+  std::atomic<int> n_refused = 0;
+  const auto come = [&](size_t rank, size_t value) {
+    std::vector<size_t> values;
+    const Status status = meeting.Meet(rank, value, 60, &values);
+    if (status.ok()) {
+      CHECK_EQ(values == std::vector<size_t>({1, 2}), true);
+    } else {
+      CHECK_CONTAINS(status.message, "rank 0 is in another call of the group");
+      ++n_refused;
+    }
+  };
+  std::thread first(come, 0, 1), second(come, 0, 1);
+  while (n_refused == 0) std::this_thread::yield();
+  come(1, 2);
+  first.join();
+  second.join();
+  CHECK_EQ(n_refused.load(), 1);
 }
 
 }  // namespace

@@ -244,6 +244,9 @@ def by_ragged_dot(*operands: jax.Array, matmul: Matmul) -> list[jax.Array]:
     # Rows before the first group count as its own, and are zero.
     sizes = jnp.diff(row_offsets.astype(jnp.int32).at[0].set(0))
     lhs = jnp.where(in_use, lhs, jnp.zeros((), lhs.dtype))
+    if matmul.continues:  # weights of groups without rows may be NaN, which would be multiplied
+        has_rows = row_offsets[1:] > row_offsets[:-1]
+        rhs = jnp.where(has_rows[:, None, None], rhs, jnp.zeros((), rhs.dtype))
     if matmul.form == MatmulForm.ROWS:
         rhs = jnp.where(in_use, rhs, jnp.zeros((), rhs.dtype))
         contracting: Any = ((0,), (0,))
