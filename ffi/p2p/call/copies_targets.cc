@@ -3,14 +3,12 @@
 // order what they then launch. Copy engines bring weights while kernels run; a kernel adds
 // gradients.
 
-#include <chrono>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
 #include <string_view>
-#include <thread>
 #include <vector>
 
 #include "p2p/call/meeting.h"
@@ -286,22 +284,6 @@ Status Send(CopiesCall& call) {
   return status;
 }
 
-// Waits until the device has done what comes before the event.
-Status WaitOnHost(const Caller& caller, cudaEvent_t event) {
-  const std::chrono::duration<double> limit(caller.config().timeout_s);
-  const auto begin = std::chrono::steady_clock::now();
-  cudaError_t error = cudaSuccess;
-  while ((error = cudaEventQuery(event)) == cudaErrorNotReady) {
-    cudaGetLastError();  // which this is not
-    if (std::chrono::steady_clock::now() - begin > limit) {
-      return DeadlineExceeded("the device of rank " + std::to_string(caller.member.rank) +
-                              " has not come to the call within the group's timeout_s");
-    }
-    std::this_thread::yield();
-  }
-  return ToStatus(error, "waiting for the plan");
-}
-
 // Sends what has been offered once the host knows it, and makes the stream wait for what comes.
 Status Receive(CopiesCall& call) {
   const std::optional<Offer> offer = call.engine.Find(call.args.out);
@@ -311,7 +293,8 @@ Status Receive(CopiesCall& call) {
   const Resources& resources = offer->resources;
   const cudaStream_t engine = call.engine.stream();
   std::vector<Visit> visits;
-  Status status = WaitOnHost(call.caller, resources.ready);
+  // Without a limit: all calls of groups that the device makes before have one.
+  Status status = ToStatus(cudaEventSynchronize(resources.ready), "waiting for the plan");
   if (status.ok()) status = call.Meet(call.args.out, resources.ready, &visits);
   if (status.ok()) status = WaitFor(visits, engine);
   if (!status.ok()) return status;
