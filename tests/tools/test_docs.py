@@ -11,6 +11,7 @@ import types
 import pytest
 
 import jax_ep
+import jax_ep.checkpoints
 import jax_ep.nnx
 import jax_ep.router
 from doc_pages import BLOCK, DOCS, ROOT, python_blocks
@@ -178,7 +179,7 @@ def public_names(module: types.ModuleType) -> set[str]:
 
 
 def test_all_lists_what_is_public():
-    for module in (jax_ep, jax_ep.nnx):
+    for module in (jax_ep, jax_ep.checkpoints, jax_ep.nnx):
         assert module.__all__ == sorted(public_names(module))
     taken: dict[str, object] = {}
     exec("from jax_ep import *", taken)
@@ -196,5 +197,5 @@ def test_the_api_pages_name_everything_public():
     documented = re.findall(r"^::: jax_ep\.(?:\w+\.)?(\w+)$", text, re.MULTILINE)
     documented += re.findall(r"`jax_ep\.(\w+_NAME)`", text)
     assert len(documented) == len(set(documented))
-    modules = jax_ep, jax_ep.nnx, jax_ep.router
+    modules = jax_ep, jax_ep.checkpoints, jax_ep.nnx, jax_ep.router
     assert set(documented) == set().union(*map(public_names, modules))
