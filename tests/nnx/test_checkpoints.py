@@ -12,15 +12,9 @@ import quick
 from harness import assert_same_bits, float32_group
 from jax_ep import checkpoints
 from jax_ep.nnx import MoE
-from jax_ep.router import RouterConfig
 from nnx_layers import assert_close, make_mesh
 from processes import run_processes
 from published_layers import (
-    ALPHA,
-    LIMIT,
-    N_GROUPS,
-    SCALING,
-    TOPK_GROUPS,
     DeepseekV3,
     E,
     F,
@@ -29,7 +23,6 @@ from published_layers import (
     K,
     Mixtral,
     Qwen3,
-    S,
     T,
     in_fp8,
     in_mxfp4,
@@ -38,29 +31,23 @@ from published_layers import (
 
 pytestmark = pytest.mark.usefixtures("one_process", "float32_matmuls")
 
-V3 = RouterConfig(
-    scores="sigmoid",
-    scaling=SCALING,
-    n_expert_groups=N_GROUPS,
-    topk_expert_groups=TOPK_GROUPS,
-    group_scores="top2",
-)
-BIASES = {"logit_bias": True, "expert_bias": True}
-# The layout, the model, and the options of its layers.
-MODELS = {
-    "qwen3_moe": (checkpoints.QWEN3_MOE, Qwen3(), {}),
-    "mixtral": (checkpoints.MIXTRAL, Mixtral(), {}),
-    "deepseek_v3": (
-        checkpoints.DEEPSEEK_V3,
-        DeepseekV3(),
-        {"router": V3, "router_bias": True, "shared_size": S},
-    ),
-    "gpt_oss": (
-        checkpoints.GPT_OSS,
-        GptOss(),
-        {**BIASES, "interleaved": True, "clamp": (ALPHA, LIMIT)},
-    ),
+PUBLISHED = {
+    "qwen3_moe": Qwen3(),
+    "mixtral": Mixtral(),
+    "deepseek_v3": DeepseekV3(),
+    "gpt_oss": GptOss(),
 }
+
+
+def layers_of(model):
+    """The layout, the model, and the options of its layers, by its `config.json`."""
+    layout, sizes, options = checkpoints.from_config(model.config)
+    assert sizes == {"n_experts": E, "top_k": K, "hidden_size": H}
+    assert options.pop("expert_size") == F
+    return layout, model, options
+
+
+MODELS = {name: layers_of(model) for name, model in PUBLISHED.items()}
 FP8 = {"token_format": jax_ep.BlockwiseFP8(), "combine_dtype": jnp.bfloat16}
 
 
@@ -115,6 +102,18 @@ def test_a_loaded_layer_does_what_its_model_defines(name, n_ranks, transposed):
     assert_close(outputs(layer), model.results(tensors, 3, make_tokens()), 1e-5)
     experts = layer.gate_up[...].sharding.spec[0]
     assert experts == "ep" and layer.router[...].sharding.is_fully_replicated
+
+
+def test_scores_are_normalized_as_the_config_says():
+    layout, model, options = layers_of(Qwen3(normalizes=False))
+    layer = abstract_layer({"ep": 4}, **options)
+    layout.load(layer, model.tensors(3), 3)
+    assert_close(outputs(layer), model.results(model.tensors(3), 3, make_tokens()), 1e-5)
+
+
+def test_models_without_a_layout_raise():
+    with pytest.raises(ValueError, match="model_type must be qwen3_moe, .* got 'llama4'"):
+        checkpoints.from_config({"model_type": "llama4"})
 
 
 @pytest.mark.parametrize("transposed", [False, True])

@@ -10,7 +10,7 @@ import numpy as np
 
 E, K, H, F, S, T = 8, 2, 256, 128, 256, 16
 N_GROUPS, TOPK_GROUPS, SCALING = 4, 2, 2.5
-ALPHA, LIMIT = 1.702, 0.5  # GPT-OSS's limit is 7, which no value here would reach
+LIMIT = 0.5  # GPT-OSS's limit is 7, which no value here would reach
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)  # then the same with a minus
 
 
@@ -38,7 +38,10 @@ def best(scores, n=K):
 
 
 class Published:
-    """A model's layers: `tensors` makes those of one, `result` is what it does to a token."""
+    """A model's layers: `tensors` makes those of one, `result` is what it does to a token.
+
+    `config` has the fields of `config.json` that say something of them.
+    """
 
     prefix = "model.layers.{}.mlp."
     names = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
@@ -74,13 +77,33 @@ class Published:
 
 
 class Qwen3(Published):
+    def __init__(self, normalizes=True):
+        self.normalizes = normalizes
+        self.config = {
+            "model_type": "qwen3_moe",
+            "hidden_size": H,
+            "intermediate_size": 3 * F,
+            "moe_intermediate_size": F,
+            "norm_topk_prob": normalizes,
+            "num_experts": E,
+            "num_experts_per_tok": K,
+        }
+
     def weights(self, tensors, x):
         scores = softmax(tensors["gate.weight"] @ x)
         ids = best(scores)
-        return dict(zip(ids, scores[ids] / scores[ids].sum(), strict=True))
+        total = scores[ids].sum() if self.normalizes else 1
+        return dict(zip(ids, scores[ids] / total, strict=True))
 
 
 class Mixtral(Published):
+    config = {
+        "model_type": "mixtral",
+        "hidden_size": H,
+        "intermediate_size": F,
+        "num_experts_per_tok": K,
+        "num_local_experts": E,
+    }
     prefix = "model.layers.{}.block_sparse_moe."
     names = {"gate": "w1", "up": "w3", "down": "w2"}
 
@@ -91,6 +114,20 @@ class Mixtral(Published):
 
 
 class DeepseekV3(Published):
+    config = {
+        "model_type": "deepseek_v3",
+        "hidden_size": H,
+        "intermediate_size": 3 * F,
+        "moe_intermediate_size": F,
+        "n_group": N_GROUPS,
+        "n_routed_experts": E,
+        "n_shared_experts": S // F,
+        "norm_topk_prob": True,
+        "num_experts_per_tok": K,
+        "routed_scaling_factor": SCALING,
+        "topk_group": TOPK_GROUPS,
+    }
+
     def make(self, rng):
         bias = random(rng, E, dtype=np.float32)
         shared = self.make_expert(rng, "shared_experts", S)
@@ -111,6 +148,15 @@ class DeepseekV3(Published):
 
 
 class GptOss(Published):
+    config = {
+        "model_type": "gpt_oss",
+        "hidden_size": H,
+        "intermediate_size": F,
+        "num_experts_per_tok": K,
+        "num_local_experts": E,
+        "swiglu_limit": LIMIT,
+    }
+
     def make(self, rng):
         return {
             "router.weight": random(rng, E, H),
@@ -131,7 +177,7 @@ class GptOss(Published):
         bias = tensors["experts.gate_up_proj_bias"][e]
         hidden = x @ tensors["experts.gate_up_proj"][e] + bias
         gate, up = np.minimum(hidden[::2], LIMIT), np.clip(hidden[1::2], -LIMIT, LIMIT)
-        values = (up + 1) * gate * sigmoid(ALPHA * gate)
+        values = (up + 1) * gate * sigmoid(1.702 * gate)
         return values @ tensors["experts.down_proj"][e] + tensors["experts.down_proj_bias"][e]
 
 

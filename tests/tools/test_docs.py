@@ -1,5 +1,6 @@
 """The README and docs/: their code runs, and the reference names everything that is public."""
 
+import json
 import os
 import pathlib
 import pydoc
@@ -16,6 +17,7 @@ import jax_ep.nnx
 import jax_ep.router
 from doc_pages import BLOCK, DOCS, ROOT, python_blocks
 from processes import child_environment
+from published_layers import DeepseekV3, Qwen3, in_fp8, write_safetensors
 
 
 @pytest.mark.thorough
@@ -141,18 +143,32 @@ print(reports.n_dropped, bool(jax.numpy.abs(x - wanted).max() < 0.05 * jax.numpy
 
 
 @pytest.mark.thorough
-def test_the_page_on_checkpoints_runs_as_pasted():
-    """Each model's block is followed by a check against NumPy, which must be able to fail."""
-    blocks = python_blocks(DOCS / "checkpoints.md")
-    checks = [i for i, block in enumerate(blocks) if "\ncheck(run(layer, " in block]
-    assert len(checks) == 6
-    fails = """
-try:
-    check(run(layer, x), 1.0001 * run(layer, x))
-except AssertionError:
-    print("differs")
+def test_the_page_on_checkpoints_runs_as_pasted(tmp_path, monkeypatch):
+    """With small checkpoints in the folders that it names, and MaxText's arrays as `block`."""
+    qwen3, deepseek_v3 = Qwen3(), DeepseekV3()
+    own, codes = qwen3.tensors(1), in_fp8(deepseek_v3.tensors(1))[0]
+    for name, model, tensors in (
+        ("Qwen3-30B-A3B", qwen3, own),
+        ("DeepSeek-V3", deepseek_v3, codes),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(model.config))
+        write_safetensors(tmp_path / name / "model.safetensors", tensors)
+    begin = """
+import numpy as np
+block = {"wi_0": np.ones((8, 256, 128)), "wi_1": np.ones((8, 256, 128))}
+block |= {"wo": np.ones((8, 128, 256)), "gate": {"kernel": np.ones((256, 8))}}
+import jax
+jax.config.update("jax_num_cpu_devices", 16)
 """
-    assert run_python("".join(blocks) + fails) == ["differs"]
+    check = """
+print(len(saved), len(dict(layout.save(fp8_layer, 1))), bool((layer.gate_up[...] == 1).all()))
+"""
+    monkeypatch.chdir(tmp_path)
+    blocks = python_blocks(DOCS / "checkpoints.md")
+    assert len(blocks) == 4
+    wanted = [len(own), len(codes) - 3, True]  # the shared expert has no scales
+    assert run_python(begin + "".join(blocks) + check) == [" ".join(map(str, wanted))]
 
 
 @pytest.mark.thorough

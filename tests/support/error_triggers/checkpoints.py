@@ -10,7 +10,7 @@ from flax import nnx
 
 from error_triggers.base import E, H, init
 from error_triggers.layers import fp8_layer, layer
-from jax_ep.checkpoints import QWEN3_MOE, open_safetensors
+from jax_ep.checkpoints import QWEN3_MOE, from_config, open_safetensors
 
 KEY = "model.layers.0.mlp.experts.0.gate_proj.weight"
 
@@ -44,6 +44,7 @@ def header(text: str) -> bytes:
 
 
 TRIGGERS = {
+    "checkpoint-model": lambda: from_config({"model_type": "llama4"}),
     "checkpoint-type": lambda: QWEN3_MOE.load({}, tensors(), 0),
     "checkpoint-parameters": lambda: load({}, logit_bias=True),
     "checkpoint-interleaved": lambda: load({}, interleaved=True),
