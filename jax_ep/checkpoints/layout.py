@@ -78,7 +78,7 @@ class Layout:
         for name in names:
             array = arrays.pop(name)
             parts = [self._parts(moe, name, array.shape, *each, tensors) for each in places]
-            loaded = load(name, array, [*itertools.chain(*parts)], tensors)
+            loaded = load(name, array, moe.group.mesh, [*itertools.chain(*parts)], tensors)
             nnx.update(moe, {name: loaded})
 
     def save(

@@ -28,18 +28,26 @@ class Part(NamedTuple):
     swapped: bool
 
 
-def load(name: str, target: Any, parts: Sequence[Part], tensors: Mapping[str, Any]) -> jax.Array:
+def load(
+    name: str,
+    target: Any,
+    mesh: jax.sharding.Mesh,
+    parts: Sequence[Part],
+    tensors: Mapping[str, Any],
+) -> jax.Array:
     """An array with the shape, dtype and sharding of `target`, read one shard at a time.
 
     `jax.make_array_from_callback` would hold the shards of all devices on the host at once, and
     read a shard once for each device that has it.
     """
-    sharding = getattr(target, "sharding", None)
+    sharding: Any = getattr(target, "sharding", None)
     if sharding is None or isinstance(target, jax.core.Tracer):
         raise ValueError(
             f"Layout.load: {name} must be an array on devices, or abstract with a sharding; got "
             f"{target}. Call it outside of jax.jit, with a layer from nnx.eval_shape."
         )
+    if isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh):
+        sharding = jax.NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
     holders: dict[Ranges, list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(target.shape).items():
         holders.setdefault(_ranges(index, target.shape), []).append(device)
@@ -71,7 +79,9 @@ def gather(shards: list[tuple[Ranges, jax.Array]], part: Part) -> np.ndarray | N
         common = _common(ranges, part.ranges)
         if common:
             starts = np.asarray([begin for begin, _ in _within(common, ranges)], np.int32)
-            values = np.asarray(_take(data, starts, _sizes(common), part.swapped))
+            # The caller may have set a mesh, on all of whose devices jit would want the data.
+            with jax.set_mesh(jax.sharding.Mesh([*data.devices()], "device")):
+                values = np.asarray(_take(data, starts, _sizes(common), part.swapped))
             place = _within(common, part.ranges)
             if tensor is None:
                 tensor = np.empty(swap(sizes) if part.swapped else sizes, values.dtype)

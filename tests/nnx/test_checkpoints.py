@@ -53,7 +53,8 @@ FP8 = {"token_format": jax_ep.BlockwiseFP8(), "combine_dtype": jnp.bfloat16}
 
 def open_group(axes, **config):
     sizes = dict(n_experts=E, top_k=K, hidden_size=H, max_tokens_per_rank=T)
-    return float32_group(make_mesh(axes), "auto", "ep", **sizes | config)
+    mesh = make_mesh(axes) if isinstance(axes, dict) else axes
+    return float32_group(mesh, "auto", "ep", **sizes | config)
 
 
 def abstract_layer(axes, config=None, codes=False, n_layers=None, **options):
@@ -257,6 +258,17 @@ def test_any_sharding_will_do():
         assert_same_tensors(
             dict(layout.save(layers[1], (0, 1))), dict(layout.save(layers[0], (0, 1)))
         )
+
+
+def test_a_mesh_with_explicit_axes_will_do():
+    layout, model, options = MODELS["gpt_oss"]
+    kinds = (jax.sharding.AxisType.Explicit,)
+    mesh = jax.make_mesh((4,), ("ep",), kinds, devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        layer = abstract_layer(mesh, **options)
+        layout.load(layer, model.tensors(0), 0)
+        assert layer.gate_up[...].sharding == jax.NamedSharding(mesh, jax.P("ep", None, None))
+        assert_same_tensors(dict(layout.save(layer, 0, jnp.bfloat16)), model.tensors(0))
 
 
 def test_tensors_come_from_files_of_safetensors(tmp_path):
