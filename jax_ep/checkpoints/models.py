@@ -34,6 +34,15 @@ GPT_OSS = Layout(
 )
 """GPT-OSS, with experts in MXFP4, as published, or not quantized."""
 
+_LAYOUTS = {
+    "qwen3_moe": QWEN3_MOE,
+    "mixtral": MIXTRAL,
+    "deepseek_v3": DEEPSEEK_V3,
+    "gpt_oss": GPT_OSS,
+}
+# Published files of Qwen3-MoE have the first name, those that transformers 5 saves the second.
+_N_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
 
 def from_config(config: Mapping[str, Any]) -> tuple[Layout, dict[str, int], dict[str, Any]]:
     """What the `config.json` of a published model says of its MoE layers.
@@ -47,20 +56,24 @@ def from_config(config: Mapping[str, Any]) -> tuple[Layout, dict[str, int], dict
         and which of these arguments you add, such as `transposed`, is up to you.
 
     Raises:
-        KeyError: `config` lacks a field.
+        KeyError: `config` lacks a field of such a model.
         ValueError: the `model_type` is another one.
     """
     model = config.get("model_type")
-    options: dict[str, Any]
+    if model not in _LAYOUTS:
+        raise ValueError(
+            f"model_type must be one of {', '.join(_LAYOUTS)}; got {model!r}. For others, use a "
+            "Layout of your own."
+        )
+    n_experts = config[next((name for name in _N_EXPERTS if name in config), _N_EXPERTS[0])]
+    top_k, hidden_size = config["num_experts_per_tok"], config["hidden_size"]
+    sizes = {"n_experts": n_experts, "top_k": top_k, "hidden_size": hidden_size}
+    expert_size = config.get("moe_intermediate_size") or config["intermediate_size"]
+    options: dict[str, Any] = {"expert_size": expert_size}
     if model == "qwen3_moe":
-        layout, n_experts, expert_size = QWEN3_MOE, "num_experts", "moe_intermediate_size"
-        options = {"router": RouterConfig(normalize=config["norm_topk_prob"])}
-    elif model == "mixtral":
-        layout, n_experts, expert_size = MIXTRAL, "num_local_experts", "intermediate_size"
-        options = {"router": RouterConfig()}
-    elif model == "deepseek_v3":
-        layout, n_experts, expert_size = DEEPSEEK_V3, "n_routed_experts", "moe_intermediate_size"
-        router = RouterConfig(
+        options["router"] = RouterConfig(normalize=config["norm_topk_prob"])
+    if model == "deepseek_v3":
+        options["router"] = RouterConfig(
             scores="sigmoid",
             normalize=config["norm_topk_prob"],
             scaling=config["routed_scaling_factor"],
@@ -68,17 +81,8 @@ def from_config(config: Mapping[str, Any]) -> tuple[Layout, dict[str, int], dict
             topk_expert_groups=config["topk_group"],
             group_scores="top2",
         )
-        shared_size = config["n_shared_experts"] * config["moe_intermediate_size"]
-        options = {"router": router, "router_bias": True, "shared_size": shared_size}
-    elif model == "gpt_oss":
-        layout, n_experts, expert_size = GPT_OSS, "num_local_experts", "intermediate_size"
-        options = {"logit_bias": True, "expert_bias": True, "interleaved": True}
+        options |= {"router_bias": True, "shared_size": config["n_shared_experts"] * expert_size}
+    if model == "gpt_oss":
+        options |= {"logit_bias": True, "expert_bias": True, "interleaved": True}
         options["clamp"] = 1.702, config["swiglu_limit"]
-    else:
-        raise ValueError(
-            "model_type must be qwen3_moe, mixtral, deepseek_v3 or gpt_oss; got "
-            f"{model!r}. For others, use a Layout of your own."
-        )
-    sizes = {"n_experts": n_experts, "top_k": "num_experts_per_tok", "hidden_size": "hidden_size"}
-    options["expert_size"] = config[expert_size]
-    return layout, {name: config[key] for name, key in sizes.items()}, options
+    return _LAYOUTS[model], sizes, options

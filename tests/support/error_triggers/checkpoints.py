@@ -4,6 +4,7 @@ import pathlib
 import tempfile
 from typing import Any
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from flax import nnx
@@ -11,6 +12,7 @@ from flax import nnx
 from error_triggers.base import E, H, init
 from error_triggers.layers import fp8_layer, layer
 from jax_ep.checkpoints import QWEN3_MOE, from_config, open_safetensors
+from jax_ep.checkpoints.shards import Part, gather
 
 KEY = "model.layers.0.mlp.experts.0.gate_proj.weight"
 
@@ -55,6 +57,9 @@ TRIGGERS = {
     "checkpoint-dtype": lambda: load({KEY: np.ones((H, H), np.int8)}),
     "checkpoint-scales": lambda: load({KEY: np.ones((H, H), ml_dtypes.float8_e4m3fn)}),
     "checkpoint-codes": load_codes,
+    "checkpoint-halves": lambda: gather(
+        [(((0, 1), (0, 2)), jnp.ones((1, 2)))], Part("x", ((0, 1), (0, 4)), 0, False)
+    ),
     "checkpoint-files": lambda: open_file(None),
     "checkpoint-file": lambda: open_file(b"\xff" * 16),
     "checkpoint-file-dtype": lambda: open_file(header('{"x": {"dtype": "F4"}}')),
