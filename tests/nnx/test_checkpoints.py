@@ -92,7 +92,7 @@ def assert_same_tensors(got, wanted):
         assert_same_bits(got[key], x, key)
 
 
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("transposed", quick.params([False, True], [False]))
 @pytest.mark.parametrize("n_ranks", quick.params([1, 4, 8], [4]))
 @pytest.mark.parametrize("name", MODELS)
 def test_a_loaded_layer_does_what_its_model_defines(name, n_ranks, transposed):
@@ -119,7 +119,7 @@ def test_models_without_a_layout_raise():
         checkpoints.from_config({"model_type": "llama4"})
 
 
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("transposed", quick.params([False, True], [True]))
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_saved_has_the_bits_that_were_loaded(name, transposed):
     layout, model, options = MODELS[name]
@@ -136,7 +136,7 @@ def test_what_is_saved_has_the_bits_that_were_loaded(name, transposed):
     assert dict(layout.save(wide, 5)).keys() == model.tensors(5).keys()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", quick.params(MODELS, ["deepseek_v3"]))
 def test_stacked_layers_hold_what_each_layer_alone_holds(name):
     """The layers 1 and 2 of the checkpoint, with an axis of layers before E."""
     layout, model, options = MODELS[name]
@@ -151,13 +151,12 @@ def test_stacked_layers_hold_what_each_layer_alone_holds(name):
     assert stacked.gate_up[...].sharding.spec[:2] == (None, "ep")
     saved = dict(layout.save(stacked, (1, 2), dtype=jnp.bfloat16))
     assert_same_tensors(saved, tensors)
-    assert [key.split(".")[2] for key in saved] == ["1"] * len(model.tensors(1)) + ["2"] * (
-        len(saved) - len(model.tensors(1))
-    )
+    numbers = [key.split(".")[2] for key in saved]
+    assert numbers == sorted(numbers)  # layer by layer
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("transposed", quick.params([False, True], [True]))
 def test_weights_in_fp8_are_multiplied_by_their_scales(name, transposed):
     layout, model, options = MODELS[name]
     codes, numbers = in_fp8(model.tensors(0))
@@ -181,13 +180,9 @@ def test_codes_are_loaded_and_saved_as_they_are(n_layers):
     numbered = 1 if n_layers is None else (0, 1)
     layout.load(layer, codes, numbered)
     saved = dict(layout.save(layer, numbered))
-    experts = {
-        key
-        for key in codes
-        if ".experts." in key and (n_layers or key.startswith("model.layers.1."))
-    }
-    assert {key for key in saved if ".experts." in key} == experts
-    assert_same_tensors({key: saved[key] for key in experts}, {k: codes[k] for k in experts})
+    own = "model.layers.1.mlp.experts." if n_layers is None else ".experts."
+    experts = {key: x for key, x in saved.items() if ".experts." in key}
+    assert_same_tensors(experts, {key: x for key, x in codes.items() if own in key})
     if n_layers is None:
         assert_close(outputs(layer), model.results(numbers, 1, make_tokens()), 0.06)
 
@@ -225,11 +220,13 @@ class Recorded:
 
 
 @pytest.mark.parametrize("n_layers", [None, 2])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", quick.params(MODELS, ["gpt_oss"]))
 def test_each_number_is_read_once_in_slices_no_larger_than_a_shard(name, n_layers):
-    """Also with replicas, which get the same shard, and in a sharding of one's own."""
+    """Replicas get the same shard. GPT-OSS and DeepSeek-V3 are quantized, as they are published."""
     layout, model, options = MODELS[name]
     tensors = model.tensors(0) | model.tensors(1)
+    if name in ("deepseek_v3", "gpt_oss"):
+        tensors, _ = (in_fp8 if name == "deepseek_v3" else in_mxfp4)(tensors)
     if n_layers is None:
         tensors = {k: x for k, x in tensors.items() if k.startswith("model.layers.1.")}
     taken = []
