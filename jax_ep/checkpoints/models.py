@@ -51,9 +51,9 @@ def from_config(config: Mapping[str, Any]) -> tuple[Layout, dict[str, int], dict
         config: of a model whose `model_type` is `qwen3_moe`, `mixtral`, `deepseek_v3` or `gpt_oss`.
 
     Returns:
-        The layout of the checkpoint; `EPConfig`'s arguments `n_experts`, `top_k` and `hidden_size`;
-        and the arguments of `nnx.MoE` that make its layers the model's. Which layers have experts,
-        and which of these arguments you add, such as `transposed`, is up to you.
+        The layout of the checkpoint.
+        The arguments `n_experts`, `top_k` and `hidden_size` of `EPConfig`.
+        The arguments of `nnx.MoE` that make it a layer of the model; others are up to you.
 
     Raises:
         KeyError: `config` lacks a field of such a model.
