@@ -54,8 +54,8 @@ class Layout:
     def load(self, moe: MoE, tensors: Mapping[str, Any], layers: int | Sequence[int]) -> None:
         """Fills the parameters of a layer, or of layers stacked by `nnx.vmap`.
 
-        Each process reads the shards that its devices hold, one at a time, expert by expert. A
-        matrix may be transposed or not in either. Quantized tensors are multiplied by their scales
+        Each process reads the shards that its devices hold, one at a time, expert by expert. The
+        layer's matrices may be transposed or not. Quantized tensors are multiplied by their scales
         in float32; but if `moe.quantize_experts()` has been called, experts' codes and scales are
         loaded as they are. Numbers are rounded to the dtypes of the parameters.
 
