@@ -88,12 +88,12 @@ class CopyEngine {
   }
 
   // Keeps an offer, by the memory in which its call receives those of others.
-  void Keep(const void* out, const Offer& offer) {
+  void KeepOffer(const void* out, const Offer& offer) {
     std::lock_guard lock(mutex_);
     offers_[out] = offer;
   }
   // None: no call has made one.
-  std::optional<Offer> Find(const void* out) {
+  std::optional<Offer> TakeOffer(const void* out) {
     std::lock_guard lock(mutex_);
     const auto node = offers_.extract(out);
     return node.empty() ? std::nullopt : std::optional(node.mapped());
@@ -280,13 +280,13 @@ Status Send(CopiesCall& call) {
                       "reading which experts are lent");
   }
   if (status.ok()) status = Record(resources.ready, call.stream);
-  if (status.ok()) call.engine.Keep(args.out, offer);
+  if (status.ok()) call.engine.KeepOffer(args.out, offer);
   return status;
 }
 
 // Sends what has been offered once the host knows it, and makes the stream wait for what comes.
 Status Receive(CopiesCall& call) {
-  const std::optional<Offer> offer = call.engine.Find(call.args.out);
+  const std::optional<Offer> offer = call.engine.TakeOffer(call.args.out);
   if (!offer.has_value()) return Internal("nothing is sent to the memory of what is received");
   if (offer->array != call.array) return Internal("XLA has moved the weights that are sent");
   call.args = offer->args;

@@ -23,10 +23,11 @@ class Meeting {
  public:
   explicit Meeting(size_t n_ranks) : has_come_(n_ranks), coming_(n_ranks), values_(n_ranks) {}
 
-  // Waits until every rank has come, and gives the values of all. If one does not come in time, the
-  // others get the same error, and may come again.
+  // Waits until every rank has come, and gives the values of all. If one does not come in time, all
+  // get an error, now and later: a rank that comes too late must not meet others' next call.
   Status Meet(size_t rank, const Value& own, double timeout_s, std::vector<Value>* values) {
     std::unique_lock lock(mutex_);
+    if (!outcome_.ok()) return {outcome_.code, "an earlier call failed: " + outcome_.message};
     if (has_come_[rank]) {
       return FailedPrecondition("rank " + std::to_string(rank) +
                                 " is in another call of the group. Calls must not run at once");
@@ -44,7 +45,7 @@ class Meeting {
         End(DescribeMissing(timeout_s));
       }
     }
-    // These stay until the next meeting ends, which needs this rank, or another limit to pass.
+    // These stay until the next meeting ends, which needs this rank.
     if (outcome_.ok()) *values = values_;
     return outcome_;
   }
@@ -88,7 +89,7 @@ class Meeting {
   std::vector<bool> has_come_;
   size_t n_come_ = 0;
   std::atomic<int64_t> n_meetings_ = 0;
-  Status outcome_;  // of the last meeting
+  Status outcome_;  // of the last meeting; there is none after one that failed
   std::vector<Value> coming_, values_;
 };
 
