@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -42,10 +42,20 @@ class Calls(abc.ABC):
 
     Their operands have been checked and routed. Dispatch, combine and redispatch are
     differentiable. Hashable by identity: a static parameter of traced functions.
+
+    Attributes:
+        geometry: of the group.
+        lends: whether there are custom calls for copies of experts, in copy_calls.py and
+            balance_calls.py.
+        may_loop: whether loops may hold `all_to_all`. XLA:CPU takes a collective of one loop for
+            one of another (docs/sharp_bits.md).
     """
+
+    lends = False
 
     def __init__(self, geometry: Geometry) -> None:
         self.geometry = geometry
+        self.may_loop = geometry.mesh.devices.flat[0].platform != "cpu"
 
     @abc.abstractmethod
     def dispatch(self, operands: DispatchOperands) -> DispatchResults:
@@ -109,29 +119,19 @@ class Calls(abc.ABC):
         """`routing.balance_choices`."""
         return balance_choices(self.geometry, topk_ids, self.all_gather)
 
-    def fetch_copies(
-        self,
-        arrays: Sequence[jax.Array],
-        entries: jax.Array,
-        after: jax.Array,
-        kept: Sequence[jax.Array] = (),
-    ) -> tuple[list[jax.Array | None], jax.Array]:
-        """`copy_calls.fetch`; None for arrays that need collectives."""
-        return [None] * len(arrays), after
-
-    def add_copies(self, x: jax.Array, own: jax.Array, entries: jax.Array) -> jax.Array | None:
-        """`copy_calls.add`; None if that needs collectives."""
-        return None
-
     def send(self, x: jax.Array, out: jax.Array, sends: Sends) -> jax.Array:
         """`out`, `[S, ...]`, with the entries of all ranks' `x`, `[N, ...]`, that come here."""
-        beyond = out.shape[0] + lax.iota(jnp.int32, len(sends.got))  # each but once, none written
 
-        def exchange(i: jax.Array, out: jax.Array) -> jax.Array:
+        def exchange(i: Any, out: jax.Array) -> jax.Array:
             parts = self.all_to_all(x.at[sends.entry[:, i]].get(mode="clip"))
-            to = jnp.where(sends.is_got[:, i], sends.got[:, i], beyond)
+            got, is_got = sends.got[:, i], sends.is_got[:, i]
+            # Each index but once, none beyond is written.
+            beyond = out.shape[0] + jnp.arange(got.size, dtype=jnp.int32).reshape(got.shape)
+            to = jnp.where(is_got, got, beyond)
             return out.at[to].set(parts, mode="drop", unique_indices=True)
 
+        if not self.may_loop:
+            return exchange(slice(None), out)
         return lax.fori_loop(0, sends.n, exchange, out)
 
 

@@ -6,7 +6,6 @@ device alone knows how often. Gradients then need memory of about `_ROUND_BYTES`
 """
 
 import functools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_ep.exchange import checks
+from jax_ep.exchange import checks, copy_calls
 from jax_ep.exchange.base import Calls, Sends
 from jax_ep.exchange.choices import order_of
 from jax_ep.formats.bits import from_bytes, to_bytes
@@ -23,8 +22,6 @@ from jax_ep.formats.bits import from_bytes, to_bytes
 EXPERT_COPIES_NAME = "jax_ep_expert_copies"
 _NO_GRADIENT: Any = None  # what custom_vjp expects for integers
 _ROUND_BYTES = 2**28  # of gradients that a home receives at a time, of one array
-
-
 Arrays = tuple[jax.Array, ...]
 
 
@@ -113,32 +110,48 @@ def check_leaf(operation: str, leaf: Any, n_experts: int, letters: str) -> jax.A
 
 def _fetch(
     calls: Calls, home: _Home, weights: Arrays, held: jax.Array, after: jax.Array, kept: Arrays = ()
-) -> tuple[Sequence[jax.Array], jax.Array]:
+) -> tuple[Arrays, jax.Array]:
     """`[S, ...]`, what this rank's slots hold of other ranks, else `kept`; and `after`."""
     rank, ranks = _ranks(calls)
     homes = held // home.n
     is_away = (held >= 0) & (homes != ranks)
-    entries = jnp.where(is_away & (homes == rank), home.first + held % home.n, -1)
-    fetched, after = calls.fetch_copies(weights, entries, after, kept)
+    results = [*weights]
+    reached = [i for i, x in enumerate(weights) if _reaches(calls, x, held.shape[1])]
+    if reached:
+        entries = jnp.where(is_away & (homes == rank), home.first + held % home.n, -1)
+        arrays, others = ([each[i] for i in reached if each] for each in (weights, kept))
+        found, after = copy_calls.fetch(calls.geometry, arrays, entries, after, others)
+        for i, x in zip(reached, found, strict=True):
+            results[i] = x
+    if len(reached) < len(weights):
+        sends = _sends(home, held, is_away, rank)
+    for i, x in enumerate(weights):
+        if i not in reached:
+            out = kept[i] if kept else jnp.zeros((held.shape[1], *x.shape[1:]), x.dtype)
+            operands = x, out, held, after
+            x, out, _, after = checks.vary_alike(calls.geometry.axis_names, *operands)
+            results[i], after = lax.optimization_barrier((calls.send(x, out, sends), after))
+    return tuple(results), after
+
+
+def _reaches(calls: Calls, x: jax.Array, n_entries: int) -> bool:
+    """Whether a custom call takes the array of each rank, rather than collectives."""
+    return calls.lends and copy_calls.can_reach(calls.geometry, x, n_entries)
+
+
+def _sends(home: _Home, held: jax.Array, is_away: jax.Array, rank: jax.Array) -> Sends:
+    """What brings all ranks' slots what other ranks have for them."""
+    ranks = lax.broadcasted_iota(jnp.int32, (held.shape[0], 1), 0)
     slots = order_of(~is_away, 2)  # of each rank, first those that others fill
     n_away = is_away.sum(1, dtype=jnp.int32)
     is_used = lax.iota(jnp.int32, held.shape[1]) < n_away[rank]
-    mine = jnp.broadcast_to(slots[rank], held.shape)
-    sends = Sends(
+    home_of = (held // home.n)[rank][slots[rank]]
+    return Sends(
         n=n_away.max(),
         entry=home.first + jnp.take_along_axis(held, slots, 1) % home.n,
-        got=mine,
-        is_got=is_used[None] & (homes[rank][slots[rank]][None] == ranks),
+        got=jnp.broadcast_to(slots[rank], held.shape),
+        is_got=is_used[None] & (home_of[None] == ranks),
     )
-    results = []
-    for i, (each, x) in enumerate(zip(fetched, weights, strict=True)):
-        if each is None:
-            zeros = jnp.zeros((held.shape[1], *x.shape[1:]), x.dtype)
-            operands = x, kept[i] if kept else zeros, held, after
-            x, out, _, after = checks.vary_alike(calls.geometry.axis_names, *operands)
-            each, after = lax.optimization_barrier((calls.send(x, out, sends), after))
-        results.append(each)
-    return results, after
 
 
 def _ranks(calls: Calls) -> tuple[jax.Array, jax.Array]:
@@ -205,10 +218,11 @@ def _add_up(
     slots = _slots_of_home(rank, home, returns)
     entries = jnp.where(slots < n_slots, slots, -1)
     entries = jnp.pad(entries, ((0, 0), (home.first, 0)), constant_values=-1)
-    added = calls.add_copies(gradients, own, entries)
-    if added is not None:
-        return added
-    n = max(1, min(home.n, _ROUND_BYTES * home.n // max(1, own.nbytes * n_ranks)))
+    if _reaches(calls, gradients, own.shape[0]) and copy_calls.can_add(gradients):
+        return copy_calls.add(calls.geometry, gradients, own, entries)
+    n = home.n
+    if calls.may_loop:
+        n = max(1, min(home.n, _ROUND_BYTES * home.n // max(1, own.nbytes * n_ranks)))
     received = jnp.zeros((n * n_ranks, *own.shape[1:]), own.dtype)
     own, gradients, received = checks.vary_alike(
         calls.geometry.axis_names, own, gradients, received
@@ -231,6 +245,8 @@ def _add_up(
         at = jnp.where(experts < home.n, at, beyond)
         return sums.at[at].set(total, mode="drop", unique_indices=True), received
 
+    if not calls.may_loop:
+        return one_round(jnp.int32(0), (own, received))[0]
     n_rounds = (returns.n_lent.max() + n - 1) // n
     return lax.fori_loop(0, n_rounds, one_round, (own, received))[0]
 
@@ -245,7 +261,7 @@ def _lend_all(
     calls: Calls, home: _Home, weights: Arrays, held: jax.Array, after: jax.Array
 ) -> tuple[Arrays, Arrays, jax.Array]:
     copies, after = _fetch(calls, home, weights, held, after)
-    return weights, tuple(copies), after
+    return weights, copies, after
 
 
 def _lend_bwd(calls: Calls, home: _Home, held: jax.Array, gradients: Any) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 
-from jax_ep.exchange import balance_calls, copy_calls
+from jax_ep.exchange import balance_calls
 from jax_ep.exchange.async_calls import InFlightCombine, InFlightDispatch, finish, finished
 from jax_ep.exchange.async_primitives import combine_grad_start_p, dispatch_grad_start_p
 from jax_ep.exchange.base import Calls
@@ -67,12 +67,12 @@ class CustomCalls(Calls):
             min_row_elements: of the shortest float32 row that combine carries.
             max_row_bytes: of the longest row; None: any.
             are_async: whether calls may overlap with other work.
-            lends: whether there are calls for copies of experts.
+            lends: as the attribute.
         """
         super().__init__(geometry)
         self.handle_shape, self.min_row_elements = handle_shape, min_row_elements
         self._max_row_bytes, self._are_async = max_row_bytes, are_async
-        self._lends = lends
+        self.lends = lends
 
     def dispatch(self, operands: DispatchOperands) -> DispatchResults:
         """One custom call."""
@@ -106,36 +106,10 @@ class CustomCalls(Calls):
 
     def balance_choices(self, topk_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Two custom calls, if the plan fits."""
-        can_balance = self._lends and balance_calls.can_balance(self.geometry)
+        can_balance = self.lends and balance_calls.can_balance(self.geometry)
         if not can_balance or 0 in topk_ids.shape:  # XLA may crash on empty operands of calls
             return super().balance_choices(topk_ids)
         return balance_calls.balance_choices(self.geometry, topk_ids, self.all_gather)
-
-    def fetch_copies(
-        self,
-        arrays: Sequence[jax.Array],
-        entries: jax.Array,
-        after: jax.Array,
-        kept: Sequence[jax.Array] = (),
-    ) -> tuple[list[jax.Array | None], jax.Array]:
-        """Two custom calls for each array that can be reached."""
-        fetched: list[jax.Array | None] = [None] * len(arrays)
-        reached = [i for i, x in enumerate(arrays) if self._reaches(x, entries.shape[1])]
-        if reached:
-            xs, kept = ([each[i] for i in reached if each] for each in (arrays, kept))
-            got, after = copy_calls.fetch(self.geometry, xs, entries, after, kept)
-            for i, x in zip(reached, got, strict=True):
-                fetched[i] = x
-        return fetched, after
-
-    def add_copies(self, x: jax.Array, own: jax.Array, entries: jax.Array) -> jax.Array | None:
-        """As `fetch_copies`, if it can add the dtype."""
-        if not (self._reaches(x, own.shape[0]) and copy_calls.can_add(x)):
-            return None
-        return copy_calls.add(self.geometry, x, own, entries)
-
-    def _reaches(self, x: jax.Array, n_entries: int) -> bool:
-        return self._lends and copy_calls.can_reach(self.geometry, x, n_entries)
 
     def n_slices(self, rows: jax.Array) -> int:
         """Rows that are too long take several calls."""

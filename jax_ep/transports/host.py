@@ -125,6 +125,7 @@ class HostCalls(CustomCalls):
 
     def __init__(self, geometry: Geometry) -> None:
         super().__init__(geometry, functools.partial(_handle_shape, geometry), 1, are_async=False)
+        self.may_loop = not geometry.config.skip_a2a
 
     def all_gather(self, x: jax.Array) -> jax.Array:
         """One custom call; with `skip_a2a`, where ranks do not meet, XLA's."""
