@@ -152,29 +152,27 @@ def test_every_call_has_the_attributes_that_its_handler_reads(case, platform, wa
         assert calls == [wanted[target]] * len(calls), target
 
 
-def test_an_exchange_has_the_attributes_that_its_handler_reads():
-    case = CASES["plain"]
-    group = closed_group(case, "cpu")
+def attributes_of_dispatch(case, platform, results):
+    """Of the calls of a dispatch, of whose rows `results` are used, by target."""
+    group = closed_group(case, platform)
 
-    def counts(tokens, topk_ids):
-        rows = jax_ep.dispatch(group, tokens, topk_ids)
-        return rows.expert_counts, rows.row_source_ranks
+    def dispatch(tokens, topk_ids):
+        return results(jax_ep.dispatch(group, tokens, topk_ids))
 
     operands = [np.stack(each) for each in suite.make_inputs(case).arrays()[:2]]
-    found = attributes_by_target(lowered(on_mesh(group.mesh, counts), "cpu", *operands))
+    return attributes_by_target(lowered(on_mesh(group.mesh, dispatch), platform, *operands))
+
+
+def test_an_exchange_has_the_attributes_that_its_handler_reads():
+    found = attributes_of_dispatch(
+        CASES["plain"], "cpu", lambda rows: (rows.expert_counts, rows.row_source_ranks)
+    )
     assert found["jax_ep_exchange"] == [CPU["jax_ep_exchange"]] * 2
 
 
 def test_a_balanced_dispatch_has_the_attributes_that_its_handlers_read():
     case = CASES["shared"].replace(expert_copies=1)
-    group = closed_group(case, "cuda")
-
-    def dispatch(tokens, topk_ids):
-        rows = jax_ep.dispatch(group, tokens, topk_ids)
-        return rows.tokens, rows.copies
-
-    operands = [np.stack(each) for each in suite.make_inputs(case).arrays()[:2]]
-    found = attributes_by_target(lowered(on_mesh(group.mesh, dispatch), "cuda", *operands))
+    found = attributes_of_dispatch(case, "cuda", lambda rows: (rows.tokens, rows.copies))
     calls = ("count_choices", "balance_choices", "check", "dispatch")
     assert found == {f"jax_ep_{call}": [CUDA[f"jax_ep_{call}"]] for call in calls}
 

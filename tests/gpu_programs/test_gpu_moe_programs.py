@@ -90,7 +90,7 @@ POLICIES = {
 @pytest.mark.parametrize("in_loop", [False, True])
 @pytest.mark.parametrize("saved", POLICIES)
 def test_lent_weights_arrive_where_they_are_used(mesh, make_group, saved, in_loop) -> None:
-    """What is sent stays where it is until it is received, once, beside the first matmul."""
+    """What is sent stays where it is until it is received, once."""
     case = CASE.replace(hidden_size=128, expert_copies=2, token_format="bf16")
     group, n_local = make_group(config_of(case)), case.n_experts // case.n_ranks
     weights = [jnp.ones((n_local, *shape), jnp.bfloat16) for shape in ((128, 256), (128, 128))]
