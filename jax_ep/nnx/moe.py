@@ -18,7 +18,7 @@ from jax_ep.layer.expert_mlp import expert_mlp
 from jax_ep.nnx import checks
 from jax_ep.nnx.forward import BY_EXPERT, Forward, router_logits
 from jax_ep.nnx.own_router import call_router_fn, route_shards
-from jax_ep.nnx.report import MoEReport
+from jax_ep.nnx.report import MoEReport, sow_losses
 from jax_ep.nnx.state import (
     Parameters,
     Placement,
@@ -232,7 +232,8 @@ class MoE(nnx.Module):
             **router_args: for `router_fn`, as they are, such as `rngs`.
 
         Returns:
-            The output, in the shape and dtype of `tokens`, and the report.
+            The output, in the shape and dtype of `tokens`, and the report, whose losses
+            `nnx.capture` gets as `nnx.Intermediate`, too.
 
         Raises:
             TypeError: `tokens` or `mask` is not an array, `self.group` is not a group, `router_fn`
@@ -262,7 +263,10 @@ class MoE(nnx.Module):
             in_specs=(specs, by_token, by_token, by_token),
             out_specs=(by_token, report._replace(topk_ids=by_token)),
         )
-        return layer(weights, tokens, mask, call_router_fn(self, tokens, mask, router_args))
+        routes = call_router_fn(self, tokens, mask, router_args)
+        output, report = layer(weights, tokens, mask, routes)
+        sow_losses(self, report)
+        return output, report
 
     def router_logits(self, tokens: jax.Array) -> jax.Array:
         """`float32[..., E]`: `tokens @ router`, in float32, plus `logit_bias`; for a `router_fn`.

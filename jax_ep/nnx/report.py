@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.tree_util import SequenceKey, register_pytree_with_keys
 
 
@@ -65,6 +66,13 @@ class MoEReport(NamedTuple):
         """Numbers where they are known, other arrays by dtype and shape."""
         fields = [f"{name}={_brief(x)}" for name, x in zip(self._fields, self, strict=True)]
         return f"MoEReport({', '.join(fields)})"
+
+
+def sow_losses(layer: nnx.Module, report: MoEReport) -> None:
+    """Hands the losses to `nnx.capture`; outside of it, Flax would keep them in the layer."""
+    if hasattr(layer, "__captures__"):
+        for name in ("balance_loss", "z_loss"):
+            layer.sow(nnx.Intermediate, name, getattr(report, name))
 
 
 def _layer(index: tuple[int, ...]) -> str:

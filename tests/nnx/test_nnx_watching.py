@@ -58,6 +58,17 @@ def test_scalars_are_those_of_each_layer():
     assert report.scalars().keys() == names
 
 
+@pytest.mark.skipif(not hasattr(nnx, "capture"), reason="needs a Flax with nnx.capture")
+def test_captures_get_the_losses_and_layers_keep_nothing():
+    layer, x = make(), make_tokens()
+    graph = nnx.graphdef(layer)
+    (_, report), sown = nnx.jit(nnx.capture(lambda *args: call(*args), nnx.Intermediate))(layer, x)
+    assert sown.keys() == {"balance_loss", "z_loss"}
+    for name in sown:
+        assert sown[name].get_value() == (getattr(report, name),)
+    assert nnx.graphdef(layer) == graph
+
+
 def test_a_report_prints_in_one_line():
     report = report_of([3, 5], n_dropped=jnp.int32(7), z_loss=jnp.float32(1 / 3))
     text = "MoEReport(balance_loss=0, z_loss=0.3333, expert_load=int32[2], n_limited=0, "
