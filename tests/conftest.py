@@ -22,6 +22,7 @@ With several nodes, `host` and `p2p` serve each node by itself, even where they 
 The ranks of a node must be in one process for `host`, on one host for `p2p`.
 """
 
+import collections
 import os
 import pathlib
 import tempfile
@@ -136,11 +137,12 @@ def overlap_as_asked(request):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def no_warnings_of_drops_in_other_tests():
-    """Groups that tests leave open are not watched: the log may be what a later test looks at."""
-    from jax_ep.group import drop_watch
+def no_warnings_of_groups_of_other_tests():
+    """Those that tests leave open are not watched: the log may be what a later test looks at."""
+    from jax_ep.group import drop_watch, ep_group
 
     drop_watch.interval_s = 1e6
+    ep_group._dropped = collections.deque(maxlen=0)
     yield
     drop_watch._watched.clear()
 

@@ -1,5 +1,6 @@
 """The effect of `EPGroup.close` on calls that were enqueued before it, on `host`."""
 
+import gc
 import time
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 
 from harness import on_mesh
 from host_calls import make_tokens, open_group, round_trip, without_rank_3
+from jax_ep.group import ep_group
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -108,3 +110,23 @@ def test_close_returns_at_once_if_nothing_is_computed():
     group.close()
     assert time.monotonic() - begin < 1
     assert kept.is_ready()
+
+
+def test_a_group_that_the_program_drops_is_named_when_the_next_one_opens(monkeypatch, caplog):
+    """It stays open, as compiled programs may call it; groups that were closed are not named."""
+    dropped = []
+    monkeypatch.setattr(ep_group, "_dropped", dropped)
+    group = open_group(timeout_s=47)
+    key = group.key
+    with open_group(timeout_s=48):
+        pass
+    group = open_group(timeout_s=48)
+    gc.collect()
+    (connection,) = dropped
+    assert not caplog.records and len(connection.stats()) == group.n_ranks
+    group.close()
+    for timeout_s in (49, 50):
+        open_group(timeout_s).close()
+    (record,) = caplog.records
+    assert f"Group {key} is still open, although nothing refers to it" in record.message
+    connection.close()
