@@ -13,6 +13,7 @@ The files, from the bottom up:
     experts.py     which MoE layer: the part that uses jax_ep
     model.py       windows of tokens to their loss
     program.py     the state and the jitted step
+    events.py      event files for TensorBoard
     checkpoint.py  saving and restoring the state
     train.py       the loop
     results.py     speed, memory, versions, as JSON
@@ -32,6 +33,7 @@ import experts
 import results
 from checkpoint import Checkpoints
 from data import Data, MarkovChain, Text
+from events import Events
 from layout import make_mesh
 from model import Transformer
 from program import Program, make_optimizer
@@ -71,6 +73,7 @@ option = functools.partial(click.option, show_default=True)
 @option("--save-every", type=positive, help="Steps between checkpoints.  [default: the last only]")
 @option("--out", type=Path, default=Path("pretrain_out"), help="Folder for results and figures.")
 @option("--plots/--no-plots", default=True, help="Whether to draw the figures.")
+@option("--tensorboard", type=Path, help="Folder for TensorBoard's event files.  [default: none]")
 @option("--profile", type=Path, help="Folder for a trace of the last two steps.  [default: none]")
 def main(**options: Any) -> None:
     try:
@@ -108,6 +111,7 @@ class Options:
     save_every: int | None
     out: Path
     plots: bool
+    tensorboard: Path | None
     profile: Path | None
 
     def __post_init__(self):
@@ -144,6 +148,7 @@ def run(options: Options) -> None:
     )
     described = describe(options, program, mesh, n_sequences, group and group.transport)
     checkpoints = Checkpoints(options.checkpoints) if options.checkpoints else None
+    events = Events(options.tensorboard) if options.tensorboard else None
     restored = checkpoints and checkpoints.restore(program.abstract_state)
     first, state = restored or (0, program.new_state())
     if first >= options.stop_at:
@@ -160,11 +165,12 @@ def run(options: Options) -> None:
         sequence=sequence,
         checkpoints=checkpoints,
         save_every=options.save_every,
+        events=events,
         profile=options.profile,
     )
     _, history = loop.run(state, first, options.stop_at)
-    if checkpoints:
-        checkpoints.close()
+    for opened in filter(None, (checkpoints, events)):
+        opened.close()
     report(options, described, history, source, n_sequences // mesh.size * sequence)
     report_ranks(options, history, group)
     say("written", str(options.out))
@@ -244,6 +250,7 @@ def report(
 
         plots.plot_loss(options.out / "loss.png", history, entropy)
         plots.plot_balance(options.out / "balance.png", history)
+        plots.plot_loads(options.out / "loads.png", history)
 
 
 def report_ranks(options: Options, history: History, group: Any) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from train import History
 
@@ -45,6 +46,27 @@ def plot_balance(path: Path, history: History) -> None:
     last.set(xlabel="expert", ylabel="layer", title="Load / mean in the last step")
     last.set_yticks(range(len(load)), [str(layer + 1) for layer in range(len(load))])
     figure.colorbar(image, ax=last)
+    figure.savefig(path, dpi=150)
+
+
+def plot_loads(path: Path, history: History) -> None:
+    """Draws layers x experts: each expert's load over its layer's mean, in up to six parts."""
+    load = history.column("expert_load")  # [n_steps, L, E]
+    parts = np.array_split(np.arange(len(load)), min(6, len(load)))
+    sums = np.stack([load[part].sum(axis=0) for part in parts])
+    relative = sums / sums.mean(axis=2, keepdims=True)
+    figure = Figure(figsize=(11, 5), layout="constrained")
+    grid = figure.subplots(2, 3, sharex=True, sharey=True)
+    for axes in grid.flat[len(parts) :]:
+        axes.set_axis_off()
+    for axes, part, of_part in zip(grid.flat, parts, relative, strict=False):
+        image = axes.imshow(of_part, aspect="auto", cmap="Blues", vmin=0, vmax=relative.max())
+        first, last = history.first_step + part[[0, -1]] + 1
+        axes.set(title=f"steps {first} to {last}", xlabel="expert", ylabel="layer")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_yticks(range(len(of_part)), [str(layer + 1) for layer in range(len(of_part))])
+        axes.label_outer()
+    figure.colorbar(image, ax=grid, label="load / mean")
     figure.savefig(path, dpi=150)
 
 

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from checkpoint import Checkpoints
 from data import Data
+from events import Events
 from layout import put_batch
 from program import Metrics, Program
 
@@ -28,6 +29,12 @@ class History:
     def column(self, name: str) -> NDArray[Any]:
         """Returns one of `Metrics` by step."""
         return np.array([getattr(metrics, name) for metrics in self.metrics])
+
+    def newest(self) -> tuple[dict[str, Any], NDArray[np.int32]]:
+        """Returns the numbers of the last step, and its loads [L, E]."""
+        numbers = self.metrics[-1]._asdict() | {"seconds": self.seconds[-1]}
+        load = numbers.pop("expert_load")
+        return numbers, load
 
     @property
     def busiest(self) -> NDArray[np.float64]:
@@ -47,6 +54,7 @@ class Loop:
     sequence: int  # tokens
     checkpoints: Checkpoints | None = None
     save_every: int | None = None  # steps
+    events: Events | None = None
     profile: Path | None = None  # folder for a trace of the last two steps
 
     def run(self, state: Any, first: int, last: int) -> tuple[Any, History]:
@@ -64,6 +72,8 @@ class Loop:
                 batch = self._batch(step + 1)  # while the devices work
                 history.metrics.append(jax.device_get(metrics))  # waits
                 history.seconds.append(time.perf_counter() - started)
+                if self.events:
+                    self.events.write(step + 1, *history.newest())
                 self._save(step + 1, last, state)
                 progress.update(task, completed=step + 1, status=self._status(history))
         if self.profile:

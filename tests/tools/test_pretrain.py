@@ -1,6 +1,7 @@
 """examples/pretrain learns, resumes, and has the same losses with every expert layer."""
 
 import importlib.util
+import io
 import json
 import math
 import pathlib
@@ -67,7 +68,16 @@ def pretrain(tmp_path_factory, request) -> Pretrain:
 @pytest.fixture(scope="module")
 def whole(pretrain) -> dict:
     """The results of a run without a break."""
-    return pretrain("whole")
+    has_writer = importlib.util.find_spec("tensorboardX")
+    return pretrain("whole", *(("--tensorboard", "events") if has_writer else ()))
+
+
+@pytest.mark.thorough
+def test_events_have_the_numbers_of_the_results(whole, pretrain) -> None:
+    pytest.importorskip("tensorboardX")
+    found = events_in(pretrain.folder / "events")
+    np.testing.assert_allclose([loss for _, loss in found["loss"]], whole["steps"]["loss"])
+    assert [step for step, _ in found["layers_x_experts"]] == [1, 11, 21]
 
 
 @pytest.mark.thorough
@@ -97,12 +107,54 @@ def test_results_say_what_ran_where_and_how_fast(whole, request) -> None:
 
 @pytest.mark.thorough
 def test_figures_show_loss_and_balance(whole, pretrain) -> None:
-    for name in ("loss.png", "balance.png"):
+    for name in ("loss.png", "balance.png", "loads.png"):
         pixels = image.imread(pretrain.folder / "whole" / name)
         assert min(pixels.shape[:2]) > 400
         assert len(np.unique(pixels[..., 0])) > 50  # shades of red
     n_ranks = whole["mesh"]["expert"]
     assert (pretrain.folder / "whole" / "ranks.png").exists() == (n_ranks > 1)
+
+
+def events_in(folder: pathlib.Path) -> dict[str, list]:
+    """What TensorBoard would show: (step, number or picture) by name."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    (path,) = folder.iterdir()
+    data, found = path.read_bytes(), {}
+    while data:  # 8 bytes of length, 4 of a checksum, the event, 4 of its checksum
+        length = int.from_bytes(data[:8], "little")
+        event, data = Event.FromString(data[12 : 12 + length]), data[16 + length :]
+        for value in event.summary.value:
+            shown = value.image if value.HasField("image") else value.simple_value
+            found.setdefault(value.tag, []).append((event.step, shown))
+    return found
+
+
+def test_tensorboard_gets_numbers_of_each_step_and_pictures_of_loads(tmp_path) -> None:
+    pytest.importorskip("tensorboardX")
+    names = runpy.run_path(str(EXAMPLE / "events.py"))
+    events = names["Events"](tmp_path)
+    load = np.array([[4, 4, 4, 4], [16, 0, 0, 0], [2, 2, 0, 4]])
+    for step in (1, 2, 11):
+        events.write(step, {"loss": np.float32(step)}, load)
+    events.close()
+    found = events_in(tmp_path)
+    assert found["loss"] == [(1, 1), (2, 2), (11, 11)]
+    busiest = [found[f"busiest_expert/layer_{i}"][0] for i in (1, 2, 3)]
+    assert busiest == [(1, 1), (1, 4), (1, 2)]
+    pictures = found["layers_x_experts"]
+    assert [step for step, _ in pictures] == [1, 11]
+    size = names["PIXELS"]
+    pixels = image.imread(io.BytesIO(pictures[0][1].encoded_image_string))[::size, ::size, 0]
+    darkest, white = 8 / 255, 1.0
+    np.testing.assert_allclose(pixels[1], [darkest, white, white, white], rtol=1e-6)
+    assert (pixels[0] == pixels[0, 0]).all() and pixels[2, 3] < pixels[2, 0] < pixels[2, 2]
+
+
+def test_without_tensorboardx_its_option_says_what_to_install(monkeypatch, tmp_path) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(ValueError, match="pip install tensorboardX"):
+        runpy.run_path(str(EXAMPLE / "events.py"))["Events"](tmp_path)
 
 
 @pytest.mark.thorough
