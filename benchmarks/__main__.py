@@ -1,6 +1,8 @@
 """`python benchmarks`: times the package and plain `jax.lax` baselines. See README.md."""
 
+import dataclasses
 import fnmatch
+import itertools
 import json
 import pathlib
 import subprocess
@@ -15,8 +17,9 @@ _HERE = pathlib.Path(__file__).resolve().parent
 _FIND_PLATFORM = "import jax; print(jax.default_backend())"
 _FILE = click.Path(path_type=pathlib.Path, exists=True, dir_okay=False)
 _FOLDER = click.Path(path_type=pathlib.Path, file_okay=False)
-_FORMATS = click.Choice(["markdown", "table", "figure"])
+_FORMATS = click.Choice(["markdown", "table", "figure", "json"])
 _CONSOLE = rich.console.Console(width=None if sys.stdout.isatty() else 170)
+_PROGRESS = rich.console.Console(stderr=True, width=None if sys.stderr.isatty() else 170)
 
 
 @click.command()
@@ -30,15 +33,14 @@ _CONSOLE = rich.console.Console(width=None if sys.stdout.isatty() else 170)
 @click.option("--commit", help="Commit of the sources, if there is no .git.")
 @click.option("--out", type=_FOLDER, default=_HERE / "results", help="Folder for the results.")
 @click.option("--report", "shown", type=_FILE, help="Measure nothing; show this results file.")
-@click.option("--format", "form", type=_FORMATS, default="markdown", help="Format of --report.")
+@click.option("--format", "form", type=_FORMATS, help="[default: table; --report: markdown]")
 def main(platform, quick, rehearse, only, list_only, shown, form, **options):
     """Measures, prints tables, and writes the figures to a file.
 
     Exits with 1 if a result was wrong or an item failed.
     """
     if shown:
-        _show(shown, form)
-        return
+        return _show(shown, form or "markdown")
     import plan
 
     platform = platform or ("gpu" if rehearse else _default_platform())
@@ -50,28 +52,25 @@ def main(platform, quick, rehearse, only, list_only, shown, form, **options):
     if list_only or not items:
         click.echo("\n".join(i.name for i in items) or "no item matches --only")
     else:
-        sys.exit(_run(items, platform=platform, rehearse=rehearse, **options))
+        sys.exit(_run(items, platform=platform, rehearse=rehearse, form=form or "table", **options))
 
 
-def _run(items: list, **options: Any) -> int:
+def _run(items: list, form: str, **options: Any) -> int:
     import runner
 
-    n_done = 0
+    n_done = itertools.count(1)
 
     def say(item: Any, seconds: float, lines: list[dict[str, Any]]) -> None:
-        nonlocal n_done
-        n_done += 1
         n_results = sum("times" in line for line in lines)
-        words = [f"[{n_done}/{len(items)}, {seconds:.0f} s] {item.name}: {n_results}"]
+        words = [f"[{next(n_done)}/{len(items)}, {seconds:.0f} s] {item.name}: {n_results}"]
         words += [f"FAILED {line['failed']}" for line in lines if "failed" in line]
-        _CONSOLE.print("; ".join(words), markup=False)
+        _PROGRESS.print("; ".join(words), markup=False)
 
-    command = " ".join(["python benchmarks", *sys.argv[1:]])
-    run = runner.Run(command=command, say=say, **options)
-    with _CONSOLE.status("measuring"):
+    run = runner.Run(command=" ".join(["python benchmarks", *sys.argv[1:]]), say=say, **options)
+    with _PROGRESS.status("measuring"):
         run.measure(items)
-    _show(run.path, "table")
-    _CONSOLE.print(f"wrote {run.path}", soft_wrap=True)
+    _show(run.path, form)
+    _PROGRESS.print(f"wrote {run.path}", soft_wrap=True)
     return 1 if run.record.rows("failed") else 0
 
 
@@ -79,13 +78,15 @@ def _show(path: pathlib.Path, form: str) -> None:
     import records
     import report
 
-    for run in records.read(path):
+    runs = records.read(path)
+    if form == "json":
+        return click.echo(json.dumps([dataclasses.asdict(run) for run in runs]))
+    for run in runs:
         shown = report.Report(run)
         if form == "markdown":
             click.echo(shown.markdown())
         elif form == "table":
-            text = f"{shown.all_figures()}\n\n{shown.markdown()}"
-            _CONSOLE.print(rich.markdown.Markdown(text))
+            _CONSOLE.print(rich.markdown.Markdown(f"{shown.all_figures()}\n\n{shown.markdown()}"))
         else:
             import figure
 
@@ -95,8 +96,7 @@ def _show(path: pathlib.Path, form: str) -> None:
 
 def _default_platform() -> str:
     """JAX's default platform, found by another process: one that asks takes the GPUs' memory."""
-    command = [sys.executable, "-c", _FIND_PLATFORM]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", _FIND_PLATFORM], capture_output=True, text=True)
     return "gpu" if done.stdout.strip() in ("gpu", "cuda") else "cpu"
 
 

@@ -2,12 +2,9 @@
 
 import pathlib
 
-import matplotlib
 import PIL.Image
-
-matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from baselines import BASELINES
 from implementations import OURS
@@ -20,7 +17,8 @@ _SMALL = {"xycoords": "axes fraction", "size": 7, "color": "0.4"}
 
 def draw(report: Report, path: pathlib.Path) -> None:
     """Writes a PNG with two panels: round trips, or layers if there are no round trips."""
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.8), dpi=100)
+    figure = Figure(figsize=(9, 3.8), dpi=100)
+    axes = figure.subplots(1, 2)
     if report.cases():
         for axis, operation in zip(axes, ROUND_TRIPS, strict=True):
             _draw_panel(axis, report, operation)
@@ -37,11 +35,10 @@ def draw(report: Report, path: pathlib.Path) -> None:
     axes[1].annotate(devices if report.on_gpu else facts["cpu"], (0.02, 0.94), **_SMALL)
     figure.tight_layout()
     figure.savefig(path)
-    plt.close(figure)
     PIL.Image.open(path).convert("RGB").quantize(32).save(path, optimize=True)
 
 
-def _draw_layers(axes: list[plt.Axes], report: Report) -> None:
+def _draw_layers(axes: list[Axes], report: Report) -> None:
     """The time of layers, and the share of the dense matmul's rate that their experts reach."""
     by_model: dict[str, list[str]] = {}
     for model, case in report.layers():
@@ -59,7 +56,7 @@ def _draw_layers(axes: list[plt.Axes], report: Report) -> None:
         axis.set_xscale("log", base=2)
 
 
-def _draw_panel(axis: plt.Axes, report: Report, operation: str) -> None:
+def _draw_panel(axis: Axes, report: Report, operation: str) -> None:
     cases = [c for c in report.cases() if report.us(c, operation, "chain", OURS[0])]
     for name, color in zip((*OURS, *BASELINES), _COLORS, strict=False):
         times = [report.us(case, operation, "chain", name) for case in cases]

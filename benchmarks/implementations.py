@@ -29,8 +29,9 @@ OURS = (AT_DISPATCH, AT_COMBINE)
 # between nodes that are each served by themselves. Weights are given to dispatch.
 ONE_NODE, NVSHMEM, XLA_BETWEEN = "one node", "nvshmem", "XLA between nodes"
 NODES = (ONE_NODE, NVSHMEM, XLA_BETWEEN)
-# The package with ranks that it balances by copies of experts. Weights are given to dispatch.
-BALANCED = "jax_ep, balanced"
+# The package with ranks that it balances by copies of experts; and on `xla`, the reference for the
+# other transports. Weights are given to dispatch.
+BALANCED, REFERENCE = "jax_ep, balanced", "jax_ep on xla"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Implementation:
     """Dispatch and combine, as functions of one rank's arrays.
 
     Attributes:
-        name: in `OURS`, `NODES` or `BASELINES`, or `BALANCED`.
+        name: in `OURS`, `NODES` or `BASELINES`, or `BALANCED` or `REFERENCE`.
         dispatch: takes `(tokens, topk_ids, topk_weights)`; its result has the fields of the
             contract.
         combine: takes `(rows, dispatched, topk_weights)`.
@@ -74,8 +75,9 @@ def make(name: str, mesh: Mesh, case: Case, transport: str) -> Implementation:
     transports = select._FASTEST_FIRST
     if name == XLA_BETWEEN:  # serves each node by itself, even where all could be served at once
         transports = sorted(transports, key=lambda each: not issubclass(each, NodesConnection))
+    transport = {NVSHMEM: "nvshmem", REFERENCE: "xla"}.get(name, transport)
     with mock.patch.object(select, "_FASTEST_FIRST", transports):
-        group = jax_ep.ep_init(mesh, AXIS, config, "nvshmem" if name == NVSHMEM else transport)
+        group = jax_ep.ep_init(mesh, AXIS, config, transport)
     at_dispatch = name != AT_COMBINE
     return Implementation(
         name,

@@ -34,8 +34,7 @@ def measure(repeats: timing.Repeats) -> Iterator[dict[str, Any]]:
 
 
 def _make_calls() -> dict[str, timing.Call]:
-    devices, types = jax.devices("cpu")[:1], (AxisType.Auto,)
-    mesh = Mesh(devices, (implementations.AXIS,), axis_types=types)
+    mesh = Mesh(jax.devices("cpu")[:1], (implementations.AXIS,), axis_types=(AxisType.Auto,))
     case = Case(n_tokens=1, hidden_size=16, n_experts=1, top_k=1, n_ranks=1)
     ids, weights = jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), jnp.float32)
     operands = jnp.ones((1, 16), jnp.bfloat16), ids, weights

@@ -7,7 +7,7 @@ from typing import Any
 
 from baselines import BASELINES
 from case import Case
-from implementations import AT_COMBINE, AT_DISPATCH, BALANCED, NODES, OURS
+from implementations import AT_COMBINE, AT_DISPATCH, BALANCED, NODES, OURS, REFERENCE
 from jax_ep.formats import QUANTIZED
 from timing import Repeats
 
@@ -73,7 +73,8 @@ def _cpu() -> list[Item]:
     items = [*map(_cpu_item, [*main, *others]), Item("overhead", "overhead")]
     # A chain touches no new pages, so the allocator only matters to lone calls.
     kept = {"variant": "memory kept", "chains": {}}
-    return items + [_cpu_item(case, "-kept", **kept) for case in main]
+    items += [_cpu_item(case, "-kept", **kept) for case in main]
+    return items + [_cpu_item(case, "-xla", implementations=(REFERENCE,)) for case in main[::2]]
 
 
 def _cpu_quick() -> list[Item]:
@@ -124,8 +125,9 @@ def _gpu() -> list[Item]:
     items += [_gpu_chain(cases[n], "-plain", **plain) for n in (1, 8, 32, 128)]
     items.append(_calls("-plain", **plain))
     items += _overlaps(cases[4096], _OVERLAPS)
-    ragged = {"implementations": (_RAGGED,), "chains": {_ROUND_TRIP: (2, 8)}}
-    items += [_gpu_chain(cases[n], "-ragged", **ragged) for n in (8, 128, 1024)]
+    for suffix, name in (("-ragged", _RAGGED), ("-xla", REFERENCE)):
+        options = {"implementations": (name,), "chains": {_ROUND_TRIP: (2, 8)}}
+        items += [_gpu_chain(cases[n], suffix, **options) for n in (8, 128, 1024)]
     zipf = ((128, None), (4096, 3.0))
     items += [_gpu_item(_GPU_CASE(n, routing="zipf", capacity=c)) for n, c in zipf]
     items += [_nodes(_GPU_CASE(n, capacity=1.5)) for n in _NODES_TOKENS]
@@ -142,6 +144,7 @@ def _gpu_quick() -> list[Item]:
     case = Case(16, 64, n_experts=16, top_k=4)
     skewed = dataclasses.replace(case, routing="zipf")
     items = [Item("link", "link"), _gpu_item(case, grads=True), _gpu_item(skewed), _calls()]
+    items.append(_gpu_chain(case, "-xla", implementations=(REFERENCE,)))
     # Blocks of BlockwiseFP8 have 128 elements.
     items += _formats(dataclasses.replace(case, hidden_size=128))
     items += [*_overlaps(case, ((4, 128),)), _nodes(case)]

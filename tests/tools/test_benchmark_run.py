@@ -1,12 +1,15 @@
 """The benchmarks' command, its processes, and its report of a record."""
 
 import contextlib
+import json
 import os
 import pathlib
+import runpy
 import subprocess
 import sys
 
 import pytest
+from click.testing import CliRunner
 from matplotlib import image
 
 from jax_ep.formats import QUANTIZED
@@ -20,7 +23,7 @@ import plan  # noqa: E402
 import records  # noqa: E402
 import runner  # noqa: E402
 from case import Case  # noqa: E402
-from implementations import AT_COMBINE, AT_DISPATCH  # noqa: E402
+from implementations import AT_COMBINE, AT_DISPATCH, REFERENCE  # noqa: E402
 from report import Report  # noqa: E402
 
 CASE = Case(128, 7168, n_experts=256, top_k=8)
@@ -178,8 +181,9 @@ def rehearsed(tmp_path, *patterns) -> tuple[records.Run, str]:
 
 @pytest.mark.thorough
 def test_a_rehearsal_lacks_only_what_needs_gpus(tmp_path) -> None:
-    only = ("link", "T16-H64-uniform", "*-mxfp8", "calls")
+    only = ("link", "T16-H64-uniform", "*-xla", "*-mxfp8", "calls")
     record, shown = rehearsed(tmp_path, *only)
+    assert REFERENCE in {row["implementation"] for row in record.rows("times")}
     reasons = ("needs several GPUs", "the profiler's trace shows no GPU")
     assert all(any(r in row["why"] for r in reasons) for row in record.rows("not_measured"))
     found = {(row["case"], row["operation"], row["clock"]) for row in record.rows("times")}
@@ -262,6 +266,18 @@ def test_report_compares_periods_with_the_best_baseline() -> None:
     figures = Report(make_record()).all_figures()
     assert "| T128, round trip, chain | 50.0 (49.0 to 51.0) |" in figures
     assert "failed: T8: bad" in figures
+
+
+def test_figures_are_printed_as_json(tmp_path) -> None:
+    path = tmp_path / "some.jsonl"
+    records.write(path, [make_record()])
+    main = runpy.run_path(str(BENCHMARKS / "__main__.py"))["main"]
+    done = CliRunner().invoke(main, ["--report", str(path), "--format", "json"])
+    (run,) = json.loads(done.stdout)
+    assert run["facts"]["device"] == "Some GPU"
+    (failed,) = run["tables"]["failed"]
+    assert failed == {"item": "T8", "why": "bad"}
+    assert run["tables"]["times"][0]["us"] == [50.0, 49.0, 51.0]
 
 
 def test_report_of_a_cpu_shows_speed_ups() -> None:
