@@ -30,6 +30,8 @@ _LANGUAGES = {
 _LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)")
 # Of a page at the top of the site: its own style sheets and scripts.
 _ASSET = re.compile(r'<(?:link rel="stylesheet" href|script src)="(?!\w+:|/)([^"?]+)')
+# What tools/api_signatures.py writes for readers of the repository.
+_SIGNATURE = re.compile(r"(?m)(^::: \S+\n(?: +\S.*\n)*)\n```python\n[^`]*```\n")
 # Python-Markdown would read these as text of the item around them; GitHub reads either.
 _SHALLOW_ITEM = re.compile(r"^ {1,3}(?:[-*+]|\d+\.) ", re.MULTILINE)
 
@@ -57,7 +59,10 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Maps links to sources and folders; warns of lists that the site would not nest."""
+    """Maps links to sources and folders; warns of lists that the site would not nest.
+
+    Leaves out signatures, as mkdocstrings makes its own.
+    """
     source = page.file.src_uri
     for item in _SHALLOW_ITEM.finditer(markdown):
         line = markdown.count("\n", 0, item.start()) + 1
@@ -70,7 +75,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
                 return link[1].rstrip("/") + suffix
         return link[1]
 
-    return _LINK.sub(mapped, markdown)
+    return _LINK.sub(mapped, _SIGNATURE.sub(r"\1", markdown))
 
 
 def on_post_build(*, config: MkDocsConfig) -> None:

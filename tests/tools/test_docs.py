@@ -5,6 +5,7 @@ import os
 import pathlib
 import pydoc
 import re
+import runpy
 import subprocess
 import sys
 import types
@@ -215,3 +216,10 @@ def test_the_api_pages_name_everything_public():
     assert len(documented) == len(set(documented))
     modules = jax_ep, jax_ep.checkpoints, jax_ep.nnx, jax_ep.router
     assert set(documented) == set().union(*map(public_names, modules))
+
+
+def test_the_api_pages_show_signatures():
+    """As `python tools/api_signatures.py` writes them."""
+    write = runpy.run_path(str(ROOT / "tools" / "api_signatures.py"))["with_signatures"]
+    for page in (DOCS / "api").glob("*.md"):
+        assert page.read_text() == write(page.read_text()), page
