@@ -42,8 +42,9 @@ def expert_mlp(
     Two grouped matmuls and `fused_silu`; a bias is added to the result of its matmul.
     Differentiable. On Hopper GPUs, one kernel can compute the first matmul and the activation, so
     that the result of the former takes no memory unless a gradient needs it. With
-    `QuantizedWeights`, both matmuls are in FP8, and gradients are straight-through: computed in
-    bfloat16, for the tokens given to dispatch and the weights given to `quantize_weights`.
+    `QuantizedWeights`, both matmuls are in FP8, and gradients are straight-through: for the tokens
+    given to dispatch and the weights given to `quantize_weights`, computed in bfloat16 or, with its
+    `fp8_gradients`, in FP8.
 
     For a gradient, JAX keeps the rows and the results of the first matmul and of the activation, or
     recomputes what a `jax.checkpoint` policy leaves out. The first matmul's result has the name
@@ -82,7 +83,7 @@ def expert_mlp(
         check_group("expert_mlp", dispatched.group)  # for `dequantize`
     weights = ExpertWeights(gate_up, down, gate_up_bias, down_bias)
     if isinstance(gate_up, QuantizedWeights) or isinstance(down, QuantizedWeights):
-        weights = fetch_experts(dispatched, _check_quantized(dispatched, weights, transposed))
+        weights = _fetch_codes(dispatched, _check_quantized(dispatched, weights, transposed))
         return _scaled_mlp(dispatched, weights, Activation(BF16(), interleaved, clamp))
     weights = ExpertWeights(*checks.as_arrays(call, **weights._asdict()))
     check_arrays(dispatched, weights, transposed)
@@ -153,6 +154,26 @@ def _check_quantized(
     weights = ExpertWeights(gate_up, down, *checks.as_arrays(call, **named))
     check_codes(dispatched, weights)
     return weights
+
+
+def _fetch_codes(dispatched: Dispatched, weights: ExpertWeights) -> ExpertWeights:
+    """`fetch_experts`, but codes travel once: those for gradients are the same, transposed."""
+    if dispatched.copies is None:
+        return weights
+    matrices = weights.gate_up, weights.down
+    sent = [dataclasses.replace(each, gradient_codes=None) for each in matrices]
+    fetched = fetch_experts(dispatched, weights._replace(gate_up=sent[0], down=sent[1]))
+
+    def add_codes(own: QuantizedWeights, fetched: QuantizedWeights) -> QuantizedWeights:
+        if own.gradient_codes is None:
+            return fetched
+        of_copies = fetched.codes[own.codes.shape[0] :].swapaxes(1, 2)
+        own_codes, of_copies = checks.vary_alike((), own.gradient_codes, of_copies)
+        gradient_codes = jnp.concatenate([own_codes, of_copies])
+        return dataclasses.replace(fetched, gradient_codes=gradient_codes)
+
+    gate_up, down = map(add_codes, matrices, (fetched.gate_up, fetched.down))
+    return fetched._replace(gate_up=gate_up, down=down)
 
 
 def _scaled_mlp(

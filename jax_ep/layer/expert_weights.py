@@ -49,6 +49,11 @@ def _check_quantized(
     shape = n_groups, *(-(-size // SCALE_BLOCK) for size in sizes)
     blocks = f"L {n}/{SCALE_BLOCK} {k}/{SCALE_BLOCK}"
     checks.check_array(call, f"{name}.scales", weights.scales, shape, blocks, jnp.float32)
+    if weights.gradient_codes is not None:
+        checks.check_array(
+            *(call, f"{name}.gradient_codes", weights.gradient_codes),
+            *((n_groups, *sizes[::-1]), f"L {k} {n}", jnp.float8_e4m3fn),
+        )
     if weights.source is None:
         return
     if not weights.transposed:

@@ -25,12 +25,15 @@ class QuantizedWeights:
         source: the weights that were quantized, as given, which receive the gradient; None if
             there is none.
         transposed: whether `source` is `[L, N, H]` rather than `[L, H, N]`; static.
+        gradient_codes: `[L, H, N]`, the codes transposed, for gradients in FP8; None: gradients are
+            in bfloat16.
     """
 
     codes: jax.Array
     scales: jax.Array
     source: jax.Array | None
     transposed: bool = dataclasses.field(metadata={"static": True})
+    gradient_codes: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +44,11 @@ class _Blocks(BlockwiseFP8):
 
 
 def quantize_weights(
-    weights: jax.Array, *, transposed: bool = False, differentiable: bool = True
+    weights: jax.Array,
+    *,
+    transposed: bool = False,
+    differentiable: bool = True,
+    fp8_gradients: bool = False,
 ) -> QuantizedWeights:
     """Quantizes weights to e4m3 with one float32 scale per 128 x 128 block.
 
@@ -55,14 +62,15 @@ def quantize_weights(
         differentiable: whether to keep `weights` as `source`. Pass False for inference: the codes
             need half the memory of bfloat16 or a quarter of that of float32, and no gradient
             reaches `weights`.
+        fp8_gradients: whether gradients of matmuls by these weights multiply in FP8, too, rather
+            than in bfloat16; N must then be a multiple of 128. The codes are kept twice.
 
     Raises:
         ValueError: a shape or dtype does not fit. While tracing.
     """
     name = "quantize_weights"
-    transposed, differentiable = checks.check_flags(
-        name, transposed=transposed, differentiable=differentiable
-    )
+    flags = dict(transposed=transposed, differentiable=differentiable, fp8_gradients=fp8_gradients)
+    transposed, differentiable, fp8_gradients = checks.check_flags(name, **flags)
     (weights,) = checks.as_arrays(name, weights=weights)
     letters = "L N H" if transposed else "L H N"
     checks.check_array(name, "weights", weights, (None,) * 3, letters, jnp.bfloat16, jnp.float32)
@@ -73,12 +81,19 @@ def quantize_weights(
             f"quantize_weights: H must be a multiple of {SCALE_BLOCK}, the size of a block that "
             f"shares a scale; got {k}."
         )
+    if fp8_gradients and n % SCALE_BLOCK:
+        raise ValueError(
+            f"quantize_weights: N must be a multiple of {SCALE_BLOCK} with fp8_gradients, which "
+            f"sum over it in blocks that share a scale; got {n}."
+        )
     if not values.size:
         shape = n_groups, -(-n // SCALE_BLOCK), k // SCALE_BLOCK
         codes, scales = values.astype(jnp.float8_e4m3fn), jnp.zeros(shape, jnp.float32)
     else:
         codes, scales = _quantize(lax.stop_gradient(values))
-    return QuantizedWeights(codes, scales, weights if differentiable else None, transposed)
+    source = weights if differentiable else None
+    gradient_codes = codes.swapaxes(1, 2) if fp8_gradients else None
+    return QuantizedWeights(codes, scales, source, transposed, gradient_codes)
 
 
 @jax.jit

@@ -8,7 +8,7 @@ from flax import nnx
 from jax import P
 
 from jax_ep.config import check_count
-from jax_ep.exchange.checks import advise, is_code, is_finite
+from jax_ep.exchange.checks import advise, check_flags, is_code, is_finite
 from jax_ep.formats import BlockwiseFP8, Plain
 from jax_ep.formats.base import check_is_array
 from jax_ep.formats.plain import as_dtype
@@ -168,6 +168,14 @@ def check_shared_size(group: EPGroup, given: int | None, expert_size: int) -> in
             "size will do."
         )
     return expert_size
+
+
+def check_fp8(fp8_matmuls: Any, fp8_gradients: Any) -> list[bool]:
+    """Requires flags, and that gradients are in FP8 only if the matmuls are."""
+    flags = check_flags("", fp8_matmuls=fp8_matmuls, fp8_gradients=fp8_gradients)
+    if flags == [False, True]:
+        raise ValueError("nnx.MoE: fp8_gradients needs fp8_matmuls=True; got False.")
+    return flags
 
 
 def check_formats(group: EPGroup, fp8_size: int | None) -> None:

@@ -59,6 +59,7 @@ class Forward:
     weights_on_input: bool
     expert_fn: Callable[..., Any]  # with variables: of these, to what is called
     fp8_matmuls: bool
+    fp8_gradients: bool
     transposed: bool
     interleaved: bool
     clamp: tuple[float, float] | None
@@ -195,7 +196,7 @@ class Forward:
         biases = [weights.get(name) for name in ("gate_up_bias", "down_bias")]
         if "gate_up_scales" in weights:
             stored = [(weights[name], weights[f"{name}_scales"]) for name in ("gate_up", "down")]
-            return [QuantizedWeights(*each, None, transposed=False) for each in stored], biases
+            return [self._with_codes(*each) for each in stored], biases
         gate_up, down = [self._gather(name, weights[name]) for name in ("gate_up", "down")]
         if self.group.config.fused_shared_expert:
             gate_up = jnp.concatenate([weights["shared_gate_up"][None], gate_up])
@@ -203,8 +204,13 @@ class Forward:
             biases = [None if x is None else jnp.pad(x, ((1, 0), (0, 0))) for x in biases]
         matrices: list[Any] = [gate_up, down]
         if self.fp8_matmuls:
-            matrices = [quantize_weights(each, transposed=self.transposed) for each in matrices]
+            options = dict(transposed=self.transposed, fp8_gradients=self.fp8_gradients)
+            matrices = [quantize_weights(each, **options) for each in matrices]
         return matrices, biases
+
+    def _with_codes(self, codes: jax.Array, scales: jax.Array) -> QuantizedWeights:
+        gradient_codes = codes.swapaxes(1, 2) if self.fp8_gradients else None
+        return QuantizedWeights(codes, scales, None, False, gradient_codes)
 
     def _shared_expert(self, tokens: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
         """The results for all of this rank's tokens, in their shape."""

@@ -91,6 +91,8 @@ class MoE(nnx.Module):
             for each use, in the dtype of the matmuls, and their gradients reduce-scattered.
         fp8_matmuls: whether experts multiply in FP8; needs the token format `BlockwiseFP8`.
             Each call quantizes the weights, unless `quantize_experts` has done it once.
+        fp8_gradients: whether their gradients multiply in FP8, too, rather than in bfloat16; needs
+            `fp8_matmuls`.
         expert_fn: what a rank calls in place of `jax_ep.expert_mlp` (None), with the same
             arguments: `(dispatched, gate_up, down, *, gate_up_bias, down_bias, interleaved,
             clamp)` to the results `[C, H]`, inside `jax.shard_map`. Also `transposed=True` if the
@@ -153,6 +155,7 @@ class MoE(nnx.Module):
         token_axes: Axes | P = None,
         fsdp_axis: Axes = None,
         fp8_matmuls: bool = False,
+        fp8_gradients: bool = False,
         expert_fn: Callable[..., jax.Array] | None = None,
         placement: ExpertPlacement | None = None,
         kernel_init: nnx.Initializer | None = None,
@@ -166,8 +169,8 @@ class MoE(nnx.Module):
         check_flags("", **flags)
         checked = check_flags("", balance_per_sequence=balance_per_sequence, transposed=transposed)
         self.balance_per_sequence, self.transposed = checked
-        checked = check_flags("", fp8_matmuls=fp8_matmuls, weights_on_input=weights_on_input)
-        self.fp8_matmuls, self.weights_on_input = checked
+        self.fp8_matmuls, self.fp8_gradients = checks.check_fp8(fp8_matmuls, fp8_gradients)
+        (self.weights_on_input,) = check_flags("", weights_on_input=weights_on_input)
         checks.check_param_dtype(param_dtype)
         checks.check_rngs(rngs)
         checks.check_formats(group, expert_size if fp8_matmuls else None)

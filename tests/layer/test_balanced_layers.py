@@ -159,6 +159,34 @@ def test_codes_of_weights_travel_bit_by_bit(transport):
     assert_same_bits(run(8), run(0), "rows of choices")
 
 
+@pytest.mark.thorough
+def test_gradients_of_copies_may_be_in_fp8(transport):
+    """Only their sums are in another order."""
+    tokens, ids, weights, gate_up, down = make_operands("one_rank")
+    fp8 = {"token_format": jax_ep.BlockwiseFP8(), "combine_dtype": jnp.bfloat16}
+
+    def run(n_copies):
+        group = open_group(transport, n_copies, **fp8)
+
+        def layer(tokens, ids, gate_up, down):
+            quantized = [jax_ep.quantize_weights(x, fp8_gradients=True) for x in (gate_up, down)]
+            rows = jax_ep.dispatch(group, tokens, ids)
+            return jax_ep.combine(group, jax_ep.expert_mlp(rows, *quantized), rows)
+
+        specs = (BY_RANK,) * 4
+        mapped = jax.shard_map(layer, mesh=group.mesh, in_specs=specs, out_specs=BY_RANK)
+
+        def loss(tokens, gate_up, down):
+            return jnp.sum(jnp.sin(mapped(tokens, ids, gate_up, down).astype(jnp.float32)))
+
+        return jax.jit(jax.grad(loss, (0, 1, 2)))(tokens, gate_up / 16, down / 16)
+
+    for got, wanted in zip(run(8), run(0), strict=True):
+        got, wanted = (np.asarray(x, np.float64).ravel() for x in (got, wanted))
+        norms = np.linalg.norm(got) * np.linalg.norm(wanted)
+        assert got @ wanted > 0.998 * norms > 0
+
+
 def test_errors_name_what_must_hold(transport):
     group = open_group(transport, 2)
     tokens, ids, weights, gate_up, down = make_operands()

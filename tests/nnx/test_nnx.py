@@ -251,12 +251,20 @@ def test_choices_beyond_the_capacity_are_reported():
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "fp8_matmuls, transposed", [(False, False), (True, False), (False, True), (True, True)]
+    "fp8_gradients, fp8_matmuls, transposed",
+    [
+        (False, False, False),
+        (False, True, False),
+        (False, False, True),
+        (False, True, True),
+        (True, True, False),
+        (True, True, True),
+    ],
 )
-def test_tokens_may_travel_in_fp8(fp8_matmuls, transposed, transport):
+def test_tokens_may_travel_in_fp8(fp8_gradients, fp8_matmuls, transposed, transport):
     config = {"token_format": jax_ep.BlockwiseFP8(), "combine_dtype": jnp.bfloat16}
     options = {"shared_size": S, "fp8_matmuls": fp8_matmuls, "expert_bias": True}
-    options |= {"transposed": transposed}
+    options |= {"transposed": transposed, "fp8_gradients": fp8_gradients}
     layer, tokens = make_layer(transport, config=config, **options), make_tokens()
 
     @nnx.jit

@@ -43,6 +43,7 @@ REFUSED = {
     ),
     "fused, none": ({}, {"fused_shared_expert": True}, {"shared_size": 0}, "shared_size must be"),
     "FP8, other format": ({}, {}, {"fp8_matmuls": True}, "fp8_matmuls needs combine_dtype"),
+    "FP8 in gradients": ({}, {}, {"fp8_gradients": True}, "fp8_gradients needs fp8_matmuls=True"),
     "sharded twice": ({}, {}, {"fsdp_axis": "ep"}, "fsdp_axis must be .* not the group's"),
 }
 # Those that change neither results nor gradients.

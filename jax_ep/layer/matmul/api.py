@@ -188,8 +188,9 @@ def multiply_scaled(
 
     The scales of rows are transposed.
     """
-    fixed = map(lax.stop_gradient, (rows.tokens, weights.codes, rows.scales, weights.scales))
-    operands: Any = (*fixed, lax.stop_gradient(row_offsets), source_rows, weights.source)
+    arrays = rows.tokens, weights.codes, rows.scales, weights.scales, weights.gradient_codes
+    fixed = map(lax.stop_gradient, (*arrays, row_offsets))
+    operands: Any = (*fixed, source_rows, weights.source)
     *codes, row_offsets, source_rows, source_weights = checks.vary_alike((), *operands)
     source = Matmul(_form(weights.transposed), np.dtype(jnp.bfloat16))
     return rules.scaled_matmul(
@@ -237,6 +238,9 @@ def _check_codes(
     n_blocks = -(-weights.codes.shape[1] // SCALE_BLOCK)
     shape = (n_groups, n_blocks, n_scales)
     check("weights.scales", weights.scales, shape, "L N/128 H/128", jnp.float32)
+    if weights.gradient_codes is not None:
+        shape = (n_groups, hidden_size, weights.codes.shape[1])
+        check("weights.gradient_codes", weights.gradient_codes, shape, "L H N", jnp.float8_e4m3fn)
     shape, letters = (n_scales, n_rows), "H/128 C"
     if token_format.layout is ROW_MAJOR:
         shape, letters = (n_rows, n_scales), "C H/128"

@@ -1,7 +1,8 @@
 """The differentiation rules of grouped matmuls.
 
 The gradient of each form is a grouped matmul of another form, so that derivatives of any order
-exist. Matmuls of codes have first derivatives only, which pass straight through the rounding.
+exist. Matmuls of codes have first derivatives only, which pass straight through the rounding, and
+may multiply codes, too.
 """
 
 import functools
@@ -14,6 +15,7 @@ from jax.lax import bitcast_convert_type
 
 from jax_ep.exchange.checks import vary_alike
 from jax_ep.exchange.rows import row_groups
+from jax_ep.formats import BlockwiseFP8
 from jax_ep.layer.matmul.calls import (
     Matmul,
     MatmulForm,
@@ -105,6 +107,12 @@ class ScaledOperands(NamedTuple):
     weights: jax.Array
     row_scales: jax.Array
     weight_scales: jax.Array
+    gradient_weights: jax.Array | None  # the codes of weights, transposed; None: not in FP8
+
+    @property
+    def factors(self) -> tuple[jax.Array, ...]:
+        """What the matmul itself multiplies, and the scales."""
+        return self[:4]
 
 
 class Sources(NamedTuple):
@@ -118,13 +126,13 @@ class Sources(NamedTuple):
 def scaled_matmul(
     source: Matmul, sources: Sources, operands: ScaledOperands, row_offsets: jax.Array
 ) -> jax.Array:
-    """A grouped matmul of codes, with straight-through gradients.
+    """A grouped matmul of codes, with straight-through gradients, in FP8 if there are codes for it.
 
     `source` is the matmul of the numbers that the codes encode. Only its form and the sources'
     dtypes matter here: the sources themselves are not read, so that XLA need not compute them.
     """
     matmul = Matmul(MatmulForm.TRANSPOSED_WEIGHTS, source.dtype)
-    rows, weights, *scales = operands
+    rows, weights, *scales = operands.factors
     return multiply_groups(matmul, rows, weights, row_offsets, *scales)
 
 
@@ -141,7 +149,8 @@ def _scaled_fwd(source: Matmul, sources: Sources, operands: Any, row_offsets: An
     product = scaled_matmul(source, sources, operands, row_offsets)
     like = Sources(*(None if x is None else jnp.zeros(0, x.dtype) for x in sources))
     as_bytes = _view_codes(operands, jnp.uint8)
-    return product, _Saved(like, sources.weights, as_bytes, row_offsets)
+    source_weights = sources.weights if operands.gradient_weights is None else None
+    return product, _Saved(like, source_weights, as_bytes, row_offsets)
 
 
 def _view_codes(operands: ScaledOperands, dtype: Any) -> ScaledOperands:
@@ -150,8 +159,14 @@ def _view_codes(operands: ScaledOperands, dtype: Any) -> ScaledOperands:
     JAX applies `reduce_precision` to floats that a `jax.checkpoint` policy keeps, which turns e4m3
     numbers from 256 on into NaNs.
     """
-    rows, weights = (bitcast_convert_type(x, dtype) for x in operands[:2])
-    return operands._replace(rows=rows, weights=weights)
+
+    def view(codes: Any) -> Any:
+        return None if codes is None else bitcast_convert_type(codes, dtype)
+
+    rows, weights, gradient_weights = map(
+        view, (operands.rows, operands.weights, operands.gradient_weights)
+    )
+    return operands._replace(rows=rows, weights=weights, gradient_weights=gradient_weights)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -159,6 +174,8 @@ def _straight_through(source: Matmul, saved: _Saved, cotangent: jax.Array) -> So
     """The gradients of the sources, from the numbers that the codes stand for."""
     like, weights, operands, row_offsets = saved
     operands = _view_codes(operands, jnp.float8_e4m3fn)
+    if operands.gradient_weights is not None:
+        return _in_fp8(source, like, operands, row_offsets, cotangent)
     grads = Sources(None, None)
     if like.rows is not None:
         form = source.form
@@ -168,6 +185,30 @@ def _straight_through(source: Matmul, saved: _Saved, cotangent: jax.Array) -> So
         matmul = Matmul(_FLIPPED[form], like.rows.dtype, zeroes_unused=True)
         grad_rows = multiply_groups(matmul, cotangent, weights.astype(cotangent.dtype), row_offsets)
         grads = grads._replace(rows=grad_rows)
+    if like.weights is not None:
+        rows = dequantize_rows(operands.rows, operands.row_scales, cotangent.dtype)
+        factors = _factors(source.form, rows, cotangent)
+        matmul = Matmul(MatmulForm.ROWS, like.weights.dtype)
+        grads = grads._replace(weights=multiply_groups(matmul, *factors, row_offsets))
+    return grads
+
+
+def _in_fp8(
+    source: Matmul,
+    like: Sources,
+    operands: ScaledOperands,
+    row_offsets: jax.Array,
+    cotangent: jax.Array,
+) -> Sources:
+    """The same, from products of codes; those of the cotangent are made here."""
+    grads = Sources(None, None)
+    if like.rows is not None:
+        codes, scales = BlockwiseFP8().quantize(cotangent)
+        matmul = Matmul(MatmulForm.TRANSPOSED_WEIGHTS, cotangent.dtype, zeroes_unused=True)
+        weights: Any = operands.gradient_weights
+        of_weights = operands.weight_scales.swapaxes(1, 2)
+        grad_rows = multiply_groups(matmul, codes, weights, row_offsets, scales.T, of_weights)
+        grads = grads._replace(rows=grad_rows.astype(like.rows.dtype))
     if like.weights is not None:
         rows = dequantize_rows(operands.rows, operands.row_scales, cotangent.dtype)
         factors = _factors(source.form, rows, cotangent)

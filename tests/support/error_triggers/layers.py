@@ -168,6 +168,9 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "sums-dtype": lambda: add_gradient(dtype=jnp.bfloat16),
     "sums-rows": lambda: add_gradient(n_rows=3),
     "weights-block": lambda: jax_ep.quantize_weights(np.ones((1, 8, 4), np.float32)),
+    "weights-columns": lambda: jax_ep.quantize_weights(
+        np.ones((1, 128, 4), np.float32), fp8_gradients=True
+    ),
     "mlp-type": lambda: jax_ep.expert_mlp(jnp.ones((2, 8)), None, None),
     "mlp-weights": lambda: run_experts(jax_ep.BF16(), quantized_weights(128), jnp.ones(3)),
     "mlp-shape": lambda: run_experts(jax_ep.BF16(), *mlp_weights(n_in=64)),
@@ -233,6 +236,7 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "layer-kernel-init": lambda: layer(init(), kernel_init=0.02),
     "layer-key": lambda: layer(init())(jax.random.split(jax.random.key(0), (R, H))),
     "layer-formats": lambda: layer(init(), fp8_matmuls=True),
+    "layer-fp8-gradients": lambda: layer(init(), fp8_gradients=True),
     "layer-quantize": lambda: layer(init()).quantize_experts(),
     "layer-quantize-fsdp": lambda: fp8_layer(
         make_mesh(jax.devices()[:4], (2, 2), ("dp", "ep")), fsdp_axis="dp"

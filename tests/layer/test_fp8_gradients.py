@@ -1,0 +1,141 @@
+"""Gradients of matmuls of codes, in FP8, against the same sums in NumPy."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_ep
+import oracle_fp8
+from gated_matmuls import VARIANTS
+from jax_ep.layer.expert_weights import ExpertWeights
+from jax_ep.layer.matmul.api import multiply_scaled
+from jax_ep.layer.matmul.gated_scaled import scaled_mlp
+from oracle_matmul import assert_close
+
+H, N = 256, 384
+SIZES = {"mixed": [5, 0, 128, 1, 129], "one row": [0, 1], "none": [0, 0]}
+
+
+def make_operands(sizes, spare=6, first=0):
+    """Codes of rows, the tokens that they encode, weights, a cotangent and offsets. NaN where rows
+    are not in use."""
+    rng = np.random.default_rng(len(sizes) + sum(sizes))
+    offsets = np.cumsum([first, *sizes]).astype(np.uint32)
+    n_rows = int(offsets[-1]) + spare
+    tokens, cotangent = (
+        jnp.asarray(rng.standard_normal((n_rows, n)), jnp.bfloat16) for n in (H, N)
+    )
+    codes, scales = jax_ep.BlockwiseFP8().quantize(tokens)
+    unused = (np.arange(n_rows) < first) | (np.arange(n_rows) >= offsets[-1])
+    unused = unused[:, None]
+    codes, scales = jnp.where(unused, jnp.nan, codes), jnp.where(unused, jnp.nan, scales)
+    rows = jax_ep.QuantizedRows(codes.astype(jnp.float8_e4m3fn), scales.T, None)
+    weights = jnp.asarray(rng.standard_normal((len(sizes), H, N)), jnp.float32)
+    return rows, tokens, weights, jnp.where(unused, jnp.nan, cotangent), offsets
+
+
+@functools.partial(jax.jit, static_argnames=("fp8", "transposed"))
+def gradients(rows, tokens, weights, cotangent, offsets, fp8=True, transposed=False):
+    """Of the tokens and of the weights, `[L, H, N]`."""
+
+    def product(tokens, weights):
+        given = weights.swapaxes(1, 2) if transposed else weights
+        options = {"transposed": transposed, "fp8_gradients": fp8}
+        return multiply_scaled(
+            rows, jax_ep.quantize_weights(given, **options), offsets, source_rows=tokens
+        )
+
+    return jax.vjp(product, tokens, weights)[1](cotangent)
+
+
+def gradient_of_rows(weights, cotangent, offsets):
+    quantized = jax_ep.quantize_weights(weights)
+    codes = np.asarray(quantized.codes).swapaxes(1, 2)
+    of_weights = codes, np.asarray(quantized.scales).swapaxes(1, 2)
+    return oracle_fp8.multiply_rows(oracle_fp8.quantize(cotangent), of_weights, offsets)
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["plain", "transposed"])
+@pytest.mark.parametrize("name", SIZES)
+def test_the_gradient_of_rows_is_a_product_of_codes(name, transposed):
+    operands = make_operands(SIZES[name], first=3)
+    *_, weights, cotangent, offsets = operands
+    of_rows, _ = gradients(*operands, transposed=transposed)
+    used = slice(offsets[0], offsets[-1])
+    wanted, magnitudes = gradient_of_rows(weights, cotangent, offsets)
+    assert of_rows.dtype == jnp.bfloat16
+    assert_close(of_rows[used], wanted[used], magnitudes[used], "bfloat16")
+    assert not np.any(np.asarray(of_rows, np.float32)[: offsets[0]])
+    assert not np.any(np.asarray(of_rows, np.float32)[offsets[-1] :])
+
+
+def cosine(a, b):
+    a, b = (np.asarray(x, np.float64).ravel() for x in (a, b))
+    return a @ b / np.linalg.norm(a) / np.linalg.norm(b)
+
+
+def test_gradients_in_fp8_are_close_to_exact_ones():
+    rows, tokens, weights, cotangent, offsets = make_operands([100, 300, 56])
+    used = slice(0, offsets[-1])
+    x, y, w = (np.asarray(a, np.float64) for a in (tokens[used], cotangent[used], weights))
+    groups = list(zip(offsets[:-1], offsets[1:], w, strict=True))
+    exact = (
+        np.concatenate([y[first:end] @ matrix.T for first, end, matrix in groups]),
+        np.stack([x[first:end].T @ y[first:end] for first, end, _ in groups]),
+    )
+    for fp8, least in ((True, 0.9990), (False, 0.9993)):
+        of_rows, of_weights = gradients(rows, tokens, weights, cotangent, offsets, fp8=fp8)
+        assert cosine(of_rows[used], exact[0]) > least
+        assert cosine(of_weights, exact[1]) > least
+
+
+def experts(activation, fp8, rows, tokens, gate_up, down, bias, offsets):
+    quantize = functools.partial(jax_ep.quantize_weights, fp8_gradients=fp8)
+    weights = ExpertWeights(quantize(gate_up), quantize(down, transposed=True), bias, None)
+    return scaled_mlp(activation, rows, tokens, weights, offsets)
+
+
+def make_experts(sizes=(5, 0, 140), f=128):
+    rows, tokens, _, _, offsets = make_operands(list(sizes))
+    keys = jax.random.split(jax.random.key(1), 3)
+    gate_up = jax.random.normal(keys[0], (len(sizes), H, 2 * f), jnp.bfloat16) * H**-0.5
+    down = jax.random.normal(keys[1], (len(sizes), H, f), jnp.float32) * f**-0.5
+    bias = jax.random.normal(keys[2], (len(sizes), 2 * f), jnp.bfloat16)
+    return rows, tokens, gate_up, down, bias, offsets
+
+
+def experts_and_gradients(wrap, activation, fp8, rows, *operands):
+    *arrays, offsets = operands
+
+    def run(*arrays):
+        function = wrap(functools.partial(experts, activation, fp8))
+        results, pull = jax.vjp(lambda *x: function(rows, *x, offsets), *arrays)
+        return results[: offsets[-1]], pull(jnp.cos(results))
+
+    return jax.jit(run)(*arrays)
+
+
+@pytest.mark.parametrize("name", ["plain", "interleaved, clamped"])
+def test_experts_have_gradients_in_fp8(name):
+    """Close to those in bfloat16, after a forward of the same bits, with and without remat."""
+    operands = make_experts()
+
+    def run(fp8, wrap=lambda function: function):
+        return experts_and_gradients(wrap, VARIANTS[name], fp8, *operands)
+
+    (results, grads), (wanted, wide) = run(True), run(False)
+    np.testing.assert_array_equal(results, wanted)
+    n_used = int(operands[-1][-1])
+    assert [x.dtype for x in grads] == [x.dtype for x in wide]
+    assert not np.array_equal(grads[0][:n_used], wide[0][:n_used])
+    pairs = [(grads[0][:n_used], wide[0][:n_used]), *zip(grads[1:], wide[1:], strict=True)]
+    assert all(cosine(*pair) > 0.998 for pair in pairs)
+    everything = functools.partial(
+        jax.checkpoint, policy=jax.checkpoint_policies.everything_saveable
+    )
+    for wrap in (jax.checkpoint, everything):
+        again = run(True, wrap)
+        assert cosine(again[1][1], grads[1]) > 0.99999
