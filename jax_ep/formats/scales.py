@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jax_ep.formats.bits import as_integers
 
-_ATOM_ROWS = 128
+BLOCK_ROWS = 128  # of an atom
 _ATOM_SCALES = 4
 _ATOM_LANES = 32  # rows r, r + 32, r + 64 and r + 96 of an atom are adjacent
 
@@ -88,28 +88,23 @@ class _Atoms(ScalesLayout):
     name = "atoms"
 
     def shape(self, n_rows: int, n_scales: int, n_groups: int) -> tuple[int, ...]:
-        n_blocks = -(-(n_rows + n_groups * _ATOM_ROWS) // _ATOM_ROWS)
-        tile = (_ATOM_LANES, _ATOM_ROWS // _ATOM_LANES, _ATOM_SCALES)
+        n_blocks = -(-(n_rows + n_groups * BLOCK_ROWS) // BLOCK_ROWS)
+        tile = (_ATOM_LANES, BLOCK_ROWS // _ATOM_LANES, _ATOM_SCALES)
         return (n_blocks, -(-n_scales // _ATOM_SCALES), *tile)
 
     def in_use(self, array: jax.Array, row_offsets: jax.Array) -> jax.Array:
-        is_of_group = _up_to(_first_blocks(row_offsets)[-1], array.shape[0])
+        is_of_group = _up_to(first_blocks(row_offsets)[-1], array.shape[0])
         return is_of_group.reshape(-1, 1, 1, 1, 1)
 
     def offsets(self, row_offsets: jax.Array) -> jax.Array:
         """First block of each group, minus the block of its first row among all rows."""
-        blocks = row_offsets[:-1].astype(jnp.int32) // _ATOM_ROWS
-        return (_first_blocks(row_offsets)[:-1] - blocks).astype(jnp.uint32)
+        blocks = row_offsets[:-1].astype(jnp.int32) // BLOCK_ROWS
+        return (first_blocks(row_offsets)[:-1] - blocks).astype(jnp.uint32)
 
     def place(self, scales: jax.Array, row_offsets: jax.Array) -> jax.Array:
         n_rows, n_scales = scales.shape
         shape = self.shape(n_rows, n_scales, row_offsets.shape[0] - 1)
-        block = jnp.arange(shape[0], dtype=jnp.int32)
-        first_blocks, starts = _first_blocks(row_offsets), row_offsets.astype(jnp.int32)
-        group = group_of(first_blocks, shape[0])
-        first_row = starts[group] + (block - first_blocks[group]) * _ATOM_ROWS
-        row = first_row[:, None] + jnp.arange(_ATOM_ROWS, dtype=jnp.int32)[None]
-        row = jnp.where(row < starts[group + 1][:, None], row, n_rows)
+        row = rows_of_blocks(row_offsets, shape[0], n_rows)
         padding = shape[1] * _ATOM_SCALES - n_scales
         # As integers: XLA converts small floats to larger ones to gather them.
         integers = jnp.pad(as_integers(scales), ((0, 0), (0, padding)))
@@ -122,19 +117,32 @@ class _Atoms(ScalesLayout):
         self, array: jax.Array, row_offsets: jax.Array, n_rows: int, n_scales: int
     ) -> jax.Array:
         row = jnp.arange(n_rows, dtype=jnp.int32)
-        first_blocks, starts = _first_blocks(row_offsets), row_offsets.astype(jnp.int32)
+        firsts, starts = first_blocks(row_offsets), row_offsets.astype(jnp.int32)
         group = group_of(starts, n_rows)
         tiles = as_integers(array).transpose(0, 3, 2, 1, 4)
-        rows = tiles.reshape(array.shape[0] * _ATOM_ROWS, -1)
-        index = first_blocks[group] * _ATOM_ROWS + row - starts[group]
+        rows = tiles.reshape(array.shape[0] * BLOCK_ROWS, -1)
+        index = firsts[group] * BLOCK_ROWS + row - starts[group]
         by_row = rows.at[index].get(mode="fill", fill_value=0)[:, :n_scales]
         return jax.lax.bitcast_convert_type(by_row, array.dtype)
 
 
-def _first_blocks(row_offsets: jax.Array) -> jax.Array:
-    """`int32[L + 1]`: the first block of atoms of each group, then the number of blocks."""
+def rows_of_blocks(row_offsets: jax.Array, n_blocks: int, n_rows: int) -> jax.Array:
+    """`int32[n_blocks, 128]`: the rows of each block; `n_rows` where a block has no more.
+
+    Each group of rows starts a new block.
+    """
+    block = jnp.arange(n_blocks, dtype=jnp.int32)
+    firsts, starts = first_blocks(row_offsets), row_offsets.astype(jnp.int32)
+    group = group_of(firsts, n_blocks)
+    first_row = starts[group] + (block - firsts[group]) * BLOCK_ROWS
+    row = first_row[:, None] + jnp.arange(BLOCK_ROWS, dtype=jnp.int32)[None]
+    return jnp.where(row < starts[group + 1][:, None], row, n_rows)
+
+
+def first_blocks(row_offsets: jax.Array) -> jax.Array:
+    """`int32[L + 1]`: the first block of rows of each group, then the number of blocks."""
     sizes = jnp.diff(row_offsets.astype(jnp.int32))
-    blocks = jnp.cumsum((sizes + _ATOM_ROWS - 1) // _ATOM_ROWS, dtype=jnp.int32)
+    blocks = jnp.cumsum((sizes + BLOCK_ROWS - 1) // BLOCK_ROWS, dtype=jnp.int32)
     return jnp.concatenate([jnp.zeros_like(blocks[:1]), blocks])
 
 

@@ -12,7 +12,9 @@ import oracle_fp8
 from gated_matmuls import VARIANTS
 from jax_ep.layer.expert_weights import ExpertWeights
 from jax_ep.layer.matmul.api import multiply_scaled
+from jax_ep.layer.matmul.columns import multiply_columns
 from jax_ep.layer.matmul.gated_scaled import scaled_mlp
+from jax_ep.layer.matmul.quantize_rows import count_blocks, quantize_rows
 from oracle_matmul import assert_close
 
 H, N = 256, 384
@@ -129,8 +131,8 @@ def test_experts_have_gradients_in_fp8(name):
     (results, grads), (wanted, wide) = run(True), run(False)
     np.testing.assert_array_equal(results, wanted)
     n_used = int(operands[-1][-1])
-    assert [x.dtype for x in grads] == [x.dtype for x in wide]
-    assert not np.array_equal(grads[0][:n_used], wide[0][:n_used])
+    for got, other in zip(grads, wide, strict=True):
+        assert got.dtype == other.dtype and not np.array_equal(got[:n_used], other[:n_used])
     pairs = [(grads[0][:n_used], wide[0][:n_used]), *zip(grads[1:], wide[1:], strict=True)]
     assert all(cosine(*pair) > 0.998 for pair in pairs)
     everything = functools.partial(
@@ -139,3 +141,102 @@ def test_experts_have_gradients_in_fp8(name):
     for wrap in (jax.checkpoint, everything):
         again = run(True, wrap)
         assert cosine(again[1][1], grads[1]) > 0.99999
+
+
+def as_bytes(x):
+    return np.asarray(x).view(np.uint8)
+
+
+EDGES = [0, 1, 127, 0, 128, 129]
+
+
+def edge_rows(first=3):
+    """bfloat16 rows of groups of these sizes: blocks of zeros, of -0, with one infinity or NaN, of
+    tiny and of huge numbers; NaN in rows of no group."""
+    offsets = np.cumsum([first, *EDGES]).astype(np.uint32)
+    rng = np.random.default_rng(7)
+    rows = rng.standard_normal((int(offsets[-1]) + 5, 256), np.float32)
+    rows[:, 0], rows[:, 1], rows[:, 2] = 0, -0.0, rows[:, 2] * 1e-30
+    rows[:, 3] *= 1e38
+    rows[offsets[2], 4], rows[offsets[-2] + 7, 5], rows[offsets[-1] - 1, 6] = (
+        np.inf,
+        np.nan,
+        -np.inf,
+    )
+    rows[: offsets[0]] = rows[offsets[-1] :] = np.nan
+    return jnp.asarray(rows, jnp.bfloat16), offsets
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_codes_along_rows_and_along_columns_match_numpy(first):
+    rows, offsets = edge_rows(first)
+    run = jax.jit(functools.partial(quantize_rows, along_rows=True, along_columns=True))
+    along_rows, along_columns = run(rows, offsets)
+    used = slice(offsets[0], offsets[-1])
+    codes, scales = oracle_fp8.quantize(rows[used])
+    np.testing.assert_array_equal(as_bytes(along_rows.codes)[used], codes)
+    np.testing.assert_array_equal(along_rows.scales[:, used], scales.T)
+    check_columns(along_columns, oracle_fp8.quantize_columns(rows, offsets))
+
+
+def check_columns(got, wanted):
+    codes, scales = wanted
+    np.testing.assert_array_equal(as_bytes(got.codes)[:, : codes.shape[1]], codes)
+    np.testing.assert_array_equal(got.scales[: len(scales)], scales)
+
+
+def test_codes_along_rows_are_quantized_again_along_columns():
+    rows, offsets = edge_rows()
+    codes, scales = oracle_fp8.quantize(rows)
+    numbers = oracle_fp8.dequantize(codes, scales)
+    codes = jnp.asarray(codes.view(jnp.float8_e4m3fn))
+    unused = np.arange(len(codes)) >= offsets[-1]
+    codes = jnp.where(unused[:, None], jnp.nan, codes).astype(codes.dtype)
+    scales = jnp.where(unused, jnp.nan, jnp.asarray(scales.T))
+    got = jax.jit(functools.partial(quantize_rows, along_columns=True))(codes, offsets, scales)
+    assert got.along_rows is None
+    check_columns(got.along_columns, oracle_fp8.quantize_columns(numbers, offsets))
+
+
+@pytest.mark.parametrize("n_rows", [0, 4])
+def test_no_rows_have_no_codes(n_rows):
+    rows, offsets = jnp.full((n_rows, 128), jnp.nan, jnp.bfloat16), np.zeros(3, np.uint32)
+    codes = quantize_rows(rows, offsets, along_rows=True, along_columns=True)
+    assert codes.along_rows.codes.shape == (n_rows, 128)
+    assert codes.along_columns.scales.shape == (count_blocks(n_rows, 2), 128)
+    product = multiply_columns(jnp.bfloat16, *[codes.along_columns] * 2, offsets)
+    assert product.shape == (2, 128, 128) and not np.any(product)
+
+
+def column_codes(sizes):
+    _, tokens, weights, cotangent, offsets = make_operands(sizes, first=3)
+    quantize = jax.jit(functools.partial(quantize_rows, along_columns=True))
+    both = [quantize(x, offsets).along_columns for x in (tokens, cotangent)]
+    return both, offsets, weights
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", SIZES)
+def test_products_of_columns_are_promoted_sums(name, dtype):
+    both, offsets, weights = column_codes(SIZES[name])
+    wanted, magnitudes = oracle_fp8.multiply_columns(*both, offsets)
+    product = jax.jit(functools.partial(multiply_columns, dtype))(*both, offsets)
+    assert product.dtype == dtype
+    assert_close(product, wanted, magnitudes, dtype)
+    if dtype == "float32":
+        sums = jax.jit(functools.partial(multiply_columns, dtype))(*both, offsets, weights)
+        assert_close(sums, wanted + weights, magnitudes + abs(weights), dtype)
+        for group, size in enumerate(SIZES[name]):
+            assert size or np.array_equal(sums[group], weights[group])
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["plain", "transposed"])
+def test_the_gradient_of_weights_is_a_product_of_codes(transposed):
+    operands = make_operands(SIZES["mixed"], first=3)
+    rows, *_, cotangent, offsets = operands
+    _, of_weights = gradients(*operands, transposed=transposed)
+    numbers = oracle_fp8.dequantize(as_bytes(rows.tokens), np.asarray(rows.scales).T)
+    codes = (oracle_fp8.quantize_columns(x, offsets) for x in (numbers, cotangent))
+    wanted, magnitudes = oracle_fp8.multiply_columns(*codes, offsets)
+    assert of_weights.dtype == jnp.float32
+    assert_close(of_weights, wanted, magnitudes, "float32")

@@ -30,6 +30,8 @@ class Operation(enum.Enum):
     MULTIPLY = "a grouped matmul"
     ACTIVATE = "the first matmul of experts, with a bias, and the activation"
     DIFFERENTIATE = "the gradient of the second matmul's rows, and of the activation"
+    QUANTIZE = "rows as codes along rows, along columns, or both"
+    MULTIPLY_COLUMNS = "the gradient of weights, by codes along columns"
 
 
 class Implementation(enum.Enum):
@@ -39,6 +41,7 @@ class Implementation(enum.Enum):
     TILES = "loops over tiles of rows, in JAX"
     RAGGED_DOT = "jax.lax.ragged_dot"
     SEPARATE = "a grouped matmul, then other calls"
+    BLOCKS = "operations on blocks of rows, in JAX"
 
 
 class Kernels(enum.IntEnum):
@@ -131,6 +134,8 @@ _TABLE = (
     _Row(Operation.ACTIVATE, Implementation.SEPARATE),
     _Row(Operation.DIFFERENTIATE, Implementation.KERNEL, "cuda", Kernels.HOPPER, _differentiates),
     _Row(Operation.DIFFERENTIATE, Implementation.SEPARATE),
+    _Row(Operation.QUANTIZE, Implementation.BLOCKS),
+    _Row(Operation.MULTIPLY_COLUMNS, Implementation.BLOCKS),
 )
 
 

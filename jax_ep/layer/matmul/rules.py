@@ -15,7 +15,6 @@ from jax.lax import bitcast_convert_type
 
 from jax_ep.exchange.checks import vary_alike
 from jax_ep.exchange.rows import row_groups
-from jax_ep.formats import BlockwiseFP8
 from jax_ep.layer.matmul.calls import (
     Matmul,
     MatmulForm,
@@ -25,6 +24,8 @@ from jax_ep.layer.matmul.calls import (
     multiply_groups,
     split_offsets,
 )
+from jax_ep.layer.matmul.columns import multiply_columns
+from jax_ep.layer.matmul.quantize_rows import quantize_rows
 
 _NO_GRADIENT: Any = None  # what custom_vjp expects for integers and codes
 _FLIPPED = {
@@ -34,9 +35,7 @@ _FLIPPED = {
 _MIN_COLUMNS = 8  # of an operand that the kernels take
 
 
-def _factors(
-    form: MatmulForm, rows: jax.Array, cotangent: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def _factors(form: MatmulForm, rows: Any, cotangent: Any) -> tuple[Any, Any]:
     """The factors whose product in the form `ROWS` is the gradient of the weights."""
     return (rows, cotangent) if form == MatmulForm.WEIGHTS else (cotangent, rows)
 
@@ -202,18 +201,22 @@ def _in_fp8(
 ) -> Sources:
     """The same, from products of codes; those of the cotangent are made here."""
     grads = Sources(None, None)
-    if like.rows is not None:
-        codes, scales = BlockwiseFP8().quantize(cotangent)
+    along_rows, along_columns = quantize_rows(
+        *(cotangent, row_offsets),
+        along_rows=like.rows is not None,
+        along_columns=like.weights is not None,
+    )
+    if along_rows is not None and like.rows is not None:
         matmul = Matmul(MatmulForm.TRANSPOSED_WEIGHTS, cotangent.dtype, zeroes_unused=True)
         weights: Any = operands.gradient_weights
-        of_weights = operands.weight_scales.swapaxes(1, 2)
-        grad_rows = multiply_groups(matmul, codes, weights, row_offsets, scales.T, of_weights)
+        scales = along_rows.scales, operands.weight_scales.swapaxes(1, 2)
+        grad_rows = multiply_groups(matmul, along_rows.codes, weights, row_offsets, *scales)
         grads = grads._replace(rows=grad_rows.astype(like.rows.dtype))
-    if like.weights is not None:
-        rows = dequantize_rows(operands.rows, operands.row_scales, cotangent.dtype)
-        factors = _factors(source.form, rows, cotangent)
-        matmul = Matmul(MatmulForm.ROWS, like.weights.dtype)
-        grads = grads._replace(weights=multiply_groups(matmul, *factors, row_offsets))
+    if along_columns is not None and like.weights is not None:
+        rows = quantize_rows(operands.rows, row_offsets, operands.row_scales, along_columns=True)
+        lhs, rhs = _factors(source.form, rows.along_columns, along_columns)
+        grad_weights = multiply_columns(like.weights.dtype, lhs, rhs, row_offsets)
+        grads = grads._replace(weights=grad_weights)
     return grads
 
 
