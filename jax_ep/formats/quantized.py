@@ -13,7 +13,6 @@ from jax_ep.formats.base import QuantizedFormat
 from jax_ep.formats.scales import ROW_MAJOR, TRANSPOSED
 
 _E4M3_MAX = 448
-_MIN_AMAX = 1e-4  # as in DeepEP; keeps scales away from zero
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,12 +34,13 @@ class BlockwiseFP8(QuantizedFormat):
     element = "e4m3"
     packed = False
     largest = float.fromhex("0x1.fep127")  # of bfloat16
+    min_amax = 1e-4  # as in DeepEP; keeps scales away from zero
     scale_dtype = np.dtype(jnp.float32)
     scales_layouts = (TRANSPOSED, ROW_MAJOR)
 
     def encode_scales(self, amax: jax.Array, input_scale: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """`max(amax, 1e-4) / 448`, both as scale and as factor."""
-        amax = jnp.maximum(amax, bits.constant(_MIN_AMAX))
+        """`max(amax, min_amax) / 448`, both as scale and as factor."""
+        amax = jnp.maximum(amax, bits.constant(self.min_amax))
         scale = bits.divide(amax, jnp.full_like(amax, bits.constant(_E4M3_MAX)))
         return bits.to_float(scale), scale
 

@@ -1,11 +1,13 @@
 """Rows as e4m3 codes for gradients in FP8: along rows, along columns, or both in one pass.
 
 A scale belongs to 128 elements along the axis that a matmul sums over, by the arithmetic of
-`BlockwiseFP8`. The gradient of rows sums along rows; that of weights, over the rows of a group,
-column by column. Blocks of rows then have rows of one group only: zeros fill the last one of each.
+`BlockwiseFP8`, but for its least scale: gradients may be small. The gradient of rows sums along
+rows; that of weights, over the rows of a group, column by column. Blocks of rows then have rows of
+one group only: zeros fill the last one of each.
 """
 
-from typing import Any, NamedTuple
+import dataclasses
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +24,11 @@ from jax_ep.layer.matmul.choose import Implementation, Operation, Work, choose
 
 _TARGET = "jax_ep_quantize_rows"
 _CODE = np.dtype(jnp.float8_e4m3fn)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Format(BlockwiseFP8):
+    min_amax: ClassVar[float] = 2.0**-80  # kMinGradientAmax in C++
 
 
 class Codes(NamedTuple):
@@ -79,7 +86,7 @@ def _by_blocks(
     if scales:
         rows = dequantize_rows(rows, scales[0], jnp.float32)
     if along_rows:
-        codes, of_rows = BlockwiseFP8().quantize(rows)
+        codes, of_rows = _Format().quantize(rows)
         results += [codes, of_rows.T]
     if along_columns:
         n_blocks = count_blocks(n_rows, row_offsets.shape[0] - 1)
@@ -91,7 +98,7 @@ def _by_blocks(
         else:
             integers = integers.at[row].get(mode="fill", fill_value=0)
         blocks = lax.bitcast_convert_type(integers, rows.dtype)
-        codes, of_columns = BlockwiseFP8().quantize(blocks.T)
+        codes, of_columns = _Format().quantize(blocks.T)
         results += [codes, of_columns.T]
     return results
 
