@@ -28,6 +28,7 @@ from jax_ep.ffi import extension
 from jax_ep.formats import QuantizedFormat
 from jax_ep.geometry import Geometry
 from jax_ep.group import EPGroup
+from jax_ep.layer.matmul.api import multiply_scaled
 from jax_ep.layer.matmul.choose import Kernels
 from jax_ep.nodes import overlapped
 from jax_ep.nodes.nvshmem.connection import NvshmemByNodes
@@ -65,6 +66,7 @@ CUDA = {
     "jax_ep_gated_matmul_grad": GATE,
     "jax_ep_gated_scaled_matmul": GATE,
     "jax_ep_grouped_matmul": {"form": "i32", "zeroes_unused": "bool"},
+    "jax_ep_quantize_rows": dict.fromkeys(("along_rows", "along_columns"), "bool"),
     "jax_ep_rail": STREAM | {"group": "str"} | dict.fromkeys(("has_mask", "by_node"), "bool"),
     "jax_ep_rail_combine": COMBINE | STREAM,
     "jax_ep_rail_combine_grad": COMBINE | STREAM,
@@ -77,6 +79,7 @@ CUDA = {
     | {"group": "str"}
     | dict.fromkeys(("has_weights", "has_tokens"), "bool"),
     "jax_ep_rail_sum": STREAM | {"group": "str", "has_residual": "bool"},
+    "jax_ep_scaled_matmul_grad": {},
 }
 # Calls that not every layer makes.
 OTHERS = {target for target in CUDA if target.endswith(("_matmul", "_matmul_grad"))}
@@ -89,6 +92,7 @@ OTHERS |= {
     "jax_ep_fused_silu",
     "jax_ep_fused_silu_grad",
     "jax_ep_exchange",
+    "jax_ep_quantize_rows",
 }
 RAIL = {target for target in CUDA if target.startswith("jax_ep_rail")}
 OTHERS |= RAIL
@@ -257,6 +261,30 @@ def test_grouped_matmul_has_the_attributes_that_its_handler_reads(monkeypatch):
     text = lowered(jax.jit(matmuls), "cuda", *operands, np.uint32([0, 4]))
     found = attributes_by_target(text)
     assert found == {"jax_ep_grouped_matmul": [CUDA["jax_ep_grouped_matmul"]] * 5}
+
+
+def fp8_gradients(tokens, weights, cotangent, offsets):
+    """Of a matmul of codes, for rows and weights."""
+    codes, scales = jax_ep.BlockwiseFP8().quantize(tokens)
+    rows = jax_ep.QuantizedRows(codes, scales.T, None)
+
+    def product(tokens, weights):
+        quantized = jax_ep.quantize_weights(weights, fp8_gradients=True)
+        return multiply_scaled(rows, quantized, offsets, tokens)
+
+    return jax.vjp(product, tokens, weights)[1](cotangent)
+
+
+def test_gradients_in_fp8_have_the_attributes_that_their_handlers_read(monkeypatch):
+    lower_for(monkeypatch, Kernels.HOPPER)
+    shapes = (4, 128), (1, 128, 256), (4, 256)
+    operands = [np.ones(shape, jnp.bfloat16) for shape in shapes]
+    found = attributes_by_target(
+        lowered(jax.jit(fp8_gradients), "cuda", *operands, np.uint32([0, 4]))
+    )
+    counts = {"quantize_rows": 2, "grouped_matmul": 1, "scaled_matmul_grad": 1}
+    wanted = {f"jax_ep_{name}": n for name, n in counts.items()}
+    assert found == {target: [CUDA[target]] * n for target, n in wanted.items()}
 
 
 def experts(rows, weights, offsets):

@@ -12,6 +12,7 @@ from jax_ep.layer.matmul.choose import Implementation, Kernels, Operation, Work
 
 KERNEL, TILES = Implementation.KERNEL, Implementation.TILES
 RAGGED_DOT, SEPARATE = Implementation.RAGGED_DOT, Implementation.SEPARATE
+BLOCKS = Implementation.BLOCKS
 NONE, AMPERE, HOPPER = Kernels
 BFLOAT16, FLOAT16, FLOAT32, E4M3 = map(
     np.dtype, ("bfloat16", "float16", "float32", "float8_e4m3fn")
@@ -27,6 +28,8 @@ BIASED = Work(Operation.ACTIVATE, 0, 512, 8, 16, BFLOAT16, BFLOAT16, has_bias=Tr
 ACTIVATE_SCALED = Work(Operation.ACTIVATE, 0, 512, 4096, 256, E4M3, BFLOAT16, is_scaled=True)
 FEW_TERMS = dataclasses.replace(ACTIVATE_SCALED, n_rows=64 * 512, k=3968)
 DIFFERENTIATE = Work(Operation.DIFFERENTIATE, 4096, 4, 4096, 6104, BFLOAT16, BFLOAT16)
+QUANTIZE = Work(Operation.QUANTIZE, 1, 1, 0, 128, BFLOAT16, E4M3)
+COLUMNS = Work(Operation.MULTIPLY_COLUMNS, 128, 1, 8, 8, E4M3, BFLOAT16, is_scaled=True)
 
 # Of each: changes after which another implementation runs, or the same one.
 CASES = [
@@ -73,6 +76,13 @@ CASES = [
     (DIFFERENTIATE, {"n": 6096}, SEPARATE),  # just under 100 M numbers
     (DIFFERENTIATE, {"n": 6108}, SEPARATE),
     (DIFFERENTIATE, {"n_groups": 513, "n_rows": 1 << 20}, SEPARATE),
+    (QUANTIZE, {}, KERNEL),
+    (QUANTIZE, {"n_rows": OPEN, "n_groups": 513, "dtype": E4M3, "is_scaled": True}, KERNEL),
+    (QUANTIZE, {"n": 64}, BLOCKS),
+    (COLUMNS, {}, KERNEL),
+    (COLUMNS, {"n_rows": OPEN, "n_groups": 513, "out_dtype": FLOAT32}, KERNEL),
+    (COLUMNS, {"k": 12}, BLOCKS),
+    (COLUMNS, {"n": 12}, BLOCKS),
 ]
 
 
@@ -91,6 +101,8 @@ ELSEWHERE = [
     (BIASED, [KERNEL, *[SEPARATE] * 4]),
     (ACTIVATE_SCALED, [KERNEL, *[SEPARATE] * 4]),
     (DIFFERENTIATE, [KERNEL, *[SEPARATE] * 4]),
+    (QUANTIZE, [KERNEL, *[BLOCKS] * 4]),
+    (COLUMNS, [KERNEL, *[BLOCKS] * 4]),
 ]
 
 

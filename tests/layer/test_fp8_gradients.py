@@ -9,15 +9,16 @@ import pytest
 
 import jax_ep
 import oracle_fp8
-from gated_matmuls import VARIANTS
+from gated_matmuls import MATMUL, VARIANTS, count_calls
 from jax_ep.layer.expert_weights import ExpertWeights
 from jax_ep.layer.matmul.api import multiply_scaled
 from jax_ep.layer.matmul.columns import multiply_columns
 from jax_ep.layer.matmul.gated_scaled import scaled_mlp
-from jax_ep.layer.matmul.quantize_rows import count_blocks, quantize_rows
-from oracle_matmul import assert_close
+from jax_ep.layer.matmul.quantize_rows import Codes, count_blocks, quantize_rows
+from oracle_fp8 import assert_close
 
 H, N = 256, 384
+QUANTIZE, COLUMNS = "jax_ep_quantize_rows", "jax_ep_scaled_matmul_grad"
 SIZES = {"mixed": [5, 0, 128, 1, 129], "one row": [0, 1], "none": [0, 0]}
 
 
@@ -243,3 +244,79 @@ def test_the_gradient_of_weights_is_a_product_of_codes(transposed):
     wanted, magnitudes = oracle_fp8.multiply_columns(*codes, offsets)
     assert of_weights.dtype == jnp.float32
     assert_close(of_weights, wanted, magnitudes, "float32")
+
+
+def test_only_gradients_that_are_asked_for_are_computed(monkeypatch):
+    rows, tokens, weights, cotangent, offsets = make_operands([140, 9])
+
+    arrays = {"tokens": tokens, "weights": weights}
+
+    def differentiated(*names):
+        def product(given):
+            given = arrays | given
+            options = {"differentiable": "weights" in names, "fp8_gradients": True}
+            quantized = jax_ep.quantize_weights(given["weights"], **options)
+            source = given["tokens"] if "tokens" in names else None
+            return multiply_scaled(rows, quantized, offsets, source)
+
+        return lambda given: jax.vjp(product, given)[1](cotangent)
+
+    wanted = {
+        ("tokens",): {MATMUL: 1, QUANTIZE: 1},
+        ("weights",): {QUANTIZE: 2, COLUMNS: 1},
+        ("tokens", "weights"): {MATMUL: 1, QUANTIZE: 2, COLUMNS: 1},
+    }
+    for names, calls in wanted.items():
+        given = {name: arrays[name] for name in names}
+        assert count_calls(monkeypatch, differentiated(*names), given) == calls
+
+
+# As many groups as no kernel for rows by weights takes, and groups that do not fill blocks.
+LARGE = {"large": [1000, 0, 2100, 1, 1100, 128], "many groups": [i * 37 % 300 for i in range(600)]}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("are_codes", [False, True], ids=["numbers", "codes"])
+def test_kernels_give_the_codes_of_numpy(are_codes, name):
+    """In an odd number of tiles, and in every run."""
+    offsets = np.cumsum([5, *LARGE[name]]).astype(np.uint32)
+    keys = jax.random.split(jax.random.key(3), 2)
+    shape = int(offsets[-1]) + 9, 128 * 9
+    rows = jax.random.normal(keys[0], shape) * jnp.exp(6 * jax.random.normal(keys[1], shape[1:]))
+    rows = rows.astype(jnp.bfloat16).at[700, 600].set(jnp.nan).at[701, 601].set(-jnp.inf)
+    operands = rows.at[: offsets[0]].set(jnp.nan), offsets
+    if are_codes:
+        codes, scales = jax_ep.BlockwiseFP8().quantize(rows)
+        rows = oracle_fp8.dequantize(*map(np.asarray, (codes, scales)))
+        operands = codes, offsets, scales.T
+    run = jax.jit(functools.partial(quantize_rows, along_rows=not are_codes, along_columns=True))
+    along_rows, along_columns = run(*operands)
+    check_columns(along_columns, oracle_fp8.quantize_columns(rows, offsets))
+    if not are_codes:
+        codes, scales = oracle_fp8.quantize(rows)
+        used = slice(offsets[0], offsets[-1])
+        np.testing.assert_array_equal(as_bytes(along_rows.codes)[used], codes[used])
+        np.testing.assert_array_equal(along_rows.scales[:, used], scales[used].T)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "accumulated"])
+@pytest.mark.parametrize(("k", "n"), [(384, 768), (8, 264), (520, 136)])
+@pytest.mark.parametrize("name", LARGE)
+def test_kernels_give_promoted_sums(name, k, n, dtype):
+    """Of matrices that do not fill tiles, too, with the same bits in every run."""
+    offsets = np.cumsum([5, *LARGE[name]]).astype(np.uint32)
+    rows = jax.random.normal(jax.random.key(4), (int(offsets[-1]) + 9, 1408), jnp.bfloat16)
+    codes, scales = jax.jit(functools.partial(quantize_rows, along_columns=True))(
+        rows, offsets
+    ).along_columns
+    lhs, rhs = Codes(codes[:k], scales[:, :k]), Codes(codes[-n:], scales[:, -n:])
+    accumulates = dtype == "accumulated"
+    dtype = "float32" if accumulates else dtype
+    others = [jnp.full((len(LARGE[name]), k, n), 0.5, dtype)] * accumulates
+    run = jax.jit(functools.partial(multiply_columns, dtype))
+    got = run(lhs, rhs, offsets, *others)
+    wanted, magnitudes = oracle_fp8.multiply_columns(lhs, rhs, offsets)
+    assert_close(got, wanted + 0.5 * accumulates, magnitudes + 0.5 * accumulates, dtype)
+    np.testing.assert_array_equal(run(lhs, rhs, offsets, *others), got)

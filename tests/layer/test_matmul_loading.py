@@ -19,6 +19,8 @@ MATMULS = (
     "jax_ep_gated_matmul_grad",
     "jax_ep_gated_scaled_matmul",
     "jax_ep_grouped_matmul",
+    "jax_ep_quantize_rows",
+    "jax_ep_scaled_matmul_grad",
 )
 
 

@@ -4,9 +4,11 @@ Blocks of 128 share a scale, as in docs/formats.md. The products of a block are 
 sums are scaled and added in float32. Codes are bytes.
 """
 
+import jax
 import numpy as np
 
 import oracle_formats
+import oracle_matmul
 
 BLOCK = 128
 F32 = np.float32
@@ -23,7 +25,7 @@ def quantize(x) -> tuple[np.ndarray, np.ndarray]:
     As in `BlockwiseFP8`, but with scales of at least 2^-80 / 448.
     """
     x = np.asarray(x).astype(F32)
-    blocks = x.reshape(*x.shape[:-1], -1, BLOCK)
+    blocks = x.reshape(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
     is_dead = ~np.isfinite(blocks).all(-1)
     largest = oracle_formats.LARGEST["blockwise_fp8"]
     blocks = np.clip(np.where(is_dead[..., None], F32(0), blocks), -largest, largest)
@@ -72,6 +74,12 @@ def multiply_columns(lhs, rhs, offsets) -> tuple[np.ndarray, np.ndarray]:
         sums[group] += (a[:, one] @ b[:, one].T).astype(F32) * scales
         magnitudes[group] += abs(a[:, one]) @ abs(b[:, one]).T * scales
     return sums, magnitudes
+
+
+def assert_close(got, wanted, magnitudes, dtype) -> None:
+    """Tensor cores keep 13 fractional bits of the largest product of those that they add up."""
+    on_gpu = jax.default_backend() == "gpu"
+    oracle_matmul.assert_close(got, wanted, magnitudes, "e4m3" if on_gpu else dtype)
 
 
 def multiply_rows(rows, weights, offsets) -> tuple[np.ndarray, np.ndarray]:

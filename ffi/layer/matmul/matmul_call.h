@@ -32,8 +32,9 @@ struct MatmulCall {
   const void* lhs;              // [C, k]
   const void* rhs;              // [L, k, n], [L, n, k] or [C, n]
   const uint32_t* row_offsets;  // [L + 1]
-  const float* lhs_scales;      // of codes: [k / 128, C]
-  const float* rhs_scales;      // of codes: [L, ceil(n / 128), k / 128]
+  // Of codes, whose form is kTransposedWeights, or that of LaunchCodesGradient.
+  const float* lhs_scales;  // [k / 128, C]
+  const float* rhs_scales;  // [L, ceil(n / 128), k / 128]
 
   void* out;        // [C, n] or [L, k, n]; rows that are not in use keep what they hold
   void* workspace;  // aligned to 128 bytes

@@ -13,7 +13,8 @@ namespace jax_ep::matmul {
 struct RowRange {
   int64_t first, size;
 
-  __device__ static RowRange Of(const MatmulCall& call, int64_t group) {
+  template <class Call>
+  __device__ static RowRange Of(const Call& call, int64_t group) {
     const int64_t first = min(int64_t{call.row_offsets[group]}, call.n_rows);
     const int64_t end = min(int64_t{call.row_offsets[group + 1]}, call.n_rows);
     return {first, max(end - first, int64_t{0})};

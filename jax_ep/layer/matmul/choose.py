@@ -116,6 +116,16 @@ def _differentiates(work: Work) -> bool:
     return _multiplies(work) and work.n_groups <= _MAX_GROUPS and is_large
 
 
+def _quantizes(work: Work) -> bool:
+    """A block of the kernel has 128 columns."""
+    return work.n % SCALE_BLOCK == 0
+
+
+def _multiplies_columns(work: Work) -> bool:
+    """In units of 16 bytes of the result."""
+    return work.k % 8 == work.n % 8 == 0
+
+
 class _Row(NamedTuple):
     operation: Operation
     implementation: Implementation
@@ -134,7 +144,12 @@ _TABLE = (
     _Row(Operation.ACTIVATE, Implementation.SEPARATE),
     _Row(Operation.DIFFERENTIATE, Implementation.KERNEL, "cuda", Kernels.HOPPER, _differentiates),
     _Row(Operation.DIFFERENTIATE, Implementation.SEPARATE),
+    _Row(Operation.QUANTIZE, Implementation.KERNEL, "cuda", Kernels.HOPPER, _quantizes),
     _Row(Operation.QUANTIZE, Implementation.BLOCKS),
+    _Row(
+        *(Operation.MULTIPLY_COLUMNS, Implementation.KERNEL, "cuda"),
+        *(Kernels.HOPPER, _multiplies_columns),
+    ),
     _Row(Operation.MULTIPLY_COLUMNS, Implementation.BLOCKS),
 )
 

@@ -1,5 +1,6 @@
 """Grouped matmuls along columns, the gradient of weights in FP8: a kernel on Hopper, or JAX."""
 
+import functools
 from typing import Any
 
 import jax
@@ -80,7 +81,7 @@ def _lower(
     return call_kernel(ctx, _TARGET, *operands, n_groups=work.n_groups, aliases=aliases)
 
 
-scaled_matmul_grad_p = make_primitive(_TARGET)
+scaled_matmul_grad_p = make_primitive(_TARGET, cuda=functools.partial(_lower, platform="cuda"))
 mlir.register_lowering(scaled_matmul_grad_p, _lower)
 
 

@@ -1,13 +1,14 @@
 """Rows as e4m3 codes for gradients in FP8: along rows, along columns, or both in one pass.
 
-A scale belongs to 128 elements along the axis that a matmul sums over, by the arithmetic of
-`BlockwiseFP8`, but for its least scale: gradients may be small. The gradient of rows sums along
-rows; that of weights, over the rows of a group, column by column. Blocks of rows then have rows of
-one group only: zeros fill the last one of each.
+A scale belongs to 128 elements along the axis that a matmul sums over. The arithmetic is that of
+`BlockwiseFP8`, but scales may be smaller, since gradients may. The gradient of rows sums along
+rows; that of weights, over the rows of a group, column by column. All rows of a block belong to one
+group, and zeros fill the last block of each.
 """
 
 import dataclasses
-from typing import Any, ClassVar, NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ _CODE = np.dtype(jnp.float8_e4m3fn)
 
 @dataclasses.dataclass(frozen=True)
 class _Format(BlockwiseFP8):
-    min_amax: ClassVar[float] = 2.0**-80  # kMinGradientAmax in C++
+    min_amax = 2.0**-80  # kMinGradientAmax in C++
 
 
 class Codes(NamedTuple):
@@ -43,7 +44,7 @@ class Codes(NamedTuple):
 
 
 class BothCodes(NamedTuple):
-    """None: not asked for."""
+    """The codes that were asked for; None for the others."""
 
     along_rows: Codes | None
     along_columns: Codes | None
@@ -116,7 +117,7 @@ def _lower(
     return fusion_barrier(custom_call(_TARGET)(ctx, *operands, **attributes))
 
 
-quantize_rows_p = make_primitive(_TARGET)
+quantize_rows_p = make_primitive(_TARGET, cuda=functools.partial(_lower, platform="cuda"))
 mlir.register_lowering(quantize_rows_p, _lower)
 
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "layer/matmul/fp8_gradient.h"
 #include "layer/matmul/gated.h"
 #include "layer/matmul/kernels.h"
 
@@ -66,6 +67,10 @@ cudaError_t LaunchGatedScaled(const MatmulCall&, const Gate&, LaunchMode) {
 cudaError_t LaunchGatedGradient(const MatmulCall&, const GatedGradient&, LaunchMode) {
   return cudaErrorInvalidValue;
 }
+
+cudaError_t LaunchQuantizeRows(const QuantizeCall&, LaunchMode) { return cudaErrorInvalidValue; }
+
+cudaError_t LaunchCodesGradient(const MatmulCall&, LaunchMode) { return cudaErrorInvalidValue; }
 
 }  // namespace hopper
 #endif

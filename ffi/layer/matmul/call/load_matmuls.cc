@@ -2,6 +2,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "layer/matmul/fp8_gradient.h"
 #include "layer/matmul/gated.h"
 #include "layer/matmul/kernels.h"
 #include "p2p/launch/cuda_status.h"
@@ -63,12 +64,24 @@ void LoadGated(LoadStatus& status) {
   status.Add(hopper::LaunchGatedScaled(call, Gate{}, mode));
 }
 
+void LoadFp8Gradients(LoadStatus& status) {
+  const LaunchMode mode = LaunchMode::OnlyLoad();
+  status.Add(hopper::LaunchQuantizeRows(QuantizeCall{}, mode));
+  for (const bool accumulates : {false, true}) {
+    for (const RowType out_type : {RowType::kBFloat16, RowType::kFloat32}) {
+      MatmulCall call = MakeCall(MatmulForm::kRows, Element::kE4m3, out_type);
+      call.accumulates = accumulates;
+      status.Add(hopper::LaunchCodesGradient(call, mode));
+    }
+  }
+}
+
 }  // namespace
 
 cudaError_t LoadMatmuls() {
   LoadStatus status;
   LoadPlain(status);
-  if (IsHopper()) LoadGated(status);
+  if (IsHopper()) LoadGated(status), LoadFp8Gradients(status);
   return status.error();
 }
 

@@ -11,6 +11,7 @@
 #include "core/quantize.h"
 #include "layer/activation/silu_input.cuh"
 #include "layer/matmul/gated.h"
+#include "layer/matmul/hopper/block_encoder.cuh"
 #include "layer/matmul/hopper/hopper_scaled.cuh"
 #include "layer/matmul/hopper/tile_launch.cuh"
 #include "layer/matmul/kernels.h"
@@ -159,38 +160,25 @@ __device__ __forceinline__ void Activate(const GatedParams& params, const BlockT
   });
 }
 
-// The scale of a row, and how its values are encoded with it.
-class RowEncoder {
+// Encodes the values of a row.
+class RowEncoder : public BlockEncoder {
  public:
   // `of_row`: 0 or 2, of the thread's rows. Called by one warp, converged.
-  __device__ __forceinline__ RowEncoder(const float* values, uint32_t of_row) {
-    uint32_t largest = 0;  // of the magnitudes' bits: NaN is the largest
+  __device__ __forceinline__ RowEncoder(const float* values, uint32_t of_row)
+      : BlockEncoder(Largest(values, of_row), BlockwiseScale{}) {}
+
+ private:
+  // The bits of the largest magnitude.
+  __device__ __forceinline__ static uint32_t Largest(const float* values, uint32_t of_row) {
+    uint32_t largest = 0;
 #pragma unroll
     for (uint32_t i = 0; i < kSums; i += 4) {
       largest = max(largest,
                     max(MagnitudeBits(values[i + of_row]), MagnitudeBits(values[i + of_row + 1])));
     }
     largest = max(largest, __shfl_xor_sync(~0u, largest, 1));
-    largest = max(largest, __shfl_xor_sync(~0u, largest, 2));
-    is_dead_ = largest >= kFloatInfinity;
-    const float amax = is_dead_ ? 0.0f : Bounded<BlockwiseFp8>(__uint_as_float(largest));
-    scale_ = BlockwiseFp8::EncodeScale(amax, InputScale{}).scale;
-    reciprocal_ = ReciprocalRn(scale_);
+    return max(largest, __shfl_xor_sync(~0u, largest, 2));
   }
-
-  __device__ float scale() const { return scale_; }
-
-  // The codes of two neighboring columns.
-  __device__ __forceinline__ uint32_t Encode(float first, float second) const {
-    const auto scaled = [&](float value) {
-      return BlockwiseFp8::ScaleElement(is_dead_ ? 0.0f : value, scale_, reciprocal_);
-    };
-    return ToE4m3Pair(scaled(first), scaled(second));
-  }
-
- private:
-  bool is_dead_;  // encoded as zeros
-  float scale_, reciprocal_;
 };
 
 struct GatedTiles {

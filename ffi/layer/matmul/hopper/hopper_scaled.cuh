@@ -17,6 +17,7 @@
 
 #include "layer/matmul/hopper/matmul_tiles.h"
 #include "layer/matmul/hopper/params.h"
+#include "layer/matmul/hopper/row_scales.cuh"
 #include "layer/matmul/hopper/tile_ring.cuh"
 #include "layer/matmul/hopper/tma.cuh"
 #include "layer/matmul/hopper/wgmma.cuh"
@@ -220,16 +221,6 @@ struct Consumer {
     __syncwarp();
     if (lane() < kBlocks) mbarrier_arrive_cluster(ring.empty(), lane());
     ring.Advance();
-  }
-};
-
-// The scales of a thread's two rows, times those of the weights.
-struct RowScales {
-  float first, second;
-
-  __device__ static RowScales Load(uint32_t address) {
-    constexpr uint32_t kToSecond = 8 * sizeof(float);
-    return {__uint_as_float(ld_shared(address)), __uint_as_float(ld_shared(address + kToSecond))};
   }
 };
 

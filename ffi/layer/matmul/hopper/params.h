@@ -90,10 +90,11 @@ cudaError_t MakeParams(const MatmulCall& call, const Gate& gate, const MatmulTil
 
 namespace jax_ep::matmul::weight_gradient {
 
-constexpr uint32_t kGroupRows = 64;    // of a matrix, of a warp group
-constexpr uint32_t kLineBytes = 128;   // in shared memory
-constexpr uint32_t kLineColumns = 64;  // of a line of 16-bit floats
-constexpr uint32_t kDepth = 32;        // of a stage, in terms, which are rows of a group
+constexpr uint32_t kGroupRows = 64;       // of a matrix, of a warp group
+constexpr uint32_t kLineBytes = 128;      // in shared memory
+constexpr uint32_t kLineColumns = 64;     // of a line of 16-bit floats
+constexpr uint32_t kDepth = 32;           // of a stage, in terms, which are rows of a group
+constexpr uint32_t kCodesLineBytes = 64;  // of results, where operands are codes
 
 // A group that has rows.
 struct Span {
@@ -122,7 +123,13 @@ struct Params {
   uint32_t n_rows, n_columns;  // of a matrix
 };
 
+// Of codes: boxes of 128 terms of 128 lines, and of the scales of these.
+struct CodesParams : Params {
+  CUtensorMap lhs_scales, rhs_scales;
+};
+
 // Of a call in the form kRows.
 cudaError_t MakeParams(const MatmulCall& call, Params& params);
+cudaError_t MakeParams(const MatmulCall& call, CodesParams& params);
 
 }  // namespace jax_ep::matmul::weight_gradient

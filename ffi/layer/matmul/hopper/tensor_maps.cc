@@ -28,8 +28,8 @@ cudaError_t FindEncodeTensorMap(EncodeTensorMap& encode) {
 }
 
 // A tensor of 16-bit floats, of pairs of codes, or of float32, whose last axis is the first here,
-// copied in boxes whose lines, of 64 or 128 bytes, are swizzled. `strides`: in bytes, of all axes
-// but the first.
+// copied in boxes whose lines, of 64 or 128 bytes, are swizzled; longer ones are not. `strides`: in
+// bytes, of all axes but the first.
 template <int kRank>
 cudaError_t MakeTensorMap(EncodeTensorMap encode, const void* data,
                           const cuuint64_t (&sizes)[kRank], const cuuint64_t (&strides)[kRank - 1],
@@ -39,7 +39,9 @@ cudaError_t MakeTensorMap(EncodeTensorMap encode, const void* data,
   const cuuint32_t line_bytes = box[0] * (is_float32 ? 4 : 2);
   cuuint32_t steps[kRank];
   std::fill_n(steps, kRank, 1);
-  const auto swizzle = line_bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
+  const auto swizzle = line_bytes > 128    ? CU_TENSOR_MAP_SWIZZLE_NONE
+                       : line_bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B
+                                           : CU_TENSOR_MAP_SWIZZLE_64B;
   const CUresult result =
       encode(map, type, kRank, const_cast<void*>(data), sizes, strides, box, steps,
              CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
@@ -205,10 +207,39 @@ cudaError_t MakeParams(const MatmulCall& call, const Gate& gate, const MatmulTil
 }  // namespace jax_ep::matmul::scaled
 
 namespace jax_ep::matmul::weight_gradient {
+namespace {
+
+// All but the operands' maps. A line of results in shared memory has `line_bytes`.
+cudaError_t MakeResultParams(EncodeTensorMap encode, const MatmulCall& call, cuuint32_t line_bytes,
+                             Params& params) {
+  const auto n_groups = static_cast<cuuint64_t>(call.n_groups);
+  const auto k = static_cast<cuuint64_t>(call.k), n = static_cast<cuuint64_t>(call.n);
+  params.table = Table::In(call);
+  params.n_rows = static_cast<uint32_t>(k);
+  params.n_columns = static_cast<uint32_t>(n);
+  const auto out_bytes = static_cast<cuuint32_t>(ElementBytes(call.out_type));
+  return MakeTensorMap<3>(encode, call.out, {n, k, n_groups}, {out_bytes * n, out_bytes * n * k},
+                          {line_bytes / out_bytes, kGroupRows, 1}, &params.out,
+                          call.out_type == RowType::kFloat32);
+}
+
+// Codes of `n_columns` columns, two in a word, and the scales of their blocks of rows.
+cudaError_t MapCodes(EncodeTensorMap encode, const MatmulCall& call, const void* codes,
+                     const float* scales, cuuint64_t n_columns, CUtensorMap* map,
+                     CUtensorMap* scales_map) {
+  constexpr auto kBlock = static_cast<cuuint32_t>(kMatmulScaleBlock);
+  const auto n_rows = static_cast<cuuint64_t>(call.n_rows);
+  const cudaError_t error =
+      MakeTensorMap<2>(encode, codes, {n_rows / 2, n_columns}, {n_rows}, {kBlock / 2, kBlock}, map);
+  if (error != cudaSuccess) return error;
+  return MakeTensorMap<2>(encode, scales, {n_columns, n_rows / kBlock}, {4 * n_columns},
+                          {kBlock, 1}, scales_map, /*is_float32=*/true);
+}
+
+}  // namespace
 
 cudaError_t MakeParams(const MatmulCall& call, Params& params) {
   const auto n_rows = static_cast<cuuint64_t>(call.n_rows);
-  const auto n_groups = static_cast<cuuint64_t>(call.n_groups);
   const auto k = static_cast<cuuint64_t>(call.k), n = static_cast<cuuint64_t>(call.n);
   EncodeTensorMap encode;
   cudaError_t error = FindEncodeTensorMap(encode);
@@ -219,13 +250,19 @@ cudaError_t MakeParams(const MatmulCall& call, Params& params) {
   error =
       MakeTensorMap<2>(encode, call.rhs, {n, n_rows}, {2 * n}, {kLineColumns, kDepth}, &params.rhs);
   if (error != cudaSuccess) return error;
-  params.table = Table::In(call);
-  params.n_rows = static_cast<uint32_t>(k);
-  params.n_columns = static_cast<uint32_t>(n);
-  const auto out_bytes = static_cast<cuuint32_t>(ElementBytes(call.out_type));
-  return MakeTensorMap<3>(encode, call.out, {n, k, n_groups}, {out_bytes * n, out_bytes * n * k},
-                          {kLineBytes / out_bytes, kGroupRows, 1}, &params.out,
-                          call.out_type == RowType::kFloat32);
+  return MakeResultParams(encode, call, kLineBytes, params);
+}
+
+cudaError_t MakeParams(const MatmulCall& call, CodesParams& params) {
+  const auto k = static_cast<cuuint64_t>(call.k), n = static_cast<cuuint64_t>(call.n);
+  EncodeTensorMap encode;
+  cudaError_t error = FindEncodeTensorMap(encode);
+  if (error != cudaSuccess) return error;
+  error = MapCodes(encode, call, call.lhs, call.lhs_scales, k, &params.lhs, &params.lhs_scales);
+  if (error != cudaSuccess) return error;
+  error = MapCodes(encode, call, call.rhs, call.rhs_scales, n, &params.rhs, &params.rhs_scales);
+  if (error != cudaSuccess) return error;
+  return MakeResultParams(encode, call, kCodesLineBytes, params);
 }
 
 }  // namespace jax_ep::matmul::weight_gradient

@@ -9,9 +9,7 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <utility>
 
-#include "cute/arch/mma_sm90_gmma.hpp"
 #include "layer/matmul/hopper/params.h"
 #include "layer/matmul/hopper/tma.cuh"
 #include "layer/matmul/hopper/weight_gradient_tiles.cuh"
@@ -28,11 +26,11 @@ using p2p::cvt_rn_bf16x2_f32;
 using p2p::fence_proxy_async_shared;
 
 // Called by one thread: loads what the tiles need, stage by stage.
-__device__ __forceinline__ void Load(const Params& params, uint32_t smem) {
-  constexpr uint32_t kOwnChunks = kChunks / kBlocks;
+template <class Operands>
+__device__ __forceinline__ void Load(const typename Operands::Params& params, uint32_t smem) {
   const uint32_t rank = cluster_ctarank();
-  Ring ring(smem);
-  Tiles tiles(smem + offsetof(Smem, tiles));
+  Ring<Operands> ring(smem);
+  Tiles tiles(smem + offsetof(Smem<Operands>, tiles));
   const Order order(params);
   uint32_t taken = 0;
   const auto take = [&] { taken = atomicAdd(params.table.n_taken, 1); };
@@ -40,34 +38,28 @@ __device__ __forceinline__ void Load(const Params& params, uint32_t smem) {
   Tile tile;
   while (tiles.Expect(), tiles.Next(tile)) {
     if (rank == 0) take();
-    const auto lhs_column = static_cast<int>(tile.row + rank * kBlockRows);
-    const auto rhs_column = static_cast<int>(tile.column + rank * kOwnChunks * kLineColumns);
-    const uint32_t n_stages = tile.n_stages();
+    const uint32_t n_stages = tile.n_stages(Operands::kDepth);
     for (uint32_t i = 0; i < n_stages; ++i, ring.Advance()) {
       if (rank == 0 && i + 1 == n_stages) tiles.Send(order.Find(taken));
-      const auto row = static_cast<int>(tile.first_row + i * kDepth);
       ring.WaitEmpty();
-      mbarrier_arrive_expect_tx(ring.full(), kStageBytes);
-#pragma unroll
-      for (uint32_t j = 0; j < kOwnChunks; ++j) {
-        cp_async_bulk_tensor_multicast(ring.rhs(rank * kOwnChunks + j), &params.rhs,
-                                       rhs_column + static_cast<int>(j * kLineColumns), row,
-                                       ring.full(), (1 << kBlocks) - 1, kEvictNormal);
-      }
-#pragma unroll
-      for (uint32_t j = 0; j < kWarpGroups; ++j) {
-        cp_async_bulk_tensor(ring.lhs(j), &params.lhs,
-                             lhs_column + static_cast<int>(j * kGroupRows), row, ring.full(),
-                             kEvictNormal);
-      }
+      Operands::Load(params, tile, i, rank, ring);
     }
   }
   p2p::griddepcontrol_launch_dependents();
 }
 
-// What becomes of the sums: bfloat16, which replace the matrices, or float32, which are added.
+// Where a vector of 16 bytes is in a swizzled line.
+template <uint32_t kBytes>
+__device__ __forceinline__ uint32_t Swizzled(uint32_t vector, uint32_t line) {
+  static_assert(kBytes == 128 || kBytes == 64);
+  return vector ^ (kBytes == 128 ? line % 8 : line / 2 % 4);
+}
+
+// What becomes of the sums: numbers that replace the matrices, bfloat16 or float32, or float32 that
+// are added. A line has kBytes.
+template <uint32_t kBytes>
 struct Replace {
-  static constexpr uint32_t kColumns = kLineColumns;  // of a chunk
+  static constexpr uint32_t kColumns = kBytes / 2;  // of a chunk
 
   __device__ static void Prefetch(const Params&, const Tile&, uint32_t) {}
 
@@ -79,18 +71,43 @@ struct Replace {
   // Writes the sums of kColumns columns to a chunk. `results`: the first line of the warp.
   __device__ static void Write(uint32_t results, uint32_t lane, const float* sums) {
     const auto pack = [&](uint32_t i) { return cvt_rn_bf16x2_f32(sums[i + 1], sums[i]); };
-    const uint32_t row = lane % 16, line = results + row * kLineBytes;
+    const uint32_t row = lane % 16, line = results + row * kBytes;
 #pragma unroll
     for (uint32_t column = 0; column < kColumns; column += 16) {
-      const uint32_t vector = (column / 8 + lane / 16) ^ row % 8;  // swizzled
-      const uint32_t i = column / 2;                               // of eight columns are four
+      const uint32_t vector = Swizzled<kBytes>(column / 8 + lane / 16, row);
+      const uint32_t i = column / 2;  // of eight columns are four
       stmatrix_x4(line + vector * 16, pack(i), pack(i + 2), pack(i + 4), pack(i + 6));
     }
   }
 };
 
-struct Add {
-  static constexpr uint32_t kColumns = kLineBytes / sizeof(float);
+template <uint32_t kBytes>
+struct ReplaceFloats {
+  static constexpr uint32_t kColumns = kBytes / sizeof(float);
+
+  __device__ static void Prefetch(const Params&, const Tile&, uint32_t) {}
+
+  __device__ static void Store(const CUtensorMap* map, int column, int row, int group,
+                               uint32_t results) {
+    cp_async_bulk_tensor_store(map, column, row, group, results, kEvictFirst);
+  }
+
+  // Of eight columns, a lane has two of a row, then two of the row eight below.
+  __device__ static void Write(uint32_t results, uint32_t lane, const float* sums) {
+    const uint32_t row = lane / 4, line = results + row * kBytes + lane % 2 * 8;
+#pragma unroll
+    for (uint32_t column = 0; column < kColumns; column += 8) {
+      const uint32_t vector = Swizzled<kBytes>(column / 4 + lane % 4 / 2, row);
+      const uint32_t address = line + vector * 16, i = column / 2;
+      st_shared_v2(address, sums[i], sums[i + 1]);
+      st_shared_v2(address + 8 * kBytes, sums[i + 2], sums[i + 3]);
+    }
+  }
+};
+
+template <uint32_t kBytes>
+struct Add : ReplaceFloats<kBytes> {
+  static constexpr uint32_t kColumns = ReplaceFloats<kBytes>::kColumns;
 
   // Fetches what a warp group will add to, from `row` of the matrix on: where the L2 cache does not
   // have it, additions are slow. With more rows in the group, there is time for them all the same.
@@ -108,26 +125,15 @@ struct Add {
                                uint32_t results) {
     cp_reduce_async_bulk_tensor_add(map, column, row, group, results, kEvictFirst);
   }
-
-  // Of eight columns, a lane has two of a row, then two of the row eight below.
-  __device__ static void Write(uint32_t results, uint32_t lane, const float* sums) {
-    const uint32_t row = lane / 4, line = results + row * kLineBytes + lane % 2 * 8;
-#pragma unroll
-    for (uint32_t column = 0; column < kColumns; column += 8) {
-      const uint32_t vector = (column / 4 + lane % 4 / 2) ^ row;  // swizzled
-      const uint32_t address = line + vector * 16, i = column / 2;
-      st_shared_v2(address, sums[i], sums[i + 1]);
-      st_shared_v2(address + 8 * kLineBytes, sums[i + 2], sums[i + 3]);
-    }
-  }
 };
 
 // Called by one thread per warp group that multiplies: stores its results.
-template <class Result>
+template <class Operands, class Result>
 __device__ __forceinline__ void Store(const Params& params, uint32_t smem, uint32_t warp_group) {
+  constexpr uint32_t kBuffers = Operands::kBuffers;
   const uint32_t row_in_tile = cluster_ctarank() * kBlockRows + warp_group * kGroupRows;
-  Tiles tiles(smem + offsetof(Smem, tiles));
-  Buffers written(smem, warp_group), stored(smem, warp_group);
+  Tiles tiles(smem + offsetof(Smem<Operands>, tiles));
+  Buffers<Operands> written(smem, warp_group), stored(smem, warp_group);
   uint32_t n_pending = 0;
   Tile tile;
   while (tiles.Next(tile)) {
@@ -152,11 +158,12 @@ __device__ __forceinline__ void Store(const Params& params, uint32_t smem, uint3
 }
 
 // A warp group, and what it carries from tile to tile.
+template <class Operands>
 struct Consumer {
   uint32_t index;   // of the warp group
   uint32_t thread;  // in the warp group
-  Ring ring;
-  Buffers buffers;
+  Ring<Operands> ring;
+  Buffers<Operands> buffers;
 
   // Lets both blocks load into the stage. Called by a warp that has read it.
   __device__ void Release(uint32_t stage) const {
@@ -167,96 +174,17 @@ struct Consumer {
   __device__ void Sync() const { barrier_sync(1 + static_cast<int>(index), kGroupThreads); }
 };
 
-constexpr uint32_t kStep = 16;  // terms of an instruction
 constexpr uint32_t kSums = kGroupRows * kTileColumns / kGroupThreads;
 
-using LhsOperand = WgmmaOperand<kLineBytes>;
-using RhsOperand = WgmmaOperand<kLineBytes, kChunkBytes>;
-
-namespace gmma = cute::SM90::GMMA;
-using BFloat16Terms = gmma::MMA_64x256x16_F32BF16BF16_SS<gmma::Major::MN, gmma::Major::MN>;
-using Float16Terms = gmma::MMA_64x256x16_F32F16F16_SS<gmma::Major::MN, gmma::Major::MN>;
-
-// Adds the products of kStep terms to the sums, or sets these.
-template <class Terms, size_t... kIndices>
-__device__ __forceinline__ void MultiplyStep(std::index_sequence<kIndices...>,
-                                             const LhsOperand& lhs, const RhsOperand& rhs,
-                                             float* sums, bool adds) {
-  Terms::fma(lhs.bits(), rhs.bits(), sums[kIndices]...,
-             adds ? gmma::ScaleOut::One : gmma::ScaleOut::Zero);
-}
-
-// Zeroes the lines of a stage from `n_terms` on, which belong to no row of the group, up to the end
-// of a step: they may be NaN. Both warp groups write the same zeros to what they share.
-__device__ __forceinline__ void ZeroRest(const Consumer& self, uint32_t n_terms) {
-  const uint32_t line = n_terms + self.thread / 8;
-  if (line < (n_terms + kStep - 1) / kStep * kStep) {
-    const uint32_t offset = line * kLineBytes + self.thread % 8 * 16;
-    st_shared_zero_v4(self.ring.lhs(self.index) + offset);
-#pragma unroll
-    for (uint32_t i = 0; i < kChunks; ++i) st_shared_zero_v4(self.ring.rhs(i) + offset);
-  }
-  fence_proxy_async_shared();
-  self.Sync();
-}
-
-// Issues the products of a stage, in steps of a group each if it is not full.
-template <class Terms>
-__device__ __forceinline__ void MultiplyStage(const Consumer& self, uint32_t n_terms, bool is_first,
-                                              float* sums) {
-  const LhsOperand lhs(self.ring.lhs(self.index));
-  const RhsOperand rhs(self.ring.rhs(0));
-  constexpr auto kAll = std::make_index_sequence<kSums>();
-  if (n_terms >= kDepth) {
-    wgmma_fence();
-#pragma unroll
-    for (uint32_t first = 0; first < kDepth; first += kStep) {
-      MultiplyStep<Terms>(kAll, lhs + first * kLineBytes, rhs + first * kLineBytes, sums,
-                          !is_first || first > 0);
-    }
-    wgmma_commit_group();
-    return;
-  }
-  if (n_terms % kStep != 0) ZeroRest(self, n_terms);
-#pragma unroll 1
-  for (uint32_t first = 0; first < n_terms; first += kStep) {
-    wgmma_fence();
-    MultiplyStep<Terms>(kAll, lhs + first * kLineBytes, rhs + first * kLineBytes, sums,
-                        !is_first || first > 0);
-    wgmma_commit_group();
-  }
-}
-
-// Sums the products of a tile.
-template <class Terms>
-__device__ __forceinline__ void Multiply(Consumer& self, const Tile& tile, float* sums) {
-  const uint32_t n_stages = tile.n_stages();
-  uint32_t previous = 0;
-#pragma unroll 1
-  for (uint32_t i = 0; i < n_stages; ++i) {
-    self.ring.WaitFull();
-    MultiplyStage<Terms>(self, tile.n_rows - i * kDepth, i == 0, sums);
-    if (i > 0) {
-      wgmma_wait_group<1>();
-      self.Release(previous);
-    }
-    previous = self.ring.stage();
-    self.ring.Advance();
-  }
-  wgmma_wait_group<0>();
-  FenceSums<kSums>(sums);
-  self.Release(previous);
-}
-
 // Writes the sums to buffers, chunk by chunk. A line of a chunk is of a row.
-template <class Result>
-__device__ __forceinline__ void WriteResults(Consumer& self, const float* sums) {
-  constexpr uint32_t kWarpRows = 16;
+template <class Operands, class Result>
+__device__ __forceinline__ void WriteResults(Consumer<Operands>& self, const float* sums) {
+  constexpr uint32_t kWarpRows = 16, kWarpBytes = kWarpRows * Operands::kResultLineBytes;
   const uint32_t lane = self.thread % 32, warp = self.thread / 32;
 #pragma unroll
   for (uint32_t column = 0; column < kTileColumns; column += Result::kColumns) {
     self.buffers.WaitStored();
-    Result::Write(self.buffers.results() + warp * kWarpRows * kLineBytes, lane, sums + column / 2);
+    Result::Write(self.buffers.results() + warp * kWarpBytes, lane, sums + column / 2);
     fence_proxy_async_shared();
     __syncwarp();
     if (lane == 0) mbarrier_arrive(self.buffers.written());
@@ -264,17 +192,18 @@ __device__ __forceinline__ void WriteResults(Consumer& self, const float* sums) 
   }
 }
 
-template <class Terms, class Result>
+template <class Operands, class Result>
 __device__ __forceinline__ void Compute(uint32_t smem) {
   const uint32_t index = threadIdx.x / kGroupThreads;
-  Consumer self{index, threadIdx.x % kGroupThreads, Ring(smem), Buffers(smem, index)};
-  Tiles tiles(smem + offsetof(Smem, tiles));
+  Consumer<Operands> self{index, threadIdx.x % kGroupThreads, Ring<Operands>(smem),
+                          Buffers<Operands>(smem, index)};
+  Tiles tiles(smem + offsetof(Smem<Operands>, tiles));
   Tile tile;
   while (tiles.Next(tile)) {
     tile.n_rows = __shfl_sync(~0u, tile.n_rows, 0);  // so the compiler knows that warps agree
     float sums[kSums];
-    Multiply<Terms>(self, tile, sums);
-    WriteResults<Result>(self, sums);
+    Operands::Multiply(self, tile, sums);
+    WriteResults<Operands, Result>(self, sums);
   }
 }
 

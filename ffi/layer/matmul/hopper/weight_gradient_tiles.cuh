@@ -1,4 +1,9 @@
 // What the blocks of weight_gradient.cuh have in shared memory, and the order of tiles.
+//
+// Templates have a parameter Operands: what a stage has, and how it is loaded and multiplied. In
+// it, kLhsBytes per warp group come first, then those of `rhs`. The constants are kStages,
+// kStageBytes, kLhsBytes, and kDepth, the terms of a stage; kBuffers and kResultLineBytes are of
+// results.
 #pragma once
 
 #include <cstddef>
@@ -17,21 +22,8 @@ constexpr uint32_t kThreads = (kWarpGroups + 1) * kGroupThreads;
 constexpr uint32_t kBlockRows = kWarpGroups * kGroupRows;
 constexpr uint32_t kTileRows = kBlocks * kBlockRows, kTileColumns = 256;
 
-// A stage has a chunk of lines of `lhs` per warp group, then those of `rhs`. A line has 64 columns
-// of a term, swizzled: blocks of eight are aligned.
-constexpr uint32_t kStages = 8;
-static_assert(kLineBytes == kLineColumns * 2);
-constexpr uint32_t kChunks = kTileColumns / kLineColumns;
-constexpr uint32_t kChunkBytes = kDepth * kLineBytes;
-constexpr uint32_t kStageBytes = (kWarpGroups + kChunks) * kChunkBytes;
-
-// A warp group stores chunks of lines of its results, which pass through some buffers.
-constexpr uint32_t kBuffers = 2;
-constexpr uint32_t kResultBytes = kGroupRows * kLineBytes;
-
 // More than tiles that any thread of the cluster may be behind another: each tile has a stage.
 constexpr uint32_t kTileSlots = 32;
-static_assert(kTileSlots > kStages + kBuffers + 2);
 
 // A tile as it is sent to the threads that work on it.
 struct Tile {
@@ -40,37 +32,49 @@ struct Tile {
   uint32_t row, column;  // of the group's matrix
   uint32_t unused[3];
 
-  __device__ uint32_t n_stages() const { return (n_rows + kDepth - 1) / kDepth; }
+  __device__ uint32_t n_stages(uint32_t depth) const { return (n_rows + depth - 1) / depth; }
 };
 
 using Tiles = TileRing<Tile, kTileSlots>;
 
-// In shared memory, whose use is by addresses.
+// In shared memory, whose use is by addresses. A warp group stores chunks of lines of its results,
+// which pass through some buffers.
+template <class Operands>
 struct Smem {
-  uint8_t stages[kStages][kStageBytes];
-  uint8_t results[kWarpGroups][kBuffers][kResultBytes];
+  static constexpr uint32_t kStages = Operands::kStages, kBuffers = Operands::kBuffers;
+
+  uint8_t stages[kStages][Operands::kStageBytes];
+  uint8_t results[kWarpGroups][kBuffers][kGroupRows * Operands::kResultLineBytes];
   TileSlots<Tile, kTileSlots> tiles;
   uint64_t full[kStages];   // the loads into this block
   uint64_t empty[kStages];  // the warps of both blocks that have read both blocks' stage
   uint64_t written[kWarpGroups][kBuffers];  // by the warps of the group
   uint64_t stored[kWarpGroups][kBuffers];   // by the thread that does so
+
+  static_assert(kTileSlots > kStages + kBuffers + 2);
 };
 constexpr uint32_t kSmemAlignment = 1024;
-constexpr size_t kSmemBytes = sizeof(Smem) + kSmemAlignment;
-static_assert(kSmemBytes <= 227 * 1024);
-static_assert(kStageBytes % kSmemAlignment == 0);
+
+template <class Operands>
+constexpr size_t SmemBytes() {
+  constexpr size_t kBytes = sizeof(Smem<Operands>) + kSmemAlignment;
+  static_assert(kBytes <= 227 * 1024 && Operands::kStageBytes % kSmemAlignment == 0);
+  return kBytes;
+}
 
 // Called by one thread.
+template <class Operands>
 __device__ inline void InitBarriers(uint32_t smem) {
+  using Smem = weight_gradient::Smem<Operands>;
   constexpr uint32_t kGroupWarps = kGroupThreads / 32;
   const auto init = [&](size_t offset, uint32_t size, uint32_t n_arrivals) {
     for (uint32_t i = 0; i < size; ++i) mbarrier_init(smem + offset + i * 8, n_arrivals);
   };
   Tiles::InitBarriers(smem + offsetof(Smem, tiles));
-  init(offsetof(Smem, full), kStages, 1);
-  init(offsetof(Smem, empty), kStages, kBlocks * kWarpGroups * kGroupWarps);
-  init(offsetof(Smem, written), kWarpGroups * kBuffers, kGroupWarps);
-  init(offsetof(Smem, stored), kWarpGroups * kBuffers, 1);
+  init(offsetof(Smem, full), Smem::kStages, 1);
+  init(offsetof(Smem, empty), Smem::kStages, kBlocks * kWarpGroups * kGroupWarps);
+  init(offsetof(Smem, written), kWarpGroups * Smem::kBuffers, kGroupWarps);
+  init(offsetof(Smem, stored), kWarpGroups * Smem::kBuffers, 1);
   fence_mbarrier_init();
 }
 
@@ -87,16 +91,19 @@ struct Position {
 };
 
 // The ring of stages.
+template <class Operands>
 class Ring {
+  using Smem = weight_gradient::Smem<Operands>;
+
  public:
   __device__ explicit Ring(uint32_t smem) : smem_(smem) {}
 
   __device__ void Advance() { at_.Advance(); }
   __device__ uint32_t stage() const { return at_.index; }
   __device__ uint32_t lhs(uint32_t warp_group) const {
-    return smem_ + at_.index * kStageBytes + warp_group * kChunkBytes;
+    return smem_ + at_.index * Operands::kStageBytes + warp_group * Operands::kLhsBytes;
   }
-  __device__ uint32_t rhs(uint32_t chunk) const { return lhs(kWarpGroups + chunk); }
+  __device__ uint32_t rhs() const { return lhs(kWarpGroups); }
   __device__ uint32_t full() const { return smem_ + offsetof(Smem, full) + at_.index * 8; }
   __device__ uint32_t empty(uint32_t stage) const {
     return smem_ + offsetof(Smem, empty) + stage * 8;
@@ -107,7 +114,7 @@ class Ring {
 
  private:
   const uint32_t smem_;
-  Position<kStages> at_;
+  Position<Smem::kStages> at_;
 };
 
 // Of the tiles. Groups have the same number of them each, which follow each other along the
@@ -153,7 +160,10 @@ class Order {
 };
 
 // The ring of buffers of a warp group's results.
+template <class Operands>
 class Buffers {
+  using Smem = weight_gradient::Smem<Operands>;
+
  public:
   __device__ Buffers(uint32_t smem, uint32_t warp_group)
       : results_(smem + offsetof(Smem, results) + warp_group * sizeof(Smem::results[0])),
@@ -161,7 +171,7 @@ class Buffers {
         stored_(smem + offsetof(Smem, stored) + warp_group * sizeof(Smem::stored[0])) {}
 
   __device__ void Advance() { at_.Advance(); }
-  __device__ uint32_t results() const { return results_ + at_.index * kResultBytes; }
+  __device__ uint32_t results() const { return results_ + at_.index * sizeof(Smem::results[0][0]); }
   __device__ uint32_t written() const { return written_ + at_.index * 8; }
   __device__ uint32_t stored() const { return stored_ + at_.index * 8; }
 
@@ -170,7 +180,7 @@ class Buffers {
 
  private:
   const uint32_t results_, written_, stored_;
-  Position<kBuffers> at_;
+  Position<Smem::kBuffers> at_;
 };
 
 }  // namespace jax_ep::matmul::weight_gradient
