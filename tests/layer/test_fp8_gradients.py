@@ -1,5 +1,6 @@
 """Gradients of matmuls of codes, in FP8, against the same sums in NumPy."""
 
+import dataclasses
 import functools
 
 import jax
@@ -269,6 +270,33 @@ def test_only_gradients_that_are_asked_for_are_computed(monkeypatch):
     for names, calls in wanted.items():
         given = {name: arrays[name] for name in names}
         assert count_calls(monkeypatch, differentiated(*names), given) == calls
+
+
+def test_weights_quantized_once_serve_microbatches():
+    """In a loop and in a vmap."""
+    rows, tokens, weights, cotangent, offsets = make_operands([5, 0, 140])
+    cotangents = jnp.stack([cotangent, -3 * cotangent])
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(step, tokens, weights):
+        quantized = jax_ep.quantize_weights(weights, differentiable=False, fp8_gradients=True)
+
+        def gradients(cotangent):
+            def product(tokens, weights):
+                given = dataclasses.replace(quantized, source=weights)
+                return multiply_scaled(rows, given, offsets, tokens)
+
+            return jax.vjp(product, tokens, weights)[1](cotangent)
+
+        return step(gradients)
+
+    def unrolled(gradients):
+        each = map(gradients, cotangents)
+        return jax.tree.map(lambda *x: jnp.stack(x), *each)
+
+    wanted = run(unrolled, tokens, weights)
+    for step in (lambda f: jax.lax.map(f, cotangents), lambda f: jax.vmap(f)(cotangents)):
+        jax.tree.map(np.testing.assert_array_equal, run(step, tokens, weights), wanted)
 
 
 # As many groups as no kernel for rows by weights takes, and groups that do not fill blocks.
