@@ -247,6 +247,46 @@ def test_the_gradient_of_weights_is_a_product_of_codes(transposed):
     assert_close(of_weights, wanted, magnitudes, "float32")
 
 
+@pytest.mark.parametrize("layout", ["transposed", "row_major"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["plain", "transposed"])
+def test_sums_of_gradients_are_of_products_of_codes(transposed, layout):
+    """Those of `fp8_gradients`, added in one addition."""
+    operands = make_operands(SIZES["mixed"], first=3)
+    rows, _, sums, cotangent, offsets = operands
+    _, of_weights = gradients(*operands, transposed=transposed)
+    token_format = jax_ep.BlockwiseFP8(layout)
+    if layout == "row_major":
+        rows = rows._replace(scales=rows.scales.T)
+    given = sums.swapaxes(1, 2) if transposed else sums
+    options = {"transposed": transposed, "token_format": token_format}
+    add = jax.jit(functools.partial(jax_ep.grouped_matmul_gradient, **options))
+    got = add(rows, cotangent, offsets, given)
+    got = got.swapaxes(1, 2) if transposed else got
+    np.testing.assert_array_equal(got, sums + of_weights)
+
+
+def test_errors_of_sums_of_gradients_name_what_must_hold():
+    rows, _, sums, cotangent, offsets = make_operands([3, 2])
+
+    def add(rows=rows, cotangent=cotangent, sums=sums, **options):
+        jax_ep.grouped_matmul_gradient(rows, cotangent, offsets, sums, **options)
+
+    with pytest.raises(ValueError, match=r"accumulator must have the shape \[L=2, N=384, H=256\]"):
+        add(transposed=True)
+    with pytest.raises(ValueError, match="token_format must be BlockwiseFP8"):
+        add(token_format=jax_ep.MXFP8())
+    with pytest.raises(ValueError, match="cotangent must be bfloat16"):
+        add(cotangent=cotangent.astype(jnp.float32))
+    with pytest.raises(ValueError, match=r"rows.scales must have the shape \[H/128=2, C=11\]"):
+        add(rows=rows._replace(scales=rows.scales.T))
+    with pytest.raises(ValueError, match="N must be a multiple of 128 with codes"):
+        add(cotangent=cotangent[:, :200], sums=sums[..., :200])
+    with pytest.raises(NotImplementedError):
+        jax.grad(lambda x: jnp.sum(jax_ep.grouped_matmul_gradient(rows, x, offsets, sums)))(
+            cotangent
+        )
+
+
 def test_only_gradients_that_are_asked_for_are_computed(monkeypatch):
     rows, tokens, weights, cotangent, offsets = make_operands([140, 9])
 

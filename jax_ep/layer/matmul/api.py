@@ -69,12 +69,13 @@ def grouped_matmul(
 
 
 def grouped_matmul_gradient(
-    rows: jax.Array,
+    rows: jax.Array | QuantizedRows,
     cotangent: jax.Array,
     row_offsets: jax.Array,
     accumulator: jax.Array,
     *,
     transposed: bool = False,
+    token_format: BlockwiseFP8 | None = None,
 ) -> jax.Array:
     """Adds the gradient of the weights of a `grouped_matmul` to an accumulator.
 
@@ -82,19 +83,22 @@ def grouped_matmul_gradient(
     `accumulator[l] + x.T @ y`. The sum over the rows is in float32, as in `grouped_matmul`, and is
     not rounded to another dtype; one float32 addition then adds it. Groups without rows keep the
     bits of the accumulator. A GPU gives the same bits in every run. Differentiable, any number of
-    times. May be called outside `jax.shard_map`, with arrays that are not sharded.
+    times, unless rows are codes: these are multiplied in FP8, as with `fp8_gradients` of
+    `quantize_weights`. May be called outside `jax.shard_map`, with arrays that are not sharded.
 
     On GPUs from compute capability 8.0 on, kernels add bfloat16 and float16 products to the
     accumulator in place, if H and N are multiples of 8. XLA copies the accumulator before that if
     it is still needed: donate it to `jax.jit`, or carry it through `jax.lax.scan`.
 
     Args:
-        rows: `[C, H]`, as given to `grouped_matmul`: bfloat16, float16 or float32.
-        cotangent: `[C, N]`, the gradient of its result, in the dtype of `rows`.
+        rows: `[C, H]`, as given to `grouped_matmul`: bfloat16, float16 or float32; or codes.
+        cotangent: `[C, N]`, the gradient of its result, in the dtype of `rows`; with codes,
+            bfloat16, and N is a multiple of 128.
         row_offsets: `uint32[L + 1]`, as given to it. Rows of no group may hold NaN.
         accumulator: `float32[L, H, N]`.
         transposed: whether the weights and the accumulator are `[L, N, H]`; their gradient is then
             `y.T @ x`.
+        token_format: of `rows`, if they are codes; None is `BlockwiseFP8()`.
 
     Returns:
         `float32[L, H, N]`, or `[L, N, H]`.
@@ -103,8 +107,17 @@ def grouped_matmul_gradient(
         TypeError: an argument is not an array of numbers. While tracing.
         ValueError: a shape or dtype does not fit. While tracing.
     """
+    checks.check_flags("grouped_matmul_gradient", transposed=transposed)
+    operands = rows, cotangent, row_offsets, accumulator
+    if isinstance(rows, QuantizedRows):
+        return _add_products_of_codes(*operands, transposed, token_format)
+    return _add_products(*operands, transposed)
+
+
+def _add_products(
+    rows: Any, cotangent: Any, row_offsets: Any, accumulator: Any, transposed: bool
+) -> jax.Array:
     name = "grouped_matmul_gradient"
-    checks.check_flags(name, transposed=transposed)
     rows, cotangent, row_offsets, accumulator = checks.as_arrays(
         name, rows=rows, cotangent=cotangent, row_offsets=row_offsets, accumulator=accumulator
     )
@@ -120,6 +133,43 @@ def grouped_matmul_gradient(
     if 0 in (*lhs.shape, *shape):
         return operands[-1]
     return rules.grouped_matmul(PRODUCTS, *operands)
+
+
+def _add_products_of_codes(
+    rows: Any,
+    cotangent: Any,
+    row_offsets: Any,
+    accumulator: Any,
+    transposed: bool,
+    token_format: Any,
+) -> jax.Array:
+    name = "grouped_matmul_gradient"
+    token_format = BlockwiseFP8() if token_format is None else token_format
+    _check_format(name, token_format)
+    cotangent, row_offsets, accumulator = checks.as_arrays(
+        name, cotangent=cotangent, row_offsets=row_offsets, accumulator=accumulator
+    )
+    _check_row_codes(name, rows, token_format)
+    n_rows, hidden_size = rows.tokens.shape
+    checks.check_array(name, "cotangent", cotangent, (n_rows, None), "C N", jnp.bfloat16)
+    check_offsets(name, row_offsets)
+    n_columns = cotangent.shape[1]
+    if n_columns % SCALE_BLOCK:
+        raise ValueError(
+            f"{name}: N must be a multiple of {SCALE_BLOCK} with codes, whose kernels take so many "
+            f"columns at a time; got {n_columns}."
+        )
+    sizes, letters = (hidden_size, n_columns), "L H N"
+    if transposed:
+        sizes, letters = sizes[::-1], "L N H"
+    shape = row_offsets.shape[0] - 1, *sizes
+    checks.check_array(name, "accumulator", accumulator, shape, letters, jnp.float32)
+    rows = transposed_scales(rows, token_format)
+    arrays = rows.tokens, rows.scales, cotangent, lax.stop_gradient(row_offsets), accumulator
+    operands = checks.vary_alike((), *arrays)
+    if 0 in (n_rows, *shape):
+        return operands[-1]
+    return rules.add_products_of_codes(_form(transposed), *operands)
 
 
 def _multiply_numbers(
@@ -208,11 +258,7 @@ def _multiply_scaled(
             f"QuantizedWeights; got {type(rows).__name__} and {type(weights).__name__}. Quantize "
             "weights with quantize_weights(); jax_ep.dequantize() gives the rows of a dispatch."
         )
-    if not isinstance(token_format, BlockwiseFP8):
-        raise ValueError(
-            f"grouped_matmul: token_format must be BlockwiseFP8, for which there are kernels; got "
-            f"{token_format!r}. Dequantize the rows, and multiply arrays."
-        )
+    _check_format("grouped_matmul", token_format)
     if transposed or (dtype is not None and as_dtype(dtype) != jnp.bfloat16):
         raise ValueError(
             "grouped_matmul: transposed must be False, and dtype bfloat16, with QuantizedWeights; "
@@ -223,15 +269,33 @@ def _multiply_scaled(
     return multiply_scaled(transposed_scales(rows, token_format), weights, row_offsets)
 
 
+def _check_format(name: str, token_format: Any) -> None:
+    if not isinstance(token_format, BlockwiseFP8):
+        raise ValueError(
+            f"{name}: token_format must be BlockwiseFP8, for which there are kernels; got "
+            f"{token_format!r}. Dequantize the rows, and multiply arrays."
+        )
+
+
+def _check_row_codes(name: str, rows: QuantizedRows, token_format: BlockwiseFP8) -> None:
+    """Requires codes `[C, H]`, and scales that fit them."""
+    checks.check_array(name, "rows.tokens", rows.tokens, (None, None), "C H", jnp.float8_e4m3fn)
+    n_rows, hidden_size = rows.tokens.shape
+    token_format.check_hidden_size(hidden_size)
+    shape, letters = (hidden_size // SCALE_BLOCK, n_rows), "H/128 C"
+    if token_format.layout is ROW_MAJOR:
+        shape, letters = shape[::-1], "C H/128"
+    checks.check_array(name, "rows.scales", rows.scales, shape, letters, jnp.float32)
+
+
 def _check_codes(
     rows: QuantizedRows, weights: QuantizedWeights, row_offsets: Any, token_format: BlockwiseFP8
 ) -> None:
     check = functools.partial(checks.check_array, "grouped_matmul")
 
-    check("rows.tokens", rows.tokens, (None, None), "C H", jnp.float8_e4m3fn)
+    _check_row_codes("grouped_matmul", rows, token_format)
     check_offsets("grouped_matmul", row_offsets)
-    n_rows, hidden_size = rows.tokens.shape
-    token_format.check_hidden_size(hidden_size)
+    hidden_size = rows.tokens.shape[1]
     n_groups, n_scales = row_offsets.shape[0] - 1, hidden_size // SCALE_BLOCK
     shape: tuple[int | None, ...] = (n_groups, None, hidden_size)
     check("weights.codes", weights.codes, shape, "L N H", jnp.float8_e4m3fn)
@@ -239,12 +303,8 @@ def _check_codes(
     shape = (n_groups, n_blocks, n_scales)
     check("weights.scales", weights.scales, shape, "L N/128 H/128", jnp.float32)
     if weights.gradient_codes is not None:
-        shape = (n_groups, hidden_size, weights.codes.shape[1])
-        check("weights.gradient_codes", weights.gradient_codes, shape, "L H N", jnp.float8_e4m3fn)
-    shape, letters = (n_scales, n_rows), "H/128 C"
-    if token_format.layout is ROW_MAJOR:
-        shape, letters = (n_rows, n_scales), "C H/128"
-    check("rows.scales", rows.scales, shape, letters, jnp.float32)
+        codes, shape = weights.gradient_codes, (n_groups, hidden_size, weights.codes.shape[1])
+        check("weights.gradient_codes", codes, shape, "L H N", jnp.float8_e4m3fn)
 
 
 def _form(transposed: bool) -> MatmulForm:

@@ -220,6 +220,21 @@ def _in_fp8(
     return grads
 
 
+def add_products_of_codes(
+    form: MatmulForm,
+    rows: jax.Array,
+    row_scales: jax.Array,
+    cotangent: jax.Array,
+    row_offsets: jax.Array,
+    accumulator: jax.Array,
+) -> jax.Array:
+    """The accumulator plus the gradient of weights in FP8; of a matmul of codes in this form."""
+    of_rows = quantize_rows(rows, row_offsets, row_scales, along_columns=True)
+    of_product = quantize_rows(cotangent, row_offsets, along_columns=True)
+    lhs, rhs = _factors(form, of_rows.along_columns, of_product.along_columns)
+    return multiply_columns(accumulator.dtype, lhs, rhs, row_offsets, accumulator)
+
+
 @_straight_through.defjvp
 def _no_second_derivative(source: Matmul, *_: Any) -> Any:
     raise NotImplementedError(

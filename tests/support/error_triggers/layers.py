@@ -87,10 +87,19 @@ def quantized_weights(n: int) -> jax_ep.QuantizedWeights:
     return jax_ep.quantize_weights(np.ones((1, 128, n), np.float32))
 
 
+def row_codes(offsets: Any) -> Any:
+    return jax_ep.fused_silu(jnp.ones((2, 256)), offsets, jax_ep.BlockwiseFP8())
+
+
 def multiply_codes(**options: Any) -> None:
     offsets = np.uint32([0, 2])
-    rows = jax_ep.fused_silu(jnp.ones((2, 256)), offsets, jax_ep.BlockwiseFP8())
-    jax_ep.grouped_matmul(rows, quantized_weights(8), offsets, **options)
+    jax_ep.grouped_matmul(row_codes(offsets), quantized_weights(8), offsets, **options)
+
+
+def add_gradient_of_codes() -> None:
+    offsets, cotangent = np.uint32([0, 2]), jnp.ones((2, 4), jnp.bfloat16)
+    sums = np.ones((1, 128, 4), np.float32)
+    jax_ep.grouped_matmul_gradient(row_codes(offsets), cotangent, offsets, sums)
 
 
 def run_experts(token_format: jax_ep.TokenFormat, *weights: Any, **options: Any) -> None:
@@ -167,6 +176,7 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "sums-shape": lambda: add_gradient(n=5),
     "sums-dtype": lambda: add_gradient(dtype=jnp.bfloat16),
     "sums-rows": lambda: add_gradient(n_rows=3),
+    "sums-columns": add_gradient_of_codes,
     "weights-block": lambda: jax_ep.quantize_weights(np.ones((1, 8, 4), np.float32)),
     "weights-columns": lambda: jax_ep.quantize_weights(
         np.ones((1, 128, 4), np.float32), fp8_gradients=True
