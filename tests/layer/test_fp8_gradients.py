@@ -124,6 +124,7 @@ def experts_and_gradients(wrap, activation, fp8, rows, *operands):
     return jax.jit(run)(*arrays)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["plain", "interleaved, clamped"])
 def test_experts_have_gradients_in_fp8(name):
     """Close to those in bfloat16, after a forward of the same bits, with and without remat."""
@@ -211,6 +212,23 @@ def test_no_rows_have_no_codes(n_rows):
     assert codes.along_columns.scales.shape == (count_blocks(n_rows, 2), 128)
     product = multiply_columns(jnp.bfloat16, *[codes.along_columns] * 2, offsets)
     assert product.shape == (2, 128, 128) and not np.any(product)
+
+
+def test_a_gradient_keeps_no_weights_but_their_codes_for_it():
+    rows, tokens, weights, _, offsets = make_operands([5, 9])
+
+    def residuals(tokens, weights):
+        quantized = jax_ep.quantize_weights(weights, fp8_gradients=True)
+        return jax.vjp(
+            lambda tokens, source: multiply_scaled(
+                rows, dataclasses.replace(quantized, source=source), offsets, tokens
+            ),
+            *(tokens, weights),
+        )[1]
+
+    found = jax.tree.leaves(jax.eval_shape(residuals, tokens, weights))
+    kept = {(x.shape, x.dtype.name) for x in found if x.ndim == 3 and x.size > 100}
+    assert kept == {(weights.shape, "uint8")}
 
 
 def column_codes(sizes):

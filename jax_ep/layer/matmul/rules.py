@@ -28,6 +28,7 @@ from jax_ep.layer.matmul.columns import multiply_columns
 from jax_ep.layer.matmul.quantize_rows import quantize_rows
 
 _NO_GRADIENT: Any = None  # what custom_vjp expects for integers and codes
+_NO_CODES: Any = None  # in place of some that a gradient does not read
 _FLIPPED = {
     MatmulForm.WEIGHTS: MatmulForm.TRANSPOSED_WEIGHTS,
     MatmulForm.TRANSPOSED_WEIGHTS: MatmulForm.WEIGHTS,
@@ -147,9 +148,10 @@ class _Saved(NamedTuple):
 def _scaled_fwd(source: Matmul, sources: Sources, operands: Any, row_offsets: Any) -> Any:
     product = scaled_matmul(source, sources, operands, row_offsets)
     like = Sources(*(None if x is None else jnp.zeros(0, x.dtype) for x in sources))
-    as_bytes = _view_codes(operands, jnp.uint8)
-    source_weights = sources.weights if operands.gradient_weights is None else None
-    return product, _Saved(like, source_weights, as_bytes, row_offsets)
+    in_fp8 = operands.gradient_weights is not None
+    kept = operands._replace(weights=_NO_CODES) if in_fp8 else operands
+    source_weights = None if in_fp8 else sources.weights
+    return product, _Saved(like, source_weights, _view_codes(kept, jnp.uint8), row_offsets)
 
 
 def _view_codes(operands: ScaledOperands, dtype: Any) -> ScaledOperands:
