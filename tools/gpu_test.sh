@@ -112,11 +112,12 @@ build_package() {
 # Builds the C++ test programs, once.
 build_programs() {
   [[ -n ${GPU_BIN:-} || -n ${programs_built:-} ]] && return
+  local programs=(p2p_test peer_memory_test quantize_test silu_test matmul_load_test matmul_test)
+  [[ $arch != 90* ]] || programs+=(fp8_gradient_test)
   step configure_programs 60 cmake -S . -B "$bin" -DCMAKE_BUILD_TYPE=Release -DJAX_EP_CUDA=ON \
     "-DCMAKE_CUDA_ARCHITECTURES=$arch" \
     "-DPython_EXECUTABLE=$(python3 -c 'import sys; print(sys.executable)')" &&
-    step build_programs 300 cmake --build "$bin" --parallel 8 --target \
-      p2p_test peer_memory_test quantize_test silu_test matmul_load_test matmul_test &&
+    step build_programs 300 cmake --build "$bin" --parallel 8 --target "${programs[@]}" &&
     programs_built=1
 }
 
@@ -136,6 +137,7 @@ run_silu() {
 run_matmul() {
   build_programs && step matmul_load 30 "$bin/matmul_load_test" &&
     lines=30 step matmul 120 "$bin/matmul_test" 20
+  [[ $arch != 90* ]] || step fp8_gradient 120 "$bin/fp8_gradient_test" 20
   run_tests test_matmul 300 tests/layer/test_grouped_matmul.py \
     tests/layer/test_grouped_matmul_gradient.py tests/layer/test_quantized_matmul.py \
     tests/layer/test_expert_mlp.py tests/layer/test_gated_matmul.py \
