@@ -222,11 +222,13 @@ class Report:
             fp8, lax = self.layer_us(quantized, "layer"), self.layer_us(name, "layer", "lax")
             parts = experts + exchange if experts and exchange else None
             cells = [_ms(layer), _share(layer, parts), _share(dense, experts)]
-            ratios = ((grad, grad, layer), (fp8, layer, fp8), (lax, lax, layer))
-            cells += [_with_ratio(*each) for each in ratios]
+            in_fp8 = [self.layer_us(quantized, o) for o in ("layer + grad", "layer + grad in FP8")]
+            ratios = [(grad, grad, layer), (fp8, layer, fp8), *((us, grad, us) for us in in_fp8)]
+            cells += [_with_ratio(*each) for each in (*ratios, (lax, lax, layer))]
             rows.append([model, str(self.by_name[name]["n_tokens"]), *cells])
-        header = ["", "T", "layer", "of its parts", "experts, of the dense rate"]
-        return _table("expert layers, ms", [*header, "with gradients", "in FP8", "`jax.lax`"], rows)
+        header = ["", "T", "layer", "of its parts", "experts, of the dense rate", "with gradients"]
+        header += ["in FP8", "with gradients", "with gradients in FP8", "`jax.lax`"]
+        return _table("expert layers, ms", header, rows)
 
     def _imbalance(self) -> str:
         rows = []
