@@ -141,8 +141,8 @@ run_matmul() {
   run_tests test_matmul 300 tests/layer/test_grouped_matmul.py \
     tests/layer/test_grouped_matmul_gradient.py tests/layer/test_quantized_matmul.py \
     tests/layer/test_expert_mlp.py tests/layer/test_gated_matmul.py \
-    tests/layer/test_gated_scaled_matmul.py tests/layer/test_fp8_gradients.py \
-    tests/layer/test_matmul_loading.py
+    tests/layer/test_gated_scaled_matmul.py tests/layer/test_quantize_rows.py \
+    tests/layer/test_fp8_gradients.py tests/layer/test_matmul_loading.py
 }
 
 run_suite() {

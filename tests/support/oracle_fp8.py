@@ -12,6 +12,12 @@ import oracle_matmul
 
 BLOCK = 128
 F32 = np.float32
+# As many groups as no kernel for rows by weights takes, and groups that do not fill blocks.
+LARGE = {"large": [1000, 0, 2100, 1, 1100, 128], "many groups": [i * 37 % 150 for i in range(600)]}
+
+
+def as_bytes(codes) -> np.ndarray:
+    return np.asarray(codes).view(np.uint8)
 
 
 def numbers(codes) -> np.ndarray:
