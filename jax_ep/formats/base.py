@@ -321,10 +321,15 @@ def _quantize(
 ) -> Quantized:
     patterns = _split_last(bits.to_bits(tokens), token_format.block_size)
     magnitudes = patterns & np.uint32(bits.SIGN - 1)
-    is_dead = (magnitudes >= bits.INFINITY).any(axis=-1, keepdims=True)
-    magnitudes = jnp.minimum(magnitudes, bits.constant(token_format.largest))
-    magnitudes = jnp.where(is_dead, np.uint32(0), magnitudes)
-    scales, factor = token_format.encode_scales(magnitudes.max(axis=-1), input_scale)
+    amax = magnitudes.max(axis=-1)  # NaN has the largest bits
+    is_dead = (amax >= bits.INFINITY)[..., None]
+
+    def bounded(x: jax.Array, is_dead: jax.Array) -> jax.Array:
+        x = jnp.minimum(x, bits.constant(token_format.largest))
+        return jnp.where(is_dead, np.uint32(0), x)
+
+    scales, factor = token_format.encode_scales(bounded(amax, is_dead[..., 0]), input_scale)
+    magnitudes = bounded(magnitudes, is_dead)
     magnitudes = token_format.scale_elements(magnitudes, factor[..., None])
     is_negative = jnp.where(is_dead, np.uint32(0), patterns >> 31)
     if token_format.element == "e2m1":

@@ -74,8 +74,7 @@ def quantize_weights(
     (weights,) = checks.as_arrays(name, weights=weights)
     letters = "L N H" if transposed else "L H N"
     checks.check_array(name, "weights", weights, (None,) * 3, letters, jnp.bfloat16, jnp.float32)
-    values = weights if transposed else weights.swapaxes(1, 2)
-    n_groups, n, k = values.shape
+    n, k = weights.shape[1:] if transposed else weights.shape[:0:-1]
     if k % SCALE_BLOCK:
         raise ValueError(
             f"quantize_weights: H must be a multiple of {SCALE_BLOCK}, the size of a block that "
@@ -86,22 +85,27 @@ def quantize_weights(
             f"quantize_weights: N must be a multiple of {SCALE_BLOCK} with fp8_gradients, which "
             f"sum over it in blocks that share a scale; got {n}."
         )
-    if not values.size:
-        shape = n_groups, -(-n // SCALE_BLOCK), k // SCALE_BLOCK
-        codes, scales = values.astype(jnp.float8_e4m3fn), jnp.zeros(shape, jnp.float32)
-    else:
-        codes, scales = _quantize(lax.stop_gradient(values))
+    codes, scales = _quantize(lax.stop_gradient(weights))
+    # Only codes are transposed: weights are larger.
+    both = codes, codes.swapaxes(1, 2)
+    codes, gradient_codes = both if transposed else both[::-1]
+    scales = scales if transposed else scales.swapaxes(1, 2)
     source = weights if differentiable else None
-    gradient_codes = codes.swapaxes(1, 2) if fp8_gradients else None
-    return QuantizedWeights(codes, scales, source, transposed, gradient_codes)
+    return QuantizedWeights(
+        codes, scales, source, transposed, gradient_codes if fp8_gradients else None
+    )
 
 
 @jax.jit
-def _quantize(values: jax.Array) -> tuple[jax.Array, jax.Array]:
-    n_groups, n, k = values.shape
-    padded = jnp.pad(values, ((0, 0), (0, -n % SCALE_BLOCK), (0, 0)))
-    shape = n_groups, -(-n // SCALE_BLOCK), SCALE_BLOCK, k // SCALE_BLOCK, SCALE_BLOCK
-    blocks = padded.reshape(shape).swapaxes(2, 3)
-    codes, scales = _Blocks().quantize(blocks.reshape(n_groups, shape[1], shape[3], -1))
+def _quantize(weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Codes `[L, n, k]`, and a scale per block, `[L, ceil(n / 128), ceil(k / 128)]`."""
+    n_groups, n, k = weights.shape
+    n_blocks, k_blocks = -(-n // SCALE_BLOCK), -(-k // SCALE_BLOCK)
+    if not weights.size:
+        scales = jnp.zeros((n_groups, n_blocks, k_blocks), jnp.float32)
+        return weights.astype(jnp.float8_e4m3fn), scales
+    padded = jnp.pad(weights, ((0, 0), (0, -n % SCALE_BLOCK), (0, -k % SCALE_BLOCK)))
+    blocks = padded.reshape(n_groups, n_blocks, SCALE_BLOCK, k_blocks, SCALE_BLOCK).swapaxes(2, 3)
+    codes, scales = _Blocks().quantize(blocks.reshape(n_groups, n_blocks, k_blocks, -1))
     codes = codes.reshape(blocks.shape).swapaxes(2, 3).reshape(padded.shape)
-    return codes[:, :n], scales[..., 0]
+    return codes[:, :n, :k], scales[..., 0]
