@@ -75,5 +75,6 @@ def test_a_loop_stacks_what_unrolled_code_gives(is_async, transport):
     assert all(rows.any() for _, (_, rows, _) in shards(mesh, got))
 
 
+@pytest.mark.thorough
 def test_asynchronous_calls_may_be_in_a_loop(transport):
     check_asynchronous_calls_may_be_in_a_loop(transport)

@@ -112,6 +112,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "is_async"), [*((name, False) for name in VARIANTS), ("weights at dispatch", True)]
 )

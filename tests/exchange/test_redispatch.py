@@ -84,6 +84,7 @@ def integers_of(case, width: int, dtype: str) -> list[np.ndarray]:
     return [*values.astype(np.int32).view(dtype)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("width", "dtype"), [(1, "int32"), (3, "uint32"), (32, "int32")])
 @pytest.mark.parametrize("name", CASES)
 def test_integers_arrive_bit_by_bit(name, width, dtype, transport):

@@ -264,6 +264,7 @@ def test_only_gradients_that_are_asked_for_are_computed(monkeypatch):
         assert count_calls(monkeypatch, differentiated(*names), given) == calls
 
 
+@pytest.mark.thorough
 def test_weights_quantized_once_serve_microbatches():
     """In a loop and in a vmap."""
     rows, tokens, weights, cotangent, offsets = make_operands([5, 0, 140])

@@ -237,6 +237,7 @@ def test_a_gradient_differentiates_the_activation_in_a_matmul(has_bias, monkeypa
     assert count_calls(monkeypatch, gradients_of(separate), *operands) == wanted
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("policy", "again"),
     [

@@ -227,6 +227,7 @@ def test_the_bias_moves_by_the_sign_of_the_error_of_each_layer():
     np.testing.assert_allclose(update_bias(bias, load, 0.1), wanted, rtol=1e-6)
 
 
+@pytest.mark.thorough
 def test_updates_of_the_bias_balance_a_skewed_router():
     rng = np.random.default_rng(0)
     logits = (rng.standard_normal((512, E)) + np.linspace(0, 2, E)).astype(np.float32)

@@ -43,6 +43,7 @@ def special_tokens(case) -> list:
     return list(values.astype(dtype))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", NAMES)
 def test_special_values_match_the_oracle(name, dtype, by_nodes):
@@ -104,6 +105,7 @@ def test_choices_of_some_nodes_match_the_oracle(name, where, by_nodes):
     suite.check(case, by_nodes, make_mesh(4), topk_ids=ids_of_nodes(case, WHERE[where]))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", NAMES)
 def test_codes_that_need_not_travel_are_not_needed(name, by_nodes, monkeypatch):
     if by_nodes != "host":
@@ -115,6 +117,7 @@ def test_codes_that_need_not_travel_are_not_needed(name, by_nodes, monkeypatch):
     forget_groups()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "weights"), [*zip(NAMES, ("row", "source", "none", "row"), strict=True)]
 )
