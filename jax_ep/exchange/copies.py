@@ -1,8 +1,9 @@
 """Weights of experts on ranks that are not their home, and the sums of the gradients of all copies.
 
 Where ranks reach each other's arrays (copy_calls.py), two calls bring each array, and one adds its
-gradients. Elsewhere, they travel by `Calls.all_to_all`, an expert for each rank at a time; the
-device alone knows how often. Gradients then need memory of about `_ROUND_BYTES`.
+gradients. Elsewhere, they travel by `Calls.all_to_all`: in loops, where these are possible, an
+expert for each rank at a time, as often as the device finds that it must, and with memory for
+gradients of about `_ROUND_BYTES`; otherwise all at once.
 """
 
 import functools
@@ -83,6 +84,15 @@ def lend(calls: Calls, weights: Any, held: jax.Array, first: int, after: jax.Arr
         jax.tree.unflatten(treedef, [*map(_decode, leaves, each)]) for each in (own, copies)
     )
     return Lent(mine, lent, after)
+
+
+def lend_gradients(
+    calls: Calls, weights: jax.Array, held: jax.Array, first: int
+) -> tuple[jax.Array, jax.Array]:
+    """An array as `lend` gives it, but zeros for the copies: only their gradients travel."""
+    weights, held = checks.vary_alike(calls.geometry.axis_names, weights, held)
+    home = _Home(first, calls.geometry.config.n_experts // calls.geometry.n_ranks)
+    return _lend_gradients(calls, home, weights, held)
 
 
 def _encode(calls: Calls, leaf: jax.Array, held: jax.Array) -> jax.Array:
@@ -293,6 +303,13 @@ def _sum_all(calls: Calls, home: _Home, gradients: jax.Array, held: jax.Array) -
     return _add_up(calls, home, own, gradients, held)
 
 
+def _lend_zeros(
+    calls: Calls, home: _Home, weights: jax.Array, held: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    zeros = jnp.zeros((held.shape[1], *weights.shape[1:]), weights.dtype)
+    return weights, checks.vary_alike(calls.geometry.axis_names, zeros, held)[0]
+
+
 # Each is the transpose of another.
 _lend = jax.custom_vjp(_lend_all, nondiff_argnums=(0, 1))
 _return = jax.custom_vjp(_add_up, nondiff_argnums=(0, 1))
@@ -311,4 +328,9 @@ _replicate.defvjp(
 _sum_copies.defvjp(
     lambda calls, home, x, held: (_sum_copies(calls, home, x, held), held),
     lambda calls, home, held, gradient: (_replicate(calls, home, gradient, held), _NO_GRADIENT),
+)
+_lend_gradients = jax.custom_vjp(_lend_zeros, nondiff_argnums=(0, 1))
+_lend_gradients.defvjp(
+    lambda calls, home, x, held: (_lend_gradients(calls, home, x, held), held),
+    lambda calls, home, held, gradients: (_return(calls, home, *gradients, held), _NO_GRADIENT),
 )

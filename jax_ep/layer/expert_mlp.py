@@ -15,7 +15,7 @@ from jax_ep.layer.activation.api import QuantizedRows, activate, check_activatio
 from jax_ep.layer.activation.calls import Activation
 from jax_ep.layer.dequantize import to_numbers
 from jax_ep.layer.expert_weights import ExpertWeights, call_name, check_arrays, check_codes
-from jax_ep.layer.fetch_experts import fetch_experts, lend_experts
+from jax_ep.layer.fetch_experts import fetch_experts, fetch_gradients, lend_experts
 from jax_ep.layer.matmul.api import multiply_arrays, transposed_scales
 from jax_ep.layer.matmul.calls import flatten_weights
 from jax_ep.layer.matmul.choose import is_gated
@@ -24,6 +24,9 @@ from jax_ep.layer.matmul.gated_scaled import scaled_mlp
 from jax_ep.layer.matmul.rules import add_bias
 from jax_ep.layer.quantize_weights import QuantizedWeights
 from jax_ep.results import Dispatched, check_dispatched
+
+# Of the weights that are sent: transposed codes, and a source that no gradient in FP8 reads.
+_NOT_SENT: dict[str, Any] = dict(gradient_codes=None, source=None)
 
 
 def expert_mlp(
@@ -157,22 +160,25 @@ def _check_quantized(
 
 
 def _fetch_codes(dispatched: Dispatched, weights: ExpertWeights) -> ExpertWeights:
-    """`fetch_experts`, but codes travel once: those for gradients are the same, transposed."""
+    """`fetch_experts`; with gradients in FP8, codes travel, and of sources the gradients alone."""
     if dispatched.copies is None:
         return weights
     matrices = weights.gate_up, weights.down
-    sent = [dataclasses.replace(each, gradient_codes=None) for each in matrices]
+    sent = [
+        each if each.gradient_codes is None else dataclasses.replace(each, **_NOT_SENT)
+        for each in matrices
+    ]
     fetched = fetch_experts(dispatched, weights._replace(gate_up=sent[0], down=sent[1]))
 
-    def add_codes(own: QuantizedWeights, fetched: QuantizedWeights) -> QuantizedWeights:
+    def complete(own: QuantizedWeights, fetched: QuantizedWeights) -> QuantizedWeights:
         if own.gradient_codes is None:
             return fetched
         of_copies = fetched.codes[own.codes.shape[0] :].swapaxes(1, 2)
-        own_codes, of_copies = checks.vary_alike((), own.gradient_codes, of_copies)
-        gradient_codes = jnp.concatenate([own_codes, of_copies])
-        return dataclasses.replace(fetched, gradient_codes=gradient_codes)
+        parts = checks.vary_alike((), own.gradient_codes, of_copies)
+        source = None if own.source is None else fetch_gradients(dispatched, own.source)
+        return dataclasses.replace(fetched, gradient_codes=jnp.concatenate(parts), source=source)
 
-    gate_up, down = map(add_codes, matrices, (fetched.gate_up, fetched.down))
+    gate_up, down = map(complete, matrices, (fetched.gate_up, fetched.down))
     return fetched._replace(gate_up=gate_up, down=down)
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep.exchange.copies import Lent, check_leaf, lend
+from jax_ep.exchange.copies import Lent, check_leaf, lend, lend_gradients
 from jax_ep.group import calls_of, check_group
 from jax_ep.results import Dispatched, check_dispatched
 
@@ -62,3 +62,12 @@ def lend_experts(dispatched: Dispatched, weights: Any) -> Lent:
     n_shared = int(group.config.fused_shared_expert)
     copies, row_offsets = lax.stop_gradient((copies, dispatched.row_offsets))
     return lend(calls_of(group), weights, copies, n_shared, after=row_offsets)
+
+
+def fetch_gradients(dispatched: Dispatched, weights: jax.Array) -> jax.Array:
+    """`fetch_experts` of an array whose values nobody reads: zeros stand for those of copies."""
+    group, copies = dispatched.group, dispatched.copies
+    assert copies is not None
+    n_shared = int(group.config.fused_shared_expert)
+    parts = lend_gradients(calls_of(group), weights, lax.stop_gradient(copies), n_shared)
+    return jnp.concatenate(parts)

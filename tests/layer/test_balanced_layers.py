@@ -1,6 +1,7 @@
 """Layers in groups with copies of experts: what they compute is what they compute without."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -185,6 +186,20 @@ def test_gradients_of_copies_may_be_in_fp8(transport):
         got, wanted = (np.asarray(x, np.float64).ravel() for x in (got, wanted))
         norms = np.linalg.norm(got) * np.linalg.norm(wanted)
         assert got @ wanted > 0.998 * norms > 0
+
+
+def test_with_gradients_in_fp8_codes_travel_and_no_numbers():
+    options = {"token_format": jax_ep.BlockwiseFP8(), "combine_dtype": jnp.bfloat16}
+    group = open_group("xla", 2, **options)
+
+    def experts(rows, *matrices):
+        quantized = [jax_ep.quantize_weights(x, fp8_gradients=True) for x in matrices]
+        return jax_ep.expert_mlp(rows, *quantized)
+
+    text = str(jax.make_jaxpr(on_all_ranks(group, experts))(*make_operands()))
+    found = re.findall(r":(\w+)\[([\d,]*)\][^\n=]* = all_to_all", text)
+    large = {kind for kind, shape in found if shape.endswith(("256,128", "128,128"))}
+    assert large == {"u8"}, found
 
 
 def test_errors_name_what_must_hold(transport):
