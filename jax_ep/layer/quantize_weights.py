@@ -63,7 +63,8 @@ def quantize_weights(
             need half the memory of bfloat16 or a quarter of that of float32, and no gradient
             reaches `weights`.
         fp8_gradients: whether gradients of matmuls by these weights multiply in FP8, too, rather
-            than in bfloat16; N must then be a multiple of 128. The codes are kept twice.
+            than in bfloat16; N must then be a multiple of 128. The codes are kept twice. A NaN or
+            an infinity in a cotangent is lost: 128 elements count as zeros.
 
     Raises:
         ValueError: a shape or dtype does not fit. While tracing.

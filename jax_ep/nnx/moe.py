@@ -91,8 +91,8 @@ class MoE(nnx.Module):
             for each use, in the dtype of the matmuls, and their gradients reduce-scattered.
         fp8_matmuls: whether experts multiply in FP8; needs the token format `BlockwiseFP8`.
             Each call quantizes the weights, unless `quantize_experts` has done it once.
-        fp8_gradients: whether their gradients multiply in FP8, too, rather than in bfloat16; needs
-            `fp8_matmuls`.
+        fp8_gradients: whether the backward of experts' matmuls is in FP8, too, rather than in
+            bfloat16 (`quantize_weights`); needs `fp8_matmuls`.
         expert_fn: what a rank calls in place of `jax_ep.expert_mlp` (None), with the same
             arguments: `(dispatched, gate_up, down, *, gate_up_bias, down_bias, interleaved,
             clamp)` to the results `[C, H]`, inside `jax.shard_map`. Also `transposed=True` if the

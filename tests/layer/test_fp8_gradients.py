@@ -148,21 +148,34 @@ def test_experts_have_gradients_in_fp8(name):
         assert cosine(again[1][1], grads[1]) > 0.99999
 
 
-def test_a_gradient_keeps_no_weights_but_their_codes_for_it():
+@pytest.mark.parametrize("in_fp8", [True, False])
+def test_a_gradient_keeps_only_what_it_reads(in_fp8):
     rows, tokens, weights, _, offsets = make_operands([5, 9])
 
-    def residuals(tokens, weights):
-        quantized = jax_ep.quantize_weights(weights, fp8_gradients=True)
-        return jax.vjp(
-            lambda tokens, source: multiply_scaled(
-                rows, dataclasses.replace(quantized, source=source), offsets, tokens
-            ),
-            *(tokens, weights),
-        )[1]
+    def kept(*names):
+        def residuals(tokens, weights):
+            quantized = jax_ep.quantize_weights(weights, fp8_gradients=in_fp8)
 
-    found = jax.tree.leaves(jax.eval_shape(residuals, tokens, weights))
-    kept = {(x.shape, x.dtype.name) for x in found if x.ndim == 3 and x.size > 100}
-    assert kept == {(weights.shape, "uint8")}
+            def product(tokens, source):
+                source_rows = tokens if "tokens" in names else None
+                given = dataclasses.replace(quantized, source=None)
+                if "weights" in names:
+                    given = dataclasses.replace(quantized, source=source)
+                return multiply_scaled(rows, given, offsets, source_rows)
+
+            return jax.vjp(product, tokens, weights)[1]
+
+        found = jax.tree.leaves(jax.eval_shape(residuals, tokens, weights))
+        large = [x for x in found if x.size > 999]  # no scales
+        return {(x.shape, x.dtype.name) for x in large}
+
+    row_codes, codes = (rows.tokens.shape, "uint8"), (weights.shape, "uint8")
+    own = (weights.shape, weights.dtype.name)
+    transposed = ((weights.shape[0], *weights.shape[:0:-1]), "uint8")
+    of_weights = {codes} if in_fp8 else {own}
+    assert kept("tokens", "weights") == {row_codes} | of_weights
+    assert kept("weights") == {row_codes}
+    assert kept("tokens") == ({codes} if in_fp8 else {transposed})
 
 
 def column_codes(sizes):
@@ -233,7 +246,9 @@ def test_errors_of_sums_of_gradients_name_what_must_hold():
         add(rows=rows._replace(scales=rows.scales.T))
     with pytest.raises(ValueError, match="N must be a multiple of 128 with codes"):
         add(cotangent=cotangent[:, :200], sums=sums[..., :200])
-    with pytest.raises(NotImplementedError):
+    with pytest.raises(ValueError, match="token_format must be None unless rows are codes"):
+        add(rows=jnp.ones((11, 256)), token_format=jax_ep.BlockwiseFP8())
+    with pytest.raises(NotImplementedError, match="a sum of products of codes has no derivative"):
         jax.grad(lambda x: jnp.sum(jax_ep.grouped_matmul_gradient(rows, x, offsets, sums)))(
             cotangent
         )

@@ -83,8 +83,9 @@ def grouped_matmul_gradient(
     `accumulator[l] + x.T @ y`. The sum over the rows is in float32, as in `grouped_matmul`, and is
     not rounded to another dtype; one float32 addition then adds it. Groups without rows keep the
     bits of the accumulator. A GPU gives the same bits in every run. Differentiable, any number of
-    times, unless rows are codes: these are multiplied in FP8, as with `fp8_gradients` of
-    `quantize_weights`. May be called outside `jax.shard_map`, with arrays that are not sharded.
+    times, if rows are numbers. Codes are multiplied in FP8, as with `fp8_gradients` of
+    `quantize_weights`, and not differentiable. May be called outside `jax.shard_map`, with arrays
+    that are not sharded.
 
     On GPUs from compute capability 8.0 on, kernels add bfloat16 and float16 products to the
     accumulator in place, if H and N are multiples of 8. XLA copies the accumulator before that if
@@ -111,6 +112,11 @@ def grouped_matmul_gradient(
     operands = rows, cotangent, row_offsets, accumulator
     if isinstance(rows, QuantizedRows):
         return _add_products_of_codes(*operands, transposed, token_format)
+    if token_format is not None:
+        raise ValueError(
+            "grouped_matmul_gradient: token_format must be None unless rows are codes; got "
+            f"{token_format!r}."
+        )
     return _add_products(*operands, transposed)
 
 
@@ -156,8 +162,8 @@ def _add_products_of_codes(
     n_columns = cotangent.shape[1]
     if n_columns % SCALE_BLOCK:
         raise ValueError(
-            f"{name}: N must be a multiple of {SCALE_BLOCK} with codes, whose kernels take so many "
-            f"columns at a time; got {n_columns}."
+            f"{name}: N must be a multiple of {SCALE_BLOCK} with codes, since a scale covers so "
+            f"many columns; got {n_columns}."
         )
     sizes, letters = (hidden_size, n_columns), "L H N"
     if transposed:
@@ -302,9 +308,14 @@ def _check_codes(
     n_blocks = -(-weights.codes.shape[1] // SCALE_BLOCK)
     shape = (n_groups, n_blocks, n_scales)
     check("weights.scales", weights.scales, shape, "L N/128 H/128", jnp.float32)
+    sizes = n_groups, hidden_size, weights.codes.shape[1]
     if weights.gradient_codes is not None:
-        codes, shape = weights.gradient_codes, (n_groups, hidden_size, weights.codes.shape[1])
-        check("weights.gradient_codes", codes, shape, "L H N", jnp.float8_e4m3fn)
+        check("weights.gradient_codes", weights.gradient_codes, sizes, "L H N", jnp.float8_e4m3fn)
+    if weights.source is not None:
+        shape, letters = sizes, "L H N"
+        if weights.transposed:
+            shape, letters = (n_groups, *sizes[:0:-1]), "L N H"
+        check("weights.source", weights.source, shape, letters, jnp.bfloat16, jnp.float32)
 
 
 def _form(transposed: bool) -> MatmulForm:

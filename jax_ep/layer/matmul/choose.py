@@ -123,7 +123,7 @@ def _quantizes(work: Work) -> bool:
 
 def _multiplies_columns(work: Work) -> bool:
     """In units of 16 bytes of the result."""
-    return work.k % 8 == work.n % 8 == 0
+    return work.k % 8 == work.n % 8 == 0 and work.out_dtype in (jnp.bfloat16, jnp.float32)
 
 
 class _Row(NamedTuple):

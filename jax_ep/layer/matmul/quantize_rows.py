@@ -33,7 +33,7 @@ class _Format(BlockwiseFP8):
 
 
 class Codes(NamedTuple):
-    """Of `[C, n]`.
+    """Codes and scales of rows, `[C, n]`.
 
     Along rows, codes are `[C, n]` and scales `[n / 128, C]`. Along columns, for B blocks of rows,
     of which the first ones are in use, codes are `[n, 128 B]` and scales `[B, n]`.

@@ -28,7 +28,6 @@ from jax_ep.layer.matmul.columns import multiply_columns
 from jax_ep.layer.matmul.quantize_rows import quantize_rows
 
 _NO_GRADIENT: Any = None  # what custom_vjp expects for integers and codes
-_NO_CODES: Any = None  # in place of some that a gradient does not read
 _FLIPPED = {
     MatmulForm.WEIGHTS: MatmulForm.TRANSPOSED_WEIGHTS,
     MatmulForm.TRANSPOSED_WEIGHTS: MatmulForm.WEIGHTS,
@@ -148,10 +147,26 @@ class _Saved(NamedTuple):
 def _scaled_fwd(source: Matmul, sources: Sources, operands: Any, row_offsets: Any) -> Any:
     product = scaled_matmul(source, sources, operands, row_offsets)
     like = Sources(*(None if x is None else jnp.zeros(0, x.dtype) for x in sources))
-    in_fp8 = operands.gradient_weights is not None
-    kept = operands._replace(weights=_NO_CODES) if in_fp8 else operands
-    source_weights = None if in_fp8 else sources.weights
+    source_weights, kept = _read_by_gradients(sources, operands)
     return product, _Saved(like, source_weights, _view_codes(kept, jnp.uint8), row_offsets)
+
+
+def _read_by_gradients(
+    sources: Sources, operands: ScaledOperands
+) -> tuple[jax.Array | None, ScaledOperands]:
+    """The weights' numbers and the codes that the backward reads; empty or None for the others."""
+    source_weights: Any = sources.weights
+    kept: Any = operands
+    in_fp8 = operands.gradient_weights is not None
+    if source_weights is None:
+        kept = kept._replace(rows=None, row_scales=None)
+    if in_fp8 or source_weights is not None or sources.rows is None:
+        kept = kept._replace(weights=None)
+    if sources.rows is None:
+        source_weights = None
+        gradient_weights = kept.gradient_weights[:0] if in_fp8 else None  # says that it is in FP8
+        kept = kept._replace(weight_scales=None, gradient_weights=gradient_weights)
+    return None if in_fp8 else source_weights, kept
 
 
 def _view_codes(operands: ScaledOperands, dtype: Any) -> ScaledOperands:
@@ -201,7 +216,7 @@ def _in_fp8(
     row_offsets: jax.Array,
     cotangent: jax.Array,
 ) -> Sources:
-    """The same, from products of codes; those of the cotangent are made here."""
+    """The same by matmuls in FP8, for which the cotangent is quantized."""
     grads = Sources(None, None)
     along_rows, along_columns = quantize_rows(
         *(cotangent, row_offsets),
@@ -222,6 +237,7 @@ def _in_fp8(
     return grads
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def add_products_of_codes(
     form: MatmulForm,
     rows: jax.Array,
@@ -235,6 +251,14 @@ def add_products_of_codes(
     of_product = quantize_rows(cotangent, row_offsets, along_columns=True)
     lhs, rhs = _factors(form, of_rows.along_columns, of_product.along_columns)
     return multiply_columns(accumulator.dtype, lhs, rhs, row_offsets, accumulator)
+
+
+@add_products_of_codes.defjvp
+def _no_derivative(form: MatmulForm, *_: Any) -> Any:
+    raise NotImplementedError(
+        "grouped_matmul_gradient: a sum of products of codes has no derivative. Pass numbers, such "
+        "as jax_ep.dequantize() gives."
+    )
 
 
 @_straight_through.defjvp
