@@ -139,10 +139,10 @@ def overlap_as_asked(request):
 @pytest.fixture(scope="session", autouse=True)
 def no_warnings_of_groups_of_other_tests():
     """Those that tests leave open are not watched: the log may be what a later test looks at."""
-    from jax_ep.group import drop_watch, ep_group
+    from jax_ep.group import drop_watch, dropped
 
     drop_watch.interval_s = 1e6
-    ep_group._dropped = collections.deque(maxlen=0)
+    dropped._dropped = collections.deque(maxlen=0)
     yield
     drop_watch._watched.clear()
 

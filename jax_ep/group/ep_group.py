@@ -1,9 +1,6 @@
 """EPGroup: a geometry, and the connection that a transport opened for it."""
 
-import contextlib
-import logging
 import os
-import weakref
 from typing import Any, Self
 
 import jax
@@ -13,16 +10,13 @@ from jax_ep.config import EPConfig
 from jax_ep.exchange.base import Calls
 from jax_ep.exchange.checks import check_manual
 from jax_ep.geometry import Geometry, check_mesh
+from jax_ep.group import dropped
 from jax_ep.group.drop_watch import DropWatch
 from jax_ep.group.select import connect
 from jax_ep.processes import interrupts
 from jax_ep.processes.exchange import Exchange, ExchangeFn, facts_of
 from jax_ep.stats import RankStats
 from jax_ep.transports.base import Connection
-
-_log = logging.getLogger("jax_ep")
-# Of groups that the program dropped without closing them, until `ep_init` warns of them.
-_dropped: list[Connection] = []
 
 
 class EPGroup:
@@ -40,8 +34,7 @@ class EPGroup:
         self._process = os.getpid()
         self._closed = False
         self._drops = DropWatch(connection)
-        self._end = weakref.finalize(self, _dropped.append, connection)
-        self._end.atexit = False
+        self._forget = dropped.watch(self, connection)
 
     @property
     def geometry(self) -> Geometry:
@@ -171,7 +164,7 @@ class EPGroup:
         """
         if not self._closed:
             self._closed = True
-            self._end.detach()
+            self._forget()
             if os.getpid() != self._process:  # the threads of its calls are in the parent
                 return
             try:
@@ -276,7 +269,9 @@ def ep_init(
     """Sets up expert parallelism along one or more mesh axes.
 
     Every process that holds devices of the mesh must call it with the same arguments. Processes
-    that share groups must open them in the same order, and close them in the same order.
+    that share groups must open them in the same order, and close them in the same order. Logs a
+    warning (logger `jax_ep`) about each group, on another transport than `xla`, that the program
+    has dropped without closing it.
 
     Args:
         mesh: devices. Each replica, the devices along `axis_name` at one index of the other axes,
@@ -327,15 +322,12 @@ def ep_init(
             it at once. If it is raised, or any other error, the group is open in no process, and
             `ep_init` may be called again.
 
-    Logs a warning (logger `jax_ep`) about each group, on another transport than `xla`, that the
-    program has dropped without closing it.
-
     Warns:
         RuntimeWarning: once per process: the transport is `host`, and XLA has too few threads for
             programs to run ahead of their results (docs/sharp_bits.md).
     """
     connection = None
-    _warn_of_dropped()
+    dropped.warn()
     try:
         with interrupts.deferred():
             check_mesh(mesh)
@@ -364,25 +356,6 @@ def ep_init(
             with interrupts.deferred():
                 connection.abandon()
         raise
-
-
-def _warn_of_dropped() -> None:
-    """Names groups that are open although nothing refers to them any more.
-
-    Closes none: compiled programs may call them, and other processes refer to theirs. Not as soon
-    as a group is dropped, when the program may be about to end.
-    """
-    while _dropped:
-        connection = _dropped.pop(0)
-        if connection.name == "xla":  # holds nothing
-            continue
-        with contextlib.suppress(RuntimeError, ValueError):  # an interrupt has closed it
-            n_bytes = connection.memory()
-            held = f" and holds {n_bytes} bytes on each device" if n_bytes else ""
-            _log.warning(
-                f"Group {connection.geometry.key} is still open{held}, although nothing refers to "
-                "it any more. Call close() before you assign another group to its name."
-            )
 
 
 def _memory_of(group: Any) -> Geometry | None:

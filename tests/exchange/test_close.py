@@ -1,5 +1,6 @@
 """The effect of `EPGroup.close` on calls that were enqueued before it, on `host`."""
 
+import collections
 import gc
 import time
 
@@ -10,7 +11,7 @@ import pytest
 
 from harness import on_mesh
 from host_calls import make_tokens, open_group, round_trip, without_rank_3
-from jax_ep.group import ep_group
+from jax_ep.group import dropped
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -114,15 +115,22 @@ def test_close_returns_at_once_if_nothing_is_computed():
 
 def test_a_group_that_the_program_drops_is_named_when_the_next_one_opens(monkeypatch, caplog):
     """It stays open, as compiled programs may call it; groups that were closed are not named."""
-    dropped = []
-    monkeypatch.setattr(ep_group, "_dropped", dropped)
+    waiting = collections.deque()
+    monkeypatch.setattr(dropped, "_dropped", waiting)
     group = open_group(timeout_s=47)
     key = group.key
+    equal = open_group(timeout_s=47)
+    group = None
+    gc.collect()
+    assert len(waiting) == 1
+    open_group(timeout_s=48).close()
+    assert not waiting and not caplog.records  # an equal group is in use
+    group, equal = equal, None
     with open_group(timeout_s=48):
         pass
     group = open_group(timeout_s=48)
     gc.collect()
-    (connection,) = dropped
+    (connection,) = waiting
     assert not caplog.records and len(connection.stats()) == group.n_ranks
     group.close()
     for timeout_s in (49, 50):
