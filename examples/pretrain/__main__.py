@@ -148,7 +148,6 @@ def run(options: Options) -> None:
     )
     described = describe(options, program, mesh, n_sequences, group and group.transport)
     checkpoints = Checkpoints(options.checkpoints) if options.checkpoints else None
-    events = Events(options.tensorboard) if options.tensorboard else None
     restored = checkpoints and checkpoints.restore(program.abstract_state)
     first, state = restored or (0, program.new_state())
     if first >= options.stop_at:
@@ -157,6 +156,7 @@ def run(options: Options) -> None:
         )
     if restored:
         say("resumed", f"after step {first}")
+    events = Events(options.tensorboard) if options.tensorboard else None
     loop = Loop(
         program=program,
         mesh=mesh,
@@ -168,9 +168,11 @@ def run(options: Options) -> None:
         events=events,
         profile=options.profile,
     )
-    _, history = loop.run(state, first, options.stop_at)
-    for opened in filter(None, (checkpoints, events)):
-        opened.close()
+    try:
+        _, history = loop.run(state, first, options.stop_at)
+    finally:
+        for opened in filter(None, (checkpoints, events)):
+            opened.close()
     report(options, described, history, source, n_sequences // mesh.size * sequence)
     report_ranks(options, history, group)
     say("written", str(options.out))

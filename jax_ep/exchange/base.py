@@ -31,7 +31,7 @@ class Sends(NamedTuple):
     The i-th ones travel together.
     """
 
-    n: jax.Array  # int32[]: beyond the n-th ones, none is sent; the same on all ranks
+    n: jax.Array  # int32[]: beyond the n-th ones, none counts; the same on all ranks
     entry: jax.Array  # int32[R, U]: of this rank's array, by destination
     got: jax.Array  # int32[R, U]: the entry of this rank's result, by source
     is_got: jax.Array  # bool[R, U]
@@ -47,8 +47,8 @@ class Calls(abc.ABC):
         geometry: of the group.
         lends: whether there are custom calls for copies of experts, in copy_calls.py and
             balance_calls.py.
-        may_loop: whether loops may hold `all_to_all`. XLA:CPU takes a collective of one loop for
-            one of another (docs/sharp_bits.md).
+        may_loop: whether `all_to_all` may be in a loop. XLA:CPU takes a collective of one loop for
+            that of another (docs/sharp_bits.md).
     """
 
     lends = False

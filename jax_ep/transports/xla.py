@@ -83,7 +83,7 @@ class XlaCalls(Calls):
         routing, topk_weights = operands.routing, operands.topk_weights
         rows = routing.handle
         if not operands.reduce:
-            out = _return_rows(geometry, expert_out, rows, routing.group_ids)
+            out = _return_rows(geometry, expert_out, rows, routing.group_ids, self.may_loop)
             return checkpoint_name(out, COMBINE_NAME)
         shared_rows = None
         if operands.adds_shared_expert:
@@ -212,7 +212,11 @@ def _offsets(sizes: jax.Array) -> jax.Array:
 
 
 def _return_rows(
-    geometry: Geometry, expert_out: jax.Array, dst_rows: jax.Array, group_ids: jax.Array
+    geometry: Geometry,
+    expert_out: jax.Array,
+    dst_rows: jax.Array,
+    group_ids: jax.Array,
+    may_loop: bool,
 ) -> jax.Array:
     """The rows of this rank's choices, `[T, N, H]`; zero for choices without one."""
     routed = geometry.routed
@@ -222,13 +226,15 @@ def _return_rows(
     def send_back(
         rows: jax.Array, dst_rows: jax.Array, ranks: jax.Array, has_row: jax.Array
     ) -> jax.Array:
-        def one_choice(choice: tuple[jax.Array, jax.Array]) -> jax.Array:
-            index, rank = choice  # [R, T] of every source, [T] of this one
+        def pick(choices: tuple[jax.Array, jax.Array]) -> jax.Array:
+            index, rank = choices  # [R, T, ...] of every source, [T, ...] of this one
             received = _all_to_all(_take(rows, _index(index, rows)), geometry)
-            return jnp.take_along_axis(received, rank[None, :, None], axis=0)[0]
+            return jnp.take_along_axis(received, rank[None, ..., None], axis=0)[0]
 
+        if not may_loop:
+            return jnp.where(has_row[..., None], pick((dst_rows, ranks)), 0)
         # One choice at a time needs a buffer of [R, T, H], not [R, T, N, H].
-        picked = lax.map(one_choice, (jnp.moveaxis(dst_rows, 2, 0), ranks.T))
+        picked = lax.map(pick, (jnp.moveaxis(dst_rows, 2, 0), ranks.T))
         return jnp.where(has_row[..., None], jnp.moveaxis(picked, 0, 1), 0)
 
     return _move_bits(send_back, expert_out, dst_rows, ranks, has_row)

@@ -89,7 +89,7 @@ class Meeting {
   std::vector<bool> has_come_;
   size_t n_come_ = 0;
   std::atomic<int64_t> n_meetings_ = 0;
-  Status outcome_;  // of the last meeting; there is none after one that failed
+  Status outcome_;  // of the last meeting; after a failure there is no other
   std::vector<Value> coming_, values_;
 };
 
