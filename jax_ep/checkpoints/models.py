@@ -56,33 +56,38 @@ def from_config(config: Mapping[str, Any]) -> tuple[Layout, dict[str, int], dict
         The arguments of `nnx.MoE` that make it a layer of the model; others are up to you.
 
     Raises:
-        KeyError: `config` lacks a field of such a model.
-        ValueError: the `model_type` is another one.
+        ValueError: the `model_type` is another one, or `config` lacks a field of such a model.
     """
     model = config.get("model_type")
     if model not in _LAYOUTS:
+        part = "config['text_config']" if "text_config" in config else "a Layout of your own"
         raise ValueError(
-            f"model_type must be one of {', '.join(_LAYOUTS)}; got {model!r}. For others, use a "
-            "Layout of your own."
+            f"model_type must be one of {', '.join(_LAYOUTS)}; got {model!r}. Use {part}."
         )
-    n_experts = config[next((name for name in _N_EXPERTS if name in config), _N_EXPERTS[0])]
-    top_k, hidden_size = config["num_experts_per_tok"], config["hidden_size"]
-    sizes = {"n_experts": n_experts, "top_k": top_k, "hidden_size": hidden_size}
-    expert_size = config.get("moe_intermediate_size") or config["intermediate_size"]
+
+    def field(*names: str) -> Any:
+        for name in names:
+            if config.get(name) is not None:
+                return config[name]
+        raise ValueError(f"The config of {model} must have {' or '.join(names)}; got {[*config]}.")
+
+    top_k, hidden_size = field("num_experts_per_tok"), field("hidden_size")
+    sizes = {"n_experts": field(*_N_EXPERTS), "top_k": top_k, "hidden_size": hidden_size}
+    expert_size = field("moe_intermediate_size", "intermediate_size")
     options: dict[str, Any] = {"expert_size": expert_size}
     if model == "qwen3_moe":
-        options["router"] = RouterConfig(normalize=config["norm_topk_prob"])
+        options["router"] = RouterConfig(normalize=field("norm_topk_prob"))
     if model == "deepseek_v3":
         options["router"] = RouterConfig(
             scores="sigmoid",
-            normalize=config["norm_topk_prob"],
-            scaling=config["routed_scaling_factor"],
-            n_expert_groups=config["n_group"],
-            topk_expert_groups=config["topk_group"],
+            normalize=field("norm_topk_prob"),
+            scaling=field("routed_scaling_factor"),
+            n_expert_groups=field("n_group"),
+            topk_expert_groups=field("topk_group"),
             group_scores="top2",
         )
-        options |= {"router_bias": True, "shared_size": config["n_shared_experts"] * expert_size}
+        options |= {"router_bias": True, "shared_size": field("n_shared_experts") * expert_size}
     if model == "gpt_oss":
         options |= {"logit_bias": True, "expert_bias": True, "interleaved": True}
-        options["clamp"] = 1.702, config["swiglu_limit"]
+        options["clamp"] = 1.702, field("swiglu_limit")
     return _LAYOUTS[model], sizes, options

@@ -94,8 +94,10 @@ class TokenFormat(CheckedDataclass, abc.ABC):
 def check_is_format(value: Any, where: str = "") -> None:
     """Requires a token format."""
     if not isinstance(value, TokenFormat):
+        advice = " Call it." if callable(value) else ""
         raise ValueError(
             f"{where}token_format must be a token format such as jax_ep.BF16(); got {value!r}."
+            f"{advice}"
         )
 
 

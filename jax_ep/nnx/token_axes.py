@@ -68,7 +68,7 @@ def spec_of_call(group: EPGroup, spec: P, follows: bool, tokens: jax.Array) -> P
             if follows:
                 raise ValueError(
                     f"{call}: tokens must {_describe_axes(group)}; {says}. Reshard them: "
-                    f"jax.reshard(tokens, jax.{spec})."
+                    f"jax.reshard(tokens, jax.NamedSharding(mesh, jax.{spec}))."
                 )
             advice = f", or make the layer with token_axes={found}" if fits else ""
             raise ValueError(

@@ -130,7 +130,7 @@ def test_the_default_follows_explicit_axes(spec):
             {},
             P("dp"),
             r"over the group's axis 'ep'; .* say P\('dp',?\). Reshard them: "
-            r"jax.reshard\(tokens, jax.P\(\('dp', 'ep'\),?\)\)\.$",
+            r"jax.reshard\(tokens, jax.NamedSharding\(mesh, jax.P\(\('dp', 'ep'\),?\)\)\)\.$",
         ),
         (
             {"token_axes": BOTH},

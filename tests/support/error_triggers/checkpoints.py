@@ -47,6 +47,7 @@ def header(text: str) -> bytes:
 
 TRIGGERS = {
     "checkpoint-model": lambda: from_config({"model_type": "llama4"}),
+    "checkpoint-field": lambda: from_config({"model_type": "mixtral"}),
     "checkpoint-type": lambda: QWEN3_MOE.load({}, tensors(), 0),
     "checkpoint-parameters": lambda: load({}, logit_bias=True),
     "checkpoint-interleaved": lambda: load({}, interleaved=True),

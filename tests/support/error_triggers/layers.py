@@ -246,7 +246,7 @@ TRIGGERS: dict[str, Callable[[], Any]] = {
     "layer-kernel-init": lambda: layer(init(), kernel_init=0.02),
     "layer-key": lambda: layer(init())(jax.random.split(jax.random.key(0), (R, H))),
     "layer-formats": lambda: layer(init(), fp8_matmuls=True),
-    "layer-fp8-gradients": lambda: layer(init(), fp8_gradients=True),
+    "layer-gradients": lambda: layer(init(), fp8_gradients=True),
     "layer-quantize": lambda: layer(init()).quantize_experts(),
     "layer-quantize-fsdp": lambda: fp8_layer(
         make_mesh(jax.devices()[:4], (2, 2), ("dp", "ep")), fsdp_axis="dp"
