@@ -9,7 +9,6 @@
 
 #include <cstdint>
 #include <cstdio>
-#include <string_view>
 #include <vector>
 
 #include "layer/matmul/fp8_gradient.h"
@@ -20,11 +19,6 @@
 namespace jax_ep::matmul {
 namespace {
 
-struct Model {
-  const char* name;
-  uint32_t n_groups;
-  int64_t k, n;
-};
 constexpr Model kModels[] = {
     {"DeepSeek-V3 up", 64, 7168, 4096}, {"DeepSeek-V3 down", 64, 2048, 7168},
     {"DeepSeek-V3 up", 32, 7168, 4096}, {"Qwen3-30B up", 64, 2048, 1536},
@@ -171,11 +165,5 @@ void TimeCase(const Model& model, const Operands& operands, uint32_t mean, bool 
 
 int main(int n_args, char** args) {
   using namespace jax_ep::matmul;
-  for (const Model& model : kModels) {
-    if (n_args > 1 && std::string_view(args[1]) != model.name) continue;
-    const Operands operands(model);
-    for (const bool is_drawn : {true, false}) {
-      for (const uint32_t mean : kMeans) TimeCase(model, operands, mean, is_drawn);
-    }
-  }
+  ForEachCase<Operands>(kModels, kMeans, n_args, args, TimeCase);
 }

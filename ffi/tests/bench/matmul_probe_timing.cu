@@ -28,15 +28,10 @@ __global__ void FindDifference(const __nv_bfloat16* a, const __nv_bfloat16* b, i
   }
 }
 
-struct Model {
-  const char* name;
-  uint32_t n_groups;
-  int64_t k, n;  // of weights that are not transposed
-
-  Model Of(MatmulForm form) const {
-    return form == MatmulForm::kWeights ? *this : Model{name, n_groups, n, k};
-  }
-};
+// With the weights of the form: those of a model are not transposed.
+Model Of(const Model& model, MatmulForm form) {
+  return form == MatmulForm::kWeights ? model : Model{model.name, model.n_groups, model.n, model.k};
+}
 
 constexpr Model kModels[] = {
     {"DeepSeek-V3 up", 32, 7168, 4096}, {"DeepSeek-V3 down", 32, 2048, 7168},
@@ -186,7 +181,7 @@ void TimeMatmuls(const std::string& cublas_dir, MatmulForm form) {
       cublas_dir.empty() ? nullptr : std::make_unique<DenseMatmul>(cublas_dir, kTimedStream);
   double copy_rate = 0;
   for (const Model& model : kModels) {
-    const Operands operands(model.Of(form), form);
+    const Operands operands(Of(model, form), form);
     if (copy_rate == 0) {
       const Buffer none(0);
       copy_rate = CopyRate(operands.Call(0, none, none, 0));

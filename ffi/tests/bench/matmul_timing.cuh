@@ -11,6 +11,7 @@
 #include <memory>
 #include <numeric>
 #include <random>
+#include <string_view>
 #include <vector>
 
 #include "tests/unit/matmul_case.cuh"
@@ -26,6 +27,27 @@ static __global__ void FillNormal(__nv_bfloat16* data, int64_t size, uint32_t se
   for (int64_t i = ThreadIndex(); i < size; i += NumThreads()) {
     const float radius = sqrtf(-2 * logf(1 - Uniform(2 * i, seed)));
     data[i] = __float2bfloat16_rn(radius * cospif(2 * Uniform(2 * i + 1, seed)));
+  }
+}
+
+// Weights of a model, [n_groups, k, n].
+struct Model {
+  const char* name;
+  uint32_t n_groups;
+  int64_t k, n;
+};
+
+// Calls time(model, operands, mean, is_drawn) for numbers of rows per group, drawn and equal, with
+// Operands of each model, or of that which the first argument names.
+template <class Operands, class Models, class Means, class Time>
+void ForEachCase(const Models& models, const Means& means, int n_args, char** args,
+                 const Time& time) {
+  for (const Model& model : models) {
+    if (n_args > 1 && std::string_view(args[1]) != model.name) continue;
+    const Operands operands(model);
+    for (const bool is_drawn : {true, false}) {
+      for (const uint32_t mean : means) time(model, operands, mean, is_drawn);
+    }
   }
 }
 

@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <cstdio>
 #include <functional>
-#include <string_view>
 #include <vector>
 
 #include "layer/activation/cuda_silu.h"
@@ -20,11 +19,6 @@
 namespace jax_ep::matmul {
 namespace {
 
-struct Model {
-  const char* name;
-  uint32_t n_groups;
-  int64_t k, n;
-};
 constexpr Model kModels[] = {{"K7168 N4096", 32, 7168, 4096},
                              {"K2048 N7168", 32, 2048, 7168},
                              {"K2048 N1536", 64, 2048, 1536},
@@ -97,16 +91,21 @@ struct Operands {
       scales, workspace;
 };
 
-void TimeCase(const Model& model, const std::vector<const Operands*>& sets, uint32_t mean,
-              bool is_drawn) {
+struct Sets {
+  explicit Sets(const Model& model) : all{Operands(model), Operands(model)} {}
+
+  const Operands all[kSets];
+};
+
+void TimeCase(const Model& model, const Sets& sets, uint32_t mean, bool is_drawn) {
   const std::vector<uint32_t> offsets = DrawOffsets(model.n_groups, mean, is_drawn);
   const Buffer row_offsets(offsets.size() * sizeof(uint32_t));
   ExpectSuccess("cudaMemcpy", cudaMemcpy(row_offsets.As<void>(), offsets.data(), row_offsets.size(),
                                          cudaMemcpyDefault));
-  const auto call = [&](int i) { return sets[i]->Call(model, row_offsets, offsets.back()); };
+  const auto call = [&](int i) { return sets.all[i].Call(model, row_offsets, offsets.back()); };
   const std::vector<std::function<void(int)>> launches = {
       [&](int i) {
-        const MatmulCall of_set = sets[i]->BFloat16Call(model, row_offsets, offsets.back());
+        const MatmulCall of_set = sets.all[i].BFloat16Call(model, row_offsets, offsets.back());
         ExpectSuccess("bfloat16", hopper::LaunchBFloat16(of_set, kTimedStream));
       },
       [&](int i) {
@@ -115,11 +114,12 @@ void TimeCase(const Model& model, const std::vector<const Operands*>& sets, uint
       [&](int i) { ExpectSuccess("scaled", hopper::LaunchScaled(call(i), kTimedStream)); },
       [&](int i) {
         ExpectSuccess("scaled", hopper::LaunchScaled(call(i), kTimedStream));
-        const silu::SiluCall activation = ActivationOf(call(i), sets[i]->GateOf());
+        const silu::SiluCall activation = ActivationOf(call(i), sets.all[i].GateOf());
         ExpectSuccess("fused_silu", silu::LaunchFusedSilu(activation, kTimedStream));
       },
       [&](int i) {
-        ExpectSuccess("gated", hopper::LaunchGatedScaled(call(i), sets[i]->GateOf(), kTimedStream));
+        ExpectSuccess("gated",
+                      hopper::LaunchGatedScaled(call(i), sets.all[i].GateOf(), kTimedStream));
       }};
   const std::vector<double> ms = TimeRoundRobin(launches);
   std::printf(
@@ -135,11 +135,5 @@ void TimeCase(const Model& model, const std::vector<const Operands*>& sets, uint
 
 int main(int n_args, char** args) {
   using namespace jax_ep::matmul;
-  for (const Model& model : kModels) {
-    if (n_args > 1 && std::string_view(args[1]) != model.name) continue;
-    const Operands first(model), second(model);
-    for (const bool is_drawn : {true, false}) {
-      for (const uint32_t mean : kMeans) TimeCase(model, {&first, &second}, mean, is_drawn);
-    }
-  }
+  ForEachCase<Sets>(kModels, kMeans, n_args, args, TimeCase);
 }

@@ -22,12 +22,6 @@
 namespace jax_ep::matmul {
 namespace {
 
-struct Model {
-  const char* name;
-  uint32_t n_groups;
-  int64_t k, n;
-};
-
 constexpr Model kModels[] = {
     {"DeepSeek-V3 up", 32, 7168, 4096}, {"DeepSeek-V3 down", 32, 2048, 7168},
     {"Qwen3-30B up", 64, 2048, 1536},   {"Qwen3-30B down", 64, 768, 2048},
