@@ -2,9 +2,9 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <string>
 
 #include "core/status.h"
+#include "layer/matmul/call/hopper_call.h"
 #include "layer/matmul/call/kept.h"
 #include "layer/matmul/fp8_gradient.h"
 #include "layer/matmul/kernels.h"
@@ -50,7 +50,7 @@ Status ReadQuantize(const QuantizeAttributes& attributes, const BufferList& oper
   call->n_rows = operand_reader.Dim(0, 0);
   call->n = operand_reader.Dim(0, 1);
   call->n_groups = operand_reader.Dim(1, 0) - 1;
-  status = ExpectOffsets(call->n_groups);
+  if (status.ok()) status = ExpectOffsets(call->n_groups);
   if (!status.ok()) return status;
   const int64_t n_rows = call->n_rows, n = call->n;
   const Shape of_rows = {n / kMatmulScaleBlock, n_rows};
@@ -85,7 +85,7 @@ Status ReadGradient(const BufferList& operands, const BufferList& results, Matmu
   call->accumulates = operands.size() > kAccumulator;
   const ffi::DataType type = call->accumulates ? ffi::F32 : result_reader.Type(0);
   call->out_type = type == ffi::F32 ? RowType::kFloat32 : RowType::kBFloat16;
-  status = ExpectOffsets(call->n_groups);
+  if (status.ok()) status = ExpectOffsets(call->n_groups);
   if (!status.ok()) return status;
   const int64_t n_blocks = call->n_rows / kMatmulScaleBlock;
   const Shape out_shape = {call->n_groups, call->k, call->n};
@@ -107,56 +107,38 @@ Status ReadGradient(const BufferList& operands, const BufferList& results, Matmu
   return status.ok() ? CheckDisjoint(read_only, results) : status;
 }
 
-// A program may have been compiled for another GPU.
-Status ExpectHopper(bool takes_sizes) {
-  if (!IsHopper()) {
-    return InvalidArgument(
-        "it must run on a Hopper GPU, for which this program was compiled; got another GPU. "
-        "Compile or export it where JAX sees the GPUs that run it");
-  }
+Status ExpectKernel(bool takes_sizes) {
+  if (Status status = ExpectHopper(); !status.ok()) return status;
   if (takes_sizes) return {};
   return InvalidArgument("no kernel takes so many rows or columns. Compile the program again");
 }
 
-ffi::Error Finish(Status status, const char* name) {
-  status.message = std::string(name) + ": " + status.message;
-  return ToError(status);
-}
-
-ffi::Error Finish(cudaError_t error, const char* name) {
-  if (error != cudaSuccess) cudaGetLastError();  // clears it: the next launch must not report it
-  return p2p::ToError(error, name);
-}
-
 ffi::Error QuantizeImpl(cudaStream_t stream, ffi::RemainingArgs operands,
                         ffi::RemainingRets results, const QuantizeAttributes& attributes) {
-  constexpr const char* kName = "quantize_rows";
   QuantizeCall call{};
   Status status = ReadQuantize(attributes, BufferList(operands), BufferList(results), &call);
   const bool is_empty = std::min({call.n_rows, call.n_groups, call.n}) == 0;
   const bool takes_sizes = call.n % kMatmulScaleBlock == 0 && call.n_rows <= INT32_MAX;
-  if (status.ok() && !is_empty) status = ExpectHopper(takes_sizes);
-  if (!status.ok()) return Finish(status, kName);
-  return Finish(is_empty ? cudaSuccess : hopper::LaunchQuantizeRows(call, stream), kName);
+  if (status.ok() && !is_empty) status = ExpectKernel(takes_sizes);
+  return RunHopper("quantize_rows", status, is_empty,
+                   [&] { return hopper::LaunchQuantizeRows(call, stream); });
 }
 
 ffi::Error GradientImpl(cudaStream_t stream, ffi::RemainingArgs operands,
                         ffi::RemainingRets results) {
-  constexpr const char* kName = "the gradient of weights in FP8";
   MatmulCall call{};
   const void* kept = nullptr;
   Status status = ReadGradient(BufferList(operands), BufferList(results), &call, &kept);
   const bool is_empty = status.ok() && call.out_elements() == 0;
   const int64_t largest = std::max({call.n_rows, call.k, call.n});
   const bool takes_sizes = call.k % 8 == 0 && call.n % 8 == 0 && largest <= INT32_MAX;
-  if (status.ok() && !is_empty) status = ExpectHopper(takes_sizes);
-  if (!status.ok()) return Finish(status, kName);
-  if (is_empty) return ffi::Error::Success();
-  const auto n_bytes = static_cast<size_t>(call.out_elements() * ElementBytes(call.out_type));
-  cudaError_t error = Keep(kept, call.out, n_bytes, stream);
-  if (error != cudaSuccess) return Finish(error, kName);
-  error = call.n_rows == 0 ? ZeroResult(call, stream) : hopper::LaunchCodesGradient(call, stream);
-  return Finish(error, kName);
+  if (status.ok() && !is_empty) status = ExpectKernel(takes_sizes);
+  return RunHopper("the gradient of weights in FP8", status, is_empty, [&] {
+    const auto n_bytes = static_cast<size_t>(call.out_elements() * ElementBytes(call.out_type));
+    const cudaError_t error = Keep(kept, call.out, n_bytes, stream);
+    if (error != cudaSuccess) return error;
+    return call.n_rows == 0 ? ZeroResult(call, stream) : hopper::LaunchCodesGradient(call, stream);
+  });
 }
 
 }  // namespace

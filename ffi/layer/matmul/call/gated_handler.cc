@@ -7,6 +7,7 @@
 
 #include "core/status.h"
 #include "layer/activation/read_silu.h"
+#include "layer/matmul/call/hopper_call.h"
 #include "layer/matmul/call/kept.h"
 #include "layer/matmul/gated.h"
 #include "layer/matmul/kernels.h"
@@ -199,11 +200,7 @@ struct Units {
 
 // A program may have been compiled for another GPU, or by an earlier version, whose handlers chose.
 Status ExpectKernel(const MatmulCall& call, const Units& units) {
-  if (!IsHopper()) {
-    return InvalidArgument(
-        "it must run on a Hopper GPU, for which this program was compiled; got another GPU. "
-        "Compile or export it where JAX sees the GPUs that run it");
-  }
+  if (Status status = ExpectHopper(); !status.ok()) return status;
   const int64_t largest = std::max({call.n_rows, call.k, 2 * call.n});
   if (call.k > 0 && call.k % units.k == 0 && call.n % units.n == 0 && largest <= INT32_MAX &&
       call.n_groups <= hopper::kMaxTiledGroups) {
@@ -219,13 +216,7 @@ ffi::Error Run(const char* name, Status status, const MatmulCall& call, const Un
                const Launch& launch) {
   const bool is_empty = std::min({call.n_rows, call.n_groups, call.n}) == 0;
   if (status.ok() && !is_empty) status = ExpectKernel(call, units);
-  if (!status.ok()) {
-    status.message = std::string(name) + ": " + status.message;
-    return ToError(status);
-  }
-  const cudaError_t error = is_empty ? cudaSuccess : launch();
-  if (error != cudaSuccess) cudaGetLastError();  // clears it: the next launch must not report it
-  return p2p::ToError(error, name);
+  return RunHopper(name, status, is_empty, launch);
 }
 
 ffi::Error GatedImpl(cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingRets results,

@@ -33,7 +33,6 @@ constexpr uint32_t kWarpGroups = 2;  // that multiply
 constexpr uint32_t kGroupThreads = 128;
 constexpr uint32_t kHalves = 2;               // of the tile's columns
 constexpr uint32_t kLineBytes = kScaleBlock;  // of a row, or of a column of weights
-constexpr uint32_t kStepBytes = 32;           // of the terms that an instruction multiplies
 constexpr uint32_t kSums = 64;                // of a thread, in half of the columns
 static_assert(kBlocks == kRingBlocks && kBlocks * kBlockColumns == kMatmulTileColumns);
 static_assert(kWarpGroups * kGroupRows == kBlockRows &&
@@ -251,13 +250,7 @@ __device__ __forceinline__ void Multiply(Consumer<Tiles>& self, uint32_t first_r
     for (uint32_t i = 0; i < kCount; ++i) {
       const uint32_t column = (half + i) * kScaleBlock;
       const WgmmaOperand<> weights(self.ring.weights() + column * kLineBytes);
-      FenceSums<kSums>(products);
-      wgmma_fence();
-#pragma unroll
-      for (uint32_t step = 0; step < kLineBytes; step += kStepBytes) {
-        IssueE4m3(products, rows + step, weights + step, step > 0);
-      }
-      wgmma_commit_group();
+      IssueE4m3Block(products, rows, weights);
       const RowScales of_columns[2] = {Tiles::ScalesOf(self, scales, half + i, 0),
                                        Tiles::ScalesOf(self, scales, half + i, 1)};
       wgmma_wait_group<0>();

@@ -57,16 +57,18 @@ __device__ __forceinline__ uint32_t Swizzled(uint32_t vector, uint32_t line) {
 
 // What becomes of the sums: numbers that replace the matrices, bfloat16 or float32, or float32 that
 // are added. A line has kBytes.
-template <uint32_t kBytes>
-struct Replace {
-  static constexpr uint32_t kColumns = kBytes / 2;  // of a chunk
-
+struct Stored {
   __device__ static void Prefetch(const Params&, const Tile&, uint32_t) {}
 
   __device__ static void Store(const CUtensorMap* map, int column, int row, int group,
                                uint32_t results) {
     cp_async_bulk_tensor_store(map, column, row, group, results, kEvictFirst);
   }
+};
+
+template <uint32_t kBytes>
+struct Replace : Stored {
+  static constexpr uint32_t kColumns = kBytes / 2;  // of a chunk
 
   // Writes the sums of kColumns columns to a chunk. `results`: the first line of the warp.
   __device__ static void Write(uint32_t results, uint32_t lane, const float* sums) {
@@ -82,15 +84,8 @@ struct Replace {
 };
 
 template <uint32_t kBytes>
-struct ReplaceFloats {
+struct ReplaceFloats : Stored {
   static constexpr uint32_t kColumns = kBytes / sizeof(float);
-
-  __device__ static void Prefetch(const Params&, const Tile&, uint32_t) {}
-
-  __device__ static void Store(const CUtensorMap* map, int column, int row, int group,
-                               uint32_t results) {
-    cp_async_bulk_tensor_store(map, column, row, group, results, kEvictFirst);
-  }
 
   // Of eight columns, a lane has two of a row, then two of the row eight below.
   __device__ static void Write(uint32_t results, uint32_t lane, const float* sums) {

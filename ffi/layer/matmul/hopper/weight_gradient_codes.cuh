@@ -63,7 +63,9 @@ struct Codes {
       const RowScales of_rows = RowScales::Load(scales + row * sizeof(float));
 #pragma unroll
       for (uint32_t half = 0; half < kBlocks; ++half) {
-        MultiplyStage(lhs, WgmmaOperand<>(self.ring.rhs() + half * kHalfBytes), products);
+        IssueE4m3Block(products, lhs, WgmmaOperand<>(self.ring.rhs() + half * kHalfBytes));
+        wgmma_wait_group<0>();
+        FenceSums<kProducts>(products);
         AddScaled(of_rows, of_columns + half * kHalfColumns * sizeof(float), products,
                   sums + half * kProducts);
       }
@@ -74,24 +76,9 @@ struct Codes {
   }
 
  private:
-  static constexpr uint32_t kStepBytes = 32;  // of the terms that an instruction multiplies
   static constexpr uint32_t kProducts = kSums / kBlocks;  // of a thread
 
   __device__ static uint32_t Scales(const Ring<Codes>& ring) { return ring.lhs(0) + kScalesAt; }
-
-  // Products of 64 rows and 128 columns, when the sums before them have been read.
-  __device__ __forceinline__ static void MultiplyStage(const WgmmaOperand<>& lhs,
-                                                       const WgmmaOperand<>& rhs, float* products) {
-    FenceSums<kProducts>(products);
-    wgmma_fence();
-#pragma unroll
-    for (uint32_t step = 0; step < kLineBytes; step += kStepBytes) {
-      IssueE4m3(products, lhs + step, rhs + step, step > 0);
-    }
-    wgmma_commit_group();
-    wgmma_wait_group<0>();
-    FenceSums<kProducts>(products);
-  }
 
   // Adds the products, scaled, to the sums. Of eight columns, whose scales follow those of the
   // eight before, a thread has two.
