@@ -1,6 +1,5 @@
 """`python benchmarks`: times the package and plain `jax.lax` baselines. See README.md."""
 
-import dataclasses
 import fnmatch
 import itertools
 import json
@@ -80,7 +79,7 @@ def _show(path: pathlib.Path, form: str) -> None:
 
     runs = records.read(path)
     if form == "json":
-        return click.echo(json.dumps([dataclasses.asdict(run) for run in runs]))
+        return click.echo(json.dumps([*map(vars, runs)]))
     for run in runs:
         shown = report.Report(run)
         if form == "markdown":

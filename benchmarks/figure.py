@@ -1,4 +1,4 @@
-"""Draws the periods of round trips in a chain, by case and implementation; or those of layers."""
+"""Draws the periods of round trips in a chain, by case and implementation."""
 
 import pathlib
 
@@ -16,19 +16,15 @@ _SMALL = {"xycoords": "axes fraction", "size": 7, "color": "0.4"}
 
 
 def draw(report: Report, path: pathlib.Path) -> None:
-    """Writes a PNG with two panels: round trips, or layers if there are no round trips."""
+    """Writes a PNG with a panel for each kind of round trip, of which there must be some."""
     figure = Figure(figsize=(9, 3.8), dpi=100)
     axes = figure.subplots(1, 2)
-    if report.cases():
-        for axis, operation in zip(axes, ROUND_TRIPS, strict=True):
-            _draw_panel(axis, report, operation)
-        axes[0].set_ylabel("period in a chain, µs")
-    else:
-        _draw_layers(axes, report)
-    for axis in axes:
+    for axis, operation in zip(axes, ROUND_TRIPS, strict=True):
+        _draw_panel(axis, report, operation)
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(color="0.9")
         axis.set_axisbelow(True)
+    axes[0].set_ylabel("period in a chain, µs")
     axes[0].legend(frameon=False, fontsize=8)
     facts = report.run.facts
     devices = f"{facts['n_devices']} × {facts['device']}"
@@ -36,24 +32,6 @@ def draw(report: Report, path: pathlib.Path) -> None:
     figure.tight_layout()
     figure.savefig(path)
     PIL.Image.open(path).convert("RGB").quantize(32).save(path, optimize=True)
-
-
-def _draw_layers(axes: list[Axes], report: Report) -> None:
-    """The time of layers, and the share of the dense matmul's rate that their experts reach."""
-    by_model: dict[str, list[str]] = {}
-    for model, case in report.layers():
-        by_model.setdefault(model, []).append(case)
-    for (model, cases), color in zip(by_model.items(), _COLORS, strict=False):
-        style = {"marker": "o", "markersize": 4, "color": color, "label": model}
-        tokens = [report.by_name[case]["n_tokens"] for case in cases]
-        times = [report.layer_us(case, "layer") / 1000 for case in cases]
-        axes[0].plot(tokens, times, **style)
-        parts = [[report.layer_us(case, o) for o in ("dense matmuls", "experts")] for case in cases]
-        axes[1].plot(tokens, [dense / experts for dense, experts in parts], **style)
-    axes[0].set(yscale="log", ylabel="layer in bfloat16, ms", xlabel="T")
-    axes[1].set(ylabel="experts' speed / dense matmuls'", xlabel="T")
-    for axis in axes:
-        axis.set_xscale("log", base=2)
 
 
 def _draw_panel(axis: Axes, report: Report, operation: str) -> None:

@@ -26,10 +26,7 @@ _MAX_ERROR = 0.02  # norm of the difference, relative
 
 
 def make_weights(mesh: Mesh, case: Case) -> tuple[Any, Any]:
-    """Returns gate_up, `[E, H, 2 F]`, and down, `[E, F, H]`, by expert.
-
-    For FP8, with their codes, also those for gradients in FP8.
-    """
+    """Returns gate_up, `[E, H, 2 F]`, and down, `[E, F, H]`; for FP8 with all their codes."""
     n_local, size = case.n_experts // case.n_ranks, case.expert_size
     shapes = (case.hidden_size, 2 * size), (size, case.hidden_size)
 
@@ -43,15 +40,14 @@ def make_weights(mesh: Mesh, case: Case) -> tuple[Any, Any]:
         return tuple(lax.map(normal(s), k) for s, k in zip(shapes, keys, strict=True))
 
     def quantized(weights):
-        codes = (quantize_by_expert(each, fp8_gradients=True) for each in weights)
-        pairs = zip(codes, weights, strict=True)
-        return tuple(dataclasses.replace(each, source=source) for each, source in pairs)
+        one = functools.partial(quantize_by_expert, fp8_gradients=True)
+        return tuple(dataclasses.replace(one(each), source=each) for each in weights)
 
     weights = on_mesh(mesh, make)(np.arange(case.n_ranks))
     return on_mesh(mesh, quantized)(weights) if case.is_quantized else weights
 
 
-def quantize_by_expert(weights: jax.Array, **options: Any) -> jax_ep.QuantizedWeights:
+def quantize_by_expert(weights: jax.Array, **options: bool) -> jax_ep.QuantizedWeights:
     """Quantizes one matrix after the other, which takes less memory than all at once."""
     one = functools.partial(jax_ep.quantize_weights, differentiable=False, **options)
     return jax.tree.map(lambda x: x[:, 0], lax.map(lambda matrix: one(matrix[None]), weights))
@@ -75,35 +71,20 @@ def _layer(ours: Implementation) -> Step:
     return Step(next)
 
 
-def _layer_with_gradients(ours: Implementation, *, in_fp8: bool = False) -> Step:
-    """Gradients in tokens, weights of choices and parameters; these are quantized, or arrays."""
+def _layer_with_gradients(ours: Implementation, **without: None) -> Step:
+    """Gradients in tokens, weights of choices and parameters, in FP8 `without` some codes."""
     forward = _layer(ours).next
 
     def next(tokens, ids, weights, parameters, hide):
-        def of_sources(tokens, ids, weights, sources, hide):
-            given = [
-                dataclasses.replace(
-                    each, source=source, gradient_codes=each.gradient_codes if in_fp8 else None
-                )
-                for each, source in zip(parameters, sources, strict=True)
-            ]
-            return forward(tokens, ids, weights, given, hide)
-
         if not isinstance(parameters[0], jax_ep.QuantizedWeights):
             return with_gradients(Step(forward)).next(tokens, ids, weights, parameters, hide)
+
+        def of_sources(tokens, ids, weights, given, hide):
+            both = map(lambda x, s: dataclasses.replace(x, source=s, **without), parameters, given)
+            return forward(tokens, ids, weights, [*both], hide)
+
         sources = [each.source for each in parameters]
         return with_gradients(Step(of_sources)).next(tokens, ids, weights, sources, hide)
-
-    return Step(next)
-
-
-def _quantization(_: Implementation, **options: Any) -> Step:
-    """What FP8 does to the parameters in each step of a training."""
-
-    def next(tokens, ids, weights, parameters, hide):
-        tokens, sources = hide((tokens, [each.source for each in parameters]))
-        codes = hide([quantize_by_expert(source, **options) for source in sources])
-        return tokens, {"codes": [x[:1, :1] for x in jax.tree.leaves(codes)]}
 
     return Step(next)
 
@@ -147,10 +128,8 @@ def _dense(implementation: Implementation) -> Step:
 # Steps of an implementation, by the name of the operation.
 STEPS: dict[str, Callable[[Implementation], Step]] = {
     "layer": _layer,
-    "layer + grad": _layer_with_gradients,
-    "layer + grad in FP8": functools.partial(_layer_with_gradients, in_fp8=True),
-    "quantize weights": _quantization,
-    "quantize weights for gradients": functools.partial(_quantization, fp8_gradients=True),
+    "layer + grad": functools.partial(_layer_with_gradients, gradient_codes=None),
+    "layer + grad in FP8": _layer_with_gradients,
     "experts": _experts_alone,
     "experts + grad": functools.partial(_experts_alone, with_grad=True),
     "dense matmuls": _dense,

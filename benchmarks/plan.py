@@ -114,11 +114,6 @@ _NODES_TOKENS = (4096, 8, 128, 1024, 16, 32)
 _LAYER_TOKENS = (4096, 8, 128, 8192)
 _LAYER = ("layer", "experts", "dense matmuls", _ROUND_TRIP)
 _LAYER_GRAD = ("layer + grad", "experts + grad", _WITH_GRAD)
-_LAYER_FP8 = ("layer", "experts")
-_LAYER_FP8_GRAD = (
-    *("layer + grad", "layer + grad in FP8"),
-    *("quantize weights", "quantize weights for gradients"),
-)
 
 
 def _gpu() -> list[Item]:
@@ -257,8 +252,8 @@ def _layer_items(case: Case) -> list[Item]:
     items = [item(case, "", (AT_DISPATCH,), operations)]
     if case.hidden_size % 128 == 0 and case.expert_size % 128 == 0:
         quantized = dataclasses.replace(case, token_format="blockwise_fp8")
-        fp8 = _LAYER_FP8 + _LAYER_FP8_GRAD if case.n_tokens > 128 else _LAYER_FP8
-        items.append(item(quantized, "", (AT_DISPATCH,), fp8))
+        grads = ("layer + grad", "layer + grad in FP8") if case.n_tokens > 128 else ()
+        items.append(item(quantized, "", (AT_DISPATCH,), ("layer", "experts", *grads)))
     if case.n_tokens in (128, 4096):
         items.append(item(case, "-lax", (_ALL_GATHER,), ("layer",)))
     return items

@@ -23,7 +23,7 @@ import plan  # noqa: E402
 import records  # noqa: E402
 import runner  # noqa: E402
 from case import Case  # noqa: E402
-from implementations import AT_COMBINE, AT_DISPATCH, REFERENCE  # noqa: E402
+from implementations import AT_COMBINE, AT_DISPATCH, OURS, REFERENCE  # noqa: E402
 from report import Report  # noqa: E402
 
 CASE = Case(128, 7168, n_experts=256, top_k=8)
@@ -186,12 +186,19 @@ def test_a_rehearsal_lacks_only_what_needs_gpus(tmp_path) -> None:
     assert REFERENCE in {row["implementation"] for row in record.rows("times")}
     reasons = ("needs several GPUs", "the profiler's trace shows no GPU")
     assert all(any(r in row["why"] for r in reasons) for row in record.rows("not_measured"))
-    found = {(row["case"], row["operation"], row["clock"]) for row in record.rows("times")}
+    found = {
+        (row["case"], row["operation"], row["clock"])
+        for row in record.rows("times")
+        if row["implementation"] != REFERENCE
+    }
     for operation in ("round trip", "round trip + grad"):
         assert {("T16-H64-uniform", operation, clock) for clock in ("wall", "chain")} <= found
     of_calls = {name.partition("-")[0] for name, _, clock in found if clock == "gaps"}
     assert of_calls == {"T1", "T8", "T128"}
-    assert "round trip + grad, period in a chain, µs:" in shown
+    periods = Report(record)
+    names = (*OURS, "lax")
+    is_seen = any(periods.us("T16-H64-uniform", operation, "chain", n) for n in names)
+    assert (f"{operation}, period in a chain, µs:" in shown) == is_seen  # noise may hide them
 
 
 @pytest.mark.thorough
