@@ -10,12 +10,16 @@ import ast
 import logging
 import posixpath
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+
+sys.path.insert(0, str(Path(__file__).parent))
+from api_signatures import ENTRY  # noqa: E402
 
 # Of sources, which are shown as pages.
 _LANGUAGES = {
@@ -30,8 +34,6 @@ _LANGUAGES = {
 _LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)")
 # Of a page at the top of the site: its own style sheets and scripts.
 _ASSET = re.compile(r'<(?:link rel="stylesheet" href|script src)="(?!\w+:|/)([^"?]+)')
-# What tools/api_signatures.py writes for readers of the repository.
-_SIGNATURE = re.compile(r"(?m)(^::: \S+\n(?: +\S.*\n)*)\n```python\n[^`]*```\n")
 # Python-Markdown would read these as text of the item around them; GitHub reads either.
 _SHALLOW_ITEM = re.compile(r"^ {1,3}(?:[-*+]|\d+\.) ", re.MULTILINE)
 
@@ -75,7 +77,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
                 return link[1].rstrip("/") + suffix
         return link[1]
 
-    return _LINK.sub(mapped, _SIGNATURE.sub(r"\1", markdown))
+    return _LINK.sub(mapped, ENTRY.sub(r"\1", markdown))
 
 
 def on_post_build(*, config: MkDocsConfig) -> None:

@@ -139,23 +139,28 @@ def test_scan_and_checkpoint_change_no_bit(transport):
         np.testing.assert_array_equal(one, other)
 
 
+def layer_in_fp8(transport, n_copies, reduce=True, **options):
+    """A layer of tokens, ids and the experts' weights, which it quantizes with these options."""
+    formats = {"token_format": jax_ep.BlockwiseFP8(), "combine_dtype": jnp.bfloat16}
+    group = open_group(transport, n_copies, **formats)
+
+    def layer(tokens, ids, gate_up, down):
+        quantized = [jax_ep.quantize_weights(x, **options) for x in (gate_up, down)]
+        rows = jax_ep.dispatch(group, tokens, ids)
+        return jax_ep.combine(group, jax_ep.expert_mlp(rows, *quantized), rows, reduce=reduce)
+
+    specs = (BY_RANK,) * 4
+    return jax.shard_map(layer, mesh=group.mesh, in_specs=specs, out_specs=BY_RANK)
+
+
 @pytest.mark.thorough
 def test_codes_of_weights_travel_bit_by_bit(transport):
     """FP8 rows and weights, on CPUs and GPUs: a copy computes what its home would."""
-    tokens, ids, weights, gate_up, down = make_operands("one_rank")
-    fp8 = {"token_format": jax_ep.BlockwiseFP8(), "combine_dtype": jnp.bfloat16}
+    tokens, ids, _, gate_up, down = make_operands("one_rank")
 
     def run(n_copies):
-        group = open_group(transport, n_copies, **fp8)
-
-        def layer(tokens, ids, gate_up, down):
-            quantized = [jax_ep.quantize_weights(x, differentiable=False) for x in (gate_up, down)]
-            rows = jax_ep.dispatch(group, tokens, ids)
-            return jax_ep.combine(group, jax_ep.expert_mlp(rows, *quantized), rows, reduce=False)
-
-        specs = (BY_RANK,) * 4
-        mapped = jax.shard_map(layer, mesh=group.mesh, in_specs=specs, out_specs=BY_RANK)
-        return jax.jit(mapped)(tokens, ids, gate_up / 16, down / 16)
+        layer = layer_in_fp8(transport, n_copies, reduce=False, differentiable=False)
+        return jax.jit(layer)(tokens, ids, gate_up / 16, down / 16)
 
     assert_same_bits(run(8), run(0), "rows of choices")
 
@@ -163,22 +168,13 @@ def test_codes_of_weights_travel_bit_by_bit(transport):
 @pytest.mark.thorough
 def test_gradients_of_copies_may_be_in_fp8(transport):
     """Only their sums are in another order."""
-    tokens, ids, weights, gate_up, down = make_operands("one_rank")
-    fp8 = {"token_format": jax_ep.BlockwiseFP8(), "combine_dtype": jnp.bfloat16}
+    tokens, ids, _, gate_up, down = make_operands("one_rank")
 
     def run(n_copies):
-        group = open_group(transport, n_copies, **fp8)
-
-        def layer(tokens, ids, gate_up, down):
-            quantized = [jax_ep.quantize_weights(x, fp8_gradients=True) for x in (gate_up, down)]
-            rows = jax_ep.dispatch(group, tokens, ids)
-            return jax_ep.combine(group, jax_ep.expert_mlp(rows, *quantized), rows)
-
-        specs = (BY_RANK,) * 4
-        mapped = jax.shard_map(layer, mesh=group.mesh, in_specs=specs, out_specs=BY_RANK)
+        layer = layer_in_fp8(transport, n_copies, fp8_gradients=True)
 
         def loss(tokens, gate_up, down):
-            return jnp.sum(jnp.sin(mapped(tokens, ids, gate_up, down).astype(jnp.float32)))
+            return jnp.sum(jnp.sin(layer(tokens, ids, gate_up, down).astype(jnp.float32)))
 
         return jax.jit(jax.grad(loss, (0, 1, 2)))(tokens, gate_up / 16, down / 16)
 
@@ -189,14 +185,9 @@ def test_gradients_of_copies_may_be_in_fp8(transport):
 
 
 def test_with_gradients_in_fp8_codes_travel_and_no_numbers():
-    options = {"token_format": jax_ep.BlockwiseFP8(), "combine_dtype": jnp.bfloat16}
-    group = open_group("xla", 2, **options)
-
-    def experts(rows, *matrices):
-        quantized = [jax_ep.quantize_weights(x, fp8_gradients=True) for x in matrices]
-        return jax_ep.expert_mlp(rows, *quantized)
-
-    text = str(jax.make_jaxpr(on_all_ranks(group, experts))(*make_operands()))
+    tokens, ids, _, gate_up, down = make_operands()
+    layer = layer_in_fp8("xla", 2, fp8_gradients=True)
+    text = str(jax.make_jaxpr(layer)(tokens, ids, gate_up, down))
     found = re.findall(r":(\w+)\[([\d,]*)\][^\n=]* = all_to_all", text)
     large = {kind for kind, shape in found if shape.endswith(("256,128", "128,128"))}
     assert large == {"u8"}, found
